@@ -1,0 +1,2 @@
+"""NCCL for Python."""
+from ncclpy.core.library import library, use

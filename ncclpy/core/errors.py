@@ -1,0 +1,73 @@
+"""The one family of errors.
+
+What NCCL reports is an `NcclError` or one of its kinds. What the caller got wrong in Python is a plain `TypeError` or
+`ValueError`, raised before NCCL is called.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "LibraryNotFound",
+    "NcclAborted",
+    "NcclError",
+    "NcclRemoteError",
+    "NcclTimeout",
+    "NcclUnsupported",
+]
+
+
+class NcclError(RuntimeError):
+    """Report a call that NCCL refused or that failed.
+
+    Parameters
+    ----------
+    message
+        What went wrong, for people.
+    result
+        The `ncclResult_t` as an int; a code from a newer NCCL stays its number. ``None`` if NCCL was not reached.
+    function
+        The C function that reported it.
+    detail
+        The text of `ncclGetLastError`, empty if there is none.
+    version
+        The version of the loaded NCCL, ``(2, 32, 3)``, or ``None`` if none is loaded.
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        result: int | None = None,
+        function: str | None = None,
+        detail: str = "",
+        version: tuple[int, int, int] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.result = result
+        self.function = function
+        self.detail = detail
+        self.version = version
+
+    def __reduce__(self):
+        # The default would pass nothing but args, and so lose the keyword-only fields.
+        return type(self), (str(self),), self.__dict__
+
+
+class NcclTimeout(NcclError, TimeoutError):
+    """Report a wait that passed its deadline; the communicator was aborted."""
+
+
+class NcclAborted(NcclError):
+    """Report work that ended because its communicator was aborted."""
+
+
+class NcclRemoteError(NcclError):
+    """Report that another rank or the network failed (`ncclRemoteError`)."""
+
+
+class NcclUnsupported(NcclError):
+    """Report something that the loaded NCCL does not have; the message names the version that does."""
+
+
+class LibraryNotFound(NcclError):
+    """Report that no usable library was found; the message lists every place searched."""

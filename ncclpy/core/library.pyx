@@ -1,0 +1,348 @@
+"""The one loaded library: which one, from where, and the two function tables filled from it.
+
+Nothing is opened before the first use. One handle is opened, ``RTLD_NOW | RTLD_LOCAL``, and every NCCL symbol comes
+from that handle, so that no communicator is ever driven by two libraries. The driver's symbols come from the same
+handle when it has them (the host engine), else from ``libcuda.so.1``.
+"""
+
+import os
+import threading
+
+from ncclpy.abi.nccl cimport NCCLPY_ABI_VERSION, NCCLPY_OLDEST_VERSION
+from ncclpy.core import search
+from ncclpy.core.errors import LibraryNotFound, NcclError, NcclUnsupported
+
+cdef extern from "dlfcn.h" nogil:
+    void* dlopen(const char* path, int flags)
+    void* dlsym(void* handle, const char* name)
+    char* dlerror()
+    int RTLD_NOW
+    int RTLD_LOCAL
+
+cdef extern from *:
+    """
+    #include <pthread.h>
+    #include <string.h>
+    #include "nccl_abi.h"
+    #include "driver_abi.h"
+
+    /* One row a function, made from the X-macros: where its pointer lies in the table, and since when NCCL has it. */
+    typedef struct { const char* name; size_t offset; int version; } ncclpy_symbol;
+
+    #define NCCLPY_ROW(version, ret, name, params) {#name, offsetof(ncclpy_nccl_table, name), version},
+    static const ncclpy_symbol ncclpy_nccl_symbols[] = { NCCLPY_NCCL_FUNCTIONS(NCCLPY_ROW) {NULL, 0, 0} };
+    #define NCCLPY_DRIVER_ROW(ret, name, params) {#name, offsetof(ncclpy_driver_table, name), 0},
+    static const ncclpy_symbol ncclpy_driver_symbols[] = { NCCLPY_DRIVER_FUNCTIONS(NCCLPY_DRIVER_ROW) {NULL, 0, 0} };
+
+    /* After fork() the child must not touch NCCL: its threads and its sockets are the parent's. Emptying both tables
+       costs the calls nothing, since each looks for NULL anyway. */
+    static ncclpy_nccl_table* ncclpy_the_nccl;
+    static ncclpy_driver_table* ncclpy_the_driver;
+    static int ncclpy_loaded, ncclpy_forked;
+    static void ncclpy_in_child(void) {
+      if (!ncclpy_loaded) return;
+      memset(ncclpy_the_nccl, 0, sizeof *ncclpy_the_nccl);
+      memset(ncclpy_the_driver, 0, sizeof *ncclpy_the_driver);
+      ncclpy_forked = 1;
+    }
+    static void ncclpy_watch_fork(ncclpy_nccl_table* n, ncclpy_driver_table* d) {
+      ncclpy_the_nccl = n;
+      ncclpy_the_driver = d;
+      pthread_atfork(NULL, NULL, ncclpy_in_child);
+    }
+    """
+    ctypedef struct ncclpy_symbol:
+        const char* name
+        size_t offset
+        int version
+    const ncclpy_symbol* ncclpy_nccl_symbols
+    const ncclpy_symbol* ncclpy_driver_symbols
+    int ncclpy_loaded
+    int ncclpy_forked
+    void ncclpy_watch_fork(ncclpy_nccl_table*, ncclpy_driver_table*)
+
+ncclpy_watch_fork(&nccl, &driver)
+
+# The host engine marks itself with this symbol, a C string.
+cdef const char* HOST_MARK = b"ncclpyHostEngine"
+
+_lock = threading.RLock()
+_choice = None  # what use() asked for
+_library = None  # the Library, once loaded
+_driver_places = []  # where libcuda.so.1 was looked for
+cdef void* _handle = NULL
+cdef void* _driver_handle = NULL
+cdef int _version = 0
+
+
+class Library:
+    """Describe the loaded library; `ncclpy.library()` returns it.
+
+    Attributes
+    ----------
+    engine : str
+        ``"cuda"`` for NCCL on GPUs, ``"host"`` for the host engine.
+    path : str
+        The file that is loaded.
+    found : str
+        How it was found.
+    version : tuple of int
+        What `ncclGetVersion` says, ``(2, 32, 3)``.
+    """
+
+    __slots__ = ("engine", "path", "found", "version")
+
+    def __init__(self, engine, path, found, version):
+        self.engine = engine
+        self.path = path
+        self.found = found
+        self.version = version
+
+    def has(self, symbol):
+        """Return whether the loaded library has the C function `symbol`, say ``"ncclCommGrow"``."""
+        name = symbol.encode()
+        return any(row == name for row, _, present in _rows() if present)
+
+    def missing(self):
+        """Return ``{symbol: first NCCL version that has it}`` for every host function that this library lacks."""
+        return {row.decode(): decode_version(since) for row, since, present in _rows() if not present}
+
+    def __repr__(self):
+        return f"Library(engine={self.engine!r}, version={self.version}, path={self.path!r})"
+
+
+def use(choice):
+    """Choose the library before anything uses it.
+
+    Parameters
+    ----------
+    choice : str
+        ``"cuda"`` (find NCCL), ``"host"`` (the host engine) or the path of a library with NCCL's ABI.
+
+    Raises
+    ------
+    RuntimeError
+        If a library is already loaded, even the same one: the choice belongs before the first use.
+    """
+    global _choice
+    if not isinstance(choice, (str, os.PathLike)):
+        raise TypeError(f'use() takes "cuda", "host" or a path, not {type(choice).__name__}')
+    with _lock:
+        if _library is not None:
+            raise RuntimeError(
+                f"ncclpy already uses {_library.path} (engine {_library.engine!r}); "
+                "call ncclpy.use() before the first use of NCCL, once in a process"
+            )
+        _choice = os.fspath(choice)
+
+
+def library():
+    """Return the `Library` in use, loading it if nothing has yet."""
+    _ensure_loaded()
+    return _library
+
+
+def decode_version(code):
+    """Return ``(major, minor, patch)`` of an `NCCL_VERSION_CODE`; codes up to 2.8 have one digit less."""
+    if code < 10000:
+        return code // 1000, code // 100 % 10, code % 100
+    return code // 10000, code // 100 % 100, code % 100
+
+
+cdef int version_code() except -1:
+    _ensure_loaded()
+    return _version
+
+
+cdef int missing_nccl(const char* name) except -1:
+    """Load on first use; what is still missing then is an error that names the release to install."""
+    cdef size_t i = 0
+    _ensure_loaded()
+    while ncclpy_nccl_symbols[i].name != NULL:
+        if ncclpy_nccl_symbols[i].name == <bytes>name:
+            if (<void**>((<char*>&nccl) + ncclpy_nccl_symbols[i].offset))[0] != NULL:
+                return 0
+            since = ".".join(map(str, decode_version(ncclpy_nccl_symbols[i].version)))
+            raise NcclUnsupported(
+                f"{name.decode()} needs NCCL {since} or newer; {_library.path} is "
+                f"NCCL {'.'.join(map(str, _library.version))}",
+                function=name.decode(),
+                version=_library.version,
+            )
+        i += 1
+    raise AssertionError(f"{name.decode()} is not in NCCLPY_NCCL_FUNCTIONS")
+
+
+cdef int missing_driver(const char* name) except -1:
+    """Load on first use; without libcuda the streams, events and devices of the cuda engine cannot work."""
+    _ensure_loaded()
+    if driver.cuInit == NULL:
+        _load_driver()
+    return 0
+
+
+def _ensure_loaded():
+    global _library
+    if ncclpy_forked:
+        raise NcclError(
+            "this process was forked after ncclpy had loaded NCCL, which does not survive a fork; start workers with "
+            'multiprocessing.get_context("spawn") or "forkserver", or use ncclpy only in the children'
+        )
+    if _library is None:
+        with _lock:
+            if _library is None:
+                _library = _load()
+
+
+def _load():
+    choice = _choice or os.environ.get("NCCLPY_LIBRARY") or None
+    origin = "ncclpy.use()" if _choice else "NCCLPY_LIBRARY"
+    if choice == "host":
+        return _open([(search.host_engine_path(), "the host engine of this package")], origin)
+    if choice is not None and choice != "cuda":
+        return _open([(choice, origin)], origin)
+    places = search.candidates()
+    if choice is None and not _has_gpu():
+        raise LibraryNotFound(
+            "no GPU can be used here: " + "; ".join(_driver_places) + ".\nlibnccl would be taken from:\n"
+            + "".join(f"  {path} ({why})\n" for path, why in places) + _HOW_TO_CHOOSE
+        )
+    return _open(places, origin if choice else "automatic")
+
+
+_HOW_TO_CHOOSE = (
+    'To run on CPU memory with the host engine: NCCLPY_LIBRARY=host, or ncclpy.use("host") before the first use.\n'
+    "For NCCL on GPUs: pip install 'ncclpy[cu13]' (or [cu12]), or NCCLPY_LIBRARY=/path/to/libnccl.so.2."
+)
+
+
+cdef object _open(places, origin):
+    """Open the first place that is a NCCL, fill the tables and describe it."""
+    global _handle, _version
+    cdef void* handle
+    cdef int code = 0
+    cdef const char* error
+    cdef int (*get_version)(int*) noexcept nogil
+    searched = []
+    for path, why in places:
+        encoded = os.fsencode(path)
+        handle = dlopen(encoded, RTLD_NOW | RTLD_LOCAL)
+        if handle == NULL:
+            error = dlerror()
+            searched.append(f"  {path} ({why}): {error.decode(errors='replace') if error != NULL else 'not opened'}")
+            continue
+        get_version = <int (*)(int*) noexcept nogil>dlsym(handle, b"ncclGetVersion")
+        if get_version == NULL or get_version(&code) != 0:
+            searched.append(f"  {path} ({why}): no NCCL, it has no working ncclGetVersion")
+            continue
+        if code < NCCLPY_OLDEST_VERSION:
+            searched.append(f"  {path} ({why}): NCCL {code} is older than the oldest supported, 2.16")
+            continue
+        _handle = handle
+        _version = code
+        _fill(handle, ncclpy_nccl_symbols, <char*>&nccl)
+        engine = "host" if dlsym(handle, HOST_MARK) != NULL else "cuda"
+        loaded = _loaded_path(path)
+        # Last: from here on a forked child is refused.
+        _mark_loaded()
+        if dlsym(handle, b"cuInit") != NULL:
+            _fill_driver(handle)
+        return Library(engine, loaded, f"{why}; chosen by {origin}", decode_version(code))
+    raise LibraryNotFound("no NCCL library could be loaded. Searched:\n" + "\n".join(searched) + "\n" + _HOW_TO_CHOOSE)
+
+
+cdef int _mark_loaded() except -1:
+    global ncclpy_loaded
+    ncclpy_loaded = 1
+    return 0
+
+
+cdef int _fill(void* handle, const ncclpy_symbol* symbols, char* table) except -1:
+    cdef size_t i = 0
+    while symbols[i].name != NULL:
+        (<void**>(table + symbols[i].offset))[0] = dlsym(handle, symbols[i].name)
+        i += 1
+    return 0
+
+
+cdef int _fill_driver(void* handle) except -1:
+    """Fill the driver table and initialise the driver; every call of the table must be there."""
+    global _driver_handle
+    cdef size_t i = 0
+    cdef int result
+    lacking = []
+    while ncclpy_driver_symbols[i].name != NULL:
+        if dlsym(handle, ncclpy_driver_symbols[i].name) == NULL:
+            lacking.append(ncclpy_driver_symbols[i].name.decode())
+        i += 1
+    if lacking:
+        raise LibraryNotFound(f"the CUDA driver is too old: libcuda.so.1 lacks {', '.join(lacking)}")
+    result = (<int (*)(unsigned int) noexcept nogil>dlsym(handle, b"cuInit"))(0)
+    if result != 0:
+        raise LibraryNotFound(f"the CUDA driver refuses to start: cuInit returned {result}")
+    _driver_handle = handle
+    _fill(handle, ncclpy_driver_symbols, <char*>&driver)
+    return 0
+
+
+def _load_driver():
+    """Fill the driver table from libcuda.so.1, for a NCCL that does not bring the driver's calls itself."""
+    cdef void* handle
+    cdef const char* error
+    with _lock:
+        if _driver_handle != NULL:
+            return
+        handle = dlopen(b"libcuda.so.1", RTLD_NOW | RTLD_LOCAL)
+        if handle == NULL:
+            error = dlerror()
+            raise LibraryNotFound(
+                f"the CUDA driver cannot be loaded: {error.decode(errors='replace')}. NCCL on GPUs needs NVIDIA's "
+                "driver on the machine (in a container: --gpus all).\n" + _HOW_TO_CHOOSE
+            )
+        _fill_driver(handle)
+
+
+def _has_gpu():
+    """Return whether libcuda.so.1 opens and shows a device; what was found goes into `_driver_places`."""
+    cdef void* handle = dlopen(b"libcuda.so.1", RTLD_NOW | RTLD_LOCAL)
+    cdef int count = 0
+    cdef const char* error
+    del _driver_places[:]
+    if handle == NULL:
+        error = dlerror()
+        _driver_places.append(error.decode(errors="replace") if error != NULL else "libcuda.so.1 was not opened")
+        return False
+    start = <int (*)(unsigned int) noexcept nogil>dlsym(handle, b"cuInit")
+    get_count = <int (*)(int*) noexcept nogil>dlsym(handle, b"cuDeviceGetCount")
+    if start == NULL or get_count == NULL or start(0) != 0 or get_count(&count) != 0 or count == 0:
+        _driver_places.append("libcuda.so.1 opens but shows no device")
+        return False
+    return True
+
+
+cdef object _loaded_path(path):
+    """Return the file behind a soname; a path stays what it is."""
+    if os.sep in path:
+        return path
+    for mapped in search.mapped_nccl():
+        return mapped
+    return path
+
+
+def _rows():
+    """Yield ``(symbol, first version, is it there)`` for every row of the NCCL table."""
+    cdef size_t i = 0
+    rows = []
+    while ncclpy_nccl_symbols[i].name != NULL:
+        rows.append((
+            <bytes>ncclpy_nccl_symbols[i].name,
+            ncclpy_nccl_symbols[i].version,
+            (<void**>((<char*>&nccl) + ncclpy_nccl_symbols[i].offset))[0] != NULL,
+        ))
+        i += 1
+    return rows
+
+
+def abi_version():
+    """Return the NCCL release whose ABI ncclpy was written against, ``(2, 32, 3)``."""
+    return decode_version(NCCLPY_ABI_VERSION)

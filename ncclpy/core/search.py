@@ -1,0 +1,77 @@
+"""Where a library may be: the host engine in this package, libnccl and libcuda on the machine.
+
+Nothing here opens NCCL for use; `library` does, once. A place is tried in the order of the list, and every place
+tried is kept for the message of `LibraryNotFound`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+HOST_ENGINE = "libncclpy_host.so"
+
+
+def host_engine_path() -> str:
+    """Return the path of the host engine that was built with this package."""
+    import importlib.resources
+
+    return str(importlib.resources.files("ncclpy.host") / HOST_ENGINE)
+
+
+def mapped_nccl() -> list[str]:
+    """Return the paths of every libnccl that is already mapped into this process, in the order of their addresses."""
+    found: dict[str, None] = {}
+    try:
+        with open("/proc/self/maps") as maps:
+            for line in maps:
+                path = line.split(maxsplit=5)[5].rstrip("\n") if line.count("/") else ""
+                if os.path.basename(path).startswith("libnccl.so"):
+                    found[path] = None
+    except OSError:
+        pass  # no /proc: nothing can be said of mapped libraries
+    return list(found)
+
+
+def candidates() -> list[tuple[str, str]]:
+    """Return ``(path or soname, where it comes from)`` for libnccl, best first."""
+    found = [(path, "already loaded into this process") for path in mapped_nccl()]
+    if not found:
+        located = _pathfinder()
+        if located is not None:
+            found.append(located)
+        found += [(str(path), "pip wheel") for path in _wheel_libraries()]
+        found.append(("libnccl.so.2", "the system's library path"))
+    return found
+
+
+def _pathfinder() -> tuple[str, str] | None:
+    # cuda.pathfinder is an optional dependency; without it the wheel and the system are still searched below.
+    if not _has_module("cuda.pathfinder"):
+        return None
+    from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
+
+    try:
+        loaded = load_nvidia_dynamic_lib("nccl")
+    except DynamicLibNotFoundError:
+        return None
+    return loaded.abs_path, f"cuda.pathfinder ({loaded.found_via})"
+
+
+def _wheel_libraries() -> list[Path]:
+    if not _has_module("nvidia.nccl"):
+        return []
+    spec = importlib.util.find_spec("nvidia.nccl")
+    return [
+        Path(root) / "lib" / "libnccl.so.2"
+        for root in (spec.submodule_search_locations or [])
+        if (Path(root) / "lib" / "libnccl.so.2").exists()
+    ]
+
+
+def _has_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # the parent package is missing
+        return False

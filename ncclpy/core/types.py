@@ -1,0 +1,154 @@
+"""NCCL's enums and the unique id, and what may stand for them.
+
+Where a data type or an operator is taken, an enum member, its name or a numpy dtype does.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import numpy as np
+
+__all__ = ["AVG", "MAX", "MIN", "PROD", "SUM", "DataType", "ReduceOp", "Result", "UniqueId"]
+
+
+class Result(enum.IntEnum):
+    """Name the codes of `ncclResult_t`; a code that a newer NCCL adds stays a plain int."""
+
+    SUCCESS = 0
+    UNHANDLED_CUDA_ERROR = 1
+    SYSTEM_ERROR = 2
+    INTERNAL_ERROR = 3
+    INVALID_ARGUMENT = 4
+    INVALID_USAGE = 5
+    REMOTE_ERROR = 6
+    IN_PROGRESS = 7
+    TIMEOUT = 8
+
+
+class DataType(enum.IntEnum):
+    """Name the values of `ncclDataType_t`."""
+
+    INT8 = 0
+    UINT8 = 1
+    INT32 = 2
+    UINT32 = 3
+    INT64 = 4
+    UINT64 = 5
+    FLOAT16 = 6
+    FLOAT32 = 7
+    FLOAT64 = 8
+    BFLOAT16 = 9
+    FLOAT8E4M3 = 10
+    FLOAT8E5M2 = 11
+
+    @property
+    def itemsize(self) -> int:
+        """Return the size of one element in bytes."""
+        return _ITEMSIZE[self]
+
+
+class ReduceOp(enum.IntEnum):
+    """Name the built-in values of `ncclRedOp_t`."""
+
+    SUM = 0
+    PROD = 1
+    MAX = 2
+    MIN = 3
+    AVG = 4
+
+
+SUM = ReduceOp.SUM
+PROD = ReduceOp.PROD
+MAX = ReduceOp.MAX
+MIN = ReduceOp.MIN
+AVG = ReduceOp.AVG
+
+_ITEMSIZE = (1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1)
+
+# Every name under which a type is known: NCCL's, numpy's, and those of ml_dtypes and torch.
+_DTYPE_NAMES = {member.name.lower(): member for member in DataType} | {
+    "float8_e4m3fn": DataType.FLOAT8E4M3,
+    "float8_e5m2": DataType.FLOAT8E5M2,
+    "char": DataType.INT8,
+    "int": DataType.INT32,
+    "half": DataType.FLOAT16,
+    "float": DataType.FLOAT32,
+    "double": DataType.FLOAT64,
+}
+_OP_NAMES = {member.name.lower(): member for member in ReduceOp}
+
+
+def as_datatype(value) -> DataType:
+    """Return the `DataType` that `value` stands for: a member, its number, a name, or a numpy dtype.
+
+    Raises
+    ------
+    TypeError
+        If NCCL has no such type.
+    """
+    if isinstance(value, DataType):
+        return value
+    if isinstance(value, str):
+        name = value.lower().removeprefix("torch.")
+    elif isinstance(value, int):
+        try:
+            return DataType(value)
+        except ValueError:
+            raise TypeError(f"{value} is no ncclDataType_t; known are 0 to {len(DataType) - 1}") from None
+    else:
+        try:
+            name = np.dtype(value).name
+        except TypeError:
+            name = str(value).removeprefix("torch.")  # torch.float32 and the like
+    found = _DTYPE_NAMES.get(name)
+    if found is None:
+        raise TypeError(f"NCCL has no data type {value!r}; it has {', '.join(m.name.lower() for m in DataType)}")
+    return found
+
+
+def as_op(value) -> int:
+    """Return the `ncclRedOp_t` number of a member, a name, or an operator made by `Communicator.pre_mul_sum`."""
+    if isinstance(value, int):
+        return value
+    if isinstance(value, str):
+        found = _OP_NAMES.get(value.lower())
+        if found is not None:
+            return found
+    raise TypeError(f"{value!r} is no reduction operator; use sum, prod, max, min, avg or comm.pre_mul_sum(...)")
+
+
+class UniqueId:
+    """Hold an `ncclUniqueId`: 128 opaque bytes by which the ranks of a new communicator find each other.
+
+    One rank makes it with `ncclpy.get_unique_id()` and hands ``bytes(uid)`` to the others by any means.
+    """
+
+    SIZE = 128
+    __slots__ = ("_data",)
+
+    def __init__(self, data: bytes) -> None:
+        data = bytes(data)
+        if len(data) != self.SIZE:
+            raise ValueError(f"a unique id has {self.SIZE} bytes, not {len(data)}")
+        self._data = data
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> UniqueId:
+        """Return the id that another rank sent as bytes."""
+        return cls(data)
+
+    def __bytes__(self) -> bytes:
+        return self._data
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, UniqueId) and self._data == other._data
+
+    def __hash__(self) -> int:
+        return hash(self._data)
+
+    def __repr__(self) -> str:
+        return f"UniqueId({self._data[:8].hex()}…)"
+
+    def __reduce__(self):
+        return UniqueId, (self._data,)

@@ -35,10 +35,11 @@ def _field(check, since):
 def _flag(name, value):
     if isinstance(value, bool):
         return int(value)
-    number = _integer(name, value)
-    if number not in (0, 1):
+    if not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be True or False, not {type(value).__name__}")
+    if operator.index(value) not in (0, 1):
         raise ValueError(f"{name} must be True or False, not {value!r}")
-    return number
+    return operator.index(value)
 
 
 def _integer(name, value):
@@ -82,7 +83,7 @@ def _text(name, value):
 
 
 class _Checked:
-    """Check every field that is set, when the object is made."""
+    """Check every field that is set, when the object is made; show no others."""
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -90,8 +91,12 @@ class _Checked:
             if value is not None:
                 field.metadata["check"](f"{type(self).__name__}.{field.name}", value)
 
+    def __repr__(self):
+        values = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        return f"{type(self).__name__}({', '.join(f'{name}={v!r}' for name, v in values if v is not None)})"
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Config(_Checked):
     """Configure a communicator; ``None`` leaves a field to NCCL's default.
 
@@ -154,32 +159,32 @@ class Config(_Checked):
     Stands for ``ncclConfig_t``.
     """
 
-    blocking: "bool | None" = _field(_flag, 21400)
-    cga_cluster_size: "int | None" = _field(_integer, 21701)
-    min_ctas: "int | None" = _field(_integer, 21701)
-    max_ctas: "int | None" = _field(_integer, 21701)
-    net_name: "str | None" = _field(_text, 21701)
-    split_share: "bool | None" = _field(_flag, 21801)
-    traffic_class: "int | None" = _field(_integer, 22602)
-    comm_name: "str | None" = _field(_text, 22703)
-    collnet_enable: "bool | None" = _field(_flag, 22703)
-    cta_policy: "int | None" = _field(_integer, 22703)
-    shrink_share: "bool | None" = _field(_flag, 22703)
-    nvls_ctas: "int | None" = _field(_integer, 22703)
-    n_channels_per_net_peer: "int | None" = _field(_integer, 22803)
-    nvlink_centric_sched: "bool | None" = _field(_flag, 22803)
-    graph_usage_mode: "int | None" = _field(_integer, 22902)
-    num_rma_ctx: "int | None" = _field(_integer, 22902)
-    max_p2p_peers: "int | None" = _field(_integer, 23003)
-    graph_stream_ordering: "bool | None" = _field(_flag, 23007)
-    launch_order_implicit: "int | None" = _field(_integer, 23102)
-    num_rma_sig: "int | None" = _field(_integer, 23102)
-    rma_eager_init: "int | None" = _field(_integer, 23102)
-    host_cft_mode: "int | None" = _field(_integer, 23102)
-    nvls_host_mode: "int | None" = _field(_integer, 23203)
+    blocking: bool | None = _field(_flag, 21400)
+    cga_cluster_size: int | None = _field(_integer, 21701)
+    min_ctas: int | None = _field(_integer, 21701)
+    max_ctas: int | None = _field(_integer, 21701)
+    net_name: str | None = _field(_text, 21701)
+    split_share: bool | None = _field(_flag, 21801)
+    traffic_class: int | None = _field(_integer, 22602)
+    comm_name: str | None = _field(_text, 22703)
+    collnet_enable: bool | None = _field(_flag, 22703)
+    cta_policy: int | None = _field(_integer, 22703)
+    shrink_share: bool | None = _field(_flag, 22703)
+    nvls_ctas: int | None = _field(_integer, 22703)
+    n_channels_per_net_peer: int | None = _field(_integer, 22803)
+    nvlink_centric_sched: bool | None = _field(_flag, 22803)
+    graph_usage_mode: int | None = _field(_integer, 22902)
+    num_rma_ctx: int | None = _field(_integer, 22902)
+    max_p2p_peers: int | None = _field(_integer, 23003)
+    graph_stream_ordering: bool | None = _field(_flag, 23007)
+    launch_order_implicit: int | None = _field(_integer, 23102)
+    num_rma_sig: int | None = _field(_integer, 23102)
+    rma_eager_init: int | None = _field(_integer, 23102)
+    host_cft_mode: int | None = _field(_integer, 23102)
+    nvls_host_mode: int | None = _field(_integer, 23203)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class CollConfig(_Checked):
     """Configure one collective call (NCCL 2.31); every rank must pass the same. ``None`` is NCCL's default.
 
@@ -214,16 +219,16 @@ class CollConfig(_Checked):
     Stands for ``ncclCollConfig_t``.
     """
 
-    ext: "int | None" = _field(_pointer, 23102)
-    min_ctas: "int | None" = _field(_integer, 23102)
-    max_ctas: "int | None" = _field(_integer, 23102)
-    nvls_ctas: "int | None" = _field(_integer, 23102)
-    cga_cluster_size: "int | None" = _field(_integer, 23102)
-    alg_selection: "str | None" = _field(_text, 23102)
-    force_alg_selection: "bool | None" = _field(_flag, 23102)
-    cta_policy: "int | None" = _field(_integer, 23102)
-    user_profiler_tag: "int | None" = _field(_unsigned64, 23102)
-    launch_completion_event: "object | None" = _field(_pointer, 23203)
+    ext: int | None = _field(_pointer, 23102)
+    min_ctas: int | None = _field(_integer, 23102)
+    max_ctas: int | None = _field(_integer, 23102)
+    nvls_ctas: int | None = _field(_integer, 23102)
+    cga_cluster_size: int | None = _field(_integer, 23102)
+    alg_selection: str | None = _field(_text, 23102)
+    force_alg_selection: bool | None = _field(_flag, 23102)
+    cta_policy: int | None = _field(_integer, 23102)
+    user_profiler_tag: int | None = _field(_unsigned64, 23102)
+    launch_completion_event: object | None = _field(_pointer, 23203)
 
 
 # (name, first release) of each class, read once: filling may happen on every call.

@@ -1,0 +1,98 @@
+// Handles that can be checked: a table from the opaque values that callers hold to the objects behind them.
+//
+// A handle holds an index and a generation, never an address. One that was destroyed, that belongs to another
+// library or that was never made is recognised, where following a pointer would crash. A look-up locks only the slot.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <utility>
+#include <vector>
+
+namespace ncclpy::host {
+
+template <class Object>
+class HandleTable {
+ public:
+  // `tag` (1 to 127) is the highest byte of every handle, so that no kind of handle is taken for another.
+  explicit HandleTable(std::uint8_t tag) : tag_(tag) {}
+
+  std::uint64_t add(std::shared_ptr<Object> object) {
+    const std::uint32_t index = take_index();
+    Slot& slot = chunks_[index / kChunk].load(std::memory_order_acquire)[index % kChunk];
+    std::lock_guard lock(slot.mutex);
+    slot.object = std::move(object);
+    return std::uint64_t{tag_} << 56 | slot.generation << kIndexBits | index;
+  }
+
+  // nullptr if there is no such object.
+  std::shared_ptr<Object> find(std::uint64_t handle) {
+    Slot* slot = slot_of(handle);
+    if (slot == nullptr) return nullptr;
+    std::lock_guard lock(slot->mutex);
+    return slot->generation == generation_of(handle) ? slot->object : nullptr;
+  }
+
+  // As find; afterwards the handle is invalid.
+  std::shared_ptr<Object> remove(std::uint64_t handle) {
+    Slot* slot = slot_of(handle);
+    if (slot == nullptr) return nullptr;
+    std::shared_ptr<Object> object;
+    {
+      std::lock_guard lock(slot->mutex);
+      if (slot->generation != generation_of(handle) || slot->object == nullptr) return nullptr;
+      object = std::move(slot->object);
+      slot->object = nullptr;
+      slot->generation = (slot->generation + 1) & kGenerations;
+    }
+    std::lock_guard lock(mutex_);
+    free_.push_back(static_cast<std::uint32_t>(handle & (kChunk * kChunks - 1)));
+    return object;
+  }
+
+ private:
+  static constexpr int kIndexBits = 20;
+  static constexpr std::uint32_t kChunk = 1024, kChunks = 1024;
+  static constexpr std::uint64_t kGenerations = (std::uint64_t{1} << (56 - kIndexBits)) - 1;
+
+  struct Slot {
+    std::mutex mutex;
+    std::uint64_t generation = 0;
+    std::shared_ptr<Object> object;
+  };
+
+  static std::uint64_t generation_of(std::uint64_t handle) { return handle >> kIndexBits & kGenerations; }
+
+  Slot* slot_of(std::uint64_t handle) {
+    if (handle >> 56 != tag_) return nullptr;
+    const std::uint32_t index = handle & (kChunk * kChunks - 1);
+    Slot* chunk = chunks_[index / kChunk].load(std::memory_order_acquire);
+    return chunk == nullptr ? nullptr : chunk + index % kChunk;
+  }
+
+  std::uint32_t take_index() {
+    std::lock_guard lock(mutex_);
+    if (!free_.empty()) {
+      const std::uint32_t index = free_.back();
+      free_.pop_back();
+      return index;
+    }
+    if (used_ == kChunk * kChunks) throw std::bad_alloc();
+    if (used_ % kChunk == 0) {
+      free_.reserve(used_ + kChunk);  // remove() never has to allocate
+      chunks_[used_ / kChunk].store(new Slot[kChunk], std::memory_order_release);
+    }
+    return used_++;
+  }
+
+  const std::uint8_t tag_;
+  std::atomic<Slot*> chunks_[kChunks] = {};
+  std::mutex mutex_;  // guards free_ and used_
+  std::vector<std::uint32_t> free_;
+  std::uint32_t used_ = 0;
+};
+
+}  // namespace ncclpy::host

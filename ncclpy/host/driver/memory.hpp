@@ -1,0 +1,31 @@
+// Memory of the host engine: CPU memory that remembers which virtual device it belongs to.
+#pragma once
+
+#include <cstddef>
+
+namespace ncclpy::host {
+
+struct Allocation {
+  void* base = nullptr;  // nullptr: memory that was not allocated here
+  std::size_t bytes = 0;
+  int device = -1;       // of pinned memory: the device that was current
+  bool pinned = false;   // host memory (cuMemHostAlloc), not a device's
+};
+
+// Device memory, aligned to 512 bytes; nullptr if the machine has not that much. Contents are undefined.
+void* allocate(std::size_t bytes, int device);
+// Host memory of cuMemHostAlloc.
+void* allocate_pinned(std::size_t bytes, int device);
+// Give back what allocate (or allocate_pinned) returned; false, and nothing done, if `base` is not such a pointer.
+bool deallocate(void* base, bool pinned = false);
+
+// The allocation that contains an address; its base is nullptr for memory that was not allocated here.
+Allocation allocation_of(const void* address);
+// The device that an address belongs to, -1 for host memory, pinned or not.
+int device_of(const void* address);
+
+// The machine's memory, in bytes.
+std::size_t total_memory();
+std::size_t free_memory();
+
+}  // namespace ncclpy::host

@@ -1,0 +1,287 @@
+// Streams: the queue, its thread, helping, and the order between the legacy default stream and the blocking ones.
+//
+// The legacy order is kept by fences. A task for the legacy stream is preceded by one that waits for what is queued
+// in the device's blocking streams at that time, a task for a blocking stream by one that waits for what is queued in
+// the legacy stream. A fence only ever waits for tasks queued before it, so that fences cannot form a cycle.
+#include "stream.hpp"
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <cstdio>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+
+#include "device.hpp"
+#include "handles.hpp"
+
+namespace ncclpy::host {
+namespace {
+
+struct DeviceStreams {
+  std::shared_ptr<Stream> legacy;
+  std::mutex mutex;
+  std::vector<std::weak_ptr<Stream>> others;  // may be destroyed and still have work
+};
+
+// Nothing here is ever destroyed: threads may run until the process is gone.
+DeviceStreams* device_streams() {
+  static DeviceStreams* const streams = [] {
+    const int count = device_count();
+    auto* all = new DeviceStreams[count];
+    for (int device = 0; device < count; ++device)
+      all[device].legacy = std::make_shared<Stream>(device, Stream::Kind::kLegacy);
+    return all;
+  }();
+  return streams;
+}
+
+HandleTable<Stream>& handles() {
+  static auto* const table = new HandleTable<Stream>('S');
+  return *table;
+}
+
+std::shared_ptr<Stream> make_stream(int device, Stream::Kind kind) {
+  auto stream = std::make_shared<Stream>(device, kind);
+  DeviceStreams& streams = device_streams()[device];
+  std::lock_guard lock(streams.mutex);
+  auto& others = streams.others;
+  for (std::size_t i = others.size(); i-- > 0;) {
+    if (!others[i].expired()) continue;
+    others[i] = others.back();
+    others.pop_back();
+  }
+  others.push_back(stream);
+  return stream;
+}
+
+// The per-thread default streams of the calling thread, one a device; closed with the thread.
+class ThreadStreams {
+ public:
+  ~ThreadStreams() {
+    if (after_fork()) return;  // a lock may be held by a thread that the fork left behind
+    for (auto& [device, stream] : streams_) stream->close();
+  }
+  std::shared_ptr<Stream> of(int device) {
+    std::shared_ptr<Stream>& stream = streams_[device];
+    if (stream == nullptr) stream = make_stream(device, Stream::Kind::kBlocking);
+    return stream;
+  }
+
+ private:
+  std::unordered_map<int, std::shared_ptr<Stream>> streams_;
+};
+
+void pause() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Spinning saves a sleep of a few microseconds; half of the cores at most may be spent on it.
+std::atomic<int> spinning{0};
+const int kMaySpin = static_cast<int>(std::thread::hardware_concurrency() / 2);
+constexpr int kSpins = 400;
+
+// Signals are for the program's threads: Python's handlers want the main one.
+class SignalsBlocked {
+ public:
+  SignalsBlocked() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+
+ private:
+  sigset_t before_;
+};
+
+}  // namespace
+
+bool Point::reached() const { return stream == nullptr || stream->reached(number); }
+
+void Point::wait() const {
+  if (stream != nullptr) stream->wait(number);
+}
+
+// What the next task must wait for in other streams; only what is not done yet.
+std::vector<Point> Stream::predecessors() const {
+  std::vector<Point> points;
+  if (kind_ == Kind::kNonBlocking) return points;
+  DeviceStreams& streams = device_streams()[device_];
+  if (kind_ == Kind::kBlocking) {
+    Point last = streams.legacy->last();
+    if (!last.reached()) points.push_back(std::move(last));
+    return points;
+  }
+  std::lock_guard lock(streams.mutex);
+  for (const auto& other : streams.others) {
+    const auto stream = other.lock();
+    if (stream == nullptr || stream->kind() != Kind::kBlocking) continue;
+    Point last = stream->last();
+    if (!last.reached()) points.push_back(std::move(last));
+  }
+  return points;
+}
+
+std::uint64_t Stream::enqueue(Task task) {
+  std::vector<Point> before = predecessors();
+  std::unique_lock lock(mutex_);
+  if (!started_) start_thread();
+  for (Point& point : before) {
+    if (kind_ == Kind::kBlocking) {
+      if (point.number <= fenced_) continue;
+      fenced_ = point.number;
+    }
+    append([point = std::move(point)] { point.wait(); });
+  }
+  const std::uint64_t number = append(std::move(task));
+  wake_thread(lock);
+  return number;
+}
+
+std::uint64_t Stream::enqueue_short(Task task) {
+  if (!done() || !predecessors().empty()) return enqueue(std::move(task));
+  task();
+  return 0;
+}
+
+bool Stream::done() const {
+  const std::uint64_t number = queued_.load(std::memory_order_acquire);
+  return reached(number) && (kind_ != Kind::kLegacy || predecessors().empty());
+}
+
+void Stream::synchronize() {
+  const std::uint64_t number = queued_.load(std::memory_order_acquire);
+  if (kind_ == Kind::kLegacy) {
+    for (const Point& point : predecessors()) point.wait();
+  }
+  wait(number);
+}
+
+void Stream::wait(std::uint64_t number) {
+  if (reached(number)) return;
+  std::unique_lock lock(mutex_);
+  while (!reached(number)) {
+    if (runnable()) {
+      run_first(lock);
+    } else if (!spin(lock, [&] { return reached(number) || !running_.load(std::memory_order_acquire); })) {
+      ++waiting_;
+      progress_.wait(lock, [&] { return reached(number) || runnable(); });
+      --waiting_;
+    }
+  }
+  wake_thread(lock);  // for what this helper leaves over
+}
+
+void Stream::close() {
+  std::unique_lock lock(mutex_);
+  closed_ = true;
+  wake_thread(lock);
+}
+
+std::uint64_t Stream::append(Task task) {
+  queue_.push_back(std::move(task));
+  const std::uint64_t number = queued_.load(std::memory_order_relaxed) + 1;
+  queued_.store(number, std::memory_order_release);
+  return number;
+}
+
+void Stream::start_thread() {
+  SignalsBlocked blocked;
+  std::thread thread([self = shared_from_this()] { self->execute(); });
+  char name[16];
+  std::snprintf(name, sizeof name, "ncclpy-dev%d", device_);
+  pthread_setname_np(thread.native_handle(), name);
+  thread.detach();
+  started_ = true;
+}
+
+// Wake the thread if it sleeps and has something to do. Gives up the lock.
+void Stream::wake_thread(std::unique_lock<std::mutex>& lock) {
+  const bool wake = asleep_ && (runnable() || ending());
+  if (wake) asleep_ = false;
+  lock.unlock();
+  if (wake) work_.notify_one();
+}
+
+// The thread's life.
+void Stream::execute() {
+  std::unique_lock lock(mutex_);
+  while (!ending()) {
+    if (runnable()) {
+      run_first(lock);
+      continue;
+    }
+    if (spin(lock, [this] { return !running_.load() && !reached(queued_.load()); })) continue;
+    while (!runnable() && !ending()) {
+      asleep_ = true;
+      work_.wait(lock);
+    }
+    asleep_ = false;
+  }
+  started_ = false;  // a task that comes even so, from a caller that raced with the destruction, starts another thread
+}
+
+// Run the first task of the queue, without the lock; runnable() must hold.
+void Stream::run_first(std::unique_lock<std::mutex>& lock) {
+  running_.store(true, std::memory_order_relaxed);
+  {
+    Task task = std::move(queue_.front());
+    queue_.pop_front();
+    lock.unlock();
+    task();
+  }  // what the task owned is gone before anyone learns that it is done
+  lock.lock();
+  finished_.store(finished_.load(std::memory_order_relaxed) + 1, std::memory_order_release);
+  running_.store(false, std::memory_order_release);
+  if (waiting_ > 0) progress_.notify_all();
+}
+
+// Wait for a condition a little while without the lock; whether it came true.
+template <class Condition>
+bool Stream::spin(std::unique_lock<std::mutex>& lock, Condition condition) {
+  bool met = false;
+  if (spinning.fetch_add(1, std::memory_order_relaxed) < kMaySpin) {
+    lock.unlock();
+    for (int i = 0; i < kSpins && !(met = condition()); ++i) pause();
+    lock.lock();
+  }
+  spinning.fetch_sub(1, std::memory_order_relaxed);
+  return met;
+}
+
+CUstream create_stream(int device, Stream::Kind kind) {
+  return reinterpret_cast<CUstream>(handles().add(make_stream(device, kind)));
+}
+
+std::shared_ptr<Stream> stream_of(CUstream handle, int device) {
+  if (handle != nullptr && handle != CU_STREAM_LEGACY && handle != CU_STREAM_PER_THREAD)
+    return handles().find(reinterpret_cast<std::uint64_t>(handle));
+  if (device < 0 || device >= device_count()) return nullptr;
+  if (handle != CU_STREAM_PER_THREAD) return device_streams()[device].legacy;
+  thread_local ThreadStreams streams;
+  return streams.of(device);
+}
+
+bool destroy_stream(CUstream handle) {
+  const auto stream = handles().remove(reinterpret_cast<std::uint64_t>(handle));
+  if (stream != nullptr) stream->close();
+  return stream != nullptr;
+}
+
+std::vector<std::shared_ptr<Stream>> streams_of_device(int device) {
+  DeviceStreams& streams = device_streams()[device];
+  std::vector<std::shared_ptr<Stream>> found{streams.legacy};
+  std::lock_guard lock(streams.mutex);
+  for (const auto& other : streams.others) {
+    if (auto stream = other.lock()) found.push_back(std::move(stream));
+  }
+  return found;
+}
+
+}  // namespace ncclpy::host

@@ -1,0 +1,100 @@
+// A stream: an ordered queue of tasks that runs beside its callers, as a CUDA stream does.
+//
+// Each stream has one thread of its own, started with the first task and asleep while there is none. A caller that
+// waits for a stream whose thread has not yet taken up the work runs the work itself ("helping"), so that a small
+// operation followed by a synchronisation costs no switch between threads. Tasks of one stream never overlap.
+//
+// A task may block for as long as it likes: it holds up its own stream and whoever waits for that, nothing else.
+// A task must not throw, and must not rely on the calling thread or on its current device.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "driver_abi.h"
+#include "task.hpp"
+
+namespace ncclpy::host {
+
+class Stream;
+
+// A place in a stream's queue: reached when the task with this number, and all before it, are done.
+struct Point {
+  std::shared_ptr<Stream> stream;
+  std::uint64_t number = 0;
+
+  bool reached() const;
+  void wait() const;
+};
+
+class Stream : public std::enable_shared_from_this<Stream> {
+ public:
+  // The legacy default stream of a device waits for all blocking streams of the device, and they for it.
+  enum class Kind { kLegacy, kBlocking, kNonBlocking };
+
+  Stream(int device, Kind kind) : device_(device), kind_(kind) {}
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+
+  int device() const { return device_; }
+  Kind kind() const { return kind_; }
+
+  // Append a task. Throws std::bad_alloc or std::system_error (no thread can be started) with nothing queued.
+  std::uint64_t enqueue(Task task);
+  // Run the task here and now if everything it would have to wait for is done, else append it.
+  std::uint64_t enqueue_short(Task task);
+  // Whether all tasks queued so far are done; on the legacy stream, those of the blocking streams too. Never blocks.
+  bool done() const;
+  // Return when all tasks queued so far are done; on the legacy stream, those of the blocking streams too.
+  void synchronize();
+  // No task will follow: once the queue is empty, the thread ends.
+  void close();
+
+  Point last() { return {shared_from_this(), queued_.load(std::memory_order_acquire)}; }
+  bool reached(std::uint64_t number) const { return finished_.load(std::memory_order_acquire) >= number; }
+  void wait(std::uint64_t number);
+
+ private:
+  std::vector<Point> predecessors() const;
+  std::uint64_t append(Task task);
+  void start_thread();
+  void wake_thread(std::unique_lock<std::mutex>& lock);
+  void execute();
+  void run_first(std::unique_lock<std::mutex>& lock);
+  bool runnable() const { return !running_.load(std::memory_order_relaxed) && !queue_.empty(); }
+  bool ending() const { return closed_ && queue_.empty(); }
+  template <class Condition>
+  bool spin(std::unique_lock<std::mutex>& lock, Condition condition);
+
+  const int device_;
+  const Kind kind_;
+  std::mutex mutex_;                          // guards what follows; the atomics are written under it, read anywhere
+  std::condition_variable work_;              // the thread sleeps here
+  std::condition_variable progress_;          // those who wait for a task sleep here
+  std::deque<Task> queue_;                    // tasks not yet begun
+  std::atomic<std::uint64_t> queued_{0};      // number of the last task queued
+  std::atomic<std::uint64_t> finished_{0};    // number of the last task done
+  std::atomic<bool> running_{false};          // a task is being run, by the thread or by a helper
+  std::uint64_t fenced_ = 0;                  // the legacy stream's number that this stream has already waited for
+  int waiting_ = 0;                           // how many sleep on progress_
+  bool started_ = false;
+  bool asleep_ = false;
+  bool closed_ = false;
+};
+
+// Streams by their CUDA handle.
+CUstream create_stream(int device, Stream::Kind kind);
+// The stream behind a handle, or nullptr if there is none. NULL, CU_STREAM_LEGACY and CU_STREAM_PER_THREAD mean the
+// default streams of `device`; a created stream knows its own device.
+std::shared_ptr<Stream> stream_of(CUstream handle, int device);
+// Forget the handle and close the stream; false if there is none.
+bool destroy_stream(CUstream handle);
+// Every stream of a device that may have work, destroyed ones included.
+std::vector<std::shared_ptr<Stream>> streams_of_device(int device);
+
+}  // namespace ncclpy::host

@@ -274,14 +274,16 @@ bool destroy_stream(CUstream handle) {
   return stream != nullptr;
 }
 
-std::vector<std::shared_ptr<Stream>> streams_of_device(int device) {
+void synchronize_device(int device) {
   DeviceStreams& streams = device_streams()[device];
-  std::vector<std::shared_ptr<Stream>> found{streams.legacy};
-  std::lock_guard lock(streams.mutex);
-  for (const auto& other : streams.others) {
-    if (auto stream = other.lock()) found.push_back(std::move(stream));
+  std::vector<Point> points{streams.legacy->last()};
+  {
+    std::lock_guard lock(streams.mutex);
+    for (const auto& other : streams.others) {
+      if (const auto stream = other.lock()) points.push_back(stream->last());
+    }
   }
-  return found;
+  for (const Point& point : points) point.wait();
 }
 
 }  // namespace ncclpy::host

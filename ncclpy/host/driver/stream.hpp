@@ -94,7 +94,7 @@ CUstream create_stream(int device, Stream::Kind kind);
 std::shared_ptr<Stream> stream_of(CUstream handle, int device);
 // Forget the handle and close the stream; false if there is none.
 bool destroy_stream(CUstream handle);
-// Every stream of a device that may have work, destroyed ones included.
-std::vector<std::shared_ptr<Stream>> streams_of_device(int device);
+// Return when all that is queued for a device is done, in destroyed streams too.
+void synchronize_device(int device);
 
 }  // namespace ncclpy::host

@@ -1,0 +1,122 @@
+// Driver calls about memory.
+//
+// Copies are queued, and keep CUDA's promises about pageable memory, that is, memory not allocated here: when the call
+// returns, the caller may free a pageable source, and a pageable destination holds its data.
+#include <cstring>
+#include <memory>
+
+#include "exports.hpp"
+#include "memory.hpp"
+
+using namespace ncclpy::host;
+
+namespace {
+
+constexpr size_t kStaged = size_t{64} << 10;  // pageable sources up to this size are staged, as CUDA does
+
+void* pointer(CUdeviceptr address) { return reinterpret_cast<void*>(static_cast<uintptr_t>(address)); }
+
+// Whether a range that begins in an allocation ends in it.
+bool fits(const Allocation& allocation, const void* address, size_t bytes) {
+  if (allocation.base == nullptr) return true;
+  const size_t offset = static_cast<const char*>(address) - static_cast<const char*>(allocation.base);
+  return bytes <= allocation.bytes - offset;
+}
+
+CUresult free_tagged(void* base, bool pinned) {
+  return driver_call([&] {
+    if (base == nullptr) return CUDA_SUCCESS;
+    const Allocation found = allocation_of(base);
+    if (found.base != base || found.pinned != pinned) return CUDA_ERROR_INVALID_VALUE;
+    if (in_host_function()) return CUDA_ERROR_NOT_PERMITTED;
+    synchronize_device(found.device);  // as CUDA: queued work may still use it
+    return deallocate(base, pinned) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+  });
+}
+
+}  // namespace
+
+CUresult cuMemAlloc_v2(CUdeviceptr* pointer, size_t bytes) {
+  return driver_call([&] {
+    if (pointer == nullptr || bytes == 0) return CUDA_ERROR_INVALID_VALUE;
+    if (current_context() == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
+    *pointer = reinterpret_cast<uintptr_t>(allocate(bytes, current_device()));
+    return *pointer == 0 ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS;
+  });
+}
+
+CUresult cuMemFree_v2(CUdeviceptr address) { return free_tagged(pointer(address), false); }
+
+CUresult cuMemHostAlloc(void** pointer, size_t bytes, unsigned int flags) {
+  constexpr unsigned int kPortableMappedWriteCombined = 0x7;  // all host memory is all of this, or as good as
+  return driver_call([&] {
+    if (pointer == nullptr || bytes == 0 || (flags & ~kPortableMappedWriteCombined) != 0)
+      return CUDA_ERROR_INVALID_VALUE;
+    if (current_context() == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
+    *pointer = allocate_pinned(bytes, current_device());
+    return *pointer == nullptr ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS;
+  });
+}
+
+CUresult cuMemFreeHost(void* pointer) { return free_tagged(pointer, true); }
+
+CUresult cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstream stream) {
+  return stream_call(stream, [&](Stream& found) {
+    if (bytes == 0) return CUDA_SUCCESS;
+    void* const to = pointer(dst);
+    const void* const from = pointer(src);
+    const Allocation target = allocation_of(to), source = allocation_of(from);
+    if (to == nullptr || from == nullptr || !fits(target, to, bytes) || !fits(source, from, bytes))
+      return CUDA_ERROR_INVALID_VALUE;
+    if (target.base != nullptr && source.base == nullptr && bytes <= kStaged) {
+      std::unique_ptr<char[]> staged(new char[bytes]);
+      std::memcpy(staged.get(), from, bytes);
+      found.enqueue([to, bytes, staged = std::move(staged)] { std::memcpy(to, staged.get(), bytes); });
+      return CUDA_SUCCESS;
+    }
+    const bool pageable = target.base == nullptr || source.base == nullptr;
+    if (pageable && in_host_function()) return CUDA_ERROR_NOT_PERMITTED;
+    const std::uint64_t number = found.enqueue([to, from, bytes] { std::memmove(to, from, bytes); });
+    if (pageable) found.wait(number);
+    return CUDA_SUCCESS;
+  });
+}
+
+CUresult cuMemsetD8Async(CUdeviceptr dst, unsigned char value, size_t bytes, CUstream stream) {
+  return stream_call(stream, [&](Stream& found) {
+    if (bytes == 0) return CUDA_SUCCESS;
+    void* const to = pointer(dst);
+    if (to == nullptr || !fits(allocation_of(to), to, bytes)) return CUDA_ERROR_INVALID_VALUE;
+    found.enqueue([to, value, bytes] { std::memset(to, value, bytes); });
+    return CUDA_SUCCESS;
+  });
+}
+
+CUresult cuMemGetInfo_v2(size_t* free, size_t* total) {
+  return driver_call([&] {
+    if (free == nullptr || total == nullptr) return CUDA_ERROR_INVALID_VALUE;
+    if (current_context() == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
+    *free = free_memory();
+    *total = total_memory();
+    return CUDA_SUCCESS;
+  });
+}
+
+CUresult cuPointerGetAttribute(void* value, CUpointer_attribute attribute, CUdeviceptr address) {
+  return driver_call([&] {
+    const Allocation found = allocation_of(pointer(address));
+    if (value == nullptr || found.base == nullptr) return CUDA_ERROR_INVALID_VALUE;
+    switch (attribute) {
+      case CU_POINTER_ATTRIBUTE_CONTEXT:
+        *static_cast<CUcontext*>(value) = context_of(found.device);
+        return CUDA_SUCCESS;
+      case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
+        *static_cast<unsigned int*>(value) = found.pinned ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE;
+        return CUDA_SUCCESS;
+      case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
+        *static_cast<int*>(value) = found.device;
+        return CUDA_SUCCESS;
+    }
+    return CUDA_ERROR_INVALID_VALUE;
+  });
+}

@@ -1,0 +1,172 @@
+// Driver calls about streams and events.
+//
+// An event remembers the place in a stream's queue where it was last recorded. Recording again makes a new record, so
+// that a stream that waits for the old one is not held up by the new one.
+#include <chrono>
+#include <mutex>
+#include <utility>
+
+#include "exports.hpp"
+#include "handles.hpp"
+
+using namespace ncclpy::host;
+
+namespace {
+
+struct Record {
+  Point point;
+  std::chrono::steady_clock::time_point time;  // valid when the point is reached
+};
+
+struct Event {
+  Event(int device, bool timing) : device(device), timing(timing) {}
+
+  std::shared_ptr<Record> latest() {
+    std::lock_guard lock(mutex);
+    return record;
+  }
+
+  const int device;
+  const bool timing;
+  std::mutex mutex;                // guards record
+  std::shared_ptr<Record> record;  // nullptr: never recorded
+};
+
+HandleTable<Event>& events() {
+  static auto* const table = new HandleTable<Event>('E');
+  return *table;
+}
+
+// As driver_call, for a body that takes the Event& behind a handle.
+template <class Body>
+CUresult event_call(CUevent handle, Body body) {
+  return driver_call([&]() -> CUresult {
+    const std::shared_ptr<Event> event = events().find(reinterpret_cast<std::uint64_t>(handle));
+    return event == nullptr ? CUDA_ERROR_INVALID_HANDLE : body(*event);
+  });
+}
+
+thread_local bool running_host_function = false;
+
+}  // namespace
+
+bool ncclpy::host::in_host_function() { return running_host_function; }
+
+CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned int flags, int /*priority*/) {
+  return driver_call([&] {
+    if (stream == nullptr || (flags & ~CU_STREAM_NON_BLOCKING) != 0) return CUDA_ERROR_INVALID_VALUE;
+    if (current_context() == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
+    const bool blocking = (flags & CU_STREAM_NON_BLOCKING) == 0;
+    *stream = create_stream(current_device(), blocking ? Stream::Kind::kBlocking : Stream::Kind::kNonBlocking);
+    return CUDA_SUCCESS;
+  });
+}
+
+CUresult cuStreamDestroy_v2(CUstream stream) {
+  return driver_call([&] { return destroy_stream(stream) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE; });
+}
+
+CUresult cuStreamSynchronize(CUstream stream) {
+  return stream_call(stream, [](Stream& found) {
+    if (in_host_function()) return CUDA_ERROR_NOT_PERMITTED;
+    found.synchronize();
+    return CUDA_SUCCESS;
+  });
+}
+
+CUresult cuStreamQuery(CUstream stream) {
+  return stream_call(stream, [](Stream& found) { return found.done() ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY; });
+}
+
+CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int flags) {
+  return stream_call(stream, [&](Stream& waiter) {
+    if (flags != CU_EVENT_WAIT_DEFAULT) return CUDA_ERROR_INVALID_VALUE;
+    return event_call(event, [&](Event& awaited) {
+      const std::shared_ptr<Record> record = awaited.latest();
+      if (record != nullptr && !record->point.reached()) waiter.enqueue([record] { record->point.wait(); });
+      return CUDA_SUCCESS;
+    });
+  });
+}
+
+CUresult cuStreamGetCtx(CUstream stream, CUcontext* context) {
+  return stream_call(stream, [&](Stream& found) {
+    if (context == nullptr) return CUDA_ERROR_INVALID_VALUE;
+    *context = context_of(found.device());
+    return CUDA_SUCCESS;
+  });
+}
+
+CUresult cuLaunchHostFunc(CUstream stream, CUhostFn fn, void* userData) {
+  return stream_call(stream, [&](Stream& found) {
+    if (fn == nullptr) return CUDA_ERROR_INVALID_VALUE;
+    found.enqueue([fn, userData] {
+      const bool outer = std::exchange(running_host_function, true);
+      fn(userData);
+      running_host_function = outer;
+    });
+    return CUDA_SUCCESS;
+  });
+}
+
+CUresult cuEventCreate(CUevent* event, unsigned int flags) {
+  return driver_call([&] {
+    if (event == nullptr || (flags & ~(CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING)) != 0)
+      return CUDA_ERROR_INVALID_VALUE;
+    if (current_context() == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
+    const bool timing = (flags & CU_EVENT_DISABLE_TIMING) == 0;
+    *event = reinterpret_cast<CUevent>(events().add(std::make_shared<Event>(current_device(), timing)));
+    return CUDA_SUCCESS;
+  });
+}
+
+CUresult cuEventRecord(CUevent event, CUstream stream) {
+  return stream_call(stream, [&](Stream& found) {
+    return event_call(event, [&](Event& recorded) {
+      if (recorded.device != found.device()) return CUDA_ERROR_INVALID_HANDLE;
+      auto record = std::make_shared<Record>();
+      record->point.stream = found.shared_from_this();
+      record->point.number = found.enqueue_short([record] { record->time = std::chrono::steady_clock::now(); });
+      std::lock_guard lock(recorded.mutex);
+      recorded.record = std::move(record);
+      return CUDA_SUCCESS;
+    });
+  });
+}
+
+CUresult cuEventQuery(CUevent event) {
+  return event_call(event, [](Event& found) {
+    const std::shared_ptr<Record> record = found.latest();
+    return record == nullptr || record->point.reached() ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+  });
+}
+
+CUresult cuEventSynchronize(CUevent event) {
+  return event_call(event, [](Event& found) {
+    if (in_host_function()) return CUDA_ERROR_NOT_PERMITTED;
+    const std::shared_ptr<Record> record = found.latest();
+    if (record != nullptr) record->point.wait();
+    return CUDA_SUCCESS;
+  });
+}
+
+CUresult cuEventElapsedTime(float* milliseconds, CUevent start, CUevent end) {
+  return event_call(start, [&](Event& first) {
+    return event_call(end, [&](Event& second) {
+      if (milliseconds == nullptr) return CUDA_ERROR_INVALID_VALUE;
+      const std::shared_ptr<Record> from = first.latest(), to = second.latest();
+      if (!first.timing || !second.timing || from == nullptr || to == nullptr || first.device != second.device)
+        return CUDA_ERROR_INVALID_HANDLE;
+      if (!from->point.reached() || !to->point.reached()) return CUDA_ERROR_NOT_READY;
+      *milliseconds = std::chrono::duration<float, std::milli>(to->time - from->time).count();
+      return CUDA_SUCCESS;
+    });
+  });
+}
+
+CUresult cuEventDestroy_v2(CUevent event) {
+  return driver_call([&] {
+    const bool known = events().remove(reinterpret_cast<std::uint64_t>(event)) != nullptr;
+    return known ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
+  });
+}

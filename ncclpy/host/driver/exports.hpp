@@ -1,0 +1,53 @@
+// The driver calls that this library exports, and what their definitions share.
+//
+// Every call of NCCLPY_DRIVER_FUNCTIONS is declared here, with C linkage and visible: a definition that disagrees with
+// the list does not compile, and one that is missing does not link (calls_device.cpp refers to all of them).
+#pragma once
+
+#include <memory>
+#include <new>
+#include <system_error>
+
+#include "device.hpp"
+#include "driver_abi.h"
+#include "stream.hpp"
+
+extern "C" {
+#define NCCLPY_DECLARE(ret, name, params) __attribute__((visibility("default"))) ret name params;
+NCCLPY_DRIVER_FUNCTIONS(NCCLPY_DECLARE)
+#undef NCCLPY_DECLARE
+}
+
+namespace ncclpy::host {
+
+// cuInit was called, and this process is not a fork of the one that called it.
+bool initialised();
+
+// Whether the calling thread runs a function of cuLaunchHostFunc, from which nothing may be waited for.
+bool in_host_function();
+
+// Run the body of a call. Whatever it needs and the machine lacks becomes an error code.
+template <class Body>
+CUresult driver_call(Body body) noexcept {
+  if (!initialised()) return CUDA_ERROR_NOT_INITIALIZED;
+  try {
+    return body();
+  } catch (const std::bad_alloc&) {
+    return CUDA_ERROR_OUT_OF_MEMORY;
+  } catch (const std::system_error&) {  // no thread for a stream
+    return CUDA_ERROR_OPERATING_SYSTEM;
+  }
+}
+
+// As driver_call, for a body that takes the Stream& behind a handle.
+template <class Body>
+CUresult stream_call(CUstream handle, Body body) noexcept {
+  return driver_call([&]() -> CUresult {
+    if (current_context() == nullptr && (handle == nullptr || handle == CU_STREAM_LEGACY || handle == CU_STREAM_PER_THREAD))
+      return CUDA_ERROR_INVALID_CONTEXT;
+    const std::shared_ptr<Stream> stream = stream_of(handle, current_device());
+    return stream == nullptr ? CUDA_ERROR_INVALID_HANDLE : body(*stream);
+  });
+}
+
+}  // namespace ncclpy::host

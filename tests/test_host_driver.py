@@ -1,0 +1,615 @@
+"""The driver half of the host engine keeps CUDA's contract.
+
+``NCCLPY_TEST_DRIVER=libcuda.so.1`` runs the same tests on a real driver, all but those marked `host_only`.
+"""
+
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+from driver_calls import (
+    DISABLE_TIMING,
+    INVALID_CONTEXT,
+    INVALID_DEVICE,
+    INVALID_HANDLE,
+    INVALID_VALUE,
+    LEGACY,
+    NAMES,
+    NO_DEVICE,
+    NON_BLOCKING,
+    NOT_INITIALIZED,
+    NOT_READY,
+    OUT_OF_MEMORY,
+    PER_THREAD,
+    Driver,
+    DriverError,
+    Gate,
+)
+
+from ncclpy.core.search import host_engine_path
+
+PATH = os.environ.get("NCCLPY_TEST_DRIVER") or host_engine_path()
+host_only = pytest.mark.skipif("NCCLPY_TEST_DRIVER" in os.environ, reason="about the host engine alone")
+
+
+@pytest.fixture(scope="module")
+def driver():
+    driver = Driver(PATH)
+    driver.cuInit(0)
+    return driver
+
+
+@pytest.fixture(autouse=True)
+def first_device(driver):
+    driver.use(0)
+    yield
+    driver.use(0)
+    driver.cuCtxSynchronize()
+
+
+@pytest.fixture
+def two_devices(driver):
+    if driver.get("cuDeviceGetCount", ctypes.c_int) < 2:
+        pytest.skip("needs two devices")
+
+
+def refused(code, call, *arguments):
+    with pytest.raises(DriverError) as error:
+        call(*arguments)
+    assert error.value.code == code, error.value
+
+
+def run_python(code, **environment):
+    tests = os.path.dirname(__file__)
+    return subprocess.run(
+        [sys.executable, "-c", f"import ctypes, os, sys\nfrom driver_calls import *\nd = Driver({PATH!r})\n{code}"],
+        env={**os.environ, "PYTHONPATH": tests, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd="/",
+    )
+
+
+def in_thread(function, *arguments):
+    thread = threading.Thread(target=function, args=arguments)
+    thread.start()
+    return thread
+
+
+def joined(thread):
+    thread.join(60)
+    return not thread.is_alive()
+
+
+# The driver and its devices
+
+
+def test_every_call_of_the_table_is_there(driver):
+    assert len(NAMES) > 35
+    assert [name for name in NAMES if not hasattr(driver.library, name)] == []
+
+
+def test_nothing_works_before_init():
+    outcome = run_python(
+        "n = ctypes.c_int()\n"
+        "print(d.library.cuDeviceGetCount(ctypes.byref(n)), d.library.cuCtxGetCurrent(ctypes.byref(n)),"
+        " d.library.cuDriverGetVersion(ctypes.byref(n)))"
+    )
+    assert outcome.stdout.split() == [str(NOT_INITIALIZED), str(NOT_INITIALIZED), "0"], outcome.stderr
+
+
+@host_only
+@pytest.mark.parametrize("count", ["1", "3", "1024"])
+def test_the_environment_sets_the_number_of_devices(count):
+    outcome = run_python("d.cuInit(0); print(d.get('cuDeviceGetCount', ctypes.c_int))", NCCLPY_HOST_DEVICES=count)
+    assert outcome.stdout.strip() == count, outcome.stderr
+
+
+@host_only
+@pytest.mark.parametrize("count", ["", "0", "1025", "-1", "3 ", "eight", "99999999999999999999"])
+def test_an_impossible_number_of_devices_is_refused_in_words(count):
+    outcome = run_python(
+        f"print(d.library.cuInit(0), d.text('cuGetErrorString', {NO_DEVICE}))",
+        NCCLPY_HOST_DEVICES=count,
+    )
+    text = f"{NO_DEVICE} NCCLPY_HOST_DEVICES must be an integer from 1 to 1024, not '{count}'"
+    assert outcome.stdout.rstrip("\n") == text, outcome.stderr
+
+
+def test_errors_have_names_and_texts(driver):
+    assert driver.text("cuGetErrorName", 0) == "CUDA_SUCCESS"
+    assert driver.text("cuGetErrorName", NOT_READY) == "CUDA_ERROR_NOT_READY"
+    assert driver.text("cuGetErrorString", INVALID_HANDLE) == "invalid resource handle"
+    refused(INVALID_VALUE, driver.text, "cuGetErrorName", 123456)
+
+
+def test_devices_identify_themselves(driver):
+    count = driver.get("cuDeviceGetCount", ctypes.c_int)
+    identities = set()
+    for device in range(count):
+        name, bus = ctypes.create_string_buffer(256), ctypes.create_string_buffer(32)
+        uuid = ctypes.create_string_buffer(16)
+        driver.cuDeviceGetName(name, 256, device)
+        driver.cuDeviceGetPCIBusId(bus, 32, device)
+        driver.cuDeviceGetUuid(uuid, device)
+        domain, bus_number, slot = (driver.get("cuDeviceGetAttribute", ctypes.c_int, a, device) for a in (50, 33, 34))
+        assert bus.value.decode() == f"{domain:04X}:{bus_number:02X}:{slot:02X}.0"
+        assert name.value and driver.get("cuDeviceTotalMem_v2", ctypes.c_size_t, device) > 1 << 28
+        assert driver.get("cuDeviceCanAccessPeer", ctypes.c_int, device, device) == 0
+        identities.add((bus.value, uuid.raw))
+    assert len({bus for bus, _ in identities}) == len({uuid for _, uuid in identities}) == count
+    refused(INVALID_DEVICE, driver.get, "cuDeviceGet", ctypes.c_int, count)
+    refused(INVALID_DEVICE, driver.get, "cuDeviceGet", ctypes.c_int, -1)
+
+
+def test_a_device_has_one_uuid_in_all_processes(driver):
+    uuid = ctypes.create_string_buffer(16)
+    driver.cuDeviceGetUuid(uuid, 0)
+    outcome = run_python(
+        "d.cuInit(0); u = ctypes.create_string_buffer(16); d.cuDeviceGetUuid(u, 0); print(u.raw.hex())"
+    )
+    assert outcome.stdout.strip() == uuid.raw.hex(), outcome.stderr
+
+
+# Contexts
+
+
+def test_a_thread_begins_without_a_context(driver):
+    found = []
+
+    def look():
+        found.append(driver.get("cuCtxGetCurrent", ctypes.c_void_p))
+        for call in (driver.event, driver.stream):
+            refused(INVALID_CONTEXT, call)
+        refused(INVALID_CONTEXT, driver.get, "cuCtxGetDevice", ctypes.c_int)
+        refused(INVALID_CONTEXT, driver.alloc, 8)
+        refused(INVALID_CONTEXT, driver.cuCtxSynchronize)
+        driver.use(0)
+        found.append(driver.get("cuCtxGetDevice", ctypes.c_int))
+        driver.cuCtxSetCurrent(None)
+        found.append(driver.get("cuCtxGetCurrent", ctypes.c_void_p))
+
+    assert joined(in_thread(look))
+    assert found == [None, 0, None]
+    assert driver.get("cuCtxGetDevice", ctypes.c_int) == 0
+
+
+def test_streams_keep_the_device_they_were_made_on(driver, two_devices):
+    driver.use(1)
+    stream = driver.stream()
+    driver.use(0)
+    assert driver.get("cuCtxGetDevice", ctypes.c_int) == 0
+    primary = driver.get("cuDevicePrimaryCtxRetain", ctypes.c_void_p, 1)
+    context = ctypes.c_void_p()
+    driver.cuStreamGetCtx(stream, ctypes.byref(context))
+    assert context.value == primary
+    refused(INVALID_HANDLE, driver.cuEventRecord, driver.event(), stream)  # the event belongs to device 0
+    driver.cuStreamDestroy_v2(stream)
+
+
+# Streams
+
+
+@pytest.mark.parametrize("stream", [None, LEGACY, PER_THREAD, "blocking", "non-blocking"])
+def test_a_stream_runs_its_work_in_order(driver, stream):
+    if isinstance(stream, str):
+        stream = driver.stream(NON_BLOCKING if stream == "non-blocking" else 0)
+    log = []
+    for i in range(500):
+        driver.later(stream, lambda i=i: log.append(i))
+        if i % 100 == 99:
+            driver.cuStreamSynchronize(stream)
+            assert len(log) == i + 1
+    assert log == list(range(500))
+    assert driver.ready("cuStreamQuery", stream)
+
+
+def test_a_blocked_stream_holds_up_no_other(driver):
+    blocked, free = driver.stream(NON_BLOCKING), driver.stream()
+    memory = driver.alloc(4096)
+    with Gate(driver, blocked) as gate:
+        gate.reached()
+        for _ in range(100):
+            driver.cuMemsetD8Async(memory, 7, 4096, free)
+            driver.cuStreamSynchronize(free)
+        assert driver.ready("cuStreamQuery", free)
+        assert not driver.ready("cuStreamQuery", blocked)
+    driver.cuStreamSynchronize(blocked)
+    assert driver.ready("cuStreamQuery", blocked)
+    driver.cuMemFree_v2(memory)
+
+
+def test_the_device_is_synchronised_with_all_its_streams(driver):
+    log, streams = [], [driver.stream(NON_BLOCKING), driver.stream(), PER_THREAD, LEGACY]
+    for stream in streams:
+        for _ in range(50):
+            driver.later(stream, lambda: log.append(1))
+    driver.cuStreamDestroy_v2(streams[0])
+    driver.cuCtxSynchronize()
+    assert len(log) == 200
+
+
+def test_a_destroyed_stream_finishes_its_work(driver):
+    log, stream = [], driver.stream(NON_BLOCKING)
+    with Gate(driver, stream) as gate:
+        driver.later(stream, lambda: log.append("done"))
+        gate.reached()
+        driver.cuStreamDestroy_v2(stream)
+        assert log == []
+    driver.cuCtxSynchronize()
+    assert log == ["done"]
+
+
+@host_only  # CUDA promises nothing about handles that were destroyed
+def test_handles_that_are_none_are_refused(driver):
+    stream, event = driver.stream(), driver.event()
+    driver.cuStreamDestroy_v2(stream)
+    driver.cuEventDestroy_v2(event)
+    again = driver.stream()  # takes the place of the one destroyed, under another handle
+    assert again != stream
+    live_event = driver.event()
+    for bad in (stream, live_event, 0x1234, 0x7F0000001000, 2**64 - 1):
+        for call in (driver.cuStreamSynchronize, driver.cuStreamQuery, driver.cuStreamDestroy_v2):
+            refused(INVALID_HANDLE, call, bad)
+        refused(INVALID_HANDLE, driver.later, bad, list)
+        refused(INVALID_HANDLE, driver.cuEventRecord, live_event, bad)
+        refused(INVALID_HANDLE, driver.cuMemsetD8Async, 0, 0, 8, bad)
+    for bad in (event, again, None, 0x1234, 2**64 - 1):
+        for call in (driver.cuEventQuery, driver.cuEventSynchronize, driver.cuEventDestroy_v2):
+            refused(INVALID_HANDLE, call, bad)
+        refused(INVALID_HANDLE, driver.cuStreamWaitEvent, again, bad, 0)
+    driver.cuStreamSynchronize(again)
+
+
+def test_default_streams_cannot_be_destroyed(driver):
+    for stream in (None, LEGACY, PER_THREAD):
+        refused(INVALID_HANDLE, driver.cuStreamDestroy_v2, stream)
+
+
+def test_wrong_flags_are_refused(driver):
+    refused(INVALID_VALUE, driver.stream, 2)
+    refused(INVALID_VALUE, driver.event, 64)
+    refused(INVALID_VALUE, driver.get, "cuMemHostAlloc", ctypes.c_void_p, 8, 64)
+
+
+# The legacy default stream
+
+
+@pytest.mark.parametrize("name", ["blocking", "per-thread"])
+def test_the_legacy_stream_waits_for_blocking_streams(driver, name):
+    stream = PER_THREAD if name == "per-thread" else driver.stream()
+    log = []
+    with Gate(driver, stream) as gate:
+        driver.later(stream, lambda: log.append("blocking"))
+        driver.later(None, lambda: log.append("legacy"))
+        gate.reached()
+        assert not driver.ready("cuStreamQuery", None)
+    driver.cuStreamSynchronize(None)
+    assert log == ["blocking", "legacy"]
+
+
+def test_blocking_streams_wait_for_the_legacy_stream(driver):
+    log, stream = [], driver.stream()
+    with Gate(driver, None) as gate:
+        driver.later(None, lambda: log.append("legacy"))
+        driver.later(stream, lambda: log.append("blocking"))
+        gate.reached()
+        assert not driver.ready("cuStreamQuery", stream)
+    driver.cuStreamSynchronize(stream)
+    assert log == ["legacy", "blocking"]
+
+
+def test_an_event_in_a_blocking_stream_comes_after_the_legacy_stream(driver):
+    stream, event = driver.stream(), driver.event()
+    with Gate(driver, None) as gate:
+        driver.cuEventRecord(event, stream)
+        gate.reached()
+        assert not driver.ready("cuEventQuery", event)
+    driver.cuEventSynchronize(event)
+
+
+def test_non_blocking_streams_and_the_legacy_stream_ignore_each_other(driver):
+    stream, memory = driver.stream(NON_BLOCKING), driver.alloc(4096)
+    with Gate(driver, None) as gate:
+        gate.reached()
+        driver.cuMemsetD8Async(memory, 1, 4096, stream)
+        driver.cuStreamSynchronize(stream)
+    driver.cuStreamSynchronize(None)
+    with Gate(driver, stream) as gate:
+        gate.reached()
+        driver.cuMemsetD8Async(memory, 1, 4096, None)
+        driver.cuStreamSynchronize(None)
+    driver.cuStreamSynchronize(stream)
+    driver.cuMemFree_v2(memory)
+
+
+def test_synchronising_the_legacy_stream_waits_for_blocking_streams(driver):
+    log, stream = [], driver.stream()
+    gate = Gate(driver, stream)
+    driver.later(stream, lambda: log.append("blocking"))
+    gate.reached()
+    assert not driver.ready("cuStreamQuery", None)
+    opener = in_thread(gate.open)
+    driver.cuStreamSynchronize(None)
+    assert log == ["blocking"]
+    assert joined(opener)
+
+
+def test_legacy_streams_of_two_devices_are_independent(driver, two_devices):
+    with Gate(driver, None) as gate:
+        gate.reached()
+        driver.use(1)
+        memory = driver.alloc(4096)
+        driver.cuMemsetD8Async(memory, 1, 4096, None)
+        driver.cuStreamSynchronize(None)
+        driver.cuMemFree_v2(memory)
+
+
+def test_each_thread_has_its_own_per_thread_stream(driver):
+    memory = driver.alloc(4096)
+
+    def other():
+        driver.use(0)
+        driver.cuMemsetD8Async(memory, 1, 4096, PER_THREAD)
+        driver.cuStreamSynchronize(PER_THREAD)
+
+    with Gate(driver, PER_THREAD) as gate:
+        gate.reached()
+        assert joined(in_thread(other))
+        assert not driver.ready("cuStreamQuery", PER_THREAD)
+    driver.cuStreamSynchronize(PER_THREAD)
+    driver.cuMemFree_v2(memory)
+
+
+def test_work_outlives_the_thread_whose_stream_it_is_in(driver):
+    log, opened = [], threading.Event()
+
+    def other():
+        driver.use(0)
+        driver.later(PER_THREAD, lambda: opened.wait(60))
+        driver.later(PER_THREAD, lambda: log.append("done"))
+
+    assert joined(in_thread(other))
+    opened.set()
+    driver.cuCtxSynchronize()
+    assert log == ["done"]
+
+
+# Events
+
+
+def test_an_event_never_recorded_is_complete_and_holds_up_nothing(driver):
+    event, stream = driver.event(), driver.stream()
+    assert driver.ready("cuEventQuery", event)
+    driver.cuEventSynchronize(event)
+    driver.cuStreamWaitEvent(stream, event, 0)
+    driver.cuStreamSynchronize(stream)
+
+
+def test_a_stream_waits_for_an_event_of_another_device(driver, two_devices):
+    log, first, event = [], driver.stream(), driver.event(DISABLE_TIMING)
+    with Gate(driver, first) as gate:
+        driver.later(first, lambda: log.append("first"))
+        driver.cuEventRecord(event, first)
+        driver.use(1)
+        second = driver.stream()
+        driver.cuStreamWaitEvent(second, event, 0)
+        driver.later(second, lambda: log.append("second"))
+        gate.reached()
+        assert not driver.ready("cuStreamQuery", second)
+        assert not driver.ready("cuEventQuery", event)
+    driver.cuStreamSynchronize(second)
+    assert log == ["first", "second"]
+    assert driver.ready("cuEventQuery", event)
+
+
+def test_an_event_is_waited_for_as_it_was_recorded_at_the_time(driver):
+    early, late, waiter, event = driver.stream(), driver.stream(), driver.stream(), driver.event()
+    driver.cuEventRecord(event, early)
+    driver.cuEventSynchronize(event)
+    driver.cuStreamWaitEvent(waiter, event, 0)
+    with Gate(driver, late) as gate:
+        driver.cuEventRecord(event, late)  # does not concern the waiter
+        gate.reached()
+        driver.cuStreamSynchronize(waiter)
+        assert not driver.ready("cuEventQuery", event)
+        driver.cuEventRecord(event, early)  # the last record counts
+        driver.cuEventSynchronize(event)
+        assert driver.ready("cuEventQuery", event)
+    driver.cuStreamSynchronize(late)
+
+
+def test_a_destroyed_event_still_orders_what_waits_for_it(driver):
+    log, first, second, event = [], driver.stream(), driver.stream(), driver.event()
+    with Gate(driver, first) as gate:
+        driver.later(first, lambda: log.append("first"))
+        driver.cuEventRecord(event, first)
+        driver.cuStreamWaitEvent(second, event, 0)
+        driver.later(second, lambda: log.append("second"))
+        driver.cuEventDestroy_v2(event)
+        driver.cuStreamDestroy_v2(first)
+        gate.reached()
+    driver.cuStreamSynchronize(second)
+    assert log == ["first", "second"]
+
+
+def test_elapsed_time(driver):
+    stream, start, end = driver.stream(), driver.event(), driver.event()
+    refused(INVALID_HANDLE, driver.get, "cuEventElapsedTime", ctypes.c_float, start, end)
+    driver.cuEventRecord(start, stream)
+    with Gate(driver, stream) as gate:
+        driver.cuEventRecord(end, stream)
+        gate.reached()
+        refused(NOT_READY, driver.get, "cuEventElapsedTime", ctypes.c_float, start, end)
+    driver.cuEventSynchronize(end)
+    there = driver.get("cuEventElapsedTime", ctypes.c_float, start, end)
+    assert there > 0
+    assert driver.get("cuEventElapsedTime", ctypes.c_float, end, start) == pytest.approx(-there)
+    untimed = driver.event(DISABLE_TIMING)
+    driver.cuEventRecord(untimed, stream)
+    driver.cuEventSynchronize(untimed)
+    refused(INVALID_HANDLE, driver.get, "cuEventElapsedTime", ctypes.c_float, start, untimed)
+
+
+# Memory
+
+
+def test_copies_and_memsets_run_in_stream_order(driver):
+    stream, gate_stream = driver.stream(NON_BLOCKING), driver.stream(NON_BLOCKING)
+    a, b, host = driver.alloc(4096), driver.alloc(4096), driver.pinned(4096)
+    event = driver.event()
+    with Gate(driver, gate_stream):
+        driver.cuEventRecord(event, gate_stream)
+        driver.cuStreamWaitEvent(stream, event, 0)
+        driver.cuMemsetD8Async(a, 1, 4096, stream)
+        driver.cuMemcpyAsync(b, a, 4096, stream)
+        driver.cuMemsetD8Async(b + 1024, 2, 1024, stream)
+        driver.cuMemcpyAsync(host, b, 4096, stream)
+        driver.cuMemsetD8Async(b, 3, 4096, stream)
+        ctypes.memset(host, 9, 4096)  # overwritten when the gate opens, not before
+    driver.cuStreamSynchronize(stream)
+    assert ctypes.string_at(host, 4096) == b"\1" * 1024 + b"\2" * 1024 + b"\1" * 2048
+    driver.cuMemFree_v2(a)
+    driver.cuMemFree_v2(b)
+    driver.cuMemFreeHost(host)
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 64 << 10, (64 << 10) + 1, 1 << 20])
+def test_pageable_memory_may_go_when_the_copy_returns(driver, nbytes):
+    stream, device = driver.stream(), driver.alloc(nbytes)
+    data = os.urandom(nbytes)
+    source, target = ctypes.create_string_buffer(data, nbytes), ctypes.create_string_buffer(nbytes)
+    driver.cuMemcpyAsync(device, ctypes.addressof(source), nbytes, stream)
+    ctypes.memset(source, 0, nbytes)
+    driver.cuMemcpyAsync(ctypes.addressof(target), device, nbytes, stream)
+    assert target.raw == data
+    driver.cuMemFree_v2(device)
+
+
+def test_a_small_pageable_copy_waits_for_nothing(driver):
+    stream, device = driver.stream(), driver.alloc(8)
+    source, target = ctypes.create_string_buffer(b"abcdefgh", 8), ctypes.create_string_buffer(8)
+    with Gate(driver, stream) as gate:
+        gate.reached()
+        driver.cuMemcpyAsync(device, ctypes.addressof(source), 8, stream)
+        ctypes.memset(source, 0, 8)
+        assert not driver.ready("cuStreamQuery", stream)
+    driver.cuMemcpyAsync(ctypes.addressof(target), device, 8, stream)
+    assert target.raw == b"abcdefgh"
+    driver.cuMemFree_v2(device)
+
+
+def test_memory_tells_its_owner(driver):
+    last = driver.get("cuDeviceGetCount", ctypes.c_int) - 1
+    driver.use(last)
+    device, pinned = driver.alloc(1000), driver.pinned(1000)
+    context = driver.get("cuCtxGetCurrent", ctypes.c_void_p)
+    driver.use(0)
+    assert device % 256 == 0
+    for pointer, kind in ((device, 2), (device + 999, 2), (pinned, 1), (pinned + 999, 1)):
+        assert driver.get("cuPointerGetAttribute", ctypes.c_uint, 2, pointer) == kind
+        assert driver.get("cuPointerGetAttribute", ctypes.c_int, 9, pointer) == last
+        assert driver.get("cuPointerGetAttribute", ctypes.c_void_p, 1, pointer) == context
+    pageable = ctypes.create_string_buffer(8)
+    for pointer in (ctypes.addressof(pageable), 0):
+        refused(INVALID_VALUE, driver.get, "cuPointerGetAttribute", ctypes.c_uint, 2, pointer)
+    driver.cuMemFree_v2(device)
+    driver.cuMemFreeHost(pinned)
+    refused(INVALID_VALUE, driver.get, "cuPointerGetAttribute", ctypes.c_uint, 2, device)
+
+
+def test_wrong_memory_is_refused(driver):
+    device, pinned = driver.alloc(512), driver.pinned(512)
+    for wrong in (device + 8, pinned, 0x1000):
+        refused(INVALID_VALUE, driver.cuMemFree_v2, wrong)
+    for wrong in (pinned + 8, device):
+        refused(INVALID_VALUE, driver.cuMemFreeHost, wrong)
+    refused(INVALID_VALUE, driver.cuMemsetD8Async, device, 0, 1 << 40, None)
+    refused(INVALID_VALUE, driver.cuMemcpyAsync, device, 0, 8, None)
+    refused(INVALID_VALUE, driver.alloc, 0)
+    refused(OUT_OF_MEMORY, driver.alloc, 1 << 60)
+    driver.cuMemcpyAsync(device, device + 256, 0, None)
+    driver.cuMemFree_v2(device)
+    driver.cuMemFreeHost(pinned)
+    driver.cuMemFree_v2(0)
+    refused(INVALID_VALUE, driver.cuMemFree_v2, device)
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
+    assert 0 < free.value <= total.value
+
+
+def test_freeing_waits_for_the_work_of_the_device(driver):
+    log, stream, memory = [], driver.stream(NON_BLOCKING), driver.alloc(512)
+    gate = Gate(driver, stream)
+    driver.later(stream, lambda: log.append("work"))
+    gate.reached()
+    opener = in_thread(gate.open)
+    driver.cuMemFree_v2(memory)
+    log.append("freed")
+    assert joined(opener)
+    assert log == ["work", "freed"]
+
+
+# Processes and threads
+
+
+@host_only
+def test_a_forked_child_is_refused_and_exits():
+    outcome = run_python(
+        "d.cuInit(0); d.use(0); s = d.stream(); d.later(s, lambda: None); d.later(2, lambda: None)\n"
+        "d.cuCtxSynchronize()\n"
+        "if os.fork() == 0:\n"
+        "    n = ctypes.c_int(); codes = {d.library.cuStreamSynchronize(s), d.library.cuInit(0),"
+        " d.library.cuDeviceGetCount(ctypes.byref(n))}\n"
+        "    print(codes, flush=True); sys.exit(7)\n"
+        "print(os.waitstatus_to_exitcode(os.wait()[1]))"
+    )
+    assert outcome.stdout.split("\n")[:2] == [f"{{{NOT_INITIALIZED}}}", "7"], outcome.stderr
+
+
+@host_only
+def test_a_process_exits_in_the_middle_of_work():
+    outcome = run_python(
+        "import threading\n"
+        "d.cuInit(0); d.use(0); s = d.stream(); e = d.event(); gate = Gate(d, s); gate.reached()\n"
+        "d.cuEventRecord(e, s); d.cuStreamWaitEvent(2, e, 0)\n"
+        "d.use(1); d.cuStreamWaitEvent(None, e, 0)\n"
+        "print('end')"
+    )
+    assert (outcome.returncode, outcome.stdout) == (0, "end\n"), outcome.stderr
+
+
+def test_many_threads_share_streams_and_events(driver):
+    """Thread i adds to a counter in its stream; each stream waits for the one before, so that the order is total."""
+    rounds, nthreads = 50, 6
+    streams = [driver.stream(NON_BLOCKING) for _ in range(nthreads)]
+    events = [driver.event(DISABLE_TIMING) for _ in range(nthreads)]
+    turns = [threading.Semaphore(i == 0) for i in range(nthreads)]
+    log, failures = [], []
+
+    def work(i):
+        try:
+            driver.use(0)
+            for r in range(rounds):
+                assert turns[i].acquire(timeout=60)
+                driver.cuStreamWaitEvent(streams[i], events[i - 1], 0)
+                driver.later(streams[i], lambda r=r: log.append((r, i)))
+                driver.cuEventRecord(events[i], streams[i])
+                turns[(i + 1) % nthreads].release()
+                if r % 7 == i:
+                    driver.cuStreamSynchronize(streams[i])
+                    temporary = driver.stream()
+                    driver.cuStreamWaitEvent(temporary, events[i], 0)
+                    driver.cuStreamDestroy_v2(temporary)
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    threads = [in_thread(work, i) for i in range(nthreads)]
+    assert all([joined(thread) for thread in threads]) and not failures
+    driver.cuCtxSynchronize()
+    assert log == [(r, i) for r in range(rounds) for i in range(nthreads)]

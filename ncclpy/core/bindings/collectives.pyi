@@ -1,0 +1,109 @@
+from typing import SupportsIndex
+
+from ncclpy.core.types import Result
+
+def reduce(
+    sendbuff: SupportsIndex,
+    recvbuff: SupportsIndex,
+    count: SupportsIndex,
+    datatype: SupportsIndex,
+    op: SupportsIndex,
+    root: SupportsIndex,
+    comm: SupportsIndex,
+    stream: SupportsIndex,
+) -> Result: ...
+def bcast(
+    buff: SupportsIndex,
+    count: SupportsIndex,
+    datatype: SupportsIndex,
+    root: SupportsIndex,
+    comm: SupportsIndex,
+    stream: SupportsIndex,
+) -> Result: ...
+def broadcast(
+    sendbuff: SupportsIndex,
+    recvbuff: SupportsIndex,
+    count: SupportsIndex,
+    datatype: SupportsIndex,
+    root: SupportsIndex,
+    comm: SupportsIndex,
+    stream: SupportsIndex,
+) -> Result: ...
+def all_reduce(
+    sendbuff: SupportsIndex,
+    recvbuff: SupportsIndex,
+    count: SupportsIndex,
+    datatype: SupportsIndex,
+    op: SupportsIndex,
+    comm: SupportsIndex,
+    stream: SupportsIndex,
+) -> Result: ...
+def reduce_scatter(
+    sendbuff: SupportsIndex,
+    recvbuff: SupportsIndex,
+    recvcount: SupportsIndex,
+    datatype: SupportsIndex,
+    op: SupportsIndex,
+    comm: SupportsIndex,
+    stream: SupportsIndex,
+) -> Result: ...
+def all_gather(
+    sendbuff: SupportsIndex,
+    recvbuff: SupportsIndex,
+    sendcount: SupportsIndex,
+    datatype: SupportsIndex,
+    comm: SupportsIndex,
+    stream: SupportsIndex,
+) -> Result: ...
+def all_to_all(
+    sendbuff: SupportsIndex,
+    recvbuff: SupportsIndex,
+    count: SupportsIndex,
+    datatype: SupportsIndex,
+    comm: SupportsIndex,
+    stream: SupportsIndex,
+) -> Result: ...
+def gather(
+    sendbuff: SupportsIndex,
+    recvbuff: SupportsIndex,
+    count: SupportsIndex,
+    datatype: SupportsIndex,
+    root: SupportsIndex,
+    comm: SupportsIndex,
+    stream: SupportsIndex,
+) -> Result: ...
+def scatter(
+    sendbuff: SupportsIndex,
+    recvbuff: SupportsIndex,
+    count: SupportsIndex,
+    datatype: SupportsIndex,
+    root: SupportsIndex,
+    comm: SupportsIndex,
+    stream: SupportsIndex,
+) -> Result: ...
+def send(
+    sendbuff: SupportsIndex,
+    count: SupportsIndex,
+    datatype: SupportsIndex,
+    peer: SupportsIndex,
+    comm: SupportsIndex,
+    stream: SupportsIndex,
+) -> Result: ...
+def recv(
+    recvbuff: SupportsIndex,
+    count: SupportsIndex,
+    datatype: SupportsIndex,
+    peer: SupportsIndex,
+    comm: SupportsIndex,
+    stream: SupportsIndex,
+) -> Result: ...
+def red_op_create_pre_mul_sum(
+    scalar: SupportsIndex,
+    datatype: SupportsIndex,
+    residence: SupportsIndex,
+    comm: SupportsIndex,
+) -> int: ...
+def red_op_destroy(op: SupportsIndex, comm: SupportsIndex) -> Result: ...
+def group_start() -> Result: ...
+def group_end() -> Result: ...
+def group_simulate_end() -> float: ...

@@ -2,9 +2,6 @@ from typing import final
 
 from ncclpy.core.types import Result
 
-SUCCESS: Result
-IN_PROGRESS: Result
-
 @final
 class PendingHandle:
     result: Result

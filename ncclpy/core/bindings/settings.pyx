@@ -73,7 +73,9 @@ def set_encryption(int mode, psk=None):
     config.magic = NCCL_API_MAGIC
     config.version = struct_version()
     config.mode = mode
-    config.psk = NULL if key is None else <const char*>key
+    config.psk = NULL
+    if key is not None:
+        config.psk = key
     with nogil:
         result = check(nccl.ncclSetEncryption(&config), b"ncclSetEncryption", NULL)
     _psk = key

@@ -95,6 +95,7 @@ from ncclpy.core.bindings.one_sided import (
     signal,
     wait_signal,
 )
+from ncclpy.core.bindings.results import PendingHandle
 from ncclpy.core.bindings.settings import (
     get_error_string,
     get_last_error,
@@ -103,19 +104,18 @@ from ncclpy.core.bindings.settings import (
     param_dump_all,
     param_get,
     param_get_all_parameter_keys,
+    param_get_i8,
     param_get_i16,
     param_get_i32,
     param_get_i64,
-    param_get_i8,
     param_get_parameter,
     param_get_str,
+    param_get_u8,
     param_get_u16,
     param_get_u32,
     param_get_u64,
-    param_get_u8,
     set_encryption,
 )
-from ncclpy.core.bindings.results import PendingHandle
 from ncclpy.core.bindings.structs import CommProperties, Team
 
 __all__ = [
@@ -179,16 +179,16 @@ __all__ = [
     "param_dump_all",
     "param_get",
     "param_get_all_parameter_keys",
+    "param_get_i8",
     "param_get_i16",
     "param_get_i32",
     "param_get_i64",
-    "param_get_i8",
     "param_get_parameter",
     "param_get_str",
+    "param_get_u8",
     "param_get_u16",
     "param_get_u32",
     "param_get_u64",
-    "param_get_u8",
     "put_signal",
     "recv",
     "red_op_create_pre_mul_sum",

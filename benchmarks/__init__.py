@@ -1,0 +1,5 @@
+"""Measurements of ncclpy beside its rivals; run one with ``python -m benchmarks``."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent

@@ -1,0 +1,124 @@
+"""Bandwidth of ``ncclpy perf`` beside NVIDIA's nccl-tests, run in turns with the same flags on the same GPUs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks import report, results
+
+#: Our name of a collective: the name of the nccl-tests binary.
+BINARIES = {
+    "all_reduce": "all_reduce_perf",
+    "all_gather": "all_gather_perf",
+    "reduce_scatter": "reduce_scatter_perf",
+    "broadcast": "broadcast_perf",
+    "reduce": "reduce_perf",
+    "all_to_all": "alltoall_perf",
+    "gather": "gather_perf",
+    "scatter": "scatter_perf",
+    "sendrecv": "sendrecv_perf",
+}
+#: A line of results: size, count, type, redop, root, then (time, algbw, busbw, #wrong) out of place and in place.
+LINE = re.compile(r"^\s*(\d+)\s+(\d+)\s+(\S+)\s+(\S+)\s+(-?\d+)\s+(.+)$")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this experiment's options."""
+    parser.add_argument("--dir", type=Path, required=True, metavar="FOLDER", help="where the *_perf binaries are")
+    parser.add_argument("--gpus", type=int, default=2, help="GPUs of one process (-g; default: 2)")
+    parser.add_argument("--sizes", nargs="+", default=["1G"], help="message sizes (default: 1G)")
+    parser.add_argument("--collectives", nargs="+", default=["all_reduce"], choices=list(BINARIES))
+    parser.add_argument("--rounds", type=int, default=5, help="times that the two take turns (default: 5)")
+    parser.add_argument("--iters", type=int, default=20, help="iterations a run (-n; default: 20)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result with all samples")
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Measure, print and write; return 1 if either side was wrong or failed."""
+    command = ["--dir", "FOLDER", "--gpus", str(chosen.gpus), "--collectives", *chosen.collectives]
+    command += ["--sizes", *chosen.sizes]
+    result = results.new(
+        "nccl-tests",
+        command,
+        gpus=chosen.gpus,
+        sizes=" ".join(chosen.sizes),
+        rounds=chosen.rounds,
+        iterations=chosen.iters,
+    )
+    failed = False
+    for collective in chosen.collectives:
+        binary = chosen.dir / BINARIES[collective]
+        if not binary.exists():
+            result["rows"].append({"rival": "nccl-tests", "missing": f"{binary.name} is not in the folder"})
+            continue
+        for size in chosen.sizes:
+            flags = ["-b", size, "-e", size, "-g", str(chosen.gpus), "-n", str(chosen.iters), "-w", "5", "-c", "1"]
+            sides = {
+                "nccl-tests": [str(binary.resolve()), *flags],
+                "ncclpy perf": [sys.executable, "-m", "ncclpy", "perf", collective, *flags],
+            }
+            rows = _rows(sides, collective if len(chosen.sizes) == 1 else f"{collective} {size}", collective)
+            for _ in range(chosen.rounds):
+                for rival, side in sides.items():
+                    for measure, value in bandwidths(_output(side)).items():
+                        if value is not None:
+                            rows[rival, measure]["samples"].append(value)
+            result["rows"] += [row for row in rows.values() if row["samples"]]
+    if chosen.json:
+        results.save(result, chosen.json)
+    print(report.text(result))
+    return 1 if failed else 0
+
+
+def bandwidths(output: str) -> dict[str, float | None]:
+    """Return the bus bandwidth in GB/s of the one line of results in `output`, out of place and in place.
+
+    Raises
+    ------
+    ValueError
+        If there is no line of results, or one has wrong elements: a wrong result has no bandwidth.
+    """
+    found = [match for match in map(LINE.match, output.splitlines()) if match]
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} lines of results instead of one:\n{output}")
+    columns = found[0].group(6).split()
+    values: dict[str, float | None] = {}
+    for measure, block in (("out of place", columns[:4]), ("in place", columns[4:8])):
+        if len(block) < 3:
+            values[measure] = None
+            continue
+        if len(block) == 4 and block[3] not in ("0", "N/A"):
+            raise ValueError(f"{block[3]} wrong elements {measure}:\n{output}")
+        values[measure] = None if block[2] == "N/A" else float(block[2])
+    return values
+
+
+def _rows(sides: dict, road: str, collective: str) -> dict[tuple[str, str], dict]:
+    return {
+        (rival, measure): {
+            "rival": rival,
+            "road": road,
+            "operation": f"{collective}, bus bandwidth",
+            "measure": measure,
+            "unit": "GB/s",
+            "samples": [],
+        }
+        for rival in sides
+        for measure in ("out of place", "in place")
+    }
+
+
+def _output(command: list[str]) -> str:
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, cwd=tempfile.gettempdir(), env=dict(os.environ)
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{shlex.join(command)} returned {done.returncode}:\n{done.stdout}\n{done.stderr}")
+    return done.stdout

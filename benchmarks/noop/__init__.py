@@ -1,0 +1,12 @@
+"""The no-op library: NCCL's ABI and the driver's, doing nothing, so that only the road to NCCL costs time."""
+
+from pathlib import Path
+
+from benchmarks import compiler
+
+SOURCE = Path(__file__).with_name("noop.c")
+
+
+def build(folder: Path) -> Path:
+    """Compile the library into `folder`; its soname is libnccl's, so that whatever was linked to NCCL takes it."""
+    return compiler.build(SOURCE, folder, soname="libnccl.so.2")

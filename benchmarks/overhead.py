@@ -1,0 +1,193 @@
+"""What a call costs on every road to NCCL: on a no-op library, or on GPUs with --gpu.
+
+Without --gpu the library does nothing, so that the time is the road's alone. Each rival has a fresh process of its
+own, started anew --processes times; in every round each road is sampled once, in shuffled order, so that what
+disturbs the machine disturbs all alike. With --gpu N there is one process a GPU, which holds all rivals: host time is
+N calls enqueued back to back, latency a call and the wait for its stream, for 8 bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+from pathlib import Path
+
+from benchmarks import noop, report, results, workers
+from benchmarks.rivals import MODULES
+
+#: A sample on the no-op library lasts about this long.
+SAMPLE_SECONDS = 0.004
+#: Operations a sample on GPUs: host time below the depth of a GPU's launch queue, so that enqueueing never waits.
+GPU_HOST_CALLS = 192
+GPU_LATENCY_CALLS = 64
+#: Groups of 64 launch as one; a sample holds more of them than one.
+GPU_GROUPED_CALLS = 640
+#: Rivals on GPUs that need a unique id of their own, and the setting's communicator.
+GPU_IDS = 8
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this experiment's options."""
+    parser.add_argument("--gpu", type=int, default=0, metavar="N", help="real NCCL on N GPUs, one process a GPU")
+    parser.add_argument("--rounds", type=int, default=20, help="rounds in one set of processes (default: 20)")
+    parser.add_argument("--processes", type=int, default=3, help="fresh sets of processes, no-op only (default: 3)")
+    parser.add_argument("--without", action="append", default=[], choices=MODULES, help="leave a rival out")
+    parser.add_argument("--only", action="append", default=[], choices=MODULES, help="measure only these rivals")
+    parser.add_argument("--seed", type=int, default=1, help="of the order of roads in a round (default: 1)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result with all samples")
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Measure, print and write; return 1 if a rival failed."""
+    rivals = [name for name in MODULES if name not in chosen.without and (not chosen.only or name in chosen.only)]
+    command = ["--gpu", str(chosen.gpu)] if chosen.gpu else []
+    result = results.new(
+        "overhead",
+        command,
+        engine="gpu" if chosen.gpu else "noop",
+        gpus=chosen.gpu,
+        rounds=chosen.rounds,
+        processes=1 if chosen.gpu else chosen.processes,
+        seed=chosen.seed,
+    )
+    order = random.Random(chosen.seed)
+    table = Table()
+    try:
+        if chosen.gpu:
+            on_gpus(rivals, chosen.gpu, chosen.rounds, order, table, result)
+        else:
+            for _ in range(chosen.processes):
+                on_noop(rivals, chosen.rounds, order, table)
+    finally:
+        # What was measured before a failure is kept.
+        result["rows"] = table.rows(rivals)
+        if chosen.json:
+            results.save(result, chosen.json)
+    print(report.text(result))
+    return 1 if table.failed else 0
+
+
+class Table:
+    """Rows in the making: samples by rival, road and measure."""
+
+    def __init__(self):
+        self._rows: dict[tuple[str, str, str], dict] = {}
+        self._missing: dict[str, dict] = {}
+        self.failed = False
+
+    def add(self, module: str, rival: str, road: dict, measure: str, seconds: float) -> None:
+        """Add one sample."""
+        row = self._rows.setdefault(
+            (module, road["key"], measure),
+            {
+                "rival": rival,
+                "road": road["road"],
+                "operation": road["operation"],
+                "measure": measure,
+                "unit": "us",
+                "samples": [],
+            },
+        )
+        row["samples"].append(seconds * 1e6)
+
+    def miss(self, module: str, rival: str, reason: str, *, failed: bool = False) -> None:
+        """Note that a rival, or a road of it, has no samples, and why; `failed` if it should have."""
+        self._missing[f"{module}: {reason}"] = {"module": module, "rival": rival, "missing": reason}
+        self.failed |= failed
+
+    def rows(self, rivals: list[str]) -> list[dict]:
+        """Return the rows in the order of the rivals."""
+        rows: list[dict] = []
+        for module in rivals:
+            rows += [row for (owner, _, _), row in self._rows.items() if owner == module]
+            rows += [
+                {"rival": miss["rival"], "missing": miss["missing"]}
+                for miss in self._missing.values()
+                if miss["module"] == module
+            ]
+        return rows
+
+
+def on_noop(rivals: list[str], rounds: int, order: random.Random, table: Table) -> None:
+    """Start one process a rival, check every road, and sample them round by round."""
+    with tempfile.TemporaryDirectory() as folder:
+        library = str(noop.build(Path(folder)))
+        processes: list[workers.WorkerProcess] = []
+        try:
+            roads = []
+            for module in rivals:
+                process = workers.WorkerProcess()
+                processes.append(process)
+                process.ask("noop", library=library)
+                for rival, road in _opened([process], module, table):
+                    seconds = process.ask("sample", key=road["key"], measure="host", n=1024)
+                    # A multiple of 64, for the roads that group 64.
+                    n = max(1, round(SAMPLE_SECONDS / seconds / 64)) * 64
+                    roads.append((process, module, rival, road, n))
+            for _ in range(rounds):
+                samples = {}
+                for index in order.sample(range(len(roads)), len(roads)):
+                    process, _, _, road, n = roads[index]
+                    samples[index] = process.ask("sample", key=road["key"], measure="host", n=n)
+                for index, (_, module, rival, road, _) in enumerate(roads):
+                    table.add(module, rival, road, "host", samples[index])
+        finally:
+            for process in processes:
+                process.close()
+
+
+def on_gpus(rivals: list[str], gpus: int, rounds: int, order: random.Random, table: Table, result: dict) -> None:
+    """Start one process a GPU with all rivals in it, and sample every road on all ranks at once."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        # NVLink multicast off: it changes with the machine's fabric, and 8 bytes do not use it.
+        processes = [workers.WorkerProcess({"NCCL_NVLS_ENABLE": "0"}) for _ in range(gpus)]
+        try:
+            ids = processes[0].ask("ids", count=GPU_IDS)
+            places = [
+                (process, {"rank": rank, "nranks": gpus, "ids": ids, "store": store})
+                for rank, process in enumerate(processes)
+            ]
+            result["versions"]["nccl"] = workers.ask_all(places, "gpu")[0]["nccl"]
+            plan = []
+            for module in rivals:
+                for rival, road in _opened(processes, module, table):
+                    many = GPU_GROUPED_CALLS if road["operation"].startswith("group of") else GPU_HOST_CALLS
+                    plan.append((module, rival, road, "host", many))
+                    if road["latency"]:
+                        plan.append((module, rival, road, "latency", GPU_LATENCY_CALLS))
+            for _ in range(rounds):
+                samples = {}
+                for index in order.sample(range(len(plan)), len(plan)):
+                    _, _, road, measure, n = plan[index]
+                    asked = [(process, {"key": road["key"], "measure": measure, "n": n}) for process in processes]
+                    seconds = workers.ask_all(asked, "sample")
+                    samples[index] = sum(seconds) / len(seconds)
+                for index, (module, rival, road, measure, _) in enumerate(plan):
+                    table.add(module, rival, road, measure, samples[index])
+        finally:
+            for process in processes:
+                process.close()
+
+
+def _opened(processes: list[workers.WorkerProcess], module: str, table: Table) -> list[tuple[str, dict]]:
+    """Open a rival in all processes at once and return ``(rival's name, road)`` for each road that works."""
+    try:
+        answers = workers.ask_all([(process, {"rival": module}) for process in processes], "open")
+    except workers.WorkerFailed as failure:
+        table.miss(module, module, f"failed: {str(failure).strip().splitlines()[-1]}", failed=True)
+        print(failure)
+        return []
+    answer = answers[0]
+    if answer["missing"]:
+        table.miss(module, answer["rival"], answer["missing"])
+    working = []
+    for road in answer["roads"]:
+        asked = [(process, {"key": road["key"]}) for process in processes]
+        wrong = [problem for problem in workers.ask_all(asked, "check") if problem]
+        if wrong:
+            table.miss(module, answer["rival"], f"failed: {road['road']}: {wrong[0]}", failed=True)
+        else:
+            working.append((answer["rival"], road))
+    return working

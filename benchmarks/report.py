@@ -1,0 +1,154 @@
+"""The page docs/performance.md, made from the results in benchmarks/results; nothing on it is typed by hand."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from benchmarks import ROOT, results, summary, targets
+
+PAGE = ROOT / "docs" / "performance.md"
+
+HEAD = """# Performance
+
+Measured figures, each table with its machine and the command that repeats it. This page is written by
+`python -m benchmarks report` from the raw samples in `benchmarks/results`; edit those, not this.
+
+Times are medians of all rounds; behind them stand the first and the third quartile. Ratios are taken round by round,
+then their median: what disturbs the machine in a round disturbs every road in it.
+"""
+
+TITLES = {
+    "overhead": "What a call costs",
+    "nccl-tests": "Bandwidth beside nccl-tests",
+    "import": "What the import costs",
+}
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this command's options."""
+    parser.add_argument("--results", type=Path, default=results.FOLDER, help="folder with the JSON files")
+    parser.add_argument("--output", type=Path, default=PAGE, help="the page to write (default: docs/performance.md)")
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Write the page."""
+    found = results.load_all(chosen.results)
+    if not found:
+        print(f"no results in {chosen.results}: run an experiment with --json first")
+        return 1
+    chosen.output.write_text(page(found))
+    print(f"wrote {chosen.output} from {', '.join(name for name, _ in found)}")
+    return 0
+
+
+def page(found: list[tuple[str, dict]]) -> str:
+    """Return the whole page for ``(file name, result)`` pairs."""
+    order = list(TITLES)
+    ranked = sorted(found, key=lambda item: (order.index(item[1]["experiment"]), item[0]))
+    return "\n".join([HEAD, *(section(name, result) for name, result in ranked)])
+
+
+def section(name: str, result: dict) -> str:
+    """Return one result's part of the page."""
+    machine, settings = result["machine"], dict(result["settings"])
+    where = {"noop": " on a no-op library", "gpu": f" on {settings.get('gpus')} GPUs"}.get(settings.get("engine"), "")
+    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+    gpus = f", {len(machine['gpus'])} x {machine['gpus'][0]}" if machine["gpus"] else ", no GPU"
+    lines = [
+        f"## {TITLES[result['experiment']]}{where}",
+        "",
+        f"`{result['command']}`, {result['date']}; raw samples: `benchmarks/results/{name}`.",
+        f"Machine: {machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB, "
+        f"{machine['system']}{gpus}.",
+        f"Versions: {versions}.",
+        f"Settings: {', '.join(f'{key} {value}' for key, value in settings.items())}.",
+        "",
+        text(result),
+    ]
+    return "\n".join(lines)
+
+
+def text(result: dict) -> str:
+    """Return a result's tables: one for each operation, then the targets."""
+    parts = []
+    operations = list(dict.fromkeys(row["operation"] for row in result["rows"] if "samples" in row))
+    for operation in operations:
+        rows = [row for row in result["rows"] if row.get("operation") == operation]
+        parts.append(f"### {operation}\n\n{_table(rows)}\n")
+    missing = [row for row in result["rows"] if "missing" in row]
+    if missing:
+        parts.append("Not measured:\n\n" + "".join(f"- {row['rival']}: {row['missing']}\n" for row in missing))
+    judged = targets.judge(result)
+    if judged:
+        parts.append("### Targets\n\n" + _targets(judged))
+    return "\n".join(parts)
+
+
+def _table(rows: list[dict]) -> str:
+    """Return the rows of one operation; each measure has its columns, each baseline its ratio."""
+    measures = list(dict.fromkeys(row["measure"] for row in rows))
+    roads: dict[tuple[str, str], dict[str, dict]] = {}
+    for row in rows:
+        roads.setdefault((row["rival"], row["road"]), {})[row["measure"]] = row
+    baselines = _baselines(roads)
+    head = ["rival", "road"]
+    for measure in measures:
+        unit = next(row["unit"] for row in rows if row["measure"] == measure)
+        head += [f"{measure}, {unit}", "quartiles", *(f"x {rival}" for rival, _ in baselines)]
+    body = []
+    for (rival, road), by_measure in roads.items():
+        cells = [rival, road]
+        for measure in measures:
+            if measure not in by_measure:
+                cells += [""] * (2 + len(baselines))
+                continue
+            samples = by_measure[measure]["samples"]
+            low, high = summary.quartiles(samples)
+            cells += [number(summary.median(samples)), f"{number(low)}-{number(high)}"]
+            for baseline in baselines:
+                base = roads[baseline].get(measure, {}).get("samples", ())
+                paired = len(base) == len(samples)
+                cells.append(f"{summary.median(summary.ratios(samples, base)):.2f}" if paired else "")
+        body.append(cells)
+    return _markdown(head, body)
+
+
+def _baselines(roads: dict) -> list[tuple[str, str]]:
+    """Return the roads that others are compared with: the first of the floor and of the closest rival."""
+    found = []
+    for rival in ("C loop", "nccl4py bindings", "nccl-tests"):
+        road = next((road for road in roads if road[0] == rival), None)
+        if road is not None and len(roads) > 1:
+            found.append(road)
+    return found
+
+
+def _targets(judged: list[dict]) -> str:
+    body = []
+    for target in judged:
+        low, high = target["spread"]
+        unit = target["unit"]
+        body.append(
+            [
+                target["text"],
+                f"{'>=' if target['at_least'] else '<='} {target['limit']:g} {unit}",
+                f"{number(target['reached'])} {unit}",
+                f"{number(low)}-{number(high)}",
+                "kept" if target["kept"] else "**missed**",
+            ]
+        )
+    return _markdown(["target", "limit", "reached", "quartiles", ""], body)
+
+
+def number(value: float) -> str:
+    """Return `value` with three digits that mean something."""
+    return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+
+
+def _markdown(head: list[str], body: list[list[str]]) -> str:
+    widths = [max(len(row[i]) for row in [head, *body]) for i in range(len(head))]
+    lines = [head, ["-" * width for width in widths], *body]
+    return "\n".join(
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
+    )

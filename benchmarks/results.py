@@ -1,0 +1,50 @@
+"""Results on disk: one JSON file an experiment, with all samples."""
+
+import datetime
+import json
+import shlex
+from pathlib import Path
+
+from benchmarks import ROOT, machine
+
+FOLDER = ROOT / "benchmarks" / "results"
+
+
+def new(experiment: str, command: list[str], **settings: object) -> dict:
+    """Start a result: what was run, when, on what.
+
+    Parameters
+    ----------
+    experiment : str
+        The experiment's name on the command line.
+    command : list of str
+        Its arguments as anyone would give them to repeat it.
+    **settings
+        What else decides the numbers: rounds, sizes, engine.
+    """
+    return {
+        "experiment": experiment,
+        "command": shlex.join(["python", "-m", "benchmarks", experiment, *command]),
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "machine": machine.describe(),
+        "versions": machine.versions(),
+        "settings": settings,
+        "rows": [],
+    }
+
+
+def save(result: dict, path: Path) -> None:
+    """Write `result`, a row a line; samples keep five digits, more than any of them is good for."""
+    for row in result["rows"]:
+        for key, value in row.items():
+            if key.startswith("samples"):
+                row[key] = [float(f"{sample:.5g}") for sample in value]
+    head = json.dumps({key: value for key, value in result.items() if key != "rows"}, indent=1)
+    rows = ",\n  ".join(json.dumps(row) for row in result["rows"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'{head[:-2]},\n "rows": [\n  {rows}\n ]\n}}\n')
+
+
+def load_all(folder: Path = FOLDER) -> list[tuple[str, dict]]:
+    """Return ``(file name, result)`` of every result in `folder`, by name."""
+    return [(path.name, json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]

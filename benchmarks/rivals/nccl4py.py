@@ -1,0 +1,28 @@
+"""What both nccl4py rivals need: the package, driving the setting's library and no other."""
+
+import ctypes
+import importlib.util
+import os
+
+from benchmarks.rivals import Missing
+from benchmarks.setting import Setting
+
+
+def bindings(setting: Setting):
+    """Return ``nccl.bindings.nccl`` after making sure that it drives the setting's library.
+
+    nccl4py takes every symbol from the process's global scope first, so loading the library there comes before its
+    first call.
+    """
+    if importlib.util.find_spec("nccl") is None:
+        raise Missing("nccl4py is not installed")
+    setting.keep.append(ctypes.CDLL(setting.library, mode=ctypes.RTLD_GLOBAL))
+    try:
+        from nccl.bindings import nccl
+    except ImportError as error:
+        raise Missing(f"nccl4py cannot be imported: {error}") from None
+    nccl.get_version()
+    path = nccl.get_library_path()
+    if path and not os.path.samefile(path, setting.library):
+        raise Missing(f"nccl4py drives another library: {os.path.basename(path)}")
+    return nccl

@@ -1,0 +1,41 @@
+"""nccl.core.Communicator of nccl4py."""
+
+import types
+
+from benchmarks.rivals import arrays, nccl4py
+from benchmarks.road import Road, python_group, python_road, timed
+from benchmarks.setting import SUM, Setting
+
+NAME = "nccl4py Communicator"
+CALL = "allreduce(send, recv, op, stream=stream)"
+
+
+def open(setting: Setting) -> list[Road]:
+    """Wrap the setting's communicator.
+
+    On the no-op library there is no driver, which nccl4py asks through cuda.core for the communicator's device; the
+    device is set by hand there to what a CPU tensor names (None). The call's way is the same.
+    """
+    nccl4py.bindings(setting)
+    from nccl import core
+
+    communicator = core.Communicator(setting.comm)
+    if setting.gpu:
+        from cuda.core import Device
+
+        Device(setting.device).set_current()
+    else:
+        communicator._device = types.SimpleNamespace(device_id=None)
+    setting.keep.append(communicator)
+    found = []
+    kinds = {"torch tensor": arrays.torch_pair(setting), "cupy array": arrays.cupy_pair(setting)}
+    for kind, pair in kinds.items():
+        if pair is None:
+            continue
+        send, recv = pair
+        names = {"allreduce": communicator.allreduce, "op": SUM, "send": send, "recv": recv, "stream": setting.stream}
+        pointer = recv.data_ptr() if kind == "torch tensor" else recv.data.ptr
+        found.append(python_road(f"allreduce({kind})", CALL, sync=setting.sync, result=pointer, **names))
+        found.append(python_group(f"allreduce({kind}) in group()", "group()", CALL, group=core.group, **names))
+    found.append(Road("with group(): pass", "empty group", timed("with group(): pass", group=core.group)))
+    return found

@@ -1,0 +1,44 @@
+"""ncclpy.bindings: one Python function a C function, ints only."""
+
+from benchmarks.rivals import Missing
+from benchmarks.road import GROUP, Road, python_road, timed
+from benchmarks.setting import COUNT, FLOAT32, SUM, Setting
+
+NAME = "ncclpy.bindings"
+CALL = "all_reduce(send, recv, count, dtype, op, comm, stream)"
+
+
+def open(setting: Setting) -> list[Road]:
+    """Load ncclpy's bindings on the setting's library."""
+    import ncclpy
+
+    if not setting.gpu:
+        ncclpy.use(setting.library)
+    try:
+        from ncclpy import bindings
+    except ImportError as error:
+        raise Missing(f"this ncclpy has no bindings: {error}") from None
+    names = {
+        "all_reduce": bindings.all_reduce,
+        "group_start": bindings.group_start,
+        "group_end": bindings.group_end,
+        "send": setting.send,
+        "recv": setting.recv,
+        "count": COUNT,
+        "dtype": FLOAT32,
+        "op": SUM,
+        "comm": setting.comm,
+        "stream": setting.stream,
+    }
+    group = f"group_start()\nfor _ in range({GROUP}):\n    {CALL}\ngroup_end()"
+    return [
+        python_road("all_reduce(ints)", CALL, sync=setting.sync, result=setting.recv, **names),
+        Road(
+            f"{GROUP} x all_reduce(ints) in a group",
+            f"group of {GROUP}",
+            timed(group, per=GROUP, **names),
+            None,
+            setting.recv,
+        ),
+        Road("group_start, group_end", "empty group", timed("group_start(); group_end()", **names)),
+    ]

@@ -1,0 +1,105 @@
+"""ncclpy.Communicator: arrays, prepared buffers and groups."""
+
+from benchmarks.rivals import Missing, arrays
+from benchmarks.road import Road, python_group, python_road, timed
+from benchmarks.setting import COUNT, FLOAT32, Setting
+
+NAME = "ncclpy.Communicator"
+OUT_OF_PLACE = "all_reduce(send, recv, stream=stream)"
+
+
+def open(setting: Setting) -> list[Road]:
+    """Make a communicator, or take the setting's, and one pair of buffers of every kind that it takes."""
+    import ncclpy
+
+    if not setting.gpu:
+        ncclpy.use(setting.library)
+    if not hasattr(ncclpy, "Communicator"):
+        raise Missing("this ncclpy has no Communicator")
+    communicator = setting.communicator or ncclpy.Communicator.init(1, 0, ncclpy.get_unique_id(), device=0)
+    setting.keep.append(communicator)
+    return roads(ncclpy, communicator, setting)
+
+
+def roads(ncclpy, communicator, setting: Setting) -> list[Road]:
+    """Return the roads through `communicator`, for every kind of buffer and stream."""
+    pairs = _pairs(ncclpy, setting)
+    all_reduce = communicator.all_reduce
+    found = []
+    for kind, (send, recv, pointer) in pairs.items():
+        names = {"all_reduce": all_reduce, "send": send, "recv": recv, "stream": setting.stream}
+        found.append(
+            python_road(f"all_reduce({kind})", OUT_OF_PLACE, sync=setting.sync, result=pointer, **names)
+        )
+        if kind == "int tuple":
+            continue
+        found.append(
+            python_road(f"all_reduce({kind}), in place", "all_reduce(recv, stream=stream)", sync=setting.sync, **names)
+        )
+        if not setting.gpu or kind in ("torch tensor", "cupy array"):
+            # On GPUs the frameworks' current stream is the setting's; a prepared buffer has no framework.
+            found.append(
+                python_road(
+                    f"all_reduce({kind}), stream=None",
+                    "all_reduce(send, recv)",
+                    sync=setting.sync,
+                    result=pointer,
+                    **names,
+                )
+            )
+    stream = ncclpy.Stream(setting.device)
+    send, recv, _ = pairs["prepared buffer"]
+    found.append(
+        python_road(
+            "all_reduce(prepared buffer), stream=ncclpy.Stream",
+            OUT_OF_PLACE,
+            sync=stream.synchronize if setting.gpu else None,
+            all_reduce=all_reduce,
+            send=send,
+            recv=recv,
+            stream=stream,
+        )
+    )
+    for kind in ("prepared buffer", "torch tensor", "numpy array"):
+        if kind in pairs:
+            send, recv, pointer = pairs[kind]
+            found.append(
+                python_group(
+                    f"all_reduce({kind}) in group()",
+                    "group()",
+                    OUT_OF_PLACE,
+                    result=pointer,
+                    group=ncclpy.group,
+                    all_reduce=all_reduce,
+                    send=send,
+                    recv=recv,
+                    stream=setting.stream,
+                )
+            )
+    found.append(Road("with group(): pass", "empty group", timed("with group(): pass", group=ncclpy.group)))
+    return found
+
+
+def _pairs(ncclpy, setting: Setting) -> dict:
+    """Return ``{kind: (send, recv, pointer of recv)}``."""
+    dtype = ncclpy.DataType(FLOAT32)
+    pairs = {
+        "prepared buffer": (
+            ncclpy.Buffer(setting.send, COUNT, dtype, device=setting.device),
+            ncclpy.Buffer(setting.recv, COUNT, dtype, device=setting.device),
+            setting.recv,
+        ),
+        "int tuple": ((setting.send, COUNT, dtype), (setting.recv, COUNT, dtype), setting.recv),
+    }
+    torch = arrays.torch_pair(setting)
+    if torch is not None:
+        pairs["torch tensor"] = (*torch, torch[1].data_ptr())
+    cupy = arrays.cupy_pair(setting)
+    if cupy is not None:
+        pairs["cupy array"] = (*cupy, cupy[1].data.ptr)
+    if not setting.gpu:
+        import numpy
+
+        numpy_pair = numpy.ones(COUNT, numpy.float32), numpy.zeros(COUNT, numpy.float32)
+        pairs["numpy array"] = (*numpy_pair, numpy_pair[1].ctypes.data)
+    return pairs

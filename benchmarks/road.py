@@ -1,0 +1,70 @@
+"""One road to NCCL: a statement that is timed, in the terms in which a user writes it."""
+
+from __future__ import annotations
+
+import dataclasses
+import timeit
+from collections.abc import Callable
+
+#: How many operations a group holds in the rows that measure groups.
+GROUP = 64
+
+
+@dataclasses.dataclass
+class Road:
+    """A way to call NCCL.
+
+    Attributes
+    ----------
+    name : str
+        What is called, with what: ``"Communicator.all_reduce(torch tensor)"``.
+    operation : str
+        ``"all_reduce"``, ``"group of 64"`` or ``"empty group"``; roads with the same operation are compared.
+    host : callable
+        Issues n operations back to back and returns the seconds that took, without waiting for them.
+    latency : callable or None
+        Issues n operations, waits for each, and returns the seconds.
+    result : int
+        Pointer of the receive buffer, or 0 if what it holds says nothing (in place, or nothing is sent).
+    """
+
+    name: str
+    operation: str
+    host: Callable[[int], float]
+    latency: Callable[[int], float] | None = None
+    result: int = 0
+
+
+def timed(statement: str, *, per: int = 1, **names: object) -> Callable[[int], float]:
+    """Return a function that runs `statement` for n operations and returns the seconds.
+
+    Parameters
+    ----------
+    statement : str
+        Python source; it stands literally in the timed loop, with the garbage collector off.
+    per : int
+        Operations in one statement.
+    **names : object
+        What the statement's names stand for; they are local variables of the loop.
+    """
+    setup = "; ".join(f"{name} = _names[{name!r}]" for name in names) or "pass"
+    timer = timeit.Timer(statement, setup, globals={"_names": names})
+
+    def run(n: int) -> float:
+        return timer.timeit(n // per)
+
+    return run
+
+
+def python_road(name: str, call: str, *, sync: Callable[[], object] | None, result: int = 0, **names: object) -> Road:
+    """Return the road of one all-reduce, written as the Python source `call`; `sync` waits for the stream."""
+    latency = None
+    if sync is not None:
+        latency = timed(f"{call}; sync()", sync=sync, **names)
+    return Road(name, "all_reduce", timed(call, **names), latency, result)
+
+
+def python_group(name: str, group: str, call: str, *, result: int = 0, **names: object) -> Road:
+    """Return the road of `GROUP` times `call` in one ``with`` block over the context manager `group`."""
+    source = f"with {group}:\n    for _ in range({GROUP}):\n        {call}"
+    return Road(name, f"group of {GROUP}", timed(source, per=GROUP, **names), None, result)

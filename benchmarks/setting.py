@@ -1,0 +1,112 @@
+"""What all rivals of one process share: the library, the communicator's place, buffers and a stream."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+#: The message: 8 bytes, two float32.
+COUNT = 2
+#: `ncclFloat32` and `ncclSum`.
+FLOAT32 = 7
+SUM = 0
+CU_STREAM_NON_BLOCKING = 1
+
+
+@dataclasses.dataclass
+class Setting:
+    """Where the rivals meet.
+
+    Attributes
+    ----------
+    gpu : bool
+        Whether NCCL is real.
+    library : str
+        Path of the library that every rival has to drive.
+    rank, nranks, device : int
+        This process's place.
+    comm, stream, send, recv : int
+        A communicator's handle, a stream's handle and pointers to `COUNT` float32, for the rivals that take ints.
+    sync : callable or None
+        Waits for the stream; None where nothing runs.
+    communicator : ncclpy.Communicator or None
+        The owner of `comm`, on GPUs.
+    ids : list of bytes
+        Unused unique ids, equal on all ranks, for the rivals that need a communicator of their own.
+    store : str
+        Path of a file that does not exist yet, for the rivals that gather through one.
+    keep : list
+        What has to live as long as the setting.
+    """
+
+    gpu: bool
+    library: str
+    rank: int = 0
+    nranks: int = 1
+    device: int = 0
+    comm: int = 0
+    stream: int = 0
+    send: int = 0
+    recv: int = 0
+    sync: Callable[[], object] | None = None
+    communicator: Any = None
+    ids: list[bytes] = dataclasses.field(default_factory=list)
+    store: str = ""
+    keep: list[object] = dataclasses.field(default_factory=list)
+
+    def counter(self, name: str) -> int:
+        """Return how many calls have arrived at the no-op library: ``"noopCalls"`` or ``"noopGroups"``."""
+        return ctypes.c_ulonglong.in_dll(ctypes.CDLL(self.library), name).value
+
+
+def on_noop(library: str) -> Setting:
+    """Return the setting on the no-op library: one rank, buffers in CPU memory."""
+    noop = ctypes.CDLL(library)
+    comm, stream, device = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int(0)
+    noop.ncclCommInitAll(ctypes.byref(comm), 1, ctypes.byref(device))
+    noop.cuStreamCreateWithPriority(ctypes.byref(stream), CU_STREAM_NON_BLOCKING, 0)
+    send, recv = (ctypes.c_float * COUNT)(1.0, 1.0), (ctypes.c_float * COUNT)()
+    return Setting(
+        gpu=False,
+        library=library,
+        comm=comm.value,
+        stream=stream.value,
+        send=ctypes.addressof(send),
+        recv=ctypes.addressof(recv),
+        keep=[noop, send, recv],
+    )
+
+
+def on_gpu(rank: int, nranks: int, ids: list[bytes], store: str) -> Setting:
+    """Return the setting on GPU `rank` of this machine; collective over the ranks, uses the first of `ids`."""
+    import numpy
+
+    import ncclpy
+    from ncclpy.core import device as devices
+
+    communicator = ncclpy.Communicator.init(
+        nranks, rank, ncclpy.UniqueId.from_bytes(ids[0]), device=rank, timeout=60
+    )
+    stream = ncclpy.Stream(rank)
+    ones = numpy.ones(COUNT, numpy.float32)
+    send, recv = (devices.allocate(ones.nbytes, rank) for _ in range(2))
+    devices.copy(send, ones.ctypes.data, ones.nbytes, stream)
+    stream.synchronize()
+    return Setting(
+        gpu=True,
+        library=ncclpy.library().path,
+        rank=rank,
+        nranks=nranks,
+        device=rank,
+        comm=communicator.handle,
+        stream=stream.handle,
+        send=send,
+        recv=recv,
+        sync=stream.synchronize,
+        communicator=communicator,
+        ids=ids[1:],
+        store=store,
+        keep=[stream],
+    )

@@ -1,0 +1,176 @@
+"""What the project promises of its speed, and whether a result keeps it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from benchmarks import summary
+from benchmarks.road import GROUP
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """One promise.
+
+    Attributes
+    ----------
+    text : str
+        The promise in words.
+    experiment, engine : str
+        Which results it speaks of; the engine is "" where an experiment has only one.
+    row : tuple
+        ``(rival, road, measure)`` of the row that has to keep it.
+    how : str
+        ``"value"``, ``"ratio"`` or ``"difference"``; the latter two round by round against `over`.
+    limit : float
+        The value may not be above it (below it, with `at_least`).
+    over : tuple, optional
+        The row to compare with.
+    at_least : bool
+        Whether more is better.
+    """
+
+    text: str
+    experiment: str
+    engine: str
+    row: tuple[str, str, str]
+    how: str
+    limit: float
+    unit: str
+    over: tuple[str, str, str] | None = None
+    at_least: bool = False
+
+
+_C = ("C loop", "ncclAllReduce", "host")
+_BINDINGS = ("ncclpy.bindings", "all_reduce(ints)", "host")
+_COMMUNICATOR = "ncclpy.Communicator"
+
+TARGETS = [
+    Target(
+        "bindings.all_reduce is no slower than nccl4py's binding",
+        "overhead",
+        "noop",
+        _BINDINGS,
+        "ratio",
+        1.0,
+        "x",
+        ("nccl4py bindings", "all_reduce(ints)", "host"),
+    ),
+    Target(
+        "bindings.all_reduce adds at most 0.3 us to the C loop",
+        "overhead",
+        "noop",
+        _BINDINGS,
+        "difference",
+        0.3,
+        "us",
+        _C,
+    ),
+    *(
+        Target(
+            f"Communicator.all_reduce({kind}) takes at most 0.6 us",
+            "overhead",
+            "noop",
+            (_COMMUNICATOR, f"all_reduce({kind})", "host"),
+            "value",
+            0.6,
+            "us",
+        )
+        for kind in ("torch tensor", "numpy array", "prepared buffer")
+    ),
+    Target(
+        "an empty group() takes at most 0.4 us",
+        "overhead",
+        "noop",
+        (_COMMUNICATOR, "with group(): pass", "host"),
+        "value",
+        0.4,
+        "us",
+    ),
+    Target(
+        "host time of Communicator.all_reduce(torch tensor) is at most 1.1 times the C loop's",
+        "overhead",
+        "gpu",
+        (_COMMUNICATOR, "all_reduce(torch tensor)", "host"),
+        "ratio",
+        1.1,
+        "x",
+        _C,
+    ),
+    Target(
+        "latency of Communicator.all_reduce(torch tensor) is at most 1.1 times the bare Cython call's",
+        "overhead",
+        "gpu",
+        (_COMMUNICATOR, "all_reduce(torch tensor)", "latency"),
+        "ratio",
+        1.1,
+        "x",
+        ("ncclpy.bindings", "all_reduce(ints)", "latency"),
+    ),
+    *(
+        Target(
+            f"{GROUP} operations ({kind}) in one group() cost at most 1.6 times the C group, per operation",
+            "overhead",
+            "gpu",
+            (_COMMUNICATOR, f"all_reduce({kind}) in group()", "host"),
+            "ratio",
+            1.6,
+            "x",
+            ("C loop", f"{GROUP} x ncclAllReduce in a group", "host"),
+        )
+        for kind in ("prepared buffer", "torch tensor")
+    ),
+    Target(
+        "import ncclpy takes less than 60 ms on top of import numpy",
+        "import",
+        "",
+        ("ncclpy", "import ncclpy", "time"),
+        "value",
+        60.0,
+        "ms",
+    ),
+    Target(
+        "ncclpy perf reaches nccl-tests' bus bandwidth at 1 GiB within 2%",
+        "nccl-tests",
+        "",
+        ("ncclpy perf", "all_reduce", "out of place"),
+        "ratio",
+        0.98,
+        "x",
+        ("nccl-tests", "all_reduce", "out of place"),
+        at_least=True,
+    ),
+]
+
+
+def judge(result: dict) -> list[dict]:
+    """Return, for every target that `result` can speak of, what was reached.
+
+    Each is ``{"text", "limit", "unit", "reached", "spread", "kept"}``; a target whose row has no samples is left out:
+    its row in the table says why.
+    """
+    rows = {(row["rival"], row["road"], row["measure"]): row["samples"] for row in result["rows"] if "samples" in row}
+    judged = []
+    for target in TARGETS:
+        if target.experiment != result["experiment"] or target.engine != result["settings"].get("engine", ""):
+            continue
+        samples, over = rows.get(target.row), rows.get(target.over)
+        if samples is None or (target.over is not None and over is None):
+            continue
+        if target.how == "ratio":
+            samples = summary.ratios(samples, over)
+        elif target.how == "difference":
+            samples = summary.differences(samples, over)
+        reached = summary.median(samples)
+        judged.append(
+            {
+                "text": target.text,
+                "limit": target.limit,
+                "at_least": target.at_least,
+                "unit": target.unit,
+                "reached": reached,
+                "spread": summary.quartiles(samples),
+                "kept": reached >= target.limit if target.at_least else reached <= target.limit,
+            }
+        )
+    return judged

@@ -1,0 +1,119 @@
+"""The child side: one process that holds rivals open and times their roads when told to.
+
+It reads one JSON request a line and answers one JSON line. Answers have a file descriptor of their own, so that what
+libraries print cannot disturb them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import traceback
+
+from benchmarks import machine, setting
+from benchmarks.road import GROUP, Road
+from benchmarks.rivals import Missing, load
+
+
+class Worker:
+    """Answer requests; each method that a request can name starts with ``do_``."""
+
+    def __init__(self):
+        self.setting: setting.Setting | None = None
+        self.roads: dict[str, Road] = {}
+
+    def do_versions(self) -> dict:
+        """Return the versions of the packages that this process can import."""
+        return machine.versions()
+
+    def do_ids(self, count: int) -> list[str]:
+        """Return `count` fresh unique ids in hexadecimal."""
+        import ncclpy
+
+        return [bytes(ncclpy.get_unique_id()).hex() for _ in range(count)]
+
+    def do_noop(self, library: str) -> None:
+        """Work on the no-op library."""
+        self.setting = setting.on_noop(library)
+
+    def do_gpu(self, rank: int, nranks: int, ids: list[str], store: str) -> dict:
+        """Work on GPU `rank`; collective."""
+        self.setting = setting.on_gpu(rank, nranks, [bytes.fromhex(unique_id) for unique_id in ids], store)
+        import ncclpy
+
+        return {"nccl": ".".join(map(str, ncclpy.library().version))}
+
+    def do_open(self, rival: str) -> dict:
+        """Open a rival; return its roads by key, or why it is missing."""
+        module = load(rival)
+        try:
+            roads = module.open(self.setting)
+        except Missing as missing:
+            return {"rival": module.NAME, "missing": str(missing), "roads": []}
+        described = []
+        for index, road in enumerate(roads):
+            key = f"{rival}.{index}"
+            self.roads[key] = road
+            described.append(
+                {"key": key, "road": road.name, "operation": road.operation, "latency": road.latency is not None}
+            )
+        return {"rival": module.NAME, "missing": None, "roads": described}
+
+    def do_check(self, key: str) -> str | None:
+        """Run a road once more than once and see that it does what it says; return what is wrong, or None."""
+        road = self.roads[key]
+        # Everything that is done once, at the first call, is over after this.
+        road.host(2 * GROUP)
+        return self._check_gpu(road) if self.setting.gpu else self._check_noop(road)
+
+    def do_sample(self, key: str, measure: str, n: int) -> float:
+        """Return the seconds of one of `n` operations."""
+        seconds = getattr(self.roads[key], measure)(n) / n
+        if self.setting.gpu and measure == "host":
+            self.setting.sync()
+        return seconds
+
+    def _check_noop(self, road: Road) -> str | None:
+        counter = "noopGroups" if road.operation == "empty group" else "noopCalls"
+        before = self.setting.counter(counter)
+        road.host(2 * GROUP)
+        arrived = self.setting.counter(counter) - before
+        if arrived != 2 * GROUP:
+            return f"{2 * GROUP} operations made {arrived} calls of the library"
+        return None
+
+    def _check_gpu(self, road: Road) -> str | None:
+        self.setting.sync()
+        if road.result == 0:
+            return None
+        from ncclpy.core import device as devices
+
+        values = (ctypes.c_float * setting.COUNT)()
+        size = ctypes.sizeof(values)
+        devices.memset(road.result, 0, size, self.setting.stream)
+        road.host(GROUP)
+        self.setting.sync()
+        devices.copy(ctypes.addressof(values), road.result, size, self.setting.stream)
+        self.setting.sync()
+        if list(values) != [float(self.setting.nranks)] * setting.COUNT:
+            return f"the sum of ones over {self.setting.nranks} ranks came out as {list(values)}"
+        return None
+
+
+def main() -> None:
+    """Serve requests until the parent closes the pipe."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    worker = Worker()
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            answer = {"value": getattr(worker, f"do_{request.pop('do')}")(**request)}
+        except Exception:  # whatever a rival raises is its row, or the run's end: the parent decides
+            answer = {"error": traceback.format_exc()}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+    # Communicators are not destroyed: that is collective, and a rival's way to do so is not what is measured.
+    os._exit(0)

@@ -1,0 +1,100 @@
+"""The parent side: fresh processes that hold the rivals, asked one by one or all at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+import time
+
+from benchmarks import ROOT
+
+# The root is on the path only while `benchmarks` is imported: ncclpy has to be the installed one.
+START = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from benchmarks import worker
+sys.path.remove({str(ROOT)!r})
+worker.main()
+"""
+
+
+class WorkerFailed(RuntimeError):
+    """A worker raised, died or did not answer; the message has its last words."""
+
+
+class WorkerProcess:
+    """One child; `ask` is a call of its `Worker`."""
+
+    def __init__(self, environment: dict[str, str] | None = None):
+        self._errors = tempfile.TemporaryFile("w+")
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", START],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            cwd=tempfile.gettempdir(),
+            env={**os.environ, **(environment or {})},
+        )
+
+    def ask(self, do: str, *, deadline: float = 120, **parameters: object):
+        """Send one request and return its answer within `deadline` seconds."""
+        return ask_all([(self, parameters)], do, deadline=deadline)[0]
+
+    def send(self, do: str, parameters: dict) -> None:
+        """Write one request."""
+        try:
+            self._process.stdin.write(json.dumps({"do": do, **parameters}) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise WorkerFailed(f"a worker died before {do!r}:\n{self._last_words()}") from None
+
+    def receive(self, do: str, until: float):
+        """Read one answer; `until` is on `time.monotonic`'s clock."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            # Answers are one line for one request: nothing can wait in Python's buffer when the next is read.
+            if not selector.select(max(0.0, until - time.monotonic())):
+                raise WorkerFailed(f"a worker did not answer {do!r} in time:\n{self._last_words()}")
+        line = self._process.stdout.readline()
+        if not line:
+            raise WorkerFailed(f"a worker died in {do!r}:\n{self._last_words()}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise WorkerFailed(f"{do!r} failed in a worker:\n{answer['error']}")
+        return answer["value"]
+
+    def close(self) -> None:
+        """End the child: politely, then not."""
+        try:
+            self._process.stdin.close()
+            self._process.wait(5)
+        except (BrokenPipeError, subprocess.TimeoutExpired):
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        self._errors.close()
+
+    def _last_words(self) -> str:
+        self._errors.seek(0)
+        return self._errors.read()[-3000:]
+
+
+def ask_all(requests: list[tuple[WorkerProcess, dict]], do: str, *, deadline: float = 120) -> list:
+    """Send the request to all workers at once, for what is collective; return the answers in order."""
+    until = time.monotonic() + deadline
+    for worker, parameters in requests:
+        worker.send(do, parameters)
+    answers, failures = [], []
+    for worker, _ in requests:
+        try:
+            answers.append(worker.receive(do, until))
+        except WorkerFailed as failure:
+            failures.append(failure)
+    if failures:
+        raise failures[0]
+    return answers

@@ -1,17 +1,9 @@
 """The command line: ``python -m benchmarks EXPERIMENT``, each experiment one module."""
 
+import argparse
 import sys
-from pathlib import Path
 
-from benchmarks import ROOT
-
-# The source tree is no package to measure: what is installed is. Without this, `python -m` in the root would import
-# the unbuilt ncclpy beside this folder.
-sys.path[:] = [place for place in sys.path if Path(place or ".").resolve() != ROOT]
-
-import argparse  # noqa: E402
-
-from benchmarks import import_time, nccl_tests, overhead, report  # noqa: E402
+from benchmarks import import_time, nccl_tests, overhead, report
 
 EXPERIMENTS = {"overhead": overhead, "nccl-tests": nccl_tests, "import": import_time, "report": report}
 

@@ -33,7 +33,7 @@ def build(source: Path, folder: Path, *, soname: str | None = None) -> Path:
         command.append(f"-Wl,-soname,{soname}")
     command += ["-o", str(library), "-ldl"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
     except FileNotFoundError:
         raise RuntimeError(f"no C compiler: {command[0]} was not found; install one, or name it in CC") from None
     if done.returncode != 0:

@@ -73,6 +73,7 @@ def run(chosen: argparse.Namespace) -> int:
 def _import(statement: str) -> dict:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, statement],
+        check=False,
         capture_output=True,
         text=True,
         timeout=120,

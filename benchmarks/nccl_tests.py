@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shlex
 import subprocess
@@ -116,9 +115,7 @@ def _rows(sides: dict, road: str, collective: str) -> dict[tuple[str, str], dict
 
 
 def _output(command: list[str]) -> str:
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, cwd=tempfile.gettempdir(), env=dict(os.environ)
-    )
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300, cwd=tempfile.gettempdir())
     if done.returncode != 0:
         raise RuntimeError(f"{shlex.join(command)} returned {done.returncode}:\n{done.stdout}\n{done.stderr}")
     return done.stdout

@@ -141,15 +141,17 @@ def on_gpus(rivals: list[str], gpus: int, rounds: int, order: random.Random, tab
     """Start one process a GPU with all rivals in it, and sample every road on all ranks at once."""
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
-        # NVLink multicast off: it changes with the machine's fabric, and 8 bytes do not use it.
-        processes = [workers.WorkerProcess({"NCCL_NVLS_ENABLE": "0"}) for _ in range(gpus)]
+        processes = [workers.WorkerProcess() for _ in range(gpus)]
         try:
             ids = processes[0].ask("ids", count=GPU_IDS)
             places = [
                 (process, {"rank": rank, "nranks": gpus, "ids": ids, "store": store})
                 for rank, process in enumerate(processes)
             ]
-            result["versions"]["nccl"] = workers.ask_all(places, "gpu")[0]["nccl"]
+            first = workers.ask_all(places, "nccl")[0]
+            result["versions"]["nccl"] = first["nccl"]
+            # Without a GPU, NCCLPY_LIBRARY=host runs the same way over CPU memory.
+            result["settings"]["engine"] = "gpu" if first["engine"] == "cuda" else "host"
             plan = []
             for module in rivals:
                 for rival, road in _opened(processes, module, table):

@@ -52,15 +52,19 @@ def page(found: list[tuple[str, dict]]) -> str:
 def section(name: str, result: dict) -> str:
     """Return one result's part of the page."""
     machine, settings = result["machine"], dict(result["settings"])
-    where = {"noop": " on a no-op library", "gpu": f" on {settings.get('gpus')} GPUs"}.get(settings.get("engine"), "")
+    where = {
+        "noop": " on a no-op library",
+        "host": " on the host engine",
+        "gpu": f" on {settings.get('gpus')} GPUs",
+    }.get(settings.get("engine"), "")
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
     gpus = f", {len(machine['gpus'])} x {machine['gpus'][0]}" if machine["gpus"] else ", no GPU"
+    what = f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
     lines = [
         f"## {TITLES[result['experiment']]}{where}",
         "",
         f"`{result['command']}`, {result['date']}; raw samples: `benchmarks/results/{name}`.",
-        f"Machine: {machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB, "
-        f"{machine['system']}{gpus}.",
+        f"Machine: {what}, {machine['system']}{gpus}.",
         f"Versions: {versions}.",
         f"Settings: {', '.join(f'{key} {value}' for key, value in settings.items())}.",
         "",

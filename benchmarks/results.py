@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import os
 import shlex
 from pathlib import Path
 
@@ -24,13 +25,22 @@ def new(experiment: str, command: list[str], **settings: object) -> dict:
     """
     return {
         "experiment": experiment,
-        "command": shlex.join(["python", "-m", "benchmarks", experiment, *command]),
+        "command": shlex.join([*_environment(), "python", "-m", "benchmarks", experiment, *command]),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "machine": machine.describe(),
         "versions": machine.versions(),
         "settings": settings,
         "rows": [],
     }
+
+
+def _environment() -> list[str]:
+    """Return the variables that change NCCL, as they stand before a command; a library's path is left out."""
+    return [
+        f"{name}={value}"
+        for name, value in sorted(os.environ.items())
+        if name.startswith("NCCL_") or (name == "NCCLPY_LIBRARY" and "/" not in value)
+    ]
 
 
 def save(result: dict, path: Path) -> None:

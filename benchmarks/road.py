@@ -64,7 +64,7 @@ def python_road(name: str, call: str, *, sync: Callable[[], object] | None, resu
     return Road(name, "all_reduce", timed(call, **names), latency, result)
 
 
-def python_group(name: str, group: str, call: str, *, result: int = 0, **names: object) -> Road:
-    """Return the road of `GROUP` times `call` in one ``with`` block over the context manager `group`."""
-    source = f"with {group}:\n    for _ in range({GROUP}):\n        {call}"
+def python_group(name: str, call: str, *, result: int = 0, **names: object) -> Road:
+    """Return the road of `GROUP` times `call` in one block ``with group():``; `names` has the group."""
+    source = f"with group():\n    for _ in range({GROUP}):\n        {call}"
     return Road(name, f"group of {GROUP}", timed(source, per=GROUP, **names), None, result)

@@ -22,7 +22,7 @@ class Setting:
     Attributes
     ----------
     gpu : bool
-        Whether NCCL is real.
+        Whether buffers are GPU memory; on the no-op library and on the host engine they are CPU memory.
     library : str
         Path of the library that every rival has to drive.
     rank, nranks, device : int
@@ -30,9 +30,9 @@ class Setting:
     comm, stream, send, recv : int
         A communicator's handle, a stream's handle and pointers to `COUNT` float32, for the rivals that take ints.
     sync : callable or None
-        Waits for the stream; None where nothing runs.
+        Waits for the stream; None on the no-op library, where nothing runs.
     communicator : ncclpy.Communicator or None
-        The owner of `comm`, on GPUs.
+        The owner of `comm`; None on the no-op library.
     ids : list of bytes
         Unused unique ids, equal on all ranks, for the rivals that need a communicator of their own.
     store : str
@@ -79,23 +79,21 @@ def on_noop(library: str) -> Setting:
     )
 
 
-def on_gpu(rank: int, nranks: int, ids: list[bytes], store: str) -> Setting:
-    """Return the setting on GPU `rank` of this machine; collective over the ranks, uses the first of `ids`."""
+def on_nccl(rank: int, nranks: int, ids: list[bytes], store: str) -> Setting:
+    """Return the setting of device `rank` on the library that ncclpy finds; collective, uses the first of `ids`."""
     import numpy
 
     import ncclpy
     from ncclpy.core import device as devices
 
-    communicator = ncclpy.Communicator.init(
-        nranks, rank, ncclpy.UniqueId.from_bytes(ids[0]), device=rank, timeout=60
-    )
+    communicator = ncclpy.Communicator.init(nranks, rank, ncclpy.UniqueId.from_bytes(ids[0]), device=rank, timeout=60)
     stream = ncclpy.Stream(rank)
     ones = numpy.ones(COUNT, numpy.float32)
     send, recv = (devices.allocate(ones.nbytes, rank) for _ in range(2))
     devices.copy(send, ones.ctypes.data, ones.nbytes, stream)
     stream.synchronize()
     return Setting(
-        gpu=True,
+        gpu=ncclpy.library().engine == "cuda",
         library=ncclpy.library().path,
         rank=rank,
         nranks=nranks,

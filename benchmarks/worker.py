@@ -13,8 +13,8 @@ import sys
 import traceback
 
 from benchmarks import machine, setting
-from benchmarks.road import GROUP, Road
 from benchmarks.rivals import Missing, load
+from benchmarks.road import GROUP, Road
 
 
 class Worker:
@@ -38,12 +38,12 @@ class Worker:
         """Work on the no-op library."""
         self.setting = setting.on_noop(library)
 
-    def do_gpu(self, rank: int, nranks: int, ids: list[str], store: str) -> dict:
-        """Work on GPU `rank`; collective."""
-        self.setting = setting.on_gpu(rank, nranks, [bytes.fromhex(unique_id) for unique_id in ids], store)
+    def do_nccl(self, rank: int, nranks: int, ids: list[str], store: str) -> dict:
+        """Work as `rank` of `nranks` on the library that ncclpy finds; collective."""
+        self.setting = setting.on_nccl(rank, nranks, [bytes.fromhex(unique_id) for unique_id in ids], store)
         import ncclpy
 
-        return {"nccl": ".".join(map(str, ncclpy.library().version))}
+        return {"engine": ncclpy.library().engine, "nccl": ".".join(map(str, ncclpy.library().version))}
 
     def do_open(self, rival: str) -> dict:
         """Open a rival; return its roads by key, or why it is missing."""
@@ -66,12 +66,12 @@ class Worker:
         road = self.roads[key]
         # Everything that is done once, at the first call, is over after this.
         road.host(2 * GROUP)
-        return self._check_gpu(road) if self.setting.gpu else self._check_noop(road)
+        return self._check_noop(road) if self.setting.sync is None else self._check_sum(road)
 
     def do_sample(self, key: str, measure: str, n: int) -> float:
         """Return the seconds of one of `n` operations."""
         seconds = getattr(self.roads[key], measure)(n) / n
-        if self.setting.gpu and measure == "host":
+        if self.setting.sync is not None and measure == "host":
             self.setting.sync()
         return seconds
 
@@ -84,7 +84,7 @@ class Worker:
             return f"{2 * GROUP} operations made {arrived} calls of the library"
         return None
 
-    def _check_gpu(self, road: Road) -> str | None:
+    def _check_sum(self, road: Road) -> str | None:
         self.setting.sync()
         if road.result == 0:
             return None
@@ -111,7 +111,7 @@ def main() -> None:
         request = json.loads(line)
         try:
             answer = {"value": getattr(worker, f"do_{request.pop('do')}")(**request)}
-        except Exception:  # whatever a rival raises is its row, or the run's end: the parent decides
+        except Exception:
             answer = {"error": traceback.format_exc()}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()

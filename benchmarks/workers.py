@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import selectors
 import subprocess
 import sys
@@ -29,7 +28,7 @@ class WorkerFailed(RuntimeError):
 class WorkerProcess:
     """One child; `ask` is a call of its `Worker`."""
 
-    def __init__(self, environment: dict[str, str] | None = None):
+    def __init__(self):
         self._errors = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(
             [sys.executable, "-c", START],
@@ -38,7 +37,6 @@ class WorkerProcess:
             stderr=self._errors,
             text=True,
             cwd=tempfile.gettempdir(),
-            env={**os.environ, **(environment or {})},
         )
 
     def ask(self, do: str, *, deadline: float = 120, **parameters: object):

@@ -36,6 +36,6 @@ def open(setting: Setting) -> list[Road]:
         names = {"allreduce": communicator.allreduce, "op": SUM, "send": send, "recv": recv, "stream": setting.stream}
         pointer = recv.data_ptr() if kind == "torch tensor" else recv.data.ptr
         found.append(python_road(f"allreduce({kind})", CALL, sync=setting.sync, result=pointer, **names))
-        found.append(python_group(f"allreduce({kind}) in group()", "group()", CALL, group=core.group, **names))
+        found.append(python_group(f"allreduce({kind}) in group()", CALL, group=core.group, **names))
     found.append(Road("with group(): pass", "empty group", timed("with group(): pass", group=core.group)))
     return found

@@ -12,7 +12,7 @@ def open(setting: Setting) -> list[Road]:
     """Make a communicator, or take the setting's, and one pair of buffers of every kind that it takes."""
     import ncclpy
 
-    if not setting.gpu:
+    if setting.communicator is None:
         ncclpy.use(setting.library)
     if not hasattr(ncclpy, "Communicator"):
         raise Missing("this ncclpy has no Communicator")
@@ -28,9 +28,7 @@ def roads(ncclpy, communicator, setting: Setting) -> list[Road]:
     found = []
     for kind, (send, recv, pointer) in pairs.items():
         names = {"all_reduce": all_reduce, "send": send, "recv": recv, "stream": setting.stream}
-        found.append(
-            python_road(f"all_reduce({kind})", OUT_OF_PLACE, sync=setting.sync, result=pointer, **names)
-        )
+        found.append(python_road(f"all_reduce({kind})", OUT_OF_PLACE, sync=setting.sync, result=pointer, **names))
         if kind == "int tuple":
             continue
         found.append(
@@ -53,7 +51,7 @@ def roads(ncclpy, communicator, setting: Setting) -> list[Road]:
         python_road(
             "all_reduce(prepared buffer), stream=ncclpy.Stream",
             OUT_OF_PLACE,
-            sync=stream.synchronize if setting.gpu else None,
+            sync=stream.synchronize if setting.sync else None,
             all_reduce=all_reduce,
             send=send,
             recv=recv,
@@ -66,7 +64,6 @@ def roads(ncclpy, communicator, setting: Setting) -> list[Road]:
             found.append(
                 python_group(
                     f"all_reduce({kind}) in group()",
-                    "group()",
                     OUT_OF_PLACE,
                     result=pointer,
                     group=ncclpy.group,

@@ -12,11 +12,11 @@ def open(setting: Setting) -> list[Road]:
     """Make a nonblocking communicator of its own and wait until it is ready."""
     import ncclpy
 
-    if not setting.gpu:
+    if setting.communicator is None:
         ncclpy.use(setting.library)
     if not hasattr(ncclpy, "Communicator"):
         raise Missing("this ncclpy has no Communicator")
-    unique_id = ncclpy.UniqueId.from_bytes(setting.ids.pop(0)) if setting.gpu else ncclpy.get_unique_id()
+    unique_id = ncclpy.UniqueId.from_bytes(setting.ids.pop(0)) if setting.ids else ncclpy.get_unique_id()
     communicator = ncclpy.Communicator.init(
         setting.nranks, setting.rank, unique_id, device=setting.device, config=ncclpy.Config(blocking=False)
     )

@@ -159,6 +159,7 @@ def on_gpus(rivals: list[str], gpus: int, rounds: int, order: random.Random, tab
                     plan.append((module, rival, road, "host", many))
                     if road["latency"]:
                         plan.append((module, rival, road, "latency", GPU_LATENCY_CALLS))
+            result["settings"]["libnccl_in_process"] = processes[0].ask("libraries")
             for _ in range(rounds):
                 samples = {}
                 for index in order.sample(range(len(plan)), len(plan)):

@@ -131,23 +131,20 @@ def _baselines(roads: dict) -> list[tuple[str, str]]:
 def _targets(judged: list[dict]) -> str:
     body = []
     for target in judged:
-        low, high = target["spread"]
         unit = target["unit"]
-        body.append(
-            [
-                target["text"],
-                f"{'>=' if target['at_least'] else '<='} {target['limit']:g} {unit}",
-                f"{number(target['reached'])} {unit}",
-                f"{number(low)}-{number(high)}",
-                "kept" if target["kept"] else "**missed**",
-            ]
-        )
+        limit = f"{'>=' if target['at_least'] else '<='} {target['limit']:g} {unit}"
+        if target["reached"] is None:
+            body.append([target["text"], limit, "", "", "not measured"])
+            continue
+        spread = "-".join(map(number, target["spread"]))
+        kept = "kept" if target["kept"] else "**missed**"
+        body.append([target["text"], limit, f"{number(target['reached'])} {unit}", spread, kept])
     return _markdown(["target", "limit", "reached", "quartiles", ""], body)
 
 
 def number(value: float) -> str:
     """Return `value` with three digits that mean something."""
-    return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+    return f"{value:#.3g}" if abs(value) < 100 else f"{value:.1f}"
 
 
 def _markdown(head: list[str], body: list[list[str]]) -> str:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import importlib
+import importlib.util
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -79,10 +82,17 @@ def on_noop(library: str) -> Setting:
     )
 
 
+def share_library() -> None:
+    """Import torch before ncclpy loads NCCL: ncclpy joins the NCCL that torch brings, so that all drive the same."""
+    if "NCCLPY_LIBRARY" not in os.environ and importlib.util.find_spec("torch") is not None:
+        importlib.import_module("torch")
+
+
 def on_nccl(rank: int, nranks: int, ids: list[bytes], store: str) -> Setting:
     """Return the setting of device `rank` on the library that ncclpy finds; collective, uses the first of `ids`."""
     import numpy
 
+    share_library()
     import ncclpy
     from ncclpy.core import device as devices
 

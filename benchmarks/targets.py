@@ -146,31 +146,27 @@ TARGETS = [
 def judge(result: dict) -> list[dict]:
     """Return, for every target that `result` can speak of, what was reached.
 
-    Each is ``{"text", "limit", "unit", "reached", "spread", "kept"}``; a target whose row has no samples is left out:
-    its row in the table says why.
+    Each is ``{"text", "limit", "at_least", "unit", "reached", "spread", "kept"}``; the last three are None for a target
+    whose rows have no samples: the result's missing rows say why.
     """
     rows = {(row["rival"], row["road"], row["measure"]): row["samples"] for row in result["rows"] if "samples" in row}
     judged = []
     for target in TARGETS:
         if target.experiment != result["experiment"] or target.engine != result["settings"].get("engine", ""):
             continue
-        samples, over = rows.get(target.row), rows.get(target.over)
-        if samples is None or (target.over is not None and over is None):
-            continue
-        if target.how == "ratio":
-            samples = summary.ratios(samples, over)
-        elif target.how == "difference":
-            samples = summary.differences(samples, over)
-        reached = summary.median(samples)
-        judged.append(
-            {
-                "text": target.text,
-                "limit": target.limit,
-                "at_least": target.at_least,
-                "unit": target.unit,
-                "reached": reached,
-                "spread": summary.quartiles(samples),
-                "kept": reached >= target.limit if target.at_least else reached <= target.limit,
-            }
-        )
+        verdict = {key: getattr(target, key) for key in ("text", "limit", "at_least", "unit")}
+        judged.append({**verdict, **_reached(target, rows)})
     return judged
+
+
+def _reached(target: Target, rows: dict) -> dict:
+    samples, over = rows.get(target.row), rows.get(target.over)
+    if samples is None or (target.over is not None and over is None):
+        return {"reached": None, "spread": None, "kept": None}
+    if target.how == "ratio":
+        samples = summary.ratios(samples, over)
+    elif target.how == "difference":
+        samples = summary.differences(samples, over)
+    reached = summary.median(samples)
+    kept = reached >= target.limit if target.at_least else reached <= target.limit
+    return {"reached": reached, "spread": summary.quartiles(samples), "kept": kept}

@@ -30,6 +30,7 @@ class Worker:
 
     def do_ids(self, count: int) -> list[str]:
         """Return `count` fresh unique ids in hexadecimal."""
+        setting.share_library()
         import ncclpy
 
         return [bytes(ncclpy.get_unique_id()).hex() for _ in range(count)]
@@ -44,6 +45,12 @@ class Worker:
         import ncclpy
 
         return {"engine": ncclpy.library().engine, "nccl": ".".join(map(str, ncclpy.library().version))}
+
+    def do_libraries(self) -> int:
+        """Return how many libnccl are mapped into this process: with more than one, rivals drive different ones."""
+        from ncclpy.core import search
+
+        return len(search.mapped_nccl())
 
     def do_open(self, rival: str) -> dict:
         """Open a rival; return its roads by key, or why it is missing."""

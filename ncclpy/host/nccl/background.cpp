@@ -1,0 +1,75 @@
+// The engine's own threads. They block all signals, which are for the program's threads.
+#include "background.hpp"
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <thread>
+
+namespace ncclpy::host {
+namespace {
+
+std::thread start(std::function<void()> work) {
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  struct Restore {
+    const sigset_t& mask;
+    ~Restore() { pthread_sigmask(SIG_SETMASK, &mask, nullptr); }
+  } restore{before};
+  std::thread thread(std::move(work));
+  pthread_setname_np(thread.native_handle(), "ncclpy-job");
+  return thread;
+}
+
+// One thread and its queue; it lives as long as the process.
+class Worker {
+ public:
+  void add(std::function<void()> work) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!started_) start([this] { live(); }).detach();
+    started_ = true;
+    queue_.push_back(std::move(work));
+    wake_.notify_one();
+  }
+
+ private:
+  void live() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      wake_.wait(lock, [this] { return !queue_.empty(); });
+      std::function<void()> work = std::move(queue_.front());
+      queue_.pop_front();
+      lock.unlock();
+      work();
+      work = nullptr;  // what it owned goes without the lock
+      lock.lock();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::deque<std::function<void()>> queue_;
+  bool started_ = false;
+};
+
+}  // namespace
+
+void run_in_background(std::function<void()> work) { start(std::move(work)).detach(); }
+
+void run_soon(std::function<void()> work) {
+  static auto* const worker = new Worker;
+  worker->add(std::move(work));
+}
+
+void run_together(std::vector<std::function<void()>> works) {
+  std::vector<std::thread> threads;
+  for (size_t i = 0; i + 1 < works.size(); i++) threads.push_back(start(works[i]));
+  if (!works.empty()) works.back()();
+  for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace ncclpy::host

@@ -1,0 +1,84 @@
+// Running one collective: all ranks describe theirs, and when all have arrived the data move.
+#include <cstring>
+
+#include "collective.hpp"
+
+namespace ncclpy::host {
+namespace {
+
+const char* name_of(Collective kind) {
+  switch (kind) {
+    case Collective::all_reduce: return "AllReduce";
+    case Collective::reduce: return "Reduce";
+    case Collective::broadcast: return "Broadcast";
+    case Collective::all_gather: return "AllGather";
+    case Collective::reduce_scatter: return "ReduceScatter";
+    case Collective::all_to_all: return "AlltoAll";
+    case Collective::gather: return "Gather";
+    case Collective::scatter: return "Scatter";
+  }
+  return "?";
+}
+
+Record record_of(const Operation& operation) {
+  Record record;
+  record.kind = operation.collective_kind;
+  record.dtype = operation.dtype;
+  record.op = operation.op;
+  record.root = operation.root;
+  record.count = operation.count;
+  record.send = operation.sendbuff;
+  record.recv = operation.recvbuff;
+  record.scalar = operation.scalar;
+  if (operation.scalar_memory != nullptr) std::memcpy(&record.scalar, operation.scalar_memory, size_of(operation.dtype));
+  return record;
+}
+
+bool same(const Record& a, const Record& b) {
+  return a.kind == b.kind && a.dtype == b.dtype && a.op == b.op && a.root == b.root && a.count == b.count;
+}
+
+// All ranks see the same records, so all of them skip an operation that does not fit.
+bool check_agreement(Comm& comm, int parity) {
+  const Record& first = comm.segment->slot(0).record[parity];
+  for (int r = 1; r < comm.nranks; r++) {
+    const Record& other = comm.segment->slot(r).record[parity];
+    if (same(first, other)) continue;
+    fail(ncclInvalidUsage,
+         "the ranks do not agree: rank 0 calls %s with count %llu, datatype %d, operator %u, root %d, "
+         "rank %d calls %s with count %llu, datatype %d, operator %u, root %d",
+         name_of(first.kind), static_cast<unsigned long long>(first.count), first.dtype, unsigned(first.op), first.root,
+         r, name_of(other.kind), static_cast<unsigned long long>(other.count), other.dtype, unsigned(other.op),
+         other.root);
+    comm.set_async(ncclInvalidUsage, last_error());
+    return false;
+  }
+  return true;
+}
+
+// A communicator of one rank: its input, through the operator.
+void run_alone(const Record& record) {
+  const bool reduces = record.kind == Collective::all_reduce || record.kind == Collective::reduce ||
+                       record.kind == Collective::reduce_scatter;
+  if (reduces && record.op == Operator::premulsum) {
+    reduce({record.dtype, record.op, 1, &record.send, 1, &record.recv, record.count, &record.scalar});
+  } else if (record.send != record.recv) {
+    std::memcpy(record.recv, record.send, record.count * size_of(record.dtype));
+  }
+}
+
+}  // namespace
+
+void run_collective(Comm& comm, const Operation& operation) {
+  const Record mine = record_of(operation);
+  if (comm.nranks == 1) return run_alone(mine);
+  if (comm.async() != ncclSuccess && comm.async() != ncclInProgress) return;
+  Segment& segment = *comm.segment;
+  const int parity = int(comm.collectives_done++ & 1);
+  segment.slot(comm.rank).record[parity] = mine;
+  if (!comm.pass(segment.header().data, comm.data_generation)) return;
+  if (!check_agreement(comm, parity)) return;
+  run_direct(comm, parity);
+}
+
+}  // namespace ncclpy::host

@@ -1,0 +1,148 @@
+// The exported operations: their arguments are checked as NCCL checks them, then they join the thread's group.
+#include "group.hpp"
+
+namespace ncclpy::host {
+namespace {
+
+struct Request {
+  const char* name;
+  Operation::Kind kind;
+  Collective collective;
+  const void* sendbuff;
+  void* recvbuff;
+  size_t count;
+  ncclDataType_t dtype;
+  ncclRedOp_t op;
+  int root;
+};
+
+ncclResult_t check_values(const Request& request, Comm& comm) {
+  if (request.root < 0 || request.root >= comm.nranks) {
+    return fail(ncclInvalidArgument, "%s : invalid root %d (root should be in the 0..%d range)", request.name,
+                request.root, comm.nranks - 1);
+  }
+  if (size_of(request.dtype) == 0) return fail(ncclInvalidArgument, "%s : invalid type %d", request.name, request.dtype);
+  if (int(request.op) < 0)
+    return fail(ncclInvalidArgument, "%s : invalid reduction operation %d", request.name, request.op);
+  return ncclSuccess;
+}
+
+// Sets the operator. The operator may be destroyed before the group ends, so its scalar is taken here.
+ncclResult_t resolve_operator(const Request& request, Comm& comm, Operation* operation) {
+  if (request.op < ncclNumOps) {
+    operation->op = Operator(request.op);
+    return ncclSuccess;
+  }
+  std::lock_guard<std::mutex> lock(comm.mutex);
+  const auto found = comm.operators.find(int(request.op));
+  if (found == comm.operators.end()) {
+    return fail(ncclInvalidArgument, "%s : reduction operation %d unknown to this communicator", request.name,
+                request.op);
+  }
+  if (found->second.dtype != request.dtype && request.count > 0) {
+    return fail(ncclInvalidArgument,
+                "Data type supplied to user-created ncclRedOp_t does not match type given to reduction operation");
+  }
+  operation->op = Operator::premulsum;
+  operation->scalar = found->second.scalar;
+  operation->scalar_memory = found->second.memory;
+  return ncclSuccess;
+}
+
+// Where this rank reads or writes nothing a NULL is welcome; elsewhere it would be a crash on the stream's thread.
+ncclResult_t check_buffers(const Request& request, const Comm& comm) {
+  const bool at_root = comm.rank == request.root;
+  bool sends = true, receives = true;
+  if (request.kind == Operation::send) receives = false;
+  else if (request.kind == Operation::recv) sends = false;
+  else if (request.collective == Collective::broadcast || request.collective == Collective::scatter) sends = at_root;
+  else if (request.collective == Collective::reduce || request.collective == Collective::gather) receives = at_root;
+  if (sends) NCCLPY_TRY(check_pointer(request.sendbuff, request.name, "sendbuff"));
+  if (receives) NCCLPY_TRY(check_pointer(request.recvbuff, request.name, "recvbuff"));
+  return ncclSuccess;
+}
+
+ncclResult_t enqueue(const Request& request, Comm& comm, cudaStream_t stream) {
+  NCCLPY_TRY(comm.ensure_ready());
+  NCCLPY_TRY(check_values(request, comm));
+  Operation operation = {};
+  operation.kind = request.kind;
+  operation.collective_kind = request.collective;
+  operation.dtype = request.dtype;
+  operation.root = request.root;
+  operation.count = request.count;
+  operation.sendbuff = request.sendbuff;
+  operation.recvbuff = request.recvbuff;
+  NCCLPY_TRY(resolve_operator(request, comm, &operation));
+  if (request.count == 0 && request.kind == Operation::collective) return ncclSuccess;
+  if (request.count != 0) NCCLPY_TRY(check_buffers(request, comm));
+  return submit(comm.shared_from_this(), operation, stream);
+}
+
+ncclResult_t call(const Request& request, ncclComm_t handle, cudaStream_t stream) {
+  return guarded(request.name, [&] {
+    std::shared_ptr<Comm> comm;
+    const ncclResult_t found = find_comm(handle, request.name, &comm);
+    if (found != ncclSuccess) return note_group_error(found);
+    ncclResult_t result = enqueue(request, *comm, stream);
+    if (result != ncclSuccess && result != ncclInProgress && !comm->blocking())
+      comm->set_async(result, last_error());
+    note_group_error(result);
+    return !comm->blocking() ? comm->async() : result;
+  });
+}
+
+Request collective(const char* name, Collective kind, const void* send, void* recv, size_t count, ncclDataType_t dtype,
+                   ncclRedOp_t op, int root) {
+  return {name, Operation::collective, kind, send, recv, count, dtype, op, root};
+}
+
+}  // namespace
+}  // namespace ncclpy::host
+
+using namespace ncclpy::host;
+
+ncclResult_t ncclAllReduce(const void* send, void* recv, size_t count, ncclDataType_t dtype, ncclRedOp_t op,
+                           ncclComm_t comm, cudaStream_t stream) {
+  return call(collective("AllReduce", Collective::all_reduce, send, recv, count, dtype, op, 0), comm, stream);
+}
+
+ncclResult_t ncclReduce(const void* send, void* recv, size_t count, ncclDataType_t dtype, ncclRedOp_t op, int root,
+                        ncclComm_t comm, cudaStream_t stream) {
+  return call(collective("Reduce", Collective::reduce, send, recv, count, dtype, op, root), comm, stream);
+}
+
+ncclResult_t ncclBroadcast(const void* send, void* recv, size_t count, ncclDataType_t dtype, int root, ncclComm_t comm,
+                           cudaStream_t stream) {
+  return call(collective("Broadcast", Collective::broadcast, send, recv, count, dtype, ncclSum, root), comm, stream);
+}
+
+ncclResult_t ncclBcast(void* buffer, size_t count, ncclDataType_t dtype, int root, ncclComm_t comm,
+                       cudaStream_t stream) {
+  return ncclBroadcast(buffer, buffer, count, dtype, root, comm, stream);
+}
+
+ncclResult_t ncclAllGather(const void* send, void* recv, size_t count, ncclDataType_t dtype, ncclComm_t comm,
+                           cudaStream_t stream) {
+  return call(collective("AllGather", Collective::all_gather, send, recv, count, dtype, ncclSum, 0), comm, stream);
+}
+
+ncclResult_t ncclReduceScatter(const void* send, void* recv, size_t count, ncclDataType_t dtype, ncclRedOp_t op,
+                               ncclComm_t comm, cudaStream_t stream) {
+  return call(collective("ReduceScatter", Collective::reduce_scatter, send, recv, count, dtype, op, 0), comm, stream);
+}
+
+ncclResult_t ncclAlltoAll(const void* send, void* recv, size_t count, ncclDataType_t dtype, ncclComm_t comm,
+                          cudaStream_t stream) {
+  return call(collective("AlltoAll", Collective::all_to_all, send, recv, count, dtype, ncclSum, 0), comm, stream);
+}
+
+ncclResult_t ncclGather(const void* send, void* recv, size_t count, ncclDataType_t dtype, int root, ncclComm_t comm,
+                        cudaStream_t stream) {
+  return call(collective("Gather", Collective::gather, send, recv, count, dtype, ncclSum, root), comm, stream);
+}
+
+ncclResult_t ncclScatter(const void* send, void* recv, size_t count, ncclDataType_t dtype, int root, ncclComm_t comm,
+                         cudaStream_t stream) {
+  return call(collective("Scatter", Collective::scatter, send, recv, count, dtype, ncclSum, root), comm, stream);
+}

@@ -1,0 +1,225 @@
+// A communicator's state, its waits and its launches.
+#include "comm.hpp"
+
+#include <cstring>
+
+#include "../driver/handles.hpp"
+#include "../driver/stream.hpp"
+
+namespace ncclpy::host {
+
+namespace {
+HandleTable<Comm>& handles() {
+  static auto* const table = new HandleTable<Comm>('N');
+  return *table;
+}
+}  // namespace
+
+ncclComm_t add_handle(const std::shared_ptr<Comm>& comm) {
+  comm->handle = reinterpret_cast<ncclComm_t>(handles().add(comm));
+  return comm->handle;
+}
+
+ncclResult_t find_comm(ncclComm_t handle, const char* function, std::shared_ptr<Comm>* comm) {
+  NCCLPY_TRY(check_pointer(handle, function, "comm"));
+  *comm = handles().find(reinterpret_cast<uint64_t>(handle));
+  if (*comm == nullptr) {
+    return fail(ncclInvalidArgument, "%s : comm %p is no communicator, or one that was destroyed or aborted", function,
+                static_cast<void*>(handle));
+  }
+  return ncclSuccess;
+}
+
+void remove_handle(ncclComm_t handle) { handles().remove(reinterpret_cast<uint64_t>(handle)); }
+
+ncclResult_t check_pointer(const void* pointer, const char* function, const char* name) {
+  if (pointer == nullptr) return fail(ncclInvalidArgument, "%s : %s argument is NULL", function, name);
+  return ncclSuccess;
+}
+
+std::shared_ptr<Comm> new_child(const std::shared_ptr<Comm>& parent) {
+  auto child = std::make_shared<Comm>();
+  child->parent = parent;
+  child->device = parent->device;
+  std::lock_guard<std::mutex> lock(parent->mutex);
+  auto& children = parent->children_;
+  for (size_t i = children.size(); i-- > 0;) {
+    if (children[i].expired()) children.erase(children.begin() + long(i));
+  }
+  children.push_back(child);
+  return child;
+}
+
+void Comm::set_async(ncclResult_t result, const std::string& text) {
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (!text.empty()) async_text_ = text;
+  }
+  async_.store(result, std::memory_order_release);
+}
+
+std::string Comm::async_text() {
+  std::lock_guard<std::mutex> lock(mutex);
+  return async_text_;
+}
+
+ncclResult_t Comm::ensure_ready() {
+  if (stopped()) return ncclSuccess;
+  const ncclResult_t now = async();
+  if (now == ncclInProgress)
+    return fail(ncclInvalidArgument, "Attempt to use communicator before the previous operation returned ncclSuccess");
+  if (now != ncclSuccess) set_last_error(async_text());
+  return now;
+}
+
+void Comm::set_segment(std::shared_ptr<Segment> joined) {
+  std::lock_guard<std::mutex> lock(mutex);
+  segment = std::move(joined);
+}
+
+void Comm::ring() {
+  local_.ring();
+  std::vector<std::shared_ptr<Comm>> children;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (segment != nullptr) {
+      segment->header().bell.ring();
+      segment->slot(rank).bell.ring();
+    }
+    for (const auto& child : children_) {
+      if (auto alive = child.lock()) children.push_back(std::move(alive));
+    }
+  }
+  for (const auto& child : children) child->ring();
+}
+
+void Comm::abort() {
+  aborted_.store(true, std::memory_order_seq_cst);
+  ring();
+  wait_until(local_, 0, [this] { return running_.load(std::memory_order_seq_cst) == 0; });
+}
+
+bool Comm::pass(Gate& gate, uint64_t& generation) {
+  const uint64_t target = ++generation * uint64_t(nranks);
+  Bell& bell = segment->header().bell;
+  if (gate.arrive(target)) {
+    bell.ring();
+    return true;
+  }
+  wait_until(bell, segment->spins(), [&] { return gate.open(target) || stopped(); });
+  return gate.open(target) || !gate.withdraw(target);
+}
+
+void Comm::pass_surely(Gate& gate, uint64_t& generation) {
+  const uint64_t target = ++generation * uint64_t(nranks);
+  Bell& bell = segment->header().bell;
+  if (gate.arrive(target)) return bell.ring();
+  wait_until(bell, segment->spins(), [&] { return gate.open(target); });
+}
+
+ncclResult_t Comm::exchange(const void* mine, size_t bytes, void* all) {
+  const int parity = int((control_generation_ + 1) & 1);
+  std::memcpy(segment->slot(rank).exchange[parity], mine, bytes);
+  if (!pass(segment->header().control, control_generation_))
+    return fail(ncclInternalError, "rank %d was aborted while it waited for the other ranks", rank);
+  for (int r = 0; r < nranks; r++) {
+    std::memcpy(static_cast<char*>(all) + size_t(r) * bytes, segment->slot(r).exchange[parity], bytes);
+  }
+  return ncclSuccess;
+}
+
+// Operations that run together, and the streams that wait for each other around them.
+struct Comm::Launch {
+  std::shared_ptr<Comm> comm;
+  std::vector<Operation> operations;
+  uint64_t ticket;
+  std::atomic<size_t> streams_missing{0};
+  std::atomic<bool> done{false};
+};
+
+// Waits for this launch's turn. False if aborted; leave() must be called in either case.
+bool Comm::enter(uint64_t ticket) {
+  running_.fetch_add(1, std::memory_order_seq_cst);
+  if (executed_.load(std::memory_order_acquire) != ticket) {
+    wait_until(local_, 0, [&] { return executed_.load(std::memory_order_acquire) == ticket || stopped(); });
+  }
+  return !stopped();
+}
+
+void Comm::leave(uint64_t ticket) {
+  // After an abort the order is void; the count only has to reach what was issued.
+  if (executed_.load(std::memory_order_acquire) == ticket) executed_.store(ticket + 1, std::memory_order_release);
+  running_.fetch_sub(1, std::memory_order_seq_cst);
+  local_.ring();
+}
+
+void Comm::execute(const Operation* operations, size_t count) {
+  std::vector<Operation> messages;
+  for (size_t i = 0; i < count; i++) {
+    if (operations[i].kind == Operation::collective) run_collective(*this, operations[i]);
+    else messages.push_back(operations[i]);
+  }
+  if (!messages.empty()) run_p2p(*this, messages.data(), messages.size());
+}
+
+void Comm::run(const Launch& launch) {
+  if (enter(launch.ticket)) execute(launch.operations.data(), launch.operations.size());
+  leave(launch.ticket);
+}
+
+ncclResult_t Comm::issue(const Operation& operation, cudaStream_t stream) {
+  const auto queue = stream_of(stream, device);
+  if (queue == nullptr)
+    return fail(ncclUnhandledCudaError, "stream %p is no stream, or one that was destroyed", static_cast<void*>(stream));
+  std::lock_guard<std::mutex> lock(issuing_);
+  const uint64_t ticket = issued_.load(std::memory_order_relaxed);
+  queue->enqueue([self = shared_from_this(), operation, ticket] {
+    if (self->enter(ticket)) self->execute(&operation, 1);
+    self->leave(ticket);
+  });
+  issued_.store(ticket + 1, std::memory_order_release);
+  return ncclSuccess;
+}
+
+ncclResult_t Comm::issue(std::vector<Operation> operations, const std::vector<cudaStream_t>& streams) {
+  std::vector<std::shared_ptr<Stream>> queues;
+  for (cudaStream_t stream : streams) {
+    auto queue = stream_of(stream, device);
+    if (queue == nullptr) {
+      return fail(ncclUnhandledCudaError, "stream %p is no stream, or one that was destroyed",
+                  static_cast<void*>(stream));
+    }
+    bool known = false;
+    for (const auto& other : queues) known = known || other == queue;
+    if (!known) queues.push_back(std::move(queue));
+  }
+  auto launch = std::make_shared<Launch>();
+  launch->comm = shared_from_this();
+  launch->operations = std::move(operations);
+  launch->streams_missing = queues.size() - 1;
+  std::lock_guard<std::mutex> lock(issuing_);
+  launch->ticket = issued_.load(std::memory_order_relaxed);
+  // NCCL launches on the first stream, which waits for the others, which wait for the end.
+  for (size_t i = 1; i < queues.size(); i++) {
+    queues[i]->enqueue([launch] {
+      launch->streams_missing.fetch_sub(1);
+      launch->comm->local_.ring();
+      wait_until(launch->comm->local_, 0, [&] { return launch->done.load() || launch->comm->stopped(); });
+    });
+  }
+  queues[0]->enqueue([launch] {
+    wait_until(launch->comm->local_, 0, [&] { return launch->streams_missing.load() == 0 || launch->comm->stopped(); });
+    launch->comm->run(*launch);
+    launch->done.store(true);
+    launch->comm->local_.ring();
+  });
+  issued_.store(launch->ticket + 1, std::memory_order_release);
+  return ncclSuccess;
+}
+
+void Comm::drain() {
+  const uint64_t target = issued_.load(std::memory_order_acquire);
+  wait_until(local_, 0, [&] { return executed_.load(std::memory_order_acquire) >= target || stopped(); });
+}
+
+}  // namespace ncclpy::host

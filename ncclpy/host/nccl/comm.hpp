@@ -1,0 +1,111 @@
+// One rank's communicator, and the handles that stand for it.
+//
+// Handles are numbers in a checked table; a destroyed communicator is recognised, and one that is aborted while another
+// thread is inside a call on it lives until that thread has left.
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "errors.hpp"
+#include "operation.hpp"
+#include "segment.hpp"
+#include "wait.hpp"
+
+namespace ncclpy::host {
+
+// A PreMulSum operator: the scalar, or where it lies.
+struct UserOperator {
+  ncclDataType_t dtype;
+  uint64_t scalar;
+  const void* memory;
+};
+
+class Comm : public std::enable_shared_from_this<Comm> {
+ public:
+  int nranks = 0;
+  int rank = 0;
+  int device = 0;
+  ncclConfig_t config = {};
+  ncclComm_t handle = nullptr;
+  std::shared_ptr<Segment> segment;  // set once, under `mutex`, by the initialisation
+  std::shared_ptr<Comm> parent;      // while a split initialises this one: its abort is ours
+
+  bool blocking() const { return config.blocking != 0; }
+
+  // What ncclCommGetAsyncError says, and the sentence behind an error.
+  ncclResult_t async() const { return async_.load(std::memory_order_acquire); }
+  void set_async(ncclResult_t result, const std::string& text = {});
+  std::string async_text();
+  // NCCL's rule before any use: not while something is in progress, not after an error.
+  ncclResult_t ensure_ready();
+
+  // Ends every wait of this rank. Waits until none of its operations touches memory any more.
+  void abort();
+  bool stopped() const { return aborted_.load(std::memory_order_acquire) || (parent && parent->stopped()); }
+  void set_segment(std::shared_ptr<Segment> joined);
+
+  // Passes the gate together with all other ranks. False if aborted before it opened.
+  bool pass(Gate& gate, uint64_t& generation);
+  // The same where all others are known to come without waiting for anything else.
+  void pass_surely(Gate& gate, uint64_t& generation);
+  // Gives `bytes` to every rank and collects everyone's, in rank order. At most exchange_bytes; blocks.
+  ncclResult_t exchange(const void* mine, size_t bytes, void* all);
+
+  // Puts the operations on their streams as one launch. Does not block.
+  ncclResult_t issue(std::vector<Operation> operations, const std::vector<cudaStream_t>& streams);
+  ncclResult_t issue(const Operation& operation, cudaStream_t stream);
+  // Waits until everything issued has run, or for abort.
+  void drain();
+
+  std::mutex mutex;
+  std::mutex control;  // one exchange, split or the like at a time
+  std::map<int, UserOperator> operators;
+  std::map<void*, std::pair<void*, size_t>> registrations;
+  bool finalized = false;
+  bool destroying = false;
+
+  // The stream tasks' own state, handed from one task to the next in issue order.
+  uint64_t data_generation = 0;
+  uint64_t collectives_done = 0;
+
+ private:
+  struct Launch;
+  void run(const Launch& launch);
+  void execute(const Operation* operations, size_t count);
+  bool enter(uint64_t ticket);
+  void leave(uint64_t ticket);
+  void ring();
+
+  std::atomic<ncclResult_t> async_{ncclSuccess};
+  std::string async_text_;
+  std::atomic<bool> aborted_{false};
+  std::vector<std::weak_ptr<Comm>> children_;  // being initialised by a split
+  std::mutex issuing_;
+  std::atomic<uint64_t> issued_{0};
+  std::atomic<uint64_t> executed_{0};
+  std::atomic<uint32_t> running_{0};
+  Bell local_;  // news within this process: a launch has run, abort
+  uint64_t control_generation_ = 0;
+  friend std::shared_ptr<Comm> new_child(const std::shared_ptr<Comm>&);
+};
+
+// Makes a handle for `comm`; NULL handles, handles of destroyed communicators and other nonsense give an error.
+ncclComm_t add_handle(const std::shared_ptr<Comm>& comm);
+ncclResult_t find_comm(ncclComm_t handle, const char* function, std::shared_ptr<Comm>* comm);
+void remove_handle(ncclComm_t handle);
+
+ncclResult_t check_pointer(const void* pointer, const char* function, const char* name);
+
+// A communicator being made from `parent`; the parent's abort ends its initialisation.
+std::shared_ptr<Comm> new_child(const std::shared_ptr<Comm>& parent);
+
+// Runs collectives and point-to-point operations; on the stream's thread.
+void run_collective(Comm& comm, const Operation& operation);
+void run_p2p(Comm& comm, const Operation* operations, size_t count);
+
+}  // namespace ncclpy::host

@@ -1,0 +1,115 @@
+// The checks of NCCL's parseCommConfig, in the same order and with the same words.
+#include "config.hpp"
+
+#include <cstring>
+
+namespace ncclpy::host {
+namespace {
+
+constexpr int undefined = NCCL_CONFIG_UNDEF_INT;
+constexpr int max_channels = 64;
+
+int version(int major, int minor, int patch) { return major * 10000 + minor * 100 + patch; }
+
+ncclConfig_t undefined_config() {
+  ncclConfig_t config = {};
+  config.size = sizeof config;
+  config.magic = NCCL_API_MAGIC;
+  config.version = NCCLPY_ABI_VERSION;
+  for (int* field : {&config.blocking, &config.cgaClusterSize, &config.minCTAs, &config.maxCTAs, &config.splitShare,
+                     &config.trafficClass, &config.collnetEnable, &config.CTAPolicy, &config.shrinkShare,
+                     &config.nvlsCTAs, &config.nChannelsPerNetPeer, &config.nvlinkCentricSched, &config.graphUsageMode,
+                     &config.numRmaCtx, &config.maxP2pPeers, &config.graphStreamOrdering, &config.launchOrderImplicit,
+                     &config.numRmaSig, &config.rmaEagerInit, &config.hostCftMode, &config.nvlsHostMode}) {
+    *field = undefined;
+  }
+  return config;
+}
+
+ncclResult_t check_range(const char* name, int value, int low, int high) {
+  if (value == undefined || (value >= low && value <= high)) return ncclSuccess;
+  return fail(ncclInvalidArgument, "Invalid config %s attribute value %d", name, value);
+}
+
+void set_default(int& field, int value) {
+  if (field == undefined) field = value;
+}
+
+void fill_defaults(ncclConfig_t& config) {
+  set_default(config.blocking, 1);
+  set_default(config.cgaClusterSize, 4);
+  set_default(config.minCTAs, 1);
+  set_default(config.maxCTAs, max_channels);
+  set_default(config.splitShare, 0);
+  set_default(config.collnetEnable, 0);
+  set_default(config.CTAPolicy, NCCL_CTA_POLICY_DEFAULT);
+  set_default(config.shrinkShare, 0);
+  set_default(config.nvlinkCentricSched, 0);
+  set_default(config.graphUsageMode, 2);
+  set_default(config.numRmaCtx, 1);
+  set_default(config.graphStreamOrdering, 1);
+}
+
+}  // namespace
+
+ncclConfig_t default_config() {
+  ncclConfig_t config = undefined_config();
+  fill_defaults(config);
+  return config;
+}
+
+ncclResult_t parse_config(const ncclConfig_t* given, ncclConfig_t* config) {
+  *config = undefined_config();
+  size_t size;
+  std::memcpy(&size, given, sizeof size);
+  if (size > sizeof *config) size = sizeof *config;
+  config->magic = 0;
+  std::memcpy(static_cast<void*>(config), given, size);
+  if (config->magic != NCCL_API_MAGIC)
+    return fail(ncclInvalidArgument, "ncclConfig_t argument not initialized via NCCL_CONFIG_INITIALIZER");
+  // A field that the caller's release did not have holds whatever its struct's padding held.
+  const int from = int(config->version);
+  if (from < version(2, 14, 0)) config->blocking = undefined;
+  if (from < version(2, 17, 0)) {
+    config->cgaClusterSize = config->minCTAs = config->maxCTAs = undefined;
+    config->netName = nullptr;
+  }
+  if (from < version(2, 25, 0)) config->trafficClass = undefined;
+  if (from < version(2, 27, 0))
+    config->collnetEnable = config->CTAPolicy = config->shrinkShare = config->nvlsCTAs = undefined;
+  if (from < version(2, 28, 0)) config->nChannelsPerNetPeer = config->nvlinkCentricSched = undefined;
+  if (from < version(2, 29, 0)) config->graphUsageMode = config->numRmaCtx = undefined;
+  if (from < version(2, 30, 0)) config->maxP2pPeers = undefined;
+  if (from < version(2, 30, 5)) config->graphStreamOrdering = undefined;
+  if (from < version(2, 31, 0))
+    config->launchOrderImplicit = config->numRmaSig = config->rmaEagerInit = config->hostCftMode = undefined;
+  if (from < version(2, 32, 0)) config->nvlsHostMode = undefined;
+
+  NCCLPY_TRY(check_range("blocking", config->blocking, 0, 1));
+  NCCLPY_TRY(check_range("cgaClusterSize", config->cgaClusterSize, 0, INT_MAX));
+  if ((config->minCTAs != undefined && config->minCTAs <= 0) || (config->maxCTAs != undefined && config->maxCTAs <= 0) ||
+      config->minCTAs > (config->maxCTAs == undefined ? INT_MAX : config->maxCTAs)) {
+    return fail(ncclInvalidArgument, "Invalid config min/max channels attribute value %d/%d", config->minCTAs,
+                config->maxCTAs);
+  }
+  NCCLPY_TRY(check_range("splitShare", config->splitShare, 0, 1));
+  NCCLPY_TRY(check_range("collnetEnable", config->collnetEnable, 0, 1));
+  NCCLPY_TRY(check_range("CTAPolicy", config->CTAPolicy, 0, NCCL_CTA_POLICY_EFFICIENCY | NCCL_CTA_POLICY_ZERO));
+  NCCLPY_TRY(check_range("shrinkShare", config->shrinkShare, 0, 1));
+  NCCLPY_TRY(check_range("nvlsCTAs", config->nvlsCTAs, 1, INT_MAX));
+  NCCLPY_TRY(check_range("nChannelsPerNetPeer", config->nChannelsPerNetPeer, 1, max_channels));
+  NCCLPY_TRY(check_range("nvlinkCentricSched", config->nvlinkCentricSched, 0, 1));
+  NCCLPY_TRY(check_range("graphUsageMode", config->graphUsageMode, 0, 2));
+  NCCLPY_TRY(check_range("numRmaCtx", config->numRmaCtx, 0, INT_MAX));
+  NCCLPY_TRY(check_range("maxP2pPeers", config->maxP2pPeers, 1, INT_MAX));
+  NCCLPY_TRY(check_range("graphStreamOrdering", config->graphStreamOrdering, 0, 1));
+  NCCLPY_TRY(check_range("launchOrderImplicit", config->launchOrderImplicit, 0, 1));
+  NCCLPY_TRY(check_range("numRmaSig", config->numRmaSig, 0, INT_MAX));
+  NCCLPY_TRY(check_range("rmaEagerInit", config->rmaEagerInit, 0, 1));
+  config->netName = nullptr;
+  config->commName = nullptr;
+  fill_defaults(*config);
+  return ncclSuccess;
+}
+
+}  // namespace ncclpy::host

@@ -1,0 +1,14 @@
+// ncclConfig_t: older and newer layouts, allowed values, defaults.
+#pragma once
+
+#include "errors.hpp"
+
+namespace ncclpy::host {
+
+ncclConfig_t default_config();
+
+// Checks the caller's configuration and fills in the defaults. A smaller struct is an older one, of a larger one the
+// part known here counts. The strings it points to are not kept: netName and commName come out NULL.
+ncclResult_t parse_config(const ncclConfig_t* given, ncclConfig_t* config);
+
+}  // namespace ncclpy::host

@@ -1,0 +1,95 @@
+// Collectives among threads of one process: no copies in between, one rendezvous in, one out.
+//
+// Reductions are divided by ranges: each rank reduces its range over everybody's input and stores the result wherever it
+// belongs, so that an element is read once from each input and written once to each output. In place nothing is in the
+// way: a rank's range of an input is read by that rank alone, before it overwrites it.
+#include <cstring>
+#include <algorithm>
+#include <vector>
+
+#include "collective.hpp"
+
+namespace ncclpy::host {
+namespace {
+
+class Direct {
+ public:
+  Direct(Comm& comm, int parity)
+      : segment_(*comm.segment), parity_(parity), nranks_(comm.nranks), rank_(comm.rank), mine_(record(comm.rank)),
+        element_(size_of(mine_.dtype)), bytes_(mine_.count * element_) {}
+
+  void run() {
+    switch (mine_.kind) {
+      case Collective::all_reduce: return all_reduce();
+      case Collective::reduce: return reduce_to_root();
+      case Collective::reduce_scatter: return reduce_scatter();
+      case Collective::broadcast: return copy(mine_.recv, record(mine_.root).send);
+      case Collective::all_gather:
+        for (int i = 0; i < nranks_; i++) copy(block(mine_.recv, from(i)), record(from(i)).send);
+        return;
+      case Collective::all_to_all:
+        for (int i = 0; i < nranks_; i++) copy(block(mine_.recv, from(i)), block(record(from(i)).send, rank_));
+        return;
+      case Collective::gather: return copy(block(record(mine_.root).recv, rank_), mine_.send);
+      case Collective::scatter: return copy(mine_.recv, block(record(mine_.root).send, rank_));
+    }
+  }
+
+ private:
+  const Record& record(int rank) { return segment_.slot(rank).record[parity_]; }
+  // Each rank begins with another peer, so that they do not all read the same one.
+  int from(int i) const { return (rank_ + i) % nranks_; }
+  char* block(const void* base, int index) const {
+    return static_cast<char*>(const_cast<void*>(base)) + size_t(index) * bytes_;
+  }
+  void copy(void* to, const void* source) const {
+    if (to != source) std::memcpy(to, source, bytes_);
+  }
+
+  void all_reduce() {
+    std::vector<void*> outputs;
+    for (int r = 0; r < nranks_; r++) outputs.push_back(record(r).recv);
+    reduce_my_range(outputs);
+  }
+
+  void reduce_to_root() { reduce_my_range({record(mine_.root).recv}); }
+
+  void reduce_my_range(std::vector<void*> outputs) {
+    // Ranges end at cache lines of an aligned buffer, so that two ranks do not write to the same one.
+    const size_t line = 64 / element_;
+    const size_t step = (mine_.count + size_t(nranks_) - 1) / size_t(nranks_);
+    const size_t range = (step + line - 1) / line * line;
+    const size_t begin = std::min(mine_.count, range * size_t(rank_));
+    const size_t end = std::min(mine_.count, begin + range);
+    for (void*& output : outputs) output = static_cast<char*>(output) + begin * element_;
+    reduce_at(begin * element_, end - begin, outputs);
+  }
+
+  void reduce_scatter() { reduce_at(size_t(rank_) * bytes_, mine_.count, {mine_.recv}); }
+
+  void reduce_at(size_t offset, size_t count, const std::vector<void*>& outputs) {
+    if (count == 0) return;
+    std::vector<const void*> inputs;
+    std::vector<uint64_t> scalars;
+    for (int r = 0; r < nranks_; r++) {
+      inputs.push_back(static_cast<const char*>(record(r).send) + offset);
+      scalars.push_back(record(r).scalar);
+    }
+    reduce({mine_.dtype, mine_.op, nranks_, inputs.data(), int(outputs.size()), outputs.data(), count, scalars.data()});
+  }
+
+  Segment& segment_;
+  const int parity_, nranks_, rank_;
+  const Record& mine_;
+  const size_t element_, bytes_;
+};
+
+}  // namespace
+
+void run_direct(Comm& comm, int parity) {
+  Direct(comm, parity).run();
+  // Nobody leaves while others read its buffers. All have arrived, so this wait ends by itself.
+  comm.pass_surely(comm.segment->header().data, comm.data_generation);
+}
+
+}  // namespace ncclpy::host

@@ -1,0 +1,224 @@
+// The thread's group, and what happens at its end.
+#include "group.hpp"
+
+#include <exception>
+#include <utility>
+#include <vector>
+
+#include "background.hpp"
+
+namespace ncclpy::host {
+namespace {
+
+struct Pending {
+  std::shared_ptr<Comm> comm;
+  Operation operation;
+  cudaStream_t stream;
+};
+
+struct Contents {
+  std::vector<Job> jobs;
+  std::vector<Pending> operations;
+
+  // Every communicator of the group, once.
+  std::vector<std::shared_ptr<Comm>> comms() const {
+    std::vector<std::shared_ptr<Comm>> all;
+    auto add = [&](const std::shared_ptr<Comm>& comm) {
+      for (const auto& known : all) {
+        if (known == comm) return;
+      }
+      all.push_back(comm);
+    };
+    for (const Job& job : jobs) add(job.comm);
+    for (const Pending& pending : operations) add(pending.comm);
+    return all;
+  }
+};
+
+struct Group {
+  int depth = 0;
+  ncclResult_t error = ncclSuccess;
+  int blocking = -1;  // not known before the first communicator
+  Contents contents;
+};
+
+thread_local Group group;
+
+struct Outcome {
+  ncclResult_t result = ncclSuccess;
+  std::string text;
+};
+
+// Runs a function that gives a result code; what it throws is one as well.
+template <class Function>
+Outcome outcome_of(Function function) {
+  Outcome outcome;
+  outcome.result = guarded("ncclGroupEnd", function);
+  if (outcome.result != ncclSuccess) outcome.text = last_error();
+  return outcome;
+}
+
+Outcome run_jobs(std::vector<Job>& jobs) {
+  // One thread for each communicator; its own jobs one after the other.
+  std::vector<std::vector<Job*>> lines;
+  for (Job& job : jobs) {
+    std::vector<Job*>* line = nullptr;
+    for (auto& candidate : lines) {
+      if (candidate.front()->comm == job.comm) line = &candidate;
+    }
+    if (line == nullptr) line = &lines.emplace_back();
+    line->push_back(&job);
+  }
+  std::vector<Outcome> outcomes(lines.size());
+  std::vector<std::function<void()>> works;
+  for (size_t i = 0; i < lines.size(); i++) {
+    works.push_back([&line = lines[i], &outcome = outcomes[i]] {
+      for (Job* job : line) {
+        Outcome now = outcome_of(job->run);
+        if (outcome.result == ncclSuccess) outcome = now;
+      }
+    });
+  }
+  run_together(std::move(works));
+  for (const Outcome& outcome : outcomes) {
+    if (outcome.result != ncclSuccess) return outcome;
+  }
+  return {};
+}
+
+// A message to oneself without its counterpart in the group could never arrive.
+ncclResult_t check_messages_to_self(const std::vector<Operation>& operations, int rank) {
+  int sends = 0, receives = 0;
+  for (const Operation& operation : operations) {
+    if (operation.kind == Operation::collective || operation.root != rank) continue;
+    (operation.kind == Operation::send ? sends : receives)++;
+  }
+  if (sends > receives) return fail(ncclInvalidUsage, "Trying to send to self without a matching recv");
+  if (receives > sends) return fail(ncclInvalidUsage, "Trying to recv to self without a matching send");
+  return ncclSuccess;
+}
+
+ncclResult_t issue_operations(const std::vector<Pending>& pending, const std::vector<std::shared_ptr<Comm>>& comms) {
+  struct Line {
+    std::vector<Operation> operations;
+    std::vector<cudaStream_t> streams;
+  };
+  std::vector<Line> lines(comms.size());
+  for (size_t i = 0; i < comms.size(); i++) {
+    for (const Pending& one : pending) {
+      if (one.comm != comms[i]) continue;
+      lines[i].operations.push_back(one.operation);
+      lines[i].streams.push_back(one.stream);
+    }
+    NCCLPY_TRY(check_messages_to_self(lines[i].operations, comms[i]->rank));
+  }
+  for (size_t i = 0; i < comms.size(); i++) {
+    if (!lines[i].operations.empty()) NCCLPY_TRY(comms[i]->issue(std::move(lines[i].operations), lines[i].streams));
+  }
+  return ncclSuccess;
+}
+
+Outcome launch(Contents& contents) {
+  if (!contents.jobs.empty()) {
+    Outcome outcome = run_jobs(contents.jobs);
+    if (outcome.result != ncclSuccess) return outcome;
+  }
+  return outcome_of([&] { return issue_operations(contents.operations, contents.comms()); });
+}
+
+ncclResult_t end_in_background(Contents contents) {
+  auto shared = std::make_shared<Contents>(std::move(contents));
+  for (const auto& comm : shared->comms()) comm->set_async(ncclInProgress);
+  auto work = [shared] {
+    const Outcome outcome = launch(*shared);
+    for (const auto& comm : shared->comms()) comm->set_async(outcome.result, outcome.text);
+  };
+  if (shared->jobs.empty()) run_soon(work);
+  else run_in_background(work);
+  return ncclInProgress;
+}
+
+// Blocking and nonblocking communicators cannot share a group: would its end wait or not?
+ncclResult_t join(const Comm& comm, bool destroys) {
+  if (destroys) {
+    group.blocking = 1;
+  } else if (group.blocking == -1) {
+    group.blocking = comm.blocking();
+  } else if (group.blocking != int(comm.blocking())) {
+    return fail(ncclInvalidArgument, "Blocking and nonblocking communicators are not allowed in the same group.");
+  }
+  return ncclSuccess;
+}
+
+}  // namespace
+
+bool in_group() { return group.depth > 0; }
+
+void group_start() { group.depth++; }
+
+ncclResult_t note_group_error(ncclResult_t result) {
+  if (group.depth > 0 && result != ncclSuccess && result != ncclInProgress) group.error = result;
+  return result;
+}
+
+ncclResult_t group_end() {
+  if (group.depth == 0) return fail(ncclInvalidUsage, "ncclGroupEnd: not in a group call.");
+  if (--group.depth > 0) return ncclSuccess;
+  Group ended = std::exchange(group, Group());
+  if (ended.error != ncclSuccess) {
+    for (Job& job : ended.contents.jobs) {
+      if (job.drop) job.drop();
+    }
+    for (const auto& comm : ended.contents.comms()) {
+      if (!comm->blocking()) comm->set_async(ended.error, last_error());
+    }
+    return ended.error;
+  }
+  if (ended.contents.jobs.empty() && ended.contents.operations.empty()) return ncclSuccess;
+  if (ended.blocking == 0) return end_in_background(std::move(ended.contents));
+  const Outcome outcome = launch(ended.contents);
+  if (outcome.result != ncclSuccess) set_last_error(outcome.text);
+  return outcome.result;
+}
+
+ncclResult_t submit(const std::shared_ptr<Comm>& comm, const Operation& operation, cudaStream_t stream) {
+  if (group.depth == 0) {
+    if (comm->blocking()) {
+      if (operation.kind != Operation::collective) NCCLPY_TRY(check_messages_to_self({operation}, comm->rank));
+      return comm->issue(operation, stream);
+    }
+    Contents single;
+    single.operations.push_back({comm, operation, stream});
+    return end_in_background(std::move(single));
+  }
+  NCCLPY_TRY(join(*comm, false));
+  group.contents.operations.push_back({comm, operation, stream});
+  return ncclSuccess;
+}
+
+ncclResult_t submit(Job job) {
+  if (group.depth == 0) {
+    group_start();
+    const ncclResult_t result = submit(std::move(job));
+    note_group_error(result);
+    return group_end();
+  }
+  const ncclResult_t result = join(*job.comm, job.destroys);
+  if (result != ncclSuccess) {
+    if (job.drop) job.drop();
+    return result;
+  }
+  group.contents.jobs.push_back(std::move(job));
+  return ncclSuccess;
+}
+
+}  // namespace ncclpy::host
+
+ncclResult_t ncclGroupStart(void) {
+  ncclpy::host::group_start();
+  return ncclSuccess;
+}
+
+ncclResult_t ncclGroupEnd(void) {
+  return ncclpy::host::guarded("ncclGroupEnd", [] { return ncclpy::host::group_end(); });
+}

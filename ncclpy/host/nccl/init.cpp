@@ -1,0 +1,144 @@
+// The ways to a communicator: by unique id, all devices at once, and split from another one.
+#include <cstring>
+
+#include "../driver/device.hpp"
+#include "config.hpp"
+#include "group.hpp"
+
+namespace ncclpy::host {
+namespace {
+
+// NCCL's devices are those of one machine, and no two ranks share one.
+ncclResult_t check_duplicates(Segment& segment) {
+  for (int a = 0; a < segment.nranks(); a++) {
+    for (int b = a + 1; b < segment.nranks(); b++) {
+      if (segment.slot(a).device == segment.slot(b).device) {
+        return fail(ncclInvalidUsage, "Duplicate GPU detected : rank %d and rank %d both on device %d", a, b,
+                    segment.slot(a).device);
+      }
+    }
+  }
+  return ncclSuccess;
+}
+
+void enter_segment(const std::shared_ptr<Comm>& comm) {
+  Segment& segment = *comm->segment;
+  std::lock_guard<std::mutex> lock(segment.mutex);
+  segment.local.push_back(comm);
+}
+
+// Takes part in making the communicator and fills `comm`; returns when all ranks are there.
+ncclResult_t meet(const std::shared_ptr<Comm>& comm, int nranks, int rank, const ncclUniqueId& id) {
+  comm->nranks = nranks;
+  comm->rank = rank;
+  std::shared_ptr<Segment> segment;
+  NCCLPY_TRY(join_segment(id, nranks, rank, comm->device, &segment));
+  comm->set_segment(segment);
+  Header& header = segment->header();
+  auto complete = [&] { return header.attached.load(std::memory_order_acquire) == uint32_t(nranks); };
+  wait_until(header.bell, 0, [&] { return complete() || comm->stopped(); });
+  if (!complete()) {
+    return fail(ncclInternalError, "rank %d of %d was aborted while it waited for the other ranks: %u had come", rank,
+                nranks, header.attached.load());
+  }
+  retire_unique_ids();
+  NCCLPY_TRY(check_duplicates(*segment));
+  enter_segment(comm);
+  return ncclSuccess;
+}
+
+// A failed blocking call leaves no communicator behind; a nonblocking one keeps the handle, for its async error.
+void give_up(const std::shared_ptr<Comm>& comm, ncclComm_t* newcomm) {
+  remove_handle(comm->handle);
+  *newcomm = nullptr;
+}
+
+ncclResult_t init_rank(const char* function, ncclComm_t* newcomm, int nranks, int nids, const ncclUniqueId* ids,
+                       int rank, int device, const ncclConfig_t* config) {
+  if (nids <= 0 || nids > nranks)
+    return fail(ncclInvalidArgument, "improper usage of %s: nId = %d, nranks=%d", function, nids, nranks);
+  NCCLPY_TRY(check_pointer(newcomm, function, "newcomm"));
+  *newcomm = nullptr;
+  NCCLPY_TRY(check_pointer(ids, function, "commId"));
+  if (nranks < 1 || rank < 0 || rank >= nranks)
+    return fail(ncclInvalidArgument, "Invalid rank requested : %d/%d", rank, nranks);
+  auto comm = std::make_shared<Comm>();
+  comm->device = device;
+  if (config == nullptr) comm->config = default_config();
+  else NCCLPY_TRY(parse_config(config, &comm->config));
+  *newcomm = add_handle(comm);
+  Job job;
+  job.comm = comm;
+  job.run = [comm, newcomm, nranks, rank, id = ids[0]] {
+    const ncclResult_t result = meet(comm, nranks, rank, id);
+    if (result != ncclSuccess && comm->blocking()) give_up(comm, newcomm);
+    return result;
+  };
+  job.drop = [comm, newcomm] { give_up(comm, newcomm); };
+  return submit(std::move(job));
+}
+
+ncclResult_t init_rank_noted(const char* function, ncclComm_t* newcomm, int nranks, int nids, const ncclUniqueId* ids,
+                             int rank, const ncclConfig_t* config) {
+  return guarded(function, [&] {
+    return note_group_error(init_rank(function, newcomm, nranks, nids, ids, rank, current_device(), config));
+  });
+}
+
+ncclResult_t init_all(ncclComm_t* comms, int ndev, const int* devices) {
+  NCCLPY_TRY(check_pointer(comms, "CommInitAll", "comms"));
+  if (ndev < 0) return fail(ncclInvalidArgument, "Invalid device count requested : %d", ndev);
+  const int total = device_count();
+  std::vector<bool> used(size_t(total), false);
+  for (int i = 0; i < ndev; i++) {
+    const int device = devices != nullptr ? devices[i] : i;
+    if (device < 0 || device >= total)
+      return fail(ncclInvalidArgument, "Invalid device %d (totalnDev=%d)", device, total);
+    if (used[size_t(device)])
+      return fail(ncclInvalidUsage, "Duplicate GPU detected : device %d stands in the list twice", device);
+    used[size_t(device)] = true;
+  }
+  ncclUniqueId id;
+  NCCLPY_TRY(create_unique_id(&id));
+  group_start();
+  for (int i = 0; i < ndev; i++) {
+    const int device = devices != nullptr ? devices[i] : i;
+    note_group_error(init_rank("ncclCommInitAll", comms + i, ndev, 1, &id, i, device, nullptr));
+  }
+  return group_end();
+}
+
+}  // namespace
+}  // namespace ncclpy::host
+
+using namespace ncclpy::host;
+
+ncclResult_t ncclGetVersion(int* version) {
+  NCCLPY_TRY(check_pointer(version, "GetVersion", "version"));
+  *version = NCCLPY_ABI_VERSION;
+  return ncclSuccess;
+}
+
+ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
+  return guarded("ncclGetUniqueId", [&] {
+    NCCLPY_TRY(check_pointer(id, "GetUniqueId", "out"));
+    return create_unique_id(id);
+  });
+}
+
+ncclResult_t ncclCommInitRank(ncclComm_t* comm, int nranks, ncclUniqueId id, int rank) {
+  return init_rank_noted("ncclCommInitRank", comm, nranks, 1, &id, rank, nullptr);
+}
+
+ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int nranks, ncclUniqueId id, int rank, ncclConfig_t* config) {
+  return init_rank_noted("ncclCommInitRankConfig", comm, nranks, 1, &id, rank, config);
+}
+
+ncclResult_t ncclCommInitRankScalable(ncclComm_t* comm, int nranks, int rank, int nids, ncclUniqueId* ids,
+                                      ncclConfig_t* config) {
+  return init_rank_noted("ncclCommInitRankScalable", comm, nranks, nids, ids, rank, config);
+}
+
+ncclResult_t ncclCommInitAll(ncclComm_t* comms, int ndev, const int* devices) {
+  return guarded("ncclCommInitAll", [&] { return note_group_error(init_all(comms, ndev, devices)); });
+}

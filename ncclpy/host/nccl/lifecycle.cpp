@@ -1,0 +1,129 @@
+// The end of communicators, and what can be asked of them.
+#include "group.hpp"
+
+namespace ncclpy::host {
+namespace {
+
+// As NCCL: the communicators of one process end together. Whoever destroys the last of them waits for the work that
+// was issued on any of them, so that one thread can destroy its ranks one after the other.
+void depart(const std::shared_ptr<Comm>& comm, bool wait) {
+  const auto segment = comm->segment;
+  if (segment == nullptr) return;
+  std::vector<std::shared_ptr<Comm>> all;
+  {
+    std::lock_guard<std::mutex> lock(segment->mutex);
+    if (++segment->local_gone < segment->local.size()) return;
+    all.swap(segment->local);
+    segment->local_gone = 0;
+  }
+  if (!wait) return;
+  for (const auto& one : all) one->drain();
+}
+
+ncclResult_t finalize(ncclComm_t handle) {
+  if (handle == nullptr) return ncclSuccess;
+  std::shared_ptr<Comm> comm;
+  NCCLPY_TRY(find_comm(handle, "ncclCommFinalize", &comm));
+  NCCLPY_TRY(comm->ensure_ready());
+  {
+    std::lock_guard<std::mutex> lock(comm->mutex);
+    if (comm->finalized) return fail(ncclInvalidArgument, "ncclCommFinalize : comm was finalized before");
+    comm->finalized = true;
+  }
+  Job job;
+  job.comm = comm;
+  job.run = [comm] {
+    comm->drain();
+    return ncclSuccess;
+  };
+  return submit(std::move(job));
+}
+
+ncclResult_t destroy(ncclComm_t handle) {
+  if (handle == nullptr) return ncclSuccess;
+  std::shared_ptr<Comm> comm;
+  NCCLPY_TRY(find_comm(handle, "ncclCommDestroy", &comm));
+  NCCLPY_TRY(comm->ensure_ready());
+  Job job;
+  job.comm = comm;
+  job.destroys = true;
+  job.run = [comm] {
+    remove_handle(comm->handle);
+    depart(comm, true);
+    return ncclSuccess;
+  };
+  return submit(std::move(job));
+}
+
+ncclResult_t abort(ncclComm_t handle) {
+  if (handle == nullptr) return ncclSuccess;
+  std::shared_ptr<Comm> comm;
+  NCCLPY_TRY(find_comm(handle, "ncclCommAbort", &comm));
+  remove_handle(handle);
+  comm->abort();
+  depart(comm, false);
+  return ncclSuccess;
+}
+
+template <class Value>
+ncclResult_t query(ncclComm_t handle, const char* function, const char* name, int* out, Value value) {
+  return guarded(function, [&] {
+    std::shared_ptr<Comm> comm;
+    NCCLPY_TRY(find_comm(handle, function, &comm));
+    NCCLPY_TRY(check_pointer(out, function, name));
+    NCCLPY_TRY(comm->ensure_ready());
+    *out = value(*comm);
+    return ncclSuccess;
+  });
+}
+
+}  // namespace
+}  // namespace ncclpy::host
+
+using namespace ncclpy::host;
+
+ncclResult_t ncclCommFinalize(ncclComm_t comm) {
+  return guarded("ncclCommFinalize", [&] { return note_group_error(finalize(comm)); });
+}
+
+ncclResult_t ncclCommDestroy(ncclComm_t comm) {
+  return guarded("ncclCommDestroy", [&] { return note_group_error(destroy(comm)); });
+}
+
+ncclResult_t ncclCommAbort(ncclComm_t comm) {
+  return guarded("ncclCommAbort", [&] { return note_group_error(abort(comm)); });
+}
+
+ncclResult_t ncclCommGetAsyncError(ncclComm_t handle, ncclResult_t* error) {
+  return guarded("ncclCommGetAsyncError", [&] {
+    std::shared_ptr<Comm> comm;
+    NCCLPY_TRY(find_comm(handle, "ncclGetAsyncError", &comm));
+    NCCLPY_TRY(check_pointer(error, "ncclGetAsyncError", "asyncError"));
+    *error = comm->async();
+    return ncclSuccess;
+  });
+}
+
+ncclResult_t ncclCommCount(const ncclComm_t comm, int* count) {
+  return query(comm, "CommCount", "count", count, [](const Comm& c) { return c.nranks; });
+}
+
+ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int* device) {
+  return query(comm, "CommCuDevice", "devid", device, [](const Comm& c) { return c.device; });
+}
+
+ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) {
+  return query(comm, "CommUserRank", "rank", rank, [](const Comm& c) { return c.rank; });
+}
+
+const char* ncclGetLastError(ncclComm_t handle) {
+  // A copy of the thread's own: another thread may replace the communicator's text while the caller reads.
+  thread_local std::string text;
+  std::shared_ptr<Comm> comm;
+  const std::string own = last_error();
+  if (handle != nullptr && find_comm(handle, "ncclGetLastError", &comm) == ncclSuccess) text = comm->async_text();
+  else text.clear();
+  set_last_error(own);
+  if (text.empty()) text = own;
+  return text.c_str();
+}

@@ -1,0 +1,24 @@
+// One operation as the caller asked for it, checked and ready to run on a stream.
+#pragma once
+
+#include <cstdint>
+
+#include "segment.hpp"
+
+namespace ncclpy::host {
+
+struct Operation {
+  enum Kind : uint32_t { collective, send, recv };
+  Kind kind;
+  Collective collective_kind;
+  ncclDataType_t dtype;
+  Operator op;
+  int root;  // or the peer
+  size_t count;
+  const void* sendbuff;
+  void* recvbuff;
+  uint64_t scalar;            // of PreMulSum
+  const void* scalar_memory;  // where to read it when the operation runs, if not NULL
+};
+
+}  // namespace ncclpy::host

@@ -1,0 +1,162 @@
+// The reduction loops, one instance for each data type and operator. This file is compiled once for each instruction
+// set, with NCCLPY_KERNELS naming the copy; everything but its entry point has internal linkage, so that no copy's code
+// can be taken for another's. Contraction to fused multiply-add is off: all copies give the same bits.
+#include <cstring>
+#include <type_traits>
+
+#include "floats.hpp"
+#include "reduce.hpp"
+
+namespace ncclpy::host {
+namespace {
+
+// Elements reduced at a time: the block and its inputs stay in the first-level cache.
+constexpr size_t block = 1024;
+
+// What an element is accumulated in, and how it gets there and back.
+template <class T>
+struct Element {
+  using Acc = T;
+  static Acc load(T x) { return x; }
+  static void store(Acc a, T& out) { out = a; }
+};
+
+template <class T>
+struct SmallElement {
+  using Acc = float;
+  static Acc load(T x) { return to_float(x); }
+  static void store(Acc a, T& out) { from_float(a, out); }
+};
+
+template <>
+struct Element<BFloat16> : SmallElement<BFloat16> {};
+template <>
+struct Element<Float16> : SmallElement<Float16> {};
+template <>
+struct Element<Float8E4M3> : SmallElement<Float8E4M3> {};
+template <>
+struct Element<Float8E5M2> : SmallElement<Float8E5M2> {};
+
+// Integers wrap around; that is only defined for unsigned ones.
+struct Sum {
+  template <class A>
+  static A apply(A a, A b) {
+    if constexpr (std::is_integral_v<A>) {
+      using U = std::make_unsigned_t<A>;
+      return A(U(U(a) + U(b)));
+    } else {
+      return a + b;
+    }
+  }
+};
+
+struct Prod {
+  template <class A>
+  static A apply(A a, A b) {
+    if constexpr (std::is_integral_v<A>) {
+      using U = std::make_unsigned_t<A>;
+      return A(U(U(a) * U(b)));
+    } else {
+      return a * b;
+    }
+  }
+};
+
+// As fmax and fmin, which NCCL's kernels use: a NaN loses against a number.
+struct Max {
+  template <class A>
+  static A apply(A a, A b) {
+    return (a > b) | (b != b) ? a : b;
+  }
+};
+
+struct Min {
+  template <class A>
+  static A apply(A a, A b) {
+    return (a < b) | (b != b) ? a : b;
+  }
+};
+
+template <class A>
+A divide(A a, int n) {
+  if constexpr (std::is_floating_point_v<A>) return a / A(n);
+  else if constexpr (std::is_signed_v<A>) return A(int64_t(a) / n);
+  else return A(uint64_t(a) / uint64_t(n));
+}
+
+template <class T>
+typename Element<T>::Acc scalar_of(uint64_t bits) {
+  T value;
+  std::memcpy(&value, &bits, sizeof value);
+  return Element<T>::load(value);
+}
+
+template <class T, class Op, bool DIVIDE, bool SCALE>
+void run(const Reduction& r) {
+  using E = Element<T>;
+  using Acc = typename E::Acc;
+  alignas(64) Acc acc[block];
+  for (size_t begin = 0; begin < r.count; begin += block) {
+    const size_t n = r.count - begin < block ? r.count - begin : block;
+    const T* first = static_cast<const T*>(r.input[0]) + begin;
+    if constexpr (SCALE) {
+      const Acc scale = scalar_of<T>(r.scalars[0]);
+      for (size_t i = 0; i < n; i++) acc[i] = Prod::apply(E::load(first[i]), scale);
+    } else {
+      for (size_t i = 0; i < n; i++) acc[i] = E::load(first[i]);
+    }
+    for (int k = 1; k < r.inputs; k++) {
+      const T* next = static_cast<const T*>(r.input[k]) + begin;
+      if constexpr (SCALE) {
+        const Acc scale = scalar_of<T>(r.scalars[k]);
+        for (size_t i = 0; i < n; i++) acc[i] = Op::apply(acc[i], Prod::apply(E::load(next[i]), scale));
+      } else {
+        for (size_t i = 0; i < n; i++) acc[i] = Op::apply(acc[i], E::load(next[i]));
+      }
+    }
+    if constexpr (DIVIDE) {
+      for (size_t i = 0; i < n; i++) acc[i] = divide(acc[i], r.inputs);
+    }
+    if constexpr (std::is_same_v<T, Acc>) {
+      for (int k = 0; k < r.outputs; k++) std::memcpy(static_cast<T*>(r.output[k]) + begin, acc, n * sizeof(T));
+    } else {
+      alignas(64) T result[block];
+      for (size_t i = 0; i < n; i++) E::store(acc[i], result[i]);
+      for (int k = 0; k < r.outputs; k++) std::memcpy(static_cast<T*>(r.output[k]) + begin, result, n * sizeof(T));
+    }
+  }
+}
+
+template <class T>
+void run_operator(const Reduction& r) {
+  switch (r.op) {
+    case Operator::sum: return run<T, Sum, false, false>(r);
+    case Operator::prod: return run<T, Prod, false, false>(r);
+    case Operator::max: return run<T, Max, false, false>(r);
+    case Operator::min: return run<T, Min, false, false>(r);
+    case Operator::avg: return run<T, Sum, true, false>(r);
+    case Operator::premulsum: return run<T, Sum, false, true>(r);
+  }
+}
+
+}  // namespace
+
+void NCCLPY_KERNELS(const Reduction& r) {
+  switch (r.dtype) {
+    case ncclInt8: return run_operator<int8_t>(r);
+    case ncclUint8: return run_operator<uint8_t>(r);
+    case ncclInt32: return run_operator<int32_t>(r);
+    case ncclUint32: return run_operator<uint32_t>(r);
+    case ncclInt64: return run_operator<int64_t>(r);
+    case ncclUint64: return run_operator<uint64_t>(r);
+    case ncclFloat16: return run_operator<Float16>(r);
+    case ncclFloat32: return run_operator<float>(r);
+    case ncclFloat64: return run_operator<double>(r);
+    case ncclBfloat16: return run_operator<BFloat16>(r);
+    case ncclFloat8e4m3: return run_operator<Float8E4M3>(r);
+    case ncclFloat8e5m2: return run_operator<Float8E5M2>(r);
+    case ncclNumTypes: return;
+  }
+}
+
+}  // namespace ncclpy::host

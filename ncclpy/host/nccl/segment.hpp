@@ -1,0 +1,134 @@
+// The shared memory of one communicator: where its ranks meet, agree, describe their operations and pass data.
+//
+// It is a memfd, so it has no name in a file system: whatever happens to the processes, nothing stays behind, and
+// /dev/shm may be as small as containers make it. The unique id says in which process and under which descriptor the
+// memory is open; others of the same user open it through /proc. All ranks of one process share one mapping of it, and
+// one Segment object.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "reduce.hpp"
+#include "wait.hpp"
+
+namespace ncclpy::host {
+
+class Comm;
+
+enum class Collective : uint32_t {
+  all_reduce, reduce, broadcast, all_gather, reduce_scatter, all_to_all, gather, scatter
+};
+
+// A rank's description of its next collective, read by all ranks once all have arrived.
+struct Record {
+  Collective kind;
+  ncclDataType_t dtype;
+  Operator op;
+  int32_t root;
+  uint64_t count;
+  const void* send;
+  void* recv;
+  uint64_t scalar;
+};
+
+// Counts arrivals of all ranks over all generations; generation g is open when g * nranks have arrived.
+struct Gate {
+  std::atomic<uint64_t> arrivals{0};
+
+  bool open(uint64_t target) const { return arrivals.load(std::memory_order_acquire) >= target; }
+  // Arrives and returns whether that opened the gate.
+  bool arrive(uint64_t target) { return arrivals.fetch_add(1, std::memory_order_acq_rel) + 1 == target; }
+  // Takes the arrival back. False when the gate has opened meanwhile: the others count on this rank now.
+  bool withdraw(uint64_t target) {
+    uint64_t now = arrivals.load(std::memory_order_acquire);
+    while (now < target) {
+      if (arrivals.compare_exchange_weak(now, now - 1, std::memory_order_acq_rel)) return true;
+    }
+    return false;
+  }
+};
+
+// Bytes of one rank's contribution to an exchange among all ranks (split, unique ids).
+constexpr size_t exchange_bytes = 192;
+// Largest contribution that travels inside the segment instead of being read where the user has it.
+constexpr size_t inline_bytes = 2048;
+
+struct alignas(128) RankSlot {
+  std::atomic<uint32_t> claimed{0};
+  int32_t device = 0;
+  int32_t pid = 0;
+  uint64_t process = 0;  // random for each process, so that a reused pid is not mistaken for a neighbour
+  Record record[2];      // by parity of the data generation: the next one may be written while this one is read
+  Bell bell;             // point-to-point news for this rank
+  char exchange[2][exchange_bytes];
+};
+
+// A message from one rank to another, see p2p.cpp.
+struct alignas(64) Channel {
+  std::atomic<uint64_t> posted{0};    // messages offered by the sender
+  std::atomic<uint64_t> taken{0};     // messages the receiver has begun to copy
+  std::atomic<uint64_t> finished{0};  // messages done with
+  const void* data = nullptr;
+  uint64_t bytes = 0;
+};
+
+struct Header {
+  uint64_t magic;
+  unsigned char nonce[16];
+  std::atomic<uint32_t> phase;  // see segment.cpp
+  uint32_t nranks;
+  uint64_t bytes;
+  alignas(128) std::atomic<uint32_t> attached;
+  std::atomic<uint32_t> departed;
+  alignas(128) Gate control;
+  alignas(128) Gate data;
+  alignas(128) Bell bell;  // news that concern all ranks: a gate has opened
+};
+
+class Segment {
+ public:
+  Segment(char* memory, size_t bytes, int nranks);
+  ~Segment();
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
+
+  Header& header() { return *reinterpret_cast<Header*>(memory_); }
+  RankSlot& slot(int rank) { return reinterpret_cast<RankSlot*>(memory_ + slots_at_)[rank]; }
+  Channel& channel(int from, int to) { return reinterpret_cast<Channel*>(memory_ + channels_at_)[from * nranks_ + to]; }
+  // A small buffer of `rank`, by parity of the data generation.
+  char* small(int rank, int parity) { return memory_ + small_at_ + (size_t(rank) * 2 + parity) * inline_bytes; }
+
+  int nranks() const { return nranks_; }
+  int spins() const { return spins_; }
+  // Whether all ranks are threads of this process. Known once all are attached.
+  bool one_process();
+
+  // The communicators of this process on this segment, for those things that NCCL does when the last one goes.
+  std::mutex mutex;
+  std::vector<std::shared_ptr<Comm>> local;
+  size_t local_gone = 0;
+
+  static size_t bytes_for(int nranks);
+
+ private:
+  char* memory_;
+  size_t bytes_;
+  int nranks_;
+  int spins_;
+  size_t slots_at_, channels_at_, small_at_;
+};
+
+// Creates the memory behind a new unique id.
+ncclResult_t create_unique_id(ncclUniqueId* id);
+
+// Opens the segment of `id` and takes the place of `rank` in it. Does not wait for the other ranks.
+ncclResult_t join_segment(const ncclUniqueId& id, int nranks, int rank, int device, std::shared_ptr<Segment>* segment);
+
+// All ranks are there: the unique id has served and its memory needs no descriptor any more.
+void retire_unique_ids();
+
+}  // namespace ncclpy::host

@@ -1,0 +1,25 @@
+// The futex behind Bell, and the machine's core count.
+#include "wait.hpp"
+
+#include <climits>
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace ncclpy::host {
+
+// Not FUTEX_PRIVATE: the same bell may be mapped at different addresses of several processes.
+void Bell::wake() { syscall(SYS_futex, &rung, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
+
+void Bell::sleep(uint32_t seen) { syscall(SYS_futex, &rung, FUTEX_WAIT, seen, nullptr, nullptr, 0); }
+
+int spins_for(int ranks) {
+  static const int cores = [] {
+    cpu_set_t set;
+    return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
+  }();
+  return ranks <= cores ? 1000 : 0;
+}
+
+}  // namespace ncclpy::host

@@ -205,7 +205,8 @@ def _load():
     if choice is None and not _has_gpu():
         raise LibraryNotFound(
             "no GPU can be used here: " + "; ".join(_driver_places) + ".\nlibnccl would be taken from:\n"
-            + "".join(f"  {path} ({why})\n" for path, why in places) + _HOW_TO_CHOOSE
+            + "".join(f"  {path} ({why})\n" for path, why in places) + _HOW_TO_CHOOSE,
+            detail="; ".join(_driver_places),  # set in this case only: the command line then takes the host engine
         )
     return _open(places, origin if choice else "automatic")
 

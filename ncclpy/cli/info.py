@@ -1,0 +1,270 @@
+"""``ncclpy info``: what is loaded, from where, on which devices, and what may be wrong with it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+from ncclpy.cli import engine
+from ncclpy.core import search
+from ncclpy.core.errors import NcclError
+from ncclpy.core.library import Library, abi_version
+
+PACKAGES = (
+    "ncclpy",
+    "numpy",
+    "ml_dtypes",
+    "torch",
+    "cupy",
+    "cupy-cuda12x",
+    "cupy-cuda13x",
+    "cuda-bindings",
+    "cuda-core",
+    "cuda-pathfinder",
+    "cuda-python",
+    "nvidia-nccl-cu11",
+    "nvidia-nccl-cu12",
+    "nvidia-nccl-cu13",
+    "nccl4py",
+    "mpi4py",
+)
+
+# Shared memory below this is too little for a few processes on one machine.
+_SMALL_SHM = 1 << 30
+
+
+def collect() -> dict[str, Any]:
+    """Return all facts as plain values; what cannot be found out is an ``"error"`` in its place."""
+    facts: dict[str, Any] = {
+        "system": {"platform": platform.platform(), "python": platform.python_version(), "executable": sys.executable},
+        "packages": packages(),
+        "environment": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(("NCCL_", "NCCLPY_")) or name in ("CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH")
+        },
+        "shm": _shared_memory(),
+    }
+    try:
+        loaded, reason = engine.choose()
+    except NcclError as error:
+        facts["first_line"] = "# ncclpy info: no NCCL library could be loaded"
+        facts["library"] = {"error": str(error)}
+        facts["devices"] = []
+    else:
+        facts["first_line"] = engine.first_line("info", loaded, reason)
+        facts["library"] = _library(loaded, reason)
+        facts |= _devices()
+    facts["mapped"] = search.mapped_nccl()
+    facts["hints"] = hints(facts)
+    return facts
+
+
+def packages() -> dict[str, str]:
+    """Return the versions of the installed packages that matter; none of them is imported."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _library(loaded: Library, reason: str) -> dict[str, Any]:
+    missing: dict[str, list[str]] = {}
+    for symbol, since in sorted(loaded.missing().items(), key=lambda item: (item[1], item[0])):
+        missing.setdefault(_dotted(since), []).append(symbol)
+    return {
+        "engine": loaded.engine,
+        "version": _dotted(loaded.version),
+        "path": loaded.path,
+        "found": loaded.found,
+        "reason": reason,
+        "written_against": _dotted(abi_version()),
+        "missing": missing,
+    }
+
+
+def _devices() -> dict[str, Any]:
+    from ncclpy.core import device
+
+    try:
+        count = device.device_count()
+        devices = [
+            {
+                "ordinal": ordinal,
+                "name": device.name(ordinal),
+                "memory": device.total_memory(ordinal),
+                "pci_bus_id": device.pci_bus_id(ordinal),
+                "uuid": str(device.uuid(ordinal)),
+                "compute_capability": _dotted(device.compute_capability(ordinal)),
+            }
+            for ordinal in range(count)
+        ]
+        peers = [[a == b or device.can_access_peer(a, b) for b in range(count)] for a in range(count)]
+        driver = _dotted(device.driver_version())
+    except NcclError as error:
+        return {"devices": [], "device_error": str(error)}
+    return {"devices": devices, "peer_access": peers, "driver": driver, "topology": _topology()}
+
+
+def _topology() -> str | None:
+    """Return what ``nvidia-smi topo -m`` prints, or ``None`` without nvidia-smi."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    try:
+        done = subprocess.run([program, "topo", "-m"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{program} topo -m: {error}"
+    return (done.stdout if done.returncode == 0 else f"{program} topo -m: {done.stderr}").rstrip()
+
+
+def _shared_memory() -> dict[str, int] | None:
+    try:
+        usage = shutil.disk_usage("/dev/shm")
+    except OSError:
+        return None
+    return {"total": usage.total, "free": usage.free}
+
+
+def hints(facts: dict[str, Any]) -> list[str]:
+    """Return what people should know about these facts, most pressing first."""
+    found = []
+    library = facts["library"]
+    if "error" in library:
+        found.append("to run on CPU memory: NCCLPY_LIBRARY=host, or ncclpy.use('host') before the first use")
+    if len(facts["mapped"]) > 1:
+        found.append(
+            "several libnccl are mapped into this process, and a communicator of one is no communicator of another: "
+            + ", ".join(facts["mapped"])
+        )
+    if library.get("engine") == "host" and library["reason"].startswith("no GPU found"):
+        found.append(
+            "no GPU: this command stands in with the host engine; a program must choose it, with NCCLPY_LIBRARY=host "
+            "or ncclpy.use('host') before the first use"
+        )
+    if facts["environment"].get("CUDA_VISIBLE_DEVICES", None) in ("", "-1", "NoDevFiles"):
+        found.append("CUDA_VISIBLE_DEVICES hides every GPU from this process")
+    if "device_error" in facts:
+        found.append(f"the devices cannot be used: {facts['device_error']}")
+    missing = library.get("missing", {})
+    if missing:
+        count = sum(map(len, missing.values()))
+        newest = list(missing)[-1]
+        found.append(
+            f"NCCL {library['version']} lacks {count} functions that newer ones have; calling one raises "
+            f"NcclUnsupported. NCCL {newest} has them all"
+        )
+    if library.get("engine") == "cuda":
+        found += _wheel_hints(library, facts["packages"])
+        count = len(facts["devices"])
+        apart = [
+            f"{a}-{b}"
+            for a in range(count)
+            for b in range(a + 1, count)
+            if not (facts["peer_access"][a][b] and facts["peer_access"][b][a])
+        ]
+        if apart:
+            found.append(f"no peer access between devices {', '.join(apart)}: NCCL goes through host memory there")
+    if "ml_dtypes" not in facts["packages"]:
+        found.append("ml_dtypes is not installed: numpy arrays cannot be bfloat16 or fp8 (pip install ml_dtypes)")
+    shm = facts["shm"]
+    if shm is not None and shm["free"] < _SMALL_SHM:
+        found.append(
+            f"/dev/shm has {_size(shm['free'])} free: processes on one machine talk through it and may run out "
+            "(in a container: --shm-size=1g, or --ipc=host)"
+        )
+    return found
+
+
+def _wheel_hints(library: dict[str, Any], installed: dict[str, str]) -> list[str]:
+    wheels = [name for name in installed if name.startswith("nvidia-nccl-")]
+    found = []
+    if len(wheels) > 1:
+        found.append(f"{' and '.join(wheels)} overwrite each other's files; keep the one that fits CUDA")
+    for name in wheels:
+        if ".".join(installed[name].split(".")[:3]) != library["version"]:
+            found.append(f"{name} {installed[name]} is installed, but NCCL {library['version']} is loaded")
+    return found
+
+
+def text(facts: dict[str, Any]) -> str:
+    """Return the facts as lines for people."""
+    lines = [facts["first_line"], ""]
+    library = facts["library"]
+    if "error" in library:
+        lines += ["library", *("  " + line for line in library["error"].splitlines())]
+    else:
+        lines += _table(
+            "library",
+            {
+                "engine": "host, on CPU memory" if library["engine"] == "host" else "cuda",
+                "version": f"{library['version']} (ncclpy is written against {library['written_against']})",
+                "path": library["path"],
+                "found": library["found"],
+                "missing": "nothing" if not library["missing"] else "",
+            },
+        )
+        lines += [f"    since {since}: {', '.join(names)}" for since, names in library["missing"].items()]
+    lines += ["", *_device_lines(facts)]
+    lines += ["", *_table("packages", facts["packages"])]
+    lines += ["", *_table("environment", facts["environment"] or {"NCCL_*, NCCLPY_*": "none set"})]
+    shm = facts["shm"]
+    lines += [
+        "",
+        *_table(
+            "system",
+            {
+                "platform": facts["system"]["platform"],
+                "python": f"{facts['system']['python']} ({facts['system']['executable']})",
+                "/dev/shm": "none" if shm is None else f"{_size(shm['free'])} free of {_size(shm['total'])}",
+                "libnccl mapped": ", ".join(facts["mapped"]) or "none",
+            },
+        ),
+    ]
+    if facts["hints"]:
+        lines += ["", "hints", *(f"  - {hint}" for hint in facts["hints"])]
+    return "\n".join(lines)
+
+
+def _device_lines(facts: dict[str, Any]) -> list[str]:
+    if "device_error" in facts:
+        return ["devices", "  " + facts["device_error"]]
+    if not facts["devices"]:
+        return ["devices", "  none"]
+    lines = [f"devices (driver for CUDA {facts['driver']})"]
+    for entry in facts["devices"]:
+        lines.append(
+            f"  {entry['ordinal']:3d}  {entry['name']}  {_size(entry['memory'])}  {entry['pci_bus_id']}  "
+            f"compute capability {entry['compute_capability']}"
+        )
+    lines += ["", "links (x: direct access to the other's memory)"]
+    lines.append("      " + "".join(f"{entry['ordinal']:4d}" for entry in facts["devices"]))
+    for ordinal, row in enumerate(facts["peer_access"]):
+        marks = "".join("   ." if other == ordinal else "   x" if can else "   -" for other, can in enumerate(row))
+        lines.append(f"  {ordinal:4d}{marks}")
+    if facts["topology"]:
+        lines += ["", "nvidia-smi topo -m", *("  " + line for line in facts["topology"].splitlines())]
+    return lines
+
+
+def _table(title: str, entries: dict[str, str]) -> list[str]:
+    width = max((len(name) for name in entries), default=0)
+    return [title, *(f"  {name:<{width}}  {value}".rstrip() for name, value in entries.items())]
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def _size(nbytes: int) -> str:
+    power = min(max(nbytes.bit_length() - 1, 0) // 10, 4)
+    value = nbytes / 1024**power
+    return f"{value:.{0 if value >= 100 or power == 0 else 1}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

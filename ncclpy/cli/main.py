@@ -1,0 +1,81 @@
+"""The command line's entry: parse, choose the engine, run, turn failures into messages and exit statuses."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit status.
+
+    Parameters
+    ----------
+    argv
+        The arguments without the program's name; ``sys.argv[1:]`` by default.
+
+    Returns
+    -------
+    int
+        0 all right, 1 wrong results or a failure, 2 bad arguments, 130 interrupted.
+    """
+    parser, perf = _parsers()
+    given = parser.parse_args(argv)
+    try:
+        if given.command == "info":
+            return _info(given)
+        return _perf(perf, given)
+    except KeyboardInterrupt:
+        print("\nncclpy: interrupted; the communicators were aborted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader has gone, as in `ncclpy perf … | head`. Python would complain once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    from ncclpy.cli.perf.arguments import add_arguments
+
+    parser = argparse.ArgumentParser(prog="ncclpy", description="NCCL for Python: look at it, measure it.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    info = commands.add_parser("info", help="what is loaded, from where, on which devices; and hints")
+    info.add_argument("--json", action="store_true", help="print it as JSON")
+    perf = commands.add_parser("perf", help="time a collective and check its results, as nccl-tests does")
+    add_arguments(perf)
+    return parser, perf
+
+
+def _info(given: argparse.Namespace) -> int:
+    import json
+
+    from ncclpy.cli import info
+
+    facts = info.collect()
+    print(json.dumps(facts, indent=1) if given.json else info.text(facts))
+    return 1 if "error" in facts["library"] else 0
+
+
+def _perf(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
+    from ncclpy.cli import engine
+    from ncclpy.cli.perf.arguments import from_namespace
+    from ncclpy.core.errors import NcclError
+
+    arguments = from_namespace(parser, given)
+    try:
+        library, reason = engine.choose()
+        print(engine.first_line(f"perf {arguments.collective}", library, reason), flush=True)
+        from ncclpy.cli.perf import command
+        from ncclpy.cli.perf.crew import WorkerError
+
+        try:
+            return command.run(arguments)
+        except command.ArgumentError as error:
+            parser.error(str(error))
+        except WorkerError as error:
+            print(f"ncclpy perf: {error}", file=sys.stderr)
+    except NcclError as error:
+        print(f"ncclpy perf: {type(error).__name__}: {error}", file=sys.stderr)
+    return 1

@@ -1,0 +1,131 @@
+"""Run ``ncclpy perf``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import ncclpy
+from ncclpy.cli.perf.arguments import Arguments
+from ncclpy.cli.perf.crew import Crew
+from ncclpy.cli.perf.datatypes import TYPES
+from ncclpy.cli.perf.endpoint import GUARD
+from ncclpy.cli.perf.processes import Processes
+from ncclpy.cli.perf.progress import Progress
+from ncclpy.cli.perf.report import Report
+from ncclpy.cli.perf.sizes import sweep
+from ncclpy.cli.perf.threads import Threads
+from ncclpy.core import device
+
+
+class ArgumentError(ValueError):
+    """Report arguments that do not fit this machine."""
+
+
+def run(arguments: Arguments) -> int:
+    """Measure and print; return the exit status, 1 if any result was wrong.
+
+    Raises
+    ------
+    ArgumentError
+        If the machine lacks what was asked for.
+    """
+    library = ncclpy.library()
+    given, notes = fit(arguments)
+    sizes = (
+        1
+        if given.collective == "barrier"
+        else len(list(sweep(given.minbytes, given.maxbytes, given.stepbytes, given.stepfactor)))
+    )
+    with Progress(total=len(given.cases()) * sizes * (1 if given.collective == "barrier" else 2)) as progress:
+        report = Report(given, library, progress.write)
+        for note in notes:
+            progress.write(note)
+        show: dict[str, Callable[[Any], None]] = {
+            "head": report.head,
+            "row": report.row,
+            "step": lambda value: progress.step(),
+        }
+        crew: Crew = Processes(given, library.path) if given.processes else Threads(given)
+        try:
+            crew.run(lambda what, value: show[what](value))
+        except BaseException as error:
+            report.save(error=f"{type(error).__name__}: {error}")
+            raise
+        report.foot()
+    report.save()
+    if given.plot is not None:
+        from ncclpy.cli.perf.plot import draw
+
+        draw(report, given.plot)
+    return 1 if report.failures else 0
+
+
+def fit(arguments: Arguments) -> tuple[Arguments, list[str]]:
+    """Return the arguments as this machine can run them, and a line for each thing that was changed.
+
+    Raises
+    ------
+    ArgumentError
+        If there are too few devices, or no type is left.
+    """
+    library = ncclpy.library()
+    notes = []
+    available = ncclpy.device_count()
+    if arguments.nranks > available:
+        hint = f"; NCCLPY_HOST_DEVICES={arguments.nranks} shows more" if library.engine == "host" else ""
+        raise ArgumentError(
+            f"-g {arguments.ngpus} -t {arguments.nthreads} need {arguments.nranks} devices, "
+            f"there are {available}{hint}"
+        )
+    limit = memory_limit(arguments.nranks)
+    if arguments.maxbytes > limit and arguments.collective != "barrier":
+        if arguments.minbytes > limit:
+            raise ArgumentError(f"-b {arguments.minbytes} does not fit: there is memory for {limit} bytes a buffer")
+        notes.append(f"# Reducing maxBytes to {limit} due to memory limitation")
+        arguments = replace(arguments, maxbytes=limit)
+    kept = tuple(name for name in arguments.datatypes if not _lacking(name, arguments.nranks))
+    for name in arguments.datatypes:
+        lacking = _lacking(name, arguments.nranks)
+        if lacking and not kept:
+            raise ArgumentError(f"-d {name}: {lacking}")
+        if lacking:
+            notes.append(f"# Leaving out {name}: {lacking}")
+    return replace(arguments, datatypes=kept), notes
+
+
+def memory_limit(nranks: int) -> int:
+    """Return how many bytes each of a rank's two buffers may have, as nccl-tests reckons it.
+
+    A gibibyte in sixteen is left to others, four at most, and one to NCCL. The host engine's devices share the
+    machine's memory.
+    """
+    gib = 1 << 30
+    total = min(device.total_memory(ordinal) for ordinal in range(nranks))
+    if ncclpy.library().engine == "host":
+        return _available_memory(total) * 9 // 10 // (2 * nranks) - GUARD
+    return (total - min(-(-total // (16 * gib)) * gib, 4 * gib) - gib) // 2 - GUARD
+
+
+def _available_memory(otherwise: int) -> int:
+    try:
+        with open("/proc/meminfo") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # no /proc
+    return otherwise
+
+
+def _lacking(name: str, nranks: int) -> str:
+    """Return why a data type cannot be used here, or nothing."""
+    library, kind = ncclpy.library(), TYPES[name]
+    if library.version < kind.since:
+        return f"it needs NCCL {'.'.join(map(str, kind.since))}, this is {'.'.join(map(str, library.version))}"
+    if kind.itemsize == 1 and kind.digits and library.engine == "cuda":
+        old = [ordinal for ordinal in range(nranks) if device.compute_capability(ordinal) < (9, 0)]
+        if old:
+            return f"fp8 needs compute capability 9.0, device {old[0]} is older"
+    return ""

@@ -1,0 +1,122 @@
+"""The workers of a run as their master sees them: one loop that serves threads and processes alike.
+
+A worker sends ``(what, value)``. ``"exchange"`` is answered, once all have sent it, with the list of all values;
+``"done"`` and ``"error"`` end the worker; everything else goes to whoever shows the run. Every wait has a deadline: if
+nothing comes from any worker for so long, the run is aborted.
+"""
+
+from __future__ import annotations
+
+import abc
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ncclpy.core.errors import NcclTimeout
+
+# Seconds that aborted workers get to end.
+GRACE = 15.0
+
+
+class WorkerError(RuntimeError):
+    """Report the failure of a worker; the message carries its traceback or how its process ended."""
+
+
+class Crew(abc.ABC):
+    """Start workers, let them talk, and end them.
+
+    Parameters
+    ----------
+    size
+        How many workers there are.
+    timeout
+        Seconds of silence after which the run is aborted.
+    """
+
+    def __init__(self, size: int, timeout: float) -> None:
+        self.size = size
+        self.timeout = timeout
+
+    @abc.abstractmethod
+    def start(self) -> None:
+        """Start all workers."""
+
+    @abc.abstractmethod
+    def receive(self, timeout: float) -> tuple[int, str, Any] | None:
+        """Return ``(worker, what, value)`` of the next message, or ``None`` if none came within `timeout` seconds."""
+
+    @abc.abstractmethod
+    def answer(self, worker: int, value: Any) -> None:
+        """Answer an exchange."""
+
+    @abc.abstractmethod
+    def abort(self) -> None:
+        """Make the workers abort their communicators; returns at once."""
+
+    @abc.abstractmethod
+    def join(self, timeout: float) -> None:
+        """Wait for the workers to end; those that do not are left behind (threads) or killed (processes)."""
+
+    def run(self, show: Callable[[str, Any], None]) -> None:
+        """Serve the workers until all are done.
+
+        Parameters
+        ----------
+        show
+            ``show(what, value)`` takes what the workers report.
+
+        Raises
+        ------
+        WorkerError
+            If a worker failed.
+        NcclTimeout
+            If nothing came from any worker for `timeout` seconds.
+        """
+        finished = False
+        try:
+            self.start()
+            self._serve(show)
+            finished = True
+        finally:
+            if not finished:
+                self.abort()
+            self.join(self.timeout if finished else GRACE)
+
+    def _serve(self, show: Callable[[str, Any], None]) -> None:
+        waiting: dict[int, Any] = {}
+        working = set(range(self.size))
+        last = "nothing"
+        while working:
+            message = self.receive(self.timeout)
+            if message is None:
+                silent = sorted(working - waiting.keys())
+                raise NcclTimeout(
+                    f"no worker moved for {self.timeout:g} s after {last}; still in a call: "
+                    f"worker {', '.join(map(str, silent))} of {self.size}. The communicators are aborted. "
+                    "For slow machines or long runs raise -T."
+                )
+            worker, what, value = message
+            if what == "error":
+                raise WorkerError(f"worker {worker} of {self.size} failed:\n{self._with_others(worker, value)}")
+            if what == "done":
+                working.discard(worker)
+            elif what == "exchange":
+                waiting[worker] = value
+                if len(waiting) == self.size:
+                    values = [waiting[index] for index in range(self.size)]
+                    waiting.clear()
+                    for index in range(self.size):
+                        self.answer(index, values)
+            else:
+                last = f"{what} {value!r}" if what != "row" else f"size {value.size}"
+                show(what, value)
+
+    def _with_others(self, first: int, text: str) -> str:
+        """Wait a moment for the errors of others: one may say why the first failed."""
+        texts = [text]
+        deadline = time.monotonic() + 0.5
+        while (left := deadline - time.monotonic()) > 0:
+            message = self.receive(left)
+            if message is not None and message[1] == "error" and message[0] != first:
+                texts.append(f"worker {message[0]}:\n{message[2]}")
+        return "\n".join(texts)

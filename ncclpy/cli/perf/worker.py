@@ -1,0 +1,281 @@
+"""One worker of a run: a thread, or a process, that drives some of the ranks through the whole sweep.
+
+All workers walk through the same cases, sizes and iterations in step. What they must agree on goes through their
+`Link`; the first of them reports.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import ncclpy
+from ncclpy.cli.perf.arguments import Arguments
+from ncclpy.cli.perf.collectives import Layout
+from ncclpy.cli.perf.data import PERIOD, Data, make
+from ncclpy.cli.perf.datatypes import TYPES, Type
+from ncclpy.cli.perf.endpoint import Call, Endpoint
+from ncclpy.cli.perf.report import Rank, Row, Side
+from ncclpy.cli.perf.sizes import sweep
+from ncclpy.core import device
+
+
+class Link(Protocol):
+    """Connect one worker with the others and with who started them."""
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Wait for all workers and return the value of each."""
+
+    def report(self, what: str, value: Any) -> None:
+        """Hand something to show over."""
+
+
+_COMBINE: tuple[Callable[[list[float]], float], ...] = (
+    lambda times: times[0],
+    lambda times: sum(times) / len(times),
+    min,
+    max,
+)
+
+
+class Worker:
+    """Drive the ranks from ``index * ranks`` on, each on the device of its own number.
+
+    Parameters
+    ----------
+    arguments
+        What was asked for.
+    index
+        Which of the workers this is.
+    ranks
+        How many ranks each worker drives.
+    link
+        The way to the others.
+    """
+
+    def __init__(self, arguments: Arguments, index: int, ranks: int, link: Link) -> None:
+        self.arguments = arguments
+        self.index = index
+        self.ranks = range(index * ranks, (index + 1) * ranks)
+        self.link = link
+        self.communicators: list[ncclpy.Communicator] = []
+        self.endpoints: list[Endpoint] = []
+        self.aborted = False
+        self._runs = 0
+        self._pool = ThreadPoolExecutor(max(1, min(ranks, os.cpu_count() or 1)))
+
+    def run(self) -> None:
+        """Do everything: connect, sweep, close."""
+        try:
+            self._connect()
+            for name, op, root in self.arguments.cases():
+                self._sweep(TYPES[name], op, root)
+            self.link.exchange(None)  # nobody closes while others still work
+        except BaseException:
+            self.abort()
+            raise
+        finally:
+            self._pool.shutdown()
+            for endpoint in self.endpoints:
+                endpoint.release()
+        for communicator in self.communicators:
+            communicator.close()
+
+    def abort(self) -> None:
+        """End whatever the ranks are doing; callable from another thread."""
+        self.aborted = True
+        for communicator in self.communicators:
+            communicator.abort()
+
+    def _connect(self) -> None:
+        given = self.arguments
+        unique = self.link.exchange(bytes(ncclpy.get_unique_id()) if self.index == 0 else None)[0]
+        config = self._config()
+        with ncclpy.group():
+            for rank in self.ranks:
+                self.communicators.append(
+                    ncclpy.Communicator.init(
+                        given.nranks, rank, ncclpy.UniqueId.from_bytes(unique), device=rank, config=config
+                    )
+                )
+        nbytes = 0 if given.collective == "barrier" else given.maxbytes
+        self.endpoints = [Endpoint(communicator, nbytes) for communicator in self.communicators]
+        ranks = self.link.exchange([_describe(endpoint) for endpoint in self.endpoints])
+        if self.index == 0:
+            self.link.report("head", [rank for some in ranks for rank in some])
+
+    def _config(self) -> ncclpy.Config:
+        """Return the configuration that nccl-tests uses, as far as the loaded NCCL knows it."""
+        version = ncclpy.library().version
+        options: dict[str, int] = {}
+        if version >= (2, 28, 0):
+            options["nvlink_centric_sched"] = 1
+        if version >= (2, 30, 0) and self.arguments.collective == "sendrecv":
+            options["max_p2p_peers"] = 2
+        return ncclpy.Config(**options)
+
+    def _sweep(self, kind: Type, op: str | None, root: int) -> None:
+        given, collective = self.arguments, self.arguments.kind
+        if collective.name == "barrier":
+            self._row(0, kind, op, root)
+            return
+        data = make(kind.name, op, given.nranks, PERIOD, (given.maxbytes,))
+        self._each(lambda endpoint: endpoint.spread(data.inputs[endpoint.rank]))
+        for size in sweep(given.minbytes, given.maxbytes, 0, 2):
+            if size == 0:
+                break
+            layout = collective.layout(size // kind.itemsize, kind.itemsize, given.nranks)
+            launches = self._launches(layout, kind, op, root, False, given.warmup_iters)
+            for iteration in range(given.warmup_iters):
+                self._launch(launches[iteration % len(launches)])
+            self._complete()
+        for size in sweep(given.minbytes, given.maxbytes, given.stepbytes, given.stepfactor):
+            self._row(size, kind, op, root)
+
+    def _row(self, size: int, kind: Type, op: str | None, root: int) -> None:
+        given = self.arguments
+        layout = given.kind.layout(size // kind.itemsize, kind.itemsize, given.nranks)
+        out_of_place = self._measure(layout, kind, op, root, False)
+        in_place = None if given.collective == "barrier" else self._measure(layout, kind, op, root, True)
+        if self.index == 0:
+            row = Row(
+                size=max(layout.send, layout.recv) * kind.itemsize,
+                count=layout.count,
+                type=kind.name,
+                redop=op or "none",
+                root=root,
+                out_of_place=out_of_place,
+                in_place=in_place,
+                actual_iterations=given.iters,
+            )
+            self.link.report("row", row)
+
+    def _measure(self, layout: Layout, kind: Type, op: str | None, root: int, in_place: bool) -> Side:
+        """Time the iterations and then, in a run of its own, check the result."""
+        given, collective = self.arguments, self.arguments.kind
+        self._runs += 1
+        launches = self._launches(layout, kind, op, root, in_place, given.iters * given.agg_iters)
+        self._launch(launches[0])
+        self._complete()
+        seconds = self._time(launches)
+        seconds = _COMBINE[given.average](self.link.exchange(seconds))
+        checked = given.check > 0 and (collective.in_place or not in_place) and collective.name != "barrier"
+        wrong = None
+        for attempt in range(given.check if checked else 0):
+            seed = (self._runs, attempt)
+            wrong = sum(self.link.exchange(self._check(layout, kind, op, root, in_place, launches[0], seed)))
+            if wrong:
+                break
+        algorithm, bus = collective.bandwidth(layout, kind.itemsize, seconds, given.nranks)
+        if self.index == 0:
+            self.link.report("step", None)
+        return Side(seconds * 1e6, algorithm, bus, wrong)
+
+    def _time(self, launches: list[list[Call]]) -> float:
+        """Return the seconds of one iteration, over all of them back to back."""
+        given = self.arguments
+        self._meet()
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            counted = 0.0
+            start = time.perf_counter()
+            for iteration in range(given.iters):
+                begin = time.perf_counter()
+                if given.agg_iters > 1:
+                    with ncclpy.group():
+                        for turn in range(given.agg_iters):
+                            self._launch(launches[(iteration * given.agg_iters + turn) % len(launches)])
+                else:
+                    self._launch(launches[iteration % len(launches)])
+                if given.blocking:
+                    self._complete()
+                    counted += time.perf_counter() - begin
+                    if given.blocking != 2:
+                        self.link.exchange(None)
+            self._complete()
+            elapsed = time.perf_counter() - start
+        finally:
+            if collecting:
+                gc.enable()
+        return (counted if given.blocking == 3 else elapsed) / (given.iters * given.agg_iters)
+
+    def _check(
+        self,
+        layout: Layout,
+        kind: Type,
+        op: str | None,
+        root: int,
+        in_place: bool,
+        calls: list[Call],
+        seed: tuple[int, ...],
+    ) -> int:
+        given = self.arguments
+        elements = max(layout.send, layout.recv)
+        data: Data = make(kind.name, op, given.nranks, elements, (elements, *seed))
+        task = (given.kind, layout, kind, root, in_place, data)
+        self._each(lambda endpoint: endpoint.prepare(*task))
+        self.link.exchange(None)  # all data are in place before the first rank reads them
+        self._launch(calls)
+        self._complete()
+        return sum(self._each(lambda endpoint: endpoint.wrong(*task)))
+
+    def _launches(
+        self, layout: Layout, kind: Type, op: str | None, root: int, in_place: bool, wanted: int
+    ) -> list[list[Call]]:
+        """Return the calls of successive iterations, each further on in the buffers, so that caches do not help."""
+        nbytes = max(layout.send, layout.recv) * kind.itemsize
+        places = min(self.arguments.maxbytes // nbytes, wanted) if nbytes else 1
+        return [
+            [
+                call
+                for endpoint in self.endpoints
+                for call in endpoint.calls(self.arguments.kind, layout, kind, op, root, in_place, place * nbytes)
+            ]
+            for place in range(max(1, places))
+        ]
+
+    def _launch(self, calls: list[Call]) -> None:
+        if len(calls) == 1:
+            calls[0]()
+            return
+        with ncclpy.group():
+            for call in calls:
+                call()
+
+    def _complete(self) -> None:
+        """Wait for all streams; a failure of the network or an abort shows only then."""
+        for endpoint in self.endpoints:
+            endpoint.stream.synchronize()
+        if self.aborted:
+            raise ncclpy.NcclAborted("the run was aborted")
+        for communicator in self.communicators:
+            error = communicator.async_error()
+            if error is not None:
+                raise error
+
+    def _meet(self) -> None:
+        """Bring all ranks to one point in time: roughly through the link, closely through NCCL."""
+        self.link.exchange(None)
+        self._launch([communicator.barrier for communicator in self.communicators])
+        self._complete()
+
+    def _each(self, task: Callable[[Endpoint], Any]) -> list[Any]:
+        """Do something with every endpoint, several at a time."""
+        return list(self._pool.map(task, self.endpoints))
+
+
+def _describe(endpoint: Endpoint) -> Rank:
+    return Rank(
+        rank=endpoint.rank,
+        pid=os.getpid(),
+        hostname=socket.gethostname(),
+        device=endpoint.device,
+        pci_bus_id=device.pci_bus_id(endpoint.device),
+        name=device.name(endpoint.device),
+    )

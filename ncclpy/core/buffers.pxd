@@ -1,0 +1,43 @@
+from ncclpy.abi.dlpack cimport DLPackExchangeAPI
+from ncclpy.abi.driver cimport CUstream
+
+# Where memory lies, beside the ordinals of devices.
+cdef enum:
+    HOST_MEMORY = -1  # CPU memory: only the host engine takes it
+    UNKNOWN_DEVICE = -2  # nobody said: explicit pointers, page-locked memory
+
+# How NCCL's real types carry what NCCL has not.
+cdef enum:
+    REAL = 0
+    BOOLEAN = 1  # as uint8
+    COMPLEX = 2  # as pairs of reals
+
+# Whose current stream stands for stream=None.
+cdef enum:
+    NO_FRAMEWORK = 0
+    EXCHANGE_API = 1
+    TORCH = 2
+    CUPY = 3
+    INTERFACE = 4  # __cuda_array_interface__ names a stream itself
+
+
+cdef struct View:
+    void* pointer
+    size_t count  # in elements of `datatype`: a complex array counts double
+    size_t nbytes
+    int datatype  # ncclDataType_t
+    int flavour
+    int device
+    int framework
+    bint readonly
+    CUstream stream  # INTERFACE only
+    const DLPackExchangeAPI* api  # EXCHANGE_API only
+
+
+cdef class Buffer:
+    cdef View view
+    cdef readonly object owner
+
+
+cdef int read_view(object obj, View* view, str argument) except -1
+cdef int current_stream(const View* view, int device, CUstream* out) except -1

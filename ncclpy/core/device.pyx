@@ -1,0 +1,264 @@
+"""Devices: which there are, which is current, and plain device memory.
+
+A device is an ordinal, as in CUDA. ncclpy only uses primary contexts, those of the CUDA runtime, torch and CuPy, and
+leaves the calling thread's current device as it found it.
+"""
+
+import contextlib
+import uuid as _uuid
+
+from libc.stdint cimport uintptr_t
+from libc.stdlib cimport calloc
+
+from ncclpy.abi.driver cimport (
+    CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+    CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+    CUdevice,
+    CUdeviceptr,
+    CUresult,
+    CUstream,
+    CUuuid,
+)
+from ncclpy.core.check cimport check_driver
+from ncclpy.core.library cimport driver, require_driver
+
+# Primary contexts are retained once and kept, as the CUDA runtime does: releasing one while a library still has
+# streams in it would pull the ground from under that library.
+cdef CUcontext* _contexts = NULL
+cdef int _count = -1
+
+
+cdef int _load() except -1:
+    """Count the devices once; the first use of the driver in this module."""
+    global _contexts, _count
+    cdef int count = 0
+    require_driver(<void*>driver.cuDeviceGetCount, b"cuDeviceGetCount")
+    check_driver(driver.cuDeviceGetCount(&count), b"cuDeviceGetCount")
+    if _contexts == NULL:
+        _contexts = <CUcontext*>calloc(count + 1, sizeof(CUcontext))
+        if _contexts == NULL:
+            raise MemoryError
+        _count = count
+    return 0
+
+
+def device_count():
+    """Return how many devices this process sees (`cuDeviceGetCount`)."""
+    _load()
+    return _count
+
+
+cdef int as_device(object device) except -2:
+    """Return the ordinal that `device` stands for: None is the current one; an object may have ``device_id``."""
+    cdef int ordinal
+    if device is None:
+        return current_device()
+    if isinstance(device, int):
+        ordinal = device
+    elif isinstance(getattr(device, "device_id", None), int):  # cuda.core.Device
+        ordinal = device.device_id
+    elif isinstance(getattr(device, "index", None), int):  # torch.device
+        ordinal = device.index
+    else:
+        raise TypeError(f"device: expected an ordinal, got {device!r}")
+    if _count < 0 or driver.cuDeviceGetCount == NULL:
+        _load()
+    if ordinal < 0 or ordinal >= _count:
+        raise ValueError(f"device {ordinal} does not exist: this process sees {_count} (0 to {_count - 1})")
+    return ordinal
+
+
+cdef int current_device() except -2:
+    """Return the calling thread's current device; without a context it is 0, as for the CUDA runtime."""
+    cdef CUcontext context = NULL
+    cdef CUdevice ordinal = 0
+    require_driver(<void*>driver.cuCtxGetCurrent, b"cuCtxGetCurrent")
+    check_driver(driver.cuCtxGetCurrent(&context), b"cuCtxGetCurrent")
+    if context != NULL:
+        check_driver(driver.cuCtxGetDevice(&ordinal), b"cuCtxGetDevice")
+    return ordinal
+
+
+cdef CUcontext context_of(int ordinal) except NULL:
+    """Return the primary context of a device, retained on first use."""
+    cdef CUresult result
+    if _count < 0 or driver.cuDevicePrimaryCtxRetain == NULL:
+        _load()
+    if ordinal < 0 or ordinal >= _count:
+        raise ValueError(f"device {ordinal} does not exist: this process sees {_count}")
+    if _contexts[ordinal] == NULL:
+        with nogil:
+            result = driver.cuDevicePrimaryCtxRetain(&_contexts[ordinal], ordinal)
+        check_driver(result, b"cuDevicePrimaryCtxRetain")
+    return _contexts[ordinal]
+
+
+cdef CUcontext enter_device(int ordinal) except? NULL:
+    """Make a device current and return the context to give back to `leave_device`, which may be NULL."""
+    cdef CUcontext context = context_of(ordinal)
+    cdef CUcontext saved = NULL
+    check_driver(driver.cuCtxGetCurrent(&saved), b"cuCtxGetCurrent")
+    if saved != context:
+        check_driver(driver.cuCtxSetCurrent(context), b"cuCtxSetCurrent")
+    return saved
+
+
+cdef int leave_device(CUcontext saved) except -1:
+    """Restore what was current before `enter_device`."""
+    check_driver(driver.cuCtxSetCurrent(saved), b"cuCtxSetCurrent")
+    return 0
+
+
+def current():
+    """Return the ordinal of the calling thread's current device."""
+    return current_device()
+
+
+@contextlib.contextmanager
+def using(device):
+    """Make `device` current inside a ``with`` block and restore the previous one after it.
+
+    Parameters
+    ----------
+    device : int
+        The ordinal.
+    """
+    cdef uintptr_t saved = <uintptr_t>enter_device(as_device(device))
+    try:
+        yield
+    finally:
+        leave_device(<CUcontext>saved)
+
+
+def name(device=None):
+    """Return the name of a device (`cuDeviceGetName`)."""
+    cdef char[256] text
+    cdef int ordinal = as_device(device)
+    check_driver(driver.cuDeviceGetName(text, sizeof(text), ordinal), b"cuDeviceGetName")
+    return (<bytes><char*>text).decode()
+
+
+def uuid(device=None):
+    """Return the `uuid.UUID` of a device; two ordinals of one GPU have the same one (`cuDeviceGetUuid`)."""
+    cdef CUuuid value
+    cdef int ordinal = as_device(device)
+    check_driver(driver.cuDeviceGetUuid(&value, ordinal), b"cuDeviceGetUuid")
+    return _uuid.UUID(bytes=value.bytes[:16])
+
+
+def pci_bus_id(device=None):
+    """Return the PCI bus id of a device, ``"0000:1b:00.0"`` (`cuDeviceGetPCIBusId`)."""
+    cdef char[64] text
+    cdef int ordinal = as_device(device)
+    check_driver(driver.cuDeviceGetPCIBusId(text, sizeof(text), ordinal), b"cuDeviceGetPCIBusId")
+    return (<bytes><char*>text).decode()
+
+
+def total_memory(device=None):
+    """Return the memory of a device in bytes (`cuDeviceTotalMem`)."""
+    cdef size_t nbytes = 0
+    cdef int ordinal = as_device(device)
+    check_driver(driver.cuDeviceTotalMem_v2(&nbytes, ordinal), b"cuDeviceTotalMem_v2")
+    return nbytes
+
+
+def compute_capability(device=None):
+    """Return ``(major, minor)`` of a device; the host engine's devices have (0, 0) (`cuDeviceGetAttribute`)."""
+    cdef int major = 0, minor = 0
+    cdef int ordinal = as_device(device)
+    check_driver(
+        driver.cuDeviceGetAttribute(&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, ordinal),
+        b"cuDeviceGetAttribute",
+    )
+    check_driver(
+        driver.cuDeviceGetAttribute(&minor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, ordinal),
+        b"cuDeviceGetAttribute",
+    )
+    return major, minor
+
+
+def can_access_peer(device, peer):
+    """Return whether `device` can read the memory of `peer` directly (`cuDeviceCanAccessPeer`)."""
+    cdef int can = 0
+    cdef int a = as_device(device), b = as_device(peer)
+    check_driver(driver.cuDeviceCanAccessPeer(&can, a, b), b"cuDeviceCanAccessPeer")
+    return bool(can)
+
+
+def driver_version():
+    """Return the CUDA version that the driver supports, ``(13, 0)`` (`cuDriverGetVersion`)."""
+    cdef int code = 0
+    require_driver(<void*>driver.cuDriverGetVersion, b"cuDriverGetVersion")
+    check_driver(driver.cuDriverGetVersion(&code), b"cuDriverGetVersion")
+    return code // 1000, code % 1000 // 10
+
+
+def allocate(size_t nbytes, device=None):
+    """Allocate device memory and return its address (`cuMemAlloc`); give it back with `free`.
+
+    Parameters
+    ----------
+    nbytes : int
+        Size in bytes; 0 is rounded up to 1.
+    device : int, optional
+        The ordinal; the current device by default.
+    """
+    cdef CUdeviceptr pointer = 0
+    cdef CUresult result
+    cdef CUcontext saved = enter_device(as_device(device))
+    if nbytes == 0:
+        nbytes = 1  # the driver refuses 0; an empty buffer still wants an address
+    with nogil:
+        result = driver.cuMemAlloc_v2(&pointer, nbytes)
+    leave_device(saved)
+    check_driver(result, b"cuMemAlloc_v2")
+    return pointer
+
+
+def free(uintptr_t pointer):
+    """Free memory that `allocate` returned (`cuMemFree`); waits for work that uses it."""
+    cdef CUresult result
+    require_driver(<void*>driver.cuMemFree_v2, b"cuMemFree_v2")
+    with nogil:
+        result = driver.cuMemFree_v2(pointer)
+    check_driver(result, b"cuMemFree_v2")
+
+
+def copy(uintptr_t dst, uintptr_t src, size_t nbytes, stream=None):
+    """Copy memory in stream order, in any direction (`cuMemcpyAsync`).
+
+    Parameters
+    ----------
+    dst, src : int
+        Addresses of device or host memory.
+    nbytes : int
+        Size in bytes.
+    stream : optional
+        Any stream object or handle; the legacy default stream by default. Host memory that is not page-locked may
+        make the call wait.
+    """
+    cdef CUstream handle = _stream_handle(stream)
+    cdef CUresult result
+    require_driver(<void*>driver.cuMemcpyAsync, b"cuMemcpyAsync")
+    with nogil:
+        result = driver.cuMemcpyAsync(dst, src, nbytes, handle)
+    check_driver(result, b"cuMemcpyAsync")
+
+
+def memset(uintptr_t pointer, unsigned char value, size_t nbytes, stream=None):
+    """Fill memory with one byte value in stream order (`cuMemsetD8Async`)."""
+    cdef CUstream handle = _stream_handle(stream)
+    cdef CUresult result
+    require_driver(<void*>driver.cuMemsetD8Async, b"cuMemsetD8Async")
+    with nogil:
+        result = driver.cuMemsetD8Async(pointer, value, nbytes, handle)
+    check_driver(result, b"cuMemsetD8Async")
+
+
+cdef CUstream _stream_handle(object stream) except? NULL:
+    # The full conversion lives one room above, in `stream`; memory needs only handles and objects that carry one.
+    if stream is None:
+        return NULL
+    if isinstance(stream, int):
+        return <CUstream><uintptr_t>stream
+    return <CUstream><uintptr_t>int(stream.__cuda_stream__()[1])

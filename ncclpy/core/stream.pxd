@@ -1,0 +1,16 @@
+from ncclpy.abi.driver cimport CUcontext, CUevent, CUstream
+
+cdef CUstream as_stream(object stream) except? NULL
+
+
+cdef class Stream:
+    cdef CUstream raw
+    cdef readonly int device
+    cdef object __weakref__
+
+
+cdef class Event:
+    cdef CUevent raw
+    cdef readonly int device
+    cdef readonly bint timing
+    cdef object __weakref__

@@ -1,0 +1,287 @@
+"""Streams and events over the driver table; they work the same on both engines."""
+
+from libc.stdint cimport uintptr_t
+
+from ncclpy.abi.driver cimport (
+    CU_EVENT_DISABLE_TIMING,
+    CU_EVENT_WAIT_DEFAULT,
+    CU_STREAM_NON_BLOCKING,
+    CUDA_ERROR_NOT_READY,
+    CUresult,
+)
+from ncclpy.core.check cimport check_driver
+from ncclpy.core.device cimport as_device, enter_device, leave_device
+from ncclpy.core.library cimport driver, require_driver
+
+# How the handle is got out of a stream object, by exact type; filled at first sight of a type.
+cdef dict _readers = {}
+
+
+cdef CUstream as_stream(object stream) except? NULL:
+    """Return the handle of a stream: an int, a `Stream`, a cuda.bindings handle or any ``__cuda_stream__`` object."""
+    cdef object reader
+    if type(stream) is int:
+        return <CUstream><uintptr_t>stream
+    if type(stream) is Stream:
+        return alive(<Stream>stream)
+    reader = _readers.get(type(stream))
+    if reader is None:
+        reader = _reader_of(stream)
+        _readers[type(stream)] = reader
+    return <CUstream><uintptr_t>reader(stream)
+
+
+cdef object _reader_of(object stream):
+    """Choose once for a type how its objects are read; nothing is imported to find out."""
+    kind = type(stream)
+    protocol = getattr(kind, "__cuda_stream__", None)
+    if protocol is not None:
+        if callable(protocol):
+            return lambda stream: stream.__cuda_stream__()[1]
+        return lambda stream: stream.__cuda_stream__[1]  # a property, as in early cuda.core
+    if hasattr(kind, "cuda_stream"):  # torch before it had the protocol
+        return lambda stream: stream.cuda_stream
+    if hasattr(kind, "ptr"):  # CuPy before it had the protocol
+        return lambda stream: stream.ptr
+    if hasattr(kind, "__int__") or hasattr(kind, "__index__"):  # cuda.bindings' CUstream and cudaStream_t, numpy ints
+        return int
+    raise TypeError(
+        f"stream: expected an int, ncclpy.Stream, a cuda.bindings handle or an object with __cuda_stream__, "
+        f"got {kind.__module__}.{kind.__qualname__}"
+    )
+
+
+cdef CUstream alive(Stream stream) except? NULL:
+    if stream.raw == NULL:
+        raise ValueError("stream: this ncclpy.Stream is closed")
+    require_driver(<void*>driver.cuStreamQuery, b"cuStreamQuery")  # a forked child is refused here
+    return stream.raw
+
+
+cdef class Stream:
+    """Own an ordered queue of work on a device (`cuStreamCreateWithPriority`).
+
+    It does not synchronise with the legacy default stream.
+
+    Parameters
+    ----------
+    device : int, optional
+        The ordinal; the current device by default.
+    priority : int, optional
+        Lower numbers go first; the driver clamps it to the device's range.
+    """
+
+    def __init__(self, device=None, *, int priority=0):
+        cdef int ordinal = as_device(device)
+        cdef CUresult result
+        cdef CUcontext saved
+        if self.raw != NULL:
+            raise RuntimeError("a Stream is initialised once")
+        saved = enter_device(ordinal)
+        with nogil:
+            result = driver.cuStreamCreateWithPriority(&self.raw, CU_STREAM_NON_BLOCKING, priority)
+        leave_device(saved)
+        check_driver(result, b"cuStreamCreateWithPriority")
+        self.device = ordinal
+
+    @property
+    def handle(self):
+        """The `CUstream` as an int; it raises once the stream is closed."""
+        return <uintptr_t>alive(self)
+
+    def __cuda_stream__(self):
+        """Return ``(protocol version, handle)``, by which other libraries take this stream."""
+        return 0, <uintptr_t>alive(self)
+
+    def synchronize(self):
+        """Wait until everything queued so far has run (`cuStreamSynchronize`)."""
+        cdef CUstream raw = alive(self)
+        with nogil:
+            check_driver(driver.cuStreamSynchronize(raw), b"cuStreamSynchronize")
+
+    def is_done(self):
+        """Return whether everything queued so far has run (`cuStreamQuery`)."""
+        cdef CUresult result = driver.cuStreamQuery(alive(self))
+        if result == CUDA_ERROR_NOT_READY:
+            return False
+        check_driver(result, b"cuStreamQuery")
+        return True
+
+    def wait(self, Event event not None):
+        """Let work queued from now on wait for `event`; the CPU does not wait (`cuStreamWaitEvent`)."""
+        cdef CUstream raw = alive(self)
+        cdef CUevent handle = event_alive(event)
+        with nogil:
+            check_driver(driver.cuStreamWaitEvent(raw, handle, CU_EVENT_WAIT_DEFAULT), b"cuStreamWaitEvent")
+
+    def record(self, Event event=None):
+        """Record an event behind what is queued so far and return it.
+
+        Parameters
+        ----------
+        event : Event, optional
+            The event to record; by default a new one, without timing.
+        """
+        if event is None:
+            event = Event(self.device)
+        event.record(self)
+        return event
+
+    @property
+    def closed(self):
+        """Whether `close` was called."""
+        return self.raw == NULL
+
+    def close(self):
+        """Give the stream back; work already queued still runs (`cuStreamDestroy`)."""
+        cdef CUstream raw = self.raw
+        cdef CUresult result
+        if raw == NULL:
+            return
+        self.raw = NULL
+        require_driver(<void*>driver.cuStreamDestroy_v2, b"cuStreamDestroy_v2")
+        with nogil:
+            result = driver.cuStreamDestroy_v2(raw)
+        check_driver(result, b"cuStreamDestroy_v2")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.close()
+
+    def __dealloc__(self):
+        # Destroying a stream is local and does not wait. After a fork the table is empty and nothing is called.
+        if self.raw != NULL and driver.cuStreamDestroy_v2 != NULL:
+            driver.cuStreamDestroy_v2(self.raw)
+
+    def __repr__(self):
+        state = "closed" if self.raw == NULL else f"handle={<uintptr_t>self.raw:#x}"
+        return f"<ncclpy.Stream device={self.device} {state}>"
+
+
+cdef CUevent event_alive(Event event) except? NULL:
+    if event.raw == NULL:
+        raise ValueError("event: this ncclpy.Event is closed")
+    require_driver(<void*>driver.cuEventQuery, b"cuEventQuery")
+    return event.raw
+
+
+cdef class Event:
+    """Own a mark in a stream's order (`cuEventCreate`).
+
+    Parameters
+    ----------
+    device : int, optional
+        The ordinal; the current device by default. An event is recorded on streams of its own device and may be
+        waited for by streams of any.
+    timing : bool, optional
+        Whether `elapsed_time` will be asked; without it recording is cheaper.
+    """
+
+    def __init__(self, device=None, *, bint timing=False):
+        cdef int ordinal = as_device(device)
+        cdef CUresult result
+        cdef CUcontext saved
+        if self.raw != NULL:
+            raise RuntimeError("an Event is initialised once")
+        saved = enter_device(ordinal)
+        with nogil:
+            result = driver.cuEventCreate(&self.raw, 0 if timing else CU_EVENT_DISABLE_TIMING)
+        leave_device(saved)
+        check_driver(result, b"cuEventCreate")
+        self.device = ordinal
+        self.timing = timing
+
+    @property
+    def handle(self):
+        """The `CUevent` as an int; it raises once the event is closed."""
+        return <uintptr_t>event_alive(self)
+
+    def record(self, stream=None):
+        """Record the event behind what `stream` has queued so far (`cuEventRecord`).
+
+        Parameters
+        ----------
+        stream : optional
+            Any stream object or handle; the legacy default stream of the event's device by default.
+        """
+        cdef CUevent event = event_alive(self)
+        cdef CUstream raw = NULL if stream is None else as_stream(stream)
+        cdef CUresult result
+        cdef CUcontext saved = enter_device(self.device)
+        with nogil:
+            result = driver.cuEventRecord(event, raw)
+        leave_device(saved)
+        check_driver(result, b"cuEventRecord")
+
+    def is_done(self):
+        """Return whether the last record has been reached; an event never recorded is done (`cuEventQuery`)."""
+        cdef CUresult result = driver.cuEventQuery(event_alive(self))
+        if result == CUDA_ERROR_NOT_READY:
+            return False
+        check_driver(result, b"cuEventQuery")
+        return True
+
+    def synchronize(self):
+        """Wait until the last record has been reached (`cuEventSynchronize`)."""
+        cdef CUevent event = event_alive(self)
+        with nogil:
+            check_driver(driver.cuEventSynchronize(event), b"cuEventSynchronize")
+
+    def elapsed_time(self, Event end not None):
+        """Return the device time from this event to `end` in milliseconds (`cuEventElapsedTime`).
+
+        Both events must have been made with ``timing=True`` and be done.
+        """
+        cdef float milliseconds = 0
+        cdef CUevent first = event_alive(self), last = event_alive(end)
+        if not self.timing or not end.timing:
+            raise ValueError("elapsed_time needs events made with ncclpy.Event(timing=True)")
+        with nogil:
+            check_driver(driver.cuEventElapsedTime(&milliseconds, first, last), b"cuEventElapsedTime")
+        return milliseconds
+
+    @property
+    def closed(self):
+        """Whether `close` was called."""
+        return self.raw == NULL
+
+    def close(self):
+        """Give the event back (`cuEventDestroy`)."""
+        cdef CUevent raw = self.raw
+        if raw == NULL:
+            return
+        self.raw = NULL
+        require_driver(<void*>driver.cuEventDestroy_v2, b"cuEventDestroy_v2")
+        check_driver(driver.cuEventDestroy_v2(raw), b"cuEventDestroy_v2")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.close()
+
+    def __dealloc__(self):
+        if self.raw != NULL and driver.cuEventDestroy_v2 != NULL:
+            driver.cuEventDestroy_v2(self.raw)
+
+    def __repr__(self):
+        state = "closed" if self.raw == NULL else f"handle={<uintptr_t>self.raw:#x}"
+        return f"<ncclpy.Event device={self.device} {state}>"
+
+
+def synchronize(device=None):
+    """Wait until everything queued on a device has run (`cuCtxSynchronize`).
+
+    Parameters
+    ----------
+    device : int, optional
+        The ordinal; the current device by default.
+    """
+    cdef CUcontext saved = enter_device(as_device(device))
+    cdef CUresult result
+    with nogil:
+        result = driver.cuCtxSynchronize()
+    leave_device(saved)
+    check_driver(result, b"cuCtxSynchronize")

@@ -1,2 +1,86 @@
-"""NCCL for Python."""
+"""NCCL for Python: collectives on NVIDIA GPUs, or on CPU memory through the host engine.
+
+Importing opens no library and imports no framework; the first use loads NCCL. `ncclpy.use` or the environment
+variable ``NCCLPY_LIBRARY`` chooses which.
+"""
+
+from __future__ import annotations
+
+try:
+    from ncclpy.core import library as _library
+except ImportError as _error:
+    from importlib.machinery import EXTENSION_SUFFIXES as _SUFFIXES
+    from pathlib import Path as _Path
+
+    _core = _Path(__file__).parent / "core"
+    if not any((_core / f"library{suffix}").exists() for suffix in _SUFFIXES):
+        raise ImportError(
+            f"ncclpy was imported from its source tree ({_core.parent}), where it is not built. Build and install it "
+            "with `pip install .` in the root of the tree (or `pip install --no-build-isolation -e .` to work on it), "
+            "or run Python from another directory to use an installed ncclpy."
+        ) from _error
+    raise
+
+from ncclpy.core.buffers import Buffer
+from ncclpy.core.communicator import Communicator
+from ncclpy.core.config import CollConfig, Config
+from ncclpy.core.device import device_count
+from ncclpy.core.errors import (
+    LibraryNotFound,
+    NcclAborted,
+    NcclError,
+    NcclRemoteError,
+    NcclTimeout,
+    NcclUnsupported,
+)
+from ncclpy.core.group import Group as group
 from ncclpy.core.library import library, use
+from ncclpy.core.lifecycle import get_unique_id
+from ncclpy.core.resources import CustomOp, Registration
+from ncclpy.core.stream import Event, Stream, synchronize
+from ncclpy.core.types import AVG, MAX, MIN, PROD, SUM, DataType, ReduceOp, Result, UniqueId
+
+__all__ = [
+    "AVG",
+    "MAX",
+    "MIN",
+    "PROD",
+    "SUM",
+    "Buffer",
+    "CollConfig",
+    "Communicator",
+    "Config",
+    "CustomOp",
+    "DataType",
+    "Event",
+    "LibraryNotFound",
+    "NcclAborted",
+    "NcclError",
+    "NcclRemoteError",
+    "NcclTimeout",
+    "NcclUnsupported",
+    "ReduceOp",
+    "Registration",
+    "Result",
+    "Stream",
+    "UniqueId",
+    "bindings",
+    "device_count",
+    "get_unique_id",
+    "group",
+    "library",
+    "synchronize",
+    "use",
+]
+
+
+def __getattr__(name: str):
+    if name == "bindings":
+        import importlib
+
+        return importlib.import_module("ncclpy.bindings")
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("ncclpy")
+    raise AttributeError(f"module 'ncclpy' has no attribute {name!r}")

@@ -6,6 +6,9 @@ from ncclpy.abi.nccl cimport ncclpy_nccl_table
 cdef ncclpy_nccl_table nccl
 cdef ncclpy_driver_table driver
 
+# Whether the host engine is loaded, which takes CPU memory.
+cdef bint host_engine
+
 cdef int version_code() except -1
 cdef int missing_nccl(const char* name) except -1
 cdef int missing_driver(const char* name) except -1

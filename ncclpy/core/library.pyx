@@ -219,7 +219,7 @@ _HOW_TO_CHOOSE = (
 
 cdef object _open(places, origin):
     """Open the first place that is a NCCL, fill the tables and describe it."""
-    global _handle, _version
+    global _handle, _version, host_engine
     cdef void* handle
     cdef int code = 0
     cdef const char* error
@@ -242,7 +242,8 @@ cdef object _open(places, origin):
         _handle = handle
         _version = code
         _fill(handle, ncclpy_nccl_symbols, <char*>&nccl)
-        engine = "host" if dlsym(handle, HOST_MARK) != NULL else "cuda"
+        host_engine = dlsym(handle, HOST_MARK) != NULL
+        engine = "host" if host_engine else "cuda"
         loaded = _loaded_path(path)
         # Last: from here on a forked child is refused.
         _mark_loaded()

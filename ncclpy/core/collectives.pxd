@@ -1,0 +1,20 @@
+from ncclpy.core.buffers cimport View
+from ncclpy.core.lifecycle cimport Lifecycle
+from ncclpy.core.operation cimport Operation
+
+cdef int writable(const View* view, str argument) except -1
+cdef int same_type(const View* send, const View* recv) except -1
+cdef size_t elements(const View* view) noexcept
+cdef size_t element_size(const View* view) noexcept
+
+
+cdef class Collectives(Lifecycle):
+    cdef int read(self, object obj, View* view, str argument) except -1
+    cdef int op_code(self, object op, const View* view) except -1
+    cdef int root_rank(self, int root, str argument) except -1
+    cdef int start(
+        self, Operation* operation, const View* view, object send, object recv, object stream
+    ) except -1
+    cdef int exchange(
+        self, object send, const View* s, list send_counts, object recv, const View* r, list recv_counts, object stream
+    ) except -1

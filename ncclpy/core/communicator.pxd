@@ -1,0 +1,5 @@
+from ncclpy.core.collectives cimport Collectives
+
+
+cdef class Communicator(Collectives):
+    pass

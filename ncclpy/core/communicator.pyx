@@ -1,0 +1,219 @@
+"""The communicator: one rank's end of a clique.
+
+It adds to NCCL's own calls those that a group of them makes up (parts of different sizes, the barrier), and what
+belongs to one communicator: operators and registered buffers.
+"""
+
+from libc.string cimport memset
+
+from ncclpy.abi.nccl cimport ncclUint8
+from ncclpy.core.buffers cimport COMPLEX, View
+from ncclpy.core.collectives cimport Collectives, element_size, elements, same_type, writable
+from ncclpy.core.group cimport submit
+from ncclpy.core.operation cimport ALL_REDUCE, BROADCAST, Operation, REDUCE
+from ncclpy.core.stream cimport as_stream
+
+from ncclpy.core import device as _device
+from ncclpy.core.group import Group
+from ncclpy.core.resources import CustomOp, Registration
+from ncclpy.core.types import ReduceOp
+
+
+cdef list _as_counts(object counts, int nranks, str argument):
+    """Return one count a rank, in elements of the array."""
+    numbers = [int(count) for count in counts]
+    if len(numbers) != nranks or min(numbers) < 0:
+        raise ValueError(f"{argument}: expected {nranks} counts >= 0, one a rank, got {numbers}")
+    return numbers
+
+
+cdef int _holds(const View* view, size_t count, str argument, str what) except -1:
+    if elements(view) != count:
+        raise ValueError(f"{argument}: {what} = {count} elements are needed, got {elements(view)}")
+    return 0
+
+
+cdef class Communicator(Collectives):
+    """Take part in collectives as one rank of a clique (`ncclComm_t`).
+
+    Make it with `init`, `init_all`, `split`, `shrink`, `grow`, `join` or `from_handle`; give it back with `close`, or
+    use it in a ``with`` statement.
+
+    Buffers are numpy, torch or CuPy arrays, objects with ``__cuda_array_interface__`` or ``__dlpack__``, cuda.core
+    buffers, `ncclpy.Buffer` or ``(pointer, count, dtype)``. They are C-contiguous, on this communicator's device (CPU
+    memory on the host engine), and live until the work on the stream is done. Whatever does not fit raises
+    `TypeError` or `ValueError` before NCCL is called.
+
+    ``stream`` is any stream object or handle; by default the current stream of the array's framework, or the legacy
+    default stream where there is none. Arrays in CPU memory have none: the call waits for them.
+
+    Calls on one communicator from several threads are made one after the other.
+
+    Attributes
+    ----------
+    rank, nranks : int
+        This rank and how many there are.
+    device : int
+        The ordinal of the device.
+    """
+
+    def all_gather_v(self, send, recv, counts, *, stream=None):
+        """Collect parts of different sizes on all ranks: a group of broadcasts.
+
+        Parameters
+        ----------
+        send : buffer
+            This rank's part, ``counts[rank]`` elements.
+        recv : buffer
+            ``sum(counts)`` elements of the same type; the parts stand in the order of the ranks.
+        counts : sequence of int
+            The elements of each rank's part, the same on all ranks.
+        stream : optional
+            Where the work is enqueued.
+        """
+        cdef View s, r
+        cdef Operation o
+        cdef size_t offset = 0
+        self.check_alive()
+        numbers = _as_counts(counts, self.nranks, "counts")
+        self.read(send, &s, "send")
+        self.read(recv, &r, "recv")
+        writable(&r, "recv")
+        same_type(&s, &r)
+        _holds(&s, numbers[self.rank], "send", f"counts[{self.rank}]")
+        _holds(&r, sum(numbers), "recv", "sum(counts)")
+        memset(&o, 0, sizeof(o))
+        with Group():
+            for root, count in enumerate(numbers):
+                o.kind = BROADCAST
+                o.root = root
+                o.recv = <char*>r.pointer + offset
+                o.send = s.pointer if root == self.rank else o.recv
+                o.count = count * (2 if r.flavour == COMPLEX else 1)
+                if count:
+                    self.start(&o, &r, send, recv, stream)
+                offset += count * element_size(&r)
+
+    def reduce_scatter_v(self, send, recv, counts, op=ReduceOp.SUM, *, stream=None):
+        """Reduce over all ranks and leave a part of its own size on each: a group of reduces.
+
+        Parameters
+        ----------
+        send : buffer
+            ``sum(counts)`` elements; the parts stand in the order of the ranks.
+        recv : buffer
+            This rank's part of the result, ``counts[rank]`` elements of the same type.
+        counts : sequence of int
+            The elements of each rank's part, the same on all ranks.
+        op : ReduceOp, str or CustomOp
+            The reduction, as for `all_reduce`.
+        stream : optional
+            Where the work is enqueued.
+        """
+        cdef View s, r
+        cdef Operation o
+        cdef size_t offset = 0
+        self.check_alive()
+        numbers = _as_counts(counts, self.nranks, "counts")
+        self.read(send, &s, "send")
+        self.read(recv, &r, "recv")
+        writable(&r, "recv")
+        same_type(&s, &r)
+        _holds(&s, sum(numbers), "send", "sum(counts)")
+        _holds(&r, numbers[self.rank], "recv", f"counts[{self.rank}]")
+        memset(&o, 0, sizeof(o))
+        o.op = self.op_code(op, &s)
+        with Group():
+            for root, count in enumerate(numbers):
+                o.kind = REDUCE
+                o.root = root
+                o.send = <char*>s.pointer + offset
+                o.recv = r.pointer if root == self.rank else NULL
+                o.count = count * (2 if s.flavour == COMPLEX else 1)
+                if count:
+                    self.start(&o, &s, send, recv, stream)
+                offset += count * element_size(&s)
+
+    def all_to_all_v(self, send, recv, send_counts, recv_counts, *, stream=None):
+        """Send a part of its own size to each rank and receive one from each: a group of sends and receives.
+
+        Parameters
+        ----------
+        send : buffer
+            ``sum(send_counts)`` elements; the parts stand in the order of the ranks.
+        recv : buffer
+            ``sum(recv_counts)`` elements of the same type.
+        send_counts, recv_counts : sequence of int
+            The elements that go to, and come from, each rank. ``send_counts[j]`` on rank i is ``recv_counts[i]`` on
+            rank j.
+        stream : optional
+            Where the work is enqueued.
+        """
+        cdef View s, r
+        self.check_alive()
+        outgoing = _as_counts(send_counts, self.nranks, "send_counts")
+        incoming = _as_counts(recv_counts, self.nranks, "recv_counts")
+        self.read(send, &s, "send")
+        self.read(recv, &r, "recv")
+        writable(&r, "recv")
+        same_type(&s, &r)
+        _holds(&s, sum(outgoing), "send", "sum(send_counts)")
+        _holds(&r, sum(incoming), "recv", "sum(recv_counts)")
+        self.exchange(send, &s, outgoing, recv, &r, incoming, stream)
+
+    def barrier(self, *, stream=None):
+        """Wait until all ranks are here: an all-reduce of one byte.
+
+        Parameters
+        ----------
+        stream : optional
+            Let this stream wait, and not the CPU. By default the call (or the group's end) returns when all ranks
+            have come.
+        """
+        cdef Operation o
+        self.check_alive()
+        if self.scratch == 0:
+            self.scratch = _device.allocate(8, self.device)
+        o.kind = ALL_REDUCE
+        o.datatype = <int>ncclUint8
+        o.op = <int>ReduceOp.MAX
+        o.count = 1
+        o.send = o.recv = <void*>self.scratch
+        if stream is None:
+            o.stream = self.own_stream()
+            submit(self, &o, None, None, True)
+        else:
+            o.stream = as_stream(stream)
+            submit(self, &o, None, None, False)
+
+    def pre_mul_sum(self, scalar, dtype):
+        """Return an operator that multiplies each rank's input by a scalar and sums (`ncclRedOpCreatePreMulSum`).
+
+        Parameters
+        ----------
+        scalar : float, int or buffer
+            A number, or one element in device memory that is read while a collective runs; each rank has its own.
+        dtype : DataType, str or numpy.dtype
+            The data type of the arrays to be reduced.
+
+        Returns
+        -------
+        CustomOp
+            For the ``op`` of this communicator's reductions.
+        """
+        return CustomOp(self, scalar, dtype)
+
+    def register(self, buf):
+        """Register a buffer for zero-copy communication (`ncclCommRegister`, NCCL 2.19).
+
+        Parameters
+        ----------
+        buf : buffer
+            The whole allocation or a part of it.
+
+        Returns
+        -------
+        Registration
+            Its `close` deregisters the buffer; do that before the memory is freed.
+        """
+        return Registration(self, buf)

@@ -1,0 +1,275 @@
+"""Groups: several calls that NCCL starts as one.
+
+A group records what is called inside its block and makes the calls when the outermost block ends, between
+`ncclGroupStart` and `ncclGroupEnd`, all in one stretch without the GIL. NCCL itself cannot take a call back once it is
+inside a group; recording can, so an exception inside the block launches nothing.
+"""
+
+from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
+from libc.stdint cimport uintptr_t
+from libc.stdlib cimport free, malloc, realloc
+
+from ncclpy.abi.nccl cimport (
+    NCCL_UNDEF_FLOAT,
+    NCCLPY_SIM_INFO_MAGIC,
+    ncclInProgress,
+    ncclResult_t,
+    ncclSimInfo_t,
+    ncclSuccess,
+)
+from ncclpy.core.check cimport raise_nccl
+from ncclpy.core.config cimport struct_version
+from ncclpy.core.handle cimport (
+    ABORT_DEADLINE,
+    READY,
+    WAS_ABORTED,
+    abort_handles,
+    deadline_after,
+)
+from ncclpy.core.library cimport nccl, require
+from ncclpy.core.operation cimport GROW, INIT_RANK, SHRINK, SPLIT, function_of, issue, raise_issue
+
+from ncclpy.core.errors import NcclAborted
+
+cdef extern from *:
+    """
+    /* The outermost group of this thread; the reference is held by the thread while the block lasts. */
+    static __thread PyObject* ncclpy_current_group = NULL;
+    """
+    PyObject* ncclpy_current_group
+
+
+cdef Group current_group():
+    """Return the outermost group of the calling thread, or None."""
+    if ncclpy_current_group == NULL:
+        return None
+    return <Group>ncclpy_current_group
+
+
+cdef int submit(Handle handle, Operation* operation, object send, object recv, bint wait_host) except -1:
+    """Make a call at once, or have the thread's group record it.
+
+    With `wait_host` the data are in CPU memory that has no stream: the call, or the group's end, returns when they
+    are there.
+    """
+    cdef ncclResult_t result
+    if ncclpy_current_group != NULL:
+        (<Group>ncclpy_current_group).record(handle, operation, send, recv)
+        if wait_host:
+            (<Group>ncclpy_current_group).waits.append((handle, <uintptr_t>operation.stream))
+        return 0
+    with nogil:
+        handle.lock()
+        operation.comm = handle.raw
+        if operation.comm == NULL:
+            result = <ncclResult_t>WAS_ABORTED
+        else:
+            result = issue(operation)
+        handle.unlock()
+    if result != ncclSuccess:
+        _not_done(handle, operation.kind, result)
+    if wait_host:
+        handle.wait_stream(
+            operation.stream, function_of(operation.kind).decode(), deadline_after(handle.limit)
+        )
+    return 0
+
+
+cdef int _not_done(Handle handle, int kind, ncclResult_t result) except -1:
+    """Poll an operation that NCCL issues in the background, or raise for one that it refused."""
+    if result == ncclInProgress:
+        return handle.finish(function_of(kind).decode(), deadline_after(handle.limit))
+    if <int>result == WAS_ABORTED:
+        raise NcclAborted(f"{function_of(kind).decode()}: {handle!r} was aborted")
+    return raise_issue(result, kind, handle.raw)
+
+
+cdef int give_birth(Handle parent, Handle child, Operation* operation) except -1:
+    """Make the call that makes `child`, or have the thread's group record it. `parent` is None for a new clique."""
+    cdef ncclResult_t result
+    cdef Handle locked = child if parent is None else parent
+    if ncclpy_current_group != NULL:
+        group = <Group>ncclpy_current_group
+        group.births.append((group.count, child))
+        group.record(locked, operation, None, None)
+        return 0
+    with nogil:
+        locked.lock()
+        operation.comm = locked.raw
+        result = issue(operation)
+        locked.unlock()
+    if result != ncclSuccess and result != ncclInProgress:
+        child.unborn()
+        return raise_issue(result, operation.kind, NULL)
+    return child.born(result)
+
+
+cdef class Group:
+    """Record the calls of a ``with`` block and start them together when the outermost block ends.
+
+    Parameters
+    ----------
+    simulate : bool, optional
+        Launch nothing: `estimated_time_us` tells afterwards how long NCCL thinks the group would take on the device
+        (`ncclGroupSimulateEnd`, NCCL 2.22).
+    """
+
+    def __cinit__(self, bint simulate=False):
+        self.simulate = simulate
+
+    def __dealloc__(self):
+        free(self.operations)
+
+    cdef int record(self, Handle handle, const Operation* operation, object send, object recv) except -1:
+        """Append one operation; its communicator and buffers live at least until the group ends."""
+        cdef Operation* grown
+        if self.count == self.capacity:
+            self.capacity = self.capacity * 2 if self.capacity else 16
+            grown = <Operation*>realloc(self.operations, self.capacity * sizeof(Operation))
+            if grown == NULL:
+                raise MemoryError
+            self.operations = grown
+        self.operations[self.count] = operation[0]
+        self.count += 1
+        self.handles.append(handle)
+        self.held.append(send)
+        self.held.append(recv)
+        return 0
+
+    def __enter__(self):
+        if self.entered:
+            raise RuntimeError("this group was entered before; make a new one with ncclpy.group()")
+        self.entered = True
+        if ncclpy_current_group != NULL:
+            self.outer = <Group>ncclpy_current_group
+            if self.simulate and not self.outer.simulate:
+                raise ValueError("group(simulate=True) cannot stand inside a group that is not simulated")
+            self.mark = self.outer.count
+            return self
+        self.handles = []
+        self.held = []
+        self.births = []
+        self.waits = []
+        self.aborts = []
+        Py_INCREF(self)
+        set_current(<PyObject*>self)
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        if self.outer is not None:
+            if kind is not None:
+                _forget(self.outer, self.mark)
+            self.outer = None
+            return
+        set_current(NULL)
+        try:
+            if kind is not None:
+                _forget(self, 0)
+            else:
+                if self.count:
+                    _launch(self)
+                if self.aborts:
+                    abort_handles(self.aborts, ABORT_DEADLINE, "aborted in a group")
+        finally:
+            self.handles = self.held = self.births = self.waits = self.aborts = None
+            self.count = 0
+            Py_DECREF(self)
+
+
+cdef int set_current(PyObject* group) noexcept:
+    global ncclpy_current_group
+    ncclpy_current_group = group
+    return 0
+
+
+cdef int _forget(Group group, size_t mark) except -1:
+    """Drop what was recorded from `mark` on; nothing of it has reached NCCL."""
+    cdef Handle child
+    for index, child in group.births:
+        if index >= mark:
+            child.unborn()
+    group.births = [birth for birth in group.births if birth[0] < mark]
+    kept = group.handles[:mark]
+    group.waits = [wait for wait in group.waits if wait[0] in kept]
+    del group.handles[mark:]
+    del group.held[2 * mark:]
+    group.count = mark
+    return 0
+
+
+cdef int _launch(Group group) except -1:
+    """Make the recorded calls between ncclGroupStart and ncclGroupEnd."""
+    cdef size_t i, n = group.count, failed = n
+    cdef Operation* operations = group.operations
+    cdef Handle handle, child
+    cdef ncclResult_t result = ncclSuccess
+    cdef ncclResult_t ended = ncclSuccess
+    cdef ncclSimInfo_t info
+    cdef bint simulate = group.simulate
+    # Locks are taken in one order for all threads, that of the addresses.
+    cdef list distinct = sorted(set(group.handles), key=id)
+    cdef size_t k, m = len(distinct)
+    cdef PyObject** locked = <PyObject**>malloc(m * sizeof(PyObject*))
+    cdef PyObject** owners = <PyObject**>malloc(n * sizeof(PyObject*))
+    if locked == NULL or owners == NULL:
+        free(locked)
+        free(owners)
+        raise MemoryError
+    try:
+        require(<void*>nccl.ncclGroupStart, b"ncclGroupStart")
+        if simulate:
+            require(<void*>nccl.ncclGroupSimulateEnd, b"ncclGroupSimulateEnd")
+            info.size = sizeof(info)
+            info.magic = NCCLPY_SIM_INFO_MAGIC
+            info.version = struct_version()
+            info.estimatedTime = NCCL_UNDEF_FLOAT
+        newborn = {id(born) for _, born in group.births}
+        for k in range(m):
+            handle = <Handle>distinct[k]
+            if handle.state != READY and id(handle) not in newborn:
+                handle.check_alive()
+            locked[k] = <PyObject*>handle
+        for i in range(n):
+            owners[i] = <PyObject*>(<Handle>group.handles[i])
+        with nogil:
+            for k in range(m):
+                (<Handle>locked[k]).lock()
+            for i in range(n):
+                operations[i].comm = (<Handle>owners[i]).raw
+                if operations[i].comm == NULL and operations[i].kind < INIT_RANK:
+                    result = <ncclResult_t>WAS_ABORTED
+                    failed = i
+                    break
+            if result == ncclSuccess:
+                result = nccl.ncclGroupStart()
+            if result == ncclSuccess:
+                for i in range(n):
+                    result = issue(&operations[i])
+                    if result != ncclSuccess and result != ncclInProgress:
+                        failed = i
+                        break
+                # A refused call has marked the group: its end launches nothing and returns the same error.
+                ended = nccl.ncclGroupSimulateEnd(&info) if simulate else nccl.ncclGroupEnd()
+            for k in range(m):
+                (<Handle>locked[k]).unlock()
+    finally:
+        free(locked)
+        free(owners)
+    if failed < n or (ended != ncclSuccess and ended != ncclInProgress):
+        for _, child in group.births:
+            child.unborn()
+        if failed < n:
+            return _not_done(<Handle>group.handles[failed], operations[failed].kind, result)
+        return raise_nccl(ended, b"ncclGroupSimulateEnd" if simulate else b"ncclGroupEnd", NULL)
+    if simulate:
+        group.estimated_time_us = info.estimatedTime
+        return 0
+    for _, child in group.births:
+        child.born(ended)
+    if ended == ncclInProgress:
+        for handle in distinct:
+            if handle.state == READY:
+                handle.finish("ncclGroupEnd", deadline_after(handle.limit))
+    for handle, stream in dict.fromkeys(group.waits):
+        handle.wait_stream(<CUstream><uintptr_t>stream, "ncclGroupEnd", deadline_after(handle.limit))
+    return 0

@@ -1,0 +1,297 @@
+"""A communicator's handle: its lock, its state, polling and the way it is aborted.
+
+NCCL wants the calls on one communicator one after the other, `ncclCommGetAsyncError` included, which may complete a
+group job on the side. So callers and pollers take the communicator's lock, always without the GIL. Abort does not wait
+for it for long: ending a call that is stuck is what it is for.
+"""
+
+import threading
+import warnings
+
+from cpython.exc cimport PyErr_CheckSignals
+from posix.time cimport CLOCK_MONOTONIC, clock_gettime, nanosleep, timespec
+
+from ncclpy.abi.driver cimport CUDA_ERROR_NOT_READY, CUDA_SUCCESS, CUresult
+from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
+from ncclpy.core.check cimport check_driver, raise_nccl
+from ncclpy.core.library cimport driver, nccl, require, require_driver, version_code
+
+from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout
+
+cdef extern from "pthread.h" nogil:
+    int pthread_mutex_init(pthread_mutex_t*, void*)
+    int pthread_mutex_destroy(pthread_mutex_t*)
+    int pthread_mutex_timedlock(pthread_mutex_t*, const timespec*)
+
+cdef extern from "sched.h" nogil:
+    int sched_yield()
+
+cdef extern from "time.h" nogil:
+    const int CLOCK_REALTIME
+
+FOREVER = float("inf")
+
+ABORT_DEADLINE = 10.0
+
+# How long an abort waits for a call that holds the communicator's lock.
+cdef double ABORT_PATIENCE = 0.2
+
+
+cdef double now() noexcept nogil:
+    """Return the monotonic clock in seconds."""
+    cdef timespec t
+    clock_gettime(CLOCK_MONOTONIC, &t)
+    return t.tv_sec + t.tv_nsec * 1e-9
+
+
+cdef double as_timeout(object timeout) except? -2.0:
+    """Return a timeout in seconds; None is FOREVER."""
+    if timeout is None:
+        return FOREVER
+    cdef double seconds = timeout
+    if not seconds >= 0:
+        raise ValueError(f"timeout: expected seconds >= 0 or None, got {timeout!r}")
+    return seconds
+
+
+cdef double deadline_after(double timeout) noexcept nogil:
+    """Return the moment at which a wait of `timeout` seconds that starts now is over."""
+    return FOREVER if timeout == FOREVER else now() + timeout
+
+
+cdef void _pause(int turn) noexcept nogil:
+    """Give way: yield at first, as most waits are short, then sleep, from 20 us up to 1 ms."""
+    cdef timespec t
+    if turn < 64:
+        sched_yield()
+        return
+    t.tv_sec = 0
+    t.tv_nsec = 20_000 << (turn - 64) if turn < 69 else 1_000_000
+    nanosleep(&t, NULL)
+
+
+cdef class Handle:
+    """Own one `ncclComm_t` and what must be known to use it safely."""
+
+    def __cinit__(self, *args, **kwargs):
+        pthread_mutex_init(&self.mutex, NULL)
+        self.state = UNBORN
+        self.owned = True
+        self.waits = True
+        self.limit = FOREVER
+
+    def __dealloc__(self):
+        pthread_mutex_destroy(&self.mutex)
+
+    cdef void lock(self) noexcept nogil:
+        pthread_mutex_lock(&self.mutex)
+
+    cdef void unlock(self) noexcept nogil:
+        pthread_mutex_unlock(&self.mutex)
+
+    cdef int born(self, ncclResult_t result) except -1:
+        """Take over the handle that NCCL has made (or failed to make)."""
+        raise NotImplementedError
+
+    cdef int unborn(self) except -1:
+        """Note that the group in which this communicator was to be made came to nothing."""
+        raise NotImplementedError
+
+    cdef int check_alive(self) except -1:
+        """Raise unless operations may be submitted; wait for a nonblocking initialisation to end."""
+        if self.state == READY:
+            return 0
+        if self.state == INITIALISING:
+            return self.finish("initialisation", deadline_after(self.limit))
+        if self.state == ABORTED:
+            raise NcclAborted(f"{self!r} was aborted; make a new communicator")
+        if self.state == CLOSED:
+            raise ValueError(f"{self!r} is closed; make a new communicator")
+        if self.state == FINALIZED:
+            raise ValueError(f"{self!r} was finalized; only close() is left")
+        if self.state == FAILED:
+            raise NcclError(f"{self!r} was never initialised: its initialisation failed; make a new communicator")
+        raise ValueError(f"{self!r} is not initialised yet: it is made when its group ends")
+
+    cdef ncclResult_t poll_once(self) noexcept nogil:
+        """Ask NCCL once how the communicator is; for a child that NCCL still makes, its parent is asked."""
+        cdef ncclResult_t state = ncclSuccess
+        cdef ncclResult_t result
+        self.lock()
+        if self.raw == NULL or nccl.ncclCommGetAsyncError == NULL:
+            self.unlock()
+            return <ncclResult_t>WAS_ABORTED
+        result = nccl.ncclCommGetAsyncError(self.raw, &state)
+        self.unlock()
+        return state if result == ncclSuccess else result
+
+    cdef int finish(self, str what, double deadline) except -1:
+        """Poll until the communicator has left ncclInProgress; past the deadline abort it and raise NcclTimeout."""
+        cdef ncclResult_t result
+        cdef double started = now()
+        while True:
+            with nogil:
+                result = _poll_slice(self, deadline)
+            if <int>result == SLICE_OVER:
+                PyErr_CheckSignals()
+                continue
+            if <int>result == PAST_DEADLINE:
+                return self.give_up(what, now() - started)
+            if <int>result == WAS_ABORTED or self.state == ABORTED:
+                raise NcclAborted(f"{what} of {self!r} ended: the communicator was aborted")
+            if result == ncclSuccess:
+                if self.state == INITIALISING:
+                    self.born(result)
+                return 0
+            if self.state == INITIALISING:
+                self.state = FAILED
+            return raise_nccl(result, b"ncclCommGetAsyncError", self.raw)
+
+    cdef int wait_stream(self, CUstream stream, str what, double deadline) except -1:
+        """Wait until a stream has run dry; past the deadline abort the communicator and raise NcclTimeout."""
+        cdef CUresult result
+        cdef double started
+        cdef int turn = 0
+        require_driver(<void*>driver.cuStreamSynchronize, b"cuStreamSynchronize")
+        if deadline == FOREVER:
+            with nogil:
+                result = driver.cuStreamSynchronize(stream)
+        else:
+            started = now()
+            while True:
+                with nogil:
+                    result = driver.cuStreamQuery(stream)
+                    while result == CUDA_ERROR_NOT_READY and now() < deadline and turn % 128 != 127:
+                        _pause(turn if turn < 69 else 69)
+                        turn += 1
+                        result = driver.cuStreamQuery(stream)
+                if result != CUDA_ERROR_NOT_READY:
+                    break
+                if now() >= deadline:
+                    return self.give_up(what, now() - started)
+                turn += 1
+                PyErr_CheckSignals()
+        if self.state == ABORTED:
+            raise NcclAborted(f"{what} on {self!r} did not complete: the communicator was aborted")
+        check_driver(result, b"cuStreamSynchronize")
+        return 0
+
+    cdef int give_up(self, str what, double timeout) except -1:
+        """Abort after a deadline and say what was waited for."""
+        described = repr(self)
+        abort_handles([self], ABORT_DEADLINE, f"{what} passed its deadline")
+        raise NcclTimeout(
+            f"{what} of {described} was not done after {timeout:.3g} s; the communicator was aborted. A rank is "
+            "missing or stuck: see which of the other ranks did not make the same call",
+            function=what,
+        )
+
+    def _abort_call(self):
+        """Call ncclCommAbort; runs in a thread of its own that may be left behind."""
+        _abort_one(self)
+
+
+cdef ncclResult_t _poll_slice(Handle handle, double deadline) noexcept nogil:
+    """Poll for at most a tenth of a second, so that Python can look at signals in between."""
+    cdef ncclResult_t result
+    cdef double end = now() + 0.1
+    cdef int turn = 0
+    while True:
+        result = handle.poll_once()
+        if result != ncclInProgress:
+            return result
+        if now() >= deadline:
+            return <ncclResult_t>PAST_DEADLINE
+        if now() >= end:
+            return <ncclResult_t>SLICE_OVER
+        _pause(turn)
+        if turn < 69:
+            turn += 1
+
+
+cdef int _abort_one(Handle handle) except -1:
+    """Take the handle away and abort it, waiting only briefly for a call that holds the lock."""
+    cdef timespec until
+    cdef ncclComm_t raw
+    cdef ncclResult_t result
+    cdef int locked
+    cdef double patience
+    with nogil:
+        clock_gettime(CLOCK_REALTIME, &until)
+        patience = until.tv_sec + until.tv_nsec * 1e-9 + ABORT_PATIENCE
+        until.tv_sec = <long>patience
+        until.tv_nsec = <long>((patience - until.tv_sec) * 1e9)
+        locked = pthread_mutex_timedlock(&handle.mutex, &until)
+        raw = handle.raw
+        handle.raw = NULL
+        if locked == 0:
+            pthread_mutex_unlock(&handle.mutex)
+        result = ncclSuccess
+        if raw != NULL and nccl.ncclCommAbort != NULL:
+            result = nccl.ncclCommAbort(raw)
+    if result != ncclSuccess and result != ncclInProgress:
+        raise_nccl(result, b"ncclCommAbort", NULL)
+    return 0
+
+
+def _abort_together(handles, failures):
+    """Abort several communicators in one NCCL group; NCCL before 2.22 needs a thread for each instead."""
+    cdef Handle handle
+    cdef ncclResult_t result
+    try:
+        if len(handles) == 1:
+            _abort_one(handles[0])
+            return
+        with nogil:
+            result = nccl.ncclGroupStart()
+        if result != ncclSuccess:
+            raise_nccl(result, b"ncclGroupStart", NULL)
+        try:
+            for handle in handles:
+                _abort_one(handle)
+        finally:
+            with nogil:
+                result = nccl.ncclGroupEnd()
+        if result != ncclSuccess and result != ncclInProgress:
+            raise_nccl(result, b"ncclGroupEnd", NULL)
+    except BaseException as error:  # carried to the caller; the thread may already be left behind
+        failures.append(error)
+
+
+cdef int abort_handles(list handles, double timeout, str reason) except -1:
+    """Abort communicators together, from a side thread that is left behind if it does not return in time.
+
+    Those that are aborted or closed already are passed over. From here on no operation of them starts.
+    """
+    cdef Handle handle
+    alive = []
+    for handle in handles:
+        if handle.state in (ABORTED, CLOSED):
+            continue
+        handle.state = ABORTED
+        if handle.raw != NULL and handle.owned:
+            alive.append(handle)
+    if not alive:
+        return 0
+    require(<void*>nccl.ncclCommAbort, b"ncclCommAbort")
+    failures = []
+    together = [alive] if version_code() >= 22200 else [[handle] for handle in alive]
+    threads = [
+        threading.Thread(target=_abort_together, args=(some, failures), name="ncclpy-abort", daemon=True)
+        for some in together
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = deadline_after(timeout)
+    for thread in threads:
+        thread.join(None if deadline == FOREVER else max(0.0, deadline - now()))
+    stuck = sum(thread.is_alive() for thread in threads)
+    if stuck:
+        warnings.warn(
+            f"ncclCommAbort did not return within {timeout:g} s and was left behind ({reason}): {handles!r}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    if failures:
+        raise failures[0]
+    return 0

@@ -1,0 +1,696 @@
+"""From birth to end: how communicators are made, wait until they are ready, and are given back."""
+
+import sys
+import warnings
+import weakref
+
+from libc.stdint cimport uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memcpy, memset
+
+from ncclpy.abi.nccl cimport (
+    ncclComm_t,
+    ncclCommMemStat_t,
+    ncclInProgress,
+    ncclResult_t,
+    ncclSuccess,
+    ncclUniqueId,
+)
+from ncclpy.core.check cimport check, raise_nccl
+from ncclpy.core.config cimport fill_config
+from ncclpy.core.device cimport as_device, context_of
+from ncclpy.core.group cimport current_group, give_birth
+from ncclpy.core.handle cimport (
+    ABORT_DEADLINE,
+    ABORTED,
+    CLOSED,
+    FAILED,
+    FINALIZED,
+    FOREVER,
+    INITIALISING,
+    READY,
+    UNBORN,
+    abort_handles,
+    as_timeout,
+    deadline_after,
+    now,
+)
+from ncclpy.core.library cimport nccl, require
+from ncclpy.core.operation cimport GROW, INIT_RANK, Operation, SHRINK, SPLIT
+from ncclpy.core.stream cimport Stream
+
+from ncclpy.core import device as _device
+from ncclpy.core.config import Config
+from ncclpy.core.errors import NcclTimeout
+from ncclpy.core.types import Result, UniqueId
+
+cdef dict _STATES = {
+    READY: "", UNBORN: " (not initialised)", INITIALISING: " (initialising)", FAILED: " (failed)",
+    ABORTED: " (aborted)", CLOSED: " (closed)", FINALIZED: " (finalized)",
+}
+
+
+def get_unique_id():
+    """Return a new `UniqueId` for one communicator (`ncclGetUniqueId`); one rank makes it for all."""
+    cdef ncclUniqueId raw
+    cdef ncclResult_t result
+    require(<void*>nccl.ncclGetUniqueId, b"ncclGetUniqueId")
+    with nogil:
+        result = nccl.ncclGetUniqueId(&raw)
+    check(result, b"ncclGetUniqueId", NULL)
+    return UniqueId(raw.internal[:128])
+
+
+cdef int _as_unique_id(object unique_id, ncclUniqueId* out) except -1:
+    if isinstance(unique_id, (bytes, bytearray, memoryview)):
+        unique_id = UniqueId(bytes(unique_id))
+    if not isinstance(unique_id, UniqueId):
+        raise TypeError(f"unique_id: expected an ncclpy.UniqueId or its 128 bytes, got {type(unique_id).__name__}")
+    cdef bytes data = bytes(unique_id)
+    memcpy(out.internal, <const char*>data, 128)
+    return 0
+
+
+cdef class Lifecycle(Handle):
+    """Make, watch and end a communicator. `Communicator` adds what it is for."""
+
+    def __cinit__(self, *args, **kwargs):
+        self.rank = -1
+        self.nranks = -1
+        self.device = -1
+        self.children = weakref.WeakSet()
+        self.resources = weakref.WeakSet()
+        self.making = []
+
+    def __init__(self):
+        raise TypeError("make communicators with Communicator.init, init_all, split, shrink, grow or from_handle")
+
+    def __dealloc__(self):
+        # While NCCL makes the communicator it will write into the cell: then the memory stays, lost.
+        if self.birth != NULL and self.state != INITIALISING:
+            _free_birth(self.birth)
+
+    def __del__(self):
+        # Nothing collective here: the other ranks would have to join in, and who knows where they are.
+        if self.raw == NULL or not self.owned or self.state not in (READY, INITIALISING, FINALIZED):
+            return
+        if nccl.ncclCommDestroy == NULL or warnings is None:
+            return  # a forked child, or the interpreter is gone
+        warnings.warn(
+            f"unclosed {self!r}, made at {self.site}; call close(), abort() or use it in a with statement",
+            ResourceWarning,
+            source=self,
+        )
+
+    # Making
+
+    cdef int conceive(self, object config, object timeout, Lifecycle parent) except -1:
+        """Prepare what NCCL is told and decide how it is waited for."""
+        if config is not None and not isinstance(config, Config):
+            raise TypeError(f"config: expected an ncclpy.Config, got {type(config).__name__}")
+        self.birth = <Birth*>calloc(1, sizeof(Birth))
+        if self.birth == NULL:
+            raise MemoryError
+        frame = sys._getframe(0)
+        self.site = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        self.limit = as_timeout(timeout)
+        self.birth.inherits = config is None and parent is not None
+        self.strings = fill_config(&self.birth.config, config)
+        blocking = None if config is None else config.blocking
+        if parent is None:
+            # A deadline can only be kept by a communicator that NCCL makes in the background.
+            self.waits = blocking is not False
+            self.nonblocking = blocking is False or self.limit != FOREVER
+        else:
+            if timeout is None:
+                self.limit = parent.limit
+            self.waits = parent.waits if blocking is None else bool(blocking)
+            self.nonblocking = parent.nonblocking if blocking is None else not blocking
+            if self.limit != FOREVER and not self.nonblocking:
+                self.nonblocking = True
+                self.birth.inherits = False
+            self.parent = parent
+            self.asked = <void*>parent
+            self.device = parent.device
+            self.birth.context = context_of(parent.device)
+        if self.nonblocking:
+            self.birth.config.blocking = 0
+        elif not self.birth.inherits:
+            self.birth.config.blocking = 1
+        return 0
+
+    @classmethod
+    def init(cls, int nranks, int rank, unique_id, *, device=None, config=None, timeout=None):
+        """Make this rank's communicator of a new clique (`ncclCommInitRankConfig`).
+
+        It returns when all ranks have joined, unless ``config.blocking`` is False. Inside ``ncclpy.group()`` it
+        returns at once, and the communicator is ready when the group ends; that is how one thread makes several.
+
+        Parameters
+        ----------
+        nranks : int
+            The number of ranks.
+        rank : int
+            This rank, from 0 to ``nranks - 1``.
+        unique_id : UniqueId or bytes
+            What `get_unique_id` gave to one of the ranks.
+        device : int, optional
+            The device's ordinal; the current device by default. Each rank has its own.
+        config : Config, optional
+            NCCL's configuration.
+        timeout : float, optional
+            Seconds that any wait of this communicator may take, initialisation first. Past it the communicator is
+            aborted and `NcclTimeout` raised. To keep it, NCCL runs nonblocking underneath; that costs a thread hop a
+            call. By default NCCL waits for as long as it takes.
+
+        Returns
+        -------
+        Communicator
+
+        Raises
+        ------
+        NcclTimeout
+            If not all ranks joined in time.
+        NcclError
+            If NCCL failed.
+        """
+        cdef Lifecycle self = cls.__new__(cls)
+        cdef Operation operation
+        if nranks < 1 or not 0 <= rank < nranks:
+            raise ValueError(f"rank {rank} of {nranks}: expected nranks >= 1 and 0 <= rank < nranks")
+        self.device = as_device(device)
+        self.conceive(config, timeout, None)
+        _as_unique_id(unique_id, &self.birth.id)
+        self.rank = self.birth.rank = rank
+        self.nranks = self.birth.nranks = nranks
+        self.birth.context = context_of(self.device)
+        memset(&operation, 0, sizeof(operation))
+        operation.kind = INIT_RANK
+        operation.birth = self.birth
+        give_birth(None, self, &operation)
+        return self
+
+    @classmethod
+    def init_all(cls, devices=None, *, config=None, timeout=None):
+        """Make a clique of communicators for several devices of this process, from one thread.
+
+        Parameters
+        ----------
+        devices : iterable of int, optional
+            The ordinals; rank i gets the i-th. All devices by default.
+        config, timeout
+            As for `init`.
+
+        Returns
+        -------
+        list of Communicator
+        """
+        from ncclpy.core.group import Group
+
+        devices = list(range(_device.device_count()) if devices is None else devices)
+        if not devices:
+            raise ValueError("devices: at least one is needed")
+        unique_id = get_unique_id()
+        with Group():
+            made = [
+                cls.init(len(devices), rank, unique_id, device=device, config=config, timeout=timeout)
+                for rank, device in enumerate(devices)
+            ]
+        return made
+
+    @classmethod
+    def from_handle(cls, uintptr_t pointer):
+        """Wrap an `ncclComm_t` that somebody else owns; `close` lets go of it and destroys nothing.
+
+        Parameters
+        ----------
+        pointer : int
+            The handle; it must outlive the returned object.
+        """
+        cdef Lifecycle self = cls.__new__(cls)
+        if pointer == 0:
+            raise ValueError("pointer: NULL is no communicator")
+        frame = sys._getframe(0)
+        self.site = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        self.raw = <ncclComm_t>pointer
+        self.owned = False
+        self._ask_who()
+        self.state = READY
+        return self
+
+    def _ask_who(self):
+        """Read rank, count and device from NCCL."""
+        require(<void*>nccl.ncclCommCount, b"ncclCommCount")
+        check(nccl.ncclCommCount(self.raw, &self.nranks), b"ncclCommCount", self.raw)
+        check(nccl.ncclCommUserRank(self.raw, &self.rank), b"ncclCommUserRank", self.raw)
+        check(nccl.ncclCommCuDevice(self.raw, &self.device), b"ncclCommCuDevice", self.raw)
+
+    cdef int born(self, ncclResult_t result) except -1:
+        if self.nranks == 0:
+            # A split without a colour: this rank takes part and gets nothing.
+            if result == ncclInProgress:
+                self.parent.finish("ncclCommSplit", deadline_after(self.limit))
+            self.state = CLOSED
+            return 0
+        if self.raw == NULL:
+            self.raw = self.birth.cell
+        if result == ncclInProgress or self.raw == NULL:
+            self.state = INITIALISING
+            if self.parent is not None:
+                self.parent.making.append(self)
+                self.parent.children.add(self)
+            if self.waits:
+                self.finish("initialisation", deadline_after(self.limit))
+            return 0
+        if self.parent is not None:
+            if self in self.parent.making:
+                self.parent.making.remove(self)
+            self.parent.children.add(self)
+        self.state = READY
+        if self.rank < 0:
+            self._ask_who()
+        _free_birth(self.birth)
+        self.birth = NULL
+        return 0
+
+    cdef int unborn(self) except -1:
+        if self.state == UNBORN:
+            self.state = FAILED
+        return 0
+
+    cdef ncclResult_t poll_once(self) noexcept nogil:
+        cdef ncclResult_t result
+        if self.raw == NULL and self.state == INITIALISING and self.asked != NULL:
+            # NCCL writes a child's handle when the parent leaves ncclInProgress.
+            result = (<Handle>self.asked).poll_once()
+            if result != ncclSuccess:
+                return result
+            self.raw = self.birth.cell
+        return Handle.poll_once(self)
+
+    cdef int give_up(self, str what, double timeout) except -1:
+        """A child that NCCL has not made yet can only be ended through its parent."""
+        if self.raw != NULL or self.parent is None:
+            return Handle.give_up(self, what, timeout)
+        self.state = FAILED
+        abort_handles([self.parent], ABORT_DEADLINE, f"{what} passed its deadline")
+        raise NcclTimeout(
+            f"{what} of a child of {self.parent!r} was not done after {timeout:.3g} s; the parent was aborted, as NCCL "
+            "makes children through it. A rank is missing: all ranks of the parent make the call",
+            function=what,
+        )
+
+    def split(self, color, int key=0, *, config=None, timeout=None):
+        """Divide the ranks into new communicators by colour (`ncclCommSplit`, NCCL 2.18); all ranks call it.
+
+        Parameters
+        ----------
+        color : int or None
+            Ranks of one colour come together. None: this rank joins none.
+        key : int
+            Orders the ranks of the new communicator; ties keep the old order.
+        config : Config, optional
+            For the new communicator; it inherits this one's by default.
+        timeout : float, optional
+            As for `init`; this communicator's by default.
+
+        Returns
+        -------
+        Communicator or None
+            None if `color` is None. Closing this communicator closes its children first.
+        """
+        cdef Lifecycle child = type(self).__new__(type(self))
+        cdef Operation operation
+        cdef int number = -1 if color is None else color
+        if number < -1:
+            raise ValueError(f"color: expected an int >= 0 or None, got {color}")
+        self.check_alive()
+        child.conceive(config, timeout, self)
+        child.birth.color = number
+        child.birth.key = key
+        memset(&operation, 0, sizeof(operation))
+        operation.kind = SPLIT
+        operation.birth = child.birth
+        if number < 0:
+            child.nranks = 0  # see born()
+        give_birth(self, child, &operation)
+        return child if number >= 0 else None
+
+    def shrink(self, exclude, *, bint abort=False, config=None, timeout=None):
+        """Make a communicator without some ranks (`ncclCommShrink`, NCCL 2.27); the ranks that stay call it.
+
+        Parameters
+        ----------
+        exclude : iterable of int
+            The ranks that leave.
+        abort : bool
+            First end what still runs on this communicator (`NCCL_SHRINK_ABORT`), say because a rank has failed.
+        config, timeout
+            As for `split`.
+
+        Returns
+        -------
+        Communicator
+        """
+        cdef Lifecycle child = type(self).__new__(type(self))
+        cdef Operation operation
+        cdef size_t i
+        ranks = sorted({int(rank) for rank in exclude})
+        self.check_alive()
+        if not ranks:
+            raise ValueError("exclude: at least one rank must leave")
+        if ranks[0] < 0 or ranks[-1] >= self.nranks:
+            raise ValueError(f"exclude: {ranks} names ranks outside 0..{self.nranks - 1}")
+        if self.rank in ranks:
+            raise ValueError(f"exclude: rank {self.rank} leaves and must not call shrink")
+        child.conceive(config, timeout, self)
+        child.birth.exclude = <int*>malloc(len(ranks) * sizeof(int))
+        if child.birth.exclude == NULL:
+            raise MemoryError
+        for i, rank in enumerate(ranks):
+            child.birth.exclude[i] = rank
+        child.birth.nexclude = len(ranks)
+        child.birth.flags = 1 if abort else 0
+        memset(&operation, 0, sizeof(operation))
+        operation.kind = SHRINK
+        operation.birth = child.birth
+        give_birth(self, child, &operation)
+        return child
+
+    def grow(self, int nranks, unique_id=None, *, config=None, timeout=None):
+        """Make a larger communicator of these ranks and new ones (`ncclCommGrow`, NCCL 2.29); all old ranks call it.
+
+        Parameters
+        ----------
+        nranks : int
+            The number of ranks of the new communicator.
+        unique_id : UniqueId, optional
+            What `grow_id` gave, on the rank that called it; None on the other old ranks. New ranks call
+            `Communicator.join` with it.
+        config, timeout
+            As for `split`.
+
+        Returns
+        -------
+        Communicator
+        """
+        cdef Lifecycle child = type(self).__new__(type(self))
+        self.check_alive()
+        if nranks <= self.nranks:
+            raise ValueError(f"nranks: {nranks} is not more than the {self.nranks} ranks there are")
+        child.conceive(config, timeout, self)
+        return _grow(self, child, nranks, -1, unique_id)
+
+    @classmethod
+    def join(cls, int nranks, int rank, unique_id, *, device=None, config=None, timeout=None):
+        """Join a communicator that others `grow` (`ncclCommGrow`, NCCL 2.29); each new rank calls it.
+
+        Parameters
+        ----------
+        nranks, rank, unique_id, device, config, timeout
+            As for `init`; the new ranks are numbered after the old ones.
+
+        Returns
+        -------
+        Communicator
+        """
+        cdef Lifecycle self = cls.__new__(cls)
+        if nranks < 1 or not 0 <= rank < nranks:
+            raise ValueError(f"rank {rank} of {nranks}: expected nranks >= 1 and 0 <= rank < nranks")
+        self.device = as_device(device)
+        self.conceive(config, timeout, None)
+        self.birth.context = context_of(self.device)
+        return _grow(None, self, nranks, rank, unique_id)
+
+    def grow_id(self):
+        """Return the `UniqueId` by which new ranks join, on one rank of this communicator (`ncclCommGetUniqueId`)."""
+        cdef ncclUniqueId raw
+        cdef ncclResult_t result
+        self.check_alive()
+        require(<void*>nccl.ncclCommGetUniqueId, b"ncclCommGetUniqueId")
+        with nogil:
+            self.lock()
+            result = nccl.ncclCommGetUniqueId(self.raw, &raw)
+            self.unlock()
+        check(result, b"ncclCommGetUniqueId", self.raw)
+        return UniqueId(raw.internal[:128])
+
+    # Watching
+
+    @property
+    def handle(self):
+        """The `ncclComm_t` as an int, for `ncclpy.bindings` and other libraries; it raises once there is none."""
+        if self.raw == NULL:
+            self.check_alive()
+        return <uintptr_t>self.raw
+
+    @property
+    def closed(self):
+        """Whether the communicator was closed or aborted."""
+        return self.state == CLOSED or self.state == ABORTED
+
+    @property
+    def timeout(self):
+        """The seconds that any wait may take, or None."""
+        return None if self.limit == FOREVER else self.limit
+
+    def async_error(self):
+        """Return the `Result` that NCCL has for this communicator now (`ncclCommGetAsyncError`)."""
+        cdef ncclResult_t result
+        if self.state not in (READY, INITIALISING, FINALIZED):
+            self.check_alive()
+        with nogil:
+            result = self.poll_once()
+        if <int>result < 0:
+            self.check_alive()
+        try:
+            return Result(<int>result)
+        except ValueError:  # a code of a newer NCCL
+            return <int>result
+
+    def is_ready(self):
+        """Return whether operations may be submitted without waiting for initialisation."""
+        cdef ncclResult_t result
+        if self.state == INITIALISING:
+            with nogil:
+                result = self.poll_once()
+            if result != ncclInProgress:
+                self.finish("initialisation", deadline_after(self.limit))
+        return self.state == READY
+
+    def wait_ready(self, timeout=None):
+        """Wait until a nonblocking communicator is initialised, and return it.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds; by default the communicator's own. Past it the communicator is aborted and `NcclTimeout` raised.
+        """
+        if self.state == INITIALISING:
+            self.finish("initialisation", deadline_after(self.limit if timeout is None else as_timeout(timeout)))
+        self.check_alive()
+        return self
+
+    async def ready(self, timeout=None):
+        """Wait as `wait_ready` does, without blocking the event loop.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            As for `wait_ready`.
+        """
+        import asyncio
+
+        pause = 0.0005
+        started = now()
+        deadline = deadline_after(self.limit if timeout is None else as_timeout(timeout))
+        while not self.is_ready() and self.state == INITIALISING:
+            if now() >= deadline:
+                self.give_up("initialisation", now() - started)
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, 0.01)
+        self.check_alive()
+        return self
+
+    # Ending
+
+    def _call(self, str what):
+        """Make a call that takes no more than the communicator and a flag, and wait until it is done."""
+        cdef ncclResult_t result
+        self.check_alive()
+        if what == "ncclCommFinalize":
+            require(<void*>nccl.ncclCommFinalize, b"ncclCommFinalize")
+        elif what == "ncclCommRevoke":
+            require(<void*>nccl.ncclCommRevoke, b"ncclCommRevoke")
+        elif what == "ncclCommSuspend":
+            require(<void*>nccl.ncclCommSuspend, b"ncclCommSuspend")
+        else:
+            require(<void*>nccl.ncclCommResume, b"ncclCommResume")
+        cdef int kind = ("ncclCommFinalize", "ncclCommRevoke", "ncclCommSuspend", "ncclCommResume").index(what)
+        with nogil:
+            self.lock()
+            if kind == 0:
+                result = nccl.ncclCommFinalize(self.raw)
+            elif kind == 1:
+                result = nccl.ncclCommRevoke(self.raw, 0)
+            elif kind == 2:
+                result = nccl.ncclCommSuspend(self.raw, 1)
+            else:
+                result = nccl.ncclCommResume(self.raw)
+            self.unlock()
+        if result == ncclInProgress:
+            self.finish(what, deadline_after(self.limit))
+        elif result != ncclSuccess:
+            raise_nccl(result, what.encode(), self.raw)
+
+    def finalize(self):
+        """Flush what was issued, on all ranks (`ncclCommFinalize`); after it only `close` is left."""
+        self._call("ncclCommFinalize")
+        self.state = FINALIZED
+
+    def revoke(self):
+        """Stop what is in flight and refuse new work (`ncclCommRevoke`, NCCL 2.28.7); split and shrink still work."""
+        self._call("ncclCommRevoke")
+
+    def suspend(self):
+        """Give back the device memory of an idle communicator until `resume` (`ncclCommSuspend`, NCCL 2.29.7)."""
+        self._call("ncclCommSuspend")
+
+    def resume(self):
+        """Take back what `suspend` gave up (`ncclCommResume`, NCCL 2.29.7)."""
+        self._call("ncclCommResume")
+
+    def memory_stats(self):
+        """Return NCCL's device memory of this communicator in bytes (`ncclCommMemStats`, NCCL 2.29.7).
+
+        Returns
+        -------
+        dict
+            ``suspendable``, ``persistent`` and ``total`` in bytes, ``suspended`` as a bool.
+        """
+        cdef uint64_t value = 0
+        self.check_alive()
+        require(<void*>nccl.ncclCommMemStats, b"ncclCommMemStats")
+        stats = {}
+        for number, name in enumerate(("suspendable", "suspended", "persistent", "total")):
+            check(nccl.ncclCommMemStats(self.raw, <ncclCommMemStat_t><int>number, &value), b"ncclCommMemStats", self.raw)
+            stats[name] = bool(value) if name == "suspended" else value
+        return stats
+
+    def abort(self, timeout=ABORT_DEADLINE):
+        """End the communicator at once, also while another thread is stuck in one of its calls (`ncclCommAbort`).
+
+        Work in flight ends without a result. It is local: the other ranks stay where they are until they abort as
+        well. Inside ``ncclpy.group()`` several communicators are aborted together, when the group ends.
+
+        Parameters
+        ----------
+        timeout : float
+            Seconds to wait for NCCL; past it a `RuntimeWarning` says that the call was left behind in its thread.
+        """
+        group = current_group()
+        if group is not None:
+            group.aborts.append(self)
+            return
+        if self.state == INITIALISING and self.raw == NULL and self.parent is not None:
+            abort_handles([self.parent], as_timeout(timeout), "abort of a child that its parent was still making")
+        abort_handles([self], as_timeout(timeout), "abort")
+
+    def close(self):
+        """Give the communicator back, its children and resources first (`ncclCommDestroy`).
+
+        It waits for work that was issued; a communicator that is still initialising is aborted instead, as it would
+        have to wait for ranks that may never come. Closing twice does nothing.
+        """
+        cdef ncclResult_t result
+        cdef ncclComm_t raw
+        cdef int state = self.state
+        if state == CLOSED or state == ABORTED:
+            self._release()
+            return
+        for child in list(self.children):
+            child.close()
+        if state == INITIALISING:
+            if self.raw == NULL and self.parent is not None:
+                self.finish("initialisation", deadline_after(self.limit))  # NCCL must not lose the child's cell
+            else:
+                self.abort()
+                return
+        self._release()
+        if state == FAILED and self.raw != NULL:
+            self.abort()
+            return
+        if state != FINALIZED and self.state != READY:
+            self.state = CLOSED
+            return
+        if not self.owned:
+            self.state = CLOSED
+            self.raw = NULL
+            return
+        require(<void*>nccl.ncclCommDestroy, b"ncclCommDestroy")
+        if self.nonblocking and self.state == READY:
+            self.finalize()  # polled, so that the deadline holds; destroy then has nothing to wait for
+        self.state = CLOSED
+        with nogil:
+            self.lock()
+            raw = self.raw
+            self.raw = NULL
+            result = nccl.ncclCommDestroy(raw) if raw != NULL else ncclSuccess
+            self.unlock()
+        check(result, b"ncclCommDestroy", NULL)
+
+    def _release(self):
+        """Give back what hangs on the communicator: operators, registrations, the private stream and memory."""
+        for resource in list(self.resources):
+            resource.close()
+        if self.stream is not None:
+            self.stream.close()
+            self.stream = None
+        if self.scratch:
+            pointer, self.scratch = self.scratch, 0
+            _device.free(pointer)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        # With an exception on its way this rank does not go on: waiting for the others could hide it for ever.
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+    cdef CUstream own_stream(self) except NULL:
+        """Return the private stream for memory that has none, made on first use."""
+        if self.stream is None:
+            self.stream = Stream(self.device)
+        return (<Stream>self.stream).raw
+
+    def __repr__(self):
+        return (
+            f"<ncclpy.{type(self).__name__} rank {self.rank} of {self.nranks} on device {self.device}"
+            f"{_STATES[self.state]}>"
+        )
+
+
+cdef int _free_birth(Birth* birth) noexcept:
+    if birth != NULL:
+        free(birth.exclude)
+        free(birth)
+    return 0
+
+
+cdef object _grow(Lifecycle parent, Lifecycle child, int nranks, int rank, object unique_id):
+    cdef Operation operation
+    child.birth.nranks = nranks
+    child.birth.rank = rank
+    child.birth.has_id = unique_id is not None
+    if unique_id is not None:
+        _as_unique_id(unique_id, &child.birth.id)
+    elif parent is None:
+        raise TypeError("unique_id: a rank that joins needs it")
+    memset(&operation, 0, sizeof(operation))
+    operation.kind = GROW
+    operation.birth = child.birth
+    give_birth(parent, child, &operation)
+    return child

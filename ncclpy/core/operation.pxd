@@ -1,0 +1,58 @@
+from ncclpy.abi.driver cimport CUcontext
+from ncclpy.abi.nccl cimport ncclComm_t, ncclConfig_t, ncclResult_t, ncclUniqueId, cudaStream_t
+
+cdef enum:
+    ALL_REDUCE
+    BROADCAST
+    REDUCE
+    ALL_GATHER
+    REDUCE_SCATTER
+    ALL_TO_ALL
+    GATHER
+    SCATTER
+    SEND
+    RECV
+    INIT_RANK
+    SPLIT
+    SHRINK
+    GROW
+
+
+# What it takes to make a communicator. It lives on the heap until NCCL has written `*cell`.
+cdef struct Birth:
+    ncclConfig_t config
+    bint inherits  # no configuration was given: the parent's is inherited
+    ncclUniqueId id
+    bint has_id
+    int nranks
+    int rank
+    int color
+    int key
+    int* exclude
+    int nexclude
+    int flags
+    CUcontext context  # of the device that the communicator is for
+    ncclComm_t cell
+
+
+# One NCCL call with its arguments: what a communicator submits, a group collects and (later) a plan replays.
+cdef struct Operation:
+    int kind
+    int datatype
+    int op
+    int root  # or the peer
+    const void* send
+    void* recv
+    size_t count
+    ncclComm_t comm
+    cudaStream_t stream
+    Birth* birth
+
+
+# A result of ours beside ncclResult_t: the entry is missing, since the NCCL is too old or the process was forked.
+cdef enum:
+    NOT_THERE = -1
+
+cdef ncclResult_t issue(const Operation* operation) noexcept nogil
+cdef const char* function_of(int kind) noexcept nogil
+cdef int raise_issue(ncclResult_t result, int kind, ncclComm_t comm) except -1 with gil

@@ -1,0 +1,108 @@
+"""One NCCL call as a value: it can be issued at once, or collected by a group and issued with others."""
+
+from ncclpy.abi.driver cimport CUcontext
+from ncclpy.abi.nccl cimport ncclConfig_t, ncclDataType_t, ncclInvalidArgument, ncclRedOp_t, ncclUnhandledCudaError
+from ncclpy.core.check cimport raise_nccl
+from ncclpy.core.library cimport driver, missing_nccl, nccl
+
+
+cdef ncclResult_t issue(const Operation* operation) noexcept nogil:
+    """Make the call. NOT_THERE if the table has no such entry."""
+    cdef const Operation* o = operation
+    cdef ncclDataType_t datatype = <ncclDataType_t>o.datatype
+    cdef ncclRedOp_t op = <ncclRedOp_t>o.op
+    if o.kind == ALL_REDUCE:
+        if nccl.ncclAllReduce != NULL:
+            return nccl.ncclAllReduce(o.send, o.recv, o.count, datatype, op, o.comm, o.stream)
+    elif o.kind == BROADCAST:
+        if nccl.ncclBroadcast != NULL:
+            return nccl.ncclBroadcast(o.send, o.recv, o.count, datatype, o.root, o.comm, o.stream)
+    elif o.kind == REDUCE:
+        if nccl.ncclReduce != NULL:
+            return nccl.ncclReduce(o.send, o.recv, o.count, datatype, op, o.root, o.comm, o.stream)
+    elif o.kind == ALL_GATHER:
+        if nccl.ncclAllGather != NULL:
+            return nccl.ncclAllGather(o.send, o.recv, o.count, datatype, o.comm, o.stream)
+    elif o.kind == REDUCE_SCATTER:
+        if nccl.ncclReduceScatter != NULL:
+            return nccl.ncclReduceScatter(o.send, o.recv, o.count, datatype, op, o.comm, o.stream)
+    elif o.kind == ALL_TO_ALL:
+        if nccl.ncclAlltoAll != NULL:
+            return nccl.ncclAlltoAll(o.send, o.recv, o.count, datatype, o.comm, o.stream)
+    elif o.kind == GATHER:
+        if nccl.ncclGather != NULL:
+            return nccl.ncclGather(o.send, o.recv, o.count, datatype, o.root, o.comm, o.stream)
+    elif o.kind == SCATTER:
+        if nccl.ncclScatter != NULL:
+            return nccl.ncclScatter(o.send, o.recv, o.count, datatype, o.root, o.comm, o.stream)
+    elif o.kind == SEND:
+        if nccl.ncclSend != NULL:
+            return nccl.ncclSend(o.send, o.count, datatype, o.root, o.comm, o.stream)
+    elif o.kind == RECV:
+        if nccl.ncclRecv != NULL:
+            return nccl.ncclRecv(o.recv, o.count, datatype, o.root, o.comm, o.stream)
+    else:
+        return _issue_birth(o)
+    return <ncclResult_t>NOT_THERE
+
+
+cdef ncclResult_t _issue_birth(const Operation* o) noexcept nogil:
+    """Make a communicator, with its device current as NCCL wants it."""
+    cdef Birth* b = o.birth
+    cdef CUcontext saved = NULL
+    cdef ncclResult_t result = <ncclResult_t>NOT_THERE
+    cdef ncclConfig_t* config = NULL if b.inherits else &b.config
+    if nccl.ncclCommInitRankConfig == NULL:
+        return result
+    if driver.cuCtxGetCurrent(&saved) != 0 or driver.cuCtxSetCurrent(b.context) != 0:
+        return ncclUnhandledCudaError
+    if o.kind == INIT_RANK:
+        result = nccl.ncclCommInitRankConfig(&b.cell, b.nranks, b.id, b.rank, config)
+    elif o.kind == SPLIT and nccl.ncclCommSplit != NULL:
+        result = nccl.ncclCommSplit(o.comm, b.color, b.key, &b.cell, config)
+    elif o.kind == SHRINK and nccl.ncclCommShrink != NULL:
+        result = nccl.ncclCommShrink(o.comm, b.exclude, b.nexclude, &b.cell, config, b.flags)
+    elif o.kind == GROW and nccl.ncclCommGrow != NULL:
+        result = nccl.ncclCommGrow(o.comm, b.nranks, &b.id if b.has_id else NULL, b.rank, &b.cell, config)
+    driver.cuCtxSetCurrent(saved)
+    return result
+
+
+cdef const char* function_of(int kind) noexcept nogil:
+    """Return the name of the C function behind a kind of operation."""
+    if kind == ALL_REDUCE:
+        return b"ncclAllReduce"
+    if kind == BROADCAST:
+        return b"ncclBroadcast"
+    if kind == REDUCE:
+        return b"ncclReduce"
+    if kind == ALL_GATHER:
+        return b"ncclAllGather"
+    if kind == REDUCE_SCATTER:
+        return b"ncclReduceScatter"
+    if kind == ALL_TO_ALL:
+        return b"ncclAlltoAll"
+    if kind == GATHER:
+        return b"ncclGather"
+    if kind == SCATTER:
+        return b"ncclScatter"
+    if kind == SEND:
+        return b"ncclSend"
+    if kind == RECV:
+        return b"ncclRecv"
+    if kind == INIT_RANK:
+        return b"ncclCommInitRankConfig"
+    if kind == SPLIT:
+        return b"ncclCommSplit"
+    if kind == SHRINK:
+        return b"ncclCommShrink"
+    return b"ncclCommGrow"
+
+
+cdef int raise_issue(ncclResult_t result, int kind, ncclComm_t comm) except -1 with gil:
+    """Raise what a failed `issue` stands for."""
+    cdef const char* function = function_of(kind)
+    if <int>result == NOT_THERE:
+        missing_nccl(function)
+        result = ncclInvalidArgument  # not reached: missing_nccl raises for what is missing
+    return raise_nccl(result, function, comm)

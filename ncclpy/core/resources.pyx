@@ -1,0 +1,166 @@
+"""What belongs to one communicator: reduction operators of one's own and registered buffers."""
+
+from libc.stdint cimport uintptr_t
+from libc.string cimport memcpy
+
+from ncclpy.abi.nccl cimport (
+    ncclDataType_t,
+    ncclRedOp_t,
+    ncclResult_t,
+    ncclScalarDevice,
+    ncclScalarHostImmediate,
+    ncclScalarResidence_t,
+    ncclSuccess,
+)
+from ncclpy.core.buffers cimport HOST_MEMORY, View, read_view
+from ncclpy.core.check cimport check
+from ncclpy.core.library cimport nccl, require
+
+import numpy as np
+
+from ncclpy.core.types import DataType, as_datatype
+
+
+cdef class CustomOp:
+    """Multiply each rank's input by a scalar and sum (`ncclRedOpCreatePreMulSum`).
+
+    `Communicator.pre_mul_sum` makes it. It works on its own communicator and data type only, and is given back with
+    `close` or together with the communicator.
+    """
+
+    def __init__(self, Lifecycle comm not None, scalar, dtype):
+        cdef View view
+        cdef double[2] storage  # 16 bytes, aligned for any scalar
+        cdef void* pointer = <void*>storage
+        cdef ncclScalarResidence_t residence = ncclScalarHostImmediate
+        cdef ncclRedOp_t made
+        cdef ncclResult_t result
+        datatype = as_datatype(dtype)
+        if isinstance(scalar, (int, float, np.generic)):
+            data = np.asarray(scalar).astype(_numpy_dtype(datatype)).tobytes()
+            memcpy(pointer, <const char*>data, len(data))
+        else:
+            read_view(scalar, &view, "scalar")
+            if view.count != 1 or view.datatype != <int>datatype:
+                raise ValueError(
+                    f"scalar: expected one element of {datatype.name.lower()}, got {view.count} of "
+                    f"{DataType(view.datatype).name.lower()}"
+                )
+            pointer = view.pointer
+            residence = ncclScalarHostImmediate if view.device == HOST_MEMORY else ncclScalarDevice
+            self.scalar = scalar
+        comm.check_alive()
+        require(<void*>nccl.ncclRedOpCreatePreMulSum, b"ncclRedOpCreatePreMulSum")
+        with nogil:
+            comm.lock()
+            result = nccl.ncclRedOpCreatePreMulSum(
+                &made, pointer, <ncclDataType_t><int>datatype, residence, comm.raw
+            )
+            comm.unlock()
+        check(result, b"ncclRedOpCreatePreMulSum", comm.raw)
+        self.datatype = datatype
+        self.number = <int>made
+        self.comm = comm
+        comm.resources.add(self)
+
+    cdef int code(self) except -1:
+        if self.comm is None:
+            raise ValueError("op: this operator is closed")
+        return self.number
+
+    @property
+    def handle(self):
+        """The `ncclRedOp_t` as an int."""
+        return self.code()
+
+    def close(self):
+        """Give the operator back (`ncclRedOpDestroy`); twice does nothing."""
+        cdef Lifecycle comm = self.comm
+        cdef ncclResult_t result = ncclSuccess
+        if comm is None:
+            return
+        self.comm = None
+        require(<void*>nccl.ncclRedOpDestroy, b"ncclRedOpDestroy")
+        with nogil:
+            comm.lock()
+            if comm.raw != NULL:
+                result = nccl.ncclRedOpDestroy(<ncclRedOp_t>self.number, comm.raw)
+            comm.unlock()
+        check(result, b"ncclRedOpDestroy", comm.raw)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.close()
+
+    def __repr__(self):
+        return f"<ncclpy.CustomOp {DataType(self.datatype).name.lower()}{' (closed)' if self.comm is None else ''}>"
+
+
+cdef object _numpy_dtype(object datatype):
+    """Return the numpy dtype of an NCCL type; the small floats need ml_dtypes."""
+    name = datatype.name.lower()
+    if name in ("bfloat16", "float8e4m3", "float8e5m2"):
+        try:
+            import ml_dtypes
+        except ImportError:
+            raise TypeError(f"a Python scalar of {name} needs the package ml_dtypes; or pass it in an array") from None
+        return {
+            "bfloat16": ml_dtypes.bfloat16, "float8e4m3": ml_dtypes.float8_e4m3fn, "float8e5m2": ml_dtypes.float8_e5m2,
+        }[name]
+    return np.dtype(name)
+
+
+cdef class Registration:
+    """Keep a buffer registered with a communicator (`ncclCommRegister`) until `close`.
+
+    `Communicator.register` makes it. It holds the buffer; close it before the memory is freed.
+    """
+
+    def __init__(self, Lifecycle comm not None, buffer):
+        cdef View view
+        cdef ncclResult_t result
+        read_view(buffer, &view, "buffer")
+        comm.check_alive()
+        require(<void*>nccl.ncclCommRegister, b"ncclCommRegister")
+        with nogil:
+            comm.lock()
+            result = nccl.ncclCommRegister(comm.raw, view.pointer, view.nbytes, &self.raw)
+            comm.unlock()
+        check(result, b"ncclCommRegister", comm.raw)
+        self.buffer = buffer
+        self.comm = comm
+        comm.resources.add(self)
+
+    @property
+    def handle(self):
+        """The handle of the registration as an int; 0 if NCCL had no use for registering this memory."""
+        return <uintptr_t>self.raw
+
+    @property
+    def closed(self):
+        """Whether the buffer is no longer registered."""
+        return self.comm is None
+
+    def close(self):
+        """Deregister the buffer (`ncclCommDeregister`); twice does nothing."""
+        cdef Lifecycle comm = self.comm
+        cdef ncclResult_t result = ncclSuccess
+        if comm is None:
+            return
+        self.comm = None
+        self.buffer = None
+        require(<void*>nccl.ncclCommDeregister, b"ncclCommDeregister")
+        with nogil:
+            comm.lock()
+            if comm.raw != NULL and self.raw != NULL:
+                result = nccl.ncclCommDeregister(comm.raw, self.raw)
+            comm.unlock()
+        check(result, b"ncclCommDeregister", comm.raw)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.close()

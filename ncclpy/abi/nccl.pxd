@@ -2,6 +2,8 @@
 from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libcpp cimport bool
 
+from ncclpy.abi.driver cimport CUevent_st, CUstream_st
+
 
 cdef extern from "nccl_abi.h" nogil:
     const int NCCLPY_ABI_VERSION
@@ -12,9 +14,7 @@ cdef extern from "nccl_abi.h" nogil:
     const float NCCL_UNDEF_FLOAT
     const int NCCL_UNIQUE_ID_BYTES
 
-    ctypedef struct CUstream_st
     ctypedef CUstream_st* cudaStream_t
-    ctypedef struct CUevent_st
     ctypedef CUevent_st* cudaEvent_t
     ctypedef struct ncclComm
     ctypedef ncclComm* ncclComm_t

@@ -128,7 +128,7 @@ cdef class Collectives(Lifecycle):
         cdef bint wait_host = False
         operation.datatype = view.datatype
         if stream is not None:
-            operation.stream = <CUstream>as_stream(stream)
+            operation.stream = as_stream(stream)
         elif view.device == HOST_MEMORY:
             operation.stream = self.own_stream()
             wait_host = True

@@ -36,6 +36,7 @@ cdef class CustomOp:
         cdef ncclRedOp_t made
         cdef ncclResult_t result
         datatype = as_datatype(dtype)
+        cdef ncclDataType_t raw_type = <ncclDataType_t><int>datatype
         if isinstance(scalar, (int, float, np.generic)):
             data = np.asarray(scalar).astype(_numpy_dtype(datatype)).tobytes()
             memcpy(pointer, <const char*>data, len(data))
@@ -54,7 +55,7 @@ cdef class CustomOp:
         with nogil:
             comm.lock()
             result = nccl.ncclRedOpCreatePreMulSum(
-                &made, pointer, <ncclDataType_t><int>datatype, residence, comm.raw
+                &made, pointer, raw_type, residence, comm.raw
             )
             comm.unlock()
         check(result, b"ncclRedOpCreatePreMulSum", comm.raw)

@@ -5,8 +5,6 @@ import re
 import threading
 from pathlib import Path
 
-import ncclpy.abi
-
 INVALID_VALUE, OUT_OF_MEMORY, NOT_INITIALIZED, NO_DEVICE, INVALID_DEVICE = 1, 2, 3, 100, 101
 INVALID_CONTEXT, INVALID_HANDLE, NOT_READY, NOT_PERMITTED = 201, 400, 600, 800
 
@@ -14,7 +12,7 @@ NON_BLOCKING, DISABLE_TIMING = 1, 2
 LEGACY, PER_THREAD = 1, 2
 HostFunction = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
-_HEADER = Path(ncclpy.abi.__file__).with_name("driver_abi.h").read_text()
+_HEADER = (Path(__file__).parents[1] / "ncclpy/abi/driver_abi.h").read_text()
 NAMES = re.findall(r"^  X\(CUresult, (\w+),", _HEADER, re.MULTILINE)
 
 _VALUES = {

@@ -79,7 +79,7 @@ int current_device() { return current == nullptr ? 0 : device_of_context(current
 std::string device_name(int device) { return "ncclpy host device " + std::to_string(device); }
 
 CUuuid device_uuid(int device) {
-  static const std::string machine = machine_identity();
+  static const std::string& machine = *new std::string(machine_identity());  // outlives every thread
   const std::string name = machine + "/" + std::to_string(device);
   const std::uint64_t halves[2] = {hash("ncclpy/" + name), hash(name + "/uuid")};
   CUuuid uuid;

@@ -112,18 +112,18 @@ void Point::wait() const {
 std::vector<Point> Stream::predecessors() const {
   std::vector<Point> points;
   if (kind_ == Kind::kNonBlocking) return points;
+  const auto add = [&points](Stream& stream) {
+    if (!stream.reached(stream.queued_.load(std::memory_order_acquire))) points.push_back(stream.last());
+  };
   DeviceStreams& streams = device_streams()[device_];
   if (kind_ == Kind::kBlocking) {
-    Point last = streams.legacy->last();
-    if (!last.reached()) points.push_back(std::move(last));
+    add(*streams.legacy);
     return points;
   }
   std::lock_guard lock(streams.mutex);
   for (const auto& other : streams.others) {
     const auto stream = other.lock();
-    if (stream == nullptr || stream->kind() != Kind::kBlocking) continue;
-    Point last = stream->last();
-    if (!last.reached()) points.push_back(std::move(last));
+    if (stream != nullptr && stream->kind() == Kind::kBlocking) add(*stream);
   }
   return points;
 }

@@ -72,13 +72,17 @@ void run_alone(const Record& record) {
 void run_collective(Comm& comm, const Operation& operation) {
   const Record mine = record_of(operation);
   if (comm.nranks == 1) return run_alone(mine);
-  if (comm.async() != ncclSuccess && comm.async() != ncclInProgress) return;
   Segment& segment = *comm.segment;
+  // What a rank leaves for this collective may be read until the next one has begun: hence two of each.
   const int parity = int(comm.collectives_done++ & 1);
   segment.slot(comm.rank).record[parity] = mine;
+  const bool small = is_small(mine, comm.nranks);
+  if (small) contribute_small(comm, mine, parity);
   if (!comm.pass(segment.header().data, comm.data_generation)) return;
   if (!check_agreement(comm, parity)) return;
-  run_direct(comm, parity);
+  if (small) run_small(comm, parity);
+  else if (segment.one_process()) run_direct(comm, parity);
+  else run_staged(comm, parity);
 }
 
 }  // namespace ncclpy::host

@@ -1,11 +1,33 @@
-// The two ways in which the data of a collective move, once all ranks have arrived and agree.
+// The ways in which the data of a collective move. Whichever it is, all ranks have arrived and agree on the operation.
 #pragma once
 
 #include "comm.hpp"
 
 namespace ncclpy::host {
 
+// Contributions so small that every rank leaves its own in the segment before it arrives: no second rendezvous.
+bool is_small(const Record& record, int nranks);
+void contribute_small(Comm& comm, const Record& record, int parity);
+void run_small(Comm& comm, int parity);
+
 // All ranks are threads of one process: everyone reads and writes the others' buffers.
 void run_direct(Comm& comm, int parity);
+
+// Ranks are spread over processes: the data pass through the segment in steps.
+void run_staged(Comm& comm, int parity);
+
+// Reduces one piece of everybody's input, in rank order. `input(r)` is rank r's piece.
+template <class Input>
+void reduce_pieces(Comm& comm, int parity, Input input, size_t count, std::vector<void*> outputs) {
+  if (count == 0) return;
+  std::vector<const void*> inputs;
+  std::vector<uint64_t> scalars;
+  for (int r = 0; r < comm.nranks; r++) {
+    inputs.push_back(input(r));
+    scalars.push_back(comm.segment->slot(r).record[parity].scalar);
+  }
+  const Record& mine = comm.segment->slot(comm.rank).record[parity];
+  reduce({mine.dtype, mine.op, comm.nranks, inputs.data(), int(outputs.size()), outputs.data(), count, scalars.data()});
+}
 
 }  // namespace ncclpy::host

@@ -146,3 +146,13 @@ ncclResult_t ncclScatter(const void* send, void* recv, size_t count, ncclDataTyp
                          cudaStream_t stream) {
   return call(collective("Scatter", Collective::scatter, send, recv, count, dtype, ncclSum, root), comm, stream);
 }
+
+ncclResult_t ncclSend(const void* buffer, size_t count, ncclDataType_t dtype, int peer, ncclComm_t comm,
+                      cudaStream_t stream) {
+  return call({"Send", Operation::send, {}, buffer, nullptr, count, dtype, ncclSum, peer}, comm, stream);
+}
+
+ncclResult_t ncclRecv(void* buffer, size_t count, ncclDataType_t dtype, int peer, ncclComm_t comm,
+                      cudaStream_t stream) {
+  return call({"Recv", Operation::recv, {}, nullptr, buffer, count, dtype, ncclSum, peer}, comm, stream);
+}

@@ -5,6 +5,7 @@
 
 #include "../driver/handles.hpp"
 #include "../driver/stream.hpp"
+#include "p2p.hpp"
 
 namespace ncclpy::host {
 
@@ -154,12 +155,15 @@ void Comm::leave(uint64_t ticket) {
 }
 
 void Comm::execute(const Operation* operations, size_t count) {
-  std::vector<Operation> messages;
+  Messages messages(*this);
+  for (size_t i = 0; i < count; i++) {
+    if (operations[i].kind != Operation::collective) messages.add(operations[i]);
+  }
+  messages.begin();
   for (size_t i = 0; i < count; i++) {
     if (operations[i].kind == Operation::collective) run_collective(*this, operations[i]);
-    else messages.push_back(operations[i]);
   }
-  if (!messages.empty()) run_p2p(*this, messages.data(), messages.size());
+  messages.finish();
 }
 
 void Comm::run(const Launch& launch) {

@@ -104,8 +104,7 @@ ncclResult_t check_pointer(const void* pointer, const char* function, const char
 // A communicator being made from `parent`; the parent's abort ends its initialisation.
 std::shared_ptr<Comm> new_child(const std::shared_ptr<Comm>& parent);
 
-// Runs collectives and point-to-point operations; on the stream's thread.
+// Runs a collective, on the stream's thread.
 void run_collective(Comm& comm, const Operation& operation);
-void run_p2p(Comm& comm, const Operation* operations, size_t count);
 
 }  // namespace ncclpy::host

@@ -3,8 +3,9 @@
 // Reductions are divided by ranges: each rank reduces its range over everybody's input and stores the result wherever it
 // belongs, so that an element is read once from each input and written once to each output. In place nothing is in the
 // way: a rank's range of an input is read by that rank alone, before it overwrites it.
-#include <cstring>
 #include <algorithm>
+#include <cstring>
+#include <utility>
 #include <vector>
 
 #include "collective.hpp"
@@ -15,7 +16,7 @@ namespace {
 class Direct {
  public:
   Direct(Comm& comm, int parity)
-      : segment_(*comm.segment), parity_(parity), nranks_(comm.nranks), rank_(comm.rank), mine_(record(comm.rank)),
+      : comm_(comm), segment_(*comm.segment), parity_(parity), nranks_(comm.nranks), rank_(comm.rank), mine_(record(comm.rank)),
         element_(size_of(mine_.dtype)), bytes_(mine_.count * element_) {}
 
   void run() {
@@ -67,17 +68,12 @@ class Direct {
 
   void reduce_scatter() { reduce_at(size_t(rank_) * bytes_, mine_.count, {mine_.recv}); }
 
-  void reduce_at(size_t offset, size_t count, const std::vector<void*>& outputs) {
-    if (count == 0) return;
-    std::vector<const void*> inputs;
-    std::vector<uint64_t> scalars;
-    for (int r = 0; r < nranks_; r++) {
-      inputs.push_back(static_cast<const char*>(record(r).send) + offset);
-      scalars.push_back(record(r).scalar);
-    }
-    reduce({mine_.dtype, mine_.op, nranks_, inputs.data(), int(outputs.size()), outputs.data(), count, scalars.data()});
+  void reduce_at(size_t offset, size_t count, std::vector<void*> outputs) {
+    reduce_pieces(comm_, parity_, [&](int r) { return static_cast<const char*>(record(r).send) + offset; }, count,
+                  std::move(outputs));
   }
 
+  Comm& comm_;
   Segment& segment_;
   const int parity_, nranks_, rank_;
   const Record& mine_;

@@ -133,9 +133,15 @@ ncclResult_t end_in_background(Contents contents) {
     const Outcome outcome = launch(*shared);
     for (const auto& comm : shared->comms()) comm->set_async(outcome.result, outcome.text);
   };
-  if (shared->jobs.empty()) run_soon(work);
-  else run_in_background(work);
-  return ncclInProgress;
+  const ncclResult_t started = guarded("ncclGroupEnd", [&] {
+    if (shared->jobs.empty()) run_soon(work);
+    else run_in_background(work);
+    return ncclInProgress;
+  });
+  for (const auto& comm : shared->comms()) {
+    if (started != ncclInProgress) comm->set_async(started, last_error());
+  }
+  return started;
 }
 
 // Blocking and nonblocking communicators cannot share a group: would its end wait or not?

@@ -85,6 +85,72 @@ ncclResult_t init_rank_noted(const char* function, ncclComm_t* newcomm, int nran
   });
 }
 
+struct Membership {
+  int color;
+  int key;
+};
+
+// Rank and size in the new communicator: members are ordered by key, equal keys by their rank in the parent.
+void find_place(const std::vector<Membership>& all, int me, int* rank, int* nranks, int* leader) {
+  *rank = *nranks = 0;
+  *leader = -1;
+  auto before = [&](int a, int b) {
+    const int first = all[size_t(a)].key, second = all[size_t(b)].key;
+    return first != second ? first < second : a < b;
+  };
+  for (int r = 0; r < int(all.size()); r++) {
+    if (all[size_t(r)].color != all[size_t(me)].color) continue;
+    ++*nranks;
+    if (before(r, me)) ++*rank;
+    if (*leader < 0 || before(r, *leader)) *leader = r;
+  }
+}
+
+// The parent's ranks tell each other where they want to go; the first rank of each new communicator makes its id.
+ncclResult_t meet_in_split(const std::shared_ptr<Comm>& parent, const std::shared_ptr<Comm>& child, int color, int key) {
+  std::lock_guard<std::mutex> one_at_a_time(parent->control);
+  const Membership mine = {color, key};
+  std::vector<Membership> all(size_t(parent->nranks));
+  NCCLPY_TRY(parent->exchange(&mine, sizeof mine, all.data()));
+  int rank = 0, nranks = 0, leader = -1;
+  ncclUniqueId id = {};
+  ncclResult_t made = ncclSuccess;
+  if (child != nullptr) {
+    find_place(all, parent->rank, &rank, &nranks, &leader);
+    if (leader == parent->rank) made = create_unique_id(&id);
+  }
+  std::vector<ncclUniqueId> ids(size_t(parent->nranks));
+  NCCLPY_TRY(parent->exchange(&id, sizeof id, ids.data()));
+  NCCLPY_TRY(made);
+  if (child == nullptr) return ncclSuccess;
+  return meet(child, nranks, rank, ids[size_t(leader)]);
+}
+
+ncclResult_t split(ncclComm_t handle, int color, int key, ncclComm_t* newcomm, const ncclConfig_t* config) {
+  std::shared_ptr<Comm> parent;
+  NCCLPY_TRY(find_comm(handle, "ncclCommSplit", &parent));
+  NCCLPY_TRY(check_pointer(newcomm, "ncclCommSplit", "newcomm"));
+  NCCLPY_TRY(parent->ensure_ready());
+  *newcomm = nullptr;
+  std::shared_ptr<Comm> child;
+  if (color != NCCL_SPLIT_NOCOLOR) {
+    child = new_child(parent);
+    if (config == nullptr) child->config = parent->config;
+    else NCCLPY_TRY(parse_config(config, &child->config));
+  }
+  Job job;
+  job.comm = parent;
+  // The handle appears when the new communicator is complete, not before.
+  job.run = [parent, child, color, key, newcomm] {
+    NCCLPY_TRY(meet_in_split(parent, child, color, key));
+    if (child == nullptr) return ncclSuccess;
+    child->parent.reset();
+    *newcomm = add_handle(child);
+    return ncclSuccess;
+  };
+  return submit(std::move(job));
+}
+
 ncclResult_t init_all(ncclComm_t* comms, int ndev, const int* devices) {
   NCCLPY_TRY(check_pointer(comms, "CommInitAll", "comms"));
   if (ndev < 0) return fail(ncclInvalidArgument, "Invalid device count requested : %d", ndev);
@@ -141,4 +207,8 @@ ncclResult_t ncclCommInitRankScalable(ncclComm_t* comm, int nranks, int rank, in
 
 ncclResult_t ncclCommInitAll(ncclComm_t* comms, int ndev, const int* devices) {
   return guarded("ncclCommInitAll", [&] { return note_group_error(init_all(comms, ndev, devices)); });
+}
+
+ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* newcomm, ncclConfig_t* config) {
+  return guarded("ncclCommSplit", [&] { return note_group_error(split(comm, color, key, newcomm, config)); });
 }

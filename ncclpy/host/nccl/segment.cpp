@@ -36,13 +36,16 @@ static_assert(sizeof(Address) <= sizeof(ncclUniqueId));
 size_t aligned(size_t bytes) { return (bytes + 4095) & ~size_t(4095); }
 
 struct Layout {
-  size_t slots, channels, small, end;
+  size_t slots, channels, small, steps, pieces, end;
   explicit Layout(int nranks) {
     const size_t n = size_t(nranks);
     slots = aligned(sizeof(Header));
     channels = slots + aligned(n * sizeof(RankSlot));
     small = channels + aligned(n * n * sizeof(Channel));
-    end = small + aligned(n * 2 * inline_bytes);
+    // Pages of what follows take memory only when they are used.
+    steps = small + aligned(n * 2 * inline_bytes);
+    pieces = steps + n * 4 * step_bytes;
+    end = pieces + n * n * channel_slots * piece_bytes;
   }
 };
 
@@ -167,6 +170,8 @@ Segment::Segment(char* memory, size_t bytes, int nranks)
   slots_at_ = layout.slots;
   channels_at_ = layout.channels;
   small_at_ = layout.small;
+  steps_at_ = layout.steps;
+  pieces_at_ = layout.pieces;
 }
 
 Segment::~Segment() { munmap(memory_, bytes_); }

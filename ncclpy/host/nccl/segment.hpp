@@ -54,7 +54,7 @@ struct Gate {
 
 // Bytes of one rank's contribution to an exchange among all ranks (split, unique ids).
 constexpr size_t exchange_bytes = 192;
-// Largest contribution that travels inside the segment instead of being read where the user has it.
+// Largest contribution that travels inside the segment, together with the description of the operation.
 constexpr size_t inline_bytes = 2048;
 
 struct alignas(128) RankSlot {
@@ -67,14 +67,25 @@ struct alignas(128) RankSlot {
   char exchange[2][exchange_bytes];
 };
 
-// A message from one rank to another, see p2p.cpp.
+// The way of messages from one rank to another, see p2p.cpp.
 struct alignas(64) Channel {
-  std::atomic<uint64_t> posted{0};    // messages offered by the sender
-  std::atomic<uint64_t> taken{0};     // messages the receiver has begun to copy
-  std::atomic<uint64_t> finished{0};  // messages done with
+  // Between threads of one process: the sender offers its buffer, the receiver copies from it.
+  std::atomic<uint64_t> state{0};
   const void* data = nullptr;
   uint64_t bytes = 0;
+  uint64_t wanted = 0;  // what the receiver had room for
+  // Between processes: pieces pass through a ring of slots.
+  alignas(64) std::atomic<uint64_t> written{0};  // pieces, counted over the channel's life
+  uint64_t message_bytes[4] = {};                // of the message that the piece in this slot belongs to
+  alignas(64) std::atomic<uint64_t> read{0};
 };
+
+// Pieces in flight on a channel between processes, and their size: small enough to stay in the cache.
+constexpr size_t channel_slots = 4;
+constexpr size_t piece_bytes = 64 << 10;
+
+// A rank's buffer for collectives between processes: twice the step's input, twice its result.
+constexpr size_t step_bytes = 256 << 10;
 
 struct Header {
   uint64_t magic;
@@ -99,27 +110,34 @@ class Segment {
   Header& header() { return *reinterpret_cast<Header*>(memory_); }
   RankSlot& slot(int rank) { return reinterpret_cast<RankSlot*>(memory_ + slots_at_)[rank]; }
   Channel& channel(int from, int to) { return reinterpret_cast<Channel*>(memory_ + channels_at_)[from * nranks_ + to]; }
-  // A small buffer of `rank`, by parity of the data generation.
-  char* small(int rank, int parity) { return memory_ + small_at_ + (size_t(rank) * 2 + parity) * inline_bytes; }
+  // A small buffer of `rank`, by parity of its collectives.
+  char* small(int rank, int parity) { return memory_ + small_at_ + (size_t(rank) * 2 + size_t(parity)) * inline_bytes; }
+  // The step buffers of `rank`, by parity of the step.
+  char* step_input(int rank, int parity) { return step(rank, parity); }
+  char* step_result(int rank, int parity) { return step(rank, 2 + parity); }
+  char* piece(int from, int to, size_t slot) {
+    return memory_ + pieces_at_ + ((size_t(from) * size_t(nranks_) + size_t(to)) * channel_slots + slot) * piece_bytes;
+  }
 
   int nranks() const { return nranks_; }
   int spins() const { return spins_; }
   // Whether all ranks are threads of this process. Known once all are attached.
   bool one_process();
+  bool same_process(int a, int b) { return slot(a).process == slot(b).process; }
 
   // The communicators of this process on this segment, for those things that NCCL does when the last one goes.
   std::mutex mutex;
   std::vector<std::shared_ptr<Comm>> local;
   size_t local_gone = 0;
 
-  static size_t bytes_for(int nranks);
-
  private:
+  char* step(int rank, int which) { return memory_ + steps_at_ + (size_t(rank) * 4 + size_t(which)) * step_bytes; }
+
   char* memory_;
   size_t bytes_;
   int nranks_;
   int spins_;
-  size_t slots_at_, channels_at_, small_at_;
+  size_t slots_at_, channels_at_, small_at_, steps_at_, pieces_at_;
 };
 
 // Creates the memory behind a new unique id.

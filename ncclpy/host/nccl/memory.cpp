@@ -1,0 +1,77 @@
+// NCCL's allocations, and the registration of buffers: recorded and checked, since CPU memory needs no preparation.
+#include "../driver/memory.hpp"
+
+#include "../driver/device.hpp"
+#include "group.hpp"
+
+namespace ncclpy::host {
+namespace {
+
+ncclResult_t allocate_memory(void** pointer, size_t bytes) {
+  // NCCL hands what it cannot do to the CUDA runtime, whose errors come back as "unhandled".
+  if (pointer == nullptr) return fail(ncclUnhandledCudaError, "ncclMemAlloc : ptr argument is NULL");
+  *pointer = nullptr;
+  if (bytes == 0) return ncclSuccess;
+  *pointer = allocate(bytes, current_device());
+  if (*pointer == nullptr)
+    return fail(ncclUnhandledCudaError, "ncclMemAlloc : no %zu bytes on device %d", bytes, current_device());
+  return ncclSuccess;
+}
+
+ncclResult_t free_memory_at(void* pointer) {
+  if (pointer != nullptr && !deallocate(pointer))
+    return fail(ncclUnhandledCudaError, "ncclMemFree : %p was not allocated by ncclMemAlloc", pointer);
+  return ncclSuccess;
+}
+
+ncclResult_t register_buffer(ncclComm_t handle, void* buffer, size_t bytes, void** registration) {
+  const char* const function = "ncclCommRegister";
+  std::shared_ptr<Comm> comm;
+  NCCLPY_TRY(find_comm(handle, function, &comm));
+  NCCLPY_TRY(comm->ensure_ready());
+  NCCLPY_TRY(check_pointer(buffer, function, "buff"));
+  NCCLPY_TRY(check_pointer(registration, function, "handle"));
+  if (bytes == 0) return fail(ncclInvalidArgument, "%s : size is 0", function);
+  const Allocation known = allocation_of(buffer);
+  const uintptr_t end = uintptr_t(known.base) + known.bytes;
+  if (known.base != nullptr && bytes > end - uintptr_t(buffer)) {
+    return fail(ncclInvalidArgument, "%s : %zu bytes at %p reach beyond their allocation of %zu bytes at %p", function,
+                bytes, buffer, known.bytes, known.base);
+  }
+  static std::atomic<uintptr_t> next{1};
+  *registration = reinterpret_cast<void*>(next.fetch_add(1));
+  std::lock_guard<std::mutex> lock(comm->mutex);
+  comm->registrations[*registration] = {buffer, bytes};
+  return ncclSuccess;
+}
+
+ncclResult_t deregister_buffer(ncclComm_t handle, void* registration) {
+  std::shared_ptr<Comm> comm;
+  NCCLPY_TRY(find_comm(handle, "ncclCommDeregister", &comm));
+  if (registration == nullptr) return ncclSuccess;
+  std::lock_guard<std::mutex> lock(comm->mutex);
+  if (comm->registrations.erase(registration) == 0)
+    return fail(ncclInvalidUsage, "Deregister: Could not find handle %p", registration);
+  return ncclSuccess;
+}
+
+}  // namespace
+}  // namespace ncclpy::host
+
+using namespace ncclpy::host;
+
+ncclResult_t ncclMemAlloc(void** pointer, size_t bytes) {
+  return guarded("ncclMemAlloc", [&] { return allocate_memory(pointer, bytes); });
+}
+
+ncclResult_t ncclMemFree(void* pointer) {
+  return guarded("ncclMemFree", [&] { return free_memory_at(pointer); });
+}
+
+ncclResult_t ncclCommRegister(const ncclComm_t comm, void* buffer, size_t bytes, void** registration) {
+  return guarded("ncclCommRegister", [&] { return register_buffer(comm, buffer, bytes, registration); });
+}
+
+ncclResult_t ncclCommDeregister(const ncclComm_t comm, void* registration) {
+  return guarded("ncclCommDeregister", [&] { return deregister_buffer(comm, registration); });
+}

@@ -1,0 +1,60 @@
+// Collectives of little data: every rank's contribution lies in the segment when all have arrived, and every rank makes
+// its own result out of them. One rendezvous in all, among threads and among processes.
+#include <cstring>
+
+#include "collective.hpp"
+
+namespace ncclpy::host {
+namespace {
+
+// Whether a rank's contribution holds a block for each rank.
+bool has_blocks(Collective kind) {
+  return kind == Collective::reduce_scatter || kind == Collective::all_to_all || kind == Collective::scatter;
+}
+
+bool contributes(const Record& record, int rank) {
+  const bool one_root = record.kind == Collective::broadcast || record.kind == Collective::scatter;
+  return !one_root || rank == record.root;
+}
+
+// Bytes of a contribution; as a count of blocks so that a huge count does not overflow.
+size_t blocks_of(const Record& record, int nranks) { return has_blocks(record.kind) ? size_t(nranks) : 1; }
+
+}  // namespace
+
+bool is_small(const Record& record, int nranks) {
+  return record.count <= inline_bytes / size_of(record.dtype) / blocks_of(record, nranks);
+}
+
+void contribute_small(Comm& comm, const Record& record, int parity) {
+  if (!contributes(record, comm.rank)) return;
+  std::memcpy(comm.segment->small(comm.rank, parity), record.send,
+              record.count * size_of(record.dtype) * blocks_of(record, comm.nranks));
+}
+
+void run_small(Comm& comm, int parity) {
+  Segment& segment = *comm.segment;
+  const Record& mine = segment.slot(comm.rank).record[parity];
+  const size_t bytes = mine.count * size_of(mine.dtype);
+  const size_t my_block = has_blocks(mine.kind) ? size_t(comm.rank) * bytes : 0;
+  auto input = [&](int r) { return segment.small(r, parity) + my_block; };
+  char* recv = static_cast<char*>(mine.recv);
+  switch (mine.kind) {
+    case Collective::reduce:
+      if (comm.rank != mine.root) return;
+      [[fallthrough]];
+    case Collective::all_reduce:
+    case Collective::reduce_scatter: return reduce_pieces(comm, parity, input, mine.count, {recv});
+    case Collective::broadcast:
+    case Collective::scatter: std::memcpy(recv, input(mine.root), bytes); return;
+    case Collective::gather:
+      if (comm.rank != mine.root) return;
+      [[fallthrough]];
+    case Collective::all_gather:
+    case Collective::all_to_all:
+      for (int r = 0; r < comm.nranks; r++) std::memcpy(recv + size_t(r) * bytes, input(r), bytes);
+      return;
+  }
+}
+
+}  // namespace ncclpy::host

@@ -1,0 +1,158 @@
+// Collectives among processes: the data pass through the segment in steps that stay in the cache.
+//
+// In each step a rank writes to its own step buffer, all ranks pass the gate, and everyone reads what it needs. There
+// are two of each buffer: what is read after gate s is written again after gate s + 1 at the earliest, when all have
+// finished reading. An abort may come at any gate, since nobody touches another rank's own memory.
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "collective.hpp"
+
+namespace ncclpy::host {
+namespace {
+
+class Staged {
+ public:
+  Staged(Comm& comm, int parity)
+      : comm_(comm), segment_(*comm.segment), parity_(parity), nranks_(size_t(comm.nranks)), rank_(size_t(comm.rank)),
+        mine_(segment_.slot(comm.rank).record[parity]), element_(size_of(mine_.dtype)),
+        send_(static_cast<const char*>(mine_.send)), recv_(static_cast<char*>(mine_.recv)),
+        bytes_(mine_.count * element_), root_(size_t(mine_.root)), at_root_(comm.rank == mine_.root) {}
+
+  void run() {
+    switch (mine_.kind) {
+      case Collective::all_reduce:
+      case Collective::reduce: return reduce_everything();
+      case Collective::reduce_scatter: return reduce_scatter();
+      case Collective::broadcast: return broadcast();
+      case Collective::all_gather: return gather(true);
+      case Collective::gather: return gather(at_root_);
+      case Collective::scatter: return scatter();
+      case Collective::all_to_all: return all_to_all();
+    }
+  }
+
+ private:
+  bool gate() { return comm_.pass(segment_.header().data, comm_.data_generation); }
+  char* input(size_t rank, size_t step) { return segment_.step_input(int(rank), int(step & 1)); }
+  char* result(size_t rank, size_t step) { return segment_.step_result(int(rank), int(step & 1)); }
+  void copy(void* to, const void* from, size_t bytes) {
+    if (to != from) std::memcpy(to, from, bytes);
+  }
+  // The largest whole number of cache lines of which `parts` fit into a step buffer; at least one.
+  static size_t part_of_step(size_t parts) { return std::max<size_t>(64, step_bytes / parts / 64 * 64); }
+
+  void broadcast() {
+    for (size_t step = 0, at = 0; at < bytes_; step++, at += step_bytes) {
+      const size_t n = std::min(step_bytes, bytes_ - at);
+      if (at_root_) copy(input(rank_, step), send_ + at, n);
+      if (!gate()) return;
+      copy(recv_ + at, at_root_ ? send_ + at : input(root_, step), n);
+    }
+  }
+
+  void gather(bool collects) {
+    for (size_t step = 0, at = 0; at < bytes_; step++, at += step_bytes) {
+      const size_t n = std::min(step_bytes, bytes_ - at);
+      copy(input(rank_, step), send_ + at, n);
+      if (!gate()) return;
+      for (size_t i = 0; collects && i < nranks_; i++) {
+        const size_t r = (rank_ + i) % nranks_;
+        copy(recv_ + r * bytes_ + at, r == rank_ ? send_ + at : input(r, step), n);
+      }
+    }
+  }
+
+  // The root lays each rank's part of the step into that rank's buffer.
+  void scatter() {
+    for (size_t step = 0, at = 0; at < bytes_; step++, at += step_bytes) {
+      const size_t n = std::min(step_bytes, bytes_ - at);
+      for (size_t r = 0; at_root_ && r < nranks_; r++) {
+        if (r != rank_) copy(input(r, step), send_ + r * bytes_ + at, n);
+      }
+      if (!gate()) return;
+      copy(recv_ + at, at_root_ ? send_ + rank_ * bytes_ + at : input(rank_, step), n);
+    }
+  }
+
+  // Step buffers hold a part for each rank; `finish(at, n, step, part)` makes this rank's result of them.
+  template <class Finish>
+  void by_parts(Finish finish) {
+    const size_t part = part_of_step(nranks_);
+    for (size_t step = 0, at = 0; at < bytes_; step++, at += part) {
+      const size_t n = std::min(part, bytes_ - at);
+      for (size_t r = 0; r < nranks_; r++) copy(input(rank_, step) + r * part, send_ + r * bytes_ + at, n);
+      if (!gate()) return;
+      finish(at, n, step, part);
+    }
+  }
+
+  void all_to_all() {
+    by_parts([&](size_t at, size_t n, size_t step, size_t part) {
+      for (size_t i = 0; i < nranks_; i++) {
+        const size_t r = (rank_ + i) % nranks_;
+        copy(recv_ + r * bytes_ + at, input(r, step) + rank_ * part, n);
+      }
+    });
+  }
+
+  void reduce_scatter() {
+    by_parts([&](size_t at, size_t n, size_t step, size_t part) {
+      reduce_pieces(comm_, parity_, [&](int r) { return input(size_t(r), step) + rank_ * part; }, n / element_,
+                    {recv_ + at});
+    });
+  }
+
+  // After gate s each rank reduces its range of step s; after gate s + 1 the results of step s can be collected.
+  void reduce_everything() {
+    const bool collects = mine_.kind == Collective::all_reduce || at_root_;
+    const size_t steps = (bytes_ + step_bytes - 1) / step_bytes;
+    for (size_t step = 0; step <= steps; step++) {
+      const size_t at = step * step_bytes;
+      const size_t n = step < steps ? std::min(step_bytes, bytes_ - at) : 0;
+      copy(input(rank_, step), send_ + at, n);
+      if (!gate()) return;
+      if (n > 0) {
+        const auto [begin, end] = range(rank_, n);
+        const size_t first = begin;
+        reduce_pieces(comm_, parity_, [&](int r) { return input(size_t(r), step) + first; }, (end - begin) / element_,
+                      {result(rank_, step)});
+      }
+      if (step > 0 && collects) collect(step - 1);
+    }
+  }
+
+  void collect(size_t step) {
+    const size_t at = step * step_bytes;
+    const size_t n = std::min(step_bytes, bytes_ - at);
+    for (size_t i = 0; i < nranks_; i++) {
+      const size_t r = (rank_ + i) % nranks_;
+      const auto [begin, end] = range(r, n);
+      copy(recv_ + at + begin, result(r, step), end - begin);
+    }
+  }
+
+  // The bytes of a step of `n` bytes that rank `r` reduces: whole cache lines, so also whole elements.
+  std::pair<size_t, size_t> range(size_t r, size_t n) const {
+    const size_t each = (n + nranks_ * 64 - 1) / (nranks_ * 64) * 64;
+    return {std::min(n, r * each), std::min(n, (r + 1) * each)};
+  }
+
+  Comm& comm_;
+  Segment& segment_;
+  const int parity_;
+  const size_t nranks_, rank_;
+  const Record& mine_;
+  const size_t element_;
+  const char* const send_;
+  char* const recv_;
+  const size_t bytes_, root_;
+  const bool at_root_;
+};
+
+}  // namespace
+
+void run_staged(Comm& comm, int parity) { Staged(comm, parity).run(); }
+
+}  // namespace ncclpy::host

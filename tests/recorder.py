@@ -23,7 +23,19 @@ def compile_recorder(folder: Path) -> Path:
     output = folder / "recorder.o"
     include = HERE.parent / "ncclpy" / "abi"
     source = HERE / "recorder.cpp"
-    _compiler("-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Werror", f"-I{include}", "-c", source, "-o", output)
+    _compiler(
+        "-std=c++17",
+        "-O1",
+        "-fPIC",
+        "-fvisibility=hidden",
+        "-Wall",
+        "-Werror",
+        f"-I{include}",
+        "-c",
+        source,
+        "-o",
+        output,
+    )
     return output
 
 

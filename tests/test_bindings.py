@@ -25,23 +25,29 @@ NUMBERS = {
 
 # Functions whose Python arguments are not C's one by one: arguments, what C sees, what comes back.
 ID = {"id": 9}
-HEADER = {"size", "magic", "version"}
+SUCCESS = {"result": "SUCCESS"}
+
+
+def _pending(value):
+    return {"pending": value, "result": "SUCCESS"}
+
+
 SPECIAL = {
     "ncclGetUniqueId": ([], None, {"id": 70}),
     "ncclCommGetUniqueId": ([4096], [4096, None], {"id": 71}),
     "ncclCommInitAll": ([[5, 6]], ["out", 2, 5], [70, 0]),
     "ncclCommInitRankScalable": ([4, 3, [ID, {"id": 8}]], ["out", 4, 3, 2, "id 9", None], 70),
-    "ncclCommShrink": ([4096, [3, 5], None, 1], [4096, "out 3", 2, "out", None, 1], {"pending": 73, "result": "SUCCESS"}),
-    "ncclCommSplit": ([4096, 2, 3], [4096, 2, 3, "out", None], {"pending": 73, "result": "SUCCESS"}),
-    "ncclCommGrow": ([4096, 8, ID, 3], [4096, 8, "id 9", 3, "out", None], {"pending": 74, "result": "SUCCESS"}),
+    "ncclCommShrink": ([4096, [3, 5], None, 1], [4096, "out 3", 2, "out", None, 1], _pending(73)),
+    "ncclCommSplit": ([4096, 2, 3], [4096, 2, 3, "out", None], _pending(73)),
+    "ncclCommGrow": ([4096, 8, ID, 3], [4096, 8, "id 9", 3, "out", None], _pending(74)),
     "ncclCommWindowRegister": (
-        [4096, 8192, 100, 2], [4096, 8192, 100, "out", 2], {"pending": 73, "result": "SUCCESS"},
+        [4096, 8192, 100, 2], [4096, 8192, 100, "out", 2], _pending(73),
     ),
-    "ncclWaitSignal": ([[[1, 2, 3, 4], [5, 6, 7, 8]], 4096, 8192], [2, [1, 2, 3, 4], 4096, 8192], {"result": "SUCCESS"}),
+    "ncclWaitSignal": ([[[1, 2, 3, 4], [5, 6, 7, 8]], 4096, 8192], [2, [1, 2, 3, 4], 4096, 8192], SUCCESS),
     "ncclGroupSimulateEnd": ([], [{"size": 24, "magic": 0x74685283, "version": 23203}], 70.5),
     "ncclSetEncryption": (
         [1, "secret"], [{"size": 32, "magic": 0xCAFEBEEF, "version": 23203, "mode": 1, "psk": "secret"}],
-        {"result": "SUCCESS"},
+        SUCCESS,
     ),
     "ncclParamGet": ([4096, 200], [4096, None, 200, None], {"bytes": 73}),
     "ncclParamGetParameter": (["KEY"], ["KEY", "out", None], "V" * 72),
@@ -98,7 +104,7 @@ def _expected(function):
         returned = out[0] if len(out) == 1 else out
     else:
         returned = {
-            "ncclResult_t": {"result": "SUCCESS"},
+            "ncclResult_t": SUCCESS,
             "ncclTeam_t": {"nranks": 7, "rank": 8, "stride": 9},
             "const char*": "text",
             "int": 77,
@@ -139,7 +145,9 @@ def test_an_error_raises(recorded, symbol):
     assert symbol in reply["message"] and "2.32.3" in reply["message"]
 
 
-@pytest.mark.parametrize(("code", "kind"), [(6, "NcclRemoteError"), (8, "NcclTimeout"), (1, "NcclError"), (99, "NcclError")])
+@pytest.mark.parametrize(
+    ("code", "kind"), [(6, "NcclRemoteError"), (8, "NcclTimeout"), (1, "NcclError"), (99, "NcclError")]
+)
 def test_codes_have_their_exceptions(recorded, code, kind):
     reply = recorded("comm_destroy", 4096, result=code)
     assert (reply["raised"], reply["result"]) == (kind, code)

@@ -1,10 +1,13 @@
-from typing import final
+from typing import NoReturn, final
 
 from ncclpy.core.types import Result
 
 @final
 class PendingHandle:
-    result: Result
+    # Not to be made by hand.
+    def __init__(self, *args: NoReturn, **kwargs: NoReturn) -> None: ...
+    @property
+    def result(self) -> Result: ...
     @property
     def value(self) -> int: ...
     def __int__(self) -> int: ...

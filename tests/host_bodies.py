@@ -1,0 +1,286 @@
+"""What ranks do in the tests of the host engine: every collective against numpy, as threads and as processes."""
+
+import ctypes
+
+import ml_dtypes
+import numpy as np
+from nccl_calls import AVG, MAX, MIN, PROD, SCALAR_DEVICE, SCALAR_HOST, SUM
+
+DTYPES = [
+    np.int8,
+    np.uint8,
+    np.int32,
+    np.uint32,
+    np.int64,
+    np.uint64,
+    np.float16,
+    np.float32,
+    np.float64,
+    ml_dtypes.bfloat16,
+    ml_dtypes.float8_e4m3fn,
+    ml_dtypes.float8_e5m2,
+]
+OPS = [SUM, PROD, MAX, MIN, AVG]
+
+
+def is_small_float(dtype):
+    return np.dtype(dtype).itemsize < 4 and not np.issubdtype(dtype, np.integer)
+
+
+def inputs_of(nranks, count, code, seed=0):
+    """Every rank's input, the same wherever it is asked for."""
+    dtype = DTYPES[code]
+    random = np.random.default_rng([seed, nranks, count, code])
+    if np.issubdtype(dtype, np.integer):
+        info = np.iinfo(dtype)
+        return [random.integers(info.min, info.max, count, dtype, endpoint=True) for _ in range(nranks)]
+    return [random.normal(size=count).astype(dtype) for _ in range(nranks)]
+
+
+def reduced(inputs, op, scalars=None):
+    """What NCCL makes of the inputs: small floats in float32 and rounded once, integers wrapping around."""
+    dtype = inputs[0].dtype
+    wide = [x.astype(np.float32) if is_small_float(dtype) else x for x in inputs]
+    with np.errstate(all="ignore"):
+        if scalars is not None:
+            wide = [x * s.astype(x.dtype) for x, s in zip(wide, scalars)]
+        result = wide[0].copy()
+        for x in wide[1:]:
+            if op in (SUM, AVG):
+                result = result + x
+            elif op == PROD:
+                result = result * x
+            else:
+                result = (np.fmax if op == MAX else np.fmin)(result, x)
+        if op == AVG:
+            if np.issubdtype(dtype, np.integer):
+                truncated = [abs(int(x)) // len(inputs) * (-1 if x < 0 else 1) for x in result]
+                result = np.array(truncated, dtype=object)
+            else:
+                result = result / result.dtype.type(len(inputs))
+        return result.astype(dtype)
+
+
+def same(got, expected):
+    """Bit for bit; NaNs may have any payload."""
+    if np.issubdtype(got.dtype, np.integer):
+        return bool((got == expected).all())
+    wide, wide_expected = got.astype(np.float64), expected.astype(np.float64)
+    return bool(((wide == wide_expected) | (np.isnan(wide) & np.isnan(wide_expected))).all())
+
+
+def expect(got, expected, what):
+    if same(got, expected):
+        return
+    wrong = np.flatnonzero(got != expected)
+    at = int(wrong[0])
+    raise AssertionError(f"{what}: {len(wrong)} of {len(got)} wrong, first at {at}: {got[at]}, expected {expected[at]}")
+
+
+def pointer(array, element=0):
+    return array.ctypes.data + element * array.itemsize
+
+
+def check_reductions(rank, comm, count, code, op, in_place):
+    """All-reduce, reduce and reduce-scatter of one kind."""
+    nccl, n, me, stream = rank.nccl, rank.nranks, rank.rank, rank.stream
+    what = f"count {count}, dtype {np.dtype(DTYPES[code])}, op {op}, in place {in_place}, rank {me} of {n}"
+    inputs = inputs_of(n, count, code)
+    expected = reduced(inputs, op)
+
+    send = inputs[me].copy()
+    recv = send if in_place else np.zeros_like(send)
+    nccl.ncclAllReduce(pointer(send), pointer(recv), count, code, op, comm, stream)
+    rank.synchronize()
+    expect(recv, expected, f"all_reduce, {what}")
+
+    root = n - 1
+    send = inputs[me].copy()
+    recv = (send if in_place else np.zeros_like(send)) if me == root else None
+    nccl.ncclReduce(pointer(send), None if recv is None else pointer(recv), count, code, op, root, comm, stream)
+    rank.synchronize()
+    if me == root:
+        expect(recv, expected, f"reduce, {what}")
+
+    blocks = inputs_of(n, count * n, code)
+    send = blocks[me].copy()
+    recv = np.zeros(count, send.dtype)
+    target = pointer(send, me * count) if in_place else pointer(recv)
+    nccl.ncclReduceScatter(pointer(send), target, count, code, op, comm, stream)
+    rank.synchronize()
+    mine = slice(me * count, (me + 1) * count)
+    expect(send[mine] if in_place else recv, reduced([b[mine] for b in blocks], op), f"reduce_scatter, {what}")
+
+
+def check_copies(rank, comm, count, code, in_place):
+    """The collectives that only move data."""
+    nccl, n, me, stream = rank.nccl, rank.nranks, rank.rank, rank.stream
+    what = f"count {count}, dtype {np.dtype(DTYPES[code])}, in place {in_place}, rank {me} of {n}"
+    inputs = inputs_of(n, count, code)
+    everything = np.concatenate(inputs)
+    blocks = inputs_of(n, count * n, code)
+    mine = slice(me * count, (me + 1) * count)
+
+    for root in {0, n - 1}:
+        send = inputs[me].copy()
+        recv = send if in_place else np.zeros_like(send)
+        source = pointer(send) if me == root or in_place else None
+        nccl.ncclBroadcast(source, pointer(recv), count, code, root, comm, stream)
+        rank.synchronize()
+        expect(recv, inputs[root], f"broadcast from {root}, {what}")
+
+        recv = np.zeros_like(everything) if me == root else None
+        send = inputs[me].copy()
+        if in_place and me == root:
+            recv[mine] = send
+            source = pointer(recv, me * count)
+        else:
+            source = pointer(send)
+        nccl.ncclGather(source, None if recv is None else pointer(recv), count, code, root, comm, stream)
+        rank.synchronize()
+        if me == root:
+            expect(recv, everything, f"gather to {root}, {what}")
+
+        send = blocks[root].copy() if me == root else None
+        recv = np.zeros(count, blocks[root].dtype)
+        target = pointer(send, me * count) if in_place and me == root else pointer(recv)
+        nccl.ncclScatter(None if send is None else pointer(send), target, count, code, root, comm, stream)
+        rank.synchronize()
+        expect(send[mine] if in_place and me == root else recv, blocks[root][mine], f"scatter from {root}, {what}")
+
+    recv = np.zeros_like(everything)
+    send = inputs[me].copy()
+    if in_place:
+        recv[mine] = send
+    nccl.ncclAllGather(pointer(recv, me * count) if in_place else pointer(send), pointer(recv), count, code, comm, stream)
+    rank.synchronize()
+    expect(recv, everything, f"all_gather, {what}")
+
+    recv = np.zeros_like(blocks[me])
+    nccl.ncclAlltoAll(pointer(blocks[me]), pointer(recv), count, code, comm, stream)
+    rank.synchronize()
+    expect(recv, np.concatenate([b[mine] for b in blocks]), f"all_to_all, {what}")
+
+
+def every_reduction(rank, counts, codes):
+    with rank.communicator() as comm:
+        for count in counts:
+            for code in codes:
+                for op in OPS:
+                    for in_place in (False, True):
+                        check_reductions(rank, comm, count, code, op, in_place)
+
+
+def every_copy(rank, counts, codes):
+    with rank.communicator() as comm:
+        for count in counts:
+            for code in codes:
+                for in_place in (False, True):
+                    check_copies(rank, comm, count, code, in_place)
+
+
+def pre_mul_sum(rank, counts):
+    """PreMulSum with a different scalar on each rank, given at once or read when the operation runs."""
+    nccl, n, me = rank.nccl, rank.nranks, rank.rank
+    with rank.communicator() as comm:
+        for code, dtype in enumerate(DTYPES):
+            scalars = [np.array([r + 2]).astype(dtype) for r in range(n)]
+            for residence in (SCALAR_HOST, SCALAR_DEVICE):
+                scalar = scalars[me].copy()
+                op = ctypes.c_int()
+                nccl.ncclRedOpCreatePreMulSum(ctypes.byref(op), pointer(scalar), code, residence, comm)
+                for count in counts:
+                    inputs = inputs_of(n, count, code)
+                    recv = np.zeros_like(inputs[me])
+                    nccl.ncclAllReduce(pointer(inputs[me]), pointer(recv), count, code, op.value, comm, rank.stream)
+                    rank.synchronize()
+                    expect(recv, reduced(inputs, SUM, scalars), f"premulsum {np.dtype(dtype)} count {count}")
+                nccl.ncclRedOpDestroy(op.value, comm)
+
+
+def all_pairs(rank, sizes):
+    """Every rank sends to every rank, itself included, several messages each, received in another order."""
+    nccl, n, me = rank.nccl, rank.nranks, rank.rank
+    message = {}
+    for source in range(n):
+        for target in range(n):
+            for i, size in enumerate(sizes):
+                random = np.random.default_rng([source, target, i])
+                message[source, target, i] = random.integers(0, 255, size, np.uint8)
+    with rank.communicator() as comm:
+        for _ in range(2):
+            received = {(s, i): np.zeros(size, np.uint8) for s in range(n) for i, size in enumerate(sizes)}
+            nccl.ncclGroupStart()
+            for i, size in enumerate(sizes):
+                for peer in range(n):
+                    sent = message[me, peer, i]
+                    nccl.ncclSend(pointer(sent), size, 1, peer, comm, rank.stream)
+                for peer in reversed(range(n)):
+                    nccl.ncclRecv(pointer(received[peer, i]), size, 1, peer, comm, rank.stream)
+            nccl.ncclGroupEnd()
+            rank.synchronize()
+            for (source, i), got in received.items():
+                expect(got, message[source, me, i], f"message {i} from {source} to {me}")
+
+
+def ring(rank, size):
+    """Send to the right and receive from the left without a group, even ranks first; then sum what came."""
+    nccl, n, me = rank.nccl, rank.nranks, rank.rank
+    with rank.communicator() as comm:
+        mine, got = np.full(size, me, np.int32), np.zeros(size, np.int32)
+        calls = [
+            lambda: nccl.ncclSend(pointer(mine), size, 2, (me + 1) % n, comm, rank.stream),
+            lambda: nccl.ncclRecv(pointer(got), size, 2, (me - 1) % n, comm, rank.stream),
+        ]
+        for call in calls if me % 2 == 0 else reversed(calls):
+            call()
+        total = np.zeros(size, np.int32)
+        nccl.ncclAllReduce(pointer(got), pointer(total), size, 2, SUM, comm, rank.stream)
+        rank.synchronize()
+        expect(got, np.full(size, (me - 1) % n, np.int32), f"from the left of {me}")
+        expect(total, np.full(size, n * (n - 1) // 2, np.int32), "the sum of all")
+
+
+def splits(rank):
+    """Split by parity with reversed keys, leave rank 0 out of another split, and use parent and children together."""
+    nccl, n, me = rank.nccl, rank.nranks, rank.rank
+    with rank.communicator() as comm:
+        child = nccl.split(comm, me % 2, -me)
+        members = [r for r in reversed(range(n)) if r % 2 == me % 2]
+        assert nccl.get("ncclCommCount", child) == len(members)
+        assert nccl.get("ncclCommUserRank", child) == members.index(me)
+        assert nccl.get("ncclCommCuDevice", child) == me
+        rest = nccl.split(comm, -1 if me == 0 else 5, 0)
+        assert (rest is None) == (me == 0)
+        gathered = np.zeros(len(members), np.int32)
+        mine, total = np.array([me], np.int32), np.zeros(1, np.int32)
+        nccl.ncclAllGather(pointer(mine), pointer(gathered), 1, 2, child, rank.stream)
+        nccl.ncclAllReduce(pointer(mine), pointer(total), 1, 2, SUM, comm, rank.stream)
+        if rest is not None:
+            assert nccl.get("ncclCommUserRank", rest) == me - 1
+            nccl.ncclAllReduce(pointer(mine), pointer(mine), 1, 2, MAX, rest, rank.stream)
+        rank.synchronize()
+        assert list(gathered) == members
+        assert total[0] == n * (n - 1) // 2
+        assert mine[0] == (0 if me == 0 else n - 1)
+        nccl.ncclCommDestroy(child)
+        if rest is not None:
+            nccl.ncclCommDestroy(rest)
+
+
+def many_operations(rank, rounds):
+    """A long queue of operations of changing kinds and sizes on two streams, without a wait in between."""
+    nccl, n, me = rank.nccl, rank.nranks, rank.rank
+    other = nccl.driver.stream(1)
+    with rank.communicator() as comm:
+        value = np.full(3000, 1.0, np.float64)
+        tiny = np.full(1, 1.0, np.float64)
+        for i in range(rounds):
+            # The same buffers on alternating streams: right only if the communicator keeps the order of the calls.
+            stream = (rank.stream, other)[i % 2]
+            nccl.ncclAllReduce(pointer(value), pointer(value), 3000, 8, AVG, comm, stream)
+            nccl.ncclAllReduce(pointer(tiny), pointer(tiny), 1, 8, MAX, comm, stream)
+            nccl.ncclBroadcast(pointer(value), pointer(value), 3000, 8, i % n, comm, stream)
+        rank.synchronize()
+        nccl.driver.cuStreamSynchronize(other)
+        assert (value == 1.0).all() and tiny[0] == 1.0

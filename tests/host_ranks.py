@@ -1,0 +1,125 @@
+"""Run one function as every rank: as threads of this process, or in processes of their own, with a joint deadline."""
+
+import concurrent.futures
+import contextlib
+import multiprocessing
+import threading
+import time
+import traceback
+
+from nccl_calls import Nccl
+
+from ncclpy.core.search import host_engine_path
+
+DEADLINE = 60.0
+
+
+class Rank:
+    """What a body gets: the library, who it is, and a stream of its own."""
+
+    def __init__(self, nccl, rank, nranks, uid):
+        self.nccl, self.rank, self.nranks, self.uid = nccl, rank, nranks, uid
+        nccl.driver.use(rank)
+        self.stream = nccl.driver.stream(1)
+
+    @contextlib.contextmanager
+    def communicator(self, config=None):
+        comm = self.nccl.init(self.nranks, self.uid, self.rank, config)
+        yield comm
+        self.synchronize()
+        self.nccl.ncclCommDestroy(comm)
+
+    def synchronize(self):
+        self.nccl.driver.cuStreamSynchronize(self.stream)
+
+
+def as_threads(nccl, nranks, body, *arguments, deadline=DEADLINE):
+    """Return what `body(rank, *arguments)` returns for each rank, run by threads."""
+    uid = nccl.unique_id()
+    results, errors = [None] * nranks, []
+
+    def run(rank):
+        try:
+            results[rank] = body(Rank(nccl, rank, nranks, uid), *arguments)
+        except BaseException:
+            errors.append(f"rank {rank}:\n{traceback.format_exc()}")
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(nranks)]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + deadline
+    for thread in threads:
+        thread.join(max(0.01, end - time.monotonic()) if not errors else 1)
+    stuck = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+    assert not errors and not stuck, "\n".join([*errors, f"still running after {deadline} s: ranks {stuck}"])
+    return results
+
+
+def _serve(pipe):
+    """Live as one of the processes: take bodies, run them for some ranks each, send back results or tracebacks."""
+    nccl = Nccl(host_engine_path())
+    while (task := pipe.recv()) is not None:
+        body, ranks, nranks, uid, arguments = task
+
+        def run(rank, body=body, nranks=nranks, uid=uid, arguments=arguments):
+            try:
+                return rank, body(Rank(nccl, rank, nranks, uid), *arguments), None
+            except BaseException:
+                return rank, None, traceback.format_exc()
+
+        with concurrent.futures.ThreadPoolExecutor(len(ranks)) as threads:
+            pipe.send(list(threads.map(run, ranks)))
+
+
+class Processes:
+    """Processes that are started once and run bodies when told to; replaced after a failure."""
+
+    def __init__(self):
+        self._context = multiprocessing.get_context("spawn")
+        self._workers = []
+
+    def _grow(self, count):
+        while len(self._workers) < count:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def run(self, nccl, nranks, body, *arguments, deadline=DEADLINE, placement=None):
+        """Run `body` as every rank; `placement[rank]` is the process of a rank, by default one each."""
+        placement = list(placement or range(nranks))
+        uid = nccl.unique_id()
+        used = sorted(set(placement))
+        self._grow(max(used) + 1)
+        for process in used:
+            ranks = [rank for rank in range(nranks) if placement[rank] == process]
+            self._workers[process][1].send((body, ranks, nranks, uid, arguments))
+        results, errors = {}, []
+        end = time.monotonic() + deadline
+        for process in used:
+            pipe = self._workers[process][1]
+            ready = pipe.poll(max(0.0, end - time.monotonic()) if not errors else 2.0)
+            if not ready:
+                errors.append(f"process {process} is still running after {deadline} s")
+                continue
+            try:
+                answers = pipe.recv()
+            except EOFError:
+                errors.append(f"process {process} died with exit code {self._workers[process][0].exitcode}")
+                continue
+            for rank, result, error in answers:
+                results[rank] = result
+                if error is not None:
+                    errors.append(f"rank {rank} in process {process}:\n{error}")
+        if errors:
+            self.close()
+        assert not errors, "\n".join(errors)
+        return [results[rank] for rank in range(nranks)]
+
+    def close(self):
+        for process, pipe in self._workers:
+            pipe.close()
+            process.kill()
+            process.join()
+        self._workers = []

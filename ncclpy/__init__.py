@@ -7,7 +7,7 @@ variable ``NCCLPY_LIBRARY`` chooses which.
 from __future__ import annotations
 
 try:
-    from ncclpy.core import library as _library
+    import ncclpy.core.library
 except ImportError as _error:
     from importlib.machinery import EXTENSION_SUFFIXES as _SUFFIXES
     from pathlib import Path as _Path
@@ -33,7 +33,7 @@ from ncclpy.core.errors import (
     NcclTimeout,
     NcclUnsupported,
 )
-from ncclpy.core.group import Group as group
+from ncclpy.core.group import Group as group  # noqa: N813 - in a with statement it reads as a verb
 from ncclpy.core.library import library, use
 from ncclpy.core.lifecycle import get_unique_id
 from ncclpy.core.resources import CustomOp, Registration

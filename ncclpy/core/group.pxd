@@ -18,6 +18,8 @@ cdef class Group:
     cdef readonly bint simulate
     cdef readonly object estimated_time_us
 
+    cdef int open(self) except -1
+    cdef int abort_at_end(self, Handle handle) except -1
     cdef int record(self, Handle handle, const Operation* operation, object send, object recv) except -1
 
 

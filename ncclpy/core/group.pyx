@@ -5,6 +5,7 @@ A group records what is called inside its block and makes the calls when the out
 inside a group; recording can, so an exception inside the block launches nothing.
 """
 
+cimport cython
 from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
 from libc.stdint cimport uintptr_t
 from libc.stdlib cimport free, malloc, realloc
@@ -90,8 +91,8 @@ cdef int give_birth(Handle parent, Handle child, Operation* operation) except -1
     cdef Handle locked = child if parent is None else parent
     if ncclpy_current_group != NULL:
         group = <Group>ncclpy_current_group
-        group.births.append((group.count, child))
         group.record(locked, operation, None, None)
+        group.births.append((group.count - 1, child))
         return 0
     with nogil:
         locked.lock()
@@ -104,6 +105,7 @@ cdef int give_birth(Handle parent, Handle child, Operation* operation) except -1
     return child.born(result)
 
 
+@cython.freelist(8)
 cdef class Group:
     """Record the calls of a ``with`` block and start them together when the outermost block ends.
 
@@ -123,6 +125,8 @@ cdef class Group:
     cdef int record(self, Handle handle, const Operation* operation, object send, object recv) except -1:
         """Append one operation; its communicator and buffers live at least until the group ends."""
         cdef Operation* grown
+        if self.handles is None:
+            self.open()
         if self.count == self.capacity:
             self.capacity = self.capacity * 2 if self.capacity else 16
             grown = <Operation*>realloc(self.operations, self.capacity * sizeof(Operation))
@@ -146,11 +150,6 @@ cdef class Group:
                 raise ValueError("group(simulate=True) cannot stand inside a group that is not simulated")
             self.mark = self.outer.count
             return self
-        self.handles = []
-        self.held = []
-        self.births = []
-        self.waits = []
-        self.aborts = []
         Py_INCREF(self)
         set_current(<PyObject*>self)
         return self
@@ -168,12 +167,27 @@ cdef class Group:
             else:
                 if self.count:
                     _launch(self)
-                if self.aborts:
+                if self.aborts is not None:
                     abort_handles(self.aborts, ABORT_DEADLINE, "aborted in a group")
         finally:
             self.handles = self.held = self.births = self.waits = self.aborts = None
             self.count = 0
             Py_DECREF(self)
+
+    cdef int open(self) except -1:
+        """Make the lists at the first record: an empty group costs next to nothing."""
+        self.handles = []
+        self.held = []
+        self.births = []
+        self.waits = []
+        return 0
+
+    cdef int abort_at_end(self, Handle handle) except -1:
+        """Abort this communicator together with the others when the group ends."""
+        if self.aborts is None:
+            self.aborts = []
+        self.aborts.append(handle)
+        return 0
 
 
 cdef int set_current(PyObject* group) noexcept:
@@ -185,6 +199,8 @@ cdef int set_current(PyObject* group) noexcept:
 cdef int _forget(Group group, size_t mark) except -1:
     """Drop what was recorded from `mark` on; nothing of it has reached NCCL."""
     cdef Handle child
+    if group.count == mark:
+        return 0
     for index, child in group.births:
         if index >= mark:
             child.unborn()

@@ -162,6 +162,12 @@ cdef int missing_nccl(const char* name) except -1:
         if ncclpy_nccl_symbols[i].name == <bytes>name:
             if (<void**>((<char*>&nccl) + ncclpy_nccl_symbols[i].offset))[0] != NULL:
                 return 0
+            if host_engine:
+                raise NcclUnsupported(
+                    f"the host engine has no {name.decode()}; docs/host-engine.md lists what it leaves out",
+                    function=name.decode(),
+                    version=_library.version,
+                )
             since = ".".join(map(str, decode_version(ncclpy_nccl_symbols[i].version)))
             raise NcclUnsupported(
                 f"{name.decode()} needs NCCL {since} or newer; {_library.path} is "

@@ -590,7 +590,7 @@ cdef class Lifecycle(Handle):
         """
         group = current_group()
         if group is not None:
-            group.aborts.append(self)
+            group.abort_at_end(self)
             return
         if self.state == INITIALISING and self.raw == NULL and self.parent is not None:
             abort_handles([self.parent], as_timeout(timeout), "abort of a child that its parent was still making")

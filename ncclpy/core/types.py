@@ -6,10 +6,19 @@ Where a data type or an operator is taken, an enum member, its name or a numpy d
 from __future__ import annotations
 
 import enum
+from typing import Any, TypeAlias
 
 import numpy as np
 
 __all__ = ["AVG", "MAX", "MIN", "PROD", "SUM", "DataType", "ReduceOp", "Result", "UniqueId"]
+
+# What arguments take, for type checkers; the docstring of `Communicator` says it in words. The objects belong to
+# frameworks that ncclpy does not import, so no narrower type can be written.
+BufferLike: TypeAlias = Any
+StreamLike: TypeAlias = Any
+DeviceLike: TypeAlias = Any
+DataTypeLike: TypeAlias = Any
+OpLike: TypeAlias = Any
 
 
 class Result(enum.IntEnum):

@@ -1,0 +1,57 @@
+from ncclpy.core.lifecycle import Lifecycle
+from ncclpy.core.types import BufferLike, OpLike, StreamLike
+
+class Collectives(Lifecycle):
+    def all_reduce(
+        self,
+        send: BufferLike,
+        recv: BufferLike | None = ...,
+        op: OpLike = ...,
+        *,
+        stream: StreamLike = ...,
+    ) -> None: ...
+    def reduce(
+        self,
+        send: BufferLike,
+        recv: BufferLike | None = ...,
+        op: OpLike = ...,
+        root: int = ...,
+        *,
+        stream: StreamLike = ...,
+    ) -> None: ...
+    def broadcast(
+        self,
+        send: BufferLike | None,
+        recv: BufferLike | None = ...,
+        root: int = ...,
+        *,
+        stream: StreamLike = ...,
+    ) -> None: ...
+    def all_gather(self, send: BufferLike, recv: BufferLike, *, stream: StreamLike = ...) -> None: ...
+    def reduce_scatter(
+        self,
+        send: BufferLike,
+        recv: BufferLike,
+        op: OpLike = ...,
+        *,
+        stream: StreamLike = ...,
+    ) -> None: ...
+    def all_to_all(self, send: BufferLike, recv: BufferLike, *, stream: StreamLike = ...) -> None: ...
+    def gather(
+        self,
+        send: BufferLike,
+        recv: BufferLike | None = ...,
+        root: int = ...,
+        *,
+        stream: StreamLike = ...,
+    ) -> None: ...
+    def scatter(
+        self,
+        send: BufferLike | None,
+        recv: BufferLike | None = ...,
+        root: int = ...,
+        *,
+        stream: StreamLike = ...,
+    ) -> None: ...
+    def send(self, buf: BufferLike, peer: int, *, stream: StreamLike = ...) -> None: ...
+    def recv(self, buf: BufferLike, peer: int, *, stream: StreamLike = ...) -> None: ...

@@ -1,0 +1,36 @@
+from collections.abc import Sequence
+
+from ncclpy.core.collectives import Collectives
+from ncclpy.core.resources import CustomOp, Registration
+from ncclpy.core.types import BufferLike, DataTypeLike, OpLike, StreamLike
+
+class Communicator(Collectives):
+    def all_gather_v(
+        self,
+        send: BufferLike,
+        recv: BufferLike,
+        counts: Sequence[int],
+        *,
+        stream: StreamLike = ...,
+    ) -> None: ...
+    def reduce_scatter_v(
+        self,
+        send: BufferLike,
+        recv: BufferLike,
+        counts: Sequence[int],
+        op: OpLike = ...,
+        *,
+        stream: StreamLike = ...,
+    ) -> None: ...
+    def all_to_all_v(
+        self,
+        send: BufferLike,
+        recv: BufferLike,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        *,
+        stream: StreamLike = ...,
+    ) -> None: ...
+    def barrier(self, *, stream: StreamLike = ...) -> None: ...
+    def pre_mul_sum(self, scalar: float | BufferLike, dtype: DataTypeLike) -> CustomOp: ...
+    def register(self, buf: BufferLike) -> Registration: ...

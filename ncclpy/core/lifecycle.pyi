@@ -1,0 +1,88 @@
+from collections.abc import Iterable
+
+from typing_extensions import Self
+
+from ncclpy.core.config import Config
+from ncclpy.core.handle import Handle
+from ncclpy.core.types import DeviceLike, Result, UniqueId
+
+class Lifecycle(Handle):
+    def __init__(self) -> None: ...
+    @classmethod
+    def init(
+        cls,
+        nranks: int,
+        rank: int,
+        unique_id: UniqueId | bytes,
+        *,
+        device: DeviceLike = ...,
+        config: Config | None = ...,
+        timeout: float | None = ...,
+    ) -> Self: ...
+    @classmethod
+    def init_all(
+        cls,
+        devices: Iterable[int] | None = ...,
+        *,
+        config: Config | None = ...,
+        timeout: float | None = ...,
+    ) -> list[Self]: ...
+    @classmethod
+    def from_handle(cls, pointer: int) -> Self: ...
+    def split(
+        self,
+        color: int | None,
+        key: int = ...,
+        *,
+        config: Config | None = ...,
+        timeout: float | None = ...,
+    ) -> Self | None: ...
+    def shrink(
+        self,
+        exclude: Iterable[int],
+        *,
+        abort: bool = ...,
+        config: Config | None = ...,
+        timeout: float | None = ...,
+    ) -> Self: ...
+    def grow(
+        self,
+        nranks: int,
+        unique_id: UniqueId | bytes | None = ...,
+        *,
+        config: Config | None = ...,
+        timeout: float | None = ...,
+    ) -> Self: ...
+    @classmethod
+    def join(
+        cls,
+        nranks: int,
+        rank: int,
+        unique_id: UniqueId | bytes,
+        *,
+        device: DeviceLike = ...,
+        config: Config | None = ...,
+        timeout: float | None = ...,
+    ) -> Self: ...
+    def grow_id(self) -> UniqueId: ...
+    def async_error(self) -> Result | int: ...
+    def is_ready(self) -> bool: ...
+    def wait_ready(self, timeout: float | None = ...) -> Self: ...
+    async def ready(self, timeout: float | None = ...) -> Self: ...
+    def finalize(self) -> None: ...
+    def revoke(self) -> None: ...
+    def suspend(self) -> None: ...
+    def resume(self) -> None: ...
+    def memory_stats(self) -> dict[str, int]: ...
+    def abort(self, timeout: float = ...) -> None: ...
+    def close(self) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *exception: object) -> None: ...
+    @property
+    def handle(self) -> int: ...
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def timeout(self) -> float | None: ...
+
+def get_unique_id() -> UniqueId: ...

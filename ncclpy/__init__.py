@@ -7,7 +7,7 @@ variable ``NCCLPY_LIBRARY`` chooses which.
 from __future__ import annotations
 
 try:
-    import ncclpy.core.library
+    import ncclpy.core.library  # noqa: F401 - the first compiled module tells whether the package is built
 except ImportError as _error:
     from importlib.machinery import EXTENSION_SUFFIXES as _SUFFIXES
     from pathlib import Path as _Path

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 HOST_ENGINE = "libncclpy_host.so"
@@ -48,7 +49,7 @@ def candidates() -> list[tuple[str, str]]:
 
 def _pathfinder() -> tuple[str, str] | None:
     # cuda.pathfinder is an optional dependency; without it the wheel and the system are still searched below.
-    if not _has_module("cuda.pathfinder"):
+    if _find_spec("cuda.pathfinder") is None:
         return None
     from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
 
@@ -60,18 +61,14 @@ def _pathfinder() -> tuple[str, str] | None:
 
 
 def _wheel_libraries() -> list[Path]:
-    if not _has_module("nvidia.nccl"):
-        return []
-    spec = importlib.util.find_spec("nvidia.nccl")
-    return [
-        Path(root) / "lib" / "libnccl.so.2"
-        for root in (spec.submodule_search_locations or [])
-        if (Path(root) / "lib" / "libnccl.so.2").exists()
-    ]
+    spec = _find_spec("nvidia.nccl")
+    roots = (spec.submodule_search_locations or []) if spec is not None else []
+    libraries = [Path(root) / "lib" / "libnccl.so.2" for root in roots]
+    return [library for library in libraries if library.exists()]
 
 
-def _has_module(name: str) -> bool:
+def _find_spec(name: str) -> ModuleSpec | None:
     try:
-        return importlib.util.find_spec(name) is not None
+        return importlib.util.find_spec(name)
     except ModuleNotFoundError:  # the parent package is missing
-        return False
+        return None

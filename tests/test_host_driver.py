@@ -21,6 +21,7 @@ from driver_calls import (
     NO_DEVICE,
     NON_BLOCKING,
     NOT_INITIALIZED,
+    NOT_PERMITTED,
     NOT_READY,
     OUT_OF_MEMORY,
     PER_THREAD,
@@ -180,6 +181,20 @@ def test_a_thread_begins_without_a_context(driver):
     assert driver.get("cuCtxGetDevice", ctypes.c_int) == 0
 
 
+def test_streams_and_events_need_no_current_context(driver):
+    stream, event, memory = driver.stream(), driver.event(), driver.alloc(8)
+    driver.cuCtxSetCurrent(None)
+    driver.cuMemsetD8Async(memory, 0, 8, stream)
+    driver.cuEventRecord(event, stream)
+    driver.cuStreamSynchronize(stream)
+    driver.cuEventSynchronize(event)
+    assert driver.ready("cuStreamQuery", stream)
+    for default in (None, LEGACY, PER_THREAD):
+        refused(INVALID_CONTEXT, driver.cuStreamQuery, default)
+    driver.cuMemFree_v2(memory)
+    driver.cuStreamDestroy_v2(stream)
+
+
 def test_streams_keep_the_device_they_were_made_on(driver, two_devices):
     driver.use(1)
     stream = driver.stream()
@@ -223,6 +238,22 @@ def test_a_blocked_stream_holds_up_no_other(driver):
     driver.cuStreamSynchronize(blocked)
     assert driver.ready("cuStreamQuery", blocked)
     driver.cuMemFree_v2(memory)
+
+
+@host_only  # CUDA hangs
+def test_waiting_in_a_host_function_is_refused(driver):
+    stream, event, codes = driver.stream(), driver.event(), []
+
+    def wait():
+        driver.use(0)
+        codes.append(driver.library.cuStreamSynchronize(stream))
+        codes.append(driver.library.cuEventSynchronize(event))
+        codes.append(driver.library.cuCtxSynchronize())
+        codes.append(driver.library.cuStreamQuery(stream))
+
+    driver.later(stream, wait)
+    driver.cuStreamSynchronize(stream)
+    assert codes == [NOT_PERMITTED] * 3 + [NOT_READY]
 
 
 def test_the_device_is_synchronised_with_all_its_streams(driver):
@@ -534,10 +565,15 @@ def test_wrong_memory_is_refused(driver):
     refused(INVALID_VALUE, driver.cuMemcpyAsync, device, 0, 8, None)
     refused(INVALID_VALUE, driver.alloc, 0)
     refused(OUT_OF_MEMORY, driver.alloc, 1 << 60)
+    pageable = ctypes.create_string_buffer(8)
+    refused(INVALID_VALUE, driver.cuMemsetD8Async, ctypes.addressof(pageable), 0, 8, None)
     driver.cuMemcpyAsync(device, device + 256, 0, None)
+    driver.cuMemcpyAsync(0, 0, 0, None)
+    assert driver.get("cuMemHostAlloc", ctypes.c_void_p, 0, 0) is None
     driver.cuMemFree_v2(device)
     driver.cuMemFreeHost(pinned)
     driver.cuMemFree_v2(0)
+    driver.cuMemFreeHost(None)
     refused(INVALID_VALUE, driver.cuMemFree_v2, device)
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))

@@ -1,7 +1,8 @@
 // Driver calls about memory.
 //
 // Copies are queued, and keep CUDA's promises about pageable memory, that is, memory not allocated here: when the call
-// returns, the caller may free a pageable source, and a pageable destination holds its data.
+// returns, the caller may free a pageable source, and a pageable destination holds its data. Pageable memory can be
+// copied from and to, but not set, as with CUDA.
 #include <cstring>
 #include <memory>
 
@@ -18,7 +19,6 @@ void* pointer(CUdeviceptr address) { return reinterpret_cast<void*>(static_cast<
 
 // Whether a range that begins in an allocation ends in it.
 bool fits(const Allocation& allocation, const void* address, size_t bytes) {
-  if (allocation.base == nullptr) return true;
   const size_t offset = static_cast<const char*>(address) - static_cast<const char*>(allocation.base);
   return bytes <= allocation.bytes - offset;
 }
@@ -50,11 +50,10 @@ CUresult cuMemFree_v2(CUdeviceptr address) { return free_tagged(pointer(address)
 CUresult cuMemHostAlloc(void** pointer, size_t bytes, unsigned int flags) {
   constexpr unsigned int kPortableMappedWriteCombined = 0x7;  // all host memory is all of this, or as good as
   return driver_call([&] {
-    if (pointer == nullptr || bytes == 0 || (flags & ~kPortableMappedWriteCombined) != 0)
-      return CUDA_ERROR_INVALID_VALUE;
+    if (pointer == nullptr || (flags & ~kPortableMappedWriteCombined) != 0) return CUDA_ERROR_INVALID_VALUE;
     if (current_context() == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
-    *pointer = allocate_pinned(bytes, current_device());
-    return *pointer == nullptr ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS;
+    *pointer = bytes == 0 ? nullptr : allocate_pinned(bytes, current_device());
+    return *pointer == nullptr && bytes != 0 ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS;
   });
 }
 
@@ -66,18 +65,20 @@ CUresult cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstream 
     void* const to = pointer(dst);
     const void* const from = pointer(src);
     const Allocation target = allocation_of(to), source = allocation_of(from);
-    if (to == nullptr || from == nullptr || !fits(target, to, bytes) || !fits(source, from, bytes))
-      return CUDA_ERROR_INVALID_VALUE;
-    if (target.base != nullptr && source.base == nullptr && bytes <= kStaged) {
+    const bool to_pageable = target.base == nullptr, from_pageable = source.base == nullptr;
+    if (to == nullptr || from == nullptr) return CUDA_ERROR_INVALID_VALUE;
+    if (!to_pageable && !fits(target, to, bytes)) return CUDA_ERROR_INVALID_VALUE;
+    if (!from_pageable && !fits(source, from, bytes)) return CUDA_ERROR_INVALID_VALUE;
+    if (from_pageable && !to_pageable && bytes <= kStaged) {
       std::unique_ptr<char[]> staged(new char[bytes]);
       std::memcpy(staged.get(), from, bytes);
       found.enqueue([to, bytes, staged = std::move(staged)] { std::memcpy(to, staged.get(), bytes); });
       return CUDA_SUCCESS;
     }
-    const bool pageable = target.base == nullptr || source.base == nullptr;
-    if (pageable && in_host_function()) return CUDA_ERROR_NOT_PERMITTED;
+    const bool wait = to_pageable || from_pageable;
+    if (wait && in_host_function()) return CUDA_ERROR_NOT_PERMITTED;
     const std::uint64_t number = found.enqueue([to, from, bytes] { std::memmove(to, from, bytes); });
-    if (pageable) found.wait(number);
+    if (wait) found.wait(number);
     return CUDA_SUCCESS;
   });
 }
@@ -86,7 +87,8 @@ CUresult cuMemsetD8Async(CUdeviceptr dst, unsigned char value, size_t bytes, CUs
   return stream_call(stream, [&](Stream& found) {
     if (bytes == 0) return CUDA_SUCCESS;
     void* const to = pointer(dst);
-    if (to == nullptr || !fits(allocation_of(to), to, bytes)) return CUDA_ERROR_INVALID_VALUE;
+    const Allocation target = allocation_of(to);
+    if (target.base == nullptr || !fits(target, to, bytes)) return CUDA_ERROR_INVALID_VALUE;
     found.enqueue([to, value, bytes] { std::memset(to, value, bytes); });
     return CUDA_SUCCESS;
   });

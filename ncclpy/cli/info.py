@@ -157,10 +157,9 @@ def hints(facts: dict[str, Any]) -> list[str]:
     missing = library.get("missing", {})
     if missing:
         count = sum(map(len, missing.values()))
-        newest = list(missing)[-1]
+        lacking = "the host engine lacks" if library["engine"] == "host" else f"NCCL {library['version']} lacks"
         found.append(
-            f"NCCL {library['version']} lacks {count} functions that newer ones have; calling one raises "
-            f"NcclUnsupported. NCCL {newest} has them all"
+            f"{lacking} {count} functions that NCCL {list(missing)[-1]} has; calling one raises NcclUnsupported"
         )
     if library.get("engine") == "cuda":
         found += _wheel_hints(library, facts["packages"])

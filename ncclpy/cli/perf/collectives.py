@@ -87,7 +87,8 @@ class Collective:
     reduces, rooted
         Whether it takes an operator, and a root.
     in_place
-        Whether its in-place result is defined, and so can be checked.
+        Whether it can work in place. nccl-tests times all_to_all and sendrecv in place too, with a result that is
+        not defined; `Communicator.all_to_all` refuses that.
     """
 
     name: str

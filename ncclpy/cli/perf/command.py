@@ -38,7 +38,7 @@ def run(arguments: Arguments) -> int:
         if given.collective == "barrier"
         else len(list(sweep(given.minbytes, given.maxbytes, given.stepbytes, given.stepfactor)))
     )
-    with Progress(total=len(given.cases()) * sizes * (1 if given.collective == "barrier" else 2)) as progress:
+    with Progress(total=len(given.cases()) * sizes * (2 if given.kind.in_place else 1)) as progress:
         report = Report(given, library, progress.write)
         for note in notes:
             progress.write(note)
@@ -102,7 +102,7 @@ def memory_limit(nranks: int) -> int:
     machine's memory.
     """
     gib = 1 << 30
-    total = min(device.total_memory(ordinal) for ordinal in range(nranks))
+    total: int = min(device.total_memory(ordinal) for ordinal in range(nranks))
     if ncclpy.library().engine == "host":
         return _available_memory(total) * 9 // 10 // (2 * nranks) - GUARD
     return (total - min(-(-total // (16 * gib)) * gib, 4 * gib) - gib) // 2 - GUARD

@@ -122,7 +122,18 @@ class Endpoint:
         if op != "mulsum":
             return ReduceOp[(op or "sum").upper()]
         if kind not in self._operators:
-            self._operators[kind] = self.communicator.pre_mul_sum(scalar(self.rank), kind.datatype)
+            factor = scalar(self.rank)
+            if kind.native is None:
+                # numpy has no such number: its bits go to the device, behind the send buffer.
+                place = self.send + -(-self.nbytes // 16) * 16 + 16 * len(self._operators)
+                bits = kind.encode(np.array([float(factor)]))
+                with device.using(self.device):
+                    device.copy(place, bits.ctypes.data, kind.itemsize, self.stream)
+                    self.stream.synchronize()
+                number = Buffer(place, 1, kind.datatype, device=self.device)
+                self._operators[kind] = self.communicator.pre_mul_sum(number, kind.datatype)
+            else:
+                self._operators[kind] = self.communicator.pre_mul_sum(factor, kind.datatype)
         return self._operators[kind]
 
     def calls(

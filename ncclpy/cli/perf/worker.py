@@ -89,8 +89,9 @@ class Worker:
     def abort(self) -> None:
         """End whatever the ranks are doing; callable from another thread."""
         self.aborted = True
-        for communicator in self.communicators:
-            communicator.abort()
+        with ncclpy.group():
+            for communicator in self.communicators:
+                communicator.abort()
 
     def _connect(self) -> None:
         given = self.arguments
@@ -112,7 +113,7 @@ class Worker:
     def _config(self) -> ncclpy.Config:
         """Return the configuration that nccl-tests uses, as far as the loaded NCCL knows it."""
         version = ncclpy.library().version
-        options: dict[str, int] = {}
+        options: dict[str, Any] = {}
         if version >= (2, 28, 0):
             options["nvlink_centric_sched"] = 1
         if version >= (2, 30, 0) and self.arguments.collective == "sendrecv":
@@ -141,7 +142,7 @@ class Worker:
         given = self.arguments
         layout = given.kind.layout(size // kind.itemsize, kind.itemsize, given.nranks)
         out_of_place = self._measure(layout, kind, op, root, False)
-        in_place = None if given.collective == "barrier" else self._measure(layout, kind, op, root, True)
+        in_place = self._measure(layout, kind, op, root, True) if given.kind.in_place else None
         if self.index == 0:
             row = Row(
                 size=max(layout.send, layout.recv) * kind.itemsize,
@@ -164,9 +165,8 @@ class Worker:
         self._complete()
         seconds = self._time(launches)
         seconds = _COMBINE[given.average](self.link.exchange(seconds))
-        checked = given.check > 0 and (collective.in_place or not in_place) and collective.name != "barrier"
         wrong = None
-        for attempt in range(given.check if checked else 0):
+        for attempt in range(given.check if collective.name != "barrier" else 0):
             seed = (self._runs, attempt)
             wrong = sum(self.link.exchange(self._check(layout, kind, op, root, in_place, launches[0], seed)))
             if wrong:
@@ -255,9 +255,11 @@ class Worker:
         if self.aborted:
             raise ncclpy.NcclAborted("the run was aborted")
         for communicator in self.communicators:
-            error = communicator.async_error()
-            if error is not None:
-                raise error
+            state = communicator.async_error()
+            if state != ncclpy.Result.SUCCESS:
+                raise ncclpy.NcclError(
+                    f"rank {communicator.rank} failed in the background: {state!r}", result=int(state)
+                )
 
     def _meet(self) -> None:
         """Bring all ranks to one point in time: roughly through the link, closely through NCCL."""

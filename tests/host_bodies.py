@@ -1,10 +1,11 @@
 """What ranks do in the tests of the host engine: every collective against numpy, as threads and as processes."""
 
 import ctypes
+import time
 
 import ml_dtypes
 import numpy as np
-from nccl_calls import AVG, MAX, MIN, PROD, SCALAR_DEVICE, SCALAR_HOST, SUM
+from nccl_calls import AVG, MAX, MIN, PROD, SCALAR_DEVICE, SCALAR_HOST, SUM, NcclError
 
 DTYPES = [
     np.int8,
@@ -43,7 +44,7 @@ def reduced(inputs, op, scalars=None):
     wide = [x.astype(np.float32) if is_small_float(dtype) else x for x in inputs]
     with np.errstate(all="ignore"):
         if scalars is not None:
-            wide = [x * s.astype(x.dtype) for x, s in zip(wide, scalars)]
+            wide = [x * s.astype(x.dtype) for x, s in zip(wide, scalars, strict=True)]
         result = wide[0].copy()
         for x in wide[1:]:
             if op in (SUM, AVG):
@@ -74,7 +75,9 @@ def expect(got, expected, what):
         return
     wrong = np.flatnonzero(got != expected)
     at = int(wrong[0])
-    raise AssertionError(f"{what}: {len(wrong)} of {len(got)} wrong, first at {at}: {got[at]}, expected {expected[at]}")
+    raise AssertionError(
+        f"{what}: {len(wrong)} of {len(got)} wrong, first at {at}: {got[at]}, expected {expected[at]}"
+    )
 
 
 def pointer(array, element=0):
@@ -152,7 +155,9 @@ def check_copies(rank, comm, count, code, in_place):
     send = inputs[me].copy()
     if in_place:
         recv[mine] = send
-    nccl.ncclAllGather(pointer(recv, me * count) if in_place else pointer(send), pointer(recv), count, code, comm, stream)
+    nccl.ncclAllGather(
+        pointer(recv, me * count) if in_place else pointer(send), pointer(recv), count, code, comm, stream
+    )
     rank.synchronize()
     expect(recv, everything, f"all_gather, {what}")
 
@@ -270,7 +275,7 @@ def splits(rank):
 
 def many_operations(rank, rounds):
     """A long queue of operations of changing kinds and sizes on two streams, without a wait in between."""
-    nccl, n, me = rank.nccl, rank.nranks, rank.rank
+    nccl, n = rank.nccl, rank.nranks
     other = nccl.driver.stream(1)
     with rank.communicator() as comm:
         value = np.full(3000, 1.0, np.float64)
@@ -284,3 +289,58 @@ def many_operations(rank, rounds):
         rank.synchronize()
         nccl.driver.cuStreamSynchronize(other)
         assert (value == 1.0).all() and tiny[0] == 1.0
+
+
+def init_on_device_zero(rank):
+    """Return what the init of ranks that share a device says."""
+    rank.nccl.driver.use(0)
+    try:
+        rank.nccl.init(rank.nranks, rank.uid, rank.rank)
+    except NcclError as error:
+        return error.code, error.text
+    return "no error"
+
+
+def wrong_size(rank):
+    """Send more than the peer receives; the receiver's async error."""
+    nccl = rank.nccl
+    value = np.zeros(200_000, np.uint8)
+    comm = nccl.init(rank.nranks, rank.uid, rank.rank)
+    if rank.rank == 0:
+        nccl.ncclSend(pointer(value), 200_000, 1, 1, comm, rank.stream)
+    else:
+        nccl.ncclRecv(pointer(value), 100_000, 1, 0, comm, rank.stream)
+    rank.synchronize()
+    code = nccl.async_error(comm)
+    nccl.ncclCommAbort(comm)
+    return code
+
+
+def abort_stuck_collective(rank):
+    """All ranks but the last wait in a large all-reduce until each aborts."""
+    nccl = rank.nccl
+    comm = nccl.init(rank.nranks, rank.uid, rank.rank)
+    value = np.ones(500_000, np.float32)
+    if rank.rank < rank.nranks - 1:
+        nccl.ncclAllReduce(pointer(value), pointer(value), 500_000, 7, SUM, comm, rank.stream)
+        time.sleep(0.2)
+        assert not nccl.driver.ready("cuStreamQuery", rank.stream)
+    nccl.ncclCommAbort(comm)
+    rank.synchronize()
+    assert (value == 1).all()
+
+
+def abort_stuck_messages(rank):
+    """A long send to a peer that never receives, and a receive from one that never sends."""
+    nccl = rank.nccl
+    comm = nccl.init(rank.nranks, rank.uid, rank.rank)
+    value, other = np.ones(500_000, np.float32), np.zeros(10, np.float32)
+    if rank.rank == 0:
+        nccl.ncclGroupStart()
+        nccl.ncclSend(pointer(value), 500_000, 7, 1, comm, rank.stream)
+        nccl.ncclRecv(pointer(other), 10, 7, 2, comm, rank.stream)
+        nccl.ncclGroupEnd()
+        time.sleep(0.2)
+        assert not nccl.driver.ready("cuStreamQuery", rank.stream)
+    nccl.ncclCommAbort(comm)
+    rank.synchronize()

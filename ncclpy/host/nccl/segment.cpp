@@ -174,7 +174,13 @@ Segment::Segment(char* memory, size_t bytes, int nranks)
   pieces_at_ = layout.pieces;
 }
 
-Segment::~Segment() { munmap(memory_, bytes_); }
+Segment::~Segment() {
+  // Whoever made the id may keep the memory open without being a rank; what the last rank leaves takes no room.
+  const uint32_t mine = claimed_.load();
+  if (header().departed.fetch_add(mine) + mine == uint32_t(nranks_))
+    madvise(memory_ + steps_at_, bytes_ - steps_at_, MADV_REMOVE);
+  munmap(memory_, bytes_);
+}
 
 bool Segment::one_process() {
   for (int rank = 0; rank < nranks_; rank++) {
@@ -238,6 +244,7 @@ ncclResult_t join_segment(const ncclUniqueId& id, int nranks, int rank, int devi
     segment->reset();
     return fail(ncclInvalidUsage, "rank %d has already joined with this unique id; an id serves one communicator", rank);
   }
+  (*segment)->claimed();
   slot.device = device;
   slot.pid = getpid();
   slot.process = this_process();

@@ -94,7 +94,7 @@ struct Header {
   uint32_t nranks;
   uint64_t bytes;
   alignas(128) std::atomic<uint32_t> attached;
-  std::atomic<uint32_t> departed;
+  std::atomic<uint32_t> departed;  // ranks whose processes have let go of the memory
   alignas(128) Gate control;
   alignas(128) Gate data;
   alignas(128) Bell bell;  // news that concern all ranks: a gate has opened
@@ -125,6 +125,9 @@ class Segment {
   bool one_process();
   bool same_process(int a, int b) { return slot(a).process == slot(b).process; }
 
+  // One more rank of this process has its place here.
+  void claimed() { claimed_.fetch_add(1); }
+
   // The communicators of this process on this segment, for those things that NCCL does when the last one goes.
   std::mutex mutex;
   std::vector<std::shared_ptr<Comm>> local;
@@ -137,6 +140,7 @@ class Segment {
   size_t bytes_;
   int nranks_;
   int spins_;
+  std::atomic<uint32_t> claimed_{0};
   size_t slots_at_, channels_at_, small_at_, steps_at_, pieces_at_;
 };
 

@@ -1,0 +1,683 @@
+"""The host engine checks its arguments, reports errors and ends communicators as NCCL does."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import host_bodies as bodies
+import numpy as np
+import pytest
+from host_ranks import DEADLINE, Processes, as_threads
+from nccl_calls import (
+    IN_PROGRESS,
+    INTERNAL,
+    INVALID_ARGUMENT,
+    INVALID_USAGE,
+    MAX,
+    SCALAR_HOST,
+    SUCCESS,
+    SUM,
+    UNHANDLED_CUDA,
+    VERSION,
+    Config,
+    Nccl,
+    NcclError,
+    UniqueId,
+)
+
+from ncclpy.core.search import host_engine_path
+
+NONBLOCKING = Config(blocking=0)
+
+
+@pytest.fixture(scope="module")
+def nccl():
+    return Nccl(host_engine_path())
+
+
+@pytest.fixture(autouse=True)
+def first_device(nccl):
+    nccl.driver.use(0)
+
+
+@pytest.fixture(scope="module")
+def processes():
+    processes = Processes()
+    yield processes
+    processes.close()
+
+
+@pytest.fixture
+def comms(nccl):
+    """Four ranks in this process."""
+    comms = nccl.init_all(4)
+    yield comms
+    for comm in comms:
+        nccl.library.ncclCommDestroy(comm)
+
+
+@pytest.fixture
+def streams(nccl):
+    streams = []
+    for device in range(4):
+        nccl.driver.use(device)
+        streams.append(nccl.driver.stream(1))
+    nccl.driver.use(0)
+    return streams
+
+
+def refused(code, words, call, *arguments):
+    with pytest.raises(NcclError) as error:
+        call(*arguments)
+    assert error.value.code == code, error.value
+    assert words in error.value.text, error.value
+
+
+def wait_ready(nccl, comm, deadline=DEADLINE):
+    """Poll a nonblocking communicator; return its state when it is no longer in progress."""
+    end = time.monotonic() + deadline
+    while (state := nccl.async_error(comm)) == IN_PROGRESS:
+        assert time.monotonic() < end, "still in progress"
+        time.sleep(0.001)
+    return state
+
+
+def in_thread(function, *arguments):
+    """Start a thread; return it, with its result in `.result`."""
+    thread = threading.Thread(target=lambda: setattr(thread, "result", function(*arguments)), daemon=True)
+    thread.start()
+    return thread
+
+
+def join(thread, seconds=10):
+    thread.join(seconds)
+    assert not thread.is_alive(), f"still blocked after {seconds} s"
+    return thread.result
+
+
+def blocked(thread):
+    """Return whether the thread is still busy after a while."""
+    thread.join(0.2)
+    return thread.is_alive()
+
+
+def sum_ones(nccl, comms, streams):
+    """All-reduce over all ranks from this thread and return what rank 0 gets."""
+    values = [np.ones(5000, np.float32) for _ in comms]
+    nccl.ncclGroupStart()
+    for comm, stream, value in zip(comms, streams, values, strict=False):
+        nccl.ncclAllReduce(bodies.pointer(value), bodies.pointer(value), 5000, 7, SUM, comm, stream)
+    nccl.ncclGroupEnd()
+    for stream in streams:
+        nccl.driver.cuStreamSynchronize(stream)
+    assert all((value == value[0]).all() and value[0] == values[0][0] for value in values)
+    return values[0][0]
+
+
+def test_version_and_strings(nccl):
+    version = ctypes.c_int()
+    nccl.ncclGetVersion(ctypes.byref(version))
+    assert version.value == VERSION
+    strings = [nccl.library.ncclGetErrorString(code).decode() for code in range(10)]
+    assert strings[0] == "no error"
+    assert strings[8:] == ["timeout", "unknown result code"]
+    assert ctypes.c_char.in_dll(nccl.library, "ncclpyHostEngine")
+    refused(INVALID_ARGUMENT, "version argument is NULL", nccl.ncclGetVersion, None)
+    refused(INVALID_ARGUMENT, "out argument is NULL", nccl.ncclGetUniqueId, None)
+
+
+def test_arguments_of_operations(nccl, comms, streams):
+    value = np.ones(4, np.float32)
+    p, comm, stream = bodies.pointer(value), comms[0], streams[0]
+    for call in (
+        lambda root: nccl.ncclReduce(p, p, 4, 7, SUM, root, comm, stream),
+        lambda root: nccl.ncclBroadcast(p, p, 4, 7, root, comm, stream),
+        lambda root: nccl.ncclGather(p, p, 4, 7, root, comm, stream),
+        lambda root: nccl.ncclScatter(p, p, 4, 7, root, comm, stream),
+        lambda root: nccl.ncclSend(p, 4, 7, root, comm, stream),
+        lambda root: nccl.ncclRecv(p, 4, 7, root, comm, stream),
+    ):
+        refused(INVALID_ARGUMENT, "invalid root 7 (root should be in the 0..3 range)", call, 7)
+        refused(INVALID_ARGUMENT, "invalid root -1", call, -1)
+    reduce = nccl.ncclAllReduce
+    refused(INVALID_ARGUMENT, "AllReduce : invalid type 12", reduce, p, p, 4, 12, SUM, comm, stream)
+    refused(INVALID_ARGUMENT, "AllReduce : invalid type -1", reduce, p, p, 4, -1, SUM, comm, stream)
+    refused(INVALID_ARGUMENT, "invalid reduction operation -1", reduce, p, p, 4, 7, -1, comm, stream)
+    refused(INVALID_ARGUMENT, "reduction operation 9999999 unknown", reduce, p, p, 4, 7, 9999999, comm, stream)
+    refused(INVALID_ARGUMENT, "comm argument is NULL", reduce, p, p, 4, 7, SUM, None, stream)
+    refused(INVALID_ARGUMENT, "is no communicator", reduce, p, p, 4, 7, SUM, 0x1234560, stream)
+    refused(INVALID_ARGUMENT, "sendbuff argument is NULL", reduce, None, p, 4, 7, SUM, comm, stream)
+    refused(INVALID_ARGUMENT, "recvbuff argument is NULL", reduce, p, None, 4, 7, SUM, comm, stream)
+    refused(UNHANDLED_CUDA, "is no stream", reduce, p, p, 4, 7, SUM, comm, 0x777)
+    refused(INVALID_USAGE, "send to self without a matching recv", nccl.ncclSend, p, 4, 7, 0, comm, stream)
+    refused(INVALID_USAGE, "recv to self without a matching send", nccl.ncclRecv, p, 4, 7, 0, comm, stream)
+    # Nothing to do is done at once, whatever the pointers.
+    assert reduce(None, None, 0, 7, SUM, comm, stream) == SUCCESS
+    nccl.driver.cuStreamSynchronize(stream)
+    assert sum_ones(nccl, comms, streams) == 4
+
+
+def test_error_in_a_group_launches_nothing(nccl, comms, streams):
+    values = [np.ones(4, np.float32) for _ in comms]
+    nccl.ncclGroupStart()
+    for comm, stream, value in zip(comms, streams, values, strict=False):
+        p = bodies.pointer(value)
+        nccl.ncclAllReduce(p, p, 4, 7, SUM, comm, stream)
+    refused(INVALID_ARGUMENT, "invalid type 99", nccl.ncclAllReduce, 8, 8, 4, 99, SUM, comms[0], streams[0])
+    nccl.ncclGroupStart()
+    assert nccl.ncclGroupEnd() == SUCCESS
+    refused(INVALID_ARGUMENT, "invalid type 99", nccl.ncclGroupEnd)
+    for stream in streams:
+        nccl.driver.cuStreamSynchronize(stream)
+    assert all((value == 1).all() for value in values)
+    refused(INVALID_USAGE, "not in a group call", nccl.ncclGroupEnd)
+    assert sum_ones(nccl, comms, streams) == 4
+
+
+def test_group_starts_at_its_outermost_end(nccl, comms, streams):
+    values = [np.ones(4, np.float32) for _ in comms]
+    nccl.ncclGroupStart()
+    for comm, stream, value in zip(comms, streams, values, strict=False):
+        nccl.ncclGroupStart()
+        p = bodies.pointer(value)
+        nccl.ncclAllReduce(p, p, 4, 7, SUM, comm, stream)
+        nccl.ncclGroupEnd()
+    for stream in streams:
+        nccl.driver.cuStreamSynchronize(stream)
+    assert all((value == 1).all() for value in values)
+    nccl.ncclGroupEnd()
+    for stream in streams:
+        nccl.driver.cuStreamSynchronize(stream)
+    assert all((value == 4).all() for value in values)
+
+
+def test_arguments_of_init(nccl):
+    uid = UniqueId.from_buffer_copy(nccl.unique_id())
+    comm = ctypes.c_void_p()
+    out = ctypes.byref(comm)
+    refused(INVALID_ARGUMENT, "Invalid rank requested : 2/2", nccl.ncclCommInitRank, out, 2, uid, 2)
+    refused(INVALID_ARGUMENT, "Invalid rank requested : -1/2", nccl.ncclCommInitRank, out, 2, uid, -1)
+    refused(INVALID_ARGUMENT, "nranks=0", nccl.ncclCommInitRank, out, 0, uid, 0)
+    refused(INVALID_ARGUMENT, "newcomm argument is NULL", nccl.ncclCommInitRank, None, 1, uid, 0)
+    refused(
+        INVALID_ARGUMENT, "nId = 3, nranks=2", nccl.ncclCommInitRankScalable, out, 2, 0, 3, ctypes.byref(uid), None
+    )
+    refused(INVALID_ARGUMENT, "not made by ncclGetUniqueId", nccl.ncclCommInitRank, out, 1, UniqueId(), 0)
+    refused(INVALID_ARGUMENT, "comms argument is NULL", nccl.ncclCommInitAll, None, 1, None)
+    refused(INVALID_ARGUMENT, "Invalid device count requested : -1", nccl.ncclCommInitAll, out, -1, None)
+    two = (ctypes.c_void_p * 2)()
+    refused(INVALID_ARGUMENT, "Invalid device 99", nccl.ncclCommInitAll, two, 2, (ctypes.c_int * 2)(0, 99))
+    refused(INVALID_USAGE, "Duplicate GPU", nccl.ncclCommInitAll, two, 2, (ctypes.c_int * 2)(1, 1))
+    assert comm.value is None
+    assert list(two) == [None, None]
+    # The id is untouched by all this.
+    nccl.ncclCommDestroy(nccl.init(1, bytes(uid), 0))
+
+
+def test_device_list_of_init_all(nccl):
+    comms = (ctypes.c_void_p * 3)()
+    nccl.ncclCommInitAll(comms, 3, (ctypes.c_int * 3)(5, 2, 7))
+    assert [nccl.get("ncclCommCuDevice", comm) for comm in comms] == [5, 2, 7]
+    assert nccl.driver.get("cuCtxGetDevice", ctypes.c_int) == 0
+    for comm in comms:
+        nccl.ncclCommDestroy(comm)
+
+
+def test_scalable_init_uses_the_first_id(nccl):
+    ids = [UniqueId.from_buffer_copy(nccl.unique_id()) for _ in range(2)]
+    array = (UniqueId * 2)(*ids)
+
+    def body(rank):
+        comm = ctypes.c_void_p()
+        nccl.ncclCommInitRankScalable(ctypes.byref(comm), rank.nranks, rank.rank, 2, array, None)
+        return comm.value
+
+    for comm in as_threads(nccl, 2, body):
+        nccl.ncclCommDestroy(comm)
+
+
+@pytest.mark.parametrize("where", ["threads", "processes"])
+def test_duplicate_device(nccl, processes, where):
+    run = as_threads if where == "threads" else processes.run
+    for code, text in run(nccl, 2, bodies.init_on_device_zero):
+        assert code == INVALID_USAGE
+        assert text == "Duplicate GPU detected : rank 0 and rank 1 both on device 0"
+
+
+def test_unique_id_serves_once(nccl):
+    uid = nccl.unique_id()
+    comm = nccl.init(1, uid, 0)
+    refused(INVALID_USAGE, "rank 0 has already joined", nccl.init, 1, uid, 0)
+    nccl.ncclCommDestroy(comm)
+    refused(INVALID_USAGE, "already used for a communicator", nccl.init, 1, uid, 0)
+
+
+def test_ranks_disagree_about_their_number(nccl):
+    uid = nccl.unique_id()
+    comm = ctypes.c_void_p()
+    thread = in_thread(lambda: nccl.library.ncclCommInitRank(ctypes.byref(comm), 2, UniqueId.from_buffer_copy(uid), 0))
+    assert blocked(thread)
+    refused(INVALID_ARGUMENT, "there are 3 ranks, another one said 2", nccl.init, 3, uid, 1)
+    nccl.ncclCommAbort(comm)
+    assert join(thread) == INTERNAL
+
+
+def test_unique_id_of_a_dead_process(nccl):
+    code = (
+        "from nccl_calls import Nccl\n"
+        "from ncclpy.core.search import host_engine_path\n"
+        "print(Nccl(host_engine_path()).unique_id().hex())\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
+    output = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=60
+    )
+    refused(INVALID_USAGE, "has ended", nccl.init, 1, bytes.fromhex(output.stdout.strip()), 0)
+
+
+def test_many_unused_ids_and_communicators_leave_nothing_open(nccl):
+    def descriptors():
+        return len(os.listdir("/proc/self/fd"))
+
+    def mappings():
+        with open("/proc/self/maps") as maps:
+            return sum("ncclpy" in line and "memfd" in line for line in maps)
+
+    nccl.ncclCommDestroy(nccl.init(1, nccl.unique_id(), 0))
+    before = descriptors(), mappings()
+    for _ in range(50):
+        comms = nccl.init_all(2)
+        for comm in comms:
+            nccl.ncclCommDestroy(comm)
+        comm = nccl.init(1, nccl.unique_id(), 0)
+        nccl.ncclCommAbort(comm)
+    assert (descriptors(), mappings()) == before
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"blocking": 2}, "blocking attribute value 2"),
+        ({"cgaClusterSize": -3}, "cgaClusterSize attribute value -3"),
+        ({"minCTAs": 0}, "min/max channels attribute value 0/"),
+        ({"minCTAs": 8, "maxCTAs": 4}, "min/max channels attribute value 8/4"),
+        ({"splitShare": 5}, "splitShare attribute value 5"),
+        ({"CTAPolicy": 9}, "CTAPolicy attribute value 9"),
+        ({"nChannelsPerNetPeer": 1000}, "nChannelsPerNetPeer attribute value 1000"),
+        ({"graphUsageMode": 3}, "graphUsageMode attribute value 3"),
+        ({"magic": 1}, "not initialized via NCCL_CONFIG_INITIALIZER"),
+        ({"size": 8}, "not initialized via NCCL_CONFIG_INITIALIZER"),
+    ],
+)
+def test_config_refused(nccl, values, words):
+    refused(INVALID_ARGUMENT, words, nccl.init, 1, nccl.unique_id(), 0, Config(**values))
+
+
+def test_config_of_older_and_newer_releases(nccl):
+    # 2.14's struct ends after `blocking`; what lies behind it must not be read.
+    old = Config(size=24, version=21400, blocking=1, splitShare=77, minCTAs=-5)
+    nccl.ncclCommDestroy(nccl.init(1, nccl.unique_id(), 0, old))
+    newer = Config(size=ctypes.sizeof(Config) + 64, version=VERSION + 1000, minCTAs=2, maxCTAs=4)
+    nccl.ncclCommDestroy(nccl.init(1, nccl.unique_id(), 0, newer))
+
+
+def test_queries(nccl, comms):
+    for function in ("ncclCommCount", "ncclCommCuDevice", "ncclCommUserRank", "ncclCommGetAsyncError"):
+        refused(INVALID_ARGUMENT, "comm argument is NULL", nccl.get, function, None)
+        refused(INVALID_ARGUMENT, "argument is NULL", getattr(nccl, function), comms[0], None)
+    assert [nccl.get("ncclCommUserRank", comm) for comm in comms] == [0, 1, 2, 3]
+    assert nccl.async_error(comms[0]) == SUCCESS
+
+
+def test_end_of_a_communicator(nccl):
+    comm = nccl.init(1, nccl.unique_id(), 0)
+    assert nccl.ncclCommFinalize(comm) == SUCCESS
+    refused(INVALID_ARGUMENT, "finalized before", nccl.ncclCommFinalize, comm)
+    nccl.ncclCommDestroy(comm)
+    for function in (nccl.ncclCommDestroy, nccl.ncclCommFinalize, nccl.ncclCommAbort):
+        refused(INVALID_ARGUMENT, "destroyed or aborted", function, comm)
+        assert function(None) == SUCCESS
+    refused(INVALID_ARGUMENT, "destroyed or aborted", nccl.ncclAllReduce, 8, 8, 1, 7, SUM, comm, None)
+
+
+def test_destroy_in_any_order_while_work_is_queued(nccl, streams):
+    for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
+        comms = nccl.init_all(4)
+        values = [np.ones(200_000, np.float32) for _ in comms]
+        for _ in range(3):
+            nccl.ncclGroupStart()
+            for comm, stream, value in zip(comms, streams, values, strict=False):
+                p = bodies.pointer(value)
+                nccl.ncclAllReduce(p, p, 200_000, 7, SUM, comm, stream)
+            nccl.ncclGroupEnd()
+        for rank in order:
+            nccl.ncclCommDestroy(comms[rank])
+        # The last destroy has waited for everything.
+        assert all((value == 64).all() for value in values)
+
+
+def test_finalize_waits_for_issued_work(nccl, streams):
+    comms = nccl.init_all(2)
+    values = [np.ones(200_000, np.float32) for _ in comms]
+    nccl.ncclGroupStart()
+    for comm, stream, value in zip(comms, streams, values, strict=False):
+        nccl.ncclAllReduce(bodies.pointer(value), bodies.pointer(value), 200_000, 7, SUM, comm, stream)
+    nccl.ncclGroupEnd()
+    nccl.ncclCommFinalize(comms[0])
+    assert (values[0] == 2).all()
+    nccl.ncclCommFinalize(comms[1])
+    for comm in comms:
+        nccl.ncclCommDestroy(comm)
+
+
+def test_user_operators(nccl, comms, streams):
+    scalar, op = np.array([3], np.float32), ctypes.c_int()
+    create = nccl.ncclRedOpCreatePreMulSum
+    p = bodies.pointer(scalar)
+    create(ctypes.byref(op), p, 7, SCALAR_HOST, comms[0])
+    x = np.ones(1, np.float32)
+    refused(INVALID_ARGUMENT, "unknown", nccl.ncclAllReduce, p, p, 1, 7, op.value, comms[1], streams[1])
+    wrong_type = "Data type supplied to user-created ncclRedOp_t does not match"
+    refused(INVALID_ARGUMENT, wrong_type, nccl.ncclAllReduce, p, p, 1, 8, op.value, comms[0], streams[0])
+    refused(INVALID_ARGUMENT, "unknown to this communicator", nccl.ncclRedOpDestroy, op.value, comms[1])
+    refused(INVALID_ARGUMENT, "is a NCCL builtin", nccl.ncclRedOpDestroy, MAX, comms[0])
+    refused(INVALID_ARGUMENT, "garbage", nccl.ncclRedOpDestroy, -4, comms[0])
+    refused(INVALID_ARGUMENT, "invalid type 50", create, ctypes.byref(op), p, 50, SCALAR_HOST, comms[0])
+    refused(INVALID_ARGUMENT, "scalar argument is NULL", create, ctypes.byref(op), None, 7, SCALAR_HOST, comms[0])
+    # Destroyed between the call and the end of the group: the operation keeps what it needs.
+    ops = []
+    for comm in comms:
+        create(ctypes.byref(op), p, 7, SCALAR_HOST, comm)
+        ops.append(op.value)
+    nccl.ncclGroupStart()
+    out = [np.zeros(1, np.float32) for _ in comms]
+    for rank, comm in enumerate(comms):
+        nccl.ncclAllReduce(bodies.pointer(x), bodies.pointer(out[rank]), 1, 7, ops[rank], comm, streams[rank])
+        nccl.ncclRedOpDestroy(ops[rank], comm)
+    nccl.ncclGroupEnd()
+    for stream in streams:
+        nccl.driver.cuStreamSynchronize(stream)
+    assert [value[0] for value in out] == [12] * 4
+
+
+def test_memory_and_registration(nccl, comms):
+    pointer = ctypes.c_void_p()
+    nccl.ncclMemAlloc(ctypes.byref(pointer), 1000)
+    assert pointer.value % 256 == 0
+    handle = ctypes.c_void_p()
+    nccl.ncclCommRegister(comms[0], pointer, 1000, ctypes.byref(handle))
+    register = nccl.ncclCommRegister
+    refused(INVALID_ARGUMENT, "buff argument is NULL", register, comms[0], None, 10, ctypes.byref(handle))
+    refused(INVALID_ARGUMENT, "handle argument is NULL", register, comms[0], pointer, 10, None)
+    refused(INVALID_ARGUMENT, "reach beyond their allocation", register, comms[0], pointer, 5000, ctypes.byref(handle))
+    refused(INVALID_USAGE, "Could not find handle", nccl.ncclCommDeregister, comms[1], handle)
+    nccl.ncclCommDeregister(comms[0], handle)
+    refused(INVALID_USAGE, "Could not find handle", nccl.ncclCommDeregister, comms[0], handle)
+    assert nccl.ncclCommDeregister(comms[0], None) == SUCCESS
+    nccl.ncclMemFree(pointer)
+    refused(UNHANDLED_CUDA, "was not allocated", nccl.ncclMemFree, pointer)
+    refused(UNHANDLED_CUDA, "ptr argument is NULL", nccl.ncclMemAlloc, None, 10)
+    assert nccl.ncclMemFree(None) == SUCCESS
+
+
+def test_ranks_that_disagree_get_an_async_error(nccl, streams):
+    comms = nccl.init_all(2)
+    buffers = [np.ones(1000, np.float32) for _ in comms]
+    nccl.ncclGroupStart()
+    for rank, comm in enumerate(comms):
+        p = bodies.pointer(buffers[rank])
+        nccl.ncclAllReduce(p, p, 1000 - rank, 7, SUM, comm, streams[rank])
+    nccl.ncclGroupEnd()
+    for stream in streams[:2]:
+        nccl.driver.cuStreamSynchronize(stream)
+    for comm in comms:
+        assert nccl.async_error(comm) == INVALID_USAGE
+        text = nccl.last_error(comm)
+        assert "rank 0 calls AllReduce with count 1000" in text
+        assert "rank 1 calls AllReduce with count 999" in text
+        refused(INVALID_USAGE, "the ranks do not agree", nccl.get, "ncclCommCount", comm)
+        nccl.ncclCommAbort(comm)
+    assert all((buffer == 1).all() for buffer in buffers)
+
+
+def test_message_of_the_wrong_size_gets_an_async_error(nccl, processes, streams):
+    comms = nccl.init_all(2)
+    value = np.zeros(100, np.uint8)
+    nccl.ncclGroupStart()
+    nccl.ncclSend(bodies.pointer(value), 100, 1, 1, comms[0], streams[0])
+    nccl.ncclRecv(bodies.pointer(value), 90, 1, 0, comms[1], streams[1])
+    nccl.ncclGroupEnd()
+    for comm, stream in zip(comms, streams, strict=False):
+        nccl.driver.cuStreamSynchronize(stream)
+        assert nccl.async_error(comm) == INVALID_USAGE
+        assert "rank 0 sends 100 bytes to rank 1, which receives 90 bytes" in nccl.last_error(comm)
+        nccl.ncclCommAbort(comm)
+    assert processes.run(nccl, 2, bodies.wrong_size)[1] == INVALID_USAGE
+
+
+def test_nonblocking_life(nccl, streams):
+    uid = nccl.unique_id()
+    first = ctypes.c_void_p()
+    assert nccl.init_into(first, 2, uid, 0, NONBLOCKING) == IN_PROGRESS
+    assert first.value is not None
+    time.sleep(0.05)
+    assert nccl.async_error(first) == IN_PROGRESS
+    not_ready = "before the previous operation returned ncclSuccess"
+    refused(INVALID_ARGUMENT, not_ready, nccl.get, "ncclCommCount", first)
+    refused(INVALID_ARGUMENT, not_ready, nccl.ncclCommDestroy, first)
+    nccl.driver.use(1)
+    second = ctypes.c_void_p()
+    nccl.init_into(second, 2, uid, 1, NONBLOCKING)
+    comms = [first, second]
+    assert [wait_ready(nccl, comm) for comm in comms] == [SUCCESS, SUCCESS]
+    assert [nccl.get("ncclCommUserRank", comm) for comm in comms] == [0, 1]
+
+    values = [np.ones(1000, np.float32) for _ in comms]
+    codes = []
+    for comm, stream, value in zip(comms, streams, values, strict=False):
+        codes.append(nccl.ncclAllReduce(bodies.pointer(value), bodies.pointer(value), 1000, 7, SUM, comm, stream))
+    assert set(codes) <= {SUCCESS, IN_PROGRESS}
+    assert [wait_ready(nccl, comm) for comm in comms] == [SUCCESS, SUCCESS]
+    for stream in streams[:2]:
+        nccl.driver.cuStreamSynchronize(stream)
+    assert all((value == 2).all() for value in values)
+
+    nccl.ncclGroupStart()
+    for comm, stream, value in zip(comms, streams, values, strict=False):
+        nccl.ncclAllReduce(bodies.pointer(value), bodies.pointer(value), 1000, 7, SUM, comm, stream)
+    assert nccl.ncclGroupEnd() == IN_PROGRESS
+    assert [wait_ready(nccl, comm) for comm in comms] == [SUCCESS, SUCCESS]
+
+    children = [ctypes.c_void_p() for _ in comms]
+    assert nccl.ncclCommSplit(first, 0, 0, ctypes.byref(children[0]), None) == IN_PROGRESS
+    time.sleep(0.05)
+    assert children[0].value is None
+    assert nccl.async_error(first) == IN_PROGRESS
+    nccl.ncclCommSplit(second, 0, 1, ctypes.byref(children[1]), None)
+    assert [wait_ready(nccl, comm) for comm in comms] == [SUCCESS, SUCCESS]
+    assert [nccl.get("ncclCommUserRank", child) for child in children] == [0, 1]
+
+    for comm in children + comms:
+        assert nccl.ncclCommFinalize(comm) in (SUCCESS, IN_PROGRESS)
+    for comm in children + comms:
+        assert wait_ready(nccl, comm) == SUCCESS
+        assert nccl.ncclCommDestroy(comm) == SUCCESS
+
+
+def test_nonblocking_init_that_fails(nccl):
+    uid = nccl.unique_id()
+    comms = [ctypes.c_void_p(), ctypes.c_void_p()]
+    for rank, comm in enumerate(comms):
+        nccl.init_into(comm, 2, uid, rank, NONBLOCKING)
+    for comm in comms:
+        assert wait_ready(nccl, comm) == INVALID_USAGE
+        assert "Duplicate GPU detected" in nccl.last_error(comm)
+        refused(INVALID_USAGE, "Duplicate GPU detected", nccl.get, "ncclCommCount", comm)
+        nccl.ncclCommAbort(comm)
+
+
+def test_blocking_and_nonblocking_do_not_mix_in_a_group(nccl):
+    comms = [ctypes.c_void_p(), ctypes.c_void_p()]
+    nccl.ncclGroupStart()
+    nccl.init_into(comms[0], 1, nccl.unique_id(), 0, NONBLOCKING)
+    words = "Blocking and nonblocking communicators are not allowed in the same group"
+    refused(INVALID_ARGUMENT, words, nccl.init_into, comms[1], 1, nccl.unique_id(), 0, Config(blocking=1))
+    refused(INVALID_ARGUMENT, words, nccl.ncclGroupEnd)
+    assert [comm.value for comm in comms] == [None, None]
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_abort_ends_a_stuck_init(nccl, grouped):
+    uid = UniqueId.from_buffer_copy(nccl.unique_id())
+    comm = ctypes.c_void_p()
+
+    def init():
+        if grouped:
+            nccl.ncclGroupStart()
+        code = nccl.library.ncclCommInitRank(ctypes.byref(comm), 2, uid, 0)
+        return nccl.library.ncclGroupEnd() if grouped else code
+
+    thread = in_thread(init)
+    assert blocked(thread)
+    nccl.ncclCommAbort(comm.value)
+    assert join(thread) == INTERNAL
+    assert comm.value is None
+
+
+def test_abort_ends_a_stuck_nonblocking_init(nccl):
+    comm = ctypes.c_void_p()
+    assert nccl.init_into(comm, 2, nccl.unique_id(), 0, NONBLOCKING) == IN_PROGRESS
+    time.sleep(0.05)
+    assert join(in_thread(nccl.ncclCommAbort, comm)) == SUCCESS
+
+
+@pytest.mark.parametrize("count", [1, 100_000])
+def test_abort_ends_a_stuck_collective(nccl, streams, count):
+    comms = nccl.init_all(3)
+    value = np.ones(count, np.float32)
+    p = bodies.pointer(value)
+    for rank in (0, 1):
+        nccl.ncclAllReduce(p, p, count, 7, SUM, comms[rank], streams[rank])
+    waiting = [in_thread(nccl.driver.cuStreamSynchronize, stream) for stream in streams[:2]]
+    assert all(blocked(thread) for thread in waiting)
+    nccl.ncclCommAbort(comms[0])
+    join(waiting[0])
+    # The peer goes on waiting, as with NCCL, until it is aborted as well.
+    assert blocked(waiting[1])
+    nccl.ncclCommAbort(comms[1])
+    join(waiting[1])
+    nccl.ncclCommAbort(comms[2])
+    assert (value == 1).all()
+
+
+def test_abort_ends_stuck_messages(nccl, streams):
+    comms = nccl.init_all(2)
+    value = np.ones(100_000, np.float32)
+    p = bodies.pointer(value)
+    nccl.ncclSend(p, 100_000, 7, 1, comms[0], streams[0])
+    waiting = in_thread(nccl.driver.cuStreamSynchronize, streams[0])
+    assert blocked(waiting)
+    nccl.ncclCommAbort(comms[0])
+    join(waiting)
+    nccl.ncclRecv(p, 100_000, 7, 0, comms[1], streams[1])
+    waiting = in_thread(nccl.driver.cuStreamSynchronize, streams[1])
+    assert blocked(waiting)
+    nccl.ncclCommAbort(comms[1])
+    join(waiting)
+
+
+def test_abort_ends_a_stuck_split(nccl):
+    comms = nccl.init_all(2)
+    child = ctypes.c_void_p()
+    thread = in_thread(nccl.library.ncclCommSplit, comms[0], 0, 0, ctypes.byref(child), None)
+    assert blocked(thread)
+    nccl.ncclCommAbort(comms[0])
+    assert join(thread) == INTERNAL
+    assert child.value is None
+    nccl.ncclCommAbort(comms[1])
+
+
+def test_abort_ends_a_stuck_finalize(nccl, streams):
+    comms = nccl.init_all(2)
+    value = np.ones(10, np.float32)
+    nccl.ncclAllReduce(bodies.pointer(value), bodies.pointer(value), 10, 7, SUM, comms[0], streams[0])
+    thread = in_thread(nccl.library.ncclCommFinalize, comms[0])
+    assert blocked(thread)
+    nccl.ncclCommAbort(comms[0])
+    join(thread)
+    nccl.ncclCommAbort(comms[1])
+
+
+def test_abort_while_running(nccl, streams):
+    """Abort in the middle of a stream of operations, over and over: nobody hangs, nobody touches freed memory."""
+    for round_ in range(20):
+        comms = nccl.init_all(3)
+        values = [np.ones(20_000, np.float32) for _ in comms]
+
+        def work(rank, comms=comms, values=values):
+            p = bodies.pointer(values[rank])
+            for _ in range(200):
+                if nccl.library.ncclAllReduce(p, p, 20_000, 7, MAX, comms[rank], streams[rank]) != SUCCESS:
+                    break
+            nccl.driver.cuStreamSynchronize(streams[rank])
+
+        threads = [in_thread(work, rank) for rank in range(3)]
+        time.sleep(0.002 * (round_ % 5))
+        for rank in ((0, 1, 2), (2, 1, 0))[round_ % 2]:
+            nccl.ncclCommAbort(comms[rank])
+        for thread in threads:
+            join(thread)
+        del values
+
+
+@pytest.mark.parametrize("body", [bodies.abort_stuck_collective, bodies.abort_stuck_messages])
+def test_abort_in_processes(nccl, processes, body):
+    processes.run(nccl, 3, body)
+
+
+def test_nothing_is_left_after_a_kill(nccl):
+    """A process that is killed leaves no name in a file system, and its peer can abort."""
+    before = set(os.listdir("/dev/shm"))
+    code = (
+        "import sys\n"
+        "from nccl_calls import Nccl\n"
+        "from ncclpy.core.search import host_engine_path\n"
+        "nccl = Nccl(host_engine_path())\n"
+        "nccl.driver.use(1)\n"
+        "comm = nccl.init(2, bytes.fromhex(sys.argv[1]), 1)\n"
+        "print('ready', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
+    uid = nccl.unique_id()
+    with subprocess.Popen(
+        [sys.executable, "-c", code, uid.hex()], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        comm = nccl.init(2, uid, 0)
+        assert child.stdout.readline() == b"ready\n"
+        value = np.ones(10, np.float32)
+        stream = nccl.driver.stream(1)
+        nccl.ncclAllReduce(bodies.pointer(value), bodies.pointer(value), 10, 7, SUM, comm, stream)
+        child.send_signal(signal.SIGKILL)
+        child.wait(10)
+    nccl.ncclCommAbort(comm)
+    nccl.driver.cuStreamSynchronize(stream)
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_idle_takes_no_cpu(nccl, streams):
+    """A rank that waits for another one sleeps."""
+    comms = nccl.init_all(2)
+    value = np.ones(10, np.float32)
+    nccl.ncclAllReduce(bodies.pointer(value), bodies.pointer(value), 10, 7, SUM, comms[0], streams[0])
+    time.sleep(0.1)
+    before = time.process_time()
+    time.sleep(1.0)
+    used = time.process_time() - before
+    for comm in comms:
+        nccl.ncclCommAbort(comm)
+    assert used < 0.05

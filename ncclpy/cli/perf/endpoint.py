@@ -49,9 +49,10 @@ class Endpoint:
 
     def release(self) -> None:
         """Give memory and stream back; the communicator stays."""
-        for pointer in (self.send, self.recv):
-            if pointer:
-                device.free(pointer)
+        with device.using(self.device):
+            for pointer in (self.send, self.recv):
+                if pointer:
+                    device.free(pointer)
         self.send = self.recv = 0
         self.stream.close()
 

@@ -72,10 +72,11 @@ class Worker:
     def run(self) -> None:
         """Do everything: connect, sweep, close."""
         try:
-            self._connect()
-            for name, op, root in self.arguments.cases():
-                self._sweep(TYPES[name], op, root)
-            self.link.exchange(None)  # nobody closes while others still work
+            with device.using(self.ranks[0]):
+                self._connect()
+                for name, op, root in self.arguments.cases():
+                    self._sweep(TYPES[name], op, root)
+                self.link.exchange(None)  # nobody closes while others still work
         except BaseException:
             self.abort()
             raise
@@ -105,7 +106,8 @@ class Worker:
                     )
                 )
         nbytes = 0 if given.collective == "barrier" else given.maxbytes
-        self.endpoints = [Endpoint(communicator, nbytes) for communicator in self.communicators]
+        for communicator in self.communicators:
+            self.endpoints.append(Endpoint(communicator, nbytes))
         ranks = self.link.exchange([_describe(endpoint) for endpoint in self.endpoints])
         if self.index == 0:
             self.link.report("head", [rank for some in ranks for rank in some])
@@ -114,9 +116,9 @@ class Worker:
         """Return the configuration that nccl-tests uses, as far as the loaded NCCL knows it."""
         version = ncclpy.library().version
         options: dict[str, Any] = {}
-        if version >= (2, 28, 0):
-            options["nvlink_centric_sched"] = 1
-        if version >= (2, 30, 0) and self.arguments.collective == "sendrecv":
+        if version >= (2, 28, 3):
+            options["nvlink_centric_sched"] = True
+        if version >= (2, 30, 3) and self.arguments.collective == "sendrecv":
             options["max_p2p_peers"] = 2
         return ncclpy.Config(**options)
 

@@ -1,9 +1,20 @@
 """The CUDA driver calls of ``driver_abi.h`` through ctypes, for tests: a result that is not success raises."""
 
 import ctypes
+import functools
+import os
 import re
 import threading
 from pathlib import Path
+
+import pytest
+
+PATH = os.environ.get("NCCLPY_TEST_DRIVER")
+host_only = pytest.mark.skipif(PATH is not None, reason="about the host engine alone")
+if PATH is None:
+    from ncclpy.core.search import host_engine_path
+
+    PATH = host_engine_path()
 
 INVALID_VALUE, OUT_OF_MEMORY, NOT_INITIALIZED, NO_DEVICE, INVALID_DEVICE = 1, 2, 3, 100, 101
 INVALID_CONTEXT, INVALID_HANDLE, NOT_READY, NOT_PERMITTED = 201, 400, 600, 800
@@ -125,3 +136,28 @@ class Gate:
 
     def __exit__(self, *_):
         self.open()
+
+
+@functools.cache
+def opened():
+    """Return the driver under test, initialised."""
+    driver = Driver(PATH)
+    driver.cuInit(0)
+    return driver
+
+
+def refused(code, call, *arguments):
+    with pytest.raises(DriverError) as error:
+        call(*arguments)
+    assert error.value.code == code, error.value
+
+
+def in_thread(function, *arguments):
+    thread = threading.Thread(target=function, args=arguments)
+    thread.start()
+    return thread
+
+
+def joined(thread):
+    thread.join(60)
+    return not thread.is_alive()

@@ -1,4 +1,4 @@
-"""The driver half of the host engine keeps CUDA's contract.
+"""The driver half of the host engine keeps CUDA's contract: devices, contexts, memory, processes.
 
 ``NCCLPY_TEST_DRIVER=libcuda.so.1`` runs the same tests on a real driver, all but those marked `host_only`.
 """
@@ -7,11 +7,9 @@ import ctypes
 import os
 import subprocess
 import sys
-import threading
 
 import pytest
 from driver_calls import (
-    DISABLE_TIMING,
     INVALID_CONTEXT,
     INVALID_DEVICE,
     INVALID_HANDLE,
@@ -21,28 +19,22 @@ from driver_calls import (
     NO_DEVICE,
     NON_BLOCKING,
     NOT_INITIALIZED,
-    NOT_PERMITTED,
     NOT_READY,
     OUT_OF_MEMORY,
+    PATH,
     PER_THREAD,
-    Driver,
-    DriverError,
     Gate,
+    host_only,
+    in_thread,
+    joined,
+    opened,
+    refused,
 )
-
-PATH = os.environ.get("NCCLPY_TEST_DRIVER")
-host_only = pytest.mark.skipif(PATH is not None, reason="about the host engine alone")
-if PATH is None:
-    from ncclpy.core.search import host_engine_path
-
-    PATH = host_engine_path()
 
 
 @pytest.fixture(scope="module")
 def driver():
-    driver = Driver(PATH)
-    driver.cuInit(0)
-    return driver
+    return opened()
 
 
 @pytest.fixture(autouse=True)
@@ -59,33 +51,16 @@ def two_devices(driver):
         pytest.skip("needs two devices")
 
 
-def refused(code, call, *arguments):
-    with pytest.raises(DriverError) as error:
-        call(*arguments)
-    assert error.value.code == code, error.value
-
-
 def run_python(code, **environment):
     tests = os.path.dirname(__file__)
     return subprocess.run(
-        [sys.executable, "-c", f"import ctypes, os, sys\nfrom driver_calls import *\nd = Driver({PATH!r})\n{code}"],
-        env={**os.environ, "PYTHONPATH": tests, **environment},
+        [sys.executable, "-c", f"import ctypes, os, sys\nfrom driver_calls import *\nd = Driver(PATH)\n{code}"],
+        env={**os.environ, "PYTHONPATH": tests, "NCCLPY_TEST_DRIVER": PATH, **environment},
         capture_output=True,
         text=True,
         timeout=60,
         cwd="/",
     )
-
-
-def in_thread(function, *arguments):
-    thread = threading.Thread(target=function, args=arguments)
-    thread.start()
-    return thread
-
-
-def joined(thread):
-    thread.join(60)
-    return not thread.is_alive()
 
 
 # The driver and its devices
@@ -208,286 +183,6 @@ def test_streams_keep_the_device_they_were_made_on(driver, two_devices):
     driver.cuStreamDestroy_v2(stream)
 
 
-# Streams
-
-
-@pytest.mark.parametrize("stream", [None, LEGACY, PER_THREAD, "blocking", "non-blocking"])
-def test_a_stream_runs_its_work_in_order(driver, stream):
-    if isinstance(stream, str):
-        stream = driver.stream(NON_BLOCKING if stream == "non-blocking" else 0)
-    log = []
-    for i in range(500):
-        driver.later(stream, lambda i=i: log.append(i))
-        if i % 100 == 99:
-            driver.cuStreamSynchronize(stream)
-            assert len(log) == i + 1
-    assert log == list(range(500))
-    assert driver.ready("cuStreamQuery", stream)
-
-
-def test_a_blocked_stream_holds_up_no_other(driver):
-    blocked, free = driver.stream(NON_BLOCKING), driver.stream()
-    memory = driver.alloc(4096)
-    with Gate(driver, blocked) as gate:
-        gate.reached()
-        for _ in range(100):
-            driver.cuMemsetD8Async(memory, 7, 4096, free)
-            driver.cuStreamSynchronize(free)
-        assert driver.ready("cuStreamQuery", free)
-        assert not driver.ready("cuStreamQuery", blocked)
-    driver.cuStreamSynchronize(blocked)
-    assert driver.ready("cuStreamQuery", blocked)
-    driver.cuMemFree_v2(memory)
-
-
-@host_only  # CUDA hangs
-def test_waiting_in_a_host_function_is_refused(driver):
-    stream, event, codes = driver.stream(), driver.event(), []
-
-    def wait():
-        driver.use(0)
-        codes.append(driver.library.cuStreamSynchronize(stream))
-        codes.append(driver.library.cuEventSynchronize(event))
-        codes.append(driver.library.cuCtxSynchronize())
-        codes.append(driver.library.cuStreamQuery(stream))
-
-    driver.later(stream, wait)
-    driver.cuStreamSynchronize(stream)
-    assert codes == [NOT_PERMITTED] * 3 + [NOT_READY]
-
-
-def test_the_device_is_synchronised_with_all_its_streams(driver):
-    log, streams = [], [driver.stream(NON_BLOCKING), driver.stream(), PER_THREAD, LEGACY]
-    for stream in streams:
-        for _ in range(50):
-            driver.later(stream, lambda: log.append(1))
-    driver.cuStreamDestroy_v2(streams[0])
-    driver.cuCtxSynchronize()
-    assert len(log) == 200
-
-
-def test_a_destroyed_stream_finishes_its_work(driver):
-    log, stream = [], driver.stream(NON_BLOCKING)
-    with Gate(driver, stream) as gate:
-        driver.later(stream, lambda: log.append("done"))
-        gate.reached()
-        driver.cuStreamDestroy_v2(stream)
-        assert log == []
-    driver.cuCtxSynchronize()
-    assert log == ["done"]
-
-
-@host_only  # CUDA promises nothing about handles that were destroyed
-def test_handles_that_are_none_are_refused(driver):
-    stream, event = driver.stream(), driver.event()
-    driver.cuStreamDestroy_v2(stream)
-    driver.cuEventDestroy_v2(event)
-    again = driver.stream()  # takes the place of the one destroyed, under another handle
-    assert again != stream
-    live_event = driver.event()
-    for bad in (stream, live_event, 0x1234, 0x7F0000001000, 2**64 - 1):
-        for call in (driver.cuStreamSynchronize, driver.cuStreamQuery, driver.cuStreamDestroy_v2):
-            refused(INVALID_HANDLE, call, bad)
-        refused(INVALID_HANDLE, driver.later, bad, list)
-        refused(INVALID_HANDLE, driver.cuEventRecord, live_event, bad)
-        refused(INVALID_HANDLE, driver.cuMemsetD8Async, 0, 0, 8, bad)
-    for bad in (event, again, None, 0x1234, 2**64 - 1):
-        for call in (driver.cuEventQuery, driver.cuEventSynchronize, driver.cuEventDestroy_v2):
-            refused(INVALID_HANDLE, call, bad)
-        refused(INVALID_HANDLE, driver.cuStreamWaitEvent, again, bad, 0)
-    driver.cuStreamSynchronize(again)
-
-
-def test_default_streams_cannot_be_destroyed(driver):
-    for stream in (None, LEGACY, PER_THREAD):
-        refused(INVALID_HANDLE, driver.cuStreamDestroy_v2, stream)
-
-
-def test_wrong_flags_are_refused(driver):
-    refused(INVALID_VALUE, driver.stream, 2)
-    refused(INVALID_VALUE, driver.event, 64)
-    refused(INVALID_VALUE, driver.get, "cuMemHostAlloc", ctypes.c_void_p, 8, 64)
-
-
-# The legacy default stream
-
-
-@pytest.mark.parametrize("name", ["blocking", "per-thread"])
-def test_the_legacy_stream_waits_for_blocking_streams(driver, name):
-    stream = PER_THREAD if name == "per-thread" else driver.stream()
-    log = []
-    with Gate(driver, stream) as gate:
-        driver.later(stream, lambda: log.append("blocking"))
-        driver.later(None, lambda: log.append("legacy"))
-        gate.reached()
-        assert not driver.ready("cuStreamQuery", None)
-    driver.cuStreamSynchronize(None)
-    assert log == ["blocking", "legacy"]
-
-
-def test_blocking_streams_wait_for_the_legacy_stream(driver):
-    log, stream = [], driver.stream()
-    with Gate(driver, None) as gate:
-        driver.later(None, lambda: log.append("legacy"))
-        driver.later(stream, lambda: log.append("blocking"))
-        gate.reached()
-        assert not driver.ready("cuStreamQuery", stream)
-    driver.cuStreamSynchronize(stream)
-    assert log == ["legacy", "blocking"]
-
-
-def test_an_event_in_a_blocking_stream_comes_after_the_legacy_stream(driver):
-    stream, event = driver.stream(), driver.event()
-    with Gate(driver, None) as gate:
-        driver.cuEventRecord(event, stream)
-        gate.reached()
-        assert not driver.ready("cuEventQuery", event)
-    driver.cuEventSynchronize(event)
-
-
-def test_non_blocking_streams_and_the_legacy_stream_ignore_each_other(driver):
-    stream, memory = driver.stream(NON_BLOCKING), driver.alloc(4096)
-    with Gate(driver, None) as gate:
-        gate.reached()
-        driver.cuMemsetD8Async(memory, 1, 4096, stream)
-        driver.cuStreamSynchronize(stream)
-    driver.cuStreamSynchronize(None)
-    with Gate(driver, stream) as gate:
-        gate.reached()
-        driver.cuMemsetD8Async(memory, 1, 4096, None)
-        driver.cuStreamSynchronize(None)
-    driver.cuStreamSynchronize(stream)
-    driver.cuMemFree_v2(memory)
-
-
-def test_synchronising_the_legacy_stream_waits_for_blocking_streams(driver):
-    log, stream = [], driver.stream()
-    gate = Gate(driver, stream)
-    driver.later(stream, lambda: log.append("blocking"))
-    gate.reached()
-    assert not driver.ready("cuStreamQuery", None)
-    opener = in_thread(gate.open)
-    driver.cuStreamSynchronize(None)
-    assert log == ["blocking"]
-    assert joined(opener)
-
-
-def test_legacy_streams_of_two_devices_are_independent(driver, two_devices):
-    with Gate(driver, None) as gate:
-        gate.reached()
-        driver.use(1)
-        memory = driver.alloc(4096)
-        driver.cuMemsetD8Async(memory, 1, 4096, None)
-        driver.cuStreamSynchronize(None)
-        driver.cuMemFree_v2(memory)
-
-
-def test_each_thread_has_its_own_per_thread_stream(driver):
-    memory = driver.alloc(4096)
-
-    def other():
-        driver.use(0)
-        driver.cuMemsetD8Async(memory, 1, 4096, PER_THREAD)
-        driver.cuStreamSynchronize(PER_THREAD)
-
-    with Gate(driver, PER_THREAD) as gate:
-        gate.reached()
-        assert joined(in_thread(other))
-        assert not driver.ready("cuStreamQuery", PER_THREAD)
-    driver.cuStreamSynchronize(PER_THREAD)
-    driver.cuMemFree_v2(memory)
-
-
-def test_work_outlives_the_thread_whose_stream_it_is_in(driver):
-    log, opened = [], threading.Event()
-
-    def other():
-        driver.use(0)
-        driver.later(PER_THREAD, lambda: opened.wait(60))
-        driver.later(PER_THREAD, lambda: log.append("done"))
-
-    assert joined(in_thread(other))
-    opened.set()
-    driver.cuCtxSynchronize()
-    assert log == ["done"]
-
-
-# Events
-
-
-def test_an_event_never_recorded_is_complete_and_holds_up_nothing(driver):
-    event, stream = driver.event(), driver.stream()
-    assert driver.ready("cuEventQuery", event)
-    driver.cuEventSynchronize(event)
-    driver.cuStreamWaitEvent(stream, event, 0)
-    driver.cuStreamSynchronize(stream)
-
-
-def test_a_stream_waits_for_an_event_of_another_device(driver, two_devices):
-    log, first, event = [], driver.stream(), driver.event(DISABLE_TIMING)
-    with Gate(driver, first) as gate:
-        driver.later(first, lambda: log.append("first"))
-        driver.cuEventRecord(event, first)
-        driver.use(1)
-        second = driver.stream()
-        driver.cuStreamWaitEvent(second, event, 0)
-        driver.later(second, lambda: log.append("second"))
-        gate.reached()
-        assert not driver.ready("cuStreamQuery", second)
-        assert not driver.ready("cuEventQuery", event)
-    driver.cuStreamSynchronize(second)
-    assert log == ["first", "second"]
-    assert driver.ready("cuEventQuery", event)
-
-
-def test_an_event_is_waited_for_as_it_was_recorded_at_the_time(driver):
-    early, late, waiter, event = driver.stream(), driver.stream(), driver.stream(), driver.event()
-    driver.cuEventRecord(event, early)
-    driver.cuEventSynchronize(event)
-    driver.cuStreamWaitEvent(waiter, event, 0)
-    with Gate(driver, late) as gate:
-        driver.cuEventRecord(event, late)  # does not concern the waiter
-        gate.reached()
-        driver.cuStreamSynchronize(waiter)
-        assert not driver.ready("cuEventQuery", event)
-        driver.cuEventRecord(event, early)  # the last record counts
-        driver.cuEventSynchronize(event)
-        assert driver.ready("cuEventQuery", event)
-    driver.cuStreamSynchronize(late)
-
-
-def test_a_destroyed_event_still_orders_what_waits_for_it(driver):
-    log, first, second, event = [], driver.stream(), driver.stream(), driver.event()
-    with Gate(driver, first) as gate:
-        driver.later(first, lambda: log.append("first"))
-        driver.cuEventRecord(event, first)
-        driver.cuStreamWaitEvent(second, event, 0)
-        driver.later(second, lambda: log.append("second"))
-        driver.cuEventDestroy_v2(event)
-        driver.cuStreamDestroy_v2(first)
-        gate.reached()
-    driver.cuStreamSynchronize(second)
-    assert log == ["first", "second"]
-
-
-def test_elapsed_time(driver):
-    stream, start, end = driver.stream(), driver.event(), driver.event()
-    refused(INVALID_HANDLE, driver.get, "cuEventElapsedTime", ctypes.c_float, start, end)
-    driver.cuEventRecord(start, stream)
-    with Gate(driver, stream) as gate:
-        driver.cuEventRecord(end, stream)
-        gate.reached()
-        refused(NOT_READY, driver.get, "cuEventElapsedTime", ctypes.c_float, start, end)
-    driver.cuEventSynchronize(end)
-    there = driver.get("cuEventElapsedTime", ctypes.c_float, start, end)
-    assert there > 0
-    assert driver.get("cuEventElapsedTime", ctypes.c_float, end, start) == pytest.approx(-there)
-    untimed = driver.event(DISABLE_TIMING)
-    driver.cuEventRecord(untimed, stream)
-    driver.cuEventSynchronize(untimed)
-    refused(INVALID_HANDLE, driver.get, "cuEventElapsedTime", ctypes.c_float, start, untimed)
-
-
 # Memory
 
 
@@ -598,7 +293,7 @@ def test_freeing_waits_for_the_work_of_the_device(driver):
     assert log == ["work", "freed"]
 
 
-# Processes and threads
+# Processes
 
 
 @host_only
@@ -625,35 +320,3 @@ def test_a_process_exits_in_the_middle_of_work():
         "print('end')"
     )
     assert (outcome.returncode, outcome.stdout) == (0, "end\n"), outcome.stderr
-
-
-def test_many_threads_share_streams_and_events(driver):
-    """Thread i adds to a counter in its stream; each stream waits for the one before, so that the order is total."""
-    rounds, nthreads = 50, 6
-    streams = [driver.stream(NON_BLOCKING) for _ in range(nthreads)]
-    events = [driver.event(DISABLE_TIMING) for _ in range(nthreads)]
-    turns = [threading.Semaphore(i == 0) for i in range(nthreads)]
-    log, failures = [], []
-
-    def work(i):
-        try:
-            driver.use(0)
-            for r in range(rounds):
-                assert turns[i].acquire(timeout=60)
-                driver.cuStreamWaitEvent(streams[i], events[i - 1], 0)
-                driver.later(streams[i], lambda r=r: log.append((r, i)))
-                driver.cuEventRecord(events[i], streams[i])
-                turns[(i + 1) % nthreads].release()
-                if r % 7 == i:
-                    driver.cuStreamSynchronize(streams[i])
-                    temporary = driver.stream()
-                    driver.cuStreamWaitEvent(temporary, events[i], 0)
-                    driver.cuStreamDestroy_v2(temporary)
-        except BaseException as error:
-            failures.append(error)
-            raise
-
-    threads = [in_thread(work, i) for i in range(nthreads)]
-    assert all([joined(thread) for thread in threads]) and not failures
-    driver.cuCtxSynchronize()
-    assert log == [(r, i) for r in range(rounds) for i in range(nthreads)]

@@ -43,8 +43,7 @@ CUresult driver_call(Body body) noexcept {
 template <class Body>
 CUresult stream_call(CUstream handle, Body body) noexcept {
   return driver_call([&]() -> CUresult {
-    if (current_context() == nullptr && (handle == nullptr || handle == CU_STREAM_LEGACY || handle == CU_STREAM_PER_THREAD))
-      return CUDA_ERROR_INVALID_CONTEXT;
+    if (is_default_stream(handle) && current_context() == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
     const std::shared_ptr<Stream> stream = stream_of(handle, current_device());
     return stream == nullptr ? CUDA_ERROR_INVALID_HANDLE : body(*stream);
   });

@@ -260,8 +260,7 @@ CUstream create_stream(int device, Stream::Kind kind) {
 }
 
 std::shared_ptr<Stream> stream_of(CUstream handle, int device) {
-  if (handle != nullptr && handle != CU_STREAM_LEGACY && handle != CU_STREAM_PER_THREAD)
-    return handles().find(reinterpret_cast<std::uint64_t>(handle));
+  if (!is_default_stream(handle)) return handles().find(reinterpret_cast<std::uint64_t>(handle));
   if (device < 0 || device >= device_count()) return nullptr;
   if (handle != CU_STREAM_PER_THREAD) return device_streams()[device].legacy;
   thread_local ThreadStreams streams;

@@ -89,6 +89,9 @@ class Stream : public std::enable_shared_from_this<Stream> {
 
 // Streams by their CUDA handle.
 CUstream create_stream(int device, Stream::Kind kind);
+inline bool is_default_stream(CUstream handle) {
+  return handle == nullptr || handle == CU_STREAM_LEGACY || handle == CU_STREAM_PER_THREAD;
+}
 // The stream behind a handle, or nullptr if there is none. NULL, CU_STREAM_LEGACY and CU_STREAM_PER_THREAD mean the
 // default streams of `device`; a created stream knows its own device.
 std::shared_ptr<Stream> stream_of(CUstream handle, int device);

@@ -24,6 +24,7 @@ except ImportError as _error:
 from ncclpy.core.buffers import Buffer
 from ncclpy.core.communicator import Communicator
 from ncclpy.core.config import CollConfig, Config
+from ncclpy.core.creation import get_unique_id
 from ncclpy.core.device import device_count
 from ncclpy.core.errors import (
     LibraryNotFound,
@@ -35,7 +36,6 @@ from ncclpy.core.errors import (
 )
 from ncclpy.core.group import Group as group  # noqa: N813 - in a with statement it reads as a verb
 from ncclpy.core.library import library, use
-from ncclpy.core.lifecycle import get_unique_id
 from ncclpy.core.resources import CustomOp, Registration
 from ncclpy.core.stream import Event, Stream, synchronize
 from ncclpy.core.types import AVG, MAX, MIN, PROD, SUM, DataType, ReduceOp, Result, UniqueId

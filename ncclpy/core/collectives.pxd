@@ -1,5 +1,5 @@
 from ncclpy.core.buffers cimport View
-from ncclpy.core.lifecycle cimport Lifecycle
+from ncclpy.core.creation cimport Creation
 from ncclpy.core.operation cimport Operation
 
 cdef int writable(const View* view, str argument) except -1
@@ -8,7 +8,7 @@ cdef size_t elements(const View* view) noexcept
 cdef size_t element_size(const View* view) noexcept
 
 
-cdef class Collectives(Lifecycle):
+cdef class Collectives(Creation):
     cdef int read(self, object obj, View* view, str argument) except -1
     cdef int op_code(self, object op, const View* view) except -1
     cdef int root_rank(self, int root, str argument) except -1

@@ -1,7 +1,7 @@
-from ncclpy.core.lifecycle import Lifecycle
+from ncclpy.core.creation import Creation
 from ncclpy.core.types import BufferLike, OpLike, StreamLike
 
-class Collectives(Lifecycle):
+class Collectives(Creation):
     def all_reduce(
         self,
         send: BufferLike,

@@ -77,7 +77,7 @@ cdef size_t element_size(const View* view) noexcept:
     return view.nbytes // elements(view) if view.count else 0
 
 
-cdef class Collectives(Lifecycle):
+cdef class Collectives(Creation):
     """Check arguments and submit one NCCL call each; `Communicator` is the class to use."""
 
     cdef int read(self, object obj, View* view, str argument) except -1:

@@ -28,7 +28,7 @@ from ncclpy.core.handle cimport (
     deadline_after,
 )
 from ncclpy.core.library cimport nccl, require
-from ncclpy.core.operation cimport GROW, INIT_RANK, SHRINK, SPLIT, function_of, issue, raise_issue
+from ncclpy.core.operation cimport INIT_RANK, function_of, issue, raise_issue
 
 from ncclpy.core.errors import NcclAborted
 

@@ -11,7 +11,7 @@ import warnings
 from cpython.exc cimport PyErr_CheckSignals
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, nanosleep, timespec
 
-from ncclpy.abi.driver cimport CUDA_ERROR_NOT_READY, CUDA_SUCCESS, CUresult
+from ncclpy.abi.driver cimport CUDA_ERROR_NOT_READY, CUresult
 from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
 from ncclpy.core.check cimport check_driver, raise_nccl
 from ncclpy.core.library cimport driver, nccl, require, require_driver, version_code

@@ -1,70 +1,10 @@
-from collections.abc import Iterable
-
 from typing_extensions import Self
 
-from ncclpy.core.config import Config
 from ncclpy.core.handle import Handle
-from ncclpy.core.types import DeviceLike, Result, UniqueId
+from ncclpy.core.types import Result
 
 class Lifecycle(Handle):
     def __init__(self) -> None: ...
-    @classmethod
-    def init(
-        cls,
-        nranks: int,
-        rank: int,
-        unique_id: UniqueId | bytes,
-        *,
-        device: DeviceLike = ...,
-        config: Config | None = ...,
-        timeout: float | None = ...,
-    ) -> Self: ...
-    @classmethod
-    def init_all(
-        cls,
-        devices: Iterable[int] | None = ...,
-        *,
-        config: Config | None = ...,
-        timeout: float | None = ...,
-    ) -> list[Self]: ...
-    @classmethod
-    def from_handle(cls, pointer: int) -> Self: ...
-    def split(
-        self,
-        color: int | None,
-        key: int = ...,
-        *,
-        config: Config | None = ...,
-        timeout: float | None = ...,
-    ) -> Self | None: ...
-    def shrink(
-        self,
-        exclude: Iterable[int],
-        *,
-        abort: bool = ...,
-        config: Config | None = ...,
-        timeout: float | None = ...,
-    ) -> Self: ...
-    def grow(
-        self,
-        nranks: int,
-        unique_id: UniqueId | bytes | None = ...,
-        *,
-        config: Config | None = ...,
-        timeout: float | None = ...,
-    ) -> Self: ...
-    @classmethod
-    def join(
-        cls,
-        nranks: int,
-        rank: int,
-        unique_id: UniqueId | bytes,
-        *,
-        device: DeviceLike = ...,
-        config: Config | None = ...,
-        timeout: float | None = ...,
-    ) -> Self: ...
-    def grow_id(self) -> UniqueId: ...
     def async_error(self) -> Result | int: ...
     def is_ready(self) -> bool: ...
     def wait_ready(self, timeout: float | None = ...) -> Self: ...
@@ -84,5 +24,3 @@ class Lifecycle(Handle):
     def closed(self) -> bool: ...
     @property
     def timeout(self) -> float | None: ...
-
-def get_unique_id() -> UniqueId: ...

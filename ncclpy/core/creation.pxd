@@ -1,0 +1,5 @@
+from ncclpy.core.lifecycle cimport Lifecycle
+
+
+cdef class Creation(Lifecycle):
+    pass

@@ -1,0 +1,293 @@
+"""The ways to make a communicator: of a new clique, or out of one that exists."""
+
+import sys
+
+from libc.stdint cimport uintptr_t
+from libc.stdlib cimport malloc
+from libc.string cimport memcpy, memset
+
+from ncclpy.abi.nccl cimport ncclComm_t, ncclResult_t, ncclUniqueId
+from ncclpy.core.check cimport check
+from ncclpy.core.device cimport as_device, context_of
+from ncclpy.core.group cimport give_birth
+from ncclpy.core.handle cimport READY
+from ncclpy.core.library cimport nccl, require
+from ncclpy.core.lifecycle cimport Lifecycle
+from ncclpy.core.operation cimport GROW, INIT_RANK, SHRINK, SPLIT, Operation
+
+from ncclpy.core import device as _device
+from ncclpy.core.group import Group
+from ncclpy.core.types import UniqueId
+
+
+def get_unique_id():
+    """Return a new `UniqueId` for one communicator (`ncclGetUniqueId`); one rank makes it for all."""
+    cdef ncclUniqueId raw
+    cdef ncclResult_t result
+    require(<void*>nccl.ncclGetUniqueId, b"ncclGetUniqueId")
+    with nogil:
+        result = nccl.ncclGetUniqueId(&raw)
+    check(result, b"ncclGetUniqueId", NULL)
+    return UniqueId(raw.internal[:128])
+
+
+cdef int _as_unique_id(object unique_id, ncclUniqueId* out) except -1:
+    if isinstance(unique_id, (bytes, bytearray, memoryview)):
+        unique_id = UniqueId(bytes(unique_id))
+    if not isinstance(unique_id, UniqueId):
+        raise TypeError(f"unique_id: expected an ncclpy.UniqueId or its 128 bytes, got {type(unique_id).__name__}")
+    cdef bytes data = bytes(unique_id)
+    memcpy(out.internal, <const char*>data, 128)
+    return 0
+
+
+cdef class Creation(Lifecycle):
+    """Make communicators; `Communicator` is the class to use."""
+
+    @classmethod
+    def init(cls, int nranks, int rank, unique_id, *, device=None, config=None, timeout=None):
+        """Make this rank's communicator of a new clique (`ncclCommInitRankConfig`).
+
+        It returns when all ranks have joined, unless ``config.blocking`` is False. Inside ``ncclpy.group()`` it
+        returns at once, and the communicator is ready when the group ends; that is how one thread makes several.
+
+        Parameters
+        ----------
+        nranks : int
+            The number of ranks.
+        rank : int
+            This rank, from 0 to ``nranks - 1``.
+        unique_id : UniqueId or bytes
+            What `get_unique_id` gave to one of the ranks.
+        device : int, optional
+            The device's ordinal; the current device by default. Each rank has its own.
+        config : Config, optional
+            NCCL's configuration.
+        timeout : float, optional
+            Seconds that any wait of this communicator may take, initialisation first. Past it the communicator is
+            aborted and `NcclTimeout` raised. To keep it, NCCL runs nonblocking underneath; that costs a thread hop a
+            call. By default NCCL waits for as long as it takes.
+
+        Returns
+        -------
+        Communicator
+
+        Raises
+        ------
+        NcclTimeout
+            If not all ranks joined in time.
+        NcclError
+            If NCCL failed.
+        """
+        cdef Creation self = cls.__new__(cls)
+        cdef Operation operation
+        if nranks < 1 or not 0 <= rank < nranks:
+            raise ValueError(f"rank {rank} of {nranks}: expected nranks >= 1 and 0 <= rank < nranks")
+        self.device = as_device(device)
+        self.conceive(config, timeout, None)
+        _as_unique_id(unique_id, &self.birth.id)
+        self.rank = self.birth.rank = rank
+        self.nranks = self.birth.nranks = nranks
+        self.birth.context = context_of(self.device)
+        memset(&operation, 0, sizeof(operation))
+        operation.kind = INIT_RANK
+        operation.birth = self.birth
+        give_birth(None, self, &operation)
+        return self
+
+    @classmethod
+    def init_all(cls, devices=None, *, config=None, timeout=None):
+        """Make a clique of communicators for several devices of this process, from one thread.
+
+        Parameters
+        ----------
+        devices : iterable of int, optional
+            The ordinals; rank i gets the i-th. All devices by default.
+        config, timeout
+            As for `init`.
+
+        Returns
+        -------
+        list of Communicator
+        """
+        devices = list(range(_device.device_count()) if devices is None else devices)
+        if not devices:
+            raise ValueError("devices: at least one is needed")
+        unique_id = get_unique_id()
+        with Group():
+            made = [
+                cls.init(len(devices), rank, unique_id, device=device, config=config, timeout=timeout)
+                for rank, device in enumerate(devices)
+            ]
+        return made
+
+    @classmethod
+    def from_handle(cls, uintptr_t pointer):
+        """Wrap an `ncclComm_t` that somebody else owns; `close` lets go of it and destroys nothing.
+
+        Parameters
+        ----------
+        pointer : int
+            The handle; it must outlive the returned object.
+        """
+        cdef Creation self = cls.__new__(cls)
+        if pointer == 0:
+            raise ValueError("pointer: NULL is no communicator")
+        frame = sys._getframe(0)
+        self.site = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        self.raw = <ncclComm_t>pointer
+        self.owned = False
+        self._ask_who()
+        self.state = READY
+        return self
+
+    def split(self, color, int key=0, *, config=None, timeout=None):
+        """Divide the ranks into new communicators by colour (`ncclCommSplit`, NCCL 2.18); all ranks call it.
+
+        Parameters
+        ----------
+        color : int or None
+            Ranks of one colour come together. None: this rank joins none.
+        key : int
+            Orders the ranks of the new communicator; ties keep the old order.
+        config : Config, optional
+            For the new communicator; it inherits this one's by default.
+        timeout : float, optional
+            As for `init`; this communicator's by default.
+
+        Returns
+        -------
+        Communicator or None
+            None if `color` is None. Closing this communicator closes its children first.
+        """
+        cdef Lifecycle child = type(self).__new__(type(self))
+        cdef Operation operation
+        cdef int number = -1 if color is None else color
+        if number < -1:
+            raise ValueError(f"color: expected an int >= 0 or None, got {color}")
+        self.check_alive()
+        child.conceive(config, timeout, self)
+        child.birth.color = number
+        child.birth.key = key
+        memset(&operation, 0, sizeof(operation))
+        operation.kind = SPLIT
+        operation.birth = child.birth
+        if number < 0:
+            child.nranks = 0  # see born()
+        give_birth(self, child, &operation)
+        return child if number >= 0 else None
+
+    def shrink(self, exclude, *, bint abort=False, config=None, timeout=None):
+        """Make a communicator without some ranks (`ncclCommShrink`, NCCL 2.27); the ranks that stay call it.
+
+        Parameters
+        ----------
+        exclude : iterable of int
+            The ranks that leave.
+        abort : bool
+            First end what still runs on this communicator (`NCCL_SHRINK_ABORT`), say because a rank has failed.
+        config, timeout
+            As for `split`.
+
+        Returns
+        -------
+        Communicator
+        """
+        cdef Lifecycle child = type(self).__new__(type(self))
+        cdef Operation operation
+        cdef size_t i
+        ranks = sorted({int(rank) for rank in exclude})
+        self.check_alive()
+        if not ranks:
+            raise ValueError("exclude: at least one rank must leave")
+        if ranks[0] < 0 or ranks[-1] >= self.nranks:
+            raise ValueError(f"exclude: {ranks} names ranks outside 0..{self.nranks - 1}")
+        if self.rank in ranks:
+            raise ValueError(f"exclude: rank {self.rank} leaves and must not call shrink")
+        child.conceive(config, timeout, self)
+        child.birth.exclude = <int*>malloc(len(ranks) * sizeof(int))
+        if child.birth.exclude == NULL:
+            raise MemoryError
+        for i, rank in enumerate(ranks):
+            child.birth.exclude[i] = rank
+        child.birth.nexclude = len(ranks)
+        child.birth.flags = 1 if abort else 0
+        memset(&operation, 0, sizeof(operation))
+        operation.kind = SHRINK
+        operation.birth = child.birth
+        give_birth(self, child, &operation)
+        return child
+
+    def grow(self, int nranks, unique_id=None, *, config=None, timeout=None):
+        """Make a larger communicator of these ranks and new ones (`ncclCommGrow`, NCCL 2.29); all old ranks call it.
+
+        Parameters
+        ----------
+        nranks : int
+            The number of ranks of the new communicator.
+        unique_id : UniqueId, optional
+            What `grow_id` gave, on the rank that called it; None on the other old ranks. New ranks call
+            `Communicator.join` with it.
+        config, timeout
+            As for `split`.
+
+        Returns
+        -------
+        Communicator
+        """
+        cdef Lifecycle child = type(self).__new__(type(self))
+        self.check_alive()
+        if nranks <= self.nranks:
+            raise ValueError(f"nranks: {nranks} is not more than the {self.nranks} ranks there are")
+        child.conceive(config, timeout, self)
+        return _grow(self, child, nranks, -1, unique_id)
+
+    @classmethod
+    def join(cls, int nranks, int rank, unique_id, *, device=None, config=None, timeout=None):
+        """Join a communicator that others `grow` (`ncclCommGrow`, NCCL 2.29); each new rank calls it.
+
+        Parameters
+        ----------
+        nranks, rank, unique_id, device, config, timeout
+            As for `init`; the new ranks are numbered after the old ones.
+
+        Returns
+        -------
+        Communicator
+        """
+        cdef Creation self = cls.__new__(cls)
+        if nranks < 1 or not 0 <= rank < nranks:
+            raise ValueError(f"rank {rank} of {nranks}: expected nranks >= 1 and 0 <= rank < nranks")
+        self.device = as_device(device)
+        self.conceive(config, timeout, None)
+        self.birth.context = context_of(self.device)
+        return _grow(None, self, nranks, rank, unique_id)
+
+    def grow_id(self):
+        """Return the `UniqueId` by which new ranks join, on one rank of this communicator (`ncclCommGetUniqueId`)."""
+        cdef ncclUniqueId raw
+        cdef ncclResult_t result
+        self.check_alive()
+        require(<void*>nccl.ncclCommGetUniqueId, b"ncclCommGetUniqueId")
+        with nogil:
+            self.lock()
+            result = nccl.ncclCommGetUniqueId(self.raw, &raw)
+            self.unlock()
+        check(result, b"ncclCommGetUniqueId", self.raw)
+        return UniqueId(raw.internal[:128])
+
+
+cdef object _grow(Lifecycle parent, Lifecycle child, int nranks, int rank, object unique_id):
+    cdef Operation operation
+    child.birth.nranks = nranks
+    child.birth.rank = rank
+    child.birth.has_id = unique_id is not None
+    if unique_id is not None:
+        _as_unique_id(unique_id, &child.birth.id)
+    elif parent is None:
+        raise TypeError("unique_id: a rank that joins needs it")
+    memset(&operation, 0, sizeof(operation))
+    operation.kind = GROW
+    operation.birth = child.birth
+    give_birth(parent, child, &operation)
+    return child

@@ -260,9 +260,7 @@ cdef int _read_dltensor(const DLTensor* tensor, View* view, str argument) except
     cdef int i
     cdef int found = _of_dltype(tensor.dtype.code, tensor.dtype.bits)
     if found < 0 or tensor.dtype.lanes != 1:
-        raise TypeError(
-            f"{argument}: NCCL has no data type for DLPack code {tensor.dtype.code} with {tensor.dtype.bits} bits"
-        )
+        raise TypeError(f"{argument}: NCCL has no data type for {_dltype_name(tensor.dtype.code, tensor.dtype.bits)}")
     for i in range(tensor.ndim):
         count *= <size_t>tensor.shape[i]
     if tensor.strides != NULL and count > 1:
@@ -284,6 +282,11 @@ cdef int _read_dltensor(const DLTensor* tensor, View* view, str argument) except
         raise ValueError(f"{argument}: memory of DLPack device type {tensor.device.device_type} is not for NCCL")
     view.pointer = <char*>tensor.data + tensor.byte_offset
     return _set_type(view, found, count)
+
+
+cdef object _dltype_name(int code, int bits):
+    words = {kDLInt: "int", kDLUInt: "uint", kDLFloat: "float", kDLBfloat: "bfloat", kDLComplex: "complex"}
+    return f"{words[code]}{bits}" if code in words else f"DLPack's type code {code} with {bits} bits"
 
 
 cdef inline int _of_dltype(int code, int bits) noexcept:

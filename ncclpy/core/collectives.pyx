@@ -113,7 +113,7 @@ cdef class Collectives(Creation):
                 raise ValueError("op: avg of bool has no meaning; convert to a number type")
             return MAX if code == SUM else code  # any of them, without overflow
         if view.flavour == COMPLEX and code != SUM and code != AVG:
-            raise ValueError(f"op: complex numbers know sum and avg only, not {ReduceOp(code).name.lower()}")
+            raise ValueError(f"op: complex numbers know sum and avg only, not {op!r}")
         return code
 
     cdef int root_rank(self, int root, str argument) except -1:

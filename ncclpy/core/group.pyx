@@ -81,6 +81,7 @@ cdef int _not_done(Handle handle, int kind, ncclResult_t result) except -1:
     if result == ncclInProgress:
         return handle.finish(function_of(kind).decode(), deadline_after(handle.limit))
     if <int>result == WAS_ABORTED:
+        handle.check_alive()  # says whether it was closed or aborted
         raise NcclAborted(f"{function_of(kind).decode()}: {handle!r} was aborted")
     return raise_issue(result, kind, handle.raw)
 
@@ -91,6 +92,8 @@ cdef int give_birth(Handle parent, Handle child, Operation* operation) except -1
     cdef Handle locked = child if parent is None else parent
     if ncclpy_current_group != NULL:
         group = <Group>ncclpy_current_group
+        if group.simulate:
+            raise ValueError("a communicator cannot be made inside group(simulate=True)")
         group.record(locked, operation, None, None)
         group.births.append((group.count - 1, child))
         return 0

@@ -229,11 +229,14 @@ cdef object _open(places, origin):
     cdef void* handle
     cdef int code = 0
     cdef const char* error
+    cdef const char* name
     cdef int (*get_version)(int*) noexcept nogil
     searched = []
     for path, why in places:
         encoded = os.fsencode(path)
-        handle = dlopen(encoded, RTLD_NOW | RTLD_LOCAL)
+        name = <const char*>encoded
+        with nogil:
+            handle = dlopen(name, RTLD_NOW | RTLD_LOCAL)
         if handle == NULL:
             error = dlerror()
             searched.append(f"  {path} ({why}): {error.decode(errors='replace') if error != NULL else 'not opened'}")
@@ -278,6 +281,9 @@ cdef int _fill_driver(void* handle) except -1:
     global _driver_handle
     cdef size_t i = 0
     cdef int result
+    cdef const char* words = NULL
+    cdef int (*start)(unsigned int) noexcept nogil
+    cdef int (*describe)(int, const char**) noexcept nogil
     lacking = []
     while ncclpy_driver_symbols[i].name != NULL:
         if dlsym(handle, ncclpy_driver_symbols[i].name) == NULL:
@@ -285,9 +291,16 @@ cdef int _fill_driver(void* handle) except -1:
         i += 1
     if lacking:
         raise LibraryNotFound(f"the CUDA driver is too old: libcuda.so.1 lacks {', '.join(lacking)}")
-    result = (<int (*)(unsigned int) noexcept nogil>dlsym(handle, b"cuInit"))(0)
+    start = <int (*)(unsigned int) noexcept nogil>dlsym(handle, b"cuInit")
+    with nogil:  # it can take a second
+        result = start(0)
     if result != 0:
-        raise LibraryNotFound(f"the CUDA driver refuses to start: cuInit returned {result}")
+        describe = <int (*)(int, const char**) noexcept nogil>dlsym(handle, b"cuGetErrorString")
+        describe(result, &words)
+        raise LibraryNotFound(
+            f"the CUDA driver refuses to start: cuInit returned {result}"
+            + (f", {words.decode(errors='replace')}" if words != NULL else "")
+        )
     _driver_handle = handle
     _fill(handle, ncclpy_driver_symbols, <char*>&driver)
     return 0

@@ -62,8 +62,8 @@ cdef class Lifecycle(Handle):
         raise TypeError("make communicators with Communicator.init, init_all, split, shrink, grow or from_handle")
 
     def __dealloc__(self):
-        # While NCCL makes the communicator it will write into the cell: then the memory stays, lost.
-        if self.birth != NULL and self.state != INITIALISING:
+        # While NCCL makes the communicator it may write into the cell, also while it is aborted: then the memory stays.
+        if self.birth != NULL and self.state != INITIALISING and self.state != ABORTED:
             _free_birth(self.birth)
 
     def __del__(self):
@@ -197,6 +197,7 @@ cdef class Lifecycle(Handle):
         cdef ncclResult_t result
         if self.state not in (READY, INITIALISING, FINALIZED):
             self.check_alive()
+        require(<void*>nccl.ncclCommGetAsyncError, b"ncclCommGetAsyncError")
         with nogil:
             result = self.poll_once()
         if <int>result < 0:
@@ -324,6 +325,8 @@ cdef class Lifecycle(Handle):
         timeout : float
             Seconds to wait for NCCL; past it a `RuntimeWarning` says that the call was left behind in its thread.
         """
+        if not self.owned:
+            raise ValueError(f"{self!r} belongs to somebody else (from_handle), who must abort it")
         group = current_group()
         if group is not None:
             group.abort_at_end(self)
@@ -391,7 +394,7 @@ cdef class Lifecycle(Handle):
 
     def __exit__(self, kind, error, traceback):
         # With an exception on its way this rank does not go on: waiting for the others could hide it for ever.
-        if kind is None:
+        if kind is None or not self.owned:
             self.close()
         else:
             self.abort()

@@ -39,6 +39,41 @@ def driver_functions() -> list[Function]:
     ]
 
 
+class Names(NamedTuple):
+    """The types, values and constants that a header of ours declares."""
+
+    macros: list[str]
+    enums: list[str]
+    values: list[str]
+    fields: dict[str, dict[str, int]]  # {struct: {field: first release that has it, 0 if the struct always had it}}
+
+
+def declared(header: str) -> Names:
+    """Return what a header declares besides its functions; names that begin with NCCLPY are ours alone."""
+    text = (ABI / header).read_text()
+    macros = re.findall(r"^#define ((?!NCCLPY)\w+) \S", text, re.MULTILINE)
+    enums, values, fields = [], [], {}
+    for body, name in re.findall(r"^typedef enum \{(.*?)\} (\w+);", text, re.MULTILINE | re.DOTALL):
+        enums.append(name)
+        listed = re.sub(r"/\*.*?\*/", "", body, flags=re.DOTALL).split(",")
+        values += [item.split("=")[0].strip() for item in listed if item.strip()]
+    for body, name in re.findall(r"^typedef struct(?: \w+)? \{\n(.*?)^\} (\w+);", text, re.MULTILINE | re.DOTALL):
+        if not name.startswith("ncclpy"):
+            fields[name] = _fields(body)
+    return Names(macros, enums, values, fields)
+
+
+def _fields(body: str) -> dict[str, int]:
+    # A struct or union inside counts as one field.
+    body = re.sub(r"(struct|union) \{.*?\}", r"\1", body, flags=re.DOTALL)
+    found = {}
+    for declaration, comment in re.findall(r"^\s*(\w[^;]*);(?:\s*/\* ([\d.]+) \*/)?", body, re.MULTILINE):
+        major, minor, patch = ([*map(int, comment.split(".")), 0, 0][:3]) if comment else (0, 0, 0)
+        for part in declaration.split(","):
+            found[re.findall(r"\w+", part.split("[")[0])[-1]] = major * 10000 + minor * 100 + patch
+    return found
+
+
 def snake_case(symbol: str) -> str:
     """Return the Python name of a C function: ncclCommInitRank -> comm_init_rank."""
     name = symbol.removeprefix("nccl").replace("AlltoAll", "AllToAll")

@@ -53,7 +53,7 @@ def set_encryption(int mode, psk=None):
     mode : int
         0 (``NCCL_ENCRYPTION_MODE_NONE``) or 1 (``NCCL_ENCRYPTION_MODE_PSK``).
     psk : str or bytes, optional
-        The key shared by all ranks, for mode 1.
+        The key shared by all ranks, for mode 1: at least 32 bytes.
 
     Returns
     -------

@@ -28,7 +28,7 @@ def choose() -> tuple[Library, str]:
         loading.use("host")
         return loading.library(), f"no GPU found: {error.detail}"
     if os.environ.get("NCCLPY_LIBRARY"):
-        return library, f"NCCLPY_LIBRARY={os.environ['NCCLPY_LIBRARY']}"
+        return library, "chosen by NCCLPY_LIBRARY"
     return library, library.found
 
 

@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import textwrap
 from typing import Any
 
 from ncclpy.cli import engine
@@ -153,7 +154,7 @@ def hints(facts: dict[str, Any]) -> list[str]:
     if facts["environment"].get("CUDA_VISIBLE_DEVICES", None) in ("", "-1", "NoDevFiles"):
         found.append("CUDA_VISIBLE_DEVICES hides every GPU from this process")
     if "device_error" in facts:
-        found.append(f"the devices cannot be used: {facts['device_error']}")
+        found.append("the devices cannot be used, see above")
     missing = library.get("missing", {})
     if missing:
         count = sum(map(len, missing.values()))
@@ -211,7 +212,8 @@ def text(facts: dict[str, Any]) -> str:
                 "missing": "nothing" if not library["missing"] else "",
             },
         )
-        lines += [f"    since {since}: {', '.join(names)}" for since, names in library["missing"].items()]
+        for since, names in library["missing"].items():
+            lines += _wrapped(f"since {since}: {', '.join(names)}", "    ", "      ")
     lines += ["", *_device_lines(facts)]
     lines += ["", *_table("packages", facts["packages"])]
     lines += ["", *_table("environment", facts["environment"] or {"NCCL_*, NCCLPY_*": "none set"})]
@@ -229,13 +231,15 @@ def text(facts: dict[str, Any]) -> str:
         ),
     ]
     if facts["hints"]:
-        lines += ["", "hints", *(f"  - {hint}" for hint in facts["hints"])]
+        lines += ["", "hints"]
+        for hint in facts["hints"]:
+            lines += _wrapped(hint, "  - ", "    ")
     return "\n".join(lines)
 
 
 def _device_lines(facts: dict[str, Any]) -> list[str]:
     if "device_error" in facts:
-        return ["devices", "  " + facts["device_error"]]
+        return ["devices", *("  " + line for line in facts["device_error"].splitlines())]
     if not facts["devices"]:
         return ["devices", "  none"]
     lines = [f"devices (driver for CUDA {facts['driver']})"]
@@ -252,6 +256,10 @@ def _device_lines(facts: dict[str, Any]) -> list[str]:
     if facts["topology"]:
         lines += ["", "nvidia-smi topo -m", *("  " + line for line in facts["topology"].splitlines())]
     return lines
+
+
+def _wrapped(line: str, first: str, rest: str) -> list[str]:
+    return textwrap.wrap(line, 110, initial_indent=first, subsequent_indent=rest, break_long_words=False)
 
 
 def _table(title: str, entries: dict[str, str]) -> list[str]:

@@ -65,9 +65,8 @@ std::string Comm::async_text() {
 }
 
 ncclResult_t Comm::ensure_ready() {
-  if (stopped()) return ncclSuccess;
   const ncclResult_t now = async();
-  if (now == ncclInProgress)
+  if (now == ncclInProgress || (now == ncclSuccess && !initialised_.load(std::memory_order_acquire)))
     return fail(ncclInvalidArgument, "Attempt to use communicator before the previous operation returned ncclSuccess");
   if (now != ncclSuccess) set_last_error(async_text());
   return now;
@@ -76,6 +75,11 @@ ncclResult_t Comm::ensure_ready() {
 void Comm::set_segment(std::shared_ptr<Segment> joined) {
   std::lock_guard<std::mutex> lock(mutex);
   segment = std::move(joined);
+}
+
+std::shared_ptr<Segment> Comm::shared_segment() {
+  std::lock_guard<std::mutex> lock(mutex);
+  return segment;
 }
 
 void Comm::ring() {

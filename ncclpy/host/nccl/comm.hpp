@@ -32,7 +32,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
   int device = 0;
   ncclConfig_t config = {};
   ncclComm_t handle = nullptr;
-  std::shared_ptr<Segment> segment;  // set once, under `mutex`, by the initialisation
+  std::shared_ptr<Segment> segment;  // set by the initialisation under `mutex`; from then on read without it
   std::shared_ptr<Comm> parent;      // while a split initialises this one: its abort is ours
 
   bool blocking() const { return config.blocking != 0; }
@@ -43,11 +43,14 @@ class Comm : public std::enable_shared_from_this<Comm> {
   std::string async_text();
   // NCCL's rule before any use: not while something is in progress, not after an error.
   ncclResult_t ensure_ready();
+  // The initialisation is over and what it has filled in may be read by any thread.
+  void set_initialised() { initialised_.store(true, std::memory_order_release); }
 
   // Ends every wait of this rank. Waits until none of its operations touches memory any more.
   void abort();
   bool stopped() const { return aborted_.load(std::memory_order_acquire) || (parent && parent->stopped()); }
   void set_segment(std::shared_ptr<Segment> joined);
+  std::shared_ptr<Segment> shared_segment();
 
   // Passes the gate together with all other ranks. False if aborted before it opened.
   bool pass(Gate& gate, uint64_t& generation);
@@ -83,6 +86,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
 
   std::atomic<ncclResult_t> async_{ncclSuccess};
   std::string async_text_;
+  std::atomic<bool> initialised_{false};
   std::atomic<bool> aborted_{false};
   std::vector<std::weak_ptr<Comm>> children_;  // being initialised by a split
   std::mutex issuing_;

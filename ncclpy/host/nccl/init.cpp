@@ -44,6 +44,7 @@ ncclResult_t meet(const std::shared_ptr<Comm>& comm, int nranks, int rank, const
   retire_unique_ids();
   NCCLPY_TRY(check_duplicates(*segment));
   enter_segment(comm);
+  comm->set_initialised();
   return ncclSuccess;
 }
 

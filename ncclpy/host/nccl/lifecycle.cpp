@@ -7,7 +7,7 @@ namespace {
 // As NCCL: the communicators of one process end together. Whoever destroys the last of them waits for the work that
 // was issued on any of them, so that one thread can destroy its ranks one after the other.
 void depart(const std::shared_ptr<Comm>& comm, bool wait) {
-  const auto segment = comm->segment;
+  const auto segment = comm->shared_segment();
   if (segment == nullptr) return;
   std::vector<std::shared_ptr<Comm>> all;
   {

@@ -1,0 +1,295 @@
+// Drives the host engine from C++, to be built with a sanitizer: -fsanitize=thread, or address,undefined.
+//
+//   tests/host/run_sanitizers.sh
+//
+// Threads as ranks, one thread for all ranks, processes, splits, messages, nonblocking calls, aborts at random
+// moments, and the copies of the reduction loops against each other. Silence and exit code 0 mean that all is well.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "driver_abi.h"
+#include "nccl/abi.hpp"
+#include "nccl/reduce.hpp"
+
+extern "C" {
+#define DECLARE(ret, name, params) ret name params;
+NCCLPY_DRIVER_FUNCTIONS(DECLARE)
+#undef DECLARE
+}
+
+namespace ncclpy::host {
+void reduce_baseline(const Reduction& reduction);
+#if defined(__x86_64__)
+void reduce_avx2(const Reduction& reduction);
+void reduce_avx512(const Reduction& reduction);
+#endif
+}  // namespace ncclpy::host
+
+#define CHECK(condition) \
+  do { \
+    if (!(condition)) { \
+      std::fprintf(stderr, "%s:%d: %s; last error: %s\n", __FILE__, __LINE__, #condition, ncclGetLastError(nullptr)); \
+      std::_Exit(1); \
+    } \
+  } while (0)
+#define OK(call) CHECK((call) == 0)
+
+namespace {
+
+CUstream stream_on(int device) {
+  CUcontext context;
+  CUstream stream;
+  OK(cuDevicePrimaryCtxRetain(&context, device));
+  OK(cuCtxSetCurrent(context));
+  OK(cuStreamCreateWithPriority(&stream, CU_STREAM_NON_BLOCKING, 0));
+  return stream;
+}
+
+void on_threads(int n, const std::function<void(int)>& body) {
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < n; rank++) threads.emplace_back(body, rank);
+  for (std::thread& thread : threads) thread.join();
+}
+
+// Everything that ranks do together, on a communicator of their own.
+void work(ncclComm_t comm, int rank, int n, CUstream stream) {
+  for (size_t count : {size_t(1), size_t(500), size_t(100003)}) {
+    std::vector<float> x(count, float(rank + 1)), y(count), all(count * size_t(n)), part(count);
+    OK(ncclAllReduce(x.data(), y.data(), count, ncclFloat32, ncclSum, comm, stream));
+    OK(ncclAllGather(x.data(), all.data(), count, ncclFloat32, comm, stream));
+    OK(ncclReduceScatter(all.data(), part.data(), count, ncclFloat32, ncclAvg, comm, stream));
+    OK(ncclBroadcast(x.data(), x.data(), count, ncclFloat32, 0, comm, stream));
+    OK(ncclAlltoAll(all.data(), all.data() + 0, 0, ncclFloat32, comm, stream));
+    OK(cuStreamSynchronize(stream));
+    for (size_t i = 0; i < count; i++) {
+      CHECK(y[i] == float(n * (n + 1) / 2));
+      CHECK(all[size_t(n - 1) * count + i] == float(n));
+      CHECK(part[i] == float(rank + 1));
+      CHECK(x[i] == 1.0f);
+    }
+    std::vector<float> from(count * size_t(n));
+    OK(ncclGroupStart());
+    for (int peer = 0; peer < n; peer++) {
+      OK(ncclSend(y.data(), count, ncclFloat32, peer, comm, stream));
+      OK(ncclRecv(from.data() + size_t(peer) * count, count, ncclFloat32, peer, comm, stream));
+    }
+    OK(ncclGroupEnd());
+    OK(cuStreamSynchronize(stream));
+    for (float value : from) CHECK(value == y[0]);
+  }
+}
+
+void rank_body(const ncclUniqueId& id, int rank, int n) {
+  CUstream stream = stream_on(rank);
+  ncclComm_t comm, child = nullptr;
+  OK(ncclCommInitRank(&comm, n, id, rank));
+  work(comm, rank, n, stream);
+  OK(ncclCommSplit(comm, rank % 2, -rank, &child, nullptr));
+  int child_rank, child_size;
+  OK(ncclCommUserRank(child, &child_rank));
+  OK(ncclCommCount(child, &child_size));
+  work(child, child_rank, child_size, stream);
+  OK(ncclCommDestroy(child));
+  OK(ncclCommFinalize(comm));
+  OK(ncclCommDestroy(comm));
+  OK(cuStreamDestroy_v2(stream));
+}
+
+void threads(int n) {
+  ncclUniqueId id;
+  OK(ncclGetUniqueId(&id));
+  on_threads(n, [&](int rank) { rank_body(id, rank, n); });
+}
+
+// Runs this program again as each process of a communicator.
+void processes(int n, int threads_each) {
+  ncclUniqueId id;
+  OK(ncclGetUniqueId(&id));
+  std::string hex;
+  for (char byte : id.internal) {
+    char two[3];
+    std::snprintf(two, sizeof two, "%02x", static_cast<unsigned char>(byte));
+    hex += two;
+  }
+  std::vector<pid_t> children;
+  for (int first = 0; first < n; first += threads_each) {
+    const std::string numbers[] = {std::to_string(n), std::to_string(first), std::to_string(threads_each)};
+    const pid_t pid = fork();
+    CHECK(pid >= 0);
+    if (pid == 0) {
+      execl("/proc/self/exe", "stress", hex.c_str(), numbers[0].c_str(), numbers[1].c_str(), numbers[2].c_str(), nullptr);
+      std::_Exit(127);
+    }
+    children.push_back(pid);
+  }
+  for (pid_t child : children) {
+    int status;
+    CHECK(waitpid(child, &status, 0) == child);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  }
+}
+
+int one_process(char** argv) {
+  ncclUniqueId id;
+  for (size_t i = 0; i < sizeof id.internal; i++)
+    id.internal[i] = char(std::stoi(std::string(argv[1] + 2 * i, 2), nullptr, 16));
+  const int n = std::stoi(argv[2]), first = std::stoi(argv[3]);
+  OK(cuInit(0));
+  on_threads(std::stoi(argv[4]), [&](int i) { rank_body(id, first + i, n); });
+  return 0;
+}
+
+void one_thread(int n) {
+  std::vector<ncclComm_t> comms(static_cast<size_t>(n));
+  OK(ncclCommInitAll(comms.data(), n, nullptr));
+  std::vector<CUstream> streams;
+  std::vector<std::vector<float>> values(size_t(n), std::vector<float>(20000, 1.0f));
+  for (int rank = 0; rank < n; rank++) streams.push_back(stream_on(rank));
+  for (int i = 0; i < 20; i++) {
+    OK(ncclGroupStart());
+    for (size_t r = 0; r < size_t(n); r++) {
+      OK(ncclAllReduce(values[r].data(), values[r].data(), values[r].size(), ncclFloat32, ncclMax, comms[r], streams[r]));
+      OK(ncclBroadcast(values[r].data(), values[r].data(), 10, ncclFloat32, i % n, comms[r], nullptr));
+    }
+    OK(ncclGroupEnd());
+  }
+  for (ncclComm_t comm : comms) OK(ncclCommDestroy(comm));
+  for (const auto& value : values) CHECK(value[0] == 1.0f);
+}
+
+void nonblocking(int n) {
+  ncclUniqueId id;
+  OK(ncclGetUniqueId(&id));
+  on_threads(n, [&](int rank) {
+    CUstream stream = stream_on(rank);
+    ncclConfig_t config;
+    std::memset(&config, 0xff, sizeof config);
+    for (int* field = &config.blocking; field < reinterpret_cast<int*>(&config + 1); field++) *field = NCCL_CONFIG_UNDEF_INT;
+    config.size = sizeof config;
+    config.magic = NCCL_API_MAGIC;
+    config.version = NCCLPY_ABI_VERSION;
+    config.netName = config.commName = nullptr;
+    config.blocking = 0;
+    ncclComm_t comm;
+    auto ready = [&] {
+      ncclResult_t state = ncclInProgress;
+      while (state == ncclInProgress) OK(ncclCommGetAsyncError(comm, &state));
+      OK(state);
+    };
+    ncclResult_t result = ncclCommInitRankConfig(&comm, n, id, rank, &config);
+    CHECK(result == ncclInProgress || result == ncclSuccess);
+    ready();
+    std::vector<double> x(1000, 1.0);
+    for (int i = 0; i < 5; i++) {
+      result = ncclAllReduce(x.data(), x.data(), x.size(), ncclFloat64, ncclMin, comm, stream);
+      CHECK(result == ncclInProgress || result == ncclSuccess);
+      ready();
+    }
+    ncclComm_t child = nullptr;
+    result = ncclCommSplit(comm, 0, rank, &child, nullptr);
+    CHECK(result == ncclInProgress || result == ncclSuccess);
+    ready();
+    OK(ncclCommDestroy(child));
+    result = ncclCommFinalize(comm);
+    CHECK(result == ncclInProgress || result == ncclSuccess);
+    ready();
+    OK(ncclCommDestroy(comm));
+  });
+}
+
+void aborts(int n, unsigned seed) {
+  std::mt19937 random(seed);
+  ncclUniqueId id;
+  OK(ncclGetUniqueId(&id));
+  std::vector<int> delays;
+  for (int i = 0; i < n; i++) delays.push_back(int(random() % 3000));
+  const bool missing = seed % 3 == 0;  // one rank never comes
+  on_threads(n, [&](int rank) {
+    if (missing && rank == n - 1) return;
+    CUstream stream = stream_on(rank);
+    std::atomic<ncclComm_t> handle{nullptr};
+    std::vector<float> x(50000, 1.0f), y(50000);
+    ncclComm_t comm = nullptr;
+    OK(ncclGroupStart());
+    OK(ncclCommInitRank(&comm, n, id, rank));
+    handle = comm;
+    std::thread worker([&, rank] {
+      for (int i = 0; i < 100; i++) {
+        ncclComm_t now = handle;
+        if (ncclAllReduce(x.data(), y.data(), x.size(), ncclFloat32, ncclSum, now, stream) != ncclSuccess) continue;
+        (void)ncclGroupStart();
+        (void)ncclSend(x.data(), x.size(), ncclFloat32, (rank + 1) % n, now, stream);
+        (void)ncclRecv(y.data(), y.size(), ncclFloat32, (rank + n - 1) % n, now, stream);
+        (void)ncclGroupEnd();
+      }
+      (void)cuStreamSynchronize(stream);
+    });
+    std::thread aborter([&, rank] {
+      std::this_thread::sleep_for(std::chrono::microseconds(delays[size_t(rank)]));
+      OK(ncclCommAbort(handle));
+    });
+    (void)ncclGroupEnd();
+    aborter.join();
+    worker.join();
+  });
+}
+
+void kernels() {
+  using namespace ncclpy::host;
+  std::mt19937_64 random(7);
+  std::vector<uint64_t> input[3];
+  for (auto& words : input) {
+    for (int i = 0; i < 2000; i++) words.push_back(random());
+  }
+  std::vector<void (*)(const Reduction&)> copies = {reduce_baseline};
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx2")) copies.push_back(reduce_avx2);
+  if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+    copies.push_back(reduce_avx512);
+#endif
+  const void* inputs[3] = {input[0].data(), input[1].data(), input[2].data()};
+  const uint64_t scalars[3] = {random(), random(), random()};
+  for (int dtype = 0; dtype < ncclNumTypes; dtype++) {
+    for (uint32_t op = 0; op <= uint32_t(Operator::premulsum); op++) {
+      std::vector<uint64_t> first;
+      for (auto copy : copies) {
+        std::vector<uint64_t> result(2000);
+        void* output = result.data();
+        const size_t count = 2000 * 8 / size_of(ncclDataType_t(dtype)) - 3;
+        copy({ncclDataType_t(dtype), Operator(op), 3, inputs, 1, &output, count, scalars});
+        if (first.empty()) first = result;
+        // A NaN's payload may depend on the order in which an instruction takes its operands.
+        if (dtype != ncclFloat32 && dtype != ncclFloat64) CHECK(first == result);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc == 5) return one_process(argv);
+  processes(2, 1);
+  processes(4, 2);
+  OK(cuInit(0));
+  kernels();
+  for (int n : {2, 4}) {
+    threads(n);
+    one_thread(n);
+    nonblocking(n);
+  }
+  for (unsigned seed = 0; seed < 30; seed++) aborts(3, seed);
+  std::puts("ok");
+  return 0;
+}

@@ -76,7 +76,7 @@ class Recorded:
     def __call__(self, function: str, *args: Any, **how: Any) -> dict[str, Any]:
         """Call ``bindings.<function>(*args)``; return what C saw, what came back or what was raised.
 
-        `how` sets ``result`` (what the C function returns) or ``defer`` (handles are not written).
+        `how` sets ``result`` (what the C function returns) or ``defer`` (handles are written: 1 after the call, 2 never).
         """
         assert self._child.stdin is not None and self._child.stdout is not None and self._child.stderr is not None
         self._child.stdin.write(json.dumps({"function": function, "args": args, **how}) + "\n")
@@ -133,6 +133,7 @@ def _serve() -> None:
     library.recorder_last.restype = ctypes.c_char_p
     library.recorder_write.argtypes = [ctypes.c_size_t]
     result = ctypes.c_int.in_dll(library, "recorder_result")
+    place = ctypes.c_void_p.in_dll(library, "recorder_place")
     defer = ctypes.c_int.in_dll(library, "recorder_defer")
     for line in sys.stdin:
         request = json.loads(line)
@@ -146,9 +147,11 @@ def _serve() -> None:
             reply = {"raised": type(error).__name__, "message": str(error), **fields}
         else:
             reply = {"returned": _encode(returned)}
-            if defer.value:
+            if defer.value == 1:
                 library.recorder_write(0xABCDEF)
                 reply["later"] = _encode(returned)
+            del returned
+        reply["place"] = place.value
         reply["seen"] = json.loads(library.recorder_last() or b"null")
         print(json.dumps(reply), flush=True)
 

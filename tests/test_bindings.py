@@ -187,6 +187,14 @@ def test_a_handle_written_later_arrives(recorded, function, args):
     assert reply["later"] == {"pending": 0xABCDEF, "result": "IN_PROGRESS"}
 
 
+def test_a_handle_dropped_too_early_is_not_overwritten(recorded):
+    def places(defer):
+        return [recorded("comm_split", 4096, 0, 0, result=7, defer=defer)["place"] for _ in range(50)]
+
+    assert len(set(places(2))) == 50, "NCCL will still write there: the place must never be used again"
+    assert len(set(places(1))) < 50, "once NCCL has written, the place goes with the handle"
+
+
 def test_async_error_is_returned_even_if_unknown(recorded):
     # The recorder fills position 1 with 71, which is no ncclResult_t.
     assert recorded("comm_get_async_error", 4096)["returned"] == 71

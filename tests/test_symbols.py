@@ -8,7 +8,7 @@ import re
 import subprocess
 
 import pytest
-from abi_source import ABI, ROOT, Function, driver_functions, nccl_functions, snake_case
+from abi_source import ABI, ROOT, Function, declared, driver_functions, nccl_functions, snake_case
 
 from ncclpy import bindings
 from ncclpy.core import search
@@ -60,6 +60,23 @@ def test_pxd_declares_the_list(functions: list[Function], pxd: str, table: str):
         # Cython cannot say "const ncclComm_t", which for a parameter is no different.
         wanted = [kind.replace("const ncclComm_t", "ncclComm_t") for kind, _ in function.parameters]
         assert parameters == wanted, function.name
+
+
+@pytest.mark.parametrize("header", ["nccl", "driver"])
+def test_pxd_declares_types_as_the_header_does(header: str):
+    names = declared(f"{header}_abi.h")
+    text = (ABI / f"{header}.pxd").read_text()
+    enums = re.findall(r"^    ctypedef enum (\w+):\n((?:        \w+\n)+)", text, re.MULTILINE)
+    assert {name for name, _ in enums} <= set(names.enums)
+    assert [value for _, body in enums for value in body.split()] == [
+        value for value in names.values if value != "ncclNumOps_dummy"
+    ]
+    structs = re.findall(r"^    ctypedef struct (\w+):\n((?:        [^(\n]+\n)+)", text, re.MULTILINE)
+    for name, body in structs:
+        fields = [re.findall(r"\w+", part.split("[")[0])[-1] for part in body.strip().replace("\n", ",").split(",")]
+        # ncclConfigExt_t is opaque to Cython.
+        assert fields == list(names.fields[name]) or fields == ["pass"], name
+    assert {name for name, _ in structs} == set(names.fields)
 
 
 def test_no_symbol_stands_twice():

@@ -76,7 +76,7 @@ class Recorded:
     def __call__(self, function: str, *args: Any, **how: Any) -> dict[str, Any]:
         """Call ``bindings.<function>(*args)``; return what C saw, what came back or what was raised.
 
-        `how` sets ``result`` (what the C function returns) or ``defer`` (handles are written: 1 after the call, 2 never).
+        `how` sets ``result`` (what the C function returns) or ``defer`` (handles are written 1 later, 2 never).
         """
         assert self._child.stdin is not None and self._child.stdout is not None and self._child.stderr is not None
         self._child.stdin.write(json.dumps({"function": function, "args": args, **how}) + "\n")

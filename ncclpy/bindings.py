@@ -6,6 +6,27 @@ lacks raises `ncclpy.NcclUnsupported`, which names the release that has it. A ca
 ``Result.SUCCESS`` or, when a nonblocking communicator is still at work, ``Result.IN_PROGRESS``: then
 `comm_get_async_error` is polled until it says otherwise.
 
+Many functions share these arguments:
+
+comm
+    The communicator.
+sendbuff, recvbuff
+    Addresses of what is sent and of where it arrives.
+count, sendcount, recvcount
+    Numbers of elements, those of one rank where parts go to or come from several.
+datatype, op
+    A `DataType`; a `ReduceOp` or what `red_op_create_pre_mul_sum` returned.
+root, peer, lsa_rank, peer_cft
+    A rank: where data start or end; the other side; one of a team.
+stream
+    The CUDA stream that the work is enqueued on; 0 is the legacy default stream.
+config
+    A `Config` for communicators, a `CollConfig` for one collective; None takes NCCL's defaults.
+handle, window, dev_comm
+    What an earlier call gave for a registration or a parameter, for a window, for a device communicator.
+flags, ctx, sig_idx
+    Bits of which NCCL has defined none yet, so 0; the context and the index of a signal, 0 as well.
+
 Nothing is checked beyond the Python types: a wrong address crashes the process, as in C. `ncclpy.Communicator` is the
 comfortable way to the same functions.
 """

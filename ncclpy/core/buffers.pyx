@@ -167,7 +167,7 @@ cdef _Road _road_of(object obj, str argument):
         road.kind = BY_CUPY
     elif kind.__module__.startswith("cuda.core") and hasattr(kind, "memory_resource"):
         road.kind = BY_CUDA_CORE
-    elif hasattr(kind, "__cuda_array_interface__"):
+    elif hasattr(kind, "__cuda_array_interface__") or "__cuda_array_interface__" in getattr(obj, "__dict__", ()):
         road.kind = BY_INTERFACE
     elif hasattr(kind, "__dlpack__"):
         road.kind = BY_DLPACK
@@ -244,7 +244,17 @@ cdef int _read_exchange_api(object obj, const DLPackExchangeAPI* api, View* view
         _reraise(argument)
     view.framework = EXCHANGE_API
     view.api = api
-    return _read_dltensor(&tensor, view, argument)
+    _read_dltensor(&tensor, view, argument)
+    if view.flavour == COMPLEX:
+        _refuse_lazy_conjugate(obj, argument)
+    return 0
+
+
+cdef int _refuse_lazy_conjugate(object tensor, str argument) except -1:
+    """Refuse torch's conjugate views: their memory holds what they are the conjugate of, and no type says so."""
+    if hasattr(tensor, "is_conj") and tensor.is_conj():
+        raise ValueError(f"{argument}: the tensor is a lazy conjugate; pass tensor.resolve_conj()")
+    return 0
 
 
 cdef int _reraise(str argument) except -1:
@@ -383,7 +393,10 @@ cdef int _read_torch(object tensor, View* view, str argument) except -1:
         raise ValueError(f"{argument}: a tensor on {device} is not for NCCL")
     view.framework = TORCH
     view.pointer = <void*><uintptr_t>tensor.data_ptr()
-    return _set_type(view, <int>found, tensor.numel())
+    _set_type(view, <int>found, tensor.numel())
+    if view.flavour == COMPLEX:
+        _refuse_lazy_conjugate(tensor, argument)
+    return 0
 
 
 cdef int _read_cuda_core(object buffer, View* view) except -1:
@@ -395,6 +408,8 @@ cdef int _read_cuda_core(object buffer, View* view) except -1:
 
 cdef int _read_interface(dict interface, View* view, str argument) except -1:
     """Read ``__cuda_array_interface__``, version 2 or 3."""
+    if interface.get("mask") is not None:
+        raise ValueError(f"{argument}: the array has a mask, which NCCL cannot honour")
     shape = interface["shape"]
     pointer, readonly = interface["data"]
     dtype = np.dtype(interface["typestr"])

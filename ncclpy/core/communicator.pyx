@@ -173,7 +173,11 @@ cdef class Communicator(Collectives):
         cdef Operation o
         self.check_alive()
         if self.scratch == 0:
-            self.scratch = _device.allocate(8, self.device)
+            made = _device.allocate(8, self.device)  # without the GIL: another thread may have been here meanwhile
+            if self.scratch == 0:
+                self.scratch = made
+            else:
+                _device.free(made)
         o.kind = ALL_REDUCE
         o.datatype = <int>ncclUint8
         o.op = <int>ReduceOp.MAX

@@ -247,6 +247,11 @@ cdef int _launch(Group group) except -1:
             handle = <Handle>distinct[k]
             if handle.state != READY and id(handle) not in newborn:
                 handle.check_alive()
+            if handle.nonblocking != (<Handle>distinct[0]).nonblocking and handle.owned:
+                raise ValueError(
+                    "a group holds either blocking or nonblocking communicators, and a timeout makes one nonblocking; "
+                    f"this one mixes {handle!r} and {distinct[0]!r}"
+                )
             locked[k] = <PyObject*>handle
         for i in range(n):
             owners[i] = <PyObject*>(<Handle>group.handles[i])
@@ -271,6 +276,10 @@ cdef int _launch(Group group) except -1:
                 ended = nccl.ncclGroupSimulateEnd(&info) if simulate else nccl.ncclGroupEnd()
             for k in range(m):
                 (<Handle>locked[k]).unlock()
+    except BaseException:
+        for _, child in group.births:
+            child.unborn()
+        raise
     finally:
         free(locked)
         free(owners)

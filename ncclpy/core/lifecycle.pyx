@@ -38,7 +38,7 @@ from ncclpy.core.stream cimport Stream
 
 from ncclpy.core import device as _device
 from ncclpy.core.config import Config
-from ncclpy.core.errors import NcclTimeout
+from ncclpy.core.errors import NcclError, NcclTimeout
 from ncclpy.core.types import Result
 
 cdef dict _STATES = {
@@ -368,7 +368,11 @@ cdef class Lifecycle(Handle):
             return
         require(<void*>nccl.ncclCommDestroy, b"ncclCommDestroy")
         if self.nonblocking and self.state == READY:
-            self.finalize()  # polled, so that the deadline holds; destroy then has nothing to wait for
+            try:
+                self.finalize()  # polled, so that the deadline holds; destroy then has nothing to wait for
+            except NcclError:
+                self.abort()  # what has failed cannot be finalised, and must not stay behind
+                raise
         self.state = CLOSED
         with nogil:
             self.lock()
@@ -402,7 +406,9 @@ cdef class Lifecycle(Handle):
     cdef CUstream own_stream(self) except NULL:
         """Return the private stream for memory that has none, made on first use."""
         if self.stream is None:
-            self.stream = Stream(self.device)
+            made = Stream(self.device)  # without the GIL: another thread may have been here meanwhile
+            if self.stream is None:
+                self.stream = made
         return (<Stream>self.stream).raw
 
     def __repr__(self):

@@ -26,6 +26,11 @@ cdef class CustomOp:
 
     `Communicator.pre_mul_sum` makes it. It works on its own communicator and data type only, and is given back with
     `close` or together with the communicator.
+
+    Attributes
+    ----------
+    datatype : int
+        The number of its `DataType`.
     """
 
     def __init__(self, Lifecycle comm not None, scalar, dtype):

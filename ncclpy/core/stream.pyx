@@ -43,8 +43,8 @@ cdef object _reader_of(object stream):
         return lambda stream: stream.cuda_stream
     if hasattr(kind, "ptr"):  # CuPy before it had the protocol
         return lambda stream: stream.ptr
-    if hasattr(kind, "__int__") or hasattr(kind, "__index__"):  # cuda.bindings' CUstream and cudaStream_t, numpy ints
-        return int
+    if hasattr(kind, "__index__") or (hasattr(kind, "__int__") and not hasattr(kind, "__float__")):
+        return int  # numpy ints; cuda.bindings' CUstream and cudaStream_t; but no floats
     raise TypeError(
         f"stream: expected an int, ncclpy.Stream, a cuda.bindings handle or an object with __cuda_stream__, "
         f"got {kind.__module__}.{kind.__qualname__}"

@@ -1,0 +1,65 @@
+"""Fixtures and the choice of the engine; helpers that are no fixtures are in testing.py."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+if not os.environ.get("NCCLPY_LIBRARY") and not os.path.exists("/dev/nvidiactl"):
+    # Without a choice and without a GPU the suite runs on the host engine; children inherit it.
+    os.environ["NCCLPY_LIBRARY"] = "host"
+
+import ncclpy
+import testing
+
+
+def pytest_report_header():
+    library = ncclpy.library()
+    version = ".".join(map(str, library.version))
+    arrays = testing.arrays().name
+    return f"ncclpy: engine {library.engine}, NCCL {version}, {ncclpy.device_count()} devices, arrays of {arrays}"
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and ncclpy.library().engine != "cuda":
+        pytest.skip("needs the cuda engine: NVIDIA GPUs and NCCL")
+
+
+@pytest.fixture
+def host_engine():
+    """Skip unless the host engine runs: numpy arrays, and CPU memory as device memory, exist there alone."""
+    if ncclpy.library().engine != "host":
+        pytest.skip("needs the host engine (NCCLPY_LIBRARY=host)")
+
+
+@pytest.fixture(scope="session")
+def arrays():
+    """Return the `ArrayLib` whose arrays travel in this run."""
+    return testing.arrays()
+
+
+@pytest.fixture
+def comms2():
+    """Yield two communicators of this process, one a device, and close what the test left open."""
+    yield from _communicators(2)
+
+
+@pytest.fixture
+def comms4():
+    """Yield four communicators of this process, one a device, and close what the test left open."""
+    yield from _communicators(4)
+
+
+@pytest.fixture
+def comm1():
+    """Yield the only communicator of a world of one rank."""
+    for comms in _communicators(1):
+        yield comms[0]
+
+
+def _communicators(nranks):
+    testing.need_devices(nranks)
+    comms = ncclpy.Communicator.init_all(range(nranks))
+    yield comms
+    testing.close_all(comms)

@@ -1,0 +1,310 @@
+"""What groups of calls make up: parts of different sizes, point to point, and the collectives' other launch ways."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import conformance
+import ncclpy
+import testing
+from ncclpy import DataType
+
+RANKS = (1, 2, 3, 4, 8)
+
+
+@pytest.fixture(scope="module", params=RANKS, ids="{}ranks".format)
+def comms(request):
+    testing.need_devices(request.param)
+    made = ncclpy.Communicator.init_all(range(request.param))
+    yield made
+    testing.close_all(made)
+
+
+@pytest.fixture(params=["threads", "group"])
+def each(request, comms):
+    """Return ``each(issue)``, which calls ``issue(rank, comm)`` on every rank, in threads or in one group."""
+
+    def threads(issue):
+        testing.run_threads(len(comms), lambda rank: issue(rank.rank, comms[rank.rank]), comms=comms)
+
+    def group(issue):
+        def call():
+            with ncclpy.group():
+                for rank, comm in enumerate(comms):
+                    issue(rank, comm)
+
+        testing.run_with_deadline(call)
+
+    return threads if request.param == "threads" else group
+
+
+def ragged(nranks: int, seed: int) -> list[int]:
+    """Return counts of very different sizes, zeros among them."""
+    return [int(count) for count in np.random.default_rng(seed).choice([0, 1, 5, 17, 300, 1023], nranks)]
+
+
+def values(datatype, rank, count):
+    return conformance.sample(datatype, "sum", rank, 1 << 14)[:count]
+
+
+def empty(lib, comm, datatype, count):
+    return lib.make(np.zeros(count, testing.DTYPES[datatype]), comm.device)
+
+
+COUNTS = [lambda n: [0] * n, lambda n: [3] * n, *(lambda n, seed=seed: ragged(n, seed) for seed in range(4))]
+COUNTS_IDS = ["zeros", "equal", *(f"ragged{seed}" for seed in range(4))]
+
+
+def of_types(*datatypes):
+    return pytest.mark.parametrize("datatype", datatypes, ids=lambda datatype: datatype.name.lower())
+
+
+every_count = pytest.mark.parametrize("counts", COUNTS, ids=COUNTS_IDS)
+
+
+@every_count
+@of_types(*DataType)
+def test_all_gather_v(comms, each, arrays, counts, datatype):
+    counts = counts(len(comms))
+    sends = [arrays.make(values(datatype, r, counts[r]), comm.device) for r, comm in enumerate(comms)]
+    recvs = [empty(arrays, comm, datatype, sum(counts)) for comm in comms]
+    each(lambda r, comm: comm.all_gather_v(arrays.argument(sends[r]), arrays.argument(recvs[r]), counts))
+    expected = np.concatenate([values(datatype, r, count) for r, count in enumerate(counts)])
+    for r, recv in enumerate(recvs):
+        assert np.array_equal(arrays.read(recv), expected), f"{datatype!r}, counts {counts}, rank {r}"
+
+
+@every_count
+@of_types(DataType.FLOAT32, DataType.BFLOAT16, DataType.INT8, DataType.UINT64)
+@pytest.mark.parametrize("op", conformance.OPS)
+def test_reduce_scatter_v(comms, each, arrays, counts, op, datatype):
+    nranks = len(comms)
+    counts = counts(nranks)
+    total = max(sum(counts), 1)
+    samples = [conformance.sample(datatype, op, r, total)[: sum(counts)] for r in range(nranks)]
+    sends = [arrays.make(sample, comm.device) for sample, comm in zip(samples, comms, strict=True)]
+    recvs = [empty(arrays, comm, datatype, count) for count, comm in zip(counts, comms, strict=True)]
+    case = conformance.Case("reduce_scatter", datatype, op)
+    ops = [conformance.Operators(comm).get(case) or op for comm in comms]
+    each(lambda r, comm: comm.reduce_scatter_v(arrays.argument(sends[r]), arrays.argument(recvs[r]), counts, ops[r]))
+    whole = conformance.reduced(datatype, op, nranks, total)
+    bound = conformance.tolerance(datatype, op, nranks, total)
+    start = 0
+    for r, count in enumerate(counts):
+        part = slice(start, start + count)
+        wrong = conformance.differences(arrays.read(recvs[r]), whole[part], None if bound is None else bound[part])
+        assert not wrong, f"{datatype!r} {op}, counts {counts}, rank {r}: {wrong}"
+        start += count
+
+
+@every_count
+@of_types(DataType.INT8, DataType.FLOAT16, DataType.FLOAT32, DataType.FLOAT64)
+def test_all_to_all_v(comms, each, arrays, counts, datatype):
+    nranks = len(comms)
+    # What rank i sends to rank j: the counts turned by i, so that rows and columns differ.
+    matrix = [[counts(nranks)[(i + j) % nranks] * (1 + i % 2) for j in range(nranks)] for i in range(nranks)]
+    outgoing = [values(datatype, i, sum(matrix[i])) for i in range(nranks)]
+    sends = [arrays.make(outgoing[i], comm.device) for i, comm in enumerate(comms)]
+    incoming = [[matrix[i][j] for i in range(nranks)] for j in range(nranks)]
+    recvs = [empty(arrays, comm, datatype, sum(incoming[j])) for j, comm in enumerate(comms)]
+    each(
+        lambda r, comm: comm.all_to_all_v(arrays.argument(sends[r]), arrays.argument(recvs[r]), matrix[r], incoming[r])
+    )
+    for j, recv in enumerate(recvs):
+        parts = [np.split(outgoing[i], np.cumsum(matrix[i])[:-1])[j] for i in range(nranks)]
+        assert np.array_equal(arrays.read(recv), np.concatenate(parts)), f"{datatype!r}, rank {j}"
+
+
+def test_counts_are_elements_of_complex_arrays(host_engine, comms2):
+    counts = [1, 2]
+    sends = [np.array([1 + 2j]), np.array([3j, 4])]
+    recvs = [np.zeros(3, complex) for _ in comms2]
+    scattered = [np.zeros(count, complex) for count in counts]
+    exchanged = [np.zeros(2, complex) for _ in comms2]
+
+    def call():
+        with ncclpy.group():
+            for r, comm in enumerate(comms2):
+                comm.all_gather_v(sends[r], recvs[r], counts)
+        with ncclpy.group():
+            for r, comm in enumerate(comms2):
+                comm.reduce_scatter_v(recvs[r], scattered[r], counts)
+        with ncclpy.group():
+            for r, comm in enumerate(comms2):
+                comm.all_to_all_v(recvs[r][:2], exchanged[r], [1, 1], [1, 1])
+
+    testing.run_with_deadline(call)
+    assert all(recv.tolist() == [1 + 2j, 3j, 4] for recv in recvs)
+    assert [part.tolist() for part in scattered] == [[2 + 4j], [6j, 8]]
+    assert [part.tolist() for part in exchanged] == [[1 + 2j, 1 + 2j], [3j, 3j]]
+
+
+V_CALLS = {
+    "all_gather_v": ([2, 3], lambda comm, send, recv, counts: comm.all_gather_v(send, recv, counts), 2, 5),
+    "reduce_scatter_v": ([2, 3], lambda comm, send, recv, counts: comm.reduce_scatter_v(send, recv, counts), 5, 2),
+    "all_to_all_v": ([2, 3], lambda comm, send, recv, counts: comm.all_to_all_v(send, recv, counts, [1, 4]), 5, 5),
+}
+
+
+@pytest.mark.parametrize("method", V_CALLS)
+def test_counts_that_do_not_fit(comms2, arrays, method):
+    good, call, sends, recvs = V_CALLS[method]
+    comm = comms2[0]
+
+    def buffer(count):
+        return arrays.argument(arrays.make(np.zeros(count, np.float32), comm.device))
+
+    def rejected(word, *arguments):
+        with pytest.raises((TypeError, ValueError), match=word):
+            testing.run_with_deadline(lambda: call(comm, *arguments), 10)
+
+    rejected("send", buffer(sends + 1), buffer(recvs), good)
+    rejected("recv", buffer(sends), buffer(recvs + 1), good)
+    rejected("counts", buffer(sends), buffer(recvs), [*good, 0])
+    rejected("counts", buffer(sends), buffer(recvs), good[:1])
+    rejected("counts", buffer(sends), buffer(recvs), [-2, 7])
+    rejected("recv", buffer(sends), arrays.argument(arrays.make(np.zeros(recvs, np.int32), comm.device)), good)
+
+
+# Point to point
+
+
+@of_types(*DataType)
+@pytest.mark.parametrize("count", [1, 17, 1023])
+def test_ring(comms, each, arrays, datatype, count):
+    nranks = len(comms)
+    sends = [arrays.make(values(datatype, r, count), comm.device) for r, comm in enumerate(comms)]
+    recvs = [empty(arrays, comm, datatype, count) for comm in comms]
+
+    def issue(r, comm):
+        with ncclpy.group():
+            comm.send(arrays.argument(sends[r]), (r + 1) % nranks)
+            comm.recv(arrays.argument(recvs[r]), (r - 1) % nranks)
+
+    each(issue)
+    for r, recv in enumerate(recvs):
+        expected = values(datatype, (r - 1) % nranks, count)
+        assert np.array_equal(arrays.read(recv), expected), f"{datatype!r}, count {count}, rank {r}"
+
+
+def test_large_message(comms2, arrays):
+    count = 1 << 22
+    sent = np.random.default_rng(3).integers(0, 255, count, dtype=np.uint8)
+    send, recv = arrays.make(sent, 0), arrays.make(np.zeros(count, np.uint8), 1)
+
+    def rank(rank):
+        if rank.rank == 0:
+            comms2[0].send(arrays.argument(send), 1)
+        else:
+            comms2[1].recv(arrays.argument(recv), 0)
+        ncclpy.synchronize(rank.device)
+
+    testing.run_threads(2, rank, comms=comms2)
+    assert np.array_equal(arrays.read(recv), sent)
+
+
+def test_ping_pong_without_groups(comms2, arrays):
+    rounds = 30
+
+    def rank(rank):
+        comm, other = comms2[rank.rank], 1 - rank.rank
+        part = arrays.make(np.zeros(3, np.int64), comm.device)
+        for turn in range(rounds):
+            if turn % 2 == rank.rank:
+                part = arrays.make(arrays.read(part) + 1, comm.device)
+                comm.send(arrays.argument(part), other)
+            else:
+                comm.recv(arrays.argument(part), other)
+        return arrays.read(part).tolist()
+
+    found = testing.run_threads(2, rank, comms=comms2)
+    assert found == [[rounds] * 3, [rounds] * 3]
+
+
+def test_empty_messages(comms2, arrays):
+    def rank(rank):
+        part = arrays.argument(arrays.make(np.zeros(0, np.float32), rank.device))
+        with ncclpy.group():
+            comms2[rank.rank].send(part, 1 - rank.rank)
+            comms2[rank.rank].recv(part, 1 - rank.rank)
+
+    testing.run_threads(2, rank, comms=comms2)
+
+
+# Nonblocking communicators and explicit streams run the same cases, a part of the matrix each.
+
+
+def some_cases(nranks: int) -> list[conformance.Case]:
+    """Return every 37th case of the matrix: all collectives, types and operators occur."""
+    return conformance.cases(nranks)[::37]
+
+
+def test_nonblocking_communicators(arrays):
+    def rank(rank):
+        comm = rank.init(config=ncclpy.Config(blocking=False))
+        return conformance.run_rank(arrays, comm, some_cases(rank.nranks))
+
+    wrong = [message for messages in testing.run_threads(3, rank) for message in messages]
+    assert not wrong, conformance.report(wrong)
+
+
+def test_nonblocking_groups(arrays):
+    testing.need_devices(4)
+    uid = ncclpy.get_unique_id()
+    config = ncclpy.Config(blocking=False)
+    with ncclpy.group():
+        comms = [ncclpy.Communicator.init(4, rank, uid, device=rank, config=config) for rank in range(4)]
+    wrong = testing.run_with_deadline(lambda: conformance.run_group(arrays, comms, some_cases(4)), 60)
+    assert not wrong, conformance.report(wrong)
+    testing.close_all(comms)
+
+
+def test_split_communicators(comms4, arrays):
+    def rank(rank):
+        with comms4[rank.rank].split(rank.rank % 2, -rank.rank) as child:
+            return conformance.run_rank(arrays, child, some_cases(2))
+
+    wrong = [message for messages in testing.run_threads(4, rank, comms=comms4) for message in messages]
+    assert not wrong, conformance.report(wrong)
+
+
+def test_explicit_streams_and_many_operations_in_flight(comms, arrays):
+    # Every case of a stream is enqueued before the first is looked at.
+    nranks = len(comms)
+    matrix = [case for case in some_cases(nranks) if case.op != conformance.PRE_MUL_SUM]
+
+    def rank(rank):
+        comm = comms[rank.rank]
+        with ncclpy.Stream(comm.device) as stream:
+            calls = [case.prepare(arrays, rank.rank, nranks, comm.device) for case in matrix]
+            ncclpy.synchronize(comm.device)
+            for case, call in zip(matrix, calls, strict=True):
+                case.issue(arrays, comm, call, stream=stream)
+            stream.synchronize()
+            pairs = zip(matrix, calls, strict=True)
+            return [found for case, call in pairs if (found := case.check(arrays, call, rank.rank, nranks))]
+
+    wrong = [message for messages in testing.run_threads(nranks, rank, comms=comms) for message in messages]
+    assert not wrong, conformance.report(wrong)
+
+
+def test_aggregated_cases_in_one_group(comms, arrays):
+    nranks = len(comms)
+    matrix = [case for case in some_cases(nranks) if case.op != conformance.PRE_MUL_SUM]
+    calls = [[case.prepare(arrays, r, nranks, comm.device) for case in matrix] for r, comm in enumerate(comms)]
+
+    def issue():
+        with ncclpy.group():
+            for comm, mine in zip(comms, calls, strict=True):
+                for case, call in zip(matrix, mine, strict=True):
+                    case.issue(arrays, comm, call)
+
+    testing.run_with_deadline(issue)
+    wrong = [
+        found
+        for r, mine in enumerate(calls)
+        for case, call in zip(matrix, mine, strict=True)
+        if (found := case.check(arrays, call, r, nranks))
+    ]
+    assert not wrong, conformance.report(wrong)

@@ -1,0 +1,112 @@
+"""Every public name explains itself: an imperative sentence first, then its parameters."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import re
+
+import pytest
+
+import ncclpy
+
+# Third person, gerund or noun where an imperative belongs.
+NOT_IMPERATIVE = re.compile(r"^(A|An|The|This|Returns|[A-Z][a-z]+ing)$|^(?!Pass|Process|Address|Express)[A-Z][a-z]+s$")
+
+
+def public():
+    """Yield ``(dotted name, object)`` for everything that a user may see."""
+    for name in ncclpy.__all__:
+        value = getattr(ncclpy, name)
+        if inspect.ismodule(value):
+            yield f"ncclpy.{name}", value
+            for inner in getattr(value, "__all__", [each for each in vars(value) if not each.startswith("_")]):
+                attribute = getattr(value, inner)
+                if callable(attribute) and not isinstance(attribute, enum.EnumMeta):
+                    yield from described(f"ncclpy.{name}.{inner}", attribute)
+        elif callable(value):
+            yield from described(f"ncclpy.{name}", value)
+
+
+def described(name, value):
+    yield name, value
+    if inspect.isclass(value) and not issubclass(value, enum.Enum):
+        for inner, attribute in vars(value).items():
+            if not inner.startswith("_") and (
+                callable(attribute) or isinstance(attribute, (property, classmethod, staticmethod))
+            ):
+                yield f"{name}.{inner}", getattr(attribute, "__func__", attribute)
+            elif not inner.startswith("_") and inspect.isgetsetdescriptor(attribute):
+                yield f"{name}.{inner}", attribute
+
+
+SIGNATURE = re.compile(r"^[\w.]+\((.*)\)(?: -> .*)?$")
+
+
+def parts(value) -> tuple[str, list[str]]:
+    """Return the docstring without the signature that Cython writes before it, and the names of the parameters."""
+    text = inspect.cleandoc(value.__doc__ or "")
+    first, _, rest = text.partition("\n")
+    written = SIGNATURE.match(first)
+    if written:
+        text = rest.strip()
+    if isinstance(value, property) or inspect.isgetsetdescriptor(value):
+        return text, []
+    try:
+        names = list(inspect.signature(value).parameters)
+    except (TypeError, ValueError):
+        arguments = re.sub(r"\[[^]]*\]", "", written[1]) if written else ""
+        names = [re.split(r"[:=]", each)[0].split()[-1] for each in arguments.split(",") if each.strip(" */")]
+    return text, [name.lstrip("*") for name in names if name.strip("*/") not in ("", "self", "cls", "type")]
+
+
+# Nobody calls these: methods that explain their parameters make them.
+MADE_BY_METHODS = (ncclpy.CustomOp, ncclpy.Registration, ncclpy.bindings.CommProperties, ncclpy.bindings.Team)
+
+
+def made_elsewhere(value):
+    """Return whether users never call the constructor, or it is that of the family (enums, errors)."""
+    return inspect.isclass(value) and (
+        value in MADE_BY_METHODS
+        or issubclass(value, enum.Enum)
+        or (issubclass(value, ncclpy.NcclError) and value is not ncclpy.NcclError)
+    )
+
+
+@pytest.mark.parametrize(("name", "value"), list(public()), ids=lambda each: each if isinstance(each, str) else "")
+def test_docstring(name, value):
+    text, parameters = parts(value)
+    if not text and inspect.isgetsetdescriptor(value):
+        # A plain attribute of a Cython class cannot have a docstring: the class names it.
+        owner = value.__objclass__.__doc__ or ""
+        assert re.search(rf"\b{value.__name__}\b", owner), f"{name} is not explained by its class"
+        return
+    assert text, f"{name} has no docstring"
+    paragraph = " ".join(text.split("\n\n")[0].split())
+    sentence = re.split(r"(?<=\.)\s+(?=[A-Z`])", paragraph)[0]
+    assert sentence.endswith("."), f"{name}: the first sentence ends with a period: {sentence!r}"
+    attribute = isinstance(value, property) or inspect.isgetsetdescriptor(value) or inspect.ismodule(value)
+    if not attribute:
+        word = sentence.split()[0]
+        assert not NOT_IMPERATIVE.match(word), f"{name}: starts with {word!r}, not with an imperative"
+    if len(parameters) > 1 and not made_elsewhere(value):
+        body = text.partition("\n")[2] + sentence
+        if name.startswith("ncclpy.bindings."):
+            body += ncclpy.bindings.__doc__  # what C's arguments have in common is explained once
+        missing = [each for each in parameters if not re.search(rf"(?<!\w){re.escape(each)}(?!\w)", body)]
+        assert not missing, f"{name} does not explain {', '.join(missing)}"
+
+
+def test_the_checker_sees_faults():
+    def bad(a, b):
+        """Returns nothing."""
+
+    def silent():
+        pass
+
+    def partly(a, b):
+        """Take `a`."""
+
+    for faulty in (bad, silent, partly):
+        with pytest.raises(AssertionError):
+            test_docstring(faulty.__name__, faulty)

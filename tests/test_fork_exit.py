@@ -1,0 +1,219 @@
+"""What a process leaves behind: fork, exit with open communicators, and exit in the middle of things."""
+
+from __future__ import annotations
+
+import pytest
+
+import testing
+
+FORK = """
+    import os, sys, warnings
+    warnings.simplefilter("ignore")  # newer Pythons warn of a fork with threads
+    import ncclpy
+    from ncclpy import bindings
+    comm = ncclpy.Communicator.init(1, 0, ncclpy.get_unique_id(), device=0)
+    stream = ncclpy.Stream(0)
+    pid = os.fork()
+    if pid == 0:
+        calls = [
+            lambda: comm.all_reduce((4096, 1, "int8")),
+            lambda: comm.barrier(),
+            lambda: comm.split(0, 0),
+            lambda: comm.async_error(),
+            lambda: comm.close(),
+            lambda: ncclpy.get_unique_id(),
+            lambda: ncclpy.Communicator.init(1, 0, bytes(128), device=0),
+            lambda: ncclpy.Communicator.init_all(range(1)),
+            lambda: ncclpy.Stream(0),
+            lambda: stream.synchronize(),
+            lambda: ncclpy.synchronize(0),
+            lambda: bindings.get_version(),
+            lambda: bindings.all_reduce(4096, 4096, 1, 0, 0, 4096, 0),
+            lambda: bindings.group_start(),
+        ]
+        code = 0
+        for number, call in enumerate(calls):
+            try:
+                call()
+            except Exception as error:
+                if "fork" not in str(error):
+                    print(f"call {number}: {error!r}", file=sys.stderr)
+                    code = 1
+            else:
+                print(f"call {number} was accepted", file=sys.stderr)
+                code = 1
+        del comm, stream  # no call of NCCL, no warning: the child lets go of what was never its own
+        os._exit(code)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0, status
+    comm.barrier()  # the parent goes on
+    comm.close()
+    stream.close()
+"""
+
+
+def test_every_call_of_a_forked_child_raises():
+    done = testing.run_python(FORK, timeout=30)
+    assert done.stderr == ""
+
+
+def test_fork_before_first_use_is_fine():
+    done = testing.run_python(
+        """
+        import os, ncclpy
+        pid = os.fork()
+        with ncclpy.Communicator.init(1, 0, ncclpy.get_unique_id(), device=0) as comm:
+            comm.barrier()
+        if pid == 0:
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        """,
+        timeout=30,
+    )
+    assert done.stderr == ""
+
+
+def test_a_child_of_the_child_is_refused_too():
+    testing.run_python(
+        """
+        import os, warnings
+        warnings.simplefilter("ignore")
+        import ncclpy
+        ncclpy.get_unique_id()
+        if os.fork() == 0:
+            if os.fork() == 0:
+                try:
+                    ncclpy.get_unique_id()
+                except Exception as error:
+                    os._exit(0 if "fork" in str(error) else 1)
+                os._exit(2)
+            os._exit(os.waitstatus_to_exitcode(os.wait()[1]))
+        assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+        """,
+        timeout=30,
+    )
+
+
+LEAK = """
+    import ncclpy
+    def create():
+        return ncclpy.Communicator.init(1, 0, ncclpy.get_unique_id(), device=0)
+    comm = create()
+    print("made")
+"""
+
+
+def test_drop_without_close_exits_silently():
+    done = testing.run_python(LEAK, timeout=30)
+    assert (done.stdout, done.stderr) == ("made\n", "")
+
+
+def test_drop_without_close_gives_one_warning_with_the_creation_site():
+    done = testing.run_python(LEAK + "    del comm\n", timeout=30, env={"PYTHONWARNINGS": "always"})
+    assert done.stderr.count(": ResourceWarning: ") == 1, done.stderr
+    assert "<string>:4" in done.stderr, "create() calls init on line 4"
+
+
+@pytest.mark.parametrize("drop", ["", "del comm", "comm = None; import gc; gc.collect()", "comm.cycle = [comm]"])
+def test_no_drop_hangs_or_crashes(drop):
+    code = LEAK + ("    try:\n        " + drop + "\n    except AttributeError:\n        pass\n" if drop else "")
+    done = testing.run_python(code, timeout=30)
+    assert done.stderr == ""
+
+
+def test_exit_with_peers_that_never_came():
+    done = testing.run_python(
+        """
+        import threading, time, ncclpy
+        def init():
+            ncclpy.Communicator.init(2, 0, ncclpy.get_unique_id(), device=0)
+        threading.Thread(target=init, daemon=True).start()
+        time.sleep(0.5)
+        print("leaving")
+        """,
+        timeout=30,
+        env={"NCCLPY_HOST_DEVICES": "2"},
+    )
+    assert (done.stdout, done.stderr) == ("leaving\n", "")
+
+
+def test_exit_in_the_middle_of_an_operation():
+    testing.need_devices(2)
+    done = testing.run_python(
+        """
+        import threading, time, ncclpy
+        comms = ncclpy.Communicator.init_all(range(2))
+        threading.Thread(target=comms[0].barrier, daemon=True).start()
+        time.sleep(0.5)
+        print("leaving")
+        """,
+        timeout=30,
+    )
+    assert (done.stdout, done.stderr) == ("leaving\n", "")
+
+
+def test_exit_with_a_full_stream():
+    testing.need_devices(2)
+    done = testing.run_python(
+        """
+        import ncclpy
+        from ncclpy.core import device
+        comms = ncclpy.Communicator.init_all(range(2))
+        stream = ncclpy.Stream(0)
+        comms[0].recv((device.allocate(64, 0), 16, "float32"), 1, stream=stream)
+        print("leaving", stream.is_done())
+        """,
+        timeout=30,
+    )
+    assert (done.stdout, done.stderr) == ("leaving False\n", "")
+
+
+def test_exit_with_a_pending_nonblocking_init():
+    testing.need_devices(2)
+    done = testing.run_python(
+        """
+        import ncclpy
+        comm = ncclpy.Communicator.init(2, 0, ncclpy.get_unique_id(), device=0, config=ncclpy.Config(blocking=False))
+        print("leaving")
+        """,
+        timeout=30,
+    )
+    assert (done.stdout, done.stderr) == ("leaving\n", "")
+
+
+def die_in_the_middle(rank):
+    import os
+
+    comm = rank.init()
+    comm.barrier()
+    if rank.rank == 1:
+        os._exit(7)
+    return comm.rank
+
+
+def test_a_process_that_dies_is_seen_by_the_test_helpers():
+    with pytest.raises(AssertionError, match="rank 1 died with exit code 7"):
+        testing.run_processes(2, die_in_the_middle, timeout=40)
+
+
+def fail_in_the_middle(rank):
+    rank.init().barrier()
+    if rank.rank == 1:
+        raise KeyError("lost")
+    return rank.rank
+
+
+def test_a_process_that_fails_shows_its_traceback():
+    with pytest.raises(AssertionError, match=r"(?s)rank 1.*fail_in_the_middle.*KeyError: 'lost'"):
+        testing.run_processes(2, fail_in_the_middle, timeout=40)
+
+
+def test_a_thread_that_fails_frees_the_others():
+    def rank(rank):
+        comm = rank.init()
+        if rank.rank == 1:
+            raise KeyError("lost")
+        comm.barrier()
+
+    with pytest.raises(KeyError, match="lost"):
+        testing.run_threads(2, rank, timeout=40)

@@ -1,0 +1,647 @@
+"""Communicators from birth to end: every way to make one, to derive others, and to close or abort them."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import warnings
+import weakref
+
+import numpy as np
+import pytest
+
+import ncclpy
+import testing
+from ncclpy.core import device as device_module
+
+CLOSED = (ValueError, ncclpy.NcclError)
+
+
+def all_ones(lib, comms, expected=None):
+    """All-reduce ones over communicators of one thread; every rank must get their number."""
+    parts = [lib.make(np.ones(3, np.float32), comm.device) for comm in comms]
+
+    def call():
+        with ncclpy.group():
+            for comm, part in zip(comms, parts, strict=True):
+                comm.all_reduce(lib.argument(part))
+
+    testing.run_with_deadline(call)
+    for part in parts:
+        assert np.all(lib.read(part) == (len(comms) if expected is None else expected))
+
+
+def own_sum(lib, comm, value):
+    """All-reduce `value` from the thread of one rank and return the sum."""
+    part = lib.make(np.array([value], np.float32), comm.device)
+    comm.all_reduce(lib.argument(part))
+    return float(lib.read(part)[0])
+
+
+# Birth
+
+
+@pytest.mark.parametrize("nranks", [1, 2, 4])
+def test_init_in_threads(arrays, nranks):
+    def rank(rank):
+        comm = rank.init()
+        assert (comm.rank, comm.nranks, comm.device) == (rank.rank, nranks, rank.device)
+        return own_sum(arrays, comm, rank.rank + 1)
+
+    assert testing.run_threads(nranks, rank) == [nranks * (nranks + 1) / 2] * nranks
+
+
+def sum_in_process(rank):
+    return own_sum(testing.arrays(), rank.init(), rank.rank + 1)
+
+
+def test_init_in_processes():
+    assert testing.run_processes(3, sum_in_process) == [6, 6, 6]
+
+
+def test_init_in_one_group(arrays):
+    testing.need_devices(3)
+    uid = ncclpy.get_unique_id()
+
+    def make():
+        with ncclpy.group():
+            return [ncclpy.Communicator.init(3, rank, uid, device=rank) for rank in range(3)]
+
+    comms = testing.run_with_deadline(make)
+    assert [(comm.rank, comm.nranks, comm.device) for comm in comms] == [(0, 3, 0), (1, 3, 1), (2, 3, 2)]
+    all_ones(arrays, comms)
+    testing.close_all(comms)
+
+
+def test_communicator_of_a_group_is_not_there_before_its_end():
+    testing.need_devices(2)
+    uid = ncclpy.get_unique_id()
+
+    def make():
+        with ncclpy.group():
+            comms = [ncclpy.Communicator.init(2, rank, uid, device=rank) for rank in range(2)]
+            with pytest.raises(ValueError, match="group"):
+                comms[0].handle  # noqa: B018
+        assert all(comm.handle for comm in comms)
+        return comms
+
+    testing.close_all(testing.run_with_deadline(make))
+
+
+def test_two_worlds_in_one_group(arrays):
+    testing.need_devices(4)
+    uids = [ncclpy.get_unique_id() for _ in range(2)]
+
+    def make():
+        with ncclpy.group():
+            return [ncclpy.Communicator.init(2, r, uids[w], device=2 * w + r) for w in range(2) for r in range(2)]
+
+    comms = testing.run_with_deadline(make)
+    all_ones(arrays, comms, expected=2)
+    testing.close_all(comms)
+
+
+@pytest.mark.parametrize("devices", [None, [1, 0], range(3)], ids=str)
+def test_init_all(arrays, devices):
+    expected = list(range(ncclpy.device_count())) if devices is None else devices
+    testing.need_devices(max(expected) + 1)
+    comms = ncclpy.Communicator.init_all(devices)
+    assert [comm.device for comm in comms] == list(expected)
+    assert [comm.rank for comm in comms] == list(range(len(expected)))
+    assert {comm.nranks for comm in comms} == {len(expected)}
+    all_ones(arrays, comms)
+    testing.close_all(comms)
+
+
+def test_init_takes_the_current_device_by_default():
+    testing.need_devices(2)
+    with device_module.using(1):
+        comm = ncclpy.Communicator.init(1, 0, ncclpy.get_unique_id())
+        assert device_module.current() == 1
+    assert comm.device == 1
+    comm.close()
+
+
+def test_init_restores_the_current_device():
+    testing.need_devices(3)
+    with device_module.using(1):
+        with ncclpy.Communicator.init(1, 0, ncclpy.get_unique_id(), device=2) as comm:
+            assert comm.device == 2
+            assert device_module.current() == 1
+        testing.close_all(ncclpy.Communicator.init_all(range(3)))
+        assert device_module.current() == 1
+
+
+def test_unique_id_as_bytes():
+    uid = ncclpy.get_unique_id()
+    assert len(bytes(uid)) == 128
+    assert ncclpy.UniqueId.from_bytes(bytes(uid)) == uid != ncclpy.get_unique_id()
+    for wrong in (b"", bytes(127), bytes(129)):
+        with pytest.raises(ValueError, match=str(len(wrong))):
+            ncclpy.UniqueId.from_bytes(wrong)
+    comm = ncclpy.Communicator.init(1, 0, bytes(uid), device=0)
+    comm.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [((0, 0), "nranks"), ((-1, 0), "nranks"), ((2, 2), "rank"), ((2, -1), "rank")],
+)
+def test_init_rejects(arguments, word):
+    with pytest.raises((TypeError, ValueError), match=word):
+        testing.run_with_deadline(lambda: ncclpy.Communicator.init(*arguments, ncclpy.get_unique_id(), device=0), 10)
+
+
+def test_init_rejects_devices_and_ids():
+    uid = ncclpy.get_unique_id()
+    for device in (-1, ncclpy.device_count()):
+        with pytest.raises(ValueError, match="device"):
+            ncclpy.Communicator.init(1, 0, uid, device=device)
+    for wrong in (b"short", "text", None, 5):
+        with pytest.raises((TypeError, ValueError), match="unique"):
+            ncclpy.Communicator.init(1, 0, wrong, device=0)
+    with pytest.raises((TypeError, ValueError), match="timeout"):
+        ncclpy.Communicator.init(1, 0, uid, device=0, timeout=-1)
+    with pytest.raises(TypeError, match="config"):
+        ncclpy.Communicator.init(1, 0, uid, device=0, config={"blocking": False})
+
+
+def test_one_device_for_two_ranks_is_refused():
+    def make(rank):
+        return rank.init(device=0)
+
+    with pytest.raises(ncclpy.NcclError, match=r"(?i)duplicate|same|invalid"):
+        testing.run_threads(2, make, timeout=30)
+
+
+def test_config_reaches_nccl(arrays):
+    def rank(rank):
+        comm = rank.init(config=ncclpy.Config(min_ctas=1, max_ctas=4, comm_name="testing", split_share=True))
+        return own_sum(arrays, comm, 1)
+
+    assert testing.run_threads(2, rank) == [2, 2]
+
+
+@pytest.mark.parametrize("field", ["min_ctas", "max_ctas"])
+def test_config_that_nccl_refuses(field):
+    with pytest.raises((ValueError, ncclpy.NcclError)):
+        ncclpy.Communicator.init(1, 0, ncclpy.get_unique_id(), device=0, config=ncclpy.Config(**{field: -5}))
+
+
+def test_from_handle(arrays, comms2):
+    # The handle of another owner: used, never destroyed.
+    borrowed = [ncclpy.Communicator.from_handle(comm.handle) for comm in comms2]
+    assert [(comm.rank, comm.nranks, comm.device) for comm in borrowed] == [(0, 2, 0), (1, 2, 1)]
+    all_ones(arrays, borrowed)
+    for comm in borrowed:
+        comm.close()
+    all_ones(arrays, comms2)
+
+
+def test_from_handle_refuses_null():
+    with pytest.raises((TypeError, ValueError)):
+        ncclpy.Communicator.from_handle(0)
+
+
+def test_repr_says_who(comms2):
+    for comm in comms2:
+        text = repr(comm)
+        assert f"rank {comm.rank}" in text or f"rank={comm.rank}" in text
+    comms2[0].abort()
+    assert "abort" in repr(comms2[0])
+
+
+# Derived communicators
+
+
+def test_split(arrays, comms4):
+    def rank(rank):
+        parent = comms4[rank.rank]
+        with parent.split(rank.rank % 2, -rank.rank) as child:
+            # Keys order the ranks of a child: the higher parent's rank has the lower key.
+            assert (child.nranks, child.rank) == (2, 1 if rank.rank < 2 else 0)
+            assert child.device == parent.device
+            return own_sum(arrays, child, rank.rank)
+
+    assert testing.run_threads(4, rank, comms=comms4) == [2, 4, 2, 4]
+    all_ones(arrays, comms4)
+
+
+@pytest.mark.parametrize("color", [None, -1])
+def test_split_without_a_color_gives_none(arrays, comms2, color):
+    def rank(rank):
+        child = comms2[rank.rank].split(0 if rank.rank == 0 else color, 0)
+        if child is None:
+            return None
+        with child:
+            return child.nranks, own_sum(arrays, child, 5)
+
+    assert testing.run_threads(2, rank, comms=comms2) == [(1, 5), None]
+
+
+def test_split_in_one_group(arrays, comms4):
+    def split():
+        with ncclpy.group():
+            return [comm.split(comm.rank // 2, comm.rank) for comm in comms4]
+
+    children = testing.run_with_deadline(split)
+    assert [(child.rank, child.nranks) for child in children] == [(0, 2), (1, 2), (0, 2), (1, 2)]
+    all_ones(arrays, children, expected=2)
+    testing.close_all(children)
+    all_ones(arrays, comms4)
+
+
+def test_split_of_a_split(arrays, comms4):
+    def rank(rank):
+        with comms4[rank.rank].split(rank.rank // 2, 0) as half:
+            with half.split(half.rank, 0) as alone:
+                assert (alone.rank, alone.nranks) == (0, 1)
+                return own_sum(arrays, half, 1) + own_sum(arrays, alone, 10)
+
+    assert testing.run_threads(4, rank, comms=comms4) == [12] * 4
+
+
+def needs_symbol(symbol):
+    if not ncclpy.library().has(symbol):
+        pytest.skip(f"needs {symbol}, which the loaded NCCL lacks")
+
+
+def test_shrink(arrays, comms4):
+    needs_symbol("ncclCommShrink")
+
+    def rank(rank):
+        if rank.rank == 1:
+            return None  # the excluded rank does not call
+        with comms4[rank.rank].shrink([1]) as child:
+            assert child.nranks == 3
+            assert child.rank == (0 if rank.rank == 0 else rank.rank - 1)
+            return own_sum(arrays, child, rank.rank)
+
+    assert testing.run_threads(4, rank, comms=comms4) == [5, None, 5, 5]
+
+
+def test_shrink_of_the_excluded_rank_is_refused(comms2):
+    needs_symbol("ncclCommShrink")
+    with pytest.raises((ValueError, ncclpy.NcclError)):
+        testing.run_with_deadline(lambda: comms2[0].shrink([0]), 10)
+
+
+# Closing, aborting, and what is left
+
+
+def test_close_twice(comm1):
+    comm1.close()
+    assert comm1.closed
+    comm1.close()
+
+
+def test_with_closes():
+    with ncclpy.Communicator.init(1, 0, ncclpy.get_unique_id(), device=0) as comm:
+        assert not comm.closed
+    assert comm.closed
+
+
+def test_with_closes_after_an_exception():
+    with pytest.raises(KeyError):
+        with ncclpy.Communicator.init(1, 0, ncclpy.get_unique_id(), device=0) as comm:
+            raise KeyError
+    assert comm.closed
+
+
+USES = {
+    "all_reduce": lambda comm: comm.all_reduce((64, 0, "float32")),
+    "send": lambda comm: comm.send((64, 0, "float32"), 0),
+    "barrier": lambda comm: comm.barrier(),
+    "split": lambda comm: comm.split(0, 0),
+    "finalize": lambda comm: comm.finalize(),
+    "async_error": lambda comm: comm.async_error(),
+    "wait_ready": lambda comm: comm.wait_ready(1),
+    "pre_mul_sum": lambda comm: comm.pre_mul_sum(2, "float32"),
+    "register": lambda comm: comm.register((64, 16, "float32")),
+    "handle": lambda comm: comm.handle,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_use_after_close(comm1, use):
+    comm1.close()
+    with pytest.raises(ValueError, match="closed"):
+        testing.run_with_deadline(lambda: USES[use](comm1), 10)
+
+
+@pytest.mark.parametrize("use", USES)
+def test_use_after_abort(comm1, use):
+    comm1.abort()
+    with pytest.raises(ncclpy.NcclAborted, match="abort"):
+        testing.run_with_deadline(lambda: USES[use](comm1), 10)
+
+
+def test_use_after_close_in_a_group(comms2, arrays):
+    comms2[1].close()
+    part = arrays.make(np.zeros(1, np.float32), 0)
+
+    def call():
+        with ncclpy.group():
+            comms2[0].all_reduce(arrays.argument(part))
+            comms2[1].all_reduce((64, 0, "float32"))
+
+    with pytest.raises(ValueError, match="closed"):
+        testing.run_with_deadline(call, 10)
+
+
+def test_abort_twice_and_close_after(comm1):
+    comm1.abort()
+    comm1.abort()
+    comm1.close()
+    assert comm1.closed
+
+
+def test_abort_after_close_does_nothing(comm1):
+    comm1.close()
+    comm1.abort()
+    assert comm1.closed
+
+
+def test_finalize_then_close(comms2):
+    def rank(rank):
+        comms2[rank.rank].finalize()
+        comms2[rank.rank].close()
+
+    testing.run_threads(2, rank, comms=comms2)
+
+
+def test_close_finishes_what_was_issued(comm1, arrays):
+    send, recv = (arrays.make(np.full(1 << 18, value, np.float32), 0) for value in (7, 0))
+    with ncclpy.Stream(0) as stream:
+        comm1.all_reduce(arrays.argument(send), arrays.argument(recv), stream=stream)
+        comm1.close()
+        stream.synchronize()
+    assert np.all(arrays.read(recv) == 7)
+
+
+def test_children_are_closed_first(comms2):
+    def rank(rank):
+        parent = comms2[rank.rank]
+        child = parent.split(0, 0)
+        grandchild = child.split(0, 0)
+        parent.close()
+        assert grandchild.closed and child.closed and parent.closed
+        child.close()
+
+    testing.run_threads(2, rank, comms=comms2)
+
+
+def test_a_closed_child_leaves_its_parent_alone(comms2, arrays):
+    def rank(rank):
+        comms2[rank.rank].split(0, 0).close()
+
+    testing.run_threads(2, rank, comms=comms2)
+    all_ones(arrays, comms2)
+
+
+def test_aborting_a_parent_ends_its_children(comms2):
+    def rank(rank):
+        return comms2[rank.rank].split(0, 0)
+
+    children = testing.run_threads(2, rank, comms=comms2)
+    testing.abort_all(comms2)
+    for child in children:
+        child.close()
+        assert child.closed
+
+
+def test_parent_does_not_keep_children_alive(comms2):
+    def rank(rank):
+        child = comms2[rank.rank].split(0, 0)
+        child.close()
+        return weakref.ref(child)
+
+    children = testing.run_threads(2, rank, comms=comms2)
+    gc.collect()
+    assert [child() for child in children] == [None, None]
+
+
+def test_dropped_child_warns(comm1):
+    with pytest.warns(ResourceWarning, match="test_lifecycle.py"):
+        comm1.split(0, 0)
+        gc.collect()
+
+
+def test_dropped_communicator_warns_once_with_its_creation_site():
+    def create():
+        return ncclpy.Communicator.init(1, 0, ncclpy.get_unique_id(), device=0)
+
+    comm = create()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        del comm
+        gc.collect()
+    messages = [str(warning.message) for warning in caught if issubclass(warning.category, ResourceWarning)]
+    assert len(messages) == 1
+    line = create.__code__.co_firstlineno + 1
+    assert f"{__file__}:{line}" in messages[0], messages[0]
+
+
+@pytest.mark.parametrize("end", ["close", "abort"])
+def test_ended_communicator_does_not_warn(end):
+    comm = ncclpy.Communicator.init(1, 0, ncclpy.get_unique_id(), device=0)
+    getattr(comm, end)()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        del comm
+        gc.collect()
+
+
+# Stuck operations and deadlines
+
+
+def test_abort_ends_a_stuck_operation(comms2, arrays):
+    comm = comms2[0]
+    part = arrays.make(np.zeros(4, np.float32), comm.device)
+    error: list = []
+
+    def stuck():
+        try:
+            comm.all_reduce(arrays.argument(part))
+            ncclpy.synchronize(comm.device)
+            comm.barrier()
+        except Exception as caught:
+            error.append(caught)
+
+    thread = threading.Thread(target=stuck, daemon=True)
+    thread.start()
+    thread.join(0.3)
+    assert thread.is_alive(), "rank 1 takes no part, so the call must wait"
+    started = time.monotonic()
+    comm.abort()
+    thread.join(10)
+    assert not thread.is_alive() and time.monotonic() - started < 10
+    assert len(error) == 1 and isinstance(error[0], ncclpy.NcclAborted), error
+    comms2[1].abort()
+
+
+def test_abort_of_both_ranks_of_a_stuck_pair(comms2, arrays):
+    # Both wait for a message of the other that never comes.
+    errors: list = []
+
+    def stuck(comm):
+        part = arrays.make(np.zeros(4, np.float32), comm.device)
+        try:
+            comm.recv(arrays.argument(part), 1 - comm.rank)
+            ncclpy.synchronize(comm.device)
+            comm.barrier()
+        except Exception as caught:
+            errors.append(caught)
+
+    threads = [threading.Thread(target=stuck, args=(comm,), daemon=True) for comm in comms2]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.3)
+    assert all(thread.is_alive() for thread in threads)
+    with ncclpy.group():
+        for comm in comms2:
+            comm.abort()
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
+    assert [type(error) for error in errors] == [ncclpy.NcclAborted] * 2
+
+
+def test_revoke_ends_a_stuck_operation_and_the_communicator_can_shrink(comms2):
+    needs_symbol("ncclCommRevoke")
+    comms2[0].revoke()
+    comms2[0].abort()
+
+
+@pytest.mark.parametrize("blocking", [None, True, False])
+def test_init_with_a_missing_rank_ends_at_its_deadline(arrays, blocking):
+    testing.need_devices(2)
+    uid = ncclpy.get_unique_id()
+    config = None if blocking is None else ncclpy.Config(blocking=blocking)
+
+    def init():
+        started = time.monotonic()
+        with pytest.raises(ncclpy.NcclTimeout) as caught:
+            comm = ncclpy.Communicator.init(2, 0, uid, device=0, config=config, timeout=1.0)
+            comm.wait_ready()
+        return caught.value, time.monotonic() - started
+
+    error, seconds = testing.run_with_deadline(init, 30)
+    assert isinstance(error, TimeoutError)
+    assert "initialis" in str(error).lower() or "ncclCommInitRank" in str(error)
+    assert 0.9 <= seconds <= 2.0, f"the deadline was 1 s and a second is allowed; it took {seconds:.2f} s"
+    # The process is as good as before.
+    comms = ncclpy.Communicator.init_all(range(2))
+    all_ones(arrays, comms)
+    testing.close_all(comms)
+
+
+def test_init_in_a_group_with_a_missing_rank_ends_at_its_deadline(arrays):
+    testing.need_devices(3)
+    uid = ncclpy.get_unique_id()
+
+    def init():
+        started = time.monotonic()
+        with pytest.raises(ncclpy.NcclTimeout):
+            with ncclpy.group():
+                comms = [ncclpy.Communicator.init(3, rank, uid, device=rank, timeout=1.0) for rank in range(2)]
+            for comm in comms:
+                comm.wait_ready()
+        return time.monotonic() - started
+
+    seconds = testing.run_with_deadline(init, 30)
+    assert seconds <= 2.5, f"took {seconds:.2f} s"
+    comms = ncclpy.Communicator.init_all(range(3))
+    all_ones(arrays, comms)
+    testing.close_all(comms)
+
+
+def test_a_deadline_that_is_kept_costs_nothing(arrays):
+    def rank(rank):
+        return own_sum(arrays, rank.init(timeout=60), 1)
+
+    assert testing.run_threads(2, rank) == [2, 2]
+
+
+def test_an_operation_inherits_the_deadline(arrays):
+    # The timeout of init is that of every call that can block; rank 1 is there, but never calls.
+    if arrays.name != "numpy":
+        pytest.skip("needs numpy arrays: a call on a device array returns before the operation completes")
+
+    def rank(rank):
+        comm = rank.init(timeout=2.0)
+        if rank.rank == 1:
+            return None
+        started = time.monotonic()
+        with pytest.raises(ncclpy.NcclTimeout, match="ncclAllReduce"):
+            comm.all_reduce(np.zeros(4, np.float32))
+        return time.monotonic() - started
+
+    seconds = testing.run_threads(2, rank)[0]
+    assert 1.9 <= seconds <= 3.0, f"took {seconds:.2f} s"
+
+
+# Threads
+
+
+@pytest.mark.parametrize("turn", range(5))
+def test_two_threads_on_one_communicator(comms2, arrays, turn):
+    # Each rank is used by two threads at once, from its very first call. Which thread's call meets which is open, so
+    # all send the same.
+    wrong: list = []
+
+    def work(comm):
+        part, recv = (arrays.make(np.full(257, value, np.float32), comm.device) for value in (1, 0))
+        for _ in range(20):
+            comm.all_reduce(arrays.argument(part), arrays.argument(recv))
+            if not np.all(arrays.read(recv) == 2):
+                wrong.append(arrays.read(recv))
+
+    def rank(rank):
+        threads = [
+            threading.Thread(target=testing.run_with_deadline, args=(each, 30))
+            for each in [lambda: work(comms2[rank.rank])] * 2
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    testing.run_threads(2, rank, comms=comms2)
+    assert not wrong
+
+
+def test_a_waiting_call_lets_other_threads_run(comms2, arrays):
+    part = arrays.make(np.zeros(4, np.float32), 0)
+    ticks = [0]
+    done = threading.Event()
+
+    def wait():
+        comms2[0].recv(arrays.argument(part), 1)
+        ncclpy.synchronize(0)
+        done.set()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    end = time.monotonic() + 0.2
+    while time.monotonic() < end:
+        ticks[0] += 1
+    assert not done.is_set() and ticks[0] > 1000
+    comms2[1].send(arrays.argument(arrays.make(np.ones(4, np.float32), 1)), 0)
+    assert done.wait(20)
+    thread.join()
+    assert np.all(arrays.read(part) == 1)
+
+
+def test_async_error_of_a_healthy_communicator(comm1):
+    assert comm1.async_error() in (None, ncclpy.Result.SUCCESS)
+
+
+def test_register(comm1, arrays):
+    part = arrays.make(np.ones(1024, np.float32), 0)
+    registration = comm1.register(arrays.argument(part))
+    comm1.all_reduce(arrays.argument(part))
+    close = getattr(registration, "close", None) or getattr(registration, "deregister", None)
+    close()
+    close()

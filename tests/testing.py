@@ -1,0 +1,445 @@
+"""Helpers of the tests: ranks as threads or processes under one deadline, and arrays on whichever engine runs.
+
+A test is written once. On the host engine its arrays are numpy's; on GPUs they are torch's, or, without torch, plain
+device memory wrapped in `ncclpy.Buffer`. Which one it is, is decided in `arrays()` and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import multiprocessing
+import multiprocessing.connection
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import traceback
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import ncclpy
+from ncclpy import DataType
+from ncclpy.core import device as device_module
+
+DTYPES = {
+    DataType.INT8: np.dtype(np.int8),
+    DataType.UINT8: np.dtype(np.uint8),
+    DataType.INT32: np.dtype(np.int32),
+    DataType.UINT32: np.dtype(np.uint32),
+    DataType.INT64: np.dtype(np.int64),
+    DataType.UINT64: np.dtype(np.uint64),
+    DataType.FLOAT16: np.dtype(np.float16),
+    DataType.FLOAT32: np.dtype(np.float32),
+    DataType.FLOAT64: np.dtype(np.float64),
+    DataType.BFLOAT16: np.dtype(ml_dtypes.bfloat16),
+    DataType.FLOAT8E4M3: np.dtype(ml_dtypes.float8_e4m3fn),
+    DataType.FLOAT8E5M2: np.dtype(ml_dtypes.float8_e5m2),
+}
+
+
+class NumpyArrays:
+    """Arrays of the host engine: numpy's, whose memory is every device's."""
+
+    name = "numpy"
+
+    def make(self, values: np.ndarray, device: int):
+        return values.copy()
+
+    def read(self, array) -> np.ndarray:
+        return array
+
+    def argument(self, array):
+        return array
+
+
+class TorchArrays:
+    """CUDA tensors of torch, on the current stream of their device."""
+
+    name = "torch"
+
+    def __init__(self):
+        import torch
+
+        self._torch = torch
+        self._dtypes = {
+            DataType.BFLOAT16: torch.bfloat16,
+            DataType.FLOAT8E4M3: torch.float8_e4m3fn,
+            DataType.FLOAT8E5M2: torch.float8_e5m2,
+        }
+
+    def make(self, values: np.ndarray, device: int):
+        as_bytes = self._torch.from_numpy(np.ascontiguousarray(values).view(np.uint8).copy()).to(f"cuda:{device}")
+        return as_bytes.view(self._dtype(values.dtype))
+
+    def read(self, array) -> np.ndarray:
+        dtype = next(dtype for dtype in DTYPES.values() if self._dtype(dtype) == array.dtype)
+        return array.view(self._torch.uint8).cpu().numpy().view(dtype)
+
+    def argument(self, array):
+        return array
+
+    def _dtype(self, dtype: np.dtype):
+        return self._dtypes.get(ncclpy_dtype(dtype)) or getattr(self._torch, dtype.name)
+
+
+class RawArray:
+    """One-dimensional device memory from `ncclpy.core.device`; a slice shares it."""
+
+    def __init__(self, memory, pointer: int, count: int, dtype: np.dtype, device: int):
+        self.memory, self.pointer, self.count, self.dtype, self.device = memory, pointer, count, dtype, device
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, part: slice):
+        start, stop, step = part.indices(self.count)
+        assert step == 1, "plain memory has no strides"
+        return RawArray(
+            self.memory, self.pointer + start * self.dtype.itemsize, max(0, stop - start), self.dtype, self.device
+        )
+
+    @property
+    def buffer(self):
+        return ncclpy.Buffer(self.pointer, self.count, ncclpy_dtype(self.dtype), device=self.device, owner=self)
+
+
+class DeviceMemory:
+    """An allocation that is freed with its last user."""
+
+    def __init__(self, nbytes: int, device: int):
+        self.pointer = device_module.allocate(max(nbytes, 1), device)
+
+    def __del__(self):
+        device_module.free(self.pointer)
+
+
+class RawArrays:
+    """Arrays without any framework, on both engines."""
+
+    name = "ncclpy.Buffer"
+
+    def make(self, values: np.ndarray, device: int) -> RawArray:
+        values = np.ascontiguousarray(values)
+        memory = DeviceMemory(values.nbytes, device)
+        with device_module.using(device):
+            device_module.copy(memory.pointer, values.ctypes.data, values.nbytes)
+            ncclpy.synchronize(device)
+        return RawArray(memory, memory.pointer, values.size, values.dtype, device)
+
+    def read(self, array: RawArray) -> np.ndarray:
+        values = np.empty(array.count, array.dtype)
+        with device_module.using(array.device):
+            ncclpy.synchronize(array.device)
+            device_module.copy(values.ctypes.data, array.pointer, values.nbytes)
+            ncclpy.synchronize(array.device)
+        return values
+
+    def argument(self, array: RawArray):
+        return array.buffer
+
+
+def arrays():
+    """Return the arrays of this run: numpy on the host engine, torch on GPUs, plain memory without torch.
+
+    ``NCCLPY_TEST_ARRAYS=buffer`` asks for plain memory on either engine.
+    """
+    if _arrays:
+        return _arrays[0]
+    if os.environ.get("NCCLPY_TEST_ARRAYS") == "buffer":
+        chosen = RawArrays()
+    elif ncclpy.library().engine == "host":
+        chosen = NumpyArrays()
+    else:
+        chosen = TorchArrays() if importlib.util.find_spec("torch") else RawArrays()
+    _arrays.append(chosen)
+    return chosen
+
+
+_arrays: list = []
+
+
+def ncclpy_dtype(dtype: np.dtype) -> DataType:
+    """Return NCCL's type for a numpy one."""
+    return _DATATYPES[np.dtype(dtype)]
+
+
+_DATATYPES = {dtype: datatype for datatype, dtype in DTYPES.items()}
+
+
+def need_devices(count: int) -> None:
+    """Skip the test if the machine shows fewer devices."""
+    have = ncclpy.device_count()
+    if have < count:
+        pytest.skip(f"needs {count} devices, {ncclpy.library().engine} engine shows {have}")
+
+
+@contextlib.contextmanager
+def device_memory(device, nbytes):
+    """Yield the address of device memory that is freed afterwards."""
+    need_devices(device + 1)
+    pointer = device_module.allocate(nbytes, device)
+    try:
+        yield pointer
+    finally:
+        device_module.free(pointer)
+
+
+def write(pointer, values, device=0):
+    """Copy a numpy array to device memory."""
+    with ncclpy.Stream(device) as stream:  # of its own: what waits on other streams may wait on
+        device_module.copy(pointer, values.ctypes.data, values.nbytes, stream=stream)
+        stream.synchronize()
+
+
+def read(pointer, count, dtype, device=0):
+    """Return device memory as a numpy array, after everything queued on the device."""
+    values = np.empty(count, dtype)
+    with device_module.using(device):
+        ncclpy.synchronize(device)
+        device_module.copy(values.ctypes.data, pointer, values.nbytes)
+        ncclpy.synchronize(device)
+    return values
+
+
+def close_all(comms) -> None:
+    """Close communicators of one process, each from its own thread, as their ranks would."""
+    threads = [threading.Thread(target=comm.close, daemon=True) for comm in comms if not comm.closed]
+    for thread in threads:
+        thread.start()
+    _join(threads, time.monotonic() + 30)
+    stuck = sum(thread.is_alive() for thread in threads)
+    if stuck:
+        abort_all(comms)
+        raise AssertionError(f"{stuck} of {len(comms)} communicators did not close within 30 s")
+
+
+def abort_all(comms) -> None:
+    """Abort every communicator, each from its own thread that may be left behind."""
+    threads = [threading.Thread(target=_abort, args=(comm,), daemon=True) for comm in comms if not comm.closed]
+    for thread in threads:
+        thread.start()
+    _join(threads, time.monotonic() + 10)
+
+
+def _abort(comm):
+    try:
+        comm.abort()
+    except ncclpy.NcclError:
+        pass  # the failure that made us abort is the one to report
+
+
+def _join(threads, deadline):
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+class Rank:
+    """What the function of one rank gets: who it is, and how it meets the others.
+
+    Attributes
+    ----------
+    rank, nranks, device : int
+        Its rank, the number of ranks, its own device.
+    """
+
+    def __init__(self, rank: int, nranks: int, share):
+        self.rank, self.nranks, self.device = rank, nranks, rank
+        self._share = share
+        self.comms: list = []
+
+    def unique_id(self):
+        """Return one id on every rank; rank 0 makes it."""
+        return ncclpy.UniqueId.from_bytes(self._share(bytes(ncclpy.get_unique_id()) if self.rank == 0 else None))
+
+    def init(self, **options):
+        """Return this rank's communicator; it is closed after the function, or aborted if any rank fails."""
+        options.setdefault("device", self.device)
+        comm = ncclpy.Communicator.init(self.nranks, self.rank, self.unique_id(), **options)
+        self.comms.append(comm)
+        return comm
+
+
+class _Exchange:
+    """Rank 0's words for everyone, between threads: the n-th call of every rank gets the n-th word."""
+
+    def __init__(self, nranks: int, deadline: float):
+        self._deadline = deadline
+        self._said = threading.Condition()
+        self._words: list = []
+        self._heard = [0] * nranks
+
+    def share(self, rank: int, word):
+        with self._said:
+            index = self._heard[rank]
+            self._heard[rank] += 1
+            if word is not None:
+                self._words.append(word)
+                self._said.notify_all()
+            if not self._said.wait_for(lambda: len(self._words) > index, self._deadline - time.monotonic()):
+                raise TimeoutError(f"rank {rank} waited for rank 0's unique id until the deadline")
+            return self._words[index]
+
+
+def run_threads(nranks: int, fn, timeout: float = 60.0, comms=()) -> list:
+    """Call ``fn(rank)`` once a rank, each in a thread with its own device, and return the results in rank order.
+
+    All ranks share the deadline. The first exception of a rank is raised here with its traceback, after every
+    communicator made with `Rank.init`, and each of `comms`, was aborted so that no other rank stays stuck.
+    """
+    need_devices(nranks)
+    deadline = time.monotonic() + timeout
+    exchange = _Exchange(nranks, deadline)
+    ranks = [Rank(r, nranks, lambda word, r=r: exchange.share(r, word)) for r in range(nranks)]
+    results: list = [None] * nranks
+    errors: list = []
+    failed = threading.Event()
+
+    def body(rank):
+        try:
+            results[rank.rank] = fn(rank)
+            for comm in rank.comms:
+                comm.close()
+        except BaseException as error:
+            errors.append(error)
+            failed.set()
+
+    threads = [threading.Thread(target=body, args=(rank,), name=f"rank {rank.rank}", daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads) and not failed.is_set() and time.monotonic() < deadline:
+        next(thread for thread in threads if thread.is_alive()).join(0.02)
+    stuck = [thread for thread in threads if thread.is_alive()]
+    if stuck and not failed.is_set():
+        frames = sys._current_frames()
+        where = "\n".join(
+            f"{thread.name}:\n" + "".join(traceback.format_stack(frames[thread.ident]))
+            for thread in stuck
+            if thread.ident in frames
+        )
+        abort_all([*comms, *(comm for rank in ranks for comm in rank.comms)])
+        raise AssertionError(f"{len(stuck)} of {nranks} ranks not done after {timeout} s:\n{where}")
+    if errors:
+        if stuck:
+            abort_all([*comms, *(comm for rank in ranks for comm in rank.comms)])
+            _join(threads, time.monotonic() + 10)
+        raise errors[0]
+    return results
+
+
+def run_processes(nranks: int, fn, *args, timeout: float = 100.0) -> list:
+    """Call ``fn(rank, *args)`` once a rank, each in a process of its own, and return the results in rank order.
+
+    `fn` is a function of a module. A child's failure is shown with its traceback; past the deadline every child is
+    killed.
+    """
+    need_devices(nranks)
+    context = multiprocessing.get_context("spawn")
+    deadline = time.monotonic() + timeout
+    pipes, processes = [], []
+    for r in range(nranks):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_child, args=(r, nranks, theirs, fn, args), name=f"rank {r}", daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        return _serve(pipes, processes, deadline, timeout)
+    finally:
+        for process in processes:
+            process.join(max(0.0, min(5.0, deadline - time.monotonic())))
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+        for pipe in pipes:
+            pipe.close()
+
+
+def _serve(pipes, processes, deadline, timeout):
+    """Pass rank 0's words on to all ranks and collect what each returns."""
+    results: dict = {}
+    while len(results) < len(pipes):
+        waiting = [pipe for r, pipe in enumerate(pipes) if r not in results]
+        ready = multiprocessing.connection.wait(waiting, deadline - time.monotonic())
+        if not ready:
+            missing = [r for r in range(len(pipes)) if r not in results]
+            raise AssertionError(f"ranks {missing} not done after {timeout} s; their processes were killed")
+        for pipe in ready:
+            rank = pipes.index(pipe)
+            try:
+                kind, word = pipe.recv()
+            except EOFError:
+                processes[rank].join(5)
+                code = processes[rank].exitcode
+                raise AssertionError(f"the process of rank {rank} died with exit code {code}") from None
+            if kind == "share":
+                for other in pipes:
+                    other.send(word)
+            elif kind == "failed":
+                raise AssertionError(f"rank {rank} failed in its process:\n{word}")
+            else:
+                results[rank] = word
+    return [results[r] for r in range(len(pipes))]
+
+
+def _child(r, nranks, pipe, fn, args):
+    def share(word):
+        if word is not None:
+            pipe.send(("share", word))
+        return pipe.recv()
+
+    rank = Rank(r, nranks, share)
+    try:
+        result = fn(rank, *args)
+        for comm in rank.comms:
+            comm.close()
+        pipe.send(("done", result))
+    except BaseException:
+        pipe.send(("failed", traceback.format_exc()))
+        os._exit(1)  # the others may never come: nothing here is worth waiting for
+
+
+def run_python(code: str, *, timeout: float = 60.0, env: dict | None = None, check: bool = True):
+    """Run a snippet in a fresh interpreter outside the source tree and return the `CompletedProcess`."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, **(env or {})}  # None takes a variable away
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd="/",
+        env={name: value for name, value in environment.items() if value is not None},
+    )
+    if check and done.returncode != 0:
+        raise AssertionError(f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
+    return done
+
+
+def run_with_deadline(fn, timeout: float = 30.0):
+    """Return ``fn()``, called in a thread; fail if it takes longer. For calls that might block for ever."""
+    box: list = []
+
+    def body():
+        try:
+            box.append((fn(), None))
+        except BaseException as error:
+            box.append((None, error))
+
+    thread = threading.Thread(target=body, daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if not box:
+        stack = "".join(traceback.format_stack(sys._current_frames()[thread.ident]))
+        raise AssertionError(f"not back after {timeout} s:\n{stack}")
+    result, error = box[0]
+    if error is not None:
+        raise error
+    return result

@@ -146,8 +146,8 @@ TARGETS = [
 def judge(result: dict) -> list[dict]:
     """Return, for every target that `result` can speak of, what was reached.
 
-    Each is ``{"text", "limit", "at_least", "unit", "reached", "spread", "kept"}``; the last three are None for a target
-    whose rows have no samples: the result's missing rows say why.
+    Each is a dict of text, limit, at_least, unit, reached, spread and kept; the last three are None for a target whose
+    rows have no samples: the result's missing rows say why.
     """
     rows = {(row["rival"], row["road"], row["measure"]): row["samples"] for row in result["rows"] if "samples" in row}
     judged = []

@@ -1,0 +1,135 @@
+"""The benchmarks run and say what they should; no test here looks at a time."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# The root is on the path only for this import: the ncclpy under test is the installed one, not the source tree.
+sys.path.insert(0, str(ROOT))
+try:
+    from benchmarks import nccl_tests, noop, report, results, summary, targets
+    from benchmarks.road import GROUP, Road
+    from benchmarks.worker import Worker
+finally:
+    sys.path.remove(str(ROOT))
+
+
+def run(*arguments, **environment):
+    """Run ``python -m benchmarks`` in the root, as the README says."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=300,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def overhead(tmp_path_factory):
+    path = tmp_path_factory.mktemp("overhead") / "result.json"
+    run("overhead", "--processes", "1", "--rounds", "2", "--json", str(path))
+    return json.loads(path.read_text())
+
+
+def test_overhead_measures_every_road_of_ours_on_the_noop_library(overhead):
+    measured = {(row["rival"], row["road"]) for row in overhead["rows"] if "samples" in row}
+    assert ("C loop", "ncclAllReduce") in measured
+    assert ("ncclpy.bindings", "all_reduce(ints)") in measured
+    for kind in ("prepared buffer", "int tuple", "numpy array"):
+        assert ("ncclpy.Communicator", f"all_reduce({kind})") in measured
+    assert ("ncclpy.Communicator", "with group(): pass") in measured
+    assert ("ncclpy.Communicator, nonblocking", "all_reduce(prepared buffer)") in measured
+    assert all(len(row["samples"]) == 2 and min(row["samples"]) > 0 for row in overhead["rows"] if "samples" in row)
+
+
+def test_overhead_has_a_row_for_every_rival_that_cannot_run(overhead):
+    missing = {row["rival"]: row["missing"] for row in overhead["rows"] if "missing" in row}
+    assert "GPU" in missing["torch.distributed"]
+    assert not any(reason.startswith("failed") for reason in missing.values()), missing
+
+
+def test_overhead_with_real_communication_runs_on_the_host_engine(tmp_path):
+    path = tmp_path / "result.json"
+    run("overhead", "--gpu", "2", "--rounds", "1", "--json", str(path), NCCLPY_LIBRARY="host")
+    result = json.loads(path.read_text())
+    measures = {(row["rival"], row["measure"]) for row in result["rows"] if "samples" in row}
+    assert {("C loop", "host"), ("C loop", "latency"), ("ncclpy.Communicator", "latency")} <= measures
+    assert result["settings"]["engine"] == "host"
+
+
+def test_import_time_is_measured(tmp_path):
+    path = tmp_path / "result.json"
+    run("import", "--rounds", "1", "--json", str(path))
+    rows = {row["rival"]: row for row in json.loads(path.read_text())["rows"]}
+    assert len(rows["ncclpy"]["samples"]) == 1
+
+
+def test_report_names_command_machine_and_targets(overhead, tmp_path):
+    results.save(overhead, tmp_path / "overhead.json")
+    run("report", "--results", str(tmp_path), "--output", str(tmp_path / "page.md"))
+    page = (tmp_path / "page.md").read_text()
+    assert "python -m benchmarks overhead" in page
+    assert overhead["machine"]["processor"] in page
+    assert "an empty group() takes at most 0.4 us" in page
+
+
+def test_page_follows_from_the_kept_results():
+    assert report.PAGE.read_text() == report.page(results.load_all()), "run `python -m benchmarks report`"
+
+
+def test_check_rejects_a_road_that_does_not_call_the_library(tmp_path):
+    worker = Worker()
+    worker.do_noop(str(noop.build(tmp_path)))
+    worker.roads["idle"] = Road("idle", "all_reduce", lambda n: 0.0)
+    assert worker.do_check("idle") == f"{2 * GROUP} operations made 0 calls of the library"
+
+
+def test_targets_are_judged_round_by_round():
+    def row(rival, road, samples):
+        return {"rival": rival, "road": road, "measure": "host", "samples": samples}
+
+    result = {"experiment": "overhead", "settings": {"engine": "noop"}, "rows": []}
+    result["rows"] = [
+        row("C loop", "ncclAllReduce", [0.1, 5.0, 0.1]),
+        row("ncclpy.bindings", "all_reduce(ints)", [0.2, 5.6, 0.2]),
+        row("nccl4py bindings", "all_reduce(ints)", [0.3, 2.0, 0.1]),
+    ]
+    judged = {target["text"]: target for target in targets.judge(result)}
+    ratio = judged["bindings.all_reduce is no slower than nccl4py's binding"]
+    assert (ratio["reached"], ratio["kept"]) == (pytest.approx(2.0), False)
+    difference = judged["bindings.all_reduce adds at most 0.3 us to the C loop"]
+    assert (difference["reached"], difference["kept"]) == (pytest.approx(0.1), True)
+    assert judged["an empty group() takes at most 0.4 us"]["kept"] is None
+
+
+def test_ratios_need_the_same_rounds():
+    with pytest.raises(ValueError, match="2 samples cannot be compared round by round with 1"):
+        summary.ratios([1.0, 2.0], [1.0])
+
+
+OUTPUT = """
+#       size         count      type   redop    root     time   algbw   busbw  #wrong     time   algbw   busbw  #wrong
+#        (B)    (elements)                               (us)  (GB/s)  (GB/s)             (us)  (GB/s)  (GB/s)
+  1073741824     268435456     float     sum      -1   5500.1  195.22  341.64       {}   5501.0  195.19  341.59       0
+# Out of bounds values : 0 OK
+"""
+
+
+def test_bandwidths_come_from_the_columns_of_nccl_tests():
+    assert nccl_tests.bandwidths(OUTPUT.format(0)) == {"out of place": 341.64, "in place": 341.59}
+
+
+def test_a_wrong_result_has_no_bandwidth():
+    with pytest.raises(ValueError, match="3 wrong elements out of place"):
+        nccl_tests.bandwidths(OUTPUT.format(3))

@@ -26,6 +26,8 @@ class Road:
         Issues n operations, waits for each, and returns the seconds.
     result : int
         Pointer of the receive buffer, or 0 if what it holds says nothing (in place, or nothing is sent).
+    reduces, groups : float
+        How many all-reduces, and ends of groups, one operation sends to the library: the benchmark counts them.
     """
 
     name: str
@@ -33,6 +35,8 @@ class Road:
     host: Callable[[int], float]
     latency: Callable[[int], float] | None = None
     result: int = 0
+    reduces: float = 1
+    groups: float = 0
 
 
 def timed(statement: str, *, per: int = 1, **names: object) -> Callable[[int], float]:
@@ -67,4 +71,4 @@ def python_road(name: str, call: str, *, sync: Callable[[], object] | None, resu
 def python_group(name: str, call: str, *, result: int = 0, **names: object) -> Road:
     """Return the road of `GROUP` times `call` in one block ``with group():``; `names` has the group."""
     source = f"with group():\n    for _ in range({GROUP}):\n        {call}"
-    return Road(name, f"group of {GROUP}", timed(source, per=GROUP, **names), None, result)
+    return Road(name, f"group of {GROUP}", timed(source, per=GROUP, **names), result=result, groups=1 / GROUP)

@@ -96,7 +96,7 @@ def on_nccl(rank: int, nranks: int, ids: list[bytes], store: str) -> Setting:
     import ncclpy
     from ncclpy.core import device as devices
 
-    communicator = ncclpy.Communicator.init(nranks, rank, ncclpy.UniqueId.from_bytes(ids[0]), device=rank, timeout=60)
+    communicator = ncclpy.Communicator.init(nranks, rank, ncclpy.UniqueId.from_bytes(ids[0]), device=rank)
     stream = ncclpy.Stream(rank)
     ones = numpy.ones(COUNT, numpy.float32)
     send, recv = (devices.allocate(ones.nbytes, rank) for _ in range(2))

@@ -83,12 +83,16 @@ class Worker:
         return seconds
 
     def _check_noop(self, road: Road) -> str | None:
-        counter = "noopGroups" if road.operation == "empty group" else "noopCalls"
-        before = self.setting.counter(counter)
+        counters = ("noopCalls", "noopGroups")
+        before = [self.setting.counter(name) for name in counters]
         road.host(2 * GROUP)
-        arrived = self.setting.counter(counter) - before
-        if arrived != 2 * GROUP:
-            return f"{2 * GROUP} operations made {arrived} calls of the library"
+        arrived = [self.setting.counter(name) - start for name, start in zip(counters, before, strict=True)]
+        expected = [2 * GROUP * road.reduces, 2 * GROUP * road.groups]
+        if arrived != expected:
+            return (
+                f"{2 * GROUP} operations made {arrived[0]} all-reduces and {arrived[1]} groups "
+                f"instead of {expected[0]:g} and {expected[1]:g}"
+            )
         return None
 
     def _check_sum(self, road: Road) -> str | None:

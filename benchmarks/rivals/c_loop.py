@@ -49,8 +49,8 @@ def open(setting: Setting) -> list[Road]:
             f"{GROUP} x ncclAllReduce in a group",
             f"group of {GROUP}",
             seconds("c_loop_group", ctypes.c_long(GROUP)),
-            None,
-            setting.recv,
+            result=setting.recv,
+            groups=1 / GROUP,
         ),
-        Road("ncclGroupStart, ncclGroupEnd", "empty group", seconds("c_loop_empty_group")),
+        Road("ncclGroupStart, ncclGroupEnd", "empty group", seconds("c_loop_empty_group"), reduces=0, groups=1),
     ]

@@ -30,8 +30,14 @@ def open(setting: Setting) -> list[Road]:
             f"{GROUP} x all_reduce(ints) in a group",
             f"group of {GROUP}",
             timed(group, per=GROUP, **names),
-            None,
-            setting.recv,
+            result=setting.recv,
+            groups=1 / GROUP,
         ),
-        Road("group_start, group_end", "empty group", timed("group_start(); group_end()", **names)),
+        Road(
+            "group_start, group_end",
+            "empty group",
+            timed("group_start(); group_end()", **names),
+            reduces=0,
+            groups=1,
+        ),
     ]

@@ -79,8 +79,14 @@ class Worker:
         """Return the seconds of one of `n` operations."""
         seconds = getattr(self.roads[key], measure)(n) / n
         if self.setting.sync is not None and measure == "host":
-            self.setting.sync()
+            self._settle()
         return seconds
+
+    def _settle(self) -> None:
+        """Wait for every stream of the device: a road may have used another than the setting's."""
+        import ncclpy
+
+        ncclpy.synchronize(self.setting.device)
 
     def _check_noop(self, road: Road) -> str | None:
         counters = ("noopCalls", "noopGroups")
@@ -96,7 +102,7 @@ class Worker:
         return None
 
     def _check_sum(self, road: Road) -> str | None:
-        self.setting.sync()
+        self._settle()
         if road.result == 0:
             return None
         from ncclpy.core import device as devices
@@ -104,8 +110,9 @@ class Worker:
         values = (ctypes.c_float * setting.COUNT)()
         size = ctypes.sizeof(values)
         devices.memset(road.result, 0, size, self.setting.stream)
+        self._settle()
         road.host(GROUP)
-        self.setting.sync()
+        self._settle()
         devices.copy(ctypes.addressof(values), road.result, size, self.setting.stream)
         self.setting.sync()
         if list(values) != [float(self.setting.nranks)] * setting.COUNT:

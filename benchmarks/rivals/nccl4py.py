@@ -21,7 +21,10 @@ def bindings(setting: Setting):
         from nccl.bindings import nccl
     except ImportError as error:
         raise Missing(f"nccl4py cannot be imported: {error}") from None
-    nccl.get_version()
+    try:
+        nccl.get_version()
+    except RuntimeError as error:  # of cuda.pathfinder, when the global scope lacks a symbol that it wants
+        raise Missing(f"nccl4py finds no NCCL with all its symbols: {error}".splitlines()[0]) from None
     path = nccl.get_library_path()
     if path and not os.path.samefile(path, setting.library):
         raise Missing(f"nccl4py drives another library: {os.path.basename(path)}")

@@ -34,8 +34,8 @@ def roads(ncclpy, communicator, setting: Setting) -> list[Road]:
         found.append(
             python_road(f"all_reduce({kind}), in place", "all_reduce(recv, stream=stream)", sync=setting.sync, **names)
         )
-        if not setting.gpu or kind in ("torch tensor", "cupy array"):
-            # On GPUs the frameworks' current stream is the setting's; a prepared buffer has no framework.
+        if setting.sync is None or kind != "prepared buffer":
+            # Where something runs, a prepared buffer would go to the default stream, which nobody here waits for.
             found.append(
                 python_road(
                     f"all_reduce({kind}), stream=None",

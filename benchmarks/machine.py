@@ -17,6 +17,7 @@ def describe() -> dict[str, object]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "system": f"{platform.system()} {'.'.join(platform.release().split('.')[:2])}",
         "gpus": _gpus(),
+        "load": round(os.getloadavg()[0], 1),
     }
 
 

@@ -16,6 +16,8 @@ from pathlib import Path
 from benchmarks import noop, report, results, workers
 from benchmarks.rivals import MODULES
 
+#: Rounds in one set of processes, fresh sets of processes (no-op only), seed of the order of roads in a round.
+DEFAULTS = {"rounds": 30, "processes": 5, "seed": 1}
 #: A sample on the no-op library lasts about this long.
 SAMPLE_SECONDS = 0.004
 #: Operations a sample on GPUs: host time below the depth of a GPU's launch queue, so that enqueueing never waits.
@@ -30,18 +32,25 @@ GPU_IDS = 8
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add this experiment's options."""
     parser.add_argument("--gpu", type=int, default=0, metavar="N", help="real NCCL on N GPUs, one process a GPU")
-    parser.add_argument("--rounds", type=int, default=20, help="rounds in one set of processes (default: 20)")
-    parser.add_argument("--processes", type=int, default=3, help="fresh sets of processes, no-op only (default: 3)")
+    parser.add_argument("--rounds", type=int, help="rounds in one set of processes (default: %(default)s)")
+    parser.add_argument("--processes", type=int, help="fresh sets of processes, no-op only (default: %(default)s)")
     parser.add_argument("--without", action="append", default=[], choices=MODULES, help="leave a rival out")
     parser.add_argument("--only", action="append", default=[], choices=MODULES, help="measure only these rivals")
-    parser.add_argument("--seed", type=int, default=1, help="of the order of roads in a round (default: 1)")
+    parser.add_argument("--seed", type=int, help="of the order of roads in a round (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result with all samples")
+    parser.set_defaults(**DEFAULTS)
 
 
 def run(chosen: argparse.Namespace) -> int:
     """Measure, print and write; return 1 if a rival failed."""
     rivals = [name for name in MODULES if name not in chosen.without and (not chosen.only or name in chosen.only)]
     command = ["--gpu", str(chosen.gpu)] if chosen.gpu else []
+    for option, default in DEFAULTS.items():
+        if getattr(chosen, option) != default:
+            command += [f"--{option}", str(getattr(chosen, option))]
+    for option in ("without", "only"):
+        for module in getattr(chosen, option):
+            command += [f"--{option}", module]
     result = results.new(
         "overhead",
         command,
@@ -61,6 +70,7 @@ def run(chosen: argparse.Namespace) -> int:
                 on_noop(rivals, chosen.rounds, order, table)
     finally:
         # What was measured before a failure is kept.
+        result["notes"] = list(table.notes)
         result["rows"] = table.rows(rivals)
         if chosen.json:
             results.save(result, chosen.json)
@@ -74,6 +84,7 @@ class Table:
     def __init__(self):
         self._rows: dict[tuple[str, str, str], dict] = {}
         self._missing: dict[str, dict] = {}
+        self.notes: dict[str, None] = {}
         self.failed = False
 
     def add(self, module: str, rival: str, road: dict, measure: str, seconds: float) -> None:
@@ -183,6 +194,7 @@ def _opened(processes: list[workers.WorkerProcess], module: str, table: Table) -
         print(failure)
         return []
     answer = answers[0]
+    table.notes.update(dict.fromkeys(answer["notes"]))
     if answer["missing"]:
         table.miss(module, answer["rival"], answer["missing"])
     working = []

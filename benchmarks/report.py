@@ -64,7 +64,7 @@ def section(name: str, result: dict) -> str:
         f"## {TITLES[result['experiment']]}{where}",
         "",
         f"`{result['command']}`, {result['date']}; raw samples: `benchmarks/results/{name}`.",
-        f"Machine: {what}, {machine['system']}{gpus}.",
+        f"Machine: {what}, {machine['system']}{gpus}; load average {machine['load']} when it began.",
         f"Versions: {versions}.",
         f"Settings: {', '.join(f'{key} {value}' for key, value in settings.items())}.",
         "",
@@ -83,9 +83,11 @@ def text(result: dict) -> str:
     missing = [row for row in result["rows"] if "missing" in row]
     if missing:
         parts.append("Not measured:\n\n" + "".join(f"- {row['rival']}: {row['missing']}\n" for row in missing))
+    if result.get("notes"):
+        parts.append("Notes:\n\n" + "".join(f"- {note}\n" for note in result["notes"]))
     judged = targets.judge(result)
     if judged:
-        parts.append("### Targets\n\n" + _targets(judged))
+        parts.append(f"### Targets\n\n{_targets(judged)}\n")
     return "\n".join(parts)
 
 

@@ -42,6 +42,8 @@ class Setting:
         Path of a file that does not exist yet, for the rivals that gather through one.
     keep : list
         What has to live as long as the setting.
+    notes : list of str
+        What a reader of the figures has to know; rivals add to it.
     """
 
     gpu: bool
@@ -58,6 +60,7 @@ class Setting:
     ids: list[bytes] = dataclasses.field(default_factory=list)
     store: str = ""
     keep: list[object] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
 
     def counter(self, name: str) -> int:
         """Return how many calls have arrived at the no-op library: ``"noopCalls"`` or ``"noopGroups"``."""

@@ -58,7 +58,7 @@ class Worker:
         try:
             roads = module.open(self.setting)
         except Missing as missing:
-            return {"rival": module.NAME, "missing": str(missing), "roads": []}
+            return {"rival": module.NAME, "missing": str(missing), "roads": [], "notes": []}
         described = []
         for index, road in enumerate(roads):
             key = f"{rival}.{index}"
@@ -66,7 +66,8 @@ class Worker:
             described.append(
                 {"key": key, "road": road.name, "operation": road.operation, "latency": road.latency is not None}
             )
-        return {"rival": module.NAME, "missing": None, "roads": described}
+        notes, self.setting.notes = self.setting.notes, []
+        return {"rival": module.NAME, "missing": None, "roads": described, "notes": notes}
 
     def do_check(self, key: str) -> str | None:
         """Run a road once more than once and see that it does what it says; return what is wrong, or None."""

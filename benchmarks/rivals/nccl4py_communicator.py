@@ -13,8 +13,7 @@ CALL = "allreduce(send, recv, op, stream=stream)"
 def open(setting: Setting) -> list[Road]:
     """Wrap the setting's communicator.
 
-    On the no-op library there is no driver, which nccl4py asks through cuda.core for the communicator's device; the
-    device is set by hand there to what a CPU tensor names (None). The call's way is the same.
+    Without a driver nccl4py cannot ask for the communicator's device, through cuda.core; it is set by hand then.
     """
     nccl4py.bindings(setting)
     from nccl import core
@@ -26,6 +25,10 @@ def open(setting: Setting) -> list[Road]:
         Device(setting.device).set_current()
     else:
         communicator._device = types.SimpleNamespace(device_id=None)
+        setting.notes.append(
+            f"{NAME}: without a driver cuda.core cannot name the communicator's device; it is set by hand to what a "
+            "CPU tensor names, None. All else of the call is as it is."
+        )
     setting.keep.append(communicator)
     found = []
     kinds = {"torch tensor": arrays.torch_pair(setting), "cupy array": arrays.cupy_pair(setting)}

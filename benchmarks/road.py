@@ -6,6 +6,8 @@ import dataclasses
 import timeit
 from collections.abc import Callable
 
+from benchmarks.setting import Setting
+
 #: How many operations a group holds in the rows that measure groups.
 GROUP = 64
 
@@ -39,11 +41,13 @@ class Road:
     groups: float = 0
 
 
-def timed(statement: str, *, per: int = 1, **names: object) -> Callable[[int], float]:
-    """Return a function that runs `statement` for n operations and returns the seconds.
+def timed(setting: Setting, statement: str, *, per: int = 1, **names: object) -> Callable[[int], float]:
+    """Return a function that runs `statement` for n operations and returns the seconds on the setting's clock.
 
     Parameters
     ----------
+    setting : Setting
+        What the road belongs to.
     statement : str
         Python source; it stands literally in the timed loop, with the garbage collector off.
     per : int
@@ -51,8 +55,8 @@ def timed(statement: str, *, per: int = 1, **names: object) -> Callable[[int], f
     **names : object
         What the statement's names stand for; they are local variables of the loop.
     """
-    setup = "; ".join(f"{name} = _names[{name!r}]" for name in names) or "pass"
-    timer = timeit.Timer(statement, setup, globals={"_names": names})
+    setup = "; ".join(f"{name} = _names[{name!r}]" for name in names)
+    timer = timeit.Timer(statement, setup, timer=setting.clock, globals={"_names": names})
 
     def run(n: int) -> float:
         return timer.timeit(n // per)
@@ -60,15 +64,20 @@ def timed(statement: str, *, per: int = 1, **names: object) -> Callable[[int], f
     return run
 
 
-def python_road(name: str, call: str, *, sync: Callable[[], object] | None, result: int = 0, **names: object) -> Road:
-    """Return the road of one all-reduce, written as the Python source `call`; `sync` waits for the stream."""
+def python_road(setting: Setting, name: str, call: str, *, result: int = 0, **names: object) -> Road:
+    """Return the road of one all-reduce, written as the Python source `call`.
+
+    Its latency waits with the name ``sync``, by default the setting's; without that it has none.
+    """
+    sync = names.pop("sync", setting.sync)
     latency = None
     if sync is not None:
-        latency = timed(f"{call}; sync()", sync=sync, **names)
-    return Road(name, "all_reduce", timed(call, **names), latency, result)
+        latency = timed(setting, f"{call}; sync()", sync=sync, **names)
+    return Road(name, "all_reduce", timed(setting, call, **names), latency, result)
 
 
-def python_group(name: str, call: str, *, result: int = 0, **names: object) -> Road:
+def python_group(setting: Setting, name: str, call: str, *, result: int = 0, **names: object) -> Road:
     """Return the road of `GROUP` times `call` in one block ``with group():``; `names` has the group."""
     source = f"with group():\n    for _ in range({GROUP}):\n        {call}"
-    return Road(name, f"group of {GROUP}", timed(source, per=GROUP, **names), result=result, groups=1 / GROUP)
+    host = timed(setting, source, per=GROUP, **names)
+    return Road(name, f"group of {GROUP}", host, result=result, groups=1 / GROUP)

@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import importlib.util
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +43,9 @@ class Setting:
         Path of a file that does not exist yet, for the rivals that gather through one.
     keep : list
         What has to live as long as the setting.
+    clock : callable
+        What times the roads: the thread's CPU time on the no-op library, where nothing waits, so that a machine that
+        is busy with other work does not count; else the time that passes.
     notes : list of str
         What a reader of the figures has to know; rivals add to it.
     """
@@ -60,6 +64,7 @@ class Setting:
     ids: list[bytes] = dataclasses.field(default_factory=list)
     store: str = ""
     keep: list[object] = dataclasses.field(default_factory=list)
+    clock: Callable[[], float] = time.perf_counter
     notes: list[str] = dataclasses.field(default_factory=list)
 
     def counter(self, name: str) -> int:
@@ -82,6 +87,7 @@ def on_noop(library: str) -> Setting:
         send=ctypes.addressof(send),
         recv=ctypes.addressof(recv),
         keep=[noop, send, recv],
+        clock=time.thread_time,
     )
 
 

@@ -14,10 +14,12 @@ typedef struct {
   size_t count;
   ncclComm_t comm;
   cudaStream_t stream;
+  clockid_t clock;
 } arguments;
 
 EXPORT arguments* c_loop_arguments(void* all_reduce, void* group_start, void* group_end, void* synchronize,
-                                   const void* send, void* recv, size_t count, void* comm, void* stream) {
+                                   const void* send, void* recv, size_t count, void* comm, void* stream,
+                                   int clock) {
   static arguments a;
   a.nccl.ncclAllReduce = all_reduce;
   a.nccl.ncclGroupStart = group_start;
@@ -28,12 +30,13 @@ EXPORT arguments* c_loop_arguments(void* all_reduce, void* group_start, void* gr
   a.count = count;
   a.comm = comm;
   a.stream = stream;
+  a.clock = clock;
   return &a;
 }
 
-static double now(void) {
+static double now(const arguments* a) {
   struct timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
+  clock_gettime(a->clock, &t);
   return t.tv_sec + 1e-9 * t.tv_nsec;
 }
 
@@ -49,35 +52,35 @@ static inline ncclResult_t call(const arguments* a) {
   } while (0)
 
 EXPORT double c_loop_host(const arguments* a, long n) {
-  double start = now();
+  double start = now(a);
   for (long i = 0; i < n; i++) TRY(call(a));
-  return now() - start;
+  return now(a) - start;
 }
 
 EXPORT double c_loop_latency(const arguments* a, long n) {
-  double start = now();
+  double start = now(a);
   for (long i = 0; i < n; i++) {
     TRY(call(a));
     if (a->synchronize(a->stream) != CUDA_SUCCESS) return -1.0;
   }
-  return now() - start;
+  return now(a) - start;
 }
 
 EXPORT double c_loop_group(const arguments* a, long n, long per_group) {
-  double start = now();
+  double start = now(a);
   for (long i = 0; i < n / per_group; i++) {
     TRY(a->nccl.ncclGroupStart());
     for (long j = 0; j < per_group; j++) TRY(call(a));
     TRY(a->nccl.ncclGroupEnd());
   }
-  return now() - start;
+  return now(a) - start;
 }
 
 EXPORT double c_loop_empty_group(const arguments* a, long n) {
-  double start = now();
+  double start = now(a);
   for (long i = 0; i < n; i++) {
     TRY(a->nccl.ncclGroupStart());
     TRY(a->nccl.ncclGroupEnd());
   }
-  return now() - start;
+  return now(a) - start;
 }

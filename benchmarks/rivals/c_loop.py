@@ -2,6 +2,7 @@
 
 import ctypes
 import tempfile
+import time
 from pathlib import Path
 
 from benchmarks import compiler
@@ -27,6 +28,7 @@ def open(setting: Setting) -> list[Road]:
             ctypes.c_size_t(COUNT),
             ctypes.c_void_p(setting.comm),
             ctypes.c_void_p(setting.stream),
+            ctypes.c_int(time.CLOCK_THREAD_CPUTIME_ID if setting.clock is time.thread_time else time.CLOCK_MONOTONIC),
         )
     )
     setting.keep += [loop, nccl, driver]

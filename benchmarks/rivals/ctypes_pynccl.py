@@ -60,9 +60,9 @@ def open(setting: Setting) -> list[Road]:
     stream = torch.cuda.current_stream() if setting.gpu else types.SimpleNamespace(cuda_stream=setting.stream)
     return [
         python_road(
+            setting,
             "all_reduce(torch tensor)",
             "all_reduce(send, recv, op, stream)",
-            sync=setting.sync,
             result=recv.data_ptr(),
             all_reduce=wrapper.all_reduce,
             send=send,

@@ -25,9 +25,9 @@ def open(setting: Setting) -> list[Road]:
     setting.keep.append(communicator)
     return [
         python_road(
+            setting,
             "allReduce(ints)",
             "all_reduce(send, recv, count, dtype, op, stream)",
-            sync=setting.sync,
             result=setting.recv,
             all_reduce=communicator.allReduce,
             send=setting.send,

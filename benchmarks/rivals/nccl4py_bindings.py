@@ -25,18 +25,18 @@ def open(setting: Setting) -> list[Road]:
     }
     group = f"group_start()\nfor _ in range({GROUP}):\n    {CALL}\ngroup_end()"
     return [
-        python_road("all_reduce(ints)", CALL, sync=setting.sync, result=setting.recv, **names),
+        python_road(setting, "all_reduce(ints)", CALL, result=setting.recv, **names),
         Road(
             f"{GROUP} x all_reduce(ints) in a group",
             f"group of {GROUP}",
-            timed(group, per=GROUP, **names),
+            timed(setting, group, per=GROUP, **names),
             result=setting.recv,
             groups=1 / GROUP,
         ),
         Road(
             "group_start, group_end",
             "empty group",
-            timed("group_start(); group_end()", **names),
+            timed(setting, "group_start(); group_end()", **names),
             reduces=0,
             groups=1,
         ),

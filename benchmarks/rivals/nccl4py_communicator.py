@@ -38,8 +38,8 @@ def open(setting: Setting) -> list[Road]:
         send, recv = pair
         names = {"allreduce": communicator.allreduce, "op": SUM, "send": send, "recv": recv, "stream": setting.stream}
         pointer = recv.data_ptr() if kind == "torch tensor" else recv.data.ptr
-        found.append(python_road(f"allreduce({kind})", CALL, sync=setting.sync, result=pointer, **names))
-        found.append(python_group(f"allreduce({kind}) in group()", CALL, group=core.group, **names))
-    empty = timed("with group(): pass", group=core.group)
+        found.append(python_road(setting, f"allreduce({kind})", CALL, result=pointer, **names))
+        found.append(python_group(setting, f"allreduce({kind}) in group()", CALL, group=core.group, **names))
+    empty = timed(setting, "with group(): pass", group=core.group)
     found.append(Road("with group(): pass", "empty group", empty, reduces=0, groups=1))
     return found

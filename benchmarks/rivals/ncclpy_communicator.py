@@ -28,19 +28,17 @@ def roads(ncclpy, communicator, setting: Setting) -> list[Road]:
     found = []
     for kind, (send, recv, pointer) in pairs.items():
         names = {"all_reduce": all_reduce, "send": send, "recv": recv, "stream": setting.stream}
-        found.append(python_road(f"all_reduce({kind})", OUT_OF_PLACE, sync=setting.sync, result=pointer, **names))
+        found.append(python_road(setting, f"all_reduce({kind})", OUT_OF_PLACE, result=pointer, **names))
         if kind == "int tuple":
             continue
-        found.append(
-            python_road(f"all_reduce({kind}), in place", "all_reduce(recv, stream=stream)", sync=setting.sync, **names)
-        )
+        found.append(python_road(setting, f"all_reduce({kind}), in place", "all_reduce(recv, stream=stream)", **names))
         if setting.sync is None or kind != "prepared buffer":
             # Where something runs, a prepared buffer would go to the default stream, which nobody here waits for.
             found.append(
                 python_road(
+                    setting,
                     f"all_reduce({kind}), stream=None",
                     "all_reduce(send, recv)",
-                    sync=setting.sync,
                     result=pointer,
                     **names,
                 )
@@ -49,6 +47,7 @@ def roads(ncclpy, communicator, setting: Setting) -> list[Road]:
     send, recv, _ = pairs["prepared buffer"]
     found.append(
         python_road(
+            setting,
             "all_reduce(prepared buffer), stream=ncclpy.Stream",
             OUT_OF_PLACE,
             sync=stream.synchronize if setting.sync else None,
@@ -63,6 +62,7 @@ def roads(ncclpy, communicator, setting: Setting) -> list[Road]:
             send, recv, pointer = pairs[kind]
             found.append(
                 python_group(
+                    setting,
                     f"all_reduce({kind}) in group()",
                     OUT_OF_PLACE,
                     result=pointer,
@@ -74,7 +74,7 @@ def roads(ncclpy, communicator, setting: Setting) -> list[Road]:
                 )
             )
     setting.notes.append(f"{NAME}: a group is sent to NCCL when it ends; an empty one makes no call of the library.")
-    empty = timed("with group(): pass", group=ncclpy.group)
+    empty = timed(setting, "with group(): pass", group=ncclpy.group)
     found.append(Road("with group(): pass", "empty group", empty, reduces=0, groups=0))
     return found
 

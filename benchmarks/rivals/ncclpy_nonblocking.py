@@ -26,9 +26,9 @@ def open(setting: Setting) -> list[Road]:
     names = {"all_reduce": communicator.all_reduce, "stream": setting.stream}
     found = [
         python_road(
+            setting,
             "all_reduce(prepared buffer)",
             CALL,
-            sync=setting.sync,
             result=setting.recv,
             send=ncclpy.Buffer(setting.send, COUNT, dtype, device=setting.device),
             recv=ncclpy.Buffer(setting.recv, COUNT, dtype, device=setting.device),
@@ -40,9 +40,9 @@ def open(setting: Setting) -> list[Road]:
         send, recv = pair
         found.append(
             python_road(
+                setting,
                 "all_reduce(torch tensor)",
                 CALL,
-                sync=setting.sync,
                 result=recv.data_ptr(),
                 send=send,
                 recv=recv,

@@ -32,9 +32,9 @@ def open(setting: Setting) -> list[Road]:
     _, tensor = pair
     return [
         python_road(
+            setting,
             "all_reduce(torch tensor), in place",
             "all_reduce(tensor)",
-            sync=setting.sync,
             all_reduce=distributed.all_reduce,
             tensor=tensor,
         )

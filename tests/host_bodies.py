@@ -344,3 +344,27 @@ def abort_stuck_messages(rank):
         assert not nccl.driver.ready("cuStreamQuery", rank.stream)
     nccl.ncclCommAbort(comm)
     rank.synchronize()
+
+
+def every_bit_pattern(rank, code):
+    """Reduce every pattern of an 8-bit float with every other, of a 16-bit float with a shuffled one."""
+    nccl = rank.nccl
+    dtype = np.dtype(DTYPES[code])
+    with rank.communicator() as comm:
+        if dtype.itemsize == 1:
+            first, second = (
+                np.repeat(np.arange(256, dtype=np.uint8), 256),
+                np.tile(np.arange(256, dtype=np.uint8), 256),
+            )
+        else:
+            first = np.arange(65536, dtype=np.uint16)
+            second = np.random.default_rng(code).permutation(first)
+        inputs = [first.view(dtype), second.view(dtype)]
+        for op in OPS:
+            got = np.zeros_like(inputs[0])
+            nccl.ncclAllReduce(pointer(inputs[rank.rank]), pointer(got), len(got), code, op, comm, rank.stream)
+            rank.synchronize()
+            expect(got, reduced(inputs, op), f"every pattern of {dtype}, op {op}")
+            # Signs of zeros count as well.
+            zero = (got == 0) & (reduced(inputs, op) == 0)
+            assert (np.signbit(got[zero]) == np.signbit(reduced(inputs, op)[zero])).all() or op in (MAX, MIN)

@@ -61,6 +61,11 @@ def test_pre_mul_sum(run, nranks):
     run(nranks, bodies.pre_mul_sum, [1, 100, 5000])
 
 
+@pytest.mark.parametrize("code", [6, 9, 10, 11])
+def test_small_floats_round_as_ml_dtypes_does(nccl, code):
+    as_threads(nccl, 2, bodies.every_bit_pattern, code)
+
+
 @pytest.mark.parametrize("nranks", [1, 2, 3, 8])
 def test_messages(run, nranks):
     run(nranks, bodies.all_pairs, [1, 0, 1000, 300_001, 17])

@@ -43,6 +43,44 @@ class Config(ctypes.Structure):
             setattr(self, name, value)
 
 
+class CollConfig(ctypes.Structure):
+    """The newest ncclCollConfig_t, initialised as NCCL's initialiser does."""
+
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("ext", ctypes.c_void_p),
+        ("minCTAs", ctypes.c_int),
+        ("maxCTAs", ctypes.c_int),
+        ("nvlsCTAs", ctypes.c_int),
+        ("cgaClusterSize", ctypes.c_int),
+        ("algSelection", ctypes.c_char_p),
+        ("forceAlgSelection", ctypes.c_int),
+        ("CTAPolicy", ctypes.c_int),
+        ("userProfilerTag", ctypes.c_uint64),
+        ("launchCompletionEvent", ctypes.c_void_p),
+    ]
+
+    def __init__(self, **values):
+        super().__init__(size=ctypes.sizeof(CollConfig), magic=MAGIC, version=VERSION, forceAlgSelection=1)
+        self.minCTAs = self.maxCTAs = self.nvlsCTAs = self.cgaClusterSize = self.CTAPolicy = UNDEFINED
+        for name, value in values.items():
+            setattr(self, name, value)
+
+
+class SimInfo(ctypes.Structure):
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("estimatedTime", ctypes.c_float),
+    ]
+
+    def __init__(self, magic=0x74685283):
+        super().__init__(ctypes.sizeof(SimInfo), magic, VERSION, -1.0)
+
+
 _VALUES = {
     "size_t": ctypes.c_size_t,
     "int": ctypes.c_int,

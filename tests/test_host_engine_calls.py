@@ -23,9 +23,11 @@ from nccl_calls import (
     SUM,
     UNHANDLED_CUDA,
     VERSION,
+    CollConfig,
     Config,
     Nccl,
     NcclError,
+    SimInfo,
     UniqueId,
 )
 
@@ -372,6 +374,67 @@ def test_finalize_waits_for_issued_work(nccl, streams):
     nccl.ncclCommFinalize(comms[1])
     for comm in comms:
         nccl.ncclCommDestroy(comm)
+
+
+def test_configured_collectives(nccl, comms, streams):
+    """Every nccl*Config call does what its plain one does, with a configuration and without."""
+    event = nccl.driver.event()
+    for config in (None, ctypes.byref(CollConfig(minCTAs=1, maxCTAs=2, algSelection=b"ring"))):
+        send, recv = [np.ones(8, np.float32) for _ in comms], [np.zeros(32, np.float32) for _ in comms]
+        nccl.ncclGroupStart()
+        for rank, (comm, stream) in enumerate(zip(comms, streams, strict=False)):
+            s, r = bodies.pointer(send[rank]), recv[rank]
+            nccl.ncclAllReduceConfig(s, bodies.pointer(r, 0), 2, 7, SUM, comm, stream, config)
+            nccl.ncclBroadcastConfig(s, bodies.pointer(r, 2), 2, 7, 1, comm, stream, config)
+            nccl.ncclReduceConfig(s, bodies.pointer(r, 4), 2, 7, SUM, 2, comm, stream, config)
+            nccl.ncclAllGatherConfig(s, bodies.pointer(r, 6), 2, 7, comm, stream, config)
+            nccl.ncclReduceScatterConfig(s, bodies.pointer(r, 14), 2, 7, SUM, comm, stream, config)
+            nccl.ncclAlltoAllConfig(s, bodies.pointer(r, 16), 1, 7, comm, stream, config)
+            nccl.ncclGatherConfig(s, bodies.pointer(r, 20), 2, 7, 0, comm, stream, config)
+            nccl.ncclScatterConfig(s, bodies.pointer(r, 28), 2, 7, 0, comm, stream, config)
+        nccl.ncclGroupEnd()
+        for rank, stream in enumerate(streams):
+            nccl.driver.cuStreamSynchronize(stream)
+            expected = (
+                [4, 4, 1, 1] + [4 * (rank == 2)] * 2 + [1] * 8 + [4, 4] + [1] * 4 + [int(rank == 0)] * 8 + [1, 1]
+            )
+            assert list(recv[rank][:30]) == expected
+    single = nccl.init(1, nccl.unique_id(), 0)
+    p = bodies.pointer(send[0])
+    with_event = CollConfig(launchCompletionEvent=event)
+    nccl.ncclAllReduceConfig(p, p, 1, 7, SUM, single, streams[0], ctypes.byref(with_event))
+    nccl.driver.cuEventSynchronize(event)
+    for values, words in (
+        ({"magic": 5}, "not initialized via NCCL_COLLCONFIG_INITIALIZER"),
+        ({"maxCTAs": 1000}, "maxCTAs attribute value 1000"),
+        ({"minCTAs": 3, "maxCTAs": 2}, "min/max channels attribute value 3/2"),
+        ({"CTAPolicy": 8}, "CTAPolicy attribute value 8"),
+        ({"forceAlgSelection": 7}, "forceAlgSelection attribute value 7"),
+    ):
+        wrong = CollConfig(**values)
+        call = nccl.ncclAllReduceConfig
+        refused(INVALID_ARGUMENT, words, call, p, p, 1, 7, SUM, single, streams[0], ctypes.byref(wrong))
+    nccl.ncclCommDestroy(single)
+
+
+def test_simulated_group_launches_nothing(nccl, comms, streams):
+    def simulated(count):
+        info = SimInfo()
+        nccl.ncclGroupStart()
+        for comm, stream, value in zip(comms, streams, values, strict=False):
+            nccl.ncclAllReduce(bodies.pointer(value), bodies.pointer(value), count, 7, SUM, comm, stream)
+        nccl.ncclGroupSimulateEnd(ctypes.byref(info))
+        return info.estimatedTime
+
+    values = [np.ones(10_000, np.float32) for _ in comms]
+    assert 0 < simulated(1) < simulated(10_000)
+    for stream in streams:
+        nccl.driver.cuStreamSynchronize(stream)
+    assert all((value == 1).all() for value in values)
+    nccl.ncclGroupStart()
+    words = "not initialized via NCCL_SIM_INFO_INITIALIZER"
+    refused(INVALID_ARGUMENT, words, nccl.ncclGroupSimulateEnd, ctypes.byref(SimInfo(magic=1)))
+    assert sum_ones(nccl, comms, streams) == 4
 
 
 def test_user_operators(nccl, comms, streams):

@@ -1,4 +1,5 @@
 // The exported operations: their arguments are checked as NCCL checks them, then they join the thread's group.
+#include "coll_config.hpp"
 #include "group.hpp"
 
 namespace ncclpy::host {
@@ -14,6 +15,7 @@ struct Request {
   ncclDataType_t dtype;
   ncclRedOp_t op;
   int root;
+  const ncclCollConfig_t* config;
 };
 
 ncclResult_t check_values(const Request& request, Comm& comm) {
@@ -74,6 +76,7 @@ ncclResult_t enqueue(const Request& request, Comm& comm, cudaStream_t stream) {
   operation.sendbuff = request.sendbuff;
   operation.recvbuff = request.recvbuff;
   NCCLPY_TRY(resolve_operator(request, comm, &operation));
+  NCCLPY_TRY(parse_coll_config(request.config, comm.config, &operation.launch_event));
   if (request.count == 0 && request.kind == Operation::collective) return ncclSuccess;
   if (request.count != 0) NCCLPY_TRY(check_buffers(request, comm));
   return submit(comm.shared_from_this(), operation, stream);
@@ -93,8 +96,8 @@ ncclResult_t call(const Request& request, ncclComm_t handle, cudaStream_t stream
 }
 
 Request collective(const char* name, Collective kind, const void* send, void* recv, size_t count, ncclDataType_t dtype,
-                   ncclRedOp_t op, int root) {
-  return {name, Operation::collective, kind, send, recv, count, dtype, op, root};
+                   ncclRedOp_t op, int root, const ncclCollConfig_t* config) {
+  return {name, Operation::collective, kind, send, recv, count, dtype, op, root, config};
 }
 
 }  // namespace
@@ -102,57 +105,102 @@ Request collective(const char* name, Collective kind, const void* send, void* re
 
 using namespace ncclpy::host;
 
+ncclResult_t ncclAllReduceConfig(const void* send, void* recv, size_t count, ncclDataType_t dtype, ncclRedOp_t op,
+                                 ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t* config) {
+  return call(collective("AllReduce", Collective::all_reduce, send, recv, count, dtype, op, 0, config), comm, stream);
+}
+
+ncclResult_t ncclReduceConfig(const void* send, void* recv, size_t count, ncclDataType_t dtype, ncclRedOp_t op,
+                              int root, ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t* config) {
+  return call(collective("Reduce", Collective::reduce, send, recv, count, dtype, op, root, config), comm, stream);
+}
+
+ncclResult_t ncclBroadcastConfig(const void* send, void* recv, size_t count, ncclDataType_t dtype, int root,
+                                 ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t* config) {
+  return call(collective("Broadcast", Collective::broadcast, send, recv, count, dtype, ncclSum, root, config), comm,
+              stream);
+}
+
+ncclResult_t ncclAllGatherConfig(const void* send, void* recv, size_t count, ncclDataType_t dtype, ncclComm_t comm,
+                                 cudaStream_t stream, const ncclCollConfig_t* config) {
+  return call(collective("AllGather", Collective::all_gather, send, recv, count, dtype, ncclSum, 0, config), comm,
+              stream);
+}
+
+ncclResult_t ncclReduceScatterConfig(const void* send, void* recv, size_t count, ncclDataType_t dtype, ncclRedOp_t op,
+                                     ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t* config) {
+  return call(collective("ReduceScatter", Collective::reduce_scatter, send, recv, count, dtype, op, 0, config), comm,
+              stream);
+}
+
+ncclResult_t ncclAlltoAllConfig(const void* send, void* recv, size_t count, ncclDataType_t dtype, ncclComm_t comm,
+                                cudaStream_t stream, const ncclCollConfig_t* config) {
+  return call(collective("AlltoAll", Collective::all_to_all, send, recv, count, dtype, ncclSum, 0, config), comm,
+              stream);
+}
+
+ncclResult_t ncclGatherConfig(const void* send, void* recv, size_t count, ncclDataType_t dtype, int root,
+                              ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t* config) {
+  return call(collective("Gather", Collective::gather, send, recv, count, dtype, ncclSum, root, config), comm, stream);
+}
+
+ncclResult_t ncclScatterConfig(const void* send, void* recv, size_t count, ncclDataType_t dtype, int root,
+                               ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t* config) {
+  return call(collective("Scatter", Collective::scatter, send, recv, count, dtype, ncclSum, root, config), comm,
+              stream);
+}
+
 ncclResult_t ncclAllReduce(const void* send, void* recv, size_t count, ncclDataType_t dtype, ncclRedOp_t op,
                            ncclComm_t comm, cudaStream_t stream) {
-  return call(collective("AllReduce", Collective::all_reduce, send, recv, count, dtype, op, 0), comm, stream);
+  return ncclAllReduceConfig(send, recv, count, dtype, op, comm, stream, nullptr);
 }
 
 ncclResult_t ncclReduce(const void* send, void* recv, size_t count, ncclDataType_t dtype, ncclRedOp_t op, int root,
                         ncclComm_t comm, cudaStream_t stream) {
-  return call(collective("Reduce", Collective::reduce, send, recv, count, dtype, op, root), comm, stream);
+  return ncclReduceConfig(send, recv, count, dtype, op, root, comm, stream, nullptr);
 }
 
 ncclResult_t ncclBroadcast(const void* send, void* recv, size_t count, ncclDataType_t dtype, int root, ncclComm_t comm,
                            cudaStream_t stream) {
-  return call(collective("Broadcast", Collective::broadcast, send, recv, count, dtype, ncclSum, root), comm, stream);
+  return ncclBroadcastConfig(send, recv, count, dtype, root, comm, stream, nullptr);
 }
 
 ncclResult_t ncclBcast(void* buffer, size_t count, ncclDataType_t dtype, int root, ncclComm_t comm,
                        cudaStream_t stream) {
-  return ncclBroadcast(buffer, buffer, count, dtype, root, comm, stream);
+  return ncclBroadcastConfig(buffer, buffer, count, dtype, root, comm, stream, nullptr);
 }
 
 ncclResult_t ncclAllGather(const void* send, void* recv, size_t count, ncclDataType_t dtype, ncclComm_t comm,
                            cudaStream_t stream) {
-  return call(collective("AllGather", Collective::all_gather, send, recv, count, dtype, ncclSum, 0), comm, stream);
+  return ncclAllGatherConfig(send, recv, count, dtype, comm, stream, nullptr);
 }
 
 ncclResult_t ncclReduceScatter(const void* send, void* recv, size_t count, ncclDataType_t dtype, ncclRedOp_t op,
                                ncclComm_t comm, cudaStream_t stream) {
-  return call(collective("ReduceScatter", Collective::reduce_scatter, send, recv, count, dtype, op, 0), comm, stream);
+  return ncclReduceScatterConfig(send, recv, count, dtype, op, comm, stream, nullptr);
 }
 
 ncclResult_t ncclAlltoAll(const void* send, void* recv, size_t count, ncclDataType_t dtype, ncclComm_t comm,
                           cudaStream_t stream) {
-  return call(collective("AlltoAll", Collective::all_to_all, send, recv, count, dtype, ncclSum, 0), comm, stream);
+  return ncclAlltoAllConfig(send, recv, count, dtype, comm, stream, nullptr);
 }
 
 ncclResult_t ncclGather(const void* send, void* recv, size_t count, ncclDataType_t dtype, int root, ncclComm_t comm,
                         cudaStream_t stream) {
-  return call(collective("Gather", Collective::gather, send, recv, count, dtype, ncclSum, root), comm, stream);
+  return ncclGatherConfig(send, recv, count, dtype, root, comm, stream, nullptr);
 }
 
 ncclResult_t ncclScatter(const void* send, void* recv, size_t count, ncclDataType_t dtype, int root, ncclComm_t comm,
                          cudaStream_t stream) {
-  return call(collective("Scatter", Collective::scatter, send, recv, count, dtype, ncclSum, root), comm, stream);
+  return ncclScatterConfig(send, recv, count, dtype, root, comm, stream, nullptr);
 }
 
 ncclResult_t ncclSend(const void* buffer, size_t count, ncclDataType_t dtype, int peer, ncclComm_t comm,
                       cudaStream_t stream) {
-  return call({"Send", Operation::send, {}, buffer, nullptr, count, dtype, ncclSum, peer}, comm, stream);
+  return call({"Send", Operation::send, {}, buffer, nullptr, count, dtype, ncclSum, peer, nullptr}, comm, stream);
 }
 
 ncclResult_t ncclRecv(void* buffer, size_t count, ncclDataType_t dtype, int peer, ncclComm_t comm,
                       cudaStream_t stream) {
-  return call({"Recv", Operation::recv, {}, nullptr, buffer, count, dtype, ncclSum, peer}, comm, stream);
+  return call({"Recv", Operation::recv, {}, nullptr, buffer, count, dtype, ncclSum, peer, nullptr}, comm, stream);
 }

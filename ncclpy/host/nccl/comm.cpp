@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "../driver/exports.hpp"
 #include "../driver/handles.hpp"
 #include "../driver/stream.hpp"
 #include "p2p.hpp"
@@ -175,10 +176,19 @@ void Comm::run(const Launch& launch) {
   leave(launch.ticket);
 }
 
+// The launch is complete when the stream has come to it.
+static ncclResult_t record_launch(const Operation& operation, cudaStream_t stream) {
+  if (operation.launch_event == nullptr || cuEventRecord(operation.launch_event, stream) == CUDA_SUCCESS)
+    return ncclSuccess;
+  return fail(ncclUnhandledCudaError, "launchCompletionEvent %p cannot be recorded on stream %p",
+              static_cast<void*>(operation.launch_event), static_cast<void*>(stream));
+}
+
 ncclResult_t Comm::issue(const Operation& operation, cudaStream_t stream) {
   const auto queue = stream_of(stream, device);
   if (queue == nullptr)
     return fail(ncclUnhandledCudaError, "stream %p is no stream, or one that was destroyed", static_cast<void*>(stream));
+  NCCLPY_TRY(record_launch(operation, stream));
   std::lock_guard<std::mutex> lock(issuing_);
   const uint64_t ticket = issued_.load(std::memory_order_relaxed);
   queue->enqueue([self = shared_from_this(), operation, ticket] {
@@ -201,6 +211,7 @@ ncclResult_t Comm::issue(std::vector<Operation> operations, const std::vector<cu
     for (const auto& other : queues) known = known || other == queue;
     if (!known) queues.push_back(std::move(queue));
   }
+  for (size_t i = 0; i < operations.size(); i++) NCCLPY_TRY(record_launch(operations[i], streams[i]));
   auto launch = std::make_shared<Launch>();
   launch->comm = shared_from_this();
   launch->operations = std::move(operations);

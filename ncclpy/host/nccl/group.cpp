@@ -1,11 +1,13 @@
 // The thread's group, and what happens at its end.
 #include "group.hpp"
 
+#include <algorithm>
 #include <exception>
 #include <utility>
 #include <vector>
 
 #include "background.hpp"
+#include "simulate.hpp"
 
 namespace ncclpy::host {
 namespace {
@@ -98,23 +100,41 @@ ncclResult_t check_messages_to_self(const std::vector<Operation>& operations, in
   return ncclSuccess;
 }
 
-ncclResult_t issue_operations(const std::vector<Pending>& pending, const std::vector<std::shared_ptr<Comm>>& comms) {
-  struct Line {
-    std::vector<Operation> operations;
-    std::vector<cudaStream_t> streams;
-  };
-  std::vector<Line> lines(comms.size());
-  for (size_t i = 0; i < comms.size(); i++) {
-    for (const Pending& one : pending) {
-      if (one.comm != comms[i]) continue;
-      lines[i].operations.push_back(one.operation);
-      lines[i].streams.push_back(one.stream);
+// What one communicator does in the group.
+struct Line {
+  std::shared_ptr<Comm> comm;
+  std::vector<Operation> operations;
+  std::vector<cudaStream_t> streams;
+};
+
+ncclResult_t sort_by_comm(const std::vector<Pending>& pending, std::vector<Line>* lines) {
+  for (const Pending& one : pending) {
+    Line* line = nullptr;
+    for (Line& known : *lines) {
+      if (known.comm == one.comm) line = &known;
     }
-    NCCLPY_TRY(check_messages_to_self(lines[i].operations, comms[i]->rank));
+    if (line == nullptr) line = &lines->emplace_back(Line{one.comm, {}, {}});
+    line->operations.push_back(one.operation);
+    line->streams.push_back(one.stream);
   }
-  for (size_t i = 0; i < comms.size(); i++) {
-    if (!lines[i].operations.empty()) NCCLPY_TRY(comms[i]->issue(std::move(lines[i].operations), lines[i].streams));
-  }
+  for (const Line& line : *lines) NCCLPY_TRY(check_messages_to_self(line.operations, line.comm->rank));
+  return ncclSuccess;
+}
+
+ncclResult_t issue_operations(const std::vector<Pending>& pending) {
+  std::vector<Line> lines;
+  NCCLPY_TRY(sort_by_comm(pending, &lines));
+  for (Line& line : lines) NCCLPY_TRY(line.comm->issue(std::move(line.operations), line.streams));
+  return ncclSuccess;
+}
+
+// The communicators work side by side: the slowest one counts.
+ncclResult_t simulate(const std::vector<Pending>& pending, ncclSimInfo_t* simulation) {
+  std::vector<Line> lines;
+  NCCLPY_TRY(sort_by_comm(pending, &lines));
+  double microseconds = 0.0;
+  for (const Line& line : lines) microseconds = std::max(microseconds, estimate(line.operations, line.comm->nranks));
+  set_estimated_time(simulation, microseconds);
   return ncclSuccess;
 }
 
@@ -123,7 +143,7 @@ Outcome launch(Contents& contents) {
     Outcome outcome = run_jobs(contents.jobs);
     if (outcome.result != ncclSuccess) return outcome;
   }
-  return outcome_of([&] { return issue_operations(contents.operations, contents.comms()); });
+  return outcome_of([&] { return issue_operations(contents.operations); });
 }
 
 ncclResult_t end_in_background(Contents contents) {
@@ -167,10 +187,15 @@ ncclResult_t note_group_error(ncclResult_t result) {
   return result;
 }
 
-ncclResult_t group_end() {
+ncclResult_t group_end(ncclSimInfo_t* simulation) {
   if (group.depth == 0) return fail(ncclInvalidUsage, "ncclGroupEnd: not in a group call.");
   if (--group.depth > 0) return ncclSuccess;
   Group ended = std::exchange(group, Group());
+  if (ended.error == ncclSuccess && simulation != nullptr) {
+    ended.error = check_sim_info(simulation);
+    if (ended.error == ncclSuccess) ended.error = simulate(ended.contents.operations, simulation);
+    ended.contents.operations.clear();
+  }
   if (ended.error != ncclSuccess) {
     for (Job& job : ended.contents.jobs) {
       if (job.drop) job.drop();
@@ -227,4 +252,8 @@ ncclResult_t ncclGroupStart(void) {
 
 ncclResult_t ncclGroupEnd(void) {
   return ncclpy::host::guarded("ncclGroupEnd", [] { return ncclpy::host::group_end(); });
+}
+
+ncclResult_t ncclGroupSimulateEnd(ncclSimInfo_t* simulation) {
+  return ncclpy::host::guarded("ncclGroupSimulateEnd", [&] { return ncclpy::host::group_end(simulation); });
 }

@@ -23,7 +23,8 @@ struct Job {
 
 bool in_group();
 void group_start();
-ncclResult_t group_end();
+// With `simulation`, the outermost end of a group launches nothing and says how long that would have taken.
+ncclResult_t group_end(ncclSimInfo_t* simulation = nullptr);
 // An error of a call inside a group spoils the group; returns `result`.
 ncclResult_t note_group_error(ncclResult_t result);
 

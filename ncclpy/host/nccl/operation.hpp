@@ -19,6 +19,7 @@ struct Operation {
   void* recvbuff;
   uint64_t scalar;            // of PreMulSum
   const void* scalar_memory;  // where to read it when the operation runs, if not NULL
+  cudaEvent_t launch_event;   // to be recorded when the operation begins, if not NULL
 };
 
 }  // namespace ncclpy::host

@@ -6,6 +6,8 @@ variable ``NCCLPY_LIBRARY`` chooses which.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 try:
     import ncclpy.core.library  # noqa: F401 - the first compiled module tells whether the package is built
 except ImportError as _error:
@@ -39,6 +41,9 @@ from ncclpy.core.library import library, use
 from ncclpy.core.resources import CustomOp, Registration
 from ncclpy.core.stream import Event, Stream, synchronize
 from ncclpy.core.types import AVG, MAX, MIN, PROD, SUM, DataType, ReduceOp, Result, UniqueId
+
+if TYPE_CHECKING:
+    from ncclpy import bindings
 
 __all__ = [
     "AVG",

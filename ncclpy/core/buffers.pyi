@@ -1,5 +1,8 @@
+from typing_extensions import disjoint_base
+
 from ncclpy.core.types import BufferLike, DataType, DataTypeLike, DeviceLike
 
+@disjoint_base
 class Buffer:
     def __init__(
         self,

@@ -1,3 +1,6 @@
+from typing_extensions import disjoint_base
+
+@disjoint_base
 class Handle:
     @property
     def rank(self) -> int: ...

@@ -1,8 +1,9 @@
-from typing_extensions import Self
+from typing_extensions import Self, disjoint_base
 
 from ncclpy.core.lifecycle import Lifecycle
 from ncclpy.core.types import BufferLike, DataTypeLike
 
+@disjoint_base
 class CustomOp:
     def __init__(self, comm: Lifecycle, scalar: float | BufferLike, dtype: DataTypeLike) -> None: ...
     def close(self) -> None: ...
@@ -13,6 +14,7 @@ class CustomOp:
     @property
     def datatype(self) -> int: ...
 
+@disjoint_base
 class Registration:
     def __init__(self, comm: Lifecycle, buffer: BufferLike) -> None: ...
     def close(self) -> None: ...

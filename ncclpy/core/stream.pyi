@@ -1,7 +1,8 @@
-from typing_extensions import Self
+from typing_extensions import Self, disjoint_base
 
 from ncclpy.core.types import DeviceLike, StreamLike
 
+@disjoint_base
 class Stream:
     def __init__(self, device: DeviceLike = ..., *, priority: int = ...) -> None: ...
     def __cuda_stream__(self) -> tuple[int, int]: ...
@@ -19,6 +20,7 @@ class Stream:
     @property
     def device(self) -> int: ...
 
+@disjoint_base
 class Event:
     def __init__(self, device: DeviceLike = ..., *, timing: bool = ...) -> None: ...
     def record(self, stream: StreamLike = ...) -> Event: ...

@@ -47,11 +47,15 @@ void wait_until(Bell& bell, int spins, Done done) {
     if (done()) return;
     sched_yield();
   }
-  while (!done()) {
+  // `done` may do work and report that: a true answer counts, and is not asked for again.
+  bool answer = done();
+  while (!answer) {
     bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
     uint32_t seen = bell.rung.load(std::memory_order_seq_cst);
-    if (!done()) bell.sleep(seen);
+    answer = done();
+    if (!answer) bell.sleep(seen);
     bell.sleepers.fetch_sub(1, std::memory_order_seq_cst);
+    if (!answer) answer = done();
   }
 }
 

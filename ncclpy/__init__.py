@@ -6,7 +6,7 @@ variable ``NCCLPY_LIBRARY`` chooses which.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import typing as _typing
 
 try:
     import ncclpy.core.library  # noqa: F401 - the first compiled module tells whether the package is built
@@ -42,7 +42,7 @@ from ncclpy.core.resources import CustomOp, Registration
 from ncclpy.core.stream import Event, Stream, synchronize
 from ncclpy.core.types import AVG, MAX, MIN, PROD, SUM, DataType, ReduceOp, Result, UniqueId
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from ncclpy import bindings
 
 __all__ = [

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from abi_source import nccl_functions, snake_case
 from recorder import Recorded, compile_recorder, link_recorder
+
+from ncclpy import SUM, DataType, Result, bindings, synchronize
 
 FUNCTIONS = {function.name: function for function in nccl_functions()}
 
@@ -263,3 +266,26 @@ def test_a_missing_function_names_its_release(recorder_object, tmp_path, version
         else:
             assert "raised" not in reply, reply
     assert child.close() == ""
+
+
+@pytest.mark.usefixtures("host_engine")
+def test_a_child_made_in_a_group_arrives_at_its_end():
+    comms = bindings.comm_init_all(4)
+    bindings.group_start()
+    children = [bindings.comm_split(comm, rank % 2, -rank) for rank, comm in enumerate(comms)]
+    assert [child.value for child in children] == [0, 0, 0, 0]
+    assert not any(children)
+    assert bindings.group_end() is Result.SUCCESS
+    # A handle that has arrived serves as its int.
+    assert [bindings.comm_user_rank(child) for child in children] == [1, 1, 0, 0]
+    data = [np.full(8, rank + 1, np.float32) for rank in range(4)]
+    bindings.group_start()
+    for array, child in zip(data, children, strict=True):
+        pointer = array.ctypes.data
+        assert bindings.all_reduce(pointer, pointer, 8, DataType.FLOAT32, SUM, child, 0) is Result.SUCCESS
+    bindings.group_end()
+    for device in range(4):
+        synchronize(device)
+    assert [array.tolist() for array in data] == [[4.0] * 8, [6.0] * 8] * 2
+    for comm in [*children, *comms]:
+        bindings.comm_destroy(comm)

@@ -64,7 +64,7 @@ def run(chosen: argparse.Namespace) -> int:
                 "nccl-tests": [str(binary.resolve()), *flags],
                 "ncclpy perf": [sys.executable, "-c", PERF, "perf", collective, *flags],
             }
-            rows = _rows(sides, collective if len(chosen.sizes) == 1 else f"{collective} {size}", collective)
+            rows = _rows(sides, f"{collective} {size}", collective)
             for _ in range(chosen.rounds):
                 for rival, side in sides.items():
                     for measure, value in bandwidths(_output(side)).items():

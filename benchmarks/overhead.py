@@ -122,6 +122,10 @@ class Table:
         return rows
 
 
+class RivalLost(Exception):
+    """A rival took its processes down with it; the arguments are its module and what happened."""
+
+
 def on_noop(rivals: list[str], rounds: int, order: random.Random, table: Table) -> None:
     """Start one process a rival, check every road, and sample them round by round."""
     with tempfile.TemporaryDirectory() as folder:
@@ -133,7 +137,13 @@ def on_noop(rivals: list[str], rounds: int, order: random.Random, table: Table) 
                 process = workers.WorkerProcess()
                 processes.append(process)
                 process.ask("noop", library=library)
-                for rival, road in _opened([process], module, table):
+                try:
+                    opened = _opened([process], module, table)
+                except RivalLost as lost:
+                    # Its process was its own: the others go on.
+                    table.miss(module, module, _failed(lost.args[1]), failed=True)
+                    continue
+                for rival, road in opened:
                     seconds = process.ask("sample", key=road["key"], measure="host", n=1024)
                     # A multiple of 64, for the roads that group 64.
                     n = max(1, round(SAMPLE_SECONDS / seconds / 64)) * 64
@@ -151,17 +161,30 @@ def on_noop(rivals: list[str], rounds: int, order: random.Random, table: Table) 
 
 
 def on_gpus(rivals: list[str], gpus: int, rounds: int, order: random.Random, table: Table, result: dict) -> None:
+    """Measure all rivals in one set of processes; begin anew without one that hangs or kills them."""
+    left = list(rivals)
+    while True:
+        try:
+            return _on_gpus(left, gpus, rounds, order, table, result)
+        except RivalLost as lost:
+            module, reason = lost.args
+            print(f"{module}: {reason}")
+            table.miss(module, module, _failed(reason), failed=True)
+            left.remove(module)
+
+
+def _on_gpus(rivals: list[str], gpus: int, rounds: int, order: random.Random, table: Table, result: dict) -> None:
     """Start one process a GPU with all rivals in it, and sample every road on all ranks at once."""
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         processes = [workers.WorkerProcess() for _ in range(gpus)]
         try:
-            ids = processes[0].ask("ids", count=GPU_IDS)
+            ids = processes[0].ask("ids", deadline=workers.FIRST_DEADLINE, count=GPU_IDS)
             places = [
                 (process, {"rank": rank, "nranks": gpus, "ids": ids, "store": store})
                 for rank, process in enumerate(processes)
             ]
-            first = workers.ask_all(places, "nccl")[0]
+            first = workers.ask_all(places, "nccl", deadline=workers.FIRST_DEADLINE)[0]
             result["versions"]["nccl"] = first["nccl"]
             # Without a GPU, NCCLPY_LIBRARY=host runs the same way over CPU memory.
             result["settings"]["engine"] = "gpu" if first["engine"] == "cuda" else "host"
@@ -191,20 +214,27 @@ def _opened(processes: list[workers.WorkerProcess], module: str, table: Table) -
     """Open a rival in all processes at once and return ``(rival's name, road)`` for each road that works."""
     try:
         answers = workers.ask_all([(process, {"rival": module}) for process in processes], "open")
+        answer = answers[0]
+        table.notes.update(dict.fromkeys(answer["notes"]))
+        if answer["missing"]:
+            table.miss(module, answer["rival"], answer["missing"])
+        working = []
+        for road in answer["roads"]:
+            asked = [(process, {"key": road["key"]}) for process in processes]
+            wrong = [problem for problem in workers.ask_all(asked, "check") if problem]
+            if wrong:
+                table.miss(module, answer["rival"], f"failed: {road['road']}: {wrong[0]}", failed=True)
+            else:
+                working.append((answer["rival"], road))
+        return working
+    except workers.WorkerLost as lost:
+        raise RivalLost(module, str(lost)) from None
     except workers.WorkerFailed as failure:
-        table.miss(module, module, f"failed: {str(failure).strip().splitlines()[-1]}", failed=True)
         print(failure)
+        table.miss(module, module, _failed(str(failure)), failed=True)
         return []
-    answer = answers[0]
-    table.notes.update(dict.fromkeys(answer["notes"]))
-    if answer["missing"]:
-        table.miss(module, answer["rival"], answer["missing"])
-    working = []
-    for road in answer["roads"]:
-        asked = [(process, {"key": road["key"]}) for process in processes]
-        wrong = [problem for problem in workers.ask_all(asked, "check") if problem]
-        if wrong:
-            table.miss(module, answer["rival"], f"failed: {road['road']}: {wrong[0]}", failed=True)
-        else:
-            working.append((answer["rival"], road))
-    return working
+
+
+def _failed(words: str) -> str:
+    """Return the row of a rival that failed: the last line of what it said."""
+    return f"failed: {words.strip().splitlines()[-1].rstrip(':')}"

@@ -105,6 +105,9 @@ def on_nccl(rank: int, nranks: int, ids: list[bytes], store: str) -> Setting:
     import ncclpy
     from ncclpy.core import device as devices
 
+    # Current for good, as in a program with one device: calls that name no device are this one's.
+    current = devices.using(rank)
+    current.__enter__()
     communicator = ncclpy.Communicator.init(nranks, rank, ncclpy.UniqueId.from_bytes(ids[0]), device=rank)
     stream = ncclpy.Stream(rank)
     ones = numpy.ones(COUNT, numpy.float32)
@@ -125,5 +128,5 @@ def on_nccl(rank: int, nranks: int, ids: list[bytes], store: str) -> Setting:
         communicator=communicator,
         ids=ids[1:],
         store=store,
-        keep=[stream],
+        keep=[current, stream],
     )

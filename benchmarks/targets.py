@@ -133,11 +133,11 @@ TARGETS = [
         "ncclpy perf reaches nccl-tests' bus bandwidth at 1 GiB within 2%",
         "nccl-tests",
         "",
-        ("ncclpy perf", "all_reduce", "out of place"),
+        ("ncclpy perf", "all_reduce 1G", "out of place"),
         "ratio",
         0.98,
         "x",
-        ("nccl-tests", "all_reduce", "out of place"),
+        ("nccl-tests", "all_reduce 1G", "out of place"),
         at_least=True,
     ),
 ]

@@ -11,6 +11,10 @@ import time
 
 from benchmarks import ROOT
 
+#: Seconds for one request. The first ones import frameworks, from a cold disk perhaps, and get more.
+DEADLINE = 60
+FIRST_DEADLINE = 240
+
 # The root is on the path only while `benchmarks` is imported: ncclpy has to be the installed one.
 START = f"""
 import sys
@@ -23,6 +27,10 @@ worker.main()
 
 class WorkerFailed(RuntimeError):
     """A worker raised, died or did not answer; the message has its last words."""
+
+
+class WorkerLost(WorkerFailed):
+    """A worker died or hangs: it, and whoever communicates with it, cannot be asked again."""
 
 
 class WorkerProcess:
@@ -39,7 +47,7 @@ class WorkerProcess:
             cwd=tempfile.gettempdir(),
         )
 
-    def ask(self, do: str, *, deadline: float = 120, **parameters: object):
+    def ask(self, do: str, *, deadline: float = DEADLINE, **parameters: object):
         """Send one request and return its answer within `deadline` seconds."""
         return ask_all([(self, parameters)], do, deadline=deadline)[0]
 
@@ -49,7 +57,7 @@ class WorkerProcess:
             self._process.stdin.write(json.dumps({"do": do, **parameters}) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            raise WorkerFailed(f"a worker died before {do!r}:\n{self._last_words()}") from None
+            raise WorkerLost(f"a worker died before {do!r}:\n{self._last_words()}") from None
 
     def receive(self, do: str, until: float):
         """Read one answer; `until` is on `time.monotonic`'s clock."""
@@ -57,10 +65,10 @@ class WorkerProcess:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             # Answers are one line for one request: nothing can wait in Python's buffer when the next is read.
             if not selector.select(max(0.0, until - time.monotonic())):
-                raise WorkerFailed(f"a worker did not answer {do!r} in time:\n{self._last_words()}")
+                raise WorkerLost(f"a worker did not answer {do!r} in time:\n{self._last_words()}")
         line = self._process.stdout.readline()
         if not line:
-            raise WorkerFailed(f"a worker died in {do!r}:\n{self._last_words()}")
+            raise WorkerLost(f"a worker died in {do!r}:\n{self._last_words()}")
         answer = json.loads(line)
         if "error" in answer:
             raise WorkerFailed(f"{do!r} failed in a worker:\n{answer['error']}")
@@ -82,7 +90,7 @@ class WorkerProcess:
         return self._errors.read()[-3000:]
 
 
-def ask_all(requests: list[tuple[WorkerProcess, dict]], do: str, *, deadline: float = 120) -> list:
+def ask_all(requests: list[tuple[WorkerProcess, dict]], do: str, *, deadline: float = DEADLINE) -> list:
     """Send the request to all workers at once, for what is collective; return the answers in order."""
     until = time.monotonic() + deadline
     for worker, parameters in requests:
@@ -93,6 +101,9 @@ def ask_all(requests: list[tuple[WorkerProcess, dict]], do: str, *, deadline: fl
             answers.append(worker.receive(do, until))
         except WorkerFailed as failure:
             failures.append(failure)
+    if any(isinstance(failure, WorkerLost) for failure in failures):
+        # One rank's exception is why the others hang: both belong in the message.
+        raise WorkerLost("\n".join(map(str, failures)))
     if failures:
         raise failures[0]
     return answers

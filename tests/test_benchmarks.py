@@ -126,6 +126,18 @@ OUTPUT = """
 """
 
 
+def test_perf_and_nccl_tests_take_turns(tmp_path):
+    binary = tmp_path / "all_reduce_perf"
+    binary.write_text(f"#!/bin/sh\ncat <<'END'{OUTPUT.format(0)}END\n")
+    binary.chmod(0o755)
+    path = tmp_path / "result.json"
+    options = ["--sizes", "1K", "--rounds", "2", "--iters", "2", "--json", str(path)]
+    run("nccl-tests", "--dir", str(tmp_path), *options, NCCLPY_LIBRARY="host")
+    samples = {(row["rival"], row["measure"]): row["samples"] for row in json.loads(path.read_text())["rows"]}
+    assert samples["nccl-tests", "out of place"] == [341.64, 341.64]
+    assert len(samples["ncclpy perf", "in place"]) == 2
+
+
 def test_bandwidths_come_from_the_columns_of_nccl_tests():
     assert nccl_tests.bandwidths(OUTPUT.format(0)) == {"out of place": 341.64, "in place": 341.59}
 

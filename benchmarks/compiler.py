@@ -1,11 +1,10 @@
 """The system's C compiler: builds the benchmarks' own C files at run time, without any CUDA header."""
 
+import importlib.util
 import os
 import shlex
 import subprocess
 from pathlib import Path
-
-from benchmarks import ROOT
 
 FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Werror", "-Wl,--no-undefined")
 
@@ -28,7 +27,10 @@ def build(source: Path, folder: Path, *, soname: str | None = None) -> Path:
         If there is no compiler, or it refuses; its output is in the message.
     """
     library = folder / (soname or f"{source.stem}.so")
-    command = [*shlex.split(os.environ.get("CC", "cc")), *FLAGS, "-I", str(ROOT / "ncclpy" / "abi"), str(source)]
+    package = importlib.util.find_spec("ncclpy")
+    assert package is not None and package.origin is not None, "ncclpy is not installed"
+    headers = Path(package.origin).parent / "abi"
+    command = [*shlex.split(os.environ.get("CC", "cc")), *FLAGS, "-I", str(headers), str(source)]
     if soname:
         command.append(f"-Wl,-soname,{soname}")
     command += ["-o", str(library), "-ldl"]

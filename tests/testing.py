@@ -73,11 +73,15 @@ class TorchArrays:
         }
 
     def make(self, values: np.ndarray, device: int):
+        if not values.size:  # torch cannot view empty memory as another type
+            return self._torch.empty(values.shape, dtype=self._dtype(values.dtype), device=f"cuda:{device}")
         as_bytes = self._torch.from_numpy(np.ascontiguousarray(values).view(np.uint8).copy()).to(f"cuda:{device}")
         return as_bytes.view(self._dtype(values.dtype))
 
     def read(self, array) -> np.ndarray:
         dtype = next(dtype for dtype in DTYPES.values() if self._dtype(dtype) == array.dtype)
+        if not array.numel():
+            return np.empty(tuple(array.shape), dtype)
         return array.view(self._torch.uint8).cpu().numpy().view(dtype)
 
     def argument(self, array):

@@ -33,6 +33,9 @@ FOREVER = float("inf")
 
 ABORT_DEADLINE = 10.0
 
+# How long waits go on before Python may look at signals.
+cdef double SLICE = 0.1
+
 # How long an abort waits for a call that holds the communicator's lock.
 cdef double ABORT_PATIENCE = 0.2
 
@@ -59,14 +62,14 @@ cdef double deadline_after(double timeout) noexcept nogil:
     return FOREVER if timeout == FOREVER else now() + timeout
 
 
-cdef void _pause(int turn) noexcept nogil:
-    """Give way: yield at first, as most waits are short, then sleep, from 20 us up to 1 ms."""
+cdef void _pause(double waited) noexcept nogil:
+    """Give way: yield at first, since NCCL issues in some 50 us, then sleep, for a tenth of what has passed."""
     cdef timespec t
-    if turn < 64:
+    if waited < 200e-6:
         sched_yield()
         return
     t.tv_sec = 0
-    t.tv_nsec = 20_000 << (turn - 64) if turn < 69 else 1_000_000
+    t.tv_nsec = 1_000_000 if waited > 10e-3 else <long>(waited * 1e8)
     nanosleep(&t, NULL)
 
 
@@ -131,7 +134,7 @@ cdef class Handle:
         cdef double started = now()
         while True:
             with nogil:
-                result = _poll_slice(self, deadline)
+                result = _poll_slice(self, started, deadline)
             if <int>result == SLICE_OVER:
                 PyErr_CheckSignals()
                 continue
@@ -150,8 +153,7 @@ cdef class Handle:
     cdef int wait_stream(self, CUstream stream, str what, double deadline) except -1:
         """Wait until a stream has run dry; past the deadline abort the communicator and raise NcclTimeout."""
         cdef CUresult result
-        cdef double started
-        cdef int turn = 0
+        cdef double started, end
         require_driver(<void*>driver.cuStreamSynchronize, b"cuStreamSynchronize")
         if deadline == FOREVER:
             with nogil:
@@ -159,17 +161,16 @@ cdef class Handle:
         else:
             started = now()
             while True:
+                end = now() + SLICE
                 with nogil:
                     result = driver.cuStreamQuery(stream)
-                    while result == CUDA_ERROR_NOT_READY and now() < deadline and turn % 128 != 127:
-                        _pause(turn if turn < 69 else 69)
-                        turn += 1
+                    while result == CUDA_ERROR_NOT_READY and now() < deadline and now() < end:
+                        _pause(now() - started)
                         result = driver.cuStreamQuery(stream)
                 if result != CUDA_ERROR_NOT_READY:
                     break
                 if now() >= deadline:
                     return self.give_up(what, now() - started)
-                turn += 1
                 PyErr_CheckSignals()
         if self.state == ABORTED:
             raise NcclAborted(f"{what} on {self!r} did not complete: the communicator was aborted")
@@ -191,11 +192,10 @@ cdef class Handle:
         _abort_one(self)
 
 
-cdef ncclResult_t _poll_slice(Handle handle, double deadline) noexcept nogil:
-    """Poll for at most a tenth of a second, so that Python can look at signals in between."""
+cdef ncclResult_t _poll_slice(Handle handle, double started, double deadline) noexcept nogil:
+    """Poll for one slice, or until there is an answer or the deadline has passed."""
     cdef ncclResult_t result
-    cdef double end = now() + 0.1
-    cdef int turn = 0
+    cdef double end = now() + SLICE
     while True:
         result = handle.poll_once()
         if result != ncclInProgress:
@@ -204,9 +204,7 @@ cdef ncclResult_t _poll_slice(Handle handle, double deadline) noexcept nogil:
             return <ncclResult_t>PAST_DEADLINE
         if now() >= end:
             return <ncclResult_t>SLICE_OVER
-        _pause(turn)
-        if turn < 69:
-            turn += 1
+        _pause(now() - started)
 
 
 cdef int _abort_one(Handle handle) except -1:

@@ -80,8 +80,6 @@ inline void from_float(float value, SmallFloat<Bits, E, M, FINITE>& out) {
   uint32_t subnormal = bits_of(float_of(magnitude) + float_of(magic)) - magic;
   uint32_t result = magnitude < (uint32_t(127 - bias + 1) << 23) ? subnormal : normal;
   result = result > infinity ? infinity : result;
-  // What lies beyond float32's exponent range of this type must not wrap around in `normal`.
-  result = magnitude >= (uint32_t(127 + bias + 2) << 23) ? infinity : result;
   result = magnitude > 0x7f800000 ? nan : result;
   out.bits = Bits(result | sign);
 }

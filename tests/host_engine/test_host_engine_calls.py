@@ -2,18 +2,16 @@
 
 import ctypes
 import os
-import signal
 import subprocess
 import sys
-import threading
-import time
+from pathlib import Path
 
 import host_bodies as bodies
 import numpy as np
 import pytest
-from host_ranks import DEADLINE, Processes, as_threads
+from host_checks import blocked, in_thread, join, refused, sum_ones
+from host_ranks import as_threads
 from nccl_calls import (
-    IN_PROGRESS,
     INTERNAL,
     INVALID_ARGUMENT,
     INVALID_USAGE,
@@ -25,99 +23,9 @@ from nccl_calls import (
     VERSION,
     CollConfig,
     Config,
-    Nccl,
-    NcclError,
     SimInfo,
     UniqueId,
 )
-
-from ncclpy.core.search import host_engine_path
-
-NONBLOCKING = Config(blocking=0)
-
-
-@pytest.fixture(scope="module")
-def nccl():
-    return Nccl(host_engine_path())
-
-
-@pytest.fixture(autouse=True)
-def first_device(nccl):
-    nccl.driver.use(0)
-
-
-@pytest.fixture(scope="module")
-def processes():
-    processes = Processes()
-    yield processes
-    processes.close()
-
-
-@pytest.fixture
-def comms(nccl):
-    """Four ranks in this process."""
-    comms = nccl.init_all(4)
-    yield comms
-    for comm in comms:
-        nccl.library.ncclCommDestroy(comm)
-
-
-@pytest.fixture
-def streams(nccl):
-    streams = []
-    for device in range(4):
-        nccl.driver.use(device)
-        streams.append(nccl.driver.stream(1))
-    nccl.driver.use(0)
-    return streams
-
-
-def refused(code, words, call, *arguments):
-    with pytest.raises(NcclError) as error:
-        call(*arguments)
-    assert error.value.code == code, error.value
-    assert words in error.value.text, error.value
-
-
-def wait_ready(nccl, comm, deadline=DEADLINE):
-    """Poll a nonblocking communicator; return its state when it is no longer in progress."""
-    end = time.monotonic() + deadline
-    while (state := nccl.async_error(comm)) == IN_PROGRESS:
-        assert time.monotonic() < end, "still in progress"
-        time.sleep(0.001)
-    return state
-
-
-def in_thread(function, *arguments):
-    """Start a thread; return it, with its result in `.result`."""
-    thread = threading.Thread(target=lambda: setattr(thread, "result", function(*arguments)), daemon=True)
-    thread.start()
-    return thread
-
-
-def join(thread, seconds=10):
-    thread.join(seconds)
-    assert not thread.is_alive(), f"still blocked after {seconds} s"
-    return thread.result
-
-
-def blocked(thread):
-    """Return whether the thread is still busy after a while."""
-    thread.join(0.2)
-    return thread.is_alive()
-
-
-def sum_ones(nccl, comms, streams):
-    """All-reduce over all ranks from this thread and return what rank 0 gets."""
-    values = [np.ones(5000, np.float32) for _ in comms]
-    nccl.ncclGroupStart()
-    for comm, stream, value in zip(comms, streams, values, strict=False):
-        nccl.ncclAllReduce(bodies.pointer(value), bodies.pointer(value), 5000, 7, SUM, comm, stream)
-    nccl.ncclGroupEnd()
-    for stream in streams:
-        nccl.driver.cuStreamSynchronize(stream)
-    assert all((value == value[0]).all() and value[0] == values[0][0] for value in values)
-    return values[0][0]
 
 
 def test_version_and_strings(nccl):
@@ -274,7 +182,7 @@ def test_unique_id_of_a_dead_process(nccl):
         "from ncclpy.core.search import host_engine_path\n"
         "print(Nccl(host_engine_path()).unique_id().hex())\n"
     )
-    environment = {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     output = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=60
     )
@@ -520,227 +428,3 @@ def test_message_of_the_wrong_size_gets_an_async_error(nccl, processes, streams)
         assert "rank 0 sends 100 bytes to rank 1, which receives 90 bytes" in nccl.last_error(comm)
         nccl.ncclCommAbort(comm)
     assert processes.run(nccl, 2, bodies.wrong_size)[1] == INVALID_USAGE
-
-
-def test_nonblocking_life(nccl, streams):
-    uid = nccl.unique_id()
-    first = ctypes.c_void_p()
-    assert nccl.init_into(first, 2, uid, 0, NONBLOCKING) == IN_PROGRESS
-    assert first.value is not None
-    time.sleep(0.05)
-    assert nccl.async_error(first) == IN_PROGRESS
-    not_ready = "before the previous operation returned ncclSuccess"
-    refused(INVALID_ARGUMENT, not_ready, nccl.get, "ncclCommCount", first)
-    refused(INVALID_ARGUMENT, not_ready, nccl.ncclCommDestroy, first)
-    nccl.driver.use(1)
-    second = ctypes.c_void_p()
-    nccl.init_into(second, 2, uid, 1, NONBLOCKING)
-    comms = [first, second]
-    assert [wait_ready(nccl, comm) for comm in comms] == [SUCCESS, SUCCESS]
-    assert [nccl.get("ncclCommUserRank", comm) for comm in comms] == [0, 1]
-
-    values = [np.ones(1000, np.float32) for _ in comms]
-    codes = []
-    for comm, stream, value in zip(comms, streams, values, strict=False):
-        codes.append(nccl.ncclAllReduce(bodies.pointer(value), bodies.pointer(value), 1000, 7, SUM, comm, stream))
-    assert set(codes) <= {SUCCESS, IN_PROGRESS}
-    assert [wait_ready(nccl, comm) for comm in comms] == [SUCCESS, SUCCESS]
-    for stream in streams[:2]:
-        nccl.driver.cuStreamSynchronize(stream)
-    assert all((value == 2).all() for value in values)
-
-    nccl.ncclGroupStart()
-    for comm, stream, value in zip(comms, streams, values, strict=False):
-        nccl.ncclAllReduce(bodies.pointer(value), bodies.pointer(value), 1000, 7, SUM, comm, stream)
-    assert nccl.ncclGroupEnd() == IN_PROGRESS
-    assert [wait_ready(nccl, comm) for comm in comms] == [SUCCESS, SUCCESS]
-
-    children = [ctypes.c_void_p() for _ in comms]
-    assert nccl.ncclCommSplit(first, 0, 0, ctypes.byref(children[0]), None) == IN_PROGRESS
-    time.sleep(0.05)
-    assert children[0].value is None
-    assert nccl.async_error(first) == IN_PROGRESS
-    nccl.ncclCommSplit(second, 0, 1, ctypes.byref(children[1]), None)
-    assert [wait_ready(nccl, comm) for comm in comms] == [SUCCESS, SUCCESS]
-    assert [nccl.get("ncclCommUserRank", child) for child in children] == [0, 1]
-
-    for comm in children + comms:
-        assert nccl.ncclCommFinalize(comm) in (SUCCESS, IN_PROGRESS)
-    for comm in children + comms:
-        assert wait_ready(nccl, comm) == SUCCESS
-        assert nccl.ncclCommDestroy(comm) == SUCCESS
-
-
-def test_nonblocking_init_that_fails(nccl):
-    uid = nccl.unique_id()
-    comms = [ctypes.c_void_p(), ctypes.c_void_p()]
-    for rank, comm in enumerate(comms):
-        nccl.init_into(comm, 2, uid, rank, NONBLOCKING)
-    for comm in comms:
-        assert wait_ready(nccl, comm) == INVALID_USAGE
-        assert "Duplicate GPU detected" in nccl.last_error(comm)
-        refused(INVALID_USAGE, "Duplicate GPU detected", nccl.get, "ncclCommCount", comm)
-        nccl.ncclCommAbort(comm)
-
-
-def test_blocking_and_nonblocking_do_not_mix_in_a_group(nccl):
-    comms = [ctypes.c_void_p(), ctypes.c_void_p()]
-    nccl.ncclGroupStart()
-    nccl.init_into(comms[0], 1, nccl.unique_id(), 0, NONBLOCKING)
-    words = "Blocking and nonblocking communicators are not allowed in the same group"
-    refused(INVALID_ARGUMENT, words, nccl.init_into, comms[1], 1, nccl.unique_id(), 0, Config(blocking=1))
-    refused(INVALID_ARGUMENT, words, nccl.ncclGroupEnd)
-    assert [comm.value for comm in comms] == [None, None]
-
-
-@pytest.mark.parametrize("grouped", [False, True])
-def test_abort_ends_a_stuck_init(nccl, grouped):
-    uid = UniqueId.from_buffer_copy(nccl.unique_id())
-    comm = ctypes.c_void_p()
-
-    def init():
-        if grouped:
-            nccl.ncclGroupStart()
-        code = nccl.library.ncclCommInitRank(ctypes.byref(comm), 2, uid, 0)
-        return nccl.library.ncclGroupEnd() if grouped else code
-
-    thread = in_thread(init)
-    assert blocked(thread)
-    nccl.ncclCommAbort(comm.value)
-    assert join(thread) == INTERNAL
-    assert comm.value is None
-
-
-def test_abort_ends_a_stuck_nonblocking_init(nccl):
-    comm = ctypes.c_void_p()
-    assert nccl.init_into(comm, 2, nccl.unique_id(), 0, NONBLOCKING) == IN_PROGRESS
-    time.sleep(0.05)
-    assert join(in_thread(nccl.ncclCommAbort, comm)) == SUCCESS
-
-
-@pytest.mark.parametrize("count", [1, 100_000])
-def test_abort_ends_a_stuck_collective(nccl, streams, count):
-    comms = nccl.init_all(3)
-    value = np.ones(count, np.float32)
-    p = bodies.pointer(value)
-    for rank in (0, 1):
-        nccl.ncclAllReduce(p, p, count, 7, SUM, comms[rank], streams[rank])
-    waiting = [in_thread(nccl.driver.cuStreamSynchronize, stream) for stream in streams[:2]]
-    assert all(blocked(thread) for thread in waiting)
-    nccl.ncclCommAbort(comms[0])
-    join(waiting[0])
-    # The peer goes on waiting, as with NCCL, until it is aborted as well.
-    assert blocked(waiting[1])
-    nccl.ncclCommAbort(comms[1])
-    join(waiting[1])
-    nccl.ncclCommAbort(comms[2])
-    assert (value == 1).all()
-
-
-def test_abort_ends_stuck_messages(nccl, streams):
-    comms = nccl.init_all(2)
-    value = np.ones(100_000, np.float32)
-    p = bodies.pointer(value)
-    nccl.ncclSend(p, 100_000, 7, 1, comms[0], streams[0])
-    waiting = in_thread(nccl.driver.cuStreamSynchronize, streams[0])
-    assert blocked(waiting)
-    nccl.ncclCommAbort(comms[0])
-    join(waiting)
-    nccl.ncclRecv(p, 100_000, 7, 0, comms[1], streams[1])
-    waiting = in_thread(nccl.driver.cuStreamSynchronize, streams[1])
-    assert blocked(waiting)
-    nccl.ncclCommAbort(comms[1])
-    join(waiting)
-
-
-def test_abort_ends_a_stuck_split(nccl):
-    comms = nccl.init_all(2)
-    child = ctypes.c_void_p()
-    thread = in_thread(nccl.library.ncclCommSplit, comms[0], 0, 0, ctypes.byref(child), None)
-    assert blocked(thread)
-    nccl.ncclCommAbort(comms[0])
-    assert join(thread) == INTERNAL
-    assert child.value is None
-    nccl.ncclCommAbort(comms[1])
-
-
-def test_abort_ends_a_stuck_finalize(nccl, streams):
-    comms = nccl.init_all(2)
-    value = np.ones(10, np.float32)
-    nccl.ncclAllReduce(bodies.pointer(value), bodies.pointer(value), 10, 7, SUM, comms[0], streams[0])
-    thread = in_thread(nccl.library.ncclCommFinalize, comms[0])
-    assert blocked(thread)
-    nccl.ncclCommAbort(comms[0])
-    join(thread)
-    nccl.ncclCommAbort(comms[1])
-
-
-def test_abort_while_running(nccl, streams):
-    """Abort in the middle of a stream of operations, over and over: nobody hangs, nobody touches freed memory."""
-    for round_ in range(20):
-        comms = nccl.init_all(3)
-        values = [np.ones(20_000, np.float32) for _ in comms]
-
-        def work(rank, comms=comms, values=values):
-            p = bodies.pointer(values[rank])
-            for _ in range(200):
-                if nccl.library.ncclAllReduce(p, p, 20_000, 7, MAX, comms[rank], streams[rank]) != SUCCESS:
-                    break
-            nccl.driver.cuStreamSynchronize(streams[rank])
-
-        threads = [in_thread(work, rank) for rank in range(3)]
-        time.sleep(0.002 * (round_ % 5))
-        for rank in ((0, 1, 2), (2, 1, 0))[round_ % 2]:
-            nccl.ncclCommAbort(comms[rank])
-        for thread in threads:
-            join(thread)
-        del values
-
-
-@pytest.mark.parametrize("body", [bodies.abort_stuck_collective, bodies.abort_stuck_messages])
-def test_abort_in_processes(nccl, processes, body):
-    processes.run(nccl, 3, body)
-
-
-def test_nothing_is_left_after_a_kill(nccl):
-    """A process that is killed leaves no name in a file system, and its peer can abort."""
-    before = set(os.listdir("/dev/shm"))
-    code = (
-        "import sys\n"
-        "from nccl_calls import Nccl\n"
-        "from ncclpy.core.search import host_engine_path\n"
-        "nccl = Nccl(host_engine_path())\n"
-        "nccl.driver.use(1)\n"
-        "comm = nccl.init(2, bytes.fromhex(sys.argv[1]), 1)\n"
-        "print('ready', flush=True)\n"
-        "sys.stdin.read()\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
-    uid = nccl.unique_id()
-    with subprocess.Popen(
-        [sys.executable, "-c", code, uid.hex()], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as child:
-        comm = nccl.init(2, uid, 0)
-        assert child.stdout.readline() == b"ready\n"
-        value = np.ones(10, np.float32)
-        stream = nccl.driver.stream(1)
-        nccl.ncclAllReduce(bodies.pointer(value), bodies.pointer(value), 10, 7, SUM, comm, stream)
-        child.send_signal(signal.SIGKILL)
-        child.wait(10)
-    nccl.ncclCommAbort(comm)
-    nccl.driver.cuStreamSynchronize(stream)
-    assert set(os.listdir("/dev/shm")) <= before
-
-
-def test_idle_takes_no_cpu(nccl, streams):
-    """A rank that waits for another one sleeps."""
-    comms = nccl.init_all(2)
-    value = np.ones(10, np.float32)
-    nccl.ncclAllReduce(bodies.pointer(value), bodies.pointer(value), 10, 7, SUM, comms[0], streams[0])
-    time.sleep(0.1)
-    before = time.process_time()
-    time.sleep(1.0)
-    used = time.process_time() - before
-    for comm in comms:
-        nccl.ncclCommAbort(comm)
-    assert used < 0.05

@@ -5,26 +5,12 @@ import ctypes
 import host_bodies as bodies
 import numpy as np
 import pytest
-from host_ranks import Processes, as_threads
-from nccl_calls import MAX, SUM, Nccl
-
-from ncclpy.core.search import host_engine_path
+from host_ranks import as_threads
+from nccl_calls import MAX, SUM
 
 SMALL = [1, 3, 100]
 COPIES = list(range(12))
 LARGE_TYPES = [0, 7, 9]
-
-
-@pytest.fixture(scope="module")
-def nccl():
-    return Nccl(host_engine_path())
-
-
-@pytest.fixture(scope="module")
-def processes():
-    processes = Processes()
-    yield processes
-    processes.close()
 
 
 # Where the ranks run: every rank a thread, every rank a process, or two threads in each process.

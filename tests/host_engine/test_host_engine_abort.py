@@ -1,0 +1,199 @@
+"""Abort ends whatever a rank of the host engine is stuck in, and leaves nothing behind."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import host_bodies as bodies
+import numpy as np
+import pytest
+from host_checks import blocked, in_thread, join
+from nccl_calls import (
+    IN_PROGRESS,
+    INTERNAL,
+    MAX,
+    SUCCESS,
+    SUM,
+    Config,
+    UniqueId,
+)
+
+NONBLOCKING = Config(blocking=0)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_abort_ends_a_stuck_init(nccl, grouped):
+    uid = UniqueId.from_buffer_copy(nccl.unique_id())
+    comm = ctypes.c_void_p()
+
+    def init():
+        if grouped:
+            nccl.ncclGroupStart()
+        code = nccl.library.ncclCommInitRank(ctypes.byref(comm), 2, uid, 0)
+        return nccl.library.ncclGroupEnd() if grouped else code
+
+    thread = in_thread(init)
+    assert blocked(thread)
+    nccl.ncclCommAbort(comm.value)
+    assert join(thread) == INTERNAL
+    assert comm.value is None
+
+
+def test_abort_ends_a_stuck_nonblocking_init(nccl):
+    comm = ctypes.c_void_p()
+    assert nccl.init_into(comm, 2, nccl.unique_id(), 0, NONBLOCKING) == IN_PROGRESS
+    time.sleep(0.05)
+    assert join(in_thread(nccl.ncclCommAbort, comm)) == SUCCESS
+
+
+@pytest.mark.parametrize("count", [1, 100_000])
+def test_abort_ends_a_stuck_collective(nccl, streams, count):
+    comms = nccl.init_all(3)
+    value = np.ones(count, np.float32)
+    p = bodies.pointer(value)
+    for rank in (0, 1):
+        nccl.ncclAllReduce(p, p, count, 7, SUM, comms[rank], streams[rank])
+    waiting = [in_thread(nccl.driver.cuStreamSynchronize, stream) for stream in streams[:2]]
+    assert all(blocked(thread) for thread in waiting)
+    nccl.ncclCommAbort(comms[0])
+    join(waiting[0])
+    # The peers go on waiting, as with NCCL, until they are aborted as well: also one that comes only now.
+    nccl.ncclAllReduce(p, p, count, 7, SUM, comms[2], streams[2])
+    waiting[2:] = [in_thread(nccl.driver.cuStreamSynchronize, streams[2])]
+    assert blocked(waiting[1]) and blocked(waiting[2])
+    for rank in (1, 2):
+        nccl.ncclCommAbort(comms[rank])
+        join(waiting[rank])
+    assert (value == 1).all()
+
+
+def test_abort_waits_for_those_who_write_here(nccl, streams):
+    """After the abort of a rank in the middle of an operation its memory is its own again."""
+    comms = nccl.init_all(3)
+    values = [np.ones(8_000_000, np.float32) for _ in comms]
+    for comm, stream, value in zip(comms, streams, values, strict=False):
+        nccl.ncclAllReduce(bodies.pointer(value), bodies.pointer(value), len(value), 7, SUM, comm, stream)
+    end = time.monotonic() + 10
+    while values[0][0] == 1:  # not begun
+        assert time.monotonic() < end
+    nccl.ncclCommAbort(comms[0])
+    end_of_each_range = [values[0][at - 100 : at].copy() for at in (2_600_000, 5_300_000, 8_000_000)]
+    for stream in streams:
+        nccl.driver.cuStreamSynchronize(stream)
+    for at, before in zip((2_600_000, 5_300_000, 8_000_000), end_of_each_range, strict=True):
+        assert (values[0][at - 100 : at] == before).all()
+    for comm in comms[1:]:
+        nccl.ncclCommAbort(comm)
+
+
+def test_abort_ends_stuck_messages(nccl, streams):
+    comms = nccl.init_all(2)
+    value = np.ones(100_000, np.float32)
+    p = bodies.pointer(value)
+    nccl.ncclSend(p, 100_000, 7, 1, comms[0], streams[0])
+    waiting = in_thread(nccl.driver.cuStreamSynchronize, streams[0])
+    assert blocked(waiting)
+    nccl.ncclCommAbort(comms[0])
+    join(waiting)
+    nccl.ncclRecv(p, 100_000, 7, 0, comms[1], streams[1])
+    waiting = in_thread(nccl.driver.cuStreamSynchronize, streams[1])
+    assert blocked(waiting)
+    nccl.ncclCommAbort(comms[1])
+    join(waiting)
+
+
+def test_abort_ends_a_stuck_split(nccl):
+    comms = nccl.init_all(2)
+    child = ctypes.c_void_p()
+    thread = in_thread(nccl.library.ncclCommSplit, comms[0], 0, 0, ctypes.byref(child), None)
+    assert blocked(thread)
+    nccl.ncclCommAbort(comms[0])
+    assert join(thread) == INTERNAL
+    assert child.value is None
+    nccl.ncclCommAbort(comms[1])
+
+
+def test_abort_ends_a_stuck_finalize(nccl, streams):
+    comms = nccl.init_all(2)
+    value = np.ones(10, np.float32)
+    nccl.ncclAllReduce(bodies.pointer(value), bodies.pointer(value), 10, 7, SUM, comms[0], streams[0])
+    thread = in_thread(nccl.library.ncclCommFinalize, comms[0])
+    assert blocked(thread)
+    nccl.ncclCommAbort(comms[0])
+    join(thread)
+    nccl.ncclCommAbort(comms[1])
+
+
+def test_abort_while_running(nccl, streams):
+    """Abort in the middle of a stream of operations, over and over: nobody hangs, nobody touches freed memory."""
+    for round_ in range(20):
+        comms = nccl.init_all(3)
+        values = [np.ones(20_000, np.float32) for _ in comms]
+
+        def work(rank, comms=comms, values=values):
+            p = bodies.pointer(values[rank])
+            for _ in range(200):
+                if nccl.library.ncclAllReduce(p, p, 20_000, 7, MAX, comms[rank], streams[rank]) != SUCCESS:
+                    break
+            nccl.driver.cuStreamSynchronize(streams[rank])
+
+        threads = [in_thread(work, rank) for rank in range(3)]
+        time.sleep(0.002 * (round_ % 5))
+        for rank in ((0, 1, 2), (2, 1, 0))[round_ % 2]:
+            nccl.ncclCommAbort(comms[rank])
+        for thread in threads:
+            join(thread)
+        del values
+
+
+@pytest.mark.parametrize("body", [bodies.abort_stuck_collective, bodies.abort_stuck_messages])
+def test_abort_in_processes(nccl, processes, body):
+    processes.run(nccl, 3, body)
+
+
+def test_nothing_is_left_after_a_kill(nccl):
+    """A process that is killed leaves no name in a file system, and its peer can abort."""
+    code = (
+        "import sys\n"
+        "from nccl_calls import Nccl\n"
+        "from ncclpy.core.search import host_engine_path\n"
+        "nccl = Nccl(host_engine_path())\n"
+        "nccl.driver.use(1)\n"
+        "comm = nccl.init(2, bytes.fromhex(sys.argv[1]), 1)\n"
+        "print('ready', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    uid = nccl.unique_id()
+    with subprocess.Popen(
+        [sys.executable, "-c", code, uid.hex()], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        nccl.driver.use(0)
+        comm = join(in_thread(nccl.init, 2, uid, 0), 30)
+        assert child.stdout.readline() == b"ready\n"
+        value = np.ones(10, np.float32)
+        stream = nccl.driver.stream(1)
+        nccl.ncclAllReduce(bodies.pointer(value), bodies.pointer(value), 10, 7, SUM, comm, stream)
+        child.send_signal(signal.SIGKILL)
+        child.wait(10)
+    nccl.ncclCommAbort(comm)
+    nccl.driver.cuStreamSynchronize(stream)
+    assert not [name for name in os.listdir("/dev/shm") if "nccl" in name]
+
+
+def test_idle_takes_no_cpu(nccl, streams):
+    """A rank that waits for another one sleeps."""
+    comms = nccl.init_all(2)
+    value = np.ones(10, np.float32)
+    nccl.ncclAllReduce(bodies.pointer(value), bodies.pointer(value), 10, 7, SUM, comms[0], streams[0])
+    time.sleep(0.1)
+    before = time.process_time()
+    time.sleep(1.0)
+    used = time.process_time() - before
+    for comm in comms:
+        nccl.ncclCommAbort(comm)
+    assert used < 0.05

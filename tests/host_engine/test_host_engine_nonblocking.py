@@ -1,0 +1,89 @@
+"""Nonblocking communicators of the host engine: calls return at once, and the state tells when they are done."""
+
+import ctypes
+import time
+
+import host_bodies as bodies
+import numpy as np
+from host_checks import refused, wait_ready
+from nccl_calls import (
+    IN_PROGRESS,
+    INVALID_ARGUMENT,
+    INVALID_USAGE,
+    SUCCESS,
+    SUM,
+    Config,
+)
+
+NONBLOCKING = Config(blocking=0)
+
+
+def test_nonblocking_life(nccl, streams):
+    uid = nccl.unique_id()
+    first = ctypes.c_void_p()
+    assert nccl.init_into(first, 2, uid, 0, NONBLOCKING) == IN_PROGRESS
+    assert first.value is not None
+    time.sleep(0.05)
+    assert nccl.async_error(first) == IN_PROGRESS
+    not_ready = "before the previous operation returned ncclSuccess"
+    refused(INVALID_ARGUMENT, not_ready, nccl.get, "ncclCommCount", first)
+    refused(INVALID_ARGUMENT, not_ready, nccl.ncclCommDestroy, first)
+    nccl.driver.use(1)
+    second = ctypes.c_void_p()
+    nccl.init_into(second, 2, uid, 1, NONBLOCKING)
+    comms = [first, second]
+    assert [wait_ready(nccl, comm) for comm in comms] == [SUCCESS, SUCCESS]
+    assert [nccl.get("ncclCommUserRank", comm) for comm in comms] == [0, 1]
+
+    values = [np.ones(1000, np.float32) for _ in comms]
+    codes = []
+    for comm, stream, value in zip(comms, streams, values, strict=False):
+        codes.append(nccl.ncclAllReduce(bodies.pointer(value), bodies.pointer(value), 1000, 7, SUM, comm, stream))
+    assert set(codes) <= {SUCCESS, IN_PROGRESS}
+    assert [wait_ready(nccl, comm) for comm in comms] == [SUCCESS, SUCCESS]
+    for stream in streams[:2]:
+        nccl.driver.cuStreamSynchronize(stream)
+    assert all((value == 2).all() for value in values)
+
+    nccl.ncclGroupStart()
+    for comm, stream, value in zip(comms, streams, values, strict=False):
+        nccl.ncclAllReduce(bodies.pointer(value), bodies.pointer(value), 1000, 7, SUM, comm, stream)
+    assert nccl.ncclGroupEnd() == IN_PROGRESS
+    assert [wait_ready(nccl, comm) for comm in comms] == [SUCCESS, SUCCESS]
+
+    children = [ctypes.c_void_p() for _ in comms]
+    assert nccl.ncclCommSplit(first, 0, 0, ctypes.byref(children[0]), None) == IN_PROGRESS
+    time.sleep(0.05)
+    assert children[0].value is None
+    assert nccl.async_error(first) == IN_PROGRESS
+    nccl.ncclCommSplit(second, 0, 1, ctypes.byref(children[1]), None)
+    assert [wait_ready(nccl, comm) for comm in comms] == [SUCCESS, SUCCESS]
+    assert [nccl.get("ncclCommUserRank", child) for child in children] == [0, 1]
+
+    for comm in children + comms:
+        assert nccl.ncclCommFinalize(comm) in (SUCCESS, IN_PROGRESS)
+    for comm in children + comms:
+        assert wait_ready(nccl, comm) == SUCCESS
+        assert nccl.ncclCommDestroy(comm) == SUCCESS
+
+
+def test_nonblocking_init_that_fails(nccl):
+    uid = nccl.unique_id()
+    comms = [ctypes.c_void_p(), ctypes.c_void_p()]
+    for rank, comm in enumerate(comms):
+        nccl.init_into(comm, 2, uid, rank, NONBLOCKING)
+    for comm in comms:
+        assert wait_ready(nccl, comm) == INVALID_USAGE
+        assert "Duplicate GPU detected" in nccl.last_error(comm)
+        refused(INVALID_USAGE, "Duplicate GPU detected", nccl.get, "ncclCommCount", comm)
+        nccl.ncclCommAbort(comm)
+
+
+def test_blocking_and_nonblocking_do_not_mix_in_a_group(nccl):
+    comms = [ctypes.c_void_p(), ctypes.c_void_p()]
+    nccl.ncclGroupStart()
+    nccl.init_into(comms[0], 1, nccl.unique_id(), 0, NONBLOCKING)
+    words = "Blocking and nonblocking communicators are not allowed in the same group"
+    refused(INVALID_ARGUMENT, words, nccl.init_into, comms[1], 1, nccl.unique_id(), 0, Config(blocking=1))
+    refused(INVALID_ARGUMENT, words, nccl.ncclGroupEnd)
+    assert [comm.value for comm in comms] == [None, None]

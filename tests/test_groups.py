@@ -337,9 +337,10 @@ def test_a_group_keeps_its_buffers_alive(comms2, arrays):
 
         def __init__(self, part):
             self.part = part
-            if arrays.name == "numpy":
+            if ncclpy.library().engine == "host":
+                pointer = part.ctypes.data if arrays.name == "numpy" else part.data_ptr()
                 self.__cuda_array_interface__ = {
-                    "data": (part.ctypes.data, False), "shape": part.shape, "typestr": "<f4", "version": 3,
+                    "data": (pointer, False), "shape": tuple(part.shape), "typestr": "<f4", "version": 3,
                 }  # fmt: skip
             else:
                 self.__cuda_array_interface__ = part.__cuda_array_interface__

@@ -58,7 +58,7 @@ class NumpyArrays:
 
 
 class TorchArrays:
-    """CUDA tensors of torch, on the current stream of their device."""
+    """Tensors of torch: on GPUs, on the current stream of their device; on the host engine, in CPU memory."""
 
     name = "torch"
 
@@ -66,6 +66,7 @@ class TorchArrays:
         import torch
 
         self._torch = torch
+        self._place = "cuda:{}" if ncclpy.library().engine == "cuda" else "cpu"
         self._dtypes = {
             DataType.BFLOAT16: torch.bfloat16,
             DataType.FLOAT8E4M3: torch.float8_e4m3fn,
@@ -73,16 +74,13 @@ class TorchArrays:
         }
 
     def make(self, values: np.ndarray, device: int):
-        if not values.size:  # torch cannot view empty memory as another type
-            return self._torch.empty(values.shape, dtype=self._dtype(values.dtype), device=f"cuda:{device}")
-        as_bytes = self._torch.from_numpy(np.ascontiguousarray(values).view(np.uint8).copy()).to(f"cuda:{device}")
-        return as_bytes.view(self._dtype(values.dtype))
+        bits = np.ascontiguousarray(values).view(f"i{values.dtype.itemsize}").copy()
+        return self._torch.from_numpy(bits).to(self._place.format(device)).view(self._dtype(values.dtype))
 
     def read(self, array) -> np.ndarray:
         dtype = next(dtype for dtype in DTYPES.values() if self._dtype(dtype) == array.dtype)
-        if not array.numel():
-            return np.empty(tuple(array.shape), dtype)
-        return array.view(self._torch.uint8).cpu().numpy().view(dtype)
+        bits = array.view(getattr(self._torch, f"int{8 * dtype.itemsize}"))
+        return bits.cpu().numpy().view(dtype)
 
     def argument(self, array):
         return array
@@ -150,12 +148,13 @@ class RawArrays:
 def arrays():
     """Return the arrays of this run: numpy on the host engine, torch on GPUs, plain memory without torch.
 
-    ``NCCLPY_TEST_ARRAYS=buffer`` asks for plain memory on either engine.
+    ``NCCLPY_TEST_ARRAYS=buffer`` or ``torch`` asks for plain memory or tensors on either engine.
     """
     if _arrays:
         return _arrays[0]
-    if os.environ.get("NCCLPY_TEST_ARRAYS") == "buffer":
-        chosen = RawArrays()
+    wanted = os.environ.get("NCCLPY_TEST_ARRAYS")
+    if wanted:
+        chosen = {"buffer": RawArrays, "torch": TorchArrays, "numpy": NumpyArrays}[wanted]()
     elif ncclpy.library().engine == "host":
         chosen = NumpyArrays()
     else:

@@ -287,6 +287,72 @@ def test_shrink_of_the_excluded_rank_is_refused(comms2):
         testing.run_with_deadline(lambda: comms2[0].shrink([0]), 10)
 
 
+def test_grow(comms2, arrays):
+    needs_symbol("ncclCommGrow")
+    testing.need_devices(3)
+    uid = comms2[0].grow_id()
+
+    def rank(rank):
+        if rank.rank == 2:
+            comm = ncclpy.Communicator.join(3, 2, uid, device=2)
+        else:
+            comm = comms2[rank.rank].grow(3, uid if rank.rank == 0 else None)
+        with comm:
+            assert (comm.rank, comm.nranks) == (rank.rank, 3)
+            return own_sum(arrays, comm, 1)
+
+    assert testing.run_threads(3, rank, comms=comms2) == [3, 3, 3]
+
+
+def test_grow_rejects(comms2):
+    with pytest.raises(ValueError, match="nranks"):
+        comms2[0].grow(2)
+    with pytest.raises(TypeError, match="unique_id"):
+        ncclpy.Communicator.join(3, 2, None, device=0)
+
+
+def test_suspend_and_resume(comms2, arrays):
+    needs_symbol("ncclCommSuspend")
+
+    def rank(rank):
+        comm = comms2[rank.rank]
+        before = own_sum(arrays, comm, 1)
+        comm.suspend()
+        assert comm.memory_stats()["suspended"]
+        comm.resume()
+        return before + own_sum(arrays, comm, 1)
+
+    assert testing.run_threads(2, rank, comms=comms2) == [4, 4]
+
+
+def test_revoked_communicator_can_be_split_and_closed(comms2, arrays):
+    needs_symbol("ncclCommRevoke")
+
+    def rank(rank):
+        comms2[rank.rank].revoke()
+        with comms2[rank.rank].split(0, rank.rank) as child:
+            return own_sum(arrays, child, 1)
+
+    assert testing.run_threads(2, rank, comms=comms2) == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("symbol", "call"),
+    [
+        ("ncclCommShrink", lambda comm: comm.shrink([1])),
+        ("ncclCommGrow", lambda comm: comm.grow(3)),
+        ("ncclCommRevoke", lambda comm: comm.revoke()),
+        ("ncclCommSuspend", lambda comm: comm.suspend()),
+    ],
+)
+def test_what_the_library_lacks_is_unsupported_and_harms_nothing(comms2, arrays, symbol, call):
+    if ncclpy.library().has(symbol):
+        pytest.skip(f"needs a library without {symbol}")
+    with pytest.raises(ncclpy.NcclUnsupported, match=symbol):
+        testing.run_with_deadline(lambda: call(comms2[0]), 10)
+    all_ones(arrays, comms2)
+
+
 # Closing, aborting, and what is left
 
 
@@ -506,12 +572,6 @@ def test_abort_of_both_ranks_of_a_stuck_pair(comms2, arrays):
         thread.join(10)
     assert not any(thread.is_alive() for thread in threads)
     assert [type(error) for error in errors] == [ncclpy.NcclAborted] * 2
-
-
-def test_revoke_ends_a_stuck_operation_and_the_communicator_can_shrink(comms2):
-    needs_symbol("ncclCommRevoke")
-    comms2[0].revoke()
-    comms2[0].abort()
 
 
 @pytest.mark.parametrize("blocking", [None, True, False])

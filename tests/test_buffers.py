@@ -263,14 +263,14 @@ def test_cuda_array_interface_of_another_device(comm):
 
 @pytest.mark.gpu
 def test_numpy_on_the_cuda_engine(comm):
-    with rejects("send", "numpy", kind=TypeError):
+    with rejects("send", "CPU memory"):
         quickly(comm.all_reduce, np.zeros(4, np.float32))
 
 
 @pytest.mark.gpu
 def test_cpu_tensor_on_the_cuda_engine(comm):
     torch = pytest.importorskip("torch", reason="needs torch")
-    with rejects("send", "cpu", kind=REJECTED):
+    with rejects("send", "CPU memory"):
         quickly(comm.all_reduce, torch.zeros(4))
 
 

@@ -158,7 +158,9 @@ def test_exit_with_a_full_stream():
         """
         import ncclpy
         from ncclpy.core import device
+        import testing
         comms = ncclpy.Communicator.init_all(range(2))
+        testing.connect(comms)
         stream = ncclpy.Stream(0)
         comms[0].recv((device.allocate(64, 0), 16, "float32"), 1, stream=stream)
         print("leaving", stream.is_done())

@@ -522,7 +522,11 @@ def test_ended_communicator_does_not_warn(end):
 # Stuck operations and deadlines
 
 
-def test_abort_ends_a_stuck_operation(comms2, arrays):
+@pytest.mark.parametrize("connected", [True, False])
+def test_abort_ends_a_stuck_operation(comms2, arrays, connected):
+    # Connected ranks are stuck on the device, others in the call itself, where NCCL connects them.
+    if connected:
+        testing.connect(comms2)
     comm = comms2[0]
     part = arrays.make(np.zeros(4, np.float32), comm.device)
     error: list = []

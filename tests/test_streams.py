@@ -112,6 +112,8 @@ def test_cuda_core_stream(comm1, arrays):
 def held(comms2):
     """Yield a stream of device 0 that waits for a message, the call that sends it, and where it will lie."""
     with device_memory(0, 16) as box, device_memory(1, 16) as message, ncclpy.Stream(0) as stream:
+        # NCCL connects two ranks at their first message, and the call waits for that: get it over with.
+        testing.connect(comms2)
         write(message, np.full(4, 42, np.float32), device=1)
         comms2[0].recv(ncclpy.Buffer(box, 4, "float32", device=0), 1, stream=stream)
         sent = []

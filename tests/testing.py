@@ -209,6 +209,30 @@ def read(pointer, count, dtype, device=0):
     return values
 
 
+def connect(comms) -> None:
+    """Pass a message between every two of one thread's communicators, and a sum among all.
+
+    NCCL connects ranks at their first operation, and a blocking call waits until that is done. Tests that want a call
+    to return while its peer is missing begin with this.
+    """
+    streams = [ncclpy.Stream(comm.device) for comm in comms]
+    memory = [ncclpy.core.device.allocate(4 * comm.nranks, comm.device) for comm in comms]
+    with ncclpy.group():
+        for comm, stream, pointer in zip(comms, streams, memory, strict=True):
+            for peer in range(comm.nranks):
+                if peer != comm.rank:
+                    comm.send((pointer + 4 * comm.rank, 1, "int32"), peer, stream=stream)
+                    comm.recv((pointer + 4 * peer, 1, "int32"), peer, stream=stream)
+    with ncclpy.group():
+        for comm, stream, pointer in zip(comms, streams, memory, strict=True):
+            comm.all_reduce((pointer, 1, "int32"), stream=stream)
+    for stream in streams:
+        stream.synchronize()
+        stream.close()
+    for pointer in memory:
+        ncclpy.core.device.free(pointer)
+
+
 def close_all(comms) -> None:
     """Close communicators of one process, each from its own thread, as their ranks would."""
     threads = [threading.Thread(target=comm.close, daemon=True) for comm in comms if not comm.closed]

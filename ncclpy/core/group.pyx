@@ -22,6 +22,7 @@ from ncclpy.core.check cimport raise_nccl
 from ncclpy.core.config cimport struct_version
 from ncclpy.core.handle cimport (
     ABORT_DEADLINE,
+    ABORTED,
     READY,
     WAS_ABORTED,
     abort_handles,
@@ -83,6 +84,8 @@ cdef int _not_done(Handle handle, int kind, ncclResult_t result) except -1:
     if <int>result == WAS_ABORTED:
         handle.check_alive()  # says whether it was closed or aborted
         raise NcclAborted(f"{function_of(kind).decode()}: {handle!r} was aborted")
+    if handle.state == ABORTED:  # the call was stuck, and ended with whatever code NCCL has for that
+        raise NcclAborted(f"{function_of(kind).decode()} of {handle!r} ended: the communicator was aborted")
     return raise_issue(result, kind, handle.raw)
 
 
@@ -288,6 +291,9 @@ cdef int _launch(Group group) except -1:
             child.unborn()
         if failed < n:
             return _not_done(<Handle>group.handles[failed], operations[failed].kind, result)
+        for handle in distinct:
+            if handle.state == ABORTED:
+                raise NcclAborted(f"the group with {handle!r} ended: the communicator was aborted")
         return raise_nccl(ended, b"ncclGroupSimulateEnd" if simulate else b"ncclGroupEnd", NULL)
     if simulate:
         group.estimated_time_us = info.estimatedTime

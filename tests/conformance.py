@@ -238,16 +238,28 @@ def differences(got: np.ndarray, expected: np.ndarray, bound: np.ndarray | None)
 
 def cases(nranks: int, collectives=REDUCTIONS + MOVES) -> list[Case]:
     """Return the whole matrix of small sizes, and a few large ones, for a number of ranks."""
-    found = []
+    found: list[Case] = []
     for collective in collectives:
         ops = OPS if collective in REDUCTIONS else ("sum",)
         places = (False, True) if collective in IN_PLACE else (False,)
         for datatype, op, in_place, count in itertools.product(DataType, ops, places, SIZES):
+            if _nccl_refuses(datatype, op, nranks):
+                continue
             found.append(Case(collective, datatype, op, in_place, count, root=len(found) % nranks))
         for datatype in (DataType.FLOAT32, DataType.UINT8):
             root = nranks - 1
             found.append(Case(collective, datatype, "sum", collective in IN_PLACE, LARGE // nranks, root))
     return found
+
+
+def _nccl_refuses(datatype: DataType, op: str, nranks: int) -> bool:
+    """Return whether the loaded NCCL is known to answer ncclInvalidArgument to this.
+
+    NCCL up to 2.30.7 at least scales the 8-bit floats of a single rank only in code that its build leaves out
+    (src/device/onerank.cu asks for __CUDA_ARCH__ on the host's side).
+    """
+    small = datatype in (DataType.FLOAT8E4M3, DataType.FLOAT8E5M2)
+    return small and op == PRE_MUL_SUM and nranks == 1 and ncclpy.library().engine == "cuda"
 
 
 class Operators:

@@ -111,6 +111,10 @@ cdef class _Road:
 
 cdef dict _roads = {}
 
+# The last type that was seen: programs use one kind of array over and over.
+cdef object _recent_type = None
+cdef _Road _recent_road = None
+
 
 cdef int read_view(object obj, View* view, str argument) except -1:
     """Fill `view` from any object that stands for memory; `argument` names it in errors."""
@@ -124,10 +128,10 @@ cdef int read_view(object obj, View* view, str argument) except -1:
         return 0
     if cnp.PyArray_CheckExact(obj):
         return _read_numpy(<cnp.ndarray>obj, view, argument)
-    road = <_Road>_roads.get(type(obj))
-    if road is None:
-        road = _road_of(obj, argument)
-        _roads[type(obj)] = road
+    if type(obj) is _recent_type:
+        road = _recent_road
+    else:
+        road = _remember(obj, argument)
     kind = road.kind
     if kind == BY_EXCHANGE_API:
         return _read_exchange_api(obj, road.api, view, argument)
@@ -147,6 +151,18 @@ cdef int read_view(object obj, View* view, str argument) except -1:
         view[0] = (<Buffer>obj).view
         return 0
     return _read_dlpack(obj, view, argument)
+
+
+cdef _Road _remember(object obj, str argument):
+    """Look the type up, decide on it if it is new, and note it as the last one seen."""
+    global _recent_type, _recent_road
+    road = _roads.get(type(obj))
+    if road is None:
+        road = _road_of(obj, argument)
+        _roads[type(obj)] = road
+    _recent_road = road
+    _recent_type = type(obj)
+    return road
 
 
 cdef _Road _road_of(object obj, str argument):
@@ -357,7 +373,9 @@ cdef int _read_cupy(object array, View* view, str argument) except -1:
     view.pointer = <void*><uintptr_t>memory.ptr
     view.device = memory.device_id
     view.framework = CUPY
-    if not array.flags.c_contiguous:
+    # The flag itself costs a tenth of the flags object that shows it; it has been there since CuPy 8.
+    contiguous = getattr(array, "_c_contiguous", None)
+    if not (array.flags.c_contiguous if contiguous is None else contiguous):
         raise _not_contiguous(argument, array.shape, array.strides)
     dtype = array.dtype
     cdef int number = dtype.num

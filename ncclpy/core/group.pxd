@@ -1,14 +1,23 @@
-from ncclpy.abi.driver cimport CUstream
+from cpython.ref cimport PyObject
+
 from ncclpy.core.handle cimport Handle
 from ncclpy.core.operation cimport Operation
 
 
+# What one operation keeps alive until its group ends: owned references.
+cdef struct Held:
+    PyObject* handle
+    PyObject* send
+    PyObject* recv
+
+
 cdef class Group:
     cdef Operation* operations
+    cdef Held* held  # of each operation
     cdef size_t count
     cdef size_t capacity
-    cdef list handles  # of each operation: the communicator whose lock it needs
-    cdef list held  # what must live until the group ends
+    cdef PyObject* recent  # the communicator of the last operation
+    cdef list handles  # every communicator of the group, once
     cdef list births  # (index of the operation, the communicator that it makes)
     cdef list waits  # (handle, stream as int) of host memory, whose data must be there when the group ends
     cdef list aborts
@@ -18,7 +27,8 @@ cdef class Group:
     cdef readonly bint simulate
     cdef readonly object estimated_time_us
 
-    cdef int open(self) except -1
+    cdef int meet(self, Handle handle) except -1
+    cdef int drop(self, size_t mark) noexcept
     cdef int abort_at_end(self, Handle handle) except -1
     cdef int record(self, Handle handle, const Operation* operation, object send, object recv) except -1
 

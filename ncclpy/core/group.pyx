@@ -6,10 +6,11 @@ inside a group; recording can, so an exception inside the block launches nothing
 """
 
 cimport cython
-from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
+from cpython.ref cimport Py_DECREF, Py_INCREF, Py_XDECREF, PyObject
 from libc.stdint cimport uintptr_t
 from libc.stdlib cimport free, malloc, realloc
 
+from ncclpy.abi.driver cimport CUstream
 from ncclpy.abi.nccl cimport (
     NCCL_UNDEF_FLOAT,
     NCCLPY_SIM_INFO_MAGIC,
@@ -126,24 +127,61 @@ cdef class Group:
         self.simulate = simulate
 
     def __dealloc__(self):
+        self.drop(0)
         free(self.operations)
+        free(self.held)
 
     cdef int record(self, Handle handle, const Operation* operation, object send, object recv) except -1:
         """Append one operation; its communicator and buffers live at least until the group ends."""
-        cdef Operation* grown
-        if self.handles is None:
-            self.open()
+        cdef Held* held
         if self.count == self.capacity:
-            self.capacity = self.capacity * 2 if self.capacity else 16
-            grown = <Operation*>realloc(self.operations, self.capacity * sizeof(Operation))
-            if grown == NULL:
-                raise MemoryError
-            self.operations = grown
+            self._grow()
+        if self.recent != <PyObject*>handle:
+            self.meet(handle)
         self.operations[self.count] = operation[0]
+        held = &self.held[self.count]
+        Py_INCREF(handle)
+        Py_INCREF(send)
+        Py_INCREF(recv)
+        held.handle = <PyObject*>handle
+        held.send = <PyObject*>send
+        held.recv = <PyObject*>recv
         self.count += 1
-        self.handles.append(handle)
-        self.held.append(send)
-        self.held.append(recv)
+        return 0
+
+    def _grow(self):
+        """Make room for more operations."""
+        cdef size_t capacity = self.capacity * 2 if self.capacity else 64
+        cdef void* grown = realloc(self.operations, capacity * sizeof(Operation))
+        if grown == NULL:
+            raise MemoryError
+        self.operations = <Operation*>grown
+        grown = realloc(self.held, capacity * sizeof(Held))
+        if grown == NULL:
+            raise MemoryError
+        self.held = <Held*>grown
+        self.capacity = capacity
+
+    cdef int meet(self, Handle handle) except -1:
+        """Note another communicator. The lists are made here: an empty group costs next to nothing."""
+        if self.handles is None:
+            self.handles = []
+            self.births = []
+            self.waits = []
+        if handle not in self.handles:
+            self.handles.append(handle)
+        self.recent = <PyObject*>handle
+        return 0
+
+    cdef int drop(self, size_t mark) noexcept:
+        """Let go of what the operations from `mark` on keep alive."""
+        cdef size_t i
+        cdef size_t count = self.count
+        self.count = min(mark, count)  # first: letting go may run anything
+        for i in range(mark, count):
+            Py_XDECREF(self.held[i].handle)
+            Py_XDECREF(self.held[i].send)
+            Py_XDECREF(self.held[i].recv)
         return 0
 
     def __enter__(self):
@@ -176,17 +214,10 @@ cdef class Group:
                 if self.aborts is not None:
                     abort_handles(self.aborts, ABORT_DEADLINE, "aborted in a group")
         finally:
-            self.handles = self.held = self.births = self.waits = self.aborts = None
-            self.count = 0
+            self.recent = NULL
+            self.handles = self.births = self.waits = self.aborts = None
+            self.drop(0)
             Py_DECREF(self)
-
-    cdef int open(self) except -1:
-        """Make the lists at the first record: an empty group costs next to nothing."""
-        self.handles = []
-        self.held = []
-        self.births = []
-        self.waits = []
-        return 0
 
     cdef int abort_at_end(self, Handle handle) except -1:
         """Abort this communicator together with the others when the group ends."""
@@ -205,17 +236,20 @@ cdef int set_current(PyObject* group) noexcept:
 cdef int _forget(Group group, size_t mark) except -1:
     """Drop what was recorded from `mark` on; nothing of it has reached NCCL."""
     cdef Handle child
+    cdef size_t i
     if group.count == mark:
         return 0
     for index, child in group.births:
         if index >= mark:
             child.unborn()
     group.births = [birth for birth in group.births if birth[0] < mark]
-    kept = group.handles[:mark]
-    group.waits = [wait for wait in group.waits if wait[0] in kept]
-    del group.handles[mark:]
-    del group.held[2 * mark:]
-    group.count = mark
+    group.drop(mark)
+    group.handles = []
+    for i in range(mark):
+        if <object>group.held[i].handle not in group.handles:
+            group.handles.append(<object>group.held[i].handle)
+    group.waits = [wait for wait in group.waits if wait[0] in group.handles]
+    group.recent = NULL
     return 0
 
 
@@ -229,13 +263,11 @@ cdef int _launch(Group group) except -1:
     cdef ncclSimInfo_t info
     cdef bint simulate = group.simulate
     # Locks are taken in one order for all threads, that of the addresses.
-    cdef list distinct = sorted(set(group.handles), key=id)
+    cdef list distinct = sorted(group.handles, key=id)
     cdef size_t k, m = len(distinct)
     cdef PyObject** locked = <PyObject**>malloc(m * sizeof(PyObject*))
-    cdef PyObject** owners = <PyObject**>malloc(n * sizeof(PyObject*))
-    if locked == NULL or owners == NULL:
-        free(locked)
-        free(owners)
+    cdef Held* held = group.held
+    if locked == NULL:
         raise MemoryError
     try:
         require(<void*>nccl.ncclGroupStart, b"ncclGroupStart")
@@ -256,13 +288,11 @@ cdef int _launch(Group group) except -1:
                     f"this one mixes {handle!r} and {distinct[0]!r}"
                 )
             locked[k] = <PyObject*>handle
-        for i in range(n):
-            owners[i] = <PyObject*>(<Handle>group.handles[i])
         with nogil:
             for k in range(m):
                 (<Handle>locked[k]).lock()
             for i in range(n):
-                operations[i].comm = (<Handle>owners[i]).raw
+                operations[i].comm = (<Handle>held[i].handle).raw
                 if operations[i].comm == NULL and operations[i].kind < INIT_RANK:
                     result = <ncclResult_t>WAS_ABORTED
                     failed = i
@@ -285,12 +315,11 @@ cdef int _launch(Group group) except -1:
         raise
     finally:
         free(locked)
-        free(owners)
     if failed < n or (ended != ncclSuccess and ended != ncclInProgress):
         for _, child in group.births:
             child.unborn()
         if failed < n:
-            return _not_done(<Handle>group.handles[failed], operations[failed].kind, result)
+            return _not_done(<Handle>held[failed].handle, operations[failed].kind, result)
         for handle in distinct:
             if handle.state == ABORTED:
                 raise NcclAborted(f"the group with {handle!r} ended: the communicator was aborted")

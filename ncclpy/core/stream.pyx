@@ -34,13 +34,13 @@ cdef CUstream as_stream(object stream) except? NULL:
 cdef object _reader_of(object stream):
     """Choose once for a type how its objects are read; nothing is imported to find out."""
     kind = type(stream)
+    if hasattr(kind, "cuda_stream"):  # torch: an attribute, cheaper than its protocol and older
+        return lambda stream: stream.cuda_stream
     protocol = getattr(kind, "__cuda_stream__", None)
     if protocol is not None:
         if callable(protocol):
             return lambda stream: stream.__cuda_stream__()[1]
         return lambda stream: stream.__cuda_stream__[1]  # a property, as in early cuda.core
-    if hasattr(kind, "cuda_stream"):  # torch before it had the protocol
-        return lambda stream: stream.cuda_stream
     if hasattr(kind, "ptr"):  # CuPy before it had the protocol
         return lambda stream: stream.ptr
     if hasattr(kind, "__index__") or (hasattr(kind, "__int__") and not hasattr(kind, "__float__")):

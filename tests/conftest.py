@@ -26,6 +26,14 @@ def pytest_runtest_setup(item):
         pytest.skip("needs the cuda engine: NVIDIA GPUs and NCCL")
 
 
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    """Fail the test that leaves work on a device: it would hang whoever synchronises the device later."""
+    yield
+    if ncclpy.library().engine == "host":
+        testing.run_with_deadline(lambda: [ncclpy.synchronize(device) for device in range(ncclpy.device_count())], 20)
+
+
 @pytest.fixture
 def host_engine():
     """Skip unless the host engine runs: numpy arrays, and CPU memory as device memory, exist there alone."""

@@ -351,9 +351,11 @@ def run_threads(nranks: int, fn, timeout: float = 60.0, comms=()) -> list:
         abort_all([*comms, *(comm for rank in ranks for comm in rank.comms)])
         raise AssertionError(f"{len(stuck)} of {nranks} ranks not done after {timeout} s:\n{where}")
     if errors:
-        if stuck:
+        deadline = time.monotonic() + 10
+        # Again and again: a rank may have been inside init, and have its communicator only now.
+        while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
             abort_all([*comms, *(comm for rank in ranks for comm in rank.comms)])
-            _join(threads, time.monotonic() + 10)
+            _join(threads, time.monotonic() + 0.1)
         raise errors[0]
     return results
 

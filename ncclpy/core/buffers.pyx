@@ -226,7 +226,7 @@ cdef int _read_numpy(cnp.ndarray array, View* view, str argument) except -1:
     return _set_type(view, found, <size_t>cnp.PyArray_SIZE(array))
 
 
-cdef int _set_type(View* view, int found, size_t count) except -1:
+cdef inline int _set_type(View* view, int found, size_t count) except -1:
     """Set data type, flavour, count and size from a packed type and a count of array elements."""
     view.datatype = found & 0xFF
     view.flavour = found >> 8
@@ -254,7 +254,7 @@ cdef object _not_contiguous(str argument, object shape, object strides):
     )
 
 
-cdef int _read_exchange_api(object obj, const DLPackExchangeAPI* api, View* view, str argument) except -1:
+cdef inline int _read_exchange_api(object obj, const DLPackExchangeAPI* api, View* view, str argument) except -1:
     cdef DLTensor tensor
     if api.dltensor_from_py_object_no_sync(<void*>obj, &tensor) != 0:
         _reraise(argument)
@@ -280,7 +280,7 @@ cdef int _reraise(str argument) except -1:
     raise BufferError(f"{argument}: the tensor cannot be read through DLPack")
 
 
-cdef int _read_dltensor(const DLTensor* tensor, View* view, str argument) except -1:
+cdef inline int _read_dltensor(const DLTensor* tensor, View* view, str argument) except -1:
     cdef size_t count = 1
     cdef int64_t expected = 1
     cdef int i

@@ -155,7 +155,7 @@ def test_abort_in_processes(nccl, processes, body):
     processes.run(nccl, 3, body)
 
 
-def test_nothing_is_left_after_a_kill(nccl):
+def test_nothing_is_left_after_a_kill(nccl, tmp_path):
     """A process that is killed leaves no name in a file system, and its peer can abort."""
     code = (
         "import sys\n"
@@ -170,7 +170,11 @@ def test_nothing_is_left_after_a_kill(nccl):
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     uid = nccl.unique_id()
     with subprocess.Popen(
-        [sys.executable, "-c", code, uid.hex()], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", code, uid.hex()],
+        env=environment,
+        cwd=tmp_path,  # outside the tree, whose ncclpy is not built
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     ) as child:
         nccl.driver.use(0)
         comm = join(in_thread(nccl.init, 2, uid, 0), 30)

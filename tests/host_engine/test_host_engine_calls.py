@@ -176,15 +176,22 @@ def test_ranks_disagree_about_their_number(nccl):
     assert join(thread) == INTERNAL
 
 
-def test_unique_id_of_a_dead_process(nccl):
+def test_unique_id_of_a_dead_process(nccl, tmp_path):
     code = (
         "from nccl_calls import Nccl\n"
         "from ncclpy.core.search import host_engine_path\n"
         "print(Nccl(host_engine_path()).unique_id().hex())\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    # Outside the tree, whose ncclpy is not built.
     output = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     )
     refused(INVALID_USAGE, "has ended", nccl.init, 1, bytes.fromhex(output.stdout.strip()), 0)
 

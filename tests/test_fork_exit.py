@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 import testing
@@ -210,12 +212,24 @@ def test_a_process_that_fails_shows_its_traceback():
         testing.run_processes(2, fail_in_the_middle, timeout=40)
 
 
-def test_a_thread_that_fails_frees_the_others():
+@pytest.mark.parametrize("late", [False, True], ids=["in a barrier", "coming out of init"])
+def test_a_thread_that_fails_frees_the_others(late):
+    left = []
+
     def rank(rank):
         comm = rank.init()
         if rank.rank == 1:
             raise KeyError("lost")
-        comm.barrier()
+        if late:
+            # The other has failed and everything was aborted; this communicator is known only now.
+            rank.comms.clear()
+            time.sleep(0.5)
+            rank.comms.append(comm)
+        try:
+            comm.barrier()
+        finally:
+            left.append(rank.rank)
 
     with pytest.raises(KeyError, match="lost"):
         testing.run_threads(2, rank, timeout=40)
+    assert left == [0]

@@ -356,6 +356,9 @@ def run_threads(nranks: int, fn, timeout: float = 60.0, comms=()) -> list:
         while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
             abort_all([*comms, *(comm for rank in ranks for comm in rank.comms)])
             _join(threads, time.monotonic() + 0.1)
+        left = [thread.name for thread in threads if thread.is_alive()]
+        if left:
+            raise AssertionError(f"a rank failed, and abort did not free {', '.join(left)}") from errors[0]
         raise errors[0]
     return results
 

@@ -351,10 +351,13 @@ def test_a_group_keeps_its_buffers_alive(comms2, arrays):
     if arrays.name == "ncclpy.Buffer":
         pytest.skip("plain memory has no __cuda_array_interface__")
 
+    # A group keeps what it was given until it ends; the memory must live until the work on the stream is done.
+    parts = [filled(arrays, comm, 1) for comm in comms2]
+
     def call():
         with ncclpy.group():
-            for comm in comms2:
-                comm.all_reduce(Tracked(filled(arrays, comm, 1)))
+            for comm, part in zip(comms2, parts, strict=True):
+                comm.all_reduce(Tracked(part))
             gc.collect()
             assert Tracked.gone == 0
         for comm in comms2:

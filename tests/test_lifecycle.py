@@ -1,4 +1,4 @@
-"""Communicators from birth to end: every way to make one, to derive others, and to close or abort them."""
+"""Communicators from birth to end: every way to make one, and to close or abort it."""
 
 from __future__ import annotations
 
@@ -18,27 +18,6 @@ from ncclpy.core import device as device_module
 CLOSED = (ValueError, ncclpy.NcclError)
 
 
-def all_ones(lib, comms, expected=None):
-    """All-reduce ones over communicators of one thread; every rank must get their number."""
-    parts = [lib.make(np.ones(3, np.float32), comm.device) for comm in comms]
-
-    def call():
-        with ncclpy.group():
-            for comm, part in zip(comms, parts, strict=True):
-                comm.all_reduce(lib.argument(part))
-
-    testing.run_with_deadline(call)
-    for part in parts:
-        assert np.all(lib.read(part) == (len(comms) if expected is None else expected))
-
-
-def own_sum(lib, comm, value):
-    """All-reduce `value` from the thread of one rank and return the sum."""
-    part = lib.make(np.array([value], np.float32), comm.device)
-    comm.all_reduce(lib.argument(part))
-    return float(lib.read(part)[0])
-
-
 # Birth
 
 
@@ -47,13 +26,13 @@ def test_init_in_threads(arrays, nranks):
     def rank(rank):
         comm = rank.init()
         assert (comm.rank, comm.nranks, comm.device) == (rank.rank, nranks, rank.device)
-        return own_sum(arrays, comm, rank.rank + 1)
+        return testing.own_sum(arrays, comm, rank.rank + 1)
 
     assert testing.run_threads(nranks, rank) == [nranks * (nranks + 1) / 2] * nranks
 
 
 def sum_in_process(rank):
-    return own_sum(testing.arrays(), rank.init(), rank.rank + 1)
+    return testing.own_sum(testing.arrays(), rank.init(), rank.rank + 1)
 
 
 def test_init_in_processes():
@@ -70,7 +49,7 @@ def test_init_in_one_group(arrays):
 
     comms = testing.run_with_deadline(make)
     assert [(comm.rank, comm.nranks, comm.device) for comm in comms] == [(0, 3, 0), (1, 3, 1), (2, 3, 2)]
-    all_ones(arrays, comms)
+    testing.all_ones(arrays, comms)
     testing.close_all(comms)
 
 
@@ -98,7 +77,7 @@ def test_two_worlds_in_one_group(arrays):
             return [ncclpy.Communicator.init(2, r, uids[w], device=2 * w + r) for w in range(2) for r in range(2)]
 
     comms = testing.run_with_deadline(make)
-    all_ones(arrays, comms, expected=2)
+    testing.all_ones(arrays, comms, expected=2)
     testing.close_all(comms)
 
 
@@ -110,7 +89,7 @@ def test_init_all(arrays, devices):
     assert [comm.device for comm in comms] == list(expected)
     assert [comm.rank for comm in comms] == list(range(len(expected)))
     assert {comm.nranks for comm in comms} == {len(expected)}
-    all_ones(arrays, comms)
+    testing.all_ones(arrays, comms)
     testing.close_all(comms)
 
 
@@ -178,7 +157,7 @@ def test_one_device_for_two_ranks_is_refused():
 def test_config_reaches_nccl(arrays):
     def rank(rank):
         comm = rank.init(config=ncclpy.Config(min_ctas=1, max_ctas=4, comm_name="testing", split_share=True))
-        return own_sum(arrays, comm, 1)
+        return testing.own_sum(arrays, comm, 1)
 
     assert testing.run_threads(2, rank) == [2, 2]
 
@@ -193,10 +172,10 @@ def test_from_handle(arrays, comms2):
     # The handle of another owner: used, never destroyed.
     borrowed = [ncclpy.Communicator.from_handle(comm.handle) for comm in comms2]
     assert [(comm.rank, comm.nranks, comm.device) for comm in borrowed] == [(0, 2, 0), (1, 2, 1)]
-    all_ones(arrays, borrowed)
+    testing.all_ones(arrays, borrowed)
     for comm in borrowed:
         comm.close()
-    all_ones(arrays, comms2)
+    testing.all_ones(arrays, comms2)
 
 
 def test_from_handle_refuses_null():
@@ -210,147 +189,6 @@ def test_repr_says_who(comms2):
         assert f"rank {comm.rank}" in text or f"rank={comm.rank}" in text
     comms2[0].abort()
     assert "abort" in repr(comms2[0])
-
-
-# Derived communicators
-
-
-def test_split(arrays, comms4):
-    def rank(rank):
-        parent = comms4[rank.rank]
-        with parent.split(rank.rank % 2, -rank.rank) as child:
-            # Keys order the ranks of a child: the higher parent's rank has the lower key.
-            assert (child.nranks, child.rank) == (2, 1 if rank.rank < 2 else 0)
-            assert child.device == parent.device
-            return own_sum(arrays, child, rank.rank)
-
-    assert testing.run_threads(4, rank, comms=comms4) == [2, 4, 2, 4]
-    all_ones(arrays, comms4)
-
-
-@pytest.mark.parametrize("color", [None, -1])
-def test_split_without_a_color_gives_none(arrays, comms2, color):
-    def rank(rank):
-        child = comms2[rank.rank].split(0 if rank.rank == 0 else color, 0)
-        if child is None:
-            return None
-        with child:
-            return child.nranks, own_sum(arrays, child, 5)
-
-    assert testing.run_threads(2, rank, comms=comms2) == [(1, 5), None]
-
-
-def test_split_in_one_group(arrays, comms4):
-    def split():
-        with ncclpy.group():
-            return [comm.split(comm.rank // 2, comm.rank) for comm in comms4]
-
-    children = testing.run_with_deadline(split)
-    assert [(child.rank, child.nranks) for child in children] == [(0, 2), (1, 2), (0, 2), (1, 2)]
-    all_ones(arrays, children, expected=2)
-    testing.close_all(children)
-    all_ones(arrays, comms4)
-
-
-def test_split_of_a_split(arrays, comms4):
-    def rank(rank):
-        with comms4[rank.rank].split(rank.rank // 2, 0) as half:
-            with half.split(half.rank, 0) as alone:
-                assert (alone.rank, alone.nranks) == (0, 1)
-                return own_sum(arrays, half, 1) + own_sum(arrays, alone, 10)
-
-    assert testing.run_threads(4, rank, comms=comms4) == [12] * 4
-
-
-def needs_symbol(symbol):
-    if not ncclpy.library().has(symbol):
-        pytest.skip(f"needs {symbol}, which the loaded NCCL lacks")
-
-
-def test_shrink(arrays, comms4):
-    needs_symbol("ncclCommShrink")
-
-    def rank(rank):
-        if rank.rank == 1:
-            return None  # the excluded rank does not call
-        with comms4[rank.rank].shrink([1]) as child:
-            assert child.nranks == 3
-            assert child.rank == (0 if rank.rank == 0 else rank.rank - 1)
-            return own_sum(arrays, child, rank.rank)
-
-    assert testing.run_threads(4, rank, comms=comms4) == [5, None, 5, 5]
-
-
-def test_shrink_of_the_excluded_rank_is_refused(comms2):
-    needs_symbol("ncclCommShrink")
-    with pytest.raises((ValueError, ncclpy.NcclError)):
-        testing.run_with_deadline(lambda: comms2[0].shrink([0]), 10)
-
-
-def test_grow(comms2, arrays):
-    needs_symbol("ncclCommGrow")
-    testing.need_devices(3)
-    uid = comms2[0].grow_id()
-
-    def rank(rank):
-        if rank.rank == 2:
-            comm = ncclpy.Communicator.join(3, 2, uid, device=2)
-        else:
-            comm = comms2[rank.rank].grow(3, uid if rank.rank == 0 else None)
-        with comm:
-            assert (comm.rank, comm.nranks) == (rank.rank, 3)
-            return own_sum(arrays, comm, 1)
-
-    assert testing.run_threads(3, rank, comms=comms2) == [3, 3, 3]
-
-
-def test_grow_rejects(comms2):
-    with pytest.raises(ValueError, match="nranks"):
-        comms2[0].grow(2)
-    with pytest.raises(TypeError, match="unique_id"):
-        ncclpy.Communicator.join(3, 2, None, device=0)
-
-
-def test_suspend_and_resume(comms2, arrays):
-    needs_symbol("ncclCommSuspend")
-
-    def rank(rank):
-        comm = comms2[rank.rank]
-        before = own_sum(arrays, comm, 1)
-        comm.suspend()
-        assert comm.memory_stats()["suspended"]
-        comm.resume()
-        return before + own_sum(arrays, comm, 1)
-
-    assert testing.run_threads(2, rank, comms=comms2) == [4, 4]
-
-
-def test_revoked_communicator_can_be_split_and_closed(comms2, arrays):
-    needs_symbol("ncclCommRevoke")
-
-    def rank(rank):
-        comms2[rank.rank].revoke()
-        with comms2[rank.rank].split(0, rank.rank) as child:
-            return own_sum(arrays, child, 1)
-
-    assert testing.run_threads(2, rank, comms=comms2) == [2, 2]
-
-
-@pytest.mark.parametrize(
-    ("symbol", "call"),
-    [
-        ("ncclCommShrink", lambda comm: comm.shrink([1])),
-        ("ncclCommGrow", lambda comm: comm.grow(3)),
-        ("ncclCommRevoke", lambda comm: comm.revoke()),
-        ("ncclCommSuspend", lambda comm: comm.suspend()),
-    ],
-)
-def test_what_the_library_lacks_is_unsupported_and_harms_nothing(comms2, arrays, symbol, call):
-    if ncclpy.library().has(symbol):
-        pytest.skip(f"needs a library without {symbol}")
-    with pytest.raises(ncclpy.NcclUnsupported, match=symbol):
-        testing.run_with_deadline(lambda: call(comms2[0]), 10)
-    all_ones(arrays, comms2)
 
 
 # Closing, aborting, and what is left
@@ -463,7 +301,7 @@ def test_a_closed_child_leaves_its_parent_alone(comms2, arrays):
         comms2[rank.rank].split(0, 0).close()
 
     testing.run_threads(2, rank, comms=comms2)
-    all_ones(arrays, comms2)
+    testing.all_ones(arrays, comms2)
 
 
 def test_aborting_a_parent_ends_its_children(comms2):
@@ -597,7 +435,7 @@ def test_init_with_a_missing_rank_ends_at_its_deadline(arrays, blocking):
     assert 0.9 <= seconds <= 2.0, f"the deadline was 1 s and a second is allowed; it took {seconds:.2f} s"
     # The process is as good as before.
     comms = ncclpy.Communicator.init_all(range(2))
-    all_ones(arrays, comms)
+    testing.all_ones(arrays, comms)
     testing.close_all(comms)
 
 
@@ -617,13 +455,13 @@ def test_init_in_a_group_with_a_missing_rank_ends_at_its_deadline(arrays):
     seconds = testing.run_with_deadline(init, 30)
     assert seconds <= 2.5, f"took {seconds:.2f} s"
     comms = ncclpy.Communicator.init_all(range(3))
-    all_ones(arrays, comms)
+    testing.all_ones(arrays, comms)
     testing.close_all(comms)
 
 
 def test_a_deadline_that_is_kept_costs_nothing(arrays):
     def rank(rank):
-        return own_sum(arrays, rank.init(timeout=60), 1)
+        return testing.own_sum(arrays, rank.init(timeout=60), 1)
 
     assert testing.run_threads(2, rank) == [2, 2]
 

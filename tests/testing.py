@@ -455,6 +455,27 @@ def run_python(code: str, *, timeout: float = 60.0, env: dict | None = None, che
     return done
 
 
+def all_ones(lib, comms, expected=None):
+    """All-reduce ones over communicators of one thread; every rank must get their number."""
+    parts = [lib.make(np.ones(3, np.float32), comm.device) for comm in comms]
+
+    def call():
+        with ncclpy.group():
+            for comm, part in zip(comms, parts, strict=True):
+                comm.all_reduce(lib.argument(part))
+
+    run_with_deadline(call)
+    for part in parts:
+        assert np.all(lib.read(part) == (len(comms) if expected is None else expected))
+
+
+def own_sum(lib, comm, value):
+    """All-reduce `value` from the thread of one rank and return the sum."""
+    part = lib.make(np.array([value], np.float32), comm.device)
+    comm.all_reduce(lib.argument(part))
+    return float(lib.read(part)[0])
+
+
 def run_with_deadline(fn, timeout: float = 30.0):
     """Return ``fn()``, called in a thread; fail if it takes longer. For calls that might block for ever."""
     box: list = []

@@ -1,0 +1,148 @@
+"""Communicators made out of others: split, shrink, grow, revoke, suspend."""
+
+from __future__ import annotations
+
+import pytest
+
+import ncclpy
+import testing
+
+CLOSED = (ValueError, ncclpy.NcclError)
+
+
+def test_split(arrays, comms4):
+    def rank(rank):
+        parent = comms4[rank.rank]
+        with parent.split(rank.rank % 2, -rank.rank) as child:
+            # Keys order the ranks of a child: the higher parent's rank has the lower key.
+            assert (child.nranks, child.rank) == (2, 1 if rank.rank < 2 else 0)
+            assert child.device == parent.device
+            return testing.own_sum(arrays, child, rank.rank)
+
+    assert testing.run_threads(4, rank, comms=comms4) == [2, 4, 2, 4]
+    testing.all_ones(arrays, comms4)
+
+
+@pytest.mark.parametrize("color", [None, -1])
+def test_split_without_a_color_gives_none(arrays, comms2, color):
+    def rank(rank):
+        child = comms2[rank.rank].split(0 if rank.rank == 0 else color, 0)
+        if child is None:
+            return None
+        with child:
+            return child.nranks, testing.own_sum(arrays, child, 5)
+
+    assert testing.run_threads(2, rank, comms=comms2) == [(1, 5), None]
+
+
+def test_split_in_one_group(arrays, comms4):
+    def split():
+        with ncclpy.group():
+            return [comm.split(comm.rank // 2, comm.rank) for comm in comms4]
+
+    children = testing.run_with_deadline(split)
+    assert [(child.rank, child.nranks) for child in children] == [(0, 2), (1, 2), (0, 2), (1, 2)]
+    testing.all_ones(arrays, children, expected=2)
+    testing.close_all(children)
+    testing.all_ones(arrays, comms4)
+
+
+def test_split_of_a_split(arrays, comms4):
+    def rank(rank):
+        with comms4[rank.rank].split(rank.rank // 2, 0) as half:
+            with half.split(half.rank, 0) as alone:
+                assert (alone.rank, alone.nranks) == (0, 1)
+                return testing.own_sum(arrays, half, 1) + testing.own_sum(arrays, alone, 10)
+
+    assert testing.run_threads(4, rank, comms=comms4) == [12] * 4
+
+
+def needs_symbol(symbol):
+    if not ncclpy.library().has(symbol):
+        pytest.skip(f"needs {symbol}, which the loaded NCCL lacks")
+
+
+def test_shrink(arrays, comms4):
+    needs_symbol("ncclCommShrink")
+
+    def rank(rank):
+        if rank.rank == 1:
+            return None  # the excluded rank does not call
+        with comms4[rank.rank].shrink([1]) as child:
+            assert child.nranks == 3
+            assert child.rank == (0 if rank.rank == 0 else rank.rank - 1)
+            return testing.own_sum(arrays, child, rank.rank)
+
+    assert testing.run_threads(4, rank, comms=comms4) == [5, None, 5, 5]
+
+
+def test_shrink_of_the_excluded_rank_is_refused(comms2):
+    needs_symbol("ncclCommShrink")
+    with pytest.raises((ValueError, ncclpy.NcclError)):
+        testing.run_with_deadline(lambda: comms2[0].shrink([0]), 10)
+
+
+def test_grow(comms2, arrays):
+    needs_symbol("ncclCommGrow")
+    testing.need_devices(3)
+    uid = comms2[0].grow_id()
+
+    def rank(rank):
+        if rank.rank == 2:
+            comm = ncclpy.Communicator.join(3, 2, uid, device=2)
+        else:
+            comm = comms2[rank.rank].grow(3, uid if rank.rank == 0 else None)
+        with comm:
+            assert (comm.rank, comm.nranks) == (rank.rank, 3)
+            return testing.own_sum(arrays, comm, 1)
+
+    assert testing.run_threads(3, rank, comms=comms2) == [3, 3, 3]
+
+
+def test_grow_rejects(comms2):
+    with pytest.raises(ValueError, match="nranks"):
+        comms2[0].grow(2)
+    with pytest.raises(TypeError, match="unique_id"):
+        ncclpy.Communicator.join(3, 2, None, device=0)
+
+
+def test_suspend_and_resume(comms2, arrays):
+    needs_symbol("ncclCommSuspend")
+
+    def rank(rank):
+        comm = comms2[rank.rank]
+        before = testing.own_sum(arrays, comm, 1)
+        comm.suspend()
+        assert comm.memory_stats()["suspended"]
+        comm.resume()
+        return before + testing.own_sum(arrays, comm, 1)
+
+    assert testing.run_threads(2, rank, comms=comms2) == [4, 4]
+
+
+def test_revoked_communicator_can_be_split_and_closed(comms2, arrays):
+    needs_symbol("ncclCommRevoke")
+
+    def rank(rank):
+        comms2[rank.rank].revoke()
+        with comms2[rank.rank].split(0, rank.rank) as child:
+            return testing.own_sum(arrays, child, 1)
+
+    assert testing.run_threads(2, rank, comms=comms2) == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("symbol", "call"),
+    [
+        ("ncclCommShrink", lambda comm: comm.shrink([1])),
+        ("ncclCommGrow", lambda comm: comm.grow(3)),
+        ("ncclCommRevoke", lambda comm: comm.revoke()),
+        ("ncclCommSuspend", lambda comm: comm.suspend()),
+    ],
+)
+def test_what_the_library_lacks_is_unsupported_and_harms_nothing(comms2, arrays, symbol, call):
+    if ncclpy.library().has(symbol):
+        pytest.skip(f"needs a library without {symbol}")
+    with pytest.raises(ncclpy.NcclUnsupported, match=symbol):
+        testing.run_with_deadline(lambda: call(comms2[0]), 10)
+    testing.all_ones(arrays, comms2)

@@ -339,7 +339,8 @@ def run_threads(nranks: int, fn, timeout: float = 60.0, comms=()) -> list:
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads) and not failed.is_set() and time.monotonic() < deadline:
-        next(thread for thread in threads if thread.is_alive()).join(0.02)
+        # The thread may end between the two looks; joining one that has ended returns at once.
+        next((thread for thread in threads if thread.is_alive()), threads[0]).join(0.02)
     stuck = [thread for thread in threads if thread.is_alive()]
     if stuck and not failed.is_set():
         frames = sys._current_frames()

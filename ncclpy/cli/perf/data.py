@@ -13,10 +13,17 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 from ncclpy.cli.perf.datatypes import TYPES, Type
+
+# Untyped: releases of numpy disagree about the type of a reduction over a list of arrays.
+_add: Any = np.add
+_maximum: Any = np.maximum
+_minimum: Any = np.minimum
+_multiply: Any = np.multiply
 
 # Elements in a block: a prime.
 PERIOD = 131071
@@ -102,18 +109,18 @@ def _integers(kind: Type, op: str, own: list[np.random.Generator], length: int) 
         # The sum must not wrap here, and older NCCLs divide negative integers as if they were unsigned.
         limit = np.iinfo(kind.native).max // nranks
         inputs = [generator.integers(0, limit, length, kind.native, endpoint=True) for generator in own]
-        average = np.add.reduce(inputs, dtype=kind.native) // nranks
+        average = _add.reduce(inputs, dtype=kind.native) // nranks
         return Data([Block(values.view(kind.bits)) for values in inputs], Block(kind.encode(average)))
     inputs = [_random_bits(kind, generator, length) for generator in own]
     if op == "prod":
         inputs = [bits | kind.bits.type(1) for bits in inputs]  # even factors would soon give zero
-        result = np.multiply.reduce(inputs, dtype=kind.bits)
+        result = _multiply.reduce(inputs, dtype=kind.bits)
     elif op == "mulsum":
         result = sum((bits * kind.bits.type(scalar(rank)) for rank, bits in enumerate(inputs)), start=inputs[0] * 0)
     elif op == "sum":
-        result = np.add.reduce(inputs, dtype=kind.bits)
+        result = _add.reduce(inputs, dtype=kind.bits)
     else:
-        compare = np.maximum if op == "max" else np.minimum
+        compare = _maximum if op == "max" else _minimum
         result = compare.reduce([bits.view(kind.native) for bits in inputs])
     return Data([Block(bits) for bits in inputs], Block(np.ascontiguousarray(result).view(kind.bits)))
 
@@ -142,17 +149,17 @@ def _floats(kind: Type, op: str, common: np.random.Generator, own: list[np.rando
         inputs.append(values)
     blocks = [Block(kind.encode(values)) for values in inputs]
     if op in ("max", "min"):
-        result = (np.maximum if op == "max" else np.minimum).reduce(inputs)
+        result = (_maximum if op == "max" else _minimum).reduce(inputs)
     elif op == "prod":
-        result = np.multiply.reduce(inputs)
+        result = _multiply.reduce(inputs)
     else:
-        result = np.add.reduce([values * weight for values, weight in zip(inputs, weights, strict=True)])
+        result = _add.reduce([values * weight for values, weight in zip(inputs, weights, strict=True)])
         if op == "avg":
             result = result / nranks
     error: float | np.ndarray = 0.0
     if op == "avg" and nranks & nranks - 1:
         # x is multiplied by 1/nranks, rounded twice, and then each of the additions rounds once.
-        error = (nranks + 2) * 2.0**-kind.digits * np.add.reduce(np.abs(inputs)) / nranks
+        error = (nranks + 2) * 2.0**-kind.digits * _add.reduce(np.abs(inputs)) / nranks
     return Data(blocks, Block(kind.encode(result), result - error, result + error))
 
 

@@ -670,3 +670,27 @@ def test_cuda_core_buffer(comm1):
     comm1.all_reduce(send, recv, stream=stream)
     stream.sync()
     assert read(int(recv.handle), 16, np.uint8).tolist() == list(range(16))
+
+
+@pytest.mark.parametrize("op", [-1, -(2**31)])
+def test_negative_operator(comm, arrays, op):
+    part = arrays.argument(arrays.make(np.zeros(2, np.float32), comm.device))
+    with rejects("op", kind=ValueError):
+        quickly(comm.all_reduce, part, op=op)
+
+
+def test_no_data_type_is_no_float64(comm):
+    with rejects("send", "None", kind=TypeError):
+        quickly(comm.all_reduce, (4096, 4, None))
+
+
+def test_masked_array(comm):
+    with rejects("send", "mask", kind=TypeError):
+        quickly(comm.all_reduce, np.ma.array([1.0, 2.0], mask=[True, False]))
+
+
+@pytest.mark.parametrize("counts", [[1.0, 1.0], ["1", "1"]])
+def test_counts_are_integers(comm, arrays, counts):
+    send, recv = (arrays.argument(arrays.make(np.zeros(n, np.float32), comm.device)) for n in (1, 2))
+    with pytest.raises(TypeError, match="integer"):
+        quickly(comm.all_gather_v, send, recv, counts)

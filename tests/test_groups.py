@@ -423,3 +423,16 @@ def test_barrier(comms4):
 
 def test_barrier_in_a_group(comms2):
     grouped(lambda: [comm.barrier() for comm in comms2])
+
+
+def test_a_group_is_left_once_and_by_the_thread_that_entered_it(comm1):
+    for never in (ncclpy.group(), ncclpy.group()):
+        with pytest.raises(RuntimeError, match="not open"):
+            never.__exit__(None, None, None)
+    group = ncclpy.group()
+    with group:
+        with pytest.raises(RuntimeError, match="not open"):
+            testing.run_with_deadline(lambda: group.__exit__(None, None, None))
+    with pytest.raises(RuntimeError, match="not open"):
+        group.__exit__(None, None, None)
+    comm1.barrier()  # and no group is left open

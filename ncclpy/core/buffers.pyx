@@ -170,6 +170,8 @@ cdef _Road _road_of(object obj, str argument):
     cdef _Road road = _Road()
     kind = type(obj)
     if isinstance(obj, np.ndarray):
+        if isinstance(obj, np.ma.MaskedArray):
+            raise TypeError(f"{argument}: a masked array; NCCL knows no masks: pass its data or array.filled(...)")
         road.kind = BY_NUMPY
     elif isinstance(obj, Buffer):
         road.kind = BY_BUFFER

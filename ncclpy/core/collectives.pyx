@@ -108,6 +108,8 @@ cdef class Collectives(Creation):
                 raise TypeError(f"op: this operator was made for {op!r}, not for {_type_name(view)}")
             return code
         code = as_op(op) if op is not _SUM else SUM
+        if code < 0:
+            raise ValueError(f"op: {code} is no reduction operator")
         if view.flavour == BOOLEAN:
             if code == AVG:
                 raise ValueError("op: avg of bool has no meaning; convert to a number type")

@@ -4,6 +4,8 @@ It adds to NCCL's own calls those that a group of them makes up (parts of differ
 belongs to one communicator: operators and registered buffers.
 """
 
+from operator import index
+
 from libc.string cimport memset
 
 from ncclpy.abi.nccl cimport ncclUint8
@@ -21,7 +23,7 @@ from ncclpy.core.types import ReduceOp
 
 cdef list _as_counts(object counts, int nranks, str argument):
     """Return one count a rank, in elements of the array."""
-    numbers = [int(count) for count in counts]
+    numbers = [index(count) for count in counts]
     if len(numbers) != nranks or min(numbers) < 0:
         raise ValueError(f"{argument}: expected {nranks} counts >= 0, one a rank, got {numbers}")
     return numbers

@@ -199,6 +199,9 @@ cdef class Group:
         return self
 
     def __exit__(self, kind, error, traceback):
+        cdef Group outermost = self if self.outer is None else self.outer
+        if ncclpy_current_group != <PyObject*>outermost:
+            raise RuntimeError("this group is not open in this thread: it was left already, or entered in another one")
         if self.outer is not None:
             if kind is not None:
                 _forget(self.outer, self.mark)

@@ -98,6 +98,8 @@ def as_datatype(value) -> DataType:
     """
     if isinstance(value, DataType):
         return value
+    if value is None:  # numpy would take it for float64
+        raise TypeError("None is no data type")
     if isinstance(value, str):
         name = value.lower().removeprefix("torch.")
     elif isinstance(value, int):
@@ -118,8 +120,8 @@ def as_datatype(value) -> DataType:
 
 def as_op(value) -> int:
     """Return the `ncclRedOp_t` number of a member, a name, or an operator made by `Communicator.pre_mul_sum`."""
-    if isinstance(value, int):
-        return value
+    if isinstance(value, (int, np.integer)):
+        return int(value)
     if isinstance(value, str):
         found = _OP_NAMES.get(value.lower())
         if found is not None:

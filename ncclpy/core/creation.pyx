@@ -17,7 +17,7 @@ from ncclpy.core.operation cimport GROW, INIT_RANK, SHRINK, SPLIT, Operation
 
 from ncclpy.core import device as _device
 from ncclpy.core.group import Group
-from ncclpy.core.types import UniqueId
+from ncclpy.core.types import UniqueId, as_unique_id
 
 
 def get_unique_id():
@@ -32,11 +32,7 @@ def get_unique_id():
 
 
 cdef int _as_unique_id(object unique_id, ncclUniqueId* out) except -1:
-    if isinstance(unique_id, (bytes, bytearray, memoryview)):
-        unique_id = UniqueId(bytes(unique_id))
-    if not isinstance(unique_id, UniqueId):
-        raise TypeError(f"unique_id: expected an ncclpy.UniqueId or its 128 bytes, got {type(unique_id).__name__}")
-    cdef bytes data = bytes(unique_id)
+    cdef bytes data = bytes(as_unique_id(unique_id))
     memcpy(out.internal, <const char*>data, 128)
     return 0
 

@@ -163,3 +163,12 @@ class UniqueId:
 
     def __reduce__(self):
         return UniqueId, (self._data,)
+
+
+def as_unique_id(value) -> UniqueId:
+    """Return the `UniqueId` that `value` is, or whose 128 bytes it holds."""
+    if isinstance(value, UniqueId):
+        return value
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return UniqueId(bytes(value))
+    raise TypeError(f"unique_id: expected an ncclpy.UniqueId or its 128 bytes, got {type(value).__name__}")

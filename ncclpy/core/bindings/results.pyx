@@ -4,9 +4,9 @@ from libc.stdint cimport uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
-from ncclpy.abi.nccl cimport NCCL_UNIQUE_ID_BYTES, ncclUniqueId
+from ncclpy.abi.nccl cimport ncclUniqueId
 
-from ncclpy.core.types import Result
+from ncclpy.core.types import Result, as_unique_id
 
 cdef extern from *:
     """
@@ -81,11 +81,6 @@ cdef object as_result(int code):
 
 cdef int read_unique_id(object value, ncclUniqueId* out) except -1:
     """Copy a `UniqueId`, or its bytes, to where NCCL reads it."""
-    # bytes(int) would be that many zeros.
-    if isinstance(value, (int, str)) or not (hasattr(value, "__bytes__") or isinstance(value, (bytearray, memoryview))):
-        raise TypeError(f"a unique id is a UniqueId or its bytes, not {type(value).__name__}")
-    cdef bytes data = bytes(value)
-    if len(data) != NCCL_UNIQUE_ID_BYTES:
-        raise ValueError(f"a unique id has {NCCL_UNIQUE_ID_BYTES} bytes, not {len(data)}")
+    cdef bytes data = bytes(as_unique_id(value))
     memcpy(out, <const char*>data, sizeof(ncclUniqueId))
     return 0

@@ -171,4 +171,4 @@ def as_unique_id(value) -> UniqueId:
         return value
     if isinstance(value, (bytes, bytearray, memoryview)):
         return UniqueId(bytes(value))
-    raise TypeError(f"unique_id: expected an ncclpy.UniqueId or its 128 bytes, got {type(value).__name__}")
+    raise TypeError(f"unique_id: a unique id is an ncclpy.UniqueId or its 128 bytes, not {type(value).__name__}")

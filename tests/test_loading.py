@@ -1,0 +1,106 @@
+"""Which libnccl is taken, from where, and how it is opened: a stand-in of a few lines plays NCCL."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+import testing
+
+STAND_IN = """
+int ncclGetVersion(int* version) { *version = VERSION; return 0; }
+"""
+
+
+@pytest.fixture(scope="module")
+def libnccl(tmp_path_factory):
+    """Return the path of a libnccl.so.2 of version 2.28.9 that has one function."""
+    return _build(tmp_path_factory.mktemp("nccl"), 22809)
+
+
+def _build(folder, version):
+    source = folder / "nccl.c"
+    source.write_text(STAND_IN)
+    path = folder / "libnccl.so.2"
+    command = ["cc", "-shared", "-fPIC", f"-DVERSION={version}", "-Wl,-soname,libnccl.so.2"]
+    subprocess.run([*command, str(source), "-o", str(path)], check=True, timeout=60)
+    return path
+
+
+def run(code, **environment):
+    """Run a snippet without any choice of the library but what `environment` says; return what it printed."""
+    return testing.run_python(code, env={"NCCLPY_LIBRARY": None, **environment}).stdout.strip()
+
+
+def test_a_libnccl_of_this_process_is_shared(libnccl):
+    code = f"""
+        import ctypes
+        ctypes.CDLL({str(libnccl)!r})  # as torch has loaded its own
+        import ncclpy
+        ncclpy.use("cuda")
+        library = ncclpy.library()
+        print(library.path, library.version, "already loaded" in library.found, sep="|")
+        """
+    assert run(code) == f"{libnccl}|(2, 28, 9)|True"
+
+
+def test_the_system_is_searched(libnccl):
+    code = """
+        import sys
+        sys.modules["cuda"] = sys.modules["nvidia"] = None  # neither cuda.pathfinder nor the wheel
+        import ncclpy
+        library = ncclpy.library()
+        print(library.path, library.engine, sep="|")
+        """
+    assert run(code, NCCLPY_LIBRARY="cuda", LD_LIBRARY_PATH=str(libnccl.parent)) == f"{libnccl}|cuda"
+
+
+def test_the_wheel_is_found(libnccl, tmp_path):
+    lib = tmp_path / "nvidia" / "nccl" / "lib"
+    lib.mkdir(parents=True)
+    (lib / "libnccl.so.2").symlink_to(libnccl)
+    code = f"""
+        import sys
+        sys.modules["cuda"] = None
+        sys.path.insert(0, {str(tmp_path)!r})
+        from ncclpy.core import search
+        print([place for place in search.candidates() if "pip wheel" in place[1]])
+        """
+    assert run(code) == f"[('{lib}/libnccl.so.2', 'pip wheel')]"
+
+
+def test_its_symbols_stay_local(libnccl):
+    code = """
+        import ctypes, ncclpy
+        ncclpy.library()
+        print(hasattr(ctypes.CDLL(None), "ncclGetVersion"))
+        """
+    assert run(code, NCCLPY_LIBRARY=str(libnccl)) == "False"
+
+
+def test_too_old_and_no_nccl_are_passed_over_and_named(tmp_path):
+    old = _build(tmp_path, 21200)
+    code = """
+        import ncclpy
+        try:
+            ncclpy.library()
+        except ncclpy.LibraryNotFound as error:
+            print(error)
+        """
+    said = run(code, NCCLPY_LIBRARY=str(old))
+    assert str(old) in said and "older than the oldest supported" in said and "NCCLPY_LIBRARY=host" in said
+    said = run(code, NCCLPY_LIBRARY="libm.so.6")
+    assert "libm.so.6" in said and "ncclGetVersion" in said
+
+
+def test_what_a_library_lacks_names_the_release(libnccl):
+    code = """
+        import ncclpy
+        try:
+            ncclpy.get_unique_id()
+        except ncclpy.NcclUnsupported as error:
+            print(error)
+        """
+    said = run(code, NCCLPY_LIBRARY=str(libnccl))
+    assert "ncclGetUniqueId" in said and "2.28.9" in said and str(libnccl) in said

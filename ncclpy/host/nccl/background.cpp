@@ -4,24 +4,28 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
 #include <thread>
 
+#include "wait.hpp"
+
 namespace ncclpy::host {
 namespace {
 
-std::thread start(std::function<void()> work) {
+std::thread start(const char* name, std::function<void()> work) {
   sigset_t all, before;
   sigfillset(&all);
+  for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) sigdelset(&all, fault);  // a crash is for whoever has a handler
   pthread_sigmask(SIG_SETMASK, &all, &before);
   struct Restore {
     const sigset_t& mask;
     ~Restore() { pthread_sigmask(SIG_SETMASK, &mask, nullptr); }
   } restore{before};
   std::thread thread(std::move(work));
-  pthread_setname_np(thread.native_handle(), "ncclpy-job");
+  pthread_setname_np(thread.native_handle(), name);
   return thread;
 }
 
@@ -30,7 +34,7 @@ class Worker {
  public:
   void add(std::function<void()> work) {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (!started_) start([this] { live(); }).detach();
+    if (!started_) start("ncclpy-soon", [this] { live(); }).detach();
     started_ = true;
     queue_.push_back(std::move(work));
     wake_.notify_one();
@@ -58,7 +62,7 @@ class Worker {
 
 }  // namespace
 
-void run_in_background(std::function<void()> work) { start(std::move(work)).detach(); }
+void run_in_background(const char* name, std::function<void()> work) { start(name, std::move(work)).detach(); }
 
 void run_soon(std::function<void()> work) {
   static auto* const worker = new Worker;
@@ -66,10 +70,35 @@ void run_soon(std::function<void()> work) {
 }
 
 void run_together(std::vector<std::function<void()>> works) {
+  if (works.empty()) return;
+  // Each may wait for the others: they begin when all have a thread, or not at all.
+  enum { waiting, go, stop };
+  std::atomic<int> begin{waiting};
+  Bell bell;
   std::vector<std::thread> threads;
-  for (size_t i = 0; i + 1 < works.size(); i++) threads.push_back(start(works[i]));
-  if (!works.empty()) works.back()();
-  for (std::thread& thread : threads) thread.join();
+  const auto release = [&](int how) {
+    begin.store(how);
+    bell.ring();
+  };
+  const auto join = [&] {
+    for (std::thread& thread : threads) thread.join();
+  };
+  try {
+    threads.reserve(works.size());
+    for (size_t i = 0; i + 1 < works.size(); i++) {
+      threads.push_back(start("ncclpy-job", [&, i] {
+        wait_until(bell, 0, [&] { return begin.load() != waiting; });
+        if (begin.load() == go) works[i]();
+      }));
+    }
+  } catch (...) {
+    release(stop);
+    join();
+    throw;
+  }
+  release(go);
+  works.back()();
+  join();
 }
 
 }  // namespace ncclpy::host

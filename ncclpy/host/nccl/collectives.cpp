@@ -91,7 +91,10 @@ ncclResult_t call(const Request& request, ncclComm_t handle, cudaStream_t stream
     if (result != ncclSuccess && result != ncclInProgress && !comm->blocking())
       comm->set_async(result, last_error());
     note_group_error(result);
-    return !comm->blocking() ? comm->async() : result;
+    if (comm->blocking()) return result;
+    const ncclResult_t now = comm->async();
+    if (now != ncclSuccess && now != ncclInProgress) set_last_error(comm->async_text());
+    return now;
   });
 }
 

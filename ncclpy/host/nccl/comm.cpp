@@ -55,9 +55,11 @@ std::shared_ptr<Comm> new_child(const std::shared_ptr<Comm>& parent) {
 void Comm::set_async(ncclResult_t result, const std::string& text) {
   {
     std::lock_guard<std::mutex> lock(mutex);
+    // A rank that has died does not come back, whatever else is reported later.
+    if (async_.load(std::memory_order_relaxed) == ncclRemoteError) return;
     if (!text.empty()) async_text_ = text;
+    async_.store(result, std::memory_order_release);
   }
-  async_.store(result, std::memory_order_release);
 }
 
 std::string Comm::async_text() {
@@ -105,6 +107,39 @@ void Comm::abort() {
   wait_until(local_, 0, [this] { return running_.load(std::memory_order_seq_cst) == 0; });
 }
 
+namespace {
+std::string death_notice(Segment& segment, int rank) {
+  const RankSlot& slot = segment.slot(rank);
+  return "rank " + std::to_string(rank) + " of " + std::to_string(segment.nranks()) + " is dead: process " +
+         std::to_string(slot.pid) + ", on device " + std::to_string(slot.device) +
+         ", has ended without destroying its communicator";
+}
+}  // namespace
+
+void Comm::lose(int dead_rank) {
+  if (lost_.load(std::memory_order_acquire)) return;
+  set_async(ncclRemoteError, death_notice(*shared_segment(), dead_rank));
+  lost_.store(true, std::memory_order_seq_cst);
+  ring();
+}
+
+ncclResult_t Comm::stop_reason(const char* waited_for) {
+  if (parent != nullptr && parent->stopped()) return parent->stop_reason(waited_for);
+  const auto met = shared_segment();
+  if (aborted_.load(std::memory_order_acquire) || met == nullptr || met->first_dead() < 0)
+    return fail(ncclInternalError, "rank %d was aborted while it waited for %s", rank, waited_for);
+  return fail(ncclRemoteError, "%s", death_notice(*met, met->first_dead()).c_str());
+}
+
+void break_comms(Segment& segment, int dead_rank) {
+  std::vector<std::shared_ptr<Comm>> all;
+  {
+    std::lock_guard<std::mutex> lock(segment.mutex);
+    all = segment.local;
+  }
+  for (const auto& comm : all) comm->lose(dead_rank);
+}
+
 bool Comm::pass(Gate& gate, uint64_t& generation) {
   const uint64_t target = ++generation * uint64_t(nranks);
   Bell& bell = segment->header().bell;
@@ -126,8 +161,7 @@ void Comm::pass_surely(Gate& gate, uint64_t& generation) {
 ncclResult_t Comm::exchange(const void* mine, size_t bytes, void* all) {
   const int parity = int((control_generation_ + 1) & 1);
   std::memcpy(segment->slot(rank).exchange[parity], mine, bytes);
-  if (!pass(segment->header().control, control_generation_))
-    return fail(ncclInternalError, "rank %d was aborted while it waited for the other ranks", rank);
+  if (!pass(segment->header().control, control_generation_)) return stop_reason("the other ranks");
   for (int r = 0; r < nranks; r++) {
     std::memcpy(static_cast<char*>(all) + size_t(r) * bytes, segment->slot(r).exchange[parity], bytes);
   }

@@ -48,7 +48,14 @@ class Comm : public std::enable_shared_from_this<Comm> {
 
   // Ends every wait of this rank. Waits until none of its operations touches memory any more.
   void abort();
-  bool stopped() const { return aborted_.load(std::memory_order_acquire) || (parent && parent->stopped()); }
+  // A rank is dead: ends every wait as well, and is what the communicator reports from now on.
+  void lose(int dead_rank);
+  bool stopped() const {
+    return aborted_.load(std::memory_order_acquire) || lost_.load(std::memory_order_acquire) ||
+           (parent && parent->stopped());
+  }
+  // Why a wait has ended early, as an error of the calling thread.
+  ncclResult_t stop_reason(const char* waited_for);
   void set_segment(std::shared_ptr<Segment> joined);
   std::shared_ptr<Segment> shared_segment();
 
@@ -88,6 +95,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
   std::string async_text_;
   std::atomic<bool> initialised_{false};
   std::atomic<bool> aborted_{false};
+  std::atomic<bool> lost_{false};
   std::vector<std::weak_ptr<Comm>> children_;  // being initialised by a split
   std::mutex issuing_;
   std::atomic<uint64_t> issued_{0};
@@ -97,6 +105,9 @@ class Comm : public std::enable_shared_from_this<Comm> {
   uint64_t control_generation_ = 0;
   friend std::shared_ptr<Comm> new_child(const std::shared_ptr<Comm>&);
 };
+
+// A rank of the segment is dead: tells this process's communicators on it.
+void break_comms(Segment& segment, int dead_rank);
 
 // Makes a handle for `comm`; NULL handles, handles of destroyed communicators and other nonsense give an error.
 ncclComm_t add_handle(const std::shared_ptr<Comm>& comm);

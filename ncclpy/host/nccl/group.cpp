@@ -81,7 +81,16 @@ Outcome run_jobs(std::vector<Job>& jobs) {
       }
     });
   }
-  run_together(std::move(works));
+  const Outcome started = outcome_of([&] {
+    run_together(std::move(works));
+    return ncclSuccess;
+  });
+  if (started.result != ncclSuccess) {
+    for (Job& job : jobs) {
+      if (job.drop) job.drop();
+    }
+    return started;
+  }
   for (const Outcome& outcome : outcomes) {
     if (outcome.result != ncclSuccess) return outcome;
   }
@@ -155,7 +164,7 @@ ncclResult_t end_in_background(Contents contents) {
   };
   const ncclResult_t started = guarded("ncclGroupEnd", [&] {
     if (shared->jobs.empty()) run_soon(work);
-    else run_in_background(work);
+    else run_in_background("ncclpy-job", work);
     return ncclInProgress;
   });
   for (const auto& comm : shared->comms()) {

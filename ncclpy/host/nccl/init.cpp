@@ -34,16 +34,23 @@ ncclResult_t meet(const std::shared_ptr<Comm>& comm, int nranks, int rank, const
   std::shared_ptr<Segment> segment;
   NCCLPY_TRY(join_segment(id, nranks, rank, comm->device, &segment));
   comm->set_segment(segment);
-  Header& header = segment->header();
-  auto complete = [&] { return header.attached.load(std::memory_order_acquire) == uint32_t(nranks); };
-  wait_until(header.bell, 0, [&] { return complete() || comm->stopped(); });
-  if (!complete()) {
-    return fail(ncclInternalError, "rank %d of %d was aborted while it waited for the other ranks: %u had come", rank,
-                nranks, header.attached.load());
+  wait_until(segment->header().bell, 0, [&] {
+    Segment::watch_others(segment);
+    return segment->complete() || comm->stopped() || segment->first_dead() >= 0;
+  });
+  if (!segment->complete()) {
+    const std::string others = "the other ranks: " + std::to_string(segment->header().attached.load()) + " of " +
+                               std::to_string(nranks) + " had come";
+    return comm->stop_reason(others.c_str());
   }
   retire_unique_ids();
-  NCCLPY_TRY(check_duplicates(*segment));
+  const ncclResult_t different = check_duplicates(*segment);
+  if (different != ncclSuccess) {
+    segment->slot(rank).left.store(1);
+    return different;
+  }
   enter_segment(comm);
+  if (segment->first_dead() >= 0) comm->lose(segment->first_dead());
   comm->set_initialised();
   return ncclSuccess;
 }
@@ -121,10 +128,16 @@ ncclResult_t meet_in_split(const std::shared_ptr<Comm>& parent, const std::share
     if (leader == parent->rank) made = create_unique_id(&id);
   }
   std::vector<ncclUniqueId> ids(size_t(parent->nranks));
-  NCCLPY_TRY(parent->exchange(&id, sizeof id, ids.data()));
-  NCCLPY_TRY(made);
-  if (child == nullptr) return ncclSuccess;
-  return meet(child, nranks, rank, ids[size_t(leader)]);
+  ncclResult_t result = parent->exchange(&id, sizeof id, ids.data());
+  if (result == ncclSuccess) result = made;
+  if (result == ncclSuccess && child != nullptr) result = meet(child, nranks, rank, ids[size_t(leader)]);
+  if (result == ncclSuccess) return result;
+  if (leader == parent->rank) withdraw_unique_id(id);
+  // What failed may be the consequence of a death: that is what to report, on the parent.
+  const int dead = parent->segment->take_pulses();
+  if (dead < 0) return result;
+  parent->lose(dead);
+  return parent->stop_reason("a split");
 }
 
 ncclResult_t split(ncclComm_t handle, int color, int key, ncclComm_t* newcomm, const ncclConfig_t* config) {

@@ -34,6 +34,8 @@ ncclResult_t finalize(ncclComm_t handle) {
   job.comm = comm;
   job.run = [comm] {
     comm->drain();
+    if (comm->stopped()) return comm->stop_reason("its own work");
+    if (const auto segment = comm->shared_segment()) segment->slot(comm->rank).left.store(1);
     return ncclSuccess;
   };
   return submit(std::move(job));
@@ -50,6 +52,7 @@ ncclResult_t destroy(ncclComm_t handle) {
   job.run = [comm] {
     remove_handle(comm->handle);
     depart(comm, true);
+    if (const auto segment = comm->shared_segment()) segment->slot(comm->rank).left.store(1);
     return ncclSuccess;
   };
   return submit(std::move(job));
@@ -62,6 +65,9 @@ ncclResult_t abort(ncclComm_t handle) {
   remove_handle(handle);
   comm->abort();
   depart(comm, false);
+  // If it ends because of another rank's death, the end of its process is no news.
+  const auto segment = comm->shared_segment();
+  if (segment != nullptr && segment->first_dead() >= 0) segment->slot(comm->rank).left.store(1);
   return ncclSuccess;
 }
 

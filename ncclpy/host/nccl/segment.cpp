@@ -14,6 +14,7 @@
 #include <string>
 
 #include "errors.hpp"
+#include "watch.hpp"
 
 namespace ncclpy::host {
 namespace {
@@ -177,14 +178,43 @@ Segment::Segment(char* memory, size_t bytes, int nranks)
 Segment::~Segment() {
   // Whoever made the id may keep the memory open without being a rank; what the last rank leaves takes no room.
   const uint32_t mine = claimed_.load();
-  if (header().departed.fetch_add(mine) + mine == uint32_t(nranks_))
+  if (header().departed.fetch_add(mine) + mine >= uint32_t(nranks_))
     madvise(memory_ + steps_at_, bytes_ - steps_at_, MADV_REMOVE);
   munmap(memory_, bytes_);
+  if (watched_.load()) forget_segments();
+}
+
+bool Segment::is_local(int rank) { return slot(rank).process == this_process(); }
+
+void Segment::bury(int rank) {
+  if (slot(rank).dead.exchange(1) == 0) header().departed.fetch_add(1);
+  int32_t none = 0;
+  header().first_dead.compare_exchange_strong(none, rank + 1, std::memory_order_acq_rel);
+  header().bell.ring();
+  for (int r = 0; r < nranks_; r++) slot(r).bell.ring();
+}
+
+int Segment::take_pulses() {
+  for (int rank = 0; rank < nranks_; rank++) {
+    const RankSlot& one = slot(rank);
+    if (!one.present.load(std::memory_order_acquire) || one.left.load() || one.dead.load() || is_local(rank)) continue;
+    if (start_of_process(one.pid) != one.start) bury(rank);
+  }
+  return first_dead();
+}
+
+void Segment::watch_others(const std::shared_ptr<Segment>& segment) {
+  if (segment->watched_.load()) return;
+  for (int rank = 0; rank < segment->nranks_; rank++) {
+    if (!segment->slot(rank).present.load(std::memory_order_acquire) || segment->is_local(rank)) continue;
+    if (!segment->watched_.exchange(true)) watch(segment);
+    return;
+  }
 }
 
 bool Segment::one_process() {
   for (int rank = 0; rank < nranks_; rank++) {
-    if (slot(rank).process != this_process()) return false;
+    if (!is_local(rank)) return false;
   }
   return true;
 }
@@ -198,7 +228,8 @@ ncclResult_t create_unique_id(ncclUniqueId* id) {
     return fail(ncclSystemError, "getrandom: %s", strerror(errno));
   Descriptor memory(memfd_create(memory_name, MFD_CLOEXEC));
   if (memory.get() < 0) return fail(ncclSystemError, "memfd_create for a unique id: %s", strerror(errno));
-  if (ftruncate(memory.get(), off_t(aligned(sizeof(Header)))) != 0)
+  // For this user alone, as far as a file without a name can be opened by others at all.
+  if (fchmod(memory.get(), 0600) != 0 || ftruncate(memory.get(), off_t(aligned(sizeof(Header)))) != 0)
     return fail(ncclSystemError, "no memory for a unique id: %s", strerror(errno));
   char* mapped = map_memory(memory.get(), aligned(sizeof(Header)));
   if (mapped == nullptr) return fail(ncclSystemError, "mmap for a unique id: %s", strerror(errno));
@@ -215,6 +246,16 @@ ncclResult_t create_unique_id(ncclUniqueId* id) {
   memset(id, 0, sizeof *id);
   memcpy(id, &address, sizeof address);
   return ncclSuccess;
+}
+
+void withdraw_unique_id(const ncclUniqueId& id) {
+  Address address;
+  memcpy(&address, &id, sizeof address);
+  std::lock_guard<std::mutex> lock(registry().mutex);
+  const auto found = registry().offered.find(key_of(address.nonce));
+  if (found == registry().offered.end()) return;
+  close(found->second);
+  registry().offered.erase(found);
 }
 
 ncclResult_t join_segment(const ncclUniqueId& id, int nranks, int rank, int device,
@@ -247,9 +288,12 @@ ncclResult_t join_segment(const ncclUniqueId& id, int nranks, int rank, int devi
   (*segment)->claimed();
   slot.device = device;
   slot.pid = getpid();
+  slot.start = start_of_process(slot.pid);
   slot.process = this_process();
+  slot.present.store(1, std::memory_order_release);
   Header& header = (*segment)->header();
-  if (header.attached.fetch_add(1, std::memory_order_acq_rel) + 1 == uint32_t(nranks)) header.bell.ring();
+  header.attached.fetch_add(1, std::memory_order_acq_rel);
+  header.bell.ring();  // also before the last one: the others begin to watch this process
   return ncclSuccess;
 }
 
@@ -261,7 +305,8 @@ void retire_unique_ids() {
   for (auto it = registry().offered.begin(); it != registry().offered.end();) {
     char* memory = map_memory(it->second, sizeof(Header));
     const Header* header = reinterpret_cast<Header*>(memory);
-    const bool served = memory != nullptr && header->phase.load() == laid_out && header->attached.load() == header->nranks;
+    const bool served = memory != nullptr && header->phase.load() == laid_out &&
+                        (header->attached.load() == header->nranks || header->first_dead.load() != 0);
     if (memory != nullptr) munmap(memory, sizeof(Header));
     if (served) close(it->second);
     it = served ? registry().offered.erase(it) : std::next(it);

@@ -59,9 +59,13 @@ constexpr size_t inline_bytes = 2048;
 
 struct alignas(128) RankSlot {
   std::atomic<uint32_t> claimed{0};
+  std::atomic<uint32_t> present{0};  // the rank has written the next four and its place is taken
   int32_t device = 0;
   int32_t pid = 0;
+  uint64_t start = 0;    // of the process, see start_of_process
   uint64_t process = 0;  // random for each process, so that a reused pid is not mistaken for a neighbour
+  std::atomic<uint32_t> left{0};  // the communicator was destroyed: what its process does is nobody's concern any more
+  std::atomic<uint32_t> dead{0};  // the process has ended before that
   Record record[2];      // by parity of the data generation: the next one may be written while this one is read
   Bell bell;             // point-to-point news for this rank
   char exchange[2][exchange_bytes];
@@ -95,6 +99,7 @@ struct Header {
   uint64_t bytes;
   alignas(128) std::atomic<uint32_t> attached;
   std::atomic<uint32_t> departed;  // ranks whose processes have let go of the memory
+  std::atomic<int32_t> first_dead;  // the first rank found dead, plus one
   alignas(128) Gate control;
   alignas(128) Gate data;
   alignas(128) Bell bell;  // news that concern all ranks: a gate has opened
@@ -121,12 +126,23 @@ class Segment {
 
   int nranks() const { return nranks_; }
   int spins() const { return spins_; }
+  bool complete() { return header().attached.load(std::memory_order_acquire) == uint32_t(nranks_); }
   // Whether all ranks are threads of this process. Known once all are attached.
   bool one_process();
+  bool is_local(int rank);
   bool same_process(int a, int b) { return slot(a).process == slot(b).process; }
 
   // One more rank of this process has its place here.
   void claimed() { claimed_.fetch_add(1); }
+
+  // The first rank found dead, or -1. Nothing on this segment will ever be complete then.
+  int first_dead() { return header().first_dead.load(std::memory_order_acquire) - 1; }
+  // Marks a rank dead for every process, and wakes all who wait.
+  void bury(int rank);
+  // Buries whoever is dead at this moment, also if no watcher has noticed yet; the first dead rank, or -1.
+  int take_pulses();
+  // Once a rank of another process is there, watches for its death. To be called on the shared pointer's own object.
+  static void watch_others(const std::shared_ptr<Segment>& segment);
 
   // The communicators of this process on this segment, for those things that NCCL does when the last one goes.
   std::mutex mutex;
@@ -141,11 +157,14 @@ class Segment {
   int nranks_;
   int spins_;
   std::atomic<uint32_t> claimed_{0};
+  std::atomic<bool> watched_{false};
   size_t slots_at_, channels_at_, small_at_, steps_at_, pieces_at_;
 };
 
 // Creates the memory behind a new unique id.
 ncclResult_t create_unique_id(ncclUniqueId* id);
+// Takes back an id of this process that will not be used.
+void withdraw_unique_id(const ncclUniqueId& id);
 
 // Opens the segment of `id` and takes the place of `rank` in it. Does not wait for the other ranks.
 ncclResult_t join_segment(const ncclUniqueId& id, int nranks, int rank, int device, std::shared_ptr<Segment>* segment);

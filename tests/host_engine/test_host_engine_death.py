@@ -1,0 +1,278 @@
+"""Ranks that die, what is left of them, and what waiting costs."""
+
+import ctypes
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from nccl_calls import REMOTE, SUM, SYSTEM, NcclError
+
+HERE = Path(__file__).resolve().parent
+FLOAT32 = 7
+
+
+def start(program, *arguments):
+    """Start a Python program that has the library as `nccl`; it is told things and tells things line by line."""
+    source = textwrap.dedent(
+        """
+        import ctypes, os, sys, time, threading
+        import numpy as np
+        from nccl_calls import Nccl, NcclError
+        from ncclpy.core.search import host_engine_path
+        nccl = Nccl(host_engine_path())
+        def say(*words): print(*words, flush=True)
+        def init(nranks, rank, uid):
+            nccl.driver.use(rank)
+            return nccl.init(nranks, bytes.fromhex(uid), rank)
+        """
+    ) + textwrap.dedent(program)
+    return subprocess.Popen(
+        [sys.executable, "-c", source, *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": str(HERE.parent)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd="/",
+    )
+
+
+def wait_for(condition, seconds=5.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.001)
+
+
+class Background:
+    """A call on a thread of its own, with what it raised."""
+
+    def __init__(self, function, *arguments):
+        self.error = None
+
+        def run():
+            try:
+                function(*arguments)
+            except NcclError as error:
+                self.error = error
+
+        self.thread = threading.Thread(target=run, daemon=True)
+        self.thread.start()
+
+    def outcome(self, seconds=5.0):
+        self.thread.join(seconds)
+        assert not self.thread.is_alive(), "the call is still waiting"
+        return self.error
+
+
+def test_a_hundred_kills_at_random_moments():
+    seed = int(os.environ.get("NCCLPY_TEST_SEED", random.SystemRandom().randrange(10**6)))
+    shared = set(os.listdir("/dev/shm"))
+    done = subprocess.run(
+        [sys.executable, HERE / "kill_runs.py", str(seed), "100"],
+        env=os.environ | {"PYTHONPATH": str(HERE.parent)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd="/",
+    )
+    runs = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0 and len(runs) == 100, done.stderr
+    failed = [run for run in runs if run["problems"]]
+    assert not failed, f"repeat with `python kill_runs.py {failed[0]['seed']} 1`: {failed}\n{done.stderr}"
+    assert max(run["noticed_ms"] for run in runs) < 1000
+    assert set(os.listdir("/dev/shm")) == shared
+
+
+@pytest.mark.parametrize("end", ["kill", "exit", "crash"])
+def test_a_rank_that_ends_while_others_are_still_to_come(nccl, end):
+    uid = nccl.unique_id()
+    comm = ctypes.c_void_p()
+    waiting = Background(nccl.init_into, comm, 3, uid, 0)
+    other = start(
+        """
+        thread = threading.Thread(target=init, args=(3, 1, sys.argv[1]), daemon=True)
+        thread.start()
+        time.sleep(0.2)
+        say("there")
+        sys.stdin.readline()
+        os._exit(0) if sys.argv[2] == "exit" else os.abort()
+        """,
+        uid.hex(),
+        end,
+    )
+    assert other.stdout.readline() == "there\n"
+    if end == "kill":
+        other.kill()
+    other.communicate("go\n")
+    error = waiting.outcome()
+    assert error.code == REMOTE and f"rank 1 of 3 is dead: process {other.pid}" in error.text
+    assert not comm.value
+
+
+def test_who_has_destroyed_its_communicator_may_end(nccl):
+    uid = nccl.unique_id()
+    other = start("nccl.ncclCommDestroy(init(2, 1, sys.argv[1]))", uid.hex())
+    comm = nccl.init(2, uid, 0)
+    other.communicate(timeout=10)
+    assert other.returncode == 0
+    time.sleep(0.05)
+    assert nccl.async_error(comm) == 0
+    nccl.ncclCommDestroy(comm)
+
+
+def test_an_end_breaks_only_the_communicators_that_it_belonged_to(nccl, comms, streams):
+    uid = nccl.unique_id()
+    other = start("comm = init(2, 1, sys.argv[1])\nsay('in')\ntime.sleep(60)", uid.hex())
+    comm = nccl.init(2, uid, 0)
+    assert other.stdout.readline() == "in\n"
+    values = np.ones(10, np.float32)
+    nccl.ncclAllReduce(values.ctypes.data, values.ctypes.data, 10, FLOAT32, SUM, comm, streams[0])
+    other.send_signal(signal.SIGSTOP)  # being slow is not being dead
+    time.sleep(0.3)
+    assert nccl.async_error(comm) == 0
+    other.kill()
+    nccl.driver.cuStreamSynchronize(streams[0])  # ends with the operation
+    wait_for(lambda: nccl.async_error(comm) == REMOTE)
+    for refused in (nccl.ncclCommDestroy, nccl.ncclCommFinalize):
+        with pytest.raises(NcclError, match="rank 1 of 2 is dead") as caught:
+            refused(comm)
+        assert caught.value.code == REMOTE
+    assert "rank 1 of 2 is dead" in nccl.last_error(comm)
+    nccl.ncclCommAbort(comm)
+    other.communicate()
+    # The four ranks of this process are as well as ever.
+    nccl.ncclGroupStart()
+    results = np.zeros(4, np.float32)
+    for rank in range(4):
+        nccl.ncclAllReduce(values.ctypes.data, results[rank:].ctypes.data, 1, FLOAT32, SUM, comms[rank], streams[rank])
+    nccl.ncclGroupEnd()
+    for stream in streams:
+        nccl.driver.cuStreamSynchronize(stream)
+    assert results.tolist() == [4.0] * 4
+
+
+def test_ranks_of_several_threads_and_processes_all_notice(nccl):
+    uid = nccl.unique_id()
+    program = """
+        def rank(number):
+            comm = init(5, number, sys.argv[1])
+            stream = nccl.driver.stream(1)
+            data = np.ones(1000000, np.float32)
+            if number != 4: say("ready")
+            for i in range(10**6):
+                nccl.ncclAllReduce(data.ctypes.data, data.ctypes.data, data.size, 7, 2, comm, stream)
+                nccl.driver.cuStreamSynchronize(stream)
+        threads = [threading.Thread(target=rank, args=(int(number),), daemon=True) for number in sys.argv[2:]]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+    """
+    other = start(program, uid.hex(), 2, 3, 4)
+    comms = [ctypes.c_void_p(), ctypes.c_void_p()]
+
+    def work(rank):
+        nccl.driver.use(rank)
+        nccl.init_into(comms[rank], 5, uid, rank)
+        stream = nccl.driver.stream(1)
+        data = np.ones(1_000_000, np.float32)
+        while nccl.async_error(comms[rank]) == 0:
+            nccl.ncclAllReduce(data.ctypes.data, data.ctypes.data, data.size, FLOAT32, 2, comms[rank], stream)
+            nccl.driver.cuStreamSynchronize(stream)
+        nccl.driver.cuStreamDestroy_v2(stream)
+
+    working = [Background(work, rank) for rank in range(2)]
+    assert [other.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    time.sleep(0.05)
+    other.kill()
+    for rank in range(2):
+        error = working[rank].outcome()
+        assert error is None or error.code == REMOTE
+        assert nccl.async_error(comms[rank]) == REMOTE
+        nccl.ncclCommAbort(comms[rank])
+    other.communicate()
+
+
+def test_nothing_is_left_behind(nccl):
+    for comm in nccl.init_all(8):
+        nccl.ncclCommDestroy(comm)
+    before = len(os.listdir("/proc/self/fd")), sorted(os.listdir("/dev/shm"))
+    for i in range(20):
+        comms = nccl.init_all(8)
+        for comm in comms:
+            (nccl.ncclCommAbort if i % 2 else nccl.ncclCommDestroy)(comm)
+    assert (len(os.listdir("/proc/self/fd")), sorted(os.listdir("/dev/shm"))) == before
+
+
+def test_the_shared_memory_is_the_users_alone(nccl):
+    nccl.unique_id()
+    open_files = [entry for entry in Path("/proc/self/fd").iterdir() if entry.exists()]
+    segments = [entry.stat() for entry in open_files if "ncclpy-communicator" in os.readlink(entry)]
+    assert {(oct(one.st_mode & 0o777), one.st_uid) for one in segments} == {("0o600", os.getuid())}
+
+
+def cpu_seconds():
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def test_waiting_costs_no_cpu(nccl):
+    uid = nccl.unique_id()
+    other = start(
+        "comm = init(8, 7, sys.argv[1])\nsay('in')\nsys.stdin.readline()\nnccl.ncclCommAbort(comm)", uid.hex()
+    )
+    comms = [ctypes.c_void_p() for _ in range(7)]
+
+    def init(rank):
+        nccl.driver.use(rank)
+        nccl.init_into(comms[rank], 8, uid, rank)
+
+    for inside in [Background(init, rank) for rank in range(7)]:
+        assert inside.outcome() is None
+    assert other.stdout.readline() == "in\n"
+    data = np.ones((7, 100_000), np.float32)
+    streams = []
+    for rank in range(7):  # seven ranks wait on their streams for one that does not come
+        nccl.driver.use(rank)
+        streams.append(nccl.driver.stream(1))
+        pointer = data[rank].ctypes.data
+        nccl.ncclAllReduce(pointer, pointer, 100_000, FLOAT32, SUM, comms[rank], streams[rank])
+    nccl.driver.use(0)
+    time.sleep(0.2)
+    before = cpu_seconds()
+    time.sleep(2)
+    used = cpu_seconds() - before
+    assert used < 0.02, f"{used / 2:.1%} of a core while waiting"
+    for comm in comms:
+        nccl.ncclCommAbort(comm)
+    other.communicate("go\n")
+
+
+def test_no_more_threads_is_an_error_and_not_the_end():
+    program = """
+        import resource
+        nccl.driver.use(0)
+        size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (size + 3 * 2**20, limits[1]))
+        try:
+            nccl.init_all(4)
+        except NcclError as error:
+            print("init", error.code, error.text)
+        x = np.ones(4, np.float32)
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+        comms = nccl.init_all(4)
+        print(len(set(comms)))
+    """
+    done = start(program)
+    said = done.communicate(timeout=30)[0]
+    assert done.returncode == 0
+    assert said.startswith(f"init {SYSTEM} ncclGroupEnd : ") and said.endswith("4\n"), said

@@ -1,7 +1,12 @@
 """Small helpers of the host engine's tests: expected refusals, polling, threads that may be stuck."""
 
+import os
+import subprocess
+import sys
+import textwrap
 import threading
 import time
+from pathlib import Path
 
 import host_bodies as bodies
 import numpy as np
@@ -27,16 +32,51 @@ def wait_ready(nccl, comm, deadline=DEADLINE):
 
 
 def in_thread(function, *arguments):
-    """Start a thread; return it, with its result in `.result`."""
-    thread = threading.Thread(target=lambda: setattr(thread, "result", function(*arguments)), daemon=True)
+    """Start a thread, to be joined with `join`."""
+
+    def run():
+        try:
+            thread.result, thread.error = function(*arguments), None
+        except Exception as error:
+            thread.error = error
+
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread
 
 
 def join(thread, seconds=10):
+    """Return what the thread's function returned, or raise what it raised."""
     thread.join(seconds)
     assert not thread.is_alive(), f"still blocked after {seconds} s"
+    if thread.error is not None:
+        raise thread.error
     return thread.result
+
+
+def start(program, *arguments):
+    """Start a Python program that has the library as `nccl`; it is told things and tells things line by line."""
+    source = textwrap.dedent(
+        """
+        import ctypes, os, sys, time, threading
+        import numpy as np
+        from nccl_calls import Nccl, NcclError
+        from ncclpy.core.search import host_engine_path
+        nccl = Nccl(host_engine_path())
+        def say(*words): os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # in one piece, also by threads
+        def init(nranks, rank, uid):
+            nccl.driver.use(rank)
+            return nccl.init(nranks, bytes.fromhex(uid), rank)
+        """
+    ) + textwrap.dedent(program)
+    return subprocess.Popen(
+        [sys.executable, "-c", source, *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd="/",
+    )
 
 
 def blocked(thread):

@@ -253,7 +253,7 @@ def test_queries(nccl, comms):
 def test_end_of_a_communicator(nccl):
     comm = nccl.init(1, nccl.unique_id(), 0)
     assert nccl.ncclCommFinalize(comm) == SUCCESS
-    refused(INVALID_ARGUMENT, "finalized before", nccl.ncclCommFinalize, comm)
+    refused(INVALID_ARGUMENT, "finalized or revoked before", nccl.ncclCommFinalize, comm)
     nccl.ncclCommDestroy(comm)
     for function in (nccl.ncclCommDestroy, nccl.ncclCommFinalize, nccl.ncclCommAbort):
         refused(INVALID_ARGUMENT, "destroyed or aborted", function, comm)

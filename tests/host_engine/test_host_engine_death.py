@@ -8,42 +8,16 @@ import resource
 import signal
 import subprocess
 import sys
-import textwrap
-import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from host_checks import in_thread, join, start
 from nccl_calls import REMOTE, SUM, SYSTEM, NcclError
 
 HERE = Path(__file__).resolve().parent
 FLOAT32 = 7
-
-
-def start(program, *arguments):
-    """Start a Python program that has the library as `nccl`; it is told things and tells things line by line."""
-    source = textwrap.dedent(
-        """
-        import ctypes, os, sys, time, threading
-        import numpy as np
-        from nccl_calls import Nccl, NcclError
-        from ncclpy.core.search import host_engine_path
-        nccl = Nccl(host_engine_path())
-        def say(*words): print(*words, flush=True)
-        def init(nranks, rank, uid):
-            nccl.driver.use(rank)
-            return nccl.init(nranks, bytes.fromhex(uid), rank)
-        """
-    ) + textwrap.dedent(program)
-    return subprocess.Popen(
-        [sys.executable, "-c", source, *map(str, arguments)],
-        env=os.environ | {"PYTHONPATH": str(HERE.parent)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd="/",
-    )
 
 
 def wait_for(condition, seconds=5.0):
@@ -51,27 +25,6 @@ def wait_for(condition, seconds=5.0):
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.001)
-
-
-class Background:
-    """A call on a thread of its own, with what it raised."""
-
-    def __init__(self, function, *arguments):
-        self.error = None
-
-        def run():
-            try:
-                function(*arguments)
-            except NcclError as error:
-                self.error = error
-
-        self.thread = threading.Thread(target=run, daemon=True)
-        self.thread.start()
-
-    def outcome(self, seconds=5.0):
-        self.thread.join(seconds)
-        assert not self.thread.is_alive(), "the call is still waiting"
-        return self.error
 
 
 def test_a_hundred_kills_at_random_moments():
@@ -97,7 +50,7 @@ def test_a_hundred_kills_at_random_moments():
 def test_a_rank_that_ends_while_others_are_still_to_come(nccl, end):
     uid = nccl.unique_id()
     comm = ctypes.c_void_p()
-    waiting = Background(nccl.init_into, comm, 3, uid, 0)
+    waiting = in_thread(nccl.init_into, comm, 3, uid, 0)
     other = start(
         """
         thread = threading.Thread(target=init, args=(3, 1, sys.argv[1]), daemon=True)
@@ -114,8 +67,9 @@ def test_a_rank_that_ends_while_others_are_still_to_come(nccl, end):
     if end == "kill":
         other.kill()
     other.communicate("go\n")
-    error = waiting.outcome()
-    assert error.code == REMOTE and f"rank 1 of 3 is dead: process {other.pid}" in error.text
+    with pytest.raises(NcclError, match=f"rank 1 of 3 is dead: process {other.pid}") as caught:
+        join(waiting)
+    assert caught.value.code == REMOTE
     assert not comm.value
 
 
@@ -189,13 +143,15 @@ def test_ranks_of_several_threads_and_processes_all_notice(nccl):
             nccl.driver.cuStreamSynchronize(stream)
         nccl.driver.cuStreamDestroy_v2(stream)
 
-    working = [Background(work, rank) for rank in range(2)]
+    working = [in_thread(work, rank) for rank in range(2)]
     assert [other.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
     time.sleep(0.05)
     other.kill()
     for rank in range(2):
-        error = working[rank].outcome()
-        assert error is None or error.code == REMOTE
+        try:
+            join(working[rank])
+        except NcclError as error:
+            assert error.code == REMOTE
         assert nccl.async_error(comms[rank]) == REMOTE
         nccl.ncclCommAbort(comms[rank])
     other.communicate()
@@ -235,8 +191,8 @@ def test_waiting_costs_no_cpu(nccl):
         nccl.driver.use(rank)
         nccl.init_into(comms[rank], 8, uid, rank)
 
-    for inside in [Background(init, rank) for rank in range(7)]:
-        assert inside.outcome() is None
+    for inside in [in_thread(init, rank) for rank in range(7)]:
+        join(inside)
     assert other.stdout.readline() == "in\n"
     data = np.ones((7, 100_000), np.float32)
     streams = []

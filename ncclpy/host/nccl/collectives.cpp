@@ -65,7 +65,10 @@ ncclResult_t check_buffers(const Request& request, const Comm& comm) {
 }
 
 ncclResult_t enqueue(const Request& request, Comm& comm, cudaStream_t stream) {
+  if (comm.revoked()) return fail(ncclInvalidUsage, "%s : communicator was revoked", request.name);
   NCCLPY_TRY(comm.ensure_ready());
+  if (comm.suspended.load())
+    return fail(ncclInvalidUsage, "%s : communicator is suspended, call ncclCommResume first", request.name);
   NCCLPY_TRY(check_values(request, comm));
   Operation operation = {};
   operation.kind = request.kind;

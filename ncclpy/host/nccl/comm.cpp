@@ -56,7 +56,7 @@ void Comm::set_async(ncclResult_t result, const std::string& text) {
   {
     std::lock_guard<std::mutex> lock(mutex);
     // A rank that has died does not come back, whatever else is reported later.
-    if (async_.load(std::memory_order_relaxed) == ncclRemoteError) return;
+    if (async_.load(std::memory_order_relaxed) == ncclRemoteError && !forgiven_) return;
     if (!text.empty()) async_text_ = text;
     async_.store(result, std::memory_order_release);
   }
@@ -107,14 +107,24 @@ void Comm::abort() {
   wait_until(local_, 0, [this] { return running_.load(std::memory_order_seq_cst) == 0; });
 }
 
-namespace {
+void Comm::revoke() {
+  revoked_.store(true, std::memory_order_seq_cst);
+  ring();
+  wait_until(local_, 0, [this] { return running_.load(std::memory_order_seq_cst) == 0; });
+}
+
+void Comm::forgive() {
+  std::lock_guard<std::mutex> lock(mutex);
+  forgiven_ = true;
+  if (async_.load(std::memory_order_relaxed) == ncclRemoteError) async_.store(ncclSuccess, std::memory_order_release);
+}
+
 std::string death_notice(Segment& segment, int rank) {
   const RankSlot& slot = segment.slot(rank);
   return "rank " + std::to_string(rank) + " of " + std::to_string(segment.nranks()) + " is dead: process " +
          std::to_string(slot.pid) + ", on device " + std::to_string(slot.device) +
          ", has ended without destroying its communicator";
 }
-}  // namespace
 
 void Comm::lose(int dead_rank) {
   if (lost_.load(std::memory_order_acquire)) return;
@@ -124,7 +134,7 @@ void Comm::lose(int dead_rank) {
 }
 
 ncclResult_t Comm::stop_reason(const char* waited_for) {
-  if (parent != nullptr && parent->stopped()) return parent->stop_reason(waited_for);
+  if (parent != nullptr && parent->ended() && !sheds_dead) return parent->stop_reason(waited_for);
   const auto met = shared_segment();
   if (aborted_.load(std::memory_order_acquire) || met == nullptr || met->first_dead() < 0)
     return fail(ncclInternalError, "rank %d was aborted while it waited for %s", rank, waited_for);
@@ -147,8 +157,12 @@ bool Comm::pass(Gate& gate, uint64_t& generation) {
     bell.ring();
     return true;
   }
-  wait_until(bell, segment->spins(), [&] { return gate.open(target) || stopped(); });
-  return gate.open(target) || !gate.withdraw(target);
+  // A revoked communicator can still be split: only its data stop.
+  const bool data = &gate == &segment->header().data;
+  wait_until(bell, segment->spins(), [&] { return gate.open(target) || (data ? stopped() : ended()); });
+  if (gate.open(target) || !gate.withdraw(target)) return true;
+  generation--;
+  return false;
 }
 
 void Comm::pass_surely(Gate& gate, uint64_t& generation) {

@@ -33,7 +33,8 @@ class Comm : public std::enable_shared_from_this<Comm> {
   ncclConfig_t config = {};
   ncclComm_t handle = nullptr;
   std::shared_ptr<Segment> segment;  // set by the initialisation under `mutex`; from then on read without it
-  std::shared_ptr<Comm> parent;      // while a split initialises this one: its abort is ours
+  std::shared_ptr<Comm> parent;      // while this one is made of it: its end is ours
+  bool sheds_dead = false;           // made by a shrink: the parent's dead ranks do not matter
 
   bool blocking() const { return config.blocking != 0; }
 
@@ -50,10 +51,19 @@ class Comm : public std::enable_shared_from_this<Comm> {
   void abort();
   // A rank is dead: ends every wait as well, and is what the communicator reports from now on.
   void lose(int dead_rank);
-  bool stopped() const {
+  // Ends the operations, for good; what waits for other ranks otherwise goes on. As abort(), waits until none of them
+  // touches memory any more.
+  void revoke();
+  bool revoked() const { return revoked_.load(std::memory_order_acquire); }
+  // A shrink leaves the dead behind: the error that they have caused is over.
+  void forgive();
+  // Whether nothing of this communicator can come to an end any more.
+  bool ended() const {
     return aborted_.load(std::memory_order_acquire) || lost_.load(std::memory_order_acquire) ||
-           (parent && parent->stopped());
+           (parent && (sheds_dead ? parent->aborted_.load(std::memory_order_acquire) : parent->ended()));
   }
+  // Whether its operations are to stop.
+  bool stopped() const { return revoked() || ended(); }
   // Why a wait has ended early, as an error of the calling thread.
   ncclResult_t stop_reason(const char* waited_for);
   void set_segment(std::shared_ptr<Segment> joined);
@@ -76,7 +86,10 @@ class Comm : public std::enable_shared_from_this<Comm> {
   std::mutex control;  // one exchange, split or the like at a time
   std::map<int, UserOperator> operators;
   std::map<void*, std::pair<void*, size_t>> registrations;
+  std::map<std::vector<int>, int> shrunk_to;  // how often, by the survivors
+  uint64_t grown = 0;                         // how often; guarded by control
   bool finalized = false;
+  std::atomic<bool> suspended{false};
   bool destroying = false;
 
   // The stream tasks' own state, handed from one task to the next in issue order.
@@ -96,6 +109,8 @@ class Comm : public std::enable_shared_from_this<Comm> {
   std::atomic<bool> initialised_{false};
   std::atomic<bool> aborted_{false};
   std::atomic<bool> lost_{false};
+  std::atomic<bool> revoked_{false};
+  bool forgiven_ = false;  // guarded by mutex
   std::vector<std::weak_ptr<Comm>> children_;  // being initialised by a split
   std::mutex issuing_;
   std::atomic<uint64_t> issued_{0};
@@ -105,6 +120,9 @@ class Comm : public std::enable_shared_from_this<Comm> {
   uint64_t control_generation_ = 0;
   friend std::shared_ptr<Comm> new_child(const std::shared_ptr<Comm>&);
 };
+
+// What is said of a dead rank.
+std::string death_notice(Segment& segment, int rank);
 
 // A rank of the segment is dead: tells this process's communicators on it.
 void break_comms(Segment& segment, int dead_rank);

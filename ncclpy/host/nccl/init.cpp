@@ -1,5 +1,5 @@
-// The ways to a communicator: by unique id, all devices at once, and split from another one.
-#include <cstring>
+// The ways to a first communicator: by unique id, and all devices at once.
+#include "init.hpp"
 
 #include "../driver/device.hpp"
 #include "config.hpp"
@@ -27,7 +27,8 @@ void enter_segment(const std::shared_ptr<Comm>& comm) {
   segment.local.push_back(comm);
 }
 
-// Takes part in making the communicator and fills `comm`; returns when all ranks are there.
+}  // namespace
+
 ncclResult_t meet(const std::shared_ptr<Comm>& comm, int nranks, int rank, const ncclUniqueId& id) {
   comm->nranks = nranks;
   comm->rank = rank;
@@ -55,11 +56,12 @@ ncclResult_t meet(const std::shared_ptr<Comm>& comm, int nranks, int rank, const
   return ncclSuccess;
 }
 
-// A failed blocking call leaves no communicator behind; a nonblocking one keeps the handle, for its async error.
 void give_up(const std::shared_ptr<Comm>& comm, ncclComm_t* newcomm) {
   remove_handle(comm->handle);
   *newcomm = nullptr;
 }
+
+namespace {
 
 ncclResult_t init_rank(const char* function, ncclComm_t* newcomm, int nranks, int nids, const ncclUniqueId* ids,
                        int rank, int device, const ncclConfig_t* config) {
@@ -77,8 +79,11 @@ ncclResult_t init_rank(const char* function, ncclComm_t* newcomm, int nranks, in
   *newcomm = add_handle(comm);
   Job job;
   job.comm = comm;
-  job.run = [comm, newcomm, nranks, rank, id = ids[0]] {
-    const ncclResult_t result = meet(comm, nranks, rank, id);
+  // One id is enough for all ranks of a machine; NCCL spreads them over as many as it is given. The ranks agree on the
+  // order of the ids, so they meet at the first, and the others have served as well.
+  job.run = [comm, newcomm, nranks, rank, given = std::vector<ncclUniqueId>(ids, ids + nids)] {
+    const ncclResult_t result = meet(comm, nranks, rank, given[0]);
+    for (size_t i = 1; result == ncclSuccess && i < given.size(); i++) withdraw_unique_id(given[i]);
     if (result != ncclSuccess && comm->blocking()) give_up(comm, newcomm);
     return result;
   };
@@ -91,78 +96,6 @@ ncclResult_t init_rank_noted(const char* function, ncclComm_t* newcomm, int nran
   return guarded(function, [&] {
     return note_group_error(init_rank(function, newcomm, nranks, nids, ids, rank, current_device(), config));
   });
-}
-
-struct Membership {
-  int color;
-  int key;
-};
-
-// Rank and size in the new communicator: members are ordered by key, equal keys by their rank in the parent.
-void find_place(const std::vector<Membership>& all, int me, int* rank, int* nranks, int* leader) {
-  *rank = *nranks = 0;
-  *leader = -1;
-  auto before = [&](int a, int b) {
-    const int first = all[size_t(a)].key, second = all[size_t(b)].key;
-    return first != second ? first < second : a < b;
-  };
-  for (int r = 0; r < int(all.size()); r++) {
-    if (all[size_t(r)].color != all[size_t(me)].color) continue;
-    ++*nranks;
-    if (before(r, me)) ++*rank;
-    if (*leader < 0 || before(r, *leader)) *leader = r;
-  }
-}
-
-// The parent's ranks tell each other where they want to go; the first rank of each new communicator makes its id.
-ncclResult_t meet_in_split(const std::shared_ptr<Comm>& parent, const std::shared_ptr<Comm>& child, int color, int key) {
-  std::lock_guard<std::mutex> one_at_a_time(parent->control);
-  const Membership mine = {color, key};
-  std::vector<Membership> all(size_t(parent->nranks));
-  NCCLPY_TRY(parent->exchange(&mine, sizeof mine, all.data()));
-  int rank = 0, nranks = 0, leader = -1;
-  ncclUniqueId id = {};
-  ncclResult_t made = ncclSuccess;
-  if (child != nullptr) {
-    find_place(all, parent->rank, &rank, &nranks, &leader);
-    if (leader == parent->rank) made = create_unique_id(&id);
-  }
-  std::vector<ncclUniqueId> ids(size_t(parent->nranks));
-  ncclResult_t result = parent->exchange(&id, sizeof id, ids.data());
-  if (result == ncclSuccess) result = made;
-  if (result == ncclSuccess && child != nullptr) result = meet(child, nranks, rank, ids[size_t(leader)]);
-  if (result == ncclSuccess) return result;
-  if (leader == parent->rank) withdraw_unique_id(id);
-  // What failed may be the consequence of a death: that is what to report, on the parent.
-  const int dead = parent->segment->take_pulses();
-  if (dead < 0) return result;
-  parent->lose(dead);
-  return parent->stop_reason("a split");
-}
-
-ncclResult_t split(ncclComm_t handle, int color, int key, ncclComm_t* newcomm, const ncclConfig_t* config) {
-  std::shared_ptr<Comm> parent;
-  NCCLPY_TRY(find_comm(handle, "ncclCommSplit", &parent));
-  NCCLPY_TRY(check_pointer(newcomm, "ncclCommSplit", "newcomm"));
-  NCCLPY_TRY(parent->ensure_ready());
-  *newcomm = nullptr;
-  std::shared_ptr<Comm> child;
-  if (color != NCCL_SPLIT_NOCOLOR) {
-    child = new_child(parent);
-    if (config == nullptr) child->config = parent->config;
-    else NCCLPY_TRY(parse_config(config, &child->config));
-  }
-  Job job;
-  job.comm = parent;
-  // The handle appears when the new communicator is complete, not before.
-  job.run = [parent, child, color, key, newcomm] {
-    NCCLPY_TRY(meet_in_split(parent, child, color, key));
-    if (child == nullptr) return ncclSuccess;
-    child->parent.reset();
-    *newcomm = add_handle(child);
-    return ncclSuccess;
-  };
-  return submit(std::move(job));
 }
 
 ncclResult_t init_all(ncclComm_t* comms, int ndev, const int* devices) {
@@ -221,8 +154,4 @@ ncclResult_t ncclCommInitRankScalable(ncclComm_t* comm, int nranks, int rank, in
 
 ncclResult_t ncclCommInitAll(ncclComm_t* comms, int ndev, const int* devices) {
   return guarded("ncclCommInitAll", [&] { return note_group_error(init_all(comms, ndev, devices)); });
-}
-
-ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* newcomm, ncclConfig_t* config) {
-  return guarded("ncclCommSplit", [&] { return note_group_error(split(comm, color, key, newcomm, config)); });
 }

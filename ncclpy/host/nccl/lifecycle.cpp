@@ -27,7 +27,7 @@ ncclResult_t finalize(ncclComm_t handle) {
   NCCLPY_TRY(comm->ensure_ready());
   {
     std::lock_guard<std::mutex> lock(comm->mutex);
-    if (comm->finalized) return fail(ncclInvalidArgument, "ncclCommFinalize : comm was finalized before");
+    if (comm->finalized) return fail(ncclInvalidArgument, "ncclCommFinalize : comm was finalized or revoked before");
     comm->finalized = true;
   }
   Job job;
@@ -53,6 +53,29 @@ ncclResult_t destroy(ncclComm_t handle) {
     remove_handle(comm->handle);
     depart(comm, true);
     if (const auto segment = comm->shared_segment()) segment->slot(comm->rank).left.store(1);
+    return ncclSuccess;
+  };
+  return submit(std::move(job));
+}
+
+// The operations end at once; when none runs any more the communicator can be split, shrunk, destroyed or aborted.
+ncclResult_t revoke(ncclComm_t handle, int flags) {
+  const char* const function = "ncclCommRevoke";
+  if (handle == nullptr) return ncclSuccess;
+  std::shared_ptr<Comm> comm;
+  NCCLPY_TRY(find_comm(handle, function, &comm));
+  if (flags != NCCL_REVOKE_DEFAULT)
+    return fail(ncclInvalidArgument, "%s : flags %d, only NCCL_REVOKE_DEFAULT (0) is supported", function, flags);
+  {
+    std::lock_guard<std::mutex> lock(comm->mutex);
+    if (comm->finalized)
+      return fail(ncclInvalidArgument, "%s : comm was finalized or revoked before", function);
+    comm->finalized = true;
+  }
+  Job job;
+  job.comm = comm;
+  job.run = [comm] {
+    comm->revoke();
     return ncclSuccess;
   };
   return submit(std::move(job));
@@ -94,6 +117,10 @@ ncclResult_t ncclCommFinalize(ncclComm_t comm) {
 
 ncclResult_t ncclCommDestroy(ncclComm_t comm) {
   return guarded("ncclCommDestroy", [&] { return note_group_error(destroy(comm)); });
+}
+
+ncclResult_t ncclCommRevoke(ncclComm_t comm, int flags) {
+  return guarded("ncclCommRevoke", [&] { return note_group_error(revoke(comm, flags)); });
 }
 
 ncclResult_t ncclCommAbort(ncclComm_t comm) {

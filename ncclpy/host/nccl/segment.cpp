@@ -34,7 +34,9 @@ struct Address {
 };
 static_assert(sizeof(Address) <= sizeof(ncclUniqueId));
 
-size_t aligned(size_t bytes) { return (bytes + 4095) & ~size_t(4095); }
+constexpr size_t page = 4096;
+
+size_t aligned(size_t bytes) { return (bytes + page - 1) & ~(page - 1); }
 
 struct Layout {
   size_t slots, channels, small, steps, pieces, end;
@@ -182,6 +184,20 @@ Segment::~Segment() {
     madvise(memory_ + steps_at_, bytes_ - steps_at_, MADV_REMOVE);
   munmap(memory_, bytes_);
   if (watched_.load()) forget_segments();
+}
+
+size_t Segment::buffer_bytes(int rank) const {
+  size_t pages = 0;
+  for_buffers(rank, [&](char* memory, size_t bytes) {
+    std::vector<unsigned char> present(bytes / page);
+    if (mincore(memory, bytes, present.data()) != 0) return;
+    for (const unsigned char one : present) pages += one & 1;
+  });
+  return pages * page;
+}
+
+void Segment::release_buffers(int rank) {
+  for_buffers(rank, [](char* memory, size_t bytes) { madvise(memory, bytes, MADV_REMOVE); });
 }
 
 bool Segment::is_local(int rank) { return slot(rank).process == this_process(); }

@@ -57,6 +57,19 @@ constexpr size_t exchange_bytes = 192;
 // Largest contribution that travels inside the segment, together with the description of the operation.
 constexpr size_t inline_bytes = 2048;
 
+// Where the first survivor of a shrink tells the others how to meet.
+struct Notice {
+  std::atomic<uint64_t> key{0};
+  ncclUniqueId id;
+};
+
+// Where the ranks of a communicator find the id with which it grows.
+struct GrowBoard {
+  std::atomic<uint64_t> published;  // twice the number of ids so far, plus one while the next is being made
+  std::atomic<uint64_t> taken;      // how often ranks have taken one
+  ncclUniqueId id;
+};
+
 struct alignas(128) RankSlot {
   std::atomic<uint32_t> claimed{0};
   std::atomic<uint32_t> present{0};  // the rank has written the next four and its place is taken
@@ -69,6 +82,7 @@ struct alignas(128) RankSlot {
   Record record[2];      // by parity of the data generation: the next one may be written while this one is read
   Bell bell;             // point-to-point news for this rank
   char exchange[2][exchange_bytes];
+  Notice notice;
 };
 
 // The way of messages from one rank to another, see p2p.cpp.
@@ -100,6 +114,7 @@ struct Header {
   alignas(128) std::atomic<uint32_t> attached;
   std::atomic<uint32_t> departed;  // ranks whose processes have let go of the memory
   std::atomic<int32_t> first_dead;  // the first rank found dead, plus one
+  GrowBoard grow;
   alignas(128) Gate control;
   alignas(128) Gate data;
   alignas(128) Bell bell;  // news that concern all ranks: a gate has opened
@@ -123,6 +138,12 @@ class Segment {
   char* piece(int from, int to, size_t slot) {
     return memory_ + pieces_at_ + ((size_t(from) * size_t(nranks_) + size_t(to)) * channel_slots + slot) * piece_bytes;
   }
+
+  // Memory: what is always there, as one rank's part; what a rank's data pass through, as far as it was ever touched;
+  // and giving the latter back, when no rank uses it.
+  size_t fixed_bytes() const { return steps_at_ / size_t(nranks_); }
+  size_t buffer_bytes(int rank) const;
+  void release_buffers(int rank);
 
   int nranks() const { return nranks_; }
   int spins() const { return spins_; }
@@ -150,6 +171,14 @@ class Segment {
   size_t local_gone = 0;
 
  private:
+  // Calls `use(memory, bytes)` for the rank's step buffers and the pieces on their way to it.
+  template <class Use>
+  void for_buffers(int rank, Use use) const {
+    use(memory_ + steps_at_ + size_t(rank) * 4 * step_bytes, 4 * step_bytes);
+    const size_t ring = channel_slots * piece_bytes;
+    for (int from = 0; from < nranks_; from++)
+      use(memory_ + pieces_at_ + (size_t(from) * size_t(nranks_) + size_t(rank)) * ring, ring);
+  }
   char* step(int rank, int which) { return memory_ + steps_at_ + (size_t(rank) * 4 + size_t(which)) * step_bytes; }
 
   char* memory_;

@@ -36,6 +36,7 @@ from ncclpy.core.errors import (
     NcclTimeout,
     NcclUnsupported,
 )
+from ncclpy.core.faults import Faults as faults  # noqa: N813 - used in a with statement, like group
 from ncclpy.core.group import Group as group  # noqa: N813 - in a with statement it reads as a verb
 from ncclpy.core.library import library, use
 from ncclpy.core.resources import CustomOp, Registration
@@ -71,6 +72,7 @@ __all__ = [
     "UniqueId",
     "bindings",
     "device_count",
+    "faults",
     "get_unique_id",
     "group",
     "library",

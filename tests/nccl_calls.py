@@ -16,8 +16,8 @@ UNDEFINED = -(2**31)
 MAGIC = 0xCAFEBEEF
 VERSION = 23203
 
-_HEADER = Path(ncclpy.abi.__file__).with_name("nccl_abi.h").read_text().replace("\\\n", "")
-NAMES = re.findall(r"  X\(\d+, [\w ]+\*?, (\w+),", _HEADER)
+HEADER = Path(ncclpy.abi.__file__).with_name("nccl_abi.h").read_text().replace("\\\n", "")
+NAMES = re.findall(r"  X\(\d+, [\w ]+\*?, (\w+),", HEADER)
 
 
 class UniqueId(ctypes.Structure):
@@ -30,7 +30,7 @@ class Config(ctypes.Structure):
     _fields_ = [("size", ctypes.c_size_t), ("magic", ctypes.c_uint), ("version", ctypes.c_uint)] + [
         (name, ctypes.c_char_p if name in ("netName", "commName") else ctypes.c_int)
         for name in re.findall(
-            r"^  (?:int|const char\*) (\w+); +/\* 2\.", _HEADER[: _HEADER.index("} ncclConfig_t;")], re.MULTILINE
+            r"^  (?:int|const char\*) (\w+); +/\* 2\.", HEADER[: HEADER.index("} ncclConfig_t;")], re.MULTILINE
         )
     ]
 
@@ -94,7 +94,7 @@ _VALUES = {
 
 
 def _argument_types(name):
-    parameters = re.search(rf"X\(\d+, [\w ]+\*?, {name}, +\((.*?)\)\)", _HEADER).group(1)
+    parameters = re.search(rf"X\(\d+, [\w ]+\*?, {name}, +\((.*?)\)\)", HEADER).group(1)
     if parameters == "void":
         return []
     types = [re.match(r"\s*(.*?[* ])\w+$", parameter).group(1).strip() for parameter in parameters.split(",")]

@@ -20,6 +20,16 @@ const char* name_of(Collective kind) {
   return "?";
 }
 
+}  // namespace
+
+const char* name_of(const Operation& operation) {
+  if (operation.kind == Operation::send) return "Send";
+  if (operation.kind == Operation::recv) return "Recv";
+  return name_of(operation.collective_kind);
+}
+
+namespace {
+
 Record record_of(const Operation& operation) {
   Record record;
   record.kind = operation.collective_kind;

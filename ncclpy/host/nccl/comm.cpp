@@ -6,6 +6,8 @@
 #include "../driver/exports.hpp"
 #include "../driver/handles.hpp"
 #include "../driver/stream.hpp"
+#include "collective.hpp"
+#include "fault.hpp"
 #include "p2p.hpp"
 
 namespace ncclpy::host {
@@ -22,7 +24,7 @@ ncclComm_t add_handle(const std::shared_ptr<Comm>& comm) {
   return comm->handle;
 }
 
-ncclResult_t find_comm(ncclComm_t handle, const char* function, std::shared_ptr<Comm>* comm) {
+ncclResult_t look_up(ncclComm_t handle, const char* function, std::shared_ptr<Comm>* comm) {
   NCCLPY_TRY(check_pointer(handle, function, "comm"));
   *comm = handles().find(reinterpret_cast<uint64_t>(handle));
   if (*comm == nullptr) {
@@ -30,6 +32,11 @@ ncclResult_t find_comm(ncclComm_t handle, const char* function, std::shared_ptr<
                 static_cast<void*>(handle));
   }
   return ncclSuccess;
+}
+
+ncclResult_t find_comm(ncclComm_t handle, const char* function, std::shared_ptr<Comm>* comm) {
+  NCCLPY_TRY(look_up(handle, function, comm));
+  return fault_at_call(comm->get(), (*comm)->rank, function);
 }
 
 void remove_handle(ncclComm_t handle) { handles().remove(reinterpret_cast<uint64_t>(handle)); }
@@ -57,9 +64,30 @@ void Comm::set_async(ncclResult_t result, const std::string& text) {
     std::lock_guard<std::mutex> lock(mutex);
     // A rank that has died does not come back, whatever else is reported later.
     if (async_.load(std::memory_order_relaxed) == ncclRemoteError && !forgiven_) return;
+    // What was in progress is over; an error that came meanwhile stays.
+    if (result == ncclSuccess && async_.load(std::memory_order_relaxed) != ncclInProgress) return;
     if (!text.empty()) async_text_ = text;
     async_.store(result, std::memory_order_release);
   }
+}
+
+ncclResult_t Comm::poll() {
+  if (busy_.load(std::memory_order_acquire)) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const bool over = busy_polls_ > 0 ? --busy_polls_ == 0 : std::chrono::steady_clock::now() >= busy_until_;
+    if (!over) return ncclInProgress;
+    busy_.store(false, std::memory_order_release);
+  }
+  return async();
+}
+
+void Comm::pretend_busy(uint64_t polls, double seconds) {
+  std::lock_guard<std::mutex> lock(mutex);
+  // The poll that finds it over is one more.
+  busy_polls_ = polls > 0 ? polls + 1 : 0;
+  busy_until_ = std::chrono::steady_clock::now() +
+                std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(seconds));
+  busy_.store(true, std::memory_order_release);
 }
 
 std::string Comm::async_text() {
@@ -208,6 +236,11 @@ void Comm::leave(uint64_t ticket) {
 }
 
 void Comm::execute(const Operation* operations, size_t count) {
+  const bool faults = faults_planned.load(std::memory_order_relaxed);
+  for (size_t i = 0; faults && i < count; i++) {
+    // An operation that does not run takes those of its launch with it, as a kernel would.
+    if (!fault_in_run(*this, name_of(operations[i]))) return;
+  }
   Messages messages(*this);
   for (size_t i = 0; i < count; i++) {
     if (operations[i].kind != Operation::collective) messages.add(operations[i]);
@@ -217,6 +250,7 @@ void Comm::execute(const Operation* operations, size_t count) {
     if (operations[i].kind == Operation::collective) run_collective(*this, operations[i]);
   }
   messages.finish();
+  for (size_t i = 0; faults && i < count; i++) fault_in_result(*this, name_of(operations[i]), operations[i]);
 }
 
 void Comm::run(const Launch& launch) {

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -31,6 +32,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
   int rank = 0;
   int device = 0;
   ncclConfig_t config = {};
+  std::string name;  // the configuration's, or ""
   ncclComm_t handle = nullptr;
   std::shared_ptr<Segment> segment;  // set by the initialisation under `mutex`; from then on read without it
   std::shared_ptr<Comm> parent;      // while this one is made of it: its end is ours
@@ -39,7 +41,13 @@ class Comm : public std::enable_shared_from_this<Comm> {
   bool blocking() const { return config.blocking != 0; }
 
   // What ncclCommGetAsyncError says, and the sentence behind an error.
-  ncclResult_t async() const { return async_.load(std::memory_order_acquire); }
+  ncclResult_t async() const {
+    return busy_.load(std::memory_order_acquire) ? ncclInProgress : async_.load(std::memory_order_acquire);
+  }
+  // As async(), for those who poll.
+  ncclResult_t poll();
+  // A fault: in progress for so many polls, or, with 0, for so long.
+  void pretend_busy(uint64_t polls, double seconds);
   void set_async(ncclResult_t result, const std::string& text = {});
   std::string async_text();
   // NCCL's rule before any use: not while something is in progress, not after an error.
@@ -109,6 +117,9 @@ class Comm : public std::enable_shared_from_this<Comm> {
   std::atomic<bool> initialised_{false};
   std::atomic<bool> aborted_{false};
   std::atomic<bool> lost_{false};
+  std::atomic<bool> busy_{false};  // by pretend_busy, with the next two, which mutex guards
+  uint64_t busy_polls_ = 0;
+  std::chrono::steady_clock::time_point busy_until_;
   std::atomic<bool> revoked_{false};
   bool forgiven_ = false;  // guarded by mutex
   std::vector<std::weak_ptr<Comm>> children_;  // being initialised by a split
@@ -129,6 +140,8 @@ void break_comms(Segment& segment, int dead_rank);
 
 // Makes a handle for `comm`; NULL handles, handles of destroyed communicators and other nonsense give an error.
 ncclComm_t add_handle(const std::shared_ptr<Comm>& comm);
+ncclResult_t look_up(ncclComm_t handle, const char* function, std::shared_ptr<Comm>* comm);
+// As look_up, at the beginning of a call, where a fault plan may have its say.
 ncclResult_t find_comm(ncclComm_t handle, const char* function, std::shared_ptr<Comm>* comm);
 void remove_handle(ncclComm_t handle);
 

@@ -58,7 +58,7 @@ ncclConfig_t default_config() {
   return config;
 }
 
-ncclResult_t parse_config(const ncclConfig_t* given, ncclConfig_t* config) {
+ncclResult_t parse_config(const ncclConfig_t* given, ncclConfig_t* config, std::string* name) {
   *config = undefined_config();
   size_t size;
   std::memcpy(&size, given, sizeof size);
@@ -75,8 +75,10 @@ ncclResult_t parse_config(const ncclConfig_t* given, ncclConfig_t* config) {
     config->netName = nullptr;
   }
   if (from < version(2, 25, 0)) config->trafficClass = undefined;
-  if (from < version(2, 27, 0))
+  if (from < version(2, 27, 0)) {
     config->collnetEnable = config->CTAPolicy = config->shrinkShare = config->nvlsCTAs = undefined;
+    config->commName = nullptr;
+  }
   if (from < version(2, 28, 0)) config->nChannelsPerNetPeer = config->nvlinkCentricSched = undefined;
   if (from < version(2, 29, 0)) config->graphUsageMode = config->numRmaCtx = undefined;
   if (from < version(2, 30, 0)) config->maxP2pPeers = undefined;
@@ -106,6 +108,7 @@ ncclResult_t parse_config(const ncclConfig_t* given, ncclConfig_t* config) {
   NCCLPY_TRY(check_range("launchOrderImplicit", config->launchOrderImplicit, 0, 1));
   NCCLPY_TRY(check_range("numRmaSig", config->numRmaSig, 0, INT_MAX));
   NCCLPY_TRY(check_range("rmaEagerInit", config->rmaEagerInit, 0, 1));
+  if (config->commName != nullptr) *name = config->commName;
   config->netName = nullptr;
   config->commName = nullptr;
   fill_defaults(*config);

@@ -1,6 +1,8 @@
 // ncclConfig_t: older and newer layouts, allowed values, defaults.
 #pragma once
 
+#include <string>
+
 #include "errors.hpp"
 
 namespace ncclpy::host {
@@ -8,7 +10,8 @@ namespace ncclpy::host {
 ncclConfig_t default_config();
 
 // Checks the caller's configuration and fills in the defaults. A smaller struct is an older one, of a larger one the
-// part known here counts. The strings it points to are not kept: netName and commName come out NULL.
-ncclResult_t parse_config(const ncclConfig_t* given, ncclConfig_t* config);
+// part known here counts. The strings it points to are the caller's: the communicator's name is copied, and netName and
+// commName come out NULL.
+ncclResult_t parse_config(const ncclConfig_t* given, ncclConfig_t* config, std::string* name);
 
 }  // namespace ncclpy::host

@@ -4,6 +4,7 @@
 
 #include "../driver/device.hpp"
 #include "config.hpp"
+#include "fault.hpp"
 #include "group.hpp"
 #include "init.hpp"
 
@@ -13,7 +14,7 @@ namespace {
 // A child with the configuration given, or its parent's.
 ncclResult_t make_child(const std::shared_ptr<Comm>& parent, const ncclConfig_t* config, std::shared_ptr<Comm>* child) {
   *child = new_child(parent);
-  if (config != nullptr) return parse_config(config, &(*child)->config);
+  if (config != nullptr) return parse_config(config, &(*child)->config, &(*child)->name);
   (*child)->config = parent->config;
   return ncclSuccess;
 }
@@ -234,9 +235,9 @@ ncclResult_t check_grow(const Comm* parent, int nranks, const ncclUniqueId* id, 
 
 ncclResult_t grow(ncclComm_t handle, int nranks, const ncclUniqueId* id, int rank, ncclComm_t* newcomm,
                   const ncclConfig_t* config) {
-  NCCLPY_TRY(check_pointer(newcomm, "ncclCommGrow", "newcomm"));
   std::shared_ptr<Comm> parent;
   if (handle != nullptr) NCCLPY_TRY(find_comm(handle, "ncclCommGrow", &parent));
+  NCCLPY_TRY(check_pointer(newcomm, "ncclCommGrow", "newcomm"));
   if (parent != nullptr) NCCLPY_TRY(parent->ensure_ready());
   NCCLPY_TRY(check_grow(parent.get(), nranks, id, rank));
   *newcomm = nullptr;
@@ -247,9 +248,14 @@ ncclResult_t grow(ncclComm_t handle, int nranks, const ncclUniqueId* id, int ran
     grown = std::make_shared<Comm>();
     grown->device = current_device();
     if (config == nullptr) grown->config = default_config();
-    else NCCLPY_TRY(parse_config(config, &grown->config));
+    else NCCLPY_TRY(parse_config(config, &grown->config, &grown->name));
   }
   *newcomm = add_handle(grown);
+  const ncclResult_t fault = parent != nullptr ? ncclSuccess : fault_at_call(grown.get(), rank, "ncclCommGrow");
+  if (fault != ncclSuccess) {
+    give_up(grown, newcomm);
+    return fault;
+  }
   Job job;
   job.comm = grown;
   job.run = [=, given = id == nullptr ? ncclUniqueId() : *id] {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "background.hpp"
+#include "fault.hpp"
 #include "simulate.hpp"
 
 namespace ncclpy::host {
@@ -200,6 +201,10 @@ ncclResult_t group_end(ncclSimInfo_t* simulation) {
   if (group.depth == 0) return fail(ncclInvalidUsage, "ncclGroupEnd: not in a group call.");
   if (--group.depth > 0) return ncclSuccess;
   Group ended = std::exchange(group, Group());
+  if (ended.error == ncclSuccess && faults_planned.load(std::memory_order_relaxed)) {
+    const auto comms = ended.contents.comms();
+    if (!comms.empty()) ended.error = fault_at_call(comms[0].get(), comms[0]->rank, "ncclGroupEnd");
+  }
   if (ended.error == ncclSuccess && simulation != nullptr) {
     ended.error = check_sim_info(simulation);
     if (ended.error == ncclSuccess) ended.error = simulate(ended.contents.operations, simulation);

@@ -3,6 +3,7 @@
 
 #include "../driver/device.hpp"
 #include "config.hpp"
+#include "fault.hpp"
 #include "group.hpp"
 
 namespace ncclpy::host {
@@ -40,6 +41,8 @@ ncclResult_t meet(const std::shared_ptr<Comm>& comm, int nranks, int rank, const
     return segment->complete() || comm->stopped() || segment->first_dead() >= 0;
   });
   if (!segment->complete()) {
+    segment->header().spoiled.store(1);
+    withdraw_unique_id(id);
     const std::string others = "the other ranks: " + std::to_string(segment->header().attached.load()) + " of " +
                                std::to_string(nranks) + " had come";
     return comm->stop_reason(others.c_str());
@@ -75,8 +78,14 @@ ncclResult_t init_rank(const char* function, ncclComm_t* newcomm, int nranks, in
   auto comm = std::make_shared<Comm>();
   comm->device = device;
   if (config == nullptr) comm->config = default_config();
-  else NCCLPY_TRY(parse_config(config, &comm->config));
+  else NCCLPY_TRY(parse_config(config, &comm->config, &comm->name));
+  comm->rank = rank;
   *newcomm = add_handle(comm);
+  const ncclResult_t fault = fault_at_call(comm.get(), rank, function);
+  if (fault != ncclSuccess) {
+    give_up(comm, newcomm);
+    return fault;
+  }
   Job job;
   job.comm = comm;
   // One id is enough for all ranks of a machine; NCCL spreads them over as many as it is given. The ranks agree on the
@@ -135,6 +144,7 @@ ncclResult_t ncclGetVersion(int* version) {
 ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
   return guarded("ncclGetUniqueId", [&] {
     NCCLPY_TRY(check_pointer(id, "GetUniqueId", "out"));
+    NCCLPY_TRY(fault_at_call(nullptr, -1, "ncclGetUniqueId"));
     return create_unique_id(id);
   });
 }

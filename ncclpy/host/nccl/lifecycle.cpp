@@ -130,9 +130,9 @@ ncclResult_t ncclCommAbort(ncclComm_t comm) {
 ncclResult_t ncclCommGetAsyncError(ncclComm_t handle, ncclResult_t* error) {
   return guarded("ncclCommGetAsyncError", [&] {
     std::shared_ptr<Comm> comm;
-    NCCLPY_TRY(find_comm(handle, "ncclGetAsyncError", &comm));
-    NCCLPY_TRY(check_pointer(error, "ncclGetAsyncError", "asyncError"));
-    *error = comm->async();
+    NCCLPY_TRY(find_comm(handle, "ncclCommGetAsyncError", &comm));
+    NCCLPY_TRY(check_pointer(error, "ncclCommGetAsyncError", "asyncError"));
+    *error = comm->poll();
     return ncclSuccess;
   });
 }
@@ -154,7 +154,7 @@ const char* ncclGetLastError(ncclComm_t handle) {
   thread_local std::string text;
   std::shared_ptr<Comm> comm;
   const std::string own = last_error();
-  if (handle != nullptr && find_comm(handle, "ncclGetLastError", &comm) == ncclSuccess) text = comm->async_text();
+  if (handle != nullptr && look_up(handle, "ncclGetLastError", &comm) == ncclSuccess) text = comm->async_text();
   else text.clear();
   set_last_error(own);
   if (text.empty()) text = own;

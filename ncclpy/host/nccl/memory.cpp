@@ -2,6 +2,7 @@
 #include "../driver/memory.hpp"
 
 #include "../driver/device.hpp"
+#include "fault.hpp"
 #include "group.hpp"
 
 namespace ncclpy::host {
@@ -10,6 +11,7 @@ namespace {
 ncclResult_t allocate_memory(void** pointer, size_t bytes) {
   // NCCL hands what it cannot do to the CUDA runtime, whose errors come back as "unhandled".
   if (pointer == nullptr) return fail(ncclUnhandledCudaError, "ncclMemAlloc : ptr argument is NULL");
+  NCCLPY_TRY(fault_at_call(nullptr, -1, "ncclMemAlloc"));
   *pointer = nullptr;
   if (bytes == 0) return ncclSuccess;
   *pointer = allocate(bytes, current_device());
@@ -19,6 +21,7 @@ ncclResult_t allocate_memory(void** pointer, size_t bytes) {
 }
 
 ncclResult_t free_memory_at(void* pointer) {
+  NCCLPY_TRY(fault_at_call(nullptr, -1, "ncclMemFree"));
   if (pointer != nullptr && !deallocate(pointer))
     return fail(ncclUnhandledCudaError, "ncclMemFree : %p was not allocated by ncclMemAlloc", pointer);
   return ncclSuccess;

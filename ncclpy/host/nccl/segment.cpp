@@ -322,7 +322,8 @@ void retire_unique_ids() {
     char* memory = map_memory(it->second, sizeof(Header));
     const Header* header = reinterpret_cast<Header*>(memory);
     const bool served = memory != nullptr && header->phase.load() == laid_out &&
-                        (header->attached.load() == header->nranks || header->first_dead.load() != 0);
+                        (header->attached.load() == header->nranks || header->first_dead.load() != 0 ||
+                         header->spoiled.load() != 0);
     if (memory != nullptr) munmap(memory, sizeof(Header));
     if (served) close(it->second);
     it = served ? registry().offered.erase(it) : std::next(it);

@@ -114,6 +114,7 @@ struct Header {
   alignas(128) std::atomic<uint32_t> attached;
   std::atomic<uint32_t> departed;  // ranks whose processes have let go of the memory
   std::atomic<int32_t> first_dead;  // the first rank found dead, plus one
+  std::atomic<uint32_t> spoiled;    // a rank has given up before all had come: they never will
   GrowBoard grow;
   alignas(128) Gate control;
   alignas(128) Gate data;

@@ -1,0 +1,476 @@
+"""Faults on command: the plan's language, each fault, and five hundred random ones."""
+
+import ctypes
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from host_checks import blocked, in_thread, join, refused, start, wait_ready
+from nccl_calls import (
+    HEADER,
+    IN_PROGRESS,
+    INTERNAL,
+    INVALID_ARGUMENT,
+    NAMES,
+    REMOTE,
+    SUCCESS,
+    SUM,
+    SYSTEM,
+    Config,
+    NcclError,
+    UniqueId,
+)
+
+import ncclpy
+
+HERE = Path(__file__).resolve().parent
+FLOAT32 = 7
+kept = []
+
+
+@pytest.fixture
+def plan(nccl):
+    """Set a plan; it ends with the test."""
+    nccl.library.ncclpyHostSetFaults.argtypes = [ctypes.c_char_p]
+
+    def put(text):
+        code = nccl.library.ncclpyHostSetFaults(text.encode())
+        if code:
+            raise NcclError("ncclpyHostSetFaults", code, nccl.last_error())
+
+    yield put
+    put("")
+
+
+@pytest.fixture
+def fired(nccl):
+    nccl.library.ncclpyHostFaultsFired.restype = ctypes.c_char_p
+    return lambda: nccl.library.ncclpyHostFaultsFired().decode().splitlines()
+
+
+def reduce_all(nccl, comms, streams, count=1000, skip=()):
+    """All-reduce ones from this thread, all ranks but some; return their results, not waited for."""
+    values = [np.ones(count, np.float32) for _ in comms]
+    kept.append(values)  # the streams may use them for longer than the caller
+    for rank, (comm, stream, value) in enumerate(zip(comms, streams, values, strict=False)):
+        if rank not in skip:
+            nccl.ncclAllReduce(value.ctypes.data, value.ctypes.data, count, FLOAT32, SUM, comm, stream)
+    return values
+
+
+def synchronize(nccl, streams):
+    for stream in streams:
+        nccl.driver.cuStreamSynchronize(stream)
+
+
+def test_an_error_at_the_nth_call_of_one_rank(nccl, comms, streams, plan, fired):
+    plan("rank=2 call=AllReduce nth=2 do=error:ncclSystemError")
+    reduce_all(nccl, comms, streams)
+    value = np.ones(1, np.float32)
+    p = value.ctypes.data
+    late = (p, p, 1, FLOAT32, SUM, comms[2], streams[2])
+    refused(SYSTEM, "injected fault: rank 2 AllReduce #2 call: error ncclSystemError", nccl.ncclAllReduce, *late)
+    synchronize(nccl, streams)
+    assert fired() == ["rank 2 AllReduce #2 call: error ncclSystemError"]
+    nccl.ncclAllReduce(*late)  # the third one is well again, and so are the others
+    reduce_all(nccl, comms, streams, 1, skip=[2])
+    synchronize(nccl, streams)
+
+
+@pytest.mark.parametrize(
+    ("nth", "failing"),
+    [("1", {1}), ("2", {2}), ("2+", {2, 3, 4}), ("*", {1, 2, 3, 4})],
+)
+def test_occurrences(nccl, comms, plan, nth, failing):
+    plan(f"call=ncclCommCount nth={nth} rank=1 do=error")
+    failed = set()
+    for number in range(1, 5):
+        nccl.get("ncclCommCount", comms[0])
+        try:
+            nccl.get("ncclCommCount", comms[1])
+        except NcclError:
+            failed.add(number)
+    assert failed == failing
+
+
+def test_a_communicator_by_its_name(nccl, plan):
+    comms = []
+    for name in (b"red", b"blue"):
+        comm = ctypes.c_void_p()
+        nccl.init_into(comm, 1, nccl.unique_id(), 0, Config(commName=name))
+        comms.append(comm)
+    plan("comm=blue call=CommUserRank do=error")
+    assert nccl.get("ncclCommUserRank", comms[0]) == 0
+    refused(SYSTEM, "injected", nccl.get, "ncclCommUserRank", comms[1])
+    for comm in comms:
+        nccl.ncclCommDestroy(comm)
+
+
+def test_an_operation_that_runs_late(nccl, comms, streams, plan, fired):
+    plan("rank=3 call=AllReduce at=run do=delay:150ms")
+    begin = time.monotonic()
+    values = reduce_all(nccl, comms, streams)
+    assert time.monotonic() - begin < 0.15, "the call itself returns at once"
+    synchronize(nccl, streams)
+    assert time.monotonic() - begin >= 0.15
+    assert all((value == 4).all() for value in values)
+    assert fired() == ["rank 3 AllReduce #1 run: delay"]
+
+
+def test_a_call_that_returns_late(nccl, comms, plan):
+    plan("rank=0 call=CommCount do=delay:100ms")
+    begin = time.monotonic()
+    nccl.get("ncclCommCount", comms[0])
+    assert time.monotonic() - begin >= 0.1
+
+
+def test_an_operation_that_hangs_until_abort(nccl, streams, plan):
+    comms = nccl.init_all(2)
+    plan("rank=1 call=AllReduce at=run do=hang")
+    reduce_all(nccl, comms, streams)
+    waiting = in_thread(nccl.driver.cuStreamSynchronize, streams[1])
+    assert blocked(waiting)
+    for comm in comms:
+        nccl.ncclCommAbort(comm)
+    join(waiting)
+    synchronize(nccl, streams)
+
+
+def test_a_call_that_hangs_until_abort(nccl, streams, plan):
+    comms = nccl.init_all(2)
+    plan("rank=1 call=AllReduce do=hang")
+    value = np.ones(1, np.float32)
+    p = value.ctypes.data
+    call = in_thread(nccl.ncclAllReduce, p, p, 1, FLOAT32, SUM, comms[1], streams[1])
+    assert blocked(call)
+    nccl.ncclCommAbort(comms[1])
+    with pytest.raises(NcclError, match="aborted while it waited for the end of an injected hang") as caught:
+        join(call)
+    assert caught.value.code == INTERNAL
+    nccl.ncclCommAbort(comms[0])
+
+
+@pytest.mark.parametrize("function", ["CommAbort", "CommDestroy", "CommFinalize", "CommDeregister"])
+def test_what_ends_things_can_hang_for_a_time(nccl, plan, function):
+    (comm,) = nccl.init_all(1)
+    handle = ctypes.c_void_p()
+    memory = np.ones(10)
+    nccl.ncclCommRegister(comm, memory.ctypes.data, memory.nbytes, ctypes.byref(handle))
+    plan(f"call={function} do=hang:300ms")
+    arguments = (comm, handle) if function == "CommDeregister" else (comm,)
+    call = in_thread(getattr(nccl, "nccl" + function), *arguments)
+    assert blocked(call)
+    join(call)
+    if function in ("CommDeregister", "CommFinalize"):
+        nccl.ncclCommAbort(comm)
+
+
+def test_an_abort_can_hang_without_end(plan):
+    program = start(
+        """
+        (comm,) = nccl.init_all(1)
+        nccl.library.ncclpyHostSetFaults(b"call=CommAbort do=hang")
+        say("aborting")
+        nccl.ncclCommAbort(comm)
+        say("not reached")
+        """
+    )
+    assert program.stdout.readline() == "aborting\n"
+    time.sleep(0.3)
+    assert program.poll() is None
+    program.kill()
+    assert program.communicate()[0] == ""
+
+
+def test_a_group_end_that_fails_launches_nothing(nccl, comms, streams, plan):
+    plan("call=GroupEnd do=error:ncclInternalError")
+    nccl.ncclGroupStart()
+    values = reduce_all(nccl, comms, streams)
+    refused(INTERNAL, "injected fault: rank 0 GroupEnd #1", nccl.ncclGroupEnd)
+    synchronize(nccl, streams)
+    assert all((value == 1).all() for value in values)
+    values = reduce_all(nccl, comms, streams)
+    synchronize(nccl, streams)
+    assert all((value == 4).all() for value in values)
+
+
+@pytest.mark.parametrize("count", [1, 1000, 200_001])
+def test_one_element_is_corrupted_on_one_rank(nccl, comms, streams, plan, fired, count):
+    plan("rank=1 call=AllReduce do=corrupt")
+    values = reduce_all(nccl, comms, streams, count)
+    synchronize(nccl, streams)
+    for rank, value in enumerate(values):
+        wrong = np.flatnonzero(value != 4)
+        assert wrong.tolist() == ([count // 2] if rank == 1 else [])
+    bits = values[1][count // 2 : count // 2 + 1].view(np.uint32)[0]
+    assert bits == np.float32(4).view(np.uint32) ^ 1
+    assert fired() == ["rank 1 AllReduce #1 run: corrupt"]
+
+
+def test_a_received_message_is_corrupted(nccl, comms, streams, plan):
+    plan("rank=1 call=Recv do=corrupt")
+    sent, got = np.arange(9.0, dtype=np.float32), np.zeros(9, np.float32)
+    nccl.ncclSend(sent.ctypes.data, 9, FLOAT32, 1, comms[0], streams[0])
+    nccl.ncclRecv(got.ctypes.data, 9, FLOAT32, 0, comms[1], streams[1])
+    synchronize(nccl, streams)
+    assert np.flatnonzero(sent != got).tolist() == [4]
+
+
+def test_an_operation_that_fails_is_an_async_error(nccl, streams, plan):
+    comms = nccl.init_all(2)
+    plan("rank=0 call=AllReduce at=run do=error:ncclRemoteError")
+    reduce_all(nccl, comms, streams)
+    nccl.driver.cuStreamSynchronize(streams[0])
+    assert (nccl.async_error(comms[0]), nccl.async_error(comms[1])) == (REMOTE, SUCCESS)
+    assert nccl.last_error(comms[0]) == "injected fault: rank 0 AllReduce #1 run: error ncclRemoteError"
+    for comm in comms:
+        nccl.ncclCommAbort(comm)
+    synchronize(nccl, streams)
+
+
+@pytest.mark.parametrize("busy", ["3", "60ms"])
+def test_in_progress_for_some_polls_or_a_time(nccl, streams, plan, busy):
+    comm = ctypes.c_void_p()
+    nccl.init_into(comm, 1, nccl.unique_id(), 0, Config(blocking=0))
+    assert wait_ready(nccl, comm) == SUCCESS
+    plan(f"call=AllReduce do=busy:{busy}")
+    value = np.ones(1, np.float32)
+    p = value.ctypes.data
+    begin = time.monotonic()
+    assert nccl.ncclAllReduce(p, p, 1, FLOAT32, SUM, comm, streams[0]) == IN_PROGRESS
+    refused(INVALID_ARGUMENT, "before the previous operation", nccl.get, "ncclCommCount", comm)
+    polls = 0
+    while nccl.async_error(comm) == IN_PROGRESS:
+        polls += 1
+    if busy == "3":
+        assert polls >= 3
+    else:
+        assert time.monotonic() - begin >= 0.06
+    nccl.driver.cuStreamSynchronize(streams[0])
+    nccl.ncclCommAbort(comm)
+
+
+def test_a_process_kills_itself_and_its_peer_notices(nccl):
+    uid = nccl.unique_id()
+    other = start(
+        """
+        comm = init(2, 1, sys.argv[1])
+        nccl.library.ncclpyHostSetFaults(b"call=AllReduce nth=2 at=run do=kill")
+        x = np.ones(4, np.float32)
+        for i in range(2):
+            nccl.ncclAllReduce(x.ctypes.data, x.ctypes.data, 4, 7, 0, comm, None)
+        time.sleep(60)
+        """,
+        uid.hex(),
+    )
+    comm = nccl.init(2, uid, 0)
+    stream = nccl.driver.stream(1)
+    x = np.ones(4, np.float32)
+    for _ in range(2):
+        nccl.ncclAllReduce(x.ctypes.data, x.ctypes.data, 4, FLOAT32, SUM, comm, stream)
+    other.communicate(timeout=10)
+    assert other.returncode == -9
+    nccl.driver.cuStreamSynchronize(stream)
+    assert nccl.async_error(comm) == REMOTE
+    nccl.ncclCommAbort(comm)
+
+
+@pytest.mark.parametrize("function", ["CommInitRank", "CommInitRankConfig", "CommInitAll", "CommInitRankScalable"])
+def test_initialisations_can_fail(nccl, plan, function):
+    plan(f"call={function} do=error:ncclRemoteError")
+    comm = ctypes.c_void_p(1)
+    uid = UniqueId.from_buffer_copy(nccl.unique_id())
+    arguments = {
+        "CommInitRank": (1, uid, 0),
+        "CommInitRankConfig": (1, uid, 0, None),
+        "CommInitAll": (1, None),
+        "CommInitRankScalable": (1, 0, 1, ctypes.byref(uid), None),
+    }[function]
+    refused(
+        REMOTE, "injected fault: rank 0 " + function, getattr(nccl, "nccl" + function), ctypes.byref(comm), *arguments
+    )
+    assert not comm.value
+
+
+# These take no communicator, or take it to say what they know of it without any action.
+WITHOUT_FAULTS = {"ncclGroupStart", "ncclGetLastError", "ncclGetErrorString", "ncclGetVersion", "ncclSetEncryption"}
+
+
+def test_every_function_of_a_communicator_is_a_site(nccl, plan, fired):
+    """Called with arguments that make no sense but for the communicator, each one meets its fault first."""
+    comms = nccl.init_all(1)
+    missed = []
+    for name in nccl.names:
+        parameters = getattr(nccl.library, name).argtypes
+        position = communicator_position(name)
+        if name in WITHOUT_FAULTS or position is None or name.startswith("ncclTeam") or "DevComm" in name:
+            continue
+        plan(f"call={name} do=error:ncclTimeout")
+        # 99 is no built-in operator, which would be refused before anything else.
+        arguments = [ctypes.c_int(99) if kind is ctypes.c_int else kind() for kind in parameters]
+        arguments[position] = parameters[position](comms[0])
+        getattr(nccl.library, name)(*arguments)
+        if not fired():
+            missed.append(name)
+    plan("")
+    nccl.ncclCommAbort(comms[0])
+    assert missed == []
+
+
+def communicator_position(name):
+    parameters = re.search(rf"X\(\d+, [\w ]+\*?, {name}, +\((.*?)\)\)", HEADER).group(1).split(",")
+    for i, parameter in enumerate(parameters):
+        if re.match(r"\s*(const )?ncclComm_t \w+$", parameter):
+            return i
+    return None
+
+
+def test_the_names_are_those_of_the_header(nccl):
+    assert set(nccl.names) <= set(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("call=AllReduce", '"call=AllReduce" is not understood; a rule needs do='),
+        ("call=AllRed do=hang", '"call=AllRed" is not understood; call is the name of a function of nccl.h'),
+        ("rank=x do=hang", '"rank=x" is not understood; rank is a number or *'),
+        ("rank=-1 do=hang", "rank is a number"),
+        ("nth=0 do=hang", "nth is 1, 2, ..., or 3+"),
+        ("do=explode", '"do=explode" is not understood; a fault is error, busy, delay, hang, kill or corrupt'),
+        ("do=error:ncclSucces", "an error is ncclUnhandledCudaError"),
+        ("do=delay", "delay takes a time, as in delay:20ms"),
+        ("do=delay:5", "delay takes a time"),
+        ("do=delay:-5ms", "delay takes a time"),
+        ("do=busy", "busy takes a number of polls or a time"),
+        ("do=busy:3 at=run", "busy happens in a call"),
+        ("do=kill:9", "this fault takes no argument"),
+        ("do=hang,kill", "only random takes several faults"),
+        ("random do=hang", "random needs p="),
+        ("random p=2 do=hang", "p is a probability from 0 to 1"),
+        ("at=night do=hang", "at is call or run"),
+        ("comm= do=hang", "comm is the name"),
+        ("when=now do=hang", "the words are rank=, call=, nth=, comm=, at=, do=, and random, seed=, p="),
+        ("call=AllReduce do=hang; call=X do=hang", '"call=X"'),
+    ],
+)
+def test_a_plan_that_is_not_understood(nccl, plan, text, words):
+    with pytest.raises(NcclError) as caught:
+        plan(text)
+    assert caught.value.code == INVALID_ARGUMENT and words in caught.value.text
+
+
+def test_a_wrong_plan_in_the_environment_is_said_by_every_call():
+    program = "import ctypes, sys; e = ctypes.CDLL(sys.argv[1]); e.ncclGetLastError.restype = ctypes.c_char_p; "
+    program += "print(e.ncclGetUniqueId(ctypes.create_string_buffer(128)), e.ncclGetLastError(None).decode())"
+    done = subprocess.run(
+        [sys.executable, "-c", program, ncclpy.core.search.host_engine_path()],
+        env=os.environ | {"NCCLPY_FAULTS": "do=what"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith(f'{INVALID_ARGUMENT} NCCLPY_FAULTS: fault plan: "do=what" is not understood')
+
+
+def test_a_random_plan_replays(nccl, comms, plan, fired, capfd):
+    def calls():
+        plan("random seed=7 p=0.2 do=error,delay:1us")
+        for _ in range(30):
+            for comm in comms:
+                nccl.library.ncclCommCount(comm, ctypes.byref(ctypes.c_int()))
+        return fired()
+
+    first = calls()
+    assert 10 < len(first) < 50 and len({line.split(": ")[1] for line in first}) == 2
+    assert calls() == first
+    plan("random seed=8 p=0.2 do=error,delay:1us")
+    assert fired() == []
+    announced = capfd.readouterr().err
+    assert "NCCLPY_FAULTS='random seed=7 p=0.2 do=error,delay:1us' repeats them" in announced
+
+
+class TestFace:
+    """`ncclpy.faults`."""
+
+    def test_it_ends_with_its_block(self):
+        comm = ncclpy.Communicator.init_all([0])[0]
+        values = np.ones(3)
+        with ncclpy.faults("call=AllReduce do=error:ncclRemoteError") as faults:
+            assert faults.fired == []
+            with pytest.raises(ncclpy.NcclRemoteError, match="injected fault: rank 0 AllReduce #1"):
+                comm.all_reduce(values)
+            assert faults.fired == ["rank 0 AllReduce #1 call: error ncclRemoteError"]
+        assert faults.fired == ["rank 0 AllReduce #1 call: error ncclRemoteError"]
+        comm.close()
+        comm = ncclpy.Communicator.init_all([0])[0]
+        comm.all_reduce(values)
+        comm.close()
+
+    def test_blocks_nest(self):
+        comm = ncclpy.Communicator.init_all([0])[0]
+        with ncclpy.faults("call=CommCount do=error"):
+            with ncclpy.faults("call=CommUserRank do=error") as inner:
+                ncclpy.bindings.comm_count(comm.handle)
+                with pytest.raises(ncclpy.NcclError):
+                    ncclpy.bindings.comm_user_rank(comm.handle)
+            assert len(inner.fired) == 1
+            with pytest.raises(ncclpy.NcclError):
+                ncclpy.bindings.comm_count(comm.handle)
+        ncclpy.bindings.comm_count(comm.handle)
+        comm.close()
+
+    def test_it_refuses(self):
+        with pytest.raises(ValueError, match=r'"do=what" is not understood'), ncclpy.faults("do=what"):
+            pass
+        with pytest.raises(TypeError, match="plan must be a str, not int"):
+            ncclpy.faults(3)
+
+    def test_only_the_host_engine_takes_orders(self, monkeypatch):
+        from ncclpy.core import faults, library
+
+        class Loaded:
+            engine, path = "cuda", "/usr/lib/libnccl.so.2"
+
+        monkeypatch.setattr(library, "library", lambda: Loaded)
+        with pytest.raises(RuntimeError, match=r"/usr/lib/libnccl\.so\.2 is loaded"), faults.Faults("do=hang"):
+            pass
+
+
+def test_five_hundred_random_runs_end_in_an_answer():
+    seed = int(os.environ.get("NCCLPY_TEST_SEED", random.SystemRandom().randrange(10**6)))
+    halves = [
+        subprocess.Popen(
+            [sys.executable, HERE / "fault_runs.py", str(first), "250"],
+            env=os.environ | {"PYTHONPATH": str(HERE.parent)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd="/",
+        )
+        for first in (seed, seed + 250)
+    ]
+    runs = []
+    for half in halves:
+        said, errors = half.communicate(timeout=110)
+        *mine, left = [json.loads(line) for line in said.splitlines()]
+        assert half.returncode == 0 and len(mine) == 250, errors
+        runs += mine
+        failed = [run for run in mine if run["problems"]]
+        assert not failed, f"repeat with `python fault_runs.py {failed[0]['seed']} 1`: {failed}"
+        unused = sum(run["unused"] for run in mine)
+        assert left["after"]["descriptors"] <= left["before"]["descriptors"] + unused
+        assert {key: left["after"][key] for key in ("threads", "shm")} == {
+            key: left["before"][key] for key in ("threads", "shm")
+        }
+    kinds = {line.split(": ")[1].split()[0] for run in runs for line in run["fired"]}
+    assert kinds == {"error", "busy", "delay", "hang", "corrupt"}, "every fault has been at work"
+    assert sum(bool(run["fired"]) for run in runs) > 100
+    assert sum(set(run["outcomes"]) == {"right"} for run in runs) > 100

@@ -80,4 +80,5 @@ def _set(plan: str) -> None:
 
 
 def _read() -> list[str]:
-    return _engine().ncclpyHostFaultsFired().decode().splitlines()
+    fired: bytes = _engine().ncclpyHostFaultsFired()
+    return fired.decode().splitlines()

@@ -250,6 +250,7 @@ ncclResult_t grow(ncclComm_t handle, int nranks, const ncclUniqueId* id, int ran
     if (config == nullptr) grown->config = default_config();
     else NCCLPY_TRY(parse_config(config, &grown->config, &grown->name));
   }
+  grown->rank = parent != nullptr ? parent->rank : rank;
   *newcomm = add_handle(grown);
   const ncclResult_t fault = parent != nullptr ? ncclSuccess : fault_at_call(grown.get(), rank, "ncclCommGrow");
   if (fault != ncclSuccess) {
@@ -261,7 +262,7 @@ ncclResult_t grow(ncclComm_t handle, int nranks, const ncclUniqueId* id, int ran
   job.run = [=, given = id == nullptr ? ncclUniqueId() : *id] {
     ncclUniqueId meeting = given;
     ncclResult_t result = parent == nullptr ? ncclSuccess : take_grow_id(*parent, &meeting);
-    if (result == ncclSuccess) result = meet(grown, nranks, parent == nullptr ? rank : parent->rank, meeting);
+    if (result == ncclSuccess) result = meet(grown, nranks, grown->rank, meeting);
     if (result == ncclSuccess) grown->parent.reset();
     else if (grown->blocking()) give_up(grown, newcomm);
     return result;

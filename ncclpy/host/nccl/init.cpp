@@ -32,7 +32,8 @@ void enter_segment(const std::shared_ptr<Comm>& comm) {
 
 ncclResult_t meet(const std::shared_ptr<Comm>& comm, int nranks, int rank, const ncclUniqueId& id) {
   comm->nranks = nranks;
-  comm->rank = rank;
+  // A communicator that already has a handle knows its rank, which other threads may be reading.
+  if (comm->rank != rank) comm->rank = rank;
   std::shared_ptr<Segment> segment;
   NCCLPY_TRY(join_segment(id, nranks, rank, comm->device, &segment));
   comm->set_segment(segment);

@@ -237,7 +237,9 @@ void aborts(int n, unsigned seed) {
     });
     std::thread aborter([&, rank] {
       std::this_thread::sleep_for(std::chrono::microseconds(delays[size_t(rank)]));
-      OK(ncclCommAbort(handle));
+      // A rank that comes after another one's abort is refused, and its handle is gone before its own.
+      const ncclResult_t result = ncclCommAbort(handle);
+      CHECK(result == ncclSuccess || result == ncclInvalidArgument);
     });
     (void)ncclGroupEnd();
     aborter.join();

@@ -9,6 +9,10 @@ cdef extern from "driver_abi.h" nogil:
     ctypedef CUstream_st* CUstream
     ctypedef struct CUevent_st
     ctypedef CUevent_st* CUevent
+    ctypedef struct CUgraph_st
+    ctypedef CUgraph_st* CUgraph
+    ctypedef struct CUgraphExec_st
+    ctypedef CUgraphExec_st* CUgraphExec
     ctypedef struct CUuuid:
         char bytes[16]
     ctypedef void (*CUhostFn)(void*) noexcept nogil
@@ -24,9 +28,19 @@ cdef extern from "driver_abi.h" nogil:
         CUDA_ERROR_INVALID_CONTEXT
         CUDA_ERROR_OPERATING_SYSTEM
         CUDA_ERROR_INVALID_HANDLE
+        CUDA_ERROR_ILLEGAL_STATE
         CUDA_ERROR_NOT_READY
         CUDA_ERROR_NOT_PERMITTED
         CUDA_ERROR_NOT_SUPPORTED
+        CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+        CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
+        CUDA_ERROR_STREAM_CAPTURE_MERGE
+        CUDA_ERROR_STREAM_CAPTURE_UNMATCHED
+        CUDA_ERROR_STREAM_CAPTURE_UNJOINED
+        CUDA_ERROR_STREAM_CAPTURE_ISOLATION
+        CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
+        CUDA_ERROR_CAPTURED_EVENT
+        CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD
         CUDA_ERROR_UNKNOWN
 
     ctypedef enum CUdevice_attribute:
@@ -46,6 +60,16 @@ cdef extern from "driver_abi.h" nogil:
         CU_MEMORYTYPE_HOST
         CU_MEMORYTYPE_DEVICE
         CU_MEMORYTYPE_UNIFIED
+
+    ctypedef enum CUstreamCaptureMode:
+        CU_STREAM_CAPTURE_MODE_GLOBAL
+        CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        CU_STREAM_CAPTURE_MODE_RELAXED
+
+    ctypedef enum CUstreamCaptureStatus:
+        CU_STREAM_CAPTURE_STATUS_NONE
+        CU_STREAM_CAPTURE_STATUS_ACTIVE
+        CU_STREAM_CAPTURE_STATUS_INVALIDATED
 
     const CUstream CU_STREAM_LEGACY
     const CUstream CU_STREAM_PER_THREAD
@@ -88,6 +112,14 @@ cdef extern from "driver_abi.h" nogil:
         CUresult (*cuEventSynchronize)(CUevent) noexcept nogil
         CUresult (*cuEventElapsedTime)(float*, CUevent, CUevent) noexcept nogil
         CUresult (*cuEventDestroy_v2)(CUevent) noexcept nogil
+        CUresult (*cuStreamBeginCapture_v2)(CUstream, CUstreamCaptureMode) noexcept nogil
+        CUresult (*cuStreamEndCapture)(CUstream, CUgraph*) noexcept nogil
+        CUresult (*cuStreamIsCapturing)(CUstream, CUstreamCaptureStatus*) noexcept nogil
+        CUresult (*cuThreadExchangeStreamCaptureMode)(CUstreamCaptureMode*) noexcept nogil
+        CUresult (*cuGraphInstantiateWithFlags)(CUgraphExec*, CUgraph, unsigned long long) noexcept nogil
+        CUresult (*cuGraphLaunch)(CUgraphExec, CUstream) noexcept nogil
+        CUresult (*cuGraphExecDestroy)(CUgraphExec) noexcept nogil
+        CUresult (*cuGraphDestroy)(CUgraph) noexcept nogil
         CUresult (*cuMemAlloc_v2)(CUdeviceptr*, size_t) noexcept nogil
         CUresult (*cuMemFree_v2)(CUdeviceptr) noexcept nogil
         CUresult (*cuMemHostAlloc)(void**, size_t, unsigned int) noexcept nogil

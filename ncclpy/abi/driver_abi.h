@@ -14,6 +14,8 @@ typedef unsigned long long CUdeviceptr;
 typedef struct CUctx_st* CUcontext;
 typedef struct CUstream_st* CUstream;
 typedef struct CUevent_st* CUevent;
+typedef struct CUgraph_st* CUgraph;
+typedef struct CUgraphExec_st* CUgraphExec;
 typedef struct {
   char bytes[16];
 } CUuuid;
@@ -30,9 +32,19 @@ typedef enum {
   CUDA_ERROR_INVALID_CONTEXT = 201,
   CUDA_ERROR_OPERATING_SYSTEM = 304,
   CUDA_ERROR_INVALID_HANDLE = 400,
+  CUDA_ERROR_ILLEGAL_STATE = 401,
   CUDA_ERROR_NOT_READY = 600,
   CUDA_ERROR_NOT_PERMITTED = 800,
   CUDA_ERROR_NOT_SUPPORTED = 801,
+  CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900,
+  CUDA_ERROR_STREAM_CAPTURE_INVALIDATED = 901,
+  CUDA_ERROR_STREAM_CAPTURE_MERGE = 902,
+  CUDA_ERROR_STREAM_CAPTURE_UNMATCHED = 903,
+  CUDA_ERROR_STREAM_CAPTURE_UNJOINED = 904,
+  CUDA_ERROR_STREAM_CAPTURE_ISOLATION = 905,
+  CUDA_ERROR_STREAM_CAPTURE_IMPLICIT = 906,
+  CUDA_ERROR_CAPTURED_EVENT = 907,
+  CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD = 908,
   CUDA_ERROR_UNKNOWN = 999
 } CUresult;
 
@@ -67,6 +79,18 @@ typedef enum {
   CU_MEMORYTYPE_DEVICE = 2,
   CU_MEMORYTYPE_UNIFIED = 4
 } CUmemorytype;
+
+typedef enum {
+  CU_STREAM_CAPTURE_MODE_GLOBAL = 0,
+  CU_STREAM_CAPTURE_MODE_THREAD_LOCAL = 1,
+  CU_STREAM_CAPTURE_MODE_RELAXED = 2
+} CUstreamCaptureMode;
+
+typedef enum {
+  CU_STREAM_CAPTURE_STATUS_NONE = 0,
+  CU_STREAM_CAPTURE_STATUS_ACTIVE = 1,
+  CU_STREAM_CAPTURE_STATUS_INVALIDATED = 2
+} CUstreamCaptureStatus;
 
 /* X(return type, symbol, (parameters)) */
 #define NCCLPY_DRIVER_FUNCTIONS(X) \
@@ -105,6 +129,15 @@ typedef enum {
   X(CUresult, cuEventSynchronize, (CUevent event)) \
   X(CUresult, cuEventElapsedTime, (float* milliseconds, CUevent start, CUevent end)) \
   X(CUresult, cuEventDestroy_v2, (CUevent event)) \
+  /* capture and graphs */ \
+  X(CUresult, cuStreamBeginCapture_v2, (CUstream stream, CUstreamCaptureMode mode)) \
+  X(CUresult, cuStreamEndCapture, (CUstream stream, CUgraph* graph)) \
+  X(CUresult, cuStreamIsCapturing, (CUstream stream, CUstreamCaptureStatus* status)) \
+  X(CUresult, cuThreadExchangeStreamCaptureMode, (CUstreamCaptureMode* mode)) \
+  X(CUresult, cuGraphInstantiateWithFlags, (CUgraphExec* exec, CUgraph graph, unsigned long long flags)) \
+  X(CUresult, cuGraphLaunch, (CUgraphExec exec, CUstream stream)) \
+  X(CUresult, cuGraphExecDestroy, (CUgraphExec exec)) \
+  X(CUresult, cuGraphDestroy, (CUgraph graph)) \
   /* memory */ \
   X(CUresult, cuMemAlloc_v2, (CUdeviceptr* pointer, size_t bytes)) \
   X(CUresult, cuMemFree_v2, (CUdeviceptr pointer)) \

@@ -35,9 +35,21 @@ constexpr ErrorText kErrors[] = {
     NCCLPY_ERROR(CUDA_ERROR_INVALID_CONTEXT, "invalid device context"),
     NCCLPY_ERROR(CUDA_ERROR_OPERATING_SYSTEM, "OS call failed or operation not supported on this OS"),
     NCCLPY_ERROR(CUDA_ERROR_INVALID_HANDLE, "invalid resource handle"),
+    NCCLPY_ERROR(CUDA_ERROR_ILLEGAL_STATE, "the operation cannot be performed in the present state"),
     NCCLPY_ERROR(CUDA_ERROR_NOT_READY, "device not ready"),
     NCCLPY_ERROR(CUDA_ERROR_NOT_PERMITTED, "operation not permitted"),
     NCCLPY_ERROR(CUDA_ERROR_NOT_SUPPORTED, "operation not supported"),
+    NCCLPY_ERROR(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "operation not permitted when stream is capturing"),
+    NCCLPY_ERROR(CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, "operation failed due to a previous error during capture"),
+    NCCLPY_ERROR(CUDA_ERROR_STREAM_CAPTURE_MERGE, "operation would result in a merge of separate capture sequences"),
+    NCCLPY_ERROR(CUDA_ERROR_STREAM_CAPTURE_UNMATCHED, "capture was not ended in the same stream as it began"),
+    NCCLPY_ERROR(CUDA_ERROR_STREAM_CAPTURE_UNJOINED, "capturing stream has unjoined work"),
+    NCCLPY_ERROR(CUDA_ERROR_STREAM_CAPTURE_ISOLATION, "dependency created on uncaptured work in another stream"),
+    NCCLPY_ERROR(CUDA_ERROR_STREAM_CAPTURE_IMPLICIT,
+                 "operation would make the legacy stream depend on a capturing blocking stream"),
+    NCCLPY_ERROR(CUDA_ERROR_CAPTURED_EVENT, "operation not permitted on an event last recorded in a capturing stream"),
+    NCCLPY_ERROR(CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD,
+                 "attempt to terminate a thread-local capture sequence from another thread"),
     NCCLPY_ERROR(CUDA_ERROR_UNKNOWN, "unknown error"),
 };
 #undef NCCLPY_ERROR
@@ -222,9 +234,11 @@ CUresult cuCtxGetDevice(CUdevice* device) {
 }
 
 CUresult cuCtxSynchronize(void) {
-  return driver_call([] {
+  return driver_call([]() -> CUresult {
     if (current_context() == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
     if (in_host_function()) return CUDA_ERROR_NOT_PERMITTED;
+    const CUresult captured = forbid_captures(current_device());
+    if (captured != CUDA_SUCCESS) return captured;
     synchronize_device(current_device());
     return CUDA_SUCCESS;
   });

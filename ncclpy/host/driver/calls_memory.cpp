@@ -24,11 +24,13 @@ bool fits(const Allocation& allocation, const void* address, size_t bytes) {
 }
 
 CUresult free_tagged(void* base, bool pinned) {
-  return driver_call([&] {
+  return driver_call([&]() -> CUresult {
     if (base == nullptr) return CUDA_SUCCESS;
     const Allocation found = allocation_of(base);
     if (found.base != base || found.pinned != pinned) return CUDA_ERROR_INVALID_VALUE;
     if (in_host_function()) return CUDA_ERROR_NOT_PERMITTED;
+    const CUresult unsafe = unsafe_while_capturing();
+    if (unsafe != CUDA_SUCCESS) return unsafe;
     synchronize_device(found.device);  // as CUDA: queued work may still use it
     return deallocate(base, pinned) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
   });
@@ -37,9 +39,11 @@ CUresult free_tagged(void* base, bool pinned) {
 }  // namespace
 
 CUresult cuMemAlloc_v2(CUdeviceptr* pointer, size_t bytes) {
-  return driver_call([&] {
+  return driver_call([&]() -> CUresult {
     if (pointer == nullptr || bytes == 0) return CUDA_ERROR_INVALID_VALUE;
     if (current_context() == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
+    const CUresult unsafe = unsafe_while_capturing();
+    if (unsafe != CUDA_SUCCESS) return unsafe;
     *pointer = reinterpret_cast<uintptr_t>(allocate(bytes, current_device()));
     return *pointer == 0 ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS;
   });
@@ -60,7 +64,7 @@ CUresult cuMemHostAlloc(void** pointer, size_t bytes, unsigned int flags) {
 CUresult cuMemFreeHost(void* pointer) { return free_tagged(pointer, true); }
 
 CUresult cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstream stream) {
-  return stream_call(stream, [&](Stream& found) {
+  return stream_call(stream, [&](Stream& found) -> CUresult {
     if (bytes == 0) return CUDA_SUCCESS;
     void* const to = pointer(dst);
     const void* const from = pointer(src);
@@ -69,6 +73,8 @@ CUresult cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstream 
     if (to == nullptr || from == nullptr) return CUDA_ERROR_INVALID_VALUE;
     if (!to_pageable && !fits(target, to, bytes)) return CUDA_ERROR_INVALID_VALUE;
     if (!from_pageable && !fits(source, from, bytes)) return CUDA_ERROR_INVALID_VALUE;
+    if (found.capturing.load(std::memory_order_acquire))
+      return add_step(found, [to, from, bytes] { std::memmove(to, from, bytes); });
     if (from_pageable && !to_pageable && bytes <= kStaged) {
       std::unique_ptr<char[]> staged(new char[bytes]);
       std::memcpy(staged.get(), from, bytes);
@@ -84,13 +90,12 @@ CUresult cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstream 
 }
 
 CUresult cuMemsetD8Async(CUdeviceptr dst, unsigned char value, size_t bytes, CUstream stream) {
-  return stream_call(stream, [&](Stream& found) {
+  return stream_call(stream, [&](Stream& found) -> CUresult {
     if (bytes == 0) return CUDA_SUCCESS;
     void* const to = pointer(dst);
     const Allocation target = allocation_of(to);
     if (target.base == nullptr || !fits(target, to, bytes)) return CUDA_ERROR_INVALID_VALUE;
-    found.enqueue([to, value, bytes] { std::memset(to, value, bytes); });
-    return CUDA_SUCCESS;
+    return add_step(found, [to, value, bytes] { std::memset(to, value, bytes); });
   });
 }
 

@@ -14,6 +14,8 @@ using namespace ncclpy::host;
 namespace {
 
 struct Record {
+  std::shared_ptr<Capture> capture;  // recorded while capturing: the place in the graph
+  std::vector<std::size_t> nodes;
   Point point;
   std::chrono::steady_clock::time_point time;  // valid when the point is reached
 };
@@ -46,6 +48,13 @@ CUresult event_call(CUevent handle, Body body) {
   });
 }
 
+// Whether an event may be asked for now: not one that stands for a place in a graph, and not while others capture.
+CUresult unsafe_to_ask(const std::shared_ptr<Record>& record) {
+  if (record == nullptr || record->capture == nullptr) return unsafe_while_capturing();
+  spoil(record->capture);
+  return CUDA_ERROR_CAPTURED_EVENT;
+}
+
 thread_local bool running_host_function = false;
 
 }  // namespace
@@ -67,22 +76,33 @@ CUresult cuStreamDestroy_v2(CUstream stream) {
 }
 
 CUresult cuStreamSynchronize(CUstream stream) {
-  return stream_call(stream, [](Stream& found) {
+  return stream_call(stream, [](Stream& found) -> CUresult {
     if (in_host_function()) return CUDA_ERROR_NOT_PERMITTED;
+    const CUresult captured = forbid_capture(found);
+    if (captured != CUDA_SUCCESS) return captured;
     found.synchronize();
     return CUDA_SUCCESS;
   });
 }
 
 CUresult cuStreamQuery(CUstream stream) {
-  return stream_call(stream, [](Stream& found) { return found.done() ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY; });
+  return stream_call(stream, [](Stream& found) -> CUresult {
+    const CUresult captured = forbid_capture(found);
+    if (captured != CUDA_SUCCESS) return captured;
+    return found.done() ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+  });
 }
 
 CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int flags) {
-  return stream_call(stream, [&](Stream& waiter) {
+  return stream_call(stream, [&](Stream& waiter) -> CUresult {
     if (flags != CU_EVENT_WAIT_DEFAULT) return CUDA_ERROR_INVALID_VALUE;
-    return event_call(event, [&](Event& awaited) {
+    return event_call(event, [&](Event& awaited) -> CUresult {
       const std::shared_ptr<Record> record = awaited.latest();
+      const bool captured = record != nullptr && record->capture != nullptr;
+      if (captured || waiter.capturing.load(std::memory_order_acquire)) {
+        if (record == nullptr) return CUDA_SUCCESS;  // an event that was never recorded is not waited for
+        return capture_wait(waiter.shared_from_this(), record->capture, record->nodes);
+      }
       if (record != nullptr && !record->point.reached()) waiter.enqueue([record] { record->point.wait(); });
       return CUDA_SUCCESS;
     });
@@ -90,7 +110,7 @@ CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int flags) {
 }
 
 CUresult cuStreamGetCtx(CUstream stream, CUcontext* context) {
-  return stream_call(stream, [&](Stream& found) {
+  return stream_call(stream, [&](Stream& found) -> CUresult {
     if (context == nullptr) return CUDA_ERROR_INVALID_VALUE;
     *context = context_of(found.device());
     return CUDA_SUCCESS;
@@ -98,14 +118,13 @@ CUresult cuStreamGetCtx(CUstream stream, CUcontext* context) {
 }
 
 CUresult cuLaunchHostFunc(CUstream stream, CUhostFn fn, void* userData) {
-  return stream_call(stream, [&](Stream& found) {
+  return stream_call(stream, [&](Stream& found) -> CUresult {
     if (fn == nullptr) return CUDA_ERROR_INVALID_VALUE;
-    found.enqueue([fn, userData] {
+    return add_step(found, [fn, userData] {
       const bool outer = std::exchange(running_host_function, true);
       fn(userData);
       running_host_function = outer;
     });
-    return CUDA_SUCCESS;
   });
 }
 
@@ -121,10 +140,17 @@ CUresult cuEventCreate(CUevent* event, unsigned int flags) {
 }
 
 CUresult cuEventRecord(CUevent event, CUstream stream) {
-  return stream_call(stream, [&](Stream& found) {
-    return event_call(event, [&](Event& recorded) {
+  return stream_call(stream, [&](Stream& found) -> CUresult {
+    return event_call(event, [&](Event& recorded) -> CUresult {
       if (recorded.device != found.device()) return CUDA_ERROR_INVALID_HANDLE;
       auto record = std::make_shared<Record>();
+      if (found.capturing.load(std::memory_order_acquire)) {
+        const CUresult placed = captured_place(found, &record->capture, &record->nodes);
+        if (placed != CUDA_SUCCESS) return placed;
+        std::lock_guard lock(recorded.mutex);
+        recorded.record = std::move(record);
+        return CUDA_SUCCESS;
+      }
       record->point.stream = found.shared_from_this();
       record->point.number = found.enqueue_short([record] { record->time = std::chrono::steady_clock::now(); });
       std::lock_guard lock(recorded.mutex);
@@ -135,16 +161,20 @@ CUresult cuEventRecord(CUevent event, CUstream stream) {
 }
 
 CUresult cuEventQuery(CUevent event) {
-  return event_call(event, [](Event& found) {
+  return event_call(event, [](Event& found) -> CUresult {
     const std::shared_ptr<Record> record = found.latest();
+    const CUresult unsafe = unsafe_to_ask(record);
+    if (unsafe != CUDA_SUCCESS) return unsafe;
     return record == nullptr || record->point.reached() ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
   });
 }
 
 CUresult cuEventSynchronize(CUevent event) {
-  return event_call(event, [](Event& found) {
+  return event_call(event, [](Event& found) -> CUresult {
     if (in_host_function()) return CUDA_ERROR_NOT_PERMITTED;
     const std::shared_ptr<Record> record = found.latest();
+    const CUresult unsafe = unsafe_to_ask(record);
+    if (unsafe != CUDA_SUCCESS) return unsafe;
     if (record != nullptr) record->point.wait();
     return CUDA_SUCCESS;
   });

@@ -10,6 +10,7 @@
 
 #include "device.hpp"
 #include "driver_abi.h"
+#include "graph.hpp"
 #include "stream.hpp"
 
 extern "C" {
@@ -39,13 +40,24 @@ CUresult driver_call(Body body) noexcept {
   }
 }
 
+// Adds a step to the stream: to its queue, or, while it is captured, to the graph.
+template <class Step>
+CUresult add_step(Stream& stream, Step step) {
+  if (stream.capturing.load(std::memory_order_acquire))
+    return capture({stream.shared_from_this()}, stream.device(), [step] { return Task(step); });
+  stream.enqueue(std::move(step));
+  return CUDA_SUCCESS;
+}
+
 // As driver_call, for a body that takes the Stream& behind a handle.
 template <class Body>
 CUresult stream_call(CUstream handle, Body body) noexcept {
   return driver_call([&]() -> CUresult {
     if (is_default_stream(handle) && current_context() == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
     const std::shared_ptr<Stream> stream = stream_of(handle, current_device());
-    return stream == nullptr ? CUDA_ERROR_INVALID_HANDLE : body(*stream);
+    if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+    const CUresult legacy = forbid_legacy(*stream);
+    return legacy != CUDA_SUCCESS ? legacy : body(*stream);
   });
 }
 

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "device.hpp"
+#include "graph.hpp"
 #include "handles.hpp"
 
 namespace ncclpy::host {
@@ -256,6 +257,8 @@ bool Stream::spin(std::unique_lock<std::mutex>& lock, Condition condition) {
   return met;
 }
 
+std::shared_ptr<Stream> make_private_stream(int device) { return make_stream(device, Stream::Kind::kNonBlocking); }
+
 CUstream create_stream(int device, Stream::Kind kind) {
   return reinterpret_cast<CUstream>(handles().add(make_stream(device, kind)));
 }
@@ -270,8 +273,10 @@ std::shared_ptr<Stream> stream_of(CUstream handle, int device) {
 
 bool destroy_stream(CUstream handle) {
   const auto stream = handles().remove(reinterpret_cast<std::uint64_t>(handle));
-  if (stream != nullptr) stream->close();
-  return stream != nullptr;
+  if (stream == nullptr) return false;
+  Capture::give_up(stream);
+  stream->close();
+  return true;
 }
 
 void synchronize_device(int device) {

@@ -32,6 +32,14 @@ struct Point {
   void wait() const;
 };
 
+class Capture;
+
+// What a stream knows of the capture that it is in, see graph.hpp.
+struct CaptureState {
+  std::shared_ptr<Capture> capture;
+  std::vector<std::size_t> last;  // the nodes that what comes next depends on
+};
+
 class Stream : public std::enable_shared_from_this<Stream> {
  public:
   // The legacy default stream of a device waits for all blocking streams of the device, and they for it.
@@ -58,6 +66,9 @@ class Stream : public std::enable_shared_from_this<Stream> {
   Point last() { return {shared_from_this(), queued_.load(std::memory_order_acquire)}; }
   bool reached(std::uint64_t number) const { return finished_.load(std::memory_order_acquire) >= number; }
   void wait(std::uint64_t number);
+
+  std::atomic<bool> capturing{false};
+  CaptureState capture_state;  // guarded by the mutex of all captures, in graph.cpp
 
  private:
   std::vector<Point> predecessors() const;
@@ -95,6 +106,8 @@ inline bool is_default_stream(CUstream handle) {
 // The stream behind a handle, or nullptr if there is none. NULL, CU_STREAM_LEGACY and CU_STREAM_PER_THREAD mean the
 // default streams of `device`; a created stream knows its own device.
 std::shared_ptr<Stream> stream_of(CUstream handle, int device);
+// A stream without a handle, which waits for no other.
+std::shared_ptr<Stream> make_private_stream(int device);
 // Forget the handle and close the stream; false if there is none.
 bool destroy_stream(CUstream handle);
 // Return when all that is queued for a device is done, in destroyed streams too.

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "../driver/exports.hpp"
+#include "../driver/graph.hpp"
 #include "../driver/handles.hpp"
 #include "../driver/stream.hpp"
 #include "collective.hpp"
@@ -266,11 +267,34 @@ static ncclResult_t record_launch(const Operation& operation, cudaStream_t strea
               static_cast<void*>(operation.launch_event), static_cast<void*>(stream));
 }
 
+uint64_t Comm::take_ticket() {
+  std::lock_guard<std::mutex> lock(issuing_);
+  return issued_.fetch_add(1, std::memory_order_acq_rel);
+}
+
+// Into a graph instead of the streams: each launch of the graph is a launch of these operations, with its own place in
+// the communicator's order. The graph keeps the communicator, as NCCL's graphs keep its resources.
+ncclResult_t Comm::issue_captured(std::vector<Operation> operations, const std::vector<std::shared_ptr<Stream>>& queues) {
+  const CUresult captured = capture(queues, device, [self = shared_from_this(), operations] {
+    return Task([self, operations, ticket = self->take_ticket()] {
+      if (self->enter(ticket)) self->execute(operations.data(), operations.size());
+      self->leave(ticket);
+    });
+  });
+  if (captured == CUDA_SUCCESS) return ncclSuccess;
+  if (captured != CUDA_ERROR_STREAM_CAPTURE_MERGE)
+    return fail(ncclUnhandledCudaError, "the capture of a stream given to NCCL was invalidated (CUDA error %d)", captured);
+  return fail(ncclInvalidUsage,
+              "Streams given to a communicator within a NCCL group must either be all uncaptured or all captured by the "
+              "same graph.");
+}
+
 ncclResult_t Comm::issue(const Operation& operation, cudaStream_t stream) {
   const auto queue = stream_of(stream, device);
   if (queue == nullptr)
     return fail(ncclUnhandledCudaError, "stream %p is no stream, or one that was destroyed", static_cast<void*>(stream));
   NCCLPY_TRY(record_launch(operation, stream));
+  if (queue->capturing.load(std::memory_order_acquire)) return issue_captured({operation}, {queue});
   std::lock_guard<std::mutex> lock(issuing_);
   const uint64_t ticket = issued_.load(std::memory_order_relaxed);
   queue->enqueue([self = shared_from_this(), operation, ticket] {
@@ -294,6 +318,9 @@ ncclResult_t Comm::issue(std::vector<Operation> operations, const std::vector<cu
     if (!known) queues.push_back(std::move(queue));
   }
   for (size_t i = 0; i < operations.size(); i++) NCCLPY_TRY(record_launch(operations[i], streams[i]));
+  for (const auto& queue : queues) {
+    if (queue->capturing.load(std::memory_order_acquire)) return issue_captured(std::move(operations), queues);
+  }
   auto launch = std::make_shared<Launch>();
   launch->comm = shared_from_this();
   launch->operations = std::move(operations);

@@ -19,6 +19,8 @@
 
 namespace ncclpy::host {
 
+class Stream;
+
 // A PreMulSum operator: the scalar, or where it lies.
 struct UserOperator {
   ncclDataType_t dtype;
@@ -108,6 +110,8 @@ class Comm : public std::enable_shared_from_this<Comm> {
   struct Launch;
   void run(const Launch& launch);
   void execute(const Operation* operations, size_t count);
+  uint64_t take_ticket();
+  ncclResult_t issue_captured(std::vector<Operation> operations, const std::vector<std::shared_ptr<Stream>>& queues);
   bool enter(uint64_t ticket);
   void leave(uint64_t ticket);
   void ring();

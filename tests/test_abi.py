@@ -256,7 +256,7 @@ def test_driver_header(cuda_includes, tmp_path):
 def test_driver_symbols_are_cuda_hs(cuda_includes, tmp_path):
     """Where cuda.h maps a name to a versioned symbol, ours is that symbol."""
     text = _preprocessed("#include <cuda.h>\n", cuda_includes, tmp_path)
-    mapped = dict(re.findall(r"^#define (cu\w+) (cu\w+_v\d+)$", text, re.MULTILINE))
+    mapped = dict(re.findall(r"^#define (cu\w+) (?:__CUDA_API_\w+\()?(cu\w+_v\d+)\)?$", text, re.MULTILINE))
     for function in driver_functions():
         plain = re.sub(r"_v\d+$", "", function.name)
         assert mapped.get(plain, plain) == function.name

@@ -92,10 +92,10 @@ CUresult Capture::end(const std::shared_ptr<Stream>& stream, std::shared_ptr<Gra
   const std::shared_ptr<Capture> capture = stream->capture_state.capture;
   if (capture == nullptr) return CUDA_ERROR_ILLEGAL_STATE;
   if (capture->origin_.lock() != stream) return spoil(*capture, CUDA_ERROR_STREAM_CAPTURE_UNMATCHED);
-  if (capture->mode_ != CU_STREAM_CAPTURE_MODE_RELAXED && !capture->begun_here())
-    return spoil(*capture, CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD);
   CUresult result = CUDA_SUCCESS;
-  if (capture->invalidated_) result = CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+  if (capture->mode_ != CU_STREAM_CAPTURE_MODE_RELAXED && !capture->begun_here())
+    result = CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD;  // the capture has ended all the same, as in CUDA
+  else if (capture->invalidated_) result = CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
   else if (!capture->joined(stream->capture_state.last)) result = CUDA_ERROR_STREAM_CAPTURE_UNJOINED;
   capture->leave();
   if (result == CUDA_SUCCESS) *graph = capture->graph_;

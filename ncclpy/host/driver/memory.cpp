@@ -1,8 +1,11 @@
 // Allocations and the map that finds the one an address lies in.
 #include "memory.hpp"
 
+#include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/sysinfo.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstdint>
@@ -33,24 +36,30 @@ Allocations& allocations() {
   return *all;
 }
 
+bool too_much(std::size_t bytes) { return bytes > total_memory() || (bytes >= kLarge && bytes > free_memory()); }
+
+void enter(const Allocation& made) {
+  const auto address = reinterpret_cast<std::uintptr_t>(made.base);
+  Allocations& all = allocations();
+  std::lock_guard lock(all.mutex);
+  all.by_base.emplace(address, made);
+  if (address < all.lowest.load()) all.lowest.store(address);
+  if (address + made.bytes > all.highest.load()) all.highest.store(address + made.bytes);
+}
+
 void* allocate_tagged(std::size_t bytes, int device, bool pinned) {
-  if (bytes > total_memory() || (bytes >= kLarge && bytes > free_memory())) return nullptr;
+  if (too_much(bytes)) return nullptr;
   const std::size_t alignment = bytes >= kHugePage ? kHugePage : kAlignment;
   const std::size_t rounded = (bytes + kAlignment - 1) / kAlignment * kAlignment;
   void* base = nullptr;
   if (posix_memalign(&base, alignment, rounded) != 0) return nullptr;
   if (bytes >= kHugePage) madvise(base, bytes, MADV_HUGEPAGE);  // a wish: smaller pages do as well
-  const auto address = reinterpret_cast<std::uintptr_t>(base);
-  Allocations& all = allocations();
-  std::lock_guard lock(all.mutex);
   try {
-    all.by_base.emplace(address, Allocation{base, bytes, device, pinned});
+    enter({base, bytes, device, pinned});
   } catch (...) {
     std::free(base);
     throw;
   }
-  if (address < all.lowest.load()) all.lowest.store(address);
-  if (address + bytes > all.highest.load()) all.highest.store(address + bytes);
   return base;
 }
 
@@ -58,17 +67,45 @@ void* allocate_tagged(std::size_t bytes, int device, bool pinned) {
 
 void* allocate(std::size_t bytes, int device) { return allocate_tagged(bytes, device, false); }
 
+void* allocate_shared(std::size_t bytes, int device) {
+  if (too_much(bytes)) return nullptr;
+  const int descriptor = memfd_create("ncclpy-memory", MFD_CLOEXEC);
+  if (descriptor < 0) return allocate(bytes, device);
+  void* base = MAP_FAILED;
+  if (fchmod(descriptor, 0600) == 0 && ftruncate(descriptor, static_cast<off_t>(bytes)) == 0)
+    base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+  if (base == MAP_FAILED) {
+    close(descriptor);
+    return nullptr;
+  }
+  try {
+    enter({base, bytes, device, false, descriptor});
+  } catch (...) {
+    munmap(base, bytes);
+    close(descriptor);
+    throw;
+  }
+  return base;
+}
+
 void* allocate_pinned(std::size_t bytes, int device) { return allocate_tagged(bytes, device, true); }
 
 bool deallocate(void* base, bool pinned) {
   Allocations& all = allocations();
+  Allocation gone;
   {
     std::lock_guard lock(all.mutex);
     const auto found = all.by_base.find(reinterpret_cast<std::uintptr_t>(base));
     if (found == all.by_base.end() || found->second.pinned != pinned) return false;
+    gone = found->second;
     all.by_base.erase(found);
   }
-  std::free(base);
+  if (gone.descriptor < 0) {
+    std::free(base);
+  } else {
+    munmap(base, gone.bytes);
+    close(gone.descriptor);
+  }
   return true;
 }
 

@@ -10,10 +10,13 @@ struct Allocation {
   std::size_t bytes = 0;
   int device = -1;       // of pinned memory: the device that was current
   bool pinned = false;   // host memory (cuMemHostAlloc), not a device's
+  int descriptor = -1;   // of memory that other processes of the user can map
 };
 
 // Device memory, aligned to 512 bytes; nullptr if the machine has not that much. Contents are undefined.
 void* allocate(std::size_t bytes, int device);
+// As allocate, and other processes can map it; if the process has no descriptor left for it, as allocate.
+void* allocate_shared(std::size_t bytes, int device);
 // Host memory of cuMemHostAlloc.
 void* allocate_pinned(std::size_t bytes, int device);
 // Give back what allocate (or allocate_pinned) returned; false, and nothing done, if `base` is not such a pointer.

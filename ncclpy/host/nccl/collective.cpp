@@ -23,8 +23,14 @@ const char* name_of(Collective kind) {
 }  // namespace
 
 const char* name_of(const Operation& operation) {
-  if (operation.kind == Operation::send) return "Send";
-  if (operation.kind == Operation::recv) return "Recv";
+  switch (operation.kind) {
+    case Operation::send: return "Send";
+    case Operation::recv: return "Recv";
+    case Operation::put: return "PutSignal";
+    case Operation::signal: return "Signal";
+    case Operation::wait_signal: return "WaitSignal";
+    case Operation::collective: break;
+  }
   return name_of(operation.collective_kind);
 }
 

@@ -9,6 +9,7 @@
 #include "../driver/stream.hpp"
 #include "collective.hpp"
 #include "fault.hpp"
+#include "one_sided.hpp"
 #include "p2p.hpp"
 
 namespace ncclpy::host {
@@ -244,13 +245,19 @@ void Comm::execute(const Operation* operations, size_t count) {
   }
   Messages messages(*this);
   for (size_t i = 0; i < count; i++) {
-    if (operations[i].kind != Operation::collective) messages.add(operations[i]);
+    if (operations[i].message()) messages.add(operations[i]);
   }
   messages.begin();
+  for (size_t i = 0; i < count; i++) {
+    if (operations[i].kind == Operation::put || operations[i].kind == Operation::signal) run_put(*this, operations[i]);
+  }
   for (size_t i = 0; i < count; i++) {
     if (operations[i].kind == Operation::collective) run_collective(*this, operations[i]);
   }
   messages.finish();
+  for (size_t i = 0; i < count; i++) {
+    if (operations[i].kind == Operation::wait_signal) wait_for_signals(*this, operations[i]);
+  }
   for (size_t i = 0; faults && i < count; i++) fault_in_result(*this, name_of(operations[i]), operations[i]);
 }
 

@@ -20,6 +20,7 @@
 namespace ncclpy::host {
 
 class Stream;
+struct Window;
 
 // A PreMulSum operator: the scalar, or where it lies.
 struct UserOperator {
@@ -102,7 +103,10 @@ class Comm : public std::enable_shared_from_this<Comm> {
   std::atomic<bool> suspended{false};
   bool destroying = false;
 
+  std::map<ncclWindow_t, std::shared_ptr<Window>> windows;
+
   // The stream tasks' own state, handed from one task to the next in issue order.
+  std::map<std::pair<int, int>, uint64_t> signals_taken;  // by peer and counter
   uint64_t data_generation = 0;
   uint64_t collectives_done = 0;
 

@@ -47,6 +47,7 @@ void fill_defaults(ncclConfig_t& config) {
   set_default(config.nvlinkCentricSched, 0);
   set_default(config.graphUsageMode, 2);
   set_default(config.numRmaCtx, 1);
+  set_default(config.numRmaSig, 1);
   set_default(config.graphStreamOrdering, 1);
 }
 

@@ -102,7 +102,7 @@ Outcome run_jobs(std::vector<Job>& jobs) {
 ncclResult_t check_messages_to_self(const std::vector<Operation>& operations, int rank) {
   int sends = 0, receives = 0;
   for (const Operation& operation : operations) {
-    if (operation.kind == Operation::collective || operation.root != rank) continue;
+    if (!operation.message() || operation.root != rank) continue;
     (operation.kind == Operation::send ? sends : receives)++;
   }
   if (sends > receives) return fail(ncclInvalidUsage, "Trying to send to self without a matching recv");
@@ -229,7 +229,7 @@ ncclResult_t group_end(ncclSimInfo_t* simulation) {
 ncclResult_t submit(const std::shared_ptr<Comm>& comm, const Operation& operation, cudaStream_t stream) {
   if (group.depth == 0) {
     if (comm->blocking()) {
-      if (operation.kind != Operation::collective) NCCLPY_TRY(check_messages_to_self({operation}, comm->rank));
+      if (operation.message()) NCCLPY_TRY(check_messages_to_self({operation}, comm->rank));
       return comm->issue(operation, stream);
     }
     Contents single;

@@ -14,7 +14,7 @@ ncclResult_t allocate_memory(void** pointer, size_t bytes) {
   NCCLPY_TRY(fault_at_call(nullptr, -1, "ncclMemAlloc"));
   *pointer = nullptr;
   if (bytes == 0) return ncclSuccess;
-  *pointer = allocate(bytes, current_device());
+  *pointer = allocate_shared(bytes, current_device());
   if (*pointer == nullptr)
     return fail(ncclUnhandledCudaError, "ncclMemAlloc : no %zu bytes on device %d", bytes, current_device());
   return ncclSuccess;

@@ -8,17 +8,19 @@
 namespace ncclpy::host {
 
 struct Operation {
-  enum Kind : uint32_t { collective, send, recv };
+  enum Kind : uint32_t { collective, send, recv, put, signal, wait_signal };
   Kind kind;
+  bool message() const { return kind == send || kind == recv; }
   Collective collective_kind;
   ncclDataType_t dtype;
   Operator op;
   int root;  // or the peer
-  size_t count;
+  size_t count;    // elements; of wait_signal: signals
   const void* sendbuff;
   void* recvbuff;
   uint64_t scalar;            // of PreMulSum
   const void* scalar_memory;  // where to read it when the operation runs, if not NULL
+  int counter;                // of one-sided calls: which signal
   cudaEvent_t launch_event;   // to be recorded when the operation begins, if not NULL
 };
 

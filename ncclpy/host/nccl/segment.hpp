@@ -85,7 +85,10 @@ struct alignas(128) RankSlot {
   Notice notice;
 };
 
-// The way of messages from one rank to another, see p2p.cpp.
+// Counters of signals from one rank to another: those of all contexts that a configuration may ask for.
+constexpr int signal_counters = 8;
+
+// The way of messages from one rank to another, see p2p.cpp, and of its signals, see one_sided.cpp.
 struct alignas(64) Channel {
   // Between threads of one process: the sender offers its buffer, the receiver copies from it.
   std::atomic<uint64_t> state{0};
@@ -96,6 +99,7 @@ struct alignas(64) Channel {
   alignas(64) std::atomic<uint64_t> written{0};  // pieces, counted over the channel's life
   uint64_t message_bytes[4] = {};                // of the message that the piece in this slot belongs to
   alignas(64) std::atomic<uint64_t> read{0};
+  std::atomic<uint64_t> signals[signal_counters] = {};  // ever given
 };
 
 // Pieces in flight on a channel between processes, and their size: small enough to stay in the cache.

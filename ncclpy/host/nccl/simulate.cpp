@@ -14,6 +14,7 @@ constexpr double bytes_per_us = 4000.0;
 
 // Bytes that pass the busiest rank's link, as a multiple of count * size.
 double traffic(const Operation& operation, int nranks) {
+  if (operation.kind == Operation::signal || operation.kind == Operation::wait_signal) return 0.0;
   if (operation.kind != Operation::collective) return 1.0;
   const double others = nranks - 1;
   switch (operation.collective_kind) {

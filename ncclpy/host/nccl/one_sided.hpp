@@ -1,0 +1,14 @@
+// One-sided calls: a rank writes into another one's window and tells it by a signal.
+#pragma once
+
+#include "comm.hpp"
+
+namespace ncclpy::host {
+
+// Copies, if there is anything to copy, and gives the signal.
+void run_put(Comm& comm, const Operation& operation);
+
+// Returns when the peer has given that many signals more than were waited for before, or when the communicator stops.
+void wait_for_signals(Comm& comm, const Operation& operation);
+
+}  // namespace ncclpy::host

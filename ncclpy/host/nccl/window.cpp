@@ -1,0 +1,205 @@
+// Registering windows. Ranks of one process reach each other's memory as it is. Of another process only memory of
+// ncclMemAlloc can be reached: it lies in a memfd, which is opened through /proc, as the segment is.
+#include "window.hpp"
+
+#include <fcntl.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdio>
+#include <string>
+
+#include "../driver/memory.hpp"
+#include "group.hpp"
+
+namespace ncclpy::host {
+
+Window::~Window() {
+  for (const Part& part : parts) {
+    if (part.mapping != nullptr) munmap(part.mapping, part.mapped);
+  }
+}
+
+namespace {
+
+// What a rank tells the others of its part.
+struct Offer {
+  char* base;
+  uint64_t bytes;
+  int32_t flags;
+  int32_t descriptor;  // -1: cannot be mapped by another process
+  uint64_t offset;     // of the part in the allocation
+  uint64_t whole;      // the allocation's size
+  uint64_t device, inode;
+};
+static_assert(sizeof(Offer) <= exchange_bytes);
+
+Offer offer_of(char* memory, size_t bytes, int flags) {
+  Offer offer = {memory, bytes, flags, -1, 0, 0, 0, 0};
+  const Allocation found = allocation_of(memory);
+  struct stat identity;
+  if (found.descriptor < 0 || fstat(found.descriptor, &identity) != 0) return offer;
+  offer.descriptor = found.descriptor;
+  offer.offset = uint64_t(memory - static_cast<char*>(found.base));
+  offer.whole = found.bytes;
+  offer.device = identity.st_dev;
+  offer.inode = identity.st_ino;
+  return offer;
+}
+
+ncclResult_t map_part(int rank, int32_t pid, const Offer& offer, Window::Part* part) {
+  const char* const function = "ncclCommWindowRegister";
+  char path[64];
+  snprintf(path, sizeof path, "/proc/%d/fd/%d", pid, offer.descriptor);
+  const int descriptor = open(path, O_RDWR | O_CLOEXEC);
+  if (descriptor < 0) return fail(ncclSystemError, "%s : memory of rank %d, %s: %s", function, rank, path, strerror(errno));
+  struct stat identity;
+  const bool same = fstat(descriptor, &identity) == 0 && identity.st_dev == offer.device &&
+                    identity.st_ino == offer.inode && uint64_t(identity.st_size) >= offer.whole &&
+                    offer.offset <= offer.whole && offer.bytes <= offer.whole - offer.offset;
+  void* mapping = same ? mmap(nullptr, offer.whole, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0) : MAP_FAILED;
+  close(descriptor);
+  if (!same) return fail(ncclSystemError, "%s : memory of rank %d has gone meanwhile", function, rank);
+  if (mapping == MAP_FAILED) return fail(ncclSystemError, "%s : mmap of rank %d's memory: %s", function, rank, strerror(errno));
+  *part = {static_cast<char*>(mapping) + offer.offset, offer.bytes, mapping, offer.whole};
+  return ncclSuccess;
+}
+
+ncclResult_t map_parts(Comm& comm, const std::vector<Offer>& offers, Window* window) {
+  Segment& segment = *comm.segment;
+  for (int r = 0; r < comm.nranks; r++) {
+    const Offer& offer = offers[size_t(r)];
+    if (offer.flags != window->flags) {
+      return fail(ncclInvalidUsage, "ncclCommWindowRegister : rank %d registers with flags %#x, rank %d with %#x",
+                  comm.rank, window->flags, r, offer.flags);
+    }
+    if (offer.descriptor < 0 && !segment.one_process()) {
+      return fail(ncclInvalidArgument,
+                  "ncclCommWindowRegister : the buffer of rank %d is not of ncclMemAlloc, and ranks are in several "
+                  "processes",
+                  r);
+    }
+    Window::Part part = {offer.base, offer.bytes, nullptr, 0};
+    if (!segment.is_local(r)) NCCLPY_TRY(map_part(r, segment.slot(r).pid, offer, &part));
+    window->parts.push_back(part);
+  }
+  return ncclSuccess;
+}
+
+// Collective. Whether it has worked for all is agreed on at the end, so that no rank has a window that others lack.
+ncclResult_t make(Comm& comm, char* memory, size_t bytes, int flags, ncclWindow_t* out) {
+  static std::atomic<uintptr_t> next{1};
+  std::lock_guard<std::mutex> one_at_a_time(comm.control);
+  const Offer mine = offer_of(memory, bytes, flags);
+  std::vector<Offer> offers(size_t(comm.nranks));
+  NCCLPY_TRY(comm.exchange(&mine, sizeof mine, offers.data()));
+  auto window = std::make_shared<Window>();
+  window->user = memory;
+  window->flags = flags;
+  ncclResult_t result = map_parts(comm, offers, window.get());
+  const std::string text = last_error();
+  const char failed = result != ncclSuccess;
+  std::vector<char> all(size_t(comm.nranks));
+  NCCLPY_TRY(comm.exchange(&failed, 1, all.data()));
+  if (failed) return fail(result, "%s", text.c_str());
+  for (int r = 0; r < comm.nranks; r++) {
+    if (all[size_t(r)]) return fail(ncclInvalidUsage, "ncclCommWindowRegister : rank %d could not register", r);
+  }
+  *out = reinterpret_cast<ncclWindow_t>(next.fetch_add(1));
+  std::lock_guard<std::mutex> lock(comm.mutex);
+  comm.windows[*out] = window;
+  return ncclSuccess;
+}
+
+ncclResult_t register_window(ncclComm_t handle, void* memory, size_t bytes, ncclWindow_t* window, int flags) {
+  const char* const function = "ncclCommWindowRegister";
+  std::shared_ptr<Comm> comm;
+  NCCLPY_TRY(find_comm(handle, function, &comm));
+  NCCLPY_TRY(check_pointer(window, function, "win"));
+  *window = nullptr;
+  if (memory == nullptr || bytes == 0)
+    return fail(ncclInvalidArgument, "%s : invalid pointer %p / size %zu", function, memory, bytes);
+  constexpr int known = NCCL_WIN_COLL_SYMMETRIC | NCCL_WIN_STRICT_ORDERING | NCCL_WIN_GIN_ONLY | NCCL_WIN_CFT_COUNTED;
+  if ((flags & ~known) != 0) return fail(ncclInvalidArgument, "%s : invalid flags %#x", function, flags);
+  const Allocation found = allocation_of(memory);
+  if (found.base != nullptr && bytes > found.bytes - size_t(static_cast<char*>(memory) - static_cast<char*>(found.base))) {
+    return fail(ncclInvalidArgument, "%s : %zu bytes at %p reach beyond their allocation of %zu bytes at %p", function,
+                bytes, memory, found.bytes, found.base);
+  }
+  NCCLPY_TRY(comm->ensure_ready());
+  Job job;
+  job.comm = comm;
+  job.run = [=] { return make(*comm, static_cast<char*>(memory), bytes, flags, window); };
+  return submit(std::move(job));
+}
+
+// Waits for what was issued: it may still write through the window.
+ncclResult_t deregister_window(ncclComm_t handle, ncclWindow_t window) {
+  const char* const function = "ncclCommWindowDeregister";
+  std::shared_ptr<Comm> comm;
+  NCCLPY_TRY(find_comm(handle, function, &comm));
+  if (window == nullptr) return ncclSuccess;
+  std::shared_ptr<Window> found;
+  NCCLPY_TRY(find_window(*comm, window, function, &found));
+  comm->drain();
+  std::lock_guard<std::mutex> lock(comm->mutex);
+  comm->windows.erase(window);
+  return ncclSuccess;
+}
+
+ncclResult_t user_pointer(ncclComm_t handle, ncclWindow_t window, void** pointer) {
+  const char* const function = "ncclWinGetUserPtr";
+  std::shared_ptr<Comm> comm;
+  NCCLPY_TRY(find_comm(handle, function, &comm));
+  NCCLPY_TRY(check_pointer(pointer, function, "outUserPtr"));
+  std::shared_ptr<Window> found;
+  NCCLPY_TRY(find_window(*comm, window, function, &found));
+  *pointer = found->user;
+  return ncclSuccess;
+}
+
+}  // namespace
+
+ncclResult_t find_window(Comm& comm, ncclWindow_t handle, const char* function, std::shared_ptr<Window>* window) {
+  NCCLPY_TRY(check_pointer(handle, function, "win"));
+  std::lock_guard<std::mutex> lock(comm.mutex);
+  const auto found = comm.windows.find(handle);
+  if (found == comm.windows.end()) {
+    return fail(ncclInvalidArgument, "%s : %p is no window of this communicator, or one that was deregistered", function,
+                static_cast<void*>(handle));
+  }
+  *window = found->second;
+  return ncclSuccess;
+}
+
+bool in_symmetric_window(Comm& comm, const void* memory, size_t bytes) {
+  std::lock_guard<std::mutex> lock(comm.mutex);
+  for (const auto& [handle, window] : comm.windows) {
+    const Window::Part& own = window->parts[size_t(comm.rank)];
+    const uintptr_t at = uintptr_t(memory), begin = uintptr_t(own.base);
+    if ((window->flags & NCCL_WIN_COLL_SYMMETRIC) != 0 && at >= begin && at - begin <= own.bytes &&
+        bytes <= own.bytes - (at - begin))
+      return true;
+  }
+  return false;
+}
+
+}  // namespace ncclpy::host
+
+using namespace ncclpy::host;
+
+ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* memory, size_t bytes, ncclWindow_t* window, int flags) {
+  return guarded("ncclCommWindowRegister",
+                 [&] { return note_group_error(register_window(comm, memory, bytes, window, flags)); });
+}
+
+ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window) {
+  return guarded("ncclCommWindowDeregister", [&] { return deregister_window(comm, window); });
+}
+
+ncclResult_t ncclWinGetUserPtr(ncclComm_t comm, ncclWindow_t window, void** pointer) {
+  return guarded("ncclWinGetUserPtr", [&] { return user_pointer(comm, window, pointer); });
+}

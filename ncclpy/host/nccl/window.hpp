@@ -1,0 +1,33 @@
+// Windows: memory of every rank that the others may write to, registered by all of them together.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "comm.hpp"
+
+namespace ncclpy::host {
+
+struct Window {
+  // A rank's part of the window, as this process reaches it.
+  struct Part {
+    char* base = nullptr;
+    size_t bytes = 0;
+    void* mapping = nullptr;  // of another process's memory; to be unmapped with the window
+    size_t mapped = 0;
+  };
+
+  ~Window();
+
+  void* user = nullptr;
+  int flags = 0;
+  std::vector<Part> parts;
+};
+
+// The window behind a handle of this communicator, or an error.
+ncclResult_t find_window(Comm& comm, ncclWindow_t handle, const char* function, std::shared_ptr<Window>* window);
+
+// Whether the memory lies in a symmetric window of the communicator.
+bool in_symmetric_window(Comm& comm, const void* memory, size_t bytes);
+
+}  // namespace ncclpy::host

@@ -3,9 +3,15 @@
 import argparse
 import sys
 
-from benchmarks import import_time, nccl_tests, overhead, report
+from benchmarks import import_time, mpi, nccl_tests, overhead, report
 
-EXPERIMENTS = {"overhead": overhead, "nccl-tests": nccl_tests, "import": import_time, "report": report}
+EXPERIMENTS = {
+    "overhead": overhead,
+    "nccl-tests": nccl_tests,
+    "mpi": mpi,
+    "import": import_time,
+    "report": report,
+}
 
 
 def main() -> int:

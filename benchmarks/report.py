@@ -21,6 +21,7 @@ then their median: what disturbs the machine in a round disturbs every road in i
 TITLES = {
     "overhead": "What a call costs",
     "nccl-tests": "Bandwidth beside nccl-tests",
+    "mpi": "The host engine beside MPI",
     "import": "What the import costs",
 }
 
@@ -123,7 +124,7 @@ def _table(rows: list[dict]) -> str:
 def _baselines(roads: dict) -> list[tuple[str, str]]:
     """Return the roads that others are compared with: the first of the floor and of the closest rival."""
     found = []
-    for rival in ("C loop", "nccl4py bindings", "nccl-tests"):
+    for rival in ("C loop", "nccl4py bindings", "nccl-tests", "MPICH"):
         road = next((road for road in roads if road[0] == rival), None)
         if road is not None and len(roads) > 1:
             found.append(road)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
 
 import numpy as np
@@ -34,8 +35,12 @@ def raw():
 
 @pytest.fixture(autouse=True)
 def device0(driver):
+    # Memory that happens to be collected in the middle of a capture would spoil it: freeing is not allowed there.
+    gc.collect()
+    gc.disable()
     with device_module.using(0):
         yield
+    gc.enable()
 
 
 def begin(driver, stream, mode=GLOBAL):

@@ -89,7 +89,9 @@ CUresult cuStreamQuery(CUstream stream) {
   return stream_call(stream, [](Stream& found) -> CUresult {
     const CUresult captured = forbid_capture(found);
     if (captured != CUDA_SUCCESS) return captured;
-    return found.done() ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+    if (found.done()) return CUDA_SUCCESS;
+    found.nudge();
+    return CUDA_ERROR_NOT_READY;
   });
 }
 
@@ -165,7 +167,9 @@ CUresult cuEventQuery(CUevent event) {
     const std::shared_ptr<Record> record = found.latest();
     const CUresult unsafe = unsafe_to_ask(record);
     if (unsafe != CUDA_SUCCESS) return unsafe;
-    return record == nullptr || record->point.reached() ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+    if (record == nullptr || record->point.reached()) return CUDA_SUCCESS;
+    record->point.stream->nudge();
+    return CUDA_ERROR_NOT_READY;
   });
 }
 

@@ -8,6 +8,7 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include <chrono>
 #include <cstdio>
 #include <thread>
 #include <unordered_map>
@@ -87,6 +88,10 @@ std::atomic<int> spinning{0};
 const int kMaySpin = static_cast<int>(std::thread::hardware_concurrency() / 2);
 constexpr int kSpins = 400;
 
+constexpr int kHelpedOften = 8;   // from here on a stream is lazy
+constexpr int kProbeEvery = 64;
+constexpr std::chrono::microseconds kSweepEvery{300};
+
 // Signals are for the program's threads: Python's handlers want the main one.
 class SignalsBlocked {
  public:
@@ -101,6 +106,52 @@ class SignalsBlocked {
  private:
   sigset_t before_;
 };
+
+// The sweeper's thread: asleep without end while no stream is lazy.
+class Sweeper {
+ public:
+  void add(std::shared_ptr<Stream> stream) {
+    std::lock_guard lock(mutex_);
+    if (!started_) start();
+    started_ = true;
+    streams_.push_back(std::move(stream));
+    work_.notify_one();
+  }
+
+ private:
+  void start() {
+    SignalsBlocked blocked;
+    std::thread thread([this] { live(); });
+    pthread_setname_np(thread.native_handle(), "ncclpy-sweep");
+    thread.detach();
+  }
+
+  void live() {
+    std::vector<std::shared_ptr<Stream>> lazy;
+    for (;;) {
+      {
+        std::unique_lock lock(mutex_);
+        work_.wait(lock, [&] { return !lazy.empty() || !streams_.empty(); });
+        for (auto& stream : streams_) lazy.push_back(std::move(stream));
+        streams_.clear();
+      }
+      std::this_thread::sleep_for(kSweepEvery);
+      for (std::size_t i = lazy.size(); i-- > 0;) {
+        if (!lazy[i]->sweep()) lazy.erase(lazy.begin() + static_cast<std::ptrdiff_t>(i));
+      }
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable work_;
+  std::vector<std::shared_ptr<Stream>> streams_;
+  bool started_ = false;
+};
+
+void sweep_later(std::shared_ptr<Stream> stream) {
+  static auto* const sweeper = new Sweeper;
+  sweeper->add(std::move(stream));
+}
 
 }  // namespace
 
@@ -142,7 +193,7 @@ std::uint64_t Stream::enqueue(Task task) {
     append([point = std::move(point)] { point.wait(); });
   }
   const std::uint64_t number = append(std::move(task));
-  wake_thread(lock);
+  announce(lock);
   return number;
 }
 
@@ -170,6 +221,7 @@ void Stream::wait(std::uint64_t number) {
   std::unique_lock lock(mutex_);
   while (!reached(number)) {
     if (runnable()) {
+      if (helped_ < kHelpedOften) ++helped_;
       run_first(lock);
     } else if (!spin(lock, [&] { return reached(number) || !running_.load(std::memory_order_acquire); })) {
       ++waiting_;
@@ -211,11 +263,45 @@ void Stream::wake_thread(std::unique_lock<std::mutex>& lock) {
   if (wake) work_.notify_one();
 }
 
+// A task has come. Gives up the lock.
+void Stream::announce(std::unique_lock<std::mutex>& lock) {
+  // Now and then the thread is woken all the same, to see whether callers still come back at once.
+  const bool lazy = helped_ >= kHelpedOften && left_asleep_ < kProbeEvery;
+  if (!lazy || !asleep_) {
+    left_asleep_ = 0;
+    return wake_thread(lock);
+  }
+  ++left_asleep_;
+  const bool known = std::exchange(swept_, true);
+  lock.unlock();
+  if (!known) sweep_later(shared_from_this());
+}
+
+void Stream::nudge() {
+  std::unique_lock lock(mutex_);
+  wake_thread(lock);
+}
+
+bool Stream::sweep() {
+  std::unique_lock lock(mutex_);
+  const std::uint64_t queued = queued_.load(), finished = finished_.load();
+  const bool stuck = runnable() && finished == finished_at_sweep_ && queued_at_sweep_ > finished;
+  swept_ = stuck || queued != queued_at_sweep_ || queued != finished;
+  const bool again = swept_;
+  queued_at_sweep_ = queued;
+  finished_at_sweep_ = finished;
+  if (!stuck) return again;
+  helped_ = 0;
+  wake_thread(lock);
+  return again;
+}
+
 // The thread's life.
 void Stream::execute() {
   std::unique_lock lock(mutex_);
   while (!ending()) {
     if (runnable()) {
+      helped_ = 0;
       run_first(lock);
       continue;
     }

@@ -4,6 +4,10 @@
 // waits for a stream whose thread has not yet taken up the work runs the work itself ("helping"), so that a small
 // operation followed by a synchronisation costs no switch between threads. Tasks of one stream never overlap.
 //
+// Where callers have helped many times in a row, waking the thread for each task is what costs most: it would only find
+// that the work is done. Such a stream is lazy: its thread is left asleep, and a sweeper looks a little later whether
+// the caller has come back after all. What is not waited for at once makes the stream eager again.
+//
 // A task may block for as long as it likes: it holds up its own stream and whoever waits for that, nothing else.
 // A task must not throw, and must not rely on the calling thread or on its current device.
 #pragma once
@@ -60,6 +64,10 @@ class Stream : public std::enable_shared_from_this<Stream> {
   bool done() const;
   // Return when all tasks queued so far are done; on the legacy stream, those of the blocking streams too.
   void synchronize();
+  // Somebody asks whether the stream is done instead of waiting: do not leave its thread asleep.
+  void nudge();
+  // For the sweeper: wake the thread if a task has been left lying since the last sweep. Whether to look again.
+  bool sweep();
   // No task will follow: once the queue is empty, the thread ends.
   void close();
 
@@ -75,6 +83,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   std::uint64_t append(Task task);
   void start_thread();
   void wake_thread(std::unique_lock<std::mutex>& lock);
+  void announce(std::unique_lock<std::mutex>& lock);
   void execute();
   void run_first(std::unique_lock<std::mutex>& lock);
   bool runnable() const { return !running_.load(std::memory_order_relaxed) && !queue_.empty(); }
@@ -95,6 +104,10 @@ class Stream : public std::enable_shared_from_this<Stream> {
   int waiting_ = 0;                           // how many sleep on progress_
   bool started_ = false;
   bool asleep_ = false;
+  int helped_ = 0;                            // tasks in a row that callers have run, since the thread last ran one
+  int left_asleep_ = 0;                       // how often since the thread was last woken
+  bool swept_ = false;                        // the sweeper knows this stream
+  std::uint64_t queued_at_sweep_ = 0, finished_at_sweep_ = 0;
   bool closed_ = false;
 };
 

@@ -27,6 +27,10 @@ struct Bell {
 // How many looks before the first sleep; 0 when there are more ranks than cores, where spinning only delays the others.
 int spins_for(int ranks);
 
+// How often the core is given away before the first sleep. A rank that shares it needs a few microseconds to come to
+// its gate, which is what a sleep and a wake-up cost; with many ranks a round through all of them takes as many yields.
+constexpr int yields = 100;
+
 inline void relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -43,7 +47,7 @@ void wait_until(Bell& bell, int spins, Done done) {
     relax();
   }
   // Giving the core away lets a rank run that shares it; sleeping costs two system calls and a wake-up.
-  for (int i = 0; i < 4; i++) {
+  for (int i = 0; i < yields; i++) {
     if (done()) return;
     sched_yield();
   }

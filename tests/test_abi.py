@@ -19,6 +19,8 @@ import pytest
 from abi_source import ABI, declared, driver_functions, nccl_functions
 from recorder import Recorded, compile_recorder, link_recorder
 
+from ncclpy.core.search import host_engine_path
+
 pytestmark = [pytest.mark.abi, pytest.mark.timeout(300)]
 
 HERE = Path(__file__).parent
@@ -260,6 +262,19 @@ def test_driver_symbols_are_cuda_hs(cuda_includes, tmp_path):
     for function in driver_functions():
         plain = re.sub(r"_v\d+$", "", function.name)
         assert mapped.get(plain, plain) == function.name
+
+
+def test_the_host_engine_serves_a_program_of_nvidias_headers(nccl_headers, cuda_includes, tmp_path):
+    """NCCL's ABI and not only ours: C code with the real nccl.h and cuda.h, linked with the host engine alone."""
+    includes, _ = nccl_headers(NEWEST)
+    engine = Path(host_engine_path())
+    command = [*shlex.split(os.environ.get("CC", "cc")), "-std=c99", "-D_GNU_SOURCE", "-Wall", "-Werror"]
+    command += [f"-I{folder}" for folder in dict.fromkeys([*includes, *cuda_includes])]
+    command += [HERE / "abi/all_reduce.c", "-o", tmp_path / "all_reduce"]
+    command += [f"-L{engine.parent}", f"-l:{engine.name}", f"-Wl,-rpath,{engine.parent}", "-lpthread"]
+    subprocess.run(command, check=True, timeout=60)
+    done = subprocess.run([tmp_path / "all_reduce"], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
 
 
 # The rest calls the real libraries, each in a process of its own.

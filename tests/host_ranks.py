@@ -58,8 +58,11 @@ def as_threads(nccl, nranks, body, *arguments, deadline=DEADLINE):
 def _serve(pipe):
     """Live as one of the processes: take bodies, run them for some ranks each, send back results or tracebacks."""
     nccl = Nccl(host_engine_path())
-    while (task := pipe.recv()) is not None:
-        body, ranks, nranks, uid, arguments = task
+    while True:
+        try:
+            body, ranks, nranks, uid, arguments = pipe.recv()
+        except EOFError:  # the tests have ended
+            return
 
         def run(rank, body=body, nranks=nranks, uid=uid, arguments=arguments):
             try:

@@ -21,6 +21,7 @@ namespace {
 
 constexpr uint64_t magic = 0x3167657379706c63;  // "clpyseg1"
 constexpr char memory_name[] = "ncclpy-communicator";
+constexpr char memory_link[] = "/memfd:ncclpy-communicator";  // as /proc shows it
 
 // Header::phase. The creator of the id does not know the number of ranks: the first rank lays the memory out.
 enum Phase : uint32_t { created, being_laid_out, laid_out };
@@ -35,6 +36,9 @@ struct Address {
 static_assert(sizeof(Address) <= sizeof(ncclUniqueId));
 
 constexpr size_t page = 4096;
+
+// What address space allows: every pair of ranks has its ring of pieces.
+constexpr int max_ranks = 4096;
 
 size_t aligned(size_t bytes) { return (bytes + page - 1) & ~(page - 1); }
 
@@ -113,7 +117,7 @@ ncclResult_t open_memory(const Address& address, int* descriptor) {
   const ssize_t length = readlink(path, target, sizeof target - 1);
   if (length < 0) return fail(ncclInvalidUsage, stale, address.pid);
   target[length] = '\0';
-  if (strstr(target, memory_name) == nullptr) return fail(ncclInvalidUsage, stale, address.pid);
+  if (strncmp(target, memory_link, sizeof memory_link - 1) != 0) return fail(ncclInvalidUsage, stale, address.pid);
   Descriptor opened(open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK));
   struct stat info;
   if (opened.get() < 0 || fstat(opened.get(), &info) != 0 || size_t(info.st_size) < sizeof(Header))
@@ -130,6 +134,8 @@ ncclResult_t open_memory(const Address& address, int* descriptor) {
 
 // Lays the memory out if nobody has, and maps all of it.
 ncclResult_t map_segment(int descriptor, int nranks, std::shared_ptr<Segment>* segment) {
+  if (nranks > max_ranks)
+    return fail(ncclInvalidArgument, "%d ranks: the host engine serves at most %d", nranks, max_ranks);
   const size_t bytes = Layout(nranks).end;
   char* memory = map_memory(descriptor, aligned(sizeof(Header)));
   if (memory == nullptr) return fail(ncclSystemError, "mmap of the communicator's memory: %s", strerror(errno));
@@ -148,7 +154,7 @@ ncclResult_t map_segment(int descriptor, int nranks, std::shared_ptr<Segment>* s
     }
   }
   // Whoever lays it out needs microseconds; if it was killed at that, nobody can ever use this id.
-  for (int i = 0; result == ncclSuccess && header->phase.load() != laid_out; i++) {
+  for (int i = 0; result == ncclSuccess && header->phase.load() == being_laid_out; i++) {
     if (i == 2000) result = fail(ncclSystemError, "the rank that set the communicator's memory up has died");
     const timespec millisecond = {0, 1000000};
     nanosleep(&millisecond, nullptr);
@@ -156,6 +162,12 @@ ncclResult_t map_segment(int descriptor, int nranks, std::shared_ptr<Segment>* s
   if (result == ncclSuccess && header->nranks != uint32_t(nranks)) {
     result = fail(ncclInvalidArgument, "this rank says that there are %d ranks, another one said %u", nranks,
                   header->nranks);
+  }
+  // Memory that is shorter than its header says would end the process when it is touched.
+  struct stat info;
+  if (result == ncclSuccess && (header->phase.load() != laid_out || header->bytes != bytes ||
+                                fstat(descriptor, &info) != 0 || size_t(info.st_size) < bytes)) {
+    result = fail(ncclSystemError, "the communicator's memory is damaged");
   }
   munmap(memory, aligned(sizeof(Header)));
   if (result != ncclSuccess) return result;
@@ -282,14 +294,14 @@ ncclResult_t join_segment(const ncclUniqueId& id, int nranks, int rank, int devi
     return fail(ncclInvalidArgument, "this unique id was not made by ncclGetUniqueId of the host engine");
   {
     std::lock_guard<std::mutex> lock(registry().mutex);
-    std::weak_ptr<Segment>& known = registry().mapped[key_of(address.nonce)];
-    std::shared_ptr<Segment> found = known.lock();
+    const auto known = registry().mapped.find(key_of(address.nonce));
+    std::shared_ptr<Segment> found = known == registry().mapped.end() ? nullptr : known->second.lock();
     if (found == nullptr) {
       int descriptor = -1;
       NCCLPY_TRY(open_memory(address, &descriptor));
       Descriptor opened(descriptor);
       NCCLPY_TRY(map_segment(opened.get(), nranks, &found));
-      known = found;
+      registry().mapped[key_of(address.nonce)] = found;
     } else if (found->nranks() != nranks) {
       return fail(ncclInvalidArgument, "this rank says that there are %d ranks, another one said %d", nranks,
                   found->nranks());

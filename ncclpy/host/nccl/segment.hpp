@@ -6,6 +6,7 @@
 // one Segment object.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -162,7 +163,7 @@ class Segment {
   void claimed() { claimed_.fetch_add(1); }
 
   // The first rank found dead, or -1. Nothing on this segment will ever be complete then.
-  int first_dead() { return header().first_dead.load(std::memory_order_acquire) - 1; }
+  int first_dead() { return std::clamp(header().first_dead.load(std::memory_order_acquire), 0, nranks_) - 1; }
   // Marks a rank dead for every process, and wakes all who wait.
   void bury(int rank);
   // Buries whoever is dead at this moment, also if no watcher has noticed yet; the first dead rank, or -1.

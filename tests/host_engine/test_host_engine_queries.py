@@ -122,7 +122,7 @@ def test_parameters_by_key(nccl):
     table, length = ctypes.POINTER(ctypes.c_char_p)(), ctypes.c_int()
     nccl.ncclParamGetAllParameterKeys(ctypes.byref(table), ctypes.byref(length))
     keys = [table[i] for i in range(length.value)]
-    assert keys == [b"NCCLPY_FAULTS", b"NCCLPY_HOST_DEVICES", b"NCCLPY_HOST_ENCRYPTION"]
+    assert keys == [b"NCCLPY_FAULTS", b"NCCLPY_HOST_DEVICES", b"NCCLPY_HOST_ENCRYPTION", b"NCCLPY_HOST_READ_PEERS"]
     value = ctypes.c_char_p()
     for key in keys:
         nccl.ncclParamGetParameter(key, ctypes.byref(value), ctypes.byref(length))

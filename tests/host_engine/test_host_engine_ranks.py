@@ -10,11 +10,12 @@ FLOAT16, FLOAT32, INT64, INT8 = 6, 7, 4, 0
 MOST = 16
 
 
-@pytest.fixture(scope="module")
-def processes():
+@pytest.fixture(scope="module", params=["reading peers", "not reading peers"])
+def processes(request):
     """Processes that see 16 devices; this process only makes the ids."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NCCLPY_HOST_DEVICES", str(MOST))
+        patch.setenv("NCCLPY_HOST_READ_PEERS", str(int(request.param == "reading peers")))
         processes = Processes()
         yield processes
         processes.close()
@@ -34,6 +35,7 @@ def run(request, nccl, processes):
     return lambda n, body, *arguments: processes.run(nccl, n, body, *arguments, placement=place(n))
 
 
+@pytest.mark.parametrize("processes", ["reading peers"], indirect=True)
 @pytest.mark.parametrize("nranks", range(1, MOST + 1))
 def test_every_number_of_ranks(run, nranks):
     run(nranks, bodies.every_reduction, (1, 1000), (FLOAT16, INT64))
@@ -43,8 +45,9 @@ def test_every_number_of_ranks(run, nranks):
         run(nranks, bodies.splits)
 
 
-# Bytes: what travels inside the segment, a piece of a message, a step of a staged collective.
-BOUNDARIES = {"inline": 2048, "piece": 64 << 10, "step": 256 << 10}
+# Bytes: what travels inside the segment, a piece of a message, a block that
+# the kernel copies between processes, a step of a staged collective.
+BOUNDARIES = {"inline": 2048, "piece": 64 << 10, "pulled": 128 << 10, "step": 256 << 10}
 
 
 @pytest.mark.parametrize("boundary", BOUNDARIES)

@@ -46,6 +46,7 @@ Record record_of(const Operation& operation) {
   record.send = operation.sendbuff;
   record.recv = operation.recvbuff;
   record.scalar = operation.scalar;
+  record.reads_peers = false;
   if (operation.scalar_memory != nullptr) std::memcpy(&record.scalar, operation.scalar_memory, size_of(operation.dtype));
   return record;
 }
@@ -86,18 +87,23 @@ void run_alone(const Record& record) {
 }  // namespace
 
 void run_collective(Comm& comm, const Operation& operation) {
-  const Record mine = record_of(operation);
+  Record mine = record_of(operation);
   if (comm.nranks == 1) return run_alone(mine);
   Segment& segment = *comm.segment;
   // What a rank leaves for this collective may be read until the next one has begun: hence two of each.
   const int parity = int(comm.collectives_done++ & 1);
-  segment.slot(comm.rank).record[parity] = mine;
   const bool small = is_small(mine, comm.nranks);
+  if (!small) {
+    if (!comm.reads_peers) comm.reads_peers = can_read_peers(segment, comm.rank);
+    mine.reads_peers = *comm.reads_peers;
+  }
+  segment.slot(comm.rank).record[parity] = mine;
   if (small) contribute_small(comm, mine, parity);
   if (!comm.pass(segment.header().data, comm.data_generation)) return;
   if (!check_agreement(comm, parity)) return;
   if (small) run_small(comm, parity);
   else if (segment.one_process()) run_direct(comm, parity);
+  else if (is_pulled(comm, parity)) run_pulled(comm, parity);
   else run_staged(comm, parity);
 }
 

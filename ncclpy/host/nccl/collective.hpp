@@ -19,6 +19,13 @@ void run_direct(Comm& comm, int parity);
 // Ranks are spread over processes: the data pass through the segment in steps.
 void run_staged(Comm& comm, int parity);
 
+// As that, without reductions and where each rank may read the memory of all others: one copy instead of two.
+bool is_pulled(Comm& comm, int parity);
+void run_pulled(Comm& comm, int parity);
+// Whether this rank's process is allowed to read the others', which need not be mutual.
+bool may_read_peers();  // NCCLPY_HOST_READ_PEERS, true unless 0
+bool can_read_peers(Segment& segment, int rank);
+
 // Reduces one piece of everybody's input, in rank order. `input(r)` is rank r's piece.
 template <class Input>
 void reduce_pieces(Comm& comm, int parity, Input input, size_t count, std::vector<void*> outputs) {

@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -109,6 +110,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
   std::map<std::pair<int, int>, uint64_t> signals_taken;  // by peer and counter
   uint64_t data_generation = 0;
   uint64_t collectives_done = 0;
+  std::optional<bool> reads_peers;  // can_read_peers, once it was asked
 
  private:
   struct Launch;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "../driver/device.hpp"
+#include "collective.hpp"
 #include "group.hpp"
 
 namespace ncclpy::host {
@@ -34,6 +35,7 @@ const Parameter parameters[] = {
     {"NCCLPY_FAULTS", nullptr, [] { return environment("NCCLPY_FAULTS"); }},
     {"NCCLPY_HOST_DEVICES", [] { return int32_t(device_count()); }, nullptr},
     {"NCCLPY_HOST_ENCRYPTION", [] { return int32_t(encryption_mode.load()); }, nullptr},
+    {"NCCLPY_HOST_READ_PEERS", [] { return int32_t(may_read_peers()); }, nullptr},
 };
 
 const Parameter* find(const char* key) {

@@ -317,7 +317,10 @@ ncclResult_t join_segment(const ncclUniqueId& id, int nranks, int rank, int devi
   slot.device = device;
   slot.pid = getpid();
   slot.start = start_of_process(slot.pid);
+  static std::atomic<uint64_t> beacon;
   slot.process = this_process();
+  beacon.store(slot.process);
+  slot.beacon = &beacon;
   slot.present.store(1, std::memory_order_release);
   Header& header = (*segment)->header();
   header.attached.fetch_add(1, std::memory_order_acq_rel);

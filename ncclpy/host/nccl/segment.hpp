@@ -34,6 +34,7 @@ struct Record {
   const void* send;
   void* recv;
   uint64_t scalar;
+  bool reads_peers;  // see can_read_peers
 };
 
 // Counts arrivals of all ranks over all generations; generation g is open when g * nranks have arrived.
@@ -73,11 +74,12 @@ struct GrowBoard {
 
 struct alignas(128) RankSlot {
   std::atomic<uint32_t> claimed{0};
-  std::atomic<uint32_t> present{0};  // the rank has written the next four and its place is taken
+  std::atomic<uint32_t> present{0};  // the rank has written the next five and its place is taken
   int32_t device = 0;
   int32_t pid = 0;
   uint64_t start = 0;    // of the process, see start_of_process
   uint64_t process = 0;  // random for each process, so that a reused pid is not mistaken for a neighbour
+  const void* beacon = nullptr;   // where that process has the same number
   std::atomic<uint32_t> left{0};  // the communicator was destroyed: what its process does is nobody's concern any more
   std::atomic<uint32_t> dead{0};  // the process has ended before that
   Record record[2];      // by parity of the data generation: the next one may be written while this one is read

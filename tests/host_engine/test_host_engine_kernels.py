@@ -1,0 +1,80 @@
+"""The compiler's own record of the reduction loops: each is vectorised, for every data type and operator."""
+
+from __future__ import annotations
+
+import ast
+import gzip
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "ncclpy/host/nccl"
+SOURCE = FOLDER / "reduce_kernels.cpp"
+COMPILER = shlex.split(os.environ.get("CXX", "g++"))
+TYPES = 12
+OPERATORS = 6
+
+
+def build_flags():
+    """Return the flags of each instruction set, as the build has them."""
+    text = (FOLDER / "meson.build").read_text()
+    common = ast.literal_eval(re.search(r"kernel_args = (\[.*\])", text)[1])
+    variants = dict(re.findall(r"'(\w+)': (\[.*\])", text))
+    return {name: common + ast.literal_eval(flags) for name, flags in variants.items()}
+
+
+def is_gcc():
+    said = subprocess.run([*COMPILER, "--version"], capture_output=True, text=True, check=True, timeout=20).stdout
+    return "Free Software Foundation" in said
+
+
+def records(nodes):
+    for node in nodes:
+        yield node
+        yield from records(node.get("children", ()))
+
+
+def loops(flags, folder):
+    """Return ``{(function, line): vectorised}`` for each loop over elements in each instance of the kernel."""
+    command = [*COMPILER, "-std=c++17", *flags, "-DNCCLPY_KERNELS=kernels", f"-I{FOLDER.parents[1] / 'abi'}"]
+    command += ["-c", SOURCE, "-o", folder / "kernels.o", "-fsave-optimization-record"]
+    environment = {**os.environ, "CCACHE_DISABLE": "1"}  # a cached object comes without its record
+    subprocess.run(list(map(str, command)), check=True, timeout=120, cwd=folder, env=environment)
+    (packed,) = folder.glob("*.opt-record.json.gz")
+    over_elements = {n for n, line in enumerate(SOURCE.read_text().splitlines(), 1) if "for (size_t i = 0" in line}
+    found = {}
+    for record in records(json.loads(gzip.decompress(packed.read_bytes()))[2]):
+        where = record.get("location", {})
+        said = "".join(part for part in record.get("message", ()) if isinstance(part, str))
+        if not where.get("file", "").endswith(SOURCE.name) or where["line"] not in over_elements:
+            continue
+        if said.startswith(("loop vectorized", "couldn't vectorize loop")):
+            key = record["function"], where["line"]
+            # What is left for the last few elements is looked at once more, in vain.
+            found[key] = found.get(key, False) or record["kind"] == "success"
+    names = sorted({name for name, _ in found})
+    plain = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True, timeout=20)
+    plain = dict(
+        zip(names, plain.stdout.replace("ncclpy::host::(anonymous namespace)::", "").splitlines(), strict=True)
+    )
+    return {(plain[name], line): vectorised for (name, line), vectorised in found.items()}
+
+
+@pytest.mark.skipif(not is_gcc(), reason="GCC's optimisation record is read")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the instruction sets are those of x86-64")
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("instructions", ["avx2", "avx512"])  # SSE2, the baseline, has no 64-bit comparison or product
+def test_every_reduction_loop_is_vectorised(instructions, tmp_path):
+    found = loops(build_flags()[instructions], tmp_path)
+    assert len({name for name, _ in found}) == TYPES * OPERATORS
+    division = next(n for n, line in enumerate(SOURCE.read_text().splitlines(), 1) if "= divide(" in line)
+    scalar = {(name, line) for (name, line), vectorised in found.items() if not vectorised}
+    # No instruction set divides vectors of integers: once for each element of an average, not for each input.
+    assert {line for _, line in scalar} == {division}
+    assert not [name for name, _ in scalar if re.search("run<(SmallFloat|float|double)", name)]

@@ -88,7 +88,7 @@ def _measure(chosen: argparse.Namespace, nranks: int, mpis: dict[str, Path]) -> 
         {
             "operation": f"{name}, {_size(size)}, {nranks} ranks",
             "rival": rival,
-            "road": "copy" if rival == "roofline" else name,
+            "road": f"{name} {_size(size)} {nranks} ranks",
             "measure": "time",
             "unit": "us",
             "samples": samples,

@@ -53,11 +53,9 @@ def page(found: list[tuple[str, dict]]) -> str:
 def section(name: str, result: dict) -> str:
     """Return one result's part of the page."""
     machine, settings = result["machine"], dict(result["settings"])
-    where = {
-        "noop": " on a no-op library",
-        "host": " on the host engine",
-        "gpu": f" on {settings.get('gpus')} GPUs",
-    }.get(settings.get("engine"), "")
+    where = {"noop": " on a no-op library", "host": " on the host engine"}.get(settings.get("engine"), "")
+    if machine["gpus"]:
+        where = f" on {settings.get('gpus', len(machine['gpus']))} GPUs"
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
     gpus = f", {len(machine['gpus'])} x {machine['gpus'][0]}" if machine["gpus"] else ", no GPU"
     what = f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
@@ -141,7 +139,10 @@ def _targets(judged: list[dict]) -> str:
             continue
         spread = "-".join(map(number, target["spread"]))
         kept = "kept" if target["kept"] else "**missed**"
-        body.append([target["text"], limit, f"{number(target['reached'])} {unit}", spread, kept])
+        reached = number(target["reached"])
+        if not target["kept"] and float(reached) == float(number(target["limit"])):
+            reached = f"{target['reached']:.4g}"  # enough digits to see why
+        body.append([target["text"], limit, f"{reached} {unit}", spread, kept])
     return _markdown(["target", "limit", "reached", "quartiles", ""], body)
 
 

@@ -45,6 +45,34 @@ _C = ("C loop", "ncclAllReduce", "host")
 _BINDINGS = ("ncclpy.bindings", "all_reduce(ints)", "host")
 _COMMUNICATOR = "ncclpy.Communicator"
 
+
+def _beside(text: str, rival: str, limit: float, over: str, road: str) -> Target:
+    """One of the host engine's promises: `rival`'s time against that of `over`, for the same collective."""
+    return Target(f"{road}: {text}", "mpi", "", (rival, road, "time"), "ratio", limit, "x", (over, road, "time"))
+
+
+def _host_engine() -> list[Target]:
+    large = [f"{name} 64 MiB" for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")]
+    small = [name.replace("64 MiB", "8 B") for name in large]
+    ours, threads = "ncclpy processes", "ncclpy threads"
+    found = []
+    for nranks, factor in ((2, 2), (4, 3), (8, 3)):
+        for road in large:
+            text = f"at least {factor} times MPICH's bandwidth"
+            found.append(_beside(text, ours, 1 / factor, "MPICH", f"{road} {nranks} ranks"))
+            found.append(_beside("threads beat processes", threads, 1.0, ours, f"{road} {nranks} ranks"))
+        road = f"all_reduce 64 MiB {nranks} ranks"
+        found.append(_beside("70% of what memory bandwidth allows", ours, 1 / 0.7, "roofline", road))
+        found.append(_beside("threads, 70% of what memory bandwidth allows", threads, 1 / 0.7, "roofline", road))
+    for nranks, limit, text in (
+        (2, 1.0, "no slower than MPICH"),
+        (4, 0.5, "half of MPICH's time"),
+        (8, 0.5, "half of MPICH's time"),
+    ):
+        found += [_beside(text, ours, limit, "MPICH", f"{road} {nranks} ranks") for road in small]
+    return found
+
+
 TARGETS = [
     Target(
         "bindings.all_reduce is no slower than nccl4py's binding",
@@ -140,6 +168,7 @@ TARGETS = [
         ("nccl-tests", "all_reduce 1G", "out of place"),
         at_least=True,
     ),
+    *_host_engine(),
 ]
 
 

@@ -68,6 +68,21 @@ def test_overhead_with_real_communication_runs_on_the_host_engine(tmp_path):
     assert result["settings"]["engine"] == "host"
 
 
+def test_the_host_engine_is_measured_without_an_mpi(tmp_path):
+    path = tmp_path / "result.json"
+    run("mpi", "--ranks", "2", "--sizes", "8", "1048576", "--rounds", "1", "--json", str(path))
+    result = json.loads(path.read_text())
+    measured = {(row["rival"], row["road"]) for row in result["rows"] if "samples" in row}
+    for rival in ("ncclpy processes", "ncclpy threads"):
+        assert {(rival, "all_reduce 8 B 2 ranks"), (rival, "broadcast 1 MiB 2 ranks")} <= measured
+    assert ("roofline", "all_reduce 1 MiB 2 ranks") in measured
+    assert {row["rival"]: row["missing"] for row in result["rows"] if "missing" in row} == {
+        "MPICH": "not given (--mpich PYTHON)",
+        "Open MPI": "not given (--openmpi PYTHON)",
+    }
+    assert {row["kept"] for row in targets.judge(result)} == {None}
+
+
 def test_import_time_is_measured(tmp_path):
     path = tmp_path / "result.json"
     run("import", "--rounds", "1", "--json", str(path))

@@ -60,9 +60,8 @@ def loops(flags, folder):
             found[key] = found.get(key, False) or record["kind"] == "success"
     names = sorted({name for name, _ in found})
     plain = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True, timeout=20)
-    plain = dict(
-        zip(names, plain.stdout.replace("ncclpy::host::(anonymous namespace)::", "").splitlines(), strict=True)
-    )
+    short = plain.stdout.replace("ncclpy::host::(anonymous namespace)::", "")
+    plain = dict(zip(names, short.splitlines(), strict=True))
     return {(plain[name], line): vectorised for (name, line), vectorised in found.items()}
 
 

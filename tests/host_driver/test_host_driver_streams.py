@@ -20,29 +20,8 @@ from driver_calls import (
     host_only,
     in_thread,
     joined,
-    opened,
     refused,
 )
-
-
-@pytest.fixture(scope="module")
-def driver():
-    return opened()
-
-
-@pytest.fixture(autouse=True)
-def first_device(driver):
-    driver.use(0)
-    yield
-    driver.use(0)
-    driver.cuCtxSynchronize()
-
-
-@pytest.fixture
-def two_devices(driver):
-    if driver.get("cuDeviceGetCount", ctypes.c_int) < 2:
-        pytest.skip("needs two devices")
-
 
 # Streams
 

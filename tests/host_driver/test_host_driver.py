@@ -7,6 +7,7 @@ import ctypes
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from driver_calls import (
@@ -27,32 +28,12 @@ from driver_calls import (
     host_only,
     in_thread,
     joined,
-    opened,
     refused,
 )
 
 
-@pytest.fixture(scope="module")
-def driver():
-    return opened()
-
-
-@pytest.fixture(autouse=True)
-def first_device(driver):
-    driver.use(0)
-    yield
-    driver.use(0)
-    driver.cuCtxSynchronize()
-
-
-@pytest.fixture
-def two_devices(driver):
-    if driver.get("cuDeviceGetCount", ctypes.c_int) < 2:
-        pytest.skip("needs two devices")
-
-
 def run_python(code, **environment):
-    tests = os.path.dirname(__file__)
+    tests = str(Path(__file__).parents[1])
     return subprocess.run(
         [sys.executable, "-c", f"import ctypes, os, sys\nfrom driver_calls import *\nd = Driver(PATH)\n{code}"],
         env={**os.environ, "PYTHONPATH": tests, "NCCLPY_TEST_DRIVER": PATH, **environment},

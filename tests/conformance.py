@@ -17,6 +17,7 @@ import ncclpy
 from ncclpy import DataType, ReduceOp
 from testing import DTYPES
 
+RANKS = (1, 2, 3, 4, 8)
 SIZES = (0, 1, 17, 1023)
 LARGE = 1 << 20
 GUARD = 16

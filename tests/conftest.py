@@ -50,24 +50,17 @@ def arrays():
 @pytest.fixture
 def comms2():
     """Yield two communicators of this process, one a device, and close what the test left open."""
-    yield from _communicators(2)
+    yield from testing.communicators(2)
 
 
 @pytest.fixture
 def comms4():
     """Yield four communicators of this process, one a device, and close what the test left open."""
-    yield from _communicators(4)
+    yield from testing.communicators(4)
 
 
 @pytest.fixture
 def comm1():
     """Yield the only communicator of a world of one rank."""
-    for comms in _communicators(1):
+    for comms in testing.communicators(1):
         yield comms[0]
-
-
-def _communicators(nranks):
-    testing.need_devices(nranks)
-    comms = ncclpy.Communicator.init_all(range(nranks))
-    yield comms
-    testing.close_all(comms)

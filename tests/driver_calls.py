@@ -40,12 +40,16 @@ _VALUES = {
 }
 
 
-def _argument_types(name):
-    parameters = re.search(rf"X\(CUresult, {name}, \((.*?)\)\)", _HEADER).group(1)
+def argument_types(parameters, values):
+    """Return ctypes' types for the parameters of a C prototype; what is not in `values` is a handle or a pointer."""
     if parameters == "void":
         return []
     types = [re.match(r"(.*?[* ])\w+$", parameter.strip()).group(1).strip() for parameter in parameters.split(",")]
-    return [_VALUES.get(kind, ctypes.c_void_p) for kind in types]  # handles and pointers are void*
+    return [values.get(kind, ctypes.c_void_p) for kind in types]
+
+
+def _parameters(name):
+    return re.search(rf"X\(CUresult, {name}, \((.*?)\)\)", _HEADER).group(1)
 
 
 class DriverError(Exception):
@@ -61,7 +65,7 @@ class Driver:
         self.library = ctypes.CDLL(path)
         self.kept = []  # callbacks must outlive their streams' work
         for name in NAMES:
-            getattr(self.library, name).argtypes = _argument_types(name)
+            getattr(self.library, name).argtypes = argument_types(_parameters(name), _VALUES)
 
     def __getattr__(self, name):
         function = getattr(self.library, name)

@@ -4,7 +4,7 @@ import ctypes
 import re
 from pathlib import Path
 
-from driver_calls import Driver
+from driver_calls import Driver, argument_types
 
 import ncclpy.abi
 
@@ -93,12 +93,8 @@ _VALUES = {
 }
 
 
-def _argument_types(name):
-    parameters = re.search(rf"X\(\d+, [\w ]+\*?, {name}, +\((.*?)\)\)", HEADER).group(1)
-    if parameters == "void":
-        return []
-    types = [re.match(r"\s*(.*?[* ])\w+$", parameter).group(1).strip() for parameter in parameters.split(",")]
-    return [_VALUES.get(kind, ctypes.c_void_p) for kind in types]  # handles and pointers are void*
+def _parameters(name):
+    return re.search(rf"X\(\d+, [\w ]+\*?, {name}, +\((.*?)\)\)", HEADER).group(1)
 
 
 class NcclError(Exception):
@@ -117,7 +113,7 @@ class Nccl:
         self.library = self.driver.library
         self.names = [name for name in NAMES if hasattr(self.library, name)]
         for name in self.names:
-            getattr(self.library, name).argtypes = _argument_types(name)
+            getattr(self.library, name).argtypes = argument_types(_parameters(name), _VALUES)
         for name in ("ncclGetErrorString", "ncclGetLastError"):
             getattr(self.library, name).restype = ctypes.c_char_p
 

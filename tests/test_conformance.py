@@ -9,16 +9,11 @@ import conformance
 import ncclpy
 import testing
 
-RANKS = (1, 2, 3, 4, 8)
 
-
-@pytest.fixture(scope="module", params=RANKS, ids="{}ranks".format)
+@pytest.fixture(scope="module", params=conformance.RANKS, ids="{}ranks".format)
 def comms(request):
     """Yield one set of communicators a number of ranks; threads and groups share it."""
-    testing.need_devices(request.param)
-    made = ncclpy.Communicator.init_all(range(request.param))
-    yield made
-    testing.close_all(made)
+    yield from testing.communicators(request.param)
 
 
 @pytest.mark.parametrize("collective", conformance.REDUCTIONS + conformance.MOVES)
@@ -38,7 +33,7 @@ def test_one_thread_group(comms, arrays, collective):
     assert not wrong, conformance.report(wrong)
 
 
-@pytest.mark.parametrize("nranks", RANKS)
+@pytest.mark.parametrize("nranks", conformance.RANKS)
 def test_processes(nranks):
     found = testing.run_processes(nranks, conformance.run_process, timeout=110)
     wrong = [message for messages in found for message in messages]

@@ -10,15 +10,10 @@ import ncclpy
 import testing
 from ncclpy import DataType
 
-RANKS = (1, 2, 3, 4, 8)
 
-
-@pytest.fixture(scope="module", params=RANKS, ids="{}ranks".format)
+@pytest.fixture(scope="module", params=conformance.RANKS, ids="{}ranks".format)
 def comms(request):
-    testing.need_devices(request.param)
-    made = ncclpy.Communicator.init_all(range(request.param))
-    yield made
-    testing.close_all(made)
+    yield from testing.communicators(request.param)
 
 
 @pytest.fixture(params=["threads", "group"])

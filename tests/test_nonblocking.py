@@ -42,18 +42,6 @@ def start(nranks, **options):
     return testing.run_with_deadline(make)
 
 
-def summed(lib, comms):
-    parts = [lib.make(np.full(3, 1 + comm.rank, np.float32), comm.device) for comm in comms]
-
-    def call():
-        with ncclpy.group():
-            for comm, part in zip(comms, parts, strict=True):
-                comm.all_reduce(lib.argument(part))
-
-    testing.run_with_deadline(call)
-    return [float(lib.read(part)[2]) for part in parts]
-
-
 def test_init_returns_before_the_other_rank_is_there():
     testing.need_devices(2)
     uid = ncclpy.get_unique_id()
@@ -79,7 +67,7 @@ def test_init_can_be_met_later(arrays):
     for comm in (first, second):
         testing.run_with_deadline(lambda comm=comm: comm.wait_ready(30), 40)
     assert [(comm.rank, comm.nranks, comm.device) for comm in (first, second)] == [(0, 2, 0), (1, 2, 1)]
-    assert summed(arrays, [first, second]) == [3, 3]
+    assert testing.summed(arrays, [first, second]) == [3, 3]
     testing.close_all([first, second])
 
 
@@ -130,7 +118,7 @@ def test_await_ready(arrays):
 
     comms, ticks = asyncio.run(main())
     assert ticks > 0
-    assert summed(arrays, comms) == [3, 3]
+    assert testing.summed(arrays, comms) == [3, 3]
     testing.close_all(comms)
 
 
@@ -163,14 +151,14 @@ def test_cancelling_ready_leaves_the_communicator_alone(arrays):
         return [first, second]
 
     comms = asyncio.run(main())
-    assert summed(arrays, comms) == [3, 3]
+    assert testing.summed(arrays, comms) == [3, 3]
     testing.close_all(comms)
 
 
 def test_a_call_waits_for_init(arrays):
     # No wait_ready: the first operation waits itself.
     comms = start(2)
-    assert summed(arrays, comms) == [3, 3]
+    assert testing.summed(arrays, comms) == [3, 3]
     testing.close_all(comms)
 
 
@@ -239,7 +227,7 @@ def test_group_of_blocking_and_nonblocking_is_refused(pair, comms2, arrays):
     with pytest.raises(ValueError, match="blocking"):
         testing.run_with_deadline(call)
     assert all(np.all(arrays.read(part) == 1) for part in parts)
-    assert summed(arrays, pair) == [3, 3] == summed(arrays, comms2)
+    assert testing.summed(arrays, pair) == [3, 3] == testing.summed(arrays, comms2)
 
 
 def test_events_are_recorded_after_the_operation_was_issued(pair, arrays):
@@ -308,7 +296,7 @@ def test_pending_split_cannot_be_dropped_under_nccl(pair, arrays):
     thread.join(30)
     assert not thread.is_alive()
     child.abort()
-    assert summed(arrays, pair) == [3, 3]
+    assert testing.summed(arrays, pair) == [3, 3]
 
 
 def test_pending_init_can_be_dropped():

@@ -233,6 +233,14 @@ def connect(comms) -> None:
         ncclpy.core.device.free(pointer)
 
 
+def communicators(nranks: int):
+    """Yield the communicators of `nranks` devices, once, for fixtures; then close what is still open."""
+    need_devices(nranks)
+    comms = ncclpy.Communicator.init_all(range(nranks))
+    yield comms
+    close_all(comms)
+
+
 def close_all(comms) -> None:
     """Close communicators of one process, each from its own thread, as their ranks would."""
     threads = [threading.Thread(target=comm.close, daemon=True) for comm in comms if not comm.closed]
@@ -456,9 +464,10 @@ def run_python(code: str, *, timeout: float = 60.0, env: dict | None = None, che
     return done
 
 
-def all_ones(lib, comms, expected=None):
-    """All-reduce ones over communicators of one thread; every rank must get their number."""
-    parts = [lib.make(np.ones(3, np.float32), comm.device) for comm in comms]
+def summed(lib, comms, values=None) -> list[float]:
+    """All-reduce a value a rank, its rank plus one unless given, from one thread; return every rank's sum."""
+    values = [1 + comm.rank for comm in comms] if values is None else values
+    parts = [lib.make(np.full(3, value, np.float32), comm.device) for value, comm in zip(values, comms, strict=True)]
 
     def call():
         with ncclpy.group():
@@ -466,8 +475,15 @@ def all_ones(lib, comms, expected=None):
                 comm.all_reduce(lib.argument(part))
 
     run_with_deadline(call)
-    for part in parts:
-        assert np.all(lib.read(part) == (len(comms) if expected is None else expected))
+    results = [lib.read(part) for part in parts]
+    assert all(np.all(result == result[0]) for result in results), results
+    return [float(result[0]) for result in results]
+
+
+def all_ones(lib, comms, expected=None):
+    """All-reduce ones over communicators of one thread; every rank must get their number."""
+    wanted = len(comms) if expected is None else expected
+    assert summed(lib, comms, [1] * len(comms)) == [wanted] * len(comms)
 
 
 def own_sum(lib, comm, value):

@@ -9,8 +9,8 @@ from sanitizers import ROOT, SANITIZERS, compiled, flags_of
 
 VARIANTS = {"baseline": []}
 if platform.machine() == "x86_64":
-    VARIANTS["avx2"] = ["-mavx2"]
-    VARIANTS["avx512"] = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
+    VARIANTS["avx2"] = ["-mavx2", "-mf16c"]
+    VARIANTS["avx512"] = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mf16c"]
 
 
 @pytest.mark.timeout(600)

@@ -19,13 +19,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        0 all right, 1 wrong results or a failure, 2 bad arguments, 130 interrupted.
+        0 all right, 1 wrong results, a failure or something stuck, 2 bad arguments or dumps, 130 interrupted.
     """
-    parser, perf = _parsers()
+    parser, perf, trace = _parsers()
     given = parser.parse_args(argv)
     try:
         if given.command == "info":
             return _info(given)
+        if given.command == "trace":
+            from ncclpy.cli.trace import command
+
+            return command.run(trace, given)
         return _perf(perf, given)
     except KeyboardInterrupt:
         print("\nncclpy: interrupted; the communicators were aborted", file=sys.stderr)
@@ -36,16 +40,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
-    from ncclpy.cli.perf.arguments import add_arguments
+def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser, argparse.ArgumentParser]:
+    from ncclpy.cli.perf import arguments as perf_arguments
+    from ncclpy.cli.trace import command as trace_command
 
-    parser = argparse.ArgumentParser(prog="ncclpy", description="NCCL for Python: look at it, measure it.")
+    parser = argparse.ArgumentParser(
+        prog="ncclpy", description="NCCL for Python: look at it, measure it, find what is stuck."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     info = commands.add_parser("info", help="what is loaded, from where, on which devices; and hints")
     info.add_argument("--json", action="store_true", help="print it as JSON")
     perf = commands.add_parser("perf", help="time a collective and check its results, as nccl-tests does")
-    add_arguments(perf)
-    return parser, perf
+    perf_arguments.add_arguments(perf)
+    trace = commands.add_parser("trace", help="what is stuck and on whom it waits, from the recorder's dumps")
+    trace_command.add_arguments(trace)
+    return parser, perf, trace
 
 
 def _info(given: argparse.Namespace) -> int:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
+from ncclpy.cli.files import require_matplotlib, writable
 from ncclpy.cli.perf.collectives import COLLECTIVES, Collective
 from ncclpy.cli.perf.datatypes import ALIASES, TYPES
 from ncclpy.cli.perf.sizes import parse_size
@@ -119,10 +119,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="abort when nothing moves for so long (default 600)",
     )
-    add(
-        "--json", "-J", "--output_file", type=_writable, metavar="FILE", help="write machine, versions and all results"
-    )
-    add("--plot", type=_writable, metavar="FILE", help="draw bus bandwidth and time (.png, .svg; needs matplotlib)")
+    add("--json", "-J", "--output_file", type=writable, metavar="FILE", help="write machine, versions and all results")
+    add("--plot", type=writable, metavar="FILE", help="draw bus bandwidth and time (.png, .svg; needs matplotlib)")
 
 
 def from_namespace(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Arguments:
@@ -139,8 +137,8 @@ def from_namespace(parser: argparse.ArgumentParser, given: argparse.Namespace) -
     nranks = given.ngpus * given.nthreads
     if given.root >= nranks:
         parser.error(f"-r {given.root}: there are {nranks} ranks, 0 to {nranks - 1}")
-    if given.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib, which is not installed: pip install 'ncclpy[perf]'")
+    if given.plot is not None:
+        require_matplotlib(parser, "--plot")
     return Arguments(
         collective=given.collective,
         minbytes=minbytes,
@@ -213,13 +211,3 @@ def _ops(text: str) -> tuple[str, ...]:
     if text not in OPS:
         raise argparse.ArgumentTypeError(f"{text!r} is no operator; there are {', '.join(OPS)} and all")
     return (text,)
-
-
-def _writable(text: str) -> Path:
-    """Open the file now: nobody wants to hear after an hour that it cannot be written."""
-    path = Path(text)
-    try:
-        path.open("a").close()
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: {error.strerror}") from None
-    return path

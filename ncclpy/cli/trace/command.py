@@ -1,0 +1,86 @@
+"""Run ``ncclpy trace``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ncclpy.cli.files import require_matplotlib, writable
+from ncclpy.cli.trace import report, stuck
+from ncclpy.cli.trace.dump import FORMAT, Dump, DumpError, read
+
+_EPILOG = """\
+Each DUMP is what one process's recorder wrote; give those of all processes to see which rank the others wait for.
+
+Exit status: 0 nothing is stuck or failed, 1 something is, 2 a dump that cannot be read, or bad arguments.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``ncclpy trace``."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EPILOG
+    parser.add_argument("dumps", nargs="+", type=Path, metavar="DUMP", help="a dump of the recorder (JSON)")
+    parser.add_argument("--all", action="store_true", help="print long lists whole, not only their first 20 lines")
+    parser.add_argument("--chrome", type=_output, metavar="FILE", help="write a trace for Perfetto or Chrome (JSON)")
+    parser.add_argument("--png", type=_output, metavar="FILE", help="draw the timeline (PNG; needs matplotlib)")
+
+
+def run(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
+    """Print what is stuck, write what was asked for, and return the exit status."""
+    if given.png is not None:
+        require_matplotlib(parser, "--png")
+    dumps: list[Dump] = []
+    unreadable = False
+    for path in given.dumps:
+        try:
+            dumps.append(read(path))
+        except DumpError as error:
+            unreadable = True
+            print(f"ncclpy trace: {error}", file=sys.stderr)
+    if not dumps:
+        return 2
+    dumps, older = latest(dumps)
+    for dump in older:
+        print(f"ncclpy trace: {dump.path} is left out: a later dump of {dump.process} is given", file=sys.stderr)
+    findings = stuck.find(dumps)
+    said = report.text(dumps, findings, everything=given.all)
+    encoding = sys.stdout.encoding or "utf-8"
+    print(said.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    try:
+        if given.chrome is not None:
+            from ncclpy.cli.trace.timeline import write_chrome
+
+            write_chrome(dumps, given.chrome)
+        if given.png is not None:
+            from ncclpy.cli.trace.picture import draw
+
+            draw(dumps, given.png)
+    except OSError as error:
+        print(f"ncclpy trace: {error.filename or 'the output'} cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
+    return 2 if unreadable else int(bool(findings))
+
+
+def latest(dumps: Sequence[Dump]) -> tuple[list[Dump], list[Dump]]:
+    """Divide dumps into the last one of each process and those before; a process is known by host and pid."""
+    last: dict[object, Dump] = {}
+    for dump in dumps:
+        known = dump.host is not None and dump.pid is not None
+        process = (dump.host, dump.pid) if known else dump
+        if process not in last or last[process].wall <= dump.wall:
+            last[process] = dump
+    kept = set(last.values())
+    return [dump for dump in dumps if dump in kept], [dump for dump in dumps if dump not in kept]
+
+
+def _output(text: str) -> Path:
+    """Refuse to write over a dump: ``--chrome a.json b.json`` may have been meant to read both."""
+    path = writable(text)
+    with path.open("rb") as file:
+        is_dump = path.is_file() and FORMAT.encode() in file.read(4096)
+    if is_dump:
+        raise argparse.ArgumentTypeError(f"{text!r} is a dump of the recorder; it is not written over")
+    return path

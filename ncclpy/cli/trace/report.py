@@ -1,0 +1,331 @@
+"""Say what was found, in lines for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timedelta, timezone
+
+from ncclpy.cli.trace.dump import Dump, Entry, Gathering
+from ncclpy.cli.trace.stuck import COUNTERPART, Findings, Last, Mismatch, Standstill, is_waiting
+
+SHOWN = 20
+_TOWARDS = {"broadcast": "from", "scatter": "from", "recv": "from", "reduce": "to", "gather": "to", "send": "to"}
+
+
+def text(dumps: Sequence[Dump], findings: Findings, *, everything: bool = False) -> str:
+    """Return the report.
+
+    Parameters
+    ----------
+    dumps
+        What was read, in the order in which it is to be named.
+    findings
+        What `stuck.find` says about them.
+    everything
+        Whether long lists are printed whole, and not only their first `SHOWN` lines.
+    """
+    limit = None if everything else SHOWN
+    communicators = {entry.communicator for dump in dumps for entry in dump.entries if entry.communicator is not None}
+    lines = [
+        f"# ncclpy trace: {_number(len(dumps), 'dump')}, {_number(len(communicators), 'communicator')}, "
+        f"{_number(sum(len(dump.entries) for dump in dumps), 'entry', 'entries')}",
+        "",
+        *_table([_header(dump) for dump in dumps]),
+    ]
+    if not findings:
+        return "\n".join([*lines, "", "nothing is stuck"])
+    if findings.gatherings:
+        rows = [_gathering(each) for each in sorted(findings.gatherings, key=_oldest)]
+        lines += ["", "gathering: participants have not arrived", *_limited(_table(rows, "  "), limit)]
+    if findings.pending:
+        lines += ["", "not launched", *_operations(findings.pending, limit)]
+    if findings.launched:
+        lines += ["", "launched and not completed", *_operations(findings.launched, limit)]
+    for standstill in findings.standstills[:limit]:
+        lines += ["", *_standstill(standstill, limit)]
+    for mismatch in findings.mismatches[:limit]:
+        lines += ["", *_mismatch(mismatch)]
+    if findings.failed:
+        lines += [
+            "",
+            "failed",
+            *_limited([line for group in _groups(findings.failed) for line in _failure(group)], limit),
+        ]
+    return "\n".join([*lines, "", _summary(findings)])
+
+
+def describe(entry: Entry) -> str:
+    """Return what was called, as "broadcast of 1024 float32 from rank 0"."""
+    said = entry.operation
+    if entry.count is not None:
+        said += f" of {entry.count} {entry.dtype or 'elements'}"
+    if entry.op is not None:
+        said += f" ({entry.op})"
+    if entry.root is not None and entry.root >= 0:
+        said += f" {_TOWARDS.get(entry.operation.split('_')[0], 'with root')} rank {entry.root}"
+    return said
+
+
+def clock(wall: float) -> str:
+    """Return a time of the wall clock in UTC, to the millisecond."""
+    when = datetime(1970, 1, 1, tzinfo=timezone.utc) + timedelta(seconds=wall)
+    return when.strftime("%Y-%m-%d %H:%M:%S.") + f"{when.microsecond // 1000:03d} UTC"
+
+
+def _header(dump: Dump) -> list[str]:
+    engine = "unknown engine" if dump.engine is None else f"{dump.engine} engine"
+    return [
+        str(dump.path),
+        dump.process,
+        engine,
+        f"NCCL {dump.nccl or 'of unknown version'}",
+        f"{len(dump.entries)} of {dump.recorded} entries",
+        f"written {clock(dump.wall)}",
+        "" if dump.reason is None else f"reason: {dump.reason}",
+    ]
+
+
+def _gathering(gathering: Gathering) -> list[str]:
+    arrived = "nobody has arrived"
+    if gathering.arrived:
+        arrived = f"arrived: {_listed(gathering.arrived)}"
+    if gathering.num_local is not None:
+        arrived += f" (of {gathering.num_local} local)"
+    return [
+        _seconds(gathering.dump.age(gathering.since)),
+        gathering.operation,
+        _short(gathering.key or "no key"),
+        arrived,
+        f"waits for {_awaited(gathering)}",
+        gathering.dump.process,
+    ]
+
+
+def _awaited(gathering: Gathering) -> str:
+    if gathering.waits_for:
+        return gathering.waits_for
+    return "participants" if gathering.missing is None else f"{gathering.missing} more participants"
+
+
+def _operations(entries: Iterable[Entry], limit: int | None) -> list[str]:
+    title = ["age", "operation", "bytes", "ranks", "devices", "communicator", "sequence", "process", "key"]
+    rows = []
+    for group in _groups(entries):
+        first = group[0]
+        rows.append(
+            [
+                _seconds(first.dump.age(_since(first))),
+                describe(first),
+                _known(first.nbytes),
+                _listed(entry.rank for entry in group),
+                _listed(entry.device for entry in group),
+                _known(first.communicator),
+                _known(first.sequence),
+                first.dump.process,
+                _short(first.key or "-"),
+            ]
+        )
+    lines = _table([title, *rows], "  ")
+    return [lines[0], *_limited(lines[1:], limit)]
+
+
+def _groups(entries: Iterable[Entry]) -> list[list[Entry]]:
+    """Put together what a process launched at once on several devices; the oldest first."""
+    groups: dict[object, list[Entry]] = {}
+    for entry in entries:
+        place = (id(entry.dump), entry.communicator, entry.sequence, entry.key, entry.launch, entry.error)
+        groups.setdefault((*place, describe(entry)), []).append(entry)
+    ordered = [sorted(group, key=lambda entry: -(entry.dump.age(_since(entry)) or 0)) for group in groups.values()]
+    return sorted(ordered, key=lambda group: -(group[0].dump.age(_since(group[0])) or 0))
+
+
+def _standstill(standstill: Standstill, limit: int | None) -> list[str]:
+    size = "" if standstill.nranks is None else f" ({_number(standstill.nranks, 'rank')})"
+    name = f"communicator {standstill.communicator}{size}"
+    if standstill.sequence is None:
+        ((rank, entry),) = standstill.launched.items()
+        lines = [
+            f"{name}: rank {rank} waits for rank {entry.root}",
+            f"  rank {rank} ({entry.dump.process}): {describe(entry)}, {_state(entry)}",
+        ]
+        missing = f"is not in a {COUNTERPART[entry.operation]}"
+    else:
+        lines = [f"{name}: sequence {standstill.sequence} {_reached(standstill)}"]
+        for same in _alike(standstill.launched):
+            lines.append(f"  launched by {_ranks(same)}: {describe(standstill.launched[same[0]])}")
+        missing = "has not launched it"
+    if standstill.beyond:
+        lines.append(f"  launched by {_ranks(standstill.beyond)}, and forgotten since")
+    for rank, last in list(standstill.missing.items())[:limit]:
+        lines += _missing(standstill, rank, last, missing)
+    if limit is not None and len(standstill.missing) > limit:
+        lines.append(f"  ... and {len(standstill.missing) - limit} more ranks are missing (--all shows them)")
+    if standstill.unseen:
+        lines.append(f"  unknown: {_spans(standstill.unseen)}; no dump given here has an entry of theirs")
+    return lines
+
+
+def _reached(standstill: Standstill) -> str:
+    if standstill.missing:
+        return f"waits for {_ranks(standstill.missing)}"
+    if standstill.unseen:
+        return "is launched by the ranks known here"
+    done = [rank for rank, entry in standstill.launched.items() if entry.state == "completed"]
+    return "is launched by every rank" + (f", completed by {_ranks(done)}" if done else ", completed by none")
+
+
+def _missing(standstill: Standstill, rank: int, last: Last, what: str) -> list[str]:
+    dump = last.place.dump
+    lines = [f"  missing: rank {rank} ({dump.process}) {what}"]
+    if last.launch is not None:
+        number = "" if last.launch.sequence is None else f"sequence {last.launch.sequence}, "
+        lines.append(f"    last on it: {number}{describe(last.launch)}, {_state(last.launch)}")
+    else:
+        lines.append("    last on it: nothing that is recorded")
+    lines.append(f"    now: {_now(dump, last.place.device)}")
+    others = [entry.dump.wall_time(entry.launched) for entry in standstill.launched.values() if entry.launched]
+    if others and dump.wall < min(others):
+        lines.append(f"    but its dump was written {min(others) - dump.wall:.3f} s before the others launched")
+    return lines
+
+
+def _now(dump: Dump, device: int | None) -> str:
+    """Say what a rank is doing: what it has begun, else what it did last."""
+    own = [entry for entry in dump.entries if device is None or entry.device == device]
+    begun = [entry for entry in own if entry.state in ("launched", "pending")]
+    doing = [
+        f"{describe(entry)}"
+        + (f" {_short(entry.key)}" if entry.key is not None else "")
+        + (f" on communicator {entry.communicator}" if entry.communicator is not None else "")
+        + f", {_state(entry)}"
+        for entry in begun
+    ]
+    doing += [
+        f"the process gathers {each.operation} {_short(each.key or 'without a key')} and waits for {_awaited(each)}"
+        for each in dump.gatherings
+        if is_waiting(each)
+    ]
+    if doing:
+        return "; ".join(doing[:3]) + (f"; and {len(doing) - 3} more" if len(doing) > 3 else "")
+    if not own:
+        return "nothing that is recorded"
+    return f"nothing in progress; last recorded was {describe(own[-1])}, {_state(own[-1])}"
+
+
+def _mismatch(mismatch: Mismatch) -> list[str]:
+    lines = [f"mismatch on communicator {mismatch.communicator} at sequence {mismatch.sequence}: ranks differ"]
+    for same in _alike(mismatch.entries):
+        processes = dict.fromkeys(mismatch.entries[rank].dump.process for rank in same)
+        verb = "calls" if len(same) == 1 else "call"
+        lines.append(f"  {_ranks(same)} {verb} {describe(mismatch.entries[same[0]])} ({', '.join(processes)})")
+    if mismatch.later:
+        lines.append(f"  and at {_number(mismatch.later, 'later sequence number')}")
+    return lines
+
+
+def _failure(group: list[Entry]) -> list[str]:
+    entry = group[0]
+    place = [
+        describe(entry),
+        _short(entry.key) if entry.key is not None else None,
+        _ranks(each.rank for each in group),
+    ]
+    place += [None if entry.communicator is None else f"communicator {entry.communicator}"]
+    place += [None if entry.sequence is None else f"sequence {entry.sequence}", entry.dump.process]
+    return [f"  {', '.join(filter(None, place))}: {_short(entry.error or 'no error was recorded', 300)}"]
+
+
+def _summary(findings: Findings) -> str:
+    counts = [
+        (len(findings.gatherings), "gathering", "gatherings"),
+        (len(findings.pending), "operation not launched", "operations not launched"),
+        (len(findings.launched), "operation not completed", "operations not completed"),
+        (len(findings.mismatches), "mismatch", "mismatches"),
+        (len(findings.failed), "failure", "failures"),
+    ]
+    said = [_number(count, one, many) for count, one, many in counts if count]
+    missing = sum(bool(each.missing) for each in findings.standstills)
+    said += [_number(missing, "standstill with ranks missing", "standstills with ranks missing")] * bool(missing)
+    only_failed = len(said) == 1 and bool(findings.failed)
+    return ("nothing is stuck now, but something has failed: " if only_failed else "stuck: ") + ", ".join(said)
+
+
+def _state(entry: Entry) -> str:
+    """Say how far an entry is, and since when."""
+    if entry.state == "pending":
+        return f"not launched for {_seconds(entry.dump.age(entry.created))}"
+    if entry.state == "launched":
+        return f"launched {_seconds(entry.dump.age(entry.launched))} ago and not completed"
+    when = entry.dump.age(entry.completed)
+    return entry.state if when is None else f"{entry.state} {_seconds(when)} ago"
+
+
+def _since(entry: Entry) -> float | None:
+    return entry.created if entry.launched is None else entry.launched
+
+
+def _oldest(gathering: Gathering) -> float:
+    return -(gathering.dump.age(gathering.since) or 0.0)
+
+
+def _alike(entries: Mapping[int, Entry]) -> list[list[int]]:
+    """Put together the ranks that call the same."""
+    alike: dict[str, list[int]] = {}
+    for rank, entry in entries.items():
+        alike.setdefault(describe(entry), []).append(rank)
+    return list(alike.values())
+
+
+def _ranks(ranks: Iterable[int | None]) -> str:
+    known = [rank for rank in ranks if rank is not None]
+    return ("rank " if len(known) == 1 else "ranks ") + _listed(known) if known else ""
+
+
+def _spans(spans: Sequence[range]) -> str:
+    more = f" and {len(spans) - SHOWN} more parts" if len(spans) > SHOWN else ""
+    one = len(spans) == 1 and spans[0].stop == spans[0].start + 1
+    return ("rank " if one else "ranks ") + ", ".join(map(_span, spans[:SHOWN])) + more
+
+
+def _span(span: range) -> str:
+    # Not len(), which has no more than 63 bits.
+    return str(span.start) if span.stop == span.start + 1 else f"{span.start}-{span.stop - 1}"
+
+
+def _listed(numbers: Iterable[int | None]) -> str:
+    """Return numbers as "0-3, 7"."""
+    spans: list[range] = []
+    for number in sorted({number for number in numbers if number is not None}):
+        if spans and number == spans[-1].stop:
+            spans[-1] = range(spans[-1].start, number + 1)
+        else:
+            spans.append(range(number, number + 1))
+    return ", ".join(map(_span, spans)) or "-"
+
+
+def _known(value: object) -> str:
+    return "-" if value is None else str(value)
+
+
+def _seconds(age: float | None) -> str:
+    return "?" if age is None else f"{age:.3f} s"
+
+
+def _short(text: str, most: int = 60) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def _number(count: int, one: str, many: str | None = None) -> str:
+    return f"{count} {one if count == 1 else many or one + 's'}"
+
+
+def _limited(lines: list[str], limit: int | None) -> list[str]:
+    if limit is None or len(lines) <= limit:
+        return lines
+    return [*lines[:limit], f"  ... and {len(lines) - limit} more (--all shows them)"]
+
+
+def _table(rows: list[list[str]], indent: str = "") -> list[str]:
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    cells = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return [(indent + line).rstrip() for line in cells]

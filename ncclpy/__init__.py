@@ -42,6 +42,9 @@ from ncclpy.core.library import library, use
 from ncclpy.core.resources import CustomOp, Registration
 from ncclpy.core.stream import Event, Stream, synchronize
 from ncclpy.core.types import AVG, MAX, MIN, PROD, SUM, DataType, ReduceOp, Result, UniqueId
+from ncclpy.engine import recorder
+from ncclpy.engine.work import Work
+from ncclpy.manager.manager import Manager
 
 if _typing.TYPE_CHECKING:
     from ncclpy import bindings
@@ -60,6 +63,7 @@ __all__ = [
     "DataType",
     "Event",
     "LibraryNotFound",
+    "Manager",
     "NcclAborted",
     "NcclError",
     "NcclRemoteError",
@@ -70,12 +74,14 @@ __all__ = [
     "Result",
     "Stream",
     "UniqueId",
+    "Work",
     "bindings",
     "device_count",
     "faults",
     "get_unique_id",
     "group",
     "library",
+    "recorder",
     "synchronize",
     "use",
 ]

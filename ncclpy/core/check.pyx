@@ -9,6 +9,14 @@ from ncclpy.core.errors import NcclError, NcclRemoteError, NcclTimeout
 
 cdef int raise_nccl(ncclResult_t result, const char* function, ncclComm_t comm) except -1 with gil:
     """Raise what `result` stands for, with NCCL's own last words on it."""
+    cdef const char* text = NULL
+    if nccl.ncclGetLastError != NULL:
+        text = nccl.ncclGetLastError(comm)
+    raise nccl_error(result, function, text)
+
+
+cdef object nccl_error(ncclResult_t result, const char* function, const char* last_words):
+    """Return the exception for a result code; `last_words` are what ncclGetLastError said when it was returned."""
     cdef const char* text
     cdef int code = <int>result
     reason = f"result {code}"
@@ -18,8 +26,7 @@ cdef int raise_nccl(ncclResult_t result, const char* function, ncclComm_t comm) 
         text = nccl.ncclGetErrorString(result)
         # A code from a newer NCCL has a text that says nothing ("unknown result code"); its number says more.
         reason = f"{text.decode(errors='replace')} (result {code})" if text != NULL else reason
-        text = nccl.ncclGetLastError(comm)
-        detail = text.decode(errors="replace").strip() if text != NULL else ""
+        detail = last_words.decode(errors="replace").strip() if last_words != NULL else ""
         version = library.library().version
     kind = NcclError
     if result == ncclRemoteError:
@@ -32,15 +39,20 @@ cdef int raise_nccl(ncclResult_t result, const char* function, ncclComm_t comm) 
         message += f"; last error: {detail}"
     if version is not None:
         message += f" [NCCL {'.'.join(map(str, version))}]"
-    raise kind(message, result=code, function=name, detail=detail, version=version)
+    return kind(message, result=code, function=name, detail=detail, version=version)
 
 
 cdef int raise_driver(CUresult result, const char* function) except -1 with gil:
     """Raise for a failed call of the CUDA driver."""
+    raise driver_error(result, function)
+
+
+cdef object driver_error(CUresult result, const char* function):
+    """Return the exception for a failed call of the CUDA driver."""
     cdef const char* name = NULL
     cdef const char* text = NULL
     if driver.cuGetErrorName != NULL:
         driver.cuGetErrorName(result, &name)
         driver.cuGetErrorString(result, &text)
     words = f"{name.decode()}: {text.decode()}" if name != NULL and text != NULL else "unknown error"
-    raise NcclError(f"{function.decode()}: {words} (CUresult {<int>result})", function=function.decode())
+    return NcclError(f"{function.decode()}: {words} (CUresult {<int>result})", function=function.decode())

@@ -37,7 +37,7 @@ cdef enum:
 cdef object _SUM = ReduceOp.SUM
 
 
-cdef object _type_name(const View* view):
+cdef object type_name(const View* view):
     """Name a data type as its owner does."""
     name = DataType(view.datatype).name.lower()
     if view.flavour == BOOLEAN:
@@ -55,7 +55,7 @@ cdef int writable(const View* view, str argument) except -1:
 
 cdef int same_type(const View* send, const View* recv) except -1:
     if send.datatype != recv.datatype or send.flavour != recv.flavour:
-        raise TypeError(f"recv: data type {_type_name(recv)} is not that of send, {_type_name(send)}")
+        raise TypeError(f"recv: data type {type_name(recv)} is not that of send, {type_name(send)}")
     return 0
 
 
@@ -64,7 +64,7 @@ cdef size_t elements(const View* view) noexcept:
     return view.count // 2 if view.flavour == COMPLEX else view.count
 
 
-cdef int _fits(const View* view, size_t times, const View* unit, str argument, str other, str what) except -1:
+cdef int fits(const View* view, size_t times, const View* unit, str argument, str other, str what) except -1:
     """Check that `view` holds `times` as many elements as `unit`."""
     if view.count != times * unit.count:
         need = f"{times} x {elements(unit)} = {times * elements(unit)}" if times != 1 else f"{elements(unit)}"
@@ -77,25 +77,44 @@ cdef size_t element_size(const View* view) noexcept:
     return view.nbytes // elements(view) if view.count else 0
 
 
+cdef int read_on_device(object obj, View* view, str argument, int device) except -1:
+    """Read a buffer and check that a rank on `device` can reach it."""
+    read_view(obj, view, argument)
+    if view.device == HOST_MEMORY:
+        if not host_engine:
+            raise ValueError(
+                f"{argument}: the array is in CPU memory, and NCCL needs device memory: pass a torch or CuPy array "
+                f"on device {device}, or run on the host engine (NCCLPY_LIBRARY=host)"
+            )
+    elif view.device >= 0 and view.device != device:
+        raise ValueError(f"{argument}: the array is on device {view.device}, this communicator on device {device}")
+    if view.datatype >= <int>ncclFloat8e4m3 and version_code() < 22403:
+        raise NcclUnsupported(f"{argument}: data type {type_name(view)} needs NCCL 2.24.3 or newer")
+    return 0
+
+
+cdef int op_number(object op, const View* view, int nranks) except -1:
+    """Return the number of one of NCCL's own operators for this data type."""
+    cdef int code = as_op(op) if op is not _SUM else SUM
+    if code < 0:
+        raise ValueError(f"op: {code} is no reduction operator")
+    if view.flavour == BOOLEAN:
+        if code == AVG:
+            raise ValueError("op: avg of bool has no meaning; convert to a number type")
+        return MAX if code == SUM else code  # any of them, without overflow
+    if view.flavour == COMPLEX and code != SUM and code != AVG:
+        raise ValueError(f"op: complex numbers know sum and avg only, not {op!r}")
+    if code == AVG and nranks == 1:
+        return SUM  # the same; NCCL up to 2.30 refuses to average the 8-bit floats of one rank
+    return code
+
+
 cdef class Collectives(Creation):
     """Check arguments and submit one NCCL call each; `Communicator` is the class to use."""
 
     cdef int read(self, object obj, View* view, str argument) except -1:
         """Read a buffer and check that this communicator can reach it."""
-        read_view(obj, view, argument)
-        if view.device == HOST_MEMORY:
-            if not host_engine:
-                raise ValueError(
-                    f"{argument}: the array is in CPU memory, and NCCL needs device memory: pass a torch or CuPy array "
-                    f"on device {self.device}, or run on the host engine (NCCLPY_LIBRARY=host)"
-                )
-        elif view.device >= 0 and view.device != self.device:
-            raise ValueError(
-                f"{argument}: the array is on device {view.device}, this communicator on device {self.device}"
-            )
-        if view.datatype >= <int>ncclFloat8e4m3 and version_code() < 22403:
-            raise NcclUnsupported(f"{argument}: data type {_type_name(view)} needs NCCL 2.24.3 or newer")
-        return 0
+        return read_on_device(obj, view, argument, self.device)
 
     cdef int op_code(self, object op, const View* view) except -1:
         """Return the operator's number for this data type."""
@@ -105,20 +124,9 @@ cdef class Collectives(Creation):
             if (<CustomOp>op).comm is not self:
                 raise ValueError("op: this operator was made for another communicator")
             if (<CustomOp>op).datatype != view.datatype or view.flavour == BOOLEAN:
-                raise TypeError(f"op: this operator was made for {op!r}, not for {_type_name(view)}")
+                raise TypeError(f"op: this operator was made for {op!r}, not for {type_name(view)}")
             return code
-        code = as_op(op) if op is not _SUM else SUM
-        if code < 0:
-            raise ValueError(f"op: {code} is no reduction operator")
-        if view.flavour == BOOLEAN:
-            if code == AVG:
-                raise ValueError("op: avg of bool has no meaning; convert to a number type")
-            return MAX if code == SUM else code  # any of them, without overflow
-        if view.flavour == COMPLEX and code != SUM and code != AVG:
-            raise ValueError(f"op: complex numbers know sum and avg only, not {op!r}")
-        if code == AVG and self.nranks == 1:
-            return SUM  # the same; NCCL up to 2.30 refuses to average the 8-bit floats of one rank
-        return code
+        return op_number(op, view, self.nranks)
 
     cdef int root_rank(self, int root, str argument) except -1:
         if root < 0 or root >= self.nranks:
@@ -193,7 +201,7 @@ cdef class Collectives(Creation):
             writable(&r, "recv")
             same_type(&s, &r)
             if r.count != s.count:
-                _fits(&r, 1, &s, "recv", "send", "all_reduce")
+                fits(&r, 1, &s, "recv", "send", "all_reduce")
             o.recv = r.pointer
         o.kind = ALL_REDUCE
         o.send = s.pointer
@@ -232,7 +240,7 @@ cdef class Collectives(Creation):
                 self.read(recv, &r, "recv")
                 writable(&r, "recv")
                 same_type(&s, &r)
-                _fits(&r, 1, &s, "recv", "send", "reduce")
+                fits(&r, 1, &s, "recv", "send", "reduce")
                 o.recv = r.pointer
         o.kind = REDUCE
         o.send = s.pointer
@@ -271,7 +279,7 @@ cdef class Collectives(Creation):
             if self.rank == root:
                 self.read(send, &s, "send")
                 same_type(&s, &r)
-                _fits(&r, 1, &s, "recv", "send", "broadcast")
+                fits(&r, 1, &s, "recv", "send", "broadcast")
             else:
                 s = r
         o.kind = BROADCAST
@@ -300,7 +308,7 @@ cdef class Collectives(Creation):
         self.read(recv, &r, "recv")
         writable(&r, "recv")
         same_type(&s, &r)
-        _fits(&r, self.nranks, &s, "recv", "send", "all_gather")
+        fits(&r, self.nranks, &s, "recv", "send", "all_gather")
         o.kind = ALL_GATHER
         o.send = s.pointer
         o.recv = r.pointer
@@ -329,7 +337,7 @@ cdef class Collectives(Creation):
         self.read(recv, &r, "recv")
         writable(&r, "recv")
         same_type(&s, &r)
-        _fits(&s, self.nranks, &r, "send", "recv", "reduce_scatter")
+        fits(&s, self.nranks, &r, "send", "recv", "reduce_scatter")
         o.kind = REDUCE_SCATTER
         o.send = s.pointer
         o.recv = r.pointer
@@ -357,7 +365,7 @@ cdef class Collectives(Creation):
         self.read(recv, &r, "recv")
         writable(&r, "recv")
         same_type(&s, &r)
-        _fits(&r, 1, &s, "recv", "send", "all_to_all")
+        fits(&r, 1, &s, "recv", "send", "all_to_all")
         if elements(&s) % self.nranks:
             raise ValueError(f"send: all_to_all needs a multiple of {self.nranks} elements, got {elements(&s)}")
         if s.pointer == r.pointer and s.count:
@@ -401,7 +409,7 @@ cdef class Collectives(Creation):
             self.read(recv, &r, "recv")
             writable(&r, "recv")
             same_type(&s, &r)
-            _fits(&r, self.nranks, &s, "recv", "send", "gather")
+            fits(&r, self.nranks, &s, "recv", "send", "gather")
             o.recv = r.pointer
         if nccl.ncclGather == NULL:
             each = [elements(&s) if peer == root else 0 for peer in range(self.nranks)]
@@ -444,7 +452,7 @@ cdef class Collectives(Creation):
                 raise ValueError("send: the root of a scatter needs a buffer")
             self.read(send, &s, "send")
             same_type(&s, &r)
-            _fits(&s, self.nranks, &r, "send", "recv", "scatter")
+            fits(&s, self.nranks, &r, "send", "recv", "scatter")
             o.send = s.pointer
         if nccl.ncclScatter == NULL:
             each = [elements(&r) if peer == root else 0 for peer in range(self.nranks)]

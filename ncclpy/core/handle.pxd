@@ -6,6 +6,7 @@ cdef extern from "pthread.h" nogil:
         pass
     int pthread_mutex_lock(pthread_mutex_t*)
     int pthread_mutex_unlock(pthread_mutex_t*)
+    int pthread_mutex_trylock(pthread_mutex_t*)
 
 # States of a communicator. Only READY takes operations without a second look.
 cdef enum:
@@ -52,6 +53,7 @@ cdef class Handle:
     cdef int unborn(self) except -1
     cdef int check_alive(self) except -1
     cdef ncclResult_t poll_once(self) noexcept nogil
+    cdef ncclResult_t peek(self) noexcept nogil
     cdef int finish(self, str what, double deadline) except -1
     cdef int wait_stream(self, CUstream stream, str what, double deadline) except -1
     cdef int give_up(self, str what, double timeout) except -1

@@ -128,6 +128,16 @@ cdef class Handle:
         self.unlock()
         return state if result == ncclSuccess else result
 
+    cdef ncclResult_t peek(self) noexcept nogil:
+        """Ask NCCL once how the communicator is, unless that would have to wait; success where it is not known."""
+        cdef ncclResult_t state = ncclSuccess
+        if self.state != READY or nccl.ncclCommGetAsyncError == NULL or pthread_mutex_trylock(&self.mutex) != 0:
+            return ncclSuccess
+        if self.raw != NULL and nccl.ncclCommGetAsyncError(self.raw, &state) != ncclSuccess:
+            state = ncclSuccess
+        self.unlock()
+        return ncclSuccess if state == ncclInProgress else state
+
     cdef int finish(self, str what, double deadline) except -1:
         """Poll until the communicator has left ncclInProgress; past the deadline abort it and raise NcclTimeout."""
         cdef ncclResult_t result

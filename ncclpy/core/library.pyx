@@ -142,6 +142,11 @@ def library():
     return _library
 
 
+def loaded():
+    """Return the `Library` as `library` does, or None before the first use: it loads nothing."""
+    return _library
+
+
 def decode_version(code):
     """Return ``(major, minor, patch)`` of an `NCCL_VERSION_CODE`; codes up to 2.8 have one digit less."""
     if code < 10000:

@@ -1,0 +1,1 @@
+"""What runs under managers and process groups: work handles, the monitor, launch order, plans, the recorder."""

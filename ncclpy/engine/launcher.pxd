@@ -1,0 +1,59 @@
+from cpython.ref cimport PyObject
+
+from ncclpy.abi.driver cimport CUcontext, CUevent, CUstream, CUresult
+from ncclpy.abi.nccl cimport ncclResult_t
+from ncclpy.core.handle cimport Handle
+from ncclpy.core.operation cimport Operation
+from ncclpy.engine.native cimport ncclpy_job
+from ncclpy.engine.work cimport Work
+
+
+# One participant's part of a launch.
+cdef struct Part:
+    Operation operation
+    PyObject* handle  # a Handle, which the work (or the plan) keeps
+    PyObject* work  # a Work, with a reference that goes to the monitor; NULL in a plan
+    CUcontext context
+    CUevent ready  # the stream waits for it first, or NULL
+    CUevent began
+    CUevent done
+
+
+# What one lane does of a launch: its parts, in one NCCL group if there are several.
+cdef struct Batch:
+    ncclpy_job job  # first, so that it is the batch's address
+    Part* parts
+    size_t count
+    int* remaining  # batches of this launch that have not run, or NULL if nobody waits for that
+    ncclResult_t result
+    size_t failed  # the part that failed; count for the group's end
+    CUresult driver
+    char* text
+
+
+cdef class Launch:
+    cdef readonly long long id
+    cdef Part* parts
+    cdef Batch* batches
+    cdef size_t count
+    cdef size_t capacity
+    cdef size_t nbatches
+    cdef list works
+    cdef size_t unsettled
+    cdef object owner
+    cdef bint failing
+
+    cdef int add(self, Work work, Handle handle, const Operation* operation, CUevent ready) except -1
+    cdef Part* _room(self, Handle handle, const Operation* operation, CUevent ready) except NULL
+    cdef int add_before(self, Handle handle, const Operation* operation, CUevent ready) except -1
+    cdef int start(self) except -1
+
+
+cdef int lane_of(int device) except -1
+cdef int lanes() except -1
+# Divide parts, which stand in the order of their lanes, into batches.
+cdef size_t divide(Part* parts, size_t count, Batch* batches) except? 0
+# Put batches on their lanes in one order for all launches of the process.
+cdef int push(Batch* batches, size_t count) except -1
+cdef void run_batch(Batch* batch) noexcept nogil
+cdef bint lane_idle(int device) noexcept nogil

@@ -1,0 +1,408 @@
+"""Launches: operations that belong together go to their devices at once, in one order on all of them.
+
+Each device belongs to a lane, a native thread with a first-in-first-out queue that never takes the GIL; where there
+are fewer cores than devices, several devices share one. A launch is put on all its lanes under one lock, so any two
+launches come in the same order on every device that they share, and cannot wait for each other.
+"""
+
+import atexit
+import os
+import threading
+
+from cpython.ref cimport Py_INCREF, PyObject
+from libc.stdlib cimport calloc, free, malloc, realloc
+from libc.string cimport memset
+
+from ncclpy.abi.driver cimport CU_EVENT_WAIT_DEFAULT, CUDA_SUCCESS
+from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
+from ncclpy.core.device cimport context_of
+from ncclpy.core.handle cimport (
+    ABORT_DEADLINE,
+    FOREVER,
+    WAS_ABORTED,
+    abort_handles,
+    now,
+    pthread_mutex_lock,
+    pthread_mutex_t,
+    pthread_mutex_unlock,
+)
+from ncclpy.core.library cimport driver, nccl, require
+from ncclpy.core.operation cimport NOT_THERE, issue
+from ncclpy.engine.events cimport take_event
+from ncclpy.engine.monitor cimport Watched, ensure_running, hand_over
+from ncclpy.engine.native cimport add, lane_push, lane_start, load, ncclpy_lane, store, wake
+from ncclpy.engine.recorder cimport LAUNCHED, PENDING
+
+from ncclpy.core import device as _device
+
+cdef extern from "pthread.h" nogil:
+    int pthread_mutex_init(pthread_mutex_t*, void*)
+
+cdef extern from "sched.h" nogil:
+    int sched_yield()
+
+cdef extern from "string.h" nogil:
+    char* strdup(const char*)
+
+# How long a lane spins for the next launch before it sleeps, in seconds.
+cdef double _SPIN = 50e-6
+
+cdef ncclpy_lane** _lanes = NULL
+cdef int _count = 0
+cdef pthread_mutex_t _order  # of the launches on all lanes
+pthread_mutex_init(&_order, NULL)
+cdef long long _launches = 0
+
+
+cdef int lanes() except -1:
+    """Return how many lanes there are: one a device, but one core is left to Python."""
+    global _lanes, _count
+    cdef ncclpy_lane** made
+    if _count == 0:
+        wanted = max(1, min(_device.device_count(), len(os.sched_getaffinity(0)) - 1))
+        made = <ncclpy_lane**>calloc(wanted, sizeof(ncclpy_lane*))
+        if made == NULL:
+            raise MemoryError
+        _lanes = made
+        _count = wanted
+    return _count
+
+
+cdef int lane_of(int device) except -1:
+    """Return the lane of a device, with its thread started."""
+    cdef int number = device % lanes()
+    if _lanes[number] == NULL:
+        _lanes[number] = lane_start(_SPIN)
+        if _lanes[number] == NULL:
+            raise RuntimeError("no thread can be started for launching: the process or the system has too many")
+    return number
+
+
+cdef bint lane_idle(int device) noexcept nogil:
+    """Return whether nothing is under way on the lane of a device."""
+    cdef ncclpy_lane* lane = _lanes[device % _count] if _count else NULL
+    return lane == NULL or load(&lane.pending) == 0
+
+
+cdef size_t divide(Part* parts, size_t count, Batch* batches) except? 0:
+    """Fill `batches` from parts that stand in the order of their lanes; return how many there are."""
+    cdef size_t i, n = 0
+    cdef int lane, last = -1
+    for i in range(count):
+        lane = lane_of((<Handle>parts[i].handle).device)
+        if lane != last:
+            memset(&batches[n], 0, sizeof(Batch))
+            batches[n].parts = &parts[i]
+            n += 1
+            last = lane
+        batches[n - 1].count += 1
+    return n
+
+
+cdef int push(Batch* batches, size_t count) except -1:
+    """Put batches on their lanes."""
+    cdef size_t i
+    for i in range(count):
+        lane_of((<Handle>batches[i].parts[0].handle).device)
+    with nogil:
+        pthread_mutex_lock(&_order)
+        for i in range(count):
+            lane_push(_lanes[(<Handle>batches[i].parts[0].handle).device % _count], &batches[i].job)
+        pthread_mutex_unlock(&_order)
+    return 0
+
+
+cdef void run_batch(Batch* batch) noexcept nogil:
+    """Make the calls of a batch and record the events behind them."""
+    cdef size_t i
+    cdef Part* part
+    cdef bint grouped = batch.count > 1
+    cdef ncclResult_t ended
+    batch.result = ncclSuccess
+    batch.driver = CUDA_SUCCESS
+    batch.failed = batch.count
+    for i in range(batch.count):
+        part = &batch.parts[i]
+        batch.driver = _prepare(part)
+        if batch.driver != CUDA_SUCCESS:
+            batch.failed = i
+            return
+    _lock(batch)
+    for i in range(batch.count):
+        part = &batch.parts[i]
+        part.operation.comm = (<Handle>part.handle).raw
+        if part.operation.comm == NULL:
+            batch.result = <ncclResult_t>WAS_ABORTED
+            batch.failed = i
+    if batch.result == ncclSuccess and grouped:
+        batch.result = nccl.ncclGroupStart() if nccl.ncclGroupStart != NULL else <ncclResult_t>NOT_THERE
+    if batch.result == ncclSuccess:
+        for i in range(batch.count):
+            batch.result = issue(&batch.parts[i].operation)
+            if batch.result != ncclSuccess and batch.result != ncclInProgress:
+                batch.failed = i
+                break
+        if grouped:
+            ended = nccl.ncclGroupEnd()
+            if batch.failed == batch.count:
+                batch.result = ended
+    _unlock(batch)
+    if batch.result == ncclInProgress:
+        batch.result = _finish(batch)
+    if batch.result != ncclSuccess:
+        if nccl.ncclGetLastError != NULL and batch.result > 0:
+            batch.text = strdup(nccl.ncclGetLastError(NULL))
+        return
+    for i in range(batch.count):
+        part = &batch.parts[i]
+        if part.done != NULL:
+            batch.driver = driver.cuEventRecord(part.done, part.operation.stream)
+            if batch.driver != CUDA_SUCCESS:
+                batch.failed = i
+                return
+
+
+cdef CUresult _prepare(Part* part) noexcept nogil:
+    """Let the stream wait for the input, with the device current; note the time if it is asked for."""
+    cdef CUresult result = CUDA_SUCCESS
+    if part.context != NULL:
+        result = driver.cuCtxSetCurrent(part.context)
+    if result == CUDA_SUCCESS and part.ready != NULL:
+        result = driver.cuStreamWaitEvent(part.operation.stream, part.ready, CU_EVENT_WAIT_DEFAULT)
+    if result == CUDA_SUCCESS and part.began != NULL:
+        result = driver.cuEventRecord(part.began, part.operation.stream)
+    return result
+
+
+cdef void _lock(Batch* batch) noexcept nogil:
+    """Take the locks of the communicators, each once. Parts stand in the order of their handles' addresses."""
+    cdef size_t i
+    for i in range(batch.count):
+        if i == 0 or batch.parts[i].handle != batch.parts[i - 1].handle:
+            (<Handle>batch.parts[i].handle).lock()
+
+
+cdef void _unlock(Batch* batch) noexcept nogil:
+    cdef size_t i
+    for i in range(batch.count):
+        if i == 0 or batch.parts[i].handle != batch.parts[i - 1].handle:
+            (<Handle>batch.parts[i].handle).unlock()
+
+
+cdef ncclResult_t _finish(Batch* batch) noexcept nogil:
+    """Poll the communicators of the batch until all have left ncclInProgress. Abort ends it."""
+    cdef size_t i
+    cdef ncclResult_t result
+    for i in range(batch.count):
+        while True:
+            result = (<Handle>batch.parts[i].handle).poll_once()
+            if result != ncclInProgress:
+                break
+            sched_yield()
+        if result != ncclSuccess:
+            batch.failed = i
+            return result
+    return ncclSuccess
+
+
+cdef void _run_works(ncclpy_job* job) noexcept nogil:
+    """Run a batch whose parts have works, and hand those to the monitor."""
+    cdef Batch* batch = <Batch*>job
+    cdef size_t i, n = 0, count = batch.count
+    cdef Part* part
+    cdef Watched few[16]
+    cdef Watched* some = &few[0]
+    cdef double moment
+    if count > 16:
+        some = <Watched*>malloc(count * sizeof(Watched))
+    run_batch(batch)
+    moment = now()
+    for i in range(count):
+        part = &batch.parts[i]
+        if part.work == NULL:
+            continue
+        some[n].work = part.work
+        some[n].event = part.done
+        some[n].stream = part.operation.stream
+        some[n].limit = (<Work>part.work).limit
+        some[n].kind = part.operation.kind
+        some[n].result = batch.result
+        some[n].driver = batch.driver
+        some[n].text = NULL
+        n += 1
+        (<Work>part.work).entry.launched = moment
+        if batch.result == ncclSuccess and batch.driver == CUDA_SUCCESS:
+            (<Work>part.work).entry.state = LAUNCHED
+            store(&(<Work>part.work).phase, LAUNCHED)
+            if load(&(<Work>part.work).sleepers):
+                wake(&(<Work>part.work).phase)
+    some[0].text = batch.text
+    # From here on the launch, its batches and its parts may be gone: the works held them.
+    hand_over(some, n)
+    if count > 16:
+        free(some)
+
+
+cdef class Launch:
+    """Operations of several devices that are launched together and share their fate.
+
+    Parameters
+    ----------
+    owner : object
+        Its ``launch_failed(launch, error)`` and ``launch_done(launch)`` are called in the thread that finds out.
+    """
+
+    def __cinit__(self, owner):
+        global _launches
+        self.owner = owner
+        self.works = []
+        self.id = _launches
+        _launches += 1
+
+    def __dealloc__(self):
+        free(self.parts)
+        free(self.batches)
+
+    cdef int add(self, Work work, Handle handle, const Operation* operation, CUevent ready) except -1:
+        """Add a participant's operation; its work keeps communicator and buffers."""
+        cdef Part* part = self._room(handle, operation, ready)
+        part.work = <PyObject*>work
+        if work.timed and work.began == NULL:
+            work.began = take_event(work.device, True)
+        part.began = work.began
+        if work.done == NULL:
+            work.done = take_event(work.device, work.timed)
+        part.done = work.done
+        work.stream = operation.stream
+        work.handle = handle
+        work.entry.launch = self.id
+        self.works.append(work)
+        return 0
+
+    cdef Part* _room(self, Handle handle, const Operation* operation, CUevent ready) except NULL:
+        """Return another part, filled in but for its work."""
+        cdef Part* part
+        cdef void* grown
+        if self.count == self.capacity:
+            self.capacity = self.capacity * 2 if self.capacity else 8
+            grown = realloc(self.parts, self.capacity * sizeof(Part))
+            if grown == NULL:
+                raise MemoryError
+            self.parts = <Part*>grown
+        part = &self.parts[self.count]
+        memset(part, 0, sizeof(Part))
+        part.operation = operation[0]
+        part.handle = <PyObject*>handle
+        part.context = context_of(handle.device)
+        part.ready = ready
+        self.count += 1
+        return part
+
+    cdef int add_before(self, Handle handle, const Operation* operation, CUevent ready) except -1:
+        """Add an operation that has no work of its own: that of the next one on this communicator is for both."""
+        self._room(handle, operation, ready)
+        return 0
+
+    cdef int start(self) except -1:
+        """Put the launch on its lanes."""
+        cdef size_t i
+        cdef Work work
+        require(<void*>nccl.ncclGroupStart, b"ncclGroupStart")
+        ensure_running()
+        _sort(self.parts, self.count)
+        self.batches = <Batch*>malloc(self.count * sizeof(Batch))
+        if self.batches == NULL:
+            raise MemoryError
+        self.nbatches = divide(self.parts, self.count, self.batches)
+        for i in range(self.nbatches):
+            self.batches[i].job.run = _run_works
+        self.unsettled = len(self.works)
+        for work in self.works:
+            Py_INCREF(work)
+            work.launch = self
+        push(self.batches, self.nbatches)
+        return 0
+
+    def settled(self, Work work not None):
+        """Note that one of the works is done."""
+        self.unsettled -= 1
+        if self.unsettled == 0:
+            self.works = []
+            owner, self.owner = self.owner, None
+            owner.launch_done(self)
+
+    def fail(self, error):
+        """Fail all works with one error and abort their communicators: their siblings wait for them on the device."""
+        if self.failing:
+            return
+        self.failing = True
+        works, owner = list(self.works), self.owner
+        handles = list({id((<Work>work).handle): (<Work>work).handle for work in works if (<Work>work).handle is not None}.values())
+        for work in works:
+            (<Work>work).settle(error)
+        owner.launch_failed(self, error)
+        abort_aside(handles, f"a launch failed: {error}")
+
+
+cdef void _sort(Part* parts, size_t count) noexcept:
+    """Order parts by lane, then by communicator; there are few, and mostly they are in order."""
+    cdef size_t i, j
+    cdef Part moving
+    for i in range(1, count):
+        moving = parts[i]
+        j = i
+        while j > 0 and _before(&moving, &parts[j - 1]):
+            parts[j] = parts[j - 1]
+            j -= 1
+        parts[j] = moving
+
+
+cdef bint _before(const Part* a, const Part* b) noexcept:
+    cdef int first = (<Handle>a.handle).device % _count if _count else 0
+    cdef int second = (<Handle>b.handle).device % _count if _count else 0
+    return first < second or (first == second and a.handle < b.handle)
+
+
+def abort_aside(handles, reason):
+    """Abort communicators together in a thread of their own, which nobody waits for.
+
+    Parameters
+    ----------
+    handles : list of Communicator
+        Those that are aborted or closed already are passed over.
+    reason : str
+        For the warning, should NCCL not come back.
+
+    Returns
+    -------
+    threading.Thread
+    """
+    thread = threading.Thread(target=_abort, args=(handles, reason), name="ncclpy-abort-aside", daemon=True)
+    thread.start()
+    return thread
+
+
+def _abort(handles, reason):
+    abort_handles(handles, ABORT_DEADLINE, reason)
+
+
+@atexit.register
+def _end_of_process():
+    """Give what is being launched a moment: a process should not end inside a call of NCCL."""
+    cdef double end = now() + 1.0
+    cdef int i
+    for i in range(_count):
+        while _lanes[i] != NULL and load(&_lanes[i].pending) and now() < end:
+            with nogil:
+                sched_yield()
+
+
+def _forked():
+    """In the child the lanes' threads do not exist."""
+    global _lanes, _count
+    _lanes = NULL
+    _count = 0
+    pthread_mutex_init(&_order, NULL)
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -1,0 +1,3 @@
+from collections.abc import Callable
+
+def call_at(when: float, callback: Callable[[], object]) -> None: ...

@@ -1,0 +1,354 @@
+"""The monitor: one thread of the process that sees works to their end.
+
+It sleeps until a lane hands over what it has launched, then asks for the events of those works, first come first
+served on each stream, without the GIL. It takes the GIL to complete works and run their callbacks, to look after
+communicators and deadlines every now and then, and for timers. It raises into nowhere: what goes wrong is the works'.
+"""
+
+import atexit
+import heapq
+import os
+import sys
+import threading
+
+from cpython.ref cimport Py_DECREF
+from cython.operator cimport dereference, preincrement
+from libc.stdint cimport uintptr_t
+from libc.stdlib cimport free
+from libcpp.deque cimport deque
+from libcpp.unordered_map cimport unordered_map
+from libcpp.vector cimport vector
+
+from ncclpy.abi.driver cimport (
+    CU_STREAM_CAPTURE_MODE_RELAXED,
+    CUDA_ERROR_NOT_READY,
+    CUDA_SUCCESS,
+    CUstreamCaptureMode,
+)
+from ncclpy.abi.nccl cimport ncclResult_t, ncclSuccess
+from ncclpy.core.check cimport driver_error, nccl_error
+from ncclpy.core.device cimport enter_device
+from ncclpy.core.handle cimport (
+    ABORTED,
+    FOREVER,
+    WAS_ABORTED,
+    Handle,
+    pthread_mutex_lock,
+    pthread_mutex_t,
+    pthread_mutex_unlock,
+)
+from ncclpy.core.library cimport driver
+from ncclpy.core.operation cimport NOT_THERE, function_of
+from ncclpy.engine.native cimport load, now, sharp_timers, sleep_on
+from ncclpy.engine.work cimport Work, bell, due, ring, take_settled
+
+from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, NcclUnsupported
+
+cdef extern from "pthread.h" nogil:
+    int pthread_mutex_init(pthread_mutex_t*, void*)
+
+cdef extern from "sched.h" nogil:
+    int sched_yield()
+
+# How often communicators and deadlines are looked after while works are on their way.
+cdef double _ROUND = 0.02
+
+# What the thread leaves behind at exit has so long to end.
+_PATIENCE = 2.0
+
+
+# Works of one stream in their order; they end in it.
+cdef struct Line:
+    deque[Watched] works
+    double soonest  # no later than the first deadline among them
+
+
+cdef pthread_mutex_t _mutex
+pthread_mutex_init(&_mutex, NULL)
+cdef vector[Watched] _inbox  # guarded by _mutex
+cdef unordered_map[uintptr_t, Line] _lines  # the thread's own
+cdef vector[Watched] _ended  # the thread's own
+
+cdef bint _stop = False
+cdef double _next_timer = FOREVER
+cdef list _timers = []
+cdef long long _timers_made = 0
+_thread = None
+
+
+cdef void hand_over(const Watched* some, size_t count) noexcept nogil:
+    """Give works to the monitor; without the GIL. It must be running."""
+    cdef size_t i
+    pthread_mutex_lock(&_mutex)
+    for i in range(count):
+        _inbox.push_back(some[i])
+    pthread_mutex_unlock(&_mutex)
+    ring()
+
+
+cdef int ensure_running() except -1:
+    """Start the thread at its first use in this process."""
+    global _thread
+    if _thread is not None:
+        return 0
+    _thread = threading.Thread(target=_main, name="ncclpy-monitor", daemon=True)
+    try:
+        _thread.start()
+    except BaseException:
+        _thread = None
+        raise
+    return 0
+
+
+def call_at(double when, callback):
+    """Have the monitor call `callback()` at a moment of the monotonic clock, or soon after it.
+
+    Parameters
+    ----------
+    when : float
+        Seconds, as `time.monotonic` counts.
+    callback : callable
+        It runs in the monitor's thread and must not block; a weak method if it is not to keep its owner alive.
+    """
+    global _next_timer, _timers_made
+    ensure_running()
+    _timers_made += 1
+    heapq.heappush(_timers, (when, _timers_made, callback))
+    if when < _next_timer:
+        _next_timer = when
+        ring()
+
+
+def _main():
+    """Run until the process ends."""
+    global _next_timer
+    cdef double next_round = 0
+    _settle_in()
+    while not _stop:
+        with nogil:
+            _watch(next_round)
+        try:
+            _complete()
+            if _lines.size() and now() >= next_round:
+                _look_after()
+                next_round = now() + _ROUND
+            while _timers and _timers[0][0] <= now():
+                _guarded(heapq.heappop(_timers)[2])
+            _next_timer = _timers[0][0] if _timers else FOREVER
+            for work in take_settled():
+                work._run_callbacks()
+        except BaseException:  # a defect of ours must not end the thread on which all waits rely
+            sys.excepthook(*sys.exc_info())
+
+
+def _guarded(callback):
+    try:
+        callback()
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+
+
+cdef int _settle_in() except -1:
+    """Prepare the thread: short sleeps are short, and it disturbs nobody's capture of a stream."""
+    cdef CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED
+    sharp_timers()
+    if driver.cuThreadExchangeStreamCaptureMode != NULL:
+        driver.cuThreadExchangeStreamCaptureMode(&mode)
+    if driver.cuCtxSetCurrent != NULL:
+        enter_device(0)  # some context: the events bring their own
+    return 0
+
+
+cdef void _watch(double next_round) noexcept nogil:
+    """Return when there is something to do with the GIL: works have ended, a round or a timer is due, or a ring."""
+    cdef int seen
+    cdef double began = now(), waited, moment
+    while True:
+        seen = load(&bell)
+        _take_in()
+        _ask()
+        moment = now()
+        if _stop or _ended.size() or moment >= _next_timer or load(&due):
+            return
+        if _lines.empty():
+            sleep_on(&bell, seen, _next_timer - moment)
+            if load(&bell) != seen:
+                began = now()
+            continue
+        if moment >= next_round:
+            return
+        waited = moment - began
+        if waited < 100e-6:
+            sched_yield()
+        else:
+            sleep_on(&bell, seen, 20e-6 if waited < 10e-3 else 50e-6 if waited < 1 else 500e-6)
+
+
+cdef void _take_in() noexcept nogil:
+    """Put what was handed over into the line of its stream."""
+    cdef size_t i
+    cdef Watched one
+    cdef Line* line
+    pthread_mutex_lock(&_mutex)
+    for i in range(_inbox.size()):
+        one = _inbox[i]
+        if one.result != ncclSuccess or one.driver != CUDA_SUCCESS:
+            _ended.push_back(one)
+            continue
+        line = &_lines[<uintptr_t>one.stream]
+        if line.works.empty():
+            line.soonest = one.limit
+        elif one.limit < line.soonest:
+            line.soonest = one.limit
+        line.works.push_back(one)
+    _inbox.clear()
+    pthread_mutex_unlock(&_mutex)
+
+
+cdef void _ask() noexcept nogil:
+    """Move what has ended from the fronts of the lines to `_ended`."""
+    cdef unordered_map[uintptr_t, Line].iterator it = _lines.begin()
+    cdef Line* line
+    cdef Watched one
+    cdef CUresult result
+    while it != _lines.end():
+        line = &dereference(it).second
+        while not line.works.empty():
+            one = line.works.front()
+            result = driver.cuEventQuery(one.event) if driver.cuEventQuery != NULL else CUDA_SUCCESS
+            if result == CUDA_ERROR_NOT_READY:
+                break
+            one.driver = result
+            _ended.push_back(one)
+            line.works.pop_front()
+        if line.works.empty():
+            it = _lines.erase(it)
+        else:
+            preincrement(it)
+
+
+cdef int _complete() except -1:
+    """Bring the works in `_ended` to their ends."""
+    cdef vector[Watched] ended
+    cdef size_t i
+    cdef Work work
+    ended.swap(_ended)
+    for i in range(ended.size()):
+        work = <Work>ended[i].work
+        Py_DECREF(work)  # `work` holds it for as long as is needed
+        try:
+            _end(work, &ended[i])
+        finally:
+            free(ended[i].text)
+    return 0
+
+
+cdef int _end(Work work, const Watched* watched) except -1:
+    cdef ncclResult_t result
+    cdef Handle handle = work.handle
+    if work.is_settled():
+        return 0
+    error = _launch_error(work, watched)
+    if error is None and handle is not None:
+        result = handle.peek()
+        if result != ncclSuccess:
+            error = nccl_error(result, b"ncclCommGetAsyncError", NULL)
+    if error is None:
+        work.settle(None)
+    else:
+        fail(work, error)
+    return 0
+
+
+cdef object _launch_error(Work work, const Watched* watched):
+    """Return what became of the launch, or of the device, as an exception; None if nothing went wrong."""
+    cdef const char* function = function_of(watched.kind)
+    if <int>watched.result == WAS_ABORTED:
+        return NcclAborted(f"{work._name()} was not launched: {work.handle!r} was aborted")
+    if <int>watched.result == NOT_THERE:
+        return NcclUnsupported(f"{work._name()}: the loaded NCCL has no {function.decode()}")
+    if watched.result != ncclSuccess:
+        return nccl_error(watched.result, function, watched.text)
+    if watched.driver != CUDA_SUCCESS:
+        return driver_error(watched.driver, function)
+    return None
+
+
+cdef int fail(Work work, object error) except -1:
+    """Fail a work with all that were launched with it."""
+    if work.launch is None:
+        work.settle(error)
+    else:
+        work.launch.fail(error)
+    return 0
+
+
+cdef int _look_after() except -1:
+    """Look for communicators in trouble and deadlines that have passed."""
+    cdef Line* line
+    cdef size_t i
+    cdef Work work
+    cdef double moment = now()
+    fronts, overdue = [], []
+    cdef unordered_map[uintptr_t, Line].iterator it = _lines.begin()
+    while it != _lines.end():
+        line = &dereference(it).second
+        fronts.append(<Work>line.works.front().work)
+        if line.soonest <= moment:
+            line.soonest = FOREVER
+            for i in range(line.works.size()):
+                if line.works[i].limit <= moment:
+                    overdue.append(<Work>line.works[i].work)
+                elif line.works[i].limit < line.soonest:
+                    line.soonest = line.works[i].limit
+        preincrement(it)
+    for work in fronts:
+        _check_health(work)
+    for work in overdue:
+        if not work.is_settled():
+            fail(work, NcclTimeout(
+                f"{work._name()} was not done within its timeout; its communicator is aborted. A rank is missing or "
+                "stuck: see which of the others did not make the same call, with ncclpy.recorder.dump() and "
+                "`ncclpy trace`"
+            ))
+    return 0
+
+
+cdef int _check_health(Work work) except -1:
+    """Fail a work whose communicator has an asynchronous error, or was aborted under it."""
+    cdef Handle handle = work.handle
+    cdef ncclResult_t result
+    if work.is_settled() or handle is None:
+        return 0
+    if handle.state == ABORTED:
+        fail(work, NcclAborted(f"{work._name()} did not complete: {handle!r} was aborted"))
+        return 0
+    result = handle.peek()
+    if result != ncclSuccess:
+        fail(work, nccl_error(result, b"ncclCommGetAsyncError", NULL))
+    return 0
+
+
+@atexit.register
+def _end_of_process():
+    """End the thread before the interpreter does: works that are not done are left to the process's end."""
+    global _stop
+    if _thread is None:
+        return
+    _stop = True
+    ring()
+    _thread.join(_PATIENCE)
+
+
+def _forked():
+    """In the child the thread does not exist; nothing that it was given can come to an end there."""
+    global _thread, _stop
+    _thread = None
+    _stop = False
+    _inbox.clear()
+    _lines.clear()
+    _ended.clear()
+    _timers.clear()
+
+
+os.register_at_fork(after_in_child=_forked)

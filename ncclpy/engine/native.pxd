@@ -1,0 +1,18 @@
+cdef extern from "ncclpy/engine/native.h" nogil:
+    int load "ncclpy_load"(const int* word)
+    void store "ncclpy_store"(int* word, int value)
+    int add "ncclpy_add"(int* word, int value)
+    int swap "ncclpy_swap"(int* word, int value)
+    double now "ncclpy_now"()
+    void sleep_on "ncclpy_sleep_on"(int* word, int value, double seconds)
+    void wake "ncclpy_wake"(int* word)
+    void relax "ncclpy_relax"()
+    void sharp_timers "ncclpy_sharp_timers"()
+
+    struct ncclpy_job:
+        void (*run)(ncclpy_job*) noexcept nogil
+    struct ncclpy_lane:
+        int pending
+
+    ncclpy_lane* lane_start "ncclpy_lane_start"(double spin)
+    void lane_push "ncclpy_lane_push"(ncclpy_lane* lane, ncclpy_job* job)

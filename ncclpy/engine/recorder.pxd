@@ -1,0 +1,32 @@
+cdef enum:
+    PENDING = 0
+    LAUNCHED = 1
+    COMPLETED = 2
+    FAILED = 3
+
+
+# What the recorder keeps of one operation. The fields in C may be written without the GIL.
+cdef class Entry:
+    cdef long long id
+    cdef long long launch  # -1 before the launch
+    cdef long long sequence
+    cdef int state
+    cdef int operation  # kind of an Operation
+    cdef int op  # -1 for none
+    cdef int datatype
+    cdef int root  # -1 for none
+    cdef int rank
+    cdef int nranks
+    cdef int device
+    cdef unsigned long thread
+    cdef size_t count
+    cdef size_t nbytes
+    cdef double created
+    cdef double launched
+    cdef double completed
+    cdef object key
+    cdef str communicator
+    cdef str error
+
+
+cdef Entry new_entry()

@@ -1,0 +1,180 @@
+"""The flight recorder: the last operations of this process, always on, for when something is stuck.
+
+An entry is written as its operation goes on, by whoever moves it; a dump only reads memory, so a stuck device cannot
+hold it up.
+"""
+
+import json
+import os
+import socket
+import time
+
+cimport cython
+from cpython.pythread cimport PyThread_get_thread_ident
+
+from ncclpy.core.operation cimport function_of
+from ncclpy.engine.native cimport now
+
+from ncclpy.core import library as _library
+from ncclpy.core.types import DataType, ReduceOp
+
+_STATES = ("pending", "launched", "completed", "failed")
+
+# C name of an operation to the name of its method.
+_METHODS = {
+    "ncclAllReduce": "all_reduce",
+    "ncclBroadcast": "broadcast",
+    "ncclReduce": "reduce",
+    "ncclAllGather": "all_gather",
+    "ncclReduceScatter": "reduce_scatter",
+    "ncclAlltoAll": "all_to_all",
+    "ncclGather": "gather",
+    "ncclScatter": "scatter",
+    "ncclSend": "send",
+    "ncclRecv": "recv",
+}
+
+cdef list _ring = [None] * 2000
+cdef long long _recorded = 0
+# Called for a dump: each returns a list of what is still being gathered.
+_gatherers = []
+
+
+@cython.freelist(256)
+@cython.final
+cdef class Entry:
+    """One operation as the recorder knows it."""
+
+    def _as_dict(self):
+        return {
+            "id": self.id,
+            "launch": None if self.launch < 0 else self.launch,
+            "key": None if self.key is None else repr(self.key),
+            "operation": method_name(self.operation),
+            "op": None if self.op < 0 else _op_name(self.op),
+            "dtype": DataType(self.datatype).name.lower(),
+            "count": self.count,
+            "nbytes": self.nbytes,
+            "root": None if self.root < 0 else self.root,
+            "communicator": self.communicator,
+            "sequence": None if self.sequence < 0 else self.sequence,
+            "rank": None if self.rank < 0 else self.rank,
+            "nranks": self.nranks,
+            "device": self.device,
+            "thread": self.thread,
+            "state": _STATES[self.state],
+            "created": self.created,
+            "launched": self.launched or None,
+            "completed": self.completed or None,
+            "error": self.error,
+        }
+
+
+def method_name(int kind):
+    """Return the method's name of a kind of operation."""
+    return _METHODS.get(function_of(kind).decode(), "operation")
+
+
+def _op_name(int code):
+    try:
+        return ReduceOp(code).name.lower()
+    except ValueError:
+        return f"operator {code}"
+
+
+cdef Entry new_entry():
+    """Return a new entry in the ring; the oldest one makes room."""
+    global _recorded
+    cdef Entry entry = Entry.__new__(Entry)
+    entry.id = _recorded
+    entry.launch = entry.sequence = -1
+    entry.op = entry.root = entry.rank = -1
+    entry.thread = PyThread_get_thread_ident()
+    entry.created = now()
+    if len(_ring):
+        _ring[_recorded % len(_ring)] = entry
+    _recorded += 1
+    return entry
+
+
+def resize(capacity):
+    """Keep so many entries from now on, none with 0; what was recorded is forgotten.
+
+    Parameters
+    ----------
+    capacity : int
+        The number of entries; 2,000 unless set.
+    """
+    global _ring, _recorded
+    if capacity < 0:
+        raise ValueError(f"capacity: expected a number of entries >= 0, got {capacity}")
+    _ring = [None] * capacity
+    _recorded = 0
+
+
+def snapshot(reason=None):
+    """Return what is recorded, as `dump` writes it.
+
+    Parameters
+    ----------
+    reason : str, optional
+        Why, for the reader.
+
+    Returns
+    -------
+    dict
+        With JSON's types only.
+    """
+    cdef long long first
+    ring, recorded = _ring, _recorded
+    first = max(0, recorded - len(ring))
+    entries = [entry for entry in (ring[number % len(ring)] for number in range(first, recorded)) if entry is not None]
+    loaded = _library.loaded()
+    return {
+        "format": "ncclpy-recorder",
+        "version": 1,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "wall": time.time(),
+        "monotonic": now(),
+        "engine": loaded.engine if loaded else None,
+        "nccl": ".".join(map(str, loaded.version)) if loaded else None,
+        "reason": reason,
+        "capacity": len(ring),
+        "recorded": recorded,
+        "entries": [(<Entry>entry)._as_dict() for entry in entries],
+        "gathering": [item for gatherer in list(_gatherers) for item in gatherer()],
+    }
+
+
+def dump(path=None, *, reason=None):
+    """Return what is recorded as JSON, for ``ncclpy trace``.
+
+    It reads memory only and never waits for a device.
+
+    Parameters
+    ----------
+    path : str or os.PathLike, optional
+        A file to write it to as well.
+    reason : str, optional
+        Why, for the reader.
+
+    Returns
+    -------
+    str
+    """
+    text = json.dumps(snapshot(reason), indent=1)
+    if path is not None:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    return text
+
+
+def add_gatherer(gatherer):
+    """Have dumps tell what `gatherer()` returns: a list of what is still being gathered."""
+    _gatherers.append(gatherer)
+
+
+def remove_gatherer(gatherer):
+    """Undo `add_gatherer`."""
+    _gatherers.remove(gatherer)

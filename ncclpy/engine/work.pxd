@@ -1,0 +1,44 @@
+from ncclpy.abi.driver cimport CUevent, CUstream
+from ncclpy.core.handle cimport Handle
+from ncclpy.engine.recorder cimport Entry
+
+
+cdef class Work:
+    cdef int phase  # PENDING to FAILED, see recorder; slept on
+    cdef int sleepers
+    cdef CUevent done  # recorded behind the operation once it is launched
+    cdef CUevent began  # with timing only
+    cdef CUevent ready  # recorded behind what produces the input, or NULL
+    cdef CUstream stream
+    cdef bint timed
+    cdef readonly int device
+    cdef double limit  # the moment by which it has to be done
+    cdef double seconds  # on the device; negative if not known
+    cdef Handle handle  # until it is done
+    cdef object held  # buffers, until it is done
+    cdef object output
+    cdef object error
+    cdef list callbacks
+    cdef object launch  # that it is part of, until it is done; its `settled` is called then
+    cdef object gathering  # what it waits for before the launch; tells `missing()`
+    cdef Entry entry
+    cdef object __weakref__
+
+    cdef int settle(self, object error) except -1
+    cdef bint is_settled(self) noexcept
+    cdef bint _look(self) except -1
+    cdef bint _healthy(self) except -1
+    cdef int _wait_for(self, int state, double deadline) except -1
+    cdef int _must_end(self, object timeout) except -1
+
+
+# The monitor sleeps on this word; ring() after something was put where it looks.
+cdef int bell
+cdef int due  # whether callbacks wait to be run
+cdef void ring() noexcept nogil
+
+# Settled works whose callbacks the monitor has to run.
+cdef list take_settled()
+
+# A pending work with its entry in the recorder.
+cdef Work new_work(int kind, int device)

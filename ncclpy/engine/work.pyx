@@ -1,0 +1,296 @@
+"""A handle on one operation: when it is launched, when it is done, and what came of it."""
+
+import concurrent.futures
+import sys
+
+from cpython.exc cimport PyErr_CheckSignals
+
+from ncclpy.abi.driver cimport CU_EVENT_WAIT_DEFAULT, CUDA_ERROR_NOT_READY, CUDA_SUCCESS, CUresult
+from ncclpy.core.check cimport check_driver
+from ncclpy.core.handle cimport ABORTED, FOREVER, as_timeout, deadline_after
+from ncclpy.core.library cimport driver, require_driver
+from ncclpy.core.stream cimport as_stream
+from ncclpy.engine.events cimport give_event
+from ncclpy.engine.native cimport add, load, now, relax, sleep_on, store, wake
+from ncclpy.engine.recorder cimport COMPLETED, FAILED, LAUNCHED, new_entry
+
+from ncclpy.core.errors import NcclAborted, NcclTimeout
+from ncclpy.engine.recorder import method_name
+
+# How long a wait asks the device itself before it sleeps until the monitor tells.
+cdef double _EAGER = 100e-6
+
+# How long a wait sleeps before Python may look at signals.
+cdef double _SLICE = 0.1
+
+bell = 0
+due = 0
+cdef list _settled = []
+
+
+cdef void ring() noexcept nogil:
+    """Wake the monitor."""
+    add(&bell, 1)
+    wake(&bell)
+
+
+cdef list take_settled():
+    """Return the works that have settled since the last call and have callbacks."""
+    global _settled
+    found = _settled
+    store(&due, 0)
+    if found:
+        _settled = []
+    return found
+
+
+cdef Work new_work(int kind, int device):
+    """Return a pending work for an operation of this kind on this device."""
+    cdef Work work = Work.__new__(Work)
+    work.entry = new_entry()
+    work.entry.operation = kind
+    work.entry.device = device
+    work.device = device
+    return work
+
+
+cdef class Work:
+    """What an asynchronous operation returns.
+
+    A work is pending, launched, and then completed or failed. Until it is done it keeps the buffers and the
+    communicator of the operation alive. Waiting for it never holds the GIL.
+
+    Attributes
+    ----------
+    device : int
+        The ordinal of the device that the operation runs on.
+    state : str
+        ``"pending"``, ``"launched"``, ``"completed"`` or ``"failed"``.
+    """
+
+    def __cinit__(self):
+        self.limit = FOREVER
+        self.seconds = -1
+
+    def __init__(self):
+        raise TypeError("a Work is made by the operation that it stands for")
+
+    @property
+    def state(self):
+        """``"pending"``, ``"launched"``, ``"completed"`` or ``"failed"``."""
+        return ("pending", "launched", "completed", "failed")[load(&self.phase)]
+
+    cdef bint is_settled(self) noexcept:
+        return load(&self.phase) >= COMPLETED
+
+    cdef int settle(self, object error) except -1:
+        """Bring it to its end, with an error or None; what comes later is too late.
+
+        Its callbacks run in the monitor's thread.
+        """
+        cdef float milliseconds
+        if load(&self.phase) >= COMPLETED:
+            return 0
+        if error is None and self.handle is not None and self.handle.state == ABORTED:
+            error = NcclAborted(f"{self._name()} did not complete: {self.handle!r} was aborted")
+        if error is None and self.timed and driver.cuEventElapsedTime != NULL:
+            if driver.cuEventElapsedTime(&milliseconds, self.began, self.done) == CUDA_SUCCESS:
+                self.seconds = milliseconds * 1e-3
+        self.error = error
+        self.entry.completed = now()
+        if error is not None:
+            self.entry.error = str(error)
+        self.entry.state = FAILED if error is not None else COMPLETED
+        launch, self.launch = self.launch, None
+        self.held = self.handle = self.gathering = None
+        store(&self.phase, self.entry.state)
+        if load(&self.sleepers):
+            wake(&self.phase)
+        if self.callbacks is not None:
+            _settled.append(self)
+            store(&due, 1)
+            ring()
+        if launch is not None:
+            launch.settled(self)
+        return 0
+
+    def _name(self):
+        entry = self.entry
+        name = f"{method_name(entry.operation)} on device {self.device}"
+        return name if entry.key is None else f"{name}, key {entry.key!r},"
+
+    def is_completed(self):
+        """Return whether it is done, with a result or an error; it does not wait."""
+        self._look()
+        return self.is_settled()
+
+    cdef bint _look(self) except -1:
+        """Ask the device, if it is launched; return whether it is done."""
+        cdef CUresult result
+        if load(&self.phase) != LAUNCHED:
+            return self.is_settled()
+        require_driver(<void*>driver.cuEventQuery, b"cuEventQuery")
+        result = driver.cuEventQuery(self.done)
+        if load(&self.phase) == LAUNCHED and result == CUDA_SUCCESS and self._healthy():
+            self.settle(None)
+        return self.is_settled()
+
+    cdef bint _healthy(self) except -1:
+        """Return whether NCCL has nothing to say against the result; else the monitor finds out what it is."""
+        return self.handle is None or self.handle.peek() == 0
+
+    cdef int _wait_for(self, int state, double deadline) except -1:
+        """Wait until it has come to `state` or beyond; return whether it has."""
+        cdef double begun = now(), until
+        cdef int seen
+        require_driver(<void*>driver.cuEventQuery, b"cuEventQuery")
+        while load(&self.phase) < state:
+            seen = load(&self.phase)
+            if seen == LAUNCHED and now() - begun < _EAGER:
+                with nogil:
+                    until = begun + _EAGER
+                    while (
+                        load(&self.phase) == LAUNCHED
+                        and driver.cuEventQuery(self.done) == CUDA_ERROR_NOT_READY
+                        and now() < until
+                    ):
+                        relax()
+                if self._look():
+                    break
+            if now() >= deadline:
+                return False
+            add(&self.sleepers, 1)
+            with nogil:
+                sleep_on(&self.phase, seen, min(_SLICE, deadline - now()))
+            add(&self.sleepers, -1)
+            PyErr_CheckSignals()
+            require_driver(<void*>driver.cuEventQuery, b"cuEventQuery")  # a forked child is told here
+        return True
+
+    cdef int _must_end(self, object timeout) except -1:
+        cdef double seconds = as_timeout(timeout)
+        if not self._wait_for(COMPLETED, deadline_after(seconds)):
+            missing = "" if self.gathering is None else f"; it waits for {self.gathering.missing()}"
+            raise NcclTimeout(f"{self._name()} is {self.state} after {seconds:.3g} s{missing}")
+        return 0
+
+    def wait(self, timeout=None):
+        """Wait until the operation is done and raise its error if it failed.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait. Past them `NcclTimeout` is raised and the operation goes on: what ends an operation is
+            the timeout that it was given itself.
+
+        Raises
+        ------
+        NcclTimeout
+            If it is not done in time.
+        NcclError, ValueError
+            What has become of the operation.
+        """
+        self._must_end(timeout)
+        if self.error is not None:
+            raise self.error
+
+    def result(self, timeout=None):
+        """Wait as `wait` does and return the array that received, None on a rank that receives nothing."""
+        self.wait(timeout)
+        return self.output
+
+    def exception(self, timeout=None):
+        """Wait until the operation is done and return its error, None if it has succeeded."""
+        self._must_end(timeout)
+        return self.error
+
+    def synchronize(self, stream=None):
+        """Let a stream wait for the operation; the CPU waits only until it is launched.
+
+        Parameters
+        ----------
+        stream : optional
+            Any stream object or handle; the legacy default stream of the device by default. In CPU memory (host
+            engine), whose readers have no stream, use `wait`.
+        """
+        cdef CUstream raw = NULL if stream is None else as_stream(stream)
+        self._wait_for(LAUNCHED, FOREVER)
+        if load(&self.phase) == LAUNCHED:  # with the GIL: the event is this work's until it is settled
+            check_driver(driver.cuStreamWaitEvent(raw, self.done, CU_EVENT_WAIT_DEFAULT), b"cuStreamWaitEvent")
+        elif self.error is not None:
+            raise self.error
+
+    @property
+    def duration(self):
+        """Seconds that it took on the device, None unless that was asked for and it has completed."""
+        return self.seconds if self.seconds >= 0 else None
+
+    def add_done_callback(self, callback):
+        """Call ``callback(work)`` when the operation is done, at once if it is.
+
+        It runs in the monitor's thread, under no lock of ours; an exception in it goes to `sys.unraisablehook`.
+        """
+        if not callable(callback):
+            raise TypeError(f"callback: expected a callable, got {type(callback).__name__}")
+        if not self.is_settled():
+            if self.callbacks is None:
+                self.callbacks = []
+            self.callbacks.append(callback)
+            return
+        self._call(callback)
+
+    def _call(self, callback):
+        try:
+            callback(self)
+        except BaseException:  # of the user; nobody here can answer for it
+            _report(callback)
+
+    def _run_callbacks(self):
+        callbacks, self.callbacks = self.callbacks, None
+        for callback in callbacks or ():
+            self._call(callback)
+
+    def future(self):
+        """Return a `concurrent.futures.Future` with `result` or the error."""
+        made = concurrent.futures.Future()
+        made.set_running_or_notify_cancel()
+
+        def copy(work):
+            if work.exception() is not None:
+                made.set_exception(work.exception())
+            else:
+                made.set_result(work.result())
+
+        self.add_done_callback(copy)
+        return made
+
+    def __await__(self):
+        import asyncio
+
+        return asyncio.wrap_future(self.future()).__await__()
+
+    def __dealloc__(self):
+        if self.done != NULL:
+            give_event(self.device, self.timed, self.done)
+        if self.ready != NULL:
+            give_event(self.device, False, self.ready)
+        if self.began != NULL:
+            give_event(self.device, True, self.began)
+
+    def __repr__(self):
+        return f"<ncclpy.Work {method_name(self.entry.operation)} device={self.device} {self.state}>"
+
+
+cdef int _report(object callback) except -1:
+    sys.unraisablehook(
+        _Unraisable(*sys.exc_info(), f"Exception ignored in a done-callback of ncclpy: {callback!r}", callback)
+    )
+    return 0
+
+
+class _Unraisable:
+    """What `sys.unraisablehook` wants to be given."""
+
+    def __init__(self, exc_type, exc_value, exc_traceback, err_msg, object):
+        self.exc_type, self.exc_value, self.exc_traceback = exc_type, exc_value, exc_traceback
+        self.err_msg, self.object = err_msg, object

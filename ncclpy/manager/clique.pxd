@@ -1,0 +1,24 @@
+from ncclpy.core.communicator cimport Communicator
+from ncclpy.manager.gathering cimport Gathering
+
+cdef enum:
+    MAKING = 0
+    MADE = 1
+    GONE = 2
+
+
+cdef class Clique:
+    cdef readonly object key
+    cdef readonly tuple devices
+    cdef readonly str name  # for the recorder: the same in all processes
+    cdef int state
+    cdef list comms  # in the order of `devices`
+    cdef list streams
+    cdef list waiting  # gatherings that are ready before the communicators are
+    cdef set launches  # on their way
+    cdef long long sequence
+    cdef object manager
+    cdef object error
+
+    cdef int take(self, Gathering gathering) except -1
+    cdef int launch(self, Gathering gathering) except -1

@@ -1,0 +1,219 @@
+"""The communicators of one set of devices, local ranks of one clique, and what runs on them."""
+
+import hashlib
+import threading
+
+from libc.string cimport memset
+
+from ncclpy.abi.driver cimport CUstream
+from ncclpy.core.handle cimport FOREVER, now
+from ncclpy.core.library cimport nccl
+from ncclpy.core.operation cimport ALL_TO_ALL, GATHER, RECV, SCATTER, SEND, Operation
+from ncclpy.core.stream cimport Stream
+from ncclpy.engine.launcher cimport Launch
+from ncclpy.engine.work cimport Work
+from ncclpy.manager.gathering cimport Gathering, Participant
+
+from ncclpy.core.creation import get_unique_id
+from ncclpy.core.errors import NcclAborted
+from ncclpy.core.group import Group
+from ncclpy.core.types import UniqueId
+from ncclpy.engine.launcher import abort_aside
+
+cdef int* ITEMSIZE = [1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1]
+
+
+cdef class Clique:
+    """Communicators that were made together, found again by the key they were made for.
+
+    Parameters
+    ----------
+    manager : Manager
+        Which owns it.
+    key : tuple
+        The communicator key, empty on one node, and the devices.
+    devices : tuple of int
+        The local devices, in the order of their ranks.
+    """
+
+    def __init__(self, manager, key, devices):
+        self.manager = manager
+        self.key = key
+        self.devices = devices
+        self.state = MAKING
+        self.comms = []
+        self.streams = []
+        self.waiting = []
+        self.launches = set()
+
+    def make(self, unique_id, ranks, int nranks, config):
+        """Make the communicators, in a thread of its own: other nodes may be late.
+
+        Parameters
+        ----------
+        unique_id : bytes
+            The communicator key of several nodes; empty on one, which makes its own.
+        ranks : tuple of int
+            The rank of each device.
+        nranks : int
+            The number of ranks on all nodes.
+        config : Config or None
+            NCCL's configuration.
+        """
+        thread = threading.Thread(
+            target=self._make, args=(unique_id, ranks, nranks, config), name="ncclpy-init", daemon=True
+        )
+        thread.start()
+
+    def _make(self, unique_id, ranks, nranks, config):
+        made, error = [], None
+        try:
+            uid = UniqueId.from_bytes(unique_id) if unique_id else get_unique_id()
+            self.name = hashlib.blake2b(bytes(uid), digest_size=4).hexdigest()
+            with Group():
+                for rank, device in zip(ranks, self.devices, strict=True):
+                    made.append(Communicator.init(nranks, rank, uid, device=device, config=config))
+        except BaseException as failure:  # told to all who wait for it
+            error = failure
+        self.manager._made(self, made, error)
+
+    def ready(self, comms, streams):
+        """Take the communicators over and launch what has waited for them."""
+        self.comms, self.streams = comms, streams
+        self.state = MADE
+        waiting, self.waiting = self.waiting, []
+        for gathering in waiting:
+            self.launch(gathering)
+
+    def fail(self, error):
+        """Fail what waits for communicators that cannot be made."""
+        self.state = GONE
+        waiting, self.waiting = self.waiting, []
+        for gathering in waiting:
+            (<Gathering>gathering).end(error)
+
+    cdef int take(self, Gathering gathering) except -1:
+        """Launch a collective, as soon as the communicators are there."""
+        if self.state == MADE:
+            return self.launch(gathering)
+        self.waiting.append(gathering)
+        return 0
+
+    cdef int launch(self, Gathering gathering) except -1:
+        """Put a collective on the devices; its participants stand in the order of the ranks."""
+        cdef Launch launch = Launch(self)
+        cdef Participant participant
+        cdef Communicator comm
+        cdef Operation operation
+        cdef size_t i
+        cdef double moment = now()
+        for i, participant in enumerate(gathering.participants):
+            comm = self.comms[i]
+            participant.work.limit = FOREVER if gathering.timeout == FOREVER else moment + gathering.timeout
+            participant.work.gathering = None
+            participant.work.entry.communicator = self.name
+            participant.work.entry.sequence = self.sequence
+            participant.work.entry.rank = comm.rank
+            participant.work.entry.nranks = comm.nranks
+            _describe(&operation, gathering, participant, (<Stream>self.streams[i]).raw)
+            _add(launch, comm, &operation, participant.work)
+        self.sequence += 1
+        self.launches.add(launch)
+        try:
+            launch.start()
+        except BaseException as error:
+            self.launches.discard(launch)
+            gathering.end(error)
+        return 0
+
+    def launch_done(self, launch):
+        """Note that all works of a launch are done."""
+        self.launches.discard(launch)
+
+    def launch_failed(self, launch, error):
+        """Leave the manager's cache: these communicators are aborted, the next use makes new ones."""
+        self.state = GONE
+        self.manager._forget(self)
+        for other in list(self.launches):
+            other.fail(NcclAborted(f"the communicator was aborted, since another collective on it failed: {error}"))
+
+    @property
+    def idle(self):
+        """Whether nothing runs or waits on it."""
+        return self.state == MADE and not self.launches
+
+    def state_is_alive(self):
+        """Return whether it is made or being made."""
+        return self.state != GONE
+
+    @property
+    def in_flight(self):
+        """How many collectives are launched and not done."""
+        return len(self.launches)
+
+    def abort(self, error):
+        """Fail what runs or waits with `error`, and return the communicators, which have yet to be aborted."""
+        self.state = GONE
+        comms, self.comms = self.comms, []
+        for launch in list(self.launches):
+            for work in (<Launch>launch).works:
+                (<Work>work).settle(error)
+        self.fail(error)
+        return comms
+
+    def close(self):
+        """Close the communicators; nothing may run on them."""
+        self.state = GONE
+        comms, self.comms = self.comms, []
+        for comm in comms:
+            comm.close()
+
+
+cdef int _describe(Operation* o, Gathering gathering, Participant participant, CUstream stream) except -1:
+    memset(o, 0, sizeof(Operation))
+    o.kind = gathering.kind
+    o.datatype = gathering.datatype
+    o.op = gathering.op
+    o.root = gathering.root
+    o.send = participant.send
+    o.recv = participant.recv
+    o.count = gathering.count
+    o.stream = stream
+    return 0
+
+
+cdef int _add(Launch launch, Communicator comm, const Operation* operation, Work work) except -1:
+    """Add an operation to a launch; what an older NCCL lacks, as sends and receives."""
+    cdef bint sends, receives
+    cdef size_t block
+    cdef Operation part
+    if operation.kind == ALL_TO_ALL and nccl.ncclAlltoAll == NULL:
+        sends = receives = True
+    elif operation.kind == GATHER and nccl.ncclGather == NULL:
+        sends, receives = False, comm.rank == operation.root
+    elif operation.kind == SCATTER and nccl.ncclScatter == NULL:
+        sends, receives = comm.rank == operation.root, False
+    else:
+        return launch.add(work, comm, operation, work.ready)
+    block = operation.count * ITEMSIZE[operation.datatype]
+    parts = []
+    if operation.kind == GATHER:
+        parts.append((SEND, operation.root, 0))
+    if operation.kind == SCATTER:
+        parts.append((RECV, operation.root, 0))
+    for peer in range(comm.nranks):
+        if sends:
+            parts.append((SEND, peer, peer))
+        if receives:
+            parts.append((RECV, peer, peer))
+    for number, (kind, peer, index) in enumerate(parts):
+        part = operation[0]
+        part.kind = kind
+        part.root = peer
+        part.send = <const char*>operation.send + <size_t>index * block
+        part.recv = <char*>operation.recv + <size_t>index * block
+        if number == len(parts) - 1:
+            launch.add(work, comm, &part, NULL if number else work.ready)
+        else:
+            launch.add_before(comm, &part, NULL if number else work.ready)
+    return 0

@@ -1,0 +1,42 @@
+from ncclpy.engine.work cimport Work
+
+
+cdef class Participant:
+    cdef Work work
+    cdef const void* send
+    cdef void* recv
+    cdef size_t count  # of the collective, as NCCL counts it
+    cdef int datatype
+    cdef int flavour
+    cdef int op
+    cdef int device
+    cdef int global_rank
+    cdef int root  # what it says: -1 for nothing
+    cdef bint is_root
+
+
+cdef class Gathering:
+    cdef object key
+    cdef int kind
+    cdef int op
+    cdef int datatype
+    cdef int flavour
+    cdef size_t count
+    cdef int root
+    cdef int num_local
+    cdef int num_global
+    cdef bytes communicator_key
+    cdef bint signalled
+    cdef bint warned
+    cdef bint gone
+    cdef list participants
+    cdef object error
+    cdef double since
+    cdef double timeout  # seconds; the shortest that a participant has asked for
+    cdef int arrived
+
+    cdef int check(self, Participant participant, int kind, int num_local, int num_global, bytes communicator_key) except -1
+    cdef int join(self, Participant participant) except -1
+    cdef bint is_ready(self) noexcept
+    cdef int settle_roots(self) except -1
+    cdef int end(self, object error) except -1

@@ -1,0 +1,211 @@
+"""One collective while its participants come together: what they agree on, and who is missing."""
+
+cimport cython
+
+from ncclpy.core.handle cimport FOREVER, now
+from ncclpy.core.operation cimport ALL_REDUCE, BROADCAST, GATHER, REDUCE, REDUCE_SCATTER, SCATTER
+
+from ncclpy.core.types import DataType, ReduceOp
+from ncclpy.engine.recorder import method_name
+
+
+@cython.freelist(64)
+cdef class Participant:
+    """What one device brings to a collective."""
+
+
+cdef bint _rooted(int kind) noexcept:
+    return kind == BROADCAST or kind == REDUCE or kind == GATHER or kind == SCATTER
+
+
+cdef bint _reduces(int kind) noexcept:
+    return kind == ALL_REDUCE or kind == REDUCE or kind == REDUCE_SCATTER
+
+
+@cython.freelist(16)
+cdef class Gathering:
+    """The participants of one key. The first one sets what all others must agree with; the first error stays."""
+
+    def __cinit__(self, key, int kind, int num_local, int num_global, bytes communicator_key, bint signalled):
+        self.key = key
+        self.kind = kind
+        self.num_local = num_local
+        self.num_global = num_global
+        self.communicator_key = communicator_key
+        self.signalled = signalled
+        self.participants = []
+        self.since = now()
+        self.timeout = FOREVER
+        self.root = -1
+
+    cdef int check(
+        self, Participant participant, int kind, int num_local, int num_global, bytes communicator_key
+    ) except -1:
+        """Compare a participant with the first one and with all that came before; the first difference is the error."""
+        cdef Participant other
+        if self.error is not None:
+            return 0
+        what = None
+        if communicator_key != self.communicator_key:
+            what = self._differ("communicator key", self.communicator_key.hex()[:16] or "none", communicator_key.hex()[:16] or "none", participant)
+        elif self.num_local == self.num_global and self.communicator_key:
+            what = (
+                f"a communicator key was given, but all {self.num_global} participants are on this node; it is for "
+                "collectives of several nodes"
+            )
+        elif self.num_local < self.num_global and not self.communicator_key:
+            what = (
+                f"{self.num_local} of {self.num_global} participants are on this node, and no communicator key was "
+                "given; one node makes it with generate_communicator_key() and gives it to the others"
+            )
+        elif self.communicator_key and len(self.communicator_key) != 128:
+            what = f"a communicator key has 128 bytes, not {len(self.communicator_key)}"
+        elif kind != self.kind:
+            what = self._differ("operation", method_name(self.kind), method_name(kind), participant)
+        elif num_global != self.num_global:
+            what = self._differ("number of participants (num_global)", self.num_global, num_global, participant)
+        elif num_local != self.num_local:
+            what = self._differ("number of local participants (num_local)", self.num_local, num_local, participant)
+        elif self.arrived >= self.num_local:
+            what = f"one participant too many, on device {participant.device}: {self.num_local} have come already"
+        elif self.arrived:
+            what = self._check_data(participant)
+        if what is None:
+            for other in self.participants:
+                if other.device == participant.device:
+                    what = f"two participants on device {participant.device}"
+                elif participant.global_rank >= 0 and other.global_rank == participant.global_rank:
+                    what = f"two participants of global rank {participant.global_rank}, on devices {other.device} and {participant.device}"
+                elif (other.global_rank < 0) != (participant.global_rank < 0):
+                    what = "some participants say their global rank and some do not"
+        if what is None and self.num_local < self.num_global and participant.global_rank < 0:
+            what = f"the participant on device {participant.device} does not say its global_rank, as is needed with several nodes"
+        if what is None and participant.global_rank >= self.num_global:
+            what = f"global rank {participant.global_rank} on device {participant.device}: there are {self.num_global}"
+        if what is None and _rooted(self.kind):
+            what = self._check_root(participant)
+        if what is not None:
+            self.error = ValueError(f"key {self.key!r}: {what}")
+        return 0
+
+    def _check_data(self, Participant participant):
+        if participant.datatype != self.datatype or participant.flavour != self.flavour:
+            return self._differ("data type", DataType(self.datatype).name.lower(), DataType(participant.datatype).name.lower(), participant)
+        if participant.count != self.count:
+            return self._differ("element count", self.count, participant.count, participant)
+        if _reduces(self.kind) and participant.op != self.op:
+            return self._differ("reduction operator", ReduceOp(self.op).name.lower(), ReduceOp(participant.op).name.lower(), participant)
+        return None
+
+    def _check_root(self, Participant participant):
+        cdef Participant other
+        if participant.is_root:
+            for other in self.participants:
+                if other.is_root:
+                    return f"two roots: devices {other.device} and {participant.device}"
+        if participant.root >= self.num_global:
+            return f"root {participant.root} on device {participant.device}: there are {self.num_global} ranks"
+        for other in self.participants:
+            if participant.root >= 0 and other.root >= 0 and other.root != participant.root:
+                return self._differ("root", other.root, participant.root, participant, other)
+        return None
+
+    def _differ(self, what, first, second, Participant participant, Participant other=None):
+        if other is None and self.participants:
+            other = self.participants[0]
+        before = f"device {other.device} came first with {first}" if other is not None else f"it began with {first}"
+        return f"the participants do not agree on the {what}: {before}, device {participant.device} brings {second}"
+
+    cdef int join(self, Participant participant) except -1:
+        """Count a participant in, whether or not it fits: all are waited for."""
+        if not self.participants:
+            self.datatype = participant.datatype
+            self.flavour = participant.flavour
+            self.count = participant.count
+            self.op = participant.op
+        self.participants.append(participant)
+        self.arrived += 1
+        return 0
+
+    cdef bint is_ready(self) noexcept:
+        """Return whether all local participants have come and, with several nodes, may start."""
+        return self.arrived >= self.num_local and (
+            self.signalled or self.num_local == self.num_global or self.error is not None
+        )
+
+    cdef int settle_roots(self) except -1:
+        """Sort the participants by rank and find the root's; an error if there is none or two disagree."""
+        cdef Participant participant
+        cdef int rank
+        if len(self.participants) > 1:
+            self.participants.sort(key=_rank_and_device)
+        if not _rooted(self.kind) or self.error is not None:
+            return 0
+        found = None
+        for index, participant in enumerate(self.participants):
+            rank = participant.global_rank if participant.global_rank >= 0 else index
+            if participant.is_root:
+                if participant.root >= 0 and participant.root != rank:
+                    self.error = ValueError(
+                        f"key {self.key!r}: the participant on device {participant.device} is the root and has rank "
+                        f"{rank}, but says that the root is {participant.root}"
+                    )
+                    return 0
+                found = (rank, participant.device)
+        for participant in self.participants:
+            if participant.root >= 0:
+                if found is not None and found[0] != participant.root:
+                    self.error = ValueError(
+                        f"key {self.key!r}: two roots: device {found[1]} is one, of rank {found[0]}, and device "
+                        f"{participant.device} says that it is rank {participant.root}"
+                    )
+                    return 0
+                if found is None and self.num_local == self.num_global:
+                    self.error = ValueError(
+                        f"key {self.key!r}: device {participant.device} says that the root is rank {participant.root}, "
+                        "which has not come as the root"
+                    )
+                    return 0
+                found = (participant.root, participant.device)
+        if found is None:
+            more = "" if self.num_local == self.num_global else ", and with the root on another node root= must say its rank"
+            self.error = ValueError(f"key {self.key!r}: no root among the participants{more}")
+            return 0
+        self.root = found[0]
+        return 0
+
+    cdef int end(self, object error) except -1:
+        """Fail every participant with the same error."""
+        cdef Participant participant
+        self.gone = True
+        participants, self.participants = self.participants, []
+        for participant in participants:
+            participant.work.settle(error)
+        return 0
+
+    def missing(self):
+        """Say in words what it waits for."""
+        cdef Participant participant
+        if self.arrived >= self.num_local:
+            if self.num_local < self.num_global and not self.signalled:
+                return f"signal_multi_node_ready({self.key!r})"
+            return "its communicator"
+        here = sorted([participant.device for participant in self.participants])
+        return f"{self.num_local - self.arrived} more local participants; devices {here} have come"
+
+    def as_dict(self):
+        """Return what `Manager.pending` and a dump of the recorder tell of it."""
+        cdef Participant participant
+        return {
+            "key": repr(self.key),
+            "operation": method_name(self.kind),
+            "since": self.since,
+            "arrived": sorted([participant.device for participant in self.participants]),
+            "num_local": self.num_local,
+            "missing": max(0, self.num_local - self.arrived),
+            "waits_for": self.missing(),
+        }
+
+
+def _rank_and_device(Participant participant not None):
+    return participant.global_rank, participant.device

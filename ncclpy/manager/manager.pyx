@@ -1,0 +1,822 @@
+"""The Manager: participants name a key, from any thread and in any order; the last one launches the collective."""
+
+import logging
+import threading
+import time
+import weakref
+
+from libc.stdint cimport uintptr_t
+from libc.string cimport memset
+
+from ncclpy.abi.driver cimport CUcontext, CUresult, CUstream
+from ncclpy.core.buffers cimport HOST_MEMORY, View, current_stream
+from ncclpy.core.check cimport check_driver
+from ncclpy.core.collectives cimport fits, op_number, read_on_device, same_type, writable
+from ncclpy.core.device cimport as_device, enter_device, leave_device
+from ncclpy.core.handle cimport ABORT_DEADLINE, FOREVER, as_timeout, now
+from ncclpy.core.library cimport driver, require_driver
+from ncclpy.core.operation cimport (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BROADCAST,
+    GATHER,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCATTER,
+)
+from ncclpy.core.stream cimport as_stream
+from ncclpy.engine.events cimport take_event
+from ncclpy.engine.work cimport Work, new_work
+from ncclpy.manager.clique cimport MADE, Clique
+from ncclpy.manager.gathering cimport Gathering, Participant
+
+from ncclpy.core.creation import get_unique_id
+from ncclpy.core.errors import NcclAborted, NcclTimeout
+from ncclpy.core.resources import CustomOp
+from ncclpy.core.types import ReduceOp
+from ncclpy.engine import monitor, recorder
+from ncclpy.engine.launcher import abort_aside
+from ncclpy.manager.streams import StreamPool
+
+_log = logging.getLogger("ncclpy.manager")
+
+# How often gatherings are looked through for deadlines: a part of the shortest one, within these bounds, in seconds.
+cdef double _SWEEP_PART = 0.1
+cdef double _SWEEP_LEAST = 0.01
+cdef double _SWEEP_MOST = 1.0
+
+cdef object _default = None
+cdef object _default_lock = threading.Lock()
+
+
+cdef class Manager:
+    """Gather the participants of collectives by key and launch each collective when all of its own have come.
+
+    Every participant is one device with its buffers. Participants of a key may be added from different threads and in
+    any order; nothing blocks. The last one has the collective launched on all devices; each participant's `Work` is
+    done when its own device is. Keys name one execution: a key may be used again once its participants have come.
+
+    All devices of one process are gathered with ``num_local``. If ``num_global`` is larger, other processes bring the
+    rest: all give the same ``communicator_key`` (of `generate_communicator_key`), each participant says its
+    ``global_rank``, and the collective starts when `signal_multi_node_ready` was called for the key.
+
+    Communicators are made at the first use of a set of devices and kept. Participants must agree on everything; if
+    they do not, each of them gets the same error, when all have come.
+
+    Parameters
+    ----------
+    timeout : float, optional
+        Seconds in which the participants of a key must come, and then the collective must be done. Past them every
+        participant fails with `NcclTimeout`. By default there is no limit.
+    warn_after : float, optional
+        Seconds after which a key that still waits is logged, once, as a warning of the logger ``ncclpy.manager``.
+    fail_fast : bool, optional
+        Fail participants at the first disagreement instead of when all have come.
+    max_communicators : int, optional
+        How many sets of communicators are kept; past it the one idle for longest is closed.
+    high_priority : bool, optional
+        Whether communication streams go before others.
+    timing : bool, optional
+        Whether works know their `duration`.
+    config : Config, optional
+        NCCL's configuration for the communicators.
+    """
+
+    cdef object lock
+    cdef dict gatherings  # by key
+    cdef dict cliques  # by (communicator key, devices), the least recently used first
+    cdef set dying  # cliques that left the cache and have something to finish
+    cdef set signalled  # keys whose signal came before the first participant
+    cdef double timeout
+    cdef double warn_after
+    cdef bint fail_fast
+    cdef bint timing
+    cdef object max_communicators
+    cdef object config
+    cdef object pool
+    cdef str reason  # why it is aborted
+    cdef bint closed
+    cdef bint sweeping
+    cdef object abort_thread
+    cdef object gatherer
+    cdef long long launched
+    cdef long long made
+    cdef long long evicted
+    cdef object __weakref__
+
+    def __init__(
+        self,
+        *,
+        timeout=None,
+        warn_after=60.0,
+        bint fail_fast=False,
+        max_communicators=None,
+        bint high_priority=False,
+        bint timing=False,
+        config=None,
+    ):
+        if max_communicators is not None and max_communicators < 1:
+            raise ValueError(f"max_communicators: expected at least 1 or None, got {max_communicators}")
+        if config is not None and config.blocking is not None and not config.blocking:
+            raise ValueError("config: the Manager does not block anyway; leave blocking unset")
+        self.lock = threading.RLock()
+        self.gatherings = {}
+        self.cliques = {}
+        self.dying = set()
+        self.signalled = set()
+        self.timeout = as_timeout(timeout)
+        self.warn_after = as_timeout(warn_after)
+        self.fail_fast = fail_fast
+        self.timing = timing
+        self.max_communicators = max_communicators
+        self.config = config
+        self.pool = StreamPool(high_priority)
+        self.gatherer = _gatherer_of(weakref.ref(self))
+        recorder.add_gatherer(self.gatherer)
+
+    @staticmethod
+    def default():
+        """Return the Manager of the process, made on first use."""
+        global _default
+        with _default_lock:
+            if _default is None or (<Manager>_default).closed:
+                _default = Manager()
+            return _default
+
+    @staticmethod
+    def generate_communicator_key():
+        """Return a new communicator key: the 128 bytes of a unique id (`ncclGetUniqueId`)."""
+        return bytes(get_unique_id())
+
+    # Participants. Each method reads and checks the buffers, which raises at once and leaves the key as it was.
+
+    def all_reduce(
+        self, key, send, recv=None, op=ReduceOp.SUM, *, device=None, int num_local, num_global=None,
+        communicator_key=None, global_rank=None, producer=None, on_done=None, timeout=None,
+    ):
+        """Take part in an all-reduce.
+
+        Parameters
+        ----------
+        key : hashable
+            Names this execution of the collective.
+        send : buffer
+            The input, contiguous, on `device`; it receives the result if `recv` is None.
+        recv : buffer, optional
+            The output, with as many elements of the same type.
+        op : ReduceOp or str
+            The reduction, the same for all participants.
+        device : int, optional
+            The participant's device; by default that of `send`, or the current one for CPU memory.
+        num_local : int
+            The number of participants in this process.
+        num_global : int, optional
+            The number of participants in all processes; `num_local` by default.
+        communicator_key : bytes, optional
+            128 bytes that several processes have in common; only if there are several.
+        global_rank : int, optional
+            This participant's rank; by default participants are numbered by device. Needed with several processes.
+        producer : optional
+            The stream that produces the input: communication waits for what is on it now. By default the current
+            stream of the array's framework; none for CPU memory.
+        on_done : callable, optional
+            Called with the `Work` when it is done.
+        timeout : float, optional
+            Seconds, as the Manager's own, which it replaces.
+
+        Returns
+        -------
+        Work
+            Its result is the array that receives.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If a buffer does not fit; then the participant has not been added.
+        NcclAborted
+            If the Manager is aborted.
+        """
+        cdef View s, r
+        cdef int where = self._device(device, send)
+        cdef int nranks = num_local if num_global is None else num_global
+        read_on_device(send, &s, "send", where)
+        if recv is None:
+            writable(&s, "send")
+            r = s
+        else:
+            read_on_device(recv, &r, "recv", where)
+            writable(&r, "recv")
+            same_type(&s, &r)
+            fits(&r, 1, &s, "recv", "send", "all_reduce")
+        return self._add(
+            key, ALL_REDUCE, &s, s.pointer, r.pointer, s.count, _operator(op, &s, nranks), where, num_local, nranks,
+            communicator_key, global_rank, -1, False, producer, on_done, timeout, (send, recv),
+            send if recv is None else recv,
+        )
+
+    def all_gather(
+        self, key, send, recv, *, device=None, int num_local, num_global=None, communicator_key=None,
+        global_rank=None, producer=None, on_done=None, timeout=None,
+    ):
+        """Take part in an all-gather: `recv` has ``num_global`` times the elements of `send`, in the order of ranks.
+
+        The other parameters are those of `all_reduce`.
+        """
+        cdef View s, r
+        cdef int where = self._device(device, send)
+        cdef int nranks = num_local if num_global is None else num_global
+        read_on_device(send, &s, "send", where)
+        read_on_device(recv, &r, "recv", where)
+        writable(&r, "recv")
+        same_type(&s, &r)
+        fits(&r, nranks, &s, "recv", "send", "all_gather")
+        return self._add(
+            key, ALL_GATHER, &s, s.pointer, r.pointer, s.count, 0, where, num_local, nranks, communicator_key,
+            global_rank, -1, False, producer, on_done, timeout, (send, recv), recv,
+        )
+
+    def reduce_scatter(
+        self, key, send, recv, op=ReduceOp.SUM, *, device=None, int num_local, num_global=None,
+        communicator_key=None, global_rank=None, producer=None, on_done=None, timeout=None,
+    ):
+        """Take part in a reduce-scatter: `send` has ``num_global`` times the elements of `recv`.
+
+        The other parameters are those of `all_reduce`.
+        """
+        cdef View s, r
+        cdef int where = self._device(device, send)
+        cdef int nranks = num_local if num_global is None else num_global
+        read_on_device(send, &s, "send", where)
+        read_on_device(recv, &r, "recv", where)
+        writable(&r, "recv")
+        same_type(&s, &r)
+        fits(&s, nranks, &r, "send", "recv", "reduce_scatter")
+        return self._add(
+            key, REDUCE_SCATTER, &s, s.pointer, r.pointer, r.count, _operator(op, &s, nranks), where, num_local,
+            nranks, communicator_key, global_rank, -1, False, producer, on_done, timeout, (send, recv), recv,
+        )
+
+    def all_to_all(
+        self, key, send, recv, *, device=None, int num_local, num_global=None, communicator_key=None,
+        global_rank=None, producer=None, on_done=None, timeout=None,
+    ):
+        """Take part in an all-to-all: part i of `send` goes to rank i; not in place.
+
+        The other parameters are those of `all_reduce`.
+        """
+        cdef View s, r
+        cdef int where = self._device(device, send)
+        cdef int nranks = num_local if num_global is None else num_global
+        read_on_device(send, &s, "send", where)
+        read_on_device(recv, &r, "recv", where)
+        writable(&r, "recv")
+        same_type(&s, &r)
+        fits(&r, 1, &s, "recv", "send", "all_to_all")
+        if nranks > 0 and s.count % <size_t>nranks:
+            raise ValueError(f"send: all_to_all needs a multiple of {nranks} elements, one part a rank, got {s.count}")
+        if s.pointer == r.pointer and s.count:
+            raise ValueError("recv: all_to_all cannot be done in place; pass another buffer")
+        return self._add(
+            key, ALL_TO_ALL, &s, s.pointer, r.pointer, s.count // max(1, nranks), 0, where, num_local, nranks,
+            communicator_key, global_rank, -1, False, producer, on_done, timeout, (send, recv), recv,
+        )
+
+    def broadcast_send(
+        self, key, send, recv=None, *, device=None, int num_local, num_global=None, communicator_key=None,
+        global_rank=None, root=None, producer=None, on_done=None, timeout=None,
+    ):
+        """Take part in a broadcast as its root.
+
+        Parameters
+        ----------
+        key : hashable
+            Names this execution of the collective.
+        send : buffer
+            What is sent.
+        recv : buffer, optional
+            A copy of it here; none by default.
+        root : int, optional
+            The root's rank, which the others may say as well; where the root is on another node they must.
+
+        The other parameters are those of `all_reduce`.
+        """
+        cdef View s, r
+        cdef int where = self._device(device, send)
+        cdef int nranks = num_local if num_global is None else num_global
+        read_on_device(send, &s, "send", where)
+        r = s
+        if recv is not None:
+            read_on_device(recv, &r, "recv", where)
+            writable(&r, "recv")
+            same_type(&s, &r)
+            fits(&r, 1, &s, "recv", "send", "broadcast")
+        return self._add(
+            key, BROADCAST, &s, s.pointer, r.pointer, s.count, 0, where, num_local, nranks, communicator_key,
+            global_rank, _root(root), True, producer, on_done, timeout, (send, recv), send if recv is None else recv,
+        )
+
+    def broadcast_recv(
+        self, key, recv, *, device=None, int num_local, num_global=None, communicator_key=None, global_rank=None,
+        root=None, producer=None, on_done=None, timeout=None,
+    ):
+        """Take part in a broadcast as one that receives; the parameters are those of `broadcast_send`."""
+        cdef View r
+        cdef int where = self._device(device, recv)
+        cdef int nranks = num_local if num_global is None else num_global
+        read_on_device(recv, &r, "recv", where)
+        writable(&r, "recv")
+        return self._add(
+            key, BROADCAST, &r, r.pointer, r.pointer, r.count, 0, where, num_local, nranks, communicator_key,
+            global_rank, _root(root), False, producer, on_done, timeout, (recv,), recv,
+        )
+
+    def reduce_send(
+        self, key, send, op=ReduceOp.SUM, *, device=None, int num_local, num_global=None, communicator_key=None,
+        global_rank=None, root=None, producer=None, on_done=None, timeout=None,
+    ):
+        """Take part in a reduce as one that only contributes; the parameters are those of `reduce_recv`."""
+        cdef View s
+        cdef int where = self._device(device, send)
+        cdef int nranks = num_local if num_global is None else num_global
+        read_on_device(send, &s, "send", where)
+        return self._add(
+            key, REDUCE, &s, s.pointer, NULL, s.count, _operator(op, &s, nranks), where, num_local, nranks,
+            communicator_key, global_rank, _root(root), False, producer, on_done, timeout, (send,), None,
+        )
+
+    def reduce_recv(
+        self, key, send, recv=None, op=ReduceOp.SUM, *, device=None, int num_local, num_global=None,
+        communicator_key=None, global_rank=None, root=None, producer=None, on_done=None, timeout=None,
+    ):
+        """Take part in a reduce as its root, which contributes `send` and receives the result.
+
+        Parameters
+        ----------
+        key : hashable
+            Names this execution of the collective.
+        send : buffer
+            The root's own input; it receives the result if `recv` is None.
+        recv : buffer, optional
+            The output, with as many elements of the same type.
+        op : ReduceOp or str
+            The reduction, the same for all participants.
+        root : int, optional
+            The root's rank, as for `broadcast_send`.
+
+        The other parameters are those of `all_reduce`.
+        """
+        cdef View s, r
+        cdef int where = self._device(device, send)
+        cdef int nranks = num_local if num_global is None else num_global
+        read_on_device(send, &s, "send", where)
+        if recv is None:
+            writable(&s, "send")
+            r = s
+        else:
+            read_on_device(recv, &r, "recv", where)
+            writable(&r, "recv")
+            same_type(&s, &r)
+            fits(&r, 1, &s, "recv", "send", "reduce")
+        return self._add(
+            key, REDUCE, &s, s.pointer, r.pointer, s.count, _operator(op, &s, nranks), where, num_local, nranks,
+            communicator_key, global_rank, _root(root), True, producer, on_done, timeout, (send, recv),
+            send if recv is None else recv,
+        )
+
+    def gather_send(
+        self, key, send, *, device=None, int num_local, num_global=None, communicator_key=None, global_rank=None,
+        root=None, producer=None, on_done=None, timeout=None,
+    ):
+        """Take part in a gather as one that only sends; the parameters are those of `gather_recv`."""
+        cdef View s
+        cdef int where = self._device(device, send)
+        cdef int nranks = num_local if num_global is None else num_global
+        read_on_device(send, &s, "send", where)
+        return self._add(
+            key, GATHER, &s, s.pointer, NULL, s.count, 0, where, num_local, nranks, communicator_key, global_rank,
+            _root(root), False, producer, on_done, timeout, (send,), None,
+        )
+
+    def gather_recv(
+        self, key, send, recv, *, device=None, int num_local, num_global=None, communicator_key=None,
+        global_rank=None, root=None, producer=None, on_done=None, timeout=None,
+    ):
+        """Take part in a gather as its root: `recv` has ``num_global`` times the elements of its own `send`.
+
+        The other parameters are those of `broadcast_send`.
+        """
+        cdef View s, r
+        cdef int where = self._device(device, send)
+        cdef int nranks = num_local if num_global is None else num_global
+        read_on_device(send, &s, "send", where)
+        read_on_device(recv, &r, "recv", where)
+        writable(&r, "recv")
+        same_type(&s, &r)
+        fits(&r, nranks, &s, "recv", "send", "gather")
+        return self._add(
+            key, GATHER, &s, s.pointer, r.pointer, s.count, 0, where, num_local, nranks, communicator_key,
+            global_rank, _root(root), True, producer, on_done, timeout, (send, recv), recv,
+        )
+
+    def scatter_send(
+        self, key, send, recv, *, device=None, int num_local, num_global=None, communicator_key=None,
+        global_rank=None, root=None, producer=None, on_done=None, timeout=None,
+    ):
+        """Take part in a scatter as its root: `send` has ``num_global`` times the elements of its own `recv`.
+
+        The other parameters are those of `broadcast_send`.
+        """
+        cdef View s, r
+        cdef int where = self._device(device, send)
+        cdef int nranks = num_local if num_global is None else num_global
+        read_on_device(send, &s, "send", where)
+        read_on_device(recv, &r, "recv", where)
+        writable(&r, "recv")
+        same_type(&s, &r)
+        fits(&s, nranks, &r, "send", "recv", "scatter")
+        return self._add(
+            key, SCATTER, &s, s.pointer, r.pointer, r.count, 0, where, num_local, nranks, communicator_key,
+            global_rank, _root(root), True, producer, on_done, timeout, (send, recv), recv,
+        )
+
+    def scatter_recv(
+        self, key, recv, *, device=None, int num_local, num_global=None, communicator_key=None, global_rank=None,
+        root=None, producer=None, on_done=None, timeout=None,
+    ):
+        """Take part in a scatter as one that receives; the parameters are those of `scatter_send`."""
+        cdef View r
+        cdef int where = self._device(device, recv)
+        cdef int nranks = num_local if num_global is None else num_global
+        read_on_device(recv, &r, "recv", where)
+        writable(&r, "recv")
+        return self._add(
+            key, SCATTER, &r, NULL, r.pointer, r.count, 0, where, num_local, nranks, communicator_key, global_rank,
+            _root(root), False, producer, on_done, timeout, (recv,), recv,
+        )
+
+    cdef int _device(self, device, array) except -2:
+        """Return the participant's device: as given, or that of the array."""
+        if device is not None:
+            return as_device(device)
+        return as_device(getattr(array, "device", None) if hasattr(getattr(array, "device", None), "index") else None)
+
+    cdef Work _add(
+        self, key, int kind, const View* view, const void* send, void* recv, size_t count, int op, int device,
+        int num_local, int num_global, communicator_key, global_rank, int root, bint is_root, producer, on_done,
+        timeout, held, output,
+    ):
+        """Add a participant, and launch if it is the last one."""
+        cdef Participant one = Participant.__new__(Participant)
+        cdef Gathering gathering
+        cdef bytes name = b"" if communicator_key is None else bytes(communicator_key)
+        cdef double limit = self.timeout if timeout is None else as_timeout(timeout)
+        cdef Work work
+        if num_local < 1 or num_global < num_local:
+            raise ValueError(
+                f"num_local, num_global: expected 1 <= num_local <= num_global, got {num_local} and {num_global}"
+            )
+        hash(key)
+        if on_done is not None and not callable(on_done):
+            raise TypeError(f"on_done: expected a callable, got {type(on_done).__name__}")
+        self._check_usable()
+        work = new_work(kind, device)
+        work.timed = self.timing
+        work.held = held
+        work.output = output
+        work.entry.key = key
+        work.entry.datatype = view.datatype
+        work.entry.count = count
+        work.entry.nbytes = view.nbytes
+        work.entry.nranks = num_global
+        if kind == ALL_REDUCE or kind == REDUCE or kind == REDUCE_SCATTER:
+            work.entry.op = op
+        if on_done is not None:
+            work.callbacks = [on_done]
+        _record_producer(work, view, producer)
+        one.work = work
+        one.send = send
+        one.recv = recv
+        one.count = count
+        one.datatype = view.datatype
+        one.flavour = view.flavour
+        one.op = op
+        one.device = device
+        one.global_rank = -1 if global_rank is None else global_rank
+        one.root = root
+        one.is_root = is_root
+        with self.lock:
+            self._check_usable()  # again: an abort may have come meanwhile
+            gathering = self.gatherings.get(key)
+            if gathering is None:
+                gathering = Gathering(key, kind, num_local, num_global, name, False)
+                if self.signalled and key in self.signalled:
+                    self.signalled.discard(key)
+                    gathering.signalled = True
+                self.gatherings[key] = gathering
+            gathering.check(one, kind, num_local, num_global, name)
+            work.gathering = gathering
+            gathering.join(one)
+            if limit < gathering.timeout:
+                gathering.timeout = limit
+            if gathering.error is not None and self.fail_fast:
+                gathering.end(gathering.error)
+            if gathering.is_ready():
+                self._start(gathering)
+            elif not self.sweeping and (gathering.timeout != FOREVER or self.warn_after != FOREVER):
+                self._sweep_later(min(gathering.timeout, self.warn_after))
+        return work
+
+    def _check_usable(self):
+        if self.closed:
+            raise ValueError("this Manager is closed; make a new one")
+        if self.reason is not None:
+            raise NcclAborted(f"the Manager was aborted: {self.reason}; reset() makes it usable again")
+
+    cdef int _start(self, Gathering gathering) except -1:
+        """All participants are here: to the communicators, or to the error."""
+        cdef Clique clique
+        cdef Participant one
+        self.gatherings.pop(gathering.key, None)
+        gathering.settle_roots()
+        if gathering.error is not None:
+            return gathering.end(gathering.error)
+        devices = tuple([(<Participant>one).device for one in gathering.participants])
+        name = (gathering.communicator_key, devices)
+        clique = self.cliques.pop(name, None)
+        if clique is None:
+            try:
+                clique = self._new_clique(gathering, name, devices)
+            except BaseException as error:
+                return gathering.end(error)
+        self.cliques[name] = clique  # at the end: the most recently used
+        self.launched += 1
+        return clique.take(gathering)
+
+    cdef Clique _new_clique(self, Gathering gathering, name, devices):
+        cdef Participant one
+        clique = Clique(self, name, devices)
+        if gathering.communicator_key:
+            ranks = tuple([(<Participant>one).global_rank for one in gathering.participants])
+        else:
+            ranks = tuple(range(len(devices)))
+        self.made += 1
+        clique.make(gathering.communicator_key, ranks, gathering.num_global, self.config)
+        return clique
+
+    def _made(self, clique, comms, error):
+        """Take the outcome of making communicators, from the thread that has made them."""
+        with self.lock:
+            wanted = self.cliques.get(clique.key) is clique
+            if error is None and wanted:
+                clique.ready(comms, [self.pool.of(device) for device in clique.devices])
+                idle = self._surplus()
+            else:
+                self._forget(clique)
+                idle = []
+                clique.fail(error if error is not None else NcclAborted("the Manager was aborted"))
+        if error is not None or not wanted:
+            for comm in comms:
+                comm.abort()
+        for other in idle:
+            other.close()
+
+    def _surplus(self):
+        """Take what is idle and too much out of the cache, the least recently used first."""
+        if self.max_communicators is None:
+            return []
+        surplus = len(self.cliques) - self.max_communicators
+        found = [clique for clique in self.cliques.values() if clique.idle][: max(0, surplus)]
+        for clique in found:
+            self.evicted += 1
+            del self.cliques[clique.key]
+        return found
+
+    def _forget(self, clique):
+        """Take a set of communicators that is no good any more out of the cache."""
+        if self.cliques.get(clique.key) is clique:
+            del self.cliques[clique.key]
+
+    def signal_multi_node_ready(self, key):
+        """Let the collective of a key start: the other nodes are ready for it.
+
+        It may come before the first participant of the key.
+        """
+        cdef Gathering gathering
+        with self.lock:
+            self._check_usable()
+            gathering = self.gatherings.get(key)
+            if gathering is None:
+                self.signalled.add(key)
+                return
+            gathering.signalled = True
+            if gathering.is_ready():
+                self._start(gathering)
+
+    # Deadlines of gathering.
+
+    cdef int _sweep_later(self, double shortest) except -1:
+        """Have the monitor look through the gatherings, as long as there are any."""
+        self.sweeping = True
+        delay = min(max(shortest * _SWEEP_PART, _SWEEP_LEAST), _SWEEP_MOST)
+        monitor.call_at(now() + delay, _sweeper_of(weakref.ref(self)))
+        return 0
+
+    def _sweep(self):
+        """Fail what is overdue, tell of what stalls, and come again if anything is left."""
+        cdef Gathering gathering
+        cdef double moment = now(), shortest = FOREVER
+        late, stalled = [], []
+        with self.lock:
+            self.sweeping = False
+            for gathering in self.gatherings.values():
+                if moment - gathering.since >= gathering.timeout:
+                    late.append(gathering)
+                else:
+                    shortest = min(shortest, gathering.timeout)
+                    if not gathering.warned:
+                        shortest = min(shortest, self.warn_after)
+                        if moment - gathering.since >= self.warn_after:
+                            gathering.warned = True
+                            stalled.append((gathering.key, moment - gathering.since, gathering.missing()))
+            for gathering in late:
+                del self.gatherings[gathering.key]
+                gathering.end(
+                    NcclTimeout(
+                        f"key {gathering.key!r}: not all participants came within {gathering.timeout:g} s; it waits "
+                        f"for {gathering.missing()}"
+                    )
+                )
+            if shortest != FOREVER:
+                self._sweep_later(shortest)
+        for key, seconds, missing in stalled:
+            _log.warning("key %r has been waiting for %.0f s, for %s", key, seconds, missing)
+
+    # What goes on, and its end.
+
+    def pending(self):
+        """Return what is being gathered: a list of dicts with key, operation, since, arrived, missing, waits_for."""
+        cdef Gathering gathering
+        with self.lock:
+            return [gathering.as_dict() | {"key": gathering.key} for gathering in self.gatherings.values()]
+
+    def stats(self):
+        """Return counts: communicators kept, made and evicted; collectives gathering, in flight and started."""
+        with self.lock:
+            return {
+                "communicators": len(self.cliques),
+                "communicators_made": self.made,
+                "communicators_evicted": self.evicted,
+                "gathering": len(self.gatherings),
+                "in_flight": sum(clique.in_flight for clique in self.cliques.values()),
+                "started": self.launched,
+            }
+
+    def abort(self, reason="abort() was called"):
+        """End everything: what is gathered and what runs fails with `NcclAborted`, all communicators are aborted.
+
+        It returns at once; the communicators are aborted together in a thread of their own. From here on participants
+        are refused, until `reset`. A second abort changes nothing.
+
+        Parameters
+        ----------
+        reason : object
+            What the participants are told.
+        """
+        cdef Gathering gathering
+        with self.lock:
+            if self.reason is not None or self.closed:
+                return
+            self.reason = str(reason)
+            error = NcclAborted(f"the Manager was aborted: {reason}")
+            if isinstance(reason, BaseException):
+                error.__cause__ = reason
+            gatherings, self.gatherings = self.gatherings, {}
+            cliques, self.cliques = self.cliques, {}
+            self.signalled.clear()
+            comms = []
+            for clique in cliques.values():
+                comms += clique.abort(error)
+            for gathering in gatherings.values():
+                gathering.end(error)
+            self.abort_thread = abort_aside(comms, self.reason)
+
+    def reset(self, timeout=None):
+        """Make the Manager usable again after an abort; waits until that has come to its end.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait; by default a little longer than an abort may take.
+
+        Raises
+        ------
+        NcclTimeout
+            If communicators are still being aborted then.
+        """
+        cdef double limit = ABORT_DEADLINE + 1 if timeout is None else as_timeout(timeout)
+        thread = self.abort_thread
+        if thread is not None:
+            thread.join(None if limit == FOREVER else limit)
+            if thread.is_alive():
+                raise NcclTimeout(f"the communicators were not aborted after {limit:g} s; the Manager stays aborted")
+        with self.lock:
+            if self.abort_thread is thread:
+                self.abort_thread = None
+                self.reason = None
+
+    def close(self, timeout=60.0):
+        """Let what was launched end, fail what is still gathered, and close the communicators.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait for what was launched; past them it is aborted.
+        """
+        cdef Gathering gathering
+        cdef double deadline = now() + as_timeout(timeout)
+        with self.lock:
+            if self.closed:
+                return
+            self.closed = True
+            gatherings, self.gatherings = self.gatherings, {}
+            for gathering in gatherings.values():
+                gathering.end(NcclAborted(f"key {gathering.key!r}: the Manager was closed before all participants came"))
+            cliques = list(self.cliques.values())
+        recorder.remove_gatherer(self.gatherer)
+        while any(not clique.idle for clique in cliques if clique.state_is_alive()) and now() < deadline:
+            time.sleep(0.0002)
+        comms = []
+        for clique in cliques:
+            if clique.idle:
+                clique.close()
+            elif clique.state_is_alive():
+                comms += clique.abort(NcclAborted(f"the Manager was closed, and it was not done within {timeout:g} s"))
+        thread = abort_aside(comms, "the Manager was closed") if comms else self.abort_thread
+        if thread is not None:
+            thread.join(ABORT_DEADLINE + 1)
+        self.cliques.clear()
+        self.pool.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        if error is not None:
+            self.abort(error)
+        self.close()
+
+    def __repr__(self):
+        state = "closed" if self.closed else "aborted" if self.reason is not None else f"{len(self.cliques)} communicators"
+        return f"<ncclpy.Manager {state}, {len(self.gatherings)} keys gathering>"
+
+
+def _gatherer_of(reference):
+    """Return what the recorder asks for the gatherings of a Manager, without keeping it."""
+
+    def gathering():
+        manager = reference()
+        return [] if manager is None else [item | {"key": repr(item["key"])} for item in manager.pending()]
+
+    return gathering
+
+
+def _sweeper_of(reference):
+    """Return what the monitor calls to look through the gatherings of a Manager, without keeping it."""
+
+    def sweep():
+        manager = reference()
+        if manager is not None:
+            manager._sweep()
+
+    return sweep
+
+
+cdef int _root(root) except -2:
+    return -1 if root is None else root
+
+
+cdef int _operator(op, const View* view, int nranks) except -1:
+    if type(op) is CustomOp:
+        raise TypeError("op: an operator of one communicator cannot be used here; the Manager makes its own communicators")
+    return op_number(op, view, nranks)
+
+
+cdef int _record_producer(Work work, const View* view, producer) except -1:
+    """Record an event behind what produces the input; CPU memory is there already."""
+    cdef CUstream stream = NULL
+    cdef CUresult result
+    cdef CUcontext saved
+    if producer is not None:
+        stream = as_stream(producer)
+    elif view.device == HOST_MEMORY:
+        return 0
+    else:
+        current_stream(view, work.device, &stream)
+    work.ready = take_event(work.device, False)
+    require_driver(<void*>driver.cuEventRecord, b"cuEventRecord")
+    saved = enter_device(work.device)
+    result = driver.cuEventRecord(work.ready, stream)
+    leave_device(saved)
+    check_driver(result, b"cuEventRecord")
+    return 0

@@ -1,0 +1,3 @@
+cdef class StreamPool:
+    cdef dict streams
+    cdef readonly bint high_priority

@@ -333,13 +333,16 @@ cdef class Launch:
 
     def fail(self, error):
         """Fail all works with one error and abort their communicators: their siblings wait for them on the device."""
+        cdef Work work
         if self.failing:
             return
         self.failing = True
         works, owner = list(self.works), self.owner
-        handles = list({id((<Work>work).handle): (<Work>work).handle for work in works if (<Work>work).handle is not None}.values())
+        handles = []
         for work in works:
-            (<Work>work).settle(error)
+            if work.handle is not None and work.handle not in handles:
+                handles.append(work.handle)
+            work.settle(error)
         owner.launch_failed(self, error)
         abort_aside(handles, f"a launch failed: {error}")
 

@@ -35,7 +35,9 @@ cdef class Gathering:
     cdef double timeout  # seconds; the shortest that a participant has asked for
     cdef int arrived
 
-    cdef int check(self, Participant participant, int kind, int num_local, int num_global, bytes communicator_key) except -1
+    cdef int check(
+        self, Participant participant, int kind, int num_local, int num_global, bytes communicator_key
+    ) except -1
     cdef int join(self, Participant participant) except -1
     cdef bint is_ready(self) noexcept
     cdef int settle_roots(self) except -1

@@ -47,7 +47,7 @@ cdef class Gathering:
             return 0
         what = None
         if communicator_key != self.communicator_key:
-            what = self._differ("communicator key", self.communicator_key.hex()[:16] or "none", communicator_key.hex()[:16] or "none", participant)
+            what = self._differ("communicator key", _short(self.communicator_key), _short(communicator_key), participant)
         elif self.num_local == self.num_global and self.communicator_key:
             what = (
                 f"a communicator key was given, but all {self.num_global} participants are on this node; it is for "
@@ -75,11 +75,14 @@ cdef class Gathering:
                 if other.device == participant.device:
                     what = f"two participants on device {participant.device}"
                 elif participant.global_rank >= 0 and other.global_rank == participant.global_rank:
-                    what = f"two participants of global rank {participant.global_rank}, on devices {other.device} and {participant.device}"
+                    what = (
+                        f"two participants of global rank {participant.global_rank}, on devices {other.device} and "
+                        f"{participant.device}"
+                    )
                 elif (other.global_rank < 0) != (participant.global_rank < 0):
                     what = "some participants say their global rank and some do not"
         if what is None and self.num_local < self.num_global and participant.global_rank < 0:
-            what = f"the participant on device {participant.device} does not say its global_rank, as is needed with several nodes"
+            what = f"the participant on device {participant.device} has no global_rank, which several nodes need"
         if what is None and participant.global_rank >= self.num_global:
             what = f"global rank {participant.global_rank} on device {participant.device}: there are {self.num_global}"
         if what is None and _rooted(self.kind):
@@ -90,11 +93,11 @@ cdef class Gathering:
 
     def _check_data(self, Participant participant):
         if participant.datatype != self.datatype or participant.flavour != self.flavour:
-            return self._differ("data type", DataType(self.datatype).name.lower(), DataType(participant.datatype).name.lower(), participant)
+            return self._differ("data type", _type(self.datatype), _type(participant.datatype), participant)
         if participant.count != self.count:
             return self._differ("element count", self.count, participant.count, participant)
         if _reduces(self.kind) and participant.op != self.op:
-            return self._differ("reduction operator", ReduceOp(self.op).name.lower(), ReduceOp(participant.op).name.lower(), participant)
+            return self._differ("reduction operator", _op(self.op), _op(participant.op), participant)
         return None
 
     def _check_root(self, Participant participant):
@@ -168,7 +171,7 @@ cdef class Gathering:
                     return 0
                 found = (participant.root, participant.device)
         if found is None:
-            more = "" if self.num_local == self.num_global else ", and with the root on another node root= must say its rank"
+            more = "" if self.num_local == self.num_global else "; where it is on another node, root= must say its rank"
             self.error = ValueError(f"key {self.key!r}: no root among the participants{more}")
             return 0
         self.root = found[0]
@@ -205,6 +208,18 @@ cdef class Gathering:
             "missing": max(0, self.num_local - self.arrived),
             "waits_for": self.missing(),
         }
+
+
+def _short(bytes communicator_key):
+    return communicator_key.hex()[:16] or "none"
+
+
+def _type(int datatype):
+    return DataType(datatype).name.lower()
+
+
+def _op(int op):
+    return ReduceOp(op).name.lower()
 
 
 def _rank_and_device(Participant participant not None):

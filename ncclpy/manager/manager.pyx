@@ -5,36 +5,22 @@ import threading
 import time
 import weakref
 
-from libc.stdint cimport uintptr_t
-from libc.string cimport memset
-
 from ncclpy.abi.driver cimport CUcontext, CUresult, CUstream
 from ncclpy.core.buffers cimport HOST_MEMORY, View, current_stream
 from ncclpy.core.check cimport check_driver
-from ncclpy.core.collectives cimport fits, op_number, read_on_device, same_type, writable
-from ncclpy.core.device cimport as_device, enter_device, leave_device
+from ncclpy.core.device cimport enter_device, leave_device
 from ncclpy.core.handle cimport ABORT_DEADLINE, FOREVER, as_timeout, now
 from ncclpy.core.library cimport driver, require_driver
-from ncclpy.core.operation cimport (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    BROADCAST,
-    GATHER,
-    REDUCE,
-    REDUCE_SCATTER,
-    SCATTER,
-)
+from ncclpy.core.operation cimport ALL_REDUCE, REDUCE, REDUCE_SCATTER
 from ncclpy.core.stream cimport as_stream
 from ncclpy.engine.events cimport take_event
 from ncclpy.engine.work cimport Work, new_work
-from ncclpy.manager.clique cimport MADE, Clique
+from ncclpy.manager.clique cimport Clique
 from ncclpy.manager.gathering cimport Gathering, Participant
+from ncclpy.manager.participants cimport Participants
 
 from ncclpy.core.creation import get_unique_id
 from ncclpy.core.errors import NcclAborted, NcclTimeout
-from ncclpy.core.resources import CustomOp
-from ncclpy.core.types import ReduceOp
 from ncclpy.engine import monitor, recorder
 from ncclpy.engine.launcher import abort_aside
 from ncclpy.manager.streams import StreamPool
@@ -50,7 +36,7 @@ cdef object _default = None
 cdef object _default_lock = threading.Lock()
 
 
-cdef class Manager:
+cdef class Manager(Participants):
     """Gather the participants of collectives by key and launch each collective when all of its own have come.
 
     Every participant is one device with its buffers. Participants of a key may be added from different threads and in
@@ -149,319 +135,7 @@ cdef class Manager:
         """Return a new communicator key: the 128 bytes of a unique id (`ncclGetUniqueId`)."""
         return bytes(get_unique_id())
 
-    # Participants. Each method reads and checks the buffers, which raises at once and leaves the key as it was.
-
-    def all_reduce(
-        self, key, send, recv=None, op=ReduceOp.SUM, *, device=None, int num_local, num_global=None,
-        communicator_key=None, global_rank=None, producer=None, on_done=None, timeout=None,
-    ):
-        """Take part in an all-reduce.
-
-        Parameters
-        ----------
-        key : hashable
-            Names this execution of the collective.
-        send : buffer
-            The input, contiguous, on `device`; it receives the result if `recv` is None.
-        recv : buffer, optional
-            The output, with as many elements of the same type.
-        op : ReduceOp or str
-            The reduction, the same for all participants.
-        device : int, optional
-            The participant's device; by default that of `send`, or the current one for CPU memory.
-        num_local : int
-            The number of participants in this process.
-        num_global : int, optional
-            The number of participants in all processes; `num_local` by default.
-        communicator_key : bytes, optional
-            128 bytes that several processes have in common; only if there are several.
-        global_rank : int, optional
-            This participant's rank; by default participants are numbered by device. Needed with several processes.
-        producer : optional
-            The stream that produces the input: communication waits for what is on it now. By default the current
-            stream of the array's framework; none for CPU memory.
-        on_done : callable, optional
-            Called with the `Work` when it is done.
-        timeout : float, optional
-            Seconds, as the Manager's own, which it replaces.
-
-        Returns
-        -------
-        Work
-            Its result is the array that receives.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If a buffer does not fit; then the participant has not been added.
-        NcclAborted
-            If the Manager is aborted.
-        """
-        cdef View s, r
-        cdef int where = self._device(device, send)
-        cdef int nranks = num_local if num_global is None else num_global
-        read_on_device(send, &s, "send", where)
-        if recv is None:
-            writable(&s, "send")
-            r = s
-        else:
-            read_on_device(recv, &r, "recv", where)
-            writable(&r, "recv")
-            same_type(&s, &r)
-            fits(&r, 1, &s, "recv", "send", "all_reduce")
-        return self._add(
-            key, ALL_REDUCE, &s, s.pointer, r.pointer, s.count, _operator(op, &s, nranks), where, num_local, nranks,
-            communicator_key, global_rank, -1, False, producer, on_done, timeout, (send, recv),
-            send if recv is None else recv,
-        )
-
-    def all_gather(
-        self, key, send, recv, *, device=None, int num_local, num_global=None, communicator_key=None,
-        global_rank=None, producer=None, on_done=None, timeout=None,
-    ):
-        """Take part in an all-gather: `recv` has ``num_global`` times the elements of `send`, in the order of ranks.
-
-        The other parameters are those of `all_reduce`.
-        """
-        cdef View s, r
-        cdef int where = self._device(device, send)
-        cdef int nranks = num_local if num_global is None else num_global
-        read_on_device(send, &s, "send", where)
-        read_on_device(recv, &r, "recv", where)
-        writable(&r, "recv")
-        same_type(&s, &r)
-        fits(&r, nranks, &s, "recv", "send", "all_gather")
-        return self._add(
-            key, ALL_GATHER, &s, s.pointer, r.pointer, s.count, 0, where, num_local, nranks, communicator_key,
-            global_rank, -1, False, producer, on_done, timeout, (send, recv), recv,
-        )
-
-    def reduce_scatter(
-        self, key, send, recv, op=ReduceOp.SUM, *, device=None, int num_local, num_global=None,
-        communicator_key=None, global_rank=None, producer=None, on_done=None, timeout=None,
-    ):
-        """Take part in a reduce-scatter: `send` has ``num_global`` times the elements of `recv`.
-
-        The other parameters are those of `all_reduce`.
-        """
-        cdef View s, r
-        cdef int where = self._device(device, send)
-        cdef int nranks = num_local if num_global is None else num_global
-        read_on_device(send, &s, "send", where)
-        read_on_device(recv, &r, "recv", where)
-        writable(&r, "recv")
-        same_type(&s, &r)
-        fits(&s, nranks, &r, "send", "recv", "reduce_scatter")
-        return self._add(
-            key, REDUCE_SCATTER, &s, s.pointer, r.pointer, r.count, _operator(op, &s, nranks), where, num_local,
-            nranks, communicator_key, global_rank, -1, False, producer, on_done, timeout, (send, recv), recv,
-        )
-
-    def all_to_all(
-        self, key, send, recv, *, device=None, int num_local, num_global=None, communicator_key=None,
-        global_rank=None, producer=None, on_done=None, timeout=None,
-    ):
-        """Take part in an all-to-all: part i of `send` goes to rank i; not in place.
-
-        The other parameters are those of `all_reduce`.
-        """
-        cdef View s, r
-        cdef int where = self._device(device, send)
-        cdef int nranks = num_local if num_global is None else num_global
-        read_on_device(send, &s, "send", where)
-        read_on_device(recv, &r, "recv", where)
-        writable(&r, "recv")
-        same_type(&s, &r)
-        fits(&r, 1, &s, "recv", "send", "all_to_all")
-        if nranks > 0 and s.count % <size_t>nranks:
-            raise ValueError(f"send: all_to_all needs a multiple of {nranks} elements, one part a rank, got {s.count}")
-        if s.pointer == r.pointer and s.count:
-            raise ValueError("recv: all_to_all cannot be done in place; pass another buffer")
-        return self._add(
-            key, ALL_TO_ALL, &s, s.pointer, r.pointer, s.count // max(1, nranks), 0, where, num_local, nranks,
-            communicator_key, global_rank, -1, False, producer, on_done, timeout, (send, recv), recv,
-        )
-
-    def broadcast_send(
-        self, key, send, recv=None, *, device=None, int num_local, num_global=None, communicator_key=None,
-        global_rank=None, root=None, producer=None, on_done=None, timeout=None,
-    ):
-        """Take part in a broadcast as its root.
-
-        Parameters
-        ----------
-        key : hashable
-            Names this execution of the collective.
-        send : buffer
-            What is sent.
-        recv : buffer, optional
-            A copy of it here; none by default.
-        root : int, optional
-            The root's rank, which the others may say as well; where the root is on another node they must.
-
-        The other parameters are those of `all_reduce`.
-        """
-        cdef View s, r
-        cdef int where = self._device(device, send)
-        cdef int nranks = num_local if num_global is None else num_global
-        read_on_device(send, &s, "send", where)
-        r = s
-        if recv is not None:
-            read_on_device(recv, &r, "recv", where)
-            writable(&r, "recv")
-            same_type(&s, &r)
-            fits(&r, 1, &s, "recv", "send", "broadcast")
-        return self._add(
-            key, BROADCAST, &s, s.pointer, r.pointer, s.count, 0, where, num_local, nranks, communicator_key,
-            global_rank, _root(root), True, producer, on_done, timeout, (send, recv), send if recv is None else recv,
-        )
-
-    def broadcast_recv(
-        self, key, recv, *, device=None, int num_local, num_global=None, communicator_key=None, global_rank=None,
-        root=None, producer=None, on_done=None, timeout=None,
-    ):
-        """Take part in a broadcast as one that receives; the parameters are those of `broadcast_send`."""
-        cdef View r
-        cdef int where = self._device(device, recv)
-        cdef int nranks = num_local if num_global is None else num_global
-        read_on_device(recv, &r, "recv", where)
-        writable(&r, "recv")
-        return self._add(
-            key, BROADCAST, &r, r.pointer, r.pointer, r.count, 0, where, num_local, nranks, communicator_key,
-            global_rank, _root(root), False, producer, on_done, timeout, (recv,), recv,
-        )
-
-    def reduce_send(
-        self, key, send, op=ReduceOp.SUM, *, device=None, int num_local, num_global=None, communicator_key=None,
-        global_rank=None, root=None, producer=None, on_done=None, timeout=None,
-    ):
-        """Take part in a reduce as one that only contributes; the parameters are those of `reduce_recv`."""
-        cdef View s
-        cdef int where = self._device(device, send)
-        cdef int nranks = num_local if num_global is None else num_global
-        read_on_device(send, &s, "send", where)
-        return self._add(
-            key, REDUCE, &s, s.pointer, NULL, s.count, _operator(op, &s, nranks), where, num_local, nranks,
-            communicator_key, global_rank, _root(root), False, producer, on_done, timeout, (send,), None,
-        )
-
-    def reduce_recv(
-        self, key, send, recv=None, op=ReduceOp.SUM, *, device=None, int num_local, num_global=None,
-        communicator_key=None, global_rank=None, root=None, producer=None, on_done=None, timeout=None,
-    ):
-        """Take part in a reduce as its root, which contributes `send` and receives the result.
-
-        Parameters
-        ----------
-        key : hashable
-            Names this execution of the collective.
-        send : buffer
-            The root's own input; it receives the result if `recv` is None.
-        recv : buffer, optional
-            The output, with as many elements of the same type.
-        op : ReduceOp or str
-            The reduction, the same for all participants.
-        root : int, optional
-            The root's rank, as for `broadcast_send`.
-
-        The other parameters are those of `all_reduce`.
-        """
-        cdef View s, r
-        cdef int where = self._device(device, send)
-        cdef int nranks = num_local if num_global is None else num_global
-        read_on_device(send, &s, "send", where)
-        if recv is None:
-            writable(&s, "send")
-            r = s
-        else:
-            read_on_device(recv, &r, "recv", where)
-            writable(&r, "recv")
-            same_type(&s, &r)
-            fits(&r, 1, &s, "recv", "send", "reduce")
-        return self._add(
-            key, REDUCE, &s, s.pointer, r.pointer, s.count, _operator(op, &s, nranks), where, num_local, nranks,
-            communicator_key, global_rank, _root(root), True, producer, on_done, timeout, (send, recv),
-            send if recv is None else recv,
-        )
-
-    def gather_send(
-        self, key, send, *, device=None, int num_local, num_global=None, communicator_key=None, global_rank=None,
-        root=None, producer=None, on_done=None, timeout=None,
-    ):
-        """Take part in a gather as one that only sends; the parameters are those of `gather_recv`."""
-        cdef View s
-        cdef int where = self._device(device, send)
-        cdef int nranks = num_local if num_global is None else num_global
-        read_on_device(send, &s, "send", where)
-        return self._add(
-            key, GATHER, &s, s.pointer, NULL, s.count, 0, where, num_local, nranks, communicator_key, global_rank,
-            _root(root), False, producer, on_done, timeout, (send,), None,
-        )
-
-    def gather_recv(
-        self, key, send, recv, *, device=None, int num_local, num_global=None, communicator_key=None,
-        global_rank=None, root=None, producer=None, on_done=None, timeout=None,
-    ):
-        """Take part in a gather as its root: `recv` has ``num_global`` times the elements of its own `send`.
-
-        The other parameters are those of `broadcast_send`.
-        """
-        cdef View s, r
-        cdef int where = self._device(device, send)
-        cdef int nranks = num_local if num_global is None else num_global
-        read_on_device(send, &s, "send", where)
-        read_on_device(recv, &r, "recv", where)
-        writable(&r, "recv")
-        same_type(&s, &r)
-        fits(&r, nranks, &s, "recv", "send", "gather")
-        return self._add(
-            key, GATHER, &s, s.pointer, r.pointer, s.count, 0, where, num_local, nranks, communicator_key,
-            global_rank, _root(root), True, producer, on_done, timeout, (send, recv), recv,
-        )
-
-    def scatter_send(
-        self, key, send, recv, *, device=None, int num_local, num_global=None, communicator_key=None,
-        global_rank=None, root=None, producer=None, on_done=None, timeout=None,
-    ):
-        """Take part in a scatter as its root: `send` has ``num_global`` times the elements of its own `recv`.
-
-        The other parameters are those of `broadcast_send`.
-        """
-        cdef View s, r
-        cdef int where = self._device(device, send)
-        cdef int nranks = num_local if num_global is None else num_global
-        read_on_device(send, &s, "send", where)
-        read_on_device(recv, &r, "recv", where)
-        writable(&r, "recv")
-        same_type(&s, &r)
-        fits(&s, nranks, &r, "send", "recv", "scatter")
-        return self._add(
-            key, SCATTER, &s, s.pointer, r.pointer, r.count, 0, where, num_local, nranks, communicator_key,
-            global_rank, _root(root), True, producer, on_done, timeout, (send, recv), recv,
-        )
-
-    def scatter_recv(
-        self, key, recv, *, device=None, int num_local, num_global=None, communicator_key=None, global_rank=None,
-        root=None, producer=None, on_done=None, timeout=None,
-    ):
-        """Take part in a scatter as one that receives; the parameters are those of `scatter_send`."""
-        cdef View r
-        cdef int where = self._device(device, recv)
-        cdef int nranks = num_local if num_global is None else num_global
-        read_on_device(recv, &r, "recv", where)
-        writable(&r, "recv")
-        return self._add(
-            key, SCATTER, &r, NULL, r.pointer, r.count, 0, where, num_local, nranks, communicator_key, global_rank,
-            _root(root), False, producer, on_done, timeout, (recv,), recv,
-        )
-
-    cdef int _device(self, device, array) except -2:
-        """Return the participant's device: as given, or that of the array."""
-        if device is not None:
-            return as_device(device)
-        return as_device(getattr(array, "device", None) if hasattr(getattr(array, "device", None), "index") else None)
-
-    cdef Work _add(
+    cdef Work add(
         self, key, int kind, const View* view, const void* send, void* recv, size_t count, int op, int device,
         int num_local, int num_global, communicator_key, global_rank, int root, bint is_root, producer, on_done,
         timeout, held, output,
@@ -741,7 +415,9 @@ cdef class Manager:
             self.closed = True
             gatherings, self.gatherings = self.gatherings, {}
             for gathering in gatherings.values():
-                gathering.end(NcclAborted(f"key {gathering.key!r}: the Manager was closed before all participants came"))
+                gathering.end(
+                    NcclAborted(f"key {gathering.key!r}: the Manager was closed before all participants came")
+                )
             cliques = list(self.cliques.values())
         recorder.remove_gatherer(self.gatherer)
         while any(not clique.idle for clique in cliques if clique.state_is_alive()) and now() < deadline:
@@ -767,7 +443,9 @@ cdef class Manager:
         self.close()
 
     def __repr__(self):
-        state = "closed" if self.closed else "aborted" if self.reason is not None else f"{len(self.cliques)} communicators"
+        state = f"{len(self.cliques)} communicators"
+        if self.closed or self.reason is not None:
+            state = "closed" if self.closed else "aborted"
         return f"<ncclpy.Manager {state}, {len(self.gatherings)} keys gathering>"
 
 
@@ -790,16 +468,6 @@ def _sweeper_of(reference):
             manager._sweep()
 
     return sweep
-
-
-cdef int _root(root) except -2:
-    return -1 if root is None else root
-
-
-cdef int _operator(op, const View* view, int nranks) except -1:
-    if type(op) is CustomOp:
-        raise TypeError("op: an operator of one communicator cannot be used here; the Manager makes its own communicators")
-    return op_number(op, view, nranks)
 
 
 cdef int _record_producer(Work work, const View* view, producer) except -1:

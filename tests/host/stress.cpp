@@ -3,30 +3,20 @@
 //   pytest tests/host_engine/test_host_engine_stress.py
 //
 // Threads as ranks, one thread for all ranks, processes, splits, messages, nonblocking calls, aborts at random
-// moments, and the copies of the reduction loops against each other. Silence and exit code 0 mean that all is well.
+// moments, and the copies of the reduction loops against each other; what else ranks do is in stress_more.cpp.
+// "ok" and exit code 0 mean that all is well.
+#include "stress.hpp"
+
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
-#include <chrono>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <functional>
 #include <random>
 #include <string>
-#include <thread>
-#include <vector>
 
-#include "driver_abi.h"
-#include "nccl/abi.hpp"
 #include "nccl/reduce.hpp"
-
-extern "C" {
-#define DECLARE(ret, name, params) ret name params;
-NCCLPY_DRIVER_FUNCTIONS(DECLARE)
-#undef DECLARE
-}
 
 namespace ncclpy::host {
 void reduce_baseline(const Reduction& reduction);
@@ -36,31 +26,7 @@ void reduce_avx512(const Reduction& reduction);
 #endif
 }  // namespace ncclpy::host
 
-#define CHECK(condition) \
-  do { \
-    if (!(condition)) { \
-      std::fprintf(stderr, "%s:%d: %s; last error: %s\n", __FILE__, __LINE__, #condition, ncclGetLastError(nullptr)); \
-      std::_Exit(1); \
-    } \
-  } while (0)
-#define OK(call) CHECK((call) == 0)
-
 namespace {
-
-CUstream stream_on(int device) {
-  CUcontext context;
-  CUstream stream;
-  OK(cuDevicePrimaryCtxRetain(&context, device));
-  OK(cuCtxSetCurrent(context));
-  OK(cuStreamCreateWithPriority(&stream, CU_STREAM_NON_BLOCKING, 0));
-  return stream;
-}
-
-void on_threads(int n, const std::function<void(int)>& body) {
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < n; rank++) threads.emplace_back(body, rank);
-  for (std::thread& thread : threads) thread.join();
-}
 
 // Everything that ranks do together, on a communicator of their own.
 void work(ncclComm_t comm, int rank, int n, CUstream stream) {
@@ -101,6 +67,10 @@ void rank_body(const ncclUniqueId& id, int rank, int n) {
   OK(ncclCommCount(child, &child_size));
   work(child, child_rank, child_size, stream);
   OK(ncclCommDestroy(child));
+  puts_and_signals(comm, rank, n, stream);
+  replays(comm, rank, n, stream);
+  suspensions(comm, stream);
+  shrink_and_grow(comm, rank, n, stream);
   OK(ncclCommFinalize(comm));
   OK(ncclCommDestroy(comm));
   OK(cuStreamDestroy_v2(stream));
@@ -128,7 +98,8 @@ void processes(int n, int threads_each) {
     const pid_t pid = fork();
     CHECK(pid >= 0);
     if (pid == 0) {
-      execl("/proc/self/exe", "stress", hex.c_str(), numbers[0].c_str(), numbers[1].c_str(), numbers[2].c_str(), nullptr);
+      execl("/proc/self/exe", "stress", hex.c_str(), numbers[0].c_str(), numbers[1].c_str(), numbers[2].c_str(),
+            nullptr);
       std::_Exit(127);
     }
     children.push_back(pid);
@@ -159,8 +130,9 @@ void one_thread(int n) {
   for (int i = 0; i < 20; i++) {
     OK(ncclGroupStart());
     for (size_t r = 0; r < size_t(n); r++) {
-      OK(ncclAllReduce(values[r].data(), values[r].data(), values[r].size(), ncclFloat32, ncclMax, comms[r], streams[r]));
-      OK(ncclBroadcast(values[r].data(), values[r].data(), 10, ncclFloat32, i % n, comms[r], nullptr));
+      float* const x = values[r].data();
+      OK(ncclAllReduce(x, x, values[r].size(), ncclFloat32, ncclMax, comms[r], streams[r]));
+      OK(ncclBroadcast(x, x, 10, ncclFloat32, i % n, comms[r], nullptr));
     }
     OK(ncclGroupEnd());
   }
@@ -175,36 +147,56 @@ void nonblocking(int n) {
     CUstream stream = stream_on(rank);
     ncclConfig_t config;
     std::memset(&config, 0xff, sizeof config);
-    for (int* field = &config.blocking; field < reinterpret_cast<int*>(&config + 1); field++) *field = NCCL_CONFIG_UNDEF_INT;
+    for (int* field = &config.blocking; field < reinterpret_cast<int*>(&config + 1); field++)
+      *field = NCCL_CONFIG_UNDEF_INT;
     config.size = sizeof config;
     config.magic = NCCL_API_MAGIC;
     config.version = NCCLPY_ABI_VERSION;
     config.netName = config.commName = nullptr;
     config.blocking = 0;
     ncclComm_t comm;
-    auto ready = [&] {
-      ncclResult_t state = ncclInProgress;
-      while (state == ncclInProgress) OK(ncclCommGetAsyncError(comm, &state));
+    // A call returns at once; what it began is over when the state says so.
+    const auto finish = [](ncclComm_t of, ncclResult_t state) {
+      CHECK(state == ncclInProgress || state == ncclSuccess);
+      do OK(ncclCommGetAsyncError(of, &state));
+      while (state == ncclInProgress);
       OK(state);
     };
-    ncclResult_t result = ncclCommInitRankConfig(&comm, n, id, rank, &config);
-    CHECK(result == ncclInProgress || result == ncclSuccess);
-    ready();
+    const ncclResult_t started = ncclCommInitRankConfig(&comm, n, id, rank, &config);
+    finish(comm, started);
     std::vector<double> x(1000, 1.0);
-    for (int i = 0; i < 5; i++) {
-      result = ncclAllReduce(x.data(), x.data(), x.size(), ncclFloat64, ncclMin, comm, stream);
-      CHECK(result == ncclInProgress || result == ncclSuccess);
-      ready();
-    }
-    ncclComm_t child = nullptr;
-    result = ncclCommSplit(comm, 0, rank, &child, nullptr);
-    CHECK(result == ncclInProgress || result == ncclSuccess);
-    ready();
+    const auto reduce = [&](ncclComm_t on) {
+      finish(on, ncclAllReduce(x.data(), x.data(), x.size(), ncclFloat64, ncclMin, on, stream));
+    };
+    for (int i = 0; i < 5; i++) reduce(comm);
+    ncclComm_t child = nullptr, fewer = nullptr;
+    finish(comm, ncclCommSplit(comm, 0, rank, &child, nullptr));
+    reduce(child);
     OK(ncclCommDestroy(child));
-    result = ncclCommFinalize(comm);
-    CHECK(result == ncclInProgress || result == ncclSuccess);
-    ready();
-    OK(ncclCommDestroy(comm));
+    int last = n - 1;
+    if (rank != last) {
+      finish(comm, ncclCommShrink(comm, &last, 1, &fewer, nullptr, NCCL_SHRINK_DEFAULT));
+      reduce(fewer);
+      OK(ncclCommDestroy(fewer));
+    }
+    ncclWindow_t window;
+    finish(comm, ncclCommWindowRegister(comm, x.data(), x.size() * 8, &window, NCCL_WIN_COLL_SYMMETRIC));
+    finish(comm, ncclSignal((rank + 1) % n, 0, 0, 0, comm, stream));
+    ncclWaitSignalDesc_t signal = {1, (rank + n - 1) % n, 0, 0};
+    finish(comm, ncclWaitSignal(1, &signal, comm, stream));
+    OK(cuStreamSynchronize(stream));
+    OK(ncclCommWindowDeregister(comm, window));
+    finish(comm, ncclCommSuspend(comm, NCCL_SUSPEND_MEM));
+    finish(comm, ncclCommResume(comm));
+    reduce(comm);
+    if (rank % 2 == 0) {
+      finish(comm, ncclCommFinalize(comm));
+      OK(ncclCommDestroy(comm));
+    } else {
+      OK(cuStreamSynchronize(stream));
+      finish(comm, ncclCommRevoke(comm, NCCL_REVOKE_DEFAULT));
+      OK(ncclCommAbort(comm));
+    }
   });
 }
 
@@ -212,8 +204,8 @@ void aborts(int n, unsigned seed) {
   std::mt19937 random(seed);
   ncclUniqueId id;
   OK(ncclGetUniqueId(&id));
-  std::vector<int> delays;
-  for (int i = 0; i < n; i++) delays.push_back(int(random() % 3000));
+  std::vector<unsigned> delays;
+  for (int i = 0; i < n; i++) delays.push_back(unsigned(random() % 20000));
   const bool missing = seed % 3 == 0;  // one rank never comes
   on_threads(n, [&](int rank) {
     if (missing && rank == n - 1) return;
@@ -224,22 +216,33 @@ void aborts(int n, unsigned seed) {
     OK(ncclGroupStart());
     OK(ncclCommInitRank(&comm, n, id, rank));
     handle = comm;
+    std::atomic<bool> over{false};
+    int rounds = 0;
     std::thread worker([&, rank] {
-      for (int i = 0; i < 100; i++) {
+      while (!over) {
         ncclComm_t now = handle;
-        if (ncclAllReduce(x.data(), y.data(), x.size(), ncclFloat32, ncclSum, now, stream) != ncclSuccess) continue;
+        // Refused before the communicator is complete and after the abort.
+        if (ncclAllReduce(x.data(), y.data(), x.size(), ncclFloat32, ncclSum, now, stream) != ncclSuccess) {
+          sleep_us(100);
+          continue;
+        }
         (void)ncclGroupStart();
         (void)ncclSend(x.data(), x.size(), ncclFloat32, (rank + 1) % n, now, stream);
         (void)ncclRecv(y.data(), y.size(), ncclFloat32, (rank + n - 1) % n, now, stream);
         (void)ncclGroupEnd();
+        if (++rounds % 4 == 0) (void)cuStreamSynchronize(stream);
       }
       (void)cuStreamSynchronize(stream);
     });
     std::thread aborter([&, rank] {
-      std::this_thread::sleep_for(std::chrono::microseconds(delays[size_t(rank)]));
+      sleep_us(delays[size_t(rank)]);
       // A rank that comes after another one's abort is refused, and its handle is gone before its own.
       const ncclResult_t result = ncclCommAbort(handle);
       CHECK(result == ncclSuccess || result == ncclInvalidArgument);
+      over = true;
+      if (result != ncclSuccess) return;
+      std::fill(x.begin(), x.end(), 0.0f);  // nobody reads or writes them any more
+      std::fill(y.begin(), y.end(), 0.0f);
     });
     (void)ncclGroupEnd();
     aborter.join();
@@ -315,8 +318,15 @@ int main(int argc, char** argv) {
     threads(n);
     one_thread(n);
     nonblocking(n);
+    one_graph(n);
+    windows_of_one_thread(n);
   }
+  stuck_replay();
   for (unsigned seed = 0; seed < 30; seed++) aborts(3, seed);
+  for (unsigned seed = 0; seed < 40; seed++) {
+    revocations(3, seed);
+    broken_off(3, seed);
+  }
   std::puts("ok");
   return 0;
 }

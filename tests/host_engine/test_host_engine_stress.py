@@ -19,7 +19,11 @@ def test_ranks_under_a_sanitizer(sanitizer, tmp_path):
     flags = flags_of(sanitizer, tmp_path)
     engine = ROOT / "ncclpy/host"
     kernels = engine / "nccl/reduce_kernels.cpp"
-    sources = [ROOT / "tests/host/stress.cpp", *(engine / "driver").glob("*.cpp"), *(engine / "nccl").glob("*.cpp")]
+    sources = [
+        *(ROOT / "tests/host").glob("stress*.cpp"),
+        *(engine / "driver").glob("*.cpp"),
+        *(engine / "nccl").glob("*.cpp"),
+    ]
     sources.remove(kernels)
     for name, vectors in VARIANTS.items():
         target = tmp_path / f"{name}.o"

@@ -43,6 +43,7 @@ from ncclpy.core.resources import CustomOp, Registration
 from ncclpy.core.stream import Event, Stream, synchronize
 from ncclpy.core.types import AVG, MAX, MIN, PROD, SUM, DataType, ReduceOp, Result, UniqueId
 from ncclpy.engine import recorder
+from ncclpy.engine.plan import Plan
 from ncclpy.engine.work import Work
 from ncclpy.manager.manager import Manager
 
@@ -69,6 +70,7 @@ __all__ = [
     "NcclRemoteError",
     "NcclTimeout",
     "NcclUnsupported",
+    "Plan",
     "ReduceOp",
     "Registration",
     "Result",

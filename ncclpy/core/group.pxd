@@ -25,8 +25,10 @@ cdef class Group:
     cdef size_t mark
     cdef bint entered
     cdef readonly bint simulate
+    cdef bint keeps  # the operations, to be launched later
     cdef readonly object estimated_time_us
 
+    cdef int finish(self) except -1
     cdef int meet(self, Handle handle) except -1
     cdef int drop(self, size_t mark) noexcept
     cdef int abort_at_end(self, Handle handle) except -1

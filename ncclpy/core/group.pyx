@@ -98,6 +98,8 @@ cdef int give_birth(Handle parent, Handle child, Operation* operation) except -1
         group = <Group>ncclpy_current_group
         if group.simulate:
             raise ValueError("a communicator cannot be made inside group(simulate=True)")
+        if group.keeps:
+            raise ValueError("a communicator cannot be made inside plan.record(): a plan is launched many times")
         group.record(locked, operation, None, None)
         group.births.append((group.count - 1, child))
         return 0
@@ -213,7 +215,7 @@ cdef class Group:
                 _forget(self, 0)
             else:
                 if self.count:
-                    _launch(self)
+                    self.finish()
                 if self.aborts is not None:
                     abort_handles(self.aborts, ABORT_DEADLINE, "aborted in a group")
         finally:
@@ -221,6 +223,10 @@ cdef class Group:
             self.handles = self.births = self.waits = self.aborts = None
             self.drop(0)
             Py_DECREF(self)
+
+    cdef int finish(self) except -1:
+        """Make the recorded calls; a plan keeps them instead."""
+        return _launch(self)
 
     cdef int abort_at_end(self, Handle handle) except -1:
         """Abort this communicator together with the others when the group ends."""

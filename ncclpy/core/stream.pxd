@@ -14,3 +14,6 @@ cdef class Event:
     cdef readonly int device
     cdef readonly bint timing
     cdef object __weakref__
+
+
+cdef Stream owner_of(CUstream raw)

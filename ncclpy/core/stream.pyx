@@ -1,5 +1,7 @@
 """Streams and events over the driver table; they work the same on both engines."""
 
+import weakref
+
 from libc.stdint cimport uintptr_t
 
 from ncclpy.abi.driver cimport (
@@ -51,6 +53,15 @@ cdef object _reader_of(object stream):
     )
 
 
+# Streams of ours by handle, so that whoever is given a handle can keep the stream and see that it is closed.
+cdef object _open = weakref.WeakValueDictionary()
+
+
+cdef Stream owner_of(CUstream raw):
+    """Return our own stream of this handle, None if it is somebody else's."""
+    return _open.get(<uintptr_t>raw)
+
+
 cdef CUstream alive(Stream stream) except? NULL:
     if stream.raw == NULL:
         raise ValueError("stream: this ncclpy.Stream is closed")
@@ -83,6 +94,7 @@ cdef class Stream:
         leave_device(saved)
         check_driver(result, b"cuStreamCreateWithPriority")
         self.device = ordinal
+        _open[<uintptr_t>self.raw] = self
 
     @property
     def handle(self):
@@ -139,6 +151,7 @@ cdef class Stream:
         if raw == NULL:
             return
         self.raw = NULL
+        _open.pop(<uintptr_t>raw, None)
         require_driver(<void*>driver.cuStreamDestroy_v2, b"cuStreamDestroy_v2")
         with nogil:
             result = driver.cuStreamDestroy_v2(raw)

@@ -55,5 +55,9 @@ cdef int lanes() except -1
 cdef size_t divide(Part* parts, size_t count, Batch* batches) except? 0
 # Put batches on their lanes in one order for all launches of the process.
 cdef int push(Batch* batches, size_t count) except -1
+# The same for a job of any kind; `run` is called on the lane of each device.
+cdef int push_jobs(ncclpy_job** jobs, const int* devices, size_t count) except -1
+# Sort parts by lane and communicator, as `divide` and the locks want them.
+cdef void sort_parts(Part* parts, size_t count) noexcept
 cdef void run_batch(Batch* batch) noexcept nogil
 cdef bint lane_idle(int device) noexcept nogil

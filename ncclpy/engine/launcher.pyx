@@ -19,6 +19,7 @@ from ncclpy.core.device cimport context_of
 from ncclpy.core.handle cimport (
     ABORT_DEADLINE,
     FOREVER,
+    PAST_DEADLINE,
     WAS_ABORTED,
     abort_handles,
     now,
@@ -112,10 +113,24 @@ cdef int push(Batch* batches, size_t count) except -1:
     return 0
 
 
+cdef int push_jobs(ncclpy_job** jobs, const int* devices, size_t count) except -1:
+    """Put a job on the lane of each device."""
+    cdef size_t i
+    for i in range(count):
+        lane_of(devices[i])
+    with nogil:
+        pthread_mutex_lock(&_order)
+        for i in range(count):
+            lane_push(_lanes[devices[i] % _count], jobs[i])
+        pthread_mutex_unlock(&_order)
+    return 0
+
+
 cdef void run_batch(Batch* batch) noexcept nogil:
     """Make the calls of a batch and record the events behind them."""
     cdef size_t i
     cdef Part* part
+    cdef CUcontext current = NULL
     cdef bint grouped = batch.count > 1
     cdef ncclResult_t ended
     batch.result = ncclSuccess
@@ -123,7 +138,8 @@ cdef void run_batch(Batch* batch) noexcept nogil:
     batch.failed = batch.count
     for i in range(batch.count):
         part = &batch.parts[i]
-        batch.driver = _prepare(part)
+        batch.driver = _prepare(part, part.context != current)
+        current = part.context
         if batch.driver != CUDA_SUCCESS:
             batch.failed = i
             return
@@ -150,7 +166,7 @@ cdef void run_batch(Batch* batch) noexcept nogil:
     if batch.result == ncclInProgress:
         batch.result = _finish(batch)
     if batch.result != ncclSuccess:
-        if nccl.ncclGetLastError != NULL and batch.result > 0:
+        if nccl.ncclGetLastError != NULL and <int>batch.result > 0:
             batch.text = strdup(nccl.ncclGetLastError(NULL))
         return
     for i in range(batch.count):
@@ -162,10 +178,10 @@ cdef void run_batch(Batch* batch) noexcept nogil:
                 return
 
 
-cdef CUresult _prepare(Part* part) noexcept nogil:
+cdef CUresult _prepare(Part* part, bint enter) noexcept nogil:
     """Let the stream wait for the input, with the device current; note the time if it is asked for."""
     cdef CUresult result = CUDA_SUCCESS
-    if part.context != NULL:
+    if enter:
         result = driver.cuCtxSetCurrent(part.context)
     if result == CUDA_SUCCESS and part.ready != NULL:
         result = driver.cuStreamWaitEvent(part.operation.stream, part.ready, CU_EVENT_WAIT_DEFAULT)
@@ -190,13 +206,17 @@ cdef void _unlock(Batch* batch) noexcept nogil:
 
 
 cdef ncclResult_t _finish(Batch* batch) noexcept nogil:
-    """Poll the communicators of the batch until all have left ncclInProgress. Abort ends it."""
+    """Poll the communicators of the batch until all have left ncclInProgress; abort or their timeout ends it."""
     cdef size_t i
     cdef ncclResult_t result
+    cdef double begun = now()
     for i in range(batch.count):
         while True:
             result = (<Handle>batch.parts[i].handle).poll_once()
             if result != ncclInProgress:
+                break
+            if now() - begun > (<Handle>batch.parts[i].handle).limit:
+                result = <ncclResult_t>PAST_DEADLINE
                 break
             sched_yield()
         if result != ncclSuccess:
@@ -309,7 +329,7 @@ cdef class Launch:
         cdef Work work
         require(<void*>nccl.ncclGroupStart, b"ncclGroupStart")
         ensure_running()
-        _sort(self.parts, self.count)
+        sort_parts(self.parts, self.count)
         self.batches = <Batch*>malloc(self.count * sizeof(Batch))
         if self.batches == NULL:
             raise MemoryError
@@ -347,7 +367,7 @@ cdef class Launch:
         abort_aside(handles, f"a launch failed: {error}")
 
 
-cdef void _sort(Part* parts, size_t count) noexcept:
+cdef void sort_parts(Part* parts, size_t count) noexcept:
     """Order parts by lane, then by communicator; there are few, and mostly they are in order."""
     cdef size_t i, j
     cdef Part moving

@@ -31,6 +31,7 @@ from ncclpy.core.device cimport enter_device
 from ncclpy.core.handle cimport (
     ABORTED,
     FOREVER,
+    PAST_DEADLINE,
     WAS_ABORTED,
     Handle,
     pthread_mutex_lock,
@@ -267,6 +268,8 @@ cdef object _launch_error(Work work, const Watched* watched):
         return NcclAborted(f"{work._name()} was not launched: {work.handle!r} was aborted")
     if <int>watched.result == NOT_THERE:
         return NcclUnsupported(f"{work._name()}: the loaded NCCL has no {function.decode()}")
+    if <int>watched.result == PAST_DEADLINE:
+        return NcclTimeout(f"{work._name()} was not launched in time: {work.handle!r} stayed in progress")
     if watched.result != ncclSuccess:
         return nccl_error(watched.result, function, watched.text)
     if watched.driver != CUDA_SUCCESS:

@@ -6,7 +6,7 @@ import threading
 from libc.string cimport memset
 
 from ncclpy.abi.driver cimport CUstream
-from ncclpy.core.handle cimport FOREVER, now
+from ncclpy.core.handle cimport ABORT_DEADLINE, FOREVER, now
 from ncclpy.core.library cimport nccl
 from ncclpy.core.operation cimport ALL_TO_ALL, GATHER, RECV, SCATTER, SEND, Operation
 from ncclpy.core.stream cimport Stream
@@ -165,8 +165,14 @@ cdef class Clique:
         """Close the communicators; nothing may run on them."""
         self.state = GONE
         comms, self.comms = self.comms, []
-        for comm in comms:
-            comm.close()
+        # NCCL may let a rank wait for the others when it is destroyed.
+        threads = [threading.Thread(target=comm.close, name="ncclpy-close", daemon=True) for comm in comms]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(ABORT_DEADLINE)
+        if any(thread.is_alive() for thread in threads):
+            abort_aside(comms, f"they were not closed after {ABORT_DEADLINE:g} s").join(ABORT_DEADLINE)
 
 
 cdef int _describe(Operation* o, Gathering gathering, Participant participant, CUstream stream) except -1:

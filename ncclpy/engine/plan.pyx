@@ -1,0 +1,478 @@
+"""Plans: a group that is recorded once and launched any number of times, by one call or as a CUDA graph."""
+
+from libc.stdint cimport uintptr_t
+from libc.stdlib cimport calloc, free, malloc
+
+from ncclpy.abi.driver cimport (
+    CU_STREAM_CAPTURE_MODE_THREAD_LOCAL,
+    CUDA_SUCCESS,
+    CUcontext,
+    CUgraph,
+    CUgraphExec,
+    CUresult,
+    CUstream,
+)
+from ncclpy.abi.nccl cimport ncclResult_t, ncclSuccess
+from ncclpy.core.check cimport check_driver, driver_error, nccl_error
+from ncclpy.core.device cimport context_of, enter_device, leave_device
+from ncclpy.core.group cimport Group, current_group
+from ncclpy.core.handle cimport (
+    PAST_DEADLINE,
+    READY,
+    WAS_ABORTED,
+    Handle,
+    deadline_after,
+    now,
+    pthread_mutex_lock,
+    pthread_mutex_t,
+    pthread_mutex_unlock,
+)
+from ncclpy.core.library cimport driver, nccl, require, require_driver
+from ncclpy.core.lifecycle cimport Lifecycle
+from ncclpy.core.operation cimport NOT_THERE, Operation, function_of, issue, raise_issue
+from ncclpy.core.stream cimport Stream, owner_of
+from ncclpy.engine.launcher cimport Batch, Part, divide, lane_idle, push, push_jobs, run_batch, sort_parts
+from ncclpy.engine.native cimport add, load, ncclpy_job, relax, sleep_on, wake
+
+from ncclpy.core.errors import NcclAborted
+
+cdef extern from "pthread.h" nogil:
+    int pthread_mutex_init(pthread_mutex_t*, void*)
+    int pthread_mutex_destroy(pthread_mutex_t*)
+
+# How long a launch on several lanes is waited for awake.
+cdef double _AWAKE = 200e-6
+
+
+cdef void _await_all(int* remaining) noexcept nogil:
+    """Wait until a count has come down to 0."""
+    cdef double until = now() + _AWAKE
+    cdef int left
+    while load(remaining) and now() < until:
+        relax()
+    while True:
+        left = load(remaining)
+        if left == 0:
+            return
+        sleep_on(remaining, left, 0.1)
+
+
+cdef class Recording(Group):
+    """The block of `Plan.record`: a group that keeps its operations for the plan."""
+
+    cdef Plan plan
+
+    def __enter__(self):
+        if current_group() is not None:
+            raise ValueError("plan.record() cannot stand inside a group")
+        self.keeps = True
+        return Group.__enter__(self)
+
+    cdef int finish(self) except -1:
+        self.plan.take(self)
+        return 0
+
+
+cdef struct Replay:
+    ncclpy_job job  # first, so that it is the replay's address
+    CUcontext context
+    CUgraphExec graph
+    CUstream stream
+    CUresult result
+    int device
+    int* remaining
+
+
+cdef class Plan:
+    """Record a group of operations once and launch it many times.
+
+    Buffers, data types and streams are checked while recording; a launch makes the calls of all devices without the
+    GIL, several devices in parallel. The plan keeps buffers, streams and communicators.
+
+    >>> plan = ncclpy.Plan()
+    >>> with plan.record():
+    ...     for comm, array in zip(comms, arrays):
+    ...         comm.all_reduce(array)
+    >>> plan.launch()
+    """
+
+    cdef Part* parts
+    cdef Batch* batches
+    cdef size_t count
+    cdef size_t nbatches
+    cdef int remaining
+    cdef pthread_mutex_t mutex  # one launch at a time
+    cdef list handles
+    cdef list held  # buffers
+    cdef list streams  # our own, by which it is seen that one was closed
+    cdef list waits  # (handle, stream) of CPU memory, whose data must be there when a launch returns
+    cdef object __weakref__
+
+    def __cinit__(self):
+        pthread_mutex_init(&self.mutex, NULL)
+
+    def __init__(self):
+        if self.handles is not None:
+            raise RuntimeError("a Plan is initialised once")
+        self.handles = []
+
+    def __dealloc__(self):
+        pthread_mutex_destroy(&self.mutex)
+        free(self.parts)
+        free(self.batches)
+
+    def record(self):
+        """Return a context in which calls of communicators are recorded and not made."""
+        cdef Recording recording = Recording()
+        if self.count:
+            raise RuntimeError("this plan is recorded already; make another one")
+        recording.plan = self
+        return recording
+
+    def __len__(self):
+        return self.count
+
+    cdef int take(self, Group group) except -1:
+        """Take the operations of a recording over."""
+        cdef size_t i
+        cdef Stream stream
+        self.held = []
+        self.handles = list(group.handles)
+        self.waits = list(dict.fromkeys(group.waits))
+        streams = {}
+        self.parts = <Part*>calloc(group.count, sizeof(Part))
+        self.batches = <Batch*>calloc(group.count, sizeof(Batch))
+        if self.parts == NULL or self.batches == NULL:
+            raise MemoryError
+        for i in range(group.count):
+            self.parts[i].operation = group.operations[i]
+            self.parts[i].handle = group.held[i].handle
+            self.parts[i].context = context_of((<Handle>group.held[i].handle).device)
+            self.held.append((<object>group.held[i].send, <object>group.held[i].recv))
+            stream = owner_of(group.operations[i].stream)
+            if stream is not None:
+                streams[id(stream)] = stream
+        self.streams = list(streams.values())
+        sort_parts(self.parts, group.count)
+        self.nbatches = divide(self.parts, group.count, self.batches)
+        for i in range(self.nbatches):
+            self.batches[i].job.run = _run_plan
+            self.batches[i].remaining = &self.remaining
+        self.count = group.count
+        return 0
+
+    cdef int check(self) except -1:
+        """Raise if something that the plan needs is not there any more."""
+        cdef Handle handle
+        cdef Stream stream
+        if self.count == 0:
+            raise ValueError("this plan is empty: record operations with `with plan.record():` first")
+        require(<void*>nccl.ncclGroupStart, b"ncclGroupStart")
+        for handle in self.handles:
+            if handle.state != READY:
+                handle.check_alive()
+        for stream in self.streams:
+            if stream.raw == NULL:
+                raise ValueError(f"a stream of this plan, on device {stream.device}, is closed")
+        return 0
+
+    def launch(self):
+        """Make the recorded calls.
+
+        They are enqueued when it returns; with arrays in CPU memory and no stream given their data are there.
+
+        Raises
+        ------
+        ValueError
+            If the plan is empty, or one of its communicators or streams was closed.
+        NcclAborted
+            If one of its communicators was aborted.
+        """
+        cdef size_t i
+        cdef bint inline
+        if current_group() is not None:
+            raise ValueError("plan.launch() cannot stand inside a group")
+        self.check()
+        with nogil:
+            pthread_mutex_lock(&self.mutex)
+        try:
+            inline = self.nbatches == 1 and lane_idle((<Handle>self.parts[0].handle).device)
+            if inline:
+                with nogil:
+                    run_batch(&self.batches[0])
+            else:
+                self.remaining = <int>self.nbatches
+                push(self.batches, self.nbatches)
+                with nogil:
+                    _await_all(&self.remaining)
+            for i in range(self.nbatches):
+                _raise(&self.batches[i])
+        finally:
+            pthread_mutex_unlock(&self.mutex)
+        for handle, stream in self.waits:
+            (<Handle>handle).wait_stream(
+                <CUstream><uintptr_t>stream, "Plan.launch", deadline_after((<Handle>handle).limit)
+            )
+
+    def capture(self):
+        """Return a `Graph` that makes the recorded calls as CUDA graphs, one a device.
+
+        Each device's operations must be on one stream; the graph is launched on it. For arrays in CPU memory without
+        a stream it has one of its own.
+
+        Raises
+        ------
+        ValueError
+            If a device's operations are on several streams, or a communicator is nonblocking.
+        """
+        cdef Graph graph = Graph.__new__(Graph)
+        if current_group() is not None:
+            raise ValueError("plan.capture() cannot stand inside a group")
+        self.check()
+        graph.capture(self)
+        return graph
+
+    def __repr__(self):
+        return f"<ncclpy.Plan of {self.count} operations on {len(self.handles or ())} communicators>"
+
+
+cdef void _run_plan(ncclpy_job* job) noexcept nogil:
+    """Run a batch on its lane and count it; the plan may be launched again, or gone, as soon as the count is 0."""
+    cdef Batch* batch = <Batch*>job
+    cdef int* remaining = batch.remaining
+    run_batch(batch)
+    if add(remaining, -1) == 0:
+        wake(remaining)
+
+
+cdef int _raise(Batch* batch) except -1:
+    """Raise what went wrong in a batch."""
+    cdef char* text = batch.text
+    cdef size_t failed = min(batch.failed, batch.count - 1)
+    cdef Handle handle = <Handle>batch.parts[failed].handle
+    cdef const char* function = function_of(batch.parts[failed].operation.kind)
+    batch.text = NULL
+    try:
+        if <int>batch.result == WAS_ABORTED:
+            handle.check_alive()
+            raise NcclAborted(f"Plan.launch: {handle!r} was aborted")
+        if <int>batch.result == NOT_THERE:
+            raise_issue(batch.result, batch.parts[failed].operation.kind, NULL)
+        if <int>batch.result == PAST_DEADLINE:
+            handle.give_up("Plan.launch", handle.limit)
+        if batch.result != ncclSuccess:
+            if batch.failed == batch.count and batch.count > 1:
+                function = b"ncclGroupEnd"
+            raise nccl_error(batch.result, function, text)
+        if batch.driver != CUDA_SUCCESS:
+            raise driver_error(batch.driver, function)
+    finally:
+        free(text)
+    return 0
+
+
+cdef class Graph:
+    """A plan as CUDA graphs, from `Plan.capture`.
+
+    It keeps the plan. Close it before the communicators are closed; closing one of them closes the graph as well.
+    """
+
+    cdef Plan plan
+    cdef Replay* replays
+    cdef size_t count
+    cdef int remaining
+    cdef list own  # streams for CPU memory
+    cdef list targets  # our own streams that it is launched on
+    cdef bint waits
+    cdef object __weakref__
+
+    def __init__(self):
+        raise TypeError("a Graph is made by Plan.capture()")
+
+    cdef int capture(self, Plan plan) except -1:
+        """Record every device's operations on a stream that is captured."""
+        cdef Handle handle
+        cdef Replay* replay
+        cdef Stream private
+        cdef size_t i
+        require_driver(<void*>driver.cuGraphLaunch, b"cuGraphLaunch")
+        self.waits = bool(plan.waits)
+        streams = {}
+        for i in range(plan.count):
+            handle = <Handle>plan.parts[i].handle
+            if handle.nonblocking:
+                raise ValueError(f"{handle!r} is nonblocking (a timeout makes it so): it cannot be captured")
+            streams.setdefault(handle.device, set()).add(<uintptr_t>plan.parts[i].operation.stream)
+        own = {(handle.device, stream) for handle, stream in plan.waits}
+        for device, used in streams.items():
+            mine = [stream for stream in used if (device, stream) in own]
+            if len(used) > 1 and len(mine) != len(used):
+                raise ValueError(f"device {device}: the plan uses {len(used)} streams there; a graph needs one a device")
+        self.replays = <Replay*>calloc(len(streams), sizeof(Replay))
+        if self.replays == NULL:
+            raise MemoryError
+        self.own = []
+        self.targets = []
+        private_of = {}
+        for device, used in streams.items():
+            replay = &self.replays[self.count]
+            private = Stream(device)
+            private_of[device] = private
+            replay.device = device
+            replay.context = context_of(device)
+            replay.remaining = &self.remaining
+            replay.job.run = _run_replay
+            if (device, next(iter(used))) in own:
+                self.own.append(private)
+                replay.stream = private.raw
+            else:
+                replay.stream = <CUstream><uintptr_t>next(iter(used))
+                target = owner_of(replay.stream)
+                if target is not None:
+                    self.targets.append(target)
+            self.count += 1
+        self.plan = plan
+        _capture(plan, self.replays, self.count, private_of)
+        for handle in plan.handles:
+            (<Lifecycle>handle).resources.add(self)  # closed with the communicator
+        return 0
+
+    def launch(self):
+        """Launch the graphs of all devices.
+
+        As with `Plan.launch`, the calls are enqueued when it returns, and data in CPU memory without a stream are there.
+        """
+        cdef size_t i
+        cdef Replay* replay
+        cdef ncclpy_job** jobs
+        cdef int* devices
+        if self.plan is None:
+            raise ValueError("this graph is closed; capture the plan again")
+        self.plan.check()
+        with nogil:
+            pthread_mutex_lock(&self.plan.mutex)
+        try:
+            if self.count == 1 and lane_idle(self.replays[0].device):
+                self.remaining = 1
+                with nogil:
+                    _run_replay(&self.replays[0].job)
+            else:
+                jobs = <ncclpy_job**>malloc(self.count * (sizeof(ncclpy_job*) + sizeof(int)))
+                if jobs == NULL:
+                    raise MemoryError
+                devices = <int*>&jobs[self.count]
+                for i in range(self.count):
+                    jobs[i] = &self.replays[i].job
+                    devices[i] = self.replays[i].device
+                self.remaining = <int>self.count
+                try:
+                    push_jobs(jobs, devices, self.count)
+                finally:
+                    free(jobs)
+                with nogil:
+                    _await_all(&self.remaining)
+            for i in range(self.count):
+                check_driver(self.replays[i].result, b"cuGraphLaunch")
+        finally:
+            pthread_mutex_unlock(&self.plan.mutex)
+        if self.waits:
+            for handle, _ in self.plan.waits:
+                for i in range(self.count):
+                    if self.replays[i].device == (<Handle>handle).device:
+                        (<Handle>handle).wait_stream(
+                            self.replays[i].stream, "Graph.launch", deadline_after((<Handle>handle).limit)
+                        )
+
+    @property
+    def closed(self):
+        """Whether `close` was called."""
+        return self.plan is None
+
+    def close(self):
+        """Give the graphs back (`cuGraphExecDestroy`); launches that are enqueued still run."""
+        cdef size_t i
+        self.plan = None
+        for i in range(self.count):
+            if self.replays[i].graph != NULL and driver.cuGraphExecDestroy != NULL:
+                driver.cuGraphExecDestroy(self.replays[i].graph)
+            self.replays[i].graph = NULL
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.close()
+
+    def __dealloc__(self):
+        cdef size_t i
+        for i in range(self.count):
+            if self.replays[i].graph != NULL and driver.cuGraphExecDestroy != NULL:
+                driver.cuGraphExecDestroy(self.replays[i].graph)
+        free(self.replays)
+
+    def __repr__(self):
+        state = " closed" if self.plan is None else ""
+        return f"<ncclpy.Graph of {self.count} devices{state}>"
+
+
+cdef void _run_replay(ncclpy_job* job) noexcept nogil:
+    """Launch one device's graph."""
+    cdef Replay* replay = <Replay*>job
+    cdef int* remaining = replay.remaining
+    replay.result = driver.cuCtxSetCurrent(replay.context)
+    if replay.result == CUDA_SUCCESS:
+        replay.result = driver.cuGraphLaunch(replay.graph, replay.stream)
+    if add(remaining, -1) == 0:
+        wake(remaining)
+
+
+cdef int _capture(Plan plan, Replay* replays, size_t count, dict private_of) except -1:
+    """Capture the plan's operations, of all devices in one NCCL group, and instantiate a graph for each device."""
+    cdef size_t i, begun = 0
+    cdef CUgraph graph
+    cdef CUcontext saved = enter_device(replays[0].device)
+    cdef Operation operation
+    cdef ncclResult_t result = ncclSuccess, ended
+    cdef CUresult failed = CUDA_SUCCESS, one
+    cdef int kind = plan.parts[0].operation.kind
+    cdef Stream private
+    try:
+        for i in range(count):
+            private = private_of[replays[i].device]
+            check_driver(driver.cuCtxSetCurrent(replays[i].context), b"cuCtxSetCurrent")
+            check_driver(
+                driver.cuStreamBeginCapture_v2(private.raw, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL),
+                b"cuStreamBeginCapture_v2",
+            )
+            begun += 1
+        result = nccl.ncclGroupStart()
+        for i in range(plan.count):
+            if result != ncclSuccess:
+                break
+            operation = plan.parts[i].operation
+            private = private_of[(<Handle>plan.parts[i].handle).device]
+            operation.comm = (<Handle>plan.parts[i].handle).raw
+            operation.stream = private.raw
+            kind = operation.kind
+            result = issue(&operation)
+        with nogil:
+            ended = nccl.ncclGroupEnd()
+        if result == ncclSuccess:
+            result = ended
+    finally:
+        for i in range(begun):
+            private = private_of[replays[i].device]
+            graph = NULL
+            driver.cuCtxSetCurrent(replays[i].context)
+            one = driver.cuStreamEndCapture(private.raw, &graph)
+            if one == CUDA_SUCCESS and graph != NULL and result == ncclSuccess:
+                one = driver.cuGraphInstantiateWithFlags(&replays[i].graph, graph, 0)
+            if graph != NULL:
+                driver.cuGraphDestroy(graph)
+            if failed == CUDA_SUCCESS:
+                failed = one
+        leave_device(saved)
+    if result != ncclSuccess:
+        raise_issue(result, kind, NULL)
+    check_driver(failed, b"cuStreamEndCapture")
+    return 0

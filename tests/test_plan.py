@@ -1,0 +1,280 @@
+"""Plans: recorded once, launched many times by one call or as CUDA graphs; on GPUs and on the host engine."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import numpy as np
+import pytest
+
+import ncclpy
+import testing
+
+
+class Ranks:
+    """Communicators of one process with a buffer to send from, one to receive in, and a stream each."""
+
+    def __init__(self, comms, lib, count=1000):
+        self.comms, self.lib = comms, lib
+        self.send = [lib.make(np.full(count, comm.rank + 1.0, np.float32), comm.device) for comm in comms]
+        self.recv = [lib.make(np.zeros(count, np.float32), comm.device) for comm in comms]
+        self.streams = [ncclpy.Stream(comm.device) for comm in comms]
+        for comm in comms:
+            ncclpy.synchronize(comm.device)
+
+    def all_reduce(self, streams=True):
+        for comm, send, recv, stream in zip(self.comms, self.send, self.recv, self.streams, strict=True):
+            arguments = self.lib.argument(send), self.lib.argument(recv)
+            comm.all_reduce(*arguments, stream=stream if streams else None)
+
+    def synchronize(self):
+        for stream in self.streams:
+            stream.synchronize()
+
+    def received(self):
+        """Return what each rank holds, one value each, and set it back to 0."""
+        self.synchronize()
+        found = [np.unique(self.lib.read(recv)).tolist() for recv in self.recv]
+        assert all(len(values) == 1 for values in found), found
+        for i, comm in enumerate(self.comms):
+            fresh = self.lib.make(np.zeros(len(self.recv[i]), np.float32), comm.device)
+            self._copy(self.recv[i], fresh, comm.device)
+        return [values[0] for values in found]
+
+    def _copy(self, to, source, device):
+        if isinstance(to, np.ndarray):
+            to[:] = source
+        elif hasattr(to, "copy_"):
+            to.copy_(source)
+        else:
+            ncclpy.core.device.copy(to.pointer, source.pointer, 4 * len(to))
+        ncclpy.synchronize(device)
+
+
+@pytest.fixture
+def ranks(comms2, arrays):
+    return Ranks(comms2, arrays)
+
+
+def recorded(body):
+    plan = ncclpy.Plan()
+    with plan.record():
+        body()
+    return plan
+
+
+def deadline(function, *arguments):
+    return testing.run_with_deadline(lambda: function(*arguments), 30)
+
+
+def test_recording_launches_nothing_and_a_launch_all(ranks):
+    plan = recorded(ranks.all_reduce)
+    assert len(plan) == 2
+    assert ranks.received() == [0, 0]
+    for _ in range(3):
+        deadline(plan.launch)
+        assert ranks.received() == [3, 3]
+
+
+def test_streams_of_the_arrays_themselves(ranks):
+    plan = recorded(lambda: ranks.all_reduce(streams=False))
+    for _ in range(2):
+        deadline(plan.launch)
+        for comm in ranks.comms:
+            ncclpy.synchronize(comm.device)
+        assert ranks.received() == [3, 3]
+
+
+@pytest.mark.parametrize("streams", [True, False], ids=["streams", "no streams"])
+def test_a_graph_replays_it(ranks, streams):
+    plan = recorded(lambda: ranks.all_reduce(streams))
+    deadline(plan.launch)  # NCCL connects the ranks
+    ranks.received()
+    graph = deadline(plan.capture)
+    for comm in ranks.comms:
+        ncclpy.synchronize(comm.device)
+    assert ranks.received() == [0, 0]  # capturing runs nothing
+    for _ in range(5):
+        deadline(graph.launch)
+        for comm in ranks.comms:
+            ncclpy.synchronize(comm.device)
+        assert ranks.received() == [3, 3]
+    graph.close()
+    with pytest.raises(ValueError, match="closed"):
+        graph.launch()
+    deadline(plan.launch)
+    assert ranks.received() == [3, 3]
+
+
+def test_several_operations_in_their_order(ranks):
+    def body():
+        ranks.all_reduce()
+        for comm, recv, stream in zip(ranks.comms, ranks.recv, ranks.streams, strict=True):
+            comm.all_reduce(ranks.lib.argument(recv), stream=stream)
+
+    plan = recorded(body)
+    assert len(plan) == 4
+    for _ in range(2):
+        deadline(plan.launch)
+        assert ranks.received() == [6, 6]
+
+
+def test_messages(ranks):
+    (first, second), (send, _), (_, recv) = ranks.comms, ranks.send, ranks.recv
+
+    def body():
+        first.send(ranks.lib.argument(send), 1, stream=ranks.streams[0])
+        second.recv(ranks.lib.argument(recv), 0, stream=ranks.streams[1])
+
+    plan = recorded(body)
+    for _ in range(2):
+        deadline(plan.launch)
+        assert ranks.received() == [0, 1]
+
+
+def test_many_small_operations_of_one_communicator(comm1, arrays):
+    parts = [arrays.make(np.full(8, i, np.float32), 0) for i in range(64)]
+    out = [arrays.make(np.zeros(8, np.float32), 0) for _ in range(64)]
+    stream = ncclpy.Stream(0)
+
+    def body():
+        for a, b in zip(parts, out, strict=True):
+            comm1.all_reduce(arrays.argument(a), arrays.argument(b), stream=stream)
+
+    ncclpy.synchronize(0)
+    plan = recorded(body)
+    deadline(plan.launch)
+    stream.synchronize()
+    assert [float(arrays.read(b)[0]) for b in out] == list(range(64))
+
+
+def test_all_devices_there_are(arrays):
+    count = ncclpy.device_count()
+    for comms in testing.communicators(count):
+        ranks = Ranks(comms, arrays)
+        plan = recorded(ranks.all_reduce)
+        for _ in range(20):
+            deadline(plan.launch)
+        assert ranks.received() == [count * (count + 1) / 2] * count
+        with deadline(plan.capture) as graph:
+            for _ in range(20):
+                deadline(graph.launch)
+            assert ranks.received() == [count * (count + 1) / 2] * count
+
+
+def test_what_is_wrong_is_said_at_recording(ranks):
+    plan = ncclpy.Plan()
+    with pytest.raises(ValueError, match="recv: all_reduce needs 1000 elements"):
+        with plan.record():
+            ranks.all_reduce()
+            short = ranks.lib.argument(ranks.recv[0][:10])
+            ranks.comms[0].all_reduce(ranks.lib.argument(ranks.send[0]), short)
+    assert len(plan) == 0
+    with pytest.raises(ValueError, match="empty"):
+        plan.launch()
+
+
+def test_places_where_it_does_not_fit(ranks):
+    plan = recorded(ranks.all_reduce)
+    with pytest.raises(RuntimeError, match="recorded already"):
+        plan.record()
+    with ncclpy.group():
+        with pytest.raises(ValueError, match="inside a group"):
+            plan.launch()
+        with pytest.raises(ValueError, match="inside a group"):
+            plan.capture()
+        with pytest.raises(ValueError, match="inside a group"), ncclpy.Plan().record():
+            pass
+    with pytest.raises(ValueError, match="made inside plan.record"), ncclpy.Plan().record():
+        ncclpy.Communicator.init(1, 0, ncclpy.get_unique_id(), device=0)
+
+
+def test_a_graph_needs_one_stream_a_device(ranks):
+    def body():
+        ranks.all_reduce()
+        ranks.streams = [ncclpy.Stream(comm.device) for comm in ranks.comms]
+        ranks.all_reduce()
+
+    plan = recorded(body)
+    with pytest.raises(ValueError, match="uses 2 streams"):
+        plan.capture()
+
+
+def test_a_nonblocking_communicator_cannot_be_captured(arrays):
+    with ncclpy.Communicator.init(1, 0, ncclpy.get_unique_id(), device=0, timeout=20) as comm:
+        array = arrays.make(np.ones(4, np.float32), 0)
+        plan = recorded(lambda: comm.all_reduce(arrays.argument(array), stream=0))
+        deadline(plan.launch)
+        with pytest.raises(ValueError, match="nonblocking"):
+            plan.capture()
+        ncclpy.synchronize(0)
+
+
+def test_a_closed_communicator_or_stream_is_named(ranks):
+    plan = recorded(ranks.all_reduce)
+    deadline(plan.launch)
+    graph = deadline(plan.capture)
+    ranks.synchronize()
+    ranks.streams[1].close()
+    for launch in (plan.launch, graph.launch):
+        with pytest.raises(ValueError, match="a stream of this plan, on device 1, is closed"):
+            launch()
+    testing.close_all(ranks.comms)
+    with pytest.raises(ValueError, match="is closed"):
+        plan.launch()
+    with pytest.raises(ValueError, match="this graph is closed"):
+        graph.launch()
+
+
+def test_an_aborted_communicator_is_named(ranks):
+    plan = recorded(ranks.all_reduce)
+    testing.abort_all(ranks.comms)
+    with pytest.raises(ncclpy.NcclAborted):
+        plan.launch()
+
+
+def test_the_plan_keeps_what_it_needs(ranks):
+    plan = recorded(ranks.all_reduce)
+    streams = [weakref.ref(stream) for stream in ranks.streams]
+    deadline(plan.launch)
+    ranks.synchronize()
+    ranks.streams = []
+    gc.collect()
+    assert all(stream() is not None for stream in streams)
+    deadline(plan.launch)
+    for comm in ranks.comms:
+        ncclpy.synchronize(comm.device)
+    del plan
+    gc.collect()
+    assert all(stream() is None for stream in streams)
+
+
+def test_threads_may_launch_one_plan(ranks):
+    plan = recorded(ranks.all_reduce)
+    failures = []
+
+    def body():
+        try:
+            for _ in range(50):
+                plan.launch()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=body, daemon=True) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not failures
+    assert not any(thread.is_alive() for thread in threads)
+    assert ranks.received() == [3, 3]
+
+
+def test_an_error_of_nccl_is_raised(ranks, host_engine):
+    plan = recorded(ranks.all_reduce)
+    with ncclpy.faults("rank=1 call=AllReduce nth=1 do=error:ncclSystemError"):
+        with pytest.raises(ncclpy.NcclError, match="unhandled system error"):
+            deadline(plan.launch)
+    testing.abort_all(ranks.comms)

@@ -108,17 +108,20 @@ def test_a_graph_replays_it(ranks, streams):
     assert ranks.received() == [3, 3]
 
 
-def test_several_operations_in_their_order(ranks):
+def test_several_operations(ranks):
+    more = Ranks(ranks.comms, ranks.lib, 10)
+
     def body():
         ranks.all_reduce()
-        for comm, recv, stream in zip(ranks.comms, ranks.recv, ranks.streams, strict=True):
-            comm.all_reduce(ranks.lib.argument(recv), stream=stream)
+        for comm, recv, stream in zip(more.comms, more.send, ranks.streams, strict=True):
+            comm.broadcast(more.lib.argument(recv), root=1, stream=stream)
 
     plan = recorded(body)
     assert len(plan) == 4
     for _ in range(2):
         deadline(plan.launch)
-        assert ranks.received() == [6, 6]
+        assert ranks.received() == [3, 3]
+        assert [float(more.lib.read(array)[0]) for array in more.send] == [2, 2]
 
 
 def test_messages(ranks):

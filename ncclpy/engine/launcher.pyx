@@ -45,8 +45,11 @@ cdef extern from "sched.h" nogil:
 cdef extern from "string.h" nogil:
     char* strdup(const char*)
 
-# How long a lane spins for the next launch before it sleeps, in seconds.
+# How long a lane spins for the next launch before it sleeps, in seconds; longer where cores are plenty, since waking an
+# idle core can take 200 us.
 cdef double _SPIN = 50e-6
+cdef double _LONG_SPIN = 500e-6
+cdef int _MANY = 4  # cores for each lane
 
 cdef ncclpy_lane** _lanes = NULL
 cdef int _count = 0
@@ -73,7 +76,7 @@ cdef int lane_of(int device) except -1:
     """Return the lane of a device, with its thread started."""
     cdef int number = device % lanes()
     if _lanes[number] == NULL:
-        _lanes[number] = lane_start(_SPIN)
+        _lanes[number] = lane_start(_LONG_SPIN if len(os.sched_getaffinity(0)) >= _MANY * _count else _SPIN)
         if _lanes[number] == NULL:
             raise RuntimeError("no thread can be started for launching: the process or the system has too many")
     return number

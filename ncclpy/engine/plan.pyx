@@ -87,7 +87,8 @@ cdef class Plan:
     """Record a group of operations once and launch it many times.
 
     Buffers, data types and streams are checked while recording; a launch makes the calls of all devices without the
-    GIL, several devices in parallel. The plan keeps buffers, streams and communicators.
+    GIL, several devices in parallel. The plan keeps buffers, streams and communicators. As in any group, operations on
+    one communicator may run at the same time: what needs the result of another belongs into a second plan.
 
     >>> plan = ncclpy.Plan()
     >>> with plan.record():
@@ -429,7 +430,7 @@ cdef void _run_replay(ncclpy_job* job) noexcept nogil:
 cdef int _capture(Plan plan, Replay* replays, size_t count, dict private_of) except -1:
     """Capture the plan's operations, of all devices in one NCCL group, and instantiate a graph for each device."""
     cdef size_t i, begun = 0
-    cdef CUgraph graph
+    cdef CUgraph* graphs = <CUgraph*>calloc(count, sizeof(CUgraph))
     cdef CUcontext saved = enter_device(replays[0].device)
     cdef Operation operation
     cdef ncclResult_t result = ncclSuccess, ended
@@ -460,17 +461,20 @@ cdef int _capture(Plan plan, Replay* replays, size_t count, dict private_of) exc
         if result == ncclSuccess:
             result = ended
     finally:
+        # All captures end before the first graph is made: that is not allowed while this thread captures anything.
         for i in range(begun):
             private = private_of[replays[i].device]
-            graph = NULL
             driver.cuCtxSetCurrent(replays[i].context)
-            one = driver.cuStreamEndCapture(private.raw, &graph)
-            if one == CUDA_SUCCESS and graph != NULL and result == ncclSuccess:
-                one = driver.cuGraphInstantiateWithFlags(&replays[i].graph, graph, 0)
-            if graph != NULL:
-                driver.cuGraphDestroy(graph)
+            one = driver.cuStreamEndCapture(private.raw, &graphs[i])
             if failed == CUDA_SUCCESS:
                 failed = one
+        for i in range(begun):
+            driver.cuCtxSetCurrent(replays[i].context)
+            if graphs[i] != NULL and failed == CUDA_SUCCESS and result == ncclSuccess:
+                failed = driver.cuGraphInstantiateWithFlags(&replays[i].graph, graphs[i], 0)
+            if graphs[i] != NULL:
+                driver.cuGraphDestroy(graphs[i])
+        free(graphs)
         leave_device(saved)
     if result != ncclSuccess:
         raise_issue(result, kind, NULL)

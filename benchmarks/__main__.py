@@ -3,10 +3,11 @@
 import argparse
 import sys
 
-from benchmarks import import_time, mpi, nccl_tests, overhead, report
+from benchmarks import import_time, manager, mpi, nccl_tests, overhead, report
 
 EXPERIMENTS = {
     "overhead": overhead,
+    "manager": manager,
     "nccl-tests": nccl_tests,
     "mpi": mpi,
     "import": import_time,

@@ -67,7 +67,7 @@ def run(chosen: argparse.Namespace) -> int:
             rows = _rows(sides, f"{collective} {size}", collective)
             for _ in range(chosen.rounds):
                 for rival, side in sides.items():
-                    for measure, value in bandwidths(_output(side)).items():
+                    for measure, value in bandwidths(output_of(side)).items():
                         if value is not None:
                             rows[rival, measure]["samples"].append(value)
             result["rows"] += [row for row in rows.values() if row["samples"]]
@@ -77,8 +77,14 @@ def run(chosen: argparse.Namespace) -> int:
     return 0
 
 
-def bandwidths(output: str) -> dict[str, float | None]:
+#: Columns of a block of results.
+TIME, BANDWIDTH = 0, 2
+
+
+def bandwidths(output: str, column: int = BANDWIDTH) -> dict[str, float | None]:
     """Return the bus bandwidth in GB/s of the one line of results in `output`, out of place and in place.
+
+    With `TIME` as the column, the time in microseconds.
 
     Raises
     ------
@@ -96,7 +102,7 @@ def bandwidths(output: str) -> dict[str, float | None]:
             continue
         if len(block) == 4 and block[3] not in ("0", "N/A"):
             raise ValueError(f"{block[3]} wrong elements {measure}:\n{output}")
-        values[measure] = None if block[2] == "N/A" else float(block[2])
+        values[measure] = None if block[column] == "N/A" else float(block[column])
     return values
 
 
@@ -115,7 +121,8 @@ def _rows(sides: dict, road: str, collective: str) -> dict[tuple[str, str], dict
     }
 
 
-def _output(command: list[str]) -> str:
+def output_of(command: list[str]) -> str:
+    """Run one of the binaries and return what it prints; it must succeed."""
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300, cwd=tempfile.gettempdir())
     if done.returncode != 0:
         raise RuntimeError(f"{shlex.join(command)} returned {done.returncode}:\n{done.stdout}\n{done.stderr}")

@@ -20,6 +20,7 @@ then their median: what disturbs the machine in a round disturbs every road in i
 
 TITLES = {
     "overhead": "What a call costs",
+    "manager": "What the Manager costs",
     "nccl-tests": "Bandwidth beside nccl-tests",
     "mpi": "The host engine beside MPI",
     "import": "What the import costs",

@@ -73,6 +73,57 @@ def _host_engine() -> list[Target]:
     return found
 
 
+def _manager(engine: str) -> list[Target]:
+    """What the Manager promises on one engine, 8 devices in one process."""
+    us = "ncclpy.Manager"
+
+    def promise(text: str, row: tuple[str, str], limit: float, unit: str = "us", **more: object) -> Target:
+        more = {"how": "value", **more}
+        return Target(text, "manager", engine, (us, *row), limit=limit, unit=unit, **more)
+
+    buffers = ("prepared buffer", "numpy array") if engine == "noop" else ("prepared buffer",)
+    found = [
+        *(
+            promise("adding a participant takes at most 3 us", (f"all_reduce({kind})", "not the last one"), 3.0)
+            for kind in buffers
+        ),
+        promise(
+            "from the last add to the launch on all devices, at most 10 us"
+            if engine == "noop"
+            else "from the last add until all devices have the operation, at most 20 us",
+            ("lanes asleep", "from the last add"),
+            10.0 if engine == "noop" else 20.0,
+        ),
+        promise(
+            "an add beside 100,000 pending keys costs at most 1.2 times one beside 10",
+            ("100,000 keys pending", "add"),
+            1.2,
+            "x",
+            how="ratio",
+            over=(us, "10 keys pending", "add"),
+        ),
+        promise(
+            "the recorder costs at most 0.3 us an add",
+            ("recorder of 2,000", "add"),
+            0.3,
+            how="difference",
+            over=(us, "recorder off", "add"),
+        ),
+        promise("nothing pending takes at most 0.5% of a core", ("nothing pending", "CPU"), 0.5, "% of a core"),
+    ]
+    if engine != "noop":
+        found += [
+            promise("a callback comes at most 50 us after completion", (f"input ready after {ms} ms", "latency"), 50.0)
+            for ms in (1, 20)
+        ]
+    if engine == "gpu":
+        found += [
+            promise(f"8 bytes on all devices, added from {threads}, at most 45 us", (threads, "repeated"), 45.0)
+            for threads in ("one thread", "8 threads")
+        ]
+    return found
+
+
 TARGETS = [
     Target(
         "bindings.all_reduce is no slower than nccl4py's binding",
@@ -169,6 +220,7 @@ TARGETS = [
         at_least=True,
     ),
     *_host_engine(),
+    *(target for engine in ("noop", "host", "gpu") for target in _manager(engine)),
 ]
 
 

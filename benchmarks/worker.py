@@ -129,10 +129,14 @@ class Worker:
 
 
 def main() -> None:
-    """Serve requests until the parent closes the pipe."""
+    """Serve a `Worker`."""
+    serve(Worker())
+
+
+def serve(worker: object) -> None:
+    """Answer requests with the methods of `worker` until the parent closes the pipe."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    worker = Worker()
     for line in sys.stdin:
         request = json.loads(line)
         try:

@@ -17,11 +17,11 @@ FIRST_DEADLINE = 240
 
 # The root is on the path only while `benchmarks` is imported: ncclpy has to be the installed one.
 START = f"""
-import sys
+import importlib, sys
 sys.path.insert(0, {str(ROOT)!r})
-from benchmarks import worker
+module = importlib.import_module(sys.argv[1])
 sys.path.remove({str(ROOT)!r})
-worker.main()
+module.main()
 """
 
 
@@ -34,12 +34,12 @@ class WorkerLost(WorkerFailed):
 
 
 class WorkerProcess:
-    """One child; `ask` is a call of its `Worker`."""
+    """One child; `ask` is a call of what the ``main()`` of `module` serves."""
 
-    def __init__(self):
+    def __init__(self, module: str = "benchmarks.worker"):
         self._errors = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(
-            [sys.executable, "-c", START],
+            [sys.executable, "-c", START, module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 try:
     from benchmarks import nccl_tests, noop, report, results, summary, targets
+    from benchmarks.manager_side import Side
     from benchmarks.road import Road
     from benchmarks.worker import Worker
 finally:
@@ -81,6 +83,31 @@ def test_the_host_engine_is_measured_without_an_mpi(tmp_path):
         "Open MPI": "not given (--openmpi PYTHON)",
     }
     assert {row["kept"] for row in targets.judge(result)} == {None}
+
+
+@pytest.mark.parametrize("engine", ["noop", "host"])
+def test_everything_about_the_manager_is_measured(engine, tmp_path):
+    path = tmp_path / "result.json"
+    variables = {"NCCLPY_LIBRARY": "host" if engine == "host" else ""}
+    run("manager", "--rounds", "1", "--processes", "1", "--json", str(path), **variables)
+    result = json.loads(path.read_text())
+    assert (result["settings"]["engine"], result["settings"]["devices"]) == (engine, 8)
+    judged = targets.judge(result)
+    assert len(judged) >= 6
+    assert not [target["text"] for target in judged if target["kept"] is None]
+    measured = {(row["rival"], row["road"], row["measure"]) for row in result["rows"]}
+    assert ("ncclpy.Manager", "64 threads", "adds") in measured
+    assert ("C loop", "a group from one thread", "repeated") in measured
+
+
+def test_a_manager_that_does_not_launch_has_no_figures(tmp_path):
+    side = Side()
+    side.nccl, side.engine = (
+        types.SimpleNamespace(library=lambda: types.SimpleNamespace(path=noop.build(tmp_path))),
+        "noop",
+    )
+    with pytest.raises(RuntimeError, match="0 operations arrived instead of 8"), side.working("numpy array", 4, 2):
+        pass
 
 
 def test_import_time_is_measured(tmp_path):

@@ -23,12 +23,13 @@ NCCLPY_DRIVER_FUNCTIONS(DECLARE_DRIVER)
 EXPORT extern const char ncclpyHostEngine[];
 const char ncclpyHostEngine[] = "no-op library of the benchmarks";
 
-/* How many all-reduces arrived here: the benchmark checks that a road makes one call for one call. */
+/* How many all-reduces arrived here, from any thread: the benchmark checks that a road makes one call for one call. */
 EXPORT extern unsigned long long noopCalls;
 unsigned long long noopCalls = 0;
 /* Likewise for ends of groups. */
 EXPORT extern unsigned long long noopGroups;
 unsigned long long noopGroups = 0;
+#define COUNT(counter) __atomic_fetch_add(&(counter), 1, __ATOMIC_RELAXED)
 
 static char handles[64]; /* what all opaque handles point to */
 #define HANDLE ((void*)&handles[8])
@@ -89,7 +90,7 @@ NCCL(ncclRedOpDestroy, (ncclRedOp_t op, ncclComm_t comm))
 NCCL(ncclReduce, (const void* s, void* r, size_t n, ncclDataType_t t, ncclRedOp_t op, int root, TAIL))
 NCCL(ncclBcast, (void* b, size_t n, ncclDataType_t t, int root, TAIL))
 NCCL(ncclBroadcast, (const void* s, void* r, size_t n, ncclDataType_t t, int root, TAIL))
-NCCL(ncclAllReduce, (const void* s, void* r, size_t n, ncclDataType_t t, ncclRedOp_t op, TAIL), noopCalls++)
+NCCL(ncclAllReduce, (const void* s, void* r, size_t n, ncclDataType_t t, ncclRedOp_t op, TAIL), COUNT(noopCalls))
 NCCL(ncclReduceScatter, (const void* s, void* r, size_t n, ncclDataType_t t, ncclRedOp_t op, TAIL))
 NCCL(ncclAllGather, (const void* s, void* r, size_t n, ncclDataType_t t, TAIL))
 NCCL(ncclAlltoAll, (const void* s, void* r, size_t n, ncclDataType_t t, TAIL))
@@ -98,7 +99,7 @@ NCCL(ncclScatter, (const void* s, void* r, size_t n, ncclDataType_t t, int root,
 NCCL(ncclSend, (const void* s, size_t n, ncclDataType_t t, int peer, TAIL))
 NCCL(ncclRecv, (void* r, size_t n, ncclDataType_t t, int peer, TAIL))
 #define CONFIG TAIL, const ncclCollConfig_t* config
-NCCL(ncclAllReduceConfig, (const void* s, void* r, size_t n, ncclDataType_t t, ncclRedOp_t op, CONFIG), noopCalls++)
+NCCL(ncclAllReduceConfig, (const void* s, void* r, size_t n, ncclDataType_t t, ncclRedOp_t op, CONFIG), COUNT(noopCalls))
 NCCL(ncclBroadcastConfig, (const void* s, void* r, size_t n, ncclDataType_t t, int root, CONFIG))
 NCCL(ncclReduceConfig, (const void* s, void* r, size_t n, ncclDataType_t t, ncclRedOp_t op, int root, CONFIG))
 NCCL(ncclAllGatherConfig, (const void* s, void* r, size_t n, ncclDataType_t t, CONFIG))
@@ -113,7 +114,7 @@ NCCL(ncclSignal, (int peer, int sig, int ctx, unsigned int flags, TAIL))
 NCCL(ncclWaitSignal, (int nDesc, ncclWaitSignalDesc_t* descs, TAIL))
 /* groups */
 NCCL(ncclGroupStart, (void))
-NCCL(ncclGroupEnd, (void), noopGroups++)
+NCCL(ncclGroupEnd, (void), COUNT(noopGroups))
 NCCL(ncclGroupSimulateEnd, (ncclSimInfo_t * simInfo), simInfo->estimatedTime = 1.0f)
 /* process-wide settings */
 NCCL(ncclSetEncryption, (const ncclEncryptionConfig_t* config))

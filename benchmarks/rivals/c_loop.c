@@ -84,3 +84,16 @@ EXPORT double c_loop_empty_group(const arguments* a, long n) {
   }
   return now(a) - start;
 }
+
+/* One thread that drives several devices: n groups with an all-reduce on each of them. */
+EXPORT double c_loop_devices(const arguments* a, long n, int devices, const ncclComm_t* comms,
+                             const cudaStream_t* streams, const void* const* send, void* const* recv) {
+  double start = now(a);
+  for (long i = 0; i < n; i++) {
+    TRY(a->nccl.ncclGroupStart());
+    for (int j = 0; j < devices; j++)
+      TRY(a->nccl.ncclAllReduce(send[j], recv[j], a->count, ncclFloat32, ncclSum, comms[j], streams[j]));
+    TRY(a->nccl.ncclGroupEnd());
+  }
+  return now(a) - start;
+}

@@ -3,6 +3,7 @@
 import ctypes
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import compiler
@@ -14,24 +15,16 @@ NAME = "C loop"
 
 def open(setting: Setting) -> list[Road]:
     """Compile the loop and point it at the setting's library."""
-    with tempfile.TemporaryDirectory() as folder:
-        loop = ctypes.CDLL(str(compiler.build(Path(__file__).with_name("c_loop.c"), Path(folder))))
-    nccl = ctypes.CDLL(setting.library)
-    driver = ctypes.CDLL("libcuda.so.1") if setting.gpu else nccl
-    functions = [nccl.ncclAllReduce, nccl.ncclGroupStart, nccl.ncclGroupEnd, driver.cuStreamSynchronize]
-    loop.c_loop_arguments.restype = ctypes.c_void_p
-    arguments = ctypes.c_void_p(
-        loop.c_loop_arguments(
-            *(ctypes.cast(function, ctypes.c_void_p) for function in functions),
-            ctypes.c_void_p(setting.send),
-            ctypes.c_void_p(setting.recv),
-            ctypes.c_size_t(COUNT),
-            ctypes.c_void_p(setting.comm),
-            ctypes.c_void_p(setting.stream),
-            ctypes.c_int(time.CLOCK_THREAD_CPUTIME_ID if setting.clock is time.thread_time else time.CLOCK_MONOTONIC),
-        )
+    loop, arguments, keep = _loop(
+        setting.library,
+        setting.gpu,
+        setting.clock is time.thread_time,
+        setting.send,
+        setting.recv,
+        setting.comm,
+        setting.stream,
     )
-    setting.keep += [loop, nccl, driver]
+    setting.keep += keep
 
     def seconds(name, *more):
         function = getattr(loop, name)
@@ -56,3 +49,42 @@ def open(setting: Setting) -> list[Road]:
         ),
         Road("ncclGroupStart, ncclGroupEnd", "empty group", seconds("c_loop_empty_group"), reduces=0, groups=1),
     ]
+
+
+def devices(
+    library: str, gpu: bool, comms: list[int], streams: list[int], send: list[int], recv: list[int]
+) -> Callable[[int], float]:
+    """Return what makes n groups of one all-reduce a device from one thread and returns the seconds, unwaited for."""
+    loop, arguments, keep = _loop(library, gpu, False)
+    lists = [(ctypes.c_void_p * len(comms))(*values) for values in (comms, streams, send, recv)]
+    loop.c_loop_devices.restype = ctypes.c_double
+
+    def run(n: int, keep: list = keep) -> float:
+        taken = loop.c_loop_devices(arguments, ctypes.c_long(n), len(comms), *lists)
+        if taken < 0:
+            raise RuntimeError(f"c_loop_devices: NCCL returned {-taken:.0f}")
+        return taken
+
+    return run
+
+
+def _loop(library: str, gpu: bool, cpu_time: bool, send=0, recv=0, comm=0, stream=0) -> tuple:
+    """Compile the loop and point it at a library; return it, its arguments, and what has to live as long."""
+    with tempfile.TemporaryDirectory() as folder:
+        loop = ctypes.CDLL(str(compiler.build(Path(__file__).with_name("c_loop.c"), Path(folder))))
+    nccl = ctypes.CDLL(library)
+    driver = ctypes.CDLL("libcuda.so.1") if gpu else nccl
+    functions = [nccl.ncclAllReduce, nccl.ncclGroupStart, nccl.ncclGroupEnd, driver.cuStreamSynchronize]
+    loop.c_loop_arguments.restype = ctypes.c_void_p
+    arguments = ctypes.c_void_p(
+        loop.c_loop_arguments(
+            *(ctypes.cast(function, ctypes.c_void_p) for function in functions),
+            ctypes.c_void_p(send),
+            ctypes.c_void_p(recv),
+            ctypes.c_size_t(COUNT),
+            ctypes.c_void_p(comm),
+            ctypes.c_void_p(stream),
+            ctypes.c_int(time.CLOCK_THREAD_CPUTIME_ID if cpu_time else time.CLOCK_MONOTONIC),
+        )
+    )
+    return loop, arguments, [loop, nccl, driver]

@@ -1,0 +1,140 @@
+"""What the Manager costs: adding, launching, pending keys, whole rounds, callbacks, threads, plans and graphs.
+
+By default on the no-op library with 8 devices, so that only ncclpy costs time; with NCCLPY_LIBRARY=host on the host
+engine; with --gpu N on N GPUs, all in one process. Every round takes each measure once, in shuffled order; a sample
+is a mean or a median over some dozens of collectives, which are checked to have been done. Fresh processes are
+started --processes times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import tempfile
+from pathlib import Path
+
+from benchmarks import nccl_tests, noop, report, results, workers
+
+DEFAULTS = {"rounds": 10, "processes": 3, "seed": 1}
+SIDE = "benchmarks.manager_side"
+MEASURES = ("add", "recorder", "launch", "rounds", "threads", "callback", "idle", "rivals")
+#: Keys that wait meanwhile; each count in a process of its own, whose memory is its own.
+PENDING = (10, 1000, 100_000)
+#: Options of nccl-tests for N devices in one process.
+NCCL_TESTS = ("-g {n}", "-t {n} -g 1", "-t {n} -g 1 -G 10")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this experiment's options."""
+    parser.add_argument("--gpu", type=int, default=0, metavar="N", help="real NCCL on N GPUs in one process")
+    parser.add_argument("--nccl-tests", type=Path, metavar="FOLDER", help="where all_reduce_perf is, for --gpu")
+    parser.add_argument("--rounds", type=int, help="rounds in one set of processes (default: %(default)s)")
+    parser.add_argument("--processes", type=int, help="fresh sets of processes (default: %(default)s)")
+    parser.add_argument("--seed", type=int, help="of the order of measures in a round (default: %(default)s)")
+    parser.add_argument("--without", action="append", default=[], choices=MEASURES, help="leave a measure out")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result with all samples")
+    parser.set_defaults(**DEFAULTS)
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Measure, print and write."""
+    command = ["--gpu", str(chosen.gpu)] if chosen.gpu else []
+    for option, default in DEFAULTS.items():
+        if getattr(chosen, option) != default:
+            command += [f"--{option}", str(getattr(chosen, option))]
+    for measure in chosen.without:
+        command += ["--without", measure]
+    if chosen.nccl_tests:
+        command += ["--nccl-tests", "FOLDER"]
+    result = results.new("manager", command, rounds=chosen.rounds, processes=chosen.processes, seed=chosen.seed)
+    table = Table()
+    order = random.Random(chosen.seed)
+    try:
+        for _ in range(chosen.processes):
+            _measure(chosen, order, table, result)
+    finally:
+        # What was measured before a failure is kept.
+        result["rows"] = table.finished()
+        if chosen.json:
+            results.save(result, chosen.json)
+    print(report.text(result))
+    return 0
+
+
+class Table:
+    """Rows in the making."""
+
+    def __init__(self):
+        self._rows: dict[tuple, dict] = {}
+        self._missing: dict[str, str] = {}
+
+    def add(self, sample: list) -> None:
+        """Add one sample, as a `manager_side.Side` returns it."""
+        *head, value = sample
+        names = ("operation", "rival", "road", "measure", "unit")
+        row = self._rows.setdefault(tuple(head), {**dict(zip(names, head, strict=True)), "samples": []})
+        row["samples"].append(value)
+
+    def miss(self, rival: str, reason: str) -> None:
+        """Note that a rival has no samples, and why."""
+        self._missing[rival] = reason
+
+    def finished(self) -> list[dict]:
+        """Return the rows in the order of the measures."""
+        return [*self._rows.values(), *({"rival": name, "missing": why} for name, why in self._missing.items())]
+
+
+def _measure(chosen: argparse.Namespace, order: random.Random, table: Table, result: dict) -> None:
+    """Take all rounds in one set of processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        library = None
+        if not chosen.gpu and os.environ.get("NCCLPY_LIBRARY") != "host":
+            library = str(noop.build(Path(folder)))
+        opening = {"library": library, "devices": chosen.gpu or None}
+        processes: list[workers.WorkerProcess] = []
+        try:
+            main = workers.WorkerProcess(SIDE)
+            processes.append(main)
+            opened = main.ask("open", deadline=workers.FIRST_DEADLINE, torch=True, **opening)
+            result["settings"] |= {"engine": opened["engine"], "devices": opened["devices"]}
+            if opened["engine"] == "gpu":
+                result["settings"]["gpus"] = opened["devices"]
+            result["versions"]["nccl"] = opened["nccl"]
+            for rival, reason in opened["missing"].items():
+                table.miss(rival, reason)
+            measures = [name for name in MEASURES if name not in chosen.without]
+            plan = [lambda name=name: main.ask("sample", measure=name) for name in measures]
+            for count in PENDING:
+                process = workers.WorkerProcess(SIDE)
+                processes.append(process)
+                process.ask("open", deadline=workers.FIRST_DEADLINE, torch=False, **opening)
+                process.ask("pending", count=count)
+                plan.append(lambda process=process: process.ask("sample", measure="beside_pending"))
+            if opened["engine"] == "gpu":
+                plan += _nccl_tests(chosen.nccl_tests, opened["devices"], table)
+            for _ in range(chosen.rounds):
+                samples = {index: plan[index]() for index in order.sample(range(len(plan)), len(plan))}
+                for index in range(len(plan)):
+                    for sample in samples[index]:
+                        table.add(sample)
+        finally:
+            for process in processes:
+                process.close()
+
+
+def _nccl_tests(folder: Path | None, devices: int, table: Table) -> list:
+    """Return what samples nccl-tests in each of its ways to drive several devices from one process."""
+    if folder is None:
+        table.miss("nccl-tests", "not given (--nccl-tests FOLDER)")
+        return []
+    binary = folder.resolve() / nccl_tests.BINARIES["all_reduce"]
+    return [lambda flags=flags: [_run_nccl_tests(binary, flags, devices)] for flags in NCCL_TESTS]
+
+
+def _run_nccl_tests(binary: Path, flags: str, devices: int) -> list:
+    flags = flags.format(n=devices)
+    command = [str(binary), "-b", "8", "-e", "8", "-n", "200", "-w", "20", "-c", "1", *flags.split()]
+    output = nccl_tests.output_of(command)
+    value = nccl_tests.bandwidths(output, nccl_tests.TIME)["out of place"]
+    return [f"all-reduce of {devices} participants", "nccl-tests", flags, "repeated", "us", value]

@@ -1,0 +1,422 @@
+"""The child side of the Manager's benchmark: one process that has all devices, and what is measured in it.
+
+Each measure returns a list of samples: ``(operation, rival, road, measure, unit, value)``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib.util
+import random
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks import compiler, setting, worker
+from benchmarks.rivals import c_loop
+from benchmarks.setting import COUNT
+
+MANAGER = "ncclpy.Manager"
+#: Collectives in a sample: of adds, of launches one by one, of rounds one by one and back to back.
+ADDED = 64
+LAUNCHED = 40
+LATENCIES = 40
+REPEATED = 200
+CALLBACKS = 30
+#: Participants added in a sample of threads, by all threads together.
+BY_THREADS = 6400
+THREADS = (1, 2, 4, 8, 16, 32, 64)
+#: Keys added while so many others are pending.
+BESIDE_PENDING = 2000
+IDLE_SECONDS = 1.0
+#: How long the producer of an input takes, for the latency of callbacks: the monitor polls less often with time.
+PRODUCERS = {"1 ms": 1e-3, "20 ms": 20e-3}
+#: Longer than a lane of the launcher spins.
+LANES_SLEEP = 1e-3
+
+Sample = tuple[str, str, str, str, str, float]
+
+
+class Side:
+    """Answer requests; each method that a request can name starts with ``do_``."""
+
+    def do_open(self, library: str | None, devices: int | None, torch: bool) -> dict:
+        """Choose the library (None: the one that ncclpy finds) and make a Manager with a buffer on each device."""
+        if torch:
+            setting.share_library()
+        import ncclpy
+
+        self.nccl = ncclpy
+        self.engine = "noop"
+        if library is not None:
+            ncclpy.use(library)
+        else:
+            self.engine = "gpu" if ncclpy.library().engine == "cuda" else "host"
+        self.devices = list(range(devices or ncclpy.device_count()))
+        self.manager = ncclpy.Manager()
+        self.keys = iter(range(1 << 60))
+        self.buffers = {"prepared buffer": ([], [])}
+        for device in self.devices:
+            for buffers in self.buffers["prepared buffer"]:
+                buffers.append(self._buffer(device))
+        if self.engine != "gpu":
+            self.buffers["numpy array"] = tuple([self._array() for _ in self.devices] for _ in range(2))
+        missing = self._add_tensors() if torch else {}
+        with self.working("prepared buffer", 1):
+            self.wait(self.collective(next(self.keys), self.devices))
+        version = ".".join(map(str, ncclpy.library().version))
+        return {"engine": self.engine, "devices": len(self.devices), "nccl": version, "missing": missing}
+
+    def do_pending(self, count: int) -> None:
+        """Let so many keys wait for their second participant from now on."""
+        send, recv = (buffers[0] for buffers in self.buffers["prepared buffer"])
+        self.waiting = [
+            self.manager.all_reduce(("pending", key), send, recv, device=0, num_local=2) for key in range(count)
+        ]
+        gc.collect()
+
+    def do_sample(self, measure: str) -> list[Sample]:
+        """Take the samples of one measure."""
+        return getattr(self, f"measure_{measure}")()
+
+    # What is measured.
+
+    def measure_add(self) -> list[Sample]:
+        """The cost of adding a participant that is not the last one, and one that is."""
+        samples = []
+        for kind in self.buffers:
+            for_all, last = self._add(kind)
+            road = f"all_reduce({kind})"
+            samples += [
+                ("add a participant", MANAGER, road, "not the last one", "us", for_all * 1e6),
+                ("add a participant", MANAGER, road, "the last one", "us", last * 1e6),
+            ]
+        return samples
+
+    def measure_recorder(self) -> list[Sample]:
+        """The cost of an add with the recorder and without."""
+        samples = []
+        for road, capacity in (("recorder off", 0), ("recorder of 2,000", 2000)):
+            self.nccl.recorder.resize(capacity)
+            seconds = statistics.median(self._add("prepared buffer")[0] for _ in range(5))
+            samples.append(("recorder", MANAGER, road, "add", "us", seconds * 1e6))
+        return samples
+
+    def _add(self, kind: str) -> tuple[float, float]:
+        """Return the seconds of an add that is not the last one of its key, and of one that is."""
+        send, recv = self.buffers[kind]
+        first, n, add = list(zip(self.devices, send, recv, strict=True)), len(self.devices), self.manager.all_reduce
+        last = first.pop()
+        keys = [next(self.keys) for _ in range(ADDED)]
+        with self.working(kind, len(keys)):
+            begin = time.perf_counter()
+            works = [add(key, s, r, device=d, num_local=n) for key in keys for d, s, r in first]
+            middle = time.perf_counter()
+            device, s, r = last
+            works += [add(key, s, r, device=device, num_local=n) for key in keys]
+            end = time.perf_counter()
+            self.wait(works)
+        return (middle - begin) / max(1, len(keys) * len(first)), (end - middle) / len(keys)
+
+    def measure_launch(self) -> list[Sample]:
+        """From before the last add to the moment at which the operations of all devices are enqueued."""
+        samples = []
+        for road, pause in (("lanes asleep", LANES_SLEEP), ("right behind another", 0.0)):
+            begun, works = {}, []
+            keys = [next(self.keys) for _ in range(LAUNCHED)]
+            with self.working("prepared buffer", len(keys)):
+                for key in keys:
+                    some = self.collective(key, self.devices[:-1])
+                    time.sleep(pause)
+                    begun[repr(key)] = time.monotonic()
+                    some += self.collective(key, self.devices[-1:])
+                    if pause:
+                        self.wait(some)
+                    works += some
+                self.wait(works)
+            launched = dict.fromkeys(begun, 0.0)
+            for entry in self.nccl.recorder.snapshot()["entries"]:
+                if entry["key"] in begun:
+                    launched[entry["key"]] = max(launched[entry["key"]], entry["launched"])
+            seconds = statistics.median(launched[key] - begun[key] for key in begun)
+            samples.append(
+                (f"launch on {len(self.devices)} devices", MANAGER, road, "from the last add", "us", seconds * 1e6)
+            )
+        return samples
+
+    def measure_beside_pending(self) -> list[Sample]:
+        """The cost of an add while other keys wait: two participants a key, of which the first is timed."""
+        (send, _), (recv, _) = (buffers[:2] for buffers in self.buffers["prepared buffer"])
+        add = self.manager.all_reduce
+        keys = [next(self.keys) for _ in range(BESIDE_PENDING)]
+        stats = self.manager.stats()
+        assert stats["gathering"] == len(self.waiting), stats
+        with self.working("prepared buffer", len(keys), 2):
+            begin = time.perf_counter()
+            works = [add(key, send, recv, device=0, num_local=2) for key in keys]
+            seconds = (time.perf_counter() - begin) / len(keys)
+            works += self.collective_of(keys, 1, 2)
+            self.wait(works)
+        assert not any(work.is_completed() for work in self.waiting[:1000])
+        return [("pending keys", MANAGER, f"{len(self.waiting):,} keys pending", "add", "us", seconds * 1e6)]
+
+    def measure_rounds(self) -> list[Sample]:
+        """Participants added from one thread and from a thread each, until all works are done."""
+        n = len(self.devices)
+        operation = f"all-reduce of {n} participants"
+        samples = []
+        for measure, each, count in (("latency", True, LATENCIES), ("repeated", False, REPEATED)):
+            for road, places in (("one thread", [self.devices]), (f"{n} threads", [[d] for d in self.devices])):
+                keys = [next(self.keys) for _ in range(count)]
+                takers = [partial(self._take_part, keys, devices, each) for devices in places]
+                with self.working("prepared buffer", count):
+                    seconds = in_threads(takers)
+                samples.append((operation, MANAGER, road, measure, "us", seconds / count * 1e6))
+        return samples
+
+    def _take_part(self, keys: list, devices: list[int], each: bool) -> None:
+        """Add some devices to all keys; wait for each of them, or for all in the end."""
+        works = []
+        for key in keys:
+            works += self.collective(key, devices)
+            if each:
+                self.wait(works)
+                works.clear()
+        self.wait(works)
+
+    def measure_threads(self) -> list[Sample]:
+        """Python threads that add the two participants of keys of their own."""
+        n = min(2, len(self.devices))
+        samples = []
+        for threads in THREADS:
+            share = BY_THREADS // threads // n
+            keys = [[next(self.keys) for _ in range(share)] for _ in range(threads)]
+            works: list[list] = [[] for _ in range(threads)]
+
+            adders = [partial(self._add_all, *place, n) for place in zip(keys, works, strict=True)]
+            with self.working("prepared buffer", threads * share, n):
+                seconds = in_threads(adders)
+                for some in works:
+                    self.wait(some)
+            value = threads * share * n / seconds / 1e3
+            road = f"{threads} threads" if threads > 1 else "1 thread"
+            samples.append(("threads", MANAGER, road, "adds", "1000/s", value))
+        return samples
+
+    def _add_all(self, keys: list, works: list, n: int) -> None:
+        for key in keys:
+            works += self.collective(key, self.devices[:n], n)
+
+    def measure_callback(self) -> list[Sample]:
+        """From the end of what produces the input, less the operation's own time on the device, to the callback."""
+        if self.engine == "noop":
+            return []
+        samples = []
+        for road, seconds in PRODUCERS.items():
+            latencies = [self._callback(seconds * random.uniform(0.9, 1.1)) for _ in range(CALLBACKS)]
+            value = statistics.median(latencies) * 1e6
+            samples.append(("callback", MANAGER, f"input ready after {road}", "latency", "us", value))
+        return samples
+
+    def _callback(self, seconds: float) -> float:
+        if not hasattr(self, "timing"):
+            self._open_callbacks()
+        send, recv = (buffers[0] for buffers in self.buffers["prepared buffer"])
+        called = threading.Event()
+        moments: list[float] = []
+
+        def on_done(work: Any) -> None:
+            moments.append(time.monotonic())
+            called.set()
+
+        self.held.seconds = seconds
+        self.launch_host_function(ctypes.c_void_p(self.producer.handle), self.hold, ctypes.byref(self.held))
+        with self.working("prepared buffer", 1, 1):
+            work = self.timing.all_reduce(
+                next(self.keys), send, recv, device=0, num_local=1, producer=self.producer, on_done=on_done
+            )
+            if not called.wait(60):
+                raise RuntimeError("the callback did not come within a minute")
+        work.wait()
+        return moments[0] - self.held.stamp - work.duration
+
+    def _open_callbacks(self) -> None:
+        class Hold(ctypes.Structure):
+            _fields_ = (("seconds", ctypes.c_double), ("stamp", ctypes.c_double))
+
+        with tempfile.TemporaryDirectory() as folder:
+            stamp = ctypes.CDLL(str(compiler.build(Path(__file__).with_name("stamp.c"), Path(folder))))
+        driver = ctypes.CDLL("libcuda.so.1" if self.engine == "gpu" else self.nccl.library().path)
+        self.launch_host_function = driver.cuLaunchHostFunc
+        self.hold, self.held = stamp.hold_and_stamp, Hold()
+        self.producer = self.nccl.Stream(0)
+        self.timing = self.nccl.Manager(timing=True)
+        self._callback(1e-4)
+
+    def measure_idle(self) -> list[Sample]:
+        """The share of a core that the whole process takes with nothing pending, after use."""
+        time.sleep(0.05)
+        begin, cpu = time.perf_counter(), time.process_time()
+        time.sleep(IDLE_SECONDS)
+        share = (time.process_time() - cpu) / (time.perf_counter() - begin)
+        return [("idle", MANAGER, "nothing pending", "CPU", "% of a core", share * 100)]
+
+    def measure_rivals(self) -> list[Sample]:
+        """The same collective from a C loop of one thread, in a group over all devices."""
+        if not hasattr(self, "c_group"):
+            self._open_rivals()
+        n = len(self.devices)
+        with self.working("prepared buffer", REPEATED):
+            begin = time.perf_counter()
+            self.c_group(REPEATED)
+            self.settle()
+            seconds = time.perf_counter() - begin
+        operation = f"all-reduce of {n} participants"
+        return [(operation, "C loop", "a group from one thread", "repeated", "us", seconds / REPEATED * 1e6)]
+
+    def _open_rivals(self) -> None:
+        self.comms = self.nccl.Communicator.init_all(self.devices)
+        self.streams = [self.nccl.Stream(device) for device in self.devices]
+        places = [[buffer.pointer for buffer in buffers] for buffers in self.buffers["prepared buffer"]]
+        self.c_group = c_loop.devices(
+            self.nccl.library().path,
+            self.engine == "gpu",
+            [comm.handle for comm in self.comms],
+            [stream.handle for stream in self.streams],
+            *places,
+        )
+
+    # Buffers, and whether the work was done.
+
+    def collective(self, key: object, devices: list[int], num_local: int | None = None) -> list:
+        """Add these devices as participants of a key; return their works."""
+        send, recv = self.buffers["prepared buffer"]
+        n = num_local or len(self.devices)
+        return [self.manager.all_reduce(key, send[d], recv[d], device=d, num_local=n) for d in devices]
+
+    def collective_of(self, keys: list, device: int, num_local: int) -> list:
+        """Add one device as a participant of many keys."""
+        return [work for key in keys for work in self.collective(key, [device], num_local)]
+
+    def wait(self, works: list) -> None:
+        """Wait until all are done; raise what went wrong."""
+        for work in works:
+            work.wait(60)
+
+    def settle(self) -> None:
+        """Wait for every stream of every device."""
+        for device in self.devices:
+            self.nccl.synchronize(device)
+
+    @contextmanager
+    def working(self, kind: str, collectives: int, devices: int | None = None) -> Iterator[None]:
+        """See that what is measured inside reduces this often, on the first so many devices; all of them if None."""
+        n = len(self.devices) if devices is None else devices
+        if self.engine == "noop":
+            library = ctypes.CDLL(self.nccl.library().path)
+            calls = ctypes.c_ulonglong.in_dll(library, "noopCalls")
+            before = calls.value
+            yield
+            if calls.value - before != collectives * n:
+                raise RuntimeError(f"{calls.value - before} operations arrived instead of {collectives * n}")
+            return
+        receivers = self.buffers[kind][1][:n]
+        for device, buffer in enumerate(receivers):
+            self._write(device, buffer, 0.0)
+        yield
+        for device, buffer in enumerate(receivers):
+            found = self._read(device, buffer)
+            if found != [float(n)] * COUNT:
+                raise RuntimeError(f"the sum of ones over {n} devices came out as {found} on device {device}")
+
+    def _buffer(self, device: int) -> Any:
+        from ncclpy.core import device as devices
+
+        pointer = devices.allocate(COUNT * 4, device)
+        buffer = self.nccl.Buffer(pointer, COUNT, "float32", device=device)
+        self._write(device, buffer, 1.0)
+        return buffer
+
+    def _array(self) -> Any:
+        import numpy
+
+        return numpy.ones(COUNT, numpy.float32)
+
+    def _add_tensors(self) -> dict[str, str]:
+        """Add torch tensors as a kind of buffer; return why not, if not."""
+        if importlib.util.find_spec("torch") is None:
+            return {"torch tensors": "torch is not installed"}
+        import torch
+
+        if self.engine == "gpu" and not torch.cuda.is_available():
+            return {"torch tensors": "the installed torch is without CUDA"}
+        places = [f"cuda:{device}" if self.engine == "gpu" else "cpu" for device in self.devices]
+        self.buffers["torch tensor"] = tuple([torch.ones(COUNT, device=place) for place in places] for _ in range(2))
+        return {}
+
+    def _write(self, device: int, buffer: Any, value: float) -> None:
+        self._copy(device, _pointer(buffer), (ctypes.c_float * COUNT)(*[value] * COUNT), False)
+
+    def _read(self, device: int, buffer: Any) -> list[float]:
+        values = (ctypes.c_float * COUNT)()
+        self._copy(device, _pointer(buffer), values, True)
+        return list(values)
+
+    def _copy(self, device: int, pointer: int, values: ctypes.Array, back: bool) -> None:
+        from ncclpy.core import device as devices
+
+        if self.engine != "gpu":
+            ends = (values, pointer) if back else (pointer, values)
+            ctypes.memmove(*ends, ctypes.sizeof(values))
+            return
+        here = ctypes.addressof(values)
+        ends = (here, pointer) if back else (pointer, here)
+        with devices.using(device), self.nccl.Stream(device) as stream:
+            devices.copy(*ends, ctypes.sizeof(values), stream)
+            stream.synchronize()
+
+
+def _pointer(buffer: Any) -> int:
+    """Return where a buffer of any kind is."""
+    for name in ("pointer", "data_ptr"):
+        if hasattr(buffer, name):
+            found = getattr(buffer, name)
+            return found() if callable(found) else found
+    return buffer.ctypes.data
+
+
+def in_threads(functions: list[Callable[[], None]]) -> float:
+    """Run each in a thread of its own, all at once; return the seconds until all are done."""
+    begun: list[float] = []
+    ended: list[float] = []
+    failures: list[BaseException] = []
+    barrier = threading.Barrier(len(functions), action=lambda: begun.append(time.perf_counter()))
+
+    def main(function: Callable[[], None]) -> None:
+        barrier.wait()
+        try:
+            function()
+        except BaseException as failure:  # raised below, in the thread that waits
+            failures.append(failure)
+        ended.append(time.perf_counter())
+
+    threads = [threading.Thread(target=main, args=(function,)) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    return max(ended) - begun[0]
+
+
+def main() -> None:
+    """Serve requests until the parent closes the pipe."""
+    worker.serve(Side())

@@ -190,7 +190,7 @@ def test_places_where_it_does_not_fit(ranks):
             plan.capture()
         with pytest.raises(ValueError, match="inside a group"), ncclpy.Plan().record():
             pass
-    with pytest.raises(ValueError, match="made inside plan.record"), ncclpy.Plan().record():
+    with pytest.raises(ValueError, match=r"made inside plan\.record"), ncclpy.Plan().record():
         ncclpy.Communicator.init(1, 0, ncclpy.get_unique_id(), device=0)
 
 

@@ -72,6 +72,9 @@ class Side:
         with self.working("prepared buffer", 1):
             self.wait(self.collective(next(self.keys), self.devices))
         version = ".".join(map(str, ncclpy.library().version))
+        if torch:
+            # What other packages have made is not to be looked through by every full collection of garbage.
+            gc.freeze()
         return {"engine": self.engine, "devices": len(self.devices), "nccl": version, "missing": missing}
 
     def do_pending(self, count: int) -> None:

@@ -108,11 +108,12 @@ cdef int push(Batch* batches, size_t count) except -1:
     cdef size_t i
     for i in range(count):
         lane_of((<Handle>batches[i].parts[0].handle).device)
-    with nogil:
-        pthread_mutex_lock(&_order)
-        for i in range(count):
-            lane_push(_lanes[(<Handle>batches[i].parts[0].handle).device % _count], &batches[i].job)
-        pthread_mutex_unlock(&_order)
+    # With the GIL: nobody can hold this lock for longer than it takes to push, and giving the GIL up here could mean
+    # to get it back only after the interpreter's switch interval, 5 ms, with the Manager's lock held meanwhile.
+    pthread_mutex_lock(&_order)
+    for i in range(count):
+        lane_push(_lanes[(<Handle>batches[i].parts[0].handle).device % _count], &batches[i].job)
+    pthread_mutex_unlock(&_order)
     return 0
 
 
@@ -121,11 +122,10 @@ cdef int push_jobs(ncclpy_job** jobs, const int* devices, size_t count) except -
     cdef size_t i
     for i in range(count):
         lane_of(devices[i])
-    with nogil:
-        pthread_mutex_lock(&_order)
-        for i in range(count):
-            lane_push(_lanes[devices[i] % _count], jobs[i])
-        pthread_mutex_unlock(&_order)
+    pthread_mutex_lock(&_order)  # with the GIL, as in `push`
+    for i in range(count):
+        lane_push(_lanes[devices[i] % _count], jobs[i])
+    pthread_mutex_unlock(&_order)
     return 0
 
 

@@ -15,7 +15,7 @@ cdef class Work:
     cdef double limit  # the moment by which it has to be done
     cdef double seconds  # on the device; negative if not known
     cdef Handle handle  # until it is done
-    cdef object held  # buffers, until it is done
+    cdef object held  # the input, until it is done; `output` holds the other buffer
     cdef object output
     cdef object error
     cdef list callbacks

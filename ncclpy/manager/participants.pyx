@@ -93,7 +93,7 @@ cdef class Participants:
             fits(&r, 1, &s, "recv", "send", "all_reduce")
         return self.add(
             key, ALL_REDUCE, &s, s.pointer, r.pointer, s.count, _operator(op, &s, nranks), where, num_local, nranks,
-            communicator_key, global_rank, -1, False, producer, on_done, timeout, (send, recv),
+            communicator_key, global_rank, -1, False, producer, on_done, timeout, send,
             send if recv is None else recv,
         )
 
@@ -129,7 +129,7 @@ cdef class Participants:
         fits(&r, nranks, &s, "recv", "send", "all_gather")
         return self.add(
             key, ALL_GATHER, &s, s.pointer, r.pointer, s.count, 0, where, num_local, nranks, communicator_key,
-            global_rank, -1, False, producer, on_done, timeout, (send, recv), recv,
+            global_rank, -1, False, producer, on_done, timeout, send, recv,
         )
 
     def reduce_scatter(
@@ -166,7 +166,7 @@ cdef class Participants:
         fits(&s, nranks, &r, "send", "recv", "reduce_scatter")
         return self.add(
             key, REDUCE_SCATTER, &s, s.pointer, r.pointer, r.count, _operator(op, &s, nranks), where, num_local,
-            nranks, communicator_key, global_rank, -1, False, producer, on_done, timeout, (send, recv), recv,
+            nranks, communicator_key, global_rank, -1, False, producer, on_done, timeout, send, recv,
         )
 
     def all_to_all(
@@ -205,7 +205,7 @@ cdef class Participants:
             raise ValueError("recv: all_to_all cannot be done in place; pass another buffer")
         return self.add(
             key, ALL_TO_ALL, &s, s.pointer, r.pointer, s.count // max(1, nranks), 0, where, num_local, nranks,
-            communicator_key, global_rank, -1, False, producer, on_done, timeout, (send, recv), recv,
+            communicator_key, global_rank, -1, False, producer, on_done, timeout, send, recv,
         )
 
     def broadcast_send(
@@ -244,7 +244,7 @@ cdef class Participants:
             fits(&r, 1, &s, "recv", "send", "broadcast")
         return self.add(
             key, BROADCAST, &s, s.pointer, r.pointer, s.count, 0, where, num_local, nranks, communicator_key,
-            global_rank, _root(root), True, producer, on_done, timeout, (send, recv), send if recv is None else recv,
+            global_rank, _root(root), True, producer, on_done, timeout, send, send if recv is None else recv,
         )
 
     def broadcast_recv(
@@ -276,7 +276,7 @@ cdef class Participants:
         writable(&r, "recv")
         return self.add(
             key, BROADCAST, &r, r.pointer, r.pointer, r.count, 0, where, num_local, nranks, communicator_key,
-            global_rank, _root(root), False, producer, on_done, timeout, (recv,), recv,
+            global_rank, _root(root), False, producer, on_done, timeout, recv, recv,
         )
 
     def reduce_send(
@@ -309,7 +309,7 @@ cdef class Participants:
         read_on_device(send, &s, "send", where)
         return self.add(
             key, REDUCE, &s, s.pointer, NULL, s.count, _operator(op, &s, nranks), where, num_local, nranks,
-            communicator_key, global_rank, _root(root), False, producer, on_done, timeout, (send,), None,
+            communicator_key, global_rank, _root(root), False, producer, on_done, timeout, send, None,
         )
 
     def reduce_recv(
@@ -352,7 +352,7 @@ cdef class Participants:
             fits(&r, 1, &s, "recv", "send", "reduce")
         return self.add(
             key, REDUCE, &s, s.pointer, r.pointer, s.count, _operator(op, &s, nranks), where, num_local, nranks,
-            communicator_key, global_rank, _root(root), True, producer, on_done, timeout, (send, recv),
+            communicator_key, global_rank, _root(root), True, producer, on_done, timeout, send,
             send if recv is None else recv,
         )
 
@@ -384,7 +384,7 @@ cdef class Participants:
         read_on_device(send, &s, "send", where)
         return self.add(
             key, GATHER, &s, s.pointer, NULL, s.count, 0, where, num_local, nranks, communicator_key, global_rank,
-            _root(root), False, producer, on_done, timeout, (send,), None,
+            _root(root), False, producer, on_done, timeout, send, None,
         )
 
     def gather_recv(
@@ -421,7 +421,7 @@ cdef class Participants:
         fits(&r, nranks, &s, "recv", "send", "gather")
         return self.add(
             key, GATHER, &s, s.pointer, r.pointer, s.count, 0, where, num_local, nranks, communicator_key,
-            global_rank, _root(root), True, producer, on_done, timeout, (send, recv), recv,
+            global_rank, _root(root), True, producer, on_done, timeout, send, recv,
         )
 
     def scatter_send(
@@ -458,7 +458,7 @@ cdef class Participants:
         fits(&s, nranks, &r, "send", "recv", "scatter")
         return self.add(
             key, SCATTER, &s, s.pointer, r.pointer, r.count, 0, where, num_local, nranks, communicator_key,
-            global_rank, _root(root), True, producer, on_done, timeout, (send, recv), recv,
+            global_rank, _root(root), True, producer, on_done, timeout, send, recv,
         )
 
     def scatter_recv(
@@ -490,7 +490,7 @@ cdef class Participants:
         writable(&r, "recv")
         return self.add(
             key, SCATTER, &r, NULL, r.pointer, r.count, 0, where, num_local, nranks, communicator_key, global_rank,
-            _root(root), False, producer, on_done, timeout, (recv,), recv,
+            _root(root), False, producer, on_done, timeout, recv, recv,
         )
 
 

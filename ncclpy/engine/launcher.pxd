@@ -41,12 +41,14 @@ cdef class Launch:
     cdef list works
     cdef size_t unsettled
     cdef object owner
+    cdef object kept  # communicators and streams, until all lanes are done with them
     cdef bint failing
 
     cdef int add(self, Work work, Handle handle, const Operation* operation, CUevent ready) except -1
     cdef Part* _room(self, Handle handle, const Operation* operation, CUevent ready) except NULL
     cdef int add_before(self, Handle handle, const Operation* operation, CUevent ready) except -1
     cdef int start(self) except -1
+    cdef int end(self, object error) except -1
 
 
 cdef int lane_of(int device) except -1

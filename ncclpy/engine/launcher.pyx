@@ -6,10 +6,12 @@ launches come in the same order on every device that they share, and cannot wait
 """
 
 import atexit
+import logging
 import os
 import threading
 
 from cpython.ref cimport Py_INCREF, PyObject
+from libc.stdint cimport uintptr_t
 from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memset
 
@@ -30,8 +32,8 @@ from ncclpy.core.handle cimport (
 from ncclpy.core.library cimport driver, nccl, require
 from ncclpy.core.operation cimport NOT_THERE, issue
 from ncclpy.engine.events cimport take_event
-from ncclpy.engine.monitor cimport Watched, ensure_running, hand_over
-from ncclpy.engine.native cimport add, lane_push, lane_start, load, ncclpy_lane, store, wake
+from ncclpy.engine.monitor cimport Watched, await_launch, ensure_running, hand_over
+from ncclpy.engine.native cimport add, change, lane_push, lane_start, load, ncclpy_lane, wake
 from ncclpy.engine.recorder cimport LAUNCHED, PENDING
 
 from ncclpy.core import device as _device
@@ -44,6 +46,8 @@ cdef extern from "sched.h" nogil:
 
 cdef extern from "string.h" nogil:
     char* strdup(const char*)
+
+_log = logging.getLogger("ncclpy.engine")
 
 # How long a lane spins for the next launch before it sleeps, in seconds; longer where cores are plenty, since waking an
 # idle core can take 200 us.
@@ -255,12 +259,13 @@ cdef void _run_works(ncclpy_job* job) noexcept nogil:
         n += 1
         (<Work>part.work).entry.launched = moment
         if batch.result == ncclSuccess and batch.driver == CUDA_SUCCESS:
-            (<Work>part.work).entry.state = LAUNCHED
-            store(&(<Work>part.work).phase, LAUNCHED)
+            # What was aborted meanwhile has come to its end and stays there.
+            change(&(<Work>part.work).entry.state, PENDING, LAUNCHED)
+            change(&(<Work>part.work).phase, PENDING, LAUNCHED)
             if load(&(<Work>part.work).sleepers):
                 wake(&(<Work>part.work).phase)
     some[0].text = batch.text
-    # From here on the launch, its batches and its parts may be gone: the works held them.
+    # From here on the launch, its batches and its parts may be gone: the works, on which they hang, are the monitor's.
     hand_over(some, n)
     if count > 16:
         free(some)
@@ -287,7 +292,7 @@ cdef class Launch:
         free(self.batches)
 
     cdef int add(self, Work work, Handle handle, const Operation* operation, CUevent ready) except -1:
-        """Add a participant's operation; its work keeps communicator and buffers."""
+        """Add a participant's operation; its work keeps the buffers, `kept` the communicator and the stream."""
         cdef Part* part = self._room(handle, operation, ready)
         part.work = <PyObject*>work
         if work.timed and work.began == NULL:
@@ -331,7 +336,7 @@ cdef class Launch:
         cdef size_t i
         cdef Work work
         require(<void*>nccl.ncclGroupStart, b"ncclGroupStart")
-        ensure_running()
+        ensure_running((<Handle>self.parts[0].handle).device)
         sort_parts(self.parts, self.count)
         self.batches = <Batch*>malloc(self.count * sizeof(Batch))
         if self.batches == NULL:
@@ -343,6 +348,8 @@ cdef class Launch:
         for work in self.works:
             Py_INCREF(work)
             work.launch = self
+            if work.limit != FOREVER:
+                await_launch(work)
         push(self.batches, self.nbatches)
         return 0
 
@@ -354,20 +361,25 @@ cdef class Launch:
             owner, self.owner = self.owner, None
             owner.launch_done(self)
 
+    cdef int end(self, object error) except -1:
+        """Fail all works with one error, and nothing more."""
+        cdef Work work
+        self.failing = True
+        for work in list(self.works):
+            work.settle(error)
+        return 0
+
     def fail(self, error):
         """Fail all works with one error and abort their communicators: their siblings wait for them on the device."""
-        cdef Work work
+        cdef size_t i
         if self.failing:
             return
-        self.failing = True
-        works, owner = list(self.works), self.owner
-        handles = []
-        for work in works:
-            if work.handle is not None and work.handle not in handles:
-                handles.append(work.handle)
-            work.settle(error)
+        owner, handles = self.owner, {}
+        for i in range(self.count):
+            handles[<uintptr_t>self.parts[i].handle] = <Handle>self.parts[i].handle
+        self.end(error)
         owner.launch_failed(self, error)
-        abort_aside(handles, f"a launch failed: {error}")
+        abort_aside(list(handles.values()), f"a launch failed: {error}")
 
 
 cdef void sort_parts(Part* parts, size_t count) noexcept:
@@ -409,7 +421,10 @@ def abort_aside(handles, reason):
 
 
 def _abort(handles, reason):
-    abort_handles(handles, ABORT_DEADLINE, reason)
+    try:
+        abort_handles(handles, ABORT_DEADLINE, reason)
+    except Exception:  # nobody waits for this thread
+        _log.warning("aborting %s failed (%s)", handles, reason, exc_info=True)
 
 
 @atexit.register

@@ -6,6 +6,7 @@ communicators and deadlines every now and then, and for timers. It raises into n
 """
 
 import atexit
+import collections
 import heapq
 import os
 import sys
@@ -23,11 +24,12 @@ from ncclpy.abi.driver cimport (
     CU_STREAM_CAPTURE_MODE_RELAXED,
     CUDA_ERROR_NOT_READY,
     CUDA_SUCCESS,
+    CUcontext,
     CUstreamCaptureMode,
 )
 from ncclpy.abi.nccl cimport ncclResult_t, ncclSuccess
 from ncclpy.core.check cimport driver_error, nccl_error
-from ncclpy.core.device cimport enter_device
+from ncclpy.core.device cimport context_of
 from ncclpy.core.handle cimport (
     ABORTED,
     FOREVER,
@@ -41,6 +43,7 @@ from ncclpy.core.handle cimport (
 from ncclpy.core.library cimport driver
 from ncclpy.core.operation cimport NOT_THERE, function_of
 from ncclpy.engine.native cimport load, now, sharp_timers, sleep_on
+from ncclpy.engine.recorder cimport PENDING
 from ncclpy.engine.work cimport Work, bell, due, ring, take_settled
 
 from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, NcclUnsupported
@@ -74,6 +77,11 @@ cdef vector[Watched] _inbox  # guarded by _mutex
 cdef unordered_map[uintptr_t, Line] _lines  # the thread's own
 cdef vector[Watched] _ended  # the thread's own
 
+cdef CUcontext _home = NULL  # of the first device that was launched on; the thread's own calls need some context
+cdef bint _at_home = False
+cdef object _unlaunched = collections.deque()  # works with a deadline, in the order of their launches
+cdef double _soonest = FOREVER  # no later than the first deadline among them
+
 cdef bint _stop = False
 cdef double _next_timer = FOREVER
 cdef list _timers = []
@@ -91,9 +99,11 @@ cdef void hand_over(const Watched* some, size_t count) noexcept nogil:
     ring()
 
 
-cdef int ensure_running() except -1:
+cdef int ensure_running(int device=-1) except -1:
     """Start the thread at its first use in this process."""
-    global _thread
+    global _thread, _home
+    if _home == NULL and device >= 0:
+        _home = context_of(device)
     if _thread is not None:
         return 0
     _thread = threading.Thread(target=_main, name="ncclpy-monitor", daemon=True)
@@ -102,6 +112,18 @@ cdef int ensure_running() except -1:
     except BaseException:
         _thread = None
         raise
+    return 0
+
+
+cdef int await_launch(Work work) except -1:
+    """See to it that a work whose lane is stuck in a call of NCCL fails at its deadline."""
+    global _soonest, _next_timer
+    _unlaunched.append(work)
+    if work.limit < _soonest:
+        _soonest = work.limit
+        if _soonest < _next_timer:
+            _next_timer = _soonest
+            ring()
     return 0
 
 
@@ -137,9 +159,10 @@ def _main():
             if _lines.size() and now() >= next_round:
                 _look_after()
                 next_round = now() + _ROUND
+            _look_at_lanes()
             while _timers and _timers[0][0] <= now():
                 _guarded(heapq.heappop(_timers)[2])
-            _next_timer = _timers[0][0] if _timers else FOREVER
+            _next_timer = min(_soonest, _timers[0][0] if _timers else FOREVER)
             for work in take_settled():
                 work._run_callbacks()
         except BaseException:  # a defect of ours must not end the thread on which all waits rely
@@ -159,8 +182,6 @@ cdef int _settle_in() except -1:
     sharp_timers()
     if driver.cuThreadExchangeStreamCaptureMode != NULL:
         driver.cuThreadExchangeStreamCaptureMode(&mode)
-    if driver.cuCtxSetCurrent != NULL:
-        enter_device(0)  # some context: the events bring their own
     return 0
 
 
@@ -197,6 +218,10 @@ cdef void _take_in() noexcept nogil:
     cdef size_t i
     cdef Watched one
     cdef Line* line
+    global _at_home
+    if not _at_home and _home != NULL and driver.cuCtxSetCurrent != NULL:
+        _at_home = True
+        driver.cuCtxSetCurrent(_home)
     pthread_mutex_lock(&_mutex)
     for i in range(_inbox.size()):
         one = _inbox[i]
@@ -246,8 +271,10 @@ cdef int _complete() except -1:
         Py_DECREF(work)  # `work` holds it for as long as is needed
         try:
             _end(work, &ended[i])
-        finally:
-            free(ended[i].text)
+            work.let_go()
+        except BaseException:  # a defect of ours; the others are still to be seen to
+            sys.excepthook(*sys.exc_info())
+        free(ended[i].text)
     return 0
 
 
@@ -315,12 +342,41 @@ cdef int _look_after() except -1:
     for work in fronts:
         _check_health(work)
     for work in overdue:
-        if not work.is_settled():
-            fail(work, NcclTimeout(
-                f"{work._name()} was not done within its timeout; its communicator is aborted. A rank is missing or "
-                "stuck: see which of the others did not make the same call, with ncclpy.recorder.dump() and "
-                "`ncclpy trace`"
-            ))
+        _time_out(work)
+    return 0
+
+
+cdef int _look_at_lanes() except -1:
+    """Forget what its lane has launched; fail what is overdue and was not, since NCCL does not return."""
+    global _soonest
+    cdef Work work
+    cdef double moment = now()
+    while _unlaunched and load(&(<Work>_unlaunched[0]).phase) != PENDING:
+        _unlaunched.popleft()
+    if not _unlaunched:
+        _soonest = FOREVER
+        return 0
+    if _soonest > moment:
+        return 0
+    overdue = []
+    _soonest = FOREVER
+    for work in list(_unlaunched):
+        if work.limit <= moment:
+            overdue.append(work)
+        elif work.limit < _soonest:
+            _soonest = work.limit
+    for work in overdue:
+        _time_out(work)
+    return 0
+
+
+cdef int _time_out(Work work) except -1:
+    if not work.is_settled():
+        fail(work, NcclTimeout(
+            f"{work._name()} was not done within its timeout; its communicator is aborted. A rank is missing or "
+            "stuck: see which of the others did not make the same call, with ncclpy.recorder.dump() and "
+            "`ncclpy trace`"
+        ))
     return 0
 
 
@@ -355,10 +411,12 @@ def _forked():
     global _thread, _stop
     _thread = None
     _stop = False
+    pthread_mutex_init(&_mutex, NULL)
     _inbox.clear()
     _lines.clear()
     _ended.clear()
     _timers.clear()
+    _unlaunched.clear()
 
 
 os.register_at_fork(after_in_child=_forked)

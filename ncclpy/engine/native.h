@@ -20,6 +20,11 @@ static inline void ncclpy_store(int* word, int value) { __atomic_store_n(word, v
 static inline int ncclpy_add(int* word, int value) { return __atomic_add_fetch(word, value, __ATOMIC_ACQ_REL); }
 static inline int ncclpy_swap(int* word, int value) { return __atomic_exchange_n(word, value, __ATOMIC_ACQ_REL); }
 
+/* Returns whether *word was `from`, and is `to` now. */
+static inline int ncclpy_change(int* word, int from, int to) {
+  return __atomic_compare_exchange_n(word, &from, to, 0, __ATOMIC_SEQ_CST, __ATOMIC_ACQUIRE);
+}
+
 static inline double ncclpy_now(void) {
   struct timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);

@@ -3,6 +3,7 @@ cdef extern from "ncclpy/engine/native.h" nogil:
     void store "ncclpy_store"(int* word, int value)
     int add "ncclpy_add"(int* word, int value)
     int swap "ncclpy_swap"(int* word, int value)
+    bint change "ncclpy_change"(int* word, int old, int new)
     double now "ncclpy_now"()
     void sleep_on "ncclpy_sleep_on"(int* word, int value, double seconds)
     void wake "ncclpy_wake"(int* word)

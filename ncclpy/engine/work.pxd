@@ -15,16 +15,17 @@ cdef class Work:
     cdef double limit  # the moment by which it has to be done
     cdef double seconds  # on the device; negative if not known
     cdef Handle handle  # until it is done
-    cdef object held  # the input, until it is done; `output` holds the other buffer
+    cdef object held  # the input, until the device is done with it; `output` holds the other buffer
     cdef object output
     cdef object error
     cdef list callbacks
-    cdef object launch  # that it is part of, until it is done; its `settled` is called then
+    cdef object launch  # that it is part of, until the monitor lets go of it; its `settled` is called when it is done
     cdef object gathering  # what it waits for before the launch; tells `missing()`
     cdef Entry entry
     cdef object __weakref__
 
     cdef int settle(self, object error) except -1
+    cdef int let_go(self) except -1
     cdef bint is_settled(self) noexcept
     cdef bint _look(self) except -1
     cdef bint _healthy(self) except -1

@@ -5,13 +5,14 @@ import sys
 
 from cpython.exc cimport PyErr_CheckSignals
 
-from ncclpy.abi.driver cimport CU_EVENT_WAIT_DEFAULT, CUDA_ERROR_NOT_READY, CUDA_SUCCESS, CUresult
+from ncclpy.abi.driver cimport CU_EVENT_WAIT_DEFAULT, CUDA_ERROR_NOT_READY, CUDA_SUCCESS, CUcontext, CUresult
 from ncclpy.core.check cimport check_driver
+from ncclpy.core.device cimport enter_device, leave_device
 from ncclpy.core.handle cimport ABORTED, FOREVER, as_timeout, deadline_after
 from ncclpy.core.library cimport driver, require_driver
 from ncclpy.core.stream cimport as_stream
 from ncclpy.engine.events cimport give_event
-from ncclpy.engine.native cimport add, load, now, relax, sleep_on, store, wake
+from ncclpy.engine.native cimport add, load, now, relax, sleep_on, store, swap, wake
 from ncclpy.engine.recorder cimport COMPLETED, FAILED, LAUNCHED, new_entry
 
 from ncclpy.core.errors import NcclAborted, NcclTimeout
@@ -86,9 +87,10 @@ cdef class Work:
     cdef int settle(self, object error) except -1:
         """Bring it to its end, with an error or None; what comes later is too late.
 
-        Its callbacks run in the monitor's thread.
+        Its callbacks run in the monitor's thread. With an error it may still be running: the buffers stay.
         """
         cdef float milliseconds
+        cdef bint ended = error is None or self.launch is None
         if load(&self.phase) >= COMPLETED:
             return 0
         if error is None and self.handle is not None and self.handle.state == ABORTED:
@@ -96,22 +98,31 @@ cdef class Work:
         if error is None and self.timed and driver.cuEventElapsedTime != NULL:
             if driver.cuEventElapsedTime(&milliseconds, self.began, self.done) == CUDA_SUCCESS:
                 self.seconds = milliseconds * 1e-3
+        text = None if error is None else str(error)
+        if load(&self.phase) >= COMPLETED:  # Python ran above: another thread may have been here meanwhile
+            return 0
         self.error = error
         self.entry.completed = now()
-        if error is not None:
-            self.entry.error = str(error)
+        self.entry.error = text
         self.entry.state = FAILED if error is not None else COMPLETED
-        launch, self.launch = self.launch, None
-        self.held = self.handle = self.gathering = None
-        store(&self.phase, self.entry.state)
+        swap(&self.phase, self.entry.state)
         if load(&self.sleepers):
             wake(&self.phase)
+        launch = self.launch
+        self.handle = self.gathering = None
+        if ended:
+            self.held = None
         if self.callbacks is not None:
             _settled.append(self)
             store(&due, 1)
             ring()
         if launch is not None:
             launch.settled(self)
+        return 0
+
+    cdef int let_go(self) except -1:
+        """Give back what had to stay while a lane or the device might use it."""
+        self.held = self.launch = None
         return 0
 
     def _name(self):
@@ -164,6 +175,7 @@ cdef class Work:
                 sleep_on(&self.phase, seen, min(_SLICE, deadline - now()))
             add(&self.sleepers, -1)
             PyErr_CheckSignals()
+            self._look()  # should the monitor be held up by a callback, which may well be the one that waits
             require_driver(<void*>driver.cuEventQuery, b"cuEventQuery")  # a forked child is told here
         return True
 
@@ -214,9 +226,14 @@ cdef class Work:
             engine), whose readers have no stream, use `wait`.
         """
         cdef CUstream raw = NULL if stream is None else as_stream(stream)
+        cdef CUresult result
+        cdef CUcontext saved
         self._wait_for(LAUNCHED, FOREVER)
-        if load(&self.phase) == LAUNCHED:  # with the GIL: the event is this work's until it is settled
-            check_driver(driver.cuStreamWaitEvent(raw, self.done, CU_EVENT_WAIT_DEFAULT), b"cuStreamWaitEvent")
+        if load(&self.phase) == LAUNCHED:
+            saved = enter_device(self.device)  # whose default stream is meant
+            result = driver.cuStreamWaitEvent(raw, self.done, CU_EVENT_WAIT_DEFAULT)
+            leave_device(saved)
+            check_driver(result, b"cuStreamWaitEvent")
         elif self.error is not None:
             raise self.error
 

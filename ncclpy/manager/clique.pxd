@@ -1,4 +1,5 @@
 from ncclpy.core.communicator cimport Communicator
+from ncclpy.engine.launcher cimport Launch
 from ncclpy.manager.gathering cimport Gathering
 
 cdef enum:
@@ -10,6 +11,8 @@ cdef enum:
 cdef class Clique:
     cdef readonly object key
     cdef readonly tuple devices
+    cdef tuple ranks  # of `devices`
+    cdef int nranks
     cdef readonly str name  # for the recorder: the same in all processes
     cdef int state
     cdef list comms  # in the order of `devices`
@@ -18,7 +21,7 @@ cdef class Clique:
     cdef set launches  # on their way
     cdef long long sequence
     cdef object manager
-    cdef object error
 
     cdef int take(self, Gathering gathering) except -1
     cdef int launch(self, Gathering gathering) except -1
+    cdef int _fill(self, Launch launch, Gathering gathering) except -1

@@ -1,6 +1,7 @@
 """The communicators of one set of devices, local ranks of one clique, and what runs on them."""
 
 import hashlib
+import logging
 import threading
 
 from libc.string cimport memset
@@ -20,6 +21,8 @@ from ncclpy.core.group import Group
 from ncclpy.core.types import UniqueId
 from ncclpy.engine.launcher import abort_aside
 
+_log = logging.getLogger("ncclpy.manager")
+
 cdef int* ITEMSIZE = [1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1]
 
 
@@ -30,49 +33,49 @@ cdef class Clique:
     ----------
     manager : Manager
         Which owns it.
-    key : tuple
-        The communicator key, empty on one node, and the devices.
+    key : hashable
+        The communicator key; the devices on one node.
     devices : tuple of int
         The local devices, in the order of their ranks.
+    ranks : tuple of int
+        The rank of each device.
+    nranks : int
+        The number of ranks on all nodes.
     """
 
-    def __init__(self, manager, key, devices):
+    def __init__(self, manager, key, devices, ranks, int nranks):
         self.manager = manager
         self.key = key
         self.devices = devices
+        self.ranks = ranks
+        self.nranks = nranks
         self.state = MAKING
         self.comms = []
         self.streams = []
         self.waiting = []
         self.launches = set()
 
-    def make(self, unique_id, ranks, int nranks, config):
+    def make(self, unique_id, config):
         """Make the communicators, in a thread of its own: other nodes may be late.
 
         Parameters
         ----------
         unique_id : bytes
             The communicator key of several nodes; empty on one, which makes its own.
-        ranks : tuple of int
-            The rank of each device.
-        nranks : int
-            The number of ranks on all nodes.
         config : Config or None
             NCCL's configuration.
         """
-        thread = threading.Thread(
-            target=self._make, args=(unique_id, ranks, nranks, config), name="ncclpy-init", daemon=True
-        )
+        thread = threading.Thread(target=self._make, args=(unique_id, config), name="ncclpy-init", daemon=True)
         thread.start()
 
-    def _make(self, unique_id, ranks, nranks, config):
+    def _make(self, unique_id, config):
         made, error = [], None
         try:
             uid = UniqueId.from_bytes(unique_id) if unique_id else get_unique_id()
             self.name = hashlib.blake2b(bytes(uid), digest_size=4).hexdigest()
             with Group():
-                for rank, device in zip(ranks, self.devices, strict=True):
-                    made.append(Communicator.init(nranks, rank, uid, device=device, config=config))
+                for rank, device in zip(self.ranks, self.devices, strict=True):
+                    made.append(Communicator.init(self.nranks, rank, uid, device=device, config=config))
         except BaseException as failure:  # told to all who wait for it
             error = failure
         self.manager._made(self, made, error)
@@ -96,17 +99,41 @@ cdef class Clique:
         """Launch a collective, as soon as the communicators are there."""
         if self.state == MADE:
             return self.launch(gathering)
+        gathering.since = now()
         self.waiting.append(gathering)
         return 0
 
+    def overdue(self):
+        """Return the gatherings whose timeout has passed while the communicators were being made."""
+        cdef Gathering gathering
+        cdef double moment = now()
+        return [gathering for gathering in self.waiting if moment - gathering.since >= gathering.timeout]
+
+    def patience(self):
+        """Return the shortest timeout of what waits for the communicators."""
+        cdef Gathering gathering
+        return min([gathering.timeout for gathering in self.waiting], default=FOREVER)
+
     cdef int launch(self, Gathering gathering) except -1:
-        """Put a collective on the devices; its participants stand in the order of the ranks."""
+        """Put a collective on the devices; what goes wrong is its participants', not the caller's."""
         cdef Launch launch = Launch(self)
+        self.launches.add(launch)
+        try:
+            self._fill(launch, gathering)
+            launch.start()
+        except BaseException as error:
+            self.launches.discard(launch)
+            gathering.end(error)
+        return 0
+
+    cdef int _fill(self, Launch launch, Gathering gathering) except -1:
+        """Add the participants, which stand in the order of the ranks."""
         cdef Participant participant
         cdef Communicator comm
         cdef Operation operation
         cdef size_t i
         cdef double moment = now()
+        launch.kept = (self.comms, self.streams)
         for i, participant in enumerate(gathering.participants):
             comm = self.comms[i]
             participant.work.limit = FOREVER if gathering.timeout == FOREVER else moment + gathering.timeout
@@ -118,12 +145,6 @@ cdef class Clique:
             _describe(&operation, gathering, participant, (<Stream>self.streams[i]).raw)
             _add(launch, comm, &operation, participant.work)
         self.sequence += 1
-        self.launches.add(launch)
-        try:
-            launch.start()
-        except BaseException as error:
-            self.launches.discard(launch)
-            gathering.end(error)
         return 0
 
     def launch_done(self, launch):
@@ -132,10 +153,10 @@ cdef class Clique:
 
     def launch_failed(self, launch, error):
         """Leave the manager's cache: these communicators are aborted, the next use makes new ones."""
-        self.state = GONE
-        self.manager._forget(self)
+        self.manager._lost(self)
+        failure = NcclAborted(f"the communicator was aborted, since another collective on it failed: {error}")
         for other in list(self.launches):
-            other.fail(NcclAborted(f"the communicator was aborted, since another collective on it failed: {error}"))
+            (<Launch>other).end(failure)
 
     @property
     def idle(self):
@@ -156,8 +177,7 @@ cdef class Clique:
         self.state = GONE
         comms, self.comms = self.comms, []
         for launch in list(self.launches):
-            for work in (<Launch>launch).works:
-                (<Work>work).settle(error)
+            (<Launch>launch).end(error)
         self.fail(error)
         return comms
 
@@ -166,13 +186,21 @@ cdef class Clique:
         self.state = GONE
         comms, self.comms = self.comms, []
         # NCCL may let a rank wait for the others when it is destroyed.
-        threads = [threading.Thread(target=comm.close, name="ncclpy-close", daemon=True) for comm in comms]
+        threads = [threading.Thread(target=_close, args=(comm,), name="ncclpy-close", daemon=True) for comm in comms]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(ABORT_DEADLINE)
         if any(thread.is_alive() for thread in threads):
             abort_aside(comms, f"they were not closed after {ABORT_DEADLINE:g} s").join(ABORT_DEADLINE)
+
+
+def _close(comm):
+    try:
+        comm.close()
+    except Exception:  # nobody could do more about it; its memory stays with NCCL
+        _log.warning("closing %r failed", comm, exc_info=True)
+        comm.abort()
 
 
 cdef int _describe(Operation* o, Gathering gathering, Participant participant, CUstream stream) except -1:

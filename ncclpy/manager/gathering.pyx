@@ -2,10 +2,12 @@
 
 cimport cython
 
+from ncclpy.core.buffers cimport View
+from ncclpy.core.collectives cimport type_name
 from ncclpy.core.handle cimport FOREVER, now
 from ncclpy.core.operation cimport ALL_REDUCE, BROADCAST, GATHER, REDUCE, REDUCE_SCATTER, SCATTER
 
-from ncclpy.core.types import DataType, ReduceOp
+from ncclpy.core.types import ReduceOp
 from ncclpy.engine.recorder import method_name
 
 
@@ -80,7 +82,10 @@ cdef class Gathering:
                         f"{participant.device}"
                     )
                 elif (other.global_rank < 0) != (participant.global_rank < 0):
-                    what = "some participants say their global rank and some do not"
+                    what = (
+                        f"some participants say their global rank and some do not: device {other.device} "
+                        f"{_says(other)}, device {participant.device} {_says(participant)}"
+                    )
         if what is None and self.num_local < self.num_global and participant.global_rank < 0:
             what = f"the participant on device {participant.device} has no global_rank, which several nodes need"
         if what is None and participant.global_rank >= self.num_global:
@@ -93,7 +98,7 @@ cdef class Gathering:
 
     def _check_data(self, Participant participant):
         if participant.datatype != self.datatype or participant.flavour != self.flavour:
-            return self._differ("data type", _type(self.datatype), _type(participant.datatype), participant)
+            return self._differ("data type", _type(self.datatype, self.flavour), _type(participant.datatype, participant.flavour), participant)
         if participant.count != self.count:
             return self._differ("element count", self.count, participant.count, participant)
         if _reduces(self.kind) and participant.op != self.op:
@@ -210,12 +215,19 @@ cdef class Gathering:
         }
 
 
+def _says(Participant participant not None):
+    return "does not" if participant.global_rank < 0 else f"is {participant.global_rank}"
+
+
 def _short(bytes communicator_key):
     return communicator_key.hex()[:16] or "none"
 
 
-def _type(int datatype):
-    return DataType(datatype).name.lower()
+cdef object _type(int datatype, int flavour):
+    cdef View view
+    view.datatype = datatype
+    view.flavour = flavour
+    return type_name(&view)
 
 
 def _op(int op):

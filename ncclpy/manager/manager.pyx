@@ -15,10 +15,11 @@ from ncclpy.core.operation cimport ALL_REDUCE, REDUCE, REDUCE_SCATTER
 from ncclpy.core.stream cimport as_stream
 from ncclpy.engine.events cimport take_event
 from ncclpy.engine.work cimport Work, new_work
-from ncclpy.manager.clique cimport Clique
+from ncclpy.manager.clique cimport GONE, MAKING, Clique
 from ncclpy.manager.gathering cimport Gathering, Participant
 from ncclpy.manager.participants cimport Participants
 
+from ncclpy.core import library as _library
 from ncclpy.core.creation import get_unique_id
 from ncclpy.core.errors import NcclAborted, NcclTimeout
 from ncclpy.engine import monitor, recorder
@@ -71,8 +72,7 @@ cdef class Manager(Participants):
 
     cdef object lock
     cdef dict gatherings  # by key
-    cdef dict cliques  # by (communicator key, devices), the least recently used first
-    cdef set dying  # cliques that left the cache and have something to finish
+    cdef dict cliques  # by communicator key, or devices on one node; the least recently used first
     cdef set signalled  # keys whose signal came before the first participant
     cdef double timeout
     cdef double warn_after
@@ -83,7 +83,7 @@ cdef class Manager(Participants):
     cdef object pool
     cdef str reason  # why it is aborted
     cdef bint closed
-    cdef bint sweeping
+    cdef double sweep_at  # when the monitor looks through the gatherings next
     cdef object abort_thread
     cdef object gatherer
     cdef long long launched
@@ -109,8 +109,8 @@ cdef class Manager(Participants):
         self.lock = threading.RLock()
         self.gatherings = {}
         self.cliques = {}
-        self.dying = set()
         self.signalled = set()
+        self.sweep_at = FOREVER
         self.timeout = as_timeout(timeout)
         self.warn_after = as_timeout(warn_after)
         self.fail_fast = fail_fast
@@ -197,11 +197,12 @@ cdef class Manager(Participants):
                 gathering.end(gathering.error)
             if gathering.is_ready():
                 self._start(gathering)
-            elif not self.sweeping and (gathering.timeout != FOREVER or self.warn_after != FOREVER):
+            elif gathering.timeout != FOREVER or self.warn_after != FOREVER:
                 self._sweep_later(min(gathering.timeout, self.warn_after))
         return work
 
     def _check_usable(self):
+        _check_process()
         if self.closed:
             raise ValueError("this Manager is closed; make a new one")
         if self.reason is not None:
@@ -216,42 +217,45 @@ cdef class Manager(Participants):
         if gathering.error is not None:
             return gathering.end(gathering.error)
         devices = tuple([(<Participant>one).device for one in gathering.participants])
-        name = (gathering.communicator_key, devices)
-        clique = self.cliques.pop(name, None)
-        if clique is None:
-            try:
+        name = gathering.communicator_key or devices
+        clique = self.cliques.get(name)
+        try:
+            if clique is None:
                 clique = self._new_clique(gathering, name, devices)
-            except BaseException as error:
-                return gathering.end(error)
+            elif gathering.communicator_key:
+                _same_members(clique, gathering, devices)
+        except BaseException as error:
+            return gathering.end(error)
+        self.cliques.pop(name, None)
         self.cliques[name] = clique  # at the end: the most recently used
         self.launched += 1
-        return clique.take(gathering)
+        clique.take(gathering)
+        if clique.state == MAKING and gathering.timeout != FOREVER:
+            self._sweep_later(gathering.timeout)
+        return 0
 
     cdef Clique _new_clique(self, Gathering gathering, name, devices):
-        cdef Participant one
-        clique = Clique(self, name, devices)
-        if gathering.communicator_key:
-            ranks = tuple([(<Participant>one).global_rank for one in gathering.participants])
-        else:
-            ranks = tuple(range(len(devices)))
+        cdef Clique clique = Clique(self, name, devices, _ranks(gathering), gathering.num_global)
         self.made += 1
-        clique.make(gathering.communicator_key, ranks, gathering.num_global, self.config)
+        clique.make(gathering.communicator_key, self.config)
         return clique
 
     def _made(self, clique, comms, error):
         """Take the outcome of making communicators, from the thread that has made them."""
+        idle = []
         with self.lock:
             wanted = self.cliques.get(clique.key) is clique
             if error is None and wanted:
-                clique.ready(comms, [self.pool.of(device) for device in clique.devices])
-                idle = self._surplus()
-            else:
-                self._forget(clique)
-                idle = []
+                try:
+                    clique.ready(comms, [self.pool.of(device) for device in clique.devices])
+                    idle = self._surplus()
+                except BaseException as failure:
+                    error = failure
+            if error is not None or not wanted:
+                self._lost(clique)
                 clique.fail(error if error is not None else NcclAborted("the Manager was aborted"))
         if error is not None or not wanted:
-            for comm in comms:
-                comm.abort()
+            abort_aside(comms, "they are not needed any more" if error is None else f"not all were made: {error}")
         for other in idle:
             other.close()
 
@@ -266,10 +270,12 @@ cdef class Manager(Participants):
             del self.cliques[clique.key]
         return found
 
-    def _forget(self, clique):
+    def _lost(self, Clique clique not None):
         """Take a set of communicators that is no good any more out of the cache."""
-        if self.cliques.get(clique.key) is clique:
-            del self.cliques[clique.key]
+        with self.lock:
+            clique.state = GONE
+            if self.cliques.get(clique.key) is clique:
+                del self.cliques[clique.key]
 
     def signal_multi_node_ready(self, key):
         """Let the collective of a key start: the other nodes are ready for it.
@@ -291,9 +297,10 @@ cdef class Manager(Participants):
 
     cdef int _sweep_later(self, double shortest) except -1:
         """Have the monitor look through the gatherings, as long as there are any."""
-        self.sweeping = True
-        delay = min(max(shortest * _SWEEP_PART, _SWEEP_LEAST), _SWEEP_MOST)
-        monitor.call_at(now() + delay, _sweeper_of(weakref.ref(self)))
+        cdef double when = now() + min(max(shortest * _SWEEP_PART, _SWEEP_LEAST), _SWEEP_MOST)
+        if when < self.sweep_at:
+            self.sweep_at = when
+            monitor.call_at(when, _sweeper_of(weakref.ref(self)))
         return 0
 
     def _sweep(self):
@@ -302,7 +309,20 @@ cdef class Manager(Participants):
         cdef double moment = now(), shortest = FOREVER
         late, stalled = [], []
         with self.lock:
-            self.sweeping = False
+            if moment < self.sweep_at:
+                return  # one that was to come sooner has been here
+            self.sweep_at = FOREVER
+            for clique in list(self.cliques.values()):
+                if clique.overdue():
+                    self._lost(clique)
+                    clique.fail(
+                        NcclTimeout(
+                            f"the communicators of devices {list(clique.devices)} were not made within the timeout; "
+                            "where there are other nodes, see whether they have come to the same collective"
+                        )
+                    )
+                else:
+                    shortest = min(shortest, clique.patience())
             for gathering in self.gatherings.values():
                 if moment - gathering.since >= gathering.timeout:
                     late.append(gathering)
@@ -358,11 +378,13 @@ cdef class Manager(Participants):
             What the participants are told.
         """
         cdef Gathering gathering
+        text = str(reason)
+        _check_process()
         with self.lock:
-            if self.reason is not None or self.closed:
+            if self.reason is not None or (self.closed and not self.cliques):
                 return
-            self.reason = str(reason)
-            error = NcclAborted(f"the Manager was aborted: {reason}")
+            self.reason = text
+            error = NcclAborted(f"the Manager was aborted: {text}")
             if isinstance(reason, BaseException):
                 error.__cause__ = reason
             gatherings, self.gatherings = self.gatherings, {}
@@ -389,6 +411,7 @@ cdef class Manager(Participants):
             If communicators are still being aborted then.
         """
         cdef double limit = ABORT_DEADLINE + 1 if timeout is None else as_timeout(timeout)
+        _check_process()
         thread = self.abort_thread
         if thread is not None:
             thread.join(None if limit == FOREVER else limit)
@@ -409,6 +432,7 @@ cdef class Manager(Participants):
         """
         cdef Gathering gathering
         cdef double deadline = now() + as_timeout(timeout)
+        _check_process()
         with self.lock:
             if self.closed:
                 return
@@ -422,17 +446,34 @@ cdef class Manager(Participants):
         recorder.remove_gatherer(self.gatherer)
         while any(not clique.idle for clique in cliques if clique.state_is_alive()) and now() < deadline:
             time.sleep(0.0002)
-        comms = []
-        for clique in cliques:
-            if clique.idle:
-                clique.close()
-            elif clique.state_is_alive():
-                comms += clique.abort(NcclAborted(f"the Manager was closed, and it was not done within {timeout:g} s"))
-        thread = abort_aside(comms, "the Manager was closed") if comms else self.abort_thread
+        comms, idle = [], []
+        with self.lock:
+            for clique in cliques:
+                if clique.idle:
+                    idle.append(clique)
+                elif clique.state_is_alive():
+                    comms += clique.abort(
+                        NcclAborted(f"the Manager was closed, and it was not done within {timeout:g} s")
+                    )
+            self.cliques.clear()
+            thread = abort_aside(comms, "the Manager was closed") if comms else self.abort_thread
+        for clique in idle:
+            clique.close()
         if thread is not None:
             thread.join(ABORT_DEADLINE + 1)
-        self.cliques.clear()
         self.pool.close()
+
+    def __del__(self):
+        # Communicators warn for themselves. What is still gathered would wait for ever.
+        cdef Gathering gathering
+        if self.lock is None or self.closed or driver.cuEventRecord == NULL:
+            return
+        recorder.remove_gatherer(self.gatherer)
+        gatherings, self.gatherings = self.gatherings, {}
+        for gathering in gatherings.values():
+            gathering.end(
+                NcclAborted(f"key {gathering.key!r}: its Manager was dropped, not closed, before all participants came")
+            )
 
     def __enter__(self):
         return self
@@ -447,6 +488,32 @@ cdef class Manager(Participants):
         if self.closed or self.reason is not None:
             state = "closed" if self.closed else "aborted"
         return f"<ncclpy.Manager {state}, {len(self.gatherings)} keys gathering>"
+
+
+cdef tuple _ranks(Gathering gathering):
+    cdef Participant one
+    if gathering.communicator_key:
+        return tuple([(<Participant>one).global_rank for one in gathering.participants])
+    return tuple(range(len(gathering.participants)))
+
+
+cdef int _same_members(Clique clique, Gathering gathering, tuple devices) except -1:
+    """Raise if a communicator key comes with other devices or ranks than when its communicators were made."""
+    ranks = _ranks(gathering)
+    if devices != clique.devices or ranks != clique.ranks or gathering.num_global != clique.nranks:
+        raise ValueError(
+            f"key {gathering.key!r}: its communicator key stands for ranks {list(clique.ranks)} of {clique.nranks} on "
+            f"devices {list(clique.devices)}, not for ranks {list(ranks)} of {gathering.num_global} on devices "
+            f"{list(devices)}; other members need a key of their own"
+        )
+    return 0
+
+
+cdef int _check_process() except -1:
+    """Raise in a forked child, where neither the communicators nor the threads exist."""
+    if driver.cuEventRecord == NULL and _library.loaded() is not None:
+        require_driver(<void*>driver.cuEventRecord, b"cuEventRecord")
+    return 0
 
 
 def _gatherer_of(reference):

@@ -3,7 +3,7 @@
 Each reads and checks the buffers, which raises at once and leaves the key as it was, and adds a participant.
 """
 
-from ncclpy.core.buffers cimport View
+from ncclpy.core.buffers cimport View, read_view
 from ncclpy.core.collectives cimport fits, op_number, read_on_device, same_type, writable
 from ncclpy.core.device cimport as_device
 from ncclpy.core.operation cimport (
@@ -80,7 +80,7 @@ cdef class Participants:
             If the Manager is aborted.
         """
         cdef View s, r
-        cdef int where = _device(device, send)
+        cdef int where = _device(device, send, "send")
         cdef int nranks = num_local if num_global is None else num_global
         read_on_device(send, &s, "send", where)
         if recv is None:
@@ -120,7 +120,7 @@ cdef class Participants:
             As for `all_reduce`.
         """
         cdef View s, r
-        cdef int where = _device(device, send)
+        cdef int where = _device(device, send, "send")
         cdef int nranks = num_local if num_global is None else num_global
         read_on_device(send, &s, "send", where)
         read_on_device(recv, &r, "recv", where)
@@ -157,7 +157,7 @@ cdef class Participants:
             As for `all_reduce`.
         """
         cdef View s, r
-        cdef int where = _device(device, send)
+        cdef int where = _device(device, send, "send")
         cdef int nranks = num_local if num_global is None else num_global
         read_on_device(send, &s, "send", where)
         read_on_device(recv, &r, "recv", where)
@@ -192,7 +192,7 @@ cdef class Participants:
             As for `all_reduce`.
         """
         cdef View s, r
-        cdef int where = _device(device, send)
+        cdef int where = _device(device, send, "send")
         cdef int nranks = num_local if num_global is None else num_global
         read_on_device(send, &s, "send", where)
         read_on_device(recv, &r, "recv", where)
@@ -233,7 +233,7 @@ cdef class Participants:
             As for `all_reduce`.
         """
         cdef View s, r
-        cdef int where = _device(device, send)
+        cdef int where = _device(device, send, "send")
         cdef int nranks = num_local if num_global is None else num_global
         read_on_device(send, &s, "send", where)
         r = s
@@ -270,7 +270,7 @@ cdef class Participants:
             As for `all_reduce`.
         """
         cdef View r
-        cdef int where = _device(device, recv)
+        cdef int where = _device(device, recv, "recv")
         cdef int nranks = num_local if num_global is None else num_global
         read_on_device(recv, &r, "recv", where)
         writable(&r, "recv")
@@ -304,7 +304,7 @@ cdef class Participants:
             As for `all_reduce`.
         """
         cdef View s
-        cdef int where = _device(device, send)
+        cdef int where = _device(device, send, "send")
         cdef int nranks = num_local if num_global is None else num_global
         read_on_device(send, &s, "send", where)
         return self.add(
@@ -339,7 +339,7 @@ cdef class Participants:
             As for `all_reduce`.
         """
         cdef View s, r
-        cdef int where = _device(device, send)
+        cdef int where = _device(device, send, "send")
         cdef int nranks = num_local if num_global is None else num_global
         read_on_device(send, &s, "send", where)
         if recv is None:
@@ -379,7 +379,7 @@ cdef class Participants:
             As for `all_reduce`.
         """
         cdef View s
-        cdef int where = _device(device, send)
+        cdef int where = _device(device, send, "send")
         cdef int nranks = num_local if num_global is None else num_global
         read_on_device(send, &s, "send", where)
         return self.add(
@@ -412,7 +412,7 @@ cdef class Participants:
             As for `all_reduce`.
         """
         cdef View s, r
-        cdef int where = _device(device, send)
+        cdef int where = _device(device, send, "send")
         cdef int nranks = num_local if num_global is None else num_global
         read_on_device(send, &s, "send", where)
         read_on_device(recv, &r, "recv", where)
@@ -449,7 +449,7 @@ cdef class Participants:
             As for `all_reduce`.
         """
         cdef View s, r
-        cdef int where = _device(device, send)
+        cdef int where = _device(device, send, "send")
         cdef int nranks = num_local if num_global is None else num_global
         read_on_device(send, &s, "send", where)
         read_on_device(recv, &r, "recv", where)
@@ -484,7 +484,7 @@ cdef class Participants:
             As for `all_reduce`.
         """
         cdef View r
-        cdef int where = _device(device, recv)
+        cdef int where = _device(device, recv, "recv")
         cdef int nranks = num_local if num_global is None else num_global
         read_on_device(recv, &r, "recv", where)
         writable(&r, "recv")
@@ -494,11 +494,13 @@ cdef class Participants:
         )
 
 
-cdef int _device(device, array) except -2:
+cdef int _device(device, array, str argument) except -2:
     """Return the participant's device: as given, or that of the array."""
+    cdef View view
     if device is not None:
         return as_device(device)
-    return as_device(getattr(array, "device", None) if hasattr(getattr(array, "device", None), "index") else None)
+    read_view(array, &view, argument)
+    return view.device if view.device >= 0 else as_device(None)
 
 
 cdef int _root(root) except -2:

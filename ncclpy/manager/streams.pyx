@@ -29,7 +29,5 @@ cdef class StreamPool:
         return found
 
     def close(self):
-        """Give the streams back; nothing must be on its way on them."""
-        streams, self.streams = self.streams, {}
-        for stream in streams.values():
-            stream.close()
+        """Let go of the streams; each is destroyed when nothing on its way needs it any more."""
+        self.streams = {}

@@ -145,6 +145,9 @@ ncclResult_t meet_in_shrink(const std::shared_ptr<Comm>& parent, const std::shar
   if (dead >= 0) return fail(ncclRemoteError, "%s", death_notice(segment, dead).c_str());
   if (!posted()) return child->stop_reason("the other survivors of a shrink");
   const ncclUniqueId id = board.id;
+  // The first survivor may have given up meanwhile, and write the id of its next attempt: then this is neither.
+  std::atomic_thread_fence(std::memory_order_acquire);
+  if (!posted()) return fail(ncclRemoteError, "rank %d, the first survivor of a shrink, has given it up", survivors[0]);
   const int rank = int(std::find(survivors.begin(), survivors.end(), parent->rank) - survivors.begin());
   const ncclResult_t result = meet(child, int(survivors.size()), rank, id);
   if (leads) {

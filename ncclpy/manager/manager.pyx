@@ -143,13 +143,19 @@ cdef class Manager(Participants):
         """Add a participant, and launch if it is the last one."""
         cdef Participant one = Participant.__new__(Participant)
         cdef Gathering gathering
-        cdef bytes name = b"" if communicator_key is None else bytes(communicator_key)
+        cdef bytes name = b""
         cdef double limit = self.timeout if timeout is None else as_timeout(timeout)
         cdef Work work
         if num_local < 1 or num_global < num_local:
             raise ValueError(
                 f"num_local, num_global: expected 1 <= num_local <= num_global, got {num_local} and {num_global}"
             )
+        if communicator_key is not None:
+            if isinstance(communicator_key, int):
+                raise TypeError(f"communicator_key: expected bytes, got {communicator_key!r}")
+            name = bytes(communicator_key)
+        if global_rank is not None and global_rank < 0:
+            raise ValueError(f"global_rank: expected a rank >= 0 or None, got {global_rank!r}")
         hash(key)
         if on_done is not None and not callable(on_done):
             raise TypeError(f"on_done: expected a callable, got {type(on_done).__name__}")
@@ -466,7 +472,7 @@ cdef class Manager(Participants):
     def __del__(self):
         # Communicators warn for themselves. What is still gathered would wait for ever.
         cdef Gathering gathering
-        if self.lock is None or self.closed or driver.cuEventRecord == NULL:
+        if self.gatherer is None or self.closed or driver.cuEventRecord == NULL:
             return
         recorder.remove_gatherer(self.gatherer)
         gatherings, self.gatherings = self.gatherings, {}

@@ -504,10 +504,17 @@ cdef int _device(device, array, str argument) except -2:
 
 
 cdef int _root(root) except -2:
-    return -1 if root is None else root
+    if root is None:
+        return -1
+    if root < 0:
+        raise ValueError(f"root: expected a rank >= 0 or None, got {root!r}")
+    return root
 
 
 cdef int _operator(op, const View* view, int nranks) except -1:
     if type(op) is CustomOp:
         raise TypeError("op: an operator belongs to one communicator; the Manager makes communicators of its own")
-    return op_number(op, view, nranks)
+    cdef int code = op_number(op, view, nranks)
+    if code > <int>ReduceOp.AVG:
+        raise ValueError(f"op: {code} is no reduction operator of NCCL's own")
+    return code

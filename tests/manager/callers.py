@@ -124,5 +124,5 @@ def sum_works(manager, key, devices, **options):
 
 def check_usable(manager, key, devices) -> None:
     """Check that a key can be used, whatever was done with it before."""
-    _, check = sum_works(manager, key, devices)
+    _, check = sum_works(manager, key, devices, timeout=DEADLINE)
     check()

@@ -1,0 +1,168 @@
+"""An abort at any moment, from any thread: every Work ever returned ends in exactly one way, in time."""
+
+from __future__ import annotations
+
+import collections
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+from callers import DEADLINE, Data, check_usable, some_devices, sum_works
+
+import ncclpy
+import testing
+
+
+class Ends:
+    """Count how works end; more than one end of a work would be seen."""
+
+    def __init__(self):
+        self.works = []
+        self.calls = collections.Counter()
+        self.lock = threading.Lock()
+
+    def add(self, work):
+        with self.lock:
+            self.works.append(work)
+        return work
+
+    def told(self, work):
+        with self.lock:
+            self.calls[id(work)] += 1
+
+    def check(self, seconds=DEADLINE):
+        """Wait for all; return how many have succeeded and how many were aborted."""
+        deadline = time.monotonic() + seconds
+        found = collections.Counter()
+        for work in self.works:
+            error = work.exception(max(0.0, deadline - time.monotonic()))
+            assert error is None or isinstance(error, ncclpy.NcclAborted), error
+            assert work.state == ("completed" if error is None else "failed")
+            found[error is None] += 1
+        while sum(self.calls.values()) < len(self.works) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert set(self.calls.values()) <= {1} and len(self.calls) == len(self.works)
+        for work in self.works:  # what has ended stays as it is
+            assert work.state == ("completed" if work.exception() is None else "failed")
+        return found[True], found[False]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_abort_at_a_random_moment(make_manager, seed):
+    n = some_devices(3)
+    choose = random.Random(seed)
+    manager = make_manager()
+    lib = testing.arrays()
+    succeeded = aborted = 0
+    for number in range(25 if ncclpy.library().engine == "host" else 4):
+        ends = Ends()
+        if choose.random() < 0.7:
+            check_usable(manager, "first", range(n))  # else the abort meets the making of communicators
+        ones = np.ones(choose.choice([8, 20_000]), np.float32)
+        parts = [lib.argument(lib.make(ones, device)) for device in range(n)]
+        ready = threading.Barrier(n + 1)
+
+        def add(device, parts=parts, ready=ready, ends=ends):
+            ready.wait(DEADLINE)
+            for key in range(30):
+                try:
+                    ends.add(manager.all_reduce(key, parts[device], device=device, num_local=n, on_done=ends.told))
+                except ncclpy.NcclAborted:
+                    return
+
+        threads = [threading.Thread(target=add, args=(device,), daemon=True) for device in range(n)]
+        for thread in threads:
+            thread.start()
+        ready.wait(DEADLINE)
+        time.sleep(choose.random() * 0.01)
+        testing.run_with_deadline(lambda number=number: manager.abort(f"number {number}"), 5)
+        for thread in threads:
+            thread.join(DEADLINE)
+            assert not thread.is_alive()
+        good, bad = ends.check()
+        succeeded, aborted = succeeded + good, aborted + bad
+        testing.run_with_deadline(manager.reset, DEADLINE)
+    assert succeeded and aborted, "the moments were all alike"
+    check_usable(manager, "last", range(n))
+
+
+@pytest.mark.parametrize("fault", ["at=run do=hang", "do=hang", "at=run do=delay:2ms", "do=delay:2ms"])
+def test_abort_while_ranks_hang(make_manager, host_engine, fault):
+    manager = make_manager()
+    for number in range(5):
+        ends = Ends()
+        with ncclpy.faults(f"rank={number % 3} call=AllReduce nth=3+ {fault}"):
+            for key in range(6):
+                works, _ = sum_works(manager, key, range(3))
+                for work in works:
+                    ends.add(work).add_done_callback(ends.told)
+            ends.add(manager.all_reduce("never", np.ones(3), device=0, num_local=2)).add_done_callback(ends.told)
+            time.sleep(0.01 * number)
+            testing.run_with_deadline(lambda number=number: manager.abort(f"number {number}"), 5)
+            assert all(work.state in ("completed", "failed") for work in ends.works), "abort ends everything at once"
+            ends.check()
+            testing.run_with_deadline(manager.reset, DEADLINE)
+    check_usable(manager, "last", range(3))
+
+
+def test_abort_from_several_threads_counts_once(make_manager):
+    n = some_devices(2)
+    manager = make_manager()
+    data = Data(n)
+    work = manager.all_reduce("k", data.input(0), device=0, num_local=n)
+    threads = [threading.Thread(target=manager.abort, args=(f"from {number}",)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE)
+    assert str(work.exception(DEADLINE)).count("from ") == 1
+    testing.run_with_deadline(manager.reset, DEADLINE)
+    check_usable(manager, "k", range(n))
+
+
+def test_abort_in_a_callback(make_manager):
+    n = some_devices(2)
+    manager = make_manager()
+    data = Data(n)
+    waiting = manager.all_reduce("waiting", data.input(0), device=0, num_local=n)
+    _, check = sum_works(manager, "k", range(n), on_done=lambda work: manager.abort("from a callback"))
+    check()
+    assert "from a callback" in str(waiting.exception(DEADLINE))
+    testing.run_with_deadline(manager.reset, DEADLINE)
+
+
+def test_abort_with_an_exception_as_its_reason(make_manager):
+    manager = make_manager()
+    work = manager.all_reduce("k", Data(1).input(0), device=0, num_local=2)
+    reason = OSError("the network is gone")
+    manager.abort(reason)
+    error = work.exception(DEADLINE)
+    assert error.__cause__ is reason and "the network is gone" in str(error)
+
+
+def test_buffers_of_aborted_work_live_as_long_as_the_device_may_write(make_manager, host_engine):
+    manager = make_manager()
+    sum_works(manager, "warm", range(2))[1]()
+    freed = []
+
+    class Watched(np.ndarray):
+        def __del__(self):
+            freed.append(self.shape)
+
+    with ncclpy.faults("rank=1 call=AllReduce at=run do=hang; call=CommAbort do=hang:500ms") as faults:
+        works = [
+            manager.all_reduce("k", np.ones(10 + r).view(Watched)[:10], np.ones(10), device=r, num_local=2)
+            for r in range(2)
+        ]
+        while not faults.fired:
+            time.sleep(0.001)
+        manager.abort()
+        assert all(isinstance(work.exception(DEADLINE), ncclpy.NcclAborted) for work in works)
+        assert not freed, "the operation still runs"
+        testing.run_with_deadline(manager.reset, DEADLINE)
+    deadline = time.monotonic() + DEADLINE
+    while len(freed) < 2 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert len(freed) >= 2, "the buffers of work that has ended are kept"

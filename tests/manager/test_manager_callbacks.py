@@ -1,0 +1,240 @@
+"""Callbacks, futures and asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import sys
+import threading
+import time
+
+import pytest
+from callers import DEADLINE, Data, check_usable, finish, one_error, some_devices, sum_works
+
+import ncclpy
+import testing
+
+
+class Told:
+    """A callback that counts, and knows in which thread it was called."""
+
+    def __init__(self):
+        self.works, self.threads, self.happened = [], set(), threading.Condition()
+
+    def __call__(self, work):
+        with self.happened:
+            self.works.append(work)
+            self.threads.add(threading.current_thread().name)
+            self.happened.notify_all()
+
+    def wait(self, count):
+        with self.happened:
+            assert self.happened.wait_for(lambda: len(self.works) >= count, DEADLINE), f"{len(self.works)} of {count}"
+
+
+def test_each_participant_is_told_once(manager):
+    n = some_devices(3)
+    told = Told()
+    works, check = sum_works(manager, "k", range(n), on_done=told)
+    told.wait(n)
+    assert sorted(map(id, told.works)) == sorted(map(id, works))
+    assert all(work.state == "completed" for work in told.works)
+    assert told.threads == {"ncclpy-monitor"}
+    check()
+    time.sleep(0.05)
+    assert len(told.works) == n
+
+
+def test_callbacks_are_told_of_errors(manager):
+    n = some_devices(2)
+    told = Told()
+    data = Data(n)
+    works = [
+        manager.all_reduce("k", data.input(r), device=r, num_local=n, num_global=n + r, on_done=told) for r in range(2)
+    ]
+    error = one_error(works)
+    told.wait(2)
+    assert all(work.exception() is error for work in told.works)
+
+
+def test_callbacks_run_in_their_order(manager):
+    n = some_devices(2)
+    order = []
+    data = Data(n)
+    first = manager.all_reduce("k", data.input(0), device=0, num_local=n, on_done=lambda work: order.append(0))
+    for number in range(1, 5):
+        first.add_done_callback(lambda work, number=number: order.append(number))
+    told = Told()
+    first.add_done_callback(told)
+    finish([first, *(manager.all_reduce("k", data.input(r), device=r, num_local=n) for r in range(1, n))])
+    told.wait(1)
+    assert order == [0, 1, 2, 3, 4]
+
+
+def test_a_callback_added_after_the_end_is_called_at_once(manager):
+    n = some_devices(2)
+    works, check = sum_works(manager, "k", range(n))
+    check()
+    told = Told()
+    works[0].add_done_callback(told)
+    assert told.works == [works[0]] and told.threads == {threading.current_thread().name}
+    with pytest.raises(TypeError, match="callable"):
+        works[0].add_done_callback(None)
+
+
+def test_a_callback_that_raises_harms_nobody(manager, monkeypatch):
+    n = some_devices(2)
+    seen = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: seen.append(unraisable))
+
+    def bad(work):
+        raise KeyError("of the user")
+
+    def worse(work):
+        raise SystemExit(3)
+
+    told = Told()
+    data = Data(n)
+    works = [manager.all_reduce("k", data.input(0), device=0, num_local=n, on_done=bad)]
+    works[0].add_done_callback(worse)
+    works[0].add_done_callback(told)
+    works += [manager.all_reduce("k", data.input(r), device=r, num_local=n, on_done=told) for r in range(1, n)]
+    finish(works)
+    told.wait(n)
+    assert [unraisable.exc_type for unraisable in seen] == [KeyError, SystemExit]
+    assert seen[0].object is bad and "done-callback" in seen[0].err_msg and seen[0].exc_traceback is not None
+    works[0].add_done_callback(bad)  # also where it is called at once
+    assert len(seen) == 3
+    monkeypatch.undo()
+    check_usable(manager, "k", range(n))
+
+
+def test_a_callback_may_add_participants(manager):
+    n = some_devices(3)
+    steps = 50
+    data = Data(n)
+    told = Told()
+
+    def go_on(step):
+        def add(work):
+            told(work)
+            if step < steps:
+                manager.all_reduce(
+                    step + 1,
+                    data.input(work.device),
+                    op="max",
+                    device=work.device,
+                    num_local=n,
+                    on_done=go_on(step + 1),
+                )
+
+        return add
+
+    for r in range(n):
+        manager.all_reduce(0, data.input(r), op="max", device=r, num_local=n, on_done=go_on(0))
+    told.wait(n * (steps + 1))
+    assert all(work.exception() is None for work in told.works)
+
+
+def test_a_callback_may_wait_for_other_work(manager):
+    n = some_devices(2)
+    told = Told()
+
+    def wait(work):
+        _, check = sum_works(manager, ("inner", work.device), range(n))
+        check()
+        told(work)
+
+    sum_works(manager, "outer", range(n), on_done=wait)
+    told.wait(n)
+
+
+def test_no_lock_is_held_in_a_callback(manager):
+    n = some_devices(2)
+    free = []
+
+    def try_others(work):
+        # Another thread must get through while this one is in the callback.
+        free.append(
+            testing.run_with_deadline(lambda: (manager.stats(), manager.pending(), ncclpy.recorder.dump()), 10)
+        )
+
+    sum_works(manager, "k", range(n), on_done=try_others)[1]()
+    deadline = time.monotonic() + DEADLINE
+    while len(free) < n and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert len(free) == n
+
+
+def test_futures(manager):
+    n = some_devices(2)
+    works, check = sum_works(manager, "k", range(n))
+    futures = [work.future() for work in works]
+    assert all(isinstance(future, concurrent.futures.Future) for future in futures)
+    done, _ = concurrent.futures.wait(futures, DEADLINE)
+    assert len(done) == n
+    assert all(future.result() is work.result() for future, work in zip(futures, works, strict=True))
+    check()
+    assert works[0].future().done()  # after the end
+    data = Data(n)
+    bad = [manager.all_reduce("k", data.input(r), device=r, num_local=n, num_global=n + r) for r in range(2)]
+    assert bad[0].future().exception(DEADLINE) is bad[1].exception(DEADLINE)
+
+
+def test_asyncio(manager):
+    n = some_devices(2)
+
+    async def main():
+        works, check = sum_works(manager, "one", range(n))
+        results = [await work for work in works]
+        assert all(result is work.result() for result, work in zip(results, works, strict=True))
+        check()
+
+        async def step(key):
+            works, check = sum_works(manager, key, range(n))
+            await asyncio.gather(*works)
+            check()
+
+        await asyncio.gather(*(step(key) for key in range(100)))
+        data = Data(n)
+        bad = [manager.all_reduce("k", data.input(r), device=r, num_local=n, num_global=n + r) for r in range(2)]
+        with pytest.raises(ValueError, match="num_global"):
+            await bad[0]
+        pending = manager.all_reduce("pending", data.input(0), device=0, num_local=n)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(pending, 0.05)
+        assert pending.state == "pending"  # who waits no more has not ended the operation
+        rest = [manager.all_reduce("pending", data.input(r), device=r, num_local=n) for r in range(1, n)]
+        await asyncio.gather(pending, *rest)
+
+    asyncio.run(asyncio.wait_for(main(), DEADLINE))
+
+
+def test_the_event_loop_goes_on_meanwhile(manager, host_engine):
+    async def main():
+        with ncclpy.faults("rank=1 call=AllReduce at=run do=hang:200ms"):
+            works, _ = sum_works(manager, "k", range(2))
+            ticks = 0
+            waiting = asyncio.gather(*works)
+            while not waiting.done():
+                await asyncio.sleep(0.005)
+                ticks += 1
+            await waiting
+            return ticks
+
+    sum_works(manager, "warm", range(2))[1]()
+    assert asyncio.run(asyncio.wait_for(main(), DEADLINE)) > 10
+
+
+def test_a_loop_that_is_gone_when_the_work_ends(manager):
+    n = some_devices(2)
+    data = Data(n)
+    work = manager.all_reduce("k", data.input(0), device=0, num_local=n)
+
+    async def give_up():
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(work, 0.01)
+
+    asyncio.run(give_up())
+    finish([work, *(manager.all_reduce("k", data.input(r), device=r, num_local=n) for r in range(1, n))])
+    check_usable(manager, "k", range(n))

@@ -1,0 +1,369 @@
+"""Deadlines, what is pending, the cache of communicators, and the end of a Manager."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import time
+import weakref
+
+import pytest
+from callers import DEADLINE, Data, check_usable, finish, one_error, some_devices, sum_works
+
+import ncclpy
+import testing
+
+HANG = "rank=1 call=AllReduce at=run do=hang"
+STUCK = "rank=1 call=AllReduce do=hang"  # in the call itself: the lane does not come back
+
+
+def timed(call):
+    begun = time.monotonic()
+    result = call()
+    return result, time.monotonic() - begun
+
+
+def test_gathering_past_its_deadline(make_manager):
+    n = some_devices(3)
+    manager = make_manager(timeout=0.2)
+    data = Data(n)
+    works = [manager.all_reduce("k", data.input(r), device=r, num_local=n) for r in range(n - 1)]
+    error, seconds = timed(lambda: one_error(works))
+    assert isinstance(error, ncclpy.NcclTimeout) and isinstance(error, TimeoutError)
+    for word in ("'k'", "0.2 s", "1 more local participants", f"devices {list(range(n - 1))} have come"):
+        assert word in str(error)
+    assert 0.1 < seconds < 1.0
+    assert manager.pending() == []
+    check_usable(manager, "k", range(n))
+
+
+def test_the_shortest_timeout_of_the_participants_counts(make_manager):
+    n = some_devices(3)
+    manager = make_manager(timeout=60)
+    data = Data(n)
+    patient = manager.all_reduce("other", data.input(0), device=0, num_local=n)
+    works = [manager.all_reduce("k", data.input(0), device=0, num_local=n)]
+    works.append(manager.all_reduce("k", data.input(1), device=1, num_local=n, timeout=0.1))
+    error, seconds = timed(lambda: one_error(works))
+    assert isinstance(error, ncclpy.NcclTimeout) and "0.1 s" in str(error)
+    assert seconds < 0.5, "a deadline far away must not hold up one that is near"
+    assert patient.state == "pending"
+
+
+def test_a_deadline_that_comes_after_a_longer_one(make_manager):
+    manager = make_manager()  # looks for stalls every now and then, at first
+    data = Data(1)
+    manager.all_reduce("long", data.input(0), device=0, num_local=2)
+    work = manager.all_reduce("short", data.input(0), device=0, num_local=2, timeout=0.1)
+    assert timed(lambda: one_error([work]))[1] < 0.5
+
+
+@pytest.mark.parametrize("fault", [HANG, STUCK], ids=["on the device", "in the call"])
+def test_execution_past_its_deadline(make_manager, host_engine, fault):
+    manager = make_manager(timeout=0.3)
+    _, check = sum_works(manager, "warm", range(3))
+    check()
+    with ncclpy.faults(fault) as faults:
+        (works, _), _ = timed(lambda: sum_works(manager, "k", range(3)))
+        behind, _ = sum_works(manager, "behind", range(3), timeout=20)
+        error, seconds = timed(lambda: one_error(works))
+        assert faults.fired
+        assert isinstance(error, ncclpy.NcclTimeout)
+        for word in ("'k'", "all_reduce", "ncclpy trace", "recorder.dump"):
+            assert word in str(error)
+        assert seconds < 1.0
+        assert isinstance(one_error(behind), ncclpy.NcclAborted), "what was queued behind it on the communicator"
+    assert manager.stats()["communicators"] == 0
+    check_usable(manager, "k", range(3))
+
+
+def test_a_rank_that_is_done_fails_no_more(make_manager, host_engine):
+    manager = make_manager(timeout=0.3)
+    data = Data(3)
+    warm = [manager.broadcast_send("w", data.input(0), device=0, num_local=3)]
+    finish(warm + [manager.broadcast_recv("w", data.input(r), device=r, num_local=3) for r in (1, 2)])
+    with ncclpy.faults("rank=2 call=Broadcast at=run do=hang"):
+        works = [manager.broadcast_send("k", data.input(0), device=0, num_local=3)]
+        works += [manager.broadcast_recv("k", data.input(r), device=r, num_local=3) for r in (1, 2)]
+        outcomes = [work.exception(DEADLINE) for work in works]
+    assert isinstance(outcomes[2], ncclpy.NcclTimeout)
+    assert all(outcome is None or outcome is outcomes[2] for outcome in outcomes)
+    check_usable(manager, "k", range(3))
+
+
+def test_communicators_that_are_not_made_in_time(make_manager, host_engine):
+    manager = make_manager(timeout=0.3)
+    data = Data(1)
+    name = ncclpy.Manager.generate_communicator_key()
+    manager.signal_multi_node_ready("k")
+    work = manager.all_reduce(
+        "k", data.input(0), device=0, num_local=1, num_global=2, global_rank=0, communicator_key=name
+    )
+    error, seconds = timed(lambda: one_error([work]))  # the other node never comes
+    assert isinstance(error, ncclpy.NcclTimeout) and "other nodes" in str(error)
+    assert seconds < 1.0
+    check_usable(manager, "k", range(2))
+    # What NCCL waits for comes at last, so that nothing is left behind; its communicator is not wanted any more.
+    other = ncclpy.Communicator.init(2, 1, name, device=1)
+    other.abort()
+
+
+def test_a_timeout_of_a_wait_ends_the_wait_only(manager):
+    n = some_devices(2)
+    data = Data(n)
+    work = manager.all_reduce("k", data.input(0), device=0, num_local=n)
+    for timeout in (0, 0.05):
+        with pytest.raises(ncclpy.NcclTimeout, match=r"pending.*1 more local participants.*\[0\] have come") as caught:
+            work.wait(timeout)
+        assert "'k'" in str(caught.value)
+    finish([work, *(manager.all_reduce("k", data.input(r), device=r, num_local=n) for r in range(1, n))])
+
+
+def test_pending(manager):
+    n = some_devices(3)
+    data = Data(n)
+    assert manager.pending() == []
+    works = [manager.all_reduce(("a", r), data.input(0), device=0, num_local=n) for r in range(2)]
+    works.append(manager.all_reduce(("a", 1), data.input(1), device=1, num_local=n))
+    first, second = manager.pending()
+    assert (first["key"], first["operation"], first["arrived"], first["num_local"]) == (("a", 0), "all_reduce", [0], n)
+    assert (second["key"], second["arrived"], second["missing"]) == (("a", 1), [0, 1], n - 2)
+    assert abs(first["since"] - time.monotonic()) < 5
+    assert "have come" in second["waits_for"]
+    assert manager.stats()["gathering"] == 2
+
+
+def test_a_stall_is_logged_once(make_manager, caplog):
+    n = some_devices(2)
+    manager = make_manager(warn_after=0.1)
+    data = Data(n)
+    with caplog.at_level(logging.WARNING, logger="ncclpy.manager"):
+        works = [manager.all_reduce("slow", data.input(0), device=0, num_local=n)]
+        time.sleep(0.6)
+    said = [record.getMessage() for record in caplog.records if record.name == "ncclpy.manager"]
+    assert len(said) == 1 and "'slow'" in said[0] and "[0] have come" in said[0]
+    works += [manager.all_reduce("slow", data.input(r), device=r, num_local=n) for r in range(1, n)]
+    finish(works)
+
+
+def test_no_stall_without_a_reason(make_manager, caplog):
+    n = some_devices(2)
+    manager = make_manager(warn_after=0.2)
+    with caplog.at_level(logging.WARNING, logger="ncclpy.manager"):
+        for step in range(40):
+            sum_works(manager, step, range(n))[1]()
+            time.sleep(0.01)
+    assert not caplog.records
+
+
+def test_stats(manager, host_engine):
+    sum_works(manager, 1, range(2))[1]()
+    sum_works(manager, 2, range(2))[1]()
+    sum_works(manager, 3, range(3))[1]()
+    wanted = {
+        "communicators": 2, "communicators_made": 2, "communicators_evicted": 0, "gathering": 0, "in_flight": 0,
+        "started": 3,
+    }  # fmt: skip
+    assert manager.stats() == wanted
+    with ncclpy.faults("rank=1 call=AllReduce at=run do=hang:200ms"):
+        _, check = sum_works(manager, 4, range(2))
+        assert manager.stats() == wanted | {"in_flight": 1, "started": 4}
+        check()
+    assert manager.stats() == wanted | {"started": 4}
+
+
+def test_the_least_recently_used_communicators_are_closed(make_manager):
+    some_devices(3, 3)
+    manager = make_manager(max_communicators=2)
+
+    def use(*devices):
+        sum_works(manager, devices, devices)[1]()
+        deadline = time.monotonic() + DEADLINE
+        while manager.stats()["communicators"] > 2 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return manager.stats()["communicators_made"], manager.stats()["communicators_evicted"]
+
+    assert use(0, 1) == (1, 0)
+    assert use(1, 2) == (2, 0)
+    assert use(0, 1) == (2, 0)
+    assert use(0, 2) == (3, 1)  # (1, 2) goes
+    assert use(0, 1) == (3, 1)
+    assert use(1, 2) == (4, 2)  # (0, 2) goes
+    assert use(0, 1) == (4, 2)
+    assert manager.stats()["communicators"] == 2
+
+
+def test_busy_communicators_are_not_closed(make_manager, host_engine):
+    manager = make_manager(max_communicators=1)
+    _, check = sum_works(manager, "warm", (0, 1))
+    check()
+    with ncclpy.faults("rank=1 call=AllReduce at=run do=hang:300ms nth=1"):
+        _, check = sum_works(manager, "busy", (0, 1))
+        sum_works(manager, "other", (2, 3))[1]()
+        check()
+    assert manager.stats()["communicators_evicted"] <= 1
+    check_usable(manager, "again", (0, 1))
+
+
+def test_bad_options():
+    with pytest.raises(ValueError, match="max_communicators"):
+        ncclpy.Manager(max_communicators=0)
+    with pytest.raises(ValueError, match="timeout"):
+        ncclpy.Manager(timeout=-1)
+    with pytest.raises(ValueError, match="blocking"):
+        ncclpy.Manager(config=ncclpy.Config(blocking=False))
+
+
+def test_the_default_manager():
+    n = some_devices(2)
+    manager = ncclpy.Manager.default()
+    assert ncclpy.Manager.default() is manager
+    check_usable(manager, "k", range(n))
+    manager.close()
+    assert ncclpy.Manager.default() is not manager
+    check_usable(ncclpy.Manager.default(), "k", range(n))
+    ncclpy.Manager.default().close()
+
+
+def test_high_priority_and_timing(make_manager):
+    n = some_devices(2)
+    manager = make_manager(high_priority=True, timing=True)
+    for step in range(3):
+        works, check = sum_works(manager, step, range(n))
+        assert all(work.duration is None or work.duration >= 0 for work in works)
+        check()
+        assert all(0 <= work.duration < 10 for work in works)
+    assert sum_works(make_manager(), 0, range(n))[0][0].duration is None
+
+
+# The end.
+
+
+def test_close_drains_what_was_launched_and_fails_what_was_not(make_manager, host_engine):
+    manager = make_manager()
+    _, check = sum_works(manager, "warm", range(2))
+    check()
+    data = Data(2)
+    waiting = manager.all_reduce("waiting", data.input(0), device=0, num_local=2)
+    with ncclpy.faults("rank=1 call=AllReduce at=run do=hang:200ms"):
+        _, check = sum_works(manager, "k", range(2))
+        _, seconds = timed(manager.close)
+    assert 0.1 < seconds < 5
+    check()
+    error = one_error([waiting])
+    assert isinstance(error, ncclpy.NcclAborted) and "closed" in str(error) and "'waiting'" in str(error)
+    with pytest.raises(ValueError, match="closed"):
+        sum_works(manager, "k", range(2))
+    with pytest.raises(ValueError, match="closed"):
+        manager.signal_multi_node_ready("k")
+    manager.close()
+    manager.abort()
+
+
+def test_close_waits_for_communicators_that_are_being_made(make_manager):
+    n = some_devices(2)
+    manager = make_manager()
+    _, check = sum_works(manager, "first use", range(n))
+    manager.close()
+    check()
+
+
+def test_close_aborts_what_does_not_end(make_manager, host_engine):
+    manager = make_manager()
+    _, check = sum_works(manager, "warm", range(3))
+    check()
+    with ncclpy.faults(HANG):
+        works, _ = sum_works(manager, "k", range(3))
+        _, seconds = timed(lambda: manager.close(timeout=0.3))
+        error = one_error(works)
+    assert isinstance(error, ncclpy.NcclAborted) and "0.3 s" in str(error)
+    assert seconds < 5
+
+
+def test_abort_ends_a_close_that_waits(make_manager, host_engine):
+    manager = make_manager()
+    _, check = sum_works(manager, "warm", range(3))
+    check()
+    with ncclpy.faults(HANG):
+        works, _ = sum_works(manager, "k", range(3))
+        closing = threading.Thread(target=manager.close, daemon=True)
+        closing.start()
+        time.sleep(0.1)
+        assert closing.is_alive()
+        manager.abort("no patience")
+        closing.join(DEADLINE)
+        assert not closing.is_alive()
+        error = one_error(works)
+    assert isinstance(error, ncclpy.NcclAborted) and "no patience" in str(error)
+
+
+def test_an_exception_in_the_block_aborts(host_engine):
+    with ncclpy.Manager() as manager:
+        sum_works(manager, "warm", range(3))[1]()
+    with ncclpy.faults(HANG), pytest.raises(KeyError):
+        with ncclpy.Manager() as manager:
+            works, _ = sum_works(manager, "k", range(3))
+            raise KeyError("of the program")
+    error = one_error(works)
+    assert isinstance(error, ncclpy.NcclAborted) and isinstance(error.__cause__, KeyError)
+
+
+def test_a_manager_that_is_dropped_ends_what_it_gathers():
+    data = Data(1)
+    manager = ncclpy.Manager()
+    work = manager.all_reduce("k", data.input(0), device=0, num_local=2)
+    gone = weakref.ref(manager)
+    del manager
+    gc.collect()
+    assert gone() is None
+    assert isinstance(one_error([work]), ncclpy.NcclAborted)
+    assert all("'k'" not in item["key"] for item in ncclpy.recorder.snapshot()["gathering"])
+
+
+def test_reset_waits_for_the_abort(make_manager, host_engine):
+    manager = make_manager()
+    _, check = sum_works(manager, "warm", range(2))
+    check()
+    with ncclpy.faults("rank=0 call=CommAbort do=hang:500ms"):
+        manager.abort()
+        with pytest.raises(ncclpy.NcclTimeout, match="not aborted"):
+            manager.reset(timeout=0.05)
+        with pytest.raises(ncclpy.NcclAborted):
+            sum_works(manager, "k", range(2))
+        testing.run_with_deadline(manager.reset, DEADLINE)
+    check_usable(manager, "k", range(2))
+
+
+def test_reset_without_an_abort(manager):
+    n = some_devices(2)
+    data = Data(n)
+    work = manager.all_reduce("k", data.input(0), device=0, num_local=n)
+    manager.reset()
+    assert work.state == "pending"
+    finish([work, *(manager.all_reduce("k", data.input(r), device=r, num_local=n) for r in range(1, n))])
+
+
+def test_several_managers_do_not_meet(make_manager):
+    n = some_devices(2)
+    first, second = make_manager(), make_manager()
+    data = Data(n)
+    work = first.all_reduce("k", data.input(0), device=0, num_local=n)
+    check_usable(second, "k", range(n))
+    assert work.state == "pending"
+    second.abort()
+    finish([work, *(first.all_reduce("k", data.input(r), device=r, num_local=n) for r in range(1, n))])
+
+
+def test_the_fault_of_one_set_of_devices_leaves_others_alone(make_manager, host_engine):
+    manager = make_manager(timeout=0.4)
+    for devices in ((0, 1), (2, 3)):
+        sum_works(manager, devices, devices)[1]()
+    with ncclpy.faults("rank=1 call=AllReduce at=run nth=1 do=hang") as faults:
+        works, _ = sum_works(manager, "hangs", (0, 1))
+        while not faults.fired:
+            time.sleep(0.001)
+    for step in range(20):
+        sum_works(manager, step, (2, 3))[1]()
+    assert isinstance(one_error(works), ncclpy.NcclTimeout)
+    assert manager.stats()["communicators"] == 1

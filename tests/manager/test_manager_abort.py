@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import random
 import threading
 import time
@@ -66,7 +67,7 @@ def test_abort_at_a_random_moment(make_manager, seed):
 
         def add(device, parts=parts, ready=ready, ends=ends):
             ready.wait(DEADLINE)
-            for key in range(30):
+            for key in itertools.count():
                 try:
                     ends.add(manager.all_reduce(key, parts[device], device=device, num_local=n, on_done=ends.told))
                 except ncclpy.NcclAborted:
@@ -127,9 +128,10 @@ def test_abort_in_a_callback(make_manager):
     manager = make_manager()
     data = Data(n)
     waiting = manager.all_reduce("waiting", data.input(0), device=0, num_local=n)
-    _, check = sum_works(manager, "k", range(n), on_done=lambda work: manager.abort("from a callback"))
-    check()
+    works, _ = sum_works(manager, "k", range(n), on_done=lambda work: manager.abort("from a callback"))
     assert "from a callback" in str(waiting.exception(DEADLINE))
+    for work in works:  # whichever was done first has ended the others
+        assert work.exception(DEADLINE) is None or isinstance(work.exception(), ncclpy.NcclAborted)
     testing.run_with_deadline(manager.reset, DEADLINE)
 
 

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from benchmarks import import_time, manager, mpi, nccl_tests, overhead, report
+from benchmarks import compare, import_time, manager, mpi, nccl_tests, overhead, report
 
 EXPERIMENTS = {
     "overhead": overhead,
@@ -12,6 +12,7 @@ EXPERIMENTS = {
     "mpi": mpi,
     "import": import_time,
     "report": report,
+    "compare": compare,
 }
 
 

@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks import report, results
+from benchmarks.markdown import size as text_of
 
 SIDE = Path(__file__).with_name("mpi_side.py")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
@@ -86,22 +87,15 @@ def _measure(chosen: argparse.Namespace, nranks: int, mpis: dict[str, Path]) -> 
                 rows.setdefault(("roofline", "all_reduce", size), []).append(seconds * 1e6)
     return [
         {
-            "operation": f"{name}, {_size(size)}, {nranks} ranks",
+            "operation": f"{name}, {text_of(size)}, {nranks} ranks",
             "rival": rival,
-            "road": f"{name} {_size(size)} {nranks} ranks",
+            "road": f"{name} {text_of(size)} {nranks} ranks",
             "measure": "time",
             "unit": "us",
             "samples": samples,
         }
         for (rival, name, size), samples in rows.items()
     ]
-
-
-def _size(nbytes: int) -> str:
-    for unit, factor in (("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= factor and nbytes % factor == 0:
-            return f"{nbytes // factor} {unit}"
-    return f"{nbytes} B"
 
 
 def _reason(python: Path) -> str:

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from benchmarks import ROOT, results, summary, targets
+from benchmarks.markdown import number, table
 
 PAGE = ROOT / "docs" / "performance.md"
 
@@ -117,7 +118,7 @@ def _table(rows: list[dict]) -> str:
                 paired = len(base) == len(samples)
                 cells.append(f"{summary.median(summary.ratios(samples, base)):.2f}" if paired else "")
         body.append(cells)
-    return _markdown(head, body)
+    return table(head, body)
 
 
 def _baselines(roads: dict) -> list[tuple[str, str]]:
@@ -144,17 +145,4 @@ def _targets(judged: list[dict]) -> str:
         if not target["kept"] and float(reached) == float(number(target["limit"])):
             reached = f"{target['reached']:.4g}"  # enough digits to see why
         body.append([target["text"], limit, f"{reached} {unit}", spread, kept])
-    return _markdown(["target", "limit", "reached", "quartiles", ""], body)
-
-
-def number(value: float) -> str:
-    """Return `value` with three digits that mean something."""
-    return f"{value:#.3g}" if abs(value) < 100 else f"{value:.1f}"
-
-
-def _markdown(head: list[str], body: list[list[str]]) -> str:
-    widths = [max(len(row[i]) for row in [head, *body]) for i in range(len(head))]
-    lines = [head, ["-" * width for width in widths], *body]
-    return "\n".join(
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
-    )
+    return table(["target", "limit", "reached", "quartiles", ""], body)

@@ -1,40 +1,15 @@
 """The benchmarks run and say what they should; no test here looks at a time."""
 
 import json
-import os
-import subprocess
-import sys
 import types
-from pathlib import Path
 
 import pytest
+from benchmark_runs import run
 
-ROOT = Path(__file__).resolve().parent.parent
-
-# The root is on the path only for this import: the ncclpy under test is the installed one, not the source tree.
-sys.path.insert(0, str(ROOT))
-try:
-    from benchmarks import nccl_tests, noop, report, results, summary, targets
-    from benchmarks.manager_side import Side
-    from benchmarks.road import Road
-    from benchmarks.worker import Worker
-finally:
-    sys.path.remove(str(ROOT))
-
-
-def run(*arguments, **environment):
-    """Run ``python -m benchmarks`` in the root, as the README says."""
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", *arguments],
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=300,
-        env={**os.environ, **environment},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+from benchmarks import nccl_tests, noop, report, results, summary, targets
+from benchmarks.manager_side import Side
+from benchmarks.road import Road
+from benchmarks.worker import Worker
 
 
 @pytest.fixture(scope="module")

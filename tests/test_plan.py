@@ -11,6 +11,7 @@ import pytest
 
 import ncclpy
 import testing
+from ncclpy.core import device as device_module
 
 
 class Ranks:
@@ -273,6 +274,21 @@ def test_threads_may_launch_one_plan(ranks):
     assert not failures
     assert not any(thread.is_alive() for thread in threads)
     assert ranks.received() == [3, 3]
+
+
+def test_the_current_device_stays(arrays):
+    testing.need_devices(2)
+    array = arrays.make(np.ones(4, np.float32), 1)
+    with ncclpy.Communicator.init(1, 0, ncclpy.get_unique_id(), device=1) as comm, ncclpy.Stream(1) as stream:
+        plan = recorded(lambda: comm.all_reduce(arrays.argument(array), stream=stream))
+        with device_module.using(0):
+            deadline(plan.launch)  # of one device: in this thread
+            plan.launch()
+            assert device_module.current() == 0
+            with plan.capture() as graph:
+                graph.launch()
+                assert device_module.current() == 0
+        stream.synchronize()
 
 
 def test_an_error_of_nccl_is_raised(ranks, host_engine):

@@ -4,7 +4,7 @@ from ncclpy.abi.driver cimport CUcontext, CUevent, CUstream, CUresult
 from ncclpy.abi.nccl cimport ncclResult_t
 from ncclpy.core.handle cimport Handle
 from ncclpy.core.operation cimport Operation
-from ncclpy.engine.native cimport ncclpy_job
+from ncclpy.engine.native cimport ncclpy_job, ncclpy_lane
 from ncclpy.engine.work cimport Work
 
 
@@ -62,4 +62,4 @@ cdef int push_jobs(ncclpy_job** jobs, const int* devices, size_t count) except -
 # Sort parts by lane and communicator, as `divide` and the locks want them.
 cdef void sort_parts(Part* parts, size_t count) noexcept
 cdef void run_batch(Batch* batch) noexcept nogil
-cdef bint lane_idle(int device) noexcept nogil
+cdef ncclpy_lane* borrow_lane(int device) except? NULL

@@ -33,7 +33,7 @@ from ncclpy.core.library cimport driver, nccl, require
 from ncclpy.core.operation cimport NOT_THERE, issue
 from ncclpy.engine.events cimport take_event
 from ncclpy.engine.monitor cimport Watched, await_launch, ensure_running, hand_over
-from ncclpy.engine.native cimport add, change, lane_push, lane_start, load, ncclpy_lane, wake
+from ncclpy.engine.native cimport add, change, lane_borrow, lane_push, lane_start, load, ncclpy_lane, wake
 from ncclpy.engine.recorder cimport LAUNCHED, PENDING
 
 from ncclpy.core import device as _device
@@ -86,10 +86,13 @@ cdef int lane_of(int device) except -1:
     return number
 
 
-cdef bint lane_idle(int device) noexcept nogil:
-    """Return whether nothing is under way on the lane of a device."""
-    cdef ncclpy_lane* lane = _lanes[device % _count] if _count else NULL
-    return lane == NULL or load(&lane.pending) == 0
+cdef ncclpy_lane* borrow_lane(int device) except? NULL:
+    """Take the place of a device's lane if that is idle, to launch in this thread; NULL if it is not.
+
+    The calling thread's current device is to be kept by the caller.
+    """
+    cdef ncclpy_lane* lane = _lanes[lane_of(device)]
+    return lane if lane_borrow(lane) else NULL
 
 
 cdef size_t divide(Part* parts, size_t count, Batch* batches) except? 0:

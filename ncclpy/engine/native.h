@@ -63,6 +63,7 @@ typedef struct ncclpy_job {
 /* A thread with a queue. It spins for a while when the queue is empty, since work comes in bursts, and then sleeps. */
 typedef struct ncclpy_lane {
   pthread_mutex_t mutex; /* guards the list */
+  pthread_mutex_t turn;  /* held while a job runs, or by who runs something in the lane's stead */
   ncclpy_job* first;
   ncclpy_job* last;
   int pushed;   /* counts jobs, to be slept on */
@@ -85,7 +86,9 @@ static inline void* ncclpy_lane_main(void* argument) {
     }
     pthread_mutex_unlock(&lane->mutex);
     if (job != NULL) {
+      pthread_mutex_lock(&lane->turn);
       job->run(job);
+      pthread_mutex_unlock(&lane->turn);
       ncclpy_add(&lane->pending, -1);
       continue;
     }
@@ -108,6 +111,7 @@ static inline ncclpy_lane* ncclpy_lane_start(double spin) {
   int failed;
   if (lane == NULL) return NULL;
   pthread_mutex_init(&lane->mutex, NULL);
+  pthread_mutex_init(&lane->turn, NULL);
   lane->spin = spin;
   pthread_attr_init(&attributes);
   pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
@@ -132,5 +136,15 @@ static inline void ncclpy_lane_push(ncclpy_lane* lane, ncclpy_job* job) {
   __atomic_add_fetch(&lane->pushed, 1, __ATOMIC_SEQ_CST);
   if (__atomic_load_n(&lane->asleep, __ATOMIC_SEQ_CST)) ncclpy_wake(&lane->pushed);
 }
+
+/* Takes the lane's place, if it has nothing to do: what is pushed meanwhile waits for ncclpy_lane_give_back. */
+static inline int ncclpy_lane_borrow(ncclpy_lane* lane) {
+  if (pthread_mutex_trylock(&lane->turn) != 0) return 0;
+  if (ncclpy_load(&lane->pending) == 0) return 1;
+  pthread_mutex_unlock(&lane->turn);
+  return 0;
+}
+
+static inline void ncclpy_lane_give_back(ncclpy_lane* lane) { pthread_mutex_unlock(&lane->turn); }
 
 #endif

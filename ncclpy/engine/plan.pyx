@@ -31,8 +31,8 @@ from ncclpy.core.library cimport driver, nccl, require, require_driver
 from ncclpy.core.lifecycle cimport Lifecycle
 from ncclpy.core.operation cimport NOT_THERE, Operation, function_of, issue, raise_issue
 from ncclpy.core.stream cimport Stream, owner_of
-from ncclpy.engine.launcher cimport Batch, Part, divide, lane_idle, push, push_jobs, run_batch, sort_parts
-from ncclpy.engine.native cimport add, load, ncclpy_job, relax, sleep_on, wake
+from ncclpy.engine.launcher cimport Batch, Part, borrow_lane, divide, push, push_jobs, run_batch, sort_parts
+from ncclpy.engine.native cimport add, lane_give_back, load, ncclpy_job, ncclpy_lane, relax, sleep_on, wake
 
 from ncclpy.core.errors import NcclAborted
 
@@ -190,17 +190,22 @@ cdef class Plan:
             If one of its communicators was aborted.
         """
         cdef size_t i
-        cdef bint inline
+        cdef CUcontext saved = NULL
+        cdef ncclpy_lane* lane = NULL
         if current_group() is not None:
             raise ValueError("plan.launch() cannot stand inside a group")
         self.check()
         with nogil:
             pthread_mutex_lock(&self.mutex)
         try:
-            inline = self.nbatches == 1 and lane_idle((<Handle>self.parts[0].handle).device)
-            if inline:
+            if self.nbatches == 1:
+                lane = borrow_lane((<Handle>self.parts[0].handle).device)
+            if lane != NULL:
                 with nogil:
+                    driver.cuCtxGetCurrent(&saved)
                     run_batch(&self.batches[0])
+                    driver.cuCtxSetCurrent(saved)
+                    lane_give_back(lane)
             else:
                 self.remaining = <int>self.nbatches
                 push(self.batches, self.nbatches)
@@ -347,16 +352,26 @@ cdef class Graph:
         cdef Replay* replay
         cdef ncclpy_job** jobs
         cdef int* devices
-        if self.plan is None:
+        cdef CUcontext saved = NULL
+        cdef ncclpy_lane* lane = NULL
+        cdef Plan plan = self.plan
+        if plan is None:
             raise ValueError("this graph is closed; capture the plan again")
-        self.plan.check()
+        plan.check()
         with nogil:
-            pthread_mutex_lock(&self.plan.mutex)
+            pthread_mutex_lock(&plan.mutex)
         try:
-            if self.count == 1 and lane_idle(self.replays[0].device):
+            if self.plan is None:
+                raise ValueError("this graph was closed by another thread; capture the plan again")
+            if self.count == 1:
+                lane = borrow_lane(self.replays[0].device)
+            if lane != NULL:
                 self.remaining = 1
                 with nogil:
+                    driver.cuCtxGetCurrent(&saved)
                     _run_replay(&self.replays[0].job)
+                    driver.cuCtxSetCurrent(saved)
+                    lane_give_back(lane)
             else:
                 jobs = <ncclpy_job**>malloc(self.count * (sizeof(ncclpy_job*) + sizeof(int)))
                 if jobs == NULL:
@@ -375,9 +390,9 @@ cdef class Graph:
             for i in range(self.count):
                 check_driver(self.replays[i].result, b"cuGraphLaunch")
         finally:
-            pthread_mutex_unlock(&self.plan.mutex)
+            pthread_mutex_unlock(&plan.mutex)
         if self.waits:
-            for handle, _ in self.plan.waits:
+            for handle, _ in plan.waits:
                 for i in range(self.count):
                     if self.replays[i].device == (<Handle>handle).device:
                         (<Handle>handle).wait_stream(
@@ -391,8 +406,17 @@ cdef class Graph:
 
     def close(self):
         """Give the graphs back (`cuGraphExecDestroy`); launches that are enqueued still run."""
-        cdef size_t i
+        cdef Plan plan = self.plan
+        if plan is None:
+            return
+        with nogil:
+            pthread_mutex_lock(&plan.mutex)  # no launch is under way
         self.plan = None
+        self.free_graphs()
+        pthread_mutex_unlock(&plan.mutex)
+
+    cdef void free_graphs(self) noexcept:
+        cdef size_t i
         for i in range(self.count):
             if self.replays[i].graph != NULL and driver.cuGraphExecDestroy != NULL:
                 driver.cuGraphExecDestroy(self.replays[i].graph)
@@ -405,10 +429,7 @@ cdef class Graph:
         self.close()
 
     def __dealloc__(self):
-        cdef size_t i
-        for i in range(self.count):
-            if self.replays[i].graph != NULL and driver.cuGraphExecDestroy != NULL:
-                driver.cuGraphExecDestroy(self.replays[i].graph)
+        self.free_graphs()
         free(self.replays)
 
     def __repr__(self):

@@ -21,7 +21,7 @@ class Case:
 
 def add_reduce(m, d, r, **changes):
     options = {"device": r, "num_local": 3, "op": "sum"} | changes
-    return m.all_reduce(KEY, d.input(r), **options)
+    return m.all_reduce(KEY, d.input(options["device"]), **options)
 
 
 def second(**changes):
@@ -196,7 +196,7 @@ def test_a_communicator_key_keeps_its_members(make_manager):
     def add(key, r, **changes):
         data = Data(2)
         options = {"device": r, "num_local": 1, "num_global": 2, "global_rank": r, "communicator_key": name} | changes
-        work = nodes[r].all_reduce(key, data.input(r), **options)
+        work = nodes[r].all_reduce(key, data.input(options["device"]), **options)
         nodes[r].signal_multi_node_ready(key)
         return work
 

@@ -70,7 +70,7 @@ def test_everything_about_the_manager_is_measured(engine, tmp_path):
     judged = targets.judge(result)
     assert len(judged) >= 6
     assert not [target["text"] for target in judged if target["kept"] is None]
-    measured = {(row["rival"], row["road"], row["measure"]) for row in result["rows"]}
+    measured = {(row["rival"], row["road"], row["measure"]) for row in result["rows"] if "samples" in row}
     assert ("ncclpy.Manager", "64 threads", "adds") in measured
     assert ("C loop", "a group from one thread", "repeated") in measured
 

@@ -3,13 +3,14 @@
 import argparse
 import sys
 
-from benchmarks import compare, import_time, manager, mpi, nccl_tests, overhead, report
+from benchmarks import compare, import_time, manager, mpi, nccl_tests, overhead, report, scale
 
 EXPERIMENTS = {
     "overhead": overhead,
     "manager": manager,
     "nccl-tests": nccl_tests,
     "mpi": mpi,
+    "scale": scale,
     "import": import_time,
     "report": report,
     "compare": compare,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks import ROOT, results, summary, targets
+from benchmarks import ROOT, growth, results, summary, targets
 from benchmarks.markdown import number, table
 
 PAGE = ROOT / "docs" / "performance.md"
@@ -24,6 +24,7 @@ TITLES = {
     "manager": "What the Manager costs",
     "nccl-tests": "Bandwidth beside nccl-tests",
     "mpi": "The host engine beside MPI",
+    "scale": "What grows with ranks",
     "import": "What the import costs",
 }
 
@@ -77,10 +78,13 @@ def section(name: str, result: dict) -> str:
 def text(result: dict) -> str:
     """Return a result's tables: one for each operation, then the targets."""
     parts = []
-    operations = list(dict.fromkeys(row["operation"] for row in result["rows"] if "samples" in row))
+    operations = list(
+        dict.fromkeys(row["operation"] for row in result["rows"] if "samples" in row and "ranks" not in row)
+    )
     for operation in operations:
         rows = [row for row in result["rows"] if row.get("operation") == operation]
         parts.append(f"### {operation}\n\n{_table(rows)}\n")
+    parts += growth.tables(result)
     missing = [row for row in result["rows"] if "missing" in row]
     if missing:
         parts.append("Not measured:\n\n" + "".join(f"- {row['rival']}: {row['missing']}\n" for row in missing))

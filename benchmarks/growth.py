@@ -1,0 +1,99 @@
+"""How values grow with the number of ranks: a power law, fitted to the rows of a result that have ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from benchmarks import summary
+from benchmarks.markdown import number, table
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """One series of rows: the same operation and rival, over ranks.
+
+    Attributes
+    ----------
+    operation, rival, unit : str
+        What was measured, and in what.
+    ranks : list of int
+        The numbers of ranks, ascending.
+    medians : list of float
+        The median at each of them.
+    exponents : list of float
+        One fitted exponent a round.
+    factors : list of float
+        With them, ``factor * ranks ** exponent`` is the fitted line of a round.
+    last : list of float
+        The exponent between the last two numbers of ranks alone, one a round: where a constant part hides the growth
+        among few ranks, it is above the fitted one.
+    """
+
+    operation: str
+    rival: str
+    unit: str
+    ranks: list[int]
+    medians: list[float]
+    exponents: list[float]
+    factors: list[float]
+    last: list[float]
+
+
+def fits(result: dict) -> list[Fit]:
+    """Return the fit of every series with at least two numbers of ranks and values above zero."""
+    series: dict[tuple[str, str], list[dict]] = {}
+    for row in result["rows"]:
+        if "ranks" in row and row.get("samples"):
+            series.setdefault((row["operation"], row["rival"]), []).append(row)
+    found = []
+    for (operation, rival), rows in series.items():
+        rows = sorted(rows, key=lambda row: row["ranks"])
+        ranks = [row["ranks"] for row in rows]
+        rounds = min(len(row["samples"]) for row in rows)
+        values = np.array([row["samples"][:rounds] for row in rows])
+        # A round with a value of zero, as memory can have, has no logarithm.
+        values = values[:, (values > 0).all(axis=0)]
+        if len(ranks) < 2 or values.shape[1] == 0:
+            continue
+        slopes, offsets = np.polyfit(np.log(ranks), np.log(values), 1)
+        last = np.log(values[-1] / values[-2]) / np.log(ranks[-1] / ranks[-2])
+        medians = [float(np.median(row["samples"])) for row in rows]
+        found.append(
+            Fit(operation, rival, rows[0]["unit"], ranks, medians, list(slopes), list(np.exp(offsets)), list(last))
+        )
+    return found
+
+
+def tables(result: dict) -> list[str]:
+    """Return the page's parts on the rows that have ranks: one table a rival, then the fitted exponents."""
+    rows = [row for row in result["rows"] if "ranks" in row and row.get("samples")]
+    parts = []
+    for rival in dict.fromkeys(row["rival"] for row in rows):
+        own = {(row["ranks"], row["operation"]): row for row in rows if row["rival"] == rival}
+        units = {operation: row["unit"] for (_, operation), row in own.items()}
+        body = [
+            [str(ranks), *(_cell(own.get((ranks, operation))) for operation in units)]
+            for ranks in sorted({ranks for ranks, _ in own})
+        ]
+        head = ["ranks", *(f"{operation}, {unit}" for operation, unit in units.items())]
+        parts.append(f"### {rival}: medians (quartiles)\n\n{table(head, body)}\n")
+    found = fits(result)
+    if found:
+        body = []
+        for fit in found:
+            low, high = summary.quartiles(fit.exponents)
+            exponent, last = (f"{summary.median(values):.2f}" for values in (fit.exponents, fit.last))
+            ranks = f"{fit.ranks[0]} to {fit.ranks[-1]}"
+            body.append([fit.operation, fit.rival, ranks, exponent, f"{low:.2f} to {high:.2f}", last])
+        head = ["operation", "ranks as", "ranks", "fitted exponent", "quartiles", "from the last two alone"]
+        parts.append(f"### How it grows\n\n{table(head, body)}\n")
+    return parts
+
+
+def _cell(row: dict | None) -> str:
+    if row is None:
+        return ""
+    low, high = summary.quartiles(row["samples"])
+    return f"{number(summary.median(row['samples']))} ({number(low)}-{number(high)})"

@@ -178,3 +178,7 @@ def add_gatherer(gatherer):
 def remove_gatherer(gatherer):
     """Undo `add_gatherer`."""
     _gatherers.remove(gatherer)
+
+
+# Nothing is gathered in a forked child, where the locks of others may be held for ever.
+os.register_at_fork(after_in_child=_gatherers.clear)

@@ -356,12 +356,17 @@ cdef class Manager(Participants):
 
     def pending(self):
         """Return what is being gathered: a list of dicts with key, operation, since, arrived, missing, waits_for."""
+        _check_process()
+        return self._pending()
+
+    def _pending(self):
         cdef Gathering gathering
         with self.lock:
             return [gathering.as_dict() | {"key": gathering.key} for gathering in self.gatherings.values()]
 
     def stats(self):
         """Return counts: communicators kept, made and evicted; collectives gathering, in flight and started."""
+        _check_process()
         with self.lock:
             return {
                 "communicators": len(self.cliques),
@@ -527,7 +532,7 @@ def _gatherer_of(reference):
 
     def gathering():
         manager = reference()
-        return [] if manager is None else [item | {"key": repr(item["key"])} for item in manager.pending()]
+        return [] if manager is None else [item | {"key": repr(item["key"])} for item in manager._pending()]
 
     return gathering
 

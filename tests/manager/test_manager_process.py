@@ -1,0 +1,286 @@
+"""What a Manager means to its process: fork, exit, memory, other threads' time."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from callers import some_devices
+
+import ncclpy
+import testing
+
+SETUP = """
+    import os, sys, time, warnings
+    warnings.simplefilter("ignore")  # newer Pythons warn of a fork with threads
+    import numpy as np
+    import ncclpy, testing
+    lib = testing.arrays()
+    manager = ncclpy.Manager()
+
+    def add(key, count=2, **options):
+        parts = [lib.make(np.ones(4, np.float32), device) for device in range(count)]
+        return [
+            manager.all_reduce(key, lib.argument(part), device=device, num_local=2, **options)
+            for device, part in enumerate(parts)
+        ]
+"""
+
+
+def run(code, **options):
+    begun = time.monotonic()
+    done = testing.run_python(SETUP + code, **options)
+    return done, time.monotonic() - begun
+
+
+def test_a_forked_child_is_told_and_the_parent_goes_on():
+    some_devices(2)
+    done, _ = run(
+        """
+    for work in add("warm"):
+        work.wait(30)
+    pending, = add("pending", 1)
+    pid = os.fork()
+    if pid == 0:
+        calls = [
+            lambda: add("k"), lambda: pending.wait(5), lambda: pending.result(5), lambda: pending.exception(5),
+            lambda: pending.synchronize(1), lambda: manager.abort(), lambda: manager.reset(), lambda: manager.close(),
+            lambda: manager.signal_multi_node_ready("k"), lambda: ncclpy.Manager.default().all_reduce(
+                "k", lib.argument(lib.make(np.ones(4, np.float32), 0)), device=0, num_local=1),
+            lambda: ncclpy.Manager.generate_communicator_key(),
+        ]
+        code = 0
+        for number, call in enumerate(calls):
+            begun = time.monotonic()
+            try:
+                call()
+            except Exception as error:
+                if "fork" not in str(error):
+                    print(f"call {number}: {error!r}", file=sys.stderr)
+                    code = 1
+            else:
+                print(f"call {number} was accepted", file=sys.stderr)
+                code = 1
+            if time.monotonic() - begun > 2:
+                print(f"call {number} took {time.monotonic() - begun} s", file=sys.stderr)
+                code = 1
+        ncclpy.recorder.dump()
+        del manager, pending
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    second = manager.all_reduce("pending", lib.argument(lib.make(np.ones(4, np.float32), 1)), device=1, num_local=2)
+    pending.wait(30), second.wait(30)
+    for work in add("after"):
+        work.wait(30)
+    manager.close()
+    """,
+        timeout=60,
+    )
+    assert done.stderr == ""
+
+
+def test_fork_while_a_thread_adds():
+    some_devices(2)
+    done, _ = run(
+        """
+    import threading
+    stop = []
+
+    def work_on():
+        step = 0
+        while not stop:
+            for work in add(step):
+                work.wait(30)
+            step += 1
+
+    thread = threading.Thread(target=work_on)
+    thread.start()
+    time.sleep(0.5)
+    for number in range(20):
+        pid = os.fork()
+        if pid == 0:
+            try:  # whatever lock the other thread held at the fork
+                add("child")
+            except ncclpy.NcclError:
+                ncclpy.recorder.dump()
+                os._exit(0)
+            os._exit(1)
+        deadline = time.monotonic() + 10
+        while (done := os.waitpid(pid, os.WNOHANG))[0] == 0:
+            if time.monotonic() > deadline:
+                os.kill(pid, 9)
+                raise AssertionError(f"child {number} hangs")
+            time.sleep(0.001)
+        assert os.waitstatus_to_exitcode(done[1]) == 0
+    stop.append(True)
+    thread.join(30)
+    manager.close()
+    """,
+        timeout=60,
+    )
+    assert done.stderr == ""
+
+
+EXITS = {
+    "gathering": 'works = add("k", 1, on_done=print)',
+    "in flight": 'works = add("k")',
+    "communicators being made": 'works = add("k"); assert works[0].state == "pending"',
+    "hangs on the device": 'works = hang("at=run do=hang")',
+    "hangs in the call": 'works = hang("do=hang")',
+    "aborted": 'works = add("k"); manager.abort()',
+    "a thread waits": """
+    import threading
+    works = add("k", 1)
+    threading.Thread(target=works[0].wait, daemon=True).start()
+    time.sleep(0.1)
+    """,
+    "many callbacks": """
+    for step in range(300):
+        works = add(step, on_done=lambda work: time.sleep(0.001))
+    """,
+}
+
+
+@pytest.mark.parametrize("what", EXITS.values(), ids=EXITS)
+def test_exit_with_work_that_is_not_done(what):
+    some_devices(2)
+    if "hang(" in what and ncclpy.library().engine != "host":
+        pytest.skip("only the host engine hangs on command")
+    code = """
+    def hang(fault):
+        global faults
+        for work in add("warm"):
+            work.wait(30)
+        faults = ncclpy.faults("rank=1 call=AllReduce " + fault)
+        faults.__enter__()
+        works = add("k")
+        while not faults.fired:
+            time.sleep(0.001)
+        return works
+
+    for work in add("first"):
+        work.wait(30)
+    WHAT
+    print("end", flush=True)
+    """.replace("WHAT", what)
+    done, seconds = run(code, timeout=60)
+    assert done.stdout.split()[-1] == "end"
+    assert "Traceback" not in done.stderr and "Fatal" not in done.stderr, done.stderr
+    limit = 6 if ncclpy.library().engine == "host" else 20
+    assert seconds < limit, f"{seconds:.1f} s"
+
+
+def test_a_wait_at_exit_ends():
+    """Exit handlers of a program may wait; the monitor has ended by then."""
+    some_devices(2)
+    done = testing.run_python(
+        """
+        import atexit
+        late = []
+        atexit.register(lambda: [work.wait(30) for work in late] and print("waited"))
+        import numpy as np, ncclpy, testing
+        lib = testing.arrays()
+        manager = ncclpy.Manager()
+        for step in range(20):
+            parts = [lib.make(np.ones(100_000, np.float32), device) for device in range(2)]
+            late += [manager.all_reduce(step, lib.argument(parts[d]), device=d, num_local=2) for d in range(2)]
+        late[-1].synchronize(ncclpy.Stream(0))
+        """,
+        timeout=60,
+    )
+    assert "waited" in done.stdout
+
+
+def test_works_that_nobody_waits_for_are_reclaimed():
+    some_devices(2)
+    done, _ = run(
+        """
+    import gc, tracemalloc, weakref
+    parts = [lib.argument(lib.make(np.ones(4, np.float32), device)) for device in range(2)]
+    alive = weakref.WeakSet()
+
+    def burst(count, watched=0):
+        for step in range(count):
+            for device in range(2):
+                work = manager.all_reduce(step, parts[device], device=device, num_local=2)
+                if step < watched:
+                    alive.add(work)
+            if step % 500 == 499:
+                work.wait(60)
+
+    def resident():
+        return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    burst(3000)
+    gc.collect()
+    memory = resident()
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    burst(5000, watched=2000)
+    deadline = time.monotonic() + 30
+    while len(alive) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(alive) == 0, len(alive)
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert grown < 2_000_000, grown  # the recorder's 2,000 entries, whose keys are traced only now
+    burst(25_000)  # 50,000 works
+    gc.collect()
+    more = resident() - memory
+    assert more < 16_000_000, more
+    assert manager.stats()["in_flight"] == 0 and manager.stats()["gathering"] == 0
+    manager.close()
+    """,
+        timeout=100,
+    )
+    assert done.stderr == ""
+
+
+def test_keys_that_wait_cost_nothing_more_each():
+    """100,000 keys pending at once; adding is as quick as with few, and all can be aborted."""
+    some_devices(2)
+    run(
+        """
+    import gc
+    part = lib.argument(lib.make(np.ones(4, np.float32), 0))
+    gc.disable()
+
+    def adds(first, count):
+        begun = time.perf_counter()
+        for key in range(first, first + count):
+            works.append(manager.all_reduce(key, part, device=0, num_local=2))
+        return (time.perf_counter() - begun) / count
+
+    works = []
+    early = min(adds(number * 1000, 1000) for number in range(5))
+    adds(5000, 95_000)
+    late = min(adds(100_000 + number * 1000, 1000) for number in range(5))
+    assert len(manager.pending()) == 105_000
+    assert late < 3 * early, (early, late)
+    begun = time.monotonic()
+    manager.abort("enough")
+    assert time.monotonic() - begun < 5
+    assert all(isinstance(work.exception(5), ncclpy.NcclAborted) for work in works)
+    manager.close()
+    """,
+        timeout=100,
+    )
+
+
+def test_an_idle_process_sleeps():
+    some_devices(2)
+    run(
+        """
+    for step in range(50):
+        for work in add(step):
+            work.wait(30)
+    pending = add("pending", 1, timeout=60)  # a deadline far away costs nothing to speak of either
+    time.sleep(0.2)
+    begun, wall = time.process_time(), time.monotonic()
+    time.sleep(2)
+    used = (time.process_time() - begun) / (time.monotonic() - wall)
+    assert used < 0.005, f"{used:.2%} of a core"
+    manager.close()
+    """,
+        timeout=60,
+    )

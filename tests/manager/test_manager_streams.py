@@ -1,0 +1,211 @@
+"""Stream order: communication waits for what produces its input, and a consumer's stream for communication."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from callers import DEADLINE, finish, some_devices, sum_works
+
+import ncclpy
+import testing
+from ncclpy.core import device as device_module
+
+RAW = testing.RawArrays()
+
+
+class Side:
+    """A stream of a device with memory of bytes, written and read on it without the CPU."""
+
+    def __init__(self, device, count=4096):
+        self.device, self.count = device, count
+        self.stream = ncclpy.Stream(device)
+        self.memory = RAW.make(np.zeros(count, np.uint8), device)
+        self.large = RAW.make(np.zeros(1 << 24, np.uint8), device)
+
+    @property
+    def buffer(self):
+        return self.memory.buffer
+
+    def fill(self, value, slowly=False):
+        """Let the stream write a value; slowly: behind other work that takes its time."""
+        if slowly:
+            for _ in range(20 if ncclpy.library().engine == "host" else 1000):
+                device_module.memset(self.large.pointer, 1, 1 << 24, stream=self.stream)
+        device_module.memset(self.memory.pointer, value, self.count, stream=self.stream)
+
+    def keep(self, memory, place):
+        """Copy what is in another memory when this stream reads it; what was read is looked at later."""
+        device_module.copy(self.large.pointer + place * self.count, memory.pointer, self.count, stream=self.stream)
+
+    def read(self, place):
+        return RAW.read(self.large)[place * self.count : (place + 1) * self.count]
+
+    def close(self):
+        self.stream.synchronize()
+        self.stream.close()
+
+
+class Gate:
+    """A stream stops at a message that another device sends when the gate is opened."""
+
+    def __init__(self, device):
+        self.other = 1 if device == 0 else 0
+        self.pair = ncclpy.Communicator.init_all([device, self.other])
+        testing.connect(self.pair)
+        self.box = RAW.make(np.zeros(1, np.float32), device)
+        self.message = RAW.make(np.zeros(1, np.float32), self.other)
+
+    def shut(self, stream):
+        self.stream = stream
+        self.pair[0].recv(self.box.buffer, 1, stream=stream)
+
+    def open(self):
+        with ncclpy.Stream(self.other) as stream:
+            self.pair[1].send(self.message.buffer, 0, stream=stream)
+            stream.synchronize()
+        self.stream.synchronize()
+        testing.close_all(self.pair)
+
+
+@pytest.fixture
+def sides():
+    made = [Side(device) for device in range(some_devices(4))]
+    yield made
+    for side in made:
+        side.close()
+
+
+@pytest.fixture
+def add(manager, sides):
+    """Return a function that adds the memory of sides, behind their streams; communicators are there."""
+    sum_works(manager, "warm", range(len(sides)))[1]()
+
+    def add(key, only=None, **options):
+        return [
+            manager.all_reduce(
+                key, side.buffer, device=side.device, num_local=len(sides), producer=side.stream, **options
+            )
+            for side in (sides if only is None else only)
+        ]
+
+    return add
+
+
+def test_a_slow_producer(add, sides):
+    n = len(sides)
+    for step in range(1, 6):
+        for side in sides:
+            side.fill(step * (side.device + 1), slowly=side.device == step % n)
+        finish(add(step))
+        for side in sides:
+            assert np.all(RAW.read(side.memory) == step * n * (n + 1) / 2)
+
+
+def test_what_the_producer_queues_later_is_not_waited_for(add, sides):
+    for side in sides:
+        side.fill(1)
+    gate = Gate(0)
+    works = add("k", sides[:1])
+    gate.shut(sides[0].stream)
+    works += add("k", sides[1:])
+    finish(works)
+    assert not sides[0].stream.is_done()
+    gate.open()
+
+
+def test_communication_waits_for_the_producer(add, sides):
+    gate = Gate(0)
+    gate.shut(sides[0].stream)
+    for side in sides:
+        side.fill(2)
+    works = add("k")
+    time.sleep(0.1)
+    assert all(work.state == "launched" for work in works), "it is launched, and waits on the device alone"
+    assert not any(work.is_completed() for work in works)
+    gate.open()
+    finish(works)
+    for side in sides:
+        assert np.all(RAW.read(side.memory) == 2 * len(sides))
+
+
+def test_a_consumer_on_another_stream(add, sides):
+    consumers = [Side(side.device) for side in sides]
+    gate = Gate(0)
+    gate.shut(sides[0].stream)
+    for side in sides:
+        side.fill(3)
+    works = add("k")
+    for work, side, consumer in zip(works, sides, consumers, strict=True):
+        testing.run_with_deadline(lambda work=work, consumer=consumer: work.synchronize(consumer.stream), DEADLINE)
+        consumer.keep(side.memory, 0)
+    assert not any(consumer.stream.is_done() for consumer in consumers), "the CPU went on, the streams wait"
+    gate.open()
+    for consumer in consumers:
+        assert np.all(consumer.read(0) == 3 * len(sides))
+        consumer.close()
+    finish(works)
+
+
+def test_synchronize_after_the_end(manager, add, sides):
+    works = add("k")
+    finish(works)
+    with ncclpy.Stream(0) as stream:
+        works[0].synchronize(stream)
+        works[0].synchronize(stream.handle)
+        assert stream.is_done()
+    works[0].synchronize()
+    n = len(sides)
+    bad = [
+        manager.all_reduce("bad", side.buffer, device=side.device, num_local=n, num_global=n + side.device)
+        for side in sides
+    ]
+    with pytest.raises(ValueError, match="num_global"):
+        bad[0].synchronize(sides[0].stream)
+
+
+def test_pipelines_of_producer_communication_and_consumer(add, sides):
+    """Many steps in flight; nobody waits on the CPU until the end."""
+    consumers = [Side(side.device) for side in sides]
+    steps = 30
+    for step in range(1, steps + 1):
+        for side in sides:
+            side.fill(step, slowly=step % 10 == 0 and side.device == 0)
+        for work, side, consumer in zip(add(step), sides, consumers, strict=True):
+            work.synchronize(consumer.stream)
+            consumer.keep(side.memory, step)
+            side.stream.wait(consumer.stream.record())  # the next step writes when this one was read
+    for consumer in consumers:
+        consumer.stream.synchronize()
+        for step in range(1, steps + 1):
+            assert np.all(consumer.read(step) == step * len(sides))
+        consumer.close()
+
+
+@pytest.mark.gpu
+def test_torch_streams(manager):
+    torch = pytest.importorskip("torch", reason="needs torch")
+    n = some_devices(4)
+    for step in range(10):
+        works, parts, streams = [], [], []
+        for device in range(n):
+            torch.cuda.set_device(device)
+            streams.append(torch.cuda.Stream())
+            with torch.cuda.stream(streams[-1]):
+                part = torch.zeros(1 << 22, device=f"cuda:{device}")
+                torch.cuda._sleep(20_000_000)
+                for _ in range(20):
+                    part += 1
+                parts.append(part)
+                works.append(manager.all_reduce(step, part, device=device, num_local=n))
+        for device, (work, part, stream) in enumerate(zip(works, parts, streams, strict=True)):
+            torch.cuda.set_device(device)
+            with torch.cuda.stream(stream):
+                work.synchronize(stream)
+                part += 1
+        for part, stream in zip(parts, streams, strict=True):
+            stream.synchronize()
+            assert float(part.min()) == float(part.max()) == 20 * n + 1
+        finish(works)
+    torch.cuda.set_device(0)

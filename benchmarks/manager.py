@@ -12,23 +12,26 @@ import argparse
 import os
 import random
 import tempfile
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from benchmarks import nccl_tests, noop, report, results, workers
 
 DEFAULTS = {"rounds": 10, "processes": 3, "seed": 1}
 SIDE = "benchmarks.manager_side"
-MEASURES = ("add", "recorder", "launch", "rounds", "threads", "callback", "idle", "rivals")
+MEASURES = ("add", "recorder", "launch", "rounds", "threads", "callback", "idle", "plans")
 #: Keys that wait meanwhile; each count in a process of its own, whose memory is its own.
 PENDING = (10, 1000, 100_000)
-#: Options of nccl-tests for N devices in one process.
-NCCL_TESTS = ("-g {n}", "-t {n} -g 1", "-t {n} -g 1 -G 10")
+#: Bytes of a large all-reduce on GPUs.
+LARGE = 1 << 30
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add this experiment's options."""
     parser.add_argument("--gpu", type=int, default=0, metavar="N", help="real NCCL on N GPUs in one process")
     parser.add_argument("--nccl-tests", type=Path, metavar="FOLDER", help="where all_reduce_perf is, for --gpu")
+    parser.add_argument("--large", type=int, metavar="BYTES", help="of bus bandwidth (default: 1 GiB with --gpu)")
     parser.add_argument("--rounds", type=int, help="rounds in one set of processes (default: %(default)s)")
     parser.add_argument("--processes", type=int, help="fresh sets of processes (default: %(default)s)")
     parser.add_argument("--seed", type=int, help="of the order of measures in a round (default: %(default)s)")
@@ -45,6 +48,8 @@ def run(chosen: argparse.Namespace) -> int:
             command += [f"--{option}", str(getattr(chosen, option))]
     for measure in chosen.without:
         command += ["--without", measure]
+    if chosen.large is not None:
+        command += ["--large", str(chosen.large)]
     if chosen.nccl_tests:
         command += ["--nccl-tests", "FOLDER"]
     result = results.new("manager", command, rounds=chosen.rounds, processes=chosen.processes, seed=chosen.seed)
@@ -69,7 +74,7 @@ class Table:
         self._rows: dict[tuple, dict] = {}
         self._missing: dict[str, str] = {}
 
-    def add(self, sample: list) -> None:
+    def add(self, sample: Sequence) -> None:
         """Add one sample, as a `manager_side.Side` returns it."""
         *head, value = sample
         names = ("operation", "rival", "road", "measure", "unit")
@@ -111,8 +116,11 @@ def _measure(chosen: argparse.Namespace, order: random.Random, table: Table, res
                 process.ask("open", deadline=workers.FIRST_DEADLINE, torch=False, **opening)
                 process.ask("pending", count=count)
                 plan.append(lambda process=process: process.ask("sample", measure="beside_pending"))
+            large = LARGE if chosen.large is None and opened["engine"] == "gpu" else chosen.large
+            if large:
+                plan.append(lambda: main.ask("large", nbytes=large))
             if opened["engine"] == "gpu":
-                plan += _nccl_tests(chosen.nccl_tests, opened["devices"], table)
+                plan += _nccl_tests(chosen.nccl_tests, opened["devices"], large, table)
             for _ in range(chosen.rounds):
                 samples = {index: plan[index]() for index in order.sample(range(len(plan)), len(plan))}
                 for index in range(len(plan)):
@@ -123,18 +131,30 @@ def _measure(chosen: argparse.Namespace, order: random.Random, table: Table, res
                 process.close()
 
 
-def _nccl_tests(folder: Path | None, devices: int, table: Table) -> list:
+def _nccl_tests(folder: Path | None, devices: int, large: int | None, table: Table) -> list:
     """Return what samples nccl-tests in each of its ways to drive several devices from one process."""
     if folder is None:
         table.miss("nccl-tests", "not given (--nccl-tests FOLDER)")
         return []
-    binary = folder.resolve() / nccl_tests.BINARIES["all_reduce"]
-    return [lambda flags=flags: [_run_nccl_tests(binary, flags, devices)] for flags in NCCL_TESTS]
+    binary = str(folder.resolve() / nccl_tests.BINARIES["all_reduce"])
+    threads = f"-t {devices} -g 1"
 
+    def small(flags: str, road: str) -> list:
+        output = nccl_tests.output_of([binary, *"-b 8 -e 8 -n 200 -w 20 -c 1".split(), *flags.split()])
+        value = nccl_tests.bandwidths(output, nccl_tests.TIME)["out of place"]
+        return [(f"all-reduce of {devices} participants", "nccl-tests", road, "repeated", "us", value)]
 
-def _run_nccl_tests(binary: Path, flags: str, devices: int) -> list:
-    flags = flags.format(n=devices)
-    command = [str(binary), "-b", "8", "-e", "8", "-n", "200", "-w", "20", "-c", "1", *flags.split()]
-    output = nccl_tests.output_of(command)
-    value = nccl_tests.bandwidths(output, nccl_tests.TIME)["out of place"]
-    return [f"all-reduce of {devices} participants", "nccl-tests", flags, "repeated", "us", value]
+    def bandwidth() -> list:
+        sizes = f"-b {large} -e {large} -n 20 -w 1 -c 1"
+        value = nccl_tests.bandwidths(nccl_tests.output_of([binary, *sizes.split(), *threads.split()]))["out of place"]
+        return [("large all-reduce", "nccl-tests", f"{large >> 20} MiB", "bus bandwidth", "GB/s", value)]
+
+    found = [
+        partial(small, flags, road)
+        for flags, road in (
+            (f"-g {devices}", "-g N"),
+            (threads, "-t N -g 1"),
+            (f"{threads} -G 10", "-t N -g 1 -G 10"),
+        )
+    ]
+    return [*found, bandwidth] if large else found

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import compiler, setting, worker
-from benchmarks.rivals import c_loop
+from benchmarks.manager_plans import PAUSE, Large, Plans
 from benchmarks.setting import COUNT
 
 MANAGER = "ncclpy.Manager"
@@ -38,14 +38,16 @@ BESIDE_PENDING = 2000
 IDLE_SECONDS = 1.0
 #: How long the producer of an input takes, for the latency of callbacks: the monitor polls less often with time.
 PRODUCERS = {"1 ms": 1e-3, "20 ms": 20e-3}
-#: Longer than a lane of the launcher spins.
-LANES_SLEEP = 1e-3
 
 Sample = tuple[str, str, str, str, str, float]
 
 
 class Side:
     """Answer requests; each method that a request can name starts with ``do_``."""
+
+    def __init__(self):
+        self.plans: Plans | None = None
+        self.large: Large | None = None
 
     def do_open(self, library: str | None, devices: int | None, torch: bool) -> dict:
         """Choose the library (None: the one that ncclpy finds) and make a Manager with a buffer on each device."""
@@ -60,16 +62,17 @@ class Side:
         else:
             self.engine = "gpu" if ncclpy.library().engine == "cuda" else "host"
         self.devices = list(range(devices or ncclpy.device_count()))
+        self.operation = f"all-reduce of {len(self.devices)} participants"
+        self.launching = f"launch on {len(self.devices)} devices"
         self.manager = ncclpy.Manager()
         self.keys = iter(range(1 << 60))
-        self.buffers = {"prepared buffer": ([], [])}
-        for device in self.devices:
-            for buffers in self.buffers["prepared buffer"]:
-                buffers.append(self._buffer(device))
+        # What most measures use: the plainest buffer on each engine.
+        self.kind = "prepared buffer" if self.engine == "gpu" else "numpy array"
+        self.buffers = {"prepared buffer": tuple([self.buffer(d) for d in self.devices] for _ in range(2))}
         if self.engine != "gpu":
             self.buffers["numpy array"] = tuple([self._array() for _ in self.devices] for _ in range(2))
         missing = self._add_tensors() if torch else {}
-        with self.working("prepared buffer", 1):
+        with self.working(self.kind, 1):
             self.wait(self.collective(next(self.keys), self.devices))
         version = ".".join(map(str, ncclpy.library().version))
         if torch:
@@ -79,7 +82,7 @@ class Side:
 
     def do_pending(self, count: int) -> None:
         """Let so many keys wait for their second participant from now on."""
-        send, recv = (buffers[0] for buffers in self.buffers["prepared buffer"])
+        send, recv = (buffers[0] for buffers in self.buffers[self.kind])
         self.waiting = [
             self.manager.all_reduce(("pending", key), send, recv, device=0, num_local=2) for key in range(count)
         ]
@@ -108,7 +111,7 @@ class Side:
         samples = []
         for road, capacity in (("recorder off", 0), ("recorder of 2,000", 2000)):
             self.nccl.recorder.resize(capacity)
-            seconds = statistics.median(self._add("prepared buffer")[0] for _ in range(5))
+            seconds = statistics.median(self._add(self.kind)[0] for _ in range(5))
             samples.append(("recorder", MANAGER, road, "add", "us", seconds * 1e6))
         return samples
 
@@ -131,10 +134,10 @@ class Side:
     def measure_launch(self) -> list[Sample]:
         """From before the last add to the moment at which the operations of all devices are enqueued."""
         samples = []
-        for road, pause in (("lanes asleep", LANES_SLEEP), ("right behind another", 0.0)):
+        for road, pause in (("the last add", PAUSE), ("the last add, right behind another", 0.0)):
             begun, works = {}, []
             keys = [next(self.keys) for _ in range(LAUNCHED)]
-            with self.working("prepared buffer", len(keys)):
+            with self.working(self.kind, len(keys)):
                 for key in keys:
                     some = self.collective(key, self.devices[:-1])
                     time.sleep(pause)
@@ -149,19 +152,17 @@ class Side:
                 if entry["key"] in begun:
                     launched[entry["key"]] = max(launched[entry["key"]], entry["launched"])
             seconds = statistics.median(launched[key] - begun[key] for key in begun)
-            samples.append(
-                (f"launch on {len(self.devices)} devices", MANAGER, road, "from the last add", "us", seconds * 1e6)
-            )
+            samples.append((self.launching, MANAGER, road, "until enqueued", "us", seconds * 1e6))
         return samples
 
     def measure_beside_pending(self) -> list[Sample]:
         """The cost of an add while other keys wait: two participants a key, of which the first is timed."""
-        (send, _), (recv, _) = (buffers[:2] for buffers in self.buffers["prepared buffer"])
+        (send, _), (recv, _) = (buffers[:2] for buffers in self.buffers[self.kind])
         add = self.manager.all_reduce
         keys = [next(self.keys) for _ in range(BESIDE_PENDING)]
         stats = self.manager.stats()
         assert stats["gathering"] == len(self.waiting), stats
-        with self.working("prepared buffer", len(keys), 2):
+        with self.working(self.kind, len(keys), 2):
             begin = time.perf_counter()
             works = [add(key, send, recv, device=0, num_local=2) for key in keys]
             seconds = (time.perf_counter() - begin) / len(keys)
@@ -172,16 +173,14 @@ class Side:
 
     def measure_rounds(self) -> list[Sample]:
         """Participants added from one thread and from a thread each, until all works are done."""
-        n = len(self.devices)
-        operation = f"all-reduce of {n} participants"
         samples = []
         for measure, each, count in (("latency", True, LATENCIES), ("repeated", False, REPEATED)):
-            for road, places in (("one thread", [self.devices]), (f"{n} threads", [[d] for d in self.devices])):
+            for road, places in (("one thread", [self.devices]), ("a thread each", [[d] for d in self.devices])):
                 keys = [next(self.keys) for _ in range(count)]
                 takers = [partial(self._take_part, keys, devices, each) for devices in places]
-                with self.working("prepared buffer", count):
+                with self.working(self.kind, count):
                     seconds = in_threads(takers)
-                samples.append((operation, MANAGER, road, measure, "us", seconds / count * 1e6))
+                samples.append((self.operation, MANAGER, road, measure, "us", seconds / count * 1e6))
         return samples
 
     def _take_part(self, keys: list, devices: list[int], each: bool) -> None:
@@ -204,7 +203,7 @@ class Side:
             works: list[list] = [[] for _ in range(threads)]
 
             adders = [partial(self._add_all, *place, n) for place in zip(keys, works, strict=True)]
-            with self.working("prepared buffer", threads * share, n):
+            with self.working(self.kind, threads * share, n):
                 seconds = in_threads(adders)
                 for some in works:
                     self.wait(some)
@@ -231,7 +230,9 @@ class Side:
     def _callback(self, seconds: float) -> float:
         if not hasattr(self, "timing"):
             self._open_callbacks()
-        send, recv = (buffers[0] for buffers in self.buffers["prepared buffer"])
+        from ncclpy.core import device as devices
+
+        send, recv = (buffers[0] for buffers in self.buffers[self.kind])
         called = threading.Event()
         moments: list[float] = []
 
@@ -240,8 +241,9 @@ class Side:
             called.set()
 
         self.held.seconds = seconds
-        self.launch_host_function(ctypes.c_void_p(self.producer.handle), self.hold, ctypes.byref(self.held))
-        with self.working("prepared buffer", 1, 1):
+        with devices.using(0):
+            self.launch_host_function(ctypes.c_void_p(self.producer.handle), self.hold, ctypes.byref(self.held))
+        with self.working(self.kind, 1, 1):
             work = self.timing.all_reduce(
                 next(self.keys), send, recv, device=0, num_local=1, producer=self.producer, on_done=on_done
             )
@@ -271,36 +273,25 @@ class Side:
         share = (time.process_time() - cpu) / (time.perf_counter() - begin)
         return [("idle", MANAGER, "nothing pending", "CPU", "% of a core", share * 100)]
 
-    def measure_rivals(self) -> list[Sample]:
-        """The same collective from a C loop of one thread, in a group over all devices."""
-        if not hasattr(self, "c_group"):
-            self._open_rivals()
-        n = len(self.devices)
-        with self.working("prepared buffer", REPEATED):
-            begin = time.perf_counter()
-            self.c_group(REPEATED)
-            self.settle()
-            seconds = time.perf_counter() - begin
-        operation = f"all-reduce of {n} participants"
-        return [(operation, "C loop", "a group from one thread", "repeated", "us", seconds / REPEATED * 1e6)]
+    def measure_plans(self) -> list[Sample]:
+        """The same collective without a Manager: plans, graphs, and a C loop."""
+        if self.plans is None:
+            self.plans = Plans(self)
+        return list(self.plans.sample())
 
-    def _open_rivals(self) -> None:
-        self.comms = self.nccl.Communicator.init_all(self.devices)
-        self.streams = [self.nccl.Stream(device) for device in self.devices]
-        places = [[buffer.pointer for buffer in buffers] for buffers in self.buffers["prepared buffer"]]
-        self.c_group = c_loop.devices(
-            self.nccl.library().path,
-            self.engine == "gpu",
-            [comm.handle for comm in self.comms],
-            [stream.handle for stream in self.streams],
-            *places,
-        )
+    def do_large(self, nbytes: int) -> list[Sample]:
+        """Bus bandwidth of all-reduces of so many bytes."""
+        if self.plans is None:
+            self.plans = Plans(self)
+        if self.large is None:
+            self.large = Large(self, self.plans, nbytes)
+        return list(self.large.sample())
 
     # Buffers, and whether the work was done.
 
     def collective(self, key: object, devices: list[int], num_local: int | None = None) -> list:
         """Add these devices as participants of a key; return their works."""
-        send, recv = self.buffers["prepared buffer"]
+        send, recv = self.buffers[self.kind]
         n = num_local or len(self.devices)
         return [self.manager.all_reduce(key, send[d], recv[d], device=d, num_local=n) for d in devices]
 
@@ -332,20 +323,29 @@ class Side:
             return
         receivers = self.buffers[kind][1][:n]
         for device, buffer in enumerate(receivers):
-            self._write(device, buffer, 0.0)
+            self.write(device, buffer, 0.0)
         yield
         for device, buffer in enumerate(receivers):
-            found = self._read(device, buffer)
-            if found != [float(n)] * COUNT:
-                raise RuntimeError(f"the sum of ones over {n} devices came out as {found} on device {device}")
+            self.check(device, buffer, n)
 
-    def _buffer(self, device: int) -> Any:
+    def buffer(self, device: int, count: int = COUNT) -> Any:
+        """Return a prepared buffer of ones; of a large one only the first have a value."""
         from ncclpy.core import device as devices
 
-        pointer = devices.allocate(COUNT * 4, device)
-        buffer = self.nccl.Buffer(pointer, COUNT, "float32", device=device)
-        self._write(device, buffer, 1.0)
+        buffer = self.nccl.Buffer(devices.allocate(count * 4, device), count, "float32", device=device)
+        self.write(device, buffer, 1.0)
         return buffer
+
+    def write(self, device: int, buffer: Any, value: float) -> None:
+        """Set the first elements."""
+        self._copy(device, _pointer(buffer), (ctypes.c_float * COUNT)(*[value] * COUNT), False)
+
+    def check(self, device: int, buffer: Any, n: int) -> None:
+        """Raise unless the first elements are the sum of ones over n devices."""
+        values = (ctypes.c_float * COUNT)()
+        self._copy(device, _pointer(buffer), values, True)
+        if list(values) != [float(n)] * COUNT:
+            raise RuntimeError(f"the sum of ones over {n} devices came out as {list(values)} on device {device}")
 
     def _array(self) -> Any:
         import numpy
@@ -363,14 +363,6 @@ class Side:
         places = [f"cuda:{device}" if self.engine == "gpu" else "cpu" for device in self.devices]
         self.buffers["torch tensor"] = tuple([torch.ones(COUNT, device=place) for place in places] for _ in range(2))
         return {}
-
-    def _write(self, device: int, buffer: Any, value: float) -> None:
-        self._copy(device, _pointer(buffer), (ctypes.c_float * COUNT)(*[value] * COUNT), False)
-
-    def _read(self, device: int, buffer: Any) -> list[float]:
-        values = (ctypes.c_float * COUNT)()
-        self._copy(device, _pointer(buffer), values, True)
-        return list(values)
 
     def _copy(self, device: int, pointer: int, values: ctypes.Array, back: bool) -> None:
         from ncclpy.core import device as devices

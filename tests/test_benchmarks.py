@@ -6,7 +6,7 @@ import types
 import pytest
 from benchmark_runs import run
 
-from benchmarks import nccl_tests, noop, report, results, summary, targets
+from benchmarks import manager, nccl_tests, noop, report, results, summary, targets
 from benchmarks.manager_side import Side
 from benchmarks.road import Road
 from benchmarks.worker import Worker
@@ -26,6 +26,7 @@ def test_overhead_measures_every_road_of_ours_on_the_noop_library(overhead):
     for kind in ("prepared buffer", "int tuple", "numpy array"):
         assert ("ncclpy.Communicator", f"all_reduce({kind})") in measured
     assert ("ncclpy.Communicator", "with group(): pass") in measured
+    assert {("ncclpy.Plan", f"{launch} of 64 x all_reduce") for launch in ("Plan.launch", "Graph.launch")} <= measured
     assert ("ncclpy.Communicator, nonblocking", "all_reduce(prepared buffer)") in measured
     assert all(len(row["samples"]) == 2 and min(row["samples"]) > 0 for row in overhead["rows"] if "samples" in row)
 
@@ -64,7 +65,8 @@ def test_the_host_engine_is_measured_without_an_mpi(tmp_path):
 def test_everything_about_the_manager_is_measured(engine, tmp_path):
     path = tmp_path / "result.json"
     variables = {"NCCLPY_LIBRARY": "host" if engine == "host" else ""}
-    run("manager", "--rounds", "1", "--processes", "1", "--json", str(path), **variables)
+    large = ("--large", "1048576") if engine == "host" else ()
+    run("manager", "--rounds", "1", "--processes", "1", *large, "--json", str(path), **variables)
     result = json.loads(path.read_text())
     assert (result["settings"]["engine"], result["settings"]["devices"]) == (engine, 8)
     judged = targets.judge(result)
@@ -73,6 +75,20 @@ def test_everything_about_the_manager_is_measured(engine, tmp_path):
     measured = {(row["rival"], row["road"], row["measure"]) for row in result["rows"] if "samples" in row}
     assert ("ncclpy.Manager", "64 threads", "adds") in measured
     assert ("C loop", "a group from one thread", "repeated") in measured
+    assert ("ncclpy.Plan", "Graph.launch", "repeated") in measured
+
+
+def test_nccl_tests_are_run_beside_the_manager(tmp_path):
+    binary = tmp_path / "all_reduce_perf"
+    binary.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\ncat <<END{OUTPUT.format(0)}END\n')
+    binary.chmod(0o755)
+    samples = [sample for take in manager._nccl_tests(tmp_path, 8, 1 << 30, manager.Table()) for sample in take()]
+    assert [(sample[2], sample[-1]) for sample in samples] == [
+        *((road, 5500.1) for road in ("-g N", "-t N -g 1", "-t N -g 1 -G 10")),
+        ("1024 MiB", 341.64),
+    ]
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert [call.split("-c 1 ")[1] for call in calls] == ["-g 8", "-t 8 -g 1", "-t 8 -g 1 -G 10", "-t 8 -g 1"]
 
 
 def test_a_manager_that_does_not_launch_has_no_figures(tmp_path):

@@ -11,6 +11,7 @@ MODULES = (
     "c_loop",
     "ncclpy_bindings",
     "ncclpy_communicator",
+    "ncclpy_plan",
     "ncclpy_nonblocking",
     "nccl4py_bindings",
     "nccl4py_communicator",

@@ -210,7 +210,7 @@ cdef void _watch(double next_round) noexcept nogil:
         if waited < 100e-6:
             sched_yield()
         else:
-            sleep_on(&bell, seen, 20e-6 if waited < 10e-3 else 50e-6 if waited < 1 else 500e-6)
+            sleep_on(&bell, seen, 20e-6 if waited < 0.1 else 50e-6 if waited < 1 else 500e-6)
 
 
 cdef void _take_in() noexcept nogil:

@@ -12,11 +12,14 @@ from ncclpy.core.handle cimport ABORTED, FOREVER, as_timeout, deadline_after
 from ncclpy.core.library cimport driver, require_driver
 from ncclpy.core.stream cimport as_stream
 from ncclpy.engine.events cimport give_event
-from ncclpy.engine.native cimport add, load, now, relax, sleep_on, store, swap, wake
+from ncclpy.engine.native cimport add, load, now, sleep_on, store, swap, wake
 from ncclpy.engine.recorder cimport COMPLETED, FAILED, LAUNCHED, new_entry
 
 from ncclpy.core.errors import NcclAborted, NcclTimeout
 from ncclpy.engine.recorder import method_name
+
+cdef extern from "sched.h" nogil:
+    int sched_yield()
 
 # How long a wait asks the device itself before it sleeps until the monitor tells.
 cdef double _EAGER = 100e-6
@@ -165,7 +168,7 @@ cdef class Work:
                         and driver.cuEventQuery(self.done) == CUDA_ERROR_NOT_READY
                         and now() < until
                     ):
-                        relax()
+                        sched_yield()
                 if self._look():
                     break
             if now() >= deadline:

@@ -23,6 +23,14 @@ SIDE = "benchmarks.manager_side"
 MEASURES = ("add", "recorder", "launch", "rounds", "threads", "callback", "idle", "plans")
 #: Keys that wait meanwhile; each count in a process of its own, whose memory is its own.
 PENDING = (10, 1000, 100_000)
+NOTES = [
+    "until enqueued: when the recorder has noted the launch on the last device; for a plan and the C loop, when the "
+    "call returns. Each follows a pause of 1 ms, in which all threads fall asleep, unless it says otherwise.",
+    "repeated: 200 in a row, then a wait for all; latency: each is waited for.",
+    "callback: from the moment at which the stream that produces the input is done (a host function notes it), less "
+    "the operation's own time on the device, to the callback; the way from stream to stream is in it.",
+    "recorder off: entries are still filled in, since they belong to works, but not kept; their time is in every add.",
+]
 #: Bytes of a large all-reduce on GPUs.
 LARGE = 1 << 30
 
@@ -53,6 +61,7 @@ def run(chosen: argparse.Namespace) -> int:
     if chosen.nccl_tests:
         command += ["--nccl-tests", "FOLDER"]
     result = results.new("manager", command, rounds=chosen.rounds, processes=chosen.processes, seed=chosen.seed)
+    result["notes"] = NOTES
     table = Table()
     order = random.Random(chosen.seed)
     try:

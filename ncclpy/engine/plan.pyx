@@ -31,14 +31,17 @@ from ncclpy.core.library cimport driver, nccl, require, require_driver
 from ncclpy.core.lifecycle cimport Lifecycle
 from ncclpy.core.operation cimport NOT_THERE, Operation, function_of, issue, raise_issue
 from ncclpy.core.stream cimport Stream, owner_of
-from ncclpy.engine.launcher cimport Batch, Part, borrow_lane, divide, push, push_jobs, run_batch, sort_parts
-from ncclpy.engine.native cimport add, lane_give_back, load, ncclpy_job, ncclpy_lane, relax, sleep_on, wake
+from ncclpy.engine.launcher cimport Batch, Part, borrow_lane, divide, lane_of, push, push_jobs, run_batch, sort_parts
+from ncclpy.engine.native cimport add, lane_give_back, load, ncclpy_job, ncclpy_lane, sleep_on, wake
 
 from ncclpy.core.errors import NcclAborted
 
 cdef extern from "pthread.h" nogil:
     int pthread_mutex_init(pthread_mutex_t*, void*)
     int pthread_mutex_destroy(pthread_mutex_t*)
+
+cdef extern from "sched.h" nogil:
+    int sched_yield()
 
 # How long a launch on several lanes is waited for awake.
 cdef double _AWAKE = 200e-6
@@ -49,7 +52,7 @@ cdef void _await_all(int* remaining) noexcept nogil:
     cdef double until = now() + _AWAKE
     cdef int left
     while load(remaining) and now() < until:
-        relax()
+        sched_yield()  # the lane may have been woken on this very core
     while True:
         left = load(remaining)
         if left == 0:
@@ -354,6 +357,7 @@ cdef class Graph:
         cdef int* devices
         cdef CUcontext saved = NULL
         cdef ncclpy_lane* lane = NULL
+        cdef bint several = False  # lanes
         cdef Plan plan = self.plan
         if plan is None:
             raise ValueError("this graph is closed; capture the plan again")
@@ -363,13 +367,16 @@ cdef class Graph:
         try:
             if self.plan is None:
                 raise ValueError("this graph was closed by another thread; capture the plan again")
-            if self.count == 1:
+            for i in range(1, self.count):
+                several = several or lane_of(self.replays[i].device) != lane_of(self.replays[0].device)
+            if not several:
                 lane = borrow_lane(self.replays[0].device)
             if lane != NULL:
-                self.remaining = 1
+                self.remaining = <int>self.count
                 with nogil:
                     driver.cuCtxGetCurrent(&saved)
-                    _run_replay(&self.replays[0].job)
+                    for i in range(self.count):
+                        _run_replay(&self.replays[i].job)
                     driver.cuCtxSetCurrent(saved)
                     lane_give_back(lane)
             else:

@@ -1,6 +1,7 @@
 """The Manager: participants name a key, from any thread and in any order; the last one launches the collective."""
 
 import logging
+import sys
 import threading
 import time
 import weakref
@@ -35,6 +36,9 @@ cdef double _SWEEP_MOST = 1.0
 
 cdef object _default = None
 cdef object _default_lock = threading.Lock()
+
+# Kept here: when the interpreter ends, the names of modules are emptied while objects are still finalised.
+cdef object _is_finalizing = sys.is_finalizing
 
 
 cdef class Manager(Participants):
@@ -477,7 +481,7 @@ cdef class Manager(Participants):
     def __del__(self):
         # Communicators warn for themselves. What is still gathered would wait for ever.
         cdef Gathering gathering
-        if self.gatherer is None or self.closed or driver.cuEventRecord == NULL:
+        if self.gatherer is None or self.closed or driver.cuEventRecord == NULL or _is_finalizing():
             return
         recorder.remove_gatherer(self.gatherer)
         gatherings, self.gatherings = self.gatherings, {}

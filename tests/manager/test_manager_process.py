@@ -170,6 +170,17 @@ def test_exit_with_work_that_is_not_done(what):
     assert seconds < limit, f"{seconds:.1f} s"
 
 
+def test_a_manager_that_outlives_its_modules_goes_silently():
+    some_devices(2)
+    code = """
+    for work in add("k"):
+        work.wait(30)
+    os.kept = lambda: manager  # collected when the interpreter has emptied the modules
+    """
+    done, _ = run(code, timeout=60)
+    assert done.stderr == ""
+
+
 def test_a_wait_at_exit_ends():
     """Exit handlers of a program may wait; the monitor has ended by then."""
     some_devices(2)

@@ -73,20 +73,6 @@ def _host_engine() -> list[Target]:
     return found
 
 
-def _launching(engine: str, rival: str) -> list[Target]:
-    """What is promised of the time from the last add until all devices have their operation."""
-    text, row = (
-        "from the last add until all devices have their operation, at most",
-        (rival, "the last add", "until enqueued"),
-    )
-    if engine == "host":
-        # Its calls are the work of threads that have to be woken: they take longer than that alone.
-        loop = ("C loop", "a group from one thread", "until enqueued")
-        return [Target(f"{text} 10 us more than a C loop", "manager", engine, row, "difference", 10.0, "us", loop)]
-    limit = 10.0 if engine == "noop" else 20.0
-    return [Target(f"{text} {limit:g} us", "manager", engine, row, "value", limit, "us")]
-
-
 def _manager(engine: str) -> list[Target]:
     """What the Manager promises on one engine, 8 devices in one process."""
     us, plan = "ncclpy.Manager", "ncclpy.Plan"
@@ -103,7 +89,6 @@ def _manager(engine: str) -> list[Target]:
             )
             for kind in buffers
         ),
-        *_launching(engine, us),
         promise(
             "an add beside 100,000 pending keys costs at most 1.2 times one beside 10",
             ("100,000 keys pending", "add"),

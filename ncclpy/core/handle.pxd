@@ -36,6 +36,7 @@ cdef double deadline_after(double timeout) noexcept nogil
 cdef class Handle:
     cdef ncclComm_t raw
     cdef pthread_mutex_t mutex
+    cdef pthread_mutex_t gate  # see take_raw
     cdef int state
     cdef bint nonblocking  # NCCL's calls may return ncclInProgress
     cdef bint waits  # init, split and the like return only when NCCL is done
@@ -54,6 +55,7 @@ cdef class Handle:
     cdef int check_alive(self) except -1
     cdef ncclResult_t poll_once(self) noexcept nogil
     cdef ncclResult_t peek(self) noexcept nogil
+    cdef ncclComm_t take_raw(self) noexcept nogil
     cdef int finish(self, str what, double deadline) except -1
     cdef int wait_stream(self, CUstream stream, str what, double deadline) except -1
     cdef int give_up(self, str what, double timeout) except -1

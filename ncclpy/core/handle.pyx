@@ -78,6 +78,7 @@ cdef class Handle:
 
     def __cinit__(self, *args, **kwargs):
         pthread_mutex_init(&self.mutex, NULL)
+        pthread_mutex_init(&self.gate, NULL)
         self.state = UNBORN
         self.owned = True
         self.waits = True
@@ -85,6 +86,7 @@ cdef class Handle:
 
     def __dealloc__(self):
         pthread_mutex_destroy(&self.mutex)
+        pthread_mutex_destroy(&self.gate)
 
     cdef void lock(self) noexcept nogil:
         pthread_mutex_lock(&self.mutex)
@@ -129,14 +131,35 @@ cdef class Handle:
         return state if result == ncclSuccess else result
 
     cdef ncclResult_t peek(self) noexcept nogil:
-        """Ask NCCL once how the communicator is, unless that would have to wait; success where it is not known."""
-        cdef ncclResult_t state = ncclSuccess
-        if self.state != READY or nccl.ncclCommGetAsyncError == NULL or pthread_mutex_trylock(&self.mutex) != 0:
+        """Ask NCCL once how the communicator is, whatever call is under way; success where it is not known.
+
+        Of a blocking communicator NCCL only reads a word. Of a nonblocking one it may complete a job, so that while
+        a call is under way nothing is known.
+        """
+        cdef ncclResult_t state = ncclSuccess, result = ncclSuccess
+        if self.state != READY or nccl.ncclCommGetAsyncError == NULL:
             return ncclSuccess
-        if self.raw != NULL and nccl.ncclCommGetAsyncError(self.raw, &state) != ncclSuccess:
-            state = ncclSuccess
-        self.unlock()
+        if self.nonblocking and pthread_mutex_trylock(&self.mutex) != 0:
+            return ncclSuccess
+        pthread_mutex_lock(&self.gate)
+        if self.raw != NULL:
+            result = nccl.ncclCommGetAsyncError(self.raw, &state)
+            if result != ncclSuccess:
+                state = result
+        pthread_mutex_unlock(&self.gate)
+        if self.nonblocking:
+            self.unlock()
         return ncclSuccess if state == ncclInProgress else state
+
+    cdef ncclComm_t take_raw(self) noexcept nogil:
+        """Take the handle away, to destroy or abort it: from here on `peek` does not ask NCCL for it any more."""
+        cdef timespec until = _after(ABORT_PATIENCE)
+        cdef int locked = pthread_mutex_timedlock(&self.gate, &until)
+        cdef ncclComm_t raw = self.raw
+        self.raw = NULL
+        if locked == 0:
+            pthread_mutex_unlock(&self.gate)
+        return raw
 
     cdef int finish(self, str what, double deadline) except -1:
         """Poll until the communicator has left ncclInProgress; past the deadline abort it and raise NcclTimeout."""
@@ -217,21 +240,27 @@ cdef ncclResult_t _poll_slice(Handle handle, double started, double deadline) no
         _pause(now() - started)
 
 
+cdef timespec _after(double seconds) noexcept nogil:
+    """Return a moment in the future as the clock of locks has it."""
+    cdef timespec until
+    cdef double moment
+    clock_gettime(CLOCK_REALTIME, &until)
+    moment = until.tv_sec + until.tv_nsec * 1e-9 + seconds
+    until.tv_sec = <long>moment
+    until.tv_nsec = <long>((moment - until.tv_sec) * 1e9)
+    return until
+
+
 cdef int _abort_one(Handle handle) except -1:
     """Take the handle away and abort it, waiting only briefly for a call that holds the lock."""
     cdef timespec until
     cdef ncclComm_t raw
     cdef ncclResult_t result
     cdef int locked
-    cdef double patience
     with nogil:
-        clock_gettime(CLOCK_REALTIME, &until)
-        patience = until.tv_sec + until.tv_nsec * 1e-9 + ABORT_PATIENCE
-        until.tv_sec = <long>patience
-        until.tv_nsec = <long>((patience - until.tv_sec) * 1e9)
+        until = _after(ABORT_PATIENCE)
         locked = pthread_mutex_timedlock(&handle.mutex, &until)
-        raw = handle.raw
-        handle.raw = NULL
+        raw = handle.take_raw()
         if locked == 0:
             pthread_mutex_unlock(&handle.mutex)
         result = ncclSuccess

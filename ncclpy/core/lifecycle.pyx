@@ -376,8 +376,7 @@ cdef class Lifecycle(Handle):
         self.state = CLOSED
         with nogil:
             self.lock()
-            raw = self.raw
-            self.raw = NULL
+            raw = self.take_raw()
             result = nccl.ncclCommDestroy(raw) if raw != NULL else ncclSuccess
             self.unlock()
         check(result, b"ncclCommDestroy", NULL)

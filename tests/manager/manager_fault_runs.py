@@ -1,0 +1,211 @@
+"""Random collectives through Managers under random faults, many times: ``python manager_fault_runs.py SEED RUNS``.
+
+Every Work ever returned must end before its deadline, in a result, an error or an abort; a result must be right unless
+a fault has corrupted it; nothing may be left behind. Prints one JSON object a run; a run that fails is repeated with
+its own seed and one run.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import json
+import logging
+import os
+import random
+import sys
+import threading
+import time
+
+import numpy as np
+
+import ncclpy
+
+DEADLINE = 8.0  # by which a run has to be over, whatever happens in it
+ACTIONS = "error,error:ncclRemoteError,error:ncclInternalError,delay:3ms,hang,hang:20ms,corrupt"
+CALLS = ("AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "Broadcast", "Reduce", "Gather", "Scatter")
+# Nothing that ncclpy could do ends a hang where there is no communicator yet, which a group's end may be, too.
+BRIEF_ACTIONS = "error,error:ncclRemoteError,delay:3ms,hang:150ms"
+BRIEF_CALLS = ("GetUniqueId", "CommInitRankConfig", "CommGetAsyncError", "GroupEnd")
+END_ACTIONS = "delay:3ms,hang:150ms"
+END_CALLS = ("CommAbort", "CommFinalize", "CommDestroy")  # an end that fails leaves everything behind
+METHODS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter")
+
+
+class Collective:
+    """One collective: its participants' calls, and what they must give."""
+
+    def __init__(self, choose, key, devices):
+        self.key, self.devices = key, devices
+        self.kind = choose.choice(METHODS)
+        self.n = len(devices)
+        self.count = choose.choice([1, 60, 5000])
+        self.root = choose.randrange(self.n)
+        self.outputs: list = [None] * self.n
+
+    def calls(self, manager, watch, **options):
+        return [functools.partial(self._add, manager, watch, rank, options) for rank in range(self.n)]
+
+    def _add(self, manager, watch, rank, options):
+        n, count = self.n, self.count
+        options = {"device": self.devices[rank], "num_local": n, "on_done": watch.told} | options
+        is_root = rank == self.root
+        whole = self.kind in ("reduce_scatter", "all_to_all") or (self.kind == "scatter" and is_root)
+        send = np.full(count * n if whole else count, rank + 1, np.float32)
+        recv = np.zeros(count * n if self.kind in ("all_gather", "all_to_all", "gather") else count, np.float32)
+        self.outputs[rank] = recv
+        name = self.kind
+        if name in ("broadcast", "scatter"):
+            name += "_send" if is_root else "_recv"
+        elif name in ("reduce", "gather"):
+            name += "_recv" if is_root else "_send"
+        takes = {"broadcast_recv": (recv,), "scatter_recv": (recv,), "reduce_send": (send,), "gather_send": (send,)}
+        method = getattr(manager, name)
+        watch.add(method(self.key, *takes.get(name, (send, recv)), **options), functools.partial(self.right, rank))
+
+    def right(self, rank):
+        """Return whether a participant has got what it should."""
+        n, got = self.n, self.outputs[rank]
+        ranks = np.arange(1, n + 1, dtype=np.float32)
+        if self.kind in ("reduce", "gather") and rank != self.root:
+            return True
+        if self.kind in ("all_gather", "all_to_all", "gather"):
+            wanted = np.repeat(ranks, self.count)
+        elif self.kind in ("broadcast", "scatter"):
+            wanted = np.full(self.count, self.root + 1)
+        else:
+            wanted = np.full(self.count, ranks.sum())
+        return bool((got == wanted).all())
+
+
+class Watch:
+    """All works of a run with their ends."""
+
+    def __init__(self):
+        self.works = []
+        self.told_of = collections.Counter()
+        self.lock = threading.Lock()
+
+    def add(self, work, right):
+        with self.lock:
+            self.works.append((work, right))
+
+    def told(self, work):
+        with self.lock:
+            self.told_of[id(work)] += 1
+
+    def problems(self, deadline, faults):
+        found = []
+        outcomes = collections.Counter()
+        for work, right in self.works:
+            try:
+                error = work.exception(max(0.0, deadline - time.monotonic()))
+            except ncclpy.NcclTimeout as timeout:
+                found.append(f"no end: {work!r}: {timeout}")
+                outcomes["no end"] += 1
+                continue
+            outcomes["result" if error is None else type(error).__name__] += 1
+            if error is None and not right() and not any("corrupt" in line for line in faults.fired):
+                found.append(f"a wrong result: {work!r}")
+            if error is not None and not isinstance(error, ncclpy.NcclError):
+                found.append(f"{work!r}: {error!r}")
+        while len(self.told_of) < len(self.works) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        wrong = len(self.works) - sum(count == 1 for count in self.told_of.values())
+        if wrong:
+            found.append(f"{wrong} callbacks were not called exactly once")
+        return found, outcomes
+
+
+def run(seed):
+    choose = random.Random(seed)
+    often = choose.choice([0.005, 0.02, 0.1, 0.3])
+    rules = [f"random seed={seed} p={often} call={call} do={ACTIONS}" for call in CALLS]
+    rules += [f"random seed={seed} p={often} call={call} do={BRIEF_ACTIONS}" for call in BRIEF_CALLS]
+    rules += [f"random seed={seed} p={often} call={call} do={END_ACTIONS}" for call in END_CALLS]
+    watch, begun = Watch(), time.monotonic()
+    sets = [(0, 1), (1, 2, 3), (0, 1, 2), (4, 5)]
+    aborts = choose.random() < 0.3
+    with ncclpy.faults("; ".join(rules)) as faults:
+        manager = ncclpy.Manager(
+            timeout=choose.choice([0.1, 0.25]), max_communicators=choose.choice([None, 1, 2]), warn_after=None
+        )
+        calls = []
+        for key in range(choose.randint(3, 15)):
+            devices = choose.choice(sets)
+            some = Collective(choose, key, devices).calls(manager, watch)
+            if choose.random() < 0.1:
+                some.pop(choose.randrange(len(some)))  # one that never comes
+            calls += some
+        choose.shuffle(calls)
+        threads = [threading.Thread(target=make, args=(calls[part::3],), daemon=True) for part in range(3)]
+        for thread in threads:
+            thread.start()
+        if aborts:
+            time.sleep(choose.random() * 0.05)
+            manager.abort("the run")
+        for thread in threads:
+            thread.join(DEADLINE)
+        problems, outcomes = watch.problems(begun + DEADLINE / 2, faults)
+        fired = faults.fired
+    closing = threading.Thread(target=manager.close, args=(1.0,), daemon=True)
+    closing.start()
+    closing.join(max(0.1, begun + DEADLINE - time.monotonic()))
+    if closing.is_alive():
+        problems.append("close() does not return")
+    if any(thread.is_alive() for thread in threads):
+        problems.append("a call that adds a participant does not return")
+    if not fired and set(outcomes) - {"result", "NcclTimeout", "NcclAborted"}:
+        problems.append(f"without a fault: {outcomes}")
+    seconds = time.monotonic() - begun
+    return {
+        "seed": seed, "fired": fired, "outcomes": outcomes, "problems": problems, "seconds": seconds,
+        "works": len(watch.works),
+    }  # fmt: skip
+
+
+def make(calls):
+    for call in calls:
+        with contextlib.suppress(ncclpy.NcclAborted):  # added after the abort
+            call()
+
+
+# Threads of which a process has one of each, from the first time that it needs it.
+LASTING = {"ncclpy-soon", "ncclpy-sweep", "ncclpy-watch", "ncclpy-monitor", "ncclpy-lane"}
+
+
+def left_over():
+    names = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/self/task/{task}/comm") as file:
+            names.append(file.read().strip())
+    python = sorted(t.name for t in threading.enumerate() if t.name != "ncclpy-monitor")
+    return {
+        "native": sorted(name for name in names if name.startswith("ncclpy") and name not in LASTING),
+        "threads": python,
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "shm": sorted(name for name in os.listdir("/dev/shm") if "nccl" in name),
+    }
+
+
+if __name__ == "__main__":
+    logging.disable(logging.WARNING)  # aborts that fail by a fault are told there
+    first, runs = int(sys.argv[1]), int(sys.argv[2])
+    with ncclpy.Manager() as manager:  # what is opened once for the whole process
+        works = [manager.all_reduce("first", np.ones(3), device=device, num_local=6) for device in range(6)]
+        for work in works:
+            work.wait(30)
+    end = time.monotonic() + 5
+    while left_over()["native"] and time.monotonic() < end:
+        time.sleep(0.01)
+    before = left_over()
+    for number in range(runs):
+        print(json.dumps(run(first + number)), flush=True)
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        after = left_over()
+        if after | {"descriptors": 0} == before | {"descriptors": 0}:
+            break
+        time.sleep(0.05)
+    print(json.dumps({"before": before, "after": after}), flush=True)

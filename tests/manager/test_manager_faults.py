@@ -1,0 +1,51 @@
+"""Random faults under the Manager, in processes of their own; see manager_fault_runs.py."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "manager_fault_runs.py")
+RUNS = 50
+PROCESSES = 5  # at once: most of the time they wait for deadlines
+
+
+@pytest.mark.parametrize("first", [0, 1000])
+def test_every_work_ends_whatever_goes_wrong(host_engine, first):
+    def process(number):
+        return subprocess.run(
+            [sys.executable, SCRIPT, str(first + 100 * number), str(RUNS)],
+            capture_output=True,
+            text=True,
+            cwd="/",
+            timeout=100,
+        )
+
+    with concurrent.futures.ThreadPoolExecutor(PROCESSES) as pool:
+        ended = list(pool.map(process, range(PROCESSES)))
+    seen = 0
+    fired = set()
+    for done in ended:
+        assert done.returncode == 0, done.stderr[-3000:]
+        *runs, left = (json.loads(line) for line in done.stdout.splitlines())
+        assert len(runs) == RUNS
+        for run in runs:
+            assert not run["problems"], run
+            seen += bool(run["fired"])
+            fired |= {(line.split()[2], line.split()[4], line.split()[5]) for line in run["fired"]}
+        before, after = left["before"], left["after"]
+        # An identifier with which no rank has come keeps its descriptor, as NCCL keeps its thread.
+        unused = sum(
+            "error" in line and any(call in line for call in ("CommInit", "GroupEnd", "GetUniqueId"))
+            for run in runs
+            for line in run["fired"]
+        )
+        assert after.pop("descriptors") <= before.pop("descriptors") + unused
+        assert after == before
+    assert seen > PROCESSES * RUNS / 2
+    assert len(fired) > 20, fired  # of many kinds

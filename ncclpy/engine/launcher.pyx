@@ -375,9 +375,9 @@ cdef class Launch:
     def fail(self, error):
         """Fail all works with one error and abort their communicators: their siblings wait for them on the device."""
         cdef size_t i
-        if self.failing:
-            return
         owner, handles = self.owner, {}
+        if self.failing or owner is None:  # all works were done meanwhile
+            return
         for i in range(self.count):
             handles[<uintptr_t>self.parts[i].handle] = <Handle>self.parts[i].handle
         self.end(error)

@@ -32,6 +32,7 @@ def test_every_work_ends_whatever_goes_wrong(host_engine, first):
     fired = set()
     for done in ended:
         assert done.returncode == 0, done.stderr[-3000:]
+        assert "Traceback" not in done.stderr, done.stderr[-3000:]
         *runs, left = (json.loads(line) for line in done.stdout.splitlines())
         assert len(runs) == RUNS
         for run in runs:

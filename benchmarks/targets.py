@@ -106,6 +106,11 @@ def _manager(engine: str) -> list[Target]:
         ),
         promise("nothing pending takes at most 0.5% of a core", ("nothing pending", "CPU"), 0.5, "% of a core"),
     ]
+    if engine != "host":
+        # On the host engine a launch is the work of threads that have to be woken: its C loop takes longer than this.
+        limit = 20.0 if engine == "gpu" else 10.0
+        text = f"from the last add until all devices have their operation, at most {limit:g} us"
+        found.append(promise(text, ("the last add", "until enqueued"), limit))
     if engine != "noop":
         found += [
             promise(

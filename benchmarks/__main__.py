@@ -3,17 +3,19 @@
 import argparse
 import sys
 
-from benchmarks import compare, import_time, manager, mpi, nccl_tests, overhead, report, scale
+from benchmarks import collectives, compare, import_time, manager, mpi, nccl_tests, overhead, plot, report, scale
 
 EXPERIMENTS = {
     "overhead": overhead,
     "manager": manager,
     "nccl-tests": nccl_tests,
+    "collectives": collectives,
     "mpi": mpi,
     "scale": scale,
     "import": import_time,
     "report": report,
     "compare": compare,
+    "plot": plot,
 }
 
 

@@ -53,6 +53,17 @@ def run(chosen: argparse.Namespace) -> int:
         "Roofline: the time in which as many threads as ranks copy that many bytes each (numpy.copyto), each rank's "
         "input read once and its output written once.",
     ]
+    mpis = found(chosen, result)
+    for nranks in chosen.ranks:
+        result["rows"] += _measure(chosen, nranks, mpis)
+    if chosen.json:
+        results.save(result, chosen.json)
+    print(report.text(result))
+    return 0
+
+
+def found(chosen: argparse.Namespace, result: dict) -> dict[str, Path]:
+    """Return the Pythons of the MPIs that were given and work; the others become rows that say why not."""
     mpis = {}
     for rival, option in RIVALS.items():
         python = getattr(chosen, option)
@@ -62,17 +73,12 @@ def run(chosen: argparse.Namespace) -> int:
         else:
             mpis[rival] = python
             result["versions"][rival] = json.loads(_output([python, SIDE, "mpi", '{"version": true}']))[0]
-    for nranks in chosen.ranks:
-        result["rows"] += _measure(chosen, nranks, mpis)
-    if chosen.json:
-        results.save(result, chosen.json)
-    print(report.text(result))
-    return 0
+    return mpis
 
 
 def _measure(chosen: argparse.Namespace, nranks: int, mpis: dict[str, Path]) -> list[dict]:
     operations = [(name, size, iterations(size)) for size in chosen.sizes for name in chosen.collectives]
-    sides = {rival: lambda python=python: _mpi(python, nranks, operations) for rival, python in mpis.items()}
+    sides = {rival: lambda python=python: run_mpi(python, nranks, operations) for rival, python in mpis.items()}
     sides["ncclpy processes"] = lambda: _processes(nranks, operations)
     sides["ncclpy threads"] = lambda: _threads(nranks, operations)
     rows: dict[tuple[str, str, int], list[float]] = {}
@@ -104,14 +110,15 @@ def _reason(python: Path) -> str:
     return "" if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
 
 
-def _mpi(python: Path, nranks: int, operations: list) -> list[float]:
+def run_mpi(python: Path, nranks: int, operations: list, *, slowest: bool = False) -> list[float]:
+    """Return the seconds of every ``(collective, bytes, iterations)``, of rank 0 or of the slowest rank."""
     launcher = [python.parent / "mpiexec", "-n", str(nranks)]
     environment = {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     }
-    options = json.dumps({"operations": operations})
+    options = json.dumps({"operations": operations, "slowest": slowest})
     return json.loads(_output([*launcher, python, SIDE, "mpi", options], environment))
 
 

@@ -1,7 +1,8 @@
 """One side of the comparison with MPI: times collectives as one rank, or as all ranks of a process.
 
 Runs as a program of its own, without the package: MPI's ranks have a Python of theirs. Arguments: the kind of side
-(``mpi``, ``processes`` or ``threads``), then a JSON object. Rank 0 prints a JSON list of seconds for each operation.
+(``mpi``, ``processes`` or ``threads``), then a JSON object. Rank 0 prints a JSON list of seconds for each operation:
+its own, or those of the slowest rank if the object of an MPI says ``"slowest"``.
 """
 
 import json
@@ -12,20 +13,20 @@ import time
 import numpy as np
 
 
-def plan(collective: str, nbytes: int, nranks: int) -> tuple[int, int]:
-    """Return (elements sent, elements received) of a rank, of 8 bytes each.
+def plan(collective: str, nbytes: int, nranks: int, itemsize: int = 8) -> tuple[int, int]:
+    """Return (elements sent, elements received) of a rank.
 
     The larger of a rank's two buffers has `nbytes`; at least one element goes to or comes from each rank.
     """
-    whole = max(nbytes // 8, 1)
-    part = max(nbytes // 8 // nranks, 1)
-    return {
-        "all_reduce": (whole, whole),
-        "broadcast": (whole, whole),
-        "all_gather": (part, part * nranks),
-        "reduce_scatter": (part * nranks, part),
-        "all_to_all": (part * nranks, part * nranks),
-    }[collective]
+    whole = max(nbytes // itemsize, 1)
+    part = max(nbytes // itemsize // nranks, 1)
+    if collective in ("all_gather", "gather"):
+        return part, part * nranks
+    if collective in ("reduce_scatter", "scatter"):
+        return part * nranks, part
+    if collective == "all_to_all":
+        return part * nranks, part * nranks
+    return whole, whole
 
 
 def measure(call, barrier, iterations: int) -> float:
@@ -41,7 +42,9 @@ def measure(call, barrier, iterations: int) -> float:
 
 def check(collective, receive, nranks, rank) -> None:
     """Every rank has sent ones: what a rank receives is known."""
-    wanted = nranks if collective in ("all_reduce", "reduce_scatter") else 1
+    if collective in ("reduce", "gather") and rank != 0:
+        return
+    wanted = nranks if collective in ("all_reduce", "reduce_scatter", "reduce") else 1
     if not (receive == wanted).all():
         raise SystemExit(f"{collective}: rank {rank} received something wrong")
 
@@ -77,9 +80,20 @@ def mpi(options) -> None:
             return lambda: world.Allgather(source, target)
         if collective == "reduce_scatter":
             return lambda: world.Reduce_scatter_block(source, target)
+        if collective == "reduce":
+            return lambda: world.Reduce(source, target if world.rank == 0 else None, root=0)
+        if collective == "gather":
+            return lambda: world.Gather(source, target if world.rank == 0 else None, root=0)
+        if collective == "scatter":
+            return lambda: world.Scatter(source if world.rank == 0 else None, target, root=0)
+        if collective == "sendrecv":
+            following, previous = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+            return lambda: world.Sendrecv(source, following, recvbuf=target, source=previous)
         return lambda: world.Alltoall(source, target)
 
     seconds = run_rank(options["operations"], world.size, world.rank, calls_of, world.Barrier)
+    if options.get("slowest"):
+        seconds = [max(ranks) for ranks in zip(*world.allgather(seconds), strict=True)]
     if world.rank == 0:
         print(json.dumps(seconds), flush=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import subprocess
@@ -91,19 +92,33 @@ def bandwidths(output: str, column: int = BANDWIDTH) -> dict[str, float | None]:
     ValueError
         If there is no line of results, or one has wrong elements: a wrong result has no bandwidth.
     """
-    found = [match for match in map(LINE.match, output.splitlines()) if match]
+    found = lines(output, column)
     if len(found) != 1:
         raise ValueError(f"{len(found)} lines of results instead of one:\n{output}")
-    columns = found[0].group(6).split()
-    values: dict[str, float | None] = {}
-    for measure, block in (("out of place", columns[:4]), ("in place", columns[4:8])):
-        if len(block) < 3:
-            values[measure] = None
-            continue
-        if len(block) == 4 and block[3] not in ("0", "N/A"):
-            raise ValueError(f"{block[3]} wrong elements {measure}:\n{output}")
-        values[measure] = None if block[column] == "N/A" else float(block[column])
-    return values
+    return found[0][1]
+
+
+def lines(output: str, column: int) -> list[tuple[int, dict[str, float | None]]]:
+    """Return the bytes and the values of a column, out of place and in place, of every line of results.
+
+    Raises
+    ------
+    ValueError
+        If one has wrong elements.
+    """
+    found = []
+    for match in filter(None, map(LINE.match, output.splitlines())):
+        columns = match.group(6).split()
+        values: dict[str, float | None] = {}
+        for measure, block in (("out of place", columns[:4]), ("in place", columns[4:8])):
+            if len(block) < 3:
+                values[measure] = None
+                continue
+            if len(block) == 4 and block[3] not in ("0", "N/A"):
+                raise ValueError(f"{block[3]} wrong elements {measure}:\n{output}")
+            values[measure] = None if block[column] == "N/A" else float(block[column])
+        found.append((int(match.group(1)), values))
+    return found
 
 
 def _rows(sides: dict, road: str, collective: str) -> dict[tuple[str, str], dict]:
@@ -121,9 +136,17 @@ def _rows(sides: dict, road: str, collective: str) -> dict[tuple[str, str], dict
     }
 
 
-def output_of(command: list[str]) -> str:
-    """Run one of the binaries and return what it prints; it must succeed."""
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300, cwd=tempfile.gettempdir())
+def output_of(command: list[str], environment: dict[str, str] | None = None) -> str:
+    """Run one of the binaries, with more variables in its environment, and return what it prints; it must succeed."""
+    done = subprocess.run(
+        command,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=tempfile.gettempdir(),
+        env=os.environ | (environment or {}),
+    )
     if done.returncode != 0:
         raise RuntimeError(f"{shlex.join(command)} returned {done.returncode}:\n{done.stdout}\n{done.stderr}")
     return done.stdout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks import ROOT, growth, results, summary, targets
+from benchmarks import ROOT, bandwidth, growth, results, summary, targets
 from benchmarks.markdown import number, table
 
 PAGE = ROOT / "docs" / "performance.md"
@@ -23,6 +23,7 @@ TITLES = {
     "overhead": "What a call costs",
     "manager": "What the Manager costs",
     "nccl-tests": "Bandwidth beside nccl-tests",
+    "collectives": "Every collective by size",
     "mpi": "The host engine beside MPI",
     "scale": "What grows with ranks",
     "import": "What the import costs",
@@ -78,13 +79,13 @@ def section(name: str, result: dict) -> str:
 def text(result: dict) -> str:
     """Return a result's tables: one for each operation, then the targets."""
     parts = []
-    operations = list(
-        dict.fromkeys(row["operation"] for row in result["rows"] if "samples" in row and "ranks" not in row)
-    )
+    # What goes over sizes or numbers of ranks has tables of its own.
+    plain = [row for row in result["rows"] if "samples" in row and not {"ranks", "bytes"} & row.keys()]
+    operations = list(dict.fromkeys(row["operation"] for row in plain))
     for operation in operations:
         rows = [row for row in result["rows"] if row.get("operation") == operation]
         parts.append(f"### {operation}\n\n{_table(rows)}\n")
-    parts += growth.tables(result)
+    parts += [*bandwidth.tables(result), *growth.tables(result)]
     missing = [row for row in result["rows"] if "missing" in row]
     if missing:
         parts.append("Not measured:\n\n" + "".join(f"- {row['rival']}: {row['missing']}\n" for row in missing))

@@ -73,6 +73,37 @@ def _host_engine() -> list[Target]:
     return found
 
 
+<<<<<<< HEAD
+=======
+def _launching(engine: str, rival: str) -> list[Target]:
+    """What is promised of the time from the last add until all devices have their operation."""
+    text, row = (
+        "from the last add until all devices have their operation, at most",
+        (rival, "the last add", "until enqueued"),
+    )
+    if engine == "host":
+        # Its calls are the work of threads that have to be woken: they take longer than that alone.
+        loop = ("C loop", "a group from one thread", "until enqueued")
+        return [Target(f"{text} 10 us more than a C loop", "manager", engine, row, "difference", 10.0, "us", loop)]
+    limit = 10.0 if engine == "noop" else 20.0
+    return [Target(f"{text} {limit:g} us", "manager", engine, row, "value", limit, "us")]
+
+
+def _by_size() -> list[Target]:
+    """What is promised on GPUs beside nccl-tests and torch.distributed."""
+    found = []
+    collectives = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "sendrecv")
+    for road in (f"{name} {size}" for name in collectives for size in ("256 MiB", "1 GiB")):
+        text = f"{road}: bus bandwidth at least 0.99 times nccl-tests'"
+        rows = ("nccl-tests", road, "time"), ("ncclpy", road, "time")
+        found.append(Target(text, "collectives", "gpu", rows[0], "ratio", 0.99, "x", rows[1], at_least=True))
+    rows = ("ncclpy", "all_reduce 8 B", "latency"), ("torch.distributed", "all_reduce 8 B", "latency")
+    text = "all_reduce 8 B: less than half of torch.distributed's latency"
+    found.append(Target(text, "collectives", "gpu", rows[0], "ratio", 0.5, "x", rows[1]))
+    return found
+
+
+>>>>>>> 8802a81 (benchmarks collectives: every collective by size beside nccl-tests, torch.distributed, CuPy and MPI; plot: pictures of any result)
 def _manager(engine: str) -> list[Target]:
     """What the Manager promises on one engine, 8 devices in one process."""
     us, plan = "ncclpy.Manager", "ncclpy.Plan"
@@ -254,6 +285,7 @@ TARGETS = [
         at_least=True,
     ),
     *_host_engine(),
+    *_by_size(),
     *(target for engine in ("noop", "host", "gpu") for target in _manager(engine)),
 ]
 

@@ -1,0 +1,340 @@
+"""Time and bus bandwidth of every collective, from 8 bytes to 1 GiB, beside the rivals.
+
+With --gpu N on N GPUs: beside nccl-tests (a thread a GPU), torch.distributed and cupy.cuda.nccl, each in processes of
+its own, one a GPU. Without it on CPUs, through the host engine: beside MPICH and Open MPI (see `mpi`) and
+torch.distributed with gloo, a process a rank. Rivals take turns; a rival that is missing or fails becomes a row that
+says so. A size is that of the larger of a rank's two buffers, and bus bandwidth is counted as nccl-tests does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks import mpi, nccl_tests, report, results, workers
+from benchmarks.markdown import size as text_of
+from benchmarks.mpi_side import plan
+
+SIDE = "benchmarks.collectives_side"
+NAMES = tuple(nccl_tests.BINARIES)
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+#: By whether they are for GPUs.
+SIZES = {
+    True: ["8", "64", "512", "4K", "32K", "256K", "2M", "16M", "128M", "256M", "1G"],
+    False: ["8", "64", "512", "4K", "32K", "256K", "2M", "16M", "64M"],
+}
+ROUNDS = 5
+#: Operations a sample: as many for each rival. On CPUs large ones are fewer.
+GPU_CALLS = 50
+CPU_CALLS, CPU_BYTES = 500, 64 << 20
+#: Up to this size the latency is measured too: a call and the wait for its stream. On CPUs a call waits by itself.
+LATENCY_BYTES = 1 << 20
+DEADLINE = 240
+#: The Python rivals, and the flags of nccl-tests, of either kind of run.
+PLAIN = ("ncclpy", "torch.distributed", "cupy.cuda.nccl")
+REGISTERED = ("ncclpy, registered", "ncclpy, windows")
+NCCL_TESTS = {"nccl-tests": []}
+NCCL_TESTS_REGISTERED = {"nccl-tests -R 1": ["-R", "1"], "nccl-tests -R 2": ["-R", "2"]}
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this experiment's options."""
+    parser.add_argument("--gpu", type=int, default=0, metavar="N", help="real NCCL on N GPUs, one process a GPU")
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="ranks on CPUs (default: 2)")
+    parser.add_argument("--nccl-tests", type=Path, metavar="FOLDER", help="where the *_perf binaries are, for --gpu")
+    for name, option in mpi.RIVALS.items():
+        parser.add_argument(f"--{option}", type=Path, metavar="PYTHON", help=f"a Python with mpi4py and {name}")
+    parser.add_argument("--sizes", type=_size, nargs="+", metavar="SIZE", help="such as 8 4K 64M 1G")
+    parser.add_argument("--collectives", nargs="+", default=list(NAMES), choices=NAMES)
+    parser.add_argument("--registered", action="store_true", help="also with registered buffers and symmetric windows")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="times that the rivals take turns (default: 5)")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the result with all samples, after each round"
+    )
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+)([KMG]?)", text.upper())
+    if match is None or int(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 8, 512K, 16M or 1G (powers of 1024)")
+    return int(match[1]) * UNITS[match[2]]
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Measure in turns, print and write; return 1 if a rival that is there failed."""
+    gpu, nranks = bool(chosen.gpu), chosen.gpu or chosen.ranks
+    sizes = sorted(set(chosen.sizes or map(_size, SIZES[gpu])))
+    result = results.new(
+        "collectives",
+        _command(chosen),
+        engine="gpu" if gpu else "host",
+        **({"gpus": nranks} if gpu else {"ranks": nranks}),
+        rounds=chosen.rounds,
+    )
+    result["notes"] = [
+        f"Elements are {'float32' if gpu else 'float64'}. Times are means over calls in a row; "
+        + ("then over the ranks, as nccl-tests counts." if gpu else "those of the slowest rank."),
+        "torch.distributed has all_reduce, reduce and broadcast in place only"
+        + ("; latency is a call and the wait for it, which nccl-tests does not measure." if gpu else "."),
+    ]
+    if gpu:
+        result["notes"].append("nccl-tests rounds a rank's share down to 16 bytes: sizes below have no row of it.")
+    sweep = Sweep(gpu, nranks, sizes, chosen.collectives)
+    sides: list[PythonRival | NcclTests | Mpi] = []
+    rivals = [*PLAIN[:1], *(REGISTERED if chosen.registered else ()), *PLAIN[1:]]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            library = _open(rivals, Path(folder), sweep, result, sides)
+            sides += _programs(chosen, library, sweep, result)
+            for number in range(chosen.rounds):
+                for side in sides:
+                    print(f"round {number + 1} of {chosen.rounds}: {side.name}", file=sys.stderr, flush=True)
+                    side.sample()
+                result["rows"] = sweep.rows(result["rows"])
+                if chosen.json:
+                    results.save(result, chosen.json)
+        finally:
+            for side in sides:
+                side.close()
+    print(report.text(result))
+    return 1 if sweep.failed else 0
+
+
+class Sweep:
+    """What is measured, and the rows in the making."""
+
+    def __init__(self, gpu: bool, nranks: int, sizes: list[int], collectives: list[str]):
+        self.gpu, self.nranks, self.sizes, self.collectives = gpu, nranks, sizes, collectives
+        #: Of the elements, and what bus bandwidth counts of a byte by collective: known when a rival is open.
+        self.itemsize, self.factors = 4 if gpu else 8, {}
+        self.failed: list[dict] = []
+        self._rows: dict[tuple, dict] = {}
+
+    def calls(self, nbytes: int) -> int:
+        """Return the operations of a sample."""
+        return GPU_CALLS if self.gpu else max(3, min(CPU_CALLS, CPU_BYTES // nbytes))
+
+    def add(self, rival: str, collective: str, nbytes: int, seconds: float, measure: str = "time") -> None:
+        """Add one sample."""
+        moved = max(plan(collective, nbytes, self.nranks, self.itemsize)) * self.itemsize
+        row = self._rows.setdefault(
+            (rival, collective, nbytes, measure),
+            {
+                "operation": f"{collective}, {self.nranks} ranks",
+                "rival": rival,
+                "road": f"{collective} {text_of(nbytes)}",
+                "measure": measure,
+                "unit": "us",
+                "collective": collective,
+                "bytes": nbytes,
+                "bus_bytes": moved * self.factors[collective],
+                "samples": [],
+            },
+        )
+        row["samples"].append(seconds * 1e6)
+
+    def fail(self, rival: str, what: str, reason: str) -> None:
+        """Note that a rival, or one collective of it, has failed, and why: the last line of what it said."""
+        print(f"{rival}: {what}: {reason}", file=sys.stderr, flush=True)
+        words = reason.strip().splitlines() or ["no reason"]
+        self.failed.append({"rival": rival, "missing": f"failed: {what}: {words[-1].rstrip(':')}"})
+
+    def rows(self, before: list[dict]) -> list[dict]:
+        """Return all rows, collective by collective, with the missing rivals of `before`."""
+        missing = [row for row in before if "missing" in row and row not in self.failed]
+        order = {name: place for place, name in enumerate(self.collectives)}
+        ranked = sorted(self._rows.values(), key=lambda row: (order[row["collective"]], row["bytes"]))
+        return [*ranked, *missing, *self.failed]
+
+
+class PythonRival:
+    """A rival whose ranks are Python processes, one each."""
+
+    def __init__(self, name: str, processes: list[workers.WorkerProcess], sweep: Sweep):
+        self.name, self._processes, self._sweep = name, processes, sweep
+        self._checked: set[tuple[str, int]] = set()
+        self._left = list(sweep.collectives)
+
+    def sample(self) -> None:
+        """Take one sample of everything; a collective that fails is not tried again, nor a rival that is lost."""
+        for collective in list(self._left):
+            try:
+                for nbytes in self._sweep.sizes:
+                    self._sample(collective, nbytes)
+            except workers.WorkerLost as lost:
+                self._sweep.fail(self.name, collective, str(lost))
+                self._left.clear()
+                self.close()
+                return
+            except workers.WorkerFailed as failed:
+                self._sweep.fail(self.name, collective, str(failed))
+                self._left.remove(collective)
+
+    def _sample(self, collective: str, nbytes: int) -> None:
+        sweep, what = self._sweep, {"collective": collective, "nbytes": nbytes}
+        if (collective, nbytes) not in self._checked:
+            self._ask("check", what)
+            self._checked.add((collective, nbytes))
+        n = sweep.calls(nbytes)
+        seconds = self._ask("sample", {**what, "n": n, "waiting": False})
+        sweep.add(self.name, collective, nbytes, sum(seconds) / len(seconds) if sweep.gpu else max(seconds))
+        if sweep.gpu and nbytes <= LATENCY_BYTES:
+            seconds = self._ask("sample", {**what, "n": n, "waiting": True})
+            sweep.add(self.name, collective, nbytes, sum(seconds) / len(seconds), "latency")
+
+    def _ask(self, do: str, what: dict) -> list:
+        return workers.ask_all([(process, what) for process in self._processes], do, deadline=DEADLINE)
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.close()
+        self._processes = []
+
+
+class NcclTests:
+    """nccl-tests: one run for each collective, over powers of two from the smallest to the largest size."""
+
+    def __init__(self, name: str, folder: Path, flags: list[str], library: str, sweep: Sweep):
+        self.name, self._folder, self._flags, self._sweep = name, folder.resolve(), flags, sweep
+        self._left = list(sweep.collectives)
+        # The library that ncclpy drives, wherever the binaries have been linked.
+        paths = [str(Path(library).parent), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+        self._environment = {"LD_LIBRARY_PATH": ":".join(paths)}
+        self._size_of_line = [sweep.sizes[0] << power for power in range(64)]
+        strangers = [text_of(size) for size in sweep.sizes if size not in self._size_of_line]
+        if strangers:
+            sweep.fail(name, ", ".join(strangers), "not the smallest size times a power of two")
+
+    def sample(self) -> None:
+        """Take one sample of everything; a collective that fails is not tried again."""
+        sizes = self._sweep.sizes
+        for collective in list(self._left):
+            binary = self._folder / nccl_tests.BINARIES[collective]
+            flags = f"-b {sizes[0]} -e {sizes[-1]} -f 2 -t {self._sweep.nranks} -g 1 -n {GPU_CALLS} -w 10 -c 1"
+            command = [str(binary), *flags.split(), *self._flags]
+            try:
+                output = nccl_tests.output_of(command, self._environment)
+                lines = nccl_tests.lines(output, nccl_tests.TIME)
+                if not lines:
+                    raise ValueError(f"no line of results: {shlex.join(command)}")
+            except ValueError as error:  # what is wrong, then all that was printed
+                self._sweep.fail(self.name, collective, str(error).splitlines()[0].rstrip(":"))
+                self._left.remove(collective)
+                continue
+            except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
+                self._sweep.fail(self.name, collective, str(error))
+                self._left.remove(collective)
+                continue
+            for asked, (nbytes, values) in zip(self._size_of_line, lines, strict=False):
+                if nbytes and asked in sizes and values["out of place"]:
+                    self._sweep.add(self.name, collective, asked, values["out of place"] / 1e6)
+
+    def close(self) -> None:
+        """Do nothing: a run is over when it has printed."""
+
+
+class Mpi:
+    """An MPI: one run of all operations."""
+
+    def __init__(self, name: str, python: Path, sweep: Sweep):
+        self.name, self._python, self._sweep, self._lost = name, python, sweep, False
+
+    def sample(self) -> None:
+        """Take one sample of everything, unless it has failed before."""
+        if self._lost:
+            return
+        sweep = self._sweep
+        operations = [(name, size, sweep.calls(size)) for name in sweep.collectives for size in sweep.sizes]
+        try:
+            seconds = mpi.run_mpi(self._python, sweep.nranks, operations, slowest=True)
+        except (OSError, RuntimeError, ValueError, subprocess.TimeoutExpired) as error:
+            sweep.fail(self.name, "a run", str(error))
+            self._lost = True
+            return
+        for (name, size, _), value in zip(operations, seconds, strict=True):
+            sweep.add(self.name, name, size, value)
+
+    def close(self) -> None:
+        """Do nothing: a run is over when it has printed."""
+
+
+def _open(rivals: list[str], folder: Path, sweep: Sweep, result: dict, sides: list) -> str:
+    """Start and open the Python rivals, ncclpy first; add them to `sides` and return the path of the library."""
+    library: dict = {}
+    for index, name in enumerate(rivals):
+        processes: list[workers.WorkerProcess] = []
+        try:
+            for _ in range(sweep.nranks):
+                processes.append(workers.WorkerProcess(SIDE))
+            ident = str(folder / f"store{index}")
+            if name != "torch.distributed":
+                asked = [(process, {"gpu": sweep.gpu, "nranks": sweep.nranks}) for process in processes]
+                library = workers.ask_all(asked, "library", deadline=workers.FIRST_DEADLINE)[0]
+                if sweep.gpu and not library["cuda"]:
+                    result["settings"]["engine"] = "host"  # NCCLPY_LIBRARY=host runs the same way over CPU memory
+                    sweep.itemsize = 8
+                result["versions"]["nccl"] = library["version"]
+                sweep.factors = library["factors"]
+                ident = library["id"]
+            place = {
+                "nranks": sweep.nranks,
+                "gpu": sweep.gpu and library["cuda"],
+                "nbytes": sweep.sizes[-1],
+                "ident": ident,
+                "library": library["path"],
+            }
+            opening = [(process, {"rival": name, "rank": rank, **place}) for rank, process in enumerate(processes)]
+            opened = workers.ask_all(opening, "open", deadline=workers.FIRST_DEADLINE)[0]
+        except BaseException as failure:
+            for process in processes:
+                process.close()
+            # Without the first, ncclpy, nobody knows which library the others have to drive.
+            if not isinstance(failure, workers.WorkerFailed) or not library:
+                raise
+            sweep.fail(name, "start", str(failure))
+            continue
+        if opened["missing"]:
+            for process in processes:
+                process.close()
+            result["rows"].append({"rival": name, "missing": opened["missing"]})
+            continue
+        if opened["version"] and opened["version"] != library["version"]:
+            result["versions"][f"nccl of {name}"] = opened["version"]
+        sides.append(PythonRival(name, processes, sweep))
+    return library["path"]
+
+
+def _programs(chosen: argparse.Namespace, library: str, sweep: Sweep, result: dict) -> list:
+    """Return the rivals that are programs of others: nccl-tests on GPUs, MPIs on CPUs."""
+    if not sweep.gpu:
+        return [Mpi(name, python, sweep) for name, python in mpi.found(chosen, result).items()]
+    if chosen.nccl_tests is None:
+        result["rows"].append({"rival": "nccl-tests", "missing": "not given (--nccl-tests FOLDER)"})
+        return []
+    kinds = NCCL_TESTS | (NCCL_TESTS_REGISTERED if chosen.registered else {})
+    return [NcclTests(name, chosen.nccl_tests, flags, library, sweep) for name, flags in kinds.items()]
+
+
+def _command(chosen: argparse.Namespace) -> list[str]:
+    command = ["--gpu", str(chosen.gpu)] if chosen.gpu else ["--ranks", str(chosen.ranks)]
+    if chosen.nccl_tests:
+        command += ["--nccl-tests", "FOLDER"]
+    for option in mpi.RIVALS.values():
+        if getattr(chosen, option):
+            command += [f"--{option}", "PYTHON"]
+    if chosen.sizes:
+        command += ["--sizes", *map(str, chosen.sizes)]
+    if chosen.collectives != list(NAMES):
+        command += ["--collectives", *chosen.collectives]
+    if chosen.registered:
+        command.append("--registered")
+    if chosen.rounds != ROUNDS:
+        command += ["--rounds", str(chosen.rounds)]
+    return command

@@ -1,0 +1,322 @@
+"""The rivals of the comparison by size, each as one rank of its process: buffers, and a call for every collective.
+
+A rival has a pair of buffers as large as anything that is measured; a call uses the beginning of both. What is sent is
+ones. Each gives ``call(collective, sent, received)``, a function of no arguments that issues one operation, ``sync``,
+which waits for what was issued, and ``reset`` and ``ends``, to see what has arrived. The collectives of ``in_place``
+read what they send from the buffer that receives.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from benchmarks import setting
+from benchmarks.rivals import Missing
+from benchmarks.setting import SUM
+
+#: Elements that are looked at, at either end of what was received.
+END = 256
+#: Kinds of memory of ncclpy's rivals, as nccl-tests numbers them in ``-R``.
+PLAIN, REGISTERED, WINDOW = 0, 1, 2
+WIN_COLL_SYMMETRIC = 1
+ROOT = 0
+
+Call = Callable[[], object]
+
+
+class Place:
+    """Where a rank is: its number, how many there are, whether on GPUs, and how large the buffers are.
+
+    Attributes
+    ----------
+    dtype : numpy.dtype
+        float32 on GPUs, as nccl-tests; float64 on CPUs, as with MPI.
+    ident : str
+        What the ranks meet by: a unique id in hexadecimal, or the path of a file.
+    library : str
+        The libnccl that a rival has to drive.
+    """
+
+    def __init__(self, rank: int, nranks: int, gpu: bool, nbytes: int, ident: str, library: str):
+        self.rank, self.nranks, self.gpu, self.ident, self.library = rank, nranks, gpu, ident, library
+        self.dtype = np.dtype(np.float32 if gpu else np.float64)
+        self.count = max(nbytes // self.dtype.itemsize, nranks)
+        self.following, self.previous = (rank + 1) % nranks, (rank - 1) % nranks
+        self.is_root = rank == ROOT
+
+
+class Ncclpy:
+    """``ncclpy.Communicator`` on prepared buffers: numpy arrays on CPUs, device memory else."""
+
+    in_place: tuple[str, ...] = ()
+
+    def __init__(self, place: Place, memory: int = PLAIN):
+        import ncclpy
+        from ncclpy.core import device as devices
+
+        self.nccl, self.devices, self.place, self.stream = ncclpy, devices, place, None
+        self.device = devices.using(place.rank)
+        self.device.__enter__()  # for good: this process has one device
+        unique_id = ncclpy.UniqueId.from_bytes(bytes.fromhex(place.ident))
+        self.comm = ncclpy.Communicator.init(place.nranks, place.rank, unique_id, device=place.rank)
+        if not place.gpu and memory == PLAIN:
+            self.arrays = np.ones(place.count, place.dtype), np.zeros(place.count, place.dtype)
+            self.in_place = ("broadcast",)  # as MPI's
+            return
+        self.stream = ncclpy.Stream(place.rank)
+        self.pointers = [self._allocate(memory) for _ in range(2)]
+        self._fill(self.pointers[0], place.count, 1.0)
+
+    def version(self) -> str:
+        return ".".join(map(str, self.nccl.library().version))
+
+    def _allocate(self, memory: int) -> int:
+        nbytes = self.place.count * self.place.dtype.itemsize
+        if memory == PLAIN:
+            return self.devices.allocate(nbytes, self.place.rank)
+        bindings = self.nccl.bindings
+        pointer = bindings.mem_alloc(nbytes)
+        if memory == WINDOW:
+            bindings.comm_window_register(self.comm.handle, pointer, nbytes, WIN_COLL_SYMMETRIC)
+        else:
+            self.registrations = [*getattr(self, "registrations", ()), self.comm.register(self._buffer(pointer))]
+        return pointer
+
+    def _buffer(self, pointer: int, count: int | None = None) -> Any:
+        count = self.place.count if count is None else count
+        return self.nccl.Buffer(pointer, count, self.place.dtype, device=self.place.rank)
+
+    def _fill(self, pointer: int, count: int, value: float) -> None:
+        part = np.full(min(count, 1 << 22), value, self.place.dtype)
+        for start in range(0, count, len(part)):
+            nbytes = min(len(part), count - start) * part.itemsize
+            self.devices.copy(pointer + start * part.itemsize, part.ctypes.data, nbytes, self.stream)
+            self.sync()
+
+    def _pair(self, sent: int, received: int) -> tuple[Any, Any]:
+        if self.stream is None:
+            return self.nccl.Buffer.of(self.arrays[0][:sent]), self.nccl.Buffer.of(self.arrays[1][:received])
+        return self._buffer(self.pointers[0], sent), self._buffer(self.pointers[1], received)
+
+    def call(self, collective: str, sent: int, received: int) -> Call:
+        comm, place = self.comm, self.place
+        stream = None if self.stream is None else self.stream.handle
+        send, recv = self._pair(sent, received)
+        if collective == "sendrecv":
+            group, following, previous = self.nccl.group, place.following, place.previous
+
+            def exchange() -> None:
+                with group():
+                    comm.send(send, following, stream=stream)
+                    comm.recv(recv, previous, stream=stream)
+
+            return exchange
+        function = getattr(comm, collective)
+        if collective in self.in_place:
+            return lambda: function(recv, stream=stream)
+        if collective in ("reduce", "gather") and not place.is_root:
+            return lambda: function(send, None, root=ROOT, stream=stream)
+        if collective in ("broadcast", "scatter") and not place.is_root:
+            return lambda: function(None, recv, root=ROOT, stream=stream)
+        return lambda: function(send, recv, stream=stream)
+
+    def sync(self) -> None:
+        if self.stream is not None:
+            self.stream.synchronize()
+
+    def reset(self, received: int, value: float) -> None:
+        if self.stream is None:
+            self.arrays[1][:received] = value
+        else:
+            self._fill(self.pointers[1], received, value)
+
+    def ends(self, received: int) -> np.ndarray:
+        if self.stream is None:
+            return np.concatenate([self.arrays[1][:received][:END], self.arrays[1][:received][-END:]])
+        count = min(END, received)
+        values = np.zeros((2, count), self.place.dtype)
+        for row, start in zip(values, (0, received - count), strict=True):
+            source = self.pointers[1] + start * values.itemsize
+            self.devices.copy(row.ctypes.data, source, row.nbytes, self.stream)
+        self.sync()
+        return values
+
+
+class Torch:
+    """torch.distributed, with its NCCL backend on GPUs and gloo on CPUs; three collectives are in place."""
+
+    in_place = ("all_reduce", "reduce", "broadcast")
+
+    def __init__(self, place: Place):
+        if importlib.util.find_spec("torch") is None:
+            raise Missing("torch is not installed")
+        import torch
+        from torch import distributed
+
+        self.torch, self.distributed, self.place = torch, distributed, place
+        more = {}
+        device = "cpu"
+        if place.gpu:
+            if not torch.cuda.is_available():
+                raise Missing("this torch has no CUDA")
+            if not distributed.is_nccl_available():
+                raise Missing("this torch has no NCCL backend")
+            torch.cuda.set_device(place.rank)
+            self.stream = torch.cuda.current_stream()
+            device = f"cuda:{place.rank}"
+            more["device_id"] = torch.device(device)
+        elif not distributed.is_gloo_available():
+            raise Missing("this torch has no gloo backend")
+        distributed.init_process_group(
+            "nccl" if place.gpu else "gloo",
+            init_method=f"file://{place.ident}",
+            rank=place.rank,
+            world_size=place.nranks,
+            timeout=datetime.timedelta(seconds=60),
+            **more,
+        )
+        dtype = torch.float32 if place.gpu else torch.float64
+        self.pair = [torch.ones(place.count, dtype=dtype, device=device) for _ in range(2)]
+
+    def version(self) -> str:
+        return ".".join(map(str, self.torch.cuda.nccl.version())) if self.place.gpu else ""
+
+    def call(self, collective: str, sent: int, received: int) -> Call:
+        distributed, place = self.distributed, self.place
+        send, recv = self.pair[0][:sent], self.pair[1][:received]
+        if collective == "sendrecv":
+            operations = [
+                distributed.P2POp(distributed.isend, send, place.following),
+                distributed.P2POp(distributed.irecv, recv, place.previous),
+            ]
+
+            def exchange() -> None:
+                for work in distributed.batch_isend_irecv(operations):
+                    work.wait()
+
+            return exchange
+        if collective == "gather":
+            parts = list(recv.chunk(place.nranks)) if place.is_root else None
+            return lambda: distributed.gather(send, parts, dst=ROOT)
+        if collective == "scatter":
+            parts = list(send.chunk(place.nranks)) if place.is_root else None
+            return lambda: distributed.scatter(recv, parts, src=ROOT)
+        return {
+            "all_reduce": lambda: distributed.all_reduce(recv),
+            "reduce": lambda: distributed.reduce(recv, dst=ROOT),
+            "broadcast": lambda: distributed.broadcast(recv, src=ROOT),
+            "all_gather": lambda: distributed.all_gather_into_tensor(recv, send),
+            "reduce_scatter": lambda: distributed.reduce_scatter_tensor(recv, send),
+            "all_to_all": lambda: distributed.all_to_all_single(recv, send),
+        }[collective]
+
+    def sync(self) -> None:
+        if self.place.gpu:
+            self.stream.synchronize()
+
+    def reset(self, received: int, value: float) -> None:
+        self.pair[1][:received].fill_(value)
+        self.sync()
+
+    def ends(self, received: int) -> np.ndarray:
+        recv = self.pair[1][:received]
+        return self.torch.cat([recv[:END], recv[-END:]]).cpu().numpy()
+
+
+class Cupy:
+    """``cupy.cuda.nccl``: ints only; what it lacks is made of sends and receives in a group, as its users do."""
+
+    in_place = ()
+
+    def __init__(self, place: Place):
+        if not place.gpu:
+            raise Missing("CuPy needs GPUs")
+        if importlib.util.find_spec("cupy") is None:
+            raise Missing("CuPy is not installed")
+        # Before CuPy looks for one of its own: all rivals drive the same libnccl.
+        self.loaded = ctypes.CDLL(place.library, mode=ctypes.RTLD_GLOBAL)
+        try:
+            import cupy
+            from cupy.cuda import nccl
+        except ImportError as error:
+            raise Missing(f"this CuPy has no NCCL: {error}") from None
+        self.cupy, self.nccl, self.place = cupy, nccl, place
+        cupy.cuda.Device(place.rank).use()
+        unique_id: Any = bytes.fromhex(place.ident)
+        if int(cupy.__version__.partition(".")[0]) < 14:  # it took a tuple of signed chars then
+            unique_id = tuple(byte - 256 if byte > 127 else byte for byte in unique_id)
+        self.comm = nccl.NcclCommunicator(place.nranks, unique_id, place.rank)
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self.pair = [cupy.ones(place.count, "float32") for _ in range(2)]
+        cupy.cuda.Device().synchronize()
+
+    def version(self) -> str:
+        code = self.nccl.get_version()
+        return f"{code // 10000}.{code // 100 % 100}.{code % 100}"
+
+    def call(self, collective: str, sent: int, received: int) -> Call:
+        comm, place, stream = self.comm, self.place, self.stream.ptr
+        send, recv = (array.data.ptr for array in self.pair)
+        dtype, nranks = setting.FLOAT32, place.nranks
+        if collective in ("sendrecv", "all_to_all", "gather", "scatter"):
+            return self._exchange(collective, sent, received)
+        return {
+            "all_reduce": lambda: comm.allReduce(send, recv, sent, dtype, SUM, stream),
+            "reduce": lambda: comm.reduce(send, recv, sent, dtype, SUM, ROOT, stream),
+            "broadcast": lambda: comm.broadcast(send, recv, sent, dtype, ROOT, stream),
+            "all_gather": lambda: comm.allGather(send, recv, sent, dtype, stream),
+            "reduce_scatter": lambda: comm.reduceScatter(send, recv, sent // nranks, dtype, SUM, stream),
+        }[collective]
+
+    def _exchange(self, collective: str, sent: int, received: int) -> Call:
+        comm, nccl, place, stream = self.comm, self.nccl, self.place, self.stream.ptr
+        send, recv = (array.data.ptr for array in self.pair)
+        # (pointer, elements, peer) of every send and every receive of this rank.
+        if collective == "sendrecv":
+            sends, recvs = [(send, sent, place.following)], [(recv, received, place.previous)]
+        else:
+            part = min(sent, received) if collective != "all_to_all" else sent // place.nranks
+            size, peers = part * place.dtype.itemsize, range(place.nranks)
+            sends = [(send + peer * size, part, peer) for peer in peers]
+            recvs = [(recv + peer * size, part, peer) for peer in peers]
+            if collective == "gather":
+                sends, recvs = [(send, part, ROOT)], recvs if place.is_root else []
+            elif collective == "scatter":
+                sends, recvs = sends if place.is_root else [], [(recv, part, ROOT)]
+
+        def exchange() -> None:
+            nccl.groupStart()
+            for pointer, count, peer in sends:
+                comm.send(pointer, count, setting.FLOAT32, peer, stream)
+            for pointer, count, peer in recvs:
+                comm.recv(pointer, count, setting.FLOAT32, peer, stream)
+            nccl.groupEnd()
+
+        return exchange
+
+    def sync(self) -> None:
+        self.stream.synchronize()
+
+    def reset(self, received: int, value: float) -> None:
+        self.pair[1][:received].fill(value)
+        self.cupy.cuda.Device().synchronize()
+
+    def ends(self, received: int) -> np.ndarray:
+        recv = self.pair[1][:received]
+        return np.concatenate([self.cupy.asnumpy(recv[:END]), self.cupy.asnumpy(recv[-END:])])
+
+
+#: The rivals that are Python ranks, by the name in their rows.
+OPEN: dict[str, Callable[[Place], Any]] = {
+    "ncclpy": Ncclpy,
+    "ncclpy, registered": lambda place: Ncclpy(place, REGISTERED),
+    "ncclpy, windows": lambda place: Ncclpy(place, WINDOW),
+    "torch.distributed": Torch,
+    "cupy.cuda.nccl": Cupy,
+}

@@ -1,0 +1,91 @@
+"""The child side of the comparison by size: one process that is one rank of one rival."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import numpy as np
+
+from benchmarks import setting, worker
+from benchmarks.collectives_rivals import OPEN, Place
+from benchmarks.mpi_side import plan
+from benchmarks.rivals import Missing
+
+
+class Side:
+    """Answer requests; each method that a request can name starts with ``do_``."""
+
+    def do_library(self, gpu: bool, nranks: int) -> dict:
+        """Choose the library; return what it is, a unique id in hexadecimal, and the factors of bus bandwidth."""
+        if gpu:
+            setting.share_library()
+        else:
+            os.environ["NCCLPY_HOST_DEVICES"] = str(max(nranks, 8))
+        import ncclpy
+
+        if not gpu:
+            ncclpy.use("host")
+        from ncclpy.cli.perf.collectives import COLLECTIVES
+
+        library = ncclpy.library()
+        return {
+            "path": library.path,
+            "cuda": library.engine == "cuda",
+            "version": ".".join(map(str, library.version)),
+            "id": bytes(ncclpy.get_unique_id()).hex(),
+            "factors": {name: collective.factor(nranks) for name, collective in COLLECTIVES.items()},
+        }
+
+    def do_open(self, rival: str, **place: Any) -> dict:
+        """Open a rival as a rank; collective. Return its version, or why it is missing."""
+        self.place = Place(**place)
+        try:
+            self.rival = OPEN[rival](self.place)
+        except Missing as missing:
+            return {"missing": str(missing)}
+        return {"missing": "", "version": self.rival.version()}
+
+    def do_check(self, collective: str, nbytes: int) -> None:
+        """Run a collective once and raise if something wrong arrives; collective."""
+        place, rival = self.place, self.rival
+        sent, received = plan(collective, nbytes, place.nranks, place.dtype.itemsize)
+        sends = collective in rival.in_place and (collective != "broadcast" or place.is_root)
+        rival.reset(received, 1.0 if sends else 0.0)
+        rival.call(collective, sent, received)()
+        rival.sync()
+        if collective not in ("reduce", "gather") or place.is_root:
+            wanted = place.nranks if collective in ("all_reduce", "reduce", "reduce_scatter") else 1
+            ends = rival.ends(received)
+            if not (ends == wanted).all():
+                raise RuntimeError(f"rank {place.rank} received {np.unique(ends)} instead of {wanted}")
+        # In place a sum goes on growing: of zeros it does not.
+        rival.reset(received, 0.0)
+
+    def do_sample(self, collective: str, nbytes: int, n: int, waiting: bool) -> float:
+        """Return the seconds of one of `n` operations; collective.
+
+        They are issued in a row, or each is waited for before the next if `waiting`.
+        """
+        place, rival = self.place, self.rival
+        call, sync = rival.call(collective, *plan(collective, nbytes, place.nranks, place.dtype.itemsize)), rival.sync
+        # The ranks have met when this is over.
+        for _ in range(max(2, n // 5)):
+            call()
+        sync()
+        begin = time.perf_counter()
+        if waiting:
+            for _ in range(n):
+                call()
+                sync()
+        else:
+            for _ in range(n):
+                call()
+            sync()
+        return (time.perf_counter() - begin) / n
+
+
+def main() -> None:
+    """Serve a `Side`."""
+    worker.serve(Side())

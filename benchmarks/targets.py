@@ -73,22 +73,6 @@ def _host_engine() -> list[Target]:
     return found
 
 
-<<<<<<< HEAD
-=======
-def _launching(engine: str, rival: str) -> list[Target]:
-    """What is promised of the time from the last add until all devices have their operation."""
-    text, row = (
-        "from the last add until all devices have their operation, at most",
-        (rival, "the last add", "until enqueued"),
-    )
-    if engine == "host":
-        # Its calls are the work of threads that have to be woken: they take longer than that alone.
-        loop = ("C loop", "a group from one thread", "until enqueued")
-        return [Target(f"{text} 10 us more than a C loop", "manager", engine, row, "difference", 10.0, "us", loop)]
-    limit = 10.0 if engine == "noop" else 20.0
-    return [Target(f"{text} {limit:g} us", "manager", engine, row, "value", limit, "us")]
-
-
 def _by_size() -> list[Target]:
     """What is promised on GPUs beside nccl-tests and torch.distributed."""
     found = []
@@ -103,7 +87,6 @@ def _by_size() -> list[Target]:
     return found
 
 
->>>>>>> 8802a81 (benchmarks collectives: every collective by size beside nccl-tests, torch.distributed, CuPy and MPI; plot: pictures of any result)
 def _manager(engine: str) -> list[Target]:
     """What the Manager promises on one engine, 8 devices in one process."""
     us, plan = "ncclpy.Manager", "ncclpy.Plan"

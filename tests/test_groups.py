@@ -436,3 +436,38 @@ def test_a_group_is_left_once_and_by_the_thread_that_entered_it(comm1):
     with pytest.raises(RuntimeError, match="not open"):
         group.__exit__(None, None, None)
     comm1.barrier()  # and no group is left open
+
+
+def test_ranks_that_disagree_are_told_and_not_left_with_wrong_data(host_engine, comms2):
+    # Arrays in CPU memory: the end of the group waits for them, so it must not return as if they were there.
+    def both(counts):
+        for comm, count in zip(comms2, counts, strict=True):
+            comm.all_reduce(np.ones(count))
+
+    with pytest.raises(ncclpy.NcclError, match="rank 0 calls AllReduce with count 4.*rank 1 .* count 5") as raised:
+        grouped(lambda: both([4, 5]))
+    assert raised.value.result == ncclpy.Result.INVALID_USAGE
+    with pytest.raises(ncclpy.NcclError, match="do not agree"):
+        grouped(lambda: both([4, 4]))  # the communicator stays broken
+    for comm in comms2:
+        comm.abort()
+
+
+def test_single_calls_that_disagree_raise_on_both_ranks(host_engine, comms2):
+    errors = {}
+
+    def call(comm):
+        try:
+            comm.all_reduce(np.ones(4), op="max" if comm.rank else "sum")
+        except ncclpy.NcclError as error:
+            errors[comm.rank] = error
+
+    threads = [threading.Thread(target=call, args=(comm,)) for comm in comms2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert sorted(errors) == [0, 1]
+    assert all("do not agree" in str(error) for error in errors.values())
+    for comm in comms2:
+        comm.abort()

@@ -184,8 +184,12 @@ cdef class Handle:
             return raise_nccl(result, b"ncclCommGetAsyncError", self.raw)
 
     cdef int wait_stream(self, CUstream stream, str what, double deadline) except -1:
-        """Wait until a stream has run dry; past the deadline abort the communicator and raise NcclTimeout."""
+        """Wait until a stream has run dry and raise the communicator's error, if it has one by then.
+
+        Past the deadline the communicator is aborted and NcclTimeout raised.
+        """
         cdef CUresult result
+        cdef ncclResult_t state
         cdef double started, end
         require_driver(<void*>driver.cuStreamSynchronize, b"cuStreamSynchronize")
         if deadline == FOREVER:
@@ -208,6 +212,11 @@ cdef class Handle:
         if self.state == ABORTED:
             raise NcclAborted(f"{what} on {self!r} did not complete: the communicator was aborted")
         check_driver(result, b"cuStreamSynchronize")
+        # Whoever is told that the data are there must not find others: ranks that disagree, or a rank that has died.
+        with nogil:
+            state = self.poll_once()
+        if state != ncclSuccess and state != ncclInProgress and <int>state != WAS_ABORTED:
+            return raise_nccl(state, what.encode(), self.raw)
         return 0
 
     cdef int give_up(self, str what, double timeout) except -1:

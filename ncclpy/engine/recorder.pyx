@@ -49,7 +49,7 @@ cdef class Entry:
         return {
             "id": self.id,
             "launch": None if self.launch < 0 else self.launch,
-            "key": None if self.key is None else repr(self.key),
+            "key": None if self.key is None else show(self.key),
             "operation": method_name(self.operation),
             "op": None if self.op < 0 else _op_name(self.op),
             "dtype": DataType(self.datatype).name.lower(),
@@ -73,6 +73,14 @@ cdef class Entry:
 def method_name(int kind):
     """Return the method's name of a kind of operation."""
     return _METHODS.get(function_of(kind).decode(), "operation")
+
+
+def show(key):
+    """Return the ``repr`` of a key, or what `object` says of it if that fails: no error of ours is to get lost."""
+    try:
+        return repr(key)
+    except Exception:  # of the user's class
+        return object.__repr__(key)
 
 
 def _op_name(int code):

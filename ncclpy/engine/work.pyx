@@ -16,7 +16,7 @@ from ncclpy.engine.native cimport add, load, now, sleep_on, store, swap, wake
 from ncclpy.engine.recorder cimport COMPLETED, FAILED, LAUNCHED, new_entry
 
 from ncclpy.core.errors import NcclAborted, NcclTimeout
-from ncclpy.engine.recorder import method_name
+from ncclpy.engine.recorder import method_name, show
 
 cdef extern from "sched.h" nogil:
     int sched_yield()
@@ -131,7 +131,7 @@ cdef class Work:
     def _name(self):
         entry = self.entry
         name = f"{method_name(entry.operation)} on device {self.device}"
-        return name if entry.key is None else f"{name}, key {entry.key!r},"
+        return name if entry.key is None else f"{name}, key {show(entry.key)},"
 
     def is_completed(self):
         """Return whether it is done, with a result or an error; it does not wait."""

@@ -141,6 +141,7 @@ cdef class Clique:
             participant.work.entry.communicator = self.name
             participant.work.entry.sequence = self.sequence
             participant.work.entry.rank = comm.rank
+            participant.work.entry.root = gathering.root
             participant.work.entry.nranks = comm.nranks
             _describe(&operation, gathering, participant, (<Stream>self.streams[i]).raw)
             _add(launch, comm, &operation, participant.work)

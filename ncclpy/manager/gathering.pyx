@@ -8,7 +8,7 @@ from ncclpy.core.handle cimport FOREVER, now
 from ncclpy.core.operation cimport ALL_REDUCE, BROADCAST, GATHER, REDUCE, REDUCE_SCATTER, SCATTER
 
 from ncclpy.core.types import ReduceOp
-from ncclpy.engine.recorder import method_name
+from ncclpy.engine.recorder import method_name, show
 
 
 @cython.freelist(64)
@@ -93,12 +93,15 @@ cdef class Gathering:
         if what is None and _rooted(self.kind):
             what = self._check_root(participant)
         if what is not None:
-            self.error = ValueError(f"key {self.key!r}: {what}")
+            self.error = ValueError(f"key {show(self.key)}: {what}")
         return 0
 
     def _check_data(self, Participant participant):
         if participant.datatype != self.datatype or participant.flavour != self.flavour:
-            return self._differ("data type", _type(self.datatype, self.flavour), _type(participant.datatype, participant.flavour), participant)
+            return self._differ(
+                "data type", _type(self.datatype, self.flavour),
+                _type(participant.datatype, participant.flavour), participant,
+            )
         if participant.count != self.count:
             return self._differ("element count", self.count, participant.count, participant)
         if _reduces(self.kind) and participant.op != self.op:
@@ -155,7 +158,7 @@ cdef class Gathering:
             if participant.is_root:
                 if participant.root >= 0 and participant.root != rank:
                     self.error = ValueError(
-                        f"key {self.key!r}: the participant on device {participant.device} is the root and has rank "
+                        f"key {show(self.key)}: the participant on device {participant.device} is the root and has rank "
                         f"{rank}, but says that the root is {participant.root}"
                     )
                     return 0
@@ -164,20 +167,20 @@ cdef class Gathering:
             if participant.root >= 0:
                 if found is not None and found[0] != participant.root:
                     self.error = ValueError(
-                        f"key {self.key!r}: two roots: device {found[1]} is one, of rank {found[0]}, and device "
+                        f"key {show(self.key)}: two roots: device {found[1]} is one, of rank {found[0]}, and device "
                         f"{participant.device} says that it is rank {participant.root}"
                     )
                     return 0
                 if found is None and self.num_local == self.num_global:
                     self.error = ValueError(
-                        f"key {self.key!r}: device {participant.device} says that the root is rank {participant.root}, "
+                        f"key {show(self.key)}: device {participant.device} says that the root is rank {participant.root}, "
                         "which has not come as the root"
                     )
                     return 0
                 found = (participant.root, participant.device)
         if found is None:
             more = "" if self.num_local == self.num_global else "; where it is on another node, root= must say its rank"
-            self.error = ValueError(f"key {self.key!r}: no root among the participants{more}")
+            self.error = ValueError(f"key {show(self.key)}: no root among the participants{more}")
             return 0
         self.root = found[0]
         return 0
@@ -196,7 +199,7 @@ cdef class Gathering:
         cdef Participant participant
         if self.arrived >= self.num_local:
             if self.num_local < self.num_global and not self.signalled:
-                return f"signal_multi_node_ready({self.key!r})"
+                return f"signal_multi_node_ready({show(self.key)})"
             return "its communicator"
         here = sorted([participant.device for participant in self.participants])
         return f"{self.num_local - self.arrived} more local participants; devices {here} have come"
@@ -205,7 +208,7 @@ cdef class Gathering:
         """Return what `Manager.pending` and a dump of the recorder tell of it."""
         cdef Participant participant
         return {
-            "key": repr(self.key),
+            "key": show(self.key),
             "operation": method_name(self.kind),
             "since": self.since,
             "arrived": sorted([participant.device for participant in self.participants]),

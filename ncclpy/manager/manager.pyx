@@ -25,6 +25,7 @@ from ncclpy.core.creation import get_unique_id
 from ncclpy.core.errors import NcclAborted, NcclTimeout
 from ncclpy.engine import monitor, recorder
 from ncclpy.engine.launcher import abort_aside
+from ncclpy.engine.recorder import show
 from ncclpy.manager.streams import StreamPool
 
 _log = logging.getLogger("ncclpy.manager")
@@ -347,14 +348,14 @@ cdef class Manager(Participants):
                 del self.gatherings[gathering.key]
                 gathering.end(
                     NcclTimeout(
-                        f"key {gathering.key!r}: not all participants came within {gathering.timeout:g} s; it waits "
-                        f"for {gathering.missing()}"
+                        f"key {show(gathering.key)}: not all participants came within {gathering.timeout:g} s; it "
+                        f"waits for {gathering.missing()}"
                     )
                 )
             if shortest != FOREVER:
                 self._sweep_later(shortest)
         for key, seconds, missing in stalled:
-            _log.warning("key %r has been waiting for %.0f s, for %s", key, seconds, missing)
+            _log.warning("key %s has been waiting for %.0f s, for %s", show(key), seconds, missing)
 
     # What goes on, and its end.
 
@@ -455,7 +456,7 @@ cdef class Manager(Participants):
             gatherings, self.gatherings = self.gatherings, {}
             for gathering in gatherings.values():
                 gathering.end(
-                    NcclAborted(f"key {gathering.key!r}: the Manager was closed before all participants came")
+                    NcclAborted(f"key {show(gathering.key)}: the Manager was closed before all participants came")
                 )
             cliques = list(self.cliques.values())
         recorder.remove_gatherer(self.gatherer)
@@ -487,7 +488,9 @@ cdef class Manager(Participants):
         gatherings, self.gatherings = self.gatherings, {}
         for gathering in gatherings.values():
             gathering.end(
-                NcclAborted(f"key {gathering.key!r}: its Manager was dropped, not closed, before all participants came")
+                NcclAborted(
+                    f"key {show(gathering.key)}: its Manager was dropped, not closed, before all participants came"
+                )
             )
 
     def __enter__(self):
@@ -517,7 +520,7 @@ cdef int _same_members(Clique clique, Gathering gathering, tuple devices) except
     ranks = _ranks(gathering)
     if devices != clique.devices or ranks != clique.ranks or gathering.num_global != clique.nranks:
         raise ValueError(
-            f"key {gathering.key!r}: its communicator key stands for ranks {list(clique.ranks)} of {clique.nranks} on "
+            f"key {show(gathering.key)}: its communicator key stands for ranks {list(clique.ranks)} of {clique.nranks} on "
             f"devices {list(clique.devices)}, not for ranks {list(ranks)} of {gathering.num_global} on devices "
             f"{list(devices)}; other members need a key of their own"
         )
@@ -536,7 +539,7 @@ def _gatherer_of(reference):
 
     def gathering():
         manager = reference()
-        return [] if manager is None else [item | {"key": repr(item["key"])} for item in manager._pending()]
+        return [] if manager is None else [item | {"key": show(item["key"])} for item in manager._pending()]
 
     return gathering
 

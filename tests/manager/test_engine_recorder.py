@@ -1,0 +1,233 @@
+"""The recorder: what it keeps, that a dump never waits, and what ``ncclpy trace`` makes of a real dump."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+from callers import DEADLINE, Data, one_error, some_devices, sum_works
+
+import ncclpy
+import testing
+from ncclpy.cli.main import main
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """Begin each test with an empty recorder of the usual size."""
+    ncclpy.recorder.resize(2000)
+    yield
+    ncclpy.recorder.resize(2000)
+
+
+def entries(**wanted):
+    found = json.loads(ncclpy.recorder.dump())["entries"]
+    return [entry for entry in found if all(entry[name] == value for name, value in wanted.items())]
+
+
+def test_what_is_recorded(manager):
+    n = some_devices(2)
+    sum_works(manager, "first", range(n))[1]()
+    data = Data(n, count=100, dtype=np.float64)
+    works = [manager.broadcast_send(("step", 1), data.input(0), device=0, num_local=n)]
+    works += [manager.broadcast_recv(("step", 1), data.input(r), device=r, num_local=n) for r in range(1, n)]
+    for work in works:
+        work.wait(DEADLINE)
+    dump = json.loads(ncclpy.recorder.dump(reason="a test"))
+    assert (dump["format"], dump["version"], dump["reason"], dump["pid"]) == (
+        "ncclpy-recorder",
+        1,
+        "a test",
+        os.getpid(),
+    )
+    assert dump["engine"] == ncclpy.library().engine and dump["nccl"] == ".".join(map(str, ncclpy.library().version))
+    assert dump["recorded"] == 2 * n and dump["capacity"] == 2000 and len(dump["entries"]) == 2 * n
+    assert abs(dump["wall"] - time.time()) < 5 and abs(dump["monotonic"] - time.monotonic()) < 5
+    for entry in dump["entries"][:n]:
+        assert entry["key"] == "'first'" and entry["operation"] == "all_reduce" and entry["op"] == "sum"
+        assert (entry["dtype"], entry["count"], entry["nbytes"]) == ("float32", 8, 32)
+    for rank, entry in enumerate(dump["entries"][n:]):
+        assert entry["key"] == "('step', 1)" and entry["operation"] == "broadcast" and entry["op"] is None
+        assert (entry["dtype"], entry["count"], entry["nbytes"]) == ("float64", 100, 800)
+        assert (entry["rank"], entry["nranks"], entry["device"]) == (rank, n, rank)
+        assert entry["root"] == 0 and entry["sequence"] == 1 and entry["state"] == "completed"
+        assert entry["created"] <= entry["launched"] <= entry["completed"] <= dump["monotonic"]
+        assert entry["thread"] == threading.get_ident() and entry["error"] is None
+    assert len({entry["communicator"] for entry in dump["entries"]}) == 1
+    assert len({entry["launch"] for entry in dump["entries"]}) == 2
+    assert [entry["id"] for entry in dump["entries"]] == list(range(2 * n))
+
+
+def test_errors_are_recorded(manager):
+    some_devices(2)
+    data = Data(2)
+    works = [manager.all_reduce("k", data.input(r), device=r, num_local=2, num_global=2 + r) for r in range(2)]
+    error = one_error(works)
+    assert [entry["error"] for entry in entries(state="failed")] == [str(error)] * 2
+    assert all(entry["launched"] is None and entry["sequence"] is None for entry in entries())
+
+
+def test_the_ring_wraps(manager):
+    n = some_devices(2)
+    ncclpy.recorder.resize(10)
+    for step in range(20):
+        sum_works(manager, step, range(n))[1]()
+    dump = json.loads(ncclpy.recorder.dump())
+    assert (dump["capacity"], dump["recorded"], len(dump["entries"])) == (10, 20 * n, 10)
+    assert [entry["id"] for entry in dump["entries"]] == list(range(20 * n - 10, 20 * n))
+
+
+def test_no_recorder(manager):
+    n = some_devices(2)
+    ncclpy.recorder.resize(0)
+    sum_works(manager, 0, range(n))[1]()
+    dump = json.loads(ncclpy.recorder.dump())
+    assert (dump["capacity"], dump["entries"]) == (0, [])
+    ncclpy.recorder.resize(3)
+    sum_works(manager, 1, range(n))[1]()
+    assert entries()
+    with pytest.raises(ValueError, match="capacity"):
+        ncclpy.recorder.resize(-1)
+
+
+def test_resizing_while_others_record(manager):
+    n = some_devices(2)
+    stop = []
+
+    def resize():
+        size = 0
+        while not stop:
+            ncclpy.recorder.resize(size % 7)
+            json.loads(ncclpy.recorder.dump())
+            size += 1
+
+    thread = threading.Thread(target=resize, daemon=True)
+    thread.start()
+    for step in range(200):
+        sum_works(manager, step, range(n))[1]()
+    stop.append(True)
+    thread.join(DEADLINE)
+    assert not thread.is_alive()
+
+
+def test_a_key_that_cannot_be_shown(manager):
+    n = some_devices(2)
+
+    class Key:
+        def __repr__(self):
+            raise RuntimeError("no name")
+
+    key = Key()
+    sum_works(manager, key, range(n))[1]()
+    assert "Key" in entries()[0]["key"]
+    manager.all_reduce(key, Data(1).input(0), device=0, num_local=2)
+    assert "Key" in json.loads(ncclpy.recorder.dump())["gathering"][0]["key"]
+
+
+@pytest.mark.parametrize("fault", ["at=run do=hang", "do=hang"], ids=["on the device", "in the call"])
+def test_a_dump_while_an_operation_hangs(manager, host_engine, tmp_path, fault):
+    sum_works(manager, "warm", range(3))[1]()
+    with ncclpy.faults(f"rank=1 call=AllReduce {fault}") as faults:
+        works, _ = sum_works(manager, "hangs", range(3))
+        while not faults.fired:
+            time.sleep(0.001)
+        manager.all_reduce("gathers", np.ones(3), device=2, num_local=3)
+        path = tmp_path / "dump.json"
+        begun = time.monotonic()
+        text = ncclpy.recorder.dump(path, reason="stuck")
+        assert time.monotonic() - begun < 1
+        assert path.read_text() == text
+        dump = json.loads(text)
+        stuck = [entry for entry in dump["entries"] if entry["key"] == "'hangs'"]
+        assert {entry["state"] for entry in stuck} == {"launched" if "run" in fault else "pending"}
+        (waiting,) = [item for item in dump["gathering"] if item["key"] == "'gathers'"]
+        assert waiting["arrived"] == [2] and waiting["missing"] == 2
+        manager.abort("over")
+        one_error(works)
+    states = {entry["state"] for entry in entries(key="'hangs'")}
+    assert states == {"failed"}
+    assert all("over" in entry["error"] for entry in entries(key="'hangs'"))
+
+
+def test_trace_of_a_real_dump(manager, host_engine, tmp_path, capsys):
+    sum_works(manager, "warm", range(3))[1]()
+    with ncclpy.faults("rank=1 call=AllReduce at=run do=hang"):
+        works, _ = sum_works(manager, "hangs", range(3))
+        works[0].synchronize(ncclpy.Stream(0))
+        for device in (0, 2):
+            manager.all_reduce("gathers", np.ones(3), device=device, num_local=4)
+        path, picture = tmp_path / "dump.json", tmp_path / "trace.json"
+        ncclpy.recorder.dump(path)
+        status = main(["trace", str(path), "--chrome", str(picture)])
+        said = capsys.readouterr().out
+        manager.abort()
+        one_error(works)
+    assert status == 1
+    assert "'hangs'" in said and "'gathers'" in said
+    assert "arrived: 0, 2 (of 4 local)" in said and "waits for 2 more local participants" in said
+    names = [event["name"] for event in json.loads(picture.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert any("not completed" in name for name in names) and any("not launched" in name for name in names)
+
+
+def test_trace_when_nothing_is_stuck(manager, tmp_path, capsys):
+    n = some_devices(2)
+    for step in range(5):
+        sum_works(manager, step, range(n))[1]()
+    path = tmp_path / "dump.json"
+    ncclpy.recorder.dump(path)
+    assert main(["trace", str(path)]) == 0
+    assert "nothing is stuck" in capsys.readouterr().out
+
+
+def test_a_dump_from_several_processes(tmp_path, host_engine, capsys):
+    """Two nodes, of which one does not come to a collective: the trace says which."""
+    name = ncclpy.Manager.generate_communicator_key()
+    paths = testing.run_processes(2, node, name, str(tmp_path))
+    assert main(["trace", *paths]) == 1
+    said = capsys.readouterr().out
+    assert "all_reduce" in said and "'second'" in said
+    assert "rank 1" in said or "waits for" in said
+
+
+def node(rank, name, folder):
+    with ncclpy.Manager() as manager:
+
+        def add(key):
+            manager.signal_multi_node_ready(key)
+            return manager.all_reduce(
+                key, np.ones(4), device=rank.rank, num_local=1, num_global=2, global_rank=rank.rank,
+                communicator_key=name,
+            )  # fmt: skip
+
+        add("first").wait(DEADLINE)
+        work = add("second") if rank.rank == 0 else None
+        if work is not None:
+            work.synchronize(ncclpy.Stream(0))
+        path = os.path.join(folder, f"rank{rank.rank}.json")
+        ncclpy.recorder.dump(path)
+        rank._share(b"" if rank.rank == 0 else None)  # both have written
+        manager.abort("the test is over")
+    return path
+
+
+def test_recording_costs_next_to_nothing(manager):
+    """Adding a participant with and without the recorder; generous, since machines differ."""
+    part = Data(1).input(0)
+
+    def cost(first):
+        begun = time.perf_counter()
+        for key in range(first, first + 2000):
+            manager.all_reduce(key, part, device=0, num_local=2)
+        return (time.perf_counter() - begun) / 2000
+
+    costs = {size: [] for size in (0, 2000)}
+    for number in range(6):
+        for place, size in enumerate(costs):
+            ncclpy.recorder.resize(size)
+            costs[size].append(cost((2 * number + place) * 2000))
+    assert min(costs[2000]) - min(costs[0]) < 2e-6
+    testing.run_with_deadline(lambda: manager.abort("over"), DEADLINE)

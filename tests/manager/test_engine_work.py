@@ -1,0 +1,238 @@
+"""Work, monitor and lanes, as the Manager's users see them."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import time
+import weakref
+
+import numpy as np
+import pytest
+from callers import DEADLINE, Data, finish, one_error, some_devices, sum_works
+
+import ncclpy
+import testing
+from ncclpy.engine import monitor
+
+HANG = "rank=1 call=AllReduce at=run do=hang"
+
+
+def until(condition, what):
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.001)
+
+
+def test_the_states_of_a_work(manager, host_engine):
+    sum_works(manager, "warm", range(2))[1]()
+    data = Data(2)
+    with ncclpy.faults("rank=1 call=AllReduce at=run do=hang:200ms"):
+        work = manager.all_reduce("k", data.input(0), device=0, num_local=2)
+        assert work.state == "pending" and not work.is_completed() and work.device == 0
+        assert "all_reduce" in repr(work) and "pending" in repr(work)
+        other = manager.all_reduce("k", data.input(1), device=1, num_local=2)
+        until(lambda: work.state != "pending", "launched")
+        assert work.state == "launched" and not work.is_completed()
+        with pytest.raises(ncclpy.NcclTimeout, match="launched after"):
+            work.wait(0.02)
+        finish([work, other])
+        assert work.state == "completed" and work.is_completed()
+    for _ in range(2):  # as often as one likes
+        assert work.wait() is None and work.exception() is None and work.result() is data.input(0)
+    with pytest.raises(TypeError, match="made by"):
+        type(work)()
+
+
+def test_is_completed_asks_the_device(manager):
+    n = some_devices(2)
+    works, _ = sum_works(manager, "k", range(n))
+    until(lambda: all(work.is_completed() for work in works), "done")
+
+
+def test_results(manager):
+    n = some_devices(2)
+    data = Data(n).outputs(1000)
+    outputs = [data.output(r) for r in range(n)]
+    works = [manager.all_reduce(0, data.input(r), outputs[r], device=r, num_local=n) for r in range(n)]
+    assert all(work.result(DEADLINE) is output for work, output in zip(works, outputs, strict=True))
+
+
+def test_errors_are_raised_each_time(manager):
+    some_devices(2)
+    data = Data(2)
+    works = [manager.all_reduce(0, data.input(r), device=r, num_local=2, num_global=2 + r) for r in range(2)]
+    error = one_error(works)
+    for work in works:
+        for call in (work.wait, work.result, work.wait):
+            with pytest.raises(ValueError, match="num_global") as caught:
+                call(DEADLINE)
+            assert caught.value is error
+    assert works[0].is_completed() and works[0].duration is None
+
+
+def test_bad_timeouts(manager):
+    work = manager.all_reduce(0, Data(1).input(0), device=0, num_local=2)
+    for timeout in (-1, float("nan")):
+        with pytest.raises(ValueError, match="timeout"):
+            work.wait(timeout)
+    with pytest.raises(TypeError):
+        work.wait("soon")
+
+
+def test_many_threads_wait_for_one_work(manager):
+    n = some_devices(2)
+    data = Data(n)
+    work = manager.all_reduce(0, data.input(0), device=0, num_local=n)
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(work.result(DEADLINE))) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.05)
+    assert not results
+    finish([manager.all_reduce(0, data.input(r), device=r, num_local=n) for r in range(1, n)])
+    for thread in threads:
+        thread.join(DEADLINE)
+    assert len(results) == 16
+
+
+def test_other_threads_run_while_one_waits(manager, host_engine):
+    sum_works(manager, "warm", range(2))[1]()
+    with ncclpy.faults("rank=1 call=AllReduce at=run do=hang:300ms"):
+        works, _ = sum_works(manager, "k", range(2))
+        thread = threading.Thread(target=works[0].wait)
+        thread.start()
+        counted = 0
+        while thread.is_alive():
+            counted += 1
+        thread.join()
+    assert counted > 10_000, "waiting must not hold the GIL"
+
+
+def test_signals_are_seen_while_waiting():
+    some_devices(2)
+    testing.run_python(
+        """
+        import signal, time
+        import numpy as np, ncclpy, testing
+        lib = testing.arrays()
+        manager = ncclpy.Manager()
+        work = manager.all_reduce("k", lib.argument(lib.make(np.ones(3, np.float32), 0)), device=0, num_local=2)
+        signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        begun = time.monotonic()
+        try:
+            work.wait()
+        except KeyboardInterrupt:
+            assert time.monotonic() - begun < 5
+        else:
+            raise AssertionError
+        manager.close()
+        """
+    )
+
+
+def test_duration(make_manager, host_engine):
+    manager = make_manager(timing=True)
+    sum_works(manager, "warm", range(2))[1]()
+    with ncclpy.faults("rank=1 call=AllReduce at=run do=delay:100ms"):
+        works, check = sum_works(manager, "k", range(2))
+        assert works[0].duration is None
+        check()
+    assert all(0.05 < work.duration < 5 for work in works)
+
+
+class Watched(np.ndarray):
+    """An array that weak references may point to."""
+
+
+def test_buffers_are_kept_until_the_work_is_done_and_not_longer(manager, host_engine):
+    sum_works(manager, "warm", range(2))[1]()
+    with ncclpy.faults("rank=1 call=AllReduce at=run do=hang:200ms"):
+        sends = [np.ones(5).view(Watched) for _ in range(2)]
+        recvs = [np.zeros(5) for _ in range(2)]
+        alive = [weakref.ref(send) for send in sends]
+        works = [manager.all_reduce(0, sends[r], recvs[r], device=r, num_local=2) for r in range(2)]
+        del sends
+        gc.collect()
+        assert all(reference() is not None for reference in alive), "the operation still reads them"
+        finish(works)
+        assert recvs[0].tolist() == [2] * 5
+    until(lambda: all(reference() is None for reference in alive), "the buffers of work that is done are kept")
+
+
+def test_buffers_of_a_disagreement_are_not_kept(manager, host_engine):
+    sends = [np.ones(5).view(Watched) for _ in range(2)]
+    alive = [weakref.ref(send) for send in sends]
+    works = [manager.all_reduce(0, sends[r], np.zeros(5), device=r, num_local=2, num_global=2 + r) for r in range(2)]
+    del sends
+    one_error(works)
+    until(lambda: all(reference() is None for reference in alive), "kept")
+
+
+def test_a_work_that_nobody_keeps_is_freed(manager):
+    n = some_devices(2)
+    works, check = sum_works(manager, 0, range(n))
+    check()
+    gone = [weakref.ref(work) for work in works]
+    del works, check
+    gc.collect()
+    until(lambda: all(reference() is None for reference in gone), "works are kept")
+
+
+def test_timers_of_the_monitor():
+    happened = []
+    told = threading.Event()
+    now = time.monotonic()
+    monitor.call_at(now + 0.10, lambda: (happened.append("second"), told.set()))
+    monitor.call_at(now + 0.02, lambda: happened.append("first"))
+    assert told.wait(DEADLINE)
+    assert happened == ["first", "second"] and time.monotonic() - now < 2
+
+
+def test_a_timer_that_raises_harms_nobody(monkeypatch, manager):
+    n = some_devices(2)
+    seen = []
+    monkeypatch.setattr("sys.excepthook", lambda *what: seen.append(what))
+
+    def bad():
+        raise KeyError("of a timer")
+
+    monitor.call_at(time.monotonic(), bad)
+    until(lambda: seen, "told")
+    assert seen[0][0] is KeyError
+    sum_works(manager, 0, range(n))[1]()
+
+
+def test_an_abort_that_fails_is_logged(manager, host_engine, caplog):
+    sum_works(manager, "warm", range(2))[1]()
+    with ncclpy.faults("rank=0 call=CommAbort do=error:ncclSystemError"):
+        with caplog.at_level(logging.WARNING, logger="ncclpy.engine"):
+            manager.abort("for the test")
+            testing.run_with_deadline(manager.reset, DEADLINE)
+    assert any("for the test" in record.getMessage() for record in caplog.records)
+
+
+def test_collectives_behind_one_that_fails(make_manager, host_engine):
+    """All of a long queue end, without recursion, and the devices are free for others."""
+    manager = make_manager(timeout=0.5)
+    sum_works(manager, "warm", range(2))[1]()
+    with ncclpy.faults(HANG):
+        works = [work for step in range(3000) for work in sum_works(manager, step, range(2), timeout=60)[0]]
+        first, _ = sum_works(manager, "hurried", range(2))
+        begun = time.monotonic()
+        assert isinstance(one_error(first), ncclpy.NcclTimeout)
+        errors = {id(work.exception(DEADLINE)) for work in works}
+        assert len(errors) <= 2 and time.monotonic() - begun < 10
+    sum_works(manager, "after", range(2), timeout=DEADLINE)[1]()
+
+
+def test_device_errors_do_not_pass_for_results(manager, host_engine):
+    """A rank whose peer has failed is not done, although its stream has run dry."""
+    for number in range(20):
+        sum_works(manager, "warm", range(3))[1]()
+        with ncclpy.faults(f"rank={number % 3} call=AllReduce at=run do=error:ncclRemoteError"):
+            error = one_error(sum_works(manager, number, range(3))[0])
+            assert isinstance(error, ncclpy.NcclRemoteError)

@@ -1,8 +1,8 @@
-"""Random collectives through Managers under random faults, many times: ``python manager_fault_runs.py SEED RUNS``.
+"""Random collectives through Managers under random faults: ``python manager_fault_runs.py SEED RUNS [CORES]``.
 
 Every Work ever returned must end before its deadline, in a result, an error or an abort; a result must be right unless
 a fault has corrupted it; nothing may be left behind. Prints one JSON object a run; a run that fails is repeated with
-its own seed and one run.
+its own seed and one run. With so many CORES there is a native thread for launching for each device.
 """
 
 from __future__ import annotations
@@ -192,6 +192,9 @@ def left_over():
 if __name__ == "__main__":
     logging.disable(logging.WARNING)  # aborts that fail by a fault are told there
     first, runs = int(sys.argv[1]), int(sys.argv[2])
+    if len(sys.argv) > 3:
+        cores = set(range(int(sys.argv[3])))
+        os.sched_getaffinity = lambda pid: cores
     with ncclpy.Manager() as manager:  # what is opened once for the whole process
         works = [manager.all_reduce("first", np.ones(3), device=device, num_local=6) for device in range(6)]
         for work in works:

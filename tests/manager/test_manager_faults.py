@@ -15,11 +15,11 @@ RUNS = 50
 PROCESSES = 5  # at once: most of the time they wait for deadlines
 
 
-@pytest.mark.parametrize("first", [0, 1000])
-def test_every_work_ends_whatever_goes_wrong(host_engine, first):
+@pytest.mark.parametrize(("first", "cores"), [(0, 2), (1000, 9)])
+def test_every_work_ends_whatever_goes_wrong(host_engine, first, cores):
     def process(number):
         return subprocess.run(
-            [sys.executable, SCRIPT, str(first + 100 * number), str(RUNS)],
+            [sys.executable, SCRIPT, str(first + 100 * number), str(RUNS), str(cores)],
             capture_output=True,
             text=True,
             cwd="/",

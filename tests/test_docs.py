@@ -1,5 +1,12 @@
-"""Run every Python example of the README and of docs/ on the host engine, each in a process of its own."""
+"""Run every Python example of the README and of docs/ on the host engine, each in a process of its own.
 
+A block whose first line is ```` ```python {torch} ```` needs torch, ```` ```python {gpu} ```` GPUs and whatever it
+imports. Where these are missing, the block is compiled and not run.
+"""
+
+import ast
+import importlib.util
+import inspect
 import os
 import re
 import subprocess
@@ -8,27 +15,38 @@ from pathlib import Path
 
 import pytest
 
+import ncclpy
+
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+BLOCK = re.compile(r"^```python(?: \{(?P<needs>\w+)\})?\n(?P<code>.*?)^```$", re.M | re.S)
 
 
 def examples():
     for page in PAGES:
-        for number, match in enumerate(re.finditer(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S)):
-            yield pytest.param(match[1], id=f"{page.name}-{number}")
+        for number, match in enumerate(BLOCK.finditer(page.read_text())):
+            marks = {None: (), "torch": (), "gpu": (pytest.mark.gpu,)}[match["needs"]]
+            yield pytest.param(match["code"], match["needs"], id=f"{page.name}-{number}", marks=marks)
 
 
-@pytest.mark.parametrize("code", list(examples()))
-def test_example_runs_and_prints_what_it_says(code, tmp_path):
+def run(code, engine, tmp_path):
     script = tmp_path / "example.py"
     script.write_text(code)
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-W", "error", str(script)],
-        env=os.environ | {"NCCLPY_LIBRARY": "host"},
+        env=os.environ | engine,
         capture_output=True,
         text=True,
         timeout=60,
     )
+
+
+@pytest.mark.parametrize(("code", "needs"), list(examples()))
+def test_example_runs_and_prints_what_it_says(code, needs, tmp_path):
+    if needs == "torch" and importlib.util.find_spec("torch") is None:
+        pytest.skip("needs torch")
+    done = run(code, {} if needs == "gpu" else {"NCCLPY_LIBRARY": "host"}, tmp_path)
     assert done.returncode == 0, done.stderr
     # A comment behind a print says what it prints.
     promised = re.findall(r"^\s*print\(.*\)\s+# (.+)$", code, re.M)
@@ -36,6 +54,107 @@ def test_example_runs_and_prints_what_it_says(code, tmp_path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_python_block_is_seen_and_compiles(page):
+    text = page.read_text()
+    blocks = list(BLOCK.finditer(text))
+    assert len(blocks) == len(re.findall(r"^\s*```\{?py", text, re.M)), "a block is marked in a way that is not known"
+    for block in blocks:
+        compile(block["code"], page.name, "exec")
+
+
+def known_names(tree):
+    """Yield every dotted ``ncclpy.x.y`` of a program."""
+    for node in ast.walk(tree):
+        parts = []
+        while isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        if parts and isinstance(node, ast.Name) and node.id == "ncclpy":
+            yield parts[::-1]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_names_exist_also_where_nothing_is_run(page):
+    programs = [ast.parse(block["code"]) for block in BLOCK.finditer(page.read_text())]
+    for parts in (parts for program in programs for parts in known_names(program)):
+        value = ncclpy
+        for part in parts[:2]:
+            assert hasattr(value, part), f"ncclpy.{'.'.join(parts)} does not exist"
+            value = getattr(value, part)
+            if not (inspect.ismodule(value) or inspect.isclass(value)):
+                break
+
+
+def anchors(page):
+    """Return the anchors of a page's headings, made as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
-    links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
-    assert [link for link in links if not (page.parent / link).exists()] == []
+    links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text())
+    for path, anchor in links:
+        target = page.parent / path if path else page
+        assert target.exists(), f"{path} does not exist"
+        if anchor:
+            assert anchor in anchors(target), f"{path} has no heading for #{anchor}"
+
+
+def test_reference_has_every_public_name():
+    """What the pages of the reference list, and what is public, are the same."""
+    text = "\n".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+    modules = re.findall(r"^\.\. currentmodule:: (\S+)\n(.*?)^```$", text, re.M | re.S)
+    listed = set()
+    for module, block in modules:
+        for name in re.findall(r"^\.\. auto(?:class|function|method|property|exception):: (\S+)", block, re.M):
+            listed.add(name if name.startswith("ncclpy.") else f"{module}.{name}")
+    modules = {"bindings", "recorder"}
+    operators = {"SUM", "PROD", "MAX", "MIN", "AVG"}  # shown as the members of ReduceOp
+    public = {f"ncclpy.{name}" for name in set(ncclpy.__all__) - modules - operators}
+    public |= {f"ncclpy.bindings.{name}" for name in ncclpy.bindings.__all__}
+    in_class_docstring = {"rank", "nranks", "device"}
+    methods = {name for name in dir(ncclpy.Communicator) if not name.startswith("_")} - in_class_docstring
+    public |= {f"ncclpy.Communicator.{name}" for name in methods}
+    assert public - listed == set(), "missing in docs/api"
+    assert listed - public == {"ncclpy.core.library.Library", "ncclpy.engine.plan.Graph"}
+
+
+COMING_FROM = DOCS / "guides" / "coming-from.md"
+
+
+def rows(text):
+    """Yield the first two columns of each row of a page's tables, without the heads."""
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.split(" | ")]
+        if line.startswith("| `") and len(cells) >= 2:
+            yield cells[0].removeprefix("| "), cells[1]
+
+
+def dotted(cell):
+    """Return the names of a cell, each without what is in parentheses behind it."""
+    return [re.match(r"[\w.]+", name)[0] for name in re.findall(r"`([^`]+)`", cell)]
+
+
+def resolves(root, name):
+    for part in name.split("."):
+        if not hasattr(root, part):
+            return False
+        root = getattr(root, part)
+    return True
+
+
+def test_names_that_people_come_to_exist():
+    python = {"bytes", "ValueError", "TypeError", "ncclpy"}  # `ncclpy info` is a command
+    names = [name for _, cell in rows(COMING_FROM.read_text()) for name in dotted(cell)]
+    assert len(names) > 90
+    assert [name for name in names if name not in python and not resolves(ncclpy, name)] == []
+
+
+@pytest.mark.parametrize("module", ["nccl.core", "cupy.cuda.nccl"])
+def test_names_that_people_come_from_exist(module):
+    other = pytest.importorskip(module)
+    table = COMING_FROM.read_text().partition(f"<!-- other: {module} -->")[2].partition("\n\n")[0]
+    names = [name for cell, _ in rows(table) for name in dotted(cell)]
+    assert len(names) > 20
+    assert [name for name in names if not resolves(other, name)] == []

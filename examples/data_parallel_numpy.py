@@ -1,0 +1,49 @@
+"""Train a linear model on four virtual devices, one thread each: what data-parallel training does with its gradients.
+
+Every rank has a quarter of the data, computes the gradient of its part, and averages it with the others. After each
+step all ranks have the same weights, and they are those of training on the whole data set in one place.
+"""
+
+import threading
+
+import numpy as np
+
+import ncclpy
+
+ncclpy.use("host")  # numpy arrays lie in CPU memory: this program runs on the host engine everywhere
+RANKS, SAMPLES, STEPS, RATE = 4, 256, 200, 0.1
+
+generator = np.random.default_rng(0)
+inputs = generator.normal(size=(SAMPLES, 3))
+targets = inputs @ np.array([1.0, -2.0, 0.5]) + 0.01 * generator.normal(size=SAMPLES)
+
+
+def gradient(weights, x, y):
+    return 2 / len(x) * x.T @ (x @ weights - y)
+
+
+def train(rank, unique_id, results):
+    part = slice(rank * SAMPLES // RANKS, (rank + 1) * SAMPLES // RANKS)
+    weights = np.zeros(3)
+    with ncclpy.Communicator.init(RANKS, rank, unique_id, device=rank, timeout=30) as comm:
+        for _ in range(STEPS):
+            mine = gradient(weights, inputs[part], targets[part])
+            comm.all_reduce(mine, op="avg")  # in place; an array in CPU memory is ready when the call returns
+            weights -= RATE * mine
+    results[rank] = weights
+
+
+results = [None] * RANKS
+unique_id = ncclpy.get_unique_id()
+threads = [threading.Thread(target=train, args=(rank, unique_id, results)) for rank in range(RANKS)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+
+alone = np.zeros(3)
+for _ in range(STEPS):
+    alone -= RATE * gradient(alone, inputs, targets)
+assert all(np.array_equal(results[0], each) for each in results), "ranks have come apart"
+assert np.allclose(results[0], alone), "not what one process computes"
+print("weights", np.round(results[0], 2))

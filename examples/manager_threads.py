@@ -1,0 +1,56 @@
+"""Threads whose gradients become ready in any order, brought together by key.
+
+Each thread stands for one device and visits its layers in an order of its own. Without the Manager that is a deadlock:
+NCCL wants the same order on every device. With it, a layer is reduced as soon as the last device has brought it.
+"""
+
+import random
+import threading
+
+import numpy as np
+
+import ncclpy
+
+on_gpus = ncclpy.library().engine == "cuda"
+if on_gpus:
+    import torch
+
+DEVICES = min(4, ncclpy.device_count())
+LAYERS = ("embedding", "attention", "output")
+STEPS = 3
+
+
+def gradient(device, step):
+    value = float(device + step)
+    if on_gpus:
+        return torch.full((1000,), value, device=f"cuda:{device}")
+    return np.full(1000, value)
+
+
+def backward(manager, device, failures):
+    shuffled = random.Random(device)
+    try:
+        for step in range(STEPS):
+            order = list(LAYERS)
+            shuffled.shuffle(order)
+            works = {}
+            for name in order:
+                works[name] = manager.all_reduce(
+                    (step, name), gradient(device, step), op="avg", device=device, num_local=DEVICES
+                )
+            for work in works.values():
+                expected = step + (DEVICES - 1) / 2
+                assert float(work.result()[0]) == expected, (work.result()[0], expected)
+    except Exception as error:
+        failures.append(error)
+
+
+failures = []
+with ncclpy.Manager(timeout=30) as manager:
+    threads = [threading.Thread(target=backward, args=(manager, device, failures)) for device in range(DEVICES)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+assert not failures, failures
+print(f"{STEPS * len(LAYERS)} collectives of {DEVICES} devices")

@@ -1,0 +1,41 @@
+"""Pass a token around a ring: every rank sends to the next and receives from the one before, until it is home.
+
+A send and the receive that it needs stand in one group: one after the other, every rank would wait in its send. With
+GPUs and torch the token is a tensor on each GPU; on the host engine (NCCLPY_LIBRARY=host) a numpy array.
+"""
+
+import numpy as np
+
+import ncclpy
+
+on_gpus = ncclpy.library().engine == "cuda"
+if on_gpus:
+    import torch
+
+comms = ncclpy.Communicator.init_all(range(min(4, ncclpy.device_count())))
+size = len(comms)
+
+
+def token(rank):
+    if on_gpus:
+        return torch.full((4,), float(rank), device=f"cuda:{rank}")
+    return np.full(4, float(rank))
+
+
+mine = [token(rank) for rank in range(size)]
+seen = [[] for _ in comms]
+for _ in range(size):
+    arriving = [token(-1) if not on_gpus else torch.empty_like(each) for each in mine]
+    with ncclpy.group():
+        for comm, outgoing, incoming in zip(comms, mine, arriving, strict=True):
+            comm.send(outgoing, peer=(comm.rank + 1) % size)
+            comm.recv(incoming, peer=(comm.rank - 1) % size)
+    mine = arriving
+    for rank, each in enumerate(mine):
+        seen[rank].append(int(each[0]))
+
+for rank in range(size):
+    assert seen[rank] == [(rank - step) % size for step in range(1, size + 1)], seen[rank]
+print(f"{size} ranks; rank 0 saw the tokens of {seen[0]}")
+for comm in comms:
+    comm.close()

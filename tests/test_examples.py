@@ -1,0 +1,115 @@
+"""Run the programs in examples/, and the commands by which the guides start them."""
+
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ncclpy
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+GUIDE = ROOT / "docs" / "guides" / "processes.md"
+LAST_LINES = {
+    "aggregated_groups": "128 operations in one plan",
+    "data_parallel_numpy": "weights [ 1.  -2.   0.5]",
+    "data_parallel_torch": "devices, loss fell: True",
+    "manager_threads": "9 collectives of",
+    "ring": "rank 0 saw the tokens of",
+}
+LAUNCHED = {"with_mpi", "with_torchrun", "with_a_file"}
+
+
+def test_every_example_is_run_and_listed():
+    there = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert there == set(LAST_LINES) | LAUNCHED
+    page = (ROOT / "docs" / "examples.md").read_text()
+    assert [name for name in sorted(there) if f"(../examples/{name}.py)" not in page] == []
+
+
+def needs(*modules):
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"needs {module}")
+
+
+@pytest.mark.parametrize("name", sorted(LAST_LINES))
+def test_example(name):
+    needs(*(["torch"] if "torch" in name or ncclpy.library().engine == "cuda" else []))
+    done = subprocess.run(
+        [sys.executable, "-W", "error", EXAMPLES / f"{name}.py"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert LAST_LINES[name] in done.stdout.splitlines()[-1]
+
+
+def command(first_word):
+    """Return the one command of the guide that begins so, as printed there."""
+    blocks = re.findall(r"^```sh\n(.*?)^```$", GUIDE.read_text(), re.M | re.S)
+    found = [line for block in blocks for line in block.splitlines() if line.split()[0] == first_word]
+    assert len(found) == 1, f"{GUIDE.name} has {len(found)} commands that begin with {first_word}"
+    return found[0]
+
+
+def run(line, first_words, tmp_path):
+    """Run a shell command in the root of the project, its first word and `python` replaced; return what it printed."""
+    line = re.sub(r"^\w+", first_words, line).replace(" python ", f" {sys.executable} ")
+    process = subprocess.Popen(
+        ["bash", "-c", line],
+        cwd=ROOT,
+        env=os.environ | {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=90)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        pytest.fail(f"{line} did not end in 90 s\n{out}\n{err}")
+    assert process.returncode == 0, err
+    return out
+
+
+def test_mpirun(tmp_path):
+    needs("mpi4py")
+    beside = Path(sys.executable).with_name("mpirun")  # that of the MPI which pip installed, before the system's
+    mpirun = beside if beside.exists() else shutil.which("mpirun")
+    if mpirun is None:
+        pytest.skip("needs mpirun")
+    assert run(command("mpirun"), str(mpirun), tmp_path) == "4 ranks, sum 10.0\n"
+
+
+def test_torchrun(tmp_path):
+    needs("torch")
+    out = run(command("torchrun"), f"{sys.executable} -m torch.distributed.run", tmp_path)
+    assert "4 ranks, sum 10.0\n" in out
+
+
+def test_a_file_brings_the_id(tmp_path):
+    processes = [
+        subprocess.Popen(
+            [sys.executable, EXAMPLES / "with_a_file.py", tmp_path / "unique-id"],
+            env=os.environ | {"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    try:
+        outputs = [process.communicate(timeout=60)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0, 0], outputs
+    assert outputs == ["3 ranks, sum 6.0\n", "", ""]
+    assert list(tmp_path.iterdir()) == []

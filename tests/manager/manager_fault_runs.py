@@ -27,7 +27,7 @@ ACTIONS = "error,error:ncclRemoteError,error:ncclInternalError,delay:3ms,hang,ha
 CALLS = ("AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "Broadcast", "Reduce", "Gather", "Scatter")
 # Nothing that ncclpy could do ends a hang where there is no communicator yet, which a group's end may be, too.
 BRIEF_ACTIONS = "error,error:ncclRemoteError,delay:3ms,hang:150ms"
-BRIEF_CALLS = ("GetUniqueId", "CommInitRankConfig", "CommGetAsyncError", "GroupEnd")
+BRIEF_CALLS = ("GetUniqueId", "CommInitRankConfig", "CommGetAsyncError")
 END_ACTIONS = "delay:3ms,hang:150ms"
 END_CALLS = ("CommAbort", "CommFinalize", "CommDestroy")  # an end that fails leaves everything behind
 METHODS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter")
@@ -123,6 +123,7 @@ def run(seed):
     often = choose.choice([0.005, 0.02, 0.1, 0.3])
     rules = [f"random seed={seed} p={often} call={call} do={ACTIONS}" for call in CALLS]
     rules += [f"random seed={seed} p={often} call={call} do={BRIEF_ACTIONS}" for call in BRIEF_CALLS]
+    rules.append(f"random seed={seed} p={often / 10} call=GroupEnd do={BRIEF_ACTIONS}")  # in destroying, too
     rules += [f"random seed={seed} p={often} call={call} do={END_ACTIONS}" for call in END_CALLS]
     watch, begun = Watch(), time.monotonic()
     sets = [(0, 1), (1, 2, 3), (0, 1, 2), (4, 5)]
@@ -190,7 +191,12 @@ def left_over():
 
 
 if __name__ == "__main__":
-    logging.disable(logging.WARNING)  # aborts that fail by a fault are told there
+    # Communicators whose end has failed by a fault (the end of a group that is in it) are told there.
+    told: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = told.append  # type: ignore[method-assign]
+    logging.getLogger("ncclpy").addHandler(handler)
+    logging.getLogger("ncclpy").propagate = False
     first, runs = int(sys.argv[1]), int(sys.argv[2])
     if len(sys.argv) > 3:
         cores = set(range(int(sys.argv[3])))
@@ -211,4 +217,5 @@ if __name__ == "__main__":
         if after | {"descriptors": 0} == before | {"descriptors": 0}:
             break
         time.sleep(0.05)
-    print(json.dumps({"before": before, "after": after}), flush=True)
+    failed_ends = [record.getMessage() for record in told]
+    print(json.dumps({"before": before, "after": after, "failed_ends": failed_ends}), flush=True)

@@ -28,7 +28,7 @@ def test_every_work_ends_whatever_goes_wrong(host_engine, first, cores):
 
     with concurrent.futures.ThreadPoolExecutor(PROCESSES) as pool:
         ended = list(pool.map(process, range(PROCESSES)))
-    seen = 0
+    seen = clean = 0
     fired = set()
     for done in ended:
         assert done.returncode == 0, done.stderr[-3000:]
@@ -46,7 +46,10 @@ def test_every_work_ends_whatever_goes_wrong(host_engine, first, cores):
             for run in runs
             for line in run["fired"]
         )
-        assert after.pop("descriptors") <= before.pop("descriptors") + unused
-        assert after == before
+        if not left["failed_ends"]:
+            assert after.pop("descriptors") <= before.pop("descriptors") + unused
+            assert after == before
+            clean += 1
+    assert clean, "no process in which all ends have succeeded"
     assert seen > PROCESSES * RUNS / 2
     assert len(fired) > 20, fired  # of many kinds

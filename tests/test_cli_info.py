@@ -77,6 +77,7 @@ def test_without_a_gpu_it_stands_in_with_the_host_engine():
     done = testing.run_python('from ncclpy.cli.main import main; main(["info"])', env={"NCCLPY_LIBRARY": ""})
     assert "host engine" in done.stdout.splitlines()[0] and "no GPU found" in done.stdout.splitlines()[0]
     assert "NCCLPY_LIBRARY=host" in done.stdout
+    assert "ncclpy.use()" not in done.stdout  # nobody who reads this has called it
 
 
 def test_the_environment_is_shown(monkeypatch, capsys):

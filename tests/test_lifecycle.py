@@ -93,6 +93,13 @@ def test_init_all(arrays, devices):
     testing.close_all(comms)
 
 
+def test_what_people_try_first_is_answered_with_what_works():
+    with pytest.raises(TypeError, match=r"devices: .* range\(4\)"):
+        ncclpy.Communicator.init_all(4)
+    with pytest.raises(TypeError, match=r"Communicator\.init\(nranks, rank, unique_id\)"):
+        ncclpy.Communicator(2, 0, ncclpy.get_unique_id())
+
+
 def test_init_takes_the_current_device_by_default():
     testing.need_devices(2)
     with device_module.using(1):

@@ -85,7 +85,8 @@ def _library(loaded: Library, reason: str) -> dict[str, Any]:
         "engine": loaded.engine,
         "version": _dotted(loaded.version),
         "path": loaded.path,
-        "found": loaded.found,
+        # The command line took the host engine itself, by the call that a program would make.
+        "found": loaded.found.replace("chosen by ncclpy.use()", "this command's stand-in for a GPU"),
         "reason": reason,
         "written_against": _dotted(abi_version()),
         "missing": missing,

@@ -106,6 +106,8 @@ cdef class Creation(Lifecycle):
         -------
         list of Communicator
         """
+        if isinstance(devices, int):
+            raise TypeError(f"devices: pass the ordinals, not their number: range({devices}), say")
         devices = list(range(_device.device_count()) if devices is None else devices)
         if not devices:
             raise ValueError("devices: at least one is needed")

@@ -58,8 +58,11 @@ cdef class Lifecycle(Handle):
         self.resources = weakref.WeakSet()
         self.making = []
 
-    def __init__(self):
-        raise TypeError("make communicators with Communicator.init, init_all, split, shrink, grow or from_handle")
+    def __init__(self, *args, **kwargs):
+        raise TypeError(
+            "Communicator(...) makes none: use Communicator.init(nranks, rank, unique_id), init_all, join or "
+            "from_handle, or split, shrink or grow another one"
+        )
 
     def __dealloc__(self):
         # While NCCL makes the communicator it may write into the cell, also while it is aborted: then the memory stays.

@@ -32,6 +32,8 @@ SIZES = {
 ROUNDS = 5
 #: Operations a sample: as many for each rival. On CPUs large ones are fewer.
 GPU_CALLS = 50
+#: Of a latency's sample: calls that wait leave the launch queue empty, so that more of them do not fill it.
+LATENCY_CALLS = 200
 CPU_CALLS, CPU_BYTES = 500, 64 << 20
 #: Up to this size the latency is measured too: a call and the wait for its stream. On CPUs a call waits by itself.
 LATENCY_BYTES = 1 << 20
@@ -185,7 +187,7 @@ class PythonRival:
         seconds = self._ask("sample", {**what, "n": n, "waiting": False})
         sweep.add(self.name, collective, nbytes, sum(seconds) / len(seconds) if sweep.gpu else max(seconds))
         if sweep.gpu and nbytes <= LATENCY_BYTES:
-            seconds = self._ask("sample", {**what, "n": n, "waiting": True})
+            seconds = self._ask("sample", {**what, "n": LATENCY_CALLS, "waiting": True})
             sweep.add(self.name, collective, nbytes, sum(seconds) / len(seconds), "latency")
 
     def _ask(self, do: str, what: dict) -> list:

@@ -23,6 +23,12 @@ LAST_LINES = {
     "manager_threads": "9 collectives of",
     "ring": "rank 0 saw the tokens of",
 }
+# What Open MPI wants to be told before it starts four processes, as root, on a machine of two cores.
+OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
 LAUNCHED = {"with_mpi", "with_torchrun", "with_a_file"}
 
 
@@ -63,7 +69,7 @@ def run(line, first_words, tmp_path):
     process = subprocess.Popen(
         ["bash", "-c", line],
         cwd=ROOT,
-        env=os.environ | {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"} | OPEN_MPI,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -107,11 +107,14 @@ def test_resizing_while_others_record(manager):
 
     thread = threading.Thread(target=resize, daemon=True)
     thread.start()
-    for step in range(200):
+    step, end = 0, time.monotonic() + 2  # the other thread seldom lets go of the GIL: a step may take long
+    while time.monotonic() < end:
         sum_works(manager, step, range(n))[1]()
+        step += 1
     stop.append(True)
     thread.join(DEADLINE)
     assert not thread.is_alive()
+    assert step
 
 
 def test_a_key_that_cannot_be_shown(manager):

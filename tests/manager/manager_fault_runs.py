@@ -191,6 +191,7 @@ def left_over():
 
 
 if __name__ == "__main__":
+    sys.setswitchinterval(1e-4)  # threads change places often
     # Communicators whose end has failed by a fault (the end of a group that is in it) are told there.
     told: list[logging.LogRecord] = []
     handler = logging.Handler()

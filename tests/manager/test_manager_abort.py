@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import collections
+import gc
 import itertools
 import random
+import sys
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -50,8 +53,17 @@ class Ends:
         return found[True], found[False]
 
 
+@pytest.fixture
+def restless():
+    """Let threads change places often."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
 @pytest.mark.parametrize("seed", range(4))
-def test_abort_at_a_random_moment(make_manager, seed):
+def test_abort_at_a_random_moment(make_manager, restless, seed):
     n = some_devices(3)
     choose = random.Random(seed)
     manager = make_manager()
@@ -90,7 +102,7 @@ def test_abort_at_a_random_moment(make_manager, seed):
 
 
 @pytest.mark.parametrize("fault", ["at=run do=hang", "do=hang", "at=run do=delay:2ms", "do=delay:2ms"])
-def test_abort_while_ranks_hang(make_manager, host_engine, fault):
+def test_abort_while_ranks_hang(make_manager, host_engine, restless, fault):
     manager = make_manager()
     for number in range(5):
         ends = Ends()
@@ -106,6 +118,40 @@ def test_abort_while_ranks_hang(make_manager, host_engine, fault):
             ends.check()
             testing.run_with_deadline(manager.reset, DEADLINE)
     check_usable(manager, "last", range(3))
+
+
+def test_communicators_stay_while_a_lane_may_use_them(make_manager, host_engine):
+    """A launch that was aborted may still be in the queue of a lane that another one holds up."""
+    stuck, other = make_manager(), ncclpy.Manager()
+    sum_works(stuck, "warm", (0, 1))[1]()
+    known = {id(found) for found in gc.get_objects() if isinstance(found, ncclpy.Communicator)}
+    sum_works(other, "warm", (1, 2))[1]()
+    with ncclpy.faults("rank=1 call=AllReduce do=hang") as faults:
+        works, _ = sum_works(stuck, "stuck", (0, 1))
+        while not faults.fired:
+            time.sleep(0.001)
+        queued, _ = sum_works(other, "queued", (1, 2))
+        alive = [
+            weakref.ref(found)
+            for found in gc.get_objects()
+            if isinstance(found, ncclpy.Communicator) and id(found) not in known
+        ]
+        assert len(alive) == 2 and queued[0].state == "pending"
+        other.abort()
+        testing.run_with_deadline(other.reset, DEADLINE)
+        other.close()
+        del other
+        assert all(work.exception(DEADLINE) is not None for work in queued)
+        gc.collect()
+        assert all(reference() is not None for reference in alive), "the lane will look at them"
+        stuck.abort()
+        assert all(work.exception(DEADLINE) is not None for work in works)
+        testing.run_with_deadline(stuck.reset, DEADLINE)
+    deadline = time.monotonic() + DEADLINE
+    while any(reference() is not None for reference in alive) and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert all(reference() is None for reference in alive), "they are kept for ever"
 
 
 def test_abort_from_several_threads_counts_once(make_manager):

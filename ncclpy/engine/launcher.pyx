@@ -380,8 +380,9 @@ cdef class Launch:
             return
         for i in range(self.count):
             handles[<uintptr_t>self.parts[i].handle] = <Handle>self.parts[i].handle
+        self.failing = True
+        owner.launch_failed(self, error)  # first: nobody is to take the communicators for idle ones
         self.end(error)
-        owner.launch_failed(self, error)
         abort_aside(list(handles.values()), f"a launch failed: {error}")
 
 

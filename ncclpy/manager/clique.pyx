@@ -157,7 +157,8 @@ cdef class Clique:
         self.manager._lost(self)
         failure = NcclAborted(f"the communicator was aborted, since another collective on it failed: {error}")
         for other in list(self.launches):
-            (<Launch>other).end(failure)
+            if other is not launch:
+                (<Launch>other).end(failure)
 
     @property
     def idle(self):

@@ -1,9 +1,13 @@
 from types import TracebackType
 
+from typing_extensions import disjoint_base
+
 from ncclpy.core.group import Group
 
+@disjoint_base
 class Recording(Group): ...
 
+@disjoint_base
 class Plan:
     def __init__(self) -> None: ...
     def record(self) -> Recording: ...
@@ -11,6 +15,7 @@ class Plan:
     def launch(self) -> None: ...
     def capture(self) -> Graph: ...
 
+@disjoint_base
 class Graph:
     @property
     def closed(self) -> bool: ...

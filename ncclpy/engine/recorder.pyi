@@ -1,7 +1,8 @@
 from collections.abc import Callable
 from os import PathLike
-from typing import Any
+from typing import Any, final
 
+@final
 class Entry: ...
 
 def method_name(kind: int) -> str: ...

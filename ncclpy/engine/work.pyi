@@ -2,6 +2,9 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from typing import Any, Literal
 
+from typing_extensions import disjoint_base
+
+@disjoint_base
 class Work:
     device: int
     @property

@@ -2,9 +2,12 @@ from collections.abc import Hashable
 from types import TracebackType
 from typing import Any
 
+from typing_extensions import disjoint_base
+
 from ncclpy.core.config import Config
 from ncclpy.manager.participants import Participants
 
+@disjoint_base
 class Manager(Participants):
     def __init__(
         self,

@@ -1,8 +1,11 @@
 from collections.abc import Callable, Hashable
 
+from typing_extensions import disjoint_base
+
 from ncclpy.core.types import ReduceOp
 from ncclpy.engine.work import Work
 
+@disjoint_base
 class Participants:
     def all_reduce(
         self,

@@ -93,18 +93,20 @@ def test_fork_while_a_thread_adds():
                 work.wait(30)
             step += 1
 
-    thread = threading.Thread(target=work_on)
+    array = lib.argument(lib.make(np.ones(4, np.float32), 0))  # no framework can make one in a forked child
+    thread = threading.Thread(target=work_on, daemon=True)
     thread.start()
     time.sleep(0.5)
     for number in range(20):
         pid = os.fork()
         if pid == 0:
             try:  # whatever lock the other thread held at the fork
-                add("child")
+                manager.all_reduce("child", array, device=0, num_local=2)
             except ncclpy.NcclError:
                 ncclpy.recorder.dump()
                 os._exit(0)
-            os._exit(1)
+            finally:
+                os._exit(1)
         deadline = time.monotonic() + 10
         while (done := os.waitpid(pid, os.WNOHANG))[0] == 0:
             if time.monotonic() > deadline:

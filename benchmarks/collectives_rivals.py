@@ -24,7 +24,6 @@ from benchmarks.setting import SUM
 END = 256
 #: Kinds of memory of ncclpy's rivals, as nccl-tests numbers them in ``-R``.
 PLAIN, REGISTERED, WINDOW = 0, 1, 2
-WIN_COLL_SYMMETRIC = 1
 ROOT = 0
 
 Call = Callable[[], object]
@@ -80,12 +79,11 @@ class Ncclpy:
         nbytes = self.place.count * self.place.dtype.itemsize
         if memory == PLAIN:
             return self.devices.allocate(nbytes, self.place.rank)
-        bindings = self.nccl.bindings
-        pointer = bindings.mem_alloc(nbytes)
-        if memory == WINDOW:
-            bindings.comm_window_register(self.comm.handle, pointer, nbytes, WIN_COLL_SYMMETRIC)
-        else:
-            self.registrations = [*getattr(self, "registrations", ()), self.comm.register(self._buffer(pointer))]
+        pointer = self.nccl.bindings.mem_alloc(nbytes)
+        register = self.comm.window if memory == WINDOW else self.comm.register
+        self.registered = [*getattr(self, "registered", ()), register(self._buffer(pointer))]
+        if memory == WINDOW and not self.registered[-1].handle:
+            raise Missing("NCCL supports no windows here")
         return pointer
 
     def _buffer(self, pointer: int, count: int | None = None) -> Any:

@@ -25,7 +25,8 @@ MEASURES = ("add", "recorder", "launch", "rounds", "threads", "callback", "idle"
 PENDING = (10, 1000, 100_000)
 NOTES = [
     "until enqueued: when the recorder has noted the launch on the last device; for a plan and the C loop, when the "
-    "call returns. Each follows a pause of 1 ms, in which all threads fall asleep, unless it says otherwise.",
+    "call returns. The last add comes when the collective before it is done, or 1 ms later (in which the lanes fall "
+    "asleep, and waking a core can take 200 us), or at once. Plans and the C loop follow a pause of 1 ms.",
     "repeated: 200 in a row, then a wait for all; latency: each is waited for.",
     "callback: from the moment at which the stream that produces the input is done (a host function notes it), less "
     "the operation's own time on the device, to the callback; the way from stream to stream is in it.",

@@ -134,16 +134,21 @@ class Side:
     def measure_launch(self) -> list[Sample]:
         """From before the last add to the moment at which the operations of all devices are enqueued."""
         samples = []
-        for road, pause in (("the last add", PAUSE), ("the last add, right behind another", 0.0)):
+        for road, pause, each in (
+            ("the last add", 0.0, True),
+            ("the last add, after a pause", PAUSE, True),
+            ("the last add, right behind another", 0.0, False),
+        ):
             begun, works = {}, []
             keys = [next(self.keys) for _ in range(LAUNCHED)]
             with self.working(self.kind, len(keys)):
                 for key in keys:
                     some = self.collective(key, self.devices[:-1])
-                    time.sleep(pause)
+                    if pause:
+                        time.sleep(pause)
                     begun[repr(key)] = time.monotonic()
                     some += self.collective(key, self.devices[-1:])
-                    if pause:
+                    if each:
                         self.wait(some)
                     works += some
                 self.wait(works)

@@ -42,6 +42,7 @@ from ncclpy.core.library import library, use
 from ncclpy.core.resources import CustomOp, Registration
 from ncclpy.core.stream import Event, Stream, synchronize
 from ncclpy.core.types import AVG, MAX, MIN, PROD, SUM, DataType, ReduceOp, Result, UniqueId
+from ncclpy.core.window import Window
 from ncclpy.engine import recorder
 from ncclpy.engine.plan import Plan
 from ncclpy.engine.work import Work
@@ -76,6 +77,7 @@ __all__ = [
     "Result",
     "Stream",
     "UniqueId",
+    "Window",
     "Work",
     "bindings",
     "device_count",

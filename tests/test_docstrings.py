@@ -61,7 +61,13 @@ def parts(value) -> tuple[str, list[str]]:
 
 
 # Nobody calls these: methods that explain their parameters make them.
-MADE_BY_METHODS = (ncclpy.CustomOp, ncclpy.Registration, ncclpy.bindings.CommProperties, ncclpy.bindings.Team)
+MADE_BY_METHODS = (
+    ncclpy.CustomOp,
+    ncclpy.Registration,
+    ncclpy.Window,
+    ncclpy.bindings.CommProperties,
+    ncclpy.bindings.Team,
+)
 
 
 def made_elsewhere(value):

@@ -230,6 +230,7 @@ USES = {
     "wait_ready": lambda comm: comm.wait_ready(1),
     "pre_mul_sum": lambda comm: comm.pre_mul_sum(2, "float32"),
     "register": lambda comm: comm.register((64, 16, "float32")),
+    "window": lambda comm: comm.window((64, 16, "float32")),
     "handle": lambda comm: comm.handle,
 }
 
@@ -551,6 +552,11 @@ def test_register(comm1, arrays):
     part = arrays.make(np.ones(1024, np.float32), 0)
     registration = comm1.register(arrays.argument(part))
     comm1.all_reduce(arrays.argument(part))
-    close = getattr(registration, "close", None) or getattr(registration, "deregister", None)
-    close()
-    close()
+    registration.close()
+    registration.close()
+    assert registration.closed
+
+
+def test_register_refuses_another_device(comms2):
+    with pytest.raises(ValueError, match=r"buf: .* device 1"):
+        comms2[0].register(ncclpy.Buffer(4096, 1, "float32", device=comms2[1].device))

@@ -10,7 +10,6 @@ import testing
 from ncclpy import bindings
 from ncclpy.core import device as device_module
 
-SYMMETRIC = 1
 FLOAT32 = ncclpy.DataType.FLOAT32
 
 
@@ -27,7 +26,8 @@ class Memory:
         self.comm, self.nbytes = comm, 4 * count
         with device_module.using(comm.device):
             self.pointer = bindings.mem_alloc(max(self.nbytes, 4096))
-            self.window = bindings.comm_window_register(comm.handle, self.pointer, self.nbytes, SYMMETRIC)
+            self.registered = comm.window((self.pointer, count, "float32"))
+        self.window = self.registered.handle
 
     def write(self, values):
         values = np.ascontiguousarray(values, np.float32)
@@ -37,7 +37,7 @@ class Memory:
         return testing.read(self.pointer, count, np.float32, self.comm.device)
 
     def close(self):
-        bindings.comm_window_deregister(self.comm.handle, self.window)
+        self.registered.close()
         with device_module.using(self.comm.device):
             bindings.mem_free(self.pointer)
 

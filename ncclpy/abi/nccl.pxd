@@ -13,6 +13,8 @@ cdef extern from "nccl_abi.h" nogil:
     const int NCCL_CONFIG_UNDEF_INT
     const float NCCL_UNDEF_FLOAT
     const int NCCL_UNIQUE_ID_BYTES
+    const int NCCL_WIN_COLL_SYMMETRIC
+    const int NCCL_WIN_STRICT_ORDERING
 
     ctypedef CUstream_st* cudaStream_t
     ctypedef CUevent_st* cudaEvent_t

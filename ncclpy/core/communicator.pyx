@@ -19,6 +19,7 @@ from ncclpy.core import device as _device
 from ncclpy.core.group import Group
 from ncclpy.core.resources import CustomOp, Registration
 from ncclpy.core.types import ReduceOp
+from ncclpy.core.window import Window
 
 
 cdef list _as_counts(object counts, int nranks, str argument):
@@ -222,4 +223,35 @@ cdef class Communicator(Collectives):
         Registration
             Its `close` deregisters the buffer; do that before the memory is freed.
         """
+        cdef View view
+        self.check_alive()
+        self.read(buf, &view, "buf")
         return Registration(self, buf)
+
+    def window(self, buf, *, bint symmetric=True, bint strict_ordering=False):
+        """Register a buffer together with all ranks (`ncclCommWindowRegister`, NCCL 2.27); all ranks call it.
+
+        Collectives whose buffers lie in symmetric windows take fewer steps: small ones on NVLink are faster for it.
+        One thread with several communicators calls it for all of them in a ``group()``.
+
+        Parameters
+        ----------
+        buf : buffer
+            This rank's part, of the same size on all ranks; on GPUs memory of `bindings.mem_alloc`.
+        symmetric : bool
+            Whether collectives may use the window (`NCCL_WIN_COLL_SYMMETRIC`); all ranks then pass buffers at the
+            same offset into it.
+        strict_ordering : bool
+            Whether what is written through it arrives in order (`NCCL_WIN_STRICT_ORDERING`).
+
+        Returns
+        -------
+        Window
+            Its `close` deregisters the buffer; do that before the memory is freed.
+
+        Raises
+        ------
+        NcclUnsupported
+            If the loaded NCCL is older than 2.27.
+        """
+        return Window(self, buf, symmetric=symmetric, strict_ordering=strict_ordering)

@@ -12,7 +12,8 @@ cdef enum:
     SCATTER
     SEND
     RECV
-    INIT_RANK
+    WINDOW  # `count` bytes at `send`, flags in `op`; NCCL writes the window to `recv`
+    INIT_RANK  # from here on the call makes a communicator
     SPLIT
     SHRINK
     GROW

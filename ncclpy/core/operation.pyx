@@ -1,7 +1,7 @@
 """One NCCL call as a value: it can be issued at once, or collected by a group and issued with others."""
 
 from ncclpy.abi.driver cimport CUcontext
-from ncclpy.abi.nccl cimport ncclConfig_t, ncclDataType_t, ncclInvalidArgument, ncclRedOp_t, ncclUnhandledCudaError
+from ncclpy.abi.nccl cimport ncclConfig_t, ncclDataType_t, ncclInvalidArgument, ncclRedOp_t, ncclUnhandledCudaError, ncclWindow_t
 from ncclpy.core.check cimport raise_nccl
 from ncclpy.core.library cimport driver, missing_nccl, nccl
 
@@ -41,6 +41,9 @@ cdef ncclResult_t issue(const Operation* operation) noexcept nogil:
     elif o.kind == RECV:
         if nccl.ncclRecv != NULL:
             return nccl.ncclRecv(o.recv, o.count, datatype, o.root, o.comm, o.stream)
+    elif o.kind == WINDOW:
+        if nccl.ncclCommWindowRegister != NULL:
+            return nccl.ncclCommWindowRegister(o.comm, <void*>o.send, o.count, <ncclWindow_t*>o.recv, o.op)
     else:
         return _issue_birth(o)
     return <ncclResult_t>NOT_THERE
@@ -90,6 +93,8 @@ cdef const char* function_of(int kind) noexcept nogil:
         return b"ncclSend"
     if kind == RECV:
         return b"ncclRecv"
+    if kind == WINDOW:
+        return b"ncclCommWindowRegister"
     if kind == INIT_RANK:
         return b"ncclCommInitRankConfig"
     if kind == SPLIT:

@@ -1,0 +1,106 @@
+"""Windows: memory that all ranks of a communicator register together, so that NCCL can reach each other's part."""
+
+from libc.stdint cimport uintptr_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memset
+
+from ncclpy.abi.nccl cimport NCCL_WIN_COLL_SYMMETRIC, NCCL_WIN_STRICT_ORDERING, ncclResult_t, ncclSuccess, ncclWindow_t
+from ncclpy.core.buffers cimport View
+from ncclpy.core.check cimport check
+from ncclpy.core.collectives cimport read_on_device
+from ncclpy.core.group cimport current_group, submit
+from ncclpy.core.handle cimport ABORTED
+from ncclpy.core.library cimport nccl, require
+from ncclpy.core.lifecycle cimport Lifecycle
+from ncclpy.core.operation cimport WINDOW, Operation
+
+
+cdef class Window:
+    """Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegister`) until `close`.
+
+    `Communicator.window` makes it. It holds the buffer; close it before the memory is freed.
+    """
+
+    def __init__(self, Lifecycle comm not None, buffer, *, bint symmetric=True, bint strict_ordering=False):
+        cdef View view
+        cdef Operation operation
+        cdef int flags = (
+            (NCCL_WIN_COLL_SYMMETRIC if symmetric else 0) | (NCCL_WIN_STRICT_ORDERING if strict_ordering else 0)
+        )
+        comm.check_alive()
+        read_on_device(buffer, &view, "buf", comm.device)
+        if view.nbytes == 0:
+            raise ValueError("buf: a window needs memory, and this buffer has no elements")
+        require(<void*>nccl.ncclCommWindowRegister, b"ncclCommWindowRegister")
+        group = current_group()
+        if group is not None and group.keeps:
+            raise ValueError("a window cannot be made inside plan.record(): a plan is launched many times")
+        if group is not None and group.simulate:
+            raise ValueError("a window cannot be made inside group(simulate=True)")
+        self.cell = <ncclWindow_t*>calloc(1, sizeof(ncclWindow_t))
+        if self.cell == NULL:
+            raise MemoryError
+        self.buffer = buffer
+        self.comm = comm
+        memset(&operation, 0, sizeof(operation))
+        operation.kind = WINDOW
+        operation.send = view.pointer
+        operation.count = view.nbytes
+        operation.op = flags
+        operation.recv = self.cell
+        submit(comm, &operation, buffer, self, False)  # a group keeps this object, and with it the cell
+        comm.resources.add(self)
+
+    def __dealloc__(self):
+        self._note_abandoned()
+        if not self.abandoned:
+            free(self.cell)
+
+    cdef int _note_abandoned(self) noexcept:
+        if self.comm is not None and self.comm.state == ABORTED and self.cell != NULL and self.cell[0] == NULL:
+            self.abandoned = True
+        return 0
+
+    @property
+    def handle(self):
+        """The `ncclWindow_t` as an int; 0 until the group has ended, and where NCCL supports no windows."""
+        return <uintptr_t>self.cell[0] if self.cell != NULL else 0
+
+    @property
+    def closed(self):
+        """Whether the buffer is no longer registered."""
+        return self.comm is None
+
+    def close(self):
+        """Deregister this rank's part (`ncclCommWindowDeregister`); twice does nothing.
+
+        All ranks must be done with what uses the window.
+        """
+        cdef Lifecycle comm = self.comm
+        cdef ncclResult_t result = ncclSuccess
+        cdef ncclWindow_t window
+        if comm is None:
+            return
+        self._note_abandoned()
+        window = self.cell[0]
+        self.comm = None
+        self.cell[0] = NULL
+        self.buffer = None
+        require(<void*>nccl.ncclCommWindowDeregister, b"ncclCommWindowDeregister")
+        with nogil:
+            comm.lock()
+            if comm.raw != NULL and window != NULL:
+                result = nccl.ncclCommWindowDeregister(comm.raw, window)
+            comm.unlock()
+        check(result, b"ncclCommWindowDeregister", comm.raw)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.close()
+
+    def __repr__(self):
+        if self.comm is None:
+            return "<ncclpy.Window (closed)>"
+        return f"<ncclpy.Window {self.handle:#x} of {self.comm!r}>"

@@ -28,6 +28,7 @@ TITLES = {
     "scale": "What grows with ranks",
     "import": "What the import costs",
 }
+REGISTERED = "Registered buffers and symmetric windows"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,8 +64,9 @@ def section(name: str, result: dict) -> str:
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
     gpus = f", {len(machine['gpus'])} x {machine['gpus'][0]}" if machine["gpus"] else ", no GPU"
     what = f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
+    title = REGISTERED if "--registered" in result["command"] else TITLES[result["experiment"]]
     lines = [
-        f"## {TITLES[result['experiment']]}{where}",
+        f"## {title}{where}",
         "",
         f"`{result['command']}`, {result['date']}; raw samples: `benchmarks/results/{name}`.",
         f"Machine: {what}, {machine['system']}{gpus}; load average {machine['load']} when it began.",
@@ -150,4 +152,10 @@ def _targets(judged: list[dict]) -> str:
         if not target["kept"] and float(reached) == float(number(target["limit"])):
             reached = f"{target['reached']:.4g}"  # enough digits to see why
         body.append([target["text"], limit, f"{reached} {unit}", spread, kept])
-    return table(["target", "limit", "reached", "quartiles", ""], body)
+    reasons: dict[str, list[str]] = {}
+    for target in judged:
+        if target["kept"] is False and target["why"]:
+            reasons.setdefault(target["why"], []).append(target["text"])
+    because = "".join(f"\n- {'; '.join(texts)}: {why}." for why, texts in reasons.items())
+    page = table(["target", "limit", "reached", "quartiles", ""], body)
+    return f"{page}\n\nMissed, and why:\n{because}" if because else page

@@ -12,6 +12,7 @@ MODULES = (
     "ncclpy_bindings",
     "ncclpy_communicator",
     "ncclpy_plan",
+    "ncclpy_manager",
     "ncclpy_nonblocking",
     "nccl4py_bindings",
     "nccl4py_communicator",

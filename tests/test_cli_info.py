@@ -35,9 +35,38 @@ def test_text_has_library_devices_packages_and_system(capsys):
     assert said.startswith("# ncclpy info: ")
     assert library.path in said and ".".join(map(str, library.version)) in said
     assert any(line.split() == ["numpy", np.__version__] for line in said.splitlines())
-    for ordinal in range(ncclpy.device_count()):
-        assert any(line.startswith(f"  {ordinal:3d}  ") for line in said.splitlines())
-    assert "links" in said and "/dev/shm" in said
+    last = ncclpy.device_count() - 1
+    if library.engine == "host":
+        assert f"  devices 0 to {last}, virtual, " in said and "NCCLPY_HOST_DEVICES" in said
+    else:
+        assert any(line.startswith(f"  {last:3d}  ") for line in said.splitlines())
+    assert "/dev/shm" in said
+
+
+X = True
+
+
+@pytest.mark.parametrize(
+    ("peers", "lines"),
+    [
+        ([[X]], []),
+        ([[X, X], [X, X]], ["", "links", "  each device reaches every other's memory directly"]),
+        ([[X, False], [False, X]], ["", "links", "  no device reaches any other's memory directly"]),
+        (
+            [[X, X, False], [X, X, False], [False, X, X]],
+            [
+                "",
+                "links (x: the device of the row reaches the memory of the column's directly)",
+                "         0   1   2",
+                "     0   .   x   -",
+                "     1   x   .   -",
+                "     2   -   x   .",
+            ],
+        ),
+    ],
+)
+def test_links_of_devices_that_are_all_alike_are_one_line(peers, lines):
+    assert info._link_lines(peers) == lines
 
 
 def test_json_has_the_same(capsys):

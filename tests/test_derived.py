@@ -35,6 +35,15 @@ def test_split_without_a_color_gives_none(arrays, comms2, color):
     assert testing.run_threads(2, rank, comms=comms2) == [(1, 5), None]
 
 
+@pytest.mark.parametrize(
+    ("color", "kind", "words"),
+    [(-2, ValueError, "color: expected an int >= 0, or None"), (0.5, TypeError, r"color: expected an int, got 0\.5")],
+)
+def test_split_rejects(comms2, color, kind, words):
+    with pytest.raises(kind, match=words):
+        testing.run_with_deadline(lambda: comms2[0].split(color), 10)
+
+
 def test_split_in_one_group(arrays, comms4):
     def split():
         with ncclpy.group():
@@ -80,6 +89,11 @@ def test_shrink_of_the_excluded_rank_is_refused(comms2):
     needs_symbol("ncclCommShrink")
     with pytest.raises((ValueError, ncclpy.NcclError)):
         testing.run_with_deadline(lambda: comms2[0].shrink([0]), 10)
+
+
+def test_shrink_takes_a_list(comms2):
+    with pytest.raises(TypeError, match=r"exclude: pass the ranks that leave in a list: \[1\]"):
+        testing.run_with_deadline(lambda: comms2[0].shrink(1), 10)
 
 
 def test_grow(comms2, arrays):

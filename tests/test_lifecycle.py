@@ -126,13 +126,25 @@ def test_unique_id_as_bytes():
     for wrong in (b"", bytes(127), bytes(129)):
         with pytest.raises(ValueError, match=str(len(wrong))):
             ncclpy.UniqueId.from_bytes(wrong)
+    for wrong in (128, "x" * 128):  # bytes(128) are 128 zeros
+        with pytest.raises(TypeError, match=type(wrong).__name__):
+            ncclpy.UniqueId(wrong)
     comm = ncclpy.Communicator.init(1, 0, bytes(uid), device=0)
     comm.close()
 
 
 @pytest.mark.parametrize(
     ("arguments", "word"),
-    [((0, 0), "nranks"), ((-1, 0), "nranks"), ((2, 2), "rank"), ((2, -1), "rank")],
+    [
+        ((0, 0), "nranks"),
+        ((-1, 0), "nranks"),
+        ((2, 2), "rank 2 of 2"),
+        ((2, -1), "rank"),
+        (("2", 0), "nranks: expected an int, got '2'"),  # as os.environ has it
+        ((2, "0"), "rank: expected an int, got '0'"),
+        ((2, 0.0), r"rank: expected an int, got 0\.0"),
+        ((2, None), "rank: expected an int, got None"),
+    ],
 )
 def test_init_rejects(arguments, word):
     with pytest.raises((TypeError, ValueError), match=word):
@@ -141,14 +153,18 @@ def test_init_rejects(arguments, word):
 
 def test_init_rejects_devices_and_ids():
     uid = ncclpy.get_unique_id()
+    hint = "NCCLPY_HOST_DEVICES" if ncclpy.library().engine == "host" else "CUDA_VISIBLE_DEVICES"
     for device in (-1, ncclpy.device_count()):
-        with pytest.raises(ValueError, match="device"):
+        with pytest.raises(ValueError, match=rf"device {device} does not exist.*{hint}"):
             ncclpy.Communicator.init(1, 0, uid, device=device)
+    with pytest.raises(TypeError, match=r"device: expected its number .* got 'cuda:0'"):
+        ncclpy.Communicator.init(1, 0, uid, device="cuda:0")
     for wrong in (b"short", "text", None, 5):
         with pytest.raises((TypeError, ValueError), match="unique"):
             ncclpy.Communicator.init(1, 0, wrong, device=0)
-    with pytest.raises((TypeError, ValueError), match="timeout"):
-        ncclpy.Communicator.init(1, 0, uid, device=0, timeout=-1)
+    for wrong, kind in ((-1, ValueError), ("5", TypeError), (float("nan"), ValueError)):
+        with pytest.raises(kind, match=f"timeout: expected seconds >= 0 or None, got {wrong!r}"):
+            ncclpy.Communicator.init(1, 0, uid, device=0, timeout=wrong)
     with pytest.raises(TypeError, match="config"):
         ncclpy.Communicator.init(1, 0, uid, device=0, config={"blocking": False})
 
@@ -159,6 +175,14 @@ def test_one_device_for_two_ranks_is_refused():
 
     with pytest.raises(ncclpy.NcclError, match=r"(?i)duplicate|same|invalid"):
         testing.run_threads(2, make, timeout=30)
+
+
+def test_an_initialisation_that_fails_in_the_background_says_so():
+    def make(rank):
+        return rank.init(device=0, timeout=30)
+
+    with pytest.raises(ncclpy.NcclError, match=r"^initialisation of <ncclpy.Communicator rank \d of 2 on device 0"):
+        testing.run_threads(2, make, timeout=60)
 
 
 def test_config_reaches_nccl(arrays):
@@ -439,7 +463,8 @@ def test_init_with_a_missing_rank_ends_at_its_deadline(arrays, blocking):
 
     error, seconds = testing.run_with_deadline(init, 30)
     assert isinstance(error, TimeoutError)
-    assert "initialis" in str(error).lower() or "ncclCommInitRank" in str(error)
+    assert "initialisation of <ncclpy.Communicator rank 0 of 2" in str(error)
+    assert "Not all 2 ranks have joined" in str(error)
     assert 0.9 <= seconds <= 2.0, f"the deadline was 1 s and a second is allowed; it took {seconds:.2f} s"
     # The process is as good as before.
     comms = ncclpy.Communicator.init_all(range(2))

@@ -94,6 +94,39 @@ def test_too_old_and_no_nccl_are_passed_over_and_named(tmp_path):
     assert "libm.so.6" in said and "ncclGetVersion" in said
 
 
+@pytest.mark.parametrize("choice", ["foo", "HOST", "/nowhere/libnccl.so.2"])
+@pytest.mark.parametrize("by", ["NCCLPY_LIBRARY", "ncclpy.use()"])
+def test_a_choice_that_is_none_says_what_is_expected(choice, by):
+    code = f"""
+        import ncclpy
+        if {by!r} == "ncclpy.use()":
+            ncclpy.use({choice!r})
+        try:
+            ncclpy.library()
+        except ncclpy.LibraryNotFound as error:
+            print(error)
+        """
+    first, *rest = run(code, **({by: choice} if by == "NCCLPY_LIBRARY" else {})).splitlines()
+    assert first == (
+        f'{by} chose {choice!r}, which is neither "host" nor "cuda" nor the path of a library that is a NCCL. '
+        "Searched:"
+    )
+    assert rest[0] == f"  {choice} ({by}): cannot open shared object file: No such file or directory"
+    assert "NCCLPY_LIBRARY=host" in rest[1] and "/path/to/libnccl.so.2" in rest[2]
+
+
+def test_the_host_engine_that_does_not_start_is_not_taken_for_a_driver():
+    code = """
+        import ncclpy
+        try:
+            ncclpy.device_count()
+        except ncclpy.LibraryNotFound as error:
+            print(error)
+        """
+    said = run(code, NCCLPY_LIBRARY="host", NCCLPY_HOST_DEVICES="many")
+    assert said.startswith("the host engine refuses to start") and "NCCLPY_HOST_DEVICES" in said and "'many'" in said
+
+
 def test_what_a_library_lacks_names_the_release(libnccl):
     code = """
         import ncclpy

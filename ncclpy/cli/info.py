@@ -210,7 +210,7 @@ def text(facts: dict[str, Any]) -> str:
                 "version": f"{library['version']} (ncclpy is written against {library['written_against']})",
                 "path": library["path"],
                 "found": library["found"],
-                "missing": "nothing" if not library["missing"] else "",
+                "lacks": "" if library["missing"] else f"no function of NCCL {library['written_against']}",
             },
         )
         for since, names in library["missing"].items():
@@ -243,19 +243,40 @@ def _device_lines(facts: dict[str, Any]) -> list[str]:
         return ["devices", *("  " + line for line in facts["device_error"].splitlines())]
     if not facts["devices"]:
         return ["devices", "  none"]
+    count = len(facts["devices"])
+    if facts["library"]["engine"] == "host":
+        numbers = "device 0" if count == 1 else f"devices 0 to {count - 1}"
+        return [
+            "devices",
+            f"  {numbers}, virtual, in the {_size(facts['devices'][0]['memory'])} of this machine's memory",
+            "  (NCCLPY_HOST_DEVICES says how many)",
+        ]
     lines = [f"devices (driver for CUDA {facts['driver']})"]
     for entry in facts["devices"]:
         lines.append(
             f"  {entry['ordinal']:3d}  {entry['name']}  {_size(entry['memory'])}  {entry['pci_bus_id']}  "
             f"compute capability {entry['compute_capability']}"
         )
-    lines += ["", "links (x: direct access to the other's memory)"]
-    lines.append("      " + "".join(f"{entry['ordinal']:4d}" for entry in facts["devices"]))
-    for ordinal, row in enumerate(facts["peer_access"]):
-        marks = "".join("   ." if other == ordinal else "   x" if can else "   -" for other, can in enumerate(row))
-        lines.append(f"  {ordinal:4d}{marks}")
+    lines += _link_lines(facts["peer_access"])
     if facts["topology"]:
         lines += ["", "nvidia-smi topo -m", *("  " + line for line in facts["topology"].splitlines())]
+    return lines
+
+
+def _link_lines(peers: list[list[bool]]) -> list[str]:
+    """Return a line if all devices are connected alike, else who reaches whom."""
+    count = len(peers)
+    links = {peers[a][b] for a in range(count) for b in range(count) if a != b}
+    if not links:
+        return []
+    if len(links) == 1:
+        who = "each device reaches every other's" if True in links else "no device reaches any other's"
+        return ["", "links", f"  {who} memory directly"]
+    lines = ["", "links (x: the device of the row reaches the memory of the column's directly)"]
+    lines.append("      " + "".join(f"{ordinal:4d}" for ordinal in range(count)))
+    for ordinal, row in enumerate(peers):
+        marks = "".join("   ." if other == ordinal else "   x" if can else "   -" for other, can in enumerate(row))
+        lines.append(f"  {ordinal:4d}{marks}")
     return lines
 
 

@@ -221,7 +221,10 @@ cdef int _read_numpy(cnp.ndarray array, View* view, str argument) except -1:
     if not cnp.PyArray_IS_C_CONTIGUOUS(array):
         raise _not_contiguous(argument, (<object>array).shape, (<object>array).strides)
     if not cnp.PyArray_ISNOTSWAPPED(array):
-        raise TypeError(f"{argument}: the array's byte order is not this machine's ({array.dtype!r})")
+        raise TypeError(
+            f"{argument}: the array's byte order is not this machine's ({array.dtype!r}); pass "
+            "array.astype(array.dtype.newbyteorder('='))"
+        )
     view.pointer = cnp.PyArray_DATA(array)
     view.readonly = not cnp.PyArray_ISWRITEABLE(array)
     view.device = HOST_MEMORY
@@ -444,7 +447,10 @@ cdef int _read_interface(dict interface, View* view, str argument) except -1:
                 raise _not_contiguous(argument, shape, strides)
             expected *= extent
     if not dtype.isnative:
-        raise TypeError(f"{argument}: the array's byte order is not this machine's ({dtype!r})")
+        raise TypeError(
+            f"{argument}: the array's byte order is not this machine's ({dtype!r}); pass "
+            "array.astype(array.dtype.newbyteorder('='))"
+        )
     view.pointer = <void*><uintptr_t>pointer
     view.readonly = bool(readonly)
     view.device = _device_of_pointer(view.pointer) if count else UNKNOWN_DEVICE

@@ -15,8 +15,12 @@ cdef int raise_nccl(ncclResult_t result, const char* function, ncclComm_t comm) 
     raise nccl_error(result, function, text)
 
 
-cdef object nccl_error(ncclResult_t result, const char* function, const char* last_words):
-    """Return the exception for a result code; `last_words` are what ncclGetLastError said when it was returned."""
+cdef object nccl_error(ncclResult_t result, const char* function, const char* last_words, object during=None):
+    """Return the exception for a result code.
+
+    `last_words` are what ncclGetLastError said when it was returned. `during` says what failed, where `function` has
+    only brought the news.
+    """
     cdef const char* text
     cdef int code = <int>result
     reason = f"result {code}"
@@ -34,7 +38,7 @@ cdef object nccl_error(ncclResult_t result, const char* function, const char* la
     elif result == ncclTimeout:
         kind = NcclTimeout
     name = function.decode()
-    message = f"{name}: {reason}"
+    message = f"{name if during is None else during}: {reason}"
     if detail:
         message += f"; last error: {detail}"
     if version is not None:

@@ -15,7 +15,7 @@ cdef size_t element_size(const View* view) noexcept
 cdef class Collectives(Creation):
     cdef int read(self, object obj, View* view, str argument) except -1
     cdef int op_code(self, object op, const View* view) except -1
-    cdef int root_rank(self, int root, str argument) except -1
+    cdef int root_rank(self, object root, str argument) except -1
     cdef int start(
         self, Operation* operation, const View* view, object send, object recv, object stream
     ) except -1

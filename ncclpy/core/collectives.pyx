@@ -23,11 +23,11 @@ from ncclpy.core.operation cimport (
     SEND,
 )
 from ncclpy.core.resources cimport CustomOp
-from ncclpy.core.stream cimport as_stream
+from ncclpy.core.stream cimport as_stream_of
 
 from ncclpy.core.errors import NcclUnsupported
 from ncclpy.core.group import Group
-from ncclpy.core.types import DataType, ReduceOp, as_op
+from ncclpy.core.types import DataType, ReduceOp, as_integer, as_op
 
 cdef enum:
     SUM = 0
@@ -128,10 +128,11 @@ cdef class Collectives(Creation):
             return code
         return op_number(op, view, self.nranks)
 
-    cdef int root_rank(self, int root, str argument) except -1:
-        if root < 0 or root >= self.nranks:
-            raise ValueError(f"{argument}: rank {root} does not exist, there are {self.nranks} (0 to {self.nranks - 1})")
-        return root
+    cdef int root_rank(self, object root, str argument) except -1:
+        cdef int rank = root if type(root) is int else as_integer(root, argument)
+        if rank < 0 or rank >= self.nranks:
+            raise ValueError(f"{argument}: rank {rank} does not exist, there are {self.nranks} (0 to {self.nranks - 1})")
+        return rank
 
     cdef int start(
         self, Operation* operation, const View* view, object send, object recv, object stream
@@ -140,7 +141,7 @@ cdef class Collectives(Creation):
         cdef bint wait_host = False
         operation.datatype = view.datatype
         if stream is not None:
-            operation.stream = as_stream(stream)
+            operation.stream = as_stream_of(stream, self.device)
         elif view.device == HOST_MEMORY:
             operation.stream = self.own_stream()
             wait_host = True
@@ -209,7 +210,7 @@ cdef class Collectives(Creation):
         o.op = self.op_code(op, &s)
         self.start(&o, &s, send, recv, stream)
 
-    def reduce(self, send, recv=None, op=_SUM, int root=0, *, stream=None):
+    def reduce(self, send, recv=None, op=_SUM, root=0, *, stream=None):
         """Reduce over all ranks and leave the result on `root` (`ncclReduce`).
 
         Parameters
@@ -232,7 +233,7 @@ cdef class Collectives(Creation):
         o.root = self.root_rank(root, "root")
         self.read(send, &s, "send")
         o.recv = NULL
-        if self.rank == root:
+        if self.rank == o.root:
             if recv is None:
                 writable(&s, "send")
                 o.recv = s.pointer
@@ -248,7 +249,7 @@ cdef class Collectives(Creation):
         o.op = self.op_code(op, &s)
         self.start(&o, &s, send, recv, stream)
 
-    def broadcast(self, send, recv=None, int root=0, *, stream=None):
+    def broadcast(self, send, recv=None, root=0, *, stream=None):
         """Copy the root's buffer to all ranks (`ncclBroadcast`).
 
         Parameters
@@ -270,13 +271,13 @@ cdef class Collectives(Creation):
         o.root = self.root_rank(root, "root")
         if recv is None:
             self.read(send, &r, "send")
-            if self.rank != root:
+            if self.rank != o.root:
                 writable(&r, "send")
             s = r
         else:
             self.read(recv, &r, "recv")
             writable(&r, "recv")
-            if self.rank == root:
+            if self.rank == o.root:
                 self.read(send, &s, "send")
                 same_type(&s, &r)
                 fits(&r, 1, &s, "recv", "send", "broadcast")
@@ -380,7 +381,7 @@ cdef class Collectives(Creation):
         o.count = s.count // self.nranks
         self.start(&o, &s, send, recv, stream)
 
-    def gather(self, send, recv=None, int root=0, *, stream=None):
+    def gather(self, send, recv=None, root=0, *, stream=None):
         """Collect every rank's `send` on the root, in the order of the ranks (`ncclGather`).
 
         Before NCCL 2.28 it is a group of sends and receives.
@@ -403,7 +404,7 @@ cdef class Collectives(Creation):
         o.root = self.root_rank(root, "root")
         self.read(send, &s, "send")
         o.recv = NULL
-        if self.rank == root:
+        if self.rank == o.root:
             if recv is None:
                 raise ValueError("recv: the root of a gather needs a buffer")
             self.read(recv, &r, "recv")
@@ -412,8 +413,8 @@ cdef class Collectives(Creation):
             fits(&r, self.nranks, &s, "recv", "send", "gather")
             o.recv = r.pointer
         if nccl.ncclGather == NULL:
-            each = [elements(&s) if peer == root else 0 for peer in range(self.nranks)]
-            parts = [elements(&s)] * self.nranks if self.rank == root else None
+            each = [elements(&s) if peer == o.root else 0 for peer in range(self.nranks)]
+            parts = [elements(&s)] * self.nranks if self.rank == o.root else None
             self.exchange(send, &s, each, recv, &r, parts, stream)
             return
         o.kind = GATHER
@@ -421,7 +422,7 @@ cdef class Collectives(Creation):
         o.count = s.count
         self.start(&o, &s, send, recv, stream)
 
-    def scatter(self, send, recv=None, int root=0, *, stream=None):
+    def scatter(self, send, recv=None, root=0, *, stream=None):
         """Send part i of the root's `send` to rank i (`ncclScatter`).
 
         Before NCCL 2.28 it is a group of sends and receives.
@@ -447,7 +448,7 @@ cdef class Collectives(Creation):
         self.read(recv, &r, "recv")
         writable(&r, "recv")
         o.send = NULL
-        if self.rank == root:
+        if self.rank == o.root:
             if send is None:
                 raise ValueError("send: the root of a scatter needs a buffer")
             self.read(send, &s, "send")
@@ -455,8 +456,8 @@ cdef class Collectives(Creation):
             fits(&s, self.nranks, &r, "send", "recv", "scatter")
             o.send = s.pointer
         if nccl.ncclScatter == NULL:
-            each = [elements(&r) if peer == root else 0 for peer in range(self.nranks)]
-            parts = [elements(&r)] * self.nranks if self.rank == root else None
+            each = [elements(&r) if peer == o.root else 0 for peer in range(self.nranks)]
+            parts = [elements(&r)] * self.nranks if self.rank == o.root else None
             self.exchange(send, &s, parts, recv, &r, each, stream)
             return
         o.kind = SCATTER
@@ -464,7 +465,7 @@ cdef class Collectives(Creation):
         o.count = r.count
         self.start(&o, &r, send, recv, stream)
 
-    def send(self, buf, int peer, *, stream=None):
+    def send(self, buf, peer, *, stream=None):
         """Send a buffer to one rank, which must receive as much (`ncclSend`).
 
         Parameters
@@ -487,7 +488,7 @@ cdef class Collectives(Creation):
         o.count = s.count
         self.start(&o, &s, buf, None, stream)
 
-    def recv(self, buf, int peer, *, stream=None):
+    def recv(self, buf, peer, *, stream=None):
         """Receive a buffer from one rank, which must send as much (`ncclRecv`).
 
         Parameters

@@ -13,7 +13,7 @@ from ncclpy.core.buffers cimport COMPLEX, View
 from ncclpy.core.collectives cimport Collectives, element_size, elements, same_type, writable
 from ncclpy.core.group cimport submit
 from ncclpy.core.operation cimport ALL_REDUCE, BROADCAST, Operation, REDUCE
-from ncclpy.core.stream cimport as_stream
+from ncclpy.core.stream cimport as_stream_of
 
 from ncclpy.core import device as _device
 from ncclpy.core.group import Group
@@ -190,7 +190,7 @@ cdef class Communicator(Collectives):
             o.stream = self.own_stream()
             submit(self, &o, None, None, True)
         else:
-            o.stream = as_stream(stream)
+            o.stream = as_stream_of(stream, self.device)
             submit(self, &o, None, None, False)
 
     def pre_mul_sum(self, scalar, dtype):

@@ -17,7 +17,7 @@ from ncclpy.core.operation cimport GROW, INIT_RANK, SHRINK, SPLIT, Operation
 
 from ncclpy.core import device as _device
 from ncclpy.core.group import Group
-from ncclpy.core.types import UniqueId, as_unique_id
+from ncclpy.core.types import UniqueId, as_integer, as_unique_id
 
 
 def get_unique_id():
@@ -37,11 +37,19 @@ cdef int _as_unique_id(object unique_id, ncclUniqueId* out) except -1:
     return 0
 
 
+cdef tuple _as_place(object nranks, object rank):
+    """Return the number of ranks and this rank, checked."""
+    nranks, rank = as_integer(nranks, "nranks"), as_integer(rank, "rank")
+    if nranks < 1 or not 0 <= rank < nranks:
+        raise ValueError(f"rank {rank} of {nranks}: expected nranks >= 1 and 0 <= rank < nranks")
+    return nranks, rank
+
+
 cdef class Creation(Lifecycle):
     """Make communicators; `Communicator` is the class to use."""
 
     @classmethod
-    def init(cls, int nranks, int rank, unique_id, *, device=None, config=None, timeout=None):
+    def init(cls, nranks, rank, unique_id, *, device=None, config=None, timeout=None):
         """Make this rank's communicator of a new clique (`ncclCommInitRankConfig`).
 
         It returns when all ranks have joined, unless ``config.blocking`` is False. Inside ``ncclpy.group()`` it
@@ -77,8 +85,7 @@ cdef class Creation(Lifecycle):
         """
         cdef Creation self = cls.__new__(cls)
         cdef Operation operation
-        if nranks < 1 or not 0 <= rank < nranks:
-            raise ValueError(f"rank {rank} of {nranks}: expected nranks >= 1 and 0 <= rank < nranks")
+        nranks, rank = _as_place(nranks, rank)
         self.device = as_device(device)
         self.conceive(config, timeout, None)
         _as_unique_id(unique_id, &self.birth.id)
@@ -145,7 +152,7 @@ cdef class Creation(Lifecycle):
         Parameters
         ----------
         color : int or None
-            Ranks of one colour come together. None: this rank joins none.
+            Ranks of one colour come together. None, or NCCL's own -1: this rank joins none.
         key : int
             Orders the ranks of the new communicator; ties keep the old order.
         config : Config, optional
@@ -156,13 +163,13 @@ cdef class Creation(Lifecycle):
         Returns
         -------
         Communicator or None
-            None if `color` is None. Closing this communicator closes its children first.
+            None without a colour. Closing this communicator closes its children first.
         """
         cdef Lifecycle child = type(self).__new__(type(self))
         cdef Operation operation
-        cdef int number = -1 if color is None else color
+        cdef int number = -1 if color is None else as_integer(color, "color")
         if number < -1:
-            raise ValueError(f"color: expected an int >= 0 or None, got {color}")
+            raise ValueError(f"color: expected an int >= 0, or None to join no communicator, got {color}")
         self.check_alive()
         child.conceive(config, timeout, self)
         child.birth.color = number
@@ -194,7 +201,9 @@ cdef class Creation(Lifecycle):
         cdef Lifecycle child = type(self).__new__(type(self))
         cdef Operation operation
         cdef size_t i
-        ranks = sorted({int(rank) for rank in exclude})
+        if isinstance(exclude, int):
+            raise TypeError(f"exclude: pass the ranks that leave in a list: [{exclude}]")
+        ranks = sorted({as_integer(rank, "exclude") for rank in exclude})
         self.check_alive()
         if not ranks:
             raise ValueError("exclude: at least one rank must leave")
@@ -216,7 +225,7 @@ cdef class Creation(Lifecycle):
         give_birth(self, child, &operation)
         return child
 
-    def grow(self, int nranks, unique_id=None, *, config=None, timeout=None):
+    def grow(self, nranks, unique_id=None, *, config=None, timeout=None):
         """Make a larger communicator of these ranks and new ones (`ncclCommGrow`, NCCL 2.29); all old ranks call it.
 
         Parameters
@@ -235,13 +244,14 @@ cdef class Creation(Lifecycle):
         """
         cdef Lifecycle child = type(self).__new__(type(self))
         self.check_alive()
+        nranks = as_integer(nranks, "nranks")
         if nranks <= self.nranks:
             raise ValueError(f"nranks: {nranks} is not more than the {self.nranks} ranks there are")
         child.conceive(config, timeout, self)
         return _grow(self, child, nranks, -1, unique_id)
 
     @classmethod
-    def join(cls, int nranks, int rank, unique_id, *, device=None, config=None, timeout=None):
+    def join(cls, nranks, rank, unique_id, *, device=None, config=None, timeout=None):
         """Join a communicator that others `grow` (`ncclCommGrow`, NCCL 2.29); each new rank calls it.
 
         Parameters
@@ -254,8 +264,7 @@ cdef class Creation(Lifecycle):
         Communicator
         """
         cdef Creation self = cls.__new__(cls)
-        if nranks < 1 or not 0 <= rank < nranks:
-            raise ValueError(f"rank {rank} of {nranks}: expected nranks >= 1 and 0 <= rank < nranks")
+        nranks, rank = _as_place(nranks, rank)
         self.device = as_device(device)
         self.conceive(config, timeout, None)
         self.birth.context = context_of(self.device)

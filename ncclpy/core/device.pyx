@@ -20,7 +20,7 @@ from ncclpy.abi.driver cimport (
     CUuuid,
 )
 from ncclpy.core.check cimport check_driver
-from ncclpy.core.library cimport driver, require_driver
+from ncclpy.core.library cimport driver, host_engine, require_driver
 
 # Primary contexts are retained once and kept, as the CUDA runtime does: releasing one while a library still has
 # streams in it would pull the ground from under that library.
@@ -60,12 +60,20 @@ cdef int as_device(object device) except -2:
     elif isinstance(getattr(device, "index", None), int):  # torch.device
         ordinal = device.index
     else:
-        raise TypeError(f"device: expected an ordinal, got {device!r}")
+        raise TypeError(
+            f"device: expected its number (0, 1, ...), a cuda.core.Device or a torch.device with an index, got {device!r}"
+        )
     if _count < 0 or driver.cuDeviceGetCount == NULL:
         _load()
     if ordinal < 0 or ordinal >= _count:
-        raise ValueError(f"device {ordinal} does not exist: this process sees {_count} (0 to {_count - 1})")
+        _no_such(ordinal)
     return ordinal
+
+
+cdef int _no_such(int ordinal) except -1:
+    how = "NCCLPY_HOST_DEVICES says how many the host engine shows" if host_engine else "CUDA_VISIBLE_DEVICES may hide some"
+    numbers = f" (0 to {_count - 1})" if _count > 0 else ""
+    raise ValueError(f"device {ordinal} does not exist: this process sees {_count}{numbers}; {how}")
 
 
 cdef int current_device() except -2:
@@ -85,7 +93,7 @@ cdef CUcontext context_of(int ordinal) except NULL:
     if _count < 0 or driver.cuDevicePrimaryCtxRetain == NULL:
         _load()
     if ordinal < 0 or ordinal >= _count:
-        raise ValueError(f"device {ordinal} does not exist: this process sees {_count}")
+        _no_such(ordinal)
     if _contexts[ordinal] == NULL:
         with nogil:
             result = driver.cuDevicePrimaryCtxRetain(&_contexts[ordinal], ordinal)

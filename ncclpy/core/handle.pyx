@@ -13,7 +13,7 @@ from posix.time cimport CLOCK_MONOTONIC, clock_gettime, nanosleep, timespec
 
 from ncclpy.abi.driver cimport CUDA_ERROR_NOT_READY, CUresult
 from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
-from ncclpy.core.check cimport check_driver, raise_nccl
+from ncclpy.core.check cimport check_driver, nccl_error, raise_nccl
 from ncclpy.core.library cimport driver, nccl, require, require_driver, version_code
 
 from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout
@@ -51,7 +51,11 @@ cdef double as_timeout(object timeout) except? -2.0:
     """Return a timeout in seconds; None is FOREVER."""
     if timeout is None:
         return FOREVER
-    cdef double seconds = timeout
+    cdef double seconds
+    try:
+        seconds = timeout
+    except TypeError:
+        raise TypeError(f"timeout: expected seconds >= 0 or None, got {timeout!r}") from None
     if not seconds >= 0:
         raise ValueError(f"timeout: expected seconds >= 0 or None, got {timeout!r}")
     return seconds
@@ -164,6 +168,7 @@ cdef class Handle:
     cdef int finish(self, str what, double deadline) except -1:
         """Poll until the communicator has left ncclInProgress; past the deadline abort it and raise NcclTimeout."""
         cdef ncclResult_t result
+        cdef const char* words
         cdef double started = now()
         while True:
             with nogil:
@@ -181,7 +186,8 @@ cdef class Handle:
                 return 0
             if self.state == INITIALISING:
                 self.state = FAILED
-            return raise_nccl(result, b"ncclCommGetAsyncError", self.raw)
+            words = nccl.ncclGetLastError(self.raw) if nccl.ncclGetLastError != NULL else NULL
+            raise nccl_error(result, b"ncclCommGetAsyncError", words, f"{what} of {self!r}")
 
     cdef int wait_stream(self, CUstream stream, str what, double deadline) except -1:
         """Wait until a stream has run dry and raise the communicator's error, if it has one by then.
@@ -222,10 +228,16 @@ cdef class Handle:
     cdef int give_up(self, str what, double timeout) except -1:
         """Abort after a deadline and say what was waited for."""
         described = repr(self)
+        if self.state == INITIALISING:
+            advice = (
+                f"Not all {self.nranks} ranks have joined: see whether each was started, with a rank of its own, this "
+                "unique id and this number of ranks, and whether their machines reach each other"
+            )
+        else:
+            advice = "A rank is missing or stuck: see which of the other ranks did not make the same call"
         abort_handles([self], ABORT_DEADLINE, f"{what} passed its deadline")
         raise NcclTimeout(
-            f"{what} of {described} was not done after {timeout:.3g} s; the communicator was aborted. A rank is "
-            "missing or stuck: see which of the other ranks did not make the same call",
+            f"{what} of {described} was not done after {timeout:.3g} s; the communicator was aborted. {advice}",
             function=what,
         )
 

@@ -211,7 +211,8 @@ def _load():
     if choice == "host":
         return _open([(search.host_engine_path(), "the host engine of this package")], origin)
     if choice is not None and choice != "cuda":
-        return _open([(choice, origin)], origin)
+        wrong = f'{origin} chose {choice!r}, which is neither "host" nor "cuda" nor the path of a library that is a NCCL'
+        return _open([(choice, origin)], origin, wrong)
     places = search.candidates()
     if choice is None and not _has_gpu():
         raise LibraryNotFound(
@@ -228,8 +229,8 @@ _HOW_TO_CHOOSE = (
 )
 
 
-cdef object _open(places, origin):
-    """Open the first place that is a NCCL, fill the tables and describe it."""
+cdef object _open(places, origin, failed="no NCCL library could be loaded"):
+    """Open the first place that is a NCCL, fill the tables and describe it; `failed` begins the error if none is."""
     global _handle, _version, host_engine
     cdef void* handle
     cdef int code = 0
@@ -244,7 +245,8 @@ cdef object _open(places, origin):
             handle = dlopen(name, RTLD_NOW | RTLD_LOCAL)
         if handle == NULL:
             error = dlerror()
-            searched.append(f"  {path} ({why}): {error.decode(errors='replace') if error != NULL else 'not opened'}")
+            said = error.decode(errors="replace").removeprefix(f"{path}: ") if error != NULL else "not opened"
+            searched.append(f"  {path} ({why}): {said}")
             continue
         get_version = <int (*)(int*) noexcept nogil>dlsym(handle, b"ncclGetVersion")
         if get_version == NULL or get_version(&code) != 0:
@@ -264,7 +266,7 @@ cdef object _open(places, origin):
         if dlsym(handle, b"cuInit") != NULL:
             _fill_driver(handle)
         return Library(engine, loaded, f"{why}; chosen by {origin}", decode_version(code))
-    raise LibraryNotFound("no NCCL library could be loaded. Searched:\n" + "\n".join(searched) + "\n" + _HOW_TO_CHOOSE)
+    raise LibraryNotFound(f"{failed}. Searched:\n" + "\n".join(searched) + "\n" + _HOW_TO_CHOOSE)
 
 
 cdef int _mark_loaded() except -1:
@@ -302,8 +304,9 @@ cdef int _fill_driver(void* handle) except -1:
     if result != 0:
         describe = <int (*)(int, const char**) noexcept nogil>dlsym(handle, b"cuGetErrorString")
         describe(result, &words)
+        who = "the host engine" if host_engine else "the CUDA driver"
         raise LibraryNotFound(
-            f"the CUDA driver refuses to start: cuInit returned {result}"
+            f"{who} refuses to start: cuInit returned {result}"
             + (f", {words.decode(errors='replace')}" if words != NULL else "")
         )
     _driver_handle = handle

@@ -1,6 +1,7 @@
 from ncclpy.abi.driver cimport CUcontext, CUevent, CUstream
 
 cdef CUstream as_stream(object stream) except? NULL
+cdef CUstream as_stream_of(object stream, int device) except? NULL
 
 
 cdef class Stream:

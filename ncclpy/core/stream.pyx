@@ -33,6 +33,13 @@ cdef CUstream as_stream(object stream) except? NULL:
     return <CUstream><uintptr_t>reader(stream)
 
 
+cdef CUstream as_stream_of(object stream, int device) except? NULL:
+    """Return the handle of a stream that must be on `device`, as far as that is known: of other objects it is not."""
+    if type(stream) is Stream and (<Stream>stream).device != device:
+        raise ValueError(f"stream: it is on device {(<Stream>stream).device}, this communicator on device {device}")
+    return as_stream(stream)
+
+
 cdef object _reader_of(object stream):
     """Choose once for a type how its objects are read; nothing is imported to find out."""
     kind = type(stream)

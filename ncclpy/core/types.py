@@ -6,6 +6,7 @@ Where a data type or an operator is taken, an enum member, its name or a numpy d
 from __future__ import annotations
 
 import enum
+import operator
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -126,7 +127,21 @@ def as_op(value) -> int:
         found = _OP_NAMES.get(value.lower())
         if found is not None:
             return found
-    raise TypeError(f"{value!r} is no reduction operator; use sum, prod, max, min, avg or comm.pre_mul_sum(...)")
+    raise TypeError(f"op: {value!r} is no reduction operator; use sum, prod, max, min, avg or comm.pre_mul_sum(...)")
+
+
+def as_integer(value, argument: str) -> int:
+    """Return an int, or one of numpy; text from the environment and floats are refused.
+
+    Raises
+    ------
+    TypeError
+        If it is something else; `argument` is the name in the message.
+    """
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{argument}: expected an int, got {value!r}") from None
 
 
 class UniqueId:
@@ -139,7 +154,10 @@ class UniqueId:
     __slots__ = ("_data",)
 
     def __init__(self, data: bytes) -> None:
-        data = bytes(data)
+        try:
+            data = bytes(memoryview(data))  # bytes(128) would be 128 zeros
+        except TypeError:
+            raise TypeError(f"a unique id is made of {self.SIZE} bytes, not of {type(data).__name__}") from None
         if len(data) != self.SIZE:
             raise ValueError(f"a unique id has {self.SIZE} bytes, not {len(data)}")
         self._data = data

@@ -64,10 +64,10 @@ cdef class Gathering:
             what = f"a communicator key has 128 bytes, not {len(self.communicator_key)}"
         elif kind != self.kind:
             what = self._differ("operation", method_name(self.kind), method_name(kind), participant)
+        elif num_local != self.num_local:  # first: by default num_global is num_local
+            what = self._differ("number of local participants (num_local)", self.num_local, num_local, participant)
         elif num_global != self.num_global:
             what = self._differ("number of participants (num_global)", self.num_global, num_global, participant)
-        elif num_local != self.num_local:
-            what = self._differ("number of local participants (num_local)", self.num_local, num_local, participant)
         elif self.arrived >= self.num_local:
             what = f"one participant too many, on device {participant.device}: {self.num_local} have come already"
         elif self.arrived:
@@ -75,7 +75,10 @@ cdef class Gathering:
         if what is None:
             for other in self.participants:
                 if other.device == participant.device:
-                    what = f"two participants on device {participant.device}"
+                    what = (
+                        f"two participants on device {participant.device}; each has a device of its own, and a key is "
+                        "free again when its participants have come"
+                    )
                 elif participant.global_rank >= 0 and other.global_rank == participant.global_rank:
                     what = (
                         f"two participants of global rank {participant.global_rank}, on devices {other.device} and "
@@ -202,7 +205,8 @@ cdef class Gathering:
                 return f"signal_multi_node_ready({show(self.key)})"
             return "its communicator"
         here = sorted([participant.device for participant in self.participants])
-        return f"{self.num_local - self.arrived} more local participants; devices {here} have come"
+        more = self.num_local - self.arrived
+        return f"{more} more local participant{'' if more == 1 else 's'}; devices {here} have come"
 
     def as_dict(self):
         """Return what `Manager.pending` and a dump of the recorder tell of it."""

@@ -21,6 +21,7 @@ from ncclpy.manager.gathering cimport Gathering, Participant
 from ncclpy.manager.participants cimport Participants
 
 from ncclpy.core import library as _library
+from ncclpy.core.config import Config
 from ncclpy.core.creation import get_unique_id
 from ncclpy.core.errors import NcclAborted, NcclTimeout
 from ncclpy.engine import monitor, recorder
@@ -109,6 +110,8 @@ cdef class Manager(Participants):
     ):
         if max_communicators is not None and max_communicators < 1:
             raise ValueError(f"max_communicators: expected at least 1 or None, got {max_communicators}")
+        if config is not None and not isinstance(config, Config):
+            raise TypeError(f"config: expected an ncclpy.Config, got {type(config).__name__}")
         if config is not None and config.blocking is not None and not config.blocking:
             raise ValueError("config: the Manager does not block anyway; leave blocking unset")
         self.lock = threading.RLock()
@@ -156,12 +159,17 @@ cdef class Manager(Participants):
                 f"num_local, num_global: expected 1 <= num_local <= num_global, got {num_local} and {num_global}"
             )
         if communicator_key is not None:
-            if isinstance(communicator_key, int):
-                raise TypeError(f"communicator_key: expected bytes, got {communicator_key!r}")
+            if isinstance(communicator_key, (int, str)):
+                raise TypeError(
+                    f"communicator_key: expected the bytes of generate_communicator_key(), got {communicator_key!r}"
+                )
             name = bytes(communicator_key)
         if global_rank is not None and global_rank < 0:
             raise ValueError(f"global_rank: expected a rank >= 0 or None, got {global_rank!r}")
-        hash(key)
+        try:
+            hash(key)
+        except TypeError as error:
+            raise TypeError(f"key: {error}; pass a str, an int or a tuple of such") from None
         if on_done is not None and not callable(on_done):
             raise TypeError(f"on_done: expected a callable, got {type(on_done).__name__}")
         self._check_usable()
@@ -316,7 +324,7 @@ cdef class Manager(Participants):
 
     def _sweep(self):
         """Fail what is overdue, tell of what stalls, and come again if anything is left."""
-        cdef Gathering gathering
+        cdef Gathering gathering, first
         cdef double moment = now(), shortest = FOREVER
         late, stalled = [], []
         with self.lock:
@@ -324,12 +332,15 @@ cdef class Manager(Participants):
                 return  # one that was to come sooner has been here
             self.sweep_at = FOREVER
             for clique in list(self.cliques.values()):
-                if clique.overdue():
+                overdue = clique.overdue()
+                if overdue:
+                    first = <Gathering>overdue[0]
                     self._lost(clique)
                     clique.fail(
                         NcclTimeout(
-                            f"the communicators of devices {list(clique.devices)} were not made within the timeout; "
-                            "where there are other nodes, see whether they have come to the same collective"
+                            f"key {show(first.key)}: the communicators of devices {list(clique.devices)} were not made "
+                            f"within {first.timeout:g} s; where there are other nodes, see whether they have come to "
+                            "the same collective"
                         )
                     )
                 else:

@@ -158,18 +158,35 @@ def test_negative_operator(comm, arrays, op):
         quickly(comm.all_reduce, part, op=op)
 
 
-@pytest.mark.parametrize("rank", [-1, 2])
+@pytest.mark.parametrize(
+    ("rank", "kind", "words"),
+    [
+        (-1, ValueError, "rank -1 does not exist, there are 2 (0 to 1)"),
+        (2, ValueError, "rank 2 does not exist, there are 2 (0 to 1)"),
+        ("0", TypeError, "expected an int, got '0'"),
+        (1.0, TypeError, "expected an int, got 1.0"),
+        (None, TypeError, "expected an int, got None"),
+    ],
+)
 @pytest.mark.parametrize("method", ["broadcast", "reduce", "gather", "scatter", "send", "recv"])
-def test_roots_and_peers_that_do_not_exist(comm, arrays, method, rank):
+def test_roots_and_peers_that_do_not_exist(comm, arrays, method, rank, kind, words):
     (small, large) = (arrays.argument(arrays.make(np.zeros(n, np.float32), comm.device)) for n in (4, 8))
     if method in ("send", "recv"):
-        with rejects("peer", kind=ValueError):
+        with rejects(f"peer: {words}", kind=kind):
             quickly(getattr(comm, method), small, rank)
     else:
         send = large if method == "scatter" else small
         recv = large if method == "gather" else small
-        with rejects("root", kind=ValueError):
+        with rejects(f"root: {words}", kind=kind):
             quickly(getattr(comm, method), send, recv, root=rank)
+
+
+def test_stream_of_another_device(comm, arrays):
+    part = arrays.argument(arrays.make(np.zeros(2, np.float32), comm.device))
+    with ncclpy.Stream(1 - comm.device) as stream:
+        for call in (lambda: comm.all_reduce(part, stream=stream), lambda: comm.barrier(stream=stream)):
+            with rejects("stream: it is on device 1, this communicator on device 0", kind=ValueError):
+                quickly(call)
 
 
 def test_buffer_of_another_device(comm):

@@ -74,6 +74,7 @@ CASES = {
     "num_local": Case(
         second(num_local=2, num_global=3), ["num_local", "device 0 came first with 3", "device 1 brings 2"]
     ),
+    "num_local alone": Case(second(num_local=2), ["(num_local)", "device 0 came first with 3", "device 1 brings 2"]),
     "num_global": Case(second(num_global=5), ["num_global", "device 0 came first with 3", "device 1 brings 5"]),
     "a communicator key and none": Case(
         second(communicator_key=bytes(range(128))),

@@ -31,7 +31,7 @@ def test_gathering_past_its_deadline(make_manager):
     works = [manager.all_reduce("k", data.input(r), device=r, num_local=n) for r in range(n - 1)]
     error, seconds = timed(lambda: one_error(works))
     assert isinstance(error, ncclpy.NcclTimeout) and isinstance(error, TimeoutError)
-    for word in ("'k'", "0.2 s", "1 more local participants", f"devices {list(range(n - 1))} have come"):
+    for word in ("'k'", "0.2 s", "1 more local participant;", f"devices {list(range(n - 1))} have come"):
         assert word in str(error)
     assert 0.1 < seconds < 1.0
     assert manager.pending() == []
@@ -101,7 +101,7 @@ def test_communicators_that_are_not_made_in_time(make_manager, host_engine):
         "k", data.input(0), device=0, num_local=1, num_global=2, global_rank=0, communicator_key=name
     )
     error, seconds = timed(lambda: one_error([work]))  # the other node never comes
-    assert isinstance(error, ncclpy.NcclTimeout) and "other nodes" in str(error)
+    assert isinstance(error, ncclpy.NcclTimeout) and "key 'k': " in str(error) and "within 0.3 s" in str(error)
     assert seconds < 1.0
     check_usable(manager, "k", range(2))
     # What NCCL waits for comes at last, so that nothing is left behind; its communicator is not wanted any more.
@@ -114,7 +114,7 @@ def test_a_timeout_of_a_wait_ends_the_wait_only(manager):
     data = Data(n)
     work = manager.all_reduce("k", data.input(0), device=0, num_local=n)
     for timeout in (0, 0.05):
-        with pytest.raises(ncclpy.NcclTimeout, match=r"pending.*1 more local participants.*\[0\] have come") as caught:
+        with pytest.raises(ncclpy.NcclTimeout, match=r"pending.*1 more local participant;.*\[0\] have come") as caught:
             work.wait(timeout)
         assert "'k'" in str(caught.value)
     finish([work, *(manager.all_reduce("k", data.input(r), device=r, num_local=n) for r in range(1, n))])
@@ -213,6 +213,22 @@ def test_bad_options():
         ncclpy.Manager(timeout=-1)
     with pytest.raises(ValueError, match="blocking"):
         ncclpy.Manager(config=ncclpy.Config(blocking=False))
+    with pytest.raises(TypeError, match=r"config: expected an ncclpy.Config, got dict"):
+        ncclpy.Manager(config={"blocking": True})
+
+
+@pytest.mark.parametrize(
+    ("key", "options", "words"),
+    [
+        (["a", "list"], {}, "key: unhashable type: 'list'; pass a str"),
+        ("k", {"communicator_key": "text"}, r"communicator_key: expected the bytes of .*, got 'text'"),
+        ("k", {"timeout": "3"}, "timeout: expected seconds >= 0 or None, got '3'"),
+    ],
+)
+def test_bad_arguments_of_a_participant(manager, key, options, words):
+    with pytest.raises(TypeError, match=words):
+        manager.all_reduce(key, Data(1).input(0), device=0, num_local=1, **options)
+    assert manager.pending() == []
 
 
 def test_the_default_manager():

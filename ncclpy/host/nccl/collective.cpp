@@ -1,5 +1,6 @@
 // Running one collective: all ranks describe theirs, and when all have arrived the data move.
 #include <cstring>
+#include <string>
 
 #include "collective.hpp"
 
@@ -55,18 +56,37 @@ bool same(const Record& a, const Record& b) {
   return a.kind == b.kind && a.dtype == b.dtype && a.op == b.op && a.root == b.root && a.count == b.count;
 }
 
+bool reduces(Collective kind) {
+  return kind == Collective::all_reduce || kind == Collective::reduce || kind == Collective::reduce_scatter;
+}
+
+bool has_root(Collective kind) {
+  return kind == Collective::reduce || kind == Collective::broadcast || kind == Collective::gather ||
+         kind == Collective::scatter;
+}
+
+// In words, and no more than the call was given: "AllReduce of 3 float32 (sum)", "Broadcast of 8 int8 (root 1)".
+std::string described(const Record& record) {
+  static const char* const types[] = {"int8",    "uint8",   "int32",   "uint32",   "int64",      "uint64",
+                                      "float16", "float32", "float64", "bfloat16", "float8e4m3", "float8e5m2"};
+  static const char* const operators[] = {"sum", "prod", "max", "min", "avg", "premulsum"};
+  std::string text = std::string(name_of(record.kind)) + " of " + std::to_string(record.count) + " " + types[record.dtype];
+  if (!reduces(record.kind) && !has_root(record.kind)) return text;
+  text += " (";
+  if (reduces(record.kind)) text += operators[uint32_t(record.op)];
+  if (reduces(record.kind) && has_root(record.kind)) text += ", ";
+  if (has_root(record.kind)) text += "root " + std::to_string(record.root);
+  return text + ")";
+}
+
 // All ranks see the same records, so all of them skip an operation that does not fit.
 bool check_agreement(Comm& comm, int parity) {
   const Record& first = comm.segment->slot(0).record[parity];
   for (int r = 1; r < comm.nranks; r++) {
     const Record& other = comm.segment->slot(r).record[parity];
     if (same(first, other)) continue;
-    fail(ncclInvalidUsage,
-         "the ranks do not agree: rank 0 calls %s with count %llu, datatype %d, operator %u, root %d, "
-         "rank %d calls %s with count %llu, datatype %d, operator %u, root %d",
-         name_of(first.kind), static_cast<unsigned long long>(first.count), first.dtype, unsigned(first.op), first.root,
-         r, name_of(other.kind), static_cast<unsigned long long>(other.count), other.dtype, unsigned(other.op),
-         other.root);
+    fail(ncclInvalidUsage, "the ranks do not agree: rank 0 calls %s, rank %d calls %s", described(first).c_str(), r,
+         described(other).c_str());
     comm.set_async(ncclInvalidUsage, last_error());
     return false;
   }
@@ -75,9 +95,7 @@ bool check_agreement(Comm& comm, int parity) {
 
 // A communicator of one rank: its input, through the operator.
 void run_alone(const Record& record) {
-  const bool reduces = record.kind == Collective::all_reduce || record.kind == Collective::reduce ||
-                       record.kind == Collective::reduce_scatter;
-  if (reduces && record.op == Operator::premulsum) {
+  if (reduces(record.kind) && record.op == Operator::premulsum) {
     reduce({record.dtype, record.op, 1, &record.send, 1, &record.recv, record.count, &record.scalar});
   } else if (record.send != record.recv) {
     std::memcpy(record.recv, record.send, record.count * size_of(record.dtype));

@@ -11,7 +11,6 @@ from pathlib import Path
 import host_bodies as bodies
 import numpy as np
 import pytest
-from host_ranks import DEADLINE
 from nccl_calls import IN_PROGRESS, SUM, NcclError
 
 
@@ -22,13 +21,18 @@ def refused(code, words, call, *arguments):
     assert words in error.value.text, error.value
 
 
-def wait_ready(nccl, comm, deadline=DEADLINE):
-    """Poll a nonblocking communicator; return its state when it is no longer in progress."""
-    end = time.monotonic() + deadline
-    while (state := nccl.async_error(comm)) == IN_PROGRESS:
-        assert time.monotonic() < end, "still in progress"
+def wait_for(condition, seconds=10.0):
+    """Ask until the answer is yes."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"it did not happen within {seconds} s"
         time.sleep(0.001)
-    return state
+
+
+def wait_ready(nccl, comm):
+    """Poll a nonblocking communicator; return its state when it is no longer in progress."""
+    wait_for(lambda: nccl.async_error(comm) != IN_PROGRESS)
+    return nccl.async_error(comm)
 
 
 def in_thread(function, *arguments):

@@ -166,6 +166,18 @@ def test_a_captured_event_cannot_be_waited_for(driver, streams):
     event.close()
 
 
+def test_a_captured_event_has_no_time(driver, streams, host_engine):
+    before, captured = driver.event(), driver.event()
+    driver.cuEventRecord(before, streams[0].handle)
+    begin(driver, streams[0])
+    driver.cuEventRecord(captured, streams[0].handle)
+    for pair in ((before, captured), (captured, before)):
+        refused(CAPTURED_EVENT, driver.get, "cuEventElapsedTime", ctypes.c_float, *pair)
+    driver.cuGraphDestroy(end(driver, streams[0]))
+    for event in (before, captured):
+        driver.cuEventDestroy_v2(event)
+
+
 def test_unjoined_streams(driver, raw, streams):
     array = raw.make(np.zeros(8, np.uint8), 0)
     event = ncclpy.Event(0)

@@ -9,13 +9,15 @@ from pathlib import Path
 import host_bodies as bodies
 import numpy as np
 import pytest
-from host_checks import blocked, in_thread, join, refused, sum_ones
+from driver_calls import Gate
+from host_checks import blocked, in_thread, join, refused, start, sum_ones, wait_for, wait_ready
 from host_ranks import as_threads
 from nccl_calls import (
     INTERNAL,
     INVALID_ARGUMENT,
     INVALID_USAGE,
     MAX,
+    REMOTE,
     SCALAR_HOST,
     SUCCESS,
     SUM,
@@ -65,6 +67,10 @@ def test_arguments_of_operations(nccl, comms, streams):
     refused(UNHANDLED_CUDA, "is no stream", reduce, p, p, 4, 7, SUM, comm, 0x777)
     refused(INVALID_USAGE, "send to self without a matching recv", nccl.ncclSend, p, 4, 7, 0, comm, stream)
     refused(INVALID_USAGE, "recv to self without a matching send", nccl.ncclRecv, p, 4, 7, 0, comm, stream)
+    # More bytes than an address has: for one block, or for the blocks of four ranks.
+    refused(INVALID_ARGUMENT, "count 4611686018427387904", reduce, p, p, 2**62, 7, SUM, comm, stream)
+    refused(INVALID_ARGUMENT, "count 4611686018427387904", nccl.ncclSend, p, 2**62, 7, 1, comm, stream)
+    refused(INVALID_ARGUMENT, "of 4 ranks", nccl.ncclAllGather, p, p, 2**60, 7, comm, stream)
     # Nothing to do is done at once, whatever the pointers.
     assert reduce(None, None, 0, 7, SUM, comm, stream) == SUCCESS
     nccl.driver.cuStreamSynchronize(stream)
@@ -207,6 +213,7 @@ def test_many_unused_ids_and_communicators_leave_nothing_open(nccl):
     nccl.ncclCommDestroy(nccl.init(1, nccl.unique_id(), 0))
     before = descriptors(), mappings()
     for _ in range(50):
+        assert nccl.init_all(0) == []
         comms = nccl.init_all(2)
         for comm in comms:
             nccl.ncclCommDestroy(comm)
@@ -261,6 +268,29 @@ def test_end_of_a_communicator(nccl):
     refused(INVALID_ARGUMENT, "destroyed or aborted", nccl.ncclAllReduce, 8, 8, 1, 7, SUM, comm, None)
 
 
+def test_a_second_destroy_in_a_group_counts_for_nobody_else(nccl):
+    """The other communicator of this process still hears of its peer's death."""
+    uid = nccl.unique_id()
+    peer = start("comm = init(3, 2, sys.argv[1])\nsay('in')\ntime.sleep(60)", uid.hex())
+    comms = [ctypes.c_void_p(), ctypes.c_void_p()]
+
+    def init(rank):
+        nccl.driver.use(rank)
+        nccl.init_into(comms[rank], 3, uid, rank)
+
+    for thread in [in_thread(init, rank) for rank in range(2)]:
+        join(thread)
+    assert peer.stdout.readline() == "in\n"
+    nccl.ncclGroupStart()
+    nccl.ncclCommDestroy(comms[0])
+    nccl.ncclCommDestroy(comms[0])
+    nccl.ncclGroupEnd()
+    peer.kill()
+    peer.communicate()
+    wait_for(lambda: nccl.async_error(comms[1]) == REMOTE)
+    nccl.ncclCommAbort(comms[1])
+
+
 def test_destroy_in_any_order_while_work_is_queued(nccl, streams):
     for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
         comms = nccl.init_all(4)
@@ -293,7 +323,6 @@ def test_finalize_waits_for_issued_work(nccl, streams):
 
 def test_configured_collectives(nccl, comms, streams):
     """Every nccl*Config call does what its plain one does, with a configuration and without."""
-    event = nccl.driver.event()
     for config in (None, ctypes.byref(CollConfig(minCTAs=1, maxCTAs=2, algSelection=b"ring"))):
         send, recv = [np.ones(8, np.float32) for _ in comms], [np.zeros(32, np.float32) for _ in comms]
         nccl.ncclGroupStart()
@@ -316,9 +345,6 @@ def test_configured_collectives(nccl, comms, streams):
             assert list(recv[rank][:30]) == expected
     single = nccl.init(1, nccl.unique_id(), 0)
     p = bodies.pointer(send[0])
-    with_event = CollConfig(launchCompletionEvent=event)
-    nccl.ncclAllReduceConfig(p, p, 1, 7, SUM, single, streams[0], ctypes.byref(with_event))
-    nccl.driver.cuEventSynchronize(event)
     for values, words in (
         ({"magic": 5}, "not initialized via NCCL_COLLCONFIG_INITIALIZER"),
         ({"maxCTAs": 1000}, "maxCTAs attribute value 1000"),
@@ -330,6 +356,26 @@ def test_configured_collectives(nccl, comms, streams):
         call = nccl.ncclAllReduceConfig
         refused(INVALID_ARGUMENT, words, call, p, p, 1, 7, SUM, single, streams[0], ctypes.byref(wrong))
     nccl.ncclCommDestroy(single)
+
+
+@pytest.mark.parametrize("blocking", [1, 0])
+def test_launch_event_is_recorded_in_the_stream_of_the_call(nccl, blocking):
+    """The default stream is that of the communicator's device, whichever is current where the launch is made."""
+    nccl.driver.use(1)
+    comm = ctypes.c_void_p()
+    nccl.init_into(comm, 1, nccl.unique_id(), 0, Config(blocking=blocking))
+    assert wait_ready(nccl, comm) == SUCCESS
+    event = nccl.driver.event()
+    value = np.ones(1, np.float32)
+    config = CollConfig(launchCompletionEvent=event)
+    with Gate(nccl.driver, None):
+        nccl.driver.use(0)
+        p = bodies.pointer(value)
+        nccl.ncclAllReduceConfig(p, p, 1, 7, SUM, comm, None, ctypes.byref(config))
+        assert wait_ready(nccl, comm) == SUCCESS, nccl.last_error(comm)
+        assert not nccl.driver.ready("cuEventQuery", event)
+    nccl.driver.cuEventSynchronize(event)
+    nccl.ncclCommDestroy(comm)
 
 
 def test_simulated_group_launches_nothing(nccl, comms, streams):

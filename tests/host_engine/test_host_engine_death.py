@@ -13,18 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from host_checks import in_thread, join, start
+from host_checks import in_thread, join, start, wait_for
 from nccl_calls import REMOTE, SUM, SYSTEM, NcclError
 
 HERE = Path(__file__).resolve().parent
 FLOAT32 = 7
-
-
-def wait_for(condition, seconds=5.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.001)
 
 
 def test_a_hundred_kills_at_random_moments():
@@ -232,3 +225,34 @@ def test_no_more_threads_is_an_error_and_not_the_end():
     said = done.communicate(timeout=30)[0]
     assert done.returncode == 0
     assert said.startswith(f"init {SYSTEM} ncclGroupEnd : ") and said.endswith("4\n"), said
+
+
+def test_a_launch_that_finds_no_thread_for_a_stream_leaves_the_others_free():
+    program = """
+        import resource
+        nccl.driver.use(0)
+        (comm,) = nccl.init_all(1)
+        first, second = nccl.driver.stream(1), nccl.driver.stream(1)
+        nccl.driver.later(second, lambda: None)
+        nccl.driver.cuStreamSynchronize(second)  # it has its thread
+        x = np.ones(4, np.float32)
+        size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        nccl.ncclGroupStart()
+        for stream in (first, second):
+            nccl.ncclAllReduce(x.ctypes.data, x.ctypes.data, 4, 7, 0, comm, stream)
+        resource.setrlimit(resource.RLIMIT_AS, (size + 3 * 2**20, limits[1]))
+        try:
+            nccl.ncclGroupEnd()
+        except NcclError as error:
+            print(error.code, error.text)
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+        nccl.driver.cuStreamSynchronize(second)
+        print("free")
+    """
+    done = start(program)
+    try:
+        said = done.communicate(timeout=20)[0]
+    finally:
+        done.kill()
+    assert said.startswith(f"{SYSTEM} ncclGroupEnd : ") and said.endswith("free\n"), said

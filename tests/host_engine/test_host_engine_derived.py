@@ -5,7 +5,7 @@ import threading
 
 import numpy as np
 import pytest
-from host_checks import blocked, in_thread, join, refused, start, wait_ready
+from host_checks import blocked, in_thread, join, refused, start, wait_for, wait_ready
 from host_ranks import as_threads
 from nccl_calls import (
     IN_PROGRESS,
@@ -140,8 +140,7 @@ def test_shrink_leaves_the_dead_behind(nccl, streams, blocking):
     assert [wait_ready(nccl, comms[rank]) for rank in (0, 2)] == [SUCCESS, SUCCESS]
     other.kill()
     other.communicate()
-    while nccl.async_error(comms[0]) != REMOTE or nccl.async_error(comms[2]) != REMOTE:
-        pass
+    wait_for(lambda: all(nccl.async_error(comms[rank]) == REMOTE for rank in (0, 2)))
     refused(REMOTE, "rank 1 of 3 is dead", shrink, nccl, comms[0], [1])
     children = {rank: ctypes.c_void_p() for rank in (0, 2)}
     for thread in [in_thread(shrink, nccl, comms[rank], [1], ABORT, None, children[rank]) for rank in (0, 2)]:
@@ -315,6 +314,7 @@ def suspend_and_resume(rank):
             INVALID_USAGE, "communicator is suspended", nccl.ncclAllReduce,
             value.ctypes.data, value.ctypes.data, 1, FLOAT32, SUM, comm, rank.stream,
         )  # fmt: skip
+        refused(INVALID_USAGE, "communicator is suspended", nccl.ncclSignal, 0, 0, 0, 0, comm, rank.stream)
         refused(INVALID_USAGE, "already suspended", nccl.ncclCommSuspend, comm, 1)
         nccl.ncclCommResume(comm)
         refused(INVALID_USAGE, "not suspended", nccl.ncclCommResume, comm)

@@ -113,6 +113,18 @@ def test_a_communicator_by_its_name(nccl, plan):
         nccl.ncclCommDestroy(comm)
 
 
+def test_a_split_without_a_configuration_keeps_the_name(nccl, plan):
+    """As NCCL, which copies the parent's configuration; one of its own has its own name, or none."""
+    parent = ctypes.c_void_p()
+    nccl.init_into(parent, 1, nccl.unique_id(), 0, Config(commName=b"red"))
+    same, none = nccl.split(parent, 0, 0), nccl.split(parent, 0, 0, Config())
+    plan("comm=red call=CommUserRank do=error")
+    refused(SYSTEM, "injected", nccl.get, "ncclCommUserRank", same)
+    assert nccl.get("ncclCommUserRank", none) == 0
+    for comm in (same, none, parent):
+        nccl.ncclCommDestroy(comm)
+
+
 def test_an_operation_that_runs_late(nccl, comms, streams, plan, fired):
     plan("rank=3 call=AllReduce at=run do=delay:150ms")
     begin = time.monotonic()
@@ -221,6 +233,24 @@ def test_a_received_message_is_corrupted(nccl, comms, streams, plan):
     nccl.ncclRecv(got.ctypes.data, 9, FLOAT32, 0, comms[1], streams[1])
     synchronize(nccl, streams)
     assert np.flatnonzero(sent != got).tolist() == [4]
+
+
+@pytest.mark.parametrize("function", ["Reduce", "Gather"])
+def test_nothing_is_corrupted_where_nothing_is_received(nccl, comms, streams, plan, fired, function):
+    """The receive buffer of who is not the root is not looked at, and may be anything."""
+    plan(f"rank=1 call={function} do=corrupt")
+    sent, got = np.ones(4, np.float32), np.zeros(16, np.float32)
+    elsewhere = np.zeros(16, np.float32)
+    nccl.ncclGroupStart()
+    for rank, (comm, stream) in enumerate(zip(comms, streams, strict=True)):
+        target = (got if rank == 0 else elsewhere).ctypes.data
+        operator = (SUM,) if function == "Reduce" else ()
+        getattr(nccl, f"nccl{function}")(sent.ctypes.data, target, 4, FLOAT32, *operator, 0, comm, stream)
+    nccl.ncclGroupEnd()
+    synchronize(nccl, streams)
+    assert got[0] == (4 if function == "Reduce" else 1)
+    assert not elsewhere.any()
+    assert fired() == []
 
 
 def test_an_operation_that_fails_is_an_async_error(nccl, streams, plan):

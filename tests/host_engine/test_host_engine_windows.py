@@ -6,9 +6,9 @@ import os
 
 import numpy as np
 import pytest
-from host_checks import blocked, in_thread, join, refused, start
+from host_checks import blocked, in_thread, join, refused, start, wait_ready
 from host_ranks import as_threads
-from nccl_calls import INVALID_ARGUMENT, INVALID_USAGE, REMOTE, SUM, Config, NcclError
+from nccl_calls import INVALID_ARGUMENT, INVALID_USAGE, REMOTE, SUCCESS, SUM, Config, NcclError
 
 SYMMETRIC, FLOAT32 = 1, 7
 
@@ -191,18 +191,14 @@ def test_the_death_of_a_peer_ends_a_wait(nccl):
 def test_revoked_and_nonblocking(nccl, streams):
     comm = ctypes.c_void_p()
     nccl.init_into(comm, 1, nccl.unique_id(), 0, Config(blocking=0))
-    while nccl.async_error(comm) == 7:
-        pass
+    assert wait_ready(nccl, comm) == SUCCESS
     nccl.ncclSignal(0, 0, 0, 0, comm, streams[0])
-    while nccl.async_error(comm) == 7:
-        pass
+    assert wait_ready(nccl, comm) == SUCCESS
     wait(nccl, comm, streams[0], (1, 0, 0, 0))
-    while nccl.async_error(comm) == 7:
-        pass
+    assert wait_ready(nccl, comm) == SUCCESS
     nccl.driver.cuStreamSynchronize(streams[0])
     nccl.ncclCommRevoke(comm, 0)
-    while nccl.async_error(comm) == 7:
-        pass
+    assert wait_ready(nccl, comm) == SUCCESS
     refused(INVALID_USAGE, "communicator was revoked", nccl.ncclSignal, 0, 0, 0, 0, comm, streams[0])
     nccl.ncclCommAbort(comm)
 

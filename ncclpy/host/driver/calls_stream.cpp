@@ -191,6 +191,7 @@ CUresult cuEventElapsedTime(float* milliseconds, CUevent start, CUevent end) {
       const std::shared_ptr<Record> from = first.latest(), to = second.latest();
       if (!first.timing || !second.timing || from == nullptr || to == nullptr || first.device != second.device)
         return CUDA_ERROR_INVALID_HANDLE;
+      if (from->capture != nullptr || to->capture != nullptr) return CUDA_ERROR_CAPTURED_EVENT;
       if (!from->point.reached() || !to->point.reached()) return CUDA_ERROR_NOT_READY;
       *milliseconds = std::chrono::duration<float, std::milli>(to->time - from->time).count();
       return CUDA_SUCCESS;

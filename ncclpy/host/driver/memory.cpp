@@ -1,7 +1,6 @@
 // Allocations and the map that finds the one an address lies in.
 #include "memory.hpp"
 
-#include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/sysinfo.h>
@@ -118,11 +117,6 @@ Allocation allocation_of(const void* address) {
   if (found == all.by_base.begin()) return {};
   --found;
   return at - found->first < found->second.bytes ? found->second : Allocation{};
-}
-
-int device_of(const void* address) {
-  const Allocation found = allocation_of(address);
-  return found.pinned ? -1 : found.device;
 }
 
 std::size_t total_memory() {

@@ -24,8 +24,6 @@ bool deallocate(void* base, bool pinned = false);
 
 // The allocation that contains an address; its base is nullptr for memory that was not allocated here.
 Allocation allocation_of(const void* address);
-// The device that an address belongs to, -1 for host memory, pinned or not.
-int device_of(const void* address);
 
 // The machine's memory, in bytes.
 std::size_t total_memory();

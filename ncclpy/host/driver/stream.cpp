@@ -5,9 +5,6 @@
 // the legacy stream. A fence only ever waits for tasks queued before it, so that fences cannot form a cycle.
 #include "stream.hpp"
 
-#include <pthread.h>
-#include <signal.h>
-
 #include <chrono>
 #include <cstdio>
 #include <thread>
@@ -17,6 +14,7 @@
 #include "device.hpp"
 #include "graph.hpp"
 #include "handles.hpp"
+#include "thread.hpp"
 
 namespace ncclpy::host {
 namespace {
@@ -75,14 +73,6 @@ class ThreadStreams {
   std::unordered_map<int, std::shared_ptr<Stream>> streams_;
 };
 
-void pause() {
-#if defined(__x86_64__) || defined(__i386__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
 // Spinning saves a sleep of a few microseconds; half of the cores at most may be spent on it.
 std::atomic<int> spinning{0};
 const int kMaySpin = static_cast<int>(std::thread::hardware_concurrency() / 2);
@@ -92,40 +82,18 @@ constexpr int kHelpedOften = 8;   // from here on a stream is lazy
 constexpr int kProbeEvery = 64;
 constexpr std::chrono::microseconds kSweepEvery{300};
 
-// Signals are for the program's threads: Python's handlers want the main one.
-class SignalsBlocked {
- public:
-  SignalsBlocked() {
-    sigset_t all;
-    sigfillset(&all);
-    for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) sigdelset(&all, fault);  // a crash is for whoever has a handler
-    pthread_sigmask(SIG_SETMASK, &all, &before_);
-  }
-  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-
- private:
-  sigset_t before_;
-};
-
 // The sweeper's thread: asleep without end while no stream is lazy.
 class Sweeper {
  public:
   void add(std::shared_ptr<Stream> stream) {
     std::lock_guard lock(mutex_);
-    if (!started_) start();
+    if (!started_) start_thread("ncclpy-sweep", [this] { live(); }).detach();
     started_ = true;
     streams_.push_back(std::move(stream));
     work_.notify_one();
   }
 
  private:
-  void start() {
-    SignalsBlocked blocked;
-    std::thread thread([this] { live(); });
-    pthread_setname_np(thread.native_handle(), "ncclpy-sweep");
-    thread.detach();
-  }
-
   void live() {
     std::vector<std::shared_ptr<Stream>> lazy;
     for (;;) {
@@ -184,7 +152,7 @@ std::vector<Point> Stream::predecessors() const {
 std::uint64_t Stream::enqueue(Task task) {
   std::vector<Point> before = predecessors();
   std::unique_lock lock(mutex_);
-  if (!started_) start_thread();
+  if (!started_) start();
   for (Point& point : before) {
     if (kind_ == Kind::kBlocking) {
       if (point.number <= fenced_) continue;
@@ -245,13 +213,10 @@ std::uint64_t Stream::append(Task task) {
   return number;
 }
 
-void Stream::start_thread() {
-  SignalsBlocked blocked;
-  std::thread thread([self = shared_from_this()] { self->execute(); });
+void Stream::start() {
   char name[16];
   std::snprintf(name, sizeof name, "ncclpy-dev%d", device_);
-  pthread_setname_np(thread.native_handle(), name);
-  thread.detach();
+  start_thread(name, [self = shared_from_this()] { self->execute(); }).detach();
   started_ = true;
 }
 
@@ -336,7 +301,7 @@ bool Stream::spin(std::unique_lock<std::mutex>& lock, Condition condition) {
   bool met = false;
   if (spinning.fetch_add(1, std::memory_order_relaxed) < kMaySpin) {
     lock.unlock();
-    for (int i = 0; i < kSpins && !(met = condition()); ++i) pause();
+    for (int i = 0; i < kSpins && !(met = condition()); ++i) relax();
     lock.lock();
   }
   spinning.fetch_sub(1, std::memory_order_relaxed);

@@ -81,7 +81,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
  private:
   std::vector<Point> predecessors() const;
   std::uint64_t append(Task task);
-  void start_thread();
+  void start();
   void wake_thread(std::unique_lock<std::mutex>& lock);
   void announce(std::unique_lock<std::mutex>& lock);
   void execute();

@@ -1,8 +1,5 @@
-// The engine's own threads. They block all signals, which are for the program's threads.
+// Jobs on threads of their own, and the one thread for what never waits.
 #include "background.hpp"
-
-#include <pthread.h>
-#include <signal.h>
 
 #include <atomic>
 #include <condition_variable>
@@ -10,31 +7,18 @@
 #include <mutex>
 #include <thread>
 
+#include "../driver/thread.hpp"
 #include "wait.hpp"
 
 namespace ncclpy::host {
 namespace {
-
-std::thread start(const char* name, std::function<void()> work) {
-  sigset_t all, before;
-  sigfillset(&all);
-  for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) sigdelset(&all, fault);  // a crash is for whoever has a handler
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  struct Restore {
-    const sigset_t& mask;
-    ~Restore() { pthread_sigmask(SIG_SETMASK, &mask, nullptr); }
-  } restore{before};
-  std::thread thread(std::move(work));
-  pthread_setname_np(thread.native_handle(), name);
-  return thread;
-}
 
 // One thread and its queue; it lives as long as the process.
 class Worker {
  public:
   void add(std::function<void()> work) {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (!started_) start("ncclpy-soon", [this] { live(); }).detach();
+    if (!started_) start_thread("ncclpy-soon", [this] { live(); }).detach();
     started_ = true;
     queue_.push_back(std::move(work));
     wake_.notify_one();
@@ -62,7 +46,7 @@ class Worker {
 
 }  // namespace
 
-void run_in_background(const char* name, std::function<void()> work) { start(name, std::move(work)).detach(); }
+void run_in_background(const char* name, std::function<void()> work) { start_thread(name, std::move(work)).detach(); }
 
 void run_soon(std::function<void()> work) {
   static auto* const worker = new Worker;
@@ -86,7 +70,7 @@ void run_together(std::vector<std::function<void()>> works) {
   try {
     threads.reserve(works.size());
     for (size_t i = 0; i + 1 < works.size(); i++) {
-      threads.push_back(start("ncclpy-job", [&, i] {
+      threads.push_back(start_thread("ncclpy-job", [&, i] {
         wait_until(bell, 0, [&] { return begin.load() != waiting; });
         if (begin.load() == go) works[i]();
       }));

@@ -22,8 +22,9 @@ void run_staged(Comm& comm, int parity);
 // As that, without reductions and where each rank may read the memory of all others: one copy instead of two.
 bool is_pulled(Comm& comm, int parity);
 void run_pulled(Comm& comm, int parity);
-// Whether this rank's process is allowed to read the others', which need not be mutual.
-bool may_read_peers();  // NCCLPY_HOST_READ_PEERS, true unless 0
+// Whether the environment lets a process read the others': NCCLPY_HOST_READ_PEERS, true unless 0.
+bool may_read_peers();
+// Whether this rank's process is able to read the others' as well, which need not be mutual.
 bool can_read_peers(Segment& segment, int rank);
 
 // Reduces one piece of everybody's input, in rank order. `input(r)` is rank r's piece.

@@ -1,4 +1,6 @@
 // The exported operations: their arguments are checked as NCCL checks them, then they join the thread's group.
+#include <cstdint>
+
 #include "coll_config.hpp"
 #include "group.hpp"
 
@@ -24,6 +26,11 @@ ncclResult_t check_values(const Request& request, Comm& comm) {
                 request.root, comm.nranks - 1);
   }
   if (size_of(request.dtype) == 0) return fail(ncclInvalidArgument, "%s : invalid type %d", request.name, request.dtype);
+  // The largest buffer is a block for each rank.
+  if (request.count > SIZE_MAX / size_of(request.dtype) / size_t(comm.nranks)) {
+    return fail(ncclInvalidArgument, "%s : count %zu is more than memory can hold for the blocks of %d ranks",
+                request.name, request.count, comm.nranks);
+  }
   if (int(request.op) < 0)
     return fail(ncclInvalidArgument, "%s : invalid reduction operation %d", request.name, request.op);
   return ncclSuccess;
@@ -52,23 +59,14 @@ ncclResult_t resolve_operator(const Request& request, Comm& comm, Operation* ope
 }
 
 // Where this rank reads or writes nothing a NULL is welcome; elsewhere it would be a crash on the stream's thread.
-ncclResult_t check_buffers(const Request& request, const Comm& comm) {
-  const bool at_root = comm.rank == request.root;
-  bool sends = true, receives = true;
-  if (request.kind == Operation::send) receives = false;
-  else if (request.kind == Operation::recv) sends = false;
-  else if (request.collective == Collective::broadcast || request.collective == Collective::scatter) sends = at_root;
-  else if (request.collective == Collective::reduce || request.collective == Collective::gather) receives = at_root;
-  if (sends) NCCLPY_TRY(check_pointer(request.sendbuff, request.name, "sendbuff"));
-  if (receives) NCCLPY_TRY(check_pointer(request.recvbuff, request.name, "recvbuff"));
+ncclResult_t check_buffers(const char* name, const Operation& operation, int rank) {
+  if (operation.sends(rank)) NCCLPY_TRY(check_pointer(operation.sendbuff, name, "sendbuff"));
+  if (operation.receives(rank)) NCCLPY_TRY(check_pointer(operation.recvbuff, name, "recvbuff"));
   return ncclSuccess;
 }
 
 ncclResult_t enqueue(const Request& request, Comm& comm, cudaStream_t stream) {
-  if (comm.revoked()) return fail(ncclInvalidUsage, "%s : communicator was revoked", request.name);
-  NCCLPY_TRY(comm.ensure_ready());
-  if (comm.suspended.load())
-    return fail(ncclInvalidUsage, "%s : communicator is suspended, call ncclCommResume first", request.name);
+  NCCLPY_TRY(comm.ensure_open(request.name));
   NCCLPY_TRY(check_values(request, comm));
   Operation operation = {};
   operation.kind = request.kind;
@@ -81,7 +79,7 @@ ncclResult_t enqueue(const Request& request, Comm& comm, cudaStream_t stream) {
   NCCLPY_TRY(resolve_operator(request, comm, &operation));
   NCCLPY_TRY(parse_coll_config(request.config, comm.config, &operation.launch_event));
   if (request.count == 0 && request.kind == Operation::collective) return ncclSuccess;
-  if (request.count != 0) NCCLPY_TRY(check_buffers(request, comm));
+  if (request.count != 0) NCCLPY_TRY(check_buffers(request.name, operation, comm.rank));
   return submit(comm.shared_from_this(), operation, stream);
 }
 

@@ -62,15 +62,13 @@ std::shared_ptr<Comm> new_child(const std::shared_ptr<Comm>& parent) {
 }
 
 void Comm::set_async(ncclResult_t result, const std::string& text) {
-  {
-    std::lock_guard<std::mutex> lock(mutex);
-    // A rank that has died does not come back, whatever else is reported later.
-    if (async_.load(std::memory_order_relaxed) == ncclRemoteError && !forgiven_) return;
-    // What was in progress is over; an error that came meanwhile stays.
-    if (result == ncclSuccess && async_.load(std::memory_order_relaxed) != ncclInProgress) return;
-    if (!text.empty()) async_text_ = text;
-    async_.store(result, std::memory_order_release);
-  }
+  std::lock_guard<std::mutex> lock(mutex);
+  // A rank that has died does not come back, whatever else is reported later.
+  if (async_.load(std::memory_order_relaxed) == ncclRemoteError && !forgiven_) return;
+  // What was in progress is over; an error that came meanwhile stays.
+  if (result == ncclSuccess && async_.load(std::memory_order_relaxed) != ncclInProgress) return;
+  if (!text.empty()) async_text_ = text;
+  async_.store(result, std::memory_order_release);
 }
 
 ncclResult_t Comm::poll() {
@@ -103,6 +101,14 @@ ncclResult_t Comm::ensure_ready() {
     return fail(ncclInvalidArgument, "Attempt to use communicator before the previous operation returned ncclSuccess");
   if (now != ncclSuccess) set_last_error(async_text());
   return now;
+}
+
+ncclResult_t Comm::ensure_open(const char* function) {
+  if (revoked()) return fail(ncclInvalidUsage, "%s : communicator was revoked", function);
+  NCCLPY_TRY(ensure_ready());
+  if (suspended.load())
+    return fail(ncclInvalidUsage, "%s : communicator is suspended, call ncclCommResume first", function);
+  return ncclSuccess;
 }
 
 void Comm::set_segment(std::shared_ptr<Segment> joined) {
@@ -266,10 +272,14 @@ void Comm::run(const Launch& launch) {
   leave(launch.ticket);
 }
 
-// The launch is complete when the stream has come to it.
-static ncclResult_t record_launch(const Operation& operation, cudaStream_t stream) {
-  if (operation.launch_event == nullptr || cuEventRecord(operation.launch_event, stream) == CUDA_SUCCESS)
-    return ncclSuccess;
+// The launch is complete when the stream has come to it. A default stream is that of the communicator's device.
+static ncclResult_t record_launch(const Operation& operation, cudaStream_t stream, int device) {
+  if (operation.launch_event == nullptr) return ncclSuccess;
+  const CUcontext before = current_context();
+  set_current_context(context_of(device));
+  const CUresult recorded = cuEventRecord(operation.launch_event, stream);
+  set_current_context(before);
+  if (recorded == CUDA_SUCCESS) return ncclSuccess;
   return fail(ncclUnhandledCudaError, "launchCompletionEvent %p cannot be recorded on stream %p",
               static_cast<void*>(operation.launch_event), static_cast<void*>(stream));
 }
@@ -300,7 +310,7 @@ ncclResult_t Comm::issue(const Operation& operation, cudaStream_t stream) {
   const auto queue = stream_of(stream, device);
   if (queue == nullptr)
     return fail(ncclUnhandledCudaError, "stream %p is no stream, or one that was destroyed", static_cast<void*>(stream));
-  NCCLPY_TRY(record_launch(operation, stream));
+  NCCLPY_TRY(record_launch(operation, stream, device));
   if (queue->capturing.load(std::memory_order_acquire)) return issue_captured({operation}, {queue});
   std::lock_guard<std::mutex> lock(issuing_);
   const uint64_t ticket = issued_.load(std::memory_order_relaxed);
@@ -324,7 +334,7 @@ ncclResult_t Comm::issue(std::vector<Operation> operations, const std::vector<cu
     for (const auto& other : queues) known = known || other == queue;
     if (!known) queues.push_back(std::move(queue));
   }
-  for (size_t i = 0; i < operations.size(); i++) NCCLPY_TRY(record_launch(operations[i], streams[i]));
+  for (size_t i = 0; i < operations.size(); i++) NCCLPY_TRY(record_launch(operations[i], streams[i], device));
   for (const auto& queue : queues) {
     if (queue->capturing.load(std::memory_order_acquire)) return issue_captured(std::move(operations), queues);
   }
@@ -335,19 +345,26 @@ ncclResult_t Comm::issue(std::vector<Operation> operations, const std::vector<cu
   std::lock_guard<std::mutex> lock(issuing_);
   launch->ticket = issued_.load(std::memory_order_relaxed);
   // NCCL launches on the first stream, which waits for the others, which wait for the end.
-  for (size_t i = 1; i < queues.size(); i++) {
-    queues[i]->enqueue([launch] {
-      launch->streams_missing.fetch_sub(1);
+  try {
+    for (size_t i = 1; i < queues.size(); i++) {
+      queues[i]->enqueue([launch] {
+        launch->streams_missing.fetch_sub(1);
+        launch->comm->local_.ring();
+        wait_until(launch->comm->local_, 0, [&] { return launch->done.load() || launch->comm->stopped(); });
+      });
+    }
+    queues[0]->enqueue([launch] {
+      wait_until(launch->comm->local_, 0,
+                 [&] { return launch->streams_missing.load() == 0 || launch->comm->stopped(); });
+      launch->comm->run(*launch);
+      launch->done.store(true);
       launch->comm->local_.ring();
-      wait_until(launch->comm->local_, 0, [&] { return launch->done.load() || launch->comm->stopped(); });
     });
-  }
-  queues[0]->enqueue([launch] {
-    wait_until(launch->comm->local_, 0, [&] { return launch->streams_missing.load() == 0 || launch->comm->stopped(); });
-    launch->comm->run(*launch);
+  } catch (...) {  // there is no thread for one of the streams: the others must not wait for what never comes
     launch->done.store(true);
-    launch->comm->local_.ring();
-  });
+    local_.ring();
+    throw;
+  }
   issued_.store(launch->ticket + 1, std::memory_order_release);
   return ncclSuccess;
 }

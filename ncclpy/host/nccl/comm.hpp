@@ -10,7 +10,9 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "errors.hpp"
@@ -56,6 +58,8 @@ class Comm : public std::enable_shared_from_this<Comm> {
   std::string async_text();
   // NCCL's rule before any use: not while something is in progress, not after an error.
   ncclResult_t ensure_ready();
+  // The same before an operation, which a revoked or a suspended communicator does not take either.
+  ncclResult_t ensure_open(const char* function);
   // The initialisation is over and what it has filled in may be read by any thread.
   void set_initialised() { initialised_.store(true, std::memory_order_release); }
 
@@ -97,13 +101,12 @@ class Comm : public std::enable_shared_from_this<Comm> {
   std::mutex mutex;
   std::mutex control;  // one exchange, split or the like at a time
   std::map<int, UserOperator> operators;
-  std::map<void*, std::pair<void*, size_t>> registrations;
+  std::set<void*> registrations;
   std::map<std::vector<int>, int> shrunk_to;  // how often, by the survivors
   uint64_t grown = 0;                         // how often; guarded by control
   bool finalized = false;
   std::atomic<bool> suspended{false};
-  bool destroying = false;
-
+  bool counted = false;  // among segment->local; guarded by its mutex
   std::map<ncclWindow_t, std::shared_ptr<Window>> windows;
 
   // The stream tasks' own state, handed from one task to the next in issue order.

@@ -1,6 +1,7 @@
 // The checks of NCCL's parseCommConfig, in the same order and with the same words.
 #include "config.hpp"
 
+#include <climits>
 #include <cstring>
 
 namespace ncclpy::host {
@@ -26,11 +27,6 @@ ncclConfig_t undefined_config() {
   return config;
 }
 
-ncclResult_t check_range(const char* name, int value, int low, int high) {
-  if (value == undefined || (value >= low && value <= high)) return ncclSuccess;
-  return fail(ncclInvalidArgument, "Invalid config %s attribute value %d", name, value);
-}
-
 void set_default(int& field, int value) {
   if (field == undefined) field = value;
 }
@@ -52,6 +48,11 @@ void fill_defaults(ncclConfig_t& config) {
 }
 
 }  // namespace
+
+ncclResult_t check_range(const char* kind, const char* name, int value, int low, int high) {
+  if (value == undefined || (value >= low && value <= high)) return ncclSuccess;
+  return fail(ncclInvalidArgument, "Invalid %s %s attribute value %d", kind, name, value);
+}
 
 ncclConfig_t default_config() {
   ncclConfig_t config = undefined_config();
@@ -88,27 +89,27 @@ ncclResult_t parse_config(const ncclConfig_t* given, ncclConfig_t* config, std::
     config->launchOrderImplicit = config->numRmaSig = config->rmaEagerInit = config->hostCftMode = undefined;
   if (from < version(2, 32, 0)) config->nvlsHostMode = undefined;
 
-  NCCLPY_TRY(check_range("blocking", config->blocking, 0, 1));
-  NCCLPY_TRY(check_range("cgaClusterSize", config->cgaClusterSize, 0, INT_MAX));
+  NCCLPY_TRY(check_range("config", "blocking", config->blocking, 0, 1));
+  NCCLPY_TRY(check_range("config", "cgaClusterSize", config->cgaClusterSize, 0, INT_MAX));
   if ((config->minCTAs != undefined && config->minCTAs <= 0) || (config->maxCTAs != undefined && config->maxCTAs <= 0) ||
       config->minCTAs > (config->maxCTAs == undefined ? INT_MAX : config->maxCTAs)) {
     return fail(ncclInvalidArgument, "Invalid config min/max channels attribute value %d/%d", config->minCTAs,
                 config->maxCTAs);
   }
-  NCCLPY_TRY(check_range("splitShare", config->splitShare, 0, 1));
-  NCCLPY_TRY(check_range("collnetEnable", config->collnetEnable, 0, 1));
-  NCCLPY_TRY(check_range("CTAPolicy", config->CTAPolicy, 0, NCCL_CTA_POLICY_EFFICIENCY | NCCL_CTA_POLICY_ZERO));
-  NCCLPY_TRY(check_range("shrinkShare", config->shrinkShare, 0, 1));
-  NCCLPY_TRY(check_range("nvlsCTAs", config->nvlsCTAs, 1, INT_MAX));
-  NCCLPY_TRY(check_range("nChannelsPerNetPeer", config->nChannelsPerNetPeer, 1, max_channels));
-  NCCLPY_TRY(check_range("nvlinkCentricSched", config->nvlinkCentricSched, 0, 1));
-  NCCLPY_TRY(check_range("graphUsageMode", config->graphUsageMode, 0, 2));
-  NCCLPY_TRY(check_range("numRmaCtx", config->numRmaCtx, 0, INT_MAX));
-  NCCLPY_TRY(check_range("maxP2pPeers", config->maxP2pPeers, 1, INT_MAX));
-  NCCLPY_TRY(check_range("graphStreamOrdering", config->graphStreamOrdering, 0, 1));
-  NCCLPY_TRY(check_range("launchOrderImplicit", config->launchOrderImplicit, 0, 1));
-  NCCLPY_TRY(check_range("numRmaSig", config->numRmaSig, 0, INT_MAX));
-  NCCLPY_TRY(check_range("rmaEagerInit", config->rmaEagerInit, 0, 1));
+  NCCLPY_TRY(check_range("config", "splitShare", config->splitShare, 0, 1));
+  NCCLPY_TRY(check_range("config", "collnetEnable", config->collnetEnable, 0, 1));
+  NCCLPY_TRY(check_range("config", "CTAPolicy", config->CTAPolicy, 0, NCCL_CTA_POLICY_EFFICIENCY | NCCL_CTA_POLICY_ZERO));
+  NCCLPY_TRY(check_range("config", "shrinkShare", config->shrinkShare, 0, 1));
+  NCCLPY_TRY(check_range("config", "nvlsCTAs", config->nvlsCTAs, 1, INT_MAX));
+  NCCLPY_TRY(check_range("config", "nChannelsPerNetPeer", config->nChannelsPerNetPeer, 1, max_channels));
+  NCCLPY_TRY(check_range("config", "nvlinkCentricSched", config->nvlinkCentricSched, 0, 1));
+  NCCLPY_TRY(check_range("config", "graphUsageMode", config->graphUsageMode, 0, 2));
+  NCCLPY_TRY(check_range("config", "numRmaCtx", config->numRmaCtx, 0, INT_MAX));
+  NCCLPY_TRY(check_range("config", "maxP2pPeers", config->maxP2pPeers, 1, INT_MAX));
+  NCCLPY_TRY(check_range("config", "graphStreamOrdering", config->graphStreamOrdering, 0, 1));
+  NCCLPY_TRY(check_range("config", "launchOrderImplicit", config->launchOrderImplicit, 0, 1));
+  NCCLPY_TRY(check_range("config", "numRmaSig", config->numRmaSig, 0, INT_MAX));
+  NCCLPY_TRY(check_range("config", "rmaEagerInit", config->rmaEagerInit, 0, 1));
   if (config->commName != nullptr) *name = config->commName;
   config->netName = nullptr;
   config->commName = nullptr;

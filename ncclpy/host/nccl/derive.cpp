@@ -16,6 +16,7 @@ ncclResult_t make_child(const std::shared_ptr<Comm>& parent, const ncclConfig_t*
   *child = new_child(parent);
   if (config != nullptr) return parse_config(config, &(*child)->config, &(*child)->name);
   (*child)->config = parent->config;
+  (*child)->name = parent->name;
   return ncclSuccess;
 }
 

@@ -196,7 +196,7 @@ bool fault_in_run(Comm& comm, const char* name) {
 }
 
 void fault_in_result(Comm& comm, const char* name, const Operation& operation) {
-  if (operation.recvbuff == nullptr || operation.count == 0 || comm.stopped()) return;
+  if (!operation.receives(comm.rank) || operation.count == 0 || comm.stopped()) return;
   Fault fault;
   std::string text;
   if (!decide(&comm, comm.rank, name, in_result, &fault, &text)) return;

@@ -2,7 +2,7 @@
 #include "group.hpp"
 
 #include <algorithm>
-#include <exception>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -187,8 +187,6 @@ ncclResult_t join(const Comm& comm, bool destroys) {
 }
 
 }  // namespace
-
-bool in_group() { return group.depth > 0; }
 
 void group_start() { group.depth++; }
 

@@ -6,9 +6,10 @@
 // communicators all of that happens in the background.
 #pragma once
 
+#include <exception>
 #include <functional>
 #include <memory>
-#include <string>
+#include <new>
 
 #include "comm.hpp"
 
@@ -21,7 +22,6 @@ struct Job {
   bool destroys = false;                // a communicator's end is always waited for
 };
 
-bool in_group();
 void group_start();
 // With `simulation`, the outermost end of a group launches nothing and says how long that would have taken.
 ncclResult_t group_end(ncclSimInfo_t* simulation = nullptr);

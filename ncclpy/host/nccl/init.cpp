@@ -26,6 +26,7 @@ void enter_segment(const std::shared_ptr<Comm>& comm) {
   Segment& segment = *comm->segment;
   std::lock_guard<std::mutex> lock(segment.mutex);
   segment.local.push_back(comm);
+  comm->counted = true;
 }
 
 }  // namespace
@@ -121,6 +122,7 @@ ncclResult_t init_all(ncclComm_t* comms, int ndev, const int* devices) {
       return fail(ncclInvalidUsage, "Duplicate GPU detected : device %d stands in the list twice", device);
     used[size_t(device)] = true;
   }
+  if (ndev == 0) return ncclSuccess;
   ncclUniqueId id;
   NCCLPY_TRY(create_unique_id(&id));
   group_start();
@@ -128,7 +130,9 @@ ncclResult_t init_all(ncclComm_t* comms, int ndev, const int* devices) {
     const int device = devices != nullptr ? devices[i] : i;
     note_group_error(init_rank("ncclCommInitAll", comms + i, ndev, 1, &id, i, device, nullptr));
   }
-  return group_end();
+  const ncclResult_t result = group_end();
+  if (result != ncclSuccess) withdraw_unique_id(id);
+  return result;
 }
 
 }  // namespace

@@ -1,4 +1,6 @@
 // The end of communicators, and what can be asked of them.
+#include <utility>
+
 #include "group.hpp"
 
 namespace ncclpy::host {
@@ -12,6 +14,8 @@ void depart(const std::shared_ptr<Comm>& comm, bool wait) {
   std::vector<std::shared_ptr<Comm>> all;
   {
     std::lock_guard<std::mutex> lock(segment->mutex);
+    // One that was never complete, or that is destroyed twice in a group, must not count for another.
+    if (!std::exchange(comm->counted, false)) return;
     if (++segment->local_gone < segment->local.size()) return;
     all.swap(segment->local);
     segment->local_gone = 0;

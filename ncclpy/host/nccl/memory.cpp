@@ -44,7 +44,7 @@ ncclResult_t register_buffer(ncclComm_t handle, void* buffer, size_t bytes, void
   static std::atomic<uintptr_t> next{1};
   *registration = reinterpret_cast<void*>(next.fetch_add(1));
   std::lock_guard<std::mutex> lock(comm->mutex);
-  comm->registrations[*registration] = {buffer, bytes};
+  comm->registrations.insert(*registration);
   return ncclSuccess;
 }
 

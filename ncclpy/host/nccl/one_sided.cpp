@@ -51,8 +51,7 @@ ncclResult_t check_peer(const Comm& comm, const char* function, int peer) {
 
 ncclResult_t begin(const char* function, ncclComm_t handle, std::shared_ptr<Comm>* comm) {
   NCCLPY_TRY(find_comm(handle, function, comm));
-  if ((*comm)->revoked()) return fail(ncclInvalidUsage, "%s : communicator was revoked", function);
-  return (*comm)->ensure_ready();
+  return (*comm)->ensure_open(function);
 }
 
 ncclResult_t put(const void* source, size_t count, ncclDataType_t dtype, int peer, ncclWindow_t handle, size_t offset,

@@ -11,6 +11,15 @@ struct Operation {
   enum Kind : uint32_t { collective, send, recv, put, signal, wait_signal };
   Kind kind;
   bool message() const { return kind == send || kind == recv; }
+  // Whether this rank reads `sendbuff`, and whether it writes `recvbuff`.
+  bool sends(int rank) const {
+    if (kind != collective) return kind != recv;
+    return (collective_kind != Collective::broadcast && collective_kind != Collective::scatter) || rank == root;
+  }
+  bool receives(int rank) const {
+    if (kind != collective) return kind == recv;
+    return (collective_kind != Collective::reduce && collective_kind != Collective::gather) || rank == root;
+  }
   Collective collective_kind;
   ncclDataType_t dtype;
   Operator op;

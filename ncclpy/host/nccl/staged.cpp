@@ -5,7 +5,7 @@
 // finished reading. An abort may come at any gate, since nobody touches another rank's own memory.
 #include <algorithm>
 #include <cstring>
-#include <vector>
+#include <utility>
 
 #include "collective.hpp"
 

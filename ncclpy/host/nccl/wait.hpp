@@ -9,6 +9,8 @@
 #include <atomic>
 #include <cstdint>
 
+#include "../driver/thread.hpp"
+
 namespace ncclpy::host {
 
 struct Bell {
@@ -30,14 +32,6 @@ int spins_for(int ranks);
 // How often the core is given away before the first sleep. A rank that shares it needs a few microseconds to come to
 // its gate, which is what a sleep and a wake-up cost; with many ranks a round through all of them takes as many yields.
 constexpr int yields = 100;
-
-inline void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 // Returns when `done()` is true. `done` is asked again after every ring of `bell`, so it covers abort as well.
 template <class Done>

@@ -1,0 +1,49 @@
+// The engine's own threads, and how a thread spins.
+#pragma once
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <thread>
+#include <utility>
+
+namespace ncclpy::host {
+
+// Signals are for the program's threads: Python's handlers want the main one.
+class SignalsBlocked {
+ public:
+  SignalsBlocked() {
+    sigset_t all;
+    sigfillset(&all);
+    // A crash is for whoever has a handler.
+    for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) sigdelset(&all, fault);
+    pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  SignalsBlocked(const SignalsBlocked&) = delete;
+  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
+
+ private:
+  sigset_t before_;
+};
+
+// Starts a thread that gets no signals; `name`, of up to 15 characters, is for debuggers. Throws std::system_error if
+// there can be no more threads.
+template <class Work>
+std::thread start_thread(const char* name, Work work) {
+  SignalsBlocked blocked;
+  std::thread thread(std::move(work));
+  pthread_setname_np(thread.native_handle(), name);
+  return thread;
+}
+
+// Between two looks of a thread that spins: leaves the core's other half alone.
+inline void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+}  // namespace ncclpy::host

@@ -294,3 +294,41 @@ def test_an_error_of_nccl_is_raised(ranks, host_engine):
         with pytest.raises(ncclpy.NcclError, match="unhandled system error"):
             deadline(plan.launch)
     testing.abort_all(ranks.comms)
+
+
+def test_after_a_pause_the_calling_thread_launches_for_all(host_engine):
+    """Waking the devices' threads takes longer than one group for all; in a row each device's own thread launches."""
+    testing.run_python(
+        """
+        import os, time
+        os.sched_getaffinity = lambda pid: set(range(64))  # a thread a device
+        import numpy as np, ncclpy
+        comms = ncclpy.Communicator.init_all([0, 1])
+        arrays = [np.ones(4, np.float32) for _ in comms]
+        plan = ncclpy.Plan()
+        with plan.record():
+            for comm, array in zip(comms, arrays):
+                comm.all_reduce(array, op="max")
+        plan.launch()
+
+        def groups(launches):
+            with ncclpy.faults("call=GroupEnd nth=* do=delay:0us") as faults:
+                for _ in range(launches):
+                    plan.launch()
+                return len(faults.fired)
+
+        for _ in range(5):
+            time.sleep(0.05)
+            assert groups(1) == 1
+        assert groups(300) < 300
+        graph = plan.capture()
+        for pause in (0.05, 0.0, 0.0, 0.05):
+            time.sleep(pause)
+            graph.launch()
+            assert all((array == 1).all() for array in arrays)
+        graph.close()
+        for comm in comms:
+            comm.close()
+        """,
+        timeout=60,
+    )

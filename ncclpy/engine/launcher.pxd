@@ -59,7 +59,8 @@ cdef size_t divide(Part* parts, size_t count, Batch* batches) except? 0
 cdef int push(Batch* batches, size_t count) except -1
 # The same for a job of any kind; `run` is called on the lane of each device.
 cdef int push_jobs(ncclpy_job** jobs, const int* devices, size_t count) except -1
-# Sort parts by lane and communicator, as `divide` and the locks want them.
-cdef void sort_parts(Part* parts, size_t count) noexcept
+# Sort parts by communicator, as the locks want them, and first by lane, as `divide` does.
+cdef void sort_parts(Part* parts, size_t count, bint by_lane) noexcept
 cdef void run_batch(Batch* batch) noexcept nogil
-cdef ncclpy_lane* borrow_lane(int device) except? NULL
+# Take the place of the lanes of some devices; return how many those are, or 0 if one has something to do.
+cdef size_t borrow_lanes(const int* devices, size_t count, ncclpy_lane** borrowed) except? 0

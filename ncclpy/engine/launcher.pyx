@@ -33,7 +33,18 @@ from ncclpy.core.library cimport driver, nccl, require
 from ncclpy.core.operation cimport NOT_THERE, issue
 from ncclpy.engine.events cimport take_event
 from ncclpy.engine.monitor cimport Watched, await_launch, ensure_running, hand_over
-from ncclpy.engine.native cimport add, change, lane_borrow, lane_push, lane_start, load, ncclpy_lane, wake
+from ncclpy.engine.native cimport (
+    add,
+    change,
+    lane_borrow,
+    lane_give_back,
+    lane_is_asleep,
+    lane_push,
+    lane_start,
+    load,
+    ncclpy_lane,
+    wake,
+)
 from ncclpy.engine.recorder cimport LAUNCHED, PENDING
 
 from ncclpy.core import device as _device
@@ -54,6 +65,8 @@ _log = logging.getLogger("ncclpy.engine")
 cdef double _SPIN = 50e-6
 cdef double _LONG_SPIN = 500e-6
 cdef int _MANY = 4  # cores for each lane
+cdef double _spin = _SPIN
+cdef double _launched_at = 0
 
 cdef ncclpy_lane** _lanes = NULL
 cdef int _count = 0
@@ -64,15 +77,17 @@ cdef long long _launches = 0
 
 cdef int lanes() except -1:
     """Return how many lanes there are: one a device, but one core is left to Python."""
-    global _lanes, _count
+    global _lanes, _count, _spin
     cdef ncclpy_lane** made
     if _count == 0:
-        wanted = max(1, min(_device.device_count(), len(os.sched_getaffinity(0)) - 1))
+        cores = len(os.sched_getaffinity(0))
+        wanted = max(1, min(_device.device_count(), cores - 1))
         made = <ncclpy_lane**>calloc(wanted, sizeof(ncclpy_lane*))
         if made == NULL:
             raise MemoryError
         _lanes = made
         _count = wanted
+        _spin = _LONG_SPIN if cores >= _MANY * wanted else _SPIN
     return _count
 
 
@@ -80,19 +95,40 @@ cdef int lane_of(int device) except -1:
     """Return the lane of a device, with its thread started."""
     cdef int number = device % lanes()
     if _lanes[number] == NULL:
-        _lanes[number] = lane_start(_LONG_SPIN if len(os.sched_getaffinity(0)) >= _MANY * _count else _SPIN)
+        _lanes[number] = lane_start(_spin)
         if _lanes[number] == NULL:
             raise RuntimeError("no thread can be started for launching: the process or the system has too many")
     return number
 
 
-cdef ncclpy_lane* borrow_lane(int device) except? NULL:
-    """Take the place of a device's lane if that is idle, to launch in this thread; NULL if it is not.
+cdef size_t borrow_lanes(const int* devices, size_t count, ncclpy_lane** borrowed) except? 0:
+    """Take the place of the lanes of some devices, to launch in this thread; return how many lanes, or 0.
 
-    The calling thread's current device is to be kept by the caller.
+    One lane is borrowed when it is idle. Several are faster than one thread, so that they are borrowed only when they
+    sleep and nothing was launched for a while: waking them takes longer than making all calls here. The caller keeps
+    its current device, and gives every lane back.
     """
-    cdef ncclpy_lane* lane = _lanes[lane_of(device)]
-    return lane if lane_borrow(lane) else NULL
+    global _launched_at
+    cdef size_t i, k, n = 0
+    cdef ncclpy_lane* lane
+    cdef double moment = now()
+    for i in range(count):
+        lane = _lanes[lane_of(devices[i])]
+        k = 0
+        while k < n and borrowed[k] != lane:
+            k += 1
+        if k == n:
+            borrowed[n] = lane
+            n += 1
+    if n > 1 and moment - _launched_at < _spin:
+        return 0
+    for i in range(n):
+        if (n > 1 and not lane_is_asleep(borrowed[i])) or not lane_borrow(borrowed[i]):
+            for k in range(i):
+                lane_give_back(borrowed[k])
+            return 0
+    _launched_at = moment
+    return n
 
 
 cdef size_t divide(Part* parts, size_t count, Batch* batches) except? 0:
@@ -112,7 +148,9 @@ cdef size_t divide(Part* parts, size_t count, Batch* batches) except? 0:
 
 cdef int push(Batch* batches, size_t count) except -1:
     """Put batches on their lanes."""
+    global _launched_at
     cdef size_t i
+    _launched_at = now()
     for i in range(count):
         lane_of((<Handle>batches[i].parts[0].handle).device)
     # With the GIL: nobody can hold this lock for longer than it takes to push, and giving the GIL up here could mean
@@ -126,7 +164,9 @@ cdef int push(Batch* batches, size_t count) except -1:
 
 cdef int push_jobs(ncclpy_job** jobs, const int* devices, size_t count) except -1:
     """Put a job on the lane of each device."""
+    global _launched_at
     cdef size_t i
+    _launched_at = now()
     for i in range(count):
         lane_of(devices[i])
     pthread_mutex_lock(&_order)  # with the GIL, as in `push`
@@ -340,7 +380,7 @@ cdef class Launch:
         cdef Work work
         require(<void*>nccl.ncclGroupStart, b"ncclGroupStart")
         ensure_running((<Handle>self.parts[0].handle).device)
-        sort_parts(self.parts, self.count)
+        sort_parts(self.parts, self.count, True)
         self.batches = <Batch*>malloc(self.count * sizeof(Batch))
         if self.batches == NULL:
             raise MemoryError
@@ -386,22 +426,22 @@ cdef class Launch:
         abort_aside(list(handles.values()), f"a launch failed: {error}")
 
 
-cdef void sort_parts(Part* parts, size_t count) noexcept:
-    """Order parts by lane, then by communicator; there are few, and mostly they are in order."""
+cdef void sort_parts(Part* parts, size_t count, bint by_lane) noexcept:
+    """Order parts by lane, if asked, then by communicator; there are few, and mostly they are in order."""
     cdef size_t i, j
     cdef Part moving
     for i in range(1, count):
         moving = parts[i]
         j = i
-        while j > 0 and _before(&moving, &parts[j - 1]):
+        while j > 0 and _before(&moving, &parts[j - 1], by_lane):
             parts[j] = parts[j - 1]
             j -= 1
         parts[j] = moving
 
 
-cdef bint _before(const Part* a, const Part* b) noexcept:
-    cdef int first = (<Handle>a.handle).device % _count if _count else 0
-    cdef int second = (<Handle>b.handle).device % _count if _count else 0
+cdef bint _before(const Part* a, const Part* b, bint by_lane) noexcept:
+    cdef int first = (<Handle>a.handle).device % _count if by_lane and _count else 0
+    cdef int second = (<Handle>b.handle).device % _count if by_lane and _count else 0
     return first < second or (first == second and a.handle < b.handle)
 
 

@@ -145,6 +145,8 @@ static inline int ncclpy_lane_borrow(ncclpy_lane* lane) {
   return 0;
 }
 
+static inline int ncclpy_lane_is_asleep(ncclpy_lane* lane) { return ncclpy_load(&lane->asleep); }
+
 static inline void ncclpy_lane_give_back(ncclpy_lane* lane) { pthread_mutex_unlock(&lane->turn); }
 
 #endif

@@ -2,6 +2,7 @@
 
 from libc.stdint cimport uintptr_t
 from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memcpy
 
 from ncclpy.abi.driver cimport (
     CU_STREAM_CAPTURE_MODE_THREAD_LOCAL,
@@ -31,7 +32,7 @@ from ncclpy.core.library cimport driver, nccl, require, require_driver
 from ncclpy.core.lifecycle cimport Lifecycle
 from ncclpy.core.operation cimport NOT_THERE, Operation, function_of, issue, raise_issue
 from ncclpy.core.stream cimport Stream, owner_of
-from ncclpy.engine.launcher cimport Batch, Part, borrow_lane, divide, lane_of, push, push_jobs, run_batch, sort_parts
+from ncclpy.engine.launcher cimport Batch, Part, borrow_lanes, divide, push, push_jobs, run_batch, sort_parts
 from ncclpy.engine.native cimport add, lane_give_back, load, ncclpy_job, ncclpy_lane, sleep_on, wake
 
 from ncclpy.core.errors import NcclAborted
@@ -104,6 +105,9 @@ cdef class Plan:
     cdef Batch* batches
     cdef size_t count
     cdef size_t nbatches
+    cdef Batch whole  # all parts as one group, for a launch in the calling thread
+    cdef int* devices  # one of each batch
+    cdef ncclpy_lane** borrowed  # room for them
     cdef int remaining
     cdef pthread_mutex_t mutex  # one launch at a time
     cdef list handles
@@ -124,6 +128,9 @@ cdef class Plan:
         pthread_mutex_destroy(&self.mutex)
         free(self.parts)
         free(self.batches)
+        free(self.whole.parts)
+        free(self.devices)
+        free(self.borrowed)
 
     def record(self):
         """Return a context in which calls of communicators are recorded and not made."""
@@ -146,7 +153,13 @@ cdef class Plan:
         streams = {}
         self.parts = <Part*>calloc(group.count, sizeof(Part))
         self.batches = <Batch*>calloc(group.count, sizeof(Batch))
-        if self.parts == NULL or self.batches == NULL:
+        self.whole.parts = <Part*>malloc(group.count * sizeof(Part))
+        self.devices = <int*>malloc(group.count * sizeof(int))
+        self.borrowed = <ncclpy_lane**>malloc(group.count * sizeof(ncclpy_lane*))
+        if (
+            self.parts == NULL or self.batches == NULL or self.whole.parts == NULL or self.devices == NULL
+            or self.borrowed == NULL
+        ):
             raise MemoryError
         for i in range(group.count):
             self.parts[i].operation = group.operations[i]
@@ -157,11 +170,15 @@ cdef class Plan:
             if stream is not None:
                 streams[id(stream)] = stream
         self.streams = list(streams.values())
-        sort_parts(self.parts, group.count)
+        sort_parts(self.parts, group.count, True)
         self.nbatches = divide(self.parts, group.count, self.batches)
         for i in range(self.nbatches):
             self.batches[i].job.run = _run_plan
             self.batches[i].remaining = &self.remaining
+            self.devices[i] = (<Handle>self.batches[i].parts[0].handle).device
+        memcpy(self.whole.parts, self.parts, group.count * sizeof(Part))
+        sort_parts(self.whole.parts, group.count, False)
+        self.whole.count = group.count
         self.count = group.count
         return 0
 
@@ -192,30 +209,30 @@ cdef class Plan:
         NcclAborted
             If one of its communicators was aborted.
         """
-        cdef size_t i
+        cdef size_t i, lent
         cdef CUcontext saved = NULL
-        cdef ncclpy_lane* lane = NULL
         if current_group() is not None:
             raise ValueError("plan.launch() cannot stand inside a group")
         self.check()
         with nogil:
             pthread_mutex_lock(&self.mutex)
         try:
-            if self.nbatches == 1:
-                lane = borrow_lane((<Handle>self.parts[0].handle).device)
-            if lane != NULL:
+            lent = borrow_lanes(self.devices, self.nbatches, self.borrowed)
+            if lent:
                 with nogil:
                     driver.cuCtxGetCurrent(&saved)
-                    run_batch(&self.batches[0])
+                    run_batch(&self.whole)
                     driver.cuCtxSetCurrent(saved)
-                    lane_give_back(lane)
+                    for i in range(lent):
+                        lane_give_back(self.borrowed[i])
+                _raise(&self.whole)
             else:
                 self.remaining = <int>self.nbatches
                 push(self.batches, self.nbatches)
                 with nogil:
                     _await_all(&self.remaining)
-            for i in range(self.nbatches):
-                _raise(&self.batches[i])
+                for i in range(self.nbatches):
+                    _raise(&self.batches[i])
         finally:
             pthread_mutex_unlock(&self.mutex)
         for handle, stream in self.waits:
@@ -288,6 +305,8 @@ cdef class Graph:
 
     cdef Plan plan
     cdef Replay* replays
+    cdef ncclpy_job** jobs  # of the replays
+    cdef int* devices  # of the replays
     cdef size_t count
     cdef int remaining
     cdef list own  # streams for CPU memory
@@ -318,7 +337,9 @@ cdef class Graph:
             if len(used) > 1 and len(mine) != len(used):
                 raise ValueError(f"device {device}: the plan uses {len(used)} streams there; a graph needs one a device")
         self.replays = <Replay*>calloc(len(streams), sizeof(Replay))
-        if self.replays == NULL:
+        self.jobs = <ncclpy_job**>calloc(len(streams), sizeof(ncclpy_job*))
+        self.devices = <int*>calloc(len(streams), sizeof(int))
+        if self.replays == NULL or self.jobs == NULL or self.devices == NULL:
             raise MemoryError
         self.own = []
         self.targets = []
@@ -331,6 +352,8 @@ cdef class Graph:
             replay.context = context_of(device)
             replay.remaining = &self.remaining
             replay.job.run = _run_replay
+            self.jobs[self.count] = &replay.job
+            self.devices[self.count] = device
             if (device, next(iter(used))) in own:
                 self.own.append(private)
                 replay.stream = private.raw
@@ -351,13 +374,8 @@ cdef class Graph:
 
         As with `Plan.launch`, the calls are enqueued when it returns, and data in CPU memory without a stream are there.
         """
-        cdef size_t i
-        cdef Replay* replay
-        cdef ncclpy_job** jobs
-        cdef int* devices
+        cdef size_t i, lent
         cdef CUcontext saved = NULL
-        cdef ncclpy_lane* lane = NULL
-        cdef bint several = False  # lanes
         cdef Plan plan = self.plan
         if plan is None:
             raise ValueError("this graph is closed; capture the plan again")
@@ -367,31 +385,18 @@ cdef class Graph:
         try:
             if self.plan is None:
                 raise ValueError("this graph was closed by another thread; capture the plan again")
-            for i in range(1, self.count):
-                several = several or lane_of(self.replays[i].device) != lane_of(self.replays[0].device)
-            if not several:
-                lane = borrow_lane(self.replays[0].device)
-            if lane != NULL:
-                self.remaining = <int>self.count
+            self.remaining = <int>self.count
+            lent = borrow_lanes(self.devices, self.count, plan.borrowed)
+            if lent:
                 with nogil:
                     driver.cuCtxGetCurrent(&saved)
                     for i in range(self.count):
                         _run_replay(&self.replays[i].job)
                     driver.cuCtxSetCurrent(saved)
-                    lane_give_back(lane)
+                    for i in range(lent):
+                        lane_give_back(plan.borrowed[i])
             else:
-                jobs = <ncclpy_job**>malloc(self.count * (sizeof(ncclpy_job*) + sizeof(int)))
-                if jobs == NULL:
-                    raise MemoryError
-                devices = <int*>&jobs[self.count]
-                for i in range(self.count):
-                    jobs[i] = &self.replays[i].job
-                    devices[i] = self.replays[i].device
-                self.remaining = <int>self.count
-                try:
-                    push_jobs(jobs, devices, self.count)
-                finally:
-                    free(jobs)
+                push_jobs(self.jobs, self.devices, self.count)
                 with nogil:
                     _await_all(&self.remaining)
             for i in range(self.count):
@@ -438,6 +443,8 @@ cdef class Graph:
     def __dealloc__(self):
         self.free_graphs()
         free(self.replays)
+        free(self.jobs)
+        free(self.devices)
 
     def __repr__(self):
         state = " closed" if self.plan is None else ""

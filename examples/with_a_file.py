@@ -17,6 +17,8 @@ import ncclpy
 
 
 def number(slurm, other):
+    if slurm not in os.environ and other not in os.environ:
+        sys.exit(f"neither {slurm} nor {other} is set; start this with srun, or set {other} by hand")
     return int(os.environ[slurm if slurm in os.environ else other])
 
 
@@ -34,6 +36,8 @@ def exchange(path, rank, timeout=60):
     return path.read_bytes()
 
 
+if len(sys.argv) != 2:
+    sys.exit("usage: with_a_file.py FILE, the name of a file that does not exist yet")
 rank, size = number("SLURM_PROCID", "RANK"), number("SLURM_NTASKS", "WORLD_SIZE")
 # With --gpus-per-task 1 a process sees a single GPU, number 0.
 device = number("SLURM_LOCALID", "LOCAL_RANK") % ncclpy.device_count()

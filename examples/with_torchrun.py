@@ -4,12 +4,15 @@ torchrun --nproc-per-node 4 examples/with_torchrun.py
 """
 
 import os
+import sys
 
 import torch
 import torch.distributed as dist
 
 import ncclpy
 
+if "RANK" not in os.environ:
+    sys.exit("RANK is not set; start this with torchrun")
 rank, size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
 # torchrun tells every process where its store is. The process group of torch is not needed for that.
 store, _, _ = next(dist.rendezvous("env://"))

@@ -202,6 +202,7 @@ def test_a_rank_that_does_not_come_ends_at_the_deadline(capsys, monkeypatch, tmp
         assert time.monotonic() - start < 20
     said = capsys.readouterr().err
     assert "NcclTimeout" in said and "2 s" in said and "worker 0 of 2" in said
+    assert "the communicators were made" in said
     assert "NcclTimeout" in json.loads(path.read_text())["errors"][0]
     assert perf(capsys, "all_reduce -b 1K -e 1K -n 1 -t 2")[0] == 0, "the process is still good for another run"
 
@@ -218,6 +219,13 @@ def test_an_error_in_one_thread_ends_all(capsys, monkeypatch):
     assert main(["perf", *"all_reduce -b 1K -e 1K -n 1 -t 2 -T 60".split()]) == 1
     said = capsys.readouterr().err
     assert "worker 1 of 2 failed" in said and "rank 1 has had enough" in said and "Traceback" in said
+
+
+def test_what_failed_in_the_background_is_said_in_full(capsys, host_engine):
+    with ncclpy.faults("call=Broadcast at=run do=error:ncclRemoteError"):
+        assert main(["perf", *"broadcast -b 1K -e 1K -n 1 -T 60".split()]) == 1
+    said = capsys.readouterr().err
+    assert "rank 0 failed in the background: <Result.REMOTE_ERROR: 6>; last error: injected fault" in said
 
 
 def test_a_process_that_dies_ends_all(capsys, monkeypatch):

@@ -85,13 +85,13 @@ class Crew(abc.ABC):
     def _serve(self, show: Callable[[str, Any], None]) -> None:
         waiting: dict[int, Any] = {}
         working = set(range(self.size))
-        last = "nothing"
+        last = "nothing was reported yet"
         while working:
             message = self.receive(self.timeout)
             if message is None:
                 silent = sorted(working - waiting.keys())
                 raise NcclTimeout(
-                    f"no worker moved for {self.timeout:g} s after {last}; still in a call: "
+                    f"no worker moved for {self.timeout:g} s, and before that {last}; still in a call: "
                     f"worker {', '.join(map(str, silent))} of {self.size}. The communicators are aborted. "
                     "For slow machines or long runs raise -T."
                 )
@@ -108,7 +108,10 @@ class Crew(abc.ABC):
                     for index in range(self.size):
                         self.answer(index, values)
             else:
-                last = f"{what} {value!r}" if what != "row" else f"size {value.size}"
+                if what == "head":
+                    last = "the communicators were made"
+                elif what == "row":
+                    last = f"size {value.size} was done"
                 show(what, value)
 
     def _with_others(self, first: int, text: str) -> str:

@@ -259,8 +259,11 @@ class Worker:
         for communicator in self.communicators:
             state = communicator.async_error()
             if state != ncclpy.Result.SUCCESS:
+                detail = ncclpy.bindings.get_last_error(communicator.handle)
                 raise ncclpy.NcclError(
-                    f"rank {communicator.rank} failed in the background: {state!r}", result=int(state)
+                    f"rank {communicator.rank} failed in the background: {state!r}; last error: {detail}",
+                    result=int(state),
+                    detail=detail,
                 )
 
     def _meet(self) -> None:

@@ -231,6 +231,41 @@ def test_a_closed_communicator_or_stream_is_named(ranks):
         graph.launch()
 
 
+def test_a_closed_operator_is_named(ranks):
+    """NCCL gives its number to the next one, which would be used silently."""
+    operators = [comm.pre_mul_sum(2.0, "float32") for comm in ranks.comms]
+
+    def body():
+        for comm, send, recv, stream, op in zip(
+            ranks.comms, ranks.send, ranks.recv, ranks.streams, operators, strict=True
+        ):
+            comm.all_reduce(ranks.lib.argument(send), ranks.lib.argument(recv), op=op, stream=stream)
+
+    plan = recorded(body)
+    deadline(plan.launch)
+    with deadline(plan.capture) as graph:
+        assert ranks.received() == [6.0, 6.0]
+        operators[1].close()
+        others = [comm.pre_mul_sum(3.0, "float32") for comm in ranks.comms]
+        for call in (plan.launch, graph.launch, plan.capture):
+            with pytest.raises(ValueError, match="a reduction operator of this plan is closed"):
+                call()
+    del others
+
+
+def test_a_plan_is_recorded_once(ranks):
+    plan = ncclpy.Plan()
+    first, second = plan.record(), plan.record()
+    with first:
+        ranks.all_reduce()
+    with pytest.raises(RuntimeError, match="recorded meanwhile"), second:
+        ranks.all_reduce()
+        ranks.all_reduce()
+    assert len(plan) == len(ranks.comms)
+    deadline(plan.launch)
+    ranks.synchronize()
+
+
 def test_an_aborted_communicator_is_named(ranks):
     plan = recorded(ranks.all_reduce)
     testing.abort_all(ranks.comms)

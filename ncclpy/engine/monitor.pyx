@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 
+from cpython.pythread cimport PyThread_get_thread_ident
 from cpython.ref cimport Py_DECREF
 from cython.operator cimport dereference, preincrement
 from libc.stdint cimport uintptr_t
@@ -44,6 +45,7 @@ from ncclpy.core.library cimport driver
 from ncclpy.core.operation cimport NOT_THERE, function_of
 from ncclpy.engine.native cimport load, now, sharp_timers, sleep_on
 from ncclpy.engine.recorder cimport PENDING
+from ncclpy.engine cimport work as _work
 from ncclpy.engine.work cimport Work, bell, due, ring, take_settled
 
 from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, NcclUnsupported
@@ -82,7 +84,11 @@ cdef bint _at_home = False
 cdef object _unlaunched = collections.deque()  # works with a deadline, in the order of their launches
 cdef double _soonest = FOREVER  # no later than the first deadline among them
 
+cdef unsigned long _NOBODY = -1  # no thread has this identifier
+cdef unsigned long _me = _NOBODY  # the thread, 0 when it has ended
 cdef bint _stop = False
+cdef bint _attending = False
+cdef double _next_round = 0
 cdef double _next_timer = FOREVER
 cdef list _timers = []
 cdef long long _timers_made = 0
@@ -148,32 +154,64 @@ def call_at(double when, callback):
 
 def _main():
     """Run until the process ends."""
-    global _next_timer
-    cdef double next_round = 0
+    global _me
+    _me = PyThread_get_thread_ident()
     _settle_in()
     while not _stop:
         with nogil:
-            _watch(next_round)
-        try:
-            _complete()
-            if _lines.size() and now() >= next_round:
-                _look_after()
-                next_round = now() + _ROUND
-            _look_at_lanes()
-            while _timers and _timers[0][0] <= now():
-                _guarded(heapq.heappop(_timers)[2])
-            _next_timer = min(_soonest, _timers[0][0] if _timers else FOREVER)
-            for work in take_settled():
-                work._run_callbacks()
-        except BaseException:  # a defect of ours must not end the thread on which all waits rely
-            sys.excepthook(*sys.exc_info())
+            _watch(_next_round)
+        _attend()
+        for work in take_settled():
+            _guarded(work._run_callbacks)
 
 
-def _guarded(callback):
+cdef int _attend() except -1:
+    """See to all that is due, but for callbacks."""
+    global _attending, _next_timer, _next_round
+    _attending = True
     try:
-        callback()
+        _complete()
+        if _lines.size() and now() >= _next_round:
+            _next_round = now() + _ROUND
+            _look_after()
+        _look_at_lanes()
+        while _timers and _timers[0][0] <= now():
+            _guarded(heapq.heappop(_timers)[2])
+        _next_timer = min(_soonest, _timers[0][0] if _timers else FOREVER)
+    except BaseException:  # a defect of ours must not end the thread on which all waits rely
+        _tell()
+    _attending = False
+    return 0
+
+
+cdef int _stand_in() except -1:
+    """Do as much in the monitor's own thread while a callback waits there, and in any thread once it has ended."""
+    if _me and _me != PyThread_get_thread_ident():
+        return False
+    if not _attending:
+        _take_in()  # with the GIL: after the monitor's end several threads may be here
+        _ask()
+        _attend()
+    return True
+
+
+_work.stand_in = _stand_in
+
+
+def _guarded(task):
+    try:
+        task()
     except BaseException:
+        _tell()
+
+
+cdef int _tell() except -1:
+    """Show an exception that nobody can answer for, even if the program's hook for that raises itself."""
+    try:
         sys.excepthook(*sys.exc_info())
+    except BaseException:
+        sys.__excepthook__(*sys.exc_info())  # of both; it raises nothing
+    return 0
 
 
 cdef int _settle_in() except -1:
@@ -273,7 +311,7 @@ cdef int _complete() except -1:
             _end(work, &ended[i])
             work.let_go()
         except BaseException:  # a defect of ours; the others are still to be seen to
-            sys.excepthook(*sys.exc_info())
+            _tell()
         free(ended[i].text)
     return 0
 
@@ -398,19 +436,22 @@ cdef int _check_health(Work work) except -1:
 @atexit.register
 def _end_of_process():
     """End the thread before the interpreter does: works that are not done are left to the process's end."""
-    global _stop
+    global _stop, _me
     if _thread is None:
         return
     _stop = True
     ring()
     _thread.join(_PATIENCE)
+    if not _thread.is_alive():
+        _me = 0
 
 
 def _forked():
     """In the child the thread does not exist; nothing that it was given can come to an end there."""
-    global _thread, _stop
+    global _thread, _stop, _me, _attending
     _thread = None
-    _stop = False
+    _stop = _attending = False
+    _me = _NOBODY
     pthread_mutex_init(&_mutex, NULL)
     _inbox.clear()
     _lines.clear()

@@ -1,5 +1,6 @@
 """Plans: a group that is recorded once and launched any number of times, by one call or as a CUDA graph."""
 
+from cpython.ref cimport PyObject
 from libc.stdint cimport uintptr_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy
@@ -31,6 +32,7 @@ from ncclpy.core.handle cimport (
 from ncclpy.core.library cimport driver, nccl, require, require_driver
 from ncclpy.core.lifecycle cimport Lifecycle
 from ncclpy.core.operation cimport NOT_THERE, Operation, function_of, issue, raise_issue
+from ncclpy.core.resources cimport CustomOp
 from ncclpy.core.stream cimport Stream, owner_of
 from ncclpy.engine.launcher cimport Batch, Part, borrow_lanes, divide, push, push_jobs, run_batch, sort_parts
 from ncclpy.engine.native cimport add, lane_give_back, load, ncclpy_job, ncclpy_lane, sleep_on, wake
@@ -112,6 +114,7 @@ cdef class Plan:
     cdef pthread_mutex_t mutex  # one launch at a time
     cdef list handles
     cdef list held  # buffers
+    cdef list operators  # our own, whose numbers NCCL gives to others once they are closed
     cdef list streams  # our own, by which it is seen that one was closed
     cdef list waits  # (handle, stream) of CPU memory, whose data must be there when a launch returns
     cdef object __weakref__
@@ -147,8 +150,17 @@ cdef class Plan:
         """Take the operations of a recording over."""
         cdef size_t i
         cdef Stream stream
+        cdef Lifecycle comm
+        if self.count:
+            raise RuntimeError("this plan was recorded meanwhile; make another one")
         self.held = []
         self.handles = list(group.handles)
+        self.operators = []
+        for comm in self.handles:
+            numbers = {group.operations[i].op for i in range(group.count) if group.held[i].handle == <PyObject*>comm}
+            for made in list(comm.resources):
+                if type(made) is CustomOp and (<CustomOp>made).number in numbers:
+                    self.operators.append(made)
         self.waits = list(dict.fromkeys(group.waits))
         streams = {}
         self.parts = <Part*>calloc(group.count, sizeof(Part))
@@ -195,6 +207,9 @@ cdef class Plan:
         for stream in self.streams:
             if stream.raw == NULL:
                 raise ValueError(f"a stream of this plan, on device {stream.device}, is closed")
+        for operator in self.operators:
+            if (<CustomOp>operator).comm is None:
+                raise ValueError(f"a reduction operator of this plan is closed: {operator!r}")
         return 0
 
     def launch(self):
@@ -234,6 +249,9 @@ cdef class Plan:
                 for i in range(self.nbatches):
                     _raise(&self.batches[i])
         finally:
+            for i in range(self.nbatches):
+                _forget_text(&self.batches[i])
+            _forget_text(&self.whole)
             pthread_mutex_unlock(&self.mutex)
         for handle, stream in self.waits:
             (<Handle>handle).wait_stream(
@@ -271,30 +289,30 @@ cdef void _run_plan(ncclpy_job* job) noexcept nogil:
         wake(remaining)
 
 
+cdef void _forget_text(Batch* batch) noexcept:
+    free(batch.text)
+    batch.text = NULL
+
+
 cdef int _raise(Batch* batch) except -1:
-    """Raise what went wrong in a batch."""
-    cdef char* text = batch.text
+    """Raise what went wrong in a batch, if anything did."""
     cdef size_t failed = min(batch.failed, batch.count - 1)
     cdef Handle handle = <Handle>batch.parts[failed].handle
     cdef const char* function = function_of(batch.parts[failed].operation.kind)
-    batch.text = NULL
-    try:
-        if <int>batch.result == WAS_ABORTED:
-            handle.check_alive()
-            raise NcclAborted(f"Plan.launch: {handle!r} was aborted")
-        if <int>batch.result == NOT_THERE:
-            raise_issue(batch.result, batch.parts[failed].operation.kind, NULL)
-        if <int>batch.result == PAST_DEADLINE:
-            handle.give_up("Plan.launch", handle.limit)
-        if batch.result != ncclSuccess:
-            if batch.failed == batch.count and batch.count > 1:
-                function = b"ncclGroupEnd"
-            raise nccl_error(batch.result, function, text)
-        if batch.driver != CUDA_SUCCESS:
-            raise driver_error(batch.driver, function)
-    finally:
-        free(text)
-    return 0
+    if batch.result == ncclSuccess and batch.driver == CUDA_SUCCESS:
+        return 0
+    if <int>batch.result == WAS_ABORTED:
+        handle.check_alive()
+        raise NcclAborted(f"Plan.launch: {handle!r} was aborted")
+    if <int>batch.result == NOT_THERE:
+        raise_issue(batch.result, batch.parts[failed].operation.kind, NULL)
+    if <int>batch.result == PAST_DEADLINE:
+        handle.give_up("Plan.launch", handle.limit)
+    if batch.result != ncclSuccess:
+        if batch.failed == batch.count and batch.count > 1:
+            function = b"ncclGroupEnd"
+        raise nccl_error(batch.result, function, batch.text)
+    raise driver_error(batch.driver, function)
 
 
 cdef class Graph:

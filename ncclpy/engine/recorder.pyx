@@ -4,6 +4,8 @@ An entry is written as its operation goes on, by whoever moves it; a dump only r
 hold it up.
 """
 
+import _thread
+import hashlib
 import json
 import os
 import socket
@@ -17,6 +19,9 @@ from ncclpy.engine.native cimport now
 
 from ncclpy.core import library as _library
 from ncclpy.core.types import DataType, ReduceOp
+
+# Characters of a key that are shown.
+cdef int _LONG = 300
 
 _STATES = ("pending", "launched", "completed", "failed")
 
@@ -76,11 +81,35 @@ def method_name(int kind):
 
 
 def show(key):
-    """Return the ``repr`` of a key, or what `object` says of it if that fails: no error of ours is to get lost."""
+    """Return the ``repr`` of a key, or what `object` says of it if that fails: no error of ours is to get lost.
+
+    A long one is cut; what is cut counts through a digest, so that two keys still look different.
+    """
     try:
-        return repr(key)
-    except Exception:  # of the user's class
+        text = repr(key)
+    except BaseException as error:  # of the user's class
+        _pass_on(error)
         return object.__repr__(key)
+    if len(text) <= _LONG:
+        return text
+    digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=4).hexdigest()
+    return f"{text[:_LONG // 2]}... ({len(text)} characters, digest {digest})"
+
+
+def text_of(error):
+    """Return the text of an exception, or what it is if that fails."""
+    try:
+        return str(error)
+    except BaseException as failure:  # of the user's class
+        _pass_on(failure)
+        return type(error).__name__
+
+
+cdef int _pass_on(object error) except -1:
+    """Let Ctrl-C come through later, where it finds nothing half done."""
+    if isinstance(error, KeyboardInterrupt):
+        _thread.interrupt_main()
+    return 0
 
 
 def _op_name(int code):
@@ -184,9 +213,10 @@ def add_gatherer(gatherer):
 
 
 def remove_gatherer(gatherer):
-    """Undo `add_gatherer`."""
-    _gatherers.remove(gatherer)
+    """Undo `add_gatherer`; in a forked child that is done already."""
+    if gatherer in _gatherers:
+        _gatherers.remove(gatherer)
 
 
-# Nothing is gathered in a forked child, where the locks of others may be held for ever.
+# What the parent gathers is nothing to a forked child.
 os.register_at_fork(after_in_child=_gatherers.clear)

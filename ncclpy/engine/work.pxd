@@ -25,6 +25,7 @@ cdef class Work:
     cdef object __weakref__
 
     cdef int settle(self, object error) except -1
+    cdef int withdraw(self, object error) except -1
     cdef int let_go(self) except -1
     cdef bint is_settled(self) noexcept
     cdef bint _look(self) except -1
@@ -37,6 +38,11 @@ cdef class Work:
 cdef int bell
 cdef int due  # whether callbacks wait to be run
 cdef void ring() noexcept nogil
+
+# Set by the monitor. A callback that waits holds the monitor up, so it has to do what it waits for itself.
+ctypedef int (*StandIn)() except -1
+cdef StandIn stand_in
+cdef int attend() except -1
 
 # Settled works whose callbacks the monitor has to run.
 cdef list take_settled()

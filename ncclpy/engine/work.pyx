@@ -1,9 +1,8 @@
 """A handle on one operation: when it is launched, when it is done, and what came of it."""
 
 import concurrent.futures
-import sys
 
-from cpython.exc cimport PyErr_CheckSignals
+from cpython.exc cimport PyErr_CheckSignals, PyErr_SetObject, PyErr_WriteUnraisable
 
 from ncclpy.abi.driver cimport CU_EVENT_WAIT_DEFAULT, CUDA_ERROR_NOT_READY, CUDA_SUCCESS, CUcontext, CUresult
 from ncclpy.core.check cimport check_driver
@@ -16,7 +15,7 @@ from ncclpy.engine.native cimport add, load, now, sleep_on, store, swap, wake
 from ncclpy.engine.recorder cimport COMPLETED, FAILED, LAUNCHED, new_entry
 
 from ncclpy.core.errors import NcclAborted, NcclTimeout
-from ncclpy.engine.recorder import method_name, show
+from ncclpy.engine.recorder import method_name, show, text_of
 
 cdef extern from "sched.h" nogil:
     int sched_yield()
@@ -24,9 +23,11 @@ cdef extern from "sched.h" nogil:
 # How long a wait asks the device itself before it sleeps until the monitor tells.
 cdef double _EAGER = 100e-6
 
-# How long a wait sleeps before Python may look at signals.
+# How long a wait sleeps before Python may look at signals; and where it has to do the monitor's part as well.
 cdef double _SLICE = 0.1
+cdef double _SHORT_SLICE = 200e-6
 
+stand_in = NULL
 bell = 0
 due = 0
 cdef list _settled = []
@@ -36,6 +37,11 @@ cdef void ring() noexcept nogil:
     """Wake the monitor."""
     add(&bell, 1)
     wake(&bell)
+
+
+cdef int attend() except -1:
+    """Do the monitor's part, but for callbacks, if this thread holds it up; return whether it does."""
+    return stand_in() if stand_in != NULL else False
 
 
 cdef list take_settled():
@@ -101,7 +107,7 @@ cdef class Work:
         if error is None and self.timed and driver.cuEventElapsedTime != NULL:
             if driver.cuEventElapsedTime(&milliseconds, self.began, self.done) == CUDA_SUCCESS:
                 self.seconds = milliseconds * 1e-3
-        text = None if error is None else str(error)
+        text = None if error is None else text_of(error)
         if load(&self.phase) >= COMPLETED:  # Python ran above: another thread may have been here meanwhile
             return 0
         self.error = error
@@ -122,6 +128,11 @@ cdef class Work:
         if launch is not None:
             launch.settled(self)
         return 0
+
+    cdef int withdraw(self, object error) except -1:
+        """Forget an operation that could not be begun: the caller is told, and nobody else."""
+        self.callbacks = None
+        return self.settle(error)
 
     cdef int let_go(self) except -1:
         """Give back what had to stay while a lane or the device might use it."""
@@ -155,7 +166,7 @@ cdef class Work:
 
     cdef int _wait_for(self, int state, double deadline) except -1:
         """Wait until it has come to `state` or beyond; return whether it has."""
-        cdef double begun = now(), until
+        cdef double begun = now(), until, slice
         cdef int seen
         require_driver(<void*>driver.cuEventQuery, b"cuEventQuery")
         while load(&self.phase) < state:
@@ -173,12 +184,13 @@ cdef class Work:
                     break
             if now() >= deadline:
                 return False
+            slice = _SHORT_SLICE if attend() else _SLICE
             add(&self.sleepers, 1)
             with nogil:
-                sleep_on(&self.phase, seen, min(_SLICE, deadline - now()))
+                sleep_on(&self.phase, seen, min(slice, deadline - now()))
             add(&self.sleepers, -1)
             PyErr_CheckSignals()
-            self._look()  # should the monitor be held up by a callback, which may well be the one that waits
+            self._look()  # should the monitor be held up by a callback
             require_driver(<void*>driver.cuEventQuery, b"cuEventQuery")  # a forked child is told here
         return True
 
@@ -207,7 +219,7 @@ cdef class Work:
         """
         self._must_end(timeout)
         if self.error is not None:
-            raise self.error
+            raise self.error.with_traceback(None)  # it would grow with every wait, and keep the frames of all
 
     def result(self, timeout=None):
         """Wait as `wait` does and return the array that received, None on a rank that receives nothing."""
@@ -238,7 +250,7 @@ cdef class Work:
             leave_device(saved)
             check_driver(result, b"cuStreamWaitEvent")
         elif self.error is not None:
-            raise self.error
+            raise self.error.with_traceback(None)
 
     @property
     def duration(self):
@@ -248,7 +260,8 @@ cdef class Work:
     def add_done_callback(self, callback):
         """Call ``callback(work)`` when the operation is done, at once if it is.
 
-        It runs in the monitor's thread, under no lock of ours; an exception in it goes to `sys.unraisablehook`.
+        It runs in the monitor's thread, under no lock of ours; an exception in it goes to `sys.unraisablehook`. Other
+        callbacks come after it. It may wait for works; anything else that blocks holds up deadlines too.
         """
         if not callable(callback):
             raise TypeError(f"callback: expected a callable, got {type(callback).__name__}")
@@ -262,8 +275,9 @@ cdef class Work:
     def _call(self, callback):
         try:
             callback(self)
-        except BaseException:  # of the user; nobody here can answer for it
-            _report(callback)
+        except BaseException as error:  # of the user; nobody here can answer for it
+            PyErr_SetObject(type(error), error)
+            PyErr_WriteUnraisable(callback)
 
     def _run_callbacks(self):
         callbacks, self.callbacks = self.callbacks, None
@@ -299,18 +313,3 @@ cdef class Work:
 
     def __repr__(self):
         return f"<ncclpy.Work {method_name(self.entry.operation)} device={self.device} {self.state}>"
-
-
-cdef int _report(object callback) except -1:
-    sys.unraisablehook(
-        _Unraisable(*sys.exc_info(), f"Exception ignored in a done-callback of ncclpy: {callback!r}", callback)
-    )
-    return 0
-
-
-class _Unraisable:
-    """What `sys.unraisablehook` wants to be given."""
-
-    def __init__(self, exc_type, exc_value, exc_traceback, err_msg, object):
-        self.exc_type, self.exc_value, self.exc_traceback = exc_type, exc_value, exc_traceback
-        self.err_msg, self.object = err_msg, object

@@ -1,6 +1,14 @@
 from ncclpy.engine.work cimport Work
 
 
+cdef class Key:
+    cdef object value
+    cdef Py_hash_t hashed
+
+
+cdef Key new_key(object value)
+
+
 cdef class Participant:
     cdef Work work
     cdef const void* send
@@ -16,7 +24,7 @@ cdef class Participant:
 
 
 cdef class Gathering:
-    cdef object key
+    cdef Key key
     cdef int kind
     cdef int op
     cdef int datatype
@@ -28,7 +36,6 @@ cdef class Gathering:
     cdef bytes communicator_key
     cdef bint signalled
     cdef bint warned
-    cdef bint gone
     cdef list participants
     cdef object error
     cdef double since

@@ -12,6 +12,29 @@ from ncclpy.engine.recorder import method_name, show
 
 
 @cython.freelist(64)
+@cython.final
+cdef class Key:
+    """What a collective is called, hashed once: whatever its class says later, it is found and taken away again."""
+
+    def __hash__(self):
+        return self.hashed
+
+    def __eq__(self, Key other not None):
+        return self.hashed == other.hashed and (self.value is other.value or bool(self.value == other.value))
+
+
+cdef Key new_key(object value):
+    """Return the key of a value; raise what its class does if it cannot be hashed."""
+    cdef Key key = Key.__new__(Key)
+    try:
+        key.hashed = hash(value)
+    except TypeError as error:
+        raise TypeError(f"key: {error}; pass a str, an int or a tuple of such") from None
+    key.value = value
+    return key
+
+
+@cython.freelist(64)
 cdef class Participant:
     """What one device brings to a collective."""
 
@@ -28,7 +51,7 @@ cdef bint _reduces(int kind) noexcept:
 cdef class Gathering:
     """The participants of one key. The first one sets what all others must agree with; the first error stays."""
 
-    def __cinit__(self, key, int kind, int num_local, int num_global, bytes communicator_key, bint signalled):
+    def __cinit__(self, Key key, int kind, int num_local, int num_global, bytes communicator_key, bint signalled):
         self.key = key
         self.kind = kind
         self.num_local = num_local
@@ -96,7 +119,7 @@ cdef class Gathering:
         if what is None and _rooted(self.kind):
             what = self._check_root(participant)
         if what is not None:
-            self.error = ValueError(f"key {show(self.key)}: {what}")
+            self.error = ValueError(f"key {self.shown()}: {what}")
         return 0
 
     def _check_data(self, Participant participant):
@@ -161,7 +184,7 @@ cdef class Gathering:
             if participant.is_root:
                 if participant.root >= 0 and participant.root != rank:
                     self.error = ValueError(
-                        f"key {show(self.key)}: the participant on device {participant.device} is the root and has rank "
+                        f"key {self.shown()}: the participant on device {participant.device} is the root and has rank "
                         f"{rank}, but says that the root is {participant.root}"
                     )
                     return 0
@@ -170,20 +193,20 @@ cdef class Gathering:
             if participant.root >= 0:
                 if found is not None and found[0] != participant.root:
                     self.error = ValueError(
-                        f"key {show(self.key)}: two roots: device {found[1]} is one, of rank {found[0]}, and device "
+                        f"key {self.shown()}: two roots: device {found[1]} is one, of rank {found[0]}, and device "
                         f"{participant.device} says that it is rank {participant.root}"
                     )
                     return 0
                 if found is None and self.num_local == self.num_global:
                     self.error = ValueError(
-                        f"key {show(self.key)}: device {participant.device} says that the root is rank {participant.root}, "
+                        f"key {self.shown()}: device {participant.device} says that the root is rank {participant.root}, "
                         "which has not come as the root"
                     )
                     return 0
                 found = (participant.root, participant.device)
         if found is None:
             more = "" if self.num_local == self.num_global else "; where it is on another node, root= must say its rank"
-            self.error = ValueError(f"key {show(self.key)}: no root among the participants{more}")
+            self.error = ValueError(f"key {self.shown()}: no root among the participants{more}")
             return 0
         self.root = found[0]
         return 0
@@ -191,18 +214,21 @@ cdef class Gathering:
     cdef int end(self, object error) except -1:
         """Fail every participant with the same error."""
         cdef Participant participant
-        self.gone = True
         participants, self.participants = self.participants, []
         for participant in participants:
             participant.work.settle(error)
         return 0
+
+    def shown(self):
+        """Return the key as text."""
+        return show(self.key.value)
 
     def missing(self):
         """Say in words what it waits for."""
         cdef Participant participant
         if self.arrived >= self.num_local:
             if self.num_local < self.num_global and not self.signalled:
-                return f"signal_multi_node_ready({show(self.key)})"
+                return f"signal_multi_node_ready({self.shown()})"
             return "its communicator"
         here = sorted([participant.device for participant in self.participants])
         more = self.num_local - self.arrived
@@ -212,7 +238,7 @@ cdef class Gathering:
         """Return what `Manager.pending` and a dump of the recorder tell of it."""
         cdef Participant participant
         return {
-            "key": show(self.key),
+            "key": self.shown(),
             "operation": method_name(self.kind),
             "since": self.since,
             "arrived": sorted([participant.device for participant in self.participants]),

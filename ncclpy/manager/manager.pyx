@@ -6,19 +6,18 @@ import threading
 import time
 import weakref
 
-from ncclpy.abi.driver cimport CUcontext, CUresult, CUstream
-from ncclpy.core.buffers cimport HOST_MEMORY, View, current_stream
-from ncclpy.core.check cimport check_driver
-from ncclpy.core.device cimport enter_device, leave_device
+from cpython.exc cimport PyErr_CheckSignals
+
+from ncclpy.core.buffers cimport View
 from ncclpy.core.handle cimport ABORT_DEADLINE, FOREVER, as_timeout, now
 from ncclpy.core.library cimport driver, require_driver
 from ncclpy.core.operation cimport ALL_REDUCE, REDUCE, REDUCE_SCATTER
-from ncclpy.core.stream cimport as_stream
-from ncclpy.engine.events cimport take_event
-from ncclpy.engine.work cimport Work, new_work
+from ncclpy.engine.monitor cimport ensure_running
+from ncclpy.engine.work cimport Work, attend, new_work
 from ncclpy.manager.clique cimport GONE, MAKING, Clique
-from ncclpy.manager.gathering cimport Gathering, Participant
-from ncclpy.manager.participants cimport Participants
+from ncclpy.manager.gathering cimport Gathering, Key, Participant, new_key
+from ncclpy.manager.participants cimport Participants, as_rank
+from ncclpy.manager.streams cimport record_producer
 
 from ncclpy.core import library as _library
 from ncclpy.core.config import Config
@@ -26,7 +25,7 @@ from ncclpy.core.creation import get_unique_id
 from ncclpy.core.errors import NcclAborted, NcclTimeout
 from ncclpy.engine import monitor, recorder
 from ncclpy.engine.launcher import abort_aside
-from ncclpy.engine.recorder import show
+from ncclpy.engine.recorder import show, text_of
 from ncclpy.manager.streams import StreamPool
 
 _log = logging.getLogger("ncclpy.manager")
@@ -114,6 +113,8 @@ cdef class Manager(Participants):
             raise TypeError(f"config: expected an ncclpy.Config, got {type(config).__name__}")
         if config is not None and config.blocking is not None and not config.blocking:
             raise ValueError("config: the Manager does not block anyway; leave blocking unset")
+        if self.lock is not None:
+            raise RuntimeError("a Manager is initialised once")
         self.lock = threading.RLock()
         self.gatherings = {}
         self.cliques = {}
@@ -150,30 +151,31 @@ cdef class Manager(Participants):
     ):
         """Add a participant, and launch if it is the last one."""
         cdef Participant one = Participant.__new__(Participant)
-        cdef Gathering gathering
+        cdef Key named = new_key(key)
         cdef bytes name = b""
         cdef double limit = self.timeout if timeout is None else as_timeout(timeout)
         cdef Work work
-        if num_local < 1 or num_global < num_local:
-            raise ValueError(
-                f"num_local, num_global: expected 1 <= num_local <= num_global, got {num_local} and {num_global}"
-            )
         if communicator_key is not None:
             if isinstance(communicator_key, (int, str)):
                 raise TypeError(
                     f"communicator_key: expected the bytes of generate_communicator_key(), got {communicator_key!r}"
                 )
             name = bytes(communicator_key)
-        if global_rank is not None and global_rank < 0:
-            raise ValueError(f"global_rank: expected a rank >= 0 or None, got {global_rank!r}")
-        try:
-            hash(key)
-        except TypeError as error:
-            raise TypeError(f"key: {error}; pass a str, an int or a tuple of such") from None
         if on_done is not None and not callable(on_done):
             raise TypeError(f"on_done: expected a callable, got {type(on_done).__name__}")
+        one.global_rank = as_rank(global_rank, "global_rank")
+        one.send = send
+        one.recv = recv
+        one.count = count
+        one.datatype = view.datatype
+        one.flavour = view.flavour
+        one.op = op
+        one.device = device
+        one.root = root
+        one.is_root = is_root
         self._check_usable()
-        work = new_work(kind, device)
+        ensure_running()  # nothing may fail for want of a thread once the participant is counted in
+        work = one.work = new_work(kind, device)
         work.timed = self.timing
         work.held = held
         work.output = output
@@ -186,39 +188,41 @@ cdef class Manager(Participants):
             work.entry.op = op
         if on_done is not None:
             work.callbacks = [on_done]
-        _record_producer(work, view, producer)
-        one.work = work
-        one.send = send
-        one.recv = recv
-        one.count = count
-        one.datatype = view.datatype
-        one.flavour = view.flavour
-        one.op = op
-        one.device = device
-        one.global_rank = -1 if global_rank is None else global_rank
-        one.root = root
-        one.is_root = is_root
-        with self.lock:
-            self._check_usable()  # again: an abort may have come meanwhile
-            gathering = self.gatherings.get(key)
-            if gathering is None:
-                gathering = Gathering(key, kind, num_local, num_global, name, False)
-                if self.signalled and key in self.signalled:
-                    self.signalled.discard(key)
-                    gathering.signalled = True
-                self.gatherings[key] = gathering
-            gathering.check(one, kind, num_local, num_global, name)
-            work.gathering = gathering
-            gathering.join(one)
-            if limit < gathering.timeout:
-                gathering.timeout = limit
-            if gathering.error is not None and self.fail_fast:
-                gathering.end(gathering.error)
-            if gathering.is_ready():
-                self._start(gathering)
-            elif gathering.timeout != FOREVER or self.warn_after != FOREVER:
-                self._sweep_later(min(gathering.timeout, self.warn_after))
+        try:
+            record_producer(work, view, producer)
+            with self.lock:
+                self._take_in(one, named, kind, num_local, num_global, name, limit)
+        except BaseException as error:  # the recorder is not to show it as pending
+            work.withdraw(error)
+            raise
         return work
+
+    cdef int _take_in(
+        self, Participant one, Key key, int kind, int num_local, int num_global, bytes name, double limit
+    ) except -1:
+        """Count a participant in, with the lock held."""
+        cdef Gathering gathering
+        self._check_usable()  # again: an abort may have come meanwhile
+        gathering = self.gatherings.get(key)
+        if gathering is None:
+            gathering = Gathering(key, kind, num_local, num_global, name, self.signalled and key in self.signalled)
+        gathering.check(one, kind, num_local, num_global, name)
+        if gathering.error is not None:
+            self._check_usable()  # the key was asked for its repr, and may have done anything
+        if not gathering.arrived:
+            self.gatherings[key] = gathering
+            self.signalled.discard(key)
+        one.work.gathering = gathering
+        gathering.join(one)
+        if limit < gathering.timeout:
+            gathering.timeout = limit
+        if gathering.error is not None and self.fail_fast:
+            gathering.end(gathering.error)
+        if gathering.is_ready():
+            self._start(gathering)
+        elif gathering.timeout != FOREVER or self.warn_after != FOREVER:
+            self._sweep_later(min(gathering.timeout, self.warn_after))
+        return 0
 
     def _check_usable(self):
         _check_process()
@@ -243,8 +247,11 @@ cdef class Manager(Participants):
                 clique = self._new_clique(gathering, name, devices)
             elif gathering.communicator_key:
                 _same_members(clique, gathering, devices)
-        except BaseException as error:
+        except Exception as error:
             return gathering.end(error)
+        except BaseException as error:  # Ctrl-C, while a thread starts: it is the caller's
+            gathering.end(NcclAborted(f"its communicators were not made: {type(error).__name__} in the last call"))
+            raise
         self.cliques.pop(name, None)
         self.cliques[name] = clique  # at the end: the most recently used
         self.launched += 1
@@ -299,14 +306,15 @@ cdef class Manager(Participants):
     def signal_multi_node_ready(self, key):
         """Let the collective of a key start: the other nodes are ready for it.
 
-        It may come before the first participant of the key.
+        It may come before the first participant of the key, and counts for one execution: each needs its own.
         """
         cdef Gathering gathering
+        cdef Key named = new_key(key)
         with self.lock:
             self._check_usable()
-            gathering = self.gatherings.get(key)
+            gathering = self.gatherings.get(named)
             if gathering is None:
-                self.signalled.add(key)
+                self.signalled.add(named)
                 return
             gathering.signalled = True
             if gathering.is_ready():
@@ -354,12 +362,12 @@ cdef class Manager(Participants):
                         shortest = min(shortest, self.warn_after)
                         if moment - gathering.since >= self.warn_after:
                             gathering.warned = True
-                            stalled.append((gathering.key, moment - gathering.since, gathering.missing()))
+                            stalled.append((gathering.key.value, moment - gathering.since, gathering.missing()))
             for gathering in late:
                 del self.gatherings[gathering.key]
                 gathering.end(
                     NcclTimeout(
-                        f"key {show(gathering.key)}: not all participants came within {gathering.timeout:g} s; it "
+                        f"key {gathering.shown()}: not all participants came within {gathering.timeout:g} s; it "
                         f"waits for {gathering.missing()}"
                     )
                 )
@@ -377,8 +385,8 @@ cdef class Manager(Participants):
 
     def _pending(self):
         cdef Gathering gathering
-        with self.lock:
-            return [gathering.as_dict() | {"key": gathering.key} for gathering in self.gatherings.values()]
+        # Without the lock: nothing is to hold up a dump, nor the repr of a key anybody else.
+        return [gathering.as_dict() | {"key": gathering.key.value} for gathering in list(self.gatherings.values())]
 
     def stats(self):
         """Return counts: communicators kept, made and evicted; collectives gathering, in flight and started."""
@@ -405,7 +413,7 @@ cdef class Manager(Participants):
             What the participants are told.
         """
         cdef Gathering gathering
-        text = str(reason)
+        text = text_of(reason)
         _check_process()
         with self.lock:
             if self.reason is not None or (self.closed and not self.cliques):
@@ -467,21 +475,31 @@ cdef class Manager(Participants):
             gatherings, self.gatherings = self.gatherings, {}
             for gathering in gatherings.values():
                 gathering.end(
-                    NcclAborted(f"key {show(gathering.key)}: the Manager was closed before all participants came")
+                    NcclAborted(f"key {gathering.shown()}: the Manager was closed before all participants came")
                 )
             cliques = list(self.cliques.values())
         recorder.remove_gatherer(self.gatherer)
-        while any(not clique.idle for clique in cliques if clique.state_is_alive()) and now() < deadline:
-            time.sleep(0.0002)
+        why = f"and it was not done within {timeout} s"
+        try:
+            while any(not clique.idle for clique in cliques if clique.state_is_alive()) and now() < deadline:
+                if not attend():  # a callback may close
+                    time.sleep(0.0002)
+                PyErr_CheckSignals()
+        except BaseException as error:
+            why = f"and {type(error).__name__} ended the wait for it"
+            raise
+        finally:
+            self._end(cliques, why)
+
+    def _end(self, cliques, why):
+        """Close the communicators that are idle and abort the others."""
         comms, idle = [], []
         with self.lock:
             for clique in cliques:
                 if clique.idle:
                     idle.append(clique)
                 elif clique.state_is_alive():
-                    comms += clique.abort(
-                        NcclAborted(f"the Manager was closed, and it was not done within {timeout:g} s")
-                    )
+                    comms += clique.abort(NcclAborted(f"the Manager was closed, {why}"))
             self.cliques.clear()
             thread = abort_aside(comms, "the Manager was closed") if comms else self.abort_thread
         for clique in idle:
@@ -493,14 +511,16 @@ cdef class Manager(Participants):
     def __del__(self):
         # Communicators warn for themselves. What is still gathered would wait for ever.
         cdef Gathering gathering
-        if self.gatherer is None or self.closed or driver.cuEventRecord == NULL or _is_finalizing():
+        if self.gatherer is None or self.closed or _is_finalizing():
             return
         recorder.remove_gatherer(self.gatherer)
+        if driver.cuEventRecord == NULL:  # unused, or in a forked child
+            return
         gatherings, self.gatherings = self.gatherings, {}
         for gathering in gatherings.values():
             gathering.end(
                 NcclAborted(
-                    f"key {show(gathering.key)}: its Manager was dropped, not closed, before all participants came"
+                    f"key {gathering.shown()}: its Manager was dropped, not closed, before all participants came"
                 )
             )
 
@@ -531,7 +551,7 @@ cdef int _same_members(Clique clique, Gathering gathering, tuple devices) except
     ranks = _ranks(gathering)
     if devices != clique.devices or ranks != clique.ranks or gathering.num_global != clique.nranks:
         raise ValueError(
-            f"key {show(gathering.key)}: its communicator key stands for ranks {list(clique.ranks)} of {clique.nranks} on "
+            f"key {gathering.shown()}: its communicator key stands for ranks {list(clique.ranks)} of {clique.nranks} on "
             f"devices {list(clique.devices)}, not for ranks {list(ranks)} of {gathering.num_global} on devices "
             f"{list(devices)}; other members need a key of their own"
         )
@@ -564,23 +584,3 @@ def _sweeper_of(reference):
             manager._sweep()
 
     return sweep
-
-
-cdef int _record_producer(Work work, const View* view, producer) except -1:
-    """Record an event behind what produces the input; CPU memory is there already."""
-    cdef CUstream stream = NULL
-    cdef CUresult result
-    cdef CUcontext saved
-    if producer is not None:
-        stream = as_stream(producer)
-    elif view.device == HOST_MEMORY:
-        return 0
-    else:
-        current_stream(view, work.device, &stream)
-    work.ready = take_event(work.device, False)
-    require_driver(<void*>driver.cuEventRecord, b"cuEventRecord")
-    saved = enter_device(work.device)
-    result = driver.cuEventRecord(work.ready, stream)
-    leave_device(saved)
-    check_driver(result, b"cuEventRecord")
-    return 0

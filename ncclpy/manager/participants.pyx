@@ -19,7 +19,7 @@ from ncclpy.core.operation cimport (
 from ncclpy.engine.work cimport Work
 
 from ncclpy.core.resources import CustomOp
-from ncclpy.core.types import ReduceOp
+from ncclpy.core.types import ReduceOp, as_integer
 
 
 cdef class Participants:
@@ -34,7 +34,7 @@ cdef class Participants:
         raise NotImplementedError
 
     def all_reduce(
-        self, key, send, recv=None, op=ReduceOp.SUM, *, device=None, int num_local, num_global=None,
+        self, key, send, recv=None, op=ReduceOp.SUM, *, device=None, num_local, num_global=None,
         communicator_key=None, global_rank=None, producer=None, on_done=None, timeout=None,
     ):
         """Take part in an all-reduce.
@@ -81,7 +81,7 @@ cdef class Participants:
         """
         cdef View s, r
         cdef int where = _device(device, send, "send")
-        cdef int nranks = num_local if num_global is None else num_global
+        cdef int nranks = _nranks(num_local, num_global)
         read_on_device(send, &s, "send", where)
         if recv is None:
             writable(&s, "send")
@@ -98,7 +98,7 @@ cdef class Participants:
         )
 
     def all_gather(
-        self, key, send, recv, *, device=None, int num_local, num_global=None, communicator_key=None,
+        self, key, send, recv, *, device=None, num_local, num_global=None, communicator_key=None,
         global_rank=None, producer=None, on_done=None, timeout=None,
     ):
         """Take part in an all-gather.
@@ -121,7 +121,7 @@ cdef class Participants:
         """
         cdef View s, r
         cdef int where = _device(device, send, "send")
-        cdef int nranks = num_local if num_global is None else num_global
+        cdef int nranks = _nranks(num_local, num_global)
         read_on_device(send, &s, "send", where)
         read_on_device(recv, &r, "recv", where)
         writable(&r, "recv")
@@ -133,7 +133,7 @@ cdef class Participants:
         )
 
     def reduce_scatter(
-        self, key, send, recv, op=ReduceOp.SUM, *, device=None, int num_local, num_global=None,
+        self, key, send, recv, op=ReduceOp.SUM, *, device=None, num_local, num_global=None,
         communicator_key=None, global_rank=None, producer=None, on_done=None, timeout=None,
     ):
         """Take part in a reduce-scatter.
@@ -158,7 +158,7 @@ cdef class Participants:
         """
         cdef View s, r
         cdef int where = _device(device, send, "send")
-        cdef int nranks = num_local if num_global is None else num_global
+        cdef int nranks = _nranks(num_local, num_global)
         read_on_device(send, &s, "send", where)
         read_on_device(recv, &r, "recv", where)
         writable(&r, "recv")
@@ -170,7 +170,7 @@ cdef class Participants:
         )
 
     def all_to_all(
-        self, key, send, recv, *, device=None, int num_local, num_global=None, communicator_key=None,
+        self, key, send, recv, *, device=None, num_local, num_global=None, communicator_key=None,
         global_rank=None, producer=None, on_done=None, timeout=None,
     ):
         """Take part in an all-to-all; not in place.
@@ -193,23 +193,23 @@ cdef class Participants:
         """
         cdef View s, r
         cdef int where = _device(device, send, "send")
-        cdef int nranks = num_local if num_global is None else num_global
+        cdef int nranks = _nranks(num_local, num_global)
         read_on_device(send, &s, "send", where)
         read_on_device(recv, &r, "recv", where)
         writable(&r, "recv")
         same_type(&s, &r)
         fits(&r, 1, &s, "recv", "send", "all_to_all")
-        if nranks > 0 and s.count % <size_t>nranks:
+        if s.count % <size_t>nranks:
             raise ValueError(f"send: all_to_all needs a multiple of {nranks} elements, one part a rank, got {s.count}")
         if s.pointer == r.pointer and s.count:
             raise ValueError("recv: all_to_all cannot be done in place; pass another buffer")
         return self.add(
-            key, ALL_TO_ALL, &s, s.pointer, r.pointer, s.count // max(1, nranks), 0, where, num_local, nranks,
+            key, ALL_TO_ALL, &s, s.pointer, r.pointer, s.count // nranks, 0, where, num_local, nranks,
             communicator_key, global_rank, -1, False, producer, on_done, timeout, send, recv,
         )
 
     def broadcast_send(
-        self, key, send, recv=None, *, device=None, int num_local, num_global=None, communicator_key=None,
+        self, key, send, recv=None, *, device=None, num_local, num_global=None, communicator_key=None,
         global_rank=None, root=None, producer=None, on_done=None, timeout=None,
     ):
         """Take part in a broadcast as its root.
@@ -234,7 +234,7 @@ cdef class Participants:
         """
         cdef View s, r
         cdef int where = _device(device, send, "send")
-        cdef int nranks = num_local if num_global is None else num_global
+        cdef int nranks = _nranks(num_local, num_global)
         read_on_device(send, &s, "send", where)
         r = s
         if recv is not None:
@@ -244,11 +244,11 @@ cdef class Participants:
             fits(&r, 1, &s, "recv", "send", "broadcast")
         return self.add(
             key, BROADCAST, &s, s.pointer, r.pointer, s.count, 0, where, num_local, nranks, communicator_key,
-            global_rank, _root(root), True, producer, on_done, timeout, send, send if recv is None else recv,
+            global_rank, as_rank(root, "root"), True, producer, on_done, timeout, send, send if recv is None else recv,
         )
 
     def broadcast_recv(
-        self, key, recv, *, device=None, int num_local, num_global=None, communicator_key=None, global_rank=None,
+        self, key, recv, *, device=None, num_local, num_global=None, communicator_key=None, global_rank=None,
         root=None, producer=None, on_done=None, timeout=None,
     ):
         """Take part in a broadcast as one that receives.
@@ -271,16 +271,16 @@ cdef class Participants:
         """
         cdef View r
         cdef int where = _device(device, recv, "recv")
-        cdef int nranks = num_local if num_global is None else num_global
+        cdef int nranks = _nranks(num_local, num_global)
         read_on_device(recv, &r, "recv", where)
         writable(&r, "recv")
         return self.add(
             key, BROADCAST, &r, r.pointer, r.pointer, r.count, 0, where, num_local, nranks, communicator_key,
-            global_rank, _root(root), False, producer, on_done, timeout, recv, recv,
+            global_rank, as_rank(root, "root"), False, producer, on_done, timeout, recv, recv,
         )
 
     def reduce_send(
-        self, key, send, op=ReduceOp.SUM, *, device=None, int num_local, num_global=None, communicator_key=None,
+        self, key, send, op=ReduceOp.SUM, *, device=None, num_local, num_global=None, communicator_key=None,
         global_rank=None, root=None, producer=None, on_done=None, timeout=None,
     ):
         """Take part in a reduce as one that only contributes.
@@ -305,15 +305,15 @@ cdef class Participants:
         """
         cdef View s
         cdef int where = _device(device, send, "send")
-        cdef int nranks = num_local if num_global is None else num_global
+        cdef int nranks = _nranks(num_local, num_global)
         read_on_device(send, &s, "send", where)
         return self.add(
             key, REDUCE, &s, s.pointer, NULL, s.count, _operator(op, &s, nranks), where, num_local, nranks,
-            communicator_key, global_rank, _root(root), False, producer, on_done, timeout, send, None,
+            communicator_key, global_rank, as_rank(root, "root"), False, producer, on_done, timeout, send, None,
         )
 
     def reduce_recv(
-        self, key, send, recv=None, op=ReduceOp.SUM, *, device=None, int num_local, num_global=None,
+        self, key, send, recv=None, op=ReduceOp.SUM, *, device=None, num_local, num_global=None,
         communicator_key=None, global_rank=None, root=None, producer=None, on_done=None, timeout=None,
     ):
         """Take part in a reduce as its root, which contributes too.
@@ -340,7 +340,7 @@ cdef class Participants:
         """
         cdef View s, r
         cdef int where = _device(device, send, "send")
-        cdef int nranks = num_local if num_global is None else num_global
+        cdef int nranks = _nranks(num_local, num_global)
         read_on_device(send, &s, "send", where)
         if recv is None:
             writable(&s, "send")
@@ -352,12 +352,12 @@ cdef class Participants:
             fits(&r, 1, &s, "recv", "send", "reduce")
         return self.add(
             key, REDUCE, &s, s.pointer, r.pointer, s.count, _operator(op, &s, nranks), where, num_local, nranks,
-            communicator_key, global_rank, _root(root), True, producer, on_done, timeout, send,
+            communicator_key, global_rank, as_rank(root, "root"), True, producer, on_done, timeout, send,
             send if recv is None else recv,
         )
 
     def gather_send(
-        self, key, send, *, device=None, int num_local, num_global=None, communicator_key=None, global_rank=None,
+        self, key, send, *, device=None, num_local, num_global=None, communicator_key=None, global_rank=None,
         root=None, producer=None, on_done=None, timeout=None,
     ):
         """Take part in a gather as one that only sends.
@@ -380,15 +380,15 @@ cdef class Participants:
         """
         cdef View s
         cdef int where = _device(device, send, "send")
-        cdef int nranks = num_local if num_global is None else num_global
+        cdef int nranks = _nranks(num_local, num_global)
         read_on_device(send, &s, "send", where)
         return self.add(
             key, GATHER, &s, s.pointer, NULL, s.count, 0, where, num_local, nranks, communicator_key, global_rank,
-            _root(root), False, producer, on_done, timeout, send, None,
+            as_rank(root, "root"), False, producer, on_done, timeout, send, None,
         )
 
     def gather_recv(
-        self, key, send, recv, *, device=None, int num_local, num_global=None, communicator_key=None,
+        self, key, send, recv, *, device=None, num_local, num_global=None, communicator_key=None,
         global_rank=None, root=None, producer=None, on_done=None, timeout=None,
     ):
         """Take part in a gather as its root.
@@ -413,7 +413,7 @@ cdef class Participants:
         """
         cdef View s, r
         cdef int where = _device(device, send, "send")
-        cdef int nranks = num_local if num_global is None else num_global
+        cdef int nranks = _nranks(num_local, num_global)
         read_on_device(send, &s, "send", where)
         read_on_device(recv, &r, "recv", where)
         writable(&r, "recv")
@@ -421,11 +421,11 @@ cdef class Participants:
         fits(&r, nranks, &s, "recv", "send", "gather")
         return self.add(
             key, GATHER, &s, s.pointer, r.pointer, s.count, 0, where, num_local, nranks, communicator_key,
-            global_rank, _root(root), True, producer, on_done, timeout, send, recv,
+            global_rank, as_rank(root, "root"), True, producer, on_done, timeout, send, recv,
         )
 
     def scatter_send(
-        self, key, send, recv, *, device=None, int num_local, num_global=None, communicator_key=None,
+        self, key, send, recv, *, device=None, num_local, num_global=None, communicator_key=None,
         global_rank=None, root=None, producer=None, on_done=None, timeout=None,
     ):
         """Take part in a scatter as its root.
@@ -450,7 +450,7 @@ cdef class Participants:
         """
         cdef View s, r
         cdef int where = _device(device, send, "send")
-        cdef int nranks = num_local if num_global is None else num_global
+        cdef int nranks = _nranks(num_local, num_global)
         read_on_device(send, &s, "send", where)
         read_on_device(recv, &r, "recv", where)
         writable(&r, "recv")
@@ -458,11 +458,11 @@ cdef class Participants:
         fits(&s, nranks, &r, "send", "recv", "scatter")
         return self.add(
             key, SCATTER, &s, s.pointer, r.pointer, r.count, 0, where, num_local, nranks, communicator_key,
-            global_rank, _root(root), True, producer, on_done, timeout, send, recv,
+            global_rank, as_rank(root, "root"), True, producer, on_done, timeout, send, recv,
         )
 
     def scatter_recv(
-        self, key, recv, *, device=None, int num_local, num_global=None, communicator_key=None, global_rank=None,
+        self, key, recv, *, device=None, num_local, num_global=None, communicator_key=None, global_rank=None,
         root=None, producer=None, on_done=None, timeout=None,
     ):
         """Take part in a scatter as one that receives.
@@ -485,12 +485,12 @@ cdef class Participants:
         """
         cdef View r
         cdef int where = _device(device, recv, "recv")
-        cdef int nranks = num_local if num_global is None else num_global
+        cdef int nranks = _nranks(num_local, num_global)
         read_on_device(recv, &r, "recv", where)
         writable(&r, "recv")
         return self.add(
             key, SCATTER, &r, NULL, r.pointer, r.count, 0, where, num_local, nranks, communicator_key, global_rank,
-            _root(root), False, producer, on_done, timeout, recv, recv,
+            as_rank(root, "root"), False, producer, on_done, timeout, recv, recv,
         )
 
 
@@ -503,12 +503,34 @@ cdef int _device(device, array, str argument) except -2:
     return view.device if view.device >= 0 else as_device(None)
 
 
-cdef int _root(root) except -2:
-    if root is None:
+cdef int as_rank(rank, str argument) except -2:
+    """Return a rank that may be left out: then it is -1."""
+    cdef int number
+    if rank is None:
         return -1
-    if root < 0:
-        raise ValueError(f"root: expected a rank >= 0 or None, got {root!r}")
-    return root
+    number = _number(rank, argument)
+    if number < 0:
+        raise ValueError(f"{argument}: expected a rank >= 0 or None, got {number}")
+    return number
+
+
+cdef int _nranks(num_local, num_global) except -1:
+    """Return the number of all participants."""
+    cdef int local = _number(num_local, "num_local")
+    cdef int everywhere = local if num_global is None else _number(num_global, "num_global")
+    if local < 1 or everywhere < local:
+        raise ValueError(
+            f"num_local, num_global: expected 1 <= num_local <= num_global, got {local} and {everywhere}"
+        )
+    return everywhere
+
+
+cdef int _number(value, str argument) except? -1:
+    """Return an int, but not of a float, which would be cut."""
+    try:
+        return value if type(value) is int else as_integer(value, argument)
+    except OverflowError:
+        raise ValueError(f"{argument}: a number of {int(value).bit_length()} bits is too large") from None
 
 
 cdef int _operator(op, const View* view, int nranks) except -1:

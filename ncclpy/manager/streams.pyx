@@ -4,7 +4,14 @@ Sharing keeps the collectives of different communicators in the order of their l
 communicator that has several ranks on a device would get a stream for each.
 """
 
-from ncclpy.core.stream cimport Stream
+from ncclpy.abi.driver cimport CUcontext, CUresult, CUstream
+from ncclpy.core.buffers cimport HOST_MEMORY, View, current_stream
+from ncclpy.core.check cimport check_driver
+from ncclpy.core.device cimport enter_device, leave_device
+from ncclpy.core.library cimport driver, require_driver
+from ncclpy.core.stream cimport Stream, as_stream
+from ncclpy.engine.events cimport take_event
+from ncclpy.engine.work cimport Work
 
 
 cdef class StreamPool:
@@ -31,3 +38,23 @@ cdef class StreamPool:
     def close(self):
         """Let go of the streams; each is destroyed when nothing on its way needs it any more."""
         self.streams = {}
+
+
+cdef int record_producer(Work work, const View* view, producer) except -1:
+    """Record an event behind what produces the input; CPU memory is there already."""
+    cdef CUstream stream = NULL
+    cdef CUresult result
+    cdef CUcontext saved
+    if producer is not None:
+        stream = as_stream(producer)
+    elif view.device == HOST_MEMORY:
+        return 0
+    else:
+        current_stream(view, work.device, &stream)
+    work.ready = take_event(work.device, False)
+    require_driver(<void*>driver.cuEventRecord, b"cuEventRecord")
+    saved = enter_device(work.device)
+    result = driver.cuEventRecord(work.ready, stream)
+    leave_device(saved)
+    check_driver(result, b"cuEventRecord")
+    return 0

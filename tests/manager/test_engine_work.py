@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import threading
 import time
 import weakref
@@ -111,6 +112,18 @@ def test_other_threads_run_while_one_waits(manager, host_engine):
     assert counted > 10_000, "waiting must not hold the GIL"
 
 
+def test_an_error_does_not_grow_with_its_waits(make_manager):
+    """A traceback that grew would keep the frames of all who waited."""
+    some_devices(1)
+    work = make_manager(timeout=0.01).all_reduce("k", Data(1).input(0), device=0, num_local=2)
+    for _ in range(50):
+        with pytest.raises(ncclpy.NcclTimeout) as raised:
+            work.wait(DEADLINE)
+        with pytest.raises(ncclpy.NcclTimeout):
+            work.synchronize()
+    assert len(raised.traceback) < 10
+
+
 def test_signals_are_seen_while_waiting():
     some_devices(2)
     testing.run_python(
@@ -204,6 +217,21 @@ def test_a_timer_that_raises_harms_nobody(monkeypatch, manager):
     until(lambda: seen, "told")
     assert seen[0][0] is KeyError
     sum_works(manager, 0, range(n))[1]()
+
+
+def test_a_hook_that_raises_does_not_end_the_monitor(monkeypatch, make_manager):
+    called = threading.Event()
+
+    def hook(*error):
+        called.set()
+        raise RuntimeError("in the hook")
+
+    monkeypatch.setattr(sys, "excepthook", hook)
+    monitor.call_at(time.monotonic(), lambda: 1 / 0)
+    assert called.wait(DEADLINE)
+    monkeypatch.undo()
+    late = make_manager(timeout=0.05).all_reduce("k", Data(1).input(0), device=0, num_local=2)
+    assert isinstance(late.exception(DEADLINE), ncclpy.NcclTimeout)
 
 
 def test_an_abort_that_fails_is_logged(manager, host_engine, caplog):

@@ -212,14 +212,27 @@ REFUSED = [
     ("callback", lambda m: m.all_reduce("k", np.zeros(3), device=0, num_local=2, on_done=3), "on_done"),
     ("timeout", lambda m: m.all_reduce("k", np.zeros(3), device=0, num_local=2, timeout=-1), "timeout"),
     ("communicator key", lambda m: m.all_reduce("k", np.zeros(3), device=0, num_local=2, communicator_key=5), "bytes"),
+    ("key of text", lambda m: m.all_reduce("k", np.zeros(3), device=0, num_local=2, communicator_key="s"), "bytes"),
     ("rank", lambda m: m.all_reduce("k", np.zeros(3), device=0, num_local=2, global_rank=-3), "global_rank"),
+    ("rank of 0.5", lambda m: m.all_reduce("k", np.zeros(3), device=0, num_local=2, global_rank=0.5), "global_rank"),
+    (
+        "large rank",
+        lambda m: m.all_reduce("k", np.zeros(3), device=0, num_local=2, global_rank=1 << 40),
+        "global_rank",
+    ),
     ("root", lambda m: m.broadcast_recv("k", np.zeros(3), device=0, num_local=2, root=-3), "root"),
+    ("root of 0.5", lambda m: m.broadcast_recv("k", np.zeros(3), device=0, num_local=2, root=0.5), "root"),
+    ("2.0 of them", lambda m: m.all_reduce("k", np.zeros(3), device=0, num_local=2.0), "num_local"),
+    ("very many", lambda m: m.all_reduce("k", np.zeros(3), device=0, num_local=2, num_global=1 << 40), "num_global"),
+    ("producer", lambda m: m.all_reduce("k", np.zeros(3), device=0, num_local=2, producer="x"), "stream"),
 ]
 
 
 @pytest.mark.parametrize(("call", "said"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
 def test_what_is_refused_leaves_the_key_as_it_was(manager, host_engine, call, said):
+    ncclpy.recorder.resize(2000)
     with pytest.raises((TypeError, ValueError), match=said):
         call(manager)
     assert manager.pending() == []
+    assert "pending" not in [entry["state"] for entry in ncclpy.recorder.snapshot()["entries"]]
     finish([manager.all_reduce("k", np.ones(3), device=r, num_local=2) for r in range(2)])

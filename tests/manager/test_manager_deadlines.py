@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import signal
 import threading
 import time
 import weakref
@@ -312,6 +314,46 @@ def test_abort_ends_a_close_that_waits(make_manager, host_engine):
         assert not closing.is_alive()
         error = one_error(works)
     assert isinstance(error, ncclpy.NcclAborted) and "no patience" in str(error)
+
+
+def test_an_interrupted_close_aborts(make_manager, host_engine):
+    """Ctrl-C comes through at once, and nothing is left open."""
+    manager = make_manager()
+    _, check = sum_works(manager, "warm", range(3))
+    check()
+    with ncclpy.faults(HANG) as faults:
+        works, _ = sum_works(manager, "k", range(3))
+        while not faults.fired:
+            time.sleep(0.001)
+        interrupt = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT))
+        interrupt.start()
+        begun = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            manager.close()
+        assert time.monotonic() - begun < 10
+        error = one_error(works)
+    assert isinstance(error, ncclpy.NcclAborted) and "KeyboardInterrupt" in str(error)
+    assert manager.stats()["communicators"] == 0
+
+
+def test_an_interrupt_while_communicators_are_begun_is_the_callers(make_manager, monkeypatch):
+    n = some_devices(2)
+    manager = make_manager()
+    sum_works(manager, "one", range(1))[1]()  # the monitor runs
+    start = threading.Thread.start
+
+    def interrupted(thread):
+        start(thread)
+        raise KeyboardInterrupt
+
+    data = Data(n)
+    works = [manager.all_reduce("k", data.input(r), device=r, num_local=n) for r in range(n - 1)]
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            manager.all_reduce("k", data.input(n - 1), device=n - 1, num_local=n)
+    assert isinstance(one_error(works), ncclpy.NcclAborted)
+    check_usable(manager, "k", range(n))
 
 
 def test_an_exception_in_the_block_aborts(host_engine):

@@ -132,16 +132,19 @@ def test_fork_while_the_lock_is_held():
     inside = threading.Event()
 
     class Slow:
-        def __repr__(self):
+        def __hash__(self):
+            return 1
+
+        def __eq__(self, other):
             inside.set()
             time.sleep(1)
-            return "slow"
+            return False
 
-    manager.all_reduce(Slow(), lib.argument(lib.make(np.ones(4, np.float32), 0)), device=0, num_local=2)
-    thread = threading.Thread(target=manager.pending)
+    array = lib.argument(lib.make(np.ones(4, np.float32), 0))
+    manager.all_reduce(Slow(), array, device=0, num_local=2)
+    thread = threading.Thread(target=lambda: manager.all_reduce(Slow(), array, device=0, num_local=2))
     thread.start()
-    inside.wait(10)
-    Slow.__repr__ = lambda self: "slow"
+    assert inside.wait(10)
     pid = os.fork()
     if pid == 0:
         ncclpy.recorder.dump()
@@ -161,6 +164,24 @@ def test_fork_while_the_lock_is_held():
     manager.close()
     """,
         timeout=60,
+    )
+    assert done.stderr == ""
+
+
+def test_a_manager_made_before_the_library_is_used_survives_a_fork():
+    done = testing.run_python(
+        """
+        import os, warnings
+        import ncclpy
+        warnings.simplefilter("ignore")
+        manager, dropped = ncclpy.Manager(), ncclpy.Manager()
+        pid = os.fork()
+        if pid == 0:
+            del dropped
+            manager.close()
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        """
     )
     assert done.stderr == ""
 
@@ -246,6 +267,28 @@ def test_a_wait_at_exit_ends():
     assert "waited" in done.stdout
 
 
+def test_a_wait_at_exit_for_what_fails_ends(host_engine):
+    """The monitor, which tells of errors, has ended: whoever waits does its part."""
+    done = testing.run_python(
+        """
+        import atexit
+        def at_exit():
+            with ncclpy.faults("call=AllReduce do=error"):
+                failing = [manager.all_reduce("k", np.ones(3), device=d, num_local=2) for d in range(2)]
+                print(type(failing[0].exception(20)).__name__)
+            late = manager.all_reduce("k", np.ones(3), device=0, num_local=2, timeout=0.2)
+            print(type(late.exception(20)).__name__)
+        atexit.register(at_exit)
+        import numpy as np, ncclpy
+        manager = ncclpy.Manager()
+        for work in [manager.all_reduce("warm", np.ones(3), device=d, num_local=2) for d in range(2)]:
+            work.wait(20)
+        """,
+        timeout=60,
+    )
+    assert done.stdout.split() == ["NcclError", "NcclTimeout"]
+
+
 def test_works_that_nobody_waits_for_are_reclaimed():
     some_devices(2)
     done, _ = run(
@@ -283,6 +326,8 @@ def test_works_that_nobody_waits_for_are_reclaimed():
     gc.collect()
     more = resident() - memory
     assert more < 16_000_000, more
+    while manager.stats()["in_flight"] and time.monotonic() < deadline + 60:  # the last one of device 0
+        time.sleep(0.01)
     assert manager.stats()["in_flight"] == 0 and manager.stats()["gathering"] == 0
     manager.close()
     """,

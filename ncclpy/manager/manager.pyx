@@ -346,7 +346,7 @@ cdef class Manager(Participants):
                     self._lost(clique)
                     clique.fail(
                         NcclTimeout(
-                            f"key {show(first.key)}: the communicators of devices {list(clique.devices)} were not made "
+                            f"key {first.shown()}: the communicators of devices {list(clique.devices)} were not made "
                             f"within {first.timeout:g} s; where there are other nodes, see whether they have come to "
                             "the same collective"
                         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.rivals import c_loop
 
@@ -29,11 +29,10 @@ class Plans:
         self.comms = side.nccl.Communicator.init_all(side.devices)
         self.streams = [side.nccl.Stream(device) for device in side.devices]
         send, recv = side.buffers["prepared buffer"]
-        self.plan = side.nccl.Plan()
-        with self.plan.record():
-            for place in zip(self.comms, send, recv, self.streams, strict=True):
-                place[0].all_reduce(*place[1:3], stream=place[3])
-        self.graph = self.plan.capture()
+        self.plan = self._record(self.comms, send, recv)
+        # Of its own: once captured, a communicator is slower for other calls.
+        self.captured = side.nccl.Communicator.init_all(side.devices)
+        self.graph = self._record(self.captured, send, recv).capture()
         self.loop = c_loop.devices(
             side.nccl.library().path,
             side.engine == "gpu",
@@ -41,6 +40,13 @@ class Plans:
             [stream.handle for stream in self.streams],
             *([buffer.pointer for buffer in buffers] for buffers in (send, recv)),
         )
+
+    def _record(self, comms: list, send: list, recv: list) -> Any:
+        plan = self.side.nccl.Plan()
+        with plan.record():
+            for place in zip(comms, send, recv, self.streams, strict=True):
+                place[0].all_reduce(*place[1:3], stream=place[3])
+        return plan
 
     def sample(self) -> Iterator[Sample]:
         """Time each of them back to back, with a wait for each launch, and until a launch is enqueued."""

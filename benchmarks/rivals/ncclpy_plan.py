@@ -7,25 +7,32 @@ NAME = "ncclpy.Plan"
 
 
 def open(setting: Setting) -> list[Road]:
-    """Record and capture a group on a communicator of its own, or on the setting's."""
+    """Record a group twice and capture one of them, each on a communicator of its own.
+
+    Once captured, a communicator is slower for other calls: NCCL has to order them with those of the graphs.
+    """
     import ncclpy
 
     if setting.communicator is None:
         ncclpy.use(setting.library)
-    communicator = setting.communicator or ncclpy.Communicator.init(1, 0, ncclpy.get_unique_id(), device=0)
     dtype = ncclpy.DataType(FLOAT32)
     send, recv = (ncclpy.Buffer(at, COUNT, dtype, device=setting.device) for at in (setting.send, setting.recv))
-    plan = ncclpy.Plan()
-    with plan.record():
-        for _ in range(GROUP):
-            communicator.all_reduce(send, recv, stream=setting.stream)
-    graph = plan.capture()
-    setting.keep += [communicator, plan, graph]
+    plans = []
+    for _ in range(2):
+        unique_id = ncclpy.UniqueId.from_bytes(setting.ids.pop(0)) if setting.ids else ncclpy.get_unique_id()
+        communicator = ncclpy.Communicator.init(setting.nranks, setting.rank, unique_id, device=setting.device)
+        plans.append(ncclpy.Plan())
+        with plans[-1].record():
+            for _ in range(GROUP):
+                communicator.all_reduce(send, recv, stream=setting.stream)
+        setting.keep += [communicator, plans[-1]]
+    graph = plans[1].capture()
+    setting.keep.append(graph)
     # A graph launches kernels: the library is called when it is captured, not when it is launched.
     return [
         Road(f"{name} of {GROUP} x all_reduce", f"group of {GROUP}", host, result=setting.recv, **calls)
         for name, launch, calls in (
-            ("Plan.launch", plan.launch, {"groups": 1 / GROUP}),
+            ("Plan.launch", plans[0].launch, {"groups": 1 / GROUP}),
             ("Graph.launch", graph.launch, {"reduces": 0}),
         )
         for host in [timed(setting, "launch()", per=GROUP, launch=launch)]

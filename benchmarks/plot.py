@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import bandwidth, compare, growth, summary
+from benchmarks.markdown import number, size
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,15 +31,25 @@ def run(chosen: argparse.Namespace) -> int:
         result = compare.load(chosen.result)
     except ValueError as error:
         return _refuse(str(error))
-    pictures = {**over_sizes(result), **over_ranks(result), **bars(result)}
+    pictures = draw(result)
     if not pictures:
         return _refuse(f"{chosen.result} has no samples")
     chosen.output.mkdir(parents=True, exist_ok=True)
     for name, figure in pictures.items():
-        path = chosen.output / f"{chosen.result.stem}-{re.sub('[^a-z0-9]+', '-', name.lower()).strip('-')}.png"
+        path = chosen.output / file_name(chosen.result.stem, name)
         figure.savefig(path, dpi=120)
         print(path)
     return 0
+
+
+def draw(result: dict) -> dict[str, Any]:
+    """Return ``{name: figure}`` of all that a result holds."""
+    return {**over_sizes(result), **over_ranks(result), **bars(result)}
+
+
+def file_name(stem: str, name: str) -> str:
+    """Return what a picture's file is called: of the result, then of what it shows."""
+    return f"{stem}-{re.sub('[^a-z0-9]+', '-', name.lower()).strip('-')}.png"
 
 
 def over_sizes(result: dict) -> dict[str, Any]:
@@ -57,11 +68,17 @@ def over_sizes(result: dict) -> dict[str, Any]:
             _line(panels[2], rival, sorted(rows), [rows[n]["samples"] for n in sorted(rows)])
         for panel, quantity in zip(panels, ("bus bandwidth (GB/s)", "time (us)", "latency (us)"), strict=False):
             panel.set_xscale("log", base=2)
-            panel.set_xlabel("size (bytes)")
+            smallest = bandwidth.SMALLEST if panel is panels[0] else 0
+            panel.set_xticks(_few(sorted({n for rows in rivals.values() for n in rows if n >= smallest})))
+            panel.xaxis.set_major_formatter(lambda nbytes, _: size(int(nbytes)))
+            panel.xaxis.set_minor_locator(_nowhere())
+            panel.set_xlabel("size")
             panel.set_ylabel(quantity)
             panel.grid(True, alpha=0.3)
         for panel in panels[1:]:
             panel.set_yscale("log")
+            panel.yaxis.set_major_formatter(_plain)
+            panel.yaxis.set_minor_formatter(_plain if panel.get_ylim()[1] < 20 * panel.get_ylim()[0] else "")
         panels[1].legend()
         figure.suptitle(f"{operation}: {_where(result)}")
         figures[operation] = figure
@@ -109,7 +126,12 @@ def bars(result: dict) -> dict[str, Any]:
         for panel, (measure, unit) in zip(panels, measures, strict=True):
             shown = [row for row in rows if (row["measure"], row["unit"]) == (measure, unit)]
             medians, spread = _spread([row["samples"] for row in shown])
-            panel.barh(range(len(shown)), medians, xerr=spread, color="tab:blue", ecolor="black", capsize=2)
+            colors = ["tab:blue" if row["rival"].startswith("ncclpy") else "tab:gray" for row in shown]
+            panel.barh(range(len(shown)), medians, xerr=spread, color=colors, ecolor="black", capsize=2)
+            for place, (median, above) in enumerate(zip(medians, spread[1], strict=True)):
+                at = (median + above, place)
+                panel.annotate(number(median), at, (4, 0), textcoords="offset points", va="center", fontsize=7)
+            panel.margins(x=0.2)
             panel.set_yticks(range(len(shown)), [f"{row['rival']}: {row['road']}" for row in shown], fontsize=7)
             panel.invert_yaxis()
             panel.set_xlabel(f"{measure} ({unit})")
@@ -117,6 +139,22 @@ def bars(result: dict) -> dict[str, Any]:
         figure.suptitle(f"{operation}: {_where(result)}")
         figures[operation] = figure
     return figures
+
+
+def _plain(value: float, _: object) -> str:
+    return f"{value:g}"
+
+
+def _nowhere() -> Any:
+    from matplotlib.ticker import NullLocator
+
+    return NullLocator()
+
+
+def _few(sizes: list[int], most: int = 6) -> list[int]:
+    """Return at most so many of the sizes, the first and the last among them."""
+    step = max(1, -(-(len(sizes) - 1) // (most - 1)))
+    return [*sizes[:-1:step], *sizes[-1:]]
 
 
 def _figure(width: float, panels: int, height: float = 4.0) -> Any:

@@ -1,11 +1,15 @@
-"""The page docs/performance.md, made from the results in benchmarks/results; nothing on it is typed by hand."""
+"""The page docs/performance.md, made from the results in benchmarks/results; nothing on it is typed by hand.
+
+With matplotlib its pictures are drawn anew as well.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from pathlib import Path
 
-from benchmarks import ROOT, bandwidth, growth, results, summary, targets
+from benchmarks import ROOT, bandwidth, growth, plot, results, summary, targets
 from benchmarks.markdown import number, table
 
 PAGE = ROOT / "docs" / "performance.md"
@@ -28,6 +32,9 @@ TITLES = {
     "scale": "What grows with ranks",
     "import": "What the import costs",
 }
+#: The operation of which an experiment's picture stands on the page.
+PICTURED = {"overhead": "all_reduce", "collectives": "all_reduce", "scale": "init"}
+PICTURES = "figures/performance"
 REGISTERED = "Registered buffers and symmetric windows"
 
 
@@ -45,7 +52,30 @@ def run(chosen: argparse.Namespace) -> int:
         return 1
     chosen.output.write_text(page(found))
     print(f"wrote {chosen.output} from {', '.join(name for name, _ in found)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        print("its pictures stay as they are: matplotlib is not installed")
+    else:
+        _draw(found, chosen.output.parent / PICTURES)
     return 0
+
+
+def _draw(found: list[tuple[str, dict]], folder: Path) -> None:
+    """Draw the pictures of the page anew."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("*.png"):
+        old.unlink()
+    for name, result in found:
+        figures = plot.draw(result) if _pictured(result) else {}
+        for operation, figure in figures.items():
+            if operation == _pictured(result):
+                figure.savefig(folder / plot.file_name(Path(name).stem, operation), dpi=80)
+
+
+def _pictured(result: dict) -> str | None:
+    """Return the operation of a result whose picture stands on the page."""
+    wanted = PICTURED.get(result["experiment"])
+    operations = [row["operation"] for row in result["rows"] if row.get("samples")]
+    return next((operation for operation in operations if wanted and operation.split(", ")[0] == wanted), None)
 
 
 def page(found: list[tuple[str, dict]]) -> str:
@@ -73,9 +103,17 @@ def section(name: str, result: dict) -> str:
         f"Versions: {versions}.",
         f"Settings: {', '.join(f'{key} {value}' for key, value in settings.items())}.",
         "",
+        *_picture(name, result),
         text(result),
     ]
     return "\n".join(lines)
+
+
+def _picture(name: str, result: dict) -> list[str]:
+    operation = _pictured(result)
+    if operation is None:
+        return []
+    return [f"![{operation}]({PICTURES}/{plot.file_name(Path(name).stem, operation)})", ""]
 
 
 def text(result: dict) -> str:

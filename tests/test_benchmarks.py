@@ -1,6 +1,7 @@
 """The benchmarks run and say what they should; no test here looks at a time."""
 
 import json
+import re
 import types
 
 import pytest
@@ -133,7 +134,11 @@ def test_report_tells_why_a_target_is_missed():
 
 
 def test_page_follows_from_the_kept_results():
-    assert report.PAGE.read_text() == report.page(results.load_all()), "run `python -m benchmarks report`"
+    page = report.page(results.load_all())
+    assert report.PAGE.read_text() == page, "run `python -m benchmarks report`"
+    pictures = set(re.findall(r"!\[[^]]*\]\(([^)]*)\)", page))
+    kept = {f"{report.PICTURES}/{path.name}" for path in (report.PAGE.parent / report.PICTURES).iterdir()}
+    assert pictures and pictures == kept
 
 
 def test_check_rejects_a_road_that_does_not_call_the_library(tmp_path):

@@ -156,17 +156,21 @@ def test_source_tree_without_a_build_says_how_to_build(tmp_path):
     assert str(tmp_path) in message, "which tree was imported?"
 
 
-def test_use_after_first_use_is_refused():
+def test_another_library_after_the_first_use_is_refused():
     testing.run_python("""
         import ncclpy
         ncclpy.use("host")
-        assert ncclpy.library().engine == "host"
-        try:
-            ncclpy.use("host")
-        except RuntimeError as error:
-            assert ncclpy.library().path in str(error), error
-        else:
-            raise AssertionError("a second use() was accepted")
+        library = ncclpy.library()
+        ncclpy.use("host")
+        ncclpy.use(library.path)
+        for other in ("cuda", "/nowhere/libnccl.so.2", __import__("sys").executable):
+            try:
+                ncclpy.use(other)
+            except RuntimeError as error:
+                assert library.path in str(error) and other in str(error), error
+            else:
+                raise AssertionError(f"use({other!r}) was accepted")
+        assert ncclpy.library() is library
         """)
 
 

@@ -122,18 +122,21 @@ def use(choice):
     Raises
     ------
     RuntimeError
-        If a library is already loaded, even the same one: the choice belongs before the first use.
+        If another library is already loaded; choosing the same one again does nothing.
     """
     global _choice
     if not isinstance(choice, (str, os.PathLike)):
         raise TypeError(f'use() takes "cuda", "host" or a path, not {type(choice).__name__}')
+    choice = os.fspath(choice)
     with _lock:
         if _library is not None:
+            if choice == _library.engine or (os.path.exists(choice) and os.path.samefile(choice, _library.path)):
+                return
             raise RuntimeError(
-                f"ncclpy already uses {_library.path} (engine {_library.engine!r}); "
-                "call ncclpy.use() before the first use of NCCL, once in a process"
+                f"use({choice!r}): ncclpy already uses {_library.path} (engine {_library.engine!r}); "
+                "call ncclpy.use() before the first use of NCCL"
             )
-        _choice = os.fspath(choice)
+        _choice = choice
 
 
 def library():

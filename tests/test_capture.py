@@ -147,6 +147,27 @@ def test_launches_of_one_graph_follow_each_other_and_outlive_its_handle(driver, 
     assert said == ["x", "y"] * 50
 
 
+def test_launches_of_one_graph_on_two_streams_do_not_overlap(driver, streams):
+    said, go_on = [], threading.Event()
+
+    def work(_):
+        said.append("begin")
+        assert go_on.wait(60)
+        said.append("end")
+
+    call = HostFunction(work)
+    begin(driver, streams[0])
+    driver.cuLaunchHostFunc(streams[0].handle, call, None)
+    exec_ = instantiate(driver, end(driver, streams[0]))
+    for stream in streams[:2]:
+        driver.cuGraphLaunch(exec_, stream.handle)
+    threading.Timer(0.1, go_on.set).start()
+    for stream in streams[:2]:
+        stream.synchronize()
+    assert said == ["begin", "end"] * 2
+    driver.cuGraphExecDestroy(exec_)
+
+
 @pytest.mark.parametrize("call", ["cuStreamSynchronize", "cuStreamQuery"])
 def test_a_capturing_stream_cannot_be_waited_for(driver, streams, call):
     begin(driver, streams[0])

@@ -426,6 +426,9 @@ def test_user_operators(nccl, comms, streams):
     for stream in streams:
         nccl.driver.cuStreamSynchronize(stream)
     assert [value[0] for value in out] == [12] * 4
+    late = (p, p, 1, 7, ops[0], comms[0], streams[0])
+    refused(INVALID_ARGUMENT, "unknown to this communicator", nccl.ncclAllReduce, *late)
+    refused(INVALID_ARGUMENT, "unknown to this communicator", nccl.ncclRedOpDestroy, ops[0], comms[0])
 
 
 def test_memory_and_registration(nccl, comms):
@@ -444,6 +447,9 @@ def test_memory_and_registration(nccl, comms):
     assert nccl.ncclCommDeregister(comms[0], None) == SUCCESS
     nccl.ncclMemFree(pointer)
     refused(UNHANDLED_CUDA, "was not allocated", nccl.ncclMemFree, pointer)
+    pinned = nccl.driver.pinned(100)
+    refused(UNHANDLED_CUDA, "was not allocated", nccl.ncclMemFree, pinned)
+    nccl.driver.cuMemFreeHost(pinned)
     refused(UNHANDLED_CUDA, "ptr argument is NULL", nccl.ncclMemAlloc, None, 10)
     assert nccl.ncclMemFree(None) == SUCCESS
 

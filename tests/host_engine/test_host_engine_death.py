@@ -168,6 +168,22 @@ def test_the_shared_memory_is_the_users_alone(nccl):
     assert {(oct(one.st_mode & 0o777), one.st_uid) for one in segments} == {("0o600", os.getuid())}
 
 
+def sum_much(rank):
+    with rank.communicator() as comm:
+        data = np.ones(1_000_000, np.float32)
+        rank.nccl.ncclAllReduce(data.ctypes.data, data.ctypes.data, data.size, FLOAT32, SUM, comm, rank.stream)
+        rank.synchronize()
+        assert (data == rank.nranks).all()
+
+
+def test_the_last_rank_empties_the_memory_that_the_maker_of_the_id_keeps_open(nccl, processes):
+    """This process makes the id and is no rank: it holds the memory until it makes another one."""
+    processes.run(nccl, 2, sum_much)
+    open_files = [entry for entry in Path("/proc/self/fd").iterdir() if entry.exists()]
+    kept = [entry.stat().st_blocks * 512 for entry in open_files if "ncclpy-communicator" in os.readlink(entry)]
+    assert kept and max(kept) < 256 << 10, kept
+
+
 def cpu_seconds():
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime

@@ -1,10 +1,12 @@
 """Communicators made out of others, on the host engine: shrink, grow, and what revoke and suspend leave of them."""
 
 import ctypes
+import os
 import threading
 
 import numpy as np
 import pytest
+from driver_calls import Gate
 from host_checks import blocked, in_thread, join, refused, start, wait_for, wait_ready
 from host_ranks import as_threads
 from nccl_calls import (
@@ -243,6 +245,8 @@ def test_a_nonblocking_grow_that_nobody_joins_can_be_aborted(nccl):
 
 
 def test_scalable_init_takes_several_ids(nccl):
+    nccl.ncclCommDestroy(nccl.init(1, nccl.unique_id(), 0))
+    before = len(os.listdir("/proc/self/fd"))
     ids = [nccl.unique_id() for _ in range(2)]
     both = (UniqueId * 2)(*[UniqueId.from_buffer_copy(uid) for uid in ids])
     comms = [ctypes.c_void_p() for _ in range(3)]
@@ -254,6 +258,7 @@ def test_scalable_init_takes_several_ids(nccl):
     for thread in [in_thread(init, rank) for rank in range(3)]:
         join(thread)
     assert [nccl.get("ncclCommUserRank", comm) for comm in comms] == [0, 1, 2]
+    assert len(os.listdir("/proc/self/fd")) == before, "all ids have served"
     for comm in comms:
         nccl.ncclCommDestroy(comm)
     wrong = (ctypes.byref(comms[0]), 3, 0, 4, both, None)
@@ -322,6 +327,17 @@ def suspend_and_resume(rank):
             INVALID_ARGUMENT, "unknown statistic 4", nccl.ncclCommMemStats, comm, 4, ctypes.byref(ctypes.c_uint64())
         )
         return before, during, ranks_sum(rank, comm)[2]
+
+
+def test_suspend_waits_for_what_was_issued(nccl, streams):
+    (comm,) = nccl.init_all(1)
+    value = np.ones(1, np.float32)
+    with Gate(nccl.driver, streams[0]):
+        nccl.ncclAllReduce(value.ctypes.data, value.ctypes.data, 1, FLOAT32, SUM, comm, streams[0])
+        suspending = in_thread(nccl.ncclCommSuspend, comm, 1)
+        assert blocked(suspending)
+    join(suspending)
+    nccl.ncclCommDestroy(comm)
 
 
 def test_suspend_gives_memory_back(nccl, processes):

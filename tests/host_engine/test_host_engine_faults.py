@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from host_checks import blocked, in_thread, join, refused, start, wait_ready
+from driver_calls import Gate
+from host_checks import blocked, in_thread, join, refused, start, wait_for, wait_ready
 from nccl_calls import (
     HEADER,
     IN_PROGRESS,
@@ -256,13 +257,40 @@ def test_nothing_is_corrupted_where_nothing_is_received(nccl, comms, streams, pl
 def test_an_operation_that_fails_is_an_async_error(nccl, streams, plan):
     comms = nccl.init_all(2)
     plan("rank=0 call=AllReduce at=run do=error:ncclRemoteError")
-    reduce_all(nccl, comms, streams)
+    values = reduce_all(nccl, comms, streams)
     nccl.driver.cuStreamSynchronize(streams[0])
     assert (nccl.async_error(comms[0]), nccl.async_error(comms[1])) == (REMOTE, SUCCESS)
+    assert (values[0] == 1).all(), "what has failed has not run"
+    assert not nccl.driver.ready("cuStreamQuery", streams[1])
     assert nccl.last_error(comms[0]) == "injected fault: rank 0 AllReduce #1 run: error ncclRemoteError"
     for comm in comms:
         nccl.ncclCommAbort(comm)
     synchronize(nccl, streams)
+
+
+def test_an_error_outlasts_what_was_in_progress(nccl, streams, plan):
+    """A split that began before the error and ends well after it does not wipe it out."""
+    uid = nccl.unique_id()
+    comms = [ctypes.c_void_p(), ctypes.c_void_p()]
+    for rank, comm in enumerate(comms):
+        nccl.driver.use(rank)
+        nccl.init_into(comm, 2, uid, rank, Config(blocking=0))
+    assert [wait_ready(nccl, comm) for comm in comms] == [SUCCESS, SUCCESS]
+    plan("rank=0 call=AllReduce at=run do=error:ncclSystemError")
+    with Gate(nccl.driver, streams[0]):
+        reduce_all(nccl, comms, streams)
+        assert [wait_ready(nccl, comm) for comm in comms] == [SUCCESS, SUCCESS]
+        children = [ctypes.c_void_p(), ctypes.c_void_p()]
+        assert nccl.ncclCommSplit(comms[0], 0, 0, ctypes.byref(children[0]), None) == IN_PROGRESS
+    nccl.driver.cuStreamSynchronize(streams[0])
+    assert nccl.async_error(comms[0]) == SYSTEM
+    nccl.ncclCommSplit(comms[1], 0, 1, ctypes.byref(children[1]), None)
+    assert wait_ready(nccl, comms[1]) == SUCCESS
+    wait_for(lambda: children[0].value)
+    time.sleep(0.01)
+    assert nccl.async_error(comms[0]) == SYSTEM
+    for comm in children + comms:
+        nccl.ncclCommAbort(comm)
 
 
 @pytest.mark.parametrize("busy", ["3", "60ms"])

@@ -6,6 +6,7 @@ import os
 
 import numpy as np
 import pytest
+from driver_calls import Gate
 from host_checks import blocked, in_thread, join, refused, start, wait_ready
 from host_ranks import as_threads
 from nccl_calls import INVALID_ARGUMENT, INVALID_USAGE, REMOTE, SUCCESS, SUM, Config, NcclError
@@ -146,6 +147,18 @@ def test_wrong_arguments(nccl, streams):
         nccl.ncclCommWindowDeregister(comm, one)
     nccl.ncclCommDestroy(comm)
     nccl.ncclMemFree(device)
+
+
+def test_a_window_goes_when_what_was_issued_has_run(nccl, streams):
+    (comm,) = nccl.init_all(1)
+    memory = np.zeros(2, np.float32)
+    window = register(nccl, comm, memory.ctypes.data, memory.nbytes)
+    with Gate(nccl.driver, streams[0]):
+        nccl.ncclPutSignal(memory.ctypes.data, 1, FLOAT32, 0, window, 4, 0, 0, 0, comm, streams[0])
+        going = in_thread(nccl.ncclCommWindowDeregister, comm, window)
+        assert blocked(going)
+    join(going)
+    nccl.ncclCommDestroy(comm)
 
 
 def test_several_contexts_and_signals(nccl, streams):

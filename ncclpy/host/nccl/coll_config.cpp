@@ -22,10 +22,9 @@ ncclResult_t parse_coll_config(const ncclCollConfig_t* given, const ncclConfig_t
   size_t size;
   std::memcpy(&size, given, sizeof size);
   std::memcpy(static_cast<void*>(&config), given, size < sizeof config ? size : sizeof config);
-  // The first release with this struct ended before the event.
+  // The first release with this struct ended before the event, which then stays NULL.
   if (size < offsetof(ncclCollConfig_t, launchCompletionEvent) || config.magic != NCCL_API_MAGIC)
     return fail(ncclInvalidArgument, "ncclCollConfig_t argument not initialized via NCCL_COLLCONFIG_INITIALIZER");
-  if (config.version < 23200) config.launchCompletionEvent = nullptr;
   NCCLPY_TRY(check_range(kind, "minCTAs", config.minCTAs, 1, INT_MAX));
   NCCLPY_TRY(check_range(kind, "maxCTAs", config.maxCTAs, 1, comm.maxCTAs));
   if (config.minCTAs != undefined && config.maxCTAs != undefined && config.minCTAs > config.maxCTAs) {

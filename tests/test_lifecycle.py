@@ -582,6 +582,78 @@ def test_register(comm1, arrays):
     assert registration.closed
 
 
+def test_close_gives_the_rest_back_where_a_resource_fails(comm1, arrays, host_engine):
+    parts = [arrays.argument(arrays.make(np.ones(1024, np.float32), 0)) for _ in range(2)]
+    registrations = [comm1.register(part) for part in parts]
+    with ncclpy.faults("call=CommDeregister nth=1 do=error:ncclSystemError"):
+        with pytest.raises(ncclpy.NcclError, match="ncclCommDeregister"):
+            comm1.close()
+    assert comm1.closed and all(registration.closed for registration in registrations)
+    comm1.close()
+
+
+def test_close_gives_the_rest_back_where_a_child_fails(comms2, host_engine):
+    children = testing.run_threads(2, lambda rank: comms2[rank.rank].split(0), comms=comms2)
+    with ncclpy.faults("rank=0 call=CommDestroy nth=1 do=error:ncclSystemError"):
+        with pytest.raises(ncclpy.NcclError, match="ncclCommDestroy"):
+            testing.run_with_deadline(comms2[0].close)
+    assert comms2[0].closed and children[0].closed
+
+
+def test_memory_stats_takes_its_turn(comms2, host_engine):
+    ended = []
+
+    def stuck():
+        with pytest.raises(ncclpy.NcclError):
+            comms2[1].all_reduce(np.ones(4))
+
+    def ask():
+        with pytest.raises(ncclpy.NcclError):
+            comms2[1].memory_stats()
+        ended.append(True)
+
+    with ncclpy.faults("rank=1 call=AllReduce nth=1 do=hang") as faults:
+        threads = [threading.Thread(target=stuck, daemon=True)]
+        threads[0].start()
+        while not faults.fired:
+            time.sleep(0.001)
+        threads.append(threading.Thread(target=ask, daemon=True))
+        threads[1].start()
+        threads[1].join(0.3)
+        assert not ended
+        testing.abort_all(comms2)
+        for thread in threads:
+            thread.join(30)
+    assert ended
+
+
+def test_memory_stats_lets_other_threads_run(host_engine):
+    """Under the GIL nobody could abort it: the process would hang for good."""
+    testing.run_python(
+        """
+        import threading, time
+        import ncclpy
+        comm, = ncclpy.Communicator.init_all([0])
+
+        def ask():
+            try:
+                comm.memory_stats()
+            except ncclpy.NcclError:
+                pass
+
+        with ncclpy.faults("call=CommMemStats do=hang") as faults:
+            thread = threading.Thread(target=ask, daemon=True)
+            thread.start()
+            while not faults.fired:
+                time.sleep(0.001)
+            comm.abort()
+            thread.join(20)
+        assert not thread.is_alive()
+        """,
+        timeout=60,
+    )
+
+
 def test_register_refuses_another_device(comms2):
     with pytest.raises(ValueError, match=r"buf: .* device 1"):
         comms2[0].register(ncclpy.Buffer(4096, 1, "float32", device=comms2[1].device))

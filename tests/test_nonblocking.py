@@ -263,6 +263,17 @@ def test_split_child_is_polled_through_its_parent(pair):
     testing.run_threads(2, rank, comms=pair)
 
 
+def test_a_child_that_does_not_come_is_aborted_with_its_parent(pair):
+    """NCCL may still write into the child's memory then: it is not given back as that of a failed one is."""
+    child = pair[0].split(0)
+    with pytest.raises(ncclpy.NcclTimeout, match="the parent was aborted"):
+        testing.run_with_deadline(lambda: child.wait_ready(0.2))
+    assert pair[0].closed and child.closed
+    with pytest.raises(ncclpy.NcclAborted):
+        child.barrier()
+    pair[1].abort()
+
+
 def test_split_without_a_color(pair):
     def rank(rank):
         child = pair[rank.rank].split(0 if rank.rank else None, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 
 import numpy as np
@@ -63,6 +64,11 @@ def recorded(body):
     with plan.record():
         body()
     return plan
+
+
+def wait_until(condition):
+    while not condition():
+        time.sleep(0.001)
 
 
 def deadline(function, *arguments):
@@ -306,6 +312,34 @@ def test_threads_may_launch_one_plan(ranks):
     assert not failures
     assert not any(thread.is_alive() for thread in threads)
     assert ranks.received() == [3, 3]
+
+
+def test_capturing_takes_its_turn_on_a_communicator(ranks, host_engine):
+    """NCCL wants the calls on one communicator one after the other, captured ones too."""
+    plan = recorded(ranks.all_reduce)
+    ended = []
+
+    def stuck():
+        with pytest.raises(ncclpy.NcclError):
+            ranks.comms[1].all_reduce(ranks.recv[1], stream=ranks.streams[1])
+
+    def capture():
+        with pytest.raises(ncclpy.NcclAborted):
+            plan.capture()
+        ended.append(True)
+
+    with ncclpy.faults("rank=1 call=AllReduce nth=1 do=hang") as faults:
+        threads = [threading.Thread(target=stuck, daemon=True)]
+        threads[0].start()
+        testing.run_with_deadline(lambda: wait_until(lambda: faults.fired))
+        threads.append(threading.Thread(target=capture, daemon=True))
+        threads[1].start()
+        threads[1].join(0.3)
+        assert not ended
+        testing.abort_all(ranks.comms)
+        for thread in threads:
+            thread.join(30)
+    assert ended
 
 
 def test_the_current_device_stays(arrays):

@@ -1,1 +1,1 @@
-"""The command line: ``ncclpy info`` and ``ncclpy perf``."""
+"""The command line: ``ncclpy info``, ``ncclpy perf`` and ``ncclpy trace``."""

@@ -21,6 +21,10 @@ cdef enum:
     INTERFACE = 4  # __cuda_array_interface__ names a stream itself
 
 
+# The size in bytes of an element, by ncclDataType_t.
+cdef int* ITEMSIZE
+
+
 cdef struct View:
     void* pointer
     size_t count  # in elements of `datatype`: a complex array counts double

@@ -75,7 +75,7 @@ cdef enum:
     BY_BUFFER
     BY_TUPLE
 
-cdef int* ITEMSIZE = [1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1]
+ITEMSIZE = [1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1]
 
 # numpy's own type numbers to (data type | flavour << 8); -1 has no NCCL type. Others (ml_dtypes) go by their name.
 cdef int[64] _of_numpy
@@ -464,7 +464,7 @@ cdef int _read_interface(dict interface, View* view, str argument) except -1:
 cdef int _device_of_pointer(void* pointer) except -3:
     """Ask the driver on which device memory lies; page-locked and unknown memory has none."""
     cdef int kind = 0, ordinal = UNKNOWN_DEVICE
-    require_driver(<void*>driver.cuPointerGetAttribute, b"cuPointerGetAttribute")
+    require_driver()
     if driver.cuPointerGetAttribute(&kind, CU_POINTER_ATTRIBUTE_MEMORY_TYPE, <CUdeviceptr>pointer) != CUDA_SUCCESS:
         return UNKNOWN_DEVICE
     if kind != CU_MEMORYTYPE_DEVICE:

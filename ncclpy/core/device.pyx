@@ -32,7 +32,7 @@ cdef int _load() except -1:
     """Count the devices once; the first use of the driver in this module."""
     global _contexts, _count
     cdef int count = 0
-    require_driver(<void*>driver.cuDeviceGetCount, b"cuDeviceGetCount")
+    require_driver()
     check_driver(driver.cuDeviceGetCount(&count), b"cuDeviceGetCount")
     if _contexts == NULL:
         _contexts = <CUcontext*>calloc(count + 1, sizeof(CUcontext))
@@ -80,7 +80,7 @@ cdef int current_device() except -2:
     """Return the calling thread's current device; without a context it is 0, as for the CUDA runtime."""
     cdef CUcontext context = NULL
     cdef CUdevice ordinal = 0
-    require_driver(<void*>driver.cuCtxGetCurrent, b"cuCtxGetCurrent")
+    require_driver()
     check_driver(driver.cuCtxGetCurrent(&context), b"cuCtxGetCurrent")
     if context != NULL:
         check_driver(driver.cuCtxGetDevice(&ordinal), b"cuCtxGetDevice")
@@ -196,7 +196,7 @@ def can_access_peer(device, peer):
 def driver_version():
     """Return the CUDA version that the driver supports, ``(13, 0)`` (`cuDriverGetVersion`)."""
     cdef int code = 0
-    require_driver(<void*>driver.cuDriverGetVersion, b"cuDriverGetVersion")
+    require_driver()
     check_driver(driver.cuDriverGetVersion(&code), b"cuDriverGetVersion")
     return code // 1000, code % 1000 // 10
 
@@ -226,7 +226,7 @@ def allocate(size_t nbytes, device=None):
 def free(uintptr_t pointer):
     """Free memory that `allocate` returned (`cuMemFree`); waits for work that uses it."""
     cdef CUresult result
-    require_driver(<void*>driver.cuMemFree_v2, b"cuMemFree_v2")
+    require_driver()
     with nogil:
         result = driver.cuMemFree_v2(pointer)
     check_driver(result, b"cuMemFree_v2")
@@ -247,7 +247,7 @@ def copy(uintptr_t dst, uintptr_t src, size_t nbytes, stream=None):
     """
     cdef CUstream handle = _stream_handle(stream)
     cdef CUresult result
-    require_driver(<void*>driver.cuMemcpyAsync, b"cuMemcpyAsync")
+    require_driver()
     with nogil:
         result = driver.cuMemcpyAsync(dst, src, nbytes, handle)
     check_driver(result, b"cuMemcpyAsync")
@@ -257,7 +257,7 @@ def memset(uintptr_t pointer, unsigned char value, size_t nbytes, stream=None):
     """Fill memory with one byte value in stream order (`cuMemsetD8Async`)."""
     cdef CUstream handle = _stream_handle(stream)
     cdef CUresult result
-    require_driver(<void*>driver.cuMemsetD8Async, b"cuMemsetD8Async")
+    require_driver()
     with nogil:
         result = driver.cuMemsetD8Async(pointer, value, nbytes, handle)
     check_driver(result, b"cuMemsetD8Async")

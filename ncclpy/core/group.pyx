@@ -8,7 +8,7 @@ inside a group; recording can, so an exception inside the block launches nothing
 cimport cython
 from cpython.ref cimport Py_DECREF, Py_INCREF, Py_XDECREF, PyObject
 from libc.stdint cimport uintptr_t
-from libc.stdlib cimport free, malloc, realloc
+from libc.stdlib cimport free, realloc
 
 from ncclpy.abi.driver cimport CUstream
 from ncclpy.abi.nccl cimport (
@@ -28,6 +28,9 @@ from ncclpy.core.handle cimport (
     WAS_ABORTED,
     abort_handles,
     deadline_after,
+    in_lock_order,
+    lock_all,
+    unlock_all,
 )
 from ncclpy.core.library cimport nccl, require
 from ncclpy.core.operation cimport INIT_RANK, function_of, issue, raise_issue
@@ -271,13 +274,10 @@ cdef int _launch(Group group) except -1:
     cdef ncclResult_t ended = ncclSuccess
     cdef ncclSimInfo_t info
     cdef bint simulate = group.simulate
-    # Locks are taken in one order for all threads, that of the addresses.
-    cdef list distinct = sorted(group.handles, key=id)
-    cdef size_t k, m = len(distinct)
-    cdef PyObject** locked = <PyObject**>malloc(m * sizeof(PyObject*))
+    cdef list handles = group.handles
+    cdef PyObject** locked = NULL
+    cdef size_t nlocked = len(handles)
     cdef Held* held = group.held
-    if locked == NULL:
-        raise MemoryError
     try:
         require(<void*>nccl.ncclGroupStart, b"ncclGroupStart")
         if simulate:
@@ -287,19 +287,17 @@ cdef int _launch(Group group) except -1:
             info.version = struct_version()
             info.estimatedTime = NCCL_UNDEF_FLOAT
         newborn = {id(born) for _, born in group.births}
-        for k in range(m):
-            handle = <Handle>distinct[k]
+        for handle in handles:
             if handle.state != READY and id(handle) not in newborn:
                 handle.check_alive()
-            if handle.nonblocking != (<Handle>distinct[0]).nonblocking and handle.owned:
+            if handle.nonblocking != (<Handle>handles[0]).nonblocking and handle.owned:
                 raise ValueError(
                     "a group holds either blocking or nonblocking communicators, and a timeout makes one nonblocking; "
-                    f"this one mixes {handle!r} and {distinct[0]!r}"
+                    f"this one mixes {handle!r} and {handles[0]!r}"
                 )
-            locked[k] = <PyObject*>handle
+        locked = in_lock_order(handles)
         with nogil:
-            for k in range(m):
-                (<Handle>locked[k]).lock()
+            lock_all(locked, nlocked)
             for i in range(n):
                 operations[i].comm = (<Handle>held[i].handle).raw
                 if operations[i].comm == NULL and operations[i].kind < INIT_RANK:
@@ -316,8 +314,7 @@ cdef int _launch(Group group) except -1:
                         break
                 # A refused call has marked the group: its end launches nothing and returns the same error.
                 ended = nccl.ncclGroupSimulateEnd(&info) if simulate else nccl.ncclGroupEnd()
-            for k in range(m):
-                (<Handle>locked[k]).unlock()
+            unlock_all(locked, nlocked)
     except BaseException:
         for _, child in group.births:
             child.unborn()
@@ -329,7 +326,7 @@ cdef int _launch(Group group) except -1:
             child.unborn()
         if failed < n:
             return _not_done(<Handle>held[failed].handle, operations[failed].kind, result)
-        for handle in distinct:
+        for handle in handles:
             if handle.state == ABORTED:
                 raise NcclAborted(f"the group with {handle!r} ended: the communicator was aborted")
         return raise_nccl(ended, b"ncclGroupSimulateEnd" if simulate else b"ncclGroupEnd", NULL)
@@ -339,7 +336,7 @@ cdef int _launch(Group group) except -1:
     for _, child in group.births:
         child.born(ended)
     if ended == ncclInProgress:
-        for handle in distinct:
+        for handle in handles:
             if handle.state == READY:
                 handle.finish("ncclGroupEnd", deadline_after(handle.limit))
     for handle, stream in dict.fromkeys(group.waits):

@@ -1,3 +1,5 @@
+from cpython.ref cimport PyObject
+
 from ncclpy.abi.driver cimport CUstream
 from ncclpy.abi.nccl cimport ncclComm_t, ncclResult_t
 
@@ -62,3 +64,9 @@ cdef class Handle:
 
 
 cdef int abort_handles(list handles, double timeout, str reason) except -1
+
+# The locks of several communicators, taken by all threads in one order. The array is for `free`; the caller keeps the
+# handles in it alive.
+cdef PyObject** in_lock_order(list handles) except NULL
+cdef void lock_all(PyObject** handles, size_t count) noexcept nogil
+cdef void unlock_all(PyObject** handles, size_t count) noexcept nogil

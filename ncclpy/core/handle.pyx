@@ -9,6 +9,7 @@ import threading
 import warnings
 
 from cpython.exc cimport PyErr_CheckSignals
+from libc.stdlib cimport malloc
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, nanosleep, timespec
 
 from ncclpy.abi.driver cimport CUDA_ERROR_NOT_READY, CUresult
@@ -197,7 +198,7 @@ cdef class Handle:
         cdef CUresult result
         cdef ncclResult_t state
         cdef double started, end
-        require_driver(<void*>driver.cuStreamSynchronize, b"cuStreamSynchronize")
+        require_driver()
         if deadline == FOREVER:
             with nogil:
                 result = driver.cuStreamSynchronize(stream)
@@ -241,9 +242,28 @@ cdef class Handle:
             function=what,
         )
 
-    def _abort_call(self):
-        """Call ncclCommAbort; runs in a thread of its own that may be left behind."""
-        _abort_one(self)
+
+cdef PyObject** in_lock_order(list handles) except NULL:
+    """Return the handles in the order in which their locks are taken, that of their addresses."""
+    cdef size_t i
+    cdef PyObject** ordered = <PyObject**>malloc(len(handles) * sizeof(PyObject*))
+    if ordered == NULL:
+        raise MemoryError
+    for i, handle in enumerate(sorted(handles, key=id)):
+        ordered[i] = <PyObject*>handle
+    return ordered
+
+
+cdef void lock_all(PyObject** handles, size_t count) noexcept nogil:
+    cdef size_t i
+    for i in range(count):
+        (<Handle>handles[i]).lock()
+
+
+cdef void unlock_all(PyObject** handles, size_t count) noexcept nogil:
+    cdef size_t i
+    for i in range(count):
+        (<Handle>handles[i]).unlock()
 
 
 cdef ncclResult_t _poll_slice(Handle handle, double started, double deadline) noexcept nogil:

@@ -2,7 +2,8 @@ from ncclpy.abi.driver cimport ncclpy_driver_table
 from ncclpy.abi.nccl cimport ncclpy_nccl_table
 
 # The border: two tables. An entry is NULL until the library is loaded, when the loaded NCCL lacks the symbol, and in a
-# process forked after loading; whoever calls one first says `require(...)`, which loads, or raises and says why.
+# process forked after loading; whoever calls one first says `require(...)`, which loads, or raises and says why. The
+# driver's table is filled whole or not at all.
 cdef ncclpy_nccl_table nccl
 cdef ncclpy_driver_table driver
 
@@ -11,7 +12,7 @@ cdef bint host_engine
 
 cdef int version_code() except -1
 cdef int missing_nccl(const char* name) except -1
-cdef int missing_driver(const char* name) except -1
+cdef int load_driver() except -1
 
 
 cdef inline int require(const void* function, const char* name) except -1:
@@ -21,8 +22,8 @@ cdef inline int require(const void* function, const char* name) except -1:
     return 0
 
 
-cdef inline int require_driver(const void* function, const char* name) except -1:
-    """Make sure that the driver table has `name`; `function` is its entry as the caller read it."""
-    if function == NULL:
-        return missing_driver(name)
+cdef inline int require_driver() except -1:
+    """Make sure that the driver table is filled."""
+    if driver.cuInit == NULL:
+        return load_driver()
     return 0

@@ -70,8 +70,6 @@ _lock = threading.RLock()
 _choice = None  # what use() asked for
 _library = None  # the Library, once loaded
 _driver_places = []  # where libcuda.so.1 was looked for
-cdef void* _handle = NULL
-cdef void* _driver_handle = NULL
 cdef int _version = 0
 
 
@@ -187,14 +185,6 @@ cdef int missing_nccl(const char* name) except -1:
     raise AssertionError(f"{name.decode()} is not in NCCLPY_NCCL_FUNCTIONS")
 
 
-cdef int missing_driver(const char* name) except -1:
-    """Load on first use; without libcuda the streams, events and devices of the cuda engine cannot work."""
-    _ensure_loaded()
-    if driver.cuInit == NULL:
-        _load_driver()
-    return 0
-
-
 def _ensure_loaded():
     global _library
     if ncclpy_forked:
@@ -234,7 +224,7 @@ _HOW_TO_CHOOSE = (
 
 cdef object _open(places, origin, failed="no NCCL library could be loaded"):
     """Open the first place that is a NCCL, fill the tables and describe it; `failed` begins the error if none is."""
-    global _handle, _version, host_engine
+    global _version, host_engine
     cdef void* handle
     cdef int code = 0
     cdef const char* error
@@ -258,7 +248,6 @@ cdef object _open(places, origin, failed="no NCCL library could be loaded"):
         if code < NCCLPY_OLDEST_VERSION:
             searched.append(f"  {path} ({why}): NCCL {code} is older than the oldest supported, 2.16")
             continue
-        _handle = handle
         _version = code
         _fill(handle, ncclpy_nccl_symbols, <char*>&nccl)
         host_engine = dlsym(handle, HOST_MARK) != NULL
@@ -288,7 +277,6 @@ cdef int _fill(void* handle, const ncclpy_symbol* symbols, char* table) except -
 
 cdef int _fill_driver(void* handle) except -1:
     """Fill the driver table and initialise the driver; every call of the table must be there."""
-    global _driver_handle
     cdef size_t i = 0
     cdef int result
     cdef const char* words = NULL
@@ -312,18 +300,18 @@ cdef int _fill_driver(void* handle) except -1:
             f"{who} refuses to start: cuInit returned {result}"
             + (f", {words.decode(errors='replace')}" if words != NULL else "")
         )
-    _driver_handle = handle
     _fill(handle, ncclpy_driver_symbols, <char*>&driver)
     return 0
 
 
-def _load_driver():
-    """Fill the driver table from libcuda.so.1, for a NCCL that does not bring the driver's calls itself."""
+cdef int load_driver() except -1:
+    """Load on first use. The driver of a NCCL that does not bring its calls, as the host engine does, is libcuda."""
     cdef void* handle
     cdef const char* error
+    _ensure_loaded()
     with _lock:
-        if _driver_handle != NULL:
-            return
+        if driver.cuInit != NULL:
+            return 0
         handle = dlopen(b"libcuda.so.1", RTLD_NOW | RTLD_LOCAL)
         if handle == NULL:
             error = dlerror()
@@ -332,6 +320,7 @@ def _load_driver():
                 "driver on the machine (in a container: --gpus all).\n" + _HOW_TO_CHOOSE
             )
         _fill_driver(handle)
+    return 0
 
 
 def _has_gpu():

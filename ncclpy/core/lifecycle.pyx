@@ -170,7 +170,7 @@ cdef class Lifecycle(Handle):
         """A child that NCCL has not made yet can only be ended through its parent."""
         if self.raw != NULL or self.parent is None:
             return Handle.give_up(self, what, timeout)
-        self.state = FAILED
+        self.state = ABORTED  # NCCL may still write into the cell
         abort_handles([self.parent], ABORT_DEADLINE, f"{what} passed its deadline")
         raise NcclTimeout(
             f"{what} of a child of {self.parent!r} was not done after {timeout:.3g} s; the parent was aborted, as NCCL "
@@ -309,11 +309,18 @@ cdef class Lifecycle(Handle):
             ``suspendable``, ``persistent`` and ``total`` in bytes, ``suspended`` as a bool.
         """
         cdef uint64_t value = 0
+        cdef ncclCommMemStat_t which
+        cdef ncclResult_t result
         self.check_alive()
         require(<void*>nccl.ncclCommMemStats, b"ncclCommMemStats")
         stats = {}
         for number, name in enumerate(("suspendable", "suspended", "persistent", "total")):
-            check(nccl.ncclCommMemStats(self.raw, <ncclCommMemStat_t><int>number, &value), b"ncclCommMemStats", self.raw)
+            which = <ncclCommMemStat_t><int>number
+            with nogil:
+                self.lock()
+                result = nccl.ncclCommMemStats(self.raw, which, &value)
+                self.unlock()
+            check(result, b"ncclCommMemStats", self.raw)
             stats[name] = bool(value) if name == "suspended" else value
         return stats
 
@@ -342,29 +349,40 @@ cdef class Lifecycle(Handle):
         """Give the communicator back, its children and resources first (`ncclCommDestroy`).
 
         It waits for work that was issued; a communicator that is still initialising is aborted instead, as it would
-        have to wait for ranks that may never come. Closing twice does nothing.
+        have to wait for ranks that may never come. Closing twice does nothing. A child or a resource that cannot be
+        given back keeps nothing else from it; its error is raised in the end.
         """
-        cdef ncclResult_t result
-        cdef ncclComm_t raw
-        cdef int state = self.state
-        if state == CLOSED or state == ABORTED:
-            self._release()
-            return
-        for child in list(self.children):
-            child.close()
-        if state == INITIALISING:
-            if self.raw == NULL and self.parent is not None:
-                self.finish("initialisation", deadline_after(self.limit))  # NCCL must not lose the child's cell
-            else:
+        failures = [] if self.closed else _close_all(self.children)
+        if self.state == INITIALISING:
+            if self.raw != NULL or self.parent is None:
                 self.abort()
                 return
-        self._release()
-        if state == FAILED and self.raw != NULL:
+            self.finish("initialisation", deadline_after(self.limit))  # NCCL must not lose the child's cell
+        failures += self._release()
+        if self.state == READY or self.state == FINALIZED:
+            self._destroy()
+        elif self.state == FAILED and self.raw != NULL:
             self.abort()
-            return
-        if state != FINALIZED and self.state != READY:
+        elif self.state != ABORTED:
             self.state = CLOSED
-            return
+        if failures:
+            raise failures[0]
+
+    def _release(self):
+        """Give back what hangs on the communicator, as resources, private stream and memory; return the errors."""
+        failures = _close_all(self.resources)
+        if self.stream is not None:
+            self.stream.close()
+            self.stream = None
+        if self.scratch:
+            pointer, self.scratch = self.scratch, 0
+            _device.free(pointer)
+        return failures
+
+    def _destroy(self):
+        """Destroy what is ready or finalized; let go of what belongs to somebody else."""
+        cdef ncclResult_t result
+        cdef ncclComm_t raw
         if not self.owned:
             self.state = CLOSED
             self.raw = NULL
@@ -383,17 +401,6 @@ cdef class Lifecycle(Handle):
             result = nccl.ncclCommDestroy(raw) if raw != NULL else ncclSuccess
             self.unlock()
         check(result, b"ncclCommDestroy", NULL)
-
-    def _release(self):
-        """Give back what hangs on the communicator: operators, registrations, the private stream and memory."""
-        for resource in list(self.resources):
-            resource.close()
-        if self.stream is not None:
-            self.stream.close()
-            self.stream = None
-        if self.scratch:
-            pointer, self.scratch = self.scratch, 0
-            _device.free(pointer)
 
     def __enter__(self):
         return self
@@ -425,3 +432,14 @@ cdef int _free_birth(Birth* birth) noexcept:
         free(birth.exclude)
         free(birth)
     return 0
+
+
+cdef list _close_all(object owned):
+    """Close the members of a set, one after the other, and return the errors."""
+    failures = []
+    for each in list(owned):
+        try:
+            each.close()
+        except NcclError as error:
+            failures.append(error)
+    return failures

@@ -36,7 +36,7 @@ cdef struct Birth:
     ncclComm_t cell
 
 
-# One NCCL call with its arguments: what a communicator submits, a group collects and (later) a plan replays.
+# One NCCL call with its arguments: what a communicator submits, a group records and a plan keeps.
 cdef struct Operation:
     int kind
     int datatype

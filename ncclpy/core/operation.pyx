@@ -1,4 +1,4 @@
-"""One NCCL call as a value: it can be issued at once, or collected by a group and issued with others."""
+"""One NCCL call as a value: it can be issued at once, or recorded by a group and issued with others."""
 
 from ncclpy.abi.driver cimport CUcontext
 from ncclpy.abi.nccl cimport ncclConfig_t, ncclDataType_t, ncclInvalidArgument, ncclRedOp_t, ncclUnhandledCudaError, ncclWindow_t

@@ -1,4 +1,4 @@
-"""Where a library may be: the host engine in this package, libnccl and libcuda on the machine.
+"""Where a library may be: the host engine in this package, libnccl on the machine.
 
 Nothing here opens NCCL for use; `library` does, once. A place is tried in the order of the list, and every place
 tried is kept for the message of `LibraryNotFound`.

@@ -1,4 +1,4 @@
-from ncclpy.abi.driver cimport CUcontext, CUevent, CUstream
+from ncclpy.abi.driver cimport CUevent, CUstream
 
 cdef CUstream as_stream(object stream) except? NULL
 cdef CUstream as_stream_of(object stream, int device) except? NULL

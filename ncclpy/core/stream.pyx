@@ -9,6 +9,7 @@ from ncclpy.abi.driver cimport (
     CU_EVENT_WAIT_DEFAULT,
     CU_STREAM_NON_BLOCKING,
     CUDA_ERROR_NOT_READY,
+    CUcontext,
     CUresult,
 )
 from ncclpy.core.check cimport check_driver
@@ -72,7 +73,7 @@ cdef Stream owner_of(CUstream raw):
 cdef CUstream alive(Stream stream) except? NULL:
     if stream.raw == NULL:
         raise ValueError("stream: this ncclpy.Stream is closed")
-    require_driver(<void*>driver.cuStreamQuery, b"cuStreamQuery")  # a forked child is refused here
+    require_driver()  # a forked child is refused here
     return stream.raw
 
 
@@ -159,7 +160,7 @@ cdef class Stream:
             return
         self.raw = NULL
         _open.pop(<uintptr_t>raw, None)
-        require_driver(<void*>driver.cuStreamDestroy_v2, b"cuStreamDestroy_v2")
+        require_driver()
         with nogil:
             result = driver.cuStreamDestroy_v2(raw)
         check_driver(result, b"cuStreamDestroy_v2")
@@ -183,7 +184,7 @@ cdef class Stream:
 cdef CUevent event_alive(Event event) except? NULL:
     if event.raw == NULL:
         raise ValueError("event: this ncclpy.Event is closed")
-    require_driver(<void*>driver.cuEventQuery, b"cuEventQuery")
+    require_driver()
     return event.raw
 
 
@@ -273,7 +274,7 @@ cdef class Event:
         if raw == NULL:
             return
         self.raw = NULL
-        require_driver(<void*>driver.cuEventDestroy_v2, b"cuEventDestroy_v2")
+        require_driver()
         check_driver(driver.cuEventDestroy_v2(raw), b"cuEventDestroy_v2")
 
     def __enter__(self):

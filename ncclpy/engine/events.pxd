@@ -1,4 +1,4 @@
-from ncclpy.abi.driver cimport CUcontext, CUevent
+from ncclpy.abi.driver cimport CUevent
 
 
 # Take an event of a device from the pool, with its context current or not; give it back when nothing waits for it.

@@ -2,7 +2,7 @@
 
 from libcpp.vector cimport vector
 
-from ncclpy.abi.driver cimport CU_EVENT_DISABLE_TIMING, CUresult
+from ncclpy.abi.driver cimport CU_EVENT_DISABLE_TIMING, CUcontext, CUresult
 from ncclpy.core.check cimport check_driver
 from ncclpy.core.device cimport enter_device, leave_device
 from ncclpy.core.library cimport driver, require_driver
@@ -21,7 +21,7 @@ cdef CUevent take_event(int device, bint timing) except NULL:
         event = _free[index].back()
         _free[index].pop_back()
         return event
-    require_driver(<void*>driver.cuEventCreate, b"cuEventCreate")
+    require_driver()
     saved = enter_device(device)
     result = driver.cuEventCreate(&event, 0 if timing else CU_EVENT_DISABLE_TIMING)
     leave_device(saved)

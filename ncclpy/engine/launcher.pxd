@@ -1,6 +1,6 @@
 from cpython.ref cimport PyObject
 
-from ncclpy.abi.driver cimport CUcontext, CUevent, CUstream, CUresult
+from ncclpy.abi.driver cimport CUcontext, CUevent, CUresult
 from ncclpy.abi.nccl cimport ncclResult_t
 from ncclpy.core.handle cimport Handle
 from ncclpy.core.operation cimport Operation
@@ -60,7 +60,7 @@ cdef int push(Batch* batches, size_t count) except -1
 # The same for a job of any kind; `run` is called on the lane of each device.
 cdef int push_jobs(ncclpy_job** jobs, const int* devices, size_t count) except -1
 # Sort parts by communicator, as the locks want them, and first by lane, as `divide` does.
-cdef void sort_parts(Part* parts, size_t count, bint by_lane) noexcept
+cdef int sort_parts(Part* parts, size_t count, bint by_lane) except -1
 cdef void run_batch(Batch* batch) noexcept nogil
 # Take the place of the lanes of some devices; return how many those are, or 0 if one has something to do.
 cdef size_t borrow_lanes(const int* devices, size_t count, ncclpy_lane** borrowed) except? 0

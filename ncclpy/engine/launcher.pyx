@@ -426,10 +426,11 @@ cdef class Launch:
         abort_aside(list(handles.values()), f"a launch failed: {error}")
 
 
-cdef void sort_parts(Part* parts, size_t count, bint by_lane) noexcept:
+cdef int sort_parts(Part* parts, size_t count, bint by_lane) except -1:
     """Order parts by lane, if asked, then by communicator; there are few, and mostly they are in order."""
     cdef size_t i, j
     cdef Part moving
+    lanes()  # which device is whose has to be known, also at the first launch of the process
     for i in range(1, count):
         moving = parts[i]
         j = i
@@ -437,11 +438,12 @@ cdef void sort_parts(Part* parts, size_t count, bint by_lane) noexcept:
             parts[j] = parts[j - 1]
             j -= 1
         parts[j] = moving
+    return 0
 
 
 cdef bint _before(const Part* a, const Part* b, bint by_lane) noexcept:
-    cdef int first = (<Handle>a.handle).device % _count if by_lane and _count else 0
-    cdef int second = (<Handle>b.handle).device % _count if by_lane and _count else 0
+    cdef int first = (<Handle>a.handle).device % _count if by_lane else 0
+    cdef int second = (<Handle>b.handle).device % _count if by_lane else 0
     return first < second or (first == second and a.handle < b.handle)
 
 

@@ -48,7 +48,7 @@ from ncclpy.engine.recorder cimport PENDING
 from ncclpy.engine cimport work as _work
 from ncclpy.engine.work cimport Work, bell, due, ring, take_settled
 
-from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, NcclUnsupported
+from ncclpy.core.errors import NcclAborted, NcclTimeout, NcclUnsupported
 
 cdef extern from "pthread.h" nogil:
     int pthread_mutex_init(pthread_mutex_t*, void*)

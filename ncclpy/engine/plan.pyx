@@ -24,10 +24,13 @@ from ncclpy.core.handle cimport (
     WAS_ABORTED,
     Handle,
     deadline_after,
+    in_lock_order,
+    lock_all,
     now,
     pthread_mutex_lock,
     pthread_mutex_t,
     pthread_mutex_unlock,
+    unlock_all,
 )
 from ncclpy.core.library cimport driver, nccl, require, require_driver
 from ncclpy.core.lifecycle cimport Lifecycle
@@ -84,6 +87,7 @@ cdef struct Replay:
     CUcontext context
     CUgraphExec graph
     CUstream stream
+    CUstream captured  # on which the operations were recorded
     CUresult result
     int device
     int* remaining
@@ -329,7 +333,6 @@ cdef class Graph:
     cdef size_t count
     cdef int remaining
     cdef list own  # streams for CPU memory
-    cdef list targets  # our own streams that it is launched on
     cdef bint waits
     cdef object __weakref__
 
@@ -342,7 +345,7 @@ cdef class Graph:
         cdef Replay* replay
         cdef Stream private
         cdef size_t i
-        require_driver(<void*>driver.cuGraphLaunch, b"cuGraphLaunch")
+        require_driver()
         self.waits = bool(plan.waits)
         streams = {}
         for i in range(plan.count):
@@ -361,13 +364,13 @@ cdef class Graph:
         if self.replays == NULL or self.jobs == NULL or self.devices == NULL:
             raise MemoryError
         self.own = []
-        self.targets = []
-        private_of = {}
+        private_of = {}  # kept until the captures have ended
         for device, used in streams.items():
             replay = &self.replays[self.count]
             private = Stream(device)
             private_of[device] = private
             replay.device = device
+            replay.captured = private.raw
             replay.context = context_of(device)
             replay.remaining = &self.remaining
             replay.job.run = _run_replay
@@ -378,12 +381,9 @@ cdef class Graph:
                 replay.stream = private.raw
             else:
                 replay.stream = <CUstream><uintptr_t>next(iter(used))
-                target = owner_of(replay.stream)
-                if target is not None:
-                    self.targets.append(target)
             self.count += 1
         self.plan = plan
-        _capture(plan, self.replays, self.count, private_of)
+        _capture(plan, self.replays, self.count)
         for handle in plan.handles:
             (<Lifecycle>handle).resources.add(self)  # closed with the communicator
         return 0
@@ -481,45 +481,56 @@ cdef void _run_replay(ncclpy_job* job) noexcept nogil:
         wake(remaining)
 
 
-cdef int _capture(Plan plan, Replay* replays, size_t count, dict private_of) except -1:
+cdef ncclResult_t _record_again(Plan plan, const Replay* replays, int* kind) noexcept nogil:
+    """Make the plan's calls in one NCCL group, on the streams that are captured; `kind` is that of the last call."""
+    cdef Operation operation
+    cdef const Replay* replay
+    cdef size_t i
+    cdef ncclResult_t ended, result = nccl.ncclGroupStart()
+    if result != ncclSuccess:
+        return result
+    for i in range(plan.count):
+        operation = plan.parts[i].operation
+        operation.comm = (<Handle>plan.parts[i].handle).raw
+        replay = replays
+        while replay.device != (<Handle>plan.parts[i].handle).device:
+            replay += 1
+        operation.stream = replay.captured
+        kind[0] = operation.kind
+        result = <ncclResult_t>WAS_ABORTED if operation.comm == NULL else issue(&operation)
+        if result != ncclSuccess:
+            break
+    ended = nccl.ncclGroupEnd()
+    return ended if result == ncclSuccess else result
+
+
+cdef int _capture(Plan plan, Replay* replays, size_t count) except -1:
     """Capture the plan's operations, of all devices in one NCCL group, and instantiate a graph for each device."""
-    cdef size_t i, begun = 0
+    cdef size_t i, begun = 0, ncomms = len(plan.handles)
+    cdef PyObject** locked = in_lock_order(plan.handles)
     cdef CUgraph* graphs = <CUgraph*>calloc(count, sizeof(CUgraph))
     cdef CUcontext saved = enter_device(replays[0].device)
-    cdef Operation operation
-    cdef ncclResult_t result = ncclSuccess, ended
+    cdef ncclResult_t result = ncclSuccess
     cdef CUresult failed = CUDA_SUCCESS, one
     cdef int kind = plan.parts[0].operation.kind
-    cdef Stream private
     try:
         for i in range(count):
-            private = private_of[replays[i].device]
             check_driver(driver.cuCtxSetCurrent(replays[i].context), b"cuCtxSetCurrent")
             check_driver(
-                driver.cuStreamBeginCapture_v2(private.raw, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL),
+                driver.cuStreamBeginCapture_v2(replays[i].captured, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL),
                 b"cuStreamBeginCapture_v2",
             )
             begun += 1
-        result = nccl.ncclGroupStart()
-        for i in range(plan.count):
-            if result != ncclSuccess:
-                break
-            operation = plan.parts[i].operation
-            private = private_of[(<Handle>plan.parts[i].handle).device]
-            operation.comm = (<Handle>plan.parts[i].handle).raw
-            operation.stream = private.raw
-            kind = operation.kind
-            result = issue(&operation)
         with nogil:
-            ended = nccl.ncclGroupEnd()
-        if result == ncclSuccess:
-            result = ended
+            lock_all(locked, ncomms)
+            result = _record_again(plan, replays, &kind)
+            unlock_all(locked, ncomms)
     finally:
+        free(locked)
         # All captures end before the first graph is made: that is not allowed while this thread captures anything.
         for i in range(begun):
-            private = private_of[replays[i].device]
             driver.cuCtxSetCurrent(replays[i].context)
-            one = driver.cuStreamEndCapture(private.raw, &graphs[i])
+            one = driver.cuStreamEndCapture(replays[i].captured, &graphs[i])
             if failed == CUDA_SUCCESS:
                 failed = one
         for i in range(begun):
@@ -531,6 +542,7 @@ cdef int _capture(Plan plan, Replay* replays, size_t count, dict private_of) exc
         free(graphs)
         leave_device(saved)
     if result != ncclSuccess:
+        plan.check()  # says whether a communicator was closed or aborted meanwhile
         raise_issue(result, kind, NULL)
     check_driver(failed, b"cuStreamEndCapture")
     return 0

@@ -154,7 +154,7 @@ cdef class Work:
         cdef CUresult result
         if load(&self.phase) != LAUNCHED:
             return self.is_settled()
-        require_driver(<void*>driver.cuEventQuery, b"cuEventQuery")
+        require_driver()
         result = driver.cuEventQuery(self.done)
         if load(&self.phase) == LAUNCHED and result == CUDA_SUCCESS and self._healthy():
             self.settle(None)
@@ -168,7 +168,7 @@ cdef class Work:
         """Wait until it has come to `state` or beyond; return whether it has."""
         cdef double begun = now(), until, slice
         cdef int seen
-        require_driver(<void*>driver.cuEventQuery, b"cuEventQuery")
+        require_driver()
         while load(&self.phase) < state:
             seen = load(&self.phase)
             if seen == LAUNCHED and now() - begun < _EAGER:
@@ -191,7 +191,7 @@ cdef class Work:
             add(&self.sleepers, -1)
             PyErr_CheckSignals()
             self._look()  # should the monitor be held up by a callback
-            require_driver(<void*>driver.cuEventQuery, b"cuEventQuery")  # a forked child is told here
+            require_driver()  # a forked child is told here
         return True
 
     cdef int _must_end(self, object timeout) except -1:

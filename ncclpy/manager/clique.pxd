@@ -1,4 +1,3 @@
-from ncclpy.core.communicator cimport Communicator
 from ncclpy.engine.launcher cimport Launch
 from ncclpy.manager.gathering cimport Gathering
 

@@ -7,6 +7,8 @@ import threading
 from libc.string cimport memset
 
 from ncclpy.abi.driver cimport CUstream
+from ncclpy.core.buffers cimport ITEMSIZE
+from ncclpy.core.communicator cimport Communicator
 from ncclpy.core.handle cimport ABORT_DEADLINE, FOREVER, now
 from ncclpy.core.library cimport nccl
 from ncclpy.core.operation cimport ALL_TO_ALL, GATHER, RECV, SCATTER, SEND, Operation
@@ -22,8 +24,6 @@ from ncclpy.core.types import UniqueId
 from ncclpy.engine.launcher import abort_aside
 
 _log = logging.getLogger("ncclpy.manager")
-
-cdef int* ITEMSIZE = [1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1]
 
 
 cdef class Clique:
@@ -165,8 +165,9 @@ cdef class Clique:
         """Whether nothing runs or waits on it."""
         return self.state == MADE and not self.launches
 
-    def state_is_alive(self):
-        """Return whether it is made or being made."""
+    @property
+    def alive(self):
+        """Whether it is made or being made."""
         return self.state != GONE
 
     @property

@@ -481,7 +481,7 @@ cdef class Manager(Participants):
         recorder.remove_gatherer(self.gatherer)
         why = f"and it was not done within {timeout} s"
         try:
-            while any(not clique.idle for clique in cliques if clique.state_is_alive()) and now() < deadline:
+            while any(not clique.idle for clique in cliques if clique.alive) and now() < deadline:
                 if not attend():  # a callback may close
                     time.sleep(0.0002)
                 PyErr_CheckSignals()
@@ -498,7 +498,7 @@ cdef class Manager(Participants):
             for clique in cliques:
                 if clique.idle:
                     idle.append(clique)
-                elif clique.state_is_alive():
+                elif clique.alive:
                     comms += clique.abort(NcclAborted(f"the Manager was closed, {why}"))
             self.cliques.clear()
             thread = abort_aside(comms, "the Manager was closed") if comms else self.abort_thread
@@ -561,7 +561,7 @@ cdef int _same_members(Clique clique, Gathering gathering, tuple devices) except
 cdef int _check_process() except -1:
     """Raise in a forked child, where neither the communicators nor the threads exist."""
     if driver.cuEventRecord == NULL and _library.loaded() is not None:
-        require_driver(<void*>driver.cuEventRecord, b"cuEventRecord")
+        require_driver()
     return 0
 
 

@@ -4,7 +4,7 @@ Each reads and checks the buffers, which raises at once and leaves the key as it
 """
 
 from ncclpy.core.buffers cimport View, read_view
-from ncclpy.core.collectives cimport fits, op_number, read_on_device, same_type, writable
+from ncclpy.core.collectives cimport elements, fits, op_number, read_on_device, same_type, writable
 from ncclpy.core.device cimport as_device
 from ncclpy.core.operation cimport (
     ALL_GATHER,
@@ -199,8 +199,10 @@ cdef class Participants:
         writable(&r, "recv")
         same_type(&s, &r)
         fits(&r, 1, &s, "recv", "send", "all_to_all")
-        if s.count % <size_t>nranks:
-            raise ValueError(f"send: all_to_all needs a multiple of {nranks} elements, one part a rank, got {s.count}")
+        if elements(&s) % <size_t>nranks:
+            raise ValueError(
+                f"send: all_to_all needs a multiple of {nranks} elements, one part a rank, got {elements(&s)}"
+            )
         if s.pointer == r.pointer and s.count:
             raise ValueError("recv: all_to_all cannot be done in place; pass another buffer")
         return self.add(

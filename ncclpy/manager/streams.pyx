@@ -52,7 +52,7 @@ cdef int record_producer(Work work, const View* view, producer) except -1:
     else:
         current_stream(view, work.device, &stream)
     work.ready = take_event(work.device, False)
-    require_driver(<void*>driver.cuEventRecord, b"cuEventRecord")
+    require_driver()
     saved = enter_device(work.device)
     result = driver.cuEventRecord(work.ready, stream)
     leave_device(saved)

@@ -140,6 +140,27 @@ def test_a_callback_that_raises_harms_nobody(manager, monkeypatch):
     check_usable(manager, "k", range(n))
 
 
+def test_a_hook_that_raises_harms_nobody(manager, monkeypatch, capfd):
+    n = some_devices(2)
+
+    def hook(unraisable):
+        raise RuntimeError("of the hook")
+
+    def bad(work):
+        raise KeyError("of the user")
+
+    monkeypatch.setattr(sys, "unraisablehook", hook)
+    told = Told()
+    data = Data(n)
+    works = [manager.all_reduce("k", data.input(r), device=r, num_local=n, on_done=bad) for r in range(n - 1)]
+    for work in works:
+        work.add_done_callback(told)
+    works.append(manager.all_reduce("k", data.input(n - 1), device=n - 1, num_local=n, on_done=told))
+    finish(works)
+    told.wait(n)
+    assert "of the hook" in capfd.readouterr().err
+
+
 def test_a_callback_may_add_participants(manager):
     n = some_devices(3)
     steps = 50

@@ -207,6 +207,11 @@ REFUSED = [
     ("op number", lambda m: m.all_reduce("k", np.zeros(3), op=77, device=0, num_local=2), "77"),
     ("avg of bool", lambda m: m.all_reduce("k", np.zeros(3, bool), op="avg", device=0, num_local=2), "avg of bool"),
     ("parts", lambda m: m.all_to_all("k", np.zeros(3), np.zeros(3), device=0, num_local=2), "multiple of 2"),
+    (
+        "parts of complex numbers",
+        lambda m: m.all_to_all("k", np.zeros(3, complex), np.zeros(3, complex), device=0, num_local=2),
+        "multiple of 2 elements.* got 3",
+    ),
     ("nobody", lambda m: m.all_reduce("k", np.zeros(3), device=0, num_local=0), "num_local"),
     ("fewer", lambda m: m.all_reduce("k", np.zeros(3), device=0, num_local=2, num_global=1), "num_global"),
     ("callback", lambda m: m.all_reduce("k", np.zeros(3), device=0, num_local=2, on_done=3), "on_done"),

@@ -83,6 +83,26 @@ def test_with_a_lane_for_each_device():
     )
 
 
+def test_devices_of_one_lane_are_launched_in_one_group_from_the_first_time_on(host_engine):
+    """Otherwise NCCL could wait in the call for one device for that of the next, which stands behind it."""
+    testing.run_python(
+        """
+        import os
+        os.sched_getaffinity = lambda pid: set(range(4))  # three lanes
+        import numpy as np
+        import ncclpy
+        with ncclpy.faults("call=GroupEnd nth=* do=delay:1us") as faults, ncclpy.Manager() as manager:
+            for step in range(2):
+                works = [manager.all_reduce(step, np.ones(4), device=d, num_local=6) for d in range(6)]
+                for work in works:
+                    work.wait(30)
+                # One makes the communicators.
+                assert len(faults.fired) == 1 + 3 * (step + 1), faults.fired
+        """,
+        env={"NCCLPY_HOST_DEVICES": "6"},
+    )
+
+
 def test_one_key_is_launched_in_the_order_in_which_it_became_complete(manager):
     """On a device operations run in the order of their launches, whatever the communicator."""
     n = some_devices(3)

@@ -79,6 +79,29 @@ def test_a_forked_child_is_told_and_the_parent_goes_on():
     assert done.stderr == ""
 
 
+def test_a_manager_made_before_the_fork_of_a_process_that_has_loaded_nothing(host_engine):
+    """Only NCCL does not survive a fork: what was made before it was loaded may be used by the child."""
+    testing.run_python(
+        """
+        import os, traceback
+        import numpy as np
+        import ncclpy
+        manager = ncclpy.Manager()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                manager.all_reduce("k", np.ones(4), device=0, num_local=1).wait(30)
+                manager.close()
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        manager.close()
+        """
+    )
+
+
 def test_fork_while_a_thread_adds():
     some_devices(2)
     done, _ = run(

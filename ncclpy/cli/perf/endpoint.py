@@ -26,7 +26,7 @@ class Endpoint:
     Parameters
     ----------
     communicator
-        The rank's communicator; closing the endpoint closes it.
+        The rank's communicator, which whoever made it closes.
     nbytes
         The size of the send buffer and of the receive buffer.
     """

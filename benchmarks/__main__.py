@@ -1,6 +1,7 @@
 """The command line: ``python -m benchmarks EXPERIMENT``, each experiment one module."""
 
 import argparse
+import os
 import sys
 
 from benchmarks import collectives, compare, import_time, manager, mpi, nccl_tests, overhead, plot, report, scale
@@ -26,6 +27,9 @@ def main() -> int:
     for name, module in EXPERIMENTS.items():
         module.arguments(commands.add_parser(name, description=module.__doc__, help=module.__doc__.splitlines()[0]))
     chosen = parser.parse_args()
+    # For every process that is measured: numpy's linear algebra would start threads in each, which keep a core busy
+    # for a tenth of a second although nobody asks them for anything.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     return EXPERIMENTS[chosen.experiment].run(chosen)
 
 

@@ -40,6 +40,17 @@ def test_a_stream_runs_its_work_in_order(driver, stream):
     assert driver.ready("cuStreamQuery", stream)
 
 
+def test_work_that_nobody_waits_for_is_done_after_much_that_was_waited_for(driver):
+    stream = driver.stream(NON_BLOCKING)
+    for _ in range(3):
+        for _ in range(600):
+            driver.later(stream, lambda: None)
+            driver.cuStreamSynchronize(stream)
+        done = threading.Event()
+        driver.later(stream, done.set)
+        assert done.wait(20), "a stream that callers have always helped has left its work undone"
+
+
 def test_a_blocked_stream_holds_up_no_other(driver):
     blocked, free = driver.stream(NON_BLOCKING), driver.stream()
     memory = driver.alloc(4096)

@@ -5,6 +5,7 @@
 // the legacy stream. A fence only ever waits for tasks queued before it, so that fences cannot form a cycle.
 #include "stream.hpp"
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <thread>
@@ -78,8 +79,8 @@ std::atomic<int> spinning{0};
 const int kMaySpin = static_cast<int>(std::thread::hardware_concurrency() / 2);
 constexpr int kSpins = 400;
 
-constexpr int kHelpedOften = 8;   // from here on a stream is lazy
-constexpr int kProbeEvery = 64;
+constexpr std::uint64_t kAtOnce = 4;  // at most so many tasks before a caller waits for the last of them
+constexpr int kManyReturns = 512;     // in a row make a stream lazy, at most: each mistake doubles the number
 constexpr std::chrono::microseconds kSweepEvery{300};
 
 // The sweeper's thread: asleep without end while no stream is lazy.
@@ -185,11 +186,10 @@ void Stream::synchronize() {
 }
 
 void Stream::wait(std::uint64_t number) {
-  if (reached(number)) return;
   std::unique_lock lock(mutex_);
+  note_return(number);
   while (!reached(number)) {
     if (runnable()) {
-      if (helped_ < kHelpedOften) ++helped_;
       run_first(lock);
     } else if (!spin(lock, [&] { return reached(number) || !running_.load(std::memory_order_acquire); })) {
       ++waiting_;
@@ -228,15 +228,19 @@ void Stream::wake_thread(std::unique_lock<std::mutex>& lock) {
   if (wake) work_.notify_one();
 }
 
+// A caller waits for a task. Whether the thread or this caller runs it says nothing of how soon the caller has come: a
+// thread that is woken may take the core from its waker before that gets here.
+void Stream::note_return(std::uint64_t number) {
+  if (number != queued_.load(std::memory_order_relaxed) || number == returned_at_) return;
+  returns_ = number - returned_at_ <= kAtOnce ? std::min(returns_ + 1, returns_needed_) : 0;
+  returned_at_ = number;
+  lazy_ = returns_ >= returns_needed_;
+}
+
 // A task has come. Gives up the lock.
 void Stream::announce(std::unique_lock<std::mutex>& lock) {
-  // Now and then the thread is woken all the same, to see whether callers still come back at once.
-  const bool lazy = helped_ >= kHelpedOften && left_asleep_ < kProbeEvery;
-  if (!lazy || !asleep_) {
-    left_asleep_ = 0;
-    return wake_thread(lock);
-  }
-  ++left_asleep_;
+  if (queued_.load(std::memory_order_relaxed) - returned_at_ > kAtOnce) be_eager();
+  if (!lazy_ || !asleep_) return wake_thread(lock);
   const bool known = std::exchange(swept_, true);
   lock.unlock();
   if (!known) sweep_later(shared_from_this());
@@ -256,9 +260,15 @@ bool Stream::sweep() {
   queued_at_sweep_ = queued;
   finished_at_sweep_ = finished;
   if (!stuck) return again;
-  helped_ = 0;
+  returns_needed_ = std::min(2 * returns_needed_, kManyReturns);
+  be_eager();
   wake_thread(lock);
   return again;
+}
+
+void Stream::be_eager() {
+  returns_ = 0;
+  lazy_ = false;
 }
 
 // The thread's life.
@@ -266,7 +276,6 @@ void Stream::execute() {
   std::unique_lock lock(mutex_);
   while (!ending()) {
     if (runnable()) {
-      helped_ = 0;
       run_first(lock);
       continue;
     }

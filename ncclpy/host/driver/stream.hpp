@@ -4,9 +4,10 @@
 // waits for a stream whose thread has not yet taken up the work runs the work itself ("helping"), so that a small
 // operation followed by a synchronisation costs no switch between threads. Tasks of one stream never overlap.
 //
-// Where callers have helped many times in a row, waking the thread for each task is what costs most: it would only find
-// that the work is done. Such a stream is lazy: its thread is left asleep, and a sweeper looks a little later whether
-// the caller has come back after all. What is not waited for at once makes the stream eager again.
+// Where callers have come back many times in a row to wait for what they have just queued, waking the thread for each
+// task is what costs most: it would either find that the work is done, or take the work and the core from a caller that
+// is about to do it. Such a stream is lazy: its thread is left asleep, and a sweeper looks a little later whether the
+// caller has come back after all. What is not waited for at once makes the stream eager again.
 //
 // A task may block for as long as it likes: it holds up its own stream and whoever waits for that, nothing else.
 // A task must not throw, and must not rely on the calling thread or on its current device.
@@ -84,6 +85,8 @@ class Stream : public std::enable_shared_from_this<Stream> {
   void start();
   void wake_thread(std::unique_lock<std::mutex>& lock);
   void announce(std::unique_lock<std::mutex>& lock);
+  void note_return(std::uint64_t number);
+  void be_eager();
   void execute();
   void run_first(std::unique_lock<std::mutex>& lock);
   bool runnable() const { return !running_.load(std::memory_order_relaxed) && !queue_.empty(); }
@@ -104,8 +107,10 @@ class Stream : public std::enable_shared_from_this<Stream> {
   int waiting_ = 0;                           // how many sleep on progress_
   bool started_ = false;
   bool asleep_ = false;
-  int helped_ = 0;                            // tasks in a row that callers have run, since the thread last ran one
-  int left_asleep_ = 0;                       // how often since the thread was last woken
+  bool lazy_ = false;
+  std::uint64_t returned_at_ = 0;             // number of the last task at the queue's end that was waited for
+  int returns_ = 0;                           // how often in a row a caller has waited for its last task at once
+  int returns_needed_ = 8;                    // to be lazy
   bool swept_ = false;                        // the sweeper knows this stream
   std::uint64_t queued_at_sweep_ = 0, finished_at_sweep_ = 0;
   bool closed_ = false;

@@ -303,3 +303,16 @@ def test_aggregated_cases_in_one_group(comms, arrays):
         if (found := case.check(arrays, call, r, nranks))
     ]
     assert not wrong, conformance.report(wrong)
+
+
+def test_an_operator_serves_its_own_communicator_and_type(arrays, comms2):
+    data = arrays.make(np.ones(4, np.float32), 0)
+    doubles = arrays.make(np.ones(4, np.float64), 0)
+    other = arrays.make(np.ones(4, np.float32), 1)
+    with comms2[0].pre_mul_sum(2.0, "float32") as op:
+        with pytest.raises(ValueError, match="op: this operator was made for another communicator"):
+            comms2[1].all_reduce(arrays.argument(other), op=op)
+        with pytest.raises(TypeError, match=r"op: this operator was made for .*, not for float64"):
+            comms2[0].all_reduce(arrays.argument(doubles), op=op)
+    with pytest.raises(ValueError, match="closed"):
+        comms2[0].all_reduce(arrays.argument(data), op=op)

@@ -196,7 +196,7 @@ def test_a_group_is_entered_once():
     group = ncclpy.group()
     with group:
         pass
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="entered before"):
         with group:
             pass
 

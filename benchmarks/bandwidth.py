@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks import summary
-from benchmarks.markdown import number, size, table
+from benchmarks.markdown import number, size, spread, table
 
 #: Below, bandwidth says nothing.
 SMALLEST = 64 << 10
@@ -47,17 +47,12 @@ def _table(rivals: dict[str, dict[int, dict]], *, with_bus: bool) -> str:
         cells = [size(nbytes)]
         for rows in rivals.values():
             row = rows.get(nbytes)
-            cells += ["" if row is None else _time(row)]
+            cells += ["" if row is None else spread(row["samples"])]
             if with_bus:
                 cells += [number(bus(row, summary.median(row["samples"]))) if row and nbytes >= SMALLEST else ""]
         cells += [_ratio(rivals[rival].get(nbytes), rivals[OURS].get(nbytes)) for rival in others]
         body.append(cells)
     return table(head, body)
-
-
-def _time(row: dict) -> str:
-    low, high = summary.quartiles(row["samples"])
-    return f"{number(summary.median(row['samples']))} ({number(low)}-{number(high)})"
 
 
 def _ratio(row: dict | None, ours: dict | None) -> str:

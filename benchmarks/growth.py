@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from benchmarks import summary
-from benchmarks.markdown import number, table
+from benchmarks.markdown import spread, table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,4 @@ def tables(result: dict) -> list[str]:
 
 
 def _cell(row: dict | None) -> str:
-    if row is None:
-        return ""
-    low, high = summary.quartiles(row["samples"])
-    return f"{number(summary.median(row['samples']))} ({number(low)}-{number(high)})"
+    return "" if row is None else spread(row["samples"])

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from benchmarks import report, results
 
+ROUNDS = 15
 STATEMENTS = {"ncclpy": "import ncclpy", "nccl4py": "import nccl.core"}
 
 PROGRAM = """
@@ -35,13 +36,13 @@ print(json.dumps({
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add this experiment's options."""
-    parser.add_argument("--rounds", type=int, default=15, help="fresh processes a statement (default: 15)")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="processes a statement (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result with all samples")
 
 
 def run(chosen: argparse.Namespace) -> int:
     """Measure, print and write."""
-    result = results.new("import", [], rounds=chosen.rounds)
+    result = results.new("import", results.options(chosen, {"rounds": ROUNDS}), rounds=chosen.rounds)
     rows: dict[str, dict] = {}
     editable = False
     # The first round warms the file cache and the compiled modules; it does not count.

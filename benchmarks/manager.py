@@ -51,10 +51,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(chosen: argparse.Namespace) -> int:
     """Measure, print and write."""
-    command = ["--gpu", str(chosen.gpu)] if chosen.gpu else []
-    for option, default in DEFAULTS.items():
-        if getattr(chosen, option) != default:
-            command += [f"--{option}", str(getattr(chosen, option))]
+    command = results.options(chosen, {"gpu": 0, **DEFAULTS})
     for measure in chosen.without:
         command += ["--without", measure]
     if chosen.large is not None:

@@ -1,5 +1,9 @@
 """Tables and numbers as the page and the terminal show them."""
 
+from collections.abc import Sequence
+
+from benchmarks import summary
+
 
 def table(head: list[str], body: list[list[str]]) -> str:
     """Return a Markdown table whose columns are also aligned as plain text."""
@@ -13,6 +17,12 @@ def table(head: list[str], body: list[list[str]]) -> str:
 def number(value: float) -> str:
     """Return `value` with three digits that mean something."""
     return f"{value:#.3g}" if abs(value) < 100 else f"{value:.1f}"
+
+
+def spread(samples: Sequence[float]) -> str:
+    """Return the median of `samples` with their quartiles: ``"4.20 (4.10-4.35)"``."""
+    low, high = summary.quartiles(samples)
+    return f"{number(summary.median(samples))} ({number(low)}-{number(high)})"
 
 
 def size(nbytes: int) -> str:

@@ -20,6 +20,7 @@ from benchmarks.markdown import size as text_of
 SIDE = Path(__file__).with_name("mpi_side.py")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 RIVALS = {"MPICH": "mpich", "Open MPI": "openmpi"}
+DEFAULTS = {"collectives": list(COLLECTIVES), "rounds": 5}
 DEADLINE = 240
 
 
@@ -29,9 +30,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{option}", type=Path, metavar="PYTHON", help=f"a Python with mpi4py and {name}")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--sizes", type=int, nargs="+", default=[8, 64 << 20], metavar="BYTES")
-    parser.add_argument("--collectives", nargs="+", default=list(COLLECTIVES), choices=COLLECTIVES)
-    parser.add_argument("--rounds", type=int, default=5, help="times that the sides take turns (default: 5)")
+    parser.add_argument("--collectives", nargs="+", choices=COLLECTIVES)
+    parser.add_argument("--rounds", type=int, help="times that the sides take turns (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result with all samples")
+    parser.set_defaults(**DEFAULTS)
 
 
 def iterations(nbytes: int) -> int:
@@ -42,6 +44,7 @@ def iterations(nbytes: int) -> int:
 def run(chosen: argparse.Namespace) -> int:
     """Measure in turns, print and write."""
     command = ["--ranks", *map(str, chosen.ranks), "--sizes", *map(str, chosen.sizes)]
+    command += results.options(chosen, DEFAULTS)
     for option in RIVALS.values():
         if getattr(chosen, option):
             command += [f"--{option}", "PYTHON"]

@@ -25,6 +25,8 @@ BINARIES = {
     "scatter": "scatter_perf",
     "sendrecv": "sendrecv_perf",
 }
+#: Of what may be left out.
+DEFAULTS = {"rounds": 5, "iters": 20}
 #: What the `ncclpy` script does; as a program it runs whether or not the script is on the path.
 PERF = "import sys; from ncclpy.cli.main import main; sys.exit(main())"
 #: A line of results: size, count, type, redop, root, then (time, algbw, busbw, #wrong) out of place and in place.
@@ -37,15 +39,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, default=2, help="GPUs of one process (-g; default: 2)")
     parser.add_argument("--sizes", nargs="+", default=["1G"], help="message sizes (default: 1G)")
     parser.add_argument("--collectives", nargs="+", default=["all_reduce"], choices=list(BINARIES))
-    parser.add_argument("--rounds", type=int, default=5, help="times that the two take turns (default: 5)")
-    parser.add_argument("--iters", type=int, default=20, help="iterations a run (-n; default: 20)")
+    parser.add_argument("--rounds", type=int, help="times that the two take turns (default: %(default)s)")
+    parser.add_argument("--iters", type=int, help="iterations a run (-n; default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result with all samples")
+    parser.set_defaults(**DEFAULTS)
 
 
 def run(chosen: argparse.Namespace) -> int:
     """Measure, print and write; a run that fails, or has wrong elements, ends it."""
     command = ["--dir", "FOLDER", "--gpus", str(chosen.gpus), "--collectives", *chosen.collectives]
-    command += ["--sizes", *chosen.sizes]
+    command += ["--sizes", *chosen.sizes, *results.options(chosen, DEFAULTS)]
     result = results.new(
         "nccl-tests",
         command,

@@ -45,10 +45,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(chosen: argparse.Namespace) -> int:
     """Measure, print and write; return 1 if a rival failed."""
     rivals = [name for name in MODULES if name not in chosen.without and (not chosen.only or name in chosen.only)]
-    command = ["--gpu", str(chosen.gpu)] if chosen.gpu else []
-    for option, default in DEFAULTS.items():
-        if getattr(chosen, option) != default:
-            command += [f"--{option}", str(getattr(chosen, option))]
+    command = results.options(chosen, {"gpu": 0, **DEFAULTS})
     for option in ("without", "only"):
         for module in getattr(chosen, option):
             command += [f"--{option}", module]

@@ -1,5 +1,6 @@
 """Results on disk: one JSON file an experiment, with all samples."""
 
+import argparse
 import datetime
 import json
 import os
@@ -32,6 +33,16 @@ def new(experiment: str, command: list[str], **settings: object) -> dict:
         "settings": settings,
         "rows": [],
     }
+
+
+def options(chosen: argparse.Namespace, defaults: dict[str, object]) -> list[str]:
+    """Return those of the options in `defaults` that were given another value, as anyone would type them."""
+    typed: list[str] = []
+    for name, default in defaults.items():
+        value = getattr(chosen, name)
+        if value != default:
+            typed += [f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, list) else [value])]
+    return typed
 
 
 def _environment() -> list[str]:

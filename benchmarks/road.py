@@ -6,7 +6,7 @@ import dataclasses
 import timeit
 from collections.abc import Callable
 
-from benchmarks.setting import Setting
+from benchmarks.setting import COUNT, FLOAT32, SUM, Setting
 
 #: How many operations a group holds in the rows that measure groups.
 GROUP = 64
@@ -74,6 +74,44 @@ def python_road(setting: Setting, name: str, call: str, *, result: int = 0, **na
     if sync is not None:
         latency = timed(setting, f"{call}; sync()", sync=sync, **names)
     return Road(name, "all_reduce", timed(setting, call, **names), latency, result)
+
+
+def binding_roads(setting: Setting, bindings: object, comm: object) -> list[Road]:
+    """Return the roads of bindings that take ints: one all-reduce, `GROUP` of them in a group, and an empty group.
+
+    Parameters
+    ----------
+    setting : Setting
+        Has the pointers and the stream.
+    bindings : object
+        A module with ``all_reduce(send, recv, count, dtype, op, comm, stream)``, ``group_start`` and ``group_end``.
+    comm : object
+        What stands for the setting's communicator there.
+    """
+    call = "all_reduce(send, recv, count, dtype, op, comm, stream)"
+    names = {
+        **{name: getattr(bindings, name) for name in ("all_reduce", "group_start", "group_end")},
+        "send": setting.send,
+        "recv": setting.recv,
+        "count": COUNT,
+        "dtype": FLOAT32,
+        "op": SUM,
+        "comm": comm,
+        "stream": setting.stream,
+    }
+    group = timed(setting, f"group_start()\nfor _ in range({GROUP}):\n    {call}\ngroup_end()", per=GROUP, **names)
+    empty = timed(setting, "group_start(); group_end()", **names)
+    return [
+        python_road(setting, "all_reduce(ints)", call, result=setting.recv, **names),
+        Road(
+            f"{GROUP} x all_reduce(ints) in a group",
+            f"group of {GROUP}",
+            group,
+            result=setting.recv,
+            groups=1 / GROUP,
+        ),
+        Road("group_start, group_end", "empty group", empty, reduces=0, groups=1),
+    ]
 
 
 def python_group(setting: Setting, name: str, call: str, *, result: int = 0, **names: object) -> Road:

@@ -50,12 +50,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(chosen: argparse.Namespace) -> int:
     """Measure, print and write."""
-    command = []
-    for option, default in DEFAULTS.items():
-        value = getattr(chosen, option)
-        if value != default:
-            command += [f"--{option.replace('_', '-')}", *map(str, value if isinstance(value, list) else [value])]
-    result = results.new("scale", command, engine="host", rounds=chosen.rounds, seed=chosen.seed)
+    result = results.new(
+        "scale", results.options(chosen, DEFAULTS), engine="host", rounds=chosen.rounds, seed=chosen.seed
+    )
     result["notes"] = [
         "Memory is what a process has alone plus its part of what it shares (Pss), beyond what it had before init.",
         "The exponent is the slope of log(value) over log(ranks); 0 does not grow, 1 grows with the ranks.",

@@ -105,8 +105,17 @@ def test_a_manager_that_does_not_launch_has_no_figures(tmp_path):
 def test_import_time_is_measured(tmp_path):
     path = tmp_path / "result.json"
     run("import", "--rounds", "1", "--json", str(path))
-    rows = {row["rival"]: row for row in json.loads(path.read_text())["rows"]}
+    result = json.loads(path.read_text())
+    rows = {row["rival"]: row for row in result["rows"]}
     assert len(rows["ncclpy"]["samples"]) == 1
+    assert result["command"].endswith("python -m benchmarks import --rounds 1")
+
+
+def test_a_command_has_what_is_not_the_default():
+    defaults = {"most_processes": 16, "ranks": [2, 4], "rounds": 5}
+    assert results.options(types.SimpleNamespace(**defaults), defaults) == []
+    chosen = types.SimpleNamespace(most_processes=8, ranks=[3, 5], rounds=5)
+    assert results.options(chosen, defaults) == ["--most-processes", "8", "--ranks", "3", "5"]
 
 
 def test_report_names_command_machine_and_targets(overhead, tmp_path):

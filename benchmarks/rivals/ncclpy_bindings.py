@@ -1,11 +1,10 @@
 """ncclpy.bindings: one Python function a C function, ints only."""
 
 from benchmarks.rivals import Missing
-from benchmarks.road import GROUP, Road, python_road, timed
-from benchmarks.setting import COUNT, FLOAT32, SUM, Setting
+from benchmarks.road import Road, binding_roads
+from benchmarks.setting import Setting
 
 NAME = "ncclpy.bindings"
-CALL = "all_reduce(send, recv, count, dtype, op, comm, stream)"
 
 
 def open(setting: Setting) -> list[Road]:
@@ -18,33 +17,4 @@ def open(setting: Setting) -> list[Road]:
         from ncclpy import bindings
     except ImportError:
         raise Missing("this ncclpy has no bindings") from None
-    names = {
-        "all_reduce": bindings.all_reduce,
-        "group_start": bindings.group_start,
-        "group_end": bindings.group_end,
-        "send": setting.send,
-        "recv": setting.recv,
-        "count": COUNT,
-        "dtype": FLOAT32,
-        "op": SUM,
-        "comm": setting.comm,
-        "stream": setting.stream,
-    }
-    group = f"group_start()\nfor _ in range({GROUP}):\n    {CALL}\ngroup_end()"
-    return [
-        python_road(setting, "all_reduce(ints)", CALL, result=setting.recv, **names),
-        Road(
-            f"{GROUP} x all_reduce(ints) in a group",
-            f"group of {GROUP}",
-            timed(setting, group, per=GROUP, **names),
-            result=setting.recv,
-            groups=1 / GROUP,
-        ),
-        Road(
-            "group_start, group_end",
-            "empty group",
-            timed(setting, "group_start(); group_end()", **names),
-            reduces=0,
-            groups=1,
-        ),
-    ]
+    return binding_roads(setting, bindings, setting.comm)

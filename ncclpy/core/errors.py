@@ -54,7 +54,7 @@ class NcclError(RuntimeError):
 
 
 class NcclTimeout(NcclError, TimeoutError):
-    """Report a wait that passed its deadline; the communicator was aborted."""
+    """Report that a deadline has passed: of a wait for a `Work`, which goes on, or of a call, which was aborted."""
 
 
 class NcclAborted(NcclError):

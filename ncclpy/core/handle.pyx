@@ -326,7 +326,10 @@ def _abort_together(handles, failures):
             raise_nccl(result, b"ncclGroupStart", NULL)
         try:
             for handle in handles:
-                _abort_one(handle)
+                try:
+                    _abort_one(handle)
+                except NcclError as error:  # the others are to end all the same
+                    failures.append(error)
         finally:
             with nogil:
                 result = nccl.ncclGroupEnd()

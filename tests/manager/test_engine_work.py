@@ -243,6 +243,14 @@ def test_an_abort_that_fails_is_logged(manager, host_engine, caplog):
     assert any("for the test" in record.getMessage() for record in caplog.records)
 
 
+def test_an_abort_that_fails_spares_no_other(manager, host_engine):
+    sum_works(manager, "warm", range(3))[1]()
+    with ncclpy.faults("rank=0 call=CommAbort do=error; rank=2 call=CommAbort do=delay:1ms") as faults:
+        manager.abort()
+        testing.run_with_deadline(manager.reset, DEADLINE)
+        assert any("rank 2 CommAbort" in fault for fault in faults.fired)
+
+
 def test_collectives_behind_one_that_fails(make_manager, host_engine):
     """All of a long queue end, without recursion, and the devices are free for others."""
     manager = make_manager(timeout=0.5)

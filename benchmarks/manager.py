@@ -117,7 +117,9 @@ def _measure(chosen: argparse.Namespace, order: random.Random, table: Table, res
                 table.miss(rival, reason)
             measures = [name for name in MEASURES if name not in chosen.without]
             plan = [lambda name=name: main.ask("sample", measure=name) for name in measures]
-            for count in PENDING:
+            if opened["devices"] < 2:
+                table.miss("ncclpy.Manager", "pending keys: such a key waits for its second device, and there is one")
+            for count in PENDING if opened["devices"] > 1 else ():
                 process = workers.WorkerProcess(SIDE)
                 processes.append(process)
                 process.ask("open", deadline=workers.FIRST_DEADLINE, torch=False, **opening)

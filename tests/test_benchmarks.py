@@ -62,6 +62,19 @@ def test_the_host_engine_is_measured_without_an_mpi(tmp_path):
     assert {row["kept"] for row in targets.judge(result)} == {None}
 
 
+def test_the_manager_is_measured_on_one_device(tmp_path):
+    path = tmp_path / "result.json"
+    run(
+        *("manager", "--rounds", "1", "--processes", "1", "--without", "callback", "--json", str(path)),
+        NCCLPY_LIBRARY="host", NCCLPY_HOST_DEVICES="1",
+    )  # fmt: skip
+    result = json.loads(path.read_text())
+    assert result["settings"]["devices"] == 1
+    assert [row["missing"] for row in result["rows"] if row["rival"] == "ncclpy.Manager" and "missing" in row] == [
+        "pending keys: such a key waits for its second device, and there is one"
+    ]
+
+
 @pytest.mark.parametrize("engine", ["noop", "host"])
 def test_everything_about_the_manager_is_measured(engine, tmp_path):
     path = tmp_path / "result.json"

@@ -363,3 +363,10 @@ def test_copies_in_every_direction():
         device_module.copy(back.ctypes.data, second, 16, stream=stream)
         stream.synchronize()
         assert np.array_equal(back, values)
+
+
+def test_a_device_is_any_integer():
+    with ncclpy.Stream(np.int64(0)) as stream:
+        assert stream.device == 0
+    with pytest.raises(TypeError, match=r"device: .*'0'"):
+        ncclpy.Stream("0")

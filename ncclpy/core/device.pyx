@@ -6,6 +6,7 @@ leaves the calling thread's current device as it found it.
 
 import contextlib
 import uuid as _uuid
+from operator import index as _index
 
 from libc.stdint cimport uintptr_t
 from libc.stdlib cimport calloc
@@ -59,6 +60,8 @@ cdef int as_device(object device) except -2:
         ordinal = device.device_id
     elif isinstance(getattr(device, "index", None), int):  # torch.device
         ordinal = device.index
+    elif hasattr(type(device), "__index__"):  # numpy's integers
+        ordinal = _index(device)
     else:
         raise TypeError(
             f"device: expected its number (0, 1, ...), a cuda.core.Device or a torch.device with an index, got {device!r}"

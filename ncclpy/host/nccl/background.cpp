@@ -71,7 +71,7 @@ void run_together(std::vector<std::function<void()>> works) {
     threads.reserve(works.size());
     for (size_t i = 0; i + 1 < works.size(); i++) {
       threads.push_back(start_thread("ncclpy-job", [&, i] {
-        wait_until(bell, 0, [&] { return begin.load() != waiting; });
+        wait_until(bell, [&] { return begin.load() != waiting; });
         if (begin.load() == go) works[i]();
       }));
     }

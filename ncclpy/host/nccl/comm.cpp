@@ -140,13 +140,13 @@ void Comm::ring() {
 void Comm::abort() {
   aborted_.store(true, std::memory_order_seq_cst);
   ring();
-  wait_until(local_, 0, [this] { return running_.load(std::memory_order_seq_cst) == 0; });
+  wait_until(local_, [this] { return running_.load(std::memory_order_seq_cst) == 0; });
 }
 
 void Comm::revoke() {
   revoked_.store(true, std::memory_order_seq_cst);
   ring();
-  wait_until(local_, 0, [this] { return running_.load(std::memory_order_seq_cst) == 0; });
+  wait_until(local_, [this] { return running_.load(std::memory_order_seq_cst) == 0; });
 }
 
 void Comm::forgive() {
@@ -195,7 +195,7 @@ bool Comm::pass(Gate& gate, uint64_t& generation) {
   }
   // A revoked communicator can still be split: only its data stop.
   const bool data = &gate == &segment->header().data;
-  wait_until(bell, segment->spins(), [&] { return gate.open(target) || (data ? stopped() : ended()); });
+  wait_until(bell, segment->spin(), [&] { return gate.open(target) || (data ? stopped() : ended()); });
   if (gate.open(target) || !gate.withdraw(target)) return true;
   generation--;
   return false;
@@ -205,7 +205,7 @@ void Comm::pass_surely(Gate& gate, uint64_t& generation) {
   const uint64_t target = ++generation * uint64_t(nranks);
   Bell& bell = segment->header().bell;
   if (gate.arrive(target)) return bell.ring();
-  wait_until(bell, segment->spins(), [&] { return gate.open(target); });
+  wait_until(bell, segment->spin(), [&] { return gate.open(target); });
 }
 
 ncclResult_t Comm::exchange(const void* mine, size_t bytes, void* all) {
@@ -231,7 +231,7 @@ struct Comm::Launch {
 bool Comm::enter(uint64_t ticket) {
   running_.fetch_add(1, std::memory_order_seq_cst);
   if (executed_.load(std::memory_order_acquire) != ticket) {
-    wait_until(local_, 0, [&] { return executed_.load(std::memory_order_acquire) == ticket || stopped(); });
+    wait_until(local_, [&] { return executed_.load(std::memory_order_acquire) == ticket || stopped(); });
   }
   return !stopped();
 }
@@ -350,11 +350,11 @@ ncclResult_t Comm::issue(std::vector<Operation> operations, const std::vector<cu
       queues[i]->enqueue([launch] {
         launch->streams_missing.fetch_sub(1);
         launch->comm->local_.ring();
-        wait_until(launch->comm->local_, 0, [&] { return launch->done.load() || launch->comm->stopped(); });
+        wait_until(launch->comm->local_, [&] { return launch->done.load() || launch->comm->stopped(); });
       });
     }
     queues[0]->enqueue([launch] {
-      wait_until(launch->comm->local_, 0,
+      wait_until(launch->comm->local_,
                  [&] { return launch->streams_missing.load() == 0 || launch->comm->stopped(); });
       launch->comm->run(*launch);
       launch->done.store(true);
@@ -371,7 +371,7 @@ ncclResult_t Comm::issue(std::vector<Operation> operations, const std::vector<cu
 
 void Comm::drain() {
   const uint64_t target = issued_.load(std::memory_order_acquire);
-  wait_until(local_, 0, [&] { return executed_.load(std::memory_order_acquire) >= target || stopped(); });
+  wait_until(local_, [&] { return executed_.load(std::memory_order_acquire) >= target || stopped(); });
 }
 
 }  // namespace ncclpy::host

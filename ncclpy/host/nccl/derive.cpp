@@ -142,7 +142,7 @@ ncclResult_t meet_in_shrink(const std::shared_ptr<Comm>& parent, const std::shar
     return dead >= 0;
   };
   auto posted = [&] { return board.key.load(std::memory_order_acquire) == key; };
-  wait_until(segment.header().bell, 0, [&] { return posted() || child->stopped() || someone_died(); });
+  wait_until(segment.header().bell, [&] { return posted() || child->stopped() || someone_died(); });
   if (dead >= 0) return fail(ncclRemoteError, "%s", death_notice(segment, dead).c_str());
   if (!posted()) return child->stop_reason("the other survivors of a shrink");
   const ncclUniqueId id = board.id;
@@ -210,7 +210,7 @@ ncclResult_t take_grow_id(Comm& parent, ncclUniqueId* id) {
   GrowBoard& board = segment.header().grow;
   const uint64_t mine = 2 * ++parent.grown;
   auto published = [&] { return board.published.load(std::memory_order_acquire) >= mine; };
-  wait_until(segment.header().bell, 0, [&] { return published() || parent.stopped(); });
+  wait_until(segment.header().bell, [&] { return published() || parent.stopped(); });
   if (!published()) {
     parent.grown--;
     return parent.stop_reason("the id of ncclCommGrow, which one rank makes with ncclCommGetUniqueId");

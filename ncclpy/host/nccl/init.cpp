@@ -38,7 +38,7 @@ ncclResult_t meet(const std::shared_ptr<Comm>& comm, int nranks, int rank, const
   std::shared_ptr<Segment> segment;
   NCCLPY_TRY(join_segment(id, nranks, rank, comm->device, &segment));
   comm->set_segment(segment);
-  wait_until(segment->header().bell, 0, [&] {
+  wait_until(segment->header().bell, [&] {
     Segment::watch_others(segment);
     return segment->complete() || comm->stopped() || segment->first_dead() >= 0;
   });

@@ -24,7 +24,7 @@ void wait_for_signals(Comm& comm, const Operation& operation) {
   uint64_t& taken = comm.signals_taken[{operation.root, operation.counter}];
   const uint64_t target = taken + operation.count;
   auto there = [&] { return given.load(std::memory_order_acquire) >= target; };
-  wait_until(segment.slot(comm.rank).bell, segment.spins(), [&] { return there() || comm.stopped(); });
+  wait_until(segment.slot(comm.rank).bell, segment.spin(), [&] { return there() || comm.stopped(); });
   if (there()) taken = target;
 }
 

@@ -35,7 +35,7 @@ bool Messages::finished() const {
 void Messages::finish() {
   Bell& bell = comm_.segment->slot(comm_.rank).bell;
   while (!finished()) {
-    wait_until(bell, comm_.segment->spins(), [this] { return advance() || comm_.stopped(); });
+    wait_until(bell, comm_.segment->spin(), [this] { return advance() || comm_.stopped(); });
     if (comm_.stopped()) {
       for (Line& line : lines_) withdraw(line);
       return;
@@ -135,7 +135,7 @@ void Messages::withdraw(Line& line) {
   Channel& way = channel(line);
   uint64_t state = way.state.load(std::memory_order_acquire);
   if (state % states == offered && way.state.compare_exchange_strong(state, state - offered + withdrawn)) return;
-  wait_until(comm_.segment->slot(comm_.rank).bell, 0,
+  wait_until(comm_.segment->slot(comm_.rank).bell,
              [&] { return way.state.load(std::memory_order_acquire) % states != taken; });
 }
 

@@ -180,7 +180,7 @@ ncclResult_t map_segment(int descriptor, int nranks, std::shared_ptr<Segment>* s
 }  // namespace
 
 Segment::Segment(char* memory, size_t bytes, int nranks)
-    : memory_(memory), bytes_(bytes), nranks_(nranks), spins_(spins_for(nranks)) {
+    : memory_(memory), bytes_(bytes), nranks_(nranks), spin_(nranks) {
   const Layout layout(nranks);
   slots_at_ = layout.slots;
   channels_at_ = layout.channels;

@@ -154,7 +154,7 @@ class Segment {
   void release_buffers(int rank);
 
   int nranks() const { return nranks_; }
-  int spins() const { return spins_; }
+  Spin& spin() { return spin_; }
   bool complete() { return header().attached.load(std::memory_order_acquire) == uint32_t(nranks_); }
   // Whether all ranks are threads of this process. Known once all are attached.
   bool one_process();
@@ -192,7 +192,7 @@ class Segment {
   char* memory_;
   size_t bytes_;
   int nranks_;
-  int spins_;
+  Spin spin_;
   std::atomic<uint32_t> claimed_{0};
   std::atomic<bool> watched_{false};
   size_t slots_at_, channels_at_, small_at_, steps_at_, pieces_at_;

@@ -14,12 +14,12 @@ void Bell::wake() { syscall(SYS_futex, &rung, FUTEX_WAKE, INT_MAX, nullptr, null
 
 void Bell::sleep(uint32_t seen) { syscall(SYS_futex, &rung, FUTEX_WAIT, seen, nullptr, nullptr, 0); }
 
-int spins_for(int ranks) {
+Spin::Spin(int ranks) {
   static const int cores = [] {
     cpu_set_t set;
     return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
   }();
-  return ranks <= cores ? 1000 : 0;
+  looks_ = ranks <= cores ? most : 0;
 }
 
 }  // namespace ncclpy::host

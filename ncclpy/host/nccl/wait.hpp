@@ -6,6 +6,7 @@
 
 #include <sched.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 
@@ -18,16 +19,43 @@ struct Bell {
   std::atomic<uint32_t> sleepers{0};
 
   void ring() {
-    // Both sides are sequentially consistent: either the ringer sees the sleeper, or the sleeper sees the new data.
+    // Both sides have a fence: either the ringer sees the sleeper, or the sleeper sees the new data. While nobody sleeps,
+    // a bell is only read, so that its cache line need not travel.
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    if (sleepers.load(std::memory_order_relaxed) == 0) return;
     rung.fetch_add(1, std::memory_order_seq_cst);
-    if (sleepers.load(std::memory_order_seq_cst) != 0) wake();
+    wake();
   }
   void wake();
   void sleep(uint32_t seen);
 };
 
-// How many looks before the first sleep; 0 when there are more ranks than cores, where spinning only delays the others.
-int spins_for(int ranks);
+// Spinning for as long as has paid lately. Two ranks that share a core, though another one is free, can only wait for
+// each other in vain: the one that looks holds up the one it looks for. Several threads may use the same one.
+class Spin {
+ public:
+  // With more ranks than cores, spinning only delays the others: not one look.
+  explicit Spin(int ranks);
+
+  // Whether `done()` has become true.
+  template <class Done>
+  bool until(Done done) {
+    const int looks = looks_.load(std::memory_order_relaxed);
+    for (int i = 0; i < looks; i++) {
+      if (done()) {
+        if (i > 0) looks_.store(std::min(2 * looks, most), std::memory_order_relaxed);
+        return true;
+      }
+      relax();
+    }
+    if (looks > fewest) looks_.store(looks / 2, std::memory_order_relaxed);
+    return false;
+  }
+
+ private:
+  static constexpr int fewest = 16, most = 1024;
+  std::atomic<int> looks_;
+};
 
 // How often the core is given away before the first sleep. A rank that shares it needs a few microseconds to come to
 // its gate, which is what a sleep and a wake-up cost; with many ranks a round through all of them takes as many yields.
@@ -35,11 +63,7 @@ constexpr int yields = 100;
 
 // Returns when `done()` is true. `done` is asked again after every ring of `bell`, so it covers abort as well.
 template <class Done>
-void wait_until(Bell& bell, int spins, Done done) {
-  for (int i = 0; i < spins; i++) {
-    if (done()) return;
-    relax();
-  }
+void wait_until(Bell& bell, Done done) {
   // Giving the core away lets a rank run that shares it; sleeping costs two system calls and a wake-up.
   for (int i = 0; i < yields; i++) {
     if (done()) return;
@@ -49,12 +73,19 @@ void wait_until(Bell& bell, int spins, Done done) {
   bool answer = done();
   while (!answer) {
     bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
-    uint32_t seen = bell.rung.load(std::memory_order_seq_cst);
+    const uint32_t seen = bell.rung.load(std::memory_order_seq_cst);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
     answer = done();
     if (!answer) bell.sleep(seen);
     bell.sleepers.fetch_sub(1, std::memory_order_seq_cst);
     if (!answer) answer = done();
   }
+}
+
+// The same, after spinning.
+template <class Done>
+void wait_until(Bell& bell, Spin& spin, Done done) {
+  if (!spin.until(done)) wait_until(bell, done);
 }
 
 }  // namespace ncclpy::host

@@ -90,7 +90,8 @@ def section(name: str, result: dict) -> str:
     machine, settings = result["machine"], dict(result["settings"])
     where = {"noop": " on a no-op library", "host": " on the host engine"}.get(settings.get("engine"), "")
     if machine["gpus"]:
-        where = f" on {settings.get('gpus', len(machine['gpus']))} GPUs"
+        count = settings.get("gpus", len(machine["gpus"]))
+        where = f" on {count} GPU{'s' if count != 1 else ''}"
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
     gpus = f", {len(machine['gpus'])} x {machine['gpus'][0]}" if machine["gpus"] else ", no GPU"
     what = f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB"

@@ -41,7 +41,7 @@ def test_gathering_past_its_deadline(make_manager):
 
 
 def test_the_shortest_timeout_of_the_participants_counts(make_manager):
-    n = some_devices(3)
+    n = some_devices(3, least=3)
     manager = make_manager(timeout=60)
     data = Data(n)
     patient = manager.all_reduce("other", data.input(0), device=0, num_local=n)
@@ -123,7 +123,7 @@ def test_a_timeout_of_a_wait_ends_the_wait_only(manager):
 
 
 def test_pending(manager):
-    n = some_devices(3)
+    n = some_devices(3, least=3)
     data = Data(n)
     assert manager.pending() == []
     works = [manager.all_reduce(("a", r), data.input(0), device=0, num_local=n) for r in range(2)]

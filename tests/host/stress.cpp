@@ -278,9 +278,10 @@ void unify_nans(std::vector<uint64_t>& words, int dtype) {
 void kernels() {
   using namespace ncclpy::host;
   std::mt19937_64 random(7);
+  constexpr size_t few = 2000, many = (1 << 17) + 1000;
   std::vector<uint64_t> input[3];
   for (auto& words : input) {
-    for (int i = 0; i < 2000; i++) words.push_back(random());
+    for (size_t i = 0; i < many; i++) words.push_back(random());
   }
   std::vector<void (*)(const Reduction&)> copies = {reduce_baseline};
 #if defined(__x86_64__)
@@ -290,19 +291,24 @@ void kernels() {
 #endif
   const void* inputs[3] = {input[0].data(), input[1].data(), input[2].data()};
   const uint64_t scalars[3] = {random(), random(), random()};
-  for (int dtype = 0; dtype < ncclNumTypes; dtype++) {
-    for (uint32_t op = 0; op <= uint32_t(Operator::premulsum); op++) {
-      std::vector<uint64_t> first;
-      for (auto copy : copies) {
-        std::vector<uint64_t> result(2000);
-        void* output = result.data();
-        const size_t count = 2000 * 8 / size_of(ncclDataType_t(dtype)) - 3;
-        copy({ncclDataType_t(dtype), Operator(op), 3, inputs, 1, &output, count, scalars});
-        unify_nans(result, dtype);
-        if (first.empty()) first = result;
-        CHECK(first == result);
-      }
+  auto agree = [&](int dtype, Operator op, size_t words) {
+    std::vector<uint64_t> first;
+    for (auto copy : copies) {
+      std::vector<uint64_t> result(words);
+      void* output = result.data();
+      const size_t count = words * 8 / size_of(ncclDataType_t(dtype)) - 3;
+      copy({ncclDataType_t(dtype), op, 3, inputs, 1, &output, count, scalars});
+      unify_nans(result, dtype);
+      if (first.empty()) first = result;
+      CHECK(first == result);
     }
+    return first;
+  };
+  for (int dtype = 0; dtype < ncclNumTypes; dtype++) {
+    for (uint32_t op = 0; op <= uint32_t(Operator::premulsum); op++) agree(dtype, Operator(op), few);
+    // In larger blocks, and the same bits.
+    const std::vector<uint64_t> begin = agree(dtype, Operator::sum, few), all = agree(dtype, Operator::sum, many);
+    CHECK(std::equal(begin.begin(), begin.end() - 3, all.begin()));
   }
 }
 

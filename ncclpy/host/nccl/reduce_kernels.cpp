@@ -10,8 +10,10 @@
 namespace ncclpy::host {
 namespace {
 
-// Elements reduced at a time: the block and its inputs stay in the first-level cache.
-constexpr size_t block = 1024;
+// Bytes of the accumulator: so much is reduced at a time. With a small one, it and its inputs stay in the first-level
+// cache. What comes from memory is better read in longer runs: at the begin of each the processor has yet to read ahead.
+constexpr size_t small_block = 8 << 10, large_block = 32 << 10;
+constexpr size_t least_of_large_blocks = 1 << 20;
 
 // What an element is accumulated in, and how it gets there and back.
 template <class T>
@@ -95,7 +97,8 @@ template <class T, class Op, bool DIVIDE, bool SCALE>
 void run(const Reduction& r) {
   using E = Element<T>;
   using Acc = typename E::Acc;
-  alignas(64) Acc acc[block];
+  alignas(64) Acc acc[large_block / sizeof(Acc)];
+  const size_t block = (r.count < least_of_large_blocks / sizeof(Acc) ? small_block : large_block) / sizeof(Acc);
   for (size_t begin = 0; begin < r.count; begin += block) {
     const size_t n = r.count - begin < block ? r.count - begin : block;
     const T* first = static_cast<const T*>(r.input[0]) + begin;
@@ -120,7 +123,7 @@ void run(const Reduction& r) {
     if constexpr (std::is_same_v<T, Acc>) {
       for (int k = 0; k < r.outputs; k++) std::memcpy(static_cast<T*>(r.output[k]) + begin, acc, n * sizeof(T));
     } else {
-      alignas(64) T result[block];
+      alignas(64) T result[large_block / sizeof(Acc)];
       for (size_t i = 0; i < n; i++) E::store(acc[i], result[i]);
       for (int k = 0; k < r.outputs; k++) std::memcpy(static_cast<T*>(r.output[k]) + begin, result, n * sizeof(T));
     }

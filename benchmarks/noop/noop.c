@@ -28,7 +28,9 @@ EXPORT extern unsigned long long noopCalls;
 unsigned long long noopCalls = 0;
 /* Likewise for ends of groups. */
 EXPORT extern unsigned long long noopGroups;
+EXPORT extern unsigned long long noopEvents;
 unsigned long long noopGroups = 0;
+unsigned long long noopEvents = 0;
 #define COUNT(counter) __atomic_fetch_add(&(counter), 1, __ATOMIC_RELAXED)
 
 static char handles[64]; /* what all opaque handles point to */
@@ -189,7 +191,7 @@ CUDA(cuStreamWaitEvent, (CUstream stream, CUevent event, unsigned int flags))
 CUDA(cuStreamGetCtx, (CUstream stream, CUcontext* context), *context = (CUcontext)&contexts[current])
 CUDA(cuLaunchHostFunc, (CUstream stream, CUhostFn fn, void* userData), fn(userData))
 /* events */
-CUDA(cuEventCreate, (CUevent * event, unsigned int flags), *event = HANDLE)
+CUDA(cuEventCreate, (CUevent * event, unsigned int flags), COUNT(noopEvents); *event = HANDLE)
 CUDA(cuEventRecord, (CUevent event, CUstream stream))
 CUDA(cuEventQuery, (CUevent event))
 CUDA(cuEventSynchronize, (CUevent event))

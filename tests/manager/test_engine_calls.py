@@ -1,0 +1,50 @@
+"""What the engine asks of NCCL and of the driver, counted by a library that does nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+import testing
+
+noop = pytest.importorskip("benchmarks.noop", reason="needs the benchmarks of the source tree")
+
+SETUP = """
+    import ctypes, numpy as np, ncclpy
+    library = ctypes.CDLL(ncclpy.library().path)
+    count = lambda name: ctypes.c_ulonglong.in_dll(library, name).value
+    manager = ncclpy.Manager()
+    arrays = [np.ones(4, np.float32) for _ in range(4)]
+
+    def all_reduce(key):
+        works = [manager.all_reduce(key, arrays[d], device=d, num_local=4) for d in range(4)]
+        for work in works:
+            work.wait(60)
+
+    all_reduce("first")
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    library = str(noop.build(tmp_path))
+    return lambda code: testing.run_python(SETUP + code, env={"NCCLPY_LIBRARY": library})
+
+
+def test_events_are_used_again(run):
+    run("""
+    before = count("noopEvents")
+    for step in range(2000):  # 8,000 works
+        all_reduce(step)
+    made = count("noopEvents") - before
+    assert made < 40, made
+    manager.close()
+    """)
+
+
+def test_communicators_are_aborted_in_one_group(run):
+    run("""
+    before = count("noopGroups")
+    manager.abort("enough")
+    manager.reset()  # waits for the abort
+    assert count("noopGroups") - before == 1
+    """)

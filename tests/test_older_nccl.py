@@ -1,4 +1,4 @@
-"""What an older NCCL lacks is made of sends and receives: the same tests, on an engine without those functions."""
+"""Older NCCLs, played by a host engine without some functions: what can be made of others is, the rest is refused."""
 
 from __future__ import annotations
 
@@ -12,30 +12,23 @@ import pytest
 import ncclpy
 
 HERE = Path(__file__).parent
-LACKING = ("ncclAlltoAll", "ncclGather", "ncclScatter")  # all since 2.28
 
 
-@pytest.fixture
-def older(tmp_path, host_engine):
-    """Return the path of a host engine in which these functions have names that nobody looks up."""
+def run_without(functions, folder, tests, cores=2):
+    """Run tests on a host engine in which these functions have names that nobody looks up; return what was printed."""
     image = Path(ncclpy.library().path).read_bytes()
-    for name in LACKING:
+    for name in functions:
         exported = b"\0" + name.encode() + b"\0"
         assert image.count(exported) >= 1
         image = image.replace(exported, exported.replace(b"nccl", b"none"))
-    path = tmp_path / "libncclpy_host.so"
-    path.write_bytes(image)
-    return path
-
-
-@pytest.mark.parametrize("cores", [2, 9], ids=["devices share lanes", "a lane a device"])
-def test_the_manager(older, cores):
+    older = folder / "libncclpy_host.so"
+    older.write_bytes(image)
     code = f"""
 import os, sys
 os.sched_getaffinity = lambda pid: set(range({cores}))
 import ncclpy, pytest
-assert ncclpy.library().engine == "host" and not any(map(ncclpy.library().has, {LACKING}))
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", {str(HERE / "manager" / "test_manager_collectives.py")!r}]))
+assert ncclpy.library().engine == "host" and not any(map(ncclpy.library().has, {functions}))
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", {str(HERE / tests)!r}]))
 """
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -46,3 +39,16 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", {str(HERE / "manager" / "t
         timeout=110,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("cores", [2, 9], ids=["devices share lanes", "a lane a device"])
+def test_the_manager_sends_and_receives_instead(host_engine, tmp_path, cores):
+    since_2_28 = ("ncclAlltoAll", "ncclGather", "ncclScatter")
+    run_without(since_2_28, tmp_path, "manager/test_manager_collectives.py", cores)
+
+
+def test_a_communicator_names_what_is_not_there(host_engine, tmp_path):
+    lacking = ("ncclCommShrink", "ncclCommGrow", "ncclCommRevoke", "ncclCommSuspend")
+    said = run_without(lacking, tmp_path, "test_derived.py")
+    assert not any(f"needs a library without {name}" in said for name in lacking), said

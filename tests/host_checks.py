@@ -5,7 +5,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from pathlib import Path
 
 import host_bodies as bodies
@@ -13,20 +12,14 @@ import numpy as np
 import pytest
 from nccl_calls import IN_PROGRESS, SUM, NcclError
 
+from testing import wait_for
+
 
 def refused(code, words, call, *arguments):
     with pytest.raises(NcclError) as error:
         call(*arguments)
     assert error.value.code == code, error.value
     assert words in error.value.text, error.value
-
-
-def wait_for(condition, seconds=10.0):
-    """Ask until the answer is yes."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"it did not happen within {seconds} s"
-        time.sleep(0.001)
 
 
 def wait_ready(nccl, comm):

@@ -207,16 +207,23 @@ def test_an_event_waits_on_the_cpu(held):
 
 def test_synchronize_waits_for_every_stream_of_the_device(held):
     stream, release, _box = held
-    threading.Timer(0.2, release).start()
-    started = time.monotonic()
-    testing.run_with_deadline(lambda: ncclpy.synchronize(0), 20)
-    assert time.monotonic() - started > 0.1
+    back = threading.Event()
+    thread = threading.Thread(target=lambda: (ncclpy.synchronize(0), back.set()), daemon=True)
+    thread.start()
+    assert not back.wait(0.1)
+    release()
+    assert back.wait(20)
+    thread.join()
     assert stream.is_done()
 
 
-def test_recording_again_moves_the_event(stream):
+def test_recording_again_moves_the_event(stream, held):
+    busy, release, _box = held
     event = stream.record()
-    assert stream.record(event) is event
+    event.synchronize()
+    assert busy.record(event) is event
+    assert not event.is_done()
+    release()
     event.synchronize()
     event.close()
 
@@ -269,7 +276,7 @@ def test_a_closed_stream_is_rejected(comm1, arrays):
         comm1.all_reduce(arrays.argument(arrays.make(np.zeros(1, np.float32), 0)), stream=stream)
 
 
-def test_priority():
+def test_any_priority_is_taken():
     for priority in (-100, 0, 100):
         with ncclpy.Stream(0, priority=priority) as stream:
             stream.synchronize()

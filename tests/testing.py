@@ -493,6 +493,20 @@ def own_sum(lib, comm, value):
     return float(lib.read(part)[0])
 
 
+def wait_for(condition, what: str = "it", timeout: float = 30.0) -> None:
+    """Ask until the answer is yes; fail if it does not happen in time."""
+    end = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < end, f"{what} did not happen within {timeout} s"
+        time.sleep(0.001)
+
+
+def need_function(name: str) -> None:
+    """Skip the test if the loaded NCCL lacks a function."""
+    if not ncclpy.library().has(name):
+        pytest.skip(f"needs {name}, which the loaded NCCL lacks")
+
+
 def run_with_deadline(fn, timeout: float = 30.0):
     """Return ``fn()``, called in a thread; fail if it takes longer. For calls that might block for ever."""
     box: list = []

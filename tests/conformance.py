@@ -15,7 +15,7 @@ import numpy as np
 
 import ncclpy
 from ncclpy import DataType, ReduceOp
-from testing import DTYPES
+from testing import DTYPES, arrays
 
 RANKS = (1, 2, 3, 4, 8)
 SIZES = (0, 1, 17, 1023)
@@ -30,7 +30,7 @@ MOVES = ("broadcast", "all_gather", "all_to_all", "gather", "scatter")
 IN_PLACE = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "gather", "scatter")
 
 # Bits of the significand with the hidden one: integers up to 2**bits are exact, the unit roundoff is 2**-bits.
-_BITS = {
+BITS = {
     DataType.FLOAT16: 11,
     DataType.BFLOAT16: 8,
     DataType.FLOAT32: 24,
@@ -42,7 +42,7 @@ _BITS = {
 
 def is_float(datatype: DataType) -> bool:
     """Return whether NCCL's type is a floating-point one."""
-    return datatype in _BITS
+    return datatype in BITS
 
 
 def scalar_of(datatype: DataType):
@@ -70,7 +70,7 @@ def sample(datatype: DataType, op: str, rank: int, total: int) -> np.ndarray:
     elif op in ("max", "min"):
         values = random.normal(0, 10, total)
     else:
-        bound = min(1000, max(1, 2 ** _BITS[datatype] // 8))
+        bound = min(1000, max(1, 2 ** BITS[datatype] // 8))
         values = random.integers(-bound, bound, total, endpoint=True)
     return values.astype(dtype)
 
@@ -107,7 +107,7 @@ def tolerance(datatype: DataType, op: str, nranks: int, total: int) -> np.ndarra
     if op != "avg" or not is_float(datatype) or nranks & (nranks - 1) == 0:
         return None
     magnitudes = sum(abs(sample(datatype, op, rank, total).astype(np.float64)) for rank in range(nranks))
-    return (nranks + 2) * 2.0 ** -_BITS[datatype] * magnitudes / nranks
+    return (nranks + 2) * 2.0 ** -BITS[datatype] * magnitudes / nranks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,9 +312,7 @@ def run_group(lib, comms, matrix: list[Case]) -> list[str]:
 
 def run_process(rank) -> list[str]:
     """Run the whole matrix as one of several processes; the function that `run_processes` calls."""
-    import testing
-
-    return run_rank(testing.arrays(), rank.init(timeout=60), cases(rank.nranks))
+    return run_rank(arrays(), rank.init(timeout=60), cases(rank.nranks))
 
 
 def report(wrong: list[str]) -> str:

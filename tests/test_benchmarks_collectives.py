@@ -1,5 +1,6 @@
 """Every collective by size beside its rivals: run on the host engine, both ways; no test here looks at a time."""
 
+import argparse
 import json
 
 import pytest
@@ -83,7 +84,7 @@ def test_sizes_are_read(text, size):
 
 @pytest.mark.parametrize("text", ["0", "", "8T", "-1", "1.5G"])
 def test_what_is_no_size_is_refused(text):
-    with pytest.raises(collectives.argparse.ArgumentTypeError, match="is no size"):
+    with pytest.raises(argparse.ArgumentTypeError, match="is no size"):
         collectives._size(text)
 
 

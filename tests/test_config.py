@@ -162,7 +162,7 @@ def test_a_wrong_value_is_refused_at_once(kind, field, value, error, words):
 
 
 def test_names_only():
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="positional"):
         Config(True)
     with pytest.raises(TypeError, match="blocknig"):
         Config(blocknig=True)

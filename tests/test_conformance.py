@@ -57,7 +57,7 @@ def test_sum_of_any_floats_rounds_within_bounds(comms, arrays, datatype):
     testing.run_with_deadline(issue)
     exact = np.add.reduce([part.astype(np.float64) for part in parts], axis=0)
     magnitudes = np.add.reduce([abs(part.astype(np.float64)) for part in parts], axis=0)
-    bound = nranks * 2.0 ** -conformance._BITS[datatype] * magnitudes
+    bound = nranks * 2.0 ** -conformance.BITS[datatype] * magnitudes
     first = arrays.read(buffers[0]).astype(np.float64)
     assert np.all(abs(first - exact) <= bound), abs(first - exact).max()
     for buffer in buffers[1:]:
@@ -71,7 +71,7 @@ def test_small_floats_accumulate_in_float32(host_engine, comms, datatype):
     nranks = len(comms)
     datatype = ncclpy.DataType[datatype.upper()]
     dtype = testing.DTYPES[datatype]
-    bits = conformance._BITS[datatype]
+    bits = conformance.BITS[datatype]
     big, small = 2.0 ** (bits - 1), 0.25
     arrays = [np.array([big if rank == 0 else small], dtype) for rank in range(nranks)]
 

@@ -113,6 +113,10 @@ def test_the_checker_sees_faults():
     def partly(a, b):
         """Take `a`."""
 
-    for faulty in (bad, silent, partly):
-        with pytest.raises(AssertionError):
+    for faulty, words in (
+        (bad, "starts with 'Returns', not with an imperative"),
+        (silent, "has no docstring"),
+        (partly, "does not explain b"),
+    ):
+        with pytest.raises(AssertionError, match=words):
             test_docstring(faulty.__name__, faulty)

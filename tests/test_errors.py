@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
 
-import numpy as np
 import pytest
 
 import ncclpy
@@ -75,7 +75,7 @@ def test_a_refusal_can_be_pickled():
 def test_unknown_codes_are_shown_as_numbers():
     # A newer NCCL may return a code that has no name here.
     assert "97" in bindings.get_error_string(97) or "unknown" in bindings.get_error_string(97).lower()
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="97"):
         ncclpy.Result(97)
     error = ncclpy.NcclError("x", result=97)
     assert error.result == 97 and pickle.loads(pickle.dumps(error)).result == 97
@@ -97,19 +97,13 @@ ncclResult_t ncclGroupEnd(void) { return 0; }
 @pytest.fixture(scope="module")
 def future_nccl(tmp_path_factory):
     """Compile a libnccl that is newer than this package and lacks most functions."""
-    import shutil
-    import subprocess
-
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("needs a C compiler")
     folder = tmp_path_factory.mktemp("nccl")
 
     def build(result):
         source = folder / "fake.c"
         source.write_text(FAKE.replace("RESULT", str(result)))
         library = folder / f"libnccl-{result}.so"
-        subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True, timeout=60)
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True, timeout=60)
         return str(library)
 
     return build
@@ -171,9 +165,3 @@ def test_a_missing_symbol_names_the_version_that_has_it(future_nccl):
         env={"NCCLPY_LIBRARY": future_nccl(0)},
     )
     assert done.stderr == ""
-
-
-def test_an_abort_elsewhere_is_an_aborted_call(comm1):
-    comm1.abort()
-    with pytest.raises((ncclpy.NcclAborted, ValueError), match="abort"):
-        comm1.all_reduce(np.zeros(1, np.float32))

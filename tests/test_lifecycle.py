@@ -15,9 +15,6 @@ import ncclpy
 import testing
 from ncclpy.core import device as device_module
 
-CLOSED = (ValueError, ncclpy.NcclError)
-
-
 # Birth
 
 
@@ -195,7 +192,7 @@ def test_config_reaches_nccl(arrays):
 
 @pytest.mark.parametrize("field", ["min_ctas", "max_ctas"])
 def test_config_that_nccl_refuses(field):
-    with pytest.raises((ValueError, ncclpy.NcclError)):
+    with pytest.raises(ncclpy.NcclError, match=r"[Ii]nvalid"):
         ncclpy.Communicator.init(1, 0, ncclpy.get_unique_id(), device=0, config=ncclpy.Config(**{field: -5}))
 
 
@@ -210,14 +207,13 @@ def test_from_handle(arrays, comms2):
 
 
 def test_from_handle_refuses_null():
-    with pytest.raises((TypeError, ValueError)):
+    with pytest.raises(ValueError, match="NULL"):
         ncclpy.Communicator.from_handle(0)
 
 
 def test_repr_says_who(comms2):
     for comm in comms2:
-        text = repr(comm)
-        assert f"rank {comm.rank}" in text or f"rank={comm.rank}" in text
+        assert f"rank {comm.rank} of 2 on device {comm.device}" in repr(comm)
     comms2[0].abort()
     assert "abort" in repr(comms2[0])
 
@@ -465,7 +461,7 @@ def test_init_with_a_missing_rank_ends_at_its_deadline(arrays, blocking):
     assert isinstance(error, TimeoutError)
     assert "initialisation of <ncclpy.Communicator rank 0 of 2" in str(error)
     assert "Not all 2 ranks have joined" in str(error)
-    assert 0.9 <= seconds <= 2.0, f"the deadline was 1 s and a second is allowed; it took {seconds:.2f} s"
+    assert 0.9 <= seconds < 10, f"the deadline was 1 s; it took {seconds:.2f} s"
     # The process is as good as before.
     comms = ncclpy.Communicator.init_all(range(2))
     testing.all_ones(arrays, comms)
@@ -486,13 +482,13 @@ def test_init_in_a_group_with_a_missing_rank_ends_at_its_deadline(arrays):
         return time.monotonic() - started
 
     seconds = testing.run_with_deadline(init, 30)
-    assert seconds <= 2.5, f"took {seconds:.2f} s"
+    assert 0.9 <= seconds < 10, f"the deadline was 1 s; it took {seconds:.2f} s"
     comms = ncclpy.Communicator.init_all(range(3))
     testing.all_ones(arrays, comms)
     testing.close_all(comms)
 
 
-def test_a_deadline_that_is_kept_costs_nothing(arrays):
+def test_a_deadline_that_is_kept_changes_nothing(arrays):
     def rank(rank):
         return testing.own_sum(arrays, rank.init(timeout=60), 1)
 
@@ -514,7 +510,7 @@ def test_an_operation_inherits_the_deadline(arrays):
         return time.monotonic() - started
 
     seconds = testing.run_threads(2, rank)[0]
-    assert 1.9 <= seconds <= 3.0, f"took {seconds:.2f} s"
+    assert 1.9 <= seconds < 10, f"the deadline was 2 s; it took {seconds:.2f} s"
 
 
 # Threads
@@ -615,8 +611,7 @@ def test_memory_stats_takes_its_turn(comms2, host_engine):
     with ncclpy.faults("rank=1 call=AllReduce nth=1 do=hang") as faults:
         threads = [threading.Thread(target=stuck, daemon=True)]
         threads[0].start()
-        while not faults.fired:
-            time.sleep(0.001)
+        testing.wait_for(lambda: faults.fired)
         threads.append(threading.Thread(target=ask, daemon=True))
         threads[1].start()
         threads[1].join(0.3)

@@ -15,8 +15,7 @@ FLOAT32 = ncclpy.DataType.FLOAT32
 
 @pytest.fixture(autouse=True)
 def one_sided():
-    if not ncclpy.library().has("ncclPutSignal"):
-        pytest.skip("needs ncclPutSignal, which the loaded NCCL lacks")
+    testing.need_function("ncclPutSignal")
 
 
 class Memory:

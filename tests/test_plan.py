@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 
 import numpy as np
@@ -64,11 +63,6 @@ def recorded(body):
     with plan.record():
         body()
     return plan
-
-
-def wait_until(condition):
-    while not condition():
-        time.sleep(0.001)
 
 
 def deadline(function, *arguments):
@@ -331,7 +325,7 @@ def test_capturing_takes_its_turn_on_a_communicator(ranks, host_engine):
     with ncclpy.faults("rank=1 call=AllReduce nth=1 do=hang") as faults:
         threads = [threading.Thread(target=stuck, daemon=True)]
         threads[0].start()
-        testing.run_with_deadline(lambda: wait_until(lambda: faults.fired))
+        testing.wait_for(lambda: faults.fired)
         threads.append(threading.Thread(target=capture, daemon=True))
         threads[1].start()
         threads[1].join(0.3)

@@ -17,8 +17,7 @@ COUNT = 1024
 
 @pytest.fixture(autouse=True)
 def windows():
-    if not ncclpy.library().has("ncclCommWindowRegister"):
-        pytest.skip("needs ncclCommWindowRegister, which the loaded NCCL lacks")
+    testing.need_function("ncclCommWindowRegister")
 
 
 @pytest.fixture

@@ -243,8 +243,7 @@ def test_buffer_shows_what_it_is():
     buffer = ncclpy.Buffer(4096, 3, "bfloat16", device=1, owner=owner)
     assert (buffer.pointer, buffer.count, buffer.dtype, buffer.device) == (4096, 3, ncclpy.DataType.BFLOAT16, 1)
     assert buffer.owner is owner
-    for part in ("4096", "3", "bfloat16"):
-        assert part in repr(buffer).lower() or hex(4096) in repr(buffer)
+    assert repr(buffer) == "Buffer(0x1000, 3, 'bfloat16', device=1)"
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (2, 3), (0, 4), (1, 1, 5)])

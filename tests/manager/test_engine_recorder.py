@@ -136,13 +136,12 @@ def test_a_dump_while_an_operation_hangs(manager, host_engine, tmp_path, fault):
     sum_works(manager, "warm", range(3))[1]()
     with ncclpy.faults(f"rank=1 call=AllReduce {fault}") as faults:
         works, _ = sum_works(manager, "hangs", range(3))
-        while not faults.fired or ("run" in fault and works[1].state == "pending"):  # the device may be quicker
-            time.sleep(0.001)
+        testing.wait_for(lambda: faults.fired)
+        if "run" in fault:  # the device may be quicker than who tells of the launch
+            testing.wait_for(lambda: works[1].state != "pending")
         manager.all_reduce("gathers", np.ones(3), device=2, num_local=3)
         path = tmp_path / "dump.json"
-        begun = time.monotonic()
-        text = ncclpy.recorder.dump(path, reason="stuck")
-        assert time.monotonic() - begun < 1
+        text = testing.run_with_deadline(lambda: ncclpy.recorder.dump(path, reason="stuck"), DEADLINE)
         assert path.read_text() == text
         dump = json.loads(text)
         stuck = [entry for entry in dump["entries"] if entry["key"] == "'hangs'"]
@@ -216,22 +215,3 @@ def node(rank, name, folder):
         rank._share(b"" if rank.rank == 0 else None)  # both have written
         manager.abort("the test is over")
     return path
-
-
-def test_recording_costs_next_to_nothing(manager):
-    """Adding a participant with and without the recorder; generous, since machines differ."""
-    part = Data(1).input(0)
-
-    def cost(first):
-        begun = time.perf_counter()
-        for key in range(first, first + 2000):
-            manager.all_reduce(key, part, device=0, num_local=2)
-        return (time.perf_counter() - begun) / 2000
-
-    costs = {size: [] for size in (0, 2000)}
-    for number in range(6):
-        for place, size in enumerate(costs):
-            ncclpy.recorder.resize(size)
-            costs[size].append(cost((2 * number + place) * 2000))
-    assert min(costs[2000]) - min(costs[0]) < 2e-6
-    testing.run_with_deadline(lambda: manager.abort("over"), DEADLINE)

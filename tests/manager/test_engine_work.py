@@ -20,22 +20,15 @@ from ncclpy.engine import monitor
 HANG = "rank=1 call=AllReduce at=run do=hang"
 
 
-def until(condition, what):
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.001)
-
-
 def test_the_states_of_a_work(manager, host_engine):
     sum_works(manager, "warm", range(2))[1]()
     data = Data(2)
-    with ncclpy.faults("rank=1 call=AllReduce at=run do=hang:200ms"):
+    with ncclpy.faults("rank=1 call=AllReduce at=run do=hang:1000ms"):
         work = manager.all_reduce("k", data.input(0), device=0, num_local=2)
         assert work.state == "pending" and not work.is_completed() and work.device == 0
         assert "all_reduce" in repr(work) and "pending" in repr(work)
         other = manager.all_reduce("k", data.input(1), device=1, num_local=2)
-        until(lambda: work.state != "pending", "launched")
+        testing.wait_for(lambda: work.state != "pending", "the launch")
         assert work.state == "launched" and not work.is_completed()
         with pytest.raises(ncclpy.NcclTimeout, match="launched after"):
             work.wait(0.02)
@@ -50,7 +43,7 @@ def test_the_states_of_a_work(manager, host_engine):
 def test_is_completed_asks_the_device(manager):
     n = some_devices(2)
     works, _ = sum_works(manager, "k", range(n))
-    until(lambda: all(work.is_completed() for work in works), "done")
+    testing.wait_for(lambda: all(work.is_completed() for work in works), "the end")
 
 
 def test_results(manager):
@@ -79,7 +72,7 @@ def test_bad_timeouts(manager):
     for timeout in (-1, float("nan")):
         with pytest.raises(ValueError, match="timeout"):
             work.wait(timeout)
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="timeout: expected seconds"):
         work.wait("soon")
 
 
@@ -150,11 +143,11 @@ def test_signals_are_seen_while_waiting():
 def test_duration(make_manager, host_engine):
     manager = make_manager(timing=True)
     sum_works(manager, "warm", range(2))[1]()
-    with ncclpy.faults("rank=1 call=AllReduce at=run do=delay:100ms"):
+    with ncclpy.faults("rank=1 call=AllReduce at=run do=delay:500ms"):
         works, check = sum_works(manager, "k", range(2))
         assert works[0].duration is None
         check()
-    assert all(0.05 < work.duration < 5 for work in works)
+    assert all(0.25 < work.duration < DEADLINE for work in works)
 
 
 class Watched(np.ndarray):
@@ -163,7 +156,7 @@ class Watched(np.ndarray):
 
 def test_buffers_are_kept_until_the_work_is_done_and_not_longer(manager, host_engine):
     sum_works(manager, "warm", range(2))[1]()
-    with ncclpy.faults("rank=1 call=AllReduce at=run do=hang:200ms"):
+    with ncclpy.faults("rank=1 call=AllReduce at=run do=hang:1000ms"):
         sends = [np.ones(5).view(Watched) for _ in range(2)]
         recvs = [np.zeros(5) for _ in range(2)]
         alive = [weakref.ref(send) for send in sends]
@@ -173,7 +166,7 @@ def test_buffers_are_kept_until_the_work_is_done_and_not_longer(manager, host_en
         assert all(reference() is not None for reference in alive), "the operation still reads them"
         finish(works)
         assert recvs[0].tolist() == [2] * 5
-    until(lambda: all(reference() is None for reference in alive), "the buffers of work that is done are kept")
+    testing.wait_for(lambda: all(reference() is None for reference in alive), "letting go of the buffers")
 
 
 def test_buffers_of_a_disagreement_are_not_kept(manager, host_engine):
@@ -182,7 +175,7 @@ def test_buffers_of_a_disagreement_are_not_kept(manager, host_engine):
     works = [manager.all_reduce(0, sends[r], np.zeros(5), device=r, num_local=2, num_global=2 + r) for r in range(2)]
     del sends
     one_error(works)
-    until(lambda: all(reference() is None for reference in alive), "kept")
+    testing.wait_for(lambda: all(reference() is None for reference in alive), "letting go of the buffers")
 
 
 def test_a_work_that_nobody_keeps_is_freed(manager):
@@ -192,7 +185,7 @@ def test_a_work_that_nobody_keeps_is_freed(manager):
     gone = [weakref.ref(work) for work in works]
     del works, check
     gc.collect()
-    until(lambda: all(reference() is None for reference in gone), "works are kept")
+    testing.wait_for(lambda: all(reference() is None for reference in gone), "letting go of the works")
 
 
 def test_timers_of_the_monitor():
@@ -202,7 +195,7 @@ def test_timers_of_the_monitor():
     monitor.call_at(now + 0.10, lambda: (happened.append("second"), told.set()))
     monitor.call_at(now + 0.02, lambda: happened.append("first"))
     assert told.wait(DEADLINE)
-    assert happened == ["first", "second"] and time.monotonic() - now < 2
+    assert happened == ["first", "second"]
 
 
 def test_a_timer_that_raises_harms_nobody(monkeypatch, manager):
@@ -214,7 +207,7 @@ def test_a_timer_that_raises_harms_nobody(monkeypatch, manager):
         raise KeyError("of a timer")
 
     monitor.call_at(time.monotonic(), bad)
-    until(lambda: seen, "told")
+    testing.wait_for(lambda: seen, "the call of the hook")
     assert seen[0][0] is KeyError
     sum_works(manager, 0, range(n))[1]()
 
@@ -254,7 +247,7 @@ def test_an_abort_that_fails_spares_no_other(manager, host_engine):
 def test_collectives_behind_one_that_fails(make_manager, host_engine):
     """All of a long queue end, without recursion, and the devices are free for others."""
     manager = make_manager(timeout=0.5)
-    sum_works(manager, "warm", range(2))[1]()
+    sum_works(manager, "warm", range(2), timeout=DEADLINE)[1]()
     with ncclpy.faults(HANG):
         works = [work for step in range(3000) for work in sum_works(manager, step, range(2), timeout=60)[0]]
         first, _ = sum_works(manager, "hurried", range(2))

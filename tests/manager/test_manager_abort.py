@@ -128,8 +128,7 @@ def test_communicators_stay_while_a_lane_may_use_them(make_manager, host_engine)
     sum_works(other, "warm", (1, 2))[1]()
     with ncclpy.faults("rank=1 call=AllReduce do=hang") as faults:
         works, _ = sum_works(stuck, "stuck", (0, 1))
-        while not faults.fired:
-            time.sleep(0.001)
+        testing.wait_for(lambda: faults.fired)
         queued, _ = sum_works(other, "queued", (1, 2))
         alive = [
             weakref.ref(found)
@@ -147,11 +146,12 @@ def test_communicators_stay_while_a_lane_may_use_them(make_manager, host_engine)
         stuck.abort()
         assert all(work.exception(DEADLINE) is not None for work in works)
         testing.run_with_deadline(stuck.reset, DEADLINE)
-    deadline = time.monotonic() + DEADLINE
-    while any(reference() is not None for reference in alive) and time.monotonic() < deadline:
+
+    def all_gone():
         gc.collect()
-        time.sleep(0.01)
-    assert all(reference() is None for reference in alive), "they are kept for ever"
+        return all(reference() is None for reference in alive)
+
+    testing.wait_for(all_gone, "letting go of the communicators")
 
 
 def test_abort_from_several_threads_counts_once(make_manager):
@@ -199,18 +199,14 @@ def test_buffers_of_aborted_work_live_as_long_as_the_device_may_write(make_manag
         def __del__(self):
             freed.append(self.shape)
 
-    with ncclpy.faults("rank=1 call=AllReduce at=run do=hang; call=CommAbort do=hang:500ms") as faults:
+    with ncclpy.faults("rank=1 call=AllReduce at=run do=hang; call=CommAbort do=hang:1000ms") as faults:
         works = [
             manager.all_reduce("k", np.ones(10 + r).view(Watched)[:10], np.ones(10), device=r, num_local=2)
             for r in range(2)
         ]
-        while not faults.fired:
-            time.sleep(0.001)
+        testing.wait_for(lambda: faults.fired)
         manager.abort()
         assert all(isinstance(work.exception(DEADLINE), ncclpy.NcclAborted) for work in works)
         assert not freed, "the operation still runs"
         testing.run_with_deadline(manager.reset, DEADLINE)
-    deadline = time.monotonic() + DEADLINE
-    while len(freed) < 2 and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert len(freed) >= 2, "the buffers of work that has ended are kept"
+    testing.wait_for(lambda: len(freed) >= 2, "letting go of the buffers")

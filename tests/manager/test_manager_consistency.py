@@ -9,7 +9,6 @@ from callers import DEADLINE, Data, check_usable, finish, one_error, some_device
 import ncclpy
 
 KEY = ("step", 7)
-NAMES = [ncclpy.Manager.generate_communicator_key] * 2
 
 
 class Case:
@@ -128,7 +127,6 @@ def test_fail_fast_fails_at_once(make_manager):
     n = some_devices(3)
     manager = make_manager(fail_fast=True)
     data = Data(n)
-    works = [manager.all_reduce("k", data.input(r), "sum" if r else "max", device=r, num_local=n) for r in ()]
     works = [
         manager.all_reduce("k", data.input(r), op="sum" if r == 0 else "max", device=r, num_local=n) for r in range(2)
     ]
@@ -219,7 +217,7 @@ def test_the_first_disagreement_is_told(manager):
     assert "reduction operator" in str(one_error(works))
 
 
-# Defects of the original, those that are not cases of disagreement.
+# Defects of the TensorFlow class whose design the Manager has, those that are not cases of disagreement.
 
 
 def test_a_signal_before_the_first_participant_counts(make_manager):

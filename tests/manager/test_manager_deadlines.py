@@ -35,7 +35,7 @@ def test_gathering_past_its_deadline(make_manager):
     assert isinstance(error, ncclpy.NcclTimeout) and isinstance(error, TimeoutError)
     for word in ("'k'", "0.2 s", "1 more local participant;", f"devices {list(range(n - 1))} have come"):
         assert word in str(error)
-    assert 0.1 < seconds < 1.0
+    assert 0.1 < seconds < 5
     assert manager.pending() == []
     check_usable(manager, "k", range(n))
 
@@ -49,32 +49,31 @@ def test_the_shortest_timeout_of_the_participants_counts(make_manager):
     works.append(manager.all_reduce("k", data.input(1), device=1, num_local=n, timeout=0.1))
     error, seconds = timed(lambda: one_error(works))
     assert isinstance(error, ncclpy.NcclTimeout) and "0.1 s" in str(error)
-    assert seconds < 0.5, "a deadline far away must not hold up one that is near"
+    assert seconds < 10, "a deadline far away must not hold up one that is near"
     assert patient.state == "pending"
 
 
 def test_a_deadline_that_comes_after_a_longer_one(make_manager):
-    manager = make_manager()  # looks for stalls every now and then, at first
+    manager = make_manager()  # would look at what waits in a minute
     data = Data(1)
     manager.all_reduce("long", data.input(0), device=0, num_local=2)
     work = manager.all_reduce("short", data.input(0), device=0, num_local=2, timeout=0.1)
-    assert timed(lambda: one_error([work]))[1] < 0.5
+    assert timed(lambda: one_error([work]))[1] < 10
 
 
 @pytest.mark.parametrize("fault", [HANG, STUCK], ids=["on the device", "in the call"])
 def test_execution_past_its_deadline(make_manager, host_engine, fault):
     manager = make_manager(timeout=0.3)
-    _, check = sum_works(manager, "warm", range(3))
-    check()
+    sum_works(manager, "warm", range(3), timeout=DEADLINE)[1]()
     with ncclpy.faults(fault) as faults:
-        (works, _), _ = timed(lambda: sum_works(manager, "k", range(3)))
+        works, _ = sum_works(manager, "k", range(3))
         behind, _ = sum_works(manager, "behind", range(3), timeout=20)
         error, seconds = timed(lambda: one_error(works))
         assert faults.fired
         assert isinstance(error, ncclpy.NcclTimeout)
         for word in ("'k'", "all_reduce", "ncclpy trace", "recorder.dump"):
             assert word in str(error)
-        assert seconds < 1.0
+        assert seconds < 10, "behind it wait others, for longer"
         assert isinstance(one_error(behind), ncclpy.NcclAborted), "what was queued behind it on the communicator"
     assert manager.stats()["communicators"] == 0
     check_usable(manager, "k", range(3))
@@ -83,8 +82,7 @@ def test_execution_past_its_deadline(make_manager, host_engine, fault):
 def test_a_rank_that_is_done_fails_no_more(make_manager, host_engine):
     manager = make_manager(timeout=0.3)
     data = Data(3)
-    warm = [manager.broadcast_send("w", data.input(0), device=0, num_local=3)]
-    finish(warm + [manager.broadcast_recv("w", data.input(r), device=r, num_local=3) for r in (1, 2)])
+    sum_works(manager, "warm", range(3), timeout=DEADLINE)[1]()
     with ncclpy.faults("rank=2 call=Broadcast at=run do=hang"):
         works = [manager.broadcast_send("k", data.input(0), device=0, num_local=3)]
         works += [manager.broadcast_recv("k", data.input(r), device=r, num_local=3) for r in (1, 2)]
@@ -104,7 +102,7 @@ def test_communicators_that_are_not_made_in_time(make_manager, host_engine):
     )
     error, seconds = timed(lambda: one_error([work]))  # the other node never comes
     assert isinstance(error, ncclpy.NcclTimeout) and "key 'k': " in str(error) and "within 0.3 s" in str(error)
-    assert seconds < 1.0
+    assert seconds < 10
     check_usable(manager, "k", range(2))
     # What NCCL waits for comes at last, so that nothing is left behind; its communicator is not wanted any more.
     other = ncclpy.Communicator.init(2, 1, name, device=1)
@@ -142,7 +140,8 @@ def test_a_stall_is_logged_once(make_manager, caplog):
     data = Data(n)
     with caplog.at_level(logging.WARNING, logger="ncclpy.manager"):
         works = [manager.all_reduce("slow", data.input(0), device=0, num_local=n)]
-        time.sleep(0.6)
+        testing.wait_for(lambda: caplog.records, "the warning")
+        time.sleep(0.4)  # for a second one
     said = [record.getMessage() for record in caplog.records if record.name == "ncclpy.manager"]
     assert len(said) == 1 and "'slow'" in said[0] and "[0] have come" in said[0]
     works += [manager.all_reduce("slow", data.input(r), device=r, num_local=n) for r in range(1, n)]
@@ -151,11 +150,11 @@ def test_a_stall_is_logged_once(make_manager, caplog):
 
 def test_no_stall_without_a_reason(make_manager, caplog):
     n = some_devices(2)
-    manager = make_manager(warn_after=0.2)
+    manager = make_manager(warn_after=1.0)
     with caplog.at_level(logging.WARNING, logger="ncclpy.manager"):
-        for step in range(40):
+        for step in range(40):  # together longer than that, none of them alone
             sum_works(manager, step, range(n))[1]()
-            time.sleep(0.01)
+            time.sleep(0.05)
     assert not caplog.records
 
 
@@ -168,7 +167,7 @@ def test_stats(manager, host_engine):
         "started": 3,
     }  # fmt: skip
     assert manager.stats() == wanted
-    with ncclpy.faults("rank=1 call=AllReduce at=run do=hang:200ms"):
+    with ncclpy.faults("rank=1 call=AllReduce at=run do=hang:1000ms"):
         _, check = sum_works(manager, 4, range(2))
         assert manager.stats() == wanted | {"in_flight": 1, "started": 4}
         check()
@@ -181,9 +180,7 @@ def test_the_least_recently_used_communicators_are_closed(make_manager):
 
     def use(*devices):
         sum_works(manager, devices, devices)[1]()
-        deadline = time.monotonic() + DEADLINE
-        while manager.stats()["communicators"] > 2 and time.monotonic() < deadline:
-            time.sleep(0.001)
+        testing.wait_for(lambda: manager.stats()["communicators"] <= 2, "the eviction")
         return manager.stats()["communicators_made"], manager.stats()["communicators_evicted"]
 
     assert use(0, 1) == (1, 0)
@@ -323,8 +320,7 @@ def test_an_interrupted_close_aborts(make_manager, host_engine):
     check()
     with ncclpy.faults(HANG) as faults:
         works, _ = sum_works(manager, "k", range(3))
-        while not faults.fired:
-            time.sleep(0.001)
+        testing.wait_for(lambda: faults.fired)
         interrupt = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT))
         interrupt.start()
         begun = time.monotonic()
@@ -387,7 +383,7 @@ def test_reset_waits_for_the_abort(make_manager, host_engine):
         manager.abort()
         with pytest.raises(ncclpy.NcclTimeout, match="not aborted"):
             manager.reset(timeout=0.05)
-        with pytest.raises(ncclpy.NcclAborted):
+        with pytest.raises(ncclpy.NcclAborted, match="abort"):
             sum_works(manager, "k", range(2))
         testing.run_with_deadline(manager.reset, DEADLINE)
     check_usable(manager, "k", range(2))
@@ -416,12 +412,11 @@ def test_several_managers_do_not_meet(make_manager):
 def test_the_fault_of_one_set_of_devices_leaves_others_alone(make_manager, host_engine):
     manager = make_manager(timeout=0.4)
     for devices in ((0, 1), (2, 3)):
-        sum_works(manager, devices, devices)[1]()
+        sum_works(manager, devices, devices, timeout=DEADLINE)[1]()
     with ncclpy.faults("rank=1 call=AllReduce at=run nth=1 do=hang") as faults:
         works, _ = sum_works(manager, "hangs", (0, 1))
-        while not faults.fired:
-            time.sleep(0.001)
+        testing.wait_for(lambda: faults.fired)
     for step in range(20):
-        sum_works(manager, step, (2, 3))[1]()
+        sum_works(manager, step, (2, 3), timeout=DEADLINE)[1]()
     assert isinstance(one_error(works), ncclpy.NcclTimeout)
     assert manager.stats()["communicators"] == 1

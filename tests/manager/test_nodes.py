@@ -129,7 +129,7 @@ def one_stays_away(rank, each):
     errors = [work.exception(20) for work in works]
     assert all(isinstance(error, ncclpy.NcclTimeout) for error in errors), errors
     assert "'second'" in str(errors[0])
-    assert 3.5 < time.monotonic() - begun < 8
+    assert time.monotonic() - begun > 3.5, "before its deadline"
     assert manager.stats()["communicators"] == 0
     manager.close()
     return "timed out"

@@ -151,7 +151,7 @@ def test_init_rejects(arguments, word):
 def test_init_rejects_devices_and_ids():
     uid = ncclpy.get_unique_id()
     hint = "NCCLPY_HOST_DEVICES" if ncclpy.library().engine == "host" else "CUDA_VISIBLE_DEVICES"
-    for device in (-1, ncclpy.device_count()):
+    for device in (-1, ncclpy.device_count(), 1 << 40, -(1 << 80)):
         with pytest.raises(ValueError, match=rf"device {device} does not exist.*{hint}"):
             ncclpy.Communicator.init(1, 0, uid, device=device)
     with pytest.raises(TypeError, match=r"device: expected its number .* got 'cuda:0'"):

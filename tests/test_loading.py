@@ -94,6 +94,27 @@ def test_too_old_and_no_nccl_are_passed_over_and_named(tmp_path):
     assert "libm.so.6" in said and "ncclGetVersion" in said
 
 
+def test_the_same_choice_again_does_nothing(tmp_path):
+    code = f"""
+        import os, pathlib, shutil, ncclpy
+        from ncclpy.core import search
+        os.chdir({str(tmp_path)!r})
+        shutil.copy(search.host_engine_path(), "libsome.so")
+        ncclpy.use(os.path.join(os.curdir, "libsome.so"))
+        ncclpy.library()
+        ncclpy.use("host")
+        ncclpy.use(pathlib.Path("libsome.so"))
+        os.remove("libsome.so")
+        ncclpy.use("./libsome.so")  # the choice as it was, whatever has become of the file
+        for other in ("cuda", "libother.so", "/", "a\\0b"):
+            try:
+                ncclpy.use(other)
+            except RuntimeError as error:
+                print("already uses" in str(error))
+        """
+    assert run(code).split() == ["True"] * 4
+
+
 @pytest.mark.parametrize("choice", ["foo", "HOST", "/nowhere/libnccl.so.2"])
 @pytest.mark.parametrize("by", ["NCCLPY_LIBRARY", "ncclpy.use()"])
 def test_a_choice_that_is_none_says_what_is_expected(choice, by):

@@ -69,6 +69,16 @@ def test_things_that_are_no_stream(comm1, arrays, thing):
         comm1.all_reduce(part, stream=thing)
 
 
+@pytest.mark.parametrize("number", [-1, 1 << 64, np.int64(-1)])
+def test_numbers_that_are_no_handle(comm1, arrays, number):
+    data = arrays.argument(arrays.make(np.zeros(4, np.float32), 0))
+    with pytest.raises(ValueError, match=r"stream: .* is no handle"):
+        comm1.all_reduce(data, stream=number)
+    if isinstance(number, int):
+        with device_memory(0, 16) as pointer, pytest.raises(ValueError, match=r"stream: .* is no handle"):
+            device_module.memset(pointer, 0, 16, stream=number)
+
+
 def test_cuda_bindings_handle(comm1, arrays, stream):
     driver = pytest.importorskip("cuda.bindings.driver", reason="needs cuda.bindings")
     part = arrays.make(np.ones(2, np.float32), 0)

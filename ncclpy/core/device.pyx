@@ -51,29 +51,29 @@ def device_count():
 
 cdef int as_device(object device) except -2:
     """Return the ordinal that `device` stands for: None is the current one; an object may have ``device_id``."""
-    cdef int ordinal
+    cdef object number
     if device is None:
         return current_device()
     if isinstance(device, int):
-        ordinal = device
+        number = device
     elif isinstance(getattr(device, "device_id", None), int):  # cuda.core.Device
-        ordinal = device.device_id
+        number = device.device_id
     elif isinstance(getattr(device, "index", None), int):  # torch.device
-        ordinal = device.index
+        number = device.index
     elif hasattr(type(device), "__index__"):  # numpy's integers
-        ordinal = _index(device)
+        number = _index(device)
     else:
         raise TypeError(
             f"device: expected its number (0, 1, ...), a cuda.core.Device or a torch.device with an index, got {device!r}"
         )
     if _count < 0 or driver.cuDeviceGetCount == NULL:
         _load()
-    if ordinal < 0 or ordinal >= _count:
-        _no_such(ordinal)
-    return ordinal
+    if number < 0 or number >= _count:
+        _no_such(number)
+    return number
 
 
-cdef int _no_such(int ordinal) except -1:
+cdef int _no_such(object ordinal) except -1:
     how = "NCCLPY_HOST_DEVICES says how many the host engine shows" if host_engine else "CUDA_VISIBLE_DEVICES may hide some"
     numbers = f" (0 to {_count - 1})" if _count > 0 else ""
     raise ValueError(f"device {ordinal} does not exist: this process sees {_count}{numbers}; {how}")
@@ -270,6 +270,8 @@ cdef CUstream _stream_handle(object stream) except? NULL:
     # The full conversion lives one room above, in `stream`; memory needs only handles and objects that carry one.
     if stream is None:
         return NULL
-    if isinstance(stream, int):
-        return <CUstream><uintptr_t>stream
-    return <CUstream><uintptr_t>int(stream.__cuda_stream__()[1])
+    number = stream if isinstance(stream, int) else int(stream.__cuda_stream__()[1])
+    try:
+        return <CUstream><uintptr_t>number
+    except OverflowError:
+        raise ValueError(f"stream: {number} is no handle; it lies outside the range of addresses") from None

@@ -125,16 +125,23 @@ def use(choice):
     global _choice
     if not isinstance(choice, (str, os.PathLike)):
         raise TypeError(f'use() takes "cuda", "host" or a path, not {type(choice).__name__}')
-    choice = os.fspath(choice)
+    choice = os.fsdecode(choice)
     with _lock:
         if _library is not None:
-            if choice == _library.engine or (os.path.exists(choice) and os.path.samefile(choice, _library.path)):
+            if choice in (_library.engine, _choice) or _same_file(choice, _library.path):
                 return
             raise RuntimeError(
                 f"use({choice!r}): ncclpy already uses {_library.path} (engine {_library.engine!r}); "
                 "call ncclpy.use() before the first use of NCCL"
             )
         _choice = choice
+
+
+def _same_file(one, other):
+    try:
+        return os.path.samefile(one, other)
+    except (OSError, ValueError):  # one of them is no file, or is gone
+        return False
 
 
 def library():

@@ -24,14 +24,21 @@ cdef CUstream as_stream(object stream) except? NULL:
     """Return the handle of a stream: an int, a `Stream`, a cuda.bindings handle or any ``__cuda_stream__`` object."""
     cdef object reader
     if type(stream) is int:
-        return <CUstream><uintptr_t>stream
+        return _from_int(stream)
     if type(stream) is Stream:
         return alive(<Stream>stream)
     reader = _readers.get(type(stream))
     if reader is None:
         reader = _reader_of(stream)
         _readers[type(stream)] = reader
-    return <CUstream><uintptr_t>reader(stream)
+    return _from_int(int(reader(stream)))
+
+
+cdef CUstream _from_int(object handle) except? NULL:
+    try:
+        return <CUstream><uintptr_t>handle
+    except OverflowError:
+        raise ValueError(f"stream: {handle} is no handle; it lies outside the range of addresses") from None
 
 
 cdef CUstream as_stream_of(object stream, int device) except? NULL:

@@ -102,6 +102,16 @@ def test_shrink_refuses(nccl, comms):
     )
 
 
+def test_a_shrink_that_its_group_drops_was_no_attempt(nccl, comms):
+    other = in_thread(shrink, nccl, comms[1], [2, 3])
+    nccl.ncclGroupStart()
+    shrink(nccl, comms[0], [2, 3])
+    refused(INVALID_ARGUMENT, "rank 0 is excluded", shrink, nccl, comms[0], [0])
+    refused(INVALID_ARGUMENT, "", nccl.ncclGroupEnd)
+    nccl.ncclCommDestroy(shrink(nccl, comms[0], [2, 3]))
+    join(other)
+
+
 def test_shrink_with_abort_ends_what_is_stuck(nccl, comms, streams):
     value = np.ones(100_000, np.float32)
     for rank in range(3):  # rank 3 never comes
@@ -234,6 +244,7 @@ def test_grow_refuses(nccl, comms):
 
 
 def test_a_nonblocking_grow_that_nobody_joins_can_be_aborted(nccl):
+    before = len(os.listdir("/proc/self/fd"))
     comms = nccl.init_all(1)
     grow_id(nccl, comms[0])
     grown = ctypes.c_void_p()
@@ -242,6 +253,7 @@ def test_a_nonblocking_grow_that_nobody_joins_can_be_aborted(nccl):
     assert nccl.async_error(grown) == IN_PROGRESS
     join(in_thread(nccl.ncclCommAbort, grown))
     nccl.ncclCommDestroy(comms[0])
+    wait_for(lambda: len(os.listdir("/proc/self/fd")) <= before)  # what it had opened, closed in the background
 
 
 def test_scalable_init_takes_several_ids(nccl):

@@ -124,8 +124,9 @@ uint64_t shrink_key(Comm& parent, const std::vector<int>& survivors) {
 
 // The first survivor makes the id and puts it on the board of its slot; nothing is asked of the excluded ranks.
 ncclResult_t meet_in_shrink(const std::shared_ptr<Comm>& parent, const std::shared_ptr<Comm>& child,
-                            const std::vector<int>& survivors, uint64_t key) {
+                            const std::vector<int>& survivors) {
   std::lock_guard<std::mutex> one_at_a_time(parent->control);
+  const uint64_t key = shrink_key(*parent, survivors);  // here: a call that its group drops was no attempt
   Segment& segment = *parent->segment;
   Notice& board = segment.slot(survivors[0]).notice;
   const bool leads = survivors[0] == parent->rank;
@@ -178,8 +179,7 @@ ncclResult_t shrink(ncclComm_t handle, const int* excluded, int count, ncclComm_
   std::shared_ptr<Comm> child;
   NCCLPY_TRY(make_child(parent, config, &child));
   child->sheds_dead = true;
-  const uint64_t key = shrink_key(*parent, survivors);
-  return submit_child(parent, child, newcomm, [=] { return meet_in_shrink(parent, child, survivors, key); });
+  return submit_child(parent, child, newcomm, [=] { return meet_in_shrink(parent, child, survivors); });
 }
 
 // One rank of the parent makes the id; all of its ranks find it in the segment, the new ones are told by the program.

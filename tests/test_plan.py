@@ -205,6 +205,19 @@ def test_a_graph_needs_one_stream_a_device(ranks):
         plan.capture()
 
 
+def test_a_plan_of_blocking_and_nonblocking_communicators_is_refused(ranks):
+    """As one group NCCL refuses them; by a thread a device it does not, and which one it is depends on the moment."""
+    arrays = ranks.lib
+    data = arrays.make(np.ones(7, np.float32), 1)
+    with ncclpy.Communicator.init(1, 0, ncclpy.get_unique_id(), device=1, timeout=20) as other:
+        plan = ncclpy.Plan()
+        with pytest.raises(ValueError, match="blocking"), plan.record():
+            ranks.comms[0].all_reduce(arrays.argument(ranks.send[0]))
+            other.all_reduce(arrays.argument(data))
+        with pytest.raises(ValueError, match="empty"):
+            plan.launch()
+
+
 def test_a_nonblocking_communicator_cannot_be_captured(arrays):
     with ncclpy.Communicator.init(1, 0, ncclpy.get_unique_id(), device=0, timeout=20) as comm:
         array = arrays.make(np.ones(4, np.float32), 0)

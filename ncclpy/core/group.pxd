@@ -33,8 +33,11 @@ cdef class Group:
     cdef int drop(self, size_t mark) noexcept
     cdef int abort_at_end(self, Handle handle) except -1
     cdef int record(self, Handle handle, const Operation* operation, object send, object recv) except -1
+    cdef bint writes_to(self, object recv) noexcept
 
 
 cdef Group current_group()
+# Raise unless NCCL takes the communicators in one group; those of `newborn`, by id, are not made yet.
+cdef int check_together(list handles, set newborn) except -1
 cdef int submit(Handle handle, Operation* operation, object send, object recv, bint wait_host) except -1
 cdef int give_birth(Handle parent, Handle child, Operation* operation) except -1

@@ -154,6 +154,14 @@ cdef class Group:
         self.count += 1
         return 0
 
+    cdef bint writes_to(self, object recv) noexcept:
+        """Return whether an operation that is recorded here writes to this object."""
+        cdef size_t i
+        for i in range(self.count):
+            if self.held[i].recv == <PyObject*>recv:
+                return True
+        return False
+
     def _grow(self):
         """Make room for more operations."""
         cdef size_t capacity = self.capacity * 2 if self.capacity else 64
@@ -265,6 +273,20 @@ cdef int _forget(Group group, size_t mark) except -1:
     return 0
 
 
+cdef int check_together(list handles, set newborn) except -1:
+    """Raise for a communicator that cannot be used, and for a mixture that NCCL takes in no group."""
+    cdef Handle handle
+    for handle in handles:
+        if handle.state != READY and id(handle) not in newborn:
+            handle.check_alive()
+        if handle.nonblocking != (<Handle>handles[0]).nonblocking and handle.owned:
+            raise ValueError(
+                "a group holds either blocking or nonblocking communicators, and a timeout makes one nonblocking; "
+                f"this one mixes {handle!r} and {handles[0]!r}"
+            )
+    return 0
+
+
 cdef int _launch(Group group) except -1:
     """Make the recorded calls between ncclGroupStart and ncclGroupEnd."""
     cdef size_t i, n = group.count, failed = n
@@ -286,15 +308,7 @@ cdef int _launch(Group group) except -1:
             info.magic = NCCLPY_SIM_INFO_MAGIC
             info.version = struct_version()
             info.estimatedTime = NCCL_UNDEF_FLOAT
-        newborn = {id(born) for _, born in group.births}
-        for handle in handles:
-            if handle.state != READY and id(handle) not in newborn:
-                handle.check_alive()
-            if handle.nonblocking != (<Handle>handles[0]).nonblocking and handle.owned:
-                raise ValueError(
-                    "a group holds either blocking or nonblocking communicators, and a timeout makes one nonblocking; "
-                    f"this one mixes {handle!r} and {handles[0]!r}"
-                )
+        check_together(handles, {id(born) for _, born in group.births})
         locked = in_lock_order(handles)
         with nogil:
             lock_all(locked, nlocked)

@@ -17,7 +17,7 @@ from ncclpy.abi.driver cimport (
 from ncclpy.abi.nccl cimport ncclResult_t, ncclSuccess
 from ncclpy.core.check cimport check_driver, driver_error, nccl_error
 from ncclpy.core.device cimport context_of, enter_device, leave_device
-from ncclpy.core.group cimport Group, current_group
+from ncclpy.core.group cimport Group, check_together, current_group
 from ncclpy.core.handle cimport (
     PAST_DEADLINE,
     READY,
@@ -140,7 +140,10 @@ cdef class Plan:
         free(self.borrowed)
 
     def record(self):
-        """Return a context in which calls of communicators are recorded and not made."""
+        """Return a context in which calls of communicators are recorded and not made.
+
+        As in a group, either all or none of the communicators are nonblocking; the block's end raises `ValueError`.
+        """
         cdef Recording recording = Recording()
         if self.count:
             raise RuntimeError("this plan is recorded already; make another one")
@@ -157,6 +160,7 @@ cdef class Plan:
         cdef Lifecycle comm
         if self.count:
             raise RuntimeError("this plan was recorded meanwhile; make another one")
+        check_together(group.handles, set())  # now: launched by several threads they would not meet in a group
         self.held = []
         self.handles = list(group.handles)
         self.operators = []

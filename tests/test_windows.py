@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -108,3 +110,138 @@ def test_bad_buffers(comms2, memory):
         comms2[0].window(memory(comms2[1].device))
     with pytest.raises(TypeError, match="buf"):
         comms2[0].window("no buffer")
+
+
+def test_a_window_is_not_closed_before_its_group_has_made_it(comms2, memory):
+    """What is closed there would be registered all the same when the group ends, with a buffer that nobody holds."""
+    buffers = [memory(comm.device) for comm in comms2]
+    with ncclpy.group():
+        with ncclpy.group():
+            made = [comm.window(buffer) for comm, buffer in zip(comms2, buffers, strict=True)]
+        with pytest.raises(ValueError, match="when its group ends"):
+            made[0].close()
+        with pytest.raises(ValueError, match="when its group ends"):
+            comms2[1].close()
+    assert not any(window.closed for window in made)
+    assert [window.buffer for window in made] == buffers
+    for window in made:
+        window.close()
+
+
+def test_an_exception_in_a_group_passes_through_its_windows(comms2, memory):
+    with pytest.raises(KeyError), ncclpy.group(), comms2[0].window(memory(comms2[0].device)) as window:
+        raise KeyError
+    window.close()
+    assert window.closed
+
+
+def test_a_window_is_initialised_once(comm1, memory):
+    buffer = memory(comm1.device)
+    with comm1.window(buffer) as window, pytest.raises(RuntimeError, match="once"):
+        window.__init__(comm1, buffer)
+
+
+def test_a_window_that_was_never_made():
+    window = ncclpy.Window.__new__(ncclpy.Window)
+    window.close()
+    assert window.closed and window.handle == 0 and "closed" in repr(window)
+
+
+def test_closing_a_window_keeps_the_deadline(host_engine):
+    """The host engine waits for what was issued, which may still write through the window."""
+    first, second = np.zeros(COUNT, np.float32), np.zeros(COUNT, np.float32)
+    uid = ncclpy.get_unique_id()
+    with ncclpy.group():
+        comms = [ncclpy.Communicator.init(2, rank, uid, device=rank, timeout=2) for rank in range(2)]
+    with ncclpy.group():
+        window, _ = [comm.window(array) for comm, array in zip(comms, (first, second), strict=True)]
+    with ncclpy.Stream(0) as stream:
+        try:
+            comms[0].all_reduce(first, stream=stream)
+            with pytest.raises(ncclpy.NcclTimeout, match="ncclCommWindowDeregister"):
+                testing.run_with_deadline(window.close, 20)
+        finally:
+            testing.abort_all(comms)
+
+
+@pytest.mark.parametrize("kind", ["window", "register"])
+def test_the_buffer_lives_until_nccl_has_let_go_of_it(host_engine, comm1, kind):
+    function = {"window": "CommWindowDeregister", "register": "CommDeregister"}[kind]
+    done = []
+
+    class Watched(np.ndarray):
+        def __del__(self):
+            done.append(len(faults.fired))
+
+    with ncclpy.faults(f"call={function} nth=* do=delay:0us") as faults:
+        array = np.zeros(COUNT, np.float32).view(Watched)
+        made = getattr(comm1, kind)(array)
+        del array
+        assert not done
+        made.close()
+    assert done == [1]
+
+
+def test_an_interrupted_registration_may_still_come(host_engine):
+    """NCCL goes on in the background and writes the window somewhere, also when nobody waits for it any more."""
+    testing.run_python(
+        """
+        import signal, threading
+        import numpy as np, ncclpy
+        uid = ncclpy.get_unique_id()
+        config = ncclpy.Config(blocking=False)
+        with ncclpy.group():
+            comms = [ncclpy.Communicator.init(2, rank, uid, device=rank, config=config) for rank in range(2)]
+        for comm in comms:
+            comm.wait_ready(30)
+        arrays = [np.zeros(64, np.float32) for _ in comms]
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        cells = []
+        for _ in range(20):
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            try:
+                comms[0].window(arrays[0])
+            except KeyboardInterrupt:
+                pass
+            else:
+                raise AssertionError("a window without the other rank")
+            comms[1].window(arrays[1]).close()
+            while comms[0].async_error() != ncclpy.Result.SUCCESS:
+                pass
+            small = [bytes(bytearray(n)) for n in range(64) for _ in range(32)]
+            with ncclpy.group():
+                made = [comm.window(array) for comm, array in zip(comms, arrays)]
+            assert all(window.handle for window in made)
+            for window in made:
+                window.close()
+        for comm in comms:
+            comm.abort()
+        """,
+        timeout=60,
+    )
+
+
+def test_many_stuck_communicators_are_aborted_in_time(host_engine):
+    """One after the other, each with its share of patience, they would be left behind."""
+    pairs = [ncclpy.Communicator.init_all([0, 1]) for _ in range(60)]
+    stuck = [pair[0] for pair in pairs]
+    ended = []
+
+    def register(comm):
+        try:
+            comm.window(np.zeros(COUNT, np.float32))  # the other rank does not come
+        except ncclpy.NcclAborted:
+            ended.append(comm)
+
+    threads = [threading.Thread(target=register, args=(comm,), daemon=True) for comm in stuck]
+    for thread in threads:
+        thread.start()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        with ncclpy.group():
+            for comm in stuck:
+                comm.abort()
+    for thread in threads:
+        thread.join(20)
+    assert len(ended) == len(stuck)
+    testing.abort_all([comm for pair in pairs for comm in pair])

@@ -292,14 +292,12 @@ cdef timespec _after(double seconds) noexcept nogil:
     return until
 
 
-cdef int _abort_one(Handle handle) except -1:
-    """Take the handle away and abort it, waiting only briefly for a call that holds the lock."""
-    cdef timespec until
+cdef int _abort_one(Handle handle, timespec until) except -1:
+    """Take the handle away and abort it, waiting only so long for a call that holds the lock."""
     cdef ncclComm_t raw
     cdef ncclResult_t result
     cdef int locked
     with nogil:
-        until = _after(ABORT_PATIENCE)
         locked = pthread_mutex_timedlock(&handle.mutex, &until)
         raw = handle.take_raw()
         if locked == 0:
@@ -316,9 +314,10 @@ def _abort_together(handles, failures):
     """Abort several communicators in one NCCL group; NCCL before 2.22 needs a thread for each instead."""
     cdef Handle handle
     cdef ncclResult_t result
+    cdef timespec until = _after(ABORT_PATIENCE)  # for all together: many may be stuck
     try:
         if len(handles) == 1:
-            _abort_one(handles[0])
+            _abort_one(handles[0], until)
             return
         with nogil:
             result = nccl.ncclGroupStart()
@@ -327,7 +326,7 @@ def _abort_together(handles, failures):
         try:
             for handle in handles:
                 try:
-                    _abort_one(handle)
+                    _abort_one(handle, until)
                 except NcclError as error:  # the others are to end all the same
                     failures.append(error)
         finally:

@@ -155,8 +155,8 @@ cdef class Registration:
         cdef ncclResult_t result = ncclSuccess
         if comm is None:
             return
-        self.comm = None
-        self.buffer = None
+        buffer = self.buffer  # until NCCL has let go of it
+        self.comm = self.buffer = None
         require(<void*>nccl.ncclCommDeregister, b"ncclCommDeregister")
         with nogil:
             comm.lock()
@@ -164,6 +164,7 @@ cdef class Registration:
                 result = nccl.ncclCommDeregister(comm.raw, self.raw)
             comm.unlock()
         check(result, b"ncclCommDeregister", comm.raw)
+        del buffer
 
     def __enter__(self):
         return self

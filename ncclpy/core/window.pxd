@@ -1,12 +1,14 @@
 from ncclpy.abi.nccl cimport ncclWindow_t
+from ncclpy.core.group cimport Group
 from ncclpy.core.lifecycle cimport Lifecycle
 
 
 cdef class Window:
     cdef Lifecycle comm
-    cdef ncclWindow_t* cell  # on the heap: in a group NCCL writes it at the end
-    cdef bint abandoned  # an aborted communicator may have been left behind in the call that writes the cell
+    cdef ncclWindow_t* cell  # on the heap: NCCL writes it at the end of a group, or in the background
+    cdef bint background  # NCCL may write the cell after the call, or the group's end, has returned
+    cdef Group group  # in which it was recorded
     cdef readonly object buffer
     cdef object __weakref__
 
-    cdef int _note_abandoned(self) noexcept
+    cdef bint recorded(self) noexcept

@@ -4,12 +4,19 @@ from libc.stdint cimport uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
-from ncclpy.abi.nccl cimport NCCL_WIN_COLL_SYMMETRIC, NCCL_WIN_STRICT_ORDERING, ncclResult_t, ncclSuccess, ncclWindow_t
+from ncclpy.abi.nccl cimport (
+    NCCL_WIN_COLL_SYMMETRIC,
+    NCCL_WIN_STRICT_ORDERING,
+    ncclInProgress,
+    ncclResult_t,
+    ncclSuccess,
+    ncclWindow_t,
+)
 from ncclpy.core.buffers cimport View
 from ncclpy.core.check cimport check
 from ncclpy.core.collectives cimport read_on_device
 from ncclpy.core.group cimport current_group, submit
-from ncclpy.core.handle cimport ABORTED
+from ncclpy.core.handle cimport deadline_after
 from ncclpy.core.library cimport nccl, require
 from ncclpy.core.lifecycle cimport Lifecycle
 from ncclpy.core.operation cimport WINDOW, Operation
@@ -27,6 +34,8 @@ cdef class Window:
         cdef int flags = (
             (NCCL_WIN_COLL_SYMMETRIC if symmetric else 0) | (NCCL_WIN_STRICT_ORDERING if strict_ordering else 0)
         )
+        if self.cell != NULL:
+            raise RuntimeError("a Window is initialised once")
         comm.check_alive()
         read_on_device(buffer, &view, "buf", comm.device)
         if view.nbytes == 0:
@@ -40,8 +49,10 @@ cdef class Window:
         self.cell = <ncclWindow_t*>calloc(1, sizeof(ncclWindow_t))
         if self.cell == NULL:
             raise MemoryError
+        self.background = comm.nonblocking or not comm.owned
         self.buffer = buffer
         self.comm = comm
+        self.group = group
         memset(&operation, 0, sizeof(operation))
         operation.kind = WINDOW
         operation.send = view.pointer
@@ -52,19 +63,18 @@ cdef class Window:
         comm.resources.add(self)
 
     def __dealloc__(self):
-        self._note_abandoned()
-        if not self.abandoned:
+        # Whoever stopped waiting, by an interrupt or an abort, does not know when NCCL writes: then the memory stays.
+        if self.cell != NULL and (self.cell[0] != NULL or not self.background):
             free(self.cell)
 
-    cdef int _note_abandoned(self) noexcept:
-        if self.comm is not None and self.comm.state == ABORTED and self.cell != NULL and self.cell[0] == NULL:
-            self.abandoned = True
-        return 0
+    cdef bint recorded(self) noexcept:
+        """Return whether the group that makes the window is still to end."""
+        return self.group is not None and self.group.writes_to(self)
 
     @property
     def handle(self):
         """The `ncclWindow_t` as an int; 0 until the group has ended, and where NCCL supports no windows."""
-        return <uintptr_t>self.cell[0] if self.cell != NULL else 0
+        return <uintptr_t>self.cell[0] if self.comm is not None else 0
 
     @property
     def closed(self):
@@ -75,30 +85,40 @@ cdef class Window:
         """Deregister this rank's part (`ncclCommWindowDeregister`); twice does nothing.
 
         All ranks must be done with what uses the window.
+
+        Raises
+        ------
+        ValueError
+            If the group that makes the window has not ended yet.
         """
         cdef Lifecycle comm = self.comm
         cdef ncclResult_t result = ncclSuccess
         cdef ncclWindow_t window
         if comm is None:
             return
-        self._note_abandoned()
+        if self.recorded():
+            raise ValueError("this window is made when its group ends; close it after that")
         window = self.cell[0]
-        self.comm = None
-        self.cell[0] = NULL
-        self.buffer = None
+        buffer = self.buffer  # until NCCL has let go of it
+        self.comm = self.buffer = self.group = None
         require(<void*>nccl.ncclCommWindowDeregister, b"ncclCommWindowDeregister")
         with nogil:
             comm.lock()
             if comm.raw != NULL and window != NULL:
                 result = nccl.ncclCommWindowDeregister(comm.raw, window)
             comm.unlock()
-        check(result, b"ncclCommWindowDeregister", comm.raw)
+        if result == ncclInProgress:
+            comm.finish("ncclCommWindowDeregister", deadline_after(comm.limit))
+        else:
+            check(result, b"ncclCommWindowDeregister", comm.raw)
+        del buffer
 
     def __enter__(self):
         return self
 
-    def __exit__(self, *exception):
-        self.close()
+    def __exit__(self, kind, error, traceback):
+        if kind is None or not self.recorded():  # the group's own end is for the exception to reach
+            self.close()
 
     def __repr__(self):
         if self.comm is None:

@@ -144,10 +144,15 @@ ncclResult_t deregister_window(ncclComm_t handle, ncclWindow_t window) {
   if (window == nullptr) return ncclSuccess;
   std::shared_ptr<Window> found;
   NCCLPY_TRY(find_window(*comm, window, function, &found));
-  comm->drain();
-  std::lock_guard<std::mutex> lock(comm->mutex);
-  comm->windows.erase(window);
-  return ncclSuccess;
+  Job job;
+  job.comm = comm;
+  job.run = [comm, window] {
+    comm->drain();
+    std::lock_guard<std::mutex> lock(comm->mutex);
+    comm->windows.erase(window);
+    return ncclSuccess;
+  };
+  return submit(std::move(job));
 }
 
 ncclResult_t user_pointer(ncclComm_t handle, ncclWindow_t window, void** pointer) {
@@ -197,7 +202,7 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* memory, size_t bytes,
 }
 
 ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window) {
-  return guarded("ncclCommWindowDeregister", [&] { return deregister_window(comm, window); });
+  return guarded("ncclCommWindowDeregister", [&] { return note_group_error(deregister_window(comm, window)); });
 }
 
 ncclResult_t ncclWinGetUserPtr(ncclComm_t comm, ncclWindow_t window, void** pointer) {

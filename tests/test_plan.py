@@ -324,29 +324,9 @@ def test_threads_may_launch_one_plan(ranks):
 def test_capturing_takes_its_turn_on_a_communicator(ranks, host_engine):
     """NCCL wants the calls on one communicator one after the other, captured ones too."""
     plan = recorded(ranks.all_reduce)
-    ended = []
-
-    def stuck():
-        with pytest.raises(ncclpy.NcclError):
-            ranks.comms[1].all_reduce(ranks.recv[1], stream=ranks.streams[1])
-
-    def capture():
-        with pytest.raises(ncclpy.NcclAborted):
-            plan.capture()
-        ended.append(True)
-
-    with ncclpy.faults("rank=1 call=AllReduce nth=1 do=hang") as faults:
-        threads = [threading.Thread(target=stuck, daemon=True)]
-        threads[0].start()
-        testing.wait_for(lambda: faults.fired)
-        threads.append(threading.Thread(target=capture, daemon=True))
-        threads[1].start()
-        threads[1].join(0.3)
-        assert not ended
-        testing.abort_all(ranks.comms)
-        for thread in threads:
-            thread.join(30)
-    assert ended
+    testing.check_takes_its_turn(
+        ranks.comms, lambda: ranks.comms[1].all_reduce(ranks.recv[1], stream=ranks.streams[1]), plan.capture
+    )
 
 
 def test_the_current_device_stays(arrays):

@@ -507,6 +507,30 @@ def need_function(name: str) -> None:
         pytest.skip(f"needs {name}, which the loaded NCCL lacks")
 
 
+def check_takes_its_turn(comms, all_reduce, call, error=ncclpy.NcclAborted) -> None:
+    """Check that `call` waits behind an all-reduce of rank 1 that hangs; an abort then ends it by `error`.
+
+    NCCL wants the calls on one communicator one after the other. Only the host engine hangs when told to.
+    """
+    ended: list = []
+
+    def fail(function):
+        with pytest.raises(error if function is call else ncclpy.NcclError):
+            function()
+        ended.append(function)
+
+    with ncclpy.faults("rank=1 call=AllReduce nth=1 do=hang") as faults:
+        threads = [threading.Thread(target=fail, args=(function,), daemon=True) for function in (all_reduce, call)]
+        threads[0].start()
+        wait_for(lambda: faults.fired)
+        threads[1].start()
+        threads[1].join(0.3)
+        assert not ended, "it did not wait"
+        abort_all(comms)
+        _join(threads, time.monotonic() + 30)
+    assert sorted(map(id, ended)) == sorted(map(id, (all_reduce, call)))
+
+
 def run_with_deadline(fn, timeout: float = 30.0):
     """Return ``fn()``, called in a thread; fail if it takes longer. For calls that might block for ever."""
     box: list = []

@@ -189,11 +189,20 @@ def test_a_waiting_call_lets_other_threads_run(comms2, arrays):
     assert np.all(arrays.read(part) == 1)
 
 
-def test_memory_stats_takes_its_turn(comms2, host_engine):
-    # Behind the abort NCCL itself refuses the communicator.
-    testing.check_takes_its_turn(
-        comms2, lambda: comms2[1].all_reduce(np.ones(4)), comms2[1].memory_stats, error=ncclpy.NcclError
-    )
+CALLS = {
+    "memory_stats": lambda comm: comm.memory_stats(),
+    "grow_id": lambda comm: comm.grow_id(),
+    "pre_mul_sum": lambda comm: comm.pre_mul_sum(2, "float32"),
+    "register": lambda comm: comm.register(np.ones(4)),
+    "split": lambda comm: comm.split(0),
+    "suspend": lambda comm: comm.suspend(),
+    "finalize": lambda comm: comm.finalize(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_every_call_takes_its_turn_and_ends_with_an_abort(comms2, host_engine, call):
+    testing.check_takes_its_turn(comms2, lambda: comms2[1].all_reduce(np.ones(4)), lambda: CALLS[call](comms2[1]))
 
 
 def test_memory_stats_lets_other_threads_run(host_engine):

@@ -507,15 +507,15 @@ def need_function(name: str) -> None:
         pytest.skip(f"needs {name}, which the loaded NCCL lacks")
 
 
-def check_takes_its_turn(comms, all_reduce, call, error=ncclpy.NcclAborted) -> None:
-    """Check that `call` waits behind an all-reduce of rank 1 that hangs; an abort then ends it by `error`.
+def check_takes_its_turn(comms, all_reduce, call) -> None:
+    """Check that `call` waits behind an all-reduce of rank 1 that hangs; an abort then ends it.
 
     NCCL wants the calls on one communicator one after the other. Only the host engine hangs when told to.
     """
     ended: list = []
 
     def fail(function):
-        with pytest.raises(error if function is call else ncclpy.NcclError):
+        with pytest.raises(ncclpy.NcclAborted if function is call else ncclpy.NcclError):
             function()
         ended.append(function)
 

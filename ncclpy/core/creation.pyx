@@ -10,7 +10,7 @@ from ncclpy.abi.nccl cimport ncclComm_t, ncclResult_t, ncclUniqueId
 from ncclpy.core.check cimport check
 from ncclpy.core.device cimport as_device, context_of
 from ncclpy.core.group cimport give_birth
-from ncclpy.core.handle cimport READY
+from ncclpy.core.handle cimport READY, WAS_ABORTED
 from ncclpy.core.library cimport nccl, require
 from ncclpy.core.lifecycle cimport Lifecycle
 from ncclpy.core.operation cimport GROW, INIT_RANK, SHRINK, SPLIT, Operation
@@ -273,14 +273,14 @@ cdef class Creation(Lifecycle):
     def grow_id(self):
         """Return the `UniqueId` by which new ranks join, on one rank of this communicator (`ncclCommGetUniqueId`)."""
         cdef ncclUniqueId raw
-        cdef ncclResult_t result
+        cdef ncclResult_t result = <ncclResult_t>WAS_ABORTED
         self.check_alive()
         require(<void*>nccl.ncclCommGetUniqueId, b"ncclCommGetUniqueId")
         with nogil:
-            self.lock()
-            result = nccl.ncclCommGetUniqueId(self.raw, &raw)
-            self.unlock()
-        check(result, b"ncclCommGetUniqueId", self.raw)
+            if self.lock_alive():
+                result = nccl.ncclCommGetUniqueId(self.raw, &raw)
+                self.unlock()
+        self.check_call(result, b"ncclCommGetUniqueId")
         return UniqueId(raw.internal[:128])
 
 

@@ -109,10 +109,12 @@ cdef int give_birth(Handle parent, Handle child, Operation* operation) except -1
     with nogil:
         locked.lock()
         operation.comm = locked.raw
-        result = issue(operation)
+        result = <ncclResult_t>WAS_ABORTED if parent is not None and locked.raw == NULL else issue(operation)
         locked.unlock()
     if result != ncclSuccess and result != ncclInProgress:
         child.unborn()
+        if <int>result == WAS_ABORTED:
+            return locked.check_call(result, function_of(operation.kind))
         return raise_issue(result, operation.kind, NULL)
     return child.born(result)
 

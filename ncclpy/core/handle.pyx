@@ -14,7 +14,7 @@ from posix.time cimport CLOCK_MONOTONIC, clock_gettime, nanosleep, timespec
 
 from ncclpy.abi.driver cimport CUDA_ERROR_NOT_READY, CUresult
 from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
-from ncclpy.core.check cimport check_driver, nccl_error, raise_nccl
+from ncclpy.core.check cimport check, check_driver, nccl_error, raise_nccl
 from ncclpy.core.library cimport driver, nccl, require, require_driver, version_code
 
 from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout
@@ -98,6 +98,24 @@ cdef class Handle:
 
     cdef void unlock(self) noexcept nogil:
         pthread_mutex_unlock(&self.mutex)
+
+    cdef bint lock_alive(self) noexcept nogil:
+        """Take the lock; return False, and do not, if the communicator was aborted or closed meanwhile."""
+        self.lock()
+        if self.raw != NULL:
+            return True
+        self.unlock()
+        return False
+
+    cdef int check_call(self, ncclResult_t result, const char* function) except -1:
+        """Raise for the result of a call that was made under the lock, or not made (`WAS_ABORTED`)."""
+        if result == ncclSuccess:
+            return 0
+        if self.state in (ABORTED, CLOSED):  # under the call, which ends with whatever code NCCL has for that
+            self.check_alive()
+        if <int>result == WAS_ABORTED:
+            raise NcclAborted(f"{function.decode()}: {self!r} was aborted")
+        return check(result, function, self.raw)
 
     cdef int born(self, ncclResult_t result) except -1:
         """Take over the handle that NCCL has made (or failed to make)."""

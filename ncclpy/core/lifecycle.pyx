@@ -14,7 +14,7 @@ from ncclpy.abi.nccl cimport (
     ncclResult_t,
     ncclSuccess,
 )
-from ncclpy.core.check cimport check, raise_nccl
+from ncclpy.core.check cimport check
 from ncclpy.core.config cimport fill_config
 from ncclpy.core.device cimport context_of
 from ncclpy.core.group cimport current_group
@@ -28,6 +28,7 @@ from ncclpy.core.handle cimport (
     INITIALISING,
     READY,
     UNBORN,
+    WAS_ABORTED,
     abort_handles,
     as_timeout,
     deadline_after,
@@ -256,7 +257,7 @@ cdef class Lifecycle(Handle):
 
     def _call(self, str what):
         """Make a call that takes no more than the communicator and a flag, and wait until it is done."""
-        cdef ncclResult_t result
+        cdef ncclResult_t result = <ncclResult_t>WAS_ABORTED
         self.check_alive()
         if what == "ncclCommFinalize":
             require(<void*>nccl.ncclCommFinalize, b"ncclCommFinalize")
@@ -268,20 +269,20 @@ cdef class Lifecycle(Handle):
             require(<void*>nccl.ncclCommResume, b"ncclCommResume")
         cdef int kind = ("ncclCommFinalize", "ncclCommRevoke", "ncclCommSuspend", "ncclCommResume").index(what)
         with nogil:
-            self.lock()
-            if kind == 0:
-                result = nccl.ncclCommFinalize(self.raw)
-            elif kind == 1:
-                result = nccl.ncclCommRevoke(self.raw, 0)
-            elif kind == 2:
-                result = nccl.ncclCommSuspend(self.raw, 1)
-            else:
-                result = nccl.ncclCommResume(self.raw)
-            self.unlock()
+            if self.lock_alive():
+                if kind == 0:
+                    result = nccl.ncclCommFinalize(self.raw)
+                elif kind == 1:
+                    result = nccl.ncclCommRevoke(self.raw, 0)
+                elif kind == 2:
+                    result = nccl.ncclCommSuspend(self.raw, 1)
+                else:
+                    result = nccl.ncclCommResume(self.raw)
+                self.unlock()
         if result == ncclInProgress:
             self.finish(what, deadline_after(self.limit))
-        elif result != ncclSuccess:
-            raise_nccl(result, what.encode(), self.raw)
+        else:
+            self.check_call(result, what.encode())
 
     def finalize(self):
         """Flush what was issued, on all ranks (`ncclCommFinalize`); after it only `close` is left."""
@@ -316,11 +317,12 @@ cdef class Lifecycle(Handle):
         stats = {}
         for number, name in enumerate(("suspendable", "suspended", "persistent", "total")):
             which = <ncclCommMemStat_t><int>number
+            result = <ncclResult_t>WAS_ABORTED
             with nogil:
-                self.lock()
-                result = nccl.ncclCommMemStats(self.raw, which, &value)
-                self.unlock()
-            check(result, b"ncclCommMemStats", self.raw)
+                if self.lock_alive():
+                    result = nccl.ncclCommMemStats(self.raw, which, &value)
+                    self.unlock()
+            self.check_call(result, b"ncclCommMemStats")
             stats[name] = bool(value) if name == "suspended" else value
         return stats
 

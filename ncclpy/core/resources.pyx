@@ -14,6 +14,7 @@ from ncclpy.abi.nccl cimport (
 )
 from ncclpy.core.buffers cimport HOST_MEMORY, View, read_view
 from ncclpy.core.check cimport check
+from ncclpy.core.handle cimport WAS_ABORTED
 from ncclpy.core.library cimport nccl, require
 
 import numpy as np
@@ -39,7 +40,7 @@ cdef class CustomOp:
         cdef void* pointer = <void*>storage
         cdef ncclScalarResidence_t residence = ncclScalarHostImmediate
         cdef ncclRedOp_t made
-        cdef ncclResult_t result
+        cdef ncclResult_t result = <ncclResult_t>WAS_ABORTED
         datatype = as_datatype(dtype)
         cdef ncclDataType_t raw_type = <ncclDataType_t><int>datatype
         if isinstance(scalar, (int, float, np.generic)):
@@ -58,12 +59,12 @@ cdef class CustomOp:
         comm.check_alive()
         require(<void*>nccl.ncclRedOpCreatePreMulSum, b"ncclRedOpCreatePreMulSum")
         with nogil:
-            comm.lock()
-            result = nccl.ncclRedOpCreatePreMulSum(
-                &made, pointer, raw_type, residence, comm.raw
-            )
-            comm.unlock()
-        check(result, b"ncclRedOpCreatePreMulSum", comm.raw)
+            if comm.lock_alive():
+                result = nccl.ncclRedOpCreatePreMulSum(
+                    &made, pointer, raw_type, residence, comm.raw
+                )
+                comm.unlock()
+        comm.check_call(result, b"ncclRedOpCreatePreMulSum")
         self.datatype = datatype
         self.number = <int>made
         self.comm = comm
@@ -126,15 +127,15 @@ cdef class Registration:
 
     def __init__(self, Lifecycle comm not None, buffer):
         cdef View view
-        cdef ncclResult_t result
+        cdef ncclResult_t result = <ncclResult_t>WAS_ABORTED
         read_view(buffer, &view, "buffer")
         comm.check_alive()
         require(<void*>nccl.ncclCommRegister, b"ncclCommRegister")
         with nogil:
-            comm.lock()
-            result = nccl.ncclCommRegister(comm.raw, view.pointer, view.nbytes, &self.raw)
-            comm.unlock()
-        check(result, b"ncclCommRegister", comm.raw)
+            if comm.lock_alive():
+                result = nccl.ncclCommRegister(comm.raw, view.pointer, view.nbytes, &self.raw)
+                comm.unlock()
+        comm.check_call(result, b"ncclCommRegister")
         self.buffer = buffer
         self.comm = comm
         comm.resources.add(self)

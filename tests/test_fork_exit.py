@@ -223,3 +223,32 @@ def test_a_thread_that_fails_frees_the_others(late):
     with pytest.raises(KeyError, match="lost"):
         testing.run_threads(2, rank, timeout=40)
     assert left == [0]
+
+
+def test_the_end_waits_a_moment_for_a_launch_in_its_callers_thread(host_engine):
+    """As for one on the lanes: a process should not end inside a call of NCCL."""
+    testing.run_python(
+        """
+        import atexit, os, threading, time
+
+        @atexit.register  # first, and so called last
+        def check():
+            for device in range(2):
+                ncclpy.synchronize(device)  # what was issued by now
+            if not all((array == 2).all() for array in arrays):
+                os._exit(7)
+
+        import numpy as np, ncclpy
+        comms = ncclpy.Communicator.init_all([0, 1])
+        arrays = [np.ones(4, np.float32) for _ in comms]
+        streams = [ncclpy.Stream(comm.device) for comm in comms]
+        plan = ncclpy.Plan()
+        with plan.record():
+            for comm, array, stream in zip(comms, arrays, streams):
+                comm.all_reduce(array, stream=stream)
+        faults = ncclpy.faults("call=GroupEnd nth=1 do=delay:300ms").__enter__()
+        threading.Thread(target=plan.launch, daemon=True).start()
+        while not faults.fired:
+            time.sleep(0.001)
+        """
+    )

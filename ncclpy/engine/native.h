@@ -68,7 +68,7 @@ typedef struct ncclpy_lane {
   ncclpy_job* last;
   int pushed;   /* counts jobs, to be slept on */
   int asleep;
-  int pending;  /* jobs pushed and not yet run */
+  int pending;  /* jobs pushed and not yet run, and whoever has borrowed the lane */
   double spin;  /* seconds */
 } ncclpy_lane;
 
@@ -140,13 +140,16 @@ static inline void ncclpy_lane_push(ncclpy_lane* lane, ncclpy_job* job) {
 /* Takes the lane's place, if it has nothing to do: what is pushed meanwhile waits for ncclpy_lane_give_back. */
 static inline int ncclpy_lane_borrow(ncclpy_lane* lane) {
   if (pthread_mutex_trylock(&lane->turn) != 0) return 0;
-  if (ncclpy_load(&lane->pending) == 0) return 1;
+  if (ncclpy_change(&lane->pending, 0, 1)) return 1;
   pthread_mutex_unlock(&lane->turn);
   return 0;
 }
 
 static inline int ncclpy_lane_is_asleep(ncclpy_lane* lane) { return ncclpy_load(&lane->asleep); }
 
-static inline void ncclpy_lane_give_back(ncclpy_lane* lane) { pthread_mutex_unlock(&lane->turn); }
+static inline void ncclpy_lane_give_back(ncclpy_lane* lane) {
+  ncclpy_add(&lane->pending, -1);
+  pthread_mutex_unlock(&lane->turn);
+}
 
 #endif

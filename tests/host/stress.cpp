@@ -185,7 +185,7 @@ void nonblocking(int n) {
     ncclWaitSignalDesc_t signal = {1, (rank + n - 1) % n, 0, 0};
     finish(comm, ncclWaitSignal(1, &signal, comm, stream));
     OK(cuStreamSynchronize(stream));
-    OK(ncclCommWindowDeregister(comm, window));
+    finish(comm, ncclCommWindowDeregister(comm, window));
     finish(comm, ncclCommSuspend(comm, NCCL_SUSPEND_MEM));
     finish(comm, ncclCommResume(comm));
     reduce(comm);

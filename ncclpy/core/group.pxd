@@ -38,6 +38,7 @@ cdef class Group:
 
 cdef Group current_group()
 # Raise unless NCCL takes the communicators in one group; those of `newborn`, by id, are not made yet.
+cdef int check_makes(Group group, str what) except -1
 cdef int check_together(list handles, set newborn) except -1
 cdef int submit(Handle handle, Operation* operation, object send, object recv, bint wait_host) except -1
 cdef int give_birth(Handle parent, Handle child, Operation* operation) except -1

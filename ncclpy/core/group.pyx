@@ -85,12 +85,17 @@ cdef int _not_done(Handle handle, int kind, ncclResult_t result) except -1:
     """Poll an operation that NCCL issues in the background, or raise for one that it refused."""
     if result == ncclInProgress:
         return handle.finish(function_of(kind).decode(), deadline_after(handle.limit))
-    if <int>result == WAS_ABORTED:
-        handle.check_alive()  # says whether it was closed or aborted
-        raise NcclAborted(f"{function_of(kind).decode()}: {handle!r} was aborted")
-    if handle.state == ABORTED:  # the call was stuck, and ended with whatever code NCCL has for that
-        raise NcclAborted(f"{function_of(kind).decode()} of {handle!r} ended: the communicator was aborted")
+    handle.raise_if_aborted(result, function_of(kind))
     return raise_issue(result, kind, handle.raw)
+
+
+cdef int check_makes(Group group, str what) except -1:
+    """Refuse to make something in a group that calls NCCL never, or many times."""
+    if group.simulate:
+        raise ValueError(f"a {what} cannot be made inside group(simulate=True)")
+    if group.keeps:
+        raise ValueError(f"a {what} cannot be made inside plan.record(): a plan is launched many times")
+    return 0
 
 
 cdef int give_birth(Handle parent, Handle child, Operation* operation) except -1:
@@ -99,10 +104,7 @@ cdef int give_birth(Handle parent, Handle child, Operation* operation) except -1
     cdef Handle locked = child if parent is None else parent
     if ncclpy_current_group != NULL:
         group = <Group>ncclpy_current_group
-        if group.simulate:
-            raise ValueError("a communicator cannot be made inside group(simulate=True)")
-        if group.keeps:
-            raise ValueError("a communicator cannot be made inside plan.record(): a plan is launched many times")
+        check_makes(group, "communicator")
         group.record(locked, operation, None, None)
         group.births.append((group.count - 1, child))
         return 0

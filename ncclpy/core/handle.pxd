@@ -54,6 +54,7 @@ cdef class Handle:
     cdef void unlock(self) noexcept nogil
     cdef bint lock_alive(self) noexcept nogil
     cdef int check_call(self, ncclResult_t result, const char* function) except -1
+    cdef int raise_if_aborted(self, ncclResult_t result, const char* function) except -1
     cdef int born(self, ncclResult_t result) except -1
     cdef int unborn(self) except -1
     cdef int check_alive(self) except -1

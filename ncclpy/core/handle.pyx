@@ -111,11 +111,17 @@ cdef class Handle:
         """Raise for the result of a call that was made under the lock, or not made (`WAS_ABORTED`)."""
         if result == ncclSuccess:
             return 0
-        if self.state in (ABORTED, CLOSED):  # under the call, which ends with whatever code NCCL has for that
-            self.check_alive()
-        if <int>result == WAS_ABORTED:
-            raise NcclAborted(f"{function.decode()}: {self!r} was aborted")
+        self.raise_if_aborted(result, function)
         return check(result, function, self.raw)
+
+    cdef int raise_if_aborted(self, ncclResult_t result, const char* function) except -1:
+        """Raise if a call was not made (`WAS_ABORTED`), or failed with the communicator aborted under it."""
+        if <int>result == WAS_ABORTED:
+            self.check_alive()  # says whether it was closed or aborted
+            raise NcclAborted(f"{function.decode()}: {self!r} was aborted")
+        if self.state == ABORTED:  # the call was stuck, and ended with whatever code NCCL has for that
+            raise NcclAborted(f"{function.decode()} of {self!r} ended: the communicator was aborted")
+        return 0
 
     cdef int born(self, ncclResult_t result) except -1:
         """Take over the handle that NCCL has made (or failed to make)."""

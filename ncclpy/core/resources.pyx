@@ -89,10 +89,9 @@ cdef class CustomOp:
         self.comm = None
         require(<void*>nccl.ncclRedOpDestroy, b"ncclRedOpDestroy")
         with nogil:
-            comm.lock()
-            if comm.raw != NULL:
+            if comm.lock_alive():
                 result = nccl.ncclRedOpDestroy(<ncclRedOp_t>self.number, comm.raw)
-            comm.unlock()
+                comm.unlock()
         check(result, b"ncclRedOpDestroy", comm.raw)
 
     def __enter__(self):
@@ -160,10 +159,9 @@ cdef class Registration:
         self.comm = self.buffer = None
         require(<void*>nccl.ncclCommDeregister, b"ncclCommDeregister")
         with nogil:
-            comm.lock()
-            if comm.raw != NULL and self.raw != NULL:
+            if self.raw != NULL and comm.lock_alive():
                 result = nccl.ncclCommDeregister(comm.raw, self.raw)
-            comm.unlock()
+                comm.unlock()
         check(result, b"ncclCommDeregister", comm.raw)
         del buffer
 

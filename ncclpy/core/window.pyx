@@ -15,7 +15,7 @@ from ncclpy.abi.nccl cimport (
 from ncclpy.core.buffers cimport View
 from ncclpy.core.check cimport check
 from ncclpy.core.collectives cimport read_on_device
-from ncclpy.core.group cimport current_group, submit
+from ncclpy.core.group cimport check_makes, current_group, submit
 from ncclpy.core.handle cimport deadline_after
 from ncclpy.core.library cimport nccl, require
 from ncclpy.core.lifecycle cimport Lifecycle
@@ -42,10 +42,8 @@ cdef class Window:
             raise ValueError("buf: a window needs memory, and this buffer has no elements")
         require(<void*>nccl.ncclCommWindowRegister, b"ncclCommWindowRegister")
         group = current_group()
-        if group is not None and group.keeps:
-            raise ValueError("a window cannot be made inside plan.record(): a plan is launched many times")
-        if group is not None and group.simulate:
-            raise ValueError("a window cannot be made inside group(simulate=True)")
+        if group is not None:
+            check_makes(group, "window")
         self.cell = <ncclWindow_t*>calloc(1, sizeof(ncclWindow_t))
         if self.cell == NULL:
             raise MemoryError
@@ -103,10 +101,9 @@ cdef class Window:
         self.comm = self.buffer = self.group = None
         require(<void*>nccl.ncclCommWindowDeregister, b"ncclCommWindowDeregister")
         with nogil:
-            comm.lock()
-            if comm.raw != NULL and window != NULL:
+            if window != NULL and comm.lock_alive():
                 result = nccl.ncclCommWindowDeregister(comm.raw, window)
-            comm.unlock()
+                comm.unlock()
         if result == ncclInProgress:
             comm.finish("ncclCommWindowDeregister", deadline_after(comm.limit))
         else:

@@ -1,0 +1,69 @@
+"""Cython for one folder's modules in one process: cythonize.py ROOT DEPFILE MODULE.pyx… OUTPUT.c|.cpp…
+
+Cython needs 0.7 s before it reads its first line, as long as most modules take: a process for each module, which is
+what meson's own support for Cython starts, doubles the time. Modules whose output is newer than everything it was
+made from are left alone, so that ninja, which looks at the outputs again, compiles only what has changed.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+import Cython
+from Cython.Compiler import Main, Options
+
+
+def read_dependencies(output):
+    """Return what an output was made from, as Cython noted it beside the output; none if it was never made."""
+    try:
+        text = Path(f"{output}.dep").read_text()
+    except FileNotFoundError:
+        return []
+    names = re.split(r"(?<!\\)\s+", text.partition(": \\\n")[2].replace("\\\n", " ").strip())
+    return [name.replace("\\ ", " ") for name in names]
+
+
+def is_current(output):
+    """Return whether an output is newer than all that it was made from, Cython and this file included."""
+    made_from = read_dependencies(output)
+    try:
+        made = output.stat().st_mtime_ns
+        return bool(made_from) and all(
+            Path(name).stat().st_mtime_ns < made for name in [*made_from, __file__, Cython.__file__]
+        )
+    except FileNotFoundError:
+        return False
+
+
+def translate(root, source, output):
+    """Write a module's C or C++; return whether that went well."""
+    options = Options.CompilationOptions(
+        Options.default_options,
+        language_level=3,
+        include_path=[root],
+        output_file=str(output),
+        cplus=output.suffix == ".cpp",
+        depfile=True,
+    )
+    well = Main.compile(str(source), options).num_errors == 0
+    if not well:
+        output.unlink(missing_ok=True)
+    return well
+
+
+def main():
+    """Translate what is not current, and write the one depfile that ninja reads."""
+    root, depfile, *names = sys.argv[1:]
+    sources, outputs = names[: len(names) // 2], [Path(name) for name in names[len(names) // 2 :]]
+    Options.fast_fail = True
+    well = [is_current(output) or translate(root, source, output) for source, output in zip(sources, outputs)]
+    if not all(well):
+        return 1
+    made_from = sorted({name for output in outputs for name in read_dependencies(output)})
+    escaped = " ".join(name.replace(" ", "\\ ") for name in made_from)
+    Path(depfile).write_text(f"{' '.join(map(str, outputs))}: {escaped}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

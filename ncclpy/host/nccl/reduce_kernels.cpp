@@ -93,7 +93,7 @@ typename Element<T>::Acc scalar_of(uint64_t bits) {
   return Element<T>::load(value);
 }
 
-template <class T, class Op, bool DIVIDE, bool SCALE>
+template <class T, class Op, bool SCALE>
 void run(const Reduction& r) {
   using E = Element<T>;
   using Acc = typename E::Acc;
@@ -117,7 +117,7 @@ void run(const Reduction& r) {
         for (size_t i = 0; i < n; i++) acc[i] = Op::apply(acc[i], E::load(next[i]));
       }
     }
-    if constexpr (DIVIDE) {
+    if (r.op == Operator::avg) {
       for (size_t i = 0; i < n; i++) acc[i] = divide(acc[i], r.inputs);
     }
     if constexpr (std::is_same_v<T, Acc>) {
@@ -130,15 +130,34 @@ void run(const Reduction& r) {
   }
 }
 
+// Sums and products that wrap around have the same bits with and without a sign: one instance serves both.
+template <class T>
+struct Wrapping {
+  using type = T;
+};
+template <>
+struct Wrapping<int8_t> {
+  using type = uint8_t;
+};
+template <>
+struct Wrapping<int32_t> {
+  using type = uint32_t;
+};
+template <>
+struct Wrapping<int64_t> {
+  using type = uint64_t;
+};
+
 template <class T>
 void run_operator(const Reduction& r) {
+  using Wraps = typename Wrapping<T>::type;
   switch (r.op) {
-    case Operator::sum: return run<T, Sum, false, false>(r);
-    case Operator::prod: return run<T, Prod, false, false>(r);
-    case Operator::max: return run<T, Max, false, false>(r);
-    case Operator::min: return run<T, Min, false, false>(r);
-    case Operator::avg: return run<T, Sum, true, false>(r);
-    case Operator::premulsum: return run<T, Sum, false, true>(r);
+    case Operator::sum: return run<Wraps, Sum, false>(r);
+    case Operator::prod: return run<Wraps, Prod, false>(r);
+    case Operator::max: return run<T, Max, false>(r);
+    case Operator::min: return run<T, Min, false>(r);
+    case Operator::avg: return run<T, Sum, false>(r);
+    case Operator::premulsum: return run<Wraps, Sum, true>(r);
   }
 }
 

@@ -56,7 +56,8 @@ def main():
     root, depfile, *names = sys.argv[1:]
     sources, outputs = names[: len(names) // 2], [Path(name) for name in names[len(names) // 2 :]]
     Options.fast_fail = True
-    well = [is_current(output) or translate(root, source, output) for source, output in zip(sources, outputs)]
+    pairs = zip(sources, outputs, strict=True)
+    well = [is_current(output) or translate(root, source, output) for source, output in pairs]
     if not all(well):
         return 1
     made_from = sorted({name for output in outputs for name in read_dependencies(output)})

@@ -17,8 +17,8 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "ncclpy/host/nccl"
 SOURCE = FOLDER / "reduce_kernels.cpp"
 COMPILER = shlex.split(os.environ.get("CXX", "g++"))
-#: Sum, product, maximum, minimum and the sum of products, for 12 types; but three integers' wrap around, and those with
-#: a sign share what wraps with those that have none, sum (which the average needs signed) apart.
+#: Sum, product, maximum, minimum and the sum of products for 12 types. What wraps around is shared with the unsigned type
+#: by three signed ones, but for their sum: an average needs it signed.
 INSTANCES = 12 * 5 - 3 * 2
 
 

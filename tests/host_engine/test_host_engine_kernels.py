@@ -17,7 +17,7 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "ncclpy/host/nccl"
 SOURCE = FOLDER / "reduce_kernels.cpp"
 COMPILER = shlex.split(os.environ.get("CXX", "g++"))
-#: Sum, product, maximum, minimum and the sum of products for 12 types. What wraps around is shared with the unsigned type
+#: Sum, product, maximum, minimum and the sum of products for 12 types. What wraps around is shared with unsigned types
 #: by three signed ones, but for their sum: an average needs it signed.
 INSTANCES = 12 * 5 - 3 * 2
 

@@ -1,6 +1,8 @@
-"""Programs in C++ built with the compiler's sanitizers."""
+"""Programs in C++ that drive the host engine, with the compiler's sanitizers or without."""
 
+import concurrent.futures
 import os
+import platform
 import shlex
 import subprocess
 from pathlib import Path
@@ -11,6 +13,12 @@ ROOT = Path(__file__).parents[1]
 COMPILER = shlex.split(os.environ.get("CXX", "g++"))
 FLAGS = ["-std=c++17", "-g", "-O1", "-pthread", f"-I{ROOT / 'ncclpy/abi'}", f"-I{ROOT / 'ncclpy/host'}"]
 SANITIZERS = ("thread", "address,undefined")
+KERNELS = ROOT / "ncclpy/host/nccl/reduce_kernels.cpp"
+#: Flags of each copy of the reductions.
+VARIANTS = {"baseline": []}
+if platform.machine() == "x86_64":
+    VARIANTS["avx2"] = ["-mavx2", "-mf16c"]
+    VARIANTS["avx512"] = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mf16c"]
 
 
 def compiled(target, *arguments, timeout=300):
@@ -30,3 +38,19 @@ def flags_of(sanitizer, folder):
     if ran.returncode != 0:
         pytest.skip(f"-fsanitize={sanitizer} does not run here: {ran.stderr.strip()[:200]}")
     return flags
+
+
+def build(program, flags, sources, libraries=()):
+    """Build a program: all sources at once, the reductions, where they are among them, in every copy."""
+    jobs = []
+    for source in sources:
+        variants = VARIANTS if source == KERNELS else {"": []}
+        for name, vectors in variants.items():
+            more = ["-ffp-contract=off", f"-DNCCLPY_KERNELS=reduce_{name}"] if source == KERNELS else []
+            target = program.parent / f"{source.parent.name}_{source.stem}{name}.o"
+            jobs.append((target, *flags, *vectors, *more, "-c", source))
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        for done in pool.map(lambda job: compiled(*job), jobs):
+            assert done.returncode == 0, done.stderr
+    done = compiled(program, *flags, *(target for target, *_ in jobs), *libraries)
+    assert done.returncode == 0, done.stderr

@@ -20,11 +20,12 @@ HERE = Path(__file__).resolve().parent
 FLOAT32 = 7
 
 
-def test_a_hundred_kills_at_random_moments():
+@pytest.mark.parametrize("kills", [10, pytest.param(100, marks=pytest.mark.campaign)])
+def test_kills_at_random_moments(kills):
     seed = int(os.environ.get("NCCLPY_TEST_SEED", random.SystemRandom().randrange(10**6)))
     shared = set(os.listdir("/dev/shm"))
     done = subprocess.run(
-        [sys.executable, HERE / "kill_runs.py", str(seed), "100"],
+        [sys.executable, HERE / "kill_runs.py", str(seed), str(kills)],
         env=os.environ | {"PYTHONPATH": str(HERE.parent)},
         capture_output=True,
         text=True,
@@ -32,7 +33,7 @@ def test_a_hundred_kills_at_random_moments():
         cwd="/",
     )
     runs = [json.loads(line) for line in done.stdout.splitlines()]
-    assert done.returncode == 0 and len(runs) == 100, done.stderr
+    assert done.returncode == 0 and len(runs) == kills, done.stderr
     failed = [run for run in runs if run["problems"]]
     assert not failed, f"repeat with `python kill_runs.py {failed[0]['seed']} 1`: {failed}\n{done.stderr}"
     assert max(run["noticed_ms"] for run in runs) < 1000

@@ -1,4 +1,4 @@
-"""Faults on command: the plan's language, each fault, and five hundred random ones."""
+"""Faults on command: the plan's language, each fault, and random ones."""
 
 import ctypes
 import json
@@ -502,24 +502,25 @@ class TestFace:
             pass
 
 
-def test_five_hundred_random_runs_end_in_an_answer():
+@pytest.mark.parametrize("count", [50, pytest.param(500, marks=pytest.mark.campaign)])
+def test_random_runs_end_in_an_answer(count):
     seed = int(os.environ.get("NCCLPY_TEST_SEED", random.SystemRandom().randrange(10**6)))
     halves = [
         subprocess.Popen(
-            [sys.executable, HERE / "fault_runs.py", str(first), "250"],
+            [sys.executable, HERE / "fault_runs.py", str(first), str(count // 2)],
             env=os.environ | {"PYTHONPATH": str(HERE.parent)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             cwd="/",
         )
-        for first in (seed, seed + 250)
+        for first in (seed, seed + count // 2)
     ]
     runs = []
     for half in halves:
         said, errors = half.communicate(timeout=110)
         *mine, left = [json.loads(line) for line in said.splitlines()]
-        assert half.returncode == 0 and len(mine) == 250, errors
+        assert half.returncode == 0 and len(mine) == count // 2, errors
         runs += mine
         failed = [run for run in mine if run["problems"]]
         assert not failed, f"repeat with `python fault_runs.py {failed[0]['seed']} 1`: {failed}"
@@ -529,6 +530,7 @@ def test_five_hundred_random_runs_end_in_an_answer():
             key: left["before"][key] for key in ("threads", "shm")
         }
     kinds = {line.split(": ")[1].split()[0] for run in runs for line in run["fired"]}
-    assert kinds == {"error", "busy", "delay", "hang", "corrupt"}, "every fault has been at work"
-    assert sum(bool(run["fired"]) for run in runs) > 100
-    assert sum(set(run["outcomes"]) == {"right"} for run in runs) > 100
+    if count == 500:  # a few runs may do without one of them
+        assert kinds == {"error", "busy", "delay", "hang", "corrupt"}, "every fault has been at work"
+    assert sum(bool(run["fired"]) for run in runs) > count / 5
+    assert sum(set(run["outcomes"]) == {"right"} for run in runs) > count / 5

@@ -11,15 +11,15 @@ import sys
 import pytest
 
 SCRIPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "manager_fault_runs.py")
-RUNS = 50
 PROCESSES = 5  # at once: most of the time they wait for deadlines
 
 
+@pytest.mark.parametrize("runs_each", [8, pytest.param(50, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize(("first", "cores"), [(0, 2), (1000, 9)])
-def test_every_work_ends_whatever_goes_wrong(host_engine, first, cores):
+def test_every_work_ends_whatever_goes_wrong(host_engine, first, cores, runs_each):
     def process(number):
         return subprocess.run(
-            [sys.executable, SCRIPT, str(first + 100 * number), str(RUNS), str(cores)],
+            [sys.executable, SCRIPT, str(first + 100 * number), str(runs_each), str(cores)],
             capture_output=True,
             text=True,
             cwd="/",
@@ -34,7 +34,7 @@ def test_every_work_ends_whatever_goes_wrong(host_engine, first, cores):
         assert done.returncode == 0, done.stderr[-3000:]
         assert "Traceback" not in done.stderr, done.stderr[-3000:]
         *runs, left = (json.loads(line) for line in done.stdout.splitlines())
-        assert len(runs) == RUNS
+        assert len(runs) == runs_each
         for run in runs:
             assert not run["problems"], run
             seen += bool(run["fired"])
@@ -51,5 +51,5 @@ def test_every_work_ends_whatever_goes_wrong(host_engine, first, cores):
             assert after == before
             clean += 1
     assert clean, "no process in which all ends have succeeded"
-    assert seen > PROCESSES * RUNS / 2
-    assert len(fired) > 20, fired  # of many kinds
+    assert seen > PROCESSES * runs_each / 2
+    assert len(fired) > min(20, PROCESSES * runs_each / 4), fired  # of many kinds

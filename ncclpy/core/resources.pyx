@@ -14,6 +14,7 @@ from ncclpy.abi.nccl cimport (
 )
 from ncclpy.core.buffers cimport HOST_MEMORY, View, read_view
 from ncclpy.core.check cimport check
+from ncclpy.core.datatypes cimport BYTES, encoded, name_of
 from ncclpy.core.handle cimport WAS_ABORTED
 from ncclpy.core.library cimport nccl, require
 
@@ -44,14 +45,14 @@ cdef class CustomOp:
         datatype = as_datatype(dtype)
         cdef ncclDataType_t raw_type = <ncclDataType_t><int>datatype
         if isinstance(scalar, (int, float, np.generic)):
-            data = np.asarray(scalar).astype(_numpy_dtype(datatype)).tobytes()
+            data = encoded(_plain(scalar), datatype, "scalar")
             memcpy(pointer, <const char*>data, len(data))
         else:
             read_view(scalar, &view, "scalar")
-            if view.count != 1 or view.datatype != <int>datatype:
+            if view.count != 1 or view.datatype != <int>datatype or view.flavour >= BYTES:
                 raise ValueError(
-                    f"scalar: expected one element of {datatype.name.lower()}, got {view.count} of "
-                    f"{DataType(view.datatype).name.lower()}"
+                    f"scalar: expected one element of {datatype.name.lower()}, got {view.count // view.unit} of "
+                    f"{name_of(view.datatype, view.flavour)}"
                 )
             pointer = view.pointer
             residence = ncclScalarHostImmediate if view.device == HOST_MEMORY else ncclScalarDevice
@@ -104,18 +105,15 @@ cdef class CustomOp:
         return f"<ncclpy.CustomOp {DataType(self.datatype).name.lower()}{' (closed)' if self.comm is None else ''}>"
 
 
-cdef object _numpy_dtype(object datatype):
-    """Return the numpy dtype of an NCCL type; the small floats need ml_dtypes."""
-    name = datatype.name.lower()
-    if name in ("bfloat16", "float8e4m3", "float8e5m2"):
-        try:
-            import ml_dtypes
-        except ImportError:
-            raise TypeError(f"a Python scalar of {name} needs the package ml_dtypes; or pass it in an array") from None
-        return {
-            "bfloat16": ml_dtypes.bfloat16, "float8e4m3": ml_dtypes.float8_e4m3fn, "float8e5m2": ml_dtypes.float8_e5m2,
-        }[name]
-    return np.dtype(name)
+cdef object _plain(object scalar):
+    """Return a number without its numpy type, but for floats, which may hold more than Python's."""
+    if isinstance(scalar, (int, float, np.floating)):
+        return scalar
+    if isinstance(scalar, (np.integer, np.bool_)):
+        return int(scalar)
+    if scalar.dtype.kind == "V" and scalar.dtype.fields is None:  # the small floats of ml_dtypes
+        return float(scalar)
+    raise TypeError(f"scalar: expected a number or a buffer, got {scalar!r}")
 
 
 cdef class Registration:

@@ -7,7 +7,7 @@ import threading
 from libc.string cimport memset
 
 from ncclpy.abi.driver cimport CUstream
-from ncclpy.core.buffers cimport ITEMSIZE
+from ncclpy.core.datatypes cimport ITEMSIZE
 from ncclpy.core.communicator cimport Communicator
 from ncclpy.core.handle cimport ABORT_DEADLINE, FOREVER, now
 from ncclpy.core.library cimport nccl

@@ -21,6 +21,11 @@ except ImportError as _error:
             "with `pip install .` in the root of the tree (or `pip install --no-build-isolation -e .` to work on it), "
             "or run Python from another directory to use an installed ncclpy."
         ) from _error
+    if "interpreter" in str(_error):  # Cython's words and Python's differ; both have this one
+        raise ImportError(
+            "ncclpy does not support subinterpreters: NCCL and the table of its functions exist once a process. Use it "
+            "in one interpreter, with threads, or in processes of their own"
+        ) from _error
     raise
 
 from ncclpy.core.buffers import Buffer

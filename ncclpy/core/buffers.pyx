@@ -50,6 +50,7 @@ from ncclpy.core.library cimport driver, require_driver
 
 import numpy as np
 
+from ncclpy.core.errors import not_copied
 from ncclpy.core.types import DataType
 
 cdef extern from *:
@@ -503,7 +504,10 @@ cdef int current_stream(const View* view, int device, CUstream* out) except -1:
 
 
 cdef class Buffer:
-    """Hold memory that is already known: pointer, count and data type, checked once and free to pass ever after.
+    """Buffer(pointer, count, dtype, *, device=None, owner=None)
+--
+
+Hold memory that is already known: pointer, count and data type, checked once and free to pass ever after.
 
     Parameters
     ----------
@@ -564,6 +568,9 @@ cdef class Buffer:
     def device(self):
         """The device's ordinal, or None for CPU memory and memory of which nothing is known."""
         return self.view.device if self.view.device >= 0 else None
+
+    def __reduce__(self):
+        raise not_copied(self, "pass the array, and make the buffer of it where it is used")
 
     def __repr__(self):
         return (

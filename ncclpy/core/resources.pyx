@@ -20,6 +20,7 @@ from ncclpy.core.library cimport nccl, require
 
 import numpy as np
 
+from ncclpy.core.errors import not_copied
 from ncclpy.core.types import DataType, as_datatype
 
 
@@ -101,6 +102,9 @@ cdef class CustomOp:
     def __exit__(self, *exception):
         self.close()
 
+    def __reduce__(self):
+        raise not_copied(self, "make one with Communicator.pre_mul_sum() for each communicator")
+
     def __repr__(self):
         return f"<ncclpy.CustomOp {DataType(self.datatype).name.lower()}{' (closed)' if self.comm is None else ''}>"
 
@@ -134,6 +138,8 @@ cdef class Registration:
                 comm.unlock()
         comm.check_call(result, b"ncclCommRegister")
         self.buffer = buffer
+        self.address = <uintptr_t>view.pointer
+        self.nbytes = view.nbytes
         self.comm = comm
         comm.resources.add(self)
 
@@ -168,3 +174,11 @@ cdef class Registration:
 
     def __exit__(self, *exception):
         self.close()
+
+    def __reduce__(self):
+        raise not_copied(self, "register the buffer with Communicator.register() where it is used")
+
+    def __repr__(self):
+        if self.comm is None:
+            return "<ncclpy.Registration (closed)>"
+        return f"<ncclpy.Registration of {self.nbytes} bytes at {self.address:#x} with {self.comm!r}>"

@@ -130,8 +130,9 @@ def as_op(value) -> int:
     raise TypeError(f"op: {value!r} is no reduction operator; use sum, prod, max, min, avg or comm.pre_mul_sum(...)")
 
 
-# The range of C's int.
+# The ranges of C's int, and of pointers and handles.
 MIN_INT, MAX_INT = -(2**31), 2**31 - 1
+MAX_ADDRESS = 2**64 - 1
 
 
 def as_integer(value, argument: str, lowest: int = MIN_INT, highest: int = MAX_INT) -> int:

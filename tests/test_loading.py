@@ -62,9 +62,12 @@ def test_the_wheel_is_found(libnccl, tmp_path):
     (lib / "libnccl.so.2").symlink_to(libnccl)
     code = f"""
         import sys
-        sys.modules["cuda"] = None
-        sys.path.insert(0, {str(tmp_path)!r})
         from ncclpy.core import search
+        # This machine may have a wheel of its own, and a .pth file that has made `nvidia` a module already.
+        sys.modules["cuda"] = None
+        for name in [name for name in sys.modules if name.partition(".")[0] == "nvidia"]:
+            del sys.modules[name]
+        sys.path[:] = [{str(tmp_path)!r}]
         print([place for place in search.candidates() if "pip wheel" in place[1]])
         """
     assert run(code) == f"[('{lib}/libnccl.so.2', 'pip wheel')]"

@@ -41,9 +41,22 @@ def test_the_states_of_a_work(manager, host_engine):
 
 
 def test_is_completed_asks_the_device(manager):
+    """The monitor, which sees works to their end otherwise, is held up by a callback."""
     n = some_devices(2)
-    works, _ = sum_works(manager, "k", range(n))
-    testing.wait_for(lambda: all(work.is_completed() for work in works), "the end")
+    sum_works(manager, "warm", range(n))[1]()
+    inside, go_on = threading.Event(), threading.Event()
+
+    def hold_up(work):
+        inside.set()
+        go_on.wait(2 * DEADLINE)
+
+    manager.all_reduce("held", Data(1).input(0), device=0, num_local=1, on_done=hold_up)
+    assert inside.wait(DEADLINE)
+    try:
+        works, _ = sum_works(manager, "k", range(n))
+        testing.wait_for(lambda: all(work.is_completed() for work in works), "the end")
+    finally:
+        go_on.set()
 
 
 def test_results(manager):

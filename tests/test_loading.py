@@ -218,11 +218,11 @@ def test_a_child_forked_while_the_parent_loads_can_load(tmp_path):
     )
     library = tmp_path / "slow.so"
     subprocess.run(["cc", "-shared", "-fPIC", "-w", str(source), "-o", str(library)], check=True, timeout=60)
-    code = f"""
+    code = """
         import os, signal, sys, threading
         import ncclpy
         begun, go = os.pipe(), os.pipe()
-        os.environ |= {{"BEGUN": str(begun[1]), "GO": str(go[0])}}
+        os.environ |= {"BEGUN": str(begun[1]), "GO": str(go[0])}
         def load():
             try:
                 ncclpy.library()

@@ -50,6 +50,8 @@ cdef class Communicator(Collectives):
     memory on the host engine), and live until the work on the stream is done. Whatever does not fit raises
     `TypeError` or `ValueError` before NCCL is called.
 
+    Reductions take NCCL's data types, bool and complex numbers. Calls that only move data take any of a fixed size.
+
     ``stream`` is any stream object or handle; by default the current stream of the array's framework, or the legacy
     default stream where there is none. Arrays in CPU memory have none: the call waits for them.
 

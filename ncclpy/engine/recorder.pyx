@@ -1,4 +1,4 @@
-"""The flight recorder: the last operations of this process, always on, for when something is stuck.
+"""The flight recorder: the last operations of this process's Managers, always on, for when something is stuck.
 
 An entry is written as its operation goes on, by whoever moves it; a dump only reads memory, so a stuck device cannot
 hold it up.
@@ -18,7 +18,8 @@ from ncclpy.core.operation cimport function_of
 from ncclpy.engine.native cimport now
 
 from ncclpy.core import library as _library
-from ncclpy.core.types import DataType, ReduceOp, as_integer
+from ncclpy.core.types import DataType, ReduceOp
+from ncclpy.core.types import as_integer as _as_integer
 
 # Characters of a key that are shown.
 cdef int _LONG = 300
@@ -143,7 +144,7 @@ def resize(capacity):
         The number of entries; 2,000 unless set.
     """
     global _ring, _recorded
-    capacity = as_integer(capacity, "capacity", 0)
+    capacity = _as_integer(capacity, "capacity", 0)
     _ring = [None] * capacity
     _recorded = 0
 

@@ -17,7 +17,8 @@ from ncclpy.core.operation cimport GROW, INIT_RANK, SHRINK, SPLIT, Operation
 
 from ncclpy.core import device as _device
 from ncclpy.core.group import Group
-from ncclpy.core.types import MAX_ADDRESS, UniqueId, as_integer, as_unique_id
+from ncclpy.core.types import MAX_ADDRESS as _MAX_ADDRESS
+from ncclpy.core.types import UniqueId, as_integer, as_unique_id
 
 
 def get_unique_id():
@@ -136,7 +137,7 @@ cdef class Creation(Lifecycle):
             The handle; it must outlive the returned object.
         """
         cdef Creation self = cls.__new__(cls)
-        cdef uintptr_t address = as_integer(pointer, "pointer", 0, MAX_ADDRESS)
+        cdef uintptr_t address = as_integer(pointer, "pointer", 0, _MAX_ADDRESS)
         if address == 0:
             raise ValueError("pointer: NULL is no communicator")
         frame = sys._getframe(0)

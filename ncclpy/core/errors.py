@@ -31,7 +31,9 @@ def seconds(duration: float) -> str:
         return "0 s"
     if duration < 1e-3:
         return "less than 1 ms"
-    return f"{duration * 1e3:.3g} ms" if duration < 0.9995 else f"{duration:.3g} s" if duration < 999.5 else f"{duration:.0f} s"
+    if duration < 0.9995:
+        return f"{duration * 1e3:.3g} ms"
+    return f"{duration:.3g} s" if duration < 999.5 else f"{duration:.0f} s"
 
 
 class NcclError(RuntimeError):

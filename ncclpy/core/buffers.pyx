@@ -9,7 +9,7 @@ numpy's C API, DLPack's C exchange API (torch since 2.10), attributes (CuPy, old
 import math
 import sys
 
-from cpython.exc cimport PyErr_Occurred
+from cpython.exc cimport PyErr_Clear, PyErr_Occurred
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid
 from libc.stdint cimport int64_t, uintptr_t
 cimport numpy as cnp
@@ -76,6 +76,7 @@ cdef class _Road:
     cdef int kind
     cdef const DLPackExchangeAPI* api
     cdef object is_neg, is_conj  # torch's methods, or None
+    cdef bint torch  # it has torch's attributes
 
 
 cdef dict _roads = {}
@@ -138,8 +139,9 @@ cdef _Road _road_of(object obj, str argument):
     """Decide once how objects of this type are read."""
     cdef _Road road = _Road()
     kind = type(obj)
-    road.is_neg = getattr(kind, "is_neg", None)
-    road.is_conj = getattr(kind, "is_conj", None)
+    road.torch = hasattr(kind, "data_ptr")
+    road.is_neg = _method(kind, "is_neg")
+    road.is_conj = _method(kind, "is_conj")
     if isinstance(obj, np.ndarray):
         if isinstance(obj, np.ma.MaskedArray):
             raise TypeError(f"{argument}: a masked array; NCCL knows no masks: pass its data or array.filled(...)")
@@ -167,6 +169,11 @@ cdef _Road _road_of(object obj, str argument):
             "(pointer, count, dtype)"
         )
     return road
+
+
+cdef object _method(object kind, str name):
+    method = getattr(kind, name, None)
+    return method if callable(method) else None
 
 
 cdef bint _take_exchange_api(object kind, _Road road) except -1:
@@ -233,7 +240,10 @@ cdef object _not_contiguous(str argument, object shape, object strides):
 cdef inline int _read_exchange_api(object obj, _Road road, View* view, str argument) except -1:
     cdef DLTensor tensor
     if road.api.dltensor_from_py_object_no_sync(<void*>obj, &tensor) != 0:
-        return _read_the_hard_way(obj, view, argument)
+        if not road.torch:
+            return _reraise(argument)
+        PyErr_Clear()  # it says less than the attributes do
+        return _read_torch(obj, view, argument)
     view.framework = EXCHANGE_API
     view.api = road.api
     _read_dltensor(&tensor, view, argument)
@@ -252,32 +262,10 @@ cdef object _lazy(str argument, str what, str which):
 cdef int _refuse_lazy(object tensor, str argument) except -1:
     """Refuse torch's lazy views on the slower roads."""
     for what, which in (("conjugate", "conj"), ("negative", "neg")):
-        asks = getattr(type(tensor), f"is_{which}", None)
+        asks = _method(type(tensor), f"is_{which}")
         if asks is not None and asks(tensor):
             raise _lazy(argument, what, which)
     return 0
-
-
-cdef int _read_the_hard_way(object obj, View* view, str argument) except -1:
-    """Read a tensor that its owner's C function refuses, through its attributes, or say what is wrong with it."""
-    said = _taken_error()
-    if hasattr(type(obj), "data_ptr"):
-        return _read_torch(obj, view, argument)
-    raise BufferError(f"{argument}: the tensor cannot be read through DLPack{said}")
-
-
-cdef str _taken_error():
-    """Take the exception that another library's C function has set, and return its first line."""
-    try:
-        if PyErr_Occurred() != NULL:
-            _raise_current()
-    except Exception as error:
-        return ": " + _first_line(error)
-    return ""
-
-
-cdef int _raise_current() except -1:
-    return -1
 
 
 cdef object _first_line(error):

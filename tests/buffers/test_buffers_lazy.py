@@ -96,6 +96,13 @@ def test_a_tensor_that_only_its_c_function_refuses_is_read_by_its_attributes(hos
     assert (buffer.pointer, buffer.nbytes) == (array.ctypes.data, 8)
 
 
+def test_an_attribute_of_that_name_is_no_question(host_engine):
+    class Other(DLPackTensor):
+        is_neg = is_conj = True
+
+    assert ncclpy.Buffer.of(Other(np.zeros(3, np.float32))).count == 3
+
+
 # The same with torch itself.
 
 

@@ -11,6 +11,11 @@ import typing as _typing
 try:
     import ncclpy.core.library  # noqa: F401 - the first compiled module tells whether the package is built
 except ImportError as _error:
+    if "interpreter" in str(_error):  # Cython's words and Python's differ; both have this one
+        raise ImportError(
+            "ncclpy does not support subinterpreters: NCCL and the table of its functions exist once a process. Use "
+            "it in one interpreter, with threads, or in processes of their own"
+        ) from _error
     from importlib.machinery import EXTENSION_SUFFIXES as _SUFFIXES
     from pathlib import Path as _Path
 

@@ -62,9 +62,12 @@ def test_the_wheel_is_found(libnccl, tmp_path):
     (lib / "libnccl.so.2").symlink_to(libnccl)
     code = f"""
         import sys
-        sys.modules["cuda"] = None
-        sys.path.insert(0, {str(tmp_path)!r})
         from ncclpy.core import search
+        # This machine may have a wheel of its own, and a .pth file that has made `nvidia` a module already.
+        sys.modules["cuda"] = None
+        for name in [name for name in sys.modules if name.partition(".")[0] == "nvidia"]:
+            del sys.modules[name]
+        sys.path[:] = [{str(tmp_path)!r}]
         print([place for place in search.candidates() if "pip wheel" in place[1]])
         """
     assert run(code) == f"[('{lib}/libnccl.so.2', 'pip wheel')]"
@@ -158,3 +161,83 @@ def test_what_a_library_lacks_names_the_release(libnccl):
         """
     said = run(code, NCCLPY_LIBRARY=str(libnccl))
     assert "ncclGetUniqueId" in said and "2.28.9" in said and str(libnccl) in said
+
+
+# A driver that says each time where it is and waits until another thread of the process has answered.
+SLOW_DRIVER = """
+#include <poll.h>
+#include <stdlib.h>
+#include <unistd.h>
+static int told(const char* name) {
+  struct pollfd wait = {atoi(getenv("ANSWERS")), POLLIN, 0};
+  char byte;
+  if (write(atoi(getenv("BEGUN")), name, 1) != 1) return 0;
+  return poll(&wait, 1, 10000) == 1 && read(wait.fd, &byte, 1) == 1;
+}
+static int opened;
+__attribute__((constructor)) static void load(void) { opened = told("load"); }
+int cuInit(unsigned int flags) { return opened && told("init") ? 0 : 999; }
+int cuDeviceGetCount(int* count) { *count = told("count") ? 1 : 0; return 0; }
+"""
+
+
+def test_the_driver_is_loaded_without_the_gil(tmp_path, libnccl):
+    (tmp_path / "cuda.c").write_text(SLOW_DRIVER)
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run(["cc", "-shared", "-fPIC", str(tmp_path / "cuda.c"), "-o", str(library)], check=True, timeout=60)
+    code = f"""
+        import ctypes, os, threading
+        ctypes.CDLL({str(libnccl)!r})
+        import ncclpy
+        begun, answers = os.pipe(), os.pipe()
+        os.environ |= {{"BEGUN": str(begun[1]), "ANSWERS": str(answers[0])}}
+        said = []
+        def other():
+            while True:
+                said.append(os.read(begun[0], 1).decode())
+                os.write(answers[1], b"x")
+        threading.Thread(target=other, daemon=True).start()
+        # Two threads that load at once get one library.
+        found = []
+        threads = [threading.Thread(target=lambda: found.append(ncclpy.library())) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        print(found[0].engine, found[0] is found[1], "".join(said))
+        """
+    assert run(code, LD_LIBRARY_PATH=str(tmp_path)) == "cuda True lic"
+
+
+def test_a_child_forked_while_the_parent_loads_can_load(tmp_path):
+    source = tmp_path / "slow.c"
+    source.write_text(
+        "#include <unistd.h>\n#include <stdlib.h>\n"
+        '__attribute__((constructor)) static void load(void) { char b; write(atoi(getenv("BEGUN")), "x", 1);'
+        ' read(atoi(getenv("GO")), &b, 1); }\n'
+    )
+    library = tmp_path / "slow.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-w", str(source), "-o", str(library)], check=True, timeout=60)
+    code = """
+        import os, signal, sys, threading
+        import ncclpy
+        begun, go = os.pipe(), os.pipe()
+        os.environ |= {"BEGUN": str(begun[1]), "GO": str(go[0])}
+        def load():
+            try:
+                ncclpy.library()
+            except ncclpy.LibraryNotFound:
+                pass
+        thread = threading.Thread(target=load)
+        thread.start()
+        os.read(begun[0], 1)  # the other thread is inside dlopen
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            ncclpy.use("host")
+            os._exit(0 if ncclpy.library().engine == "host" else 1)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        os.write(go[1], b"x")
+        thread.join()
+        """
+    assert run(code, NCCLPY_LIBRARY=str(library)) == "0"

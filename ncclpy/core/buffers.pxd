@@ -6,12 +6,6 @@ cdef enum:
     HOST_MEMORY = -1  # CPU memory: only the host engine takes it
     UNKNOWN_DEVICE = -2  # nobody said: explicit pointers, page-locked memory
 
-# How NCCL's real types carry what NCCL has not.
-cdef enum:
-    REAL = 0
-    BOOLEAN = 1  # as uint8
-    COMPLEX = 2  # as pairs of reals
-
 # Whose current stream stands for stream=None.
 cdef enum:
     NO_FRAMEWORK = 0
@@ -21,16 +15,13 @@ cdef enum:
     INTERFACE = 4  # __cuda_array_interface__ names a stream itself
 
 
-# The size in bytes of an element, by ncclDataType_t.
-cdef int* ITEMSIZE
-
-
 cdef struct View:
     void* pointer
     size_t count  # in elements of `datatype`: a complex array counts double
+    size_t unit  # so many of them are one element of the array
     size_t nbytes
     int datatype  # ncclDataType_t
-    int flavour
+    int flavour  # how it carries what NCCL has not, see datatypes
     int device
     int framework
     bint readonly

@@ -6,9 +6,10 @@ numpy's C API, DLPack's C exchange API (torch since 2.10), attributes (CuPy, old
 ``__cuda_array_interface__`` and ``__dlpack__`` protocols.
 """
 
+import math
 import sys
 
-from cpython.exc cimport PyErr_Occurred
+from cpython.exc cimport PyErr_Clear, PyErr_Occurred
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid
 from libc.stdint cimport int64_t, uintptr_t
 cimport numpy as cnp
@@ -20,18 +21,10 @@ from ncclpy.abi.dlpack cimport (
     DLPACK_MAJOR_KNOWN,
     DLPackExchangeAPIHeader,
     DLTensor,
-    kDLBfloat,
-    kDLBool,
-    kDLComplex,
     kDLCPU,
     kDLCUDA,
     kDLCUDAHost,
     kDLCUDAManaged,
-    kDLFloat,
-    kDLFloat8_e4m3fn,
-    kDLFloat8_e5m2,
-    kDLInt,
-    kDLUInt,
 )
 from ncclpy.abi.driver cimport (
     CU_MEMORYTYPE_DEVICE,
@@ -40,26 +33,28 @@ from ncclpy.abi.driver cimport (
     CUDA_SUCCESS,
     CUdeviceptr,
 )
-from ncclpy.abi.nccl cimport (
-    ncclBfloat16,
-    ncclFloat8e4m3,
-    ncclFloat8e5m2,
-    ncclFloat16,
-    ncclFloat32,
-    ncclFloat64,
-    ncclInt8,
-    ncclInt32,
-    ncclInt64,
-    ncclUint8,
-    ncclUint32,
-    ncclUint64,
+from ncclpy.abi.nccl cimport ncclUint8
+from ncclpy.core.datatypes cimport (
+    COMPLEX,
+    ITEMSIZE,
+    UNITS,
+    of_anything,
+    of_dlpack,
+    of_dtype,
+    of_numpy,
+    of_torch,
+    times_overflows,
 )
 from ncclpy.core.device cimport as_device
 from ncclpy.core.library cimport driver, require_driver
 
 import numpy as np
 
-from ncclpy.core.types import DataType, as_datatype
+from ncclpy.core.errors import not_copied
+from ncclpy.core.types import DataType
+
+cdef extern from *:
+    size_t MOST "((size_t)PTRDIFF_MAX)"  # bytes of any one object
 
 cnp.import_array()
 
@@ -75,38 +70,13 @@ cdef enum:
     BY_BUFFER
     BY_TUPLE
 
-ITEMSIZE = [1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1]
-
-# numpy's own type numbers to (data type | flavour << 8); -1 has no NCCL type. Others (ml_dtypes) go by their name.
-cdef int[64] _of_numpy
-cdef dict _of_numpy_name = {}
-
-
-cdef int _fill_numpy_table() except -1:
-    cdef int i
-    for i in range(64):
-        _of_numpy[i] = -1
-    for name, value in (
-        ("int8", <int>ncclInt8), ("uint8", <int>ncclUint8), ("int32", <int>ncclInt32), ("uint32", <int>ncclUint32),
-        ("int64", <int>ncclInt64), ("uint64", <int>ncclUint64), ("float16", <int>ncclFloat16),
-        ("float32", <int>ncclFloat32), ("float64", <int>ncclFloat64), ("bool", <int>ncclUint8 | BOOLEAN << 8),
-        ("complex64", <int>ncclFloat32 | COMPLEX << 8), ("complex128", <int>ncclFloat64 | COMPLEX << 8),
-    ):
-        _of_numpy[np.dtype(name).num] = value
-    # C's long and long long are both 64 bits wide and have a number each.
-    for code in "lqLQ":
-        _of_numpy[np.dtype(code).num] = <int>ncclInt64 if code in "lq" else <int>ncclUint64
-    return 0
-
-
-_fill_numpy_table()
-
-
 cdef class _Road:
     """How objects of one type are read."""
 
     cdef int kind
     cdef const DLPackExchangeAPI* api
+    cdef object is_neg, is_conj  # torch's methods, or None
+    cdef bint torch  # it has torch's attributes
 
 
 cdef dict _roads = {}
@@ -134,7 +104,7 @@ cdef int read_view(object obj, View* view, str argument) except -1:
         road = _remember(obj, argument)
     kind = road.kind
     if kind == BY_EXCHANGE_API:
-        return _read_exchange_api(obj, road.api, view, argument)
+        return _read_exchange_api(obj, road, view, argument)
     if kind == BY_NUMPY:
         return _read_numpy(<cnp.ndarray>obj, view, argument)
     if kind == BY_TUPLE:
@@ -144,7 +114,7 @@ cdef int read_view(object obj, View* view, str argument) except -1:
     if kind == BY_TORCH:
         return _read_torch(obj, view, argument)
     if kind == BY_CUDA_CORE:
-        return _read_cuda_core(obj, view)
+        return _read_cuda_core(obj, view, argument)
     if kind == BY_INTERFACE:
         return _read_interface(obj.__cuda_array_interface__, view, argument)
     if kind == BY_BUFFER:
@@ -169,6 +139,9 @@ cdef _Road _road_of(object obj, str argument):
     """Decide once how objects of this type are read."""
     cdef _Road road = _Road()
     kind = type(obj)
+    road.torch = hasattr(kind, "data_ptr")
+    road.is_neg = _method(kind, "is_neg")
+    road.is_conj = _method(kind, "is_conj")
     if isinstance(obj, np.ndarray):
         if isinstance(obj, np.ma.MaskedArray):
             raise TypeError(f"{argument}: a masked array; NCCL knows no masks: pass its data or array.filled(...)")
@@ -198,6 +171,11 @@ cdef _Road _road_of(object obj, str argument):
     return road
 
 
+cdef object _method(object kind, str name):
+    method = getattr(kind, name, None)
+    return method if callable(method) else None
+
+
 cdef bint _take_exchange_api(object kind, _Road road) except -1:
     """Find a version of the type's exchange API whose layout is known and that gives a DLTensor without copying."""
     cdef const DLPackExchangeAPIHeader* header
@@ -214,10 +192,9 @@ cdef bint _take_exchange_api(object kind, _Road road) except -1:
 
 
 cdef int _read_numpy(cnp.ndarray array, View* view, str argument) except -1:
-    cdef int number = cnp.PyArray_TYPE(array)
-    cdef int found = _of_numpy[number] if 0 <= number < 64 else -1
+    cdef int found = of_numpy(cnp.PyArray_TYPE(array))
     if found < 0:
-        found = _numpy_by_name(array.dtype, argument)
+        found = of_dtype(array.dtype, argument)
     if not cnp.PyArray_IS_C_CONTIGUOUS(array):
         raise _not_contiguous(argument, (<object>array).shape, (<object>array).strides)
     if not cnp.PyArray_ISNOTSWAPPED(array):
@@ -228,28 +205,29 @@ cdef int _read_numpy(cnp.ndarray array, View* view, str argument) except -1:
     view.pointer = cnp.PyArray_DATA(array)
     view.readonly = not cnp.PyArray_ISWRITEABLE(array)
     view.device = HOST_MEMORY
-    return _set_type(view, found, <size_t>cnp.PyArray_SIZE(array))
+    return _set_type(view, found, <size_t>cnp.PyArray_SIZE(array), argument)
 
 
-cdef inline int _set_type(View* view, int found, size_t count) except -1:
-    """Set data type, flavour, count and size from a packed type and a count of array elements."""
-    view.datatype = found & 0xFF
-    view.flavour = found >> 8
-    view.count = count * 2 if view.flavour == COMPLEX else count
-    view.nbytes = view.count * ITEMSIZE[view.datatype]
+cdef inline int _set_type(View* view, int packed, size_t count, str argument) except -1:
+    """Set data type, flavour, count and size from a packed type and a count of array elements; the pointer is set."""
+    view.datatype = packed & 0xFF
+    view.flavour = packed >> 8
+    view.unit = UNITS[view.flavour]
+    if (
+        times_overflows(count, view.unit, &view.count)
+        or times_overflows(view.count, ITEMSIZE[view.datatype], &view.nbytes)
+        or view.nbytes > MOST
+    ):
+        raise _too_large(argument, count)
+    if view.pointer == NULL and count:
+        raise ValueError(
+            f"{argument}: a NULL pointer with {count} elements; there is no memory behind it (a fake tensor has none)"
+        )
     return 0
 
 
-cdef int _numpy_by_name(object dtype, str argument) except -1:
-    """Return the packed type of a numpy dtype that is not numpy's own, bfloat16 of ml_dtypes say."""
-    found = _of_numpy_name.get(dtype)
-    if found is None:
-        try:
-            found = <int>as_datatype(dtype)
-        except TypeError as error:
-            raise TypeError(f"{argument}: {error}") from None
-        _of_numpy_name[dtype] = found
-    return found
+cdef object _too_large(str argument, object count):
+    return ValueError(f"{argument}: {count} elements are more than memory can hold; their size does not fit 63 bits")
 
 
 cdef object _not_contiguous(str argument, object shape, object strides):
@@ -259,23 +237,39 @@ cdef object _not_contiguous(str argument, object shape, object strides):
     )
 
 
-cdef inline int _read_exchange_api(object obj, const DLPackExchangeAPI* api, View* view, str argument) except -1:
+cdef inline int _read_exchange_api(object obj, _Road road, View* view, str argument) except -1:
     cdef DLTensor tensor
-    if api.dltensor_from_py_object_no_sync(<void*>obj, &tensor) != 0:
-        _reraise(argument)
+    if road.api.dltensor_from_py_object_no_sync(<void*>obj, &tensor) != 0:
+        if not road.torch:
+            return _reraise(argument)
+        PyErr_Clear()  # it says less than the attributes do
+        return _read_torch(obj, view, argument)
     view.framework = EXCHANGE_API
-    view.api = api
+    view.api = road.api
     _read_dltensor(&tensor, view, argument)
-    if view.flavour == COMPLEX:
-        _refuse_lazy_conjugate(obj, argument)
+    # No type says so, and the memory holds other values than the tensor has.
+    if road.is_neg is not None and road.is_neg(obj) is not False:
+        raise _lazy(argument, "negative", "neg")
+    if view.flavour == COMPLEX and road.is_conj is not None and road.is_conj(obj) is not False:
+        raise _lazy(argument, "conjugate", "conj")
     return 0
 
 
-cdef int _refuse_lazy_conjugate(object tensor, str argument) except -1:
-    """Refuse torch's conjugate views: their memory holds what they are the conjugate of, and no type says so."""
-    if hasattr(tensor, "is_conj") and tensor.is_conj():
-        raise ValueError(f"{argument}: the tensor is a lazy conjugate; pass tensor.resolve_conj()")
+cdef object _lazy(str argument, str what, str which):
+    return ValueError(f"{argument}: the tensor is a lazy {what}, its memory holds others; pass tensor.resolve_{which}()")
+
+
+cdef int _refuse_lazy(object tensor, str argument) except -1:
+    """Refuse torch's lazy views on the slower roads."""
+    for what, which in (("conjugate", "conj"), ("negative", "neg")):
+        asks = _method(type(tensor), f"is_{which}")
+        if asks is not None and asks(tensor):
+            raise _lazy(argument, what, which)
     return 0
+
+
+cdef object _first_line(error):
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 cdef int _reraise(str argument) except -1:
@@ -288,12 +282,17 @@ cdef int _reraise(str argument) except -1:
 cdef inline int _read_dltensor(const DLTensor* tensor, View* view, str argument) except -1:
     cdef size_t count = 1
     cdef int64_t expected = 1
+    cdef bint overflows = False
     cdef int i
-    cdef int found = _of_dltype(tensor.dtype.code, tensor.dtype.bits)
-    if found < 0 or tensor.dtype.lanes != 1:
-        raise TypeError(f"{argument}: NCCL has no data type for {_dltype_name(tensor.dtype.code, tensor.dtype.bits)}")
+    cdef int found = of_dlpack(tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes, argument)
     for i in range(tensor.ndim):
-        count *= <size_t>tensor.shape[i]
+        if tensor.shape[i] == 0:
+            count = 0
+            overflows = False
+            break
+        overflows |= times_overflows(count, <size_t>tensor.shape[i], &count)
+    if overflows:
+        raise _too_large(argument, " x ".join([str(tensor.shape[i]) for i in range(tensor.ndim)]))
     if tensor.strides != NULL and count > 1:
         for i in range(tensor.ndim - 1, -1, -1):
             if tensor.shape[i] != 1 and tensor.strides[i] != expected:
@@ -311,34 +310,8 @@ cdef inline int _read_dltensor(const DLTensor* tensor, View* view, str argument)
         view.device = UNKNOWN_DEVICE
     else:
         raise ValueError(f"{argument}: memory of DLPack device type {tensor.device.device_type} is not for NCCL")
-    view.pointer = <char*>tensor.data + tensor.byte_offset
-    return _set_type(view, found, count)
-
-
-cdef object _dltype_name(int code, int bits):
-    words = {kDLInt: "int", kDLUInt: "uint", kDLFloat: "float", kDLBfloat: "bfloat", kDLComplex: "complex"}
-    return f"{words[code]}{bits}" if code in words else f"DLPack's type code {code} with {bits} bits"
-
-
-cdef inline int _of_dltype(int code, int bits) noexcept:
-    """Return the packed type of a DLPack type, -1 if NCCL has none."""
-    if code == kDLFloat:
-        return <int>ncclFloat32 if bits == 32 else <int>ncclFloat64 if bits == 64 else <int>ncclFloat16 if bits == 16 else -1
-    if code == kDLBfloat:
-        return <int>ncclBfloat16 if bits == 16 else -1
-    if code == kDLInt:
-        return <int>ncclInt64 if bits == 64 else <int>ncclInt32 if bits == 32 else <int>ncclInt8 if bits == 8 else -1
-    if code == kDLUInt:
-        return <int>ncclUint64 if bits == 64 else <int>ncclUint32 if bits == 32 else <int>ncclUint8 if bits == 8 else -1
-    if code == kDLBool:
-        return <int>ncclUint8 | BOOLEAN << 8 if bits == 8 else -1
-    if code == kDLComplex:
-        return (<int>ncclFloat32 | COMPLEX << 8) if bits == 64 else (<int>ncclFloat64 | COMPLEX << 8) if bits == 128 else -1
-    if code == kDLFloat8_e4m3fn:
-        return <int>ncclFloat8e4m3
-    if code == kDLFloat8_e5m2:
-        return <int>ncclFloat8e5m2
-    return -1
+    view.pointer = NULL if tensor.data == NULL else <char*>tensor.data + tensor.byte_offset
+    return _set_type(view, found, count, argument)
 
 
 cdef int _read_tuple(object triple, View* view, str argument) except -1:
@@ -352,25 +325,24 @@ cdef int _set_explicit(View* view, object pointer, object count, object dtype, s
     """Fill a view from what the caller says; nothing can be checked but the types and signs."""
     if not isinstance(pointer, int) or not isinstance(count, int):
         raise TypeError(f"{argument}: pointer and count are ints, got {type(pointer).__name__}, {type(count).__name__}")
-    if pointer < 0 or count < 0:
-        raise ValueError(f"{argument}: pointer {pointer:#x} and count {count} must not be negative")
-    if pointer == 0 and count > 0:
-        raise ValueError(f"{argument}: a NULL pointer with {count} elements")
-    view.pointer = <void*><uintptr_t>pointer
-    if type(dtype) is DataType:
-        return _set_type(view, <int>dtype, count)
-    return _set_type(view, _explicit_type(dtype, argument), count)
-
-
-cdef int _explicit_type(object dtype, str argument) except -1:
-    if isinstance(dtype, np.dtype) or (isinstance(dtype, type) and issubclass(dtype, (np.generic, bool, complex))):
-        dtype = np.dtype(dtype)
-        if dtype.num < 64 and _of_numpy[dtype.num] >= 0:
-            return _of_numpy[dtype.num]
+    cdef size_t elements
+    view.pointer = _address(pointer, argument)
     try:
-        return <int>as_datatype(dtype)
-    except TypeError as error:
-        raise TypeError(f"{argument}: {error}") from None
+        elements = count
+    except OverflowError:
+        if count < 0:
+            raise ValueError(f"{argument}: count {count} must not be negative") from None
+        raise _too_large(argument, count) from None
+    if type(dtype) is DataType:
+        return _set_type(view, <int>dtype, elements, argument)
+    return _set_type(view, of_anything(dtype, argument), elements, argument)
+
+
+cdef void* _address(object pointer, str argument) except? NULL:
+    try:
+        return <void*><uintptr_t>pointer
+    except OverflowError:
+        raise ValueError(f"{argument}: pointer {pointer:#x} lies outside the range of addresses") from None
 
 
 cdef int _read_cupy(object array, View* view, str argument) except -1:
@@ -383,30 +355,11 @@ cdef int _read_cupy(object array, View* view, str argument) except -1:
     if not (array.flags.c_contiguous if contiguous is None else contiguous):
         raise _not_contiguous(argument, array.shape, array.strides)
     dtype = array.dtype
-    cdef int number = dtype.num
-    cdef int found = _of_numpy[number] if 0 <= number < 64 else -1
-    if found < 0:
-        found = _numpy_by_name(dtype, argument)
-    return _set_type(view, found, array.size)
-
-
-# torch's dtypes to packed types; filled at first sight, since torch is not imported here.
-cdef dict _of_torch = {}
+    return _set_type(view, of_dtype(dtype, argument), array.size, argument)
 
 
 cdef int _read_torch(object tensor, View* view, str argument) except -1:
-    """Read a tensor of a torch older than 2.10 through its attributes."""
-    if not tensor.is_contiguous():
-        raise _not_contiguous(argument, tensor.shape, tensor.stride())
-    dtype = tensor.dtype
-    found = _of_torch.get(dtype)
-    if found is None:
-        name = str(dtype).removeprefix("torch.")
-        if name in ("bool", "complex64", "complex128"):
-            found = _of_numpy[np.dtype(name).num]
-        else:
-            found = _explicit_type(name, argument)
-        _of_torch[dtype] = found
+    """Read a tensor through its attributes: of a torch older than 2.10, or one that its C function refuses."""
     device = tensor.device
     if device.type == "cuda":
         view.device = device.index
@@ -414,19 +367,28 @@ cdef int _read_torch(object tensor, View* view, str argument) except -1:
         view.device = HOST_MEMORY
     else:
         raise ValueError(f"{argument}: a tensor on {device} is not for NCCL")
+    if getattr(tensor, "is_quantized", False):
+        raise TypeError(f"{argument}: a quantized tensor, whose scale NCCL does not know; pass tensor.int_repr()")
+    layout = str(getattr(tensor, "layout", "torch.strided"))
+    if layout != "torch.strided" or getattr(tensor, "is_nested", False):
+        kind = "nested" if getattr(tensor, "is_nested", False) else layout.removeprefix("torch.")
+        raise TypeError(f"{argument}: a {kind} tensor is no one block of memory; pass its parts, or a dense copy")
+    _refuse_lazy(tensor, argument)
+    if not tensor.is_contiguous():
+        raise _not_contiguous(argument, tensor.shape, tensor.stride())
+    try:
+        view.pointer = _address(tensor.data_ptr(), argument)
+    except RuntimeError as error:  # a wrapper, as those of torch.func are
+        raise TypeError(f"{argument}: the tensor has no memory of its own: {_first_line(error)}") from None
     view.framework = TORCH
-    view.pointer = <void*><uintptr_t>tensor.data_ptr()
-    _set_type(view, <int>found, tensor.numel())
-    if view.flavour == COMPLEX:
-        _refuse_lazy_conjugate(tensor, argument)
-    return 0
+    return _set_type(view, of_torch(tensor.dtype, tensor.element_size(), argument), tensor.numel(), argument)
 
 
-cdef int _read_cuda_core(object buffer, View* view) except -1:
+cdef int _read_cuda_core(object buffer, View* view, str argument) except -1:
     """Read a cuda.core Buffer: bytes without a type, so uint8."""
     view.pointer = <void*><uintptr_t>int(buffer.handle)
     view.device = buffer.device_id if buffer.device_id >= 0 else UNKNOWN_DEVICE
-    return _set_type(view, <int>ncclUint8, buffer.size)
+    return _set_type(view, <int>ncclUint8, buffer.size, argument)
 
 
 cdef int _read_interface(dict interface, View* view, str argument) except -1:
@@ -437,9 +399,9 @@ cdef int _read_interface(dict interface, View* view, str argument) except -1:
     pointer, readonly = interface["data"]
     dtype = np.dtype(interface["typestr"])
     strides = interface.get("strides")
-    cdef size_t count = 1
-    for extent in shape:
-        count *= <size_t>extent
+    count = math.prod(shape)
+    if not 0 <= count <= MOST:
+        raise _too_large(argument, count) if count > 0 else ValueError(f"{argument}: a negative shape, {shape}")
     if strides is not None and count > 1:
         expected = dtype.itemsize
         for extent, stride in zip(reversed(shape), reversed(strides)):
@@ -451,14 +413,14 @@ cdef int _read_interface(dict interface, View* view, str argument) except -1:
             f"{argument}: the array's byte order is not this machine's ({dtype!r}); pass "
             "array.astype(array.dtype.newbyteorder('='))"
         )
-    view.pointer = <void*><uintptr_t>pointer
+    view.pointer = _address(pointer or 0, argument)  # an empty array may have none
     view.readonly = bool(readonly)
     view.device = _device_of_pointer(view.pointer) if count else UNKNOWN_DEVICE
     stream = interface.get("stream")
     if stream is not None:
         view.framework = INTERFACE
         view.stream = <CUstream><uintptr_t>stream
-    return _set_type(view, _explicit_type(dtype, argument), count)
+    return _set_type(view, of_dtype(dtype, argument), count, argument)
 
 
 cdef int _device_of_pointer(void* pointer) except -3:
@@ -476,6 +438,7 @@ cdef int _device_of_pointer(void* pointer) except -3:
 cdef int _read_dlpack(object obj, View* view, str argument) except -1:
     """Read any ``__dlpack__`` object. Its stream is not waited for: NCCL is enqueued on a stream itself."""
     cdef DLManagedTensorVersioned* versioned
+    _refuse_lazy(obj, argument)
     device_type = int(obj.__dlpack_device__()[0])
     # -1 asks a CUDA producer not to synchronise; a CPU producer takes only None.
     stream = -1 if device_type in (kDLCUDA, kDLCUDAManaged) else None
@@ -529,7 +492,10 @@ cdef int current_stream(const View* view, int device, CUstream* out) except -1:
 
 
 cdef class Buffer:
-    """Hold memory that is already known: pointer, count and data type, checked once and free to pass ever after.
+    """Buffer(pointer, count, dtype, *, device=None, owner=None)
+--
+
+Hold memory that is already known: pointer, count and data type, checked once and free to pass ever after.
 
     Parameters
     ----------
@@ -590,6 +556,9 @@ cdef class Buffer:
     def device(self):
         """The device's ordinal, or None for CPU memory and memory of which nothing is known."""
         return self.view.device if self.view.device >= 0 else None
+
+    def __reduce__(self):
+        raise not_copied(self, "pass the array, and make the buffer of it where it is used")
 
     def __repr__(self):
         return (

@@ -5,8 +5,11 @@ return at once; arrays in CPU memory (the host engine) have no stream, so with `
 their data are there.
 """
 
+from cpython.long cimport PyLong_AsLongAndOverflow
+
 from ncclpy.abi.nccl cimport ncclFloat8e4m3
-from ncclpy.core.buffers cimport BOOLEAN, COMPLEX, HOST_MEMORY, current_stream, read_view
+from ncclpy.core.buffers cimport HOST_MEMORY, current_stream, read_view
+from ncclpy.core.datatypes cimport BOOLEAN, BYTES, COMPLEX, ITEMSIZE, name_of, times_overflows
 from ncclpy.core.group cimport submit
 from ncclpy.core.handle cimport READY
 from ncclpy.core.library cimport host_engine, nccl, version_code
@@ -39,12 +42,7 @@ cdef object _SUM = ReduceOp.SUM
 
 cdef object type_name(const View* view):
     """Name a data type as its owner does."""
-    name = DataType(view.datatype).name.lower()
-    if view.flavour == BOOLEAN:
-        return "bool"
-    if view.flavour == COMPLEX:
-        return "complex64" if name == "float32" else "complex128"
-    return name
+    return name_of(view.datatype, view.flavour)
 
 
 cdef int writable(const View* view, str argument) except -1:
@@ -61,20 +59,23 @@ cdef int same_type(const View* send, const View* recv) except -1:
 
 cdef size_t elements(const View* view) noexcept:
     """Return the count in the array's own elements."""
-    return view.count // 2 if view.flavour == COMPLEX else view.count
+    return view.count if view.unit == 1 else view.count // view.unit
 
 
 cdef int fits(const View* view, size_t times, const View* unit, str argument, str other, str what) except -1:
     """Check that `view` holds `times` as many elements as `unit`."""
-    if view.count != times * unit.count:
-        need = f"{times} x {elements(unit)} = {times * elements(unit)}" if times != 1 else f"{elements(unit)}"
+    cdef size_t needed
+    cdef object one
+    if times_overflows(times, unit.count, &needed) or view.count != needed:
+        one = elements(unit)
+        need = f"{times} x {one} = {times * one}" if times != 1 else f"{one}"
         raise ValueError(f"{argument}: {what} needs {need} elements to fit {other}, got {elements(view)}")
     return 0
 
 
 cdef size_t element_size(const View* view) noexcept:
     """Return the size of one of the array's own elements in bytes."""
-    return view.nbytes // elements(view) if view.count else 0
+    return view.unit * ITEMSIZE[view.datatype]
 
 
 cdef int read_on_device(object obj, View* view, str argument, int device) except -1:
@@ -96,8 +97,8 @@ cdef int read_on_device(object obj, View* view, str argument, int device) except
 cdef int op_number(object op, const View* view, int nranks) except -1:
     """Return the number of one of NCCL's own operators for this data type."""
     cdef int code = as_op(op) if op is not _SUM else SUM
-    if code < 0:
-        raise ValueError(f"op: {code} is no reduction operator")
+    if view.flavour >= BYTES:
+        raise _cannot_reduce(view)
     if view.flavour == BOOLEAN:
         if code == AVG:
             raise ValueError("op: avg of bool has no meaning; convert to a number type")
@@ -107,6 +108,13 @@ cdef int op_number(object op, const View* view, int nranks) except -1:
     if code == AVG and nranks == 1:
         return SUM  # the same; NCCL up to 2.30 refuses to average the 8-bit floats of one rank
     return code
+
+
+cdef object _cannot_reduce(const View* view):
+    return TypeError(
+        f"send: NCCL cannot reduce {type_name(view)}, it has no such data type; calls that only move data take it. "
+        f"NCCL's are {', '.join(member.name.lower() for member in DataType)}"
+    )
 
 
 cdef class Collectives(Creation):
@@ -123,15 +131,19 @@ cdef class Collectives(Creation):
             code = (<CustomOp>op).code()
             if (<CustomOp>op).comm is not self:
                 raise ValueError("op: this operator was made for another communicator")
+            if view.flavour >= BYTES:
+                raise _cannot_reduce(view)
             if (<CustomOp>op).datatype != view.datatype or view.flavour == BOOLEAN:
                 raise TypeError(f"op: this operator was made for {op!r}, not for {type_name(view)}")
             return code
         return op_number(op, view, self.nranks)
 
     cdef int root_rank(self, object root, str argument) except -1:
-        cdef int rank = root if type(root) is int else as_integer(root, argument)
-        if rank < 0 or rank >= self.nranks:
-            raise ValueError(f"{argument}: rank {rank} does not exist, there are {self.nranks} (0 to {self.nranks - 1})")
+        cdef int too_large = 0
+        cdef object number = root if type(root) is int else as_integer(root, argument)
+        cdef long rank = PyLong_AsLongAndOverflow(number, &too_large)
+        if too_large or rank < 0 or rank >= self.nranks:
+            raise ValueError(f"{argument}: rank {number} does not exist, there are {self.nranks} (0 to {self.nranks - 1})")
         return rank
 
     cdef int start(
@@ -169,7 +181,7 @@ cdef class Collectives(Creation):
                     o.kind = SEND if sends else RECV
                     o.root = peer
                     o.send = o.recv = <char*>part.pointer + offset
-                    o.count = count * (2 if part.flavour == COMPLEX else 1)
+                    o.count = count * part.unit
                     if count:
                         self.start(&o, &part, send, recv, stream)
                     offset += count * element_size(&part)

@@ -9,7 +9,7 @@ from operator import index
 from libc.string cimport memset
 
 from ncclpy.abi.nccl cimport ncclUint8
-from ncclpy.core.buffers cimport COMPLEX, View
+from ncclpy.core.buffers cimport View
 from ncclpy.core.collectives cimport Collectives, element_size, elements, same_type, writable
 from ncclpy.core.group cimport submit
 from ncclpy.core.operation cimport ALL_REDUCE, BROADCAST, Operation, REDUCE
@@ -24,14 +24,17 @@ from ncclpy.core.window import Window
 
 cdef list _as_counts(object counts, int nranks, str argument):
     """Return one count a rank, in elements of the array."""
-    numbers = [index(count) for count in counts]
+    try:
+        numbers = [index(count) for count in counts]
+    except TypeError as error:
+        raise TypeError(f"{argument}: expected {nranks} ints, one a rank: {error}") from None
     if len(numbers) != nranks or min(numbers) < 0:
         raise ValueError(f"{argument}: expected {nranks} counts >= 0, one a rank, got {numbers}")
     return numbers
 
 
-cdef int _holds(const View* view, size_t count, str argument, str what) except -1:
-    if elements(view) != count:
+cdef int _holds(const View* view, object count, str argument, str what) except -1:
+    if elements(view) != count:  # as Python ints, which do not wrap: no part lies outside the buffer then
         raise ValueError(f"{argument}: {what} = {count} elements are needed, got {elements(view)}")
     return 0
 
@@ -46,6 +49,8 @@ cdef class Communicator(Collectives):
     buffers, `ncclpy.Buffer` or ``(pointer, count, dtype)``. They are C-contiguous, on this communicator's device (CPU
     memory on the host engine), and live until the work on the stream is done. Whatever does not fit raises
     `TypeError` or `ValueError` before NCCL is called.
+
+    Reductions take NCCL's data types, bool and complex numbers. Calls that only move data take any of a fixed size.
 
     ``stream`` is any stream object or handle; by default the current stream of the array's framework, or the legacy
     default stream where there is none. Arrays in CPU memory have none: the call waits for them.
@@ -92,7 +97,7 @@ cdef class Communicator(Collectives):
                 o.root = root
                 o.recv = <char*>r.pointer + offset
                 o.send = s.pointer if root == self.rank else o.recv
-                o.count = count * (2 if r.flavour == COMPLEX else 1)
+                o.count = count * r.unit
                 if count:
                     self.start(&o, &r, send, recv, stream)
                 offset += count * element_size(&r)
@@ -132,7 +137,7 @@ cdef class Communicator(Collectives):
                 o.root = root
                 o.send = <char*>s.pointer + offset
                 o.recv = r.pointer if root == self.rank else NULL
-                o.count = count * (2 if s.flavour == COMPLEX else 1)
+                o.count = count * s.unit
                 if count:
                     self.start(&o, &s, send, recv, stream)
                 offset += count * element_size(&s)

@@ -17,6 +17,7 @@ from ncclpy.core.operation cimport GROW, INIT_RANK, SHRINK, SPLIT, Operation
 
 from ncclpy.core import device as _device
 from ncclpy.core.group import Group
+from ncclpy.core.types import MAX_ADDRESS as _MAX_ADDRESS
 from ncclpy.core.types import UniqueId, as_integer, as_unique_id
 
 
@@ -127,7 +128,7 @@ cdef class Creation(Lifecycle):
         return made
 
     @classmethod
-    def from_handle(cls, uintptr_t pointer):
+    def from_handle(cls, pointer):
         """Wrap an `ncclComm_t` that somebody else owns; `close` lets go of it and destroys nothing.
 
         Parameters
@@ -136,17 +137,18 @@ cdef class Creation(Lifecycle):
             The handle; it must outlive the returned object.
         """
         cdef Creation self = cls.__new__(cls)
-        if pointer == 0:
+        cdef uintptr_t address = as_integer(pointer, "pointer", 0, _MAX_ADDRESS)
+        if address == 0:
             raise ValueError("pointer: NULL is no communicator")
         frame = sys._getframe(0)
         self.site = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        self.raw = <ncclComm_t>pointer
+        self.raw = <ncclComm_t>address
         self.owned = False
         self._ask_who()
         self.state = READY
         return self
 
-    def split(self, color, int key=0, *, config=None, timeout=None):
+    def split(self, color, key=0, *, config=None, timeout=None):
         """Divide the ranks into new communicators by colour (`ncclCommSplit`, NCCL 2.18); all ranks call it.
 
         Parameters
@@ -168,12 +170,13 @@ cdef class Creation(Lifecycle):
         cdef Lifecycle child = type(self).__new__(type(self))
         cdef Operation operation
         cdef int number = -1 if color is None else as_integer(color, "color")
+        cdef int order = as_integer(key, "key")
         if number < -1:
             raise ValueError(f"color: expected an int >= 0, or None to join no communicator, got {color}")
         self.check_alive()
         child.conceive(config, timeout, self)
         child.birth.color = number
-        child.birth.key = key
+        child.birth.key = order
         memset(&operation, 0, sizeof(operation))
         operation.kind = SPLIT
         operation.birth = child.birth

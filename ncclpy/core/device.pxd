@@ -2,6 +2,7 @@ from ncclpy.abi.driver cimport CUcontext
 
 cdef int current_device() except -2
 cdef CUcontext context_of(int ordinal) except NULL
+cdef int known_devices() except -1
 cdef int as_device(object device) except -2
 cdef CUcontext enter_device(int ordinal) except? NULL
 cdef int leave_device(CUcontext saved) except -1

@@ -49,6 +49,13 @@ def device_count():
     return _count
 
 
+cdef int known_devices() except -1:
+    """Return what `device_count` does, without asking the driver again."""
+    if _count < 0:
+        _load()
+    return _count
+
+
 cdef int as_device(object device) except -2:
     """Return the ordinal that `device` stands for: None is the current one; an object may have ``device_id``."""
     cdef object number

@@ -16,6 +16,26 @@ __all__ = [
 ]
 
 
+def not_copied(thing: object, instead: str) -> TypeError:
+    """Return the error of pickling or copying what belongs to this process; `instead` says what to do."""
+    name = type(thing).__name__
+    return TypeError(
+        f"ncclpy.{'group' if name == 'Group' else name} cannot be pickled or copied: it stands for something that "
+        f"exists once, in this process; {instead}"
+    )
+
+
+def seconds(duration: float) -> str:
+    """Return a duration as text for people."""
+    if duration <= 0:
+        return "0 s"
+    if duration < 1e-3:
+        return "less than 1 ms"
+    if duration < 0.9995:
+        return f"{duration * 1e3:.3g} ms"
+    return f"{duration:.3g} s" if duration < 999.5 else f"{duration:.0f} s"
+
+
 class NcclError(RuntimeError):
     """Report a call that NCCL refused or that failed.
 

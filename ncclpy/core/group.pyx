@@ -35,7 +35,7 @@ from ncclpy.core.handle cimport (
 from ncclpy.core.library cimport nccl, require
 from ncclpy.core.operation cimport INIT_RANK, function_of, issue, raise_issue
 
-from ncclpy.core.errors import NcclAborted
+from ncclpy.core.errors import NcclAborted, not_copied
 
 cdef extern from *:
     """
@@ -238,6 +238,16 @@ cdef class Group:
             self.handles = self.births = self.waits = self.aborts = None
             self.drop(0)
             Py_DECREF(self)
+
+    def __reduce__(self):
+        raise not_copied(self, "open a new one where the calls are made")
+
+    def __repr__(self):
+        cdef size_t count = self.count
+        if self.outer is not None:
+            count = self.outer.count - self.mark
+        kind = "ncclpy.group" if not self.simulate else "ncclpy.group(simulate=True)"
+        return f"<{kind}, {f'{count} calls recorded' if self.entered else 'not entered'}>"
 
     cdef int finish(self) except -1:
         """Make the recorded calls; a plan keeps them instead."""

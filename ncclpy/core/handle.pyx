@@ -17,7 +17,7 @@ from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
 from ncclpy.core.check cimport check, check_driver, nccl_error, raise_nccl
 from ncclpy.core.library cimport driver, nccl, require, require_driver, version_code
 
-from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout
+from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, not_copied
 
 cdef extern from "pthread.h" nogil:
     int pthread_mutex_init(pthread_mutex_t*, void*)
@@ -57,6 +57,8 @@ cdef double as_timeout(object timeout) except? -2.0:
         seconds = timeout
     except TypeError:
         raise TypeError(f"timeout: expected seconds >= 0 or None, got {timeout!r}") from None
+    except OverflowError:  # an int that is no float any more
+        return FOREVER if timeout > 0 else as_timeout(-1)
     if not seconds >= 0:
         raise ValueError(f"timeout: expected seconds >= 0 or None, got {timeout!r}")
     return seconds
@@ -92,6 +94,9 @@ cdef class Handle:
     def __dealloc__(self):
         pthread_mutex_destroy(&self.mutex)
         pthread_mutex_destroy(&self.gate)
+
+    def __reduce__(self):
+        raise not_copied(self, "pass bytes(unique_id) to the other process, and let each make its own with init()")
 
     cdef void lock(self) noexcept nogil:
         pthread_mutex_lock(&self.mutex)

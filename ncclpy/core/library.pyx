@@ -66,7 +66,17 @@ ncclpy_watch_fork(&nccl, &driver)
 # The host engine marks itself with this symbol, a C string.
 cdef const char* HOST_MARK = b"ncclpyHostEngine"
 
-_lock = threading.RLock()
+_lock = threading.RLock()  # of who loads: without the GIL, others may come meanwhile
+
+
+def _in_child():
+    """Forget a lock that was held for a thread which the child has not."""
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
 _choice = None  # what use() asked for
 _library = None  # the Library, once loaded
 _driver_places = []  # where libcuda.so.1 was looked for
@@ -256,14 +266,15 @@ cdef object _open(places, origin, failed="no NCCL library could be loaded"):
             searched.append(f"  {path} ({why}): NCCL {code} is older than the oldest supported, 2.16")
             continue
         _version = code
-        _fill(handle, ncclpy_nccl_symbols, <char*>&nccl)
         host_engine = dlsym(handle, HOST_MARK) != NULL
         engine = "host" if host_engine else "cuda"
         loaded = _loaded_path(path)
-        # Last: from here on a forked child is refused.
+        # From here on a forked child is refused.
         _mark_loaded()
         if dlsym(handle, b"cuInit") != NULL:
             _fill_driver(handle)
+        # Last: whoever finds an entry makes the call, from whatever thread.
+        _fill(handle, ncclpy_nccl_symbols, <char*>&nccl)
         return Library(engine, loaded, f"{why}; chosen by {origin}", decode_version(code))
     raise LibraryNotFound(f"{failed}. Searched:\n" + "\n".join(searched) + "\n" + _HOW_TO_CHOOSE)
 
@@ -319,7 +330,8 @@ cdef int load_driver() except -1:
     with _lock:
         if driver.cuInit != NULL:
             return 0
-        handle = dlopen(b"libcuda.so.1", RTLD_NOW | RTLD_LOCAL)
+        with nogil:
+            handle = dlopen(b"libcuda.so.1", RTLD_NOW | RTLD_LOCAL)
         if handle == NULL:
             error = dlerror()
             raise LibraryNotFound(
@@ -332,9 +344,14 @@ cdef int load_driver() except -1:
 
 def _has_gpu():
     """Return whether libcuda.so.1 opens and shows a device; what was found goes into `_driver_places`."""
-    cdef void* handle = dlopen(b"libcuda.so.1", RTLD_NOW | RTLD_LOCAL)
+    cdef void* handle
     cdef int count = 0
+    cdef bint works
     cdef const char* error
+    cdef int (*start)(unsigned int) noexcept nogil
+    cdef int (*get_count)(int*) noexcept nogil
+    with nogil:
+        handle = dlopen(b"libcuda.so.1", RTLD_NOW | RTLD_LOCAL)
     del _driver_places[:]
     if handle == NULL:
         error = dlerror()
@@ -342,7 +359,9 @@ def _has_gpu():
         return False
     start = <int (*)(unsigned int) noexcept nogil>dlsym(handle, b"cuInit")
     get_count = <int (*)(int*) noexcept nogil>dlsym(handle, b"cuDeviceGetCount")
-    if start == NULL or get_count == NULL or start(0) != 0 or get_count(&count) != 0 or count == 0:
+    with nogil:  # it can take a second
+        works = start != NULL and get_count != NULL and start(0) == 0 and get_count(&count) == 0 and count > 0
+    if not works:
         _driver_places.append("libcuda.so.1 opens but shows no device")
         return False
     return True

@@ -405,6 +405,8 @@ cdef class Lifecycle(Handle):
         check(result, b"ncclCommDestroy", NULL)
 
     def __enter__(self):
+        if self.state not in (UNBORN, INITIALISING):  # these become ready inside the block
+            self.check_alive()
         return self
 
     def __exit__(self, kind, error, traceback):

@@ -15,4 +15,6 @@ cdef class Registration:
     cdef Lifecycle comm
     cdef void* raw
     cdef readonly object buffer
+    cdef object address  # of the buffer
+    cdef object nbytes
     cdef object __weakref__

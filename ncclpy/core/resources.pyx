@@ -14,11 +14,13 @@ from ncclpy.abi.nccl cimport (
 )
 from ncclpy.core.buffers cimport HOST_MEMORY, View, read_view
 from ncclpy.core.check cimport check
+from ncclpy.core.datatypes cimport BYTES, encoded, name_of
 from ncclpy.core.handle cimport WAS_ABORTED
 from ncclpy.core.library cimport nccl, require
 
 import numpy as np
 
+from ncclpy.core.errors import not_copied
 from ncclpy.core.types import DataType, as_datatype
 
 
@@ -44,14 +46,14 @@ cdef class CustomOp:
         datatype = as_datatype(dtype)
         cdef ncclDataType_t raw_type = <ncclDataType_t><int>datatype
         if isinstance(scalar, (int, float, np.generic)):
-            data = np.asarray(scalar).astype(_numpy_dtype(datatype)).tobytes()
+            data = encoded(_plain(scalar), datatype, "scalar")
             memcpy(pointer, <const char*>data, len(data))
         else:
             read_view(scalar, &view, "scalar")
-            if view.count != 1 or view.datatype != <int>datatype:
+            if view.count != 1 or view.datatype != <int>datatype or view.flavour >= BYTES:
                 raise ValueError(
-                    f"scalar: expected one element of {datatype.name.lower()}, got {view.count} of "
-                    f"{DataType(view.datatype).name.lower()}"
+                    f"scalar: expected one element of {datatype.name.lower()}, got {view.count // view.unit} of "
+                    f"{name_of(view.datatype, view.flavour)}"
                 )
             pointer = view.pointer
             residence = ncclScalarHostImmediate if view.device == HOST_MEMORY else ncclScalarDevice
@@ -100,22 +102,22 @@ cdef class CustomOp:
     def __exit__(self, *exception):
         self.close()
 
+    def __reduce__(self):
+        raise not_copied(self, "make one with Communicator.pre_mul_sum() for each communicator")
+
     def __repr__(self):
         return f"<ncclpy.CustomOp {DataType(self.datatype).name.lower()}{' (closed)' if self.comm is None else ''}>"
 
 
-cdef object _numpy_dtype(object datatype):
-    """Return the numpy dtype of an NCCL type; the small floats need ml_dtypes."""
-    name = datatype.name.lower()
-    if name in ("bfloat16", "float8e4m3", "float8e5m2"):
-        try:
-            import ml_dtypes
-        except ImportError:
-            raise TypeError(f"a Python scalar of {name} needs the package ml_dtypes; or pass it in an array") from None
-        return {
-            "bfloat16": ml_dtypes.bfloat16, "float8e4m3": ml_dtypes.float8_e4m3fn, "float8e5m2": ml_dtypes.float8_e5m2,
-        }[name]
-    return np.dtype(name)
+cdef object _plain(object scalar):
+    """Return a number without its numpy type, but for floats, which may hold more than Python's."""
+    if isinstance(scalar, (int, float, np.floating)):
+        return scalar
+    if isinstance(scalar, (np.integer, np.bool_)):
+        return int(scalar)
+    if scalar.dtype.kind == "V" and scalar.dtype.fields is None:  # the small floats of ml_dtypes
+        return float(scalar)
+    raise TypeError(f"scalar: expected a number or a buffer, got {scalar!r}")
 
 
 cdef class Registration:
@@ -136,6 +138,8 @@ cdef class Registration:
                 comm.unlock()
         comm.check_call(result, b"ncclCommRegister")
         self.buffer = buffer
+        self.address = <uintptr_t>view.pointer
+        self.nbytes = view.nbytes
         self.comm = comm
         comm.resources.add(self)
 
@@ -170,3 +174,11 @@ cdef class Registration:
 
     def __exit__(self, *exception):
         self.close()
+
+    def __reduce__(self):
+        raise not_copied(self, "register the buffer with Communicator.register() where it is used")
+
+    def __repr__(self):
+        if self.comm is None:
+            return "<ncclpy.Registration (closed)>"
+        return f"<ncclpy.Registration of {self.nbytes} bytes at {self.address:#x} with {self.comm!r}>"

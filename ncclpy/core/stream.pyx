@@ -16,6 +16,9 @@ from ncclpy.core.check cimport check_driver
 from ncclpy.core.device cimport as_device, enter_device, leave_device
 from ncclpy.core.library cimport driver, require_driver
 
+from ncclpy.core.errors import not_copied
+from ncclpy.core.types import as_integer
+
 # How the handle is got out of a stream object, by exact type; filled at first sight of a type.
 cdef dict _readers = {}
 
@@ -85,7 +88,10 @@ cdef CUstream alive(Stream stream) except? NULL:
 
 
 cdef class Stream:
-    """Own an ordered queue of work on a device (`cuStreamCreateWithPriority`).
+    """Stream(device=None, *, priority=0)
+--
+
+Own an ordered queue of work on a device (`cuStreamCreateWithPriority`).
 
     It does not synchronise with the legacy default stream.
 
@@ -97,15 +103,16 @@ cdef class Stream:
         Lower numbers go first; the driver clamps it to the device's range.
     """
 
-    def __init__(self, device=None, *, int priority=0):
+    def __init__(self, device=None, *, priority=0):
         cdef int ordinal = as_device(device)
+        cdef int level = as_integer(priority, "priority")
         cdef CUresult result
         cdef CUcontext saved
         if self.raw != NULL:
             raise RuntimeError("a Stream is initialised once")
         saved = enter_device(ordinal)
         with nogil:
-            result = driver.cuStreamCreateWithPriority(&self.raw, CU_STREAM_NON_BLOCKING, priority)
+            result = driver.cuStreamCreateWithPriority(&self.raw, CU_STREAM_NON_BLOCKING, level)
         leave_device(saved)
         check_driver(result, b"cuStreamCreateWithPriority")
         self.device = ordinal
@@ -183,6 +190,9 @@ cdef class Stream:
         if self.raw != NULL and driver.cuStreamDestroy_v2 != NULL:
             driver.cuStreamDestroy_v2(self.raw)
 
+    def __reduce__(self):
+        raise not_copied(self, "make one where it is used, or pass its handle within this process")
+
     def __repr__(self):
         state = "closed" if self.raw == NULL else f"handle={<uintptr_t>self.raw:#x}"
         return f"<ncclpy.Stream device={self.device} {state}>"
@@ -196,7 +206,10 @@ cdef CUevent event_alive(Event event) except? NULL:
 
 
 cdef class Event:
-    """Own a mark in a stream's order (`cuEventCreate`).
+    """Event(device=None, *, timing=False)
+--
+
+Own a mark in a stream's order (`cuEventCreate`).
 
     Parameters
     ----------
@@ -293,6 +306,9 @@ cdef class Event:
     def __dealloc__(self):
         if self.raw != NULL and driver.cuEventDestroy_v2 != NULL:
             driver.cuEventDestroy_v2(self.raw)
+
+    def __reduce__(self):
+        raise not_copied(self, "make one where it is used, or pass its handle within this process")
 
     def __repr__(self):
         state = "closed" if self.raw == NULL else f"handle={<uintptr_t>self.raw:#x}"

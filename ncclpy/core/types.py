@@ -122,7 +122,7 @@ def as_datatype(value) -> DataType:
 def as_op(value) -> int:
     """Return the `ncclRedOp_t` number of a member, a name, or an operator made by `Communicator.pre_mul_sum`."""
     if isinstance(value, (int, np.integer)):
-        return int(value)
+        return as_integer(value, "op", 0, MAX_INT)
     if isinstance(value, str):
         found = _OP_NAMES.get(value.lower())
         if found is not None:
@@ -130,18 +130,28 @@ def as_op(value) -> int:
     raise TypeError(f"op: {value!r} is no reduction operator; use sum, prod, max, min, avg or comm.pre_mul_sum(...)")
 
 
-def as_integer(value, argument: str) -> int:
-    """Return an int, or one of numpy; text from the environment and floats are refused.
+# The ranges of C's int, and of pointers and handles.
+MIN_INT, MAX_INT = -(2**31), 2**31 - 1
+MAX_ADDRESS = 2**64 - 1
+
+
+def as_integer(value, argument: str, lowest: int = MIN_INT, highest: int = MAX_INT) -> int:
+    """Return an int of C's range, or one of numpy; text from the environment and floats are refused.
 
     Raises
     ------
     TypeError
         If it is something else; `argument` is the name in the message.
+    ValueError
+        If it lies outside `lowest` to `highest`.
     """
     try:
-        return operator.index(value)
+        number = operator.index(value)
     except TypeError:
         raise TypeError(f"{argument}: expected an int, got {value!r}") from None
+    if not lowest <= number <= highest:
+        raise ValueError(f"{argument}: expected an int from {lowest} to {highest}, got {number}")
+    return number
 
 
 class UniqueId:

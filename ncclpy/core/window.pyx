@@ -21,6 +21,8 @@ from ncclpy.core.library cimport nccl, require
 from ncclpy.core.lifecycle cimport Lifecycle
 from ncclpy.core.operation cimport WINDOW, Operation
 
+from ncclpy.core.errors import not_copied
+
 
 cdef class Window:
     """Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegister`) until `close`.
@@ -116,6 +118,9 @@ cdef class Window:
     def __exit__(self, kind, error, traceback):
         if kind is None or not self.recorded():  # the group's own end is for the exception to reach
             self.close()
+
+    def __reduce__(self):
+        raise not_copied(self, "make one with Communicator.window() in each process")
 
     def __repr__(self):
         if self.comm is None:

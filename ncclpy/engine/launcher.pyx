@@ -280,17 +280,19 @@ cdef void _run_works(ncclpy_job* job) noexcept nogil:
     cdef Batch* batch = <Batch*>job
     cdef size_t i, n = 0, count = batch.count
     cdef Part* part
-    cdef Watched few[16]
-    cdef Watched* some = &few[0]
+    cdef Watched some[16]  # handed over a few at a time: a thread of its own could tell nobody that memory is out
+    cdef char* text
     cdef double moment
-    if count > 16:
-        some = <Watched*>malloc(count * sizeof(Watched))
     run_batch(batch)
+    text = batch.text
     moment = now()
     for i in range(count):
         part = &batch.parts[i]
         if part.work == NULL:
             continue
+        if n == 16:
+            hand_over(some, n)
+            n = 0
         some[n].work = part.work
         some[n].event = part.done
         some[n].stream = part.operation.stream
@@ -298,7 +300,8 @@ cdef void _run_works(ncclpy_job* job) noexcept nogil:
         some[n].kind = part.operation.kind
         some[n].result = batch.result
         some[n].driver = batch.driver
-        some[n].text = NULL
+        some[n].text = text  # the first one's only
+        text = NULL
         n += 1
         (<Work>part.work).entry.launched = moment
         if batch.result == ncclSuccess and batch.driver == CUDA_SUCCESS:
@@ -307,11 +310,8 @@ cdef void _run_works(ncclpy_job* job) noexcept nogil:
             change(&(<Work>part.work).phase, PENDING, LAUNCHED)
             if load(&(<Work>part.work).sleepers):
                 wake(&(<Work>part.work).phase)
-    some[0].text = batch.text
     # From here on the launch, its batches and its parts may be gone: the works, on which they hang, are the monitor's.
     hand_over(some, n)
-    if count > 16:
-        free(some)
 
 
 cdef class Launch:

@@ -8,6 +8,7 @@
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <sys/prctl.h>
@@ -15,10 +16,12 @@
 #include <time.h>
 #include <unistd.h>
 
-static inline int ncclpy_load(const int* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
+/* In one order for all threads: who changes a word and then looks for sleepers must not miss one who has counted
+   itself in and then looked at the word. Acquire and release alone would let both look too early, on ARM. */
+static inline int ncclpy_load(const int* word) { return __atomic_load_n(word, __ATOMIC_SEQ_CST); }
+static inline int ncclpy_add(int* word, int value) { return __atomic_add_fetch(word, value, __ATOMIC_SEQ_CST); }
+static inline int ncclpy_swap(int* word, int value) { return __atomic_exchange_n(word, value, __ATOMIC_SEQ_CST); }
 static inline void ncclpy_store(int* word, int value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
-static inline int ncclpy_add(int* word, int value) { return __atomic_add_fetch(word, value, __ATOMIC_ACQ_REL); }
-static inline int ncclpy_swap(int* word, int value) { return __atomic_exchange_n(word, value, __ATOMIC_ACQ_REL); }
 
 /* Returns whether *word was `from`, and is `to` now. */
 static inline int ncclpy_change(int* word, int from, int to) {
@@ -108,6 +111,7 @@ static inline ncclpy_lane* ncclpy_lane_start(double spin) {
   ncclpy_lane* lane = (ncclpy_lane*)calloc(1, sizeof(ncclpy_lane));
   pthread_attr_t attributes;
   pthread_t thread;
+  sigset_t all, before;
   int failed;
   if (lane == NULL) return NULL;
   pthread_mutex_init(&lane->mutex, NULL);
@@ -115,7 +119,15 @@ static inline ncclpy_lane* ncclpy_lane_start(double spin) {
   lane->spin = spin;
   pthread_attr_init(&attributes);
   pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+  /* Signals are for the program's threads, Python's handlers want the main one; a crash is for who has a handler. */
+  sigfillset(&all);
+  sigdelset(&all, SIGSEGV);
+  sigdelset(&all, SIGBUS);
+  sigdelset(&all, SIGFPE);
+  sigdelset(&all, SIGILL);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
   failed = pthread_create(&thread, &attributes, ncclpy_lane_main, lane);
+  pthread_sigmask(SIG_SETMASK, &before, NULL);
   pthread_attr_destroy(&attributes);
   if (failed) {
     free(lane);

@@ -40,7 +40,7 @@ from ncclpy.core.stream cimport Stream, owner_of
 from ncclpy.engine.launcher cimport Batch, Part, borrow_lanes, divide, push, push_jobs, run_batch, sort_parts
 from ncclpy.engine.native cimport add, lane_give_back, load, ncclpy_job, ncclpy_lane, sleep_on, wake
 
-from ncclpy.core.errors import NcclAborted
+from ncclpy.core.errors import NcclAborted, not_copied
 
 cdef extern from "pthread.h" nogil:
     int pthread_mutex_init(pthread_mutex_t*, void*)
@@ -130,6 +130,9 @@ cdef class Plan:
         if self.handles is not None:
             raise RuntimeError("a Plan is initialised once")
         self.handles = []
+
+    def __reduce__(self):
+        raise not_copied(self, "record it in the process that launches it")
 
     def __dealloc__(self):
         pthread_mutex_destroy(&self.mutex)

@@ -14,7 +14,7 @@ from ncclpy.engine.events cimport give_event
 from ncclpy.engine.native cimport add, load, now, sleep_on, store, swap, wake
 from ncclpy.engine.recorder cimport COMPLETED, FAILED, LAUNCHED, new_entry
 
-from ncclpy.core.errors import NcclAborted, NcclTimeout
+from ncclpy.core.errors import NcclAborted, NcclTimeout, not_copied
 from ncclpy.engine.recorder import method_name, show, text_of
 
 cdef extern from "sched.h" nogil:
@@ -310,6 +310,9 @@ cdef class Work:
             give_event(self.device, False, self.ready)
         if self.began != NULL:
             give_event(self.device, True, self.began)
+
+    def __reduce__(self):
+        raise not_copied(self, "wait for it here and pass its result")
 
     def __repr__(self):
         return f"<ncclpy.Work {method_name(self.entry.operation)} device={self.device} {self.state}>"

@@ -20,6 +20,7 @@ cdef class Clique:
     cdef set launches  # on their way
     cdef long long sequence
     cdef object manager
+    cdef str site
 
     cdef int take(self, Gathering gathering) except -1
     cdef int launch(self, Gathering gathering) except -1

@@ -7,7 +7,7 @@ import threading
 from libc.string cimport memset
 
 from ncclpy.abi.driver cimport CUstream
-from ncclpy.core.buffers cimport ITEMSIZE
+from ncclpy.core.datatypes cimport ITEMSIZE
 from ncclpy.core.communicator cimport Communicator
 from ncclpy.core.handle cimport ABORT_DEADLINE, FOREVER, now
 from ncclpy.core.library cimport nccl
@@ -41,10 +41,13 @@ cdef class Clique:
         The rank of each device.
     nranks : int
         The number of ranks on all nodes.
+    site : str
+        Where the manager was made, for warnings.
     """
 
-    def __init__(self, manager, key, devices, ranks, int nranks):
+    def __init__(self, manager, key, devices, ranks, int nranks, site):
         self.manager = manager
+        self.site = site
         self.key = key
         self.devices = devices
         self.ranks = ranks
@@ -76,6 +79,7 @@ cdef class Clique:
             with Group():
                 for rank, device in zip(self.ranks, self.devices, strict=True):
                     made.append(Communicator.init(self.nranks, rank, uid, device=device, config=config))
+                    (<Communicator>made[-1]).site = self.site  # its line is this thread's
         except BaseException as failure:  # told to all who wait for it
             error = failure
         self.manager._made(self, made, error)

@@ -22,7 +22,8 @@ from ncclpy.manager.streams cimport record_producer
 from ncclpy.core import library as _library
 from ncclpy.core.config import Config
 from ncclpy.core.creation import get_unique_id
-from ncclpy.core.errors import NcclAborted, NcclTimeout
+from ncclpy.core.errors import NcclAborted, NcclTimeout, not_copied
+from ncclpy.core.types import as_integer
 from ncclpy.engine import monitor, recorder
 from ncclpy.engine.launcher import abort_aside
 from ncclpy.engine.recorder import show, text_of
@@ -43,7 +44,11 @@ cdef object _is_finalizing = sys.is_finalizing
 
 
 cdef class Manager(Participants):
-    """Gather the participants of collectives by key and launch each collective when all of its own have come.
+    """Manager(*, timeout=None, warn_after=60.0, fail_fast=False, max_communicators=None, high_priority=False, \
+timing=False, config=None)
+--
+
+Gather the participants of collectives by key and launch each collective when all of its own have come.
 
     Every participant is one device with its buffers. Participants of a key may be added from different threads and in
     any order; nothing blocks. The last one has the collective launched on all devices; each participant's `Work` is
@@ -91,6 +96,7 @@ cdef class Manager(Participants):
     cdef double sweep_at  # when the monitor looks through the gatherings next
     cdef object abort_thread
     cdef object gatherer
+    cdef str site  # where it was made
     cdef long long launched
     cdef long long made
     cdef long long evicted
@@ -107,14 +113,16 @@ cdef class Manager(Participants):
         bint timing=False,
         config=None,
     ):
-        if max_communicators is not None and max_communicators < 1:
-            raise ValueError(f"max_communicators: expected at least 1 or None, got {max_communicators}")
+        if max_communicators is not None:
+            max_communicators = as_integer(max_communicators, "max_communicators", 1)
         if config is not None and not isinstance(config, Config):
             raise TypeError(f"config: expected an ncclpy.Config, got {type(config).__name__}")
         if config is not None and config.blocking is not None and not config.blocking:
             raise ValueError("config: the Manager does not block anyway; leave blocking unset")
         if self.lock is not None:
             raise RuntimeError("a Manager is initialised once")
+        frame = sys._getframe(0)
+        self.site = f"{frame.f_code.co_filename}:{frame.f_lineno}, by its Manager"
         self.lock = threading.RLock()
         self.gatherings = {}
         self.cliques = {}
@@ -129,6 +137,9 @@ cdef class Manager(Participants):
         self.pool = StreamPool(high_priority)
         self.gatherer = _gatherer_of(weakref.ref(self))
         recorder.add_gatherer(self.gatherer)
+
+    def __reduce__(self):
+        raise not_copied(self, "make one in each process; those of several meet by a communicator_key")
 
     @staticmethod
     def default():
@@ -261,7 +272,7 @@ cdef class Manager(Participants):
         return 0
 
     cdef Clique _new_clique(self, Gathering gathering, name, devices):
-        cdef Clique clique = Clique(self, name, devices, _ranks(gathering), gathering.num_global)
+        cdef Clique clique = Clique(self, name, devices, _ranks(gathering), gathering.num_global, self.site)
         self.made += 1
         clique.make(gathering.communicator_key, self.config)
         return clique

@@ -5,7 +5,7 @@ Each reads and checks the buffers, which raises at once and leaves the key as it
 
 from ncclpy.core.buffers cimport View, read_view
 from ncclpy.core.collectives cimport elements, fits, op_number, read_on_device, same_type, writable
-from ncclpy.core.device cimport as_device
+from ncclpy.core.device cimport as_device, known_devices
 from ncclpy.core.operation cimport (
     ALL_GATHER,
     ALL_REDUCE,
@@ -523,6 +523,10 @@ cdef int _nranks(num_local, num_global) except -1:
     if local < 1 or everywhere < local:
         raise ValueError(
             f"num_local, num_global: expected 1 <= num_local <= num_global, got {local} and {everywhere}"
+        )
+    if local > known_devices():
+        raise ValueError(
+            f"num_local: {local} participants in this process need a device each, and it sees {known_devices()}"
         )
     return everywhere
 

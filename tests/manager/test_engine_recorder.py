@@ -215,3 +215,16 @@ def node(rank, name, folder):
         rank._share(b"" if rank.rank == 0 else None)  # both have written
         manager.abort("the test is over")
     return path
+
+
+def test_a_dump_is_written_by_c(manager, monkeypatch):
+    """json writes an indent in Python: with a full ring that took most of the time of a dump."""
+    sum_works(manager, "k", range(some_devices(2)))[1]()
+
+    def slow(*args, **options):
+        raise AssertionError("json's encoder in Python")
+
+    monkeypatch.setattr(json.encoder, "_make_iterencode", slow)
+    text = ncclpy.recorder.dump()
+    assert len(text.splitlines()) >= 2, "a line an entry"
+    assert json.loads(text)["entries"]

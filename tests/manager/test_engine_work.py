@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
+import signal
 import sys
 import threading
 import time
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -41,9 +44,22 @@ def test_the_states_of_a_work(manager, host_engine):
 
 
 def test_is_completed_asks_the_device(manager):
+    """The monitor, which sees works to their end otherwise, is held up by a callback."""
     n = some_devices(2)
-    works, _ = sum_works(manager, "k", range(n))
-    testing.wait_for(lambda: all(work.is_completed() for work in works), "the end")
+    sum_works(manager, "warm", range(n))[1]()
+    inside, go_on = threading.Event(), threading.Event()
+
+    def hold_up(work):
+        inside.set()
+        go_on.wait(2 * DEADLINE)
+
+    manager.all_reduce("held", Data(1).input(0), device=0, num_local=1, on_done=hold_up)
+    assert inside.wait(DEADLINE)
+    try:
+        works, _ = sum_works(manager, "k", range(n))
+        testing.wait_for(lambda: all(work.is_completed() for work in works), "the end")
+    finally:
+        go_on.set()
 
 
 def test_results(manager):
@@ -265,3 +281,42 @@ def test_device_errors_do_not_pass_for_results(manager, host_engine):
         with ncclpy.faults(f"rank={number % 3} call=AllReduce at=run do=error:ncclRemoteError"):
             error = one_error(sum_works(manager, number, range(3))[0])
             assert isinstance(error, ncclpy.NcclRemoteError)
+
+
+def test_lanes_get_no_signals(manager):
+    """They are for the program's threads: Python's handlers want the main one."""
+    n = some_devices(2)
+    sum_works(manager, "k", range(n))[1]()
+    faults = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGKILL, signal.SIGSTOP}
+    wanted = sum(1 << number - 1 for number in range(1, 32) if number not in faults)
+    lanes = [
+        thread for thread in Path("/proc/self/task").iterdir() if (thread / "comm").read_text() == "ncclpy-lane\n"
+    ]
+    assert lanes
+    for lane in lanes:
+        blocked = int(re.search(r"SigBlk:\s*([0-9a-f]+)", (lane / "status").read_text())[1], 16)
+        assert blocked & 0x7FFFFFFF == wanted, hex(blocked)
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []), "the thread that started them blocks none"
+
+
+def test_a_launch_of_many_works_of_one_lane(host_engine):
+    """They reach the monitor a few at a time."""
+    testing.run_python(
+        """
+        import os
+        os.sched_getaffinity = lambda pid: {0}  # one lane
+        import numpy as np
+        import ncclpy
+        with ncclpy.Manager() as manager:
+            for fault in (None, "rank=17 call=AllReduce do=error:ncclInternalError"):
+                parts = [np.ones(3) for _ in range(40)]
+                with ncclpy.faults(fault or "call=AllReduce nth=1000000 do=delay:1us"):
+                    works = [manager.all_reduce(fault, part, device=d, num_local=40) for d, part in enumerate(parts)]
+                    errors = [work.exception(30) for work in works]
+                if fault is None:
+                    assert errors == [None] * 40 and all(np.all(part == 40) for part in parts)
+                else:
+                    assert all(isinstance(error, ncclpy.NcclError) for error in errors), errors
+        """,
+        env={"NCCLPY_HOST_DEVICES": "40"},
+    )

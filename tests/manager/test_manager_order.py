@@ -53,8 +53,12 @@ def test_overlapping_sets_of_devices(manager, most, seed):
 
 
 def test_two_managers_on_the_same_devices(make_manager):
-    """Each has streams of its own; what keeps their launches in one order is the process's lanes."""
+    """Each has streams of its own; what keeps their launches in one order is the process's lanes.
+
+    On GPUs another order can deadlock. On any engine it can be seen in the recorder.
+    """
     n = some_devices(3)
+    ncclpy.recorder.resize(2 * 40 * n)
     managers = [make_manager(timeout=DEADLINE) for _ in range(2)]
     for step in range(40):
         sets = [Data(n, seed=step), Data(n, seed=1000 + step)]
@@ -67,6 +71,10 @@ def test_two_managers_on_the_same_devices(make_manager):
         for data in sets:
             for r in range(n):
                 data.check(r, sum(data.values), in_place=True)
+    entries = sorted(ncclpy.recorder.snapshot()["entries"], key=lambda entry: entry["launched"])
+    ncclpy.recorder.resize(2000)
+    orders = [[entry["launch"] for entry in entries if entry["device"] == device] for device in range(n)]
+    assert len(orders[0]) == 80 and all(order == orders[0] for order in orders)
 
 
 def test_with_a_lane_for_each_device():

@@ -121,7 +121,7 @@ cdef object _numpy_dtype(object datatype):
 cdef class Registration:
     """Keep a buffer registered with a communicator (`ncclCommRegister`) until `close`.
 
-    `Communicator.register` makes it. It holds the buffer; close it before the memory is freed.
+    `Communicator.register` makes it. The communicator holds the buffer until then; close it before the memory is freed.
     """
 
     def __init__(self, Lifecycle comm not None, buffer):
@@ -136,6 +136,7 @@ cdef class Registration:
                 comm.unlock()
         comm.check_call(result, b"ncclCommRegister")
         self.buffer = buffer
+        self.kept = comm.keep(buffer)  # a registration that is dropped is still one
         self.comm = comm
         comm.resources.add(self)
 
@@ -155,7 +156,6 @@ cdef class Registration:
         cdef ncclResult_t result = ncclSuccess
         if comm is None:
             return
-        buffer = self.buffer  # until NCCL has let go of it
         self.comm = self.buffer = None
         require(<void*>nccl.ncclCommDeregister, b"ncclCommDeregister")
         with nogil:
@@ -163,7 +163,7 @@ cdef class Registration:
                 result = nccl.ncclCommDeregister(comm.raw, self.raw)
                 comm.unlock()
         check(result, b"ncclCommDeregister", comm.raw)
-        del buffer
+        comm.unkeep(self.kept)
 
     def __enter__(self):
         return self

@@ -23,10 +23,8 @@ from ncclpy.core.handle cimport (
     READY,
     WAS_ABORTED,
     Handle,
-    deadline_after,
     in_lock_order,
     lock_all,
-    now,
     pthread_mutex_lock,
     pthread_mutex_t,
     pthread_mutex_unlock,
@@ -37,6 +35,7 @@ from ncclpy.core.lifecycle cimport Lifecycle
 from ncclpy.core.operation cimport NOT_THERE, Operation, function_of, issue, raise_issue
 from ncclpy.core.resources cimport CustomOp
 from ncclpy.core.stream cimport Stream, owner_of
+from ncclpy.core.wait cimport deadline_after, now
 from ncclpy.engine.launcher cimport Batch, Part, borrow_lanes, divide, push, push_jobs, run_batch, sort_parts
 from ncclpy.engine.native cimport add, lane_give_back, load, ncclpy_job, ncclpy_lane, sleep_on, wake
 

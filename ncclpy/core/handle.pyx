@@ -13,10 +13,14 @@ lock is free, and the communicator itself can be aborted. Without a guard a stuc
 communicator; only the host engine's abort brings it back.
 """
 
+import atexit
+import os
 import threading
+import time
 import warnings
 
 from cpython.exc cimport PyErr_CheckSignals
+from cpython.pythread cimport PyThread_get_thread_ident
 from cpython.ref cimport Py_INCREF, Py_XDECREF
 from libc.stdlib cimport malloc
 
@@ -34,11 +38,16 @@ cdef extern from "pthread.h" nogil:
     int pthread_mutex_init(pthread_mutex_t*, void*)
     int pthread_mutex_destroy(pthread_mutex_t*)
 
+cdef extern from * nogil:
+    int __atomic_add_fetch(int*, int, int)
+    const int __ATOMIC_SEQ_CST
+
 ABORT_DEADLINE = 10.0
 
 # How long an abort waits for a call that holds the communicator's lock: one that may be stuck, and one that NCCL or a
 # guard will bring back.
 cdef double ABORT_PATIENCE = 0.2
+cdef double PREEMPT_PATIENCE = 0.02  # where the abort itself brings it back
 cdef double CALL_PATIENCE = 5.0
 
 # How long the device may take to end what runs on a communicator that has failed.
@@ -63,36 +72,75 @@ cdef struct Waiting:
     double deadline
     double started
     double next
+    bint main  # this is the main thread
     double broken  # since when the communicator has an error, FOREVER if it has none
     PyObject* error  # an owned reference: why the wait is to end early
     PyObject* aborting  # an owned reference: the threads that see to it
 
 
+# Python's end kills threads that want the GIL, in the middle of what they do: from then on a wait does without.
+cdef bint _exiting = False
+cdef int _looking = 0
+cdef unsigned long _main = threading.main_thread().ident
+
+
+@atexit.register
+def _end_of_process():
+    """Have waits in other threads go on without Python."""
+    global _exiting
+    _exiting = True
+    until = now() + 1.0
+    while _looking and now() < until:
+        time.sleep(0.001)
+
+
+def _forked():
+    global _main, _exiting, _looking
+    _main = threading.main_thread().ident
+    _exiting, _looking = False, 0
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 cdef double _tick(void* argument) noexcept nogil:
+    """Look after a wait; with the GIL only where it matters: for signal handlers, which only the main thread runs."""
+    global _looking
     cdef Waiting* waiting = <Waiting*>argument
     cdef double moment = now()
-    if waiting.error == NULL and moment < waiting.next:
-        return waiting.next - moment
-    if waiting.error == NULL:
-        _look(waiting)
-        waiting.next = min(now() + SLICE, waiting.deadline)
-    return waiting.next - now() if waiting.error == NULL else LEAVE
+    if waiting.error != NULL:
+        return LEAVE
+    if moment >= waiting.next:
+        waiting.next = min(moment + SLICE, waiting.deadline)
+        if _is_broken(waiting, moment) or moment >= waiting.deadline or waiting.main:
+            __atomic_add_fetch(&_looking, 1, __ATOMIC_SEQ_CST)
+            if not _exiting:
+                _look(waiting)
+            else:
+                waiting.next = moment + SLICE
+            __atomic_add_fetch(&_looking, -1, __ATOMIC_SEQ_CST)
+            if waiting.error != NULL:
+                return LEAVE
+    return waiting.next - now()
+
+
+cdef bint _is_broken(Waiting* waiting, double moment) noexcept nogil:
+    """Return whether the communicator has failed and the device does not come back from that."""
+    cdef ncclResult_t result = (<Handle>waiting.handle).peek()
+    if result == ncclSuccess or waiting.broken == FOREVER:
+        waiting.broken = FOREVER if result == ncclSuccess else moment
+    return moment - waiting.broken > BROKEN_PATIENCE
 
 
 cdef int _look(Waiting* waiting) noexcept with gil:
     """Let signal handlers run and look at the clock; what ends the wait is noted, and the abort begun."""
-    cdef ncclResult_t result
     cdef Handle handle = <Handle>waiting.handle
     together = [handle] if waiting.together == NULL else <list>waiting.together
     try:
         PyErr_CheckSignals()
-        result = handle.peek()
-        if result == ncclSuccess or waiting.broken == FOREVER:
-            waiting.broken = FOREVER if result == ncclSuccess else now()
         what = waiting.what.decode()
-        if now() - waiting.broken > BROKEN_PATIENCE:
-            # It has failed and the device does not come back from it: a rank has died, and the kernel waits for it.
-            failure = nccl_error(result, waiting.what, NULL)
+        if now() - waiting.broken > BROKEN_PATIENCE:  # a rank has died, say, and the kernel waits for it
+            failure = nccl_error(handle.peek(), waiting.what, NULL)
             threads = begin_abort(handle.tied(), f"{what} failed: {failure}")
         elif now() < waiting.deadline:
             return 0
@@ -277,6 +325,7 @@ cdef class Handle:
         waiting.deadline = deadline
         waiting.started = now()
         waiting.next = min(waiting.started + SLICE, deadline)
+        waiting.main = PyThread_get_thread_ident() == _main
         waiting.broken = FOREVER
         waiting.error = waiting.aborting = NULL
         self.waiters += 1
@@ -432,7 +481,7 @@ cdef bint _abort_one(Handle handle, double until) except -1:
 cdef int _abort_in_group(list handles, bint guards, list failures, list stuck) except -1:
     """Abort all of them, or all their guards, as one NCCL group if there are several."""
     cdef ncclResult_t result = ncclSuccess
-    cdef double until = now() + ABORT_PATIENCE  # for all together: many may be stuck
+    cdef double until = now() + (PREEMPT_PATIENCE if abort_preempts else ABORT_PATIENCE)  # for all: many may be stuck
     cdef Handle handle
     if len(handles) > 1:
         with nogil:

@@ -481,7 +481,11 @@ cdef class Lifecycle(Handle):
             self.leave("close was interrupted")
             self._release()
             raise
-        failures = self._release()
+        try:
+            failures = self._release()
+        except ValueError:  # a window is still to be made by a group that has not ended: nothing was given back
+            self.state = FINALIZED if finalized else READY
+            raise
         call.comm, call.kind, call.finalized = self, DESTROY, finalized
         call.deadline = deadline
         call.see_through("close", FOREVER if deadline == FOREVER else deadline - now())

@@ -15,4 +15,5 @@ cdef class Registration:
     cdef Lifecycle comm
     cdef void* raw
     cdef readonly object buffer
+    cdef long long kept  # the buffer by the communicator
     cdef object __weakref__

@@ -1,4 +1,4 @@
-from ncclpy.abi.nccl cimport ncclComm_t, ncclResult_t
+from ncclpy.abi.nccl cimport ncclComm_t, ncclResult_t, ncclWindow_t
 from ncclpy.core.handle cimport Handle
 from ncclpy.core.wait cimport Call
 
@@ -8,6 +8,7 @@ cdef enum:
     SUSPEND
     RESUME
     DESTROY
+    LET_WINDOW_GO
 
 cdef tuple UPKEEP  # their names, up to RESUME
 
@@ -17,6 +18,7 @@ cdef class Upkeep(Call):
     cdef int kind
     cdef bint finalized  # there is nothing left to finalize
     cdef double deadline  # of the finalization that comes before destruction
+    cdef ncclWindow_t window
     cdef ncclResult_t result
     cdef char* words  # NCCL's last ones, of the thread that made the call
 

@@ -63,6 +63,8 @@ cdef class Upkeep(Call):
             self.result = nccl.ncclCommSuspend(self.comm.raw, 1)
         elif self.kind == RESUME:
             self.result = nccl.ncclCommResume(self.comm.raw)
+        elif self.kind == LET_WINDOW_GO:
+            self.result = nccl.ncclCommWindowDeregister(self.comm.raw, self.window)
         else:
             self.result = self._destroy()
         if self.result != ncclSuccess and self.result != ncclInProgress and nccl.ncclGetLastError != NULL:

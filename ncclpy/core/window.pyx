@@ -16,10 +16,11 @@ from ncclpy.core.buffers cimport View
 from ncclpy.core.check cimport check
 from ncclpy.core.collectives cimport read_on_device
 from ncclpy.core.group cimport check_makes, current_group, make_alone
-from ncclpy.core.handle cimport READY
+from ncclpy.core.handle cimport READY, WAS_ABORTED
 from ncclpy.core.library cimport nccl, require
 from ncclpy.core.lifecycle cimport Lifecycle
 from ncclpy.core.operation cimport WINDOW, Operation
+from ncclpy.core.upkeep cimport LET_WINDOW_GO, Upkeep
 from ncclpy.core.wait cimport deadline_after
 
 from ncclpy.core.errors import NcclError
@@ -101,6 +102,7 @@ cdef class Window:
         cdef Lifecycle comm = self.comm
         cdef ncclResult_t result = ncclSuccess
         cdef ncclWindow_t window
+        cdef Upkeep call
         if comm is None:
             return
         if self.recorded():
@@ -108,13 +110,14 @@ cdef class Window:
         window = self.cell[0]
         self.comm = self.buffer = self.group = None
         require(<void*>nccl.ncclCommWindowDeregister, b"ncclCommWindowDeregister")
-        with nogil:
-            if window != NULL and comm.lock_alive():
-                result = nccl.ncclCommWindowDeregister(comm.raw, window)
-                comm.unlock()
+        if window != NULL:
+            call = Upkeep()
+            call.comm, call.kind, call.window = comm, LET_WINDOW_GO, window
+            call.see_through("ncclCommWindowDeregister", comm.limit)
+            result = call.result
         if result == ncclInProgress:
             comm.finish("ncclCommWindowDeregister", deadline_after(comm.limit))
-        else:
+        elif <int>result != WAS_ABORTED:
             check(result, b"ncclCommWindowDeregister", comm.raw)
         comm.unkeep(self.kept)
 

@@ -260,9 +260,9 @@ cdef class Plan:
                 _forget_text(&self.batches[i])
             _forget_text(&self.whole)
             pthread_mutex_unlock(&self.mutex)
-        for handle, stream in self.waits:
+        for handle, stream, limit in self.waits:
             (<Handle>handle).wait_stream(
-                <CUstream><uintptr_t>stream, "Plan.launch", deadline_after((<Handle>handle).limit)
+                <CUstream><uintptr_t>stream, "Plan.launch", deadline_after(limit)
             )
 
     def capture(self):
@@ -356,7 +356,7 @@ cdef class Graph:
             if handle.nonblocking:
                 raise ValueError(f"{handle!r} is nonblocking (a timeout makes it so): it cannot be captured")
             streams.setdefault(handle.device, set()).add(<uintptr_t>plan.parts[i].operation.stream)
-        own = {(handle.device, stream) for handle, stream in plan.waits}
+        own = {(handle.device, stream) for handle, stream, _ in plan.waits}
         for device, used in streams.items():
             mine = [stream for stream in used if (device, stream) in own]
             if len(used) > 1 and len(mine) != len(used):
@@ -426,11 +426,11 @@ cdef class Graph:
         finally:
             pthread_mutex_unlock(&plan.mutex)
         if self.waits:
-            for handle, _ in plan.waits:
+            for handle, _, limit in plan.waits:
                 for i in range(self.count):
                     if self.replays[i].device == (<Handle>handle).device:
                         (<Handle>handle).wait_stream(
-                            self.replays[i].stream, "Graph.launch", deadline_after((<Handle>handle).limit)
+                            self.replays[i].stream, "Graph.launch", deadline_after(limit)
                         )
 
     @property

@@ -144,6 +144,7 @@ cdef class Collectives(Creation):
         if timeout is not None:
             limit = as_timeout(timeout)
             self.check_endable("timeout")
+            self.be_watched(limit)
         operation.datatype = view.datatype
         if stream is not None:
             operation.stream = as_stream_of(stream, self.device)

@@ -187,6 +187,7 @@ cdef class Communicator(Collectives):
         if timeout is not None:
             limit = as_timeout(timeout)
             self.check_endable("timeout")
+            self.be_watched(limit)
         self.check_alive()
         if self.scratch == 0:
             made = _device.allocate(8, self.device)  # without the GIL: another thread may have been here meanwhile

@@ -2,6 +2,7 @@ from cpython.ref cimport PyObject
 
 from ncclpy.abi.nccl cimport ncclResult_t, ncclSimInfo_t
 from ncclpy.core.handle cimport Handle
+from ncclpy.core.marks cimport Mark
 from ncclpy.core.operation cimport Operation
 
 
@@ -10,6 +11,7 @@ cdef struct Held:
     PyObject* handle
     PyObject* send
     PyObject* recv
+    Mark* mark  # while the group ends
 
 
 cdef class Group:
@@ -22,6 +24,7 @@ cdef class Group:
     cdef list births  # (index of the operation, the communicator that it makes)
     cdef list waits  # (handle, stream as int, seconds) of host memory, whose data must be there when the group ends
     cdef bint blocks  # something in it waits for other ranks: it is made in a thread of its own
+    cdef bint watched  # a communicator of it has a deadline that the watcher keeps
     cdef bint bare  # one call alone, without ncclGroupStart and ncclGroupEnd
     cdef double limit  # seconds for each wait at its end; FOREVER leaves them to the communicators
     # What became of the calls: of the one that failed (`failed` is its number), and of the group's end.

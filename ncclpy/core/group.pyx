@@ -71,6 +71,7 @@ cdef int submit(
     """
     cdef ncclResult_t result
     cdef Group group
+    cdef Mark* mark
     if ncclpy_current_group != NULL:
         group = <Group>ncclpy_current_group
         group.record(handle, operation, send, recv)
@@ -78,12 +79,18 @@ cdef int submit(
             group.waits.append((handle, <uintptr_t>operation.stream, limit))
         if operation.kind == WINDOW:
             group.blocks = True
+        group.watched = group.watched or handle.watched
         return 0
     with nogil:
         handle.lock()
         operation.comm = handle.raw
         if operation.comm == NULL:
             result = <ncclResult_t>WAS_ABORTED
+        elif handle.watched:
+            # Who waits for CPU memory keeps the deadline itself.
+            mark = handle.enter_call(operation.stream, limit, operation.kind) if not wait_host else NULL
+            result = issue(operation)
+            handle.leave_call(mark, result == ncclSuccess)
         else:
             result = issue(operation)
         handle.unlock()
@@ -349,6 +356,29 @@ cdef int check_together(list handles, set newborn) except -1:
     return 0
 
 
+cdef void _enter_calls(Group group) noexcept nogil:
+    """Tell the watcher of the group's end, with a mark for each stream of each communicator."""
+    cdef size_t i
+    cdef Operation* o
+    for i in range(group.count):
+        o = &group.operations[i]
+        group.held[i].mark = NULL
+        if o.kind >= WINDOW or not (<Handle>group.held[i].handle).watched:
+            continue
+        if i and group.held[i - 1].handle == group.held[i].handle and group.operations[i - 1].stream == o.stream:
+            continue
+        group.held[i].mark = (<Handle>group.held[i].handle).enter_call(
+            o.stream, (<Handle>group.held[i].handle).limit if group.limit == FOREVER else group.limit, o.kind
+        )
+
+
+cdef void _leave_calls(Group group) noexcept nogil:
+    cdef size_t i
+    for i in range(group.count):
+        if group.operations[i].kind < WINDOW and (<Handle>group.held[i].handle).watched:
+            (<Handle>group.held[i].handle).leave_call(group.held[i].mark, group.ended == ncclSuccess)
+
+
 cdef void _make_calls(Group group, PyObject** locked, size_t nlocked) noexcept nogil:
     """Make the recorded calls, between ncclGroupStart and ncclGroupEnd, and note what becomes of them."""
     cdef size_t i
@@ -372,12 +402,16 @@ cdef void _make_calls(Group group, PyObject** locked, size_t nlocked) noexcept n
                 group.failed = i
                 break
         # A refused call has marked the group: its end launches nothing and returns the same error.
+        if group.watched and not group.simulate:
+            _enter_calls(group)
         if group.bare:
             group.ended = result
         elif group.simulate:
             group.ended = nccl.ncclGroupSimulateEnd(&group.info)
         else:
             group.ended = nccl.ncclGroupEnd()
+        if group.watched and not group.simulate:
+            _leave_calls(group)
     group.result = result
     if group.ended != ncclSuccess and group.ended != ncclInProgress and nccl.ncclGetLastError != NULL:
         group.words = strdup(nccl.ncclGetLastError(NULL))

@@ -2,6 +2,7 @@ from cpython.ref cimport PyObject
 
 from ncclpy.abi.driver cimport CUstream
 from ncclpy.abi.nccl cimport ncclComm_t, ncclResult_t
+from ncclpy.core.marks cimport Mark, Marks
 
 cdef extern from "pthread.h" nogil:
     ctypedef struct pthread_mutex_t:
@@ -44,6 +45,14 @@ cdef class Handle:
     cdef readonly int rank
     cdef readonly int nranks
     cdef readonly int device
+    # For the watcher, of a communicator that can be ended and has a deadline.
+    cdef bint watched
+    cdef Marks* marks
+    cdef double inside  # since when a thread is in a call of NCCL; 0 if none is
+    cdef double inside_limit
+    cdef bint inside_main  # it is the main thread
+    cdef double shortest  # the shortest deadline of any operation
+    cdef object verdict  # the exception that tells why it was aborted, for those who come later
     cdef object site  # where it was made
     cdef object reason  # why it was aborted
     cdef list aborting  # the threads that abort it, of the last abort
@@ -55,6 +64,9 @@ cdef class Handle:
     cdef int check_call(self, ncclResult_t result, const char* function) except -1
     cdef int raise_if_aborted(self, ncclResult_t result, const char* function) except -1
     cdef object aborted_error(self, object what)
+    # Around a call of NCCL under the lock, for the watcher; `enter_call` marks the stream as well.
+    cdef Mark* enter_call(self, CUstream stream, double limit, int kind) noexcept nogil
+    cdef void leave_call(self, Mark* mark, bint issued) noexcept nogil
     cdef int born(self, ncclResult_t result) except -1
     cdef int unborn(self) except -1
     cdef int check_alive(self) except -1

@@ -20,7 +20,6 @@ import time
 import warnings
 
 from cpython.exc cimport PyErr_CheckSignals
-from cpython.pythread cimport PyThread_get_thread_ident
 from cpython.ref cimport Py_INCREF, Py_XDECREF
 from libc.stdlib cimport malloc
 
@@ -29,6 +28,7 @@ from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
 from ncclpy.core.check cimport check, check_driver, nccl_error, raise_nccl
 from ncclpy.core.flight cimport hold
 from ncclpy.core.library cimport abort_preempts, driver, nccl, require, require_driver, version_code
+from ncclpy.core.marks cimport free_marks, mark_begin, mark_end
 from ncclpy.core.stream cimport event_behind
 from ncclpy.core.wait cimport FOREVER, LEAVE, SLICE, await_stream, deadline_after, now, pause
 
@@ -37,6 +37,7 @@ from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout
 cdef extern from "pthread.h" nogil:
     int pthread_mutex_init(pthread_mutex_t*, void*)
     int pthread_mutex_destroy(pthread_mutex_t*)
+    unsigned long pthread_self()
 
 cdef extern from * nogil:
     int __atomic_add_fetch(int*, int, int)
@@ -174,9 +175,10 @@ cdef class Handle:
         self.state = UNBORN
         self.owned = True
         self.waits = True
-        self.limit = FOREVER
+        self.limit = self.shortest = FOREVER
 
     def __dealloc__(self):
+        free_marks(self.marks)
         pthread_mutex_destroy(&self.mutex)
         pthread_mutex_destroy(&self.gate)
 
@@ -212,7 +214,20 @@ cdef class Handle:
 
     cdef object aborted_error(self, object what):
         """Return the exception of an operation that met an abort, with the reason that was given for it."""
+        if self.verdict is not None:  # not the one that is kept: it would grow with every frame that it passes
+            return type(self.verdict)(f"{what}: {self.verdict}")
         return NcclAborted(what if self.reason is None else f"{what} ({self.reason})")
+
+    cdef Mark* enter_call(self, CUstream stream, double limit, int kind) noexcept nogil:
+        self.inside_main = <unsigned long>pthread_self() == _main
+        self.inside_limit = limit
+        self.inside = now()
+        return mark_begin(self.marks, stream, limit, kind) if self.marks != NULL else NULL
+
+    cdef void leave_call(self, Mark* mark, bint issued) noexcept nogil:
+        self.inside = 0
+        if mark != NULL:
+            mark_end(self.marks, mark, issued)
 
     cdef int born(self, ncclResult_t result) except -1:
         """Take over the handle that NCCL has made, is making, or failed to make; wait for nothing."""
@@ -325,7 +340,7 @@ cdef class Handle:
         waiting.deadline = deadline
         waiting.started = now()
         waiting.next = min(waiting.started + SLICE, deadline)
-        waiting.main = PyThread_get_thread_ident() == _main
+        waiting.main = <unsigned long>pthread_self() == _main
         waiting.broken = FOREVER
         waiting.error = waiting.aborting = NULL
         self.waiters += 1

@@ -27,3 +27,4 @@ cdef class Lifecycle(Handle):
     cdef ncclResult_t poll_birth(self) noexcept nogil
     cdef void _take_cell(self) noexcept nogil
     cdef int _grown(self) except -1
+    cdef int be_watched(self, double limit) except -1

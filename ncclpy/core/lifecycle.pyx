@@ -34,8 +34,10 @@ from ncclpy.core.handle cimport (
     end_abort,
 )
 from ncclpy.core.library cimport abort_preempts, nccl, require, version_code
+from ncclpy.core.marks cimport new_marks
 from ncclpy.core.stream cimport Stream
 from ncclpy.core.upkeep cimport DESTROY, FINALIZE, REVOKE, SUSPEND, UPKEEP, Upkeep
+from ncclpy.core.watch cimport watch
 from ncclpy.core.wait cimport FOREVER, as_timeout, deadline_after, now, pause
 
 from ncclpy.core import device as _device
@@ -164,6 +166,18 @@ cdef class Lifecycle(Handle):
         if self.rank < 0:
             self._ask_who()
         self.state = READY
+        if self.guard != NULL and self.limit != FOREVER:
+            self.be_watched(self.limit)
+        return 0
+
+    cdef int be_watched(self, double limit) except -1:
+        """Have the watcher keep deadlines, of which this is one."""
+        self.shortest = min(self.shortest, limit)
+        if not self.watched:
+            if self.marks == NULL:
+                self.marks = new_marks(context_of(self.device))
+            self.watched = self.marks != NULL
+            watch(self)
         return 0
 
     cdef int unborn(self) except -1:

@@ -209,7 +209,8 @@ def test_a_plan_of_blocking_and_nonblocking_communicators_is_refused(ranks):
     """As one group NCCL refuses them; by a thread a device it does not, and which one it is depends on the moment."""
     arrays = ranks.lib
     data = arrays.make(np.ones(7, np.float32), 1)
-    with ncclpy.Communicator.init(1, 0, ncclpy.get_unique_id(), device=1, timeout=20) as other:
+    config = ncclpy.Config(blocking=False)
+    with ncclpy.Communicator.init(1, 0, ncclpy.get_unique_id(), device=1, config=config).wait_ready(20) as other:
         plan = ncclpy.Plan()
         with pytest.raises(ValueError, match="blocking"), plan.record():
             ranks.comms[0].all_reduce(arrays.argument(ranks.send[0]))
@@ -218,8 +219,20 @@ def test_a_plan_of_blocking_and_nonblocking_communicators_is_refused(ranks):
             plan.launch()
 
 
-def test_a_nonblocking_communicator_cannot_be_captured(arrays):
+def test_a_communicator_with_a_deadline_can_be_captured(arrays):
     with ncclpy.Communicator.init(1, 0, ncclpy.get_unique_id(), device=0, timeout=20) as comm:
+        array = arrays.make(np.full(4, 3, np.float32), 0)
+        twice = comm.pre_mul_sum(2.0, "float32")
+        plan = recorded(lambda: comm.all_reduce(arrays.argument(array), op=twice, stream=0))
+        with deadline(plan.capture) as graph:
+            deadline(graph.launch)
+            ncclpy.synchronize(0, timeout=20)
+        assert (arrays.read(array) == 6).all()
+
+
+def test_a_nonblocking_communicator_cannot_be_captured(arrays):
+    config = ncclpy.Config(blocking=False)
+    with ncclpy.Communicator.init(1, 0, ncclpy.get_unique_id(), device=0, config=config).wait_ready(20) as comm:
         array = arrays.make(np.ones(4, np.float32), 0)
         plan = recorded(lambda: comm.all_reduce(arrays.argument(array), stream=0))
         deadline(plan.launch)

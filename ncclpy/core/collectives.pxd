@@ -17,8 +17,9 @@ cdef class Collectives(Creation):
     cdef int op_code(self, object op, const View* view) except -1
     cdef int root_rank(self, object root, str argument) except -1
     cdef int start(
-        self, Operation* operation, const View* view, object send, object recv, object stream
+        self, Operation* operation, const View* view, object send, object recv, object stream, object timeout
     ) except -1
     cdef int exchange(
-        self, object send, const View* s, list send_counts, object recv, const View* r, list recv_counts, object stream
+        self, object send, const View* s, list send_counts, object recv, const View* r, list recv_counts, object stream,
+        object timeout
     ) except -1

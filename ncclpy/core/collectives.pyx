@@ -27,6 +27,7 @@ from ncclpy.core.operation cimport (
 )
 from ncclpy.core.resources cimport CustomOp
 from ncclpy.core.stream cimport as_stream_of
+from ncclpy.core.wait cimport as_timeout
 
 from ncclpy.core.errors import NcclUnsupported
 from ncclpy.core.group import Group
@@ -147,10 +148,15 @@ cdef class Collectives(Creation):
         return rank
 
     cdef int start(
-        self, Operation* operation, const View* view, object send, object recv, object stream
+        self, Operation* operation, const View* view, object send, object recv, object stream, object timeout
     ) except -1:
         """Choose the stream and submit."""
         cdef bint wait_host = False
+        cdef double limit = self.limit
+        if timeout is not None:
+            limit = as_timeout(timeout)
+            self.check_endable("timeout")
+            self.be_watched(limit)
         operation.datatype = view.datatype
         if stream is not None:
             operation.stream = as_stream_of(stream, self.device)
@@ -159,10 +165,11 @@ cdef class Collectives(Creation):
             wait_host = True
         else:
             current_stream(view, self.device, &operation.stream)
-        return submit(self, operation, send, recv, wait_host)
+        return submit(self, operation, send, recv, wait_host, limit)
 
     cdef int exchange(
-        self, object send, const View* s, list send_counts, object recv, const View* r, list recv_counts, object stream
+        self, object send, const View* s, list send_counts, object recv, const View* r, list recv_counts, object stream,
+        object timeout
     ) except -1:
         """Send a part to each rank and receive one from each, in one group; counts in elements, None for no side.
 
@@ -183,11 +190,11 @@ cdef class Collectives(Creation):
                     o.send = o.recv = <char*>part.pointer + offset
                     o.count = count * part.unit
                     if count:
-                        self.start(&o, &part, send, recv, stream)
+                        self.start(&o, &part, send, recv, stream, timeout)
                     offset += count * element_size(&part)
         return 0
 
-    def all_reduce(self, send, recv=None, op=_SUM, *, stream=None):
+    def all_reduce(self, send, recv=None, op=_SUM, *, stream=None, timeout=None):
         """Reduce over all ranks and leave the result on each (`ncclAllReduce`).
 
         Parameters
@@ -200,6 +207,8 @@ cdef class Collectives(Creation):
             The reduction. A bool array travels as uint8 and its sum is "any"; complex numbers know sum and avg.
         stream : optional
             Where the work is enqueued.
+        timeout : float, optional
+            Seconds for this operation; by default the communicator's, which must be one that can be ended.
         """
         cdef View s, r
         cdef Operation o
@@ -220,9 +229,9 @@ cdef class Collectives(Creation):
         o.send = s.pointer
         o.count = s.count
         o.op = self.op_code(op, &s)
-        self.start(&o, &s, send, recv, stream)
+        self.start(&o, &s, send, recv, stream, timeout)
 
-    def reduce(self, send, recv=None, op=_SUM, root=0, *, stream=None):
+    def reduce(self, send, recv=None, op=_SUM, root=0, *, stream=None, timeout=None):
         """Reduce over all ranks and leave the result on `root` (`ncclReduce`).
 
         Parameters
@@ -237,6 +246,8 @@ cdef class Collectives(Creation):
             The rank that receives.
         stream : optional
             Where the work is enqueued.
+        timeout : float, optional
+            Seconds for this operation; by default the communicator's, which must be one that can be ended.
         """
         cdef View s, r
         cdef Operation o
@@ -259,9 +270,9 @@ cdef class Collectives(Creation):
         o.send = s.pointer
         o.count = s.count
         o.op = self.op_code(op, &s)
-        self.start(&o, &s, send, recv, stream)
+        self.start(&o, &s, send, recv, stream, timeout)
 
-    def broadcast(self, send, recv=None, root=0, *, stream=None):
+    def broadcast(self, send, recv=None, root=0, *, stream=None, timeout=None):
         """Copy the root's buffer to all ranks (`ncclBroadcast`).
 
         Parameters
@@ -275,6 +286,8 @@ cdef class Collectives(Creation):
             The rank that sends.
         stream : optional
             Where the work is enqueued.
+        timeout : float, optional
+            Seconds for this operation; by default the communicator's, which must be one that can be ended.
         """
         cdef View s, r
         cdef Operation o
@@ -299,9 +312,9 @@ cdef class Collectives(Creation):
         o.send = s.pointer
         o.recv = r.pointer
         o.count = r.count
-        self.start(&o, &r, send, recv, stream)
+        self.start(&o, &r, send, recv, stream, timeout)
 
-    def all_gather(self, send, recv, *, stream=None):
+    def all_gather(self, send, recv, *, stream=None, timeout=None):
         """Collect every rank's `send` on all ranks, in the order of the ranks (`ncclAllGather`).
 
         Parameters
@@ -312,6 +325,8 @@ cdef class Collectives(Creation):
             ``nranks`` times as many elements of the same type.
         stream : optional
             Where the work is enqueued.
+        timeout : float, optional
+            Seconds for this operation; by default the communicator's, which must be one that can be ended.
         """
         cdef View s, r
         cdef Operation o
@@ -326,9 +341,9 @@ cdef class Collectives(Creation):
         o.send = s.pointer
         o.recv = r.pointer
         o.count = s.count
-        self.start(&o, &s, send, recv, stream)
+        self.start(&o, &s, send, recv, stream, timeout)
 
-    def reduce_scatter(self, send, recv, op=_SUM, *, stream=None):
+    def reduce_scatter(self, send, recv, op=_SUM, *, stream=None, timeout=None):
         """Reduce over all ranks and leave part ``rank`` of the result on each (`ncclReduceScatter`).
 
         Parameters
@@ -341,6 +356,8 @@ cdef class Collectives(Creation):
             The reduction, as for `all_reduce`.
         stream : optional
             Where the work is enqueued.
+        timeout : float, optional
+            Seconds for this operation; by default the communicator's, which must be one that can be ended.
         """
         cdef View s, r
         cdef Operation o
@@ -356,9 +373,9 @@ cdef class Collectives(Creation):
         o.recv = r.pointer
         o.count = r.count
         o.op = self.op_code(op, &s)
-        self.start(&o, &s, send, recv, stream)
+        self.start(&o, &s, send, recv, stream, timeout)
 
-    def all_to_all(self, send, recv, *, stream=None):
+    def all_to_all(self, send, recv, *, stream=None, timeout=None):
         """Send part i of `send` to rank i and receive part i of `recv` from it (`ncclAlltoAll`).
 
         Before NCCL 2.28 it is a group of sends and receives.
@@ -369,6 +386,8 @@ cdef class Collectives(Creation):
             As many elements of the same type, a multiple of ``nranks``; not the same memory.
         stream : optional
             Where the work is enqueued.
+        timeout : float, optional
+            Seconds for this operation; by default the communicator's, which must be one that can be ended.
         """
         cdef View s, r
         cdef Operation o
@@ -385,15 +404,15 @@ cdef class Collectives(Creation):
             raise ValueError("recv: all_to_all cannot work in place; send and recv are the same memory")
         if nccl.ncclAlltoAll == NULL:
             each = [elements(&s) // self.nranks] * self.nranks
-            self.exchange(send, &s, each, recv, &r, each, stream)
+            self.exchange(send, &s, each, recv, &r, each, stream, timeout)
             return
         o.kind = ALL_TO_ALL
         o.send = s.pointer
         o.recv = r.pointer
         o.count = s.count // self.nranks
-        self.start(&o, &s, send, recv, stream)
+        self.start(&o, &s, send, recv, stream, timeout)
 
-    def gather(self, send, recv=None, root=0, *, stream=None):
+    def gather(self, send, recv=None, root=0, *, stream=None, timeout=None):
         """Collect every rank's `send` on the root, in the order of the ranks (`ncclGather`).
 
         Before NCCL 2.28 it is a group of sends and receives.
@@ -408,6 +427,8 @@ cdef class Collectives(Creation):
             The rank that receives.
         stream : optional
             Where the work is enqueued.
+        timeout : float, optional
+            Seconds for this operation; by default the communicator's, which must be one that can be ended.
         """
         cdef View s, r
         cdef Operation o
@@ -427,14 +448,14 @@ cdef class Collectives(Creation):
         if nccl.ncclGather == NULL:
             each = [elements(&s) if peer == o.root else 0 for peer in range(self.nranks)]
             parts = [elements(&s)] * self.nranks if self.rank == o.root else None
-            self.exchange(send, &s, each, recv, &r, parts, stream)
+            self.exchange(send, &s, each, recv, &r, parts, stream, timeout)
             return
         o.kind = GATHER
         o.send = s.pointer
         o.count = s.count
-        self.start(&o, &s, send, recv, stream)
+        self.start(&o, &s, send, recv, stream, timeout)
 
-    def scatter(self, send, recv=None, root=0, *, stream=None):
+    def scatter(self, send, recv=None, root=0, *, stream=None, timeout=None):
         """Send part i of the root's `send` to rank i (`ncclScatter`).
 
         Before NCCL 2.28 it is a group of sends and receives.
@@ -449,6 +470,8 @@ cdef class Collectives(Creation):
             The rank that sends.
         stream : optional
             Where the work is enqueued.
+        timeout : float, optional
+            Seconds for this operation; by default the communicator's, which must be one that can be ended.
         """
         cdef View s, r
         cdef Operation o
@@ -470,14 +493,14 @@ cdef class Collectives(Creation):
         if nccl.ncclScatter == NULL:
             each = [elements(&r) if peer == o.root else 0 for peer in range(self.nranks)]
             parts = [elements(&r)] * self.nranks if self.rank == o.root else None
-            self.exchange(send, &s, parts, recv, &r, each, stream)
+            self.exchange(send, &s, parts, recv, &r, each, stream, timeout)
             return
         o.kind = SCATTER
         o.recv = r.pointer
         o.count = r.count
-        self.start(&o, &r, send, recv, stream)
+        self.start(&o, &r, send, recv, stream, timeout)
 
-    def send(self, buf, peer, *, stream=None):
+    def send(self, buf, peer, *, stream=None, timeout=None):
         """Send a buffer to one rank, which must receive as much (`ncclSend`).
 
         Parameters
@@ -488,6 +511,8 @@ cdef class Collectives(Creation):
             The rank that receives. Sends and receives that need each other belong into one ``ncclpy.group()``.
         stream : optional
             Where the work is enqueued.
+        timeout : float, optional
+            Seconds for this operation; by default the communicator's, which must be one that can be ended.
         """
         cdef View s
         cdef Operation o
@@ -498,9 +523,9 @@ cdef class Collectives(Creation):
         o.kind = SEND
         o.send = s.pointer
         o.count = s.count
-        self.start(&o, &s, buf, None, stream)
+        self.start(&o, &s, buf, None, stream, timeout)
 
-    def recv(self, buf, peer, *, stream=None):
+    def recv(self, buf, peer, *, stream=None, timeout=None):
         """Receive a buffer from one rank, which must send as much (`ncclRecv`).
 
         Parameters
@@ -511,6 +536,8 @@ cdef class Collectives(Creation):
             The rank that sends.
         stream : optional
             Where the work is enqueued.
+        timeout : float, optional
+            Seconds for this operation; by default the communicator's, which must be one that can be ended.
         """
         cdef View r
         cdef Operation o
@@ -522,4 +549,4 @@ cdef class Collectives(Creation):
         o.kind = RECV
         o.recv = r.pointer
         o.count = r.count
-        self.start(&o, &r, None, buf, stream)
+        self.start(&o, &r, None, buf, stream, timeout)

@@ -14,6 +14,7 @@ from ncclpy.core.collectives cimport Collectives, element_size, elements, same_t
 from ncclpy.core.group cimport submit
 from ncclpy.core.operation cimport ALL_REDUCE, BROADCAST, Operation, REDUCE
 from ncclpy.core.stream cimport as_stream_of
+from ncclpy.core.wait cimport as_timeout
 
 from ncclpy.core import device as _device
 from ncclpy.core.group import Group
@@ -65,7 +66,7 @@ cdef class Communicator(Collectives):
         The ordinal of the device.
     """
 
-    def all_gather_v(self, send, recv, counts, *, stream=None):
+    def all_gather_v(self, send, recv, counts, *, stream=None, timeout=None):
         """Collect parts of different sizes on all ranks: a group of broadcasts.
 
         Parameters
@@ -78,6 +79,8 @@ cdef class Communicator(Collectives):
             The elements of each rank's part, the same on all ranks.
         stream : optional
             Where the work is enqueued.
+        timeout : float, optional
+            Seconds for this operation; by default the communicator's, which must be one that can be ended.
         """
         cdef View s, r
         cdef Operation o
@@ -99,10 +102,10 @@ cdef class Communicator(Collectives):
                 o.send = s.pointer if root == self.rank else o.recv
                 o.count = count * r.unit
                 if count:
-                    self.start(&o, &r, send, recv, stream)
+                    self.start(&o, &r, send, recv, stream, timeout)
                 offset += count * element_size(&r)
 
-    def reduce_scatter_v(self, send, recv, counts, op=ReduceOp.SUM, *, stream=None):
+    def reduce_scatter_v(self, send, recv, counts, op=ReduceOp.SUM, *, stream=None, timeout=None):
         """Reduce over all ranks and leave a part of its own size on each: a group of reduces.
 
         Parameters
@@ -117,6 +120,8 @@ cdef class Communicator(Collectives):
             The reduction, as for `all_reduce`.
         stream : optional
             Where the work is enqueued.
+        timeout : float, optional
+            Seconds for this operation; by default the communicator's, which must be one that can be ended.
         """
         cdef View s, r
         cdef Operation o
@@ -139,10 +144,10 @@ cdef class Communicator(Collectives):
                 o.recv = r.pointer if root == self.rank else NULL
                 o.count = count * s.unit
                 if count:
-                    self.start(&o, &s, send, recv, stream)
+                    self.start(&o, &s, send, recv, stream, timeout)
                 offset += count * element_size(&s)
 
-    def all_to_all_v(self, send, recv, send_counts, recv_counts, *, stream=None):
+    def all_to_all_v(self, send, recv, send_counts, recv_counts, *, stream=None, timeout=None):
         """Send a part of its own size to each rank and receive one from each: a group of sends and receives.
 
         Parameters
@@ -156,6 +161,8 @@ cdef class Communicator(Collectives):
             rank j.
         stream : optional
             Where the work is enqueued.
+        timeout : float, optional
+            Seconds for this operation; by default the communicator's, which must be one that can be ended.
         """
         cdef View s, r
         self.check_alive()
@@ -167,9 +174,9 @@ cdef class Communicator(Collectives):
         same_type(&s, &r)
         _holds(&s, sum(outgoing), "send", "sum(send_counts)")
         _holds(&r, sum(incoming), "recv", "sum(recv_counts)")
-        self.exchange(send, &s, outgoing, recv, &r, incoming, stream)
+        self.exchange(send, &s, outgoing, recv, &r, incoming, stream, timeout)
 
-    def barrier(self, *, stream=None):
+    def barrier(self, *, stream=None, timeout=None):
         """Wait until all ranks are here: an all-reduce of one byte.
 
         Parameters
@@ -177,8 +184,15 @@ cdef class Communicator(Collectives):
         stream : optional
             Let this stream wait, and not the CPU. By default the call (or the group's end) returns when all ranks
             have come.
+        timeout : float, optional
+            As for `all_gather_v`.
         """
         cdef Operation o
+        cdef double limit = self.limit
+        if timeout is not None:
+            limit = as_timeout(timeout)
+            self.check_endable("timeout")
+            self.be_watched(limit)
         self.check_alive()
         if self.scratch == 0:
             made = _device.allocate(8, self.device)  # without the GIL: another thread may have been here meanwhile
@@ -193,10 +207,10 @@ cdef class Communicator(Collectives):
         o.send = o.recv = <void*>self.scratch
         if stream is None:
             o.stream = self.own_stream()
-            submit(self, &o, None, None, True)
+            submit(self, &o, None, None, True, limit)
         else:
             o.stream = as_stream_of(stream, self.device)
-            submit(self, &o, None, None, False)
+            submit(self, &o, None, None, False, limit)
 
     def pre_mul_sum(self, scalar, dtype):
         """Return an operator that multiplies each rank's input by a scalar and sums (`ncclRedOpCreatePreMulSum`).

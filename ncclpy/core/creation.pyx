@@ -50,7 +50,7 @@ cdef class Creation(Lifecycle):
     """Make communicators; `Communicator` is the class to use."""
 
     @classmethod
-    def init(cls, nranks, rank, unique_id, *, device=None, config=None, timeout=None):
+    def init(cls, nranks, rank, unique_id, *, device=None, config=None, timeout=None, abortable=None):
         """Make this rank's communicator of a new clique (`ncclCommInitRankConfig`).
 
         It returns when all ranks have joined, unless ``config.blocking`` is False. Inside ``ncclpy.group()`` it
@@ -70,8 +70,14 @@ cdef class Creation(Lifecycle):
             NCCL's configuration.
         timeout : float, optional
             Seconds that any wait of this communicator may take, initialisation first. Past it the communicator is
-            aborted and `NcclTimeout` raised. To keep it, NCCL runs nonblocking underneath; that costs a thread hop a
-            call. By default NCCL waits for as long as it takes.
+            aborted and `NcclTimeout` raised. By default NCCL waits for as long as it takes. All ranks pass a timeout,
+            though not the same, or none: to keep it the communicator gets a guard, as ``abortable`` says.
+        abortable : bool, optional
+            Whether every call and operation can be ended at any time, by `abort` or Ctrl-C; a timeout implies it. The
+            communicator is then split from a second one, its guard: calls cost what they cost without, initialising
+            about twice as much, and a GPU some 130 MiB of memory. All ranks pass the same. False by default; children
+            do as their parent. (NCCL before 2.18 has no guards: there NCCL runs nonblocking underneath, which costs a
+            thread hop a call.)
 
         Returns
         -------
@@ -88,26 +94,26 @@ cdef class Creation(Lifecycle):
         cdef Operation operation
         nranks, rank = _as_place(nranks, rank)
         self.device = as_device(device)
-        self.conceive(config, timeout, None)
-        _as_unique_id(unique_id, &self.birth.id)
-        self.rank = self.birth.rank = rank
-        self.nranks = self.birth.nranks = nranks
-        self.birth.context = context_of(self.device)
+        self.conceive(config, timeout, abortable, None)
+        _as_unique_id(unique_id, &self.cradle.birth.id)
+        self.rank = self.cradle.birth.rank = rank
+        self.nranks = self.cradle.birth.nranks = nranks
+        self.cradle.birth.context = context_of(self.device)
         memset(&operation, 0, sizeof(operation))
         operation.kind = INIT_RANK
-        operation.birth = self.birth
+        operation.birth = self.cradle.birth
         give_birth(None, self, &operation)
         return self
 
     @classmethod
-    def init_all(cls, devices=None, *, config=None, timeout=None):
+    def init_all(cls, devices=None, *, config=None, timeout=None, abortable=None):
         """Make a clique of communicators for several devices of this process, from one thread.
 
         Parameters
         ----------
         devices : iterable of int, optional
             The ordinals; rank i gets the i-th. All devices by default.
-        config, timeout
+        config, timeout, abortable
             As for `init`.
 
         Returns
@@ -122,7 +128,7 @@ cdef class Creation(Lifecycle):
         unique_id = get_unique_id()
         with Group():
             made = [
-                cls.init(len(devices), rank, unique_id, device=device, config=config, timeout=timeout)
+                cls.init(len(devices), rank, unique_id, device=device, config=config, timeout=timeout, abortable=abortable)
                 for rank, device in enumerate(devices)
             ]
         return made
@@ -148,7 +154,7 @@ cdef class Creation(Lifecycle):
         self.state = READY
         return self
 
-    def split(self, color, key=0, *, config=None, timeout=None):
+    def split(self, color, key=0, *, config=None, timeout=None, abortable=None):
         """Divide the ranks into new communicators by colour (`ncclCommSplit`, NCCL 2.18); all ranks call it.
 
         Parameters
@@ -161,6 +167,8 @@ cdef class Creation(Lifecycle):
             For the new communicator; it inherits this one's by default.
         timeout : float, optional
             As for `init`; this communicator's by default.
+        abortable : bool, optional
+            As for `init`; as this communicator by default.
 
         Returns
         -------
@@ -174,18 +182,18 @@ cdef class Creation(Lifecycle):
         if number < -1:
             raise ValueError(f"color: expected an int >= 0, or None to join no communicator, got {color}")
         self.check_alive()
-        child.conceive(config, timeout, self)
-        child.birth.color = number
-        child.birth.key = order
+        child.conceive(config, timeout, abortable, self)
+        child.cradle.birth.color = number
+        child.cradle.birth.key = order
         memset(&operation, 0, sizeof(operation))
         operation.kind = SPLIT
-        operation.birth = child.birth
+        operation.birth = child.cradle.birth
         if number < 0:
             child.nranks = 0  # see born()
         give_birth(self, child, &operation)
         return child if number >= 0 else None
 
-    def shrink(self, exclude, *, bint abort=False, config=None, timeout=None):
+    def shrink(self, exclude, *, bint abort=False, config=None, timeout=None, abortable=None):
         """Make a communicator without some ranks (`ncclCommShrink`, NCCL 2.27); the ranks that stay call it.
 
         Parameters
@@ -194,7 +202,7 @@ cdef class Creation(Lifecycle):
             The ranks that leave.
         abort : bool
             First end what still runs on this communicator (`NCCL_SHRINK_ABORT`), say because a rank has failed.
-        config, timeout
+        config, timeout, abortable
             As for `split`.
 
         Returns
@@ -214,21 +222,21 @@ cdef class Creation(Lifecycle):
             raise ValueError(f"exclude: {ranks} names ranks outside 0..{self.nranks - 1}")
         if self.rank in ranks:
             raise ValueError(f"exclude: rank {self.rank} leaves and must not call shrink")
-        child.conceive(config, timeout, self)
-        child.birth.exclude = <int*>malloc(len(ranks) * sizeof(int))
-        if child.birth.exclude == NULL:
+        child.conceive(config, timeout, abortable, self)
+        child.cradle.birth.exclude = <int*>malloc(len(ranks) * sizeof(int))
+        if child.cradle.birth.exclude == NULL:
             raise MemoryError
         for i, rank in enumerate(ranks):
-            child.birth.exclude[i] = rank
-        child.birth.nexclude = len(ranks)
-        child.birth.flags = 1 if abort else 0
+            child.cradle.birth.exclude[i] = rank
+        child.cradle.birth.nexclude = len(ranks)
+        child.cradle.birth.flags = 1 if abort else 0
         memset(&operation, 0, sizeof(operation))
         operation.kind = SHRINK
-        operation.birth = child.birth
+        operation.birth = child.cradle.birth
         give_birth(self, child, &operation)
         return child
 
-    def grow(self, nranks, unique_id=None, *, config=None, timeout=None):
+    def grow(self, nranks, unique_id=None, *, config=None, timeout=None, abortable=None):
         """Make a larger communicator of these ranks and new ones (`ncclCommGrow`, NCCL 2.29); all old ranks call it.
 
         Parameters
@@ -238,7 +246,7 @@ cdef class Creation(Lifecycle):
         unique_id : UniqueId, optional
             What `grow_id` gave, on the rank that called it; None on the other old ranks. New ranks call
             `Communicator.join` with it.
-        config, timeout
+        config, timeout, abortable
             As for `split`.
 
         Returns
@@ -250,16 +258,16 @@ cdef class Creation(Lifecycle):
         nranks = as_integer(nranks, "nranks")
         if nranks <= self.nranks:
             raise ValueError(f"nranks: {nranks} is not more than the {self.nranks} ranks there are")
-        child.conceive(config, timeout, self)
+        child.conceive(config, timeout, abortable, self)
         return _grow(self, child, nranks, -1, unique_id)
 
     @classmethod
-    def join(cls, nranks, rank, unique_id, *, device=None, config=None, timeout=None):
+    def join(cls, nranks, rank, unique_id, *, device=None, config=None, timeout=None, abortable=None):
         """Join a communicator that others `grow` (`ncclCommGrow`, NCCL 2.29); each new rank calls it.
 
         Parameters
         ----------
-        nranks, rank, unique_id, device, config, timeout
+        nranks, rank, unique_id, device, config, timeout, abortable
             As for `init`; the new ranks are numbered after the old ones.
 
         Returns
@@ -269,8 +277,8 @@ cdef class Creation(Lifecycle):
         cdef Creation self = cls.__new__(cls)
         nranks, rank = _as_place(nranks, rank)
         self.device = as_device(device)
-        self.conceive(config, timeout, None)
-        self.birth.context = context_of(self.device)
+        self.conceive(config, timeout, abortable, None)
+        self.cradle.birth.context = context_of(self.device)
         return _grow(None, self, nranks, rank, unique_id)
 
     def grow_id(self):
@@ -289,15 +297,15 @@ cdef class Creation(Lifecycle):
 
 cdef object _grow(Lifecycle parent, Lifecycle child, int nranks, int rank, object unique_id):
     cdef Operation operation
-    child.birth.nranks = nranks
-    child.birth.rank = rank
-    child.birth.has_id = unique_id is not None
+    child.cradle.birth.nranks = nranks
+    child.cradle.birth.rank = rank
+    child.cradle.birth.has_id = unique_id is not None
     if unique_id is not None:
-        _as_unique_id(unique_id, &child.birth.id)
+        _as_unique_id(unique_id, &child.cradle.birth.id)
     elif parent is None:
         raise TypeError("unique_id: a rank that joins needs it")
     memset(&operation, 0, sizeof(operation))
     operation.kind = GROW
-    operation.birth = child.birth
+    operation.birth = child.cradle.birth
     give_birth(parent, child, &operation)
     return child

@@ -91,3 +91,13 @@ class NcclUnsupported(NcclError):
 
 class LibraryNotFound(NcclError):
     """Report that no usable library was found; the message lists every place searched."""
+
+
+def attach(first: BaseException, others: list[BaseException]) -> None:
+    """Tell the errors of the other members as notes on the first one."""
+    notes = [f"also: {type(other).__name__}: {other}" for other in others]
+    if hasattr(first, "add_note"):  # Python 3.11
+        for note in notes:
+            first.add_note(note)
+    elif notes:
+        first.__notes__ = [*getattr(first, "__notes__", []), *notes]  # type: ignore[attr-defined]

@@ -1,6 +1,8 @@
 from cpython.ref cimport PyObject
 
+from ncclpy.abi.nccl cimport ncclResult_t, ncclSimInfo_t
 from ncclpy.core.handle cimport Handle
+from ncclpy.core.marks cimport Mark
 from ncclpy.core.operation cimport Operation
 
 
@@ -9,6 +11,7 @@ cdef struct Held:
     PyObject* handle
     PyObject* send
     PyObject* recv
+    Mark* mark  # while the group ends
 
 
 cdef class Group:
@@ -19,7 +22,17 @@ cdef class Group:
     cdef PyObject* recent  # the communicator of the last operation
     cdef list handles  # every communicator of the group, once
     cdef list births  # (index of the operation, the communicator that it makes)
-    cdef list waits  # (handle, stream as int) of host memory, whose data must be there when the group ends
+    cdef list waits  # (handle, stream as int, seconds) of host memory, whose data must be there when the group ends
+    cdef bint blocks  # something in it waits for other ranks: it is made in a thread of its own
+    cdef bint watched  # a communicator of it has a deadline that the watcher keeps
+    cdef bint bare  # one call alone, without ncclGroupStart and ncclGroupEnd
+    cdef double limit  # seconds for each wait at its end; FOREVER leaves them to the communicators
+    # What became of the calls: of the one that failed (`failed` is its number), and of the group's end.
+    cdef size_t failed
+    cdef ncclResult_t result
+    cdef ncclResult_t ended
+    cdef char* words  # NCCL's last ones, of the thread that made the calls
+    cdef ncclSimInfo_t info
     cdef list aborts
     cdef Group outer
     cdef size_t mark
@@ -33,6 +46,7 @@ cdef class Group:
     cdef int drop(self, size_t mark) noexcept
     cdef int abort_at_end(self, Handle handle) except -1
     cdef int record(self, Handle handle, const Operation* operation, object send, object recv) except -1
+    cdef list everything(self)
     cdef bint writes_to(self, object recv) noexcept
 
 
@@ -40,5 +54,10 @@ cdef Group current_group()
 # Raise unless NCCL takes the communicators in one group; those of `newborn`, by id, are not made yet.
 cdef int check_makes(Group group, str what) except -1
 cdef int check_together(list handles, set newborn) except -1
-cdef int submit(Handle handle, Operation* operation, object send, object recv, bint wait_host) except -1
+# `limit` is in seconds, for this operation alone.
+cdef int submit(
+    Handle handle, Operation* operation, object send, object recv, bint wait_host, double limit
+) except -1
+# The same for a call that waits for other ranks: it is made in a thread of its own.
+cdef int make_alone(Handle handle, Operation* operation, object send, object recv) except -1
 cdef int give_birth(Handle parent, Handle child, Operation* operation) except -1

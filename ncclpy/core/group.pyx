@@ -6,6 +6,7 @@ inside a group; recording can, so an exception inside the block launches nothing
 """
 
 cimport cython
+from cpython.exc cimport PyErr_CheckSignals
 from cpython.ref cimport Py_DECREF, Py_INCREF, Py_XDECREF, PyObject
 from libc.stdint cimport uintptr_t
 from libc.stdlib cimport free, realloc
@@ -15,27 +16,35 @@ from ncclpy.abi.nccl cimport (
     NCCL_UNDEF_FLOAT,
     NCCLPY_SIM_INFO_MAGIC,
     ncclInProgress,
-    ncclResult_t,
-    ncclSimInfo_t,
     ncclSuccess,
 )
-from ncclpy.core.check cimport raise_nccl
+from ncclpy.core.check cimport nccl_error
 from ncclpy.core.config cimport struct_version
+from ncclpy.core.flight cimport hold
 from ncclpy.core.handle cimport (
     ABORT_DEADLINE,
     ABORTED,
+    CLOSED,
+    INITIALISING,
     READY,
     WAS_ABORTED,
     abort_handles,
-    deadline_after,
     in_lock_order,
+    leave_behind,
     lock_all,
     unlock_all,
 )
 from ncclpy.core.library cimport nccl, require
-from ncclpy.core.operation cimport INIT_RANK, function_of, issue, raise_issue
+from ncclpy.core.operation cimport INIT_RANK, NOT_THERE, WINDOW, function_of, issue, raise_issue
+from ncclpy.core.wait cimport FOREVER, Call, as_timeout, deadline_after, now, pause
 
-from ncclpy.core.errors import NcclAborted, not_copied
+from ncclpy.core.errors import NcclError, attach, not_copied
+
+cdef extern from "string.h" nogil:
+    char* strdup(const char*)
+
+# How long the other members of a group that has failed may take, where they have no deadline of their own.
+cdef double GROUP_PATIENCE = 5.0
 
 cdef extern from *:
     """
@@ -52,41 +61,62 @@ cdef Group current_group():
     return <Group>ncclpy_current_group
 
 
-cdef int submit(Handle handle, Operation* operation, object send, object recv, bint wait_host) except -1:
+cdef int submit(
+    Handle handle, Operation* operation, object send, object recv, bint wait_host, double limit
+) except -1:
     """Make a call at once, or have the thread's group record it.
 
     With `wait_host` the data are in CPU memory that has no stream: the call, or the group's end, returns when they
     are there.
     """
     cdef ncclResult_t result
+    cdef Group group
+    cdef Mark* mark
     if ncclpy_current_group != NULL:
-        (<Group>ncclpy_current_group).record(handle, operation, send, recv)
+        group = <Group>ncclpy_current_group
+        group.record(handle, operation, send, recv)
         if wait_host:
-            (<Group>ncclpy_current_group).waits.append((handle, <uintptr_t>operation.stream))
+            group.waits.append((handle, <uintptr_t>operation.stream, limit))
+        if operation.kind == WINDOW:
+            group.blocks = True
+        group.watched = group.watched or handle.watched
         return 0
     with nogil:
         handle.lock()
         operation.comm = handle.raw
         if operation.comm == NULL:
             result = <ncclResult_t>WAS_ABORTED
+        elif handle.watched:
+            # Who waits for CPU memory keeps the deadline itself.
+            mark = handle.enter_call(operation.stream, limit, operation.kind) if not wait_host else NULL
+            result = issue(operation)
+            handle.leave_call(mark, result == ncclSuccess)
         else:
             result = issue(operation)
         handle.unlock()
-    if result != ncclSuccess:
-        _not_done(handle, operation.kind, result)
-    if wait_host:
-        handle.wait_stream(
-            operation.stream, function_of(operation.kind).decode(), deadline_after(handle.limit)
-        )
+    if result != ncclSuccess or wait_host:
+        return _see_to(handle, operation, send, recv, wait_host, limit, result)
     return 0
 
 
-cdef int _not_done(Handle handle, int kind, ncclResult_t result) except -1:
-    """Poll an operation that NCCL issues in the background, or raise for one that it refused."""
-    if result == ncclInProgress:
-        return handle.finish(function_of(kind).decode(), deadline_after(handle.limit))
-    handle.raise_if_aborted(result, function_of(kind))
-    return raise_issue(result, kind, handle.raw)
+cdef int _see_to(
+    Handle handle, Operation* operation, object send, object recv, bint wait_host, double limit, ncclResult_t result
+) except -1:
+    """Wait for an operation as far as its caller does, and hold its arrays if that ends early."""
+    cdef str what = function_of(operation.kind).decode()
+    try:
+        if result == ncclInProgress:
+            handle.finish(what, deadline_after(limit))
+        elif result != ncclSuccess:
+            handle.raise_if_aborted(result, function_of(operation.kind))
+            raise_issue(result, operation.kind, handle.raw)
+        if wait_host:
+            handle.wait_stream(operation.stream, what, deadline_after(limit))
+    except BaseException:
+        if result == ncclSuccess or result == ncclInProgress:
+            handle.hold([send, recv], operation.stream, f"arrays of {what} on {handle!r}")
+        raise
+    return 0
 
 
 cdef int check_makes(Group group, str what) except -1:
@@ -100,25 +130,41 @@ cdef int check_makes(Group group, str what) except -1:
 
 cdef int give_birth(Handle parent, Handle child, Operation* operation) except -1:
     """Make the call that makes `child`, or have the thread's group record it. `parent` is None for a new clique."""
-    cdef ncclResult_t result
-    cdef Handle locked = child if parent is None else parent
+    cdef Group group
     if ncclpy_current_group != NULL:
         group = <Group>ncclpy_current_group
         check_makes(group, "communicator")
-        group.record(locked, operation, None, None)
-        group.births.append((group.count - 1, child))
-        return 0
-    with nogil:
-        locked.lock()
-        operation.comm = locked.raw
-        result = <ncclResult_t>WAS_ABORTED if parent is not None and locked.raw == NULL else issue(operation)
-        locked.unlock()
-    if result != ncclSuccess and result != ncclInProgress:
-        child.unborn()
-        if <int>result == WAS_ABORTED:
-            return locked.check_call(result, function_of(operation.kind))
-        return raise_issue(result, operation.kind, NULL)
-    return child.born(result)
+        return _record_birth(group, parent, child, operation)
+    group = Group()
+    group.bare = True
+    try:
+        _record_birth(group, parent, child, operation)
+        _launch(group)
+    finally:
+        group.drop(0)
+    return 0
+
+
+cdef int make_alone(Handle handle, Operation* operation, object send, object recv) except -1:
+    """Make one call that waits for other ranks, or have the thread's group record it."""
+    cdef Group group
+    if ncclpy_current_group != NULL:
+        return submit(handle, operation, send, recv, False, handle.limit)
+    group = Group()
+    group.bare = group.blocks = True
+    try:
+        group.record(handle, operation, send, recv)
+        _launch(group)
+    finally:
+        group.drop(0)
+    return 0
+
+
+cdef int _record_birth(Group group, Handle parent, Handle child, Operation* operation) except -1:
+    group.record(child if parent is None else parent, operation, None, None)
+    group.births.append((group.count - 1, child))
+    group.blocks = True
+    return 0
 
 
 @cython.freelist(8)
@@ -130,15 +176,25 @@ cdef class Group:
     simulate : bool, optional
         Launch nothing: `estimated_time_us` tells afterwards how long NCCL thinks the group would take on the device
         (`ncclGroupSimulateEnd`, NCCL 2.22).
+    timeout : float, optional
+        Seconds that each wait at the group's end may take, instead of the communicators' own. Every communicator of
+        the group must be one that can be ended: made with ``timeout=`` or ``abortable=True``, or nonblocking.
+
+    Notes
+    -----
+    A failing member hides no other: all are waited for, each under its deadline (5 s where it has none), before the
+    first error is raised, with the others' as notes. If a signal handler raises, all are aborted.
     """
 
-    def __cinit__(self, bint simulate=False):
+    def __cinit__(self, bint simulate=False, timeout=None):
         self.simulate = simulate
+        self.limit = as_timeout(timeout)
 
     def __dealloc__(self):
         self.drop(0)
         free(self.operations)
         free(self.held)
+        free(self.words)
 
     cdef int record(self, Handle handle, const Operation* operation, object send, object recv) except -1:
         """Append one operation; its communicator and buffers live at least until the group ends."""
@@ -157,6 +213,14 @@ cdef class Group:
         held.recv = <PyObject*>recv
         self.count += 1
         return 0
+
+    cdef list everything(self):
+        """Return what the operations keep alive."""
+        cdef size_t i
+        found = []
+        for i in range(self.count):
+            found.append((<object>self.held[i].handle, <object>self.held[i].send, <object>self.held[i].recv))
+        return found
 
     cdef bint writes_to(self, object recv) noexcept:
         """Return whether an operation that is recorded here writes to this object."""
@@ -228,16 +292,17 @@ cdef class Group:
         try:
             if kind is not None:
                 _forget(self, 0)
-            else:
-                if self.count:
-                    self.finish()
-                if self.aborts is not None:
-                    abort_handles(self.aborts, ABORT_DEADLINE, "aborted in a group")
+            elif self.count:
+                self.finish()
         finally:
+            aborts = self.aborts
             self.recent = NULL
             self.handles = self.births = self.waits = self.aborts = None
             self.drop(0)
             Py_DECREF(self)
+            # Whatever became of the calls: who asks for an abort wants an end.
+            if aborts is not None:
+                abort_handles(aborts, ABORT_DEADLINE, "aborted in a group")
 
     def __reduce__(self):
         raise not_copied(self, "open a new one where the calls are made")
@@ -293,80 +358,292 @@ cdef int check_together(list handles, set newborn) except -1:
     for handle in handles:
         if handle.state != READY and id(handle) not in newborn:
             handle.check_alive()
-        if handle.nonblocking != (<Handle>handles[0]).nonblocking and handle.owned:
+        if handle.in_background() != (<Handle>handles[0]).in_background() and handle.owned:
             raise ValueError(
-                "a group holds either blocking or nonblocking communicators, and a timeout makes one nonblocking; "
-                f"this one mixes {handle!r} and {handles[0]!r}"
+                "NCCL takes either blocking or nonblocking communicators in a group, and makes those with timeout= or "
+                f"abortable=True in the background; this one mixes {handle!r} and {handles[0]!r}"
             )
     return 0
 
 
-cdef int _launch(Group group) except -1:
-    """Make the recorded calls between ncclGroupStart and ncclGroupEnd."""
-    cdef size_t i, n = group.count, failed = n
+cdef void _enter_calls(Group group) noexcept nogil:
+    """Tell the watcher of the group's end, with a mark for each stream of each communicator."""
+    cdef size_t i
+    cdef Operation* o
+    for i in range(group.count):
+        o = &group.operations[i]
+        group.held[i].mark = NULL
+        if o.kind >= WINDOW or not (<Handle>group.held[i].handle).watched:
+            continue
+        if i and group.held[i - 1].handle == group.held[i].handle and group.operations[i - 1].stream == o.stream:
+            continue
+        group.held[i].mark = (<Handle>group.held[i].handle).enter_call(
+            o.stream, (<Handle>group.held[i].handle).limit if group.limit == FOREVER else group.limit, o.kind
+        )
+
+
+cdef void _leave_calls(Group group) noexcept nogil:
+    cdef size_t i
+    for i in range(group.count):
+        if group.operations[i].kind < WINDOW and (<Handle>group.held[i].handle).watched:
+            (<Handle>group.held[i].handle).leave_call(group.held[i].mark, group.ended == ncclSuccess)
+
+
+cdef void _make_calls(Group group, PyObject** locked, size_t nlocked) noexcept nogil:
+    """Make the recorded calls, between ncclGroupStart and ncclGroupEnd, and note what becomes of them."""
+    cdef size_t i
     cdef Operation* operations = group.operations
-    cdef Handle handle, child
     cdef ncclResult_t result = ncclSuccess
-    cdef ncclResult_t ended = ncclSuccess
-    cdef ncclSimInfo_t info
-    cdef bint simulate = group.simulate
-    cdef list handles = group.handles
+    group.failed = group.count
+    group.ended = ncclSuccess
+    lock_all(locked, nlocked)
+    for i in range(group.count):
+        operations[i].comm = (<Handle>group.held[i].handle).raw
+        if operations[i].comm == NULL and operations[i].kind < INIT_RANK:
+            result = <ncclResult_t>WAS_ABORTED
+            group.failed = i
+            break
+    if result == ncclSuccess and not group.bare:
+        result = nccl.ncclGroupStart()
+    if result == ncclSuccess:
+        for i in range(group.count):
+            result = issue(&operations[i])
+            if result != ncclSuccess and result != ncclInProgress:
+                group.failed = i
+                break
+        # A refused call has marked the group: its end launches nothing and returns the same error.
+        if group.watched and not group.simulate:
+            _enter_calls(group)
+        if group.bare:
+            group.ended = result
+        elif group.simulate:
+            group.ended = nccl.ncclGroupSimulateEnd(&group.info)
+        else:
+            group.ended = nccl.ncclGroupEnd()
+        if group.watched and not group.simulate:
+            _leave_calls(group)
+    group.result = result
+    if group.ended != ncclSuccess and group.ended != ncclInProgress and nccl.ncclGetLastError != NULL:
+        group.words = strdup(nccl.ncclGetLastError(NULL))
+    unlock_all(locked, nlocked)
+
+
+cdef class _Stretch(Call):
+    """The calls of a group that wait for other ranks, in a thread of their own."""
+
+    cdef Group group
+    cdef PyObject** locked
+    cdef size_t nlocked
+
+    def __dealloc__(self):
+        free(self.locked)
+
+    cdef int make(self) except -1:
+        with nogil:
+            _make_calls(self.group, self.locked, self.nlocked)
+        return 0
+
+
+cdef int _call_aside(Group group) except -1:
+    """Make the calls in another thread and wait for it, under the communicators' deadlines and with signal handlers."""
+    cdef _Stretch stretch = _Stretch()
+    cdef Handle handle
+    cdef double limit = group.limit
+    cdef double started = now()
+    stretch.group = group
+    stretch.locked = in_lock_order(group.handles)
+    stretch.nlocked = len(group.handles)
+    concerned = [child for _, child in group.births] + group.handles
+    for handle in concerned:
+        if limit == FOREVER or handle.limit < limit:
+            limit = handle.limit if group.limit == FOREVER else group.limit
+    stretch.start("ncclpy-call")
+    for _, child in group.births:
+        (<Handle>child).called()
+    try:
+        if stretch.wait(started + limit):
+            return 0
+        handle = concerned[0]
+        what = "ncclGroupEnd" if not group.bare else function_of(group.operations[0].kind).decode()
+        raise handle.timeout_error(what, now() - started)
+    except BaseException as error:
+        _leave_call(stretch, concerned, error)
+        raise
+
+
+cdef int _leave_call(_Stretch stretch, list concerned, object error) except -1:
+    """End a call that is not waited for any longer; what cannot be ended is left behind, with all that it needs."""
+    cdef Handle handle
+    cdef Group group = stretch.group
+    ends, stays = [], []
+    for each in concerned:
+        for handle in (<Handle>each).tied():
+            if handle.can_be_ended():
+                ends.append(handle)
+            elif handle.state not in (ABORTED, CLOSED):
+                stays.append(handle)
+    what = f"a call was left early: {type(error).__name__}"
+    try:
+        abort_handles(ends, ABORT_DEADLINE, what)
+    except NcclError as failure:
+        attach(error, [failure])
+    if not stays:
+        stretch.wait(now() + ABORT_DEADLINE)
+    if not stretch.done:
+        leave_behind(stays, what)
+    return hold([group.everything(), concerned, group], [stretch], f"what a call of NCCL needs that was left: {what}")
+
+
+cdef int _launch(Group group) except -1:
+    """Make the recorded calls, and wait for what the end of a group waits for."""
+    cdef Handle child
     cdef PyObject** locked = NULL
-    cdef size_t nlocked = len(handles)
-    cdef Held* held = group.held
+    cdef size_t nlocked = len(group.handles)
     try:
         require(<void*>nccl.ncclGroupStart, b"ncclGroupStart")
-        if simulate:
+        if group.simulate:
             require(<void*>nccl.ncclGroupSimulateEnd, b"ncclGroupSimulateEnd")
-            info.size = sizeof(info)
-            info.magic = NCCLPY_SIM_INFO_MAGIC
-            info.version = struct_version()
-            info.estimatedTime = NCCL_UNDEF_FLOAT
-        check_together(handles, {id(born) for _, born in group.births})
-        locked = in_lock_order(handles)
-        with nogil:
-            lock_all(locked, nlocked)
-            for i in range(n):
-                operations[i].comm = (<Handle>held[i].handle).raw
-                if operations[i].comm == NULL and operations[i].kind < INIT_RANK:
-                    result = <ncclResult_t>WAS_ABORTED
-                    failed = i
-                    break
-            if result == ncclSuccess:
-                result = nccl.ncclGroupStart()
-            if result == ncclSuccess:
-                for i in range(n):
-                    result = issue(&operations[i])
-                    if result != ncclSuccess and result != ncclInProgress:
-                        failed = i
-                        break
-                # A refused call has marked the group: its end launches nothing and returns the same error.
-                ended = nccl.ncclGroupSimulateEnd(&info) if simulate else nccl.ncclGroupEnd()
-            unlock_all(locked, nlocked)
+            group.info.size = sizeof(group.info)
+            group.info.magic = NCCLPY_SIM_INFO_MAGIC
+            group.info.version = struct_version()
+            group.info.estimatedTime = NCCL_UNDEF_FLOAT
+        check_together(group.handles, {id(born) for _, born in group.births})
+        if group.limit != FOREVER:
+            for handle in group.handles:
+                (<Handle>handle).check_endable("group(timeout=)")
+        if group.blocks:
+            _call_aside(group)
+        else:
+            locked = in_lock_order(group.handles)
+            with nogil:
+                _make_calls(group, locked, nlocked)
     except BaseException:
         for _, child in group.births:
             child.unborn()
         raise
     finally:
         free(locked)
-    if failed < n or (ended != ncclSuccess and ended != ncclInProgress):
+    if group.failed < group.count or (group.ended != ncclSuccess and group.ended != ncclInProgress):
         for _, child in group.births:
             child.unborn()
-        if failed < n:
-            return _not_done(<Handle>held[failed].handle, operations[failed].kind, result)
-        for handle in handles:
-            if handle.state == ABORTED:
-                raise NcclAborted(f"the group with {handle!r} ended: the communicator was aborted")
-        return raise_nccl(ended, b"ncclGroupSimulateEnd" if simulate else b"ncclGroupEnd", NULL)
-    if simulate:
-        group.estimated_time_us = info.estimatedTime
+        try:
+            _raise_failed(group)
+        except BaseException:
+            if group.failed == group.count:
+                _hold_all(group)
+            raise
+    if group.simulate:
+        group.estimated_time_us = group.info.estimatedTime
         return 0
-    for _, child in group.births:
-        child.born(ended)
-    if ended == ncclInProgress:
-        for handle in handles:
-            if handle.state == READY:
-                handle.finish("ncclGroupEnd", deadline_after(handle.limit))
-    for handle, stream in dict.fromkeys(group.waits):
-        handle.wait_stream(<CUstream><uintptr_t>stream, "ncclGroupEnd", deadline_after(handle.limit))
+    if group.births or group.waits or group.ended == ncclInProgress:
+        _see_through(group)
+    return 0
+
+
+cdef int _raise_failed(Group group) except -1:
+    """Raise what the call that failed, or the group's end, has said."""
+    cdef Handle handle
+    if group.failed < group.count:
+        handle = <Handle>group.held[group.failed].handle
+        handle.raise_if_aborted(group.result, function_of(group.operations[group.failed].kind))
+        if <int>group.result == NOT_THERE or group.words == NULL:
+            raise_issue(group.result, group.operations[group.failed].kind, handle.raw)
+        raise nccl_error(group.result, function_of(group.operations[group.failed].kind), group.words)
+    for handle in group.handles:
+        if handle.state == ABORTED:
+            raise handle.aborted_error(f"the group with {handle!r} ended: the communicator was aborted")
+    raise nccl_error(group.ended, b"ncclGroupSimulateEnd" if group.simulate else b"ncclGroupEnd", group.words)
+
+
+cdef double _by(Group group, double limit, list errors) noexcept:
+    """Return the deadline of a wait: its own, and not much longer once another member has failed."""
+    if group.limit != FOREVER:
+        limit = group.limit
+    if errors and limit == FOREVER:
+        limit = GROUP_PATIENCE
+    return deadline_after(limit)
+
+
+cdef int _see_through(Group group) except -1:
+    """Wait for all members, whatever becomes of each; raise the first error with the others as notes."""
+    cdef Handle handle, child
+    cdef list errors = [], handles = list(group.handles)
+    children = [child for _, child in group.births]
+    together = children + handles
+    try:
+        for child in children:  # all of them before any is waited for: NCCL may write into any of them
+            _collect(errors, child, 0, FOREVER, group)
+        _bring_up([child for child in children if (<Handle>child).waits], group, errors)
+        if group.ended == ncclInProgress and not (group.bare and children):  # a child is polled when it is asked
+            for handle in handles:
+                if handle.state == READY:
+                    _collect(errors, handle, 1, _by(group, handle.limit, errors), group)
+        for handle, stream, limit in dict.fromkeys(group.waits):
+            try:
+                handle.wait_stream(
+                    <CUstream><uintptr_t>stream, "ncclGroupEnd", _by(group, limit, errors), together
+                )
+            except NcclError as error:
+                errors.append(error)
+    except BaseException:  # of a signal handler: whoever raises wants to get out, and not to wait for the others
+        for handle in together:
+            handle.leave("a group was left early")
+        _hold_all(group)
+        raise
+    if errors:
+        _hold_all(group)
+        attach(errors[0], errors[1:])
+        raise errors[0]
+    return 0
+
+
+cdef int _bring_up(list children, Group group, list errors) except -1:
+    """Poll all children that NCCL is making: each takes its steps only if it is asked, and one may wait for another."""
+    cdef Handle child
+    cdef ncclResult_t result
+    cdef double started = now()
+    making = [(child, _by(group, child.limit, errors)) for child in children]
+    while True:
+        still = []
+        for child, deadline in making:
+            if child.state != INITIALISING:
+                continue
+            with nogil:
+                result = child.poll_once()
+            if result == ncclInProgress and now() < deadline:
+                still.append((child, min(deadline, _by(group, child.limit, errors))) if errors else (child, deadline))
+            else:
+                _collect(errors, child, 1, now(), group)
+        if not still:
+            return 0
+        making = still
+        with nogil:
+            pause(now() - started)
+        PyErr_CheckSignals()
+
+
+cdef int _collect(list errors, Handle handle, int step, double deadline, Group group) except -1:
+    """Adopt a child (step 0) or wait for a communicator (step 1), and note its error."""
+    try:
+        if step == 0:
+            handle.born(group.ended)
+        else:
+            handle.finish("initialisation" if handle.state == INITIALISING else "ncclGroupEnd", deadline)
+    except NcclError as error:
+        errors.append(error)
+    return 0
+
+
+cdef int _hold_all(Group group) except -1:
+    """Hold what the operations of a group that has failed may still touch."""
+    cdef size_t i
+    seen = set()
+    objects = group.everything()
+    for i in range(group.count):
+        pair = (<uintptr_t>group.held[i].handle, <uintptr_t>group.operations[i].stream)
+        if pair not in seen and group.operations[i].kind < WINDOW:
+            seen.add(pair)
+            (<Handle>group.held[i].handle).hold(
+                [objects], group.operations[i].stream, f"arrays of a group on {<object>group.held[i].handle!r}"
+            )
     return 0

@@ -2,6 +2,7 @@ from cpython.ref cimport PyObject
 
 from ncclpy.abi.driver cimport CUstream
 from ncclpy.abi.nccl cimport ncclComm_t, ncclResult_t
+from ncclpy.core.marks cimport Mark, Marks
 
 cdef extern from "pthread.h" nogil:
     ctypedef struct pthread_mutex_t:
@@ -14,7 +15,7 @@ cdef extern from "pthread.h" nogil:
 cdef enum:
     READY = 0
     UNBORN = 1  # recorded in a group that has not ended
-    INITIALISING = 2  # nonblocking; NCCL has been asked
+    INITIALISING = 2  # NCCL has been asked
     FAILED = 3
     ABORTED = 4
     CLOSED = 5
@@ -26,17 +27,13 @@ cdef enum:
     WAS_ABORTED = -3
     SLICE_OVER = -4
 
-cdef double FOREVER
 # How long an abort may take before it is left behind.
 cdef double ABORT_DEADLINE
-
-cdef double now() noexcept nogil
-cdef double as_timeout(object timeout) except? -2.0
-cdef double deadline_after(double timeout) noexcept nogil
 
 
 cdef class Handle:
     cdef ncclComm_t raw
+    cdef ncclComm_t guard  # whose abort ends this communicator's calls, or NULL
     cdef pthread_mutex_t mutex
     cdef pthread_mutex_t gate  # see take_raw
     cdef int state
@@ -44,10 +41,21 @@ cdef class Handle:
     cdef bint waits  # init, split and the like return only when NCCL is done
     cdef bint owned
     cdef double limit  # seconds that any wait of this communicator may take; FOREVER for none
+    cdef int waiters  # threads that wait for its private stream
     cdef readonly int rank
     cdef readonly int nranks
     cdef readonly int device
+    # For the watcher, of a communicator that can be ended and has a deadline.
+    cdef bint watched
+    cdef Marks* marks
+    cdef double inside  # since when a thread is in a call of NCCL; 0 if none is
+    cdef double inside_limit
+    cdef bint inside_main  # it is the main thread
+    cdef double shortest  # the shortest deadline of any operation
+    cdef object verdict  # the exception that tells why it was aborted, for those who come later
     cdef object site  # where it was made
+    cdef object reason  # why it was aborted
+    cdef list aborting  # the threads that abort it, of the last abort
     cdef object __weakref__
 
     cdef void lock(self) noexcept nogil
@@ -55,6 +63,10 @@ cdef class Handle:
     cdef bint lock_alive(self) noexcept nogil
     cdef int check_call(self, ncclResult_t result, const char* function) except -1
     cdef int raise_if_aborted(self, ncclResult_t result, const char* function) except -1
+    cdef object aborted_error(self, object what)
+    # Around a call of NCCL under the lock, for the watcher; `enter_call` marks the stream as well.
+    cdef Mark* enter_call(self, CUstream stream, double limit, int kind) noexcept nogil
+    cdef void leave_call(self, Mark* mark, bint issued) noexcept nogil
     cdef int born(self, ncclResult_t result) except -1
     cdef int unborn(self) except -1
     cdef int check_alive(self) except -1
@@ -62,11 +74,33 @@ cdef class Handle:
     cdef ncclResult_t peek(self) noexcept nogil
     cdef ncclComm_t take_raw(self) noexcept nogil
     cdef int finish(self, str what, double deadline) except -1
-    cdef int wait_stream(self, CUstream stream, str what, double deadline) except -1
+    cdef int wait_stream(self, CUstream stream, str what, double deadline, list together=*) except -1
     cdef int give_up(self, str what, double timeout) except -1
+    cdef object timeout_error(self, object what, double waited)
+    # Whether NCCL makes its calls in the background, which it does not mix with others in a group.
+    cdef bint in_background(self) noexcept
+    # Whether an abort ends any call and any operation of it.
+    cdef bint can_be_ended(self) noexcept
+    cdef int check_endable(self, object what) except -1
+    # The call that makes this communicator has begun in another thread.
+    cdef int called(self) except -1
+    # Everything that has to be aborted to end this communicator, itself included.
+    cdef list tied(self)
+    # Abort because a wait for it was ended by an exception, which goes on.
+    cdef int leave(self, object reason) except -1
+    # Called before an abort, in its thread and with the GIL: give back what NCCL would wait for.
+    cdef int before_abort(self) except -1
+    # Keep objects until the communicator and, where one is given, the stream can touch them no more.
+    cdef int hold(self, list objects, CUstream stream, object what) except -1
 
 
-cdef int abort_handles(list handles, double timeout, str reason) except -1
+cdef int abort_handles(list handles, double timeout, object reason) except -1
+# The same in two halves: `begin_abort` returns the threads that do it.
+cdef list begin_abort(list handles, object reason)
+cdef int end_abort(list threads, double timeout, object reason) except -1
+
+# Give up communicators that a thread is inside of and that nobody can end, with a warning.
+cdef int leave_behind(list handles, object reason) except -1
 
 # The locks of several communicators, taken by all threads in one order. The array is for `free`; the caller keeps the
 # handles in it alive.

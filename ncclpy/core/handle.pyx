@@ -1,83 +1,169 @@
-"""A communicator's handle: its lock, its state, polling and the way it is aborted.
+"""A communicator's handle: its lock, its state, polling, waiting, and the way it is aborted.
 
 NCCL wants the calls on one communicator one after the other, `ncclCommGetAsyncError` included, which may complete a
-group job on the side. So callers and pollers take the communicator's lock, always without the GIL. Abort does not wait
-for it for long: ending a call that is stuck is what it is for.
+group job on the side. So callers and pollers take the communicator's lock, always without the GIL.
+
+However a wait ends early, by a deadline or by what a signal handler raises, it ends what it waited for: the
+communicator is aborted, and what may still be touched is held (`flight`) before the exception goes on.
+
+NCCL asks that no thread is inside a communicator that is aborted, and joins none on a blocking one. So an abort first
+gets the thread out: a communicator with a deadline has a *guard*, a nonblocking communicator that it was split from and
+whose abort flag it shares. Aborting the guard ends what is stuck on the device and brings a stuck call back; then the
+lock is free, and the communicator itself can be aborted. Without a guard a stuck thread is left behind with its
+communicator; only the host engine's abort brings it back.
 """
 
+import atexit
+import os
 import threading
+import time
 import warnings
 
 from cpython.exc cimport PyErr_CheckSignals
+from cpython.ref cimport Py_INCREF, Py_XDECREF
 from libc.stdlib cimport malloc
-from posix.time cimport CLOCK_MONOTONIC, clock_gettime, nanosleep, timespec
 
 from ncclpy.abi.driver cimport CUDA_ERROR_NOT_READY, CUresult
 from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
 from ncclpy.core.check cimport check, check_driver, nccl_error, raise_nccl
-from ncclpy.core.library cimport driver, nccl, require, require_driver, version_code
+from ncclpy.core.flight cimport hold
+from ncclpy.core.library cimport abort_preempts, driver, nccl, require, require_driver, version_code
+from ncclpy.core.marks cimport free_marks, mark_begin, mark_end
+from ncclpy.core.stream cimport event_behind
+from ncclpy.core.wait cimport FOREVER, LEAVE, SLICE, await_stream, deadline_after, now, pause
 
 from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, not_copied
 
 cdef extern from "pthread.h" nogil:
     int pthread_mutex_init(pthread_mutex_t*, void*)
     int pthread_mutex_destroy(pthread_mutex_t*)
-    int pthread_mutex_timedlock(pthread_mutex_t*, const timespec*)
+    unsigned long pthread_self()
 
-cdef extern from "sched.h" nogil:
-    int sched_yield()
-
-cdef extern from "time.h" nogil:
-    const int CLOCK_REALTIME
-
-FOREVER = float("inf")
+cdef extern from * nogil:
+    int __atomic_add_fetch(int*, int, int)
+    const int __ATOMIC_SEQ_CST
 
 ABORT_DEADLINE = 10.0
 
-# How long waits go on before Python may look at signals.
-cdef double SLICE = 0.1
-
-# How long an abort waits for a call that holds the communicator's lock.
+# How long an abort waits for a call that holds the communicator's lock: one that may be stuck, and one that NCCL or a
+# guard will bring back.
 cdef double ABORT_PATIENCE = 0.2
+cdef double PREEMPT_PATIENCE = 0.02  # where the abort itself brings it back
+cdef double CALL_PATIENCE = 5.0
+
+# How long the device may take to end what runs on a communicator that has failed.
+cdef double BROKEN_PATIENCE = 1.0
 
 
-cdef double now() noexcept nogil:
-    """Return the monotonic clock in seconds."""
-    cdef timespec t
-    clock_gettime(CLOCK_MONOTONIC, &t)
-    return t.tv_sec + t.tv_nsec * 1e-9
+cdef bint lock_within(pthread_mutex_t* mutex, double until) noexcept nogil:
+    """Take a lock unless that takes until a moment; return whether it was taken."""
+    cdef double started = now()
+    while pthread_mutex_trylock(mutex) != 0:
+        if now() >= until:
+            return False
+        pause(now() - started)
+    return True
 
 
-cdef double as_timeout(object timeout) except? -2.0:
-    """Return a timeout in seconds; None is FOREVER."""
-    if timeout is None:
-        return FOREVER
-    cdef double seconds
+# A wait for a stream, as its tick sees it.
+cdef struct Waiting:
+    PyObject* handle
+    PyObject* together  # a list: what is aborted if a signal handler raises
+    const char* what
+    double deadline
+    double started
+    double next
+    bint main  # this is the main thread
+    double broken  # since when the communicator has an error, FOREVER if it has none
+    PyObject* error  # an owned reference: why the wait is to end early
+    PyObject* aborting  # an owned reference: the threads that see to it
+
+
+# Python's end kills threads that want the GIL, in the middle of what they do: from then on a wait does without.
+cdef bint _exiting = False
+cdef int _looking = 0
+cdef unsigned long _main = threading.main_thread().ident
+
+
+@atexit.register
+def _end_of_process():
+    """Have waits in other threads go on without Python."""
+    global _exiting
+    _exiting = True
+    until = now() + 1.0
+    while _looking and now() < until:
+        time.sleep(0.001)
+
+
+def _forked():
+    global _main, _exiting, _looking
+    _main = threading.main_thread().ident
+    _exiting, _looking = False, 0
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+cdef double _tick(void* argument) noexcept nogil:
+    """Look after a wait; with the GIL only where it matters: for signal handlers, which only the main thread runs."""
+    global _looking
+    cdef Waiting* waiting = <Waiting*>argument
+    cdef double moment = now()
+    if waiting.error != NULL:
+        return LEAVE
+    if moment >= waiting.next:
+        waiting.next = min(moment + SLICE, waiting.deadline)
+        if _is_broken(waiting, moment) or moment >= waiting.deadline or waiting.main:
+            __atomic_add_fetch(&_looking, 1, __ATOMIC_SEQ_CST)
+            if not _exiting:
+                _look(waiting)
+            else:
+                waiting.next = moment + SLICE
+            __atomic_add_fetch(&_looking, -1, __ATOMIC_SEQ_CST)
+            if waiting.error != NULL:
+                return LEAVE
+    return waiting.next - now()
+
+
+cdef bint _is_broken(Waiting* waiting, double moment) noexcept nogil:
+    """Return whether the communicator has failed and the device does not come back from that."""
+    cdef ncclResult_t result = (<Handle>waiting.handle).peek()
+    if result == ncclSuccess or waiting.broken == FOREVER:
+        waiting.broken = FOREVER if result == ncclSuccess else moment
+    return moment - waiting.broken > BROKEN_PATIENCE
+
+
+cdef int _look(Waiting* waiting) noexcept with gil:
+    """Let signal handlers run and look at the clock; what ends the wait is noted, and the abort begun."""
+    cdef Handle handle = <Handle>waiting.handle
+    together = [handle] if waiting.together == NULL else <list>waiting.together
     try:
-        seconds = timeout
-    except TypeError:
-        raise TypeError(f"timeout: expected seconds >= 0 or None, got {timeout!r}") from None
-    except OverflowError:  # an int that is no float any more
-        return FOREVER if timeout > 0 else as_timeout(-1)
-    if not seconds >= 0:
-        raise ValueError(f"timeout: expected seconds >= 0 or None, got {timeout!r}")
-    return seconds
+        PyErr_CheckSignals()
+        what = waiting.what.decode()
+        if now() - waiting.broken > BROKEN_PATIENCE:  # a rank has died, say, and the kernel waits for it
+            failure = nccl_error(handle.peek(), waiting.what, NULL)
+            threads = begin_abort(handle.tied(), f"{what} failed: {failure}")
+        elif now() < waiting.deadline:
+            return 0
+        else:
+            failure = handle.timeout_error(what, now() - waiting.started)
+            threads = begin_abort(handle.tied(), f"{what} passed its deadline")
+    except BaseException as error:
+        failure = error
+        threads = _begin_quietly(together, f"{waiting.what.decode()} was interrupted by {type(error).__name__}")
+    Py_INCREF(failure)
+    waiting.error = <PyObject*>failure
+    Py_INCREF(threads)
+    waiting.aborting = <PyObject*>threads
+    return 0
 
 
-cdef double deadline_after(double timeout) noexcept nogil:
-    """Return the moment at which a wait of `timeout` seconds that starts now is over."""
-    return FOREVER if timeout == FOREVER else now() + timeout
-
-
-cdef void _pause(double waited) noexcept nogil:
-    """Give way: yield at first, since NCCL issues in some 50 us, then sleep, for a tenth of what has passed."""
-    cdef timespec t
-    if waited < 200e-6:
-        sched_yield()
-        return
-    t.tv_sec = 0
-    t.tv_nsec = 1_000_000 if waited > 10e-3 else <long>(waited * 1e8)
-    nanosleep(&t, NULL)
+cdef list _begin_quietly(list handles, object reason):
+    """Begin an abort on the way out, where another exception is what the caller is told."""
+    try:
+        return begin_abort(handles, reason)
+    except Exception:
+        return []
 
 
 cdef class Handle:
@@ -89,9 +175,10 @@ cdef class Handle:
         self.state = UNBORN
         self.owned = True
         self.waits = True
-        self.limit = FOREVER
+        self.limit = self.shortest = FOREVER
 
     def __dealloc__(self):
+        free_marks(self.marks)
         pthread_mutex_destroy(&self.mutex)
         pthread_mutex_destroy(&self.gate)
 
@@ -123,13 +210,30 @@ cdef class Handle:
         """Raise if a call was not made (`WAS_ABORTED`), or failed with the communicator aborted under it."""
         if <int>result == WAS_ABORTED:
             self.check_alive()  # says whether it was closed or aborted
-            raise NcclAborted(f"{function.decode()}: {self!r} was aborted")
+            raise self.aborted_error(f"{function.decode()}: {self!r} was aborted")
         if self.state == ABORTED:  # the call was stuck, and ended with whatever code NCCL has for that
-            raise NcclAborted(f"{function.decode()} of {self!r} ended: the communicator was aborted")
+            raise self.aborted_error(f"{function.decode()} of {self!r} ended: the communicator was aborted")
         return 0
 
+    cdef object aborted_error(self, object what):
+        """Return the exception of an operation that met an abort, with the reason that was given for it."""
+        if self.verdict is not None:  # not the one that is kept: it would grow with every frame that it passes
+            return type(self.verdict)(f"{what}: {self.verdict}")
+        return NcclAborted(what if self.reason is None else f"{what} ({self.reason})")
+
+    cdef Mark* enter_call(self, CUstream stream, double limit, int kind) noexcept nogil:
+        self.inside_main = <unsigned long>pthread_self() == _main
+        self.inside_limit = limit
+        self.inside = now()
+        return mark_begin(self.marks, stream, limit, kind) if self.marks != NULL else NULL
+
+    cdef void leave_call(self, Mark* mark, bint issued) noexcept nogil:
+        self.inside = 0
+        if mark != NULL:
+            mark_end(self.marks, mark, issued)
+
     cdef int born(self, ncclResult_t result) except -1:
-        """Take over the handle that NCCL has made (or failed to make)."""
+        """Take over the handle that NCCL has made, is making, or failed to make; wait for nothing."""
         raise NotImplementedError
 
     cdef int unborn(self) except -1:
@@ -143,7 +247,7 @@ cdef class Handle:
         if self.state == INITIALISING:
             return self.finish("initialisation", deadline_after(self.limit))
         if self.state == ABORTED:
-            raise NcclAborted(f"{self!r} was aborted; make a new communicator")
+            raise self.aborted_error(f"{self!r} was aborted; make a new communicator")
         if self.state == CLOSED:
             raise ValueError(f"{self!r} is closed; make a new communicator")
         if self.state == FINALIZED:
@@ -187,11 +291,10 @@ cdef class Handle:
 
     cdef ncclComm_t take_raw(self) noexcept nogil:
         """Take the handle away, to destroy or abort it: from here on `peek` does not ask NCCL for it any more."""
-        cdef timespec until = _after(ABORT_PATIENCE)
-        cdef int locked = pthread_mutex_timedlock(&self.gate, &until)
+        cdef bint locked = lock_within(&self.gate, now() + ABORT_PATIENCE)
         cdef ncclComm_t raw = self.raw
         self.raw = NULL
-        if locked == 0:
+        if locked:
             pthread_mutex_unlock(&self.gate)
         return raw
 
@@ -204,12 +307,16 @@ cdef class Handle:
             with nogil:
                 result = _poll_slice(self, started, deadline)
             if <int>result == SLICE_OVER:
-                PyErr_CheckSignals()
+                try:
+                    PyErr_CheckSignals()
+                except BaseException as error:
+                    self.leave(f"{what} was interrupted by {type(error).__name__}")
+                    raise
                 continue
             if <int>result == PAST_DEADLINE:
                 return self.give_up(what, now() - started)
             if <int>result == WAS_ABORTED or self.state == ABORTED:
-                raise NcclAborted(f"{what} of {self!r} ended: the communicator was aborted")
+                raise self.aborted_error(f"{what} of {self!r} ended: the communicator was aborted")
             if result == ncclSuccess:
                 if self.state == INITIALISING:
                     self.born(result)
@@ -219,57 +326,102 @@ cdef class Handle:
             words = nccl.ncclGetLastError(self.raw) if nccl.ncclGetLastError != NULL else NULL
             raise nccl_error(result, b"ncclCommGetAsyncError", words, f"{what} of {self!r}")
 
-    cdef int wait_stream(self, CUstream stream, str what, double deadline) except -1:
+    cdef int wait_stream(self, CUstream stream, str what, double deadline, list together=None) except -1:
         """Wait until a stream has run dry and raise the communicator's error, if it has one by then.
 
-        Past the deadline the communicator is aborted and NcclTimeout raised.
+        Past the deadline the communicator is aborted and NcclTimeout raised. If a signal handler raises, `together`
+        (by default this one) is aborted.
         """
         cdef CUresult result
         cdef ncclResult_t state
-        cdef double started, end
+        cdef Waiting waiting
         require_driver()
-        if deadline == FOREVER:
-            with nogil:
-                result = driver.cuStreamSynchronize(stream)
-        else:
-            started = now()
-            while True:
-                end = now() + SLICE
-                with nogil:
-                    result = driver.cuStreamQuery(stream)
-                    while result == CUDA_ERROR_NOT_READY and now() < deadline and now() < end:
-                        _pause(now() - started)
-                        result = driver.cuStreamQuery(stream)
-                if result != CUDA_ERROR_NOT_READY:
-                    break
-                if now() >= deadline:
-                    return self.give_up(what, now() - started)
-                PyErr_CheckSignals()
+        name = what.encode()
+        waiting.handle = <PyObject*>self
+        waiting.together = NULL if together is None else <PyObject*>together
+        waiting.what = name
+        waiting.deadline = deadline
+        waiting.started = now()
+        waiting.next = min(waiting.started + SLICE, deadline)
+        waiting.main = <unsigned long>pthread_self() == _main
+        waiting.broken = FOREVER
+        waiting.error = waiting.aborting = NULL
+        self.waiters += 1
+        with nogil:
+            result = await_stream(stream, _tick, &waiting)
+        self.waiters -= 1
+        if waiting.error != NULL:
+            error, threads = <object>waiting.error, <object>waiting.aborting
+            Py_XDECREF(waiting.error)
+            Py_XDECREF(waiting.aborting)
+            end_abort(threads, ABORT_DEADLINE, what)
+            raise error
         if self.state == ABORTED:
-            raise NcclAborted(f"{what} on {self!r} did not complete: the communicator was aborted")
+            raise self.aborted_error(f"{what} on {self!r} did not complete: the communicator was aborted")
         check_driver(result, b"cuStreamSynchronize")
         # Whoever is told that the data are there must not find others: ranks that disagree, or a rank that has died.
         with nogil:
             state = self.poll_once()
         if state != ncclSuccess and state != ncclInProgress and <int>state != WAS_ABORTED:
-            return raise_nccl(state, what.encode(), self.raw)
+            return raise_nccl(state, name, self.raw)
         return 0
 
-    cdef int give_up(self, str what, double timeout) except -1:
-        """Abort after a deadline and say what was waited for."""
+    cdef object timeout_error(self, object what, double waited):
+        """Return the exception for a deadline that has passed; it looks around, so before the abort."""
         described = repr(self)
         if self.state == INITIALISING:
             advice = (
                 f"Not all {self.nranks} ranks have joined: see whether each was started, with a rank of its own, this "
-                "unique id and this number of ranks, and whether their machines reach each other"
+                "unique id and this number of ranks, whether all of them or none pass timeout= or abortable=True, and "
+                "whether their machines reach each other"
             )
         else:
             advice = "A rank is missing or stuck: see which of the other ranks did not make the same call"
-        abort_handles([self], ABORT_DEADLINE, f"{what} passed its deadline")
-        raise NcclTimeout(
-            f"{what} of {described} was not done after {timeout:.3g} s; the communicator was aborted. {advice}",
+        return NcclTimeout(
+            f"{what} of {described} was not done after {waited:.3g} s; the communicator was aborted. {advice}",
             function=what,
         )
+
+    cdef int give_up(self, str what, double timeout) except -1:
+        """Abort after a deadline and say what was waited for."""
+        error = self.timeout_error(what, timeout)
+        abort_handles(self.tied(), ABORT_DEADLINE, f"{what} passed its deadline")
+        raise error
+
+    cdef bint in_background(self) noexcept:
+        return self.nonblocking
+
+    cdef bint can_be_ended(self) noexcept:
+        return self.guard != NULL or self.nonblocking or abort_preempts
+
+    cdef int check_endable(self, object what) except -1:
+        """Refuse a deadline of one operation where NCCL would not let anybody end it; on every engine alike."""
+        if self.guard == NULL and not self.nonblocking:
+            raise ValueError(
+                f"{what}: {self!r} cannot be ended when time is up; make it with timeout= or abortable=True"
+            )
+        return 0
+
+    cdef int called(self) except -1:
+        return 0
+
+    cdef list tied(self):
+        return [self]
+
+    cdef int leave(self, object reason) except -1:
+        end_abort(_begin_quietly(self.tied(), reason), ABORT_DEADLINE, reason)
+        return 0
+
+    cdef int before_abort(self) except -1:
+        return 0
+
+    cdef int hold(self, list objects, CUstream stream, object what) except -1:
+        until = [] if self.aborting is None else list(self.aborting)
+        event = event_behind(stream, self.device)
+        if event is not None:
+            until.append(event)
+        objects.append(self)
+        return hold(objects, until, what)
 
 
 cdef PyObject** in_lock_order(list handles) except NULL:
@@ -307,100 +459,159 @@ cdef ncclResult_t _poll_slice(Handle handle, double started, double deadline) no
             return <ncclResult_t>PAST_DEADLINE
         if now() >= end:
             return <ncclResult_t>SLICE_OVER
-        _pause(now() - started)
+        pause(now() - started)
 
 
-cdef timespec _after(double seconds) noexcept nogil:
-    """Return a moment in the future as the clock of locks has it."""
-    cdef timespec until
-    cdef double moment
-    clock_gettime(CLOCK_REALTIME, &until)
-    moment = until.tv_sec + until.tv_nsec * 1e-9 + seconds
-    until.tv_sec = <long>moment
-    until.tv_nsec = <long>((moment - until.tv_sec) * 1e9)
-    return until
+cdef ncclResult_t _abort_raw(ncclComm_t raw) noexcept nogil:
+    if raw == NULL or nccl.ncclCommAbort == NULL:
+        return ncclSuccess
+    return nccl.ncclCommAbort(raw)
 
 
-cdef int _abort_one(Handle handle, timespec until) except -1:
-    """Take the handle away and abort it, waiting only so long for a call that holds the lock."""
-    cdef ncclComm_t raw
+cdef int _abort_guard(Handle handle) except -1:
+    """End what is stuck on a communicator with a guard: on the device, and in a call of it."""
     cdef ncclResult_t result
-    cdef int locked
+    cdef ncclComm_t guard
     with nogil:
-        locked = pthread_mutex_timedlock(&handle.mutex, &until)
-        raw = handle.take_raw()
-        if locked == 0:
+        pthread_mutex_lock(&handle.gate)
+        guard = handle.guard
+        handle.guard = NULL
+        pthread_mutex_unlock(&handle.gate)
+        result = _abort_raw(guard)
+    return check(result, b"ncclCommAbort", NULL)
+
+
+cdef bint _abort_one(Handle handle, double until) except -1:
+    """Take the handle away and abort it; False if a thread is inside it that cannot be got out: it stays."""
+    cdef ncclResult_t result = ncclSuccess
+    cdef bint locked
+    cdef bint goes_on = abort_preempts or handle.nonblocking  # NCCL joins the job of a nonblocking one itself
+    with nogil:
+        locked = lock_within(&handle.mutex, until + (0 if goes_on else CALL_PATIENCE))
+        if locked or goes_on:
+            result = _abort_raw(handle.take_raw())
+        if locked:
             pthread_mutex_unlock(&handle.mutex)
-        result = ncclSuccess
-        if raw != NULL and nccl.ncclCommAbort != NULL:
-            result = nccl.ncclCommAbort(raw)
-    if result != ncclSuccess and result != ncclInProgress:
-        raise_nccl(result, b"ncclCommAbort", NULL)
+    check(result, b"ncclCommAbort", NULL)
+    return locked or goes_on
+
+
+cdef int _abort_in_group(list handles, bint guards, list failures, list stuck) except -1:
+    """Abort all of them, or all their guards, as one NCCL group if there are several."""
+    cdef ncclResult_t result = ncclSuccess
+    cdef double until = now() + (PREEMPT_PATIENCE if abort_preempts else ABORT_PATIENCE)  # for all: many may be stuck
+    cdef Handle handle
+    if len(handles) > 1:
+        with nogil:
+            result = nccl.ncclGroupStart()
+        check(result, b"ncclGroupStart", NULL)
+    try:
+        for handle in handles:
+            try:
+                if guards:
+                    _abort_guard(handle)
+                elif not _abort_one(handle, until):
+                    stuck.append(handle)
+            except NcclError as error:  # the others are to end all the same
+                failures.append(error)
+    finally:
+        if len(handles) > 1:
+            with nogil:
+                result = nccl.ncclGroupEnd()
+    check(result, b"ncclGroupEnd", NULL)
     return 0
 
 
-def _abort_together(handles, failures):
-    """Abort several communicators in one NCCL group; NCCL before 2.22 needs a thread for each instead."""
+def _abort_together(handles, failures, stuck):
+    """Abort communicators: guards first, so that nobody is inside the communicators when their turn comes."""
     cdef Handle handle
-    cdef ncclResult_t result
-    cdef timespec until = _after(ABORT_PATIENCE)  # for all together: many may be stuck
     try:
-        if len(handles) == 1:
-            _abort_one(handles[0], until)
-            return
-        with nogil:
-            result = nccl.ncclGroupStart()
-        if result != ncclSuccess:
-            raise_nccl(result, b"ncclGroupStart", NULL)
-        try:
-            for handle in handles:
-                try:
-                    _abort_one(handle, until)
-                except NcclError as error:  # the others are to end all the same
-                    failures.append(error)
-        finally:
-            with nogil:
-                result = nccl.ncclGroupEnd()
-        if result != ncclSuccess and result != ncclInProgress:
-            raise_nccl(result, b"ncclGroupEnd", NULL)
+        for handle in handles:
+            handle.before_abort()
+        guarded = [handle for handle in handles if (<Handle>handle).guard != NULL]
+        if guarded:
+            _abort_in_group(guarded, True, failures, stuck)
+        _abort_in_group(handles, False, failures, stuck)
     except BaseException as error:  # carried to the caller; the thread may already be left behind
         failures.append(error)
 
 
-cdef int abort_handles(list handles, double timeout, str reason) except -1:
-    """Abort communicators together, from a side thread that is left behind if it does not return in time.
+class _Abort(threading.Thread):
+    """A thread that aborts communicators, with what became of that."""
 
-    Those that are aborted or closed already are passed over. From here on no operation of them starts.
+    def __init__(self, handles):
+        self.handles, self.failures, self.stuck = handles, [], []
+        super().__init__(
+            target=_abort_together, args=(handles, self.failures, self.stuck), name="ncclpy-abort", daemon=True
+        )
+
+
+cdef list begin_abort(list handles, object reason):
+    """Mark communicators as aborted, so that no operation of them starts, and start the threads that abort them.
+
+    Those that are aborted or closed already are passed over. NCCL before 2.22 cannot abort several in one group, and
+    needs a thread for each.
     """
     cdef Handle handle
     alive = []
     for handle in handles:
         if handle.state in (ABORTED, CLOSED):
             continue
+        handle.reason = reason
         handle.state = ABORTED
-        if handle.raw != NULL and handle.owned:
+        if (handle.raw != NULL or handle.guard != NULL) and handle.owned:
             alive.append(handle)
     if not alive:
-        return 0
+        return []
     require(<void*>nccl.ncclCommAbort, b"ncclCommAbort")
-    failures = []
-    together = [alive] if version_code() >= 22200 else [[handle] for handle in alive]
-    threads = [
-        threading.Thread(target=_abort_together, args=(some, failures), name="ncclpy-abort", daemon=True)
-        for some in together
-    ]
+    threads = [_Abort(some) for some in ([alive] if version_code() >= 22200 else [[handle] for handle in alive])]
+    for handle in alive:
+        handle.aborting = threads
     for thread in threads:
-        thread.start()
-    deadline = deadline_after(timeout)
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads; here it may block, but what is to end would never end else
+            thread.run()
+    return threads
+
+
+cdef int end_abort(list threads, double timeout, object reason) except -1:
+    """Wait for aborts, warn of what did not return in time or could not be aborted, and raise what went wrong."""
+    cdef double deadline = deadline_after(timeout)
     for thread in threads:
-        thread.join(None if deadline == FOREVER else max(0.0, deadline - now()))
-    stuck = sum(thread.is_alive() for thread in threads)
-    if stuck:
+        if thread.ident is not None:
+            thread.join(None if deadline == FOREVER else max(0.0, deadline - now()))
+    slow = [handle for thread in threads if thread.is_alive() for handle in thread.handles]
+    stuck = [handle for thread in threads for handle in thread.stuck]
+    if slow:
         warnings.warn(
-            f"ncclCommAbort did not return within {timeout:g} s and was left behind ({reason}): {handles!r}",
+            f"ncclCommAbort did not return within {timeout:g} s and was left behind with what it may touch "
+            f"({reason}): {slow!r}",
             RuntimeWarning,
             stacklevel=2,
         )
-    if failures:
-        raise failures[0]
+    leave_behind(stuck, reason)
+    for thread in threads:
+        if thread.failures:
+            raise thread.failures[0]
     return 0
+
+
+cdef int leave_behind(list handles, object reason) except -1:
+    cdef Handle handle
+    for handle in handles:
+        if handle.state not in (ABORTED, CLOSED):
+            handle.reason, handle.state = reason, ABORTED
+    if handles:
+        warnings.warn(
+            f"a thread is inside NCCL with {handles!r} and cannot be brought back ({reason}): both are left behind. A "
+            "communicator made with timeout= or abortable=True can be ended at any time",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return 0
+
+
+cdef int abort_handles(list handles, double timeout, object reason) except -1:
+    """Abort communicators together, from a side thread that is left behind if it does not return in time."""
+    return end_abort(begin_abort(handles, reason), timeout, reason)

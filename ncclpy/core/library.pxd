@@ -1,4 +1,4 @@
-from ncclpy.abi.driver cimport ncclpy_driver_table
+from ncclpy.abi.driver cimport CUresult, CUstream, ncclpy_driver_table
 from ncclpy.abi.nccl cimport ncclpy_nccl_table
 
 # The border: two tables. An entry is NULL until the library is loaded, when the loaded NCCL lacks the symbol, and in a
@@ -9,6 +9,13 @@ cdef ncclpy_driver_table driver
 
 # Whether the host engine is loaded, which takes CPU memory.
 cdef bint host_engine
+
+# Whether ncclCommAbort brings back a thread that is inside the communicator: NCCL's frees it under that thread.
+cdef bint abort_preempts
+
+# How the host engine waits for a stream: it does the stream's work meanwhile, and calls `tick` now and then. NULL on GPUs.
+ctypedef CUresult (*StreamWait)(CUstream, double (*)(void*) noexcept nogil, void*) noexcept nogil
+cdef StreamWait stream_wait
 
 cdef int version_code() except -1
 cdef int missing_nccl(const char* name) except -1

@@ -241,7 +241,7 @@ _HOW_TO_CHOOSE = (
 
 cdef object _open(places, origin, failed="no NCCL library could be loaded"):
     """Open the first place that is a NCCL, fill the tables and describe it; `failed` begins the error if none is."""
-    global _version, host_engine
+    global _version, host_engine, abort_preempts, stream_wait
     cdef void* handle
     cdef int code = 0
     cdef const char* error
@@ -266,7 +266,8 @@ cdef object _open(places, origin, failed="no NCCL library could be loaded"):
             searched.append(f"  {path} ({why}): NCCL {code} is older than the oldest supported, 2.16")
             continue
         _version = code
-        host_engine = dlsym(handle, HOST_MARK) != NULL
+        host_engine = abort_preempts = dlsym(handle, HOST_MARK) != NULL
+        stream_wait = <StreamWait>dlsym(handle, b"ncclpyHostStreamWait")
         engine = "host" if host_engine else "cuda"
         loaded = _loaded_path(path)
         # From here on a forked child is refused.

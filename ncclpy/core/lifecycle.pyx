@@ -1,11 +1,12 @@
 """The life of a communicator: taking over what NCCL made, waiting until it is ready, giving it back."""
 
+import os
 import sys
 import warnings
 import weakref
 
+from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport uint64_t, uintptr_t
-from libc.stdlib cimport calloc, free
 
 from ncclpy.abi.nccl cimport (
     ncclComm_t,
@@ -14,8 +15,8 @@ from ncclpy.abi.nccl cimport (
     ncclResult_t,
     ncclSuccess,
 )
-from ncclpy.core.check cimport check
-from ncclpy.core.config cimport fill_config
+from ncclpy.core.birth cimport BY_ITSELF, IN_PARENT, MADE
+from ncclpy.core.check cimport check, nccl_error
 from ncclpy.core.device cimport context_of
 from ncclpy.core.group cimport current_group
 from ncclpy.core.handle cimport (
@@ -24,22 +25,24 @@ from ncclpy.core.handle cimport (
     CLOSED,
     FAILED,
     FINALIZED,
-    FOREVER,
     INITIALISING,
     READY,
     UNBORN,
     WAS_ABORTED,
     abort_handles,
-    as_timeout,
-    deadline_after,
-    now,
+    begin_abort,
+    end_abort,
 )
-from ncclpy.core.library cimport nccl, require
+from ncclpy.core.library cimport abort_preempts, nccl, require, version_code
+from ncclpy.core.marks cimport new_marks
 from ncclpy.core.stream cimport Stream
+from ncclpy.core.upkeep cimport DESTROY, FINALIZE, REVOKE, SUSPEND, UPKEEP, Upkeep
+from ncclpy.core.watch cimport watch
+from ncclpy.core.wait cimport FOREVER, as_timeout, deadline_after, now, pause
 
 from ncclpy.core import device as _device
 from ncclpy.core.config import Config
-from ncclpy.core.errors import NcclError, NcclTimeout
+from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout
 from ncclpy.core.types import Result
 
 cdef dict _STATES = {
@@ -58,17 +61,13 @@ cdef class Lifecycle(Handle):
         self.children = weakref.WeakSet()
         self.resources = weakref.WeakSet()
         self.making = []
+        self.registered = {}
 
     def __init__(self, *args, **kwargs):
         raise TypeError(
             "Communicator(...) makes none: use Communicator.init(nranks, rank, unique_id), init_all, join or "
             "from_handle, or split, shrink or grow another one"
         )
-
-    def __dealloc__(self):
-        # While NCCL makes the communicator it may write into the cell, also while it is aborted: then the memory stays.
-        if self.birth != NULL and self.state != INITIALISING and self.state != ABORTED:
-            _free_birth(self.birth)
 
     def __del__(self):
         # Nothing collective here: the other ranks would have to join in, and who knows where they are.
@@ -82,39 +81,39 @@ cdef class Lifecycle(Handle):
             source=self,
         )
 
-    cdef int conceive(self, object config, object timeout, Lifecycle parent) except -1:
+    cdef int conceive(self, object config, object timeout, object abortable, Lifecycle parent) except -1:
         """Prepare what NCCL is told and decide how it is waited for."""
         if config is not None and not isinstance(config, Config):
             raise TypeError(f"config: expected an ncclpy.Config, got {type(config).__name__}")
-        self.birth = <Birth*>calloc(1, sizeof(Birth))
-        if self.birth == NULL:
-            raise MemoryError
         frame = sys._getframe(0)
         self.site = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         self.limit = as_timeout(timeout)
-        self.birth.inherits = config is None and parent is not None
-        self.strings = fill_config(&self.birth.config, config)
-        blocking = None if config is None else config.blocking
-        if parent is None:
-            # A deadline can only be kept by a communicator that NCCL makes in the background.
-            self.waits = blocking is not False
-            self.nonblocking = blocking is False or self.limit != FOREVER
-        else:
+        inherits = config is None and parent is not None
+        if parent is not None:
             if timeout is None:
                 self.limit = parent.limit
-            self.waits = parent.waits if blocking is None else bool(blocking)
-            self.nonblocking = parent.nonblocking if blocking is None else not blocking
-            if self.limit != FOREVER and not self.nonblocking:
-                self.nonblocking = True
-                self.birth.inherits = False
+            config = parent.config if config is None else config
+            abortable = parent.abortable if abortable is None else abortable
+        self.config = config
+        self.abortable = bool(abortable)
+        blocking = None if config is None else config.blocking
+        if blocking is None and inherits:
+            blocking = not parent.nonblocking  # of a handle from somewhere else nothing more is known
+        # What can be ended at any time needs a guard; NCCL before 2.18 makes none, and is then polled for every call.
+        ends = blocking is not False and (self.limit != FOREVER or self.abortable)
+        guarded = ends and version_code() >= 21801
+        self.nonblocking = blocking is False or (ends and not guarded)
+        self.waits = blocking is not False if not inherits or ends else parent.waits
+        self.cradle = Cradle()
+        self.cradle.fill(config, guarded, None if blocking is None and not ends else not self.nonblocking)
+        self.cradle.birth.inherits = inherits and not ends
+        if guarded:
+            warn_of_overrides()
+        if parent is not None:
             self.parent = parent
             self.asked = <void*>parent
             self.device = parent.device
-            self.birth.context = context_of(parent.device)
-        if self.nonblocking:
-            self.birth.config.blocking = 0
-        elif not self.birth.inherits:
-            self.birth.config.blocking = 1
+            self.cradle.birth.context = context_of(parent.device)
         return 0
 
     def _ask_who(self):
@@ -124,60 +123,143 @@ cdef class Lifecycle(Handle):
         check(nccl.ncclCommUserRank(self.raw, &self.rank), b"ncclCommUserRank", self.raw)
         check(nccl.ncclCommCuDevice(self.raw, &self.device), b"ncclCommCuDevice", self.raw)
 
+    cdef int called(self) except -1:
+        self.cradle.lent = True
+        return 0
+
     cdef int born(self, ncclResult_t result) except -1:
-        if self.nranks == 0:
-            # A split without a colour: this rank takes part and gets nothing.
-            if result == ncclInProgress:
-                self.parent.finish("ncclCommSplit", deadline_after(self.limit))
+        """Take over what NCCL has made or is making, and wait for nothing; called again when polling has found it."""
+        if self.state == READY or self.state == ABORTED:
+            return 0
+        if self.state == INITIALISING:
+            return self._grown()
+        self.cradle.lent = True
+        self.state = INITIALISING
+        if self.parent is not None:
+            self.parent.making.append(self)
+            self.parent.children.add(self)
+        # A child of a parent that works in the background is there when the parent has done; any other has its cell.
+        in_parent = self.parent is not None and self.parent.in_background() and result == ncclInProgress
+        self.cradle.stage = IN_PARENT if in_parent else BY_ITSELF
+        if not in_parent:
+            self._take_cell()
+        if result == ncclSuccess and not self.cradle.guarded:
+            # A blocking communicator says nothing else; one that works in the background may still be in progress.
+            if self.nranks == 0 or self.poll_birth() == ncclSuccess:
+                self._grown()
+        return 0
+
+    cdef void _take_cell(self) noexcept nogil:
+        if self.cradle.guarded:
+            self.guard = self.cradle.birth.cell
+        else:
+            self.raw = self.cradle.birth.cell
+
+    cdef int _grown(self) except -1:
+        """Note that NCCL has made it."""
+        self.cradle.lent = False
+        if self.parent is not None and self in self.parent.making:
+            self.parent.making.remove(self)
+        if self.nranks == 0:  # a split without a colour: this rank takes part and gets nothing
             self.state = CLOSED
             return 0
-        if self.raw == NULL:
-            self.raw = self.birth.cell
-        if result == ncclInProgress or self.raw == NULL:
-            self.state = INITIALISING
-            if self.parent is not None:
-                self.parent.making.append(self)
-                self.parent.children.add(self)
-            if self.waits:
-                self.finish("initialisation", deadline_after(self.limit))
-            return 0
-        if self.parent is not None:
-            if self in self.parent.making:
-                self.parent.making.remove(self)
-            self.parent.children.add(self)
-        self.state = READY
         if self.rank < 0:
             self._ask_who()
-        _free_birth(self.birth)
-        self.birth = NULL
+        self.state = READY
+        if self.guard != NULL and self.limit != FOREVER:
+            self.be_watched(self.limit)
+        return 0
+
+    cdef int be_watched(self, double limit) except -1:
+        """Have the watcher keep deadlines, of which this is one."""
+        self.shortest = min(self.shortest, limit)
+        if not self.watched:
+            if self.marks == NULL:
+                self.marks = new_marks(context_of(self.device))
+            self.watched = self.marks != NULL
+            watch(self)
         return 0
 
     cdef int unborn(self) except -1:
         if self.state == UNBORN:
             self.state = FAILED
+            if self.cradle is not None and self.raw == NULL and self.guard == NULL:
+                self.cradle.lent = False
         return 0
 
     cdef ncclResult_t poll_once(self) noexcept nogil:
-        cdef ncclResult_t result
-        if self.raw == NULL and self.state == INITIALISING and self.asked != NULL:
-            # NCCL writes a child's handle when the parent leaves ncclInProgress.
-            result = (<Handle>self.asked).poll_once()
-            if result != ncclSuccess:
-                return result
-            self.raw = self.birth.cell
-        return Handle.poll_once(self)
+        return self.poll_birth() if self.state == INITIALISING else Handle.poll_once(self)
 
-    cdef int give_up(self, str what, double timeout) except -1:
+    cdef ncclResult_t poll_birth(self) noexcept nogil:
+        """Ask how far the making has come, and take the next step when one is done. Several threads may do so."""
+        cdef ncclResult_t result, state = ncclSuccess
+        if self.cradle.stage == IN_PARENT:
+            # First and without this one's lock: the order of locks is that of their addresses.
+            result = (<Handle>self.asked).poll_once()
+            if result != ncclSuccess or self.nranks == 0:
+                return result
+        self.lock()
+        if self.cradle.stage == IN_PARENT:
+            self._take_cell()
+            self.cradle.stage = BY_ITSELF
+        if self.state != INITIALISING and self.state != READY:
+            result = <ncclResult_t>WAS_ABORTED
+        elif self.cradle.stage == MADE:
+            result = ncclSuccess
+        elif nccl.ncclCommGetAsyncError == NULL or (self.guard if self.cradle.guarded else self.raw) == NULL:
+            result = <ncclResult_t>WAS_ABORTED
+        else:
+            result = nccl.ncclCommGetAsyncError(self.guard if self.cradle.guarded else self.raw, &state)
+            result = state if result == ncclSuccess else result
+            if result == ncclSuccess and self.cradle.guarded and self.cradle.stage == BY_ITSELF:
+                result = self.cradle.ask_guard(self.guard)
+                if result == ncclSuccess:  # it may have been quick; the cell says so
+                    result = ncclInProgress
+            elif result == ncclSuccess:
+                if self.cradle.guarded:
+                    self.raw = self.cradle.cell[0]
+                self.cradle.stage = MADE
+        self.unlock()
+        return result
+
+    cdef bint in_background(self) noexcept:
+        if self.state == UNBORN and self.cradle is not None:
+            return self.cradle.guarded or self.nonblocking
+        return self.nonblocking
+
+    cdef list tied(self):
         """A child that NCCL has not made yet can only be ended through its parent."""
-        if self.raw != NULL or self.parent is None:
-            return Handle.give_up(self, what, timeout)
-        self.state = ABORTED  # NCCL may still write into the cell
-        abort_handles([self.parent], ABORT_DEADLINE, f"{what} passed its deadline")
-        raise NcclTimeout(
-            f"{what} of a child of {self.parent!r} was not done after {timeout:.3g} s; the parent was aborted, as NCCL "
-            "makes children through it. A rank is missing: all ranks of the parent make the call",
-            function=what,
-        )
+        if self.state == UNBORN and abort_preempts and self.parent is None and self.raw == NULL:
+            self._take_cell()  # NCCL has written it, and works on it in another thread
+        if self.raw == NULL and self.guard == NULL and self.parent is not None and self.state != CLOSED:
+            return [self, self.parent]
+        return [self]
+
+    cdef int before_abort(self) except -1:
+        """Destroy our graphs: NCCL waits for all that refer to the communicator."""
+        for each in list(self.resources):
+            if hasattr(each, "let_go"):
+                each.let_go()
+        return 0
+
+    cdef object timeout_error(self, object what, double waited):
+        if self.state == INITIALISING and self.cradle.stage == IN_PARENT:
+            return NcclTimeout(
+                f"{what} of a child of {self.parent!r} was not done after {waited:.3g} s; the parent was aborted, as "
+                "NCCL makes children through it. A rank is missing: all ranks of the parent make the call",
+                function=what,
+            )
+        return Handle.timeout_error(self, what, waited)
+
+    cdef long long keep(self, object buffer) except -1:
+        """Keep a buffer that NCCL has registered; return the number by which to let it go."""
+        self.registrations += 1
+        self.registered[self.registrations] = buffer
+        return self.registrations
+
+    cdef int unkeep(self, long long number) except -1:
+        self.registered.pop(number, None)
+        return 0
 
     @property
     def handle(self):
@@ -249,7 +331,11 @@ cdef class Lifecycle(Handle):
         deadline = deadline_after(self.limit if timeout is None else as_timeout(timeout))
         while not self.is_ready() and self.state == INITIALISING:
             if now() >= deadline:
-                self.give_up("initialisation", now() - started)
+                # An abort may take seconds: it is not for the loop to wait for.
+                error = self.timeout_error("initialisation", now() - started)
+                threads = begin_abort(self.tied(), "initialisation passed its deadline")
+                await asyncio.get_running_loop().run_in_executor(None, _end_abort, threads)
+                raise error
             await asyncio.sleep(pause)
             pause = min(pause * 2, 0.01)
         self.check_alive()
@@ -257,32 +343,22 @@ cdef class Lifecycle(Handle):
 
     def _call(self, str what):
         """Make a call that takes no more than the communicator and a flag, and wait until it is done."""
-        cdef ncclResult_t result = <ncclResult_t>WAS_ABORTED
+        cdef Upkeep call = Upkeep()
         self.check_alive()
-        if what == "ncclCommFinalize":
+        call.comm, call.kind = self, UPKEEP.index(what)
+        if call.kind == FINALIZE:
             require(<void*>nccl.ncclCommFinalize, b"ncclCommFinalize")
-        elif what == "ncclCommRevoke":
+        elif call.kind == REVOKE:
             require(<void*>nccl.ncclCommRevoke, b"ncclCommRevoke")
-        elif what == "ncclCommSuspend":
+        elif call.kind == SUSPEND:
             require(<void*>nccl.ncclCommSuspend, b"ncclCommSuspend")
         else:
             require(<void*>nccl.ncclCommResume, b"ncclCommResume")
-        cdef int kind = ("ncclCommFinalize", "ncclCommRevoke", "ncclCommSuspend", "ncclCommResume").index(what)
-        with nogil:
-            if self.lock_alive():
-                if kind == 0:
-                    result = nccl.ncclCommFinalize(self.raw)
-                elif kind == 1:
-                    result = nccl.ncclCommRevoke(self.raw, 0)
-                elif kind == 2:
-                    result = nccl.ncclCommSuspend(self.raw, 1)
-                else:
-                    result = nccl.ncclCommResume(self.raw)
-                self.unlock()
-        if result == ncclInProgress:
+        call.see_through(what, self.limit)
+        if call.result == ncclInProgress:
             self.finish(what, deadline_after(self.limit))
         else:
-            self.check_call(result, what.encode())
+            self.check_call(call.result, what.encode())
 
     def finalize(self):
         """Flush what was issued, on all ranks (`ncclCommFinalize`); after it only `close` is left."""
@@ -292,6 +368,7 @@ cdef class Lifecycle(Handle):
     def revoke(self):
         """Stop what is in flight and refuse new work (`ncclCommRevoke`, NCCL 2.28.7); split and shrink still work."""
         self._call("ncclCommRevoke")
+        self.revoked = True
 
     def suspend(self):
         """Give back the device memory of an idle communicator until `resume` (`ncclCommSuspend`, NCCL 2.29.7)."""
@@ -343,32 +420,96 @@ cdef class Lifecycle(Handle):
         if group is not None:
             group.abort_at_end(self)
             return
-        if self.state == INITIALISING and self.raw == NULL and self.parent is not None:
-            abort_handles([self.parent], as_timeout(timeout), "abort of a child that its parent was still making")
-        abort_handles([self], as_timeout(timeout), "abort")
+        abort_handles(self.tied(), as_timeout(timeout), "abort")
 
-    def close(self):
-        """Give the communicator back, its children and resources first (`ncclCommDestroy`).
+    def close(self, timeout=None):
+        """Give the communicator back, its children and resources first (`ncclCommFinalize`, `ncclCommDestroy`).
 
-        It waits for work that was issued; a communicator that is still initialising is aborted instead, as it would
-        have to wait for ranks that may never come. Closing twice does nothing. A child or a resource that cannot be
-        given back keeps nothing else from it; its error is raised in the end.
+        It takes its turn behind a thread that is inside a call, waits for all work that was issued, and refuses new
+        work meanwhile. A communicator that is still initialising is aborted instead, as it would have to wait for
+        ranks that may never come. Closing twice does nothing. A child or a resource that cannot be given back keeps
+        nothing else from it; its error is raised in the end.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait; by default the communicator's own. Past them, or if a signal handler raises, the
+            communicator is aborted, which ends that work.
+
+        Raises
+        ------
+        NcclTimeout
+            If the work was not done in time; the communicator is aborted.
         """
+        cdef double limit = self.limit if timeout is None else as_timeout(timeout)
         failures = [] if self.closed else _close_all(self.children)
         if self.state == INITIALISING:
-            if self.raw != NULL or self.parent is None:
+            if self.cradle.stage != IN_PARENT:
                 self.abort()
+                self._release()
                 return
-            self.finish("initialisation", deadline_after(self.limit))  # NCCL must not lose the child's cell
-        failures += self._release()
+            self.finish("initialisation", deadline_after(limit))  # NCCL must not lose the child's cell
         if self.state == READY or self.state == FINALIZED:
-            self._destroy()
-        elif self.state == FAILED and self.raw != NULL:
+            failures += self._end(limit)
+        elif self.state == FAILED and (self.raw != NULL or self.guard != NULL):
             self.abort()
-        elif self.state != ABORTED:
-            self.state = CLOSED
+            failures += self._release()
+        else:
+            failures += self._release()
+            if self.state != ABORTED:
+                self.state = CLOSED
         if failures:
             raise failures[0]
+
+    def _end(self, double limit):
+        """Wait for what was issued, give back what hangs on the communicator, and destroy it."""
+        cdef Upkeep call = Upkeep()
+        cdef double deadline = deadline_after(limit)
+        cdef double started = now()
+        if not self.owned:
+            failures = self._release()
+            self.state, self.raw = CLOSED, NULL
+            return failures
+        require(<void*>nccl.ncclCommDestroy, b"ncclCommDestroy")
+        finalized, self.state = self.revoked or self.state == FINALIZED, FINALIZED
+        try:
+            if self.stream is not None:
+                self.wait_stream((<Stream>self.stream).raw, "close", deadline)
+            while self.waiters:  # other threads, which find their data there
+                if now() >= deadline:
+                    raise self.timeout_error("close", now() - started)
+                PyErr_CheckSignals()
+                with nogil:
+                    pause(now() - started)
+        except NcclAborted:
+            self._release()
+            return []
+        except NcclError as error:
+            if self.state == FINALIZED and not isinstance(error, NcclTimeout):
+                pass  # it has failed: what it has is given back all the same
+            else:
+                self.leave("close: what was issued did not end")
+                self._release()
+                raise
+        except BaseException:
+            self.leave("close was interrupted")
+            self._release()
+            raise
+        try:
+            failures = self._release()
+        except ValueError:  # a window is still to be made by a group that has not ended: nothing was given back
+            self.state = FINALIZED if finalized else READY
+            raise
+        call.comm, call.kind, call.finalized = self, DESTROY, finalized
+        call.deadline = deadline
+        call.see_through("close", FOREVER if deadline == FOREVER else deadline - now())
+        self.registered.clear()
+        if self.state == ABORTED:
+            return failures
+        self.state = CLOSED
+        if call.result != ncclSuccess:
+            failures.append(nccl_error(call.result, b"ncclCommDestroy", call.words))
+        return failures
 
     def _release(self):
         """Give back what hangs on the communicator, as resources, private stream and memory; return the errors."""
@@ -379,30 +520,9 @@ cdef class Lifecycle(Handle):
         if self.scratch:
             pointer, self.scratch = self.scratch, 0
             _device.free(pointer)
+        if self.state != FINALIZED and self.state != READY:
+            self.registered.clear()
         return failures
-
-    def _destroy(self):
-        """Destroy what is ready or finalized; let go of what belongs to somebody else."""
-        cdef ncclResult_t result
-        cdef ncclComm_t raw
-        if not self.owned:
-            self.state = CLOSED
-            self.raw = NULL
-            return
-        require(<void*>nccl.ncclCommDestroy, b"ncclCommDestroy")
-        if self.nonblocking and self.state == READY:
-            try:
-                self.finalize()  # polled, so that the deadline holds; destroy then has nothing to wait for
-            except NcclError:
-                self.abort()  # what has failed cannot be finalised, and must not stay behind
-                raise
-        self.state = CLOSED
-        with nogil:
-            self.lock()
-            raw = self.take_raw()
-            result = nccl.ncclCommDestroy(raw) if raw != NULL else ncclSuccess
-            self.unlock()
-        check(result, b"ncclCommDestroy", NULL)
 
     def __enter__(self):
         if self.state not in (UNBORN, INITIALISING):  # these become ready inside the block
@@ -431,10 +551,21 @@ cdef class Lifecycle(Handle):
         )
 
 
-cdef int _free_birth(Birth* birth) noexcept:
-    if birth != NULL:
-        free(birth.exclude)
-        free(birth)
+def _end_abort(threads):
+    end_abort(threads, ABORT_DEADLINE, "initialisation passed its deadline")
+
+
+cdef int warn_of_overrides() except -1:
+    """Warn of variables by which NCCL takes no notice of what a guard needs."""
+    for name, needed in (("NCCL_COMM_BLOCKING", None), ("NCCL_COMM_SPLIT_SHARE_RESOURCES", "1")):
+        value = os.environ.get(name)
+        if value is not None and value != needed:
+            warnings.warn(
+                f"{name}={value} overrides what a deadline needs (timeout=, abortable=True): a call that is stuck may "
+                "not be ended in time; unset it",
+                RuntimeWarning,
+                stacklevel=4,
+            )
     return 0
 
 

@@ -17,4 +17,5 @@ cdef class Registration:
     cdef readonly object buffer
     cdef object address  # of the buffer
     cdef object nbytes
+    cdef long long kept  # the buffer by the communicator
     cdef object __weakref__

@@ -123,7 +123,7 @@ cdef object _plain(object scalar):
 cdef class Registration:
     """Keep a buffer registered with a communicator (`ncclCommRegister`) until `close`.
 
-    `Communicator.register` makes it. It holds the buffer; close it before the memory is freed.
+    `Communicator.register` makes it. The communicator holds the buffer until then; close it before the memory is freed.
     """
 
     def __init__(self, Lifecycle comm not None, buffer):
@@ -140,6 +140,7 @@ cdef class Registration:
         self.buffer = buffer
         self.address = <uintptr_t>view.pointer
         self.nbytes = view.nbytes
+        self.kept = comm.keep(buffer)  # a registration that is dropped is still one
         self.comm = comm
         comm.resources.add(self)
 
@@ -159,7 +160,6 @@ cdef class Registration:
         cdef ncclResult_t result = ncclSuccess
         if comm is None:
             return
-        buffer = self.buffer  # until NCCL has let go of it
         self.comm = self.buffer = None
         require(<void*>nccl.ncclCommDeregister, b"ncclCommDeregister")
         with nogil:
@@ -167,7 +167,7 @@ cdef class Registration:
                 result = nccl.ncclCommDeregister(comm.raw, self.raw)
                 comm.unlock()
         check(result, b"ncclCommDeregister", comm.raw)
-        del buffer
+        comm.unkeep(self.kept)
 
     def __enter__(self):
         return self

@@ -18,3 +18,6 @@ cdef class Event:
 
 
 cdef Stream owner_of(CUstream raw)
+
+# An event recorded behind what the stream has queued; None if that is done, or cannot be asked while it is captured.
+cdef object event_behind(CUstream stream, int device)

@@ -7,14 +7,20 @@ from libc.stdint cimport uintptr_t
 from ncclpy.abi.driver cimport (
     CU_EVENT_DISABLE_TIMING,
     CU_EVENT_WAIT_DEFAULT,
+    CU_STREAM_CAPTURE_STATUS_NONE,
     CU_STREAM_NON_BLOCKING,
     CUDA_ERROR_NOT_READY,
+    CUDA_SUCCESS,
     CUcontext,
     CUresult,
+    CUstreamCaptureStatus,
 )
 from ncclpy.core.check cimport check_driver
 from ncclpy.core.device cimport as_device, enter_device, leave_device
 from ncclpy.core.library cimport driver, require_driver
+from ncclpy.core.wait cimport Call, as_timeout, deadline_after, wait_for_event, wait_for_stream
+
+from ncclpy.core.errors import NcclTimeout
 
 from ncclpy.core.errors import not_copied
 from ncclpy.core.types import as_integer
@@ -127,11 +133,16 @@ Own an ordered queue of work on a device (`cuStreamCreateWithPriority`).
         """Return ``(protocol version, handle)``, by which other libraries take this stream."""
         return 0, <uintptr_t>alive(self)
 
-    def synchronize(self):
-        """Wait until everything queued so far has run (`cuStreamSynchronize`)."""
-        cdef CUstream raw = alive(self)
-        with nogil:
-            check_driver(driver.cuStreamSynchronize(raw), b"cuStreamSynchronize")
+    def synchronize(self, timeout=None):
+        """Wait until everything queued so far has run (`cuStreamQuery`); signal handlers run meanwhile.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait. Past them `NcclTimeout` is raised, and what is queued goes on.
+        """
+        cdef double limit = as_timeout(timeout)
+        waited(wait_for_stream(alive(self), deadline_after(limit)), b"cuStreamQuery", self, limit)
 
     def is_done(self):
         """Return whether everything queued so far has run (`cuStreamQuery`)."""
@@ -264,11 +275,16 @@ Own a mark in a stream's order (`cuEventCreate`).
         check_driver(result, b"cuEventQuery")
         return True
 
-    def synchronize(self):
-        """Wait until the last record has been reached (`cuEventSynchronize`)."""
-        cdef CUevent event = event_alive(self)
-        with nogil:
-            check_driver(driver.cuEventSynchronize(event), b"cuEventSynchronize")
+    def synchronize(self, timeout=None):
+        """Wait until the last record has been reached (`cuEventQuery`); signal handlers run meanwhile.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait. Past them `NcclTimeout` is raised, and what is queued goes on.
+        """
+        cdef double limit = as_timeout(timeout)
+        waited(wait_for_event(event_alive(self), deadline_after(limit)), b"cuEventQuery", self, limit)
 
     def elapsed_time(self, Event end not None):
         """Return the device time from this event to `end` in milliseconds (`cuEventElapsedTime`).
@@ -315,17 +331,58 @@ Own a mark in a stream's order (`cuEventCreate`).
         return f"<ncclpy.Event device={self.device} {state}>"
 
 
-def synchronize(device=None):
-    """Wait until everything queued on a device has run (`cuCtxSynchronize`).
+cdef class _DeviceWait(Call):
+    cdef int device
+
+    cdef int make(self) except -1:
+        cdef CUcontext saved = enter_device(self.device)
+        cdef CUresult result
+        with nogil:
+            result = driver.cuCtxSynchronize()
+        leave_device(saved)
+        return check_driver(result, b"cuCtxSynchronize")
+
+
+def synchronize(device=None, timeout=None):
+    """Wait until everything queued on a device has run (`cuCtxSynchronize`); signal handlers run meanwhile.
 
     Parameters
     ----------
     device : int, optional
         The ordinal; the current device by default.
+    timeout : float, optional
+        Seconds to wait. Past them `NcclTimeout` is raised, and what is queued goes on.
     """
-    cdef CUcontext saved = enter_device(as_device(device))
+    cdef _DeviceWait call = _DeviceWait()
+    cdef double limit = as_timeout(timeout)
+    call.device = as_device(device)
+    require_driver()
+    call.start("ncclpy-wait")
+    if not call.wait(deadline_after(limit)):
+        waited(<int>CUDA_ERROR_NOT_READY, b"cuCtxSynchronize", f"device {call.device}", limit)
+
+
+cdef object event_behind(CUstream stream, int device):
+    """Return an event behind what a stream has queued, or None."""
+    cdef CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE
+    cdef CUcontext saved
     cdef CUresult result
-    with nogil:
-        result = driver.cuCtxSynchronize()
+    if driver.cuStreamIsCapturing == NULL:
+        return None
+    saved = enter_device(device)  # whose default stream may be meant
+    result = driver.cuStreamIsCapturing(stream, &status)
+    if result == CUDA_SUCCESS and status == CU_STREAM_CAPTURE_STATUS_NONE:
+        result = driver.cuStreamQuery(stream)
     leave_device(saved)
-    check_driver(result, b"cuCtxSynchronize")
+    if result != CUDA_ERROR_NOT_READY:
+        return None
+    event = Event(device)
+    event.record(<uintptr_t>stream)
+    return event
+
+
+cdef int waited(int result, const char* function, object what, double limit) except -1:
+    """Raise for the end of a wait that was no success."""
+    if result == <int>CUDA_ERROR_NOT_READY:
+        raise NcclTimeout(f"{what} was not done after {limit:.3g} s; only the wait has ended", function=function.decode())
+    return check_driver(<CUresult>result, function)

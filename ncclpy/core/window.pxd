@@ -9,6 +9,7 @@ cdef class Window:
     cdef bint background  # NCCL may write the cell after the call, or the group's end, has returned
     cdef Group group  # in which it was recorded
     cdef readonly object buffer
+    cdef long long kept  # the buffer by the communicator
     cdef object __weakref__
 
     cdef bint recorded(self) noexcept

@@ -15,11 +15,15 @@ from ncclpy.abi.nccl cimport (
 from ncclpy.core.buffers cimport View
 from ncclpy.core.check cimport check
 from ncclpy.core.collectives cimport read_on_device
-from ncclpy.core.group cimport check_makes, current_group, submit
-from ncclpy.core.handle cimport deadline_after
+from ncclpy.core.group cimport check_makes, current_group, make_alone
+from ncclpy.core.handle cimport READY, WAS_ABORTED
 from ncclpy.core.library cimport nccl, require
 from ncclpy.core.lifecycle cimport Lifecycle
 from ncclpy.core.operation cimport WINDOW, Operation
+from ncclpy.core.upkeep cimport LET_WINDOW_GO, Upkeep
+from ncclpy.core.wait cimport deadline_after
+
+from ncclpy.core.errors import NcclError
 
 from ncclpy.core.errors import not_copied
 
@@ -59,7 +63,13 @@ cdef class Window:
         operation.count = view.nbytes
         operation.op = flags
         operation.recv = self.cell
-        submit(comm, &operation, buffer, self, False)  # a group keeps this object, and with it the cell
+        self.kept = comm.keep(buffer)  # a window that is dropped is still one
+        try:
+            make_alone(comm, &operation, buffer, self)  # a group keeps this object, and with it the cell
+        except NcclError:
+            if comm.state == READY:  # NCCL has refused it; after an abort nobody knows
+                comm.unkeep(self.kept)
+            raise
         comm.resources.add(self)
 
     def __dealloc__(self):
@@ -94,23 +104,24 @@ cdef class Window:
         cdef Lifecycle comm = self.comm
         cdef ncclResult_t result = ncclSuccess
         cdef ncclWindow_t window
+        cdef Upkeep call
         if comm is None:
             return
         if self.recorded():
             raise ValueError("this window is made when its group ends; close it after that")
         window = self.cell[0]
-        buffer = self.buffer  # until NCCL has let go of it
         self.comm = self.buffer = self.group = None
         require(<void*>nccl.ncclCommWindowDeregister, b"ncclCommWindowDeregister")
-        with nogil:
-            if window != NULL and comm.lock_alive():
-                result = nccl.ncclCommWindowDeregister(comm.raw, window)
-                comm.unlock()
+        if window != NULL:
+            call = Upkeep()
+            call.comm, call.kind, call.window = comm, LET_WINDOW_GO, window
+            call.see_through("ncclCommWindowDeregister", comm.limit)
+            result = call.result
         if result == ncclInProgress:
             comm.finish("ncclCommWindowDeregister", deadline_after(comm.limit))
-        else:
+        elif <int>result != WAS_ABORTED:
             check(result, b"ncclCommWindowDeregister", comm.raw)
-        del buffer
+        comm.unkeep(self.kept)
 
     def __enter__(self):
         return self

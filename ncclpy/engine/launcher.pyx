@@ -20,17 +20,16 @@ from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
 from ncclpy.core.device cimport context_of
 from ncclpy.core.handle cimport (
     ABORT_DEADLINE,
-    FOREVER,
     PAST_DEADLINE,
     WAS_ABORTED,
     abort_handles,
-    now,
     pthread_mutex_lock,
     pthread_mutex_t,
     pthread_mutex_unlock,
 )
 from ncclpy.core.library cimport driver, nccl, require
 from ncclpy.core.operation cimport NOT_THERE, issue
+from ncclpy.core.wait cimport FOREVER, now
 from ncclpy.engine.events cimport take_event
 from ncclpy.engine.monitor cimport Watched, await_launch, ensure_running, hand_over
 from ncclpy.engine.native cimport (

@@ -33,7 +33,6 @@ from ncclpy.core.check cimport driver_error, nccl_error
 from ncclpy.core.device cimport context_of
 from ncclpy.core.handle cimport (
     ABORTED,
-    FOREVER,
     PAST_DEADLINE,
     WAS_ABORTED,
     Handle,
@@ -43,6 +42,7 @@ from ncclpy.core.handle cimport (
 )
 from ncclpy.core.library cimport driver
 from ncclpy.core.operation cimport NOT_THERE, function_of
+from ncclpy.core.wait cimport FOREVER
 from ncclpy.engine.native cimport load, now, sharp_timers, sleep_on
 from ncclpy.engine.recorder cimport PENDING
 from ncclpy.engine cimport work as _work

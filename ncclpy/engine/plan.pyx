@@ -23,10 +23,8 @@ from ncclpy.core.handle cimport (
     READY,
     WAS_ABORTED,
     Handle,
-    deadline_after,
     in_lock_order,
     lock_all,
-    now,
     pthread_mutex_lock,
     pthread_mutex_t,
     pthread_mutex_unlock,
@@ -37,6 +35,7 @@ from ncclpy.core.lifecycle cimport Lifecycle
 from ncclpy.core.operation cimport NOT_THERE, Operation, function_of, issue, raise_issue
 from ncclpy.core.resources cimport CustomOp
 from ncclpy.core.stream cimport Stream, owner_of
+from ncclpy.core.wait cimport deadline_after, now
 from ncclpy.engine.launcher cimport Batch, Part, borrow_lanes, divide, push, push_jobs, run_batch, sort_parts
 from ncclpy.engine.native cimport add, lane_give_back, load, ncclpy_job, ncclpy_lane, sleep_on, wake
 
@@ -264,9 +263,9 @@ cdef class Plan:
                 _forget_text(&self.batches[i])
             _forget_text(&self.whole)
             pthread_mutex_unlock(&self.mutex)
-        for handle, stream in self.waits:
+        for handle, stream, limit in self.waits:
             (<Handle>handle).wait_stream(
-                <CUstream><uintptr_t>stream, "Plan.launch", deadline_after((<Handle>handle).limit)
+                <CUstream><uintptr_t>stream, "Plan.launch", deadline_after(limit)
             )
 
     def capture(self):
@@ -360,7 +359,7 @@ cdef class Graph:
             if handle.nonblocking:
                 raise ValueError(f"{handle!r} is nonblocking (a timeout makes it so): it cannot be captured")
             streams.setdefault(handle.device, set()).add(<uintptr_t>plan.parts[i].operation.stream)
-        own = {(handle.device, stream) for handle, stream in plan.waits}
+        own = {(handle.device, stream) for handle, stream, _ in plan.waits}
         for device, used in streams.items():
             mine = [stream for stream in used if (device, stream) in own]
             if len(used) > 1 and len(mine) != len(used):
@@ -430,11 +429,11 @@ cdef class Graph:
         finally:
             pthread_mutex_unlock(&plan.mutex)
         if self.waits:
-            for handle, _ in plan.waits:
+            for handle, _, limit in plan.waits:
                 for i in range(self.count):
                     if self.replays[i].device == (<Handle>handle).device:
                         (<Handle>handle).wait_stream(
-                            self.replays[i].stream, "Graph.launch", deadline_after((<Handle>handle).limit)
+                            self.replays[i].stream, "Graph.launch", deadline_after(limit)
                         )
 
     @property

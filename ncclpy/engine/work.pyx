@@ -7,9 +7,10 @@ from cpython.exc cimport PyErr_CheckSignals, PyErr_SetObject, PyErr_WriteUnraisa
 from ncclpy.abi.driver cimport CU_EVENT_WAIT_DEFAULT, CUDA_ERROR_NOT_READY, CUDA_SUCCESS, CUcontext, CUresult
 from ncclpy.core.check cimport check_driver
 from ncclpy.core.device cimport enter_device, leave_device
-from ncclpy.core.handle cimport ABORTED, FOREVER, as_timeout, deadline_after
+from ncclpy.core.handle cimport ABORTED
 from ncclpy.core.library cimport driver, require_driver
 from ncclpy.core.stream cimport as_stream
+from ncclpy.core.wait cimport FOREVER, as_timeout, deadline_after
 from ncclpy.engine.events cimport give_event
 from ncclpy.engine.native cimport add, load, now, sleep_on, store, swap, wake
 from ncclpy.engine.recorder cimport COMPLETED, FAILED, LAUNCHED, new_entry

@@ -9,10 +9,11 @@ from libc.string cimport memset
 from ncclpy.abi.driver cimport CUstream
 from ncclpy.core.datatypes cimport ITEMSIZE
 from ncclpy.core.communicator cimport Communicator
-from ncclpy.core.handle cimport ABORT_DEADLINE, FOREVER, now
+from ncclpy.core.handle cimport ABORT_DEADLINE
 from ncclpy.core.library cimport nccl
 from ncclpy.core.operation cimport ALL_TO_ALL, GATHER, RECV, SCATTER, SEND, Operation
 from ncclpy.core.stream cimport Stream
+from ncclpy.core.wait cimport FOREVER, now
 from ncclpy.engine.launcher cimport Launch
 from ncclpy.engine.work cimport Work
 from ncclpy.manager.gathering cimport Gathering, Participant

@@ -4,8 +4,8 @@ cimport cython
 
 from ncclpy.core.buffers cimport View
 from ncclpy.core.collectives cimport type_name
-from ncclpy.core.handle cimport FOREVER, now
 from ncclpy.core.operation cimport ALL_REDUCE, BROADCAST, GATHER, REDUCE, REDUCE_SCATTER, SCATTER
+from ncclpy.core.wait cimport FOREVER, now
 
 from ncclpy.core.types import ReduceOp
 from ncclpy.engine.recorder import method_name, show

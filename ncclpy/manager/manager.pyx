@@ -9,9 +9,10 @@ import weakref
 from cpython.exc cimport PyErr_CheckSignals
 
 from ncclpy.core.buffers cimport View
-from ncclpy.core.handle cimport ABORT_DEADLINE, FOREVER, as_timeout, now
+from ncclpy.core.handle cimport ABORT_DEADLINE
 from ncclpy.core.library cimport driver, require_driver
 from ncclpy.core.operation cimport ALL_REDUCE, REDUCE, REDUCE_SCATTER
+from ncclpy.core.wait cimport FOREVER, as_timeout, now
 from ncclpy.engine.monitor cimport ensure_running
 from ncclpy.engine.work cimport Work, attend, new_work
 from ncclpy.manager.clique cimport GONE, MAKING, Clique

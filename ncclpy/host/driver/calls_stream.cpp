@@ -6,6 +6,7 @@
 #include <mutex>
 #include <utility>
 
+#include "../nccl/wait.hpp"
 #include "exports.hpp"
 #include "handles.hpp"
 
@@ -83,6 +84,14 @@ CUresult cuStreamSynchronize(CUstream stream) {
     found.synchronize();
     return CUDA_SUCCESS;
   });
+}
+
+// As cuStreamSynchronize, and `tick` is called now and then while it waits: a wait that a deadline or a signal can end,
+// by an abort of what runs on the stream. No call of CUDA's.
+extern "C" __attribute__((visibility("default"))) CUresult ncclpyHostStreamWait(CUstream stream,
+                                                                                double (*tick)(void*), void* argument) {
+  const Interruption interruption(tick, argument);
+  return cuStreamSynchronize(stream);
 }
 
 CUresult cuStreamQuery(CUstream stream) {

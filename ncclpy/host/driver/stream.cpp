@@ -12,6 +12,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "../nccl/wait.hpp"
 #include "device.hpp"
 #include "graph.hpp"
 #include "handles.hpp"
@@ -193,8 +194,18 @@ void Stream::wait(std::uint64_t number) {
       run_first(lock);
     } else if (!spin(lock, [&] { return reached(number) || !running_.load(std::memory_order_acquire); })) {
       ++waiting_;
-      progress_.wait(lock, [&] { return reached(number) || runnable(); });
+      const auto awaited = [&] { return reached(number) || runnable(); };
+      const double patience = Interruption::patience();
+      if (patience < 0) {
+        progress_.wait(lock, awaited);
+        --waiting_;
+        continue;
+      }
+      progress_.wait_for(lock, std::chrono::duration<double>(patience), awaited);
       --waiting_;
+      lock.unlock();
+      Interruption::attend();
+      lock.lock();
     }
   }
   wake_thread(lock);  // for what this helper leaves over

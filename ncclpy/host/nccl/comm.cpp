@@ -1,6 +1,7 @@
 // A communicator's state, its waits and its launches.
 #include "comm.hpp"
 
+#include <algorithm>
 #include <cstring>
 
 #include "../driver/exports.hpp"
@@ -137,8 +138,26 @@ void Comm::ring() {
   for (const auto& child : children) child->ring();
 }
 
+void Comm::share_fate(const std::shared_ptr<Comm>& other) {
+  fate_ = other->fate_;
+  std::lock_guard<std::mutex> lock(fate_->mutex);
+  auto& members = fate_->members;
+  members.erase(std::remove_if(members.begin(), members.end(), [](const auto& one) { return one.expired(); }),
+                members.end());
+  members.push_back(weak_from_this());
+  members.push_back(other);
+}
+
 void Comm::abort() {
-  aborted_.store(true, std::memory_order_seq_cst);
+  fate_->aborted.store(true, std::memory_order_seq_cst);
+  std::vector<std::weak_ptr<Comm>> members;
+  {
+    std::lock_guard<std::mutex> lock(fate_->mutex);
+    members = fate_->members;
+  }
+  for (const auto& member : members) {
+    if (const auto alive = member.lock(); alive != nullptr && alive.get() != this) alive->ring();
+  }
   ring();
   wait_until(local_, [this] { return running_.load(std::memory_order_seq_cst) == 0; });
 }
@@ -172,7 +191,7 @@ void Comm::lose(int dead_rank) {
 ncclResult_t Comm::stop_reason(const char* waited_for) {
   if (parent != nullptr && parent->ended() && !sheds_dead) return parent->stop_reason(waited_for);
   const auto met = shared_segment();
-  if (aborted_.load(std::memory_order_acquire) || met == nullptr || met->first_dead() < 0)
+  if (aborted() || met == nullptr || met->first_dead() < 0)
     return fail(ncclInternalError, "rank %d was aborted while it waited for %s", rank, waited_for);
   return fail(ncclRemoteError, "%s", death_notice(*met, met->first_dead()).c_str());
 }

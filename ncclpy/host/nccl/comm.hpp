@@ -32,6 +32,14 @@ struct UserOperator {
   const void* memory;
 };
 
+// Whether an abort has ended a communicator. With splitShare (shrinkShare) the children of a communicator share its
+// fate, as they share NCCL's abort flag: aborting one stops what runs on any of them.
+struct Fate {
+  std::atomic<bool> aborted{false};
+  std::mutex mutex;
+  std::vector<std::weak_ptr<Comm>> members;  // that wait for news of it, beside the one that made it
+};
+
 class Comm : public std::enable_shared_from_this<Comm> {
  public:
   int nranks = 0;
@@ -75,9 +83,12 @@ class Comm : public std::enable_shared_from_this<Comm> {
   void forgive();
   // Whether nothing of this communicator can come to an end any more.
   bool ended() const {
-    return aborted_.load(std::memory_order_acquire) || lost_.load(std::memory_order_acquire) ||
-           (parent && (sheds_dead ? parent->aborted_.load(std::memory_order_acquire) : parent->ended()));
+    return aborted() || lost_.load(std::memory_order_acquire) ||
+           (parent && (sheds_dead ? parent->aborted() : parent->ended()));
   }
+  bool aborted() const { return fate_->aborted.load(std::memory_order_acquire); }
+  // From now on, and before anything was issued, an abort of `other` ends this one as well, and the other way round.
+  void share_fate(const std::shared_ptr<Comm>& other);
   // Whether its operations are to stop.
   bool stopped() const { return revoked() || ended(); }
   // Why a wait has ended early, as an error of the calling thread.
@@ -128,7 +139,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
   std::atomic<ncclResult_t> async_{ncclSuccess};
   std::string async_text_;
   std::atomic<bool> initialised_{false};
-  std::atomic<bool> aborted_{false};
+  std::shared_ptr<Fate> fate_ = std::make_shared<Fate>();
   std::atomic<bool> lost_{false};
   std::atomic<bool> busy_{false};  // by pretend_busy, with the next two, which mutex guards
   uint64_t busy_polls_ = 0;

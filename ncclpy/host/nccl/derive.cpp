@@ -90,7 +90,10 @@ ncclResult_t split(ncclComm_t handle, int color, int key, ncclComm_t* newcomm, c
   NCCLPY_TRY(parent->ensure_ready());
   *newcomm = nullptr;
   std::shared_ptr<Comm> child;
-  if (color != NCCL_SPLIT_NOCOLOR) NCCLPY_TRY(make_child(parent, config, &child));
+  if (color != NCCL_SPLIT_NOCOLOR) {
+    NCCLPY_TRY(make_child(parent, config, &child));
+    if (parent->config.splitShare == 1) child->share_fate(parent);
+  }
   return submit_child(parent, child, newcomm, [=] { return meet_in_split(parent, child, color, key); });
 }
 
@@ -178,6 +181,7 @@ ncclResult_t shrink(ncclComm_t handle, const int* excluded, int count, ncclComm_
   *newcomm = nullptr;
   std::shared_ptr<Comm> child;
   NCCLPY_TRY(make_child(parent, config, &child));
+  if (parent->config.shrinkShare == 1 && (flags & NCCL_SHRINK_ABORT) == 0) child->share_fate(parent);
   child->sheds_dead = true;
   return submit_child(parent, child, newcomm, [=] { return meet_in_shrink(parent, child, survivors); });
 }

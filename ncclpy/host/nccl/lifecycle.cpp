@@ -38,7 +38,11 @@ ncclResult_t finalize(ncclComm_t handle) {
   job.comm = comm;
   job.run = [comm] {
     comm->drain();
-    if (comm->stopped()) return comm->stop_reason("its own work");
+    if (comm->aborted()) return comm->stop_reason("its own work");
+    if (const ncclResult_t met = comm->async(); met != ncclSuccess && met != ncclInProgress) {
+      set_last_error(comm->async_text());
+      return met;
+    }
     if (const auto segment = comm->shared_segment()) segment->slot(comm->rank).left.store(1);
     return ncclSuccess;
   };

@@ -1,7 +1,9 @@
 // The futex behind Bell, and the machine's core count.
 #include "wait.hpp"
 
+#include <chrono>
 #include <climits>
+#include <ctime>
 #include <linux/futex.h>
 #include <sched.h>
 #include <sys/syscall.h>
@@ -12,7 +14,34 @@ namespace ncclpy::host {
 // Not FUTEX_PRIVATE: the same bell may be mapped at different addresses of several processes.
 void Bell::wake() { syscall(SYS_futex, &rung, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
 
-void Bell::sleep(uint32_t seen) { syscall(SYS_futex, &rung, FUTEX_WAIT, seen, nullptr, nullptr, 0); }
+void Bell::sleep(uint32_t seen) {
+  const double seconds = Interruption::patience();
+  if (seconds < 0) {
+    syscall(SYS_futex, &rung, FUTEX_WAIT, seen, nullptr, nullptr, 0);
+    return;
+  }
+  timespec patience;  // relative, which futexes measure on the monotonic clock
+  patience.tv_sec = time_t(seconds);
+  patience.tv_nsec = long((seconds - double(patience.tv_sec)) * 1e9);
+  syscall(SYS_futex, &rung, FUTEX_WAIT, seen, &patience, nullptr, 0);
+}
+
+thread_local Interruption* Interruption::current = nullptr;
+
+static double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+double Interruption::patience() { return current == nullptr ? -1 : std::clamp(current->due_ - now(), 0.0, 1.0); }
+
+void Interruption::attend() {
+  if (current == nullptr || now() < current->due_) return;
+  Interruption* const mine = current;
+  current = nullptr;  // what is called may wait itself, and must not be called again by that
+  const double seconds = mine->tick_(mine->argument_);
+  mine->due_ = now() + (seconds < 0 ? 0.05 : seconds);  // negative: to be left; what runs here has to end first
+  current = mine;
+}
 
 Spin::Spin(int ranks) {
   static const int cores = [] {

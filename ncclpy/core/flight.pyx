@@ -1,0 +1,73 @@
+"""What is in flight keeps its memory: the one owner of arrays that somebody may still touch.
+
+Whoever makes a call holds its arrays while it waits. A wait that ends early hands them over to this module, which
+keeps them until neither NCCL nor a device can reach them any more, and for good where that never comes. In the steady
+state nothing comes here, so that calls pay nothing for it.
+"""
+
+import os
+import threading
+import time
+
+from ncclpy.core.stream cimport Event
+from ncclpy.core.wait cimport Call
+
+cdef list _held = []  # of (objects, until, what); changed under the GIL only, in one step each
+_thread = None
+
+
+cdef int hold(list objects, list until, object what) except -1:
+    """Keep `objects` until all of `until` are over."""
+    global _thread
+    waited_for = [each for each in until if not _is_over(each)]
+    if not waited_for:
+        return 0
+    _held.append((objects, waited_for, what))
+    if _thread is None or not _thread.is_alive():
+        _thread = threading.Thread(target=_watch, name="ncclpy-flight", daemon=True)
+        try:
+            _thread.start()
+        except RuntimeError:  # no more threads: what is held stays so until the next one comes here
+            _thread = None
+    return 0
+
+
+def in_flight():
+    """Return what is kept since a wait for it ended early, a line each, for people."""
+    return [what for _, _, what in list(_held)]
+
+
+cdef bint _is_over(object each) except -1:
+    if type(each) is Call or isinstance(each, Call):
+        return (<Call>each).done
+    if isinstance(each, threading.Thread):
+        return not each.is_alive()
+    try:
+        return (<Event?>each).is_done()
+    except Exception:  # a device that has failed says so of every event, and runs nothing any more
+        return True
+
+
+def _watch():
+    """Let go of what is over, until nothing is left."""
+    global _thread
+    pause = 0.001
+    while _held:
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
+        for entry in list(_held):
+            if all([_is_over(each) for each in entry[1]]):
+                _held.remove(entry)
+                pause = 0.001
+        entry = None  # let go of here, and not when the next one is looked at
+    _thread = None
+
+
+def _forked():
+    """In the child nothing runs that could touch the memory, and nothing can be asked."""
+    global _thread
+    _thread = None
+    del _held[:]
+
+
+os.register_at_fork(after_in_child=_forked)

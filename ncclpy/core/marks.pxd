@@ -1,0 +1,33 @@
+from ncclpy.abi.driver cimport CUcontext, CUevent, CUstream
+
+
+# An operation between two events, on the stream that it was given.
+cdef struct Mark:
+    CUevent begin
+    CUevent end
+    CUstream stream
+    double limit  # seconds between the two
+    double began  # when the begin was seen to be reached; 0 before
+    int kind  # of the operation
+    bint over
+
+
+# The operations of a communicator that the device has yet to end; guarded by the communicator's lock.
+cdef struct Marks:
+    Mark* ring
+    size_t capacity
+    size_t first
+    size_t count
+    size_t open  # begun and not ended: they stay where they are
+    CUcontext context
+
+
+cdef Marks* new_marks(CUcontext context) noexcept nogil
+cdef void free_marks(Marks* marks) noexcept nogil
+
+# Before an operation and behind it. `mark_begin` returns NULL where nothing can be recorded: while a stream captures.
+cdef Mark* mark_begin(Marks* marks, CUstream stream, double limit, int kind) noexcept nogil
+cdef void mark_end(Marks* marks, Mark* mark, bint issued) noexcept nogil
+
+# The kind of an operation that is overdue, -1 if none is. What is over is forgotten.
+cdef int find_overdue(Marks* marks, double moment) noexcept nogil

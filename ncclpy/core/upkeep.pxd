@@ -1,0 +1,28 @@
+from ncclpy.abi.nccl cimport ncclComm_t, ncclResult_t, ncclWindow_t
+from ncclpy.core.handle cimport Handle
+from ncclpy.core.wait cimport Call
+
+cdef enum:
+    FINALIZE
+    REVOKE
+    SUSPEND
+    RESUME
+    DESTROY
+    LET_WINDOW_GO
+
+cdef tuple UPKEEP  # their names, up to RESUME
+
+
+cdef class Upkeep(Call):
+    cdef Handle comm
+    cdef int kind
+    cdef bint finalized  # there is nothing left to finalize
+    cdef double deadline  # of the finalization that comes before destruction
+    cdef ncclWindow_t window
+    cdef ncclResult_t result
+    cdef char* words  # NCCL's last ones, of the thread that made the call
+
+    cdef int see_through(self, str what, double limit) except -1
+    cdef void _make(self) noexcept nogil
+    cdef ncclResult_t _destroy(self) noexcept nogil
+    cdef ncclResult_t _poll(self, ncclComm_t raw, ncclResult_t result, double deadline) noexcept nogil

@@ -1,0 +1,108 @@
+"""Calls that keep up a communicator or end it: they take no more than the communicator, and can wait for others."""
+
+from libc.stdlib cimport free
+
+from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclSuccess
+from ncclpy.core.flight cimport hold
+from ncclpy.core.handle cimport (
+    ABORT_DEADLINE,
+    ABORTED,
+    WAS_ABORTED,
+    leave_behind,
+    pthread_mutex_lock,
+    pthread_mutex_unlock,
+)
+from ncclpy.core.library cimport nccl
+from ncclpy.core.wait cimport deadline_after, now, pause
+
+cdef extern from "string.h" nogil:
+    char* strdup(const char*)
+
+UPKEEP = ("ncclCommFinalize", "ncclCommRevoke", "ncclCommSuspend", "ncclCommResume")
+
+
+cdef class Upkeep(Call):
+    """A call that takes no more than the communicator, in a thread of its own, since it can wait for others."""
+
+    def __dealloc__(self):
+        free(self.words)
+
+    cdef int see_through(self, str what, double limit) except -1:
+        """Make the call and wait for it; one that is left early is ended, as far as that goes."""
+        cdef Handle comm = self.comm
+        cdef double started = now()
+        self.start("ncclpy-call")
+        try:
+            if self.wait(deadline_after(limit)):
+                return 0
+            raise comm.timeout_error(what, now() - started)
+        except BaseException as error:
+            why = f"{what} was left early: {type(error).__name__}"
+            if comm.can_be_ended():
+                comm.leave(why)
+                self.wait(now() + ABORT_DEADLINE)
+            else:
+                leave_behind([comm], why)
+            hold([comm], [self], f"what {what} needs on {comm!r}")
+            raise
+
+    cdef int make(self) except -1:
+        with nogil:
+            self._make()
+        return 0
+
+    cdef void _make(self) noexcept nogil:
+        self.result = <ncclResult_t>WAS_ABORTED
+        if not self.comm.lock_alive():
+            return
+        if self.kind == FINALIZE:
+            self.result = nccl.ncclCommFinalize(self.comm.raw)
+        elif self.kind == REVOKE:
+            self.result = nccl.ncclCommRevoke(self.comm.raw, 0)
+        elif self.kind == SUSPEND:
+            self.result = nccl.ncclCommSuspend(self.comm.raw, 1)
+        elif self.kind == RESUME:
+            self.result = nccl.ncclCommResume(self.comm.raw)
+        elif self.kind == LET_WINDOW_GO:
+            self.result = nccl.ncclCommWindowDeregister(self.comm.raw, self.window)
+        else:
+            self.result = self._destroy()
+        if self.result != ncclSuccess and self.result != ncclInProgress and nccl.ncclGetLastError != NULL:
+            self.words = strdup(nccl.ncclGetLastError(NULL))
+        self.comm.unlock()
+
+    cdef ncclResult_t _destroy(self) noexcept nogil:
+        """Finalize, which waits for what this communicator has issued, and destroy; then the guard."""
+        cdef ncclResult_t result = ncclSuccess
+        cdef ncclComm_t raw, guard
+        if not self.finalized and nccl.ncclCommFinalize != NULL:
+            result = self._poll(self.comm.raw, nccl.ncclCommFinalize(self.comm.raw), self.deadline)
+        raw = self.comm.take_raw()  # NULL after an abort
+        pthread_mutex_lock(&self.comm.gate)
+        guard = self.comm.guard
+        self.comm.guard = NULL
+        pthread_mutex_unlock(&self.comm.gate)
+        if raw != NULL and result == ncclSuccess:
+            result = nccl.ncclCommDestroy(raw)
+        elif raw != NULL and nccl.ncclCommAbort != NULL:  # what has failed cannot be finalized, and must not stay behind
+            nccl.ncclCommAbort(raw)
+        if guard != NULL and result == ncclSuccess:
+            result = self._poll(guard, nccl.ncclCommFinalize(guard), now() + ABORT_DEADLINE)
+            if result == ncclSuccess:
+                result = self._poll(NULL, nccl.ncclCommDestroy(guard), 0)
+        elif guard != NULL:
+            nccl.ncclCommAbort(guard)
+        return result
+
+    cdef ncclResult_t _poll(self, ncclComm_t raw, ncclResult_t result, double deadline) noexcept nogil:
+        """Wait until a call in the background is over."""
+        cdef ncclResult_t state
+        cdef double started = now()
+        while result == ncclInProgress and raw != NULL:
+            if now() >= deadline or self.comm.state == ABORTED:
+                return ncclInProgress
+            pause(now() - started)
+            if nccl.ncclCommGetAsyncError(raw, &state) != ncclSuccess:
+                return ncclSuccess
+            result = state
+        return ncclSuccess if result == ncclInProgress else result

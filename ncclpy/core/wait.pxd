@@ -1,0 +1,35 @@
+from ncclpy.abi.driver cimport CUevent, CUresult, CUstream
+
+cdef double FOREVER
+
+# How long a wait goes on before Python may look at signals.
+cdef double SLICE
+
+cdef double now() noexcept nogil
+cdef double as_timeout(object timeout) except? -2.0
+cdef double deadline_after(double timeout) noexcept nogil
+
+# Give way while something is polled that has been waited for for so long.
+cdef void pause(double waited) noexcept nogil
+
+# Called now and then while a stream is waited for; returns the seconds until it is to be called again. LEAVE asks to
+# stop waiting, which the host engine can only do once what runs on the stream has ended.
+ctypedef double (*Tick)(void*) noexcept nogil
+cdef double LEAVE
+cdef CUresult await_stream(CUstream stream, Tick tick, void* argument) noexcept nogil
+
+# Wait for a stream, an event or (by `everything`) the current device; signal handlers run meanwhile. Returns
+# CUDA_ERROR_NOT_READY past the deadline: nothing but the wait has ended then.
+cdef int wait_for_stream(CUstream stream, double deadline) except? -1
+cdef int wait_for_event(CUevent event, double deadline) except? -1
+
+# Make a call that can block for long in a thread of its own, and wait for it where signal handlers run. False if the
+# deadline came first: then, and if a handler raises, the call goes on, and `call` keeps what it needs until it has ended.
+cdef class Call:
+    cdef object ended  # a lock, held until the call has returned
+    cdef object failure
+    cdef readonly bint done
+
+    cdef int make(self) except -1  # by those who know what to call; without the GIL as far as it may block
+    cdef int start(self, str name) except -1
+    cdef bint wait(self, double deadline) except -1

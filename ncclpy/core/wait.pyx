@@ -1,0 +1,148 @@
+"""Waiting: the clock, deadlines, and waits that a signal handler or a deadline can end.
+
+No wait of the package is one that Python cannot get out of. What the CPU polls is polled in slices, between which
+signal handlers run; a call of NCCL that can block for long is made in a thread of its own, and that is waited for.
+"""
+
+import threading
+
+from cpython.exc cimport PyErr_CheckSignals
+from posix.time cimport CLOCK_MONOTONIC, clock_gettime, nanosleep, timespec
+
+from ncclpy.abi.driver cimport CUDA_ERROR_NOT_READY, CUDA_SUCCESS
+from ncclpy.core.library cimport driver, stream_wait
+
+cdef extern from "sched.h" nogil:
+    int sched_yield()
+
+FOREVER = float("inf")
+LEAVE = -1.0
+SLICE = 0.1
+
+
+cdef double now() noexcept nogil:
+    """Return the monotonic clock in seconds."""
+    cdef timespec t
+    clock_gettime(CLOCK_MONOTONIC, &t)
+    return t.tv_sec + t.tv_nsec * 1e-9
+
+
+cdef double as_timeout(object timeout) except? -2.0:
+    """Return a timeout in seconds; None is FOREVER."""
+    if timeout is None:
+        return FOREVER
+    cdef double seconds
+    try:
+        seconds = timeout
+    except TypeError:
+        raise TypeError(f"timeout: expected seconds >= 0 or None, got {timeout!r}") from None
+    except OverflowError:  # an int that is no float any more
+        return FOREVER if timeout > 0 else as_timeout(-1)
+    if not seconds >= 0:
+        raise ValueError(f"timeout: expected seconds >= 0 or None, got {timeout!r}")
+    return seconds
+
+
+cdef double deadline_after(double timeout) noexcept nogil:
+    """Return the moment at which a wait of `timeout` seconds that starts now is over."""
+    return FOREVER if timeout == FOREVER else now() + timeout
+
+
+cdef void pause(double waited) noexcept nogil:
+    """Give way: yield at first, since NCCL issues in some 50 us, then sleep, for a tenth of what has passed."""
+    cdef timespec t
+    if waited < 200e-6:
+        sched_yield()
+        return
+    t.tv_sec = 0
+    t.tv_nsec = 1_000_000 if waited > 10e-3 else <long>(waited * 1e8)
+    nanosleep(&t, NULL)
+
+
+cdef CUresult await_stream(CUstream stream, Tick tick, void* argument) noexcept nogil:
+    """Wait until a stream has run dry."""
+    cdef CUresult result
+    cdef double started, due, seconds
+    if stream_wait != NULL:  # the host engine: whoever waits does the work
+        return stream_wait(stream, tick, argument)
+    started = due = now()
+    while True:
+        result = driver.cuStreamQuery(stream)
+        if result != CUDA_ERROR_NOT_READY:
+            return result
+        if now() >= due:
+            seconds = tick(argument)
+            if seconds < 0:
+                return result
+            due = now() + seconds
+        pause(now() - started)
+
+
+ctypedef CUresult (*Ask)(void*) noexcept nogil
+
+
+cdef CUresult _ask_stream(void* stream) noexcept nogil:
+    return driver.cuStreamQuery(<CUstream>stream)
+
+
+cdef CUresult _ask_event(void* event) noexcept nogil:
+    return driver.cuEventQuery(<CUevent>event)
+
+
+cdef int _poll(Ask ask, void* what, double deadline) except? -1:
+    """Ask until the answer is another than "not ready", or the deadline has passed."""
+    cdef CUresult result
+    cdef double started = now(), until
+    while True:
+        until = min(now() + SLICE, deadline)
+        with nogil:
+            result = ask(what)
+            while result == CUDA_ERROR_NOT_READY and now() < until:
+                pause(now() - started)
+                result = ask(what)
+        if result != CUDA_ERROR_NOT_READY or now() >= deadline:
+            return <int>result
+        PyErr_CheckSignals()
+
+
+cdef int wait_for_stream(CUstream stream, double deadline) except? -1:
+    return _poll(_ask_stream, <void*>stream, deadline)
+
+
+cdef int wait_for_event(CUevent event, double deadline) except? -1:
+    return _poll(_ask_event, <void*>event, deadline)
+
+
+cdef class Call:
+    """A call in a thread of its own, which is left behind if nobody can wait for it any longer."""
+
+    def __cinit__(self):
+        self.ended = threading.Lock()
+
+    cdef int make(self) except -1:
+        raise NotImplementedError
+
+    cdef int start(self, str name) except -1:
+        self.ended.acquire()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+        return 0
+
+    def _run(self):
+        try:
+            self.make()
+        except BaseException as error:  # carried to who waits
+            self.failure = error
+        self.done = True
+        self.ended.release()
+
+    cdef bint wait(self, double deadline) except -1:
+        """Return whether the call has ended by the deadline, and raise what it raised."""
+        cdef double left = deadline - now()
+        # A lock is the one thing that Python waits for with signal handlers running, at once and not in slices.
+        if not self.ended.acquire(timeout=-1 if left > threading.TIMEOUT_MAX else max(0.0, left)):
+            return False
+        self.ended.release()
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise failure
+        return True

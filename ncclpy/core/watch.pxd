@@ -1,0 +1,4 @@
+from ncclpy.core.handle cimport Handle
+
+# Have the watcher look after a communicator from now on.
+cdef int watch(Handle handle) except -1

@@ -1,0 +1,156 @@
+"""The watcher: the thread that ends what no thread of the caller's can.
+
+A deadline that passes while somebody waits in Python is seen by who waits. Two are not: that of a call in which NCCL
+itself is stuck, and that of an operation which is stuck on the device while nobody waits for it. Both are this
+thread's, for communicators that can be ended: it aborts them, which brings the call back and lets the stream go on; the
+call, or the next one, raises `NcclTimeout`. It does the same for Ctrl-C in a call that is stuck, which Python's handler
+could not end: it only runs when the call has returned.
+"""
+
+import os
+import signal
+import threading
+import weakref
+
+from ncclpy.abi.driver cimport CU_STREAM_CAPTURE_MODE_RELAXED, CUstreamCaptureMode
+from ncclpy.core.handle cimport ABORTED, CLOSED, READY, begin_abort, pthread_mutex_trylock
+from ncclpy.core.library cimport driver
+from ncclpy.core.marks cimport find_overdue
+from ncclpy.core.operation cimport function_of
+from ncclpy.core.wait cimport now
+
+cdef extern from *:
+    """
+    #include <signal.h>
+    #include <stddef.h>
+    #include <time.h>
+
+    /* When SIGINT came last, on the monotonic clock, and whose handler comes behind ours. */
+    static volatile double ncclpy_sigint_at = 0;
+    static struct sigaction ncclpy_before;
+
+    static void ncclpy_on_sigint(int number, siginfo_t* info, void* context) {
+      struct timespec t;
+      clock_gettime(CLOCK_MONOTONIC, &t);
+      ncclpy_sigint_at = (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
+      if (ncclpy_before.sa_flags & SA_SIGINFO) ncclpy_before.sa_sigaction(number, info, context);
+      else if (ncclpy_before.sa_handler != SIG_DFL && ncclpy_before.sa_handler != SIG_IGN) ncclpy_before.sa_handler(number);
+    }
+
+    /* Stands before the handler of SIGINT that there is, unless it stands there already. */
+    static void ncclpy_note_sigint(void) {
+      struct sigaction current, ours;
+      if (sigaction(SIGINT, NULL, &current) != 0) return;
+      if ((current.sa_flags & SA_SIGINFO) && current.sa_sigaction == ncclpy_on_sigint) return;
+      if (!(current.sa_flags & SA_SIGINFO) && (current.sa_handler == SIG_DFL || current.sa_handler == SIG_IGN)) return;
+      ncclpy_before = current;
+      ours = current;
+      ours.sa_flags |= SA_SIGINFO;
+      ours.sa_sigaction = ncclpy_on_sigint;
+      sigaction(SIGINT, &ours, NULL);
+    }
+    """
+    volatile double ncclpy_sigint_at
+    void ncclpy_note_sigint()
+
+# How long Python's handler of SIGINT has to raise before the call is ended in which the main thread is stuck.
+cdef double SIGINT_PATIENCE = 1.0
+
+# How often the watcher looks: an eighth of the shortest deadline, within these bounds.
+cdef double OFTEN = 0.01
+cdef double SELDOM = 0.25
+
+_watched = weakref.WeakSet()
+_thread = None
+_wake = threading.Event()
+
+
+cdef int watch(Handle handle) except -1:
+    global _thread
+    if handle in _watched:
+        return 0
+    _watched.add(handle)
+    _wake.set()
+    if _thread is None:
+        _thread = threading.Thread(target=_main, name="ncclpy-watch", daemon=True)
+        _thread.start()
+    return 0
+
+
+def _main():
+    """Look until nothing is left to watch."""
+    global _thread
+    cdef CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED  # it disturbs nobody's capture
+    cdef double pause
+    if driver.cuThreadExchangeStreamCaptureMode != NULL:
+        driver.cuThreadExchangeStreamCaptureMode(&mode)
+    while True:
+        pause = _round()
+        if pause > SELDOM:
+            pause = SELDOM
+        _wake.clear()
+        if not _watched:
+            _wake.wait(10.0)
+            if not _watched:
+                _thread = None
+                return
+            continue
+        _wake.wait(max(OFTEN, pause))
+
+
+cdef double _round() except? -1:
+    """Look at every communicator once; return the pause until the next round."""
+    cdef Handle handle
+    cdef double shortest = SELDOM * 8
+    cdef bint asked_to_stop = _is_interrupted()
+    for handle in list(_watched):
+        if handle.state == ABORTED or handle.state == CLOSED:
+            _watched.discard(handle)
+            continue
+        shortest = min(shortest, handle.limit, handle.shortest)
+        if handle.state == READY:
+            _look_at(handle, asked_to_stop)
+    return shortest / 8
+
+
+cdef int _look_at(Handle handle, bint asked_to_stop) except -1:
+    cdef double moment = now(), inside = handle.inside
+    cdef int overdue = -1
+    if inside != 0 and moment - inside > handle.inside_limit:
+        return _end(handle, "a call of NCCL", moment - inside)
+    if inside != 0 and asked_to_stop and handle.inside_main and inside < ncclpy_sigint_at:
+        begin_abort(handle.tied(), "KeyboardInterrupt came while a call of NCCL was stuck")
+        return 0
+    if handle.marks != NULL:
+        with nogil:
+            if pthread_mutex_trylock(&handle.mutex) == 0:
+                overdue = find_overdue(handle.marks, moment)
+                handle.unlock()
+        if overdue >= 0:
+            return _end(handle, function_of(overdue).decode(), handle.limit)
+    return 0
+
+
+cdef int _end(Handle handle, str what, double waited) except -1:
+    """Abort a communicator, and leave word for whoever calls it next."""
+    handle.verdict = handle.timeout_error(what, waited)
+    begin_abort(handle.tied(), f"{what} passed its deadline")
+    return 0
+
+
+cdef bint _is_interrupted() except -1:
+    """Return whether Python's own handler of SIGINT has waited too long for the main thread to run it."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return False
+    ncclpy_note_sigint()  # again: signal.signal() puts Python's handler in our place
+    return ncclpy_sigint_at != 0 and now() - ncclpy_sigint_at > SIGINT_PATIENCE
+
+
+def _forked():
+    global _thread, _wake
+    _thread = None
+    _wake = threading.Event()
+    _watched.clear()
+
+
+os.register_at_fork(after_in_child=_forked)

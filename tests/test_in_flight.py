@@ -1,0 +1,126 @@
+"""However a wait ends, nobody's memory is written by an operation that was given other memory, and nothing is left."""
+
+import in_flight
+import numpy as np
+import pytest
+import testing
+
+import ncclpy
+
+pytestmark = pytest.mark.usefixtures("host_engine")
+
+
+def run(code, timeout=None):
+    """Run a program; `timeout` is what its communicators are given."""
+    program = f"import sys\nsys.argv = ['', {str(timeout)!r}]\n{in_flight.PRELUDE}\n{code}"
+    return testing.run_python(program, timeout=60, env={"NCCLPY_LIBRARY": "host"})
+
+
+@pytest.mark.parametrize("timeout", [None, 20])
+@pytest.mark.parametrize("name", in_flight.EARLY_ENDS)
+def test_a_wait_that_ends_early(name, timeout):
+    run(in_flight.EARLY_ENDS[name], timeout)
+
+
+@pytest.mark.parametrize("name", in_flight.OTHER_ENDS)
+def test_errors_deadlines_and_close(name):
+    run(in_flight.OTHER_ENDS[name])
+
+
+@pytest.mark.parametrize("timeout", [None, 20])
+@pytest.mark.parametrize("name", in_flight.BIRTHS)
+def test_births(name, timeout):
+    run(in_flight.BIRTHS[name], timeout)
+
+
+@pytest.mark.parametrize("timeout", [None, 60])
+@pytest.mark.parametrize("name", in_flight.BLOCKING)
+def test_interrupts_and_handlers_in_every_wait(name, timeout):
+    """A handler runs while the call waits; one that raises ends it."""
+    done = run(in_flight.INTERRUPTED.replace("CALL", in_flight.BLOCKING[name]), timeout)
+    assert done.stdout.startswith("ended after")
+    assert float(done.stdout.split()[-1]) < 5  # 0.2 s on a machine that is not busy
+
+
+def test_what_is_registered_stays_although_its_handle_is_dropped(comm1):
+    gone = []
+
+    class Watched(np.ndarray):
+        def __del__(self):
+            gone.append(True)
+
+    for register in (comm1.register, comm1.window):
+        array = np.zeros(1024, np.float32).view(Watched)
+        register(array)
+        del array
+        assert not gone
+    comm1.close()
+    assert len(gone) == 2
+
+
+def test_an_abort_that_a_group_was_asked_for_happens_whatever_becomes_of_its_block():
+    a, b, c = ncclpy.Communicator.init_all([0, 1, 2])
+    with pytest.raises(KeyError), ncclpy.group():
+        a.abort()
+        raise KeyError
+    assert a.closed
+    with ncclpy.faults("call=AllReduce nth=1 do=error"), pytest.raises(ncclpy.NcclError), ncclpy.group():
+        b.abort()
+        c.all_reduce(np.ones(3))
+    assert b.closed
+    c.abort()
+
+
+def test_a_deadline_of_one_operation():
+    comms = ncclpy.Communicator.init_all([0, 1], abortable=True)
+    with pytest.raises(ncclpy.NcclTimeout, match="ncclAllReduce"):
+        comms[0].all_reduce(np.ones(3), timeout=0.2)
+    assert comms[0].closed and not comms[1].closed
+    with pytest.raises(ncclpy.NcclAborted, match="passed its deadline"):
+        comms[0].barrier()
+    with pytest.raises(ncclpy.NcclTimeout), ncclpy.group(timeout=0.2):
+        comms[1].all_reduce(np.ones(3))
+    testing.abort_all(comms)
+
+
+def test_a_deadline_of_one_operation_needs_a_communicator_that_can_be_ended():
+    with ncclpy.Communicator.init_all([0])[0] as comm:
+        with pytest.raises(ValueError, match="abortable=True"):
+            comm.all_reduce(np.ones(3), timeout=1)
+        with pytest.raises(ValueError, match="abortable=True"), ncclpy.group(timeout=1):
+            comm.all_reduce(np.ones(3))
+        with pytest.raises(ValueError, match="timeout: expected seconds"):
+            comm.all_reduce(np.ones(3), timeout=-1)
+
+
+def test_waits_with_a_deadline_end_the_wait_alone():
+    comms = ncclpy.Communicator.init_all([0, 1])
+    with ncclpy.Stream(0) as stream:
+        array = np.ones(3)
+        comms[0].all_reduce(array, stream=stream)
+        event = stream.record()
+        for wait in (stream.synchronize, event.synchronize, lambda timeout: ncclpy.synchronize(0, timeout)):
+            with pytest.raises(ncclpy.NcclTimeout, match="only the wait has ended"):
+                wait(timeout=0.1)
+        comms[1].all_reduce(np.ones(3))
+        event.synchronize(timeout=30)
+        assert (array == 2).all()
+    testing.close_all(comms)
+
+
+def test_children_have_guards_of_their_own():
+    """Aborting a child, by its guard, leaves its parent and the parent's other children alone."""
+    comms = ncclpy.Communicator.init_all([0, 1], timeout=5)
+    families = []
+    for _ in range(2):
+        with ncclpy.group():
+            families.append([comm.split(0) for comm in comms])
+    for child in families[0]:
+        child.abort()
+    for family in (comms, families[1]):
+        arrays = [np.ones(3) for _ in family]
+        with ncclpy.group():
+            for comm, array in zip(family, arrays, strict=True):
+                comm.all_reduce(array)
+        assert (arrays[0] == 2).all()
+    testing.close_all(comms)

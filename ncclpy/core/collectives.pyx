@@ -37,9 +37,13 @@ cdef enum:
 cdef object _SUM = ReduceOp.SUM
 
 
+# Kept here: an enum's member is looked up by Python, and this may be asked under a lock.
+cdef dict _TYPE_NAMES = {int(each): each.name.lower() for each in DataType}
+
+
 cdef object type_name(const View* view):
     """Name a data type as its owner does."""
-    name = DataType(view.datatype).name.lower()
+    name = _TYPE_NAMES[view.datatype]
     if view.flavour == BOOLEAN:
         return "bool"
     if view.flavour == COMPLEX:

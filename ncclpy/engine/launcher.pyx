@@ -31,7 +31,9 @@ from ncclpy.core.handle cimport (
 )
 from ncclpy.core.library cimport driver, nccl, require
 from ncclpy.core.operation cimport NOT_THERE, issue
+from ncclpy.engine.callbacks cimport users
 from ncclpy.engine.events cimport take_event
+from ncclpy.engine.message cimport words_of
 from ncclpy.engine.monitor cimport Watched, await_launch, ensure_running, hand_over
 from ncclpy.engine.native cimport (
     add,
@@ -48,6 +50,9 @@ from ncclpy.engine.native cimport (
 from ncclpy.engine.recorder cimport LAUNCHED, PENDING
 
 from ncclpy.core import device as _device
+
+cdef extern from "Python.h":
+    Py_ssize_t Py_REFCNT(PyObject*)
 
 cdef extern from "pthread.h" nogil:
     int pthread_mutex_init(pthread_mutex_t*, void*)
@@ -331,6 +336,8 @@ cdef class Launch:
         _launches += 1
 
     def __dealloc__(self):
+        if self.owner is not None and Py_REFCNT(<PyObject*>self.owner) == 1:
+            users.give([self.owner, self.kept].clear)  # what it keeps may have finalisers
         free(self.parts)
         free(self.batches)
 
@@ -401,8 +408,10 @@ cdef class Launch:
         self.unsettled -= 1
         if self.unsettled == 0:
             self.works = []
-            owner, self.owner = self.owner, None
+            owner = self.owner
             owner.launch_done(self)
+            if Py_REFCNT(<PyObject*>owner) > 2:  # else it goes with the launch, where finalisers may run
+                self.owner = None
 
     cdef int end(self, object error) except -1:
         """Fail all works with one error, and nothing more."""
@@ -416,14 +425,15 @@ cdef class Launch:
         """Fail all works with one error and abort their communicators: their siblings wait for them on the device."""
         cdef size_t i
         owner, handles = self.owner, {}
-        if self.failing or owner is None:  # all works were done meanwhile
+        if self.failing or self.unsettled == 0:  # all works were done meanwhile
             return
         for i in range(self.count):
             handles[<uintptr_t>self.parts[i].handle] = <Handle>self.parts[i].handle
         self.failing = True
         owner.launch_failed(self, error)  # first: nobody is to take the communicators for idle ones
         self.end(error)
-        abort_aside(list(handles.values()), f"a launch failed: {error}")
+        words = words_of(error)  # the abort is not to wait for a key to show itself
+        abort_aside(list(handles.values()), f"a launch failed: {words}" if type(words) is str else "a launch failed")
 
 
 cdef int sort_parts(Part* parts, size_t count, bint by_lane) except -1:

@@ -21,6 +21,7 @@ cdef class Clique:
     cdef long long sequence
     cdef object manager
 
+    cdef list ready(self, list comms, list streams)
     cdef int take(self, Gathering gathering) except -1
     cdef int launch(self, Gathering gathering) except -1
     cdef int _fill(self, Launch launch, Gathering gathering) except -1

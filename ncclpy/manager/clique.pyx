@@ -14,6 +14,7 @@ from ncclpy.core.library cimport nccl
 from ncclpy.core.operation cimport ALL_TO_ALL, GATHER, RECV, SCATTER, SEND, Operation
 from ncclpy.core.stream cimport Stream
 from ncclpy.engine.launcher cimport Launch
+from ncclpy.engine.message cimport around, words_of
 from ncclpy.engine.work cimport Work
 from ncclpy.manager.gathering cimport Gathering, Participant
 
@@ -80,20 +81,23 @@ cdef class Clique:
             error = failure
         self.manager._made(self, made, error)
 
-    def ready(self, comms, streams):
-        """Take the communicators over and launch what has waited for them."""
+    cdef list ready(self, list comms, list streams):
+        """Take the communicators over and launch what has waited for them; return that, to be let go of."""
         self.comms, self.streams = comms, streams
         self.state = MADE
         waiting, self.waiting = self.waiting, []
         for gathering in waiting:
             self.launch(gathering)
+        return waiting
 
     def fail(self, error):
-        """Fail what waits for communicators that cannot be made."""
+        """Fail what waits for communicators that cannot be made; outside the Manager's lock."""
+        cdef Gathering gathering
         self.state = GONE
         waiting, self.waiting = self.waiting, []
         for gathering in waiting:
-            (<Gathering>gathering).end(error)
+            gathering.end(error)
+            gathering.let_go()
 
     cdef int take(self, Gathering gathering) except -1:
         """Launch a collective, as soon as the communicators are there."""
@@ -155,7 +159,9 @@ cdef class Clique:
     def launch_failed(self, launch, error):
         """Leave the manager's cache: these communicators are aborted, the next use makes new ones."""
         self.manager._lost(self)
-        failure = NcclAborted(f"the communicator was aborted, since another collective on it failed: {error}")
+        failure = NcclAborted(
+            around("the communicator was aborted, since another collective on it failed: ", words_of(error), "")
+        )
         for other in list(self.launches):
             if other is not launch:
                 (<Launch>other).end(failure)
@@ -176,7 +182,10 @@ cdef class Clique:
         return len(self.launches)
 
     def abort(self, error):
-        """Fail what runs or waits with `error`, and return the communicators, which have yet to be aborted."""
+        """Fail what runs or waits with `error`, and return the communicators, which have yet to be aborted.
+
+        The Manager's lock is not held, but nobody finds these communicators any more.
+        """
         self.state = GONE
         comms, self.comms = self.comms, []
         for launch in list(self.launches):

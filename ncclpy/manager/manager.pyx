@@ -12,6 +12,8 @@ from ncclpy.core.buffers cimport View
 from ncclpy.core.handle cimport ABORT_DEADLINE, FOREVER, as_timeout, now
 from ncclpy.core.library cimport driver, require_driver
 from ncclpy.core.operation cimport ALL_REDUCE, REDUCE, REDUCE_SCATTER
+from ncclpy.engine.callbacks cimport step_aside, users
+from ncclpy.engine.lock cimport Lock
 from ncclpy.engine.monitor cimport ensure_running
 from ncclpy.engine.work cimport Work, attend, new_work
 from ncclpy.manager.clique cimport GONE, MAKING, Clique
@@ -75,10 +77,10 @@ cdef class Manager(Participants):
         NCCL's configuration for the communicators.
     """
 
-    cdef object lock
+    cdef Lock lock  # of all below
     cdef dict gatherings  # by key
     cdef dict cliques  # by communicator key, or devices on one node; the least recently used first
-    cdef set signalled  # keys whose signal came before the first participant
+    cdef dict signalled  # keys, by themselves, whose signal came before the first participant
     cdef double timeout
     cdef double warn_after
     cdef bint fail_fast
@@ -90,11 +92,15 @@ cdef class Manager(Participants):
     cdef bint closed
     cdef double sweep_at  # when the monitor looks through the gatherings next
     cdef object abort_thread
+    cdef int aborting  # threads in the middle of abort()
     cdef object gatherer
     cdef long long launched
     cdef long long made
     cdef long long evicted
     cdef object __weakref__
+
+    def __cinit__(self):
+        self.lock = Lock()
 
     def __init__(
         self,
@@ -113,12 +119,11 @@ cdef class Manager(Participants):
             raise TypeError(f"config: expected an ncclpy.Config, got {type(config).__name__}")
         if config is not None and config.blocking is not None and not config.blocking:
             raise ValueError("config: the Manager does not block anyway; leave blocking unset")
-        if self.lock is not None:
+        if self.gatherings is not None:
             raise RuntimeError("a Manager is initialised once")
-        self.lock = threading.RLock()
         self.gatherings = {}
         self.cliques = {}
-        self.signalled = set()
+        self.signalled = {}
         self.sweep_at = FOREVER
         self.timeout = as_timeout(timeout)
         self.warn_after = as_timeout(warn_after)
@@ -154,6 +159,8 @@ cdef class Manager(Participants):
         cdef Key named = new_key(key)
         cdef bytes name = b""
         cdef double limit = self.timeout if timeout is None else as_timeout(timeout)
+        cdef Gathering gathering
+        cdef Clique making
         cdef Work work
         if communicator_key is not None:
             if isinstance(communicator_key, (int, str)):
@@ -190,28 +197,49 @@ cdef class Manager(Participants):
             work.callbacks = [on_done]
         try:
             record_producer(work, view, producer)
-            with self.lock:
-                self._take_in(one, named, kind, num_local, num_global, name, limit)
+            while True:
+                self.lock.enter()
+                try:
+                    gathering, signal, making = self._take_in(one, named, kind, num_local, num_global, name, limit)
+                finally:
+                    self.lock.leave()
+                if gathering is not None:
+                    break
+                named.compare()
         except BaseException as error:  # the recorder is not to show it as pending
             work.withdraw(error)
             raise
+        # Whatever of the user's goes with these does so here.
+        gathering.let_go()
+        named.found()
+        if making is not None:
+            self._make(making, gathering.communicator_key)
         return work
 
-    cdef int _take_in(
+    cdef tuple _take_in(
         self, Participant one, Key key, int kind, int num_local, int num_global, bytes name, double limit
-    ) except -1:
-        """Count a participant in, with the lock held."""
+    ):
+        """Count a participant in, with the lock held.
+
+        Return its gathering, None if the key has yet to be compared with others; the signal that had come before; and
+        the set of communicators that is to be made, or None.
+        """
         cdef Gathering gathering
+        cdef Key signal = None
         self._check_usable()  # again: an abort may have come meanwhile
         gathering = self.gatherings.get(key)
         if gathering is None:
-            gathering = Gathering(key, kind, num_local, num_global, name, self.signalled and key in self.signalled)
+            if not key.doubts and self.signalled:
+                signal = self.signalled.get(key)
+            if key.doubts and signal is None:
+                return None, None, None
+            gathering = Gathering(key, kind, num_local, num_global, name, signal is not None)
         gathering.check(one, kind, num_local, num_global, name)
-        if gathering.error is not None:
-            self._check_usable()  # the key was asked for its repr, and may have done anything
         if not gathering.arrived:
             self.gatherings[key] = gathering
-            self.signalled.discard(key)
+            key.sought = False
+            if signal is not None:
+                del self.signalled[signal]
         one.work.gathering = gathering
         gathering.join(one)
         if limit < gathering.timeout:
@@ -219,10 +247,10 @@ cdef class Manager(Participants):
         if gathering.error is not None and self.fail_fast:
             gathering.end(gathering.error)
         if gathering.is_ready():
-            self._start(gathering)
-        elif gathering.timeout != FOREVER or self.warn_after != FOREVER:
+            return gathering, signal, self._start(gathering)
+        if gathering.timeout != FOREVER or self.warn_after != FOREVER:
             self._sweep_later(min(gathering.timeout, self.warn_after))
-        return 0
+        return gathering, signal, None
 
     def _check_usable(self):
         _check_process()
@@ -231,57 +259,75 @@ cdef class Manager(Participants):
         if self.reason is not None:
             raise NcclAborted(f"the Manager was aborted: {self.reason}; reset() makes it usable again")
 
-    cdef int _start(self, Gathering gathering) except -1:
-        """All participants are here: to the communicators, or to the error."""
-        cdef Clique clique
+    cdef Clique _start(self, Gathering gathering):
+        """All participants are here: to the communicators, or to the error; return communicators that must be made."""
+        cdef Clique clique, making = None
         cdef Participant one
         self.gatherings.pop(gathering.key, None)
         gathering.settle_roots()
         if gathering.error is not None:
-            return gathering.end(gathering.error)
+            gathering.end(gathering.error)
+            return None
         devices = tuple([(<Participant>one).device for one in gathering.participants])
         name = gathering.communicator_key or devices
         clique = self.cliques.get(name)
         try:
             if clique is None:
-                clique = self._new_clique(gathering, name, devices)
+                clique = making = Clique(self, name, devices, _ranks(gathering), gathering.num_global)
+                self.made += 1
             elif gathering.communicator_key:
                 _same_members(clique, gathering, devices)
-        except Exception as error:
-            return gathering.end(error)
-        except BaseException as error:  # Ctrl-C, while a thread starts: it is the caller's
-            gathering.end(NcclAborted(f"its communicators were not made: {type(error).__name__} in the last call"))
-            raise
+        except BaseException as error:
+            gathering.end(error)
+            return None
         self.cliques.pop(name, None)
         self.cliques[name] = clique  # at the end: the most recently used
         self.launched += 1
         clique.take(gathering)
         if clique.state == MAKING and gathering.timeout != FOREVER:
             self._sweep_later(gathering.timeout)
-        return 0
+        return making
 
-    cdef Clique _new_clique(self, Gathering gathering, name, devices):
-        cdef Clique clique = Clique(self, name, devices, _ranks(gathering), gathering.num_global)
-        self.made += 1
-        clique.make(gathering.communicator_key, self.config)
-        return clique
+    cdef int _make(self, Clique clique, bytes communicator_key) except -1:
+        """Begin to make communicators; outside the lock, since to start a thread is to run Python and to wait."""
+        try:
+            clique.make(communicator_key, self.config)
+        except BaseException as error:
+            if isinstance(error, Exception):
+                self._made(clique, [], error)
+                return 0
+            why = f"its communicators were not made: {type(error).__name__} in the last call"
+            self._made(clique, [], NcclAborted(why))  # Ctrl-C itself is the caller's
+            raise
+        return 0
 
     def _made(self, clique, comms, error):
         """Take the outcome of making communicators, from the thread that has made them."""
-        idle = []
-        with self.lock:
-            wanted = self.cliques.get(clique.key) is clique
+        cdef Clique made = clique
+        cdef Gathering gathering
+        idle, launched, streams = [], [], []
+        if error is None:
+            try:
+                streams = [self.pool.of(device) for device in made.devices]
+            except BaseException as failure:
+                error = failure
+        self.lock.enter()
+        try:
+            wanted = self.cliques.get(made.key) is made
             if error is None and wanted:
                 try:
-                    clique.ready(comms, [self.pool.of(device) for device in clique.devices])
+                    launched = made.ready(comms, streams)
                     idle = self._surplus()
                 except BaseException as failure:
                     error = failure
-            if error is not None or not wanted:
-                self._lost(clique)
-                clique.fail(error if error is not None else NcclAborted("the Manager was aborted"))
+        finally:
+            self.lock.leave()
         if error is not None or not wanted:
+            self._lost(made)
+            made.fail(error if error is not None else NcclAborted("the Manager was aborted"))
             abort_aside(comms, "they are not needed any more" if error is None else f"not all were made: {error}")
+        for gathering in launched:
+            gathering.let_go()
         for other in idle:
             other.close()
 
@@ -298,10 +344,11 @@ cdef class Manager(Participants):
 
     def _lost(self, Clique clique not None):
         """Take a set of communicators that is no good any more out of the cache."""
-        with self.lock:
-            clique.state = GONE
-            if self.cliques.get(clique.key) is clique:
-                del self.cliques[clique.key]
+        self.lock.enter()
+        clique.state = GONE
+        if self.cliques.get(clique.key) is clique:
+            del self.cliques[clique.key]
+        self.lock.leave()
 
     def signal_multi_node_ready(self, key):
         """Let the collective of a key start: the other nodes are ready for it.
@@ -309,16 +356,32 @@ cdef class Manager(Participants):
         It may come before the first participant of the key, and counts for one execution: each needs its own.
         """
         cdef Gathering gathering
+        cdef Clique making = None
         cdef Key named = new_key(key)
-        with self.lock:
-            self._check_usable()
-            gathering = self.gatherings.get(named)
-            if gathering is None:
-                self.signalled.add(named)
-                return
-            gathering.signalled = True
-            if gathering.is_ready():
-                self._start(gathering)
+        while True:
+            self.lock.enter()
+            try:
+                self._check_usable()
+                gathering = self.gatherings.get(named)
+                if gathering is not None:
+                    gathering.signalled = True
+                    if gathering.is_ready():
+                        making = self._start(gathering)
+                    break
+                known = not named.doubts and named in self.signalled  # which may raise doubts too
+                if known or not named.doubts:
+                    if not known:
+                        self.signalled[named] = named
+                        named.sought = False
+                    break
+            finally:
+                self.lock.leave()
+            named.compare()
+        named.found()
+        if gathering is not None:
+            gathering.let_go()
+        if making is not None:
+            self._make(making, gathering.communicator_key)
 
     # Deadlines of gathering.
 
@@ -333,24 +396,18 @@ cdef class Manager(Participants):
     def _sweep(self):
         """Fail what is overdue, tell of what stalls, and come again if anything is left."""
         cdef Gathering gathering, first
+        cdef Clique clique
         cdef double moment = now(), shortest = FOREVER
-        late, stalled = [], []
-        with self.lock:
+        late, stalled, unmade = [], [], []
+        self.lock.enter()
+        try:
             if moment < self.sweep_at:
                 return  # one that was to come sooner has been here
             self.sweep_at = FOREVER
-            for clique in list(self.cliques.values()):
+            for clique in self.cliques.values():
                 overdue = clique.overdue()
                 if overdue:
-                    first = <Gathering>overdue[0]
-                    self._lost(clique)
-                    clique.fail(
-                        NcclTimeout(
-                            f"key {first.shown()}: the communicators of devices {list(clique.devices)} were not made "
-                            f"within {first.timeout:g} s; where there are other nodes, see whether they have come to "
-                            "the same collective"
-                        )
-                    )
+                    unmade.append((clique, overdue[0]))
                 else:
                     shortest = min(shortest, clique.patience())
             for gathering in self.gatherings.values():
@@ -362,19 +419,30 @@ cdef class Manager(Participants):
                         shortest = min(shortest, self.warn_after)
                         if moment - gathering.since >= self.warn_after:
                             gathering.warned = True
-                            stalled.append((gathering.key.value, moment - gathering.since, gathering.missing()))
+                            stalled.append(gathering)
+            for clique, _ in unmade:
+                clique.state = GONE
+                del self.cliques[clique.key]
             for gathering in late:
                 del self.gatherings[gathering.key]
-                gathering.end(
-                    NcclTimeout(
-                        f"key {gathering.shown()}: not all participants came within {gathering.timeout:g} s; it "
-                        f"waits for {gathering.missing()}"
-                    )
-                )
             if shortest != FOREVER:
                 self._sweep_later(shortest)
-        for key, seconds, missing in stalled:
-            _log.warning("key %s has been waiting for %.0f s, for %s", show(key), seconds, missing)
+        finally:
+            self.lock.leave()
+        # Nobody else finds these any more.
+        for clique, first in unmade:
+            clique.fail(NcclTimeout(first.say(
+                f"the communicators of devices {list(clique.devices)} were not made within {first.timeout:g} s; where "
+                "there are other nodes, see whether they have come to the same collective"
+            )))
+        for gathering in late:
+            shown = show(gathering.key.value) if gathering.key.plain else "..."
+            gathering.end(NcclTimeout(gathering.say(
+                f"not all participants came within {gathering.timeout:g} s; it waits for {gathering.waits_for(shown)}"
+            )))
+            gathering.let_go()
+        if stalled:
+            users.give(_warning_of(stalled, moment))  # loggers and keys are the users'
 
     # What goes on, and its end.
 
@@ -386,20 +454,19 @@ cdef class Manager(Participants):
     def _pending(self):
         cdef Gathering gathering
         # Without the lock: nothing is to hold up a dump, nor the repr of a key anybody else.
-        return [gathering.as_dict() | {"key": gathering.key.value} for gathering in list(self.gatherings.values())]
+        return [gathering.as_dict() for gathering in list(self.gatherings.values())]
 
     def stats(self):
         """Return counts: communicators kept, made and evicted; collectives gathering, in flight and started."""
         _check_process()
-        with self.lock:
-            return {
-                "communicators": len(self.cliques),
-                "communicators_made": self.made,
-                "communicators_evicted": self.evicted,
-                "gathering": len(self.gatherings),
-                "in_flight": sum(clique.in_flight for clique in self.cliques.values()),
-                "started": self.launched,
-            }
+        return {
+            "communicators": len(self.cliques),
+            "communicators_made": self.made,
+            "communicators_evicted": self.evicted,
+            "gathering": len(self.gatherings),
+            "in_flight": sum([clique.in_flight for clique in list(self.cliques.values())]),
+            "started": self.launched,
+        }
 
     def abort(self, reason="abort() was called"):
         """End everything: what is gathered and what runs fails with `NcclAborted`, all communicators are aborted.
@@ -415,22 +482,30 @@ cdef class Manager(Participants):
         cdef Gathering gathering
         text = text_of(reason)
         _check_process()
-        with self.lock:
+        error = NcclAborted(f"the Manager was aborted: {text}")
+        if isinstance(reason, BaseException):
+            error.__cause__ = reason
+        self.lock.enter()
+        try:
             if self.reason is not None or (self.closed and not self.cliques):
                 return
             self.reason = text
-            error = NcclAborted(f"the Manager was aborted: {text}")
-            if isinstance(reason, BaseException):
-                error.__cause__ = reason
+            self.aborting += 1
             gatherings, self.gatherings = self.gatherings, {}
             cliques, self.cliques = self.cliques, {}
-            self.signalled.clear()
-            comms = []
+            signalled, self.signalled = self.signalled, {}
+        finally:
+            self.lock.leave()
+        comms = []
+        try:
             for clique in cliques.values():
                 comms += clique.abort(error)
             for gathering in gatherings.values():
                 gathering.end(error)
-            self.abort_thread = abort_aside(comms, self.reason)
+                gathering.let_go()
+            self.abort_thread = abort_aside(comms, text)
+        finally:
+            self.aborting -= 1
 
     def reset(self, timeout=None):
         """Make the Manager usable again after an abort; waits until that has come to its end.
@@ -447,15 +522,19 @@ cdef class Manager(Participants):
         """
         cdef double limit = ABORT_DEADLINE + 1 if timeout is None else as_timeout(timeout)
         _check_process()
+        cdef double deadline = now() + limit
+        while self.aborting and now() < deadline:  # another thread is in the middle of abort()
+            time.sleep(0.0002)
         thread = self.abort_thread
         if thread is not None:
-            thread.join(None if limit == FOREVER else limit)
-            if thread.is_alive():
-                raise NcclTimeout(f"the communicators were not aborted after {limit:g} s; the Manager stays aborted")
-        with self.lock:
-            if self.abort_thread is thread:
-                self.abort_thread = None
-                self.reason = None
+            thread.join(None if limit == FOREVER else max(0.0, deadline - now()))
+        if self.aborting or (thread is not None and thread.is_alive()):
+            raise NcclTimeout(f"the communicators were not aborted after {limit:g} s; the Manager stays aborted")
+        self.lock.enter()
+        if self.abort_thread is thread and not self.aborting:
+            self.abort_thread = None
+            self.reason = None
+        self.lock.leave()
 
     def close(self, timeout=60.0):
         """Let what was launched end, fail what is still gathered, and close the communicators.
@@ -468,21 +547,24 @@ cdef class Manager(Participants):
         cdef Gathering gathering
         cdef double deadline = now() + as_timeout(timeout)
         _check_process()
-        with self.lock:
+        self.lock.enter()
+        try:
             if self.closed:
                 return
             self.closed = True
             gatherings, self.gatherings = self.gatherings, {}
-            for gathering in gatherings.values():
-                gathering.end(
-                    NcclAborted(f"key {gathering.shown()}: the Manager was closed before all participants came")
-                )
             cliques = list(self.cliques.values())
+        finally:
+            self.lock.leave()
+        for gathering in gatherings.values():
+            gathering.end(NcclAborted(gathering.say("the Manager was closed before all participants came")))
+            gathering.let_go()
         recorder.remove_gatherer(self.gatherer)
         why = f"and it was not done within {timeout} s"
         try:
             while any(not clique.idle for clique in cliques if clique.alive) and now() < deadline:
-                if not attend():  # a callback may close
+                step_aside()  # a callback may close
+                if not attend():
                     time.sleep(0.0002)
                 PyErr_CheckSignals()
         except BaseException as error:
@@ -493,15 +575,20 @@ cdef class Manager(Participants):
 
     def _end(self, cliques, why):
         """Close the communicators that are idle and abort the others."""
-        comms, idle = [], []
-        with self.lock:
+        comms, idle, busy = [], [], []
+        self.lock.enter()
+        try:
             for clique in cliques:
                 if clique.idle:
                     idle.append(clique)
                 elif clique.alive:
-                    comms += clique.abort(NcclAborted(f"the Manager was closed, {why}"))
-            self.cliques.clear()
-            thread = abort_aside(comms, "the Manager was closed") if comms else self.abort_thread
+                    busy.append(clique)
+            self.cliques = {}
+        finally:
+            self.lock.leave()
+        for clique in busy:
+            comms += clique.abort(NcclAborted(f"the Manager was closed, {why}"))
+        thread = abort_aside(comms, "the Manager was closed") if comms else self.abort_thread
         for clique in idle:
             clique.close()
         if thread is not None:
@@ -519,10 +606,9 @@ cdef class Manager(Participants):
         gatherings, self.gatherings = self.gatherings, {}
         for gathering in gatherings.values():
             gathering.end(
-                NcclAborted(
-                    f"key {gathering.shown()}: its Manager was dropped, not closed, before all participants came"
-                )
+                NcclAborted(gathering.say("its Manager was dropped, not closed, before all participants came"))
             )
+            gathering.let_go()
 
     def __enter__(self):
         return self
@@ -550,11 +636,11 @@ cdef int _same_members(Clique clique, Gathering gathering, tuple devices) except
     """Raise if a communicator key comes with other devices or ranks than when its communicators were made."""
     ranks = _ranks(gathering)
     if devices != clique.devices or ranks != clique.ranks or gathering.num_global != clique.nranks:
-        raise ValueError(
-            f"key {gathering.shown()}: its communicator key stands for ranks {list(clique.ranks)} of {clique.nranks} on "
-            f"devices {list(clique.devices)}, not for ranks {list(ranks)} of {gathering.num_global} on devices "
+        raise ValueError(gathering.say(
+            f"its communicator key stands for ranks {list(clique.ranks)} of {clique.nranks} on devices "
+            f"{list(clique.devices)}, not for ranks {list(ranks)} of {gathering.num_global} on devices "
             f"{list(devices)}; other members need a key of their own"
-        )
+        ))
     return 0
 
 
@@ -573,6 +659,20 @@ def _gatherer_of(reference):
         return [] if manager is None else [item | {"key": show(item["key"])} for item in manager._pending()]
 
     return gathering
+
+
+def _warning_of(list stalled, double moment):
+    """Return what logs keys that have been waiting for long."""
+
+    def warn():
+        cdef Gathering gathering
+        for gathering in stalled:
+            _log.warning(
+                "key %s has been waiting for %.0f s, for %s",
+                show(gathering.key.value), moment - gathering.since, gathering.missing(),
+            )
+
+    return warn
 
 
 def _sweeper_of(reference):

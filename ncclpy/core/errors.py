@@ -6,6 +6,9 @@ What NCCL reports is an `NcclError` or one of its kinds. What the caller got wro
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
+
 __all__ = [
     "LibraryNotFound",
     "NcclAborted",
@@ -14,6 +17,24 @@ __all__ = [
     "NcclTimeout",
     "NcclUnsupported",
 ]
+
+
+def attach(first: BaseException, others: Iterable[BaseException]) -> BaseException:
+    """Return the first of several errors, with a note on each of the others.
+
+    Parameters
+    ----------
+    first
+        The one that is going to be raised.
+    others
+        What went wrong besides; equal words are told once.
+    """
+    for note in dict.fromkeys(f"also {type(other).__name__}: {other}" for other in others if other is not first):
+        if sys.version_info >= (3, 11):
+            first.add_note(note)
+        else:
+            first.__notes__ = [*getattr(first, "__notes__", []), note]
+    return first
 
 
 class NcclError(RuntimeError):

@@ -17,6 +17,7 @@ cdef struct Part:
     CUevent ready  # the stream waits for it first, or NULL
     CUevent began
     CUevent done
+    ncclResult_t result  # of polling its communicator, if that was needed
 
 
 # What one lane does of a launch: its parts, in one NCCL group if there are several.
@@ -26,6 +27,7 @@ cdef struct Batch:
     size_t count
     int* remaining  # batches of this launch that have not run, or NULL if nobody waits for that
     ncclResult_t result
+    double limit  # seconds for all of it; negative for what each communicator has
     size_t failed  # the part that failed; count for the group's end
     CUresult driver
     char* text

@@ -144,6 +144,7 @@ cdef size_t divide(Part* parts, size_t count, Batch* batches) except? 0:
         lane = lane_of((<Handle>parts[i].handle).device)
         if lane != last:
             memset(&batches[n], 0, sizeof(Batch))
+            batches[n].limit = -1
             batches[n].parts = &parts[i]
             n += 1
             last = lane
@@ -261,23 +262,29 @@ cdef void _unlock(Batch* batch) noexcept nogil:
 
 
 cdef ncclResult_t _finish(Batch* batch) noexcept nogil:
-    """Poll the communicators of the batch until all have left ncclInProgress; abort or their timeout ends it."""
+    """Poll all communicators of the batch until each has left ncclInProgress, or is aborted, or late.
+
+    Each part gets its own result, so that all that are late can be aborted; the batch gets the first bad one.
+    """
     cdef size_t i
-    cdef ncclResult_t result
-    cdef double begun = now()
+    cdef Part* part
+    cdef ncclResult_t first = ncclSuccess
+    cdef double limit, begun = now()
     for i in range(batch.count):
+        part = &batch.parts[i]
+        limit = batch.limit if batch.limit >= 0 else (<Handle>part.handle).limit
         while True:
-            result = (<Handle>batch.parts[i].handle).poll_once()
-            if result != ncclInProgress:
+            part.result = (<Handle>part.handle).poll_once()
+            if part.result != ncclInProgress:
                 break
-            if now() - begun > (<Handle>batch.parts[i].handle).limit:
-                result = <ncclResult_t>PAST_DEADLINE
+            if now() - begun > limit:
+                part.result = <ncclResult_t>PAST_DEADLINE
                 break
             sched_yield()
-        if result != ncclSuccess:
+        if part.result != ncclSuccess and first == ncclSuccess:
+            first = part.result
             batch.failed = i
-            return result
-    return ncclSuccess
+    return first
 
 
 cdef void _run_works(ncclpy_job* job) noexcept nogil:
@@ -285,13 +292,12 @@ cdef void _run_works(ncclpy_job* job) noexcept nogil:
     cdef Batch* batch = <Batch*>job
     cdef size_t i, n = 0, count = batch.count
     cdef Part* part
-    cdef Watched few[16]
-    cdef Watched* some = &few[0]
+    cdef Watched some[16]
     cdef double moment
-    if count > 16:
-        some = <Watched*>malloc(count * sizeof(Watched))
+    cdef char* text
     run_batch(batch)
     moment = now()
+    text = batch.text
     for i in range(count):
         part = &batch.parts[i]
         if part.work == NULL:
@@ -303,7 +309,8 @@ cdef void _run_works(ncclpy_job* job) noexcept nogil:
         some[n].kind = part.operation.kind
         some[n].result = batch.result
         some[n].driver = batch.driver
-        some[n].text = NULL
+        some[n].text = text
+        text = NULL
         n += 1
         (<Work>part.work).entry.launched = moment
         if batch.result == ncclSuccess and batch.driver == CUDA_SUCCESS:
@@ -312,11 +319,11 @@ cdef void _run_works(ncclpy_job* job) noexcept nogil:
             change(&(<Work>part.work).phase, PENDING, LAUNCHED)
             if load(&(<Work>part.work).sleepers):
                 wake(&(<Work>part.work).phase)
-    some[0].text = batch.text
-    # From here on the launch, its batches and its parts may be gone: the works, on which they hang, are the monitor's.
-    hand_over(some, n)
-    if count > 16:
-        free(some)
+        if n == 16 or i == count - 1:
+            # With the last work the launch, its batches and its parts may be gone: they hang on the works, which are
+            # the monitor's now. The last part has a work.
+            hand_over(some, n)
+            n = 0
 
 
 cdef class Launch:

@@ -325,7 +325,7 @@ cdef int _end(Watched* watched) except -1:
     work.over = True
     if work.failing == TO_FAIL:  # whoever fails it lets go of it then
         return 0
-    if Py_REFCNT(<PyObject*>work) > 1 and work.is_shared():
+    if work.is_shared():
         work.let_go()
     else:
         _last.append(work)

@@ -19,10 +19,14 @@ from ncclpy.core.check cimport check_driver, driver_error, nccl_error
 from ncclpy.core.device cimport context_of, enter_device, leave_device
 from ncclpy.core.group cimport Group, check_together, current_group
 from ncclpy.core.handle cimport (
+    ABORT_DEADLINE,
+    FOREVER,
     PAST_DEADLINE,
     READY,
     WAS_ABORTED,
     Handle,
+    abort_handles,
+    as_timeout,
     deadline_after,
     in_lock_order,
     lock_all,
@@ -40,7 +44,7 @@ from ncclpy.core.stream cimport Stream, owner_of
 from ncclpy.engine.launcher cimport Batch, Part, borrow_lanes, divide, push, push_jobs, run_batch, sort_parts
 from ncclpy.engine.native cimport add, lane_give_back, load, ncclpy_job, ncclpy_lane, sleep_on, wake
 
-from ncclpy.core.errors import NcclAborted
+from ncclpy.core.errors import NcclAborted, NcclTimeout, attach
 
 cdef extern from "pthread.h" nogil:
     int pthread_mutex_init(pthread_mutex_t*, void*)
@@ -220,26 +224,49 @@ cdef class Plan:
                 raise ValueError(f"a reduction operator of this plan is closed: {operator!r}")
         return 0
 
-    def launch(self):
+    def launch(self, *, timeout=None):
         """Make the recorded calls.
 
         They are enqueued when it returns; with arrays in CPU memory and no stream given their data are there.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds that this launch may take, instead of what each communicator has. The communicators must be
+            nonblocking (a timeout of theirs makes them so).
 
         Raises
         ------
         ValueError
             If the plan is empty, or one of its communicators or streams was closed.
+        NcclTimeout
+            If a communicator was late. All that were late are aborted and all others waited for before it is raised;
+            what went wrong besides stands in its notes.
         NcclAborted
             If one of its communicators was aborted.
         """
         cdef size_t i, lent
         cdef CUcontext saved = NULL
+        cdef double limit = -1 if timeout is None else as_timeout(timeout)
+        cdef double deadline, begun = now()
+        cdef Handle handle
+        cdef list errors = []
         if current_group() is not None:
             raise ValueError("plan.launch() cannot stand inside a group")
         self.check()
+        if timeout is not None:
+            for handle in self.handles:
+                if not handle.nonblocking:
+                    raise ValueError(
+                        f"timeout: {handle!r} is blocking, and a call of NCCL that blocks cannot be ended; make the "
+                        "communicators with timeout="
+                    )
         with nogil:
             pthread_mutex_lock(&self.mutex)
         try:
+            self.whole.limit = limit
+            for i in range(self.nbatches):
+                self.batches[i].limit = limit
             lent = borrow_lanes(self.devices, self.nbatches, self.borrowed)
             if lent:
                 with nogil:
@@ -248,23 +275,56 @@ cdef class Plan:
                     driver.cuCtxSetCurrent(saved)
                     for i in range(lent):
                         lane_give_back(self.borrowed[i])
-                _raise(&self.whole)
+                self.note(&self.whole, errors)
             else:
                 self.remaining = <int>self.nbatches
                 push(self.batches, self.nbatches)
                 with nogil:
                     _await_all(&self.remaining)
                 for i in range(self.nbatches):
-                    _raise(&self.batches[i])
+                    self.note(&self.batches[i], errors)
         finally:
             for i in range(self.nbatches):
                 _forget_text(&self.batches[i])
             _forget_text(&self.whole)
             pthread_mutex_unlock(&self.mutex)
         for handle, stream in self.waits:
-            (<Handle>handle).wait_stream(
-                <CUstream><uintptr_t>stream, "Plan.launch", deadline_after((<Handle>handle).limit)
-            )
+            deadline = begun + (limit if limit >= 0 else handle.limit)
+            if errors and (deadline == FOREVER or handle.state != READY):
+                continue  # it need not come to an end any more
+            try:
+                handle.wait_stream(<CUstream><uintptr_t>stream, "Plan.launch", deadline)
+            except Exception as error:  # the others are waited for all the same
+                errors.append(error)
+        if errors:
+            raise attach(errors[0], errors[1:])
+
+    cdef int note(self, Batch* batch, list errors) except -1:
+        """Append what went wrong in a batch; abort the communicators that are late."""
+        cdef Handle handle
+        cdef double limit
+        cdef size_t i
+        if batch.result == ncclSuccess and batch.driver == CUDA_SUCCESS:
+            return 0
+        late = {}
+        for i in range(batch.count):
+            if <int>batch.parts[i].result == PAST_DEADLINE:
+                late[<uintptr_t>batch.parts[i].handle] = <Handle>batch.parts[i].handle
+        if <int>batch.result != PAST_DEADLINE:
+            try:
+                _raise(batch)
+            except Exception as error:
+                errors.append(error)
+        for handle in late.values():
+            limit = batch.limit if batch.limit >= 0 else handle.limit
+            errors.append(NcclTimeout(
+                f"Plan.launch of {handle!r} was not done after {limit:.3g} s; the communicator was aborted. A rank is "
+                "missing or stuck: see which of the other ranks did not make the same call",
+                function="Plan.launch",
+            ))
+        if late:
+            abort_handles(list(late.values()), ABORT_DEADLINE, "Plan.launch passed its deadline")
+        return 0
 
     def capture(self):
         """Return a `Graph` that makes the recorded calls as CUDA graphs, one a device.
@@ -315,8 +375,6 @@ cdef int _raise(Batch* batch) except -1:
         raise NcclAborted(f"Plan.launch: {handle!r} was aborted")
     if <int>batch.result == NOT_THERE:
         raise_issue(batch.result, batch.parts[failed].operation.kind, NULL)
-    if <int>batch.result == PAST_DEADLINE:
-        handle.give_up("Plan.launch", handle.limit)
     if batch.result != ncclSuccess:
         if batch.failed == batch.count and batch.count > 1:
             function = b"ncclGroupEnd"

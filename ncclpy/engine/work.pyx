@@ -1,6 +1,7 @@
 """A handle on one operation: when it is launched, when it is done, and what came of it."""
 
 import concurrent.futures
+from _weakref import getweakrefcount as _getweakrefcount
 
 from cpython.exc cimport PyErr_CheckSignals, PyErr_SetObject, PyErr_WriteUnraisable
 from cpython.ref cimport PyObject
@@ -13,7 +14,7 @@ from ncclpy.core.library cimport driver, require_driver
 from ncclpy.core.stream cimport as_stream
 from ncclpy.engine.callbacks cimport begin_callback, end_callback, step_aside, users
 from ncclpy.engine.events cimport give_event
-from ncclpy.engine.message cimport message, words_of
+from ncclpy.engine.message cimport is_plain, message, words_of
 from ncclpy.engine.native cimport add, load, now, sleep_on, swap, wake
 from ncclpy.engine.recorder cimport COMPLETED, FAILED, LAUNCHED, new_entry
 
@@ -133,9 +134,16 @@ cdef class Work:
         return 0
 
     cdef bint is_shared(self) noexcept:
-        """Return whether all that `let_go` drops is held by somebody else too, so that no finaliser can run."""
+        """Return whether no code of users can run when `let_go` is called and then the caller's reference dropped."""
+        cdef PyObject* held = <PyObject*>self.held
+        if _alone(held) or _alone(<PyObject*>self.handle) or _alone(<PyObject*>self.gathering):
+            return False
+        if Py_REFCNT(<PyObject*>self) > 1:
+            return True
         return not (
-            _alone(<PyObject*>self.held) or _alone(<PyObject*>self.handle) or _alone(<PyObject*>self.gathering)
+            self.callbacks is not None or self.error is not None or _getweakrefcount(self)
+            or _alone(<PyObject*>self.output) or (held == <PyObject*>self.output and Py_REFCNT(held) == 2)
+            or (Py_REFCNT(<PyObject*>self.entry) == 1 and not is_plain(self.entry.key))
         )
 
     cdef object say(self, str what):

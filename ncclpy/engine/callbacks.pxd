@@ -28,6 +28,7 @@ cdef class Crew:
 
     cdef int give(self, object task) except -1
     cdef int look_after(self) except -1
+    cdef double _grace(self) noexcept
     cdef int _call(self) except -1
     cdef int _serve(self, Member me) except -1
     cdef int run_here(self) except -1

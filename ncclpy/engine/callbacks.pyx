@@ -26,9 +26,9 @@ cdef extern from "sched.h" nogil:
 
 _log = logging.getLogger("ncclpy")
 
-# How long a task may take before another thread goes on with the queue; so long for each thread that is in a task
-# already, up to the second figure: where all are slow since the machine is, more threads would not help.
-cdef double _GRACE = 0.005
+# How long a task may take before another thread goes on with the queue: longer than it may have to wait for the GIL,
+# which would mix up the order of tasks for nothing. Twice as long where several are slow, perhaps since the machine is.
+cdef double _GRACE = 0.05
 cdef double _MOST_GRACE = 0.1
 
 # How long a thread that was called may take to come before another one is called, and how long until a thread that
@@ -94,18 +94,20 @@ cdef class Crew:
 
     cdef int look_after(self) except -1:
         """See to it that somebody takes what is in the queue."""
-        cdef double grace, moment
+        cdef double moment
         if not self.queue or _stop:
             return 0
         moment = now()
         if self.leading is not None:
-            grace = min(_GRACE * len(self.members), _MOST_GRACE)
-            if moment - self.leading.since < grace:
-                return _attend_at(self.leading.since + grace)
+            if moment - self.leading.since < self._grace():
+                return _attend_at(self.leading.since + self._grace())
             self.leading = None  # it goes on with what it is in
         if self.called and moment - self.called_at < _LATE:
             return _attend_at(self.called_at + _LATE)
         return self._call()
+
+    cdef double _grace(self) noexcept:
+        return min(_GRACE * len(self.members), _MOST_GRACE)
 
     cdef int _call(self) except -1:
         """Wake a thread or start one."""
@@ -160,6 +162,8 @@ cdef class Crew:
         while self.queue and self.leading is me:
             task = self.queue.popleft()
             me.since = now()
+            if self.queue:
+                _attend_at(me.since + self._grace())
             try:
                 task()
             except BaseException:

@@ -292,12 +292,13 @@ cdef void _run_works(ncclpy_job* job) noexcept nogil:
     cdef Batch* batch = <Batch*>job
     cdef size_t i, n = 0, count = batch.count
     cdef Part* part
-    cdef Watched some[16]
+    cdef Watched few[16]
+    cdef Watched* some = &few[0]
     cdef double moment
-    cdef char* text
+    if count > 16:
+        some = <Watched*>malloc(count * sizeof(Watched))
     run_batch(batch)
     moment = now()
-    text = batch.text
     for i in range(count):
         part = &batch.parts[i]
         if part.work == NULL:
@@ -309,8 +310,7 @@ cdef void _run_works(ncclpy_job* job) noexcept nogil:
         some[n].kind = part.operation.kind
         some[n].result = batch.result
         some[n].driver = batch.driver
-        some[n].text = text
-        text = NULL
+        some[n].text = NULL
         n += 1
         (<Work>part.work).entry.launched = moment
         if batch.result == ncclSuccess and batch.driver == CUDA_SUCCESS:
@@ -319,11 +319,11 @@ cdef void _run_works(ncclpy_job* job) noexcept nogil:
             change(&(<Work>part.work).phase, PENDING, LAUNCHED)
             if load(&(<Work>part.work).sleepers):
                 wake(&(<Work>part.work).phase)
-        if n == 16 or i == count - 1:
-            # With the last work the launch, its batches and its parts may be gone: they hang on the works, which are
-            # the monitor's now. The last part has a work.
-            hand_over(some, n)
-            n = 0
+    some[0].text = batch.text
+    # From here on the launch, its batches and its parts may be gone: the works, on which they hang, are the monitor's.
+    hand_over(some, n)
+    if count > 16:
+        free(some)
 
 
 cdef class Launch:

@@ -8,7 +8,6 @@
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
-#include <signal.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <sys/prctl.h>
@@ -111,7 +110,6 @@ static inline ncclpy_lane* ncclpy_lane_start(double spin) {
   ncclpy_lane* lane = (ncclpy_lane*)calloc(1, sizeof(ncclpy_lane));
   pthread_attr_t attributes;
   pthread_t thread;
-  sigset_t all, before;
   int failed;
   if (lane == NULL) return NULL;
   pthread_mutex_init(&lane->mutex, NULL);
@@ -119,11 +117,7 @@ static inline ncclpy_lane* ncclpy_lane_start(double spin) {
   lane->spin = spin;
   pthread_attr_init(&attributes);
   pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-  /* Signals are for Python's threads: a handler in a lane would run in the middle of a call of NCCL. */
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
   failed = pthread_create(&thread, &attributes, ncclpy_lane_main, lane);
-  pthread_sigmask(SIG_SETMASK, &before, NULL);
   pthread_attr_destroy(&attributes);
   if (failed) {
     free(lane);

@@ -447,7 +447,7 @@ def test_a_deadline_of_one_launch(host_engine):
 
 def test_a_deadline_of_one_launch_is_refused_by_blocking_communicators(ranks):
     plan = recorded(ranks.all_reduce)
-    with pytest.raises(ValueError, match="timeout: .* is blocking"):
+    with pytest.raises(ValueError, match=r"timeout: .* is blocking"):
         plan.launch(timeout=1.0)
     with pytest.raises(ValueError, match="timeout"):
         plan.launch(timeout=-1.0)

@@ -1,8 +1,8 @@
 """Threads for what the monitor must not run: callbacks, finalisers, and whatever of ours is written in Python.
 
-A `Crew` is a queue of tasks and some threads. One thread leads: it takes the tasks one after the other, in their order,
-so that callbacks that come back soon run in the order in which their works were done. When a task does not come back,
-the monitor has another thread lead. So a task may wait for anything, even for one that is behind it in the queue.
+A `Crew` is a queue of tasks and some threads. One thread leads: it takes the tasks one after the other, in their
+order, so that callbacks that come back soon run in the order in which their works were done. When a task does not come
+back, the monitor has another thread lead. So a task may wait for anything, even for one behind it in the queue.
 Handing a task over runs no Python and waits for nobody.
 """
 
@@ -27,7 +27,7 @@ cdef extern from "sched.h" nogil:
 _log = logging.getLogger("ncclpy")
 
 # How long a task may take before another thread goes on with the queue: longer than it may have to wait for the GIL,
-# which would mix up the order of tasks for nothing. Twice as long where several are slow, perhaps since the machine is.
+# which would mix up the order of tasks for nothing. Twice as long where several are slow, since the machine may be.
 cdef double _GRACE = 0.05
 cdef double _MOST_GRACE = 0.1
 

@@ -1,11 +1,11 @@
 """A lock under which no code of users runs.
 
 A key's ``__eq__`` or a finaliser may take a lock of its own, which another thread holds while it waits for ours: both
-would wait for ever. So what runs in a *quiet stretch*, under a `Lock` or in the monitor, is compiled code only. It
+would wait for ever. What runs in a *quiet stretch*, under a `Lock` or in the monitor, is compiled code only. It
 compares, hashes and shows nothing of a user's class, calls nothing written in Python, and hands on, instead of
 dropping, what may be the last reference to an object of the user. One thing remains: up to Python 3.11 any allocation
-of a container may start a collection of garbage, whose finalisers are anybody's, and from 3.12 on any bytecode may. The
-collector is off for the length of the stretch.
+of a container may start a collection of garbage, whose finalisers are anybody's, and from 3.12 on any bytecode may.
+The collector is off for the length of the stretch.
 """
 
 import os
@@ -50,6 +50,12 @@ cdef class Lock:
 
     def __dealloc__(self):
         pthread_mutex_destroy(&self.mutex)
+
+    def __enter__(self):
+        self.enter()
+
+    def __exit__(self, *exception):
+        self.leave()
 
     cdef int enter(self) except -1:
         if pthread_mutex_trylock(&self.mutex) != 0:

@@ -354,7 +354,7 @@ cdef class _LettingGo:
 
 
 cdef int _have_failed(Work work, const Watched* watched, ncclResult_t result) except -1:
-    """Have a work fail for its launch; with NULL for what its communicator says or, if that is success, its deadline."""
+    """Have a work fail for its launch; with NULL for its communicator's result or, if that is success, its deadline."""
     cdef _Failing errand
     if work.failing != NOT_FAILING or work.is_settled():
         return 0

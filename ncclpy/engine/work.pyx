@@ -89,7 +89,7 @@ cdef class Work:
     cdef int settle(self, object error) except -1:
         """Bring it to its end, with an error or None; what comes later is too late.
 
-        It runs no code of users, so that any thread may call it, under any lock; `tidy` is to follow where some may run.
+        It runs no code of users: any thread may call it, under any lock. `tidy` is to follow where some may run.
         """
         cdef float milliseconds
         if load(&self.phase) >= COMPLETED:

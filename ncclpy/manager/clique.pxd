@@ -25,3 +25,7 @@ cdef class Clique:
     cdef int take(self, Gathering gathering) except -1
     cdef int launch(self, Gathering gathering) except -1
     cdef int _fill(self, Launch launch, Gathering gathering) except -1
+
+
+cdef tuple ranks_of(Gathering gathering)
+cdef int check_members(Clique clique, Gathering gathering, tuple devices) except -1

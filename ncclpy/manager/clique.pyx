@@ -215,6 +215,26 @@ def _close(comm):
         comm.abort()
 
 
+cdef tuple ranks_of(Gathering gathering):
+    """Return the ranks of the participants, which stand in their order."""
+    cdef Participant one
+    if gathering.communicator_key:
+        return tuple([(<Participant>one).global_rank for one in gathering.participants])
+    return tuple(range(len(gathering.participants)))
+
+
+cdef int check_members(Clique clique, Gathering gathering, tuple devices) except -1:
+    """Raise if a communicator key comes with other devices or ranks than when its communicators were made."""
+    ranks = ranks_of(gathering)
+    if devices != clique.devices or ranks != clique.ranks or gathering.num_global != clique.nranks:
+        raise ValueError(gathering.say(
+            f"its communicator key stands for ranks {list(clique.ranks)} of {clique.nranks} on devices "
+            f"{list(clique.devices)}, not for ranks {list(ranks)} of {gathering.num_global} on devices "
+            f"{list(devices)}; other members need a key of their own"
+        ))
+    return 0
+
+
 cdef int _describe(Operation* o, Gathering gathering, Participant participant, CUstream stream) except -1:
     memset(o, 0, sizeof(Operation))
     o.kind = gathering.kind

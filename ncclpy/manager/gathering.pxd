@@ -5,7 +5,7 @@ cdef class Key:
     cdef object value
     cdef Py_hash_t hashed
     cdef bint plain
-    cdef bint sought  # it is being looked for: keys that only its class or theirs can tell from it are put into `doubts`
+    cdef bint sought  # it is being looked for; keys that only its class or theirs can tell from it go to `doubts`
     cdef list doubts
     cdef list others  # keys that it was compared with and does not equal
     cdef Key same  # the key that it was compared with and equals
@@ -60,4 +60,11 @@ cdef class Gathering:
     cdef int end(self, object error) except -1
     cdef int let_go(self) except -1
     cdef object say(self, str what)
-    cdef str waits_for(self, str shown)
+    cdef object overdue(self)
+    cdef str _waits_for(self, str shown)
+
+
+# Logs keys that have been waiting for long: loggers and keys are the users'.
+cdef class Stalled:
+    cdef list gatherings
+    cdef double moment

@@ -1,5 +1,7 @@
 """One collective while its participants come together: what they agree on, and who is missing."""
 
+import logging
+
 cimport cython
 
 from ncclpy.core.buffers cimport View
@@ -8,8 +10,11 @@ from ncclpy.core.handle cimport FOREVER, now
 from ncclpy.engine.message cimport is_plain, message
 from ncclpy.core.operation cimport ALL_REDUCE, BROADCAST, GATHER, REDUCE, REDUCE_SCATTER, SCATTER
 
+from ncclpy.core.errors import NcclTimeout
 from ncclpy.core.types import ReduceOp
 from ncclpy.engine.recorder import method_name, show
+
+_log = logging.getLogger("ncclpy.manager")
 
 # Kept here: an enum's member is looked up by Python.
 cdef dict _OPERATORS = {int(op): op.name.lower() for op in ReduceOp}
@@ -284,9 +289,14 @@ cdef class Gathering:
 
     def missing(self):
         """Say in words what it waits for, in a thread that may ask the key for its text."""
-        return self.waits_for(show(self.key.value))
+        return self._waits_for(show(self.key.value))
 
-    cdef str waits_for(self, str shown):
+    cdef object overdue(self):
+        """Return the error of a key whose participants have not come; it does not ask the key for its text."""
+        what = self._waits_for(show(self.key.value) if self.key.plain else "...")
+        return NcclTimeout(self.say(f"not all participants came within {self.timeout:g} s; it waits for {what}"))
+
+    cdef str _waits_for(self, str shown):
         cdef Participant participant
         if self.arrived >= self.num_local:
             if self.num_local < self.num_global and not self.signalled:
@@ -308,6 +318,21 @@ cdef class Gathering:
             "missing": max(0, self.num_local - self.arrived),
             "waits_for": self.missing(),
         }
+
+
+cdef class Stalled:
+    """The warning of keys that have been waiting for long."""
+
+    def __init__(self, list gatherings not None):
+        self.gatherings, self.moment = gatherings, now()
+
+    def __call__(self):
+        cdef Gathering gathering
+        for gathering in self.gatherings:
+            seconds = self.moment - gathering.since
+            _log.warning(
+                "key %s has been waiting for %.0f s, for %s", show(gathering.key.value), seconds, gathering.missing()
+            )
 
 
 def _says(Participant participant not None):

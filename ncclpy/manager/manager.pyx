@@ -1,6 +1,5 @@
 """The Manager: participants name a key, from any thread and in any order; the last one launches the collective."""
 
-import logging
 import sys
 import threading
 import time
@@ -16,8 +15,8 @@ from ncclpy.engine.callbacks cimport step_aside, users
 from ncclpy.engine.lock cimport Lock
 from ncclpy.engine.monitor cimport ensure_running
 from ncclpy.engine.work cimport Work, attend, new_work
-from ncclpy.manager.clique cimport GONE, MAKING, Clique
-from ncclpy.manager.gathering cimport Gathering, Key, Participant, new_key
+from ncclpy.manager.clique cimport GONE, MAKING, Clique, check_members, ranks_of
+from ncclpy.manager.gathering cimport Gathering, Key, Participant, Stalled, new_key
 from ncclpy.manager.participants cimport Participants, as_rank
 from ncclpy.manager.streams cimport record_producer
 
@@ -29,8 +28,6 @@ from ncclpy.engine import monitor, recorder
 from ncclpy.engine.launcher import abort_aside
 from ncclpy.engine.recorder import show, text_of
 from ncclpy.manager.streams import StreamPool
-
-_log = logging.getLogger("ncclpy.manager")
 
 # How often gatherings are looked through for deadlines: a part of the shortest one, within these bounds, in seconds.
 cdef double _SWEEP_PART = 0.1
@@ -273,10 +270,10 @@ cdef class Manager(Participants):
         clique = self.cliques.get(name)
         try:
             if clique is None:
-                clique = making = Clique(self, name, devices, _ranks(gathering), gathering.num_global)
+                clique = making = Clique(self, name, devices, ranks_of(gathering), gathering.num_global)
                 self.made += 1
             elif gathering.communicator_key:
-                _same_members(clique, gathering, devices)
+                check_members(clique, gathering, devices)
         except BaseException as error:
             gathering.end(error)
             return None
@@ -311,8 +308,7 @@ cdef class Manager(Participants):
                 streams = [self.pool.of(device) for device in made.devices]
             except BaseException as failure:
                 error = failure
-        self.lock.enter()
-        try:
+        with self.lock:
             wanted = self.cliques.get(made.key) is made
             if error is None and wanted:
                 try:
@@ -320,8 +316,6 @@ cdef class Manager(Participants):
                     idle = self._surplus()
                 except BaseException as failure:
                     error = failure
-        finally:
-            self.lock.leave()
         if error is not None or not wanted:
             self._lost(made)
             made.fail(error if error is not None else NcclAborted("the Manager was aborted"))
@@ -344,11 +338,10 @@ cdef class Manager(Participants):
 
     def _lost(self, Clique clique not None):
         """Take a set of communicators that is no good any more out of the cache."""
-        self.lock.enter()
-        clique.state = GONE
-        if self.cliques.get(clique.key) is clique:
-            del self.cliques[clique.key]
-        self.lock.leave()
+        with self.lock:
+            clique.state = GONE
+            if self.cliques.get(clique.key) is clique:
+                del self.cliques[clique.key]
 
     def signal_multi_node_ready(self, key):
         """Let the collective of a key start: the other nodes are ready for it.
@@ -359,8 +352,7 @@ cdef class Manager(Participants):
         cdef Clique making = None
         cdef Key named = new_key(key)
         while True:
-            self.lock.enter()
-            try:
+            with self.lock:
                 self._check_usable()
                 gathering = self.gatherings.get(named)
                 if gathering is not None:
@@ -374,8 +366,6 @@ cdef class Manager(Participants):
                         self.signalled[named] = named
                         named.sought = False
                     break
-            finally:
-                self.lock.leave()
             named.compare()
         named.found()
         if gathering is not None:
@@ -399,8 +389,7 @@ cdef class Manager(Participants):
         cdef Clique clique
         cdef double moment = now(), shortest = FOREVER
         late, stalled, unmade = [], [], []
-        self.lock.enter()
-        try:
+        with self.lock:
             if moment < self.sweep_at:
                 return  # one that was to come sooner has been here
             self.sweep_at = FOREVER
@@ -427,8 +416,6 @@ cdef class Manager(Participants):
                 del self.gatherings[gathering.key]
             if shortest != FOREVER:
                 self._sweep_later(shortest)
-        finally:
-            self.lock.leave()
         # Nobody else finds these any more.
         for clique, first in unmade:
             clique.fail(NcclTimeout(first.say(
@@ -436,13 +423,10 @@ cdef class Manager(Participants):
                 "there are other nodes, see whether they have come to the same collective"
             )))
         for gathering in late:
-            shown = show(gathering.key.value) if gathering.key.plain else "..."
-            gathering.end(NcclTimeout(gathering.say(
-                f"not all participants came within {gathering.timeout:g} s; it waits for {gathering.waits_for(shown)}"
-            )))
+            gathering.end(gathering.overdue())
             gathering.let_go()
         if stalled:
-            users.give(_warning_of(stalled, moment))  # loggers and keys are the users'
+            users.give(Stalled(stalled))
 
     # What goes on, and its end.
 
@@ -485,8 +469,7 @@ cdef class Manager(Participants):
         error = NcclAborted(f"the Manager was aborted: {text}")
         if isinstance(reason, BaseException):
             error.__cause__ = reason
-        self.lock.enter()
-        try:
+        with self.lock:
             if self.reason is not None or (self.closed and not self.cliques):
                 return
             self.reason = text
@@ -494,8 +477,6 @@ cdef class Manager(Participants):
             gatherings, self.gatherings = self.gatherings, {}
             cliques, self.cliques = self.cliques, {}
             signalled, self.signalled = self.signalled, {}
-        finally:
-            self.lock.leave()
         comms = []
         try:
             for clique in cliques.values():
@@ -530,11 +511,10 @@ cdef class Manager(Participants):
             thread.join(None if limit == FOREVER else max(0.0, deadline - now()))
         if self.aborting or (thread is not None and thread.is_alive()):
             raise NcclTimeout(f"the communicators were not aborted after {limit:g} s; the Manager stays aborted")
-        self.lock.enter()
-        if self.abort_thread is thread and not self.aborting:
-            self.abort_thread = None
-            self.reason = None
-        self.lock.leave()
+        with self.lock:
+            if self.abort_thread is thread and not self.aborting:
+                self.abort_thread = None
+                self.reason = None
 
     def close(self, timeout=60.0):
         """Let what was launched end, fail what is still gathered, and close the communicators.
@@ -547,15 +527,12 @@ cdef class Manager(Participants):
         cdef Gathering gathering
         cdef double deadline = now() + as_timeout(timeout)
         _check_process()
-        self.lock.enter()
-        try:
+        with self.lock:
             if self.closed:
                 return
             self.closed = True
             gatherings, self.gatherings = self.gatherings, {}
             cliques = list(self.cliques.values())
-        finally:
-            self.lock.leave()
         for gathering in gatherings.values():
             gathering.end(NcclAborted(gathering.say("the Manager was closed before all participants came")))
             gathering.let_go()
@@ -576,16 +553,13 @@ cdef class Manager(Participants):
     def _end(self, cliques, why):
         """Close the communicators that are idle and abort the others."""
         comms, idle, busy = [], [], []
-        self.lock.enter()
-        try:
+        with self.lock:
             for clique in cliques:
                 if clique.idle:
                     idle.append(clique)
                 elif clique.alive:
                     busy.append(clique)
             self.cliques = {}
-        finally:
-            self.lock.leave()
         for clique in busy:
             comms += clique.abort(NcclAborted(f"the Manager was closed, {why}"))
         thread = abort_aside(comms, "the Manager was closed") if comms else self.abort_thread
@@ -625,25 +599,6 @@ cdef class Manager(Participants):
         return f"<ncclpy.Manager {state}, {len(self.gatherings)} keys gathering>"
 
 
-cdef tuple _ranks(Gathering gathering):
-    cdef Participant one
-    if gathering.communicator_key:
-        return tuple([(<Participant>one).global_rank for one in gathering.participants])
-    return tuple(range(len(gathering.participants)))
-
-
-cdef int _same_members(Clique clique, Gathering gathering, tuple devices) except -1:
-    """Raise if a communicator key comes with other devices or ranks than when its communicators were made."""
-    ranks = _ranks(gathering)
-    if devices != clique.devices or ranks != clique.ranks or gathering.num_global != clique.nranks:
-        raise ValueError(gathering.say(
-            f"its communicator key stands for ranks {list(clique.ranks)} of {clique.nranks} on devices "
-            f"{list(clique.devices)}, not for ranks {list(ranks)} of {gathering.num_global} on devices "
-            f"{list(devices)}; other members need a key of their own"
-        ))
-    return 0
-
-
 cdef int _check_process() except -1:
     """Raise in a forked child, where neither the communicators nor the threads exist."""
     if driver.cuEventRecord == NULL and _library.loaded() is not None:
@@ -659,20 +614,6 @@ def _gatherer_of(reference):
         return [] if manager is None else [item | {"key": show(item["key"])} for item in manager._pending()]
 
     return gathering
-
-
-def _warning_of(list stalled, double moment):
-    """Return what logs keys that have been waiting for long."""
-
-    def warn():
-        cdef Gathering gathering
-        for gathering in stalled:
-            _log.warning(
-                "key %s has been waiting for %.0f s, for %s",
-                show(gathering.key.value), moment - gathering.since, gathering.missing(),
-            )
-
-    return warn
 
 
 def _sweeper_of(reference):

@@ -149,7 +149,7 @@ def test_equal_keys_that_come_at_the_same_time_meet(make_manager, host_engine, o
 def test_signals_for_equal_keys_of_a_class(make_manager):
     some_devices(2)
     manager = make_manager(timeout=DEADLINE)
-    for number in range(3):
+    for _ in range(3):
         manager.signal_multi_node_ready(Key("a"))
         manager.signal_multi_node_ready(Key("b"))
         key = ncclpy.Manager.generate_communicator_key()
@@ -179,7 +179,7 @@ class Owner:
 
 def buffer_of(owner, device):
     argument = testing.arrays().argument(owner.array)
-    pointer = argument.__array_interface__["data"][0] if hasattr(argument, "__array_interface__") else argument.data_ptr()
+    pointer = argument.__array_interface__["data"][0]
     return ncclpy.Buffer(pointer, 4, "float32", device=device, owner=owner)
 
 
@@ -323,7 +323,7 @@ def test_short_callbacks_run_in_the_order_of_their_works(manager):
 def test_a_future_whose_callback_waits_holds_up_nobody(manager):
     some_devices(2)
     go_on, inside = threading.Event(), threading.Event()
-    works, check = sum_works(manager, "k", range(2))
+    check = sum_works(manager, "k", range(2))[1]
     pending = manager.all_reduce("pending", Data(1).input(0), device=0, num_local=2, timeout=0.3)
     pending.future().add_done_callback(lambda future: (inside.set(), go_on.wait(DEADLINE)))
     check()

@@ -42,7 +42,7 @@ cdef Crew errands
 cdef int look_after_crews() except -1
 # Note that this thread begins with a callback of the user, or has come back from it.
 cdef int begin_callback(object callback, object work) except -1
-cdef int end_callback() except -1
+cdef int end_callback(object callback) except -1
 # Before this thread waits: if it runs callbacks, another one goes on with them.
 cdef int step_aside() except -1
 # Show an exception that nobody can answer for.

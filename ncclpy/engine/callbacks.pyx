@@ -238,16 +238,16 @@ cdef Member _this_member():
 cdef int begin_callback(object callback, object work) except -1:
     """Note that this thread, if it is a member, begins with a callback."""
     cdef Member me = _this_member()
-    if me is None:
+    if me is None or me.callback is not None:  # one that is called in another counts as that
         return 0
     me.callback, me.work, me.named = callback, work, False
     me.since = now()
     return _attend_at(me.since + _LONG)
 
 
-cdef int end_callback() except -1:
+cdef int end_callback(object callback) except -1:
     cdef Member me = _this_member()
-    if me is not None:
+    if me is not None and me.callback is callback:
         me.callback = me.work = None
     return 0
 

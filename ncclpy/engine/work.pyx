@@ -299,7 +299,7 @@ cdef class Work:
         except BaseException as error:  # of the user; nobody here can answer for it
             PyErr_SetObject(type(error), error)
             PyErr_WriteUnraisable(callback)
-        end_callback()
+        end_callback(callback)
 
     def _run_callbacks(self):
         callbacks, self.callbacks = self.callbacks, None

@@ -278,6 +278,8 @@ cdef class Gathering:
     cdef int let_go(self) except -1:
         """Let go of what participants that have failed have brought."""
         cdef Participant participant
+        if not self.ended:
+            return 0
         ended, self.ended = self.ended, []
         for participant in ended:
             participant.work.tidy()

@@ -195,6 +195,7 @@ cdef class Manager(Participants):
         try:
             record_producer(work, view, producer)
             while True:
+                self._check_usable()  # again and again: an abort may have come meanwhile
                 self.lock.enter()
                 try:
                     gathering, signal, making = self._take_in(one, named, kind, num_local, num_global, name, limit)
@@ -218,12 +219,13 @@ cdef class Manager(Participants):
     ):
         """Count a participant in, with the lock held.
 
-        Return its gathering, None if the key has yet to be compared with others; the signal that had come before; and
-        the set of communicators that is to be made, or None.
+        Return its gathering, None if the key has yet to be compared with others or the Manager was ended; the signal
+        that had come before; and the set of communicators that is to be made, or None.
         """
         cdef Gathering gathering
         cdef Key signal = None
-        self._check_usable()  # again: an abort may have come meanwhile
+        if self._is_ended():
+            return None, None, None
         gathering = self.gatherings.get(key)
         if gathering is None:
             if not key.doubts and self.signalled:
@@ -248,6 +250,9 @@ cdef class Manager(Participants):
         if gathering.timeout != FOREVER or self.warn_after != FOREVER:
             self._sweep_later(min(gathering.timeout, self.warn_after))
         return gathering, signal, None
+
+    cdef bint _is_ended(self) noexcept:
+        return self.closed or self.reason is not None
 
     def _check_usable(self):
         _check_process()
@@ -352,8 +357,10 @@ cdef class Manager(Participants):
         cdef Clique making = None
         cdef Key named = new_key(key)
         while True:
+            self._check_usable()
             with self.lock:
-                self._check_usable()
+                if self._is_ended():
+                    continue
                 gathering = self.gatherings.get(named)
                 if gathering is not None:
                     gathering.signalled = True

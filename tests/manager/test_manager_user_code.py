@@ -222,6 +222,7 @@ def test_a_finaliser_that_waits_holds_up_nobody(make_manager, host_engine, end):
         assert inside.wait(DEADLINE)
         if end is not end_in_an_abort:
             check_all_goes_on(manager)
+        testing.run_with_deadline(manager.stats, 10)
         check_all_goes_on(other)
     finally:
         go_on.set()

@@ -165,3 +165,14 @@ def test_a_missing_symbol_names_the_version_that_has_it(future_nccl):
         env={"NCCLPY_LIBRARY": future_nccl(0)},
     )
     assert done.stderr == ""
+
+
+def test_other_errors_are_notes_of_the_first():
+    from ncclpy.core.errors import attach
+
+    first = ncclpy.NcclTimeout("rank 1 is late", function="Plan.launch")
+    others = [first, ncclpy.NcclTimeout("rank 2 is late"), ValueError("bad"), ncclpy.NcclTimeout("rank 2 is late")]
+    assert attach(first, others) is first
+    assert first.__notes__ == ["also NcclTimeout: rank 2 is late", "also ValueError: bad"]
+    assert pickle.loads(pickle.dumps(first)).__notes__ == first.__notes__
+    assert not hasattr(attach(ValueError("alone"), []), "__notes__")

@@ -401,3 +401,68 @@ def test_after_a_pause_the_calling_thread_launches_for_all(host_engine):
         """,
         timeout=60,
     )
+
+
+def late(devices, timeout_of_comms=1.0, **options):
+    """Launch a plan on lanes, with some ranks in progress for longer than the deadline; return the error's text.
+
+    The devices' own threads launch only right behind another launch, which is tried until it is so.
+    """
+    done = testing.run_python(
+        f"""
+        import os
+        os.sched_getaffinity = lambda pid: set(range(64))  # a thread a device
+        import numpy as np, ncclpy
+        late, fault = {devices}, "; ".join(f"rank={{r}} call=AllReduce do=busy:30s nth=2" for r in {devices})
+        for _ in range(200):
+            comms = ncclpy.Communicator.init_all(range(4), timeout={timeout_of_comms})
+            streams = [ncclpy.Stream(comm.device) for comm in comms]
+            arrays = [np.ones(4, np.float32) for _ in comms]
+            plan = ncclpy.Plan()
+            with plan.record():
+                for comm, array, stream in zip(comms, arrays, streams):
+                    comm.all_reduce(array, stream=stream)
+            with ncclpy.faults(fault):
+                try:
+                    plan.launch()
+                    plan.launch(**{options})
+                except ncclpy.NcclTimeout as error:
+                    told = [str(error), *getattr(error, "__notes__", [])]
+                    break
+                except ncclpy.NcclError:  # one group for all
+                    for comm in comms:
+                        comm.abort()
+                    continue
+        else:
+            raise AssertionError("the lanes have launched nothing")
+        aborted = [comm.rank for comm in comms if "aborted" in repr(comm)]
+        assert aborted == late, (aborted, late)
+        assert len(told) == len(late), told
+        for rank, text in zip(late, told):
+            assert f"rank {{rank}} of 4" in text and "aborted" in text, told
+        print(told[0], flush=True)
+        os._exit(0)
+        """,
+        timeout=60,
+    )
+    return done.stdout
+
+
+@pytest.mark.parametrize("devices", [[0], [1, 2], [0, 1, 3]], ids=str)
+def test_all_communicators_that_are_late_are_aborted(host_engine, devices):
+    """The error says who was late first, its notes who besides; those in time stay as they are."""
+    assert "not done after 1 s" in late(devices)
+
+
+def test_a_deadline_of_one_launch(host_engine):
+    assert "not done after 0.3 s" in late([1, 2], timeout_of_comms=30.0, timeout=0.3)
+
+
+def test_a_deadline_of_one_launch_is_refused_by_blocking_communicators(ranks):
+    plan = recorded(ranks.all_reduce)
+    with pytest.raises(ValueError, match=r"timeout: .* is blocking"):
+        plan.launch(timeout=1.0)
+    with pytest.raises(ValueError, match="timeout"):
+        plan.launch(timeout=-1.0)
+    deadline(plan.launch)
+    ranks.synchronize()

@@ -6,6 +6,9 @@ What NCCL reports is an `NcclError` or one of its kinds. What the caller got wro
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
+
 __all__ = [
     "LibraryNotFound",
     "NcclAborted",
@@ -34,6 +37,24 @@ def seconds(duration: float) -> str:
     if duration < 0.9995:
         return f"{duration * 1e3:.3g} ms"
     return f"{duration:.3g} s" if duration < 999.5 else f"{duration:.0f} s"
+
+
+def attach(first: BaseException, others: Iterable[BaseException]) -> BaseException:
+    """Return the first of several errors, with a note on each of the others.
+
+    Parameters
+    ----------
+    first
+        The one that is going to be raised.
+    others
+        What went wrong besides; equal words are told once.
+    """
+    for note in dict.fromkeys(f"also {type(other).__name__}: {other}" for other in others if other is not first):
+        if sys.version_info >= (3, 11):
+            first.add_note(note)
+        else:
+            first.__notes__ = [*getattr(first, "__notes__", []), note]
+    return first
 
 
 class NcclError(RuntimeError):
@@ -91,13 +112,3 @@ class NcclUnsupported(NcclError):
 
 class LibraryNotFound(NcclError):
     """Report that no usable library was found; the message lists every place searched."""
-
-
-def attach(first: BaseException, others: list[BaseException]) -> None:
-    """Tell the errors of the other members as notes on the first one."""
-    notes = [f"also: {type(other).__name__}: {other}" for other in others]
-    if hasattr(first, "add_note"):  # Python 3.11
-        for note in notes:
-            first.add_note(note)
-    elif notes:
-        first.__notes__ = [*getattr(first, "__notes__", []), *notes]  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@ from cpython.ref cimport PyObject
 from ncclpy.abi.driver cimport CUcontext, CUevent, CUresult
 from ncclpy.abi.nccl cimport ncclResult_t
 from ncclpy.core.handle cimport Handle
+from ncclpy.core.marks cimport Mark
 from ncclpy.core.operation cimport Operation
 from ncclpy.engine.native cimport ncclpy_job, ncclpy_lane
 from ncclpy.engine.work cimport Work
@@ -17,6 +18,8 @@ cdef struct Part:
     CUevent ready  # the stream waits for it first, or NULL
     CUevent began
     CUevent done
+    Mark* mark  # of a plan's part, while it is launched
+    ncclResult_t result  # of polling its communicator, if that was needed
 
 
 # What one lane does of a launch: its parts, in one NCCL group if there are several.
@@ -26,6 +29,7 @@ cdef struct Batch:
     size_t count
     int* remaining  # batches of this launch that have not run, or NULL if nobody waits for that
     ncclResult_t result
+    double limit  # seconds for all of it; negative for what each communicator has
     size_t failed  # the part that failed; count for the group's end
     CUresult driver
     char* text

@@ -30,7 +30,9 @@ from ncclpy.core.handle cimport (
 from ncclpy.core.library cimport driver, nccl, require
 from ncclpy.core.operation cimport NOT_THERE, issue
 from ncclpy.core.wait cimport FOREVER, now
+from ncclpy.engine.callbacks cimport users
 from ncclpy.engine.events cimport take_event
+from ncclpy.engine.message cimport words_of
 from ncclpy.engine.monitor cimport Watched, await_launch, ensure_running, hand_over
 from ncclpy.engine.native cimport (
     add,
@@ -47,6 +49,9 @@ from ncclpy.engine.native cimport (
 from ncclpy.engine.recorder cimport LAUNCHED, PENDING
 
 from ncclpy.core import device as _device
+
+cdef extern from "Python.h":
+    Py_ssize_t Py_REFCNT(PyObject*)
 
 cdef extern from "pthread.h" nogil:
     int pthread_mutex_init(pthread_mutex_t*, void*)
@@ -138,6 +143,7 @@ cdef size_t divide(Part* parts, size_t count, Batch* batches) except? 0:
         lane = lane_of((<Handle>parts[i].handle).device)
         if lane != last:
             memset(&batches[n], 0, sizeof(Batch))
+            batches[n].limit = -1
             batches[n].parts = &parts[i]
             n += 1
             last = lane
@@ -199,6 +205,8 @@ cdef void run_batch(Batch* batch) noexcept nogil:
         if part.operation.comm == NULL:
             batch.result = <ncclResult_t>WAS_ABORTED
             batch.failed = i
+    if batch.result == ncclSuccess:
+        _enter_calls(batch)
     if batch.result == ncclSuccess and grouped:
         batch.result = nccl.ncclGroupStart() if nccl.ncclGroupStart != NULL else <ncclResult_t>NOT_THERE
     if batch.result == ncclSuccess:
@@ -211,6 +219,8 @@ cdef void run_batch(Batch* batch) noexcept nogil:
             ended = nccl.ncclGroupEnd()
             if batch.failed == batch.count:
                 batch.result = ended
+    if <int>batch.result != WAS_ABORTED:
+        _leave_calls(batch)
     _unlock(batch)
     if batch.result == ncclInProgress:
         batch.result = _finish(batch)
@@ -225,6 +235,30 @@ cdef void run_batch(Batch* batch) noexcept nogil:
             if batch.driver != CUDA_SUCCESS:
                 batch.failed = i
                 return
+
+
+cdef void _enter_calls(Batch* batch) noexcept nogil:
+    """Tell the watcher of a plan's calls; a work's deadline is the monitor's."""
+    cdef size_t i
+    cdef Part* part
+    for i in range(batch.count):
+        part = &batch.parts[i]
+        part.mark = NULL
+        if part.work == NULL and (<Handle>part.handle).watched:
+            part.mark = (<Handle>part.handle).enter_call(
+                part.operation.stream,
+                (<Handle>part.handle).limit if batch.limit < 0 else batch.limit,
+                part.operation.kind,
+            )
+
+
+cdef void _leave_calls(Batch* batch) noexcept nogil:
+    cdef size_t i
+    cdef Part* part
+    for i in range(batch.count):
+        part = &batch.parts[i]
+        if part.work == NULL and (<Handle>part.handle).watched:
+            (<Handle>part.handle).leave_call(part.mark, batch.result == ncclSuccess)
 
 
 cdef CUresult _prepare(Part* part, bint enter) noexcept nogil:
@@ -255,23 +289,29 @@ cdef void _unlock(Batch* batch) noexcept nogil:
 
 
 cdef ncclResult_t _finish(Batch* batch) noexcept nogil:
-    """Poll the communicators of the batch until all have left ncclInProgress; abort or their timeout ends it."""
+    """Poll all communicators of the batch until each has left ncclInProgress, or is aborted, or late.
+
+    Each part gets its own result, so that all that are late can be aborted; the batch gets the first bad one.
+    """
     cdef size_t i
-    cdef ncclResult_t result
-    cdef double begun = now()
+    cdef Part* part
+    cdef ncclResult_t first = ncclSuccess
+    cdef double limit, begun = now()
     for i in range(batch.count):
+        part = &batch.parts[i]
+        limit = batch.limit if batch.limit >= 0 else (<Handle>part.handle).limit
         while True:
-            result = (<Handle>batch.parts[i].handle).poll_once()
-            if result != ncclInProgress:
+            part.result = (<Handle>part.handle).poll_once()
+            if part.result != ncclInProgress:
                 break
-            if now() - begun > (<Handle>batch.parts[i].handle).limit:
-                result = <ncclResult_t>PAST_DEADLINE
+            if now() - begun > limit:
+                part.result = <ncclResult_t>PAST_DEADLINE
                 break
             sched_yield()
-        if result != ncclSuccess:
+        if part.result != ncclSuccess and first == ncclSuccess:
+            first = part.result
             batch.failed = i
-            return result
-    return ncclSuccess
+    return first
 
 
 cdef void _run_works(ncclpy_job* job) noexcept nogil:
@@ -330,6 +370,8 @@ cdef class Launch:
         _launches += 1
 
     def __dealloc__(self):
+        if self.owner is not None and Py_REFCNT(<PyObject*>self.owner) == 1:
+            users.give([self.owner, self.kept].clear)  # what it keeps may have finalisers
         free(self.parts)
         free(self.batches)
 
@@ -400,8 +442,10 @@ cdef class Launch:
         self.unsettled -= 1
         if self.unsettled == 0:
             self.works = []
-            owner, self.owner = self.owner, None
+            owner = self.owner
             owner.launch_done(self)
+            if Py_REFCNT(<PyObject*>owner) > 2:  # else it goes with the launch, where finalisers may run
+                self.owner = None
 
     cdef int end(self, object error) except -1:
         """Fail all works with one error, and nothing more."""
@@ -415,14 +459,15 @@ cdef class Launch:
         """Fail all works with one error and abort their communicators: their siblings wait for them on the device."""
         cdef size_t i
         owner, handles = self.owner, {}
-        if self.failing or owner is None:  # all works were done meanwhile
+        if self.failing or self.unsettled == 0:  # all works were done meanwhile
             return
         for i in range(self.count):
             handles[<uintptr_t>self.parts[i].handle] = <Handle>self.parts[i].handle
         self.failing = True
         owner.launch_failed(self, error)  # first: nobody is to take the communicators for idle ones
         self.end(error)
-        abort_aside(list(handles.values()), f"a launch failed: {error}")
+        words = words_of(error)  # the abort is not to wait for a key to show itself
+        abort_aside(list(handles.values()), f"a launch failed: {words}" if type(words) is str else "a launch failed")
 
 
 cdef int sort_parts(Part* parts, size_t count, bint by_lane) except -1:

@@ -1,19 +1,18 @@
 """The monitor: one thread of the process that sees works to their end.
 
 It sleeps until a lane hands over what it has launched, then asks for the events of those works, first come first
-served on each stream, without the GIL. It takes the GIL to complete works and run their callbacks, to look after
-communicators and deadlines every now and then, and for timers. It raises into nowhere: what goes wrong is the works'.
+served on each stream, without the GIL. It takes the GIL to complete works, to look after communicators and deadlines
+every now and then, and for timers. With the GIL it is in a quiet stretch: it runs compiled code only, so that no user
+can stop it. Callbacks, errors, timers and what may be the last reference to a buffer are for the crews of `callbacks`.
 """
 
 import atexit
 import collections
 import heapq
 import os
-import sys
 import threading
 
-from cpython.pythread cimport PyThread_get_thread_ident
-from cpython.ref cimport Py_DECREF
+from cpython.ref cimport Py_DECREF, PyObject
 from cython.operator cimport dereference, preincrement
 from libc.stdint cimport uintptr_t
 from libc.stdlib cimport free
@@ -43,10 +42,12 @@ from ncclpy.core.handle cimport (
 from ncclpy.core.library cimport driver
 from ncclpy.core.operation cimport NOT_THERE, function_of
 from ncclpy.core.wait cimport FOREVER
+from ncclpy.engine.callbacks cimport attention, bell, errands, look_after_crews, ring, users
+from ncclpy.engine.lock cimport begin_quiet, end_quiet
 from ncclpy.engine.native cimport load, now, sharp_timers, sleep_on
 from ncclpy.engine.recorder cimport PENDING
 from ncclpy.engine cimport work as _work
-from ncclpy.engine.work cimport Work, bell, due, ring, take_settled
+from ncclpy.engine.work cimport HAS_FAILED, NOT_FAILING, TO_FAIL, Work
 
 from ncclpy.core.errors import NcclAborted, NcclTimeout, NcclUnsupported
 
@@ -55,6 +56,12 @@ cdef extern from "pthread.h" nogil:
 
 cdef extern from "sched.h" nogil:
     int sched_yield()
+
+cdef extern from "string.h" nogil:
+    char* strdup(const char*)
+
+cdef extern from "Python.h":
+    Py_ssize_t Py_REFCNT(PyObject*)
 
 # How often communicators and deadlines are looked after while works are on their way.
 cdef double _ROUND = 0.02
@@ -78,16 +85,15 @@ pthread_mutex_init(&_mutex, NULL)
 cdef vector[Watched] _inbox  # guarded by _mutex
 cdef unordered_map[uintptr_t, Line] _lines  # the thread's own
 cdef vector[Watched] _ended  # the thread's own
+cdef list _last = []  # works that may have the last references to objects of users
 
 cdef CUcontext _home = NULL  # of the first device that was launched on; the thread's own calls need some context
 cdef bint _at_home = False
 cdef object _unlaunched = collections.deque()  # works with a deadline, in the order of their launches
 cdef double _soonest = FOREVER  # no later than the first deadline among them
 
-cdef unsigned long _NOBODY = -1  # no thread has this identifier
-cdef unsigned long _me = _NOBODY  # the thread, 0 when it has ended
 cdef bint _stop = False
-cdef bint _attending = False
+cdef bint _gone = False  # at exit
 cdef double _next_round = 0
 cdef double _next_timer = FOREVER
 cdef list _timers = []
@@ -141,7 +147,7 @@ def call_at(double when, callback):
     when : float
         Seconds, as `time.monotonic` counts.
     callback : callable
-        It runs in the monitor's thread and must not block; a weak method if it is not to keep its owner alive.
+        It runs in a thread for errands; a weak method if it is not to keep its owner alive.
     """
     global _next_timer, _timers_made
     ensure_running()
@@ -154,64 +160,59 @@ def call_at(double when, callback):
 
 def _main():
     """Run until the process ends."""
-    global _me
-    _me = PyThread_get_thread_ident()
     _settle_in()
     while not _stop:
         with nogil:
             _watch(_next_round)
         _attend()
-        for work in take_settled():
-            _guarded(work._run_callbacks)
 
 
 cdef int _attend() except -1:
-    """See to all that is due, but for callbacks."""
-    global _attending, _next_timer, _next_round
-    _attending = True
+    """See to all that is due."""
+    global _next_timer, _next_round
+    begin_quiet()
     try:
         _complete()
         if _lines.size() and now() >= _next_round:
             _next_round = now() + _ROUND
             _look_after()
         _look_at_lanes()
+        _pass_on_last()
         while _timers and _timers[0][0] <= now():
-            _guarded(heapq.heappop(_timers)[2])
+            errands.give(heapq.heappop(_timers)[2])
+        look_after_crews()
         _next_timer = min(_soonest, _timers[0][0] if _timers else FOREVER)
-    except BaseException:  # a defect of ours must not end the thread on which all waits rely
-        _tell()
-    _attending = False
+    except BaseException as error:  # a defect of ours must not end the thread on which all waits rely
+        errands.give(_Defect(error))
+    finally:
+        end_quiet()
     return 0
 
 
 cdef int _stand_in() except -1:
-    """Do as much in the monitor's own thread while a callback waits there, and in any thread once it has ended."""
-    if _me and _me != PyThread_get_thread_ident():
+    """Do as much in any thread once the monitor's own has ended."""
+    if not _gone:
         return False
-    if not _attending:
-        _take_in()  # with the GIL: after the monitor's end several threads may be here
-        _ask()
-        _attend()
+    _take_in()  # with the GIL: several threads may be here
+    _ask()
+    _attend()
+    errands.run_here()
     return True
 
 
 _work.stand_in = _stand_in
 
 
-def _guarded(task):
-    try:
-        task()
-    except BaseException:
-        _tell()
+cdef class _Defect:
+    """An exception of the monitor's own, for a thread that may show it."""
 
+    cdef object error
 
-cdef int _tell() except -1:
-    """Show an exception that nobody can answer for, even if the program's hook for that raises itself."""
-    try:
-        sys.excepthook(*sys.exc_info())
-    except BaseException:
-        sys.__excepthook__(*sys.exc_info())  # of both; it raises nothing
-    return 0
+    def __init__(self, error):
+        self.error = error
+
+    def __call__(self):
+        raise self.error
 
 
 cdef int _settle_in() except -1:
@@ -232,13 +233,13 @@ cdef void _watch(double next_round) noexcept nogil:
         _take_in()
         _ask()
         moment = now()
-        if _stop or _ended.size() or moment >= _next_timer or load(&due):
+        if _stop or _ended.size() or moment >= _next_timer or moment >= attention:
             return
         if _lines.empty():
             if moment - began < _spin:
                 sched_yield()
             else:
-                sleep_on(&bell, seen, _next_timer - moment)
+                sleep_on(&bell, seen, min(_next_timer, attention) - moment)
             if load(&bell) != seen:
                 began = now()
             continue
@@ -302,60 +303,125 @@ cdef int _complete() except -1:
     """Bring the works in `_ended` to their ends."""
     cdef vector[Watched] ended
     cdef size_t i
-    cdef Work work
     ended.swap(_ended)
     for i in range(ended.size()):
-        work = <Work>ended[i].work
-        Py_DECREF(work)  # `work` holds it for as long as is needed
         try:
-            _end(work, &ended[i])
-            work.let_go()
-        except BaseException:  # a defect of ours; the others are still to be seen to
-            _tell()
+            _end(&ended[i])
+        except BaseException as error:  # a defect of ours; the others are still to be seen to
+            errands.give(_Defect(error))
         free(ended[i].text)
     return 0
 
 
-cdef int _end(Work work, const Watched* watched) except -1:
-    cdef ncclResult_t result
-    cdef Handle handle = work.handle
-    if work.is_settled():
+cdef int _end(Watched* watched) except -1:
+    """Complete a work that lane and device are done with, or have it fail; let go of it."""
+    cdef Work work = <Work>watched.work
+    Py_DECREF(work)  # `work` holds it for as long as is needed
+    if not work.is_settled():
+        if watched.result != ncclSuccess or watched.driver != CUDA_SUCCESS:
+            _have_failed(work, watched, ncclSuccess)
+        elif not _check_health(work):
+            work.settle(None)
+    work.over = True
+    if work.failing == TO_FAIL:  # whoever fails it lets go of it then
         return 0
-    error = _launch_error(work, watched)
-    if error is None and handle is not None:
-        result = handle.peek()
-        if result != ncclSuccess:
-            error = nccl_error(result, b"ncclCommGetAsyncError", NULL)
-    if error is None:
-        work.settle(None)
+    if work.is_shared():
+        work.let_go()
     else:
-        fail(work, error)
+        _last.append(work)
     return 0
+
+
+cdef int _pass_on_last() except -1:
+    """Have what may be the last references to objects of users dropped elsewhere."""
+    global _last
+    if _last:
+        users.give(_LettingGo(_last))
+        _last = []
+    return 0
+
+
+cdef class _LettingGo:
+    cdef list works
+
+    def __init__(self, list works not None):
+        self.works = works
+
+    def __call__(self):
+        cdef Work work
+        for work in self.works:
+            work.let_go()
+
+
+cdef int _have_failed(Work work, const Watched* watched, ncclResult_t result) except -1:
+    """Have a work fail for its launch; with NULL for its communicator's result or, if that is success, its deadline."""
+    cdef _Failing errand
+    if work.failing != NOT_FAILING or work.is_settled():
+        return 0
+    work.failing = TO_FAIL
+    errand = _Failing.__new__(_Failing)
+    errand.work = work
+    errand.result = result
+    if watched != NULL:
+        errand.watched = watched[0]
+        errand.of_launch = True
+        if watched.text != NULL:
+            errand.watched.text = strdup(watched.text)
+    errands.give(errand)
+    return 0
+
+
+cdef class _Failing:
+    """The errand that makes a work's error, which takes Python, and fails it with all that were launched with it."""
+
+    cdef Work work
+    cdef Watched watched
+    cdef bint of_launch  # whether `watched` says what is wrong
+    cdef ncclResult_t result
+
+    def __dealloc__(self):
+        free(self.watched.text)
+
+    def __call__(self):
+        cdef Work work = self.work
+        try:
+            if not work.is_settled():
+                error = _launch_error(work, &self.watched) if self.of_launch else _trouble(work, self.result)
+                if work.launch is None:
+                    work.settle(error)
+                else:
+                    work.launch.fail(error)
+        finally:
+            work.failing = HAS_FAILED
+            if work.over:
+                work.let_go()
+
+
+cdef object _trouble(Work work, ncclResult_t result):
+    """Return what is wrong with a work whose communicator has this result, or else is late, as an exception."""
+    cdef Handle handle = work.handle
+    if handle is not None and handle.state == ABORTED:
+        return NcclAborted(work.say(f"did not complete: {handle!r} was aborted"))
+    if result != ncclSuccess:
+        return nccl_error(result, b"ncclCommGetAsyncError", NULL)
+    return NcclTimeout(work.say(
+        "was not done within its timeout; its communicator is aborted. A rank is missing or stuck: see which of the "
+        "others did not make the same call, with ncclpy.recorder.dump() and `ncclpy trace`"
+    ))
 
 
 cdef object _launch_error(Work work, const Watched* watched):
-    """Return what became of the launch, or of the device, as an exception; None if nothing went wrong."""
+    """Return what became of the launch, or of the device, as an exception."""
     cdef const char* function = function_of(watched.kind)
     if <int>watched.result == WAS_ABORTED:
-        return NcclAborted(f"{work._name()} was not launched: {work.handle!r} was aborted")
+        return NcclAborted(work.say(f"was not launched: {work.handle!r} was aborted"))
     if <int>watched.result == NOT_THERE:
-        return NcclUnsupported(f"{work._name()}: the loaded NCCL has no {function.decode()}")
+        return NcclUnsupported(work.say(f"was not launched: the loaded NCCL has no {function.decode()}"))
     if <int>watched.result == PAST_DEADLINE:
-        return NcclTimeout(f"{work._name()} was not launched in time: {work.handle!r} stayed in progress")
+        return NcclTimeout(work.say(f"was not launched in time: {work.handle!r} stayed in progress"))
     if watched.result != ncclSuccess:
         return nccl_error(watched.result, function, watched.text)
-    if watched.driver != CUDA_SUCCESS:
-        return driver_error(watched.driver, function)
-    return None
-
-
-cdef int fail(Work work, object error) except -1:
-    """Fail a work with all that were launched with it."""
-    if work.launch is None:
-        work.settle(error)
-    else:
-        work.launch.fail(error)
-    return 0
+    return driver_error(watched.driver, function)
 
 
 cdef int _look_after() except -1:
@@ -380,7 +446,7 @@ cdef int _look_after() except -1:
     for work in fronts:
         _check_health(work)
     for work in overdue:
-        _time_out(work)
+        _have_failed(work, NULL, ncclSuccess)
     return 0
 
 
@@ -390,7 +456,9 @@ cdef int _look_at_lanes() except -1:
     cdef Work work
     cdef double moment = now()
     while _unlaunched and load(&(<Work>_unlaunched[0]).phase) != PENDING:
-        _unlaunched.popleft()
+        work = _unlaunched.popleft()
+        if Py_REFCNT(<PyObject*>work) == 1:
+            _last.append(work)
     if not _unlaunched:
         _soonest = FOREVER
         return 0
@@ -404,54 +472,42 @@ cdef int _look_at_lanes() except -1:
         elif work.limit < _soonest:
             _soonest = work.limit
     for work in overdue:
-        _time_out(work)
-    return 0
-
-
-cdef int _time_out(Work work) except -1:
-    if not work.is_settled():
-        fail(work, NcclTimeout(
-            f"{work._name()} was not done within its timeout; its communicator is aborted. A rank is missing or "
-            "stuck: see which of the others did not make the same call, with ncclpy.recorder.dump() and "
-            "`ncclpy trace`"
-        ))
+        _have_failed(work, NULL, ncclSuccess)
     return 0
 
 
 cdef int _check_health(Work work) except -1:
-    """Fail a work whose communicator has an asynchronous error, or was aborted under it."""
+    """Have a work fail whose communicator has an asynchronous error or was aborted under it; return whether it has."""
     cdef Handle handle = work.handle
-    cdef ncclResult_t result
-    if work.is_settled() or handle is None:
-        return 0
-    if handle.state == ABORTED:
-        fail(work, NcclAborted(f"{work._name()} did not complete: {handle!r} was aborted"))
-        return 0
-    result = handle.peek()
-    if result != ncclSuccess:
-        fail(work, nccl_error(result, b"ncclCommGetAsyncError", NULL))
-    return 0
+    cdef ncclResult_t result = ncclSuccess
+    if handle is None:
+        return False
+    if handle.state != ABORTED:
+        result = handle.peek()
+        if result == ncclSuccess:
+            return False
+    _have_failed(work, NULL, result)
+    return True
 
 
 @atexit.register
 def _end_of_process():
     """End the thread before the interpreter does: works that are not done are left to the process's end."""
-    global _stop, _me
+    global _stop, _gone
     if _thread is None:
         return
     _stop = True
     ring()
     _thread.join(_PATIENCE)
     if not _thread.is_alive():
-        _me = 0
+        _gone = True
 
 
 def _forked():
     """In the child the thread does not exist; nothing that it was given can come to an end there."""
-    global _thread, _stop, _me, _attending
+    global _thread, _stop, _gone
     _thread = None
-    _stop = _attending = False
-    _me = _NOBODY
+    _stop = _gone = False
     pthread_mutex_init(&_mutex, NULL)
     _inbox.clear()
     _lines.clear()

@@ -46,6 +46,8 @@ static inline void ncclpy_sleep_on(int* word, int value, double seconds) {
 
 static inline void ncclpy_wake(int* word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 0x7fffffff, NULL, NULL, 0); }
 
+static inline void ncclpy_wake_one(int* word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0); }
+
 static inline void ncclpy_relax(void) {
 #if defined(__x86_64__)
   __builtin_ia32_pause();

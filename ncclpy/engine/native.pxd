@@ -7,6 +7,7 @@ cdef extern from "ncclpy/engine/native.h" nogil:
     double now "ncclpy_now"()
     void sleep_on "ncclpy_sleep_on"(int* word, int value, double seconds)
     void wake "ncclpy_wake"(int* word)
+    void wake_one "ncclpy_wake_one"(int* word)
     void sharp_timers "ncclpy_sharp_timers"()
 
     struct ncclpy_job:

@@ -1,6 +1,7 @@
 """Plans: a group that is recorded once and launched any number of times, by one call or as a CUDA graph."""
 
-from cpython.ref cimport PyObject
+from cpython.exc cimport PyErr_CheckSignals
+from cpython.ref cimport Py_INCREF, PyObject
 from libc.stdint cimport uintptr_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy
@@ -19,11 +20,14 @@ from ncclpy.core.check cimport check_driver, driver_error, nccl_error
 from ncclpy.core.device cimport context_of, enter_device, leave_device
 from ncclpy.core.group cimport Group, check_together, current_group
 from ncclpy.core.handle cimport (
+    ABORT_DEADLINE,
     PAST_DEADLINE,
     READY,
     WAS_ABORTED,
     Handle,
+    abort_handles,
     in_lock_order,
+    leave_behind,
     lock_all,
     pthread_mutex_lock,
     pthread_mutex_t,
@@ -32,14 +36,15 @@ from ncclpy.core.handle cimport (
 )
 from ncclpy.core.library cimport driver, nccl, require, require_driver
 from ncclpy.core.lifecycle cimport Lifecycle
-from ncclpy.core.operation cimport NOT_THERE, Operation, function_of, issue, raise_issue
+from ncclpy.core.marks cimport Mark
+from ncclpy.core.operation cimport ALL_REDUCE, NOT_THERE, Operation, function_of, issue, raise_issue
 from ncclpy.core.resources cimport CustomOp
 from ncclpy.core.stream cimport Stream, owner_of
-from ncclpy.core.wait cimport deadline_after, now
+from ncclpy.core.wait cimport FOREVER, SLICE, as_timeout, deadline_after, now
 from ncclpy.engine.launcher cimport Batch, Part, borrow_lanes, divide, push, push_jobs, run_batch, sort_parts
 from ncclpy.engine.native cimport add, lane_give_back, load, ncclpy_job, ncclpy_lane, sleep_on, wake
 
-from ncclpy.core.errors import NcclAborted, not_copied
+from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, attach, not_copied
 
 cdef extern from "pthread.h" nogil:
     int pthread_mutex_init(pthread_mutex_t*, void*)
@@ -52,8 +57,8 @@ cdef extern from "sched.h" nogil:
 cdef double _AWAKE = 200e-6
 
 
-cdef void _await_all(int* remaining) noexcept nogil:
-    """Wait until a count has come down to 0."""
+cdef bint _await_all(int* remaining, double deadline) noexcept nogil:
+    """Wait until a count has come down to 0; return whether it has by the deadline."""
     cdef double until = now() + _AWAKE
     cdef int left
     while load(remaining) and now() < until:
@@ -61,8 +66,10 @@ cdef void _await_all(int* remaining) noexcept nogil:
     while True:
         left = load(remaining)
         if left == 0:
-            return
-        sleep_on(remaining, left, 0.1)
+            return True
+        if now() >= deadline:
+            return False
+        sleep_on(remaining, left, deadline - now())
 
 
 cdef class Recording(Group):
@@ -90,6 +97,8 @@ cdef struct Replay:
     CUresult result
     int device
     int* remaining
+    PyObject* watched  # a Handle, which the plan keeps
+    Mark* mark  # while a launch is made
 
 
 cdef class Plan:
@@ -119,7 +128,7 @@ cdef class Plan:
     cdef list held  # buffers
     cdef list operators  # our own, whose numbers NCCL gives to others once they are closed
     cdef list streams  # our own, by which it is seen that one was closed
-    cdef list waits  # (handle, stream) of CPU memory, whose data must be there when a launch returns
+    cdef list waits  # (handle, stream, seconds) of CPU memory, whose data must be there when a launch returns
     cdef object __weakref__
 
     def __cinit__(self):
@@ -222,26 +231,46 @@ cdef class Plan:
                 raise ValueError(f"a reduction operator of this plan is closed: {operator!r}")
         return 0
 
-    def launch(self):
+    def launch(self, *, timeout=None):
         """Make the recorded calls.
 
         They are enqueued when it returns; with arrays in CPU memory and no stream given their data are there.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds that this launch may take, instead of what each communicator has. The communicators must be such
+            that can be ended: made with ``timeout=`` or ``abortable=True``, or nonblocking.
 
         Raises
         ------
         ValueError
             If the plan is empty, or one of its communicators or streams was closed.
+        NcclTimeout
+            If a communicator was late. All that were late are aborted and all others waited for before it is raised;
+            what went wrong besides stands in its notes.
         NcclAborted
             If one of its communicators was aborted.
         """
         cdef size_t i, lent
         cdef CUcontext saved = NULL
+        cdef double limit = -1 if timeout is None else as_timeout(timeout)
+        cdef double deadline, begun = now()
+        cdef Handle handle
+        cdef list errors = []
         if current_group() is not None:
             raise ValueError("plan.launch() cannot stand inside a group")
         self.check()
+        if timeout is not None:
+            for handle in self.handles:
+                handle.check_endable("timeout")
+                (<Lifecycle>handle).be_watched(limit)
         with nogil:
             pthread_mutex_lock(&self.mutex)
         try:
+            self.whole.limit = limit
+            for i in range(self.nbatches):
+                self.batches[i].limit = limit
             lent = borrow_lanes(self.devices, self.nbatches, self.borrowed)
             if lent:
                 with nogil:
@@ -250,23 +279,98 @@ cdef class Plan:
                     driver.cuCtxSetCurrent(saved)
                     for i in range(lent):
                         lane_give_back(self.borrowed[i])
-                _raise(&self.whole)
+                self.note(&self.whole, errors)
             else:
                 self.remaining = <int>self.nbatches
                 push(self.batches, self.nbatches)
-                with nogil:
-                    _await_all(&self.remaining)
+                self._await_lanes()
                 for i in range(self.nbatches):
-                    _raise(&self.batches[i])
+                    self.note(&self.batches[i], errors)
         finally:
             for i in range(self.nbatches):
                 _forget_text(&self.batches[i])
             _forget_text(&self.whole)
             pthread_mutex_unlock(&self.mutex)
-        for handle, stream, limit in self.waits:
-            (<Handle>handle).wait_stream(
-                <CUstream><uintptr_t>stream, "Plan.launch", deadline_after(limit)
+        try:
+            for handle, stream, each in self.waits:
+                deadline = begun + (limit if limit >= 0 else each)
+                if errors and (deadline == FOREVER or handle.state != READY):
+                    continue  # it need not come to an end any more
+                try:
+                    handle.wait_stream(<CUstream><uintptr_t>stream, "Plan.launch", deadline, self.handles)
+                except NcclError as error:  # the others are waited for all the same
+                    errors.append(error)
+        except BaseException:  # of a signal handler
+            self._leave()
+            raise
+        if errors:
+            self._hold()
+            raise attach(errors[0], errors[1:])
+
+    cdef int _await_lanes(self) except -1:
+        """Wait until all lanes have made their calls. A lane that is stuck in one is freed if a signal handler raises."""
+        cdef bint done
+        while True:
+            with nogil:
+                done = _await_all(&self.remaining, now() + SLICE)
+            if done:
+                return 0
+            try:
+                PyErr_CheckSignals()
+            except BaseException:
+                self._leave()
+                with nogil:
+                    done = _await_all(&self.remaining, now() + ABORT_DEADLINE)
+                if not done:
+                    Py_INCREF(self)  # a lane is inside it, for good
+                raise
+
+    cdef int _leave(self) except -1:
+        """End what a launch was waited for, since the wait is over."""
+        cdef Handle handle
+        ends = [handle for handle in self.handles if (<Handle>handle).can_be_ended()]
+        try:
+            abort_handles(ends, ABORT_DEADLINE, "Plan.launch was left early")
+        except NcclError:
+            pass  # the caller is told why it was left
+        leave_behind([handle for handle in self.handles if (<Handle>handle).state == READY], "Plan.launch was left early")
+        return self._hold()
+
+    cdef int _hold(self) except -1:
+        """Hold the arrays until nobody can touch them, also if the plan is dropped."""
+        cdef size_t i
+        for i in range(self.count):
+            (<Handle>self.parts[i].handle).hold(
+                [self.held[:], self], self.parts[i].operation.stream, f"arrays of {self!r}"
             )
+        return 0
+
+    cdef int note(self, Batch* batch, list errors) except -1:
+        """Append what went wrong in a batch; abort the communicators that are late."""
+        cdef Handle handle
+        cdef double limit
+        cdef size_t i
+        if batch.result == ncclSuccess and batch.driver == CUDA_SUCCESS:
+            return 0
+        late = {}
+        for i in range(batch.count):
+            if <int>batch.parts[i].result == PAST_DEADLINE:
+                late[<uintptr_t>batch.parts[i].handle] = <Handle>batch.parts[i].handle
+        if <int>batch.result != PAST_DEADLINE:
+            try:
+                _raise(batch)
+            except Exception as error:
+                errors.append(error)
+        for handle in late.values():
+            limit = batch.limit if batch.limit >= 0 else handle.limit
+            errors.append(NcclTimeout(
+                f"Plan.launch of {handle!r} was not done after {limit:.3g} s; the communicator was aborted. A rank is "
+                "missing or stuck: see which of the other ranks did not make the same call",
+                function="Plan.launch",
+            ))
+        if late:
+            abort_handles(list(late.values()), ABORT_DEADLINE, "Plan.launch passed its deadline")
+        return 0
 
     def capture(self):
         """Return a `Graph` that makes the recorded calls as CUDA graphs, one a device.
@@ -317,8 +421,6 @@ cdef int _raise(Batch* batch) except -1:
         raise NcclAborted(f"Plan.launch: {handle!r} was aborted")
     if <int>batch.result == NOT_THERE:
         raise_issue(batch.result, batch.parts[failed].operation.kind, NULL)
-    if <int>batch.result == PAST_DEADLINE:
-        handle.give_up("Plan.launch", handle.limit)
     if batch.result != ncclSuccess:
         if batch.failed == batch.count and batch.count > 1:
             function = b"ncclGroupEnd"
@@ -357,7 +459,7 @@ cdef class Graph:
         for i in range(plan.count):
             handle = <Handle>plan.parts[i].handle
             if handle.nonblocking:
-                raise ValueError(f"{handle!r} is nonblocking (a timeout makes it so): it cannot be captured")
+                raise ValueError(f"{handle!r} is nonblocking and cannot be captured")
             streams.setdefault(handle.device, set()).add(<uintptr_t>plan.parts[i].operation.stream)
         own = {(handle.device, stream) for handle, stream, _ in plan.waits}
         for device, used in streams.items():
@@ -394,6 +496,38 @@ cdef class Graph:
             (<Lifecycle>handle).resources.add(self)  # closed with the communicator
         return 0
 
+    cdef int _enter(self) except -1:
+        """Mark the replays for the watcher, each by a communicator of its device that has a deadline."""
+        cdef Handle handle
+        cdef size_t i
+        for i in range(self.count):
+            self.replays[i].mark = NULL
+            for handle in self.plan.handles:
+                if handle.watched and handle.device == self.replays[i].device:
+                    self.replays[i].watched = <PyObject*>handle
+                    with nogil:
+                        handle.lock()
+                        self.replays[i].mark = handle.enter_call(self.replays[i].stream, handle.limit, ALL_REDUCE)
+                        handle.unlock()
+                    break
+        return 0
+
+    cdef int _leave(self) except -1:
+        cdef Handle handle
+        cdef size_t i
+        for i in range(self.count):
+            if self.replays[i].mark != NULL:
+                handle = <Handle>self.replays[i].watched
+                with nogil:
+                    handle.lock()
+                    handle.leave_call(self.replays[i].mark, self.replays[i].result == CUDA_SUCCESS)
+                    handle.unlock()
+        return 0
+
+    def let_go(self):
+        """Destroy the graphs at once, since an abort waits for them; another thread's launch ends first."""
+        self.close()
+
     def launch(self):
         """Launch the graphs of all devices.
 
@@ -411,6 +545,7 @@ cdef class Graph:
             if self.plan is None:
                 raise ValueError("this graph was closed by another thread; capture the plan again")
             self.remaining = <int>self.count
+            self._enter()
             lent = borrow_lanes(self.devices, self.count, plan.borrowed)
             if lent:
                 with nogil:
@@ -423,7 +558,8 @@ cdef class Graph:
             else:
                 push_jobs(self.jobs, self.devices, self.count)
                 with nogil:
-                    _await_all(&self.remaining)
+                    _await_all(&self.remaining, FOREVER)  # launching a graph waits for nobody
+            self._leave()
             for i in range(self.count):
                 check_driver(self.replays[i].result, b"cuGraphLaunch")
         finally:

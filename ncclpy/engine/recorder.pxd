@@ -26,7 +26,7 @@ cdef class Entry:
     cdef double completed
     cdef object key
     cdef str communicator
-    cdef str error
+    cdef object error  # a str, or a Message
 
 
 cdef Entry new_entry()

@@ -75,7 +75,7 @@ cdef class Entry:
             "created": self.created,
             "launched": self.launched or None,
             "completed": self.completed or None,
-            "error": self.error,
+            "error": None if self.error is None else str(self.error),
         }
 
 

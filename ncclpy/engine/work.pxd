@@ -3,6 +3,12 @@ from ncclpy.core.handle cimport Handle
 from ncclpy.engine.recorder cimport Entry
 
 
+cdef enum:
+    NOT_FAILING = 0
+    TO_FAIL = 1
+    HAS_FAILED = 2
+
+
 cdef class Work:
     cdef int phase  # PENDING to FAILED, see recorder; slept on
     cdef int sleepers
@@ -20,13 +26,18 @@ cdef class Work:
     cdef object error
     cdef list callbacks
     cdef object launch  # that it is part of, until the monitor lets go of it; its `settled` is called when it is done
+    cdef int failing  # whether an errand is about to fail it, or was: NOT_FAILING to HAS_FAILED
+    cdef bint over  # whether lane and device are done with it, should that errand have to let go of it
     cdef object gathering  # what it waits for before the launch; tells `missing()`
     cdef Entry entry
     cdef object __weakref__
 
     cdef int settle(self, object error) except -1
     cdef int withdraw(self, object error) except -1
+    cdef int tidy(self) except -1
     cdef int let_go(self) except -1
+    cdef bint is_shared(self) noexcept
+    cdef object say(self, str what)
     cdef bint is_settled(self) noexcept
     cdef bint _look(self) except -1
     cdef bint _healthy(self) except -1
@@ -34,18 +45,10 @@ cdef class Work:
     cdef int _must_end(self, object timeout) except -1
 
 
-# The monitor sleeps on this word; ring() after something was put where it looks.
-cdef int bell
-cdef int due  # whether callbacks wait to be run
-cdef void ring() noexcept nogil
-
-# Set by the monitor. A callback that waits holds the monitor up, so it has to do what it waits for itself.
+# Set by the monitor. Once it has ended, at exit, whoever waits has to do its part.
 ctypedef int (*StandIn)() except -1
 cdef StandIn stand_in
 cdef int attend() except -1
-
-# Settled works whose callbacks the monitor has to run.
-cdef list take_settled()
 
 # A pending work with its entry in the recorder.
 cdef Work new_work(int kind, int device)

@@ -1,8 +1,10 @@
 """A handle on one operation: when it is launched, when it is done, and what came of it."""
 
 import concurrent.futures
+from _weakref import getweakrefcount as _getweakrefcount
 
 from cpython.exc cimport PyErr_CheckSignals, PyErr_SetObject, PyErr_WriteUnraisable
+from cpython.ref cimport PyObject
 
 from ncclpy.abi.driver cimport CU_EVENT_WAIT_DEFAULT, CUDA_ERROR_NOT_READY, CUDA_SUCCESS, CUcontext, CUresult
 from ncclpy.core.check cimport check_driver
@@ -11,12 +13,17 @@ from ncclpy.core.handle cimport ABORTED
 from ncclpy.core.library cimport driver, require_driver
 from ncclpy.core.stream cimport as_stream
 from ncclpy.core.wait cimport FOREVER, as_timeout, deadline_after
+from ncclpy.engine.callbacks cimport begin_callback, end_callback, step_aside, users
 from ncclpy.engine.events cimport give_event
-from ncclpy.engine.native cimport add, load, now, sleep_on, store, swap, wake
+from ncclpy.engine.message cimport is_plain, message, words_of
+from ncclpy.engine.native cimport add, load, now, sleep_on, swap, wake
 from ncclpy.engine.recorder cimport COMPLETED, FAILED, LAUNCHED, new_entry
 
 from ncclpy.core.errors import NcclAborted, NcclTimeout, not_copied
-from ncclpy.engine.recorder import method_name, show, text_of
+from ncclpy.engine.recorder import method_name
+
+cdef extern from "Python.h":
+    Py_ssize_t Py_REFCNT(PyObject*)
 
 cdef extern from "sched.h" nogil:
     int sched_yield()
@@ -29,30 +36,16 @@ cdef double _SLICE = 0.1
 cdef double _SHORT_SLICE = 200e-6
 
 stand_in = NULL
-bell = 0
-due = 0
-cdef list _settled = []
-
-
-cdef void ring() noexcept nogil:
-    """Wake the monitor."""
-    add(&bell, 1)
-    wake(&bell)
 
 
 cdef int attend() except -1:
-    """Do the monitor's part, but for callbacks, if this thread holds it up; return whether it does."""
+    """Do the monitor's part, but for callbacks, once it has ended; return whether it has."""
     return stand_in() if stand_in != NULL else False
 
 
-cdef list take_settled():
-    """Return the works that have settled since the last call and have callbacks."""
-    global _settled
-    found = _settled
-    store(&due, 0)
-    if found:
-        _settled = []
-    return found
+cdef bint _alone(PyObject* value) noexcept:
+    """Return whether only one reference to an object is left; whoever drops it may run a finaliser."""
+    return value != <PyObject*>None and Py_REFCNT(value) == 1
 
 
 cdef Work new_work(int kind, int device):
@@ -97,53 +90,72 @@ cdef class Work:
     cdef int settle(self, object error) except -1:
         """Bring it to its end, with an error or None; what comes later is too late.
 
-        Its callbacks run in the monitor's thread. With an error it may still be running: the buffers stay.
+        It runs no code of users: any thread may call it, under any lock. `tidy` is to follow where some may run.
         """
         cdef float milliseconds
-        cdef bint ended = error is None or self.launch is None
         if load(&self.phase) >= COMPLETED:
             return 0
-        if error is None and self.handle is not None and self.handle.state == ABORTED:
-            error = NcclAborted(f"{self._name()} did not complete: {self.handle!r} was aborted")
         if error is None and self.timed and driver.cuEventElapsedTime != NULL:
             if driver.cuEventElapsedTime(&milliseconds, self.began, self.done) == CUDA_SUCCESS:
                 self.seconds = milliseconds * 1e-3
-        text = None if error is None else text_of(error)
-        if load(&self.phase) >= COMPLETED:  # Python ran above: another thread may have been here meanwhile
+        words = None if error is None else words_of(error)
+        if load(&self.phase) >= COMPLETED:  # the text of a foreign error: another thread may have been here meanwhile
             return 0
         self.error = error
         self.entry.completed = now()
-        self.entry.error = text
+        self.entry.error = words
         self.entry.state = FAILED if error is not None else COMPLETED
         swap(&self.phase, self.entry.state)
         if load(&self.sleepers):
             wake(&self.phase)
-        launch = self.launch
-        self.handle = self.gathering = None
-        if ended:
-            self.held = None
         if self.callbacks is not None:
-            _settled.append(self)
-            store(&due, 1)
-            ring()
-        if launch is not None:
-            launch.settled(self)
+            users.give(self._run_callbacks)
+        if self.launch is not None:
+            self.launch.settled(self)
+        return 0
+
+    cdef int tidy(self) except -1:
+        """Drop what a settled work does not need. With an error it may still be running: then the buffers stay."""
+        self.handle = None
+        self.gathering = None
+        if self.launch is None or load(&self.phase) == COMPLETED:
+            self.held = None
         return 0
 
     cdef int withdraw(self, object error) except -1:
         """Forget an operation that could not be begun: the caller is told, and nobody else."""
         self.callbacks = None
-        return self.settle(error)
+        self.settle(error)
+        return self.tidy()
 
     cdef int let_go(self) except -1:
         """Give back what had to stay while a lane or the device might use it."""
+        self.tidy()
         self.held = self.launch = None
         return 0
 
-    def _name(self):
-        entry = self.entry
+    cdef bint is_shared(self) noexcept:
+        """Return whether no code of users can run when `let_go` is called and then the caller's reference dropped."""
+        cdef PyObject* held = <PyObject*>self.held
+        if _alone(held) or _alone(<PyObject*>self.handle) or _alone(<PyObject*>self.gathering):
+            return False
+        if Py_REFCNT(<PyObject*>self) > 1:
+            return True
+        return not (
+            self.callbacks is not None or self.error is not None or _getweakrefcount(self)
+            or _alone(<PyObject*>self.output) or (held == <PyObject*>self.output and Py_REFCNT(held) == 2)
+            or (Py_REFCNT(<PyObject*>self.entry) == 1 and not is_plain(self.entry.key))
+        )
+
+    cdef object say(self, str what):
+        """Return a text that begins with the work's name."""
+        cdef Entry entry = self.entry
         name = f"{method_name(entry.operation)} on device {self.device}"
-        return name if entry.key is None else f"{name}, key {show(entry.key)},"
+        return f"{name} {what}" if entry.key is None else message(f"{name}, key ", entry.key, f", {what}")
+
+    def _name(self):
+        name = f"{method_name(self.entry.operation)} on device {self.device}"
+        return name if self.entry.key is None else message(f"{name}, key ", self.entry.key, "")
 
     def is_completed(self):
         """Return whether it is done, with a result or an error; it does not wait."""
@@ -158,7 +170,11 @@ cdef class Work:
         require_driver()
         result = driver.cuEventQuery(self.done)
         if load(&self.phase) == LAUNCHED and result == CUDA_SUCCESS and self._healthy():
-            self.settle(None)
+            if self.handle is not None and self.handle.state == ABORTED:
+                self.settle(NcclAborted(self.say(f"did not complete: {self.handle!r} was aborted")))
+            else:
+                self.settle(None)
+            self.tidy()
         return self.is_settled()
 
     cdef bint _healthy(self) except -1:
@@ -185,13 +201,14 @@ cdef class Work:
                     break
             if now() >= deadline:
                 return False
+            step_aside()
             slice = _SHORT_SLICE if attend() else _SLICE
             add(&self.sleepers, 1)
             with nogil:
                 sleep_on(&self.phase, seen, min(slice, deadline - now()))
             add(&self.sleepers, -1)
             PyErr_CheckSignals()
-            self._look()  # should the monitor be held up by a callback
+            self._look()  # the monitor may be busy
             require_driver()  # a forked child is told here
         return True
 
@@ -199,7 +216,8 @@ cdef class Work:
         cdef double seconds = as_timeout(timeout)
         if not self._wait_for(COMPLETED, deadline_after(seconds)):
             missing = "" if self.gathering is None else f"; it waits for {self.gathering.missing()}"
-            raise NcclTimeout(f"{self._name()} is {self.state} after {seconds:.3g} s{missing}")
+            raise NcclTimeout(self.say(f"is {self.state} after {seconds:.3g} s{missing}"))
+        self.tidy()
         return 0
 
     def wait(self, timeout=None):
@@ -261,8 +279,10 @@ cdef class Work:
     def add_done_callback(self, callback):
         """Call ``callback(work)`` when the operation is done, at once if it is.
 
-        It runs in the monitor's thread, under no lock of ours; an exception in it goes to `sys.unraisablehook`. Other
-        callbacks come after it. It may wait for works; anything else that blocks holds up deadlines too.
+        It runs in a thread for callbacks, under no lock of ours; an exception in it goes to `sys.unraisablehook`. The
+        callbacks of one work run in the order in which they were added. Those of several works begin in the order in
+        which the works were done, one after the other; when one waits, or takes its time, the next ones begin beside
+        it. So it may wait for anything. One that has run for 5 s is named in a warning of the logger ``ncclpy``.
         """
         if not callable(callback):
             raise TypeError(f"callback: expected a callable, got {type(callback).__name__}")
@@ -274,11 +294,13 @@ cdef class Work:
         self._call(callback)
 
     def _call(self, callback):
+        begin_callback(callback, self)
         try:
             callback(self)
         except BaseException as error:  # of the user; nobody here can answer for it
             PyErr_SetObject(type(error), error)
             PyErr_WriteUnraisable(callback)
+        end_callback(callback)
 
     def _run_callbacks(self):
         callbacks, self.callbacks = self.callbacks, None

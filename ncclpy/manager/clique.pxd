@@ -22,6 +22,11 @@ cdef class Clique:
     cdef object manager
     cdef str site
 
+    cdef list ready(self, list comms, list streams)
     cdef int take(self, Gathering gathering) except -1
     cdef int launch(self, Gathering gathering) except -1
     cdef int _fill(self, Launch launch, Gathering gathering) except -1
+
+
+cdef tuple ranks_of(Gathering gathering)
+cdef int check_members(Clique clique, Gathering gathering, tuple devices) except -1

@@ -15,6 +15,7 @@ from ncclpy.core.operation cimport ALL_TO_ALL, GATHER, RECV, SCATTER, SEND, Oper
 from ncclpy.core.stream cimport Stream
 from ncclpy.core.wait cimport FOREVER, now
 from ncclpy.engine.launcher cimport Launch
+from ncclpy.engine.message cimport around, words_of
 from ncclpy.engine.work cimport Work
 from ncclpy.manager.gathering cimport Gathering, Participant
 
@@ -79,26 +80,29 @@ cdef class Clique:
             self.name = hashlib.blake2b(bytes(uid), digest_size=4).hexdigest()
             with Group():
                 for rank, device in zip(self.ranks, self.devices, strict=True):
-                    made.append(Communicator.init(self.nranks, rank, uid, device=device, config=config))
+                    made.append(Communicator.init(self.nranks, rank, uid, device=device, config=config, abortable=True))
                     (<Communicator>made[-1]).site = self.site  # its line is this thread's
         except BaseException as failure:  # told to all who wait for it
             error = failure
         self.manager._made(self, made, error)
 
-    def ready(self, comms, streams):
-        """Take the communicators over and launch what has waited for them."""
+    cdef list ready(self, list comms, list streams):
+        """Take the communicators over and launch what has waited for them; return that, to be let go of."""
         self.comms, self.streams = comms, streams
         self.state = MADE
         waiting, self.waiting = self.waiting, []
         for gathering in waiting:
             self.launch(gathering)
+        return waiting
 
     def fail(self, error):
-        """Fail what waits for communicators that cannot be made."""
+        """Fail what waits for communicators that cannot be made; outside the Manager's lock."""
+        cdef Gathering gathering
         self.state = GONE
         waiting, self.waiting = self.waiting, []
         for gathering in waiting:
-            (<Gathering>gathering).end(error)
+            gathering.end(error)
+            gathering.let_go()
 
     cdef int take(self, Gathering gathering) except -1:
         """Launch a collective, as soon as the communicators are there."""
@@ -160,7 +164,9 @@ cdef class Clique:
     def launch_failed(self, launch, error):
         """Leave the manager's cache: these communicators are aborted, the next use makes new ones."""
         self.manager._lost(self)
-        failure = NcclAborted(f"the communicator was aborted, since another collective on it failed: {error}")
+        failure = NcclAborted(
+            around("the communicator was aborted, since another collective on it failed: ", words_of(error), "")
+        )
         for other in list(self.launches):
             if other is not launch:
                 (<Launch>other).end(failure)
@@ -181,7 +187,10 @@ cdef class Clique:
         return len(self.launches)
 
     def abort(self, error):
-        """Fail what runs or waits with `error`, and return the communicators, which have yet to be aborted."""
+        """Fail what runs or waits with `error`, and return the communicators, which have yet to be aborted.
+
+        The Manager's lock is not held, but nobody finds these communicators any more.
+        """
         self.state = GONE
         comms, self.comms = self.comms, []
         for launch in list(self.launches):
@@ -209,6 +218,26 @@ def _close(comm):
     except Exception:  # nobody could do more about it; its memory stays with NCCL
         _log.warning("closing %r failed", comm, exc_info=True)
         comm.abort()
+
+
+cdef tuple ranks_of(Gathering gathering):
+    """Return the ranks of the participants, which stand in their order."""
+    cdef Participant one
+    if gathering.communicator_key:
+        return tuple([(<Participant>one).global_rank for one in gathering.participants])
+    return tuple(range(len(gathering.participants)))
+
+
+cdef int check_members(Clique clique, Gathering gathering, tuple devices) except -1:
+    """Raise if a communicator key comes with other devices or ranks than when its communicators were made."""
+    ranks = ranks_of(gathering)
+    if devices != clique.devices or ranks != clique.ranks or gathering.num_global != clique.nranks:
+        raise ValueError(gathering.say(
+            f"its communicator key stands for ranks {list(clique.ranks)} of {clique.nranks} on devices "
+            f"{list(clique.devices)}, not for ranks {list(ranks)} of {gathering.num_global} on devices "
+            f"{list(devices)}; other members need a key of their own"
+        ))
+    return 0
 
 
 cdef int _describe(Operation* o, Gathering gathering, Participant participant, CUstream stream) except -1:

@@ -4,6 +4,14 @@ from ncclpy.engine.work cimport Work
 cdef class Key:
     cdef object value
     cdef Py_hash_t hashed
+    cdef bint plain
+    cdef bint sought  # it is being looked for; keys that only its class or theirs can tell from it go to `doubts`
+    cdef list doubts
+    cdef list others  # keys that it was compared with and does not equal
+    cdef Key same  # the key that it was compared with and equals
+
+    cdef int compare(self) except -1
+    cdef int found(self) except -1
 
 
 cdef Key new_key(object value)
@@ -37,6 +45,7 @@ cdef class Gathering:
     cdef bint signalled
     cdef bint warned
     cdef list participants
+    cdef list ended  # participants whose works have failed; to be let go of
     cdef object error
     cdef double since
     cdef double timeout  # seconds; the shortest that a participant has asked for
@@ -49,3 +58,13 @@ cdef class Gathering:
     cdef bint is_ready(self) noexcept
     cdef int settle_roots(self) except -1
     cdef int end(self, object error) except -1
+    cdef int let_go(self) except -1
+    cdef object say(self, str what)
+    cdef object overdue(self)
+    cdef str _waits_for(self, str shown)
+
+
+# Logs keys that have been waiting for long: loggers and keys are the users'.
+cdef class Stalled:
+    cdef list gatherings
+    cdef double moment

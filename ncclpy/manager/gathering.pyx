@@ -1,26 +1,77 @@
 """One collective while its participants come together: what they agree on, and who is missing."""
 
+import logging
+
 cimport cython
 
 from ncclpy.core.buffers cimport View
 from ncclpy.core.collectives cimport type_name
+from ncclpy.engine.message cimport is_plain, message
 from ncclpy.core.operation cimport ALL_REDUCE, BROADCAST, GATHER, REDUCE, REDUCE_SCATTER, SCATTER
 from ncclpy.core.wait cimport FOREVER, now
 
+from ncclpy.core.errors import NcclTimeout
 from ncclpy.core.types import ReduceOp
 from ncclpy.engine.recorder import method_name, show
+
+_log = logging.getLogger("ncclpy.manager")
+
+# Kept here: an enum's member is looked up by Python.
+cdef dict _OPERATORS = {int(op): op.name.lower() for op in ReduceOp}
 
 
 @cython.freelist(64)
 @cython.final
 cdef class Key:
-    """What a collective is called, hashed once: whatever its class says later, it is found and taken away again."""
+    """What a collective is called; whatever its class says later, it is found and taken away again.
+
+    It is hashed once, outside all locks, and compared there too, unless both keys are of plain types: a look-up in a
+    dict under a lock notes whom the key would have to be compared with, and takes it to be different. If nothing was
+    found and there are such doubts, `compare` asks outside the lock, and the look-up is made again, until it finds the
+    key or has no doubts: so two that bring equal keys at the same time meet.
+    """
 
     def __hash__(self):
         return self.hashed
 
     def __eq__(self, Key other not None):
-        return self.hashed == other.hashed and (self.value is other.value or bool(self.value == other.value))
+        cdef Key seeker, met, one
+        if self is other:
+            return True
+        if self.hashed != other.hashed:
+            return False
+        if self.value is other.value:
+            return True
+        if self.plain and other.plain:
+            return self.value == other.value
+        seeker, met = (self, other) if self.sought else (other, self)
+        if not seeker.sought:  # both are in the dict
+            return False
+        if seeker.same is met:
+            return True
+        for one in seeker.others:
+            if one is met:
+                return False
+        seeker.doubts.append(met)
+        return False
+
+    cdef int compare(self) except -1:
+        """Ask the classes of the keys in doubt; outside all locks."""
+        cdef Key met
+        doubts, self.doubts = self.doubts, []
+        for met in doubts:
+            if met.value == self.value:
+                self.same = met
+                return 0
+            self.others.append(met)
+        return 0
+
+    cdef int found(self) except -1:
+        """Forget what it was compared with; outside all locks."""
+        self.sought = False
+        self.same = None
+        self.doubts, self.others = [], []
+        return 0
 
 
 cdef Key new_key(object value):
@@ -31,6 +82,9 @@ cdef Key new_key(object value):
     except TypeError as error:
         raise TypeError(f"key: {error}; pass a str, an int or a tuple of such") from None
     key.value = value
+    key.plain = is_plain(value)
+    key.sought = True
+    key.doubts, key.others = [], []
     return key
 
 
@@ -59,6 +113,7 @@ cdef class Gathering:
         self.communicator_key = communicator_key
         self.signalled = signalled
         self.participants = []
+        self.ended = []
         self.since = now()
         self.timeout = FOREVER
         self.root = -1
@@ -119,7 +174,7 @@ cdef class Gathering:
         if what is None and _rooted(self.kind):
             what = self._check_root(participant)
         if what is not None:
-            self.error = ValueError(f"key {self.shown()}: {what}")
+            self.error = ValueError(self.say(what))
         return 0
 
     def _check_data(self, Participant participant):
@@ -183,52 +238,71 @@ cdef class Gathering:
             rank = participant.global_rank if participant.global_rank >= 0 else index
             if participant.is_root:
                 if participant.root >= 0 and participant.root != rank:
-                    self.error = ValueError(
-                        f"key {self.shown()}: the participant on device {participant.device} is the root and has rank "
-                        f"{rank}, but says that the root is {participant.root}"
-                    )
+                    self.error = ValueError(self.say(
+                        f"the participant on device {participant.device} is the root and has rank {rank}, but says "
+                        f"that the root is {participant.root}"
+                    ))
                     return 0
                 found = (rank, participant.device)
         for participant in self.participants:
             if participant.root >= 0:
                 if found is not None and found[0] != participant.root:
-                    self.error = ValueError(
-                        f"key {self.shown()}: two roots: device {found[1]} is one, of rank {found[0]}, and device "
-                        f"{participant.device} says that it is rank {participant.root}"
-                    )
+                    self.error = ValueError(self.say(
+                        f"two roots: device {found[1]} is one, of rank {found[0]}, and device {participant.device} "
+                        f"says that it is rank {participant.root}"
+                    ))
                     return 0
                 if found is None and self.num_local == self.num_global:
-                    self.error = ValueError(
-                        f"key {self.shown()}: device {participant.device} says that the root is rank {participant.root}, "
-                        "which has not come as the root"
-                    )
+                    self.error = ValueError(self.say(
+                        f"device {participant.device} says that the root is rank {participant.root}, which has not "
+                        "come as the root"
+                    ))
                     return 0
                 found = (participant.root, participant.device)
         if found is None:
             more = "" if self.num_local == self.num_global else "; where it is on another node, root= must say its rank"
-            self.error = ValueError(f"key {self.shown()}: no root among the participants{more}")
+            self.error = ValueError(self.say(f"no root among the participants{more}"))
             return 0
         self.root = found[0]
         return 0
 
     cdef int end(self, object error) except -1:
-        """Fail every participant with the same error."""
+        """Fail every participant with the same error; `let_go` is to follow where code of users may run."""
         cdef Participant participant
         participants, self.participants = self.participants, []
+        self.ended += participants
         for participant in participants:
             participant.work.settle(error)
         return 0
 
-    def shown(self):
-        """Return the key as text."""
-        return show(self.key.value)
+    cdef int let_go(self) except -1:
+        """Let go of what participants that have failed have brought."""
+        cdef Participant participant
+        if not self.ended:
+            return 0
+        ended, self.ended = self.ended, []
+        for participant in ended:
+            participant.work.tidy()
+        return 0
+
+    cdef object say(self, str what):
+        """Return a text that begins with the key."""
+        return message("key ", self.key.value, f": {what}")
 
     def missing(self):
-        """Say in words what it waits for."""
+        """Say in words what it waits for, in a thread that may ask the key for its text."""
+        return self._waits_for(show(self.key.value))
+
+    cdef object overdue(self):
+        """Return the error of a key whose participants have not come; it does not ask the key for its text."""
+        what = self._waits_for(show(self.key.value) if self.key.plain else "...")
+        return NcclTimeout(self.say(f"not all participants came within {self.timeout:g} s; it waits for {what}"))
+
+    cdef str _waits_for(self, str shown):
         cdef Participant participant
         if self.arrived >= self.num_local:
             if self.num_local < self.num_global and not self.signalled:
-                return f"signal_multi_node_ready({self.shown()})"
+                return f"signal_multi_node_ready({shown})"
             return "its communicator"
         here = sorted([participant.device for participant in self.participants])
         more = self.num_local - self.arrived
@@ -238,7 +312,7 @@ cdef class Gathering:
         """Return what `Manager.pending` and a dump of the recorder tell of it."""
         cdef Participant participant
         return {
-            "key": self.shown(),
+            "key": self.key.value,
             "operation": method_name(self.kind),
             "since": self.since,
             "arrived": sorted([participant.device for participant in self.participants]),
@@ -246,6 +320,21 @@ cdef class Gathering:
             "missing": max(0, self.num_local - self.arrived),
             "waits_for": self.missing(),
         }
+
+
+cdef class Stalled:
+    """The warning of keys that have been waiting for long."""
+
+    def __init__(self, list gatherings not None):
+        self.gatherings, self.moment = gatherings, now()
+
+    def __call__(self):
+        cdef Gathering gathering
+        for gathering in self.gatherings:
+            seconds = self.moment - gathering.since
+            _log.warning(
+                "key %s has been waiting for %.0f s, for %s", show(gathering.key.value), seconds, gathering.missing()
+            )
 
 
 def _says(Participant participant not None):
@@ -264,7 +353,7 @@ cdef object _type(int datatype, int flavour):
 
 
 def _op(int op):
-    return ReduceOp(op).name.lower()
+    return _OPERATORS.get(op, op)
 
 
 def _rank_and_device(Participant participant not None):

@@ -1,6 +1,5 @@
 """The Manager: participants name a key, from any thread and in any order; the last one launches the collective."""
 
-import logging
 import sys
 import threading
 import time
@@ -13,10 +12,12 @@ from ncclpy.core.handle cimport ABORT_DEADLINE
 from ncclpy.core.library cimport driver, require_driver
 from ncclpy.core.operation cimport ALL_REDUCE, REDUCE, REDUCE_SCATTER
 from ncclpy.core.wait cimport FOREVER, as_timeout, now
+from ncclpy.engine.callbacks cimport step_aside, users
+from ncclpy.engine.lock cimport Lock
 from ncclpy.engine.monitor cimport ensure_running
 from ncclpy.engine.work cimport Work, attend, new_work
-from ncclpy.manager.clique cimport GONE, MAKING, Clique
-from ncclpy.manager.gathering cimport Gathering, Key, Participant, new_key
+from ncclpy.manager.clique cimport GONE, MAKING, Clique, check_members, ranks_of
+from ncclpy.manager.gathering cimport Gathering, Key, Participant, Stalled, new_key
 from ncclpy.manager.participants cimport Participants, as_rank
 from ncclpy.manager.streams cimport record_producer
 
@@ -29,8 +30,6 @@ from ncclpy.engine import monitor, recorder
 from ncclpy.engine.launcher import abort_aside
 from ncclpy.engine.recorder import show, text_of
 from ncclpy.manager.streams import StreamPool
-
-_log = logging.getLogger("ncclpy.manager")
 
 # How often gatherings are looked through for deadlines: a part of the shortest one, within these bounds, in seconds.
 cdef double _SWEEP_PART = 0.1
@@ -81,10 +80,10 @@ Gather the participants of collectives by key and launch each collective when al
         NCCL's configuration for the communicators.
     """
 
-    cdef object lock
+    cdef Lock lock  # of all below
     cdef dict gatherings  # by key
     cdef dict cliques  # by communicator key, or devices on one node; the least recently used first
-    cdef set signalled  # keys whose signal came before the first participant
+    cdef dict signalled  # keys, by themselves, whose signal came before the first participant
     cdef double timeout
     cdef double warn_after
     cdef bint fail_fast
@@ -96,12 +95,16 @@ Gather the participants of collectives by key and launch each collective when al
     cdef bint closed
     cdef double sweep_at  # when the monitor looks through the gatherings next
     cdef object abort_thread
+    cdef int aborting  # threads in the middle of abort()
     cdef object gatherer
     cdef str site  # where it was made
     cdef long long launched
     cdef long long made
     cdef long long evicted
     cdef object __weakref__
+
+    def __cinit__(self):
+        self.lock = Lock()
 
     def __init__(
         self,
@@ -120,14 +123,13 @@ Gather the participants of collectives by key and launch each collective when al
             raise TypeError(f"config: expected an ncclpy.Config, got {type(config).__name__}")
         if config is not None and config.blocking is not None and not config.blocking:
             raise ValueError("config: the Manager does not block anyway; leave blocking unset")
-        if self.lock is not None:
+        if self.gatherings is not None:
             raise RuntimeError("a Manager is initialised once")
         frame = sys._getframe(0)
         self.site = f"{frame.f_code.co_filename}:{frame.f_lineno}, by its Manager"
-        self.lock = threading.RLock()
         self.gatherings = {}
         self.cliques = {}
-        self.signalled = set()
+        self.signalled = {}
         self.sweep_at = FOREVER
         self.timeout = as_timeout(timeout)
         self.warn_after = as_timeout(warn_after)
@@ -166,6 +168,8 @@ Gather the participants of collectives by key and launch each collective when al
         cdef Key named = new_key(key)
         cdef bytes name = b""
         cdef double limit = self.timeout if timeout is None else as_timeout(timeout)
+        cdef Gathering gathering
+        cdef Clique making
         cdef Work work
         if communicator_key is not None:
             if isinstance(communicator_key, (int, str)):
@@ -202,28 +206,51 @@ Gather the participants of collectives by key and launch each collective when al
             work.callbacks = [on_done]
         try:
             record_producer(work, view, producer)
-            with self.lock:
-                self._take_in(one, named, kind, num_local, num_global, name, limit)
+            while True:
+                self._check_usable()  # again and again: an abort may have come meanwhile
+                self.lock.enter()
+                try:
+                    gathering, signal, making = self._take_in(one, named, kind, num_local, num_global, name, limit)
+                finally:
+                    self.lock.leave()
+                if gathering is not None:
+                    break
+                named.compare()
         except BaseException as error:  # the recorder is not to show it as pending
             work.withdraw(error)
             raise
+        # Whatever of the user's goes with these does so here.
+        gathering.let_go()
+        named.found()
+        if making is not None:
+            self._make(making, gathering.communicator_key)
         return work
 
-    cdef int _take_in(
+    cdef tuple _take_in(
         self, Participant one, Key key, int kind, int num_local, int num_global, bytes name, double limit
-    ) except -1:
-        """Count a participant in, with the lock held."""
+    ):
+        """Count a participant in, with the lock held.
+
+        Return its gathering, None if the key has yet to be compared with others or the Manager was ended; the signal
+        that had come before; and the set of communicators that is to be made, or None.
+        """
         cdef Gathering gathering
-        self._check_usable()  # again: an abort may have come meanwhile
+        cdef Key signal = None
+        if self._is_ended():
+            return None, None, None
         gathering = self.gatherings.get(key)
         if gathering is None:
-            gathering = Gathering(key, kind, num_local, num_global, name, self.signalled and key in self.signalled)
+            if not key.doubts and self.signalled:
+                signal = self.signalled.get(key)
+            if key.doubts and signal is None:
+                return None, None, None
+            gathering = Gathering(key, kind, num_local, num_global, name, signal is not None)
         gathering.check(one, kind, num_local, num_global, name)
-        if gathering.error is not None:
-            self._check_usable()  # the key was asked for its repr, and may have done anything
         if not gathering.arrived:
             self.gatherings[key] = gathering
-            self.signalled.discard(key)
+            key.sought = False
+            if signal is not None:
+                del self.signalled[signal]
         one.work.gathering = gathering
         gathering.join(one)
         if limit < gathering.timeout:
@@ -231,10 +258,13 @@ Gather the participants of collectives by key and launch each collective when al
         if gathering.error is not None and self.fail_fast:
             gathering.end(gathering.error)
         if gathering.is_ready():
-            self._start(gathering)
-        elif gathering.timeout != FOREVER or self.warn_after != FOREVER:
+            return gathering, signal, self._start(gathering)
+        if gathering.timeout != FOREVER or self.warn_after != FOREVER:
             self._sweep_later(min(gathering.timeout, self.warn_after))
-        return 0
+        return gathering, signal, None
+
+    cdef bint _is_ended(self) noexcept:
+        return self.closed or self.reason is not None
 
     def _check_usable(self):
         _check_process()
@@ -243,57 +273,74 @@ Gather the participants of collectives by key and launch each collective when al
         if self.reason is not None:
             raise NcclAborted(f"the Manager was aborted: {self.reason}; reset() makes it usable again")
 
-    cdef int _start(self, Gathering gathering) except -1:
-        """All participants are here: to the communicators, or to the error."""
-        cdef Clique clique
+    cdef Clique _start(self, Gathering gathering):
+        """All participants are here: to the communicators, or to the error; return communicators that must be made."""
+        cdef Clique clique, making = None
         cdef Participant one
         self.gatherings.pop(gathering.key, None)
         gathering.settle_roots()
         if gathering.error is not None:
-            return gathering.end(gathering.error)
+            gathering.end(gathering.error)
+            return None
         devices = tuple([(<Participant>one).device for one in gathering.participants])
         name = gathering.communicator_key or devices
         clique = self.cliques.get(name)
         try:
             if clique is None:
-                clique = self._new_clique(gathering, name, devices)
+                clique = making = Clique(
+                    self, name, devices, ranks_of(gathering), gathering.num_global, self.site
+                )
+                self.made += 1
             elif gathering.communicator_key:
-                _same_members(clique, gathering, devices)
-        except Exception as error:
-            return gathering.end(error)
-        except BaseException as error:  # Ctrl-C, while a thread starts: it is the caller's
-            gathering.end(NcclAborted(f"its communicators were not made: {type(error).__name__} in the last call"))
-            raise
+                check_members(clique, gathering, devices)
+        except BaseException as error:
+            gathering.end(error)
+            return None
         self.cliques.pop(name, None)
         self.cliques[name] = clique  # at the end: the most recently used
         self.launched += 1
         clique.take(gathering)
         if clique.state == MAKING and gathering.timeout != FOREVER:
             self._sweep_later(gathering.timeout)
-        return 0
+        return making
 
-    cdef Clique _new_clique(self, Gathering gathering, name, devices):
-        cdef Clique clique = Clique(self, name, devices, _ranks(gathering), gathering.num_global, self.site)
-        self.made += 1
-        clique.make(gathering.communicator_key, self.config)
-        return clique
+    cdef int _make(self, Clique clique, bytes communicator_key) except -1:
+        """Begin to make communicators; outside the lock, since to start a thread is to run Python and to wait."""
+        try:
+            clique.make(communicator_key, self.config)
+        except BaseException as error:
+            if isinstance(error, Exception):
+                self._made(clique, [], error)
+                return 0
+            why = f"its communicators were not made: {type(error).__name__} in the last call"
+            self._made(clique, [], NcclAborted(why))  # Ctrl-C itself is the caller's
+            raise
+        return 0
 
     def _made(self, clique, comms, error):
         """Take the outcome of making communicators, from the thread that has made them."""
-        idle = []
+        cdef Clique made = clique
+        cdef Gathering gathering
+        idle, launched, streams = [], [], []
+        if error is None:
+            try:
+                streams = [self.pool.of(device) for device in made.devices]
+            except BaseException as failure:
+                error = failure
         with self.lock:
-            wanted = self.cliques.get(clique.key) is clique
+            wanted = self.cliques.get(made.key) is made
             if error is None and wanted:
                 try:
-                    clique.ready(comms, [self.pool.of(device) for device in clique.devices])
+                    launched = made.ready(comms, streams)
                     idle = self._surplus()
                 except BaseException as failure:
                     error = failure
-            if error is not None or not wanted:
-                self._lost(clique)
-                clique.fail(error if error is not None else NcclAborted("the Manager was aborted"))
         if error is not None or not wanted:
+            self._lost(made)
+            made.fail(error if error is not None else NcclAborted("the Manager was aborted"))
             abort_aside(comms, "they are not needed any more" if error is None else f"not all were made: {error}")
+        for gathering in launched:
+            gathering.let_go()
         for other in idle:
             other.close()
 
@@ -321,16 +368,31 @@ Gather the participants of collectives by key and launch each collective when al
         It may come before the first participant of the key, and counts for one execution: each needs its own.
         """
         cdef Gathering gathering
+        cdef Clique making = None
         cdef Key named = new_key(key)
-        with self.lock:
+        while True:
             self._check_usable()
-            gathering = self.gatherings.get(named)
-            if gathering is None:
-                self.signalled.add(named)
-                return
-            gathering.signalled = True
-            if gathering.is_ready():
-                self._start(gathering)
+            with self.lock:
+                if self._is_ended():
+                    continue
+                gathering = self.gatherings.get(named)
+                if gathering is not None:
+                    gathering.signalled = True
+                    if gathering.is_ready():
+                        making = self._start(gathering)
+                    break
+                known = not named.doubts and named in self.signalled  # which may raise doubts too
+                if known or not named.doubts:
+                    if not known:
+                        self.signalled[named] = named
+                        named.sought = False
+                    break
+            named.compare()
+        named.found()
+        if gathering is not None:
+            gathering.let_go()
+        if making is not None:
+            self._make(making, gathering.communicator_key)
 
     # Deadlines of gathering.
 
@@ -345,24 +407,17 @@ Gather the participants of collectives by key and launch each collective when al
     def _sweep(self):
         """Fail what is overdue, tell of what stalls, and come again if anything is left."""
         cdef Gathering gathering, first
+        cdef Clique clique
         cdef double moment = now(), shortest = FOREVER
-        late, stalled = [], []
+        late, stalled, unmade = [], [], []
         with self.lock:
             if moment < self.sweep_at:
                 return  # one that was to come sooner has been here
             self.sweep_at = FOREVER
-            for clique in list(self.cliques.values()):
+            for clique in self.cliques.values():
                 overdue = clique.overdue()
                 if overdue:
-                    first = <Gathering>overdue[0]
-                    self._lost(clique)
-                    clique.fail(
-                        NcclTimeout(
-                            f"key {first.shown()}: the communicators of devices {list(clique.devices)} were not made "
-                            f"within {first.timeout:g} s; where there are other nodes, see whether they have come to "
-                            "the same collective"
-                        )
-                    )
+                    unmade.append((clique, overdue[0]))
                 else:
                     shortest = min(shortest, clique.patience())
             for gathering in self.gatherings.values():
@@ -374,19 +429,25 @@ Gather the participants of collectives by key and launch each collective when al
                         shortest = min(shortest, self.warn_after)
                         if moment - gathering.since >= self.warn_after:
                             gathering.warned = True
-                            stalled.append((gathering.key.value, moment - gathering.since, gathering.missing()))
+                            stalled.append(gathering)
+            for clique, _ in unmade:
+                clique.state = GONE
+                del self.cliques[clique.key]
             for gathering in late:
                 del self.gatherings[gathering.key]
-                gathering.end(
-                    NcclTimeout(
-                        f"key {gathering.shown()}: not all participants came within {gathering.timeout:g} s; it "
-                        f"waits for {gathering.missing()}"
-                    )
-                )
             if shortest != FOREVER:
                 self._sweep_later(shortest)
-        for key, seconds, missing in stalled:
-            _log.warning("key %s has been waiting for %.0f s, for %s", show(key), seconds, missing)
+        # Nobody else finds these any more.
+        for clique, first in unmade:
+            clique.fail(NcclTimeout(first.say(
+                f"the communicators of devices {list(clique.devices)} were not made within {first.timeout:g} s; where "
+                "there are other nodes, see whether they have come to the same collective"
+            )))
+        for gathering in late:
+            gathering.end(gathering.overdue())
+            gathering.let_go()
+        if stalled:
+            users.give(Stalled(stalled))
 
     # What goes on, and its end.
 
@@ -398,20 +459,19 @@ Gather the participants of collectives by key and launch each collective when al
     def _pending(self):
         cdef Gathering gathering
         # Without the lock: nothing is to hold up a dump, nor the repr of a key anybody else.
-        return [gathering.as_dict() | {"key": gathering.key.value} for gathering in list(self.gatherings.values())]
+        return [gathering.as_dict() for gathering in list(self.gatherings.values())]
 
     def stats(self):
         """Return counts: communicators kept, made and evicted; collectives gathering, in flight and started."""
         _check_process()
-        with self.lock:
-            return {
-                "communicators": len(self.cliques),
-                "communicators_made": self.made,
-                "communicators_evicted": self.evicted,
-                "gathering": len(self.gatherings),
-                "in_flight": sum(clique.in_flight for clique in self.cliques.values()),
-                "started": self.launched,
-            }
+        return {
+            "communicators": len(self.cliques),
+            "communicators_made": self.made,
+            "communicators_evicted": self.evicted,
+            "gathering": len(self.gatherings),
+            "in_flight": sum([clique.in_flight for clique in list(self.cliques.values())]),
+            "started": self.launched,
+        }
 
     def abort(self, reason="abort() was called"):
         """End everything: what is gathered and what runs fails with `NcclAborted`, all communicators are aborted.
@@ -427,22 +487,27 @@ Gather the participants of collectives by key and launch each collective when al
         cdef Gathering gathering
         text = text_of(reason)
         _check_process()
+        error = NcclAborted(f"the Manager was aborted: {text}")
+        if isinstance(reason, BaseException):
+            error.__cause__ = reason
         with self.lock:
             if self.reason is not None or (self.closed and not self.cliques):
                 return
             self.reason = text
-            error = NcclAborted(f"the Manager was aborted: {text}")
-            if isinstance(reason, BaseException):
-                error.__cause__ = reason
+            self.aborting += 1
             gatherings, self.gatherings = self.gatherings, {}
             cliques, self.cliques = self.cliques, {}
-            self.signalled.clear()
-            comms = []
+            signalled, self.signalled = self.signalled, {}
+        comms = []
+        try:
             for clique in cliques.values():
                 comms += clique.abort(error)
             for gathering in gatherings.values():
                 gathering.end(error)
-            self.abort_thread = abort_aside(comms, self.reason)
+                gathering.let_go()
+            self.abort_thread = abort_aside(comms, text)
+        finally:
+            self.aborting -= 1
 
     def reset(self, timeout=None):
         """Make the Manager usable again after an abort; waits until that has come to its end.
@@ -459,13 +524,16 @@ Gather the participants of collectives by key and launch each collective when al
         """
         cdef double limit = ABORT_DEADLINE + 1 if timeout is None else as_timeout(timeout)
         _check_process()
+        cdef double deadline = now() + limit
+        while self.aborting and now() < deadline:  # another thread is in the middle of abort()
+            time.sleep(0.0002)
         thread = self.abort_thread
         if thread is not None:
-            thread.join(None if limit == FOREVER else limit)
-            if thread.is_alive():
-                raise NcclTimeout(f"the communicators were not aborted after {limit:g} s; the Manager stays aborted")
+            thread.join(None if limit == FOREVER else max(0.0, deadline - now()))
+        if self.aborting or (thread is not None and thread.is_alive()):
+            raise NcclTimeout(f"the communicators were not aborted after {limit:g} s; the Manager stays aborted")
         with self.lock:
-            if self.abort_thread is thread:
+            if self.abort_thread is thread and not self.aborting:
                 self.abort_thread = None
                 self.reason = None
 
@@ -485,16 +553,16 @@ Gather the participants of collectives by key and launch each collective when al
                 return
             self.closed = True
             gatherings, self.gatherings = self.gatherings, {}
-            for gathering in gatherings.values():
-                gathering.end(
-                    NcclAborted(f"key {gathering.shown()}: the Manager was closed before all participants came")
-                )
             cliques = list(self.cliques.values())
+        for gathering in gatherings.values():
+            gathering.end(NcclAborted(gathering.say("the Manager was closed before all participants came")))
+            gathering.let_go()
         recorder.remove_gatherer(self.gatherer)
         why = f"and it was not done within {timeout} s"
         try:
             while any(not clique.idle for clique in cliques if clique.alive) and now() < deadline:
-                if not attend():  # a callback may close
+                step_aside()  # a callback may close
+                if not attend():
                     time.sleep(0.0002)
                 PyErr_CheckSignals()
         except BaseException as error:
@@ -505,15 +573,17 @@ Gather the participants of collectives by key and launch each collective when al
 
     def _end(self, cliques, why):
         """Close the communicators that are idle and abort the others."""
-        comms, idle = [], []
+        comms, idle, busy = [], [], []
         with self.lock:
             for clique in cliques:
                 if clique.idle:
                     idle.append(clique)
                 elif clique.alive:
-                    comms += clique.abort(NcclAborted(f"the Manager was closed, {why}"))
-            self.cliques.clear()
-            thread = abort_aside(comms, "the Manager was closed") if comms else self.abort_thread
+                    busy.append(clique)
+            self.cliques = {}
+        for clique in busy:
+            comms += clique.abort(NcclAborted(f"the Manager was closed, {why}"))
+        thread = abort_aside(comms, "the Manager was closed") if comms else self.abort_thread
         for clique in idle:
             clique.close()
         if thread is not None:
@@ -531,10 +601,9 @@ Gather the participants of collectives by key and launch each collective when al
         gatherings, self.gatherings = self.gatherings, {}
         for gathering in gatherings.values():
             gathering.end(
-                NcclAborted(
-                    f"key {gathering.shown()}: its Manager was dropped, not closed, before all participants came"
-                )
+                NcclAborted(gathering.say("its Manager was dropped, not closed, before all participants came"))
             )
+            gathering.let_go()
 
     def __enter__(self):
         return self
@@ -549,25 +618,6 @@ Gather the participants of collectives by key and launch each collective when al
         if self.closed or self.reason is not None:
             state = "closed" if self.closed else "aborted"
         return f"<ncclpy.Manager {state}, {len(self.gatherings)} keys gathering>"
-
-
-cdef tuple _ranks(Gathering gathering):
-    cdef Participant one
-    if gathering.communicator_key:
-        return tuple([(<Participant>one).global_rank for one in gathering.participants])
-    return tuple(range(len(gathering.participants)))
-
-
-cdef int _same_members(Clique clique, Gathering gathering, tuple devices) except -1:
-    """Raise if a communicator key comes with other devices or ranks than when its communicators were made."""
-    ranks = _ranks(gathering)
-    if devices != clique.devices or ranks != clique.ranks or gathering.num_global != clique.nranks:
-        raise ValueError(
-            f"key {gathering.shown()}: its communicator key stands for ranks {list(clique.ranks)} of {clique.nranks} on "
-            f"devices {list(clique.devices)}, not for ranks {list(ranks)} of {gathering.num_global} on devices "
-            f"{list(devices)}; other members need a key of their own"
-        )
-    return 0
 
 
 cdef int _check_process() except -1:

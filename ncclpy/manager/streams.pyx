@@ -32,7 +32,8 @@ cdef class StreamPool:
         cdef object found = self.streams.get((device, index))
         if found is None:
             # Lower numbers go first; the driver takes its own lowest for what is below it.
-            found = self.streams[device, index] = Stream(device, priority=-100 if self.high_priority else 0)
+            found = Stream(device, priority=-100 if self.high_priority else 0)
+            found = self.streams.setdefault((device, index), found)  # another thread may have been faster
         return found
 
     def close(self):

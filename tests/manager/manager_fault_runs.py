@@ -174,6 +174,8 @@ def make(calls):
 
 # Threads of which a process has one of each, from the first time that it needs it.
 LASTING = {"ncclpy-soon", "ncclpy-sweep", "ncclpy-watch", "ncclpy-monitor", "ncclpy-lane"}
+#: Threads of ours that stay as well, for what is the user's and for errands.
+STAYING = {"ncclpy-monitor", "ncclpy-callback", "ncclpy-errand"}
 
 
 def left_over():
@@ -181,7 +183,7 @@ def left_over():
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/self/task/{task}/comm") as file:
             names.append(file.read().strip())
-    python = sorted(t.name for t in threading.enumerate() if t.name != "ncclpy-monitor")
+    python = sorted(t.name for t in threading.enumerate() if t.name not in STAYING)
     return {
         "native": sorted(name for name in names if name.startswith("ncclpy") and name not in LASTING),
         "threads": python,

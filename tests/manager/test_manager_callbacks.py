@@ -39,7 +39,7 @@ def test_each_participant_is_told_once(manager):
     told.wait(n)
     assert sorted(map(id, told.works)) == sorted(map(id, works))
     assert all(work.state == "completed" for work in told.works)
-    assert told.threads == {"ncclpy-monitor"}
+    assert told.threads == {"ncclpy-callback"}
     check()
     time.sleep(0.05)
     assert len(told.works) == n

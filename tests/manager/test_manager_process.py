@@ -196,6 +196,13 @@ EXITS = {
     threading.Thread(target=works[0].wait, daemon=True).start()
     time.sleep(0.1)
     """,
+    "a callback that does not come back": """
+    for step in range(3):
+        works = add(step, on_done=lambda work: time.sleep(1000))
+    for work in works:
+        work.wait(30)
+    time.sleep(0.3)
+    """,
     "many callbacks": """
     for step in range(300):
         works = add(step, on_done=lambda work: time.sleep(0.001))

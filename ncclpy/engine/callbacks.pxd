@@ -1,0 +1,49 @@
+# The monitor sleeps on this word; ring() after something was put where it looks.
+cdef int bell
+cdef void ring() noexcept nogil
+
+# The moment at which the monitor is to look after the crews.
+cdef double attention
+
+
+# A thread of a crew.
+cdef class Member:
+    cdef unsigned long thread
+    cdef double since  # when it began with what it runs
+    cdef object callback  # of the user that it is in
+    cdef object work  # which it was called with
+    cdef bint named  # in a warning
+
+
+# A queue of tasks and the threads that run them.
+cdef class Crew:
+    cdef readonly str name
+    cdef object queue
+    cdef Member leading  # the one that takes tasks; the others sleep, or are in a task for long
+    cdef list members
+    cdef int word  # to sleep on
+    cdef int idle
+    cdef bint called  # whether one is on its way
+    cdef double called_at
+
+    cdef int give(self, object task) except -1
+    cdef int look_after(self) except -1
+    cdef double _grace(self) noexcept
+    cdef int _call(self) except -1
+    cdef int _serve(self, Member me) except -1
+    cdef int run_here(self) except -1
+
+
+# What is the user's: callbacks, warnings, finalisers.
+cdef Crew users
+# What is ours and runs Python all the same: works that fail, timers.
+cdef Crew errands
+
+cdef int look_after_crews() except -1
+# Note that this thread begins with a callback of the user, or has come back from it.
+cdef int begin_callback(object callback, object work) except -1
+cdef int end_callback(object callback) except -1
+# Before this thread waits: if it runs callbacks, another one goes on with them.
+cdef int step_aside() except -1
+# Show an exception that nobody can answer for.
+cdef int tell() except -1

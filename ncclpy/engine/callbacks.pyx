@@ -1,0 +1,318 @@
+"""Threads for what the monitor must not run: callbacks, finalisers, and whatever of ours is written in Python.
+
+A `Crew` is a queue of tasks and some threads. One thread leads: it takes the tasks one after the other, in their
+order, so that callbacks that come back soon run in the order in which their works were done. When a task does not come
+back, the monitor has another thread lead. So a task may wait for anything, even for one behind it in the queue.
+Handing a task over runs no Python and waits for nobody.
+"""
+
+import _thread
+import atexit
+import collections
+import logging
+import os
+import sys
+import threading
+
+from cpython.pythread cimport PyThread_get_thread_ident
+
+from ncclpy.core.handle cimport FOREVER
+from ncclpy.engine.native cimport add, load, now, sharp_timers, sleep_on, wake, wake_one
+
+from ncclpy.engine.recorder import show
+
+cdef extern from "sched.h" nogil:
+    int sched_yield()
+
+_log = logging.getLogger("ncclpy")
+
+# How long a task may take before another thread goes on with the queue: longer than it may have to wait for the GIL,
+# which would mix up the order of tasks for nothing. Twice as long where several are slow, since the machine may be.
+cdef double _GRACE = 0.05
+cdef double _MOST_GRACE = 0.1
+
+# How long a thread that was called may take to come before another one is called, and how long until a thread that
+# could not be started is tried again.
+cdef double _LATE = 1.0
+cdef double _AGAIN = 0.02
+
+# A callback that has run for so long is named in a warning.
+cdef double _LONG = 5.0
+
+# How long a second idle thread stays; the last one stays for good.
+cdef double _IDLE = 5.0
+
+# How long an idle thread stays awake, only where cores are plenty: waking an idle one can take 200 us.
+cdef double _spin = 500e-6 if len(os.sched_getaffinity(0)) >= 8 else 0
+
+# What is left at exit has so long to end.
+_PATIENCE = 2.0
+
+bell = 0
+attention = FOREVER
+cdef bint _stop = False
+cdef list _inherited = []  # by a forked child: to drop it would run finalisers in the middle of a fork
+
+
+cdef void ring() noexcept nogil:
+    """Wake the monitor."""
+    add(&bell, 1)
+    wake(&bell)
+
+
+cdef int _attend_at(double when) except -1:
+    """Have the monitor look after the crews at a moment."""
+    global attention
+    if when < attention:
+        attention = when
+        ring()
+    return 0
+
+
+cdef class Member:
+    """A thread of a crew, and what it is in."""
+
+
+cdef class Crew:
+    """A queue of tasks, functions without arguments, and the threads that run them.
+
+    Parameters
+    ----------
+    name : str
+        Of its threads.
+    """
+
+    def __init__(self, str name):
+        self.name = name
+        self.queue = collections.deque()
+        self.members = []
+
+    cdef int give(self, object task) except -1:
+        """Have a task run; in any thread with the GIL, under any lock."""
+        self.queue.append(task)
+        return self.look_after()
+
+    cdef int look_after(self) except -1:
+        """See to it that somebody takes what is in the queue."""
+        cdef double moment
+        if not self.queue or _stop:
+            return 0
+        moment = now()
+        if self.leading is not None:
+            if moment - self.leading.since < self._grace():
+                return _attend_at(self.leading.since + self._grace())
+            self.leading = None  # it goes on with what it is in
+        if self.called and moment - self.called_at < _LATE:
+            return _attend_at(self.called_at + _LATE)
+        return self._call()
+
+    cdef double _grace(self) noexcept:
+        return min(_GRACE * len(self.members), _MOST_GRACE)
+
+    cdef int _call(self) except -1:
+        """Wake a thread or start one."""
+        self.called_at = now()
+        self.called = True
+        if self.idle:
+            add(&self.word, 1)
+            wake_one(&self.word)
+            return _attend_at(self.called_at + _LATE)
+        try:
+            _thread.start_new_thread(self._main, ())  # as it runs no Python here, and waits for nothing
+        except RuntimeError:  # too many threads; perhaps not for long
+            self.called_at += _AGAIN - _LATE
+        return _attend_at(self.called_at + _LATE)
+
+    def _main(self):
+        """Run until another thread is idle too."""
+        cdef Member me = Member()
+        cdef int seen
+        cdef double idle, until
+        me.thread = PyThread_get_thread_ident()
+        self.members.append(me)
+        threading.current_thread().name = self.name
+        sharp_timers()
+        while True:
+            self.called = False
+            if self.leading is None:
+                self._serve(me)
+            seen = load(&self.word)
+            if _stop:
+                break
+            if self.queue and self.leading is None:
+                continue
+            idle = _IDLE if self.idle else 3600
+            self.idle += 1
+            with nogil:
+                until = now() + _spin
+                while load(&self.word) == seen and now() < until:
+                    sched_yield()
+                sleep_on(&self.word, seen, idle)
+            self.idle -= 1
+            if load(&self.word) == seen and self.idle and not self.queue:
+                break
+        self.members.remove(me)
+        # Before Python 3.13 a thread that threading has not started is in its list for good.
+        getattr(threading, "_active", {}).pop(me.thread, None)
+
+    cdef int _serve(self, Member me) except -1:
+        """Take tasks until there are none, or until another thread does that."""
+        me.since = now()
+        self.leading = me
+        while self.queue and self.leading is me:
+            task = self.queue.popleft()
+            me.since = now()
+            if self.queue:
+                _attend_at(me.since + self._grace())
+            try:
+                task()
+            except BaseException:
+                tell()
+            task = None  # which may run a finaliser
+        if self.leading is me:
+            self.leading = None
+        return 0
+
+    cdef int run_here(self) except -1:
+        """Run what is in the queue in this thread."""
+        while self.queue:
+            task = self.queue.popleft()
+            try:
+                task()
+            except BaseException:
+                tell()
+        return 0
+
+
+users = Crew("ncclpy-callback")
+errands = Crew("ncclpy-errand")
+
+
+cdef int look_after_crews() except -1:
+    """Do the monitor's part: lead on past tasks that do not come back, and have slow callbacks named."""
+    global attention
+    cdef Member one
+    cdef double moment = now()
+    if moment < attention:
+        return 0
+    attention = FOREVER
+    errands.look_after()
+    for one in users.members:
+        if one.callback is None or one.named:
+            continue
+        if moment - one.since >= _LONG:
+            one.named = True
+            users.queue.append(_Slow(one))
+        else:
+            attention = min(attention, one.since + _LONG)
+    users.look_after()
+    return 0
+
+
+cdef class _Slow:
+    """The warning of a callback that does not come back."""
+
+    cdef object callback
+    cdef object work
+    cdef double since
+
+    def __init__(self, Member one not None):
+        self.callback, self.work, self.since = one.callback, one.work, one.since
+
+    def __call__(self):
+        _log.warning(
+            "the callback %s of %s has run for %.0f s and goes on; what it is in may wait for what will not come",
+            show(self.callback), self.work._name(), now() - self.since,
+        )
+
+
+cdef Member _this_member():
+    cdef unsigned long thread = PyThread_get_thread_ident()
+    cdef Member one
+    for one in users.members:
+        if one.thread == thread:
+            return one
+    return None
+
+
+cdef int begin_callback(object callback, object work) except -1:
+    """Note that this thread, if it is a member, begins with a callback."""
+    cdef Member me = _this_member()
+    if me is None or me.callback is not None:  # one that is called in another counts as that
+        return 0
+    me.callback, me.work, me.named = callback, work, False
+    me.since = now()
+    return _attend_at(me.since + _LONG)
+
+
+cdef int end_callback(object callback) except -1:
+    cdef Member me = _this_member()
+    if me is not None and me.callback is callback:
+        me.callback = me.work = None
+    return 0
+
+
+cdef int step_aside() except -1:
+    """Let another thread lead, as this one is about to wait."""
+    cdef Member me = users.leading
+    if me is not None and me.thread == PyThread_get_thread_ident():
+        users.leading = None
+        users.look_after()
+    return 0
+
+
+cdef int tell() except -1:
+    """Show the exception that is being handled, even if the program's hook for that raises itself."""
+    try:
+        sys.excepthook(*sys.exc_info())
+    except BaseException:
+        sys.__excepthook__(*sys.exc_info())  # of both; it raises nothing
+    return 0
+
+
+@atexit.register
+def _end_of_process():
+    """Give callbacks a moment, and end the threads that are not in one before the interpreter ends."""
+    global _stop
+    cdef double end = now() + _PATIENCE
+    cdef int word = 0
+    for crew in (errands, users):
+        while ((<Crew>crew).queue or (<Crew>crew).leading is not None) and now() < end:
+            (<Crew>crew).look_after()  # the monitor has ended
+            with nogil:
+                sleep_on(&word, 0, 0.001)
+    _stop = True
+    for crew in (errands, users):
+        add(&(<Crew>crew).word, 1)
+        wake(&(<Crew>crew).word)
+    end = now() + _PATIENCE
+    while now() < end and _idle():
+        with nogil:
+            sleep_on(&word, 0, 0.001)
+
+
+cdef bint _idle() except -1:
+    """Return whether a thread is still to end that is in no callback of the user."""
+    cdef Member one
+    for one in errands.members + users.members:
+        if one.callback is None:
+            return True
+    return False
+
+
+def _forked():
+    """In the child the threads do not exist; nothing that they were given can come to an end there."""
+    global attention, _stop
+    cdef Crew crew
+    attention = FOREVER
+    _stop = False
+    for crew in (users, errands):
+        _inherited.append((crew.queue, crew.members, crew.leading))
+        crew.queue = collections.deque()
+        crew.members = []
+        crew.leading = None
+        crew.idle = 0
+        crew.called = False
+
+
+os.register_at_fork(after_in_child=_forked)

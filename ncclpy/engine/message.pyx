@@ -1,0 +1,69 @@
+"""Texts that name a key of the user.
+
+Showing a key runs its ``__repr__``, which may take any lock and any time. So a text with a key in it is made when
+somebody reads it, in the thread of that reader; until then it is a `Message`. Keys of plain types are shown at once.
+"""
+
+cimport cython
+
+from ncclpy.engine.recorder import show, text_of
+
+# Tuples in tuples that are looked into.
+cdef int _DEPTH = 4
+
+
+cdef bint is_plain(object value, int depth=_DEPTH) noexcept:
+    """Return whether a key is of Python's own types through and through."""
+    cdef type kind = type(value)
+    if kind is str or kind is int or kind is bytes or kind is float or kind is bool or value is None:
+        return True
+    if kind is not tuple or depth == 0:
+        return False
+    for item in <tuple>value:
+        if not is_plain(item, depth - 1):
+            return False
+    return True
+
+
+@cython.final
+cdef class Message:
+    """The text of an error that names a key, made when it is read."""
+
+    def __str__(self):
+        if self.text is None:
+            self.text = self.before + show(self.key) + self.after
+        return self.text
+
+    def __repr__(self):
+        return repr(str(self))
+
+    def __reduce__(self):
+        return str, (str(self),)
+
+
+cdef object message(str before, object key, str after):
+    """Return a text with a key in it."""
+    cdef Message made
+    if is_plain(key):
+        return before + <str>show(key) + after
+    made = Message.__new__(Message)
+    made.before, made.key, made.after = before, key, after
+    return made
+
+
+cdef object around(str before, object words, str after):
+    """Return a text around another one."""
+    cdef Message made, inner
+    if type(words) is not Message:
+        return before + <str>words + after
+    inner = words
+    made = Message.__new__(Message)
+    made.before, made.key, made.after = before + inner.before, inner.key, inner.after + after
+    return made
+
+
+cdef object words_of(object error):
+    """Return what an error says, without asking a key for its text."""
+    if isinstance(error, BaseException) and len(error.args) == 1 and type(error.args[0]) is Message:
+        return error.args[0]
+    return text_of(error)

@@ -125,7 +125,7 @@ def use(choice):
     global _choice
     if not isinstance(choice, (str, os.PathLike)):
         raise TypeError(f'use() takes "cuda", "host" or a path, not {type(choice).__name__}')
-    choice = os.fsdecode(choice)
+    choice = _as_choice(os.fsdecode(choice))
     with _lock:
         if _library is not None:
             if choice in (_library.engine, _choice) or _same_file(choice, _library.path):
@@ -135,6 +135,11 @@ def use(choice):
                 "call ncclpy.use() before the first use of NCCL"
             )
         _choice = choice
+
+
+def _as_choice(text):
+    """Return "cuda" or "host" for either in any case, else the path that `text` is; None for nothing."""
+    return text.lower() if text.lower() in ("cuda", "host") else text or None
 
 
 def _same_file(one, other):
@@ -206,7 +211,7 @@ def _ensure_loaded():
 
 
 def _load():
-    choice = _choice or os.environ.get("NCCLPY_LIBRARY") or None
+    choice = _choice or _as_choice(os.environ.get("NCCLPY_LIBRARY", ""))
     origin = "ncclpy.use()" if _choice else "NCCLPY_LIBRARY"
     if choice == "host":
         return _open([(search.host_engine_path(), "the host engine of this package")], origin)

@@ -91,16 +91,24 @@ struct alignas(128) RankSlot {
 // Counters of signals from one rank to another: those of all contexts that a configuration may ask for.
 constexpr int signal_counters = 8;
 
+// What sender and receiver of a message must agree on.
+struct MessageKind {
+  uint64_t count = 0;
+  uint64_t dtype = 0;
+
+  bool operator==(const MessageKind& other) const { return count == other.count && dtype == other.dtype; }
+};
+
 // The way of messages from one rank to another, see p2p.cpp, and of its signals, see one_sided.cpp.
 struct alignas(64) Channel {
   // Between threads of one process: the sender offers its buffer, the receiver copies from it.
   std::atomic<uint64_t> state{0};
   const void* data = nullptr;
-  uint64_t bytes = 0;
-  uint64_t wanted = 0;  // what the receiver had room for
+  MessageKind offer;
+  MessageKind wanted;  // what the receiver takes
   // Between processes: pieces pass through a ring of slots.
   alignas(64) std::atomic<uint64_t> written{0};  // pieces, counted over the channel's life
-  uint64_t message_bytes[4] = {};                // of the message that the piece in this slot belongs to
+  MessageKind messages[4];                       // that the piece in this slot belongs to
   alignas(64) std::atomic<uint64_t> read{0};
   std::atomic<uint64_t> signals[signal_counters] = {};  // ever given
 };

@@ -59,6 +59,7 @@ ncclResult_t map_part(int rank, int32_t pid, const Offer& offer, Window::Part* p
   struct stat identity;
   const bool same = fstat(descriptor, &identity) == 0 && identity.st_dev == offer.device &&
                     identity.st_ino == offer.inode && uint64_t(identity.st_size) >= offer.whole &&
+                    identity.st_uid == geteuid() && (fcntl(descriptor, F_GET_SEALS) & F_SEAL_SHRINK) != 0 &&
                     offer.offset <= offer.whole && offer.bytes <= offer.whole - offer.offset;
   void* mapping = same ? mmap(nullptr, offer.whole, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0) : MAP_FAILED;
   close(descriptor);

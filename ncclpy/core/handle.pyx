@@ -16,6 +16,7 @@ from ncclpy.abi.driver cimport CUDA_ERROR_NOT_READY, CUresult
 from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
 from ncclpy.core.check cimport check, check_driver, nccl_error, raise_nccl
 from ncclpy.core.library cimport driver, nccl, require, require_driver, version_code
+from ncclpy.core.missing cimport who_is_missing
 
 from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout
 
@@ -260,6 +261,8 @@ cdef class Handle:
             )
         else:
             advice = "A rank is missing or stuck: see which of the other ranks did not make the same call"
+        missing = who_is_missing(self.raw)  # before the abort, which is news as well
+        advice = f"{missing}. {advice}" if missing else advice
         abort_handles([self], ABORT_DEADLINE, f"{what} passed its deadline")
         raise NcclTimeout(
             f"{what} of {described} was not done after {timeout:.3g} s; the communicator was aborted. {advice}",

@@ -1,5 +1,5 @@
 from ncclpy.abi.driver cimport ncclpy_driver_table
-from ncclpy.abi.nccl cimport ncclpy_nccl_table
+from ncclpy.abi.nccl cimport ncclComm_t, ncclpy_nccl_table
 
 # The border: two tables. An entry is NULL until the library is loaded, when the loaded NCCL lacks the symbol, and in a
 # process forked after loading; whoever calls one first says `require(...)`, which loads, or raises and says why. The
@@ -9,6 +9,9 @@ cdef ncclpy_driver_table driver
 
 # Whether the host engine is loaded, which takes CPU memory.
 cdef bint host_engine
+
+# Of the host engine alone, NULL elsewhere: writes who has not come to what a communicator waits for; see `missing`.
+cdef size_t (*host_who_is_missing)(ncclComm_t, char*, size_t) noexcept nogil
 
 cdef int version_code() except -1
 cdef int missing_nccl(const char* name) except -1

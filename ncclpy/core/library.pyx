@@ -8,7 +8,7 @@ handle when it has them (the host engine), else from ``libcuda.so.1``.
 import os
 import threading
 
-from ncclpy.abi.nccl cimport NCCLPY_ABI_VERSION, NCCLPY_OLDEST_VERSION
+from ncclpy.abi.nccl cimport NCCLPY_ABI_VERSION, NCCLPY_OLDEST_VERSION, ncclComm_t
 from ncclpy.core import search
 from ncclpy.core.errors import LibraryNotFound, NcclError, NcclUnsupported
 
@@ -38,16 +38,19 @@ cdef extern from *:
        costs the calls nothing, since each looks for NULL anyway. */
     static ncclpy_nccl_table* ncclpy_the_nccl;
     static ncclpy_driver_table* ncclpy_the_driver;
+    static void* ncclpy_the_extra;
     static int ncclpy_loaded, ncclpy_forked;
     static void ncclpy_in_child(void) {
       if (!ncclpy_loaded) return;
       memset(ncclpy_the_nccl, 0, sizeof *ncclpy_the_nccl);
       memset(ncclpy_the_driver, 0, sizeof *ncclpy_the_driver);
+      memset(ncclpy_the_extra, 0, sizeof(void*));
       ncclpy_forked = 1;
     }
-    static void ncclpy_watch_fork(ncclpy_nccl_table* n, ncclpy_driver_table* d) {
+    static void ncclpy_watch_fork(ncclpy_nccl_table* n, ncclpy_driver_table* d, void* extra) {
       ncclpy_the_nccl = n;
       ncclpy_the_driver = d;
+      ncclpy_the_extra = extra;
       pthread_atfork(NULL, NULL, ncclpy_in_child);
     }
     """
@@ -59,9 +62,9 @@ cdef extern from *:
     const ncclpy_symbol* ncclpy_driver_symbols
     int ncclpy_loaded
     int ncclpy_forked
-    void ncclpy_watch_fork(ncclpy_nccl_table*, ncclpy_driver_table*)
+    void ncclpy_watch_fork(ncclpy_nccl_table*, ncclpy_driver_table*, void*)
 
-ncclpy_watch_fork(&nccl, &driver)
+ncclpy_watch_fork(&nccl, &driver, &host_who_is_missing)
 
 # The host engine marks itself with this symbol, a C string.
 cdef const char* HOST_MARK = b"ncclpyHostEngine"
@@ -236,7 +239,7 @@ _HOW_TO_CHOOSE = (
 
 cdef object _open(places, origin, failed="no NCCL library could be loaded"):
     """Open the first place that is a NCCL, fill the tables and describe it; `failed` begins the error if none is."""
-    global _version, host_engine
+    global _version, host_engine, host_who_is_missing
     cdef void* handle
     cdef int code = 0
     cdef const char* error
@@ -263,6 +266,9 @@ cdef object _open(places, origin, failed="no NCCL library could be loaded"):
         _version = code
         _fill(handle, ncclpy_nccl_symbols, <char*>&nccl)
         host_engine = dlsym(handle, HOST_MARK) != NULL
+        host_who_is_missing = <size_t (*)(ncclComm_t, char*, size_t) noexcept nogil>dlsym(
+            handle, b"ncclpyHostWhoIsMissing"
+        )
         engine = "host" if host_engine else "cuda"
         loaded = _loaded_path(path)
         # Last: from here on a forked child is refused.

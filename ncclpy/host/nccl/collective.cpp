@@ -89,8 +89,8 @@ bool check_agreement(Comm& comm, int parity) {
   for (int r = 1; r < comm.nranks; r++) {
     const Record& other = comm.segment->slot(r).record[parity];
     if (same(first, other)) continue;
-    fail(ncclInvalidUsage, "the ranks do not agree: rank 0 calls %s, rank %d calls %s", described(first).c_str(), r,
-         described(other).c_str());
+    fail(ncclInvalidUsage, "the ranks do not agree: rank 0 calls %s, rank %d calls %s (%s)", described(first).c_str(), r,
+         described(other).c_str(), comm.title().c_str());
     comm.set_async(ncclInvalidUsage, last_error());
     return false;
   }

@@ -9,9 +9,11 @@
 #include <string>
 
 #include "collective.hpp"
+#include "missing.hpp"
 
 namespace ncclpy::host {
 namespace {
+constexpr int many_looks = 64;  // before the first sleep, see wait_until
 enum : uint64_t { idle, offered, taken, withdrawn, states };
 }
 
@@ -38,13 +40,30 @@ bool Messages::finished() const {
 
 void Messages::finish() {
   Bell& bell = comm_.segment->slot(comm_.rank).bell;
+  Awaited awaited(comm_, data_side);
   while (!finished()) {
-    wait_until(bell, comm_.segment->spin(), [this] { return advance() || comm_.stopped(); });
+    int looks = 0;
+    wait_until(bell, comm_.segment->spin(), [&] {
+      if (advance() || comm_.stopped()) return true;
+      if (++looks == many_looks) awaited.tell(peers());  // once it is going to last
+      return false;
+    });
     if (comm_.stopped()) {
       for (Line& line : lines_) withdraw(line);
       return;
     }
   }
+}
+
+// Those that this rank still waits for.
+std::vector<int> Messages::peers() const {
+  std::vector<int> found;
+  for (const Line& line : lines_) {
+    if (!line.finished()) found.push_back(line.peer);
+  }
+  std::sort(found.begin(), found.end());
+  found.erase(std::unique(found.begin(), found.end()), found.end());
+  return found;
 }
 
 // Does what can be done now; whether that was anything.
@@ -150,8 +169,8 @@ void Messages::complain(const Line& line, const MessageKind& sent, const Message
   const auto text = [](const MessageKind& kind) {
     return std::to_string(kind.count) + " " + type_name(ncclDataType_t(kind.dtype));
   };
-  fail(ncclInvalidUsage, "the ranks do not agree: rank %d sends %s to rank %d, which receives %s", from,
-       text(sent).c_str(), to, text(wanted).c_str());
+  fail(ncclInvalidUsage, "the ranks do not agree: rank %d sends %s to rank %d, which receives %s (%s)", from,
+       text(sent).c_str(), to, text(wanted).c_str(), comm_.title().c_str());
   comm_.set_async(ncclInvalidUsage, last_error());
 }
 

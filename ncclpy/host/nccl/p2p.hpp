@@ -45,6 +45,7 @@ class Messages {
   bool send_pieces(Line& line);
   bool receive_pieces(Line& line);
   bool finished() const;
+  std::vector<int> peers() const;
   void withdraw(Line& line);
   void complain(const Line& line, const MessageKind& sent, const MessageKind& wanted);
   Channel& channel(const Line& line) {

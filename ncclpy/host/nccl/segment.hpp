@@ -12,6 +12,7 @@
 #include <mutex>
 #include <vector>
 
+#include "deed.hpp"
 #include "reduce.hpp"
 #include "unique_id.hpp"
 #include "wait.hpp"
@@ -82,6 +83,12 @@ struct alignas(128) RankSlot {
   const void* beacon = nullptr;   // where that process has the same number
   std::atomic<uint32_t> left{0};  // the communicator was destroyed: what its process does is nobody's concern any more
   std::atomic<uint32_t> dead{0};  // the process has ended before that
+  // For who_is_missing, which only reads them: words of deed.hpp, and the generations of the gates.
+  std::atomic<uint32_t> aborted{0};
+  std::atomic<uint64_t> called{0};  // the last call
+  std::atomic<uint64_t> done{0};    // the last operation that has run
+  std::atomic<uint64_t> doing[sides];
+  std::atomic<uint64_t> arrived[sides];
   Record record[2];      // by parity of the data generation: the next one may be written while this one is read
   Bell bell;             // point-to-point news for this rank
   char exchange[2][exchange_bytes];

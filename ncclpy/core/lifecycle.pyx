@@ -35,6 +35,7 @@ from ncclpy.core.handle cimport (
     now,
 )
 from ncclpy.core.library cimport nccl, require
+from ncclpy.core.missing cimport who_is_missing
 from ncclpy.core.stream cimport Stream
 
 from ncclpy.core import device as _device
@@ -172,10 +173,12 @@ cdef class Lifecycle(Handle):
         if self.raw != NULL or self.parent is None:
             return Handle.give_up(self, what, timeout)
         self.state = ABORTED  # NCCL may still write into the cell
+        missing = who_is_missing((<Handle>self.parent).raw)
         abort_handles([self.parent], ABORT_DEADLINE, f"{what} passed its deadline")
         raise NcclTimeout(
             f"{what} of a child of {self.parent!r} was not done after {timeout:.3g} s; the parent was aborted, as NCCL "
-            "makes children through it. A rank is missing: all ranks of the parent make the call",
+            "makes children through it. " + (f"{missing}. " if missing else "")
+            + "A rank is missing: all ranks of the parent make the call",
             function=what,
         )
 

@@ -91,8 +91,7 @@ std::string absent(Comm& comm, const std::vector<int>& ranks, uint64_t deed) {
   }
   if (ranks.size() > most) text += " and " + std::to_string(ranks.size() - most) + " more";
   if (!neighbours.empty()) {
-    text += std::string("; rank") + (neighbours.size() > 1 ? "s " : " ") + listed(neighbours) +
-            " of this process: are the calls in one group()?";
+    text += "; of this process: " + listed(neighbours) + " (are the calls in one group()?)";
   }
   return text;
 }

@@ -65,7 +65,7 @@ uint64_t this_process() {
 
 // Maps all of the memory, which the first rank fills in.
 ncclResult_t map_segment(std::unique_ptr<Meeting> meeting, int nranks, std::shared_ptr<Segment>* segment) {
-  const size_t bytes = Layout(nranks).end;
+  const size_t bytes = segment_bytes(nranks);
   int descriptor = -1;
   bool first = false;
   NCCLPY_TRY(meeting->open(nranks, bytes, &descriptor, &first));
@@ -167,6 +167,8 @@ bool Segment::one_process() {
   }
   return true;
 }
+
+size_t segment_bytes(int nranks) { return Layout(nranks).end; }
 
 ncclResult_t join_segment(const ncclUniqueId& id, int nranks, int rank, int device,
                           std::shared_ptr<Segment>* segment) {

@@ -211,6 +211,9 @@ class Segment {
   size_t slots_at_, channels_at_, small_at_, steps_at_, pieces_at_;
 };
 
+// How long the memory is for so many ranks.
+size_t segment_bytes(int nranks);
+
 // Opens the segment of `id` and takes the place of `rank` in it. Does not wait for the other ranks.
 ncclResult_t join_segment(const ncclUniqueId& id, int nranks, int rank, int device, std::shared_ptr<Segment>* segment);
 

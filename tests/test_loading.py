@@ -115,7 +115,7 @@ def test_the_same_choice_again_does_nothing(tmp_path):
     assert run(code).split() == ["True"] * 4
 
 
-@pytest.mark.parametrize("choice", ["foo", "HOST", "/nowhere/libnccl.so.2"])
+@pytest.mark.parametrize("choice", ["foo", "HOSTS", "/nowhere/libnccl.so.2"])
 @pytest.mark.parametrize("by", ["NCCLPY_LIBRARY", "ncclpy.use()"])
 def test_a_choice_that_is_none_says_what_is_expected(choice, by):
     code = f"""

@@ -53,7 +53,8 @@ def test_communicators_cost_no_threads(timeout):
         most = max(most, threads())
     assert most <= before + 16
     wait_for(lambda: not engine_threads())
-    testing.close_all([*(comm for pair in pairs for comm in pair), *parents])
+    testing.close_all([comm for pair in pairs for comm in pair])
+    testing.close_all(parents)
 
 
 def test_whoever_has_work_has_a_thread():
@@ -79,11 +80,12 @@ def test_whoever_has_work_has_a_thread():
     while engine_threads() and time.monotonic() < end:
         time.sleep(0.05)
     assert not engine_threads(), "what has nothing to do ends"
-    testing.close_all([*(comm for pair in pairs for comm in pair), *parents])
+    testing.close_all([comm for pair in pairs for comm in pair])
+    testing.close_all(parents)
 
 
 def test_nothing_is_destroyed_at_the_end_of_a_process():
     """Threads of the engine run until then: a destructor of ours would take something away from under them."""
     listed = subprocess.run(["nm", "-D", "--undefined-only", host_engine_path()], capture_output=True, text=True, check=True)
-    assert "pthread_create" in listed.stdout
+    assert "memfd_create" in listed.stdout
     assert "__cxa_atexit" not in listed.stdout

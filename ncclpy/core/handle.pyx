@@ -148,6 +148,10 @@ cdef class Handle:
             raise NcclError(f"{self!r} was never initialised: its initialisation failed; make a new communicator")
         raise ValueError(f"{self!r} is not initialised yet: it is made when its group ends")
 
+    cdef ncclComm_t speaker(self) noexcept:
+        """Return the communicator that knows why this one failed."""
+        return self.raw
+
     cdef ncclResult_t poll_once(self) noexcept nogil:
         """Ask NCCL once how the communicator is; for a child that NCCL still makes, its parent is asked."""
         cdef ncclResult_t state = ncclSuccess
@@ -212,7 +216,7 @@ cdef class Handle:
                 return 0
             if self.state == INITIALISING:
                 self.state = FAILED
-            words = nccl.ncclGetLastError(self.raw) if nccl.ncclGetLastError != NULL else NULL
+            words = nccl.ncclGetLastError(self.speaker()) if nccl.ncclGetLastError != NULL else NULL
             raise nccl_error(result, b"ncclCommGetAsyncError", words, f"{what} of {self!r}")
 
     cdef int wait_stream(self, CUstream stream, str what, double deadline) except -1:

@@ -168,6 +168,10 @@ cdef class Lifecycle(Handle):
             self.raw = self.birth.cell
         return Handle.poll_once(self)
 
+    cdef ncclComm_t speaker(self) noexcept:
+        """A child that NCCL has not made has no handle: its parent says what happened."""
+        return self.raw if self.raw != NULL or self.parent is None else (<Handle>self.parent).raw
+
     cdef int give_up(self, str what, double timeout) except -1:
         """A child that NCCL has not made yet can only be ended through its parent."""
         if self.raw != NULL or self.parent is None:

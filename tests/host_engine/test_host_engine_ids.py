@@ -12,11 +12,11 @@ import threading
 
 import numpy as np
 import pytest
-import testing
 from host_checks import in_thread, join, start, wait_for
 from nccl_calls import INVALID_ARGUMENT, INVALID_USAGE, SYSTEM, NcclError
 
 import ncclpy
+import testing
 
 # The beginning of an id: magic, process, descriptor, nonce, place.
 HEAD = struct.Struct("Qii16sI")
@@ -84,11 +84,12 @@ def same_device(nccl, uid):
         nccl.driver.use(0)
         return nccl.init(2, uid, number)
 
-    other = in_thread(lambda: pytest.raises(NcclError, rank, 1))
+    other = in_thread(rank, 1)
     try:
         rank(0)
     finally:
-        join(other)
+        with pytest.raises(NcclError):
+            join(other)
 
 
 def test_an_id_is_a_plain_value():
@@ -183,12 +184,15 @@ def test_memory_of_another_user_is_not_used(nccl):
 # What is said
 
 
-def said_by_a_rank(nccl, before, uid=None, then=""):
+def said_by_a_rank(nccl, before):
     """Return what a rank of another process says that comes with an id of this one, after some preparation."""
-    body = (
-        f"{before}\ntry:\n    init(2, 1, sys.argv[1])\nexcept Exception as error:\n    say(error.code, error.text)\n{then}"
-    )
-    rank = start(body, (uid or nccl.unique_id()).hex())
+    body = f"""{before}
+try:
+    init(2, 1, sys.argv[1])
+except Exception as error:
+    say(error.code, error.text)
+"""
+    rank = start(body, nccl.unique_id().hex())
     said, errors = rank.communicate(timeout=60)
     assert rank.returncode == 0, errors
     return said
@@ -294,6 +298,38 @@ def test_a_rank_without_descriptors_does_not_bury_its_peers(nccl):
         assert value[0] == 1024
     said, errors = rank.communicate(timeout=60)
     assert said.split() == ["in", "0", "1024.0"], errors
+
+
+@pytest.mark.parametrize("timeout", [None, 5.0])
+def test_a_shrink_without_descriptors_says_so(timeout):
+    """On every rank, also those that wait for another one's memory; also where the call is polled."""
+    said = testing.run_python(
+        f"""
+        import os, resource, threading, ncclpy
+        comms = ncclpy.Communicator.init_all(range(3), timeout={timeout})
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        kept = []
+        try:
+            while True:
+                kept.append(os.dup(0))
+        except OSError:
+            pass
+        def shrink(comm):
+            try:
+                comm.shrink([2], abort=True)
+            except ncclpy.NcclError as error:
+                os.write(1, (str(error) + "\\n").encode())
+        threads = [threading.Thread(target=shrink, args=(comm,)) for comm in comms[:2]]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        os._exit(0)
+        """,
+        env={"NCCLPY_LIBRARY": "host"},
+    ).stdout.splitlines()
+    assert len(said) == 2 and any("no file descriptor is free" in line for line in said), said
+    assert all("no file descriptor is free" in line or "gave up" in line for line in said), said
 
 
 def test_a_death_is_noticed_without_descriptors(nccl):

@@ -8,11 +8,11 @@ import threading
 
 import numpy as np
 import pytest
-import testing
 from host_checks import in_thread, join, start, wait_for
 from nccl_calls import SUM, NcclError
 
 import ncclpy
+import testing
 
 FLOAT32 = 7
 
@@ -67,9 +67,8 @@ def test_a_collective_that_some_ranks_have_come_to(nccl, who, init_all, streams)
     for rank in (0, 2):
         reduce(nccl, comms[rank], streams[rank], value[rank])
     other = f"(process {os.getpid()}, last call AllReduce #1, idle)"
-    expected = (
-        f"AllReduce #2: came: 0, 2; missing: 1 {other}, 3 {other}; of this process: 1, 3 (are the calls in one group()?)"
-    )
+    missing = f"missing: 1 {other}, 3 {other}; of this process: 1, 3 (are the calls in one group()?)"
+    expected = f"AllReduce #2: came: 0, 2; {missing}"
     wait_for(lambda: who(comms[0]) == who(comms[2]) == expected)
     assert who(comms[1]) == "", "it waits for nobody"
     assert who(comms[0], 12) == "AllReduce #" and who(comms[0], 1) == ""
@@ -77,7 +76,7 @@ def test_a_collective_that_some_ranks_have_come_to(nccl, who, init_all, streams)
     with pytest.raises(NcclError):
         nccl.ncclGroupEnd()
     said = nccl.last_error()
-    assert who(comms[0]) == "" and nccl.last_error() == said != "", "no communicator any more, no trace of the question"
+    assert who(comms[0]) == "" and nccl.last_error() == said != "", "no communicator, no trace of the question"
 
 
 def test_what_a_missing_rank_does_instead(nccl, who, init_all, streams):
@@ -157,9 +156,9 @@ def test_calls_in_which_all_ranks_meet(nccl, who, init_all, call):
 
 
 def test_a_question_while_a_call_holds_the_communicator(nccl, who, init_all):
-    """A split that hangs in a fault holds everything that it can hold."""
+    """A split that waits holds everything that it can hold."""
     comms = init_all(2)
-    thread = in_thread(lambda: pytest.raises(NcclError, nccl.split, comms[0], 0, 0))
+    thread = in_thread(nccl.split, comms[0], 0, 0)
     wait_for(lambda: who(comms[0]) != "")
     answers = []
     asker = threading.Thread(target=lambda: answers.extend(who(comms[0]) for _ in range(100)))
@@ -167,7 +166,8 @@ def test_a_question_while_a_call_holds_the_communicator(nccl, who, init_all):
     asker.join(20)
     assert len(answers) == 100 and all("CommSplit #1: came: 0; missing: 1" in answer for answer in answers)
     abort_all(nccl, comms)
-    join(thread)
+    with pytest.raises(NcclError, match="aborted"):
+        join(thread)
 
 
 def test_a_timeout_says_it(nccl):

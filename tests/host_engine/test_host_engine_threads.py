@@ -8,10 +8,10 @@ import time
 
 import numpy as np
 import pytest
-import testing
 from host_checks import wait_for
 
 import ncclpy
+import testing
 from ncclpy.core.search import host_engine_path
 
 
@@ -86,6 +86,8 @@ def test_whoever_has_work_has_a_thread():
 
 def test_nothing_is_destroyed_at_the_end_of_a_process():
     """Threads of the engine run until then: a destructor of ours would take something away from under them."""
-    listed = subprocess.run(["nm", "-D", "--undefined-only", host_engine_path()], capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["nm", "-D", "--undefined-only", host_engine_path()], capture_output=True, text=True, check=True
+    )
     assert "memfd_create" in listed.stdout
     assert "__cxa_atexit" not in listed.stdout

@@ -162,8 +162,9 @@ ncclResult_t meet_in_shrink(const std::shared_ptr<Comm>& parent, const std::shar
   const int rank = int(std::find(survivors.begin(), survivors.end(), parent->rank) - survivors.begin());
   const ncclResult_t result = meet(child, int(survivors.size()), rank, id);
   if (leads) {
+    // After a failure the board stays: whoever comes later finds an id that was given up, and need not wait.
     if (result != ncclSuccess) withdraw_unique_id(id);
-    board.key.store(0, std::memory_order_release);
+    else board.key.store(0, std::memory_order_release);
   }
   return result;
 }

@@ -301,6 +301,21 @@ def init_on_device_zero(rank):
     return "no error"
 
 
+def wrong_type(rank, sent, wanted):
+    """Send one type and count, receive another; the async error, and whether the receiver's memory is untouched."""
+    nccl = rank.nccl
+    value = np.full(32, rank.rank, np.uint8)
+    comm = nccl.init(rank.nranks, rank.uid, rank.rank)
+    if rank.rank == 0:
+        nccl.ncclSend(pointer(value), *sent, 1, comm, rank.stream)
+    else:
+        nccl.ncclRecv(pointer(value), *wanted, 0, comm, rank.stream)
+    rank.synchronize()
+    code = nccl.async_error(comm)
+    nccl.ncclCommAbort(comm)
+    return code, bool((value == rank.rank).all())
+
+
 def wrong_size(rank):
     """Send more than the peer receives; the receiver's async error."""
     nccl = rank.nccl

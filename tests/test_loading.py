@@ -118,7 +118,7 @@ def test_the_same_choice_again_does_nothing(tmp_path):
     assert run(code).split() == ["True"] * 4
 
 
-@pytest.mark.parametrize("choice", ["foo", "HOST", "/nowhere/libnccl.so.2"])
+@pytest.mark.parametrize("choice", ["foo", "HOSTS", "/nowhere/libnccl.so.2"])
 @pytest.mark.parametrize("by", ["NCCLPY_LIBRARY", "ncclpy.use()"])
 def test_a_choice_that_is_none_says_what_is_expected(choice, by):
     code = f"""
@@ -149,6 +149,17 @@ def test_the_host_engine_that_does_not_start_is_not_taken_for_a_driver():
         """
     said = run(code, NCCLPY_LIBRARY="host", NCCLPY_HOST_DEVICES="many")
     assert said.startswith("the host engine refuses to start") and "NCCLPY_HOST_DEVICES" in said and "'many'" in said
+
+
+@pytest.mark.parametrize("choice", ["host", "HOST", "Host"])
+def test_the_host_engine_in_any_case(choice):
+    code = f"""
+    import ncclpy, os
+    if os.environ.get("NCCLPY_LIBRARY") is None: ncclpy.use({choice!r})
+    print(ncclpy.library().engine, ncclpy.device_count())
+    """
+    assert run(code, NCCLPY_LIBRARY=choice, NCCLPY_HOST_DEVICES="") == "host 8", "an empty variable is not set"
+    assert run(code) == "host 8"
 
 
 def test_what_a_library_lacks_names_the_release(libnccl):

@@ -70,6 +70,7 @@ cdef class Handle:
     cdef int born(self, ncclResult_t result) except -1
     cdef int unborn(self) except -1
     cdef int check_alive(self) except -1
+    cdef ncclComm_t speaker(self) noexcept
     cdef ncclResult_t poll_once(self) noexcept nogil
     cdef ncclResult_t peek(self) noexcept nogil
     cdef ncclComm_t take_raw(self) noexcept nogil

@@ -29,10 +29,11 @@ from ncclpy.core.check cimport check, check_driver, nccl_error, raise_nccl
 from ncclpy.core.flight cimport hold
 from ncclpy.core.library cimport abort_preempts, driver, nccl, require, require_driver, version_code
 from ncclpy.core.marks cimport free_marks, mark_begin, mark_end
+from ncclpy.core.missing cimport who_is_missing
 from ncclpy.core.stream cimport event_behind
 from ncclpy.core.wait cimport FOREVER, LEAVE, SLICE, await_stream, deadline_after, now, pause
 
-from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, not_copied
+from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, not_copied, seconds
 
 cdef extern from "pthread.h" nogil:
     int pthread_mutex_init(pthread_mutex_t*, void*)
@@ -256,6 +257,10 @@ cdef class Handle:
             raise NcclError(f"{self!r} was never initialised: its initialisation failed; make a new communicator")
         raise ValueError(f"{self!r} is not initialised yet: it is made when its group ends")
 
+    cdef ncclComm_t speaker(self) noexcept:
+        """Return the communicator that knows why this one failed."""
+        return self.raw
+
     cdef ncclResult_t poll_once(self) noexcept nogil:
         """Ask NCCL once how the communicator is; for a child that NCCL still makes, its parent is asked."""
         cdef ncclResult_t state = ncclSuccess
@@ -323,7 +328,7 @@ cdef class Handle:
                 return 0
             if self.state == INITIALISING:
                 self.state = FAILED
-            words = nccl.ncclGetLastError(self.raw) if nccl.ncclGetLastError != NULL else NULL
+            words = nccl.ncclGetLastError(self.speaker()) if nccl.ncclGetLastError != NULL else NULL
             raise nccl_error(result, b"ncclCommGetAsyncError", words, f"{what} of {self!r}")
 
     cdef int wait_stream(self, CUstream stream, str what, double deadline, list together=None) except -1:
@@ -377,8 +382,10 @@ cdef class Handle:
             )
         else:
             advice = "A rank is missing or stuck: see which of the other ranks did not make the same call"
+        missing = who_is_missing(self.speaker())
+        advice = f"{missing}. {advice}" if missing else advice
         return NcclTimeout(
-            f"{what} of {described} was not done after {waited:.3g} s; the communicator was aborted. {advice}",
+            f"{what} of {described} was not done after {seconds(waited)}; the communicator was aborted. {advice}",
             function=what,
         )
 

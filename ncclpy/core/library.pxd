@@ -1,5 +1,5 @@
 from ncclpy.abi.driver cimport CUresult, CUstream, ncclpy_driver_table
-from ncclpy.abi.nccl cimport ncclpy_nccl_table
+from ncclpy.abi.nccl cimport ncclComm_t, ncclpy_nccl_table
 
 # The border: two tables. An entry is NULL until the library is loaded, when the loaded NCCL lacks the symbol, and in a
 # process forked after loading; whoever calls one first says `require(...)`, which loads, or raises and says why. The
@@ -16,6 +16,8 @@ cdef bint abort_preempts
 # How the host engine waits for a stream: it does the stream's work meanwhile, and calls `tick` now and then. NULL on GPUs.
 ctypedef CUresult (*StreamWait)(CUstream, double (*)(void*) noexcept nogil, void*) noexcept nogil
 cdef StreamWait stream_wait
+# Of the host engine alone, NULL elsewhere: writes who has not come to what a communicator waits for; see `missing`.
+cdef size_t (*host_who_is_missing)(ncclComm_t, char*, size_t) noexcept nogil
 
 cdef int version_code() except -1
 cdef int missing_nccl(const char* name) except -1

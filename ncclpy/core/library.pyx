@@ -8,7 +8,7 @@ handle when it has them (the host engine), else from ``libcuda.so.1``.
 import os
 import threading
 
-from ncclpy.abi.nccl cimport NCCLPY_ABI_VERSION, NCCLPY_OLDEST_VERSION
+from ncclpy.abi.nccl cimport NCCLPY_ABI_VERSION, NCCLPY_OLDEST_VERSION, ncclComm_t
 from ncclpy.core import search
 from ncclpy.core.errors import LibraryNotFound, NcclError, NcclUnsupported
 
@@ -38,16 +38,19 @@ cdef extern from *:
        costs the calls nothing, since each looks for NULL anyway. */
     static ncclpy_nccl_table* ncclpy_the_nccl;
     static ncclpy_driver_table* ncclpy_the_driver;
+    static void* ncclpy_the_extra;
     static int ncclpy_loaded, ncclpy_forked;
     static void ncclpy_in_child(void) {
       if (!ncclpy_loaded) return;
       memset(ncclpy_the_nccl, 0, sizeof *ncclpy_the_nccl);
       memset(ncclpy_the_driver, 0, sizeof *ncclpy_the_driver);
+      memset(ncclpy_the_extra, 0, sizeof(void*));
       ncclpy_forked = 1;
     }
-    static void ncclpy_watch_fork(ncclpy_nccl_table* n, ncclpy_driver_table* d) {
+    static void ncclpy_watch_fork(ncclpy_nccl_table* n, ncclpy_driver_table* d, void* extra) {
       ncclpy_the_nccl = n;
       ncclpy_the_driver = d;
+      ncclpy_the_extra = extra;
       pthread_atfork(NULL, NULL, ncclpy_in_child);
     }
     """
@@ -59,9 +62,9 @@ cdef extern from *:
     const ncclpy_symbol* ncclpy_driver_symbols
     int ncclpy_loaded
     int ncclpy_forked
-    void ncclpy_watch_fork(ncclpy_nccl_table*, ncclpy_driver_table*)
+    void ncclpy_watch_fork(ncclpy_nccl_table*, ncclpy_driver_table*, void*)
 
-ncclpy_watch_fork(&nccl, &driver)
+ncclpy_watch_fork(&nccl, &driver, &host_who_is_missing)
 
 # The host engine marks itself with this symbol, a C string.
 cdef const char* HOST_MARK = b"ncclpyHostEngine"
@@ -135,7 +138,7 @@ def use(choice):
     global _choice
     if not isinstance(choice, (str, os.PathLike)):
         raise TypeError(f'use() takes "cuda", "host" or a path, not {type(choice).__name__}')
-    choice = os.fsdecode(choice)
+    choice = _as_choice(os.fsdecode(choice))
     with _lock:
         if _library is not None:
             if choice in (_library.engine, _choice) or _same_file(choice, _library.path):
@@ -145,6 +148,11 @@ def use(choice):
                 "call ncclpy.use() before the first use of NCCL"
             )
         _choice = choice
+
+
+def _as_choice(text):
+    """Return "cuda" or "host" for either in any case, else the path that `text` is; None for nothing."""
+    return text.lower() if text.lower() in ("cuda", "host") else text or None
 
 
 def _same_file(one, other):
@@ -216,7 +224,7 @@ def _ensure_loaded():
 
 
 def _load():
-    choice = _choice or os.environ.get("NCCLPY_LIBRARY") or None
+    choice = _choice or _as_choice(os.environ.get("NCCLPY_LIBRARY", ""))
     origin = "ncclpy.use()" if _choice else "NCCLPY_LIBRARY"
     if choice == "host":
         return _open([(search.host_engine_path(), "the host engine of this package")], origin)
@@ -241,7 +249,7 @@ _HOW_TO_CHOOSE = (
 
 cdef object _open(places, origin, failed="no NCCL library could be loaded"):
     """Open the first place that is a NCCL, fill the tables and describe it; `failed` begins the error if none is."""
-    global _version, host_engine, abort_preempts, stream_wait
+    global _version, host_engine, abort_preempts, stream_wait, host_who_is_missing
     cdef void* handle
     cdef int code = 0
     cdef const char* error
@@ -268,6 +276,9 @@ cdef object _open(places, origin, failed="no NCCL library could be loaded"):
         _version = code
         host_engine = abort_preempts = dlsym(handle, HOST_MARK) != NULL
         stream_wait = <StreamWait>dlsym(handle, b"ncclpyHostStreamWait")
+        host_who_is_missing = <size_t (*)(ncclComm_t, char*, size_t) noexcept nogil>dlsym(
+            handle, b"ncclpyHostWhoIsMissing"
+        )
         engine = "host" if host_engine else "cuda"
         loaded = _loaded_path(path)
         # From here on a forked child is refused.

@@ -35,6 +35,7 @@ from ncclpy.core.handle cimport (
 )
 from ncclpy.core.library cimport abort_preempts, nccl, require, version_code
 from ncclpy.core.marks cimport new_marks
+from ncclpy.core.missing cimport who_is_missing
 from ncclpy.core.stream cimport Stream
 from ncclpy.core.upkeep cimport DESTROY, FINALIZE, REVOKE, SUSPEND, UPKEEP, Upkeep
 from ncclpy.core.watch cimport watch
@@ -42,7 +43,7 @@ from ncclpy.core.wait cimport FOREVER, as_timeout, deadline_after, now, pause
 
 from ncclpy.core import device as _device
 from ncclpy.core.config import Config
-from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout
+from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, seconds
 from ncclpy.core.types import Result
 
 cdef dict _STATES = {
@@ -242,11 +243,25 @@ cdef class Lifecycle(Handle):
                 each.let_go()
         return 0
 
+    cdef ncclComm_t speaker(self) noexcept:
+        """While it is made, the guard says what happens; of a child that NCCL has not made its parent does."""
+        if self.raw != NULL:
+            return self.raw
+        if self.guard != NULL:
+            return self.guard
+        if self.parent is not None:
+            return (<Handle>self.parent).raw
+        if self.state == UNBORN and abort_preempts and self.cradle is not None:
+            return self.cradle.birth.cell
+        return NULL
+
     cdef object timeout_error(self, object what, double waited):
         if self.state == INITIALISING and self.cradle.stage == IN_PARENT:
+            missing = who_is_missing(self.speaker())
+            missing += ". " if missing else ""
             return NcclTimeout(
-                f"{what} of a child of {self.parent!r} was not done after {waited:.3g} s; the parent was aborted, as "
-                "NCCL makes children through it. A rank is missing: all ranks of the parent make the call",
+                f"{what} of a child of {self.parent!r} was not done after {seconds(waited)}; the parent was aborted, "
+                f"as NCCL makes children through it. {missing}A rank is missing: all ranks of the parent make the call",
                 function=what,
             )
         return Handle.timeout_error(self, what, waited)

@@ -32,31 +32,26 @@ struct Input {
   }
 };
 
-// What a unique id and the memory begin with, learnt from one that the engine made.
+// What a unique id and the memory begin with, learnt from those that the engine made.
 struct Made {
   ncclUniqueId id;
-  Header* header;
-  int32_t pid, descriptor;
-
+  uint64_t magic;
   Made() {
-    if (create_unique_id(&id) != ncclSuccess) abort();
-    memcpy(&pid, id.internal + 8, 4);
-    memcpy(&descriptor, id.internal + 12, 4);
-    header = static_cast<Header*>(mmap(nullptr, sizeof(Header), PROT_READ, MAP_SHARED, descriptor, 0));
-    if (header == MAP_FAILED || pid != getpid()) abort();
+    ncclUniqueId used;
+    std::shared_ptr<Segment> segment;
+    if (create_unique_id(&id) != ncclSuccess || create_unique_id(&used) != ncclSuccess) abort();
+    if (join_segment(used, 1, 0, 0, &segment) != ncclSuccess) abort();
+    magic = segment->header().magic;
   }
 };
 
-// Phase and sizes as the first rank of a communicator leaves them.
-void set_up(Header* header, int nranks) {
-  ncclUniqueId id;
-  std::shared_ptr<Segment> segment;
-  if (create_unique_id(&id) != ncclSuccess || join_segment(id, nranks, 0, 0, &segment) != ncclSuccess) abort();
-  header->phase.store(segment->header().phase.load());
-  header->nranks = segment->header().nranks;
-  header->bytes = segment->header().bytes;
-  segment.reset();
-  withdraw_unique_id(id);
+// A file without a name, as the engine makes them, of `bytes`, beginning with `content` at `offset`.
+int file(const char* name, size_t bytes, size_t offset, const void* content, size_t size, bool sealed) {
+  const int made = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  if (made < 0 || ftruncate(made, off_t(bytes)) != 0) abort();
+  if (offset + size <= bytes && pwrite(made, content, size, off_t(offset)) != ssize_t(size)) abort();
+  if (sealed && fcntl(made, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) abort();
+  return made;
 }
 
 }  // namespace
@@ -69,22 +64,34 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const auto rank = input.value<int32_t>();
   if (nranks < 1 || rank < 0 || rank >= nranks) return -1;  // refused before the id is looked at
 
-  const int memory = memfd_create("ncclpy-communicator", MFD_CLOEXEC);
-  if (memory < 0 || ftruncate(memory, off_t(input.value<uint32_t>() % (64 << 20))) != 0) abort();
-  ncclUniqueId id = made.id;
-  memcpy(id.internal + 12, &memory, 4);
-
+  // Bit by bit: damage the memory's beginning, the place in the table, the id behind its beginning, all of the id.
   alignas(Header) unsigned char bytes[sizeof(Header)] = {};
   Header* header = reinterpret_cast<Header*>(bytes);
-  header->magic = made.header->magic;
-  memcpy(header->nonce, made.header->nonce, sizeof header->nonce);
-  if (kind & 16) set_up(header, std::min(nranks, 64));
-  // Bit by bit: damage the memory behind the beginning, its beginning, the id behind its beginning, all of the id.
-  if (kind & 1) input.bytes(&header->phase, sizeof(Header) - offsetof(Header, phase));
-  if (kind & 2) input.bytes(bytes, offsetof(Header, phase));
+  header->magic = made.magic;
+  memcpy(header->nonce, made.id.internal + 16, sizeof header->nonce);
+  header->nranks = uint32_t(nranks);
+  header->bytes = segment_bytes(std::min(nranks, 64));
+  size_t length = header->bytes;
+  if (kind & 1) {
+    input.bytes(bytes, sizeof bytes);
+    length = input.value<uint32_t>() % (64 << 20);
+  }
+  const int memory = file("ncclpy-communicator", length, 0, bytes, sizeof bytes, !(kind & 16));
+
+  Place place;
+  memcpy(place.nonce, made.id.internal + 16, 16);
+  place.word = (kind & 32) ? uint64_t(Phase::offered) : uint64_t(Phase::laid_out);
+  place.memory = uint64_t(getpid()) << 32 | uint64_t(memory);
+  place.nranks = uint32_t(nranks);
+  if (kind & 2) input.bytes(static_cast<void*>(&place), sizeof place);
+  if (uint8_t(place.word) == uint8_t(Phase::being_laid_out)) place.word = 0;  // is waited upon, for 2 s
+  const int table = file("ncclpy-ids", 1 << 20, 0, &place, sizeof place, !(kind & 64));
+
+  ncclUniqueId id = made.id;
+  memcpy(id.internal + 12, &table, 4);
+  memset(id.internal + 32, 0, 4);  // the first place
   if (kind & 4) input.bytes(id.internal + 16, sizeof id - 16);
   if (kind & 8) input.bytes(id.internal, sizeof id);
-  if (header->phase.load() != 1 && pwrite(memory, bytes, sizeof bytes, 0) < 0) abort();  // 1 is waited upon, for 2 s
 
   std::shared_ptr<Segment> segment;
   if (join_segment(id, nranks, rank, 0, &segment) == ncclSuccess) {
@@ -94,9 +101,10 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     segment->buffer_bytes(rank);
     segment->small(rank, 1)[0] = 1;
     segment->piece(rank, rank, channel_slots - 1)[piece_bytes - 1] = 1;
+    segment->end_meeting();
   }
   segment.reset();
-  retire_unique_ids();
+  close(table);
   close(memory);
   return 0;
 }

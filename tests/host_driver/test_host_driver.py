@@ -62,14 +62,14 @@ def test_nothing_works_before_init():
 
 
 @host_only
-@pytest.mark.parametrize("count", ["1", "3", "1024"])
-def test_the_environment_sets_the_number_of_devices(count):
-    outcome = run_python("d.cuInit(0); print(d.get('cuDeviceGetCount', ctypes.c_int))", NCCLPY_HOST_DEVICES=count)
-    assert outcome.stdout.strip() == count, outcome.stderr
+@pytest.mark.parametrize(("text", "count"), [("1", 1), ("3", 3), ("1024", 1024), ("", 8)], ids=str)
+def test_the_environment_sets_the_number_of_devices(text, count):
+    outcome = run_python("d.cuInit(0); print(d.get('cuDeviceGetCount', ctypes.c_int))", NCCLPY_HOST_DEVICES=text)
+    assert outcome.stdout.strip() == str(count), outcome.stderr
 
 
 @host_only
-@pytest.mark.parametrize("count", ["", "0", "1025", "-1", "3 ", "eight", "99999999999999999999"])
+@pytest.mark.parametrize("count", ["0", "1025", "-1", "3 ", "eight", "99999999999999999999"])
 def test_an_impossible_number_of_devices_is_refused_in_words(count):
     outcome = run_python(
         f"print(d.library.cuInit(0), d.text('cuGetErrorString', {NO_DEVICE}))",

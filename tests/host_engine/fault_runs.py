@@ -169,8 +169,7 @@ def run(seed):
         "fired": happened,
         "outcomes": [r.outcome for r in ranks],
         "problems": problems,
-        "unused": not any(r.initialised for r in ranks),
-    }  # an id that nobody came with keeps its descriptor
+    }
 
 
 # Threads of which a process has one, from the first time that it needs it.

@@ -483,6 +483,26 @@ def test_message_of_the_wrong_size_gets_an_async_error(nccl, processes, streams)
     for comm, stream in zip(comms, streams, strict=False):
         nccl.driver.cuStreamSynchronize(stream)
         assert nccl.async_error(comm) == INVALID_USAGE
-        assert "rank 0 sends 100 bytes to rank 1, which receives 90 bytes" in nccl.last_error(comm)
+        assert "rank 0 sends 100 uint8 to rank 1, which receives 90 uint8" in nccl.last_error(comm)
         nccl.ncclCommAbort(comm)
     assert processes.run(nccl, 2, bodies.wrong_size)[1] == INVALID_USAGE
+
+
+@pytest.mark.parametrize("sent, wanted", [((8, 7), (4, 8)), ((4, 7), (4, 2))], ids=["same-bytes", "same-count"])
+def test_message_of_another_type_gets_an_async_error(nccl, processes, streams, sent, wanted):
+    """As many bytes as wanted, but of another type: float32 into float64, float32 into int32."""
+    comms = nccl.init_all(2)
+    source, target = np.ones(32, np.uint8), np.zeros(32, np.uint8)
+    nccl.ncclGroupStart()
+    nccl.ncclSend(bodies.pointer(source), *sent, 1, comms[0], streams[0])
+    nccl.ncclRecv(bodies.pointer(target), *wanted, 0, comms[1], streams[1])
+    nccl.ncclGroupEnd()
+    names = {2: "int32", 7: "float32", 8: "float64"}
+    words = f"rank 0 sends {sent[0]} {names[sent[1]]} to rank 1, which receives {wanted[0]} {names[wanted[1]]}"
+    for comm, stream in zip(comms, streams, strict=False):
+        nccl.driver.cuStreamSynchronize(stream)
+        assert nccl.async_error(comm) == INVALID_USAGE
+        assert words in nccl.last_error(comm)
+        nccl.ncclCommAbort(comm)
+    assert not target.any()
+    assert processes.run(nccl, 2, bodies.wrong_type, sent, wanted)[1] == (INVALID_USAGE, True)

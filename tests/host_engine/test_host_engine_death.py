@@ -162,13 +162,6 @@ def test_nothing_is_left_behind(nccl):
     assert (len(os.listdir("/proc/self/fd")), sorted(os.listdir("/dev/shm"))) == before
 
 
-def test_the_shared_memory_is_the_users_alone(nccl):
-    nccl.unique_id()
-    open_files = [entry for entry in Path("/proc/self/fd").iterdir() if entry.exists()]
-    segments = [entry.stat() for entry in open_files if "ncclpy-communicator" in os.readlink(entry)]
-    assert {(oct(one.st_mode & 0o777), one.st_uid) for one in segments} == {("0o600", os.getuid())}
-
-
 def sum_much(rank):
     with rank.communicator() as comm:
         data = np.ones(1_000_000, np.float32)
@@ -177,12 +170,10 @@ def sum_much(rank):
         assert (data == rank.nranks).all()
 
 
-def test_the_last_rank_empties_the_memory_that_the_maker_of_the_id_keeps_open(nccl, processes):
-    """This process makes the id and is no rank: it holds the memory until it makes another one."""
+def test_the_maker_of_an_id_that_is_no_rank_keeps_no_memory_of_it(nccl, processes):
     processes.run(nccl, 2, sum_much)
     open_files = [entry for entry in Path("/proc/self/fd").iterdir() if entry.exists()]
-    kept = [entry.stat().st_blocks * 512 for entry in open_files if "ncclpy-communicator" in os.readlink(entry)]
-    assert kept and max(kept) < 256 << 10, kept
+    assert not [entry for entry in open_files if "ncclpy-communicator" in os.readlink(entry)]
 
 
 def cpu_seconds():

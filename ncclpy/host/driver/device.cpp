@@ -19,7 +19,7 @@ constexpr int kDefaultDevices = 8, kMaxDevices = 1024;
 
 int read_device_count() {
   const char* text = std::getenv("NCCLPY_HOST_DEVICES");
-  if (text == nullptr) return kDefaultDevices;
+  if (text == nullptr || *text == '\0') return kDefaultDevices;  // as elsewhere, empty is not set
   int count = 0;
   for (const char* c = text; *c >= '0' && *c <= '9' && count <= kMaxDevices; ++c) {
     count = 10 * count + (*c - '0');

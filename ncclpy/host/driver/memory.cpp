@@ -1,6 +1,7 @@
 // Allocations and the map that finds the one an address lies in.
 #include "memory.hpp"
 
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/sysinfo.h>
@@ -68,10 +69,12 @@ void* allocate(std::size_t bytes, int device) { return allocate_tagged(bytes, de
 
 void* allocate_shared(std::size_t bytes, int device) {
   if (too_much(bytes)) return nullptr;
-  const int descriptor = memfd_create("ncclpy-memory", MFD_CLOEXEC);
+  const int descriptor = memfd_create("ncclpy-memory", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (descriptor < 0) return allocate(bytes, device);
   void* base = MAP_FAILED;
-  if (fchmod(descriptor, 0600) == 0 && ftruncate(descriptor, static_cast<off_t>(bytes)) == 0)
+  // Sealed: other processes map it, and nobody may take its pages away from under them.
+  if (fchmod(descriptor, 0600) == 0 && ftruncate(descriptor, static_cast<off_t>(bytes)) == 0 &&
+      fcntl(descriptor, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0)
     base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
   if (base == MAP_FAILED) {
     close(descriptor);

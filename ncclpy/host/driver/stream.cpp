@@ -1,4 +1,4 @@
-// Streams: the queue, its thread, helping, and the order between the legacy default stream and the blocking ones.
+// Streams: the queue, who runs it, helping, and the order between the legacy default stream and the blocking ones.
 //
 // The legacy order is kept by fences. A task for the legacy stream is preceded by one that waits for what is queued
 // in the device's blocking streams at that time, a task for a blocking stream by one that waits for what is queued in
@@ -7,7 +7,7 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdio>
+#include <exception>
 #include <thread>
 #include <unordered_map>
 #include <utility>
@@ -154,7 +154,9 @@ std::vector<Point> Stream::predecessors() const {
 std::uint64_t Stream::enqueue(Task task) {
   std::vector<Point> before = predecessors();
   std::unique_lock lock(mutex_);
-  if (!started_) start();
+  if (queued_.load(std::memory_order_relaxed) + 1 - returned_at_ > kAtOnce) be_eager();
+  Reserved worker;
+  if (!lazy_ && !attended_ && !running_.load(std::memory_order_relaxed)) worker = reserve_worker();
   for (Point& point : before) {
     if (kind_ == Kind::kBlocking) {
       if (point.number <= fenced_) continue;
@@ -163,7 +165,11 @@ std::uint64_t Stream::enqueue(Task task) {
     append([point = std::move(point)] { point.wait(); });
   }
   const std::uint64_t number = append(std::move(task));
-  announce(lock);
+  if (worker) {
+    attend(std::move(worker), lock);
+  } else if (lazy_ && !attended_) {
+    leave_to_sweeper(lock);
+  }
   return number;
 }
 
@@ -208,13 +214,7 @@ void Stream::wait(std::uint64_t number) {
       lock.lock();
     }
   }
-  wake_thread(lock);  // for what this helper leaves over
-}
-
-void Stream::close() {
-  std::unique_lock lock(mutex_);
-  closed_ = true;
-  wake_thread(lock);
+  find_thread(lock);  // for what this helper leaves over
 }
 
 std::uint64_t Stream::append(Task task) {
@@ -224,19 +224,28 @@ std::uint64_t Stream::append(Task task) {
   return number;
 }
 
-void Stream::start() {
-  char name[16];
-  std::snprintf(name, sizeof name, "ncclpy-dev%d", device_);
-  start_thread(name, [self = shared_from_this()] { self->execute(); }).detach();
-  started_ = true;
+// A thread comes to this stream. Gives up the lock.
+void Stream::attend(Reserved worker, std::unique_lock<std::mutex>& lock) {
+  attended_ = true;
+  lock.unlock();
+  worker.run(shared_from_this());
 }
 
-// Wake the thread if it sleeps and has something to do. Gives up the lock.
-void Stream::wake_thread(std::unique_lock<std::mutex>& lock) {
-  const bool wake = asleep_ && (runnable() || ending());
-  if (wake) asleep_ = false;
+// Finds a thread for what has none. Gives up the lock.
+void Stream::find_thread(std::unique_lock<std::mutex>& lock) {
+  if (attended_ || !runnable()) return lock.unlock();
+  try {
+    attend(reserve_worker(), lock);
+  } catch (const std::exception&) {  // no more threads: until there is one, whoever waits does the work
+    leave_to_sweeper(lock);
+  }
+}
+
+// The sweeper will look at this stream. Gives up the lock.
+void Stream::leave_to_sweeper(std::unique_lock<std::mutex>& lock) {
+  const bool known = std::exchange(swept_, true);
   lock.unlock();
-  if (wake) work_.notify_one();
+  if (!known) sweep_later(shared_from_this());
 }
 
 // A caller waits for a task. Whether the thread or this caller runs it says nothing of how soon the caller has come: a
@@ -248,18 +257,9 @@ void Stream::note_return(std::uint64_t number) {
   lazy_ = returns_ >= returns_needed_;
 }
 
-// A task has come. Gives up the lock.
-void Stream::announce(std::unique_lock<std::mutex>& lock) {
-  if (queued_.load(std::memory_order_relaxed) - returned_at_ > kAtOnce) be_eager();
-  if (!lazy_ || !asleep_) return wake_thread(lock);
-  const bool known = std::exchange(swept_, true);
-  lock.unlock();
-  if (!known) sweep_later(shared_from_this());
-}
-
 void Stream::nudge() {
   std::unique_lock lock(mutex_);
-  wake_thread(lock);
+  find_thread(lock);
 }
 
 bool Stream::sweep() {
@@ -267,14 +267,14 @@ bool Stream::sweep() {
   const std::uint64_t queued = queued_.load(), finished = finished_.load();
   const bool stuck = runnable() && finished == finished_at_sweep_ && queued_at_sweep_ > finished;
   swept_ = stuck || queued != queued_at_sweep_ || queued != finished;
-  const bool again = swept_;
   queued_at_sweep_ = queued;
   finished_at_sweep_ = finished;
-  if (!stuck) return again;
+  if (!stuck) return swept_;
   returns_needed_ = std::min(2 * returns_needed_, kManyReturns);
   be_eager();
-  wake_thread(lock);
-  return again;
+  swept_ = true;  // if there is no thread now, there may be one at the next sweep
+  find_thread(lock);
+  return true;
 }
 
 void Stream::be_eager() {
@@ -282,22 +282,13 @@ void Stream::be_eager() {
   lazy_ = false;
 }
 
-// The thread's life.
 void Stream::execute() {
   std::unique_lock lock(mutex_);
-  while (!ending()) {
-    if (runnable()) {
-      run_first(lock);
-      continue;
-    }
-    if (spin(lock, [this] { return !running_.load() && !reached(queued_.load()); })) continue;
-    while (!runnable() && !ending()) {
-      asleep_ = true;
-      work_.wait(lock);
-    }
-    asleep_ = false;
-  }
-  started_ = false;  // a task that comes even so, from a caller that raced with the destruction, starts another thread
+  do {
+    while (runnable()) run_first(lock);
+    spin(lock, [this] { return !running_.load() && !reached(queued_.load()); });
+  } while (runnable());
+  attended_ = false;
 }
 
 // Run the first task of the queue, without the lock; runnable() must hold.

@@ -1,13 +1,13 @@
 // A stream: an ordered queue of tasks that runs beside its callers, as a CUDA stream does.
 //
-// Each stream has one thread of its own, started with the first task and asleep while there is none. A caller that
-// waits for a stream whose thread has not yet taken up the work runs the work itself ("helping"), so that a small
-// operation followed by a synchronisation costs no switch between threads. Tasks of one stream never overlap.
+// A stream that has tasks gets a thread, see crew.hpp, and gives it back when it has none. A caller that waits for a
+// stream whose thread has not yet taken up the work runs the work itself ("helping"), so that a small operation
+// followed by a synchronisation costs no switch between threads. Tasks of one stream never overlap.
 //
-// Where callers have come back many times in a row to wait for what they have just queued, waking the thread for each
+// Where callers have come back many times in a row to wait for what they have just queued, waking a thread for each
 // task is what costs most: it would either find that the work is done, or take the work and the core from a caller that
-// is about to do it. Such a stream is lazy: its thread is left asleep, and a sweeper looks a little later whether the
-// caller has come back after all. What is not waited for at once makes the stream eager again.
+// is about to do it. Such a stream is lazy: it gets no thread, and a sweeper looks a little later whether the caller has
+// come back after all. What is not waited for at once makes the stream eager again.
 //
 // A task may block for as long as it likes: it holds up its own stream and whoever waits for that, nothing else.
 // A task must not throw, and must not rely on the calling thread or on its current device.
@@ -21,6 +21,7 @@
 #include <mutex>
 #include <vector>
 
+#include "crew.hpp"
 #include "driver_abi.h"
 #include "task.hpp"
 
@@ -65,12 +66,14 @@ class Stream : public std::enable_shared_from_this<Stream> {
   bool done() const;
   // Return when all tasks queued so far are done; on the legacy stream, those of the blocking streams too.
   void synchronize();
-  // Somebody asks whether the stream is done instead of waiting: do not leave its thread asleep.
+  // Somebody asks whether the stream is done instead of waiting: do not leave it without a thread.
   void nudge();
-  // For the sweeper: wake the thread if a task has been left lying since the last sweep. Whether to look again.
+  // For the sweeper: find a thread if a task has been left lying since the last sweep. Whether to look again.
   bool sweep();
-  // No task will follow: once the queue is empty, the thread ends.
-  void close();
+  // Nobody will wait for this stream any more: do not leave it without a thread.
+  void close() { nudge(); }
+  // The life of a thread at this stream: until there is nothing to do.
+  void execute();
 
   Point last() { return {shared_from_this(), queued_.load(std::memory_order_acquire)}; }
   bool reached(std::uint64_t number) const { return finished_.load(std::memory_order_acquire) >= number; }
@@ -82,22 +85,19 @@ class Stream : public std::enable_shared_from_this<Stream> {
  private:
   std::vector<Point> predecessors() const;
   std::uint64_t append(Task task);
-  void start();
-  void wake_thread(std::unique_lock<std::mutex>& lock);
-  void announce(std::unique_lock<std::mutex>& lock);
+  void find_thread(std::unique_lock<std::mutex>& lock);
+  void attend(Reserved worker, std::unique_lock<std::mutex>& lock);
+  void leave_to_sweeper(std::unique_lock<std::mutex>& lock);
   void note_return(std::uint64_t number);
   void be_eager();
-  void execute();
   void run_first(std::unique_lock<std::mutex>& lock);
   bool runnable() const { return !running_.load(std::memory_order_relaxed) && !queue_.empty(); }
-  bool ending() const { return closed_ && queue_.empty(); }
   template <class Condition>
   bool spin(std::unique_lock<std::mutex>& lock, Condition condition);
 
   const int device_;
   const Kind kind_;
   std::mutex mutex_;                          // guards what follows; the atomics are written under it, read anywhere
-  std::condition_variable work_;              // the thread sleeps here
   std::condition_variable progress_;          // those who wait for a task sleep here
   std::deque<Task> queue_;                    // tasks not yet begun
   std::atomic<std::uint64_t> queued_{0};      // number of the last task queued
@@ -105,15 +105,13 @@ class Stream : public std::enable_shared_from_this<Stream> {
   std::atomic<bool> running_{false};          // a task is being run, by the thread or by a helper
   std::uint64_t fenced_ = 0;                  // the legacy stream's number that this stream has already waited for
   int waiting_ = 0;                           // how many sleep on progress_
-  bool started_ = false;
-  bool asleep_ = false;
+  bool attended_ = false;                     // a thread is here, or on its way
   bool lazy_ = false;
   std::uint64_t returned_at_ = 0;             // number of the last task at the queue's end that was waited for
   int returns_ = 0;                           // how often in a row a caller has waited for its last task at once
   int returns_needed_ = 8;                    // to be lazy
   bool swept_ = false;                        // the sweeper knows this stream
   std::uint64_t queued_at_sweep_ = 0, finished_at_sweep_ = 0;
-  bool closed_ = false;
 };
 
 // Streams by their CUDA handle.

@@ -4,6 +4,8 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -32,9 +34,16 @@ class SignalsBlocked {
 template <class Work>
 std::thread start_thread(const char* name, Work work) {
   SignalsBlocked blocked;
-  std::thread thread(std::move(work));
-  pthread_setname_np(thread.native_handle(), name);
-  return thread;
+  try {
+    std::thread thread(std::move(work));
+    pthread_setname_np(thread.native_handle(), name);
+    return thread;
+  } catch (const std::system_error& error) {
+    throw std::system_error(error.code(),
+                            std::string("no thread can be started (") + name +
+                                "); the limit of threads (ulimit -u, or a container's of pids) or of memory "
+                                "(ulimit -v) is reached");
+  }
 }
 
 // Between two looks of a thread that spins: leaves the core's other half alone.

@@ -35,6 +35,12 @@ const char* name_of(const Operation& operation) {
   return name_of(operation.collective_kind);
 }
 
+const char* type_name(ncclDataType_t dtype) {
+  static const char* const types[] = {"int8",    "uint8",   "int32",   "uint32",   "int64",      "uint64",
+                                      "float16", "float32", "float64", "bfloat16", "float8e4m3", "float8e5m2"};
+  return size_t(dtype) < sizeof types / sizeof *types ? types[dtype] : "?";
+}
+
 namespace {
 
 Record record_of(const Operation& operation) {
@@ -67,10 +73,8 @@ bool has_root(Collective kind) {
 
 // In words, and no more than the call was given: "AllReduce of 3 float32 (sum)", "Broadcast of 8 int8 (root 1)".
 std::string described(const Record& record) {
-  static const char* const types[] = {"int8",    "uint8",   "int32",   "uint32",   "int64",      "uint64",
-                                      "float16", "float32", "float64", "bfloat16", "float8e4m3", "float8e5m2"};
   static const char* const operators[] = {"sum", "prod", "max", "min", "avg", "premulsum"};
-  std::string text = std::string(name_of(record.kind)) + " of " + std::to_string(record.count) + " " + types[record.dtype];
+  std::string text = std::string(name_of(record.kind)) + " of " + std::to_string(record.count) + " " + type_name(record.dtype);
   if (!reduces(record.kind) && !has_root(record.kind)) return text;
   text += " (";
   if (reduces(record.kind)) text += operators[uint32_t(record.op)];
@@ -85,8 +89,8 @@ bool check_agreement(Comm& comm, int parity) {
   for (int r = 1; r < comm.nranks; r++) {
     const Record& other = comm.segment->slot(r).record[parity];
     if (same(first, other)) continue;
-    fail(ncclInvalidUsage, "the ranks do not agree: rank 0 calls %s, rank %d calls %s", described(first).c_str(), r,
-         described(other).c_str());
+    fail(ncclInvalidUsage, "the ranks do not agree: rank 0 calls %s, rank %d calls %s (%s)", described(first).c_str(), r,
+         described(other).c_str(), comm.title().c_str());
     comm.set_async(ncclInvalidUsage, last_error());
     return false;
   }

@@ -8,6 +8,8 @@ namespace ncclpy::host {
 // NCCL's name of an operation, without "nccl".
 const char* name_of(const Operation& operation);
 
+const char* type_name(ncclDataType_t dtype);
+
 // Contributions so small that every rank leaves its own in the segment before it arrives: no second rendezvous.
 bool is_small(const Record& record, int nranks);
 void contribute_small(Comm& comm, const Record& record, int parity);

@@ -62,6 +62,10 @@ std::shared_ptr<Comm> new_child(const std::shared_ptr<Comm>& parent) {
   return child;
 }
 
+std::string Comm::title() const {
+  return "communicator " + (name.empty() ? "" : "\"" + name + "\" ") + "of " + std::to_string(nranks) + " ranks";
+}
+
 void Comm::set_async(ncclResult_t result, const std::string& text) {
   std::lock_guard<std::mutex> lock(mutex);
   // A rank that has died does not come back, whatever else is reported later.
@@ -148,6 +152,32 @@ void Comm::share_fate(const std::shared_ptr<Comm>& other) {
   members.push_back(other);
 }
 
+uint64_t Comm::note_call(Deed deed) {
+  const uint64_t word = packed(deed, calls_[size_t(deed)].fetch_add(1, std::memory_order_relaxed) + 1);
+  segment->slot(rank).called.store(word, std::memory_order_relaxed);
+  return word;
+}
+
+void Comm::await(Side side, std::vector<int> ranks) {
+  std::lock_guard<std::mutex> lock(awaited_mutex_);
+  awaited_[side] = std::move(ranks);
+}
+
+std::vector<int> Comm::awaited(Side side) {
+  std::lock_guard<std::mutex> lock(awaited_mutex_);
+  return awaited_[side];
+}
+
+std::vector<std::shared_ptr<Comm>> Comm::unborn() {
+  std::vector<std::shared_ptr<Comm>> found;
+  std::lock_guard<std::mutex> lock(mutex);
+  for (const auto& known : children_) {
+    auto child = known.lock();
+    if (child != nullptr && !child->initialised_.load(std::memory_order_acquire)) found.push_back(std::move(child));
+  }
+  return found;
+}
+
 void Comm::abort() {
   fate_->aborted.store(true, std::memory_order_seq_cst);
   std::vector<std::weak_ptr<Comm>> members;
@@ -158,6 +188,7 @@ void Comm::abort() {
   for (const auto& member : members) {
     if (const auto alive = member.lock(); alive != nullptr && alive.get() != this) alive->ring();
   }
+  if (const auto met = shared_segment()) met->slot(rank).aborted.store(1, std::memory_order_release);
   ring();
   wait_until(local_, [this] { return running_.load(std::memory_order_seq_cst) == 0; });
 }
@@ -205,16 +236,23 @@ void break_comms(Segment& segment, int dead_rank) {
   for (const auto& comm : all) comm->lose(dead_rank);
 }
 
+Side Comm::note_arrival(const Gate& gate, uint64_t generation) {
+  const Side side = &gate == &segment->header().data ? data_side : control_side;
+  // Not taken back by an abort: the rank has come, and nothing follows.
+  segment->slot(rank).arrived[side].store(generation, std::memory_order_relaxed);
+  return side;
+}
+
 bool Comm::pass(Gate& gate, uint64_t& generation) {
   const uint64_t target = ++generation * uint64_t(nranks);
   Bell& bell = segment->header().bell;
+  const Side side = note_arrival(gate, generation);
   if (gate.arrive(target)) {
     bell.ring();
     return true;
   }
   // A revoked communicator can still be split: only its data stop.
-  const bool data = &gate == &segment->header().data;
-  wait_until(bell, segment->spin(), [&] { return gate.open(target) || (data ? stopped() : ended()); });
+  wait_until(bell, segment->spin(), [&] { return gate.open(target) || (side == data_side ? stopped() : ended()); });
   if (gate.open(target) || !gate.withdraw(target)) return true;
   generation--;
   return false;
@@ -223,6 +261,7 @@ bool Comm::pass(Gate& gate, uint64_t& generation) {
 void Comm::pass_surely(Gate& gate, uint64_t& generation) {
   const uint64_t target = ++generation * uint64_t(nranks);
   Bell& bell = segment->header().bell;
+  note_arrival(gate, generation);
   if (gate.arrive(target)) return bell.ring();
   wait_until(bell, segment->spin(), [&] { return gate.open(target); });
 }
@@ -262,7 +301,8 @@ void Comm::leave(uint64_t ticket) {
   local_.ring();
 }
 
-void Comm::execute(const Operation* operations, size_t count) {
+template <class Tell>
+void Comm::run_operations(const Operation* operations, size_t count, Tell tell) {
   const bool faults = faults_planned.load(std::memory_order_relaxed);
   for (size_t i = 0; faults && i < count; i++) {
     // An operation that does not run takes those of its launch with it, as a kernel would.
@@ -277,13 +317,30 @@ void Comm::execute(const Operation* operations, size_t count) {
     if (operations[i].kind == Operation::put || operations[i].kind == Operation::signal) run_put(*this, operations[i]);
   }
   for (size_t i = 0; i < count; i++) {
-    if (operations[i].kind == Operation::collective) run_collective(*this, operations[i]);
+    if (operations[i].kind != Operation::collective) continue;
+    tell(operations[i].deed);
+    run_collective(*this, operations[i]);
+  }
+  for (size_t i = count; i-- > 0;) {
+    if (operations[i].message()) tell(operations[i].deed);
   }
   messages.finish();
   for (size_t i = 0; i < count; i++) {
-    if (operations[i].kind == Operation::wait_signal) wait_for_signals(*this, operations[i]);
+    if (operations[i].kind != Operation::wait_signal) continue;
+    tell(operations[i].deed);
+    wait_for_signals(*this, operations[i]);
   }
   for (size_t i = 0; faults && i < count; i++) fault_in_result(*this, name_of(operations[i]), operations[i]);
+}
+
+void Comm::execute(const Operation* operations, size_t count) {
+  // Everybody can see what this rank is at.
+  RankSlot& slot = segment->slot(rank);
+  const auto tell = [&slot](uint64_t deed) { slot.doing[data_side].store(deed, std::memory_order_relaxed); };
+  tell(operations[0].deed);
+  run_operations(operations, count, tell);
+  slot.done.store(operations[count - 1].deed, std::memory_order_relaxed);
+  tell(0);
 }
 
 void Comm::run(const Launch& launch) {

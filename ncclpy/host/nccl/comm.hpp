@@ -54,6 +54,9 @@ class Comm : public std::enable_shared_from_this<Comm> {
 
   bool blocking() const { return config.blocking != 0; }
 
+  // For messages that all ranks give: what they all call this communicator.
+  std::string title() const;
+
   // What ncclCommGetAsyncError says, and the sentence behind an error.
   ncclResult_t async() const {
     return busy_.load(std::memory_order_acquire) ? ncclInProgress : async_.load(std::memory_order_acquire);
@@ -109,6 +112,13 @@ class Comm : public std::enable_shared_from_this<Comm> {
   // Waits until everything issued has run, or for abort.
   void drain();
 
+  // A call is made: the word for it, which everybody can see from now on.
+  uint64_t note_call(Deed deed);
+  // For missing.hpp: the ranks that are waited for, and the children whose initialisation is under way.
+  void await(Side side, std::vector<int> ranks);
+  std::vector<int> awaited(Side side);
+  std::vector<std::shared_ptr<Comm>> unborn();
+
   std::mutex mutex;
   std::mutex control;  // one exchange, split or the like at a time
   std::map<int, UserOperator> operators;
@@ -130,6 +140,9 @@ class Comm : public std::enable_shared_from_this<Comm> {
   struct Launch;
   void run(const Launch& launch);
   void execute(const Operation* operations, size_t count);
+  template <class Tell>
+  void run_operations(const Operation* operations, size_t count, Tell tell);
+  Side note_arrival(const Gate& gate, uint64_t generation);
   uint64_t take_ticket();
   ncclResult_t issue_captured(std::vector<Operation> operations, const std::vector<std::shared_ptr<Stream>>& queues);
   bool enter(uint64_t ticket);
@@ -153,6 +166,9 @@ class Comm : public std::enable_shared_from_this<Comm> {
   std::atomic<uint32_t> running_{0};
   Bell local_;  // news within this process: a launch has run, abort
   uint64_t control_generation_ = 0;
+  std::atomic<uint32_t> calls_[size_t(Deed::deeds)] = {};
+  std::mutex awaited_mutex_;
+  std::vector<int> awaited_[sides];
   friend std::shared_ptr<Comm> new_child(const std::shared_ptr<Comm>&);
 };
 

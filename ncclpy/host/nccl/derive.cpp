@@ -7,6 +7,7 @@
 #include "fault.hpp"
 #include "group.hpp"
 #include "init.hpp"
+#include "missing.hpp"
 
 namespace ncclpy::host {
 namespace {
@@ -58,8 +59,10 @@ void find_place(const std::vector<Membership>& all, int me, int* rank, int* nran
 }
 
 // The parent's ranks tell each other where they want to go; the first rank of each new communicator makes its id.
-ncclResult_t meet_in_split(const std::shared_ptr<Comm>& parent, const std::shared_ptr<Comm>& child, int color, int key) {
+ncclResult_t meet_in_split(const std::shared_ptr<Comm>& parent, const std::shared_ptr<Comm>& child, int color, int key,
+                           uint64_t deed) {
   std::lock_guard<std::mutex> one_at_a_time(parent->control);
+  const Making making(*parent, deed);
   const Membership mine = {color, key};
   std::vector<Membership> all(size_t(parent->nranks));
   NCCLPY_TRY(parent->exchange(&mine, sizeof mine, all.data()));
@@ -94,7 +97,8 @@ ncclResult_t split(ncclComm_t handle, int color, int key, ncclComm_t* newcomm, c
     NCCLPY_TRY(make_child(parent, config, &child));
     if (parent->config.splitShare == 1) child->share_fate(parent);
   }
-  return submit_child(parent, child, newcomm, [=] { return meet_in_split(parent, child, color, key); });
+  const uint64_t deed = parent->note_call(Deed::split);
+  return submit_child(parent, child, newcomm, [=] { return meet_in_split(parent, child, color, key, deed); });
 }
 
 // The survivors in the order of their ranks, as the new communicator numbers them.
@@ -127,8 +131,9 @@ uint64_t shrink_key(Comm& parent, const std::vector<int>& survivors) {
 
 // The first survivor makes the id and puts it on the board of its slot; nothing is asked of the excluded ranks.
 ncclResult_t meet_in_shrink(const std::shared_ptr<Comm>& parent, const std::shared_ptr<Comm>& child,
-                            const std::vector<int>& survivors) {
+                            const std::vector<int>& survivors, uint64_t deed) {
   std::lock_guard<std::mutex> one_at_a_time(parent->control);
+  const Making making(*parent, deed);
   const uint64_t key = shrink_key(*parent, survivors);  // here: a call that its group drops was no attempt
   Segment& segment = *parent->segment;
   Notice& board = segment.slot(survivors[0]).notice;
@@ -146,7 +151,11 @@ ncclResult_t meet_in_shrink(const std::shared_ptr<Comm>& parent, const std::shar
     return dead >= 0;
   };
   auto posted = [&] { return board.key.load(std::memory_order_acquire) == key; };
-  wait_until(segment.header().bell, [&] { return posted() || child->stopped() || someone_died(); });
+  {
+    Awaited awaited(*parent, control_side);
+    if (!leads) awaited.tell({survivors[0]});
+    wait_until(segment.header().bell, [&] { return posted() || child->stopped() || someone_died(); });
+  }
   if (dead >= 0) return fail(ncclRemoteError, "%s", death_notice(segment, dead).c_str());
   if (!posted()) return child->stop_reason("the other survivors of a shrink");
   const ncclUniqueId id = board.id;
@@ -156,8 +165,9 @@ ncclResult_t meet_in_shrink(const std::shared_ptr<Comm>& parent, const std::shar
   const int rank = int(std::find(survivors.begin(), survivors.end(), parent->rank) - survivors.begin());
   const ncclResult_t result = meet(child, int(survivors.size()), rank, id);
   if (leads) {
+    // After a failure the board stays: whoever comes later finds an id that was given up, and need not wait.
     if (result != ncclSuccess) withdraw_unique_id(id);
-    board.key.store(0, std::memory_order_release);
+    else board.key.store(0, std::memory_order_release);
   }
   return result;
 }
@@ -183,7 +193,8 @@ ncclResult_t shrink(ncclComm_t handle, const int* excluded, int count, ncclComm_
   NCCLPY_TRY(make_child(parent, config, &child));
   if (parent->config.shrinkShare == 1 && (flags & NCCL_SHRINK_ABORT) == 0) child->share_fate(parent);
   child->sheds_dead = true;
-  return submit_child(parent, child, newcomm, [=] { return meet_in_shrink(parent, child, survivors); });
+  const uint64_t deed = parent->note_call(Deed::shrink);
+  return submit_child(parent, child, newcomm, [=] { return meet_in_shrink(parent, child, survivors, deed); });
 }
 
 // One rank of the parent makes the id; all of its ranks find it in the segment, the new ones are told by the program.
@@ -208,8 +219,9 @@ ncclResult_t publish_grow_id(ncclComm_t handle, ncclUniqueId* id) {
   return ncclSuccess;
 }
 
-ncclResult_t take_grow_id(Comm& parent, ncclUniqueId* id) {
+ncclResult_t take_grow_id(Comm& parent, uint64_t deed, ncclUniqueId* id) {
   std::lock_guard<std::mutex> one_at_a_time(parent.control);
+  const Making making(parent, deed);
   Segment& segment = *parent.segment;
   GrowBoard& board = segment.header().grow;
   const uint64_t mine = 2 * ++parent.grown;
@@ -265,11 +277,12 @@ ncclResult_t grow(ncclComm_t handle, int nranks, const ncclUniqueId* id, int ran
     give_up(grown, newcomm);
     return fault;
   }
+  const uint64_t deed = parent != nullptr ? parent->note_call(Deed::grow) : 0;
   Job job;
   job.comm = grown;
   job.run = [=, given = id == nullptr ? ncclUniqueId() : *id] {
     ncclUniqueId meeting = given;
-    ncclResult_t result = parent == nullptr ? ncclSuccess : take_grow_id(*parent, &meeting);
+    ncclResult_t result = parent == nullptr ? ncclSuccess : take_grow_id(*parent, deed, &meeting);
     if (result == ncclSuccess) result = meet(grown, nranks, grown->rank, meeting);
     if (result == ncclSuccess) grown->parent.reset();
     else if (grown->blocking()) give_up(grown, newcomm);

@@ -31,21 +31,32 @@ struct Plan {
   std::map<std::pair<size_t, int>, uint64_t> seen;                          // by rule and rank
   std::map<std::pair<std::pair<std::string, uint64_t>, int>, uint64_t> at;  // random: by call, phase and rank
   std::string fired;
+  std::vector<bool> has_fired;  // by rule
   bool announced = false;
 };
 
-std::mutex plan_mutex;
-std::shared_ptr<Plan> plan_in_force;
+// Never destroyed: threads of the engine ask for the plan until the process is gone.
+struct InForce {
+  std::mutex mutex;
+  std::shared_ptr<Plan> plan;
+};
+
+InForce& in_force() {
+  static auto* const the = new InForce;
+  return *the;
+}
 
 std::shared_ptr<Plan> plan() {
-  std::lock_guard<std::mutex> lock(plan_mutex);
-  return plan_in_force;
+  InForce& the = in_force();
+  std::lock_guard<std::mutex> lock(the.mutex);
+  return the.plan;
 }
 
 void put_in_force(std::shared_ptr<Plan> next) {
-  std::lock_guard<std::mutex> lock(plan_mutex);
+  InForce& the = in_force();
+  std::lock_guard<std::mutex> lock(the.mutex);
   faults_planned.store(next != nullptr);
-  plan_in_force = std::move(next);
+  the.plan.swap(next);
 }
 
 // The environment's plan holds from the beginning. If it cannot be read, every call says so.
@@ -83,7 +94,7 @@ bool fits(Fault::Action action, Phase phase) {
 
 bool selects(const Rule& rule, const Comm* comm, int rank, const std::string& call) {
   if (rule.rank >= 0 && rule.rank != rank) return false;
-  if (!rule.call.empty() && rule.call != call) return false;
+  if (!rule.call.empty() && rule.call != site_of(call)) return false;
   if (rule.comm.empty()) return true;
   return comm != nullptr && rule.comm == comm->name;
 }
@@ -101,6 +112,7 @@ bool decide(const Comm* comm, int rank, const char* function, Phase phase, Fault
   if (now == nullptr) return false;
   const std::string call = std::string(function).rfind("nccl", 0) == 0 ? function + 4 : function;
   std::lock_guard<std::mutex> lock(now->mutex);
+  now->has_fired.resize(now->rules.size());
   const uint64_t at = ++now->at[{{call, phase}, rank}];
   bool found = false;
   for (size_t i = 0; i < now->rules.size(); i++) {
@@ -126,6 +138,7 @@ bool decide(const Comm* comm, int rank, const char* function, Phase phase, Fault
     *fault = *chosen;
     *text = sentence(*chosen, rank, call, nth, phase);
     now->fired += *text + "\n";
+    now->has_fired[i] = true;
     if (rule.random && !std::exchange(now->announced, true)) {
       std::fprintf(stderr, "ncclpy host engine: random faults begin; NCCLPY_FAULTS='%s' repeats them\n",
                    rule.text.c_str());
@@ -227,6 +240,21 @@ __attribute__((visibility("default"))) const char* ncclpyHostFaultsFired(void) {
   if (const auto now = plan()) {
     std::lock_guard<std::mutex> lock(now->mutex);
     text = now->fired;
+  }
+  return text.c_str();
+}
+
+// The rules of the plan in force of which nothing has happened, a line each, but for random ones, which may have nothing
+// to do. As above, the text is the calling thread's.
+__attribute__((visibility("default"))) const char* ncclpyHostFaultsUnfired(void) {
+  thread_local std::string text;
+  text.clear();
+  if (const auto now = plan()) {
+    std::lock_guard<std::mutex> lock(now->mutex);
+    now->has_fired.resize(now->rules.size());
+    for (size_t i = 0; i < now->rules.size(); i++) {
+      if (!now->has_fired[i] && !now->rules[i].random) text += now->rules[i].text + "\n";
+    }
   }
   return text.c_str();
 }

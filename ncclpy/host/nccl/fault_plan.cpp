@@ -103,17 +103,15 @@ ncclResult_t parse_occurrence(const std::string& word, const std::string& text, 
 ncclResult_t parse_call(const std::string& word, const std::string& text, Rule* rule) {
   rule->call = text == "*" ? "" : text.rfind("nccl", 0) == 0 ? text.substr(4) : text;
   if (rule->call.empty()) return ncclSuccess;
-  // Calls that do the same are one site.
-  const size_t plain = rule->call.size() - std::min<size_t>(rule->call.size(), 6);
-  if (rule->call.substr(plain) == "Config" && rule->call != "CommInitRankConfig") rule->call.resize(plain);
-  if (rule->call == "Bcast") rule->call = "Broadcast";
   static const char* const known[] = {
 #define NCCLPY_NAME(version, ret, name, params) #name,
       NCCLPY_NCCL_FUNCTIONS(NCCLPY_NAME)
 #undef NCCLPY_NAME
   };
   for (const char* name : known) {
-    if (name + 4 == rule->call) return ncclSuccess;
+    if (name + 4 != rule->call) continue;
+    rule->call = site_of(rule->call);
+    return ncclSuccess;
   }
   return wrong(word, "call is the name of a function of nccl.h, with or without \"nccl\", or *");
 }
@@ -190,6 +188,15 @@ ncclResult_t parse_plan(const std::string& text, std::vector<Rule>* rules) {
     rules->push_back(rule);
   }
   return ncclSuccess;
+}
+
+std::string site_of(const std::string& call) {
+  // A rank is initialised by several functions, and what a user calls is made of whichever the loaded NCCL has.
+  if (call.rfind("CommInit", 0) == 0) return "CommInitRank";
+  if (call == "Bcast") return "Broadcast";
+  if (call == "GroupSimulateEnd") return "GroupEnd";
+  const size_t plain = call.size() - std::min<size_t>(call.size(), 6);
+  return call.substr(plain) == "Config" ? call.substr(0, plain) : call;
 }
 
 const char* name_of(Fault::Action action) { return action_names[action]; }

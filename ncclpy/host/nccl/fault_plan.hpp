@@ -22,7 +22,7 @@ struct Rule {
   std::string text;
   bool random = false;
   int rank = -1;                   // -1: any
-  std::string call;                // without "nccl"; empty: any
+  std::string call;                // as site_of gives it; empty: any
   std::string comm;                // the configuration's commName; empty: any
   bool at_run = false;             // when the operation runs, instead of in the call
   uint64_t first = 1, last = 1;    // occurrences
@@ -33,6 +33,9 @@ struct Rule {
 
 // Reads a plan. An error says which part of it is not understood, and what would be.
 ncclResult_t parse_plan(const std::string& text, std::vector<Rule>* rules);
+
+// The name, without "nccl", under which rules know a call: those that do the same for a user are one.
+std::string site_of(const std::string& call);
 
 const char* name_of(Fault::Action action);
 const char* name_of_result(ncclResult_t result);

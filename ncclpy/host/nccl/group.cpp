@@ -224,7 +224,9 @@ ncclResult_t group_end(ncclSimInfo_t* simulation) {
   return outcome.result;
 }
 
-ncclResult_t submit(const std::shared_ptr<Comm>& comm, const Operation& operation, cudaStream_t stream) {
+ncclResult_t submit(const std::shared_ptr<Comm>& comm, const Operation& asked, cudaStream_t stream) {
+  Operation operation = asked;
+  operation.deed = comm->note_call(deed_of(operation));
   if (group.depth == 0) {
     if (comm->blocking()) {
       if (operation.message()) NCCLPY_TRY(check_messages_to_self({operation}, comm->rank));

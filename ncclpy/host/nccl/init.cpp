@@ -38,18 +38,23 @@ ncclResult_t meet(const std::shared_ptr<Comm>& comm, int nranks, int rank, const
   std::shared_ptr<Segment> segment;
   NCCLPY_TRY(join_segment(id, nranks, rank, comm->device, &segment));
   comm->set_segment(segment);
-  wait_until(segment->header().bell, [&] {
-    Segment::watch_others(segment);
-    return segment->complete() || comm->stopped() || segment->first_dead() >= 0;
-  });
+  try {
+    wait_until(segment->header().bell, [&] {
+      Segment::watch_others(segment);
+      return segment->complete() || comm->stopped() || segment->first_dead() >= 0;
+    });
+  } catch (...) {  // no thread to watch with: the others must not count on this rank
+    segment->bury(rank);
+    segment->end_meeting();
+    throw;
+  }
+  const int came = int(segment->header().attached.load());
+  segment->end_meeting();
   if (!segment->complete()) {
-    segment->header().spoiled.store(1);
-    withdraw_unique_id(id);
-    const std::string others = "the other ranks: " + std::to_string(segment->header().attached.load()) + " of " +
-                               std::to_string(nranks) + " had come";
+    const std::string others =
+        "the other ranks: " + std::to_string(came) + " of " + std::to_string(nranks) + " had come";
     return comm->stop_reason(others.c_str());
   }
-  retire_unique_ids();
   const ncclResult_t different = check_duplicates(*segment);
   if (different != ncclSuccess) {
     segment->slot(rank).left.store(1);

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "group.hpp"
+#include "missing.hpp"
 #include "window.hpp"
 
 namespace ncclpy::host {
@@ -24,6 +25,8 @@ void wait_for_signals(Comm& comm, const Operation& operation) {
   uint64_t& taken = comm.signals_taken[{operation.root, operation.counter}];
   const uint64_t target = taken + operation.count;
   auto there = [&] { return given.load(std::memory_order_acquire) >= target; };
+  Awaited awaited(comm, data_side);
+  if (!there()) awaited.tell({operation.root});
   wait_until(segment.slot(comm.rank).bell, segment.spin(), [&] { return there() || comm.stopped(); });
   if (there()) taken = target;
 }

@@ -30,6 +30,7 @@ struct Operation {
   uint64_t scalar;            // of PreMulSum
   const void* scalar_memory;  // where to read it when the operation runs, if not NULL
   int counter;                // of one-sided calls: which signal
+  uint64_t deed;              // which call it was, see deed.hpp
   cudaEvent_t launch_event;   // to be recorded when the operation begins, if not NULL
 };
 

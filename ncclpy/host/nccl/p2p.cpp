@@ -6,9 +6,14 @@
 
 #include <algorithm>
 #include <cstring>
+#include <string>
+
+#include "collective.hpp"
+#include "missing.hpp"
 
 namespace ncclpy::host {
 namespace {
+constexpr int many_looks = 64;  // before the first sleep, see wait_until
 enum : uint64_t { idle, offered, taken, withdrawn, states };
 }
 
@@ -25,7 +30,8 @@ void Messages::add(const Operation& operation) {
         {operation.root, sends, comm_.segment->same_process(operation.root, comm_.rank), {}});
     line = &lines_.back();
   }
-  line->messages.push_back({operation.sendbuff, operation.recvbuff, bytes});
+  line->messages.push_back(
+      {operation.sendbuff, operation.recvbuff, {operation.count, uint64_t(operation.dtype)}, bytes});
 }
 
 bool Messages::finished() const {
@@ -34,13 +40,30 @@ bool Messages::finished() const {
 
 void Messages::finish() {
   Bell& bell = comm_.segment->slot(comm_.rank).bell;
+  Awaited awaited(comm_, data_side);
   while (!finished()) {
-    wait_until(bell, comm_.segment->spin(), [this] { return advance() || comm_.stopped(); });
+    int looks = 0;
+    wait_until(bell, comm_.segment->spin(), [&] {
+      if (advance() || comm_.stopped()) return true;
+      if (++looks == many_looks) awaited.tell(peers());  // once it is going to last
+      return false;
+    });
     if (comm_.stopped()) {
       for (Line& line : lines_) withdraw(line);
       return;
     }
   }
+}
+
+// Those that this rank still waits for.
+std::vector<int> Messages::peers() const {
+  std::vector<int> found;
+  for (const Line& line : lines_) {
+    if (!line.finished()) found.push_back(line.peer);
+  }
+  std::sort(found.begin(), found.end());
+  found.erase(std::unique(found.begin(), found.end()), found.end());
+  return found;
 }
 
 // Does what can be done now; whether that was anything.
@@ -64,13 +87,13 @@ bool Messages::send_direct(Line& line) {
   if (state % states != idle) return false;
   if (!message.started) {
     way.data = message.source;
-    way.bytes = message.bytes;
+    way.offer = message.kind;
     message.started = true;
     way.state.store(state + offered, std::memory_order_release);
     tell(line.peer);
     return true;
   }
-  if (way.wanted != message.bytes) complain(line, message.bytes, way.wanted);
+  if (!(way.wanted == message.kind)) complain(line, message.kind, way.wanted);
   line.at++;
   return true;
 }
@@ -81,9 +104,9 @@ bool Messages::receive_direct(Line& line) {
   uint64_t state = way.state.load(std::memory_order_acquire);
   if (state % states != offered) return false;
   if (!way.state.compare_exchange_strong(state, state - offered + taken, std::memory_order_acq_rel)) return false;
-  if (way.bytes == message.bytes) std::memmove(message.target, way.data, message.bytes);
-  else complain(line, way.bytes, message.bytes);
-  way.wanted = message.bytes;
+  if (way.offer == message.kind) std::memmove(message.target, way.data, message.bytes);
+  else complain(line, way.offer, message.kind);
+  way.wanted = message.kind;
   way.state.store(state - offered + states, std::memory_order_release);
   tell(line.peer);
   line.at++;
@@ -99,7 +122,7 @@ bool Messages::send_pieces(Line& line) {
   const size_t n = std::min(piece_bytes, message.bytes - message.done);
   std::memcpy(comm_.segment->piece(comm_.rank, line.peer, slot),
               static_cast<const char*>(message.source) + message.done, n);
-  way.message_bytes[slot] = message.bytes;
+  way.messages[slot] = message.kind;
   way.written.store(written + 1, std::memory_order_release);
   tell(line.peer);
   message.done += n;
@@ -113,19 +136,20 @@ bool Messages::receive_pieces(Line& line) {
   const uint64_t read = way.read.load(std::memory_order_relaxed);
   if (read == way.written.load(std::memory_order_acquire)) return false;
   const size_t slot = read % channel_slots;
-  const size_t sent = way.message_bytes[slot];
-  const size_t n = std::min(piece_bytes, sent - message.done);
-  // A message of another size is read to its end all the same, so that the next one is found where it begins.
-  if (sent == message.bytes) {
+  const MessageKind sent = way.messages[slot];
+  const size_t sent_bytes = sent.count * size_of(ncclDataType_t(sent.dtype));
+  const size_t n = std::min(piece_bytes, sent_bytes - message.done);
+  // A message of another kind is read to its end all the same, so that the next one is found where it begins.
+  if (sent == message.kind) {
     std::memcpy(static_cast<char*>(message.target) + message.done, comm_.segment->piece(line.peer, comm_.rank, slot), n);
   } else if (!message.started) {
-    complain(line, sent, message.bytes);
+    complain(line, sent, message.kind);
   }
   message.started = true;
   way.read.store(read + 1, std::memory_order_release);
   tell(line.peer);
   message.done += n;
-  if (message.done == sent) line.at++;
+  if (message.done == sent_bytes) line.at++;
   return true;
 }
 
@@ -139,10 +163,14 @@ void Messages::withdraw(Line& line) {
              [&] { return way.state.load(std::memory_order_acquire) % states != taken; });
 }
 
-void Messages::complain(const Line& line, size_t sent, size_t wanted) {
+void Messages::complain(const Line& line, const MessageKind& sent, const MessageKind& wanted) {
   const int from = line.sends ? comm_.rank : line.peer;
   const int to = line.sends ? line.peer : comm_.rank;
-  fail(ncclInvalidUsage, "rank %d sends %zu bytes to rank %d, which receives %zu bytes", from, sent, to, wanted);
+  const auto text = [](const MessageKind& kind) {
+    return std::to_string(kind.count) + " " + type_name(ncclDataType_t(kind.dtype));
+  };
+  fail(ncclInvalidUsage, "the ranks do not agree: rank %d sends %s to rank %d, which receives %s (%s)", from,
+       text(sent).c_str(), to, text(wanted).c_str(), comm_.title().c_str());
   comm_.set_async(ncclInvalidUsage, last_error());
 }
 

@@ -22,6 +22,7 @@ class Messages {
   struct Message {
     const void* source;
     void* target;  // of a receive
+    MessageKind kind;
     size_t bytes;
     size_t done = 0;
     bool started = false;
@@ -44,8 +45,9 @@ class Messages {
   bool send_pieces(Line& line);
   bool receive_pieces(Line& line);
   bool finished() const;
+  std::vector<int> peers() const;
   void withdraw(Line& line);
-  void complain(const Line& line, size_t sent, size_t wanted);
+  void complain(const Line& line, const MessageKind& sent, const MessageKind& wanted);
   Channel& channel(const Line& line) {
     return line.sends ? comm_.segment->channel(comm_.rank, line.peer) : comm_.segment->channel(line.peer, comm_.rank);
   }

@@ -1,9 +1,8 @@
 // The shared memory of one communicator: where its ranks meet, agree, describe their operations and pass data.
 //
 // It is a memfd, so it has no name in a file system: whatever happens to the processes, nothing stays behind, and
-// /dev/shm may be as small as containers make it. The unique id says in which process and under which descriptor the
-// memory is open; others of the same user open it through /proc. All ranks of one process share one mapping of it, and
-// one Segment object.
+// /dev/shm may be as small as containers make it. How the ranks find it is in unique_id.hpp. All ranks of one process
+// share one mapping of it, and one Segment object.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +12,9 @@
 #include <mutex>
 #include <vector>
 
+#include "deed.hpp"
 #include "reduce.hpp"
+#include "unique_id.hpp"
 #include "wait.hpp"
 
 namespace ncclpy::host {
@@ -77,11 +78,17 @@ struct alignas(128) RankSlot {
   std::atomic<uint32_t> present{0};  // the rank has written the next five and its place is taken
   int32_t device = 0;
   int32_t pid = 0;
-  uint64_t start = 0;    // of the process, see start_of_process
+  uint64_t start = 0;    // of the process, see watch.hpp
   uint64_t process = 0;  // random for each process, so that a reused pid is not mistaken for a neighbour
   const void* beacon = nullptr;   // where that process has the same number
   std::atomic<uint32_t> left{0};  // the communicator was destroyed: what its process does is nobody's concern any more
   std::atomic<uint32_t> dead{0};  // the process has ended before that
+  // For who_is_missing, which only reads them: words of deed.hpp, and the generations of the gates.
+  std::atomic<uint32_t> aborted{0};
+  std::atomic<uint64_t> called{0};  // the last call
+  std::atomic<uint64_t> done{0};    // the last operation that has run
+  std::atomic<uint64_t> doing[sides];
+  std::atomic<uint64_t> arrived[sides];
   Record record[2];      // by parity of the data generation: the next one may be written while this one is read
   Bell bell;             // point-to-point news for this rank
   char exchange[2][exchange_bytes];
@@ -91,16 +98,24 @@ struct alignas(128) RankSlot {
 // Counters of signals from one rank to another: those of all contexts that a configuration may ask for.
 constexpr int signal_counters = 8;
 
+// What sender and receiver of a message must agree on.
+struct MessageKind {
+  uint64_t count = 0;
+  uint64_t dtype = 0;
+
+  bool operator==(const MessageKind& other) const { return count == other.count && dtype == other.dtype; }
+};
+
 // The way of messages from one rank to another, see p2p.cpp, and of its signals, see one_sided.cpp.
 struct alignas(64) Channel {
   // Between threads of one process: the sender offers its buffer, the receiver copies from it.
   std::atomic<uint64_t> state{0};
   const void* data = nullptr;
-  uint64_t bytes = 0;
-  uint64_t wanted = 0;  // what the receiver had room for
+  MessageKind offer;
+  MessageKind wanted;  // what the receiver takes
   // Between processes: pieces pass through a ring of slots.
   alignas(64) std::atomic<uint64_t> written{0};  // pieces, counted over the channel's life
-  uint64_t message_bytes[4] = {};                // of the message that the piece in this slot belongs to
+  MessageKind messages[4];                       // that the piece in this slot belongs to
   alignas(64) std::atomic<uint64_t> read{0};
   std::atomic<uint64_t> signals[signal_counters] = {};  // ever given
 };
@@ -115,13 +130,10 @@ constexpr size_t step_bytes = 256 << 10;
 struct Header {
   uint64_t magic;
   unsigned char nonce[16];
-  std::atomic<uint32_t> phase;  // see segment.cpp
   uint32_t nranks;
   uint64_t bytes;
   alignas(128) std::atomic<uint32_t> attached;
-  std::atomic<uint32_t> departed;  // ranks whose processes have let go of the memory
   std::atomic<int32_t> first_dead;  // the first rank found dead, plus one
-  std::atomic<uint32_t> spoiled;    // a rank has given up before all had come: they never will
   GrowBoard grow;
   alignas(128) Gate control;
   alignas(128) Gate data;
@@ -130,7 +142,8 @@ struct Header {
 
 class Segment {
  public:
-  Segment(char* memory, size_t bytes, int nranks);
+  // `meeting` is how the ranks meet here, until all have come.
+  Segment(char* memory, size_t bytes, int nranks, std::unique_ptr<Meeting> meeting);
   ~Segment();
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
@@ -161,8 +174,8 @@ class Segment {
   bool is_local(int rank);
   bool same_process(int a, int b) { return slot(a).process == slot(b).process; }
 
-  // One more rank of this process has its place here.
-  void claimed() { claimed_.fetch_add(1); }
+  // All ranks are here, or never will be: the unique id has served.
+  void end_meeting();
 
   // The first rank found dead, or -1. Nothing on this segment will ever be complete then.
   int first_dead() { return std::clamp(header().first_dead.load(std::memory_order_acquire), 0, nranks_) - 1; }
@@ -189,24 +202,19 @@ class Segment {
   }
   char* step(int rank, int which) { return memory_ + steps_at_ + (size_t(rank) * 4 + size_t(which)) * step_bytes; }
 
+  std::unique_ptr<Meeting> meeting_;  // guarded by mutex
   char* memory_;
   size_t bytes_;
   int nranks_;
   Spin spin_;
-  std::atomic<uint32_t> claimed_{0};
   std::atomic<bool> watched_{false};
   size_t slots_at_, channels_at_, small_at_, steps_at_, pieces_at_;
 };
 
-// Creates the memory behind a new unique id.
-ncclResult_t create_unique_id(ncclUniqueId* id);
-// Takes back an id of this process that will not be used.
-void withdraw_unique_id(const ncclUniqueId& id);
+// How long the memory is for so many ranks.
+size_t segment_bytes(int nranks);
 
 // Opens the segment of `id` and takes the place of `rank` in it. Does not wait for the other ranks.
 ncclResult_t join_segment(const ncclUniqueId& id, int nranks, int rank, int device, std::shared_ptr<Segment>* segment);
-
-// All ranks are there: the unique id has served and its memory needs no descriptor any more.
-void retire_unique_ids();
 
 }  // namespace ncclpy::host

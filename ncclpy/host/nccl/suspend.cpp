@@ -1,12 +1,14 @@
 // Suspending a communicator: the memory through which its data pass goes back to the system until it is resumed.
 #include "group.hpp"
+#include "missing.hpp"
 
 namespace ncclpy::host {
 namespace {
 
 // All ranks wait for each other here: nobody reads what one of them gives back.
-ncclResult_t meet_all(Comm& comm) {
+ncclResult_t meet_all(Comm& comm, uint64_t deed) {
   std::lock_guard<std::mutex> one_at_a_time(comm.control);
+  const Making making(comm, deed);
   const char nothing = 0;
   std::vector<char> all(size_t(comm.nranks));
   return comm.exchange(&nothing, 1, all.data());
@@ -19,12 +21,12 @@ ncclResult_t change(ncclComm_t handle, const char* function, bool suspends, int 
   if ((flags & NCCL_SUSPEND_MEM) == 0) return ncclSuccess;
   Job job;
   job.comm = comm;
-  job.run = [comm, function, suspends] {
+  job.run = [comm, function, suspends, deed = comm->note_call(suspends ? Deed::suspend : Deed::resume)] {
     if (comm->suspended.load() == suspends) {
       return fail(ncclInvalidUsage, "%s : communicator is %s suspended", function, suspends ? "already" : "not");
     }
     comm->drain();
-    NCCLPY_TRY(meet_all(*comm));
+    NCCLPY_TRY(meet_all(*comm, deed));
     if (suspends) comm->segment->release_buffers(comm->rank);
     comm->suspended.store(suspends);
     return ncclSuccess;

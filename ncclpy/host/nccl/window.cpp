@@ -14,6 +14,7 @@
 
 #include "../driver/memory.hpp"
 #include "group.hpp"
+#include "missing.hpp"
 
 namespace ncclpy::host {
 
@@ -59,6 +60,7 @@ ncclResult_t map_part(int rank, int32_t pid, const Offer& offer, Window::Part* p
   struct stat identity;
   const bool same = fstat(descriptor, &identity) == 0 && identity.st_dev == offer.device &&
                     identity.st_ino == offer.inode && uint64_t(identity.st_size) >= offer.whole &&
+                    identity.st_uid == geteuid() && (fcntl(descriptor, F_GET_SEALS) & F_SEAL_SHRINK) != 0 &&
                     offer.offset <= offer.whole && offer.bytes <= offer.whole - offer.offset;
   void* mapping = same ? mmap(nullptr, offer.whole, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0) : MAP_FAILED;
   close(descriptor);
@@ -90,9 +92,10 @@ ncclResult_t map_parts(Comm& comm, const std::vector<Offer>& offers, Window* win
 }
 
 // Collective. Whether it has worked for all is agreed on at the end, so that no rank has a window that others lack.
-ncclResult_t make(Comm& comm, char* memory, size_t bytes, int flags, ncclWindow_t* out) {
+ncclResult_t make(Comm& comm, char* memory, size_t bytes, int flags, uint64_t deed, ncclWindow_t* out) {
   static std::atomic<uintptr_t> next{1};
   std::lock_guard<std::mutex> one_at_a_time(comm.control);
+  const Making making(comm, deed);
   const Offer mine = offer_of(memory, bytes, flags);
   std::vector<Offer> offers(size_t(comm.nranks));
   NCCLPY_TRY(comm.exchange(&mine, sizeof mine, offers.data()));
@@ -132,7 +135,8 @@ ncclResult_t register_window(ncclComm_t handle, void* memory, size_t bytes, nccl
   NCCLPY_TRY(comm->ensure_ready());
   Job job;
   job.comm = comm;
-  job.run = [=] { return make(*comm, static_cast<char*>(memory), bytes, flags, window); };
+  const uint64_t deed = comm->note_call(Deed::register_window);
+  job.run = [=] { return make(*comm, static_cast<char*>(memory), bytes, flags, deed, window); };
   return submit(std::move(job));
 }
 

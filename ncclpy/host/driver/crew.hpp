@@ -1,0 +1,38 @@
+// The threads that run the streams: as many as streams have work at the same time, not one for each stream.
+//
+// A task may wait for other ranks for as long as it likes, so a stream that has work always gets a thread of its own,
+// a new one if none is free. A thread that has nothing to do stays for a second, and then ends.
+#pragma once
+
+#include <memory>
+
+namespace ncclpy::host {
+
+class Stream;
+class Worker;
+
+// A thread that waits for the stream that it is to run; goes back to the others if it is not given one.
+class Reserved {
+ public:
+  Reserved() = default;
+  explicit Reserved(Worker* worker) : worker_(worker) {}
+  ~Reserved();
+  Reserved(Reserved&& other) noexcept : worker_(other.worker_) { other.worker_ = nullptr; }
+  Reserved& operator=(Reserved&& other) noexcept {
+    Worker* const mine = worker_;
+    worker_ = other.worker_;
+    other.worker_ = mine;
+    return *this;
+  }
+  explicit operator bool() const { return worker_ != nullptr; }
+  // The thread calls `stream->execute()`.
+  void run(std::shared_ptr<Stream> stream);
+
+ private:
+  Worker* worker_ = nullptr;
+};
+
+// Throws std::system_error if there can be no more threads.
+Reserved reserve_worker();
+
+}  // namespace ncclpy::host

@@ -16,7 +16,7 @@ import threading
 
 from cpython.pythread cimport PyThread_get_thread_ident
 
-from ncclpy.core.handle cimport FOREVER
+from ncclpy.core.wait cimport FOREVER
 from ncclpy.engine.native cimport add, load, now, sharp_timers, sleep_on, wake, wake_one
 
 from ncclpy.engine.recorder import show

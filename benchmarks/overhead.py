@@ -27,7 +27,7 @@ GPU_LATENCY_CALLS = 64
 #: Groups of 64 launch as one; a sample holds more of them than one.
 GPU_GROUPED_CALLS = 640
 #: Rivals on GPUs that need a unique id of their own, and the setting's communicator.
-GPU_IDS = 8
+GPU_IDS = 9
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,6 +12,12 @@ import ncclpy
 import testing
 
 
+@pytest.fixture
+def comms2():
+    """As everywhere, but such that a call of theirs can be ended in which NCCL itself is stuck."""
+    yield from testing.communicators(2, abortable=True)
+
+
 @pytest.mark.parametrize("connected", [True, False])
 def test_abort_ends_a_stuck_operation(comms2, arrays, connected):
     # Connected ranks are stuck on the device, others in the call itself, where NCCL connects them.

@@ -233,10 +233,10 @@ def connect(comms) -> None:
         ncclpy.core.device.free(pointer)
 
 
-def communicators(nranks: int):
+def communicators(nranks: int, **options):
     """Yield the communicators of `nranks` devices, once, for fixtures; then close what is still open."""
     need_devices(nranks)
-    comms = ncclpy.Communicator.init_all(range(nranks))
+    comms = ncclpy.Communicator.init_all(range(nranks), **options)
     yield comms
     close_all(comms)
 

@@ -12,15 +12,21 @@ def open(setting: Setting) -> list[Road]:
     """Make a nonblocking communicator of its own and wait until it is ready."""
     import ncclpy
 
+    return roads(setting, config=ncclpy.Config(blocking=False))
+
+
+def roads(setting: Setting, **options) -> list[Road]:
+    """Make a communicator of its own with these options, and return its roads once it is ready."""
+    import ncclpy
+
     if setting.communicator is None:
         ncclpy.use(setting.library)
     if not hasattr(ncclpy, "Communicator"):
         raise Missing("this ncclpy has no Communicator")
     unique_id = ncclpy.UniqueId.from_bytes(setting.ids.pop(0)) if setting.ids else ncclpy.get_unique_id()
     communicator = ncclpy.Communicator.init(
-        setting.nranks, setting.rank, unique_id, device=setting.device, config=ncclpy.Config(blocking=False)
-    )
-    communicator.wait_ready(60)
+        setting.nranks, setting.rank, unique_id, device=setting.device, **options
+    ).wait_ready(60)
     setting.keep.append(communicator)
     dtype = ncclpy.DataType(FLOAT32)
     names = {"all_reduce": communicator.all_reduce, "stream": setting.stream}

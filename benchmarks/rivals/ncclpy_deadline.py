@@ -1,0 +1,14 @@
+"""ncclpy.Communicator with timeout=: a guard beside it, and the watcher's marks around every operation."""
+
+from benchmarks.rivals.ncclpy_nonblocking import CALL, roads
+from benchmarks.road import Road
+from benchmarks.setting import Setting
+
+NAME = "ncclpy.Communicator, timeout=60"
+
+__all__ = ["CALL", "NAME", "open"]
+
+
+def open(setting: Setting) -> list[Road]:
+    """Make a communicator with a deadline."""
+    return roads(setting, timeout=60)

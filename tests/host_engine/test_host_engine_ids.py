@@ -291,7 +291,7 @@ def test_a_rank_without_descriptors_does_not_bury_its_peers(nccl):
         "say(nccl.async_error(comm), x[0])\nnccl.ncclCommDestroy(comm)",
         bytes(uid).hex(),
     )
-    with ncclpy.Communicator.init(2, 0, uid, device=0, timeout=30) as comm:
+    with ncclpy.Communicator.init(2, 0, uid, device=0) as comm:
         value = np.ones(4, np.float32)
         for _ in range(10):
             comm.all_reduce(value)
@@ -355,7 +355,7 @@ def test_a_death_is_noticed_without_descriptors(nccl):
         except OSError:
             for _ in range(1):
                 os.close(kept.pop())
-        comm = ncclpy.Communicator.init(2, 0, uid, device=0, timeout=30)
+        comm = ncclpy.Communicator.init(2, 0, uid, device=0)
         peer.stdin.close()
         peer.wait()
         try:

@@ -175,11 +175,10 @@ def test_a_timeout_says_it(nccl):
     uid = ncclpy.get_unique_id()
     late, closed = (
         start(
-            f"comm = init(3, {rank}, sys.argv[1])\nx = np.ones(4, np.float32)\nstream = nccl.driver.stream(1)\n"
-            f"for _ in range({operations}):\n"
-            "    nccl.ncclAllReduce(x.ctypes.data, x.ctypes.data, 4, 7, 0, comm, stream)\n"
-            "nccl.driver.cuStreamSynchronize(stream)\n"
-            + ("nccl.ncclCommDestroy(comm)\n" if rank == 2 else "")
+            "import ncclpy\n"
+            f"comm = ncclpy.Communicator.init(3, {rank}, bytes.fromhex(sys.argv[1]), device={rank}, timeout=60)\n"
+            f"for _ in range({operations}): comm.all_reduce(np.ones(4, np.float32))\n"
+            + ("comm.close()\n" if rank == 2 else "")
             + "say('done')\nsys.stdin.readline()\nos._exit(0)",
             bytes(uid).hex(),
         )

@@ -27,9 +27,10 @@ constexpr std::chrono::seconds kLinger{1};
 
 // Never destroyed: threads may run until the process is gone.
 struct Crew {
-  std::mutex mutex;           // guards the workers as well
+  std::mutex mutex;  // guards the workers as well
   std::size_t workers = 0;
-  std::vector<Worker*> idle;  // with room for all; the last one to have worked is the first to work again: its caches are warm
+  // With room for all. The last one to have worked is the first to work again: its caches are warm.
+  std::vector<Worker*> idle;
 };
 
 Crew& crew() {

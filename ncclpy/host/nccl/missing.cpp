@@ -10,16 +10,17 @@ namespace ncclpy::host {
 
 const char* name_of(Deed deed) {
   static const char* const names[] = {
-      "nothing", "AllReduce",  "Reduce",  "Broadcast",  "AllGather", "ReduceScatter", "AlltoAll",    "Gather",     "Scatter",
-      "Send",    "Recv",       "PutSignal", "Signal",   "WaitSignal", "CommSplit",    "CommShrink",  "CommGrow",
-      "CommSuspend", "CommResume", "CommWindowRegister",
+      "nothing",   "AllReduce",  "Reduce",     "Broadcast", "AllGather",   "ReduceScatter", "AlltoAll",
+      "Gather",    "Scatter",    "Send",       "Recv",      "PutSignal",   "Signal",        "WaitSignal",
+      "CommSplit", "CommShrink", "CommGrow",   "CommSuspend", "CommResume", "CommWindowRegister",
   };
   static_assert(sizeof names / sizeof *names == size_t(Deed::deeds));
   return deed < Deed::deeds ? names[size_t(deed)] : "?";
 }
 
 Deed deed_of(const Operation& operation) {
-  if (operation.kind == Operation::collective) return Deed(uint32_t(Deed::all_reduce) + uint32_t(operation.collective_kind));
+  if (operation.kind == Operation::collective)
+    return Deed(uint32_t(Deed::all_reduce) + uint32_t(operation.collective_kind));
   return Deed(uint32_t(Deed::send) + uint32_t(operation.kind) - uint32_t(Operation::send));
 }
 
@@ -87,7 +88,8 @@ std::string absent(Comm& comm, const std::vector<int>& ranks, uint64_t deed) {
     const RankSlot& slot = segment.slot(ranks[i]);
     const uint64_t called = slot.called.load(std::memory_order_relaxed);
     const bool not_made = deed_in(called) != deed_in(deed) || number_in(called) < number_in(deed);
-    if (not_made && segment.is_local(ranks[i]) && !slot.aborted.load() && !slot.left.load()) neighbours.push_back(ranks[i]);
+    const bool here = segment.is_local(ranks[i]) && !slot.aborted.load() && !slot.left.load();
+    if (not_made && here) neighbours.push_back(ranks[i]);
   }
   if (ranks.size() > most) text += " and " + std::to_string(ranks.size() - most) + " more";
   if (!neighbours.empty()) {

@@ -73,8 +73,9 @@ ncclResult_t map_segment(std::unique_ptr<Meeting> meeting, int nranks, std::shar
   if (memory == MAP_FAILED) {
     const int error = errno;
     if (first) meeting->publish(false);
-    return fail(ncclSystemError, "no address space for a communicator of %d ranks, %zu bytes (the limit is ulimit -v): %s",
-                nranks, bytes, strerror(error));
+    return fail(ncclSystemError,
+                "no address space for a communicator of %d ranks, %zu bytes (the limit is ulimit -v): %s", nranks, bytes,
+                strerror(error));
   }
   Header* header = static_cast<Header*>(memory);
   if (first) {  // fresh pages are zero, which is every other field's first value

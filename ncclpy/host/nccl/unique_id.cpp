@@ -317,7 +317,8 @@ ncclResult_t Meeting::find(const ncclUniqueId& id) {
   const bool ours = has_nonce(*place_, nonce_);
   std::atomic_thread_fence(std::memory_order_acquire);
   // A place is used again: what has another nonce, or gets it at this moment, has served.
-  if (!ours || (place_->word.load(std::memory_order_relaxed) ^ word_) >> 8 != 0 || phase == Phase::unused) return used_up();
+  const bool same = (place_->word.load(std::memory_order_relaxed) ^ word_) >> 8 == 0;
+  if (!ours || !same || phase == Phase::unused) return used_up();
   word_ = with(word_, Phase::offered);
   if (phase >= Phase::served) return over(phase);
   return ncclSuccess;
@@ -331,7 +332,7 @@ ncclResult_t Meeting::open(int nranks, size_t bytes, int* memory, bool* first) {
     if (with(now, Phase::offered) != word_) return used_up();
     switch (phase_of(now)) {
       case Phase::offered:
-        if (!place_->word.compare_exchange_strong(now, with(now, Phase::being_laid_out), std::memory_order_acq_rel)) continue;
+        if (!place_->word.compare_exchange_strong(now, with(now, Phase::being_laid_out))) continue;
         *first = true;
         if (const ncclResult_t result = lead(nranks, bytes); result != ncclSuccess) {
           publish(false);

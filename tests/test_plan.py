@@ -458,9 +458,9 @@ def test_a_deadline_of_one_launch(host_engine):
     assert "not done after 0.3 s" in late([1, 2], timeout_of_comms=30.0, timeout=0.3)
 
 
-def test_a_deadline_of_one_launch_is_refused_by_blocking_communicators(ranks):
+def test_a_deadline_of_one_launch_is_refused_by_communicators_that_cannot_be_ended(ranks):
     plan = recorded(ranks.all_reduce)
-    with pytest.raises(ValueError, match=r"timeout: .* is blocking"):
+    with pytest.raises(ValueError, match=r"timeout: .* cannot be ended"):
         plan.launch(timeout=1.0)
     with pytest.raises(ValueError, match="timeout"):
         plan.launch(timeout=-1.0)

@@ -573,7 +573,7 @@ cdef int _see_through(Group group) except -1:
     try:
         for child in children:  # all of them before any is waited for: NCCL may write into any of them
             _collect(errors, child, 0, FOREVER, group)
-        _bring_up([child for child in children if (<Handle>child).waits], group, errors)
+        _bring_up([child for child in children if (<Handle>child).waits or (<Handle>child).nranks == 0], group, errors)
         if group.ended == ncclInProgress and not (group.bare and children):  # a child is polled when it is asked
             for handle in handles:
                 if handle.state == READY:

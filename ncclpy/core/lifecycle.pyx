@@ -46,6 +46,9 @@ from ncclpy.core.config import Config
 from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, seconds
 from ncclpy.core.types import Result
 
+# How long NCCL may take to end a communicator on which nothing runs: half a second, on machines that are not busy.
+cdef double ENDING = 3.0
+
 cdef dict _STATES = {
     READY: "", UNBORN: " (not initialised)", INITIALISING: " (initialising)", FAILED: " (failed)",
     ABORTED: " (aborted)", CLOSED: " (closed)", FINALIZED: " (finalized)",
@@ -139,12 +142,12 @@ cdef class Lifecycle(Handle):
         if self.parent is not None:
             self.parent.making.append(self)
             self.parent.children.add(self)
-        # A child of a parent that works in the background is there when the parent has done; any other has its cell.
-        in_parent = self.parent is not None and self.parent.in_background() and result == ncclInProgress
+        # A child of a parent that works in the background has its cell when the parent has done; any other has it now.
+        in_parent = self.parent is not None and self.parent.in_background() and self.cradle.birth.cell == NULL
         self.cradle.stage = IN_PARENT if in_parent else BY_ITSELF
         if not in_parent:
             self._take_cell()
-        if result == ncclSuccess and not self.cradle.guarded:
+        if result == ncclSuccess and not self.cradle.guarded and not in_parent:
             # A blocking communicator says nothing else; one that works in the background may still be in progress.
             if self.nranks == 0 or self.poll_birth() == ncclSuccess:
                 self._grown()
@@ -219,7 +222,10 @@ cdef class Lifecycle(Handle):
             elif result == ncclSuccess:
                 if self.cradle.guarded:
                     self.raw = self.cradle.cell[0]
-                self.cradle.stage = MADE
+                if self.raw != NULL:
+                    self.cradle.stage = MADE
+                else:  # not written yet
+                    result = ncclInProgress
         self.unlock()
         return result
 
@@ -517,7 +523,8 @@ cdef class Lifecycle(Handle):
             raise
         call.comm, call.kind, call.finalized = self, DESTROY, finalized
         call.deadline = deadline
-        call.see_through("close", FOREVER if deadline == FOREVER else deadline - now())
+        # What was issued has its deadline; what NCCL itself does to end a communicator is not counted.
+        call.see_through("close", FOREVER if deadline == FOREVER else max(0.0, deadline - now()) + ENDING)
         self.registered.clear()
         if self.state == ABORTED:
             return failures

@@ -43,10 +43,11 @@ def test_events_are_used_again(run):
     """)
 
 
-def test_communicators_are_aborted_in_one_group(run):
+def test_communicators_are_aborted_together(run):
+    """As one group, after another one of their guards, which gets everybody out of them."""
     run("""
     before = count("noopGroups")
     manager.abort("enough")
     manager.reset()  # waits for the abort
-    assert count("noopGroups") - before == 1
+    assert count("noopGroups") - before == 2
     """)

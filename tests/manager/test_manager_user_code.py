@@ -97,7 +97,7 @@ def test_a_key_that_waits_holds_up_nobody(manager, where):
     first, second = Key(), Key()
     work = manager.all_reduce(first, Data(1).input(0), device=0, num_local=2)
     (first if where == "eq" else second).where = where
-    adding = in_thread(lambda: manager.all_reduce(second, Data(1).input(0), device=1, num_local=2))
+    adding = in_thread(lambda: manager.all_reduce(second, Data(1, devices=[1]).input(0), device=1, num_local=2))
     waiting = first if where == "eq" else second
     assert waiting.inside.wait(DEADLINE)
     check_all_goes_on(manager)
@@ -158,7 +158,7 @@ def test_signals_for_equal_keys_of_a_class(make_manager):
         options = {"num_local": 1, "num_global": 2, "communicator_key": key}
         works = [
             manager.all_reduce(Key("a"), Data(1).input(0), device=0, global_rank=0, **options),
-            other.all_reduce("x", Data(1).input(0), device=1, global_rank=1, **options),
+            other.all_reduce("x", Data(1, devices=[1]).input(0), device=1, global_rank=1, **options),
         ]
         finish(works)
     assert manager.pending() == []

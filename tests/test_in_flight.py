@@ -1,11 +1,11 @@
 """However a wait ends, nobody's memory is written by an operation that was given other memory, and nothing is left."""
 
-import in_flight
 import numpy as np
 import pytest
-import testing
 
+import in_flight
 import ncclpy
+import testing
 
 pytestmark = pytest.mark.usefixtures("host_engine")
 

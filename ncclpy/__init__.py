@@ -42,6 +42,7 @@ from ncclpy.core.errors import (
     NcclUnsupported,
 )
 from ncclpy.core.faults import Faults as faults  # noqa: N813 - used in a with statement, like group
+from ncclpy.core.flight import in_flight
 from ncclpy.core.group import Group as group  # noqa: N813 - in a with statement it reads as a verb
 from ncclpy.core.library import library, use
 from ncclpy.core.resources import CustomOp, Registration
@@ -89,6 +90,7 @@ __all__ = [
     "faults",
     "get_unique_id",
     "group",
+    "in_flight",
     "library",
     "recorder",
     "synchronize",

@@ -1,11 +1,13 @@
 """However a wait ends, nobody's memory is written by an operation that was given other memory, and nothing is left."""
 
-import in_flight
+import time
+
 import numpy as np
 import pytest
-import testing
 
+import in_flight
 import ncclpy
+import testing
 
 pytestmark = pytest.mark.usefixtures("host_engine")
 
@@ -124,3 +126,38 @@ def test_children_have_guards_of_their_own():
                 comm.all_reduce(array)
         assert (arrays[0] == 2).all()
     testing.close_all(comms)
+
+
+def test_a_deadline_ends_a_hang_in_an_operation_that_the_caller_runs_itself():
+    """Whoever waits for a stream may run its work, and looks at the clock there as well."""
+    run(
+        """
+        threading.Timer(20, os._exit, (9,)).start()
+        comm = ncclpy.Communicator.init_all([0], timeout=0.5)[0]
+        for _ in range(1000):  # from then on the caller does the stream's work
+            comm.all_reduce(np.ones(3))
+        with ncclpy.faults("call=AllReduce at=run do=hang"):
+            assert isinstance(quietly(comm.all_reduce, np.ones(3)), ncclpy.NcclTimeout)
+        assert comm.closed
+        os._exit(0)
+        """.replace("\n        ", "\n")
+    )
+
+
+def test_what_is_kept_is_listed_until_the_stream_has_passed_it():
+    """An operation of an aborted communicator stands in a stream behind somebody else's, which goes on."""
+    a, b = (ncclpy.Communicator.init_all([0, other], **options) for other, options in ((1, {"timeout": 0.3}), (2, {})))
+    with ncclpy.Stream(0) as stream:
+        b[0].all_reduce(np.ones(3), stream=stream)
+        with pytest.raises(ncclpy.NcclTimeout), ncclpy.group():
+            a[0].all_reduce(np.ones(3), stream=stream)
+            a[0].all_reduce(np.ones(4))
+        assert [line for line in ncclpy.in_flight() if "arrays of a group" in line]
+        b[1].all_reduce(np.ones(3))
+        stream.synchronize(timeout=30)
+        until = time.monotonic() + 30
+        while ncclpy.in_flight() and time.monotonic() < until:
+            time.sleep(0.01)
+        assert ncclpy.in_flight() == []
+    a[1].abort()
+    testing.close_all(b)

@@ -9,6 +9,7 @@ class Collectives(Creation):
         op: OpLike = ...,
         *,
         stream: StreamLike = ...,
+        timeout: float | None = ...,
     ) -> None: ...
     def reduce(
         self,
@@ -18,6 +19,7 @@ class Collectives(Creation):
         root: int = ...,
         *,
         stream: StreamLike = ...,
+        timeout: float | None = ...,
     ) -> None: ...
     def broadcast(
         self,
@@ -26,8 +28,11 @@ class Collectives(Creation):
         root: int = ...,
         *,
         stream: StreamLike = ...,
+        timeout: float | None = ...,
     ) -> None: ...
-    def all_gather(self, send: BufferLike, recv: BufferLike, *, stream: StreamLike = ...) -> None: ...
+    def all_gather(
+        self, send: BufferLike, recv: BufferLike, *, stream: StreamLike = ..., timeout: float | None = ...
+    ) -> None: ...
     def reduce_scatter(
         self,
         send: BufferLike,
@@ -35,8 +40,11 @@ class Collectives(Creation):
         op: OpLike = ...,
         *,
         stream: StreamLike = ...,
+        timeout: float | None = ...,
     ) -> None: ...
-    def all_to_all(self, send: BufferLike, recv: BufferLike, *, stream: StreamLike = ...) -> None: ...
+    def all_to_all(
+        self, send: BufferLike, recv: BufferLike, *, stream: StreamLike = ..., timeout: float | None = ...
+    ) -> None: ...
     def gather(
         self,
         send: BufferLike,
@@ -44,6 +52,7 @@ class Collectives(Creation):
         root: int = ...,
         *,
         stream: StreamLike = ...,
+        timeout: float | None = ...,
     ) -> None: ...
     def scatter(
         self,
@@ -52,6 +61,7 @@ class Collectives(Creation):
         root: int = ...,
         *,
         stream: StreamLike = ...,
+        timeout: float | None = ...,
     ) -> None: ...
-    def send(self, buf: BufferLike, peer: int, *, stream: StreamLike = ...) -> None: ...
-    def recv(self, buf: BufferLike, peer: int, *, stream: StreamLike = ...) -> None: ...
+    def send(self, buf: BufferLike, peer: int, *, stream: StreamLike = ..., timeout: float | None = ...) -> None: ...
+    def recv(self, buf: BufferLike, peer: int, *, stream: StreamLike = ..., timeout: float | None = ...) -> None: ...

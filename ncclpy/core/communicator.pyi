@@ -13,6 +13,7 @@ class Communicator(Collectives):
         counts: Sequence[int],
         *,
         stream: StreamLike = ...,
+        timeout: float | None = ...,
     ) -> None: ...
     def reduce_scatter_v(
         self,
@@ -22,6 +23,7 @@ class Communicator(Collectives):
         op: OpLike = ...,
         *,
         stream: StreamLike = ...,
+        timeout: float | None = ...,
     ) -> None: ...
     def all_to_all_v(
         self,
@@ -31,8 +33,9 @@ class Communicator(Collectives):
         recv_counts: Sequence[int],
         *,
         stream: StreamLike = ...,
+        timeout: float | None = ...,
     ) -> None: ...
-    def barrier(self, *, stream: StreamLike = ...) -> None: ...
+    def barrier(self, *, stream: StreamLike = ..., timeout: float | None = ...) -> None: ...
     def pre_mul_sum(self, scalar: float | BufferLike, dtype: DataTypeLike) -> CustomOp: ...
     def register(self, buf: BufferLike) -> Registration: ...
     def window(self, buf: BufferLike, *, symmetric: bool = ..., strict_ordering: bool = ...) -> Window: ...

@@ -19,6 +19,7 @@ class Creation(Lifecycle):
         device: DeviceLike = ...,
         config: Config | None = ...,
         timeout: float | None = ...,
+        abortable: bool | None = ...,
     ) -> Self: ...
     @classmethod
     def init_all(
@@ -27,6 +28,7 @@ class Creation(Lifecycle):
         *,
         config: Config | None = ...,
         timeout: float | None = ...,
+        abortable: bool | None = ...,
     ) -> list[Self]: ...
     @classmethod
     def from_handle(cls, pointer: int) -> Self: ...
@@ -37,6 +39,7 @@ class Creation(Lifecycle):
         *,
         config: Config | None = ...,
         timeout: float | None = ...,
+        abortable: bool | None = ...,
     ) -> Self | None: ...
     def shrink(
         self,
@@ -45,6 +48,7 @@ class Creation(Lifecycle):
         abort: bool = ...,
         config: Config | None = ...,
         timeout: float | None = ...,
+        abortable: bool | None = ...,
     ) -> Self: ...
     def grow(
         self,
@@ -53,6 +57,7 @@ class Creation(Lifecycle):
         *,
         config: Config | None = ...,
         timeout: float | None = ...,
+        abortable: bool | None = ...,
     ) -> Self: ...
     @classmethod
     def join(
@@ -64,5 +69,6 @@ class Creation(Lifecycle):
         device: DeviceLike = ...,
         config: Config | None = ...,
         timeout: float | None = ...,
+        abortable: bool | None = ...,
     ) -> Self: ...
     def grow_id(self) -> UniqueId: ...

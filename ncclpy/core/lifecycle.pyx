@@ -245,8 +245,8 @@ cdef class Lifecycle(Handle):
     cdef int before_abort(self) except -1:
         """Destroy our graphs: NCCL waits for all that refer to the communicator."""
         for each in list(self.resources):
-            if hasattr(each, "let_go"):
-                each.let_go()
+            if hasattr(each, "_let_go"):
+                each._let_go()
         return 0
 
     cdef ncclComm_t speaker(self) noexcept:

@@ -524,7 +524,7 @@ cdef class Graph:
                     handle.unlock()
         return 0
 
-    def let_go(self):
+    def _let_go(self):
         """Destroy the graphs at once, since an abort waits for them; another thread's launch ends first."""
         self.close()
 

@@ -15,6 +15,7 @@
 #include "comm.hpp"
 #include "fault_plan.hpp"
 #include "group.hpp"
+#include "wait.hpp"
 
 namespace ncclpy::host {
 
@@ -160,6 +161,7 @@ void pause_for(double seconds, Over over) {
   while (!over() && (seconds < 0 || now_seconds() < end)) {
     const timespec millisecond = {0, 1000000};
     nanosleep(&millisecond, nullptr);
+    Interruption::attend();  // a caller that waits for its stream may be here, with a deadline
   }
 }
 

@@ -107,7 +107,7 @@ def test_a_key_that_waits_holds_up_nobody(manager, where):
 
 def test_a_key_that_is_shown_in_an_error_waits_in_its_readers_thread(manager):
     some_devices(2)
-    key, data = Key(where="repr"), [Data(1), Data(1, 5)]
+    key, data = Key(where="repr"), [Data(1, devices=[0]), Data(1, 5, devices=[1])]
     works = [manager.all_reduce(key, data[r].input(0), device=r, num_local=2) for r in range(2)]
     error = works[0].exception(DEADLINE)
     assert error is works[1].exception(DEADLINE) and not key.inside.is_set()

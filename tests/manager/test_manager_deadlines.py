@@ -343,7 +343,8 @@ def test_an_interrupt_while_communicators_are_begun_is_the_callers(make_manager,
 
     def interrupted(thread):
         start(thread)
-        raise KeyboardInterrupt
+        if threading.current_thread() is threading.main_thread():  # it alone is interrupted
+            raise KeyboardInterrupt
 
     data = Data(n)
     works = [manager.all_reduce("k", data.input(r), device=r, num_local=n) for r in range(n - 1)]
@@ -358,9 +359,10 @@ def test_an_interrupt_while_communicators_are_begun_is_the_callers(make_manager,
 def test_an_exception_in_the_block_aborts(host_engine):
     with ncclpy.Manager() as manager:
         sum_works(manager, "warm", range(3))[1]()
-    with ncclpy.faults(HANG), pytest.raises(KeyError):
+    with ncclpy.faults(HANG) as faults, pytest.raises(KeyError):
         with ncclpy.Manager() as manager:
             works, _ = sum_works(manager, "k", range(3))
+            testing.wait_for(lambda: faults.fired)
             raise KeyError("of the program")
     error = one_error(works)
     assert isinstance(error, ncclpy.NcclAborted) and isinstance(error.__cause__, KeyError)

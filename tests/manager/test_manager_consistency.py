@@ -7,6 +7,7 @@ import pytest
 from callers import DEADLINE, Data, check_usable, finish, one_error, some_devices, sum_works
 
 import ncclpy
+import testing
 
 KEY = ("step", 7)
 
@@ -307,10 +308,11 @@ def test_an_error_in_making_communicators_reaches_all(manager, host_engine):
 def test_work_in_flight_reports_the_abort(manager, host_engine):
     _, check = sum_works(manager, "warm", range(3))
     check()
-    with ncclpy.faults("rank=1 call=AllReduce at=run do=hang"):
+    with ncclpy.faults("rank=1 call=AllReduce at=run do=hang") as faults:
         works, _ = sum_works(manager, "k", range(3))
         works[0].synchronize(ncclpy.Stream(0))  # launched
         assert works[0].state == "launched"
+        testing.wait_for(lambda: faults.fired)
         manager.abort("no more")
         error = one_error(works)
     assert isinstance(error, ncclpy.NcclAborted) and "no more" in str(error)

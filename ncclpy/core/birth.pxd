@@ -18,6 +18,7 @@ cdef class Cradle:
     cdef bint guarded
     cdef bint lent  # NCCL may still write into the cells
     cdef int stage
+    cdef ncclResult_t failed  # what the guard said when it was asked to make the communicator, if that was an error
 
     cdef int fill(self, object config, bint guarded, object blocking) except -1
     # Ask the guard to make the communicator; its lock is held.

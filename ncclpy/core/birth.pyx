@@ -11,6 +11,7 @@ while somebody may be polling, since whoever polls holds the communicator, and t
 from cpython.ref cimport Py_INCREF
 from libc.stdlib cimport calloc, free
 
+from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
 from ncclpy.core.config cimport fill_config
 from ncclpy.core.library cimport nccl
 
@@ -47,5 +48,9 @@ cdef class Cradle:
         return 0
 
     cdef ncclResult_t ask_guard(self, ncclComm_t guard) noexcept nogil:
+        cdef ncclResult_t result
         self.stage = FROM_GUARD
-        return nccl.ncclCommSplit(guard, 0, 0, self.cell, &self.config)  # equal keys: the ranks stay
+        result = nccl.ncclCommSplit(guard, 0, 0, self.cell, &self.config)  # equal keys: the ranks stay
+        if result != ncclSuccess and result != ncclInProgress:
+            self.failed = result  # of which the guard itself, which is well, will not tell whoever asks next
+        return result

@@ -38,10 +38,8 @@ def in_flight():
 
 
 cdef bint _is_over(object each) except -1:
-    if type(each) is Call or isinstance(each, Call):
+    if isinstance(each, Call):
         return (<Call>each).done
-    if isinstance(each, threading.Thread):
-        return not each.is_alive()
     try:
         return (<Event?>each).is_done()
     except Exception:  # a device that has failed says so of every event, and runs nothing any more
@@ -57,10 +55,20 @@ def _watch():
         pause = min(2 * pause, 0.1)
         for entry in list(_held):
             if all([_is_over(each) for each in entry[1]]):
-                _held.remove(entry)
+                _forget(entry)
                 pause = 0.001
         entry = None  # let go of here, and not when the next one is looked at
     _thread = None
+
+
+cdef int _forget(tuple entry) except -1:
+    """Take an entry away, by what it is: list.remove() would compare arrays."""
+    cdef Py_ssize_t i
+    for i in range(len(_held)):
+        if _held[i] is entry:
+            del _held[i]
+            return 0
+    return 0
 
 
 def _forked():

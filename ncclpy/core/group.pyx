@@ -30,6 +30,7 @@ from ncclpy.core.handle cimport (
     WAS_ABORTED,
     abort_handles,
     in_lock_order,
+    leave,
     leave_behind,
     lock_all,
     unlock_all,
@@ -484,14 +485,16 @@ cdef int _leave_call(_Stretch stretch, list concerned, object error) except -1:
                 stays.append(handle)
     what = f"a call was left early: {type(error).__name__}"
     try:
-        abort_handles(ends, ABORT_DEADLINE, what)
-    except NcclError as failure:
+        leave(ends, what, error)
+        if not stays:
+            stretch.wait(now() + ABORT_DEADLINE)
+        if not stretch.done:
+            leave_behind(stays, what)
+    except Exception as failure:
         attach(error, [failure])
-    if not stays:
-        stretch.wait(now() + ABORT_DEADLINE)
-    if not stretch.done:
-        leave_behind(stays, what)
-    return hold([group.everything(), concerned, group], [stretch], f"what a call of NCCL needs that was left: {what}")
+    finally:  # also if Ctrl-C comes a second time
+        hold([group.everything(), concerned, group], [stretch], f"what a call of NCCL needs that was left: {what}")
+    return 0
 
 
 cdef int _launch(Group group) except -1:
@@ -585,10 +588,11 @@ cdef int _see_through(Group group) except -1:
                 )
             except NcclError as error:
                 errors.append(error)
-    except BaseException:  # of a signal handler: whoever raises wants to get out, and not to wait for the others
-        for handle in together:
-            handle.leave("a group was left early")
-        _hold_all(group)
+    except BaseException as error:  # of a signal handler: whoever raises wants to get out, not to wait for the others
+        try:
+            leave([tied for handle in together for tied in (<Handle>handle).tied()], "a group was left early", error)
+        finally:  # also if Ctrl-C comes a second time
+            _hold_all(group)
         raise
     if errors:
         _hold_all(group)
@@ -613,7 +617,7 @@ cdef int _bring_up(list children, Group group, list errors) except -1:
             if result == ncclInProgress and now() < deadline:
                 still.append((child, min(deadline, _by(group, child.limit, errors))) if errors else (child, deadline))
             else:
-                _collect(errors, child, 1, now(), group)
+                _collect(errors, child, 1, now(), group, started)
         if not still:
             return 0
         making = still
@@ -622,13 +626,13 @@ cdef int _bring_up(list children, Group group, list errors) except -1:
         PyErr_CheckSignals()
 
 
-cdef int _collect(list errors, Handle handle, int step, double deadline, Group group) except -1:
+cdef int _collect(list errors, Handle handle, int step, double deadline, Group group, double started=0) except -1:
     """Adopt a child (step 0) or wait for a communicator (step 1), and note its error."""
     try:
         if step == 0:
             handle.born(group.ended)
         else:
-            handle.finish("initialisation" if handle.state == INITIALISING else "ncclGroupEnd", deadline)
+            handle.finish("initialisation" if handle.state == INITIALISING else "ncclGroupEnd", deadline, started)
     except NcclError as error:
         errors.append(error)
     return 0

@@ -74,7 +74,8 @@ cdef class Handle:
     cdef ncclResult_t poll_once(self) noexcept nogil
     cdef ncclResult_t peek(self) noexcept nogil
     cdef ncclComm_t take_raw(self) noexcept nogil
-    cdef int finish(self, str what, double deadline) except -1
+    # `started` is when the wait began, if that was before now.
+    cdef int finish(self, str what, double deadline, double started=*) except -1
     cdef int wait_stream(self, CUstream stream, str what, double deadline, list together=*) except -1
     cdef int give_up(self, str what, double timeout) except -1
     cdef object timeout_error(self, object what, double waited)
@@ -87,9 +88,8 @@ cdef class Handle:
     cdef int called(self) except -1
     # Everything that has to be aborted to end this communicator, itself included.
     cdef list tied(self)
-    # Abort because a wait for it was ended by an exception, which goes on.
-    cdef int leave(self, object reason) except -1
-    # Called before an abort, in its thread and with the GIL: give back what NCCL would wait for.
+    # Called before an abort, in its thread and with the GIL: give back what NCCL would wait for. It waits for nobody
+    # who may be stuck.
     cdef int before_abort(self) except -1
     # Keep objects until the communicator and, where one is given, the stream can touch them no more.
     cdef int hold(self, list objects, CUstream stream, object what) except -1
@@ -99,6 +99,10 @@ cdef int abort_handles(list handles, double timeout, object reason) except -1
 # The same in two halves: `begin_abort` returns the threads that do it.
 cdef list begin_abort(list handles, object reason)
 cdef int end_abort(list threads, double timeout, object reason) except -1
+
+# Abort because a wait was ended by `error`, which goes on: what goes wrong besides becomes its note.
+cdef int leave(list handles, object reason, object error) except -1
+cdef int end_quietly(list threads, object reason, object error) except -1
 
 # Give up communicators that a thread is inside of and that nobody can end, with a warning.
 cdef int leave_behind(list handles, object reason) except -1

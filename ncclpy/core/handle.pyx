@@ -31,14 +31,21 @@ from ncclpy.core.library cimport abort_preempts, driver, nccl, require, require_
 from ncclpy.core.marks cimport free_marks, mark_begin, mark_end
 from ncclpy.core.missing cimport who_is_missing
 from ncclpy.core.stream cimport event_behind
-from ncclpy.core.wait cimport FOREVER, LEAVE, SLICE, await_stream, deadline_after, now, pause
+from ncclpy.core.wait cimport FOREVER, LEAVE, SLICE, Call, await_stream, deadline_after, now, pause
 
-from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, not_copied, seconds
+from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, attach, not_copied, seconds
 
 cdef extern from "pthread.h" nogil:
     int pthread_mutex_init(pthread_mutex_t*, void*)
     int pthread_mutex_destroy(pthread_mutex_t*)
     unsigned long pthread_self()
+
+cdef extern from *:
+    """
+    /* Whether this thread runs signal handlers in the middle of a wait. */
+    static __thread int ncclpy_in_handlers = 0;
+    """
+    int ncclpy_in_handlers
 
 cdef extern from * nogil:
     int __atomic_add_fetch(int*, int, int)
@@ -54,6 +61,9 @@ cdef double CALL_PATIENCE = 5.0
 
 # How long the device may take to end what runs on a communicator that has failed.
 cdef double BROKEN_PATIENCE = 1.0
+
+# How long a signal handler waits for an abort where the host engine runs the operation beneath it, in the same thread.
+cdef double HANDLER_PATIENCE = 0.1
 
 
 cdef bint lock_within(pthread_mutex_t* mutex, double until) noexcept nogil:
@@ -139,7 +149,7 @@ cdef int _look(Waiting* waiting) noexcept with gil:
     cdef Handle handle = <Handle>waiting.handle
     together = [handle] if waiting.together == NULL else <list>waiting.together
     try:
-        PyErr_CheckSignals()
+        _run_handlers()
         what = waiting.what.decode()
         if now() - waiting.broken > BROKEN_PATIENCE:  # a rank has died, say, and the kernel waits for it
             failure = nccl_error(handle.peek(), waiting.what, NULL)
@@ -156,6 +166,16 @@ cdef int _look(Waiting* waiting) noexcept with gil:
     waiting.error = <PyObject*>failure
     Py_INCREF(threads)
     waiting.aborting = <PyObject*>threads
+    return 0
+
+
+cdef int _run_handlers() except -1:
+    global ncclpy_in_handlers
+    ncclpy_in_handlers += 1
+    try:
+        PyErr_CheckSignals()
+    finally:
+        ncclpy_in_handlers -= 1
     return 0
 
 
@@ -303,11 +323,11 @@ cdef class Handle:
             pthread_mutex_unlock(&self.gate)
         return raw
 
-    cdef int finish(self, str what, double deadline) except -1:
+    cdef int finish(self, str what, double deadline, double started=0) except -1:
         """Poll until the communicator has left ncclInProgress; past the deadline abort it and raise NcclTimeout."""
         cdef ncclResult_t result
         cdef const char* words
-        cdef double started = now()
+        started = started or now()
         while True:
             with nogil:
                 result = _poll_slice(self, started, deadline)
@@ -315,7 +335,7 @@ cdef class Handle:
                 try:
                     PyErr_CheckSignals()
                 except BaseException as error:
-                    self.leave(f"{what} was interrupted by {type(error).__name__}")
+                    leave(self.tied(), f"{what} was interrupted by {type(error).__name__}", error)
                     raise
                 continue
             if <int>result == PAST_DEADLINE:
@@ -326,10 +346,15 @@ cdef class Handle:
                 if self.state == INITIALISING:
                     self.born(result)
                 return 0
-            if self.state == INITIALISING:
+            initialising = self.state == INITIALISING
+            if initialising:
                 self.state = FAILED
             words = nccl.ncclGetLastError(self.speaker()) if nccl.ncclGetLastError != NULL else NULL
-            raise nccl_error(result, b"ncclCommGetAsyncError", words, f"{what} of {self!r}")
+            failure = nccl_error(result, b"ncclCommGetAsyncError", words, f"{what} of {self!r}")
+            if initialising:  # what there is of it is of no use, and may be in nobody's hands
+                leave([self], f"{what} failed", failure)
+                self.state = FAILED
+            raise failure
 
     cdef int wait_stream(self, CUstream stream, str what, double deadline, list together=None) except -1:
         """Wait until a stream has run dry and raise the communicator's error, if it has one by then.
@@ -359,7 +384,7 @@ cdef class Handle:
             error, threads = <object>waiting.error, <object>waiting.aborting
             Py_XDECREF(waiting.error)
             Py_XDECREF(waiting.aborting)
-            end_abort(threads, ABORT_DEADLINE, what)
+            end_quietly(threads, what, error)
             raise error
         if self.state == ABORTED:
             raise self.aborted_error(f"{what} on {self!r} did not complete: the communicator was aborted")
@@ -392,7 +417,7 @@ cdef class Handle:
     cdef int give_up(self, str what, double timeout) except -1:
         """Abort after a deadline and say what was waited for."""
         error = self.timeout_error(what, timeout)
-        abort_handles(self.tied(), ABORT_DEADLINE, f"{what} passed its deadline")
+        leave(self.tied(), f"{what} passed its deadline", error)
         raise error
 
     cdef bint in_background(self) noexcept:
@@ -414,10 +439,6 @@ cdef class Handle:
 
     cdef list tied(self):
         return [self]
-
-    cdef int leave(self, object reason) except -1:
-        end_abort(_begin_quietly(self.tied(), reason), ABORT_DEADLINE, reason)
-        return 0
 
     cdef int before_abort(self) except -1:
         return 0
@@ -529,28 +550,35 @@ cdef int _abort_in_group(list handles, bint guards, list failures, list stuck) e
     return 0
 
 
-def _abort_together(handles, failures, stuck):
-    """Abort communicators: guards first, so that nobody is inside the communicators when their turn comes."""
-    cdef Handle handle
-    try:
-        for handle in handles:
-            handle.before_abort()
-        guarded = [handle for handle in handles if (<Handle>handle).guard != NULL]
-        if guarded:
-            _abort_in_group(guarded, True, failures, stuck)
-        _abort_in_group(handles, False, failures, stuck)
-    except BaseException as error:  # carried to the caller; the thread may already be left behind
-        failures.append(error)
+cdef class _Abort(Call):
+    """Abort communicators in a thread of its own, and keep what became of that."""
 
+    cdef list handles
+    cdef list failures
+    cdef list stuck
 
-class _Abort(threading.Thread):
-    """A thread that aborts communicators, with what became of that."""
-
-    def __init__(self, handles):
+    def __cinit__(self, list handles):
         self.handles, self.failures, self.stuck = handles, [], []
-        super().__init__(
-            target=_abort_together, args=(handles, self.failures, self.stuck), name="ncclpy-abort", daemon=True
-        )
+
+    cdef int make(self) except -1:
+        """Abort them: guards first, so that nobody is inside the communicators when their turn comes."""
+        cdef Handle handle
+        try:
+            guarded = [handle for handle in self.handles if (<Handle>handle).guard != NULL]
+            if guarded:
+                _abort_in_group(guarded, True, self.failures, self.stuck)
+        except BaseException as error:  # carried to the caller; the rest is to end all the same
+            self.failures.append(error)
+        for handle in self.handles:
+            try:
+                handle.before_abort()
+            except BaseException as error:
+                self.failures.append(error)
+        try:
+            _abort_in_group(self.handles, False, self.failures, self.stuck)
+        except BaseException as error:
+            self.failures.append(error)
+        return 0
 
 
 cdef list begin_abort(list handles, object reason):
@@ -576,21 +604,27 @@ cdef list begin_abort(list handles, object reason):
         handle.aborting = threads
     for thread in threads:
         try:
-            thread.start()
+            (<_Abort>thread).start("ncclpy-abort")
         except RuntimeError:  # no more threads; here it may block, but what is to end would never end else
-            thread.run()
+            (<_Abort>thread)._run()
     return threads
 
 
 cdef int end_abort(list threads, double timeout, object reason) except -1:
     """Wait for aborts, warn of what did not return in time or could not be aborted, and raise what went wrong."""
     cdef double deadline = deadline_after(timeout)
+    cdef _Abort thread
+    # The operation that is to end may be run by this very thread, beneath the handler: it ends when the handler has.
+    cdef bint within = abort_preempts and ncclpy_in_handlers > 0
+    if within:
+        deadline = min(deadline, now() + HANDLER_PATIENCE)
     for thread in threads:
-        if thread.ident is not None:
-            thread.join(None if deadline == FOREVER else max(0.0, deadline - now()))
-    slow = [handle for thread in threads if thread.is_alive() for handle in thread.handles]
-    stuck = [handle for thread in threads for handle in thread.stuck]
-    if slow:
+        thread.wait(deadline)
+    slow, stuck = [], []
+    for thread in threads:
+        slow += [] if thread.done else thread.handles
+        stuck += thread.stuck
+    if slow and not within:
         warnings.warn(
             f"ncclCommAbort did not return within {timeout:g} s and was left behind with what it may touch "
             f"({reason}): {slow!r}",
@@ -602,6 +636,18 @@ cdef int end_abort(list threads, double timeout, object reason) except -1:
         if thread.failures:
             raise thread.failures[0]
     return 0
+
+
+cdef int end_quietly(list threads, object reason, object error) except -1:
+    try:
+        end_abort(threads, ABORT_DEADLINE, reason)
+    except Exception as failure:
+        attach(error, [failure])
+    return 0
+
+
+cdef int leave(list handles, object reason, object error) except -1:
+    return end_quietly(_begin_quietly(handles, reason), reason, error)
 
 
 cdef int leave_behind(list handles, object reason) except -1:

@@ -32,6 +32,7 @@ from ncclpy.core.handle cimport (
     abort_handles,
     begin_abort,
     end_abort,
+    leave,
 )
 from ncclpy.core.library cimport abort_preempts, nccl, require, version_code
 from ncclpy.core.marks cimport new_marks
@@ -147,7 +148,7 @@ cdef class Lifecycle(Handle):
         self.cradle.stage = IN_PARENT if in_parent else BY_ITSELF
         if not in_parent:
             self._take_cell()
-        if result == ncclSuccess and not self.cradle.guarded and not in_parent:
+        if result == ncclSuccess and not in_parent and (self.nranks == 0 or not self.cradle.guarded):
             # A blocking communicator says nothing else; one that works in the background may still be in progress.
             if self.nranks == 0 or self.poll_birth() == ncclSuccess:
                 self._grown()
@@ -170,17 +171,19 @@ cdef class Lifecycle(Handle):
         if self.rank < 0:
             self._ask_who()
         self.state = READY
-        if self.guard != NULL and self.limit != FOREVER:
+        if self.guard != NULL:
             self.be_watched(self.limit)
         return 0
 
     cdef int be_watched(self, double limit) except -1:
-        """Have the watcher keep deadlines, of which this is one."""
+        """Have the watcher keep deadlines, of which this is one; without any it ends what Ctrl-C is to end."""
         self.shortest = min(self.shortest, limit)
-        if not self.watched:
+        if limit != FOREVER and self.marks == NULL:
+            self.marks = new_marks(context_of(self.device))
             if self.marks == NULL:
-                self.marks = new_marks(context_of(self.device))
-            self.watched = self.marks != NULL
+                raise MemoryError
+        if not self.watched:
+            self.watched = True
             watch(self)
         return 0
 
@@ -210,6 +213,8 @@ cdef class Lifecycle(Handle):
             result = <ncclResult_t>WAS_ABORTED
         elif self.cradle.stage == MADE:
             result = ncclSuccess
+        elif self.cradle.failed != ncclSuccess:
+            result = self.cradle.failed
         elif nccl.ncclCommGetAsyncError == NULL or (self.guard if self.cradle.guarded else self.raw) == NULL:
             result = <ncclResult_t>WAS_ABORTED
         else:
@@ -384,7 +389,8 @@ cdef class Lifecycle(Handle):
     def finalize(self):
         """Flush what was issued, on all ranks (`ncclCommFinalize`); after it only `close` is left."""
         self._call("ncclCommFinalize")
-        self.state = FINALIZED
+        if self.state == READY:  # and not aborted meanwhile
+            self.state = FINALIZED
 
     def revoke(self):
         """Stop what is in flight and refuse new work (`ncclCommRevoke`, NCCL 2.28.7); split and shrink still work."""
@@ -509,11 +515,11 @@ cdef class Lifecycle(Handle):
             if self.state == FINALIZED and not isinstance(error, NcclTimeout):
                 pass  # it has failed: what it has is given back all the same
             else:
-                self.leave("close: what was issued did not end")
+                leave([self], "close: what was issued did not end", error)
                 self._release()
                 raise
-        except BaseException:
-            self.leave("close was interrupted")
+        except BaseException as error:
+            leave([self], "close was interrupted", error)
             self._release()
             raise
         try:
@@ -529,7 +535,7 @@ cdef class Lifecycle(Handle):
         if self.state == ABORTED:
             return failures
         self.state = CLOSED
-        if call.result != ncclSuccess:
+        if call.result != ncclSuccess and <int>call.result != WAS_ABORTED:  # closed by another thread meanwhile
             failures.append(nccl_error(call.result, b"ncclCommDestroy", call.words))
         return failures
 

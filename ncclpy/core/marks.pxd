@@ -9,6 +9,7 @@ cdef struct Mark:
     double limit  # seconds between the two
     double began  # when the begin was seen to be reached; 0 before
     int kind  # of the operation
+    bint open  # the operation is being issued: its end is still to be recorded
     bint over
 
 

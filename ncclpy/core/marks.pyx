@@ -99,6 +99,7 @@ cdef Mark* mark_begin(Marks* marks, CUstream stream, double limit, int kind) noe
             mark.kind = kind
             mark.began = 0
             mark.over = False
+            mark.open = True
             if driver.cuEventRecord(mark.begin, stream) == CUDA_SUCCESS:
                 marks.count += 1
                 marks.open += 1
@@ -120,6 +121,7 @@ cdef void mark_end(Marks* marks, Mark* mark, bint issued) noexcept nogil:
         if entered:
             driver.cuCtxSetCurrent(marks.context)
     marks.open -= 1
+    mark.open = False
     mark.over = not issued or driver.cuEventRecord(mark.end, mark.stream) != CUDA_SUCCESS
     if entered:
         driver.cuCtxSetCurrent(saved)
@@ -131,7 +133,7 @@ cdef int find_overdue(Marks* marks, double moment) noexcept nogil:
     cdef int found = -1
     for i in range(marks.count):
         mark = &marks.ring[(marks.first + i) % marks.capacity]
-        if mark.over:
+        if mark.over or mark.open:  # the end of one that is open is that of an earlier operation
             continue
         if driver.cuEventQuery(mark.end) != CUDA_ERROR_NOT_READY:
             mark.over = True

@@ -8,12 +8,15 @@ from ncclpy.core.handle cimport (
     ABORT_DEADLINE,
     ABORTED,
     WAS_ABORTED,
+    leave,
     leave_behind,
     pthread_mutex_lock,
     pthread_mutex_unlock,
 )
 from ncclpy.core.library cimport nccl
 from ncclpy.core.wait cimport deadline_after, now, pause
+
+from ncclpy.core.errors import attach
 
 cdef extern from "string.h" nogil:
     char* strdup(const char*)
@@ -38,12 +41,16 @@ cdef class Upkeep(Call):
             raise comm.timeout_error(what, now() - started)
         except BaseException as error:
             why = f"{what} was left early: {type(error).__name__}"
-            if comm.can_be_ended():
-                comm.leave(why)
-                self.wait(now() + ABORT_DEADLINE)
-            else:
-                leave_behind([comm], why)
-            hold([comm], [self], f"what {what} needs on {comm!r}")
+            try:
+                if comm.can_be_ended():
+                    leave(comm.tied(), why, error)
+                    self.wait(now() + ABORT_DEADLINE)
+                else:
+                    leave_behind([comm], why)
+            except Exception as failure:
+                attach(error, [failure])
+            finally:  # also if Ctrl-C comes a second time
+                hold([comm], [self], f"what {what} needs on {comm!r}")
             raise
 
     cdef int make(self) except -1:

@@ -28,6 +28,7 @@ cdef int wait_for_event(CUevent event, double deadline) except? -1
 cdef class Call:
     cdef object ended  # a lock, held until the call has returned
     cdef object failure
+    cdef bytes name
     cdef readonly bint done
 
     cdef int make(self) except -1  # by those who know what to call; without the GIL as far as it may block

@@ -4,6 +4,7 @@ No wait of the package is one that Python cannot get out of. What the CPU polls 
 signal handlers run; a call of NCCL that can block for long is made in a thread of its own, and that is waited for.
 """
 
+import _thread
 import threading
 
 from cpython.exc cimport PyErr_CheckSignals
@@ -11,6 +12,10 @@ from posix.time cimport CLOCK_MONOTONIC, clock_gettime, nanosleep, timespec
 
 from ncclpy.abi.driver cimport CUDA_ERROR_NOT_READY, CUDA_SUCCESS
 from ncclpy.core.library cimport driver, stream_wait
+
+cdef extern from "pthread.h" nogil:
+    unsigned long pthread_self()
+    int pthread_setname_np(unsigned long, const char*)
 
 cdef extern from "sched.h" nogil:
     int sched_yield()
@@ -123,11 +128,17 @@ cdef class Call:
         raise NotImplementedError
 
     cdef int start(self, str name) except -1:
+        """Start the thread. Either it runs then, or this raises: no signal handler can raise in between.
+
+        (Thread.start() of `threading` waits for its thread, and may be left by Ctrl-C with nobody to say that it runs.)
+        """
         self.ended.acquire()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        self.name = name.encode()
+        _thread.start_new_thread(self._run, ())
         return 0
 
     def _run(self):
+        pthread_setname_np(pthread_self(), self.name)
         try:
             self.make()
         except BaseException as error:  # carried to who waits

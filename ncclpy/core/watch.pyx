@@ -7,6 +7,7 @@ call, or the next one, raises `NcclTimeout`. It does the same for Ctrl-C in a ca
 could not end: it only runs when the call has returned.
 """
 
+import logging
 import os
 import signal
 import threading
@@ -39,10 +40,13 @@ cdef extern from *:
 
     /* Stands before the handler of SIGINT that there is, unless it stands there already. */
     static void ncclpy_note_sigint(void) {
+      static void (*python)(int) = NULL; /* Python's handler: no other, which may lead to ours and go round for ever */
       struct sigaction current, ours;
       if (sigaction(SIGINT, NULL, &current) != 0) return;
       if ((current.sa_flags & SA_SIGINFO) && current.sa_sigaction == ncclpy_on_sigint) return;
       if (!(current.sa_flags & SA_SIGINFO) && (current.sa_handler == SIG_DFL || current.sa_handler == SIG_IGN)) return;
+      if (python == NULL && !(current.sa_flags & SA_SIGINFO)) python = current.sa_handler;
+      if ((current.sa_flags & SA_SIGINFO) || current.sa_handler != python) return;
       ncclpy_before = current;
       ours = current;
       ours.sa_flags |= SA_SIGINFO;
@@ -60,20 +64,24 @@ cdef double SIGINT_PATIENCE = 1.0
 cdef double OFTEN = 0.01
 cdef double SELDOM = 0.25
 
-_watched = weakref.WeakSet()
+_log = logging.getLogger("ncclpy.core")
+
+cdef list _watched = []  # of weak references; taken away by the watcher alone
 _thread = None
 _wake = threading.Event()
 
 
 cdef int watch(Handle handle) except -1:
     global _thread
-    if handle in _watched:
-        return 0
-    _watched.add(handle)
+    _watched.append(weakref.ref(handle))
     _wake.set()
     if _thread is None:
         _thread = threading.Thread(target=_main, name="ncclpy-watch", daemon=True)
-        _thread.start()
+        try:
+            _thread.start()
+        except RuntimeError:  # no more threads: a later communicator may have more luck
+            _thread = None
+            raise
     return 0
 
 
@@ -103,13 +111,18 @@ cdef double _round() except? -1:
     cdef Handle handle
     cdef double shortest = SELDOM * 8
     cdef bint asked_to_stop = _is_interrupted()
-    for handle in list(_watched):
-        if handle.state == ABORTED or handle.state == CLOSED:
-            _watched.discard(handle)
+    for reference in list(_watched):
+        handle = reference()
+        if handle is None or handle.state == ABORTED or handle.state == CLOSED:
+            _watched.remove(reference)
             continue
         shortest = min(shortest, handle.limit, handle.shortest)
         if handle.state == READY:
-            _look_at(handle, asked_to_stop)
+            try:
+                _look_at(handle, asked_to_stop)
+            except Exception as error:  # the others are watched all the same
+                _watched.remove(reference)
+                _log.error("%r is no longer watched", handle, exc_info=error)
     return shortest / 8
 
 
@@ -150,7 +163,7 @@ def _forked():
     global _thread, _wake
     _thread = None
     _wake = threading.Event()
-    _watched.clear()
+    del _watched[:]
 
 
 os.register_at_fork(after_in_child=_forked)

@@ -25,8 +25,8 @@ from ncclpy.core.handle cimport (
     READY,
     WAS_ABORTED,
     Handle,
-    abort_handles,
     in_lock_order,
+    leave,
     leave_behind,
     lock_all,
     pthread_mutex_lock,
@@ -40,7 +40,7 @@ from ncclpy.core.marks cimport Mark
 from ncclpy.core.operation cimport ALL_REDUCE, NOT_THERE, Operation, function_of, issue, raise_issue
 from ncclpy.core.resources cimport CustomOp
 from ncclpy.core.stream cimport Stream, owner_of
-from ncclpy.core.wait cimport FOREVER, SLICE, as_timeout, deadline_after, now
+from ncclpy.core.wait cimport FOREVER, SLICE, as_timeout, deadline_after, now, pause
 from ncclpy.engine.launcher cimport Batch, Part, borrow_lanes, divide, push, push_jobs, run_batch, sort_parts
 from ncclpy.engine.native cimport add, lane_give_back, load, ncclpy_job, ncclpy_lane, sleep_on, wake
 
@@ -55,6 +55,9 @@ cdef extern from "sched.h" nogil:
 
 # How long a launch on several lanes is waited for awake.
 cdef double _AWAKE = 200e-6
+
+# How long an abort waits for a launch of graphs, which waits for nobody.
+cdef double _PATIENCE = 1.0
 
 
 cdef bint _await_all(int* remaining, double deadline) noexcept nogil:
@@ -300,8 +303,8 @@ cdef class Plan:
                     handle.wait_stream(<CUstream><uintptr_t>stream, "Plan.launch", deadline, self.handles)
                 except NcclError as error:  # the others are waited for all the same
                     errors.append(error)
-        except BaseException:  # of a signal handler
-            self._leave()
+        except BaseException as error:  # of a signal handler
+            self._leave(error)
             raise
         if errors:
             self._hold()
@@ -317,24 +320,28 @@ cdef class Plan:
                 return 0
             try:
                 PyErr_CheckSignals()
-            except BaseException:
-                self._leave()
-                with nogil:
-                    done = _await_all(&self.remaining, now() + ABORT_DEADLINE)
-                if not done:
-                    Py_INCREF(self)  # a lane is inside it, for good
+            except BaseException as error:
+                try:
+                    self._leave(error)
+                finally:  # also if Ctrl-C comes a second time
+                    with nogil:
+                        done = _await_all(&self.remaining, now() + ABORT_DEADLINE)
+                    if not done:
+                        Py_INCREF(self)  # a lane is inside it, for good
                 raise
 
-    cdef int _leave(self) except -1:
-        """End what a launch was waited for, since the wait is over."""
+    cdef int _leave(self, object error) except -1:
+        """End what a launch was waited for, since `error` has ended the wait."""
         cdef Handle handle
-        ends = [handle for handle in self.handles if (<Handle>handle).can_be_ended()]
+        why = "Plan.launch was left early"
         try:
-            abort_handles(ends, ABORT_DEADLINE, "Plan.launch was left early")
-        except NcclError:
-            pass  # the caller is told why it was left
-        leave_behind([handle for handle in self.handles if (<Handle>handle).state == READY], "Plan.launch was left early")
-        return self._hold()
+            leave([handle for handle in self.handles if (<Handle>handle).can_be_ended()], why, error)
+            leave_behind([handle for handle in self.handles if (<Handle>handle).state == READY], why)
+        except Exception as failure:
+            attach(error, [failure])
+        finally:
+            self._hold()
+        return 0
 
     cdef int _hold(self) except -1:
         """Hold the arrays until nobody can touch them, also if the plan is dropped."""
@@ -369,7 +376,7 @@ cdef class Plan:
                 function="Plan.launch",
             ))
         if late:
-            abort_handles(list(late.values()), ABORT_DEADLINE, "Plan.launch passed its deadline")
+            leave(list(late.values()), "Plan.launch passed its deadline", errors[-1])
         return 0
 
     def capture(self):
@@ -416,9 +423,7 @@ cdef int _raise(Batch* batch) except -1:
     cdef const char* function = function_of(batch.parts[failed].operation.kind)
     if batch.result == ncclSuccess and batch.driver == CUDA_SUCCESS:
         return 0
-    if <int>batch.result == WAS_ABORTED:
-        handle.check_alive()
-        raise NcclAborted(f"Plan.launch: {handle!r} was aborted")
+    handle.raise_if_aborted(batch.result, function)
     if <int>batch.result == NOT_THERE:
         raise_issue(batch.result, batch.parts[failed].operation.kind, NULL)
     if batch.result != ncclSuccess:
@@ -442,6 +447,7 @@ cdef class Graph:
     cdef int remaining
     cdef list own  # streams for CPU memory
     cdef bint waits
+    cdef bint launching  # a thread is in launch(); changed with the GIL
     cdef object __weakref__
 
     def __init__(self):
@@ -496,13 +502,14 @@ cdef class Graph:
             (<Lifecycle>handle).resources.add(self)  # closed with the communicator
         return 0
 
-    cdef int _enter(self) except -1:
+    cdef int _enter(self, Plan plan) except -1:
         """Mark the replays for the watcher, each by a communicator of its device that has a deadline."""
         cdef Handle handle
         cdef size_t i
         for i in range(self.count):
             self.replays[i].mark = NULL
-            for handle in self.plan.handles:
+            self.replays[i].watched = NULL
+            for handle in plan.handles:
                 if handle.watched and handle.device == self.replays[i].device:
                     self.replays[i].watched = <PyObject*>handle
                     with nogil:
@@ -516,7 +523,7 @@ cdef class Graph:
         cdef Handle handle
         cdef size_t i
         for i in range(self.count):
-            if self.replays[i].mark != NULL:
+            if self.replays[i].watched != NULL:  # also where nothing was marked: the call has ended
                 handle = <Handle>self.replays[i].watched
                 with nogil:
                     handle.lock()
@@ -525,8 +532,8 @@ cdef class Graph:
         return 0
 
     def _let_go(self):
-        """Destroy the graphs at once, since an abort waits for them; another thread's launch ends first."""
-        self.close()
+        """Destroy the graphs, since an abort waits for them; who launches them gets a little time to be through."""
+        self._close(now() + _PATIENCE)
 
     def launch(self):
         """Launch the graphs of all devices.
@@ -544,8 +551,9 @@ cdef class Graph:
         try:
             if self.plan is None:
                 raise ValueError("this graph was closed by another thread; capture the plan again")
+            self.launching = True
             self.remaining = <int>self.count
-            self._enter()
+            self._enter(plan)
             lent = borrow_lanes(self.devices, self.count, plan.borrowed)
             if lent:
                 with nogil:
@@ -559,10 +567,12 @@ cdef class Graph:
                 push_jobs(self.jobs, self.devices, self.count)
                 with nogil:
                     _await_all(&self.remaining, FOREVER)  # launching a graph waits for nobody
-            self._leave()
             for i in range(self.count):
                 check_driver(self.replays[i].result, b"cuGraphLaunch")
         finally:
+            if self.launching:
+                self._leave()
+            self.launching = False
             pthread_mutex_unlock(&plan.mutex)
         if self.waits:
             for handle, _, limit in plan.waits:
@@ -579,14 +589,24 @@ cdef class Graph:
 
     def close(self):
         """Give the graphs back (`cuGraphExecDestroy`); launches that are enqueued still run."""
-        cdef Plan plan = self.plan
-        if plan is None:
-            return
-        with nogil:
-            pthread_mutex_lock(&plan.mutex)  # no launch is under way
-        self.plan = None
+        self._close(FOREVER)
+
+    cdef int _close(self, double deadline) except -1:
+        """Give the graphs back once no launch of them is under way.
+
+        The plan's lock is not for this: a launch of the plan itself holds it, which may be stuck until an abort ends it.
+        """
+        cdef double started = now()
+        if self.plan is None:
+            return 0
+        self.plan = None  # from here on no launch begins
+        while self.launching:
+            if now() >= deadline:
+                return 0
+            with nogil:
+                pause(now() - started)
         self.free_graphs()
-        pthread_mutex_unlock(&plan.mutex)
+        return 0
 
     cdef void free_graphs(self) noexcept:
         cdef size_t i

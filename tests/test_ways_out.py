@@ -1,0 +1,221 @@
+"""Every way out of a wait keeps its promises: the exception that the caller is told, the memory, the communicator."""
+
+import os
+import threading
+import time
+
+import in_flight
+import numpy as np
+import pytest
+
+import ncclpy
+import testing
+
+pytestmark = pytest.mark.usefixtures("host_engine")
+
+ENDS = {
+    # Ctrl-C twice, the second time while the abort is waited for: what may be touched is held all the same.
+    "a second interrupt in a split": """
+C = ncclpy.Communicator.init_all([0, 1])
+alarm(0.3)
+alarm(0.8)
+with ncclpy.faults("call=CommAbort do=delay:2s nth=1"):
+    try:
+        C[0].split(0)
+        raise AssertionError
+    except KeyboardInterrupt:
+        pass
+    assert in_flight(), "nothing is held although the call is still under way"
+""",
+    "a handler that aborts": """
+C = ncclpy.Communicator.init_all([0, 1], timeout=30)
+arrays = [np.ones(3), np.ones(3)]
+for _ in range(20):  # then the host engine runs operations in the thread that waits for them
+    with ncclpy.group():
+        for comm, array in zip(C, arrays):
+            comm.all_reduce(array, op="max")
+took = []
+def end(*_):
+    began = time.monotonic()
+    C[0].abort()
+    took.append(time.monotonic() - began)
+signal.signal(signal.SIGALRM, end)
+signal.setitimer(signal.ITIMER_REAL, 0.3)
+assert isinstance(quietly(C[0].all_reduce, np.ones(4)), ncclpy.NcclAborted)
+assert took[0] < 5, took  # 0.1 s
+""",
+    "Ctrl-C in a stuck call of an abortable communicator": """
+C = ncclpy.Communicator.init_all([0, 1], abortable=True)
+alarm(0.3)
+threading.Timer(20, os._exit, (9,)).start()
+with ncclpy.faults("call=AllReduce do=hang nth=1"):
+    try:
+        C[0].all_reduce(np.ones(3), stream=ncclpy.Stream(0))
+        raise AssertionError
+    except KeyboardInterrupt:
+        pass
+os._exit(0)
+""",
+    "handlers that lead to ours": """
+import ctypes
+C = ncclpy.Communicator.init_all([0, 1], timeout=30)
+time.sleep(0.6)  # the watcher stands before Python's handler
+libc = ctypes.CDLL(None)
+kind = ctypes.CFUNCTYPE(None, ctypes.c_int)
+libc.signal.restype, libc.signal.argtypes = ctypes.c_void_p, [ctypes.c_int, ctypes.c_void_p]
+seen = []
+def other(number):
+    seen.append(number)
+    if len(seen) < 50:
+        kind(before)(number)
+handler = kind(other)
+before = libc.signal(signal.SIGINT, ctypes.cast(handler, ctypes.c_void_p))
+time.sleep(0.6)
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.5)
+except KeyboardInterrupt:
+    pass
+assert len(seen) == 1, f"went round {len(seen)} times"
+""",
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_signals(name):
+    prelude = in_flight.PRELUDE + "from ncclpy.core.flight import in_flight\n"
+    testing.run_python(f"import sys\nsys.argv = ['']\n{prelude}\n{ENDS[name]}", env={"NCCLPY_LIBRARY": "host"})
+
+
+@pytest.mark.parametrize("what", ["operation", "birth"])
+def test_a_failing_abort_does_not_hide_the_deadline(what):
+    comms = ncclpy.Communicator.init_all([0, 1], timeout=0.3)
+    with ncclpy.faults("call=CommAbort do=error"), pytest.raises(ncclpy.NcclTimeout, match=r"[34]\d\d ms") as caught:
+        if what == "operation":
+            comms[0].all_reduce(np.ones(3))
+        else:
+            ncclpy.Communicator.init(2, 0, ncclpy.get_unique_id(), device=0, timeout=0.3)
+    assert "CommAbort" in caught.value.__notes__[0]
+    for comm in comms:
+        comm.abort()
+
+
+def test_an_abort_does_not_wait_for_a_launch_that_it_is_to_end():
+    """The plan's launch is stuck in a call; its graphs, which an abort destroys first, must not wait for it."""
+    comms = ncclpy.Communicator.init_all([0, 1], timeout=1)
+    streams = [ncclpy.Stream(comm.device) for comm in comms]
+    arrays = [np.ones(4) for _ in comms]
+    plan = ncclpy.Plan()
+    with plan.record():
+        for comm, array, stream in zip(comms, arrays, streams, strict=True):
+            comm.all_reduce(array, stream=stream)
+    graph = plan.capture()
+    caught = []
+
+    def launch():
+        try:
+            plan.launch()
+        except ncclpy.NcclError as error:
+            caught.append(error)
+
+    with ncclpy.faults("call=AllReduce do=hang nth=1"):
+        thread = threading.Thread(target=launch, daemon=True)
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive()
+    assert isinstance(caught[0], ncclpy.NcclTimeout), caught
+    assert graph.closed
+    for comm in comms:
+        comm.abort()
+
+
+def test_the_watcher_leaves_a_graph_alone_whose_launches_it_cannot_mark(comm1_watched):
+    """A launch that finds no room for a mark has ended all the same when it returns."""
+    comm, stream = comm1_watched
+    array = np.ones(3)
+    plan = ncclpy.Plan()
+    with plan.record():
+        comm.all_reduce(array, op="max", stream=stream)
+    with plan.capture() as graph, ncclpy.faults("call=AllReduce at=run do=hang:1500ms nth=1"):
+        comm.all_reduce(array, op="max", stream=stream)
+        for _ in range(4200):  # more than there are marks
+            graph.launch()
+        stream.synchronize(timeout=50)
+        time.sleep(3)
+    assert not comm.closed
+
+
+@pytest.fixture
+def comm1_watched():
+    comm = ncclpy.Communicator.init_all([0], timeout=2.5)[0]
+    with ncclpy.Stream(0) as stream:
+        yield comm, stream
+    comm.close()
+
+
+@pytest.mark.parametrize("timeout", [None, 5])
+def test_a_split_without_a_colour(timeout):
+    comms = ncclpy.Communicator.init_all([0, 1], timeout=timeout)
+    with ncclpy.group():
+        child, nothing = comms[0].split(0), comms[1].split(None)
+    assert nothing is None
+    assert child.nranks == 1
+    testing.close_all(comms)
+
+
+@pytest.mark.parametrize("timeout", [None, 5])
+def test_several_threads_close_one_communicator(timeout):
+    failures = []
+    for _ in range(10):
+        comm = ncclpy.Communicator.init_all([0], timeout=timeout)[0]
+        barrier = threading.Barrier(3)
+
+        def close(comm=comm, barrier=barrier):
+            barrier.wait()
+            try:
+                comm.close()
+            except Exception as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=close) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert comm.closed
+    assert not failures
+
+
+def _segments():
+    with open("/proc/self/maps") as maps:
+        return sum("ncclpy-comm" in line for line in maps)
+
+
+def test_a_failed_birth_leaves_nothing_behind():
+    before = _segments(), len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        with pytest.raises(ncclpy.NcclError):
+            ncclpy.Communicator.init_all([0, 0], timeout=5)
+    assert (_segments(), len(os.listdir("/proc/self/fd"))) <= (before[0], before[1] + 2)
+
+
+def test_a_guard_that_cannot_make_its_communicator_says_why():
+    comms = ncclpy.Communicator.init_all([0, 1], timeout=5)
+    with ncclpy.faults("call=CommSplit nth=2 do=error"), pytest.raises(ncclpy.NcclError, match="injected fault"):
+        with ncclpy.group():
+            for comm in comms:
+                comm.split(0)
+    for comm in comms:
+        comm.abort()
+
+
+def test_a_deadline_of_a_birth_names_what_was_waited():
+    with pytest.raises(ncclpy.NcclTimeout, match=r"was not done after [34]\d\d ms"):
+        ncclpy.Communicator.init(2, 0, ncclpy.get_unique_id(), device=0, timeout=0.3)
+
+
+@pytest.mark.parametrize("timeout", [1e12, 1e300, 10**400, float("inf")])
+def test_an_abort_with_a_huge_timeout(timeout):
+    comm = ncclpy.Communicator.init_all([0])[0]
+    comm.abort(timeout=timeout)
+    assert comm.closed

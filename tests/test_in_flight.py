@@ -3,9 +3,9 @@
 import in_flight
 import numpy as np
 import pytest
-import testing
 
 import ncclpy
+import testing
 
 pytestmark = pytest.mark.usefixtures("host_engine")
 

@@ -457,7 +457,7 @@ cdef int _call_aside(Group group) except -1:
     for handle in concerned:
         if limit == FOREVER or handle.limit < limit:
             limit = handle.limit if group.limit == FOREVER else group.limit
-    stretch.start("ncclpy-call")
+    stretch.start()
     for _, child in group.births:
         (<Handle>child).called()
     try:

@@ -31,7 +31,7 @@ from ncclpy.core.library cimport abort_preempts, driver, nccl, require, require_
 from ncclpy.core.marks cimport free_marks, mark_begin, mark_end
 from ncclpy.core.missing cimport who_is_missing
 from ncclpy.core.stream cimport event_behind
-from ncclpy.core.wait cimport FOREVER, LEAVE, SLICE, await_stream, deadline_after, now, pause
+from ncclpy.core.wait cimport FOREVER, LEAVE, SLICE, Call, await_stream, deadline_after, now, pause
 
 from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, not_copied, seconds
 
@@ -529,7 +529,7 @@ cdef int _abort_in_group(list handles, bint guards, list failures, list stuck) e
     return 0
 
 
-def _abort_together(handles, failures, stuck):
+cdef int _abort_together(list handles, list failures, list stuck) except -1:
     """Abort communicators: guards first, so that nobody is inside the communicators when their turn comes."""
     cdef Handle handle
     try:
@@ -541,16 +541,22 @@ def _abort_together(handles, failures, stuck):
         _abort_in_group(handles, False, failures, stuck)
     except BaseException as error:  # carried to the caller; the thread may already be left behind
         failures.append(error)
+    return 0
 
 
-class _Abort(threading.Thread):
-    """A thread that aborts communicators, with what became of that."""
+cdef class _Abort(Call):
+    """Communicators that are aborted in a thread, with what became of that."""
 
-    def __init__(self, handles):
+    cdef readonly list handles
+    cdef readonly list failures
+    cdef readonly list stuck
+
+    def __cinit__(self, list handles):
         self.handles, self.failures, self.stuck = handles, [], []
-        super().__init__(
-            target=_abort_together, args=(handles, self.failures, self.stuck), name="ncclpy-abort", daemon=True
-        )
+
+    cdef int make(self) except -1:
+        _abort_together(self.handles, self.failures, self.stuck)
+        return 0
 
 
 cdef list begin_abort(list handles, object reason):
@@ -576,9 +582,10 @@ cdef list begin_abort(list handles, object reason):
         handle.aborting = threads
     for thread in threads:
         try:
-            thread.start()
+            (<Call>thread).start()
         except RuntimeError:  # no more threads; here it may block, but what is to end would never end else
-            thread.run()
+            (<Call>thread).make()
+            (<Call>thread).done = True
     return threads
 
 
@@ -586,9 +593,9 @@ cdef int end_abort(list threads, double timeout, object reason) except -1:
     """Wait for aborts, warn of what did not return in time or could not be aborted, and raise what went wrong."""
     cdef double deadline = deadline_after(timeout)
     for thread in threads:
-        if thread.ident is not None:
-            thread.join(None if deadline == FOREVER else max(0.0, deadline - now()))
-    slow = [handle for thread in threads if thread.is_alive() for handle in thread.handles]
+        if not thread.done:
+            (<Call>thread).wait(deadline)
+    slow = [handle for thread in threads if not thread.done for handle in thread.handles]
     stuck = [handle for thread in threads for handle in thread.stuck]
     if slow:
         warnings.warn(

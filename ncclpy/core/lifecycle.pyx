@@ -229,12 +229,12 @@ cdef class Lifecycle(Handle):
         return self.nonblocking
 
     cdef list tied(self):
-        """A child that NCCL has not made yet can only be ended through its parent."""
+        """A child that NCCL has not made yet can only be ended through its parent, and ends with it."""
         if self.state == UNBORN and abort_preempts and self.parent is None and self.raw == NULL:
             self._take_cell()  # NCCL has written it, and works on it in another thread
         if self.raw == NULL and self.guard == NULL and self.parent is not None and self.state != CLOSED:
             return [self, self.parent]
-        return [self]
+        return [self, *self.making]
 
     cdef int before_abort(self) except -1:
         """Destroy our graphs: NCCL waits for all that refer to the communicator."""

@@ -357,7 +357,7 @@ def synchronize(device=None, timeout=None):
     cdef double limit = as_timeout(timeout)
     call.device = as_device(device)
     require_driver()
-    call.start("ncclpy-wait")
+    call.start()
     if not call.wait(deadline_after(limit)):
         waited(<int>CUDA_ERROR_NOT_READY, b"cuCtxSynchronize", f"device {call.device}", limit)
 

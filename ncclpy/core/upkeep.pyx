@@ -31,7 +31,7 @@ cdef class Upkeep(Call):
         """Make the call and wait for it; one that is left early is ended, as far as that goes."""
         cdef Handle comm = self.comm
         cdef double started = now()
-        self.start("ncclpy-call")
+        self.start()
         try:
             if self.wait(deadline_after(limit)):
                 return 0

@@ -4,6 +4,7 @@ No wait of the package is one that Python cannot get out of. What the CPU polls 
 signal handlers run; a call of NCCL that can block for long is made in a thread of its own, and that is waited for.
 """
 
+import _thread
 import threading
 
 from cpython.exc cimport PyErr_CheckSignals
@@ -122,9 +123,14 @@ cdef class Call:
     cdef int make(self) except -1:
         raise NotImplementedError
 
-    cdef int start(self, str name) except -1:
+    cdef int start(self) except -1:
         self.ended.acquire()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        # In one step: `Thread.start` waits in Python, where a signal handler could raise with the call under way.
+        try:
+            _thread.start_new_thread(self._run, ())
+        except BaseException:
+            self.ended.release()
+            raise
         return 0
 
     def _run(self):

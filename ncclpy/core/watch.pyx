@@ -7,6 +7,7 @@ call, or the next one, raises `NcclTimeout`. It does the same for Ctrl-C in a ca
 could not end: it only runs when the call has returned.
 """
 
+import _thread
 import os
 import signal
 import threading
@@ -61,25 +62,29 @@ cdef double OFTEN = 0.01
 cdef double SELDOM = 0.25
 
 _watched = weakref.WeakSet()
-_thread = None
+cdef bint _watching = False
 _wake = threading.Event()
 
 
 cdef int watch(Handle handle) except -1:
-    global _thread
+    global _watching
     if handle in _watched:
         return 0
     _watched.add(handle)
+    if not _watching:
+        _watching = True
+        try:
+            _thread.start_new_thread(_main, ())
+        except BaseException:
+            _watching = False
+            raise
     _wake.set()
-    if _thread is None:
-        _thread = threading.Thread(target=_main, name="ncclpy-watch", daemon=True)
-        _thread.start()
     return 0
 
 
 def _main():
     """Look until nothing is left to watch."""
-    global _thread
+    global _watching
     cdef CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED  # it disturbs nobody's capture
     cdef double pause
     if driver.cuThreadExchangeStreamCaptureMode != NULL:
@@ -92,7 +97,7 @@ def _main():
         if not _watched:
             _wake.wait(10.0)
             if not _watched:
-                _thread = None
+                _watching = False
                 return
             continue
         _wake.wait(max(OFTEN, pause))
@@ -147,8 +152,8 @@ cdef bint _is_interrupted() except -1:
 
 
 def _forked():
-    global _thread, _wake
-    _thread = None
+    global _watching, _wake
+    _watching = False
     _wake = threading.Event()
     _watched.clear()
 

@@ -218,7 +218,7 @@ class Rank:
         operation.call(stream=self.stream)
         self.stream.synchronize()
         self.held.clear()
-        # An abort ends what runs on a stream, and the stream goes on: whether the data are there, the communicator says.
+        # An abort ends what runs on a stream, and the stream goes on: the communicator says whether the data are there.
         if self.comm.closed or self.comm.async_error() != ncclpy.Result.SUCCESS:
             self.comm.barrier()
             raise WrongResult(f"{self.comm!r} has ended, and a barrier says that all is well")
@@ -291,6 +291,9 @@ class Alone(Rank):
             operation.check()
 
     def close(self):
+        undisturbed(self.close_all)
+
+    def close_all(self):
         closing = [threading.Thread(target=quietly, args=(comm.close,), daemon=True) for comm in self.made]
         for thread in closing:
             thread.start()
@@ -355,6 +358,8 @@ class Program:
             self.mismatches[rank] = choose.randrange(len(self.steps))
         elif kind == "faults":
             often, calls = choose.choice([0.01, 0.05, 0.2]), choose.sample(CALLS, 4)
+            if "timeout" not in self.options:
+                calls = [call for call in calls if call not in ("CommSplit", "GroupEnd")] or ["AllReduce"]
             rules = [f"random seed={self.seed} p={often} call={call} do={FAULTS}" for call in calls]
             self.faults = "; ".join(rules)
         else:
@@ -372,7 +377,12 @@ class Program:
         threads = [threading.Thread(target=rank.run, daemon=True, name="rank") for rank in self.ranks[1:]]
         oversees = threading.Thread(target=self.oversee, args=(threads,), daemon=True, name="oversees")
         faults = ncclpy.faults(self.faults) if self.faults else contextlib.nullcontext()
-        undisturbed(self.begin)
+        try:
+            undisturbed(self.begin)
+        except ncclpy.NcclError as error:
+            if not self.disturbed:
+                self.problems.append(f"nothing goes wrong, but {error!r}")
+            return [type(error).__name__]
         with faults:
             undisturbed(lambda: [thread.start() for thread in threads])
             with contextlib.suppress(KeyboardInterrupt, Late):  # one that comes before the rank, or when it has ended
@@ -412,6 +422,8 @@ class Program:
         if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif kind in ("interrupt", "alarm", "hint"):
+            if kind != "hint" and self.signals:
+                return  # a second one ends the cleaning up after the first, and that is its sender's wish
             self.signals += kind != "hint"
             number = {"interrupt": signal.SIGINT, "alarm": signal.SIGALRM, "hint": signal.SIGUSR1}[kind]
             os.kill(os.getpid(), number)

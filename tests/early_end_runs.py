@@ -259,7 +259,7 @@ def supervise(first, last, jobs, until, verbose):
     """Run all seeds, `jobs` at a time, and return the sums."""
     todo = collections.deque(range(first, last + 1))
     lock, failed, outcomes, ran = threading.Lock(), [], collections.Counter(), 0
-    slowest = (0.0, None)
+    slowest = (0.0, first)
     end = time.monotonic() + until
 
     def one():

@@ -47,6 +47,17 @@ def raise_late(*_):
     raise Late
 
 
+def listen():
+    signal.signal(signal.SIGALRM, raise_late)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def be_deaf():
+    """From here on signals do nothing: `Thread.join` for one takes a thread for ended in which a handler raises."""
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.signal(signal.SIGINT, lambda *_: None)
+
+
 def is_an_end(error: BaseException) -> bool:
     """Return whether an operation may end so in a program in which something goes wrong."""
     if isinstance(error, ENDS):
@@ -218,7 +229,7 @@ class Rank:
         operation.call(stream=self.stream)
         self.stream.synchronize()
         self.held.clear()
-        # An abort ends what runs on a stream, and the stream goes on: the communicator says whether the data are there.
+        # An abort ends what runs on a stream, and the stream goes on: whether all is well, the communicator says.
         if self.comm.closed or self.comm.async_error() != ncclpy.Result.SUCCESS:
             self.comm.barrier()
             raise WrongResult(f"{self.comm!r} has ended, and a barrier says that all is well")
@@ -324,8 +335,8 @@ class Program:
         self.second = choose.random() < 0.3
         self.steps = [Step(choose, number) for number in range(choose.randint(2, 6))]
         for step in self.steps:
-            if step.style == "group" and not self.second:
-                step.style = "plain"
+            if (step.style == "group" and not self.second) or (step.style == "window" and self.processes > 1):
+                step.style = "plain"  # other processes cannot see an array
         self.events = []
         self.skips, self.mismatches, self.faults, self.victim = {}, {}, None, None
         for _ in range(choose.choice([0, 1, 1, 1, 2, 2, 3])):
@@ -387,8 +398,10 @@ class Program:
             undisturbed(lambda: [thread.start() for thread in threads])
             with contextlib.suppress(KeyboardInterrupt, Late):  # one that comes before the rank, or when it has ended
                 oversees.start()
+                listen()
                 self.ranks[0].run()
-            undisturbed(self.end, threads, oversees)
+            undisturbed(be_deaf)
+            self.end(threads, oversees)
         return [rank.outcome for rank in self.ranks]
 
     def begin(self):

@@ -1,4 +1,4 @@
-"""What a process has besides its memory, so that programs can show that nothing is left: threads, descriptors, maps."""
+"""What a process has besides its memory: threads, descriptors, mappings; so that programs can show what they leave."""
 
 from __future__ import annotations
 

@@ -5,30 +5,30 @@ keeps them until neither NCCL nor a device can reach them any more, and for good
 state nothing comes here, so that calls pay nothing for it.
 """
 
+import _thread
 import os
-import threading
 import time
 
 from ncclpy.core.stream cimport Event
 from ncclpy.core.wait cimport Call
 
 cdef list _held = []  # of (objects, until, what); changed under the GIL only, in one step each
-_thread = None
+cdef bint _watching = False  # changed under the GIL only, in one step with the last look at what is held
 
 
 cdef int hold(list objects, list until, object what) except -1:
     """Keep `objects` until all of `until` are over."""
-    global _thread
+    global _watching
     waited_for = [each for each in until if not _is_over(each)]
     if not waited_for:
         return 0
     _held.append((objects, waited_for, what))
-    if _thread is None or not _thread.is_alive():
-        _thread = threading.Thread(target=_watch, name="ncclpy-flight", daemon=True)
+    if not _watching:
+        _watching = True
         try:
-            _thread.start()
+            _thread.start_new_thread(_watch, ())
         except RuntimeError:  # no more threads: what is held stays so until the next one comes here
-            _thread = None
+            _watching = False
     return 0
 
 
@@ -46,11 +46,17 @@ cdef bint _is_over(object each) except -1:
         return True
 
 
+cdef bint _is_needed() noexcept:
+    """Return whether something is held still; whoever holds something next starts the watch anew, if not."""
+    global _watching
+    _watching = len(_held) != 0
+    return _watching
+
+
 def _watch():
     """Let go of what is over, until nothing is left."""
-    global _thread
     pause = 0.001
-    while _held:
+    while _is_needed():
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
         for entry in list(_held):
@@ -58,7 +64,6 @@ def _watch():
                 _forget(entry)
                 pause = 0.001
         entry = None  # let go of here, and not when the next one is looked at
-    _thread = None
 
 
 cdef int _forget(tuple entry) except -1:
@@ -73,8 +78,8 @@ cdef int _forget(tuple entry) except -1:
 
 def _forked():
     """In the child nothing runs that could touch the memory, and nothing can be asked."""
-    global _thread
-    _thread = None
+    global _watching
+    _watching = False
     del _held[:]
 
 

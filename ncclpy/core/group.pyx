@@ -29,6 +29,7 @@ from ncclpy.core.handle cimport (
     READY,
     WAS_ABORTED,
     abort_handles,
+    abort_late,
     in_lock_order,
     leave,
     leave_behind,
@@ -488,7 +489,9 @@ cdef int _leave_call(_Stretch stretch, list concerned, object error) except -1:
         leave(ends, what, error)
         if not stays:
             stretch.wait(now() + ABORT_DEADLINE)
-        if not stretch.done:
+        if stretch.done:
+            abort_late([child for _, child in group.births], what)
+        else:
             leave_behind(stays, what)
     except Exception as failure:
         attach(error, [failure])

@@ -91,6 +91,8 @@ cdef class Handle:
     # Called before an abort, in its thread and with the GIL: give back what NCCL would wait for. It waits for nobody
     # who may be stuck.
     cdef int before_abort(self) except -1
+    cdef bint is_in_parent(self) noexcept
+    cdef bint take_late(self, bint called) except -1
     # Keep objects until the communicator and, where one is given, the stream can touch them no more.
     cdef int hold(self, list objects, CUstream stream, object what) except -1
 
@@ -112,3 +114,8 @@ cdef int leave_behind(list handles, object reason) except -1
 cdef PyObject** in_lock_order(list handles) except NULL
 cdef void lock_all(PyObject** handles, size_t count) noexcept nogil
 cdef void unlock_all(PyObject** handles, size_t count) noexcept nogil
+
+# Take a lock unless that takes until a moment; return whether it was taken.
+cdef bint lock_within(pthread_mutex_t* mutex, double until) noexcept nogil
+
+cdef int abort_late(list handles, object reason) except -1

@@ -443,6 +443,17 @@ cdef class Handle:
     cdef int before_abort(self) except -1:
         return 0
 
+    cdef bint is_in_parent(self) noexcept:
+        """Return whether it is a child of which only its parent knows."""
+        return False
+
+    cdef bint take_late(self, bint called) except -1:
+        """Take over what NCCL has made meanwhile, when that by which it was made has been aborted.
+
+        `called` says that the call that makes it has returned, although nobody has waited for it.
+        """
+        return False
+
     cdef int hold(self, list objects, CUstream stream, object what) except -1:
         until = [] if self.aborting is None else list(self.aborting)
         event = event_behind(stream, self.device)
@@ -576,6 +587,9 @@ cdef class _Abort(Call):
                 self.failures.append(error)
         try:
             _abort_in_group(self.handles, False, self.failures, self.stuck)
+            late = [handle for handle in self.handles if (<Handle>handle).take_late(False)]
+            if late:  # made while they were aborted
+                _abort_in_group(late, False, self.failures, self.stuck)
         except BaseException as error:
             self.failures.append(error)
         return 0
@@ -594,7 +608,7 @@ cdef list begin_abort(list handles, object reason):
             continue
         handle.reason = reason
         handle.state = ABORTED
-        if (handle.raw != NULL or handle.guard != NULL) and handle.owned:
+        if (handle.raw != NULL or handle.guard != NULL or handle.is_in_parent()) and handle.owned:
             alive.append(handle)
     if not alive:
         return []
@@ -663,6 +677,18 @@ cdef int leave_behind(list handles, object reason) except -1:
             stacklevel=2,
         )
     return 0
+
+
+cdef int abort_late(list handles, object reason) except -1:
+    """Abort what was made by a call for which nobody has waited, and which has returned."""
+    cdef Handle handle
+    cdef _Abort call
+    late = [handle for handle in handles if handle.take_late(True)]
+    if not late:
+        return 0
+    call = _Abort(late)
+    call.start("ncclpy-abort")
+    return end_abort([call], ABORT_DEADLINE, reason)
 
 
 cdef int abort_handles(list handles, double timeout, object reason) except -1:

@@ -15,7 +15,7 @@ from ncclpy.abi.nccl cimport (
     ncclResult_t,
     ncclSuccess,
 )
-from ncclpy.core.birth cimport BY_ITSELF, IN_PARENT, MADE
+from ncclpy.core.birth cimport ASKED, BY_ITSELF, FROM_GUARD, IN_PARENT, MADE
 from ncclpy.core.check cimport check, nccl_error
 from ncclpy.core.device cimport context_of
 from ncclpy.core.group cimport current_group
@@ -33,6 +33,7 @@ from ncclpy.core.handle cimport (
     begin_abort,
     end_abort,
     leave,
+    lock_within,
 )
 from ncclpy.core.library cimport abort_preempts, nccl, require, version_code
 from ncclpy.core.marks cimport new_marks
@@ -49,6 +50,8 @@ from ncclpy.core.types import Result
 
 # How long NCCL may take to end a communicator on which nothing runs: half a second, on machines that are not busy.
 cdef double ENDING = 3.0
+# How long an abort waits for a thread that is polling, which does not take long.
+cdef double LATE_PATIENCE = 1.0
 
 cdef dict _STATES = {
     READY: "", UNBORN: " (not initialised)", INITIALISING: " (initialising)", FAILED: " (failed)",
@@ -206,7 +209,7 @@ cdef class Lifecycle(Handle):
             if result != ncclSuccess or self.nranks == 0:
                 return result
         self.lock()
-        if self.cradle.stage == IN_PARENT:
+        if self.cradle.stage == IN_PARENT and self.state == INITIALISING:
             self._take_cell()
             self.cradle.stage = BY_ITSELF
         if self.state != INITIALISING and self.state != READY:
@@ -240,12 +243,14 @@ cdef class Lifecycle(Handle):
         return self.nonblocking
 
     cdef list tied(self):
-        """A child that NCCL has not made yet can only be ended through its parent."""
+        """A child that NCCL has not made yet can only be ended through its parent, and ends with it."""
         if self.state == UNBORN and abort_preempts and self.parent is None and self.raw == NULL:
             self._take_cell()  # NCCL has written it, and works on it in another thread
+            if self.cradle.birth.cell != NULL:
+                self.cradle.stage = BY_ITSELF
         if self.raw == NULL and self.guard == NULL and self.parent is not None and self.state != CLOSED:
             return [self, self.parent]
-        return [self]
+        return [self, *self.making]
 
     cdef int before_abort(self) except -1:
         """Destroy our graphs: NCCL waits for all that refer to the communicator."""
@@ -253,6 +258,29 @@ cdef class Lifecycle(Handle):
             if hasattr(each, "_let_go"):
                 each._let_go()
         return 0
+
+    cdef bint is_in_parent(self) noexcept:
+        return self.cradle is not None and self.cradle.stage == IN_PARENT
+
+    cdef bint take_late(self, bint called) except -1:
+        """Nobody polls for it any more, and it would stay behind."""
+        cdef bint locked
+        if self.state != ABORTED or self.cradle is None:
+            return False
+        with nogil:
+            locked = lock_within(&self.mutex, now() + LATE_PATIENCE)
+        if not locked:
+            return False
+        if self.raw == NULL and self.cradle.stage == FROM_GUARD:
+            self.raw = self.cradle.cell[0]
+        elif self.raw == NULL and (self.cradle.stage == IN_PARENT or (self.cradle.stage == ASKED and called)):
+            self.raw = self.cradle.birth.cell
+        elif self.cradle.stage == ASKED:  # the call has not returned
+            self.unlock()
+            return False
+        self.cradle.stage = MADE
+        self.unlock()
+        return self.raw != NULL
 
     cdef ncclComm_t speaker(self) noexcept:
         """While it is made, the guard says what happens; of a child that NCCL has not made its parent does."""

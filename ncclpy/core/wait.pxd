@@ -32,5 +32,5 @@ cdef class Call:
     cdef readonly bint done
 
     cdef int make(self) except -1  # by those who know what to call; without the GIL as far as it may block
-    cdef int start(self, str name) except -1
+    cdef int start(self, str name) except -1  # whoever starts it and is interrupted has started it
     cdef bint wait(self, double deadline) except -1

@@ -134,7 +134,11 @@ cdef class Call:
         """
         self.ended.acquire()
         self.name = name.encode()
-        _thread.start_new_thread(self._run, ())
+        try:
+            _thread.start_new_thread(self._run, ())
+        except BaseException:
+            self.ended.release()
+            raise
         return 0
 
     def _run(self):

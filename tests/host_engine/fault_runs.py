@@ -5,7 +5,6 @@ has an error, before the deadline; what is wrong must be by a fault that has fir
 failing run is repeated with its own seed and one run.
 """
 
-import contextlib
 import ctypes
 import json
 import os
@@ -14,6 +13,7 @@ import sys
 import threading
 import time
 
+import leftovers
 import numpy as np
 from nccl_calls import IN_PROGRESS, SUM, Config, Nccl, NcclError
 
@@ -172,22 +172,10 @@ def run(seed):
     }
 
 
-# Threads of which a process has one, from the first time that it needs it.
-LASTING = {"ncclpy-soon", "ncclpy-sweep", "ncclpy-watch"}
-
-
-def threads():
-    names = []
-    for task in os.listdir("/proc/self/task"):
-        with contextlib.suppress(FileNotFoundError), open(f"/proc/self/task/{task}/comm") as file:
-            names.append(file.read().strip())
-    return sorted(name for name in names if name not in LASTING)
-
-
 def left_over():
     return {
-        "threads": threads(),
-        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": leftovers.threads(),
+        "descriptors": leftovers.descriptors(),
         "shm": sorted(os.listdir("/dev/shm")),
     }
 
@@ -201,7 +189,7 @@ if __name__ == "__main__":
     nccl.ncclCommAbort(alone.comm)
     nccl.driver.cuStreamDestroy_v2(alone.stream)
     end = time.monotonic() + 5
-    while any(name.startswith("ncclpy") for name in threads()) and time.monotonic() < end:
+    while any(name.startswith("ncclpy") for name in leftovers.threads()) and time.monotonic() < end:
         time.sleep(0.01)  # the stream's thread ends in its own time
     before = left_over()
     for number in range(runs):

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 
+import leftovers
 import numpy as np
 
 import ncclpy
@@ -172,22 +173,11 @@ def make(calls):
             call()
 
 
-# Threads of which a process has one of each, from the first time that it needs it.
-LASTING = {"ncclpy-soon", "ncclpy-sweep", "ncclpy-watch", "ncclpy-monitor", "ncclpy-lane"}
-#: Threads of ours that stay as well, for what is the user's and for errands.
-STAYING = {"ncclpy-monitor", "ncclpy-callback", "ncclpy-errand"}
-
-
 def left_over():
-    names = []
-    for task in os.listdir("/proc/self/task"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/self/task/{task}/comm") as file:
-            names.append(file.read().strip())
-    python = sorted(t.name for t in threading.enumerate() if t.name not in STAYING)
     return {
-        "native": sorted(name for name in names if name.startswith("ncclpy") and name not in LASTING),
-        "threads": python,
-        "descriptors": len(os.listdir("/proc/self/fd")),
+        "native": [name for name in leftovers.threads(leftovers.LASTING_MANAGER) if name.startswith("ncclpy")],
+        "threads": leftovers.python_threads(),
+        "descriptors": leftovers.descriptors(),
         "shm": sorted(name for name in os.listdir("/dev/shm") if "nccl" in name),
     }
 

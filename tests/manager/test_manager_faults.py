@@ -20,6 +20,7 @@ def test_every_work_ends_whatever_goes_wrong(host_engine, first, cores, runs_eac
     def process(number):
         return subprocess.run(
             [sys.executable, SCRIPT, str(first + 100 * number), str(runs_each), str(cores)],
+            env=os.environ | {"PYTHONPATH": os.path.dirname(os.path.dirname(SCRIPT))},
             capture_output=True,
             text=True,
             cwd="/",

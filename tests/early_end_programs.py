@@ -1,0 +1,501 @@
+"""The programs of the campaign of early ends: each is made by a seed. See `early_end_runs`, which runs them.
+
+A program has ranks in up to three processes; each rank is a thread that makes the same collectives, and one of them
+is the main thread. Beside them events happen: signals, aborts and closes from other threads, faults, kills, a rank
+that leaves out a step or disagrees. Without an event every rank must finish with right results. With one a rank may
+end in an error, but what it gets without an error is right; and whatever it held dies the moment it fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+
+import numpy as np
+
+import ncclpy
+
+PATIENCE = 0.12  # after the last event, what is stuck for so long is aborted
+CLEAN_PATIENCE = 15.0  # where nothing goes wrong
+LIMIT = 8.0  # how long an abort may take to bring all threads back
+COUNTS = (1, 200, 5000, 40_000)
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "ring")
+STYLES = ("plain", "plain", "group", "plan", "stream", "limit", "child", "register", "window", "barrier")
+EVENTS = ("interrupt", "interrupt", "alarm", "alarm", "hint", "close", "abort", "skip", "mismatch", "faults")
+FAULTS = "error,error:ncclRemoteError,delay:3ms,hang,hang:20ms"
+CALLS = ("AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "Broadcast", "Send", "Recv", "CommSplit", "GroupEnd")
+
+
+class Late(Exception):
+    """What the handler of SIGALRM raises."""
+
+
+class WrongResult(Exception):
+    pass
+
+
+ENDS = (ncclpy.NcclError, KeyboardInterrupt, Late)
+
+
+def raise_late(*_):
+    raise Late
+
+
+def listen():
+    signal.signal(signal.SIGALRM, raise_late)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def be_deaf():
+    """From here on signals do nothing: `Thread.join` for one takes a thread for ended in which a handler raises."""
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.signal(signal.SIGINT, lambda *_: None)
+
+
+def is_an_end(error: BaseException) -> bool:
+    """Return whether an operation may end so in a program in which something goes wrong."""
+    if isinstance(error, ENDS):
+        return True
+    # Another thread has closed it.
+    return isinstance(error, ValueError) and any(word in str(error) for word in ("closed", "finalized"))
+
+
+def undisturbed(function, *arguments, **options):
+    """Call a function, again and again until no signal handler raises in it."""
+    while True:
+        try:
+            return function(*arguments, **options)
+        except (KeyboardInterrupt, Late):
+            continue
+
+
+def quietly(function, *arguments, **options):
+    try:
+        return function(*arguments, **options)
+    except BaseException as error:
+        if not is_an_end(error):
+            raise
+        return None
+
+
+class Step:
+    """What all ranks do together: made by the seed, before anything else happens."""
+
+    def __init__(self, choose: random.Random, number: int):
+        self.number = number
+        self.style, self.kind = choose.choice(STYLES), choose.choice(KINDS)
+        self.count = choose.choice(COUNTS) if choose.random() < 0.98 else 500_000
+        self.root = choose.random()
+        self.limit = choose.choice([0.03, 5.0])
+        self.launches = choose.randint(1, 3)
+
+
+class Operation:
+    """One rank's part in a collective, with its arrays."""
+
+    def __init__(self, arrays, comm, step: Step, more: int = 0):
+        n, rank, count, kind = comm.nranks, comm.rank, step.count + more, step.kind
+        root = int(step.root * n)
+        values = np.arange(1.0, n + 1) + step.number
+        spread = kind in ("reduce_scatter", "all_to_all")
+        gathered = kind in ("all_gather", "all_to_all")
+        self.comm, self.kind, self.root = comm, kind, root
+        self.send = arrays.make(count * n if spread else count, values[rank])
+        self.recv = arrays.make(count * n if gathered else count, -1.0)
+        if kind in ("all_reduce", "reduce_scatter"):
+            self.wanted = values.sum()
+        elif gathered:
+            self.wanted = np.repeat(values, count)
+        else:
+            self.wanted = values[root if kind == "broadcast" else (rank - 1) % n]
+
+    def call(self, **options):
+        comm, n = self.comm, self.comm.nranks
+        if self.kind == "ring":
+            with ncclpy.group():
+                comm.send(self.send, (comm.rank + 1) % n, **options)
+                comm.recv(self.recv, (comm.rank - 1) % n, **options)
+        elif self.kind == "broadcast":
+            comm.broadcast(self.send, self.recv, root=self.root, **options)
+        else:
+            getattr(comm, self.kind)(self.send, self.recv, **options)
+
+    def check(self):
+        if not (self.recv == self.wanted).all():
+            raise WrongResult(f"{self.kind} on {self.comm!r}: wanted {self.wanted}, got {self.recv[:8]}")
+
+
+class Rank:
+    """One rank: its communicators, what it must still hold, and how it ended."""
+
+    def __init__(self, program, rank):
+        self.program, self.rank = program, rank
+        self.comm = self.other = self.stream = None
+        self.made = []  # all communicators, to be ended
+        self.held = []  # what a stream may still touch
+        self.outcome = None
+
+    def born(self, comm):
+        self.made.append(comm)
+        return comm
+
+    def birth(self):
+        p = self.program
+        if p.all_at_once:
+            self.comm = p.family[self.rank]
+        else:
+            self.comm = self.born(
+                ncclpy.Communicator.init(p.nranks, self.rank, p.uids[0], device=self.rank, **p.options)
+            )
+        self.comm.wait_ready(5)
+        if p.second:
+            self.other = self.born(
+                ncclpy.Communicator.init(p.nranks, self.rank, p.uids[1], device=self.rank, **p.options)
+            )
+            self.other.wait_ready(5)
+        p.note_birth()
+
+    def run(self):
+        try:
+            self.birth()
+            for step in self.program.steps:
+                if step.number == self.program.skips.get(self.rank):
+                    continue
+                self.step(step)
+            self.close()
+            self.outcome = "right"
+        except WrongResult as error:
+            self.outcome = "wrong"
+            if not self.program.skips:  # the next call of a rank that has left one out may meet the others' last one
+                self.program.problems.append(f"rank {self.rank}: {error}")
+        except BaseException as error:
+            self.outcome = type(error).__name__
+            if not is_an_end(error):
+                self.program.problems.append(f"rank {self.rank}:\n{traceback.format_exc()}")
+            elif not self.program.disturbed:
+                self.program.problems.append(f"rank {self.rank}: nothing went wrong, but\n{traceback.format_exc()}")
+        if self.outcome != "right":
+            undisturbed(self.leave)
+
+    def close(self):
+        for comm in reversed(self.made):
+            comm.close()
+
+    def leave(self):
+        """End what this rank has; then, and not before, its streams touch nothing any more."""
+        for comm in self.made:
+            comm.abort()
+        self.held.clear()
+
+    def step(self, step):
+        getattr(self, f"do_{step.style}")(step)
+
+    def operation(self, step, comm=None):
+        more = step.number == self.program.mismatches.get(self.rank)
+        return Operation(self.program.arrays, self.comm if comm is None else comm, step, more)
+
+    def do_plain(self, step):
+        operation = self.operation(step)
+        operation.call()
+        operation.check()
+
+    def do_group(self, step):
+        operations = [self.operation(step), self.operation(step, self.other)]
+        with ncclpy.group():
+            for operation in operations:
+                operation.call()
+        for operation in operations:
+            operation.check()
+
+    def do_plan(self, step):
+        plan, operation = ncclpy.Plan(), self.operation(step)
+        with plan.record():
+            operation.call()
+        for _ in range(step.launches):
+            plan.launch()
+            operation.check()
+
+    def do_stream(self, step):
+        if self.stream is None:
+            self.stream = ncclpy.Stream(self.rank)
+        operation = self.operation(step)
+        self.held.append(operation)  # until the stream is done, or the communicator has ended
+        operation.call(stream=self.stream)
+        self.stream.synchronize()
+        self.held.clear()
+        # An abort ends what runs on a stream, and the stream goes on: whether all is well, the communicator says.
+        if self.comm.closed or self.comm.async_error() != ncclpy.Result.SUCCESS:
+            self.comm.barrier()
+            raise WrongResult(f"{self.comm!r} has ended, and a barrier says that all is well")
+        operation.check()
+
+    def do_limit(self, step):
+        operation = self.operation(step)
+        if self.program.endable and operation.kind != "ring":
+            operation.call(timeout=step.limit if self.program.disturbed else 10.0)
+        else:
+            operation.call()
+        operation.check()
+
+    def do_child(self, step):
+        child = self.born(self.comm.split(0, key=self.rank))
+        child.wait_ready(5)
+        operation = self.operation(step, child)
+        operation.call()
+        operation.check()
+        child.close()
+        self.made.remove(child)
+
+    def do_register(self, step):
+        operation = self.operation(step)
+        registration = self.comm.register(operation.send)
+        operation.call()
+        operation.check()
+        if step.launches > 1:
+            registration.close()
+
+    def do_window(self, step):
+        operation = self.operation(step)
+        window = self.comm.window(operation.send)
+        operation.call()
+        operation.check()
+        if step.launches > 1:
+            window.close()
+
+    def do_barrier(self, step):
+        self.comm.barrier()
+
+
+class Alone(Rank):
+    """All ranks in the main thread, in groups."""
+
+    def run(self):
+        self.born = self.made.append
+        super().run()
+
+    def birth(self):
+        for comm in self.program.family:
+            comm.wait_ready(5)
+        self.made += self.program.family
+        self.program.note_birth()
+
+    def step(self, step):
+        operations = [Operation(self.program.arrays, comm, step) for comm in self.program.family]
+        skipped = step.number in self.program.skips.values()
+        if step.style == "plan":
+            plan = ncclpy.Plan()
+            with plan.record():
+                for operation in operations[skipped:]:
+                    operation.call()
+            plan.launch()
+        else:
+            with ncclpy.group():
+                for operation in operations[skipped:]:
+                    operation.call()
+        for operation in operations:
+            operation.check()
+
+    def close(self):
+        undisturbed(self.close_all)
+
+    def close_all(self):
+        closing = [threading.Thread(target=quietly, args=(comm.close,), daemon=True) for comm in self.made]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join(LIMIT)
+
+
+class Program:
+    """What one seed makes of one process's ranks, and of the events beside them."""
+
+    def __init__(self, seed: int, arrays, process: int = 0, uids=None):
+        choose = random.Random(seed)
+        self.seed, self.arrays, self.process = seed, arrays, process
+        self.processes = choose.choice([1, 1, 1, 1, 1, 1, 1, 2, 2, 3])
+        self.nranks = choose.randint(max(2, self.processes), 4)
+        self.options = choose.choice(
+            [
+                {},
+                {"timeout": choose.choice([0.06, 0.1])},
+                {"timeout": 20.0},
+                {"abortable": True},
+                {"config": ncclpy.Config(blocking=False)},
+                {"config": ncclpy.Config(blocking=False), "timeout": 0.1},
+            ]
+        )
+        self.all_at_once = self.processes == 1 and choose.random() < 0.4
+        self.alone = self.all_at_once and choose.random() < 0.4
+        self.second = choose.random() < 0.3
+        self.steps = [Step(choose, number) for number in range(choose.randint(2, 6))]
+        for step in self.steps:
+            if (step.style == "group" and not self.second) or (step.style == "window" and self.processes > 1):
+                step.style = "plain"  # other processes cannot see an array
+        self.events = []
+        self.skips, self.mismatches, self.faults, self.victim = {}, {}, None, None
+        for _ in range(choose.choice([0, 1, 1, 1, 2, 2, 3])):
+            self._add_event(choose)
+        if self.processes > 1 and choose.random() < 0.4:
+            self.victim = choose.randrange(1, self.processes)
+            self.events.append((choose.random() * 0.02, "kill", self.victim, 0))
+        self.events.sort()
+        self.disturbed = bool(self.events or self.skips or self.mismatches or self.faults)
+        if self.faults and self.options in ({"abortable": True}, {"timeout": 20.0}):
+            self.options = {"timeout": 0.3}  # a birth that hangs by a fault is ended by its deadline alone
+        if not self.disturbed and self.options.get("timeout", 20) < 20:
+            self.options["timeout"] = 20.0  # a busy machine is no early end
+        self.endable = bool({"timeout", "abortable", "config"} & set(self.options))
+        self.ranks_here = [r for r in range(self.nranks) if r % self.processes == process]
+        self.uids = [ncclpy.get_unique_id() for _ in range(2 if self.second else 1)] if uids is None else uids
+        self.problems: list[str] = []
+        self.over, self.is_born = threading.Event(), threading.Event()
+        self._births, self._lock = 0, threading.Lock()
+        self.family: list = []
+        self.helpers: list[threading.Thread] = []
+        self.signals = 0
+
+    def _add_event(self, choose):
+        kind, moment = choose.choice(EVENTS), choose.random() ** 2 * 0.03
+        process, rank = choose.randrange(self.processes), choose.randrange(self.nranks)
+        if kind == "skip":
+            self.skips[rank] = choose.randrange(len(self.steps))
+        elif kind == "mismatch":
+            self.mismatches[rank] = choose.randrange(len(self.steps))
+        elif kind == "faults":
+            often, calls = choose.choice([0.01, 0.05, 0.2]), choose.sample(CALLS, 4)
+            if "timeout" not in self.options:
+                calls = [call for call in calls if call not in ("CommSplit", "GroupEnd")] or ["AllReduce"]
+            rules = [f"random seed={self.seed} p={often} call={call} do={FAULTS}" for call in calls]
+            self.faults = "; ".join(rules)
+        else:
+            self.events.append((moment, kind, process, rank))
+
+    def note_birth(self):
+        with self._lock:
+            self._births += 1
+            if self._births == (1 if self.alone else len(self.ranks_here)):
+                self.is_born.set()
+
+    def run(self):
+        """Run this process's part in the main thread and others; return what became of the ranks."""
+        self.ranks = [Alone(self, 0)] if self.alone else [Rank(self, rank) for rank in self.ranks_here]
+        threads = [threading.Thread(target=rank.run, daemon=True, name="rank") for rank in self.ranks[1:]]
+        oversees = threading.Thread(target=self.oversee, args=(threads,), daemon=True, name="oversees")
+        faults = ncclpy.faults(self.faults) if self.faults else contextlib.nullcontext()
+        try:
+            undisturbed(self.begin)
+        except ncclpy.NcclError as error:
+            if not self.disturbed:
+                self.problems.append(f"nothing goes wrong, but {error!r}")
+            return [type(error).__name__]
+        with faults:
+            undisturbed(lambda: [thread.start() for thread in threads])
+            with contextlib.suppress(KeyboardInterrupt, Late):  # one that comes before the rank, or when it has ended
+                oversees.start()
+                listen()
+                self.ranks[0].run()
+            undisturbed(be_deaf)
+            self.end(threads, oversees)
+        return [rank.outcome for rank in self.ranks]
+
+    def begin(self):
+        if self.all_at_once and not self.family:
+            self.family = ncclpy.Communicator.init_all(range(self.nranks), **self.options)
+            if not self.alone:
+                for rank in self.ranks:
+                    rank.made.append(self.family[rank.rank])
+
+    def everything(self):
+        return [comm for rank in self.ranks for comm in list(rank.made)] + self.family
+
+    def oversee(self, threads):
+        """Have the events happen; later abort what is stuck."""
+        if self.options.get("timeout", 20) == 20:  # nothing could end the birth of the others
+            self.is_born.wait(5)
+        began = time.monotonic()
+        for moment, kind, process, rank in self.events:
+            if process != self.process:
+                continue
+            if self.over.wait(max(0.0, began + moment - time.monotonic())):
+                return
+            self.happen(kind, rank)
+        if self.over.wait(PATIENCE if self.disturbed else CLEAN_PATIENCE):
+            return
+        while not self.over.wait(0.02):
+            for comm in self.everything():
+                quietly(comm.abort)
+
+    def happen(self, kind, rank):
+        if kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif kind in ("interrupt", "alarm", "hint"):
+            if kind != "hint" and self.signals:
+                return  # a second one ends the cleaning up after the first, and that is its sender's wish
+            self.signals += kind != "hint"
+            number = {"interrupt": signal.SIGINT, "alarm": signal.SIGALRM, "hint": signal.SIGUSR1}[kind]
+            os.kill(os.getpid(), number)
+        else:
+            comms = self.everything()
+            if comms:
+                comm = comms[rank % len(comms)]
+                target = comm.close if kind == "close" else comm.abort
+                helper = threading.Thread(target=quietly, args=(target,), daemon=True, name=kind)
+                self.helpers.append(helper)
+                helper.start()
+
+    def end(self, threads, oversees):
+        """Wait until all threads are back, and end what is left."""
+        end = time.monotonic() + (LIMIT if self.disturbed else CLEAN_PATIENCE + LIMIT)
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        self.stuck(threads)
+        self.over.set()
+        oversees.join(LIMIT)
+        for comm in self.everything():
+            comm.abort()
+        for helper in self.helpers:
+            helper.join(max(0.0, end - time.monotonic()))
+        self.stuck([oversees, *self.helpers])
+        for rank in self.ranks:
+            rank.held.clear()
+            if rank.stream is not None:
+                rank.stream.synchronize(timeout=5)
+                rank.stream.close()
+                rank.stream = None
+
+    def stuck(self, threads):
+        frames = sys._current_frames()
+        for thread in threads:
+            if thread.is_alive():
+                where = "".join(traceback.format_stack(frames.get(thread.ident)))
+                self.problems.append(f"still runs: {thread.name}\n{where}")
+                raise Stuck
+
+    def forget(self):
+        self.ranks = self.family = self.helpers = []
+
+
+class Stuck(BaseException):
+    """A thread does not come back: this process is of no use any more."""
+
+
+def warm_up(arrays):
+    """Open what is opened once for a process."""
+    comms = ncclpy.Communicator.init_all(range(4), timeout=20.0)
+    step = Step(random.Random(0), 0)
+    with ncclpy.group():
+        for comm in comms:
+            Operation(arrays, comm, step).call()
+    for comm in comms:
+        comm.abort()
+
+
+def make(seed, arrays, process=0, uids=None):
+    """Return the program of a seed, or one process's part in it."""
+    return Program(seed, arrays, process, uids)

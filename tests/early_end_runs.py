@@ -1,0 +1,314 @@
+"""Random programs whose waits end early, many times: ``python early_end_runs.py --seeds A-B [--jobs N] [--verbose]``.
+
+A worker runs many seeds, one after the other, so that they are quick and so that what one leaves behind is seen. A
+program with several processes has peers, which stay until a seed kills them. The supervisor names the seed in which a
+worker hangs or dies, ends it, and goes on with the next one in a new worker. Prints one JSON object for each seed that
+fails (for all with ``--verbose``), and one with the sums; a seed that fails is repeated by ``--seeds SEED``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import faulthandler
+import gc
+import json
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+
+HANGS = 40.0  # seconds without a word from a worker
+MET = 2  # descriptors by which a process that has met others watches them, and keeps its ids
+POOLED = 12  # threads of ours that may stay, for the next one that needs them
+
+
+class Levels:
+    """What a process has between seeds."""
+
+    def __init__(self, peers):
+        self.peers = peers
+        self.first = leftovers.settle(self.look, lambda seen: not seen["pooled"] and not seen["ours"], 3.0)
+
+    def look(self):
+        from ncclpy.core.flight import in_flight
+
+        python, native = leftovers.python_threads(), leftovers.threads(leftovers.LASTING_MANAGER)
+        return {
+            "descriptors": leftovers.descriptors() - 2 * len(self.peers),
+            "mappings": leftovers.mappings(),
+            "threads": [name for name in python if not name.startswith("ncclpy")],
+            "ours": [name for name in python if name.startswith("ncclpy")],
+            "pooled": [name for name in native if name.startswith("ncclpy")],
+            "in flight": in_flight(),
+            "alive": arrays.alive(),
+        }
+
+    def problems(self):
+        """Return what is left of the last seed after a time for settling."""
+
+        def settled(seen):
+            return (
+                seen["descriptors"] <= self.first["descriptors"] + MET
+                and seen["mappings"] <= self.first["mappings"]
+                and seen["threads"] == self.first["threads"]
+                and len(seen["ours"]) + len(seen["pooled"]) <= POOLED
+                and not seen["in flight"]
+                and not seen["alive"]
+            )
+
+        seen = leftovers.settle(self.look, settled, 0.02)
+        if not settled(seen):
+            gc.collect()  # an error may hold its frames, and these the arrays
+            seen = leftovers.settle(self.look, settled, 2.0)
+        return [] if settled(seen) else [f"left behind: {seen}, before: {self.first}"]
+
+
+class Peer:
+    """Another interpreter that runs its ranks of the programs of a worker."""
+
+    def __init__(self):
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--peer"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def ask(self, **what):
+        self.process.stdin.write(json.dumps(what) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self, timeout):
+        """Return what the peer says; None if it has died."""
+        if not select.select([self.process.stdout], [], [], timeout)[0]:
+            return {"problems": [f"peer {self.process.pid} says nothing for {timeout} s"], "outcomes": []}
+        line = self.process.stdout.readline()
+        return json.loads(line) if line else None
+
+    def end(self):
+        self.process.kill()
+        self.process.wait()
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+def after(program, caught, levels):
+    """Let go of a program, and return all that was wrong with it."""
+    problems = program.problems
+    program.forget()
+    for warning in caught:
+        comm = warning.source
+        if issubclass(warning.category, ResourceWarning) and program.signals and comm is not None:
+            # The handler has raised between the end of init and the name that its communicator was to have.
+            comm.abort() if hasattr(comm, "abort") else comm.close()
+        else:
+            problems.append(f"{warning.category.__name__}: {warning.message}")
+        comm = None
+    warning = None
+    caught.clear()
+    problems += levels.problems()
+    problems += arrays.touched()
+    return problems
+
+
+def run(seed, levels, peers, caught):
+    begun = time.monotonic()
+    program = programs.make(seed, arrays)
+    while len(peers) < program.processes - 1:
+        peers.append(Peer())
+    helping = peers[: program.processes - 1]
+    for number, peer in enumerate(helping, 1):
+        peer.ask(seed=seed, process=number, uids=[bytes(uid).hex() for uid in program.uids])
+    outcomes, problems, stuck = [], [], False
+    try:
+        outcomes += program.run()
+    except programs.Stuck:
+        stuck = True
+    for number, peer in enumerate(helping, 1):
+        answer = peer.answer(20)
+        if answer is None:
+            peer.end()
+            peers.remove(peer)
+            outcomes.append("killed")
+            if number != program.victim:
+                problems.append(f"process {number} has died: {peer.process.returncode}")
+        else:
+            outcomes += answer["outcomes"]
+            problems += [f"process {number}: {each}" for each in answer["problems"]]
+    events = [list(event) for event in program.events]
+    problems += after(program, caught, levels) if not stuck else program.problems
+    return {
+        "seed": seed, "outcomes": outcomes, "problems": problems, "seconds": round(time.monotonic() - begun, 3),
+        "events": events, "stuck": stuck,
+    }  # fmt: skip
+
+
+def prepare():
+    """Set up a process that runs programs; return the warnings that it catches from now on."""
+    global arrays, leftovers, programs
+    import early_end_programs as programs
+    import leftovers
+    import mortal_arrays
+
+    arrays = mortal_arrays.MortalArrays(1.0 if "asan" in os.environ.get("LD_PRELOAD", "") else 0.2)
+    faulthandler.enable()
+    sys.setswitchinterval(1e-4)
+    programs.be_deaf()
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+    sys.unraisablehook = lambda told: None if isinstance(told.exc_value, programs.ENDS) else caught_unraisable(told)
+    caught = warnings.catch_warnings(record=True).__enter__()
+    warnings.simplefilter("always")
+    programs.warm_up(arrays)
+    return caught
+
+
+def caught_unraisable(told):
+    warnings.warn(f"{told.err_msg}: {told.exc_value!r} in {told.object!r}", RuntimeWarning, stacklevel=1)
+
+
+def work(first, last):
+    """Run seeds, telling which one begins and how it has ended."""
+    caught, peers = prepare(), []
+    levels = Levels(peers)
+    for seed in range(first, last + 1):
+        print(json.dumps({"begin": seed}), flush=True)
+        done = run(seed, levels, peers, caught)
+        print(json.dumps(done), flush=True)
+        if done["problems"]:
+            break  # what is wrong here must not be blamed on the next
+    for peer in peers:
+        peer.end()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def be_peer():
+    import ncclpy
+
+    caught = prepare()
+    levels = Levels([])
+    for line in sys.stdin:
+        asked = json.loads(line)
+        uids = [ncclpy.UniqueId.from_bytes(bytes.fromhex(uid)) for uid in asked["uids"]]
+        program = programs.make(asked["seed"], arrays, asked["process"], uids)
+        try:
+            outcomes = program.run()
+        except programs.Stuck:
+            print(json.dumps({"problems": program.problems, "outcomes": []}), flush=True)
+            os._exit(0)
+        print(json.dumps({"problems": after(program, caught, levels), "outcomes": outcomes}), flush=True)
+    os._exit(0)
+
+
+class Worker:
+    """A process that runs seeds, as the supervisor sees it."""
+
+    def __init__(self, seeds):
+        self.seeds = seeds
+        self.now = None
+        self.errors = open(os.memfd_create("errors"), "w+")
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--work", f"{seeds[0]}-{seeds[-1]}"],
+            stdout=subprocess.PIPE, stderr=self.errors, text=True, start_new_session=True,
+        )  # fmt: skip
+
+    def results(self):
+        """Yield the results of the seeds; one that hangs or dies is told and ends the worker."""
+        lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=self._read, args=(lines,), daemon=True).start()
+        while True:
+            try:
+                line = lines.get(timeout=HANGS)
+            except queue.Empty:
+                self.process.send_signal(signal.SIGABRT)
+                time.sleep(1)
+                yield self._failed(f"no word for {HANGS} s")
+                return
+            if not line:
+                if self.now is not None or self.process.wait() != 0:
+                    yield self._failed(f"died: {self.process.wait()}")
+                return
+            told = json.loads(line)
+            self.now = told.get("begin")
+            if self.now is None:
+                yield told
+
+    def _read(self, lines):
+        while line := self.process.stdout.readline():
+            lines.put(line)
+        lines.put("")
+
+    def _failed(self, why):
+        self.errors.seek(0)
+        return {"seed": self.seeds[0] if self.now is None else self.now, "outcomes": [], "seconds": 0,
+                "problems": [why, self.errors.read()[-6000:]]}  # fmt: skip
+
+    def end(self):
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)  # its session: it, and its peers
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+        self.errors.close()
+
+
+def supervise(first, last, jobs, until, verbose):
+    """Run all seeds, `jobs` at a time, and return the sums."""
+    todo = collections.deque(range(first, last + 1))
+    lock, failed, outcomes, ran = threading.Lock(), [], collections.Counter(), 0
+    slowest = (0.0, first)
+    end = time.monotonic() + until
+
+    def one():
+        nonlocal ran, slowest
+        while todo and time.monotonic() < end:
+            with lock:
+                seeds = [todo.popleft() for _ in range(min(50, len(todo)))]
+            while seeds:
+                worker = Worker(seeds)
+                for result in worker.results():
+                    with lock:
+                        ran += 1
+                        outcomes.update(result["outcomes"])
+                        slowest = max(slowest, (result["seconds"], result["seed"]))
+                        if result["problems"]:
+                            failed.append(result["seed"])
+                        if verbose or result["problems"]:
+                            print(json.dumps(result), flush=True)
+                    seeds = [seed for seed in seeds if seed > result["seed"]]
+                worker.end()
+
+    threads = [threading.Thread(target=one) for _ in range(jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return {"ran": ran, "failed": sorted(failed), "outcomes": outcomes, "slowest": slowest}
+
+
+def interval(text):
+    first, _, last = text.partition("-")
+    return int(first), int(last or first)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=interval, default=(0, 299))
+    parser.add_argument("--jobs", type=int, default=4, help="workers at a time: they wait most of the time")
+    parser.add_argument("--until", type=float, default=1e9, help="seconds after which no more seeds are begun")
+    parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--work", type=interval, help=argparse.SUPPRESS)
+    parser.add_argument("--peer", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.peer:
+        be_peer()
+    elif options.work:
+        work(*options.work)
+    else:
+        begun = time.monotonic()
+        sums = supervise(*options.seeds, options.jobs, options.until, options.verbose)
+        print(json.dumps({**sums, "seconds": round(time.monotonic() - begun, 1)}), flush=True)
+        sys.exit(bool(sums["failed"]))

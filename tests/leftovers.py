@@ -1,0 +1,53 @@
+"""What a process has besides its memory: threads, descriptors, mappings; so that programs can show what they leave."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+
+#: Native threads of the host engine of which a process has one, from the first time that it needs it.
+LASTING = {"ncclpy-soon", "ncclpy-sweep", "ncclpy-watch"}
+#: Native threads of the Manager, which stay as well.
+LASTING_MANAGER = LASTING | {"ncclpy-monitor", "ncclpy-lane"}
+#: Threads of Python that stay: the watcher of communicators, and the Manager's.
+STAYING = {"ncclpy-watch", "ncclpy-monitor", "ncclpy-callback", "ncclpy-errand"}
+
+
+def threads(lasting=LASTING) -> list[str]:
+    """Return the names of this process's threads, without those that stay."""
+    names = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/self/task/{task}/comm") as file:
+            names.append(file.read().strip())
+    return sorted(name for name in names if name not in lasting)
+
+
+def python_threads() -> list[str]:
+    """Return the names of Python's threads, without those that stay."""
+    return sorted(thread.name for thread in threading.enumerate() if thread.name not in STAYING)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def mappings() -> int:
+    """Return how many pieces of memory of communicators are mapped."""
+    with open("/proc/self/maps") as file:
+        return sum("ncclpy-comm" in line for line in file)
+
+
+def rss() -> int:
+    """Return the resident memory of this process in bytes."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def settle(look, settled, patience=2.0):
+    """Look until what is seen has settled or patience ends; return what was seen last."""
+    end = time.monotonic() + patience
+    while not settled(seen := look()) and time.monotonic() < end:
+        time.sleep(0.005)
+    return seen

@@ -1,0 +1,47 @@
+"""Random programs whose waits end early, in processes of their own; see early_end_runs.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import mortal_arrays
+import pytest
+
+SCRIPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "early_end_runs.py")
+
+
+@pytest.mark.parametrize("runs", [40, pytest.param(300, marks=pytest.mark.campaign)])
+def test_nothing_touches_freed_memory_or_stays_behind(host_engine, runs):
+    first = int(os.environ.get("NCCLPY_TEST_SEED", 0 if runs == 40 else 1000))
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--seeds", f"{first}-{first + runs - 1}"],
+        capture_output=True,
+        text=True,
+        cwd="/",
+        timeout=115,
+    )
+    *failed, sums = (json.loads(line) for line in done.stdout.splitlines())
+    assert not failed, f"repeat with `python early_end_runs.py --seeds {failed[0]['seed']}`: {failed[0]}"
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert sums["ran"] == runs
+    # Of many kinds: programs that come to their end, and such that do not.
+    assert {"right", "NcclTimeout", "NcclAborted", "NcclError"} <= set(sums["outcomes"]), sums
+    assert {"KeyboardInterrupt", "Late"} & set(sums["outcomes"]), sums
+
+
+def test_the_arrays_tell_who_writes_after_their_end():
+    arrays = mortal_arrays.MortalArrays(share_freed=0)
+    array = arrays.make(10)
+    memory = array.base  # as an engine has it, that knows an address and owns nothing
+    assert arrays.alive() == 1 and not arrays.touched()
+    del array
+    assert arrays.alive() == 0 and not arrays.touched()
+    memory[mortal_arrays.GUARD] = 7
+    assert "written after its end" in arrays.touched()[0]
+    beside = arrays.make(3)
+    beside.base[-1] = 7
+    del beside
+    assert arrays.touched()

@@ -1,0 +1,105 @@
+"""The same again and again: descriptors, threads, mappings and memory stay where they are."""
+
+from __future__ import annotations
+
+import pytest
+import testing
+
+pytestmark = pytest.mark.usefixtures("host_engine")
+
+PRELUDE = """
+import gc, signal, sys, threading, time
+import numpy as np, ncclpy
+import leftovers
+
+class Late(Exception):
+    pass
+
+def late(*_):
+    raise Late
+
+signal.signal(signal.SIGALRM, late)
+
+def state():
+    return leftovers.descriptors(), len(leftovers.threads()), leftovers.mappings()
+
+def loop(times, one, spare=12 << 20):
+    for _ in range(max(10, times // 20)):
+        one()
+    settled = leftovers.settle(state, lambda seen: False, 0.5)
+    memory = leftovers.rss()
+    for _ in range(times):
+        one()
+    after = leftovers.settle(state, lambda seen: all(b <= a for a, b in zip(settled, seen)), 3.0)
+    assert all(b <= a for a, b in zip(settled, after)), (settled, after)
+    gc.collect()
+    grown = leftovers.rss() - memory
+    assert grown < spare, f"{grown / 2**20:.1f} MiB more after {times} times"
+"""
+
+LOOPS = {
+    "init and close": (
+        5000,
+        60,
+        """
+def one():
+    comms = ncclpy.Communicator.init_all([0, 1])
+    closing = threading.Thread(target=comms[1].close)
+    closing.start(); comms[0].close(); closing.join()
+""",
+    ),
+    "init and abort, with a deadline": (
+        1000,
+        20,
+        """
+def one():
+    for comm in ncclpy.Communicator.init_all([0, 1], timeout=30):
+        comm.abort()
+""",
+    ),
+    "operations": (
+        100_000,
+        3000,
+        """
+comms = ncclpy.Communicator.init_all([0, 1], timeout=30)
+def one():
+    with ncclpy.group():
+        for comm in comms:
+            comm.all_reduce(np.ones(300))
+""",
+    ),
+    "identifiers that nobody uses": (3000, 300, "one = ncclpy.get_unique_id"),
+    "interrupted inits": (
+        300,
+        10,
+        """
+def one():
+    signal.setitimer(signal.ITIMER_REAL, 0.01)
+    try:
+        ncclpy.Communicator.init(2, 0, ncclpy.get_unique_id(), device=0, **OPTIONS)
+    except Late:
+        pass
+""",
+    ),
+}
+
+
+def check(name, times, options="{}"):
+    body = LOOPS[name][2].replace("OPTIONS", options)
+    testing.run_python(f"{PRELUDE}\n{body}\nloop({times}, one)", timeout=115, env={"NCCLPY_LIBRARY": "host"})
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_few_times(name):
+    check(name, LOOPS[name][1])
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", LOOPS)
+def test_many_times(name):
+    check(name, LOOPS[name][0])
+
+
+@pytest.mark.campaign
+def test_interrupted_inits_with_a_deadline():
+    check("interrupted inits", 300, "{'timeout': 30}")

@@ -538,6 +538,8 @@ def _abort_together(handles, failures, stuck):
         guarded = [handle for handle in handles if (<Handle>handle).guard != NULL]
         if guarded:
             _abort_in_group(guarded, True, failures, stuck)
+            for handle in guarded:  # what a stuck launch was using is free now
+                handle.before_abort()
         _abort_in_group(handles, False, failures, stuck)
     except BaseException as error:  # carried to the caller; the thread may already be left behind
         failures.append(error)

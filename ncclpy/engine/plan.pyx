@@ -31,6 +31,7 @@ from ncclpy.core.handle cimport (
     lock_all,
     pthread_mutex_lock,
     pthread_mutex_t,
+    pthread_mutex_trylock,
     pthread_mutex_unlock,
     unlock_all,
 )
@@ -52,6 +53,9 @@ cdef extern from "pthread.h" nogil:
 
 cdef extern from "sched.h" nogil:
     int sched_yield()
+
+# How long an abort waits for a launch of the plan whose graphs it wants to be gone.
+cdef double _PATIENCE = 0.2
 
 # How long a launch on several lanes is waited for awake.
 cdef double _AWAKE = 200e-6
@@ -124,6 +128,7 @@ cdef class Plan:
     cdef ncclpy_lane** borrowed  # room for them
     cdef int remaining
     cdef pthread_mutex_t mutex  # one launch at a time
+    cdef bint leaving  # who has the mutex waits for an abort
     cdef list handles
     cdef list held  # buffers
     cdef list operators  # our own, whose numbers NCCL gives to others once they are closed
@@ -318,7 +323,11 @@ cdef class Plan:
             try:
                 PyErr_CheckSignals()
             except BaseException:
-                self._leave()
+                self.leaving = True
+                try:
+                    self._leave()
+                finally:
+                    self.leaving = False
                 with nogil:
                     done = _await_all(&self.remaining, now() + ABORT_DEADLINE)
                 if not done:
@@ -414,6 +423,7 @@ cdef int _raise(Batch* batch) except -1:
     cdef size_t failed = min(batch.failed, batch.count - 1)
     cdef Handle handle = <Handle>batch.parts[failed].handle
     cdef const char* function = function_of(batch.parts[failed].operation.kind)
+    cdef size_t i
     if batch.result == ncclSuccess and batch.driver == CUDA_SUCCESS:
         return 0
     if <int>batch.result == WAS_ABORTED:
@@ -422,6 +432,8 @@ cdef int _raise(Batch* batch) except -1:
     if <int>batch.result == NOT_THERE:
         raise_issue(batch.result, batch.parts[failed].operation.kind, NULL)
     if batch.result != ncclSuccess:
+        for i in range(batch.count):  # a call that was stuck has ended with whatever code NCCL has for that
+            (<Handle>batch.parts[i].handle).raise_if_aborted(batch.result, function)
         if batch.failed == batch.count and batch.count > 1:
             function = b"ncclGroupEnd"
         raise nccl_error(batch.result, function, batch.text)
@@ -525,8 +537,22 @@ cdef class Graph:
         return 0
 
     def _let_go(self):
-        """Destroy the graphs at once, since an abort waits for them; another thread's launch ends first."""
-        self.close()
+        """Destroy the graphs, since an abort waits for them; but not while a launch is stuck, which it is to end."""
+        cdef Plan plan = self.plan
+        cdef double until = now() + _PATIENCE
+        cdef bint taken = False
+        if plan is None:
+            return
+        with nogil:
+            while not taken and not plan.leaving and now() < until:
+                taken = pthread_mutex_trylock(&plan.mutex) == 0
+                if not taken:
+                    sched_yield()
+        if taken or plan.leaving:
+            self.plan = None
+            self.free_graphs()
+        if taken:
+            pthread_mutex_unlock(&plan.mutex)
 
     def launch(self):
         """Launch the graphs of all devices.

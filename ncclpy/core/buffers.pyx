@@ -256,7 +256,9 @@ cdef inline int _read_exchange_api(object obj, _Road road, View* view, str argum
 
 
 cdef object _lazy(str argument, str what, str which):
-    return ValueError(f"{argument}: the tensor is a lazy {what}, its memory holds others; pass tensor.resolve_{which}()")
+    return ValueError(
+        f"{argument}: the tensor is a lazy {what}, its memory holds others; pass tensor.resolve_{which}()"
+    )
 
 
 cdef int _refuse_lazy(object tensor, str argument) except -1:

@@ -34,7 +34,8 @@ cdef extern from *:
       clock_gettime(CLOCK_MONOTONIC, &t);
       ncclpy_sigint_at = (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
       if (ncclpy_before.sa_flags & SA_SIGINFO) ncclpy_before.sa_sigaction(number, info, context);
-      else if (ncclpy_before.sa_handler != SIG_DFL && ncclpy_before.sa_handler != SIG_IGN) ncclpy_before.sa_handler(number);
+      else if (ncclpy_before.sa_handler != SIG_DFL && ncclpy_before.sa_handler != SIG_IGN)
+        ncclpy_before.sa_handler(number);
     }
 
     /* Stands before the handler of SIGINT that there is, unless it stands there already. */

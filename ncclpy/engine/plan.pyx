@@ -313,7 +313,7 @@ cdef class Plan:
             raise attach(errors[0], errors[1:])
 
     cdef int _await_lanes(self) except -1:
-        """Wait until all lanes have made their calls. A lane that is stuck in one is freed if a signal handler raises."""
+        """Wait until all lanes have made their calls. One that is stuck in one is freed if a signal handler raises."""
         cdef bint done
         while True:
             with nogil:
@@ -342,7 +342,8 @@ cdef class Plan:
             abort_handles(ends, ABORT_DEADLINE, "Plan.launch was left early")
         except NcclError:
             pass  # the caller is told why it was left
-        leave_behind([handle for handle in self.handles if (<Handle>handle).state == READY], "Plan.launch was left early")
+        stays = [handle for handle in self.handles if (<Handle>handle).state == READY]
+        leave_behind(stays, "Plan.launch was left early")
         return self._hold()
 
     cdef int _hold(self) except -1:

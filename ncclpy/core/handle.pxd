@@ -89,8 +89,8 @@ cdef class Handle:
     cdef list tied(self)
     # Abort because a wait for it was ended by an exception, which goes on.
     cdef int leave(self, object reason) except -1
-    # Called before an abort, in its thread and with the GIL: give back what NCCL would wait for, as far as nobody who is
-    # stuck has it.
+    # Called before an abort, in its thread and with the GIL: give back what NCCL would wait for, as far as nobody who
+    # is stuck has it.
     cdef int before_abort(self) except -1
     # Keep objects until the communicator and, where one is given, the stream can touch them no more.
     cdef int hold(self, list objects, CUstream stream, object what) except -1

@@ -478,7 +478,9 @@ cdef class Graph:
         for device, used in streams.items():
             mine = [stream for stream in used if (device, stream) in own]
             if len(used) > 1 and len(mine) != len(used):
-                raise ValueError(f"device {device}: the plan uses {len(used)} streams there; a graph needs one a device")
+                raise ValueError(
+                    f"device {device}: the plan uses {len(used)} streams there; a graph needs one a device"
+                )
         self.replays = <Replay*>calloc(len(streams), sizeof(Replay))
         self.jobs = <ncclpy_job**>calloc(len(streams), sizeof(ncclpy_job*))
         self.devices = <int*>calloc(len(streams), sizeof(int))
@@ -558,7 +560,7 @@ cdef class Graph:
     def launch(self):
         """Launch the graphs of all devices.
 
-        As with `Plan.launch`, the calls are enqueued when it returns, and data in CPU memory without a stream are there.
+        As with `Plan.launch`, the calls are enqueued when it returns; data in CPU memory without a stream are there.
         """
         cdef size_t i, lent
         cdef CUcontext saved = NULL

@@ -161,3 +161,25 @@ def test_what_is_kept_is_listed_until_the_stream_has_passed_it():
         assert ncclpy.in_flight() == []
     a[1].abort()
     testing.close_all(b)
+
+
+@pytest.mark.parametrize("end", ["its deadline", "abort"])
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_plan_that_is_stuck_inside_a_call(end, captured):
+    """An abort waits for graphs, and a graph for its plan's launches: the one that is stuck must end all the same."""
+    run(
+        f"""
+        threading.Timer(20, os._exit, (9,)).start()
+        comms = ncclpy.Communicator.init_all([0, 1], **({{"timeout": 0.5}} if {end == "its deadline"} else {{}}))
+        arrays, plan = [np.ones(4), np.ones(4)], ncclpy.Plan()
+        with plan.record():
+            for comm, array in zip(comms, arrays): comm.all_reduce(array)
+        graph = plan.capture() if {captured} else None
+        if {end == "abort"}:
+            threading.Timer(0.5, lambda: [comm.abort() for comm in comms]).start()
+        with ncclpy.faults("rank=0 call=AllReduce do=hang"):
+            error = quietly(plan.launch)
+        assert type(error) is ncclpy.{"NcclTimeout" if end == "its deadline" else "NcclAborted"}, repr(error)
+        os._exit(0)
+        """.replace("\n        ", "\n")
+    )

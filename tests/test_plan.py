@@ -415,7 +415,10 @@ def late(devices, timeout_of_comms=1.0, **options):
         import numpy as np, ncclpy
         late, fault = {devices}, "; ".join(f"rank={{r}} call=AllReduce do=busy:30s nth=2" for r in {devices})
         for _ in range(200):
-            comms = ncclpy.Communicator.init_all(range(4), timeout={timeout_of_comms})
+            config = ncclpy.Config(blocking=False)  # which is polled, by the lane
+            comms = ncclpy.Communicator.init_all(range(4), config=config, timeout={timeout_of_comms})
+            for comm in comms:
+                comm.wait_ready(30)
             streams = [ncclpy.Stream(comm.device) for comm in comms]
             arrays = [np.ones(4, np.float32) for _ in comms]
             plan = ncclpy.Plan()

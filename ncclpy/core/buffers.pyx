@@ -256,7 +256,9 @@ cdef inline int _read_exchange_api(object obj, _Road road, View* view, str argum
 
 
 cdef object _lazy(str argument, str what, str which):
-    return ValueError(f"{argument}: the tensor is a lazy {what}, its memory holds others; pass tensor.resolve_{which}()")
+    return ValueError(
+        f"{argument}: the tensor is a lazy {what}, its memory holds others; pass tensor.resolve_{which}()"
+    )
 
 
 cdef int _refuse_lazy(object tensor, str argument) except -1:
@@ -324,7 +326,9 @@ cdef int _read_tuple(object triple, View* view, str argument) except -1:
 cdef int _set_explicit(View* view, object pointer, object count, object dtype, str argument) except -1:
     """Fill a view from what the caller says; nothing can be checked but the types and signs."""
     if not isinstance(pointer, int) or not isinstance(count, int):
-        raise TypeError(f"{argument}: pointer and count are ints, got {type(pointer).__name__}, {type(count).__name__}")
+        raise TypeError(
+            f"{argument}: pointer and count are ints, got {type(pointer).__name__}, {type(count).__name__}"
+        )
     cdef size_t elements
     view.pointer = _address(pointer, argument)
     try:

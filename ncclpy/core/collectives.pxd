@@ -20,6 +20,6 @@ cdef class Collectives(Creation):
         self, Operation* operation, const View* view, object send, object recv, object stream, object timeout
     ) except -1
     cdef int exchange(
-        self, object send, const View* s, list send_counts, object recv, const View* r, list recv_counts, object stream,
-        object timeout
+        self, object send, const View* s, list send_counts, object recv, const View* r, list recv_counts,
+        object stream, object timeout
     ) except -1

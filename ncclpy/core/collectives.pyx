@@ -144,7 +144,9 @@ cdef class Collectives(Creation):
         cdef object number = root if type(root) is int else as_integer(root, argument)
         cdef long rank = PyLong_AsLongAndOverflow(number, &too_large)
         if too_large or rank < 0 or rank >= self.nranks:
-            raise ValueError(f"{argument}: rank {number} does not exist, there are {self.nranks} (0 to {self.nranks - 1})")
+            raise ValueError(
+                f"{argument}: rank {number} does not exist, there are {self.nranks} (0 to {self.nranks - 1})"
+            )
         return rank
 
     cdef int start(
@@ -168,8 +170,8 @@ cdef class Collectives(Creation):
         return submit(self, operation, send, recv, wait_host, limit)
 
     cdef int exchange(
-        self, object send, const View* s, list send_counts, object recv, const View* r, list recv_counts, object stream,
-        object timeout
+        self, object send, const View* s, list send_counts, object recv, const View* r, list recv_counts,
+        object stream, object timeout
     ) except -1:
         """Send a part to each rank and receive one from each, in one group; counts in elements, None for no side.
 

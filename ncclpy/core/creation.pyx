@@ -128,7 +128,9 @@ cdef class Creation(Lifecycle):
         unique_id = get_unique_id()
         with Group():
             made = [
-                cls.init(len(devices), rank, unique_id, device=device, config=config, timeout=timeout, abortable=abortable)
+                cls.init(
+                    len(devices), rank, unique_id, device=device, config=config, timeout=timeout, abortable=abortable
+                )
                 for rank, device in enumerate(devices)
             ]
         return made

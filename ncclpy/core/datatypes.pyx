@@ -49,7 +49,9 @@ cdef dict _of_torch = {}
 cdef int[64] _of_numpy
 
 # DLPack's type codes that have a name of their own; the others are a word and a number of bits.
-cdef dict _DLPACK_WORDS = {kDLInt: "int", kDLUInt: "uint", kDLFloat: "float", kDLBfloat: "bfloat", kDLComplex: "complex"}
+cdef dict _DLPACK_WORDS = {
+    kDLInt: "int", kDLUInt: "uint", kDLFloat: "float", kDLBfloat: "bfloat", kDLComplex: "complex",
+}
 cdef dict _DLPACK_NAMES = {
     7: "float8_e3m4", 8: "float8_e4m3", 9: "float8_e4m3b11fnuz", 10: "float8_e4m3fn", 11: "float8_e4m3fnuz",
     12: "float8_e5m2", 13: "float8_e5m2fnuz", 14: "float8_e8m0fnu", 15: "float6_e2m3fn", 16: "float6_e3m2fn",

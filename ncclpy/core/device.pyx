@@ -71,7 +71,8 @@ cdef int as_device(object device) except -2:
         number = _index(device)
     else:
         raise TypeError(
-            f"device: expected its number (0, 1, ...), a cuda.core.Device or a torch.device with an index, got {device!r}"
+            "device: expected its number (0, 1, ...), a cuda.core.Device or a torch.device with an index, got "
+            f"{device!r}"
         )
     if _count < 0 or driver.cuDeviceGetCount == NULL:
         _load()
@@ -81,7 +82,9 @@ cdef int as_device(object device) except -2:
 
 
 cdef int _no_such(object ordinal) except -1:
-    how = "NCCLPY_HOST_DEVICES says how many the host engine shows" if host_engine else "CUDA_VISIBLE_DEVICES may hide some"
+    how = "CUDA_VISIBLE_DEVICES may hide some"
+    if host_engine:
+        how = "NCCLPY_HOST_DEVICES says how many the host engine shows"
     numbers = f" (0 to {_count - 1})" if _count > 0 else ""
     raise ValueError(f"device {ordinal} does not exist: this process sees {_count}{numbers}; {how}")
 

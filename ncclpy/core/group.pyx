@@ -447,7 +447,7 @@ cdef class _Stretch(Call):
 
 
 cdef int _call_aside(Group group) except -1:
-    """Make the calls in another thread and wait for it, under the communicators' deadlines and with signal handlers."""
+    """Make the calls in another thread and wait for it, under the communicators' deadlines, with signal handlers."""
     cdef _Stretch stretch = _Stretch()
     cdef Handle handle
     cdef double limit = group.limit
@@ -605,7 +605,7 @@ cdef int _see_through(Group group) except -1:
 
 
 cdef int _bring_up(list children, Group group, list errors) except -1:
-    """Poll all children that NCCL is making: each takes its steps only if it is asked, and one may wait for another."""
+    """Poll all children that NCCL is making: each takes its steps only if asked, and one may wait for another."""
     cdef Handle child
     cdef ncclResult_t result
     cdef double started = now()

@@ -7,9 +7,9 @@ However a wait ends early, by a deadline or by what a signal handler raises, it 
 communicator is aborted, and what may still be touched is held (`flight`) before the exception goes on.
 
 NCCL asks that no thread is inside a communicator that is aborted, and joins none on a blocking one. So an abort first
-gets the thread out: a communicator with a deadline has a *guard*, a nonblocking communicator that it was split from and
-whose abort flag it shares. Aborting the guard ends what is stuck on the device and brings a stuck call back; then the
-lock is free, and the communicator itself can be aborted. Without a guard a stuck thread is left behind with its
+gets the thread out: a communicator with a deadline has a *guard*, a nonblocking communicator that it was split from
+and whose abort flag it shares. Aborting the guard ends what is stuck on the device and brings a stuck call back; then
+the lock is free, and the communicator itself can be aborted. Without a guard a stuck thread is left behind with its
 communicator; only the host engine's abort brings it back.
 """
 

@@ -13,7 +13,8 @@ cdef bint host_engine
 # Whether ncclCommAbort brings back a thread that is inside the communicator: NCCL's frees it under that thread.
 cdef bint abort_preempts
 
-# How the host engine waits for a stream: it does the stream's work meanwhile, and calls `tick` now and then. NULL on GPUs.
+# How the host engine waits for a stream: it does the stream's work meanwhile, and calls `tick` now and then. NULL on
+# GPUs.
 ctypedef CUresult (*StreamWait)(CUstream, double (*)(void*) noexcept nogil, void*) noexcept nogil
 cdef StreamWait stream_wait
 # Of the host engine alone, NULL elsewhere: writes who has not come to what a communicator waits for; see `missing`.

@@ -229,7 +229,9 @@ def _load():
     if choice == "host":
         return _open([(search.host_engine_path(), "the host engine of this package")], origin)
     if choice is not None and choice != "cuda":
-        wrong = f'{origin} chose {choice!r}, which is neither "host" nor "cuda" nor the path of a library that is a NCCL'
+        wrong = (
+            f'{origin} chose {choice!r}, which is neither "host" nor "cuda" nor the path of a library that is a NCCL'
+        )
         return _open([(choice, origin)], origin, wrong)
     places = search.candidates()
     if choice is None and not _has_gpu():

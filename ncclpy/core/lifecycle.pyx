@@ -300,7 +300,8 @@ cdef class Lifecycle(Handle):
             missing += ". " if missing else ""
             return NcclTimeout(
                 f"{what} of a child of {self.parent!r} was not done after {seconds(waited)}; the parent was aborted, "
-                f"as NCCL makes children through it. {missing}A rank is missing: all ranks of the parent make the call",
+                f"as NCCL makes children through it. {missing}A rank is missing: all ranks of the parent make the "
+                "call",
                 function=what,
             )
         return Handle.timeout_error(self, what, waited)

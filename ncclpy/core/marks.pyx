@@ -83,7 +83,8 @@ cdef Mark* mark_begin(Marks* marks, CUstream stream, double limit, int kind) noe
     cdef CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE
     cdef CUcontext saved = NULL
     cdef Mark* mark = NULL
-    cdef bint entered = <size_t>stream <= 2 or marks.count == marks.capacity  # a default stream is the current device's
+    # A default stream is the current device's.
+    cdef bint entered = <size_t>stream <= 2 or marks.count == marks.capacity
     if entered:
         driver.cuCtxGetCurrent(&saved)
         entered = saved != marks.context

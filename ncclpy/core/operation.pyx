@@ -1,7 +1,14 @@
 """One NCCL call as a value: it can be issued at once, or recorded by a group and issued with others."""
 
 from ncclpy.abi.driver cimport CUcontext
-from ncclpy.abi.nccl cimport ncclConfig_t, ncclDataType_t, ncclInvalidArgument, ncclRedOp_t, ncclUnhandledCudaError, ncclWindow_t
+from ncclpy.abi.nccl cimport (
+    ncclConfig_t,
+    ncclDataType_t,
+    ncclInvalidArgument,
+    ncclRedOp_t,
+    ncclUnhandledCudaError,
+    ncclWindow_t,
+)
 from ncclpy.core.check cimport raise_nccl
 from ncclpy.core.library cimport driver, missing_nccl, nccl
 

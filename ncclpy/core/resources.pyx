@@ -123,7 +123,7 @@ cdef object _plain(object scalar):
 cdef class Registration:
     """Keep a buffer registered with a communicator (`ncclCommRegister`) until `close`.
 
-    `Communicator.register` makes it. The communicator holds the buffer until then; close it before the memory is freed.
+    `Communicator.register` makes it. The communicator holds the buffer until then; close it before memory is freed.
     """
 
     def __init__(self, Lifecycle comm not None, buffer):

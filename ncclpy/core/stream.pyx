@@ -20,9 +20,7 @@ from ncclpy.core.device cimport as_device, enter_device, leave_device
 from ncclpy.core.library cimport driver, require_driver
 from ncclpy.core.wait cimport Call, as_timeout, deadline_after, wait_for_event, wait_for_stream
 
-from ncclpy.core.errors import NcclTimeout
-
-from ncclpy.core.errors import not_copied
+from ncclpy.core.errors import NcclTimeout, not_copied, seconds
 from ncclpy.core.types import as_integer
 
 # How the handle is got out of a stream object, by exact type; filled at first sight of a type.
@@ -384,5 +382,7 @@ cdef object event_behind(CUstream stream, int device):
 cdef int waited(int result, const char* function, object what, double limit) except -1:
     """Raise for the end of a wait that was no success."""
     if result == <int>CUDA_ERROR_NOT_READY:
-        raise NcclTimeout(f"{what} was not done after {limit:.3g} s; only the wait has ended", function=function.decode())
+        raise NcclTimeout(
+            f"{what} was not done after {seconds(limit)}; only the wait has ended", function=function.decode()
+        )
     return check_driver(<CUresult>result, function)

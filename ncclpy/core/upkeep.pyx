@@ -91,7 +91,8 @@ cdef class Upkeep(Call):
         pthread_mutex_unlock(&self.comm.gate)
         if raw != NULL and result == ncclSuccess:
             result = nccl.ncclCommDestroy(raw)
-        elif raw != NULL and nccl.ncclCommAbort != NULL:  # what has failed cannot be finalized, and must not stay behind
+        elif raw != NULL and nccl.ncclCommAbort != NULL:
+            # What has failed cannot be finalized, and must not stay behind.
             nccl.ncclCommAbort(raw)
         if guard != NULL and result == ncclSuccess:
             result = self._poll(guard, nccl.ncclCommFinalize(guard), now() + ABORT_DEADLINE)

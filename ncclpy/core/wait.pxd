@@ -24,7 +24,7 @@ cdef int wait_for_stream(CUstream stream, double deadline) except? -1
 cdef int wait_for_event(CUevent event, double deadline) except? -1
 
 # Make a call that can block for long in a thread of its own, and wait for it where signal handlers run. False if the
-# deadline came first: then, and if a handler raises, the call goes on, and `call` keeps what it needs until it has ended.
+# deadline came first: then, and if a handler raises, the call goes on and keeps what it needs until it has ended.
 cdef class Call:
     cdef object ended  # a lock, held until the call has returned
     cdef object failure

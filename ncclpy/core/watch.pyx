@@ -2,9 +2,9 @@
 
 A deadline that passes while somebody waits in Python is seen by who waits. Two are not: that of a call in which NCCL
 itself is stuck, and that of an operation which is stuck on the device while nobody waits for it. Both are this
-thread's, for communicators that can be ended: it aborts them, which brings the call back and lets the stream go on; the
-call, or the next one, raises `NcclTimeout`. It does the same for Ctrl-C in a call that is stuck, which Python's handler
-could not end: it only runs when the call has returned.
+thread's, for communicators that can be ended: it aborts them, which brings the call back and lets the stream go on;
+the call, or the next one, raises `NcclTimeout`. It does the same for Ctrl-C in a call that is stuck, which Python's
+handler could not end: it only runs when the call has returned.
 """
 
 import logging
@@ -35,7 +35,8 @@ cdef extern from *:
       clock_gettime(CLOCK_MONOTONIC, &t);
       ncclpy_sigint_at = (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
       if (ncclpy_before.sa_flags & SA_SIGINFO) ncclpy_before.sa_sigaction(number, info, context);
-      else if (ncclpy_before.sa_handler != SIG_DFL && ncclpy_before.sa_handler != SIG_IGN) ncclpy_before.sa_handler(number);
+      else if (ncclpy_before.sa_handler != SIG_DFL && ncclpy_before.sa_handler != SIG_IGN)
+        ncclpy_before.sa_handler(number);
     }
 
     /* Stands before the handler of SIGINT that there is, unless it stands there already. */

@@ -64,8 +64,8 @@ cdef extern from "string.h" nogil:
 
 _log = logging.getLogger("ncclpy.engine")
 
-# How long a lane spins for the next launch before it sleeps, in seconds; longer where cores are plenty, since waking an
-# idle core can take 200 us.
+# How long a lane spins for the next launch before it sleeps, in seconds; longer where cores are plenty, since waking
+# an idle core can take 200 us.
 cdef double _SPIN = 50e-6
 cdef double _LONG_SPIN = 500e-6
 cdef int _MANY = 4  # cores for each lane

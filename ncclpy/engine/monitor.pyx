@@ -66,8 +66,8 @@ cdef extern from "Python.h":
 # How often communicators and deadlines are looked after while works are on their way.
 cdef double _ROUND = 0.02
 
-# How long the thread stays awake when nothing is left to watch; only where cores are plenty, since waking an idle one can
-# take 200 us.
+# How long the thread stays awake when nothing is left to watch; only where cores are plenty, since waking an idle one
+# can take 200 us.
 cdef double _spin = 500e-6 if len(os.sched_getaffinity(0)) >= 8 else 0
 
 # What the thread leaves behind at exit has so long to end.
@@ -354,7 +354,7 @@ cdef class _LettingGo:
 
 
 cdef int _have_failed(Work work, const Watched* watched, ncclResult_t result) except -1:
-    """Have a work fail for its launch; with NULL for its communicator's result or, if that is success, its deadline."""
+    """Have a work fail for its launch; with NULL for its communicator's result or, if that is fine, its deadline."""
     cdef _Failing errand
     if work.failing != NOT_FAILING or work.is_settled():
         return 0

@@ -31,6 +31,7 @@ from ncclpy.core.handle cimport (
     lock_all,
     pthread_mutex_lock,
     pthread_mutex_t,
+    pthread_mutex_trylock,
     pthread_mutex_unlock,
     unlock_all,
 )
@@ -52,6 +53,9 @@ cdef extern from "pthread.h" nogil:
 
 cdef extern from "sched.h" nogil:
     int sched_yield()
+
+# How long an abort waits for a launch of the plan whose graphs it wants to be gone.
+cdef double _PATIENCE = 0.2
 
 # How long a launch on several lanes is waited for awake.
 cdef double _AWAKE = 200e-6
@@ -311,7 +315,7 @@ cdef class Plan:
             raise attach(errors[0], errors[1:])
 
     cdef int _await_lanes(self) except -1:
-        """Wait until all lanes have made their calls. A lane that is stuck in one is freed if a signal handler raises."""
+        """Wait until all lanes have made their calls. One that is stuck in one is freed if a signal handler raises."""
         cdef bint done
         while True:
             with nogil:
@@ -421,12 +425,15 @@ cdef int _raise(Batch* batch) except -1:
     cdef size_t failed = min(batch.failed, batch.count - 1)
     cdef Handle handle = <Handle>batch.parts[failed].handle
     cdef const char* function = function_of(batch.parts[failed].operation.kind)
+    cdef size_t i
     if batch.result == ncclSuccess and batch.driver == CUDA_SUCCESS:
         return 0
     handle.raise_if_aborted(batch.result, function)
     if <int>batch.result == NOT_THERE:
         raise_issue(batch.result, batch.parts[failed].operation.kind, NULL)
     if batch.result != ncclSuccess:
+        for i in range(batch.count):  # a call that was stuck has ended with whatever code NCCL has for that
+            (<Handle>batch.parts[i].handle).raise_if_aborted(batch.result, function)
         if batch.failed == batch.count and batch.count > 1:
             function = b"ncclGroupEnd"
         raise nccl_error(batch.result, function, batch.text)
@@ -471,7 +478,9 @@ cdef class Graph:
         for device, used in streams.items():
             mine = [stream for stream in used if (device, stream) in own]
             if len(used) > 1 and len(mine) != len(used):
-                raise ValueError(f"device {device}: the plan uses {len(used)} streams there; a graph needs one a device")
+                raise ValueError(
+                    f"device {device}: the plan uses {len(used)} streams there; a graph needs one a device"
+                )
         self.replays = <Replay*>calloc(len(streams), sizeof(Replay))
         self.jobs = <ncclpy_job**>calloc(len(streams), sizeof(ncclpy_job*))
         self.devices = <int*>calloc(len(streams), sizeof(int))
@@ -538,7 +547,7 @@ cdef class Graph:
     def launch(self):
         """Launch the graphs of all devices.
 
-        As with `Plan.launch`, the calls are enqueued when it returns, and data in CPU memory without a stream are there.
+        As with `Plan.launch`, the calls are enqueued when it returns; data in CPU memory without a stream are there.
         """
         cdef size_t i, lent
         cdef CUcontext saved = NULL

@@ -80,8 +80,9 @@ cdef class Clique:
             self.name = hashlib.blake2b(bytes(uid), digest_size=4).hexdigest()
             with Group():
                 for rank, device in zip(self.ranks, self.devices, strict=True):
-                    made.append(Communicator.init(self.nranks, rank, uid, device=device, config=config, abortable=True))
-                    (<Communicator>made[-1]).site = self.site  # its line is this thread's
+                    comm = Communicator.init(self.nranks, rank, uid, device=device, config=config, abortable=True)
+                    made.append(comm)
+                    (<Communicator>comm).site = self.site  # its line is this thread's
         except BaseException as failure:  # told to all who wait for it
             error = failure
         self.manager._made(self, made, error)

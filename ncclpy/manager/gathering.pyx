@@ -121,13 +121,14 @@ cdef class Gathering:
     cdef int check(
         self, Participant participant, int kind, int num_local, int num_global, bytes communicator_key
     ) except -1:
-        """Compare a participant with the first one and with all that came before; the first difference is the error."""
+        """Compare a participant with the first one and all that came before; the first difference is the error."""
         cdef Participant other
         if self.error is not None:
             return 0
         what = None
         if communicator_key != self.communicator_key:
-            what = self._differ("communicator key", _short(self.communicator_key), _short(communicator_key), participant)
+            keys = _short(self.communicator_key), _short(communicator_key)
+            what = self._differ("communicator key", keys[0], keys[1], participant)
         elif self.num_local == self.num_global and self.communicator_key:
             what = (
                 f"a communicator key was given, but all {self.num_global} participants are on this node; it is for "
@@ -260,7 +261,7 @@ cdef class Gathering:
                     return 0
                 found = (participant.root, participant.device)
         if found is None:
-            more = "" if self.num_local == self.num_global else "; where it is on another node, root= must say its rank"
+            more = "" if self.num_local == self.num_global else "; if it is on another node, root= must say its rank"
             self.error = ValueError(self.say(f"no root among the participants{more}"))
             return 0
         self.root = found[0]

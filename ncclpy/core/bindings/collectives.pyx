@@ -25,7 +25,8 @@ from ncclpy.core.library cimport nccl, require
 
 
 def reduce(
-    uintptr_t sendbuff, uintptr_t recvbuff, size_t count, int datatype, int op, int root, uintptr_t comm, uintptr_t stream,
+    uintptr_t sendbuff, uintptr_t recvbuff, size_t count, int datatype, int op, int root,
+    uintptr_t comm, uintptr_t stream,
 ):
     """Reduce `count` elements of every rank into `recvbuff` of rank `root`. C: ``ncclReduce``."""
     cdef int result

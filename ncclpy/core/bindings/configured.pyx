@@ -14,7 +14,8 @@ from ncclpy.core.library cimport nccl, require
 
 
 def all_reduce_config(
-    uintptr_t sendbuff, uintptr_t recvbuff, size_t count, int datatype, int op, uintptr_t comm, uintptr_t stream, config,
+    uintptr_t sendbuff, uintptr_t recvbuff, size_t count, int datatype, int op,
+    uintptr_t comm, uintptr_t stream, config,
 ):
     """Do `all_reduce` under a `CollConfig`, the same on every rank. C: ``ncclAllReduceConfig`` (2.31)."""
     cdef ncclCollConfig_t filled
@@ -33,7 +34,8 @@ def all_reduce_config(
 
 
 def broadcast_config(
-    uintptr_t sendbuff, uintptr_t recvbuff, size_t count, int datatype, int root, uintptr_t comm, uintptr_t stream, config,
+    uintptr_t sendbuff, uintptr_t recvbuff, size_t count, int datatype, int root,
+    uintptr_t comm, uintptr_t stream, config,
 ):
     """Do `broadcast` under a `CollConfig`, the same on every rank. C: ``ncclBroadcastConfig`` (2.31)."""
     cdef ncclCollConfig_t filled
@@ -52,7 +54,8 @@ def broadcast_config(
 
 
 def reduce_config(
-    uintptr_t sendbuff, uintptr_t recvbuff, size_t count, int datatype, int op, int root, uintptr_t comm, uintptr_t stream, config,
+    uintptr_t sendbuff, uintptr_t recvbuff, size_t count, int datatype, int op, int root,
+    uintptr_t comm, uintptr_t stream, config,
 ):
     """Do `reduce` under a `CollConfig`, the same on every rank. C: ``ncclReduceConfig`` (2.31)."""
     cdef ncclCollConfig_t filled
@@ -90,7 +93,8 @@ def all_gather_config(
 
 
 def reduce_scatter_config(
-    uintptr_t sendbuff, uintptr_t recvbuff, size_t recvcount, int datatype, int op, uintptr_t comm, uintptr_t stream, config,
+    uintptr_t sendbuff, uintptr_t recvbuff, size_t recvcount, int datatype, int op,
+    uintptr_t comm, uintptr_t stream, config,
 ):
     """Do `reduce_scatter` under a `CollConfig`, the same on every rank. C: ``ncclReduceScatterConfig`` (2.31)."""
     cdef ncclCollConfig_t filled
@@ -128,7 +132,8 @@ def all_to_all_config(
 
 
 def gather_config(
-    uintptr_t sendbuff, uintptr_t recvbuff, size_t count, int datatype, int root, uintptr_t comm, uintptr_t stream, config,
+    uintptr_t sendbuff, uintptr_t recvbuff, size_t count, int datatype, int root,
+    uintptr_t comm, uintptr_t stream, config,
 ):
     """Do `gather` under a `CollConfig`, the same on every rank. C: ``ncclGatherConfig`` (2.31)."""
     cdef ncclCollConfig_t filled
@@ -147,7 +152,8 @@ def gather_config(
 
 
 def scatter_config(
-    uintptr_t sendbuff, uintptr_t recvbuff, size_t count, int datatype, int root, uintptr_t comm, uintptr_t stream, config,
+    uintptr_t sendbuff, uintptr_t recvbuff, size_t count, int datatype, int root,
+    uintptr_t comm, uintptr_t stream, config,
 ):
     """Do `scatter` under a `CollConfig`, the same on every rank. C: ``ncclScatterConfig`` (2.31)."""
     cdef ncclCollConfig_t filled

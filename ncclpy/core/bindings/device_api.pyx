@@ -187,7 +187,7 @@ def get_cft_device_le_info(uintptr_t window, size_t offset, int peer_cft, team):
 
 
 def get_peer_device_le_info(uintptr_t window, size_t offset, int peer):
-    """Return ``(logical endpoint, offset in it)`` of a window on rank `peer`. C: ``ncclGetPeerDeviceLeInfo`` (2.31)."""
+    """Return ``(logical endpoint, offset in it)`` of a window on a rank. C: ``ncclGetPeerDeviceLeInfo`` (2.31)."""
     cdef ncclCftLeId le_id = 0
     cdef size_t le_offset = 0
     require(<void*>nccl.ncclGetPeerDeviceLeInfo, b"ncclGetPeerDeviceLeInfo")
@@ -233,7 +233,7 @@ def team_rail(uintptr_t comm):
 
 
 def team_cft(uintptr_t comm, int mode=0):
-    """Return the CFT `Team`; `mode` is 0 flat, 1 hierarchical by multicast, 2 by local team. C: ``ncclTeamCft`` (2.31).
+    """Return the CFT `Team`; `mode` is 0 flat, 1 hierarchical by multicast, 2 local team. C: ``ncclTeamCft`` (2.31).
     """
     cdef ncclTeam_t team
     require(<void*>nccl.ncclTeamCft, b"ncclTeamCft")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 import testing
 
 pytestmark = pytest.mark.usefixtures("host_engine")

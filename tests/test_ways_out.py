@@ -4,10 +4,10 @@ import os
 import threading
 import time
 
-import in_flight
 import numpy as np
 import pytest
 
+import in_flight
 import ncclpy
 import testing
 

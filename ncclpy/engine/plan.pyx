@@ -60,9 +60,6 @@ cdef double _PATIENCE = 0.2
 # How long a launch on several lanes is waited for awake.
 cdef double _AWAKE = 200e-6
 
-# How long an abort waits for a launch of graphs, which waits for nobody.
-cdef double _PATIENCE = 1.0
-
 
 cdef bint _await_all(int* remaining, double deadline) noexcept nogil:
     """Wait until a count has come down to 0; return whether it has by the deadline."""

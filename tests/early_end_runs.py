@@ -66,7 +66,10 @@ class Levels:
         if not settled(seen):
             gc.collect()  # an error may hold its frames, and these the arrays
             seen = leftovers.settle(self.look, settled, 2.0)
-        return [] if settled(seen) else [f"left behind: {seen}, before: {self.first}"]
+        if settled(seen):
+            return []
+        later = leftovers.settle(self.look, settled, 5.0)  # told apart from what stays
+        return [f"left behind: {seen}, before: {self.first}, 5 s later {'nothing' if settled(later) else later}"]
 
 
 class Peer:

@@ -27,12 +27,16 @@ ncclResult_t submit_child(const std::shared_ptr<Comm>& parent, const std::shared
                           Meet meet_others) {
   Job job;
   job.comm = parent;
-  job.run = [child, newcomm, meet_others] {
+  job.run = [parent, child, newcomm, meet_others] {
     NCCLPY_TRY(meet_others());
     if (child == nullptr) return ncclSuccess;
     child->parent.reset();
     *newcomm = add_handle(child);
-    return ncclSuccess;
+    // Whoever aborts the parent either finds the handle afterwards, or is seen here: it does not stay behind.
+    if (!parent->aborted()) return ncclSuccess;
+    ncclCommAbort(*newcomm);
+    *newcomm = nullptr;
+    return parent->stop_reason("its own work");
   };
   return submit(std::move(job));
 }

@@ -113,7 +113,8 @@ def test_what_the_stream_does_before_and_behind_is_not_counted(arrays):
             time.sleep(2)
             assert not stream.is_done() and not watched.closed
             with ncclpy.Stream(1) as peer:
-                blockers[1].all_reduce(arrays.argument(part_of(arrays, blockers[1])), stream=peer)
+                third = part_of(arrays, blockers[1])
+                blockers[1].all_reduce(arrays.argument(third), stream=peer)
                 peer.synchronize(timeout=30)
             stream.synchronize(timeout=30)
         time.sleep(0.6)

@@ -97,12 +97,15 @@ class Worker:
     def _connect(self) -> None:
         given = self.arguments
         unique = self.link.exchange(bytes(ncclpy.get_unique_id()) if self.index == 0 else None)[0]
+        config = self._config()
         # So that -T ends a rank that is stuck inside NCCL; not where that would make every call slower.
-        options = {"config": self._config(), "abortable": ncclpy.library().has("ncclCommSplit")}
+        abortable = ncclpy.library().has("ncclCommSplit")
         uid = ncclpy.UniqueId.from_bytes(unique)
         with ncclpy.group():
             for rank in self.ranks:
-                self.communicators.append(ncclpy.Communicator.init(given.nranks, rank, uid, device=rank, **options))
+                self.communicators.append(
+                    ncclpy.Communicator.init(given.nranks, rank, uid, device=rank, config=config, abortable=abortable)
+                )
         nbytes = 0 if given.collective == "barrier" else given.maxbytes
         for communicator in self.communicators:
             self.endpoints.append(Endpoint(communicator, nbytes))

@@ -86,7 +86,7 @@ cdef int submit(
     with nogil:
         handle.lock()
         operation.comm = handle.raw
-        if operation.comm == NULL:
+        if operation.comm == NULL or handle.state == ABORTED:
             result = <ncclResult_t>WAS_ABORTED
         elif handle.watched:
             # Who waits for CPU memory keeps the deadline itself.
@@ -401,7 +401,9 @@ cdef void _make_calls(Group group, PyObject** locked, size_t nlocked) noexcept n
     lock_all(locked, nlocked)
     for i in range(group.count):
         operations[i].comm = (<Handle>group.held[i].handle).raw
-        if operations[i].comm == NULL and operations[i].kind < INIT_RANK:
+        if (operations[i].comm == NULL or (<Handle>group.held[i].handle).state == ABORTED) and (
+            operations[i].kind < INIT_RANK
+        ):
             result = <ncclResult_t>WAS_ABORTED
             group.failed = i
             break

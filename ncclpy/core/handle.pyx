@@ -215,7 +215,7 @@ cdef class Handle:
     cdef bint lock_alive(self) noexcept nogil:
         """Take the lock; return False, and do not, if the communicator was aborted or closed meanwhile."""
         self.lock()
-        if self.raw != NULL:
+        if self.raw != NULL and self.state != ABORTED:  # an abort may be waiting for this very lock
             return True
         self.unlock()
         return False

@@ -190,7 +190,9 @@ void Comm::abort() {
   }
   if (const auto met = shared_segment()) met->slot(rank).aborted.store(1, std::memory_order_release);
   ring();
-  wait_until(local_, [this] { return running_.load(std::memory_order_seq_cst) == 0; });
+  wait_until(local_, [this] {
+    return running_.load(std::memory_order_seq_cst) == 0 && jobs_.load(std::memory_order_seq_cst) == 0;
+  });
 }
 
 void Comm::revoke() {

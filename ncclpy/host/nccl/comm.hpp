@@ -111,6 +111,12 @@ class Comm : public std::enable_shared_from_this<Comm> {
   ncclResult_t issue(const Operation& operation, cudaStream_t stream);
   // Waits until everything issued has run, or for abort.
   void drain();
+  // A job in the background is about to work on it, and has done so: an abort waits for that, as NCCL's does.
+  void begin_job() { jobs_.fetch_add(1, std::memory_order_seq_cst); }
+  void end_job() {
+    jobs_.fetch_sub(1, std::memory_order_seq_cst);
+    local_.ring();
+  }
 
   // A call is made: the word for it, which everybody can see from now on.
   uint64_t note_call(Deed deed);
@@ -164,6 +170,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
   std::atomic<uint64_t> issued_{0};
   std::atomic<uint64_t> executed_{0};
   std::atomic<uint32_t> running_{0};
+  std::atomic<uint32_t> jobs_{0};
   Bell local_;  // news within this process: a launch has run, abort
   uint64_t control_generation_ = 0;
   std::atomic<uint32_t> calls_[size_t(Deed::deeds)] = {};

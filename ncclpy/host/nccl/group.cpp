@@ -2,6 +2,7 @@
 #include "group.hpp"
 
 #include <algorithm>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -22,6 +23,40 @@ struct Pending {
 struct Contents {
   std::vector<Job> jobs;
   std::vector<Pending> operations;
+
+  // Those for which a job in the background is not over.
+  std::mutex mutex;
+  std::vector<std::shared_ptr<Comm>> worked_on;
+
+  Contents() = default;
+  Contents(Contents&& other) noexcept
+      : jobs(std::move(other.jobs)), operations(std::move(other.operations)), worked_on(std::move(other.worked_on)) {}
+  Contents& operator=(Contents&& other) noexcept {
+    jobs = std::move(other.jobs);
+    operations = std::move(other.operations);
+    worked_on = std::move(other.worked_on);
+    return *this;
+  }
+
+  void begin_jobs() {
+    worked_on = comms();
+    for (const auto& comm : worked_on) comm->begin_job();
+  }
+
+  // Of one communicator: others of the group may still wait for their ranks.
+  void end_job(const std::shared_ptr<Comm>& comm) {
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      const auto found = std::find(worked_on.begin(), worked_on.end(), comm);
+      if (found == worked_on.end()) return;
+      worked_on.erase(found);
+    }
+    comm->end_job();
+  }
+
+  void end_jobs() {
+    for (const auto& comm : std::vector<std::shared_ptr<Comm>>(worked_on)) end_job(comm);
+  }
 
   // Every communicator of the group, once.
   std::vector<std::shared_ptr<Comm>> comms() const {
@@ -61,7 +96,8 @@ Outcome outcome_of(Function function) {
   return outcome;
 }
 
-Outcome run_jobs(std::vector<Job>& jobs) {
+Outcome run_jobs(Contents& contents) {
+  std::vector<Job>& jobs = contents.jobs;
   // One thread for each communicator; its own jobs one after the other.
   std::vector<std::vector<Job*>> lines;
   for (Job& job : jobs) {
@@ -75,11 +111,12 @@ Outcome run_jobs(std::vector<Job>& jobs) {
   std::vector<Outcome> outcomes(lines.size());
   std::vector<std::function<void()>> works;
   for (size_t i = 0; i < lines.size(); i++) {
-    works.push_back([&line = lines[i], &outcome = outcomes[i]] {
+    works.push_back([&contents, &line = lines[i], &outcome = outcomes[i]] {
       for (Job* job : line) {
         Outcome now = outcome_of(job->run);
         if (outcome.result == ncclSuccess) outcome = now;
       }
+      contents.end_job(line.front()->comm);
     });
   }
   const Outcome started = outcome_of([&] {
@@ -150,7 +187,7 @@ ncclResult_t simulate(const std::vector<Pending>& pending, ncclSimInfo_t* simula
 
 Outcome launch(Contents& contents) {
   if (!contents.jobs.empty()) {
-    Outcome outcome = run_jobs(contents.jobs);
+    Outcome outcome = run_jobs(contents);
     if (outcome.result != ncclSuccess) return outcome;
   }
   return outcome_of([&] { return issue_operations(contents.operations); });
@@ -159,18 +196,20 @@ Outcome launch(Contents& contents) {
 ncclResult_t end_in_background(Contents contents) {
   auto shared = std::make_shared<Contents>(std::move(contents));
   for (const auto& comm : shared->comms()) comm->set_async(ncclInProgress);
+  shared->begin_jobs();
   auto work = [shared] {
     const Outcome outcome = launch(*shared);
     for (const auto& comm : shared->comms()) comm->set_async(outcome.result, outcome.text);
+    shared->end_jobs();
   };
   const ncclResult_t started = guarded("ncclGroupEnd", [&] {
     if (shared->jobs.empty()) run_soon(work);
     else run_in_background("ncclpy-job", work);
     return ncclInProgress;
   });
-  for (const auto& comm : shared->comms()) {
-    if (started != ncclInProgress) comm->set_async(started, last_error());
-  }
+  if (started == ncclInProgress) return started;
+  for (const auto& comm : shared->comms()) comm->set_async(started, last_error());
+  shared->end_jobs();
   return started;
 }
 

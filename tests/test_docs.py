@@ -50,7 +50,7 @@ def test_example_runs_and_prints_what_it_says(code, needs, tmp_path):
     assert done.returncode == 0, done.stderr
     # A comment behind a print says what it prints.
     promised = re.findall(r"^\s*print\(.*\)\s+# (.+)$", code, re.M)
-    assert [line for line in promised if line not in done.stdout] == []
+    assert [line for line in promised if line not in done.stdout] == [], done.stderr
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

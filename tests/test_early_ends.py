@@ -38,7 +38,7 @@ def test_nothing_touches_freed_memory_or_stays_behind(host_engine, runs):
     failed, left = [one for one in failed if not is_known(one)], [one for one in failed if is_known(one)]
     assert len(left) <= KNOWN_LEAKS * runs + 1, f"{len(left)} of {runs} programs leave something behind: {left[0]}"
     assert not failed, f"repeat with `python early_end_runs.py --seeds {failed[0]['seed']}`: {failed[0]}"
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == (1 if left else 0), done.stderr[-3000:]
     assert sums["ran"] == runs
     # Of many kinds: programs that come to their end, and such that do not.
     assert {"right", "NcclTimeout", "NcclAborted", "NcclError"} <= set(sums["outcomes"]), sums

@@ -6,9 +6,9 @@
 #include <mutex>
 #include <utility>
 
-#include "../nccl/wait.hpp"
 #include "exports.hpp"
 #include "handles.hpp"
+#include "interruption.hpp"
 
 using namespace ncclpy::host;
 

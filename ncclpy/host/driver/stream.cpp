@@ -12,10 +12,10 @@
 #include <unordered_map>
 #include <utility>
 
-#include "../nccl/wait.hpp"
 #include "device.hpp"
 #include "graph.hpp"
 #include "handles.hpp"
+#include "interruption.hpp"
 #include "thread.hpp"
 
 namespace ncclpy::host {

@@ -10,6 +10,7 @@
 #include <atomic>
 #include <cstdint>
 
+#include "../driver/interruption.hpp"
 #include "../driver/thread.hpp"
 
 namespace ncclpy::host {
@@ -29,32 +30,6 @@ struct Bell {
   void wake();
   // Until the next ring, or until the thread's own Interruption is due.
   void sleep(uint32_t seen);
-};
-
-// What a thread wants to look at now and then while it waits for another rank, a deadline or a signal, say: the wait
-// itself goes on, and ends early only if what was looked at ends it (an abort).
-class Interruption {
- public:
-  // Returns in how many seconds it is to be called again; negative to have the wait ended. Called under no lock of the
-  // streams.
-  using Tick = double (*)(void*);
-
-  Interruption(Tick tick, void* argument) : tick_(tick), argument_(argument), outer_(current) { current = this; }
-  ~Interruption() { current = outer_; }
-  Interruption(const Interruption&) = delete;
-  Interruption& operator=(const Interruption&) = delete;
-
-  // How long this thread may sleep, in seconds; negative without end.
-  static double patience();
-  // Looks, if it is time.
-  static void attend();
-
- private:
-  static thread_local Interruption* current;
-  const Tick tick_;
-  void* const argument_;
-  Interruption* const outer_;
-  double due_ = 0;
 };
 
 // Spinning for as long as has paid lately. Two ranks that share a core, though another one is free, can only wait for

@@ -1,0 +1,25 @@
+#include "interruption.hpp"
+
+#include <algorithm>
+#include <chrono>
+
+namespace ncclpy::host {
+
+thread_local Interruption* Interruption::current = nullptr;
+
+static double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+double Interruption::patience() { return current == nullptr ? -1 : std::clamp(current->due_ - now(), 0.0, 1.0); }
+
+void Interruption::attend() {
+  if (current == nullptr || now() < current->due_) return;
+  Interruption* const mine = current;
+  current = nullptr;  // what is called may wait itself, and must not be called again by that
+  const double seconds = mine->tick_(mine->argument_);
+  mine->due_ = now() + (seconds < 0 ? 0.05 : seconds);  // negative: to be left; what runs here has to end first
+  current = mine;
+}
+
+}  // namespace ncclpy::host

@@ -1,0 +1,32 @@
+// Waits that their thread looks up from now and then.
+#pragma once
+
+namespace ncclpy::host {
+
+// What a thread wants to look at now and then while it waits for another rank, a deadline or a signal, say: the wait
+// itself goes on, and ends early only if what was looked at ends it (an abort).
+class Interruption {
+ public:
+  // Returns in how many seconds it is to be called again; negative to have the wait ended. Called under no lock of the
+  // streams.
+  using Tick = double (*)(void*);
+
+  Interruption(Tick tick, void* argument) : tick_(tick), argument_(argument), outer_(current) { current = this; }
+  ~Interruption() { current = outer_; }
+  Interruption(const Interruption&) = delete;
+  Interruption& operator=(const Interruption&) = delete;
+
+  // How long this thread may sleep, in seconds; negative without end.
+  static double patience();
+  // Looks, if it is time.
+  static void attend();
+
+ private:
+  static thread_local Interruption* current;
+  const Tick tick_;
+  void* const argument_;
+  Interruption* const outer_;
+  double due_ = 0;
+};
+
+}  // namespace ncclpy::host

@@ -458,9 +458,9 @@ cdef int _call_aside(Group group) except -1:
     stretch.locked = in_lock_order(group.handles)
     stretch.nlocked = len(group.handles)
     concerned = [child for _, child in group.births] + group.handles
-    for handle in concerned:
-        if limit == FOREVER or handle.limit < limit:
-            limit = handle.limit if group.limit == FOREVER else group.limit
+    if limit == FOREVER:
+        for handle in concerned:
+            limit = min(limit, handle.limit)
     stretch.start("ncclpy-call")
     for _, child in group.births:
         (<Handle>child).called()

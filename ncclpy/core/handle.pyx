@@ -23,7 +23,7 @@ from cpython.exc cimport PyErr_CheckSignals
 from cpython.ref cimport Py_INCREF, Py_XDECREF
 from libc.stdlib cimport malloc
 
-from ncclpy.abi.driver cimport CUDA_ERROR_NOT_READY, CUresult
+from ncclpy.abi.driver cimport CUresult
 from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
 from ncclpy.core.check cimport check, check_driver, nccl_error, raise_nccl
 from ncclpy.core.flight cimport hold

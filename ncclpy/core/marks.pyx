@@ -12,7 +12,6 @@ from ncclpy.abi.driver cimport (
     CU_STREAM_CAPTURE_STATUS_NONE,
     CUDA_ERROR_NOT_READY,
     CUDA_SUCCESS,
-    CUresult,
     CUstreamCaptureStatus,
 )
 from ncclpy.core.library cimport driver

@@ -31,7 +31,6 @@ from ncclpy.core.handle cimport (
     lock_all,
     pthread_mutex_lock,
     pthread_mutex_t,
-    pthread_mutex_trylock,
     pthread_mutex_unlock,
     unlock_all,
 )

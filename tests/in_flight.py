@@ -337,6 +337,10 @@ BLOCKING = {
     "grow": "C[0].grow(3, C[0].grow_id())",
     "join": "ncclpy.Communicator.join(3, 2, C[0].grow_id(), device=2, **options)",
     "window": "C[0].window(np.ones(512))",
+    "a call behind another thread's": "(elsewhere(lambda: C[0].split(0)), C[0].all_reduce(array, stream=stream))",
+    "a group behind another thread's call": (
+        "(elsewhere(lambda: C[0].split(0)), in_group(lambda: C[0].all_reduce(array, stream=stream)))"
+    ),
     "a group's end": "in_group(lambda: (C[0].all_reduce(np.ones(4)), C[0].all_reduce(np.ones(5))))",
     "stream": "(C[0].all_reduce(array, stream=stream), stream.synchronize())",
     "event": "(C[0].all_reduce(array, stream=stream), stream.record().synchronize())",
@@ -351,6 +355,10 @@ INTERRUPTED = """
 def in_group(body):
     with ncclpy.group():
         body()
+
+def elsewhere(body):
+    threading.Thread(target=body, daemon=True).start()
+    time.sleep(0.05)  # it is inside then, with the communicator's lock, for ever
 
 def plan_of(body):
     plan = ncclpy.Plan()

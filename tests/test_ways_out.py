@@ -44,6 +44,37 @@ signal.setitimer(signal.ITIMER_REAL, 0.3)
 assert isinstance(quietly(C[0].all_reduce, np.ones(4)), ncclpy.NcclAborted)
 assert took[0] < 5, took  # 0.1 s
 """,
+    "a handler that closes": """
+C = ncclpy.Communicator.init_all([0, 1])
+for _ in range(20):
+    with ncclpy.group():
+        for comm, array in zip(C, (np.ones(3), np.ones(3))):
+            comm.all_reduce(array)
+said = []
+def end(*_):
+    for wait in (C[0].close, C[0].barrier):  # either would wait for the very code that it has interrupted
+        try:
+            wait()
+        except RuntimeError as error:
+            said.append(str(error))
+signal.signal(signal.SIGALRM, end)
+signal.setitimer(signal.ITIMER_REAL, 0.3)
+threading.Timer(15, os._exit, (9,)).start()
+array, others = np.ones(4), [np.ones(4), np.ones(1, np.uint8)]
+def peer():
+    time.sleep(0.8)
+    C[1].all_reduce(others[0])
+    C[1].barrier()  # of the handler: it was issued, though nobody waits for it
+other = threading.Thread(target=peer)
+other.start()
+C[0].all_reduce(array)  # goes on as if nothing had been
+other.join()
+assert (array == 2).all() and (others[0] == 2).all(), array
+assert len(said) == 2 and "signal handler" in said[0] and "abort()" in said[0], said
+for comm in C:
+    comm.close()
+os._exit(0)
+""",
     "Ctrl-C in a stuck call of an abortable communicator": """
 C = ncclpy.Communicator.init_all([0, 1], abortable=True)
 alarm(0.3)

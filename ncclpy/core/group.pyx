@@ -26,6 +26,7 @@ from ncclpy.core.handle cimport (
     ABORTED,
     CLOSED,
     INITIALISING,
+    LOCK_BUSY,
     READY,
     WAS_ABORTED,
     abort_handles,
@@ -33,12 +34,13 @@ from ncclpy.core.handle cimport (
     in_lock_order,
     leave,
     leave_behind,
-    lock_all,
+    lock_all_within,
+    lock_within,
     unlock_all,
 )
 from ncclpy.core.library cimport nccl, require
 from ncclpy.core.operation cimport INIT_RANK, NOT_THERE, WINDOW, function_of, issue, raise_issue
-from ncclpy.core.wait cimport FOREVER, Call, as_timeout, deadline_after, now, pause
+from ncclpy.core.wait cimport FOREVER, SLICE, Call, as_timeout, deadline_after, now, pause
 
 from ncclpy.core.errors import NcclError, attach, not_copied
 
@@ -73,7 +75,6 @@ cdef int submit(
     """
     cdef ncclResult_t result
     cdef Group group
-    cdef Mark* mark
     if ncclpy_current_group != NULL:
         group = <Group>ncclpy_current_group
         group.record(handle, operation, send, recv)
@@ -84,21 +85,48 @@ cdef int submit(
         group.watched = group.watched or handle.watched
         return 0
     with nogil:
-        handle.lock()
-        operation.comm = handle.raw
-        if operation.comm == NULL or handle.state == ABORTED:
-            result = <ncclResult_t>WAS_ABORTED
-        elif handle.watched:
-            # Who waits for CPU memory keeps the deadline itself.
-            mark = handle.enter_call(operation.stream, limit, operation.kind) if not wait_host else NULL
-            result = issue(operation)
-            handle.leave_call(mark, result == ncclSuccess)
-        else:
-            result = issue(operation)
-        handle.unlock()
+        result = _call(handle, operation, wait_host, limit, 0)
+    if <int>result == LOCK_BUSY:
+        result = <ncclResult_t>_call_later(handle, operation, wait_host, limit)
     if result != ncclSuccess or wait_host:
         return _see_to(handle, operation, send, recv, wait_host, limit, result)
     return 0
+
+
+cdef inline ncclResult_t _call(
+    Handle handle, Operation* operation, bint wait_host, double limit, double until
+) noexcept nogil:
+    """Make a call under the communicator's lock, unless another thread has that until a moment."""
+    cdef ncclResult_t result
+    cdef Mark* mark
+    if not lock_within(&handle.mutex, until):
+        return <ncclResult_t>LOCK_BUSY
+    operation.comm = handle.raw
+    if operation.comm == NULL or handle.state == ABORTED:
+        result = <ncclResult_t>WAS_ABORTED
+    elif handle.watched:
+        # Who waits for CPU memory keeps the deadline itself.
+        mark = handle.enter_call(operation.stream, limit, operation.kind) if not wait_host else NULL
+        result = issue(operation)
+        handle.leave_call(mark, result == ncclSuccess)
+    else:
+        result = issue(operation)
+    handle.unlock()
+    return result
+
+
+cdef int _call_later(Handle handle, Operation* operation, bint wait_host, double limit) except? -1:
+    """Make a call when the threads before this one are through with the communicator; handlers run meanwhile."""
+    cdef ncclResult_t result
+    cdef double started = now(), deadline = deadline_after(limit)
+    while True:
+        with nogil:
+            result = _call(handle, operation, wait_host, limit, min(now() + SLICE, deadline))
+        if <int>result != LOCK_BUSY:
+            return <int>result
+        PyErr_CheckSignals()  # nothing was called: whoever raises here leaves nothing behind
+        if now() >= deadline:
+            handle.give_up(function_of(operation.kind).decode(), now() - started)
 
 
 cdef int _see_to(
@@ -391,14 +419,18 @@ cdef void _leave_calls(Group group) noexcept nogil:
             (<Handle>group.held[i].handle).leave_call(group.held[i].mark, group.ended == ncclSuccess)
 
 
-cdef void _make_calls(Group group, PyObject** locked, size_t nlocked) noexcept nogil:
-    """Make the recorded calls, between ncclGroupStart and ncclGroupEnd, and note what becomes of them."""
+cdef bint _make_calls(Group group, PyObject** locked, size_t nlocked, double until) noexcept nogil:
+    """Make the recorded calls, between ncclGroupStart and ncclGroupEnd, and note what becomes of them.
+
+    Return False, with nothing called, if other threads are inside the communicators until a moment.
+    """
     cdef size_t i
     cdef Operation* operations = group.operations
     cdef ncclResult_t result = ncclSuccess
+    if not lock_all_within(locked, nlocked, until):
+        return False
     group.failed = group.count
     group.ended = ncclSuccess
-    lock_all(locked, nlocked)
     for i in range(group.count):
         operations[i].comm = (<Handle>group.held[i].handle).raw
         if (operations[i].comm == NULL or (<Handle>group.held[i].handle).state == ABORTED) and (
@@ -430,6 +462,31 @@ cdef void _make_calls(Group group, PyObject** locked, size_t nlocked) noexcept n
     if group.ended != ncclSuccess and group.ended != ncclInProgress and nccl.ncclGetLastError != NULL:
         group.words = strdup(nccl.ncclGetLastError(NULL))
     unlock_all(locked, nlocked)
+    return True
+
+
+cdef int _make_in_turn(Group group, PyObject** locked, size_t nlocked) except -1:
+    """Make the calls when other threads are through with the communicators; handlers run meanwhile."""
+    cdef bint made
+    cdef double started = now(), deadline = started + _limit_of(group, group.handles)
+    while True:
+        with nogil:
+            made = _make_calls(group, locked, nlocked, min(now() + SLICE, deadline))
+        if made:
+            return 0
+        PyErr_CheckSignals()
+        if now() >= deadline:
+            (<Handle>group.handles[0]).give_up("ncclGroupEnd", now() - started)
+
+
+cdef double _limit_of(Group group, list concerned) noexcept:
+    """Return the seconds that the calls of a group may take: its own, or the least of its communicators'."""
+    cdef Handle handle
+    cdef double limit = group.limit
+    if limit == FOREVER:
+        for handle in concerned:
+            limit = min(limit, handle.limit)
+    return limit
 
 
 cdef class _Stretch(Call):
@@ -444,7 +501,7 @@ cdef class _Stretch(Call):
 
     cdef int make(self) except -1:
         with nogil:
-            _make_calls(self.group, self.locked, self.nlocked)
+            _make_calls(self.group, self.locked, self.nlocked, FOREVER)
         return 0
 
 
@@ -452,20 +509,16 @@ cdef int _call_aside(Group group) except -1:
     """Make the calls in another thread and wait for it, under the communicators' deadlines, with signal handlers."""
     cdef _Stretch stretch = _Stretch()
     cdef Handle handle
-    cdef double limit = group.limit
     cdef double started = now()
     stretch.group = group
     stretch.locked = in_lock_order(group.handles)
     stretch.nlocked = len(group.handles)
     concerned = [child for _, child in group.births] + group.handles
-    if limit == FOREVER:
-        for handle in concerned:
-            limit = min(limit, handle.limit)
     stretch.start("ncclpy-call")
     for _, child in group.births:
         (<Handle>child).called()
     try:
-        if stretch.wait(started + limit):
+        if stretch.wait(started + _limit_of(group, concerned)):
             return 0
         handle = concerned[0]
         what = "ncclGroupEnd" if not group.bare else function_of(group.operations[0].kind).decode()
@@ -523,8 +576,7 @@ cdef int _launch(Group group) except -1:
             _call_aside(group)
         else:
             locked = in_lock_order(group.handles)
-            with nogil:
-                _make_calls(group, locked, nlocked)
+            _make_in_turn(group, locked, nlocked)
     except BaseException:
         for _, child in group.births:
             child.unborn()

@@ -26,6 +26,7 @@ cdef enum:
     PAST_DEADLINE = -2
     WAS_ABORTED = -3
     SLICE_OVER = -4
+    LOCK_BUSY = -5
 
 # How long an abort may take before it is left behind.
 cdef double ABORT_DEADLINE
@@ -42,6 +43,7 @@ cdef class Handle:
     cdef bint owned
     cdef double limit  # seconds that any wait of this communicator may take; FOREVER for none
     cdef int waiters  # threads that wait for its private stream
+    cdef bint main_waits  # the main thread is one of them, so that a signal handler may run beneath that wait
     cdef readonly int rank
     cdef readonly int nranks
     cdef readonly int device
@@ -77,6 +79,8 @@ cdef class Handle:
     # `started` is when the wait began, if that was before now.
     cdef int finish(self, str what, double deadline, double started=*) except -1
     cdef int wait_stream(self, CUstream stream, str what, double deadline, list together=*) except -1
+    # Refuse a wait in a signal handler for what the interrupted wait, beneath it, would have to do.
+    cdef int check_not_beneath(self, str what) except -1
     cdef int give_up(self, str what, double timeout) except -1
     cdef object timeout_error(self, object what, double waited)
     # Whether NCCL makes its calls in the background, which it does not mix with others in a group.
@@ -113,6 +117,8 @@ cdef int leave_behind(list handles, object reason) except -1
 # handles in it alive.
 cdef PyObject** in_lock_order(list handles) except NULL
 cdef void lock_all(PyObject** handles, size_t count) noexcept nogil
+# Return False, with none of them taken, if that takes until a moment.
+cdef bint lock_all_within(PyObject** handles, size_t count, double until) noexcept nogil
 cdef void unlock_all(PyObject** handles, size_t count) noexcept nogil
 
 # Take a lock unless that takes until a moment; return whether it was taken.

@@ -376,10 +376,15 @@ cdef class Handle:
         waiting.main = <unsigned long>pthread_self() == _main
         waiting.broken = FOREVER
         waiting.error = waiting.aborting = NULL
+        self.check_not_beneath(what)
         self.waiters += 1
+        if waiting.main:
+            self.main_waits = True
         with nogil:
             result = await_stream(stream, _tick, &waiting)
         self.waiters -= 1
+        if waiting.main:
+            self.main_waits = False
         if waiting.error != NULL:
             error, threads = <object>waiting.error, <object>waiting.aborting
             Py_XDECREF(waiting.error)
@@ -394,6 +399,14 @@ cdef class Handle:
             state = self.poll_once()
         if state != ncclSuccess and state != ncclInProgress and <int>state != WAS_ABORTED:
             return raise_nccl(state, name, self.raw)
+        return 0
+
+    cdef int check_not_beneath(self, str what) except -1:
+        if self.main_waits and <unsigned long>pthread_self() == _main:
+            raise RuntimeError(
+                f"{what}: this signal handler has interrupted a wait for {self!r} and cannot wait for it itself; "
+                "abort() ends it here, or have the handler raise or set a flag, and act when the call has returned"
+            )
         return 0
 
     cdef object timeout_error(self, object what, double waited):
@@ -478,6 +491,15 @@ cdef void lock_all(PyObject** handles, size_t count) noexcept nogil:
     cdef size_t i
     for i in range(count):
         (<Handle>handles[i]).lock()
+
+
+cdef bint lock_all_within(PyObject** handles, size_t count, double until) noexcept nogil:
+    cdef size_t i
+    for i in range(count):
+        if not lock_within(&(<Handle>handles[i]).mutex, until):
+            unlock_all(handles, i)
+            return False
+    return True
 
 
 cdef void unlock_all(PyObject** handles, size_t count) noexcept nogil:

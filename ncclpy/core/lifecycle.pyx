@@ -496,8 +496,11 @@ cdef class Lifecycle(Handle):
         ------
         NcclTimeout
             If the work was not done in time; the communicator is aborted.
+        RuntimeError
+            In a signal handler that has interrupted this thread's wait for the communicator: `abort` ends that.
         """
         cdef double limit = self.limit if timeout is None else as_timeout(timeout)
+        self.check_not_beneath("close")
         failures = [] if self.closed else _close_all(self.children)
         if self.state == INITIALISING:
             if self.cradle.stage != IN_PARENT:

@@ -30,6 +30,7 @@ from ncclpy.core.handle cimport (
     WAS_ABORTED,
     abort_handles,
     abort_late,
+    count_waits,
     in_lock_order,
     leave,
     leave_behind,
@@ -83,6 +84,10 @@ cdef int submit(
             group.blocks = True
         group.watched = group.watched or handle.watched
         return 0
+    if wait_host:
+        if handle.state != READY:  # another thread may have begun to close it while the buffers were looked at
+            handle.check_alive()
+        handle.waiters += 1  # from here on it does not go on with that
     with nogil:
         handle.lock()
         operation.comm = handle.raw
@@ -96,9 +101,13 @@ cdef int submit(
         else:
             result = issue(operation)
         handle.unlock()
-    if result != ncclSuccess or wait_host:
+    if result == ncclSuccess and not wait_host:
+        return 0
+    try:
         return _see_to(handle, operation, send, recv, wait_host, limit, result)
-    return 0
+    finally:
+        if wait_host:
+            handle.waiters -= 1
 
 
 cdef int _see_to(
@@ -504,6 +513,17 @@ cdef int _leave_call(_Stretch stretch, list concerned, object error) except -1:
 
 cdef int _launch(Group group) except -1:
     """Make the recorded calls, and wait for what the end of a group waits for."""
+    if not group.waits:
+        return _launch_counted(group)
+    waits = group.waits
+    count_waits(waits, 1)
+    try:
+        return _launch_counted(group)
+    finally:
+        count_waits(waits, -1)
+
+
+cdef int _launch_counted(Group group) except -1:
     cdef Handle child
     cdef PyObject** locked = NULL
     cdef size_t nlocked = len(group.handles)

@@ -111,7 +111,7 @@ def test_an_end_breaks_only_the_communicators_that_it_belonged_to(nccl, comms, s
 
 @pytest.mark.parametrize("attempt", range(5))
 def test_a_rank_that_dies_while_others_read_its_memory(nccl, streams, attempt):
-    """It has arrived where all meet when they have read, but not everybody has read from it: a race, so several times."""
+    """It has arrived where all meet who have read, but not everybody has read from it: a race, so several times."""
     count = 128 << 20
     uid = nccl.unique_id()
     other = start(

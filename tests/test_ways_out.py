@@ -250,3 +250,53 @@ def test_an_abort_with_a_huge_timeout(timeout):
     comm = ncclpy.Communicator.init_all([0])[0]
     comm.abort(timeout=timeout)
     assert comm.closed
+
+
+def test_close_waits_for_a_group_whose_other_members_are_late(host_engine):
+    """Although what it waits for itself has failed: the group is still to ask for it."""
+    first, second = (ncclpy.Communicator.init_all(range(2), timeout=60) for _ in range(2))
+    values, caught = [np.ones(100) for _ in range(2)], []
+
+    def call():
+        with pytest.raises(ncclpy.NcclError, match="the ranks do not agree"), ncclpy.group():
+            first[0].all_reduce(values[0])
+            second[0].all_reduce(values[1])
+        caught.append(True)
+
+    def close():
+        with pytest.raises(ncclpy.NcclError, match="the ranks do not agree"):
+            second[0].close()
+        caught.append(True)
+
+    threads = [threading.Thread(target=call, daemon=True), threading.Thread(target=close, daemon=True)]
+    threads[0].start()
+    time.sleep(0.2)
+    threads[1].start()
+    with pytest.raises(ncclpy.NcclError, match="the ranks do not agree"):
+        second[1].all_reduce(np.ones(99))
+    threads[1].join(0.3)
+    assert threads[1].is_alive()
+    first[1].all_reduce(np.ones(100))
+    for thread in threads:
+        thread.join(30)
+    assert caught == [True, True]
+    testing.abort_all([*first, second[1]])
+
+
+def test_what_a_revoke_ends_is_not_told_to_be_done(host_engine):
+    comms = ncclpy.Communicator.init_all(range(2), timeout=60)
+    caught = []
+
+    def call():
+        with pytest.raises(ncclpy.NcclAborted, match="revoked"):
+            comms[0].all_reduce(np.ones(100))
+        caught.append(True)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    time.sleep(0.2)
+    comms[0].revoke()
+    thread.join(30)
+    assert caught
+    comms[0].close()  # as one that was revoked can be
+    comms[1].abort()

@@ -31,6 +31,7 @@ from ncclpy.core.handle cimport (
     WAS_ABORTED,
     abort_handles,
     abort_late,
+    count_waits,
     in_lock_order,
     leave,
     leave_behind,
@@ -84,13 +85,32 @@ cdef int submit(
             group.blocks = True
         group.watched = group.watched or handle.watched
         return 0
+    if wait_host:
+        return _submit_and_wait(handle, operation, send, recv, limit)
+    result = <ncclResult_t>_call_in_turn(handle, operation, False, limit)
+    if result != ncclSuccess:
+        return _see_to(handle, operation, send, recv, False, limit, result)
+    return 0
+
+
+cdef int _submit_and_wait(Handle handle, Operation* operation, object send, object recv, double limit) except -1:
+    """Make a call on CPU memory. It counts as one that is waited for before it is made: a close does not get between."""
+    if handle.state != READY:  # another thread may have begun to close it while the buffers were looked at
+        handle.check_alive()
+    handle.waiters += 1
+    try:
+        result = <ncclResult_t>_call_in_turn(handle, operation, True, limit)
+        return _see_to(handle, operation, send, recv, True, limit, result)
+    finally:
+        handle.waiters -= 1
+
+
+cdef inline int _call_in_turn(Handle handle, Operation* operation, bint wait_host, double limit) except? -1:
+    """Make a call at once, or when the threads before this one are through with the communicator."""
+    cdef ncclResult_t result
     with nogil:
         result = _call(handle, operation, wait_host, limit, 0)
-    if <int>result == LOCK_BUSY:
-        result = <ncclResult_t>_call_later(handle, operation, wait_host, limit)
-    if result != ncclSuccess or wait_host:
-        return _see_to(handle, operation, send, recv, wait_host, limit, result)
-    return 0
+    return <int>result if <int>result != LOCK_BUSY else _call_later(handle, operation, wait_host, limit)
 
 
 cdef inline ncclResult_t _call(
@@ -116,7 +136,7 @@ cdef inline ncclResult_t _call(
 
 
 cdef int _call_later(Handle handle, Operation* operation, bint wait_host, double limit) except? -1:
-    """Make a call when the threads before this one are through with the communicator; handlers run meanwhile."""
+    """Run signal handlers while other threads are inside the communicator, until the call is made."""
     cdef ncclResult_t result
     cdef double started = now(), deadline = deadline_after(limit)
     while True:
@@ -557,6 +577,17 @@ cdef int _leave_call(_Stretch stretch, list concerned, object error) except -1:
 
 cdef int _launch(Group group) except -1:
     """Make the recorded calls, and wait for what the end of a group waits for."""
+    if not group.waits:
+        return _launch_counted(group)
+    waits = group.waits
+    count_waits(waits, 1)
+    try:
+        return _launch_counted(group)
+    finally:
+        count_waits(waits, -1)
+
+
+cdef int _launch_counted(Group group) except -1:
     cdef Handle child
     cdef PyObject** locked = NULL
     cdef size_t nlocked = len(group.handles)

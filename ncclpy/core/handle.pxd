@@ -41,8 +41,9 @@ cdef class Handle:
     cdef bint nonblocking  # NCCL's calls may return ncclInProgress
     cdef bint waits  # init, split and the like return only when NCCL is done
     cdef bint owned
+    cdef bint revoked  # or it is about to be: what runs on it may not come to its end
     cdef double limit  # seconds that any wait of this communicator may take; FOREVER for none
-    cdef int waiters  # threads that wait for its private stream
+    cdef int waiters  # threads that wait for its private stream, or are about to
     cdef bint main_waits  # the main thread is one of them, so that a signal handler may run beneath that wait
     cdef readonly int rank
     cdef readonly int nranks
@@ -125,3 +126,7 @@ cdef void unlock_all(PyObject** handles, size_t count) noexcept nogil
 cdef bint lock_within(pthread_mutex_t* mutex, double until) noexcept nogil
 
 cdef int abort_late(list handles, object reason) except -1
+
+# Count the waits that calls are made for, of (handle, ...), before they are made; and with -1 when they are over: who
+# closes a communicator waits for them.
+cdef int count_waits(list waits, int by) except -1

@@ -187,6 +187,30 @@ cdef list _begin_quietly(list handles, object reason):
         return []
 
 
+cdef int _see_what_came(Handle handle, CUresult result, Waiting* waiting, str what) except -1:
+    """Raise unless the data are there that a stream was waited for."""
+    cdef ncclResult_t state
+    if waiting.error != NULL:
+        error, threads = <object>waiting.error, <object>waiting.aborting
+        Py_XDECREF(waiting.error)
+        Py_XDECREF(waiting.aborting)
+        end_quietly(threads, what, error)
+        raise error
+    if handle.state == ABORTED:
+        raise handle.aborted_error(f"{what} on {handle!r} did not complete: the communicator was aborted")
+    check_driver(result, b"cuStreamSynchronize")
+    if handle.revoked:
+        raise handle.aborted_error(f"{what} on {handle!r} did not complete: the communicator was revoked")
+    # Whoever is told that the data are there must not find others: ranks that disagree, or a rank that has died.
+    with nogil:
+        state = handle.poll_once()
+    if <int>state == WAS_ABORTED:  # by now nobody can tell
+        raise handle.aborted_error(f"{what} on {handle!r} did not complete: the communicator was ended meanwhile")
+    if state != ncclSuccess and state != ncclInProgress:
+        return raise_nccl(state, waiting.what, handle.raw)
+    return 0
+
+
 cdef class Handle:
     """Own one `ncclComm_t` and what must be known to use it safely."""
 
@@ -363,7 +387,6 @@ cdef class Handle:
         (by default this one) is aborted.
         """
         cdef CUresult result
-        cdef ncclResult_t state
         cdef Waiting waiting
         require_driver()
         name = what.encode()
@@ -377,29 +400,17 @@ cdef class Handle:
         waiting.broken = FOREVER
         waiting.error = waiting.aborting = NULL
         self.check_not_beneath(what)
-        self.waiters += 1
         if waiting.main:
             self.main_waits = True
-        with nogil:
-            result = await_stream(stream, _tick, &waiting)
-        self.waiters -= 1
-        if waiting.main:
-            self.main_waits = False
-        if waiting.error != NULL:
-            error, threads = <object>waiting.error, <object>waiting.aborting
-            Py_XDECREF(waiting.error)
-            Py_XDECREF(waiting.aborting)
-            end_quietly(threads, what, error)
-            raise error
-        if self.state == ABORTED:
-            raise self.aborted_error(f"{what} on {self!r} did not complete: the communicator was aborted")
-        check_driver(result, b"cuStreamSynchronize")
-        # Whoever is told that the data are there must not find others: ranks that disagree, or a rank that has died.
-        with nogil:
-            state = self.poll_once()
-        if state != ncclSuccess and state != ncclInProgress and <int>state != WAS_ABORTED:
-            return raise_nccl(state, name, self.raw)
-        return 0
+        self.waiters += 1  # until all is known: who closes the communicator destroys it then
+        try:
+            with nogil:
+                result = await_stream(stream, _tick, &waiting)
+            if waiting.main:
+                self.main_waits = False
+            return _see_what_came(self, result, &waiting, what)
+        finally:
+            self.waiters -= 1
 
     cdef int check_not_beneath(self, str what) except -1:
         if self.main_waits and <unsigned long>pthread_self() == _main:
@@ -711,6 +722,13 @@ cdef int abort_late(list handles, object reason) except -1:
     call = _Abort(late)
     call.start("ncclpy-abort")
     return end_abort([call], ABORT_DEADLINE, reason)
+
+
+cdef int count_waits(list waits, int by) except -1:
+    cdef Handle handle
+    for handle, _, _ in waits:
+        handle.waiters += by
+    return 0
 
 
 cdef int abort_handles(list handles, double timeout, object reason) except -1:

@@ -423,8 +423,12 @@ cdef class Lifecycle(Handle):
 
     def revoke(self):
         """Stop what is in flight and refuse new work (`ncclCommRevoke`, NCCL 2.28.7); split and shrink still work."""
-        self._call("ncclCommRevoke")
-        self.revoked = True
+        before, self.revoked = self.revoked, True  # first: whoever waits for what it ends is not to take that for done
+        try:
+            self._call("ncclCommRevoke")
+        except BaseException:
+            self.revoked = before
+            raise
 
     def suspend(self):
         """Give back the device memory of an idle communicator until `resume` (`ncclCommSuspend`, NCCL 2.29.7)."""
@@ -532,9 +536,8 @@ cdef class Lifecycle(Handle):
         require(<void*>nccl.ncclCommDestroy, b"ncclCommDestroy")
         finalized, self.state = self.revoked or self.state == FINALIZED, FINALIZED
         try:
-            if self.stream is not None:
-                self.wait_stream((<Stream>self.stream).raw, "close", deadline)
-            while self.waiters:  # other threads, which find their data there
+            self._wait_for_own_stream(deadline)
+            while self.waiters:  # other threads, which find their data there, or learn why they are not
                 if now() >= deadline:
                     raise self.timeout_error("close", now() - started)
                 PyErr_CheckSignals()
@@ -543,15 +546,9 @@ cdef class Lifecycle(Handle):
         except NcclAborted:
             self._release()
             return []
-        except NcclError as error:
-            if self.state == FINALIZED and not isinstance(error, NcclTimeout):
-                pass  # it has failed: what it has is given back all the same
-            else:
-                leave([self], "close: what was issued did not end", error)
-                self._release()
-                raise
         except BaseException as error:
-            leave([self], "close was interrupted", error)
+            early = "what was issued did not end" if isinstance(error, NcclError) else "it was interrupted"
+            leave([self], f"close: {early}", error)
             self._release()
             raise
         try:
@@ -571,10 +568,21 @@ cdef class Lifecycle(Handle):
             failures.append(nccl_error(call.result, b"ncclCommDestroy", call.words))
         return failures
 
+    def _wait_for_own_stream(self, double deadline):
+        if self.stream is None:
+            return
+        try:
+            self.wait_stream((<Stream>self.stream).raw, "close", deadline)
+        except NcclTimeout:
+            raise
+        except NcclError:  # it has failed, or was revoked: what it has is given back all the same
+            if self.state != FINALIZED:
+                raise
+
     def _release(self):
         """Give back what hangs on the communicator, as resources, private stream and memory; return the errors."""
         failures = _close_all(self.resources)
-        if self.stream is not None:
+        if self.stream is not None and not self.waiters:  # after an abort they may not be back yet: it goes with this
             self.stream.close()
             self.stream = None
         if self.scratch:

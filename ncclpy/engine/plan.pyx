@@ -25,6 +25,7 @@ from ncclpy.core.handle cimport (
     READY,
     WAS_ABORTED,
     Handle,
+    count_waits,
     in_lock_order,
     leave,
     leave_behind,
@@ -255,12 +256,8 @@ cdef class Plan:
         NcclAborted
             If one of its communicators was aborted.
         """
-        cdef size_t i, lent
-        cdef CUcontext saved = NULL
         cdef double limit = -1 if timeout is None else as_timeout(timeout)
-        cdef double deadline, begun = now()
         cdef Handle handle
-        cdef list errors = []
         if current_group() is not None:
             raise ValueError("plan.launch() cannot stand inside a group")
         self.check()
@@ -268,6 +265,18 @@ cdef class Plan:
             for handle in self.handles:
                 handle.check_endable("timeout")
                 (<Lifecycle>handle).be_watched(limit)
+        count_waits(self.waits, 1)
+        try:
+            self._launch(limit)
+        finally:
+            count_waits(self.waits, -1)
+
+    cdef int _launch(self, double limit) except -1:
+        cdef size_t i, lent
+        cdef CUcontext saved = NULL
+        cdef double deadline, begun = now()
+        cdef Handle handle
+        cdef list errors = []
         with nogil:
             pthread_mutex_lock(&self.mutex)
         try:

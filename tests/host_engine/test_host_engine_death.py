@@ -109,6 +109,33 @@ def test_an_end_breaks_only_the_communicators_that_it_belonged_to(nccl, comms, s
     assert results.tolist() == [4.0] * 4
 
 
+@pytest.mark.parametrize("attempt", range(5))
+def test_a_rank_that_dies_while_others_read_its_memory(nccl, streams, attempt):
+    """It has arrived where all meet who have read, but not everybody has read from it: a race, so several times."""
+    count = 128 << 20
+    uid = nccl.unique_id()
+    other = start(
+        """
+        comm = init(2, 1, sys.argv[1])
+        values = np.ones(int(sys.argv[2]), np.uint8)
+        nccl.ncclBroadcast(values.ctypes.data, values.ctypes.data, values.size, 1, 1, comm, nccl.driver.stream(1))
+        time.sleep(60)
+        """,
+        uid.hex(),
+        count,
+    )
+    comm = nccl.init(2, uid, 0)
+    values = np.zeros(count, np.uint8)
+    nccl.ncclBroadcast(values.ctypes.data, values.ctypes.data, count, 1, 1, comm, streams[0])
+    waiting = in_thread(lambda: (nccl.driver.cuStreamSynchronize(streams[0]), nccl.async_error(comm)))
+    wait_for(lambda: values[0] == 1)
+    other.kill()
+    _, state = join(waiting)
+    assert state == REMOTE or (values == 1).all()
+    nccl.ncclCommAbort(comm)
+    other.communicate()
+
+
 def test_ranks_of_several_threads_and_processes_all_notice(nccl):
     uid = nccl.unique_id()
     program = """

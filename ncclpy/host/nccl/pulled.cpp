@@ -2,7 +2,8 @@
 // the sender has it to where the receiver wants it (process_vm_readv), instead of twice through the segment.
 //
 // All ranks have arrived, each pulls what it needs, and none leaves before all have it. A rank that aborts does not
-// arrive at the second gate, so nobody takes what was read from it for a result.
+// arrive at the second gate, or takes that back, so nobody takes what was read from it for a result. Only one that dies
+// there has arrived while others still read: its memory is gone, and they say so themselves.
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -76,7 +77,12 @@ class Pulled {
   }
 
   bool complain(int peer, const char* source, int error) {
-    if (error == ESRCH) return false;  // it has died, as this communicator is about to learn
+    if (error == ESRCH) {
+      // It has died, perhaps after it arrived where all meet next: then that gate opens, and this must be known by then.
+      comm_.segment->bury(peer);
+      break_comms(*comm_.segment, peer);
+      return false;
+    }
     fail(ncclSystemError, "rank %d cannot read the buffer of rank %d at %p: %s", rank_, peer,
          static_cast<const void*>(source), strerror(error));
     comm_.set_async(ncclSystemError, last_error());

@@ -104,3 +104,66 @@ def test_many_times(name):
 @pytest.mark.campaign
 def test_interrupted_inits_with_a_deadline():
     check("interrupted inits", 300, "{'timeout': 30}")
+
+
+ONCE = {
+    # NCCL has made a child and its parent does not know it yet. `raise_in` is a signal handler at that very place.
+    "an interrupt while a child is taken over": """
+cut_short(lambda comms: [comms[0].split(0)])
+""",
+    "an interrupt while one of two children is taken over": """
+def split(comms):
+    with ncclpy.group():
+        return [comm.split(0) for comm in comms]
+cut_short(split)
+""",
+    "a guard that cannot be finalized": """
+comm, = ncclpy.Communicator.init_all([0], timeout=60)
+with ncclpy.faults("call=CommFinalize nth=2 do=error"):
+    try:
+        comm.close()
+        raise AssertionError
+    except ncclpy.NcclError:
+        pass
+""",
+}
+
+CUT_SHORT = """
+import contextlib
+
+def raise_in(name, file):
+    def profile(frame, event, _):
+        if event == "call" and frame.f_code.co_name == name and file in frame.f_code.co_filename:
+            sys.setprofile(None)
+            raise Late
+    sys.setprofile(profile)
+
+def cut_short(split):
+    cliques = [ncclpy.Communicator.init_all([0, 1], timeout=60) for _ in range(2)]
+    mine, others = zip(*cliques)
+    def other():
+        with contextlib.suppress(ncclpy.NcclError):
+            for child in split(others):
+                child.abort()
+    thread = threading.Thread(target=other)
+    thread.start()
+    raise_in("add", "_weakrefset")
+    try:
+        split(mine)
+        raise AssertionError
+    except Late:
+        pass
+    for comm in (*mine, *others):
+        comm.abort()
+    thread.join()
+
+ncclpy.Communicator.init_all([0])[0].close()
+seen = leftovers.settle(leftovers.mappings, lambda seen: seen == 0, 3.0)
+assert seen == 0, seen
+"""
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_what_is_cut_short_leaves_no_mapping(name):
+    end = "\nseen = leftovers.settle(leftovers.mappings, lambda seen: seen == 0, 5.0)\nassert seen == 0, seen"
+    testing.run_python(PRELUDE + CUT_SHORT + ONCE[name] + end, timeout=30, env={"NCCLPY_LIBRARY": "host"})

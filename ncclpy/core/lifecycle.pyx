@@ -141,16 +141,17 @@ cdef class Lifecycle(Handle):
             return 0
         if self.state == INITIALISING:
             return self._grown()
+        # First what an abort goes by, and without Python's code, in which a signal handler may raise.
         self.cradle.lent = True
         self.state = INITIALISING
-        if self.parent is not None:
-            self.parent.making.append(self)
-            self.parent.children.add(self)
         # A child of a parent that works in the background has its cell when the parent has done; any other has it now.
         in_parent = self.parent is not None and self.parent.in_background() and self.cradle.birth.cell == NULL
         self.cradle.stage = IN_PARENT if in_parent else BY_ITSELF
         if not in_parent:
             self._take_cell()
+        if self.parent is not None:
+            self.parent.making.append(self)
+            self.parent.children.add(self)
         if result == ncclSuccess and not in_parent and (self.nranks == 0 or not self.cradle.guarded):
             # A blocking communicator says nothing else; one that works in the background may still be in progress.
             if self.nranks == 0 or self.poll_birth() == ncclSuccess:

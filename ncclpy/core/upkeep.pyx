@@ -94,12 +94,13 @@ cdef class Upkeep(Call):
         elif raw != NULL and nccl.ncclCommAbort != NULL:
             # What has failed cannot be finalized, and must not stay behind.
             nccl.ncclCommAbort(raw)
-        if guard != NULL and result == ncclSuccess:
+        if guard == NULL:
+            return result
+        if result == ncclSuccess:
             result = self._poll(guard, nccl.ncclCommFinalize(guard), now() + ABORT_DEADLINE)
             if result == ncclSuccess:
-                result = self._poll(NULL, nccl.ncclCommDestroy(guard), 0)
-        elif guard != NULL:
-            nccl.ncclCommAbort(guard)
+                return self._poll(NULL, nccl.ncclCommDestroy(guard), 0)
+        nccl.ncclCommAbort(guard)
         return result
 
     cdef ncclResult_t _poll(self, ncclComm_t raw, ncclResult_t result, double deadline) noexcept nogil:

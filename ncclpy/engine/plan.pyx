@@ -15,6 +15,7 @@ from ncclpy.abi.driver cimport (
     CUresult,
     CUstream,
 )
+from ncclpy.abi.locks cimport LOCK_PLAN, mutex_destroy, mutex_init, mutex_lock, mutex_t, mutex_unlock
 from ncclpy.abi.nccl cimport ncclResult_t, ncclSuccess
 from ncclpy.core.check cimport check_driver, driver_error, nccl_error
 from ncclpy.core.device cimport context_of, enter_device, leave_device
@@ -29,9 +30,6 @@ from ncclpy.core.handle cimport (
     leave,
     leave_behind,
     lock_all,
-    pthread_mutex_lock,
-    pthread_mutex_t,
-    pthread_mutex_unlock,
     unlock_all,
 )
 from ncclpy.core.library cimport driver, nccl, require, require_driver
@@ -45,10 +43,6 @@ from ncclpy.engine.launcher cimport Batch, Part, borrow_lanes, divide, push, pus
 from ncclpy.engine.native cimport add, lane_give_back, load, ncclpy_job, ncclpy_lane, sleep_on, wake
 
 from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, attach, not_copied
-
-cdef extern from "pthread.h" nogil:
-    int pthread_mutex_init(pthread_mutex_t*, void*)
-    int pthread_mutex_destroy(pthread_mutex_t*)
 
 cdef extern from "sched.h" nogil:
     int sched_yield()
@@ -126,7 +120,7 @@ cdef class Plan:
     cdef int* devices  # one of each batch
     cdef ncclpy_lane** borrowed  # room for them
     cdef int remaining
-    cdef pthread_mutex_t mutex  # one launch at a time
+    cdef mutex_t mutex  # one launch at a time
     cdef list handles
     cdef list held  # buffers
     cdef list operators  # our own, whose numbers NCCL gives to others once they are closed
@@ -135,7 +129,7 @@ cdef class Plan:
     cdef object __weakref__
 
     def __cinit__(self):
-        pthread_mutex_init(&self.mutex, NULL)
+        mutex_init(&self.mutex, LOCK_PLAN)
 
     def __init__(self):
         if self.handles is not None:
@@ -146,7 +140,7 @@ cdef class Plan:
         raise not_copied(self, "record it in the process that launches it")
 
     def __dealloc__(self):
-        pthread_mutex_destroy(&self.mutex)
+        mutex_destroy(&self.mutex)
         free(self.parts)
         free(self.batches)
         free(self.whole.parts)
@@ -269,7 +263,7 @@ cdef class Plan:
                 handle.check_endable("timeout")
                 (<Lifecycle>handle).be_watched(limit)
         with nogil:
-            pthread_mutex_lock(&self.mutex)
+            mutex_lock(&self.mutex)
         try:
             self.whole.limit = limit
             for i in range(self.nbatches):
@@ -293,7 +287,7 @@ cdef class Plan:
             for i in range(self.nbatches):
                 _forget_text(&self.batches[i])
             _forget_text(&self.whole)
-            pthread_mutex_unlock(&self.mutex)
+            mutex_unlock(&self.mutex)
         try:
             for handle, stream, each in self.waits:
                 deadline = begun + (limit if limit >= 0 else each)
@@ -552,7 +546,7 @@ cdef class Graph:
             raise ValueError("this graph is closed; capture the plan again")
         plan.check()
         with nogil:
-            pthread_mutex_lock(&plan.mutex)
+            mutex_lock(&plan.mutex)
         try:
             if self.plan is None:
                 raise ValueError("this graph was closed by another thread; capture the plan again")
@@ -578,7 +572,7 @@ cdef class Graph:
             if self.launching:
                 self._leave()
             self.launching = False
-            pthread_mutex_unlock(&plan.mutex)
+            mutex_unlock(&plan.mutex)
         if self.waits:
             for handle, _, limit in plan.waits:
                 for i in range(self.count):

@@ -15,7 +15,7 @@ from ncclpy.abi.driver cimport (
     CUresult,
     CUstream,
 )
-from ncclpy.abi.locks cimport LOCK_PLAN, mutex_destroy, mutex_init, mutex_lock, mutex_t, mutex_unlock
+from ncclpy.abi.locks cimport LOCK_PLAN, lock_wanted, mutex_destroy, mutex_init, mutex_t, mutex_unlock
 from ncclpy.abi.nccl cimport ncclResult_t, ncclSuccess
 from ncclpy.core.check cimport check_driver, driver_error, nccl_error
 from ncclpy.core.device cimport context_of, enter_device, leave_device
@@ -26,10 +26,13 @@ from ncclpy.core.handle cimport (
     READY,
     WAS_ABORTED,
     Handle,
+    begin_abort,
+    end_quietly,
     in_lock_order,
     leave,
     leave_behind,
     lock_all,
+    lock_within,
     unlock_all,
 )
 from ncclpy.core.library cimport driver, nccl, require, require_driver
@@ -42,7 +45,7 @@ from ncclpy.core.wait cimport FOREVER, SLICE, as_timeout, deadline_after, now, p
 from ncclpy.engine.launcher cimport Batch, Part, borrow_lanes, divide, push, push_jobs, run_batch, sort_parts
 from ncclpy.engine.native cimport add, lane_give_back, load, ncclpy_job, ncclpy_lane, sleep_on, wake
 
-from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, attach, not_copied
+from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, attach, not_copied, seconds
 
 cdef extern from "sched.h" nogil:
     int sched_yield()
@@ -254,7 +257,8 @@ cdef class Plan:
         cdef double limit = -1 if timeout is None else as_timeout(timeout)
         cdef double deadline, begun = now()
         cdef Handle handle
-        cdef list errors = []
+        cdef list errors = [], late = [], ends = []
+        cdef str why = "Plan.launch passed its deadline"
         if current_group() is not None:
             raise ValueError("plan.launch() cannot stand inside a group")
         self.check()
@@ -262,8 +266,7 @@ cdef class Plan:
             for handle in self.handles:
                 handle.check_endable("timeout")
                 (<Lifecycle>handle).be_watched(limit)
-        with nogil:
-            mutex_lock(&self.mutex)
+        self.take_turn("Plan.launch", limit)
         try:
             self.whole.limit = limit
             for i in range(self.nbatches):
@@ -276,19 +279,22 @@ cdef class Plan:
                     driver.cuCtxSetCurrent(saved)
                     for i in range(lent):
                         lane_give_back(self.borrowed[i])
-                self.note(&self.whole, errors)
+                self.note(&self.whole, errors, late)
             else:
                 self.remaining = <int>self.nbatches
                 push(self.batches, self.nbatches)
                 self._await_lanes()
                 for i in range(self.nbatches):
-                    self.note(&self.batches[i], errors)
+                    self.note(&self.batches[i], errors, late)
+            ends = begin_abort(late, why)  # before the next launch begins, which is not to wait for its end
         finally:
             for i in range(self.nbatches):
                 _forget_text(&self.batches[i])
             _forget_text(&self.whole)
             mutex_unlock(&self.mutex)
         try:
+            if late:
+                end_quietly(ends, why, errors[-1])
             for handle, stream, each in self.waits:
                 deadline = begun + (limit if limit >= 0 else each)
                 if errors and (deadline == FOREVER or handle.state != READY):
@@ -303,6 +309,33 @@ cdef class Plan:
         if errors:
             self._hold()
             raise attach(errors[0], errors[1:])
+
+    cdef int take_turn(self, str what, double limit) except -1:
+        """Take the plan's mutex. Another thread's launch may hold it that is stuck: past the deadline both end."""
+        cdef double deadline, begun = now()
+        cdef Handle handle
+        cdef bint taken
+        if limit < 0:
+            limit = min([handle.limit for handle in self.handles])
+        deadline = begun + limit
+        while True:
+            with nogil:
+                lock_wanted(LOCK_PLAN, &self.mutex)
+                taken = lock_within(&self.mutex, min(now() + SLICE, deadline))
+            if taken:
+                return 0
+            try:
+                PyErr_CheckSignals()
+                if now() >= deadline:
+                    raise NcclTimeout(
+                        f"{what} of {self!r} was not done after {seconds(now() - begun)}: another thread's launch of "
+                        "this plan did not come back; the communicators were aborted. A rank is missing or stuck: see "
+                        "which of the other ranks did not make the same call",
+                        function=what,
+                    )
+            except BaseException as error:
+                self._leave(error)
+                raise
 
     cdef int _await_lanes(self) except -1:
         """Wait until all lanes have made their calls. One that is stuck in one is freed if a signal handler raises."""
@@ -346,8 +379,8 @@ cdef class Plan:
             )
         return 0
 
-    cdef int note(self, Batch* batch, list errors) except -1:
-        """Append what went wrong in a batch; abort the communicators that are late."""
+    cdef int note(self, Batch* batch, list errors, list all_late) except -1:
+        """Append what went wrong in a batch, and the communicators that are late."""
         cdef Handle handle
         cdef double limit
         cdef size_t i
@@ -369,8 +402,7 @@ cdef class Plan:
                 "missing or stuck: see which of the other ranks did not make the same call",
                 function="Plan.launch",
             ))
-        if late:
-            leave(list(late.values()), "Plan.launch passed its deadline", errors[-1])
+        all_late += late.values()
         return 0
 
     def capture(self):
@@ -545,8 +577,7 @@ cdef class Graph:
         if plan is None:
             raise ValueError("this graph is closed; capture the plan again")
         plan.check()
-        with nogil:
-            mutex_lock(&plan.mutex)
+        plan.take_turn("Graph.launch", -1)
         try:
             if self.plan is None:
                 raise ValueError("this graph was closed by another thread; capture the plan again")

@@ -415,6 +415,7 @@ def test_close_gives_the_rest_back_where_a_child_fails(comms2, host_engine):
         with pytest.raises(ncclpy.NcclError, match="ncclCommDestroy"):
             testing.run_with_deadline(comms2[0].close)
     assert comms2[0].closed and children[0].closed
+    children[1].abort()
 
 
 def test_register_refuses_another_device(comms2):

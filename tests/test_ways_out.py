@@ -160,6 +160,50 @@ def test_an_abort_does_not_wait_for_a_launch_that_it_is_to_end():
         comm.abort()
 
 
+@pytest.mark.parametrize("end", ["a deadline", "Ctrl-C"])
+def test_a_launch_that_waits_for_one_that_is_stuck(end):
+    """A plan is launched by one thread at a time; whoever waits for its turn can be got out, and ends both."""
+    testing.run_python(f"""
+        import os, signal, threading
+        import numpy as np, ncclpy
+
+        threading.Timer(30, os._exit, (9,)).start()
+        comms = ncclpy.Communicator.init_all([0, 1], abortable=True)
+        streams, arrays = [ncclpy.Stream(0), ncclpy.Stream(1)], [np.ones(4), np.ones(4)]
+        plan = ncclpy.Plan()
+        with plan.record():
+            for comm, array, stream in zip(comms, arrays, streams):
+                comm.all_reduce(array, stream=stream)
+        first = []
+
+        def launch():
+            try:
+                plan.launch()
+            except ncclpy.NcclError as error:
+                first.append(error)
+
+        with ncclpy.faults("call=AllReduce do=hang nth=1") as faults:
+            thread = threading.Thread(target=launch)
+            thread.start()
+            while not faults.fired:
+                pass
+            try:
+                if {end == "a deadline"}:
+                    plan.launch(timeout=0.5)
+                else:
+                    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+                    plan.launch()
+            except (KeyboardInterrupt, ncclpy.NcclTimeout) as error:
+                said = repr(error)
+            thread.join()
+        expected = "another thread's launch" if {end == "a deadline"} else "KeyboardInterrupt"
+        assert expected in said, said
+        assert type(first[0]) is ncclpy.NcclAborted, first
+        assert all(comm.closed for comm in comms)
+        os._exit(0)
+    """)
+
+
 def test_the_watcher_leaves_a_graph_alone_whose_launches_it_cannot_mark(comm1_watched):
     """A launch that finds no room for a mark has ended all the same when it returns."""
     comm, stream = comm1_watched

@@ -12,6 +12,7 @@ from libc.stdint cimport uintptr_t
 from libc.stdlib cimport free, realloc
 
 from ncclpy.abi.driver cimport CUstream
+from ncclpy.abi.locks cimport LOCK_COMM, lock_wanted
 from ncclpy.abi.nccl cimport (
     NCCL_UNDEF_FLOAT,
     NCCLPY_SIM_INFO_MAGIC,
@@ -119,6 +120,7 @@ cdef inline ncclResult_t _call(
     """Make a call under the communicator's lock, unless another thread has that until a moment."""
     cdef ncclResult_t result
     cdef Mark* mark
+    lock_wanted(LOCK_COMM, &handle.mutex)
     if not lock_within(&handle.mutex, until):
         return <ncclResult_t>LOCK_BUSY
     operation.comm = handle.raw

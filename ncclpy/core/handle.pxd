@@ -1,15 +1,9 @@
 from cpython.ref cimport PyObject
 
 from ncclpy.abi.driver cimport CUstream
+from ncclpy.abi.locks cimport mutex_t
 from ncclpy.abi.nccl cimport ncclComm_t, ncclResult_t
 from ncclpy.core.marks cimport Mark, Marks
-
-cdef extern from "pthread.h" nogil:
-    ctypedef struct pthread_mutex_t:
-        pass
-    int pthread_mutex_lock(pthread_mutex_t*)
-    int pthread_mutex_unlock(pthread_mutex_t*)
-    int pthread_mutex_trylock(pthread_mutex_t*)
 
 # States of a communicator. Only READY takes operations without a second look.
 cdef enum:
@@ -35,8 +29,8 @@ cdef double ABORT_DEADLINE
 cdef class Handle:
     cdef ncclComm_t raw
     cdef ncclComm_t guard  # whose abort ends this communicator's calls, or NULL
-    cdef pthread_mutex_t mutex
-    cdef pthread_mutex_t gate  # see take_raw
+    cdef mutex_t mutex
+    cdef mutex_t gate  # see take_raw
     cdef int state
     cdef bint nonblocking  # NCCL's calls may return ncclInProgress
     cdef bint waits  # init, split and the like return only when NCCL is done
@@ -123,7 +117,7 @@ cdef bint lock_all_within(PyObject** handles, size_t count, double until) noexce
 cdef void unlock_all(PyObject** handles, size_t count) noexcept nogil
 
 # Take a lock unless that takes until a moment; return whether it was taken.
-cdef bint lock_within(pthread_mutex_t* mutex, double until) noexcept nogil
+cdef bint lock_within(mutex_t* mutex, double until) noexcept nogil
 
 cdef int abort_late(list handles, object reason) except -1
 

@@ -24,6 +24,17 @@ from cpython.ref cimport Py_INCREF, Py_XDECREF
 from libc.stdlib cimport malloc
 
 from ncclpy.abi.driver cimport CUresult
+from ncclpy.abi.locks cimport (
+    LOCK_COMM,
+    LOCK_GATE,
+    lock_wanted,
+    mutex_destroy,
+    mutex_init,
+    mutex_lock,
+    mutex_t,
+    mutex_trylock,
+    mutex_unlock,
+)
 from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
 from ncclpy.core.check cimport check, check_driver, nccl_error, raise_nccl
 from ncclpy.core.flight cimport hold
@@ -36,8 +47,6 @@ from ncclpy.core.wait cimport FOREVER, LEAVE, SLICE, Call, await_stream, deadlin
 from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, attach, not_copied, seconds
 
 cdef extern from "pthread.h" nogil:
-    int pthread_mutex_init(pthread_mutex_t*, void*)
-    int pthread_mutex_destroy(pthread_mutex_t*)
     unsigned long pthread_self()
 
 cdef extern from *:
@@ -66,10 +75,10 @@ cdef double BROKEN_PATIENCE = 1.0
 cdef double HANDLER_PATIENCE = 0.1
 
 
-cdef bint lock_within(pthread_mutex_t* mutex, double until) noexcept nogil:
+cdef bint lock_within(mutex_t* mutex, double until) noexcept nogil:
     """Take a lock unless that takes until a moment; return whether it was taken."""
     cdef double started = now()
-    while pthread_mutex_trylock(mutex) != 0:
+    while mutex_trylock(mutex) != 0:
         if now() >= until:
             return False
         pause(now() - started)
@@ -215,8 +224,8 @@ cdef class Handle:
     """Own one `ncclComm_t` and what must be known to use it safely."""
 
     def __cinit__(self, *args, **kwargs):
-        pthread_mutex_init(&self.mutex, NULL)
-        pthread_mutex_init(&self.gate, NULL)
+        mutex_init(&self.mutex, LOCK_COMM)
+        mutex_init(&self.gate, LOCK_GATE)
         self.state = UNBORN
         self.owned = True
         self.waits = True
@@ -224,17 +233,17 @@ cdef class Handle:
 
     def __dealloc__(self):
         free_marks(self.marks)
-        pthread_mutex_destroy(&self.mutex)
-        pthread_mutex_destroy(&self.gate)
+        mutex_destroy(&self.mutex)
+        mutex_destroy(&self.gate)
 
     def __reduce__(self):
         raise not_copied(self, "pass bytes(unique_id) to the other process, and let each make its own with init()")
 
     cdef void lock(self) noexcept nogil:
-        pthread_mutex_lock(&self.mutex)
+        mutex_lock(&self.mutex)
 
     cdef void unlock(self) noexcept nogil:
-        pthread_mutex_unlock(&self.mutex)
+        mutex_unlock(&self.mutex)
 
     cdef bint lock_alive(self) noexcept nogil:
         """Take the lock; return False, and do not, if the communicator was aborted or closed meanwhile."""
@@ -326,14 +335,14 @@ cdef class Handle:
         cdef ncclResult_t state = ncclSuccess, result = ncclSuccess
         if self.state != READY or nccl.ncclCommGetAsyncError == NULL:
             return ncclSuccess
-        if self.nonblocking and pthread_mutex_trylock(&self.mutex) != 0:
+        if self.nonblocking and mutex_trylock(&self.mutex) != 0:
             return ncclSuccess
-        pthread_mutex_lock(&self.gate)
+        mutex_lock(&self.gate)
         if self.raw != NULL:
             result = nccl.ncclCommGetAsyncError(self.raw, &state)
             if result != ncclSuccess:
                 state = result
-        pthread_mutex_unlock(&self.gate)
+        mutex_unlock(&self.gate)
         if self.nonblocking:
             self.unlock()
         return ncclSuccess if state == ncclInProgress else state
@@ -344,7 +353,7 @@ cdef class Handle:
         cdef ncclComm_t raw = self.raw
         self.raw = NULL
         if locked:
-            pthread_mutex_unlock(&self.gate)
+            mutex_unlock(&self.gate)
         return raw
 
     cdef int finish(self, str what, double deadline, double started=0) except -1:
@@ -507,6 +516,7 @@ cdef void lock_all(PyObject** handles, size_t count) noexcept nogil:
 cdef bint lock_all_within(PyObject** handles, size_t count, double until) noexcept nogil:
     cdef size_t i
     for i in range(count):
+        lock_wanted(LOCK_COMM, &(<Handle>handles[i]).mutex)
         if not lock_within(&(<Handle>handles[i]).mutex, until):
             unlock_all(handles, i)
             return False
@@ -545,10 +555,10 @@ cdef int _abort_guard(Handle handle) except -1:
     cdef ncclResult_t result
     cdef ncclComm_t guard
     with nogil:
-        pthread_mutex_lock(&handle.gate)
+        mutex_lock(&handle.gate)
         guard = handle.guard
         handle.guard = NULL
-        pthread_mutex_unlock(&handle.gate)
+        mutex_unlock(&handle.gate)
         result = _abort_raw(guard)
     return check(result, b"ncclCommAbort", NULL)
 
@@ -563,7 +573,7 @@ cdef bint _abort_one(Handle handle, double until) except -1:
         if locked or goes_on:
             result = _abort_raw(handle.take_raw())
         if locked:
-            pthread_mutex_unlock(&handle.mutex)
+            mutex_unlock(&handle.mutex)
     check(result, b"ncclCommAbort", NULL)
     return locked or goes_on
 

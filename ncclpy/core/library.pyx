@@ -8,6 +8,7 @@ handle when it has them (the host engine), else from ``libcuda.so.1``.
 import os
 import threading
 
+from ncclpy.abi.locks cimport DEBUG_LOCKS, LOCK_LIBRARY, lock_left, lock_taken, lock_wanted, ncclpy_lock
 from ncclpy.abi.nccl cimport NCCLPY_ABI_VERSION, NCCLPY_OLDEST_VERSION, ncclComm_t
 from ncclpy.core import search
 from ncclpy.core.errors import LibraryNotFound, NcclError, NcclUnsupported
@@ -69,13 +70,36 @@ ncclpy_watch_fork(&nccl, &driver, &host_who_is_missing)
 # The host engine marks itself with this symbol, a C string.
 cdef const char* HOST_MARK = b"ncclpyHostEngine"
 
-_lock = threading.RLock()  # of who loads: without the GIL, others may come meanwhile
+#: Whether this build ends the process when a lock is taken in a wrong order (`-Ddebug_locks=true`).
+debug_locks = DEBUG_LOCKS
+
+
+cdef class PythonLock:
+    """A lock of `threading`, which gives the GIL up while it waits, with its place in the order of all locks."""
+
+    cdef object lock
+    cdef ncclpy_lock place
+
+    def __cinit__(self, lock, ncclpy_lock place):
+        self.lock, self.place = lock, place
+
+    def __enter__(self):
+        lock_wanted(self.place, <void*>self)
+        self.lock.acquire()
+        lock_taken(self.place, <void*>self)
+
+    def __exit__(self, *error):
+        lock_left(self.place, <void*>self)
+        self.lock.release()
+
+
+_lock = PythonLock(threading.RLock(), LOCK_LIBRARY)  # of who loads: without the GIL, others may come meanwhile
 
 
 def _in_child():
     """Forget a lock that was held for a thread which the child has not."""
     global _lock
-    _lock = threading.RLock()
+    _lock = PythonLock(threading.RLock(), LOCK_LIBRARY)
 
 
 os.register_at_fork(after_in_child=_in_child)

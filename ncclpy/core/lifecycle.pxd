@@ -25,5 +25,6 @@ cdef class Lifecycle(Handle):
     cdef int unkeep(self, long long number) except -1
     cdef ncclResult_t poll_birth(self) noexcept nogil
     cdef void _take_cell(self) noexcept nogil
+    cdef bint _take_cell_late(self, bint called) noexcept nogil
     cdef int _grown(self) except -1
     cdef int be_watched(self, double limit) except -1

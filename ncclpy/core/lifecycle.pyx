@@ -154,7 +154,10 @@ cdef class Lifecycle(Handle):
             self.parent.children.add(self)
         if result == ncclSuccess and not in_parent and (self.nranks == 0 or not self.cradle.guarded):
             # A blocking communicator says nothing else; one that works in the background may still be in progress.
-            if self.nranks == 0 or self.poll_birth() == ncclSuccess:
+            if self.nranks != 0:
+                with nogil:
+                    result = self.poll_birth()
+            if result == ncclSuccess and self.state == INITIALISING:  # without the GIL it may have been aborted
                 self._grown()
         return 0
 
@@ -265,23 +268,27 @@ cdef class Lifecycle(Handle):
 
     cdef bint take_late(self, bint called) except -1:
         """Nobody polls for it any more, and it would stay behind."""
-        cdef bint locked
+        cdef bint taken
         if self.state != ABORTED or self.cradle is None:
             return False
         with nogil:
-            locked = lock_within(&self.mutex, now() + LATE_PATIENCE)
-        if not locked:
+            taken = self._take_cell_late(called)
+        return taken
+
+    cdef bint _take_cell_late(self, bint called) noexcept nogil:
+        cdef bint taken
+        if not lock_within(&self.mutex, now() + LATE_PATIENCE):
             return False
-        if self.raw == NULL and self.cradle.stage == FROM_GUARD:
-            self.raw = self.cradle.cell[0]
-        elif self.raw == NULL and (self.cradle.stage == IN_PARENT or (self.cradle.stage == ASKED and called)):
-            self.raw = self.cradle.birth.cell
-        elif self.cradle.stage == ASKED:  # the call has not returned
-            self.unlock()
-            return False
-        self.cradle.stage = MADE
+        taken = self.cradle.stage != ASKED or (called and self.raw == NULL)  # else the call has not returned
+        if taken:
+            if self.raw == NULL and self.cradle.stage == FROM_GUARD:
+                self.raw = self.cradle.cell[0]
+            elif self.raw == NULL and (self.cradle.stage == IN_PARENT or self.cradle.stage == ASKED):
+                self.raw = self.cradle.birth.cell
+            self.cradle.stage = MADE
+            taken = self.raw != NULL
         self.unlock()
-        return self.raw != NULL
+        return taken
 
     cdef ncclComm_t speaker(self) noexcept:
         """While it is made, the guard says what happens; of a child that NCCL has not made its parent does."""

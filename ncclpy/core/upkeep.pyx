@@ -2,6 +2,7 @@
 
 from libc.stdlib cimport free
 
+from ncclpy.abi.locks cimport mutex_lock, mutex_unlock
 from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclSuccess
 from ncclpy.core.flight cimport hold
 from ncclpy.core.handle cimport (
@@ -10,8 +11,6 @@ from ncclpy.core.handle cimport (
     WAS_ABORTED,
     leave,
     leave_behind,
-    pthread_mutex_lock,
-    pthread_mutex_unlock,
 )
 from ncclpy.core.library cimport nccl
 from ncclpy.core.wait cimport deadline_after, now, pause
@@ -85,10 +84,10 @@ cdef class Upkeep(Call):
         if not self.finalized and nccl.ncclCommFinalize != NULL:
             result = self._poll(self.comm.raw, nccl.ncclCommFinalize(self.comm.raw), self.deadline)
         raw = self.comm.take_raw()  # NULL after an abort
-        pthread_mutex_lock(&self.comm.gate)
+        mutex_lock(&self.comm.gate)
         guard = self.comm.guard
         self.comm.guard = NULL
-        pthread_mutex_unlock(&self.comm.gate)
+        mutex_unlock(&self.comm.gate)
         if raw != NULL and result == ncclSuccess:
             result = nccl.ncclCommDestroy(raw)
         elif raw != NULL and nccl.ncclCommAbort != NULL:

@@ -14,7 +14,8 @@ import threading
 import weakref
 
 from ncclpy.abi.driver cimport CU_STREAM_CAPTURE_MODE_RELAXED, CUstreamCaptureMode
-from ncclpy.core.handle cimport ABORTED, CLOSED, READY, begin_abort, pthread_mutex_trylock
+from ncclpy.abi.locks cimport mutex_trylock
+from ncclpy.core.handle cimport ABORTED, CLOSED, READY, begin_abort
 from ncclpy.core.library cimport driver
 from ncclpy.core.marks cimport find_overdue
 from ncclpy.core.operation cimport function_of
@@ -137,7 +138,7 @@ cdef int _look_at(Handle handle, bint asked_to_stop) except -1:
         return 0
     if handle.marks != NULL:
         with nogil:
-            if pthread_mutex_trylock(&handle.mutex) == 0:
+            if mutex_trylock(&handle.mutex) == 0:
                 overdue = find_overdue(handle.marks, moment)
                 handle.unlock()
         if overdue >= 0:

@@ -16,6 +16,7 @@ from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memset
 
 from ncclpy.abi.driver cimport CU_EVENT_WAIT_DEFAULT, CUDA_SUCCESS
+from ncclpy.abi.locks cimport LOCK_ORDER, mutex_init, mutex_lock, mutex_t, mutex_unlock
 from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
 from ncclpy.core.device cimport context_of
 from ncclpy.core.handle cimport (
@@ -23,9 +24,6 @@ from ncclpy.core.handle cimport (
     PAST_DEADLINE,
     WAS_ABORTED,
     abort_handles,
-    pthread_mutex_lock,
-    pthread_mutex_t,
-    pthread_mutex_unlock,
 )
 from ncclpy.core.library cimport driver, nccl, require
 from ncclpy.core.operation cimport NOT_THERE, issue
@@ -53,9 +51,6 @@ from ncclpy.core import device as _device
 cdef extern from "Python.h":
     Py_ssize_t Py_REFCNT(PyObject*)
 
-cdef extern from "pthread.h" nogil:
-    int pthread_mutex_init(pthread_mutex_t*, void*)
-
 cdef extern from "sched.h" nogil:
     int sched_yield()
 
@@ -74,8 +69,8 @@ cdef double _launched_at = 0
 
 cdef ncclpy_lane** _lanes = NULL
 cdef int _count = 0
-cdef pthread_mutex_t _order  # of the launches on all lanes
-pthread_mutex_init(&_order, NULL)
+cdef mutex_t _order  # of the launches on all lanes
+mutex_init(&_order, LOCK_ORDER)
 cdef long long _launches = 0
 
 
@@ -160,10 +155,10 @@ cdef int push(Batch* batches, size_t count) except -1:
         lane_of((<Handle>batches[i].parts[0].handle).device)
     # With the GIL: nobody can hold this lock for longer than it takes to push, and giving the GIL up here could mean
     # to get it back only after the interpreter's switch interval, 5 ms, with the Manager's lock held meanwhile.
-    pthread_mutex_lock(&_order)
+    mutex_lock(&_order)
     for i in range(count):
         lane_push(_lanes[(<Handle>batches[i].parts[0].handle).device % _count], &batches[i].job)
-    pthread_mutex_unlock(&_order)
+    mutex_unlock(&_order)
     return 0
 
 
@@ -174,10 +169,10 @@ cdef int push_jobs(ncclpy_job** jobs, const int* devices, size_t count) except -
     _launched_at = now()
     for i in range(count):
         lane_of(devices[i])
-    pthread_mutex_lock(&_order)  # with the GIL, as in `push`
+    mutex_lock(&_order)  # with the GIL, as in `push`
     for i in range(count):
         lane_push(_lanes[devices[i] % _count], jobs[i])
-    pthread_mutex_unlock(&_order)
+    mutex_unlock(&_order)
     return 0
 
 
@@ -533,7 +528,7 @@ def _forked():
     global _lanes, _count
     _lanes = NULL
     _count = 0
-    pthread_mutex_init(&_order, NULL)
+    mutex_init(&_order, LOCK_ORDER)
 
 
 os.register_at_fork(after_in_child=_forked)

@@ -1,4 +1,4 @@
-from ncclpy.core.handle cimport pthread_mutex_t
+from ncclpy.abi.locks cimport mutex_t
 
 # Stretches in which no code of users may run; with the GIL, and none of them may wait for another thread's Python.
 cdef void begin_quiet() noexcept
@@ -6,7 +6,7 @@ cdef void end_quiet() noexcept
 
 
 cdef class Lock:
-    cdef pthread_mutex_t mutex
+    cdef mutex_t mutex
 
     cdef int enter(self) except -1
     cdef void leave(self) noexcept

@@ -10,15 +10,11 @@ The collector is off for the length of the stretch.
 
 import os
 
-from ncclpy.core.handle cimport pthread_mutex_lock, pthread_mutex_t, pthread_mutex_trylock, pthread_mutex_unlock
+from ncclpy.abi.locks cimport LOCK_MANAGER, mutex_destroy, mutex_init, mutex_lock, mutex_trylock, mutex_unlock
 
 cdef extern from "Python.h":
     int PyGC_Disable()
     int PyGC_Enable()
-
-cdef extern from "pthread.h" nogil:
-    int pthread_mutex_init(pthread_mutex_t*, void*)
-    int pthread_mutex_destroy(pthread_mutex_t*)
 
 cdef int _depth = 0  # of stretches, in all threads: one may give the GIL up, to make an event for instance
 cdef bint _collects = False  # whether the collector was on before the first of them
@@ -46,10 +42,10 @@ cdef class Lock:
     """
 
     def __cinit__(self):
-        pthread_mutex_init(&self.mutex, NULL)
+        mutex_init(&self.mutex, LOCK_MANAGER)
 
     def __dealloc__(self):
-        pthread_mutex_destroy(&self.mutex)
+        mutex_destroy(&self.mutex)
 
     def __enter__(self):
         self.enter()
@@ -58,15 +54,15 @@ cdef class Lock:
         self.leave()
 
     cdef int enter(self) except -1:
-        if pthread_mutex_trylock(&self.mutex) != 0:
+        if mutex_trylock(&self.mutex) != 0:
             with nogil:
-                pthread_mutex_lock(&self.mutex)
+                mutex_lock(&self.mutex)
         begin_quiet()
         return 0
 
     cdef void leave(self) noexcept:
         end_quiet()
-        pthread_mutex_unlock(&self.mutex)
+        mutex_unlock(&self.mutex)
 
 
 def _forked():

@@ -27,6 +27,7 @@ from ncclpy.abi.driver cimport (
     CUcontext,
     CUstreamCaptureMode,
 )
+from ncclpy.abi.locks cimport LOCK_MONITOR, mutex_init, mutex_lock, mutex_t, mutex_unlock
 from ncclpy.abi.nccl cimport ncclResult_t, ncclSuccess
 from ncclpy.core.check cimport driver_error, nccl_error
 from ncclpy.core.device cimport context_of
@@ -35,9 +36,6 @@ from ncclpy.core.handle cimport (
     PAST_DEADLINE,
     WAS_ABORTED,
     Handle,
-    pthread_mutex_lock,
-    pthread_mutex_t,
-    pthread_mutex_unlock,
 )
 from ncclpy.core.library cimport driver
 from ncclpy.core.operation cimport NOT_THERE, function_of
@@ -50,9 +48,6 @@ from ncclpy.engine cimport work as _work
 from ncclpy.engine.work cimport HAS_FAILED, NOT_FAILING, TO_FAIL, Work
 
 from ncclpy.core.errors import NcclAborted, NcclTimeout, NcclUnsupported
-
-cdef extern from "pthread.h" nogil:
-    int pthread_mutex_init(pthread_mutex_t*, void*)
 
 cdef extern from "sched.h" nogil:
     int sched_yield()
@@ -80,8 +75,8 @@ cdef struct Line:
     double soonest  # no later than the first deadline among them
 
 
-cdef pthread_mutex_t _mutex
-pthread_mutex_init(&_mutex, NULL)
+cdef mutex_t _mutex
+mutex_init(&_mutex, LOCK_MONITOR)
 cdef vector[Watched] _inbox  # guarded by _mutex
 cdef unordered_map[uintptr_t, Line] _lines  # the thread's own
 cdef vector[Watched] _ended  # the thread's own
@@ -104,10 +99,10 @@ _thread = None
 cdef void hand_over(const Watched* some, size_t count) noexcept nogil:
     """Give works to the monitor; without the GIL. It must be running."""
     cdef size_t i
-    pthread_mutex_lock(&_mutex)
+    mutex_lock(&_mutex)
     for i in range(count):
         _inbox.push_back(some[i])
-    pthread_mutex_unlock(&_mutex)
+    mutex_unlock(&_mutex)
     ring()
 
 
@@ -261,7 +256,7 @@ cdef void _take_in() noexcept nogil:
     if not _at_home and _home != NULL and driver.cuCtxSetCurrent != NULL:
         _at_home = True
         driver.cuCtxSetCurrent(_home)
-    pthread_mutex_lock(&_mutex)
+    mutex_lock(&_mutex)
     for i in range(_inbox.size()):
         one = _inbox[i]
         if one.result != ncclSuccess or one.driver != CUDA_SUCCESS:
@@ -274,7 +269,7 @@ cdef void _take_in() noexcept nogil:
             line.soonest = one.limit
         line.works.push_back(one)
     _inbox.clear()
-    pthread_mutex_unlock(&_mutex)
+    mutex_unlock(&_mutex)
 
 
 cdef void _ask() noexcept nogil:
@@ -508,7 +503,7 @@ def _forked():
     global _thread, _stop, _gone
     _thread = None
     _stop = _gone = False
-    pthread_mutex_init(&_mutex, NULL)
+    mutex_init(&_mutex, LOCK_MONITOR)
     _inbox.clear()
     _lines.clear()
     _ended.clear()

@@ -16,6 +16,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "ordered_mutex.h"
+
 /* In one order for all threads: who changes a word and then looks for sleepers must not miss one who has counted
    itself in and then looked at the word. Acquire and release alone would let both look too early, on ARM. */
 static inline int ncclpy_load(const int* word) { return __atomic_load_n(word, __ATOMIC_SEQ_CST); }
@@ -67,8 +69,8 @@ typedef struct ncclpy_job {
 
 /* A thread with a queue. It spins for a while when the queue is empty, since work comes in bursts, and then sleeps. */
 typedef struct ncclpy_lane {
-  pthread_mutex_t mutex; /* guards the list */
-  pthread_mutex_t turn;  /* held while a job runs, or by who runs something in the lane's stead */
+  ncclpy_mutex mutex; /* guards the list */
+  ncclpy_mutex turn;  /* held while a job runs, or by who runs something in the lane's stead */
   ncclpy_job* first;
   ncclpy_job* last;
   int pushed;   /* counts jobs, to be slept on */
@@ -83,17 +85,17 @@ static inline void* ncclpy_lane_main(void* argument) {
   for (;;) {
     int seen = ncclpy_load(&lane->pushed);
     ncclpy_job* job;
-    pthread_mutex_lock(&lane->mutex);
+    ncclpy_mutex_lock(&lane->mutex);
     job = lane->first;
     if (job != NULL) {
       lane->first = job->next;
       if (lane->first == NULL) lane->last = NULL;
     }
-    pthread_mutex_unlock(&lane->mutex);
+    ncclpy_mutex_unlock(&lane->mutex);
     if (job != NULL) {
-      pthread_mutex_lock(&lane->turn);
+      ncclpy_mutex_lock(&lane->turn);
       job->run(job);
-      pthread_mutex_unlock(&lane->turn);
+      ncclpy_mutex_unlock(&lane->turn);
       ncclpy_add(&lane->pending, -1);
       continue;
     }
@@ -116,8 +118,8 @@ static inline ncclpy_lane* ncclpy_lane_start(double spin) {
   sigset_t all, before;
   int failed;
   if (lane == NULL) return NULL;
-  pthread_mutex_init(&lane->mutex, NULL);
-  pthread_mutex_init(&lane->turn, NULL);
+  ncclpy_mutex_init(&lane->mutex, NCCLPY_LOCK_LIST);
+  ncclpy_mutex_init(&lane->turn, NCCLPY_LOCK_TURN);
   lane->spin = spin;
   pthread_attr_init(&attributes);
   pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
@@ -142,20 +144,20 @@ static inline ncclpy_lane* ncclpy_lane_start(double spin) {
 static inline void ncclpy_lane_push(ncclpy_lane* lane, ncclpy_job* job) {
   job->next = NULL;
   ncclpy_add(&lane->pending, 1);
-  pthread_mutex_lock(&lane->mutex);
+  ncclpy_mutex_lock(&lane->mutex);
   if (lane->last != NULL) lane->last->next = job;
   else lane->first = job;
   lane->last = job;
-  pthread_mutex_unlock(&lane->mutex);
+  ncclpy_mutex_unlock(&lane->mutex);
   __atomic_add_fetch(&lane->pushed, 1, __ATOMIC_SEQ_CST);
   if (__atomic_load_n(&lane->asleep, __ATOMIC_SEQ_CST)) ncclpy_wake(&lane->pushed);
 }
 
 /* Takes the lane's place, if it has nothing to do: what is pushed meanwhile waits for ncclpy_lane_give_back. */
 static inline int ncclpy_lane_borrow(ncclpy_lane* lane) {
-  if (pthread_mutex_trylock(&lane->turn) != 0) return 0;
+  if (ncclpy_mutex_trylock(&lane->turn) != 0) return 0;
   if (ncclpy_change(&lane->pending, 0, 1)) return 1;
-  pthread_mutex_unlock(&lane->turn);
+  ncclpy_mutex_unlock(&lane->turn);
   return 0;
 }
 
@@ -163,7 +165,7 @@ static inline int ncclpy_lane_is_asleep(ncclpy_lane* lane) { return ncclpy_load(
 
 static inline void ncclpy_lane_give_back(ncclpy_lane* lane) {
   ncclpy_add(&lane->pending, -1);
-  pthread_mutex_unlock(&lane->turn);
+  ncclpy_mutex_unlock(&lane->turn);
 }
 
 #endif

@@ -15,6 +15,7 @@ from ncclpy.abi.driver cimport (
     CUresult,
     CUstream,
 )
+from ncclpy.abi.locks cimport LOCK_PLAN, lock_wanted, mutex_destroy, mutex_init, mutex_t, mutex_unlock
 from ncclpy.abi.nccl cimport ncclResult_t, ncclSuccess
 from ncclpy.core.check cimport check_driver, driver_error, nccl_error
 from ncclpy.core.device cimport context_of, enter_device, leave_device
@@ -25,14 +26,14 @@ from ncclpy.core.handle cimport (
     READY,
     WAS_ABORTED,
     Handle,
+    begin_abort,
     count_waits,
+    end_quietly,
     in_lock_order,
     leave,
     leave_behind,
     lock_all,
-    pthread_mutex_lock,
-    pthread_mutex_t,
-    pthread_mutex_unlock,
+    lock_within,
     unlock_all,
 )
 from ncclpy.core.library cimport driver, nccl, require, require_driver
@@ -45,11 +46,7 @@ from ncclpy.core.wait cimport FOREVER, SLICE, as_timeout, deadline_after, now, p
 from ncclpy.engine.launcher cimport Batch, Part, borrow_lanes, divide, push, push_jobs, run_batch, sort_parts
 from ncclpy.engine.native cimport add, lane_give_back, load, ncclpy_job, ncclpy_lane, sleep_on, wake
 
-from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, attach, not_copied
-
-cdef extern from "pthread.h" nogil:
-    int pthread_mutex_init(pthread_mutex_t*, void*)
-    int pthread_mutex_destroy(pthread_mutex_t*)
+from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, attach, not_copied, seconds
 
 cdef extern from "sched.h" nogil:
     int sched_yield()
@@ -127,7 +124,7 @@ cdef class Plan:
     cdef int* devices  # one of each batch
     cdef ncclpy_lane** borrowed  # room for them
     cdef int remaining
-    cdef pthread_mutex_t mutex  # one launch at a time
+    cdef mutex_t mutex  # one launch at a time
     cdef list handles
     cdef list held  # buffers
     cdef list operators  # our own, whose numbers NCCL gives to others once they are closed
@@ -136,7 +133,7 @@ cdef class Plan:
     cdef object __weakref__
 
     def __cinit__(self):
-        pthread_mutex_init(&self.mutex, NULL)
+        mutex_init(&self.mutex, LOCK_PLAN)
 
     def __init__(self):
         if self.handles is not None:
@@ -147,7 +144,7 @@ cdef class Plan:
         raise not_copied(self, "record it in the process that launches it")
 
     def __dealloc__(self):
-        pthread_mutex_destroy(&self.mutex)
+        mutex_destroy(&self.mutex)
         free(self.parts)
         free(self.batches)
         free(self.whole.parts)
@@ -276,9 +273,9 @@ cdef class Plan:
         cdef CUcontext saved = NULL
         cdef double deadline, begun = now()
         cdef Handle handle
-        cdef list errors = []
-        with nogil:
-            pthread_mutex_lock(&self.mutex)
+        cdef list errors = [], late = [], ends = []
+        cdef str why = "Plan.launch passed its deadline"
+        self.take_turn("Plan.launch", limit)
         try:
             self.whole.limit = limit
             for i in range(self.nbatches):
@@ -291,19 +288,22 @@ cdef class Plan:
                     driver.cuCtxSetCurrent(saved)
                     for i in range(lent):
                         lane_give_back(self.borrowed[i])
-                self.note(&self.whole, errors)
+                self.note(&self.whole, errors, late)
             else:
                 self.remaining = <int>self.nbatches
                 push(self.batches, self.nbatches)
                 self._await_lanes()
                 for i in range(self.nbatches):
-                    self.note(&self.batches[i], errors)
+                    self.note(&self.batches[i], errors, late)
+            ends = begin_abort(late, why)  # before the next launch begins, which is not to wait for its end
         finally:
             for i in range(self.nbatches):
                 _forget_text(&self.batches[i])
             _forget_text(&self.whole)
-            pthread_mutex_unlock(&self.mutex)
+            mutex_unlock(&self.mutex)
         try:
+            if late:
+                end_quietly(ends, why, errors[-1])
             for handle, stream, each in self.waits:
                 deadline = begun + (limit if limit >= 0 else each)
                 if errors and (deadline == FOREVER or handle.state != READY):
@@ -318,6 +318,33 @@ cdef class Plan:
         if errors:
             self._hold()
             raise attach(errors[0], errors[1:])
+
+    cdef int take_turn(self, str what, double limit) except -1:
+        """Take the plan's mutex. Another thread's launch may hold it that is stuck: past the deadline both end."""
+        cdef double deadline, begun = now()
+        cdef Handle handle
+        cdef bint taken
+        if limit < 0:
+            limit = min([handle.limit for handle in self.handles])
+        deadline = begun + limit
+        while True:
+            with nogil:
+                lock_wanted(LOCK_PLAN, &self.mutex)
+                taken = lock_within(&self.mutex, min(now() + SLICE, deadline))
+            if taken:
+                return 0
+            try:
+                PyErr_CheckSignals()
+                if now() >= deadline:
+                    raise NcclTimeout(
+                        f"{what} of {self!r} was not done after {seconds(now() - begun)}: another thread's launch of "
+                        "this plan did not come back; the communicators were aborted. A rank is missing or stuck: see "
+                        "which of the other ranks did not make the same call",
+                        function=what,
+                    )
+            except BaseException as error:
+                self._leave(error)
+                raise
 
     cdef int _await_lanes(self) except -1:
         """Wait until all lanes have made their calls. One that is stuck in one is freed if a signal handler raises."""
@@ -361,8 +388,8 @@ cdef class Plan:
             )
         return 0
 
-    cdef int note(self, Batch* batch, list errors) except -1:
-        """Append what went wrong in a batch; abort the communicators that are late."""
+    cdef int note(self, Batch* batch, list errors, list all_late) except -1:
+        """Append what went wrong in a batch, and the communicators that are late."""
         cdef Handle handle
         cdef double limit
         cdef size_t i
@@ -384,8 +411,7 @@ cdef class Plan:
                 "missing or stuck: see which of the other ranks did not make the same call",
                 function="Plan.launch",
             ))
-        if late:
-            leave(list(late.values()), "Plan.launch passed its deadline", errors[-1])
+        all_late += late.values()
         return 0
 
     def capture(self):
@@ -560,8 +586,7 @@ cdef class Graph:
         if plan is None:
             raise ValueError("this graph is closed; capture the plan again")
         plan.check()
-        with nogil:
-            pthread_mutex_lock(&plan.mutex)
+        plan.take_turn("Graph.launch", -1)
         try:
             if self.plan is None:
                 raise ValueError("this graph was closed by another thread; capture the plan again")
@@ -587,7 +612,7 @@ cdef class Graph:
             if self.launching:
                 self._leave()
             self.launching = False
-            pthread_mutex_unlock(&plan.mutex)
+            mutex_unlock(&plan.mutex)
         if self.waits:
             for handle, _, limit in plan.waits:
                 for i in range(self.count):

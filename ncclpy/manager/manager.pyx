@@ -7,6 +7,7 @@ import weakref
 
 from cpython.exc cimport PyErr_CheckSignals
 
+from ncclpy.abi.locks cimport LOCK_DEFAULT_MANAGER
 from ncclpy.core.buffers cimport View
 from ncclpy.core.handle cimport ABORT_DEADLINE
 from ncclpy.core.library cimport driver, require_driver
@@ -37,7 +38,7 @@ cdef double _SWEEP_LEAST = 0.01
 cdef double _SWEEP_MOST = 1.0
 
 cdef object _default = None
-cdef object _default_lock = threading.Lock()
+cdef object _default_lock = _library.PythonLock(threading.Lock(), LOCK_DEFAULT_MANAGER)
 
 # Kept here: when the interpreter ends, the names of modules are emptied while objects are still finalised.
 cdef object _is_finalizing = sys.is_finalizing

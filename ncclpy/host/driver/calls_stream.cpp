@@ -3,12 +3,12 @@
 // An event remembers the place in a stream's queue where it was last recorded. Recording again makes a new record, so
 // that a stream that waits for the old one is not held up by the new one.
 #include <chrono>
-#include <mutex>
 #include <utility>
 
 #include "exports.hpp"
 #include "handles.hpp"
 #include "interruption.hpp"
+#include "mutex.hpp"
 
 using namespace ncclpy::host;
 
@@ -31,7 +31,7 @@ struct Event {
 
   const int device;
   const bool timing;
-  std::mutex mutex;                // guards record
+  Mutex<NCCLPY_LOCK_EVENT> mutex;  // guards record
   std::shared_ptr<Record> record;  // nullptr: never recorded
 };
 

@@ -3,12 +3,11 @@
 
 #include <algorithm>
 #include <chrono>
-#include <condition_variable>
 #include <cstdio>
-#include <mutex>
 #include <utility>
 #include <vector>
 
+#include "mutex.hpp"
 #include "stream.hpp"
 #include "thread.hpp"
 
@@ -16,7 +15,7 @@ namespace ncclpy::host {
 
 class Worker {
  public:
-  std::condition_variable wake;
+  Condition wake;
   std::shared_ptr<Stream> stream;
   bool idle = false;  // among the idle ones: may be reserved, may end
 };
@@ -27,7 +26,7 @@ constexpr std::chrono::seconds kLinger{1};
 
 // Never destroyed: threads may run until the process is gone.
 struct Crew {
-  std::mutex mutex;  // guards the workers as well
+  Mutex<NCCLPY_LOCK_CREW> mutex;  // guards the workers as well
   std::size_t workers = 0;
   // With room for all. The last one to have worked is the first to work again: its caches are warm.
   std::vector<Worker*> idle;

@@ -13,8 +13,8 @@ std::atomic<int> captures_in_progress{0};
 namespace {
 
 // Guards every capture and every stream's state. Captures are rare and short.
-std::mutex& captures_mutex() {
-  static auto* const mutex = new std::mutex;
+auto& captures_mutex() {
+  static auto* const mutex = new Mutex<NCCLPY_LOCK_CAPTURES>;
   return *mutex;
 }
 

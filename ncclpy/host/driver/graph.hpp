@@ -9,11 +9,11 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <thread>
 #include <vector>
 
 #include "driver_abi.h"
+#include "mutex.hpp"
 #include "stream.hpp"
 #include "task.hpp"
 
@@ -110,7 +110,7 @@ class GraphExec {
   const std::shared_ptr<const Graph> graph_;
   std::vector<Place> places_;                    // of each node
   std::vector<std::shared_ptr<Stream>> lanes_;   // lane 0 is the stream of the launch
-  std::mutex mutex_;                             // one launch at a time
+  Mutex<NCCLPY_LOCK_GRAPH> mutex_;               // one launch at a time
   Point previous_;                               // the end of the last launch: launches of one graph follow each other
 };
 

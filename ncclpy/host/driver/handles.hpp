@@ -7,10 +7,11 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <new>
 #include <utility>
 #include <vector>
+
+#include "mutex.hpp"
 
 namespace ncclpy::host {
 
@@ -59,7 +60,7 @@ class HandleTable {
   static constexpr std::uint64_t kGenerations = (std::uint64_t{1} << (56 - kIndexBits)) - 1;
 
   struct Slot {
-    std::mutex mutex;
+    Mutex<NCCLPY_LOCK_HANDLES> mutex;
     std::uint64_t generation = 0;
     std::shared_ptr<Object> object;
   };
@@ -90,7 +91,7 @@ class HandleTable {
 
   const std::uint8_t tag_;
   std::atomic<Slot*> chunks_[kChunks] = {};
-  std::mutex mutex_;  // guards free_ and used_
+  Mutex<NCCLPY_LOCK_HANDLES> mutex_;  // guards free_ and used_
   std::vector<std::uint32_t> free_;
   std::uint32_t used_ = 0;
 };

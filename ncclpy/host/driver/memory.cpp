@@ -13,9 +13,9 @@
 #include <cstdlib>
 #include <fstream>
 #include <map>
-#include <mutex>
-#include <shared_mutex>
 #include <string>
+
+#include "mutex.hpp"
 
 namespace ncclpy::host {
 namespace {
@@ -25,7 +25,7 @@ constexpr std::size_t kHugePage = std::size_t{2} << 20;
 constexpr std::size_t kLarge = std::size_t{64} << 20;  // from here on, the machine is asked first whether it has it
 
 struct Allocations {
-  std::shared_mutex mutex;
+  SharedMutex<NCCLPY_LOCK_ALLOCATIONS> mutex;
   std::map<std::uintptr_t, Allocation> by_base;
   // All allocations ever made lie between these: most foreign addresses are told apart without the lock.
   std::atomic<std::uintptr_t> lowest{UINTPTR_MAX}, highest{0};

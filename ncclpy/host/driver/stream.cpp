@@ -23,7 +23,7 @@ namespace {
 
 struct DeviceStreams {
   std::shared_ptr<Stream> legacy;
-  std::mutex mutex;
+  Mutex<NCCLPY_LOCK_DEVICE> mutex;
   std::vector<std::weak_ptr<Stream>> others;  // may be destroyed and still have work
 };
 
@@ -112,8 +112,8 @@ class Sweeper {
     }
   }
 
-  std::mutex mutex_;
-  std::condition_variable work_;
+  Mutex<NCCLPY_LOCK_SWEEPER> mutex_;
+  Condition work_;
   std::vector<std::shared_ptr<Stream>> streams_;
   bool started_ = false;
 };
@@ -210,6 +210,7 @@ void Stream::wait(std::uint64_t number) {
       progress_.wait_for(lock, std::chrono::duration<double>(patience), awaited);
       --waiting_;
       lock.unlock();
+      ncclpy_lock_none(NCCLPY_LOCK_CONTROL, "it lets a wait be interrupted");
       Interruption::attend();
       lock.lock();
     }
@@ -225,14 +226,14 @@ std::uint64_t Stream::append(Task task) {
 }
 
 // A thread comes to this stream. Gives up the lock.
-void Stream::attend(Reserved worker, std::unique_lock<std::mutex>& lock) {
+void Stream::attend(Reserved worker, std::unique_lock<StreamMutex>& lock) {
   attended_ = true;
   lock.unlock();
   worker.run(shared_from_this());
 }
 
 // Finds a thread for what has none. Gives up the lock.
-void Stream::find_thread(std::unique_lock<std::mutex>& lock) {
+void Stream::find_thread(std::unique_lock<StreamMutex>& lock) {
   if (attended_ || !runnable()) return lock.unlock();
   try {
     attend(reserve_worker(), lock);
@@ -242,7 +243,7 @@ void Stream::find_thread(std::unique_lock<std::mutex>& lock) {
 }
 
 // The sweeper will look at this stream. Gives up the lock.
-void Stream::leave_to_sweeper(std::unique_lock<std::mutex>& lock) {
+void Stream::leave_to_sweeper(std::unique_lock<StreamMutex>& lock) {
   const bool known = std::exchange(swept_, true);
   lock.unlock();
   if (!known) sweep_later(shared_from_this());
@@ -292,12 +293,13 @@ void Stream::execute() {
 }
 
 // Run the first task of the queue, without the lock; runnable() must hold.
-void Stream::run_first(std::unique_lock<std::mutex>& lock) {
+void Stream::run_first(std::unique_lock<StreamMutex>& lock) {
   running_.store(true, std::memory_order_relaxed);
   {
     Task task = std::move(queue_.front());
     queue_.pop_front();
     lock.unlock();
+    ncclpy_lock_none(NCCLPY_LOCK_CONTROL, "it runs a task of a stream");
     task();
   }  // what the task owned is gone before anyone learns that it is done
   lock.lock();
@@ -308,7 +310,7 @@ void Stream::run_first(std::unique_lock<std::mutex>& lock) {
 
 // Wait for a condition a little while without the lock; whether it came true.
 template <class Condition>
-bool Stream::spin(std::unique_lock<std::mutex>& lock, Condition condition) {
+bool Stream::spin(std::unique_lock<StreamMutex>& lock, Condition condition) {
   bool met = false;
   if (spinning.fetch_add(1, std::memory_order_relaxed) < kMaySpin) {
     lock.unlock();

@@ -14,20 +14,20 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "crew.hpp"
 #include "driver_abi.h"
+#include "mutex.hpp"
 #include "task.hpp"
 
 namespace ncclpy::host {
 
 class Stream;
+using StreamMutex = Mutex<NCCLPY_LOCK_STREAM>;
 
 // A place in a stream's queue: reached when the task with this number, and all before it, are done.
 struct Point {
@@ -85,20 +85,20 @@ class Stream : public std::enable_shared_from_this<Stream> {
  private:
   std::vector<Point> predecessors() const;
   std::uint64_t append(Task task);
-  void find_thread(std::unique_lock<std::mutex>& lock);
-  void attend(Reserved worker, std::unique_lock<std::mutex>& lock);
-  void leave_to_sweeper(std::unique_lock<std::mutex>& lock);
+  void find_thread(std::unique_lock<StreamMutex>& lock);
+  void attend(Reserved worker, std::unique_lock<StreamMutex>& lock);
+  void leave_to_sweeper(std::unique_lock<StreamMutex>& lock);
   void note_return(std::uint64_t number);
   void be_eager();
-  void run_first(std::unique_lock<std::mutex>& lock);
+  void run_first(std::unique_lock<StreamMutex>& lock);
   bool runnable() const { return !running_.load(std::memory_order_relaxed) && !queue_.empty(); }
   template <class Condition>
-  bool spin(std::unique_lock<std::mutex>& lock, Condition condition);
+  bool spin(std::unique_lock<StreamMutex>& lock, Condition condition);
 
   const int device_;
   const Kind kind_;
-  std::mutex mutex_;                          // guards what follows; the atomics are written under it, read anywhere
-  std::condition_variable progress_;          // those who wait for a task sleep here
+  StreamMutex mutex_;                         // guards what follows; the atomics are written under it, read anywhere
+  Condition progress_;                        // those who wait for a task sleep here
   std::deque<Task> queue_;                    // tasks not yet begun
   std::atomic<std::uint64_t> queued_{0};      // number of the last task queued
   std::atomic<std::uint64_t> finished_{0};    // number of the last task done

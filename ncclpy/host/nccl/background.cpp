@@ -2,11 +2,10 @@
 #include "background.hpp"
 
 #include <atomic>
-#include <condition_variable>
 #include <deque>
-#include <mutex>
 #include <thread>
 
+#include "../driver/mutex.hpp"
 #include "../driver/thread.hpp"
 #include "wait.hpp"
 
@@ -17,7 +16,7 @@ namespace {
 class Worker {
  public:
   void add(std::function<void()> work) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     if (!started_) start_thread("ncclpy-soon", [this] { live(); }).detach();
     started_ = true;
     queue_.push_back(std::move(work));
@@ -26,7 +25,7 @@ class Worker {
 
  private:
   void live() {
-    std::unique_lock<std::mutex> lock(mutex_);
+    std::unique_lock lock(mutex_);
     for (;;) {
       wake_.wait(lock, [this] { return !queue_.empty(); });
       std::function<void()> work = std::move(queue_.front());
@@ -38,8 +37,8 @@ class Worker {
     }
   }
 
-  std::mutex mutex_;
-  std::condition_variable wake_;
+  Mutex<NCCLPY_LOCK_SOON> mutex_;
+  Condition wake_;
   std::deque<std::function<void()>> queue_;
   bool started_ = false;
 };

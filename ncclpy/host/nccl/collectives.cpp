@@ -42,7 +42,7 @@ ncclResult_t resolve_operator(const Request& request, Comm& comm, Operation* ope
     operation->op = Operator(request.op);
     return ncclSuccess;
   }
-  std::lock_guard<std::mutex> lock(comm.mutex);
+  std::lock_guard lock(comm.mutex);
   const auto found = comm.operators.find(int(request.op));
   if (found == comm.operators.end()) {
     return fail(ncclInvalidArgument, "%s : reduction operation %d unknown to this communicator", request.name,

@@ -53,7 +53,7 @@ std::shared_ptr<Comm> new_child(const std::shared_ptr<Comm>& parent) {
   auto child = std::make_shared<Comm>();
   child->parent = parent;
   child->device = parent->device;
-  std::lock_guard<std::mutex> lock(parent->mutex);
+  std::lock_guard lock(parent->mutex);
   auto& children = parent->children_;
   for (size_t i = children.size(); i-- > 0;) {
     if (children[i].expired()) children.erase(children.begin() + long(i));
@@ -67,7 +67,7 @@ std::string Comm::title() const {
 }
 
 void Comm::set_async(ncclResult_t result, const std::string& text) {
-  std::lock_guard<std::mutex> lock(mutex);
+  std::lock_guard lock(mutex);
   // A rank that has died does not come back, whatever else is reported later.
   if (async_.load(std::memory_order_relaxed) == ncclRemoteError && !forgiven_) return;
   // What was in progress is over; an error that came meanwhile stays.
@@ -78,7 +78,7 @@ void Comm::set_async(ncclResult_t result, const std::string& text) {
 
 ncclResult_t Comm::poll() {
   if (busy_.load(std::memory_order_acquire)) {
-    std::lock_guard<std::mutex> lock(mutex);
+    std::lock_guard lock(mutex);
     const bool over = busy_polls_ > 0 ? --busy_polls_ == 0 : std::chrono::steady_clock::now() >= busy_until_;
     if (!over) return ncclInProgress;
     busy_.store(false, std::memory_order_release);
@@ -87,7 +87,7 @@ ncclResult_t Comm::poll() {
 }
 
 void Comm::pretend_busy(uint64_t polls, double seconds) {
-  std::lock_guard<std::mutex> lock(mutex);
+  std::lock_guard lock(mutex);
   // The poll that finds it over is one more.
   busy_polls_ = polls > 0 ? polls + 1 : 0;
   busy_until_ = std::chrono::steady_clock::now() +
@@ -96,7 +96,7 @@ void Comm::pretend_busy(uint64_t polls, double seconds) {
 }
 
 std::string Comm::async_text() {
-  std::lock_guard<std::mutex> lock(mutex);
+  std::lock_guard lock(mutex);
   return async_text_;
 }
 
@@ -117,12 +117,12 @@ ncclResult_t Comm::ensure_open(const char* function) {
 }
 
 void Comm::set_segment(std::shared_ptr<Segment> joined) {
-  std::lock_guard<std::mutex> lock(mutex);
+  std::lock_guard lock(mutex);
   segment = std::move(joined);
 }
 
 std::shared_ptr<Segment> Comm::shared_segment() {
-  std::lock_guard<std::mutex> lock(mutex);
+  std::lock_guard lock(mutex);
   return segment;
 }
 
@@ -130,7 +130,7 @@ void Comm::ring() {
   local_.ring();
   std::vector<std::shared_ptr<Comm>> children;
   {
-    std::lock_guard<std::mutex> lock(mutex);
+    std::lock_guard lock(mutex);
     if (segment != nullptr) {
       segment->header().bell.ring();
       segment->slot(rank).bell.ring();
@@ -144,7 +144,7 @@ void Comm::ring() {
 
 void Comm::share_fate(const std::shared_ptr<Comm>& other) {
   fate_ = other->fate_;
-  std::lock_guard<std::mutex> lock(fate_->mutex);
+  std::lock_guard lock(fate_->mutex);
   auto& members = fate_->members;
   members.erase(std::remove_if(members.begin(), members.end(), [](const auto& one) { return one.expired(); }),
                 members.end());
@@ -159,18 +159,18 @@ uint64_t Comm::note_call(Deed deed) {
 }
 
 void Comm::await(Side side, std::vector<int> ranks) {
-  std::lock_guard<std::mutex> lock(awaited_mutex_);
+  std::lock_guard lock(awaited_mutex_);
   awaited_[side] = std::move(ranks);
 }
 
 std::vector<int> Comm::awaited(Side side) {
-  std::lock_guard<std::mutex> lock(awaited_mutex_);
+  std::lock_guard lock(awaited_mutex_);
   return awaited_[side];
 }
 
 std::vector<std::shared_ptr<Comm>> Comm::unborn() {
   std::vector<std::shared_ptr<Comm>> found;
-  std::lock_guard<std::mutex> lock(mutex);
+  std::lock_guard lock(mutex);
   for (const auto& known : children_) {
     auto child = known.lock();
     if (child != nullptr && !child->initialised_.load(std::memory_order_acquire)) found.push_back(std::move(child));
@@ -182,7 +182,7 @@ void Comm::abort() {
   fate_->aborted.store(true, std::memory_order_seq_cst);
   std::vector<std::weak_ptr<Comm>> members;
   {
-    std::lock_guard<std::mutex> lock(fate_->mutex);
+    std::lock_guard lock(fate_->mutex);
     members = fate_->members;
   }
   for (const auto& member : members) {
@@ -202,7 +202,7 @@ void Comm::revoke() {
 }
 
 void Comm::forgive() {
-  std::lock_guard<std::mutex> lock(mutex);
+  std::lock_guard lock(mutex);
   forgiven_ = true;
   if (async_.load(std::memory_order_relaxed) == ncclRemoteError) async_.store(ncclSuccess, std::memory_order_release);
 }
@@ -232,7 +232,7 @@ ncclResult_t Comm::stop_reason(const char* waited_for) {
 void break_comms(Segment& segment, int dead_rank) {
   std::vector<std::shared_ptr<Comm>> all;
   {
-    std::lock_guard<std::mutex> lock(segment.mutex);
+    std::lock_guard lock(segment.mutex);
     all = segment.local;
   }
   for (const auto& comm : all) comm->lose(dead_rank);
@@ -363,7 +363,7 @@ static ncclResult_t record_launch(const Operation& operation, cudaStream_t strea
 }
 
 uint64_t Comm::take_ticket() {
-  std::lock_guard<std::mutex> lock(issuing_);
+  std::lock_guard lock(issuing_);
   return issued_.fetch_add(1, std::memory_order_acq_rel);
 }
 
@@ -390,7 +390,7 @@ ncclResult_t Comm::issue(const Operation& operation, cudaStream_t stream) {
     return fail(ncclUnhandledCudaError, "stream %p is no stream, or one that was destroyed", static_cast<void*>(stream));
   NCCLPY_TRY(record_launch(operation, stream, device));
   if (queue->capturing.load(std::memory_order_acquire)) return issue_captured({operation}, {queue});
-  std::lock_guard<std::mutex> lock(issuing_);
+  std::lock_guard lock(issuing_);
   const uint64_t ticket = issued_.load(std::memory_order_relaxed);
   queue->enqueue([self = shared_from_this(), operation, ticket] {
     if (self->enter(ticket)) self->execute(&operation, 1);
@@ -420,7 +420,7 @@ ncclResult_t Comm::issue(std::vector<Operation> operations, const std::vector<cu
   launch->comm = shared_from_this();
   launch->operations = std::move(operations);
   launch->streams_missing = queues.size() - 1;
-  std::lock_guard<std::mutex> lock(issuing_);
+  std::lock_guard lock(issuing_);
   launch->ticket = issued_.load(std::memory_order_relaxed);
   // NCCL launches on the first stream, which waits for the others, which wait for the end.
   try {

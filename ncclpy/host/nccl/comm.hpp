@@ -8,13 +8,13 @@
 #include <chrono>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "../driver/mutex.hpp"
 #include "errors.hpp"
 #include "operation.hpp"
 #include "segment.hpp"
@@ -36,7 +36,7 @@ struct UserOperator {
 // fate, as they share NCCL's abort flag: aborting one stops what runs on any of them.
 struct Fate {
   std::atomic<bool> aborted{false};
-  std::mutex mutex;
+  Mutex<NCCLPY_LOCK_FATE> mutex;
   std::vector<std::weak_ptr<Comm>> members;  // that wait for news of it, beside the one that made it
 };
 
@@ -125,8 +125,8 @@ class Comm : public std::enable_shared_from_this<Comm> {
   std::vector<int> awaited(Side side);
   std::vector<std::shared_ptr<Comm>> unborn();
 
-  std::mutex mutex;
-  std::mutex control;  // one exchange, split or the like at a time
+  Mutex<NCCLPY_LOCK_STATE> mutex;
+  Mutex<NCCLPY_LOCK_CONTROL> control;  // one exchange, split or the like at a time
   std::map<int, UserOperator> operators;
   std::set<void*> registrations;
   std::map<std::vector<int>, int> shrunk_to;  // how often, by the survivors
@@ -166,7 +166,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
   std::atomic<bool> revoked_{false};
   bool forgiven_ = false;  // guarded by mutex
   std::vector<std::weak_ptr<Comm>> children_;  // being initialised by a split
-  std::mutex issuing_;
+  Mutex<NCCLPY_LOCK_ISSUING> issuing_;
   std::atomic<uint64_t> issued_{0};
   std::atomic<uint64_t> executed_{0};
   std::atomic<uint32_t> running_{0};
@@ -174,7 +174,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
   Bell local_;  // news within this process: a launch has run, abort
   uint64_t control_generation_ = 0;
   std::atomic<uint32_t> calls_[size_t(Deed::deeds)] = {};
-  std::mutex awaited_mutex_;
+  Mutex<NCCLPY_LOCK_AWAITED> awaited_mutex_;
   std::vector<int> awaited_[sides];
   friend std::shared_ptr<Comm> new_child(const std::shared_ptr<Comm>&);
 };

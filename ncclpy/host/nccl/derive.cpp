@@ -65,7 +65,7 @@ void find_place(const std::vector<Membership>& all, int me, int* rank, int* nran
 // The parent's ranks tell each other where they want to go; the first rank of each new communicator makes its id.
 ncclResult_t meet_in_split(const std::shared_ptr<Comm>& parent, const std::shared_ptr<Comm>& child, int color, int key,
                            uint64_t deed) {
-  std::lock_guard<std::mutex> one_at_a_time(parent->control);
+  std::lock_guard one_at_a_time(parent->control);
   const Making making(*parent, deed);
   const Membership mine = {color, key};
   std::vector<Membership> all(size_t(parent->nranks));
@@ -128,7 +128,7 @@ uint64_t shrink_key(Comm& parent, const std::vector<int>& survivors) {
   uint64_t key = 0xcbf29ce484222325;  // FNV-1a
   auto add = [&key](uint64_t value) { key = (key ^ value) * 0x100000001b3; };
   for (int r : survivors) add(uint64_t(r));
-  std::lock_guard<std::mutex> lock(parent.mutex);
+  std::lock_guard lock(parent.mutex);
   add(uint64_t(++parent.shrunk_to[survivors]));
   return key | 1;  // never 0, which is "no notice"
 }
@@ -136,7 +136,7 @@ uint64_t shrink_key(Comm& parent, const std::vector<int>& survivors) {
 // The first survivor makes the id and puts it on the board of its slot; nothing is asked of the excluded ranks.
 ncclResult_t meet_in_shrink(const std::shared_ptr<Comm>& parent, const std::shared_ptr<Comm>& child,
                             const std::vector<int>& survivors, uint64_t deed) {
-  std::lock_guard<std::mutex> one_at_a_time(parent->control);
+  std::lock_guard one_at_a_time(parent->control);
   const Making making(*parent, deed);
   const uint64_t key = shrink_key(*parent, survivors);  // here: a call that its group drops was no attempt
   Segment& segment = *parent->segment;
@@ -224,7 +224,7 @@ ncclResult_t publish_grow_id(ncclComm_t handle, ncclUniqueId* id) {
 }
 
 ncclResult_t take_grow_id(Comm& parent, uint64_t deed, ncclUniqueId* id) {
-  std::lock_guard<std::mutex> one_at_a_time(parent.control);
+  std::lock_guard one_at_a_time(parent.control);
   const Making making(parent, deed);
   Segment& segment = *parent.segment;
   GrowBoard& board = segment.header().grow;

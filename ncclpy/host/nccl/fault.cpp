@@ -9,9 +9,9 @@
 #include <cstdlib>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <utility>
 
+#include "../driver/mutex.hpp"
 #include "comm.hpp"
 #include "fault_plan.hpp"
 #include "group.hpp"
@@ -28,7 +28,7 @@ enum Phase : uint64_t { in_call, in_run, in_result };
 struct Plan {
   std::string broken;  // why the environment's plan could not be read
   std::vector<Rule> rules;
-  std::mutex mutex;  // guards what follows
+  Mutex<NCCLPY_LOCK_FAULTS> mutex;  // guards what follows
   std::map<std::pair<size_t, int>, uint64_t> seen;                          // by rule and rank
   std::map<std::pair<std::pair<std::string, uint64_t>, int>, uint64_t> at;  // random: by call, phase and rank
   std::string fired;
@@ -38,7 +38,7 @@ struct Plan {
 
 // Never destroyed: threads of the engine ask for the plan until the process is gone.
 struct InForce {
-  std::mutex mutex;
+  Mutex<NCCLPY_LOCK_FAULTS> mutex;
   std::shared_ptr<Plan> plan;
 };
 
@@ -49,13 +49,13 @@ InForce& in_force() {
 
 std::shared_ptr<Plan> plan() {
   InForce& the = in_force();
-  std::lock_guard<std::mutex> lock(the.mutex);
+  std::lock_guard lock(the.mutex);
   return the.plan;
 }
 
 void put_in_force(std::shared_ptr<Plan> next) {
   InForce& the = in_force();
-  std::lock_guard<std::mutex> lock(the.mutex);
+  std::lock_guard lock(the.mutex);
   faults_planned.store(next != nullptr);
   the.plan.swap(next);
 }
@@ -112,7 +112,7 @@ bool decide(const Comm* comm, int rank, const char* function, Phase phase, Fault
   const auto now = plan();
   if (now == nullptr) return false;
   const std::string call = std::string(function).rfind("nccl", 0) == 0 ? function + 4 : function;
-  std::lock_guard<std::mutex> lock(now->mutex);
+  std::lock_guard lock(now->mutex);
   now->has_fired.resize(now->rules.size());
   const uint64_t at = ++now->at[{{call, phase}, rank}];
   bool found = false;
@@ -240,7 +240,7 @@ __attribute__((visibility("default"))) const char* ncclpyHostFaultsFired(void) {
   thread_local std::string text;
   text.clear();
   if (const auto now = plan()) {
-    std::lock_guard<std::mutex> lock(now->mutex);
+    std::lock_guard lock(now->mutex);
     text = now->fired;
   }
   return text.c_str();
@@ -252,7 +252,7 @@ __attribute__((visibility("default"))) const char* ncclpyHostFaultsUnfired(void)
   thread_local std::string text;
   text.clear();
   if (const auto now = plan()) {
-    std::lock_guard<std::mutex> lock(now->mutex);
+    std::lock_guard lock(now->mutex);
     now->has_fired.resize(now->rules.size());
     for (size_t i = 0; i < now->rules.size(); i++) {
       if (!now->has_fired[i] && !now->rules[i].random) text += now->rules[i].text + "\n";

@@ -2,11 +2,11 @@
 #include "group.hpp"
 
 #include <algorithm>
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "../driver/mutex.hpp"
 #include "background.hpp"
 #include "fault.hpp"
 #include "simulate.hpp"
@@ -25,7 +25,7 @@ struct Contents {
   std::vector<Pending> operations;
 
   // Those for which a job in the background is not over.
-  std::mutex mutex;
+  Mutex<NCCLPY_LOCK_GROUP> mutex;
   std::vector<std::shared_ptr<Comm>> worked_on;
 
   Contents() = default;
@@ -46,7 +46,7 @@ struct Contents {
   // Of one communicator: others of the group may still wait for their ranks.
   void end_job(const std::shared_ptr<Comm>& comm) {
     {
-      std::lock_guard<std::mutex> lock(mutex);
+      std::lock_guard lock(mutex);
       const auto found = std::find(worked_on.begin(), worked_on.end(), comm);
       if (found == worked_on.end()) return;
       worked_on.erase(found);

@@ -24,7 +24,7 @@ ncclResult_t check_duplicates(Segment& segment) {
 
 void enter_segment(const std::shared_ptr<Comm>& comm) {
   Segment& segment = *comm->segment;
-  std::lock_guard<std::mutex> lock(segment.mutex);
+  std::lock_guard lock(segment.mutex);
   segment.local.push_back(comm);
   comm->counted = true;
 }

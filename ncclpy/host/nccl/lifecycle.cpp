@@ -13,7 +13,7 @@ void depart(const std::shared_ptr<Comm>& comm, bool wait) {
   if (segment == nullptr) return;
   std::vector<std::shared_ptr<Comm>> all;
   {
-    std::lock_guard<std::mutex> lock(segment->mutex);
+    std::lock_guard lock(segment->mutex);
     // One that was never complete, or that is destroyed twice in a group, must not count for another.
     if (!std::exchange(comm->counted, false)) return;
     if (++segment->local_gone < segment->local.size()) return;
@@ -30,7 +30,7 @@ ncclResult_t finalize(ncclComm_t handle) {
   NCCLPY_TRY(find_comm(handle, "ncclCommFinalize", &comm));
   NCCLPY_TRY(comm->ensure_ready());
   {
-    std::lock_guard<std::mutex> lock(comm->mutex);
+    std::lock_guard lock(comm->mutex);
     if (comm->finalized) return fail(ncclInvalidArgument, "ncclCommFinalize : comm was finalized or revoked before");
     comm->finalized = true;
   }
@@ -75,7 +75,7 @@ ncclResult_t revoke(ncclComm_t handle, int flags) {
   if (flags != NCCL_REVOKE_DEFAULT)
     return fail(ncclInvalidArgument, "%s : flags %d, only NCCL_REVOKE_DEFAULT (0) is supported", function, flags);
   {
-    std::lock_guard<std::mutex> lock(comm->mutex);
+    std::lock_guard lock(comm->mutex);
     if (comm->finalized)
       return fail(ncclInvalidArgument, "%s : comm was finalized or revoked before", function);
     comm->finalized = true;

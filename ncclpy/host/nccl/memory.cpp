@@ -43,7 +43,7 @@ ncclResult_t register_buffer(ncclComm_t handle, void* buffer, size_t bytes, void
   }
   static std::atomic<uintptr_t> next{1};
   *registration = reinterpret_cast<void*>(next.fetch_add(1));
-  std::lock_guard<std::mutex> lock(comm->mutex);
+  std::lock_guard lock(comm->mutex);
   comm->registrations.insert(*registration);
   return ncclSuccess;
 }
@@ -52,7 +52,7 @@ ncclResult_t deregister_buffer(ncclComm_t handle, void* registration) {
   std::shared_ptr<Comm> comm;
   NCCLPY_TRY(find_comm(handle, "ncclCommDeregister", &comm));
   if (registration == nullptr) return ncclSuccess;
-  std::lock_guard<std::mutex> lock(comm->mutex);
+  std::lock_guard lock(comm->mutex);
   if (comm->registrations.erase(registration) == 0)
     return fail(ncclInvalidUsage, "Deregister: Could not find handle %p", registration);
   return ncclSuccess;

@@ -24,7 +24,7 @@ ncclResult_t create(ncclRedOp_t* op, void* scalar, ncclDataType_t dtype, ncclSca
   if (residence == ncclScalarHostImmediate) std::memcpy(&made.scalar, scalar, size_of(dtype));
   else made.memory = scalar;
   const int value = next_operator.fetch_add(1);
-  std::lock_guard<std::mutex> lock(comm->mutex);
+  std::lock_guard lock(comm->mutex);
   comm->operators[value] = made;
   *op = ncclRedOp_t(value);
   return ncclSuccess;
@@ -36,7 +36,7 @@ ncclResult_t destroy(ncclRedOp_t op, ncclComm_t handle) {
   if (int(op) < 0) return fail(ncclInvalidArgument, "ncclRedOpDestroy :  operator is garbage.");
   std::shared_ptr<Comm> comm;
   NCCLPY_TRY(find_comm(handle, "ncclRedOpDestroy", &comm));
-  std::lock_guard<std::mutex> lock(comm->mutex);
+  std::lock_guard lock(comm->mutex);
   if (comm->operators.erase(int(op)) == 0)
     return fail(ncclInvalidArgument, "ncclRedOpDestroy : operator %d unknown to this communicator.", op);
   return ncclSuccess;

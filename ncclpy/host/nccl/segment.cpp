@@ -10,6 +10,7 @@
 #include <map>
 #include <string>
 
+#include "../driver/mutex.hpp"
 #include "errors.hpp"
 #include "unique_id.hpp"
 #include "watch.hpp"
@@ -43,7 +44,7 @@ struct Layout {
 // The segments that this process has mapped, so that its ranks share one mapping. Never destroyed, because threads may
 // be at work while the process exits.
 struct Registry {
-  std::mutex mutex;
+  Mutex<NCCLPY_LOCK_REGISTRY> mutex;
   std::map<std::string, std::weak_ptr<Segment>> mapped;  // by key_of their id
 };
 
@@ -114,7 +115,7 @@ Segment::~Segment() {
 void Segment::end_meeting() {
   std::unique_ptr<Meeting> ended;
   {
-    std::lock_guard<std::mutex> lock(mutex);
+    std::lock_guard lock(mutex);
     ended = std::move(meeting_);
   }
   if (ended != nullptr) ended->end(complete() ? Phase::served : Phase::given_up);
@@ -177,7 +178,7 @@ ncclResult_t join_segment(const ncclUniqueId& id, int nranks, int rank, int devi
     return fail(ncclInvalidArgument, "%d ranks: the host engine serves at most %d", nranks, max_ranks);
   auto meeting = std::make_unique<Meeting>();
   {
-    std::lock_guard<std::mutex> lock(registry().mutex);
+    std::lock_guard lock(registry().mutex);
     auto& mapped = registry().mapped;
     for (auto it = mapped.begin(); it != mapped.end();) it = it->second.expired() ? mapped.erase(it) : std::next(it);
     const std::string key = key_of(id);

@@ -9,9 +9,9 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <vector>
 
+#include "../driver/mutex.hpp"
 #include "deed.hpp"
 #include "reduce.hpp"
 #include "unique_id.hpp"
@@ -187,7 +187,7 @@ class Segment {
   static void watch_others(const std::shared_ptr<Segment>& segment);
 
   // The communicators of this process on this segment, for those things that NCCL does when the last one goes.
-  std::mutex mutex;
+  Mutex<NCCLPY_LOCK_SEGMENT> mutex;
   std::vector<std::shared_ptr<Comm>> local;
   size_t local_gone = 0;
 

@@ -7,7 +7,7 @@ namespace {
 
 // All ranks wait for each other here: nobody reads what one of them gives back.
 ncclResult_t meet_all(Comm& comm, uint64_t deed) {
-  std::lock_guard<std::mutex> one_at_a_time(comm.control);
+  std::lock_guard one_at_a_time(comm.control);
   const Making making(comm, deed);
   const char nothing = 0;
   std::vector<char> all(size_t(comm.nranks));

@@ -11,9 +11,9 @@
 #include <time.h>
 #include <unistd.h>
 
-#include <mutex>
 #include <vector>
 
+#include "../driver/mutex.hpp"
 #include "errors.hpp"
 
 namespace ncclpy::host {
@@ -175,7 +175,7 @@ struct Table {
 
 // The tables of this process; never destroyed, because threads may be at work while the process exits.
 struct Tables {
-  std::mutex mutex;
+  Mutex<NCCLPY_LOCK_IDS> mutex;
   std::vector<Table> all;
 };
 
@@ -242,7 +242,7 @@ ncclResult_t create_unique_id(ncclUniqueId* id) {
   if (getrandom(address.nonce, sizeof address.nonce, 0) != ssize_t(sizeof address.nonce))
     return fail(ncclSystemError, "getrandom: %s", strerror(errno));
   Tables& the = tables();
-  std::lock_guard<std::mutex> lock(the.mutex);
+  std::lock_guard lock(the.mutex);
   Table* table = nullptr;
   address.place = table_places;
   for (size_t i = the.all.size(); i-- > 0 && address.place == table_places;) {
@@ -293,7 +293,7 @@ ncclResult_t Meeting::find(const ncclUniqueId& id) {
   memcpy(nonce_, address.nonce, sizeof nonce_);
   {
     Tables& the = tables();
-    std::lock_guard<std::mutex> lock(the.mutex);
+    std::lock_guard lock(the.mutex);
     if (const Table* own = own_table(the, address.pid, address.descriptor)) place_ = &own->places[address.place];
   }
   if (place_ == nullptr) {
@@ -405,7 +405,7 @@ void Meeting::end(Phase how) {
     mapping_ = nullptr;
   } else {
     Tables& the = tables();
-    std::lock_guard<std::mutex> lock(the.mutex);
+    std::lock_guard lock(the.mutex);
     // Under the lock: the place may have been given back already, and be another id's.
     const bool still_ours = with(place_->word.load(std::memory_order_acquire), Phase::offered) == word_;
     for (Table& table : the.all) {

@@ -12,9 +12,9 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <mutex>
 #include <vector>
 
+#include "../driver/mutex.hpp"
 #include "background.hpp"
 #include "comm.hpp"
 
@@ -61,7 +61,7 @@ Sight look_at_process(int32_t pid) {
 class Watcher {
  public:
   void add(const std::shared_ptr<Segment>& segment) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     if (news_ < 0) news_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);  // without one the thread looks again and again
     if (!started_) run_in_background("ncclpy-watch", [this] { live(); });
     started_ = true;
@@ -70,7 +70,7 @@ class Watcher {
   }
 
   void forget() {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     ring();
   }
 
@@ -82,7 +82,7 @@ class Watcher {
   }
 
   std::vector<std::shared_ptr<Segment>> segments() {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     std::vector<std::shared_ptr<Segment>> found;
     for (size_t i = segments_.size(); i-- > 0;) {
       if (auto segment = segments_[i].lock()) found.push_back(std::move(segment));
@@ -92,7 +92,7 @@ class Watcher {
   }
 
   int news() {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     return news_;
   }
 
@@ -163,7 +163,7 @@ class Watcher {
     return poll(&one, 1, 0) > 0 && (one.revents & POLLIN) != 0;
   }
 
-  std::mutex mutex_;  // guards what follows; processes_ belongs to the thread
+  Mutex<NCCLPY_LOCK_WATCH> mutex_;  // guards what follows; processes_ belongs to the thread
   int news_ = -1;
   bool started_ = false;
   std::vector<std::weak_ptr<Segment>> segments_;

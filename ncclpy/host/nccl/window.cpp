@@ -94,7 +94,7 @@ ncclResult_t map_parts(Comm& comm, const std::vector<Offer>& offers, Window* win
 // Collective. Whether it has worked for all is agreed on at the end, so that no rank has a window that others lack.
 ncclResult_t make(Comm& comm, char* memory, size_t bytes, int flags, uint64_t deed, ncclWindow_t* out) {
   static std::atomic<uintptr_t> next{1};
-  std::lock_guard<std::mutex> one_at_a_time(comm.control);
+  std::lock_guard one_at_a_time(comm.control);
   const Making making(comm, deed);
   const Offer mine = offer_of(memory, bytes, flags);
   std::vector<Offer> offers(size_t(comm.nranks));
@@ -112,7 +112,7 @@ ncclResult_t make(Comm& comm, char* memory, size_t bytes, int flags, uint64_t de
     if (all[size_t(r)]) return fail(ncclInvalidUsage, "ncclCommWindowRegister : rank %d could not register", r);
   }
   *out = reinterpret_cast<ncclWindow_t>(next.fetch_add(1));
-  std::lock_guard<std::mutex> lock(comm.mutex);
+  std::lock_guard lock(comm.mutex);
   comm.windows[*out] = window;
   return ncclSuccess;
 }
@@ -152,7 +152,7 @@ ncclResult_t deregister_window(ncclComm_t handle, ncclWindow_t window) {
   job.comm = comm;
   job.run = [comm, window] {
     comm->drain();
-    std::lock_guard<std::mutex> lock(comm->mutex);
+    std::lock_guard lock(comm->mutex);
     comm->windows.erase(window);
     return ncclSuccess;
   };
@@ -174,7 +174,7 @@ ncclResult_t user_pointer(ncclComm_t handle, ncclWindow_t window, void** pointer
 
 ncclResult_t find_window(Comm& comm, ncclWindow_t handle, const char* function, std::shared_ptr<Window>* window) {
   NCCLPY_TRY(check_pointer(handle, function, "win"));
-  std::lock_guard<std::mutex> lock(comm.mutex);
+  std::lock_guard lock(comm.mutex);
   const auto found = comm.windows.find(handle);
   if (found == comm.windows.end()) {
     return fail(ncclInvalidArgument, "%s : %p is no window of this communicator, or one that was deregistered", function,
@@ -185,7 +185,7 @@ ncclResult_t find_window(Comm& comm, ncclWindow_t handle, const char* function, 
 }
 
 bool in_symmetric_window(Comm& comm, const void* memory, size_t bytes) {
-  std::lock_guard<std::mutex> lock(comm.mutex);
+  std::lock_guard lock(comm.mutex);
   for (const auto& [handle, window] : comm.windows) {
     const Window::Part& own = window->parts[size_t(comm.rank)];
     const uintptr_t at = uintptr_t(memory), begin = uintptr_t(own.base);

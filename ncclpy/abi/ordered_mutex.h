@@ -1,0 +1,122 @@
+/* Mutexes with a place in one order. A normal build has the plain ones. With -Ddebug_locks=true each knows its place,
+ * each thread the locks that it holds, and one that is waited for in a wrong order ends the process with a message.
+ *
+ * The list is that of docs/design.md, "Locks", from the outside in, and a test compares the two: a lock's name, what the
+ * page calls it, what may be taken under it (and under that, and so on), and how it meets the GIL.
+ */
+#ifndef NCCLPY_ORDERED_MUTEX_H
+#define NCCLPY_ORDERED_MUTEX_H
+
+#include <pthread.h>
+#include <stddef.h>
+
+#define NCCLPY_LOCKS(LOCK)                                                                                           \
+  LOCK(DEFAULT_MANAGER, "the default Manager's", 0, NCCLPY_TAKES_GIL)                                                \
+  LOCK(PLAN, "a plan's mutex", NCCLPY_BELOW(MANAGER), NCCLPY_TAKES_GIL | NCCLPY_AWAITED_WITHOUT_GIL)                 \
+  LOCK(MANAGER, "the Manager's `Lock`", NCCLPY_ONE(ORDER) | NCCLPY_ONE(LIST) | NCCLPY_ONE(HANDLES),                  \
+       NCCLPY_TAKES_GIL | NCCLPY_AWAITED_WITHOUT_GIL)                                                                \
+  LOCK(ORDER, "the lanes' order", NCCLPY_ONE(LIST), 0)                                                               \
+  LOCK(LIST, "a lane's list", 0, 0)                                                                                  \
+  LOCK(TURN, "a lane's turn", NCCLPY_BELOW(TURN), NCCLPY_AWAITED_WITHOUT_GIL)                                        \
+  LOCK(COMM, "communicators' mutexes", NCCLPY_BELOW(COMM), NCCLPY_BY_ADDRESS | NCCLPY_AWAITED_WITHOUT_GIL)           \
+  LOCK(GATE, "a communicator's gate", NCCLPY_ENGINE, 0)                                                              \
+  LOCK(MONITOR, "the monitor's mutex", 0, 0)                                                                         \
+  LOCK(LIBRARY, "the library's", 0, NCCLPY_TAKES_GIL | NCCLPY_AGAIN)                                                 \
+  /* The host engine's. */                                                                                           \
+  LOCK(CONTROL, "a communicator's `control`", NCCLPY_BELOW(CONTROL), NCCLPY_AWAITED_WITHOUT_GIL)                     \
+  LOCK(GRAPH, "a graph's mutex", NCCLPY_ONE(ISSUING) | NCCLPY_STREAMS, 0)                                            \
+  LOCK(ISSUING, "a communicator's `issuing_`", NCCLPY_STREAMS, 0)                                                    \
+  LOCK(REGISTRY, "the registry of segments", NCCLPY_ONE(IDS) | NCCLPY_ONE(WATCH), 0)                                 \
+  LOCK(STATE, "a communicator's `mutex`", NCCLPY_ONE(WATCH), 0)                                                      \
+  LOCK(SEGMENT, "a segment's `mutex`", NCCLPY_ONE(WATCH), 0)                                                         \
+  LOCK(DEVICE, "the list of a device's streams", 0, 0)                                                               \
+  LOCK(STREAM, "a stream's mutex", NCCLPY_ONE(CREW), 0)                                                              \
+  LOCK(CREW, "the crew's", 0, 0)                                                                                     \
+  LOCK(CAPTURES, "captures", 0, 0)                                                                                   \
+  LOCK(FATE, "fates", 0, 0)                                                                                          \
+  LOCK(FAULTS, "faults", 0, 0)                                                                                       \
+  LOCK(GROUP, "jobs of a group", 0, 0)                                                                               \
+  LOCK(SOON, "jobs that wait for nobody", 0, 0)                                                                      \
+  LOCK(IDS, "unique ids", 0, 0)                                                                                      \
+  LOCK(HANDLES, "handles", 0, 0)                                                                                     \
+  LOCK(ALLOCATIONS, "allocations", 0, 0)                                                                             \
+  LOCK(EVENT, "events", 0, 0)                                                                                        \
+  LOCK(AWAITED, "who is awaited", 0, 0)                                                                              \
+  LOCK(SWEEPER, "the sweeper's", 0, 0)                                                                               \
+  LOCK(WATCH, "the watch's", 0, 0)
+
+#define NCCLPY_LOCK_NUMBER(name, words, under, how) NCCLPY_LOCK_##name,
+typedef enum { NCCLPY_LOCKS(NCCLPY_LOCK_NUMBER) NCCLPY_LOCK_COUNT } ncclpy_lock;
+
+enum {
+  NCCLPY_TAKES_GIL = 1,            /* who holds it may wait for the GIL */
+  NCCLPY_AWAITED_WITHOUT_GIL = 2,  /* it may be held for long: who waits for it has given the GIL up */
+  NCCLPY_BY_ADDRESS = 4,           /* a thread may hold several, taken in the order of their addresses */
+  NCCLPY_AGAIN = 8                 /* a thread that holds it may take it again */
+};
+
+#ifndef NCCLPY_DEBUG_LOCKS
+
+#define NCCLPY_DEBUG_LOCKS 0
+typedef pthread_mutex_t ncclpy_mutex;
+#define ncclpy_mutex_init(mutex, lock) pthread_mutex_init(mutex, NULL)
+#define ncclpy_mutex_destroy(mutex) pthread_mutex_destroy(mutex)
+#define ncclpy_mutex_lock(mutex) pthread_mutex_lock(mutex)
+#define ncclpy_mutex_trylock(mutex) pthread_mutex_trylock(mutex)
+#define ncclpy_mutex_unlock(mutex) pthread_mutex_unlock(mutex)
+#define ncclpy_lock_wanted(lock, which) ((void)0)
+#define ncclpy_lock_taken(lock, which) ((void)0)
+#define ncclpy_lock_left(lock, which) ((void)0)
+#define ncclpy_lock_none(first, before) ((void)0)
+
+#else
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct ncclpy_mutex {
+  pthread_mutex_t raw;
+  ncclpy_lock lock;
+} ncclpy_mutex;
+
+/* This thread is about to wait for a lock: ends the process if that is out of order. Whoever only tries to take one
+   does not wait, so it cannot be part of a circle of threads that wait for each other; what it then holds counts. */
+void ncclpy_lock_wanted(ncclpy_lock lock, const void* which);
+void ncclpy_lock_taken(ncclpy_lock lock, const void* which);
+void ncclpy_lock_left(ncclpy_lock lock, const void* which);
+/* Ends the process if this thread holds `first` or one that stands behind it in the list. */
+void ncclpy_lock_none(ncclpy_lock first, const char* before);
+
+static inline int ncclpy_mutex_init(ncclpy_mutex* mutex, ncclpy_lock lock) {
+  mutex->lock = lock;
+  return pthread_mutex_init(&mutex->raw, NULL);
+}
+
+static inline int ncclpy_mutex_destroy(ncclpy_mutex* mutex) { return pthread_mutex_destroy(&mutex->raw); }
+
+static inline int ncclpy_mutex_lock(ncclpy_mutex* mutex) {
+  int failed;
+  ncclpy_lock_wanted(mutex->lock, mutex);
+  failed = pthread_mutex_lock(&mutex->raw);
+  ncclpy_lock_taken(mutex->lock, mutex);
+  return failed;
+}
+
+static inline int ncclpy_mutex_trylock(ncclpy_mutex* mutex) {
+  int failed = pthread_mutex_trylock(&mutex->raw);
+  if (!failed) ncclpy_lock_taken(mutex->lock, mutex);
+  return failed;
+}
+
+static inline int ncclpy_mutex_unlock(ncclpy_mutex* mutex) {
+  ncclpy_lock_left(mutex->lock, mutex);
+  return pthread_mutex_unlock(&mutex->raw);
+}
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
+#endif

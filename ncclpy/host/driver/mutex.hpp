@@ -1,0 +1,54 @@
+// The engine's mutexes, each of which has a place in the order of all locks; see ordered_mutex.h. A normal build has
+// those of the standard library.
+#pragma once
+
+#include <condition_variable>
+#include <mutex>
+#include <shared_mutex>
+
+#include "ordered_mutex.h"
+
+namespace ncclpy::host {
+
+#if NCCLPY_DEBUG_LOCKS
+
+template <ncclpy_lock place, class Base>
+class Ordered : Base {
+ public:
+  void lock() {
+    ncclpy_lock_wanted(place, this);
+    Base::lock();
+    ncclpy_lock_taken(place, this);
+  }
+  void unlock() {
+    ncclpy_lock_left(place, this);
+    Base::unlock();
+  }
+  void lock_shared() {
+    ncclpy_lock_wanted(place, this);
+    Base::lock_shared();
+    ncclpy_lock_taken(place, this);
+  }
+  void unlock_shared() {
+    ncclpy_lock_left(place, this);
+    Base::unlock_shared();
+  }
+};
+
+template <ncclpy_lock place>
+using Mutex = Ordered<place, std::mutex>;
+template <ncclpy_lock place>
+using SharedMutex = Ordered<place, std::shared_mutex>;
+using Condition = std::condition_variable_any;
+
+#else
+
+template <ncclpy_lock>
+using Mutex = std::mutex;
+template <ncclpy_lock>
+using SharedMutex = std::shared_mutex;
+using Condition = std::condition_variable;
+
+#endif
+
+}  // namespace ncclpy::host

@@ -1,0 +1,39 @@
+from cpython.ref cimport PyObject
+
+from ncclpy.abi.locks cimport mutex_t
+from ncclpy.core.group cimport Group
+from ncclpy.engine.launcher cimport Batch, Part
+from ncclpy.engine.native cimport ncclpy_job, ncclpy_lane
+
+
+cdef class Recorded:
+    cdef Part* parts
+    cdef Batch* batches
+    cdef size_t count
+    cdef size_t nbatches
+    cdef Batch whole  # all parts as one group, for a launch in the calling thread
+    cdef int* devices  # one of each batch
+    cdef ncclpy_lane** borrowed  # room for them
+    cdef int remaining
+    cdef mutex_t mutex  # one launch at a time
+    cdef list handles
+    cdef list held  # buffers
+    cdef list operators  # our own, whose numbers NCCL gives to others once they are closed
+    cdef list streams  # our own, by which it is seen that one was closed
+    cdef list waits  # (handle, stream, seconds) of CPU memory, whose data must be there when a launch returns
+    cdef object __weakref__
+
+    # Take the operations of a recording over.
+    cdef int take(self, Group group) except -1
+    # Raise if something that they need is not there any more.
+    cdef int check(self) except -1
+    # Take the mutex, within seconds; -1 is the shortest deadline of the communicators.
+    cdef int take_turn(self, str what, double limit) except -1
+    # End what a launch was waited for, since `error` has ended the wait.
+    cdef int leave_launch(self, object error) except -1
+    # Hold the arrays until nobody can touch them, also if the plan is dropped.
+    cdef int hold_arrays(self) except -1
+
+
+# Wait until a count has come down to 0; return whether it has by the deadline.
+cdef bint await_all(int* remaining, double deadline) noexcept nogil

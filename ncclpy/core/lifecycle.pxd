@@ -25,5 +25,6 @@ cdef class Lifecycle(Handle):
     cdef int unkeep(self, long long number) except -1
     cdef ncclResult_t poll_birth(self) noexcept nogil
     cdef void _take_cell(self) noexcept nogil
+    cdef ncclResult_t _ask_maker(self) noexcept nogil
     cdef int _grown(self) except -1
     cdef int be_watched(self, double limit) except -1

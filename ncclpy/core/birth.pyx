@@ -15,6 +15,7 @@ from cpython.ref cimport Py_INCREF
 from libc.stdlib cimport calloc, free
 
 from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess, ncclUnhandledCudaError
+from ncclpy.core.check cimport keep_words
 from ncclpy.core.config cimport fill_config
 from ncclpy.core.library cimport driver, nccl
 
@@ -23,9 +24,6 @@ cdef extern from "pthread.h" nogil:
     int pthread_create(pthread_t*, void*, void* (*)(void*) noexcept nogil, void*)
     int pthread_detach(pthread_t)
     int pthread_setname_np(pthread_t, const char*)
-
-cdef extern from "string.h" nogil:
-    char* strdup(const char*)
 
 cdef extern from * nogil:
     int __atomic_load_n(int*, int)
@@ -41,8 +39,7 @@ cdef void* _ask(void* argument) noexcept nogil:
         result = nccl.ncclCommSplit(question.guard, 0, 0, &question.cell, &question.config)  # equal keys: ranks stay
     if result != ncclSuccess and result != ncclInProgress:
         # Of which the guard itself, which is well, will not tell whoever asks next.
-        if nccl.ncclGetLastError != NULL:
-            question.words = strdup(nccl.ncclGetLastError(NULL))
+        question.words = keep_words(result)
         question.failed = result
     __atomic_store_n(&question.under_way, 0, __ATOMIC_RELEASE)
     return NULL

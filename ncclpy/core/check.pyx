@@ -6,6 +6,9 @@ from ncclpy.core.library cimport driver, nccl
 from ncclpy.core import library
 from ncclpy.core.errors import NcclError, NcclRemoteError, NcclTimeout
 
+cdef extern from "string.h" nogil:
+    char* strdup(const char*)
+
 
 cdef int raise_nccl(ncclResult_t result, const char* function, ncclComm_t comm) except -1 with gil:
     """Raise what `result` stands for, with NCCL's own last words on it."""
@@ -13,6 +16,12 @@ cdef int raise_nccl(ncclResult_t result, const char* function, ncclComm_t comm) 
     if nccl.ncclGetLastError != NULL:
         text = nccl.ncclGetLastError(comm)
     raise nccl_error(result, function, text)
+
+
+cdef char* keep_words(ncclResult_t result) noexcept nogil:
+    if <int>result <= 0 or result == ncclInProgress or nccl.ncclGetLastError == NULL:
+        return NULL
+    return strdup(nccl.ncclGetLastError(NULL))
 
 
 cdef object nccl_error(ncclResult_t result, const char* function, const char* last_words, object during=None):

@@ -8,10 +8,10 @@ their data are there.
 from cpython.long cimport PyLong_AsLongAndOverflow
 
 from ncclpy.abi.nccl cimport ncclFloat8e4m3
+from ncclpy.core.abort cimport READY
 from ncclpy.core.buffers cimport HOST_MEMORY, current_stream, read_view
 from ncclpy.core.datatypes cimport BOOLEAN, BYTES, COMPLEX, ITEMSIZE, name_of, times_overflows
 from ncclpy.core.group cimport submit
-from ncclpy.core.handle cimport READY
 from ncclpy.core.library cimport host_engine, nccl, version_code
 from ncclpy.core.operation cimport (
     ALL_GATHER,

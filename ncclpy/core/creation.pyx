@@ -7,10 +7,11 @@ from libc.stdlib cimport malloc
 from libc.string cimport memcpy, memset
 
 from ncclpy.abi.nccl cimport ncclComm_t, ncclResult_t, ncclUniqueId
+from ncclpy.core.abort cimport READY
 from ncclpy.core.check cimport check
 from ncclpy.core.device cimport as_device, context_of
 from ncclpy.core.group cimport give_birth
-from ncclpy.core.handle cimport READY, WAS_ABORTED
+from ncclpy.core.handle cimport WAS_ABORTED
 from ncclpy.core.library cimport nccl, require
 from ncclpy.core.lifecycle cimport Lifecycle
 from ncclpy.core.operation cimport GROW, INIT_RANK, SHRINK, SPLIT, Operation

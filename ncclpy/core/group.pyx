@@ -19,35 +19,27 @@ from ncclpy.abi.nccl cimport (
     ncclInProgress,
     ncclSuccess,
 )
-from ncclpy.core.check cimport nccl_error
-from ncclpy.core.config cimport struct_version
-from ncclpy.core.flight cimport hold
-from ncclpy.core.handle cimport (
-    ABORT_DEADLINE,
+from ncclpy.core.abort cimport (
     ABORTED,
+    ABORT_DEADLINE,
     CLOSED,
     INITIALISING,
-    LOCK_BUSY,
     READY,
-    WAS_ABORTED,
     abort_handles,
     abort_late,
-    count_waits,
-    in_lock_order,
+    end_call,
     leave,
-    leave_behind,
-    lock_all_within,
     lock_within,
-    unlock_all,
 )
+from ncclpy.core.check cimport keep_words, nccl_error
+from ncclpy.core.config cimport struct_version
+from ncclpy.core.flight cimport hold
+from ncclpy.core.handle cimport LOCK_BUSY, WAS_ABORTED, count_waits, in_lock_order, lock_all_within, unlock_all
 from ncclpy.core.library cimport nccl, require
 from ncclpy.core.operation cimport INIT_RANK, NOT_THERE, WINDOW, function_of, issue, raise_issue
 from ncclpy.core.wait cimport FOREVER, SLICE, Call, as_timeout, deadline_after, now, pause
 
 from ncclpy.core.errors import NcclError, attach, not_copied
-
-cdef extern from "string.h" nogil:
-    char* strdup(const char*)
 
 # How long the other members of a group that has failed may take, where they have no deadline of their own.
 cdef double GROUP_PATIENCE = 5.0
@@ -481,8 +473,7 @@ cdef bint _make_calls(Group group, PyObject** locked, size_t nlocked, double unt
         if group.watched and not group.simulate:
             _leave_calls(group)
     group.result = result
-    if group.ended != ncclSuccess and group.ended != ncclInProgress and nccl.ncclGetLastError != NULL:
-        group.words = strdup(nccl.ncclGetLastError(NULL))
+    group.words = keep_words(group.ended)
     unlock_all(locked, nlocked)
     return True
 
@@ -546,35 +537,12 @@ cdef int _call_aside(Group group) except -1:
         what = "ncclGroupEnd" if not group.bare else function_of(group.operations[0].kind).decode()
         raise handle.timeout_error(what, now() - started)
     except BaseException as error:
-        _leave_call(stretch, concerned, error)
+        why = f"a call was left early: {type(error).__name__}"
+        try:
+            end_call(concerned, stretch, [child for _, child in group.births], why, error)
+        finally:  # also if Ctrl-C comes a second time
+            hold([group.everything(), concerned, group], [stretch], f"what a call of NCCL needs that was left: {why}")
         raise
-
-
-cdef int _leave_call(_Stretch stretch, list concerned, object error) except -1:
-    """End a call that is not waited for any longer; what cannot be ended is left behind, with all that it needs."""
-    cdef Handle handle
-    cdef Group group = stretch.group
-    ends, stays = [], []
-    for each in concerned:
-        for handle in (<Handle>each).tied():
-            if handle.can_be_ended():
-                ends.append(handle)
-            elif handle.state not in (ABORTED, CLOSED):
-                stays.append(handle)
-    what = f"a call was left early: {type(error).__name__}"
-    try:
-        leave(ends, what, error)
-        if not stays:
-            stretch.wait(now() + ABORT_DEADLINE)
-        if stretch.done:
-            abort_late([child for _, child in group.births], what)
-        else:
-            leave_behind(stays, what)
-    except Exception as failure:
-        attach(error, [failure])
-    finally:  # also if Ctrl-C comes a second time
-        hold([group.everything(), concerned, group], [stretch], f"what a call of NCCL needs that was left: {what}")
-    return 0
 
 
 cdef int _launch(Group group) except -1:

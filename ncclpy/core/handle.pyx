@@ -1,89 +1,57 @@
-"""A communicator's handle: its lock, its state, polling, waiting, and the way it is aborted.
+"""A communicator's handle: its state, polling, and waiting.
 
 NCCL wants the calls on one communicator one after the other, `ncclCommGetAsyncError` included, which may complete a
 group job on the side. So callers and pollers take the communicator's lock, always without the GIL.
 
 However a wait ends early, by a deadline or by what a signal handler raises, it ends what it waited for: the
-communicator is aborted, and what may still be touched is held (`flight`) before the exception goes on.
-
-NCCL asks that no thread is inside a communicator that is aborted, and joins none on a blocking one. So an abort first
-gets the thread out: a communicator with a deadline has a *guard*, a nonblocking communicator that it was split from
-and whose abort flag it shares. Aborting the guard ends what is stuck on the device and brings a stuck call back; then
-the lock is free, and the communicator itself can be aborted. Without a guard a stuck thread is left behind with its
-communicator; only the host engine's abort brings it back.
+communicator is aborted (`abort`), and what may still be touched is held (`flight`) before the exception goes on.
 """
 
 import atexit
 import os
 import threading
 import time
-import warnings
 
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.ref cimport Py_INCREF, Py_XDECREF
 from libc.stdlib cimport malloc
 
 from ncclpy.abi.driver cimport CUresult
-from ncclpy.abi.locks cimport (
-    LOCK_COMM,
-    LOCK_GATE,
-    lock_wanted,
-    mutex_destroy,
-    mutex_init,
-    mutex_lock,
-    mutex_t,
-    mutex_trylock,
-    mutex_unlock,
-)
+from ncclpy.abi.locks cimport LOCK_COMM, lock_wanted, mutex_lock, mutex_trylock, mutex_unlock
 from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
+from ncclpy.core.abort cimport (
+    ABORTED,
+    CLOSED,
+    FAILED,
+    FINALIZED,
+    INITIALISING,
+    READY,
+    begin_abort,
+    begin_quietly,
+    end_quietly,
+    leave,
+    lock_within,
+    run_handlers,
+)
 from ncclpy.core.check cimport check, check_driver, nccl_error, raise_nccl
 from ncclpy.core.flight cimport hold
-from ncclpy.core.library cimport abort_preempts, driver, nccl, require, require_driver, version_code
+from ncclpy.core.library cimport driver, nccl, require_driver
 from ncclpy.core.marks cimport free_marks, mark_begin, mark_end
 from ncclpy.core.missing cimport who_is_missing
 from ncclpy.core.stream cimport event_behind
-from ncclpy.core.wait cimport FOREVER, LEAVE, SLICE, Call, await_stream, deadline_after, now, pause
+from ncclpy.core.wait cimport FOREVER, LEAVE, SLICE, await_stream, deadline_after, now, pause
 
 from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, attach, not_copied, seconds
 
 cdef extern from "pthread.h" nogil:
     unsigned long pthread_self()
 
-cdef extern from *:
-    """
-    /* Whether this thread runs signal handlers in the middle of a wait. */
-    static __thread int ncclpy_in_handlers = 0;
-    """
-    int ncclpy_in_handlers
-
 cdef extern from * nogil:
     int __atomic_add_fetch(int*, int, int)
     const int __ATOMIC_SEQ_CST
 
-ABORT_DEADLINE = 10.0
-
-# How long an abort waits for a call that holds the communicator's lock: one that may be stuck, and one that NCCL or a
-# guard will bring back.
-cdef double ABORT_PATIENCE = 0.2
-cdef double PREEMPT_PATIENCE = 0.02  # where the abort itself brings it back
-cdef double CALL_PATIENCE = 5.0
-
 # How long the device may take to end what runs on a communicator that has failed.
 cdef double BROKEN_PATIENCE = 1.0
-
-# How long a signal handler waits for an abort where the host engine runs the operation beneath it, in the same thread.
-cdef double HANDLER_PATIENCE = 0.1
-
-
-cdef bint lock_within(mutex_t* mutex, double until) noexcept nogil:
-    """Take a lock unless that takes until a moment; return whether it was taken."""
-    cdef double started = now()
-    while mutex_trylock(mutex) != 0:
-        if now() >= until:
-            return False
-        pause(now() - started)
-    return True
-
 
 # A wait for a stream, as its tick sees it.
 cdef struct Waiting:
@@ -158,7 +126,7 @@ cdef int _look(Waiting* waiting) noexcept with gil:
     cdef Handle handle = <Handle>waiting.handle
     together = [handle] if waiting.together == NULL else <list>waiting.together
     try:
-        _run_handlers()
+        run_handlers()
         what = waiting.what.decode()
         if now() - waiting.broken > BROKEN_PATIENCE:  # a rank has died, say, and the kernel waits for it
             failure = nccl_error(handle.peek(), waiting.what, NULL)
@@ -170,30 +138,12 @@ cdef int _look(Waiting* waiting) noexcept with gil:
             threads = begin_abort(handle.tied(), f"{what} passed its deadline")
     except BaseException as error:
         failure = error
-        threads = _begin_quietly(together, f"{waiting.what.decode()} was interrupted by {type(error).__name__}")
+        threads = begin_quietly(together, f"{waiting.what.decode()} was interrupted by {type(error).__name__}")
     Py_INCREF(failure)
     waiting.error = <PyObject*>failure
     Py_INCREF(threads)
     waiting.aborting = <PyObject*>threads
     return 0
-
-
-cdef int _run_handlers() except -1:
-    global ncclpy_in_handlers
-    ncclpy_in_handlers += 1
-    try:
-        PyErr_CheckSignals()
-    finally:
-        ncclpy_in_handlers -= 1
-    return 0
-
-
-cdef list _begin_quietly(list handles, object reason):
-    """Begin an abort on the way out, where another exception is what the caller is told."""
-    try:
-        return begin_abort(handles, reason)
-    except Exception:
-        return []
 
 
 cdef int _see_what_came(Handle handle, CUresult result, Waiting* waiting, str what) except -1:
@@ -220,30 +170,18 @@ cdef int _see_what_came(Handle handle, CUresult result, Waiting* waiting, str wh
     return 0
 
 
-cdef class Handle:
+cdef class Handle(Abortable):
     """Own one `ncclComm_t` and what must be known to use it safely."""
 
     def __cinit__(self, *args, **kwargs):
-        mutex_init(&self.mutex, LOCK_COMM)
-        mutex_init(&self.gate, LOCK_GATE)
-        self.state = UNBORN
-        self.owned = True
         self.waits = True
         self.limit = self.shortest = FOREVER
 
     def __dealloc__(self):
         free_marks(self.marks)
-        mutex_destroy(&self.mutex)
-        mutex_destroy(&self.gate)
 
     def __reduce__(self):
         raise not_copied(self, "pass bytes(unique_id) to the other process, and let each make its own with init()")
-
-    cdef void lock(self) noexcept nogil:
-        mutex_lock(&self.mutex)
-
-    cdef void unlock(self) noexcept nogil:
-        mutex_unlock(&self.mutex)
 
     cdef bint lock_alive(self) noexcept nogil:
         """Take the lock; return False, and do not, if the communicator was aborted or closed meanwhile."""
@@ -350,15 +288,6 @@ cdef class Handle:
             self.unlock()
         return ncclSuccess if state == ncclInProgress else state
 
-    cdef ncclComm_t take_raw(self) noexcept nogil:
-        """Take the handle away, to destroy or abort it: from here on `peek` does not ask NCCL for it any more."""
-        cdef bint locked = lock_within(&self.gate, now() + ABORT_PATIENCE)
-        cdef ncclComm_t raw = self.raw
-        self.raw = NULL
-        if locked:
-            mutex_unlock(&self.gate)
-        return raw
-
     cdef int finish(self, str what, double deadline, double started=0) except -1:
         """Poll until the communicator has left ncclInProgress; past the deadline abort it and raise NcclTimeout."""
         cdef ncclResult_t result
@@ -459,9 +388,6 @@ cdef class Handle:
     cdef bint in_background(self) noexcept:
         return self.nonblocking
 
-    cdef bint can_be_ended(self) noexcept:
-        return self.guard != NULL or self.nonblocking or abort_preempts
-
     cdef int check_endable(self, object what) except -1:
         """Refuse a deadline of one operation where NCCL would not let anybody end it; on every engine alike."""
         if self.guard == NULL and not self.nonblocking:
@@ -472,23 +398,6 @@ cdef class Handle:
 
     cdef int called(self) except -1:
         return 0
-
-    cdef list tied(self):
-        return [self]
-
-    cdef int before_abort(self) except -1:
-        return 0
-
-    cdef bint is_in_parent(self) noexcept:
-        """Return whether it is a child of which only its parent knows."""
-        return False
-
-    cdef bint take_late(self, bint called) except -1:
-        """Take over what NCCL has made meanwhile, when that by which it was made has been aborted.
-
-        `called` says that the call that makes it has returned, although nobody has waited for it.
-        """
-        return False
 
     cdef int hold(self, list objects, CUstream stream, object what) except -1:
         until = [] if self.aborting is None else list(self.aborting)
@@ -547,196 +456,6 @@ cdef ncclResult_t _poll_slice(Handle handle, double started, double deadline) no
         pause(now() - started)
 
 
-cdef ncclResult_t _abort_raw(ncclComm_t raw) noexcept nogil:
-    if raw == NULL or nccl.ncclCommAbort == NULL:
-        return ncclSuccess
-    return nccl.ncclCommAbort(raw)
-
-
-cdef int _abort_guard(Handle handle) except -1:
-    """End what is stuck on a communicator with a guard: on the device, and in a call of it."""
-    cdef ncclResult_t result
-    cdef ncclComm_t guard
-    with nogil:
-        mutex_lock(&handle.gate)
-        guard = handle.guard
-        handle.guard = NULL
-        mutex_unlock(&handle.gate)
-        result = _abort_raw(guard)
-    return check(result, b"ncclCommAbort", NULL)
-
-
-cdef bint _abort_one(Handle handle, double until) except -1:
-    """Take the handle away and abort it; False if a thread is inside it that cannot be got out: it stays."""
-    cdef ncclResult_t result = ncclSuccess
-    cdef bint locked
-    cdef bint goes_on = abort_preempts or handle.nonblocking  # NCCL joins the job of a nonblocking one itself
-    with nogil:
-        locked = lock_within(&handle.mutex, until + (0 if goes_on else CALL_PATIENCE))
-        if locked or goes_on:
-            result = _abort_raw(handle.take_raw())
-        if locked:
-            mutex_unlock(&handle.mutex)
-    check(result, b"ncclCommAbort", NULL)
-    return locked or goes_on
-
-
-cdef int _abort_in_group(list handles, bint guards, list failures, list stuck) except -1:
-    """Abort all of them, or all their guards, as one NCCL group if there are several."""
-    cdef ncclResult_t result = ncclSuccess
-    cdef double until = now() + (PREEMPT_PATIENCE if abort_preempts else ABORT_PATIENCE)  # for all: many may be stuck
-    cdef Handle handle
-    if len(handles) > 1:
-        with nogil:
-            result = nccl.ncclGroupStart()
-        check(result, b"ncclGroupStart", NULL)
-    try:
-        for handle in handles:
-            try:
-                if guards:
-                    _abort_guard(handle)
-                elif not _abort_one(handle, until):
-                    stuck.append(handle)
-            except NcclError as error:  # the others are to end all the same
-                failures.append(error)
-    finally:
-        if len(handles) > 1:
-            with nogil:
-                result = nccl.ncclGroupEnd()
-    check(result, b"ncclGroupEnd", NULL)
-    return 0
-
-
-cdef class _Abort(Call):
-    """Abort communicators in a thread of its own, and keep what became of that."""
-
-    cdef list handles
-    cdef list failures
-    cdef list stuck
-
-    def __cinit__(self, list handles):
-        self.handles, self.failures, self.stuck = handles, [], []
-
-    cdef int make(self) except -1:
-        """Abort them: guards first, so that nobody is inside the communicators when their turn comes."""
-        cdef Handle handle
-        try:
-            guarded = [handle for handle in self.handles if (<Handle>handle).guard != NULL]
-            if guarded:
-                _abort_in_group(guarded, True, self.failures, self.stuck)
-        except BaseException as error:  # carried to the caller; the rest is to end all the same
-            self.failures.append(error)
-        for handle in self.handles:
-            try:
-                handle.before_abort()
-            except BaseException as error:
-                self.failures.append(error)
-        try:
-            _abort_in_group(self.handles, False, self.failures, self.stuck)
-            late = [handle for handle in self.handles if (<Handle>handle).take_late(False)]
-            if late:  # made while they were aborted
-                _abort_in_group(late, False, self.failures, self.stuck)
-        except BaseException as error:
-            self.failures.append(error)
-        return 0
-
-
-cdef list begin_abort(list handles, object reason):
-    """Mark communicators as aborted, so that no operation of them starts, and start the threads that abort them.
-
-    Those that are aborted or closed already are passed over. NCCL before 2.22 cannot abort several in one group, and
-    needs a thread for each.
-    """
-    cdef Handle handle
-    alive = []
-    for handle in handles:
-        if handle.state in (ABORTED, CLOSED):
-            continue
-        handle.reason = reason
-        handle.state = ABORTED
-        if (handle.raw != NULL or handle.guard != NULL or handle.is_in_parent()) and handle.owned:
-            alive.append(handle)
-    if not alive:
-        return []
-    require(<void*>nccl.ncclCommAbort, b"ncclCommAbort")
-    threads = [_Abort(some) for some in ([alive] if version_code() >= 22200 else [[handle] for handle in alive])]
-    for handle in alive:
-        handle.aborting = threads
-    for thread in threads:
-        try:
-            (<_Abort>thread).start("ncclpy-abort")
-        except RuntimeError:  # no more threads; here it may block, but what is to end would never end else
-            (<_Abort>thread)._run()
-    return threads
-
-
-cdef int end_abort(list threads, double timeout, object reason) except -1:
-    """Wait for aborts, warn of what did not return in time or could not be aborted, and raise what went wrong."""
-    cdef double deadline = deadline_after(timeout)
-    cdef _Abort thread
-    # The operation that is to end may be run by this very thread, beneath the handler: it ends when the handler has.
-    cdef bint within = abort_preempts and ncclpy_in_handlers > 0
-    if within:
-        deadline = min(deadline, now() + HANDLER_PATIENCE)
-    for thread in threads:
-        thread.wait(deadline)
-    slow, stuck = [], []
-    for thread in threads:
-        slow += [] if thread.done else thread.handles
-        stuck += thread.stuck
-    if slow and not within:
-        warnings.warn(
-            f"ncclCommAbort did not return within {timeout:g} s and was left behind with what it may touch "
-            f"({reason}): {slow!r}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-    leave_behind(stuck, reason)
-    for thread in threads:
-        if thread.failures:
-            raise thread.failures[0]
-    return 0
-
-
-cdef int end_quietly(list threads, object reason, object error) except -1:
-    try:
-        end_abort(threads, ABORT_DEADLINE, reason)
-    except Exception as failure:
-        attach(error, [failure])
-    return 0
-
-
-cdef int leave(list handles, object reason, object error) except -1:
-    return end_quietly(_begin_quietly(handles, reason), reason, error)
-
-
-cdef int leave_behind(list handles, object reason) except -1:
-    cdef Handle handle
-    for handle in handles:
-        if handle.state not in (ABORTED, CLOSED):
-            handle.reason, handle.state = reason, ABORTED
-    if handles:
-        warnings.warn(
-            f"a thread is inside NCCL with {handles!r} and cannot be brought back ({reason}): both are left behind. A "
-            "communicator made with timeout= or abortable=True can be ended at any time",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-    return 0
-
-
-cdef int abort_late(list handles, object reason) except -1:
-    """Abort what was made by a call for which nobody has waited, and which has returned."""
-    cdef Handle handle
-    cdef _Abort call
-    late = [handle for handle in handles if handle.take_late(True)]
-    if not late:
-        return 0
-    call = _Abort(late)
-    call.start("ncclpy-abort")
-    return end_abort([call], ABORT_DEADLINE, reason)
-
-
 cdef int count_waits(list waits, int by) except -1:
     cdef Handle handle
     for handle, _, _ in waits:
@@ -744,6 +463,3 @@ cdef int count_waits(list waits, int by) except -1:
     return 0
 
 
-cdef int abort_handles(list handles, double timeout, object reason) except -1:
-    """Abort communicators together, from a side thread that is left behind if it does not return in time."""
-    return end_abort(begin_abort(handles, reason), timeout, reason)

@@ -16,26 +16,26 @@ from ncclpy.abi.nccl cimport (
     ncclResult_t,
     ncclSuccess,
 )
-from ncclpy.core.birth cimport ASKED, BY_ITSELF, FROM_GUARD, IN_PARENT, MADE
-from ncclpy.core.check cimport check, nccl_error
-from ncclpy.core.device cimport context_of
-from ncclpy.core.group cimport current_group
-from ncclpy.core.handle cimport (
-    ABORT_DEADLINE,
+from ncclpy.core.abort cimport (
     ABORTED,
+    ABORT_DEADLINE,
     CLOSED,
     FAILED,
     FINALIZED,
     INITIALISING,
     READY,
     UNBORN,
-    WAS_ABORTED,
     abort_handles,
     begin_abort,
     end_abort,
     leave,
     lock_within,
 )
+from ncclpy.core.birth cimport ASKED, BY_ITSELF, FROM_GUARD, IN_PARENT, MADE
+from ncclpy.core.check cimport check, nccl_error
+from ncclpy.core.device cimport context_of
+from ncclpy.core.group cimport current_group
+from ncclpy.core.handle cimport WAS_ABORTED
 from ncclpy.core.library cimport abort_preempts, nccl, require, version_code
 from ncclpy.core.marks cimport new_marks
 from ncclpy.core.missing cimport who_is_missing

@@ -4,21 +4,12 @@ from libc.stdlib cimport free
 
 from ncclpy.abi.locks cimport mutex_lock, mutex_unlock
 from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclSuccess
+from ncclpy.core.abort cimport ABORT_DEADLINE, ABORTED, end_call
+from ncclpy.core.check cimport keep_words
 from ncclpy.core.flight cimport hold
-from ncclpy.core.handle cimport (
-    ABORT_DEADLINE,
-    ABORTED,
-    WAS_ABORTED,
-    leave,
-    leave_behind,
-)
+from ncclpy.core.handle cimport WAS_ABORTED
 from ncclpy.core.library cimport abort_preempts, nccl
 from ncclpy.core.wait cimport deadline_after, now, pause
-
-from ncclpy.core.errors import attach
-
-cdef extern from "string.h" nogil:
-    char* strdup(const char*)
 
 UPKEEP = ("ncclCommFinalize", "ncclCommRevoke", "ncclCommSuspend", "ncclCommResume")
 
@@ -41,13 +32,7 @@ cdef class Upkeep(Call):
         except BaseException as error:
             why = f"{what} was left early: {type(error).__name__}"
             try:
-                if comm.can_be_ended():
-                    leave(comm.tied(), why, error)
-                    self.wait(now() + ABORT_DEADLINE)
-                else:
-                    leave_behind([comm], why)
-            except Exception as failure:
-                attach(error, [failure])
+                end_call([comm], self, [], why, error)
             finally:  # also if Ctrl-C comes a second time
                 hold([comm], [self], f"what {what} needs on {comm!r}")
             raise
@@ -73,8 +58,7 @@ cdef class Upkeep(Call):
             self.result = nccl.ncclCommWindowDeregister(self.comm.raw, self.window)
         else:
             self.result = self._destroy()
-        if self.result != ncclSuccess and self.result != ncclInProgress and nccl.ncclGetLastError != NULL:
-            self.words = strdup(nccl.ncclGetLastError(NULL))
+        self.words = keep_words(self.result)
         self.comm.unlock()
 
     cdef ncclResult_t _destroy(self) noexcept nogil:

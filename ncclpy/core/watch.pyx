@@ -15,7 +15,7 @@ import weakref
 
 from ncclpy.abi.driver cimport CU_STREAM_CAPTURE_MODE_RELAXED, CUstreamCaptureMode
 from ncclpy.abi.locks cimport mutex_trylock
-from ncclpy.core.handle cimport ABORTED, CLOSED, READY, begin_abort
+from ncclpy.core.abort cimport ABORTED, CLOSED, READY, begin_abort
 from ncclpy.core.library cimport driver
 from ncclpy.core.marks cimport find_overdue
 from ncclpy.core.operation cimport function_of

@@ -12,11 +12,12 @@ from ncclpy.abi.nccl cimport (
     ncclSuccess,
     ncclWindow_t,
 )
+from ncclpy.core.abort cimport READY
 from ncclpy.core.buffers cimport View
 from ncclpy.core.check cimport check
 from ncclpy.core.collectives cimport read_on_device
 from ncclpy.core.group cimport check_makes, current_group, make_alone
-from ncclpy.core.handle cimport READY, WAS_ABORTED
+from ncclpy.core.handle cimport WAS_ABORTED
 from ncclpy.core.library cimport nccl, require
 from ncclpy.core.lifecycle cimport Lifecycle
 from ncclpy.core.operation cimport WINDOW, Operation

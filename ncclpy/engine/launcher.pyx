@@ -18,13 +18,10 @@ from libc.string cimport memset
 from ncclpy.abi.driver cimport CU_EVENT_WAIT_DEFAULT, CUDA_SUCCESS
 from ncclpy.abi.locks cimport LOCK_ORDER, mutex_init, mutex_lock, mutex_t, mutex_unlock
 from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
+from ncclpy.core.abort cimport ABORT_DEADLINE, abort_handles
+from ncclpy.core.check cimport keep_words
 from ncclpy.core.device cimport context_of
-from ncclpy.core.handle cimport (
-    ABORT_DEADLINE,
-    PAST_DEADLINE,
-    WAS_ABORTED,
-    abort_handles,
-)
+from ncclpy.core.handle cimport PAST_DEADLINE, WAS_ABORTED
 from ncclpy.core.library cimport driver, nccl, require
 from ncclpy.core.operation cimport NOT_THERE, issue
 from ncclpy.core.wait cimport FOREVER, now
@@ -53,9 +50,6 @@ cdef extern from "Python.h":
 
 cdef extern from "sched.h" nogil:
     int sched_yield()
-
-cdef extern from "string.h" nogil:
-    char* strdup(const char*)
 
 _log = logging.getLogger("ncclpy.engine")
 
@@ -220,8 +214,7 @@ cdef void run_batch(Batch* batch) noexcept nogil:
     if batch.result == ncclInProgress:
         batch.result = _finish(batch)
     if batch.result != ncclSuccess:
-        if nccl.ncclGetLastError != NULL and <int>batch.result > 0:
-            batch.text = strdup(nccl.ncclGetLastError(NULL))
+        batch.text = keep_words(batch.result)
         return
     for i in range(batch.count):
         part = &batch.parts[i]

@@ -29,14 +29,10 @@ from ncclpy.abi.driver cimport (
 )
 from ncclpy.abi.locks cimport LOCK_MONITOR, mutex_init, mutex_lock, mutex_t, mutex_unlock
 from ncclpy.abi.nccl cimport ncclResult_t, ncclSuccess
+from ncclpy.core.abort cimport ABORTED
 from ncclpy.core.check cimport driver_error, nccl_error
 from ncclpy.core.device cimport context_of
-from ncclpy.core.handle cimport (
-    ABORTED,
-    PAST_DEADLINE,
-    WAS_ABORTED,
-    Handle,
-)
+from ncclpy.core.handle cimport PAST_DEADLINE, WAS_ABORTED, Handle
 from ncclpy.core.library cimport driver
 from ncclpy.core.operation cimport NOT_THERE, function_of
 from ncclpy.core.wait cimport FOREVER

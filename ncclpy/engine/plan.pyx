@@ -8,9 +8,10 @@ from libc.stdlib cimport free
 from ncclpy.abi.driver cimport CUDA_SUCCESS, CUcontext, CUstream
 from ncclpy.abi.locks cimport mutex_unlock
 from ncclpy.abi.nccl cimport ncclSuccess
+from ncclpy.core.abort cimport ABORT_DEADLINE, READY, begin_abort, end_quietly
 from ncclpy.core.check cimport driver_error, nccl_error
 from ncclpy.core.group cimport Group, current_group
-from ncclpy.core.handle cimport ABORT_DEADLINE, PAST_DEADLINE, READY, Handle, begin_abort, count_waits, end_quietly
+from ncclpy.core.handle cimport PAST_DEADLINE, Handle, count_waits
 from ncclpy.core.library cimport driver
 from ncclpy.core.lifecycle cimport Lifecycle
 from ncclpy.core.operation cimport NOT_THERE, function_of, raise_issue

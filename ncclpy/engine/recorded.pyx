@@ -5,9 +5,10 @@ from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy
 
 from ncclpy.abi.locks cimport LOCK_PLAN, lock_wanted, mutex_destroy, mutex_init
+from ncclpy.core.abort cimport READY, end_call, lock_within
 from ncclpy.core.device cimport context_of
 from ncclpy.core.group cimport check_together
-from ncclpy.core.handle cimport READY, Handle, leave, leave_behind, lock_within
+from ncclpy.core.handle cimport Handle
 from ncclpy.core.library cimport nccl, require
 from ncclpy.core.lifecycle cimport Lifecycle
 from ncclpy.core.resources cimport CustomOp
@@ -16,7 +17,7 @@ from ncclpy.core.wait cimport SLICE, now
 from ncclpy.engine.launcher cimport divide, run_batch, sort_parts
 from ncclpy.engine.native cimport add, load, sleep_on, wake
 
-from ncclpy.core.errors import NcclTimeout, attach, not_copied, seconds
+from ncclpy.core.errors import NcclTimeout, not_copied, seconds
 
 cdef extern from "sched.h" nogil:
     int sched_yield()
@@ -161,13 +162,8 @@ cdef class Recorded:
 
     cdef int leave_launch(self, object error) except -1:
         """End what a launch was waited for, since `error` has ended the wait."""
-        cdef Handle handle
-        why = "Plan.launch was left early"
         try:
-            leave([handle for handle in self.handles if (<Handle>handle).can_be_ended()], why, error)
-            leave_behind([handle for handle in self.handles if (<Handle>handle).state == READY], why)
-        except Exception as failure:
-            attach(error, [failure])
+            end_call(self.handles, None, [], "Plan.launch was left early", error)
         finally:
             self.hold_arrays()
         return 0

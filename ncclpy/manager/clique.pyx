@@ -7,9 +7,9 @@ import threading
 from libc.string cimport memset
 
 from ncclpy.abi.driver cimport CUstream
+from ncclpy.core.abort cimport ABORT_DEADLINE
 from ncclpy.core.datatypes cimport ITEMSIZE
 from ncclpy.core.communicator cimport Communicator
-from ncclpy.core.handle cimport ABORT_DEADLINE
 from ncclpy.core.library cimport nccl
 from ncclpy.core.operation cimport ALL_TO_ALL, GATHER, RECV, SCATTER, SEND, Operation
 from ncclpy.core.stream cimport Stream

@@ -8,8 +8,8 @@ import weakref
 from cpython.exc cimport PyErr_CheckSignals
 
 from ncclpy.abi.locks cimport LOCK_DEFAULT_MANAGER
+from ncclpy.core.abort cimport ABORT_DEADLINE
 from ncclpy.core.buffers cimport View
-from ncclpy.core.handle cimport ABORT_DEADLINE
 from ncclpy.core.library cimport driver, require_driver
 from ncclpy.core.operation cimport ALL_REDUCE, REDUCE, REDUCE_SCATTER
 from ncclpy.core.wait cimport FOREVER, as_timeout, now

@@ -117,15 +117,19 @@ def split(comms):
         return [comm.split(0) for comm in comms]
 cut_short(split)
 """,
-    "a guard that cannot be finalized": """
+    # With a guard: first what users see is finalized and destroyed, then the guard.
+    **{
+        f"a call that fails, {call}": f"""
 comm, = ncclpy.Communicator.init_all([0], timeout=60)
-with ncclpy.faults("call=CommFinalize nth=2 do=error"):
+with ncclpy.faults("call={call} do=error"):
     try:
         comm.close()
         raise AssertionError
     except ncclpy.NcclError:
         pass
-""",
+"""
+        for call in ("CommFinalize nth=1", "CommFinalize nth=2", "CommDestroy nth=1", "CommDestroy nth=2")
+    },
 }
 
 CUT_SHORT = """

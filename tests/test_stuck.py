@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 
+import leftovers
 import numpy as np
 import pytest
 
@@ -239,3 +241,37 @@ def test_memory_stats_lets_other_threads_run(host_engine):
         """,
         timeout=60,
     )
+
+
+# Which call hangs for ever of those by which a communicator with a guard is made, or is closed.
+BIRTH = ("CommInitRankConfig nth=1", "GroupEnd nth=1", "CommSplit nth=1", "GroupEnd nth=2")
+END = ("CommFinalize nth=1", "CommFinalize nth=2", "CommDestroy nth=1", "CommDestroy nth=2")
+
+
+@pytest.mark.parametrize("call", BIRTH + END)
+def test_no_call_of_a_birth_or_an_end_hangs_for_ever(host_engine, call):
+    mapped = leftovers.settle(leftovers.mappings, lambda seen: False, 0.1)
+    comms = [] if call in BIRTH else ncclpy.Communicator.init_all([0], timeout=2.0)
+    with ncclpy.faults(f"call={call} do=hang"), pytest.raises(ncclpy.NcclTimeout):
+        if call in BIRTH:
+            ncclpy.Communicator.init_all([0], timeout=0.5)
+        comms[0].close(timeout=0.1)
+    assert leftovers.settle(leftovers.mappings, lambda seen: seen <= mapped, 10.0) <= mapped
+    assert "ncclpy-call" not in leftovers.settle(leftovers.threads, lambda seen: "ncclpy-call" not in seen, 10.0)
+
+
+def test_a_handler_ends_a_birth_whose_guard_does_not_answer(host_engine):
+    class Enough(Exception):
+        pass
+
+    def enough(*_):
+        raise Enough
+
+    before = signal.signal(signal.SIGALRM, enough)
+    try:
+        with ncclpy.faults("call=CommSplit do=hang"), pytest.raises(Enough):
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
+            ncclpy.Communicator.init_all([0], abortable=True)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -68,6 +68,8 @@ cdef class Handle:
     cdef int unborn(self) except -1
     cdef int check_alive(self) except -1
     cdef ncclComm_t speaker(self) noexcept
+    # What NCCL says of the error that polling has found, or NULL.
+    cdef const char* last_words(self) noexcept
     cdef ncclResult_t poll_once(self) noexcept nogil
     cdef ncclResult_t peek(self) noexcept nogil
     cdef ncclComm_t take_raw(self) noexcept nogil

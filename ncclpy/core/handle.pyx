@@ -314,6 +314,9 @@ cdef class Handle:
         """Return the communicator that knows why this one failed."""
         return self.raw
 
+    cdef const char* last_words(self) noexcept:
+        return nccl.ncclGetLastError(self.speaker()) if nccl.ncclGetLastError != NULL else NULL
+
     cdef ncclResult_t poll_once(self) noexcept nogil:
         """Ask NCCL once how the communicator is; for a child that NCCL still makes, its parent is asked."""
         cdef ncclResult_t state = ncclSuccess
@@ -382,7 +385,7 @@ cdef class Handle:
             initialising = self.state == INITIALISING
             if initialising:
                 self.state = FAILED
-            words = nccl.ncclGetLastError(self.speaker()) if nccl.ncclGetLastError != NULL else NULL
+            words = self.last_words()
             failure = nccl_error(result, b"ncclCommGetAsyncError", words, f"{what} of {self!r}")
             if initialising:  # what there is of it is of no use, and may be in nobody's hands
                 leave([self], f"{what} failed", failure)

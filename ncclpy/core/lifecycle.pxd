@@ -26,5 +26,6 @@ cdef class Lifecycle(Handle):
     cdef ncclResult_t poll_birth(self) noexcept nogil
     cdef void _take_cell(self) noexcept nogil
     cdef bint _take_cell_late(self, bint called) noexcept nogil
+    cdef ncclResult_t _ask_maker(self) noexcept nogil
     cdef int _grown(self) except -1
     cdef int be_watched(self, double limit) except -1

@@ -8,6 +8,7 @@ import weakref
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport uint64_t, uintptr_t
 
+from ncclpy.abi.locks cimport mutex_lock, mutex_unlock
 from ncclpy.abi.nccl cimport (
     ncclComm_t,
     ncclCommMemStat_t,
@@ -206,7 +207,7 @@ cdef class Lifecycle(Handle):
 
     cdef ncclResult_t poll_birth(self) noexcept nogil:
         """Ask how far the making has come, and take the next step when one is done. Several threads may do so."""
-        cdef ncclResult_t result, state = ncclSuccess
+        cdef ncclResult_t result
         if self.cradle.stage == IN_PARENT:
             # First and without this one's lock: the order of locks is that of their addresses.
             result = (<Handle>self.asked).poll_once()
@@ -220,26 +221,37 @@ cdef class Lifecycle(Handle):
             result = <ncclResult_t>WAS_ABORTED
         elif self.cradle.stage == MADE:
             result = ncclSuccess
-        elif self.cradle.failed != ncclSuccess:
-            result = self.cradle.failed
+        elif self.cradle.is_asking():
+            result = ncclInProgress
+        elif self.cradle.question.failed != ncclSuccess:
+            result = self.cradle.question.failed
         elif nccl.ncclCommGetAsyncError == NULL or (self.guard if self.cradle.guarded else self.raw) == NULL:
             result = <ncclResult_t>WAS_ABORTED
         else:
-            result = nccl.ncclCommGetAsyncError(self.guard if self.cradle.guarded else self.raw, &state)
-            result = state if result == ncclSuccess else result
+            result = self._ask_maker()
             if result == ncclSuccess and self.cradle.guarded and self.cradle.stage == BY_ITSELF:
-                result = self.cradle.ask_guard(self.guard)
-                if result == ncclSuccess:  # it may have been quick; the cell says so
-                    result = ncclInProgress
+                self.cradle.ask_guard(self.guard)
+                result = ncclInProgress
             elif result == ncclSuccess:
                 if self.cradle.guarded:
-                    self.raw = self.cradle.cell[0]
+                    self.raw = self.cradle.question.cell
                 if self.raw != NULL:
                     self.cradle.stage = MADE
                 else:  # not written yet
                     result = ncclInProgress
         self.unlock()
         return result
+
+    cdef ncclResult_t _ask_maker(self) noexcept nogil:
+        """Ask the guard, or the communicator itself; an abort takes it away under the gate."""
+        cdef ncclResult_t state = ncclSuccess, result = <ncclResult_t>WAS_ABORTED
+        cdef ncclComm_t maker
+        mutex_lock(&self.gate)
+        maker = self.guard if self.cradle.guarded else self.raw
+        if maker != NULL:
+            result = nccl.ncclCommGetAsyncError(maker, &state)
+        mutex_unlock(&self.gate)
+        return state if result == ncclSuccess else result
 
     cdef bint in_background(self) noexcept:
         if self.state == UNBORN and self.cradle is not None:
@@ -277,12 +289,15 @@ cdef class Lifecycle(Handle):
 
     cdef bint _take_cell_late(self, bint called) noexcept nogil:
         cdef bint taken
-        if not lock_within(&self.mutex, now() + LATE_PATIENCE):
+        cdef double until = now() + LATE_PATIENCE
+        if not lock_within(&self.mutex, until):
             return False
+        while self.cradle.is_asking() and now() < until:  # the guard is gone, which brings it back
+            pause(0.001)
         taken = self.cradle.stage != ASKED or (called and self.raw == NULL)  # else the call has not returned
         if taken:
             if self.raw == NULL and self.cradle.stage == FROM_GUARD:
-                self.raw = self.cradle.cell[0]
+                self.raw = self.cradle.question.cell
             elif self.raw == NULL and (self.cradle.stage == IN_PARENT or self.cradle.stage == ASKED):
                 self.raw = self.cradle.birth.cell
             self.cradle.stage = MADE
@@ -301,6 +316,11 @@ cdef class Lifecycle(Handle):
         if self.state == UNBORN and abort_preempts and self.cradle is not None:
             return self.cradle.birth.cell
         return NULL
+
+    cdef const char* last_words(self) noexcept:
+        if self.cradle is not None and self.cradle.question.words != NULL and not self.cradle.is_asking():
+            return self.cradle.question.words
+        return Handle.last_words(self)
 
     cdef object timeout_error(self, object what, double waited):
         if self.state == INITIALISING and self.cradle.stage == IN_PARENT:

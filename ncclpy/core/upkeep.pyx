@@ -12,7 +12,7 @@ from ncclpy.core.handle cimport (
     leave,
     leave_behind,
 )
-from ncclpy.core.library cimport nccl
+from ncclpy.core.library cimport abort_preempts, nccl
 from ncclpy.core.wait cimport deadline_after, now, pause
 
 from ncclpy.core.errors import attach
@@ -84,33 +84,55 @@ cdef class Upkeep(Call):
         if not self.finalized and nccl.ncclCommFinalize != NULL:
             result = self._poll(self.comm.raw, nccl.ncclCommFinalize(self.comm.raw), self.deadline)
         raw = self.comm.take_raw()  # NULL after an abort
-        mutex_lock(&self.comm.gate)
-        guard = self.comm.guard
-        self.comm.guard = NULL
-        mutex_unlock(&self.comm.gate)
         if raw != NULL and result == ncclSuccess:
-            result = nccl.ncclCommDestroy(raw)
+            result = self._give_back(raw)
         elif raw != NULL and nccl.ncclCommAbort != NULL:
             # What has failed cannot be finalized, and must not stay behind.
             nccl.ncclCommAbort(raw)
+        # The guard is there until its own end: its abort is what brings this thread back.
+        guard = self._guard(False)
+        if guard != NULL and result == ncclSuccess:
+            result = self._poll(guard, nccl.ncclCommFinalize(guard), now() + ABORT_DEADLINE)
+        guard = self._guard(not abort_preempts)  # NCCL would free it under this thread
         if guard == NULL:
             return result
         if result == ncclSuccess:
-            result = self._poll(guard, nccl.ncclCommFinalize(guard), now() + ABORT_DEADLINE)
-            if result == ncclSuccess:
-                return self._poll(NULL, nccl.ncclCommDestroy(guard), 0)
-        nccl.ncclCommAbort(guard)
+            result = self._give_back(guard)
+        else:
+            nccl.ncclCommAbort(guard)
+        self._guard(True)
         return result
+
+    cdef ncclResult_t _give_back(self, ncclComm_t raw) noexcept nogil:
+        cdef ncclResult_t result = self._poll(NULL, nccl.ncclCommDestroy(raw), 0)
+        if result != ncclSuccess and abort_preempts:  # what NCCL has left of it nobody knows
+            nccl.ncclCommAbort(raw)
+        return result
+
+    cdef ncclComm_t _guard(self, bint take) noexcept nogil:
+        """Return the guard, NULL if there is none or an abort has taken it; and take it away, if asked to."""
+        cdef ncclComm_t guard
+        mutex_lock(&self.comm.gate)
+        guard = self.comm.guard
+        if take:
+            self.comm.guard = NULL
+        mutex_unlock(&self.comm.gate)
+        return guard
 
     cdef ncclResult_t _poll(self, ncclComm_t raw, ncclResult_t result, double deadline) noexcept nogil:
         """Wait until a call in the background is over."""
         cdef ncclResult_t state
         cdef double started = now()
+        cdef bint gone
         while result == ncclInProgress and raw != NULL:
             if now() >= deadline or self.comm.state == ABORTED:
                 return ncclInProgress
             pause(now() - started)
-            if nccl.ncclCommGetAsyncError(raw, &state) != ncclSuccess:
+            mutex_lock(&self.comm.gate)
+            gone = raw != self.comm.raw and raw != self.comm.guard  # with an abort
+            gone = gone or nccl.ncclCommGetAsyncError(raw, &state) != ncclSuccess
+            mutex_unlock(&self.comm.gate)
+            if gone:
                 return ncclSuccess
             result = state
         return ncclSuccess if result == ncclInProgress else result

@@ -75,8 +75,8 @@ def one():
         10,
         """
 def one():
-    signal.setitimer(signal.ITIMER_REAL, 0.01)
     try:
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
         ncclpy.Communicator.init(2, 0, ncclpy.get_unique_id(), device=0, **OPTIONS)
     except Late:
         pass
@@ -109,12 +109,12 @@ def test_interrupted_inits_with_a_deadline():
 ONCE = {
     # NCCL has made a child and its parent does not know it yet. `raise_in` is a signal handler at that very place.
     "an interrupt while a child is taken over": """
-cut_short(lambda comms: [comms[0].split(0)])
+cut_short(lambda comms, made: made.append(comms[0].split(0)))
 """,
     "an interrupt while one of two children is taken over": """
-def split(comms):
+def split(comms, made):
     with ncclpy.group():
-        return [comm.split(0) for comm in comms]
+        made += [comm.split(0) for comm in comms]
 cut_short(split)
 """,
     # With a guard: first what users see is finalized and destroyed, then the guard.
@@ -146,14 +146,16 @@ def cut_short(split):
     cliques = [ncclpy.Communicator.init_all([0, 1], timeout=60) for _ in range(2)]
     mine, others = zip(*cliques)
     def other():
+        made = []
         with contextlib.suppress(ncclpy.NcclError):
-            for child in split(others):
-                child.abort()
+            split(others, made)
+        for child in made:
+            child.abort()
     thread = threading.Thread(target=other)
     thread.start()
     raise_in("add", "_weakrefset")
     try:
-        split(mine)
+        split(mine, [])
         raise AssertionError
     except Late:
         pass

@@ -160,6 +160,8 @@ cdef class Lifecycle(Handle):
                     result = self.poll_birth()
             if result == ncclSuccess and self.state == INITIALISING:  # without the GIL it may have been aborted
                 self._grown()
+        if self.state == INITIALISING and self.parent is not None and self.parent.state == ABORTED:
+            begin_abort(self.tied(), "its parent was aborted while it was made")  # and did not know of it yet
         return 0
 
     cdef void _take_cell(self) noexcept nogil:

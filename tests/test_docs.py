@@ -1,7 +1,8 @@
 """Run every Python example of the README and of docs/ on the host engine, each in a process of its own.
 
 A block whose first line is ```` ```python {torch} ```` needs torch, ```` ```python {gpu} ```` GPUs and whatever it
-imports. Where these are missing, the block is compiled and not run.
+imports. Where these are missing, the block is compiled and not run. ```` ```python {test} ```` is a file of tests like
+these here, which must pass.
 """
 
 import ast
@@ -19,23 +20,29 @@ import ncclpy
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 BLOCK = re.compile(r"^```python(?: \{(?P<needs>\w+)\})?\n(?P<code>.*?)^```$", re.M | re.S)
 
 
 def examples():
     for page in PAGES:
         for number, match in enumerate(BLOCK.finditer(page.read_text())):
-            marks = {None: (), "torch": (), "gpu": (pytest.mark.gpu,)}[match["needs"]]
+            marks = {None: (), "test": (), "torch": (), "gpu": (pytest.mark.gpu,)}[match["needs"]]
             yield pytest.param(match["code"], match["needs"], id=f"{page.name}-{number}", marks=marks)
 
 
-def run(code, engine, tmp_path):
-    script = tmp_path / "example.py"
+def run(code, needs, tmp_path):
+    script = tmp_path / "test_example.py"
     script.write_text(code)
+    how = ["-W", "error", str(script)]
+    environment = os.environ | ({} if needs == "gpu" else {"NCCLPY_LIBRARY": "host"})
+    if needs == "test":
+        how = ["-m", "pytest", "-q", "-n", "0", "-c", str(ROOT / "pyproject.toml"), "-p", "conftest", str(script)]
+        environment["PYTHONPATH"] = str(ROOT / "tests")
     return subprocess.run(
-        [sys.executable, "-W", "error", str(script)],
-        env=os.environ | engine,
+        [sys.executable, *how],
+        cwd=tmp_path,  # not here, where the sources would be taken for the package
+        env=environment,
         capture_output=True,
         text=True,
         timeout=60,
@@ -46,8 +53,8 @@ def run(code, engine, tmp_path):
 def test_example_runs_and_prints_what_it_says(code, needs, tmp_path):
     if needs == "torch" and importlib.util.find_spec("torch") is None:
         pytest.skip("needs torch")
-    done = run(code, {} if needs == "gpu" else {"NCCLPY_LIBRARY": "host"}, tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = run(code, needs, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
     # A comment behind a print says what it prints.
     promised = re.findall(r"^\s*print\(.*\)\s+# (.+)$", code, re.M)
     assert [line for line in promised if line not in done.stdout] == [], done.stderr

@@ -82,6 +82,8 @@ cdef class Handle:
     cdef object timeout_error(self, object what, double waited)
     # Whether NCCL makes its calls in the background, which it does not mix with others in a group.
     cdef bint in_background(self) noexcept
+    # A call of it has returned ncclInProgress.
+    cdef int was_in_progress(self) except -1
     # Whether an abort ends any call and any operation of it.
     cdef bint can_be_ended(self) noexcept
     cdef int check_endable(self, object what) except -1

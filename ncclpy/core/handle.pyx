@@ -41,6 +41,7 @@ from ncclpy.core.flight cimport hold
 from ncclpy.core.library cimport abort_preempts, driver, nccl, require, require_driver, version_code
 from ncclpy.core.marks cimport free_marks, mark_begin, mark_end
 from ncclpy.core.missing cimport who_is_missing
+from ncclpy.core.overrides cimport guarded_was_in_progress
 from ncclpy.core.stream cimport event_behind
 from ncclpy.core.wait cimport FOREVER, LEAVE, SLICE, Call, await_stream, deadline_after, now, pause
 
@@ -458,6 +459,11 @@ cdef class Handle:
 
     cdef bint in_background(self) noexcept:
         return self.nonblocking
+
+    cdef int was_in_progress(self) except -1:
+        if self.guard != NULL and not self.nonblocking:
+            guarded_was_in_progress()
+        return 0
 
     cdef bint can_be_ended(self) noexcept:
         return self.guard != NULL or self.nonblocking or abort_preempts

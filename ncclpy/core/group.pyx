@@ -638,6 +638,8 @@ cdef int _see_through(Group group) except -1:
         if group.ended == ncclInProgress and not (group.bare and children):  # a child is polled when it is asked
             for handle in handles:
                 if handle.state == READY:
+                    if not children:
+                        handle.was_in_progress()
                     _collect(errors, handle, 1, _by(group, handle.limit, errors), group)
         for handle, stream, limit in dict.fromkeys(group.waits):
             try:

@@ -56,6 +56,8 @@ cdef class Handle(Abortable):
     cdef object timeout_error(self, object what, double waited)
     # Whether NCCL makes its calls in the background, which it does not mix with others in a group.
     cdef bint in_background(self) noexcept
+    # A call of it has returned ncclInProgress.
+    cdef int was_in_progress(self) except -1
     cdef int check_endable(self, object what) except -1
     # The call that makes this communicator has begun in another thread.
     cdef int called(self) except -1

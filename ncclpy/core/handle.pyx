@@ -38,6 +38,7 @@ from ncclpy.core.flight cimport hold
 from ncclpy.core.library cimport driver, nccl, require_driver
 from ncclpy.core.marks cimport free_marks, mark_begin, mark_end
 from ncclpy.core.missing cimport who_is_missing
+from ncclpy.core.overrides cimport guarded_was_in_progress
 from ncclpy.core.stream cimport event_behind
 from ncclpy.core.wait cimport FOREVER, LEAVE, SLICE, await_stream, deadline_after, now, pause
 
@@ -387,6 +388,11 @@ cdef class Handle(Abortable):
 
     cdef bint in_background(self) noexcept:
         return self.nonblocking
+
+    cdef int was_in_progress(self) except -1:
+        if self.guard != NULL and not self.nonblocking:
+            guarded_was_in_progress()
+        return 0
 
     cdef int check_endable(self, object what) except -1:
         """Refuse a deadline of one operation where NCCL would not let anybody end it; on every engine alike."""

@@ -1,6 +1,8 @@
 from os import PathLike
 from typing import Literal
 
+from typing_extensions import disjoint_base
+
 class Library:
     __slots__ = ("engine", "found", "path", "version")
     engine: Literal["cuda", "host"]
@@ -15,8 +17,8 @@ class Library:
 
 debug_locks: bool
 
+@disjoint_base
 class PythonLock:
-    def __init__(self, lock: object, place: int) -> None: ...
     def __enter__(self) -> None: ...
     def __exit__(self, *error: object) -> None: ...
 

@@ -1,6 +1,5 @@
 """The life of a communicator: taking over what NCCL made, waiting until it is ready, giving it back."""
 
-import os
 import sys
 import warnings
 import weakref
@@ -39,6 +38,7 @@ from ncclpy.core.handle cimport WAS_ABORTED
 from ncclpy.core.library cimport abort_preempts, nccl, require, version_code
 from ncclpy.core.marks cimport new_marks
 from ncclpy.core.missing cimport who_is_missing
+from ncclpy.core.overrides cimport guard_has_blocked, look_up_overrides
 from ncclpy.core.stream cimport Stream
 from ncclpy.core.upkeep cimport DESTROY, FINALIZE, REVOKE, SUSPEND, UPKEEP, Upkeep
 from ncclpy.core.watch cimport watch
@@ -117,7 +117,7 @@ cdef class Lifecycle(Handle):
         self.cradle.fill(config, guarded, None if blocking is None and not ends else not self.nonblocking)
         self.cradle.birth.inherits = inherits and not ends
         if guarded:
-            warn_of_overrides()
+            look_up_overrides()  # before anything is made, as far as that shows
         if parent is not None:
             self.parent = parent
             self.asked = <void*>parent
@@ -153,6 +153,9 @@ cdef class Lifecycle(Handle):
         if self.parent is not None:
             self.parent.making.append(self)
             self.parent.children.add(self)
+        if self.cradle.guarded:
+            self.prompt = result == ncclSuccess
+            look_up_overrides()  # again: NCCL has read its configuration file
         if result == ncclSuccess and not in_parent and (self.nranks == 0 or not self.cradle.guarded):
             # A blocking communicator says nothing else; one that works in the background may still be in progress.
             if self.nranks != 0:
@@ -183,6 +186,8 @@ cdef class Lifecycle(Handle):
         self.state = READY
         if self.guard != NULL:
             self.be_watched(self.limit)
+            if self.prompt and self.cradle.question.prompt:
+                guard_has_blocked()
         return 0
 
     cdef int be_watched(self, double limit) except -1:
@@ -651,20 +656,6 @@ cdef class Lifecycle(Handle):
 
 def _end_abort(threads):
     end_abort(threads, ABORT_DEADLINE, "initialisation passed its deadline")
-
-
-cdef int warn_of_overrides() except -1:
-    """Warn of variables by which NCCL takes no notice of what a guard needs."""
-    for name, needed in (("NCCL_COMM_BLOCKING", None), ("NCCL_COMM_SPLIT_SHARE_RESOURCES", "1")):
-        value = os.environ.get(name)
-        if value is not None and value != needed:
-            warnings.warn(
-                f"{name}={value} overrides what a deadline needs (timeout=, abortable=True): a call that is stuck may "
-                "not be ended in time; unset it",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-    return 0
 
 
 cdef list _close_all(object owned):

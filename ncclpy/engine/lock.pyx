@@ -10,7 +10,16 @@ The collector is off for the length of the stretch.
 
 import os
 
-from ncclpy.abi.locks cimport LOCK_MANAGER, mutex_destroy, mutex_init, mutex_lock, mutex_trylock, mutex_unlock
+from ncclpy.abi.locks cimport (
+    DEBUG_LOCKS,
+    LOCK_MANAGER,
+    lock_wanted,
+    mutex_destroy,
+    mutex_init,
+    mutex_lock,
+    mutex_trylock,
+    mutex_unlock,
+)
 
 cdef extern from "Python.h":
     int PyGC_Disable()
@@ -54,6 +63,9 @@ cdef class Lock:
         self.leave()
 
     cdef int enter(self) except -1:
+        if DEBUG_LOCKS:  # also where nobody has to be waited for
+            with nogil:
+                lock_wanted(LOCK_MANAGER, &self.mutex)
         if mutex_trylock(&self.mutex) != 0:
             with nogil:
                 mutex_lock(&self.mutex)

@@ -1,8 +1,10 @@
-// The checks of NCCL's parseCommConfig, in the same order and with the same words.
+// The checks of NCCL's parseCommConfig, in the same order and with the same words, and what overrides a configuration.
 #include "config.hpp"
 
 #include <climits>
+#include <cstdlib>
 #include <cstring>
+#include <fstream>
 
 namespace ncclpy::host {
 namespace {
@@ -47,6 +49,39 @@ void fill_defaults(ncclConfig_t& config) {
   set_default(config.graphStreamOrdering, 1);
 }
 
+// As NCCL: the lines of its file go into the environment, where nothing else stands there.
+void read_file_into_environment() {
+  const char* const name = std::getenv("NCCL_CONF_FILE");
+  if (name == nullptr) return;
+  std::ifstream file(name);
+  for (std::string line; std::getline(file, line);) {
+    const size_t equals = line.find('=');
+    if (line[0] != '#' && equals != std::string::npos)
+      setenv(line.substr(0, equals).c_str(), line.c_str() + equals + 1, 0);
+  }
+}
+
+// A value that overrides the configurations' of the whole process, or `undefined`.
+int override_by(const char* variable) {
+  const char* const text = std::getenv(variable);
+  if (text == nullptr || *text == 0) return undefined;
+  const long value = std::strtol(text, nullptr, 0);
+  return value == 0 || value == 1 ? int(value) : undefined;
+}
+
+// NCCL's environment has the last word on these two; it is read once, as by NCCL.
+void override(ncclConfig_t& config) {
+  struct Overrides {
+    int blocking, split_share;
+  };
+  static const Overrides all = [] {
+    read_file_into_environment();
+    return Overrides{override_by("NCCL_COMM_BLOCKING"), override_by("NCCL_COMM_SPLIT_SHARE_RESOURCES")};
+  }();
+  if (all.blocking != undefined) config.blocking = all.blocking;
+  if (all.split_share != undefined) config.splitShare = all.split_share;
+}
+
 }  // namespace
 
 ncclResult_t check_range(const char* kind, const char* name, int value, int low, int high) {
@@ -57,6 +92,7 @@ ncclResult_t check_range(const char* kind, const char* name, int value, int low,
 ncclConfig_t default_config() {
   ncclConfig_t config = undefined_config();
   fill_defaults(config);
+  override(config);
   return config;
 }
 
@@ -114,6 +150,7 @@ ncclResult_t parse_config(const ncclConfig_t* given, ncclConfig_t* config, std::
   config->netName = nullptr;
   config->commName = nullptr;
   fill_defaults(*config);
+  override(*config);
   return ncclSuccess;
 }
 

@@ -1,4 +1,4 @@
-// ncclConfig_t: older and newer layouts, allowed values, defaults.
+// ncclConfig_t: older and newer layouts, allowed values, defaults, and what the environment overrides.
 #pragma once
 
 #include <string>

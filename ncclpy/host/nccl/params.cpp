@@ -1,5 +1,6 @@
 // Parameters: what the environment, or a call for the whole process, has set. NCCL's own variables steer its transports
-// and algorithms, of which the host engine has none; the keys here are the engine's.
+// and algorithms, of which the host engine has none, but for two that override configurations (config.cpp); the keys
+// here are the engine's.
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>

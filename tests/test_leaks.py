@@ -117,6 +117,20 @@ def split(comms, made):
         made += [comm.split(0) for comm in comms]
 cut_short(split)
 """,
+    "a child that is made in a group that fails later": """
+one, = ncclpy.Communicator.init_all([0])
+two = ncclpy.Communicator.init_all([0, 1])
+threading.Timer(0.5, two[0].abort).start()
+try:
+    with ncclpy.group():
+        made = one.split(0)
+        two[0].split(0)
+    raise AssertionError
+except ncclpy.NcclAborted:
+    pass
+one.close()
+two[1].abort()
+""",
     # With a guard: first what users see is finalized and destroyed, then the guard.
     **{
         f"a call that fails, {call}": f"""

@@ -589,7 +589,8 @@ cdef int _launch_counted(Group group) except -1:
             child.unborn()
         try:
             _raise_failed(group)
-        except BaseException:
+        except BaseException as error:
+            leave([child for _, child in group.births if (<Handle>child).is_stray()], "its group failed", error)
             if group.failed == group.count:
                 _hold_all(group)
             raise

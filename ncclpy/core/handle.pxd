@@ -41,6 +41,8 @@ cdef class Handle(Abortable):
     cdef void leave_call(self, Mark* mark, bint issued) noexcept nogil
     cdef int born(self, ncclResult_t result) except -1
     cdef int unborn(self) except -1
+    # Whether NCCL has made it all the same, and it is in nobody's hands: then this takes it over, to be aborted.
+    cdef bint is_stray(self) noexcept
     cdef int check_alive(self) except -1
     cdef ncclComm_t speaker(self) noexcept
     # What NCCL says of the error that polling has found, or NULL.

@@ -233,6 +233,9 @@ cdef class Handle(Abortable):
         """Note that the group in which this communicator was to be made came to nothing."""
         raise NotImplementedError
 
+    cdef bint is_stray(self) noexcept:
+        return False
+
     cdef int check_alive(self) except -1:
         """Raise unless operations may be submitted; wait for a nonblocking initialisation to end."""
         if self.state == READY:

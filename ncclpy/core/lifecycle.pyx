@@ -209,6 +209,12 @@ cdef class Lifecycle(Handle):
                 self.cradle.lent = False
         return 0
 
+    cdef bint is_stray(self) noexcept:
+        # Only the host engine says by the cell what it has made before another call of the group failed.
+        if self.state == FAILED and abort_preempts and self.raw == NULL and self.guard == NULL:
+            self._take_cell()
+        return self.raw != NULL or self.guard != NULL
+
     cdef ncclResult_t poll_once(self) noexcept nogil:
         return self.poll_birth() if self.state == INITIALISING else Handle.poll_once(self)
 

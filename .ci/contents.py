@@ -1,7 +1,7 @@
 """Look into a wheel, or into what is installed here: is all there that belongs there, and nothing else?
 
-python .ci/contents.py [WHEEL] compares with the source tree: Python's files, stubs, declarations and headers as they stand
-there, one extension module for each .pyx, the host engine, the licence. Shared libraries may hold no path of the
+python .ci/contents.py [WHEEL] compares with the source tree: Python's files, stubs, declarations and headers as they
+stand there, one extension module for each .pyx, the host engine, the licence. Shared libraries may hold no path of the
 machine that built them.
 """
 

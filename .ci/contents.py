@@ -1,7 +1,7 @@
 """Look into a wheel, or into what is installed here: is all there that belongs there, and nothing else?
 
-.ci/contents.py [WHEEL] compares with the source tree: Python's files, stubs, declarations and headers as they stand
-there, one extension module for each .pyx, the host engine, the licence. Shared libraries may hold no path of the
+python .ci/contents.py [WHEEL] compares with the source tree: Python's files, stubs, declarations and headers as they
+stand there, one extension module for each .pyx, the host engine, the licence. Shared libraries may hold no path of the
 machine that built them.
 """
 
@@ -85,6 +85,9 @@ def main():
     """Look, and say what is wrong."""
     what = sys.argv[1] if len(sys.argv) > 1 else "what is installed"
     files = in_wheel(what) if len(sys.argv) > 1 else installed()
+    if any(name.endswith("_editable_loader.py") for name in files):
+        print("an editable install has nothing to look into: run pip install . or name a wheel")
+        return 2
     wrong = list(complaints(files))
     for complaint in wrong:
         print(f"{os.path.basename(what)}: {complaint}")

@@ -1,4 +1,4 @@
-"""Refuse a build that is for one kind of processor: .ci/processor_flags.py compile_commands.json
+"""Refuse a build that is for one kind of processor: python .ci/processor_flags.py compile_commands.json
 
 Only the reductions are compiled for more than what every processor of a family has, each copy in a file of its own
 that is chosen at run time.

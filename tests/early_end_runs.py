@@ -117,9 +117,14 @@ def after(program, caught, levels):
     return problems
 
 
+def make(seed):
+    """Return the program of a seed; one in eight has a Manager."""
+    return managers.ManagerProgram(seed, arrays) if seed % 8 == 7 else programs.make(seed, arrays)
+
+
 def run(seed, levels, peers, caught):
     begun = time.monotonic()
-    program = programs.make(seed, arrays)
+    program = make(seed)
     while len(peers) < program.processes - 1:
         peers.append(Peer())
     helping = peers[: program.processes - 1]
@@ -151,7 +156,8 @@ def run(seed, levels, peers, caught):
 
 def prepare():
     """Set up a process that runs programs; return the warnings that it catches from now on."""
-    global arrays, leftovers, programs
+    global arrays, leftovers, managers, programs
+    import early_end_managers as managers
     import early_end_programs as programs
     import leftovers
     import mortal_arrays
@@ -165,6 +171,7 @@ def prepare():
     caught = warnings.catch_warnings(record=True).__enter__()
     warnings.simplefilter("always")
     programs.warm_up(arrays)
+    managers.warm_up(arrays)
     return caught
 
 

@@ -49,6 +49,10 @@ class Levels:
             "alive": arrays.alive(),
         }
 
+    def look_again(self):
+        gc.collect()  # an error may hold its frames, and these the work or the arrays, but for a thread that has it yet
+        return self.look()
+
     def problems(self):
         """Return what is left of the last seed after a time for settling."""
 
@@ -64,11 +68,10 @@ class Levels:
 
         seen = leftovers.settle(self.look, settled, 0.02)
         if not settled(seen):
-            gc.collect()  # an error may hold its frames, and these the arrays
-            seen = leftovers.settle(self.look, settled, 2.0)
+            seen = leftovers.settle(self.look_again, settled, 2.0)
         if settled(seen):
             return []
-        later = leftovers.settle(self.look, settled, 5.0)  # told apart from what stays
+        later = leftovers.settle(self.look_again, settled, 5.0)  # told apart from what stays
         return [f"left behind: {seen}, before: {self.first}, 5 s later {'nothing' if settled(later) else later}"]
 
 

@@ -50,7 +50,7 @@ class Levels:
         }
 
     def look_again(self):
-        gc.collect()  # an error may hold its frames, and these the work or the arrays, but for a thread that has it yet
+        gc.collect()  # an error may hold its frames, and these the arrays, once no thread has it any more
         return self.look()
 
     def problems(self):

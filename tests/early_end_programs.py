@@ -29,6 +29,7 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"
 STYLES = ("plain", "plain", "group", "plan", "stream", "limit", "child", "register", "window", "barrier")
 EVENTS = ("interrupt", "interrupt", "alarm", "alarm", "hint", "close", "abort", "skip", "mismatch", "faults")
 FAULTS = "error,error:ncclRemoteError,delay:3ms,hang:20ms,hang:200ms,hang"
+SIGNALS = {"interrupt": signal.SIGINT, "alarm": signal.SIGALRM, "hint": signal.SIGUSR1}
 CALLS = ("AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "Broadcast", "Send", "Recv", "CommSplit", "GroupEnd")
 
 
@@ -418,13 +419,7 @@ class Program:
         """Have the events happen; later abort what is stuck."""
         if self.options.get("timeout", 20) == 20:  # nothing could end the birth of the others
             self.is_born.wait(5)
-        began = time.monotonic()
-        for moment, kind, process, rank in self.events:
-            if process != self.process:
-                continue
-            if self.over.wait(max(0.0, began + moment - time.monotonic())):
-                return
-            self.happen(kind, rank)
+        happen_in_time(self, [event for event in self.events if event[2] == self.process])
         if self.over.wait(PATIENCE if self.disturbed else CLEAN_PATIENCE):
             return
         while not self.over.wait(0.02):
@@ -434,12 +429,8 @@ class Program:
     def happen(self, kind, rank):
         if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        elif kind in ("interrupt", "alarm", "hint"):
-            if kind != "hint" and self.signals:
-                return  # a second one ends the cleaning up after the first, and that is its sender's wish
-            self.signals += kind != "hint"
-            number = {"interrupt": signal.SIGINT, "alarm": signal.SIGALRM, "hint": signal.SIGUSR1}[kind]
-            os.kill(os.getpid(), number)
+        elif kind in SIGNALS:
+            send_signal(self, kind)
         else:
             comms = self.everything()
             if comms:
@@ -451,17 +442,12 @@ class Program:
 
     def end(self, threads, oversees):
         """Wait until all threads are back, and end what is left."""
-        end = time.monotonic() + (LIMIT if self.disturbed else CLEAN_PATIENCE + LIMIT)
-        for thread in threads:
-            thread.join(max(0.0, end - time.monotonic()))
-        self.stuck(threads)
+        join_in_time(self, threads, LIMIT if self.disturbed else CLEAN_PATIENCE + LIMIT)
         self.over.set()
-        oversees.join(LIMIT)
+        join_in_time(self, [oversees], LIMIT)
         for comm in self.everything():
             comm.abort()
-        for helper in self.helpers:
-            helper.join(max(0.0, end - time.monotonic()))
-        self.stuck([oversees, *self.helpers])
+        join_in_time(self, self.helpers, LIMIT)
         for rank in self.ranks:
             rank.held.clear()
             if rank.stream is not None:
@@ -469,20 +455,40 @@ class Program:
                 rank.stream.close()
                 rank.stream = None
 
-    def stuck(self, threads):
-        frames = sys._current_frames()
-        for thread in threads:
-            if thread.is_alive():
-                where = "".join(traceback.format_stack(frames.get(thread.ident)))
-                self.problems.append(f"still runs: {thread.name}\n{where}")
-                raise Stuck
-
     def forget(self):
         self.ranks = self.family = self.helpers = []
 
 
 class Stuck(BaseException):
     """A thread does not come back: this process is of no use any more."""
+
+
+def happen_in_time(program, events):
+    """Have events happen, each at its moment, until the program is over."""
+    began = time.monotonic()
+    for moment, kind, _, rank in events:
+        if program.over.wait(max(0.0, began + moment - time.monotonic())):
+            return
+        program.happen(kind, rank)
+
+
+def send_signal(program, kind):
+    if kind != "hint" and program.signals:
+        return  # a second one ends the cleaning up after the first, and that is its sender's wish
+    program.signals += kind != "hint"
+    os.kill(os.getpid(), SIGNALS[kind])
+
+
+def join_in_time(program, threads, seconds):
+    end = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    frames = sys._current_frames()
+    for thread in threads:
+        if thread.is_alive():
+            where = "".join(traceback.format_stack(frames.get(thread.ident)))
+            program.problems.append(f"still runs: {thread.name}\n{where}")
+            raise Stuck
 
 
 def warm_up(arrays):

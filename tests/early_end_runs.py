@@ -49,6 +49,10 @@ class Levels:
             "alive": arrays.alive(),
         }
 
+    def look_again(self):
+        gc.collect()  # an error may hold its frames, and these the arrays, once no thread has it any more
+        return self.look()
+
     def problems(self):
         """Return what is left of the last seed after a time for settling."""
 
@@ -64,11 +68,10 @@ class Levels:
 
         seen = leftovers.settle(self.look, settled, 0.02)
         if not settled(seen):
-            gc.collect()  # an error may hold its frames, and these the arrays
-            seen = leftovers.settle(self.look, settled, 2.0)
+            seen = leftovers.settle(self.look_again, settled, 2.0)
         if settled(seen):
             return []
-        later = leftovers.settle(self.look, settled, 5.0)  # told apart from what stays
+        later = leftovers.settle(self.look_again, settled, 5.0)  # told apart from what stays
         return [f"left behind: {seen}, before: {self.first}, 5 s later {'nothing' if settled(later) else later}"]
 
 
@@ -117,9 +120,14 @@ def after(program, caught, levels):
     return problems
 
 
+def make(seed):
+    """Return the program of a seed; one in eight has a Manager."""
+    return managers.ManagerProgram(seed, arrays) if seed % 8 == 7 else programs.make(seed, arrays)
+
+
 def run(seed, levels, peers, caught):
     begun = time.monotonic()
-    program = programs.make(seed, arrays)
+    program = make(seed)
     while len(peers) < program.processes - 1:
         peers.append(Peer())
     helping = peers[: program.processes - 1]
@@ -151,7 +159,8 @@ def run(seed, levels, peers, caught):
 
 def prepare():
     """Set up a process that runs programs; return the warnings that it catches from now on."""
-    global arrays, leftovers, programs
+    global arrays, leftovers, managers, programs
+    import early_end_managers as managers
     import early_end_programs as programs
     import leftovers
     import mortal_arrays
@@ -165,6 +174,7 @@ def prepare():
     caught = warnings.catch_warnings(record=True).__enter__()
     warnings.simplefilter("always")
     programs.warm_up(arrays)
+    managers.warm_up(arrays)
     return caught
 
 

@@ -117,6 +117,21 @@ def split(comms, made):
         made += [comm.split(0) for comm in comms]
 cut_short(split)
 """,
+    # The guards are there within 0.3 s; then the first one is said to work still, when the communicators are made.
+    "the others of a clique of which one is late": """
+def make():
+    try:
+        ncclpy.Communicator.init_all([0, 1], timeout=2.0)
+        raise AssertionError
+    except ncclpy.NcclTimeout:
+        pass
+thread = threading.Thread(target=make)
+with ncclpy.faults("call=CommSplit do=delay:600ms"):
+    thread.start()
+    time.sleep(0.3)
+with ncclpy.faults("rank=0 call=CommGetAsyncError nth=1 do=busy:60s"):
+    thread.join()
+""",
     "a child that is made in a group that fails later": """
 one, = ncclpy.Communicator.init_all([0])
 two = ncclpy.Communicator.init_all([0, 1])

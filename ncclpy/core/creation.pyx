@@ -7,7 +7,7 @@ from libc.stdlib cimport malloc
 from libc.string cimport memcpy, memset
 
 from ncclpy.abi.nccl cimport ncclComm_t, ncclResult_t, ncclUniqueId
-from ncclpy.core.abort cimport READY
+from ncclpy.core.abort cimport READY, leave
 from ncclpy.core.check cimport check
 from ncclpy.core.device cimport as_device, context_of
 from ncclpy.core.group cimport give_birth
@@ -127,13 +127,15 @@ cdef class Creation(Lifecycle):
         if not devices:
             raise ValueError("devices: at least one is needed")
         unique_id = get_unique_id()
-        with Group():
-            made = [
-                cls.init(
-                    len(devices), rank, unique_id, device=device, config=config, timeout=timeout, abortable=abortable
-                )
-                for rank, device in enumerate(devices)
-            ]
+        made = []
+        options = {"config": config, "timeout": timeout, "abortable": abortable}
+        try:
+            with Group():
+                for rank, device in enumerate(devices):
+                    made.append(cls.init(len(devices), rank, unique_id, device=device, **options))
+        except BaseException as error:
+            leave(made, "init_all did not make them all", error)  # nobody else has them
+            raise
         return made
 
     @classmethod

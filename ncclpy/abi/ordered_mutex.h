@@ -13,7 +13,8 @@
 #define NCCLPY_LOCKS(LOCK)                                                                                           \
   LOCK(DEFAULT_MANAGER, "the default Manager's", 0, NCCLPY_TAKES_GIL)                                                \
   LOCK(PLAN, "a plan's mutex", NCCLPY_BELOW(MANAGER), NCCLPY_TAKES_GIL | NCCLPY_AWAITED_WITHOUT_GIL)                 \
-  LOCK(MANAGER, "the Manager's `Lock`", NCCLPY_ONE(ORDER) | NCCLPY_ONE(LIST) | NCCLPY_ONE(HANDLES),                  \
+  LOCK(MANAGER, "the Manager's `Lock`",                                                                              \
+       NCCLPY_ONE(ORDER) | NCCLPY_ONE(LIST) | NCCLPY_ONE(MONITOR) | NCCLPY_ONE(HANDLES),                             \
        NCCLPY_TAKES_GIL | NCCLPY_AWAITED_WITHOUT_GIL)                                                                \
   LOCK(ORDER, "the lanes' order", NCCLPY_ONE(LIST), 0)                                                               \
   LOCK(LIST, "a lane's list", 0, 0)                                                                                  \

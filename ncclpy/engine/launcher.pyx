@@ -28,7 +28,7 @@ from ncclpy.core.wait cimport FOREVER, now
 from ncclpy.engine.callbacks cimport users
 from ncclpy.engine.events cimport take_event
 from ncclpy.engine.message cimport words_of
-from ncclpy.engine.monitor cimport Watched, await_launch, ensure_running, hand_over
+from ncclpy.engine.monitor cimport Watched, await_launch, ensure_running, hand_over, make_room
 from ncclpy.engine.native cimport (
     add,
     change,
@@ -416,6 +416,7 @@ cdef class Launch:
         self.nbatches = divide(self.parts, self.count, self.batches)
         for i in range(self.nbatches):
             self.batches[i].job.run = _run_works
+        make_room(len(self.works))
         self.unsettled = len(self.works)
         for work in self.works:
             Py_INCREF(work)

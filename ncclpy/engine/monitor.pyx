@@ -74,6 +74,7 @@ cdef struct Line:
 cdef mutex_t _mutex
 mutex_init(&_mutex, LOCK_MONITOR)
 cdef vector[Watched] _inbox  # guarded by _mutex
+cdef size_t _coming = 0  # how many works lanes are still to hand over, for which there is room; guarded by _mutex
 cdef unordered_map[uintptr_t, Line] _lines  # the thread's own
 cdef vector[Watched] _ended  # the thread's own
 cdef list _last = []  # works that may have the last references to objects of users
@@ -92,12 +93,29 @@ cdef long long _timers_made = 0
 _thread = None
 
 
+cdef int make_room(size_t count) except -1:
+    """Make room for works that will be handed over: a lane could tell nobody that there is no memory for them."""
+    global _coming
+    cdef size_t needed
+    mutex_lock(&_mutex)  # with the GIL: it is held for an instant
+    try:
+        needed = _inbox.size() + _coming + count
+        if needed > _inbox.capacity():
+            _inbox.reserve(2 * needed)
+        _coming += count
+    finally:
+        mutex_unlock(&_mutex)
+    return 0
+
+
 cdef void hand_over(const Watched* some, size_t count) noexcept nogil:
-    """Give works to the monitor; without the GIL. It must be running."""
+    """Give works to the monitor, for which there is room; without the GIL. It must be running."""
+    global _coming
     cdef size_t i
     mutex_lock(&_mutex)
     for i in range(count):
         _inbox.push_back(some[i])
+    _coming -= count
     mutex_unlock(&_mutex)
     ring()
 
@@ -496,9 +514,10 @@ def _end_of_process():
 
 def _forked():
     """In the child the thread does not exist; nothing that it was given can come to an end there."""
-    global _thread, _stop, _gone
+    global _thread, _stop, _gone, _coming
     _thread = None
     _stop = _gone = False
+    _coming = 0
     mutex_init(&_mutex, LOCK_MONITOR)
     _inbox.clear()
     _lines.clear()

@@ -1,5 +1,7 @@
-// To be preloaded: malloc, which refuses a lane's thread what the package's launcher itself asks for. Others get memory.
+// To be preloaded: malloc, which refuses a lane's thread what the package's own modules ask for. Others get memory, the
+// engine among them, which has an error code for it.
 #include <dlfcn.h>
+#include <execinfo.h>
 #include <pthread.h>
 
 #include <atomic>
@@ -18,12 +20,30 @@ static bool on_a_lane() {
   return pthread_getname_np(pthread_self(), name, sizeof name) == 0 && std::strcmp(name, "ncclpy-lane") == 0;
 }
 
-extern "C" void* malloc(std::size_t bytes) {
+// Whether one of our modules asks, itself or through operator new and the C library.
+static bool for_a_module() {
+  void* frames[8];
   Dl_info caller;
+  const int count = backtrace(frames, 8);
+  for (int i = 0; i < count; i++) {
+    if (dladdr(frames[i], &caller) == 0) return false;
+    const auto is = [&caller](const char* part) { return std::strstr(caller.dli_fname, part) != nullptr; };
+    if (is("no_memory") || is("libstdc++") || is("libc.so")) continue;
+    return is("/engine/launcher.") || is("/engine/monitor.");
+  }
+  return false;
+}
+
+// The first backtrace loads a library.
+__attribute__((constructor)) static void prepare() {
+  void* frame;
+  backtrace(&frame, 1);
+}
+
+extern "C" void* malloc(std::size_t bytes) {
   if (!on_a_lane()) return __libc_malloc(bytes);
   ++no_memory_asked;
-  if (dladdr(__builtin_return_address(0), &caller) == 0 || std::strstr(caller.dli_fname, "/engine/launcher.") == nullptr)
-    return __libc_malloc(bytes);
+  if (!for_a_module()) return __libc_malloc(bytes);
   ++no_memory_refused;
   return nullptr;
 }

@@ -78,6 +78,7 @@ class Pulled {
 
   bool complain(int peer, const char* source, int error) {
     if (error == ESRCH) {
+      if (comm_.segment->slot(peer).left.load(std::memory_order_acquire)) return false;  // it aborted before it ended
       // It has died, perhaps after it arrived where all meet next: then that gate opens, and this must be known by then.
       comm_.segment->bury(peer);
       break_comms(*comm_.segment, peer);

@@ -121,7 +121,10 @@ def test_signals(name):
 @pytest.mark.parametrize("what", ["operation", "birth"])
 def test_a_failing_abort_does_not_hide_the_deadline(what):
     comms = ncclpy.Communicator.init_all([0, 1], timeout=0.3)
-    with ncclpy.faults("call=CommAbort do=error"), pytest.raises(ncclpy.NcclTimeout, match="was not done after") as caught:
+    with (
+        ncclpy.faults("call=CommAbort do=error"),
+        pytest.raises(ncclpy.NcclTimeout, match="was not done after") as caught,
+    ):
         if what == "operation":
             comms[0].all_reduce(np.ones(3))
         else:

@@ -19,7 +19,6 @@ cdef struct Question:
     ncclComm_t cell  # that the guard makes the communicator in
     ncclResult_t failed  # what the guard said, if that was an error
     char* words  # and NCCL's words for it
-    bint prompt  # the communicator was there when the call returned
     int under_way  # 1 until the call has returned
 
 

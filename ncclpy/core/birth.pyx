@@ -37,7 +37,6 @@ cdef void* _ask(void* argument) noexcept nogil:
     cdef ncclResult_t result = ncclUnhandledCudaError
     if driver.cuCtxSetCurrent(question.context) == 0:
         result = nccl.ncclCommSplit(question.guard, 0, 0, &question.cell, &question.config)  # equal keys: ranks stay
-    question.prompt = result == ncclSuccess
     if result != ncclSuccess and result != ncclInProgress:
         # Of which the guard itself, which is well, will not tell whoever asks next.
         question.words = keep_words(result)

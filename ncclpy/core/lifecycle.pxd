@@ -8,7 +8,6 @@ from ncclpy.core.operation cimport Birth
 cdef class Lifecycle(Handle):
     cdef Cradle cradle  # what it was made in; None of a handle that somebody else made
     cdef object config  # that was asked for, and that children inherit
-    cdef bint prompt  # the guard was there when the call returned that makes it
     cdef bint abortable  # it was asked for by name
     cdef Lifecycle parent
     cdef void* asked  # the parent as a pointer, for polling without the GIL

@@ -38,7 +38,7 @@ from ncclpy.core.handle cimport WAS_ABORTED
 from ncclpy.core.library cimport abort_preempts, nccl, require, version_code
 from ncclpy.core.marks cimport new_marks
 from ncclpy.core.missing cimport who_is_missing
-from ncclpy.core.overrides cimport guard_has_blocked, look_up_overrides
+from ncclpy.core.overrides cimport look_up_overrides
 from ncclpy.core.stream cimport Stream
 from ncclpy.core.upkeep cimport DESTROY, FINALIZE, REVOKE, SUSPEND, UPKEEP, Upkeep
 from ncclpy.core.watch cimport watch
@@ -154,7 +154,6 @@ cdef class Lifecycle(Handle):
             self.parent.making.append(self)
             self.parent.children.add(self)
         if self.cradle.guarded:
-            self.prompt = result == ncclSuccess
             look_up_overrides()  # again: NCCL has read its configuration file
         if result == ncclSuccess and not in_parent and (self.nranks == 0 or not self.cradle.guarded):
             # A blocking communicator says nothing else; one that works in the background may still be in progress.
@@ -186,8 +185,6 @@ cdef class Lifecycle(Handle):
         self.state = READY
         if self.guard != NULL:
             self.be_watched(self.limit)
-            if self.prompt and self.cradle.question.prompt:
-                guard_has_blocked()
         return 0
 
     cdef int be_watched(self, double limit) except -1:

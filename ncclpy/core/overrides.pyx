@@ -3,7 +3,8 @@
 `NCCL_COMM_BLOCKING` and `NCCL_COMM_SPLIT_SHARE_RESOURCES` come before what a communicator is asked for. They may stand
 in NCCL's configuration file as well. NCCL puts those into the environment when it first reads them, behind the back of
 `os.environ`; so the environment of C is looked at, again when a guard has been made. Where even that shows nothing, as
-with a plugin that answers for the environment, the first of the two shows in what calls return; the second does not.
+with a plugin that answers for the environment, a call shows that was to block and is in progress. The others show in no
+result: a guard that was to work in the background may be quick as well, and say success at once.
 """
 
 import warnings
@@ -55,10 +56,6 @@ cdef int look_up_overrides() except -1:
         if (name, value) in _LOST:
             _tell(name, value, "is set")
     return 0
-
-
-cdef int guard_has_blocked() except -1:
-    return _tell(_BLOCKING, 1, "is in force, as calls on a guard that was to work in the background show,")
 
 
 cdef int guarded_was_in_progress() except -1:

@@ -21,7 +21,7 @@ from ncclpy.abi.locks cimport (
     mutex_trylock,
     mutex_unlock,
 )
-from ncclpy.abi.nccl cimport ncclResult_t, ncclSuccess
+from ncclpy.abi.nccl cimport ncclInvalidArgument, ncclResult_t, ncclSuccess
 from ncclpy.core.check cimport check
 from ncclpy.core.library cimport abort_preempts, nccl, require, version_code
 from ncclpy.core.wait cimport Call, deadline_after, now, pause
@@ -122,6 +122,11 @@ cdef ncclResult_t _abort_raw(ncclComm_t raw) noexcept nogil:
     return nccl.ncclCommAbort(raw)
 
 
+cdef bint _is_gone(ncclResult_t result) noexcept:
+    """Whether a close has destroyed a guard at this moment: the host engine's guards stay in reach until then."""
+    return abort_preempts and result == ncclInvalidArgument
+
+
 cdef int _abort_guard(Abortable handle) except -1:
     """End what is stuck on a communicator with a guard: on the device, and in a call of it."""
     cdef ncclResult_t result
@@ -132,6 +137,8 @@ cdef int _abort_guard(Abortable handle) except -1:
         handle.guard = NULL
         mutex_unlock(&handle.gate)
         result = _abort_raw(guard)
+    if _is_gone(result):
+        return 0
     return check(result, b"ncclCommAbort", NULL)
 
 
@@ -172,6 +179,8 @@ cdef int _abort_in_group(list handles, bint guards, list failures, list stuck) e
         if len(handles) > 1:
             with nogil:
                 result = nccl.ncclGroupEnd()
+    if guards and _is_gone(result):
+        return 0
     check(result, b"ncclGroupEnd", NULL)
     return 0
 

@@ -11,7 +11,6 @@ from ncclpy.abi.nccl cimport ncclFloat8e4m3
 from ncclpy.core.abort cimport READY
 from ncclpy.core.buffers cimport HOST_MEMORY, current_stream, read_view
 from ncclpy.core.datatypes cimport BOOLEAN, BYTES, COMPLEX, ITEMSIZE, name_of, times_overflows
-from ncclpy.core.group cimport submit
 from ncclpy.core.library cimport host_engine, nccl, version_code
 from ncclpy.core.operation cimport (
     ALL_GATHER,
@@ -27,6 +26,7 @@ from ncclpy.core.operation cimport (
 )
 from ncclpy.core.resources cimport CustomOp
 from ncclpy.core.stream cimport as_stream_of
+from ncclpy.core.submit cimport submit
 from ncclpy.core.wait cimport as_timeout
 
 from ncclpy.core.errors import NcclUnsupported

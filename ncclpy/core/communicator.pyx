@@ -11,9 +11,9 @@ from libc.string cimport memset
 from ncclpy.abi.nccl cimport ncclUint8
 from ncclpy.core.buffers cimport View
 from ncclpy.core.collectives cimport Collectives, element_size, elements, same_type, writable
-from ncclpy.core.group cimport submit
 from ncclpy.core.operation cimport ALL_REDUCE, BROADCAST, Operation, REDUCE
 from ncclpy.core.stream cimport as_stream_of
+from ncclpy.core.submit cimport submit
 from ncclpy.core.wait cimport as_timeout
 
 from ncclpy.core import device as _device

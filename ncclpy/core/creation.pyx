@@ -10,7 +10,6 @@ from ncclpy.abi.nccl cimport ncclComm_t, ncclResult_t, ncclUniqueId
 from ncclpy.core.abort cimport READY, leave
 from ncclpy.core.check cimport check
 from ncclpy.core.device cimport as_device, context_of
-from ncclpy.core.group cimport give_birth
 from ncclpy.core.handle cimport WAS_ABORTED
 from ncclpy.core.library cimport nccl, require
 from ncclpy.core.lifecycle cimport Lifecycle
@@ -18,6 +17,7 @@ from ncclpy.core.operation cimport GROW, INIT_RANK, SHRINK, SPLIT, Operation
 
 from ncclpy.core import device as _device
 from ncclpy.core.group import Group
+from ncclpy.core.submit cimport give_birth
 from ncclpy.core.types import MAX_ADDRESS as _MAX_ADDRESS
 from ncclpy.core.types import UniqueId, as_integer, as_unique_id
 

@@ -50,14 +50,8 @@ cdef class Group:
     cdef bint writes_to(self, object recv) noexcept
 
 
+# The outermost group of the calling thread, borrowed, or NULL; and the same as an object, or None.
+cdef PyObject* open_group() noexcept nogil
 cdef Group current_group()
 # Raise unless NCCL takes the communicators in one group; those of `newborn`, by id, are not made yet.
-cdef int check_makes(Group group, str what) except -1
 cdef int check_together(list handles, set newborn) except -1
-# `limit` is in seconds, for this operation alone.
-cdef int submit(
-    Handle handle, Operation* operation, object send, object recv, bint wait_host, double limit
-) except -1
-# The same for a call that waits for other ranks: it is made in a thread of its own.
-cdef int make_alone(Handle handle, Operation* operation, object send, object recv) except -1
-cdef int give_birth(Handle parent, Handle child, Operation* operation) except -1

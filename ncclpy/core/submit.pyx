@@ -1,0 +1,165 @@
+"""Calls of one communicator: made at once, or recorded by the group that is open in this thread."""
+
+from cpython.exc cimport PyErr_CheckSignals
+from libc.stdint cimport uintptr_t
+
+from ncclpy.abi.locks cimport LOCK_COMM, lock_wanted
+from ncclpy.abi.nccl cimport ncclInProgress, ncclResult_t, ncclSuccess
+from ncclpy.core.abort cimport ABORTED, READY, lock_within
+from ncclpy.core.group cimport open_group
+from ncclpy.core.handle cimport LOCK_BUSY, WAS_ABORTED
+from ncclpy.core.marks cimport Mark
+from ncclpy.core.operation cimport WINDOW, function_of, issue, raise_issue
+from ncclpy.core.wait cimport SLICE, deadline_after, now
+
+
+cdef int submit(
+    Handle handle, Operation* operation, object send, object recv, bint wait_host, double limit
+) except -1:
+    """Make a call at once, or have the thread's group record it.
+
+    With `wait_host` the data are in CPU memory that has no stream: the call, or the group's end, returns when they
+    are there.
+    """
+    cdef ncclResult_t result
+    cdef Group group
+    if open_group() != NULL:
+        group = <Group>open_group()
+        group.record(handle, operation, send, recv)
+        if wait_host:
+            group.waits.append((handle, <uintptr_t>operation.stream, limit))
+        if operation.kind == WINDOW:
+            group.blocks = True
+        group.watched = group.watched or handle.watched
+        return 0
+    if wait_host:
+        return _submit_and_wait(handle, operation, send, recv, limit)
+    result = <ncclResult_t>_call_in_turn(handle, operation, False, limit)
+    if result != ncclSuccess:
+        return _see_to(handle, operation, send, recv, False, limit, result)
+    return 0
+
+
+cdef int _submit_and_wait(Handle handle, Operation* operation, object send, object recv, double limit) except -1:
+    """Make a call on CPU memory. It counts as one that is waited for before it is made: a close does not get between."""
+    if handle.state != READY:  # another thread may have begun to close it while the buffers were looked at
+        handle.check_alive()
+    handle.waiters += 1
+    try:
+        result = <ncclResult_t>_call_in_turn(handle, operation, True, limit)
+        return _see_to(handle, operation, send, recv, True, limit, result)
+    finally:
+        handle.waiters -= 1
+
+
+cdef inline int _call_in_turn(Handle handle, Operation* operation, bint wait_host, double limit) except? -1:
+    """Make a call at once, or when the threads before this one are through with the communicator."""
+    cdef ncclResult_t result
+    with nogil:
+        result = _call(handle, operation, wait_host, limit, 0)
+    return <int>result if <int>result != LOCK_BUSY else _call_later(handle, operation, wait_host, limit)
+
+
+cdef inline ncclResult_t _call(
+    Handle handle, Operation* operation, bint wait_host, double limit, double until
+) noexcept nogil:
+    """Make a call under the communicator's lock, unless another thread has that until a moment."""
+    cdef ncclResult_t result
+    cdef Mark* mark
+    lock_wanted(LOCK_COMM, &handle.mutex)
+    if not lock_within(&handle.mutex, until):
+        return <ncclResult_t>LOCK_BUSY
+    operation.comm = handle.raw
+    if operation.comm == NULL or handle.state == ABORTED:
+        result = <ncclResult_t>WAS_ABORTED
+    elif handle.watched:
+        # Who waits for CPU memory keeps the deadline itself.
+        mark = handle.enter_call(operation.stream, limit, operation.kind) if not wait_host else NULL
+        result = issue(operation)
+        handle.leave_call(mark, result == ncclSuccess)
+    else:
+        result = issue(operation)
+    handle.unlock()
+    return result
+
+
+cdef int _call_later(Handle handle, Operation* operation, bint wait_host, double limit) except? -1:
+    """Run signal handlers while other threads are inside the communicator, until the call is made."""
+    cdef ncclResult_t result
+    cdef double started = now(), deadline = deadline_after(limit)
+    while True:
+        with nogil:
+            result = _call(handle, operation, wait_host, limit, min(now() + SLICE, deadline))
+        if <int>result != LOCK_BUSY:
+            return <int>result
+        PyErr_CheckSignals()  # nothing was called: whoever raises here leaves nothing behind
+        if now() >= deadline:
+            handle.give_up(function_of(operation.kind).decode(), now() - started)
+
+
+cdef int _see_to(
+    Handle handle, Operation* operation, object send, object recv, bint wait_host, double limit, ncclResult_t result
+) except -1:
+    """Wait for an operation as far as its caller does, and hold its arrays if that ends early."""
+    cdef str what = function_of(operation.kind).decode()
+    try:
+        if result == ncclInProgress:
+            handle.finish(what, deadline_after(limit))
+        elif result != ncclSuccess:
+            handle.raise_if_aborted(result, function_of(operation.kind))
+            raise_issue(result, operation.kind, handle.raw)
+        if wait_host:
+            handle.wait_stream(operation.stream, what, deadline_after(limit))
+    except BaseException:
+        if result == ncclSuccess or result == ncclInProgress:
+            handle.hold([send, recv], operation.stream, f"arrays of {what} on {handle!r}")
+        raise
+    return 0
+
+
+cdef int check_makes(Group group, str what) except -1:
+    """Refuse to make something in a group that calls NCCL never, or many times."""
+    if group.simulate:
+        raise ValueError(f"a {what} cannot be made inside group(simulate=True)")
+    if group.keeps:
+        raise ValueError(f"a {what} cannot be made inside plan.record(): a plan is launched many times")
+    return 0
+
+
+cdef int give_birth(Handle parent, Handle child, Operation* operation) except -1:
+    """Make the call that makes `child`, or have the thread's group record it. `parent` is None for a new clique."""
+    cdef Group group
+    if open_group() != NULL:
+        group = <Group>open_group()
+        check_makes(group, "communicator")
+        return _record_birth(group, parent, child, operation)
+    group = Group()
+    group.bare = True
+    try:
+        _record_birth(group, parent, child, operation)
+        group.finish()
+    finally:
+        group.drop(0)
+    return 0
+
+
+cdef int make_alone(Handle handle, Operation* operation, object send, object recv) except -1:
+    """Make one call that waits for other ranks, or have the thread's group record it."""
+    cdef Group group
+    if open_group() != NULL:
+        return submit(handle, operation, send, recv, False, handle.limit)
+    group = Group()
+    group.bare = group.blocks = True
+    try:
+        group.record(handle, operation, send, recv)
+        group.finish()
+    finally:
+        group.drop(0)
+    return 0
+
+
+cdef int _record_birth(Group group, Handle parent, Handle child, Operation* operation) except -1:
+    group.record(child if parent is None else parent, operation, None, None)
+    group.births.append((group.count - 1, child))
+    group.blocks = True
+    return 0

@@ -23,6 +23,7 @@ from ncclpy.core.abort cimport (
     ABORTED,
     ABORT_DEADLINE,
     CLOSED,
+    FINALIZED,
     INITIALISING,
     READY,
     abort_handles,
@@ -638,7 +639,7 @@ cdef int _see_through(Group group) except -1:
         _bring_up([child for child in children if (<Handle>child).waits or (<Handle>child).nranks == 0], group, errors)
         if group.ended == ncclInProgress and not (group.bare and children):  # a child is polled when it is asked
             for handle in handles:
-                if handle.state == READY:
+                if handle.state == READY or handle.state == FINALIZED:  # a close waits for this
                     if not children:
                         handle.was_in_progress()
                     _collect(errors, handle, 1, _by(group, handle.limit, errors), group)

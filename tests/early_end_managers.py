@@ -150,10 +150,12 @@ class ManagerProgram:
         with ncclpy.faults(self.faults) if self.faults else contextlib.nullcontext():
             for thread in threads:
                 thread.start()
-            with contextlib.suppress(KeyboardInterrupt, programs.Late):
-                oversees.start()
-                programs.listen()
-                self.ranks[0].run()
+            with contextlib.suppress(KeyboardInterrupt, programs.Late):  # one that comes while the next is left
+                with contextlib.suppress(KeyboardInterrupt, programs.Late):
+                    oversees.start()
+                    programs.listen()
+                    self.ranks[0].run()
+                programs.undisturbed(programs.be_deaf)
             programs.undisturbed(programs.be_deaf)
             self.end(threads, oversees)
         return [rank.outcome for rank in self.ranks]

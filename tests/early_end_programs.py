@@ -397,10 +397,12 @@ class Program:
             return [type(error).__name__]
         with faults:
             undisturbed(lambda: [thread.start() for thread in threads])
-            with contextlib.suppress(KeyboardInterrupt, Late):  # one that comes before the rank, or when it has ended
-                oversees.start()
-                listen()
-                self.ranks[0].run()
+            with contextlib.suppress(KeyboardInterrupt, Late):  # one that comes while the next is left
+                with contextlib.suppress(KeyboardInterrupt, Late):  # or before the rank, or when it has ended
+                    oversees.start()
+                    listen()
+                    self.ranks[0].run()
+                undisturbed(be_deaf)
             undisturbed(be_deaf)
             self.end(threads, oversees)
         return [rank.outcome for rank in self.ranks]

@@ -16,6 +16,7 @@ from ncclpy.abi.nccl cimport NCCL_UNDEF_FLOAT, NCCLPY_SIM_INFO_MAGIC, ncclInProg
 from ncclpy.core.abort cimport (
     ABORT_DEADLINE,
     ABORTED,
+    FINALIZED,
     INITIALISING,
     READY,
     abort_handles,
@@ -482,7 +483,7 @@ cdef int _see_through(Group group) except -1:
         _bring_up([child for child in children if (<Handle>child).waits or (<Handle>child).nranks == 0], group, errors)
         if group.ended == ncclInProgress and not (group.bare and children):  # a child is polled when it is asked
             for handle in handles:
-                if handle.state == READY:
+                if handle.state == READY or handle.state == FINALIZED:  # a close waits for this
                     if not children:
                         handle.was_in_progress()
                     _collect(errors, handle, 1, _by(group, handle.limit, errors), group)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 
 if not os.environ.get("NCCLPY_LIBRARY") and not os.path.exists("/dev/nvidiactl"):
     # Without a choice and without a GPU the suite runs on the host engine; children inherit it.
     os.environ["NCCLPY_LIBRARY"] = "host"
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    # In the background of a script. Children would inherit it, and no Ctrl-C would end one.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import ncclpy
 import testing

@@ -292,8 +292,9 @@ cdef bint _make_calls(Group group, PyObject** locked, size_t nlocked, double unt
     group.ended = ncclSuccess
     for i in range(group.count):
         operations[i].comm = (<Handle>group.held[i].handle).raw
-        if (operations[i].comm == NULL or (<Handle>group.held[i].handle).state == ABORTED) and (
-            operations[i].kind < INIT_RANK
+        # A new communicator has no handle yet; but who was to get it may have left before the call could begin.
+        if (<Handle>group.held[i].handle).state == ABORTED or (
+            operations[i].comm == NULL and operations[i].kind < INIT_RANK
         ):
             result = <ncclResult_t>WAS_ABORTED
             group.failed = i

@@ -31,6 +31,8 @@ cdef class Abortable:
     cdef void lock(self) noexcept nogil
     cdef void unlock(self) noexcept nogil
     cdef ncclComm_t take_raw(self) noexcept nogil
+    # The guard, NULL if there is none or it was taken; and from then on it is gone, if `take` says so.
+    cdef ncclComm_t guard_now(self, bint take) noexcept nogil
     # Whether an abort ends any call and any operation of it.
     cdef bint can_be_ended(self) noexcept
     # Everything that has to be aborted to end this communicator, itself included.
@@ -57,8 +59,6 @@ cdef int end_abort(list threads, double timeout, object reason) except -1
 cdef int leave(list handles, object reason, object error) except -1
 cdef int end_quietly(list threads, object reason, object error) except -1
 
-# Give up communicators that a thread is inside of and that nobody can end, with a warning.
-cdef int leave_behind(list handles, object reason) except -1
 # Begin an abort on the way out, where another exception is what the caller is told.
 cdef list begin_quietly(list handles, object reason)
 

@@ -85,6 +85,15 @@ cdef class Abortable:
             mutex_unlock(&self.gate)
         return raw
 
+    cdef ncclComm_t guard_now(self, bint take) noexcept nogil:
+        cdef ncclComm_t guard
+        mutex_lock(&self.gate)
+        guard = self.guard
+        if take:
+            self.guard = NULL
+        mutex_unlock(&self.gate)
+        return guard
+
     cdef bint can_be_ended(self) noexcept:
         return self.guard != NULL or self.nonblocking or abort_preempts
 
@@ -130,13 +139,8 @@ cdef bint _is_gone(ncclResult_t result) noexcept:
 cdef int _abort_guard(Abortable handle) except -1:
     """End what is stuck on a communicator with a guard: on the device, and in a call of it."""
     cdef ncclResult_t result
-    cdef ncclComm_t guard
     with nogil:
-        mutex_lock(&handle.gate)
-        guard = handle.guard
-        handle.guard = NULL
-        mutex_unlock(&handle.gate)
-        result = _abort_raw(guard)
+        result = _abort_raw(handle.guard_now(True))
     if _is_gone(result):
         return 0
     return check(result, b"ncclCommAbort", NULL)
@@ -277,7 +281,7 @@ cdef int end_abort(list threads, double timeout, object reason) except -1:
             RuntimeWarning,
             stacklevel=2,
         )
-    leave_behind(stuck, reason)
+    _leave_behind(stuck, reason)
     for thread in threads:
         if thread.failures:
             raise thread.failures[0]
@@ -296,7 +300,8 @@ cdef int leave(list handles, object reason, object error) except -1:
     return end_quietly(begin_quietly(handles, reason), reason, error)
 
 
-cdef int leave_behind(list handles, object reason) except -1:
+cdef int _leave_behind(list handles, object reason) except -1:
+    """Give up communicators that a thread is inside of and that nobody can end, with a warning."""
     cdef Abortable handle
     for handle in handles:
         if handle.state not in (ABORTED, CLOSED):
@@ -340,7 +345,7 @@ cdef int end_call(list handles, Call call, list children, object reason, object 
         if call is not None and call.done:
             abort_late(children, reason)
         else:
-            leave_behind(stays, reason)
+            _leave_behind(stays, reason)
     except Exception as failure:
         attach(error, [failure])
     return 0

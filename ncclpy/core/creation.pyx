@@ -14,10 +14,10 @@ from ncclpy.core.handle cimport WAS_ABORTED
 from ncclpy.core.library cimport nccl, require
 from ncclpy.core.lifecycle cimport Lifecycle
 from ncclpy.core.operation cimport GROW, INIT_RANK, SHRINK, SPLIT, Operation
+from ncclpy.core.submit cimport give_birth
 
 from ncclpy.core import device as _device
 from ncclpy.core.group import Group
-from ncclpy.core.submit cimport give_birth
 from ncclpy.core.types import MAX_ADDRESS as _MAX_ADDRESS
 from ncclpy.core.types import UniqueId, as_integer, as_unique_id
 

@@ -35,14 +35,14 @@ from ncclpy.core.abort cimport (
 )
 from ncclpy.core.check cimport check, check_driver, nccl_error, raise_nccl
 from ncclpy.core.flight cimport hold
-from ncclpy.core.library cimport driver, nccl, require_driver
+from ncclpy.core.library cimport nccl, require_driver
 from ncclpy.core.marks cimport free_marks, mark_begin, mark_end
 from ncclpy.core.missing cimport who_is_missing
 from ncclpy.core.overrides cimport guarded_was_in_progress
 from ncclpy.core.stream cimport event_behind
 from ncclpy.core.wait cimport FOREVER, LEAVE, SLICE, await_stream, deadline_after, now, pause
 
-from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, attach, not_copied, seconds
+from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, not_copied, seconds
 
 cdef extern from "pthread.h" nogil:
     unsigned long pthread_self()

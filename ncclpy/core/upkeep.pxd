@@ -26,5 +26,4 @@ cdef class Upkeep(Call):
     cdef void _make(self) noexcept nogil
     cdef ncclResult_t _destroy(self) noexcept nogil
     cdef ncclResult_t _give_back(self, ncclComm_t raw) noexcept nogil
-    cdef ncclComm_t _guard(self, bint take) noexcept nogil
     cdef ncclResult_t _poll(self, ncclComm_t raw, ncclResult_t result, double deadline) noexcept nogil

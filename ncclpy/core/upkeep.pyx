@@ -74,17 +74,17 @@ cdef class Upkeep(Call):
             # What has failed cannot be finalized, and must not stay behind.
             nccl.ncclCommAbort(raw)
         # The guard is there until its own end: its abort is what brings this thread back.
-        guard = self._guard(False)
+        guard = self.comm.guard_now(False)
         if guard != NULL and result == ncclSuccess:
             result = self._poll(guard, nccl.ncclCommFinalize(guard), now() + ABORT_DEADLINE)
-        guard = self._guard(not abort_preempts)  # NCCL would free it under this thread
+        guard = self.comm.guard_now(not abort_preempts)  # NCCL would free it under this thread
         if guard == NULL:
             return result
         if result == ncclSuccess:
             result = self._give_back(guard)
         else:
             nccl.ncclCommAbort(guard)
-        self._guard(True)
+        self.comm.guard_now(True)
         return result
 
     cdef ncclResult_t _give_back(self, ncclComm_t raw) noexcept nogil:
@@ -92,16 +92,6 @@ cdef class Upkeep(Call):
         if result != ncclSuccess and abort_preempts:  # what NCCL has left of it nobody knows
             nccl.ncclCommAbort(raw)
         return result
-
-    cdef ncclComm_t _guard(self, bint take) noexcept nogil:
-        """Return the guard, NULL if there is none or an abort has taken it; and take it away, if asked to."""
-        cdef ncclComm_t guard
-        mutex_lock(&self.comm.gate)
-        guard = self.comm.guard
-        if take:
-            self.comm.guard = NULL
-        mutex_unlock(&self.comm.gate)
-        return guard
 
     cdef ncclResult_t _poll(self, ncclComm_t raw, ncclResult_t result, double deadline) noexcept nogil:
         """Wait until a call in the background is over."""

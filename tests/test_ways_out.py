@@ -87,6 +87,40 @@ with ncclpy.faults("call=AllReduce do=hang nth=1"):
         pass
 os._exit(0)
 """,
+    # As if the signal came just before the wait began: Python notes it, and nothing is woken.
+    "an interrupt that wakes nobody": """
+import _thread
+C = ncclpy.Communicator.init_all([0, 1])
+threading.Timer(20, os._exit, (9,)).start()
+for wait in (
+    lambda: ncclpy.Communicator.init(2, 0, ncclpy.get_unique_id(), device=0),
+    lambda: C[0].split(0),
+):
+    threading.Timer(0.3, _thread.interrupt_main).start()
+    try:
+        wait()
+        raise AssertionError
+    except KeyboardInterrupt:
+        pass
+os._exit(0)
+""",
+    # The call of the second is still to come when both are aborted.
+    "an interrupt of births of which one has not begun": """
+threading.Timer(20, os._exit, (9,)).start()
+threads = len(os.listdir("/proc/self/task"))
+alarm(0.2)
+with ncclpy.faults("call=CommInitRankConfig do=delay:500ms nth=1"):
+    began = time.monotonic()
+    try:
+        with ncclpy.group():
+            for i in range(2):
+                ncclpy.Communicator.init(2, 0, ncclpy.get_unique_id(), device=i)
+        raise AssertionError
+    except KeyboardInterrupt:
+        assert time.monotonic() - began < 8
+assert len(os.listdir("/proc/self/task")) <= threads
+os._exit(0)
+""",
     "handlers that lead to ours": """
 import ctypes
 C = ncclpy.Communicator.init_all([0, 1], timeout=30)

@@ -65,5 +65,5 @@ cdef list begin_quietly(list handles, object reason)
 # What a call was made for that nobody waits for any longer; `children` are those it makes. The call may be None.
 cdef int end_call(list handles, Call call, list children, object reason, object error) except -1
 
-# Abort what was made by a call for which nobody has waited, and which has returned.
-cdef int abort_late(list handles, object reason) except -1
+# Abort what was made by a call for which nobody has waited, and which has returned (`called`), or can be seen to go on.
+cdef int abort_late(list handles, object reason, bint called=*) except -1

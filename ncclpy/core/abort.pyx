@@ -43,6 +43,9 @@ cdef double ABORT_PATIENCE = 0.2
 cdef double PREEMPT_PATIENCE = 0.02  # where the abort itself brings it back
 cdef double CALL_PATIENCE = 5.0
 
+# How long a call that was aborted has before it is looked whether there is now something to abort.
+cdef double LOOK_AGAIN = 0.02
+
 # How long a signal handler waits for an abort where the host engine runs the operation beneath it, in the same thread.
 cdef double HANDLER_PATIENCE = 0.1
 
@@ -200,24 +203,30 @@ cdef class _Abort(Call):
         self.handles, self.failures, self.stuck = handles, [], []
 
     cdef int make(self) except -1:
-        """Abort them: guards first, so that nobody is inside the communicators when their turn comes."""
+        """Abort them, and what was made of them meanwhile."""
+        cdef Abortable handle
+        self._end(self.handles)
+        late = [handle for handle in self.handles if handle.take_late(False)]
+        if late:
+            self._end(late)
+        return 0
+
+    cdef int _end(self, list handles) except -1:
+        """Guards first, so that nobody is inside the communicators when their turn comes. A failure stops nothing."""
         cdef Abortable handle
         try:
-            guarded = [handle for handle in self.handles if (<Abortable>handle).guard != NULL]
+            guarded = [handle for handle in handles if handle.guard != NULL]
             if guarded:
                 _abort_in_group(guarded, True, self.failures, self.stuck)
-        except BaseException as error:  # carried to the caller; the rest is to end all the same
+        except BaseException as error:
             self.failures.append(error)
-        for handle in self.handles:
+        for handle in handles:
             try:
                 handle.before_abort()
             except BaseException as error:
                 self.failures.append(error)
         try:
-            _abort_in_group(self.handles, False, self.failures, self.stuck)
-            late = [handle for handle in self.handles if (<Abortable>handle).take_late(False)]
-            if late:  # made while they were aborted
-                _abort_in_group(late, False, self.failures, self.stuck)
+            _abort_in_group(handles, False, self.failures, self.stuck)
         except BaseException as error:
             self.failures.append(error)
         return 0
@@ -316,11 +325,10 @@ cdef int _leave_behind(list handles, object reason) except -1:
     return 0
 
 
-cdef int abort_late(list handles, object reason) except -1:
-    """Abort what was made by a call for which nobody has waited, and which has returned."""
+cdef int abort_late(list handles, object reason, bint called=True) except -1:
     cdef Abortable handle
     cdef _Abort call
-    late = [handle for handle in handles if handle.take_late(True)]
+    late = [handle for handle in handles if handle.take_late(called)]
     if not late:
         return 0
     call = _Abort(late)
@@ -331,6 +339,7 @@ cdef int abort_late(list handles, object reason) except -1:
 cdef int end_call(list handles, Call call, list children, object reason, object error) except -1:
     """End what a call was made for that nobody waits for any longer; what cannot be ended is left behind with it."""
     cdef Abortable handle
+    cdef double deadline
     ends, stays = [], []
     for each in handles:
         for handle in (<Abortable>each).tied():
@@ -341,7 +350,10 @@ cdef int end_call(list handles, Call call, list children, object reason, object 
     try:
         leave(ends, reason, error)
         if call is not None and not stays:
-            call.wait(now() + ABORT_DEADLINE)
+            deadline = now() + ABORT_DEADLINE
+            # The abort may have come before the call had begun, and found nothing.
+            while not call.wait(min(now() + LOOK_AGAIN, deadline)) and now() < deadline:
+                abort_late(children, reason, False)
         if call is not None and call.done:
             abort_late(children, reason)
         else:

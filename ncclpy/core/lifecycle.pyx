@@ -293,6 +293,13 @@ cdef class Lifecycle(Handle):
         cdef bint taken
         if self.state != ABORTED or self.cradle is None:
             return False
+        if not called and abort_preempts and self.cradle.stage == ASKED and self.parent is None:
+            # The host engine says in the cell what it makes as soon as the call has begun, which waits for this abort.
+            if self.cradle.birth.cell == NULL:
+                return False
+            self._take_cell()
+            self.cradle.stage = BY_ITSELF
+            return True
         with nogil:
             taken = self._take_cell_late(called)
         return taken

@@ -152,10 +152,13 @@ cdef class Call:
 
     cdef bint wait(self, double deadline) except -1:
         """Return whether the call has ended by the deadline, and raise what it raised."""
-        cdef double left = deadline - now()
-        # A lock is the one thing that Python waits for with signal handlers running, at once and not in slices.
-        if not self.ended.acquire(timeout=-1 if left > threading.TIMEOUT_MAX else max(0.0, left)):
-            return False
+        # While Python waits for a lock a signal wakes it at once. One that came just before does not: hence the slices.
+        while True:
+            PyErr_CheckSignals()
+            if self.ended.acquire(timeout=max(0.0, min(deadline - now(), SLICE))):
+                break
+            if now() >= deadline:
+                return False
         self.ended.release()
         if self.failure is not None:
             failure, self.failure = self.failure, None

@@ -1,5 +1,6 @@
 """Every way out of a wait keeps its promises: the exception that the caller is told, the memory, the communicator."""
 
+import contextlib
 import os
 import threading
 import time
@@ -166,6 +167,26 @@ def test_a_failing_abort_does_not_hide_the_deadline(what):
     assert "CommAbort" in caught.value.__notes__[0]
     for comm in comms:
         comm.abort()
+
+
+@pytest.mark.parametrize("options", [{}, {"config": ncclpy.Config(blocking=False)}, {"timeout": 60}])
+@pytest.mark.parametrize("call", ["CommDestroy", "CommFinalize", "GroupEnd"])
+def test_a_close_that_is_stuck_is_brought_back_by_an_abort(call, options):
+    comms = [comm.wait_ready() for comm in ncclpy.Communicator.init_all([0, 1], **options)]
+
+    def close():
+        with contextlib.suppress(ncclpy.NcclError):
+            comms[0].close()
+
+    thread = threading.Thread(target=close, daemon=True)
+    with ncclpy.faults(f"call={call} nth=1 do=hang") as faults:
+        thread.start()
+        testing.wait_for(lambda: faults.fired)
+        comms[0].abort(timeout=5)
+        thread.join(5)
+        assert not thread.is_alive()
+    comms[1].abort()
+    assert comms[0].closed
 
 
 def test_an_abort_does_not_wait_for_a_launch_that_it_is_to_end():

@@ -135,7 +135,7 @@ cdef ncclResult_t _abort_raw(ncclComm_t raw) noexcept nogil:
 
 
 cdef bint _is_gone(ncclResult_t result) noexcept:
-    """Whether a close has destroyed a guard at this moment: the host engine's guards stay in reach until then."""
+    """Whether a close has destroyed it at this moment: the host engine's stay in reach until then."""
     return abort_preempts and result == ncclInvalidArgument
 
 
@@ -160,7 +160,8 @@ cdef bint _abort_one(Abortable handle, double until) except -1:
             result = _abort_raw(handle.take_raw())
         if locked:
             mutex_unlock(&handle.mutex)
-    check(result, b"ncclCommAbort", NULL)
+    if not _is_gone(result):
+        check(result, b"ncclCommAbort", NULL)
     return locked or goes_on
 
 
@@ -186,10 +187,7 @@ cdef int _abort_in_group(list handles, bint guards, list failures, list stuck) e
         if len(handles) > 1:
             with nogil:
                 result = nccl.ncclGroupEnd()
-    if guards and _is_gone(result):
-        return 0
-    check(result, b"ncclGroupEnd", NULL)
-    return 0
+    return 0 if _is_gone(result) else check(result, b"ncclGroupEnd", NULL)
 
 
 cdef class _Abort(Call):

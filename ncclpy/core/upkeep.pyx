@@ -67,12 +67,15 @@ cdef class Upkeep(Call):
         cdef ncclComm_t raw, guard
         if not self.finalized and nccl.ncclCommFinalize != NULL:
             result = self._poll(self.comm.raw, nccl.ncclCommFinalize(self.comm.raw), self.deadline)
-        raw = self.comm.take_raw()  # NULL after an abort
+        # NULL after an abort. NCCL would free it twice if it were aborted while it is destroyed; the host engine would
+        # not, and brings this thread back from it.
+        raw = self.comm.raw if abort_preempts else self.comm.take_raw()
         if raw != NULL and result == ncclSuccess:
             result = self._give_back(raw)
         elif raw != NULL and nccl.ncclCommAbort != NULL:
             # What has failed cannot be finalized, and must not stay behind.
             nccl.ncclCommAbort(raw)
+        self.comm.take_raw()
         # The guard is there until its own end: its abort is what brings this thread back.
         guard = self.comm.guard_now(False)
         if guard != NULL and result == ncclSuccess:

@@ -119,7 +119,10 @@ with ncclpy.faults("call=CommInitRankConfig do=delay:500ms nth=1"):
         raise AssertionError
     except KeyboardInterrupt:
         assert time.monotonic() - began < 8
-assert len(os.listdir("/proc/self/task")) <= threads
+until = time.monotonic() + 5
+while len(os.listdir("/proc/self/task")) > threads:  # of the aborts, which are over
+    assert time.monotonic() < until, "a thread stays behind"
+    time.sleep(0.01)
 os._exit(0)
 """,
     "handlers that lead to ours": """

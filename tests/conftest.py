@@ -79,3 +79,23 @@ def comm1():
     """Yield the only communicator of a world of one rank."""
     for comms in testing.communicators(1):
         yield comms[0]
+
+
+@pytest.fixture
+def make_manager():
+    """Return a function that makes a Manager; all are closed afterwards, or aborted if that takes too long."""
+    made: list[ncclpy.Manager] = []
+
+    def make(**options):
+        made.append(ncclpy.Manager(**options))
+        return made[-1]
+
+    yield make
+    for manager in made:
+        testing.run_with_deadline(lambda manager=manager: manager.close(timeout=10), 40)
+
+
+@pytest.fixture
+def manager(make_manager):
+    """Return a Manager of its own for the test."""
+    return make_manager()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from paths import SUPPORT
 
 SCRIPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "manager_fault_runs.py")
 PROCESSES = 5  # at once: most of the time they wait for deadlines
@@ -20,7 +21,7 @@ def test_every_work_ends_whatever_goes_wrong(host_engine, first, cores, runs_eac
     def process(number):
         return subprocess.run(
             [sys.executable, SCRIPT, str(first + 100 * number), str(runs_each), str(cores)],
-            env=os.environ | {"PYTHONPATH": os.path.dirname(os.path.dirname(SCRIPT))},
+            env=os.environ | {"PYTHONPATH": str(SUPPORT)},
             capture_output=True,
             text=True,
             cwd="/",

@@ -5,12 +5,12 @@ import subprocess
 import sys
 import textwrap
 import threading
-from pathlib import Path
 
 import host_bodies as bodies
 import numpy as np
 import pytest
 from nccl_calls import IN_PROGRESS, SUM, NcclError
+from paths import SUPPORT
 
 from testing import wait_for
 
@@ -68,7 +68,7 @@ def start(program, *arguments):
     ) + textwrap.dedent(program)
     return subprocess.Popen(
         [sys.executable, "-c", source, *map(str, arguments)],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent)},
+        env=os.environ | {"PYTHONPATH": str(SUPPORT)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from host_checks import in_thread, join, start, wait_for
 from nccl_calls import REMOTE, SUM, SYSTEM, NcclError
+from paths import SUPPORT
 
 HERE = Path(__file__).resolve().parent
 FLOAT32 = 7
@@ -26,7 +27,7 @@ def test_kills_at_random_moments(kills):
     shared = set(os.listdir("/dev/shm"))
     done = subprocess.run(
         [sys.executable, HERE / "kill_runs.py", str(seed), str(kills)],
-        env=os.environ | {"PYTHONPATH": str(HERE.parent)},
+        env=os.environ | {"PYTHONPATH": str(SUPPORT)},
         capture_output=True,
         text=True,
         timeout=100,

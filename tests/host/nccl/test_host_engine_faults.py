@@ -28,6 +28,7 @@ from nccl_calls import (
     NcclError,
     UniqueId,
 )
+from paths import SUPPORT
 
 import ncclpy
 
@@ -554,7 +555,7 @@ def test_random_runs_end_in_an_answer(count):
     halves = [
         subprocess.Popen(
             [sys.executable, HERE / "fault_runs.py", str(first), str(count // 2)],
-            env=os.environ | {"PYTHONPATH": str(HERE.parent)},
+            env=os.environ | {"PYTHONPATH": str(SUPPORT)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -4,7 +4,6 @@ import ctypes
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import host_bodies as bodies
 import numpy as np
@@ -28,6 +27,7 @@ from nccl_calls import (
     SimInfo,
     UniqueId,
 )
+from paths import SUPPORT
 
 
 def test_version_and_strings(nccl):
@@ -188,7 +188,7 @@ def test_unique_id_of_a_dead_process(nccl, tmp_path):
         "from ncclpy.core.search import host_engine_path\n"
         "print(Nccl(host_engine_path()).unique_id().hex())\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(SUPPORT)}
     # Outside the tree, whose ncclpy is not built.
     output = subprocess.run(
         [sys.executable, "-c", code],

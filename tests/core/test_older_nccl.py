@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from paths import SUPPORT, TESTS
 
 import ncclpy
-
-HERE = Path(__file__).parent
 
 
 def run_without(functions, folder, tests, cores=2):
@@ -28,11 +27,11 @@ import os, sys
 os.sched_getaffinity = lambda pid: set(range({cores}))
 import ncclpy, pytest
 assert ncclpy.library().engine == "host" and not any(map(ncclpy.library().has, {functions}))
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", {str(HERE / tests)!r}]))
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", {str(TESTS / tests)!r}]))
 """
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "NCCLPY_LIBRARY": str(older), "PYTHONPATH": str(HERE)},
+        env={**os.environ, "NCCLPY_LIBRARY": str(older), "PYTHONPATH": str(SUPPORT)},
         cwd="/",
         capture_output=True,
         text=True,
@@ -50,5 +49,5 @@ def test_the_manager_sends_and_receives_instead(host_engine, tmp_path, cores):
 
 def test_a_communicator_names_what_is_not_there(host_engine, tmp_path):
     lacking = ("ncclCommShrink", "ncclCommGrow", "ncclCommRevoke", "ncclCommSuspend")
-    said = run_without(lacking, tmp_path, "test_derived.py")
+    said = run_without(lacking, tmp_path, "core/test_derived.py")
     assert not any(f"needs a library without {name}" in said for name in lacking), said

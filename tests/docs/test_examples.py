@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
 import ncclpy
 
-ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 GUIDE = ROOT / "docs" / "guides" / "processes.md"
 LAST_LINES = {

@@ -8,6 +8,7 @@ import struct
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
 import testing
 from ncclpy.cli.main import main
@@ -107,7 +108,7 @@ def test_the_example_of_the_manual(trace):
     status, said, _ = trace(
         *stuck([launched(1, 0, 108.0, communicator="51b2e077")]),
     )
-    page = (Path(__file__).resolve().parent.parent / "docs" / "cli.md").read_text()
+    page = (ROOT / "docs" / "cli.md").read_text()
     promised = re.search(r"^\$ ncclpy trace rank0.json rank1.json\n(.*?)^```", page, re.M | re.S)[1]
     assert status == 1
     assert said == promised

@@ -15,14 +15,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
+from paths import ROOT, SUPPORT
 
 
 def compile_recorder(folder: Path) -> Path:
     """Compile recorder.cpp into an object file in `folder`."""
     output = folder / "recorder.o"
-    include = HERE.parent / "ncclpy" / "abi"
-    source = HERE / "recorder.cpp"
+    include = ROOT / "ncclpy" / "abi"
+    source = SUPPORT / "recorder.cpp"
     _compiler(
         "-std=c++17",
         "-O1",

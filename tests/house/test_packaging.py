@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
 from ncclpy.core import search
 
-CI = Path(__file__).resolve().parent.parent / ".ci"
+CI = ROOT / ".ci"
 
 
 @pytest.fixture(scope="module")

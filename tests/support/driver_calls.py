@@ -5,9 +5,9 @@ import functools
 import os
 import re
 import threading
-from pathlib import Path
 
 import pytest
+from paths import ROOT
 
 PATH = os.environ.get("NCCLPY_TEST_DRIVER")
 host_only = pytest.mark.skipif(PATH is not None, reason="about the host engine alone")
@@ -23,7 +23,7 @@ NON_BLOCKING, DISABLE_TIMING = 1, 2
 LEGACY, PER_THREAD = 1, 2
 HostFunction = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
-_HEADER = (Path(__file__).parents[1] / "ncclpy/abi/driver_abi.h").read_text()
+_HEADER = (ROOT / "ncclpy/abi/driver_abi.h").read_text()
 NAMES = re.findall(r"^  X\(CUresult, (\w+),", _HEADER, re.MULTILINE)
 
 _VALUES = {

@@ -12,13 +12,12 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from paths import ROOT, SUPPORT, TESTS
 
 import ncclpy
 
-ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 BLOCK = re.compile(r"^```python(?: \{(?P<needs>\w+)\})?\n(?P<code>.*?)^```$", re.M | re.S)
@@ -38,7 +37,7 @@ def run(code, needs, tmp_path):
     environment = os.environ | ({} if needs == "gpu" else {"NCCLPY_LIBRARY": "host"})
     if needs == "test":
         how = ["-m", "pytest", "-q", "-n", "0", "-c", str(ROOT / "pyproject.toml"), "-p", "conftest", str(script)]
-        environment["PYTHONPATH"] = str(ROOT / "tests")
+        environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(SUPPORT)])
     return subprocess.run(
         [sys.executable, *how],
         cwd=tmp_path,  # not here, where the sources would be taken for the package

@@ -9,8 +9,9 @@ import sys
 
 import mortal_arrays
 import pytest
+from paths import SUPPORT
 
-SCRIPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "early_end_runs.py")
+SCRIPT = SUPPORT / "early_end_runs.py"
 
 
 @pytest.mark.parametrize("runs", [40, pytest.param(300, marks=pytest.mark.campaign)])

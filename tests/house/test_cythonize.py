@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
-SCRIPT = Path(__file__).parents[1] / "tools/cythonize.py"
+SCRIPT = ROOT / "tools/cythonize.py"
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import ctypes
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from driver_calls import (
@@ -30,13 +29,13 @@ from driver_calls import (
     joined,
     refused,
 )
+from paths import SUPPORT
 
 
 def run_python(code, **environment):
-    tests = str(Path(__file__).parents[1])
     return subprocess.run(
         [sys.executable, "-c", f"import ctypes, os, sys\nfrom driver_calls import *\nd = Driver(PATH)\n{code}"],
-        env={**os.environ, "PYTHONPATH": tests, "NCCLPY_TEST_DRIVER": PATH, **environment},
+        env={**os.environ, "PYTHONPATH": str(SUPPORT), "NCCLPY_TEST_DRIVER": PATH, **environment},
         capture_output=True,
         text=True,
         timeout=60,

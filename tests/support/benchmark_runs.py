@@ -7,9 +7,8 @@ import importlib
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from paths import ROOT
 
 sys.path.insert(0, str(ROOT))
 try:

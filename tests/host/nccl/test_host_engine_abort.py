@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import host_bodies as bodies
 import numpy as np
@@ -21,6 +20,7 @@ from nccl_calls import (
     Config,
     UniqueId,
 )
+from paths import SUPPORT
 
 NONBLOCKING = Config(blocking=0)
 
@@ -167,7 +167,7 @@ def test_nothing_is_left_after_a_kill(nccl, tmp_path):
         "print('ready', flush=True)\n"
         "sys.stdin.read()\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(SUPPORT)}
     uid = nccl.unique_id()
     with subprocess.Popen(
         [sys.executable, "-c", code, uid.hex()],

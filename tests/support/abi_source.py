@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[1]
+from paths import ROOT
+
 ABI = ROOT / "ncclpy" / "abi"
 
 

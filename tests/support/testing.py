@@ -21,6 +21,7 @@ import traceback
 import ml_dtypes
 import numpy as np
 import pytest
+from paths import SUPPORT
 
 import ncclpy
 from ncclpy import DataType
@@ -448,8 +449,7 @@ def _child(r, nranks, pipe, fn, args):
 
 def run_python(code: str, *, timeout: float = 60.0, env: dict | None = None, check: bool = True):
     """Run a snippet in a fresh interpreter outside the source tree and return the `CompletedProcess`."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(SUPPORT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, **(env or {})}  # None takes a variable away
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],

@@ -10,11 +10,11 @@ import platform
 import re
 import shlex
 import subprocess
-from pathlib import Path
 
 import pytest
+from paths import ROOT
 
-FOLDER = Path(__file__).parents[2] / "ncclpy/host/nccl"
+FOLDER = ROOT / "ncclpy/host/nccl"
 SOURCE = FOLDER / "reduce_kernels.cpp"
 COMPILER = shlex.split(os.environ.get("CXX", "g++"))
 #: Sum, product, maximum, minimum and the sum of products for 12 types. What wraps around is shared with unsigned types

@@ -5,11 +5,10 @@ import os
 import platform
 import shlex
 import subprocess
-from pathlib import Path
 
 import pytest
+from paths import ROOT
 
-ROOT = Path(__file__).parents[1]
 COMPILER = shlex.split(os.environ.get("CXX", "g++"))
 FLAGS = ["-std=c++17", "-g", "-O1", "-pthread", f"-I{ROOT / 'ncclpy/abi'}", f"-I{ROOT / 'ncclpy/host'}"]
 SANITIZERS = ("thread", "address,undefined")

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from paths import ROOT
 
 import ncclpy
 import testing
 
-PACKAGE = Path(__file__).resolve().parent.parent / "ncclpy"
+PACKAGE = ROOT / "ncclpy"
 
 # A room may use only rooms below it; see docs/design.md.
 FLOORS = {

@@ -17,13 +17,13 @@ from pathlib import Path
 
 import pytest
 from abi_source import ABI, declared, driver_functions, nccl_functions
+from paths import SUPPORT, TESTS
 from recorder import Recorded, compile_recorder, link_recorder
 
 from ncclpy.core.search import host_engine_path
 
 pytestmark = [pytest.mark.abi, pytest.mark.timeout(300)]
 
-HERE = Path(__file__).parent
 VERSIONS = ("2.19.3", "2.27.7", "2.32.3")
 NEWEST = "2.32.3"
 FUNCTIONS = nccl_functions()
@@ -113,8 +113,8 @@ def _compare(program: str, header: Path, present: str, functions: set[str], incl
     )
     (folder / f"{program}_undefine.h").write_text("".join(f"#undef {name}\n" for name in names.macros))
     executable = folder / program
-    arguments = ["-O0", "-Wall", "-Wno-conversion-null", f"-I{folder}", f"-I{header.parent}", f"-I{HERE / 'abi'}"]
-    _compile([*arguments, HERE / "abi" / f"{program}.cpp", "-o", executable], includes)
+    arguments = ["-O0", "-Wall", "-Wno-conversion-null", f"-I{folder}", f"-I{header.parent}", f"-I{TESTS / 'abi'}"]
+    _compile([*arguments, TESTS / "abi" / f"{program}.cpp", "-o", executable], includes)
     done = subprocess.run([executable], capture_output=True, text=True, timeout=60)
     assert done.returncode in (0, 1), done.stderr
     return done.stdout
@@ -270,7 +270,7 @@ def test_the_host_engine_serves_a_program_of_nvidias_headers(nccl_headers, cuda_
     engine = Path(host_engine_path())
     command = [*shlex.split(os.environ.get("CC", "cc")), "-std=c99", "-D_GNU_SOURCE", "-Wall", "-Werror"]
     command += [f"-I{folder}" for folder in dict.fromkeys([*includes, *cuda_includes])]
-    command += [HERE / "abi/all_reduce.c", "-o", tmp_path / "all_reduce"]
+    command += [TESTS / "abi/all_reduce.c", "-o", tmp_path / "all_reduce"]
     command += [f"-L{engine.parent}", f"-l:{engine.name}", f"-Wl,-rpath,{engine.parent}", "-lpthread"]
     subprocess.run(command, check=True, timeout=60)
     done = subprocess.run([tmp_path / "all_reduce"], capture_output=True, text=True, timeout=60, check=False)
@@ -345,7 +345,7 @@ def facts(unpacked):
                 os.environ,
                 NCCLPY_LIBRARY=str(path),
                 NCCL_SOCKET_IFNAME="lo",
-                PYTHONPATH=str(HERE),
+                PYTHONPATH=str(SUPPORT),
                 NCCL_DEBUG_FILE="abc",
             )
             done = subprocess.run(

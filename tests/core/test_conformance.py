@@ -33,7 +33,9 @@ def test_one_thread_group(comms, arrays, collective):
     assert not wrong, conformance.report(wrong)
 
 
-@pytest.mark.parametrize("nranks", conformance.RANKS)
+@pytest.mark.parametrize(
+    "nranks", [pytest.param(n, marks=[pytest.mark.campaign] if n > 4 else []) for n in conformance.RANKS]
+)
 def test_processes(nranks):
     found = testing.run_processes(nranks, conformance.run_process, timeout=110)
     wrong = [message for messages in found for message in messages]

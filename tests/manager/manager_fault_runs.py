@@ -178,7 +178,7 @@ def left_over():
         "native": [name for name in leftovers.threads(leftovers.LASTING_MANAGER) if name.startswith("ncclpy")],
         "threads": leftovers.python_threads(),
         "descriptors": leftovers.descriptors(),
-        "shm": sorted(name for name in os.listdir("/dev/shm") if "nccl" in name),
+        "shm": leftovers.shared_memory(),
     }
 
 

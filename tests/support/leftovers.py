@@ -33,6 +33,11 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+def shared_memory() -> list[str]:
+    """Return the names in /dev/shm that are not other programs', which come and go beside a test."""
+    return sorted(name for name in os.listdir("/dev/shm") if "nccl" in name)
+
+
 def mappings() -> int:
     """Return how many pieces of memory of communicators are mapped."""
     with open("/proc/self/maps") as file:

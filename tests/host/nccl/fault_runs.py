@@ -7,7 +7,6 @@ failing run is repeated with its own seed and one run.
 
 import ctypes
 import json
-import os
 import random
 import sys
 import threading
@@ -176,7 +175,7 @@ def left_over():
     return {
         "threads": leftovers.threads(),
         "descriptors": leftovers.descriptors(),
-        "shm": sorted(os.listdir("/dev/shm")),
+        "shm": leftovers.shared_memory(),
     }
 
 

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import leftovers
 import numpy as np
 import pytest
 from host_checks import in_thread, join, start, wait_for
@@ -24,7 +25,7 @@ FLOAT32 = 7
 @pytest.mark.parametrize("kills", [10, pytest.param(100, marks=pytest.mark.campaign)])
 def test_kills_at_random_moments(kills):
     seed = int(os.environ.get("NCCLPY_TEST_SEED", random.SystemRandom().randrange(10**6)))
-    shared = set(os.listdir("/dev/shm"))
+    shared = leftovers.shared_memory()
     done = subprocess.run(
         [sys.executable, HERE / "kill_runs.py", str(seed), str(kills)],
         env=os.environ | {"PYTHONPATH": str(SUPPORT)},
@@ -38,7 +39,7 @@ def test_kills_at_random_moments(kills):
     failed = [run for run in runs if run["problems"]]
     assert not failed, f"repeat with `python kill_runs.py {failed[0]['seed']} 1`: {failed}\n{done.stderr}"
     assert max(run["noticed_ms"] for run in runs) < 1000
-    assert set(os.listdir("/dev/shm")) == shared
+    assert leftovers.shared_memory() == shared
 
 
 @pytest.mark.parametrize("end", ["kill", "exit", "crash"])
@@ -182,12 +183,12 @@ def test_ranks_of_several_threads_and_processes_all_notice(nccl):
 def test_nothing_is_left_behind(nccl):
     for comm in nccl.init_all(8):
         nccl.ncclCommDestroy(comm)
-    before = len(os.listdir("/proc/self/fd")), sorted(os.listdir("/dev/shm"))
+    before = len(os.listdir("/proc/self/fd")), leftovers.shared_memory()
     for i in range(20):
         comms = nccl.init_all(8)
         for comm in comms:
             (nccl.ncclCommAbort if i % 2 else nccl.ncclCommDestroy)(comm)
-    assert (len(os.listdir("/proc/self/fd")), sorted(os.listdir("/dev/shm"))) == before
+    assert (len(os.listdir("/proc/self/fd")), leftovers.shared_memory()) == before
 
 
 def sum_much(rank):

@@ -21,28 +21,41 @@ def processes(request):
         processes.close()
 
 
+# Of each rank, by which process it is run.
 PLACEMENTS = {
     "threads": lambda n: [0] * n,
     "processes": lambda n: list(range(n)),
-    "mix": lambda n: [rank % 3 for rank in range(n)],
+    "mix": lambda n: [rank % (3 if n > 3 else 2) for rank in range(n)],
 }
 
 
-@pytest.fixture(params=PLACEMENTS)
-def run(request, nccl, processes):
-    """Return ``run(n, body, *arguments)``, which runs a body as n ranks."""
-    place = PLACEMENTS[request.param]
-    return lambda n, body, *arguments: processes.run(nccl, n, body, *arguments, placement=place(n))
+def worlds(numbers, long):
+    """Return parameters (number of ranks, placement), each world once; numbers in `long` are met in campaigns only."""
+    seen = set()
+    found = []
+    for n in numbers:
+        for name, place in PLACEMENTS.items():
+            if tuple(place(n)) not in seen:
+                seen.add(tuple(place(n)))
+                marks = [pytest.mark.campaign] if n in long else []
+                found.append(pytest.param(n, place(n), id=f"{n}-{name}", marks=marks))
+    return found
+
+
+@pytest.fixture
+def run(nccl, processes, nranks, placement):
+    """Return ``run(body, *arguments)``, which runs a body as so many ranks."""
+    return lambda body, *arguments: processes.run(nccl, nranks, body, *arguments, placement=placement)
 
 
 @pytest.mark.parametrize("processes", ["reading peers"], indirect=True)
-@pytest.mark.parametrize("nranks", range(1, MOST + 1))
+@pytest.mark.parametrize(("nranks", "placement"), worlds(range(1, MOST + 1), long={6, 7, 9, 10, 11, 12, 14, 15}))
 def test_every_number_of_ranks(run, nranks):
-    run(nranks, bodies.every_reduction, (1, 1000), (FLOAT16, INT64))
-    run(nranks, bodies.every_copy, (1, 1000), (INT8,))
-    run(nranks, bodies.all_pairs, (1, 3000))
+    run(bodies.every_reduction, (1, 1000), (FLOAT16, INT64))
+    run(bodies.every_copy, (1, 1000), (INT8,))
+    run(bodies.all_pairs, (1, 3000))
     if nranks > 1:
-        run(nranks, bodies.splits)
+        run(bodies.splits)
 
 
 # Bytes: what travels inside the segment, a piece of a message, a block that
@@ -51,13 +64,13 @@ BOUNDARIES = {"inline": 2048, "piece": 64 << 10, "pulled": 128 << 10, "step": 25
 
 
 @pytest.mark.parametrize("boundary", BOUNDARIES)
-@pytest.mark.parametrize("nranks", [2, 3, pytest.param(5, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(("nranks", "placement"), worlds((2, 3, 5), long={5}))
 def test_sizes_around_the_boundaries(run, nranks, boundary):
     nbytes = BOUNDARIES[boundary]
     counts = sorted({nbytes // 4 + more for more in (-1, 0, 1)} | {nbytes // 4 // nranks + more for more in (0, 1)})
-    run(nranks, bodies.every_copy, counts, (FLOAT32,))
-    run(nranks, bodies.all_pairs, [4 * count for count in counts])
+    run(bodies.every_copy, counts, (FLOAT32,))
+    run(bodies.all_pairs, [4 * count for count in counts])
     if boundary != "step":
-        run(nranks, bodies.every_reduction, counts, (FLOAT32,))
+        run(bodies.every_reduction, counts, (FLOAT32,))
     else:
-        run(nranks, bodies.every_reduction, counts[-2:], (FLOAT32,))
+        run(bodies.every_reduction, counts[-2:], (FLOAT32,))

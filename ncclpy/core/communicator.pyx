@@ -10,8 +10,9 @@ from libc.string cimport memset
 
 from ncclpy.abi.nccl cimport ncclUint8
 from ncclpy.core.buffers cimport View
-from ncclpy.core.collectives cimport Collectives, element_size, elements, same_type, writable
+from ncclpy.core.collectives cimport Collectives
 from ncclpy.core.operation cimport ALL_REDUCE, BROADCAST, Operation, REDUCE
+from ncclpy.core.shape cimport element_size, elements, same_type, writable
 from ncclpy.core.stream cimport as_stream_of
 from ncclpy.core.submit cimport submit
 from ncclpy.core.wait cimport as_timeout
@@ -90,13 +91,14 @@ cdef class Communicator(Collectives):
         self.read(send, &s, "send")
         self.read(recv, &r, "recv")
         writable(&r, "recv")
-        same_type(&s, &r)
+        same_type(&r, &s, "recv", "send")
         _holds(&s, numbers[self.rank], "send", f"counts[{self.rank}]")
         _holds(&r, sum(numbers), "recv", "sum(counts)")
         memset(&o, 0, sizeof(o))
         with Group():
             for root, count in enumerate(numbers):
                 o.kind = BROADCAST
+                o.datatype = r.datatype
                 o.root = root
                 o.recv = <char*>r.pointer + offset
                 o.send = s.pointer if root == self.rank else o.recv
@@ -131,7 +133,7 @@ cdef class Communicator(Collectives):
         self.read(send, &s, "send")
         self.read(recv, &r, "recv")
         writable(&r, "recv")
-        same_type(&s, &r)
+        same_type(&r, &s, "recv", "send")
         _holds(&s, sum(numbers), "send", "sum(counts)")
         _holds(&r, numbers[self.rank], "recv", f"counts[{self.rank}]")
         memset(&o, 0, sizeof(o))
@@ -139,6 +141,7 @@ cdef class Communicator(Collectives):
         with Group():
             for root, count in enumerate(numbers):
                 o.kind = REDUCE
+                o.datatype = s.datatype
                 o.root = root
                 o.send = <char*>s.pointer + offset
                 o.recv = r.pointer if root == self.rank else NULL
@@ -171,7 +174,7 @@ cdef class Communicator(Collectives):
         self.read(send, &s, "send")
         self.read(recv, &r, "recv")
         writable(&r, "recv")
-        same_type(&s, &r)
+        same_type(&r, &s, "recv", "send")
         _holds(&s, sum(outgoing), "send", "sum(send_counts)")
         _holds(&r, sum(incoming), "recv", "sum(recv_counts)")
         self.exchange(send, &s, outgoing, recv, &r, incoming, stream, timeout)

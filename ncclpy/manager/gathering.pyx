@@ -5,10 +5,10 @@ import logging
 cimport cython
 
 from ncclpy.core.buffers cimport View
-from ncclpy.core.collectives cimport type_name
-from ncclpy.engine.message cimport is_plain, message
 from ncclpy.core.operation cimport ALL_REDUCE, BROADCAST, GATHER, REDUCE, REDUCE_SCATTER, SCATTER
+from ncclpy.core.shape cimport type_name
 from ncclpy.core.wait cimport FOREVER, now
+from ncclpy.engine.message cimport is_plain, message
 
 from ncclpy.core.errors import NcclTimeout
 from ncclpy.core.types import ReduceOp

@@ -4,7 +4,6 @@ Each reads and checks the buffers, which raises at once and leaves the key as it
 """
 
 from ncclpy.core.buffers cimport View, read_view
-from ncclpy.core.collectives cimport elements, fits, op_number, read_on_device, same_type, writable
 from ncclpy.core.device cimport as_device, known_devices
 from ncclpy.core.operation cimport (
     ALL_GATHER,
@@ -16,6 +15,7 @@ from ncclpy.core.operation cimport (
     REDUCE_SCATTER,
     SCATTER,
 )
+from ncclpy.core.shape cimport elements, fits, op_number, read_on_device, same_type, writable
 from ncclpy.engine.work cimport Work
 
 from ncclpy.core.resources import CustomOp
@@ -89,7 +89,7 @@ cdef class Participants:
         else:
             read_on_device(recv, &r, "recv", where)
             writable(&r, "recv")
-            same_type(&s, &r)
+            same_type(&r, &s, "recv", "send")
             fits(&r, 1, &s, "recv", "send", "all_reduce")
         return self.add(
             key, ALL_REDUCE, &s, s.pointer, r.pointer, s.count, _operator(op, &s, nranks), where, num_local, nranks,
@@ -125,7 +125,7 @@ cdef class Participants:
         read_on_device(send, &s, "send", where)
         read_on_device(recv, &r, "recv", where)
         writable(&r, "recv")
-        same_type(&s, &r)
+        same_type(&r, &s, "recv", "send")
         fits(&r, nranks, &s, "recv", "send", "all_gather")
         return self.add(
             key, ALL_GATHER, &s, s.pointer, r.pointer, s.count, 0, where, num_local, nranks, communicator_key,
@@ -162,7 +162,7 @@ cdef class Participants:
         read_on_device(send, &s, "send", where)
         read_on_device(recv, &r, "recv", where)
         writable(&r, "recv")
-        same_type(&s, &r)
+        same_type(&r, &s, "recv", "send")
         fits(&s, nranks, &r, "send", "recv", "reduce_scatter")
         return self.add(
             key, REDUCE_SCATTER, &s, s.pointer, r.pointer, r.count, _operator(op, &s, nranks), where, num_local,
@@ -197,7 +197,7 @@ cdef class Participants:
         read_on_device(send, &s, "send", where)
         read_on_device(recv, &r, "recv", where)
         writable(&r, "recv")
-        same_type(&s, &r)
+        same_type(&r, &s, "recv", "send")
         fits(&r, 1, &s, "recv", "send", "all_to_all")
         if elements(&s) % <size_t>nranks:
             raise ValueError(
@@ -242,7 +242,7 @@ cdef class Participants:
         if recv is not None:
             read_on_device(recv, &r, "recv", where)
             writable(&r, "recv")
-            same_type(&s, &r)
+            same_type(&r, &s, "recv", "send")
             fits(&r, 1, &s, "recv", "send", "broadcast")
         return self.add(
             key, BROADCAST, &s, s.pointer, r.pointer, s.count, 0, where, num_local, nranks, communicator_key,
@@ -350,7 +350,7 @@ cdef class Participants:
         else:
             read_on_device(recv, &r, "recv", where)
             writable(&r, "recv")
-            same_type(&s, &r)
+            same_type(&r, &s, "recv", "send")
             fits(&r, 1, &s, "recv", "send", "reduce")
         return self.add(
             key, REDUCE, &s, s.pointer, r.pointer, s.count, _operator(op, &s, nranks), where, num_local, nranks,
@@ -419,7 +419,7 @@ cdef class Participants:
         read_on_device(send, &s, "send", where)
         read_on_device(recv, &r, "recv", where)
         writable(&r, "recv")
-        same_type(&s, &r)
+        same_type(&r, &s, "recv", "send")
         fits(&r, nranks, &s, "recv", "send", "gather")
         return self.add(
             key, GATHER, &s, s.pointer, r.pointer, s.count, 0, where, num_local, nranks, communicator_key,
@@ -456,7 +456,7 @@ cdef class Participants:
         read_on_device(send, &s, "send", where)
         read_on_device(recv, &r, "recv", where)
         writable(&r, "recv")
-        same_type(&s, &r)
+        same_type(&r, &s, "recv", "send")
         fits(&s, nranks, &r, "send", "recv", "scatter")
         return self.add(
             key, SCATTER, &s, s.pointer, r.pointer, r.count, 0, where, num_local, nranks, communicator_key,

@@ -166,7 +166,7 @@ cdef bint shape_reduce(
 cdef bint shape_broadcast(
     Operation* o, View* s, View* r, object send, object recv, int device, bint is_root
 ) except -1:
-    if recv is None:
+    if recv is None and (is_root or send is not None):
         read_on_device(send, s, "send", device)
         if not is_root:
             writable(s, "send")

@@ -1,6 +1,8 @@
 from ncclpy.core.buffers cimport View
 from ncclpy.core.creation cimport Creation
+from ncclpy.core.lower cimport Steps
 from ncclpy.core.operation cimport Operation
+from ncclpy.core.parts cimport Spread
 
 
 cdef class Collectives(Creation):
@@ -10,7 +12,11 @@ cdef class Collectives(Creation):
     cdef int start(
         self, Operation* operation, const View* view, object send, object recv, object stream, object timeout
     ) except -1
-    cdef int exchange(
-        self, object send, const View* s, list send_counts, object recv, const View* r, list recv_counts,
-        object stream, object timeout
+    cdef Spread spread(self)
+    cdef int start_spread(self, Spread spread, object stream, object timeout) except -1
+    cdef int start_or_lower(
+        self, Operation* operation, const View* view, object send, object recv, object stream, object timeout
+    ) except -1
+    cdef int start_steps(
+        self, Steps steps, const View* view, object send, object recv, object stream, object timeout
     ) except -1

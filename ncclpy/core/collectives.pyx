@@ -10,13 +10,11 @@ from cpython.long cimport PyLong_AsLongAndOverflow
 from ncclpy.core.abort cimport READY
 from ncclpy.core.buffers cimport HOST_MEMORY, current_stream
 from ncclpy.core.datatypes cimport BOOLEAN, BYTES
-from ncclpy.core.library cimport nccl
-from ncclpy.core.operation cimport RECV, SEND
+from ncclpy.core.lower cimport lacks, lower
+from ncclpy.core.parts cimport new_spread
 from ncclpy.core.resources cimport CustomOp
 from ncclpy.core.shape cimport (
     cannot_reduce,
-    element_size,
-    elements,
     op_number,
     read_on_device,
     shape_all_gather,
@@ -91,32 +89,33 @@ cdef class Collectives(Creation):
             current_stream(view, self.device, &operation.stream)
         return submit(self, operation, send, recv, wait_host, limit)
 
-    cdef int exchange(
-        self, object send, const View* s, list send_counts, object recv, const View* r, list recv_counts,
-        object stream, object timeout
-    ) except -1:
-        """Send a part to each rank and receive one from each, in one group; counts in elements, None for no side.
+    cdef Spread spread(self):
+        """Return a collective over parts of this communicator, to be filled in."""
+        return new_spread(self.device, self.nranks, self.rank)
 
-        Empty parts are left out, on both sides alike.
-        """
-        cdef Operation o
-        cdef View part
-        cdef size_t offset
+    cdef int start_spread(self, Spread spread, object stream, object timeout) except -1:
+        """Submit a collective over parts, as a group."""
+        cdef Steps steps = lower(&spread.operation, self.rank, self.nranks, spread.sends, spread.recvs)
+        return self.start_steps(steps, &spread.view, spread.send, spread.recv, stream, timeout)
+
+    cdef int start_or_lower(
+        self, Operation* operation, const View* view, object send, object recv, object stream, object timeout
+    ) except -1:
+        """Submit a call, or, if the loaded NCCL is too old for it, the group that stands for it."""
+        if not lacks(operation.kind):
+            return self.start(operation, view, send, recv, stream, timeout)
+        steps = lower(operation, self.rank, self.nranks, None, None)
+        return self.start_steps(steps, view, send, recv, stream, timeout)
+
+    cdef int start_steps(
+        self, Steps steps, const View* view, object send, object recv, object stream, object timeout
+    ) except -1:
+        """Submit operations in one group; those of empty parts are left out, by all ranks alike."""
+        cdef size_t i
         with Group():
-            for counts, sends in ((send_counts, True), (recv_counts, False)):
-                if counts is None:
-                    continue
-                part = s[0] if sends else r[0]
-                offset = 0
-                for peer, count in enumerate(counts):
-                    o.kind = SEND if sends else RECV
-                    o.datatype = part.datatype
-                    o.root = peer
-                    o.send = o.recv = <char*>part.pointer + offset
-                    o.count = count * part.unit
-                    if count:
-                        self.start(&o, &part, send, recv, stream, timeout)
-                    offset += count * element_size(&part)
+            for i in range(steps.count):
+                if steps.operations[i].count:
+                    self.start(&steps.operations[i], view, send, recv, stream, timeout)
         return 0
 
     def all_reduce(self, send, recv=None, op=_SUM, *, stream=None, timeout=None):
@@ -211,8 +210,14 @@ cdef class Collectives(Creation):
         """
         cdef View s, r
         cdef Operation o
+        cdef Spread spread
         if self.state != READY:
             self.check_alive()
+        if isinstance(recv, list):
+            spread = self.spread()
+            spread.all_gather(send, recv)
+            self.start_spread(spread, stream, timeout)
+            return
         shape_all_gather(&o, &s, &r, send, recv, self.device, self.nranks)
         self.start(&o, &s, send, recv, stream, timeout)
 
@@ -234,8 +239,15 @@ cdef class Collectives(Creation):
         """
         cdef View s, r
         cdef Operation o
+        cdef Spread spread
         if self.state != READY:
             self.check_alive()
+        if isinstance(send, list):
+            spread = self.spread()
+            spread.reduce_scatter(send, recv)
+            spread.operation.op = self.op_code(op, &spread.view)
+            self.start_spread(spread, stream, timeout)
+            return
         shape_reduce_scatter(&o, &s, &r, send, recv, self.device, self.nranks)
         o.op = self.op_code(op, &s)
         self.start(&o, &s, send, recv, stream, timeout)
@@ -256,14 +268,16 @@ cdef class Collectives(Creation):
         """
         cdef View s, r
         cdef Operation o
+        cdef Spread spread
         if self.state != READY:
             self.check_alive()
-        shape_all_to_all(&o, &s, &r, send, recv, self.device, self.nranks)
-        if nccl.ncclAlltoAll == NULL:
-            each = [elements(&s) // self.nranks] * self.nranks
-            self.exchange(send, &s, each, recv, &r, each, stream, timeout)
+        if isinstance(send, list) or isinstance(recv, list):
+            spread = self.spread()
+            spread.all_to_all(send, recv)
+            self.start_spread(spread, stream, timeout)
             return
-        self.start(&o, &s, send, recv, stream, timeout)
+        shape_all_to_all(&o, &s, &r, send, recv, self.device, self.nranks)
+        self.start_or_lower(&o, &s, send, recv, stream, timeout)
 
     def gather(self, send, recv=None, root=0, *, stream=None, timeout=None):
         """Collect every rank's `send` on the root, in the order of the ranks (`ncclGather`).
@@ -285,16 +299,17 @@ cdef class Collectives(Creation):
         """
         cdef View s, r
         cdef Operation o
+        cdef Spread spread
         if self.state != READY:
             self.check_alive()
         o.root = self.root_rank(root, "root")
-        shape_gather(&o, &s, &r, send, recv, self.device, self.nranks, self.rank == o.root)
-        if nccl.ncclGather == NULL:
-            each = [elements(&s) if peer == o.root else 0 for peer in range(self.nranks)]
-            parts = [elements(&s)] * self.nranks if self.rank == o.root else None
-            self.exchange(send, &s, each, recv, &r, parts, stream, timeout)
+        if isinstance(recv, list):
+            spread = self.spread()
+            spread.gather(send, recv, o.root)
+            self.start_spread(spread, stream, timeout)
             return
-        self.start(&o, &s, send, recv, stream, timeout)
+        shape_gather(&o, &s, &r, send, recv, self.device, self.nranks, self.rank == o.root)
+        self.start_or_lower(&o, &s, send, recv, stream, timeout)
 
     def scatter(self, send, recv=None, root=0, *, stream=None, timeout=None):
         """Send part i of the root's `send` to rank i (`ncclScatter`).
@@ -316,16 +331,17 @@ cdef class Collectives(Creation):
         """
         cdef View s, r
         cdef Operation o
+        cdef Spread spread
         if self.state != READY:
             self.check_alive()
         o.root = self.root_rank(root, "root")
-        shape_scatter(&o, &s, &r, send, recv, self.device, self.nranks, self.rank == o.root)
-        if nccl.ncclScatter == NULL:
-            each = [elements(&r) if peer == o.root else 0 for peer in range(self.nranks)]
-            parts = [elements(&r)] * self.nranks if self.rank == o.root else None
-            self.exchange(send, &s, parts, recv, &r, each, stream, timeout)
+        if isinstance(send, list):
+            spread = self.spread()
+            spread.scatter(send, recv, o.root)
+            self.start_spread(spread, stream, timeout)
             return
-        self.start(&o, &r, send, recv, stream, timeout)
+        shape_scatter(&o, &s, &r, send, recv, self.device, self.nranks, self.rank == o.root)
+        self.start_or_lower(&o, &r, send, recv, stream, timeout)
 
     def send(self, buf, peer, *, stream=None, timeout=None):
         """Send a buffer to one rank, which must receive as much (`ncclSend`).

@@ -112,7 +112,7 @@ cdef class Collectives(Creation):
     ) except -1:
         """Submit operations in one group; those of empty parts are left out, by all ranks alike."""
         cdef size_t i
-        with Group():
+        with Group(timeout=timeout):
             for i in range(steps.count):
                 if steps.operations[i].count:
                     self.start(&steps.operations[i], view, send, recv, stream, timeout)
@@ -201,8 +201,9 @@ cdef class Collectives(Creation):
         ----------
         send : buffer
             This rank's part; in place it is part ``rank`` of `recv`.
-        recv : buffer
-            ``nranks`` times as many elements of the same type.
+        recv : buffer or list of buffer
+            ``nranks`` times as many elements of the same type; or, on all ranks, a list of ``nranks`` buffers, one for
+            each rank's part, whose sizes may differ: then it is a group of broadcasts.
         stream : optional
             Where the work is enqueued.
         timeout : float, optional
@@ -226,8 +227,9 @@ cdef class Collectives(Creation):
 
         Parameters
         ----------
-        send : buffer
-            The input, ``nranks`` times as many elements as `recv`.
+        send : buffer or list of buffer
+            The input, ``nranks`` times as many elements as `recv`; or, on all ranks, a list of ``nranks`` buffers, the
+            part of each rank, whose sizes may differ: then it is a group of reduces.
         recv : buffer
             This rank's part of the result; in place it is part ``rank`` of `send`.
         op : ReduceOp, str or CustomOp
@@ -259,8 +261,10 @@ cdef class Collectives(Creation):
 
         Parameters
         ----------
-        send, recv : buffer
-            As many elements of the same type, a multiple of ``nranks``; not the same memory.
+        send, recv : buffer or list of buffer
+            As many elements of the same type, a multiple of ``nranks``; not the same memory. Or, on all ranks, two
+            lists of ``nranks`` buffers, whose sizes may differ: what goes to, and comes from, each rank. ``send[j]``
+            on rank i has as many elements as ``recv[i]`` on rank j. Then it is a group of sends and receives.
         stream : optional
             Where the work is enqueued.
         timeout : float, optional
@@ -288,8 +292,10 @@ cdef class Collectives(Creation):
         ----------
         send : buffer
             This rank's part; in place it is part ``root`` of the root's `recv`.
-        recv : buffer
-            On the root ``nranks`` times as many elements of the same type; not used elsewhere.
+        recv : buffer or list of buffer
+            On the root ``nranks`` times as many elements of the same type; not used elsewhere. Or a list of ``nranks``
+            buffers, one for each rank's part, whose sizes may differ; then the other ranks pass a list too, which may
+            be empty, as all have to know that it is a group of sends and receives.
         root : int
             The rank that receives.
         stream : optional
@@ -318,8 +324,10 @@ cdef class Collectives(Creation):
 
         Parameters
         ----------
-        send : buffer
-            On the root ``nranks`` times as many elements as `recv`; not used elsewhere and may be None.
+        send : buffer or list of buffer
+            On the root ``nranks`` times as many elements as `recv`; not used elsewhere and may be None. Or a list of
+            ``nranks`` buffers, the part of each rank, whose sizes may differ; then the other ranks pass a list too,
+            which may be empty, as for `gather`.
         recv : buffer
             Where this rank's part arrives; in place it is part ``root`` of the root's `send`.
         root : int

@@ -96,7 +96,9 @@ def test_a_room_uses_only_rooms_below(path):
 
 def modules_in_order(room: str) -> list[str]:
     """Return the modules of a room as docs/design.md names them, each before those that are built on it."""
-    floors = (PACKAGE.parent / "docs" / "design.md").read_text().partition("## The floors")[2].partition("\n```\n\n")[0]
+    floors = (
+        (PACKAGE.parent / "docs" / "design.md").read_text().partition("## The floors")[2].partition("\n```\n\n")[0]
+    )
     lines = re.search(rf"^  {room}/.*\n((?:^ {{10,}}.*\n)+)", floors, re.MULTILINE)[1]
     named = re.findall(r"^ {26}(\w+(?:, \w+)*,?)(?:\.h)?(?=  |$)", lines, re.MULTILINE)
     return [name for names in named for name in re.split(", ?", names) if name]

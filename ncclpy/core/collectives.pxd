@@ -1,15 +1,8 @@
 from ncclpy.core.buffers cimport View
 from ncclpy.core.creation cimport Creation
+from ncclpy.core.lower cimport Steps
 from ncclpy.core.operation cimport Operation
-
-cdef object type_name(const View* view)
-cdef int read_on_device(object obj, View* view, str argument, int device) except -1
-cdef int op_number(object op, const View* view, int nranks) except -1
-cdef int fits(const View* view, size_t times, const View* unit, str argument, str other, str what) except -1
-cdef int writable(const View* view, str argument) except -1
-cdef int same_type(const View* send, const View* recv) except -1
-cdef size_t elements(const View* view) noexcept
-cdef size_t element_size(const View* view) noexcept
+from ncclpy.core.parts cimport Spread
 
 
 cdef class Collectives(Creation):
@@ -19,7 +12,11 @@ cdef class Collectives(Creation):
     cdef int start(
         self, Operation* operation, const View* view, object send, object recv, object stream, object timeout
     ) except -1
-    cdef int exchange(
-        self, object send, const View* s, list send_counts, object recv, const View* r, list recv_counts,
-        object stream, object timeout
+    cdef Spread spread(self)
+    cdef int start_spread(self, Spread spread, object stream, object timeout) except -1
+    cdef int start_or_lower(
+        self, Operation* operation, const View* view, object send, object recv, object stream, object timeout
+    ) except -1
+    cdef int start_steps(
+        self, Steps steps, const View* view, object send, object recv, object stream, object timeout
     ) except -1

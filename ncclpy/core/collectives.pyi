@@ -31,11 +31,16 @@ class Collectives(Creation):
         timeout: float | None = ...,
     ) -> None: ...
     def all_gather(
-        self, send: BufferLike, recv: BufferLike, *, stream: StreamLike = ..., timeout: float | None = ...
+        self,
+        send: BufferLike,
+        recv: BufferLike | list[BufferLike],
+        *,
+        stream: StreamLike = ...,
+        timeout: float | None = ...,
     ) -> None: ...
     def reduce_scatter(
         self,
-        send: BufferLike,
+        send: BufferLike | list[BufferLike],
         recv: BufferLike,
         op: OpLike = ...,
         *,
@@ -43,12 +48,17 @@ class Collectives(Creation):
         timeout: float | None = ...,
     ) -> None: ...
     def all_to_all(
-        self, send: BufferLike, recv: BufferLike, *, stream: StreamLike = ..., timeout: float | None = ...
+        self,
+        send: BufferLike | list[BufferLike],
+        recv: BufferLike | list[BufferLike],
+        *,
+        stream: StreamLike = ...,
+        timeout: float | None = ...,
     ) -> None: ...
     def gather(
         self,
         send: BufferLike,
-        recv: BufferLike | None = ...,
+        recv: BufferLike | list[BufferLike] | None = ...,
         root: int = ...,
         *,
         stream: StreamLike = ...,
@@ -56,7 +66,7 @@ class Collectives(Creation):
     ) -> None: ...
     def scatter(
         self,
-        send: BufferLike | None,
+        send: BufferLike | list[BufferLike] | None,
         recv: BufferLike | None = ...,
         root: int = ...,
         *,

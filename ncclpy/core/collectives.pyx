@@ -1,121 +1,42 @@
 """The collectives that NCCL has, and send and receive, as methods of a communicator.
 
-A call is read into views, checked, and submitted: three rooms, one C call. Operations are enqueued on a stream and
+A call is read and checked by `shape`, and submitted: three rooms, one C call. Operations are enqueued on a stream and
 return at once; arrays in CPU memory (the host engine) have no stream, so with ``stream=None`` the call returns when
 their data are there.
 """
 
 from cpython.long cimport PyLong_AsLongAndOverflow
 
-from ncclpy.abi.nccl cimport ncclFloat8e4m3
 from ncclpy.core.abort cimport READY
-from ncclpy.core.buffers cimport HOST_MEMORY, current_stream, read_view
-from ncclpy.core.datatypes cimport BOOLEAN, BYTES, COMPLEX, ITEMSIZE, name_of, times_overflows
-from ncclpy.core.library cimport host_engine, nccl, version_code
-from ncclpy.core.operation cimport (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    BROADCAST,
-    GATHER,
-    RECV,
-    REDUCE,
-    REDUCE_SCATTER,
-    SCATTER,
-    SEND,
-)
+from ncclpy.core.buffers cimport HOST_MEMORY, current_stream
+from ncclpy.core.datatypes cimport BOOLEAN, BYTES
+from ncclpy.core.lower cimport lacks, lower
+from ncclpy.core.parts cimport new_spread
 from ncclpy.core.resources cimport CustomOp
+from ncclpy.core.shape cimport (
+    cannot_reduce,
+    op_number,
+    read_on_device,
+    shape_all_gather,
+    shape_all_reduce,
+    shape_all_to_all,
+    shape_broadcast,
+    shape_gather,
+    shape_recv,
+    shape_reduce,
+    shape_reduce_scatter,
+    shape_scatter,
+    shape_send,
+    type_name,
+)
 from ncclpy.core.stream cimport as_stream_of
 from ncclpy.core.submit cimport submit
 from ncclpy.core.wait cimport as_timeout
 
-from ncclpy.core.errors import NcclUnsupported
 from ncclpy.core.group import Group
-from ncclpy.core.types import DataType, ReduceOp, as_integer, as_op
-
-cdef enum:
-    SUM = 0
-    MAX = 2
-    AVG = 4
+from ncclpy.core.types import ReduceOp, as_integer
 
 cdef object _SUM = ReduceOp.SUM
-
-
-cdef object type_name(const View* view):
-    """Name a data type as its owner does."""
-    return name_of(view.datatype, view.flavour)
-
-
-cdef int writable(const View* view, str argument) except -1:
-    if view.readonly:
-        raise ValueError(f"{argument}: the array is read-only and cannot receive")
-    return 0
-
-
-cdef int same_type(const View* send, const View* recv) except -1:
-    if send.datatype != recv.datatype or send.flavour != recv.flavour:
-        raise TypeError(f"recv: data type {type_name(recv)} is not that of send, {type_name(send)}")
-    return 0
-
-
-cdef size_t elements(const View* view) noexcept:
-    """Return the count in the array's own elements."""
-    return view.count if view.unit == 1 else view.count // view.unit
-
-
-cdef int fits(const View* view, size_t times, const View* unit, str argument, str other, str what) except -1:
-    """Check that `view` holds `times` as many elements as `unit`."""
-    cdef size_t needed
-    cdef object one
-    if times_overflows(times, unit.count, &needed) or view.count != needed:
-        one = elements(unit)
-        need = f"{times} x {one} = {times * one}" if times != 1 else f"{one}"
-        raise ValueError(f"{argument}: {what} needs {need} elements to fit {other}, got {elements(view)}")
-    return 0
-
-
-cdef size_t element_size(const View* view) noexcept:
-    """Return the size of one of the array's own elements in bytes."""
-    return view.unit * ITEMSIZE[view.datatype]
-
-
-cdef int read_on_device(object obj, View* view, str argument, int device) except -1:
-    """Read a buffer and check that a rank on `device` can reach it."""
-    read_view(obj, view, argument)
-    if view.device == HOST_MEMORY:
-        if not host_engine:
-            raise ValueError(
-                f"{argument}: the array is in CPU memory, and NCCL needs device memory: pass a torch or CuPy array "
-                f"on device {device}, or run on the host engine (NCCLPY_LIBRARY=host)"
-            )
-    elif view.device >= 0 and view.device != device:
-        raise ValueError(f"{argument}: the array is on device {view.device}, this communicator on device {device}")
-    if view.datatype >= <int>ncclFloat8e4m3 and version_code() < 22403:
-        raise NcclUnsupported(f"{argument}: data type {type_name(view)} needs NCCL 2.24.3 or newer")
-    return 0
-
-
-cdef int op_number(object op, const View* view, int nranks) except -1:
-    """Return the number of one of NCCL's own operators for this data type."""
-    cdef int code = as_op(op) if op is not _SUM else SUM
-    if view.flavour >= BYTES:
-        raise _cannot_reduce(view)
-    if view.flavour == BOOLEAN:
-        if code == AVG:
-            raise ValueError("op: avg of bool has no meaning; convert to a number type")
-        return MAX if code == SUM else code  # any of them, without overflow
-    if view.flavour == COMPLEX and code != SUM and code != AVG:
-        raise ValueError(f"op: complex numbers know sum and avg only, not {op!r}")
-    if code == AVG and nranks == 1:
-        return SUM  # the same; NCCL up to 2.30 refuses to average the 8-bit floats of one rank
-    return code
-
-
-cdef object _cannot_reduce(const View* view):
-    return TypeError(
-        f"send: NCCL cannot reduce {type_name(view)}, it has no such data type; calls that only move data take it. "
-        f"NCCL's are {', '.join(member.name.lower() for member in DataType)}"
-    )
 
 
 cdef class Collectives(Creation):
@@ -133,7 +54,7 @@ cdef class Collectives(Creation):
             if (<CustomOp>op).comm is not self:
                 raise ValueError("op: this operator was made for another communicator")
             if view.flavour >= BYTES:
-                raise _cannot_reduce(view)
+                raise cannot_reduce(view)
             if (<CustomOp>op).datatype != view.datatype or view.flavour == BOOLEAN:
                 raise TypeError(f"op: this operator was made for {op!r}, not for {type_name(view)}")
             return code
@@ -159,7 +80,6 @@ cdef class Collectives(Creation):
             limit = as_timeout(timeout)
             self.check_endable("timeout")
             self.be_watched(limit)
-        operation.datatype = view.datatype
         if stream is not None:
             operation.stream = as_stream_of(stream, self.device)
         elif view.device == HOST_MEMORY:
@@ -169,31 +89,33 @@ cdef class Collectives(Creation):
             current_stream(view, self.device, &operation.stream)
         return submit(self, operation, send, recv, wait_host, limit)
 
-    cdef int exchange(
-        self, object send, const View* s, list send_counts, object recv, const View* r, list recv_counts,
-        object stream, object timeout
-    ) except -1:
-        """Send a part to each rank and receive one from each, in one group; counts in elements, None for no side.
+    cdef Spread spread(self):
+        """Return a collective over parts of this communicator, to be filled in."""
+        return new_spread(self.device, self.nranks, self.rank)
 
-        Empty parts are left out, on both sides alike.
-        """
-        cdef Operation o
-        cdef View part
-        cdef size_t offset
-        with Group():
-            for counts, sends in ((send_counts, True), (recv_counts, False)):
-                if counts is None:
-                    continue
-                part = s[0] if sends else r[0]
-                offset = 0
-                for peer, count in enumerate(counts):
-                    o.kind = SEND if sends else RECV
-                    o.root = peer
-                    o.send = o.recv = <char*>part.pointer + offset
-                    o.count = count * part.unit
-                    if count:
-                        self.start(&o, &part, send, recv, stream, timeout)
-                    offset += count * element_size(&part)
+    cdef int start_spread(self, Spread spread, object stream, object timeout) except -1:
+        """Submit a collective over parts, as a group."""
+        cdef Steps steps = lower(&spread.operation, self.rank, self.nranks, spread.sends, spread.recvs)
+        return self.start_steps(steps, &spread.view, spread.send, spread.recv, stream, timeout)
+
+    cdef int start_or_lower(
+        self, Operation* operation, const View* view, object send, object recv, object stream, object timeout
+    ) except -1:
+        """Submit a call, or, if the loaded NCCL is too old for it, the group that stands for it."""
+        if not lacks(operation.kind):
+            return self.start(operation, view, send, recv, stream, timeout)
+        steps = lower(operation, self.rank, self.nranks, None, None)
+        return self.start_steps(steps, view, send, recv, stream, timeout)
+
+    cdef int start_steps(
+        self, Steps steps, const View* view, object send, object recv, object stream, object timeout
+    ) except -1:
+        """Submit operations in one group; those of empty parts are left out, by all ranks alike."""
+        cdef size_t i
+        with Group(timeout=timeout):
+            for i in range(steps.count):
+                if steps.operations[i].count:
+                    self.start(&steps.operations[i], view, send, recv, stream, timeout)
         return 0
 
     def all_reduce(self, send, recv=None, op=_SUM, *, stream=None, timeout=None):
@@ -216,20 +138,7 @@ cdef class Collectives(Creation):
         cdef Operation o
         if self.state != READY:
             self.check_alive()
-        self.read(send, &s, "send")
-        if recv is None:
-            writable(&s, "send")
-            o.recv = s.pointer
-        else:
-            self.read(recv, &r, "recv")
-            writable(&r, "recv")
-            same_type(&s, &r)
-            if r.count != s.count:
-                fits(&r, 1, &s, "recv", "send", "all_reduce")
-            o.recv = r.pointer
-        o.kind = ALL_REDUCE
-        o.send = s.pointer
-        o.count = s.count
+        shape_all_reduce(&o, &s, &r, send, recv, self.device)
         o.op = self.op_code(op, &s)
         self.start(&o, &s, send, recv, stream, timeout)
 
@@ -256,21 +165,7 @@ cdef class Collectives(Creation):
         if self.state != READY:
             self.check_alive()
         o.root = self.root_rank(root, "root")
-        self.read(send, &s, "send")
-        o.recv = NULL
-        if self.rank == o.root:
-            if recv is None:
-                writable(&s, "send")
-                o.recv = s.pointer
-            else:
-                self.read(recv, &r, "recv")
-                writable(&r, "recv")
-                same_type(&s, &r)
-                fits(&r, 1, &s, "recv", "send", "reduce")
-                o.recv = r.pointer
-        o.kind = REDUCE
-        o.send = s.pointer
-        o.count = s.count
+        shape_reduce(&o, &s, &r, send, recv, self.device, self.rank == o.root)
         o.op = self.op_code(op, &s)
         self.start(&o, &s, send, recv, stream, timeout)
 
@@ -296,25 +191,8 @@ cdef class Collectives(Creation):
         if self.state != READY:
             self.check_alive()
         o.root = self.root_rank(root, "root")
-        if recv is None:
-            self.read(send, &r, "send")
-            if self.rank != o.root:
-                writable(&r, "send")
-            s = r
-        else:
-            self.read(recv, &r, "recv")
-            writable(&r, "recv")
-            if self.rank == o.root:
-                self.read(send, &s, "send")
-                same_type(&s, &r)
-                fits(&r, 1, &s, "recv", "send", "broadcast")
-            else:
-                s = r
-        o.kind = BROADCAST
-        o.send = s.pointer
-        o.recv = r.pointer
-        o.count = r.count
-        self.start(&o, &r, send, recv, stream, timeout)
+        shape_broadcast(&o, &s, &r, send, recv, self.device, self.rank == o.root)
+        self.start(&o, &s if recv is None else &r, send, recv, stream, timeout)
 
     def all_gather(self, send, recv, *, stream=None, timeout=None):
         """Collect every rank's `send` on all ranks, in the order of the ranks (`ncclAllGather`).
@@ -323,8 +201,9 @@ cdef class Collectives(Creation):
         ----------
         send : buffer
             This rank's part; in place it is part ``rank`` of `recv`.
-        recv : buffer
-            ``nranks`` times as many elements of the same type.
+        recv : buffer or list of buffer
+            ``nranks`` times as many elements of the same type; or, on all ranks, a list of ``nranks`` buffers, one for
+            each rank's part, whose sizes may differ: then it is a group of broadcasts.
         stream : optional
             Where the work is enqueued.
         timeout : float, optional
@@ -332,17 +211,15 @@ cdef class Collectives(Creation):
         """
         cdef View s, r
         cdef Operation o
+        cdef Spread spread
         if self.state != READY:
             self.check_alive()
-        self.read(send, &s, "send")
-        self.read(recv, &r, "recv")
-        writable(&r, "recv")
-        same_type(&s, &r)
-        fits(&r, self.nranks, &s, "recv", "send", "all_gather")
-        o.kind = ALL_GATHER
-        o.send = s.pointer
-        o.recv = r.pointer
-        o.count = s.count
+        if isinstance(recv, list):
+            spread = self.spread()
+            spread.all_gather(send, recv)
+            self.start_spread(spread, stream, timeout)
+            return
+        shape_all_gather(&o, &s, &r, send, recv, self.device, self.nranks)
         self.start(&o, &s, send, recv, stream, timeout)
 
     def reduce_scatter(self, send, recv, op=_SUM, *, stream=None, timeout=None):
@@ -350,8 +227,9 @@ cdef class Collectives(Creation):
 
         Parameters
         ----------
-        send : buffer
-            The input, ``nranks`` times as many elements as `recv`.
+        send : buffer or list of buffer
+            The input, ``nranks`` times as many elements as `recv`; or, on all ranks, a list of ``nranks`` buffers, the
+            part of each rank, whose sizes may differ: then it is a group of reduces.
         recv : buffer
             This rank's part of the result; in place it is part ``rank`` of `send`.
         op : ReduceOp, str or CustomOp
@@ -363,17 +241,16 @@ cdef class Collectives(Creation):
         """
         cdef View s, r
         cdef Operation o
+        cdef Spread spread
         if self.state != READY:
             self.check_alive()
-        self.read(send, &s, "send")
-        self.read(recv, &r, "recv")
-        writable(&r, "recv")
-        same_type(&s, &r)
-        fits(&s, self.nranks, &r, "send", "recv", "reduce_scatter")
-        o.kind = REDUCE_SCATTER
-        o.send = s.pointer
-        o.recv = r.pointer
-        o.count = r.count
+        if isinstance(send, list):
+            spread = self.spread()
+            spread.reduce_scatter(send, recv)
+            spread.operation.op = self.op_code(op, &spread.view)
+            self.start_spread(spread, stream, timeout)
+            return
+        shape_reduce_scatter(&o, &s, &r, send, recv, self.device, self.nranks)
         o.op = self.op_code(op, &s)
         self.start(&o, &s, send, recv, stream, timeout)
 
@@ -384,8 +261,10 @@ cdef class Collectives(Creation):
 
         Parameters
         ----------
-        send, recv : buffer
-            As many elements of the same type, a multiple of ``nranks``; not the same memory.
+        send, recv : buffer or list of buffer
+            As many elements of the same type, a multiple of ``nranks``; not the same memory. Or, on all ranks, two
+            lists of ``nranks`` buffers, whose sizes may differ: what goes to, and comes from, each rank. ``send[j]``
+            on rank i has as many elements as ``recv[i]`` on rank j. Then it is a group of sends and receives.
         stream : optional
             Where the work is enqueued.
         timeout : float, optional
@@ -393,26 +272,16 @@ cdef class Collectives(Creation):
         """
         cdef View s, r
         cdef Operation o
+        cdef Spread spread
         if self.state != READY:
             self.check_alive()
-        self.read(send, &s, "send")
-        self.read(recv, &r, "recv")
-        writable(&r, "recv")
-        same_type(&s, &r)
-        fits(&r, 1, &s, "recv", "send", "all_to_all")
-        if elements(&s) % self.nranks:
-            raise ValueError(f"send: all_to_all needs a multiple of {self.nranks} elements, got {elements(&s)}")
-        if s.pointer == r.pointer and s.count:
-            raise ValueError("recv: all_to_all cannot work in place; send and recv are the same memory")
-        if nccl.ncclAlltoAll == NULL:
-            each = [elements(&s) // self.nranks] * self.nranks
-            self.exchange(send, &s, each, recv, &r, each, stream, timeout)
+        if isinstance(send, list) or isinstance(recv, list):
+            spread = self.spread()
+            spread.all_to_all(send, recv)
+            self.start_spread(spread, stream, timeout)
             return
-        o.kind = ALL_TO_ALL
-        o.send = s.pointer
-        o.recv = r.pointer
-        o.count = s.count // self.nranks
-        self.start(&o, &s, send, recv, stream, timeout)
+        shape_all_to_all(&o, &s, &r, send, recv, self.device, self.nranks)
+        self.start_or_lower(&o, &s, send, recv, stream, timeout)
 
     def gather(self, send, recv=None, root=0, *, stream=None, timeout=None):
         """Collect every rank's `send` on the root, in the order of the ranks (`ncclGather`).
@@ -423,8 +292,10 @@ cdef class Collectives(Creation):
         ----------
         send : buffer
             This rank's part; in place it is part ``root`` of the root's `recv`.
-        recv : buffer
-            On the root ``nranks`` times as many elements of the same type; not used elsewhere.
+        recv : buffer or list of buffer
+            On the root ``nranks`` times as many elements of the same type; not used elsewhere. Or a list of ``nranks``
+            buffers, one for each rank's part, whose sizes may differ; then the other ranks pass a list too, which may
+            be empty, as all have to know that it is a group of sends and receives.
         root : int
             The rank that receives.
         stream : optional
@@ -434,28 +305,17 @@ cdef class Collectives(Creation):
         """
         cdef View s, r
         cdef Operation o
+        cdef Spread spread
         if self.state != READY:
             self.check_alive()
         o.root = self.root_rank(root, "root")
-        self.read(send, &s, "send")
-        o.recv = NULL
-        if self.rank == o.root:
-            if recv is None:
-                raise ValueError("recv: the root of a gather needs a buffer")
-            self.read(recv, &r, "recv")
-            writable(&r, "recv")
-            same_type(&s, &r)
-            fits(&r, self.nranks, &s, "recv", "send", "gather")
-            o.recv = r.pointer
-        if nccl.ncclGather == NULL:
-            each = [elements(&s) if peer == o.root else 0 for peer in range(self.nranks)]
-            parts = [elements(&s)] * self.nranks if self.rank == o.root else None
-            self.exchange(send, &s, each, recv, &r, parts, stream, timeout)
+        if isinstance(recv, list):
+            spread = self.spread()
+            spread.gather(send, recv, o.root)
+            self.start_spread(spread, stream, timeout)
             return
-        o.kind = GATHER
-        o.send = s.pointer
-        o.count = s.count
-        self.start(&o, &s, send, recv, stream, timeout)
+        shape_gather(&o, &s, &r, send, recv, self.device, self.nranks, self.rank == o.root)
+        self.start_or_lower(&o, &s, send, recv, stream, timeout)
 
     def scatter(self, send, recv=None, root=0, *, stream=None, timeout=None):
         """Send part i of the root's `send` to rank i (`ncclScatter`).
@@ -464,8 +324,10 @@ cdef class Collectives(Creation):
 
         Parameters
         ----------
-        send : buffer
-            On the root ``nranks`` times as many elements as `recv`; not used elsewhere and may be None.
+        send : buffer or list of buffer
+            On the root ``nranks`` times as many elements as `recv`; not used elsewhere and may be None. Or a list of
+            ``nranks`` buffers, the part of each rank, whose sizes may differ; then the other ranks pass a list too,
+            which may be empty, as for `gather`.
         recv : buffer
             Where this rank's part arrives; in place it is part ``root`` of the root's `send`.
         root : int
@@ -477,30 +339,17 @@ cdef class Collectives(Creation):
         """
         cdef View s, r
         cdef Operation o
+        cdef Spread spread
         if self.state != READY:
             self.check_alive()
         o.root = self.root_rank(root, "root")
-        if recv is None:
-            raise ValueError("recv: every rank of a scatter needs a buffer")
-        self.read(recv, &r, "recv")
-        writable(&r, "recv")
-        o.send = NULL
-        if self.rank == o.root:
-            if send is None:
-                raise ValueError("send: the root of a scatter needs a buffer")
-            self.read(send, &s, "send")
-            same_type(&s, &r)
-            fits(&s, self.nranks, &r, "send", "recv", "scatter")
-            o.send = s.pointer
-        if nccl.ncclScatter == NULL:
-            each = [elements(&r) if peer == o.root else 0 for peer in range(self.nranks)]
-            parts = [elements(&r)] * self.nranks if self.rank == o.root else None
-            self.exchange(send, &s, parts, recv, &r, each, stream, timeout)
+        if isinstance(send, list):
+            spread = self.spread()
+            spread.scatter(send, recv, o.root)
+            self.start_spread(spread, stream, timeout)
             return
-        o.kind = SCATTER
-        o.recv = r.pointer
-        o.count = r.count
-        self.start(&o, &r, send, recv, stream, timeout)
+        shape_scatter(&o, &s, &r, send, recv, self.device, self.nranks, self.rank == o.root)
+        self.start_or_lower(&o, &r, send, recv, stream, timeout)
 
     def send(self, buf, peer, *, stream=None, timeout=None):
         """Send a buffer to one rank, which must receive as much (`ncclSend`).
@@ -521,10 +370,7 @@ cdef class Collectives(Creation):
         if self.state != READY:
             self.check_alive()
         o.root = self.root_rank(peer, "peer")
-        self.read(buf, &s, "buf")
-        o.kind = SEND
-        o.send = s.pointer
-        o.count = s.count
+        shape_send(&o, &s, buf, self.device)
         self.start(&o, &s, buf, None, stream, timeout)
 
     def recv(self, buf, peer, *, stream=None, timeout=None):
@@ -546,9 +392,5 @@ cdef class Collectives(Creation):
         if self.state != READY:
             self.check_alive()
         o.root = self.root_rank(peer, "peer")
-        self.read(buf, &r, "buf")
-        writable(&r, "buf")
-        o.kind = RECV
-        o.recv = r.pointer
-        o.count = r.count
+        shape_recv(&o, &r, buf, self.device)
         self.start(&o, &r, None, buf, stream, timeout)

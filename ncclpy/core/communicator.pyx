@@ -4,40 +4,19 @@ It adds to NCCL's own calls those that a group of them makes up (parts of differ
 belongs to one communicator: operators and registered buffers.
 """
 
-from operator import index
-
-from libc.string cimport memset
-
 from ncclpy.abi.nccl cimport ncclUint8
 from ncclpy.core.buffers cimport View
-from ncclpy.core.collectives cimport Collectives, element_size, elements, same_type, writable
-from ncclpy.core.operation cimport ALL_REDUCE, BROADCAST, Operation, REDUCE
+from ncclpy.core.collectives cimport Collectives
+from ncclpy.core.operation cimport ALL_REDUCE, Operation
+from ncclpy.core.parts cimport Spread
 from ncclpy.core.stream cimport as_stream_of
 from ncclpy.core.submit cimport submit
 from ncclpy.core.wait cimport as_timeout
 
 from ncclpy.core import device as _device
-from ncclpy.core.group import Group
 from ncclpy.core.resources import CustomOp, Registration
 from ncclpy.core.types import ReduceOp
 from ncclpy.core.window import Window
-
-
-cdef list _as_counts(object counts, int nranks, str argument):
-    """Return one count a rank, in elements of the array."""
-    try:
-        numbers = [index(count) for count in counts]
-    except TypeError as error:
-        raise TypeError(f"{argument}: expected {nranks} ints, one a rank: {error}") from None
-    if len(numbers) != nranks or min(numbers) < 0:
-        raise ValueError(f"{argument}: expected {nranks} counts >= 0, one a rank, got {numbers}")
-    return numbers
-
-
-cdef int _holds(const View* view, object count, str argument, str what) except -1:
-    if elements(view) != count:  # as Python ints, which do not wrap: no part lies outside the buffer then
-        raise ValueError(f"{argument}: {what} = {count} elements are needed, got {elements(view)}")
-    return 0
 
 
 cdef class Communicator(Collectives):
@@ -82,28 +61,11 @@ cdef class Communicator(Collectives):
         timeout : float, optional
             Seconds for this operation; by default the communicator's, which must be one that can be ended.
         """
-        cdef View s, r
-        cdef Operation o
-        cdef size_t offset = 0
+        cdef Spread spread
         self.check_alive()
-        numbers = _as_counts(counts, self.nranks, "counts")
-        self.read(send, &s, "send")
-        self.read(recv, &r, "recv")
-        writable(&r, "recv")
-        same_type(&s, &r)
-        _holds(&s, numbers[self.rank], "send", f"counts[{self.rank}]")
-        _holds(&r, sum(numbers), "recv", "sum(counts)")
-        memset(&o, 0, sizeof(o))
-        with Group():
-            for root, count in enumerate(numbers):
-                o.kind = BROADCAST
-                o.root = root
-                o.recv = <char*>r.pointer + offset
-                o.send = s.pointer if root == self.rank else o.recv
-                o.count = count * r.unit
-                if count:
-                    self.start(&o, &r, send, recv, stream, timeout)
-                offset += count * element_size(&r)
+        spread = self.spread()
+        spread.all_gather_v(send, recv, counts)
+        self.start_spread(spread, stream, timeout)
 
     def reduce_scatter_v(self, send, recv, counts, op=ReduceOp.SUM, *, stream=None, timeout=None):
         """Reduce over all ranks and leave a part of its own size on each: a group of reduces.
@@ -123,29 +85,12 @@ cdef class Communicator(Collectives):
         timeout : float, optional
             Seconds for this operation; by default the communicator's, which must be one that can be ended.
         """
-        cdef View s, r
-        cdef Operation o
-        cdef size_t offset = 0
+        cdef Spread spread
         self.check_alive()
-        numbers = _as_counts(counts, self.nranks, "counts")
-        self.read(send, &s, "send")
-        self.read(recv, &r, "recv")
-        writable(&r, "recv")
-        same_type(&s, &r)
-        _holds(&s, sum(numbers), "send", "sum(counts)")
-        _holds(&r, numbers[self.rank], "recv", f"counts[{self.rank}]")
-        memset(&o, 0, sizeof(o))
-        o.op = self.op_code(op, &s)
-        with Group():
-            for root, count in enumerate(numbers):
-                o.kind = REDUCE
-                o.root = root
-                o.send = <char*>s.pointer + offset
-                o.recv = r.pointer if root == self.rank else NULL
-                o.count = count * s.unit
-                if count:
-                    self.start(&o, &s, send, recv, stream, timeout)
-                offset += count * element_size(&s)
+        spread = self.spread()
+        spread.reduce_scatter_v(send, recv, counts)
+        spread.operation.op = self.op_code(op, &spread.view)
+        self.start_spread(spread, stream, timeout)
 
     def all_to_all_v(self, send, recv, send_counts, recv_counts, *, stream=None, timeout=None):
         """Send a part of its own size to each rank and receive one from each: a group of sends and receives.
@@ -164,17 +109,11 @@ cdef class Communicator(Collectives):
         timeout : float, optional
             Seconds for this operation; by default the communicator's, which must be one that can be ended.
         """
-        cdef View s, r
+        cdef Spread spread
         self.check_alive()
-        outgoing = _as_counts(send_counts, self.nranks, "send_counts")
-        incoming = _as_counts(recv_counts, self.nranks, "recv_counts")
-        self.read(send, &s, "send")
-        self.read(recv, &r, "recv")
-        writable(&r, "recv")
-        same_type(&s, &r)
-        _holds(&s, sum(outgoing), "send", "sum(send_counts)")
-        _holds(&r, sum(incoming), "recv", "sum(recv_counts)")
-        self.exchange(send, &s, outgoing, recv, &r, incoming, stream, timeout)
+        spread = self.spread()
+        spread.all_to_all_v(send, recv, send_counts, recv_counts)
+        self.start_spread(spread, stream, timeout)
 
     def barrier(self, *, stream=None, timeout=None):
         """Wait until all ranks are here: an all-reduce of one byte.

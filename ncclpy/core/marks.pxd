@@ -30,5 +30,5 @@ cdef void free_marks(Marks* marks) noexcept nogil
 cdef Mark* mark_begin(Marks* marks, CUstream stream, double limit, int kind) noexcept nogil
 cdef void mark_end(Marks* marks, Mark* mark, bint issued) noexcept nogil
 
-# The kind of an operation that is overdue, -1 if none is. What is over is forgotten.
-cdef int find_overdue(Marks* marks, double moment) noexcept nogil
+# The kind of an operation that is overdue, and the seconds that it had; -1 if none is. What is over is forgotten.
+cdef int find_overdue(Marks* marks, double moment, double* limit) noexcept nogil

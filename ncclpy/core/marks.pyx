@@ -127,7 +127,7 @@ cdef void mark_end(Marks* marks, Mark* mark, bint issued) noexcept nogil:
         driver.cuCtxSetCurrent(saved)
 
 
-cdef int find_overdue(Marks* marks, double moment) noexcept nogil:
+cdef int find_overdue(Marks* marks, double moment, double* limit) noexcept nogil:
     cdef Mark* mark
     cdef size_t i
     cdef int found = -1
@@ -142,6 +142,7 @@ cdef int find_overdue(Marks* marks, double moment) noexcept nogil:
                 mark.began = moment
         elif moment - mark.began > mark.limit:
             found = mark.kind
+            limit[0] = mark.limit
             break
     while marks.count and marks.ring[marks.first].over:
         marks.first = (marks.first + 1) % marks.capacity

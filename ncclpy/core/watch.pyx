@@ -129,7 +129,7 @@ cdef double _round() except? -1:
 
 
 cdef int _look_at(Handle handle, bint asked_to_stop) except -1:
-    cdef double moment = now(), inside = handle.inside
+    cdef double moment = now(), inside = handle.inside, limit = 0
     cdef int overdue = -1
     if inside != 0 and moment - inside > handle.inside_limit:
         return _end(handle, "a call of NCCL", moment - inside)
@@ -139,10 +139,10 @@ cdef int _look_at(Handle handle, bint asked_to_stop) except -1:
     if handle.marks != NULL:
         with nogil:
             if mutex_trylock(&handle.mutex) == 0:
-                overdue = find_overdue(handle.marks, moment)
+                overdue = find_overdue(handle.marks, moment, &limit)
                 handle.unlock()
         if overdue >= 0:
-            return _end(handle, function_of(overdue).decode(), handle.limit)
+            return _end(handle, function_of(overdue).decode(), limit)
     return 0
 
 

@@ -15,12 +15,12 @@ from ncclpy.abi.nccl cimport (
 from ncclpy.core.abort cimport READY
 from ncclpy.core.buffers cimport View
 from ncclpy.core.check cimport check
-from ncclpy.core.collectives cimport read_on_device
 from ncclpy.core.group cimport current_group
 from ncclpy.core.handle cimport WAS_ABORTED
 from ncclpy.core.library cimport nccl, require
 from ncclpy.core.lifecycle cimport Lifecycle
 from ncclpy.core.operation cimport WINDOW, Operation
+from ncclpy.core.shape cimport read_on_device
 from ncclpy.core.submit cimport check_makes, make_alone
 from ncclpy.core.upkeep cimport LET_WINDOW_GO, Upkeep
 from ncclpy.core.wait cimport deadline_after

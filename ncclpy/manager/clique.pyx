@@ -8,10 +8,9 @@ from libc.string cimport memset
 
 from ncclpy.abi.driver cimport CUstream
 from ncclpy.core.abort cimport ABORT_DEADLINE
-from ncclpy.core.datatypes cimport ITEMSIZE
 from ncclpy.core.communicator cimport Communicator
-from ncclpy.core.library cimport nccl
-from ncclpy.core.operation cimport ALL_TO_ALL, GATHER, RECV, SCATTER, SEND, Operation
+from ncclpy.core.lower cimport Steps, lacks, lower
+from ncclpy.core.operation cimport Operation
 from ncclpy.core.stream cimport Stream
 from ncclpy.core.wait cimport FOREVER, now
 from ncclpy.engine.launcher cimport Launch
@@ -255,37 +254,13 @@ cdef int _describe(Operation* o, Gathering gathering, Participant participant, C
 
 
 cdef int _add(Launch launch, Communicator comm, const Operation* operation, Work work) except -1:
-    """Add an operation to a launch; what an older NCCL lacks, as sends and receives."""
-    cdef bint sends, receives
-    cdef size_t block
-    cdef Operation part
-    if operation.kind == ALL_TO_ALL and nccl.ncclAlltoAll == NULL:
-        sends = receives = True
-    elif operation.kind == GATHER and nccl.ncclGather == NULL:
-        sends, receives = False, comm.rank == operation.root
-    elif operation.kind == SCATTER and nccl.ncclScatter == NULL:
-        sends, receives = comm.rank == operation.root, False
-    else:
+    """Add an operation to a launch; what an older NCCL lacks, as what stands for it."""
+    cdef Steps steps
+    cdef size_t i
+    if not lacks(operation.kind):
         return launch.add(work, comm, operation, work.ready)
-    block = operation.count * ITEMSIZE[operation.datatype]
-    parts = []
-    if operation.kind == GATHER:
-        parts.append((SEND, operation.root, 0))
-    if operation.kind == SCATTER:
-        parts.append((RECV, operation.root, 0))
-    for peer in range(comm.nranks):
-        if sends:
-            parts.append((SEND, peer, peer))
-        if receives:
-            parts.append((RECV, peer, peer))
-    for number, (kind, peer, index) in enumerate(parts):
-        part = operation[0]
-        part.kind = kind
-        part.root = peer
-        part.send = <const char*>operation.send + <size_t>index * block
-        part.recv = <char*>operation.recv + <size_t>index * block
-        if number == len(parts) - 1:
-            launch.add(work, comm, &part, NULL if number else work.ready)
-        else:
-            launch.add_before(comm, &part, NULL if number else work.ready)
+    steps = lower(operation, comm.rank, comm.nranks, None, None)
+    for i in range(steps.count - 1):
+        launch.add_before(comm, &steps.operations[i], NULL if i else work.ready)
+    launch.add(work, comm, &steps.operations[steps.count - 1], work.ready if steps.count == 1 else NULL)
     return 0

@@ -1,3 +1,5 @@
+from ncclpy.core.buffers cimport View
+from ncclpy.core.operation cimport Operation
 from ncclpy.engine.work cimport Work
 
 
@@ -19,6 +21,7 @@ cdef Key new_key(object value)
 
 cdef class Participant:
     cdef Work work
+    cdef int kind
     cdef const void* send
     cdef void* recv
     cdef size_t count  # of the collective, as NCCL counts it
@@ -29,6 +32,13 @@ cdef class Participant:
     cdef int global_rank
     cdef int root  # what it says: -1 for nothing
     cdef bint is_root
+    # What it says of all: how many there are, where they meet, how long it waits for them.
+    cdef int num_local
+    cdef int num_global
+    cdef bytes communicator_key  # empty for none
+    cdef double limit  # in seconds; -1 is what the Manager has
+
+    cdef int bring(self, const Operation* operation, const View* view) except -1
 
 
 cdef class Gathering:
@@ -51,9 +61,7 @@ cdef class Gathering:
     cdef double timeout  # seconds; the shortest that a participant has asked for
     cdef int arrived
 
-    cdef int check(
-        self, Participant participant, int kind, int num_local, int num_global, bytes communicator_key
-    ) except -1
+    cdef int check(self, Participant participant) except -1
     cdef int join(self, Participant participant) except -1
     cdef bint is_ready(self) noexcept
     cdef int settle_roots(self) except -1

@@ -5,10 +5,10 @@ import logging
 cimport cython
 
 from ncclpy.core.buffers cimport View
-from ncclpy.core.collectives cimport type_name
-from ncclpy.engine.message cimport is_plain, message
-from ncclpy.core.operation cimport ALL_REDUCE, BROADCAST, GATHER, REDUCE, REDUCE_SCATTER, SCATTER
+from ncclpy.core.operation cimport ALL_REDUCE, BROADCAST, GATHER, REDUCE, REDUCE_SCATTER, SCATTER, Operation
+from ncclpy.core.shape cimport type_name
 from ncclpy.core.wait cimport FOREVER, now
+from ncclpy.engine.message cimport is_plain, message
 
 from ncclpy.core.errors import NcclTimeout
 from ncclpy.core.types import ReduceOp
@@ -92,6 +92,15 @@ cdef Key new_key(object value):
 cdef class Participant:
     """What one device brings to a collective."""
 
+    cdef int bring(self, const Operation* operation, const View* view) except -1:
+        """Take over what its buffers have been found to be."""
+        self.kind = operation.kind
+        self.send, self.recv = operation.send, operation.recv
+        self.count = operation.count
+        self.datatype, self.flavour = view.datatype, view.flavour
+        self.op = operation.op
+        return 0
+
 
 cdef bint _rooted(int kind) noexcept:
     return kind == BROADCAST or kind == REDUCE or kind == GATHER or kind == SCATTER
@@ -105,12 +114,12 @@ cdef bint _reduces(int kind) noexcept:
 cdef class Gathering:
     """The participants of one key. The first one sets what all others must agree with; the first error stays."""
 
-    def __cinit__(self, Key key, int kind, int num_local, int num_global, bytes communicator_key, bint signalled):
+    def __cinit__(self, Key key, Participant first, bint signalled):
         self.key = key
-        self.kind = kind
-        self.num_local = num_local
-        self.num_global = num_global
-        self.communicator_key = communicator_key
+        self.kind = first.kind
+        self.num_local = first.num_local
+        self.num_global = first.num_global
+        self.communicator_key = first.communicator_key
         self.signalled = signalled
         self.participants = []
         self.ended = []
@@ -118,16 +127,14 @@ cdef class Gathering:
         self.timeout = FOREVER
         self.root = -1
 
-    cdef int check(
-        self, Participant participant, int kind, int num_local, int num_global, bytes communicator_key
-    ) except -1:
+    cdef int check(self, Participant participant) except -1:
         """Compare a participant with the first one and all that came before; the first difference is the error."""
         cdef Participant other
         if self.error is not None:
             return 0
         what = None
-        if communicator_key != self.communicator_key:
-            keys = _short(self.communicator_key), _short(communicator_key)
+        if participant.communicator_key != self.communicator_key:
+            keys = _short(self.communicator_key), _short(participant.communicator_key)
             what = self._differ("communicator key", keys[0], keys[1], participant)
         elif self.num_local == self.num_global and self.communicator_key:
             what = (
@@ -141,12 +148,16 @@ cdef class Gathering:
             )
         elif self.communicator_key and len(self.communicator_key) != 128:
             what = f"a communicator key has 128 bytes, not {len(self.communicator_key)}"
-        elif kind != self.kind:
-            what = self._differ("operation", method_name(self.kind), method_name(kind), participant)
-        elif num_local != self.num_local:  # first: by default num_global is num_local
-            what = self._differ("number of local participants (num_local)", self.num_local, num_local, participant)
-        elif num_global != self.num_global:
-            what = self._differ("number of participants (num_global)", self.num_global, num_global, participant)
+        elif participant.kind != self.kind:
+            what = self._differ("operation", method_name(self.kind), method_name(participant.kind), participant)
+        elif participant.num_local != self.num_local:  # first: by default num_global is num_local
+            what = self._differ(
+                "number of local participants (num_local)", self.num_local, participant.num_local, participant
+            )
+        elif participant.num_global != self.num_global:
+            what = self._differ(
+                "number of participants (num_global)", self.num_global, participant.num_global, participant
+            )
         elif self.arrived >= self.num_local:
             what = f"one participant too many, on device {participant.device}: {self.num_local} have come already"
         elif self.arrived:

@@ -19,7 +19,7 @@ from ncclpy.engine.monitor cimport ensure_running
 from ncclpy.engine.work cimport Work, attend, new_work
 from ncclpy.manager.clique cimport GONE, MAKING, Clique, check_members, ranks_of
 from ncclpy.manager.gathering cimport Gathering, Key, Participant, Stalled, new_key
-from ncclpy.manager.participants cimport Participants, as_rank
+from ncclpy.manager.participants cimport Participants
 from ncclpy.manager.streams cimport record_producer
 
 from ncclpy.core import library as _library
@@ -159,50 +159,29 @@ Gather the participants of collectives by key and launch each collective when al
         """Return a new communicator key: the 128 bytes of a unique id (`ncclGetUniqueId`)."""
         return bytes(get_unique_id())
 
-    cdef Work add(
-        self, key, int kind, const View* view, const void* send, void* recv, size_t count, int op, int device,
-        int num_local, int num_global, communicator_key, global_rank, int root, bint is_root, producer, on_done,
-        timeout, held, output,
-    ):
+    cdef Work add(self, key, Participant one, const View* view, held, output, producer, on_done):
         """Add a participant, and launch if it is the last one."""
-        cdef Participant one = Participant.__new__(Participant)
         cdef Key named = new_key(key)
-        cdef bytes name = b""
-        cdef double limit = self.timeout if timeout is None else as_timeout(timeout)
         cdef Gathering gathering
         cdef Clique making
         cdef Work work
-        if communicator_key is not None:
-            if isinstance(communicator_key, (int, str)):
-                raise TypeError(
-                    f"communicator_key: expected the bytes of generate_communicator_key(), got {communicator_key!r}"
-                )
-            name = bytes(communicator_key)
         if on_done is not None and not callable(on_done):
             raise TypeError(f"on_done: expected a callable, got {type(on_done).__name__}")
-        one.global_rank = as_rank(global_rank, "global_rank")
-        one.send = send
-        one.recv = recv
-        one.count = count
-        one.datatype = view.datatype
-        one.flavour = view.flavour
-        one.op = op
-        one.device = device
-        one.root = root
-        one.is_root = is_root
+        if one.limit < 0:
+            one.limit = self.timeout
         self._check_usable()
         ensure_running()  # nothing may fail for want of a thread once the participant is counted in
-        work = one.work = new_work(kind, device)
+        work = one.work = new_work(one.kind, one.device)
         work.timed = self.timing
         work.held = held
         work.output = output
         work.entry.key = key
-        work.entry.datatype = view.datatype
-        work.entry.count = count
+        work.entry.datatype = one.datatype
+        work.entry.count = one.count
         work.entry.nbytes = view.nbytes
-        work.entry.nranks = num_global
-        if kind == ALL_REDUCE or kind == REDUCE or kind == REDUCE_SCATTER:
-            work.entry.op = op
+        work.entry.nranks = one.num_global
+        if one.kind == ALL_REDUCE or one.kind == REDUCE or one.kind == REDUCE_SCATTER:
+            work.entry.op = one.op
         if on_done is not None:
             work.callbacks = [on_done]
         try:
@@ -211,7 +190,7 @@ Gather the participants of collectives by key and launch each collective when al
                 self._check_usable()  # again and again: an abort may have come meanwhile
                 self.lock.enter()
                 try:
-                    gathering, signal, making = self._take_in(one, named, kind, num_local, num_global, name, limit)
+                    gathering, signal, making = self._take_in(one, named)
                 finally:
                     self.lock.leave()
                 if gathering is not None:
@@ -227,9 +206,7 @@ Gather the participants of collectives by key and launch each collective when al
             self._make(making, gathering.communicator_key)
         return work
 
-    cdef tuple _take_in(
-        self, Participant one, Key key, int kind, int num_local, int num_global, bytes name, double limit
-    ):
+    cdef tuple _take_in(self, Participant one, Key key):
         """Count a participant in, with the lock held.
 
         Return its gathering, None if the key has yet to be compared with others or the Manager was ended; the signal
@@ -245,8 +222,8 @@ Gather the participants of collectives by key and launch each collective when al
                 signal = self.signalled.get(key)
             if key.doubts and signal is None:
                 return None, None, None
-            gathering = Gathering(key, kind, num_local, num_global, name, signal is not None)
-        gathering.check(one, kind, num_local, num_global, name)
+            gathering = Gathering(key, one, signal is not None)
+        gathering.check(one)
         if not gathering.arrived:
             self.gatherings[key] = gathering
             key.sought = False
@@ -254,8 +231,8 @@ Gather the participants of collectives by key and launch each collective when al
                 del self.signalled[signal]
         one.work.gathering = gathering
         gathering.join(one)
-        if limit < gathering.timeout:
-            gathering.timeout = limit
+        if one.limit < gathering.timeout:
+            gathering.timeout = one.limit
         if gathering.error is not None and self.fail_fast:
             gathering.end(gathering.error)
         if gathering.is_ready():

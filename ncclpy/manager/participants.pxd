@@ -1,13 +1,9 @@
 from ncclpy.core.buffers cimport View
 from ncclpy.engine.work cimport Work
-
-
-cdef int as_rank(rank, str argument) except -2
+from ncclpy.manager.gathering cimport Participant
 
 
 cdef class Participants:
-    cdef Work add(
-        self, key, int kind, const View* view, const void* send, void* recv, size_t count, int op, int device,
-        int num_local, int num_global, communicator_key, global_rank, int root, bint is_root, producer, on_done,
-        timeout, held, output,
-    )
+    # Add a participant. Of `view` is the producer's stream; `held` and `output` are the work's: what it keeps alive,
+    # and what it results in.
+    cdef Work add(self, key, Participant one, const View* view, held, output, producer, on_done)

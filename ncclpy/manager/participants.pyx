@@ -4,19 +4,22 @@ Each reads and checks the buffers, which raises at once and leaves the key as it
 """
 
 from ncclpy.core.buffers cimport View, read_view
-from ncclpy.core.collectives cimport elements, fits, op_number, read_on_device, same_type, writable
 from ncclpy.core.device cimport as_device, known_devices
-from ncclpy.core.operation cimport (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    BROADCAST,
-    GATHER,
-    REDUCE,
-    REDUCE_SCATTER,
-    SCATTER,
+from ncclpy.core.operation cimport Operation
+from ncclpy.core.shape cimport (
+    op_number,
+    shape_all_gather,
+    shape_all_reduce,
+    shape_all_to_all,
+    shape_broadcast,
+    shape_gather,
+    shape_reduce,
+    shape_reduce_scatter,
+    shape_scatter,
 )
+from ncclpy.core.wait cimport as_timeout
 from ncclpy.engine.work cimport Work
+from ncclpy.manager.gathering cimport Participant
 
 from ncclpy.core.resources import CustomOp
 from ncclpy.core.types import ReduceOp, as_integer
@@ -25,11 +28,7 @@ from ncclpy.core.types import ReduceOp, as_integer
 cdef class Participants:
     """Methods that add participants; `Manager` is the class to use."""
 
-    cdef Work add(
-        self, key, int kind, const View* view, const void* send, void* recv, size_t count, int op, int device,
-        int num_local, int num_global, communicator_key, global_rank, int root, bint is_root, producer, on_done,
-        timeout, held, output,
-    ):
+    cdef Work add(self, key, Participant one, const View* view, held, output, producer, on_done):
         """Add a participant, and launch if it is the last one."""
         raise NotImplementedError
 
@@ -80,22 +79,14 @@ cdef class Participants:
             If the Manager is aborted.
         """
         cdef View s, r
-        cdef int where = _device(device, send, "send")
-        cdef int nranks = _nranks(num_local, num_global)
-        read_on_device(send, &s, "send", where)
-        if recv is None:
-            writable(&s, "send")
-            r = s
-        else:
-            read_on_device(recv, &r, "recv", where)
-            writable(&r, "recv")
-            same_type(&s, &r)
-            fits(&r, 1, &s, "recv", "send", "all_reduce")
-        return self.add(
-            key, ALL_REDUCE, &s, s.pointer, r.pointer, s.count, _operator(op, &s, nranks), where, num_local, nranks,
-            communicator_key, global_rank, -1, False, producer, on_done, timeout, send,
-            send if recv is None else recv,
+        cdef Operation o
+        cdef Participant one = _come(
+            send, "send", device, num_local, num_global, communicator_key, global_rank, timeout
         )
+        shape_all_reduce(&o, &s, &r, send, recv, one.device)
+        o.op = _operator(op, &s, one.num_global)
+        one.bring(&o, &s)
+        return self.add(key, one, &s, send, send if recv is None else recv, producer, on_done)
 
     def all_gather(
         self, key, send, recv, *, device=None, num_local, num_global=None, communicator_key=None,
@@ -120,17 +111,13 @@ cdef class Participants:
             As for `all_reduce`.
         """
         cdef View s, r
-        cdef int where = _device(device, send, "send")
-        cdef int nranks = _nranks(num_local, num_global)
-        read_on_device(send, &s, "send", where)
-        read_on_device(recv, &r, "recv", where)
-        writable(&r, "recv")
-        same_type(&s, &r)
-        fits(&r, nranks, &s, "recv", "send", "all_gather")
-        return self.add(
-            key, ALL_GATHER, &s, s.pointer, r.pointer, s.count, 0, where, num_local, nranks, communicator_key,
-            global_rank, -1, False, producer, on_done, timeout, send, recv,
+        cdef Operation o
+        cdef Participant one = _come(
+            send, "send", device, num_local, num_global, communicator_key, global_rank, timeout
         )
+        shape_all_gather(&o, &s, &r, send, recv, one.device, one.num_global)
+        one.bring(&o, &s)
+        return self.add(key, one, &s, send, recv, producer, on_done)
 
     def reduce_scatter(
         self, key, send, recv, op=ReduceOp.SUM, *, device=None, num_local, num_global=None,
@@ -157,17 +144,14 @@ cdef class Participants:
             As for `all_reduce`.
         """
         cdef View s, r
-        cdef int where = _device(device, send, "send")
-        cdef int nranks = _nranks(num_local, num_global)
-        read_on_device(send, &s, "send", where)
-        read_on_device(recv, &r, "recv", where)
-        writable(&r, "recv")
-        same_type(&s, &r)
-        fits(&s, nranks, &r, "send", "recv", "reduce_scatter")
-        return self.add(
-            key, REDUCE_SCATTER, &s, s.pointer, r.pointer, r.count, _operator(op, &s, nranks), where, num_local,
-            nranks, communicator_key, global_rank, -1, False, producer, on_done, timeout, send, recv,
+        cdef Operation o
+        cdef Participant one = _come(
+            send, "send", device, num_local, num_global, communicator_key, global_rank, timeout
         )
+        shape_reduce_scatter(&o, &s, &r, send, recv, one.device, one.num_global)
+        o.op = _operator(op, &s, one.num_global)
+        one.bring(&o, &s)
+        return self.add(key, one, &s, send, recv, producer, on_done)
 
     def all_to_all(
         self, key, send, recv, *, device=None, num_local, num_global=None, communicator_key=None,
@@ -192,23 +176,13 @@ cdef class Participants:
             As for `all_reduce`.
         """
         cdef View s, r
-        cdef int where = _device(device, send, "send")
-        cdef int nranks = _nranks(num_local, num_global)
-        read_on_device(send, &s, "send", where)
-        read_on_device(recv, &r, "recv", where)
-        writable(&r, "recv")
-        same_type(&s, &r)
-        fits(&r, 1, &s, "recv", "send", "all_to_all")
-        if elements(&s) % <size_t>nranks:
-            raise ValueError(
-                f"send: all_to_all needs a multiple of {nranks} elements, one part a rank, got {elements(&s)}"
-            )
-        if s.pointer == r.pointer and s.count:
-            raise ValueError("recv: all_to_all cannot be done in place; pass another buffer")
-        return self.add(
-            key, ALL_TO_ALL, &s, s.pointer, r.pointer, s.count // nranks, 0, where, num_local, nranks,
-            communicator_key, global_rank, -1, False, producer, on_done, timeout, send, recv,
+        cdef Operation o
+        cdef Participant one = _come(
+            send, "send", device, num_local, num_global, communicator_key, global_rank, timeout
         )
+        shape_all_to_all(&o, &s, &r, send, recv, one.device, one.num_global)
+        one.bring(&o, &s)
+        return self.add(key, one, &s, send, recv, producer, on_done)
 
     def broadcast_send(
         self, key, send, recv=None, *, device=None, num_local, num_global=None, communicator_key=None,
@@ -235,19 +209,14 @@ cdef class Participants:
             As for `all_reduce`.
         """
         cdef View s, r
-        cdef int where = _device(device, send, "send")
-        cdef int nranks = _nranks(num_local, num_global)
-        read_on_device(send, &s, "send", where)
-        r = s
-        if recv is not None:
-            read_on_device(recv, &r, "recv", where)
-            writable(&r, "recv")
-            same_type(&s, &r)
-            fits(&r, 1, &s, "recv", "send", "broadcast")
-        return self.add(
-            key, BROADCAST, &s, s.pointer, r.pointer, s.count, 0, where, num_local, nranks, communicator_key,
-            global_rank, as_rank(root, "root"), True, producer, on_done, timeout, send, send if recv is None else recv,
+        cdef Operation o
+        cdef Participant one = _come(
+            send, "send", device, num_local, num_global, communicator_key, global_rank, timeout
         )
+        one.root, one.is_root = as_rank(root, "root"), True
+        shape_broadcast(&o, &s, &r, send, recv, one.device, True)
+        one.bring(&o, &s)
+        return self.add(key, one, &s, send, send if recv is None else recv, producer, on_done)
 
     def broadcast_recv(
         self, key, recv, *, device=None, num_local, num_global=None, communicator_key=None, global_rank=None,
@@ -271,15 +240,15 @@ cdef class Participants:
         Work
             As for `all_reduce`.
         """
-        cdef View r
-        cdef int where = _device(device, recv, "recv")
-        cdef int nranks = _nranks(num_local, num_global)
-        read_on_device(recv, &r, "recv", where)
-        writable(&r, "recv")
-        return self.add(
-            key, BROADCAST, &r, r.pointer, r.pointer, r.count, 0, where, num_local, nranks, communicator_key,
-            global_rank, as_rank(root, "root"), False, producer, on_done, timeout, recv, recv,
+        cdef View s, r
+        cdef Operation o
+        cdef Participant one = _come(
+            recv, "recv", device, num_local, num_global, communicator_key, global_rank, timeout
         )
+        one.root, one.is_root = as_rank(root, "root"), False
+        shape_broadcast(&o, &s, &r, None, recv, one.device, False)
+        one.bring(&o, &r)
+        return self.add(key, one, &r, recv, recv, producer, on_done)
 
     def reduce_send(
         self, key, send, op=ReduceOp.SUM, *, device=None, num_local, num_global=None, communicator_key=None,
@@ -305,14 +274,16 @@ cdef class Participants:
         Work
             As for `all_reduce`.
         """
-        cdef View s
-        cdef int where = _device(device, send, "send")
-        cdef int nranks = _nranks(num_local, num_global)
-        read_on_device(send, &s, "send", where)
-        return self.add(
-            key, REDUCE, &s, s.pointer, NULL, s.count, _operator(op, &s, nranks), where, num_local, nranks,
-            communicator_key, global_rank, as_rank(root, "root"), False, producer, on_done, timeout, send, None,
+        cdef View s, r
+        cdef Operation o
+        cdef Participant one = _come(
+            send, "send", device, num_local, num_global, communicator_key, global_rank, timeout
         )
+        one.root, one.is_root = as_rank(root, "root"), False
+        shape_reduce(&o, &s, &r, send, None, one.device, False)
+        o.op = _operator(op, &s, one.num_global)
+        one.bring(&o, &s)
+        return self.add(key, one, &s, send, None, producer, on_done)
 
     def reduce_recv(
         self, key, send, recv=None, op=ReduceOp.SUM, *, device=None, num_local, num_global=None,
@@ -341,22 +312,15 @@ cdef class Participants:
             As for `all_reduce`.
         """
         cdef View s, r
-        cdef int where = _device(device, send, "send")
-        cdef int nranks = _nranks(num_local, num_global)
-        read_on_device(send, &s, "send", where)
-        if recv is None:
-            writable(&s, "send")
-            r = s
-        else:
-            read_on_device(recv, &r, "recv", where)
-            writable(&r, "recv")
-            same_type(&s, &r)
-            fits(&r, 1, &s, "recv", "send", "reduce")
-        return self.add(
-            key, REDUCE, &s, s.pointer, r.pointer, s.count, _operator(op, &s, nranks), where, num_local, nranks,
-            communicator_key, global_rank, as_rank(root, "root"), True, producer, on_done, timeout, send,
-            send if recv is None else recv,
+        cdef Operation o
+        cdef Participant one = _come(
+            send, "send", device, num_local, num_global, communicator_key, global_rank, timeout
         )
+        one.root, one.is_root = as_rank(root, "root"), True
+        shape_reduce(&o, &s, &r, send, recv, one.device, True)
+        o.op = _operator(op, &s, one.num_global)
+        one.bring(&o, &s)
+        return self.add(key, one, &s, send, send if recv is None else recv, producer, on_done)
 
     def gather_send(
         self, key, send, *, device=None, num_local, num_global=None, communicator_key=None, global_rank=None,
@@ -380,14 +344,15 @@ cdef class Participants:
         Work
             As for `all_reduce`.
         """
-        cdef View s
-        cdef int where = _device(device, send, "send")
-        cdef int nranks = _nranks(num_local, num_global)
-        read_on_device(send, &s, "send", where)
-        return self.add(
-            key, GATHER, &s, s.pointer, NULL, s.count, 0, where, num_local, nranks, communicator_key, global_rank,
-            as_rank(root, "root"), False, producer, on_done, timeout, send, None,
+        cdef View s, r
+        cdef Operation o
+        cdef Participant one = _come(
+            send, "send", device, num_local, num_global, communicator_key, global_rank, timeout
         )
+        one.root, one.is_root = as_rank(root, "root"), False
+        shape_gather(&o, &s, &r, send, None, one.device, one.num_global, False)
+        one.bring(&o, &s)
+        return self.add(key, one, &s, send, None, producer, on_done)
 
     def gather_recv(
         self, key, send, recv, *, device=None, num_local, num_global=None, communicator_key=None,
@@ -414,17 +379,14 @@ cdef class Participants:
             As for `all_reduce`.
         """
         cdef View s, r
-        cdef int where = _device(device, send, "send")
-        cdef int nranks = _nranks(num_local, num_global)
-        read_on_device(send, &s, "send", where)
-        read_on_device(recv, &r, "recv", where)
-        writable(&r, "recv")
-        same_type(&s, &r)
-        fits(&r, nranks, &s, "recv", "send", "gather")
-        return self.add(
-            key, GATHER, &s, s.pointer, r.pointer, s.count, 0, where, num_local, nranks, communicator_key,
-            global_rank, as_rank(root, "root"), True, producer, on_done, timeout, send, recv,
+        cdef Operation o
+        cdef Participant one = _come(
+            send, "send", device, num_local, num_global, communicator_key, global_rank, timeout
         )
+        one.root, one.is_root = as_rank(root, "root"), True
+        shape_gather(&o, &s, &r, send, recv, one.device, one.num_global, True)
+        one.bring(&o, &s)
+        return self.add(key, one, &s, send, recv, producer, on_done)
 
     def scatter_send(
         self, key, send, recv, *, device=None, num_local, num_global=None, communicator_key=None,
@@ -451,17 +413,14 @@ cdef class Participants:
             As for `all_reduce`.
         """
         cdef View s, r
-        cdef int where = _device(device, send, "send")
-        cdef int nranks = _nranks(num_local, num_global)
-        read_on_device(send, &s, "send", where)
-        read_on_device(recv, &r, "recv", where)
-        writable(&r, "recv")
-        same_type(&s, &r)
-        fits(&s, nranks, &r, "send", "recv", "scatter")
-        return self.add(
-            key, SCATTER, &s, s.pointer, r.pointer, r.count, 0, where, num_local, nranks, communicator_key,
-            global_rank, as_rank(root, "root"), True, producer, on_done, timeout, send, recv,
+        cdef Operation o
+        cdef Participant one = _come(
+            send, "send", device, num_local, num_global, communicator_key, global_rank, timeout
         )
+        one.root, one.is_root = as_rank(root, "root"), True
+        shape_scatter(&o, &s, &r, send, recv, one.device, one.num_global, True)
+        one.bring(&o, &s)
+        return self.add(key, one, &s, send, recv, producer, on_done)
 
     def scatter_recv(
         self, key, recv, *, device=None, num_local, num_global=None, communicator_key=None, global_rank=None,
@@ -485,15 +444,36 @@ cdef class Participants:
         Work
             As for `all_reduce`.
         """
-        cdef View r
-        cdef int where = _device(device, recv, "recv")
-        cdef int nranks = _nranks(num_local, num_global)
-        read_on_device(recv, &r, "recv", where)
-        writable(&r, "recv")
-        return self.add(
-            key, SCATTER, &r, NULL, r.pointer, r.count, 0, where, num_local, nranks, communicator_key, global_rank,
-            as_rank(root, "root"), False, producer, on_done, timeout, recv, recv,
+        cdef View s, r
+        cdef Operation o
+        cdef Participant one = _come(
+            recv, "recv", device, num_local, num_global, communicator_key, global_rank, timeout
         )
+        one.root, one.is_root = as_rank(root, "root"), False
+        shape_scatter(&o, &s, &r, None, recv, one.device, one.num_global, False)
+        one.bring(&o, &r)
+        return self.add(key, one, &r, recv, recv, producer, on_done)
+
+
+cdef Participant _come(
+    array, str argument, device, num_local, num_global, communicator_key, global_rank, timeout
+):
+    """Return a participant that has said all but what it brings; `array` is on its device."""
+    cdef Participant one = Participant.__new__(Participant)
+    one.device = _device(device, array, argument)
+    one.num_global = _nranks(num_local, num_global)
+    one.num_local = num_local
+    one.global_rank = as_rank(global_rank, "global_rank")
+    one.root = -1
+    one.limit = -1 if timeout is None else as_timeout(timeout)
+    one.communicator_key = b""
+    if communicator_key is not None:
+        if isinstance(communicator_key, (int, str)):
+            raise TypeError(
+                f"communicator_key: expected the bytes of generate_communicator_key(), got {communicator_key!r}"
+            )
+        one.communicator_key = bytes(communicator_key)
+    return one
 
 
 cdef int _device(device, array, str argument) except -2:

@@ -162,6 +162,216 @@ def test_counts_that_do_not_fit(comms2, arrays, method):
     rejected("recv", buffer(sends), arrays.argument(arrays.make(np.zeros(recvs, np.int32), comm.device)), good)
 
 
+# Lists of buffers, one a rank
+
+
+def listed(lib, comm, datatype, counts):
+    return [empty(lib, comm, datatype, count) for count in counts]
+
+
+def arguments(lib, parts):
+    return [lib.argument(part) for part in parts]
+
+
+def same(lib, parts, expected):
+    return all(np.array_equal(lib.read(part), want) for part, want in zip(parts, expected, strict=True))
+
+
+@every_count
+@of_types(*DataType)
+def test_all_gather_into_a_list(comms, each, arrays, counts, datatype):
+    counts = counts(len(comms))
+    expected = [values(datatype, r, count) for r, count in enumerate(counts)]
+    sends = [arrays.make(expected[r], comm.device) for r, comm in enumerate(comms)]
+    recvs = [listed(arrays, comm, datatype, counts) for comm in comms]
+    each(lambda r, comm: comm.all_gather(arrays.argument(sends[r]), arguments(arrays, recvs[r])))
+    for r, recv in enumerate(recvs):
+        assert same(arrays, recv, expected), f"{datatype!r}, counts {counts}, rank {r}"
+
+
+@every_count
+@of_types(DataType.FLOAT32, DataType.BFLOAT16, DataType.INT8)
+@pytest.mark.parametrize("op", conformance.OPS)
+def test_reduce_scatter_of_a_list(comms, each, arrays, counts, op, datatype):
+    nranks = len(comms)
+    counts = counts(nranks)
+    total = max(sum(counts), 1)
+    ends = np.cumsum(counts)[:-1]
+    samples = [np.split(conformance.sample(datatype, op, r, total)[: sum(counts)], ends) for r in range(nranks)]
+    sends = [[arrays.make(part, comm.device) for part in samples[r]] for r, comm in enumerate(comms)]
+    recvs = listed_each(arrays, comms, datatype, counts)
+    case = conformance.Case("reduce_scatter", datatype, op)
+    ops = [conformance.Operators(comm).get(case) or op for comm in comms]
+    each(lambda r, comm: comm.reduce_scatter(arguments(arrays, sends[r]), arrays.argument(recvs[r]), ops[r]))
+    whole = conformance.reduced(datatype, op, nranks, total)[: sum(counts)]
+    bound = conformance.tolerance(datatype, op, nranks, total)
+    bounds = [None] * nranks if bound is None else np.split(bound[: sum(counts)], ends)
+    for r, expected in enumerate(np.split(whole, ends)):
+        wrong = conformance.differences(arrays.read(recvs[r]), expected, bounds[r])
+        assert not wrong, f"{datatype!r} {op}, counts {counts}, rank {r}: {wrong}"
+
+
+def listed_each(lib, comms, datatype, counts):
+    return [empty(lib, comm, datatype, count) for comm, count in zip(comms, counts, strict=True)]
+
+
+@every_count
+@of_types(DataType.INT8, DataType.FLOAT16, DataType.FLOAT64)
+def test_all_to_all_of_lists(comms, each, arrays, counts, datatype):
+    nranks = len(comms)
+    matrix = [[counts(nranks)[(i + j) % nranks] * (1 + i % 2) for j in range(nranks)] for i in range(nranks)]
+    outgoing = [np.split(values(datatype, i, sum(row)), np.cumsum(row)[:-1]) for i, row in enumerate(matrix)]
+    sends = [[arrays.make(part, comm.device) for part in outgoing[i]] for i, comm in enumerate(comms)]
+    recvs = [listed(arrays, comm, datatype, [row[j] for row in matrix]) for j, comm in enumerate(comms)]
+    each(lambda r, comm: comm.all_to_all(arguments(arrays, sends[r]), arguments(arrays, recvs[r])))
+    for j, recv in enumerate(recvs):
+        assert same(arrays, recv, [row[j] for row in outgoing]), f"{datatype!r}, rank {j}"
+
+
+@every_count
+@of_types(DataType.UINT8, DataType.FLOAT32)
+@pytest.mark.parametrize("root", [0, -1], ids=["first", "last"])
+def test_gather_and_scatter_with_lists(comms, each, arrays, counts, datatype, root):
+    nranks = len(comms)
+    counts, root = counts(nranks), root % nranks
+    expected = [values(datatype, r, count) for r, count in enumerate(counts)]
+    sends = [arrays.make(part, comm.device) for part, comm in zip(expected, comms, strict=True)]
+    gathered = listed(arrays, comms[root], datatype, counts)
+    each(
+        lambda r, comm: comm.gather(
+            arrays.argument(sends[r]), arguments(arrays, gathered) if r == root else [], root=root
+        )
+    )
+    assert same(arrays, gathered, expected), f"{datatype!r}, counts {counts}"
+    back = listed_each(arrays, comms, datatype, counts)
+    each(
+        lambda r, comm: comm.scatter(
+            arguments(arrays, gathered) if r == root else [], arrays.argument(back[r]), root=root
+        )
+    )
+    assert same(arrays, back, expected), f"{datatype!r}, counts {counts}"
+
+
+def test_lists_in_place(comms, each, arrays):
+    nranks = len(comms)
+    counts = [3 + r for r in range(nranks)]
+
+    def lists(base):
+        return [
+            [arrays.make(np.full(count, base * r, np.float32), comm.device) for count in counts]
+            for r, comm in enumerate(comms)
+        ]
+
+    def own(parts):
+        return [arrays.argument(part[r]) for r, part in enumerate(parts)]
+
+    parts = lists(1)
+    each(lambda r, comm: comm.all_gather(own(parts)[r], arguments(arrays, parts[r])))
+    whole = [np.full(count, i, np.float32) for i, count in enumerate(counts)]
+    assert all(same(arrays, part, whole) for part in parts)
+    each(lambda r, comm: comm.reduce_scatter(arguments(arrays, parts[r]), own(parts)[r]))
+    assert same(arrays, [part[r] for r, part in enumerate(parts)], [nranks * part for part in whole])
+    parts = lists(2)
+    each(lambda r, comm: comm.gather(own(parts)[r], arguments(arrays, parts[r])))
+    assert same(arrays, parts[0], [2 * part for part in whole])
+    each(lambda r, comm: comm.scatter(arguments(arrays, parts[r]), own(parts)[r]))
+    assert same(arrays, [part[r] for r, part in enumerate(parts)], [2 * part for part in whole])
+
+
+def test_lists_of_complex_and_bool_arrays(host_engine, comms2):
+    sends = [np.array([1 + 2j]), np.array([3j, 4])]
+    recvs = [[np.zeros(1, complex), np.zeros(2, complex)] for _ in comms2]
+    flags = [[np.array([rank == 0]), np.array([False, rank == 1])] for rank in range(2)]
+    found = [np.zeros(1, bool), np.zeros(2, bool)]
+
+    def call():
+        with ncclpy.group():
+            for r, comm in enumerate(comms2):
+                comm.all_gather(sends[r], recvs[r])
+                comm.reduce_scatter(flags[r], found[r])
+
+    testing.run_with_deadline(call)
+    assert [[part.tolist() for part in recv] for recv in recvs] == [[[1 + 2j], [3j, 4]]] * 2
+    assert [part.tolist() for part in found] == [[True], [False, True]]
+
+
+def zeros(*counts, dtype=np.float32):
+    return [np.zeros(count, dtype) for count in counts]
+
+
+ONE = np.zeros(3, np.float32)
+READ_ONLY = np.broadcast_to(np.float32(0), 3).copy()
+READ_ONLY.flags.writeable = False
+MISFITS = {
+    "too few": (lambda c: c.all_gather(ONE, zeros(3)), r"recv: expected a list of 2 buffers, one a rank, got 1"),
+    "too many": (lambda c: c.reduce_scatter(zeros(3, 3, 3), ONE), r"send: expected a list of 2 buffers.* got 3"),
+    "none": (lambda c: c.gather(ONE, []), r"recv: expected a list of 2 buffers.* got 0"),
+    "own part": (
+        lambda c: c.all_gather(ONE, zeros(4, 3)),
+        r"recv\[0\]: all_gather needs 3 elements to fit send, got 4",
+    ),
+    "own part of send": (
+        lambda c: c.reduce_scatter(zeros(2, 9), ONE),
+        r"send\[0\]: reduce_scatter needs 3 elements to fit recv, got 2",
+    ),
+    "own part of the root": (lambda c: c.gather(ONE, zeros(2, 9)), r"recv\[0\]: gather needs 3 .* fit send, got 2"),
+    "own part of the sender": (lambda c: c.scatter(zeros(2, 9), ONE), r"send\[0\]: scatter needs 3 .*, got 2"),
+    "own parts": (
+        lambda c: c.all_to_all(zeros(2, 1), zeros(3, 1)),
+        r"recv\[0\]: all_to_all needs 2 elements to fit send\[0\], got 3",
+    ),
+    "type": (
+        lambda c: c.all_gather(ONE, [ONE.copy(), np.zeros(2)]),
+        r"recv\[1\]: data type float64 is not that of send, float32",
+    ),
+    "type of two lists": (
+        lambda c: c.all_to_all(zeros(1, 1), zeros(1) + zeros(1, dtype=np.int32)),
+        r"recv\[1\]: data type int32 is not that of send\[0\], float32",
+    ),
+    "type within a list": (
+        lambda c: c.all_to_all(zeros(1) + zeros(1, dtype=np.int8), zeros(1, 1)),
+        r"send\[1\]: data type int8 is not that of send\[0\], float32",
+    ),
+    "read-only": (lambda c: c.gather(ONE, [ONE.copy(), READ_ONLY]), r"recv\[1\]: the array is read-only"),
+    "strided": (lambda c: c.scatter([ONE, np.zeros(4, np.float32)[::2]], ONE.copy()), r"send\[1\]: .*not contiguous"),
+    "no buffer": (lambda c: c.all_gather(ONE, [ONE.copy(), None]), r"recv\[1\]: cannot take memory from .*NoneType"),
+    "one array for all": (
+        lambda c: c.all_gather(ONE, zeros(3) * 2),
+        r"recv\[1\]: the same memory as recv\[0\]; each rank's part needs its own",
+    ),
+    "send is another's part": (
+        lambda c: c.all_gather(ONE, [ONE.copy(), ONE]),
+        r"recv\[1\]: the same memory as send, which in place is recv\[0\], this rank's part",
+    ),
+    "recv is another's part": (
+        lambda c: c.scatter([ONE.copy(), ONE], ONE),
+        r"send\[1\]: the same memory as recv, which in place is send\[0\]",
+    ),
+    "in place": (
+        lambda c: c.all_to_all([ONE, ONE.copy()], [ONE.copy(), ONE]),
+        r"recv\[1\]: all_to_all cannot work in place; send\[0\] is the same memory",
+    ),
+    "a list and a buffer": (
+        lambda c: c.all_to_all(zeros(1, 1), np.zeros(2, np.float32)),
+        r"send, recv: all_to_all takes two buffers or two lists of buffers, got list and ndarray",
+    ),
+    "the wrong one": (lambda c: c.all_gather(zeros(1, 1), ONE), r"send: cannot take memory from builtins.list"),
+    "no lists here": (lambda c: c.all_reduce(zeros(1, 1)), r"send: cannot take memory from builtins.list"),
+    "no type to reduce": (
+        lambda c: c.reduce_scatter(zeros(2, 2, dtype="M8[s]"), np.zeros(2, "M8[s]")),
+        r"NCCL cannot reduce datetime64",
+    ),
+    "no buffer to receive": (lambda c: c.scatter(zeros(1, 1), None), r"recv: every rank of a scatter needs a buffer"),
+}
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_lists_that_do_not_fit(host_engine, comms2, misfit):
+    call, words = MISFITS[misfit]
+    with pytest.raises((TypeError, ValueError), match=f"^{words}" if "NCCL" not in words else words):
+        testing.run_with_deadline(lambda: call(comms2[0]), 10)
+
+
 # Point to point
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -367,6 +368,24 @@ def test_a_group_keeps_its_buffers_alive(comms2, arrays):
     testing.run_with_deadline(call)
     gc.collect()
     assert Tracked.gone == 2
+
+
+def test_a_group_keeps_the_arrays_of_a_list_alive(host_engine, comms2):
+    sends = [np.full(2 + comm.rank, comm.rank + 1.0) for comm in comms2]
+    parts = [[np.zeros(2), np.zeros(3)] for _ in comms2]
+    views = [[part.view() for part in mine] for mine in parts]  # what the call is given, and nobody else holds
+    refs = [weakref.ref(view) for mine in views for view in mine]
+
+    def call():
+        with ncclpy.group():
+            for comm, send, mine in zip(comms2, sends, views, strict=True):
+                comm.all_gather(send, mine)
+                mine.clear()
+            assert all(ref() is not None for ref in refs)
+
+    testing.run_with_deadline(call)
+    assert [[part.tolist() for part in mine] for mine in parts] == [[[1, 1], [2, 2, 2]]] * 2
+    assert all(ref() is None for ref in refs)
 
 
 def test_simulate_estimates_and_launches_nothing(comms2, arrays):

@@ -85,6 +85,24 @@ def test_a_deadline_of_one_operation():
     testing.abort_all(comms)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda comm, **options: comm.all_gather_v(np.ones(2), np.zeros(4), [2, 2], **options),
+        lambda comm, **options: comm.all_gather(np.ones(2), [np.zeros(2), np.zeros(3)], **options),
+    ],
+    ids=["counts", "list"],
+)
+def test_a_deadline_of_one_operation_that_is_a_group(call):
+    comms = ncclpy.Communicator.init_all([0, 1], abortable=True)
+    with ncclpy.Stream(0) as stream:
+        call(comms[0], stream=stream, timeout=0.2)  # nobody waits: the watcher keeps it
+        testing.wait_for(lambda: comms[0].closed, "the watcher", 20)
+    with pytest.raises(ncclpy.NcclTimeout, match=r"ncclBroadcast of .* was not done after 200 ms"):
+        comms[0].barrier()
+    testing.abort_all(comms)
+
+
 def test_a_deadline_of_one_operation_needs_a_communicator_that_can_be_ended():
     with ncclpy.Communicator.init_all([0])[0] as comm:
         with pytest.raises(ValueError, match="abortable=True"):

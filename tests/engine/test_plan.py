@@ -124,6 +124,36 @@ def test_several_operations(ranks):
         assert [float(more.lib.read(array)[0]) for array in more.send] == [2, 2]
 
 
+def test_lists_of_buffers(comms2, host_engine):
+    counts = [2, 3]
+    rows = [[np.full(count, 10.0 * comm.rank + peer) for peer, count in enumerate(counts)] for comm in comms2]
+    columns = [[np.zeros(counts[comm.rank]) for _ in comms2] for comm in comms2]
+    total = [np.zeros(count) for count in counts]
+    given = []
+    plan = recorded(lambda: [exchange_lists(*each, given) for each in zip(comms2, rows, columns, total, strict=True)])
+    for launch in range(3):
+        for row in rows:
+            for part in row:
+                part += launch
+        deadline(plan.launch)
+        added = sum(range(launch + 1))
+        assert [[set(part) for part in mine] for mine in columns] == [
+            [{0.0 + added}, {10.0 + added}], [{1.0 + added}, {11.0 + added}]
+        ]  # fmt: skip
+        assert [set(part) for part in total] == [{10.0 + 2 * added}, {12.0 + 2 * added}]
+    assert all(view() is not None for view in given)
+    del plan
+    assert all(view() is None for view in given)
+
+
+def exchange_lists(comm, row, column, total, given):
+    """Call with views that nobody else holds, and note them."""
+    lists = [[part.view() for part in parts] for parts in (row, column, row)]
+    given += [weakref.ref(view) for views in lists for view in views]
+    comm.all_to_all(lists[0], lists[1])
+    comm.reduce_scatter(lists[2], total)
+
+
 def test_messages(ranks):
     (first, second), (send, _), (_, recv) = ranks.comms, ranks.send, ranks.recv
 

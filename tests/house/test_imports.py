@@ -95,6 +95,27 @@ def test_a_room_uses_only_rooms_below(path):
         assert FLOORS[used] < FLOORS[room], f"{room} (floor {FLOORS[room]}) uses {name} (floor {FLOORS[used]})"
 
 
+def modules_in_order(room: str) -> list[str]:
+    """Return the modules of a room as docs/design.md names them, each before those that are built on it."""
+    floors = (
+        (PACKAGE.parent / "docs" / "design.md").read_text().partition("## The floors")[2].partition("\n```\n\n")[0]
+    )
+    lines = re.search(rf"^  {room}/.*\n((?:^ {{10,}}.*\n)+)", floors, re.MULTILINE)[1]
+    named = re.findall(r"^ {26}(\w+(?:, \w+)*,?)(?:\.h)?(?=  |$)", lines, re.MULTILINE)
+    return [name for names in named for name in re.split(", ?", names) if name]
+
+
+@pytest.mark.parametrize("room", ["core", "engine", "manager"])
+def test_a_module_uses_only_those_that_the_design_names_before_it(room):
+    order = modules_in_order(room)
+    paths = sorted({path for path in sources() if path.parent == PACKAGE / room and path.stem != "__init__"})
+    assert {path.stem for path in paths} == set(order), "name the new module in docs/design.md"
+    for path in paths:
+        used = {name.split(".")[2] for name in imports(path) if name.startswith(f"ncclpy.{room}.")}
+        later = [name for name in used if name in order and order.index(name) > order.index(path.stem)]
+        assert not later, f"{path.relative_to(PACKAGE)} uses {later}, which docs/design.md names after it"
+
+
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_only_interop_imports_frameworks(path):
     if path.relative_to(PACKAGE).parts[0] == "interop":

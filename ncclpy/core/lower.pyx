@@ -1,0 +1,81 @@
+"""Collectives made of others: what an older NCCL lacks, and parts that differ in size or lie apart.
+
+NCCL's collectives take one buffer with parts of one size. All else is a group: broadcasts for an all-gather, reduces
+for a reduce-scatter, sends and receives for the rest.
+"""
+
+from libc.stdlib cimport free, malloc
+
+from ncclpy.core.library cimport nccl
+from ncclpy.core.operation cimport (
+    ALL_GATHER,
+    ALL_TO_ALL,
+    BROADCAST,
+    GATHER,
+    RECV,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCATTER,
+    SEND,
+)
+from ncclpy.core.parts cimport parts_in_line
+
+
+cdef class Steps:
+    """Operations of one communicator that make up a collective."""
+
+    def __cinit__(self, size_t most):
+        self.operations = <Operation*>malloc(most * sizeof(Operation))
+        if self.operations == NULL:
+            raise MemoryError
+
+    def __dealloc__(self):
+        free(self.operations)
+
+    cdef int add(
+        self, const Operation* like, int kind, int peer, const void* send, void* recv, size_t count
+    ) except -1:
+        """Add a step; it was counted when the room was made."""
+        cdef Operation* step = &self.operations[self.count]
+        step[0] = like[0]
+        step.kind, step.root = kind, peer
+        step.send, step.recv, step.count = send, recv, count
+        self.count += 1
+        return 0
+
+
+cdef bint lacks(int kind) noexcept nogil:
+    return (
+        (kind == ALL_TO_ALL and nccl.ncclAlltoAll == NULL)
+        or (kind == GATHER and nccl.ncclGather == NULL)
+        or (kind == SCATTER and nccl.ncclScatter == NULL)
+    )
+
+
+cdef Steps lower(const Operation* operation, int rank, int nranks, Parts sends, Parts recvs):
+    cdef const Operation* o = operation
+    cdef Steps steps = Steps(2 * <size_t>nranks + 1)
+    cdef int kind = o.kind, peer
+    cdef bint is_root = rank == o.root
+    if sends is None and (kind == ALL_TO_ALL or kind == REDUCE_SCATTER or (kind == SCATTER and is_root)):
+        sends = parts_in_line(o.send, o.count, o.datatype, nranks)
+    if recvs is None and (kind == ALL_TO_ALL or kind == ALL_GATHER or (kind == GATHER and is_root)):
+        recvs = parts_in_line(o.recv, o.count, o.datatype, nranks)
+    if kind == GATHER:
+        steps.add(o, SEND, o.root, o.send, NULL, o.count)
+    for peer in range(nranks):
+        if kind == ALL_GATHER:
+            steps.add(
+                o, BROADCAST, peer, o.send if peer == rank else recvs.pointers[peer], recvs.pointers[peer],
+                recvs.counts[peer],
+            )
+        elif kind == REDUCE_SCATTER:
+            steps.add(o, REDUCE, peer, sends.pointers[peer], o.recv if peer == rank else NULL, sends.counts[peer])
+        elif kind == ALL_TO_ALL or (kind == SCATTER and is_root):
+            steps.add(o, SEND, peer, sends.pointers[peer], NULL, sends.counts[peer])
+    if kind == SCATTER:
+        steps.add(o, RECV, o.root, NULL, o.recv, o.count)
+    elif kind == ALL_TO_ALL or (kind == GATHER and is_root):
+        for peer in range(nranks):
+            steps.add(o, RECV, peer, NULL, recvs.pointers[peer], recvs.counts[peer])
+    return steps

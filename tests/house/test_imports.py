@@ -132,6 +132,51 @@ def test_the_host_engine_knows_neither_python_nor_cuda():
             assert header not in ("Python.h", "nccl.h") and not header.startswith("cuda"), f"{path} includes {header}"
 
 
+def circles(uses: dict[str, set[str]]) -> list[list[str]]:
+    """Return the shortest way back to itself of each room that has one."""
+    found = []
+    for start in uses:
+        came_from = dict.fromkeys(uses[start], start)
+        following = list(came_from)
+        while following and start not in came_from:
+            room = following.pop(0)
+            for used in uses.get(room, ()):
+                if used not in came_from:
+                    came_from[used] = room
+                    following.append(used)
+        if start in came_from:
+            way = [start, came_from[start]]
+            while way[-1] != start:
+                way.append(came_from[way[-1]])
+            found.append(way[::-1])
+    return found
+
+
+def test_no_modules_use_each_other_in_a_circle():
+    uses: dict[str, set[str]] = {}
+    for path in sources():
+        name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+        uses.setdefault(name, set()).update(imports(path) - {name})
+    assert len(uses) > 50
+    assert not circles(uses)
+
+
+#: A stream's tasks, the threads that run them, and the graphs that record them: one noun in three files.
+ONE_ROOM = {"crew": "stream", "graph": "stream"}
+
+
+def test_no_files_of_the_host_engine_use_each_other_in_a_circle():
+    uses: dict[str, set[str]] = {}
+    for path in (PACKAGE / "host").rglob("*.[ch]pp"):
+        room = str(path.with_name(ONE_ROOM.get(path.stem, path.stem)).relative_to(PACKAGE / "host"))
+        for header in re.findall(r'^#include "([^"]+)\.hpp"', path.read_text(), re.MULTILINE):
+            target = (path.parent / header).resolve()
+            used = str(target.with_name(ONE_ROOM.get(target.name, target.name)).relative_to(PACKAGE / "host"))
+            uses.setdefault(room.removesuffix(path.suffix), set()).add(used)
+    assert {"nccl/comm", "driver/stream"} <= uses.keys()
+    assert not circles({room: used - {room} for room, used in uses.items()})
+
+
 def test_importing_opens_no_library_and_imports_no_framework():
     done = testing.run_python("""
         import sys, ncclpy

@@ -91,7 +91,7 @@ bool check_agreement(Comm& comm, int parity) {
     if (same(first, other)) continue;
     fail(ncclInvalidUsage, "the ranks do not agree: rank 0 calls %s, rank %d calls %s (%s)", described(first).c_str(), r,
          described(other).c_str(), comm.title().c_str());
-    comm.set_async(ncclInvalidUsage, last_error());
+    comm.health.set_async(ncclInvalidUsage, last_error());
     return false;
   }
   return true;
@@ -121,7 +121,7 @@ void run_collective(Comm& comm, const Operation& operation) {
   }
   segment.slot(comm.rank).record[parity] = mine;
   if (small) contribute_small(comm, mine, parity);
-  if (!comm.pass(segment.header().data, comm.data_generation)) return;
+  if (!comm.rendezvous.pass_data()) return;
   if (!check_agreement(comm, parity)) return;
   if (small) run_small(comm, parity);
   else if (segment.one_process()) run_direct(comm, parity);

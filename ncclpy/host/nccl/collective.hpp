@@ -2,6 +2,7 @@
 #pragma once
 
 #include "comm.hpp"
+#include "operation.hpp"
 
 namespace ncclpy::host {
 
@@ -9,6 +10,9 @@ namespace ncclpy::host {
 const char* name_of(const Operation& operation);
 
 const char* type_name(ncclDataType_t dtype);
+
+// Runs a collective, on the stream's thread.
+void run_collective(Comm& comm, const Operation& operation);
 
 // Contributions so small that every rank leaves its own in the segment before it arrives: no second rendezvous.
 bool is_small(const Record& record, int nranks);

@@ -1,6 +1,7 @@
 // The exported operations: their arguments are checked as NCCL checks them, then they join the thread's group.
 #include <cstdint>
 
+#include "call.hpp"
 #include "coll_config.hpp"
 #include "group.hpp"
 
@@ -66,7 +67,7 @@ ncclResult_t check_buffers(const char* name, const Operation& operation, int ran
 }
 
 ncclResult_t enqueue(const Request& request, Comm& comm, cudaStream_t stream) {
-  NCCLPY_TRY(comm.ensure_open(request.name));
+  NCCLPY_TRY(comm.health.ensure_open(request.name));
   NCCLPY_TRY(check_values(request, comm));
   Operation operation = {};
   operation.kind = request.kind;
@@ -90,11 +91,11 @@ ncclResult_t call(const Request& request, ncclComm_t handle, cudaStream_t stream
     if (found != ncclSuccess) return note_group_error(found);
     ncclResult_t result = enqueue(request, *comm, stream);
     if (result != ncclSuccess && result != ncclInProgress && !comm->blocking())
-      comm->set_async(result, last_error());
+      comm->health.set_async(result, last_error());
     note_group_error(result);
     if (comm->blocking()) return result;
-    const ncclResult_t now = comm->async();
-    if (now != ncclSuccess && now != ncclInProgress) set_last_error(comm->async_text());
+    const ncclResult_t now = comm->health.async();
+    if (now != ncclSuccess && now != ncclInProgress) set_last_error(comm->health.async_text());
     return now;
   });
 }

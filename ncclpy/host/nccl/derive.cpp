@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "../driver/device.hpp"
+#include "call.hpp"
 #include "config.hpp"
 #include "fault.hpp"
 #include "group.hpp"
@@ -30,10 +31,11 @@ ncclResult_t submit_child(const std::shared_ptr<Comm>& parent, const std::shared
   job.run = [parent, child, newcomm, meet_others] {
     NCCLPY_TRY(meet_others());
     if (child == nullptr) return ncclSuccess;
+    child->health.follow(nullptr);
     child->parent.reset();
     *newcomm = add_handle(child);
     // Whoever aborts the parent either finds the handle afterwards, or is seen here: it does not stay behind.
-    if (!parent->aborted()) return ncclSuccess;
+    if (!parent->health.aborted()) return ncclSuccess;
     ncclCommAbort(*newcomm);
     *newcomm = nullptr;
     return parent->stop_reason("its own work");
@@ -94,7 +96,7 @@ ncclResult_t split(ncclComm_t handle, int color, int key, ncclComm_t* newcomm, c
   std::shared_ptr<Comm> parent;
   NCCLPY_TRY(find_comm(handle, "ncclCommSplit", &parent));
   NCCLPY_TRY(check_pointer(newcomm, "ncclCommSplit", "newcomm"));
-  NCCLPY_TRY(parent->ensure_ready());
+  NCCLPY_TRY(parent->health.ensure_ready());
   *newcomm = nullptr;
   std::shared_ptr<Comm> child;
   if (color != NCCL_SPLIT_NOCOLOR) {
@@ -158,7 +160,7 @@ ncclResult_t meet_in_shrink(const std::shared_ptr<Comm>& parent, const std::shar
   {
     Awaited awaited(*parent, control_side);
     if (!leads) awaited.tell({survivors[0]});
-    wait_until(segment.header().bell, [&] { return posted() || child->stopped() || someone_died(); });
+    wait_until(segment.header().bell, [&] { return posted() || child->health.stopped() || someone_died(); });
   }
   if (dead >= 0) return fail(ncclRemoteError, "%s", death_notice(segment, dead).c_str());
   if (!posted()) return child->stop_reason("the other survivors of a shrink");
@@ -189,14 +191,14 @@ ncclResult_t shrink(ncclComm_t handle, const int* excluded, int count, ncclComm_
   NCCLPY_TRY(survivors_of(*parent, excluded, count, &survivors));
   if ((flags & NCCL_SHRINK_ABORT) != 0) {
     parent->revoke();
-    parent->forgive();
+    parent->health.forgive();
   }
-  NCCLPY_TRY(parent->ensure_ready());
+  NCCLPY_TRY(parent->health.ensure_ready());
   *newcomm = nullptr;
   std::shared_ptr<Comm> child;
   NCCLPY_TRY(make_child(parent, config, &child));
   if (parent->config.shrinkShare == 1 && (flags & NCCL_SHRINK_ABORT) == 0) child->share_fate(parent);
-  child->sheds_dead = true;
+  child->health.sheds_dead = true;
   const uint64_t deed = parent->note_call(Deed::shrink);
   return submit_child(parent, child, newcomm, [=] { return meet_in_shrink(parent, child, survivors, deed); });
 }
@@ -206,7 +208,7 @@ ncclResult_t publish_grow_id(ncclComm_t handle, ncclUniqueId* id) {
   const char* const function = "ncclCommGetUniqueId";
   std::shared_ptr<Comm> comm;
   NCCLPY_TRY(find_comm(handle, function, &comm));
-  NCCLPY_TRY(comm->ensure_ready());
+  NCCLPY_TRY(comm->health.ensure_ready());
   NCCLPY_TRY(check_pointer(id, function, "uniqueId"));
   GrowBoard& board = comm->segment->header().grow;
   // Free when every rank of the parent has taken every id there was.
@@ -230,7 +232,7 @@ ncclResult_t take_grow_id(Comm& parent, uint64_t deed, ncclUniqueId* id) {
   GrowBoard& board = segment.header().grow;
   const uint64_t mine = 2 * ++parent.grown;
   auto published = [&] { return board.published.load(std::memory_order_acquire) >= mine; };
-  wait_until(segment.header().bell, [&] { return published() || parent.stopped(); });
+  wait_until(segment.header().bell, [&] { return published() || parent.health.stopped(); });
   if (!published()) {
     parent.grown--;
     return parent.stop_reason("the id of ncclCommGrow, which one rank makes with ncclCommGetUniqueId");
@@ -262,7 +264,7 @@ ncclResult_t grow(ncclComm_t handle, int nranks, const ncclUniqueId* id, int ran
   std::shared_ptr<Comm> parent;
   if (handle != nullptr) NCCLPY_TRY(find_comm(handle, "ncclCommGrow", &parent));
   NCCLPY_TRY(check_pointer(newcomm, "ncclCommGrow", "newcomm"));
-  if (parent != nullptr) NCCLPY_TRY(parent->ensure_ready());
+  if (parent != nullptr) NCCLPY_TRY(parent->health.ensure_ready());
   NCCLPY_TRY(check_grow(parent.get(), nranks, id, rank));
   *newcomm = nullptr;
   std::shared_ptr<Comm> grown;
@@ -288,7 +290,10 @@ ncclResult_t grow(ncclComm_t handle, int nranks, const ncclUniqueId* id, int ran
     ncclUniqueId meeting = given;
     ncclResult_t result = parent == nullptr ? ncclSuccess : take_grow_id(*parent, deed, &meeting);
     if (result == ncclSuccess) result = meet(grown, nranks, grown->rank, meeting);
-    if (result == ncclSuccess) grown->parent.reset();
+    if (result == ncclSuccess) {
+      grown->health.follow(nullptr);
+      grown->parent.reset();
+    }
     else if (grown->blocking()) give_up(grown, newcomm);
     return result;
   };

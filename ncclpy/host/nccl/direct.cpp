@@ -85,7 +85,7 @@ class Direct {
 void run_direct(Comm& comm, int parity) {
   Direct(comm, parity).run();
   // Nobody leaves while others read its buffers. All have arrived, so this wait ends by itself.
-  comm.pass_surely(comm.segment->header().data, comm.data_generation);
+  comm.rendezvous.pass_data_surely();
 }
 
 }  // namespace ncclpy::host

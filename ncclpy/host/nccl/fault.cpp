@@ -14,7 +14,6 @@
 #include "../driver/mutex.hpp"
 #include "comm.hpp"
 #include "fault_plan.hpp"
-#include "group.hpp"
 #include "wait.hpp"
 
 namespace ncclpy::host {
@@ -179,11 +178,11 @@ ncclResult_t fault_in_call(Comm* comm, int rank, const char* function) {
   if (!decide(comm, rank, function, in_call, &fault, &text)) return ncclSuccess;
   // An abort is what would end a hang: one that hangs itself has no end but its own.
   const bool ends = std::string(function).find("Abort") == std::string::npos;
-  auto over = [&] { return ends && comm != nullptr && comm->ended(); };
+  auto over = [&] { return ends && comm != nullptr && comm->health.ended(); };
   switch (fault.action) {
     case Fault::error: return as_error(fault, text);
     case Fault::busy:
-      if (comm != nullptr && !comm->blocking()) comm->pretend_busy(fault.polls, fault.seconds);
+      if (comm != nullptr && !comm->blocking()) comm->health.pretend_busy(fault.polls, fault.seconds);
       return ncclSuccess;
     case Fault::delay: pause_for(fault.seconds, [] { return false; }); return ncclSuccess;
     case Fault::hang:
@@ -200,9 +199,9 @@ bool fault_in_run(Comm& comm, const char* name) {
   Fault fault;
   std::string text;
   if (!decide(&comm, comm.rank, name, in_run, &fault, &text)) return true;
-  auto over = [&] { return comm.stopped(); };
+  auto over = [&] { return comm.health.stopped(); };
   switch (fault.action) {
-    case Fault::error: comm.set_async(fault.result, "injected fault: " + text); return false;
+    case Fault::error: comm.health.set_async(fault.result, "injected fault: " + text); return false;
     case Fault::delay:
     case Fault::hang: pause_for(fault.seconds, over); return !over();
     case Fault::kill: ::kill(getpid(), SIGKILL); return true;
@@ -211,53 +210,37 @@ bool fault_in_run(Comm& comm, const char* name) {
 }
 
 void fault_in_result(Comm& comm, const char* name, const Operation& operation) {
-  if (!operation.receives(comm.rank) || operation.count == 0 || comm.stopped()) return;
+  if (!operation.receives(comm.rank) || operation.count == 0 || comm.health.stopped()) return;
   Fault fault;
   std::string text;
   if (!decide(&comm, comm.rank, name, in_result, &fault, &text)) return;
   static_cast<char*>(operation.recvbuff)[operation.count / 2 * size_of(operation.dtype)] ^= 1;
 }
 
+ncclResult_t set_faults(const char* text) {
+  auto next = std::make_shared<Plan>();
+  if (text != nullptr) NCCLPY_TRY(parse_plan(text, &next->rules));
+  put_in_force(next->rules.empty() ? nullptr : std::move(next));
+  return ncclSuccess;
+}
+
+std::string faults_fired() {
+  const auto now = plan();
+  if (now == nullptr) return {};
+  std::lock_guard lock(now->mutex);
+  return now->fired;
+}
+
+std::string faults_unfired() {
+  const auto now = plan();
+  if (now == nullptr) return {};
+  std::string text;
+  std::lock_guard lock(now->mutex);
+  now->has_fired.resize(now->rules.size());
+  for (size_t i = 0; i < now->rules.size(); i++) {
+    if (!now->has_fired[i] && !now->rules[i].random) text += now->rules[i].text + "\n";
+  }
+  return text;
+}
+
 }  // namespace ncclpy::host
-
-using namespace ncclpy::host;
-
-extern "C" {
-
-// Replaces the plan and forgets what has happened; NULL or "" ends all faults. An error leaves the plan as it was.
-__attribute__((visibility("default"))) ncclResult_t ncclpyHostSetFaults(const char* text) {
-  return guarded("ncclpyHostSetFaults", [&] {
-    auto next = std::make_shared<Plan>();
-    if (text != nullptr) NCCLPY_TRY(parse_plan(text, &next->rules));
-    put_in_force(next->rules.empty() ? nullptr : std::move(next));
-    return ncclSuccess;
-  });
-}
-
-// What has happened by the plan in force, a line each, in the order in which it happened. The text is the calling
-// thread's until it asks again.
-__attribute__((visibility("default"))) const char* ncclpyHostFaultsFired(void) {
-  thread_local std::string text;
-  text.clear();
-  if (const auto now = plan()) {
-    std::lock_guard lock(now->mutex);
-    text = now->fired;
-  }
-  return text.c_str();
-}
-
-// The rules of the plan in force of which nothing has happened, a line each, but for random ones, which may have nothing
-// to do. As above, the text is the calling thread's.
-__attribute__((visibility("default"))) const char* ncclpyHostFaultsUnfired(void) {
-  thread_local std::string text;
-  text.clear();
-  if (const auto now = plan()) {
-    std::lock_guard lock(now->mutex);
-    now->has_fired.resize(now->rules.size());
-    for (size_t i = 0; i < now->rules.size(); i++) {
-      if (!now->has_fired[i] && !now->rules[i].random) text += now->rules[i].text + "\n";
-    }
-  }
-  return text.c_str();
-}
-}

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <string>
 
 #include "operation.hpp"
 
@@ -24,5 +25,13 @@ inline ncclResult_t fault_at_call(Comm* comm, int rank, const char* function) {
 bool fault_in_run(Comm& comm, const char* name);
 // An operation has run and left its result.
 void fault_in_result(Comm& comm, const char* name, const Operation& operation);
+
+// Replaces the plan and forgets what has happened; NULL or "" ends all faults. An error leaves the plan as it was.
+ncclResult_t set_faults(const char* text);
+// What has happened by the plan in force, a line each, in the order in which it happened.
+std::string faults_fired();
+// The rules of the plan in force of which nothing has happened, a line each, but for random ones, which may have nothing
+// to do.
+std::string faults_unfired();
 
 }  // namespace ncclpy::host

@@ -9,6 +9,7 @@
 #include "../driver/mutex.hpp"
 #include "background.hpp"
 #include "fault.hpp"
+#include "launch.hpp"
 #include "simulate.hpp"
 
 namespace ncclpy::host {
@@ -40,7 +41,7 @@ struct Contents {
 
   void begin_jobs() {
     worked_on = comms();
-    for (const auto& comm : worked_on) comm->begin_job();
+    for (const auto& comm : worked_on) comm->queue.begin_job();
   }
 
   // Of one communicator: others of the group may still wait for their ranks.
@@ -51,7 +52,7 @@ struct Contents {
       if (found == worked_on.end()) return;
       worked_on.erase(found);
     }
-    comm->end_job();
+    comm->queue.end_job();
   }
 
   void end_jobs() {
@@ -171,7 +172,7 @@ ncclResult_t sort_by_comm(const std::vector<Pending>& pending, std::vector<Line>
 ncclResult_t issue_operations(const std::vector<Pending>& pending) {
   std::vector<Line> lines;
   NCCLPY_TRY(sort_by_comm(pending, &lines));
-  for (Line& line : lines) NCCLPY_TRY(line.comm->issue(std::move(line.operations), line.streams));
+  for (Line& line : lines) NCCLPY_TRY(issue(line.comm, std::move(line.operations), line.streams));
   return ncclSuccess;
 }
 
@@ -195,11 +196,11 @@ Outcome launch(Contents& contents) {
 
 ncclResult_t end_in_background(Contents contents) {
   auto shared = std::make_shared<Contents>(std::move(contents));
-  for (const auto& comm : shared->comms()) comm->set_async(ncclInProgress);
+  for (const auto& comm : shared->comms()) comm->health.set_async(ncclInProgress);
   shared->begin_jobs();
   auto work = [shared] {
     const Outcome outcome = launch(*shared);
-    for (const auto& comm : shared->comms()) comm->set_async(outcome.result, outcome.text);
+    for (const auto& comm : shared->comms()) comm->health.set_async(outcome.result, outcome.text);
     shared->end_jobs();
   };
   const ncclResult_t started = guarded("ncclGroupEnd", [&] {
@@ -208,7 +209,7 @@ ncclResult_t end_in_background(Contents contents) {
     return ncclInProgress;
   });
   if (started == ncclInProgress) return started;
-  for (const auto& comm : shared->comms()) comm->set_async(started, last_error());
+  for (const auto& comm : shared->comms()) comm->health.set_async(started, last_error());
   shared->end_jobs();
   return started;
 }
@@ -252,7 +253,7 @@ ncclResult_t group_end(ncclSimInfo_t* simulation) {
       if (job.drop) job.drop();
     }
     for (const auto& comm : ended.contents.comms()) {
-      if (!comm->blocking()) comm->set_async(ended.error, last_error());
+      if (!comm->blocking()) comm->health.set_async(ended.error, last_error());
     }
     return ended.error;
   }
@@ -269,7 +270,7 @@ ncclResult_t submit(const std::shared_ptr<Comm>& comm, const Operation& asked, c
   if (group.depth == 0) {
     if (comm->blocking()) {
       if (operation.message()) NCCLPY_TRY(check_messages_to_self({operation}, comm->rank));
-      return comm->issue(operation, stream);
+      return issue(comm, operation, stream);
     }
     Contents single;
     single.operations.push_back({comm, operation, stream});

@@ -12,6 +12,7 @@
 #include <new>
 
 #include "comm.hpp"
+#include "operation.hpp"
 
 namespace ncclpy::host {
 

@@ -5,6 +5,7 @@
 #include "config.hpp"
 #include "fault.hpp"
 #include "group.hpp"
+#include "watch.hpp"
 
 namespace ncclpy::host {
 namespace {
@@ -40,8 +41,8 @@ ncclResult_t meet(const std::shared_ptr<Comm>& comm, int nranks, int rank, const
   comm->set_segment(segment);
   try {
     wait_until(segment->header().bell, [&] {
-      Segment::watch_others(segment);
-      return segment->complete() || comm->stopped() || segment->first_dead() >= 0;
+      watch_others(segment, break_comms);
+      return segment->complete() || comm->health.stopped() || segment->first_dead() >= 0;
     });
   } catch (...) {  // no thread to watch with: the others must not count on this rank
     segment->bury(rank);
@@ -62,7 +63,7 @@ ncclResult_t meet(const std::shared_ptr<Comm>& comm, int nranks, int rank, const
   }
   enter_segment(comm);
   if (segment->first_dead() >= 0) comm->lose(segment->first_dead());
-  comm->set_initialised();
+  comm->health.set_initialised();
   return ncclSuccess;
 }
 

@@ -1,6 +1,7 @@
 // The end of communicators, and what can be asked of them.
 #include <utility>
 
+#include "call.hpp"
 #include "group.hpp"
 
 namespace ncclpy::host {
@@ -21,14 +22,14 @@ void depart(const std::shared_ptr<Comm>& comm, bool wait) {
     segment->local_gone = 0;
   }
   if (!wait) return;
-  for (const auto& one : all) one->drain();
+  for (const auto& one : all) one->queue.drain();
 }
 
 ncclResult_t finalize(ncclComm_t handle) {
   if (handle == nullptr) return ncclSuccess;
   std::shared_ptr<Comm> comm;
   NCCLPY_TRY(find_comm(handle, "ncclCommFinalize", &comm));
-  NCCLPY_TRY(comm->ensure_ready());
+  NCCLPY_TRY(comm->health.ensure_ready());
   {
     std::lock_guard lock(comm->mutex);
     if (comm->finalized) return fail(ncclInvalidArgument, "ncclCommFinalize : comm was finalized or revoked before");
@@ -37,10 +38,10 @@ ncclResult_t finalize(ncclComm_t handle) {
   Job job;
   job.comm = comm;
   job.run = [comm] {
-    comm->drain();
-    if (comm->aborted()) return comm->stop_reason("its own work");
-    if (const ncclResult_t met = comm->async(); met != ncclSuccess && met != ncclInProgress) {
-      set_last_error(comm->async_text());
+    comm->queue.drain();
+    if (comm->health.aborted()) return comm->stop_reason("its own work");
+    if (const ncclResult_t met = comm->health.async(); met != ncclSuccess && met != ncclInProgress) {
+      set_last_error(comm->health.async_text());
       return met;
     }
     if (const auto segment = comm->shared_segment()) segment->slot(comm->rank).left.store(1);
@@ -53,7 +54,7 @@ ncclResult_t destroy(ncclComm_t handle) {
   if (handle == nullptr) return ncclSuccess;
   std::shared_ptr<Comm> comm;
   NCCLPY_TRY(find_comm(handle, "ncclCommDestroy", &comm));
-  NCCLPY_TRY(comm->ensure_ready());
+  NCCLPY_TRY(comm->health.ensure_ready());
   Job job;
   job.comm = comm;
   job.destroys = true;
@@ -108,7 +109,7 @@ ncclResult_t query(ncclComm_t handle, const char* function, const char* name, in
     std::shared_ptr<Comm> comm;
     NCCLPY_TRY(find_comm(handle, function, &comm));
     NCCLPY_TRY(check_pointer(out, function, name));
-    NCCLPY_TRY(comm->ensure_ready());
+    NCCLPY_TRY(comm->health.ensure_ready());
     *out = value(*comm);
     return ncclSuccess;
   });
@@ -140,7 +141,7 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t handle, ncclResult_t* error) {
     std::shared_ptr<Comm> comm;
     NCCLPY_TRY(find_comm(handle, "ncclCommGetAsyncError", &comm));
     NCCLPY_TRY(check_pointer(error, "ncclCommGetAsyncError", "asyncError"));
-    *error = comm->poll();
+    *error = comm->health.poll();
     return ncclSuccess;
   });
 }
@@ -162,7 +163,7 @@ const char* ncclGetLastError(ncclComm_t handle) {
   thread_local std::string text;
   std::shared_ptr<Comm> comm;
   const std::string own = last_error();
-  if (handle != nullptr && look_up(handle, "ncclGetLastError", &comm) == ncclSuccess) text = comm->async_text();
+  if (handle != nullptr && look_up(handle, "ncclGetLastError", &comm) == ncclSuccess) text = comm->health.async_text();
   else text.clear();
   set_last_error(own);
   if (text.empty()) text = own;

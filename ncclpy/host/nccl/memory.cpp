@@ -2,6 +2,7 @@
 #include "../driver/memory.hpp"
 
 #include "../driver/device.hpp"
+#include "call.hpp"
 #include "fault.hpp"
 #include "group.hpp"
 
@@ -31,7 +32,7 @@ ncclResult_t register_buffer(ncclComm_t handle, void* buffer, size_t bytes, void
   const char* const function = "ncclCommRegister";
   std::shared_ptr<Comm> comm;
   NCCLPY_TRY(find_comm(handle, function, &comm));
-  NCCLPY_TRY(comm->ensure_ready());
+  NCCLPY_TRY(comm->health.ensure_ready());
   NCCLPY_TRY(check_pointer(buffer, function, "buff"));
   NCCLPY_TRY(check_pointer(registration, function, "handle"));
   if (bytes == 0) return fail(ncclInvalidArgument, "%s : size is 0", function);

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "group.hpp"
+#include "operation.hpp"
 
 namespace ncclpy::host {
 
@@ -152,29 +152,3 @@ std::string who_is_missing(Comm& comm) {
 }
 
 }  // namespace ncclpy::host
-
-using namespace ncclpy::host;
-
-extern "C" {
-
-// Writes who has come to what `comm` waits for, and who has not, as far as `size` bytes hold it with a zero at the end;
-// returns the length of the whole text, 0 if nothing is waited for. Never waits, also while other threads are stuck in
-// the communicator.
-__attribute__((visibility("default"))) size_t ncclpyHostWhoIsMissing(ncclComm_t handle, char* buffer, size_t size) {
-  const std::string before = last_error();
-  std::string text;
-  guarded("ncclpyHostWhoIsMissing", [&] {
-    std::shared_ptr<Comm> comm;
-    NCCLPY_TRY(look_up(handle, "ncclpyHostWhoIsMissing", &comm));
-    text = who_is_missing(*comm);
-    return ncclSuccess;
-  });
-  set_last_error(before);
-  if (size > 0) {
-    const size_t n = std::min(size - 1, text.size());
-    std::memcpy(buffer, text.data(), n);
-    buffer[n] = '\0';
-  }
-  return text.size();
-}
-}

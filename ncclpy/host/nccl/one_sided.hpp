@@ -1,7 +1,8 @@
-// One-sided calls: a rank writes into another one's window and tells it by a signal.
+// One-sided operations: a rank writes into another one's window and tells it by a signal.
 #pragma once
 
 #include "comm.hpp"
+#include "operation.hpp"
 
 namespace ncclpy::host {
 

@@ -44,11 +44,11 @@ void Messages::finish() {
   while (!finished()) {
     int looks = 0;
     wait_until(bell, comm_.segment->spin(), [&] {
-      if (advance() || comm_.stopped()) return true;
+      if (advance() || comm_.health.stopped()) return true;
       if (++looks == many_looks) awaited.tell(peers());  // once it is going to last
       return false;
     });
-    if (comm_.stopped()) {
+    if (comm_.health.stopped()) {
       for (Line& line : lines_) withdraw(line);
       return;
     }
@@ -171,7 +171,7 @@ void Messages::complain(const Line& line, const MessageKind& sent, const Message
   };
   fail(ncclInvalidUsage, "the ranks do not agree: rank %d sends %s to rank %d, which receives %s (%s)", from,
        text(sent).c_str(), to, text(wanted).c_str(), comm_.title().c_str());
-  comm_.set_async(ncclInvalidUsage, last_error());
+  comm_.health.set_async(ncclInvalidUsage, last_error());
 }
 
 }  // namespace ncclpy::host

@@ -2,6 +2,7 @@
 // one team of those that reach each other by load and store; there is nothing that a GPU kernel could use.
 #include <cstring>
 
+#include "call.hpp"
 #include "group.hpp"
 
 namespace ncclpy::host {
@@ -12,7 +13,7 @@ ncclResult_t properties(ncclComm_t handle, ncclCommProperties_t* out) {
   std::shared_ptr<Comm> comm;
   NCCLPY_TRY(find_comm(handle, function, &comm));
   NCCLPY_TRY(check_pointer(out, function, "props"));
-  NCCLPY_TRY(comm->ensure_ready());
+  NCCLPY_TRY(comm->health.ensure_ready());
   ncclCommProperties_t all = {};
   constexpr size_t head = offsetof(ncclCommProperties_t, rank);
   std::memcpy(static_cast<void*>(&all), out, head);
@@ -41,7 +42,7 @@ ncclTeam_t team_of(ncclComm_t handle, const char* function, Team team) {
   guarded(function, [&] {
     std::shared_ptr<Comm> comm;
     NCCLPY_TRY(find_comm(handle, function, &comm));
-    NCCLPY_TRY(comm->ensure_ready());
+    NCCLPY_TRY(comm->health.ensure_ready());
     made = team(*comm);
     return ncclSuccess;
   });

@@ -67,7 +67,7 @@ class Pulled {
       return true;
     }
     for (size_t done = 0; done < bytes_;) {
-      if (comm_.stopped()) return false;
+      if (comm_.health.stopped()) return false;
       const ssize_t n = read_from(comm_.segment->slot(peer).pid, target + done, source + done,
                                   std::min(pull_bytes, bytes_ - done));
       if (n <= 0) return complain(peer, source + done, errno);
@@ -86,7 +86,7 @@ class Pulled {
     }
     fail(ncclSystemError, "rank %d cannot read the buffer of rank %d at %p: %s", rank_, peer,
          static_cast<const void*>(source), strerror(error));
-    comm_.set_async(ncclSystemError, last_error());
+    comm_.health.set_async(ncclSystemError, last_error());
     return false;
   }
 
@@ -128,7 +128,7 @@ bool is_pulled(Comm& comm, int parity) {
 
 void run_pulled(Comm& comm, int parity) {
   Pulled(comm, parity).run();
-  comm.pass(comm.segment->header().data, comm.data_generation);
+  comm.rendezvous.pass_data();
 }
 
 }  // namespace ncclpy::host

@@ -1,6 +1,7 @@
 // PreMulSum: operators that multiply each rank's input by a scalar of its own before the sum.
 #include <cstring>
 
+#include "call.hpp"
 #include "group.hpp"
 
 namespace ncclpy::host {
@@ -14,7 +15,7 @@ ncclResult_t create(ncclRedOp_t* op, void* scalar, ncclDataType_t dtype, ncclSca
   const char* const function = "ncclRedOpCreatePreMulSum";
   std::shared_ptr<Comm> comm;
   NCCLPY_TRY(find_comm(handle, function, &comm));
-  NCCLPY_TRY(comm->ensure_ready());
+  NCCLPY_TRY(comm->health.ensure_ready());
   NCCLPY_TRY(check_pointer(op, function, "op"));
   NCCLPY_TRY(check_pointer(scalar, function, "scalar"));
   if (size_of(dtype) == 0) return fail(ncclInvalidArgument, "%s : invalid type %d", function, dtype);

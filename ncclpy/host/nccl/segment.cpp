@@ -12,8 +12,8 @@
 
 #include "../driver/mutex.hpp"
 #include "errors.hpp"
+#include "process.hpp"
 #include "unique_id.hpp"
-#include "watch.hpp"
 
 namespace ncclpy::host {
 namespace {
@@ -109,7 +109,7 @@ Segment::Segment(char* memory, size_t bytes, int nranks, std::unique_ptr<Meeting
 
 Segment::~Segment() {
   munmap(memory_, bytes_);
-  if (watched_.load()) forget_segments();
+  if (watched_.load()) tell_watcher_();
 }
 
 void Segment::end_meeting() {
@@ -152,15 +152,6 @@ int Segment::take_pulses() {
     if (has_ended(one.pid, one.start)) bury(rank);
   }
   return first_dead();
-}
-
-void Segment::watch_others(const std::shared_ptr<Segment>& segment) {
-  if (segment->watched_.load()) return;
-  for (int rank = 0; rank < segment->nranks_; rank++) {
-    if (!segment->slot(rank).present.load(std::memory_order_acquire) || segment->is_local(rank)) continue;
-    if (!segment->watched_.exchange(true)) watch(segment);
-    return;
-  }
 }
 
 bool Segment::one_process() {

@@ -183,8 +183,14 @@ class Segment {
   void bury(int rank);
   // Buries whoever is dead at this moment, also if no watcher has noticed yet; the first dead rank, or -1.
   int take_pulses();
-  // Once a rank of another process is there, watches for its death. To be called on the shared pointer's own object.
-  static void watch_others(const std::shared_ptr<Segment>& segment);
+  // Whether the processes of its ranks are watched (watch.hpp). The first who asks for it gets true; `tell` is called
+  // when the segment is gone.
+  bool is_watched() const { return watched_.load(); }
+  bool be_watched(void (*tell)()) {
+    if (watched_.exchange(true)) return false;
+    tell_watcher_ = tell;
+    return true;
+  }
 
   // The communicators of this process on this segment, for those things that NCCL does when the last one goes.
   Mutex<NCCLPY_LOCK_SEGMENT> mutex;
@@ -208,6 +214,7 @@ class Segment {
   int nranks_;
   Spin spin_;
   std::atomic<bool> watched_{false};
+  void (*tell_watcher_)() = nullptr;  // by who has set watched_, who holds the segment
   size_t slots_at_, channels_at_, small_at_, steps_at_, pieces_at_;
 };
 

@@ -1,4 +1,5 @@
 // Suspending a communicator: the memory through which its data pass goes back to the system until it is resumed.
+#include "call.hpp"
 #include "group.hpp"
 #include "missing.hpp"
 
@@ -17,18 +18,18 @@ ncclResult_t meet_all(Comm& comm, uint64_t deed) {
 ncclResult_t change(ncclComm_t handle, const char* function, bool suspends, int flags) {
   std::shared_ptr<Comm> comm;
   NCCLPY_TRY(find_comm(handle, function, &comm));
-  NCCLPY_TRY(comm->ensure_ready());
+  NCCLPY_TRY(comm->health.ensure_ready());
   if ((flags & NCCL_SUSPEND_MEM) == 0) return ncclSuccess;
   Job job;
   job.comm = comm;
   job.run = [comm, function, suspends, deed = comm->note_call(suspends ? Deed::suspend : Deed::resume)] {
-    if (comm->suspended.load() == suspends) {
+    if (comm->health.suspended() == suspends) {
       return fail(ncclInvalidUsage, "%s : communicator is %s suspended", function, suspends ? "already" : "not");
     }
-    comm->drain();
+    comm->queue.drain();
     NCCLPY_TRY(meet_all(*comm, deed));
     if (suspends) comm->segment->release_buffers(comm->rank);
-    comm->suspended.store(suspends);
+    comm->health.set_suspended(suspends);
     return ncclSuccess;
   };
   return submit(std::move(job));
@@ -38,12 +39,12 @@ ncclResult_t statistics(ncclComm_t handle, ncclCommMemStat_t stat, uint64_t* val
   const char* const function = "ncclCommMemStats";
   std::shared_ptr<Comm> comm;
   NCCLPY_TRY(find_comm(handle, function, &comm));
-  NCCLPY_TRY(comm->ensure_ready());
+  NCCLPY_TRY(comm->health.ensure_ready());
   NCCLPY_TRY(check_pointer(value, function, "value"));
   const uint64_t kept = comm->segment->fixed_bytes(), released = comm->segment->buffer_bytes(comm->rank);
   switch (stat) {
     case ncclStatGpuMemSuspend: *value = released; return ncclSuccess;
-    case ncclStatGpuMemSuspended: *value = comm->suspended.load(); return ncclSuccess;
+    case ncclStatGpuMemSuspended: *value = comm->health.suspended(); return ncclSuccess;
     case ncclStatGpuMemPersist: *value = kept; return ncclSuccess;
     case ncclStatGpuMemTotal: *value = kept + released; return ncclSuccess;
   }

@@ -1,22 +1,17 @@
 // The thread that watches processes, by pidfd where the kernel has them (Linux 5.3), else by looking ten times a second.
 #include "watch.hpp"
 
-#include <errno.h>
-#include <fcntl.h>
 #include <poll.h>
-#include <signal.h>
-#include <stdio.h>
-#include <string.h>
 #include <sys/eventfd.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <vector>
 
 #include "../driver/mutex.hpp"
 #include "background.hpp"
-#include "comm.hpp"
+#include "process.hpp"
+#include "segment.hpp"
 
 namespace ncclpy::host {
 namespace {
@@ -31,44 +26,21 @@ struct Process {
   bool wanted;
 };
 
-struct Sight {
-  enum { alive, ended, unclear } what;
-  uint64_t start;
-};
-
-// What /proc says of a process; that it cannot be read is no word about the process.
-Sight look_at_process(int32_t pid) {
-  // This needs no descriptor, and no right to look into the process.
-  if (pid <= 0 || (kill(pid, 0) != 0 && errno == ESRCH)) return {Sight::ended, 0};
-  char path[64], text[1024];
-  snprintf(path, sizeof path, "/proc/%d/stat", pid);
-  const int descriptor = open(path, O_RDONLY | O_CLOEXEC);
-  if (descriptor < 0) return {Sight::unclear, 0};
-  const ssize_t length = read(descriptor, text, sizeof text - 1);
-  close(descriptor);
-  if (length <= 0) return {Sight::unclear, 0};
-  text[length] = 0;
-  // The second field, the program's name in parentheses, may hold anything; the state is the third, the start the 22nd.
-  const char* at = strrchr(text, ')');
-  if (at == nullptr || at[1] == 0) return {Sight::unclear, 0};
-  if (at[2] == 'Z' || at[2] == 'X') return {Sight::ended, 0};
-  unsigned long long start = 0;
-  if (sscanf(at + 2, "%*c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu", &start) != 1)
-    return {Sight::unclear, 0};
-  return {Sight::alive, start};
-}
-
 class Watcher {
  public:
-  void add(const std::shared_ptr<Segment>& segment) {
+  void add(const std::shared_ptr<Segment>& segment, Death on_death) {
     std::lock_guard lock(mutex_);
     if (news_ < 0) news_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);  // without one the thread looks again and again
-    if (!started_) run_in_background("ncclpy-watch", [this] { live(); });
+    if (!started_) {
+      on_death_ = on_death;  // before the thread is there that reads it
+      run_in_background("ncclpy-watch", [this] { live(); });
+    }
     started_ = true;
     segments_.push_back(segment);
     ring();
   }
 
+  // A segment is gone.
   void forget() {
     std::lock_guard lock(mutex_);
     ring();
@@ -125,7 +97,7 @@ class Watcher {
         if (slot.left.load(std::memory_order_acquire) || slot.dead.load(std::memory_order_acquire)) continue;
         if (look_at(slot)) segment->bury(rank);
       }
-      if (const int rank = segment->first_dead(); rank >= 0) break_comms(*segment, rank);
+      if (const int rank = segment->first_dead(); rank >= 0) on_death_(*segment, rank);
     }
     for (size_t i = processes_.size(); i-- > 0;) {
       if (processes_[i].wanted) {
@@ -165,6 +137,7 @@ class Watcher {
 
   Mutex<NCCLPY_LOCK_WATCH> mutex_;  // guards what follows; processes_ belongs to the thread
   int news_ = -1;
+  Death on_death_ = nullptr;
   bool started_ = false;
   std::vector<std::weak_ptr<Segment>> segments_;
   std::vector<Process> processes_;
@@ -177,27 +150,14 @@ Watcher& watcher() {
 
 }  // namespace
 
-void watch(const std::shared_ptr<Segment>& segment) { watcher().add(segment); }
-
-void forget_segments() { watcher().forget(); }
-
-uint64_t start_of_this_process() {
-  // Asked for once in a process and in each fork of it: later there may be no descriptor for it.
-  static std::atomic<int32_t> asked{0};
-  static std::atomic<uint64_t> known{0};
-  const int32_t pid = getpid();
-  if (asked.load(std::memory_order_acquire) == pid) return known.load(std::memory_order_relaxed);
-  const Sight sight = look_at_process(pid);
-  if (sight.what != Sight::alive) return 0;
-  known.store(sight.start, std::memory_order_relaxed);
-  asked.store(pid, std::memory_order_release);
-  return sight.start;
-}
-
-bool has_ended(int32_t pid, uint64_t start) {
-  const Sight sight = look_at_process(pid);
-  if (sight.what == Sight::unclear) return false;
-  return sight.what == Sight::ended || (start != 0 && sight.start != start);
+void watch_others(const std::shared_ptr<Segment>& segment, Death on_death) {
+  if (segment->is_watched()) return;
+  for (int rank = 0; rank < segment->nranks(); rank++) {
+    if (!segment->slot(rank).present.load(std::memory_order_acquire) || segment->is_local(rank)) continue;
+    if (!segment->be_watched([] { watcher().forget(); })) return;
+    watcher().add(segment, on_death);
+    return;
+  }
 }
 
 }  // namespace ncclpy::host

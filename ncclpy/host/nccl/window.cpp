@@ -13,6 +13,7 @@
 #include <string>
 
 #include "../driver/memory.hpp"
+#include "call.hpp"
 #include "group.hpp"
 #include "missing.hpp"
 
@@ -132,7 +133,7 @@ ncclResult_t register_window(ncclComm_t handle, void* memory, size_t bytes, nccl
     return fail(ncclInvalidArgument, "%s : %zu bytes at %p reach beyond their allocation of %zu bytes at %p", function,
                 bytes, memory, found.bytes, found.base);
   }
-  NCCLPY_TRY(comm->ensure_ready());
+  NCCLPY_TRY(comm->health.ensure_ready());
   Job job;
   job.comm = comm;
   const uint64_t deed = comm->note_call(Deed::register_window);
@@ -151,7 +152,7 @@ ncclResult_t deregister_window(ncclComm_t handle, ncclWindow_t window) {
   Job job;
   job.comm = comm;
   job.run = [comm, window] {
-    comm->drain();
+    comm->queue.drain();
     std::lock_guard lock(comm->mutex);
     comm->windows.erase(window);
     return ncclSuccess;

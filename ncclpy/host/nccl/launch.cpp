@@ -1,0 +1,167 @@
+// Operations put on streams, and run there.
+#include "launch.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <utility>
+
+#include "../driver/exports.hpp"
+#include "../driver/graph.hpp"
+#include "../driver/stream.hpp"
+#include "collective.hpp"
+#include "fault.hpp"
+#include "one_sided.hpp"
+#include "p2p.hpp"
+#include "wait.hpp"
+
+namespace ncclpy::host {
+namespace {
+
+template <class Tell>
+void run_operations(Comm& comm, const Operation* operations, size_t count, Tell tell) {
+  const bool faults = faults_planned.load(std::memory_order_relaxed);
+  for (size_t i = 0; faults && i < count; i++) {
+    // An operation that does not run takes those of its launch with it, as a kernel would.
+    if (!fault_in_run(comm, name_of(operations[i]))) return;
+  }
+  Messages messages(comm);
+  for (size_t i = 0; i < count; i++) {
+    if (operations[i].message()) messages.add(operations[i]);
+  }
+  messages.begin();
+  for (size_t i = 0; i < count; i++) {
+    if (operations[i].kind == Operation::put || operations[i].kind == Operation::signal) run_put(comm, operations[i]);
+  }
+  for (size_t i = 0; i < count; i++) {
+    if (operations[i].kind != Operation::collective) continue;
+    tell(operations[i].deed);
+    run_collective(comm, operations[i]);
+  }
+  for (size_t i = count; i-- > 0;) {
+    if (operations[i].message()) tell(operations[i].deed);
+  }
+  messages.finish();
+  for (size_t i = 0; i < count; i++) {
+    if (operations[i].kind != Operation::wait_signal) continue;
+    tell(operations[i].deed);
+    wait_for_signals(comm, operations[i]);
+  }
+  for (size_t i = 0; faults && i < count; i++) fault_in_result(comm, name_of(operations[i]), operations[i]);
+}
+
+void execute(Comm& comm, const Operation* operations, size_t count) {
+  // Everybody can see what this rank is at.
+  RankSlot& slot = comm.segment->slot(comm.rank);
+  const auto tell = [&slot](uint64_t deed) { slot.doing[data_side].store(deed, std::memory_order_relaxed); };
+  tell(operations[0].deed);
+  run_operations(comm, operations, count, tell);
+  slot.done.store(operations[count - 1].deed, std::memory_order_relaxed);
+  tell(0);
+}
+
+// Runs when the launch's turn has come, unless the communicator has stopped.
+void run(Comm& comm, uint64_t ticket, const Operation* operations, size_t count) {
+  if (comm.queue.enter(ticket)) execute(comm, operations, count);
+  comm.queue.leave(ticket);
+}
+
+// The launch is complete when the stream has come to it. A default stream is that of the communicator's device.
+ncclResult_t record_launch(const Operation& operation, cudaStream_t stream, int device) {
+  if (operation.launch_event == nullptr) return ncclSuccess;
+  const CUcontext before = current_context();
+  set_current_context(context_of(device));
+  const CUresult recorded = cuEventRecord(operation.launch_event, stream);
+  set_current_context(before);
+  if (recorded == CUDA_SUCCESS) return ncclSuccess;
+  return fail(ncclUnhandledCudaError, "launchCompletionEvent %p cannot be recorded on stream %p",
+              static_cast<void*>(operation.launch_event), static_cast<void*>(stream));
+}
+
+// Into a graph instead of the streams: each launch of the graph is a launch of these operations, with its own place in
+// the communicator's order. The graph keeps the communicator, as NCCL's graphs keep its resources.
+ncclResult_t issue_captured(const std::shared_ptr<Comm>& comm, std::vector<Operation> operations,
+                            const std::vector<std::shared_ptr<Stream>>& streams) {
+  const CUresult captured = capture(streams, comm->device, [comm, operations] {
+    return Task([comm, operations, ticket = comm->queue.take_ticket()] {
+      run(*comm, ticket, operations.data(), operations.size());
+    });
+  });
+  if (captured == CUDA_SUCCESS) return ncclSuccess;
+  if (captured != CUDA_ERROR_STREAM_CAPTURE_MERGE)
+    return fail(ncclUnhandledCudaError, "the capture of a stream given to NCCL was invalidated (CUDA error %d)", captured);
+  return fail(ncclInvalidUsage,
+              "Streams given to a communicator within a NCCL group must either be all uncaptured or all captured by the "
+              "same graph.");
+}
+
+ncclResult_t find_stream(cudaStream_t given, int device, std::shared_ptr<Stream>* stream) {
+  *stream = stream_of(given, device);
+  if (*stream != nullptr) return ncclSuccess;
+  return fail(ncclUnhandledCudaError, "stream %p is no stream, or one that was destroyed", static_cast<void*>(given));
+}
+
+// Operations that run together, and the streams that wait for each other around them.
+struct Launch {
+  std::shared_ptr<Comm> comm;
+  std::vector<Operation> operations;
+  std::atomic<size_t> streams_missing{0};
+  std::atomic<bool> done{false};
+};
+
+}  // namespace
+
+ncclResult_t issue(const std::shared_ptr<Comm>& comm, const Operation& operation, cudaStream_t given) {
+  std::shared_ptr<Stream> stream;
+  NCCLPY_TRY(find_stream(given, comm->device, &stream));
+  NCCLPY_TRY(record_launch(operation, given, comm->device));
+  if (stream->capturing.load(std::memory_order_acquire)) return issue_captured(comm, {operation}, {stream});
+  comm->queue.issue([&](uint64_t ticket) {
+    stream->enqueue([comm, operation, ticket] { run(*comm, ticket, &operation, 1); });
+  });
+  return ncclSuccess;
+}
+
+ncclResult_t issue(const std::shared_ptr<Comm>& comm, std::vector<Operation> operations,
+                   const std::vector<cudaStream_t>& given) {
+  std::vector<std::shared_ptr<Stream>> streams;
+  for (cudaStream_t one : given) {
+    std::shared_ptr<Stream> stream;
+    NCCLPY_TRY(find_stream(one, comm->device, &stream));
+    if (std::find(streams.begin(), streams.end(), stream) == streams.end()) streams.push_back(std::move(stream));
+  }
+  for (size_t i = 0; i < operations.size(); i++) NCCLPY_TRY(record_launch(operations[i], given[i], comm->device));
+  for (const auto& stream : streams) {
+    if (stream->capturing.load(std::memory_order_acquire)) return issue_captured(comm, std::move(operations), streams);
+  }
+  auto launch = std::make_shared<Launch>();
+  launch->comm = comm;
+  launch->operations = std::move(operations);
+  launch->streams_missing = streams.size() - 1;
+  // NCCL launches on the first stream, which waits for the others, which wait for the end.
+  comm->queue.issue([&](uint64_t ticket) {
+    try {
+      for (size_t i = 1; i < streams.size(); i++) {
+        streams[i]->enqueue([launch] {
+          Comm& one = *launch->comm;
+          launch->streams_missing.fetch_sub(1);
+          one.queue.bell.ring();
+          wait_until(one.queue.bell, [&] { return launch->done.load() || one.health.stopped(); });
+        });
+      }
+      streams[0]->enqueue([launch, ticket] {
+        Comm& one = *launch->comm;
+        wait_until(one.queue.bell, [&] { return launch->streams_missing.load() == 0 || one.health.stopped(); });
+        run(one, ticket, launch->operations.data(), launch->operations.size());
+        launch->done.store(true);
+        one.queue.bell.ring();
+      });
+    } catch (...) {  // there is no thread for one of the streams: the others must not wait for what never comes
+      launch->done.store(true);
+      comm->queue.bell.ring();
+      throw;
+    }
+  });
+  return ncclSuccess;
+}
+
+}  // namespace ncclpy::host

@@ -1,0 +1,17 @@
+// Launches: operations of one communicator that are put on streams together and run in its order.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "comm.hpp"
+#include "operation.hpp"
+
+namespace ncclpy::host {
+
+// Puts the operations on their streams as one launch. Does not block.
+ncclResult_t issue(const std::shared_ptr<Comm>& comm, std::vector<Operation> operations,
+                   const std::vector<cudaStream_t>& streams);
+ncclResult_t issue(const std::shared_ptr<Comm>& comm, const Operation& operation, cudaStream_t stream);
+
+}  // namespace ncclpy::host

@@ -39,8 +39,8 @@ def _table(times: dict[str, dict[int, dict]], latencies: dict[str, dict[int, dic
             if nbytes not in rows:
                 continue
             row = rows[nbytes]
-            gigabytes = number(bus(row, summary.median(row["samples"]))) if nbytes >= SMALLEST else ""
-            cells = [size(nbytes), rival, *_measured(times, rival, nbytes), gigabytes]
+            gigabytes = bus(row, summary.median(row["samples"])) if nbytes >= SMALLEST else 0.0  # of one rank 0 too
+            cells = [size(nbytes), rival, *_measured(times, rival, nbytes), number(gigabytes) if gigabytes else ""]
             body.append([*cells, *(_measured(latencies, rival, nbytes) if latencies else [])])
     return table(head, body)
 

@@ -70,10 +70,14 @@ def over_sizes(result: dict) -> dict[str, Any]:
             _line(panels[1], rival, sorted(rows), [rows[n]["samples"] for n in sorted(rows)])
         for rival, rows in waits.items():
             _line(panels[2], rival, sorted(rows), [rows[n]["samples"] for n in sorted(rows)])
-        for panel, quantity in zip(panels, ("bus bandwidth (GB/s)", "time (us)", "latency (us)"), strict=False):
+        quantities = (
+            ("bus bandwidth (GB/s)", rivals, bandwidth.SMALLEST),
+            ("time (us)", rivals, 0),
+            ("latency (us)", waits, 0),
+        )
+        for panel, (quantity, shown, smallest) in zip(panels, quantities, strict=False):
             panel.set_xscale("log", base=2)
-            smallest = bandwidth.SMALLEST if panel is panels[0] else 0
-            panel.set_xticks(_few(sorted({n for rows in rivals.values() for n in rows if n >= smallest})))
+            panel.set_xticks(_few(sorted({n for rows in shown.values() for n in rows if n >= smallest})))
             panel.xaxis.set_major_formatter(lambda nbytes, _: size(int(nbytes)))
             panel.xaxis.set_minor_locator(_nowhere())
             panel.set_ylabel(quantity)
@@ -173,10 +177,14 @@ def _nowhere() -> Any:
     return NullLocator()
 
 
-def _few(sizes: list[int], most: int = 6) -> list[int]:
-    """Return at most so many of the sizes, the first and the last among them."""
-    step = max(1, -(-(len(sizes) - 1) // (most - 1)))
-    return [*sizes[:-1:step], *sizes[-1:]]
+def _few(sizes: list[int], most: int = 7) -> list[int]:
+    """Return those of the sizes whose names have room on a logarithmic axis, the first and the last among them."""
+    apart = (sizes[-1] / sizes[0]) ** (1 / most) if sizes else 1.0
+    chosen: list[int] = []
+    for nbytes in sizes[:-1]:
+        if not chosen or (nbytes >= chosen[-1] * apart and nbytes * apart <= sizes[-1]):
+            chosen.append(nbytes)
+    return [*chosen, *sizes[-1:]]
 
 
 def _figure(title: str, result: dict | None = None, panels: int = 1, height: float = 2.6) -> tuple[Any, Any]:

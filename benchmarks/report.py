@@ -82,6 +82,8 @@ def _draw(found: list[tuple[str, dict]], folder: Path) -> None:
 def _pictured(result: dict) -> str | None:
     """Return the operation of a result whose picture stands on its page."""
     wanted = PICTURED.get(result["experiment"])
+    if result["settings"].get("gpus") == 1:
+        return None  # nobody to talk to: no bandwidth
     operations = [row["operation"] for row in result["rows"] if row.get("samples")]
     return next((operation for operation in operations if wanted and operation.split(", ")[0] == wanted), None)
 

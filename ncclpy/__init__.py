@@ -55,7 +55,8 @@ from ncclpy.engine.work import Work
 from ncclpy.manager.manager import Manager
 
 if _typing.TYPE_CHECKING:
-    from ncclpy import bindings, testing
+    from ncclpy import bindings
+    from ncclpy import testing as testing
 
 __all__ = [
     "AVG",

@@ -26,36 +26,30 @@ def series(result: dict, measure: str) -> dict[str, dict[str, dict[int, dict]]]:
 
 
 def tables(result: dict) -> list[str]:
-    """Return the page's parts on the rows that have bytes: for every collective the times, then the latencies."""
+    """Return the page's parts on the rows that have bytes: a table for every collective, a line a size and rival."""
     times, latencies = series(result, "time"), series(result, "latency")
-    parts = []
-    for operation, rivals in times.items():
-        parts.append(f"### {operation}\n\n{_table(rivals, with_bus=True)}\n")
-        if operation in latencies:
-            parts.append(f"{operation}, latency:\n\n{_table(latencies[operation], with_bus=False)}\n")
-    return parts
+    return [f"### {operation}\n\n{_table(times[operation], latencies.get(operation, {}))}\n" for operation in times]
 
 
-def _table(rivals: dict[str, dict[int, dict]], *, with_bus: bool) -> str:
-    others = [rival for rival in rivals if rival != OURS and OURS in rivals]
-    head = ["size"]
-    for rival in rivals:
-        head += [f"{rival}, us", *(["GB/s"] if with_bus else [])]
-    head += [f"{rival} / {OURS}" for rival in others]
+def _table(times: dict[str, dict[int, dict]], latencies: dict[str, dict[int, dict]]) -> str:
+    head = ["size", "rival", "time, us", f"x {OURS}", "GB/s", *(["latency, us", f"x {OURS}"] if latencies else [])]
     body = []
-    for nbytes in sorted({nbytes for rows in rivals.values() for nbytes in rows}):
-        cells = [size(nbytes)]
-        for rows in rivals.values():
-            row = rows.get(nbytes)
-            cells += ["" if row is None else spread(row["samples"])]
-            if with_bus:
-                cells += [number(bus(row, summary.median(row["samples"]))) if row and nbytes >= SMALLEST else ""]
-        cells += [_ratio(rivals[rival].get(nbytes), rivals[OURS].get(nbytes)) for rival in others]
-        body.append(cells)
+    for nbytes in sorted({nbytes for rows in times.values() for nbytes in rows}):
+        for rival, rows in times.items():
+            if nbytes not in rows:
+                continue
+            row = rows[nbytes]
+            gigabytes = bus(row, summary.median(row["samples"])) if nbytes >= SMALLEST else 0.0  # of one rank 0 too
+            cells = [size(nbytes), rival, *_measured(times, rival, nbytes), number(gigabytes) if gigabytes else ""]
+            body.append([*cells, *(_measured(latencies, rival, nbytes) if latencies else [])])
     return table(head, body)
 
 
-def _ratio(row: dict | None, ours: dict | None) -> str:
-    if row is None or ours is None or len(row["samples"]) != len(ours["samples"]):
-        return ""
-    return f"{summary.median(summary.ratios(row['samples'], ours['samples'])):.2f}"
+def _measured(rivals: dict[str, dict[int, dict]], rival: str, nbytes: int) -> list[str]:
+    """Return a rival's median with its quartiles, and how many times ours that is, round by round."""
+    row, ours = rivals.get(rival, {}).get(nbytes), rivals.get(OURS, {}).get(nbytes)
+    if row is None:
+        return ["", ""]
+    if ours is None or row is ours or len(row["samples"]) != len(ours["samples"]):
+        return [spread(row["samples"]), ""]
+    return [spread(row["samples"]), f"{summary.median(summary.ratios(row['samples'], ours['samples'])):.2f}"]

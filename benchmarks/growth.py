@@ -67,18 +67,19 @@ def fits(result: dict) -> list[Fit]:
 
 
 def tables(result: dict) -> list[str]:
-    """Return the page's parts on the rows that have ranks: one table a rival, then the fitted exponents."""
-    rows = [row for row in result["rows"] if "ranks" in row and row.get("samples")]
+    """Return the page's parts on the rows that have ranks: a table an operation, then the fitted exponents."""
+    operations: dict[str, dict[str, dict[int, dict]]] = {}
+    for row in result["rows"]:
+        if "ranks" in row and row.get("samples"):
+            operations.setdefault(row["operation"], {}).setdefault(row["rival"], {})[row["ranks"]] = row
     parts = []
-    for rival in dict.fromkeys(row["rival"] for row in rows):
-        own = {(row["ranks"], row["operation"]): row for row in rows if row["rival"] == rival}
-        units = {operation: row["unit"] for (_, operation), row in own.items()}
+    for operation, rivals in operations.items():
+        unit = next(row["unit"] for rows in rivals.values() for row in rows.values())
         body = [
-            [str(ranks), *(_cell(own.get((ranks, operation))) for operation in units)]
-            for ranks in sorted({ranks for ranks, _ in own})
+            [str(ranks), *(_cell(rows.get(ranks)) for rows in rivals.values())]
+            for ranks in sorted({ranks for rows in rivals.values() for ranks in rows})
         ]
-        head = ["ranks", *(f"{operation}, {unit}" for operation, unit in units.items())]
-        parts.append(f"### {rival}: medians (quartiles)\n\n{table(head, body)}\n")
+        parts.append(f"### {operation}, {unit}\n\n{table(['ranks', *rivals], body)}\n")
     found = fits(result)
     if found:
         body = []

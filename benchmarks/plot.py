@@ -16,6 +16,11 @@ from typing import Any
 from benchmarks import bandwidth, compare, growth, summary
 from benchmarks.markdown import number, size
 
+#: Pictures are as wide as the text of the site (736 pixels), and a little sharper.
+SITE_WIDTH, SITE_DPI = 5.5, 200
+#: A bar so many times as long as most would squash them.
+SQUASHED = 5.0
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's options."""
@@ -58,29 +63,31 @@ def over_sizes(result: dict) -> dict[str, Any]:
     figures = {}
     for operation, rivals in times.items():
         waits = latencies.get(operation, {})
-        figure = _figure(6.5 if waits else 5, 3 if waits else 2)
-        panels = figure.subplots(1, 3 if waits else 2)
+        figure, panels = _figure(operation, result, 3 if waits else 2)
         for rival, rows in rivals.items():
             large = [nbytes for nbytes in sorted(rows) if nbytes >= bandwidth.SMALLEST]
             _line(panels[0], rival, large, [[bandwidth.bus(rows[n], us) for us in rows[n]["samples"]] for n in large])
             _line(panels[1], rival, sorted(rows), [rows[n]["samples"] for n in sorted(rows)])
         for rival, rows in waits.items():
             _line(panels[2], rival, sorted(rows), [rows[n]["samples"] for n in sorted(rows)])
-        for panel, quantity in zip(panels, ("bus bandwidth (GB/s)", "time (us)", "latency (us)"), strict=False):
+        quantities = (
+            ("bus bandwidth (GB/s)", rivals, bandwidth.SMALLEST),
+            ("time (us)", rivals, 0),
+            ("latency (us)", waits, 0),
+        )
+        for panel, (quantity, shown, smallest) in zip(panels, quantities, strict=False):
             panel.set_xscale("log", base=2)
-            smallest = bandwidth.SMALLEST if panel is panels[0] else 0
-            panel.set_xticks(_few(sorted({n for rows in rivals.values() for n in rows if n >= smallest})))
+            panel.set_xticks(_few(sorted({n for rows in shown.values() for n in rows if n >= smallest})))
             panel.xaxis.set_major_formatter(lambda nbytes, _: size(int(nbytes)))
             panel.xaxis.set_minor_locator(_nowhere())
-            panel.set_xlabel("size")
             panel.set_ylabel(quantity)
             panel.grid(True, alpha=0.3)
+        panels[-1].set_xlabel("size")
         for panel in panels[1:]:
             panel.set_yscale("log")
             panel.yaxis.set_major_formatter(_plain)
             panel.yaxis.set_minor_formatter(_plain if panel.get_ylim()[1] < 20 * panel.get_ylim()[0] else "")
-        panels[1].legend()
-        figure.suptitle(f"{operation}: {_where(result)}")
+        _legend(figure, panels[1])
         figures[operation] = figure
     return figures
 
@@ -93,8 +100,7 @@ def over_ranks(result: dict) -> dict[str, Any]:
     samples = {(row["operation"], row["rival"], row["ranks"]): row["samples"] for row in _rows(result, "ranks")}
     figures = {}
     for operation, series in fits.items():
-        figure = _figure(5, 1)
-        panel = figure.subplots()
+        figure, (panel,) = _figure(operation, result)
         for fit in series:
             exponent, factor = summary.median(fit.exponents), summary.median(fit.factors)
             taken = [samples[operation, fit.rival, ranks] for ranks in fit.ranks]
@@ -106,8 +112,7 @@ def over_ranks(result: dict) -> dict[str, Any]:
         panel.set_xlabel("ranks")
         panel.set_ylabel(f"{operation} ({series[0].unit})")
         panel.grid(True, alpha=0.3)
-        panel.legend()
-        figure.suptitle(_where(result))
+        _legend(figure, panel)
         figures[operation] = figure
     return figures
 
@@ -121,24 +126,45 @@ def bars(result: dict) -> dict[str, Any]:
     figures = {}
     for operation, rows in operations.items():
         measures = list(dict.fromkeys((row["measure"], row["unit"]) for row in rows))
-        figure = _figure(6.5, len(measures), 1.2 + 0.25 * len(rows) / len(measures))
-        panels = figure.subplots(1, len(measures), squeeze=False)[0]
+        figure, panels = _figure(operation, result, len(measures), 0.6 + 0.18 * len(rows) / len(measures))
         for panel, (measure, unit) in zip(panels, measures, strict=True):
             shown = [row for row in rows if (row["measure"], row["unit"]) == (measure, unit)]
-            medians, spread = _spread([row["samples"] for row in shown])
-            colors = ["tab:blue" if row["rival"].startswith("ncclpy") else "tab:gray" for row in shown]
-            panel.barh(range(len(shown)), medians, xerr=spread, color=colors, ecolor="black", capsize=2)
-            for place, (median, above) in enumerate(zip(medians, spread[1], strict=True)):
-                at = (median + above, place)
-                panel.annotate(number(median), at, (4, 0), textcoords="offset points", va="center", fontsize=7)
-            panel.margins(x=0.2)
-            panel.set_yticks(range(len(shown)), [f"{row['rival']}: {row['road']}" for row in shown], fontsize=7)
-            panel.invert_yaxis()
+            labels = [f"{row['rival']}: {row['road']}" for row in shown]
+            _bars(panel, labels, [row["samples"] for row in shown])
             panel.set_xlabel(f"{measure} ({unit})")
-            panel.grid(True, axis="x", alpha=0.3)
-        figure.suptitle(f"{operation}: {_where(result)}")
         figures[operation] = figure
     return figures
+
+
+def few(title: str, samples: dict[str, list[float]], unit: str) -> Any:
+    """Return a figure of some bars beside each other, ours in another colour."""
+    if unit == "us" and min(map(summary.median, samples.values())) >= 1000:
+        unit, samples = "ms", {label: [us / 1000 for us in each] for label, each in samples.items()}
+    figure, (panel,) = _figure(title, height=0.7 + 0.24 * len(samples))
+    _bars(panel, list(samples), list(samples.values()))
+    panel.set_xlabel(unit)
+    return figure
+
+
+def _bars(panel: Any, labels: list[str], samples: list[list[float]]) -> None:
+    """Draw a bar for each label. Those that would squash all others run out of the panel, with their figure."""
+    medians, spread = _spread(samples)
+    colors = ["tab:blue" if label.startswith("ncclpy") else "tab:gray" for label in labels]
+    panel.barh(range(len(labels)), medians, xerr=spread, color=colors, ecolor="black", capsize=2)
+    ends = [median + above for median, above in zip(medians, spread[1], strict=True)]
+    usual = SQUASHED * summary.median(medians)
+    right = max(end for median, end in zip(medians, ends, strict=True) if median <= usual)
+    panel.set_xlim(0, right * 1.25)
+    for place, (median, end) in enumerate(zip(medians, ends, strict=True)):
+        if median <= usual:
+            panel.annotate(number(median), (end, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
+        else:
+            panel.annotate(
+                f"{number(median)} →", (right * 1.24, place), va="center", ha="right", color="white", fontsize=8
+            )
+    panel.set_yticks(range(len(labels)), labels)
+    panel.invert_yaxis()
+    panel.grid(True, axis="x", alpha=0.3)
 
 
 def _plain(value: float, _: object) -> str:
@@ -151,19 +177,32 @@ def _nowhere() -> Any:
     return NullLocator()
 
 
-def _few(sizes: list[int], most: int = 6) -> list[int]:
-    """Return at most so many of the sizes, the first and the last among them."""
-    step = max(1, -(-(len(sizes) - 1) // (most - 1)))
-    return [*sizes[:-1:step], *sizes[-1:]]
+def _few(sizes: list[int], most: int = 7) -> list[int]:
+    """Return those of the sizes whose names have room on a logarithmic axis, the first and the last among them."""
+    apart = (sizes[-1] / sizes[0]) ** (1 / most) if sizes else 1.0
+    chosen: list[int] = []
+    for nbytes in sizes[:-1]:
+        if not chosen or (nbytes >= chosen[-1] * apart and nbytes * apart <= sizes[-1]):
+            chosen.append(nbytes)
+    return [*chosen, *sizes[-1:]]
 
 
-def _figure(width: float, panels: int, height: float = 4.0) -> Any:
+def _figure(title: str, result: dict | None = None, panels: int = 1, height: float = 2.6) -> tuple[Any, Any]:
+    """Return a figure as wide as the site's text, and its panels, one above the other."""
+    from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width * panels if panels > 1 else width * 1.4, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    with rc_context({"font.size": 8}):
+        figure = Figure(figsize=(SITE_WIDTH, 0.5 + height * panels), layout="constrained")
+        FigureCanvasAgg(figure)
+        figure.suptitle(title if result is None else f"{title}: {_where(result)}", fontsize=9)
+        return figure, figure.subplots(panels, 1, squeeze=False)[:, 0]
+
+
+def _legend(figure: Any, panel: Any) -> None:
+    """Put the legend of one panel's lines below all panels, where it covers none."""
+    figure.legend(*panel.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
 
 
 def _line(panel: Any, label: str, places: list[int], samples: list[list[float]], style: str = ".-") -> Any:

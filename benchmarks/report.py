@@ -1,6 +1,7 @@
-"""The page docs/performance.md, made from the results in benchmarks/results; nothing on it is typed by hand.
+"""The pages on performance, made from the results in benchmarks/results; nothing on them is typed by hand.
 
-With matplotlib its pictures are drawn anew as well.
+docs/performance.md is `front`'s, and behind it stands a page a benchmark, with all tables. With matplotlib the
+pictures are drawn anew as well.
 """
 
 from __future__ import annotations
@@ -9,95 +10,130 @@ import argparse
 import importlib.util
 from pathlib import Path
 
-from benchmarks import ROOT, bandwidth, growth, plot, results, summary, targets
-from benchmarks.markdown import number, table
+from benchmarks import ROOT, bandwidth, front, growth, plot, results, summary, targets
+from benchmarks.markdown import number, spread, table
 
 PAGE = ROOT / "docs" / "performance.md"
-
-HEAD = """# Performance
-
-Measured figures, each table with its machine and the command that repeats it. This page is written by
-`python -m benchmarks report` from the raw samples in `benchmarks/results`; edit those, not this.
-
-Times are medians of all rounds; behind them stand the first and the third quartile. Ratios are taken round by round,
-then their median: what disturbs the machine in a round disturbs every road in it.
-"""
-
+#: The pages behind it, in the folder of its name.
 TITLES = {
     "overhead": "What a call costs",
     "manager": "What the Manager costs",
     "nccl-tests": "Bandwidth beside nccl-tests",
     "collectives": "Every collective by size",
+    "registered": "Registered buffers and symmetric windows",
     "mpi": "The host engine beside MPI",
     "scale": "What grows with ranks",
     "import": "What the import costs",
 }
-#: The operation of which an experiment's picture stands on the page.
-PICTURED = {"overhead": "all_reduce", "collectives": "all_reduce", "scale": "init"}
+#: The operation of which an experiment's picture stands on its page.
+PICTURED = {"collectives": "all_reduce", "scale": "init"}
 PICTURES = "figures/performance"
-REGISTERED = "Registered buffers and symmetric windows"
+#: As many figures a row as fit on the site, beside what the row is about.
+COLUMNS = 4
+ALONE = (
+    "On one GPU an operation in place has nothing to do, and NCCL launches nothing for it. Rows marked with * are in "
+    "place, as those of torch.distributed are; the C loop is out of place, so they are not to be compared."
+)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's options."""
     parser.add_argument("--results", type=Path, default=results.FOLDER, help="folder with the JSON files")
-    parser.add_argument("--output", type=Path, default=PAGE, help="the page to write (default: docs/performance.md)")
+    parser.add_argument(
+        "--output", type=Path, default=PAGE, help="the first page to write (default: docs/performance.md)"
+    )
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Write the page."""
+    """Write the pages."""
     found = results.load_all(chosen.results)
     if not found:
         print(f"no results in {chosen.results}: run an experiment with --json first")
         return 1
-    chosen.output.write_text(page(found))
-    print(f"wrote {chosen.output} from {', '.join(name for name, _ in found)}")
+    folder = chosen.output.with_suffix("")
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("*.md"):
+        old.unlink()
+    for path, text in pages(found, folder.name).items():
+        (chosen.output.parent / path).write_text(text)
+    chosen.output.write_text(first_page(found, folder.name))
+    print(f"wrote {chosen.output} and {folder} from {', '.join(name for name, _ in found)}")
     if importlib.util.find_spec("matplotlib") is None:
-        print("its pictures stay as they are: matplotlib is not installed")
+        print("their pictures stay as they are: matplotlib is not installed")
     else:
         _draw(found, chosen.output.parent / PICTURES)
     return 0
 
 
 def _draw(found: list[tuple[str, dict]], folder: Path) -> None:
-    """Draw the pictures of the page anew."""
+    """Draw the pictures of the pages anew."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.png"):
         old.unlink()
+    figures = front.draw(_by_stem(found))
     for name, result in found:
-        figures = plot.draw(result) if _pictured(result) else {}
-        for operation, figure in figures.items():
-            if operation == _pictured(result):
-                figure.savefig(folder / plot.file_name(Path(name).stem, operation), dpi=80)
+        operation = _pictured(result)
+        if operation is not None:
+            figures[plot.file_name(Path(name).stem, operation)] = plot.draw(result)[operation]
+    for name, figure in figures.items():
+        figure.savefig(folder / name, dpi=plot.SITE_DPI)
 
 
 def _pictured(result: dict) -> str | None:
-    """Return the operation of a result whose picture stands on the page."""
+    """Return the operation of a result whose picture stands on its page."""
     wanted = PICTURED.get(result["experiment"])
+    if result["settings"].get("gpus") == 1:
+        return None  # nobody to talk to: no bandwidth
     operations = [row["operation"] for row in result["rows"] if row.get("samples")]
     return next((operation for operation in operations if wanted and operation.split(", ")[0] == wanted), None)
 
 
-def page(found: list[tuple[str, dict]]) -> str:
-    """Return the whole page for ``(file name, result)`` pairs."""
-    order = list(TITLES)
-    ranked = sorted(found, key=lambda item: (order.index(item[1]["experiment"]), item[0]))
-    return "\n".join([HEAD, *(section(name, result) for name, result in ranked)])
+def _by_stem(found: list[tuple[str, dict]]) -> dict[str, dict]:
+    return {Path(name).stem: result for name, result in found}
+
+
+def _benchmark(result: dict) -> str:
+    """Return the name of the page that a result is on."""
+    return "registered" if "--registered" in result["command"] else result["experiment"]
+
+
+def first_page(found: list[tuple[str, dict]], folder: str = PAGE.stem) -> str:
+    """Return the page that users read first; the others are in `folder` beside it."""
+    behind = {f"{folder}/{name}.md": TITLES[name] for name in _names(found)}
+    return front.page(_by_stem(found), behind, PICTURES)
+
+
+def pages(found: list[tuple[str, dict]], folder: str = PAGE.stem) -> dict[str, str]:
+    """Return ``{path: text}`` of the pages with all tables, for ``(file name, result)`` pairs."""
+    return {
+        f"{folder}/{name}.md": "\n".join(
+            [
+                f"# {TITLES[name]}\n",
+                f"How to read the tables, and the other benchmarks: [Performance](../{folder}.md#all-tables).\n",
+                *(section(file, result) for file, result in found if _benchmark(result) == name),
+            ]
+        )
+        for name in _names(found)
+    }
+
+
+def _names(found: list[tuple[str, dict]]) -> list[str]:
+    there = {_benchmark(result) for _, result in found}
+    return [name for name in TITLES if name in there]
 
 
 def section(name: str, result: dict) -> str:
-    """Return one result's part of the page."""
+    """Return one result's part of its page."""
     machine, settings = result["machine"], dict(result["settings"])
-    where = {"noop": " on a no-op library", "host": " on the host engine"}.get(settings.get("engine"), "")
+    where = {"noop": "On a no-op library", "host": "On the host engine"}.get(settings.get("engine"), "On CPUs")
     if machine["gpus"]:
         count = settings.get("gpus", len(machine["gpus"]))
-        where = f" on {count} GPU{'s' if count != 1 else ''}"
+        where = f"On {count} GPU{'s' if count != 1 else ''}"
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
     gpus = f", {len(machine['gpus'])} x {machine['gpus'][0]}" if machine["gpus"] else ", no GPU"
     what = f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
-    title = REGISTERED if "--registered" in result["command"] else TITLES[result["experiment"]]
     lines = [
-        f"## {title}{where}",
+        f"## {where}",
         "",
         f"`{result['command']}`, {result['date']}; raw samples: `benchmarks/results/{name}`.",
         f"Machine: {what}, {machine['system']}{gpus}; load average {machine['load']} when it began.",
@@ -114,7 +150,7 @@ def _picture(name: str, result: dict) -> list[str]:
     operation = _pictured(result)
     if operation is None:
         return []
-    return [f"![{operation}]({PICTURES}/{plot.file_name(Path(name).stem, operation)})", ""]
+    return [f"![{operation}](../{PICTURES}/{plot.file_name(Path(name).stem, operation)})", ""]
 
 
 def text(result: dict) -> str:
@@ -122,10 +158,15 @@ def text(result: dict) -> str:
     parts = []
     # What goes over sizes or numbers of ranks has tables of its own.
     plain = [row for row in result["rows"] if "samples" in row and not {"ranks", "bytes"} & row.keys()]
-    operations = list(dict.fromkeys(row["operation"] for row in plain))
-    for operation in operations:
-        rows = [row for row in result["rows"] if row.get("operation") == operation]
-        parts.append(f"### {operation}\n\n{_table(rows)}\n")
+    alone = result["experiment"] == "overhead" and result["settings"].get("gpus") == 1
+    for operation in dict.fromkeys(row["operation"] for row in plain):
+        rows = [row for row in plain if row["operation"] == operation]
+        if alone:
+            rows = [_marked(row) for row in rows]
+        parts.append(f"### {operation}\n")
+        parts += [f"{one}\n" for one in _tables(rows)]
+        if any(row["road"].endswith(" *") for row in rows):
+            parts.append(f"{ALONE}\n")
     parts += [*bandwidth.tables(result), *growth.tables(result)]
     missing = [row for row in result["rows"] if "missing" in row]
     if missing:
@@ -138,27 +179,36 @@ def text(result: dict) -> str:
     return "\n".join(parts)
 
 
-def _table(rows: list[dict]) -> str:
-    """Return the rows of one operation; each measure has its columns, each baseline its ratio."""
-    measures = list(dict.fromkeys(row["measure"] for row in rows))
+def _marked(row: dict) -> dict:
+    return {**row, "road": f"{row['road']} *"} if row["road"].endswith(", in place") else row
+
+
+def _tables(rows: list[dict]) -> list[str]:
+    """Return the rows of one operation; each measure has its column, and one for each baseline beside it."""
     roads: dict[tuple[str, str], dict[str, dict]] = {}
     for row in rows:
         roads.setdefault((row["rival"], row["road"]), {})[row["measure"]] = row
     baselines = _baselines(roads)
-    head = ["rival", "road"]
+    measures = list(dict.fromkeys(row["measure"] for row in rows))
+    step = max(1, COLUMNS // (1 + len(baselines)))
+    return [_table(roads, baselines, measures[first : first + step]) for first in range(0, len(measures), step)]
+
+
+def _table(roads: dict, baselines: list[tuple[str, str]], measures: list[str]) -> str:
+    head, body = ["rival", "road"], []
     for measure in measures:
-        unit = next(row["unit"] for row in rows if row["measure"] == measure)
-        head += [f"{measure}, {unit}", "quartiles", *(f"x {rival}" for rival, _ in baselines)]
-    body = []
-    for (rival, road), by_measure in roads.items():
+        unit = next(rows[measure]["unit"] for rows in roads.values() if measure in rows)
+        head += [f"{measure}, {unit}", *(f"x {rival}" for rival, _ in baselines)]
+    for (rival, road), rows in roads.items():
+        if not rows.keys() & set(measures):
+            continue
         cells = [rival, road]
         for measure in measures:
-            if measure not in by_measure:
-                cells += [""] * (2 + len(baselines))
+            if measure not in rows:
+                cells += [""] * (1 + len(baselines))
                 continue
-            samples = by_measure[measure]["samples"]
-            low, high = summary.quartiles(samples)
-            cells += [number(summary.median(samples)), f"{number(low)}-{number(high)}"]
+            samples = rows[measure]["samples"]
+            cells.append(spread(samples))
             for baseline in baselines:
                 base = roads[baseline].get(measure, {}).get("samples", ())
                 paired = len(base) == len(samples)

@@ -12,12 +12,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 from nccl_pages import link_to_nvidia
 
 project = "ncclpy"
-author = "the ncclpy authors"
+author = copyright = "the ncclpy authors"
 release = version = ncclpy.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["build"]
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_title = f"ncclpy {release}"
 nitpicky = False
 

@@ -56,6 +56,7 @@ from ncclpy.manager.manager import Manager
 
 if _typing.TYPE_CHECKING:
     from ncclpy import bindings
+    from ncclpy import testing as testing
 
 __all__ = [
     "AVG",
@@ -99,10 +100,10 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    if name == "bindings":
+    if name in ("bindings", "testing"):
         import importlib
 
-        return importlib.import_module("ncclpy.bindings")
+        return importlib.import_module(f"ncclpy.{name}")
     if name == "__version__":
         from importlib.metadata import version
 

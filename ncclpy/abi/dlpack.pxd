@@ -44,9 +44,13 @@ cdef extern from "dlpack_abi.h" nogil:
 
     ctypedef struct DLManagedTensor:
         DLTensor dl_tensor
+        void* manager_ctx
+        void (*deleter)(DLManagedTensor*) noexcept
 
     ctypedef struct DLManagedTensorVersioned:
         DLPackVersion version
+        void* manager_ctx
+        void (*deleter)(DLManagedTensorVersioned*) noexcept
         uint64_t flags
         DLTensor dl_tensor
 

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,6 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser, perf, trace = _parsers()
     given = parser.parse_args(argv)
+    if given.command is None:
+        parser.print_help(sys.stderr)
+        return 2
     try:
         if given.command == "info":
             return _info(given)
@@ -47,7 +51,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser, argpar
     parser = argparse.ArgumentParser(
         prog="ncclpy", description="NCCL for Python: look at it, measure it, find what is stuck."
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser.add_argument("--version", action=_Version, help="print the version of ncclpy and exit")
+    commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     info = commands.add_parser("info", help="what is loaded, from where, on which devices; and hints")
     info.add_argument("--json", action="store_true", help="print it as JSON")
     perf = commands.add_parser("perf", help="time a collective and check its results, as nccl-tests does")
@@ -55,6 +60,19 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser, argpar
     trace = commands.add_parser("trace", help="what is stuck and on whom it waits, from the recorder's dumps")
     trace_command.add_arguments(trace)
     return parser, perf, trace
+
+
+class _Version(argparse.Action):
+    """Looks the version up when it is asked for: that reads a file of the installation."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(nargs=0, **options)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import version
+
+        print(f"ncclpy {version('ncclpy')}")
+        parser.exit()
 
 
 def _info(given: argparse.Namespace) -> int:

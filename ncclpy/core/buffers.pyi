@@ -1,3 +1,6 @@
+from typing import Any
+
+from numpy.typing import NDArray
 from typing_extensions import disjoint_base
 
 from ncclpy.core.types import BufferLike, DataType, DataTypeLike, DeviceLike
@@ -27,3 +30,15 @@ class Buffer:
     def device(self) -> int | None: ...
     @property
     def owner(self) -> object: ...
+    def __array__(self, dtype: Any = ..., copy: bool | None = ...) -> NDArray[Any]: ...
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]: ...
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = ...,
+        max_version: tuple[int, int] | None = ...,
+        dl_device: tuple[int, int] | None = ...,
+        copy: bool | None = ...,
+    ) -> Any: ...
+    def __dlpack_device__(self) -> tuple[int, int]: ...

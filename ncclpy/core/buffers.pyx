@@ -43,10 +43,12 @@ from ncclpy.core.datatypes cimport (
     of_dtype,
     of_numpy,
     of_torch,
+    name_of,
     times_overflows,
 )
 from ncclpy.core.device cimport as_device
-from ncclpy.core.library cimport driver, require_driver
+from ncclpy.core.exports cimport dlpack_capsule, numpy_view, typestr
+from ncclpy.core.library cimport driver, host_engine, require_driver
 
 import numpy as np
 
@@ -495,11 +497,29 @@ cdef int current_stream(const View* view, int device, CUstream* out) except -1:
     return 0
 
 
+cdef int _place(const View* view) except -3:
+    """Return the device on which a view's memory lies, or `HOST_MEMORY`: on the host engine all is CPU memory."""
+    if view.device == HOST_MEMORY or view.count == 0:
+        return HOST_MEMORY
+    require_driver()
+    if host_engine:
+        return HOST_MEMORY
+    device = view.device if view.device >= 0 else _device_of_pointer(view.pointer)
+    return device if device >= 0 else HOST_MEMORY
+
+
+cdef str _name(const View* view):
+    return name_of(view.datatype, view.flavour)
+
+
 cdef class Buffer:
     """Buffer(pointer, count, dtype, *, device=None, owner=None)
 --
 
 Hold memory that is already known: pointer, count and data type, checked once and free to pass ever after.
+
+    Others read it without a copy: ``torch.from_dlpack(buffer)``, ``cupy.from_dlpack(buffer)``, and, if it is CPU memory,
+    ``numpy.asarray(buffer)``.
 
     Parameters
     ----------
@@ -560,6 +580,52 @@ Hold memory that is already known: pointer, count and data type, checked once an
     def device(self):
         """The device's ordinal, or None for CPU memory and memory of which nothing is known."""
         return self.view.device if self.view.device >= 0 else None
+
+    def __array__(self, dtype=None, copy=None):
+        """Return the memory as a numpy array of one dimension, if it is CPU memory."""
+        device = _place(&self.view)
+        if device != HOST_MEMORY:
+            raise TypeError(
+                f"{self!r} is memory of a GPU, which numpy cannot read: make a tensor with torch.from_dlpack(buffer) "
+                "or an array with cupy.from_dlpack(buffer), and copy that to the CPU"
+            )
+        array = numpy_view(self.view.pointer, self.view.nbytes, _name(&self.view), self.view.readonly, self)
+        if dtype is not None and np.dtype(dtype) != array.dtype:
+            if copy is False:
+                raise ValueError(f"{self!r} as {np.dtype(dtype)} needs a copy")
+            return array.astype(dtype)
+        return array.copy() if copy else array
+
+    @property
+    def __cuda_array_interface__(self):
+        """What CuPy, numba and others read of memory of a GPU; CPU memory has none."""
+        if _place(&self.view) == HOST_MEMORY:
+            raise AttributeError(f"{self!r} is CPU memory, which has no __cuda_array_interface__")
+        return {
+            "shape": (self.view.count // self.view.unit,),
+            "typestr": typestr(_name(&self.view)),
+            "data": (<uintptr_t>self.view.pointer, bool(self.view.readonly)),
+            "strides": None,
+            "version": 3,
+        }
+
+    def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
+        """Return a DLPack capsule. Nothing is enqueued for `stream`: who fills the memory sees to the order."""
+        if copy:
+            raise BufferError(f"{self!r} is passed on as it is: copy what from_dlpack returns")
+        if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
+            raise BufferError(f"{self!r} is passed on where it lies, {self.__dlpack_device__()}, not {dl_device}")
+        return dlpack_capsule(
+            self.view.pointer, self.view.count // self.view.unit, _name(&self.view), _place(&self.view),
+            self.view.readonly, max_version is not None and max_version[0] >= 1, self,
+        )
+
+    def __dlpack_device__(self):
+        """Return DLPack's type and number of the device: ``(1, 0)`` is CPU memory, ``(2, 3)`` that of GPU 3."""
+        cdef int device = _place(&self.view)
+        if device == HOST_MEMORY:
+            return kDLCPU, 0
+        return kDLCUDA, device
 
     def __reduce__(self):
         raise not_copied(self, "pass the array, and make the buffer of it where it is used")

@@ -49,12 +49,17 @@ def attach(first: BaseException, others: Iterable[BaseException]) -> BaseExcepti
     others
         What went wrong besides; equal words are told once.
     """
-    for note in dict.fromkeys(f"also {type(other).__name__}: {other}" for other in others if other is not first):
-        if sys.version_info >= (3, 11):
-            first.add_note(note)
-        else:
-            first.__notes__ = [*getattr(first, "__notes__", []), note]
+    for words in dict.fromkeys(f"also {type(other).__name__}: {other}" for other in others if other is not first):
+        note(first, words)
     return first
+
+
+def note(error: BaseException, words: str) -> None:
+    """Add a note to an error, as `BaseException.add_note` does from Python 3.11 on."""
+    if sys.version_info >= (3, 11):
+        error.add_note(words)
+    else:
+        error.__notes__ = [*getattr(error, "__notes__", []), words]
 
 
 class NcclError(RuntimeError):

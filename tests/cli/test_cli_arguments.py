@@ -6,6 +6,8 @@ import argparse
 
 import pytest
 
+import ncclpy
+from ncclpy.cli import main
 from ncclpy.cli.perf.arguments import OPS, add_arguments, from_namespace
 from ncclpy.cli.perf.datatypes import TYPES
 
@@ -61,6 +63,10 @@ def test_a_type_under_several_names(name):
     ("line", "words"),
     [
         ("all_reduced", ["invalid choice", "all_reduce"]),
+        ("allreduce", ["invalid choice: 'allreduce'", "did you mean all_reduce?"]),
+        ("alltoall_perf", ["did you mean all_to_all?"]),
+        ("reduceScatter", ["did you mean reduce_scatter?"]),
+        ("xyz", ["(there are all_reduce, "]),
         ("all_reduce -b eight", ["'eight'", "no size"]),
         ("all_reduce -b 8K -e 8", ["8192", "less than"]),
         ("all_reduce -b 8 -e 16 -i 0", ["-i 0"]),
@@ -89,3 +95,16 @@ def test_a_plot_without_matplotlib_is_refused_before_measuring(monkeypatch, caps
     with pytest.raises(SystemExit):
         parse(f"all_reduce --plot {tmp_path}/figure.png")
     assert "ncclpy[perf]" in capsys.readouterr().err
+
+
+def test_the_version_is_told(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main.main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"ncclpy {ncclpy.__version__}\n"
+
+
+def test_without_a_command_all_are_listed(capsys):
+    assert main.main([]) == 2
+    said = capsys.readouterr().err
+    assert all(f"\n    {name} " in said for name in ("info", "perf", "trace")), said

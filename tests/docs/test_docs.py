@@ -119,6 +119,7 @@ def test_reference_has_every_public_name():
     operators = {"SUM", "PROD", "MAX", "MIN", "AVG"}  # shown as the members of ReduceOp
     public = {f"ncclpy.{name}" for name in set(ncclpy.__all__) - modules - operators}
     public |= {f"ncclpy.bindings.{name}" for name in ncclpy.bindings.__all__}
+    public |= {f"ncclpy.testing.{name}" for name in ncclpy.testing.__all__}
     in_class_docstring = {"rank", "nranks", "device"}
     methods = {name for name in dir(ncclpy.Communicator) if not name.startswith("_")} - in_class_docstring
     public |= {f"ncclpy.Communicator.{name}" for name in methods}

@@ -16,7 +16,7 @@ NOT_IMPERATIVE = re.compile(r"^(A|An|The|This|Returns|[A-Z][a-z]+ing)$|^(?!Pass|
 
 def public():
     """Yield ``(dotted name, object)`` for everything that a user may see."""
-    for name in ncclpy.__all__:
+    for name in [*ncclpy.__all__, "testing"]:
         value = getattr(ncclpy, name)
         if inspect.ismodule(value):
             yield f"ncclpy.{name}", value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     add = parser.add_argument
-    add("collective", choices=COLLECTIVES, metavar="COLLECTIVE", help=", ".join(COLLECTIVES))
+    add("collective", type=_collective, metavar="COLLECTIVE", help=", ".join(COLLECTIVES))
     add("-b", "--minbytes", type=_size, metavar="SIZE", help="smallest size (default 32M)")
     add("-e", "--maxbytes", type=_size, metavar="SIZE", help="largest size (default 32M)")
     add("-i", "--stepbytes", type=_size, default="1M", metavar="SIZE", help="added from size to size (default 1M)")
@@ -161,6 +162,16 @@ def from_namespace(parser: argparse.ArgumentParser, given: argparse.Namespace) -
         json=given.json,
         plot=given.plot,
     )
+
+
+def _collective(text: str) -> str:
+    if text in COLLECTIVES:
+        return text
+    names = {name.replace("_", ""): name for name in COLLECTIVES}
+    plain = text.lower().removesuffix("_perf").replace("_", "").replace("-", "")  # nccl-tests says all_reduce_perf
+    close = difflib.get_close_matches(plain, names, n=1)
+    hint = f"did you mean {names[close[0]]}? " if close else ""
+    raise argparse.ArgumentTypeError(f"invalid choice: {text!r} ({hint}there are {', '.join(COLLECTIVES)})")
 
 
 def _size(text: str) -> int:

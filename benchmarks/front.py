@@ -1,0 +1,261 @@
+"""The page that users read first: ten figures beside those of what they use today, and three pictures.
+
+Which figures is said here; what they are comes from the results. A line whose result is not there is left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from typing import Any
+
+from benchmarks import plot, summary, targets
+from benchmarks.markdown import number, table
+
+HEAD = """# Performance
+
+What ncclpy costs beside what you use today, in ten lines. The tables behind them, with quartiles, machines, versions
+and the commands that repeat them, are a page a benchmark, [below](#all-tables). These pages are written by
+`python -m benchmarks report` from the raw samples in `benchmarks/results`; edit those, not this.
+"""
+
+#: A row of a result: its rival, its road and what was measured of it.
+Row = tuple[str, str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A figure of ours beside one of another package.
+
+    Attributes
+    ----------
+    text : str
+        What is measured. In `COSTLY` a sentence with places for `ours`, `theirs` and `ratio`.
+    result : str
+        The name of the result's file, without its ending.
+    ours, theirs : tuple
+        The two rows.
+    name : str
+        What the other is called.
+    """
+
+    text: str
+    result: str
+    ours: Row
+    theirs: Row
+    name: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """Bars beside each other, at most eight.
+
+    Attributes
+    ----------
+    name, title, text : str
+        The file's name without its ending, what stands above the bars, and what the page says to them.
+    result : str
+        The name of the result's file, without its ending.
+    bars : dict
+        ``{label: row}``, from above.
+    """
+
+    name: str
+    title: str
+    text: str
+    result: str
+    bars: dict[str, Row]
+
+
+GPUS, CPUS = "overhead-gpu4", "collectives-host2"
+_US, _ROW = "ncclpy.Communicator", "all_reduce(torch tensor)"
+_TORCH = ("torch.distributed", "all_reduce(torch tensor), in place")
+_C_GROUP = ("C loop", "a group from one thread")
+
+LINES = [
+    Line("A call on a torch tensor, in place", GPUS, (_US, f"{_ROW}, in place", "host"), (*_TORCH, "host"),
+         "`torch.distributed`"),
+    Line("The same, until the sum is there", GPUS, (_US, f"{_ROW}, in place", "latency"), (*_TORCH, "latency"),
+         "`torch.distributed`"),
+    Line("A call on a torch tensor", GPUS, (_US, _ROW, "host"), ("nccl4py Communicator", "allreduce(torch tensor)",
+         "host"), "nccl4py"),
+    Line("A call on a torch tensor", GPUS, (_US, _ROW, "host"), ("ctypes (pynccl style)", _ROW, "host"),
+         "ctypes, as vLLM's pynccl"),
+    Line("A call on a CuPy array", GPUS, (_US, "all_reduce(cupy array)", "host"), ("cupy.cuda.nccl",
+         "allReduce(ints)", "host"), "`cupy.cuda.nccl`, given pointers"),
+    Line("A call on a prepared `Buffer`", GPUS, (_US, "all_reduce(prepared buffer)", "host"), ("C loop",
+         "ncclAllReduce", "host"), "a loop in C"),
+    Line("1 GiB, bus bandwidth", "nccl-tests-4", ("ncclpy perf", "all_reduce 1G", "out of place"), ("nccl-tests",
+         "all_reduce 1G", "out of place"), "nccl-tests"),
+    Line("One process for all 4 GPUs: the Manager, 200 in a row, each", "manager-gpu4", ("ncclpy.Manager",
+         "one thread", "repeated"), (*_C_GROUP, "repeated"), "a group a time in C"),
+    Line("Without a GPU, 2 processes", CPUS, ("ncclpy", "all_reduce 8 B", "time"), ("torch.distributed",
+         "all_reduce 8 B", "time"), "`torch.distributed` (gloo)"),
+    Line("Without a GPU, 2 processes, 64 MiB", CPUS, ("ncclpy", "all_reduce 64 MiB", "time"), ("MPICH",
+         "all_reduce 64 MiB", "time"), "MPICH"),
+]  # fmt: skip
+
+COSTLY = [
+    Line(
+        "A *nonblocking* communicator (`Config(blocking=False)`): NCCL hands each call to a thread of its own, "
+        "{ours} a call instead of {theirs}. [Deadlines](guides/deadlines.md) do not need one.",
+        GPUS,
+        (f"{_US}, nonblocking", "all_reduce(prepared buffer)", "host"),
+        (_US, "all_reduce(prepared buffer)", "host"),
+    ),
+    Line(
+        "The [Manager](manager.md) *after a pause* of 1 ms: its threads sleep, and from the last add until all 4 GPUs "
+        "have their operation it takes {ours}, a loop in C {theirs}.",
+        "manager-gpu4",
+        ("ncclpy.Manager", "the last add, after a pause", "until enqueued"),
+        (*_C_GROUP, "until enqueued"),
+    ),
+    Line(
+        "A *small broadcast without a GPU*, 8 bytes over 2 processes: {ours}, Open MPI {theirs}. The root waits until "
+        "all ranks have come, so that ranks that disagree are told.",
+        CPUS,
+        ("ncclpy", "broadcast 8 B", "time"),
+        ("Open MPI", "broadcast 8 B", "time"),
+    ),
+]
+
+PICTURES = [
+    Picture(
+        "front-call",
+        "CPU time of a call: all-reduce of 8 bytes, 4 GPUs",
+        "A process a GPU. NCCL's own call is the C loop's; what is above it is the package's.",
+        GPUS,
+        {
+            "C loop": ("C loop", "ncclAllReduce", "host"),
+            "ncclpy.bindings, ints": ("ncclpy.bindings", "all_reduce(ints)", "host"),
+            "ncclpy, prepared Buffer": (_US, "all_reduce(prepared buffer)", "host"),
+            "ncclpy, torch tensor": (_US, _ROW, "host"),
+            "cupy.cuda.nccl, ints": ("cupy.cuda.nccl", "allReduce(ints)", "host"),
+            "ctypes, torch tensor": ("ctypes (pynccl style)", _ROW, "host"),
+            "nccl4py, torch tensor": ("nccl4py Communicator", "allreduce(torch tensor)", "host"),
+            "torch.distributed": (*_TORCH, "host"),
+        },
+    ),
+    Picture(
+        "front-devices",
+        "One process, 4 GPUs: 8 bytes, 200 in a row, each",
+        "Who launches makes the difference: a plan launches on all devices in parallel, without Python.",
+        "manager-gpu4",
+        {
+            "C, a group from one thread": (*_C_GROUP, "repeated"),
+            "nccl-tests -g 4": ("nccl-tests", "-g N", "repeated"),
+            "nccl-tests, a thread a GPU": ("nccl-tests", "-t N -g 1", "repeated"),
+            "ncclpy.Manager": ("ncclpy.Manager", "one thread", "repeated"),
+            "ncclpy.Plan": ("ncclpy.Plan", "Plan.launch", "repeated"),
+            "ncclpy.Plan, as CUDA graphs": ("ncclpy.Plan", "Graph.launch", "repeated"),
+        },
+    ),
+    Picture(
+        "front-cpu",
+        "Without a GPU: all-reduce of 64 MiB, 2 processes",
+        "The host engine beside what is used on CPUs, on two cores.",
+        CPUS,
+        {
+            "ncclpy": ("ncclpy", "all_reduce 64 MiB", "time"),
+            "torch.distributed (gloo)": ("torch.distributed", "all_reduce 64 MiB", "time"),
+            "MPICH": ("MPICH", "all_reduce 64 MiB", "time"),
+            "Open MPI": ("Open MPI", "all_reduce 64 MiB", "time"),
+        },
+    ),
+]
+
+
+def page(found: dict[str, dict], pages: dict[str, str], pictures: str) -> str:
+    """Return the page.
+
+    Parameters
+    ----------
+    found : dict
+        ``{file name without its ending: result}``.
+    pages : dict
+        ``{path of a page with tables: its title}``.
+    pictures : str
+        The folder of the pictures, as seen from the page.
+    """
+    parts = [HEAD, *_lines(found), *_costly(found)]
+    for picture in (picture for picture in PICTURES if bars(picture, found)):
+        parts.append(f"![{picture.title}]({pictures}/{picture.name}.png)\n\n{picture.text}\n")
+    judged = [target for result in found.values() for target in targets.judge(result)]
+    kept, missed = (sum(target["kept"] is each for target in judged) for each in (True, False))
+    parts.append(
+        "## All tables\n\n"
+        "Times are medians of all rounds; behind them stand the first and the third quartile. Ratios are taken round "
+        "by round,\nthen their median: what disturbs the machine in a round disturbs every road in it. Each page ends "
+        "with what the\n"
+        f"project promises of it: {kept} promises are kept, {missed} missed, with the reason where it is known.\n"
+    )
+    parts.append("".join(f"- [{title}]({path})\n" for path, title in pages.items()))
+    names = "\n".join(path.removesuffix(".md") for path in pages)
+    parts.append(f"```{{toctree}}\n:hidden:\n\n{names}\n```\n")
+    return "\n".join(parts)
+
+
+def draw(found: dict[str, dict]) -> dict[str, Any]:
+    """Return ``{file name: figure}`` of the pictures."""
+    return {
+        f"{picture.name}.png": plot.few(picture.title, *bars(picture, found))
+        for picture in PICTURES
+        if bars(picture, found)
+    }
+
+
+def bars(picture: Picture, found: dict[str, dict]) -> tuple[dict[str, list[float]], str] | None:
+    """Return ``{label: samples}`` of a picture's bars and their unit; None where there is nothing to compare."""
+    rows = _rows(found.get(picture.result))
+    shown = {label: rows[row] for label, row in picture.bars.items() if row in rows}
+    if len(shown) < 2:
+        return None
+    return {label: row["samples"] for label, row in shown.items()}, next(iter(shown.values()))["unit"]
+
+
+def _lines(found: dict[str, dict]) -> list[str]:
+    body = [[line.text, ours, f"{theirs}, {line.name}", ratio] for line, ours, theirs, ratio in _figures(LINES, found)]
+    if not body:
+        return []
+    where = ""
+    if GPUS in found:
+        machine, versions = found[GPUS]["machine"], found[GPUS]["versions"]
+        gpu, date = machine["gpus"][0].partition(",")[0], found[GPUS]["date"]
+        where = f", on {len(machine['gpus'])} {gpu} with NCCL {versions['nccl']}, {date}"
+    head = ["what", "ncclpy", "beside it", "ncclpy / beside"]
+    return [
+        textwrap.fill(f"All-reduce of 8 bytes, a process a GPU, unless the line says otherwise{where}:", 119) + "\n",
+        f"{table(head, body)}\n",
+        "A call is the CPU's time until it returns. Less is better, but for bandwidth.\n",
+    ]
+
+
+def _costly(found: dict[str, dict]) -> list[str]:
+    lines = [
+        textwrap.fill(f"- {line.text.format(ours=ours, theirs=theirs)}", 119, subsequent_indent="  ") + "\n"
+        for line, ours, theirs, ratio in _figures(COSTLY, found)
+        if float(ratio) > 1
+    ]
+    return ["## Where it costs more\n", "".join(lines)] if lines else []
+
+
+def _figures(lines: list[Line], found: dict[str, dict]) -> list[tuple[Line, str, str, str]]:
+    """Return each line with our figure, theirs, and the ratio, which is taken round by round."""
+    figures = []
+    for line in lines:
+        rows = _rows(found.get(line.result))
+        if line.ours in rows and line.theirs in rows:
+            ours, theirs = rows[line.ours], rows[line.theirs]
+            ratio = summary.median(summary.ratios(ours["samples"], theirs["samples"]))
+            figures.append((line, _amount(ours), _amount(theirs), f"{ratio:.2g}" if ratio < 0.1 else f"{ratio:.2f}"))
+    return figures
+
+
+def _amount(row: dict) -> str:
+    median, unit = summary.median(row["samples"]), row["unit"]
+    return f"{number(median / 1000)} ms" if unit == "us" and median >= 1000 else f"{number(median)} {unit}"
+
+
+def _rows(result: dict | None) -> dict[Row, dict]:
+    rows = result["rows"] if result else []
+    return {(row["rival"], row["road"], row["measure"]): row for row in rows if row.get("samples")}

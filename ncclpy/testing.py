@@ -1,0 +1,390 @@
+"""Helpers for tests of programs that communicate: ranks as threads or processes, under one deadline.
+
+Import `ncclpy.testing` by its name; nothing else of ncclpy needs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.reduction
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+import ncclpy
+from ncclpy.core.errors import note, seconds
+
+__all__ = ["run_ranks"]
+
+#: What a rank raises because another one has failed: rarely what the reader looks for.
+_CONSEQUENCES = (ncclpy.NcclTimeout, ncclpy.NcclRemoteError, ncclpy.NcclAborted)
+#: So long the other ranks have to end once one has failed, in seconds.
+_GRACE = 5.0
+#: The part of the deadline that a rank's communicator has for one wait: it can name who is missing.
+_SHARE = 0.75
+
+
+class _Report(NamedTuple):
+    """What one rank has come to."""
+
+    rank: int
+    value: Any = None
+    error: BaseException | None = None
+
+
+class _Job(NamedTuple):
+    """What each rank does."""
+
+    nranks: int
+    unique_id: bytes
+    begin: float
+    timeout: float
+    config: ncclpy.Config | None
+    body: Callable[..., Any]
+    args: tuple[Any, ...]
+
+    def run(self, rank: int, keep: Callable[[ncclpy.Communicator], None]) -> Any:
+        """Call the body of one rank with a communicator, which `keep` gets to see."""
+        unique_id = ncclpy.UniqueId.from_bytes(self.unique_id)
+        # Of one clock for all processes; a rank that is late with its start has a little time nevertheless.
+        share = self.timeout * _SHARE
+        share = max(self.begin + share - time.monotonic(), share / 10)
+        with ncclpy.Communicator.init(
+            self.nranks, rank, unique_id, device=rank, config=self.config, timeout=share
+        ) as comm:
+            keep(comm)
+            value = self.body(comm, *self.args)
+            try:
+                comm.close()
+            except (ncclpy.NcclRemoteError, ncclpy.NcclAborted):
+                comm.abort()  # the body has got over a failure, and its communicator has not
+            return value
+
+
+def run_ranks(
+    nranks: int,
+    body: Callable[..., Any],
+    *args: Any,
+    processes: bool = False,
+    timeout: float = 60.0,
+    config: ncclpy.Config | None = None,
+    env: Mapping[str, str] | None = None,
+    killed: Collection[int] = (),
+) -> list[Any]:
+    """Call a function once for each rank, all at the same time, and return what each has returned.
+
+    Each rank gets a communicator of its own, on the device of its number. When one rank fails, the communicators of
+    the others are aborted, so that none of them goes on waiting, and what the others raise is collected too.
+
+    Parameters
+    ----------
+    nranks : int
+        The number of ranks; as many devices are needed.
+    body : callable
+        Called as ``body(comm, *args)``; ``comm.rank`` tells who it is. For processes a function of a module, since
+        each process imports it.
+    *args
+        Passed on to `body`, the same for all ranks. For processes they are pickled, as are the results.
+    processes : bool, optional
+        Whether each rank is a process of its own (started with spawn) instead of a thread.
+    timeout : float, optional
+        Seconds until all ranks have to be done. A single wait of a communicator may take up to three quarters of it.
+    config : Config, optional
+        The configuration of the communicators.
+    env : mapping, optional
+        Environment variables of the processes, such as ``{"NCCLPY_FAULTS": "rank=1 call=AllReduce do=kill"}``.
+    killed : collection of int, optional
+        Ranks whose processes are to die before they return: the result of such a rank is None.
+
+    Returns
+    -------
+    list
+        What the ranks returned, in the order of the ranks.
+
+    Raises
+    ------
+    BaseException
+        The first error of a rank that is neither a timeout, nor about another rank's death, nor an abort; if all are
+        such, the first. The errors of the other ranks are its notes.
+    TimeoutError
+        If ranks are not done in time. The message says where each of them is. Threads cannot be ended and are left
+        behind; processes are killed.
+    RuntimeError
+        If the process of a rank dies that is not in `killed`, or one that is in it returns.
+    """
+    if (env or killed) and not processes:
+        raise ValueError("env and killed are for processes of their own: pass processes=True")
+    have = ncclpy.device_count()
+    if not 0 < nranks <= have:
+        hint = f"; NCCLPY_HOST_DEVICES={nranks} shows more" if ncclpy.library().engine == "host" else ""
+        raise ValueError(f"nranks is {nranks}, and there are {have} devices, one for each rank{hint}")
+    beyond = [rank for rank in killed if not 0 <= rank < nranks]
+    if beyond:
+        raise ValueError(f"killed names rank {beyond[0]}, and the ranks are 0 to {nranks - 1}")
+    job = _Job(nranks, bytes(ncclpy.get_unique_id()), time.monotonic(), timeout, config, body, args)
+    ranks: _Threads | _Processes = _Processes(job, env or {}, killed) if processes else _Threads(job)
+    try:
+        ranks.start()
+        return _watch(ranks, nranks, timeout)
+    except BaseException:
+        ranks.stop()  # Ctrl-C too
+        raise
+    finally:
+        ranks.end()
+
+
+def _watch(ranks: _Threads | _Processes, nranks: int, timeout: float) -> list[Any]:
+    """Collect what all ranks have come to; return the results or raise."""
+    deadline = time.monotonic() + timeout
+    reports: dict[int, _Report] = {}
+    stuck: list[int] = []
+    when = ""
+    while len(reports) < nranks:
+        report = ranks.next(max(0.0, deadline - time.monotonic()))
+        if report is not None:
+            reports[report.rank] = report
+        if not when and (report is None or report.error is not None):
+            # The first failure, or the deadline: the others get a little time to end.
+            if report is None:
+                stuck, when = [rank for rank in range(nranks) if rank not in reports], f"in {seconds(timeout)}"
+            else:
+                when = f"{seconds(_GRACE)} after rank {report.rank} had failed"
+            ranks.stop()
+            deadline = time.monotonic() + _GRACE
+        elif report is None:
+            stuck = stuck or [rank for rank in range(nranks) if rank not in reports]
+            break
+    if not when:
+        return [reports[rank].value for rank in range(nranks)]
+    # In the order in which they came, but for those that only follow from others.
+    errors = [(report.rank, report.error) for report in reports.values() if report.error is not None]
+    told = [(f"rank {rank}", error) for rank, error in errors if not isinstance(error, _CONSEQUENCES)]
+    if stuck:
+        who = f"rank{'s' if len(stuck) > 1 else ''} {', '.join(map(str, stuck))}"
+        places = "".join(f"\nrank {rank} is at:\n{ranks.where(rank)}" for rank in stuck)
+        told.append(("besides", TimeoutError(f"{who} not done {when}{places}")))
+    follow = [(f"rank {rank}", error) for rank, error in errors if isinstance(error, _CONSEQUENCES)]
+    told += sorted(follow, key=lambda one: isinstance(one[1], ncclpy.NcclAborted))
+    (who, first), others = told[0], told[1:]
+    if who != "besides":
+        note(first, f"raised by {who}")
+    for other, error in others:
+        note(first, f"{other}: {type(error).__name__}: {error}")
+    raise first
+
+
+def _place(thread: int | None) -> str:
+    """Return the stack of a thread, without the frames that are ours."""
+    frame = sys._current_frames().get(thread or 0)
+    stack = traceback.extract_stack(frame) if frame else traceback.StackSummary()
+    ours = [number for number, entry in enumerate(stack) if entry.filename == __file__]
+    below = stack[ours[-1] + 1 :] if ours else []
+    return "".join(traceback.format_list(below or stack))
+
+
+class _Threads:
+    """Ranks as threads of this process."""
+
+    def __init__(self, job: _Job) -> None:
+        self._job = job
+        self._reports: queue.SimpleQueue[_Report] = queue.SimpleQueue()
+        self._comms: dict[int, ncclpy.Communicator] = {}
+        self._stopping = False
+        self._threads = [
+            threading.Thread(target=self._run, args=(rank,), name=f"rank {rank}", daemon=True)
+            for rank in range(job.nranks)
+        ]
+
+    def start(self) -> None:
+        """Let the ranks begin."""
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, rank: int) -> None:
+        def keep(comm: ncclpy.Communicator) -> None:
+            self._comms[rank] = comm
+            if self._stopping:
+                comm.abort()
+
+        try:
+            self._reports.put(_Report(rank, value=self._job.run(rank, keep)))
+        except BaseException as error:
+            self._reports.put(_Report(rank, error=error))
+
+    def next(self, timeout: float) -> _Report | None:
+        """Return the next report; None if there is none in time."""
+        with contextlib.suppress(queue.Empty):
+            return self._reports.get(timeout=timeout)
+        return None
+
+    def stop(self) -> None:
+        """Abort what communicators there are; one that is still being made is aborted by its rank."""
+        self._stopping = True
+        with ncclpy.group():
+            for comm in list(self._comms.values()):
+                comm.abort()
+
+    def where(self, rank: int) -> str:
+        """Return the stack of a rank's thread."""
+        return _place(self._threads[rank].ident)
+
+    def end(self) -> None:
+        """Leave behind what still runs: nothing can end a thread that does not end by itself."""
+
+
+class _Processes:
+    """Ranks as processes of their own."""
+
+    def __init__(self, job: _Job, env: Mapping[str, str], killed: Collection[int]) -> None:
+        self._killed = killed
+        self._places: dict[int, str] = {}
+        self._pipes: dict[Any, int] = {}
+        self._processes: list[Any] = []
+        self._nranks = job.nranks
+        library = ncclpy.library()
+        # The library of this process, however it was chosen; before anything of the caller's is imported there.
+        self._env = {"NCCLPY_LIBRARY": "host" if library.engine == "host" else library.path, **env}
+        try:
+            self._payload = bytes(multiprocessing.reduction.ForkingPickler.dumps(job))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise TypeError(
+                f"body, args and config go to processes of their own, and cannot be pickled: {error}"
+            ) from error
+
+    def start(self) -> None:
+        """Let the ranks begin."""
+        context = multiprocessing.get_context("spawn")
+        for rank in range(self._nranks):
+            ours, theirs = context.Pipe()
+            arguments = (rank, theirs, self._env, self._payload)
+            process = context.Process(target=_process, args=arguments, name=f"rank {rank}")
+            self._pipes[ours] = rank
+            self._processes.append(process)
+            process.start()
+            theirs.close()
+
+    def next(self, timeout: float) -> _Report | None:
+        """Return the next report; None if there is none in time."""
+        deadline = time.monotonic() + timeout
+        while True:
+            ready: list[Any] = multiprocessing.connection.wait(
+                list(self._pipes), max(0.0, deadline - time.monotonic())
+            )
+            if not ready:
+                return None
+            pipe = ready[0]
+            rank = self._pipes[pipe]
+            try:
+                kind, word, text = pipe.recv()
+            except (EOFError, OSError):
+                self._forget(pipe)
+                return self._ended(rank)
+            if kind == "place":
+                self._places[rank] = word
+                continue
+            self._forget(pipe)
+            if kind == "value" and rank in self._killed:
+                return _Report(rank, error=RuntimeError(f"rank {rank} was to be killed, and has returned {word!r}"))
+            if kind == "value":
+                return _Report(rank, value=word)
+            return _Report(rank, error=_rebuilt(rank, word, text))
+
+    def _forget(self, pipe: Any) -> None:
+        del self._pipes[pipe]
+        pipe.close()
+
+    def _ended(self, rank: int) -> _Report:
+        """Return the report of a rank whose process ended without one."""
+        process = self._processes[rank]
+        process.join()
+        if rank in self._killed:
+            return _Report(rank)
+        how = f"ended with exit code {process.exitcode} before it had returned"
+        if process.exitcode < 0:
+            how = f"was killed by {signal.Signals(-process.exitcode).name}"
+        return _Report(rank, error=RuntimeError(f"the process of rank {rank} {how}"))
+
+    def stop(self) -> None:
+        """Ask all ranks to abort their communicators."""
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):  # it has ended
+                pipe.send("stop")
+
+    def where(self, rank: int) -> str:
+        """Return the stack of a rank's process, as it was when it was asked to stop."""
+        return self._places.get(rank, f"  process {self._processes[rank].pid}, which does not answer\n")
+
+    def end(self) -> None:
+        """Kill what still runs."""
+        deadline = time.monotonic() + _GRACE
+        for process in self._processes:
+            if process.pid is None:
+                continue  # it was never started
+            if not self._pipes:  # all have told what they came to, and only have to end
+                process.join(max(0.0, deadline - time.monotonic()))
+            process.kill()
+            process.join()
+            process.close()
+        for pipe in self._pipes:
+            pipe.close()
+
+
+def _process(rank: int, pipe: Any, env: dict[str, str], payload: bytes) -> None:
+    """Be a rank: the whole life of its process."""
+    os.environ.update(env)
+    main = threading.get_ident()
+    lock, stopping = threading.Lock(), threading.Event()
+    comms: list[ncclpy.Communicator] = []
+
+    def tell(kind: str, word: Any, text: str = "") -> None:
+        message = multiprocessing.reduction.ForkingPickler.dumps((kind, word, text))  # first: it may fail
+        with lock:
+            pipe.send_bytes(message)
+
+    def keep(comm: ncclpy.Communicator) -> None:
+        comms.append(comm)
+        if stopping.is_set():
+            comm.abort()
+
+    def listen() -> None:
+        try:
+            pipe.recv()
+        except (EOFError, OSError):
+            os._exit(1)  # whoever has started this process has ended
+        tell("place", _place(main))
+        stopping.set()
+        for comm in comms:
+            comm.abort()
+
+    threading.Thread(target=listen, daemon=True).start()
+    try:
+        tell("value", pickle.loads(payload).run(rank, keep))
+    except BaseException as error:
+        text = traceback.format_exc()
+        try:
+            pickle.loads(pickle.dumps(error))
+            tell("error", error, text)
+        except Exception:  # it cannot be pickled, or not be made again
+            tell("error", None, text)
+
+
+def _rebuilt(rank: int, error: BaseException | None, text: str) -> BaseException:
+    """Return the error of a process as one of this process, with the traceback it had there."""
+    if error is None:
+        last = text.strip().rpartition("\n")[2]
+        error = RuntimeError(f"rank {rank} raised what cannot be pickled: {last}")
+    error.__cause__ = _Traceback(f"\n\nIn the process of rank {rank}:\n{text}")
+    return error
+
+
+class _Traceback(Exception):
+    """What another process has shown."""

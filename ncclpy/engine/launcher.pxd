@@ -6,6 +6,7 @@ from ncclpy.core.handle cimport Handle
 from ncclpy.core.marks cimport Mark
 from ncclpy.core.operation cimport Operation
 from ncclpy.engine.native cimport ncclpy_job, ncclpy_lane
+from ncclpy.engine.protocols cimport LaunchOwner, Together
 from ncclpy.engine.work cimport Work
 
 
@@ -35,7 +36,7 @@ cdef struct Batch:
     char* text
 
 
-cdef class Launch:
+cdef class Launch(Together):
     cdef readonly long long id
     cdef Part* parts
     cdef Batch* batches
@@ -44,7 +45,7 @@ cdef class Launch:
     cdef size_t nbatches
     cdef list works
     cdef size_t unsettled
-    cdef object owner
+    cdef LaunchOwner owner
     cdef object kept  # communicators and streams, until all lanes are done with them
     cdef bint failing
 

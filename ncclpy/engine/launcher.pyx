@@ -341,16 +341,16 @@ cdef void _run_works(ncclpy_job* job) noexcept nogil:
     hand_over(some, n)
 
 
-cdef class Launch:
+cdef class Launch(Together):
     """Operations of several devices that are launched together and share their fate.
 
     Parameters
     ----------
-    owner : object
-        Its ``launch_failed(launch, error)`` and ``launch_done(launch)`` are called in the thread that finds out.
+    owner : LaunchOwner
+        Whose communicators it runs on.
     """
 
-    def __cinit__(self, owner):
+    def __cinit__(self, LaunchOwner owner not None):
         global _launches
         self.owner = owner
         self.works = []
@@ -426,8 +426,9 @@ cdef class Launch:
         push(self.batches, self.nbatches)
         return 0
 
-    def settled(self, Work work not None):
+    cdef int settled(self, object work) except -1:
         """Note that one of the works is done."""
+        cdef LaunchOwner owner
         self.unsettled -= 1
         if self.unsettled == 0:
             self.works = []
@@ -435,6 +436,7 @@ cdef class Launch:
             owner.launch_done(self)
             if Py_REFCNT(<PyObject*>owner) > 2:  # else it goes with the launch, where finalisers may run
                 self.owner = None
+        return 0
 
     cdef int end(self, object error) except -1:
         """Fail all works with one error, and nothing more."""
@@ -444,12 +446,13 @@ cdef class Launch:
             work.settle(error)
         return 0
 
-    def fail(self, error):
+    cdef int fail(self, object error) except -1:
         """Fail all works with one error and abort their communicators: their siblings wait for them on the device."""
         cdef size_t i
-        owner, handles = self.owner, {}
+        cdef LaunchOwner owner = self.owner
+        handles = {}
         if self.failing or self.unsettled == 0:  # all works were done meanwhile
-            return
+            return 0
         for i in range(self.count):
             handles[<uintptr_t>self.parts[i].handle] = <Handle>self.parts[i].handle
         self.failing = True
@@ -457,6 +460,7 @@ cdef class Launch:
         self.end(error)
         words = words_of(error)  # the abort is not to wait for a key to show itself
         abort_aside(list(handles.values()), f"a launch failed: {words}" if type(words) is str else "a launch failed")
+        return 0
 
 
 cdef int sort_parts(Part* parts, size_t count, bint by_lane) except -1:

@@ -36,11 +36,12 @@ from ncclpy.core.handle cimport PAST_DEADLINE, WAS_ABORTED, Handle
 from ncclpy.core.library cimport driver
 from ncclpy.core.operation cimport NOT_THERE, function_of
 from ncclpy.core.wait cimport FOREVER
+from ncclpy.engine cimport protocols
 from ncclpy.engine.callbacks cimport attention, bell, errands, look_after_crews, ring, users
 from ncclpy.engine.lock cimport begin_quiet, end_quiet
 from ncclpy.engine.native cimport load, now, sharp_timers, sleep_on
+from ncclpy.engine.protocols cimport Deputy
 from ncclpy.engine.recorder cimport PENDING
-from ncclpy.engine cimport work as _work
 from ncclpy.engine.work cimport HAS_FAILED, NOT_FAILING, TO_FAIL, Work
 
 from ncclpy.core.errors import NcclAborted, NcclTimeout, NcclUnsupported
@@ -198,18 +199,20 @@ cdef int _attend() except -1:
     return 0
 
 
-cdef int _stand_in() except -1:
+cdef class _Deputy(Deputy):
     """Do as much in any thread once the monitor's own has ended."""
-    if not _gone:
-        return False
-    _take_in()  # with the GIL: several threads may be here
-    _ask()
-    _attend()
-    errands.run_here()
-    return True
+
+    cdef int stand_in(self) except -1:
+        if not _gone:
+            return False
+        _take_in()  # with the GIL: several threads may be here
+        _ask()
+        _attend()
+        errands.run_here()
+        return True
 
 
-_work.stand_in = _stand_in
+protocols.deputy = _Deputy()
 
 
 cdef class _Defect:

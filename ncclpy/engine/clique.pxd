@@ -1,5 +1,5 @@
 from ncclpy.engine.launcher cimport Launch
-from ncclpy.manager.gathering cimport Gathering
+from ncclpy.engine.protocols cimport CliqueOwner, LaunchOwner, Together
 
 cdef enum:
     MAKING = 0
@@ -7,7 +7,7 @@ cdef enum:
     GONE = 2
 
 
-cdef class Clique:
+cdef class Clique(LaunchOwner):
     cdef readonly object key
     cdef readonly tuple devices
     cdef tuple ranks  # of `devices`
@@ -16,17 +16,12 @@ cdef class Clique:
     cdef int state
     cdef list comms  # in the order of `devices`
     cdef list streams
-    cdef list waiting  # gatherings that are ready before the communicators are
     cdef set launches  # on their way
     cdef long long sequence
-    cdef object manager
+    cdef CliqueOwner owner
     cdef str site
 
     cdef list ready(self, list comms, list streams)
-    cdef int take(self, Gathering gathering) except -1
-    cdef int launch(self, Gathering gathering) except -1
-    cdef int _fill(self, Launch launch, Gathering gathering) except -1
-
-
-cdef tuple ranks_of(Gathering gathering)
-cdef int check_members(Clique clique, Gathering gathering, tuple devices) except -1
+    cdef int fail(self, object error) except -1
+    cdef Launch begin(self)
+    cdef int forget(self, Launch launch) except -1

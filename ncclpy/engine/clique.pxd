@@ -1,3 +1,4 @@
+from ncclpy.core.operation cimport Operation
 from ncclpy.engine.launcher cimport Launch
 from ncclpy.engine.protocols cimport CliqueOwner, LaunchOwner, Together
 
@@ -18,10 +19,14 @@ cdef class Clique(LaunchOwner):
     cdef list streams
     cdef set launches  # on their way
     cdef long long sequence
+    cdef unsigned long long[32] familiar  # signatures of what has run here; the first so many
+    cdef size_t nfamiliar
     cdef CliqueOwner owner
     cdef str site
 
     cdef list ready(self, list comms, list streams)
     cdef int fail(self, object error) except -1
     cdef Launch begin(self)
+    cdef int start(self, Launch launch, const Operation* operation) except -1
+    cdef bint knows(self, unsigned long long signature) noexcept
     cdef int forget(self, Launch launch) except -1

@@ -6,6 +6,7 @@ import threading
 
 from ncclpy.core.abort cimport ABORT_DEADLINE
 from ncclpy.core.communicator cimport Communicator
+from ncclpy.core.datatypes cimport ITEMSIZE
 from ncclpy.engine.launcher cimport Launch
 from ncclpy.engine.message cimport around, words_of
 
@@ -14,6 +15,10 @@ from ncclpy.core.errors import NcclAborted
 from ncclpy.core.group import Group
 from ncclpy.core.types import UniqueId
 from ncclpy.engine.launcher import abort_aside
+
+# So many signatures are remembered; with more, later ones stay with the lanes.
+cdef enum:
+    _MANY = 32
 
 _log = logging.getLogger("ncclpy.engine")
 
@@ -94,6 +99,21 @@ cdef class Clique(LaunchOwner):
         self.launches.add(launch)
         return launch
 
+    cdef int start(self, Launch launch, const Operation* operation) except -1:
+        """Start a launch of such an operation on all devices: in this thread only if one like it has run here.
+
+        NCCL connects the ranks when it first needs that, and waits for them all: in a lane it may.
+        """
+        launch.signature = _signature_of(operation)
+        return launch.start(self.knows(launch.signature))
+
+    cdef bint knows(self, unsigned long long signature) noexcept:
+        cdef size_t i
+        for i in range(self.nfamiliar):
+            if self.familiar[i] == signature:
+                return True
+        return False
+
     cdef int forget(self, Launch launch) except -1:
         """Forget a launch that could not be started."""
         self.launches.discard(launch)
@@ -101,7 +121,11 @@ cdef class Clique(LaunchOwner):
 
     cdef int launch_done(self, Together launch) except -1:
         """Note that all works of a launch are done."""
+        cdef Launch done = launch
         self.launches.discard(launch)
+        if not done.failing and not self.knows(done.signature) and self.nfamiliar < _MANY:
+            self.familiar[self.nfamiliar] = done.signature
+            self.nfamiliar += 1
         return 0
 
     cdef int launch_failed(self, Together launch, object error) except -1:
@@ -154,6 +178,20 @@ cdef class Clique(LaunchOwner):
             thread.join(ABORT_DEADLINE)
         if any(thread.is_alive() for thread in threads):
             abort_aside(comms, f"they were not closed after {ABORT_DEADLINE:g} s").join(ABORT_DEADLINE)
+
+
+cdef unsigned long long _signature_of(const Operation* o) noexcept:
+    """Return what NCCL's choice of a way depends on: two operations of one signature take the same connections."""
+    cdef size_t nbytes = o.count * ITEMSIZE[o.datatype]
+    cdef int size = 0
+    while nbytes:
+        nbytes >>= 1
+        size += 1
+    # 5 bits, 7, 5, 8, and 32 for the root.
+    return (
+        o.kind | <unsigned long long>size << 5 | <unsigned long long>o.datatype << 12
+        | <unsigned long long>(o.op & 0xFF) << 17 | <unsigned long long><unsigned int>o.root << 32
+    )
 
 
 def _close(comm):

@@ -60,9 +60,11 @@ cdef class Ensemble(Clique):
     cdef int launch(self, Gathering gathering) except -1:
         """Put a collective on the devices; what goes wrong is its participants', not the caller's."""
         cdef Launch launch = self.begin()
+        cdef Operation operation
         try:
             self._fill(launch, gathering)
-            launch.start()
+            _describe(&operation, gathering, gathering.participants[0], NULL)
+            self.start(launch, &operation)
         except BaseException as error:
             self.forget(launch)
             gathering.end(error)

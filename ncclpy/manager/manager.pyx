@@ -15,6 +15,7 @@ from ncclpy.core.operation cimport ALL_REDUCE, REDUCE, REDUCE_SCATTER
 from ncclpy.core.wait cimport FOREVER, as_timeout, now
 from ncclpy.engine.callbacks cimport step_aside, users
 from ncclpy.engine.clique cimport GONE, MAKING
+from ncclpy.engine.launcher cimport launch_here
 from ncclpy.engine.lock cimport Lock
 from ncclpy.engine.monitor cimport ensure_running
 from ncclpy.engine.protocols cimport CliqueOwner, LaunchOwner
@@ -195,6 +196,7 @@ Gather the participants of collectives by key and launch each collective when al
                     gathering, signal, making = self._take_in(one, named)
                 finally:
                     self.lock.leave()
+                    launch_here()
                 if gathering is not None:
                     break
                 named.compare()
@@ -352,7 +354,8 @@ Gather the participants of collectives by key and launch each collective when al
         cdef Key named = new_key(key)
         while True:
             self._check_usable()
-            with self.lock:
+            self.lock.enter()
+            try:
                 if self._is_ended():
                     continue
                 gathering = self.gatherings.get(named)
@@ -367,6 +370,9 @@ Gather the participants of collectives by key and launch each collective when al
                         self.signalled[named] = named
                         named.sought = False
                     break
+            finally:
+                self.lock.leave()
+                launch_here()
             named.compare()
         named.found()
         if gathering is not None:

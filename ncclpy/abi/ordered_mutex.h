@@ -18,7 +18,6 @@
        NCCLPY_TAKES_GIL | NCCLPY_AWAITED_WITHOUT_GIL)                                                                \
   LOCK(ORDER, "the lanes' order", NCCLPY_ONE(LIST), 0)                                                               \
   LOCK(LIST, "a lane's list", 0, 0)                                                                                  \
-  LOCK(TURN, "a lane's turn", NCCLPY_BELOW(TURN), NCCLPY_AWAITED_WITHOUT_GIL)                                        \
   LOCK(COMM, "communicators' mutexes", NCCLPY_BELOW(COMM), NCCLPY_BY_ADDRESS | NCCLPY_AWAITED_WITHOUT_GIL)           \
   LOCK(GATE, "a communicator's gate", NCCLPY_ENGINE, 0)                                                              \
   LOCK(MONITOR, "the monitor's mutex", 0, 0)                                                                         \

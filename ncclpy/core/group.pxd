@@ -1,22 +1,20 @@
 from cpython.ref cimport PyObject
 
-from ncclpy.abi.nccl cimport ncclResult_t, ncclSimInfo_t
+from ncclpy.abi.nccl cimport ncclSimInfo_t
 from ncclpy.core.handle cimport Handle
-from ncclpy.core.marks cimport Mark
 from ncclpy.core.operation cimport Operation
+from ncclpy.core.stretch cimport Step, Stretch
 
 
-# What one operation keeps alive until its group ends: owned references.
+# One operation, and what it keeps alive until its group ends: owned references, that of the step's handle as well.
 cdef struct Held:
-    PyObject* handle
+    Step step  # first, so that it is the address
     PyObject* send
     PyObject* recv
-    Mark* mark  # while the group ends
 
 
 cdef class Group:
-    cdef Operation* operations
-    cdef Held* held  # of each operation
+    cdef Held* held  # the operations
     cdef size_t count
     cdef size_t capacity
     cdef PyObject* recent  # the communicator of the last operation
@@ -27,11 +25,7 @@ cdef class Group:
     cdef bint watched  # a communicator of it has a deadline that the watcher keeps
     cdef bint bare  # one call alone, without ncclGroupStart and ncclGroupEnd
     cdef double limit  # seconds for each wait at its end; FOREVER leaves them to the communicators
-    # What became of the calls: of the one that failed (`failed` is its number), and of the group's end.
-    cdef size_t failed
-    cdef ncclResult_t result
-    cdef ncclResult_t ended
-    cdef char* words  # NCCL's last ones, of the thread that made the calls
+    cdef Stretch calls  # and what has become of them
     cdef ncclSimInfo_t info
     cdef list aborts
     cdef Group outer

@@ -12,7 +12,7 @@ from libc.stdint cimport uintptr_t
 from libc.stdlib cimport free, realloc
 
 from ncclpy.abi.driver cimport CUstream
-from ncclpy.abi.nccl cimport NCCL_UNDEF_FLOAT, NCCLPY_SIM_INFO_MAGIC, ncclInProgress, ncclSuccess
+from ncclpy.abi.nccl cimport NCCL_UNDEF_FLOAT, NCCLPY_SIM_INFO_MAGIC, ncclInProgress, ncclResult_t, ncclSuccess
 from ncclpy.core.abort cimport (
     ABORT_DEADLINE,
     ABORTED,
@@ -24,12 +24,13 @@ from ncclpy.core.abort cimport (
     end_call,
     leave,
 )
-from ncclpy.core.check cimport keep_words, nccl_error
+from ncclpy.core.check cimport nccl_error
 from ncclpy.core.config cimport struct_version
 from ncclpy.core.flight cimport hold
-from ncclpy.core.handle cimport WAS_ABORTED, count_waits, in_lock_order, lock_all_within, unlock_all
+from ncclpy.core.handle cimport count_waits, in_lock_order
 from ncclpy.core.library cimport nccl, require
-from ncclpy.core.operation cimport INIT_RANK, NOT_THERE, WINDOW, function_of, issue, raise_issue
+from ncclpy.core.operation cimport NOT_THERE, WINDOW, function_of, raise_issue
+from ncclpy.core.stretch cimport make_calls
 from ncclpy.core.wait cimport FOREVER, SLICE, Call, as_timeout, deadline_after, now, pause
 
 from ncclpy.core.errors import NcclError, attach, not_copied
@@ -81,9 +82,8 @@ cdef class Group:
 
     def __dealloc__(self):
         self.drop(0)
-        free(self.operations)
         free(self.held)
-        free(self.words)
+        free(self.calls.words)
 
     cdef int record(self, Handle handle, const Operation* operation, object send, object recv) except -1:
         """Append one operation; its communicator and buffers live at least until the group ends."""
@@ -92,12 +92,12 @@ cdef class Group:
             self._grow()
         if self.recent != <PyObject*>handle:
             self.meet(handle)
-        self.operations[self.count] = operation[0]
         held = &self.held[self.count]
+        held.step.operation = operation[0]
         Py_INCREF(handle)
         Py_INCREF(send)
         Py_INCREF(recv)
-        held.handle = <PyObject*>handle
+        held.step.handle = <PyObject*>handle
         held.send = <PyObject*>send
         held.recv = <PyObject*>recv
         self.count += 1
@@ -108,7 +108,7 @@ cdef class Group:
         cdef size_t i
         found = []
         for i in range(self.count):
-            found.append((<object>self.held[i].handle, <object>self.held[i].send, <object>self.held[i].recv))
+            found.append((<object>self.held[i].step.handle, <object>self.held[i].send, <object>self.held[i].recv))
         return found
 
     cdef bint writes_to(self, object recv) noexcept:
@@ -122,11 +122,7 @@ cdef class Group:
     def _grow(self):
         """Make room for more operations."""
         cdef size_t capacity = self.capacity * 2 if self.capacity else 64
-        cdef void* grown = realloc(self.operations, capacity * sizeof(Operation))
-        if grown == NULL:
-            raise MemoryError
-        self.operations = <Operation*>grown
-        grown = realloc(self.held, capacity * sizeof(Held))
+        cdef void* grown = realloc(self.held, capacity * sizeof(Held))
         if grown == NULL:
             raise MemoryError
         self.held = <Held*>grown
@@ -149,7 +145,7 @@ cdef class Group:
         cdef size_t count = self.count
         self.count = min(mark, count)  # first: letting go may run anything
         for i in range(mark, count):
-            Py_XDECREF(self.held[i].handle)
+            Py_XDECREF(self.held[i].step.handle)
             Py_XDECREF(self.held[i].send)
             Py_XDECREF(self.held[i].recv)
         return 0
@@ -234,8 +230,8 @@ cdef int _forget(Group group, size_t mark) except -1:
     group.drop(mark)
     group.handles = []
     for i in range(mark):
-        if <object>group.held[i].handle not in group.handles:
-            group.handles.append(<object>group.held[i].handle)
+        if <object>group.held[i].step.handle not in group.handles:
+            group.handles.append(<object>group.held[i].step.handle)
     group.waits = [wait for wait in group.waits if wait[0] in group.handles]
     group.recent = NULL
     return 0
@@ -255,73 +251,18 @@ cdef int check_together(list handles, set newborn) except -1:
     return 0
 
 
-cdef void _enter_calls(Group group) noexcept nogil:
-    """Tell the watcher of the group's end, with a mark for each stream of each communicator."""
-    cdef size_t i
-    cdef Operation* o
-    for i in range(group.count):
-        o = &group.operations[i]
-        group.held[i].mark = NULL
-        if o.kind >= WINDOW or not (<Handle>group.held[i].handle).watched:
-            continue
-        if i and group.held[i - 1].handle == group.held[i].handle and group.operations[i - 1].stream == o.stream:
-            continue
-        group.held[i].mark = (<Handle>group.held[i].handle).enter_call(
-            o.stream, (<Handle>group.held[i].handle).limit if group.limit == FOREVER else group.limit, o.kind
-        )
-
-
-cdef void _leave_calls(Group group) noexcept nogil:
-    cdef size_t i
-    for i in range(group.count):
-        if group.operations[i].kind < WINDOW and (<Handle>group.held[i].handle).watched:
-            (<Handle>group.held[i].handle).leave_call(group.held[i].mark, group.ended == ncclSuccess)
-
-
 cdef bint _make_calls(Group group, PyObject** locked, size_t nlocked, double until) noexcept nogil:
-    """Make the recorded calls, between ncclGroupStart and ncclGroupEnd, and note what becomes of them.
-
-    Return False, with nothing called, if other threads are inside the communicators until a moment.
-    """
-    cdef size_t i
-    cdef Operation* operations = group.operations
-    cdef ncclResult_t result = ncclSuccess
-    if not lock_all_within(locked, nlocked, until):
-        return False
-    group.failed = group.count
-    group.ended = ncclSuccess
-    for i in range(group.count):
-        operations[i].comm = (<Handle>group.held[i].handle).raw
-        # A new communicator has no handle yet; but who was to get it may have left before the call could begin.
-        if (<Handle>group.held[i].handle).state == ABORTED or (
-            operations[i].comm == NULL and operations[i].kind < INIT_RANK
-        ):
-            result = <ncclResult_t>WAS_ABORTED
-            group.failed = i
-            break
-    if result == ncclSuccess and not group.bare:
-        result = nccl.ncclGroupStart()
-    if result == ncclSuccess:
-        for i in range(group.count):
-            result = issue(&operations[i])
-            if result != ncclSuccess and result != ncclInProgress:
-                group.failed = i
-                break
-        # A refused call has marked the group: its end launches nothing and returns the same error.
-        if group.watched and not group.simulate:
-            _enter_calls(group)
-        if group.bare:
-            group.ended = result
-        elif group.simulate:
-            group.ended = nccl.ncclGroupSimulateEnd(&group.info)
-        else:
-            group.ended = nccl.ncclGroupEnd()
-        if group.watched and not group.simulate:
-            _leave_calls(group)
-    group.result = result
-    group.words = keep_words(group.ended)
-    unlock_all(locked, nlocked)
-    return True
+    """Make the recorded calls; return False if other threads are inside the communicators until a moment."""
+    cdef Stretch* calls = &group.calls
+    calls.steps = <char*>group.held
+    calls.stride = sizeof(Held)
+    calls.count = group.count
+    calls.handles, calls.nhandles = locked, nlocked
+    calls.grouped = not group.bare
+    calls.watched = group.watched and not group.simulate
+    calls.limit = -1 if group.limit == FOREVER else group.limit
+    calls.simulated = &group.info if group.simulate else NULL
+    return make_calls(calls, until)
 
 
 cdef int _make_in_turn(Group group, PyObject** locked, size_t nlocked) except -1:
@@ -380,7 +321,7 @@ cdef int _call_aside(Group group) except -1:
         if stretch.wait(started + _limit_of(group, concerned)):
             return 0
         handle = concerned[0]
-        what = "ncclGroupEnd" if not group.bare else function_of(group.operations[0].kind).decode()
+        what = "ncclGroupEnd" if not group.bare else function_of(group.held[0].step.operation.kind).decode()
         raise handle.timeout_error(what, now() - started)
     except BaseException as error:
         why = f"a call was left early: {type(error).__name__}"
@@ -407,6 +348,7 @@ cdef int _launch_counted(Group group) except -1:
     cdef Handle child
     cdef PyObject** locked = NULL
     cdef size_t nlocked = len(group.handles)
+    cdef Stretch* calls = &group.calls
     try:
         require(<void*>nccl.ncclGroupStart, b"ncclGroupStart")
         if group.simulate:
@@ -430,20 +372,20 @@ cdef int _launch_counted(Group group) except -1:
         raise
     finally:
         free(locked)
-    if group.failed < group.count or (group.ended != ncclSuccess and group.ended != ncclInProgress):
+    if calls.failed < group.count or (calls.result != ncclSuccess and calls.result != ncclInProgress):
         for _, child in group.births:
             child.unborn()
         try:
             _raise_failed(group)
         except BaseException as error:
             leave([child for _, child in group.births if (<Handle>child).is_stray()], "its group failed", error)
-            if group.failed == group.count:
+            if calls.failed == group.count:
                 _hold_all(group)
             raise
     if group.simulate:
         group.estimated_time_us = group.info.estimatedTime
         return 0
-    if group.births or group.waits or group.ended == ncclInProgress:
+    if group.births or group.waits or calls.result == ncclInProgress:
         _see_through(group)
     return 0
 
@@ -451,16 +393,19 @@ cdef int _launch_counted(Group group) except -1:
 cdef int _raise_failed(Group group) except -1:
     """Raise what the call that failed, or the group's end, has said."""
     cdef Handle handle
-    if group.failed < group.count:
-        handle = <Handle>group.held[group.failed].handle
-        handle.raise_if_aborted(group.result, function_of(group.operations[group.failed].kind))
-        if <int>group.result == NOT_THERE or group.words == NULL:
-            raise_issue(group.result, group.operations[group.failed].kind, handle.raw)
-        raise nccl_error(group.result, function_of(group.operations[group.failed].kind), group.words)
+    cdef Stretch* calls = &group.calls
+    cdef int kind
+    if calls.failed < group.count:
+        handle = <Handle>group.held[calls.failed].step.handle
+        kind = group.held[calls.failed].step.operation.kind
+        handle.raise_if_aborted(calls.result, function_of(kind))
+        if <int>calls.result == NOT_THERE or calls.words == NULL:
+            raise_issue(calls.result, kind, handle.raw)
+        raise nccl_error(calls.result, function_of(kind), calls.words)
     for handle in group.handles:
         if handle.state == ABORTED:
             raise handle.aborted_error(f"the group with {handle!r} ended: the communicator was aborted")
-    raise nccl_error(group.ended, b"ncclGroupSimulateEnd" if group.simulate else b"ncclGroupEnd", group.words)
+    raise nccl_error(calls.result, b"ncclGroupSimulateEnd" if group.simulate else b"ncclGroupEnd", calls.words)
 
 
 cdef double _by(Group group, double limit, list errors) noexcept:
@@ -482,7 +427,7 @@ cdef int _see_through(Group group) except -1:
         for child in children:  # all of them before any is waited for: NCCL may write into any of them
             _collect(errors, child, 0, FOREVER, group)
         _bring_up([child for child in children if (<Handle>child).waits or (<Handle>child).nranks == 0], group, errors)
-        if group.ended == ncclInProgress and not (group.bare and children):  # a child is polled when it is asked
+        if group.calls.result == ncclInProgress and not (group.bare and children):  # a child is polled when it is asked
             for handle in handles:
                 if handle.state == READY or handle.state == FINALIZED:  # a close waits for this
                     if not children:
@@ -538,7 +483,7 @@ cdef int _collect(list errors, Handle handle, int step, double deadline, Group g
     """Adopt a child (step 0) or wait for a communicator (step 1), and note its error."""
     try:
         if step == 0:
-            handle.born(group.ended)
+            handle.born(group.calls.result)
         else:
             handle.finish("initialisation" if handle.state == INITIALISING else "ncclGroupEnd", deadline, started)
     except NcclError as error:
@@ -548,14 +493,16 @@ cdef int _collect(list errors, Handle handle, int step, double deadline, Group g
 
 cdef int _hold_all(Group group) except -1:
     """Hold what the operations of a group that has failed may still touch."""
+    cdef const Operation* operation
+    cdef Handle handle
     cdef size_t i
     seen = set()
     objects = group.everything()
     for i in range(group.count):
-        pair = (<uintptr_t>group.held[i].handle, <uintptr_t>group.operations[i].stream)
-        if pair not in seen and group.operations[i].kind < WINDOW:
+        operation = &group.held[i].step.operation
+        handle = <Handle>group.held[i].step.handle
+        pair = (<uintptr_t><PyObject*>handle, <uintptr_t>operation.stream)
+        if pair not in seen and operation.kind < WINDOW:
             seen.add(pair)
-            (<Handle>group.held[i].handle).hold(
-                [objects], group.operations[i].stream, f"arrays of a group on {<object>group.held[i].handle!r}"
-            )
+            handle.hold([objects], operation.stream, f"arrays of a group on {handle!r}")
     return 0

@@ -70,10 +70,6 @@ cdef class Handle(Abortable):
 # The locks of several communicators, taken by all threads in one order. The array is for `free`; the caller keeps the
 # handles in it alive.
 cdef PyObject** in_lock_order(list handles) except NULL
-cdef void lock_all(PyObject** handles, size_t count) noexcept nogil
-# Return False, with none of them taken, if that takes until a moment.
-cdef bint lock_all_within(PyObject** handles, size_t count, double until) noexcept nogil
-cdef void unlock_all(PyObject** handles, size_t count) noexcept nogil
 
 # Count the waits that calls are made for, of (handle, ...), before they are made; and with -1 when they are over: who
 # closes a communicator waits for them.

@@ -17,7 +17,7 @@ from cpython.ref cimport Py_INCREF, Py_XDECREF
 from libc.stdlib cimport malloc
 
 from ncclpy.abi.driver cimport CUresult
-from ncclpy.abi.locks cimport LOCK_COMM, lock_wanted, mutex_lock, mutex_trylock, mutex_unlock
+from ncclpy.abi.locks cimport mutex_lock, mutex_trylock, mutex_unlock
 from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
 from ncclpy.core.abort cimport (
     ABORTED,
@@ -30,7 +30,6 @@ from ncclpy.core.abort cimport (
     begin_quietly,
     end_quietly,
     leave,
-    lock_within,
     run_handlers,
 )
 from ncclpy.core.check cimport check, check_driver, nccl_error, raise_nccl
@@ -426,28 +425,6 @@ cdef PyObject** in_lock_order(list handles) except NULL:
     for i, handle in enumerate(sorted(handles, key=id)):
         ordered[i] = <PyObject*>handle
     return ordered
-
-
-cdef void lock_all(PyObject** handles, size_t count) noexcept nogil:
-    cdef size_t i
-    for i in range(count):
-        (<Handle>handles[i]).lock()
-
-
-cdef bint lock_all_within(PyObject** handles, size_t count, double until) noexcept nogil:
-    cdef size_t i
-    for i in range(count):
-        lock_wanted(LOCK_COMM, &(<Handle>handles[i]).mutex)
-        if not lock_within(&(<Handle>handles[i]).mutex, until):
-            unlock_all(handles, i)
-            return False
-    return True
-
-
-cdef void unlock_all(PyObject** handles, size_t count) noexcept nogil:
-    cdef size_t i
-    for i in range(count):
-        (<Handle>handles[i]).unlock()
 
 
 cdef ncclResult_t _poll_slice(Handle handle, double started, double deadline) noexcept nogil:

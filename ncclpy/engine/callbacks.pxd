@@ -1,6 +1,8 @@
 # The monitor sleeps on this word; ring() after something was put where it looks.
 cdef int bell
+cdef int listening  # whether it does
 cdef void ring() noexcept nogil
+cdef void listen(int seen, double seconds) noexcept nogil
 
 # The moment at which the monitor is to look after the crews.
 cdef double attention

@@ -17,7 +17,7 @@ import threading
 from cpython.pythread cimport PyThread_get_thread_ident
 
 from ncclpy.core.wait cimport FOREVER
-from ncclpy.engine.native cimport add, load, now, sharp_timers, sleep_on, wake, wake_one
+from ncclpy.engine.native cimport add, load, now, sharp_timers, sleep_on, swap, wake, wake_one
 
 from ncclpy.engine.recorder import show
 
@@ -49,6 +49,7 @@ cdef double _spin = 500e-6 if len(os.sched_getaffinity(0)) >= 8 else 0
 _PATIENCE = 2.0
 
 bell = 0
+listening = 0
 attention = FOREVER
 cdef bint _stop = False
 cdef list _inherited = []  # by a forked child: to drop it would run finalisers in the middle of a fork
@@ -57,7 +58,15 @@ cdef list _inherited = []  # by a forked child: to drop it would run finalisers 
 cdef void ring() noexcept nogil:
     """Wake the monitor."""
     add(&bell, 1)
-    wake(&bell)
+    if load(&listening):  # to wake nobody is a call of the kernel too
+        wake(&bell)
+
+
+cdef void listen(int seen, double seconds) noexcept nogil:
+    """Sleep until the bell, which has been at `seen`, rings, or for so many seconds; the monitor alone."""
+    swap(&listening, 1)  # whoever rings later sees this; who has rung has changed the bell
+    sleep_on(&bell, seen, seconds)
+    swap(&listening, 0)
 
 
 cdef int _attend_at(double when) except -1:
@@ -302,9 +311,10 @@ cdef bint _idle() except -1:
 
 def _forked():
     """In the child the threads do not exist; nothing that they were given can come to an end there."""
-    global attention, _stop
+    global attention, listening, _stop
     cdef Crew crew
     attention = FOREVER
+    listening = 0
     _stop = False
     for crew in (users, errands):
         _inherited.append((crew.queue, crew.members, crew.leading))

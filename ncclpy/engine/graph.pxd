@@ -23,7 +23,9 @@ cdef class Graph:
     cdef Recorded plan
     cdef Replay* replays
     cdef ncclpy_job** jobs  # of the replays
-    cdef int* devices  # of the replays
+    cdef int* lanes  # of the replays
+    cdef int* borrowed  # the same, each once
+    cdef size_t nlanes
     cdef size_t count
     cdef int remaining
     cdef list own  # streams for CPU memory

@@ -3,6 +3,7 @@
 from cpython.ref cimport PyObject
 from libc.stdint cimport uintptr_t
 from libc.stdlib cimport calloc, free
+from libc.string cimport memset
 
 from ncclpy.abi.driver cimport (
     CU_STREAM_CAPTURE_MODE_THREAD_LOCAL,
@@ -14,18 +15,19 @@ from ncclpy.abi.driver cimport (
     CUstream,
 )
 from ncclpy.abi.locks cimport mutex_unlock
-from ncclpy.abi.nccl cimport ncclResult_t, ncclSuccess
+from ncclpy.abi.nccl cimport ncclSuccess
 from ncclpy.core.check cimport check_driver
 from ncclpy.core.device cimport context_of, enter_device, leave_device
-from ncclpy.core.handle cimport WAS_ABORTED, Handle, in_lock_order, lock_all, unlock_all
+from ncclpy.core.handle cimport Handle, in_lock_order
 from ncclpy.core.library cimport driver, nccl, require_driver
 from ncclpy.core.lifecycle cimport Lifecycle
 from ncclpy.core.marks cimport Mark
-from ncclpy.core.operation cimport ALL_REDUCE, Operation, issue, raise_issue
+from ncclpy.core.operation cimport ALL_REDUCE, raise_issue
 from ncclpy.core.stream cimport Stream
+from ncclpy.core.stretch cimport Step, Stretch, make_calls
 from ncclpy.core.wait cimport FOREVER, deadline_after, now, pause
-from ncclpy.engine.launcher cimport borrow_lanes, push_jobs
-from ncclpy.engine.native cimport add, lane_give_back, ncclpy_job, wake
+from ncclpy.engine.lanes cimport borrow_lanes, distinct, give_lanes_back, lane_of, push_jobs
+from ncclpy.engine.native cimport add, ncclpy_job, wake
 from ncclpy.engine.recorded cimport Recorded, await_all
 
 # How long an abort waits for a launch of the plan whose graphs it wants to be gone.
@@ -51,10 +53,10 @@ cdef class Graph:
         self.waits = bool(plan.waits)
         streams = {}
         for i in range(plan.count):
-            handle = <Handle>plan.parts[i].handle
+            handle = <Handle>plan.parts[i].step.handle
             if handle.nonblocking:
                 raise ValueError(f"{handle!r} is nonblocking and cannot be captured")
-            streams.setdefault(handle.device, set()).add(<uintptr_t>plan.parts[i].operation.stream)
+            streams.setdefault(handle.device, set()).add(<uintptr_t>plan.parts[i].step.operation.stream)
         own = {(handle.device, stream) for handle, stream, _ in plan.waits}
         for device, used in streams.items():
             mine = [stream for stream in used if (device, stream) in own]
@@ -64,8 +66,9 @@ cdef class Graph:
                 )
         self.replays = <Replay*>calloc(len(streams), sizeof(Replay))
         self.jobs = <ncclpy_job**>calloc(len(streams), sizeof(ncclpy_job*))
-        self.devices = <int*>calloc(len(streams), sizeof(int))
-        if self.replays == NULL or self.jobs == NULL or self.devices == NULL:
+        self.lanes = <int*>calloc(len(streams), sizeof(int))
+        self.borrowed = <int*>calloc(len(streams), sizeof(int))
+        if self.replays == NULL or self.jobs == NULL or self.lanes == NULL or self.borrowed == NULL:
             raise MemoryError
         self.own = []
         private_of = {}  # kept until the captures have ended
@@ -79,13 +82,14 @@ cdef class Graph:
             replay.remaining = &self.remaining
             replay.job.run = _run_replay
             self.jobs[self.count] = &replay.job
-            self.devices[self.count] = device
+            self.lanes[self.count] = lane_of(device)
             if (device, next(iter(used))) in own:
                 self.own.append(private)
                 replay.stream = private.raw
             else:
                 replay.stream = <CUstream><uintptr_t>next(iter(used))
             self.count += 1
+        self.nlanes = distinct(self.lanes, self.count, self.borrowed)
         self.plan = plan
         _capture(plan, self.replays, self.count)
         for handle in plan.handles:
@@ -130,7 +134,7 @@ cdef class Graph:
 
         As with `Plan.launch`, the calls are enqueued when it returns; data in CPU memory without a stream are there.
         """
-        cdef size_t i, lent
+        cdef size_t i
         cdef CUcontext saved = NULL
         cdef Recorded plan = self.plan
         if plan is None:
@@ -143,17 +147,15 @@ cdef class Graph:
             self.launching = True
             self.remaining = <int>self.count
             self._enter(plan)
-            lent = borrow_lanes(self.devices, self.count, plan.borrowed)
-            if lent:
+            if borrow_lanes(self.borrowed, self.nlanes):
                 with nogil:
                     driver.cuCtxGetCurrent(&saved)
                     for i in range(self.count):
                         _run_replay(&self.replays[i].job)
                     driver.cuCtxSetCurrent(saved)
-                    for i in range(lent):
-                        lane_give_back(plan.borrowed[i])
+                    give_lanes_back(self.borrowed, self.nlanes)
             else:
-                push_jobs(self.jobs, self.devices, self.count)
+                push_jobs(self.jobs, self.lanes, self.count)
                 with nogil:
                     await_all(&self.remaining, FOREVER)  # launching a graph waits for nobody
             for i in range(self.count):
@@ -214,7 +216,8 @@ cdef class Graph:
         self.free_graphs()
         free(self.replays)
         free(self.jobs)
-        free(self.devices)
+        free(self.lanes)
+        free(self.borrowed)
 
     def __repr__(self):
         state = " closed" if self.plan is None else ""
@@ -232,38 +235,35 @@ cdef void _run_replay(ncclpy_job* job) noexcept nogil:
         wake(remaining)
 
 
-cdef ncclResult_t _record_again(Recorded plan, const Replay* replays, int* kind) noexcept nogil:
-    """Make the plan's calls in one NCCL group, on the streams that are captured; `kind` is that of the last call."""
-    cdef Operation operation
-    cdef const Replay* replay
+cdef Step* _steps_of(Recorded plan, const Replay* replays) except NULL:
+    """Return the plan's calls, on the streams that are captured."""
     cdef size_t i
-    cdef ncclResult_t ended, result = nccl.ncclGroupStart()
-    if result != ncclSuccess:
-        return result
+    cdef const Replay* replay
+    cdef Step* steps = <Step*>calloc(plan.count, sizeof(Step))
+    if steps == NULL:
+        raise MemoryError
     for i in range(plan.count):
-        operation = plan.parts[i].operation
-        operation.comm = (<Handle>plan.parts[i].handle).raw
         replay = replays
-        while replay.device != (<Handle>plan.parts[i].handle).device:
+        while replay.device != (<Handle>plan.parts[i].step.handle).device:
             replay += 1
-        operation.stream = replay.captured
-        kind[0] = operation.kind
-        result = <ncclResult_t>WAS_ABORTED if operation.comm == NULL else issue(&operation)
-        if result != ncclSuccess:
-            break
-    ended = nccl.ncclGroupEnd()
-    return ended if result == ncclSuccess else result
+        steps[i] = plan.parts[i].step
+        steps[i].operation.stream = replay.captured
+    return steps
 
 
 cdef int _capture(Recorded plan, Replay* replays, size_t count) except -1:
     """Capture the plan's operations, of all devices in one NCCL group, and instantiate a graph for each device."""
-    cdef size_t i, begun = 0, ncomms = len(plan.handles)
+    cdef size_t i, begun = 0
+    cdef Step* steps = _steps_of(plan, replays)
     cdef PyObject** locked = in_lock_order(plan.handles)
     cdef CUgraph* graphs = <CUgraph*>calloc(count, sizeof(CUgraph))
     cdef CUcontext saved = enter_device(replays[0].device)
-    cdef ncclResult_t result = ncclSuccess
     cdef CUresult failed = CUDA_SUCCESS, one
-    cdef int kind = plan.parts[0].operation.kind
+    cdef Stretch calls
+    memset(&calls, 0, sizeof(Stretch))
+    calls.steps, calls.stride, calls.count = <char*>steps, sizeof(Step), plan.count
+    calls.handles, calls.nhandles = locked, len(plan.handles)
+    calls.grouped = True
     try:
         for i in range(count):
             check_driver(driver.cuCtxSetCurrent(replays[i].context), b"cuCtxSetCurrent")
@@ -273,11 +273,11 @@ cdef int _capture(Recorded plan, Replay* replays, size_t count) except -1:
             )
             begun += 1
         with nogil:
-            lock_all(locked, ncomms)
-            result = _record_again(plan, replays, &kind)
-            unlock_all(locked, ncomms)
+            make_calls(&calls, FOREVER)
     finally:
         free(locked)
+        free(steps)
+        free(calls.words)
         # All captures end before the first graph is made: that is not allowed while this thread captures anything.
         for i in range(begun):
             driver.cuCtxSetCurrent(replays[i].context)
@@ -286,14 +286,14 @@ cdef int _capture(Recorded plan, Replay* replays, size_t count) except -1:
                 failed = one
         for i in range(begun):
             driver.cuCtxSetCurrent(replays[i].context)
-            if graphs[i] != NULL and failed == CUDA_SUCCESS and result == ncclSuccess:
+            if graphs[i] != NULL and failed == CUDA_SUCCESS and calls.result == ncclSuccess:
                 failed = driver.cuGraphInstantiateWithFlags(&replays[i].graph, graphs[i], 0)
             if graphs[i] != NULL:
                 driver.cuGraphDestroy(graphs[i])
         free(graphs)
         leave_device(saved)
-    if result != ncclSuccess:
+    if calls.result != ncclSuccess:
         plan.check()  # says whether a communicator was closed or aborted meanwhile
-        raise_issue(result, kind, NULL)
+        raise_issue(calls.result, plan.parts[min(calls.failed, plan.count - 1)].step.operation.kind, NULL)
     check_driver(failed, b"cuStreamEndCapture")
     return 0

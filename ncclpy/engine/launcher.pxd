@@ -1,70 +1,70 @@
 from cpython.ref cimport PyObject
 
 from ncclpy.abi.driver cimport CUcontext, CUevent, CUresult
-from ncclpy.abi.nccl cimport ncclResult_t
 from ncclpy.core.handle cimport Handle
-from ncclpy.core.marks cimport Mark
 from ncclpy.core.operation cimport Operation
-from ncclpy.engine.native cimport ncclpy_job, ncclpy_lane
+from ncclpy.core.stretch cimport Step, Stretch
+from ncclpy.engine.native cimport ncclpy_job
+from ncclpy.engine.protocols cimport LaunchOwner, Together
 from ncclpy.engine.work cimport Work
 
 
 # One participant's part of a launch.
 cdef struct Part:
-    Operation operation
-    PyObject* handle  # a Handle, which the work (or the plan) keeps
+    Step step  # first, so that it is the part's address; the work, or the plan, keeps the handle
     PyObject* work  # a Work, with a reference that goes to the monitor; NULL in a plan
     CUcontext context
     CUevent ready  # the stream waits for it first, or NULL
     CUevent began
     CUevent done
-    Mark* mark  # of a plan's part, while it is launched
-    ncclResult_t result  # of polling its communicator, if that was needed
 
 
-# What one lane does of a launch: its parts, in one NCCL group if there are several.
+# What one thread does of a launch: its parts, in one NCCL group if there are several.
 cdef struct Batch:
     ncclpy_job job  # first, so that it is the batch's address
     Part* parts
     size_t count
     int* remaining  # batches of this launch that have not run, or NULL if nobody waits for that
-    ncclResult_t result
-    double limit  # seconds for all of it; negative for what each communicator has
-    size_t failed  # the part that failed; count for the group's end
-    CUresult driver
-    char* text
+    const int* lent  # the lanes that were borrowed for it
+    size_t nlent
+    Stretch calls  # and what has become of them
+    CUresult driver  # of the calls of the driver around them
 
 
-cdef class Launch:
+cdef class Launch(Together):
     cdef readonly long long id
+    cdef unsigned long long signature  # its owner's, of what it calls
     cdef Part* parts
-    cdef Batch* batches
     cdef size_t count
     cdef size_t capacity
-    cdef size_t nbatches
+    cdef int* lanes
+    cdef int lane  # where there is only one part
+    cdef Batch whole  # all parts, for one thread
+    cdef Batch* batches  # one a lane, if there are several
     cdef list works
     cdef size_t unsettled
-    cdef object owner
+    cdef LaunchOwner owner
     cdef object kept  # communicators and streams, until all lanes are done with them
     cdef bint failing
 
     cdef int add(self, Work work, Handle handle, const Operation* operation, CUevent ready) except -1
     cdef Part* _room(self, Handle handle, const Operation* operation, CUevent ready) except NULL
     cdef int add_before(self, Handle handle, const Operation* operation, CUevent ready) except -1
-    cdef int start(self) except -1
+    # Launch it: by its lanes, or if `here` allows and the lanes are idle by this thread, in its next `launch_here`.
+    cdef int start(self, bint here) except -1
+    cdef size_t _find_lanes(self) except 0
     cdef int end(self, object error) except -1
 
 
-cdef int lane_of(int device) except -1
-cdef int lanes() except -1
-# Divide parts, which stand in the order of their lanes, into batches.
-cdef size_t divide(Part* parts, size_t count, Batch* batches) except? 0
-# Put batches on their lanes in one order for all launches of the process.
-cdef int push(Batch* batches, size_t count) except -1
-# The same for a job of any kind; `run` is called on the lane of each device.
-cdef int push_jobs(ncclpy_job** jobs, const int* devices, size_t count) except -1
-# Sort parts by communicator, as the locks want them, and first by lane, as `divide` does.
+# Make the calls of the launch that this thread has borrowed lanes for, if there is one; under no lock.
+cdef void launch_here() noexcept
+
+# Divide parts, which stand in the order of their lanes, into batches; tell each one's job and lane.
+cdef size_t divide(Part* parts, size_t count, Batch* batches, ncclpy_job** jobs, int* lanes) except? 0
+# Put all parts, which stand in the order of their communicators, into one batch.
+cdef void make_whole(Batch* batch, Part* parts, size_t count) noexcept nogil
+# Sort parts by communicator, as the locks want them, and first by lane if asked, as `divide` wants them.
 cdef int sort_parts(Part* parts, size_t count, bint by_lane) except -1
-cdef void run_batch(Batch* batch) noexcept nogil
-# Take the place of the lanes of some devices; return how many those are, or 0 if one has something to do.
-cdef size_t borrow_lanes(const int* devices, size_t count, ncclpy_lane** borrowed) except? 0
+# Make the calls of a batch; False, with none made, if other threads are inside its communicators until a moment.
+# `current` is the thread's context.
+cdef bint run_batch(Batch* batch, CUcontext current, double until) noexcept nogil

@@ -12,6 +12,7 @@ import heapq
 import os
 import threading
 
+cimport cython
 from cpython.ref cimport Py_DECREF, PyObject
 from cython.operator cimport dereference, preincrement
 from libc.stdint cimport uintptr_t
@@ -36,11 +37,12 @@ from ncclpy.core.handle cimport PAST_DEADLINE, WAS_ABORTED, Handle
 from ncclpy.core.library cimport driver
 from ncclpy.core.operation cimport NOT_THERE, function_of
 from ncclpy.core.wait cimport FOREVER
-from ncclpy.engine.callbacks cimport attention, bell, errands, look_after_crews, ring, users
+from ncclpy.engine cimport protocols
+from ncclpy.engine.callbacks cimport attention, bell, errands, listen, look_after_crews, ring, users
 from ncclpy.engine.lock cimport begin_quiet, end_quiet
 from ncclpy.engine.native cimport load, now, sharp_timers, sleep_on
+from ncclpy.engine.protocols cimport Deputy
 from ncclpy.engine.recorder cimport PENDING
-from ncclpy.engine cimport work as _work
 from ncclpy.engine.work cimport HAS_FAILED, NOT_FAILING, TO_FAIL, Work
 
 from ncclpy.core.errors import NcclAborted, NcclTimeout, NcclUnsupported
@@ -71,79 +73,104 @@ cdef struct Line:
     double soonest  # no later than the first deadline among them
 
 
-cdef mutex_t _mutex
-mutex_init(&_mutex, LOCK_MONITOR)
-cdef vector[Watched] _inbox  # guarded by _mutex
-cdef size_t _coming = 0  # how many works lanes are still to hand over, for which there is room; guarded by _mutex
-cdef unordered_map[uintptr_t, Line] _lines  # the thread's own
-cdef vector[Watched] _ended  # the thread's own
-cdef list _last = []  # works that may have the last references to objects of users
+# What lanes hand over. Its guard is its mutex.
+cdef struct Inbox:
+    mutex_t mutex
+    vector[Watched] works
+    size_t coming  # how many works lanes are still to hand over, for which there is room
 
-cdef CUcontext _home = NULL  # of the first device that was launched on; the thread's own calls need some context
-cdef bint _at_home = False
-cdef object _unlaunched = collections.deque()  # works with a deadline, in the order of their launches
-cdef double _soonest = FOREVER  # no later than the first deadline among them
 
-cdef bint _stop = False
-cdef bint _gone = False  # at exit
-cdef double _next_round = 0
-cdef double _next_timer = FOREVER
-cdef list _timers = []
-cdef long long _timers_made = 0
-_thread = None
+# What is watched. Its guard is to be the monitor's thread; once that has ended, whoever stands in for it has the GIL.
+cdef struct Watching:
+    unordered_map[uintptr_t, Line] lines  # by stream
+    vector[Watched] ended  # to be completed, with the GIL
+    bint at_home
+
+
+# What the thread reads without the GIL. It is written with the GIL, one word at a time.
+cdef struct Signs:
+    CUcontext home  # of the first device that was launched on; the thread's own calls need some context
+    double next_round
+    double next_timer  # the first moment at which something on the agenda is due
+    bint stop
+
+
+# What is due at a moment, and what is to be done with the GIL. Its guard is the GIL.
+@cython.final
+cdef class Agenda:
+    cdef object unlaunched  # works with a deadline, in the order of their launches
+    cdef double soonest  # no later than the first deadline among them
+    cdef list timers
+    cdef long long timers_made
+    cdef list last  # works that may have the last references to objects of users
+    cdef object thread  # the monitor's
+    cdef bint gone  # it has ended, at exit
+
+    def __cinit__(self):
+        self.unlaunched = collections.deque()
+        self.soonest = FOREVER
+        self.timers = []
+        self.last = []
+
+
+cdef Inbox _inbox
+mutex_init(&_inbox.mutex, LOCK_MONITOR)
+_inbox.coming = 0
+cdef Watching _watching
+_watching.at_home = False
+cdef Signs _signs
+_signs.home = NULL
+_signs.next_round, _signs.next_timer, _signs.stop = 0, FOREVER, False
+cdef Agenda _agenda = Agenda()
 
 
 cdef int make_room(size_t count) except -1:
     """Make room for works that will be handed over: a lane could tell nobody that there is no memory for them."""
-    global _coming
     cdef size_t needed
-    mutex_lock(&_mutex)  # with the GIL: it is held for an instant
+    mutex_lock(&_inbox.mutex)  # with the GIL: it is held for an instant
     try:
-        needed = _inbox.size() + _coming + count
-        if needed > _inbox.capacity():
-            _inbox.reserve(2 * needed)
-        _coming += count
+        needed = _inbox.works.size() + _inbox.coming + count
+        if needed > _inbox.works.capacity():
+            _inbox.works.reserve(2 * needed)
+        _inbox.coming += count
     finally:
-        mutex_unlock(&_mutex)
+        mutex_unlock(&_inbox.mutex)
     return 0
 
 
 cdef void hand_over(const Watched* some, size_t count) noexcept nogil:
     """Give works to the monitor, for which there is room; without the GIL. It must be running."""
-    global _coming
     cdef size_t i
-    mutex_lock(&_mutex)
+    mutex_lock(&_inbox.mutex)
     for i in range(count):
-        _inbox.push_back(some[i])
-    _coming -= count
-    mutex_unlock(&_mutex)
+        _inbox.works.push_back(some[i])
+    _inbox.coming -= count
+    mutex_unlock(&_inbox.mutex)
     ring()
 
 
 cdef int ensure_running(int device=-1) except -1:
     """Start the thread at its first use in this process."""
-    global _thread, _home
-    if _home == NULL and device >= 0:
-        _home = context_of(device)
-    if _thread is not None:
+    if _signs.home == NULL and device >= 0:
+        _signs.home = context_of(device)
+    if _agenda.thread is not None:
         return 0
-    _thread = threading.Thread(target=_main, name="ncclpy-monitor", daemon=True)
+    _agenda.thread = threading.Thread(target=_main, name="ncclpy-monitor", daemon=True)
     try:
-        _thread.start()
+        _agenda.thread.start()
     except BaseException:
-        _thread = None
+        _agenda.thread = None
         raise
     return 0
 
 
 cdef int await_launch(Work work) except -1:
     """See to it that a work whose lane is stuck in a call of NCCL fails at its deadline."""
-    global _soonest, _next_timer
-    _unlaunched.append(work)
-    if work.limit < _soonest:
-        _soonest = work.limit
-        if _soonest < _next_timer:
-            _next_timer = _soonest
+    _agenda.unlaunched.append(work)
+    if work.limit < _agenda.soonest:
+        _agenda.soonest = work.limit
+        if _agenda.soonest < _signs.next_timer:
+            _signs.next_timer = _agenda.soonest
             ring()
     return 0
 
@@ -158,39 +185,37 @@ def call_at(double when, callback):
     callback : callable
         It runs in a thread for errands; a weak method if it is not to keep its owner alive.
     """
-    global _next_timer, _timers_made
     ensure_running()
-    _timers_made += 1
-    heapq.heappush(_timers, (when, _timers_made, callback))
-    if when < _next_timer:
-        _next_timer = when
+    _agenda.timers_made += 1
+    heapq.heappush(_agenda.timers, (when, _agenda.timers_made, callback))
+    if when < _signs.next_timer:
+        _signs.next_timer = when
         ring()
 
 
 def _main():
     """Run until the process ends."""
     _settle_in()
-    while not _stop:
+    while not _signs.stop:
         with nogil:
-            _watch(_next_round)
+            _watch(_signs.next_round)
         _attend()
 
 
 cdef int _attend() except -1:
     """See to all that is due."""
-    global _next_timer, _next_round
     begin_quiet()
     try:
         _complete()
-        if _lines.size() and now() >= _next_round:
-            _next_round = now() + _ROUND
+        if _watching.lines.size() and now() >= _signs.next_round:
+            _signs.next_round = now() + _ROUND
             _look_after()
         _look_at_lanes()
         _pass_on_last()
-        while _timers and _timers[0][0] <= now():
-            errands.give(heapq.heappop(_timers)[2])
+        while _agenda.timers and _agenda.timers[0][0] <= now():
+            errands.give(heapq.heappop(_agenda.timers)[2])
         look_after_crews()
-        _next_timer = min(_soonest, _timers[0][0] if _timers else FOREVER)
+        _signs.next_timer = min(_agenda.soonest, _agenda.timers[0][0] if _agenda.timers else FOREVER)
     except BaseException as error:  # a defect of ours must not end the thread on which all waits rely
         errands.give(_Defect(error))
     finally:
@@ -198,18 +223,20 @@ cdef int _attend() except -1:
     return 0
 
 
-cdef int _stand_in() except -1:
+cdef class _Deputy(Deputy):
     """Do as much in any thread once the monitor's own has ended."""
-    if not _gone:
-        return False
-    _take_in()  # with the GIL: several threads may be here
-    _ask()
-    _attend()
-    errands.run_here()
-    return True
+
+    cdef int stand_in(self) except -1:
+        if not _agenda.gone:
+            return False
+        _take_in()  # with the GIL: several threads may be here
+        _ask()
+        _attend()
+        errands.run_here()
+        return True
 
 
-_work.stand_in = _stand_in
+protocols.deputy = _Deputy()
 
 
 cdef class _Defect:
@@ -242,13 +269,13 @@ cdef void _watch(double next_round) noexcept nogil:
         _take_in()
         _ask()
         moment = now()
-        if _stop or _ended.size() or moment >= _next_timer or moment >= attention:
+        if _signs.stop or _watching.ended.size() or moment >= _signs.next_timer or moment >= attention:
             return
-        if _lines.empty():
+        if _watching.lines.empty():
             if moment - began < _spin:
                 sched_yield()
             else:
-                sleep_on(&bell, seen, min(_next_timer, attention) - moment)
+                listen(seen, min(_signs.next_timer, attention) - moment)
             if load(&bell) != seen:
                 began = now()
             continue
@@ -257,8 +284,10 @@ cdef void _watch(double next_round) noexcept nogil:
         waited = moment - began
         if waited < 100e-6:
             sched_yield()
+        elif waited < 1:
+            sleep_on(&bell, seen, 20e-6 if waited < 0.1 else 50e-6)  # who rings need not wake it from that
         else:
-            sleep_on(&bell, seen, 20e-6 if waited < 0.1 else 50e-6 if waited < 1 else 500e-6)
+            listen(seen, 500e-6)
 
 
 cdef void _take_in() noexcept nogil:
@@ -266,33 +295,32 @@ cdef void _take_in() noexcept nogil:
     cdef size_t i
     cdef Watched one
     cdef Line* line
-    global _at_home
-    if not _at_home and _home != NULL and driver.cuCtxSetCurrent != NULL:
-        _at_home = True
-        driver.cuCtxSetCurrent(_home)
-    mutex_lock(&_mutex)
-    for i in range(_inbox.size()):
-        one = _inbox[i]
+    if not _watching.at_home and _signs.home != NULL and driver.cuCtxSetCurrent != NULL:
+        _watching.at_home = True
+        driver.cuCtxSetCurrent(_signs.home)
+    mutex_lock(&_inbox.mutex)
+    for i in range(_inbox.works.size()):
+        one = _inbox.works[i]
         if one.result != ncclSuccess or one.driver != CUDA_SUCCESS:
-            _ended.push_back(one)
+            _watching.ended.push_back(one)
             continue
-        line = &_lines[<uintptr_t>one.stream]
+        line = &_watching.lines[<uintptr_t>one.stream]
         if line.works.empty():
             line.soonest = one.limit
         elif one.limit < line.soonest:
             line.soonest = one.limit
         line.works.push_back(one)
-    _inbox.clear()
-    mutex_unlock(&_mutex)
+    _inbox.works.clear()
+    mutex_unlock(&_inbox.mutex)
 
 
 cdef void _ask() noexcept nogil:
-    """Move what has ended from the fronts of the lines to `_ended`."""
-    cdef unordered_map[uintptr_t, Line].iterator it = _lines.begin()
+    """Move what has ended from the fronts of the lines to `ended`."""
+    cdef unordered_map[uintptr_t, Line].iterator it = _watching.lines.begin()
     cdef Line* line
     cdef Watched one
     cdef CUresult result
-    while it != _lines.end():
+    while it != _watching.lines.end():
         line = &dereference(it).second
         while not line.works.empty():
             one = line.works.front()
@@ -300,19 +328,19 @@ cdef void _ask() noexcept nogil:
             if result == CUDA_ERROR_NOT_READY:
                 break
             one.driver = result
-            _ended.push_back(one)
+            _watching.ended.push_back(one)
             line.works.pop_front()
         if line.works.empty():
-            it = _lines.erase(it)
+            it = _watching.lines.erase(it)
         else:
             preincrement(it)
 
 
 cdef int _complete() except -1:
-    """Bring the works in `_ended` to their ends."""
+    """Bring the works in `ended` to their ends."""
     cdef vector[Watched] ended
     cdef size_t i
-    ended.swap(_ended)
+    ended.swap(_watching.ended)
     for i in range(ended.size()):
         try:
             _end(&ended[i])
@@ -337,16 +365,15 @@ cdef int _end(Watched* watched) except -1:
     if work.is_shared():
         work.let_go()
     else:
-        _last.append(work)
+        _agenda.last.append(work)
     return 0
 
 
 cdef int _pass_on_last() except -1:
     """Have what may be the last references to objects of users dropped elsewhere."""
-    global _last
-    if _last:
-        users.give(_LettingGo(_last))
-        _last = []
+    if _agenda.last:
+        users.give(_LettingGo(_agenda.last))
+        _agenda.last = []
     return 0
 
 
@@ -440,8 +467,8 @@ cdef int _look_after() except -1:
     cdef Work work
     cdef double moment = now()
     fronts, overdue = [], []
-    cdef unordered_map[uintptr_t, Line].iterator it = _lines.begin()
-    while it != _lines.end():
+    cdef unordered_map[uintptr_t, Line].iterator it = _watching.lines.begin()
+    while it != _watching.lines.end():
         line = &dereference(it).second
         fronts.append(<Work>line.works.front().work)
         if line.soonest <= moment:
@@ -461,25 +488,24 @@ cdef int _look_after() except -1:
 
 cdef int _look_at_lanes() except -1:
     """Forget what its lane has launched; fail what is overdue and was not, since NCCL does not return."""
-    global _soonest
     cdef Work work
     cdef double moment = now()
-    while _unlaunched and load(&(<Work>_unlaunched[0]).phase) != PENDING:
-        work = _unlaunched.popleft()
+    while _agenda.unlaunched and load(&(<Work>_agenda.unlaunched[0]).phase) != PENDING:
+        work = _agenda.unlaunched.popleft()
         if Py_REFCNT(<PyObject*>work) == 1:
-            _last.append(work)
-    if not _unlaunched:
-        _soonest = FOREVER
+            _agenda.last.append(work)
+    if not _agenda.unlaunched:
+        _agenda.soonest = FOREVER
         return 0
-    if _soonest > moment:
+    if _agenda.soonest > moment:
         return 0
     overdue = []
-    _soonest = FOREVER
-    for work in list(_unlaunched):
+    _agenda.soonest = FOREVER
+    for work in list(_agenda.unlaunched):
         if work.limit <= moment:
             overdue.append(work)
-        elif work.limit < _soonest:
-            _soonest = work.limit
+        elif work.limit < _agenda.soonest:
+            _agenda.soonest = work.limit
     for work in overdue:
         _have_failed(work, NULL, ncclSuccess)
     return 0
@@ -502,28 +528,26 @@ cdef int _check_health(Work work) except -1:
 @atexit.register
 def _end_of_process():
     """End the thread before the interpreter does: works that are not done are left to the process's end."""
-    global _stop, _gone
-    if _thread is None:
+    if _agenda.thread is None:
         return
-    _stop = True
+    _signs.stop = True
     ring()
-    _thread.join(_PATIENCE)
-    if not _thread.is_alive():
-        _gone = True
+    _agenda.thread.join(_PATIENCE)
+    if not _agenda.thread.is_alive():
+        _agenda.gone = True
 
 
 def _forked():
     """In the child the thread does not exist; nothing that it was given can come to an end there."""
-    global _thread, _stop, _gone, _coming
-    _thread = None
-    _stop = _gone = False
-    _coming = 0
-    mutex_init(&_mutex, LOCK_MONITOR)
-    _inbox.clear()
-    _lines.clear()
-    _ended.clear()
-    _timers.clear()
-    _unlaunched.clear()
+    _agenda.thread = None
+    _signs.stop = _agenda.gone = False
+    _inbox.coming = 0
+    mutex_init(&_inbox.mutex, LOCK_MONITOR)
+    _inbox.works.clear()
+    _watching.lines.clear()
+    _watching.ended.clear()
+    _agenda.timers.clear()
+    _agenda.unlaunched.clear()
 
 
 os.register_at_fork(after_in_child=_forked)

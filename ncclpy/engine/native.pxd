@@ -12,11 +12,3 @@ cdef extern from "ncclpy/engine/native.h" nogil:
 
     struct ncclpy_job:
         void (*run)(ncclpy_job*) noexcept nogil
-    struct ncclpy_lane:
-        int pending
-
-    ncclpy_lane* lane_start "ncclpy_lane_start"(double spin)
-    bint lane_is_asleep "ncclpy_lane_is_asleep"(ncclpy_lane* lane)
-    bint lane_borrow "ncclpy_lane_borrow"(ncclpy_lane* lane)
-    void lane_give_back "ncclpy_lane_give_back"(ncclpy_lane* lane)
-    void lane_push "ncclpy_lane_push"(ncclpy_lane* lane, ncclpy_job* job)

@@ -17,8 +17,8 @@ from ncclpy.core.lifecycle cimport Lifecycle
 from ncclpy.core.operation cimport NOT_THERE, function_of, raise_issue
 from ncclpy.core.wait cimport FOREVER, SLICE, as_timeout, now
 from ncclpy.engine.graph cimport Graph
-from ncclpy.engine.launcher cimport Batch, borrow_lanes, push, run_batch
-from ncclpy.engine.native cimport lane_give_back
+from ncclpy.engine.lanes cimport borrow_lanes, give_lanes_back, push_jobs
+from ncclpy.engine.launcher cimport Batch, run_batch
 from ncclpy.engine.recorded cimport Recorded, await_all
 
 from ncclpy.core.errors import NcclError, NcclTimeout, attach
@@ -102,7 +102,7 @@ cdef class Plan(Recorded):
             count_waits(self.waits, -1)
 
     cdef int _launch(self, double limit) except -1:
-        cdef size_t i, lent
+        cdef size_t i
         cdef CUcontext saved = NULL
         cdef double deadline, begun = now()
         cdef Handle handle
@@ -110,21 +110,19 @@ cdef class Plan(Recorded):
         cdef str why = "Plan.launch passed its deadline"
         self.take_turn("Plan.launch", limit)
         try:
-            self.whole.limit = limit
+            self.whole.calls.limit = limit
             for i in range(self.nbatches):
-                self.batches[i].limit = limit
-            lent = borrow_lanes(self.devices, self.nbatches, self.borrowed)
-            if lent:
+                self.batches[i].calls.limit = limit
+            if borrow_lanes(self.lanes, self.nbatches):
                 with nogil:
                     driver.cuCtxGetCurrent(&saved)
-                    run_batch(&self.whole)
+                    run_batch(&self.whole, saved, FOREVER)
                     driver.cuCtxSetCurrent(saved)
-                    for i in range(lent):
-                        lane_give_back(self.borrowed[i])
+                    give_lanes_back(self.lanes, self.nbatches)
                 self.note(&self.whole, errors, late)
             else:
                 self.remaining = <int>self.nbatches
-                push(self.batches, self.nbatches)
+                push_jobs(self.jobs, self.lanes, self.nbatches)
                 self._await_lanes()
                 for i in range(self.nbatches):
                     self.note(&self.batches[i], errors, late)
@@ -177,19 +175,19 @@ cdef class Plan(Recorded):
         cdef Handle handle
         cdef double limit
         cdef size_t i
-        if batch.result == ncclSuccess and batch.driver == CUDA_SUCCESS:
+        if batch.calls.result == ncclSuccess and batch.driver == CUDA_SUCCESS:
             return 0
         late = {}
         for i in range(batch.count):
-            if <int>batch.parts[i].result == PAST_DEADLINE:
-                late[<uintptr_t>batch.parts[i].handle] = <Handle>batch.parts[i].handle
-        if <int>batch.result != PAST_DEADLINE:
+            if <int>batch.parts[i].step.polled == PAST_DEADLINE:
+                late[<uintptr_t>batch.parts[i].step.handle] = <Handle>batch.parts[i].step.handle
+        if <int>batch.calls.result != PAST_DEADLINE:
             try:
                 _raise(batch)
             except Exception as error:
                 errors.append(error)
         for handle in late.values():
-            limit = batch.limit if batch.limit >= 0 else handle.limit
+            limit = batch.calls.limit if batch.calls.limit >= 0 else handle.limit
             errors.append(NcclTimeout(
                 f"Plan.launch of {handle!r} was not done after {limit:.3g} s; the communicator was aborted. A rank is "
                 "missing or stuck: see which of the other ranks did not make the same call",
@@ -222,25 +220,25 @@ cdef class Plan(Recorded):
 
 
 cdef void _forget_text(Batch* batch) noexcept:
-    free(batch.text)
-    batch.text = NULL
+    free(batch.calls.words)
+    batch.calls.words = NULL
 
 
 cdef int _raise(Batch* batch) except -1:
     """Raise what went wrong in a batch, if anything did."""
-    cdef size_t failed = min(batch.failed, batch.count - 1)
-    cdef Handle handle = <Handle>batch.parts[failed].handle
-    cdef const char* function = function_of(batch.parts[failed].operation.kind)
+    cdef size_t failed = min(batch.calls.failed, batch.count - 1)
+    cdef Handle handle = <Handle>batch.parts[failed].step.handle
+    cdef const char* function = function_of(batch.parts[failed].step.operation.kind)
     cdef size_t i
-    if batch.result == ncclSuccess and batch.driver == CUDA_SUCCESS:
+    if batch.calls.result == ncclSuccess and batch.driver == CUDA_SUCCESS:
         return 0
-    handle.raise_if_aborted(batch.result, function)
-    if <int>batch.result == NOT_THERE:
-        raise_issue(batch.result, batch.parts[failed].operation.kind, NULL)
-    if batch.result != ncclSuccess:
+    handle.raise_if_aborted(batch.calls.result, function)
+    if <int>batch.calls.result == NOT_THERE:
+        raise_issue(batch.calls.result, batch.parts[failed].step.operation.kind, NULL)
+    if batch.calls.result != ncclSuccess:
         for i in range(batch.count):  # a call that was stuck has ended with whatever code NCCL has for that
-            (<Handle>batch.parts[i].handle).raise_if_aborted(batch.result, function)
-        if batch.failed == batch.count and batch.count > 1:
+            (<Handle>batch.parts[i].step.handle).raise_if_aborted(batch.calls.result, function)
+        if batch.calls.failed == batch.count and batch.count > 1:
             function = b"ncclGroupEnd"
-        raise nccl_error(batch.result, function, batch.text)
+        raise nccl_error(batch.calls.result, function, batch.calls.words)
     raise driver_error(batch.driver, function)

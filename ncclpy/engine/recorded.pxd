@@ -3,7 +3,7 @@ from cpython.ref cimport PyObject
 from ncclpy.abi.locks cimport mutex_t
 from ncclpy.core.group cimport Group
 from ncclpy.engine.launcher cimport Batch, Part
-from ncclpy.engine.native cimport ncclpy_job, ncclpy_lane
+from ncclpy.engine.native cimport ncclpy_job
 
 
 cdef class Recorded:
@@ -12,8 +12,8 @@ cdef class Recorded:
     cdef size_t count
     cdef size_t nbatches
     cdef Batch whole  # all parts as one group, for a launch in the calling thread
-    cdef int* devices  # one of each batch
-    cdef ncclpy_lane** borrowed  # room for them
+    cdef ncclpy_job** jobs  # of the batches
+    cdef int* lanes  # of the batches, each once
     cdef int remaining
     cdef mutex_t mutex  # one launch at a time
     cdef list handles

@@ -13,8 +13,8 @@ from ncclpy.core.library cimport nccl, require
 from ncclpy.core.lifecycle cimport Lifecycle
 from ncclpy.core.resources cimport CustomOp
 from ncclpy.core.stream cimport Stream, owner_of
-from ncclpy.core.wait cimport SLICE, now
-from ncclpy.engine.launcher cimport divide, run_batch, sort_parts
+from ncclpy.core.wait cimport FOREVER, SLICE, now
+from ncclpy.engine.launcher cimport divide, make_whole, run_batch, sort_parts
 from ncclpy.engine.native cimport add, load, sleep_on, wake
 
 from ncclpy.core.errors import NcclTimeout, not_copied, seconds
@@ -60,8 +60,8 @@ cdef class Recorded:
         free(self.parts)
         free(self.batches)
         free(self.whole.parts)
-        free(self.devices)
-        free(self.borrowed)
+        free(self.jobs)
+        free(self.lanes)
 
     def __len__(self):
         return self.count
@@ -78,7 +78,7 @@ cdef class Recorded:
         self.handles = list(group.handles)
         self.operators = []
         for comm in self.handles:
-            numbers = {group.operations[i].op for i in range(group.count) if group.held[i].handle == <PyObject*>comm}
+            numbers = {group.held[i].step.operation.op for i in range(group.count) if group.held[i].step.handle == <PyObject*>comm}
             for made in list(comm.resources):
                 if type(made) is CustomOp and (<CustomOp>made).number in numbers:
                     self.operators.append(made)
@@ -87,31 +87,31 @@ cdef class Recorded:
         self.parts = <Part*>calloc(group.count, sizeof(Part))
         self.batches = <Batch*>calloc(group.count, sizeof(Batch))
         self.whole.parts = <Part*>malloc(group.count * sizeof(Part))
-        self.devices = <int*>malloc(group.count * sizeof(int))
-        self.borrowed = <ncclpy_lane**>malloc(group.count * sizeof(ncclpy_lane*))
+        self.jobs = <ncclpy_job**>malloc(group.count * sizeof(ncclpy_job*))
+        self.lanes = <int*>malloc(group.count * sizeof(int))
         if (
-            self.parts == NULL or self.batches == NULL or self.whole.parts == NULL or self.devices == NULL
-            or self.borrowed == NULL
+            self.parts == NULL or self.batches == NULL or self.whole.parts == NULL or self.jobs == NULL
+            or self.lanes == NULL
         ):
             raise MemoryError
         for i in range(group.count):
-            self.parts[i].operation = group.operations[i]
-            self.parts[i].handle = group.held[i].handle
-            self.parts[i].context = context_of((<Handle>group.held[i].handle).device)
+            self.parts[i].step = group.held[i].step
+            self.parts[i].context = context_of((<Handle>group.held[i].step.handle).device)
             self.held.append((<object>group.held[i].send, <object>group.held[i].recv))
-            stream = owner_of(group.operations[i].stream)
+            stream = owner_of(group.held[i].step.operation.stream)
             if stream is not None:
                 streams[id(stream)] = stream
         self.streams = list(streams.values())
         sort_parts(self.parts, group.count, True)
-        self.nbatches = divide(self.parts, group.count, self.batches)
+        self.nbatches = divide(self.parts, group.count, self.batches, self.jobs, self.lanes)
         for i in range(self.nbatches):
             self.batches[i].job.run = _run_plan
             self.batches[i].remaining = &self.remaining
-            self.devices[i] = (<Handle>self.batches[i].parts[0].handle).device
+            self.batches[i].calls.watched = True
         memcpy(self.whole.parts, self.parts, group.count * sizeof(Part))
         sort_parts(self.whole.parts, group.count, False)
-        self.whole.count = group.count
+        make_whole(&self.whole, self.whole.parts, group.count)
+        self.whole.calls.watched = True
         self.count = group.count
         return 0
 
@@ -172,8 +172,8 @@ cdef class Recorded:
         """Hold the arrays until nobody can touch them, also if the plan is dropped."""
         cdef size_t i
         for i in range(self.count):
-            (<Handle>self.parts[i].handle).hold(
-                [self.held[:], self], self.parts[i].operation.stream, f"arrays of {self!r}"
+            (<Handle>self.parts[i].step.handle).hold(
+                [self.held[:], self], self.parts[i].step.operation.stream, f"arrays of {self!r}"
             )
         return 0
 
@@ -182,6 +182,6 @@ cdef void _run_plan(ncclpy_job* job) noexcept nogil:
     """Run a batch on its lane and count it; the plan may be launched again, or gone, as soon as the count is 0."""
     cdef Batch* batch = <Batch*>job
     cdef int* remaining = batch.remaining
-    run_batch(batch)
+    run_batch(batch, NULL, FOREVER)
     if add(remaining, -1) == 0:
         wake(remaining)

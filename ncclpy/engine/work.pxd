@@ -1,5 +1,6 @@
 from ncclpy.abi.driver cimport CUevent, CUstream
 from ncclpy.core.handle cimport Handle
+from ncclpy.engine.protocols cimport Awaited, Together
 from ncclpy.engine.recorder cimport Entry
 
 
@@ -25,10 +26,10 @@ cdef class Work:
     cdef object output
     cdef object error
     cdef list callbacks
-    cdef object launch  # that it is part of, until the monitor lets go of it; its `settled` is called when it is done
+    cdef Together launch  # that it is part of, until the monitor lets go of it
     cdef int failing  # whether an errand is about to fail it, or was: NOT_FAILING to HAS_FAILED
     cdef bint over  # whether lane and device are done with it, should that errand have to let go of it
-    cdef object gathering  # what it waits for before the launch; tells `missing()`
+    cdef Awaited gathering  # what it waits for before the launch
     cdef Entry entry
     cdef object __weakref__
 
@@ -45,9 +46,7 @@ cdef class Work:
     cdef int _must_end(self, object timeout) except -1
 
 
-# Set by the monitor. Once it has ended, at exit, whoever waits has to do its part.
-ctypedef int (*StandIn)() except -1
-cdef StandIn stand_in
+# Do the monitor's part, but for callbacks, if it has ended; return whether it has.
 cdef int attend() except -1
 
 # A pending work with its entry in the recorder.

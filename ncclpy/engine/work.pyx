@@ -13,6 +13,7 @@ from ncclpy.core.device cimport enter_device, leave_device
 from ncclpy.core.library cimport driver, require_driver
 from ncclpy.core.stream cimport as_stream
 from ncclpy.core.wait cimport FOREVER, as_timeout, deadline_after
+from ncclpy.engine cimport protocols
 from ncclpy.engine.callbacks cimport begin_callback, end_callback, step_aside, users
 from ncclpy.engine.events cimport give_event
 from ncclpy.engine.message cimport is_plain, message, words_of
@@ -35,12 +36,10 @@ cdef double _EAGER = 100e-6
 cdef double _SLICE = 0.1
 cdef double _SHORT_SLICE = 200e-6
 
-stand_in = NULL
-
 
 cdef int attend() except -1:
     """Do the monitor's part, but for callbacks, once it has ended; return whether it has."""
-    return stand_in() if stand_in != NULL else False
+    return protocols.deputy.stand_in()
 
 
 cdef bint _alone(PyObject* value) noexcept:

@@ -1,5 +1,6 @@
 from ncclpy.core.buffers cimport View
 from ncclpy.core.operation cimport Operation
+from ncclpy.engine.protocols cimport Awaited
 from ncclpy.engine.work cimport Work
 
 
@@ -41,7 +42,7 @@ cdef class Participant:
     cdef int bring(self, const Operation* operation, const View* view) except -1
 
 
-cdef class Gathering:
+cdef class Gathering(Awaited):
     cdef Key key
     cdef int kind
     cdef int op

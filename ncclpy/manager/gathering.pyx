@@ -9,6 +9,7 @@ from ncclpy.core.operation cimport ALL_REDUCE, BROADCAST, GATHER, REDUCE, REDUCE
 from ncclpy.core.shape cimport type_name
 from ncclpy.core.wait cimport FOREVER, now
 from ncclpy.engine.message cimport is_plain, message
+from ncclpy.engine.protocols cimport Awaited
 
 from ncclpy.core.errors import NcclTimeout
 from ncclpy.core.types import ReduceOp
@@ -110,8 +111,7 @@ cdef bint _reduces(int kind) noexcept:
     return kind == ALL_REDUCE or kind == REDUCE or kind == REDUCE_SCATTER
 
 
-@cython.freelist(16)
-cdef class Gathering:
+cdef class Gathering(Awaited):
     """The participants of one key. The first one sets what all others must agree with; the first error stays."""
 
     def __cinit__(self, Key key, Participant first, bint signalled):
@@ -301,7 +301,7 @@ cdef class Gathering:
         """Return a text that begins with the key."""
         return message("key ", self.key.value, f": {what}")
 
-    def missing(self):
+    cdef str missing(self):
         """Say in words what it waits for, in a thread that may ask the key for its text."""
         return self._waits_for(show(self.key.value))
 

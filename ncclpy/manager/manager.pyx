@@ -14,13 +14,16 @@ from ncclpy.core.library cimport driver, require_driver
 from ncclpy.core.operation cimport ALL_REDUCE, REDUCE, REDUCE_SCATTER
 from ncclpy.core.wait cimport FOREVER, as_timeout, now
 from ncclpy.engine.callbacks cimport step_aside, users
+from ncclpy.engine.clique cimport GONE, MAKING
+from ncclpy.engine.launcher cimport launch_here
 from ncclpy.engine.lock cimport Lock
 from ncclpy.engine.monitor cimport ensure_running
+from ncclpy.engine.protocols cimport CliqueOwner, LaunchOwner
+from ncclpy.engine.streams cimport record_producer
 from ncclpy.engine.work cimport Work, attend, new_work
-from ncclpy.manager.clique cimport GONE, MAKING, Clique, check_members, ranks_of
+from ncclpy.manager.ensemble cimport Ensemble, check_members, ranks_of
 from ncclpy.manager.gathering cimport Gathering, Key, Participant, Stalled, new_key
 from ncclpy.manager.participants cimport Participants
-from ncclpy.manager.streams cimport record_producer
 
 from ncclpy.core import library as _library
 from ncclpy.core.config import Config
@@ -30,7 +33,7 @@ from ncclpy.core.types import as_integer
 from ncclpy.engine import monitor, recorder
 from ncclpy.engine.launcher import abort_aside
 from ncclpy.engine.recorder import show, text_of
-from ncclpy.manager.streams import StreamPool
+from ncclpy.engine.streams import StreamPool
 
 # How often gatherings are looked through for deadlines: a part of the shortest one, within these bounds, in seconds.
 cdef double _SWEEP_PART = 0.1
@@ -163,7 +166,7 @@ Gather the participants of collectives by key and launch each collective when al
         """Add a participant, and launch if it is the last one."""
         cdef Key named = new_key(key)
         cdef Gathering gathering
-        cdef Clique making
+        cdef Ensemble making
         cdef Work work
         if on_done is not None and not callable(on_done):
             raise TypeError(f"on_done: expected a callable, got {type(on_done).__name__}")
@@ -193,6 +196,7 @@ Gather the participants of collectives by key and launch each collective when al
                     gathering, signal, making = self._take_in(one, named)
                 finally:
                     self.lock.leave()
+                    launch_here()
                 if gathering is not None:
                     break
                 named.compare()
@@ -251,9 +255,9 @@ Gather the participants of collectives by key and launch each collective when al
         if self.reason is not None:
             raise NcclAborted(f"the Manager was aborted: {self.reason}; reset() makes it usable again")
 
-    cdef Clique _start(self, Gathering gathering):
+    cdef Ensemble _start(self, Gathering gathering):
         """All participants are here: to the communicators, or to the error; return communicators that must be made."""
-        cdef Clique clique, making = None
+        cdef Ensemble clique, making = None
         cdef Participant one
         self.gatherings.pop(gathering.key, None)
         gathering.settle_roots()
@@ -265,8 +269,8 @@ Gather the participants of collectives by key and launch each collective when al
         clique = self.cliques.get(name)
         try:
             if clique is None:
-                clique = making = Clique(
-                    self, name, devices, ranks_of(gathering), gathering.num_global, self.site
+                clique = making = Ensemble(
+                    _Owner(self), name, devices, ranks_of(gathering), gathering.num_global, self.site
                 )
                 self.made += 1
             elif gathering.communicator_key:
@@ -282,7 +286,7 @@ Gather the participants of collectives by key and launch each collective when al
             self._sweep_later(gathering.timeout)
         return making
 
-    cdef int _make(self, Clique clique, bytes communicator_key) except -1:
+    cdef int _make(self, Ensemble clique, bytes communicator_key) except -1:
         """Begin to make communicators; outside the lock, since to start a thread is to run Python and to wait."""
         try:
             clique.make(communicator_key, self.config)
@@ -297,7 +301,7 @@ Gather the participants of collectives by key and launch each collective when al
 
     def _made(self, clique, comms, error):
         """Take the outcome of making communicators, from the thread that has made them."""
-        cdef Clique made = clique
+        cdef Ensemble made = clique
         cdef Gathering gathering
         idle, launched, streams = [], [], []
         if error is None:
@@ -333,7 +337,7 @@ Gather the participants of collectives by key and launch each collective when al
             del self.cliques[clique.key]
         return found
 
-    def _lost(self, Clique clique not None):
+    def _lost(self, Ensemble clique not None):
         """Take a set of communicators that is no good any more out of the cache."""
         with self.lock:
             clique.state = GONE
@@ -346,11 +350,12 @@ Gather the participants of collectives by key and launch each collective when al
         It may come before the first participant of the key, and counts for one execution: each needs its own.
         """
         cdef Gathering gathering
-        cdef Clique making = None
+        cdef Ensemble making = None
         cdef Key named = new_key(key)
         while True:
             self._check_usable()
-            with self.lock:
+            self.lock.enter()
+            try:
                 if self._is_ended():
                     continue
                 gathering = self.gatherings.get(named)
@@ -365,6 +370,9 @@ Gather the participants of collectives by key and launch each collective when al
                         self.signalled[named] = named
                         named.sought = False
                     break
+            finally:
+                self.lock.leave()
+                launch_here()
             named.compare()
         named.found()
         if gathering is not None:
@@ -385,7 +393,7 @@ Gather the participants of collectives by key and launch each collective when al
     def _sweep(self):
         """Fail what is overdue, tell of what stalls, and come again if anything is left."""
         cdef Gathering gathering, first
-        cdef Clique clique
+        cdef Ensemble clique
         cdef double moment = now(), shortest = FOREVER
         late, stalled, unmade = [], [], []
         with self.lock:
@@ -596,6 +604,23 @@ Gather the participants of collectives by key and launch each collective when al
         if self.closed or self.reason is not None:
             state = "closed" if self.closed else "aborted"
         return f"<ncclpy.Manager {state}, {len(self.gatherings)} keys gathering>"
+
+
+cdef class _Owner(CliqueOwner):
+    """A Manager, as its sets of communicators know it: they live no longer than it does."""
+
+    cdef Manager manager
+
+    def __init__(self, Manager manager not None):
+        self.manager = manager
+
+    cdef int clique_made(self, LaunchOwner clique, list comms, object error) except -1:
+        self.manager._made(clique, comms, error)
+        return 0
+
+    cdef int clique_lost(self, LaunchOwner clique) except -1:
+        self.manager._lost(clique)
+        return 0
 
 
 cdef int _check_process() except -1:

@@ -135,7 +135,7 @@ def test_a_key_that_cannot_be_shown(manager):
 def test_a_dump_while_an_operation_hangs(manager, host_engine, tmp_path, fault):
     sum_works(manager, "warm", range(3))[1]()
     with ncclpy.faults(f"rank=1 call=AllReduce {fault}") as faults:
-        works, _ = sum_works(manager, "hangs", range(3))
+        works, _ = sum_works(manager, "hangs", range(3), op="max")  # the first of its kind: a lane makes the call
         testing.wait_for(lambda: faults.fired)
         if "run" in fault:  # the device may be quicker than who tells of the launch
             testing.wait_for(lambda: works[1].state != "pending")

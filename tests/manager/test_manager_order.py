@@ -100,8 +100,8 @@ def test_devices_of_one_lane_are_launched_in_one_group_from_the_first_time_on(ho
         import numpy as np
         import ncclpy
         with ncclpy.faults("call=GroupEnd nth=* do=delay:1us") as faults, ncclpy.Manager() as manager:
-            for step in range(2):
-                works = [manager.all_reduce(step, np.ones(4), device=d, num_local=6) for d in range(6)]
+            for step, op in enumerate(("sum", "max")):  # what has run before may go in one group, by who adds
+                works = [manager.all_reduce(step, np.ones(4), op=op, device=d, num_local=6) for d in range(6)]
                 for work in works:
                     work.wait(30)
                 # One makes the guards, of which each makes its communicator by itself.

@@ -222,7 +222,7 @@ def test_exit_with_work_that_is_not_done(what):
             work.wait(30)
         faults = ncclpy.faults("rank=1 call=AllReduce " + fault)
         faults.__enter__()
-        works = add("k")
+        works = add("k", op="max")  # the first of its kind: a lane makes the call
         while not faults.fired:
             time.sleep(0.001)
         return works

@@ -1,4 +1,4 @@
-"""Communication streams: a pool for each device, whose streams all communicators of a manager share.
+"""Communication streams: a pool for each device, whose streams all communicators of an owner share.
 
 Sharing keeps the collectives of different communicators in the order of their launches on the device too. One
 communicator that has several ranks on a device would get a stream for each.
@@ -15,7 +15,7 @@ from ncclpy.engine.work cimport Work
 
 
 cdef class StreamPool:
-    """The communication streams of a manager, made on first use.
+    """Communication streams, made on first use.
 
     Parameters
     ----------

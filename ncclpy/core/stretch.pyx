@@ -1,0 +1,146 @@
+"""A stretch of calls: lock, look, ncclGroupStart, issue, ncclGroupEnd, poll.
+
+It is the only place where several calls of NCCL are made: for a group's end, a plan, a graph that is captured, and a
+launch of the Manager's, in whichever thread. All of it is done without the GIL.
+"""
+
+from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
+from ncclpy.abi.locks cimport LOCK_COMM, lock_wanted
+from ncclpy.core.abort cimport ABORTED, lock_within
+from ncclpy.core.check cimport keep_words
+from ncclpy.core.handle cimport PAST_DEADLINE, WAS_ABORTED, Handle
+from ncclpy.core.library cimport nccl
+from ncclpy.core.operation cimport INIT_RANK, NOT_THERE, WINDOW, issue
+from ncclpy.core.wait cimport FOREVER, now
+
+cdef extern from "sched.h" nogil:
+    int sched_yield()
+
+
+cdef bint make_calls(Stretch* stretch, double until) noexcept nogil:
+    cdef size_t i
+    cdef ncclResult_t ended
+    if not _lock(stretch, until):
+        return False
+    stretch.failed = stretch.count
+    stretch.words = NULL
+    stretch.result = _look(stretch)
+    if stretch.result == ncclSuccess:
+        if stretch.watched:
+            _enter(stretch)
+        if stretch.grouped:
+            stretch.result = nccl.ncclGroupStart() if nccl.ncclGroupStart != NULL else <ncclResult_t>NOT_THERE
+        if stretch.result == ncclSuccess:
+            for i in range(stretch.count):
+                stretch.result = issue(&step_of(stretch, i).operation)
+                if stretch.result != ncclSuccess and stretch.result != ncclInProgress:
+                    stretch.failed = i
+                    break
+            # A refused call has marked the group: its end launches nothing and returns the same error.
+            if stretch.grouped:
+                ended = nccl.ncclGroupEnd() if stretch.simulated == NULL else nccl.ncclGroupSimulateEnd(stretch.simulated)
+                if stretch.failed == stretch.count:
+                    stretch.result = ended
+        if stretch.watched:
+            _leave(stretch)
+    stretch.words = keep_words(stretch.result)
+    _unlock(stretch, _entries(stretch))
+    return True
+
+
+cdef inline size_t _entries(const Stretch* stretch) noexcept nogil:
+    return stretch.count if stretch.handles == NULL else stretch.nhandles
+
+
+cdef inline PyObject* _entry(const Stretch* stretch, size_t index) noexcept nogil:
+    return step_of(stretch, index).handle if stretch.handles == NULL else stretch.handles[index]
+
+
+cdef bint _lock(const Stretch* stretch, double until) noexcept nogil:
+    """Take the locks of the communicators, each once, in the order of their addresses."""
+    cdef size_t i
+    cdef PyObject* handle
+    for i in range(_entries(stretch)):
+        handle = _entry(stretch, i)
+        if i and handle == _entry(stretch, i - 1):
+            continue
+        if until == FOREVER:
+            (<Handle>handle).lock()
+            continue
+        lock_wanted(LOCK_COMM, &(<Handle>handle).mutex)
+        if not lock_within(&(<Handle>handle).mutex, until):
+            _unlock(stretch, i)
+            return False
+    return True
+
+
+cdef void _unlock(const Stretch* stretch, size_t entries) noexcept nogil:
+    cdef size_t i
+    for i in range(entries):
+        if i == 0 or _entry(stretch, i) != _entry(stretch, i - 1):
+            (<Handle>_entry(stretch, i)).unlock()
+
+
+cdef ncclResult_t _look(Stretch* stretch) noexcept nogil:
+    """Fill in the communicators, under their locks; WAS_ABORTED if one is not there any more."""
+    cdef size_t i
+    cdef Step* step
+    for i in range(stretch.count):
+        step = step_of(stretch, i)
+        step.operation.comm = (<Handle>step.handle).raw
+        # A new communicator has no handle yet; but who was to get it may have left before the call could begin.
+        if (<Handle>step.handle).state == ABORTED or (step.operation.comm == NULL and step.operation.kind < INIT_RANK):
+            stretch.failed = i
+            return <ncclResult_t>WAS_ABORTED
+    return ncclSuccess
+
+
+cdef void _enter(Stretch* stretch) noexcept nogil:
+    """Tell the watcher, with a mark for each stream of each communicator."""
+    cdef size_t i
+    cdef Step* step
+    cdef Step* before = NULL
+    for i in range(stretch.count):
+        step = step_of(stretch, i)
+        step.mark = NULL
+        if step.operation.kind < WINDOW and (<Handle>step.handle).watched and not (
+            before != NULL and before.handle == step.handle and before.operation.stream == step.operation.stream
+        ):
+            step.mark = (<Handle>step.handle).enter_call(
+                step.operation.stream,
+                (<Handle>step.handle).limit if stretch.limit < 0 else stretch.limit,
+                step.operation.kind,
+            )
+        before = step
+
+
+cdef void _leave(Stretch* stretch) noexcept nogil:
+    cdef size_t i
+    cdef Step* step
+    for i in range(stretch.count):
+        step = step_of(stretch, i)
+        if step.operation.kind < WINDOW and (<Handle>step.handle).watched:
+            (<Handle>step.handle).leave_call(step.mark, stretch.result == ncclSuccess)
+
+
+cdef void poll_calls(Stretch* stretch) noexcept nogil:
+    """Poll; each step gets its own result, so that all that are late can be aborted; the stretch the first bad one."""
+    cdef size_t i
+    cdef Step* step
+    cdef double limit, begun = now()
+    stretch.result = ncclSuccess
+    for i in range(stretch.count):
+        step = step_of(stretch, i)
+        limit = stretch.limit if stretch.limit >= 0 else (<Handle>step.handle).limit
+        while True:
+            step.polled = (<Handle>step.handle).poll_once()
+            if step.polled != ncclInProgress:
+                break
+            if now() - begun > limit:
+                step.polled = <ncclResult_t>PAST_DEADLINE
+                break
+            sched_yield()
+        if step.polled != ncclSuccess and stretch.result == ncclSuccess:
+            stretch.result = step.polled
+            stretch.failed = i
+    stretch.words = keep_words(stretch.result)

@@ -1,0 +1,32 @@
+from ncclpy.core.operation cimport Operation
+from ncclpy.engine.launcher cimport Launch
+from ncclpy.engine.protocols cimport CliqueOwner, LaunchOwner, Together
+
+cdef enum:
+    MAKING = 0
+    MADE = 1
+    GONE = 2
+
+
+cdef class Clique(LaunchOwner):
+    cdef readonly object key
+    cdef readonly tuple devices
+    cdef tuple ranks  # of `devices`
+    cdef int nranks
+    cdef readonly str name  # for the recorder: the same in all processes
+    cdef int state
+    cdef list comms  # in the order of `devices`
+    cdef list streams
+    cdef set launches  # on their way
+    cdef long long sequence
+    cdef unsigned long long[32] familiar  # signatures of what has run here; the first so many
+    cdef size_t nfamiliar
+    cdef CliqueOwner owner
+    cdef str site
+
+    cdef list ready(self, list comms, list streams)
+    cdef int fail(self, object error) except -1
+    cdef Launch begin(self)
+    cdef int start(self, Launch launch, const Operation* operation) except -1
+    cdef bint knows(self, unsigned long long signature) noexcept
+    cdef int forget(self, Launch launch) except -1

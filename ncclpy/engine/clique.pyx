@@ -1,0 +1,202 @@
+"""The communicators of one set of devices, local ranks of one clique, and the launches on them."""
+
+import hashlib
+import logging
+import threading
+
+from ncclpy.core.abort cimport ABORT_DEADLINE
+from ncclpy.core.communicator cimport Communicator
+from ncclpy.core.datatypes cimport ITEMSIZE
+from ncclpy.engine.launcher cimport Launch
+from ncclpy.engine.message cimport around, words_of
+
+from ncclpy.core.creation import get_unique_id
+from ncclpy.core.errors import NcclAborted
+from ncclpy.core.group import Group
+from ncclpy.core.types import UniqueId
+from ncclpy.engine.launcher import abort_aside
+
+# So many signatures are remembered; with more, later ones stay with the lanes.
+cdef enum:
+    _MANY = 32
+
+_log = logging.getLogger("ncclpy.engine")
+
+
+cdef class Clique(LaunchOwner):
+    """Communicators that were made together, and what runs on them.
+
+    Parameters
+    ----------
+    owner : CliqueOwner
+        Who is told when they are made and when they are lost.
+    key : hashable
+        What they are found by.
+    devices : tuple of int
+        The local devices, in the order of their ranks.
+    ranks : tuple of int
+        The rank of each device.
+    nranks : int
+        The number of ranks on all nodes.
+    site : str
+        Where their owner was made, for warnings.
+    """
+
+    def __init__(self, CliqueOwner owner not None, key, devices, ranks, int nranks, site):
+        self.owner = owner
+        self.site = site
+        self.key = key
+        self.devices = devices
+        self.ranks = ranks
+        self.nranks = nranks
+        self.state = MAKING
+        self.comms = []
+        self.streams = []
+        self.launches = set()
+
+    def make(self, unique_id, config):
+        """Make the communicators, in a thread of its own: other nodes may be late.
+
+        Parameters
+        ----------
+        unique_id : bytes
+            Of the clique; empty if these are all of its ranks: then one is made.
+        config : Config or None
+            NCCL's configuration.
+        """
+        thread = threading.Thread(target=self._make, args=(unique_id, config), name="ncclpy-init", daemon=True)
+        thread.start()
+
+    def _make(self, unique_id, config):
+        made, error = [], None
+        try:
+            uid = UniqueId.from_bytes(unique_id) if unique_id else get_unique_id()
+            self.name = hashlib.blake2b(bytes(uid), digest_size=4).hexdigest()
+            with Group():
+                for rank, device in zip(self.ranks, self.devices, strict=True):
+                    comm = Communicator.init(self.nranks, rank, uid, device=device, config=config, abortable=True)
+                    made.append(comm)
+                    (<Communicator>comm).site = self.site  # its line is this thread's
+        except BaseException as failure:  # told to all who wait for it
+            error = failure
+        self.owner.clique_made(self, made, error)
+
+    cdef list ready(self, list comms, list streams):
+        """Take over the communicators and the streams for them; return what had waited for that, to be let go of."""
+        self.comms, self.streams = comms, streams
+        self.state = MADE
+        return []
+
+    cdef int fail(self, object error) except -1:
+        """Fail what waits for communicators that cannot be made, or are gone; under no lock."""
+        self.state = GONE
+        return 0
+
+    cdef Launch begin(self):
+        """Return a launch on these communicators, to be filled and started."""
+        cdef Launch launch = Launch(self)
+        launch.kept = (self.comms, self.streams)
+        self.launches.add(launch)
+        return launch
+
+    cdef int start(self, Launch launch, const Operation* operation) except -1:
+        """Start a launch of such an operation on all devices: in this thread only if one like it has run here.
+
+        NCCL connects the ranks when it first needs that, and waits for them all: in a lane it may.
+        """
+        launch.signature = _signature_of(operation)
+        return launch.start(self.knows(launch.signature))
+
+    cdef bint knows(self, unsigned long long signature) noexcept:
+        cdef size_t i
+        for i in range(self.nfamiliar):
+            if self.familiar[i] == signature:
+                return True
+        return False
+
+    cdef int forget(self, Launch launch) except -1:
+        """Forget a launch that could not be started."""
+        self.launches.discard(launch)
+        return 0
+
+    cdef int launch_done(self, Together launch) except -1:
+        """Note that all works of a launch are done."""
+        cdef Launch done = launch
+        self.launches.discard(launch)
+        if not done.failing and not self.knows(done.signature) and self.nfamiliar < _MANY:
+            self.familiar[self.nfamiliar] = done.signature
+            self.nfamiliar += 1
+        return 0
+
+    cdef int launch_failed(self, Together launch, object error) except -1:
+        """Leave the owner's cache: these communicators are aborted, the next use makes new ones."""
+        self.owner.clique_lost(self)
+        failure = NcclAborted(
+            around("the communicator was aborted, since another collective on it failed: ", words_of(error), "")
+        )
+        for other in list(self.launches):
+            if other is not launch:
+                (<Launch>other).end(failure)
+        return 0
+
+    @property
+    def idle(self):
+        """Whether nothing runs or waits on it."""
+        return self.state == MADE and not self.launches
+
+    @property
+    def alive(self):
+        """Whether it is made or being made."""
+        return self.state != GONE
+
+    @property
+    def in_flight(self):
+        """How many collectives are launched and not done."""
+        return len(self.launches)
+
+    def abort(self, error):
+        """Fail what runs or waits with `error`, and return the communicators, which have yet to be aborted.
+
+        The owner's lock is not held, but nobody finds these communicators any more.
+        """
+        self.state = GONE
+        comms, self.comms = self.comms, []
+        for launch in list(self.launches):
+            (<Launch>launch).end(error)
+        self.fail(error)
+        return comms
+
+    def close(self):
+        """Close the communicators; nothing may run on them."""
+        self.state = GONE
+        comms, self.comms = self.comms, []
+        # NCCL may let a rank wait for the others when it is destroyed.
+        threads = [threading.Thread(target=_close, args=(comm,), name="ncclpy-close", daemon=True) for comm in comms]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(ABORT_DEADLINE)
+        if any(thread.is_alive() for thread in threads):
+            abort_aside(comms, f"they were not closed after {ABORT_DEADLINE:g} s").join(ABORT_DEADLINE)
+
+
+cdef unsigned long long _signature_of(const Operation* o) noexcept:
+    """Return what NCCL's choice of a way depends on: two operations of one signature take the same connections."""
+    cdef size_t nbytes = o.count * ITEMSIZE[o.datatype]
+    cdef int size = 0
+    while nbytes:
+        nbytes >>= 1
+        size += 1
+    # 5 bits, 7, 5, 8, and 32 for the root.
+    return (
+        o.kind | <unsigned long long>size << 5 | <unsigned long long>o.datatype << 12
+        | <unsigned long long>(o.op & 0xFF) << 17 | <unsigned long long><unsigned int>o.root << 32
+    )
+
+
+def _close(comm):
+    try:
+        comm.close()
+    except Exception:  # nobody could do more about it; its memory stays with NCCL
+        _log.warning("closing %r failed", comm, exc_info=True)
+        comm.abort()

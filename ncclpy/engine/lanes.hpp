@@ -1,0 +1,205 @@
+// Lanes: first-in-first-out threads that make the calls of launches, and the one order in which launches come to them.
+//
+// A lane's thread never takes the GIL, so Python can neither hold it up nor be held up by it. A thread that wants to
+// make the calls of a launch itself borrows the lanes in its place in the order: what is pushed meanwhile waits.
+#pragma once
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <cstddef>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "native.h"
+#include "ordered_mutex.h"
+
+namespace ncclpy {
+
+using Job = ncclpy_job;
+
+// One lane. Lanes live as long as the process, as their threads do.
+class Lane {
+ public:
+  // `spin` is how long the thread stays awake for the next job, in seconds: work comes in bursts.
+  explicit Lane(double spin) : spin_(spin) { ncclpy_mutex_init(&mutex_, NCCLPY_LOCK_LIST); }
+
+  // Returns false when no thread can be started.
+  bool start() {
+    pthread_attr_t attributes;
+    pthread_t thread;
+    sigset_t all, before;
+    pthread_attr_init(&attributes);
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    // Signals are for the program's threads, Python's handlers want the main one; a crash is for who has a handler.
+    sigfillset(&all);
+    for (int number : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) sigdelset(&all, number);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const int failed = pthread_create(&thread, &attributes, &Lane::main, this);
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    pthread_attr_destroy(&attributes);
+    if (!failed) pthread_setname_np(thread, "ncclpy-lane");
+    return !failed;
+  }
+
+  void push(Job* job) {
+    job->next = nullptr;
+    ncclpy_mutex_lock(&mutex_);
+    (last_ != nullptr ? last_->next : first_) = job;
+    last_ = job;
+    const bool taken = taken_;
+    ncclpy_mutex_unlock(&mutex_);
+    if (!taken) announce();  // else whoever has it looks for more when he is through
+  }
+
+  // Takes the place of a lane that has nothing to do.
+  bool borrow() {
+    ncclpy_mutex_lock(&mutex_);
+    const bool idle = !taken_ && first_ == nullptr;
+    if (idle) taken_ = true;
+    ncclpy_mutex_unlock(&mutex_);
+    return idle;
+  }
+
+  // The borrower is through, in any thread; with a job, the lane begins with that one, before all that was pushed.
+  void give_back(Job* job = nullptr) {
+    ncclpy_mutex_lock(&mutex_);
+    if (job != nullptr) {
+      job->next = first_;
+      first_ = job;
+      if (last_ == nullptr) last_ = job;
+    }
+    taken_ = false;
+    const bool more = first_ != nullptr;
+    ncclpy_mutex_unlock(&mutex_);
+    if (more) announce();
+  }
+
+  bool is_asleep() const { return ncclpy_load(&asleep_); }
+
+  bool is_idle() {
+    ncclpy_mutex_lock(&mutex_);
+    const bool idle = !taken_ && first_ == nullptr;
+    ncclpy_mutex_unlock(&mutex_);
+    return idle;
+  }
+
+ private:
+  static void* main(void* lane) {
+    static_cast<Lane*>(lane)->serve();
+    return nullptr;
+  }
+
+  void serve() {
+    ncclpy_sharp_timers();
+    for (;;) {
+      const int seen = ncclpy_load(&news_);
+      Job* job = take(false);
+      if (job != nullptr) {
+        do {
+          job->run(job);
+          job = take(true);
+        } while (job != nullptr);
+        continue;
+      }
+      const double until = ncclpy_now() + spin_;
+      int spins = 0;
+      while (ncclpy_load(&news_) == seen && ((++spins & 63) != 0 || ncclpy_now() < until)) ncclpy_relax();
+      if (ncclpy_load(&news_) != seen) continue;
+      ncclpy_swap(&asleep_, 1);
+      if (ncclpy_load(&news_) == seen) ncclpy_sleep_on(&news_, seen, 3600);
+      ncclpy_swap(&asleep_, 0);
+    }
+  }
+
+  // Takes the next job. `mine` says whether this thread has the lane already; without a job nobody has it afterwards.
+  Job* take(bool mine) {
+    Job* job = nullptr;
+    ncclpy_mutex_lock(&mutex_);
+    if (mine || !taken_) {
+      job = first_;
+      if (job != nullptr) {
+        first_ = job->next;
+        if (first_ == nullptr) last_ = nullptr;
+      }
+      taken_ = job != nullptr;
+    }
+    ncclpy_mutex_unlock(&mutex_);
+    return job;
+  }
+
+  void announce() {
+    ncclpy_add(&news_, 1);
+    if (ncclpy_load(&asleep_)) ncclpy_wake(&news_);
+  }
+
+  ncclpy_mutex mutex_;   // guards the next three
+  Job* first_ = nullptr;
+  Job* last_ = nullptr;
+  bool taken_ = false;   // a job runs, or somebody has borrowed the lane
+  int news_ = 0;         // atomic; counts what is to be looked at, slept on
+  int asleep_ = 0;       // atomic
+  const double spin_;
+};
+
+// All lanes of the process.
+class Lanes {
+ public:
+  Lanes(int count, double spin) : spin_(spin), lanes_(count) { ncclpy_mutex_init(&order_, NCCLPY_LOCK_ORDER); }
+
+  int count() const { return static_cast<int>(lanes_.size()); }
+
+  // Starts a lane's thread at its first use; not for several threads at once. Returns false if that fails.
+  bool need(int number) {
+    if (lanes_[number] != nullptr) return true;
+    std::unique_ptr<Lane> lane(new (std::nothrow) Lane(spin_));
+    if (lane == nullptr || !lane->start()) return false;
+    lanes_[number] = std::move(lane);
+    return true;
+  }
+
+  // Puts jobs on their lanes, which are there, in one order for all that is pushed or borrowed.
+  void push(Job* const* jobs, const int* numbers, size_t count) {
+    ncclpy_mutex_lock(&order_);
+    pushed_at_ = ncclpy_now();
+    for (size_t i = 0; i < count; i++) lanes_[numbers[i]]->push(jobs[i]);
+    ncclpy_mutex_unlock(&order_);
+  }
+
+  // Takes the place of some lanes, each named once; all of them or none.
+  //
+  // One lane is borrowed when it is idle. Several are faster than one thread, so that they are borrowed only when they
+  // sleep and nothing was launched for a while: waking them takes longer than making all calls in one thread.
+  bool borrow(const int* numbers, size_t count) {
+    size_t taken = 0;
+    ncclpy_mutex_lock(&order_);
+    const double moment = ncclpy_now();
+    if (count == 1 || moment - pushed_at_ >= spin_) {
+      while (taken < count && (count == 1 || lanes_[numbers[taken]]->is_asleep()) && lanes_[numbers[taken]]->borrow())
+        taken++;
+      if (taken == count) pushed_at_ = moment;
+    }
+    ncclpy_mutex_unlock(&order_);
+    if (taken == count) return true;
+    give_back(numbers, taken);
+    return false;
+  }
+
+  void give_back(const int* numbers, size_t count) {
+    for (size_t i = 0; i < count; i++) lanes_[numbers[i]]->give_back();
+  }
+
+  // The first lane is to begin with a job, which gives the others back.
+  void pass_on(Job* job, const int* numbers) { lanes_[numbers[0]]->give_back(job); }
+
+  bool is_idle(int number) { return lanes_[number] == nullptr || lanes_[number]->is_idle(); }
+
+ private:
+  ncclpy_mutex order_;     // of launches; guards pushed_at_ too
+  double pushed_at_ = 0;   // when something was launched last
+  const double spin_;
+  std::vector<std::unique_ptr<Lane>> lanes_;  // the thread that calls need() has the GIL
+};
+
+}  // namespace ncclpy

@@ -1,0 +1,33 @@
+# What rooms of the engine ask of those that are built on them. Each method is called with the GIL; its docstring says
+# in which thread and under which lock.
+
+
+# What the works of one launch report to.
+cdef class Together:
+    cdef int settled(self, object work) except -1
+    cdef int fail(self, object error) except -1
+
+
+# Whose communicators a launch runs on.
+cdef class LaunchOwner:
+    cdef int launch_done(self, Together launch) except -1
+    cdef int launch_failed(self, Together launch, object error) except -1
+
+
+# Who keeps sets of communicators.
+cdef class CliqueOwner:
+    cdef int clique_made(self, LaunchOwner clique, list comms, object error) except -1
+    cdef int clique_lost(self, LaunchOwner clique) except -1
+
+
+# What a work waits for before its launch.
+cdef class Awaited:
+    cdef str missing(self)
+
+
+# Who does the monitor's part in any thread, once the monitor's own has ended.
+cdef class Deputy:
+    cdef int stand_in(self) except -1
+
+
+cdef Deputy deputy

@@ -1,0 +1,88 @@
+"""The ways up: what the engine calls in rooms that stand above the caller's.
+
+A room knows the rooms below it and none above. Where news has to go up, from a work to its launch, from there to the
+communicators that it ran on and on to who keeps them, the lower room calls a method of a class that is declared here,
+and the upper one builds on that class. Each method is called with the GIL.
+"""
+
+
+cdef class Together:
+    """What the works of one launch share: they report to it, and one that fails takes the others with it.
+
+    Below: `work`, `monitor`. Above: `launcher`.
+    """
+
+    cdef int settled(self, object work) except -1:
+        """Note that a work has come to its end.
+
+        In any thread, also the monitor's, and under any lock down to the Manager's: it runs compiled code only.
+        """
+        raise NotImplementedError
+
+    cdef int fail(self, object error) except -1:
+        """Fail all works that are not done and abort their communicators.
+
+        In a thread for errands, under no lock: it may run Python, wait for the Manager's lock and start threads.
+        """
+        raise NotImplementedError
+
+
+cdef class LaunchOwner:
+    """What a launch tells of itself.
+
+    Below: `launcher`. Above: `clique`.
+    """
+
+    cdef int launch_done(self, Together launch) except -1:
+        """Note that all works of a launch are done. Called where `Together.settled` is, and like that one."""
+        raise NotImplementedError
+
+    cdef int launch_failed(self, Together launch, object error) except -1:
+        """See to it that nobody takes the communicators of a failed launch for idle ones; they are aborted next.
+
+        Called where `Together.fail` is, and like that one, before the works of the launch fail.
+        """
+        raise NotImplementedError
+
+
+cdef class CliqueOwner:
+    """What a set of communicators tells of itself.
+
+    Below: `clique`. Above: the Manager.
+    """
+
+    cdef int clique_made(self, LaunchOwner clique, list comms, object error) except -1:
+        """Take communicators over, or what came of the attempt to make them and the error.
+
+        In the thread that has made them, or in the caller's if there is no such thread; under no lock.
+        """
+        raise NotImplementedError
+
+    cdef int clique_lost(self, LaunchOwner clique) except -1:
+        """Forget communicators that are about to be aborted. Called where `LaunchOwner.launch_failed` is."""
+        raise NotImplementedError
+
+
+cdef class Awaited:
+    """What a work waits for before it is launched.
+
+    Below: `work`. Above: the Manager's gatherings.
+    """
+
+    cdef str missing(self):
+        """Return who has not come. In a thread that waits for the work, under no lock; it may show keys."""
+        raise NotImplementedError
+
+
+cdef class Deputy:
+    """The monitor's part.
+
+    Below: `work`. Above: `monitor`.
+    """
+
+    cdef int stand_in(self) except -1:
+        """Do it here if the monitor's thread has ended; return whether it has. In any thread, under no lock."""
+        return False
+
+
+deputy = Deputy()

@@ -1,0 +1,15 @@
+from ncclpy.engine.clique cimport Clique
+from ncclpy.engine.launcher cimport Launch
+from ncclpy.manager.gathering cimport Gathering
+
+
+cdef class Ensemble(Clique):
+    cdef list waiting  # gatherings that are ready before the communicators are
+
+    cdef int take(self, Gathering gathering) except -1
+    cdef int launch(self, Gathering gathering) except -1
+    cdef int _fill(self, Launch launch, Gathering gathering) except -1
+
+
+cdef tuple ranks_of(Gathering gathering)
+cdef int check_members(Ensemble ensemble, Gathering gathering, tuple devices) except -1

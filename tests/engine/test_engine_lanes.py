@@ -1,0 +1,28 @@
+"""Lanes, driven from C++: one order for launches that are pushed and launches that borrow, and nothing run twice."""
+
+import subprocess
+
+import pytest
+from sanitizers import ROOT, build, flags_of
+
+SOURCE = ROOT / "tests/host/lanes_stress.cpp"
+INCLUDES = [f"-I{ROOT / 'ncclpy'}", f"-I{ROOT}"]
+
+
+def run(program, seed, rounds):
+    ran = subprocess.run([program, str(seed), str(rounds)], capture_output=True, text=True, timeout=250)
+    assert ran.returncode == 0, ran.stdout + ran.stderr[-8000:]
+    callers, passed_on = (int(word) for word in ran.stdout.split() if word.isdigit())
+    assert callers > 50 * rounds and passed_on > 10 * rounds, "both ways are to be met"
+
+
+def test_lanes_keep_one_order(tmp_path):
+    build(tmp_path / "lanes", INCLUDES, [SOURCE])
+    run(tmp_path / "lanes", 1, 10)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+def test_lanes_keep_one_order_under_a_sanitizer(sanitizer, tmp_path):
+    build(tmp_path / "lanes", [*INCLUDES, *flags_of(sanitizer, tmp_path)], [SOURCE])
+    run(tmp_path / "lanes", 100, 50)

@@ -4,7 +4,13 @@ import argparse
 import os
 import sys
 
-from benchmarks import collectives, compare, import_time, manager, mpi, nccl_tests, overhead, plot, report, scale
+from benchmarks.collectives import main as collectives
+from benchmarks.collectives import mpi, nccl_tests
+from benchmarks.manager import main as manager
+from benchmarks.overhead import import_time
+from benchmarks.overhead import main as overhead
+from benchmarks.pages import compare, plot, report
+from benchmarks.scale import main as scale
 
 EXPERIMENTS = {
     "overhead": overhead,

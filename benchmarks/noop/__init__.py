@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from benchmarks import compiler
+from benchmarks.work import compiler
 
 SOURCE = Path(__file__).with_name("noop.c")
 

@@ -2,7 +2,7 @@
 
 import importlib.util
 
-from benchmarks.setting import COUNT, Setting
+from benchmarks.work.setting import COUNT, Setting
 
 
 def torch_pair(setting: Setting):

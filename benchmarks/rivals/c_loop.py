@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import compiler
-from benchmarks.road import GROUP, Road
-from benchmarks.setting import COUNT, Setting
+from benchmarks.overhead.road import GROUP, Road
+from benchmarks.work import compiler
+from benchmarks.work.setting import COUNT, Setting
 
 NAME = "C loop"
 

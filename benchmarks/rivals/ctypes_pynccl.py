@@ -3,9 +3,9 @@
 import ctypes
 import types
 
+from benchmarks.overhead.road import Road, python_road
 from benchmarks.rivals import Missing, arrays
-from benchmarks.road import Road, python_road
-from benchmarks.setting import FLOAT32, SUM, Setting
+from benchmarks.work.setting import FLOAT32, SUM, Setting
 
 NAME = "ctypes (pynccl style)"
 

@@ -2,9 +2,9 @@
 
 import importlib.util
 
+from benchmarks.overhead.road import Road, python_road
 from benchmarks.rivals import Missing, arrays
-from benchmarks.road import Road, python_road
-from benchmarks.setting import COUNT, FLOAT32, SUM, Setting
+from benchmarks.work.setting import COUNT, FLOAT32, SUM, Setting
 
 NAME = "cupy.cuda.nccl"
 

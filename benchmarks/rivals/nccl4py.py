@@ -5,7 +5,7 @@ import importlib.util
 import os
 
 from benchmarks.rivals import Missing
-from benchmarks.setting import Setting
+from benchmarks.work.setting import Setting
 
 
 def bindings(setting: Setting):

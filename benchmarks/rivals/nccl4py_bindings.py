@@ -1,8 +1,8 @@
 """nccl.bindings of nccl4py: one Python function a C function, ints only."""
 
+from benchmarks.overhead.road import Road, binding_roads
 from benchmarks.rivals import nccl4py
-from benchmarks.road import Road, binding_roads
-from benchmarks.setting import Setting
+from benchmarks.work.setting import Setting
 
 NAME = "nccl4py bindings"
 

@@ -2,9 +2,9 @@
 
 import types
 
+from benchmarks.overhead.road import Road, python_group, python_road, timed
 from benchmarks.rivals import arrays, nccl4py
-from benchmarks.road import Road, python_group, python_road, timed
-from benchmarks.setting import SUM, Setting
+from benchmarks.work.setting import SUM, Setting
 
 NAME = "nccl4py Communicator"
 CALL = "allreduce(send, recv, op, stream=stream)"

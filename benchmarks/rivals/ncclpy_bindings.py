@@ -1,8 +1,8 @@
 """ncclpy.bindings: one Python function a C function, ints only."""
 
+from benchmarks.overhead.road import Road, binding_roads
 from benchmarks.rivals import Missing
-from benchmarks.road import Road, binding_roads
-from benchmarks.setting import Setting
+from benchmarks.work.setting import Setting
 
 NAME = "ncclpy.bindings"
 

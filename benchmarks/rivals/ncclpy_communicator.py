@@ -1,8 +1,8 @@
 """ncclpy.Communicator: arrays, prepared buffers and groups."""
 
+from benchmarks.overhead.road import Road, python_group, python_road, timed
 from benchmarks.rivals import Missing, arrays
-from benchmarks.road import Road, python_group, python_road, timed
-from benchmarks.setting import COUNT, FLOAT32, Setting
+from benchmarks.work.setting import COUNT, FLOAT32, Setting
 
 NAME = "ncclpy.Communicator"
 OUT_OF_PLACE = "all_reduce(send, recv, stream=stream)"

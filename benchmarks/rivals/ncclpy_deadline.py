@@ -1,8 +1,8 @@
 """ncclpy.Communicator with timeout=: a guard beside it, and the watcher's marks around every operation."""
 
+from benchmarks.overhead.road import Road
 from benchmarks.rivals.ncclpy_nonblocking import CALL, roads
-from benchmarks.road import Road
-from benchmarks.setting import Setting
+from benchmarks.work.setting import Setting
 
 NAME = "ncclpy.Communicator, timeout=60"
 

@@ -2,8 +2,8 @@
 
 import itertools
 
-from benchmarks.road import Road, timed
-from benchmarks.setting import COUNT, FLOAT32, Setting
+from benchmarks.overhead.road import Road, timed
+from benchmarks.work.setting import COUNT, FLOAT32, Setting
 
 NAME = "ncclpy.Manager"
 ADD = "key = next(keys); keep(add(key, send, recv, device=device, num_local=1))"

@@ -1,8 +1,8 @@
 """ncclpy.Communicator with Config(blocking=False): the library polls until the operation is issued."""
 
+from benchmarks.overhead.road import Road, python_road
 from benchmarks.rivals import Missing, arrays
-from benchmarks.road import Road, python_road
-from benchmarks.setting import COUNT, FLOAT32, Setting
+from benchmarks.work.setting import COUNT, FLOAT32, Setting
 
 NAME = "ncclpy.Communicator, nonblocking"
 CALL = "all_reduce(send, recv, stream=stream)"

@@ -1,7 +1,7 @@
 """ncclpy.Plan: a group that is recorded once, launched by one call or as a CUDA graph."""
 
-from benchmarks.road import GROUP, Road, timed
-from benchmarks.setting import COUNT, FLOAT32, Setting
+from benchmarks.overhead.road import GROUP, Road, timed
+from benchmarks.work.setting import COUNT, FLOAT32, Setting
 
 NAME = "ncclpy.Plan"
 

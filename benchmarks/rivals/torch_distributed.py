@@ -2,9 +2,9 @@
 
 import datetime
 
+from benchmarks.overhead.road import Road, python_road
 from benchmarks.rivals import Missing, arrays
-from benchmarks.road import Road, python_road
-from benchmarks.setting import Setting
+from benchmarks.work.setting import Setting
 
 NAME = "torch.distributed"
 

@@ -6,10 +6,14 @@ import types
 import pytest
 from benchmark_runs import run
 
-from benchmarks import manager, nccl_tests, noop, report, results, summary, targets
-from benchmarks.manager_side import Side
-from benchmarks.road import Road
-from benchmarks.worker import Worker
+from benchmarks import noop
+from benchmarks.collectives import nccl_tests
+from benchmarks.manager import main as manager
+from benchmarks.manager.side import Side
+from benchmarks.overhead.road import Road
+from benchmarks.pages import report, summary, targets
+from benchmarks.work import results
+from benchmarks.work.worker import Worker
 
 
 @pytest.fixture(scope="module")

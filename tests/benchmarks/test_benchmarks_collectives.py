@@ -6,7 +6,9 @@ import json
 import pytest
 from benchmark_runs import run
 
-from benchmarks import bandwidth, collectives, mpi_side, nccl_tests, report, targets
+from benchmarks.collectives import main as collectives
+from benchmarks.collectives import mpi_side, nccl_tests
+from benchmarks.pages import bandwidth, report, targets
 
 HEAD = "#       size         count      type   redop    root     time   algbw   busbw  #wrong\n"
 

@@ -6,8 +6,8 @@ import random
 import pytest
 from benchmark_runs import run
 
-from benchmarks import compare
 from benchmarks.__main__ import main
+from benchmarks.pages import compare
 
 
 def result(rows, experiment="overhead", **more):

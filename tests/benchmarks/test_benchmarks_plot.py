@@ -5,7 +5,7 @@ import json
 import pytest
 from benchmark_runs import run
 
-from benchmarks import plot
+from benchmarks.pages import plot
 
 pytest.importorskip("matplotlib")
 

@@ -5,7 +5,8 @@ import re
 import benchmark_runs  # noqa: F401  the benchmarks are imported through it
 import pytest
 
-from benchmarks import front, plot, report, results
+from benchmarks.pages import front, plot, report
+from benchmarks.work import results
 
 DOCS = report.PAGE.parent
 FOUND = results.load_all()

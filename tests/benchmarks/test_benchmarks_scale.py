@@ -5,7 +5,8 @@ import json
 import pytest
 from benchmark_runs import run
 
-from benchmarks import growth, report, scale
+from benchmarks.pages import growth, report
+from benchmarks.scale import main as scale
 
 
 def test_every_step_is_measured_in_one_process_and_in_several(tmp_path):

@@ -5,7 +5,7 @@ import subprocess
 import pytest
 from sanitizers import ROOT, build, flags_of
 
-SOURCE = ROOT / "tests/host/lanes_stress.cpp"
+SOURCE = ROOT / "tests/engine/lanes_stress.cpp"
 INCLUDES = [f"-I{ROOT / 'ncclpy'}", f"-I{ROOT}"]
 
 

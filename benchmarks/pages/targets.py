@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from benchmarks import summary
-from benchmarks.road import GROUP
+from benchmarks.overhead.road import GROUP
+from benchmarks.pages import summary
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import bandwidth, compare, growth, summary
-from benchmarks.markdown import number, size
+from benchmarks.pages import bandwidth, compare, growth, summary
+from benchmarks.pages.markdown import number, size
 
 #: Pictures are as wide as the text of the site (736 pixels), and a little sharper.
 SITE_WIDTH, SITE_DPI = 5.5, 200

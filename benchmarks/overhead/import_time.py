@@ -10,7 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks import report, results
+from benchmarks.pages import report
+from benchmarks.work import results
 
 ROUNDS = 15
 STATEMENTS = {"ncclpy": "import ncclpy", "nccl4py": "import nccl.core"}

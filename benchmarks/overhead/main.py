@@ -14,8 +14,10 @@ import random
 import tempfile
 from pathlib import Path
 
-from benchmarks import noop, report, results, workers
+from benchmarks import noop
+from benchmarks.pages import report
 from benchmarks.rivals import MODULES
+from benchmarks.work import results, workers
 
 #: Rounds in one set of processes, fresh sets of processes (no-op only), seed of the order of roads in a round.
 DEFAULTS = {"rounds": 30, "processes": 5, "seed": 1}

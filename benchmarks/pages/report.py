@@ -10,8 +10,10 @@ import argparse
 import importlib.util
 from pathlib import Path
 
-from benchmarks import ROOT, bandwidth, front, growth, plot, results, summary, targets
-from benchmarks.markdown import number, spread, table
+from benchmarks import ROOT
+from benchmarks.pages import bandwidth, front, growth, plot, summary, targets
+from benchmarks.pages.markdown import number, spread, table
+from benchmarks.work import results
 
 PAGE = ROOT / "docs" / "performance.md"
 #: The pages behind it, in the folder of its name.

@@ -14,8 +14,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks import report, results
-from benchmarks.markdown import size as text_of
+from benchmarks.pages import report
+from benchmarks.pages.markdown import size as text_of
+from benchmarks.work import results
 
 SIDE = Path(__file__).with_name("mpi_side.py")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")

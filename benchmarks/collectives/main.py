@@ -17,11 +17,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks import mpi, nccl_tests, report, results, workers
-from benchmarks.markdown import size as text_of
-from benchmarks.mpi_side import plan
+from benchmarks.collectives import mpi, nccl_tests
+from benchmarks.collectives.mpi_side import plan
+from benchmarks.pages import report
+from benchmarks.pages.markdown import size as text_of
+from benchmarks.work import results, workers
 
-SIDE = "benchmarks.collectives_side"
+SIDE = "benchmarks.collectives.side"
 NAMES = tuple(nccl_tests.BINARIES)
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 #: By whether they are for GPUs.

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import setting
 from benchmarks.rivals import Missing
-from benchmarks.setting import SUM
+from benchmarks.work import setting
+from benchmarks.work.setting import SUM
 
 #: Elements that are looked at, at either end of what was received.
 END = 256

@@ -11,7 +11,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks import report, results
+from benchmarks.pages import report
+from benchmarks.work import results
 
 #: Our name of a collective: the name of the nccl-tests binary.
 BINARIES = {

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import setting, worker
-from benchmarks.collectives_rivals import OPEN, Place
-from benchmarks.mpi_side import plan
+from benchmarks.collectives.mpi_side import plan
+from benchmarks.collectives.rivals import OPEN, Place
 from benchmarks.rivals import Missing
+from benchmarks.work import setting, worker
 
 
 class Side:

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import summary
-from benchmarks.markdown import number, table
+from benchmarks.pages import summary
+from benchmarks.pages.markdown import number, table
 
 #: Draws of the bootstrap, what part of their ratios the interval leaves out, and the seed that makes it repeatable.
 DRAWS = 4000

@@ -12,9 +12,9 @@ import os
 import sys
 import traceback
 
-from benchmarks import machine, setting
+from benchmarks.overhead.road import GROUP, Road
 from benchmarks.rivals import Missing, load
-from benchmarks.road import GROUP, Road
+from benchmarks.work import machine, setting
 
 
 class Worker:

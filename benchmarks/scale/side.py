@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 
-from benchmarks import worker
+from benchmarks.work import worker
 
 #: The host engine has no more.
 MOST_DEVICES = 1024

@@ -6,7 +6,7 @@ import dataclasses
 import timeit
 from collections.abc import Callable
 
-from benchmarks.setting import COUNT, FLOAT32, SUM, Setting
+from benchmarks.work.setting import COUNT, FLOAT32, SUM, Setting
 
 #: How many operations a group holds in the rows that measure groups.
 GROUP = 64

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from benchmarks import summary
+from benchmarks.pages import summary
 
 
 def table(head: list[str], body: list[list[str]]) -> str:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from benchmarks.manager.bench import Bench, Sample
 from benchmarks.rivals import c_loop
-
-if TYPE_CHECKING:
-    from benchmarks.manager_side import Sample, Side
 
 #: Launches in a row of which a sample is the mean, and launches that are each waited for.
 REPEATED = 200
@@ -24,7 +22,7 @@ LARGE = 20
 class Plans:
     """Communicators of all devices, outside the Manager, with streams of their own."""
 
-    def __init__(self, side: Side):
+    def __init__(self, side: Bench):
         self.side = side
         self.comms = side.nccl.Communicator.init_all(side.devices)
         self.streams = [side.nccl.Stream(device) for device in side.devices]
@@ -91,7 +89,7 @@ class Plans:
 class Large:
     """Bus bandwidth of large all-reduces, by the Manager and by a plan."""
 
-    def __init__(self, side: Side, plans: Plans, nbytes: int):
+    def __init__(self, side: Bench, plans: Plans, nbytes: int):
         self.side, self.nbytes = side, nbytes
         self.send, self.recv = ([side.buffer(device, nbytes // 4) for device in side.devices] for _ in range(2))
         self.plan = side.nccl.Plan()

@@ -6,8 +6,8 @@ import dataclasses
 
 import numpy as np
 
-from benchmarks import summary
-from benchmarks.markdown import spread, table
+from benchmarks.pages import summary
+from benchmarks.pages.markdown import spread, table
 
 
 @dataclasses.dataclass(frozen=True)

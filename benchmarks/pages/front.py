@@ -9,8 +9,8 @@ import dataclasses
 import textwrap
 from typing import Any
 
-from benchmarks import plot, summary, targets
-from benchmarks.markdown import number, table
+from benchmarks.pages import plot, summary, targets
+from benchmarks.pages.markdown import number, table
 
 HEAD = """# Performance
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks import summary
-from benchmarks.markdown import number, size, spread, table
+from benchmarks.pages import summary
+from benchmarks.pages.markdown import number, size, spread, table
 
 #: Below, bandwidth says nothing.
 SMALLEST = 64 << 10

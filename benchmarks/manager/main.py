@@ -16,10 +16,13 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks import nccl_tests, noop, report, results, workers
+from benchmarks import noop
+from benchmarks.collectives import nccl_tests
+from benchmarks.pages import report
+from benchmarks.work import results, workers
 
 DEFAULTS = {"rounds": 10, "processes": 3, "seed": 1}
-SIDE = "benchmarks.manager_side"
+SIDE = "benchmarks.manager.side"
 MEASURES = ("add", "recorder", "launch", "rounds", "threads", "callback", "idle", "plans")
 #: Keys that wait meanwhile; each count in a process of its own, whose memory is its own.
 PENDING = (10, 1000, 100_000)

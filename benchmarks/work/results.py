@@ -7,7 +7,8 @@ import os
 import shlex
 from pathlib import Path
 
-from benchmarks import ROOT, machine
+from benchmarks import ROOT
+from benchmarks.work import machine
 
 FOLDER = ROOT / "benchmarks" / "results"
 

@@ -36,7 +36,7 @@ class WorkerLost(WorkerFailed):
 class WorkerProcess:
     """One child; `ask` is a call of what the ``main()`` of `module` serves."""
 
-    def __init__(self, module: str = "benchmarks.worker"):
+    def __init__(self, module: str = "benchmarks.work.worker"):
         self._errors = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(
             [sys.executable, "-c", START, module],

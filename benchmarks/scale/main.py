@@ -12,9 +12,10 @@ import argparse
 import random
 from pathlib import Path
 
-from benchmarks import report, results, workers
+from benchmarks.pages import report
+from benchmarks.work import results, workers
 
-SIDE = "benchmarks.scale_side"
+SIDE = "benchmarks.scale.side"
 DEFAULTS = {
     "ranks": [2, 4, 8, 16, 32, 64, 128, 256],
     "most_processes": 16,

@@ -1,0 +1,1 @@
+"""How fast collectives move data, beside rivals, nccl-tests and MPI."""

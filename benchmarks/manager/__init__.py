@@ -1,0 +1,1 @@
+"""What the Manager costs."""

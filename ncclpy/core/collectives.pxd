@@ -1,6 +1,6 @@
 from ncclpy.core.buffers cimport View
 from ncclpy.core.creation cimport Creation
-from ncclpy.core.lower cimport Steps
+from ncclpy.core.lower cimport Lowered
 from ncclpy.core.operation cimport Operation
 from ncclpy.core.parts cimport Spread
 
@@ -17,6 +17,6 @@ cdef class Collectives(Creation):
     cdef int start_or_lower(
         self, Operation* operation, const View* view, object send, object recv, object stream, object timeout
     ) except -1
-    cdef int start_steps(
-        self, Steps steps, const View* view, object send, object recv, object stream, object timeout
+    cdef int start_lowered(
+        self, Lowered lowered, const View* view, object send, object recv, object stream, object timeout
     ) except -1

@@ -95,8 +95,8 @@ cdef class Collectives(Creation):
 
     cdef int start_spread(self, Spread spread, object stream, object timeout) except -1:
         """Submit a collective over parts, as a group."""
-        cdef Steps steps = lower(&spread.operation, self.rank, self.nranks, spread.sends, spread.recvs)
-        return self.start_steps(steps, &spread.view, spread.send, spread.recv, stream, timeout)
+        cdef Lowered lowered = lower(&spread.operation, self.rank, self.nranks, spread.sends, spread.recvs)
+        return self.start_lowered(lowered, &spread.view, spread.send, spread.recv, stream, timeout)
 
     cdef int start_or_lower(
         self, Operation* operation, const View* view, object send, object recv, object stream, object timeout
@@ -104,18 +104,18 @@ cdef class Collectives(Creation):
         """Submit a call, or, if the loaded NCCL is too old for it, the group that stands for it."""
         if not lacks(operation.kind):
             return self.start(operation, view, send, recv, stream, timeout)
-        steps = lower(operation, self.rank, self.nranks, None, None)
-        return self.start_steps(steps, view, send, recv, stream, timeout)
+        lowered = lower(operation, self.rank, self.nranks, None, None)
+        return self.start_lowered(lowered, view, send, recv, stream, timeout)
 
-    cdef int start_steps(
-        self, Steps steps, const View* view, object send, object recv, object stream, object timeout
+    cdef int start_lowered(
+        self, Lowered lowered, const View* view, object send, object recv, object stream, object timeout
     ) except -1:
         """Submit operations in one group; those of empty parts are left out, by all ranks alike."""
         cdef size_t i
         with Group(timeout=timeout):
-            for i in range(steps.count):
-                if steps.operations[i].count:
-                    self.start(&steps.operations[i], view, send, recv, stream, timeout)
+            for i in range(lowered.count):
+                if lowered.operations[i].count:
+                    self.start(&lowered.operations[i], view, send, recv, stream, timeout)
         return 0
 
     def all_reduce(self, send, recv=None, op=_SUM, *, stream=None, timeout=None):

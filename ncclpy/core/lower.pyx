@@ -21,7 +21,7 @@ from ncclpy.core.operation cimport (
 from ncclpy.core.parts cimport parts_in_line
 
 
-cdef class Steps:
+cdef class Lowered:
     """Operations of one communicator that make up a collective."""
 
     def __cinit__(self, size_t most):
@@ -35,11 +35,11 @@ cdef class Steps:
     cdef int add(
         self, const Operation* like, int kind, int peer, const void* send, void* recv, size_t count
     ) except -1:
-        """Add a step; it was counted when the room was made."""
-        cdef Operation* step = &self.operations[self.count]
-        step[0] = like[0]
-        step.kind, step.root = kind, peer
-        step.send, step.recv, step.count = send, recv, count
+        """Add an operation; the room for it was made at the beginning."""
+        cdef Operation* one = &self.operations[self.count]
+        one[0] = like[0]
+        one.kind, one.root = kind, peer
+        one.send, one.recv, one.count = send, recv, count
         self.count += 1
         return 0
 
@@ -52,9 +52,9 @@ cdef bint lacks(int kind) noexcept nogil:
     )
 
 
-cdef Steps lower(const Operation* operation, int rank, int nranks, Parts sends, Parts recvs):
+cdef Lowered lower(const Operation* operation, int rank, int nranks, Parts sends, Parts recvs):
     cdef const Operation* o = operation
-    cdef Steps steps = Steps(2 * <size_t>nranks + 1)
+    cdef Lowered lowered = Lowered(2 * <size_t>nranks + 1)
     cdef int kind = o.kind, peer
     cdef bint is_root = rank == o.root
     if sends is None and (kind == ALL_TO_ALL or kind == REDUCE_SCATTER or (kind == SCATTER and is_root)):
@@ -62,20 +62,20 @@ cdef Steps lower(const Operation* operation, int rank, int nranks, Parts sends, 
     if recvs is None and (kind == ALL_TO_ALL or kind == ALL_GATHER or (kind == GATHER and is_root)):
         recvs = parts_in_line(o.recv, o.count, o.datatype, nranks)
     if kind == GATHER:
-        steps.add(o, SEND, o.root, o.send, NULL, o.count)
+        lowered.add(o, SEND, o.root, o.send, NULL, o.count)
     for peer in range(nranks):
         if kind == ALL_GATHER:
-            steps.add(
+            lowered.add(
                 o, BROADCAST, peer, o.send if peer == rank else recvs.pointers[peer], recvs.pointers[peer],
                 recvs.counts[peer],
             )
         elif kind == REDUCE_SCATTER:
-            steps.add(o, REDUCE, peer, sends.pointers[peer], o.recv if peer == rank else NULL, sends.counts[peer])
+            lowered.add(o, REDUCE, peer, sends.pointers[peer], o.recv if peer == rank else NULL, sends.counts[peer])
         elif kind == ALL_TO_ALL or (kind == SCATTER and is_root):
-            steps.add(o, SEND, peer, sends.pointers[peer], NULL, sends.counts[peer])
+            lowered.add(o, SEND, peer, sends.pointers[peer], NULL, sends.counts[peer])
     if kind == SCATTER:
-        steps.add(o, RECV, o.root, NULL, o.recv, o.count)
+        lowered.add(o, RECV, o.root, NULL, o.recv, o.count)
     elif kind == ALL_TO_ALL or (kind == GATHER and is_root):
         for peer in range(nranks):
-            steps.add(o, RECV, peer, NULL, recvs.pointers[peer], recvs.counts[peer])
-    return steps
+            lowered.add(o, RECV, peer, NULL, recvs.pointers[peer], recvs.counts[peer])
+    return lowered

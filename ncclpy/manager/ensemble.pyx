@@ -4,7 +4,7 @@ from libc.string cimport memset
 
 from ncclpy.abi.driver cimport CUstream
 from ncclpy.core.communicator cimport Communicator
-from ncclpy.core.lower cimport Steps, lacks, lower
+from ncclpy.core.lower cimport Lowered, lacks, lower
 from ncclpy.core.operation cimport Operation
 from ncclpy.core.stream cimport Stream
 from ncclpy.core.wait cimport FOREVER, now
@@ -127,12 +127,12 @@ cdef int _describe(Operation* o, Gathering gathering, Participant participant, C
 
 cdef int _add(Launch launch, Communicator comm, const Operation* operation, Work work) except -1:
     """Add an operation to a launch; what an older NCCL lacks, as what stands for it."""
-    cdef Steps steps
+    cdef Lowered lowered
     cdef size_t i
     if not lacks(operation.kind):
         return launch.add(work, comm, operation, work.ready)
-    steps = lower(operation, comm.rank, comm.nranks, None, None)
-    for i in range(steps.count - 1):
-        launch.add_before(comm, &steps.operations[i], NULL if i else work.ready)
-    launch.add(work, comm, &steps.operations[steps.count - 1], work.ready if steps.count == 1 else NULL)
+    lowered = lower(operation, comm.rank, comm.nranks, None, None)
+    for i in range(lowered.count - 1):
+        launch.add_before(comm, &lowered.operations[i], NULL if i else work.ready)
+    launch.add(work, comm, &lowered.operations[lowered.count - 1], work.ready if lowered.count == 1 else NULL)
     return 0

@@ -66,6 +66,20 @@ def test_cuda_array_interface(comm1):
         assert np.array_equal(read(recv, 6, np.float32), values)
 
 
+def test_a_list_takes_the_stream_of_the_first_that_has_one(host_engine):
+    """A buffer has none; that of the interface is seen by NCCL's refusing it."""
+    comm = ncclpy.Communicator.init_all([0])[0]
+    with device_memory(0, 8) as send, device_memory(0, 8) as recv:
+        none, no_stream = ncclpy.Buffer(send, 2, "float32"), CudaArray(recv, (2,), "<f4", stream=0x5300000000000999)
+        comm.all_gather(none, [ncclpy.Buffer(recv, 2, "float32")])
+        with pytest.raises(ncclpy.NcclError, match="0x5300000000000999 is no stream"):
+            comm.all_gather(none, [no_stream])
+        with pytest.raises(ncclpy.NcclError, match="0x5300000000000999 is no stream"):
+            comm.all_gather_v(none, no_stream, [2])
+        ncclpy.synchronize(0)
+    comm.abort()
+
+
 def test_cuda_array_interface_with_contiguous_strides(comm1):
     with device_memory(0, 24) as send, device_memory(0, 24) as recv:
         write(send, np.arange(6, dtype=np.float32))

@@ -68,6 +68,12 @@ def test_every_python_block_is_seen_and_compiles(page):
         compile(block["code"], page.name, "exec")
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if DOCS in page.parents], ids=lambda page: page.name)
+def test_programs_are_seen_whole_on_the_site(page):
+    code = [block["code"] for block in BLOCK.finditer(page.read_text())]
+    assert [line for text in code for line in text.splitlines() if len(line) > 98] == []
+
+
 def known_names(tree):
     """Yield every dotted ``ncclpy.x.y`` of a program."""
     for node in ast.walk(tree):

@@ -50,6 +50,7 @@ from ncclpy.core.stream import Event, Stream, synchronize
 from ncclpy.core.types import AVG, MAX, MIN, PROD, SUM, DataType, ReduceOp, Result, UniqueId
 from ncclpy.core.window import Window
 from ncclpy.engine import recorder
+from ncclpy.engine.graph import Graph
 from ncclpy.engine.plan import Plan
 from ncclpy.engine.work import Work
 from ncclpy.manager.manager import Manager
@@ -71,6 +72,7 @@ __all__ = [
     "CustomOp",
     "DataType",
     "Event",
+    "Graph",
     "LibraryNotFound",
     "Manager",
     "NcclAborted",

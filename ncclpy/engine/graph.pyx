@@ -35,7 +35,7 @@ cdef double _PATIENCE = 0.2
 
 
 cdef class Graph:
-    """A plan as CUDA graphs, from `Plan.capture`.
+    """Hold a plan as CUDA graphs, as `Plan.capture` makes them.
 
     It keeps the plan. Close it before the communicators are closed; closing one of them closes the graph as well.
     """

@@ -5,7 +5,7 @@ import re
 import benchmark_runs  # noqa: F401  the benchmarks are imported through it
 import pytest
 
-from benchmarks.pages import front, plot, report
+from benchmarks.pages import front, plot, report, summary
 from benchmarks.work import results
 
 DOCS = report.PAGE.parent
@@ -57,6 +57,19 @@ def test_figures_of_the_first_page_are_those_of_the_tables():
     of_theirs = next(row for row in table if re.match(r"\| nccl4py Communicator +\| allreduce\(torch tensor\)", row))
     assert f"| {ours} (" in of_ours and f"| {theirs} (" in of_theirs
     assert float(ratio) == pytest.approx(float(ours) / float(theirs), rel=0.05)
+
+
+def test_figures_in_guides_are_those_of_the_results():
+    samples = {
+        row["rival"]: row["samples"]
+        for row in dict(FOUND)["collectives-registered-gpu4.json"]["rows"]
+        if row.get("road") == "all_reduce 8 B" and row["measure"] == "time"
+    }
+    plain, windows, torch = (
+        f"{summary.median(samples[rival]):.1f}" for rival in ("ncclpy", "ncclpy, windows", "torch.distributed")
+    )
+    words = f"plain {plain} us, in symmetric windows {windows} us, torch.distributed {torch} us"
+    assert words in " ".join((DOCS / "guides" / "inference.md").read_text().split())
 
 
 @pytest.mark.parametrize("page", PAGES)

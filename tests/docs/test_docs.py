@@ -68,6 +68,12 @@ def test_every_python_block_is_seen_and_compiles(page):
         compile(block["code"], page.name, "exec")
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if DOCS in page.parents], ids=lambda page: page.name)
+def test_programs_are_seen_whole_on_the_site(page):
+    code = [block["code"] for block in BLOCK.finditer(page.read_text())]
+    assert [line for text in code for line in text.splitlines() if len(line) > 98] == []
+
+
 def known_names(tree):
     """Yield every dotted ``ncclpy.x.y`` of a program."""
     for node in ast.walk(tree):
@@ -124,7 +130,18 @@ def test_reference_has_every_public_name():
     methods = {name for name in dir(ncclpy.Communicator) if not name.startswith("_")} - in_class_docstring
     public |= {f"ncclpy.Communicator.{name}" for name in methods}
     assert public - listed == set(), "missing in docs/api"
-    assert listed - public == {"ncclpy.core.library.Library", "ncclpy.engine.graph.Graph"}
+    assert listed - public == {"ncclpy.core.library.Library"}
+
+
+def test_environment_variables_are_on_their_page():
+    """Every variable of ours that is read anywhere has its line."""
+    package = ROOT / "ncclpy"
+    sources = [path for ending in ("py", "pyx", "cpp", "hpp", "h") for path in package.rglob(f"*.{ending}")]
+    reading = re.compile(r"(?:getenv\(|environ(?:\.get)?[(\[]|environment\()\s*\"(NCCLPY_\w+)\"")
+    read = {name for path in sources for name in reading.findall(path.read_text())}
+    assert {"NCCLPY_LIBRARY", "NCCLPY_FAULTS", "NCCLPY_HOST_DEVICES"} <= read
+    table = (DOCS / "environment.md").read_text().partition("## NCCL's")[0]
+    assert {name for cell, _ in rows(table) for name in dotted(cell)} == read
 
 
 COMING_FROM = DOCS / "guides" / "coming-from.md"

@@ -1,5 +1,6 @@
 """The ways to make a communicator: of a new clique, or out of one that exists."""
 
+import hashlib
 import sys
 
 from libc.stdint cimport uintptr_t
@@ -45,6 +46,11 @@ cdef tuple _as_place(object nranks, object rank):
     if nranks < 1 or not 0 <= rank < nranks:
         raise ValueError(f"rank {rank} of {nranks}: expected nranks >= 1 and 0 <= rank < nranks")
     return nranks, rank
+
+
+cdef str _name_of(object unique_id):
+    """Return a name for the communicators that are made with an id: the same in all processes."""
+    return hashlib.blake2b(bytes(unique_id), digest_size=4).hexdigest()
 
 
 cdef class Creation(Lifecycle):
@@ -97,6 +103,7 @@ cdef class Creation(Lifecycle):
         self.device = as_device(device)
         self.conceive(config, timeout, abortable, None)
         _as_unique_id(unique_id, &self.cradle.birth.id)
+        self.group_name = _name_of(unique_id)
         self.rank = self.cradle.birth.rank = rank
         self.nranks = self.cradle.birth.nranks = nranks
         self.cradle.birth.context = context_of(self.device)
@@ -189,6 +196,7 @@ cdef class Creation(Lifecycle):
         self.check_alive()
         child.conceive(config, timeout, abortable, self)
         child.cradle.birth.color = number
+        child.group_name = self.name_next(f".{number}")
         child.cradle.birth.key = order
         memset(&operation, 0, sizeof(operation))
         operation.kind = SPLIT
@@ -234,6 +242,7 @@ cdef class Creation(Lifecycle):
         for i, rank in enumerate(ranks):
             child.cradle.birth.exclude[i] = rank
         child.cradle.birth.nexclude = len(ranks)
+        child.group_name = self.name_next("-")
         child.cradle.birth.flags = 1 if abort else 0
         memset(&operation, 0, sizeof(operation))
         operation.kind = SHRINK
@@ -264,6 +273,7 @@ cdef class Creation(Lifecycle):
         if nranks <= self.nranks:
             raise ValueError(f"nranks: {nranks} is not more than the {self.nranks} ranks there are")
         child.conceive(config, timeout, abortable, self)
+        child.group_name = self.name_next("+")
         return _grow(self, child, nranks, -1, unique_id)
 
     @classmethod
@@ -284,6 +294,8 @@ cdef class Creation(Lifecycle):
         self.device = as_device(device)
         self.conceive(config, timeout, abortable, None)
         self.cradle.birth.context = context_of(self.device)
+        if unique_id is not None:
+            self.group_name = _name_of(unique_id)
         return _grow(None, self, nranks, rank, unique_id)
 
     def grow_id(self):

@@ -13,6 +13,7 @@ from libc.stdlib cimport free, realloc
 
 from ncclpy.abi.driver cimport CUstream
 from ncclpy.abi.nccl cimport NCCL_UNDEF_FLOAT, NCCLPY_SIM_INFO_MAGIC, ncclInProgress, ncclResult_t, ncclSuccess
+from ncclpy.core cimport tap as _tap
 from ncclpy.core.abort cimport (
     ABORT_DEADLINE,
     ABORTED,
@@ -31,6 +32,7 @@ from ncclpy.core.handle cimport count_waits, in_lock_order
 from ncclpy.core.library cimport nccl, require
 from ncclpy.core.operation cimport NOT_THERE, WINDOW, function_of, raise_issue
 from ncclpy.core.stretch cimport make_calls
+from ncclpy.core.tap cimport Tap
 from ncclpy.core.wait cimport FOREVER, SLICE, Call, as_timeout, deadline_after, now, pause
 
 from ncclpy.core.errors import NcclError, attach, not_copied
@@ -334,6 +336,36 @@ cdef int _call_aside(Group group) except -1:
 
 cdef int _launch(Group group) except -1:
     """Make the recorded calls, and wait for what the end of a group waits for."""
+    if _tap.tap is not None and not group.simulate:
+        return _launch_tapped(group, _tap.tap)
+    return _launch_and_wait(group)
+
+
+cdef int _launch_tapped(Group group, Tap tap) except -1:
+    """The same, and have the calls told of."""
+    cdef size_t i
+    cdef Step* step
+    cdef list noted = []
+    waited = {(id(handle), stream) for handle, stream, _ in group.waits}
+    for i in range(group.count):
+        step = &group.held[i].step
+        noted.append(tap.begin(<Handle>step.handle, &step.operation) if step.operation.kind < WINDOW else None)
+    failure = None
+    try:
+        _launch_and_wait(group)
+    except BaseException as error:
+        failure = error
+        raise
+    finally:
+        for i in range(group.count):
+            step = &group.held[i].step
+            if noted[i] is not None:
+                done = (id(<object>step.handle), <uintptr_t>step.operation.stream) in waited
+                tap.end(noted[i], &step.operation, done, failure)
+    return 0
+
+
+cdef int _launch_and_wait(Group group) except -1:
     if not group.waits:
         return _launch_counted(group)
     waits = group.waits

@@ -31,7 +31,13 @@ cdef class Handle(Abortable):
     cdef double shortest  # the shortest deadline of any operation
     cdef object verdict  # the exception that tells why it was aborted, for those who come later
     cdef object site  # where it was made
+    # For a recorder: ranks count alike, so that their calls can be laid side by side.
+    cdef str group_name  # the same on all ranks; None if that is not known
+    cdef long long sequence  # calls made on it; guarded by its mutex
+    cdef int descendants  # communicators that were made from it, to name the next one
 
+    # The name of one that is made from this one, with a mark of those who belong to it.
+    cdef str name_next(self, str mark)
     cdef bint lock_alive(self) noexcept nogil
     cdef int check_call(self, ncclResult_t result, const char* function) except -1
     cdef int raise_if_aborted(self, ncclResult_t result, const char* function) except -1

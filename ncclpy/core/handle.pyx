@@ -183,6 +183,10 @@ cdef class Handle(Abortable):
     def __reduce__(self):
         raise not_copied(self, "pass bytes(unique_id) to the other process, and let each make its own with init()")
 
+    cdef str name_next(self, str mark):
+        self.descendants += 1
+        return None if self.group_name is None else f"{self.group_name}/{self.descendants}{mark}"
+
     cdef bint lock_alive(self) noexcept nogil:
         """Take the lock; return False, and do not, if the communicator was aborted or closed meanwhile."""
         self.lock()

@@ -48,6 +48,7 @@ cdef struct Operation:
     ncclComm_t comm
     cudaStream_t stream
     Birth* birth
+    long long sequence  # which call of its communicator it was, once it is made
 
 
 # A result of ours beside ncclResult_t: the entry is missing, since the NCCL is too old or the process was forked.

@@ -19,33 +19,44 @@ cdef extern from "sched.h" nogil:
 
 cdef bint make_calls(Stretch* stretch, double until) noexcept nogil:
     cdef size_t i
-    cdef ncclResult_t ended
+    cdef ncclResult_t result
+    cdef char* at = stretch.steps
+    cdef bint watched = False
     if not _lock(stretch, until):
         return False
     stretch.failed = stretch.count
-    stretch.words = NULL
-    stretch.result = _look(stretch)
-    if stretch.result == ncclSuccess:
-        if stretch.watched:
+    result = _look(stretch, &watched)
+    watched = watched and stretch.watched
+    if result == ncclSuccess:
+        if watched:
             _enter(stretch)
         if stretch.grouped:
-            stretch.result = nccl.ncclGroupStart() if nccl.ncclGroupStart != NULL else <ncclResult_t>NOT_THERE
-        if stretch.result == ncclSuccess:
+            result = nccl.ncclGroupStart() if nccl.ncclGroupStart != NULL else <ncclResult_t>NOT_THERE
+        if result == ncclSuccess:
             for i in range(stretch.count):
-                stretch.result = issue(&step_of(stretch, i).operation)
-                if stretch.result != ncclSuccess and stretch.result != ncclInProgress:
+                result = issue(&(<Step*>at).operation)
+                if result != ncclSuccess and result != ncclInProgress:
                     stretch.failed = i
                     break
-            # A refused call has marked the group: its end launches nothing and returns the same error.
+                at += stretch.stride
             if stretch.grouped:
-                ended = nccl.ncclGroupEnd() if stretch.simulated == NULL else nccl.ncclGroupSimulateEnd(stretch.simulated)
-                if stretch.failed == stretch.count:
-                    stretch.result = ended
-        if stretch.watched:
-            _leave(stretch)
-    stretch.words = keep_words(stretch.result)
+                result = _end_group(stretch, result)
+        if watched:
+            _leave(stretch, result == ncclSuccess)
+    stretch.result = result
+    stretch.words = keep_words(result)
     _unlock(stretch, _entries(stretch))
     return True
+
+
+cdef ncclResult_t _end_group(const Stretch* stretch, ncclResult_t refused) noexcept nogil:
+    """End the group; a refused call has marked it: its end launches nothing and returns the same error."""
+    cdef ncclResult_t ended
+    if stretch.simulated != NULL:
+        ended = nccl.ncclGroupSimulateEnd(stretch.simulated)
+    else:
+        ended = nccl.ncclGroupEnd()
+    return ended if stretch.failed == stretch.count else refused
 
 
 cdef inline size_t _entries(const Stretch* stretch) noexcept nogil:
@@ -60,10 +71,12 @@ cdef bint _lock(const Stretch* stretch, double until) noexcept nogil:
     """Take the locks of the communicators, each once, in the order of their addresses."""
     cdef size_t i
     cdef PyObject* handle
+    cdef PyObject* last = NULL
     for i in range(_entries(stretch)):
         handle = _entry(stretch, i)
-        if i and handle == _entry(stretch, i - 1):
+        if handle == last:
             continue
+        last = handle
         if until == FOREVER:
             (<Handle>handle).lock()
             continue
@@ -76,22 +89,33 @@ cdef bint _lock(const Stretch* stretch, double until) noexcept nogil:
 
 cdef void _unlock(const Stretch* stretch, size_t entries) noexcept nogil:
     cdef size_t i
+    cdef PyObject* handle
+    cdef PyObject* last = NULL
     for i in range(entries):
-        if i == 0 or _entry(stretch, i) != _entry(stretch, i - 1):
-            (<Handle>_entry(stretch, i)).unlock()
+        handle = _entry(stretch, i)
+        if handle != last:
+            (<Handle>handle).unlock()
+        last = handle
 
 
-cdef ncclResult_t _look(Stretch* stretch) noexcept nogil:
+cdef ncclResult_t _look(Stretch* stretch, bint* watched) noexcept nogil:
     """Fill in the communicators, under their locks; WAS_ABORTED if one is not there any more."""
     cdef size_t i
-    cdef Step* step
+    cdef char* at = stretch.steps
+    cdef Operation* operation
     for i in range(stretch.count):
-        step = step_of(stretch, i)
-        step.operation.comm = (<Handle>step.handle).raw
+        operation = &(<Step*>at).operation
+        operation.comm = (<Handle>(<Step*>at).handle).raw
         # A new communicator has no handle yet; but who was to get it may have left before the call could begin.
-        if (<Handle>step.handle).state == ABORTED or (step.operation.comm == NULL and step.operation.kind < INIT_RANK):
+        if (<Handle>(<Step*>at).handle).state == ABORTED or (operation.comm == NULL and operation.kind < INIT_RANK):
             stretch.failed = i
             return <ncclResult_t>WAS_ABORTED
+        if operation.kind < WINDOW and stretch.simulated == NULL:
+            operation.sequence = (<Handle>(<Step*>at).handle).sequence
+            (<Handle>(<Step*>at).handle).sequence = operation.sequence + 1
+            if (<Handle>(<Step*>at).handle).watched:
+                watched[0] = True
+        at += stretch.stride
     return ncclSuccess
 
 
@@ -114,13 +138,13 @@ cdef void _enter(Stretch* stretch) noexcept nogil:
         before = step
 
 
-cdef void _leave(Stretch* stretch) noexcept nogil:
+cdef void _leave(Stretch* stretch, bint issued) noexcept nogil:
     cdef size_t i
     cdef Step* step
     for i in range(stretch.count):
         step = step_of(stretch, i)
         if step.operation.kind < WINDOW and (<Handle>step.handle).watched:
-            (<Handle>step.handle).leave_call(step.mark, stretch.result == ncclSuccess)
+            (<Handle>step.handle).leave_call(step.mark, issued)
 
 
 cdef void poll_calls(Stretch* stretch) noexcept nogil:

@@ -5,11 +5,13 @@ from libc.stdint cimport uintptr_t
 
 from ncclpy.abi.locks cimport LOCK_COMM, lock_wanted
 from ncclpy.abi.nccl cimport ncclInProgress, ncclResult_t, ncclSuccess
+from ncclpy.core cimport tap as _tap
 from ncclpy.core.abort cimport ABORTED, READY, lock_within
 from ncclpy.core.group cimport open_group
 from ncclpy.core.handle cimport LOCK_BUSY, WAS_ABORTED
 from ncclpy.core.marks cimport Mark
 from ncclpy.core.operation cimport WINDOW, function_of, issue, raise_issue
+from ncclpy.core.tap cimport Tap
 from ncclpy.core.wait cimport SLICE, deadline_after, now
 
 
@@ -32,12 +34,32 @@ cdef int submit(
             group.blocks = True
         group.watched = group.watched or handle.watched
         return 0
+    if _tap.tap is not None:
+        return _submit_tapped(_tap.tap, handle, operation, send, recv, wait_host, limit)
     if wait_host:
         return _submit_and_wait(handle, operation, send, recv, limit)
     result = <ncclResult_t>_call_in_turn(handle, operation, False, limit)
     if result != ncclSuccess:
         return _see_to(handle, operation, send, recv, False, limit, result)
     return 0
+
+
+cdef int _submit_tapped(
+    Tap tap, Handle handle, Operation* operation, object send, object recv, bint wait_host, double limit
+) except -1:
+    """Make a call at once, and have it told of."""
+    noted = tap.begin(handle, operation)
+    try:
+        if wait_host:
+            _submit_and_wait(handle, operation, send, recv, limit)
+        else:
+            result = <ncclResult_t>_call_in_turn(handle, operation, False, limit)
+            if result != ncclSuccess:
+                _see_to(handle, operation, send, recv, False, limit, result)
+    except BaseException as error:
+        tap.end(noted, operation, False, error)
+        raise
+    return tap.end(noted, operation, wait_host, None)
 
 
 cdef int _submit_and_wait(Handle handle, Operation* operation, object send, object recv, double limit) except -1:
@@ -70,6 +92,8 @@ cdef inline ncclResult_t _call(
     if not lock_within(&handle.mutex, until):
         return <ncclResult_t>LOCK_BUSY
     operation.comm = handle.raw
+    operation.sequence = handle.sequence
+    handle.sequence += 1
     if operation.comm == NULL or handle.state == ABORTED:
         result = <ncclResult_t>WAS_ABORTED
     elif handle.watched:

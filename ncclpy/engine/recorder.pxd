@@ -3,6 +3,7 @@ cdef enum:
     LAUNCHED = 1
     COMPLETED = 2
     FAILED = 3
+    CALLED = 4  # a plain call has come back; the device may not be done with it, which nobody asks
 
 
 # What the recorder keeps of one operation. The fields in C may be written without the GIL.

@@ -57,16 +57,17 @@ def test_the_real_error_is_raised_and_frees_the_others(processes):
 
 
 def fails_late(comm):
+    comm.barrier()  # all have come here
     if comm.rank == 1:
-        time.sleep(comm.timeout + 0.5)
+        time.sleep(2.0)
         raise KeyError("the real one")
-    comm.barrier()
+    comm.barrier(timeout=0.2)
 
 
 @KINDS
 def test_the_real_error_is_raised_also_behind_the_timeout_of_another(processes):
     with pytest.raises(KeyError, match="the real one") as caught:
-        run_ranks(2, fails_late, processes=processes, timeout=5.0 if processes else 1.0)
+        run_ranks(2, fails_late, processes=processes)
     assert "rank 0: NcclTimeout" in notes(caught.value)
 
 
@@ -79,15 +80,16 @@ def test_the_traceback_in_the_process_is_shown():
 def sleeps_on(comm, rank, folder=None):
     if folder is not None:
         (folder / f"{comm.rank}").write_text(str(os.getpid()))
+    comm.barrier()  # all have come here
     if comm.rank == rank:
         time.sleep(100)
-    comm.barrier()
+    comm.barrier(timeout=0.5)
 
 
 @KINDS
 def test_a_rank_that_does_not_end_is_shown_with_its_place(processes, short_grace):
     with pytest.raises(TimeoutError, match=r"rank 1 not done .* after rank 0 had failed") as caught:
-        run_ranks(2, sleeps_on, 1, processes=processes, timeout=5.0 if processes else 1.0)
+        run_ranks(2, sleeps_on, 1, processes=processes)
     assert "in sleeps_on" in str(caught.value) and "ncclpy/testing.py" not in str(caught.value)
     assert "rank 0: NcclTimeout" in notes(caught.value)
 
@@ -119,7 +121,7 @@ def pids_in(folder, count):
 
 def test_no_process_is_left_behind(tmp_path, short_grace):
     with pytest.raises(TimeoutError):
-        run_ranks(2, sleeps_on, 1, tmp_path, processes=True, timeout=2.0)
+        run_ranks(2, sleeps_on, 1, tmp_path, processes=True)
     assert [pid for pid in pids_in(tmp_path, 2) if alive(pid)] == []
 
 
@@ -155,7 +157,7 @@ def test_a_rank_may_be_killed_on_purpose():
 def test_a_rank_that_dies_is_the_real_error():
     with pytest.raises(RuntimeError, match="the process of rank 1 was killed by SIGKILL") as caught:
         run_ranks(2, mean, 1.0, processes=True, env=KILL)
-    assert "rank 0: NcclRemoteError" in notes(caught.value)
+    assert "rank 0: Nccl" in notes(caught.value)  # it has noticed the death, or was aborted for it
     with pytest.raises(RuntimeError, match="ended with exit code 3 before it had returned"):
         run_ranks(1, leaves, processes=True)
 

@@ -13,7 +13,6 @@ import ncclpy
 import testing
 from ncclpy.cli.main import main
 
-
 communicators = contextlib.contextmanager(testing.communicators)
 
 

@@ -4,7 +4,7 @@ It is the only place where several calls of NCCL are made: for a group's end, a 
 launch of the Manager's, in whichever thread. All of it is done without the GIL.
 """
 
-from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
+from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclSuccess
 from ncclpy.abi.locks cimport LOCK_COMM, lock_wanted
 from ncclpy.core.abort cimport ABORTED, lock_within
 from ncclpy.core.check cimport keep_words
@@ -103,19 +103,32 @@ cdef ncclResult_t _look(Stretch* stretch, bint* watched) noexcept nogil:
     cdef size_t i
     cdef char* at = stretch.steps
     cdef Operation* operation
+    cdef PyObject* last = NULL  # what does not change from one step of a communicator to the next is looked at once
+    cdef ncclComm_t comm = NULL
+    cdef long long sequence = 0
+    cdef bint aborted = False
+    cdef int counted = stretch.simulated == NULL
     for i in range(stretch.count):
         operation = &(<Step*>at).operation
-        operation.comm = (<Handle>(<Step*>at).handle).raw
+        if (<Step*>at).handle != last:
+            if last != NULL:
+                (<Handle>last).sequence = sequence
+            last = (<Step*>at).handle
+            comm = (<Handle>last).raw
+            sequence = (<Handle>last).sequence
+            aborted = (<Handle>last).state == ABORTED
+            if (<Handle>last).watched:
+                watched[0] = True
         # A new communicator has no handle yet; but who was to get it may have left before the call could begin.
-        if (<Handle>(<Step*>at).handle).state == ABORTED or (operation.comm == NULL and operation.kind < INIT_RANK):
+        if aborted or (comm == NULL and operation.kind < INIT_RANK):
             stretch.failed = i
             return <ncclResult_t>WAS_ABORTED
-        if operation.kind < WINDOW and stretch.simulated == NULL:
-            operation.sequence = (<Handle>(<Step*>at).handle).sequence
-            (<Handle>(<Step*>at).handle).sequence = operation.sequence + 1
-            if (<Handle>(<Step*>at).handle).watched:
-                watched[0] = True
+        operation.comm = comm
+        operation.sequence = sequence
+        sequence += counted if operation.kind < WINDOW else 0
         at += stretch.stride
+    if last != NULL:
+        (<Handle>last).sequence = sequence
     return ncclSuccess
 
 

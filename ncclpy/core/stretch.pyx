@@ -4,7 +4,7 @@ It is the only place where several calls of NCCL are made: for a group's end, a 
 launch of the Manager's, in whichever thread. All of it is done without the GIL.
 """
 
-from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
+from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclSuccess
 from ncclpy.abi.locks cimport LOCK_COMM, lock_wanted
 from ncclpy.core.abort cimport ABORTED, lock_within
 from ncclpy.core.check cimport keep_words
@@ -45,7 +45,7 @@ cdef bint make_calls(Stretch* stretch, double until) noexcept nogil:
             _leave(stretch, result == ncclSuccess)
     stretch.result = result
     stretch.words = keep_words(result)
-    _unlock(stretch, _entries(stretch))
+    _unlock(stretch, <size_t>-1)
     return True
 
 
@@ -59,43 +59,44 @@ cdef ncclResult_t _end_group(const Stretch* stretch, ncclResult_t refused) noexc
     return ended if stretch.failed == stretch.count else refused
 
 
-cdef inline size_t _entries(const Stretch* stretch) noexcept nogil:
-    return stretch.count if stretch.handles == NULL else stretch.nhandles
-
-
-cdef inline PyObject* _entry(const Stretch* stretch, size_t index) noexcept nogil:
-    return step_of(stretch, index).handle if stretch.handles == NULL else stretch.handles[index]
+cdef inline char* _handles(const Stretch* stretch, size_t* count, size_t* pitch) noexcept nogil:
+    """Return where the first handle stands, how many there are, and the bytes from one to the next."""
+    if stretch.handles != NULL:
+        count[0], pitch[0] = stretch.nhandles, sizeof(PyObject*)
+        return <char*>stretch.handles
+    count[0], pitch[0] = stretch.count, stretch.stride
+    return <char*>&(<Step*>stretch.steps).handle
 
 
 cdef bint _lock(const Stretch* stretch, double until) noexcept nogil:
     """Take the locks of the communicators, each once, in the order of their addresses."""
-    cdef size_t i
-    cdef PyObject* handle
+    cdef size_t i, count, pitch
+    cdef char* at = _handles(stretch, &count, &pitch)
     cdef PyObject* last = NULL
-    for i in range(_entries(stretch)):
-        handle = _entry(stretch, i)
-        if handle == last:
-            continue
-        last = handle
-        if until == FOREVER:
-            (<Handle>handle).lock()
-            continue
-        lock_wanted(LOCK_COMM, &(<Handle>handle).mutex)
-        if not lock_within(&(<Handle>handle).mutex, until):
-            _unlock(stretch, i)
-            return False
+    for i in range(count):
+        if (<PyObject**>at)[0] != last:
+            last = (<PyObject**>at)[0]
+            if until == FOREVER:
+                (<Handle>last).lock()
+            else:
+                lock_wanted(LOCK_COMM, &(<Handle>last).mutex)
+                if not lock_within(&(<Handle>last).mutex, until):
+                    _unlock(stretch, i)
+                    return False
+        at += pitch
     return True
 
 
-cdef void _unlock(const Stretch* stretch, size_t entries) noexcept nogil:
-    cdef size_t i
-    cdef PyObject* handle
+cdef void _unlock(const Stretch* stretch, size_t first) noexcept nogil:
+    """Give the locks back, of the first so many entries."""
+    cdef size_t i, count, pitch
+    cdef char* at = _handles(stretch, &count, &pitch)
     cdef PyObject* last = NULL
-    for i in range(entries):
-        handle = _entry(stretch, i)
-        if handle != last:
-            (<Handle>handle).unlock()
-        last = handle
+    for i in range(min(first, count)):
+        if (<PyObject**>at)[0] != last:
+            last = (<PyObject**>at)[0]
+            (<Handle>last).unlock()
+        at += pitch
 
 
 cdef ncclResult_t _look(Stretch* stretch, bint* watched) noexcept nogil:
@@ -103,19 +104,32 @@ cdef ncclResult_t _look(Stretch* stretch, bint* watched) noexcept nogil:
     cdef size_t i
     cdef char* at = stretch.steps
     cdef Operation* operation
+    cdef PyObject* last = NULL  # what does not change from one step of a communicator to the next is looked at once
+    cdef ncclComm_t comm = NULL
+    cdef long long sequence = 0
+    cdef bint aborted = False
+    cdef int counted = stretch.simulated == NULL
     for i in range(stretch.count):
         operation = &(<Step*>at).operation
-        operation.comm = (<Handle>(<Step*>at).handle).raw
+        if (<Step*>at).handle != last:
+            if last != NULL:
+                (<Handle>last).sequence = sequence
+            last = (<Step*>at).handle
+            comm = (<Handle>last).raw
+            sequence = (<Handle>last).sequence
+            aborted = (<Handle>last).state == ABORTED
+            if (<Handle>last).watched:
+                watched[0] = True
         # A new communicator has no handle yet; but who was to get it may have left before the call could begin.
-        if (<Handle>(<Step*>at).handle).state == ABORTED or (operation.comm == NULL and operation.kind < INIT_RANK):
+        if aborted or (comm == NULL and operation.kind < INIT_RANK):
             stretch.failed = i
             return <ncclResult_t>WAS_ABORTED
-        if operation.kind < WINDOW and stretch.simulated == NULL:
-            operation.sequence = (<Handle>(<Step*>at).handle).sequence
-            (<Handle>(<Step*>at).handle).sequence = operation.sequence + 1
-            if (<Handle>(<Step*>at).handle).watched:
-                watched[0] = True
+        operation.comm = comm
+        operation.sequence = sequence
+        sequence += counted if operation.kind < WINDOW else 0
         at += stretch.stride
+    if last != NULL:
+        (<Handle>last).sequence = sequence
     return ncclSuccess
 
 

@@ -59,6 +59,10 @@ cdef extern from "Python.h":
 # How often communicators and deadlines are looked after while works are on their way.
 cdef double _ROUND = 0.02
 
+# How long works that have ended well, and that nobody sleeps on or wants to be called for, may wait for others: each
+# time that the thread takes the GIL costs those who have it.
+cdef double _TOGETHER = 200e-6
+
 # How long the thread stays awake when nothing is left to watch; only where cores are plenty, since waking an idle one
 # can take 200 us.
 cdef double _spin = 500e-6 if len(os.sched_getaffinity(0)) >= 8 else 0
@@ -84,6 +88,7 @@ cdef struct Inbox:
 cdef struct Watching:
     unordered_map[uintptr_t, Line] lines  # by stream
     vector[Watched] ended  # to be completed, with the GIL
+    double ended_at  # when the first of them was found
     bint at_home
 
 
@@ -117,7 +122,7 @@ cdef Inbox _inbox
 mutex_init(&_inbox.mutex, LOCK_MONITOR)
 _inbox.coming = 0
 cdef Watching _watching
-_watching.at_home = False
+_watching.at_home, _watching.ended_at = False, 0
 cdef Signs _signs
 _signs.home = NULL
 _signs.next_round, _signs.next_timer, _signs.stop = 0, FOREVER, False
@@ -269,8 +274,15 @@ cdef void _watch(double next_round) noexcept nogil:
         _take_in()
         _ask()
         moment = now()
-        if _signs.stop or _watching.ended.size() or moment >= _signs.next_timer or moment >= attention:
+        if _signs.stop or moment >= _signs.next_timer or moment >= attention:
             return
+        if _watching.ended.size():
+            if _watching.ended_at == 0:
+                _watching.ended_at = moment
+            if moment - _watching.ended_at >= _TOGETHER or _is_awaited():
+                return
+            sleep_on(&bell, seen, 20e-6)
+            continue
         if _watching.lines.empty():
             if moment - began < _spin:
                 sched_yield()
@@ -288,6 +300,19 @@ cdef void _watch(double next_round) noexcept nogil:
             sleep_on(&bell, seen, 20e-6 if waited < 0.1 else 50e-6)  # who rings need not wake it from that
         else:
             listen(seen, 500e-6)
+
+
+cdef bint _is_awaited() noexcept nogil:
+    """Return whether a work that has ended has failed, or somebody waits for it."""
+    cdef size_t i
+    cdef Watched* one
+    for i in range(_watching.ended.size()):
+        one = &_watching.ended[i]
+        if one.result != ncclSuccess or one.driver != CUDA_SUCCESS or load(&(<Work>one.work).sleepers):
+            return True
+        if <PyObject*>(<Work>one.work).callbacks != <PyObject*>None:  # looked at, not touched: no GIL is needed
+            return True
+    return False
 
 
 cdef void _take_in() noexcept nogil:
@@ -341,6 +366,7 @@ cdef int _complete() except -1:
     cdef vector[Watched] ended
     cdef size_t i
     ended.swap(_watching.ended)
+    _watching.ended_at = 0
     for i in range(ended.size()):
         try:
             _end(&ended[i])

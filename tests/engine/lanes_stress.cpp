@@ -15,9 +15,9 @@
 
 namespace {
 
-constexpr int kLanes = 4;
-constexpr int kThreads = 4;
-constexpr int kLaunches = 400;
+constexpr int lane_count = 4;
+constexpr int thread_count = 4;
+constexpr int launch_count = 400;
 
 struct Launch;
 
@@ -37,8 +37,8 @@ struct Launch {
 };
 
 // What has run on each lane, in its order. Nothing guards it but the lanes themselves: the sanitizer sees to that.
-std::vector<int> ran[kLanes];
-bool inside[kLanes];
+std::vector<int> ran[lane_count];
+bool inside[lane_count];
 std::atomic<int> by_callers{0}, passed_on{0};
 ncclpy::Lanes* lanes;
 
@@ -93,7 +93,7 @@ void start(Launch& launch, std::mt19937& random) {
 // Each launch ran once on each of its lanes.
 bool is_complete(const std::vector<std::unique_ptr<Launch>>& launches) {
   std::vector<std::vector<int>> found(launches.size());
-  for (int lane = 0; lane < kLanes; lane++)
+  for (int lane = 0; lane < lane_count; lane++)
     for (int number : ran[lane]) found[number].push_back(lane);
   for (auto& launch : launches)
     if (found[launch->number] != launch->lanes) return false;
@@ -102,16 +102,16 @@ bool is_complete(const std::vector<std::unique_ptr<Launch>>& launches) {
 
 // There is an order of all launches that every lane kept.
 bool is_in_order() {
-  constexpr int kAll = kThreads * kLaunches;
-  std::vector<std::vector<int>> next(kAll);
-  std::vector<int> before(kAll, 0), ready;
+  constexpr int all_launches = thread_count * launch_count;
+  std::vector<std::vector<int>> next(all_launches);
+  std::vector<int> before(all_launches, 0), ready;
   size_t all = 0;
   for (auto& lane : ran)
     for (size_t i = 0; i + 1 < lane.size(); i++) {
       next[lane[i]].push_back(lane[i + 1]);
       before[lane[i + 1]]++;
     }
-  for (int i = 0; i < kAll; i++)
+  for (int i = 0; i < all_launches; i++)
     if (before[i] == 0) ready.push_back(i);
   while (!ready.empty()) {
     const int one = ready.back();
@@ -120,25 +120,25 @@ bool is_in_order() {
     for (int other : next[one])
       if (--before[other] == 0) ready.push_back(other);
   }
-  return all == kAll;
+  return all == all_launches;
 }
 
 bool round(unsigned seed) {
   std::vector<std::unique_ptr<Launch>> launches;
   std::vector<std::thread> threads;
-  for (int i = 0; i < kThreads * kLaunches; i++) {
+  for (int i = 0; i < thread_count * launch_count; i++) {
     launches.push_back(std::make_unique<Launch>());
     launches.back()->number = i;
   }
   for (auto& lane : ran) lane.clear();
-  for (int t = 0; t < kThreads; t++) {
+  for (int t = 0; t < thread_count; t++) {
     threads.emplace_back([&, t] {
-      std::mt19937 random(seed * kThreads + t);
-      for (int i = 0; i < kLaunches; i++) {
-        Launch& launch = *launches[t * kLaunches + i];
-        for (int lane = 0; lane < kLanes; lane++)
+      std::mt19937 random(seed * thread_count + t);
+      for (int i = 0; i < launch_count; i++) {
+        Launch& launch = *launches[t * launch_count + i];
+        for (int lane = 0; lane < lane_count; lane++)
           if (random() % 3 == 0) launch.lanes.push_back(lane);
-        if (launch.lanes.empty()) launch.lanes.push_back(static_cast<int>(random() % kLanes));
+        if (launch.lanes.empty()) launch.lanes.push_back(static_cast<int>(random() % lane_count));
         start(launch, random);
         // Now and then the lanes fall asleep, so that several are borrowed at once.
         while (random() % 8 == 0 && launch.remaining) std::this_thread::yield();
@@ -149,7 +149,7 @@ bool round(unsigned seed) {
   for (auto& thread : threads) thread.join();
   for (auto& launch : launches)
     while (launch->remaining) std::this_thread::yield();
-  for (int lane = 0; lane < kLanes; lane++)
+  for (int lane = 0; lane < lane_count; lane++)
     while (!lanes->is_idle(lane)) std::this_thread::yield();
   return is_complete(launches) && is_in_order();
 }
@@ -159,8 +159,8 @@ bool round(unsigned seed) {
 int main(int argc, char** argv) {
   const unsigned seed = static_cast<unsigned>(std::atoi(argv[1]));
   const int rounds = argc > 2 ? std::atoi(argv[2]) : 1;
-  lanes = new ncclpy::Lanes(kLanes, 50e-6);
-  for (int lane = 0; lane < kLanes; lane++)
+  lanes = new ncclpy::Lanes(lane_count, 50e-6);
+  for (int lane = 0; lane < lane_count; lane++)
     if (!lanes->need(lane)) return 2;
   for (int i = 0; i < rounds; i++) {
     if (!round(seed + static_cast<unsigned>(i))) {

@@ -29,7 +29,7 @@ NCCLPY_DRIVER_FUNCTIONS(DECLARE)
 
 namespace {
 
-constexpr int kThreads = 4, kDevices = 2, kRounds = 2000;
+constexpr int thread_count = 4, device_total = 2, round_count = 2000;
 
 void use(int device) {
   CUcontext context;
@@ -41,17 +41,17 @@ void increment(void* counter) { ++*static_cast<long*>(counter); }
 
 // Each thread drives streams of its own, and synchronises with some of everyone's.
 struct Shared {
-  CUstream streams[kThreads];
-  CUevent events[kThreads];
+  CUstream streams[thread_count];
+  CUevent events[thread_count];
 };
 
 void own_streams(Shared& shared, int me) {
-  use(me % kDevices);
+  use(me % device_total);
   std::minstd_rand random(me + 1);
   const CUstream stream = shared.streams[me];
   long expected = 0, counter = 0, expected_ordered = 0, ordered = 0;
-  for (int round = 0; round < kRounds; ++round) {
-    const int other = static_cast<int>(random() % kThreads);
+  for (int round = 0; round < round_count; ++round) {
+    const int other = static_cast<int>(random() % thread_count);
     OK(cuLaunchHostFunc(stream, increment, &counter));
     ++expected;
     switch (random() % 9) {
@@ -126,14 +126,14 @@ void one_stream() {
   OK(cuStreamCreateWithPriority(&stream, CU_STREAM_NON_BLOCKING, 0));
   long counter = 0;
   std::vector<std::thread> waiters;
-  for (int i = 0; i < kThreads; ++i) {
+  for (int i = 0; i < thread_count; ++i) {
     waiters.emplace_back([stream] {
-      for (int round = 0; round < kRounds; ++round) OK(cuStreamSynchronize(stream));
+      for (int round = 0; round < round_count; ++round) OK(cuStreamSynchronize(stream));
     });
   }
-  for (int i = 0; i < 5 * kRounds; ++i) OK(cuLaunchHostFunc(stream, increment, &counter));
+  for (int i = 0; i < 5 * round_count; ++i) OK(cuLaunchHostFunc(stream, increment, &counter));
   OK(cuStreamSynchronize(stream));
-  CHECK(counter == 5 * kRounds);
+  CHECK(counter == 5 * round_count);
   for (std::thread& waiter : waiters) waiter.join();
   OK(cuStreamDestroy_v2(stream));
 }
@@ -153,7 +153,7 @@ void left_over() {
   use(0);
   CUstream stream;
   OK(cuStreamCreateWithPriority(&stream, CU_STREAM_NON_BLOCKING, 0));
-  for (int round = 0; round < kRounds / 10; ++round) {
+  for (int round = 0; round < round_count / 10; ++round) {
     Hold held;
     long counter = 0;
     std::thread helper([&] {
@@ -179,16 +179,16 @@ void left_over() {
 int main() {
   OK(cuInit(0));
   Shared shared;
-  for (int i = 0; i < kThreads; ++i) {
-    use(i % kDevices);
+  for (int i = 0; i < thread_count; ++i) {
+    use(i % device_total);
     OK(cuStreamCreateWithPriority(&shared.streams[i], i < 2 ? CU_STREAM_DEFAULT : CU_STREAM_NON_BLOCKING, 0));
     OK(cuEventCreate(&shared.events[i], CU_EVENT_DEFAULT));
   }
   std::vector<std::thread> threads;
-  for (int i = 0; i < kThreads; ++i) threads.emplace_back([&shared, i] { own_streams(shared, i); });
+  for (int i = 0; i < thread_count; ++i) threads.emplace_back([&shared, i] { own_streams(shared, i); });
   for (std::thread& thread : threads) thread.join();
   one_stream();
   left_over();
-  for (int i = 0; i < kThreads; ++i) OK(cuStreamDestroy_v2(shared.streams[i]));
+  for (int i = 0; i < thread_count; ++i) OK(cuStreamDestroy_v2(shared.streams[i]));
   std::puts("all counts agree");
 }

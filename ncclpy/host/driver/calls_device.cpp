@@ -15,7 +15,7 @@ namespace {
 
 std::atomic<bool> was_initialised{false};
 
-constexpr int kDriverVersion = 13000;  // the CUDA version whose contract these calls keep
+constexpr int shown_driver_version = 13000;  // the CUDA version whose contract these calls keep
 
 struct ErrorText {
   CUresult code;
@@ -24,7 +24,7 @@ struct ErrorText {
 };
 
 #define NCCLPY_ERROR(name, text) {name, #name, text}
-constexpr ErrorText kErrors[] = {
+constexpr ErrorText error_names[] = {
     NCCLPY_ERROR(CUDA_SUCCESS, "no error"),
     NCCLPY_ERROR(CUDA_ERROR_INVALID_VALUE, "invalid argument"),
     NCCLPY_ERROR(CUDA_ERROR_OUT_OF_MEMORY, "out of memory"),
@@ -55,8 +55,8 @@ constexpr ErrorText kErrors[] = {
 #undef NCCLPY_ERROR
 
 const ErrorText* find_error(CUresult code) {
-  const auto found = std::find_if(std::begin(kErrors), std::end(kErrors), [&](auto& e) { return e.code == code; });
-  return found == std::end(kErrors) ? nullptr : found;
+  const auto found = std::find_if(std::begin(error_names), std::end(error_names), [&](auto& e) { return e.code == code; });
+  return found == std::end(error_names) ? nullptr : found;
 }
 
 // What is wrong with NCCLPY_HOST_DEVICES; nullptr if nothing is.
@@ -103,7 +103,7 @@ CUresult cuInit(unsigned int flags) {
 
 CUresult cuDriverGetVersion(int* version) {
   if (version == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  *version = kDriverVersion;
+  *version = shown_driver_version;
   return CUDA_SUCCESS;
 }
 

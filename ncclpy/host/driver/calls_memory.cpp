@@ -13,7 +13,7 @@ using namespace ncclpy::host;
 
 namespace {
 
-constexpr size_t kStaged = size_t{64} << 10;  // pageable sources up to this size are staged, as CUDA does
+constexpr size_t staged_bytes = size_t{64} << 10;  // pageable sources up to this size are staged, as CUDA does
 
 void* pointer(CUdeviceptr address) { return reinterpret_cast<void*>(static_cast<uintptr_t>(address)); }
 
@@ -52,9 +52,9 @@ CUresult cuMemAlloc_v2(CUdeviceptr* pointer, size_t bytes) {
 CUresult cuMemFree_v2(CUdeviceptr address) { return free_tagged(pointer(address), false); }
 
 CUresult cuMemHostAlloc(void** pointer, size_t bytes, unsigned int flags) {
-  constexpr unsigned int kPortableMappedWriteCombined = 0x7;  // all host memory is all of this, or as good as
+  constexpr unsigned int portable_mapped_write_combined = 0x7;  // all host memory is all of this, or as good as
   return driver_call([&] {
-    if (pointer == nullptr || (flags & ~kPortableMappedWriteCombined) != 0) return CUDA_ERROR_INVALID_VALUE;
+    if (pointer == nullptr || (flags & ~portable_mapped_write_combined) != 0) return CUDA_ERROR_INVALID_VALUE;
     if (current_context() == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
     *pointer = bytes == 0 ? nullptr : allocate_pinned(bytes, current_device());
     return *pointer == nullptr && bytes != 0 ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS;
@@ -75,7 +75,7 @@ CUresult cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstream 
     if (!from_pageable && !fits(source, from, bytes)) return CUDA_ERROR_INVALID_VALUE;
     if (found.capturing.load(std::memory_order_acquire))
       return add_step(found, [to, from, bytes] { std::memmove(to, from, bytes); });
-    if (from_pageable && !to_pageable && bytes <= kStaged) {
+    if (from_pageable && !to_pageable && bytes <= staged_bytes) {
       std::unique_ptr<char[]> staged(new char[bytes]);
       std::memcpy(staged.get(), from, bytes);
       found.enqueue([to, bytes, staged = std::move(staged)] { std::memcpy(to, staged.get(), bytes); });

@@ -67,7 +67,7 @@ CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned int flags, int /*
     if (stream == nullptr || (flags & ~CU_STREAM_NON_BLOCKING) != 0) return CUDA_ERROR_INVALID_VALUE;
     if (current_context() == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
     const bool blocking = (flags & CU_STREAM_NON_BLOCKING) == 0;
-    *stream = create_stream(current_device(), blocking ? Stream::Kind::kBlocking : Stream::Kind::kNonBlocking);
+    *stream = create_stream(current_device(), blocking ? Stream::Kind::blocking : Stream::Kind::non_blocking);
     return CUDA_SUCCESS;
   });
 }

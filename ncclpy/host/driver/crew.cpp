@@ -22,7 +22,7 @@ class Worker {
 
 namespace {
 
-constexpr std::chrono::seconds kLinger{1};
+constexpr std::chrono::seconds linger_time{1};
 
 // Never destroyed: threads may run until the process is gone.
 struct Crew {
@@ -51,7 +51,7 @@ void live(std::unique_ptr<Worker> me) {
     while (me->stream == nullptr) {
       if (!me->idle) {
         me->wake.wait(lock);
-      } else if (me->wake.wait_for(lock, kLinger) == std::cv_status::timeout && me->idle) {
+      } else if (me->wake.wait_for(lock, linger_time) == std::cv_status::timeout && me->idle) {
         the.idle.erase(std::find(the.idle.begin(), the.idle.end(), me.get()));
         --the.workers;
         return;

@@ -15,26 +15,26 @@
 namespace ncclpy::host {
 namespace {
 
-constexpr int kDefaultDevices = 8, kMaxDevices = 1024;
+constexpr int default_devices = 8, max_devices = 1024;
 
 int read_device_count() {
   const char* text = std::getenv("NCCLPY_HOST_DEVICES");
-  if (text == nullptr || *text == '\0') return kDefaultDevices;  // as elsewhere, empty is not set
+  if (text == nullptr || *text == '\0') return default_devices;  // as elsewhere, empty is not set
   int count = 0;
-  for (const char* c = text; *c >= '0' && *c <= '9' && count <= kMaxDevices; ++c) {
+  for (const char* c = text; *c >= '0' && *c <= '9' && count <= max_devices; ++c) {
     count = 10 * count + (*c - '0');
-    if (c[1] == '\0' && count >= 1 && count <= kMaxDevices) return count;
+    if (c[1] == '\0' && count >= 1 && count <= max_devices) return count;
   }
-  throw std::invalid_argument("NCCLPY_HOST_DEVICES must be an integer from 1 to " + std::to_string(kMaxDevices) +
+  throw std::invalid_argument("NCCLPY_HOST_DEVICES must be an integer from 1 to " + std::to_string(max_devices) +
                               ", not '" + text + "'");
 }
 
 // A primary context is the address of one of these bytes, one a device; nothing is kept there.
-char contexts[kMaxDevices];
+char contexts[max_devices];
 thread_local CUcontext current = nullptr;
 
 std::atomic<bool> forked{false};
-const int kWatchFork = pthread_atfork(nullptr, nullptr, [] { forked.store(true); });
+const int fork_watch = pthread_atfork(nullptr, nullptr, [] { forked.store(true); });
 
 // FNV-1a: spreads a text over 64 bits.
 std::uint64_t hash(const std::string& text) {

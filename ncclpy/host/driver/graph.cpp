@@ -41,7 +41,7 @@ void add_sorted(std::vector<std::size_t>& nodes, const std::vector<std::size_t>&
 
 CUresult Capture::begin(const std::shared_ptr<Stream>& stream, CUstreamCaptureMode mode) {
   std::lock_guard lock(captures_mutex());
-  if (stream->kind() == Stream::Kind::kLegacy) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+  if (stream->kind() == Stream::Kind::legacy) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
   CaptureState& state = stream->capture_state;
   if (state.capture != nullptr) return CUDA_ERROR_ILLEGAL_STATE;
   auto made = std::make_shared<Capture>();
@@ -135,7 +135,7 @@ CUresult capture_wait(const std::shared_ptr<Stream>& stream, const std::shared_p
     return state.capture == nullptr ? CUDA_ERROR_CAPTURED_EVENT : CUDA_ERROR_STREAM_CAPTURE_ISOLATION;
   }
   if (state.capture == nullptr) {
-    if (stream->kind() == Stream::Kind::kLegacy) return spoil(*from, CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
+    if (stream->kind() == Stream::Kind::legacy) return spoil(*from, CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
     state.capture = from;
     from->streams_.push_back(stream);
     stream->capturing.store(true, std::memory_order_release);
@@ -189,11 +189,11 @@ CUresult forbid_captures(int device) {
 }
 
 CUresult forbid_legacy(Stream& stream) {
-  if (captures_in_progress.load(std::memory_order_acquire) == 0 || stream.kind() != Stream::Kind::kLegacy)
+  if (captures_in_progress.load(std::memory_order_acquire) == 0 || stream.kind() != Stream::Kind::legacy)
     return CUDA_SUCCESS;
   return spoil_those(CUDA_ERROR_STREAM_CAPTURE_IMPLICIT, [&stream](Capture& capture) {
     return capture.holds(
-        [&stream](Stream& s) { return s.device() == stream.device() && s.kind() == Stream::Kind::kBlocking; });
+        [&stream](Stream& s) { return s.device() == stream.device() && s.kind() == Stream::Kind::blocking; });
   });
 }
 

@@ -23,10 +23,10 @@ class HandleTable {
 
   std::uint64_t add(std::shared_ptr<Object> object) {
     const std::uint32_t index = take_index();
-    Slot& slot = chunks_[index / kChunk].load(std::memory_order_acquire)[index % kChunk];
+    Slot& slot = chunks_[index / chunk_size].load(std::memory_order_acquire)[index % chunk_size];
     std::lock_guard lock(slot.mutex);
     slot.object = std::move(object);
-    return std::uint64_t{tag_} << 56 | slot.generation << kIndexBits | index;
+    return std::uint64_t{tag_} << 56 | slot.generation << index_bits | index;
   }
 
   // nullptr if there is no such object.
@@ -47,17 +47,17 @@ class HandleTable {
       if (slot->generation != generation_of(handle) || slot->object == nullptr) return nullptr;
       object = std::move(slot->object);
       slot->object = nullptr;
-      slot->generation = (slot->generation + 1) & kGenerations;
+      slot->generation = (slot->generation + 1) & generations;
     }
     std::lock_guard lock(mutex_);
-    free_.push_back(static_cast<std::uint32_t>(handle & (kChunk * kChunks - 1)));
+    free_.push_back(static_cast<std::uint32_t>(handle & (chunk_size * chunk_count - 1)));
     return object;
   }
 
  private:
-  static constexpr int kIndexBits = 20;
-  static constexpr std::uint32_t kChunk = 1024, kChunks = 1024;
-  static constexpr std::uint64_t kGenerations = (std::uint64_t{1} << (56 - kIndexBits)) - 1;
+  static constexpr int index_bits = 20;
+  static constexpr std::uint32_t chunk_size = 1024, chunk_count = 1024;
+  static constexpr std::uint64_t generations = (std::uint64_t{1} << (56 - index_bits)) - 1;
 
   struct Slot {
     Mutex<NCCLPY_LOCK_HANDLES> mutex;
@@ -65,13 +65,13 @@ class HandleTable {
     std::shared_ptr<Object> object;
   };
 
-  static std::uint64_t generation_of(std::uint64_t handle) { return handle >> kIndexBits & kGenerations; }
+  static std::uint64_t generation_of(std::uint64_t handle) { return handle >> index_bits & generations; }
 
   Slot* slot_of(std::uint64_t handle) {
     if (handle >> 56 != tag_) return nullptr;
-    const std::uint32_t index = handle & (kChunk * kChunks - 1);
-    Slot* chunk = chunks_[index / kChunk].load(std::memory_order_acquire);
-    return chunk == nullptr ? nullptr : chunk + index % kChunk;
+    const std::uint32_t index = handle & (chunk_size * chunk_count - 1);
+    Slot* chunk = chunks_[index / chunk_size].load(std::memory_order_acquire);
+    return chunk == nullptr ? nullptr : chunk + index % chunk_size;
   }
 
   std::uint32_t take_index() {
@@ -81,16 +81,16 @@ class HandleTable {
       free_.pop_back();
       return index;
     }
-    if (used_ == kChunk * kChunks) throw std::bad_alloc();
-    if (used_ % kChunk == 0) {
-      free_.reserve(used_ + kChunk);  // remove() never has to allocate
-      chunks_[used_ / kChunk].store(new Slot[kChunk], std::memory_order_release);
+    if (used_ == chunk_size * chunk_count) throw std::bad_alloc();
+    if (used_ % chunk_size == 0) {
+      free_.reserve(used_ + chunk_size);  // remove() never has to allocate
+      chunks_[used_ / chunk_size].store(new Slot[chunk_size], std::memory_order_release);
     }
     return used_++;
   }
 
   const std::uint8_t tag_;
-  std::atomic<Slot*> chunks_[kChunks] = {};
+  std::atomic<Slot*> chunks_[chunk_count] = {};
   Mutex<NCCLPY_LOCK_HANDLES> mutex_;  // guards free_ and used_
   std::vector<std::uint32_t> free_;
   std::uint32_t used_ = 0;

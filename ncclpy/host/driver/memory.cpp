@@ -20,9 +20,9 @@
 namespace ncclpy::host {
 namespace {
 
-constexpr std::size_t kAlignment = 512;
-constexpr std::size_t kHugePage = std::size_t{2} << 20;
-constexpr std::size_t kLarge = std::size_t{64} << 20;  // from here on, the machine is asked first whether it has it
+constexpr std::size_t alignment = 512;
+constexpr std::size_t huge_page = std::size_t{2} << 20;
+constexpr std::size_t large_bytes = std::size_t{64} << 20;  // from here on, the machine is asked first whether it has it
 
 struct Allocations {
   SharedMutex<NCCLPY_LOCK_ALLOCATIONS> mutex;
@@ -36,7 +36,7 @@ Allocations& allocations() {
   return *all;
 }
 
-bool too_much(std::size_t bytes) { return bytes > total_memory() || (bytes >= kLarge && bytes > free_memory()); }
+bool too_much(std::size_t bytes) { return bytes > total_memory() || (bytes >= large_bytes && bytes > free_memory()); }
 
 void enter(const Allocation& made) {
   const auto address = reinterpret_cast<std::uintptr_t>(made.base);
@@ -49,11 +49,11 @@ void enter(const Allocation& made) {
 
 void* allocate_tagged(std::size_t bytes, int device, bool pinned) {
   if (too_much(bytes)) return nullptr;
-  const std::size_t alignment = bytes >= kHugePage ? kHugePage : kAlignment;
-  const std::size_t rounded = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  const std::size_t alignment = bytes >= huge_page ? huge_page : alignment;
+  const std::size_t rounded = (bytes + alignment - 1) / alignment * alignment;
   void* base = nullptr;
   if (posix_memalign(&base, alignment, rounded) != 0) return nullptr;
-  if (bytes >= kHugePage) madvise(base, bytes, MADV_HUGEPAGE);  // a wish: smaller pages do as well
+  if (bytes >= huge_page) madvise(base, bytes, MADV_HUGEPAGE);  // a wish: smaller pages do as well
   try {
     enter({base, bytes, device, pinned});
   } catch (...) {

@@ -33,7 +33,7 @@ DeviceStreams* device_streams() {
     const int count = device_count();
     auto* all = new DeviceStreams[count];
     for (int device = 0; device < count; ++device)
-      all[device].legacy = std::make_shared<Stream>(device, Stream::Kind::kLegacy);
+      all[device].legacy = std::make_shared<Stream>(device, Stream::Kind::legacy);
     return all;
   }();
   return streams;
@@ -67,7 +67,7 @@ class ThreadStreams {
   }
   std::shared_ptr<Stream> of(int device) {
     std::shared_ptr<Stream>& stream = streams_[device];
-    if (stream == nullptr) stream = make_stream(device, Stream::Kind::kBlocking);
+    if (stream == nullptr) stream = make_stream(device, Stream::Kind::blocking);
     return stream;
   }
 
@@ -77,12 +77,12 @@ class ThreadStreams {
 
 // Spinning saves a sleep of a few microseconds; half of the cores at most may be spent on it.
 std::atomic<int> spinning{0};
-const int kMaySpin = static_cast<int>(std::thread::hardware_concurrency() / 2);
-constexpr int kSpins = 400;
+const int may_spin = static_cast<int>(std::thread::hardware_concurrency() / 2);
+constexpr int most_spins = 400;
 
-constexpr std::uint64_t kAtOnce = 4;  // at most so many tasks before a caller waits for the last of them
-constexpr int kManyReturns = 512;     // in a row make a stream lazy, at most: each mistake doubles the number
-constexpr std::chrono::microseconds kSweepEvery{300};
+constexpr std::uint64_t at_once = 4;  // at most so many tasks before a caller waits for the last of them
+constexpr int many_returns = 512;     // in a row make a stream lazy, at most: each mistake doubles the number
+constexpr std::chrono::microseconds sweep_every{300};
 
 // The sweeper's thread: asleep without end while no stream is lazy.
 class Sweeper {
@@ -105,7 +105,7 @@ class Sweeper {
         for (auto& stream : streams_) lazy.push_back(std::move(stream));
         streams_.clear();
       }
-      std::this_thread::sleep_for(kSweepEvery);
+      std::this_thread::sleep_for(sweep_every);
       for (std::size_t i = lazy.size(); i-- > 0;) {
         if (!lazy[i]->sweep()) lazy.erase(lazy.begin() + static_cast<std::ptrdiff_t>(i));
       }
@@ -134,19 +134,19 @@ void Point::wait() const {
 // What the next task must wait for in other streams; only what is not done yet.
 std::vector<Point> Stream::predecessors() const {
   std::vector<Point> points;
-  if (kind_ == Kind::kNonBlocking) return points;
+  if (kind_ == Kind::non_blocking) return points;
   const auto add = [&points](Stream& stream) {
     if (!stream.reached(stream.queued_.load(std::memory_order_acquire))) points.push_back(stream.last());
   };
   DeviceStreams& streams = device_streams()[device_];
-  if (kind_ == Kind::kBlocking) {
+  if (kind_ == Kind::blocking) {
     add(*streams.legacy);
     return points;
   }
   std::lock_guard lock(streams.mutex);
   for (const auto& other : streams.others) {
     const auto stream = other.lock();
-    if (stream != nullptr && stream->kind() == Kind::kBlocking) add(*stream);
+    if (stream != nullptr && stream->kind() == Kind::blocking) add(*stream);
   }
   return points;
 }
@@ -154,11 +154,11 @@ std::vector<Point> Stream::predecessors() const {
 std::uint64_t Stream::enqueue(Task task) {
   std::vector<Point> before = predecessors();
   std::unique_lock lock(mutex_);
-  if (queued_.load(std::memory_order_relaxed) + 1 - returned_at_ > kAtOnce) be_eager();
+  if (queued_.load(std::memory_order_relaxed) + 1 - returned_at_ > at_once) be_eager();
   Reserved worker;
   if (!lazy_ && !attended_ && !running_.load(std::memory_order_relaxed)) worker = reserve_worker();
   for (Point& point : before) {
-    if (kind_ == Kind::kBlocking) {
+    if (kind_ == Kind::blocking) {
       if (point.number <= fenced_) continue;
       fenced_ = point.number;
     }
@@ -181,12 +181,12 @@ std::uint64_t Stream::enqueue_short(Task task) {
 
 bool Stream::done() const {
   const std::uint64_t number = queued_.load(std::memory_order_acquire);
-  return reached(number) && (kind_ != Kind::kLegacy || predecessors().empty());
+  return reached(number) && (kind_ != Kind::legacy || predecessors().empty());
 }
 
 void Stream::synchronize() {
   const std::uint64_t number = queued_.load(std::memory_order_acquire);
-  if (kind_ == Kind::kLegacy) {
+  if (kind_ == Kind::legacy) {
     for (const Point& point : predecessors()) point.wait();
   }
   wait(number);
@@ -253,7 +253,7 @@ void Stream::leave_to_sweeper(std::unique_lock<StreamMutex>& lock) {
 // thread that is woken may take the core from its waker before that gets here.
 void Stream::note_return(std::uint64_t number) {
   if (number != queued_.load(std::memory_order_relaxed) || number == returned_at_) return;
-  returns_ = number - returned_at_ <= kAtOnce ? std::min(returns_ + 1, returns_needed_) : 0;
+  returns_ = number - returned_at_ <= at_once ? std::min(returns_ + 1, returns_needed_) : 0;
   returned_at_ = number;
   lazy_ = returns_ >= returns_needed_;
 }
@@ -271,7 +271,7 @@ bool Stream::sweep() {
   queued_at_sweep_ = queued;
   finished_at_sweep_ = finished;
   if (!stuck) return swept_;
-  returns_needed_ = std::min(2 * returns_needed_, kManyReturns);
+  returns_needed_ = std::min(2 * returns_needed_, many_returns);
   be_eager();
   swept_ = true;  // if there is no thread now, there may be one at the next sweep
   find_thread(lock);
@@ -312,16 +312,16 @@ void Stream::run_first(std::unique_lock<StreamMutex>& lock) {
 template <class Condition>
 bool Stream::spin(std::unique_lock<StreamMutex>& lock, Condition condition) {
   bool met = false;
-  if (spinning.fetch_add(1, std::memory_order_relaxed) < kMaySpin) {
+  if (spinning.fetch_add(1, std::memory_order_relaxed) < may_spin) {
     lock.unlock();
-    for (int i = 0; i < kSpins && !(met = condition()); ++i) relax();
+    for (int i = 0; i < most_spins && !(met = condition()); ++i) relax();
     lock.lock();
   }
   spinning.fetch_sub(1, std::memory_order_relaxed);
   return met;
 }
 
-std::shared_ptr<Stream> make_private_stream(int device) { return make_stream(device, Stream::Kind::kNonBlocking); }
+std::shared_ptr<Stream> make_private_stream(int device) { return make_stream(device, Stream::Kind::non_blocking); }
 
 CUstream create_stream(int device, Stream::Kind kind) {
   return reinterpret_cast<CUstream>(handles().add(make_stream(device, kind)));

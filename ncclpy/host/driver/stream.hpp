@@ -49,7 +49,7 @@ struct CaptureState {
 class Stream : public std::enable_shared_from_this<Stream> {
  public:
   // The legacy default stream of a device waits for all blocking streams of the device, and they for it.
-  enum class Kind { kLegacy, kBlocking, kNonBlocking };
+  enum class Kind { legacy, blocking, non_blocking };
 
   Stream(int device, Kind kind) : device_(device), kind_(kind) {}
   Stream(const Stream&) = delete;

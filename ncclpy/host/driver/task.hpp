@@ -14,42 +14,42 @@ class Task {
   template <class F, class = std::enable_if_t<!std::is_same_v<std::decay_t<F>, Task>>>
   Task(F&& function) {
     using Function = std::decay_t<F>;
-    if constexpr (sizeof(Function) <= kInPlace && alignof(Function) <= alignof(std::max_align_t) &&
+    if constexpr (sizeof(Function) <= in_place_bytes && alignof(Function) <= alignof(std::max_align_t) &&
                   std::is_nothrow_move_constructible_v<Function>) {
       new (storage_) Function(std::forward<F>(function));
       act_ = [](Action action, void* self, void* target) {
         Function* held = std::launder(static_cast<Function*>(self));
-        if (action == Action::kCall) (*held)();
-        if (action == Action::kMove) new (target) Function(std::move(*held));
-        if (action != Action::kCall) held->~Function();
+        if (action == Action::call) (*held)();
+        if (action == Action::move) new (target) Function(std::move(*held));
+        if (action != Action::call) held->~Function();
       };
     } else {
       new (storage_) Function*(new Function(std::forward<F>(function)));
       act_ = [](Action action, void* self, void* target) {
         Function* held = *std::launder(static_cast<Function**>(self));
-        if (action == Action::kCall) (*held)();
-        if (action == Action::kMove) new (target) Function*(held);
-        if (action == Action::kDestroy) delete held;
+        if (action == Action::call) (*held)();
+        if (action == Action::move) new (target) Function*(held);
+        if (action == Action::destroy) delete held;
       };
     }
   }
   Task(Task&& other) noexcept : act_(std::exchange(other.act_, nullptr)) {
-    if (act_ != nullptr) act_(Action::kMove, other.storage_, storage_);
+    if (act_ != nullptr) act_(Action::move, other.storage_, storage_);
   }
   Task(const Task&) = delete;
   Task& operator=(const Task&) = delete;
   Task& operator=(Task&&) = delete;
   ~Task() {
-    if (act_ != nullptr) act_(Action::kDestroy, storage_, nullptr);
+    if (act_ != nullptr) act_(Action::destroy, storage_, nullptr);
   }
 
-  void operator()() { act_(Action::kCall, storage_, nullptr); }
+  void operator()() { act_(Action::call, storage_, nullptr); }
 
  private:
-  enum class Action { kCall, kMove, kDestroy };  // kMove leaves nothing behind
-  static constexpr std::size_t kInPlace = 56;
+  enum class Action { call, move, destroy };  // move leaves nothing behind
+  static constexpr std::size_t in_place_bytes = 56;
 
-  alignas(std::max_align_t) unsigned char storage_[kInPlace];
+  alignas(std::max_align_t) unsigned char storage_[in_place_bytes];
   void (*act_)(Action, void* self, void* target);
 };
 

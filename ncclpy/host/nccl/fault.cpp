@@ -22,14 +22,14 @@ std::atomic<bool> faults_planned{false};
 
 namespace {
 
-enum Phase : uint64_t { in_call, in_run, in_result };
+enum Moment : uint64_t { in_call, in_run, in_result };
 
 struct Plan {
   std::string broken;  // why the environment's plan could not be read
   std::vector<Rule> rules;
   Mutex<NCCLPY_LOCK_FAULTS> mutex;  // guards what follows
   std::map<std::pair<size_t, int>, uint64_t> seen;                          // by rule and rank
-  std::map<std::pair<std::pair<std::string, uint64_t>, int>, uint64_t> at;  // random: by call, phase and rank
+  std::map<std::pair<std::pair<std::string, uint64_t>, int>, uint64_t> at;  // random: by call, moment and rank
   std::string fired;
   std::vector<bool> has_fired;  // by rule
   bool announced = false;
@@ -83,12 +83,12 @@ uint64_t hash(const std::string& text) {
   return value;
 }
 
-// What of a random rule's choice can happen in this phase.
-bool fits(Fault::Action action, Phase phase) {
+// What of a random rule's choice can happen in this moment.
+bool fits(Fault::Action action, Moment moment) {
   switch (action) {
-    case Fault::busy: return phase == in_call;
-    case Fault::corrupt: return phase == in_result;
-    default: return phase != in_result;
+    case Fault::busy: return moment == in_call;
+    case Fault::corrupt: return moment == in_result;
+    default: return moment != in_result;
   }
 }
 
@@ -99,21 +99,21 @@ bool selects(const Rule& rule, const Comm* comm, int rank, const std::string& ca
   return comm != nullptr && rule.comm == comm->name;
 }
 
-std::string sentence(const Fault& fault, int rank, const std::string& call, uint64_t nth, Phase phase) {
+std::string sentence(const Fault& fault, int rank, const std::string& call, uint64_t nth, Moment moment) {
   std::string text = "rank " + (rank < 0 ? "?" : std::to_string(rank)) + " " + call + " #" + std::to_string(nth) +
-                     (phase == in_call ? " call: " : " run: ") + name_of(fault.action);
+                     (moment == in_call ? " call: " : " run: ") + name_of(fault.action);
   if (fault.action == Fault::error) text += std::string(" ") + name_of_result(fault.result);
   return text;
 }
 
 // What happens at this site, if anything. The first rule that says something counts.
-bool decide(const Comm* comm, int rank, const char* function, Phase phase, Fault* fault, std::string* text) {
+bool decide(const Comm* comm, int rank, const char* function, Moment moment, Fault* fault, std::string* text) {
   const auto now = plan();
   if (now == nullptr) return false;
   const std::string call = std::string(function).rfind("nccl", 0) == 0 ? function + 4 : function;
   std::lock_guard lock(now->mutex);
   now->has_fired.resize(now->rules.size());
-  const uint64_t at = ++now->at[{{call, phase}, rank}];
+  const uint64_t at = ++now->at[{{call, moment}, rank}];
   bool found = false;
   for (size_t i = 0; i < now->rules.size(); i++) {
     const Rule& rule = now->rules[i];
@@ -121,14 +121,14 @@ bool decide(const Comm* comm, int rank, const char* function, Phase phase, Fault
     uint64_t nth = at;
     const Fault* chosen = nullptr;
     if (rule.random) {
-      const uint64_t site = mix(rule.seed ^ mix(hash(call) + uint64_t(phase)) ^ mix(uint64_t(rank) << 32 | at));
+      const uint64_t site = mix(rule.seed ^ mix(hash(call) + uint64_t(moment)) ^ mix(uint64_t(rank) << 32 | at));
       if (double(site >> 11) * 0x1p-53 >= rule.probability) continue;
       chosen = &rule.faults[mix(site) % rule.faults.size()];
-      if (!fits(chosen->action, phase)) continue;
+      if (!fits(chosen->action, moment)) continue;
     } else {
       const Fault& only = rule.faults[0];
-      const Phase wanted = only.action == Fault::corrupt ? in_result : rule.at_run ? in_run : in_call;
-      if (wanted != phase) continue;
+      const Moment wanted = only.action == Fault::corrupt ? in_result : rule.at_run ? in_run : in_call;
+      if (wanted != moment) continue;
       nth = ++now->seen[{i, rank}];
       if (nth < rule.first || nth > rule.last) continue;
       chosen = &only;
@@ -136,7 +136,7 @@ bool decide(const Comm* comm, int rank, const char* function, Phase phase, Fault
     if (found) continue;  // the others still count their occurrences
     found = true;
     *fault = *chosen;
-    *text = sentence(*chosen, rank, call, nth, phase);
+    *text = sentence(*chosen, rank, call, nth, moment);
     now->fired += *text + "\n";
     now->has_fired[i] = true;
     if (rule.random && !std::exchange(now->announced, true)) {

@@ -100,24 +100,24 @@ Outcome outcome_of(Function function) {
 Outcome run_jobs(Contents& contents) {
   std::vector<Job>& jobs = contents.jobs;
   // One thread for each communicator; its own jobs one after the other.
-  std::vector<std::vector<Job*>> lines;
+  std::vector<std::vector<Job*>> shares;
   for (Job& job : jobs) {
-    std::vector<Job*>* line = nullptr;
-    for (auto& candidate : lines) {
-      if (candidate.front()->comm == job.comm) line = &candidate;
+    std::vector<Job*>* share = nullptr;
+    for (auto& candidate : shares) {
+      if (candidate.front()->comm == job.comm) share = &candidate;
     }
-    if (line == nullptr) line = &lines.emplace_back();
-    line->push_back(&job);
+    if (share == nullptr) share = &shares.emplace_back();
+    share->push_back(&job);
   }
-  std::vector<Outcome> outcomes(lines.size());
+  std::vector<Outcome> outcomes(shares.size());
   std::vector<std::function<void()>> works;
-  for (size_t i = 0; i < lines.size(); i++) {
-    works.push_back([&contents, &line = lines[i], &outcome = outcomes[i]] {
-      for (Job* job : line) {
+  for (size_t i = 0; i < shares.size(); i++) {
+    works.push_back([&contents, &share = shares[i], &outcome = outcomes[i]] {
+      for (Job* job : share) {
         Outcome now = outcome_of(job->run);
         if (outcome.result == ncclSuccess) outcome = now;
       }
-      contents.end_job(line.front()->comm);
+      contents.end_job(share.front()->comm);
     });
   }
   const Outcome started = outcome_of([&] {
@@ -149,39 +149,39 @@ ncclResult_t check_messages_to_self(const std::vector<Operation>& operations, in
 }
 
 // What one communicator does in the group.
-struct Line {
+struct Share {
   std::shared_ptr<Comm> comm;
   std::vector<Operation> operations;
   std::vector<cudaStream_t> streams;
 };
 
-ncclResult_t sort_by_comm(const std::vector<Pending>& pending, std::vector<Line>* lines) {
+ncclResult_t sort_by_comm(const std::vector<Pending>& pending, std::vector<Share>* shares) {
   for (const Pending& one : pending) {
-    Line* line = nullptr;
-    for (Line& known : *lines) {
-      if (known.comm == one.comm) line = &known;
+    Share* share = nullptr;
+    for (Share& known : *shares) {
+      if (known.comm == one.comm) share = &known;
     }
-    if (line == nullptr) line = &lines->emplace_back(Line{one.comm, {}, {}});
-    line->operations.push_back(one.operation);
-    line->streams.push_back(one.stream);
+    if (share == nullptr) share = &shares->emplace_back(Share{one.comm, {}, {}});
+    share->operations.push_back(one.operation);
+    share->streams.push_back(one.stream);
   }
-  for (const Line& line : *lines) NCCLPY_TRY(check_messages_to_self(line.operations, line.comm->rank));
+  for (const Share& share : *shares) NCCLPY_TRY(check_messages_to_self(share.operations, share.comm->rank));
   return ncclSuccess;
 }
 
 ncclResult_t issue_operations(const std::vector<Pending>& pending) {
-  std::vector<Line> lines;
-  NCCLPY_TRY(sort_by_comm(pending, &lines));
-  for (Line& line : lines) NCCLPY_TRY(issue(line.comm, std::move(line.operations), line.streams));
+  std::vector<Share> shares;
+  NCCLPY_TRY(sort_by_comm(pending, &shares));
+  for (Share& share : shares) NCCLPY_TRY(issue(share.comm, std::move(share.operations), share.streams));
   return ncclSuccess;
 }
 
 // The communicators work side by side: the slowest one counts.
 ncclResult_t simulate(const std::vector<Pending>& pending, ncclSimInfo_t* simulation) {
-  std::vector<Line> lines;
-  NCCLPY_TRY(sort_by_comm(pending, &lines));
+  std::vector<Share> shares;
+  NCCLPY_TRY(sort_by_comm(pending, &shares));
   double microseconds = 0.0;
-  for (const Line& line : lines) microseconds = std::max(microseconds, estimate(line.operations, line.comm->nranks));
+  for (const Share& share : shares) microseconds = std::max(microseconds, estimate(share.operations, share.comm->nranks));
   set_estimated_time(simulation, microseconds);
   return ncclSuccess;
 }

@@ -102,7 +102,7 @@ cdef struct Signs:
 
 # What is due at a moment, and what is to be done with the GIL. Its guard is the GIL.
 @cython.final
-cdef class Agenda:
+cdef class _Agenda:
     cdef object unlaunched  # works with a deadline, in the order of their launches
     cdef double soonest  # no later than the first deadline among them
     cdef list timers
@@ -126,7 +126,7 @@ _watching.at_home, _watching.ended_at = False, 0
 cdef Signs _signs
 _signs.home = NULL
 _signs.next_round, _signs.next_timer, _signs.stop = 0, FOREVER, False
-cdef Agenda _agenda = Agenda()
+cdef _Agenda _agenda = _Agenda()
 
 
 cdef int make_room(size_t count) except -1:

@@ -147,11 +147,14 @@ def _watch(ranks: _Threads | _Processes, nranks: int, timeout: float) -> list[An
     deadline = time.monotonic() + timeout
     reports: dict[int, _Report] = {}
     stuck: list[int] = []
+    late: set[int] = set()
     when = ""
     while len(reports) < nranks:
         report = ranks.next(max(0.0, deadline - time.monotonic()))
         if report is not None:
             reports[report.rank] = report
+            if when:
+                late.add(report.rank)
         if not when and (report is None or report.error is not None):
             # The first failure, or the deadline: the others get a little time to end.
             if report is None:
@@ -167,12 +170,16 @@ def _watch(ranks: _Threads | _Processes, nranks: int, timeout: float) -> list[An
         return [reports[rank].value for rank in range(nranks)]
     # In the order in which they came, but for those that only follow from others.
     errors = [(report.rank, report.error) for report in reports.values() if report.error is not None]
-    told = [(f"rank {rank}", error) for rank, error in errors if not isinstance(error, _CONSEQUENCES)]
+    # Once the others have been stopped, whatever NCCL says follows from that: a rank may have come too late to join.
+    follows = {
+        rank for rank, error in errors if isinstance(error, ncclpy.NcclError if rank in late else _CONSEQUENCES)
+    }
+    told = [(f"rank {rank}", error) for rank, error in errors if rank not in follows]
     if stuck:
         who = f"rank{'s' if len(stuck) > 1 else ''} {', '.join(map(str, stuck))}"
         places = "".join(f"\nrank {rank} is at:\n{ranks.where(rank)}" for rank in stuck)
         told.append(("besides", TimeoutError(f"{who} not done {when}{places}")))
-    follow = [(f"rank {rank}", error) for rank, error in errors if isinstance(error, _CONSEQUENCES)]
+    follow = [(f"rank {rank}", error) for rank, error in errors if rank in follows]
     told += sorted(follow, key=lambda one: isinstance(one[1], ncclpy.NcclAborted))
     (who, first), others = told[0], told[1:]
     if who != "besides":

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+
 import numpy as np
 import pytest
 
@@ -47,15 +50,32 @@ def empty(lib, comm, datatype, count):
     return lib.make(np.zeros(count, testing.DTYPES[datatype]), comm.device)
 
 
-COUNTS = [lambda n: [0] * n, lambda n: [3] * n, *(lambda n, seed=seed: ragged(n, seed) for seed in range(4))]
-COUNTS_IDS = ["zeros", "equal", *(f"ragged{seed}" for seed in range(4))]
+COUNTS = {
+    "zeros": lambda n: [0] * n,
+    "equal": lambda n: [3] * n,
+    **{f"ragged{seed}": lambda n, seed=seed: ragged(n, seed) for seed in range(4)},
+}
 
 
 def of_types(*datatypes):
     return pytest.mark.parametrize("datatype", datatypes, ids=lambda datatype: datatype.name.lower())
 
 
-every_count = pytest.mark.parametrize("counts", COUNTS, ids=COUNTS_IDS)
+def every_count(test):
+    """Run a test for all counts in one: as many tests would take longer to begin than to run."""
+
+    @functools.wraps(test)
+    def run(*args, **given):
+        for name, counts in COUNTS.items():
+            try:
+                test(*args, counts=counts, **given)
+            except Exception as error:
+                raise AssertionError(f"with counts {name}: {type(error).__name__}: {error}") from error
+
+    signature = inspect.signature(test)
+    parameters = [parameter for name, parameter in signature.parameters.items() if name != "counts"]
+    run.__signature__ = signature.replace(parameters=parameters)
+    return run
 
 
 @every_count

@@ -66,7 +66,10 @@ __attribute__((constructor)) void read_environment() {
   auto next = std::make_shared<Plan>();
   if (parse_plan(text, &next->rules) != ncclSuccess) next->broken = "NCCLPY_FAULTS: " + last_error();
   set_last_error("");
-  if (!next->broken.empty() || !next->rules.empty()) put_in_force(std::move(next));
+  if (next->broken.empty() && next->rules.empty()) return;
+  // Without its mutex: the library is being loaded, and whoever loads it may hold a lock under which none is taken.
+  in_force().plan = std::move(next);
+  faults_planned.store(true);
 }
 
 // splitmix64: the same decision for the same site, whatever else happens and in whatever order.

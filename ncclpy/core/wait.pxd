@@ -23,6 +23,9 @@ cdef CUresult await_stream(CUstream stream, Tick tick, void* argument) noexcept 
 cdef int wait_for_stream(CUstream stream, double deadline) except? -1
 cdef int wait_for_event(CUevent event, double deadline) except? -1
 
+# Have the system show the calling thread by this name, of at most 15 bytes.
+cdef void name_this_thread(const char* name) noexcept nogil
+
 # Make a call that can block for long in a thread of its own, and wait for it where signal handlers run. False if the
 # deadline came first: then, and if a handler raises, the call goes on and keeps what it needs until it has ended.
 cdef class Call:

@@ -118,6 +118,10 @@ cdef int wait_for_event(CUevent event, double deadline) except? -1:
     return _poll(_ask_event, <void*>event, deadline)
 
 
+cdef void name_this_thread(const char* name) noexcept nogil:
+    pthread_setname_np(pthread_self(), name)
+
+
 cdef class Call:
     """A call in a thread of its own, which is left behind if nobody can wait for it any longer."""
 
@@ -142,7 +146,7 @@ cdef class Call:
         return 0
 
     def _run(self):
-        pthread_setname_np(pthread_self(), self.name)
+        name_this_thread(self.name)
         try:
             self.make()
         except BaseException as error:  # carried to who waits

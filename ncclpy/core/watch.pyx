@@ -19,7 +19,7 @@ from ncclpy.core.abort cimport ABORTED, CLOSED, READY, begin_abort
 from ncclpy.core.library cimport driver
 from ncclpy.core.marks cimport find_overdue
 from ncclpy.core.operation cimport function_of
-from ncclpy.core.wait cimport now
+from ncclpy.core.wait cimport Call, now
 
 cdef extern from *:
     """
@@ -69,27 +69,40 @@ cdef double SELDOM = 0.25
 _log = logging.getLogger("ncclpy.core")
 
 cdef list _watched = []  # of weak references; taken away by the watcher alone
-_thread = None
+cdef bint _watching = False  # changed in one step with the look at it: there must never be two watchers
 _wake = threading.Event()
 
 
 cdef int watch(Handle handle) except -1:
-    global _thread
+    global _watching
+    cdef Call watcher = _Watcher()
     _watched.append(weakref.ref(handle))
     _wake.set()
-    if _thread is None:
-        _thread = threading.Thread(target=_main, name="ncclpy-watch", daemon=True)
+    if not _watching:
+        _watching = True
         try:
-            _thread.start()
-        except RuntimeError:  # no more threads: a later communicator may have more luck
-            _thread = None
+            watcher.start("ncclpy-watcher")
+        except BaseException:  # no more threads: a later communicator may have more luck
+            _watching = False
             raise
     return 0
 
 
-def _main():
-    """Look until nothing is left to watch."""
-    global _thread
+cdef class _Watcher(Call):
+    """The watcher's thread, which looks until nothing is left to watch."""
+
+    cdef int make(self) except -1:
+        global _watching
+        try:
+            _look_on()
+        except BaseException as error:  # a defect of ours; the next communicator starts another
+            _watching = False
+            _log.error("deadlines are not watched until another communicator is made", exc_info=error)
+        return 0
+
+
+cdef int _look_on() except -1:
+    global _watching
     cdef CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED  # it disturbs nobody's capture
     cdef double pause
     if driver.cuThreadExchangeStreamCaptureMode != NULL:
@@ -102,8 +115,8 @@ def _main():
         if not _watched:
             _wake.wait(10.0)
             if not _watched:
-                _thread = None
-                return
+                _watching = False
+                return 0
             continue
         _wake.wait(max(OFTEN, pause))
 
@@ -162,8 +175,8 @@ cdef bint _is_interrupted() except -1:
 
 
 def _forked():
-    global _thread, _wake
-    _thread = None
+    global _watching, _wake
+    _watching = False
     _wake = threading.Event()
     del _watched[:]
 

@@ -16,7 +16,7 @@ import threading
 
 from cpython.pythread cimport PyThread_get_thread_ident
 
-from ncclpy.core.wait cimport FOREVER
+from ncclpy.core.wait cimport FOREVER, name_this_thread
 from ncclpy.engine.native cimport add, load, now, sharp_timers, sleep_on, swap, wake, wake_one
 
 from ncclpy.engine.recorder import show
@@ -140,6 +140,8 @@ cdef class Crew:
         me.thread = PyThread_get_thread_ident()
         self.members.append(me)
         threading.current_thread().name = self.name
+        name = self.name.encode()
+        name_this_thread(name)  # it has that of the monitor otherwise
         sharp_timers()
         while True:
             self.called = False

@@ -10,7 +10,6 @@ import atexit
 import collections
 import heapq
 import os
-import threading
 
 cimport cython
 from cpython.ref cimport Py_DECREF, PyObject
@@ -36,7 +35,7 @@ from ncclpy.core.device cimport context_of
 from ncclpy.core.handle cimport PAST_DEADLINE, WAS_ABORTED, Handle
 from ncclpy.core.library cimport driver
 from ncclpy.core.operation cimport NOT_THERE, function_of
-from ncclpy.core.wait cimport FOREVER
+from ncclpy.core.wait cimport FOREVER, Call
 from ncclpy.engine cimport protocols
 from ncclpy.engine.callbacks cimport attention, bell, errands, listen, look_after_crews, ring, users
 from ncclpy.engine.lock cimport begin_quiet, end_quiet
@@ -108,7 +107,7 @@ cdef class _Agenda:
     cdef list timers
     cdef long long timers_made
     cdef list last  # works that may have the last references to objects of users
-    cdef object thread  # the monitor's
+    cdef Call thread  # the monitor's
     cdef bint gone  # it has ended, at exit
 
     def __cinit__(self):
@@ -160,9 +159,12 @@ cdef int ensure_running(int device=-1) except -1:
         _signs.home = context_of(device)
     if _agenda.thread is not None:
         return 0
-    _agenda.thread = threading.Thread(target=_main, name="ncclpy-monitor", daemon=True)
+    cdef Call thread = _Thread()
+    if _agenda.thread is not None:  # to make an object may run the garbage collector, and with it anything
+        return 0
+    _agenda.thread = thread  # in one step with the look at it: there must never be two
     try:
-        _agenda.thread.start()
+        thread.start("ncclpy-monitor")
     except BaseException:
         _agenda.thread = None
         raise
@@ -198,13 +200,16 @@ def call_at(double when, callback):
         ring()
 
 
-def _main():
-    """Run until the process ends."""
-    _settle_in()
-    while not _signs.stop:
-        with nogil:
-            _watch(_signs.next_round)
-        _attend()
+cdef class _Thread(Call):
+    """The monitor's thread, which runs until the process ends."""
+
+    cdef int make(self) except -1:
+        _settle_in()
+        while not _signs.stop:
+            with nogil:
+                _watch(_signs.next_round)
+            _attend()
+        return 0
 
 
 cdef int _attend() except -1:
@@ -558,8 +563,7 @@ def _end_of_process():
         return
     _signs.stop = True
     ring()
-    _agenda.thread.join(_PATIENCE)
-    if not _agenda.thread.is_alive():
+    if _agenda.thread.wait(now() + _PATIENCE):
         _agenda.gone = True
 
 

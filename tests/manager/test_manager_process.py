@@ -387,3 +387,41 @@ def test_an_idle_process_sleeps():
     """,
         timeout=60,
     )
+
+
+def test_first_users_that_come_at_once_start_one_monitor_and_one_watcher(host_engine):
+    """Two would take each other's works to their ends, and free them twice."""
+    testing.run_python(
+        """
+        import _thread, collections, os, threading, time
+        import numpy as np
+        import ncclpy
+
+        def slowly(function):  # others run meanwhile
+            def call(*args, **options):
+                time.sleep(0.05)
+                return function(*args, **options)
+            return call
+
+        managers = [ncclpy.Manager() for _ in range(8)]
+        ready = threading.Barrier(9)
+
+        def first(device):
+            ready.wait(30)
+            managers[device].all_reduce("k", np.ones(3), device=device, num_local=1).wait(30)
+            ncclpy.Communicator.init_all([device], timeout=30)[0].close()
+
+        threads = [threading.Thread(target=first, args=(device,)) for device in range(8)]
+        for thread in threads:
+            thread.start()
+        threading.Thread.__init__ = slowly(threading.Thread.__init__)
+        _thread.start_new_thread = slowly(_thread.start_new_thread)
+        ready.wait(30)
+        for thread in threads:
+            thread.join(50)
+        names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+        found = collections.Counter(names)
+        assert found["ncclpy-monitor"] == 1 and found["ncclpy-watcher"] == 1, found
+        """,
+        env={"NCCLPY_LIBRARY": "host"},
+    )

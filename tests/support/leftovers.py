@@ -7,12 +7,12 @@ import os
 import threading
 import time
 
-#: Native threads of the host engine of which a process has one, from the first time that it needs it.
-LASTING = {"ncclpy-soon", "ncclpy-sweep", "ncclpy-watch"}
-#: Native threads of the Manager, which stay as well.
-LASTING_MANAGER = LASTING | {"ncclpy-monitor", "ncclpy-lane"}
-#: Threads of Python that stay: the watcher of communicators, and the Manager's.
-STAYING = {"ncclpy-watch", "ncclpy-monitor", "ncclpy-callback", "ncclpy-errand"}
+#: Threads of which a process has one, from the first time that it needs it: the host engine's, the watcher of deadlines.
+LASTING = {"ncclpy-soon", "ncclpy-sweep", "ncclpy-watch", "ncclpy-watcher"}
+#: Threads of the Manager, which stay as well.
+LASTING_MANAGER = LASTING | {"ncclpy-monitor", "ncclpy-lane", "ncclpy-callback", "ncclpy-errand"}
+#: Threads that Python lists, and that stay.
+STAYING = {"ncclpy-callback", "ncclpy-errand"}
 
 
 def threads(lasting=LASTING) -> list[str]:

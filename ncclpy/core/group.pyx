@@ -440,13 +440,15 @@ cdef int _raise_failed(Group group) except -1:
     raise nccl_error(calls.result, b"ncclGroupSimulateEnd" if group.simulate else b"ncclGroupEnd", calls.words)
 
 
-cdef double _by(Group group, double limit, list errors) noexcept:
-    """Return the deadline of a wait: its own, and not much longer once another member has failed."""
+cdef double _patience(Group group, double limit, list errors) noexcept:
+    """Return the seconds of a wait: its own, and not for ever once another member has failed."""
     if group.limit != FOREVER:
         limit = group.limit
-    if errors and limit == FOREVER:
-        limit = GROUP_PATIENCE
-    return deadline_after(limit)
+    return GROUP_PATIENCE if errors and limit == FOREVER else limit
+
+
+cdef double _by(Group group, double limit, list errors) noexcept:
+    return deadline_after(_patience(group, limit, errors))
 
 
 cdef int _see_through(Group group) except -1:
@@ -490,25 +492,40 @@ cdef int _bring_up(list children, Group group, list errors) except -1:
     """Poll all children that NCCL is making: each takes its steps only if asked, and one may wait for another."""
     cdef Handle child
     cdef ncclResult_t result
-    cdef double started = now()
-    making = [(child, _by(group, child.limit, errors)) for child in children]
+    cdef double started = now(), moment
+    making = [(child, started + _patience(group, child.limit, errors)) for child in children]
     while True:
-        still = []
+        still, late = [], []
+        moment = now()
         for child, deadline in making:
             if child.state != INITIALISING:
                 continue
             with nogil:
                 result = child.poll_once()
-            if result == ncclInProgress and now() < deadline:
-                still.append((child, min(deadline, _by(group, child.limit, errors))) if errors else (child, deadline))
+            if result != ncclInProgress:
+                _collect(errors, child, 1, moment, group, started)
+            elif moment >= deadline:
+                late.append(child)
             else:
-                _collect(errors, child, 1, now(), group, started)
+                still.append((child, min(deadline, _by(group, child.limit, errors))) if errors else (child, deadline))
+        if late:
+            _give_up(late, errors, started)
         if not still:
             return 0
         making = still
         with nogil:
             pause(now() - started)
         PyErr_CheckSignals()
+
+
+cdef int _give_up(list late, list errors, double started) except -1:
+    """Abort what has passed its deadline, together: the abort of one alone would be an error of NCCL to the others."""
+    cdef Handle child
+    failures = [child.timeout_error("initialisation", now() - started) for child in late]
+    tied = [each for child in late for each in child.tied()]
+    leave(tied, "initialisation passed its deadline", failures[0])
+    errors += failures
+    return 0
 
 
 cdef int _collect(list errors, Handle handle, int step, double deadline, Group group, double started=0) except -1:

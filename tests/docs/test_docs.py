@@ -37,7 +37,8 @@ def run(code, needs, tmp_path):
     environment = os.environ | ({} if needs == "gpu" else {"NCCLPY_LIBRARY": "host"})
     if needs == "test":
         how = ["-m", "pytest", "-q", "-n", "0", "-c", str(ROOT / "pyproject.toml"), "-p", "conftest", str(script)]
-        environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(SUPPORT)])
+        paths = [str(TESTS), str(SUPPORT), os.environ.get("PYTHONPATH")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return subprocess.run(
         [sys.executable, *how],
         cwd=tmp_path,  # not here, where the sources would be taken for the package

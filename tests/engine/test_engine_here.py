@@ -213,7 +213,8 @@ def test_random_programs_with_a_lane_for_each_device():
         import os, sys
         os.sched_getaffinity = lambda pid: set(range(9))
         import pytest
-        sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", {__file__!r}, "-k", "several_threads and not 1000"]))
+        options = ["-q", "-n", "0", "-p", "no:cacheprovider"]
+        sys.exit(pytest.main([*options, {__file__!r}, "-k", "several_threads and not 1000"]))
         """,
         timeout=110,
     )

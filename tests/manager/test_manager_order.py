@@ -85,7 +85,8 @@ def test_with_a_lane_for_each_device():
         import os, sys
         os.sched_getaffinity = lambda pid: set(range(9))
         import pytest
-        sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", {__file__!r}, "-k", "overlapping_sets or two_managers"]))
+        options = ["-q", "-n", "0", "-p", "no:cacheprovider"]
+        sys.exit(pytest.main([*options, {__file__!r}, "-k", "overlapping_sets or two_managers"]))
         """,
         timeout=110,
     )

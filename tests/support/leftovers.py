@@ -7,7 +7,7 @@ import os
 import threading
 import time
 
-#: Threads of which a process has one, from the first time that it needs it: the host engine's, the watcher of deadlines.
+#: Threads of which a process has one from the first need on: of the host engine, and the watcher of deadlines.
 LASTING = {"ncclpy-soon", "ncclpy-sweep", "ncclpy-watch", "ncclpy-watcher"}
 #: Threads of the Manager, which stay as well.
 LASTING_MANAGER = LASTING | {"ncclpy-monitor", "ncclpy-lane", "ncclpy-callback", "ncclpy-errand"}

@@ -4,6 +4,13 @@ cdef int listening  # whether it does
 cdef void ring() noexcept nogil
 cdef void listen(int seen, double seconds) noexcept nogil
 
+# Whether the monitor has the GIL and is at work.
+cdef int attending
+
+# The monitor tells of works with callbacks that are on their way, and when there are none any more.
+cdef void expect() noexcept nogil
+cdef void expect_none() noexcept nogil
+
 # The moment at which the monitor is to look after the crews.
 cdef double attention
 
@@ -25,6 +32,7 @@ cdef class Crew:
     cdef list members
     cdef int word  # to sleep on
     cdef int idle
+    cdef int asleep  # how many of these sleep deeply
     cdef bint called  # whether one is on its way
     cdef double called_at
 
@@ -32,6 +40,7 @@ cdef class Crew:
     cdef int look_after(self) except -1
     cdef double _grace(self) noexcept
     cdef int _call(self) except -1
+    cdef void _rest(self, int seen, double seconds) noexcept nogil
     cdef int _serve(self, Member me) except -1
     cdef int run_here(self) except -1
 

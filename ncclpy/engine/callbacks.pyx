@@ -45,12 +45,19 @@ cdef double _IDLE = 5.0
 # How long an idle thread stays awake, only where cores are plenty: waking an idle one can take 200 us.
 cdef double _spin = 500e-6 if len(os.sched_getaffinity(0)) >= 8 else 0
 
+# How long it sleeps lightly after that while works with callbacks are on their way, and how long it leaves the GIL to
+# the monitor, which has called it and is about to give it back: to wait for it there would be one more sleep.
+cdef double _LIGHTLY = 1.0
+cdef double _COURTESY = 50e-6
+
 # What is left at exit has so long to end.
 _PATIENCE = 2.0
 
 bell = 0
 listening = 0
+attending = 0
 attention = FOREVER
+cdef int _expected = 0  # changes with each call of expect(); 0 when nothing is expected
 cdef bint _stop = False
 cdef list _inherited = []  # by a forked child: to drop it would run finalisers in the middle of a fork
 
@@ -67,6 +74,18 @@ cdef void listen(int seen, double seconds) noexcept nogil:
     swap(&listening, 1)  # whoever rings later sees this; who has rung has changed the bell
     sleep_on(&bell, seen, seconds)
     swap(&listening, 0)
+
+
+cdef void expect() noexcept nogil:
+    """Have the threads for callbacks sleep lightly: works that have some are on their way; the monitor alone."""
+    swap(&_expected, max(1, load(&_expected) + 1))
+    if load(&users.asleep):
+        wake(&users.word)
+
+
+cdef void expect_none() noexcept nogil:
+    if load(&_expected):
+        swap(&_expected, 0)
 
 
 cdef int _attend_at(double when) except -1:
@@ -136,7 +155,7 @@ cdef class Crew:
         """Run until another thread is idle too."""
         cdef Member me = Member()
         cdef int seen
-        cdef double idle, until
+        cdef double idle
         me.thread = PyThread_get_thread_ident()
         self.members.append(me)
         threading.current_thread().name = self.name
@@ -155,16 +174,33 @@ cdef class Crew:
             idle = _IDLE if self.idle else 3600
             self.idle += 1
             with nogil:
-                until = now() + _spin
-                while load(&self.word) == seen and now() < until:
-                    sched_yield()
-                sleep_on(&self.word, seen, idle)
+                self._rest(seen, idle)
             self.idle -= 1
             if load(&self.word) == seen and self.idle and not self.queue:
                 break
         self.members.remove(me)
         # Before Python 3.13 a thread that threading has not started is in its list for good.
         getattr(threading, "_active", {}).pop(me.thread, None)
+
+    cdef void _rest(self, int seen, double seconds) noexcept nogil:
+        """Sleep until a task comes, or for so long; lightly at first, and while callbacks are expected."""
+        cdef double began = now(), awake = began, moment = began
+        cdef int expected
+        while load(&self.word) == seen and moment - began < seconds:
+            expected = load(&_expected)
+            if moment - awake < _spin:
+                sched_yield()
+            elif self is users and expected and moment - awake < _LIGHTLY:
+                sleep_on(&self.word, seen, 20e-6 if moment - awake < 0.1 else 50e-6)
+            else:
+                add(&self.asleep, 1)
+                if load(&_expected) == expected:  # whoever expects later sees that this one sleeps
+                    sleep_on(&self.word, seen, seconds - (moment - began))
+                add(&self.asleep, -1)
+                awake = now()
+            moment = now()
+        while load(&attending) and now() - moment < _COURTESY:
+            sched_yield()
 
     cdef int _serve(self, Member me) except -1:
         """Take tasks until there are none, or until another thread does that."""
@@ -313,17 +349,17 @@ cdef bint _idle() except -1:
 
 def _forked():
     """In the child the threads do not exist; nothing that they were given can come to an end there."""
-    global attention, listening, _stop
+    global attention, listening, attending, _expected, _stop
     cdef Crew crew
     attention = FOREVER
-    listening = 0
+    listening = attending = _expected = 0
     _stop = False
     for crew in (users, errands):
         _inherited.append((crew.queue, crew.members, crew.leading))
         crew.queue = collections.deque()
         crew.members = []
         crew.leading = None
-        crew.idle = 0
+        crew.idle = crew.asleep = 0
         crew.called = False
 
 

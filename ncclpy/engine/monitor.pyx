@@ -37,9 +37,20 @@ from ncclpy.core.library cimport driver
 from ncclpy.core.operation cimport NOT_THERE, function_of
 from ncclpy.core.wait cimport FOREVER, Call
 from ncclpy.engine cimport protocols
-from ncclpy.engine.callbacks cimport attention, bell, errands, listen, look_after_crews, ring, users
+from ncclpy.engine.callbacks cimport (
+    attending,
+    attention,
+    bell,
+    errands,
+    expect,
+    expect_none,
+    listen,
+    look_after_crews,
+    ring,
+    users,
+)
 from ncclpy.engine.lock cimport begin_quiet, end_quiet
-from ncclpy.engine.native cimport load, now, sharp_timers, sleep_on
+from ncclpy.engine.native cimport load, now, sharp_timers, sleep_on, swap
 from ncclpy.engine.protocols cimport Deputy
 from ncclpy.engine.recorder cimport PENDING
 from ncclpy.engine.work cimport HAS_FAILED, NOT_FAILING, TO_FAIL, Work
@@ -215,6 +226,7 @@ cdef class _Thread(Call):
 cdef int _attend() except -1:
     """See to all that is due."""
     begin_quiet()
+    swap(&attending, 1)
     try:
         _complete()
         if _watching.lines.size() and now() >= _signs.next_round:
@@ -229,6 +241,7 @@ cdef int _attend() except -1:
     except BaseException as error:  # a defect of ours must not end the thread on which all waits rely
         errands.give(_Defect(error))
     finally:
+        swap(&attending, 0)
         end_quiet()
     return 0
 
@@ -289,6 +302,7 @@ cdef void _watch(double next_round) noexcept nogil:
             sleep_on(&bell, seen, 20e-6)
             continue
         if _watching.lines.empty():
+            expect_none()
             if moment - began < _spin:
                 sched_yield()
             else:
@@ -315,9 +329,13 @@ cdef bint _is_awaited() noexcept nogil:
         one = &_watching.ended[i]
         if one.result != ncclSuccess or one.driver != CUDA_SUCCESS or load(&(<Work>one.work).sleepers):
             return True
-        if <PyObject*>(<Work>one.work).callbacks != <PyObject*>None:  # looked at, not touched: no GIL is needed
+        if _has_callbacks(one):
             return True
     return False
+
+
+cdef inline bint _has_callbacks(const Watched* one) noexcept nogil:
+    return <PyObject*>(<Work>one.work).callbacks != <PyObject*>None  # looked at, not touched: no GIL is needed
 
 
 cdef void _take_in() noexcept nogil:
@@ -325,6 +343,7 @@ cdef void _take_in() noexcept nogil:
     cdef size_t i
     cdef Watched one
     cdef Line* line
+    cdef bint calls = False
     if not _watching.at_home and _signs.home != NULL and driver.cuCtxSetCurrent != NULL:
         _watching.at_home = True
         driver.cuCtxSetCurrent(_signs.home)
@@ -340,8 +359,11 @@ cdef void _take_in() noexcept nogil:
         elif one.limit < line.soonest:
             line.soonest = one.limit
         line.works.push_back(one)
+        calls |= _has_callbacks(&one)
     _inbox.works.clear()
     mutex_unlock(&_inbox.mutex)
+    if calls:
+        expect()
 
 
 cdef void _ask() noexcept nogil:

@@ -82,7 +82,7 @@ _PATIENCE = 2.0
 
 
 # Works of one stream in their order; they end in it.
-cdef struct Line:
+cdef struct StreamWorks:
     deque[Watched] works
     double soonest  # no later than the first deadline among them
 
@@ -96,7 +96,7 @@ cdef struct Inbox:
 
 # What is watched. Its guard is to be the monitor's thread; once that has ended, whoever stands in for it has the GIL.
 cdef struct Watching:
-    unordered_map[uintptr_t, Line] lines  # by stream
+    unordered_map[uintptr_t, StreamWorks] streams
     vector[Watched] ended  # to be completed, with the GIL
     double ended_at  # when the first of them was found
     bint at_home
@@ -229,7 +229,7 @@ cdef int _attend() except -1:
     swap(&attending, 1)
     try:
         _complete()
-        if _watching.lines.size() and now() >= _signs.next_round:
+        if _watching.streams.size() and now() >= _signs.next_round:
             _signs.next_round = now() + _ROUND
             _look_after()
         _look_at_lanes()
@@ -301,7 +301,7 @@ cdef void _watch(double next_round) noexcept nogil:
                 return
             sleep_on(&bell, seen, 20e-6)
             continue
-        if _watching.lines.empty():
+        if _watching.streams.empty():
             expect_none()
             if moment - began < _spin:
                 sched_yield()
@@ -339,10 +339,10 @@ cdef inline bint _has_callbacks(const Watched* one) noexcept nogil:
 
 
 cdef void _take_in() noexcept nogil:
-    """Put what was handed over into the line of its stream."""
+    """Put what was handed over where those of its stream are."""
     cdef size_t i
     cdef Watched one
-    cdef Line* line
+    cdef StreamWorks* row
     cdef bint calls = False
     if not _watching.at_home and _signs.home != NULL and driver.cuCtxSetCurrent != NULL:
         _watching.at_home = True
@@ -353,12 +353,12 @@ cdef void _take_in() noexcept nogil:
         if one.result != ncclSuccess or one.driver != CUDA_SUCCESS:
             _watching.ended.push_back(one)
             continue
-        line = &_watching.lines[<uintptr_t>one.stream]
-        if line.works.empty():
-            line.soonest = one.limit
-        elif one.limit < line.soonest:
-            line.soonest = one.limit
-        line.works.push_back(one)
+        row = &_watching.streams[<uintptr_t>one.stream]
+        if row.works.empty():
+            row.soonest = one.limit
+        elif one.limit < row.soonest:
+            row.soonest = one.limit
+        row.works.push_back(one)
         calls |= _has_callbacks(&one)
     _inbox.works.clear()
     mutex_unlock(&_inbox.mutex)
@@ -367,23 +367,23 @@ cdef void _take_in() noexcept nogil:
 
 
 cdef void _ask() noexcept nogil:
-    """Move what has ended from the fronts of the lines to `ended`."""
-    cdef unordered_map[uintptr_t, Line].iterator it = _watching.lines.begin()
-    cdef Line* line
+    """Move what has ended from the fronts of the streams to `ended`."""
+    cdef unordered_map[uintptr_t, StreamWorks].iterator it = _watching.streams.begin()
+    cdef StreamWorks* row
     cdef Watched one
     cdef CUresult result
-    while it != _watching.lines.end():
-        line = &dereference(it).second
-        while not line.works.empty():
-            one = line.works.front()
+    while it != _watching.streams.end():
+        row = &dereference(it).second
+        while not row.works.empty():
+            one = row.works.front()
             result = driver.cuEventQuery(one.event) if driver.cuEventQuery != NULL else CUDA_SUCCESS
             if result == CUDA_ERROR_NOT_READY:
                 break
             one.driver = result
             _watching.ended.push_back(one)
-            line.works.pop_front()
-        if line.works.empty():
-            it = _watching.lines.erase(it)
+            row.works.pop_front()
+        if row.works.empty():
+            it = _watching.streams.erase(it)
         else:
             preincrement(it)
 
@@ -515,22 +515,22 @@ cdef object _launch_error(Work work, const Watched* watched):
 
 cdef int _look_after() except -1:
     """Look for communicators in trouble and deadlines that have passed."""
-    cdef Line* line
+    cdef StreamWorks* row
     cdef size_t i
     cdef Work work
     cdef double moment = now()
     fronts, overdue = [], []
-    cdef unordered_map[uintptr_t, Line].iterator it = _watching.lines.begin()
-    while it != _watching.lines.end():
-        line = &dereference(it).second
-        fronts.append(<Work>line.works.front().work)
-        if line.soonest <= moment:
-            line.soonest = FOREVER
-            for i in range(line.works.size()):
-                if line.works[i].limit <= moment:
-                    overdue.append(<Work>line.works[i].work)
-                elif line.works[i].limit < line.soonest:
-                    line.soonest = line.works[i].limit
+    cdef unordered_map[uintptr_t, StreamWorks].iterator it = _watching.streams.begin()
+    while it != _watching.streams.end():
+        row = &dereference(it).second
+        fronts.append(<Work>row.works.front().work)
+        if row.soonest <= moment:
+            row.soonest = FOREVER
+            for i in range(row.works.size()):
+                if row.works[i].limit <= moment:
+                    overdue.append(<Work>row.works[i].work)
+                elif row.works[i].limit < row.soonest:
+                    row.soonest = row.works[i].limit
         preincrement(it)
     for work in fronts:
         _check_health(work)
@@ -596,7 +596,7 @@ def _forked():
     _inbox.coming = 0
     mutex_init(&_inbox.mutex, LOCK_MONITOR)
     _inbox.works.clear()
-    _watching.lines.clear()
+    _watching.streams.clear()
     _watching.ended.clear()
     _agenda.timers.clear()
     _agenda.unlaunched.clear()

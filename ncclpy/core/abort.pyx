@@ -24,7 +24,7 @@ from ncclpy.abi.locks cimport (
 from ncclpy.abi.nccl cimport ncclInvalidArgument, ncclResult_t, ncclSuccess
 from ncclpy.core.check cimport check
 from ncclpy.core.library cimport abort_preempts, nccl, require, version_code
-from ncclpy.core.wait cimport Call, deadline_after, now, pause
+from ncclpy.core.wait cimport FOREVER, Call, deadline_after, now, pause
 
 from ncclpy.core.errors import NcclError, attach
 
@@ -252,11 +252,16 @@ cdef list begin_abort(list handles, object reason):
     for handle in alive:
         handle.aborting = threads
     for thread in threads:
-        try:
-            (<_Abort>thread).start("ncclpy-abort")
-        except RuntimeError:  # no more threads; here it may block, but what is to end would never end else
-            (<_Abort>thread)._run()
+        start_or_run(thread)
     return threads
+
+
+cdef int start_or_run(Call call) except -1:
+    try:
+        call.start("ncclpy-abort")
+    except RuntimeError:  # no more threads; here it may block, but what is to end would never end else
+        call._run()
+    return 0
 
 
 cdef list begin_quietly(list handles, object reason):
@@ -334,10 +339,28 @@ cdef int abort_late(list handles, object reason, bint called=True) except -1:
     return end_abort([call], ABORT_DEADLINE, reason)
 
 
+cdef class _Ending(Call):
+    """Have a call come back that nobody waits for any longer, and end what it has made; in a thread of its own, so that
+    a second Ctrl-C ends the wait for that alone."""
+
+    cdef Call call
+    cdef list children
+    cdef object reason
+
+    cdef int make(self) except -1:
+        cdef double deadline = now() + ABORT_DEADLINE
+        # The abort may have come before the call had begun, and found nothing.
+        while not self.call.wait(min(now() + LOOK_AGAIN, deadline)) and now() < deadline:
+            abort_late(self.children, self.reason, False)
+        if self.call.done:
+            abort_late(self.children, self.reason)
+        return 0
+
+
 cdef int end_call(list handles, Call call, list children, object reason, object error) except -1:
     """End what a call was made for that nobody waits for any longer; what cannot be ended is left behind with it."""
     cdef Abortable handle
-    cdef double deadline
+    cdef _Ending ending = None
     ends, stays = [], []
     for each in handles:
         for handle in (<Abortable>each).tied():
@@ -345,14 +368,17 @@ cdef int end_call(list handles, Call call, list children, object reason, object 
                 ends.append(handle)
             elif handle.state not in (ABORTED, CLOSED):
                 stays.append(handle)
+    if call is not None and not stays:
+        ending = _Ending()
+        ending.call, ending.children, ending.reason = call, children, reason
     try:
-        leave(ends, reason, error)
-        if call is not None and not stays:
-            deadline = now() + ABORT_DEADLINE
-            # The abort may have come before the call had begun, and found nothing.
-            while not call.wait(min(now() + LOOK_AGAIN, deadline)) and now() < deadline:
-                abort_late(children, reason, False)
-        if call is not None and call.done:
+        threads = begin_quietly(ends, reason)
+        if ending is not None:  # before anything is waited for: a signal may come once more
+            start_or_run(ending)
+        end_quietly(threads, reason, error)
+        if ending is not None:
+            ending.wait(FOREVER)  # it has a deadline itself
+        elif call is not None and call.done:
             abort_late(children, reason)
         else:
             _leave_behind(stays, reason)

@@ -477,9 +477,11 @@ cdef int _see_through(Group group) except -1:
     except BaseException as error:  # of a signal handler: whoever raises wants to get out, not to wait for the others
         try:
             leave([tied for handle in together for tied in (<Handle>handle).tied()], "a group was left early", error)
-            abort_late(children, "a group was left early")  # those that were not collected yet
-        finally:  # also if Ctrl-C comes a second time
-            _hold_all(group)
+        finally:  # also if Ctrl-C comes a second time, and a third
+            try:
+                abort_late(children, "a group was left early")  # those that were not collected yet
+            finally:
+                _hold_all(group)
         raise
     if errors:
         _hold_all(group)

@@ -28,6 +28,26 @@ with ncclpy.faults("call=CommAbort do=delay:2s nth=1"):
         pass
     assert in_flight(), "nothing is held although the call is still under way"
 """,
+    # The calls begin so late that the first abort finds nothing; the second interrupt keeps it from looking again.
+    "a second interrupt before the calls of a group have begun": """
+uid = ncclpy.get_unique_id()
+alarm(0.3)
+alarm(0.6)
+with ncclpy.faults("call=CommInitRank do=delay:1s at=call"):
+    try:
+        with ncclpy.group():
+            for rank in range(2):
+                ncclpy.Communicator.init(3, rank, uid, device=rank)
+        raise AssertionError
+    except KeyboardInterrupt:
+        pass
+    names = ["ncclpy-call"]
+    until = time.monotonic() + 10
+    while "ncclpy-call" in names:
+        assert time.monotonic() < until, "the call waits for rank 2 for ever"
+        time.sleep(0.05)
+        names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+""",
     "a handler that aborts": """
 C = ncclpy.Communicator.init_all([0, 1], timeout=30)
 arrays = [np.ones(3), np.ones(3)]
@@ -158,18 +178,27 @@ def test_signals(name):
 
 @pytest.mark.parametrize("what", ["operation", "birth"])
 def test_a_failing_abort_does_not_hide_the_deadline(what):
-    comms = ncclpy.Communicator.init_all([0, 1], timeout=0.3)
-    with (
-        ncclpy.faults("call=CommAbort do=error"),
-        pytest.raises(ncclpy.NcclTimeout, match="was not done after") as caught,
-    ):
-        if what == "operation":
-            comms[0].all_reduce(np.ones(3))
-        else:
-            ncclpy.Communicator.init(2, 0, ncclpy.get_unique_id(), device=0, timeout=0.3)
-    assert "CommAbort" in caught.value.__notes__[0]
-    for comm in comms:
-        comm.abort()
+    # In a process of its own: what could not be aborted stays.
+    testing.run_python(
+        f"""
+        import numpy as np, pytest
+        import ncclpy
+
+        comms = ncclpy.Communicator.init_all([0, 1], timeout=0.3)
+        with (
+            ncclpy.faults("call=CommAbort do=error"),
+            pytest.raises(ncclpy.NcclTimeout, match="was not done after") as caught,
+        ):
+            if {what == "operation"}:
+                comms[0].all_reduce(np.ones(3))
+            else:
+                ncclpy.Communicator.init(2, 0, ncclpy.get_unique_id(), device=0, timeout=0.3)
+        assert any("CommAbort" in note for note in getattr(caught.value, "__notes__", [])), caught.value
+        for comm in comms:
+            comm.abort()
+    """,
+        env={"NCCLPY_LIBRARY": "host"},
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"config": ncclpy.Config(blocking=False)}, {"timeout": 60}])

@@ -116,9 +116,12 @@ def test_a_buffer_is_read_as_before(comms2, host_engine):
 
     arrays = [np.ones(2), np.full(2, 2.0)]
     buffers = [Buffer.of(arrays[0]), Named(arrays[1].ctypes.data, 2, "float64", owner=arrays[1])]
+    streams = [ncclpy.Stream(comm.device) for comm in comms2]
     with ncclpy.group():
-        for comm, buffer in zip(comms2, buffers, strict=True):
-            comm.all_reduce(buffer)
+        for comm, buffer, stream in zip(comms2, buffers, streams, strict=True):
+            comm.all_reduce(buffer, stream=stream)
+    for stream in streams:  # nobody waits for memory of which no place is known
+        stream.synchronize()
     assert [array.tolist() for array in arrays] == [[3.0, 3.0]] * 2
 
 

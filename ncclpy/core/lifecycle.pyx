@@ -41,7 +41,7 @@ from ncclpy.core.missing cimport who_is_missing
 from ncclpy.core.overrides cimport look_up_overrides
 from ncclpy.core.stream cimport Stream
 from ncclpy.core.upkeep cimport DESTROY, FINALIZE, REVOKE, SUSPEND, UPKEEP, Upkeep
-from ncclpy.core.watch cimport watch
+from ncclpy.core.watch cimport look_sooner, watch
 from ncclpy.core.wait cimport FOREVER, as_timeout, deadline_after, now, pause
 
 from ncclpy.core import device as _device
@@ -189,7 +189,9 @@ cdef class Lifecycle(Handle):
 
     cdef int be_watched(self, double limit) except -1:
         """Have the watcher keep deadlines, of which this is one; without any it ends what Ctrl-C is to end."""
-        self.shortest = min(self.shortest, limit)
+        if limit < self.shortest:
+            self.shortest = limit
+            look_sooner()
         if limit != FOREVER and self.marks == NULL:
             self.marks = new_marks(context_of(self.device))
             if self.marks == NULL:

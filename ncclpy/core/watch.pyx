@@ -64,7 +64,7 @@ cdef double SIGINT_PATIENCE = 1.0
 
 # How often the watcher looks: an eighth of the shortest deadline, within these bounds.
 cdef double OFTEN = 0.01
-cdef double SELDOM = 0.25
+cdef double SELDOM = 1.0
 
 _log = logging.getLogger("ncclpy.core")
 
@@ -108,10 +108,8 @@ cdef int _look_on() except -1:
     if driver.cuThreadExchangeStreamCaptureMode != NULL:
         driver.cuThreadExchangeStreamCaptureMode(&mode)
     while True:
-        pause = _round()
-        if pause > SELDOM:
-            pause = SELDOM
-        _wake.clear()
+        _wake.clear()  # before the look: what comes behind it is not to wait for the next one
+        pause = min(_round(), SELDOM, _rest_of_patience())
         if not _watched:
             _wake.wait(10.0)
             if not _watched:
@@ -172,6 +170,17 @@ cdef bint _is_interrupted() except -1:
         return False
     ncclpy_note_sigint()  # again: signal.signal() puts Python's handler in our place
     return ncclpy_sigint_at != 0 and now() - ncclpy_sigint_at > SIGINT_PATIENCE
+
+
+cdef double _rest_of_patience() noexcept:
+    """Return how long it is until a handler of SIGINT that came lately has had its time."""
+    cdef double rest = ncclpy_sigint_at + SIGINT_PATIENCE - now()
+    return rest + OFTEN if rest > 0 else SELDOM
+
+
+cdef int look_sooner() except -1:
+    _wake.set()
+    return 0
 
 
 def _forked():

@@ -24,6 +24,7 @@ from ncclpy.abi.locks cimport (
 from ncclpy.abi.nccl cimport ncclInvalidArgument, ncclResult_t, ncclSuccess
 from ncclpy.core.check cimport check
 from ncclpy.core.library cimport abort_preempts, nccl, require, version_code
+from ncclpy.core.overdue cimport tell_overdue
 from ncclpy.core.wait cimport Call, deadline_after, now, pause
 
 from ncclpy.core.errors import NcclError, attach
@@ -304,7 +305,8 @@ cdef int end_quietly(list threads, object reason, object error) except -1:
 
 
 cdef int leave(list handles, object reason, object error) except -1:
-    return end_quietly(begin_quietly(handles, reason), reason, error)
+    end_quietly(begin_quietly(handles, reason), reason, error)
+    return tell_overdue(handles, error)
 
 
 cdef int _leave_behind(list handles, object reason) except -1:
@@ -346,7 +348,7 @@ cdef int end_call(list handles, Call call, list children, object reason, object 
             elif handle.state not in (ABORTED, CLOSED):
                 stays.append(handle)
     try:
-        leave(ends, reason, error)
+        end_quietly(begin_quietly(ends, reason), reason, error)
         if call is not None and not stays:
             deadline = now() + ABORT_DEADLINE
             # The abort may have come before the call had begun, and found nothing.
@@ -358,7 +360,7 @@ cdef int end_call(list handles, Call call, list children, object reason, object 
             _leave_behind(stays, reason)
     except Exception as failure:
         attach(error, [failure])
-    return 0
+    return tell_overdue(handles, error)
 
 
 cdef int abort_handles(list handles, double timeout, object reason) except -1:

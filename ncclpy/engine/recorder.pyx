@@ -166,6 +166,7 @@ cdef class _Calls(Tap):
         entry.rank = handle.rank
         entry.nranks = handle.nranks
         entry.communicator = handle.group_name
+        entry.sequence = operation.sequence
         return entry
 
     cdef int end(self, object noted, const Operation* operation, bint done, object error) except -1:

@@ -22,7 +22,7 @@ from ncclpy.engine.native cimport now
 
 from ncclpy.engine.recorder import dump, record_all, text_of
 
-VARIABLE = "NCCLPY_DUMP_ON_TIMEOUT"
+_VARIABLE = "NCCLPY_DUMP_ON_TIMEOUT"
 
 # A file is written anew so many seconds after it was begun, at the earliest.
 cdef double _SPACING = 1.0
@@ -38,12 +38,12 @@ def check_pattern(pattern):
     for found in re.findall("%(.?)", pattern, re.DOTALL):
         if found not in ("r", "p", "h", "%"):
             raise ValueError(
-                f"{VARIABLE}={pattern!r}: {'%' + found!r} stands for nothing; there are %r (rank), %p (process id), %h "
+                f"{_VARIABLE}={pattern!r}: {'%' + found!r} stands for nothing; there are %r (rank), %p (process id), %h "
                 "(host name) and %% (a percent sign)"
             )
     if not os.path.basename(pattern) or os.path.isdir(pattern):
         example = os.path.join(pattern, "rank-%r.json")
-        raise ValueError(f"{VARIABLE}={pattern!r} is a folder; name a file in it, {example!r} say")
+        raise ValueError(f"{_VARIABLE}={pattern!r} is a folder; name a file in it, {example!r} say")
     return os.path.abspath(pattern)
 
 
@@ -223,7 +223,7 @@ def write(path, reason):
                 os.unlink(unfinished)
             raise
     except Exception as error:
-        _log.warning("the recorder's dump cannot be written to %s (%s): %s", path, VARIABLE, error)
+        _log.warning("the recorder's dump cannot be written to %s (%s): %s", path, _VARIABLE, error)
     else:
         _log.info("a deadline has passed; the recorder's dump is in %s", path)
 
@@ -237,8 +237,9 @@ def begin(pattern):
     os.register_at_fork(after_in_child=dumps.forked)
 
 
-if os.environ.get(VARIABLE):
+_pattern = os.environ.get("NCCLPY_DUMP_ON_TIMEOUT")
+if _pattern:
     try:
-        begin(os.environ[VARIABLE])
+        begin(_pattern)
     except ValueError as error:  # an import is not to fail for that
         warnings.warn(f"{error}. No dump will be written", RuntimeWarning, stacklevel=2)

@@ -176,6 +176,31 @@ CALLS = {
         late(lambda: comms[0].split(0))
         testing.wait_for(lambda: os.path.exists("rank-0-1.json"))
     """,
+    "a work of a Manager": """
+        manager = ncclpy.Manager(timeout=0.5)
+        with ncclpy.faults("rank=1 call=AllReduce at=run do=hang"):
+            works = [manager.all_reduce("k", np.ones(4), device=device, num_local=2) for device in (0, 1)]
+            late(works[0].wait)
+        testing.wait_for(lambda: os.path.exists("rank-0-1.json"))
+    """,
+    "a gathering": """
+        manager = ncclpy.Manager(timeout=0.3)
+        work = manager.all_reduce("k", np.ones(4), device=0, num_local=2)
+        late(work.wait)
+        testing.wait_for(lambda: os.path.exists("rank-0-1.json"))
+    """,
+    "communicators of a Manager": """
+        manager = ncclpy.Manager(timeout=0.5)
+        key = manager.generate_communicator_key()
+        work = manager.all_reduce(
+            "k", np.ones(4), device=0, num_local=1, num_global=2, communicator_key=key, global_rank=0
+        )
+        manager.signal_multi_node_ready("k")
+        late(work.wait)
+        testing.wait_for(os.listdir)
+        assert len(os.listdir()) == 1, os.listdir()
+        os.rename(os.listdir()[0], "rank-0-1.json")
+    """,
     "an await": """
         import asyncio
         config = ncclpy.Config(blocking=False)
@@ -281,6 +306,27 @@ def test_a_forked_child_writes_its_own(tmp_path):
             assert os.listdir() == [f"{os.getpid()}.json"]
             os._exit(0)
         assert os.wait()[1] == 0
+        """,
+        tmp_path,
+        "%p.json",
+    )
+
+
+def test_a_forked_child_leaves_what_its_parent_has_to_write(tmp_path):
+    run(
+        """
+        comms = ncclpy.Communicator.init_all([0, 1], timeout=0.3)
+        with ncclpy.group():
+            children = [comm.split(comm.rank) for comm in comms]
+        with ncclpy.faults("call=AllReduce nth=* at=run do=hang"):
+            for child in children:
+                late(lambda: child.all_reduce(np.ones(4)))
+        import warnings
+        warnings.simplefilter("ignore")  # Python's, of threads
+        if os.fork() == 0:
+            sys.exit(0)  # what is to be done at the end is done here
+        assert os.wait()[1] == 0
+        assert os.listdir() == [f"{os.getpid()}.json"]
         """,
         tmp_path,
         "%p.json",

@@ -25,7 +25,7 @@ from ncclpy.engine.recorder import dump, record_all, text_of
 _VARIABLE = "NCCLPY_DUMP_ON_TIMEOUT"
 
 # A file is written anew so many seconds after it was begun, at the earliest.
-cdef double _SPACING = 1.0
+_SPACING = 1.0
 
 # How long an error waits for its dump, and the process's end for the last one.
 cdef double _PATIENCE = 2.0

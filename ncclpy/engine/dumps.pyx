@@ -33,7 +33,7 @@ cdef double _PATIENCE = 2.0
 _log = logging.getLogger("ncclpy.engine")
 
 
-def check_pattern(pattern):
+def _check_pattern(pattern):
     """Return the pattern of a path, absolute; ValueError says what is wrong with it."""
     for found in re.findall("%(.?)", pattern, re.DOTALL):
         if found not in ("r", "p", "h", "%"):
@@ -47,13 +47,13 @@ def check_pattern(pattern):
     return os.path.abspath(pattern)
 
 
-def fill_in(pattern, rank):
+def _fill_in(pattern, rank):
     """Return the path that a pattern stands for in this process."""
     values = {"r": rank, "p": str(os.getpid()), "h": socket.gethostname(), "%": "%"}
     return re.sub("%(.)", lambda found: values[found[1]], pattern)
 
 
-def show_ranks(ranks):
+def _show_ranks(ranks):
     """Return ranks as text: ``0-3,6``."""
     spans = []
     for rank in sorted(ranks):
@@ -79,7 +79,7 @@ cdef class _Request:
         self.written = threading.Event()
 
 
-cdef class Dumps(Overdue):
+cdef class _Dumps(Overdue):
     """Write the dump of this process when deadlines pass, each file once a second at most."""
 
     cdef str pattern
@@ -115,9 +115,9 @@ cdef class Dumps(Overdue):
         if handles:
             handle = handles[0]
             ranks = None if handle.group_name is None else self.ranks.get(handle.group_name.split("/")[0])
-            return show_ranks(ranks or [handle.rank])
+            return _show_ranks(ranks or [handle.rank])
         for ranks in self.ranks.values():
-            return show_ranks(ranks)
+            return _show_ranks(ranks)
         return f"pid{os.getpid()}"
 
     cdef int passed(self, list handles, object error, bint wait) except -1:
@@ -186,7 +186,7 @@ cdef class Dumps(Overdue):
             self.begun[rank] = now()
             self.current = request
             try:
-                write(fill_in(self.pattern, rank), f"{request.kind}: {text_of(request.words)}")
+                _write(_fill_in(self.pattern, rank), f"{request.kind}: {text_of(request.words)}")
             finally:
                 self.current = None
                 request.written.set()
@@ -210,7 +210,7 @@ cdef class Dumps(Overdue):
         self._begin()
 
 
-def write(path, reason):
+def _write(path, reason):
     """Write a dump, whole or not at all; what keeps it from that is a warning in the log."""
     unfinished = f"{path}.{os.getpid()}.unfinished"
     try:
@@ -228,9 +228,9 @@ def write(path, reason):
         _log.info("a deadline has passed; the recorder's dump is in %s", path)
 
 
-def begin(pattern):
+def _begin_with(pattern):
     """Record plain calls from now on, and write a dump whenever a deadline passes."""
-    cdef Dumps dumps = Dumps(check_pattern(pattern))
+    cdef _Dumps dumps = _Dumps(_check_pattern(pattern))
     record_all()
     set_listener(dumps)
     atexit.register(dumps.end)  # before the crews' end, which comes last
@@ -240,6 +240,6 @@ def begin(pattern):
 _pattern = os.environ.get("NCCLPY_DUMP_ON_TIMEOUT")
 if _pattern:
     try:
-        begin(_pattern)
+        _begin_with(_pattern)
     except ValueError as error:  # an import is not to fail for that
         warnings.warn(f"{error}. No dump will be written", RuntimeWarning, stacklevel=2)

@@ -199,6 +199,18 @@ CALLS = {
         late(work.wait)
         testing.wait_for(lambda: os.path.exists("rank-0-1.json"))
     """,
+    "a wait for initialisation": """
+        comm = ncclpy.Communicator.init(3, 2, ncclpy.get_unique_id(), config=ncclpy.Config(blocking=False))
+        late(lambda: comm.wait_ready(0.3))
+        os.rename("rank-2.json", "rank-0-1.json")
+    """,
+    "a close": """
+        stream = ncclpy.Stream(0)
+        comm = ncclpy.Communicator.init(1, 0, ncclpy.get_unique_id(), abortable=True)
+        with ncclpy.faults("rank=0 call=CommDestroy do=hang; rank=0 call=CommFinalize do=hang"):
+            late(lambda: comm.close(timeout=0.3))
+        os.rename("rank-0.json", "rank-0-1.json")
+    """,
     "an await": """
         import asyncio
         config = ncclpy.Config(blocking=False)

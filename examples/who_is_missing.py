@@ -72,7 +72,7 @@ def work(comm):
     for step in range(3):
         if step == 2 and rank == size - 1:
             time.sleep(3600)  # the rank that is missing: its data does not come, say
-        comm.all_reduce(array)
+        comm.all_reduce(array, timeout=seconds)
         ncclpy.synchronize(comm.device)
     comm.barrier()  # on GPUs a call only begins; the next one raises what became of it
 
@@ -81,7 +81,7 @@ folder.mkdir(parents=True, exist_ok=True)
 dump_on_signals(signal.SIGUSR1, signal.SIGTERM)
 try:
     unique_id = exchange(folder / "unique-id")
-    with ncclpy.Communicator.init(size, rank, unique_id, device=local, timeout=seconds) as comm:
+    with ncclpy.Communicator.init(size, rank, unique_id, device=local, timeout=60) as comm:
         work(comm)
 except Exception as error:
     dump(f"{type(error).__name__}: {error}")

@@ -44,8 +44,8 @@ def run(code, folder, pattern="rank-%r.json"):
 def test_the_file_is_there_when_the_error_arrives(tmp_path):
     run(
         """
-        comms = ncclpy.Communicator.init_all([0, 1], timeout=0.5)
-        error = late(lambda: comms[0].all_reduce(np.ones(4)))
+        comms = ncclpy.Communicator.init_all([0, 1], timeout=30)
+        error = late(lambda: comms[0].all_reduce(np.ones(4), timeout=0.2))
         assert os.listdir() == ["new"] and os.listdir("new") == ["rank-0-1.json"], os.listdir()
         found = dump("new/rank-0-1.json")
         assert found["reason"] == f"NcclTimeout: {error}", found["reason"]
@@ -79,8 +79,8 @@ def test_what_the_signs_stand_for(tmp_path):
 def test_a_pattern_that_is_wrong_is_warned_of_at_import(tmp_path, pattern, word):
     _, errors = run(
         """
-        comms = ncclpy.Communicator.init_all([0, 1], timeout=0.3)
-        late(lambda: comms[0].all_reduce(np.ones(4)))
+        comms = ncclpy.Communicator.init_all([0, 1], timeout=30)
+        late(lambda: comms[0].all_reduce(np.ones(4), timeout=0.2))
         assert ncclpy.recorder.snapshot()["entries"] == []
         assert os.listdir() == [], os.listdir()
         """,
@@ -93,8 +93,8 @@ def test_a_pattern_that_is_wrong_is_warned_of_at_import(tmp_path, pattern, word)
 def test_an_empty_variable_does_nothing(tmp_path):
     _, errors = run(
         """
-        comms = ncclpy.Communicator.init_all([0, 1], timeout=0.3)
-        late(lambda: comms[0].all_reduce(np.ones(4)))
+        comms = ncclpy.Communicator.init_all([0, 1], timeout=30)
+        late(lambda: comms[0].all_reduce(np.ones(4), timeout=0.2))
         assert ncclpy.recorder.snapshot()["entries"] == [] and os.listdir() == []
         """,
         tmp_path,
@@ -107,8 +107,8 @@ def test_a_file_that_cannot_be_written_does_not_hide_the_error(tmp_path):
     (tmp_path / "file").write_text("")
     _, errors = run(
         """
-        comms = ncclpy.Communicator.init_all([0, 1], timeout=0.3)
-        late(lambda: comms[0].all_reduce(np.ones(4)))
+        comms = ncclpy.Communicator.init_all([0, 1], timeout=30)
+        late(lambda: comms[0].all_reduce(np.ones(4), timeout=0.2))
         assert os.listdir() == ["file"]
         """,
         tmp_path,
@@ -119,11 +119,11 @@ def test_a_file_that_cannot_be_written_does_not_hide_the_error(tmp_path):
 
 CALLS = {
     "a call": """
-        late(lambda: comms[0].all_reduce(np.ones(4)))
+        late(lambda: comms[0].all_reduce(np.ones(4), timeout=0.2))
     """,
     "a group": """
         def group():
-            with ncclpy.group():
+            with ncclpy.group(timeout=0.2):
                 comms[0].all_reduce(np.ones(4))
         late(group)
     """,
@@ -131,7 +131,7 @@ CALLS = {
         plan = ncclpy.Plan()
         with plan.record():
             comms[0].all_reduce(np.ones(4))
-        late(plan.launch)
+        late(lambda: plan.launch(timeout=0.2))
     """,
     "a stuck call of a plan": """
         plan = ncclpy.Plan()
@@ -139,39 +139,41 @@ CALLS = {
             for comm in comms:
                 comm.all_reduce(np.ones(4))
         with ncclpy.faults("rank=0 call=AllReduce do=hang"):
-            late(plan.launch)
+            late(lambda: plan.launch(timeout=0.2))
     """,
     "a graph": """
         plan = ncclpy.Plan()
         with plan.record():
-            comms[0].all_reduce(np.ones(4))
+            comms[0].all_reduce(np.ones(4), timeout=0.2)
         graph = plan.capture()
         late(graph.launch)
     """,
     "a split": """
-        late(lambda: comms[0].split(0))
+        late(lambda: comms[0].split(0, timeout=0.2))
     """,
     "a finalize": """
+        comm = ncclpy.Communicator.init(1, 0, ncclpy.get_unique_id(), timeout=2)
         with ncclpy.faults("rank=0 call=CommFinalize do=hang"):
-            late(comms[0].finalize)
+            late(comm.finalize)
+        os.rename("rank-0.json", "rank-0-1.json")
     """,
     "a call of a child": """
         with ncclpy.group():
             children = [comm.split(comm.rank) for comm in comms]
         assert [child.rank for child in children] == [0, 0]
         with ncclpy.faults("call=AllReduce at=run do=hang"):
-            late(lambda: children[1].all_reduce(np.ones(4)))
+            late(lambda: children[1].all_reduce(np.ones(4), timeout=0.2))
     """,
     "the watcher's verdict": """
         stream = ncclpy.Stream(0)
-        comms[0].all_reduce(np.ones(4), stream=stream)
+        comms[0].all_reduce(np.ones(4), stream=stream, timeout=0.2)
         testing.wait_for(lambda: "aborted" in repr(comms[0]))
         assert os.listdir() == [], "nobody has been told"
         late(lambda: comms[0].all_reduce(np.ones(4), stream=stream))
     """,
     "the watcher's verdict, of another call": """
         stream = ncclpy.Stream(0)
-        comms[0].all_reduce(np.ones(4), stream=stream)
+        comms[0].all_reduce(np.ones(4), stream=stream, timeout=0.2)
         testing.wait_for(lambda: "aborted" in repr(comms[0]))
         late(lambda: comms[0].split(0))
         testing.wait_for(lambda: os.path.exists("rank-0-1.json"))
@@ -228,7 +230,7 @@ CALLS = {
 def test_what_can_be_late(tmp_path, what):
     run(
         f"""
-        comms = ncclpy.Communicator.init_all([0, 1], timeout=0.5)
+        comms = ncclpy.Communicator.init_all([0, 1], timeout=30)
         {CALLS[what].strip()}
         assert os.listdir() == ["rank-0-1.json"], os.listdir()
         assert dump("rank-0-1.json")["reason"].startswith("NcclTimeout: ")
@@ -249,14 +251,14 @@ def test_works_of_the_manager_that_are_late_together(tmp_path):
                     written.append(time.monotonic())
         logging.getLogger("ncclpy").setLevel(logging.INFO)
         logging.getLogger("ncclpy").addHandler(Count())
-        manager = ncclpy.Manager(timeout=1.0, fail_fast=False)
-        def bring(key):
-            return [manager.all_reduce(key, np.ones(4), device=device, num_local=2) for device in (0, 1)]
+        manager = ncclpy.Manager(timeout=30, fail_fast=False)
+        def bring(key, **options):
+            return [manager.all_reduce(key, np.ones(4), device=device, num_local=2, **options) for device in (0, 1)]
         for work in bring("warm"):
             work.wait()
         with ncclpy.faults("rank=1 call=AllReduce at=run do=hang"):
-            works = [work for number in range(100) for work in bring(number)]
-            gathered = [manager.all_reduce(("alone", number), np.ones(4), device=0, num_local=2)
+            works = [work for number in range(100) for work in bring(number, timeout=1.0)]
+            gathered = [manager.all_reduce(("alone", number), np.ones(4), device=0, num_local=2, timeout=1.0)
                         for number in range(100)]
             errors = [work.exception(timeout=30) for work in works + gathered]
         assert sum(isinstance(error, ncclpy.NcclTimeout) for error in errors) >= 101, errors
@@ -277,12 +279,12 @@ def test_the_end_of_the_process_writes_what_waits_for_its_turn(tmp_path):
     run(
         """
         ncclpy.engine.dumps._SPACING = 1000.0
-        comms = ncclpy.Communicator.init_all([0, 1], timeout=0.3)
+        comms = ncclpy.Communicator.init_all([0, 1], timeout=30)
         with ncclpy.group():
             a, b = (comm.split(comm.rank) for comm in comms)
         with ncclpy.faults("call=AllReduce nth=* at=run do=hang"):
-            late(lambda: a.all_reduce(np.ones(4)))
-            late(lambda: b.all_reduce(np.ones(4)))
+            late(lambda: a.all_reduce(np.ones(4), timeout=0.2))
+            late(lambda: b.all_reduce(np.ones(4), timeout=0.2))
         assert states("rank-0-1.json") == ["failed"], "the second is a second later at the earliest"
         """,
         tmp_path,
@@ -296,8 +298,8 @@ def test_a_file_is_written_once_a_second_and_never_half(tmp_path):
         """
         def rounds(number):
             for _ in range(number):
-                comms = ncclpy.Communicator.init_all([0, 1], timeout=0.05)
-                late(lambda: comms[0].all_reduce(np.ones(4)))
+                comms = ncclpy.Communicator.init_all([0, 1], timeout=30)
+                late(lambda: comms[0].all_reduce(np.ones(4), timeout=0.05))
 
         with ncclpy.Communicator.init(1, 0, ncclpy.get_unique_id()) as alone:
             for _ in range(2000):
@@ -335,8 +337,8 @@ def test_a_forked_child_writes_its_own(tmp_path):
     run(
         """
         if os.fork() == 0:
-            comms = ncclpy.Communicator.init_all([0, 1], timeout=0.3)
-            late(lambda: comms[0].all_reduce(np.ones(4)))
+            comms = ncclpy.Communicator.init_all([0, 1], timeout=30)
+            late(lambda: comms[0].all_reduce(np.ones(4), timeout=0.2))
             assert os.listdir() == [f"{os.getpid()}.json"]
             os._exit(0)
         assert os.wait()[1] == 0
@@ -350,12 +352,12 @@ def test_a_forked_child_leaves_what_its_parent_has_to_write(tmp_path):
     run(
         """
         ncclpy.engine.dumps._SPACING = 1000.0
-        comms = ncclpy.Communicator.init_all([0, 1], timeout=0.3)
+        comms = ncclpy.Communicator.init_all([0, 1], timeout=30)
         with ncclpy.group():
             children = [comm.split(comm.rank) for comm in comms]
         with ncclpy.faults("call=AllReduce nth=* at=run do=hang"):
             for child in children:
-                late(lambda: child.all_reduce(np.ones(4)))
+                late(lambda: child.all_reduce(np.ones(4), timeout=0.2))
         import warnings
         warnings.simplefilter("ignore")  # Python's, of threads
         begun = time.monotonic()

@@ -49,6 +49,7 @@ from ncclpy.core.resources import CustomOp, Registration
 from ncclpy.core.stream import Event, Stream, synchronize
 from ncclpy.core.types import AVG, MAX, MIN, PROD, SUM, DataType, ReduceOp, Result, UniqueId
 from ncclpy.core.window import Window
+from ncclpy.engine import dumps as _dumps  # noqa: F401 - it looks at NCCLPY_DUMP_ON_TIMEOUT
 from ncclpy.engine import recorder
 from ncclpy.engine.graph import Graph
 from ncclpy.engine.plan import Plan

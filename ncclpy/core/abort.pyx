@@ -24,6 +24,7 @@ from ncclpy.abi.locks cimport (
 from ncclpy.abi.nccl cimport ncclInvalidArgument, ncclResult_t, ncclSuccess
 from ncclpy.core.check cimport check
 from ncclpy.core.library cimport abort_preempts, nccl, require, version_code
+from ncclpy.core.overdue cimport tell_overdue
 from ncclpy.core.wait cimport FOREVER, Call, deadline_after, now, pause
 
 from ncclpy.core.errors import NcclError, attach
@@ -309,7 +310,8 @@ cdef int end_quietly(list threads, object reason, object error) except -1:
 
 
 cdef int leave(list handles, object reason, object error) except -1:
-    return end_quietly(begin_quietly(handles, reason), reason, error)
+    end_quietly(begin_quietly(handles, reason), reason, error)
+    return tell_overdue(handles, error)
 
 
 cdef int _leave_behind(list handles, object reason) except -1:
@@ -384,7 +386,7 @@ cdef int end_call(list handles, Call call, list children, object reason, object 
             _leave_behind(stays, reason)
     except Exception as failure:
         attach(error, [failure])
-    return 0
+    return tell_overdue(handles, error)
 
 
 cdef int abort_handles(list handles, double timeout, object reason) except -1:

@@ -8,6 +8,7 @@ from libc.stdlib cimport malloc
 from libc.string cimport memcpy, memset
 
 from ncclpy.abi.nccl cimport ncclComm_t, ncclResult_t, ncclUniqueId
+from ncclpy.core cimport overdue as _overdue
 from ncclpy.core.abort cimport READY, leave
 from ncclpy.core.check cimport check
 from ncclpy.core.device cimport as_device, context_of
@@ -106,6 +107,8 @@ cdef class Creation(Lifecycle):
         self.group_name = _name_of(unique_id)
         self.rank = self.cradle.birth.rank = rank
         self.nranks = self.cradle.birth.nranks = nranks
+        if _overdue.listener is not None:
+            _overdue.listener.named(self)
         self.cradle.birth.context = context_of(self.device)
         memset(&operation, 0, sizeof(operation))
         operation.kind = INIT_RANK

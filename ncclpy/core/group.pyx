@@ -31,6 +31,7 @@ from ncclpy.core.flight cimport hold
 from ncclpy.core.handle cimport count_waits, in_lock_order
 from ncclpy.core.library cimport nccl, require
 from ncclpy.core.operation cimport NOT_THERE, WINDOW, function_of, raise_issue
+from ncclpy.core.overdue cimport begin_whole, end_whole, tell_overdue
 from ncclpy.core.stretch cimport make_calls
 from ncclpy.core.tap cimport Tap
 from ncclpy.core.wait cimport FOREVER, SLICE, Call, as_timeout, deadline_after, now, pause
@@ -346,22 +347,34 @@ cdef int _launch_tapped(Group group, Tap tap) except -1:
     cdef size_t i
     cdef Step* step
     cdef list noted = []
+    cdef dict earlier = {}
     waited = {(id(handle), stream) for handle, stream, _ in group.waits}
     for i in range(group.count):
         step = &group.held[i].step
-        noted.append(tap.begin(<Handle>step.handle, &step.operation) if step.operation.kind < WINDOW else None)
+        if step.operation.kind >= WINDOW:
+            noted.append(None)
+            continue
+        # As far as is known before their turn; a dump is to show it while they are stuck.
+        number = <uintptr_t>step.handle
+        step.operation.sequence = (<Handle>step.handle).sequence + earlier.get(number, 0)
+        earlier[number] = earlier.get(number, 0) + 1
+        noted.append(tap.begin(<Handle>step.handle, &step.operation))
     failure = None
+    begin_whole()
     try:
         _launch_and_wait(group)
     except BaseException as error:
         failure = error
         raise
     finally:
+        end_whole()
         for i in range(group.count):
             step = &group.held[i].step
             if noted[i] is not None:
                 done = (id(<object>step.handle), <uintptr_t>step.operation.stream) in waited
                 tap.end(noted[i], &step.operation, done, failure)
+        if failure is not None:
+            tell_overdue(group.handles + [child for _, child in group.births], failure)
     return 0
 
 

@@ -37,6 +37,7 @@ from ncclpy.core.flight cimport hold
 from ncclpy.core.library cimport nccl, require_driver
 from ncclpy.core.marks cimport free_marks, mark_begin, mark_end
 from ncclpy.core.missing cimport who_is_missing
+from ncclpy.core.overdue cimport tell_overdue
 from ncclpy.core.overrides cimport guarded_was_in_progress
 from ncclpy.core.stream cimport event_behind
 from ncclpy.core.wait cimport FOREVER, LEAVE, SLICE, await_stream, deadline_after, now, pause
@@ -154,6 +155,7 @@ cdef int _see_what_came(Handle handle, CUresult result, Waiting* waiting, str wh
         Py_XDECREF(waiting.error)
         Py_XDECREF(waiting.aborting)
         end_quietly(threads, what, error)
+        tell_overdue([handle], error)
         raise error
     if handle.state == ABORTED:
         raise handle.aborted_error(f"{what} on {handle!r} did not complete: the communicator was aborted")
@@ -214,7 +216,9 @@ cdef class Handle(Abortable):
     cdef object aborted_error(self, object what):
         """Return the exception of an operation that met an abort, with the reason that was given for it."""
         if self.verdict is not None:  # not the one that is kept: it would grow with every frame that it passes
-            return type(self.verdict)(f"{what}: {self.verdict}")
+            error = type(self.verdict)(f"{what}: {self.verdict}")
+            tell_overdue([self], error)
+            return error
         return NcclAborted(what if self.reason is None else f"{what} ({self.reason})")
 
     cdef Mark* enter_call(self, CUstream stream, double limit, int kind) noexcept nogil:
@@ -326,6 +330,8 @@ cdef class Handle(Abortable):
             if initialising:  # what there is of it is of no use, and may be in nobody's hands
                 leave([self], f"{what} failed", failure)
                 self.state = FAILED
+            else:
+                tell_overdue([self], failure)
             raise failure
 
     cdef int wait_stream(self, CUstream stream, str what, double deadline, list together=None) except -1:

@@ -38,6 +38,7 @@ from ncclpy.core.handle cimport WAS_ABORTED
 from ncclpy.core.library cimport abort_preempts, nccl, require, version_code
 from ncclpy.core.marks cimport new_marks
 from ncclpy.core.missing cimport who_is_missing
+from ncclpy.core.overdue cimport tell_overdue
 from ncclpy.core.overrides cimport look_up_overrides
 from ncclpy.core.stream cimport Stream
 from ncclpy.core.upkeep cimport DESTROY, FINALIZE, REVOKE, SUSPEND, UPKEEP, Upkeep
@@ -437,6 +438,7 @@ cdef class Lifecycle(Handle):
                 error = self.timeout_error("initialisation", now() - started)
                 threads = begin_abort(self.tied(), "initialisation passed its deadline")
                 await asyncio.get_running_loop().run_in_executor(None, _end_abort, threads)
+                tell_overdue([self], error, False)
                 raise error
             await asyncio.sleep(pause)
             pause = min(pause * 2, 0.01)

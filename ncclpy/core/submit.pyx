@@ -11,6 +11,7 @@ from ncclpy.core.group cimport open_group
 from ncclpy.core.handle cimport LOCK_BUSY, WAS_ABORTED
 from ncclpy.core.marks cimport Mark
 from ncclpy.core.operation cimport WINDOW, function_of, issue, raise_issue
+from ncclpy.core.overdue cimport begin_whole, end_whole, tell_overdue
 from ncclpy.core.tap cimport Tap
 from ncclpy.core.wait cimport SLICE, deadline_after, now
 
@@ -48,7 +49,9 @@ cdef int _submit_tapped(
     Tap tap, Handle handle, Operation* operation, object send, object recv, bint wait_host, double limit
 ) except -1:
     """Make a call at once, and have it told of."""
+    operation.sequence = handle.sequence  # as far as is known before its turn; a dump is to show it while it is stuck
     noted = tap.begin(handle, operation)
+    begin_whole()
     try:
         if wait_host:
             _submit_and_wait(handle, operation, send, recv, limit)
@@ -57,8 +60,11 @@ cdef int _submit_tapped(
             if result != ncclSuccess:
                 _see_to(handle, operation, send, recv, False, limit, result)
     except BaseException as error:
+        end_whole()
         tap.end(noted, operation, False, error)
+        tell_overdue([handle], error)
         raise
+    end_whole()
     return tap.end(noted, operation, wait_host, None)
 
 

@@ -35,6 +35,7 @@ from ncclpy.core.device cimport context_of
 from ncclpy.core.handle cimport PAST_DEADLINE, WAS_ABORTED, Handle
 from ncclpy.core.library cimport driver
 from ncclpy.core.operation cimport NOT_THERE, function_of
+from ncclpy.core.overdue cimport tell_overdue
 from ncclpy.core.wait cimport FOREVER, Call
 from ncclpy.engine cimport protocols
 from ncclpy.engine.callbacks cimport (
@@ -480,6 +481,7 @@ cdef class _Failing:
                     work.settle(error)
                 else:
                     work.launch.fail(error)
+                tell_overdue([] if work.handle is None else [work.handle], error, False)
         finally:
             work.failing = HAS_FAILED
             if work.over:

@@ -15,6 +15,7 @@ from ncclpy.core.handle cimport PAST_DEADLINE, Handle, count_waits
 from ncclpy.core.library cimport driver
 from ncclpy.core.lifecycle cimport Lifecycle
 from ncclpy.core.operation cimport NOT_THERE, function_of, raise_issue
+from ncclpy.core.overdue cimport begin_whole, end_whole, tell_overdue
 from ncclpy.core.wait cimport FOREVER, SLICE, as_timeout, now
 from ncclpy.engine.graph cimport Graph
 from ncclpy.engine.lanes cimport borrow_lanes, give_lanes_back, push_jobs
@@ -109,6 +110,7 @@ cdef class Plan(Recorded):
         cdef list errors = [], late = [], ends = []
         cdef str why = "Plan.launch passed its deadline"
         self.take_turn("Plan.launch", limit)
+        begin_whole()  # nobody is told of anything under the mutex
         try:
             self.whole.calls.limit = limit
             for i in range(self.nbatches):
@@ -131,6 +133,7 @@ cdef class Plan(Recorded):
             for i in range(self.nbatches):
                 _forget_text(&self.batches[i])
             _forget_text(&self.whole)
+            end_whole()
             mutex_unlock(&self.mutex)
         try:
             if late:
@@ -148,6 +151,8 @@ cdef class Plan(Recorded):
             raise
         if errors:
             self.hold_arrays()
+            for error in errors:
+                tell_overdue(self.handles, error)
             raise attach(errors[0], errors[1:])
 
     cdef int _await_lanes(self) except -1:

@@ -166,6 +166,7 @@ cdef class _Calls(Tap):
         entry.rank = handle.rank
         entry.nranks = handle.nranks
         entry.communicator = handle.group_name
+        entry.sequence = operation.sequence
         return entry
 
     cdef int end(self, object noted, const Operation* operation, bint done, object error) except -1:
@@ -185,9 +186,9 @@ def record_all(enabled=True):
 
     They are recorded when they are made, each alone or at the end of a group; launches of plans and graphs are not.
     An entry has the name of the communicator, the same on all ranks (those that `join` a grown one have another), and
-    the number of the call on it, which counts whether or not it is recorded. It is ``"pending"`` while NCCL has it,
-    ``"completed"`` if the call has waited for data in CPU memory, ``"failed"`` with the error, and else ``"called"``:
-    nobody asks the device when it is done.
+    the number of the call on it, which counts whether or not it is recorded. It is ``"pending"`` while NCCL has it
+    (then its number may be too small, where several threads call at once), ``"completed"`` if the call has waited for
+    data in CPU memory, ``"failed"`` with the error, and else ``"called"``: nobody asks the device when it is done.
 
     Parameters
     ----------

@@ -12,6 +12,7 @@ from ncclpy.core.abort cimport ABORT_DEADLINE
 from ncclpy.core.buffers cimport View
 from ncclpy.core.library cimport driver, require_driver
 from ncclpy.core.operation cimport ALL_REDUCE, REDUCE, REDUCE_SCATTER
+from ncclpy.core.overdue cimport tell_overdue
 from ncclpy.core.wait cimport FOREVER, as_timeout, now
 from ncclpy.engine.callbacks cimport step_aside, users
 from ncclpy.engine.clique cimport GONE, MAKING
@@ -425,13 +426,17 @@ Gather the participants of collectives by key and launch each collective when al
                 self._sweep_later(shortest)
         # Nobody else finds these any more.
         for clique, first in unmade:
-            clique.fail(NcclTimeout(first.say(
+            failure = NcclTimeout(first.say(
                 f"the communicators of devices {list(clique.devices)} were not made within {first.timeout:g} s; where "
                 "there are other nodes, see whether they have come to the same collective"
-            )))
+            ))
+            clique.fail(failure)
+            tell_overdue([], failure, False)
         for gathering in late:
-            gathering.end(gathering.overdue())
+            failure = gathering.overdue()
+            gathering.end(failure)
             gathering.let_go()
+            tell_overdue([], failure, False)
         if stalled:
             users.give(Stalled(stalled))
 

@@ -177,6 +177,20 @@ def test_the_rank_that_is_missing_and_what_it_does(trace):
     ]
 
 
+def test_a_call_that_is_inside_nccl_waits_for_the_rank_that_is_missing(trace):
+    """A plain call knows its number before it comes back; dumps of both are asked for while it is stuck."""
+    inside = entry(0, 1, launch=None, state="pending", created=110.0, launched=None, completed=None)
+    status, said, _ = trace(document(entry(0), inside), document(entry(1), host="node8", pid=4712))
+    assert status == 1
+    assert "communicator 9f3a6c0d (2 ranks): sequence 1 waits for rank 1" in said
+    assert "missing: rank 1 (node8 pid 4712) has not launched it" in said
+    status, said, _ = trace(document(entry(0), inside))
+    assert status == 1 and "unknown: rank 1" in said
+    beside = entry(1, 1, launch=None, state="pending", created=111.0, launched=None, completed=None)
+    status, said, _ = trace(document(inside), document(beside, host="node8", pid=4712))
+    assert status == 1 and "sequence 1 is launched by every rank, completed by none" in said
+
+
 @pytest.mark.parametrize(
     ("entries", "changes", "now"),
     [

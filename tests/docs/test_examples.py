@@ -13,6 +13,8 @@ import pytest
 from paths import ROOT
 
 import ncclpy
+import testing
+from ncclpy.cli.main import main
 
 EXAMPLES = ROOT / "examples"
 GUIDE = ROOT / "docs" / "guides" / "processes.md"
@@ -29,7 +31,7 @@ OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
-LAUNCHED = {"with_mpi", "with_torchrun", "with_a_file"}
+LAUNCHED = {"with_mpi", "with_torchrun", "with_a_file", "who_is_missing"}
 
 
 def test_every_example_is_run_and_listed():
@@ -119,3 +121,40 @@ def test_a_file_brings_the_id(tmp_path):
     assert [process.returncode for process in processes] == [0, 0, 0], outputs
     assert outputs == ["3 ranks, sum 6.0\n", "", ""]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_who_is_missing(tmp_path, capsys):
+    """Those that come dump at their deadline, the one that does not on SIGUSR1; `ncclpy trace` names it."""
+    folder = tmp_path / "new"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, EXAMPLES / "who_is_missing.py", folder, "3"],
+            env=os.environ | {"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    dumps = [folder / f"rank-{rank}.json" for rank in range(3)]
+    try:
+        outputs = [process.communicate(timeout=60)[0] for process in processes[:2]]
+        assert [process.returncode for process in processes[:2]] == [1, 1], outputs
+        assert all("NcclTimeout" in output for output in outputs), outputs
+        assert sorted(path.name for path in folder.iterdir()) == ["rank-0.json", "rank-1.json", "unique-id"]
+        processes[2].send_signal(signal.SIGUSR1)
+        testing.wait_for(lambda: dumps[2].exists() and dumps[2].read_text().endswith("}\n"), "the third dump")
+        assert '"reason": "SIGUSR1"' in dumps[2].read_text()
+        assert processes[2].poll() is None, "it goes on"
+        assert main(["trace", *map(str, dumps)]) == 1
+        said = capsys.readouterr().out
+        assert "(3 ranks): sequence 2 waits for rank 2" in said, said
+        assert "missing: rank 2" in said and "last on it: sequence 1, all_reduce of 4 float64 (sum)" in said, said
+        processes[2].send_signal(signal.SIGTERM)
+        output = processes[2].communicate(timeout=60)[0]
+        assert processes[2].returncode == 128 + signal.SIGTERM, output
+        assert '"reason": "SIGTERM"' in dumps[2].read_text()
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()

@@ -144,6 +144,33 @@ def test_a_call_that_is_stuck_is_pending(host_engine):
     assert [entry["state"] for entry in entries()] == ["failed"]
 
 
+def test_a_call_that_is_stuck_has_its_number(host_engine):
+    """So that a dump that is asked for meanwhile can be compared with those of other ranks."""
+
+    def call(comm):
+        with pytest.raises(ncclpy.NcclError):
+            comm.all_reduce(np.ones(4))
+
+    def group(comm):
+        with pytest.raises(ncclpy.NcclError), ncclpy.group():
+            comm.broadcast(np.ones(4))
+            comm.all_reduce(np.ones(4))
+
+    for body, numbers in ((call, [1]), (group, [1, 2])):
+        ncclpy.recorder.resize(2000)
+        with communicators(2, timeout=20) as comms:
+            everywhere(comms, lambda comm, _: comm.all_reduce(np.ones(4)))
+            ncclpy.recorder.record_all()
+            thread = threading.Thread(target=body, args=comms[:1], daemon=True)
+            thread.start()
+            testing.wait_for(lambda numbers=numbers: len(entries(state="pending")) == len(numbers), "the call")
+            assert [entry["sequence"] for entry in entries()] == numbers
+            testing.abort_all(comms)
+            thread.join(30)
+            assert not thread.is_alive()
+        ncclpy.recorder.record_all(False)
+
+
 def test_trace_finds_the_rank_that_did_not_call(pair, host_engine, tmp_path, capsys):
     ncclpy.recorder.record_all()
     with ncclpy.Stream(0) as a, ncclpy.Stream(1) as b:

@@ -81,7 +81,7 @@ def _header(dump: Dump) -> list[str]:
         f"NCCL {dump.nccl or 'of unknown version'}",
         f"{len(dump.entries)} of {dump.recorded} entries",
         f"written {clock(dump.wall)}",
-        "" if dump.reason is None else f"reason: {dump.reason}",
+        "" if dump.reason is None else f"reason: {_short(dump.reason, 300)}",
     ]
 
 

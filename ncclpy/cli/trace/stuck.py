@@ -17,6 +17,9 @@ COUNTERPART = {"send": "recv", "recv": "send"}
 # A rank cannot complete these before every rank has launched them.
 _SYNCHRONIZING = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"}
 
+# What has a number and has not ended well. A pending plain call is inside NCCL; a Manager's has no number then.
+_OPEN = {"pending", "launched", "failed"}
+
 
 @dataclass(frozen=True, slots=True)
 class Standstill:
@@ -138,9 +141,7 @@ class _Seats:
     def standstills(self) -> Iterable[Standstill]:
         """Yield the first sequence number that has not ended, and the first that not every rank has launched."""
         open_numbers = [
-            number
-            for number, ranks in self.launches.items()
-            if any(entry.state in ("launched", "failed") for entry in ranks.values())
+            number for number, ranks in self.launches.items() if any(entry.state in _OPEN for entry in ranks.values())
         ]
         behind = self._behind(bool(open_numbers))
         apart = min(behind.values()) + 1 if behind else None
@@ -148,7 +149,7 @@ class _Seats:
         if first is not None and (apart is None or first < apart):
             found = self._standstill(first, {})
             # That every rank has failed is said by the failures.
-            if found.unseen or any(entry.state == "launched" for entry in found.launched.values()):
+            if found.unseen or any(entry.state in ("launched", "pending") for entry in found.launched.values()):
                 yield found
         if apart is not None:
             yield self._standstill(apart, {rank: last for rank, last in behind.items() if last < apart})

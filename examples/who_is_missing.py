@@ -1,0 +1,88 @@
+"""Who is missing? One rank does not make the last call, and the dumps of all of them tell which.
+
+A dump is written when the deadline passes, on any other error, on SIGUSR1, and on SIGTERM, which torchrun sends to the
+others when one has failed. FOLDER is on a file system that all of them see, and new for every run.
+
+torchrun --nproc-per-node 4 examples/who_is_missing.py FOLDER [SECONDS]
+ncclpy trace FOLDER/rank-*.json
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+if "RANK" not in os.environ or len(sys.argv) < 2:
+    sys.exit(
+        "usage: who_is_missing.py FOLDER [SECONDS], started by torchrun or with RANK, WORLD_SIZE and LOCAL_RANK set"
+    )
+folder, seconds = Path(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 10.0
+os.environ.setdefault("NCCLPY_DUMP_ON_TIMEOUT", str(folder / "rank-%r.json"))  # before ncclpy is imported
+rank, size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+
+import numpy as np  # noqa: E402
+
+import ncclpy  # noqa: E402
+
+
+def dump(reason):
+    ncclpy.recorder.dump(folder / f"rank-{rank}.json", reason=reason)
+
+
+def dump_on_signals(*signals):
+    """Dump from a thread of its own: a handler of Python's waits for the main thread, which may be stuck."""
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    signal.set_wakeup_fd(writes)  # the number of each signal is written there as soon as it comes
+    for number in signals:
+        signal.signal(number, lambda *_: None)
+
+    def serve():
+        while True:
+            number = os.read(reads, 1)[0]
+            if number in signals:
+                dump(signal.Signals(number).name)
+            if number == signal.SIGTERM:
+                os._exit(128 + number)
+
+    threading.Thread(target=serve, daemon=True).start()
+
+
+def exchange(path):
+    """Return the unique id that rank 0 has written into the file."""
+    if rank == 0:
+        path.with_suffix(".unfinished").write_bytes(bytes(ncclpy.get_unique_id()))
+        path.with_suffix(".unfinished").rename(path)
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"rank 0 has not written {path}")
+        time.sleep(0.01)
+    return path.read_bytes()
+
+
+def work(comm):
+    array = np.ones(4)
+    if ncclpy.library().engine == "cuda":
+        import torch
+
+        array = torch.ones(4, device=f"cuda:{comm.device}")
+    for step in range(3):
+        if step == 2 and rank == size - 1:
+            time.sleep(3600)  # the rank that is missing: its data does not come, say
+        comm.all_reduce(array, timeout=seconds)
+        ncclpy.synchronize(comm.device)
+    comm.barrier()  # on GPUs a call only begins; the next one raises what became of it
+
+
+folder.mkdir(parents=True, exist_ok=True)
+dump_on_signals(signal.SIGUSR1, signal.SIGTERM)
+try:
+    unique_id = exchange(folder / "unique-id")
+    with ncclpy.Communicator.init(size, rank, unique_id, device=local, timeout=60) as comm:
+        work(comm)
+except Exception as error:
+    dump(f"{type(error).__name__}: {error}")
+    raise

@@ -68,7 +68,7 @@ def work(comm):
     if ncclpy.library().engine == "cuda":
         import torch
 
-        array = torch.ones(4, device=f"cuda:{comm.device}")
+        array = torch.ones(4, dtype=torch.float64, device=f"cuda:{comm.device}")
     for step in range(3):
         if step == 2 and rank == size - 1:
             time.sleep(3600)  # the rank that is missing: its data does not come, say

@@ -75,13 +75,12 @@ _wake = threading.Event()
 
 cdef int watch(Handle handle) except -1:
     global _watching
-    cdef Call watcher = _Watcher()
     _watched.append(weakref.ref(handle))
     _wake.set()
     if not _watching:
         _watching = True
         try:
-            watcher.start("ncclpy-watcher")
+            (<Call>_Watcher()).start("ncclpy-watcher")
         except BaseException:  # no more threads: a later communicator may have more luck
             _watching = False
             raise

@@ -237,7 +237,7 @@ def _begin_with(pattern):
     os.register_at_fork(after_in_child=dumps.forked)
 
 
-_pattern = os.environ.get("NCCLPY_DUMP_ON_TIMEOUT")
+_pattern = os.environ.get(_VARIABLE)
 if _pattern:
     try:
         _begin_with(_pattern)

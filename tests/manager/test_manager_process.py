@@ -393,9 +393,9 @@ def test_first_users_that_come_at_once_start_one_monitor_and_one_watcher(host_en
     """Two would take each other's works to their ends, and free them twice."""
     testing.run_python(
         """
-        import _thread, collections, os, threading, time
+        import _thread, collections, threading, time
         import numpy as np
-        import ncclpy
+        import leftovers, ncclpy
 
         def slowly(function):  # others run meanwhile
             def call(*args, **options):
@@ -419,8 +419,7 @@ def test_first_users_that_come_at_once_start_one_monitor_and_one_watcher(host_en
         ready.wait(30)
         for thread in threads:
             thread.join(50)
-        names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
-        found = collections.Counter(names)
+        found = collections.Counter(leftovers.threads(lasting=()))
         assert found["ncclpy-monitor"] == 1 and found["ncclpy-watcher"] == 1, found
         """,
         env={"NCCLPY_LIBRARY": "host"},

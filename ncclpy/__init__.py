@@ -6,6 +6,7 @@ variable ``NCCLPY_LIBRARY`` chooses which.
 
 from __future__ import annotations
 
+import os as _os
 import typing as _typing
 
 try:
@@ -49,12 +50,14 @@ from ncclpy.core.resources import CustomOp, Registration
 from ncclpy.core.stream import Event, Stream, synchronize
 from ncclpy.core.types import AVG, MAX, MIN, PROD, SUM, DataType, ReduceOp, Result, UniqueId
 from ncclpy.core.window import Window
-from ncclpy.engine import dumps as _dumps  # noqa: F401 - it looks at NCCLPY_DUMP_ON_TIMEOUT
 from ncclpy.engine import recorder
 from ncclpy.engine.graph import Graph
 from ncclpy.engine.plan import Plan
 from ncclpy.engine.work import Work
 from ncclpy.manager.manager import Manager
+
+if _os.environ.get("NCCLPY_DUMP_ON_TIMEOUT"):  # which the module looks at; nobody else is to pay for its import
+    from ncclpy.engine import dumps as _dumps  # noqa: F401
 
 if _typing.TYPE_CHECKING:
     from ncclpy import bindings

@@ -17,6 +17,7 @@ cdef class Clique(LaunchOwner):
     cdef int state
     cdef list comms  # in the order of `devices`
     cdef list streams
+    cdef tuple kept  # both, for launches to hold; None once they are gone
     cdef set launches  # on their way
     cdef long long sequence
     cdef unsigned long long[32] familiar  # signatures of what has run here; the first so many

@@ -7,7 +7,7 @@ import threading
 from ncclpy.core.abort cimport ABORT_DEADLINE
 from ncclpy.core.communicator cimport Communicator
 from ncclpy.core.datatypes cimport ITEMSIZE
-from ncclpy.engine.launcher cimport Launch
+from ncclpy.engine.launcher cimport Launch, new_launch
 from ncclpy.engine.message cimport around, words_of
 
 from ncclpy.core.creation import get_unique_id
@@ -84,6 +84,7 @@ cdef class Clique(LaunchOwner):
     cdef list ready(self, list comms, list streams):
         """Take over the communicators and the streams for them; return what had waited for that, to be let go of."""
         self.comms, self.streams = comms, streams
+        self.kept = (comms, streams)
         self.state = MADE
         return []
 
@@ -94,8 +95,8 @@ cdef class Clique(LaunchOwner):
 
     cdef Launch begin(self):
         """Return a launch on these communicators, to be filled and started."""
-        cdef Launch launch = Launch(self)
-        launch.kept = (self.comms, self.streams)
+        cdef Launch launch = new_launch(self)
+        launch.kept = self.kept
         self.launches.add(launch)
         return launch
 
@@ -160,7 +161,7 @@ cdef class Clique(LaunchOwner):
         The owner's lock is not held, but nobody finds these communicators any more.
         """
         self.state = GONE
-        comms, self.comms = self.comms, []
+        comms, self.comms, self.kept = self.comms, [], None
         for launch in list(self.launches):
             (<Launch>launch).end(error)
         self.fail(error)
@@ -169,7 +170,7 @@ cdef class Clique(LaunchOwner):
     def close(self):
         """Close the communicators; nothing may run on them."""
         self.state = GONE
-        comms, self.comms = self.comms, []
+        comms, self.comms, self.kept = self.comms, [], None
         # NCCL may let a rank wait for the others when it is destroyed.
         threads = [threading.Thread(target=_close, args=(comm,), name="ncclpy-close", daemon=True) for comm in comms]
         for thread in threads:

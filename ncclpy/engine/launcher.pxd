@@ -35,6 +35,7 @@ cdef class Launch(Together):
     cdef readonly long long id
     cdef unsigned long long signature  # its owner's, of what it calls
     cdef Part* parts
+    cdef Part part  # where there is only one
     cdef size_t count
     cdef size_t capacity
     cdef int* lanes
@@ -55,6 +56,9 @@ cdef class Launch(Together):
     cdef size_t _find_lanes(self) except 0
     cdef int end(self, object error) except -1
 
+
+# An empty launch on communicators of this owner.
+cdef Launch new_launch(LaunchOwner owner)
 
 # Make the calls of the launch that this thread has borrowed lanes for, if there is one; under no lock.
 cdef void launch_here() noexcept

@@ -202,25 +202,13 @@ cdef void _hand_works_over(Batch* batch, double moment) noexcept nogil:
 
 
 cdef class Launch(Together):
-    """Operations of several devices that are launched together and share their fate.
-
-    Parameters
-    ----------
-    owner : LaunchOwner
-        Whose communicators it runs on.
-    """
-
-    def __cinit__(self, LaunchOwner owner not None):
-        global _launches
-        self.owner = owner
-        self.works = []
-        self.id = _launches
-        _launches += 1
+    """Operations of several devices that are launched together and share their fate."""
 
     def __dealloc__(self):
         if self.owner is not None and Py_REFCNT(<PyObject*>self.owner) == 1:
             users.give([self.owner, self.kept].clear)  # what it keeps may have finalisers
-        free(self.parts)
+        if self.parts != &self.part:
+            free(self.parts)
         free(self.batches)
         if self.lanes != &self.lane:
             free(self.lanes)
@@ -244,13 +232,16 @@ cdef class Launch(Together):
     cdef Part* _room(self, Handle handle, const Operation* operation, CUevent ready) except NULL:
         """Return another part, filled in but for its work."""
         cdef Part* part
-        cdef void* grown
+        cdef Part* grown
+        cdef size_t capacity
         if self.count == self.capacity:
-            self.capacity = self.capacity * 2 if self.capacity else 8
-            grown = realloc(self.parts, self.capacity * sizeof(Part))
+            capacity = self.capacity * 2 if self.capacity > 1 else 8
+            grown = <Part*>realloc(NULL if self.parts == &self.part else self.parts, capacity * sizeof(Part))
             if grown == NULL:
                 raise MemoryError
-            self.parts = <Part*>grown
+            if self.parts == &self.part:
+                grown[0] = self.part
+            self.parts, self.capacity = grown, capacity
         part = &self.parts[self.count]
         memset(part, 0, sizeof(Part))
         part.step.operation = operation[0]
@@ -358,6 +349,17 @@ cdef class Launch(Together):
         words = words_of(error)  # the abort is not to wait for a key to show itself
         abort_aside(list(handles.values()), f"a launch failed: {words}" if type(words) is str else "a launch failed")
         return 0
+
+
+cdef Launch new_launch(LaunchOwner owner):
+    global _launches
+    cdef Launch launch = Launch.__new__(Launch)
+    launch.parts, launch.capacity = &launch.part, 1
+    launch.owner = owner
+    launch.works = []
+    launch.id = _launches
+    _launches += 1
+    return launch
 
 
 cdef int sort_parts(Part* parts, size_t count, bint by_lane) except -1:

@@ -9,8 +9,8 @@ cdef class Key:
     cdef Py_hash_t hashed
     cdef bint plain
     cdef bint sought  # it is being looked for; keys that only its class or theirs can tell from it go to `doubts`
-    cdef list doubts
-    cdef list others  # keys that it was compared with and does not equal
+    cdef list doubts  # None while there are none, as most keys never have any
+    cdef list others  # keys that it was compared with and does not equal, or None
     cdef Key same  # the key that it was compared with and equals
 
     cdef int compare(self) except -1
@@ -56,7 +56,8 @@ cdef class Gathering(Awaited):
     cdef bint signalled
     cdef bint warned
     cdef list participants
-    cdef list ended  # participants whose works have failed; to be let go of
+    cdef list ended  # participants whose works have failed, to be let go of; or None
+    cdef bint listed  # in its Manager's dict: whoever completes it need not be
     cdef object error
     cdef double since
     cdef double timeout  # seconds; the shortest that a participant has asked for
@@ -71,6 +72,9 @@ cdef class Gathering(Awaited):
     cdef object say(self, str what)
     cdef object overdue(self)
     cdef str _waits_for(self, str shown)
+
+
+cdef Gathering new_gathering(Key key, Participant first, bint signalled)
 
 
 # Logs keys that have been waiting for long: loggers and keys are the users'.

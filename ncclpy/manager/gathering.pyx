@@ -50,17 +50,22 @@ cdef class Key:
             return False
         if seeker.same is met:
             return True
-        for one in seeker.others:
-            if one is met:
-                return False
+        if seeker.others is not None:
+            for one in seeker.others:
+                if one is met:
+                    return False
+        if seeker.doubts is None:
+            seeker.doubts = []
         seeker.doubts.append(met)
         return False
 
     cdef int compare(self) except -1:
         """Ask the classes of the keys in doubt; outside all locks."""
         cdef Key met
-        doubts, self.doubts = self.doubts, []
-        for met in doubts:
+        doubts, self.doubts = self.doubts, None
+        if self.others is None:
+            self.others = []
+        for met in doubts or ():
             if met.value == self.value:
                 self.same = met
                 return 0
@@ -71,7 +76,7 @@ cdef class Key:
         """Forget what it was compared with; outside all locks."""
         self.sought = False
         self.same = None
-        self.doubts, self.others = [], []
+        self.doubts = self.others = None
         return 0
 
 
@@ -85,7 +90,6 @@ cdef Key new_key(object value):
     key.value = value
     key.plain = is_plain(value)
     key.sought = True
-    key.doubts, key.others = [], []
     return key
 
 
@@ -113,19 +117,6 @@ cdef bint _reduces(int kind) noexcept:
 
 cdef class Gathering(Awaited):
     """The participants of one key. The first one sets what all others must agree with; the first error stays."""
-
-    def __cinit__(self, Key key, Participant first, bint signalled):
-        self.key = key
-        self.kind = first.kind
-        self.num_local = first.num_local
-        self.num_global = first.num_global
-        self.communicator_key = first.communicator_key
-        self.signalled = signalled
-        self.participants = []
-        self.ended = []
-        self.since = now()
-        self.timeout = FOREVER
-        self.root = -1
 
     cdef int check(self, Participant participant) except -1:
         """Compare a participant with the first one and all that came before; the first difference is the error."""
@@ -282,7 +273,7 @@ cdef class Gathering(Awaited):
         """Fail every participant with the same error; `let_go` is to follow where code of users may run."""
         cdef Participant participant
         participants, self.participants = self.participants, []
-        self.ended += participants
+        self.ended = participants if self.ended is None else self.ended + participants
         for participant in participants:
             participant.work.settle(error)
         return 0
@@ -292,7 +283,7 @@ cdef class Gathering(Awaited):
         cdef Participant participant
         if not self.ended:
             return 0
-        ended, self.ended = self.ended, []
+        ended, self.ended = self.ended, None
         for participant in ended:
             participant.work.tidy()
         return 0
@@ -332,6 +323,21 @@ cdef class Gathering(Awaited):
             "missing": max(0, self.num_local - self.arrived),
             "waits_for": self.missing(),
         }
+
+
+cdef Gathering new_gathering(Key key, Participant first, bint signalled):
+    cdef Gathering gathering = Gathering.__new__(Gathering)
+    gathering.key = key
+    gathering.kind = first.kind
+    gathering.num_local = first.num_local
+    gathering.num_global = first.num_global
+    gathering.communicator_key = first.communicator_key
+    gathering.signalled = signalled
+    gathering.participants = []
+    gathering.since = now()
+    gathering.timeout = FOREVER
+    gathering.root = -1
+    return gathering
 
 
 cdef class Stalled:

@@ -23,7 +23,7 @@ from ncclpy.engine.protocols cimport CliqueOwner, LaunchOwner
 from ncclpy.engine.streams cimport record_producer
 from ncclpy.engine.work cimport Work, attend, new_work
 from ncclpy.manager.ensemble cimport Ensemble, check_members, ranks_of
-from ncclpy.manager.gathering cimport Gathering, Key, Participant, Stalled, new_key
+from ncclpy.manager.gathering cimport Gathering, Key, Participant, Stalled, new_gathering, new_key
 from ncclpy.manager.participants cimport Participants
 
 from ncclpy.core import library as _library
@@ -87,7 +87,7 @@ Gather the participants of collectives by key and launch each collective when al
 
     cdef Lock lock  # of all below
     cdef dict gatherings  # by key
-    cdef dict cliques  # by communicator key, or devices on one node; the least recently used first
+    cdef dict cliques  # by communicator key, or devices on one node; if any may be closed, the least recently used first
     cdef dict signalled  # keys, by themselves, whose signal came before the first participant
     cdef double timeout
     cdef double warn_after
@@ -227,13 +227,10 @@ Gather the participants of collectives by key and launch each collective when al
                 signal = self.signalled.get(key)
             if key.doubts and signal is None:
                 return None, None, None
-            gathering = Gathering(key, one, signal is not None)
+            gathering = new_gathering(key, one, signal is not None)
         gathering.check(one)
-        if not gathering.arrived:
-            self.gatherings[key] = gathering
-            key.sought = False
-            if signal is not None:
-                del self.signalled[signal]
+        if signal is not None:
+            del self.signalled[signal]
         one.work.gathering = gathering
         gathering.join(one)
         if one.limit < gathering.timeout:
@@ -242,6 +239,10 @@ Gather the participants of collectives by key and launch each collective when al
             gathering.end(gathering.error)
         if gathering.is_ready():
             return gathering, signal, self._start(gathering)
+        if not gathering.listed:
+            self.gatherings[key] = gathering
+            gathering.listed = True
+            key.sought = False
         if gathering.timeout != FOREVER or self.warn_after != FOREVER:
             self._sweep_later(min(gathering.timeout, self.warn_after))
         return gathering, signal, None
@@ -249,7 +250,7 @@ Gather the participants of collectives by key and launch each collective when al
     cdef bint _is_ended(self) noexcept:
         return self.closed or self.reason is not None
 
-    def _check_usable(self):
+    cdef int _check_usable(self) except -1:
         _check_process()
         if self.closed:
             raise ValueError("this Manager is closed; make a new one")
@@ -260,7 +261,8 @@ Gather the participants of collectives by key and launch each collective when al
         """All participants are here: to the communicators, or to the error; return communicators that must be made."""
         cdef Ensemble clique, making = None
         cdef Participant one
-        self.gatherings.pop(gathering.key, None)
+        if gathering.listed:
+            self.gatherings.pop(gathering.key, None)
         gathering.settle_roots()
         if gathering.error is not None:
             gathering.end(gathering.error)
@@ -279,8 +281,10 @@ Gather the participants of collectives by key and launch each collective when al
         except BaseException as error:
             gathering.end(error)
             return None
-        self.cliques.pop(name, None)
-        self.cliques[name] = clique  # at the end: the most recently used
+        if making is None and self.max_communicators is not None:
+            del self.cliques[name]
+        if making is not None or self.max_communicators is not None:
+            self.cliques[name] = clique  # at the end: the most recently used
         self.launched += 1
         clique.take(gathering)
         if clique.state == MAKING and gathering.timeout != FOREVER:

@@ -24,6 +24,8 @@ from ncclpy.manager.gathering cimport Participant
 from ncclpy.core.resources import CustomOp
 from ncclpy.core.types import ReduceOp, as_integer
 
+cdef int _LAST_OP = ReduceOp.AVG  # an enum's member is looked up by Python
+
 
 cdef class Participants:
     """Methods that add participants; `Manager` is the class to use."""
@@ -523,6 +525,6 @@ cdef int _operator(op, const View* view, int nranks) except -1:
     if type(op) is CustomOp:
         raise TypeError("op: an operator belongs to one communicator; the Manager makes communicators of its own")
     cdef int code = op_number(op, view, nranks)
-    if code > <int>ReduceOp.AVG:
+    if code > _LAST_OP:
         raise ValueError(f"op: {code} is no reduction operator of NCCL's own")
     return code

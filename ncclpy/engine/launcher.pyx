@@ -29,9 +29,10 @@ from ncclpy.engine.callbacks cimport users
 from ncclpy.engine.events cimport take_event
 from ncclpy.engine.lanes cimport borrow_lanes, distinct, give_lanes_back, lane_of, pass_on, push_jobs
 from ncclpy.engine.message cimport words_of
-from ncclpy.engine.monitor cimport Watched, await_launch, ensure_running, hand_over, make_room
+from ncclpy.engine.monitor cimport await_launch, ensure_running, hand_over, make_room
 from ncclpy.engine.native cimport change, load, wake
 from ncclpy.engine.recorder cimport LAUNCHED, PENDING
+from ncclpy.engine.work cimport Watched
 
 cdef extern from "Python.h":
     Py_ssize_t Py_REFCNT(PyObject*)

@@ -1,20 +1,4 @@
-from cpython.ref cimport PyObject
-
-from ncclpy.abi.driver cimport CUevent, CUresult, CUstream
-from ncclpy.abi.nccl cimport ncclResult_t
-from ncclpy.engine.work cimport Work
-
-
-# A work on its way to its end. Whoever hands it over gives a reference to the work away.
-cdef struct Watched:
-    PyObject* work
-    CUevent event
-    CUstream stream
-    double limit
-    ncclResult_t result  # of the launch, where it has failed
-    CUresult driver  # likewise, of a call of the driver
-    int kind  # of the operation, to name the function that failed
-    char* text  # NCCL's last words on a failure; from malloc, given away
+from ncclpy.engine.work cimport Watched, Work
 
 
 cdef int ensure_running(int device=*) except -1

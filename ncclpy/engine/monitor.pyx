@@ -25,17 +25,15 @@ from ncclpy.abi.driver cimport (
     CUDA_ERROR_NOT_READY,
     CUDA_SUCCESS,
     CUcontext,
+    CUresult,
     CUstreamCaptureMode,
 )
 from ncclpy.abi.locks cimport LOCK_MONITOR, mutex_init, mutex_lock, mutex_t, mutex_unlock
 from ncclpy.abi.nccl cimport ncclResult_t, ncclSuccess
 from ncclpy.core.abort cimport ABORTED
-from ncclpy.core.check cimport driver_error, nccl_error
 from ncclpy.core.device cimport context_of
-from ncclpy.core.handle cimport PAST_DEADLINE, WAS_ABORTED, Handle
+from ncclpy.core.handle cimport Handle
 from ncclpy.core.library cimport driver
-from ncclpy.core.operation cimport NOT_THERE, function_of
-from ncclpy.core.overdue cimport tell_overdue
 from ncclpy.core.wait cimport FOREVER, Call
 from ncclpy.engine cimport protocols
 from ncclpy.engine.callbacks cimport (
@@ -50,19 +48,15 @@ from ncclpy.engine.callbacks cimport (
     ring,
     users,
 )
+from ncclpy.engine.failing cimport have_failed
 from ncclpy.engine.lock cimport begin_quiet, end_quiet
 from ncclpy.engine.native cimport load, now, sharp_timers, sleep_on, swap
 from ncclpy.engine.protocols cimport Deputy
 from ncclpy.engine.recorder cimport PENDING
-from ncclpy.engine.work cimport HAS_FAILED, NOT_FAILING, TO_FAIL, Work
-
-from ncclpy.core.errors import NcclAborted, NcclTimeout, NcclUnsupported
+from ncclpy.engine.work cimport TO_FAIL, Watched, Work
 
 cdef extern from "sched.h" nogil:
     int sched_yield()
-
-cdef extern from "string.h" nogil:
-    char* strdup(const char*)
 
 cdef extern from "Python.h":
     Py_ssize_t Py_REFCNT(PyObject*)
@@ -410,7 +404,7 @@ cdef int _end(Watched* watched) except -1:
     Py_DECREF(work)  # `work` holds it for as long as is needed
     if not work.is_settled():
         if watched.result != ncclSuccess or watched.driver != CUDA_SUCCESS:
-            _have_failed(work, watched, ncclSuccess)
+            have_failed(work, watched, ncclSuccess)
         elif not _check_health(work):
             work.settle(None)
     work.over = True
@@ -443,78 +437,6 @@ cdef class _LettingGo:
             work.let_go()
 
 
-cdef int _have_failed(Work work, const Watched* watched, ncclResult_t result) except -1:
-    """Have a work fail for its launch; with NULL for its communicator's result or, if that is fine, its deadline."""
-    cdef _Failing errand
-    if work.failing != NOT_FAILING or work.is_settled():
-        return 0
-    work.failing = TO_FAIL
-    errand = _Failing.__new__(_Failing)
-    errand.work = work
-    errand.result = result
-    if watched != NULL:
-        errand.watched = watched[0]
-        errand.of_launch = True
-        if watched.text != NULL:
-            errand.watched.text = strdup(watched.text)
-    errands.give(errand)
-    return 0
-
-
-cdef class _Failing:
-    """The errand that makes a work's error, which takes Python, and fails it with all that were launched with it."""
-
-    cdef Work work
-    cdef Watched watched
-    cdef bint of_launch  # whether `watched` says what is wrong
-    cdef ncclResult_t result
-
-    def __dealloc__(self):
-        free(self.watched.text)
-
-    def __call__(self):
-        cdef Work work = self.work
-        try:
-            if not work.is_settled():
-                error = _launch_error(work, &self.watched) if self.of_launch else _trouble(work, self.result)
-                if work.launch is None:
-                    work.settle(error)
-                else:
-                    work.launch.fail(error)
-                tell_overdue([] if work.handle is None else [work.handle], error, False)
-        finally:
-            work.failing = HAS_FAILED
-            if work.over:
-                work.let_go()
-
-
-cdef object _trouble(Work work, ncclResult_t result):
-    """Return what is wrong with a work whose communicator has this result, or else is late, as an exception."""
-    cdef Handle handle = work.handle
-    if handle is not None and handle.state == ABORTED:
-        return NcclAborted(work.say(f"did not complete: {handle!r} was aborted"))
-    if result != ncclSuccess:
-        return nccl_error(result, b"ncclCommGetAsyncError", NULL)
-    return NcclTimeout(work.say(
-        "was not done within its timeout; its communicator is aborted. A rank is missing or stuck: see which of the "
-        "others did not make the same call, with ncclpy.recorder.dump() and `ncclpy trace`"
-    ))
-
-
-cdef object _launch_error(Work work, const Watched* watched):
-    """Return what became of the launch, or of the device, as an exception."""
-    cdef const char* function = function_of(watched.kind)
-    if <int>watched.result == WAS_ABORTED:
-        return NcclAborted(work.say(f"was not launched: {work.handle!r} was aborted"))
-    if <int>watched.result == NOT_THERE:
-        return NcclUnsupported(work.say(f"was not launched: the loaded NCCL has no {function.decode()}"))
-    if <int>watched.result == PAST_DEADLINE:
-        return NcclTimeout(work.say(f"was not launched in time: {work.handle!r} stayed in progress"))
-    if watched.result != ncclSuccess:
-        return nccl_error(watched.result, function, watched.text)
-    return driver_error(watched.driver, function)
-
-
 cdef int _look_after() except -1:
     """Look for communicators in trouble and deadlines that have passed."""
     cdef StreamWorks* row
@@ -537,7 +459,7 @@ cdef int _look_after() except -1:
     for work in fronts:
         _check_health(work)
     for work in overdue:
-        _have_failed(work, NULL, ncclSuccess)
+        have_failed(work, NULL, ncclSuccess)
     return 0
 
 
@@ -562,7 +484,7 @@ cdef int _look_at_lanes() except -1:
         elif work.limit < _agenda.soonest:
             _agenda.soonest = work.limit
     for work in overdue:
-        _have_failed(work, NULL, ncclSuccess)
+        have_failed(work, NULL, ncclSuccess)
     return 0
 
 
@@ -576,7 +498,7 @@ cdef int _check_health(Work work) except -1:
         result = handle.peek()
         if result == ncclSuccess:
             return False
-    _have_failed(work, NULL, result)
+    have_failed(work, NULL, result)
     return True
 
 

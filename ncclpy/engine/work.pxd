@@ -1,4 +1,7 @@
-from ncclpy.abi.driver cimport CUevent, CUstream
+from cpython.ref cimport PyObject
+
+from ncclpy.abi.driver cimport CUevent, CUresult, CUstream
+from ncclpy.abi.nccl cimport ncclResult_t
 from ncclpy.core.handle cimport Handle
 from ncclpy.engine.protocols cimport Awaited, Together
 from ncclpy.engine.recorder cimport Entry
@@ -44,6 +47,18 @@ cdef class Work:
     cdef bint _healthy(self) except -1
     cdef int _wait_for(self, int state, double deadline) except -1
     cdef int _must_end(self, object timeout) except -1
+
+
+# A work on its way to its end, as the monitor knows it. Whoever hands it over gives a reference to the work away.
+cdef struct Watched:
+    PyObject* work
+    CUevent event
+    CUstream stream
+    double limit
+    ncclResult_t result  # of the launch, where it has failed
+    CUresult driver  # likewise, of a call of the driver
+    int kind  # of the operation, to name the function that failed
+    char* text  # NCCL's last words on a failure; from malloc, given away
 
 
 # Do the monitor's part, but for callbacks, if it has ended; return whether it has.

@@ -271,6 +271,14 @@ def test_failures_name_their_error_and_who_was_missing(trace):
     assert said.splitlines()[-1] == "nothing is stuck now, but something has failed: 1 failure"
 
 
+def test_who_is_missing_may_have_written_no_dump(trace):
+    error = "NcclTimeout: all_reduce did not end in 30 s"  # a dump is written by those whose deadline has passed
+    status, said, _ = trace(document(entry(0, nranks=2), launched(0, 1, nranks=2, state="failed", error=error)))
+    assert status == 1
+    assert "unknown: rank 1; no dump given here has an entry of theirs" in lines_of(said)
+    assert said.splitlines()[-1] == "stuck: 1 failure, 1 standstill with ranks unknown"
+
+
 @pytest.mark.parametrize(
     ("changes", "called"),
     [

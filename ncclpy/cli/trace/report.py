@@ -246,6 +246,8 @@ def _summary(findings: Findings) -> str:
     said = [_number(count, one, many) for count, one, many in counts if count]
     missing = sum(bool(each.missing) for each in findings.standstills)
     said += [_number(missing, "standstill with ranks missing", "standstills with ranks missing")] * bool(missing)
+    unseen = sum(bool(each.unseen and not each.missing) for each in findings.standstills)
+    said += [_number(unseen, "standstill with ranks unknown", "standstills with ranks unknown")] * bool(unseen)
     only_failed = len(said) == 1 and bool(findings.failed)
     return ("nothing is stuck now, but something has failed: " if only_failed else "stuck: ") + ", ".join(said)
 

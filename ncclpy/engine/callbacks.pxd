@@ -10,6 +10,7 @@ cdef int attending
 # The monitor tells of works with callbacks that are on their way, and when there are none any more.
 cdef void expect() noexcept nogil
 cdef void expect_none() noexcept nogil
+cdef bint is_expecting() noexcept nogil
 
 # The moment at which the monitor is to look after the crews.
 cdef double attention

@@ -88,6 +88,10 @@ cdef void expect_none() noexcept nogil:
         swap(&_expected, 0)
 
 
+cdef bint is_expecting() noexcept nogil:
+    return load(&_expected) != 0
+
+
 cdef int _attend_at(double when) except -1:
     """Have the monitor look after the crews at a moment."""
     global attention

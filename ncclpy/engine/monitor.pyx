@@ -43,6 +43,7 @@ from ncclpy.engine.callbacks cimport (
     errands,
     expect,
     expect_none,
+    is_expecting,
     listen,
     look_after_crews,
     ring,
@@ -308,7 +309,7 @@ cdef void _watch(double next_round) noexcept nogil:
         if moment >= next_round:
             return
         waited = moment - began
-        if waited < 100e-6:
+        if waited < 100e-6 and is_expecting():  # else nobody gains by it: who waits asks for himself at first
             sched_yield()
         elif waited < 1:
             sleep_on(&bell, seen, 20e-6 if waited < 0.1 else 50e-6)  # who rings need not wake it from that

@@ -28,7 +28,7 @@ _VARIABLE = "NCCLPY_DUMP_ON_TIMEOUT"
 _SPACING = 1.0
 
 # How long an error waits for its dump, and the process's end for the last one.
-cdef double _PATIENCE = 2.0
+_PATIENCE = 2.0
 
 _log = logging.getLogger("ncclpy.engine")
 

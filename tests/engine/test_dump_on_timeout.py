@@ -351,7 +351,7 @@ def test_a_forked_child_writes_its_own(tmp_path):
 def test_a_forked_child_leaves_what_its_parent_has_to_write(tmp_path):
     run(
         """
-        ncclpy.engine.dumps._SPACING = 1000.0
+        ncclpy.engine.dumps._SPACING, ncclpy.engine.dumps._PATIENCE = 1000.0, 30.0
         comms = ncclpy.Communicator.init_all([0, 1], timeout=30)
         with ncclpy.group():
             children = [comm.split(comm.rank) for comm in comms]
@@ -364,7 +364,7 @@ def test_a_forked_child_leaves_what_its_parent_has_to_write(tmp_path):
         if os.fork() == 0:
             sys.exit(0)  # what is to be done at the end is done here
         assert os.wait()[1] == 0
-        assert time.monotonic() - begun < 1.5, "it has waited for the thread that writes, which it does not have"
+        assert time.monotonic() - begun < 15, "it has waited for the thread that writes, which it does not have"
         assert os.listdir() == [f"{os.getpid()}.json"]
         """,
         tmp_path,

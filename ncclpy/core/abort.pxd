@@ -1,51 +1,7 @@
-from ncclpy.abi.locks cimport mutex_t
-from ncclpy.abi.nccl cimport ncclComm_t
 from ncclpy.core.wait cimport Call
-
-# States of a communicator. Only READY takes operations without a second look.
-cdef enum:
-    READY = 0
-    UNBORN = 1  # recorded in a group that has not ended
-    INITIALISING = 2  # NCCL has been asked
-    FAILED = 3
-    ABORTED = 4
-    CLOSED = 5
-    FINALIZED = 6
 
 # How long an abort may take before it is left behind.
 cdef double ABORT_DEADLINE
-
-
-cdef class Abortable:
-    cdef ncclComm_t raw
-    cdef ncclComm_t guard  # whose abort ends this communicator's calls, or NULL
-    cdef mutex_t mutex
-    cdef mutex_t gate  # see take_raw
-    cdef int state
-    cdef bint nonblocking  # NCCL's calls may return ncclInProgress
-    cdef bint owned
-    cdef object reason  # why it was aborted
-    cdef list aborting  # the threads that abort it, of the last abort
-    cdef object __weakref__
-
-    cdef void lock(self) noexcept nogil
-    cdef void unlock(self) noexcept nogil
-    cdef ncclComm_t take_raw(self) noexcept nogil
-    # The guard, NULL if there is none or it was taken; and from then on it is gone, if `take` says so.
-    cdef ncclComm_t guard_now(self, bint take) noexcept nogil
-    # Whether an abort ends any call and any operation of it.
-    cdef bint can_be_ended(self) noexcept
-    # Everything that has to be aborted to end this communicator, itself included.
-    cdef list tied(self)
-    # Called before an abort, in its thread and with the GIL: give back what NCCL would wait for. It waits for nobody
-    # who may be stuck.
-    cdef int before_abort(self) except -1
-    cdef bint is_in_parent(self) noexcept
-    cdef bint take_late(self, bint called) except -1
-
-
-# Take a lock unless that takes until a moment; return whether it was taken.
-cdef bint lock_within(mutex_t* mutex, double until) noexcept nogil
 
 # Run Python's signal handlers, which may abort what this very thread waits for.
 cdef int run_handlers() except -1

@@ -1,4 +1,4 @@
-"""Aborting communicators, and what that takes of each: its locks, its handle in NCCL, and its guard.
+"""Aborting communicators.
 
 NCCL asks that no thread is inside a communicator that is aborted, and joins none on a blocking one. So an abort first
 gets the thread out: a communicator with a deadline has a *guard*, a nonblocking communicator that it was split from
@@ -11,21 +11,14 @@ import warnings
 
 from cpython.exc cimport PyErr_CheckSignals
 
-from ncclpy.abi.locks cimport (
-    LOCK_COMM,
-    LOCK_GATE,
-    mutex_destroy,
-    mutex_init,
-    mutex_lock,
-    mutex_t,
-    mutex_trylock,
-    mutex_unlock,
-)
-from ncclpy.abi.nccl cimport ncclInvalidArgument, ncclResult_t, ncclSuccess
+from ncclpy.abi.locks cimport mutex_unlock
+from ncclpy.abi.nccl cimport ncclComm_t, ncclInvalidArgument, ncclResult_t, ncclSuccess
 from ncclpy.core.check cimport check
+from ncclpy.core.handle cimport Handle, lock_within
 from ncclpy.core.library cimport abort_preempts, nccl, require, version_code
 from ncclpy.core.overdue cimport tell_overdue
-from ncclpy.core.wait cimport FOREVER, Call, deadline_after, now, pause
+from ncclpy.core.state cimport ABORTED, is_over
+from ncclpy.core.wait cimport FOREVER, Call, deadline_after, now
 
 from ncclpy.core.errors import NcclError, attach
 
@@ -51,74 +44,6 @@ cdef double LOOK_AGAIN = 0.02
 cdef double HANDLER_PATIENCE = 0.1
 
 
-cdef bint lock_within(mutex_t* mutex, double until) noexcept nogil:
-    """Take a lock unless that takes until a moment; return whether it was taken."""
-    cdef double started = now()
-    while mutex_trylock(mutex) != 0:
-        if now() >= until:
-            return False
-        pause(now() - started)
-    return True
-
-
-cdef class Abortable:
-    """What an abort needs of a communicator. What the methods return is for those built on it to say."""
-
-    def __cinit__(self, *args, **kwargs):
-        mutex_init(&self.mutex, LOCK_COMM)
-        mutex_init(&self.gate, LOCK_GATE)
-        self.state = UNBORN
-        self.owned = True
-
-    def __dealloc__(self):
-        mutex_destroy(&self.mutex)
-        mutex_destroy(&self.gate)
-
-    cdef void lock(self) noexcept nogil:
-        mutex_lock(&self.mutex)
-
-    cdef void unlock(self) noexcept nogil:
-        mutex_unlock(&self.mutex)
-
-    cdef ncclComm_t take_raw(self) noexcept nogil:
-        """Take the handle away, to destroy or abort it: from here on `peek` does not ask NCCL for it any more."""
-        cdef bint locked = lock_within(&self.gate, now() + ABORT_PATIENCE)
-        cdef ncclComm_t raw = self.raw
-        self.raw = NULL
-        if locked:
-            mutex_unlock(&self.gate)
-        return raw
-
-    cdef ncclComm_t guard_now(self, bint take) noexcept nogil:
-        cdef ncclComm_t guard
-        mutex_lock(&self.gate)
-        guard = self.guard
-        if take:
-            self.guard = NULL
-        mutex_unlock(&self.gate)
-        return guard
-
-    cdef bint can_be_ended(self) noexcept:
-        return self.guard != NULL or self.nonblocking or abort_preempts
-
-    cdef list tied(self):
-        return [self]
-
-    cdef int before_abort(self) except -1:
-        return 0
-
-    cdef bint is_in_parent(self) noexcept:
-        """Return whether it is a child of which only its parent knows."""
-        return False
-
-    cdef bint take_late(self, bint called) except -1:
-        """Take over what NCCL has made meanwhile, when that by which it was made has been aborted.
-
-        `called` says that the call that makes it has returned, although nobody has waited for it.
-        """
-        return False
-
-
 cdef int run_handlers() except -1:
     global ncclpy_in_handlers
     ncclpy_in_handlers += 1
@@ -140,7 +65,7 @@ cdef bint _is_gone(ncclResult_t result) noexcept:
     return abort_preempts and result == ncclInvalidArgument
 
 
-cdef int _abort_guard(Abortable handle) except -1:
+cdef int _abort_guard(Handle handle) except -1:
     """End what is stuck on a communicator with a guard: on the device, and in a call of it."""
     cdef ncclResult_t result
     with nogil:
@@ -150,7 +75,7 @@ cdef int _abort_guard(Abortable handle) except -1:
     return check(result, b"ncclCommAbort", NULL)
 
 
-cdef bint _abort_one(Abortable handle, double until) except -1:
+cdef bint _abort_one(Handle handle, double until) except -1:
     """Take the handle away and abort it; False if a thread is inside it that cannot be got out: it stays."""
     cdef ncclResult_t result = ncclSuccess
     cdef bint locked
@@ -170,7 +95,7 @@ cdef int _abort_in_group(list handles, bint guards, list failures, list stuck) e
     """Abort all of them, or all their guards, as one NCCL group if there are several."""
     cdef ncclResult_t result = ncclSuccess
     cdef double until = now() + (PREEMPT_PATIENCE if abort_preempts else ABORT_PATIENCE)  # for all: many may be stuck
-    cdef Abortable handle
+    cdef Handle handle
     if len(handles) > 1:
         with nogil:
             result = nccl.ncclGroupStart()
@@ -191,6 +116,14 @@ cdef int _abort_in_group(list handles, bint guards, list failures, list stuck) e
     return 0 if _is_gone(result) else check(result, b"ncclGroupEnd", NULL)
 
 
+cdef int _let_graphs_go(Handle handle) except -1:
+    """Destroy its graphs, with the GIL and without a wait for anybody stuck: NCCL waits for all that refer to it."""
+    for each in list(handle.resources):
+        if hasattr(each, "_let_go"):
+            each._let_go()
+    return 0
+
+
 cdef class _Abort(Call):
     """Abort communicators in a thread of its own, and keep what became of that."""
 
@@ -203,7 +136,7 @@ cdef class _Abort(Call):
 
     cdef int make(self) except -1:
         """Abort them, and what was made of them meanwhile."""
-        cdef Abortable handle
+        cdef Handle handle
         self._end(self.handles)
         late = [handle for handle in self.handles if handle.take_late(False)]
         if late:
@@ -212,7 +145,7 @@ cdef class _Abort(Call):
 
     cdef int _end(self, list handles) except -1:
         """Guards first, so that nobody is inside the communicators when their turn comes. A failure stops nothing."""
-        cdef Abortable handle
+        cdef Handle handle
         try:
             guarded = [handle for handle in handles if handle.guard != NULL]
             if guarded:
@@ -221,7 +154,7 @@ cdef class _Abort(Call):
             self.failures.append(error)
         for handle in handles:
             try:
-                handle.before_abort()
+                _let_graphs_go(handle)
             except BaseException as error:
                 self.failures.append(error)
         try:
@@ -237,13 +170,12 @@ cdef list begin_abort(list handles, object reason):
     Those that are aborted or closed already are passed over. NCCL before 2.22 cannot abort several in one group, and
     needs a thread for each.
     """
-    cdef Abortable handle
+    cdef Handle handle
     alive = []
     for handle in handles:
-        if handle.state in (ABORTED, CLOSED):
+        if not handle.become(ABORTED):
             continue
         handle.reason = reason
-        handle.state = ABORTED
         if (handle.raw != NULL or handle.guard != NULL or handle.is_in_parent()) and handle.owned:
             alive.append(handle)
     if not alive:
@@ -316,10 +248,10 @@ cdef int leave(list handles, object reason, object error) except -1:
 
 cdef int _leave_behind(list handles, object reason) except -1:
     """Give up communicators that a thread is inside of and that nobody can end, with a warning."""
-    cdef Abortable handle
+    cdef Handle handle
     for handle in handles:
-        if handle.state not in (ABORTED, CLOSED):
-            handle.reason, handle.state = reason, ABORTED
+        if handle.become(ABORTED):
+            handle.reason = reason
     if handles:
         warnings.warn(
             f"a thread is inside NCCL with {handles!r} and cannot be brought back ({reason}): both are left behind. A "
@@ -331,7 +263,7 @@ cdef int _leave_behind(list handles, object reason) except -1:
 
 
 cdef int abort_late(list handles, object reason, bint called=True) except -1:
-    cdef Abortable handle
+    cdef Handle handle
     cdef _Abort call
     late = [handle for handle in handles if handle.take_late(called)]
     if not late:
@@ -361,14 +293,14 @@ cdef class _Ending(Call):
 
 cdef int end_call(list handles, Call call, list children, object reason, object error) except -1:
     """End what a call was made for that nobody waits for any longer; what cannot be ended is left behind with it."""
-    cdef Abortable handle
+    cdef Handle handle
     cdef _Ending ending = None
     ends, stays = [], []
     for each in handles:
-        for handle in (<Abortable>each).tied():
+        for handle in (<Handle>each).tied():
             if handle.can_be_ended():
                 ends.append(handle)
-            elif handle.state not in (ABORTED, CLOSED):
+            elif not is_over(handle.state):
                 stays.append(handle)
     if call is not None and not stays:
         ending = _Ending()

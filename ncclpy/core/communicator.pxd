@@ -1,5 +1,5 @@
-from ncclpy.core.collectives cimport Collectives
+from ncclpy.core.lifecycle cimport Lifecycle
 
 
-cdef class Communicator(Collectives):
+cdef class Communicator(Lifecycle):
     pass

@@ -1,25 +1,42 @@
-"""The communicator: one rank's end of a clique.
+"""The communicator: one rank's end of a clique, and the operations on it.
 
-It adds to NCCL's own calls those that a group of them makes up (parts of different sizes, the barrier), and what
-belongs to one communicator: operators and registered buffers.
+A call is read and checked by `shape`, and submitted: three rooms, one C call. Operations are enqueued on a stream and
+return at once; arrays in CPU memory (the host engine) have no stream, so with ``stream=None`` the call returns when
+their data are there. What NCCL has no call for (parts of different sizes, the barrier) is made up of those it has.
 """
 
 from ncclpy.abi.nccl cimport ncclUint8
 from ncclpy.core.buffers cimport View
-from ncclpy.core.collectives cimport Collectives
 from ncclpy.core.operation cimport ALL_REDUCE, Operation
 from ncclpy.core.parts cimport Spread
+from ncclpy.core.progress cimport check_alive
+from ncclpy.core.shape cimport (
+    read_on_device,
+    shape_all_gather,
+    shape_all_reduce,
+    shape_all_to_all,
+    shape_broadcast,
+    shape_gather,
+    shape_recv,
+    shape_reduce,
+    shape_reduce_scatter,
+    shape_scatter,
+    shape_send,
+)
+from ncclpy.core.start cimport limit_of, op_code, root_rank, spread_over, start, start_or_lower, start_spread
+from ncclpy.core.state cimport READY
 from ncclpy.core.stream cimport as_stream_of
 from ncclpy.core.submit cimport submit
-from ncclpy.core.wait cimport as_timeout
 
 from ncclpy.core import device as _device
 from ncclpy.core.resources import CustomOp, Registration
 from ncclpy.core.types import ReduceOp
 from ncclpy.core.window import Window
 
+cdef object _SUM = ReduceOp.SUM
 
-cdef class Communicator(Collectives):
+
+cdef class Communicator(Lifecycle):
     """Take part in collectives as one rank of a clique (`ncclComm_t`).
 
     Make it with `init`, `init_all`, `split`, `shrink`, `grow`, `join` or `from_handle`; give it back with `close`, or
@@ -45,6 +62,283 @@ cdef class Communicator(Collectives):
         The ordinal of the device.
     """
 
+    def all_reduce(self, send, recv=None, op=_SUM, *, stream=None, timeout=None):
+        """Reduce over all ranks and leave the result on each (`ncclAllReduce`).
+
+        Parameters
+        ----------
+        send : buffer
+            The input; it receives the result too if `recv` is None.
+        recv : buffer, optional
+            The output, with as many elements of the same type.
+        op : ReduceOp, str or CustomOp
+            The reduction. A bool array travels as uint8 and its sum is "any"; complex numbers know sum and avg.
+        stream : optional
+            Where the work is enqueued.
+        timeout : float, optional
+            Seconds for this operation; by default the communicator's, which must be one that can be ended.
+        """
+        cdef View s, r
+        cdef Operation o
+        if self.state != READY:
+            check_alive(self)
+        shape_all_reduce(&o, &s, &r, send, recv, self.device)
+        o.op = op_code(self, op, &s)
+        start(self, &o, &s, send, recv, stream, timeout)
+
+    def reduce(self, send, recv=None, op=_SUM, root=0, *, stream=None, timeout=None):
+        """Reduce over all ranks and leave the result on `root` (`ncclReduce`).
+
+        Parameters
+        ----------
+        send : buffer
+            The input; on the root it receives the result too if `recv` is None.
+        recv : buffer, optional
+            The output on the root, with as many elements of the same type; not used elsewhere.
+        op : ReduceOp, str or CustomOp
+            The reduction, as for `all_reduce`.
+        root : int
+            The rank that receives.
+        stream : optional
+            Where the work is enqueued.
+        timeout : float, optional
+            Seconds for this operation; by default the communicator's, which must be one that can be ended.
+        """
+        cdef View s, r
+        cdef Operation o
+        if self.state != READY:
+            check_alive(self)
+        o.root = root_rank(self, root, "root")
+        shape_reduce(&o, &s, &r, send, recv, self.device, self.rank == o.root)
+        o.op = op_code(self, op, &s)
+        start(self, &o, &s, send, recv, stream, timeout)
+
+    def broadcast(self, send, recv=None, root=0, *, stream=None, timeout=None):
+        """Copy the root's buffer to all ranks (`ncclBroadcast`).
+
+        Parameters
+        ----------
+        send : buffer
+            The data on the root. With ``recv=None`` every rank's one buffer: the root's is sent, the others receive.
+            With `recv` it may be None on the other ranks.
+        recv : buffer, optional
+            Where the data arrive, with as many elements of the same type.
+        root : int
+            The rank that sends.
+        stream : optional
+            Where the work is enqueued.
+        timeout : float, optional
+            Seconds for this operation; by default the communicator's, which must be one that can be ended.
+        """
+        cdef View s, r
+        cdef Operation o
+        if self.state != READY:
+            check_alive(self)
+        o.root = root_rank(self, root, "root")
+        shape_broadcast(&o, &s, &r, send, recv, self.device, self.rank == o.root)
+        start(self, &o, &s if recv is None else &r, send, recv, stream, timeout)
+
+    def all_gather(self, send, recv, *, stream=None, timeout=None):
+        """Collect every rank's `send` on all ranks, in the order of the ranks (`ncclAllGather`).
+
+        Parameters
+        ----------
+        send : buffer
+            This rank's part; in place it is part ``rank`` of `recv`.
+        recv : buffer or list of buffer
+            ``nranks`` times as many elements of the same type; or, on all ranks, a list of ``nranks`` buffers, one for
+            each rank's part, whose sizes may differ: then it is a group of broadcasts.
+        stream : optional
+            Where the work is enqueued.
+        timeout : float, optional
+            Seconds for this operation; by default the communicator's, which must be one that can be ended.
+        """
+        cdef View s, r
+        cdef Operation o
+        cdef Spread spread
+        if self.state != READY:
+            check_alive(self)
+        if isinstance(recv, list):
+            spread = spread_over(self)
+            spread.all_gather(send, recv)
+            start_spread(self, spread, stream, timeout)
+            return
+        shape_all_gather(&o, &s, &r, send, recv, self.device, self.nranks)
+        start(self, &o, &s, send, recv, stream, timeout)
+
+    def reduce_scatter(self, send, recv, op=_SUM, *, stream=None, timeout=None):
+        """Reduce over all ranks and leave part ``rank`` of the result on each (`ncclReduceScatter`).
+
+        Parameters
+        ----------
+        send : buffer or list of buffer
+            The input, ``nranks`` times as many elements as `recv`; or, on all ranks, a list of ``nranks`` buffers, the
+            part of each rank, whose sizes may differ: then it is a group of reduces.
+        recv : buffer
+            This rank's part of the result; in place it is part ``rank`` of `send`.
+        op : ReduceOp, str or CustomOp
+            The reduction, as for `all_reduce`.
+        stream : optional
+            Where the work is enqueued.
+        timeout : float, optional
+            Seconds for this operation; by default the communicator's, which must be one that can be ended.
+        """
+        cdef View s, r
+        cdef Operation o
+        cdef Spread spread
+        if self.state != READY:
+            check_alive(self)
+        if isinstance(send, list):
+            spread = spread_over(self)
+            spread.reduce_scatter(send, recv)
+            spread.operation.op = op_code(self, op, &spread.view)
+            start_spread(self, spread, stream, timeout)
+            return
+        shape_reduce_scatter(&o, &s, &r, send, recv, self.device, self.nranks)
+        o.op = op_code(self, op, &s)
+        start(self, &o, &s, send, recv, stream, timeout)
+
+    def all_to_all(self, send, recv, *, stream=None, timeout=None):
+        """Send part i of `send` to rank i and receive part i of `recv` from it (`ncclAlltoAll`).
+
+        Before NCCL 2.28 it is a group of sends and receives.
+
+        Parameters
+        ----------
+        send, recv : buffer or list of buffer
+            As many elements of the same type, a multiple of ``nranks``; not the same memory. Or, on all ranks, two
+            lists of ``nranks`` buffers, whose sizes may differ: what goes to, and comes from, each rank. ``send[j]``
+            on rank i has as many elements as ``recv[i]`` on rank j. Then it is a group of sends and receives.
+        stream : optional
+            Where the work is enqueued.
+        timeout : float, optional
+            Seconds for this operation; by default the communicator's, which must be one that can be ended.
+        """
+        cdef View s, r
+        cdef Operation o
+        cdef Spread spread
+        if self.state != READY:
+            check_alive(self)
+        if isinstance(send, list) or isinstance(recv, list):
+            spread = spread_over(self)
+            spread.all_to_all(send, recv)
+            start_spread(self, spread, stream, timeout)
+            return
+        shape_all_to_all(&o, &s, &r, send, recv, self.device, self.nranks)
+        start_or_lower(self, &o, &s, send, recv, stream, timeout)
+
+    def gather(self, send, recv=None, root=0, *, stream=None, timeout=None):
+        """Collect every rank's `send` on the root, in the order of the ranks (`ncclGather`).
+
+        Before NCCL 2.28 it is a group of sends and receives.
+
+        Parameters
+        ----------
+        send : buffer
+            This rank's part; in place it is part ``root`` of the root's `recv`.
+        recv : buffer or list of buffer
+            On the root ``nranks`` times as many elements of the same type; not used elsewhere. Or a list of ``nranks``
+            buffers, one for each rank's part, whose sizes may differ; then the other ranks pass a list too, which may
+            be empty, as all have to know that it is a group of sends and receives.
+        root : int
+            The rank that receives.
+        stream : optional
+            Where the work is enqueued.
+        timeout : float, optional
+            Seconds for this operation; by default the communicator's, which must be one that can be ended.
+        """
+        cdef View s, r
+        cdef Operation o
+        cdef Spread spread
+        if self.state != READY:
+            check_alive(self)
+        o.root = root_rank(self, root, "root")
+        if isinstance(recv, list):
+            spread = spread_over(self)
+            spread.gather(send, recv, o.root)
+            start_spread(self, spread, stream, timeout)
+            return
+        shape_gather(&o, &s, &r, send, recv, self.device, self.nranks, self.rank == o.root)
+        start_or_lower(self, &o, &s, send, recv, stream, timeout)
+
+    def scatter(self, send, recv=None, root=0, *, stream=None, timeout=None):
+        """Send part i of the root's `send` to rank i (`ncclScatter`).
+
+        Before NCCL 2.28 it is a group of sends and receives.
+
+        Parameters
+        ----------
+        send : buffer or list of buffer
+            On the root ``nranks`` times as many elements as `recv`; not used elsewhere and may be None. Or a list of
+            ``nranks`` buffers, the part of each rank, whose sizes may differ; then the other ranks pass a list too,
+            which may be empty, as for `gather`.
+        recv : buffer
+            Where this rank's part arrives; in place it is part ``root`` of the root's `send`.
+        root : int
+            The rank that sends.
+        stream : optional
+            Where the work is enqueued.
+        timeout : float, optional
+            Seconds for this operation; by default the communicator's, which must be one that can be ended.
+        """
+        cdef View s, r
+        cdef Operation o
+        cdef Spread spread
+        if self.state != READY:
+            check_alive(self)
+        o.root = root_rank(self, root, "root")
+        if isinstance(send, list):
+            spread = spread_over(self)
+            spread.scatter(send, recv, o.root)
+            start_spread(self, spread, stream, timeout)
+            return
+        shape_scatter(&o, &s, &r, send, recv, self.device, self.nranks, self.rank == o.root)
+        start_or_lower(self, &o, &r, send, recv, stream, timeout)
+
+    def send(self, buf, peer, *, stream=None, timeout=None):
+        """Send a buffer to one rank, which must receive as much (`ncclSend`).
+
+        Parameters
+        ----------
+        buf : buffer
+            What is sent.
+        peer : int
+            The rank that receives. Sends and receives that need each other belong into one ``ncclpy.group()``.
+        stream : optional
+            Where the work is enqueued.
+        timeout : float, optional
+            Seconds for this operation; by default the communicator's, which must be one that can be ended.
+        """
+        cdef View s
+        cdef Operation o
+        if self.state != READY:
+            check_alive(self)
+        o.root = root_rank(self, peer, "peer")
+        shape_send(&o, &s, buf, self.device)
+        start(self, &o, &s, buf, None, stream, timeout)
+
+    def recv(self, buf, peer, *, stream=None, timeout=None):
+        """Receive a buffer from one rank, which must send as much (`ncclRecv`).
+
+        Parameters
+        ----------
+        buf : buffer
+            Where the data arrive.
+        peer : int
+            The rank that sends.
+        stream : optional
+            Where the work is enqueued.
+        timeout : float, optional
+            Seconds for this operation; by default the communicator's, which must be one that can be ended.
+        """
+        cdef View r
+        cdef Operation o
+        if self.state != READY:
+            check_alive(self)
+        o.root = root_rank(self, peer, "peer")
+        shape_recv(&o, &r, buf, self.device)
+        start(self, &o, &r, None, buf, stream, timeout)
+
     def all_gather_v(self, send, recv, counts, *, stream=None, timeout=None):
         """Collect parts of different sizes on all ranks: a group of broadcasts.
 
@@ -62,12 +356,12 @@ cdef class Communicator(Collectives):
             Seconds for this operation; by default the communicator's, which must be one that can be ended.
         """
         cdef Spread spread
-        self.check_alive()
-        spread = self.spread()
+        check_alive(self)
+        spread = spread_over(self)
         spread.all_gather_v(send, recv, counts)
-        self.start_spread(spread, stream, timeout)
+        start_spread(self, spread, stream, timeout)
 
-    def reduce_scatter_v(self, send, recv, counts, op=ReduceOp.SUM, *, stream=None, timeout=None):
+    def reduce_scatter_v(self, send, recv, counts, op=_SUM, *, stream=None, timeout=None):
         """Reduce over all ranks and leave a part of its own size on each: a group of reduces.
 
         Parameters
@@ -86,11 +380,11 @@ cdef class Communicator(Collectives):
             Seconds for this operation; by default the communicator's, which must be one that can be ended.
         """
         cdef Spread spread
-        self.check_alive()
-        spread = self.spread()
+        check_alive(self)
+        spread = spread_over(self)
         spread.reduce_scatter_v(send, recv, counts)
-        spread.operation.op = self.op_code(op, &spread.view)
-        self.start_spread(spread, stream, timeout)
+        spread.operation.op = op_code(self, op, &spread.view)
+        start_spread(self, spread, stream, timeout)
 
     def all_to_all_v(self, send, recv, send_counts, recv_counts, *, stream=None, timeout=None):
         """Send a part of its own size to each rank and receive one from each: a group of sends and receives.
@@ -110,10 +404,10 @@ cdef class Communicator(Collectives):
             Seconds for this operation; by default the communicator's, which must be one that can be ended.
         """
         cdef Spread spread
-        self.check_alive()
-        spread = self.spread()
+        check_alive(self)
+        spread = spread_over(self)
         spread.all_to_all_v(send, recv, send_counts, recv_counts)
-        self.start_spread(spread, stream, timeout)
+        start_spread(self, spread, stream, timeout)
 
     def barrier(self, *, stream=None, timeout=None):
         """Wait until all ranks are here: an all-reduce of one byte.
@@ -127,12 +421,8 @@ cdef class Communicator(Collectives):
             As for `all_gather_v`.
         """
         cdef Operation o
-        cdef double limit = self.limit
-        if timeout is not None:
-            limit = as_timeout(timeout)
-            self.check_endable("timeout")
-            self.be_watched(limit)
-        self.check_alive()
+        cdef double limit = limit_of(self, timeout)
+        check_alive(self)
         if self.scratch == 0:
             made = _device.allocate(8, self.device)  # without the GIL: another thread may have been here meanwhile
             if self.scratch == 0:
@@ -182,8 +472,8 @@ cdef class Communicator(Collectives):
             Its `close` deregisters the buffer; do that before the memory is freed.
         """
         cdef View view
-        self.check_alive()
-        self.read(buf, &view, "buf")
+        check_alive(self)
+        read_on_device(buf, &view, "buf", self.device)
         return Registration(self, buf)
 
     def window(self, buf, *, bint symmetric=True, bint strict_ordering=False):

@@ -9,16 +9,21 @@ from libc.string cimport memcpy, memset
 
 from ncclpy.abi.nccl cimport ncclComm_t, ncclResult_t, ncclUniqueId
 from ncclpy.core cimport overdue as _overdue
-from ncclpy.core.abort cimport READY, leave
+from ncclpy.core.abort cimport leave
+from ncclpy.core.birth cimport Cradle
 from ncclpy.core.check cimport check
 from ncclpy.core.device cimport as_device, context_of
 from ncclpy.core.handle cimport WAS_ABORTED
-from ncclpy.core.library cimport nccl, require
-from ncclpy.core.lifecycle cimport Lifecycle
-from ncclpy.core.operation cimport GROW, INIT_RANK, SHRINK, SPLIT, Operation
+from ncclpy.core.library cimport nccl, require, version_code
+from ncclpy.core.operation cimport GROW, INIT_RANK, SHRINK, SPLIT, Birth, Operation
+from ncclpy.core.overrides cimport look_up_overrides
+from ncclpy.core.progress cimport check_alive
+from ncclpy.core.state cimport READY
 from ncclpy.core.submit cimport give_birth
+from ncclpy.core.wait cimport FOREVER, as_timeout
 
 from ncclpy.core import device as _device
+from ncclpy.core.config import Config
 from ncclpy.core.group import Group
 from ncclpy.core.types import MAX_ADDRESS as _MAX_ADDRESS
 from ncclpy.core.types import UniqueId, as_integer, as_unique_id
@@ -54,278 +59,195 @@ cdef str _name_of(object unique_id):
     return hashlib.blake2b(bytes(unique_id), digest_size=4).hexdigest()
 
 
-cdef class Creation(Lifecycle):
-    """Make communicators; `Communicator` is the class to use."""
-
-    @classmethod
-    def init(cls, nranks, rank, unique_id, *, device=None, config=None, timeout=None, abortable=None):
-        """Make this rank's communicator of a new clique (`ncclCommInitRankConfig`).
-
-        It returns when all ranks have joined, unless ``config.blocking`` is False. Inside ``ncclpy.group()`` it
-        returns at once, and the communicator is ready when the group ends; that is how one thread makes several.
-
-        Parameters
-        ----------
-        nranks : int
-            The number of ranks.
-        rank : int
-            This rank, from 0 to ``nranks - 1``.
-        unique_id : UniqueId or bytes
-            What `get_unique_id` gave to one of the ranks.
-        device : int, optional
-            The device's ordinal; the current device by default. Each rank has its own.
-        config : Config, optional
-            NCCL's configuration.
-        timeout : float, optional
-            Seconds that any wait of this communicator may take, initialisation first. Past it the communicator is
-            aborted and `NcclTimeout` raised. By default NCCL waits for as long as it takes. All ranks pass a timeout,
-            though not the same, or none: to keep it the communicator gets a guard, as ``abortable`` says.
-        abortable : bool, optional
-            Whether every call and operation can be ended at any time, by `abort` or Ctrl-C; a timeout implies it. The
-            communicator is then split from a second one, its guard: calls cost what they cost without, initialising
-            about twice as much, and a GPU some 130 MiB of memory. All ranks pass the same. False by default; children
-            do as their parent. (NCCL before 2.18 has no guards: there NCCL runs nonblocking underneath, which costs a
-            thread hop a call.)
-
-        Returns
-        -------
-        Communicator
-
-        Raises
-        ------
-        NcclTimeout
-            If not all ranks joined in time.
-        NcclError
-            If NCCL failed.
-        """
-        cdef Creation self = cls.__new__(cls)
-        cdef Operation operation
-        nranks, rank = _as_place(nranks, rank)
-        self.device = as_device(device)
-        self.conceive(config, timeout, abortable, None)
-        _as_unique_id(unique_id, &self.cradle.birth.id)
-        self.group_name = _name_of(unique_id)
-        self.rank = self.cradle.birth.rank = rank
-        self.nranks = self.cradle.birth.nranks = nranks
-        if _overdue.listener is not None:
-            _overdue.listener.named(self)
-        self.cradle.birth.context = context_of(self.device)
-        memset(&operation, 0, sizeof(operation))
-        operation.kind = INIT_RANK
-        operation.birth = self.cradle.birth
-        give_birth(None, self, &operation)
-        return self
-
-    @classmethod
-    def init_all(cls, devices=None, *, config=None, timeout=None, abortable=None):
-        """Make a clique of communicators for several devices of this process, from one thread.
-
-        Parameters
-        ----------
-        devices : iterable of int, optional
-            The ordinals; rank i gets the i-th. All devices by default.
-        config, timeout, abortable
-            As for `init`.
-
-        Returns
-        -------
-        list of Communicator
-        """
-        if isinstance(devices, int):
-            raise TypeError(f"devices: pass the ordinals, not their number: range({devices}), say")
-        devices = list(range(_device.device_count()) if devices is None else devices)
-        if not devices:
-            raise ValueError("devices: at least one is needed")
-        unique_id = get_unique_id()
-        made = []
-        options = {"config": config, "timeout": timeout, "abortable": abortable}
-        try:
-            with Group():
-                for rank, device in enumerate(devices):
-                    made.append(cls.init(len(devices), rank, unique_id, device=device, **options))
-        except BaseException as error:
-            leave(made, "init_all did not make them all", error)  # nobody else has them
-            raise
-        return made
-
-    @classmethod
-    def from_handle(cls, pointer):
-        """Wrap an `ncclComm_t` that somebody else owns; `close` lets go of it and destroys nothing.
-
-        Parameters
-        ----------
-        pointer : int
-            The handle; it must outlive the returned object.
-        """
-        cdef Creation self = cls.__new__(cls)
-        cdef uintptr_t address = as_integer(pointer, "pointer", 0, _MAX_ADDRESS)
-        if address == 0:
-            raise ValueError("pointer: NULL is no communicator")
-        frame = sys._getframe(0)
-        self.site = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        self.raw = <ncclComm_t>address
-        self.owned = False
-        self._ask_who()
-        self.state = READY
-        return self
-
-    def split(self, color, key=0, *, config=None, timeout=None, abortable=None):
-        """Divide the ranks into new communicators by colour (`ncclCommSplit`, NCCL 2.18); all ranks call it.
-
-        Parameters
-        ----------
-        color : int or None
-            Ranks of one colour come together. None, or NCCL's own -1: this rank joins none.
-        key : int
-            Orders the ranks of the new communicator; ties keep the old order.
-        config : Config, optional
-            For the new communicator; it inherits this one's by default.
-        timeout : float, optional
-            As for `init`; this communicator's by default.
-        abortable : bool, optional
-            As for `init`; as this communicator by default.
-
-        Returns
-        -------
-        Communicator or None
-            None without a colour. Closing this communicator closes its children first.
-        """
-        cdef Lifecycle child = type(self).__new__(type(self))
-        cdef Operation operation
-        cdef int number = -1 if color is None else as_integer(color, "color")
-        cdef int order = as_integer(key, "key")
-        if number < -1:
-            raise ValueError(f"color: expected an int >= 0, or None to join no communicator, got {color}")
-        self.check_alive()
-        child.conceive(config, timeout, abortable, self)
-        child.cradle.birth.color = number
-        child.group_name = self.name_next(f".{number}")
-        child.cradle.birth.key = order
-        memset(&operation, 0, sizeof(operation))
-        operation.kind = SPLIT
-        operation.birth = child.cradle.birth
-        if number < 0:
-            child.nranks = 0  # see born()
-        give_birth(self, child, &operation)
-        return child if number >= 0 else None
-
-    def shrink(self, exclude, *, bint abort=False, config=None, timeout=None, abortable=None):
-        """Make a communicator without some ranks (`ncclCommShrink`, NCCL 2.27); the ranks that stay call it.
-
-        Parameters
-        ----------
-        exclude : iterable of int
-            The ranks that leave.
-        abort : bool
-            First end what still runs on this communicator (`NCCL_SHRINK_ABORT`), say because a rank has failed.
-        config, timeout, abortable
-            As for `split`.
-
-        Returns
-        -------
-        Communicator
-        """
-        cdef Lifecycle child = type(self).__new__(type(self))
-        cdef Operation operation
-        cdef size_t i
-        if isinstance(exclude, int):
-            raise TypeError(f"exclude: pass the ranks that leave in a list: [{exclude}]")
-        ranks = sorted({as_integer(rank, "exclude") for rank in exclude})
-        self.check_alive()
-        if not ranks:
-            raise ValueError("exclude: at least one rank must leave")
-        if ranks[0] < 0 or ranks[-1] >= self.nranks:
-            raise ValueError(f"exclude: {ranks} names ranks outside 0..{self.nranks - 1}")
-        if self.rank in ranks:
-            raise ValueError(f"exclude: rank {self.rank} leaves and must not call shrink")
-        child.conceive(config, timeout, abortable, self)
-        child.cradle.birth.exclude = <int*>malloc(len(ranks) * sizeof(int))
-        if child.cradle.birth.exclude == NULL:
-            raise MemoryError
-        for i, rank in enumerate(ranks):
-            child.cradle.birth.exclude[i] = rank
-        child.cradle.birth.nexclude = len(ranks)
-        child.group_name = self.name_next("-")
-        child.cradle.birth.flags = 1 if abort else 0
-        memset(&operation, 0, sizeof(operation))
-        operation.kind = SHRINK
-        operation.birth = child.cradle.birth
-        give_birth(self, child, &operation)
-        return child
-
-    def grow(self, nranks, unique_id=None, *, config=None, timeout=None, abortable=None):
-        """Make a larger communicator of these ranks and new ones (`ncclCommGrow`, NCCL 2.29); all old ranks call it.
-
-        Parameters
-        ----------
-        nranks : int
-            The number of ranks of the new communicator.
-        unique_id : UniqueId, optional
-            What `grow_id` gave, on the rank that called it; None on the other old ranks. New ranks call
-            `Communicator.join` with it.
-        config, timeout, abortable
-            As for `split`.
-
-        Returns
-        -------
-        Communicator
-        """
-        cdef Lifecycle child = type(self).__new__(type(self))
-        self.check_alive()
-        nranks = as_integer(nranks, "nranks")
-        if nranks <= self.nranks:
-            raise ValueError(f"nranks: {nranks} is not more than the {self.nranks} ranks there are")
-        child.conceive(config, timeout, abortable, self)
-        child.group_name = self.name_next("+")
-        return _grow(self, child, nranks, -1, unique_id)
-
-    @classmethod
-    def join(cls, nranks, rank, unique_id, *, device=None, config=None, timeout=None, abortable=None):
-        """Join a communicator that others `grow` (`ncclCommGrow`, NCCL 2.29); each new rank calls it.
-
-        Parameters
-        ----------
-        nranks, rank, unique_id, device, config, timeout, abortable
-            As for `init`; the new ranks are numbered after the old ones.
-
-        Returns
-        -------
-        Communicator
-        """
-        cdef Creation self = cls.__new__(cls)
-        nranks, rank = _as_place(nranks, rank)
-        self.device = as_device(device)
-        self.conceive(config, timeout, abortable, None)
-        self.cradle.birth.context = context_of(self.device)
-        if unique_id is not None:
-            self.group_name = _name_of(unique_id)
-        return _grow(None, self, nranks, rank, unique_id)
-
-    def grow_id(self):
-        """Return the `UniqueId` by which new ranks join, on one rank of this communicator (`ncclCommGetUniqueId`)."""
-        cdef ncclUniqueId raw
-        cdef ncclResult_t result = <ncclResult_t>WAS_ABORTED
-        self.check_alive()
-        require(<void*>nccl.ncclCommGetUniqueId, b"ncclCommGetUniqueId")
-        with nogil:
-            if self.lock_alive():
-                result = nccl.ncclCommGetUniqueId(self.raw, &raw)
-                self.unlock()
-        self.check_call(result, b"ncclCommGetUniqueId")
-        return UniqueId(raw.internal[:128])
+cdef object _caller():
+    """Return the line of Python's that asked for a communicator; functions in Cython have no frames."""
+    frame = sys._getframe(0)
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-cdef object _grow(Lifecycle parent, Lifecycle child, int nranks, int rank, object unique_id):
+cdef int _conceive(Handle made, object config, object timeout, object abortable, Handle parent) except -1:
+    """Prepare what NCCL is told and decide how it is waited for."""
+    if config is not None and not isinstance(config, Config):
+        raise TypeError(f"config: expected an ncclpy.Config, got {type(config).__name__}")
+    made.site = _caller()
+    made.limit = as_timeout(timeout)
+    inherits = config is None and parent is not None
+    if parent is not None:
+        if timeout is None:
+            made.limit = parent.limit
+        config = parent.config if config is None else config
+        abortable = parent.abortable if abortable is None else abortable
+    made.config = config
+    made.abortable = bool(abortable)
+    blocking = None if config is None else config.blocking
+    if blocking is None and inherits:
+        blocking = not parent.nonblocking  # of a handle from somewhere else nothing more is known
+    # What can be ended at any time needs a guard; NCCL before 2.18 makes none, and is then polled for every call.
+    ends = blocking is not False and (made.limit != FOREVER or made.abortable)
+    guarded = ends and version_code() >= 21801
+    made.nonblocking = blocking is False or (ends and not guarded)
+    made.waits = blocking is not False if not inherits or ends else parent.waits
+    made.cradle = Cradle()
+    made.cradle.fill(config, guarded, None if blocking is None and not ends else not made.nonblocking)
+    made.cradle.birth.inherits = inherits and not ends
+    if guarded:
+        look_up_overrides()  # before anything is made, as far as that shows
+    if parent is not None:
+        made.parent = parent
+        made.asked = <void*>parent
+        made.device = parent.device
+        made.cradle.birth.context = context_of(parent.device)
+    return 0
+
+
+cdef int _make(Handle parent, Handle made, int kind) except -1:
+    """Make the call. `parent` is None for a new clique."""
     cdef Operation operation
-    child.cradle.birth.nranks = nranks
-    child.cradle.birth.rank = rank
-    child.cradle.birth.has_id = unique_id is not None
+    memset(&operation, 0, sizeof(operation))
+    operation.kind = kind
+    operation.birth = made.cradle.birth
+    return give_birth(parent, made, &operation)
+
+
+cdef int init(
+    Handle made, object nranks, object rank, object unique_id, object device, object config, object timeout,
+    object abortable,
+) except -1:
+    nranks, rank = _as_place(nranks, rank)
+    made.device = as_device(device)
+    _conceive(made, config, timeout, abortable, None)
+    _as_unique_id(unique_id, &made.cradle.birth.id)
+    made.group_name = _name_of(unique_id)
+    made.rank = made.cradle.birth.rank = rank
+    made.nranks = made.cradle.birth.nranks = nranks
+    if _overdue.listener is not None:
+        _overdue.listener.named(made)
+    made.cradle.birth.context = context_of(made.device)
+    return _make(None, made, INIT_RANK)
+
+
+cdef list init_all(object cls, object devices, dict options):
+    if isinstance(devices, int):
+        raise TypeError(f"devices: pass the ordinals, not their number: range({devices}), say")
+    devices = list(range(_device.device_count()) if devices is None else devices)
+    if not devices:
+        raise ValueError("devices: at least one is needed")
+    unique_id = get_unique_id()
+    made = []
+    try:
+        with Group():
+            for rank, device in enumerate(devices):
+                made.append(cls.init(len(devices), rank, unique_id, device=device, **options))
+    except BaseException as error:
+        leave(made, "init_all did not make them all", error)  # nobody else has them
+        raise
+    return made
+
+
+cdef int take_over(Handle made, object pointer) except -1:
+    """Wrap an `ncclComm_t` that somebody else owns."""
+    cdef uintptr_t address = as_integer(pointer, "pointer", 0, _MAX_ADDRESS)
+    if address == 0:
+        raise ValueError("pointer: NULL is no communicator")
+    made.site = _caller()
+    made.raw = <ncclComm_t>address
+    made.owned = False
+    made.ask_who()
+    made.become(READY)
+    return 0
+
+
+cdef bint split(
+    Handle child, Handle parent, object color, object key, object config, object timeout, object abortable
+) except -1:
+    cdef Birth* birth
+    cdef int number = -1 if color is None else as_integer(color, "color")
+    cdef int order = as_integer(key, "key")
+    if number < -1:
+        raise ValueError(f"color: expected an int >= 0, or None to join no communicator, got {color}")
+    check_alive(parent)
+    _conceive(child, config, timeout, abortable, parent)
+    birth = child.cradle.birth
+    birth.color, birth.key = number, order
+    child.group_name = parent.name_next(f".{number}")
+    if number < 0:
+        child.nranks = 0  # see born()
+    _make(parent, child, SPLIT)
+    return number >= 0
+
+
+cdef int shrink(
+    Handle child, Handle parent, object exclude, bint abort, object config, object timeout, object abortable
+) except -1:
+    cdef Birth* birth
+    cdef size_t i
+    if isinstance(exclude, int):
+        raise TypeError(f"exclude: pass the ranks that leave in a list: [{exclude}]")
+    ranks = sorted({as_integer(rank, "exclude") for rank in exclude})
+    check_alive(parent)
+    if not ranks:
+        raise ValueError("exclude: at least one rank must leave")
+    if ranks[0] < 0 or ranks[-1] >= parent.nranks:
+        raise ValueError(f"exclude: {ranks} names ranks outside 0..{parent.nranks - 1}")
+    if parent.rank in ranks:
+        raise ValueError(f"exclude: rank {parent.rank} leaves and must not call shrink")
+    _conceive(child, config, timeout, abortable, parent)
+    birth = child.cradle.birth
+    birth.exclude = <int*>malloc(len(ranks) * sizeof(int))
+    if birth.exclude == NULL:
+        raise MemoryError
+    for i, rank in enumerate(ranks):
+        birth.exclude[i] = rank
+    birth.nexclude = len(ranks)
+    birth.flags = 1 if abort else 0
+    child.group_name = parent.name_next("-")
+    return _make(parent, child, SHRINK)
+
+
+cdef int grow(
+    Handle child, Handle parent, object nranks, object unique_id, object config, object timeout, object abortable
+) except -1:
+    check_alive(parent)
+    nranks = as_integer(nranks, "nranks")
+    if nranks <= parent.nranks:
+        raise ValueError(f"nranks: {nranks} is not more than the {parent.nranks} ranks there are")
+    _conceive(child, config, timeout, abortable, parent)
+    child.group_name = parent.name_next("+")
+    return _grow(parent, child, nranks, -1, unique_id)
+
+
+cdef int join(
+    Handle made, object nranks, object rank, object unique_id, object device, object config, object timeout,
+    object abortable,
+) except -1:
+    nranks, rank = _as_place(nranks, rank)
+    made.device = as_device(device)
+    _conceive(made, config, timeout, abortable, None)
+    made.cradle.birth.context = context_of(made.device)
     if unique_id is not None:
-        _as_unique_id(unique_id, &child.cradle.birth.id)
+        made.group_name = _name_of(unique_id)
+    return _grow(None, made, nranks, rank, unique_id)
+
+
+cdef int _grow(Handle parent, Handle made, int nranks, int rank, object unique_id) except -1:
+    cdef Birth* birth = made.cradle.birth
+    birth.nranks, birth.rank = nranks, rank
+    birth.has_id = unique_id is not None
+    if unique_id is not None:
+        _as_unique_id(unique_id, &birth.id)
     elif parent is None:
         raise TypeError("unique_id: a rank that joins needs it")
-    memset(&operation, 0, sizeof(operation))
-    operation.kind = GROW
-    operation.birth = child.cradle.birth
-    give_birth(parent, child, &operation)
-    return child
+    return _make(parent, made, GROW)
+
+
+cdef object grow_id(Handle parent):
+    cdef ncclUniqueId raw
+    cdef ncclResult_t result = <ncclResult_t>WAS_ABORTED
+    check_alive(parent)
+    require(<void*>nccl.ncclCommGetUniqueId, b"ncclCommGetUniqueId")
+    with nogil:
+        if parent.lock_alive():
+            result = nccl.ncclCommGetUniqueId(parent.raw, &raw)
+            parent.unlock()
+    parent.check_call(result, b"ncclCommGetUniqueId")
+    return UniqueId(raw.internal[:128])

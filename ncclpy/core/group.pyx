@@ -14,17 +14,7 @@ from libc.stdlib cimport free, realloc
 from ncclpy.abi.driver cimport CUstream
 from ncclpy.abi.nccl cimport NCCL_UNDEF_FLOAT, NCCLPY_SIM_INFO_MAGIC, ncclInProgress, ncclResult_t, ncclSuccess
 from ncclpy.core cimport tap as _tap
-from ncclpy.core.abort cimport (
-    ABORT_DEADLINE,
-    ABORTED,
-    FINALIZED,
-    INITIALISING,
-    READY,
-    abort_handles,
-    abort_late,
-    end_call,
-    leave,
-)
+from ncclpy.core.abort cimport ABORT_DEADLINE, abort_handles, abort_late, end_call, leave
 from ncclpy.core.check cimport nccl_error
 from ncclpy.core.config cimport struct_version
 from ncclpy.core.flight cimport hold
@@ -32,6 +22,8 @@ from ncclpy.core.handle cimport count_waits, in_lock_order
 from ncclpy.core.library cimport nccl, require
 from ncclpy.core.operation cimport NOT_THERE, WINDOW, function_of, raise_issue
 from ncclpy.core.overdue cimport begin_whole, end_whole, tell_overdue
+from ncclpy.core.progress cimport born, check_alive, finish, give_up, wait_stream
+from ncclpy.core.state cimport ABORTED, FINALIZED, INITIALISING, READY
 from ncclpy.core.stretch cimport make_calls
 from ncclpy.core.tap cimport Tap
 from ncclpy.core.wait cimport FOREVER, SLICE, Call, as_timeout, deadline_after, now, pause
@@ -245,7 +237,7 @@ cdef int check_together(list handles, set newborn) except -1:
     cdef Handle handle
     for handle in handles:
         if handle.state != READY and id(handle) not in newborn:
-            handle.check_alive()
+            check_alive(handle)
         if handle.in_background() != (<Handle>handles[0]).in_background() and handle.owned:
             raise ValueError(
                 "NCCL takes either blocking or nonblocking communicators in a group, and makes those with timeout= or "
@@ -279,7 +271,7 @@ cdef int _make_in_turn(Group group, PyObject** locked, size_t nlocked) except -1
             return 0
         PyErr_CheckSignals()
         if now() >= deadline:
-            (<Handle>group.handles[0]).give_up("ncclGroupEnd", now() - started)
+            give_up(<Handle>group.handles[0], "ncclGroupEnd", now() - started)
 
 
 cdef double _limit_of(Group group, list concerned) noexcept:
@@ -482,8 +474,8 @@ cdef int _see_through(Group group) except -1:
                     _collect(errors, handle, 1, _by(group, handle.limit, errors), group)
         for handle, stream, limit in dict.fromkeys(group.waits):
             try:
-                handle.wait_stream(
-                    <CUstream><uintptr_t>stream, "ncclGroupEnd", _by(group, limit, errors), together
+                wait_stream(
+                    handle, <CUstream><uintptr_t>stream, "ncclGroupEnd", _by(group, limit, errors), together
                 )
             except NcclError as error:
                 errors.append(error)
@@ -547,9 +539,9 @@ cdef int _collect(list errors, Handle handle, int step, double deadline, Group g
     """Adopt a child (step 0) or wait for a communicator (step 1), and note its error."""
     try:
         if step == 0:
-            handle.born(group.calls.result)
+            born(handle, group.calls.result)
         else:
-            handle.finish("initialisation" if handle.state == INITIALISING else "ncclGroupEnd", deadline, started)
+            finish(handle, "initialisation" if handle.state == INITIALISING else "ncclGroupEnd", deadline, started)
     except NcclError as error:
         errors.append(error)
     return 0

@@ -1,8 +1,9 @@
 from cpython.ref cimport PyObject
 
 from ncclpy.abi.driver cimport CUstream
+from ncclpy.abi.locks cimport mutex_t
 from ncclpy.abi.nccl cimport ncclComm_t, ncclResult_t
-from ncclpy.core.abort cimport Abortable
+from ncclpy.core.birth cimport Cradle
 from ncclpy.core.marks cimport Mark, Marks
 
 # Results of ours beside ncclResult_t, of polling.
@@ -13,15 +14,27 @@ cdef enum:
     LOCK_BUSY = -5
 
 
-cdef class Handle(Abortable):
-    cdef bint waits  # init, split and the like return only when NCCL is done
+cdef class Handle:
+    cdef int state  # changed by `become` alone
+    cdef ncclComm_t raw
+    cdef ncclComm_t guard  # whose abort ends this communicator's calls, or NULL
+    cdef mutex_t mutex
+    cdef mutex_t gate  # see take_raw
+    cdef bint nonblocking  # NCCL's calls may return ncclInProgress
+    cdef bint owned
     cdef bint revoked  # or it is about to be: what runs on it may not come to its end
-    cdef double limit  # seconds that any wait of this communicator may take; FOREVER for none
-    cdef int waiters  # threads that wait for its private stream, or are about to
-    cdef bint main_waits  # the main thread is one of them, so that a signal handler may run beneath that wait
     cdef readonly int rank
     cdef readonly int nranks
     cdef readonly int device
+    # How it is waited for.
+    cdef bint waits  # init, split and the like return only when NCCL is done
+    cdef double limit  # seconds that any wait of this communicator may take; FOREVER for none
+    cdef int waiters  # threads that wait for its private stream, or are about to
+    cdef bint main_waits  # the main thread is one of them, so that a signal handler may run beneath that wait
+    # Its end before its time.
+    cdef object reason  # why it was aborted
+    cdef object verdict  # the exception that tells why it was aborted, for those who come later
+    cdef list aborting  # the threads that abort it, of the last abort
     # For the watcher, of a communicator that can be ended and has a deadline.
     cdef bint watched
     cdef Marks* marks
@@ -29,49 +42,91 @@ cdef class Handle(Abortable):
     cdef double inside_limit
     cdef bint inside_main  # it is the main thread
     cdef double shortest  # the shortest deadline of any operation
-    cdef object verdict  # the exception that tells why it was aborted, for those who come later
+    # Where it comes from.
+    cdef Cradle cradle  # what it was made in; None of a handle that somebody else made
+    cdef object config  # that was asked for, and that children inherit
+    cdef bint abortable  # it was asked for by name
     cdef object site  # where it was made
+    cdef Handle parent
+    cdef void* asked  # the parent as a pointer, for polling without the GIL
+    # What hangs on it.
+    cdef object children  # WeakSet
+    cdef list making  # children that NCCL still makes: they must not go
+    cdef object resources  # WeakSet of operators, registrations and graphs, closed with the communicator
+    cdef dict registered  # buffers that NCCL has registered, by a number; they stay until it lets go of them
+    cdef long long registrations  # how many there were
+    cdef object stream  # for memory that has no stream
+    cdef size_t scratch  # device memory of the barrier, 0 until used
     # For a recorder: ranks count alike, so that their calls can be laid side by side.
     cdef str group_name  # the same on all ranks; None if that is not known
     cdef long long sequence  # calls made on it; guarded by its mutex
     cdef int descendants  # communicators that were made from it, to name the next one
+    cdef object __weakref__
 
-    # The name of one that is made from this one, with a mark of those who belong to it.
-    cdef str name_next(self, str mark)
+    # Move to another state; False, and no move, if it is over, or there already.
+    cdef bint become(self, int to) except -1
+    # Raise in a state in which no operation is taken. What is being made may take one when it is.
+    cdef int check_state(self) except -1
+
+    # Its locks, and a call of NCCL under them.
+    cdef void lock(self) noexcept nogil
+    cdef void unlock(self) noexcept nogil
     cdef bint lock_alive(self) noexcept nogil
-    cdef int check_call(self, ncclResult_t result, const char* function) except -1
-    cdef int raise_if_aborted(self, ncclResult_t result, const char* function) except -1
-    cdef object aborted_error(self, object what)
+    cdef ncclComm_t take_raw(self) noexcept nogil
+    # The guard, NULL if there is none or it was taken; and from then on it is gone, if `take` says so.
+    cdef ncclComm_t guard_now(self, bint take) noexcept nogil
     # Around a call of NCCL under the lock, for the watcher; `enter_call` marks the stream as well.
     cdef Mark* enter_call(self, CUstream stream, double limit, int kind) noexcept nogil
     cdef void leave_call(self, Mark* mark, bint issued) noexcept nogil
-    cdef int born(self, ncclResult_t result) except -1
-    cdef int unborn(self) except -1
+
+    # What NCCL says of it, asked once.
+    cdef ncclResult_t poll_once(self) noexcept nogil
+    cdef ncclResult_t poll_birth(self) noexcept nogil
+    cdef ncclResult_t peek(self) noexcept nogil
+    cdef int ask_who(self) except -1
+    # Who knows why it failed, and what NCCL says of the error that polling has found, or NULL.
+    cdef ncclComm_t speaker(self) noexcept
+    cdef const char* last_words(self) noexcept
+    cdef ncclResult_t _ask_maker(self) noexcept nogil
+
+    # While it is made.
+    cdef void take_cell(self) noexcept nogil
+    cdef int called(self) except -1  # the call that makes it has begun in another thread
+    cdef int unborn(self) except -1  # the group in which it was to be made came to nothing
     # Whether NCCL has made it all the same, and it is in nobody's hands: then this takes it over, to be aborted.
     cdef bint is_stray(self) noexcept
-    cdef int check_alive(self) except -1
-    cdef ncclComm_t speaker(self) noexcept
-    # What NCCL says of the error that polling has found, or NULL.
-    cdef const char* last_words(self) noexcept
-    cdef ncclResult_t poll_once(self) noexcept nogil
-    cdef ncclResult_t peek(self) noexcept nogil
-    # `started` is when the wait began, if that was before now.
-    cdef int finish(self, str what, double deadline, double started=*) except -1
-    cdef int wait_stream(self, CUstream stream, str what, double deadline, list together=*) except -1
-    # Refuse a wait in a signal handler for what the interrupted wait, beneath it, would have to do.
-    cdef int check_not_beneath(self, str what) except -1
-    cdef int give_up(self, str what, double timeout) except -1
-    cdef object timeout_error(self, object what, double waited)
+    cdef bint is_in_parent(self) noexcept  # it is a child of which only its parent knows
+    cdef bint take_late(self, bint called) except -1
+    cdef bint _take_cell_late(self, bint called) noexcept nogil
+
+    # How it can be ended: whether an abort ends any call and any operation of it; everything that has to be aborted
+    # for that, itself included.
+    cdef bint can_be_ended(self) noexcept
+    cdef list tied(self)
+    cdef int check_endable(self, object what) except -1
     # Whether NCCL makes its calls in the background, which it does not mix with others in a group.
     cdef bint in_background(self) noexcept
     # A call of it has returned ncclInProgress.
     cdef int was_in_progress(self) except -1
-    cdef int check_endable(self, object what) except -1
-    # The call that makes this communicator has begun in another thread.
-    cdef int called(self) except -1
-    # Keep objects until the communicator and, where one is given, the stream can touch them no more.
-    cdef int hold(self, list objects, CUstream stream, object what) except -1
 
+    # Errors.
+    cdef int check_call(self, ncclResult_t result, const char* function) except -1
+    cdef int raise_if_aborted(self, ncclResult_t result, const char* function) except -1
+    cdef object aborted_error(self, object what)
+    cdef object timeout_error(self, object what, double waited)
+
+    # What hangs on it: its private stream, buffers that NCCL has registered; and objects that are kept until the
+    # communicator and, where one is given, the stream can touch them no more.
+    cdef CUstream own_stream(self) except NULL
+    cdef long long keep(self, object buffer) except -1
+    cdef int unkeep(self, long long number) except -1
+    cdef int hold(self, list objects, CUstream stream, object what) except -1
+    # The name of one that is made from this one, with a mark of those who belong to it.
+    cdef str name_next(self, str mark)
+
+
+# Take a lock unless that takes until a moment; return whether it was taken.
+cdef bint lock_within(mutex_t* mutex, double until) noexcept nogil
 
 # The locks of several communicators, taken by all threads in one order. The array is for `free`; the caller keeps the
 # handles in it alive.
@@ -80,3 +135,5 @@ cdef PyObject** in_lock_order(list handles) except NULL
 # Count the waits that calls are made for, of (handle, ...), before they are made; and with -1 when they are over: who
 # closes a communicator waits for them.
 cdef int count_waits(list waits, int by) except -1
+
+cdef bint on_main_thread() noexcept nogil

@@ -1,193 +1,130 @@
-"""A communicator's handle: its state, polling, and waiting.
+"""A communicator's handle: what it is at this moment, and what has to be known to use it safely.
+
+Here are its state, its locks, and what NCCL knows it by: the handle in NCCL, the guard (see `birth`), the parent that
+still makes it. All that happens to a communicator, its birth, waits, aborts and end, is done to a `Handle` by modules
+that are built on this one; here no other rank is waited for, and nothing is ended.
 
 NCCL wants the calls on one communicator one after the other, `ncclCommGetAsyncError` included, which may complete a
 group job on the side. So callers and pollers take the communicator's lock, always without the GIL.
-
-However a wait ends early, by a deadline or by what a signal handler raises, it ends what it waited for: the
-communicator is aborted (`abort`), and what may still be touched is held (`flight`) before the exception goes on.
 """
 
-import atexit
 import os
 import threading
-import time
+import weakref
 
-from cpython.exc cimport PyErr_CheckSignals
-from cpython.ref cimport Py_INCREF, Py_XDECREF
 from libc.stdlib cimport malloc
 
-from ncclpy.abi.driver cimport CUresult
-from ncclpy.abi.locks cimport mutex_lock, mutex_trylock, mutex_unlock
-from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
-from ncclpy.core.abort cimport (
-    ABORTED,
-    CLOSED,
-    FAILED,
-    FINALIZED,
-    INITIALISING,
-    READY,
-    begin_abort,
-    begin_quietly,
-    end_quietly,
-    leave,
-    run_handlers,
+from ncclpy.abi.locks cimport (
+    LOCK_COMM,
+    LOCK_GATE,
+    mutex_destroy,
+    mutex_init,
+    mutex_lock,
+    mutex_t,
+    mutex_trylock,
+    mutex_unlock,
 )
-from ncclpy.core.check cimport check, check_driver, nccl_error, raise_nccl
+from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
+from ncclpy.core.birth cimport ASKED, BY_ITSELF, FROM_GUARD, IN_PARENT, MADE
+from ncclpy.core.check cimport check
 from ncclpy.core.flight cimport hold
-from ncclpy.core.library cimport nccl, require_driver
+from ncclpy.core.library cimport abort_preempts, nccl, require
 from ncclpy.core.marks cimport free_marks, mark_begin, mark_end
 from ncclpy.core.missing cimport who_is_missing
 from ncclpy.core.overdue cimport tell_overdue
 from ncclpy.core.overrides cimport guarded_was_in_progress
-from ncclpy.core.stream cimport event_behind
-from ncclpy.core.wait cimport FOREVER, LEAVE, SLICE, await_stream, deadline_after, now, pause
+from ncclpy.core.state cimport ABORTED, CLOSED, FAILED, FINALIZED, INITIALISING, READY, UNBORN, may_become, shown
+from ncclpy.core.stream cimport Stream, event_behind
+from ncclpy.core.wait cimport FOREVER, now, pause
 
 from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, not_copied, seconds
 
 cdef extern from "pthread.h" nogil:
     unsigned long pthread_self()
 
-cdef extern from * nogil:
-    int __atomic_add_fetch(int*, int, int)
-    const int __ATOMIC_SEQ_CST
+# How long who takes a handle away waits for who asks NCCL about it.
+cdef double GATE_PATIENCE = 0.2
+# How long an abort waits for a thread that is polling, which does not take long.
+cdef double LATE_PATIENCE = 1.0
 
-# How long the device may take to end what runs on a communicator that has failed.
-cdef double BROKEN_PATIENCE = 1.0
-
-# A wait for a stream, as its tick sees it.
-cdef struct Waiting:
-    PyObject* handle
-    PyObject* together  # a list: what is aborted if a signal handler raises
-    const char* what
-    double deadline
-    double started
-    double next
-    bint main  # this is the main thread
-    double broken  # since when the communicator has an error, FOREVER if it has none
-    PyObject* error  # an owned reference: why the wait is to end early
-    PyObject* aborting  # an owned reference: the threads that see to it
-
-
-# Python's end kills threads that want the GIL, in the middle of what they do: from then on a wait does without.
-cdef bint _exiting = False
-cdef int _looking = 0
 cdef unsigned long _main = threading.main_thread().ident
 
 
-@atexit.register
-def _end_of_process():
-    """Have waits in other threads go on without Python."""
-    global _exiting
-    _exiting = True
-    until = now() + 1.0
-    while _looking and now() < until:
-        time.sleep(0.001)
-
-
 def _forked():
-    global _main, _exiting, _looking
+    global _main
     _main = threading.main_thread().ident
-    _exiting, _looking = False, 0
 
 
 os.register_at_fork(after_in_child=_forked)
 
 
-cdef double _tick(void* argument) noexcept nogil:
-    """Look after a wait; with the GIL only where it matters: for signal handlers, which only the main thread runs."""
-    global _looking
-    cdef Waiting* waiting = <Waiting*>argument
-    cdef double moment = now()
-    if waiting.error != NULL:
-        return LEAVE
-    if moment >= waiting.next:
-        waiting.next = min(moment + SLICE, waiting.deadline)
-        if _is_broken(waiting, moment) or moment >= waiting.deadline or waiting.main:
-            __atomic_add_fetch(&_looking, 1, __ATOMIC_SEQ_CST)
-            if not _exiting:
-                _look(waiting)
-            else:
-                waiting.next = moment + SLICE
-            __atomic_add_fetch(&_looking, -1, __ATOMIC_SEQ_CST)
-            if waiting.error != NULL:
-                return LEAVE
-    return waiting.next - now()
+cdef bint on_main_thread() noexcept nogil:
+    return <unsigned long>pthread_self() == _main
 
 
-cdef bint _is_broken(Waiting* waiting, double moment) noexcept nogil:
-    """Return whether the communicator has failed and the device does not come back from that."""
-    cdef ncclResult_t result = (<Handle>waiting.handle).peek()
-    if result == ncclSuccess or waiting.broken == FOREVER:
-        waiting.broken = FOREVER if result == ncclSuccess else moment
-    return moment - waiting.broken > BROKEN_PATIENCE
+cdef bint lock_within(mutex_t* mutex, double until) noexcept nogil:
+    """Take a lock unless that takes until a moment; return whether it was taken."""
+    cdef double started = now()
+    while mutex_trylock(mutex) != 0:
+        if now() >= until:
+            return False
+        pause(now() - started)
+    return True
 
 
-cdef int _look(Waiting* waiting) noexcept with gil:
-    """Let signal handlers run and look at the clock; what ends the wait is noted, and the abort begun."""
-    cdef Handle handle = <Handle>waiting.handle
-    together = [handle] if waiting.together == NULL else <list>waiting.together
-    try:
-        run_handlers()
-        what = waiting.what.decode()
-        if now() - waiting.broken > BROKEN_PATIENCE:  # a rank has died, say, and the kernel waits for it
-            failure = nccl_error(handle.peek(), waiting.what, NULL)
-            threads = begin_abort(handle.tied(), f"{what} failed: {failure}")
-        elif now() < waiting.deadline:
-            return 0
-        else:
-            failure = handle.timeout_error(what, now() - waiting.started)
-            threads = begin_abort(handle.tied(), f"{what} passed its deadline")
-    except BaseException as error:
-        failure = error
-        threads = begin_quietly(together, f"{waiting.what.decode()} was interrupted by {type(error).__name__}")
-    Py_INCREF(failure)
-    waiting.error = <PyObject*>failure
-    Py_INCREF(threads)
-    waiting.aborting = <PyObject*>threads
-    return 0
-
-
-cdef int _see_what_came(Handle handle, CUresult result, Waiting* waiting, str what) except -1:
-    """Raise unless the data are there that a stream was waited for."""
-    cdef ncclResult_t state
-    if waiting.error != NULL:
-        error, threads = <object>waiting.error, <object>waiting.aborting
-        Py_XDECREF(waiting.error)
-        Py_XDECREF(waiting.aborting)
-        end_quietly(threads, what, error)
-        tell_overdue([handle], error)
-        raise error
-    if handle.state == ABORTED:
-        raise handle.aborted_error(f"{what} on {handle!r} did not complete: the communicator was aborted")
-    check_driver(result, b"cuStreamSynchronize")
-    if handle.revoked:
-        raise handle.aborted_error(f"{what} on {handle!r} did not complete: the communicator was revoked")
-    # Whoever is told that the data are there must not find others: ranks that disagree, or a rank that has died.
-    with nogil:
-        state = handle.poll_once()
-    if <int>state == WAS_ABORTED:  # by now nobody can tell
-        raise handle.aborted_error(f"{what} on {handle!r} did not complete: the communicator was ended meanwhile")
-    if state != ncclSuccess and state != ncclInProgress:
-        return raise_nccl(state, waiting.what, handle.raw)
-    return 0
-
-
-cdef class Handle(Abortable):
+cdef class Handle:
     """Own one `ncclComm_t` and what must be known to use it safely."""
 
     def __cinit__(self, *args, **kwargs):
-        self.waits = True
+        mutex_init(&self.mutex, LOCK_COMM)
+        mutex_init(&self.gate, LOCK_GATE)
+        self.state = UNBORN
+        self.owned = self.waits = True
         self.limit = self.shortest = FOREVER
+        self.rank = self.nranks = self.device = -1
+        self.children = weakref.WeakSet()
+        self.resources = weakref.WeakSet()
+        self.making = []
+        self.registered = {}
 
     def __dealloc__(self):
         free_marks(self.marks)
+        mutex_destroy(&self.mutex)
+        mutex_destroy(&self.gate)
 
     def __reduce__(self):
         raise not_copied(self, "pass bytes(unique_id) to the other process, and let each make its own with init()")
 
-    cdef str name_next(self, str mark):
-        self.descendants += 1
-        return None if self.group_name is None else f"{self.group_name}/{self.descendants}{mark}"
+    def __repr__(self):
+        return (
+            f"<ncclpy.{type(self).__name__} rank {self.rank} of {self.nranks} on device {self.device}"
+            f"{shown(self.state)}>"
+        )
+
+    cdef bint become(self, int to) except -1:
+        if not may_become(self.state, to):
+            return False
+        self.state = to
+        return True
+
+    cdef int check_state(self) except -1:
+        if self.state == ABORTED:
+            raise self.aborted_error(f"{self!r} was aborted; make a new communicator")
+        if self.state == CLOSED:
+            raise ValueError(f"{self!r} is closed; make a new communicator")
+        if self.state == FINALIZED:
+            raise ValueError(f"{self!r} was finalized; only close() is left")
+        if self.state == FAILED:
+            raise NcclError(f"{self!r} was never initialised: its initialisation failed; make a new communicator")
+        if self.state == UNBORN:
+            raise ValueError(f"{self!r} is not initialised yet: it is made when its group ends")
+        return 0
+
+    cdef void lock(self) noexcept nogil:
+        mutex_lock(&self.mutex)
+
+    cdef void unlock(self) noexcept nogil:
+        mutex_unlock(&self.mutex)
 
     cdef bint lock_alive(self) noexcept nogil:
         """Take the lock; return False, and do not, if the communicator was aborted or closed meanwhile."""
@@ -197,32 +134,26 @@ cdef class Handle(Abortable):
         self.unlock()
         return False
 
-    cdef int check_call(self, ncclResult_t result, const char* function) except -1:
-        """Raise for the result of a call that was made under the lock, or not made (`WAS_ABORTED`)."""
-        if result == ncclSuccess:
-            return 0
-        self.raise_if_aborted(result, function)
-        return check(result, function, self.raw)
+    cdef ncclComm_t take_raw(self) noexcept nogil:
+        """Take the handle away, to destroy or abort it: from here on `peek` does not ask NCCL for it any more."""
+        cdef bint locked = lock_within(&self.gate, now() + GATE_PATIENCE)
+        cdef ncclComm_t raw = self.raw
+        self.raw = NULL
+        if locked:
+            mutex_unlock(&self.gate)
+        return raw
 
-    cdef int raise_if_aborted(self, ncclResult_t result, const char* function) except -1:
-        """Raise if a call was not made (`WAS_ABORTED`), or failed with the communicator aborted under it."""
-        if <int>result == WAS_ABORTED:
-            self.check_alive()  # says whether it was closed or aborted
-            raise self.aborted_error(f"{function.decode()}: {self!r} was aborted")
-        if self.state == ABORTED:  # the call was stuck, and ended with whatever code NCCL has for that
-            raise self.aborted_error(f"{function.decode()} of {self!r} ended: the communicator was aborted")
-        return 0
-
-    cdef object aborted_error(self, object what):
-        """Return the exception of an operation that met an abort, with the reason that was given for it."""
-        if self.verdict is not None:  # not the one that is kept: it would grow with every frame that it passes
-            error = type(self.verdict)(f"{what}: {self.verdict}")
-            tell_overdue([self], error)
-            return error
-        return NcclAborted(what if self.reason is None else f"{what} ({self.reason})")
+    cdef ncclComm_t guard_now(self, bint take) noexcept nogil:
+        cdef ncclComm_t guard
+        mutex_lock(&self.gate)
+        guard = self.guard
+        if take:
+            self.guard = NULL
+        mutex_unlock(&self.gate)
+        return guard
 
     cdef Mark* enter_call(self, CUstream stream, double limit, int kind) noexcept nogil:
-        self.inside_main = <unsigned long>pthread_self() == _main
+        self.inside_main = on_main_thread()
         self.inside_limit = limit
         self.inside = now()
         return mark_begin(self.marks, stream, limit, kind) if self.marks != NULL else NULL
@@ -232,50 +163,66 @@ cdef class Handle(Abortable):
         if mark != NULL:
             mark_end(self.marks, mark, issued)
 
-    cdef int born(self, ncclResult_t result) except -1:
-        """Take over the handle that NCCL has made, is making, or failed to make; wait for nothing."""
-        raise NotImplementedError
-
-    cdef int unborn(self) except -1:
-        """Note that the group in which this communicator was to be made came to nothing."""
-        raise NotImplementedError
-
-    cdef bint is_stray(self) noexcept:
-        return False
-
-    cdef int check_alive(self) except -1:
-        """Raise unless operations may be submitted; wait for a nonblocking initialisation to end."""
-        if self.state == READY:
-            return 0
-        if self.state == INITIALISING:
-            return self.finish("initialisation", deadline_after(self.limit))
-        if self.state == ABORTED:
-            raise self.aborted_error(f"{self!r} was aborted; make a new communicator")
-        if self.state == CLOSED:
-            raise ValueError(f"{self!r} is closed; make a new communicator")
-        if self.state == FINALIZED:
-            raise ValueError(f"{self!r} was finalized; only close() is left")
-        if self.state == FAILED:
-            raise NcclError(f"{self!r} was never initialised: its initialisation failed; make a new communicator")
-        raise ValueError(f"{self!r} is not initialised yet: it is made when its group ends")
-
-    cdef ncclComm_t speaker(self) noexcept:
-        """Return the communicator that knows why this one failed."""
-        return self.raw
-
-    cdef const char* last_words(self) noexcept:
-        return nccl.ncclGetLastError(self.speaker()) if nccl.ncclGetLastError != NULL else NULL
-
     cdef ncclResult_t poll_once(self) noexcept nogil:
         """Ask NCCL once how the communicator is; for a child that NCCL still makes, its parent is asked."""
         cdef ncclResult_t state = ncclSuccess
         cdef ncclResult_t result
+        if self.state == INITIALISING:
+            return self.poll_birth()
         self.lock()
         if self.raw == NULL or nccl.ncclCommGetAsyncError == NULL:
             self.unlock()
             return <ncclResult_t>WAS_ABORTED
         result = nccl.ncclCommGetAsyncError(self.raw, &state)
         self.unlock()
+        return state if result == ncclSuccess else result
+
+    cdef ncclResult_t poll_birth(self) noexcept nogil:
+        """Ask how far the making has come, and take the next step when one is done. Several threads may do so."""
+        cdef ncclResult_t result
+        if self.cradle.stage == IN_PARENT:
+            # First and without this one's lock: the order of locks is that of their addresses.
+            result = (<Handle>self.asked).poll_once()
+            if result != ncclSuccess or self.nranks == 0:
+                return result
+        self.lock()
+        if self.cradle.stage == IN_PARENT and self.state == INITIALISING:
+            self.take_cell()
+            self.cradle.stage = BY_ITSELF
+        if self.state != INITIALISING and self.state != READY:
+            result = <ncclResult_t>WAS_ABORTED
+        elif self.cradle.stage == MADE:
+            result = ncclSuccess
+        elif self.cradle.is_asking():
+            result = ncclInProgress
+        elif self.cradle.question.failed != ncclSuccess:
+            result = self.cradle.question.failed
+        elif nccl.ncclCommGetAsyncError == NULL or (self.guard if self.cradle.guarded else self.raw) == NULL:
+            result = <ncclResult_t>WAS_ABORTED
+        else:
+            result = self._ask_maker()
+            if result == ncclSuccess and self.cradle.guarded and self.cradle.stage == BY_ITSELF:
+                self.cradle.ask_guard(self.guard)
+                result = ncclInProgress
+            elif result == ncclSuccess:
+                if self.cradle.guarded:
+                    self.raw = self.cradle.question.cell
+                if self.raw != NULL:
+                    self.cradle.stage = MADE
+                else:  # not written yet
+                    result = ncclInProgress
+        self.unlock()
+        return result
+
+    cdef ncclResult_t _ask_maker(self) noexcept nogil:
+        """Ask the guard, or the communicator itself; an abort takes it away under the gate."""
+        cdef ncclResult_t state = ncclSuccess, result = <ncclResult_t>WAS_ABORTED
+        cdef ncclComm_t maker
+        mutex_lock(&self.gate)
+        maker = self.guard if self.cradle.guarded else self.raw
+        if maker != NULL:
+            result = nccl.ncclCommGetAsyncError(maker, &state)
+        mutex_unlock(&self.gate)
         return state if result == ncclSuccess else result
 
     cdef ncclResult_t peek(self) noexcept nogil:
@@ -299,83 +246,165 @@ cdef class Handle(Abortable):
             self.unlock()
         return ncclSuccess if state == ncclInProgress else state
 
-    cdef int finish(self, str what, double deadline, double started=0) except -1:
-        """Poll until the communicator has left ncclInProgress; past the deadline abort it and raise NcclTimeout."""
-        cdef ncclResult_t result
-        cdef const char* words
-        started = started or now()
-        while True:
-            with nogil:
-                result = _poll_slice(self, started, deadline)
-            if <int>result == SLICE_OVER:
-                try:
-                    PyErr_CheckSignals()
-                except BaseException as error:
-                    leave(self.tied(), f"{what} was interrupted by {type(error).__name__}", error)
-                    raise
-                continue
-            if <int>result == PAST_DEADLINE:
-                return self.give_up(what, now() - started)
-            if <int>result == WAS_ABORTED or self.state == ABORTED:
-                raise self.aborted_error(f"{what} of {self!r} ended: the communicator was aborted")
-            if result == ncclSuccess:
-                if self.state == INITIALISING:
-                    self.born(result)
-                return 0
-            initialising = self.state == INITIALISING
-            if initialising:
-                self.state = FAILED
-            words = self.last_words()
-            failure = nccl_error(result, b"ncclCommGetAsyncError", words, f"{what} of {self!r}")
-            if initialising:  # what there is of it is of no use, and may be in nobody's hands
-                leave([self], f"{what} failed", failure)
-                self.state = FAILED
-            else:
-                tell_overdue([self], failure)
-            raise failure
+    cdef int ask_who(self) except -1:
+        """Read rank, count and device from NCCL."""
+        require(<void*>nccl.ncclCommCount, b"ncclCommCount")
+        check(nccl.ncclCommCount(self.raw, &self.nranks), b"ncclCommCount", self.raw)
+        check(nccl.ncclCommUserRank(self.raw, &self.rank), b"ncclCommUserRank", self.raw)
+        return check(nccl.ncclCommCuDevice(self.raw, &self.device), b"ncclCommCuDevice", self.raw)
 
-    cdef int wait_stream(self, CUstream stream, str what, double deadline, list together=None) except -1:
-        """Wait until a stream has run dry and raise the communicator's error, if it has one by then.
+    cdef ncclComm_t speaker(self) noexcept:
+        """Return the communicator that knows why this one failed.
 
-        Past the deadline the communicator is aborted and NcclTimeout raised. If a signal handler raises, `together`
-        (by default this one) is aborted.
+        While it is made, the guard says what happens; of a child that NCCL has not made its parent does.
         """
-        cdef CUresult result
-        cdef Waiting waiting
-        require_driver()
-        name = what.encode()
-        waiting.handle = <PyObject*>self
-        waiting.together = NULL if together is None else <PyObject*>together
-        waiting.what = name
-        waiting.deadline = deadline
-        waiting.started = now()
-        waiting.next = min(waiting.started + SLICE, deadline)
-        waiting.main = <unsigned long>pthread_self() == _main
-        waiting.broken = FOREVER
-        waiting.error = waiting.aborting = NULL
-        self.check_not_beneath(what)
-        if waiting.main:
-            self.main_waits = True
-        self.waiters += 1  # until all is known: who closes the communicator destroys it then
-        try:
-            with nogil:
-                result = await_stream(stream, _tick, &waiting)
-            if waiting.main:
-                self.main_waits = False
-            return _see_what_came(self, result, &waiting, what)
-        finally:
-            self.waiters -= 1
+        if self.raw != NULL:
+            return self.raw
+        if self.guard != NULL:
+            return self.guard
+        if self.parent is not None:
+            return self.parent.raw
+        if self.state == UNBORN and abort_preempts and self.cradle is not None:
+            return self.cradle.birth.cell
+        return NULL
 
-    cdef int check_not_beneath(self, str what) except -1:
-        if self.main_waits and <unsigned long>pthread_self() == _main:
-            raise RuntimeError(
-                f"{what}: this signal handler has interrupted a wait for {self!r} and cannot wait for it itself; "
-                "abort() ends it here, or have the handler raise or set a flag, and act when the call has returned"
+    cdef const char* last_words(self) noexcept:
+        if self.cradle is not None and self.cradle.question.words != NULL and not self.cradle.is_asking():
+            return self.cradle.question.words
+        return nccl.ncclGetLastError(self.speaker()) if nccl.ncclGetLastError != NULL else NULL
+
+    cdef void take_cell(self) noexcept nogil:
+        if self.cradle.guarded:
+            self.guard = self.cradle.birth.cell
+        else:
+            self.raw = self.cradle.birth.cell
+
+    cdef int called(self) except -1:
+        self.cradle.lent = True
+        return 0
+
+    cdef int unborn(self) except -1:
+        """Note that the group in which this communicator was to be made came to nothing."""
+        if self.state == UNBORN:
+            self.become(FAILED)
+            if self.cradle is not None and self.raw == NULL and self.guard == NULL:
+                self.cradle.lent = False
+        return 0
+
+    cdef bint is_stray(self) noexcept:
+        # Only the host engine says by the cell what it has made before another call of the group failed.
+        if self.state == FAILED and abort_preempts and self.raw == NULL and self.guard == NULL:
+            self.take_cell()
+        return self.raw != NULL or self.guard != NULL
+
+    cdef bint is_in_parent(self) noexcept:
+        return self.cradle is not None and self.cradle.stage == IN_PARENT
+
+    cdef bint take_late(self, bint called) except -1:
+        """Take over what NCCL has made meanwhile, when that by which it was made has been aborted.
+
+        Nobody polls for it any more, and it would stay behind. `called` says that the call that makes it has returned,
+        although nobody has waited for it.
+        """
+        cdef bint taken
+        if self.state != ABORTED or self.cradle is None:
+            return False
+        if not called and abort_preempts and self.cradle.stage == ASKED and self.parent is None:
+            # The host engine says in the cell what it makes as soon as the call has begun, which waits for this abort.
+            if self.cradle.birth.cell == NULL:
+                return False
+            self.take_cell()
+            self.cradle.stage = BY_ITSELF
+            return True
+        with nogil:
+            taken = self._take_cell_late(called)
+        return taken
+
+    cdef bint _take_cell_late(self, bint called) noexcept nogil:
+        cdef double until = now() + LATE_PATIENCE
+        cdef bint taken
+        if not lock_within(&self.mutex, until):
+            return False
+        while self.cradle.is_asking() and now() < until:  # the guard is gone, which brings it back
+            pause(0.001)
+        taken = self.cradle.stage != ASKED or (called and self.raw == NULL)  # else the call has not returned
+        if taken:
+            if self.raw == NULL and self.cradle.stage == FROM_GUARD:
+                self.raw = self.cradle.question.cell
+            elif self.raw == NULL and (self.cradle.stage == IN_PARENT or self.cradle.stage == ASKED):
+                self.raw = self.cradle.birth.cell
+            self.cradle.stage = MADE
+            taken = self.raw != NULL
+        self.unlock()
+        return taken
+
+    cdef bint can_be_ended(self) noexcept:
+        return self.guard != NULL or self.nonblocking or abort_preempts
+
+    cdef list tied(self):
+        """A child that NCCL has not made yet can only be ended through its parent, and ends with it."""
+        asked = self.state == UNBORN and self.cradle is not None and self.parent is None and self.raw == NULL
+        if asked and abort_preempts:
+            self.take_cell()  # NCCL has written it, and works on it in another thread
+            if self.cradle.birth.cell != NULL:
+                self.cradle.stage = BY_ITSELF
+        if self.raw == NULL and self.guard == NULL and self.parent is not None and self.state != CLOSED:
+            return [self, self.parent]
+        return [self, *self.making]
+
+    cdef int check_endable(self, object what) except -1:
+        """Refuse a deadline of one operation where NCCL would not let anybody end it; on every engine alike."""
+        if self.guard == NULL and not self.nonblocking:
+            raise ValueError(
+                f"{what}: {self!r} cannot be ended when time is up; make it with timeout= or abortable=True"
             )
         return 0
 
+    cdef bint in_background(self) noexcept:
+        if self.state == UNBORN and self.cradle is not None:
+            return self.cradle.guarded or self.nonblocking
+        return self.nonblocking
+
+    cdef int was_in_progress(self) except -1:
+        if self.guard != NULL and not self.nonblocking:
+            guarded_was_in_progress()
+        return 0
+
+    cdef int check_call(self, ncclResult_t result, const char* function) except -1:
+        """Raise for the result of a call that was made under the lock, or not made (`WAS_ABORTED`)."""
+        if result == ncclSuccess:
+            return 0
+        self.raise_if_aborted(result, function)
+        return check(result, function, self.raw)
+
+    cdef int raise_if_aborted(self, ncclResult_t result, const char* function) except -1:
+        """Raise if a call was not made (`WAS_ABORTED`), or failed with the communicator aborted under it."""
+        if <int>result == WAS_ABORTED:
+            self.check_state()  # says whether it was closed or aborted
+            raise self.aborted_error(f"{function.decode()}: {self!r} was aborted")
+        if self.state == ABORTED:  # the call was stuck, and ended with whatever code NCCL has for that
+            raise self.aborted_error(f"{function.decode()} of {self!r} ended: the communicator was aborted")
+        return 0
+
+    cdef object aborted_error(self, object what):
+        """Return the exception of an operation that met an abort, with the reason that was given for it."""
+        if self.verdict is not None:  # not the one that is kept: it would grow with every frame that it passes
+            error = type(self.verdict)(f"{what}: {self.verdict}")
+            tell_overdue([self], error)
+            return error
+        return NcclAborted(what if self.reason is None else f"{what} ({self.reason})")
+
     cdef object timeout_error(self, object what, double waited):
         """Return the exception for a deadline that has passed; it looks around, so before the abort."""
+        if self.state == INITIALISING and self.cradle.stage == IN_PARENT:
+            missing = who_is_missing(self.speaker())
+            missing += ". " if missing else ""
+            return NcclTimeout(
+                f"{what} of a child of {self.parent!r} was not done after {seconds(waited)}; the parent was aborted, "
+                f"as NCCL makes children through it. {missing}A rank is missing: all ranks of the parent make the "
+                "call",
+                function=what,
+            )
         described = repr(self)
         if self.state == INITIALISING:
             advice = (
@@ -392,29 +421,22 @@ cdef class Handle(Abortable):
             function=what,
         )
 
-    cdef int give_up(self, str what, double timeout) except -1:
-        """Abort after a deadline and say what was waited for."""
-        error = self.timeout_error(what, timeout)
-        leave(self.tied(), f"{what} passed its deadline", error)
-        raise error
+    cdef CUstream own_stream(self) except NULL:
+        """Return the private stream for memory that has none, made on first use."""
+        if self.stream is None:
+            made = Stream(self.device)  # without the GIL: another thread may have been here meanwhile
+            if self.stream is None:
+                self.stream = made
+        return (<Stream>self.stream).raw
 
-    cdef bint in_background(self) noexcept:
-        return self.nonblocking
+    cdef long long keep(self, object buffer) except -1:
+        """Keep a buffer that NCCL has registered; return the number by which to let it go."""
+        self.registrations += 1
+        self.registered[self.registrations] = buffer
+        return self.registrations
 
-    cdef int was_in_progress(self) except -1:
-        if self.guard != NULL and not self.nonblocking:
-            guarded_was_in_progress()
-        return 0
-
-    cdef int check_endable(self, object what) except -1:
-        """Refuse a deadline of one operation where NCCL would not let anybody end it; on every engine alike."""
-        if self.guard == NULL and not self.nonblocking:
-            raise ValueError(
-                f"{what}: {self!r} cannot be ended when time is up; make it with timeout= or abortable=True"
-            )
-        return 0
-
-    cdef int called(self) except -1:
+    cdef int unkeep(self, long long number) except -1:
+        self.registered.pop(number, None)
         return 0
 
     cdef int hold(self, list objects, CUstream stream, object what) except -1:
@@ -424,6 +446,10 @@ cdef class Handle(Abortable):
             until.append(event)
         objects.append(self)
         return hold(objects, until, what)
+
+    cdef str name_next(self, str mark):
+        self.descendants += 1
+        return None if self.group_name is None else f"{self.group_name}/{self.descendants}{mark}"
 
 
 cdef PyObject** in_lock_order(list handles) except NULL:
@@ -437,25 +463,8 @@ cdef PyObject** in_lock_order(list handles) except NULL:
     return ordered
 
 
-cdef ncclResult_t _poll_slice(Handle handle, double started, double deadline) noexcept nogil:
-    """Poll for one slice, or until there is an answer or the deadline has passed."""
-    cdef ncclResult_t result
-    cdef double end = now() + SLICE
-    while True:
-        result = handle.poll_once()
-        if result != ncclInProgress:
-            return result
-        if now() >= deadline:
-            return <ncclResult_t>PAST_DEADLINE
-        if now() >= end:
-            return <ncclResult_t>SLICE_OVER
-        pause(now() - started)
-
-
 cdef int count_waits(list waits, int by) except -1:
     cdef Handle handle
     for handle, _, _ in waits:
         handle.waiters += by
     return 0
-
-

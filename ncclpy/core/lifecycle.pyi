@@ -1,15 +1,79 @@
+from collections.abc import Iterable
 from types import TracebackType
 from typing import NoReturn
 
-from typing_extensions import Self, disjoint_base
+from typing_extensions import Self
 
+from ncclpy.core.config import Config
 from ncclpy.core.handle import Handle
-from ncclpy.core.types import Result
+from ncclpy.core.types import DeviceLike, Result, UniqueId
 
-@disjoint_base
 class Lifecycle(Handle):
     # Not to be made by hand.
     def __init__(self, *args: NoReturn, **kwargs: NoReturn) -> None: ...
+    @classmethod
+    def init(
+        cls,
+        nranks: int,
+        rank: int,
+        unique_id: UniqueId | bytes,
+        *,
+        device: DeviceLike = ...,
+        config: Config | None = ...,
+        timeout: float | None = ...,
+        abortable: bool | None = ...,
+    ) -> Self: ...
+    @classmethod
+    def init_all(
+        cls,
+        devices: Iterable[int] | None = ...,
+        *,
+        config: Config | None = ...,
+        timeout: float | None = ...,
+        abortable: bool | None = ...,
+    ) -> list[Self]: ...
+    @classmethod
+    def from_handle(cls, pointer: int) -> Self: ...
+    def split(
+        self,
+        color: int | None,
+        key: int = ...,
+        *,
+        config: Config | None = ...,
+        timeout: float | None = ...,
+        abortable: bool | None = ...,
+    ) -> Self | None: ...
+    def shrink(
+        self,
+        exclude: Iterable[int],
+        *,
+        abort: bool = ...,
+        config: Config | None = ...,
+        timeout: float | None = ...,
+        abortable: bool | None = ...,
+    ) -> Self: ...
+    def grow(
+        self,
+        nranks: int,
+        unique_id: UniqueId | bytes | None = ...,
+        *,
+        config: Config | None = ...,
+        timeout: float | None = ...,
+        abortable: bool | None = ...,
+    ) -> Self: ...
+    @classmethod
+    def join(
+        cls,
+        nranks: int,
+        rank: int,
+        unique_id: UniqueId | bytes,
+        *,
+        device: DeviceLike = ...,
+        config: Config | None = ...,
+        timeout: float | None = ...,
+        abortable: bool | None = ...,
+    ) -> Self: ...
+    def grow_id(self) -> UniqueId: ...
     def async_error(self) -> Result | int: ...
     def is_ready(self) -> bool: ...
     def wait_ready(self, timeout: float | None = ...) -> Self: ...

@@ -17,6 +17,7 @@ from ncclpy.core.check cimport check
 from ncclpy.core.datatypes cimport BYTES, encoded, name_of
 from ncclpy.core.handle cimport WAS_ABORTED
 from ncclpy.core.library cimport nccl, require
+from ncclpy.core.progress cimport check_alive
 
 import numpy as np
 
@@ -58,7 +59,7 @@ cdef class CustomOp:
             pointer = view.pointer
             residence = ncclScalarHostImmediate if view.device == HOST_MEMORY else ncclScalarDevice
             self.scalar = scalar
-        comm.check_alive()
+        check_alive(comm)
         require(<void*>nccl.ncclRedOpCreatePreMulSum, b"ncclRedOpCreatePreMulSum")
         with nogil:
             if comm.lock_alive():
@@ -130,7 +131,7 @@ cdef class Registration:
         cdef View view
         cdef ncclResult_t result = <ncclResult_t>WAS_ABORTED
         read_view(buffer, &view, "buffer")
-        comm.check_alive()
+        check_alive(comm)
         require(<void*>nccl.ncclCommRegister, b"ncclCommRegister")
         with nogil:
             if comm.lock_alive():

@@ -6,11 +6,11 @@ launch of the Manager's, in whichever thread. All of it is done without the GIL.
 
 from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclSuccess
 from ncclpy.abi.locks cimport LOCK_COMM, lock_wanted
-from ncclpy.core.abort cimport ABORTED, lock_within
 from ncclpy.core.check cimport keep_words
-from ncclpy.core.handle cimport PAST_DEADLINE, WAS_ABORTED, Handle
+from ncclpy.core.handle cimport PAST_DEADLINE, WAS_ABORTED, Handle, lock_within
 from ncclpy.core.library cimport nccl
 from ncclpy.core.operation cimport INIT_RANK, NOT_THERE, WINDOW, issue
+from ncclpy.core.state cimport ABORTED
 from ncclpy.core.wait cimport FOREVER, now
 
 cdef extern from "sched.h" nogil:

@@ -6,12 +6,13 @@ from libc.stdint cimport uintptr_t
 from ncclpy.abi.locks cimport LOCK_COMM, lock_wanted
 from ncclpy.abi.nccl cimport ncclInProgress, ncclResult_t, ncclSuccess
 from ncclpy.core cimport tap as _tap
-from ncclpy.core.abort cimport ABORTED, READY, lock_within
 from ncclpy.core.group cimport open_group
-from ncclpy.core.handle cimport LOCK_BUSY, WAS_ABORTED
+from ncclpy.core.handle cimport LOCK_BUSY, WAS_ABORTED, lock_within
 from ncclpy.core.marks cimport Mark
 from ncclpy.core.operation cimport WINDOW, function_of, issue, raise_issue
 from ncclpy.core.overdue cimport begin_whole, end_whole, tell_overdue
+from ncclpy.core.progress cimport check_alive, finish, give_up, wait_stream
+from ncclpy.core.state cimport ABORTED, READY
 from ncclpy.core.tap cimport Tap
 from ncclpy.core.wait cimport SLICE, deadline_after, now
 
@@ -71,7 +72,7 @@ cdef int _submit_tapped(
 cdef int _submit_and_wait(Handle handle, Operation* operation, object send, object recv, double limit) except -1:
     """Make a call on CPU memory. It counts as one that is waited for before it is made: a close does not get between."""
     if handle.state != READY:  # another thread may have begun to close it while the buffers were looked at
-        handle.check_alive()
+        check_alive(handle)
     handle.waiters += 1
     try:
         result = <ncclResult_t>_call_in_turn(handle, operation, True, limit)
@@ -124,7 +125,7 @@ cdef int _call_later(Handle handle, Operation* operation, bint wait_host, double
             return <int>result
         PyErr_CheckSignals()  # nothing was called: whoever raises here leaves nothing behind
         if now() >= deadline:
-            handle.give_up(function_of(operation.kind).decode(), now() - started)
+            give_up(handle, function_of(operation.kind).decode(), now() - started)
 
 
 cdef int _see_to(
@@ -134,12 +135,12 @@ cdef int _see_to(
     cdef str what = function_of(operation.kind).decode()
     try:
         if result == ncclInProgress:
-            handle.finish(what, deadline_after(limit))
+            finish(handle, what, deadline_after(limit))
         elif result != ncclSuccess:
             handle.raise_if_aborted(result, function_of(operation.kind))
             raise_issue(result, operation.kind, handle.raw)
         if wait_host:
-            handle.wait_stream(operation.stream, what, deadline_after(limit))
+            wait_stream(handle, operation.stream, what, deadline_after(limit))
     except BaseException:
         if result == ncclSuccess or result == ncclInProgress:
             handle.hold([send, recv], operation.stream, f"arrays of {what} on {handle!r}")

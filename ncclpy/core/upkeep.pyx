@@ -4,11 +4,12 @@ from libc.stdlib cimport free
 
 from ncclpy.abi.locks cimport mutex_lock, mutex_unlock
 from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclSuccess
-from ncclpy.core.abort cimport ABORT_DEADLINE, ABORTED, end_call
+from ncclpy.core.abort cimport ABORT_DEADLINE, end_call
 from ncclpy.core.check cimport keep_words
 from ncclpy.core.flight cimport hold
 from ncclpy.core.handle cimport WAS_ABORTED
 from ncclpy.core.library cimport abort_preempts, nccl
+from ncclpy.core.state cimport ABORTED
 from ncclpy.core.wait cimport deadline_after, now, pause
 
 UPKEEP = ("ncclCommFinalize", "ncclCommRevoke", "ncclCommSuspend", "ncclCommResume")

@@ -15,10 +15,11 @@ import weakref
 
 from ncclpy.abi.driver cimport CU_STREAM_CAPTURE_MODE_RELAXED, CUstreamCaptureMode
 from ncclpy.abi.locks cimport mutex_trylock
-from ncclpy.core.abort cimport ABORTED, CLOSED, READY, begin_abort
+from ncclpy.core.abort cimport begin_abort
 from ncclpy.core.library cimport driver
 from ncclpy.core.marks cimport find_overdue
 from ncclpy.core.operation cimport function_of
+from ncclpy.core.state cimport READY, is_over
 from ncclpy.core.wait cimport Call, now
 
 cdef extern from *:
@@ -125,7 +126,7 @@ cdef double _round() except? -1:
     cdef bint asked_to_stop = _is_interrupted()
     for reference in list(_watched):
         handle = reference()
-        if handle is None or handle.state == ABORTED or handle.state == CLOSED:
+        if handle is None or is_over(handle.state):
             _watched.remove(reference)
             continue
         shortest = min(shortest, handle.limit, handle.shortest)

@@ -12,7 +12,6 @@ from ncclpy.abi.nccl cimport (
     ncclSuccess,
     ncclWindow_t,
 )
-from ncclpy.core.abort cimport READY
 from ncclpy.core.buffers cimport View
 from ncclpy.core.check cimport check
 from ncclpy.core.group cimport current_group
@@ -20,7 +19,9 @@ from ncclpy.core.handle cimport WAS_ABORTED
 from ncclpy.core.library cimport nccl, require
 from ncclpy.core.lifecycle cimport Lifecycle
 from ncclpy.core.operation cimport WINDOW, Operation
+from ncclpy.core.progress cimport check_alive, finish
 from ncclpy.core.shape cimport read_on_device
+from ncclpy.core.state cimport READY
 from ncclpy.core.submit cimport check_makes, make_alone
 from ncclpy.core.upkeep cimport LET_WINDOW_GO, Upkeep
 from ncclpy.core.wait cimport deadline_after
@@ -44,7 +45,7 @@ cdef class Window:
         )
         if self.cell != NULL:
             raise RuntimeError("a Window is initialised once")
-        comm.check_alive()
+        check_alive(comm)
         read_on_device(buffer, &view, "buf", comm.device)
         if view.nbytes == 0:
             raise ValueError("buf: a window needs memory, and this buffer has no elements")
@@ -120,7 +121,7 @@ cdef class Window:
             call.see_through("ncclCommWindowDeregister", comm.limit)
             result = call.result
         if result == ncclInProgress:
-            comm.finish("ncclCommWindowDeregister", deadline_after(comm.limit))
+            finish(comm, "ncclCommWindowDeregister", deadline_after(comm.limit))
         elif <int>result != WAS_ABORTED:
             check(result, b"ncclCommWindowDeregister", comm.raw)
         comm.unkeep(self.kept)

@@ -6,11 +6,11 @@ The monitor and its quiet stretches see that something is wrong; an exception ta
 from libc.stdlib cimport free
 
 from ncclpy.abi.nccl cimport ncclResult_t, ncclSuccess
-from ncclpy.core.abort cimport ABORTED
 from ncclpy.core.check cimport driver_error, nccl_error
 from ncclpy.core.handle cimport PAST_DEADLINE, WAS_ABORTED, Handle
 from ncclpy.core.operation cimport NOT_THERE, function_of
 from ncclpy.core.overdue cimport tell_overdue
+from ncclpy.core.state cimport ABORTED
 from ncclpy.engine.callbacks cimport errands
 from ncclpy.engine.work cimport HAS_FAILED, NOT_FAILING, TO_FAIL, Watched, Work
 

@@ -20,9 +20,9 @@ from ncclpy.core.check cimport check_driver
 from ncclpy.core.device cimport context_of, enter_device, leave_device
 from ncclpy.core.handle cimport Handle, in_lock_order
 from ncclpy.core.library cimport driver, nccl, require_driver
-from ncclpy.core.lifecycle cimport Lifecycle
 from ncclpy.core.marks cimport Mark
 from ncclpy.core.operation cimport ALL_REDUCE, raise_issue
+from ncclpy.core.progress cimport wait_stream
 from ncclpy.core.stream cimport Stream
 from ncclpy.core.stretch cimport Step, Stretch, make_calls
 from ncclpy.core.wait cimport FOREVER, deadline_after, now, pause
@@ -93,7 +93,7 @@ cdef class Graph:
         self.plan = plan
         _capture(plan, self.replays, self.count)
         for handle in plan.handles:
-            (<Lifecycle>handle).resources.add(self)  # closed with the communicator
+            (<Handle>handle).resources.add(self)  # closed with the communicator
         return 0
 
     cdef int _enter(self, Recorded plan) except -1:
@@ -169,9 +169,7 @@ cdef class Graph:
             for handle, _, limit in plan.waits:
                 for i in range(self.count):
                     if self.replays[i].device == (<Handle>handle).device:
-                        (<Handle>handle).wait_stream(
-                            self.replays[i].stream, "Graph.launch", deadline_after(limit)
-                        )
+                        wait_stream(handle, self.replays[i].stream, "Graph.launch", deadline_after(limit))
 
     @property
     def closed(self):

@@ -30,10 +30,10 @@ from ncclpy.abi.driver cimport (
 )
 from ncclpy.abi.locks cimport LOCK_MONITOR, mutex_init, mutex_lock, mutex_t, mutex_unlock
 from ncclpy.abi.nccl cimport ncclResult_t, ncclSuccess
-from ncclpy.core.abort cimport ABORTED
 from ncclpy.core.device cimport context_of
 from ncclpy.core.handle cimport Handle
 from ncclpy.core.library cimport driver
+from ncclpy.core.state cimport ABORTED
 from ncclpy.core.wait cimport FOREVER, Call
 from ncclpy.engine cimport protocols
 from ncclpy.engine.callbacks cimport (

@@ -8,14 +8,15 @@ from libc.stdlib cimport free
 from ncclpy.abi.driver cimport CUDA_SUCCESS, CUcontext, CUstream
 from ncclpy.abi.locks cimport mutex_unlock
 from ncclpy.abi.nccl cimport ncclSuccess
-from ncclpy.core.abort cimport ABORT_DEADLINE, READY, begin_abort, end_quietly
+from ncclpy.core.abort cimport ABORT_DEADLINE, begin_abort, end_quietly
 from ncclpy.core.check cimport driver_error, nccl_error
 from ncclpy.core.group cimport Group, current_group
 from ncclpy.core.handle cimport PAST_DEADLINE, Handle, count_waits
 from ncclpy.core.library cimport driver
-from ncclpy.core.lifecycle cimport Lifecycle
 from ncclpy.core.operation cimport NOT_THERE, function_of, raise_issue
 from ncclpy.core.overdue cimport begin_whole, end_whole, tell_overdue
+from ncclpy.core.progress cimport be_watched, wait_stream
+from ncclpy.core.state cimport READY
 from ncclpy.core.wait cimport FOREVER, SLICE, as_timeout, now
 from ncclpy.engine.graph cimport Graph
 from ncclpy.engine.lanes cimport borrow_lanes, give_lanes_back, push_jobs
@@ -95,7 +96,7 @@ cdef class Plan(Recorded):
         if timeout is not None:
             for handle in self.handles:
                 handle.check_endable("timeout")
-                (<Lifecycle>handle).be_watched(limit)
+                be_watched(handle, limit)
         count_waits(self.waits, 1)
         try:
             self._launch(limit)
@@ -143,7 +144,7 @@ cdef class Plan(Recorded):
                 if errors and (deadline == FOREVER or handle.state != READY):
                     continue  # it need not come to an end any more
                 try:
-                    handle.wait_stream(<CUstream><uintptr_t>stream, "Plan.launch", deadline, self.handles)
+                    wait_stream(handle, <CUstream><uintptr_t>stream, "Plan.launch", deadline, self.handles)
                 except NcclError as error:  # the others are waited for all the same
                     errors.append(error)
         except BaseException as error:  # of a signal handler

@@ -5,13 +5,14 @@ from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy
 
 from ncclpy.abi.locks cimport LOCK_PLAN, lock_wanted, mutex_destroy, mutex_init
-from ncclpy.core.abort cimport READY, end_call, lock_within
+from ncclpy.core.abort cimport end_call
 from ncclpy.core.device cimport context_of
 from ncclpy.core.group cimport check_together
-from ncclpy.core.handle cimport Handle
+from ncclpy.core.handle cimport Handle, lock_within
 from ncclpy.core.library cimport nccl, require
-from ncclpy.core.lifecycle cimport Lifecycle
 from ncclpy.core.resources cimport CustomOp
+from ncclpy.core.progress cimport check_alive
+from ncclpy.core.state cimport READY
 from ncclpy.core.stream cimport Stream, owner_of
 from ncclpy.core.wait cimport FOREVER, SLICE, now
 from ncclpy.engine.launcher cimport divide, make_whole, run_batch, sort_parts
@@ -70,7 +71,7 @@ cdef class Recorded:
         """Take the operations of a recording over."""
         cdef size_t i
         cdef Stream stream
-        cdef Lifecycle comm
+        cdef Handle comm
         if self.count:
             raise RuntimeError("this plan was recorded meanwhile; make another one")
         check_together(group.handles, set())  # now: launched by several threads they would not meet in a group
@@ -124,7 +125,7 @@ cdef class Recorded:
         require(<void*>nccl.ncclGroupStart, b"ncclGroupStart")
         for handle in self.handles:
             if handle.state != READY:
-                handle.check_alive()
+                check_alive(handle)
         for stream in self.streams:
             if stream.raw == NULL:
                 raise ValueError(f"a stream of this plan, on device {stream.device}, is closed")

@@ -7,10 +7,10 @@ from cpython.exc cimport PyErr_CheckSignals, PyErr_SetObject, PyErr_WriteUnraisa
 from cpython.ref cimport PyObject
 
 from ncclpy.abi.driver cimport CU_EVENT_WAIT_DEFAULT, CUDA_ERROR_NOT_READY, CUDA_SUCCESS, CUcontext, CUresult
-from ncclpy.core.abort cimport ABORTED
 from ncclpy.core.check cimport check_driver
 from ncclpy.core.device cimport enter_device, leave_device
 from ncclpy.core.library cimport driver, require_driver
+from ncclpy.core.state cimport ABORTED
 from ncclpy.core.stream cimport as_stream
 from ncclpy.core.wait cimport FOREVER, as_timeout, deadline_after
 from ncclpy.engine cimport protocols

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import time
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -291,6 +293,57 @@ def test_abort_after_close_does_nothing(comm1):
     comm1.close()
     comm1.abort()
     assert comm1.closed
+
+
+def test_abort_of_what_was_never_asked_for():
+    comm = ncclpy.Communicator.__new__(ncclpy.Communicator)
+    comm.abort()
+    assert comm.closed
+
+
+@pytest.fixture
+def unmade_window(comms2, host_engine):
+    """A window of rank 0 whose group never makes it: a close cannot give it back, so the communicator stays."""
+    group = ncclpy.group()
+    group.__enter__()
+    yield comms2[0].window(np.ones(16))
+    group.__exit__(KeyError, KeyError(), None)
+
+
+def test_close_that_gives_nothing_back_changes_nothing(comms2, unmade_window):
+    with pytest.raises(ValueError, match="window"):
+        comms2[0].close()
+    assert not comms2[0].closed
+    assert "(" not in repr(comms2[0])
+
+
+def test_close_that_gives_nothing_back_leaves_a_revoked_communicator_its_children(comms2, unmade_window):
+    comms2[0].revoke()
+    with pytest.raises(ValueError, match="window"):
+        comms2[0].close()
+    comms2[0].split(0)  # and not "was finalized; only close() is left"
+
+
+def test_abort_while_a_close_gives_up_is_one(comms2, unmade_window):
+    operators = [comms2[0].pre_mul_sum(2.0, "float32") for _ in range(32)]  # one is closed before the window: it waits
+    stream = ncclpy.Stream(0)
+
+    def call():
+        with pytest.raises(ncclpy.NcclAborted):
+            comms2[0].all_reduce(np.ones(4), stream=stream)
+
+    with ncclpy.faults("rank=0 call=AllReduce do=hang") as faults, ThreadPoolExecutor(2) as pool:
+        stuck = pool.submit(call)
+        testing.wait_for(lambda: faults.fired, "the call")
+        aborted = pool.submit(lambda: (time.sleep(0.2), comms2[0].abort()))
+        with pytest.raises(ValueError, match="window"):
+            comms2[0].close()
+        aborted.result(10)
+        stuck.result(10)
+    assert comms2[0].closed
+    assert "(aborted)" in repr(comms2[0])
+    del operators
+    stream.close()
 
 
 def test_finalize_then_close(comms2):

@@ -1,0 +1,163 @@
+"""The end of a communicator, and the calls on the way there: each waits for other ranks, under a deadline."""
+
+from cpython.exc cimport PyErr_CheckSignals
+
+from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
+from ncclpy.core.abort cimport ABORT_DEADLINE, abort_handles, leave
+from ncclpy.core.birth cimport IN_PARENT
+from ncclpy.core.check cimport nccl_error
+from ncclpy.core.group cimport current_group
+from ncclpy.core.handle cimport WAS_ABORTED
+from ncclpy.core.library cimport nccl, require
+from ncclpy.core.progress cimport check_alive, check_not_beneath, finish, wait_stream
+from ncclpy.core.state cimport ABORTED, CLOSED, FAILED, FINALIZED, INITIALISING, READY, is_over
+from ncclpy.core.stream cimport Stream
+from ncclpy.core.upkeep cimport DESTROY, FINALIZE, REVOKE, SUSPEND, UPKEEP, Upkeep
+from ncclpy.core.wait cimport FOREVER, as_timeout, deadline_after, now, pause
+
+from ncclpy.core import device as _device
+from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout
+
+# How long NCCL may take to end a communicator on which nothing runs: half a second, on machines that are not busy.
+cdef double ENDING = 3.0
+
+
+cdef int keep_up(Handle handle, int kind) except -1:
+    """Make a call that takes no more than the communicator and a flag, and wait until it is done."""
+    cdef Upkeep call = Upkeep()
+    cdef str what = UPKEEP[kind]
+    check_alive(handle)
+    call.comm, call.kind = handle, kind
+    if call.kind == FINALIZE:
+        require(<void*>nccl.ncclCommFinalize, b"ncclCommFinalize")
+    elif call.kind == REVOKE:
+        require(<void*>nccl.ncclCommRevoke, b"ncclCommRevoke")
+    elif call.kind == SUSPEND:
+        require(<void*>nccl.ncclCommSuspend, b"ncclCommSuspend")
+    else:
+        require(<void*>nccl.ncclCommResume, b"ncclCommResume")
+    call.see_through(what, handle.limit)
+    if call.result == ncclInProgress:
+        return finish(handle, what, deadline_after(handle.limit))
+    return handle.check_call(call.result, what.encode())
+
+
+cdef int abort_now(Handle handle, object timeout) except -1:
+    """Abort it with all that is tied to it; in a group together with others, when the group ends."""
+    if not handle.owned:
+        raise ValueError(f"{handle!r} belongs to somebody else (from_handle), who must abort it")
+    group = current_group()
+    if group is not None:
+        return group.abort_at_end(handle)
+    return abort_handles(handle.tied(), as_timeout(timeout), "abort")
+
+
+cdef int give_back(Handle handle, object timeout) except -1:
+    """Close it: what hangs on it goes first, and what would wait for ranks that may never come is aborted instead."""
+    cdef double limit = handle.limit if timeout is None else as_timeout(timeout)
+    check_not_beneath(handle, "close")
+    failures = [] if is_over(handle.state) else _close_all(handle.children)
+    if handle.state == INITIALISING:
+        if handle.cradle.stage != IN_PARENT:
+            abort_now(handle, ABORT_DEADLINE)
+            _release(handle)
+            return 0
+        finish(handle, "initialisation", deadline_after(limit))  # NCCL must not lose the child's cell
+    if handle.state == READY or handle.state == FINALIZED:
+        failures += _end(handle, limit)
+    elif handle.state == FAILED and (handle.raw != NULL or handle.guard != NULL):
+        abort_now(handle, ABORT_DEADLINE)
+        failures += _release(handle)
+    else:
+        failures += _release(handle)
+        handle.become(CLOSED)
+    if failures:
+        raise failures[0]
+    return 0
+
+
+cdef list _end(Handle handle, double limit):
+    """Wait for what was issued, give back what hangs on the communicator, and destroy it."""
+    cdef Upkeep call = Upkeep()
+    cdef double deadline = deadline_after(limit)
+    cdef double started = now()
+    if not handle.owned:
+        failures = _release(handle)
+        handle.become(CLOSED)
+        handle.raw = NULL
+        return failures
+    require(<void*>nccl.ncclCommDestroy, b"ncclCommDestroy")
+    before = handle.state
+    finalized = handle.revoked or before == FINALIZED
+    handle.become(FINALIZED)
+    try:
+        _wait_for_own_stream(handle, deadline)
+        while handle.waiters:  # other threads, which find their data there, or learn why they are not
+            if now() >= deadline:
+                raise handle.timeout_error("close", now() - started)
+            PyErr_CheckSignals()
+            with nogil:
+                pause(now() - started)
+    except NcclAborted:
+        _release(handle)
+        return []
+    except BaseException as error:
+        early = "what was issued did not end" if isinstance(error, NcclError) else "it was interrupted"
+        leave([handle], f"close: {early}", error)
+        _release(handle)
+        raise
+    try:
+        failures = _release(handle)
+    except ValueError:  # a window is still to be made by a group that has not ended: nothing was given back
+        if before == READY:
+            handle.become(READY)  # unless somebody has aborted it meanwhile
+        raise
+    call.comm, call.kind, call.finalized = handle, DESTROY, finalized
+    call.deadline = deadline
+    # What was issued has its deadline; what NCCL itself does to end a communicator is not counted.
+    call.see_through("close", FOREVER if deadline == FOREVER else max(0.0, deadline - now()) + ENDING)
+    handle.registered.clear()
+    if handle.state == ABORTED:
+        return failures
+    handle.become(CLOSED)
+    if call.result != ncclSuccess and <int>call.result != WAS_ABORTED:  # closed by another thread meanwhile
+        failures.append(nccl_error(call.result, b"ncclCommDestroy", call.words))
+    return failures
+
+
+cdef int _wait_for_own_stream(Handle handle, double deadline) except -1:
+    if handle.stream is None:
+        return 0
+    try:
+        return wait_stream(handle, (<Stream>handle.stream).raw, "close", deadline)
+    except NcclTimeout:
+        raise
+    except NcclError:  # it has failed, or was revoked: what it has is given back all the same
+        if handle.state != FINALIZED:
+            raise
+    return 0
+
+
+cdef list _release(Handle handle):
+    """Give back what hangs on the communicator, as resources, private stream and memory; return the errors."""
+    failures = _close_all(handle.resources)
+    if handle.stream is not None and not handle.waiters:  # after an abort they may not be back yet: it goes with this
+        handle.stream.close()
+        handle.stream = None
+    if handle.scratch:
+        pointer, handle.scratch = handle.scratch, 0
+        _device.free(pointer)
+    if handle.state != FINALIZED and handle.state != READY:
+        handle.registered.clear()
+    return failures
+
+
+cdef list _close_all(object owned):
+    """Close the members of a set, one after the other, and return the errors."""
+    failures = []
+    for each in list(owned):
+        try:
+            each.close()
+        except NcclError as error:
+            failures.append(error)
+    return failures

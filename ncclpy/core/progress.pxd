@@ -1,0 +1,19 @@
+from ncclpy.abi.driver cimport CUstream
+from ncclpy.abi.nccl cimport ncclResult_t
+from ncclpy.core.handle cimport Handle
+
+# Take over what NCCL has made, is making, or failed to make; wait for nothing.
+cdef int born(Handle child, ncclResult_t result) except -1
+# Have the watcher keep deadlines, of which this is one.
+cdef int be_watched(Handle handle, double limit) except -1
+
+# Raise unless operations may be submitted; wait for a nonblocking initialisation to end.
+cdef int check_alive(Handle handle) except -1
+# Wait until it has left ncclInProgress. `started` is when the wait began, if that was before now.
+cdef int finish(Handle handle, str what, double deadline, double started=*) except -1
+# Wait for what was issued on a stream. If a signal handler raises, `together` is aborted; by default this one.
+cdef int wait_stream(Handle handle, CUstream stream, str what, double deadline, list together=*) except -1
+# Refuse a wait in a signal handler for what the interrupted wait, beneath it, would have to do.
+cdef int check_not_beneath(Handle handle, str what) except -1
+# Abort after a deadline and say what was waited for.
+cdef int give_up(Handle handle, str what, double waited) except -1

@@ -1,0 +1,319 @@
+"""How a communicator gets on: its birth, and the waits for it and for what runs on it.
+
+However a wait ends early, by a deadline or by what a signal handler raises, it ends what it waited for: the
+communicator is aborted (`abort`), and what may still be touched is held (`flight`) before the exception goes on.
+"""
+
+import atexit
+import os
+import time
+
+from cpython.exc cimport PyErr_CheckSignals
+from cpython.ref cimport Py_INCREF, Py_XDECREF, PyObject
+
+from ncclpy.abi.driver cimport CUresult
+from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
+from ncclpy.core.abort cimport begin_abort, begin_quietly, end_quietly, leave, run_handlers
+from ncclpy.core.birth cimport BY_ITSELF, IN_PARENT
+from ncclpy.core.check cimport check_driver, nccl_error, raise_nccl
+from ncclpy.core.device cimport context_of
+from ncclpy.core.handle cimport PAST_DEADLINE, SLICE_OVER, WAS_ABORTED, on_main_thread
+from ncclpy.core.library cimport require_driver
+from ncclpy.core.marks cimport new_marks
+from ncclpy.core.overdue cimport tell_overdue
+from ncclpy.core.overrides cimport look_up_overrides
+from ncclpy.core.state cimport ABORTED, CLOSED, FAILED, INITIALISING, READY
+from ncclpy.core.wait cimport FOREVER, LEAVE, SLICE, await_stream, deadline_after, now, pause
+from ncclpy.core.watch cimport look_sooner, watch
+
+
+cdef int born(Handle child, ncclResult_t result) except -1:
+    """Take over what NCCL has made or is making, and wait for nothing; called again when polling has found it."""
+    if child.state == READY or child.state == ABORTED:
+        return 0
+    if child.state == INITIALISING:
+        return _grown(child)
+    # First what an abort goes by, and without Python's code, in which a signal handler may raise.
+    child.cradle.lent = True
+    child.become(INITIALISING)
+    # A child of a parent that works in the background has its cell when the parent has done; any other has it now.
+    in_parent = child.parent is not None and child.parent.in_background() and child.cradle.birth.cell == NULL
+    child.cradle.stage = IN_PARENT if in_parent else BY_ITSELF
+    if not in_parent:
+        child.take_cell()
+    if child.parent is not None:
+        child.parent.making.append(child)
+        child.parent.children.add(child)
+    if child.cradle.guarded:
+        look_up_overrides()  # again: NCCL has read its configuration file
+    if result == ncclSuccess and not in_parent and (child.nranks == 0 or not child.cradle.guarded):
+        # A blocking communicator says nothing else; one that works in the background may still be in progress.
+        if child.nranks != 0:
+            with nogil:
+                result = child.poll_birth()
+        if result == ncclSuccess and child.state == INITIALISING:  # without the GIL it may have been aborted
+            _grown(child)
+    if child.state == INITIALISING and child.parent is not None and child.parent.state == ABORTED:
+        begin_abort(child.tied(), "its parent was aborted while it was made")  # and did not know of it yet
+    return 0
+
+
+cdef int _grown(Handle child) except -1:
+    """Note that NCCL has made it."""
+    child.cradle.lent = False
+    if child.parent is not None and child in child.parent.making:
+        child.parent.making.remove(child)
+    if child.nranks == 0:  # a split without a colour: this rank takes part and gets nothing
+        child.become(CLOSED)
+        return 0
+    if child.rank < 0:
+        child.ask_who()
+    child.become(READY)
+    if child.guard != NULL:
+        be_watched(child, child.limit)
+    return 0
+
+
+cdef int be_watched(Handle handle, double limit) except -1:
+    """Have the watcher keep deadlines, of which this is one; without any it ends what Ctrl-C is to end."""
+    if limit < handle.shortest:
+        handle.shortest = limit
+        look_sooner()
+    if limit != FOREVER and handle.marks == NULL:
+        handle.marks = new_marks(context_of(handle.device))
+        if handle.marks == NULL:
+            raise MemoryError
+    if not handle.watched:
+        handle.watched = True
+        watch(handle)
+    return 0
+
+
+cdef int check_alive(Handle handle) except -1:
+    if handle.state == READY:
+        return 0
+    if handle.state == INITIALISING:
+        return finish(handle, "initialisation", deadline_after(handle.limit))
+    return handle.check_state()
+
+
+cdef int finish(Handle handle, str what, double deadline, double started=0) except -1:
+    """Poll until the communicator has left ncclInProgress; past the deadline abort it and raise NcclTimeout."""
+    cdef ncclResult_t result
+    cdef const char* words
+    started = started or now()
+    while True:
+        with nogil:
+            result = _poll_slice(handle, started, deadline)
+        if <int>result == SLICE_OVER:
+            try:
+                PyErr_CheckSignals()
+            except BaseException as error:
+                leave(handle.tied(), f"{what} was interrupted by {type(error).__name__}", error)
+                raise
+            continue
+        if <int>result == PAST_DEADLINE:
+            return give_up(handle, what, now() - started)
+        if <int>result == WAS_ABORTED or handle.state == ABORTED:
+            raise handle.aborted_error(f"{what} of {handle!r} ended: the communicator was aborted")
+        if result == ncclSuccess:
+            if handle.state == INITIALISING:
+                born(handle, result)
+            return 0
+        initialising = handle.state == INITIALISING
+        if initialising:
+            handle.become(FAILED)
+        words = handle.last_words()
+        failure = nccl_error(result, b"ncclCommGetAsyncError", words, f"{what} of {handle!r}")
+        if initialising:  # what there is of it is of no use, and may be in nobody's hands
+            leave([handle], f"{what} failed", failure)
+            handle.become(FAILED)
+        else:
+            tell_overdue([handle], failure)
+        raise failure
+
+
+cdef ncclResult_t _poll_slice(Handle handle, double started, double deadline) noexcept nogil:
+    """Poll for one slice, or until there is an answer or the deadline has passed."""
+    cdef ncclResult_t result
+    cdef double end = now() + SLICE
+    while True:
+        result = handle.poll_once()
+        if result != ncclInProgress:
+            return result
+        if now() >= deadline:
+            return <ncclResult_t>PAST_DEADLINE
+        if now() >= end:
+            return <ncclResult_t>SLICE_OVER
+        pause(now() - started)
+
+
+cdef int give_up(Handle handle, str what, double waited) except -1:
+    """Abort after a deadline and say what was waited for."""
+    error = handle.timeout_error(what, waited)
+    leave(handle.tied(), f"{what} passed its deadline", error)
+    raise error
+
+
+cdef extern from * nogil:
+    int __atomic_add_fetch(int*, int, int)
+    const int __ATOMIC_SEQ_CST
+
+# How long the device may take to end what runs on a communicator that has failed.
+cdef double BROKEN_PATIENCE = 1.0
+
+# A wait for a stream, as its tick sees it.
+cdef struct Waiting:
+    PyObject* handle
+    PyObject* together  # a list: what is aborted if a signal handler raises
+    const char* what
+    double deadline
+    double started
+    double next
+    bint main  # this is the main thread
+    double broken  # since when the communicator has an error, FOREVER if it has none
+    PyObject* error  # an owned reference: why the wait is to end early
+    PyObject* aborting  # an owned reference: the threads that see to it
+
+# Python's end kills threads that want the GIL, in the middle of what they do: from then on a wait does without.
+cdef bint _exiting = False
+cdef int _looking = 0
+
+
+@atexit.register
+def _end_of_process():
+    """Have waits in other threads go on without Python."""
+    global _exiting
+    _exiting = True
+    until = now() + 1.0
+    while _looking and now() < until:
+        time.sleep(0.001)
+
+
+def _forked():
+    global _exiting, _looking
+    _exiting, _looking = False, 0
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+cdef double _tick(void* argument) noexcept nogil:
+    """Look after a wait; with the GIL only where it matters: for signal handlers, which only the main thread runs."""
+    global _looking
+    cdef Waiting* waiting = <Waiting*>argument
+    cdef double moment = now()
+    if waiting.error != NULL:
+        return LEAVE
+    if moment >= waiting.next:
+        waiting.next = min(moment + SLICE, waiting.deadline)
+        if _is_broken(waiting, moment) or moment >= waiting.deadline or waiting.main:
+            __atomic_add_fetch(&_looking, 1, __ATOMIC_SEQ_CST)
+            if not _exiting:
+                _look(waiting)
+            else:
+                waiting.next = moment + SLICE
+            __atomic_add_fetch(&_looking, -1, __ATOMIC_SEQ_CST)
+            if waiting.error != NULL:
+                return LEAVE
+    return waiting.next - now()
+
+
+cdef bint _is_broken(Waiting* waiting, double moment) noexcept nogil:
+    """Return whether the communicator has failed and the device does not come back from that."""
+    cdef ncclResult_t result = (<Handle>waiting.handle).peek()
+    if result == ncclSuccess or waiting.broken == FOREVER:
+        waiting.broken = FOREVER if result == ncclSuccess else moment
+    return moment - waiting.broken > BROKEN_PATIENCE
+
+
+cdef int _look(Waiting* waiting) noexcept with gil:
+    """Let signal handlers run and look at the clock; what ends the wait is noted, and the abort begun."""
+    cdef Handle handle = <Handle>waiting.handle
+    together = [handle] if waiting.together == NULL else <list>waiting.together
+    try:
+        run_handlers()
+        what = waiting.what.decode()
+        if now() - waiting.broken > BROKEN_PATIENCE:  # a rank has died, say, and the kernel waits for it
+            failure = nccl_error(handle.peek(), waiting.what, NULL)
+            threads = begin_abort(handle.tied(), f"{what} failed: {failure}")
+        elif now() < waiting.deadline:
+            return 0
+        else:
+            failure = handle.timeout_error(what, now() - waiting.started)
+            threads = begin_abort(handle.tied(), f"{what} passed its deadline")
+    except BaseException as error:
+        failure = error
+        threads = begin_quietly(together, f"{waiting.what.decode()} was interrupted by {type(error).__name__}")
+    Py_INCREF(failure)
+    waiting.error = <PyObject*>failure
+    Py_INCREF(threads)
+    waiting.aborting = <PyObject*>threads
+    return 0
+
+
+cdef int _see_what_came(Handle handle, CUresult result, Waiting* waiting, str what) except -1:
+    """Raise unless the data are there that a stream was waited for."""
+    cdef ncclResult_t state
+    if waiting.error != NULL:
+        error, threads = <object>waiting.error, <object>waiting.aborting
+        Py_XDECREF(waiting.error)
+        Py_XDECREF(waiting.aborting)
+        end_quietly(threads, what, error)
+        tell_overdue([handle], error)
+        raise error
+    if handle.state == ABORTED:
+        raise handle.aborted_error(f"{what} on {handle!r} did not complete: the communicator was aborted")
+    check_driver(result, b"cuStreamSynchronize")
+    if handle.revoked:
+        raise handle.aborted_error(f"{what} on {handle!r} did not complete: the communicator was revoked")
+    # Whoever is told that the data are there must not find others: ranks that disagree, or a rank that has died.
+    with nogil:
+        state = handle.poll_once()
+    if <int>state == WAS_ABORTED:  # by now nobody can tell
+        raise handle.aborted_error(f"{what} on {handle!r} did not complete: the communicator was ended meanwhile")
+    if state != ncclSuccess and state != ncclInProgress:
+        return raise_nccl(state, waiting.what, handle.raw)
+    return 0
+
+
+cdef int wait_stream(Handle handle, CUstream stream, str what, double deadline, list together=None) except -1:
+    """Wait until a stream has run dry and raise the communicator's error, if it has one by then.
+
+    Past the deadline the communicator is aborted and NcclTimeout raised. If a signal handler raises, `together`
+    (by default this one) is aborted.
+    """
+    cdef CUresult result
+    cdef Waiting waiting
+    require_driver()
+    name = what.encode()
+    waiting.handle = <PyObject*>handle
+    waiting.together = NULL if together is None else <PyObject*>together
+    waiting.what = name
+    waiting.deadline = deadline
+    waiting.started = now()
+    waiting.next = min(waiting.started + SLICE, deadline)
+    waiting.main = on_main_thread()
+    waiting.broken = FOREVER
+    waiting.error = waiting.aborting = NULL
+    check_not_beneath(handle, what)
+    if waiting.main:
+        handle.main_waits = True
+    handle.waiters += 1  # until all is known: who closes the communicator destroys it then
+    try:
+        with nogil:
+            result = await_stream(stream, _tick, &waiting)
+        if waiting.main:
+            handle.main_waits = False
+        return _see_what_came(handle, result, &waiting, what)
+    finally:
+        handle.waiters -= 1
+
+
+cdef int check_not_beneath(Handle handle, str what) except -1:
+    if handle.main_waits and on_main_thread():
+        raise RuntimeError(
+            f"{what}: this signal handler has interrupted a wait for {handle!r} and cannot wait for it itself; "
+            "abort() ends it here, or have the handler raise or set a flag, and act when the call has returned"
+        )
+    return 0

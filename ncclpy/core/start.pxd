@@ -1,0 +1,21 @@
+from ncclpy.core.buffers cimport View
+from ncclpy.core.handle cimport Handle
+from ncclpy.core.operation cimport Operation
+from ncclpy.core.parts cimport Spread
+
+# The number of an operator for a data type, of a root or peer, and the seconds of a deadline; checked.
+cdef int op_code(Handle comm, object op, const View* view) except -1
+cdef int root_rank(Handle comm, object root, str argument) except -1
+cdef double limit_of(Handle comm, object timeout) except? -1
+
+# Choose the stream and submit; or, if the loaded NCCL is too old for it, the group that stands for it.
+cdef int start(
+    Handle comm, Operation* operation, const View* view, object send, object recv, object stream, object timeout
+) except -1
+cdef int start_or_lower(
+    Handle comm, Operation* operation, const View* view, object send, object recv, object stream, object timeout
+) except -1
+
+# A collective over parts of this communicator, to be filled in; and its start, as a group.
+cdef Spread spread_over(Handle comm)
+cdef int start_spread(Handle comm, Spread spread, object stream, object timeout) except -1

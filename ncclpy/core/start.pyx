@@ -1,0 +1,103 @@
+"""The start of an operation: from checked buffers to NCCL, with the operator, root, stream and deadline asked for."""
+
+from cpython.long cimport PyLong_AsLongAndOverflow
+
+from ncclpy.core.buffers cimport HOST_MEMORY, current_stream
+from ncclpy.core.datatypes cimport BOOLEAN, BYTES
+from ncclpy.core.lower cimport Lowered, lacks, lower
+from ncclpy.core.parts cimport new_spread
+from ncclpy.core.progress cimport be_watched
+from ncclpy.core.resources cimport CustomOp
+from ncclpy.core.shape cimport cannot_reduce, op_number, type_name
+from ncclpy.core.stream cimport as_stream_of
+from ncclpy.core.submit cimport submit
+from ncclpy.core.wait cimport as_timeout
+
+from ncclpy.core.group import Group
+from ncclpy.core.types import as_integer
+
+
+cdef int op_code(Handle comm, object op, const View* view) except -1:
+    """Return the operator's number for this data type."""
+    cdef int code
+    if type(op) is CustomOp:
+        code = (<CustomOp>op).code()
+        if (<CustomOp>op).comm is not comm:
+            raise ValueError("op: this operator was made for another communicator")
+        if view.flavour >= BYTES:
+            raise cannot_reduce(view)
+        if (<CustomOp>op).datatype != view.datatype or view.flavour == BOOLEAN:
+            raise TypeError(f"op: this operator was made for {op!r}, not for {type_name(view)}")
+        return code
+    return op_number(op, view, comm.nranks)
+
+
+cdef int root_rank(Handle comm, object root, str argument) except -1:
+    cdef int too_large = 0
+    cdef object number = root if type(root) is int else as_integer(root, argument)
+    cdef long rank = PyLong_AsLongAndOverflow(number, &too_large)
+    if too_large or rank < 0 or rank >= comm.nranks:
+        raise ValueError(
+            f"{argument}: rank {number} does not exist, there are {comm.nranks} (0 to {comm.nranks - 1})"
+        )
+    return rank
+
+
+cdef double limit_of(Handle comm, object timeout) except? -1:
+    """Return the seconds that an operation may take, which the watcher keeps."""
+    cdef double limit
+    if timeout is None:
+        return comm.limit
+    limit = as_timeout(timeout)
+    comm.check_endable("timeout")
+    be_watched(comm, limit)
+    return limit
+
+
+cdef int start(
+    Handle comm, Operation* operation, const View* view, object send, object recv, object stream, object timeout
+) except -1:
+    """Choose the stream and submit."""
+    cdef bint wait_host = False
+    cdef double limit = comm.limit if timeout is None else limit_of(comm, timeout)
+    if stream is not None:
+        operation.stream = as_stream_of(stream, comm.device)
+    elif view.device == HOST_MEMORY:
+        operation.stream = comm.own_stream()
+        wait_host = True
+    else:
+        current_stream(view, comm.device, &operation.stream)
+    return submit(comm, operation, send, recv, wait_host, limit)
+
+
+cdef Spread spread_over(Handle comm):
+    """Return a collective over parts of this communicator, to be filled in."""
+    return new_spread(comm.device, comm.nranks, comm.rank)
+
+
+cdef int start_spread(Handle comm, Spread spread, object stream, object timeout) except -1:
+    """Submit a collective over parts, as a group."""
+    cdef Lowered lowered = lower(&spread.operation, comm.rank, comm.nranks, spread.sends, spread.recvs)
+    return _start_lowered(comm, lowered, &spread.view, spread.send, spread.recv, stream, timeout)
+
+
+cdef int start_or_lower(
+    Handle comm, Operation* operation, const View* view, object send, object recv, object stream, object timeout
+) except -1:
+    """Submit a call, or, if the loaded NCCL is too old for it, the group that stands for it."""
+    if not lacks(operation.kind):
+        return start(comm, operation, view, send, recv, stream, timeout)
+    lowered = lower(operation, comm.rank, comm.nranks, None, None)
+    return _start_lowered(comm, lowered, view, send, recv, stream, timeout)
+
+
+cdef int _start_lowered(
+    Handle comm, Lowered lowered, const View* view, object send, object recv, object stream, object timeout
+) except -1:
+    """Submit operations in one group; those of empty parts are left out, by all ranks alike."""
+    cdef size_t i
+    with Group(timeout=timeout):
+        for i in range(lowered.count):
+            if lowered.operations[i].count:
+                start(comm, &lowered.operations[i], view, send, recv, stream, timeout)
+    return 0

@@ -10,7 +10,6 @@ from ncclpy.abi.driver cimport (
     CUDA_SUCCESS,
     CUcontext,
     CUgraph,
-    CUgraphExec,
     CUresult,
     CUstream,
 )

@@ -203,14 +203,14 @@ def test_a_timeout_says_it(nccl):
 
 
 def test_a_forgotten_group_is_asked_about():
-    comms = ncclpy.Communicator.init_all([0, 1], timeout=0.3)
+    comms = ncclpy.Communicator.init_all([0, 1], timeout=1.5)
     with pytest.raises(ncclpy.NcclTimeout, match=r"missing: 1 .*are the calls in one group\(\)\?"):
         comms[0].all_reduce(np.ones(2))
     testing.abort_all(comms)
 
 
 def test_a_child_that_is_not_made_is_asked_of_its_parent():
-    comms = ncclpy.Communicator.init_all([0, 1], timeout=0.3)
+    comms = ncclpy.Communicator.init_all([0, 1], timeout=1.5)
     with pytest.raises(ncclpy.NcclTimeout, match=r"CommSplit #1: came: 0; missing: 1 \(process"):
         comms[0].split(0)
     testing.abort_all(comms)

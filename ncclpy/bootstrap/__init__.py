@@ -14,6 +14,7 @@ if _typing.TYPE_CHECKING:
     from ncclpy.bootstrap.store import Store as Store
     from ncclpy.bootstrap.store import StoreError as StoreError
     from ncclpy.bootstrap.store import StoreLost as StoreLost
+    from ncclpy.bootstrap.tcp import TCPStore as TCPStore
     from ncclpy.bootstrap.watch import Change as Change
     from ncclpy.bootstrap.watch import Watch as Watch
 
@@ -24,10 +25,11 @@ _MODULES = {
     "Store": "store",
     "StoreError": "store",
     "StoreLost": "store",
+    "TCPStore": "tcp",
     "Watch": "watch",
 }
 
-__all__ = ["Change", "LocalStore", "PrefixStore", "Store", "StoreError", "StoreLost", "Watch"]
+__all__ = ["Change", "LocalStore", "PrefixStore", "Store", "StoreError", "StoreLost", "TCPStore", "Watch"]
 
 
 def __getattr__(name: str):

@@ -2,8 +2,8 @@
 
 A meeting can be held again under its name; so it has rounds. A round's keys begin with the name and its number. A rank
 puts its value there and adds 1 to the count; whoever brings the count to `size` begins the next round, packs the
-values into one, and sets it, which wakes the others. A rank that leaves early takes 1 away, but only while the count is
-below `size`: so either the meeting has taken place, for all, or that rank was not there. Each rank makes as many
+values into one, and sets it, which wakes the others. A rank that leaves early takes 1 away, but only while the count
+is below `size`: so either the meeting has taken place, for all, or that rank was not there. Each rank makes as many
 operations however many ranks there are, but for the last one, which reads them all.
 """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ncclpy.bootstrap.store import Store, StoreError, as_key
+from ncclpy.bootstrap.store import Store, as_key
 from ncclpy.bootstrap.watch import Change, Watch
 
 __all__ = ["PrefixStore"]
@@ -34,8 +34,7 @@ class PrefixStore(Store):
 
     def _look(self) -> None:
         super()._look()
-        if self.store.closed:
-            raise StoreError(f"{self}: the store below is closed")
+        self.store._look()
 
     def _under(self, key: str) -> str:
         return as_key(self._before + key)

@@ -9,6 +9,7 @@ import importlib as _importlib
 import typing as _typing
 
 if _typing.TYPE_CHECKING:
+    from ncclpy.bootstrap.file import FileStore as FileStore
     from ncclpy.bootstrap.local import LocalStore as LocalStore
     from ncclpy.bootstrap.prefix import PrefixStore as PrefixStore
     from ncclpy.bootstrap.store import Store as Store
@@ -20,6 +21,7 @@ if _typing.TYPE_CHECKING:
 
 _MODULES = {
     "Change": "watch",
+    "FileStore": "file",
     "LocalStore": "local",
     "PrefixStore": "prefix",
     "Store": "store",
@@ -29,7 +31,7 @@ _MODULES = {
     "Watch": "watch",
 }
 
-__all__ = ["Change", "LocalStore", "PrefixStore", "Store", "StoreError", "StoreLost", "TCPStore", "Watch"]
+__all__ = ["Change", "FileStore", "LocalStore", "PrefixStore", "Store", "StoreError", "StoreLost", "TCPStore", "Watch"]
 
 
 def __getattr__(name: str):

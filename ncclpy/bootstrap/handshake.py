@@ -49,7 +49,7 @@ def meet(host: str, port: int, token: bytes, heartbeat: float, deadline: float, 
                 each.begin(selector, time_, deadline)
             wake = min(min(each.due for each in attempts), deadline, time_ + SLICE)
             for key, _ in selector.select(max(0.0, wake - time_)):
-                met = key.data.step(selector)
+                met: Met | None = key.data.step(selector)
                 if met is not None:
                     key.data.leave(selector, close=False)
                     return met
@@ -146,7 +146,11 @@ class _Attempt:
         else:
             self._greetings = self._greeting + self._said
             self._agreed = heartbeat / 1e3
-            it.send(hmac(self._token, b"client" + self._greetings))
+            try:
+                it.send(hmac(self._token, b"client" + self._greetings))
+            except OSError as error:
+                self._fail(selector, error.strerror or str(error))
+                return
             self._proved, self._said = True, b""
 
     def _judge(self, it: socket.socket) -> Met | None:

@@ -104,15 +104,16 @@ def as_keys(keys: Iterable[str]) -> list[str]:
     return [as_key(key) for key in keys]
 
 
-def as_value(value: Bytes, what: str = "value") -> bytes:
+def as_value(value: object, what: str = "value") -> bytes:
     if type(value) is not bytes:
         if isinstance(value, str):
             raise TypeError(f"{what}: expected bytes, got the str {value[:40]!r}; encode it")
         try:
-            view = memoryview(value)
+            view = memoryview(value)  # type: ignore[arg-type]
         except TypeError:
             raise TypeError(f"{what}: expected bytes, got {type(value).__name__} {value!r:.80}") from None
         value = view.tobytes()
+    assert type(value) is bytes
     if len(value) > MAX_VALUE:
         raise ValueError(f"{what}: {len(value)} bytes are more than the {MAX_VALUE >> 20} MiB that a value may have")
     return value

@@ -236,10 +236,8 @@ class TCPStore(Store):
             raise self._gone(error) from None
 
     def _gone(self, error: ConnectionError) -> StoreError:
-        if self._closed:
+        if self._closed:  # meanwhile, by another thread
             return StoreError(f"{self} was closed")
-        if os.getpid() != self._process:
-            return StoreError(f"{self} was made in process {self._process}, of which this one is a fork")
         return StoreLost(f"{self}: the server is gone: {error}")
 
     def _deaf(self, what: str, deadline: float) -> NcclTimeout:
@@ -282,18 +280,21 @@ class _Watch(Watch):
         return answer
 
     def _next(self, deadline: float) -> Change | tuple[()] | None:
-        if self._closed or self._store._closed:
+        if self._ended():
             return ()
         try:
             answer = self._take(deadline)
         except StoreError:
-            if self._closed or self._store._closed:
+            if self._ended():
                 return ()
             raise
         if answer is None:
             return None
         key, there, value = answer[1]
         return Change(_text(key), value if there else None)
+
+    def _ended(self) -> bool:
+        return self._closed or self._store.closed
 
     def close(self) -> None:
         if not self._closed:

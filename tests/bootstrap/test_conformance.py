@@ -135,10 +135,10 @@ def test_sums(made):
 
 def test_what_has_no_sum_is_refused_and_stays(store):
     store.set("text", b"twelve")
-    with pytest.raises(StoreError, match="text'.*no number"):
+    with pytest.raises(StoreError, match=r"text'.*no number"):
         store.add("text", 1)
     store.set("most", b"%d" % (2**63 - 1))
-    with pytest.raises(StoreError, match="most'.*64 bits"):
+    with pytest.raises(StoreError, match=r"most'.*64 bits"):
         store.add("most", 1)
     assert store.multi_get(["text", "most"]) == [b"twelve", b"%d" % (2**63 - 1)]
     assert store.add("most", -(2**63) + 1) == 0
@@ -147,7 +147,7 @@ def test_what_has_no_sum_is_refused_and_stays(store):
 def test_sums_of_many_threads_and_clients(made, pool):
     stores = [made.store, made.another()]
     sums = pool.map(lambda i: [stores[i % 2].add("n", 1) for _ in range(50)], range(8))
-    assert sorted(sum(sums, [])) == list(range(1, 401))
+    assert sorted(each for some in sums for each in some) == list(range(1, 401))
 
 
 def test_compare_set_tells_whether_it_swapped(store):
@@ -313,10 +313,10 @@ def test_nobody_leaves_a_barrier_before_all_have_come(made, pool):
 def test_who_is_absent_is_named(made, pool):
     first = pool.submit(made.store.barrier, "name", 1, 6, 0.4)
     second = pool.submit(made.another().barrier, "name", 3, 6, 1.0)
-    with pytest.raises(ncclpy.NcclTimeout, match="ranks 0, 2, 4-5 of 6 .*name' within 400 ms") as caught:
+    with pytest.raises(ncclpy.NcclTimeout, match=r"ranks 0, 2, 4-5 of 6 .*name' within 400 ms") as caught:
         first.result(LONG)
     assert caught.value.missing == [0, 2, 4, 5]
-    with pytest.raises(ncclpy.NcclTimeout, match="ranks 0-2, 4-5 of 6 .*name' within 1 s") as caught:
+    with pytest.raises(ncclpy.NcclTimeout, match=r"ranks 0-2, 4-5 of 6 .*name' within 1 s") as caught:
         second.result(LONG)
     assert caught.value.missing == [0, 1, 2, 4, 5]
 
@@ -337,9 +337,9 @@ def test_what_does_not_fit_a_meeting_is_refused(made, pool):
     other = made.another()
     waiting = pool.submit(made.store.barrier, "name", 0, 3, LONG)
     time.sleep(0.1)
-    with pytest.raises(StoreError, match="rank 0 is .*already"):
+    with pytest.raises(StoreError, match=r"rank 0 is .*already"):
         other.barrier("name", 0, 3, 1)
-    with pytest.raises(StoreError, match="rank 1 came .*as one of 2, others as of 3"):
+    with pytest.raises(StoreError, match=r"rank 1 came .*as one of 2, others as of 3"):
         other.barrier("name", 1, 2, 1)
     assert not waiting.done()
     rest = [pool.submit(other.barrier, "name", rank, 3, LONG) for rank in (1, 2)]
@@ -589,6 +589,8 @@ def test_ephemeral_keys_end_with_their_store(made):
     other.set("kept", b"2")
     assert made.store.multi_get(["alive", "kept"]) == [b"1", b"2"]
     if made.apart:
-        (getattr(other, "store", other)).close() if not hasattr(other, "prefix") else other.store.store.close()
+        while hasattr(other, "store"):
+            other = other.store  # the one below its prefixes
+        other.close()
         testing.wait_for(lambda: not made.store.check(["alive"]))
         assert made.store.get("kept") == b"2"

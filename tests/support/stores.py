@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ncclpy.bootstrap import LocalStore, PrefixStore, Store, TCPStore
+from ncclpy.bootstrap import FileStore, LocalStore, PrefixStore, Store, TCPStore
 
 Kind = Callable[[Path], contextlib.AbstractContextManager["Made"]]
 KINDS: dict[str, Kind] = {}
@@ -64,6 +64,18 @@ def local(folder):
     store = LocalStore(timeout=20)
     with store:
         yield Made(store, lambda: store, closes=store, watches=True, ephemeral=True)
+
+
+@kind("file")
+def file(folder):
+    with contextlib.ExitStack() as stack:
+
+        def opened():
+            return stack.enter_context(FileStore(folder / "store", timeout=20))
+
+        store = opened()
+        program = f"from ncclpy.bootstrap import FileStore; store = FileStore({str(folder / 'store')!r}, timeout=20)"
+        yield Made(store, opened, program, store, apart=True)
 
 
 @kind("tcp")

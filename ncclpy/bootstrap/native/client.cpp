@@ -214,7 +214,7 @@ void Client::lose(std::string why) {
   for (auto& [id, slot] : slots_) {
     if (slot.sleeper != nullptr) slot.sleeper->notify_one();
   }
-  // The descriptor stays open until the end: others may be about to use its number.
+  // The descriptor stays open until close(): others may be about to use its number.
   shutdown(fd_.get(), SHUT_RDWR);
   keeper::watch(this, false, false);
 }
@@ -246,6 +246,7 @@ void Client::forget(uint64_t id, bool tell) {
 }
 
 void Client::close(const char* why, double patience) {
+  if (!fd_) return;
   const uint64_t id = submit(Op::goodbye, "");
   if (id != 0) {
     const double until = now() + patience;
@@ -258,6 +259,15 @@ void Client::close(const char* why, double patience) {
   }
   lock.unlock();
   keeper::remove(this);
+  lock.lock();
+  // Nobody begins to read or send on what is lost; who reads yet is on the way out.
+  while (reading_) {
+    lock.unlock();
+    usleep(100);
+    lock.lock();
+  }
+  fd_.close();
+  nudge_.close();
 }
 
 std::string Client::lost() {

@@ -93,6 +93,8 @@ void Server::stop() {
     }
     pthread_join(thread_, nullptr);
   }
+  epoll_.close();
+  wake_.close();
   listeners_.clear();
   std::lock_guard lock(lines_mutex_);
   stopped_ = true;

@@ -235,7 +235,7 @@ def test_a_name_that_nobody_knows_is_told(caplog):
         TCPStore("nowhere.invalid", 1, timeout=0.5)
 
 
-@pytest.mark.parametrize("said", [b"", b"NCCL", "greeting", "proof"])
+@pytest.mark.parametrize("said", [b"", b"NCCL", "greeting", "proof"], ids=["nothing", "NCCL", "greeting", "proof"])
 def test_a_server_that_ends_at_any_step_is_tried_again(serve, pool, said):
     """What is torn at first, by a server that is killed and started again say, is not the end."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -259,7 +259,11 @@ def test_a_server_that_ends_at_any_step_is_tried_again(serve, pool, said):
     client.result(LONG).close()
 
 
-@pytest.mark.parametrize("words", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"SSH-2.0-OpenSSH_9.2\r\n", b"\x15\x03\x01"])
+@pytest.mark.parametrize(
+    "words",
+    [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"SSH-2.0-OpenSSH_9.2\r\n", b"\x15\x03\x01"],
+    ids=["HTTP", "SSH", "TLS"],
+)
 def test_what_is_no_store_is_told_at_once(words, pool):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = pool.submit(TCPStore, "127.0.0.1", listener.getsockname()[1], timeout=60)

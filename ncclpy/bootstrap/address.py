@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 
-from ncclpy.bootstrap.store import StoreError
+from ncclpy.bootstrap.asked import StoreError
 from ncclpy.bootstrap.watch import SLICE
 from ncclpy.core.errors import NcclTimeout
 

@@ -14,7 +14,7 @@ import time
 from typing import NamedTuple
 
 from ncclpy.bootstrap.address import Address, resolve, shown
-from ncclpy.bootstrap.store import StoreError
+from ncclpy.bootstrap.asked import StoreError
 from ncclpy.bootstrap.watch import SLICE
 from ncclpy.core.errors import NcclTimeout
 from ncclpy.core.errors import seconds as as_text

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import struct
 import time
-from typing import TYPE_CHECKING
+from typing import Any
 
-from ncclpy.bootstrap.store import MEETINGS, StoreError, absent_ranks
-
-if TYPE_CHECKING:
-    from ncclpy.bootstrap.store import Store
+from ncclpy.bootstrap.asked import MEETINGS, StoreError, absent_ranks
 
 __all__ = ["gather"]
+
+Store = Any  # a `Store`, which is built on this
 
 
 def gather(store: Store, name: str, rank: int, size: int, value: bytes, timeout: float) -> list[bytes]:
@@ -62,7 +61,7 @@ def _await(
     """Return what the last rank to come has packed."""
     mine = f"{round_}value/{rank}"
     try:
-        found = store._get(round_ + "done", deadline)
+        found: bytes | None = store._get(round_ + "done", deadline)
     except StoreError:
         raise  # closed or lost: there is nothing to leave
     except BaseException:  # of a signal handler

@@ -108,7 +108,7 @@ bool Client::push() {
 
 Client::Turn Client::wait(uint64_t id, double until) {
   Lock lock(mutex_);
-  std::condition_variable news;
+  Condition news;
   bool signalled = false;
   const auto turn = [&]() {
     const auto at = slots_.find(id);

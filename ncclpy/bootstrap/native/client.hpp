@@ -6,11 +6,9 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -18,6 +16,7 @@
 
 #include "descriptors.hpp"
 #include "frame.hpp"
+#include "mutex.hpp"
 
 namespace ncclpy::store {
 
@@ -65,10 +64,10 @@ class Client : public std::enable_shared_from_this<Client> {
   struct Slot {
     std::deque<Answer> answers;
     bool stream = false;  // of a watch, whose first answer is not its last
-    std::condition_variable* sleeper = nullptr;
+    Condition* sleeper = nullptr;
   };
 
-  using Lock = std::unique_lock<std::mutex>;
+  using Lock = std::unique_lock<Mutex<NCCLPY_LOCK_STORE_CLIENT>>;
 
   void put_out(std::string_view bytes);
   bool push();
@@ -80,13 +79,13 @@ class Client : public std::enable_shared_from_this<Client> {
 
   const double heartbeat_;
   const size_t max_frame_;
-  std::mutex mutex_;
+  Mutex<NCCLPY_LOCK_STORE_CLIENT> mutex_;
   Descriptor fd_;
   Descriptor nudge_;  // wakes the reader
   std::string lost_;
   uint64_t last_id_ = 0;
   std::unordered_map<uint64_t, Slot> slots_;
-  std::unordered_set<std::condition_variable*> sleepers_;  // of those who wait while another reads
+  std::unordered_set<Condition*> sleepers_;  // of those who wait while another reads
   std::string out_;
   size_t out_sent_ = 0;
   bool reading_ = false;  // somebody reads

@@ -4,15 +4,16 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <mutex>
 #include <vector>
+
+#include "mutex.hpp"
 
 namespace ncclpy::store {
 namespace {
 
 // Never destroyed: threads may use it until the process has ended.
 struct Registry {
-  std::mutex mutex;
+  Mutex<NCCLPY_LOCK_STORE_DESCRIPTORS> mutex;
   std::vector<bool> open;  // by number
   std::atomic<int> generation{0};
 };

@@ -5,19 +5,19 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <mutex>
 #include <unordered_map>
 #include <vector>
 
 #include "client.hpp"
 #include "clock.hpp"
 #include "descriptors.hpp"
+#include "mutex.hpp"
 
 namespace ncclpy::store::keeper {
 namespace {
 
 struct Keeper {
-  std::mutex mutex;
+  Mutex<NCCLPY_LOCK_STORE_KEEPER> mutex;
   std::unordered_map<Client*, std::shared_ptr<Client>> clients;
   Descriptor epoll;
   Descriptor news;  // a client has come, or the last has gone
@@ -26,7 +26,7 @@ struct Keeper {
 
 // Never destroyed: its thread may outlive the statics. A fork's child has one of its own.
 Keeper& keeper() {
-  static std::mutex mutex;
+  static Mutex<NCCLPY_LOCK_STORE_KEEPER> mutex;
   static Keeper* one = nullptr;
   static int made_in = -1;
   std::lock_guard lock(mutex);

@@ -4,16 +4,15 @@
 #include <pthread.h>
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
 #include "descriptors.hpp"
+#include "mutex.hpp"
 #include "table.hpp"
 
 namespace ncclpy::store {
@@ -108,8 +107,8 @@ class Server final : private Post {
   std::vector<char> scratch_;
   double full_until_ = 0;  // while no descriptor is free
 
-  std::mutex lines_mutex_;
-  std::condition_variable lines_news_;
+  Mutex<NCCLPY_LOCK_STORE_LINES> lines_mutex_;
+  Condition lines_news_;
   std::deque<std::string> lines_;
   size_t lines_lost_ = 0;
 };

@@ -95,7 +95,8 @@ bool call(Client& client, Op op, const Writer& body, Answer& answer, double pati
   if (id == 0) return false;
   const double until = now() + patience;
   while (true) {
-    const auto turn = client.wait(id, std::min(until, now() + 0.1));
+    // Not in slices: who is not woken would be so by their end.
+    const auto turn = client.wait(id, until);
     if (turn == Client::Turn::lost) return false;
     if (turn == Client::Turn::answered) return client.take(id, answer);
     if (now() >= until) {

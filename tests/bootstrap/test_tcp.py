@@ -99,6 +99,14 @@ def test_v6_only(serve):
         TCPStore("127.0.0.1", store.port, timeout=0.3)
 
 
+@needs_v6
+def test_all_of_v6_is_not_all_of_v4(serve):
+    store = serve("::", token="t")
+    TCPStore("::1", store.port, token="t", timeout=LONG).close()
+    with pytest.raises(ncclpy.NcclTimeout, match="refused"):
+        TCPStore("127.0.0.1", store.port, token="t", timeout=0.3)
+
+
 def both_families(monkeypatch, name, addresses):
     """Have a name mean several addresses."""
     real = socket.getaddrinfo
@@ -412,8 +420,10 @@ def test_who_serves_waits_at_its_end_for_those_who_have_not_left(programs):
 def test_who_leaves_says_goodbye_and_breaks_nobody(serve, caplog):
     store = serve(heartbeat=1)
     program = f"""
+        import ctypes
         from ncclpy.bootstrap import TCPStore
         store = TCPStore("127.0.0.1", {store.port})
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))  # it is leaked, as by a thread or a cycle
         store.set("mine", b"1", ephemeral=True)
         assert store.get("mine") == b"1"
         store.watch("mine", print)
@@ -421,6 +431,9 @@ def test_who_leaves_says_goodbye_and_breaks_nobody(serve, caplog):
     done = testing.run_python(program)
     assert (done.stderr, done.stdout) == ("", "")
     testing.wait_for(lambda: not store.check(["mine"]))
+    with wire.connect(store.port) as it:  # which has a line behind one that there may be
+        it.sendall(b"GET")
+        testing.wait_for(lambda: "'GET'" in caplog.text)
     assert "lost client" not in caplog.text
 
 

@@ -3,11 +3,14 @@ from __future__ import annotations
 import socket
 from typing import Any
 
+from typing_extensions import disjoint_base
+
 def hmac(key: bytes, message: bytes) -> bytes: ...
 
+@disjoint_base
 class Server:
-    def __init__(
-        self,
+    def __new__(
+        cls,
         sockets: list[socket.socket],
         *,
         token: bytes,
@@ -15,7 +18,7 @@ class Server:
         max_value: int,
         max_answer: int,
         max_backlog: int,
-    ) -> None: ...
+    ) -> Server: ...
     @property
     def clients(self) -> int: ...
     @property
@@ -23,8 +26,9 @@ class Server:
     def stop(self) -> None: ...
     def next_line(self, seconds: float) -> str: ...
 
+@disjoint_base
 class Client:
-    def __init__(self, fd: int, heartbeat: float, max_frame: int) -> None: ...
+    def __new__(cls, fd: int, heartbeat: float, max_frame: int) -> Client: ...
     def lost(self) -> str: ...
     def submit(self, op: int, fields: tuple[Any, ...]) -> int: ...
     def wait(self, number: int, deadline: float) -> tuple[int, list[Any]] | None: ...

@@ -60,7 +60,7 @@ if _os.environ.get("NCCLPY_DUMP_ON_TIMEOUT"):  # which the module looks at; nobo
     from ncclpy.engine import dumps as _dumps  # noqa: F401
 
 if _typing.TYPE_CHECKING:
-    from ncclpy import bindings
+    from ncclpy import bindings, bootstrap
     from ncclpy import testing as testing
 
 __all__ = [
@@ -93,6 +93,7 @@ __all__ = [
     "Window",
     "Work",
     "bindings",
+    "bootstrap",
     "device_count",
     "faults",
     "get_unique_id",
@@ -106,7 +107,7 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    if name in ("bindings", "testing"):
+    if name in ("bindings", "bootstrap", "testing"):
         import importlib
 
         return importlib.import_module(f"ncclpy.{name}")

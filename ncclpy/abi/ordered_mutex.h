@@ -43,7 +43,12 @@
   LOCK(EVENT, "events", 0, 0)                                                                                        \
   LOCK(AWAITED, "who is awaited", 0, 0)                                                                              \
   LOCK(SWEEPER, "the sweeper's", 0, 0)                                                                               \
-  LOCK(WATCH, "the watch's", 0, 0)
+  LOCK(WATCH, "the watch's", 0, 0)                                                                                   \
+  /* Those of stores. */                                                                                             \
+  LOCK(STORE_CLIENT, "a store's client's", NCCLPY_ONE(STORE_KEEPER) | NCCLPY_ONE(STORE_DESCRIPTORS), 0)              \
+  LOCK(STORE_KEEPER, "the keeper's", NCCLPY_ONE(STORE_DESCRIPTORS), 0)                                               \
+  LOCK(STORE_DESCRIPTORS, "descriptors of stores", 0, 0)                                                             \
+  LOCK(STORE_LINES, "a store's server's lines for the log", 0, 0)
 
 #define NCCLPY_LOCK_NUMBER(name, words, under, how) NCCLPY_LOCK_##name,
 typedef enum { NCCLPY_LOCKS(NCCLPY_LOCK_NUMBER) NCCLPY_LOCK_COUNT } ncclpy_lock;

@@ -107,7 +107,7 @@ def modules_in_order(room: str) -> list[str]:
     return [name for names in named for name in re.split(", ?", names) if name]
 
 
-@pytest.mark.parametrize("room", ["core", "engine", "manager"])
+@pytest.mark.parametrize("room", ["core", "engine", "bootstrap", "manager"])
 def test_a_module_uses_only_those_that_the_design_names_before_it(room):
     order = modules_in_order(room)
     paths = sorted({path for path in sources() if path.parent == PACKAGE / room and path.stem != "__init__"})
@@ -126,8 +126,9 @@ def test_only_interop_imports_frameworks(path):
     assert not found
 
 
-def test_the_host_engine_knows_neither_python_nor_cuda():
-    files = [path for suffix in ("cpp", "hpp", "c", "h") for path in (PACKAGE / "host").rglob(f"*.{suffix}")]
+@pytest.mark.parametrize("room", ["host", "bootstrap/native"])
+def test_what_is_native_knows_neither_python_nor_cuda(room):
+    files = [path for suffix in ("cpp", "hpp", "c", "h") for path in (PACKAGE / room).rglob(f"*.{suffix}")]
     assert files
     for path in files:
         for header in re.findall(r'#\s*include\s*[<"]([^>"]+)', path.read_text()):

@@ -1,0 +1,40 @@
+"""How ranks find each other: stores of keys and bytes.
+
+Pure bytes: nothing here knows of NCCL or of arrays. What is named here is imported when it is first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib as _importlib
+import typing as _typing
+
+if _typing.TYPE_CHECKING:
+    from ncclpy.bootstrap.file import FileStore as FileStore
+    from ncclpy.bootstrap.local import LocalStore as LocalStore
+    from ncclpy.bootstrap.prefix import PrefixStore as PrefixStore
+    from ncclpy.bootstrap.store import Store as Store
+    from ncclpy.bootstrap.store import StoreError as StoreError
+    from ncclpy.bootstrap.store import StoreLost as StoreLost
+    from ncclpy.bootstrap.tcp import TCPStore as TCPStore
+    from ncclpy.bootstrap.watch import Change as Change
+    from ncclpy.bootstrap.watch import Watch as Watch
+
+_MODULES = {
+    "Change": "watch",
+    "FileStore": "file",
+    "LocalStore": "local",
+    "PrefixStore": "prefix",
+    "Store": "store",
+    "StoreError": "store",
+    "StoreLost": "store",
+    "TCPStore": "tcp",
+    "Watch": "watch",
+}
+
+__all__ = ["Change", "FileStore", "LocalStore", "PrefixStore", "Store", "StoreError", "StoreLost", "TCPStore", "Watch"]
+
+
+def __getattr__(name: str):
+    if name in _MODULES:
+        return getattr(_importlib.import_module(f"ncclpy.bootstrap.{_MODULES[name]}"), name)
+    raise AttributeError(f"module 'ncclpy.bootstrap' has no attribute {name!r}")

@@ -1,0 +1,129 @@
+"""What may be asked of any store, and the errors that answer: keys, values, timeouts, who is absent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from ncclpy.core.errors import NcclError, NcclTimeout
+from ncclpy.core.errors import seconds as as_text
+
+__all__ = [
+    "MAX_KEY",
+    "MAX_VALUE",
+    "MEETINGS",
+    "TIMEOUT",
+    "Bytes",
+    "StoreError",
+    "StoreLost",
+    "absent_keys",
+    "absent_ranks",
+    "as_count",
+    "as_key",
+    "as_keys",
+    "as_seconds",
+    "as_value",
+    "names",
+]
+
+Bytes = bytes | bytearray | memoryview
+
+#: Seconds that a store's operations may take where they are not told otherwise.
+TIMEOUT = 300.0
+#: A key in UTF-8, and a value, may have so many bytes, in every store: what works with one works with all.
+MAX_KEY = 64 << 10
+MAX_VALUE = 256 << 20
+#: What the keys of meetings begin with, in stores that know only keys.
+MEETINGS = "\0meeting/"
+
+
+class StoreError(NcclError):
+    """Report what a store refuses, or that it is closed."""
+
+
+class StoreLost(StoreError, ConnectionError):
+    """Report that a store's server, or the process at the other end, is gone."""
+
+
+def names(keys: Sequence[str], limit: int = 6) -> str:
+    """Return keys as text for people."""
+    shown = ", ".join(repr(key if len(key) <= 120 else key[:119] + "…") for key in keys[:limit])
+    return shown if len(keys) <= limit else f"{shown} and {len(keys) - limit} more"
+
+
+def ranks_text(ranks: Sequence[int], limit: int = 12) -> str:
+    """Return ranks as text for people: "ranks 1, 3-5 and 9 more"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:limit]]
+    more = sum(last - first + 1 for first, last in runs[limit:])
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(words) + (f" and {more} more" if more else "")
+
+
+def absent_keys(what: object, missing: Sequence[str], asked: int, timeout: float) -> NcclTimeout:
+    """Return the error of a wait for keys that have not come; its `missing` lists them."""
+    of = f" (of {asked} keys)" if asked > len(missing) else ""
+    error = NcclTimeout(f"{what}: nobody has set {names(missing)}{of} within {as_text(timeout)}")
+    error.missing = list(missing)  # type: ignore[attr-defined]
+    return error
+
+
+def absent_ranks(what: object, name: str, missing: Sequence[int], size: int, timeout: float) -> NcclTimeout:
+    """Return the error of a meeting to which not all have come; its `missing` lists them."""
+    error = NcclTimeout(
+        f"{what}: {ranks_text(missing)} of {size} did not come to {name!r} within {as_text(timeout)}"
+        if missing
+        else f"{what}: {name!r} of {size} ranks did not end within {as_text(timeout)}"
+    )
+    error.missing = list(missing)  # type: ignore[attr-defined]
+    return error
+
+
+def as_seconds(timeout: float | None, default: float) -> float:
+    """Return a timeout in seconds, which may be infinite."""
+    if timeout is None:
+        return default
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"timeout: expected seconds >= 0 or None, got {timeout!r}")
+    if math.isnan(timeout) or timeout < 0:
+        raise ValueError(f"timeout: expected seconds >= 0 or None, got {timeout!r}")
+    return float(timeout) if timeout < 1e9 else math.inf
+
+
+def as_key(key: str) -> str:
+    if not isinstance(key, str):
+        raise TypeError(f"key: expected a str, got {type(key).__name__} {key!r}")
+    if len(key) * 4 > MAX_KEY and len(key.encode("utf-8", "surrogatepass")) > MAX_KEY:
+        raise ValueError(f"key: {names([key])} has {len(key)} characters, more than {MAX_KEY >> 10} KiB in UTF-8")
+    return key
+
+
+def as_keys(keys: Iterable[str]) -> list[str]:
+    if isinstance(keys, str):
+        raise TypeError(f"keys: expected a list of str, got the str {keys!r}")
+    return [as_key(key) for key in keys]
+
+
+def as_value(value: object, what: str = "value") -> bytes:
+    if type(value) is not bytes:
+        if isinstance(value, str):
+            raise TypeError(f"{what}: expected bytes, got the str {value[:40]!r}; encode it")
+        try:
+            view = memoryview(value)  # type: ignore[arg-type]
+        except TypeError:
+            raise TypeError(f"{what}: expected bytes, got {type(value).__name__} {value!r:.80}") from None
+        value = view.tobytes()
+    assert type(value) is bytes
+    if len(value) > MAX_VALUE:
+        raise ValueError(f"{what}: {len(value)} bytes are more than the {MAX_VALUE >> 20} MiB that a value may have")
+    return value
+
+
+def as_count(value: int, what: str) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{what}: expected an int, got {value!r}")
+    return value.__index__()

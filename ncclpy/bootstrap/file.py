@@ -1,0 +1,303 @@
+"""A store in a folder, of this machine or of a network file system."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import logging
+import os
+import shutil
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+
+from ncclpy.bootstrap.folder import News, is_local
+from ncclpy.bootstrap.local import changed, summed
+from ncclpy.bootstrap.store import MAX_VALUE, TIMEOUT, Store, StoreError
+from ncclpy.bootstrap.watch import SLICE
+from ncclpy.core.errors import NcclTimeout
+
+__all__ = ["FileStore"]
+
+log = logging.getLogger("ncclpy")
+
+MARK, ALIVE, KEYS = "ncclpy-store", "alive", "keys"
+
+_open: weakref.WeakSet[FileStore] = weakref.WeakSet()
+
+
+class FileStore(Store):
+    """Keep keys in files of a folder, for processes that share a file system and need no address.
+
+    A value is written beside its place and moved there, so that readers see a whole one; writers take turns by a lock
+    of the file system, which goes with its process. The store lives as long as somebody has it open: whoever is last
+    to close it takes it away, and what processes that were killed have left is taken away by who opens it next.
+
+    Where the file system is this machine's, inotify wakes who waits; elsewhere the folder is looked at 50 times a
+    second. A network file system has to pass locks on to its server, as NFS does unless it is mounted with ``nolock``.
+
+    Parameters
+    ----------
+    path
+        The folder. It is made if it is not there; one that has something else in it is refused.
+    timeout
+        Seconds that an operation may take where it is not told otherwise.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], timeout: float = TIMEOUT) -> None:
+        super().__init__(timeout)
+        self.path = os.path.abspath(os.fspath(path))
+        self._keys_folder = os.path.join(self.path, KEYS)
+        self._turn = threading.Lock()
+        self._numbers = itertools.count()
+        self._lock_fd = self._alive_fd = -1
+        self._enter(self._deadline(None))
+        self._local = is_local(self.path)
+        _open.add(self)
+
+    def __repr__(self) -> str:
+        return f"FileStore({self.path!r})"
+
+    # Its life.
+
+    def _enter(self, deadline: float) -> None:
+        """Take part; as the first one, clear away what a run that is over has left."""
+        mark = os.path.join(self.path, MARK)
+        while True:
+            try:
+                os.makedirs(self.path, exist_ok=True)
+                others = os.listdir(self.path)
+                if others and MARK not in others:
+                    raise StoreError(
+                        f"{self}: the folder holds something else than a store ({others[0]!r}); choose another"
+                    )
+                self._lock_fd = os.open(mark, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            except (FileExistsError, NotADirectoryError) as error:
+                raise StoreError(f"{self}: {error.filename!r} is a file, and a store is a folder") from None
+            except FileNotFoundError:
+                continue  # whoever was last has just taken it away
+            try:
+                with self._locked(deadline):
+                    if not _same_file(self._lock_fd, mark):
+                        os.close(self._lock_fd)
+                        continue
+                    self._alive_fd = os.open(
+                        os.path.join(self.path, ALIVE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666
+                    )
+                    if _try_lock(self._alive_fd, fcntl.LOCK_EX):
+                        left = os.listdir(self._keys_folder) if os.path.isdir(self._keys_folder) else []
+                        if left:
+                            log.warning("%s: taking away %d keys of a run that did not end well", self, len(left))
+                        shutil.rmtree(self._keys_folder, ignore_errors=True)
+                        os.makedirs(self._keys_folder)
+                    fcntl.flock(self._alive_fd, fcntl.LOCK_SH)
+                    return
+            except BaseException:
+                self._let_go()
+                raise
+
+    def _close(self) -> None:
+        _open.discard(self)
+        try:
+            with self._locked(time.monotonic() + 5.0, closing=True):
+                if _try_lock(self._alive_fd, fcntl.LOCK_EX):  # the last one
+                    shutil.rmtree(self._keys_folder, ignore_errors=True)
+                    for name in (ALIVE, MARK):
+                        with contextlib.suppress(OSError):
+                            os.unlink(os.path.join(self.path, name))
+                    with contextlib.suppress(OSError):
+                        os.rmdir(self.path)
+        except NcclTimeout:
+            pass  # somebody else will be last
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        for fd in (self._lock_fd, self._alive_fd):
+            if fd >= 0:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+        self._lock_fd = self._alive_fd = -1
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True) and self._alive_fd >= 0:
+            self.close()
+
+    # Locks and files.
+
+    @contextlib.contextmanager
+    def _locked(self, deadline: float, closing: bool = False) -> Iterator[None]:
+        """Be the one who writes."""
+        while not self._turn.acquire(timeout=max(0.0, min(SLICE, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                raise self._stuck()
+        try:
+            if self._closed and not closing:
+                raise StoreError(f"{self} was closed")
+            pause = 50e-6
+            while not _try_lock(self._lock_fd, fcntl.LOCK_EX):
+                # Without end it could not be left: the system starts the call again after a signal.
+                if time.monotonic() >= deadline:
+                    raise self._stuck()
+                time.sleep(pause)
+                pause = min(pause * 1.5, 5e-3)
+            try:
+                yield
+            finally:
+                with contextlib.suppress(OSError, ValueError):  # it was closed
+                    fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
+        finally:
+            self._turn.release()
+
+    def _stuck(self) -> NcclTimeout:
+        return NcclTimeout(
+            f"{self}: another process holds the lock {os.path.join(self.path, MARK)!r} for too long; it may be stopped"
+        )
+
+    def _file(self, key: str) -> str:
+        return os.path.join(self._keys_folder, hashlib.sha256(_utf8(key)).hexdigest())
+
+    def _read(self, key: str) -> bytes | None:
+        try:
+            with open(self._file(key), "rb") as file:
+                data = file.read()
+        except FileNotFoundError:
+            if self._closed:
+                raise StoreError(f"{self} was closed while {key!r} was asked for") from None
+            return None
+        return data[4 + struct.unpack_from("<I", data)[0] :]
+
+    def _write(self, key: str, value: bytes) -> None:
+        name = _utf8(key)
+        # The name that it has before belongs to this process of this machine, and to this write.
+        beside = os.path.join(self.path, f"new-{os.uname().nodename}-{os.getpid()}-{id(self):x}-{next(self._numbers)}")
+        try:
+            with open(beside, "wb") as file:
+                file.write(struct.pack("<I", len(name)) + name)
+                file.write(value)
+            os.rename(beside, self._file(key))
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                os.unlink(beside)
+            if self._closed:
+                raise StoreError(f"{self} was closed while {key!r} was set") from None
+            if isinstance(error, OSError):
+                raise StoreError(f"{self}: {key!r} cannot be written: {error.strerror}") from error
+            raise
+
+    def _remove(self, key: str) -> bool:
+        try:
+            os.unlink(self._file(key))
+        except FileNotFoundError:
+            return False
+        return True
+
+    # Keys.
+
+    def _set(self, key: str, value: bytes, deadline: float) -> None:
+        with self._locked(deadline):
+            self._write(key, value)
+
+    def _get(self, key: str, deadline: float) -> bytes | None:
+        while True:
+            value = self._read(key)
+            if value is not None or self._wait([key], deadline):
+                return value
+
+    def _add(self, key: str, number: int, deadline: float) -> int:
+        with self._locked(deadline):
+            total = summed(self, key, self._read(key), number)
+            self._write(key, b"%d" % total)
+            return total
+
+    def _compare_set(
+        self, key: str, expected: bytes | None, desired: bytes | None, deadline: float
+    ) -> tuple[bool, bytes | None]:
+        with self._locked(deadline):
+            swapped, value = changed(self._read(key), expected, desired)
+            if swapped and value is not None:
+                self._write(key, value)
+            elif swapped:
+                self._remove(key)
+            return swapped, value
+
+    def _append(self, key: str, value: bytes, deadline: float) -> None:
+        with self._locked(deadline):
+            whole = (self._read(key) or b"") + value
+            if len(whole) > MAX_VALUE:
+                raise StoreError(f"{self}: append to {key!r}: the value would have more than {MAX_VALUE} bytes")
+            self._write(key, whole)
+
+    def _wait(self, keys: list[str], deadline: float) -> list[str]:
+        missing = self._missing(keys)
+        if not missing:
+            return []
+        news = News(self._keys_folder, self._local)
+        try:
+            while True:
+                missing = self._missing(keys)
+                if not missing or time.monotonic() >= deadline:
+                    return missing
+                news.wait(deadline, SLICE)
+        except FileNotFoundError:
+            if self._closed:
+                raise StoreError(f"{self} was closed while {keys[0]!r} was waited for") from None
+            raise StoreError(f"{self}: somebody has taken the folder away") from None
+        finally:
+            news.close()
+
+    def _missing(self, keys: list[str]) -> list[str]:
+        if self._closed:
+            raise StoreError(f"{self} was closed while {keys[0] if keys else ''!r} was waited for")
+        return [key for key in dict.fromkeys(keys) if not os.path.exists(self._file(key))]
+
+    def _check(self, keys: list[str], deadline: float) -> bool:
+        return not self._missing(keys)
+
+    def _delete(self, key: str, deadline: float) -> bool:
+        with self._locked(deadline):
+            return self._remove(key)
+
+    def _keys(self, prefix: str, deadline: float) -> list[str]:
+        wanted, found = _utf8(prefix), []
+        for entry in os.scandir(self._keys_folder):
+            try:
+                with open(entry.path, "rb") as file:
+                    key = file.read(struct.unpack("<I", file.read(4))[0])
+            except FileNotFoundError:  # deleted meanwhile
+                continue
+            if key.startswith(wanted):
+                found.append(key.decode("utf-8", "surrogatepass"))
+        return found
+
+
+def _utf8(key: str) -> bytes:
+    return key.encode("utf-8", "surrogatepass")
+
+
+def _same_file(fd: int, path: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _try_lock(fd: int, how: int) -> bool:
+    try:
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _forked() -> None:
+    """Let go in a child of what its parent holds: a copy would keep the parent's store alive after its death."""
+    for store in list(_open):
+        store._let_go()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -1,0 +1,83 @@
+"""News of a folder: told by inotify where it works, looked for where it does not."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+
+__all__ = ["News", "is_local"]
+
+IN_CLOEXEC, IN_NONBLOCK = 0o2000000, 0o4000
+IN_MOVED_TO = 0x80
+
+#: File systems of this machine alone: each change is made through this kernel, and inotify tells of it.
+LOCAL = frozenset("bcachefs btrfs ext2 ext3 ext4 f2fs jfs overlay ramfs reiserfs tmpfs xfs zfs".split())
+#: Seconds between looks at a folder that others may change unseen; and at one whose changes are told, to be sure.
+POLL, SURE = 0.02, 1.0
+
+
+def is_local(path: str) -> bool:
+    """Return whether a folder is on a file system that no other machine can change."""
+    path = os.path.realpath(path)
+    best, kind = "", ""
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
+            for line in mounts:
+                before, _, after = line.partition(" - ")
+                mount = before.split()[4].encode("utf-8", "surrogateescape").decode("unicode_escape")
+                if len(mount) >= len(best) and os.path.commonpath([mount, path]) == mount:
+                    best, kind = mount, after.split()[0]
+    except (OSError, ValueError, IndexError):
+        return False
+    return kind in LOCAL
+
+
+class News:
+    """Wait for files that are moved into a folder.
+
+    What comes after this was made is told; so who waits makes it, looks, and then waits.
+    """
+
+    def __init__(self, folder: str, local: bool) -> None:
+        self._folder = folder
+        self._local = local
+        self._fd = _watch(folder)
+        self._pause = SURE if local and self._fd >= 0 else POLL
+
+    def wait(self, deadline: float, at_most: float) -> None:
+        """Return when there may be news, at the deadline, or after so many seconds."""
+        pause = max(0.0, min(self._pause, at_most, deadline - time.monotonic()))
+        if self._fd < 0:
+            time.sleep(pause)
+        else:
+            poll = select.poll()
+            poll.register(self._fd, select.POLLIN)
+            if poll.poll(pause * 1e3):
+                try:
+                    os.read(self._fd, 1 << 16)
+                except BlockingIOError:
+                    pass
+        if not self._local:
+            # A network file system may keep for a while that a name was absent; opening its folder ends that.
+            os.close(os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY))
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _watch(folder: str) -> int:
+    """Return a descriptor of inotify's; -1 where there is none to be had: a user may have 128 of them."""
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    try:
+        fd: int = libc.inotify_init1(IN_CLOEXEC | IN_NONBLOCK)
+    except AttributeError:
+        return -1
+    if fd >= 0 and libc.inotify_add_watch(fd, os.fsencode(folder), ctypes.c_uint32(IN_MOVED_TO)) < 0:
+        os.close(fd)
+        return -1
+    return fd

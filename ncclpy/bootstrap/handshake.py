@@ -1,0 +1,188 @@
+"""A client's way to its server: all addresses tried together, until one answers and both have proved the token.
+
+What is said is in native/handshake.hpp. A server that is not there yet is waited for; one that is no store, or asks
+for another token, is an error at once.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import struct
+import time
+from typing import NamedTuple
+
+from ncclpy.bootstrap.address import Address, resolve, shown
+from ncclpy.bootstrap.asked import StoreError
+from ncclpy.bootstrap.watch import SLICE
+from ncclpy.core.errors import NcclTimeout
+from ncclpy.core.errors import seconds as as_text
+
+__all__ = ["Met", "meet"]
+
+MAGIC = b"NCCLPYST"
+VERSION = 1
+GREETING = struct.Struct("<8sHHI32s")
+VERDICT = struct.Struct("<I32sQ")
+#: Seconds in which a server that has taken a connection has to answer, before it is tried again.
+PATIENCE = 10.0
+
+
+class Met(NamedTuple):
+    """A connection on which both have met."""
+
+    socket: socket.socket
+    heartbeat: float
+    lease: int
+
+
+def meet(host: str, port: int, token: bytes, heartbeat: float, deadline: float, timeout: float) -> Met:
+    """Return a connection to the server at an address, once there is one."""
+    where = shown(host, port)
+    attempts = [_Attempt(address, token, heartbeat) for address in resolve(host, port, deadline)]
+    selector = selectors.DefaultSelector()
+    try:
+        while True:
+            time_ = time.monotonic()
+            for each in attempts:
+                each.begin(selector, time_, deadline)
+            wake = min(min(each.due for each in attempts), deadline, time_ + SLICE)
+            for key, _ in selector.select(max(0.0, wake - time_)):
+                met: Met | None = key.data.step(selector)
+                if met is not None:
+                    key.data.leave(selector, close=False)
+                    return met
+            refusal = next((each.refusal for each in attempts if each.refusal), None)
+            if refusal and all(each.refusal or each.socket is None for each in attempts):
+                raise StoreError(f"the server at {where} {refusal}")
+            if time.monotonic() >= deadline:
+                tried = "; ".join(f"{shown(*each.address[1][:2])}: {each.why}" for each in attempts)
+                raise NcclTimeout(f"no store answers at {where} within {as_text(timeout)} ({tried})")
+    finally:
+        for each in attempts:
+            each.leave(selector)
+        selector.close()
+
+
+class _Attempt:
+    """One address, which is tried until it answers."""
+
+    def __init__(self, address: Address, token: bytes, heartbeat: float) -> None:
+        self.address = address
+        self.socket: socket.socket | None = None
+        self.due = 0.0  # when to try again, or to give this try up
+        self.why = "not tried"
+        self.refusal = ""
+        self._token = token
+        self._heartbeat = heartbeat
+        self._pause = 0.01
+
+    def begin(self, selector: selectors.BaseSelector, now: float, deadline: float) -> None:
+        if self.refusal or now < self.due:
+            return
+        if self.socket is not None:
+            self._fail(selector, self.why)
+            return
+        self.socket = socket.socket(self.address[0], socket.SOCK_STREAM)
+        self.socket.setblocking(False)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(self._heartbeat * 1e3)))
+        self.due = now + PATIENCE
+        self.why = "it has not answered"
+        self._greeting, self._proved, self._said = b"", False, b""
+        error = self.socket.connect_ex(self.address[1])
+        selector.register(self.socket, selectors.EVENT_WRITE, self)
+        if error not in (0, 115):  # EINPROGRESS
+            self._fail(selector, os.strerror(error))
+
+    def step(self, selector: selectors.BaseSelector) -> Met | None:
+        """Go on as far as this can without waiting."""
+        it = self.socket
+        assert it is not None
+        try:
+            if not self._greeting:
+                error = it.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                if error:
+                    self._fail(selector, os.strerror(error))
+                    return None
+                if it.getsockname() == it.getpeername():
+                    # Nobody serves there, and the system has given this socket the very port that it calls.
+                    self._fail(selector, "connection refused")
+                    return None
+                self._greeting = GREETING.pack(MAGIC, VERSION, 0, int(self._heartbeat * 1e3), os.urandom(32))
+                it.send(self._greeting)
+                selector.modify(it, selectors.EVENT_READ, self)
+                return None
+            wanted = VERDICT.size if self._proved else GREETING.size
+            got = it.recv(wanted - len(self._said))
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            self._fail(selector, error.strerror or str(error))
+            return None
+        if not got:
+            self._fail(selector, "it ended the connection")
+            return None
+        self._said += got
+        if self._proved:
+            return self._judge(it) if len(self._said) == wanted else None
+        if not MAGIC.startswith(self._said[:8]):
+            self._refuse(selector, f"is no store of ncclpy: it answered {self._said[:24]!r}")
+        elif len(self._said) == wanted:
+            self._prove(selector, it)
+        return None
+
+    def _prove(self, selector: selectors.BaseSelector, it: socket.socket) -> None:
+        from ncclpy.bootstrap.wire import hmac
+
+        _, version, has_token, heartbeat, _ = GREETING.unpack(self._said)
+        if version != VERSION:
+            self._refuse(selector, f"speaks version {version} of the protocol, this client version {VERSION}")
+        elif has_token and not self._token:
+            self._refuse(selector, "asks for a token, and there is none here: pass `token` or set NCCLPY_STORE_TOKEN")
+        elif self._token and not has_token:
+            self._refuse(selector, "does not know the token that was given here: it may be another one's")
+        else:
+            self._greetings = self._greeting + self._said
+            self._agreed = heartbeat / 1e3
+            try:
+                it.send(hmac(self._token, b"client" + self._greetings))
+            except OSError as error:
+                self._fail(selector, error.strerror or str(error))
+                return
+            self._proved, self._said = True, b""
+
+    def _judge(self, it: socket.socket) -> Met | None:
+        from ncclpy.bootstrap.wire import hmac
+
+        verdict, proof, lease = VERDICT.unpack(self._said)
+        if verdict:
+            self.refusal = "has another token (`token`, NCCLPY_STORE_TOKEN) than this client"
+        elif proof != hmac(self._token, b"server" + self._greetings):
+            self.refusal = "claims to know the token and does not: it is not the one that was meant"
+        else:
+            return Met(it, self._agreed, lease)
+        return None
+
+    def _refuse(self, selector: selectors.BaseSelector, why: str) -> None:
+        self.refusal = why
+        self.leave(selector)
+
+    def _fail(self, selector: selectors.BaseSelector, why: str) -> None:
+        """Try again a little later."""
+        self.leave(selector)
+        self.why = why
+        # Not all clients that came too early come back at one time.
+        self._pause = min(self._pause * 2, 0.4)
+        self.due = time.monotonic() + self._pause * (0.75 + os.urandom(1)[0] / 512)
+
+    def leave(self, selector: selectors.BaseSelector, close: bool = True) -> None:
+        if self.socket is not None:
+            try:
+                selector.unregister(self.socket)
+            except (KeyError, ValueError):
+                pass
+            if close:
+                self.socket.close()
+            self.socket = None

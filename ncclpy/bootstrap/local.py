@@ -1,0 +1,163 @@
+"""A store for the threads of one process."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from ncclpy.bootstrap.store import TIMEOUT, Store, StoreError
+from ncclpy.bootstrap.watch import SLICE, Change, Queue, Watch
+
+__all__ = ["LocalStore", "changed", "summed"]
+
+
+def summed(store: Store, key: str, value: bytes | None, number: int) -> int:
+    """Return the sum of a number that is kept as text and another."""
+    try:
+        total = int(value or b"0") + number
+    except ValueError:
+        raise StoreError(f"{store}: the value of {key!r} is no number: {value!r:.60}") from None
+    if not -(1 << 63) <= total < 1 << 63:
+        raise StoreError(f"{store}: the sum {total} for {key!r} has more than 64 bits")
+    return total
+
+
+def changed(found: bytes | None, expected: bytes | None, desired: bytes | None) -> tuple[bool, bytes | None]:
+    """Return what `compare_set` does."""
+    return (True, desired) if found == expected else (False, found)
+
+
+class LocalStore(Store):
+    """Keep keys in memory, for threads of one process that share this object.
+
+    Ephemeral keys end when it is closed, as all others do.
+
+    Parameters
+    ----------
+    timeout
+        Seconds that an operation may take where it is not told otherwise.
+    """
+
+    def __init__(self, timeout: float = TIMEOUT) -> None:
+        super().__init__(timeout)
+        self._lock = threading.Lock()
+        self._values: dict[str, bytes] = {}
+        self._sleepers: dict[str, set[_Sleeper]] = {}
+        self._watches: list[Queue] = []
+
+    def _put(self, key: str, value: bytes | None) -> None:
+        """Give a key a value or, by None, none; under the lock."""
+        if value is None:
+            if self._values.pop(key, None) is None:
+                return
+        else:
+            self._values[key] = value
+            for sleeper in self._sleepers.pop(key, ()):
+                sleeper.wake()
+        for watch in self._watches:
+            if key.startswith(watch.prefix):
+                watch.put(Change(key, value))
+
+    def _set(self, key: str, value: bytes, deadline: float) -> None:
+        with self._lock:
+            self._put(key, value)
+
+    _set_ephemeral = _set
+
+    def _get(self, key: str, deadline: float) -> bytes | None:
+        while True:
+            with self._lock:
+                value = self._values.get(key)
+            if value is not None or self._wait([key], deadline):
+                return value
+
+    def _add(self, key: str, number: int, deadline: float) -> int:
+        with self._lock:
+            total = summed(self, key, self._values.get(key), number)
+            self._put(key, b"%d" % total)
+            return total
+
+    def _compare_set(
+        self, key: str, expected: bytes | None, desired: bytes | None, deadline: float
+    ) -> tuple[bool, bytes | None]:
+        with self._lock:
+            swapped, value = changed(self._values.get(key), expected, desired)
+            if swapped:
+                self._put(key, value)
+            return swapped, value
+
+    def _append(self, key: str, value: bytes, deadline: float) -> None:
+        with self._lock:
+            self._put(key, self._values.get(key, b"") + value)
+
+    def _wait(self, keys: list[str], deadline: float) -> list[str]:
+        while True:
+            with self._lock:
+                if self._closed:
+                    raise StoreError(f"{self} was closed while {keys[0] if keys else ''!r} was waited for")
+                missing = [key for key in dict.fromkeys(keys) if key not in self._values]
+                if not missing or time.monotonic() >= deadline:
+                    return missing
+                sleeper = _Sleeper()
+                self._sleepers.setdefault(missing[0], set()).add(sleeper)
+            try:
+                sleeper.sleep(deadline)
+            finally:
+                with self._lock:
+                    others = self._sleepers.get(missing[0], set())
+                    others.discard(sleeper)
+                    if not others:
+                        self._sleepers.pop(missing[0], None)
+
+    def _check(self, keys: list[str], deadline: float) -> bool:
+        with self._lock:
+            return all(key in self._values for key in keys)
+
+    def _delete(self, key: str, deadline: float) -> bool:
+        with self._lock:
+            there = key in self._values
+            self._put(key, None)
+            return there
+
+    def _keys(self, prefix: str, deadline: float) -> list[str]:
+        with self._lock:
+            return [key for key in self._values if key.startswith(prefix)]
+
+    def _watch(self, prefix: str) -> Watch:
+        watch = Queue(prefix, self._forget)
+        with self._lock:
+            self._watches = [*self._watches, watch]
+        return watch
+
+    def _forget(self, watch: Queue) -> None:
+        with self._lock:
+            self._watches = [each for each in self._watches if each is not watch]
+
+    def _close(self) -> None:
+        with self._lock:
+            sleepers, self._sleepers = self._sleepers, {}
+            watches, self._watches = self._watches, []
+            self._values = {}
+        for waiting in sleepers.values():
+            for sleeper in waiting:
+                sleeper.wake()
+        for watch in watches:
+            watch.end()
+
+
+class _Sleeper:
+    """A thread that waits for a key."""
+
+    def __init__(self) -> None:
+        self._awake = threading.Lock()
+        self._awake.acquire()
+
+    def sleep(self, deadline: float) -> None:
+        # In slices: while Python waits for a lock a signal wakes it at once, but one that came just before does not.
+        while not self._awake.acquire(timeout=max(0.0, min(SLICE, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                return
+
+    def wake(self) -> None:
+        if self._awake.locked():
+            self._awake.release()

@@ -1,0 +1,303 @@
+#include "client.hpp"
+
+#include <errno.h>
+#include <poll.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <vector>
+
+#include "clock.hpp"
+#include "keeper.hpp"
+
+namespace ncclpy::store {
+namespace {
+
+constexpr size_t kPiece = 64 << 10;
+
+}  // namespace
+
+Client::Client(int fd, double heartbeat, size_t max_frame)
+    : heartbeat_(heartbeat), max_frame_(max_frame), fd_(fd), nudge_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  sent_ = now();
+  heard_ = now();
+}
+
+bool Client::start() {
+  Lock lock(mutex_);
+  watched_ = true;
+  lock.unlock();
+  return nudge_ && keeper::add(shared_from_this());
+}
+
+uint64_t Client::submit(Op op, std::string_view body) {
+  Lock lock(mutex_);
+  if (!lost_.empty()) return 0;
+  Header header;
+  header.length = body.size();
+  header.id = ++last_id_;
+  header.op = op;
+  const uint64_t id = header.id;
+  slots_[id].stream = op == Op::watch;
+  char start[kHeader];
+  header.put(start);
+  const bool empty = out_.empty();
+  if (empty && body.size() <= kPiece) {
+    // The usual way: all of it at once.
+    char frame[512];
+    std::string longer;
+    std::string_view whole;
+    if (kHeader + body.size() <= sizeof frame) {
+      memcpy(frame, start, kHeader);
+      memcpy(frame + kHeader, body.data(), body.size());
+      whole = {frame, kHeader + body.size()};
+    } else {
+      longer.assign(start, kHeader).append(body);
+      whole = longer;
+    }
+    put_out(whole);
+  } else {
+    out_.append(start, kHeader).append(body);
+    push();
+  }
+  if (!out_.empty() && lost_.empty()) {  // whoever reads is to send the rest
+    if (reading_) {
+      const uint64_t one = 1;
+      if (write(nudge_.get(), &one, sizeof one) < 0) {
+        // It is full: the reader is awake.
+      }
+    } else {
+      watch_socket(false);
+    }
+  }
+  return id;
+}
+
+// Sends bytes at once as far as there is room; under the mutex, and nothing else waits to be sent.
+void Client::put_out(std::string_view bytes) {
+  sent_ = now();
+  const ssize_t done = ::send(fd_.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+  if (done < 0 && errno != EAGAIN && errno != EINTR) {
+    // What the server said last may be there still, and say why: the reader finds the end behind it.
+    return;
+  }
+  out_.append(bytes.substr(done < 0 ? 0 : static_cast<size_t>(done)));
+}
+
+// Sends what waits, as far as there is room. Returns whether all has gone.
+bool Client::push() {
+  while (out_sent_ < out_.size()) {
+    const ssize_t done =
+        ::send(fd_.get(), out_.data() + out_sent_, out_.size() - out_sent_, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (done < 0) {
+      if (errno == EINTR) continue;
+      if (errno == EAGAIN) return false;
+      break;  // the reader finds the end
+    }
+    sent_ = now();
+    out_sent_ += static_cast<size_t>(done);
+  }
+  out_.clear();
+  out_.shrink_to_fit();
+  out_sent_ = 0;
+  return true;
+}
+
+Client::Turn Client::wait(uint64_t id, double until) {
+  Lock lock(mutex_);
+  Condition news;
+  bool signalled = false;
+  const auto turn = [&]() {
+    const auto at = slots_.find(id);
+    if (at == slots_.end()) return Turn::lost;
+    if (!at->second.answers.empty()) return Turn::answered;
+    return lost_.empty() ? Turn::waiting : Turn::lost;
+  };
+  while (turn() == Turn::waiting && !signalled && now() < until) {
+    if (reading_) {
+      slots_[id].sleeper = &news;
+      sleepers_.insert(&news);
+      news.wait_for(lock, std::chrono::duration<double>(until - now()));
+      sleepers_.erase(&news);
+      const auto at = slots_.find(id);
+      if (at != slots_.end()) at->second.sleeper = nullptr;
+      continue;
+    }
+    reading_ = true;
+    if (watched_) watch_socket(true);
+    while (turn() == Turn::waiting && !signalled && now() < until) signalled = read_once(lock, until);
+    reading_ = false;
+  }
+  // Also who has only slept: it may have been woken to read on, and have been answered meanwhile.
+  if (!reading_ && !watched_) pass_on();
+  return turn();
+}
+
+// The one who reads leaves: another who waits reads on, or the keeper.
+void Client::pass_on() {
+  if (!sleepers_.empty()) {
+    (*sleepers_.begin())->notify_one();
+  } else if (lost_.empty()) {
+    watch_socket(false);
+  }
+}
+
+// Has the keeper woken by the socket, unless somebody reads it.
+void Client::watch_socket(bool reader_waits) {
+  watched_ = !reader_waits;
+  keeper::watch(this, !reader_waits, !reader_waits && !out_.empty());
+}
+
+// Waits for bytes, and gives the answers among them to those who wait. Only by the one who reads. Returns whether a
+// signal came.
+bool Client::read_once(Lock& lock, double until) {
+  const bool more = !out_.empty() && !push();
+  lock.unlock();
+  pollfd both[2] = {{fd_.get(), static_cast<short>(POLLIN | (more ? POLLOUT : 0)), 0}, {nudge_.get(), POLLIN, 0}};
+  const int ready = poll(both, 2, milliseconds_until(until));
+  const bool signalled = ready < 0 && errno == EINTR;
+  std::string why;
+  std::vector<std::pair<Header, std::string>> frames;
+  if (ready > 0) {
+    uint64_t drained;
+    if (both[1].revents && read(nudge_.get(), &drained, sizeof drained) < 0) drained = 0;
+    if (both[0].revents & (POLLIN | POLLHUP | POLLERR)) {
+      static thread_local std::string piece(kPiece, '\0');
+      const ssize_t got = recv(fd_.get(), piece.data(), piece.size(), MSG_DONTWAIT);
+      if (got > 0) {
+        heard_ = now();
+        in_.append(piece.data(), static_cast<size_t>(got));
+        size_t used = 0;
+        while (in_.size() - used >= kHeader) {
+          Header header;
+          if (!header.get(in_.data() + used) || header.length > max_frame_) {
+            why = "it sent a frame that is none";
+            break;
+          }
+          if (in_.size() - used - kHeader < header.length) break;
+          frames.emplace_back(header, in_.substr(used + kHeader, header.length));
+          used += kHeader + header.length;
+        }
+        in_.erase(0, used);
+      } else if (got == 0) {
+        why = "the connection ended";
+      } else if (errno != EAGAIN && errno != EINTR) {
+        why = std::string("the connection broke: ") + strerror(errno);
+      }
+    }
+  }
+  lock.lock();
+  for (auto& [header, body] : frames) dispatch(header, std::move(body));
+  if (!why.empty()) lose(std::move(why));
+  return signalled;
+}
+
+void Client::dispatch(const Header& header, std::string body) {
+  if (header.op == Op::farewell) {
+    std::string_view words = "it said farewell";
+    Reader(body).bytes(words);
+    lose(std::string(words));
+    return;
+  }
+  const auto at = slots_.find(header.id);
+  if (at == slots_.end()) return;  // a sign of life, or what nobody wants any more
+  at->second.answers.push_back({header.op, header.status, std::move(body)});
+  if (at->second.sleeper != nullptr) at->second.sleeper->notify_one();
+}
+
+void Client::lose(std::string why) {
+  if (!lost_.empty()) return;
+  lost_ = std::move(why);
+  for (auto& [id, slot] : slots_) {
+    if (slot.sleeper != nullptr) slot.sleeper->notify_one();
+  }
+  // The descriptor stays open until close(): others may be about to use its number.
+  shutdown(fd_.get(), SHUT_RDWR);
+  keeper::watch(this, false, false);
+}
+
+bool Client::take(uint64_t id, Answer& answer) {
+  Lock lock(mutex_);
+  const auto at = slots_.find(id);
+  if (at == slots_.end() || at->second.answers.empty()) return false;
+  answer = std::move(at->second.answers.front());
+  at->second.answers.pop_front();
+  if (!at->second.stream) slots_.erase(at);
+  return true;
+}
+
+void Client::forget(uint64_t id, bool tell) {
+  Lock lock(mutex_);
+  const auto at = slots_.find(id);
+  if (at == slots_.end()) return;
+  const bool stream = at->second.stream;
+  if (at->second.sleeper != nullptr) at->second.sleeper->notify_one();
+  slots_.erase(at);
+  lock.unlock();
+  if (!tell) return;
+  Writer which;
+  which.integer(static_cast<int64_t>(id));
+  const uint64_t request = submit(stream ? Op::unwatch : Op::cancel, which.body);
+  lock.lock();
+  slots_.erase(request);
+}
+
+void Client::close(const char* why, double patience) {
+  if (!fd_) return;
+  const uint64_t id = submit(Op::goodbye, "");
+  if (id != 0) {
+    const double until = now() + patience;
+    while (wait(id, until) == Turn::waiting && now() < until) continue;
+  }
+  Lock lock(mutex_);
+  if (lost_.empty() || id != 0) {
+    lost_.clear();
+    lose(why);
+  }
+  lock.unlock();
+  keeper::remove(this);
+  lock.lock();
+  // Nobody begins to read or send on what is lost; who reads yet is on the way out.
+  while (reading_) {
+    lock.unlock();
+    usleep(100);
+    lock.lock();
+  }
+  fd_.close();
+  nudge_.close();
+}
+
+std::string Client::lost() {
+  Lock lock(mutex_);
+  return lost_;
+}
+
+void Client::attend() {
+  Lock lock(mutex_);
+  if (reading_ || !lost_.empty()) return;
+  reading_ = true;
+  read_once(lock, 0);
+  reading_ = false;
+  pass_on();
+}
+
+void Client::tick(double time) {
+  Lock lock(mutex_);
+  if (!lost_.empty()) return;
+  if (time - heard_ > heartbeat_) {
+    char words[80];
+    snprintf(words, sizeof words, "nothing was heard of it for %.3g s", time - heard_);
+    lose(words);
+    return;
+  }
+  if (time - sent_ < heartbeat_ / 4 && time - heard_ < heartbeat_ / 4) return;
+  lock.unlock();
+  const uint64_t id = submit(Op::ping, "");
+  lock.lock();
+  slots_.erase(id);
+}
+
+}  // namespace ncclpy::store

@@ -1,0 +1,38 @@
+// The clock, and threads of our own.
+#pragma once
+
+#include <pthread.h>
+#include <signal.h>
+#include <time.h>
+
+#include <cmath>
+
+namespace ncclpy::store {
+
+// Monotonic seconds, those of Python's time.monotonic().
+inline double now() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return static_cast<double>(t.tv_sec) + static_cast<double>(t.tv_nsec) * 1e-9;
+}
+
+// The milliseconds that poll() is to sleep until then: never less, so that it need not be called again.
+inline int milliseconds_until(double then) {
+  const double left = (then - now()) * 1e3;
+  return left <= 0 ? 0 : left > 60e3 ? 60000 : static_cast<int>(std::ceil(left));
+}
+
+// Starts a thread that gets no signals: Python's handlers want the main one, a crash whoever has a handler. Returns
+// false when no thread can be started.
+inline bool start_thread(pthread_t& thread, const char* name, void* (*main)(void*), void* argument) {
+  sigset_t all, before;
+  sigfillset(&all);
+  for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) sigdelset(&all, fault);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  const int failed = pthread_create(&thread, nullptr, main, argument);
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  if (!failed) pthread_setname_np(thread, name);
+  return !failed;
+}
+
+}  // namespace ncclpy::store

@@ -1,0 +1,39 @@
+// Descriptors that a forked child closes at once. A child that kept a copy of a connection would keep it open after its
+// parent's death, and with it the parent's lease.
+#pragma once
+
+#include <utility>
+
+namespace ncclpy::store {
+
+// Counts the forks that lead to this process: what was made in another generation is not this process's to touch.
+int generation();
+
+// Owns a descriptor.
+class Descriptor {
+ public:
+  Descriptor() = default;
+  explicit Descriptor(int fd);
+  Descriptor(Descriptor&& other) noexcept { swap(other); }
+  Descriptor& operator=(Descriptor&& other) noexcept {
+    Descriptor taken(std::move(other));
+    swap(taken);
+    return *this;
+  }
+  ~Descriptor() { close(); }
+
+  void close();
+  int get() const { return fd_; }
+  explicit operator bool() const { return fd_ >= 0; }
+
+ private:
+  void swap(Descriptor& other) noexcept {
+    std::swap(fd_, other.fd_);
+    std::swap(generation_, other.generation_);
+  }
+
+  int fd_ = -1;
+  int generation_ = 0;
+};
+
+}  // namespace ncclpy::store

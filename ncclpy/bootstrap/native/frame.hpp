@@ -1,0 +1,157 @@
+// Frames: what a store's server and its clients say to each other once they have met. See docs/design.md, "A store's
+// protocol".
+//
+// A frame is a header of 24 bytes and a body. Numbers are little-endian:
+//
+//   length u64   of the body
+//   id     u64   of the request that this is or answers
+//   op     u8    what is asked or told
+//   status u8    of an answer
+//   0      6     reserved: a frame that has anything else here is refused
+//
+// A body is a list of fields, each with its kind: 'i' and 8 bytes, or 'b', a length u32 and so many bytes.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <string_view>
+
+namespace ncclpy::store {
+
+constexpr size_t kHeader = 24;
+
+enum class Op : uint8_t {
+  set = 1,          // key, value, ephemeral            ->
+  get = 2,          // key, microseconds                -> value
+  add = 3,          // key, number                      -> sum
+  compare_set = 4,  // key, any?, expected, any?, desired -> swapped, any?, value
+  append = 5,       // key, value                       ->
+  wait = 6,         // microseconds, count, keys        ->
+  check = 7,        // count, keys                      -> all there?
+  erase = 8,        // key                              -> was there?
+  keys = 9,         // prefix                           -> count, keys
+  gather = 10,      // name, rank, size, microseconds, value -> size, values
+  watch = 11,       // prefix                           -> ; then `change` with this id
+  unwatch = 12,     // id of the watch                  ->
+  cancel = 13,      // id of a request; not answered, nor is that request
+  ping = 14,        //                                  ->
+  goodbye = 15,     //                                  -> ; then the server closes
+  // What only a server says.
+  change = 16,  // key, there?, value
+  farewell = 17,  // why: the server ends, or ends with this client
+};
+
+enum class Status : uint8_t {
+  ok = 0,
+  late = 1,     // the deadline has passed: count, keys; or of a meeting: count, count here, ranks
+  refused = 2,  // words
+};
+
+inline void put_u32(char* at, uint32_t value) {
+  for (int i = 0; i < 4; i++) at[i] = static_cast<char>(value >> (8 * i));
+}
+
+inline void put_u64(char* at, uint64_t value) {
+  for (int i = 0; i < 8; i++) at[i] = static_cast<char>(value >> (8 * i));
+}
+
+inline uint32_t get_u32(const char* at) {
+  uint32_t value = 0;
+  for (int i = 0; i < 4; i++) value |= static_cast<uint32_t>(static_cast<unsigned char>(at[i])) << (8 * i);
+  return value;
+}
+
+inline uint64_t get_u64(const char* at) {
+  uint64_t value = 0;
+  for (int i = 0; i < 8; i++) value |= static_cast<uint64_t>(static_cast<unsigned char>(at[i])) << (8 * i);
+  return value;
+}
+
+struct Header {
+  uint64_t length = 0;
+  uint64_t id = 0;
+  Op op{};
+  Status status{};
+
+  void put(char* at) const {
+    put_u64(at, length);
+    put_u64(at + 8, id);
+    at[16] = static_cast<char>(op);
+    at[17] = static_cast<char>(status);
+    std::memset(at + 18, 0, 6);
+  }
+
+  // Returns false where these 24 bytes are no header.
+  bool get(const char* at) {
+    length = get_u64(at);
+    id = get_u64(at + 8);
+    op = static_cast<Op>(at[16]);
+    status = static_cast<Status>(at[17]);
+    for (int i = 18; i < 24; i++) {
+      if (at[i] != 0) return false;
+    }
+    return op >= Op::set && op <= Op::farewell && status <= Status::refused;
+  }
+};
+
+// Writes the fields of a body.
+class Writer {
+ public:
+  Writer& integer(int64_t value) {
+    char field[9] = {'i'};
+    put_u64(field + 1, static_cast<uint64_t>(value));
+    body.append(field, sizeof field);
+    return *this;
+  }
+
+  // The kind and length of bytes that follow by another way.
+  Writer& announce(size_t length) {
+    char field[5] = {'b'};
+    put_u32(field + 1, static_cast<uint32_t>(length));
+    body.append(field, sizeof field);
+    return *this;
+  }
+
+  Writer& bytes(std::string_view value) {
+    announce(value.size());
+    body.append(value);
+    return *this;
+  }
+
+  std::string body;
+};
+
+// Reads the fields of a body. Each call returns false where the next field is another or is torn.
+class Reader {
+ public:
+  explicit Reader(std::string_view body = {}) : rest_(body) {}
+
+  bool integer(int64_t& value) {
+    if (rest_.size() < 9 || rest_[0] != 'i') return false;
+    value = static_cast<int64_t>(get_u64(rest_.data() + 1));
+    rest_.remove_prefix(9);
+    return true;
+  }
+
+  bool bytes(std::string_view& value) {
+    if (rest_.size() < 5 || rest_[0] != 'b') return false;
+    const size_t length = get_u32(rest_.data() + 1);
+    if (rest_.size() - 5 < length) return false;
+    value = rest_.substr(5, length);
+    rest_.remove_prefix(5 + length);
+    return true;
+  }
+
+  // A count of fields that follow, each of at least 5 bytes: no more than can be there.
+  bool count(int64_t& value) { return integer(value) && value >= 0 && value <= static_cast<int64_t>(rest_.size() / 5); }
+
+  // The kind of the next field; 0 at the end.
+  char kind() const { return rest_.empty() ? '\0' : rest_[0]; }
+  bool end() const { return rest_.empty(); }
+
+ private:
+  std::string_view rest_;
+};
+
+}  // namespace ncclpy::store

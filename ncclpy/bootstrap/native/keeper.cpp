@@ -1,0 +1,139 @@
+#include "keeper.hpp"
+
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <unordered_map>
+#include <vector>
+
+#include "client.hpp"
+#include "clock.hpp"
+#include "descriptors.hpp"
+#include "mutex.hpp"
+
+namespace ncclpy::store::keeper {
+namespace {
+
+struct Keeper {
+  Mutex<NCCLPY_LOCK_STORE_KEEPER> mutex;
+  std::unordered_map<Client*, std::shared_ptr<Client>> clients;
+  Descriptor epoll;
+  Descriptor news;  // a client has come, or the last has gone
+  bool running = false;
+};
+
+// Never destroyed: its thread may outlive the statics. A fork's child has one of its own.
+Keeper& keeper() {
+  static Mutex<NCCLPY_LOCK_STORE_KEEPER> mutex;
+  static Keeper* one = nullptr;
+  static int made_in = -1;
+  std::lock_guard lock(mutex);
+  if (one == nullptr || made_in != generation()) {
+    one = new Keeper;
+    made_in = generation();
+  }
+  return *one;
+}
+
+void* run(void* argument) {
+  Keeper& it = *static_cast<Keeper*>(argument);
+  std::vector<epoll_event> events(256);
+  std::vector<std::shared_ptr<Client>> all, ready;
+  double next_tick = 0;
+  while (true) {
+    const int count =
+        epoll_wait(it.epoll.get(), events.data(), static_cast<int>(events.size()), milliseconds_until(next_tick));
+    const double time = now();
+    all.clear();
+    ready.clear();
+    {
+      std::lock_guard lock(it.mutex);
+      if (it.clients.empty()) {
+        it.running = false;
+        return nullptr;
+      }
+      for (int i = 0; i < count; i++) {
+        void* who = events[static_cast<size_t>(i)].data.ptr;
+        if (who == nullptr) {
+          uint64_t drained;
+          if (read(it.news.get(), &drained, sizeof drained) > 0) next_tick = 0;
+          continue;
+        }
+        const auto at = it.clients.find(static_cast<Client*>(who));
+        if (at != it.clients.end()) ready.push_back(at->second);
+      }
+      if (time >= next_tick) {
+        next_tick = time + 10;
+        for (auto& [pointer, client] : it.clients) {
+          all.push_back(client);
+          next_tick = std::min(next_tick, time + client->heartbeat() / 4);
+        }
+      }
+    }
+    for (auto& client : ready) client->attend();
+    for (auto& client : all) client->tick(time);
+  }
+}
+
+}  // namespace
+
+bool add(const std::shared_ptr<Client>& client) {
+  Keeper& it = keeper();
+  std::lock_guard lock(it.mutex);
+  if (!it.epoll) {
+    it.epoll = Descriptor(epoll_create1(EPOLL_CLOEXEC));
+    it.news = Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    epoll_event event{};
+    event.events = EPOLLIN;
+    if (!it.epoll || !it.news || epoll_ctl(it.epoll.get(), EPOLL_CTL_ADD, it.news.get(), &event) != 0) {
+      it.epoll.close();
+      it.news.close();
+      return false;
+    }
+  }
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.ptr = client.get();
+  if (epoll_ctl(it.epoll.get(), EPOLL_CTL_ADD, client->fd(), &event) != 0) return false;
+  it.clients.emplace(client.get(), client);
+  if (!it.running) {
+    pthread_t thread;
+    if (!start_thread(thread, "ncclpy-keeper", run, &it)) {
+      it.clients.erase(client.get());
+      epoll_ctl(it.epoll.get(), EPOLL_CTL_DEL, client->fd(), nullptr);
+      return false;
+    }
+    pthread_detach(thread);
+    it.running = true;
+  }
+  const uint64_t one = 1;
+  return write(it.news.get(), &one, sizeof one) > 0;
+}
+
+void remove(Client* client) {
+  Keeper& it = keeper();
+  std::shared_ptr<Client> last;  // goes outside of the lock
+  std::lock_guard lock(it.mutex);
+  const auto at = it.clients.find(client);
+  if (at == it.clients.end()) return;
+  epoll_ctl(it.epoll.get(), EPOLL_CTL_DEL, client->fd(), nullptr);
+  last = std::move(at->second);
+  it.clients.erase(at);
+  const uint64_t one = 1;
+  if (it.clients.empty() && write(it.news.get(), &one, sizeof one) < 0) {
+    // It is awake.
+  }
+}
+
+void watch(Client* client, bool readable, bool writable) {
+  Keeper& it = keeper();
+  epoll_event event{};
+  // Without either, only an end is told, and once.
+  event.events = (readable ? EPOLLIN : EPOLLONESHOT) | (writable ? EPOLLOUT : 0u);
+  event.data.ptr = client;
+  epoll_ctl(it.epoll.get(), EPOLL_CTL_MOD, client->fd(), &event);
+}
+
+}  // namespace ncclpy::store::keeper

@@ -1,0 +1,37 @@
+// A store's mutexes, each of which has a place in the order of all locks; see ordered_mutex.h. A normal build has those
+// of the standard library.
+#pragma once
+
+#include <condition_variable>
+#include <mutex>
+
+#include "ordered_mutex.h"
+
+namespace ncclpy::store {
+
+#if NCCLPY_DEBUG_LOCKS
+
+template <ncclpy_lock place>
+class Mutex : public std::mutex {
+ public:
+  void lock() {
+    ncclpy_lock_wanted(place, this);
+    std::mutex::lock();
+    ncclpy_lock_taken(place, this);
+  }
+  void unlock() {
+    ncclpy_lock_left(place, this);
+    std::mutex::unlock();
+  }
+};
+using Condition = std::condition_variable_any;
+
+#else
+
+template <ncclpy_lock>
+using Mutex = std::mutex;
+using Condition = std::condition_variable;
+
+#endif
+
+}  // namespace ncclpy::store

@@ -1,0 +1,116 @@
+// A store's server: one thread that serves all connections by an event loop, and never needs the GIL.
+#pragma once
+
+#include <pthread.h>
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "descriptors.hpp"
+#include "mutex.hpp"
+#include "table.hpp"
+
+namespace ncclpy::store {
+
+struct ServerOptions {
+  std::string token;       // empty: none is asked for
+  double heartbeat = 10;   // seconds of silence after which a client is lost
+  size_t max_value = 0;    // bytes that a value may have
+  size_t max_answer = 0;   // bytes that a list in an answer may have
+  size_t max_backlog = 0;  // bytes that may wait for a client that does not read them
+};
+
+class Server final : private Post {
+ public:
+  explicit Server(const ServerOptions& options);
+  ~Server();
+
+  // Takes a listening socket over; before start().
+  void listen(int fd);
+
+  // Returns false, with errno, where the thread or what it needs cannot be made.
+  bool start();
+
+  // Says farewell to all clients and ends the thread.
+  void stop();
+
+  // How many clients have met it and not left.
+  int clients() const { return clients_.load(); }
+
+  // The next line for the log; false where none has come in `seconds`, or none will come.
+  bool next_line(std::string& line, double seconds);
+  bool stopped() const { return stopped_.load(); }
+
+ private:
+  enum class Stage { greeting, proof, open };
+
+  struct Piece {
+    std::string own;
+    Value shared;
+    std::string_view bytes() const { return shared ? std::string_view(*shared) : std::string_view(own); }
+  };
+
+  struct Connection {
+    uint64_t id = 0;
+    Descriptor fd;
+    std::string peer;
+    Stage stage = Stage::greeting;
+    std::string greetings;
+    double since = 0;
+    double heard = 0;
+    double heartbeat = 0;
+    std::string in;
+    std::deque<Piece> out;
+    size_t sent = 0;     // of the first piece
+    size_t backlog = 0;  // bytes in all pieces
+    bool dirty = false;  // listed in dirty_
+    bool blocked = false;
+    bool goodbye = false;
+    std::string doomed;  // why it is to be closed
+  };
+
+  static void* main(void* self);
+  void run();
+  void accept(int listener);
+  void read(Connection& connection);
+  size_t parse(Connection& connection, std::string_view bytes);
+  size_t meet(Connection& connection, std::string_view bytes);
+  void frame(Connection& connection, const Header& header, std::string_view body);
+  void doom(Connection& connection, std::string why);
+  void queue(Connection& connection, Piece piece);
+  void flush(Connection& connection);
+  void settle();
+  void close(uint64_t id);
+  void sweep(double time);
+  void say_farewell();
+  void line(std::string words);
+  void send(uint64_t connection, uint64_t id, Op op, Status status, Body body) override;
+
+  const ServerOptions options_;
+  const size_t max_frame_;
+  Table table_;
+  std::vector<Descriptor> listeners_;
+  Descriptor epoll_, wake_;
+  pthread_t thread_{};
+  bool running_ = false;
+  std::atomic<bool> stop_{false};
+  std::atomic<bool> stopped_{false};
+  std::atomic<int> clients_{0};
+  uint64_t last_id_ = 0;
+  std::unordered_map<uint64_t, std::unique_ptr<Connection>> connections_;
+  std::vector<uint64_t> dirty_;  // connections that have something to send or are doomed
+  std::vector<char> scratch_;
+  double full_until_ = 0;  // while no descriptor is free
+
+  Mutex<NCCLPY_LOCK_STORE_LINES> lines_mutex_;
+  Condition lines_news_;
+  std::deque<std::string> lines_;
+  size_t lines_lost_ = 0;
+};
+
+}  // namespace ncclpy::store

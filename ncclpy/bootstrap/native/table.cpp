@@ -1,0 +1,499 @@
+#include "table.hpp"
+
+#include <charconv>
+#include <limits>
+
+namespace ncclpy::store {
+namespace {
+
+constexpr double kForever = std::numeric_limits<double>::infinity();
+// More absent ranks are counted, not listed: all of 100,000 ranks may be told at once.
+constexpr size_t kListed = 4096;
+constexpr int64_t kMaxRanks = int64_t{1} << 24;
+
+double deadline_after(int64_t microseconds, double now) {
+  return microseconds < 0 ? kForever : now + static_cast<double>(microseconds) * 1e-6;
+}
+
+Body body_of(Writer& out, Value tail = nullptr) { return {std::move(out.body), std::move(tail)}; }
+
+// A value as the last field of a body.
+Body body_with(Writer& out, const Value& value) {
+  out.announce(value->size());
+  if (value->size() < 4096) {
+    out.body += *value;
+    return body_of(out);
+  }
+  return body_of(out, value);
+}
+
+Value value_of(std::string_view bytes) { return std::make_shared<const std::string>(bytes); }
+
+}  // namespace
+
+bool Table::request(uint64_t connection, const Header& header, std::string_view body, double now) {
+  const uint64_t id = header.id;
+  Reader in(body);
+  switch (header.op) {
+    case Op::set: return do_set(connection, id, in);
+    case Op::get: return do_get(connection, id, in, now);
+    case Op::add: return do_add(connection, id, in);
+    case Op::compare_set: return do_compare_set(connection, id, in);
+    case Op::append: return do_append(connection, id, in);
+    case Op::wait: return do_wait(connection, id, in, now);
+    case Op::check: return do_check(connection, id, in);
+    case Op::erase: return do_erase(connection, id, in);
+    case Op::keys: return do_keys(connection, id, in);
+    case Op::gather: return do_gather(connection, id, in, now);
+    case Op::watch: return do_watch(connection, id, in);
+    case Op::unwatch: return do_unwatch(connection, id, in);
+    case Op::cancel: return do_cancel(connection, in);
+    case Op::ping:
+      if (!in.end()) return false;
+      answer(connection, id, Op::ping);
+      return true;
+    case Op::goodbye:  // the server's
+    case Op::change:
+    case Op::farewell: return false;
+  }
+  return false;
+}
+
+void Table::refuse(uint64_t connection, uint64_t id, Op op, std::string_view words) {
+  Writer out;
+  out.bytes(words);
+  post_.send(connection, id, op, Status::refused, body_of(out));
+}
+
+bool Table::do_set(uint64_t connection, uint64_t id, Reader in) {
+  std::string_view key, value;
+  int64_t ephemeral;
+  if (!in.bytes(key) || !in.bytes(value) || !in.integer(ephemeral) || !in.end()) return false;
+  put(key, value_of(value), ephemeral ? connection : 0);
+  answer(connection, id, Op::set);
+  return true;
+}
+
+bool Table::do_get(uint64_t connection, uint64_t id, Reader in, double now) {
+  std::string_view key;
+  int64_t microseconds;
+  if (!in.bytes(key) || !in.integer(microseconds) || !in.end()) return false;
+  if (Entry* entry = find(key)) {
+    Writer out;
+    answer(connection, id, Op::get, body_with(out, entry->value));
+    return true;
+  }
+  auto pending = std::make_unique<Pending>();
+  pending->connection = connection;
+  pending->id = id;
+  pending->op = Op::get;
+  pending->deadline = deadline_after(microseconds, now);
+  pending->keys.emplace_back(key);
+  if (connections_[connection].pending.count(id)) return false;
+  await(std::move(pending));
+  return true;
+}
+
+bool Table::do_add(uint64_t connection, uint64_t id, Reader in) {
+  std::string_view key;
+  int64_t number, sum = 0;
+  if (!in.bytes(key) || !in.integer(number) || !in.end()) return false;
+  uint64_t owner = 0;
+  if (Entry* entry = find(key)) {
+    const std::string& text = *entry->value;
+    const auto read = std::from_chars(text.data(), text.data() + text.size(), sum);
+    if (read.ec != std::errc() || read.ptr != text.data() + text.size()) {
+      refuse(connection, id, Op::add, "the value is no number");
+      return true;
+    }
+    owner = entry->owner;
+  }
+  if (__builtin_add_overflow(sum, number, &sum)) {
+    refuse(connection, id, Op::add, "the sum has more than 64 bits");
+    return true;
+  }
+  put(key, value_of(std::to_string(sum)), owner);
+  Writer out;
+  out.integer(sum);
+  answer(connection, id, Op::add, body_of(out));
+  return true;
+}
+
+bool Table::do_compare_set(uint64_t connection, uint64_t id, Reader in) {
+  std::string_view key, expected, desired;
+  int64_t is_expected, is_desired;
+  if (!in.bytes(key) || !in.integer(is_expected) || !in.bytes(expected) || !in.integer(is_desired) ||
+      !in.bytes(desired) || !in.end()) {
+    return false;
+  }
+  Entry* entry = find(key);
+  const bool swap = entry ? is_expected && *entry->value == expected : !is_expected;
+  Value now = entry ? entry->value : nullptr;
+  if (swap) {
+    now = is_desired ? value_of(desired) : nullptr;
+    if (now) {
+      put(key, now, 0);
+    } else {
+      take(key);
+    }
+  }
+  Writer out;
+  out.integer(swap).integer(now != nullptr);
+  answer(connection, id, Op::compare_set, body_with(out, now ? now : value_of("")));
+  return true;
+}
+
+bool Table::do_append(uint64_t connection, uint64_t id, Reader in) {
+  std::string_view key, value;
+  if (!in.bytes(key) || !in.bytes(value) || !in.end()) return false;
+  Entry* entry = find(key);
+  std::string whole = entry ? *entry->value : std::string();
+  if (whole.size() + value.size() > max_value_) {
+    refuse(connection, id, Op::append, "the value would have more than " + std::to_string(max_value_) + " bytes");
+    return true;
+  }
+  whole.append(value);
+  put(key, std::make_shared<const std::string>(std::move(whole)), entry ? entry->owner : 0);
+  answer(connection, id, Op::append);
+  return true;
+}
+
+bool Table::do_wait(uint64_t connection, uint64_t id, Reader in, double now) {
+  int64_t microseconds, count;
+  if (!in.integer(microseconds) || !in.count(count)) return false;
+  auto pending = std::make_unique<Pending>();
+  pending->connection = connection;
+  pending->id = id;
+  pending->op = Op::wait;
+  pending->deadline = deadline_after(microseconds, now);
+  for (int64_t i = 0; i < count; i++) {
+    std::string_view key;
+    if (!in.bytes(key)) return false;
+    pending->keys.emplace_back(key);
+  }
+  if (!in.end() || connections_[connection].pending.count(id)) return false;
+  for (const std::string& key : pending->keys) {
+    if (!find(key)) {
+      await(std::move(pending));
+      return true;
+    }
+  }
+  answer(connection, id, Op::wait);
+  return true;
+}
+
+bool Table::do_check(uint64_t connection, uint64_t id, Reader in) {
+  int64_t count;
+  bool all = true;
+  if (!in.count(count)) return false;
+  for (int64_t i = 0; i < count; i++) {
+    std::string_view key;
+    if (!in.bytes(key)) return false;
+    all = all && find(key);
+  }
+  if (!in.end()) return false;
+  Writer out;
+  out.integer(all);
+  answer(connection, id, Op::check, body_of(out));
+  return true;
+}
+
+bool Table::do_erase(uint64_t connection, uint64_t id, Reader in) {
+  std::string_view key;
+  if (!in.bytes(key) || !in.end()) return false;
+  Writer out;
+  out.integer(find(key) != nullptr);
+  take(key);
+  answer(connection, id, Op::erase, body_of(out));
+  return true;
+}
+
+bool Table::do_keys(uint64_t connection, uint64_t id, Reader in) {
+  std::string_view prefix;
+  if (!in.bytes(prefix) || !in.end()) return false;
+  Writer found;
+  int64_t count = 0;
+  for (auto at = entries_.lower_bound(prefix); at != entries_.end(); ++at) {
+    if (std::string_view(at->first).substr(0, prefix.size()) != prefix) break;
+    found.bytes(at->first);
+    if (++count; found.body.size() > max_answer_) {
+      refuse(connection, id, Op::keys, "the keys have more than " + std::to_string(max_answer_) + " bytes");
+      return true;
+    }
+  }
+  Writer out;
+  out.integer(count);
+  answer(connection, id, Op::keys, body_of(out, std::make_shared<const std::string>(std::move(found.body))));
+  return true;
+}
+
+bool Table::do_gather(uint64_t connection, uint64_t id, Reader in, double now) {
+  std::string_view name, value;
+  int64_t rank, size, microseconds;
+  if (!in.bytes(name) || !in.integer(rank) || !in.integer(size) || !in.integer(microseconds) || !in.bytes(value) ||
+      !in.end() || size < 1 || size > kMaxRanks || rank < 0 || rank >= size ||
+      connections_[connection].pending.count(id)) {
+    return false;
+  }
+  auto& place = meetings_.try_emplace(std::string(name)).first->second;
+  if (!place) {
+    place = std::make_unique<Meeting>();
+    place->name = name;
+    place->size = size;
+  }
+  Meeting& meeting = *place;
+  if (meeting.size != size) {
+    refuse(connection, id, Op::gather,
+           "rank " + std::to_string(rank) + " came as one of " + std::to_string(size) + ", others as of " +
+               std::to_string(meeting.size));
+    return true;
+  }
+  if (meeting.came.count(rank)) {
+    refuse(connection, id, Op::gather,
+           "rank " + std::to_string(rank) + " is there already: two processes or threads have the same rank");
+    return true;
+  }
+  auto pending = std::make_unique<Pending>();
+  pending->connection = connection;
+  pending->id = id;
+  pending->op = Op::gather;
+  pending->deadline = deadline_after(microseconds, now);
+  pending->meeting = &meeting;
+  pending->rank = rank;
+  pending->value = value_of(value);
+  meeting.came[rank] = pending.get();
+  await(std::move(pending));
+  if (static_cast<int64_t>(meeting.came.size()) == size) hold(meeting);
+  return true;
+}
+
+// All have come: each gets the values of all.
+void Table::hold(Meeting& meeting) {
+  size_t bytes = 0;
+  for (auto& [rank, pending] : meeting.came) bytes += pending->value->size() + 5;
+  const bool fits = bytes <= max_answer_;
+  Writer values;
+  if (fits) {
+    values.body.reserve(bytes);
+    for (auto& [rank, pending] : meeting.came) values.bytes(*pending->value);
+  }
+  const auto shared = std::make_shared<const std::string>(std::move(values.body));
+  std::vector<std::pair<uint64_t, uint64_t>> to;
+  for (auto& [rank, pending] : meeting.came) to.emplace_back(pending->connection, pending->id);
+  const int64_t size = meeting.size;
+  for (auto [connection, id] : to) {
+    remove(connection, id);  // and with the last one the meeting
+    if (!fits) {
+      refuse(connection, id, Op::gather, "the values have more than " + std::to_string(max_answer_) + " bytes");
+      continue;
+    }
+    Writer out;
+    out.integer(size);
+    answer(connection, id, Op::gather, body_of(out, shared));
+  }
+}
+
+bool Table::do_watch(uint64_t connection, uint64_t id, Reader in) {
+  std::string_view prefix;
+  if (!in.bytes(prefix) || !in.end()) return false;
+  if (!connections_[connection].watches.try_emplace(id, prefix).second) return false;
+  auto& those = watches_[std::string(prefix)];
+  if (those.empty()) watched_lengths_[prefix.size()]++;
+  those.emplace(connection, id);
+  answer(connection, id, Op::watch);
+  return true;
+}
+
+bool Table::do_unwatch(uint64_t connection, uint64_t id, Reader in) {
+  int64_t which;
+  if (!in.integer(which) || !in.end()) return false;
+  auto& watches = connections_[connection].watches;
+  const auto at = watches.find(static_cast<uint64_t>(which));
+  if (at != watches.end()) {
+    remove_watch(connection, at->first, at->second);
+    watches.erase(at);
+  }
+  answer(connection, id, Op::unwatch);
+  return true;
+}
+
+void Table::remove_watch(uint64_t connection, uint64_t id, const std::string& prefix) {
+  const auto at = watches_.find(prefix);
+  at->second.erase({connection, id});
+  if (!at->second.empty()) return;
+  if (--watched_lengths_[prefix.size()] == 0) watched_lengths_.erase(prefix.size());
+  watches_.erase(at);
+}
+
+bool Table::do_cancel(uint64_t connection, Reader in) {
+  int64_t which;
+  if (!in.integer(which) || !in.end()) return false;
+  remove(connection, static_cast<uint64_t>(which));  // if it is still there
+  return true;
+}
+
+Table::Entry* Table::find(std::string_view key) {
+  const auto at = entries_.find(key);
+  return at == entries_.end() ? nullptr : &at->second;
+}
+
+void Table::put(std::string_view key, Value value, uint64_t owner) {
+  auto at = entries_.lower_bound(key);
+  if (at == entries_.end() || at->first != key) at = entries_.emplace_hint(at, key, Entry{});
+  if (at->second.owner != owner) {
+    disown(key, at->second.owner);
+    if (owner) connections_[owner].owned.emplace(key);
+  }
+  at->second = {value, owner};
+  tell(key, value);
+
+  const auto waiting = waiting_.find(at->first);
+  if (waiting == waiting_.end()) return;
+  const std::unordered_set<Pending*> woken = std::move(waiting->second);
+  waiting_.erase(waiting);
+  for (Pending* pending : woken) {
+    pending->absent.erase(at->first);
+    if (!pending->absent.empty()) continue;
+    if (pending->op == Op::get) {
+      Writer out;
+      answer(pending->connection, pending->id, Op::get, body_with(out, value));
+    } else {
+      await_absent(*pending);  // some may have gone since they came
+      if (!pending->absent.empty()) continue;
+      answer(pending->connection, pending->id, Op::wait);
+    }
+    remove(pending->connection, pending->id);
+  }
+}
+
+void Table::take(std::string_view key) {
+  const auto at = entries_.find(key);
+  if (at == entries_.end()) return;
+  disown(key, at->second.owner);
+  tell(key, nullptr);
+  entries_.erase(at);
+}
+
+void Table::disown(std::string_view key, uint64_t owner) {
+  const auto at = connections_.find(owner);
+  if (at != connections_.end()) at->second.owned.erase(std::string(key));
+}
+
+// Tells those who watch what became of a key.
+void Table::tell(std::string_view key, const Value& value) {
+  for (const auto& [length, number] : watched_lengths_) {
+    if (length > key.size()) break;
+    const auto at = watches_.find(std::string(key.substr(0, length)));
+    if (at == watches_.end()) continue;
+    for (auto [connection, id] : at->second) {
+      Writer out;
+      out.bytes(key).integer(value != nullptr);
+      post_.send(connection, id, Op::change, Status::ok, body_with(out, value ? value : value_of("")));
+    }
+  }
+}
+
+void Table::await(std::unique_ptr<Pending> pending) {
+  Pending& it = *pending;
+  if (it.deadline < kForever) deadlines_.emplace(it.deadline, &it);
+  await_absent(it);
+  connections_[it.connection].pending.emplace(it.id, std::move(pending));
+}
+
+void Table::await_absent(Pending& pending) {
+  for (const std::string& key : pending.keys) {
+    if (!find(key) && pending.absent.insert(key).second) waiting_[key].insert(&pending);
+  }
+}
+
+std::unique_ptr<Table::Pending> Table::remove(uint64_t connection, uint64_t id) {
+  const auto whose = connections_.find(connection);
+  if (whose == connections_.end()) return nullptr;
+  const auto at = whose->second.pending.find(id);
+  if (at == whose->second.pending.end()) return nullptr;
+  std::unique_ptr<Pending> pending = std::move(at->second);
+  whose->second.pending.erase(at);
+  deadlines_.erase({pending->deadline, pending.get()});
+  for (const std::string& key : pending->absent) {
+    const auto waiting = waiting_.find(key);
+    if (waiting == waiting_.end()) continue;
+    waiting->second.erase(pending.get());
+    if (waiting->second.empty()) waiting_.erase(waiting);
+  }
+  if (Meeting* meeting = pending->meeting) {
+    meeting->came.erase(pending->rank);
+    if (meeting->came.empty()) meetings_.erase(meetings_.find(meeting->name));
+    pending->meeting = nullptr;
+  }
+  return pending;
+}
+
+void Table::gone(uint64_t connection, bool goodbye) {
+  const auto at = connections_.find(connection);
+  if (at == connections_.end()) return;
+  while (!at->second.pending.empty()) {
+    const Pending& pending = *at->second.pending.begin()->second;
+    std::vector<std::pair<uint64_t, uint64_t>> left;  // who waits for one that will not come back
+    std::string name;
+    if (pending.meeting && !goodbye) {
+      for (auto& [rank, other] : pending.meeting->came) {
+        if (other->connection != connection) left.emplace_back(other->connection, other->id);
+      }
+    }
+    const int64_t rank = pending.rank;
+    remove(connection, pending.id);
+    for (auto [other, id] : left) {
+      remove(other, id);
+      refuse(other, id, Op::gather,
+             "rank " + std::to_string(rank) + " had come, and its process has ended or its host is gone");
+    }
+  }
+  for (const auto& [id, prefix] : at->second.watches) remove_watch(connection, id, prefix);
+  std::set<std::string> owned = std::move(at->second.owned);
+  connections_.erase(at);
+  for (const std::string& key : owned) take(key);
+}
+
+void Table::expire(double now) {
+  while (!deadlines_.empty() && deadlines_.begin()->first <= now) {
+    const Pending& first = *deadlines_.begin()->second;
+    late(first);
+    remove(first.connection, first.id);
+  }
+}
+
+double Table::next_deadline() const { return deadlines_.empty() ? kForever : deadlines_.begin()->first; }
+
+void Table::late(const Pending& pending) {
+  Writer out;
+  if (const Meeting* meeting = pending.meeting) {
+    const int64_t missing = meeting->size - static_cast<int64_t>(meeting->came.size());
+    out.integer(missing);
+    size_t listed = 0;
+    int64_t rank = 0;
+    auto next = meeting->came.begin();
+    for (; rank < meeting->size && listed < kListed; rank++) {
+      if (next != meeting->came.end() && next->first == rank) {
+        ++next;
+      } else {
+        out.integer(rank);
+        listed++;
+      }
+    }
+  } else {
+    size_t count = 0;
+    std::set<std::string_view> told;
+    Writer keys;
+    for (const std::string& key : pending.keys) {
+      if (!find(key) && told.insert(key).second) {
+        keys.bytes(key);
+        count++;
+      }
+    }
+    out.integer(static_cast<int64_t>(count));
+    out.body += keys.body;
+  }
+  post_.send(pending.connection, pending.id, pending.op, Status::late, body_of(out));
+}
+
+}  // namespace ncclpy::store

@@ -1,0 +1,134 @@
+// What a server keeps: keys with their values, those who wait for them, meetings of ranks, watches, and what ends with
+// a connection. Knows nothing of sockets or clocks: it is told what a client asks and what time it is, and tells a Post
+// what to answer.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "frame.hpp"
+
+namespace ncclpy::store {
+
+using Value = std::shared_ptr<const std::string>;
+
+// A body whose last part may be shared with others.
+struct Body {
+  std::string head;
+  Value tail;  // or none
+};
+
+// Carries frames to connections.
+class Post {
+ public:
+  virtual void send(uint64_t connection, uint64_t id, Op op, Status status, Body body) = 0;
+
+ protected:
+  ~Post() = default;
+};
+
+class Table {
+ public:
+  // Values may grow to `max_value` bytes; a list in an answer, to `max_answer`.
+  Table(Post& post, size_t max_value, size_t max_answer) : post_(post), max_value_(max_value), max_answer_(max_answer) {}
+
+  // Does what a client asks. False: the request is malformed, or one of its id is under way already.
+  bool request(uint64_t connection, const Header& header, std::string_view body, double now);
+
+  // A connection has ended, after a goodbye or without one.
+  void gone(uint64_t connection, bool goodbye);
+
+  // Tells those whose deadline has passed.
+  void expire(double now);
+
+  // When the first deadline passes; infinite if none does.
+  double next_deadline() const;
+
+  size_t size() const { return entries_.size(); }
+
+ private:
+  struct Meeting;
+
+  // A request that waits.
+  struct Pending {
+    uint64_t connection = 0;
+    uint64_t id = 0;
+    Op op{};
+    double deadline = 0;
+    std::vector<std::string> keys;          // of get and wait
+    std::unordered_set<std::string> absent;  // those of them that are waited for
+    Meeting* meeting = nullptr;             // of gather
+    int64_t rank = 0;
+    Value value;
+  };
+
+  struct Meeting {
+    std::string name;
+    int64_t size = 0;
+    std::map<int64_t, Pending*> came;
+  };
+
+  struct Entry {
+    Value value;
+    uint64_t owner = 0;  // the connection with which it ends; 0: none
+  };
+
+  struct Connection {
+    std::map<uint64_t, std::unique_ptr<Pending>> pending;
+    std::set<std::string> owned;
+    std::map<uint64_t, std::string> watches;  // prefixes by id
+  };
+
+  bool do_set(uint64_t connection, uint64_t id, Reader in);
+  bool do_get(uint64_t connection, uint64_t id, Reader in, double now);
+  bool do_add(uint64_t connection, uint64_t id, Reader in);
+  bool do_compare_set(uint64_t connection, uint64_t id, Reader in);
+  bool do_append(uint64_t connection, uint64_t id, Reader in);
+  bool do_wait(uint64_t connection, uint64_t id, Reader in, double now);
+  bool do_check(uint64_t connection, uint64_t id, Reader in);
+  bool do_erase(uint64_t connection, uint64_t id, Reader in);
+  bool do_keys(uint64_t connection, uint64_t id, Reader in);
+  bool do_gather(uint64_t connection, uint64_t id, Reader in, double now);
+  bool do_watch(uint64_t connection, uint64_t id, Reader in);
+  bool do_unwatch(uint64_t connection, uint64_t id, Reader in);
+  bool do_cancel(uint64_t connection, Reader in);
+
+  void answer(uint64_t connection, uint64_t id, Op op, Body body = {}) {
+    post_.send(connection, id, op, Status::ok, std::move(body));
+  }
+  void refuse(uint64_t connection, uint64_t id, Op op, std::string_view words);
+
+  Entry* find(std::string_view key);
+  void put(std::string_view key, Value value, uint64_t owner);
+  void take(std::string_view key);
+  void disown(std::string_view key, uint64_t owner);
+  void tell(std::string_view key, const Value& value);
+
+  void await(std::unique_ptr<Pending> pending);
+  void await_absent(Pending& pending);
+  std::unique_ptr<Pending> remove(uint64_t connection, uint64_t id);
+  void remove_watch(uint64_t connection, uint64_t id, const std::string& prefix);
+  void late(const Pending& pending);
+  void hold(Meeting& meeting);
+
+  Post& post_;
+  const size_t max_value_;
+  const size_t max_answer_;
+  std::map<std::string, Entry, std::less<>> entries_;
+  std::unordered_map<uint64_t, Connection> connections_;
+  std::unordered_map<std::string, std::unordered_set<Pending*>> waiting_;  // by key
+  std::set<std::pair<double, Pending*>> deadlines_;
+  std::map<std::string, std::unique_ptr<Meeting>, std::less<>> meetings_;
+  std::unordered_map<std::string, std::set<std::pair<uint64_t, uint64_t>>> watches_;  // by prefix
+  std::map<size_t, size_t> watched_lengths_;                                          // how many prefixes of each
+};
+
+}  // namespace ncclpy::store

@@ -1,0 +1,399 @@
+"""What every store is: keys and bytes that all ranks see, waits that end, and errors that say who is absent.
+
+A store says how it keeps keys (the methods whose names begin with an underscore); what is asked of its users,
+deadlines and errors are the same for all of them and stand here.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from ncclpy.bootstrap.asked import (
+    MAX_VALUE,
+    MEETINGS,
+    TIMEOUT,
+    Bytes,
+    StoreError,
+    StoreLost,
+    absent_keys,
+    absent_ranks,
+    as_count,
+    as_key,
+    as_keys,
+    as_seconds,
+    as_value,
+    names,
+)
+from ncclpy.core.errors import not_copied
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from ncclpy.bootstrap.watch import Change, Watch
+
+__all__ = [
+    "MAX_VALUE",
+    "TIMEOUT",
+    "Store",
+    "StoreError",
+    "StoreLost",
+    "absent_keys",
+    "absent_ranks",
+    "as_key",
+    "as_seconds",
+    "names",
+]
+
+
+class Store:
+    """Keep keys and bytes that all ranks see: the base of every store.
+
+    Keys are any text of up to 64 KiB in UTF-8, values any bytes of up to 256 MiB. An operation is atomic and
+    acknowledged: when it returns, everybody sees it. Any number of threads may use one store, and one that waits holds
+    up no other. Every operation ends within its `timeout`, in seconds, or within the store's where it is None, and
+    raises `NcclTimeout` then, which names what is absent and has it as a list in ``missing``. Ctrl-C and other signal
+    handlers run meanwhile.
+
+    A store of one's own defines `_set`, `_get`, `_add`, `_compare_set`, `_append`, `_wait`, `_check`, `_delete`,
+    `_keys` and `_close`. They get arguments that have been looked at, and a deadline on the clock of `time.monotonic`,
+    which may be infinite. All else is built on these, and may be defined as well where there is a better way.
+
+    Parameters
+    ----------
+    timeout
+        Seconds that an operation may take where it is not told otherwise.
+    """
+
+    def __init__(self, timeout: float = TIMEOUT) -> None:
+        self.timeout = as_seconds(timeout, TIMEOUT)
+        self._closed = False
+        self._process = os.getpid()
+
+    # What a store has to define.
+
+    def _set(self, key: str, value: bytes, deadline: float) -> None:
+        """Give a key a value."""
+        raise NotImplementedError
+
+    def _get(self, key: str, deadline: float) -> bytes | None:
+        """Return a key's value once it has one; None if it has none by the deadline."""
+        raise NotImplementedError
+
+    def _add(self, key: str, number: int, deadline: float) -> int:
+        """Add to a number, which is kept as decimal text and is 0 where the key is absent; return the sum."""
+        raise NotImplementedError
+
+    def _compare_set(
+        self, key: str, expected: bytes | None, desired: bytes | None, deadline: float
+    ) -> tuple[bool, bytes | None]:
+        """Change a value if it is `expected`; None is an absent key. Return whether, and the value thereafter."""
+        raise NotImplementedError
+
+    def _append(self, key: str, value: bytes, deadline: float) -> None:
+        """Put bytes behind those that a key has, none where it is absent."""
+        raise NotImplementedError
+
+    def _wait(self, keys: list[str], deadline: float) -> list[str]:
+        """Wait until all keys have values; return those that have none by the deadline."""
+        raise NotImplementedError
+
+    def _check(self, keys: list[str], deadline: float) -> bool:
+        """Return whether all keys have values now."""
+        raise NotImplementedError
+
+    def _delete(self, key: str, deadline: float) -> bool:
+        """Take a key away; return whether it was there."""
+        raise NotImplementedError
+
+    def _keys(self, prefix: str, deadline: float) -> list[str]:
+        """Return the keys that begin with a prefix."""
+        raise NotImplementedError
+
+    def _close(self) -> None:
+        """Let go of what the store holds, and have those that wait in it raise `StoreError`. Called once."""
+        raise NotImplementedError
+
+    # What may be defined as well.
+
+    def _set_ephemeral(self, key: str, value: bytes, deadline: float) -> None:
+        """Give a key a value that ends with this store's connection, or its process."""
+        raise StoreError(f"{self}: cannot keep an ephemeral key, since it does not know who is alive; TCPStore does")
+
+    def _multi_get(self, keys: list[str], deadline: float) -> list[bytes | None]:
+        """Return the values of keys as `_get` does each."""
+        self._wait(keys, deadline)
+        return [self._get(key, deadline) for key in keys]
+
+    def _multi_set(self, items: list[tuple[str, bytes]], deadline: float) -> None:
+        """Give keys values, one after the other."""
+        for key, value in items:
+            self._set(key, value, deadline)
+
+    def _gather(self, name: str, rank: int, size: int, value: bytes, timeout: float) -> list[bytes]:
+        """Meet the other ranks and return the values of all."""
+        from ncclpy.bootstrap.meeting import gather
+
+        return gather(self, name, rank, size, value, timeout)
+
+    def _watch(self, prefix: str) -> Watch:
+        """Return a watch that tells all changes from now on."""
+        raise StoreError(f"{self}: cannot tell of changes; LocalStore and TCPStore can")
+
+    # What users call.
+
+    def set(self, key: str, value: Bytes, *, ephemeral: bool = False) -> None:
+        """Give a key a value; those who wait for it see it.
+
+        Parameters
+        ----------
+        key
+            Any text.
+        value
+            Any bytes, also none.
+        ephemeral
+            Whether the key goes away when this store is closed, or its process or host has ended. Only stores that
+            know of that can do so (`TCPStore`); others raise `StoreError`.
+        """
+        self._look()
+        key, value = as_key(key), as_value(value)
+        if ephemeral:
+            self._set_ephemeral(key, value, self._deadline(None))
+        else:
+            self._set(key, value, self._deadline(None))
+
+    def get(self, key: str, timeout: float | None = None) -> bytes:
+        """Return a key's value, once it has one.
+
+        Parameters
+        ----------
+        key
+            The key; if it is absent, this waits until somebody sets it.
+        timeout
+            Seconds to wait; None is the store's.
+        """
+        self._look()
+        seconds = as_seconds(timeout, self.timeout)
+        value = self._get(as_key(key), time.monotonic() + seconds)
+        if value is None:
+            raise absent_keys(self, [key], 1, seconds)
+        return value
+
+    def add(self, key: str, number: int = 1) -> int:
+        """Add to a number and return the sum; an absent key counts as 0.
+
+        Parameters
+        ----------
+        key
+            The number's key. Its value is decimal text: ``b"3"``, which `set` may also have written.
+        number
+            What is added. The sum has 64 bits: one that is larger raises `StoreError` and changes nothing.
+        """
+        self._look()
+        number = as_count(number, "number")
+        if not -(1 << 63) <= number < 1 << 63:
+            raise ValueError(f"number: {number} has more than 64 bits")
+        return self._add(as_key(key), number, self._deadline(None))
+
+    def compare_set(self, key: str, expected: Bytes | None, desired: Bytes | None) -> tuple[bool, bytes | None]:
+        """Give a key a value if it has the one expected; return whether it did, and the value that the key has now.
+
+        Parameters
+        ----------
+        key
+            The key.
+        expected
+            The value that the key must have; None: it must be absent.
+        desired
+            The value to give it; None takes the key away.
+        """
+        self._look()
+        return self._compare_set(
+            as_key(key),
+            None if expected is None else as_value(expected, "expected"),
+            None if desired is None else as_value(desired, "desired"),
+            self._deadline(None),
+        )
+
+    def append(self, key: str, value: Bytes) -> None:
+        """Put bytes behind those that a key has; an absent key has none.
+
+        Parameters
+        ----------
+        key
+            The key.
+        value
+            The bytes to add. Those of one call stay together.
+        """
+        self._look()
+        self._append(as_key(key), as_value(value), self._deadline(None))
+
+    def wait(self, keys: Iterable[str], timeout: float | None = None) -> None:
+        """Wait until all keys have values.
+
+        Parameters
+        ----------
+        keys
+            The keys, each of which may be set by anybody.
+        timeout
+            Seconds to wait; None is the store's.
+        """
+        self._look()
+        wanted, seconds = as_keys(keys), as_seconds(timeout, self.timeout)
+        missing = self._wait(wanted, time.monotonic() + seconds)
+        if missing:
+            raise absent_keys(self, missing, len(wanted), seconds)
+
+    def check(self, keys: Iterable[str]) -> bool:
+        """Return whether all keys have values now.
+
+        Parameters
+        ----------
+        keys
+            The keys; of none this is True.
+        """
+        self._look()
+        return self._check(as_keys(keys), self._deadline(None))
+
+    def delete(self, key: str) -> bool:
+        """Take a key away; return whether it was there.
+
+        Parameters
+        ----------
+        key
+            The key.
+        """
+        self._look()
+        return self._delete(as_key(key), self._deadline(None))
+
+    def keys(self, prefix: str = "") -> list[str]:
+        """Return the keys that begin with a prefix, sorted.
+
+        Parameters
+        ----------
+        prefix
+            What they begin with; all keys do with "".
+        """
+        self._look()
+        found = self._keys(as_key(prefix), self._deadline(None))
+        return sorted(key for key in found if not key.startswith(MEETINGS) or prefix.startswith(MEETINGS))
+
+    def multi_get(self, keys: Iterable[str], timeout: float | None = None) -> list[bytes]:
+        """Return the values of several keys, once each has one, in one round trip where the store can.
+
+        Parameters
+        ----------
+        keys
+            The keys. Each value is read atomically, not all together.
+        timeout
+            Seconds to wait for all of them; None is the store's.
+        """
+        self._look()
+        wanted, seconds = as_keys(keys), as_seconds(timeout, self.timeout)
+        values = self._multi_get(wanted, time.monotonic() + seconds)
+        missing = [key for key, value in zip(wanted, values, strict=True) if value is None]
+        if missing:
+            raise absent_keys(self, missing, len(wanted), seconds)
+        return values  # type: ignore[return-value]
+
+    def multi_set(self, items: Mapping[str, Bytes] | Iterable[tuple[str, Bytes]]) -> None:
+        """Give several keys values, in one round trip where the store can.
+
+        Parameters
+        ----------
+        items
+            A dict, or pairs of key and value. Others may see some of them before the rest.
+        """
+        self._look()
+        pairs = items.items() if isinstance(items, Mapping) else items
+        self._multi_set([(as_key(key), as_value(value)) for key, value in pairs], self._deadline(None))
+
+    def barrier(self, name: str, rank: int, size: int, timeout: float | None = None) -> None:
+        """Wait until all ranks have come; the error names those that have not.
+
+        Parameters
+        ----------
+        name
+            The meeting. When all have come it is over, and the name may be used again.
+        rank, size
+            Which of how many this is.
+        timeout
+            Seconds to wait; None is the store's. A rank that leaves early has not come, and may come again.
+        """
+        self.gather(name, rank, size, b"", timeout)
+
+    def gather(self, name: str, rank: int, size: int, value: Bytes, timeout: float | None = None) -> list[bytes]:
+        """Wait until all ranks have come, each with a value; return the values of all, by rank.
+
+        Parameters
+        ----------
+        name
+            The meeting, as in `barrier`, with which it shares its names.
+        rank, size
+            Which of how many this is.
+        value
+            What the others get from this rank.
+        timeout
+            Seconds to wait; None is the store's.
+        """
+        self._look()
+        name, value = as_key(name), as_value(value)
+        rank, size = as_count(rank, "rank"), as_count(size, "size")
+        if size < 1 or not 0 <= rank < size:
+            raise ValueError(f"rank: expected 0 <= rank < size, got rank {rank} of size {size}")
+        return self._gather(name, rank, size, value, as_seconds(timeout, self.timeout))
+
+    def watch(self, prefix: str, callback: Callable[[Change], object] | None = None) -> Watch:
+        """Tell each change of the keys that begin with a prefix, from now on.
+
+        Parameters
+        ----------
+        prefix
+            What the keys begin with.
+        callback
+            Called with each `Change` in a thread of the watch's own; None: they are taken with `Watch.next`.
+        """
+        self._look()
+        watch = self._watch(as_key(prefix))
+        if callback is not None:
+            watch._call_back(callback)
+        return watch
+
+    def close(self) -> None:
+        """Let go of the store; threads that wait in it raise `StoreError`. May be called again."""
+        if not self._closed:
+            self._closed = True
+            if os.getpid() == self._process:
+                self._close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the store was closed."""
+        return self._closed
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+    def __reduce__(self):
+        raise not_copied(self, "make one in each process, which meet by their address or path")
+
+    def _look(self) -> None:
+        """Raise unless the store can be used here and now."""
+        if self._closed:
+            raise StoreError(f"{self} is closed")
+        if os.getpid() != self._process:
+            raise StoreError(
+                f"{self} was made in process {self._process}, of which this one (process {os.getpid()}) is a fork: "
+                "make a store of its own in each process"
+            )
+
+    def _deadline(self, timeout: float | None) -> float:
+        return time.monotonic() + as_seconds(timeout, self.timeout)

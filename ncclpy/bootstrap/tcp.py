@@ -1,0 +1,335 @@
+"""A store that one process serves and all reach by its address."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import os
+import threading
+import time
+import weakref
+from typing import Any
+
+from ncclpy.bootstrap import wire
+from ncclpy.bootstrap.address import listen, loopback, resolve, shown
+from ncclpy.bootstrap.handshake import meet
+from ncclpy.bootstrap.store import (
+    MAX_VALUE,
+    TIMEOUT,
+    Store,
+    StoreError,
+    StoreLost,
+    absent_ranks,
+    as_seconds,
+    names,
+)
+from ncclpy.bootstrap.watch import Change, Watch
+from ncclpy.core.errors import NcclTimeout
+
+__all__ = ["TCPStore"]
+
+log = logging.getLogger("ncclpy")
+
+# The numbers of native/frame.hpp.
+SET, GET, ADD, COMPARE_SET, APPEND, WAIT, CHECK, DELETE, KEYS, GATHER, WATCH = range(1, 12)
+OK, LATE, REFUSED = range(3)
+
+MAX_ANSWER = 1 << 30
+#: Seconds beyond a wait's deadline, which the server keeps, in which its answer has to come.
+GRACE = 1.0
+
+_open: weakref.WeakSet[TCPStore] = weakref.WeakSet()
+
+
+class TCPStore(Store):
+    """Keep keys in a server that all ranks reach by its address.
+
+    The server is one thread of the process that serves. Neither it nor the signs of life of its clients need the GIL,
+    so that a process that is busy in Python is never taken for dead. The connection carries a lease: when a process
+    ends, however it does, the keys that it has set as ephemeral go away at once; when its host is lost, after
+    `heartbeat` seconds.
+
+    Parameters
+    ----------
+    host
+        Where the server is: a number or a name, v4 or v6. A name's addresses are tried together. The one who serves
+        binds what is given here and no other address.
+    port
+        Its port; 0, when serving, takes one that is free, which `port` tells.
+    serve
+        Whether this process serves. The others may come before it; they wait.
+    token
+        A secret that all who take part share; None takes that of ``NCCLPY_STORE_TOKEN``. Each end proves to the other
+        that it knows it; it is not sent. What is sent then is not encrypted.
+    timeout
+        Seconds that an operation may take where it is not told otherwise, and in which the server has to be there.
+    heartbeat
+        Seconds of silence after which the other end is taken for lost. The lesser of both ends' counts.
+    allow_unauthenticated
+        Whether to serve without a token where other machines can reach it.
+    linger
+        Seconds that the one who serves waits in `close`, and at exit, for others that have not left yet.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        serve: bool = False,
+        token: str | bytes | None = None,
+        timeout: float = TIMEOUT,
+        heartbeat: float = 10.0,
+        allow_unauthenticated: bool = False,
+        linger: float = 5.0,
+    ) -> None:
+        self._closed = True  # until it is made
+        if not isinstance(host, str):
+            raise TypeError(f"host: expected a str, got {host!r}")
+        if isinstance(port, bool) or not isinstance(port, int):
+            raise TypeError(f"port: expected an int, got {port!r}")
+        if not (0 if serve else 1) <= port < 1 << 16:
+            raise ValueError(f"port: expected {0 if serve else 1} to 65535, got {port}")
+        heartbeat = as_seconds(heartbeat, 10.0)
+        if not 0.05 <= heartbeat <= 86400:
+            raise ValueError(f"heartbeat: expected 0.05 to 86400 seconds, got {heartbeat:g}")
+        super().__init__(timeout)
+        self._closed = True
+        self.host = host
+        self.port = port
+        self.heartbeat = heartbeat
+        self._linger = as_seconds(linger, 5.0)
+        secret = _secret(token)
+        deadline = time.monotonic() + self.timeout
+        self._server = self._serve(secret, allow_unauthenticated, deadline) if serve else None
+        try:
+            met = meet(self.host, self.port, secret, heartbeat, deadline, self.timeout)
+            self._client = wire.Client(met.socket.detach(), met.heartbeat, MAX_ANSWER + (1 << 20))
+        except BaseException:
+            if self._server is not None:
+                self._server.stop()
+            raise
+        self.lease = met.lease
+        self._closed = False
+        _open.add(self)
+
+    def _serve(self, secret: bytes, allow_unauthenticated: bool, deadline: float) -> wire.Server:
+        addresses = resolve(self.host, self.port, deadline)
+        outside = [address for address in addresses if not loopback(address)]
+        if outside and not secret and not allow_unauthenticated:
+            raise ValueError(
+                f"token: other machines can reach {shown(self.host, self.port)}, and whoever does could change the "
+                "store: pass `token`, or set NCCLPY_STORE_TOKEN, to the same secret in all processes; on a network "
+                "where nobody else is, allow_unauthenticated=True does without"
+            )
+        sockets = listen(self.host, addresses)
+        self.port = sockets[0].getsockname()[1]
+        server = wire.Server(
+            sockets,
+            token=secret,
+            heartbeat=self.heartbeat,
+            max_value=MAX_VALUE,
+            max_answer=MAX_ANSWER,
+            max_backlog=2 * MAX_ANSWER,
+        )
+        name = f"the store at {shown(self.host, self.port)}"
+        threading.Thread(target=_write_log, args=(server, name), name="ncclpy-store-log", daemon=True).start()
+        return server
+
+    def __repr__(self) -> str:
+        return f"TCPStore({self.host!r}, {self.port})"
+
+    # Keys.
+
+    def _set(self, key: str, value: bytes, deadline: float) -> None:
+        self._ask("set", SET, (_utf8(key), value, 0), deadline)
+
+    def _set_ephemeral(self, key: str, value: bytes, deadline: float) -> None:
+        self._ask("set", SET, (_utf8(key), value, 1), deadline)
+
+    def _get(self, key: str, deadline: float) -> bytes | None:
+        found = self._wait_for("get", GET, (_utf8(key), _microseconds(deadline)), deadline)
+        return None if found[0] == LATE else found[1][0]
+
+    def _add(self, key: str, number: int, deadline: float) -> int:
+        total: int = self._ask(f"add to {names([key])}", ADD, (_utf8(key), number), deadline)[0]
+        return total
+
+    def _compare_set(
+        self, key: str, expected: bytes | None, desired: bytes | None, deadline: float
+    ) -> tuple[bool, bytes | None]:
+        fields = (_utf8(key), int(expected is not None), expected or b"", int(desired is not None), desired or b"")
+        swapped, there, value = self._ask("compare_set", COMPARE_SET, fields, deadline)
+        return bool(swapped), value if there else None
+
+    def _append(self, key: str, value: bytes, deadline: float) -> None:
+        self._ask(f"append to {names([key])}", APPEND, (_utf8(key), value), deadline)
+
+    def _wait(self, keys: list[str], deadline: float) -> list[str]:
+        fields = (_microseconds(deadline), len(keys), *map(_utf8, keys))
+        status, found = self._wait_for("wait", WAIT, fields, deadline)
+        return [_text(key) for key in found[1:]] if status == LATE else []
+
+    def _check(self, keys: list[str], deadline: float) -> bool:
+        return bool(self._ask("check", CHECK, (len(keys), *map(_utf8, keys)), deadline)[0])
+
+    def _delete(self, key: str, deadline: float) -> bool:
+        return bool(self._ask("delete", DELETE, (_utf8(key),), deadline)[0])
+
+    def _keys(self, prefix: str, deadline: float) -> list[str]:
+        return [_text(key) for key in self._ask("keys", KEYS, (_utf8(prefix),), deadline)[1:]]
+
+    def _multi_get(self, keys: list[str], deadline: float) -> list[bytes | None]:
+        microseconds = _microseconds(deadline)
+        answers = self._calls(GET, [(_utf8(key), microseconds) for key in keys], deadline + GRACE)
+        if None in answers:
+            raise self._deaf("get", deadline)
+        return [None if status == LATE else fields[0] for status, fields in answers]
+
+    def _multi_set(self, items: list[tuple[str, bytes]], deadline: float) -> None:
+        if None in self._calls(SET, [(_utf8(key), value, 0) for key, value in items], deadline):
+            raise self._deaf("set", deadline)
+
+    def _gather(self, name: str, rank: int, size: int, value: bytes, timeout: float) -> list[bytes]:
+        deadline = time.monotonic() + timeout
+        fields = (_utf8(name), rank, size, _microseconds(deadline), value)
+        status, found = self._wait_for(names([name]), GATHER, fields, deadline)
+        if status == LATE:
+            error = absent_ranks(self, name, found[1:], size, timeout)
+            if found[0] > len(found) - 1:
+                error.args = (f"{error} ({found[0]} in all)",)
+            raise error
+        return found[1:]
+
+    def _watch(self, prefix: str) -> Watch:
+        watch = _Watch(self, prefix)
+        if watch._take(self._deadline(None)) is None:
+            raise self._deaf("watch", time.monotonic())
+        return watch
+
+    # The way there.
+
+    def _ask(self, what: str, op: int, fields: tuple, deadline: float) -> list[Any]:
+        """Return the fields of an answer that comes at once."""
+        return self._answer(what, op, fields, deadline, deadline)[1]
+
+    def _wait_for(self, what: str, op: int, fields: tuple, deadline: float) -> tuple[int, list[Any]]:
+        """Return an answer that may say that the deadline has passed."""
+        return self._answer(what, op, fields, deadline, deadline + GRACE)
+
+    def _answer(self, what: str, op: int, fields: tuple, deadline: float, latest: float) -> tuple[int, list[Any]]:
+        try:
+            answer = self._client.call(op, fields, latest)
+        except ConnectionError as error:
+            raise self._gone(error) from None
+        if answer is None:
+            raise self._deaf(what, deadline)
+        if answer[0] == REFUSED:
+            raise StoreError(f"{self}: {what}: {answer[1][0].decode(errors='replace')}")
+        return answer
+
+    def _calls(self, op: int, requests: list[tuple], deadline: float) -> list[Any]:
+        try:
+            return self._client.calls(op, requests, deadline)
+        except ConnectionError as error:
+            raise self._gone(error) from None
+
+    def _gone(self, error: ConnectionError) -> StoreError:
+        if self._closed:  # meanwhile, by another thread
+            return StoreError(f"{self} was closed")
+        return StoreLost(f"{self}: the server is gone: {error}")
+
+    def _deaf(self, what: str, deadline: float) -> NcclTimeout:
+        return NcclTimeout(f"{self}: {what}: the server has not answered in time; it may be stopped or overloaded")
+
+    # The end.
+
+    def _close(self) -> None:
+        _open.discard(self)
+        self._client.close("the store was closed", 1.0)
+        if self._server is None:
+            return
+        try:
+            until = time.monotonic() + self._linger
+            while self._server.clients and time.monotonic() < until:
+                time.sleep(0.005)
+        finally:
+            self._server.stop()
+
+    def __del__(self) -> None:
+        if not self._closed:
+            self._linger = 0.0
+            self.close()
+
+
+class _Watch(Watch):
+    """Changes that the server tells."""
+
+    def __init__(self, store: TCPStore, prefix: str) -> None:
+        self.prefix = prefix
+        self._store = store
+        self._closed = False
+        self._number = store._client.submit(WATCH, (_utf8(prefix),))
+
+    def _take(self, deadline: float) -> tuple[int, list[Any]] | None:
+        try:
+            answer: tuple[int, list[Any]] | None = self._store._client.wait(self._number, deadline)
+        except ConnectionError as error:
+            raise self._store._gone(error) from None
+        return answer
+
+    def _next(self, deadline: float) -> Change | tuple[()] | None:
+        if self._ended():
+            return ()
+        try:
+            answer = self._take(deadline)
+        except StoreError:
+            if self._ended():
+                return ()
+            raise
+        if answer is None:
+            return None
+        key, there, value = answer[1]
+        return Change(_text(key), value if there else None)
+
+    def _ended(self) -> bool:
+        return self._closed or self._store.closed
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._store._client.forget(self._number)
+
+
+def _secret(token: str | bytes | None) -> bytes:
+    if token is None:
+        token = os.environ.get("NCCLPY_STORE_TOKEN", "")
+    if not isinstance(token, (str, bytes)):
+        raise TypeError(f"token: expected a str or bytes, got {type(token).__name__}")
+    return token.encode("utf-8", "surrogateescape") if isinstance(token, str) else token
+
+
+def _utf8(key: str) -> bytes:
+    return key.encode("utf-8", "surrogatepass")
+
+
+def _text(key: bytes) -> str:
+    return key.decode("utf-8", "surrogatepass")
+
+
+def _microseconds(deadline: float) -> int:
+    return -1 if math.isinf(deadline) else max(0, int((deadline - time.monotonic()) * 1e6))
+
+
+def _write_log(server: wire.Server, name: str) -> None:
+    while (line := server.next_line(3600.0)) or not server.stopped:
+        if line:
+            log.warning("%s: %s", name, line)
+
+
+@atexit.register
+def _say_goodbye() -> None:
+    """Clients first, so that nobody's end is another's broken connection; whoever serves waits for the others."""
+    for store in sorted(_open, key=lambda store: store._server is not None):
+        store.close()

@@ -1,0 +1,120 @@
+"""Watching the keys of a store: changes that wake, or that call back in a thread of their own."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from ncclpy.core.errors import NcclTimeout
+from ncclpy.core.errors import seconds as as_text
+
+__all__ = ["Change", "Queue", "Watch"]
+
+log = logging.getLogger("ncclpy")
+
+#: How long a wait goes on before Python may look at signals.
+SLICE = 0.1
+
+
+class Change(NamedTuple):
+    """Tell what became of a key: its new value, or None where the key is gone."""
+
+    key: str
+    value: bytes | None
+
+
+class Watch:
+    """Tell each change of the keys that begin with a prefix, in the order in which they came.
+
+    Made by `Store.watch`. Changes are taken with `next`, or by iterating, which ends when the watch is closed; with a
+    callback a thread takes them.
+    """
+
+    prefix: str
+    error: BaseException | None = None
+
+    def next(self, timeout: float | None = None) -> Change | None:
+        """Return the next change; None once the watch is closed.
+
+        Parameters
+        ----------
+        timeout
+            Seconds after which this raises `NcclTimeout`; None waits as long as it takes.
+        """
+        deadline = float("inf") if timeout is None else time.monotonic() + timeout
+        while True:
+            found = self._next(min(deadline, time.monotonic() + SLICE))
+            if found is not None:
+                return found or None
+            if time.monotonic() >= deadline:
+                raise NcclTimeout(f"no key that begins with {self.prefix!r} changed within {as_text(timeout or 0)}")
+
+    def __iter__(self) -> Iterator[Change]:
+        while (change := self.next()) is not None:
+            yield change
+
+    def close(self) -> None:
+        """End the watch: `next` returns None, and nothing is called back any more."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _next(self, deadline: float) -> Change | tuple[()] | None:
+        """Return a change; () once closed; None where none has come by the deadline (on `time.monotonic`)."""
+        raise NotImplementedError
+
+    def _call_back(self, callback: Callable[[Change], object]) -> None:
+        """Start the thread that calls back."""
+        threading.Thread(target=self._loop, args=(callback,), name="ncclpy-watch", daemon=True).start()
+
+    def _loop(self, callback: Callable[[Change], object]) -> None:
+        try:
+            for change in self:
+                try:
+                    callback(change)
+                except Exception:
+                    log.exception("the callback of a watch of %r failed at %r", self.prefix, change.key)
+        except Exception as error:  # of the store: it was lost, say
+            self.error = error
+            log.warning("a watch of %r has ended: %s", self.prefix, error)
+
+
+class Queue(Watch):
+    """A watch of a store in this process, which puts changes in."""
+
+    def __init__(self, prefix: str, ended: Callable[[Queue], object]) -> None:
+        self.prefix = prefix
+        self._ended = ended
+        self._changes: collections.deque[Change] = collections.deque()
+        self._closed = False
+        self._news = threading.Condition(threading.Lock())
+
+    def put(self, change: Change) -> None:
+        with self._news:
+            self._changes.append(change)
+            self._news.notify()
+
+    def end(self) -> None:
+        with self._news:
+            self._closed = True
+            self._news.notify_all()
+
+    def close(self) -> None:
+        self._ended(self)
+        self.end()
+
+    def _next(self, deadline: float) -> Change | tuple[()] | None:
+        with self._news:
+            if not self._changes and not self._closed:
+                self._news.wait(max(0.0, deadline - time.monotonic()))
+            if self._closed:
+                return ()
+            return self._changes.popleft() if self._changes else None

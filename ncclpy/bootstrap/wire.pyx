@@ -1,0 +1,274 @@
+# distutils: language = c++
+"""The two ends of a `TCPStore`'s connections: a server, and a client. What they do is in native/, and needs no GIL."""
+
+import os
+
+from cpython.exc cimport PyErr_CheckSignals
+from libc.stdint cimport int64_t, uint8_t, uint64_t
+from libcpp cimport bool as cbool
+from libcpp.memory cimport make_shared, shared_ptr
+from libcpp.string cimport string
+
+cdef extern from "native/clock.hpp" namespace "ncclpy::store" nogil:
+    double now()
+
+cdef extern from "native/descriptors.hpp" namespace "ncclpy::store" nogil:
+    int generation()
+
+cdef extern from "native/sha256.hpp" namespace "ncclpy::store" nogil:
+    string hmac_of "ncclpy::store::hmac"(const string&, const string&) except +
+
+cdef extern from "<string_view>" namespace "std" nogil:
+    cdef cppclass string_view:
+        string_view()
+        string_view(const char*, size_t)
+        const char* data()
+        size_t size()
+
+cdef extern from "native/frame.hpp" namespace "ncclpy::store" nogil:
+    cdef enum class Op(uint8_t):
+        pass
+
+    cdef enum class Status(uint8_t):
+        pass
+
+    cdef cppclass Writer:
+        string body
+        Writer& integer(int64_t) except +
+        Writer& bytes(string_view) except +
+
+    cdef cppclass Reader:
+        Reader()
+        Reader(string_view)
+        cbool integer(int64_t&)
+        cbool bytes(string_view&)
+        char kind()
+
+cdef extern from "native/server.hpp" namespace "ncclpy::store" nogil:
+    cdef cppclass ServerOptions:
+        string token
+        double heartbeat
+        size_t max_value
+        size_t max_answer
+        size_t max_backlog
+
+    cdef cppclass NativeServer "ncclpy::store::Server":
+        NativeServer(const ServerOptions&) except +
+        void listen(int) except +
+        cbool start() except +
+        void stop()
+        int clients()
+        cbool next_line(string&, double) except +
+        cbool stopped()
+
+cdef extern from "native/client.hpp" namespace "ncclpy::store" nogil:
+    cdef cppclass Answer:
+        Op op
+        Status status
+        string body
+
+    cdef enum class Turn "ncclpy::store::Client::Turn":
+        answered
+        waiting
+        lost
+
+    cdef cppclass NativeClient "ncclpy::store::Client":
+        NativeClient(int, double, size_t) except +
+        cbool start() except +
+        uint64_t submit(Op, string_view) except +
+        Turn wait(uint64_t, double) except +
+        cbool take(uint64_t, Answer&) except +
+        void forget(uint64_t, cbool) except +
+        void close(const char*, double)
+        string lost() except +
+
+# How long a wait goes on before Python may look at signals.
+cdef double SLICE = 0.1
+
+
+def hmac(bytes key not None, bytes message not None):
+    """Return the HMAC-SHA256 with which both ends prove that they know the token."""
+    return <bytes>hmac_of(key, message)
+
+
+cdef class Server:
+    """A server of keys, in a thread of its own."""
+
+    cdef NativeServer* server
+    cdef int made_in
+
+    def __cinit__(self, list sockets not None, *, bytes token not None, double heartbeat, size_t max_value,
+                  size_t max_answer, size_t max_backlog):
+        """Take listening sockets over, and serve."""
+        cdef ServerOptions options
+        options.token = token
+        options.heartbeat = heartbeat
+        options.max_value = max_value
+        options.max_answer = max_answer
+        options.max_backlog = max_backlog
+        self.made_in = generation()
+        self.server = new NativeServer(options)
+        for each in sockets:
+            self.server.listen(each.detach())
+        if not self.server.start():
+            raise OSError("no thread, or no descriptor, can be had to serve a store with; see ulimit -u and ulimit -n")
+
+    def __dealloc__(self):
+        if self.server != NULL and self.made_in == generation():
+            with nogil:
+                self.server.stop()
+            del self.server  # a forked child leaves its copy alone
+
+    def stop(self):
+        """Say farewell to all clients and end."""
+        if self.made_in == generation():
+            with nogil:
+                self.server.stop()
+
+    @property
+    def clients(self):
+        """How many clients are connected."""
+        return self.server.clients()
+
+    @property
+    def stopped(self):
+        """Whether it has ended."""
+        return self.server.stopped()
+
+    def next_line(self, double seconds):
+        """Return the next line for the log; "" if there is none in time, or will be none."""
+        cdef string line
+        cdef cbool found
+        with nogil:
+            found = self.server.next_line(line, seconds)
+        return (<bytes>line).decode(errors="replace") if found else ""
+
+
+cdef class Client:
+    """A connection to a server, on which the handshake was made."""
+
+    cdef shared_ptr[NativeClient] client
+    cdef int made_in
+
+    def __cinit__(self, int fd, double heartbeat, size_t max_frame):
+        self.made_in = generation()
+        self.client = make_shared[NativeClient](fd, heartbeat, max_frame)
+        if not self.client.get().start():
+            raise OSError("no thread, or no descriptor, can be had for a store's client; see ulimit -u and ulimit -n")
+
+    def __dealloc__(self):
+        if self.client.get() == NULL:
+            return
+        if self.made_in != generation():
+            new shared_ptr[NativeClient](self.client)  # kept for ever: a fork's child may not touch it
+            return
+        with nogil:
+            self.client.get().close("the store was closed", 0.0)
+
+    def lost(self):
+        """Return why the connection is lost; "" while it is not."""
+        if self.made_in != generation():
+            return "it belongs to the process that this one is a fork of"
+        return (<bytes>self.client.get().lost()).decode(errors="replace")
+
+    def submit(self, int op, tuple fields not None):
+        """Ask, and return the request's number; 0 if the connection is lost."""
+        if self.made_in != generation():
+            return 0
+        cdef Writer out
+        cdef uint64_t number
+        encode(out, fields)
+        with nogil:
+            number = self.client.get().submit(<Op>op, string_view(out.body.data(), out.body.size()))
+        return number
+
+    def wait(self, uint64_t number, double deadline):
+        """Return (status, fields) of an answer; None if it has not come by then. Signal handlers run meanwhile."""
+        cdef Answer answer
+        cdef Turn turn
+        cdef double until
+        if self.made_in != generation():
+            raise ConnectionError("it belongs to the process that this one is a fork of")
+        while True:
+            until = min(deadline, now() + SLICE)
+            with nogil:
+                turn = self.client.get().wait(number, until)
+            if turn == Turn.answered and self.client.get().take(number, answer):
+                return <int>answer.status, decode(answer.body)
+            if turn == Turn.lost:
+                raise ConnectionError(self.lost())
+            PyErr_CheckSignals()
+            if now() >= deadline:
+                return None
+
+    def call(self, int op, tuple fields not None, double deadline):
+        """Ask and wait; a request whose answer is not waited for any longer is given up."""
+        number = self.submit(op, fields)
+        if not number:
+            raise ConnectionError(self.lost())
+        try:
+            answer = self.wait(number, deadline)
+        except BaseException:
+            self.forget(number)
+            raise
+        if answer is None:
+            self.forget(number)
+        return answer
+
+    def calls(self, int op, list requests not None, double deadline):
+        """Ask several at once and wait for all; None in the place of an answer that has not come."""
+        numbers = [self.submit(op, fields) for fields in requests]
+        answers = []
+        try:
+            for number in numbers:
+                if not number:
+                    raise ConnectionError(self.lost())
+                answers.append(self.wait(number, deadline))
+        finally:
+            for number in numbers[len(answers):]:
+                self.forget(number)
+        for number, answer in zip(numbers, answers):
+            if answer is None:
+                self.forget(number)
+        return answers
+
+    def forget(self, uint64_t number, bint tell=True):
+        """Give a request or a watch up."""
+        if self.made_in != generation():
+            return
+        with nogil:
+            self.client.get().forget(number, tell)
+
+    def close(self, str why not None, double patience):
+        """Say goodbye, wait for so many seconds for the server to hear it, and let go."""
+        cdef bytes words = why.encode()
+        cdef const char* text = words
+        if self.made_in == generation():
+            with nogil:
+                self.client.get().close(text, patience)
+
+
+cdef int encode(Writer& out, tuple fields) except -1:
+    cdef const unsigned char[::1] view
+    for field in fields:
+        if type(field) is int:
+            out.integer(<int64_t>field)
+        elif type(field) is bytes:
+            out.bytes(string_view(<const char*><bytes>field, len(<bytes>field)))
+        else:
+            raise TypeError(f"a field is an int or bytes, not {field!r}")
+    return 0
+
+
+cdef list decode(const string& body):
+    cdef Reader reader = Reader(string_view(body.data(), body.size()))
+    cdef int64_t number = 0
+    cdef string_view text
+    fields = []
+    while True:
+        if reader.integer(number):
+            fields.append(number)
+        elif reader.bytes(text):
+            fields.append((<const char*>text.data())[:text.size()])
+        else:
+            return fields

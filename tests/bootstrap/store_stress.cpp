@@ -1,0 +1,223 @@
+// Many threads on many clients of one server, all at once, with servers and clients that end meanwhile; run under a
+// sanitizer. Exits with 0, or says what went wrong and aborts.
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "client.hpp"
+#include "clock.hpp"
+#include "handshake.hpp"
+#include "server.hpp"
+
+#define CHECK(condition) \
+  do { \
+    if (!(condition)) { \
+      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
+      std::abort(); \
+    } \
+  } while (0)
+
+#ifdef __SANITIZE_THREAD__
+// ThreadSanitizer does not know this function before GCC 13, and so not that it lets the mutex go.
+extern "C" int pthread_cond_clockwait(pthread_cond_t* condition, pthread_mutex_t* mutex, clockid_t clock,
+                                      const timespec* until) {
+  timespec from, to, real = *until;
+  clock_gettime(clock, &from);
+  clock_gettime(CLOCK_REALTIME, &to);
+  real.tv_sec += to.tv_sec - from.tv_sec;
+  real.tv_nsec += to.tv_nsec - from.tv_nsec;
+  for (; real.tv_nsec < 0; real.tv_sec--) real.tv_nsec += 1000000000;
+  for (; real.tv_nsec >= 1000000000; real.tv_sec++) real.tv_nsec -= 1000000000;
+  return pthread_cond_timedwait(condition, mutex, &real);
+}
+#endif
+
+using namespace ncclpy::store;
+
+namespace {
+
+constexpr std::string_view kToken = "of the stress";
+constexpr int kRounds = 150;
+
+int listener(uint16_t& port) {
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof address;
+  CHECK(bind(fd, reinterpret_cast<sockaddr*>(&address), size) == 0 && listen(fd, 128) == 0);
+  CHECK(getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size) == 0);
+  port = ntohs(address.sin_port);
+  return fd;
+}
+
+std::string receive(int fd, size_t count) {
+  std::string data(count, '\0');
+  for (size_t at = 0; at < count;) {
+    const ssize_t got = recv(fd, data.data() + at, count - at, 0);
+    CHECK(got > 0);
+    at += static_cast<size_t>(got);
+  }
+  return data;
+}
+
+std::shared_ptr<Client> connect(uint16_t port) {
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  address.sin_port = htons(port);
+  CHECK(connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0);
+  const std::string mine = server_greeting(false, 0, std::string(kNonce, 'n'));
+  CHECK(write(fd, mine.data(), mine.size()) == static_cast<ssize_t>(mine.size()));
+  const std::string greetings = mine + receive(fd, kGreeting);
+  const std::string known = proof("client", kToken, greetings);
+  CHECK(write(fd, known.data(), known.size()) == static_cast<ssize_t>(known.size()));
+  CHECK(same(receive(fd, 4 + kDigest + 8).substr(4, kDigest), proof("server", kToken, greetings)));
+  auto client = std::make_shared<Client>(fd, 2.0, 1 << 24);
+  CHECK(client->start());
+  return client;
+}
+
+// Asks and waits; false where the connection is lost.
+bool call(Client& client, Op op, const Writer& body, Answer& answer, double patience = 30) {
+  const uint64_t id = client.submit(op, body.body);
+  if (id == 0) return false;
+  const double until = now() + patience;
+  while (true) {
+    // Not in slices: who is not woken would be so by their end.
+    const auto turn = client.wait(id, until);
+    if (turn == Client::Turn::lost) return false;
+    if (turn == Client::Turn::answered) return client.take(id, answer);
+    if (now() >= until) {
+      client.forget(id, true);
+      answer = {};
+      answer.status = Status::late;
+      return true;
+    }
+  }
+}
+
+std::atomic<int64_t> added{0};
+
+void use(Client& client, int seed, bool may_be_lost) {
+  std::mt19937 chance(static_cast<unsigned>(seed));
+  const std::string mine = "key " + std::to_string(seed);
+  for (int round = 0; round < kRounds; round++) {
+    Answer answer;
+    std::string value(chance() % 20 ? chance() % 50 : 200000, 'v');
+    Writer set;
+    set.bytes(mine).bytes(value).integer(chance() % 2);
+    bool there = call(client, Op::set, set, answer);
+    Writer get;
+    get.bytes(mine).integer(-1);
+    there = there && call(client, Op::get, get, answer);
+    std::string_view got;
+    CHECK(!there || (Reader(answer.body).bytes(got) && got == value));
+    Writer add;
+    add.bytes("sum").integer(1);
+    there = there && call(client, Op::add, add, answer);
+    if (there) added++;
+    if (chance() % 4 == 0) {  // left early, by the server's clock or ours
+      Writer never;
+      never.bytes("never").integer(chance() % 2 ? 100 : -1);
+      there = there && call(client, Op::get, never, answer, 0.0005);
+      CHECK(!there || answer.status == Status::late);
+    }
+    CHECK(there || may_be_lost);
+    if (!there) return;
+  }
+}
+
+void meet(Client& client, int rank, int size) {
+  for (int round = 0; round < 20; round++) {
+    Answer answer;
+    Writer gather;
+    gather.bytes("meeting").integer(rank).integer(size).integer(-1).bytes(std::to_string(rank));
+    CHECK(call(client, Op::gather, gather, answer) && answer.status == Status::ok);
+  }
+}
+
+void watch(Client& client, std::atomic<bool>& ended) {
+  Writer prefix;
+  prefix.bytes("key");
+  const uint64_t id = client.submit(Op::watch, prefix.body);
+  int64_t changes = 0;
+  while (!ended) {
+    Answer answer;
+    if (client.wait(id, now() + 0.05) == Client::Turn::answered && client.take(id, answer)) changes++;
+  }
+  CHECK(changes > kRounds);
+  client.forget(id, true);
+}
+
+}  // namespace
+
+int main() {
+  ServerOptions options;
+  options.token = kToken;
+  options.heartbeat = 2;
+  options.max_value = options.max_answer = 1 << 23;
+  options.max_backlog = 1 << 28;
+  uint16_t port;
+  Server server(options);
+  server.listen(listener(port));
+  CHECK(server.start());
+
+  std::vector<std::shared_ptr<Client>> clients;
+  for (int i = 0; i < 3; i++) clients.push_back(connect(port));
+  std::vector<std::thread> threads, others;
+  std::atomic<bool> ended{false};
+  std::thread watcher(watch, std::ref(*clients[0]), std::ref(ended));
+  for (int i = 0; i < 9; i++) threads.emplace_back(use, std::ref(*clients[i % 3]), i, false);
+  for (int i = 0; i < 4; i++) threads.emplace_back(meet, std::ref(*clients[i % 3]), i, 4);
+  for (int i = 0; i < 3; i++) {  // clients that come and go, also while they are used
+    others.emplace_back([port, i] {
+      for (int turn = 0; turn < 10; turn++) {
+        auto client = connect(port);
+        std::thread user(use, std::ref(*client), 100 + i, true);
+        usleep(3000);
+        client->close("closed", turn % 2 ? 0.0 : 1.0);
+        user.join();
+        CHECK(client->lost() == "closed");
+      }
+    });
+  }
+  others.emplace_back([&] {
+    std::string line;
+    while (!server.stopped()) server.next_line(line, 0.1);
+  });
+  for (auto& each : threads) each.join();
+  ended = true;
+  watcher.join();
+  for (int i = 0; i < 3; i++) others[static_cast<size_t>(i)].join();
+  Answer answer;
+  Writer add;
+  add.bytes("sum").integer(0);
+  int64_t sum = 0;
+  CHECK(call(*clients[1], Op::add, add, answer) && Reader(answer.body).integer(sum));
+  CHECK(sum >= added && sum <= added + 30);  // the answer of one that was closed may be lost
+
+  // The server ends while it is used.
+  threads.clear();
+  for (int i = 0; i < 6; i++) threads.emplace_back(use, std::ref(*clients[i % 3]), 200 + i, true);
+  usleep(5000);
+  server.stop();
+  for (auto& each : threads) each.join();
+  others.back().join();
+  for (auto& client : clients) {
+    CHECK(!client->lost().empty());
+    client->close("closed", 1.0);
+  }
+  std::puts("all counts agree");
+}

@@ -1,0 +1,170 @@
+"""FileStore: its folder, what killed processes leave in it, and how who waits is woken."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import ncclpy
+import testing
+from ncclpy.bootstrap import FileStore, StoreError, folder
+
+LONG = 20.0  # that only a hang meets
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "deep" / "store"
+
+
+def program(code, path):
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code).replace("PATH", repr(str(path)))],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/",
+    )  # fmt: skip
+
+
+OPEN = """
+    import sys
+    from ncclpy.bootstrap import FileStore
+    store = FileStore(PATH)
+    store.set("left", b"1")
+    print("ready", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_the_last_one_takes_the_store_away(path):
+    first, second = FileStore(path), FileStore(str(path))
+    first.set("a", b"1")
+    first.close()
+    assert second.get("a") == b"1"
+    second.close()
+    assert not path.exists()
+
+
+def test_what_a_killed_process_has_left_is_not_taken_for_the_next_run_s(path, caplog):
+    with program(OPEN, path) as process:
+        process.stdout.readline()
+        with FileStore(path, timeout=LONG) as store:
+            assert store.get("left") == b"1", "its process lives"
+        process.kill()
+        process.wait()
+    assert path.exists()
+    with FileStore(path, timeout=LONG) as store:
+        assert store.keys() == []
+    assert "taking away 1 keys of a run that did not end well" in caplog.text
+
+
+def test_a_killed_process_gives_its_lock_up(path):
+    hold = "    with store._locked(float('inf')): print('locked', flush=True), sys.stdin.readline()\n"
+    with FileStore(path, timeout=LONG) as store:
+        with program(OPEN + hold, path) as it:
+            assert it.stdout.readline() == "ready\n"
+            it.stdin.write("\n")
+            it.stdin.flush()
+            assert it.stdout.readline() == "locked\n"
+            store.timeout = 0.3
+            with pytest.raises(ncclpy.NcclTimeout, match=r"another process holds the lock .*ncclpy-store"):
+                store.set("a", b"")
+            assert store.get("left") == b"1", "who reads needs no lock"
+            it.send_signal(signal.SIGKILL)
+            it.wait()
+            store.timeout = LONG
+            store.set("a", b"1")
+
+
+def test_a_fork_does_not_keep_its_parent_s_store(path):
+    testing.run_python(f"""
+        import os, sys, time, warnings
+        warnings.simplefilter("ignore")
+        from ncclpy.bootstrap import FileStore
+        store = FileStore({str(path)!r})
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(write)
+            os.read(read, 1)
+            os._exit(0)
+        store.set("a", b"1")
+        store.close()
+        assert not os.path.exists({str(path)!r}), "the child holds it"
+        os.write(write, b"x")
+        os.waitpid(child, 0)
+        """)
+
+
+def test_what_is_no_place_for_a_store_is_refused(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("somebody's")
+    with pytest.raises(StoreError, match="is a file, and a store is a folder"):
+        FileStore(file)
+    with pytest.raises(StoreError, match="is a file, and a store is a folder"):
+        FileStore(file / "below")
+    with pytest.raises(StoreError, match=r"holds something else than a store \('file'\)"):
+        FileStore(tmp_path)
+    assert file.read_text() == "somebody's"
+
+
+def test_many_open_and_close_it_at_once(path):
+    """Who comes when the last one goes finds a store, its own or that one's, and never half of one."""
+
+    def body(i):
+        for turn in range(15):
+            with FileStore(path, timeout=LONG) as store:
+                assert store.add(f"{i} {turn}", 1) == 1
+                assert store.compare_set(f"{i} {turn}", b"1", b"2")[0]
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(body, range(8)))
+    assert not path.exists()
+
+
+def test_nothing_but_keys_is_left_in_the_folder(path):
+    with FileStore(path) as store:
+        for _ in range(20):
+            store.add("n", 1)
+            store.append("s", b"x")
+        assert sorted(os.listdir(path)) == ["alive", "keys", "ncclpy-store"]
+        assert len(os.listdir(path / "keys")) == 2
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["inotify", "looking"])
+def test_who_waits_is_woken_with_inotify_and_without(path, monkeypatch, told):
+    if not told:
+        monkeypatch.setattr(folder, "_watch", lambda path: -1)
+    elif not folder.is_local(str(path.parent.parent)):
+        pytest.skip("needs a file system of this machine below pytest's folder")
+    looks = []
+    real = folder.News.wait
+    monkeypatch.setattr(folder.News, "wait", lambda self, *args: (looks.append(1), real(self, *args)))
+    with FileStore(path) as store, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(store.get, "a", LONG)
+        time.sleep(0.35)
+        slept = len(looks)
+        store.set("a", b"1")
+        assert waiting.result(LONG) == b"1"
+    # Only a tenth of a second at a time, for signals, or 50 times a second.
+    assert 0 < slept <= 6 if told else slept > 6
+
+
+def test_file_systems_are_told_apart(tmp_path, monkeypatch):
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
+        "21 1 8:1 / / rw - ext4 /dev/sda1 rw\n"
+        "22 21 0:50 / /nfs rw shared:1 - nfs4 server:/ rw\n"
+        "23 21 0:51 / /a\\040b rw - tmpfs tmpfs rw\n"
+        "24 22 0:52 / /nfs/local rw - xfs /dev/sdb rw\n"
+    )
+    real = open
+    monkeypatch.setattr(
+        folder, "open", lambda path, **kw: real(mounts if path.startswith("/proc") else path, **kw), raising=False
+    )
+    kinds = {path: folder.is_local(path) for path in ("/x", "/nfs", "/nfs/x", "/nfsx", "/a b/c", "/nfs/local/x")}
+    assert kinds == {"/x": True, "/nfs": False, "/nfs/x": False, "/nfsx": True, "/a b/c": True, "/nfs/local/x": True}

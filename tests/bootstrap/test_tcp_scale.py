@@ -1,0 +1,87 @@
+"""One thread serves as many clients as the system has descriptors for."""
+
+import pytest
+
+import testing
+
+#: A server in a process of its own, since both ends of 4,096 connections are more than many systems allow one.
+MEET = """
+    import resource, subprocess, sys, time
+    CLIENTS = {clients}
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    assert limit > 2 * CLIENTS + 100, f"needs a hard limit of descriptors (ulimit -Hn) above {{2 * CLIENTS + 100}}"
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    from ncclpy.bootstrap import TCPStore, tcp
+
+    serve = '''if True:
+        import os, sys
+        from ncclpy.bootstrap import TCPStore
+        store = TCPStore("127.0.0.1", 0, serve=True, linger=0)
+        print(store.port, flush=True)
+        sys.stdin.readline()
+        print(store._server.clients, sum(n == "ncclpy-store\\\\n" for n in
+              [open(f"/proc/self/task/{{t}}/comm").read() for t in os.listdir("/proc/self/task")]), flush=True)
+        sys.stdin.readline()
+    '''
+    server = subprocess.Popen([sys.executable, "-c", serve], stdin=-1, stdout=-1, text=True)
+    port = int(server.stdout.readline())
+    stores = [TCPStore("127.0.0.1", port) for _ in range(CLIENTS)]
+    server.stdin.write("\\n")
+    server.stdin.flush()
+    assert server.stdout.readline().split() == [str(CLIENTS + 1), "1"]
+    for turn in range(3):
+        # All ask at once, and then each gets its answer; a thread for each would show the GIL.
+        numbers = [
+            store._client.submit(tcp.GATHER, (b"all", rank, CLIENTS, -1, b"%d" % rank if turn else b""))
+            for rank, store in enumerate(stores)
+        ]
+        for store, number in zip(stores, numbers):
+            status, found = store._client.wait(number, time.monotonic() + 60)
+            assert status == 0 and found[1:] == [b"%d" % rank if turn else b"" for rank in range(CLIENTS)]
+    stores[0].set("news", b"1")
+    assert all(store.get("news") == b"1" for store in stores)
+    for store in stores:
+        store.close()
+    server.communicate("\\n")
+    print("met")
+"""
+
+
+def test_clients_meet():
+    assert testing.run_python(MEET.format(clients=400)).stdout == "met\n"
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(300)
+def test_4096_clients_meet():
+    assert testing.run_python(MEET.format(clients=4096), timeout=250).stdout == "met\n"
+
+
+def test_a_server_without_descriptors_says_so_and_goes_on():
+    done = testing.run_python("""
+        import logging, resource, subprocess, sys
+        logging.basicConfig(format="%(message)s")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (40, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        from ncclpy.bootstrap import TCPStore
+        served = TCPStore("127.0.0.1", 0, serve=True)
+        clients = f'''if True:
+            import resource
+            resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+            from ncclpy.bootstrap import TCPStore
+            stores = [TCPStore("127.0.0.1", {served.port}) for _ in range(20)]
+            from concurrent.futures import ThreadPoolExecutor
+            with ThreadPoolExecutor(1) as pool:
+                more = [pool.submit(TCPStore, "127.0.0.1", {served.port}) for _ in range(20)]
+                stores.append(more[0].result())
+                import time
+                time.sleep(0.5)
+                for store in stores:
+                    store.close()
+                for each in more[1:]:
+                    each.result(60).add("n", 1)
+        '''
+        subprocess.run([sys.executable, "-c", clients], check=True, timeout=50)
+        print(served.get("n"))
+        """)
+    assert done.stdout == "b'19'\n"
+    assert "cannot take one more client" in done.stderr and "ulimit -n" in done.stderr

@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 
+from benchmarks.bootstrap import main as bootstrap
 from benchmarks.collectives import main as collectives
 from benchmarks.collectives import mpi, nccl_tests
 from benchmarks.manager import main as manager
@@ -19,6 +20,7 @@ EXPERIMENTS = {
     "collectives": collectives,
     "mpi": mpi,
     "scale": scale,
+    "bootstrap": bootstrap,
     "import": import_time,
     "report": report,
     "compare": compare,

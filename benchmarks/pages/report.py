@@ -25,6 +25,7 @@ TITLES = {
     "registered": "Registered buffers and symmetric windows",
     "mpi": "The host engine beside MPI",
     "scale": "What grows with ranks",
+    "bootstrap": "What a store costs",
     "import": "What the import costs",
 }
 #: The operation of which an experiment's picture stands on its page.

@@ -191,7 +191,27 @@ def _manager(engine: str) -> list[Target]:
     return found
 
 
+_STORE = "ncclpy.TCPStore"
 TARGETS = [
+    Target(
+        "a round trip to a store takes at most 60 us",
+        "bootstrap",
+        "",
+        (_STORE, "get", "latency"),
+        "value",
+        60.0,
+        "us",
+    ),
+    Target(
+        "16 pipelined clients of a store set and get at least 50,000 keys a second",
+        "bootstrap",
+        "",
+        (_STORE, "set and get", "rate"),
+        "value",
+        50.0,
+        "1000/s",
+        at_least=True,
+    ),
     Target(
         "bindings.all_reduce is no slower than nccl4py's binding",
         "overhead",

@@ -1,0 +1,1 @@
+"""Stores: what a key costs, and what it takes until all have met."""

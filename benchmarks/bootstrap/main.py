@@ -46,7 +46,7 @@ def run(chosen: argparse.Namespace) -> int:
     result["notes"] = [
         f"Pipelined: {PIPELINED} clients, each of which sets {KEYS} keys of 32 bytes in one call (multi_set) and gets "
         "them in another (multi_get). A set and its get count as one.",
-        "A barrier of torch's store is made as torch.distributed makes it: add, then set by the last, and wait by all.",
+        "A barrier of torch's store is made as torch.distributed makes it: add, set by the last, and wait by all.",
         "The exponent is the slope of log(value) over log(clients); 0 does not grow, 1 grows with the clients.",
     ]
     first = workers.WorkerProcess(SIDE)

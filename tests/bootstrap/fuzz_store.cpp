@@ -1,0 +1,217 @@
+// libFuzzer: whatever bytes a store's server is sent, it neither crashes nor stops serving others; see .ci/fuzz.
+//
+// An input's first byte chooses the way. Requests go straight to the table, of several connections, with bodies that are
+// nearly right, and time passes between them; bytes go to a server through a socket, before or behind the handshake.
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <string_view>
+
+#include "handshake.hpp"
+#include "server.hpp"
+#include "table.hpp"
+
+#define CHECK(condition) \
+  do { \
+    if (!(condition)) { \
+      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
+      std::abort(); \
+    } \
+  } while (0)
+
+using namespace ncclpy::store;
+
+namespace {
+
+constexpr size_t kMaxValue = 4096, kMaxAnswer = 1 << 16;
+
+// Takes bytes of the input one after the other.
+class Input {
+ public:
+  explicit Input(std::string_view bytes) : rest_(bytes) {}
+  bool end() const { return rest_.empty(); }
+  uint8_t byte() {
+    if (rest_.empty()) return 0;
+    const auto value = static_cast<uint8_t>(rest_[0]);
+    rest_.remove_prefix(1);
+    return value;
+  }
+  std::string_view bytes(size_t count) {
+    const std::string_view taken = rest_.substr(0, count);
+    rest_.remove_prefix(taken.size());
+    return taken;
+  }
+  std::string_view rest() const { return rest_; }
+
+ private:
+  std::string_view rest_;
+};
+
+class Silent final : public Post {
+ public:
+  void send(uint64_t, uint64_t, Op op, Status status, Body body) override {
+    CHECK(op >= Op::set && op <= Op::farewell && status <= Status::refused);
+    CHECK(body.head.size() <= kMaxAnswer + kMaxValue + 1024);
+  }
+};
+
+// Keys and names are few, so that requests meet.
+std::string key_of(Input& in) { return std::string(1, static_cast<char>('a' + in.byte() % 4)); }
+
+std::string body_of(Input& in, Op op) {
+  Writer out;
+  const auto value = [&] { out.bytes(in.bytes(in.byte() % 64)); };
+  const auto keys = [&] {
+    const int count = in.byte() % 4;
+    out.integer(in.byte() % 8 == 0 ? in.byte() * 1000000ll : count);
+    for (int i = 0; i < count; i++) out.bytes(key_of(in));
+  };
+  const auto wait = [&] { out.integer(in.byte() % 4 == 0 ? -1 : in.byte() * 1000ll); };
+  switch (op) {
+    case Op::set: out.bytes(key_of(in)); value(); out.integer(in.byte() % 3); break;
+    case Op::get: out.bytes(key_of(in)); wait(); break;
+    case Op::add: out.bytes(key_of(in)); out.integer(in.byte() % 8 == 0 ? INT64_MAX : in.byte()); break;
+    case Op::compare_set: out.bytes(key_of(in)).integer(in.byte() % 2); value(); out.integer(in.byte() % 2); value(); break;
+    case Op::append: out.bytes(key_of(in)); value(); break;
+    case Op::wait: wait(); keys(); break;
+    case Op::check: keys(); break;
+    case Op::erase: case Op::keys: case Op::watch: out.bytes(key_of(in)); break;
+    case Op::gather:
+      out.bytes(key_of(in)).integer(in.byte() % 8 == 0 ? -1 : in.byte() % 4).integer(in.byte() % 8 == 0 ? INT64_MAX : in.byte() % 4);
+      wait();
+      value();
+      break;
+    default: out.integer(in.byte() % 16);
+  }
+  if (in.byte() % 16 == 0) out.body.resize(out.body.size() - out.body.size() / 3);
+  if (in.byte() % 16 == 0) out.body.append(in.bytes(8));
+  return out.body;
+}
+
+void ask_table(Input& in) {
+  Silent post;
+  Table table(post, kMaxValue, kMaxAnswer);
+  double time = 1;
+  while (!in.end()) {
+    const uint8_t what = in.byte();
+    const uint64_t connection = 1 + what % 3;
+    if (what >= 250) {
+      table.gone(connection, what % 2);
+      continue;
+    }
+    Header header;
+    header.op = static_cast<Op>(1 + in.byte() % 16);
+    header.id = in.byte() % 16;
+    const std::string body = what >= 240 ? std::string(in.bytes(in.byte())) : body_of(in, header.op);
+    header.length = body.size();
+    if (!table.request(connection, header, body, time)) table.gone(connection, false);
+    if (what % 8 == 0) {
+      time += in.byte() * 1e-3;
+      if (table.next_deadline() <= time) table.expire(time);
+      CHECK(table.next_deadline() > time);
+    }
+  }
+  for (uint64_t connection = 1; connection <= 3; connection++) table.gone(connection, true);
+  CHECK(table.next_deadline() > 1e300);  // nobody is left who waits
+}
+
+struct Served {
+  Served() {
+    const int fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t size = sizeof address;
+    CHECK(bind(fd, reinterpret_cast<sockaddr*>(&address), size) == 0 && listen(fd, 128) == 0);
+    CHECK(getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size) == 0);
+    port = address.sin_port;
+    ServerOptions options;
+    options.heartbeat = 2;
+    options.max_value = kMaxValue;
+    options.max_answer = kMaxAnswer;
+    options.max_backlog = 1 << 20;
+    server = new Server(options);
+    server->listen(fd);
+    CHECK(server->start());
+    witness = connect();
+  }
+
+  int connect() const {
+    const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    address.sin_port = port;
+    CHECK(::connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0);
+    const linger reset{1, 0};  // or the ports of the machine run out
+    setsockopt(fd, SOL_SOCKET, SO_LINGER, &reset, sizeof reset);
+    return fd;
+  }
+
+  in_port_t port = 0;
+  Server* server = nullptr;
+  int witness = -1;
+};
+
+std::string receive(int fd, size_t count) {
+  std::string data(count, '\0');
+  for (size_t at = 0; at < count;) {
+    const ssize_t got = recv(fd, data.data() + at, count - at, 0);
+    CHECK(got > 0);
+    at += static_cast<size_t>(got);
+  }
+  return data;
+}
+
+void meet(int fd) {
+  const std::string mine = server_greeting(false, 0, std::string(kNonce, 'n'));
+  CHECK(send(fd, mine.data(), mine.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(mine.size()));
+  const std::string known = proof("client", "", mine + receive(fd, kGreeting));
+  CHECK(send(fd, known.data(), known.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(known.size()));
+  receive(fd, 4 + kDigest + 8);
+}
+
+void tell_server(Input& in, bool met) {
+  static Served* served = nullptr;
+  if (served == nullptr) {
+    served = new Served;
+    meet(served->witness);
+  }
+  const int fd = served->connect();
+  if (met) meet(fd);
+  // In pieces: what is torn comes together again.
+  while (!in.end()) {
+    const std::string_view piece = in.bytes(1 + in.byte());
+    if (send(fd, piece.data(), piece.size(), MSG_NOSIGNAL) < 0) break;  // it has been refused
+  }
+  close(fd);
+  // Another client is served as before.
+  char frame[kHeader];
+  Header ping;
+  ping.id = 7;
+  ping.op = Op::ping;
+  ping.put(frame);
+  CHECK(send(served->witness, frame, kHeader, MSG_NOSIGNAL) == static_cast<ssize_t>(kHeader));
+  pollfd answer{served->witness, POLLIN, 0};
+  CHECK(poll(&answer, 1, 4000) == 1);
+  Header header;
+  CHECK(header.get(receive(served->witness, kHeader).data()) && header.op == Op::ping && header.length == 0);
+  std::string line;
+  while (served->server->next_line(line, 0)) continue;
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  Input in({reinterpret_cast<const char*>(data), size});
+  const uint8_t way = in.byte();
+  if (way % 8 < 6) ask_table(in);
+  else tell_server(in, way % 8 == 7);
+  return 0;
+}

@@ -2,6 +2,7 @@
 
 import hashlib
 import sys
+from importlib import import_module as _import_module
 
 from libc.stdint cimport uintptr_t
 from libc.stdlib cimport malloc
@@ -20,6 +21,7 @@ from ncclpy.core.submit cimport give_birth
 
 from ncclpy.core import device as _device
 from ncclpy.core.group import Group
+from ncclpy.core.library import library as _library
 from ncclpy.core.types import MAX_ADDRESS as _MAX_ADDRESS
 from ncclpy.core.types import UniqueId, as_integer, as_unique_id
 
@@ -52,6 +54,38 @@ cdef tuple _as_place(object nranks, object rank):
 cdef str _name_of(object unique_id):
     """Return a name for the communicators that are made with an id: the same in all processes."""
     return hashlib.blake2b(bytes(unique_id), digest_size=4).hexdigest()
+
+
+#: How many communicators `from_env` was asked for: all ranks count alike, and so name the keys of one.
+cdef int _from_env = 0
+
+
+cdef object _exchange(object place, object store, object timeout):
+    """Return the id that rank 0 makes."""
+    global _from_env
+    _from_env += 1
+    name = f"ncclpy/communicator-{_from_env}"
+    if place.rank == 0:
+        store.set(name, bytes(get_unique_id()))
+    # Before NCCL, which could not say as well who is absent.
+    store.barrier(name, place.rank, place.size, timeout)
+    return store.get(name, timeout)
+
+
+cdef object _device_of(object place):
+    """Return the device of the process that this is on its machine."""
+    count = _device.device_count()
+    if count == 1:
+        return 0  # each sees its own, as with CUDA_VISIBLE_DEVICES or srun --gpus-per-task
+    if place.local_rank >= count:
+        hint = ""
+        if _library().engine == "host":
+            hint = f"; NCCLPY_HOST_DEVICES={place.local_size} shows more"
+        raise ValueError(
+            f"rank {place.rank} is number {place.local_rank} of {place.local_size} on this machine, and there are "
+            f"{count} devices, one for each{hint}"
+        )
+    return place.local_rank
 
 
 cdef class Creation(Lifecycle):
@@ -115,6 +149,47 @@ cdef class Creation(Lifecycle):
         operation.birth = self.cradle.birth
         give_birth(None, self, &operation)
         return self
+
+    @classmethod
+    def from_env(cls, *, device=None, config=None, timeout=None, abortable=None):
+        """Make this process's communicator with all that the same launcher has started.
+
+        Rank and number of ranks come from the launcher's variables (``ncclpy run``, torchrun, mpirun or srun; see
+        `ncclpy.bootstrap.environment`), and the id through the store at which these processes meet
+        (`ncclpy.bootstrap.rendezvous`). All of them call it, any number of times, each time for a new clique.
+
+        Parameters
+        ----------
+        device : int, optional
+            The device's ordinal. By default this process's number on its machine, or the only device that it sees.
+        config : Config, optional
+            As in `init`.
+        timeout : float, optional
+            Seconds for the processes to meet, 300 by default; and as in `init`.
+        abortable : bool, optional
+            As in `init`.
+
+        Returns
+        -------
+        Communicator
+
+        Raises
+        ------
+        RuntimeError
+            If no launcher has started this process.
+        ValueError
+            If what the launcher says is not enough, or contradicts itself; or there are too few devices.
+        NcclTimeout
+            If not all processes have come in time; the message says which.
+        """
+        # A floor above: found by its name, when the first process asks.
+        place, store = _import_module("ncclpy.bootstrap").rendezvous(timeout)
+        if device is None:
+            device = _device_of(place)
+        unique_id = _exchange(place, store, timeout)
+        return cls.init(
+            place.size, place.rank, unique_id, device=device, config=config, timeout=timeout, abortable=abortable
+        )
 
     @classmethod
     def init_all(cls, devices=None, *, config=None, timeout=None, abortable=None):

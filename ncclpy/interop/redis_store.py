@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from ncclpy.bootstrap.local import summed
 from ncclpy.bootstrap.store import Store, StoreError, StoreLost, as_key
 
 T = TypeVar("T")
@@ -86,6 +87,11 @@ class RedisStore(Store):
             raise StoreLost(f"{self}: {error}") from error
         except redis.RedisError as error:
             raise StoreError(f"{self}: {error}") from error
+        except (ValueError, OSError, AttributeError) as error:
+            if not self._closed:
+                raise
+            # What redis-py makes of a connection that is closed while it reads.
+            raise StoreError(f"{self} was closed while it was in use") from error
 
     def _change(self, script: str, key: str, *args: bytes) -> Any:
         name = _name(key)
@@ -101,7 +107,11 @@ class RedisStore(Store):
                 return value
 
     def _add(self, key: str, number: int, deadline: float) -> int:
-        return int(self._change(_ADD, key, b"%d" % number))
+        try:
+            return int(self._change(_ADD, key, b"%d" % number))
+        except StoreError:
+            summed(self, key, self._ask(self._redis.get, _name(key)), number)  # says it better, if that is the cause
+            raise
 
     def _compare_set(
         self, key: str, expected: bytes | None, desired: bytes | None, deadline: float

@@ -24,8 +24,8 @@ _LOCKS = "\0ncclpy/lock/"
 _ESCAPED = "\0ncclpy/hex/"
 #: How long a wait sleeps between two looks, in seconds: at first, and at most.
 _FIRST, _LAST = 0.0005, 0.02
-#: A key that is deleted between a look and the reading of it is waited for by torch, so long.
-_VANISHED = datetime.timedelta(seconds=1)
+# What list_keys of torch's FileStore makes of two keys of its own, of which it cuts off a letter.
+_NOT_KEYS = ("efcount/", "leanup/")
 
 
 def adapt(obj: object) -> Store | None:
@@ -70,9 +70,9 @@ class TorchStore(Store):
     def __init__(self, theirs: Any, timeout: float | None = None) -> None:
         super().__init__(theirs.timeout.total_seconds() if timeout is None else timeout)
         self._shown = f"{type(theirs).__module__}.{type(theirs).__qualname__}"
+        self._nothing = secrets.token_bytes(16)
         try:
             self._theirs = theirs.clone()
-            self._theirs.set_timeout(_VANISHED)
         except (RuntimeError, NotImplementedError, AttributeError):
             self._theirs = theirs  # one that cannot be had twice
 
@@ -113,18 +113,13 @@ class TorchStore(Store):
         return value
 
     def _read(self, name: str) -> bytes | None:
-        """Return a value, or None if there is none now."""
-        from torch.distributed import DistStoreError
+        """Return a value, or None if there is none now.
 
-        while self._ask(self._theirs.check, [name]):
-            try:
-                # Through no other wrapper: that it is gone by now is no error.
-                return bytes(self._theirs.get(name))
-            except DistStoreError:
-                continue
-            except RuntimeError as error:
-                raise StoreLost(f"{self}: {error}") from error
-        return None
+        Torch's `get` waits, and returns an empty value for a key that is deleted meanwhile. Its `compare_set` gives
+        what is there in one step, or, where there is nothing, what was expected.
+        """
+        found = bytes(self._ask(self._theirs.compare_set, name, self._nothing, self._nothing))
+        return None if found == self._nothing else found
 
     def _until(self, look: Callable[[], T | None], deadline: float) -> T | None:
         """Return what `look` returns once that is not None, or None at the deadline."""
@@ -222,7 +217,9 @@ class TorchStore(Store):
     def _delete(self, key: str, deadline: float) -> bool:
         name = self._name(key)
         with self._locked(name, deadline):
-            return bool(self._ask(self._theirs.delete_key, name))
+            there = self._read(name) is not None  # a file's delete_key does not tell
+            self._ask(self._theirs.delete_key, name)
+            return there
 
     def _keys(self, prefix: str, deadline: float) -> list[str]:
         found = []
@@ -230,7 +227,8 @@ class TorchStore(Store):
             if name.startswith(_ESCAPED):
                 name = bytes.fromhex(name[len(_ESCAPED) :]).decode("utf-8", "surrogatepass")
             if name.startswith(prefix) and not name.startswith(_LOCKS):
-                found.append(name)
+                if name not in _NOT_KEYS or self._ask(self._theirs.check, [name]):
+                    found.append(name)
         return found
 
     def _close(self) -> None:

@@ -81,7 +81,9 @@ def _connect(place: Place, timeout: float) -> Store:
         torch_store = importlib.import_module("ncclpy.interop.torch_store")
         agent: Store = torch_store.connect(place.address, place.port, timeout)
         return PrefixStore(prefix, agent)
-    if place.address is not None and place.port is not None:
+    # On one machine Slurm's reserved ports are not needed, and its names for nodes may be known to nobody else.
+    alone = place.launcher == "slurm" and place.local_size == place.size and not os.environ.get("MASTER_ADDR")
+    if place.address is not None and place.port is not None and not alone:
         serve = place.rank == 0 and place.launcher != "ncclpy"
         return PrefixStore(prefix, TCPStore(place.address, place.port, serve=serve, timeout=timeout))
     return PrefixStore(prefix, _on_one_machine(place, timeout))

@@ -39,9 +39,9 @@ def _run(given: argparse.Namespace, meeting: Meeting) -> int:
         output = Output(supervisor.broken)
         with supervisor.signals():
             try:
+                meeting.watch(supervisor.failed_elsewhere)
                 _start(given, meeting, ranks, output)
                 output.start()
-                meeting.watch(supervisor.failed_elsewhere)
                 code = supervisor.watch()
             except StartError as error:
                 say(str(error))

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 
-from ncclpy.bootstrap import Store, Watch
+from ncclpy.bootstrap import Store
 from ncclpy.core.errors import NcclError
 
 #: So long machine 0 waits for the others to let go of the store, which it serves, in seconds.
@@ -49,15 +49,7 @@ class Others:
     def watch(self, failed: Callable[[int, str], object]) -> None:
         """Have `failed` called, in a thread, at the first failure of another launcher."""
         self._call = failed
-        watch = self._store.watch("")
-        threading.Thread(target=self._listen, args=(watch,), name="ncclpy run: others", daemon=True).start()
-        # What has happened before the watch began.
-        present = set(self._store.keys())
-        for key in present & {"failed", *(f"done/{node}" for node in self._here)}:
-            self._note(key, self._store.get(key))
-        for node in list(self._here):
-            if f"here/{node}" not in present:
-                self._note(f"here/{node}", None)
+        threading.Thread(target=self._listen, name="ncclpy run: others", daemon=True).start()
 
     def tell(self, code: int, text: str) -> None:
         """Tell the others of a failure here; only the first of all counts."""
@@ -76,12 +68,18 @@ class Others:
                 self._news.wait_for(lambda: self._here == {0}, _FAREWELL)
         return code if self._failure is None else self._failure
 
-    def _listen(self, watch: Watch) -> None:
-        try:
+    def _listen(self) -> None:
+        with contextlib.suppress(NcclError):  # the store is gone, or this launcher has closed it
+            watch = self._store.watch("")
+            # What has happened before the watch began.
+            present = set(self._store.keys())
+            for key in present & {"failed", *(f"done/{node}" for node in self._here)}:
+                self._note(key, self._store.get(key))
+            for node in list(self._here):
+                if f"here/{node}" not in present:
+                    self._note(f"here/{node}", None)
             for change in watch:
                 self._note(change.key, change.value)
-        except NcclError:
-            pass
         # Closed by this launcher, or machine 0 is gone with the store: then nobody can be waited for.
         with self._news:
             unfinished = 0 in self._here - self._done

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import runs
 from foreign_stores import free_port
+from paths import ROOT
 
 pytestmark = pytest.mark.launchers
 
@@ -296,6 +297,17 @@ def slurm():
 def test_srun(host_engine, tmp_path, program, slurm, options):
     out = launch(["srun", *options, "-n", 3, sys.executable, program(PROGRAM)], tmp_path, slurm)
     check(out, "slurm", 3)
+
+
+def test_the_guides_srun(host_engine, tmp_path, slurm):
+    guide = (ROOT / "docs" / "guides" / "processes.md").read_text()
+    command = re.findall(r"^srun .*from_env.py$", guide, re.M)
+    assert len(command) == 1
+    words = [
+        {"python": sys.executable}.get(word, word.replace("examples/", f"{ROOT}/examples/"))
+        for word in command[0].split()
+    ]
+    assert launch(words, tmp_path, slurm) == "4 ranks, sum 10.0\n"
 
 
 def test_srun_with_reserved_ports(tmp_path, program, slurm):

@@ -77,7 +77,9 @@ for again in range(2):
 def test_who_does_not_come_is_named(host_engine, program):
     done = runs.run("-n", 3, "--no-kill", *program("""
 import ncclpy
+from ncclpy.bootstrap import rendezvous
 if rank != 1:
+    rendezvous()[1].barrier("those who come", rank // 2, 2)
     ncclpy.Communicator.from_env(timeout=2)
 """))  # fmt: skip
     assert done.returncode == 1
@@ -371,20 +373,20 @@ def test_ctrl_z_stops_the_ranks_too(program):
 # What is left behind.
 
 
+# A child has nothing of the run in its environment, as if it had written its title over it; a daemon is in a session of
+# its own.
 OFFSPRING = """
-import runpy
-if os.environ.get("CHILD"):
-    note(name=os.environ["CHILD"])
+if sys.argv[2] == "offspring":
+    note(sys.argv[3])
     time.sleep(1000)
-for kind in ("child", "daemon"):
-    env = {**os.environ, "CHILD": kind}
-    subprocess.Popen([sys.executable, *sys.argv], env=env, start_new_session=kind == "daemon")
+command = [sys.executable, sys.argv[0], sys.argv[1], "offspring"]
+subprocess.Popen([*command, f"child-{rank}"], env={})
+subprocess.Popen([*command, f"daemon-{rank}"], start_new_session=True)
 note()
 while len(list(pathlib.Path(sys.argv[1]).glob("pid-*"))) < 6:
     time.sleep(0.01)
-if len(sys.argv) > 2:
-    sys.exit(0)
-time.sleep(1000)
+if sys.argv[2] == "wait":
+    time.sleep(1000)
 """
 
 
@@ -397,7 +399,7 @@ def test_what_ranks_have_started_ends_with_the_run(program):
 
 def test_a_launcher_that_is_killed_leaves_nothing_behind(program):
     path, folder = program(OFFSPRING)
-    with runs.started("-n", 2, path, folder) as process:
+    with runs.started("-n", 2, path, folder, "wait") as process:
         pids = runs.wait_for_pids(folder, 6)
         process.kill()
         process.wait(runs.TIMEOUT)

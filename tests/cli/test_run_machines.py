@@ -121,7 +121,7 @@ def test_a_launcher_that_is_gone_ends_the_others(program, node):
 
 
 def test_the_store_stays_until_all_machines_are_done(program):
-    """Machine 0's processes end at once; the other's use its store after that."""
+    """Machine 0's processes end at once; the other's use its store after that, and the last one fails."""
     path, folder = program("""
 from ncclpy.bootstrap import rendezvous
 note()
@@ -131,6 +131,7 @@ if rank == 1:
     place, store = rendezvous(60)
     store.set("key", b"1")
     print(store.get("key"))
+    sys.exit(3)
 """)
     with machines([1, 1], path, folder) as launchers:
         pids = runs.wait_for_pids(folder, 2)
@@ -138,7 +139,7 @@ if rank == 1:
         time.sleep(0.5)
         (folder / "go").touch()
         codes, outs, errs = ended(launchers)
-    assert (codes, outs, errs) == ([0, 0], ["", "[1] b'1'\n"], ["", ""])
+    assert (codes, outs, errs[0]) == ([3, 3], ["", "[1] b'1'\n"], "")
     runs.wait_until_gone(pids)
 
 

@@ -16,7 +16,8 @@ def command(*arguments):
 
 def environment(extra=()):
     """Return this process's environment without what a launcher may have left in it."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("NCCLPY_RUN", "NCCLPY_STORE"))}
+    left = ("NCCLPY_RUN", "NCCLPY_STORE", "PYTHONUNBUFFERED")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(left)}
     return env | dict(extra)
 
 
@@ -80,8 +81,7 @@ def wait_until_gone(pids):
 #: The beginning of a program: `note()` writes its process id into a file, for `wait_for_pids`.
 NOTE = """
 import os, pathlib, signal, subprocess, sys, time
-def note(folder=sys.argv[1], name=""):
-    path = pathlib.Path(folder, f"pid-{os.environ['RANK']}{name}")
-    path.write_text(f"{os.getpid()}\\n")
-rank = int(os.environ["RANK"])
+rank = int(os.environ.get("RANK", -1))
+def note(name=rank):
+    pathlib.Path(sys.argv[1], f"pid-{name}").write_text(f"{os.getpid()}\\n")
 """

@@ -43,7 +43,7 @@ class Meeting:
         token = os.environ.get(_TOKEN)
         if token is None and nodes == 1:
             token = secrets.token_hex(32)  # other users of this machine can reach the port, and do not know this
-        self._store = TCPStore(host, port, serve=node == 0, token=token, timeout=timeout)
+        self._store = TCPStore(host, port, serve=node == 0, token=token, timeout=timeout, linger=0)
         self._own = PrefixStore("ncclpy/run", self._store)
         self._port = _reserve(host) if node == 0 else None
         try:

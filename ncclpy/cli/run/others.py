@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from ncclpy.bootstrap import Store
 from ncclpy.core.errors import NcclError
 
-#: So long machine 0 waits for the others to let go of the store, which it serves, in seconds.
-_FAREWELL = 5.0
 #: The exit code where a launcher has gone without a word.
 _LOST = 1
 
@@ -61,11 +59,9 @@ class Others:
         with contextlib.suppress(NcclError):
             self._store.set(f"done/{self._node}", b"")
         with self._news:
-            while self._here - self._done:
-                self._news.wait(0.1)  # in slices, so that Ctrl-C gets out
-        if self._node == 0:
-            with self._news:
-                self._news.wait_for(lambda: self._here == {0}, _FAREWELL)
+            # Machine 0 serves the store, so it is the last to let go. In slices, so that Ctrl-C gets out.
+            while self._here - {0} if self._node == 0 else self._here - self._done:
+                self._news.wait(0.1)
         return code if self._failure is None else self._failure
 
     def _listen(self) -> None:

@@ -13,10 +13,10 @@ import threading
 import time
 from pathlib import Path
 
-from ncclpy.bootstrap import TCPStore
 from ncclpy.bootstrap.place import Place, environment
 from ncclpy.bootstrap.prefix import PrefixStore
 from ncclpy.bootstrap.store import Store, StoreError
+from ncclpy.bootstrap.tcp import TCPStore
 from ncclpy.core.errors import NcclTimeout
 from ncclpy.core.errors import seconds as as_text
 

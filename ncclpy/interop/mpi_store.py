@@ -6,8 +6,8 @@ import secrets
 import socket
 from typing import Any
 
-from ncclpy.bootstrap import TCPStore
 from ncclpy.bootstrap.store import Store
+from ncclpy.bootstrap.tcp import TCPStore
 
 # What is broadcast has a fixed size, so that nobody has to unpickle it: address, port, token.
 _SIZE = 256

@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from ncclpy.bootstrap.asked import names
 from ncclpy.bootstrap.local import summed
-from ncclpy.bootstrap.store import Store, StoreError, StoreLost, names
+from ncclpy.bootstrap.store import Store, StoreError, StoreLost
 
 T = TypeVar("T")
 

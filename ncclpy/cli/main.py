@@ -24,6 +24,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         ``run`` that of the program.
     """
     parser, perf, trace, run = _parsers()
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] == "run":
+        from ncclpy.cli.run.arguments import shielded
+
+        argv = shielded(argv)
     given = parser.parse_args(argv)
     if given.command is None:
         parser.print_help(sys.stderr)

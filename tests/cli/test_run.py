@@ -100,10 +100,10 @@ def test_too_few_devices_are_told(host_engine, program):
 @pytest.mark.parametrize("arguments", [["--", "show"], ["show"]], ids=["behind --", "without"])
 def test_arguments_of_the_program_are_its_own(program, tmp_path, arguments):
     path, _ = program("print(sys.argv[1:])")
-    given = ["-n", "9", "--grace", "--", "--help", "", "a b"]
     arguments = [path if each == "show" else each for each in arguments]
-    done = runs.run("-n", 1, *arguments, *given)
-    assert (done.stdout, done.stderr) == (f"[0] {given}\n", "")
+    for given in (["-n", "9", "--grace", "--", "--help", "", "a b"], ["--", "x", "--"]):
+        done = runs.run("-n", 1, *arguments, *given)
+        assert (done.stdout, done.stderr) == (f"[0] {given}\n", "")
 
 
 def test_a_program_may_be_a_module_or_any_file(tmp_path):
@@ -118,6 +118,7 @@ def test_a_program_may_be_a_module_or_any_file(tmp_path):
     ("arguments", "message"),
     [
         ([], "the following arguments are required: -n/--nproc, program"),
+        (["-n", "2", "--"], "the following arguments are required: program"),
         (["-n", "0", "x"], "0 is not at least 1"),
         (["-n", "2", "--grace", "-1", "x"], "-1 is no number of seconds"),
         (["-n", "2", "--nnodes", "2", "x"], "--nnodes needs --rdzv HOST:PORT"),

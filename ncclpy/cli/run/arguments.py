@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 
 _EPILOG = """\
 A program that ends in .py is run by this Python. Each process gets torchrun's variables: RANK, WORLD_SIZE, LOCAL_RANK,
 LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and so on.
 """
+# What no argument of a process can be.
+_SEPARATOR = "\0--"
 
 
 def _count(text: str) -> int:
@@ -64,8 +67,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
 
 
+def shielded(argv: Sequence[str]) -> list[str]:
+    """Return the arguments with each ``--`` hidden from argparse, which takes away one of the program's own."""
+    return [_SEPARATOR if each == "--" else each for each in argv]
+
+
 def check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
-    """End in ``parser.error`` if the flags do not fit together."""
+    """Bring back each ``--``, and end in ``parser.error`` if the flags do not fit together."""
+    words = [given.program, *given.args]
+    if words[0] == _SEPARATOR:
+        del words[0]
+    if not words:
+        parser.error("the following arguments are required: program")
+    given.program, *given.args = ["--" if each == _SEPARATOR else each for each in words]
     if not 0 <= given.node_rank < given.nnodes:
         parser.error(f"--node-rank {given.node_rank}: expected 0 to {given.nnodes - 1}, with --nnodes {given.nnodes}")
     if given.nnodes > 1 and given.rdzv is None:

@@ -105,7 +105,7 @@ def test_torchrun(tmp_path):
 
 
 def test_ncclpy_run(tmp_path):
-    out = run(f"{sys.executable} -m ncclpy run", command("ncclpy run", "from_env"), tmp_path)
+    out = run(f"{Path(sys.executable).with_name('ncclpy')} run", command("ncclpy run", "from_env"), tmp_path)
     assert out == "[0] 4 ranks, sum 10.0\n"
 
 

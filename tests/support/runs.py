@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 
+from paths import SUPPORT
+
 TIMEOUT = 60
 
 
@@ -25,7 +27,8 @@ def environment(extra=()):
 def started(*arguments, env=(), **options):
     """Start a launcher, and kill it at the end of the block should it still run."""
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command(*arguments), env=environment(env), **(pipes | options))
+    # Not in the root of the tree, where `python -m` would take the sources for the package.
+    process = subprocess.Popen(command(*arguments), env=environment(env), **({"cwd": SUPPORT} | pipes | options))
     try:
         yield process
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import importlib
 import json
@@ -39,11 +38,11 @@ _process = 0
 def rendezvous(timeout: float | None = None) -> tuple[Place, Store]:
     """Return which process this is, and the store at which all that were started with it meet.
 
-    There is one store a process, made by the first call, which all ranks make, and closed when the process ends. Who
-    serves it: the launcher, if it is ``ncclpy run``; torchrun's agent, if it says so in TORCHELASTIC_USE_AGENT_STORE
-    (it is used through torch then, with keys of their own after each restart); else rank 0, at MASTER_ADDR and
-    MASTER_PORT. Without these the ranks of one machine meet all the same: by a file that is named after the process of
-    the launcher, and is gone when they have met.
+    There is one store a process, made by the first call, which all ranks make, and closed when the process ends; what
+    is returned may be closed before. It is served by the launcher, if that is ``ncclpy run``; by torchrun's agent, if
+    TORCHELASTIC_USE_AGENT_STORE says so (it is used through torch then, with keys of their own after each restart);
+    else by rank 0, at MASTER_ADDR and MASTER_PORT. Without these the ranks of one machine meet all the same: by a file
+    that is named after the process of the launcher, and is gone when they have met.
 
     Parameters
     ----------
@@ -60,33 +59,25 @@ def rendezvous(timeout: float | None = None) -> tuple[Place, Store]:
     global _store, _process
     place = environment()
     with _lock:
-        if _store is None or _process != os.getpid() or _store.closed:  # a fork has to make its own
+        if _store is None or _process != os.getpid():  # a fork has to make its own
             _store = _connect(place, _TIMEOUT if timeout is None else timeout)
-            if _process != os.getpid():
-                atexit.register(_close)
             _process = os.getpid()
-        return place, _store
-
-
-def _close() -> None:
-    if _store is not None and _process == os.getpid():
-        _store.close()
+        # For each caller an end of its own, which may be closed. The store itself closes when the process ends.
+        return place, PrefixStore(f"ncclpy/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _store)
 
 
 def _connect(place: Place, timeout: float) -> Store:
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    prefix = f"ncclpy/attempt-{attempt}"
     if place.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # interop is a floor above: found by its name, as in adapters.
         torch_store = importlib.import_module("ncclpy.interop.torch_store")
         agent: Store = torch_store.connect(place.address, place.port, timeout)
-        return PrefixStore(prefix, agent)
+        return agent
     # On one machine Slurm's reserved ports are not needed, and its names for nodes may be known to nobody else.
     alone = place.launcher == "slurm" and place.local_size == place.size and not os.environ.get("MASTER_ADDR")
     if place.address is not None and place.port is not None and not alone:
         serve = place.rank == 0 and place.launcher != "ncclpy"
-        return PrefixStore(prefix, TCPStore(place.address, place.port, serve=serve, timeout=timeout))
-    return PrefixStore(prefix, _on_one_machine(place, timeout))
+        return TCPStore(place.address, place.port, serve=serve, timeout=timeout)
+    return _on_one_machine(place, timeout)
 
 
 def _on_one_machine(place: Place, timeout: float) -> Store:

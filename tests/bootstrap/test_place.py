@@ -125,7 +125,8 @@ def test_a_half_set_environment_names_what_is_there_and_what_is_not(env, variabl
         # Left over in the shell from which mpirun was started: all ranks would be rank 0 of 1.
         (
             {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "1"} | OPENMPI,
-            "OMPI_COMM_WORLD_RANK=5 but RANK=0; OMPI_COMM_WORLD_SIZE=8 but WORLD_SIZE=1.*NCCLPY_LAUNCHER, which may be openmpi or torchrun",
+            "OMPI_COMM_WORLD_RANK=5 but RANK=0; OMPI_COMM_WORLD_SIZE=8 but WORLD_SIZE=1"
+            ".*NCCLPY_LAUNCHER, which may be openmpi or torchrun",
         ),
         ({"WORLD_SIZE": "4"} | SLURM, "SLURM_STEP_NUM_TASKS=8 but WORLD_SIZE=4"),
         (OPENMPI | MPICH | {"PMI_RANK": "2"}, "OMPI_COMM_WORLD_RANK=5 but PMI_RANK=2"),

@@ -70,7 +70,7 @@ class RedisStore(Store):
         host = options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
         self._shown = f"{host}/{options.get('db') or 0}"
         self._pool = type(theirs)(connection_class=theirs.connection_class, **options)
-        self._redis = Redis(connection_pool=self._pool)
+        self._redis: Any = Redis(connection_pool=self._pool)  # whose types are of all that it may be set to return
         self._scripts = {text: self._redis.register_script(text) for text in (_SET, _ADD, _APPEND, _COMPARE_SET)}
 
     def __repr__(self) -> str:

@@ -9,8 +9,12 @@ import importlib as _importlib
 import typing as _typing
 
 if _typing.TYPE_CHECKING:
+    from ncclpy.bootstrap.adapters import as_store as as_store
     from ncclpy.bootstrap.file import FileStore as FileStore
+    from ncclpy.bootstrap.launched import rendezvous as rendezvous
     from ncclpy.bootstrap.local import LocalStore as LocalStore
+    from ncclpy.bootstrap.place import Place as Place
+    from ncclpy.bootstrap.place import environment as environment
     from ncclpy.bootstrap.prefix import PrefixStore as PrefixStore
     from ncclpy.bootstrap.store import Store as Store
     from ncclpy.bootstrap.store import StoreError as StoreError
@@ -23,15 +27,33 @@ _MODULES = {
     "Change": "watch",
     "FileStore": "file",
     "LocalStore": "local",
+    "Place": "place",
     "PrefixStore": "prefix",
     "Store": "store",
     "StoreError": "store",
     "StoreLost": "store",
     "TCPStore": "tcp",
     "Watch": "watch",
+    "as_store": "adapters",
+    "environment": "place",
+    "rendezvous": "launched",
 }
 
-__all__ = ["Change", "FileStore", "LocalStore", "PrefixStore", "Store", "StoreError", "StoreLost", "TCPStore", "Watch"]
+__all__ = [
+    "Change",
+    "FileStore",
+    "LocalStore",
+    "Place",
+    "PrefixStore",
+    "Store",
+    "StoreError",
+    "StoreLost",
+    "TCPStore",
+    "Watch",
+    "as_store",
+    "environment",
+    "rendezvous",
+]
 
 
 def __getattr__(name: str):

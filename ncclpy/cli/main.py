@@ -20,13 +20,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        0 all right, 1 wrong results, a failure or something stuck, 2 bad arguments or dumps, 130 interrupted.
+        0 all right, 1 wrong results, a failure or something stuck, 2 bad arguments or dumps, 130 interrupted; of
+        ``run`` that of the program.
     """
-    parser, perf, trace = _parsers()
+    parser, perf, trace, run = _parsers()
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] == "run":
+        from ncclpy.cli.run.arguments import shielded
+
+        argv = shielded(argv)
     given = parser.parse_args(argv)
     if given.command is None:
         parser.print_help(sys.stderr)
         return 2
+    if given.command == "run":
+        from ncclpy.cli.run import command as launcher
+
+        return launcher.run(run, given)
     try:
         if given.command == "info":
             return _info(given)
@@ -44,12 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser, argparse.ArgumentParser]:
+def _parsers() -> tuple[argparse.ArgumentParser, ...]:
     from ncclpy.cli.perf import arguments as perf_arguments
+    from ncclpy.cli.run import arguments as run_arguments
     from ncclpy.cli.trace import command as trace_command
 
     parser = argparse.ArgumentParser(
-        prog="ncclpy", description="NCCL for Python: look at it, measure it, find what is stuck."
+        prog="ncclpy", description="NCCL for Python: look at it, measure it, find what is stuck, start programs."
     )
     parser.add_argument("--version", action=_Version, help="print the version of ncclpy and exit")
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
@@ -59,7 +70,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser, argpar
     perf_arguments.add_arguments(perf)
     trace = commands.add_parser("trace", help="what is stuck and on whom it waits, from the recorder's dumps")
     trace_command.add_arguments(trace)
-    return parser, perf, trace
+    run = commands.add_parser("run", help="start a program in several processes, one for each rank")
+    run_arguments.add_arguments(run)
+    return parser, perf, trace, run
 
 
 class _Version(argparse.Action):

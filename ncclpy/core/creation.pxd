@@ -21,4 +21,5 @@ cdef int grow(
     Handle child, Handle parent, object nranks, object unique_id, object config, object timeout, object abortable
 ) except -1
 cdef list init_all(object cls, object devices, dict options)
+cdef object from_env(object cls, object device, dict options)
 cdef object grow_id(Handle parent)

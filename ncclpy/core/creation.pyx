@@ -2,6 +2,7 @@
 
 import hashlib
 import sys
+from importlib import import_module as _import_module
 
 from libc.stdint cimport uintptr_t
 from libc.stdlib cimport malloc
@@ -25,6 +26,7 @@ from ncclpy.core.wait cimport FOREVER, as_timeout
 from ncclpy.core import device as _device
 from ncclpy.core.config import Config
 from ncclpy.core.group import Group
+from ncclpy.core.library import library as _library
 from ncclpy.core.types import MAX_ADDRESS as _MAX_ADDRESS
 from ncclpy.core.types import UniqueId, as_integer, as_unique_id
 
@@ -142,6 +144,47 @@ cdef list init_all(object cls, object devices, dict options):
         leave(made, "init_all did not make them all", error)  # nobody else has them
         raise
     return made
+
+
+#: How many communicators `from_env` was asked for: all ranks count alike, and so name the keys of one.
+cdef int _from_env = 0
+
+
+cdef object _exchange(object place, object store, object timeout):
+    """Return the id that rank 0 makes."""
+    global _from_env
+    _from_env += 1
+    name = f"ncclpy/communicator-{_from_env}"
+    if place.rank == 0:
+        store.set(name, bytes(get_unique_id()))
+    # Before NCCL, which could not say as well who is absent.
+    store.barrier(name, place.rank, place.size, timeout)
+    return store.get(name, timeout)
+
+
+cdef object _device_of(object place):
+    """Return the device of the process that this is on its machine."""
+    count = _device.device_count()
+    if count == 1:
+        return 0  # each sees its own, as with CUDA_VISIBLE_DEVICES or srun --gpus-per-task
+    if place.local_rank >= count:
+        hint = ""
+        if _library().engine == "host":
+            hint = f"; NCCLPY_HOST_DEVICES={place.local_size} shows more"
+        raise ValueError(
+            f"rank {place.rank} is number {place.local_rank} of {place.local_size} on this machine, and there are "
+            f"{count} devices, one for each{hint}"
+        )
+    return place.local_rank
+
+
+cdef object from_env(object cls, object device, dict options):
+    # A floor above: found by its name, when the first process asks.
+    place, store = _import_module("ncclpy.bootstrap").rendezvous(options["timeout"])
+    if device is None:
+        device = _device_of(place)
+    unique_id = _exchange(place, store, options["timeout"])
+    return cls.init(place.size, place.rank, unique_id, device=device, **options)
 
 
 cdef int take_over(Handle made, object pointer) except -1:

@@ -24,6 +24,15 @@ class Lifecycle(Handle):
         abortable: bool | None = ...,
     ) -> Self: ...
     @classmethod
+    def from_env(
+        cls,
+        *,
+        device: DeviceLike = ...,
+        config: Config | None = ...,
+        timeout: float | None = ...,
+        abortable: bool | None = ...,
+    ) -> Self: ...
+    @classmethod
     def init_all(
         cls,
         devices: Iterable[int] | None = ...,

@@ -86,6 +86,41 @@ cdef class Lifecycle(Handle):
         return self
 
     @classmethod
+    def from_env(cls, *, device=None, config=None, timeout=None, abortable=None):
+        """Make this process's communicator with all that the same launcher has started.
+
+        Rank and number of ranks come from the launcher's variables (``ncclpy run``, torchrun, mpirun or srun; see
+        `ncclpy.bootstrap.environment`), and the id through the store at which these processes meet
+        (`ncclpy.bootstrap.rendezvous`). All of them call it, any number of times, each time for a new clique.
+
+        Parameters
+        ----------
+        device : int, optional
+            The device's ordinal. By default this process's number on its machine, or the only device that it sees.
+        config : Config, optional
+            As in `init`.
+        timeout : float, optional
+            Seconds for the processes to meet, 300 by default; and as in `init`.
+        abortable : bool, optional
+            As in `init`.
+
+        Returns
+        -------
+        Communicator
+
+        Raises
+        ------
+        RuntimeError
+            If no launcher has started this process.
+        ValueError
+            If what the launcher says is not enough, or contradicts itself; or there are too few devices.
+        NcclTimeout
+            If not all processes have come in time; the message says which.
+        """
+        options = {"config": config, "timeout": timeout, "abortable": abortable}
+        return _creation.from_env(cls, device, options)
+
+    @classmethod
     def init_all(cls, devices=None, *, config=None, timeout=None, abortable=None):
         """Make a clique of communicators for several devices of this process, from one thread.
 

@@ -2,7 +2,7 @@
 
 A block whose first line is ```` ```python {torch} ```` needs torch, ```` ```python {gpu} ```` GPUs and whatever it
 imports. Where these are missing, the block is compiled and not run. ```` ```python {test} ```` is a file of tests like
-these here, which must pass.
+these here, which must pass, and ```` ```python {ranks} ```` a program for two ranks of `ncclpy run`.
 """
 
 import ast
@@ -26,7 +26,7 @@ BLOCK = re.compile(r"^```python(?: \{(?P<needs>\w+)\})?\n(?P<code>.*?)^```$", re
 def examples():
     for page in PAGES:
         for number, match in enumerate(BLOCK.finditer(page.read_text())):
-            marks = {None: (), "test": (), "torch": (), "gpu": (pytest.mark.gpu,)}[match["needs"]]
+            marks = {None: (), "test": (), "ranks": (), "torch": (), "gpu": (pytest.mark.gpu,)}[match["needs"]]
             yield pytest.param(match["code"], match["needs"], id=f"{page.name}-{number}", marks=marks)
 
 
@@ -39,6 +39,8 @@ def run(code, needs, tmp_path):
         how = ["-m", "pytest", "-q", "-n", "0", "-c", str(ROOT / "pyproject.toml"), "-p", "conftest", str(script)]
         paths = [str(TESTS), str(SUPPORT), os.environ.get("PYTHONPATH")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    if needs == "ranks":
+        how = ["-m", "ncclpy", "run", "-n", "2", str(script)]
     return subprocess.run(
         [sys.executable, *how],
         cwd=tmp_path,  # not here, where the sources would be taken for the package

@@ -31,7 +31,7 @@ OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
-LAUNCHED = {"with_mpi", "with_torchrun", "with_a_file", "who_is_missing"}
+LAUNCHED = {"with_mpi", "from_env", "who_is_missing"}
 
 
 def test_every_example_is_run_and_listed():
@@ -57,17 +57,18 @@ def test_example(name):
     assert LAST_LINES[name] in done.stdout.splitlines()[-1]
 
 
-def command(first_word):
-    """Return the one command of the guide that begins so, as printed there."""
+def command(first_words, example):
+    """Return the one command of the guide that begins so and starts that example, as printed there."""
     blocks = re.findall(r"^```sh\n(.*?)^```$", GUIDE.read_text(), re.M | re.S)
-    found = [line for block in blocks for line in block.splitlines() if line.split()[0] == first_word]
-    assert len(found) == 1, f"{GUIDE.name} has {len(found)} commands that begin with {first_word}"
-    return found[0]
+    lines = {line for block in blocks for line in block.splitlines() if f"examples/{example}.py" in line}
+    found = [line for line in lines if line.startswith(first_words + " ")]
+    assert len(found) == 1, f"{GUIDE.name} has {len(found)} commands that begin with {first_words}"
+    return found[0].removeprefix(first_words)
 
 
-def run(line, first_words, tmp_path):
-    """Run a shell command in the root of the project, its first word and `python` replaced; return what it printed."""
-    line = re.sub(r"^\w+", first_words, line).replace(" python ", f" {sys.executable} ")
+def run(launcher, arguments, tmp_path):
+    """Run a shell command in the root of the project, with this `python`; return what it printed."""
+    line = launcher + arguments.replace(" python ", f" {sys.executable} ")
     process = subprocess.Popen(
         ["bash", "-c", line],
         cwd=ROOT,
@@ -87,40 +88,25 @@ def run(line, first_words, tmp_path):
     return out
 
 
-def test_mpirun(tmp_path):
+@pytest.mark.parametrize("example", ["with_mpi", "from_env"])
+def test_mpirun(tmp_path, example):
     needs("mpi4py")
     beside = Path(sys.executable).with_name("mpirun")  # that of the MPI which pip installed, before the system's
     mpirun = beside if beside.exists() else shutil.which("mpirun")
     if mpirun is None:
         pytest.skip("needs mpirun")
-    assert run(command("mpirun"), str(mpirun), tmp_path) == "4 ranks, sum 10.0\n"
+    assert run(str(mpirun), command("mpirun", example), tmp_path) == "4 ranks, sum 10.0\n"
 
 
 def test_torchrun(tmp_path):
     needs("torch")
-    out = run(command("torchrun"), f"{sys.executable} -m torch.distributed.run", tmp_path)
+    out = run(f"{sys.executable} -m torch.distributed.run", command("torchrun", "from_env"), tmp_path)
     assert "4 ranks, sum 10.0\n" in out
 
 
-def test_a_file_brings_the_id(tmp_path):
-    processes = [
-        subprocess.Popen(
-            [sys.executable, EXAMPLES / "with_a_file.py", tmp_path / "unique-id"],
-            env=os.environ | {"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    try:
-        outputs = [process.communicate(timeout=60)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0, 0], outputs
-    assert outputs == ["3 ranks, sum 6.0\n", "", ""]
-    assert list(tmp_path.iterdir()) == []
+def test_ncclpy_run(tmp_path):
+    out = run(f"{Path(sys.executable).with_name('ncclpy')} run", command("ncclpy run", "from_env"), tmp_path)
+    assert out == "[0] 4 ranks, sum 10.0\n"
 
 
 def test_who_is_missing(tmp_path, capsys):

@@ -36,7 +36,7 @@ FLOORS = {
 }
 FACE = "ncclpy"  # the names only
 USERS = ("cli", "testing")  # of the face; no other room is
-FRAMEWORKS = ("torch", "cupy", "jax", "rmm", "mpi4py", "tensorflow", "cuda.core", "cuda.bindings")
+FRAMEWORKS = ("torch", "cupy", "jax", "rmm", "mpi4py", "redis", "tensorflow", "cuda.core", "cuda.bindings")
 
 NAMES = {
     "use", "library", "device_count", "bindings", "get_unique_id", "synchronize", "group",
@@ -175,7 +175,8 @@ def test_importing_opens_no_library_and_imports_no_framework():
     done = testing.run_python("""
         import sys, ncclpy
         modules = [m for m in sys.modules
-                   if m.split(".")[0] in ("torch", "cupy", "jax", "rmm", "mpi4py", "cuda", "tensorflow", "ml_dtypes")]
+                   if m.split(".")[0] in ("torch", "cupy", "jax", "rmm", "mpi4py", "redis", "cuda", "tensorflow",
+                                          "ml_dtypes")]
         assert not modules, modules
         import re
         lines = open("/proc/self/maps").read().splitlines()

@@ -1,0 +1,23 @@
+"""One process a device, started by any launcher: who started it says rank and size, and where the ranks meet.
+
+ncclpy run -n 4 examples/from_env.py
+torchrun --nproc-per-node 4 examples/from_env.py
+mpirun -n 4 python examples/from_env.py
+srun -n 4 --gpus-per-task 1 python examples/from_env.py
+"""
+
+import numpy as np
+
+import ncclpy
+
+with ncclpy.Communicator.from_env(timeout=60) as comm:
+    if ncclpy.library().engine == "cuda":
+        import torch
+
+        array = torch.full((4,), comm.rank + 1.0, device=f"cuda:{comm.device}")
+    else:
+        array = np.full(4, comm.rank + 1.0)
+    comm.all_reduce(array)
+    assert float(array[0]) == comm.nranks * (comm.nranks + 1) / 2, array
+    if comm.rank == 0:
+        print(f"{comm.nranks} ranks, sum {float(array[0])}")

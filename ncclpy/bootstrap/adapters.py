@@ -1,0 +1,44 @@
+"""Stores of others as stores of ours."""
+
+from __future__ import annotations
+
+import importlib
+
+from ncclpy.bootstrap.store import Store
+
+__all__ = ["as_store"]
+
+#: The package that an object's class comes from, and what of `interop` knows it. That floor lies above this one: it is
+#: found by its name, and imported only when somebody has such an object, so has imported that package.
+_ADAPTERS = {"torch": "torch_store", "redis": "redis_store", "mpi4py": "mpi_store"}
+
+
+def as_store(obj: object) -> Store:
+    """Return an object as a `Store`.
+
+    What is made of something else is closed like any store; the object itself stays open.
+
+    Parameters
+    ----------
+    obj
+        A `Store`, which is returned as it is; a ``torch.distributed.Store``; a ``redis.Redis`` client; or an mpi4py
+        communicator. Of the last all ranks call this together: its rank 0 serves a `TCPStore`, whose address and token
+        are broadcast.
+
+    Raises
+    ------
+    TypeError
+        If it is none of these.
+    """
+    if isinstance(obj, Store):
+        return obj
+    for base in type(obj).__mro__:
+        package = base.__module__.partition(".")[0]
+        if package in _ADAPTERS:
+            store: Store | None = importlib.import_module(f"ncclpy.interop.{_ADAPTERS[package]}").adapt(obj)
+            if store is not None:
+                return store
+    raise TypeError(
+        "expected an ncclpy.bootstrap.Store, a torch.distributed.Store, a redis.Redis client or an mpi4py "
+        f"communicator, got {type(obj).__module__}.{type(obj).__qualname__} {obj!r:.80}"
+    )

@@ -1,0 +1,150 @@
+"""The store at which the processes that a launcher has started meet."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import secrets
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from ncclpy.bootstrap.place import Place, environment
+from ncclpy.bootstrap.prefix import PrefixStore
+from ncclpy.bootstrap.store import Store, StoreError
+from ncclpy.bootstrap.tcp import TCPStore
+from ncclpy.core.errors import NcclTimeout
+from ncclpy.core.errors import seconds as as_text
+
+__all__ = ["rendezvous"]
+
+_TIMEOUT = 300.0
+_LOOPBACK = "127.0.0.1"
+#: The process of a launcher that is the parent, or further up, of all ranks on one machine.
+_PARENTS = {
+    "openmpi": {"prterun", "prted", "mpirun", "mpiexec", "orterun", "orted"},
+    "mpich": {"hydra_pmi_proxy"},
+    "slurm": {"slurmstepd"},
+}
+
+_lock = threading.Lock()
+_store: Store | None = None
+_process = 0
+
+
+def rendezvous(timeout: float | None = None) -> tuple[Place, Store]:
+    """Return which process this is, and the store at which all that were started with it meet.
+
+    There is one store a process, made by the first call, which all ranks make, and closed when the process ends; what
+    is returned may be closed before. It is served by the launcher, if that is ``ncclpy run``; by torchrun's agent, if
+    TORCHELASTIC_USE_AGENT_STORE says so (it is used through torch then, with keys of their own after each restart);
+    else by rank 0, at MASTER_ADDR and MASTER_PORT. Without these the ranks of one machine meet all the same: by a file
+    that is named after the process of the launcher, and is gone when they have met.
+
+    Parameters
+    ----------
+    timeout
+        Seconds until the store must be reached; by default 300.
+
+    Raises
+    ------
+    RuntimeError, ValueError
+        As `environment` does, or if there is no address at which the ranks of several machines could meet.
+    NcclTimeout
+        If the store cannot be reached in time.
+    """
+    global _store, _process
+    place = environment()
+    with _lock:
+        if _store is None or _process != os.getpid():  # a fork has to make its own
+            _store = _connect(place, _TIMEOUT if timeout is None else timeout)
+            _process = os.getpid()
+        # For each caller an end of its own, which may be closed. The store itself closes when the process ends.
+        return place, PrefixStore(f"ncclpy/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _store)
+
+
+def _connect(place: Place, timeout: float) -> Store:
+    if place.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # interop is a floor above: found by its name, as in adapters.
+        torch_store = importlib.import_module("ncclpy.interop.torch_store")
+        agent: Store = torch_store.connect(place.address, place.port, timeout)
+        return agent
+    # On one machine Slurm's reserved ports are not needed, and its names for nodes may be known to nobody else.
+    alone = place.launcher == "slurm" and place.local_size == place.size and not os.environ.get("MASTER_ADDR")
+    if place.address is not None and place.port is not None and not alone:
+        serve = place.rank == 0 and place.launcher != "ncclpy"
+        return TCPStore(place.address, place.port, serve=serve, timeout=timeout)
+    return _on_one_machine(place, timeout)
+
+
+def _on_one_machine(place: Place, timeout: float) -> Store:
+    """Return a store of rank 0's, whose address and token the others read from a file."""
+    if place.local_size != place.size:
+        raise ValueError(
+            f"{place.launcher} has started {place.size} ranks, {place.local_size} of them on this machine, and says "
+            "no address at which they could meet. Set MASTER_ADDR and MASTER_PORT for all of them, to a host name of "
+            "rank 0's machine and a free port there, and NCCLPY_STORE_TOKEN to a secret"
+        )
+    path = _folder() / f"{place.launcher}-{_launcher_process(place.launcher)}"
+    deadline = time.monotonic() + timeout
+    if place.rank == 0:
+        token = secrets.token_hex(32)
+        store = TCPStore(_LOOPBACK, 0, serve=True, token=token, timeout=timeout)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(json.dumps([store.port, token]))
+        unfinished.rename(path)  # appears with all that is in it
+    else:
+        while not path.exists():
+            if time.monotonic() > deadline:
+                raise NcclTimeout(f"rank 0 of {place.size} has not written {path} within {as_text(timeout)}")
+            time.sleep(0.02)
+        port, token = json.loads(path.read_text())
+        store = TCPStore(_LOOPBACK, port, token=token, timeout=timeout)
+    try:
+        store.barrier("ncclpy/rendezvous", place.rank, place.size, max(0.0, deadline - time.monotonic()))
+    except BaseException:
+        store.close()
+        raise
+    finally:
+        if place.rank == 0:
+            with contextlib.suppress(OSError):
+                path.unlink()
+    return store
+
+
+def _folder() -> Path:
+    """Return a folder that nobody else can write to or read."""
+    folder = Path(tempfile.gettempdir()) / f"ncclpy-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise StoreError(
+            f"{folder} belongs to user {found.st_uid} and has mode {found.st_mode & 0o7777:o}, so what is in it is no "
+            "secret of this user's; remove it, or set TMPDIR to a folder of your own, the same for all ranks"
+        )
+    return folder
+
+
+def _launcher_process(launcher: str) -> str:
+    """Return a name for the process above this one that has started all ranks of this machine."""
+    pid = os.getpid()
+    try:
+        while pid > 1:
+            # Behind the name, which may have any bytes in it, come state and parent, and the start as the 22nd.
+            head, _, tail = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(") ")
+            fields = tail.split()
+            if head.partition("(")[2] in _PARENTS.get(launcher, ()):
+                # Prted starts more than one job, if it is told to.
+                job = os.environ.get("PMIX_NAMESPACE", "") if launcher == "openmpi" else ""
+                return f"{pid}-{fields[19]}" + "".join(each if each.isalnum() else "-" for each in job)
+            pid = int(fields[1])
+    except OSError:
+        pass
+    raise ValueError(
+        f"this is a rank of {launcher}'s, which says no address at which the ranks could meet, and its process is not "
+        "found above this one. Set MASTER_ADDR=127.0.0.1 and MASTER_PORT to a free port, for all ranks"
+    )

@@ -1,0 +1,235 @@
+"""Which process this is, and of how many: what the program that started it has put into its environment."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Place(NamedTuple):
+    """One process among those that were started together.
+
+    Attributes
+    ----------
+    rank, size : int
+        Its number, and how many there are.
+    local_rank, local_size : int
+        The same among those on this machine.
+    launcher : str
+        Who started it: ``"ncclpy"``, ``"torchrun"``, ``"openmpi"``, ``"mpich"`` or ``"slurm"``.
+    address : str or None
+        The host on which the processes can meet, if the launcher says so.
+    port : int or None
+        The port there.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    launcher: str
+    address: str | None = None
+    port: int | None = None
+
+
+class _Names(NamedTuple):
+    """The variables of one launcher, in the order of `Place`."""
+
+    launcher: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        return self[1:]
+
+
+_TORCHRUN = _Names("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_OPENMPI = _Names(
+    "openmpi",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+)
+_MPICH = _Names("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+# Not SLURM_NTASKS: a batch script has that too, and is no step of so many tasks.
+_SLURM = _Names("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+#: Innermost first: under srun there may be an mpirun, and under both a torchrun on each machine.
+_LAUNCHERS = (_TORCHRUN, _OPENMPI, _MPICH, _SLURM)
+
+
+def environment() -> Place:
+    """Return which process this is, from the variables of the launcher that started it.
+
+    Launchers are ``ncclpy run``, torchrun (and whatever sets its variables), Open MPI's and MPICH's mpirun (Hydra,
+    so Intel MPI's too) and Slurm's srun. Where one has started another, the inner one counts.
+
+    Returns
+    -------
+    Place
+        Rank, number of ranks, both on this machine, the launcher, and an address to meet at if there is one:
+        that of the store of ``ncclpy run``, MASTER_ADDR and MASTER_PORT, or the first node of a step of Slurm with
+        reserved ports.
+
+    Raises
+    ------
+    RuntimeError
+        If no launcher has started this process.
+    ValueError
+        If variables are missing, are no numbers, or contradict each other; the message has them and their values.
+    """
+    env = {name: value for name, value in os.environ.items() if value}
+    names = _launcher(env, os.environ.get("NCCLPY_LAUNCHER"))
+    rank, size, local_rank, local_size = _numbers(names, env)
+    # `ncclpy run` says in which run this is, within which other ones; torchrun inside it has set an id of its own.
+    run = os.environ.get("NCCLPY_RUN_ID", "").rpartition("/")[2]
+    if names is _TORCHRUN and run and run == env.get("TORCHELASTIC_RUN_ID"):
+        host, _, port = os.environ.get("NCCLPY_STORE", "").rpartition(":")
+        if not host:
+            raise ValueError(f"NCCLPY_RUN_ID={env['NCCLPY_RUN_ID']} but no NCCLPY_STORE: ncclpy run sets both")
+        return Place(rank, size, local_rank, local_size, "ncclpy", host.strip("[]"), _port("NCCLPY_STORE", port, env))
+    address, meet = _address(names, env)
+    return Place(rank, size, local_rank, local_size, names.launcher, address, meet)
+
+
+def _launcher(env: Mapping[str, str], choice: str | None) -> _Names:
+    """Return whose variables count."""
+    if choice:
+        chosen = [names for names in _LAUNCHERS if names.launcher == choice]
+        if not chosen:
+            known = ", ".join(names.launcher for names in _LAUNCHERS)
+            raise ValueError(f"NCCLPY_LAUNCHER={choice} is not one of {known}")
+        return chosen[0]
+    present = [names for names in _LAUNCHERS if _is_there(names, env)]
+    if not present:
+        raise RuntimeError(_nobody(env))
+    names, others = present[0], present[1:]
+    if names is _TORCHRUN and others and "TORCHELASTIC_RUN_ID" not in env:
+        # Set by hand, or left over in a shell: then each process of mpirun would be told the same number.
+        return _agreed(others[0], env)
+    if names is _MPICH and _SLURM in others and not _set(names.numbers[2:], env):
+        return _agreed(_SLURM, env, _MPICH)  # srun --mpi=pmi2 speaks PMI, and leaves what is local to its own
+    if names is _OPENMPI and _MPICH in others:
+        return _agreed(names, env, _MPICH)
+    return names
+
+
+def _is_there(names: _Names, env: Mapping[str, str]) -> bool:
+    if names is _SLURM:
+        # In the shell of an allocation too, but for the step: there nothing has started as many processes.
+        return "SLURM_STEP_ID" in env and bool(_set(names.numbers, env))
+    return bool(_set(names.numbers, env))
+
+
+def _set(names: tuple[str, ...], env: Mapping[str, str]) -> list[str]:
+    return [name for name in names if name in env]
+
+
+def _nobody(env: Mapping[str, str]) -> str:
+    text = (
+        "no launcher has started this process: none of RANK, OMPI_COMM_WORLD_RANK, PMI_RANK is set, nor "
+        "SLURM_STEP_ID. Start it with `ncclpy run -n N program`, torchrun, mpirun or srun"
+    )
+    if "SLURM_JOB_ID" in env:
+        text += f" (this is the shell of Slurm's job {env['SLURM_JOB_ID']}: srun starts the processes in it)"
+    return text
+
+
+def _agreed(names: _Names, env: Mapping[str, str], other: _Names = _TORCHRUN) -> _Names:
+    """Return `names` if what is set of the `other` launcher's says the same."""
+    numbers = dict(zip(names.numbers, _numbers(names, env), strict=True))
+    theirs = {name: _number(name, env) for name in _set(other.numbers, env)}
+    apart = [
+        (mine, their)
+        for mine, their in zip(names.numbers, other.numbers, strict=True)
+        if their in theirs and theirs[their] != numbers[mine]
+    ]
+    if apart:
+        told = "; ".join(f"{mine}={env[mine]} but {their}={env[their]}" for mine, their in apart)
+        raise ValueError(
+            f"the variables of {names.launcher} and of {other.launcher} contradict each other: {told}. Unset those "
+            "that are left over, or say which count with NCCLPY_LAUNCHER, which may be "
+            f"{names.launcher} or {other.launcher}"
+        )
+    return names
+
+
+def _numbers(names: _Names, env: Mapping[str, str]) -> tuple[int, int, int, int]:
+    """Return rank, size, local rank and local size; raise if one is missing or they do not fit."""
+    there = _set(names.numbers, env)
+    missing = [name for name in names.numbers if name not in env]
+    if missing:
+        raise ValueError(
+            f"the environment of {names.launcher} is half-set: {_shown(there, env) or 'nothing'} but no "
+            f"{', '.join(missing)}"
+        )
+    rank, size, local_rank = (_number(name, env) for name in names.numbers[:3])
+    local_size = _tasks_here(env) if names is _SLURM else _number(names.local_size, env)
+    for number, of, low, high in (
+        (rank, "rank", 0, size - 1),
+        (local_rank, "local rank", 0, local_size - 1),
+        (local_size, "number of ranks on this machine", 1, size),
+    ):
+        if not low <= number <= high:
+            raise ValueError(
+                f"the environment of {names.launcher} contradicts itself: {_shown(there, env)}, so the {of} would be "
+                f"{number}, and it is {low} to {high}"
+            )
+    return rank, size, local_rank, local_size
+
+
+def _shown(names: list[str], env: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}={env[name]}" for name in names)
+
+
+def _number(name: str, env: Mapping[str, str]) -> int:
+    try:
+        return int(env[name])
+    except ValueError:
+        raise ValueError(f"{name}={env[name]} is not a number") from None
+
+
+def _tasks_here(env: Mapping[str, str]) -> int:
+    """Return how many tasks the step has on this node: Slurm writes "4(x2),3" for 4, 4 and 3."""
+    name, node = _SLURM.local_size, _number("SLURM_NODEID", env) if "SLURM_NODEID" in env else 0
+    counts: list[int] = []
+    for part in env[name].split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise ValueError(f"{name}={env[name]} is not a list such as 4(x2),3")
+        counts += [int(match[1])] * int(match[2] or 1)
+    if not 0 <= node < len(counts):
+        raise ValueError(f"SLURM_NODEID={node}, and {name}={env[name]} is of {len(counts)} nodes")
+    return counts[node]
+
+
+def _address(names: _Names, env: Mapping[str, str]) -> tuple[str | None, int | None]:
+    """Return where the processes can meet."""
+    there = _set(("MASTER_ADDR", "MASTER_PORT"), env)
+    if len(there) == 1:
+        missing = "MASTER_PORT" if there == ["MASTER_ADDR"] else "MASTER_ADDR"
+        raise ValueError(f"the address to meet at is half-set: {_shown(there, env)} but no {missing}")
+    if there:
+        return env["MASTER_ADDR"], _port("MASTER_PORT", env["MASTER_PORT"], env)
+    if names is _SLURM and "SLURM_STEP_RESV_PORTS" in env and "SLURM_STEP_NODELIST" in env:
+        ports = env["SLURM_STEP_RESV_PORTS"]  # srun --resv-ports: "12000-12003,12007"
+        return _first_host(env["SLURM_STEP_NODELIST"]), _port("SLURM_STEP_RESV_PORTS", re.split("[-,]", ports)[0], env)
+    return None, None
+
+
+def _port(name: str, text: str, env: Mapping[str, str]) -> int:
+    if not (text.isdecimal() and 0 < int(text) < 1 << 16):
+        raise ValueError(f"{name}={env[name]} has no port, which is 1 to 65535")
+    return int(text)
+
+
+def _first_host(nodes: str) -> str:
+    """Return the first name of Slurm's list of hosts: "gpu[03-07,12],login" begins with gpu03."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    name = first[0] if first else nodes
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", name)

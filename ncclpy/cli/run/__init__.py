@@ -1,0 +1,1 @@
+"""``ncclpy run``: start one process for each rank, and leave none behind."""

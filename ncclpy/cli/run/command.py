@@ -1,0 +1,96 @@
+"""``ncclpy run``: start the processes, watch them, and leave none behind."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+
+from ncclpy.cli.run import arguments
+from ncclpy.cli.run.meeting import Meeting
+from ncclpy.cli.run.output import Output, colours, prefix
+from ncclpy.cli.run.ranks import Ranks, StartError
+from ncclpy.cli.run.supervise import Supervisor, say
+from ncclpy.core.errors import NcclError
+
+_INTERRUPTED = 130
+
+
+def run(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
+    """Run the program in all processes and return the exit code of the first that failed, or 0."""
+    arguments.check(parser, given)
+    try:
+        meeting = Meeting(given.rdzv, given.node_rank, given.nnodes, given.nproc, given.timeout)
+    except (NcclError, OSError, ValueError) as error:
+        say(f"{type(error).__name__}: {error}")
+        return 1
+    except KeyboardInterrupt:
+        say("interrupted before anything was started")
+        return _INTERRUPTED
+    with meeting:
+        return _run(given, meeting)
+
+
+def _run(given: argparse.Namespace, meeting: Meeting) -> int:
+    ranks = Ranks()
+    try:
+        supervisor = Supervisor(ranks, given.grace, not given.no_kill, meeting.failed)
+        output = Output(supervisor.broken)
+        with supervisor.signals():
+            try:
+                meeting.watch(supervisor.failed_elsewhere)
+                _start(given, meeting, ranks, output)
+                output.start()
+                code = supervisor.watch()
+            except StartError as error:
+                say(str(error))
+                meeting.failed(error.code, f"rank {meeting.first + len(ranks.all)}: {error}")
+                output.start()
+                code = error.code
+            finally:
+                stuck = ranks.end()
+            if stuck:
+                say(f"processes {', '.join(map(str, stuck))} cannot be killed")
+        # With Python's own handlers again: Ctrl-C gets out of a wait for who reads the output, or for other launchers.
+        output.finish()
+        return meeting.end(code)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    finally:
+        ranks.close()
+
+
+def _start(given: argparse.Namespace, meeting: Meeting, ranks: Ranks, output: Output) -> None:
+    command = _command(given)
+    common = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    common.setdefault("PYTHONUNBUFFERED", "1")  # or what a rank prints comes through its pipe when it ends
+    common |= meeting.variables
+    common |= {
+        "WORLD_SIZE": str(meeting.size),
+        "LOCAL_WORLD_SIZE": str(given.nproc),
+        "GROUP_RANK": str(given.node_rank),
+        "GROUP_WORLD_SIZE": str(given.nnodes),
+        "ROLE_NAME": "default",
+        "ROLE_WORLD_SIZE": str(meeting.size),
+        "TORCHELASTIC_RUN_ID": ranks.id,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+    }
+    for local in range(given.nproc):
+        rank = str(meeting.first + local)
+        env = common | {"RANK": rank, "LOCAL_RANK": str(local), "ROLE_RANK": rank}
+        # Like a program that is started without a launcher, rank 0 reads what is typed.
+        stdin = None if rank == "0" else subprocess.DEVNULL
+        out, err = ranks.start(int(rank), command, env, stdin)
+        for pipe, stream in (out, sys.stdout), (err, sys.stderr):
+            output.add(pipe, stream.fileno(), prefix(int(rank), meeting.size, colours(stream)))
+
+
+def _command(given: argparse.Namespace) -> list[str]:
+    """Return the command of each process."""
+    if given.module:
+        return [sys.executable, "-m", given.program, *given.args]
+    if given.program.endswith(".py"):
+        return [sys.executable, given.program, *given.args]
+    return [given.program, *given.args]

@@ -1,0 +1,113 @@
+"""The store of a run, which its launcher serves, and what the launchers of several machines tell each other there."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+from collections.abc import Callable
+
+from ncclpy.bootstrap import PrefixStore, TCPStore
+from ncclpy.cli.run.others import Others
+
+_LOOPBACK = "127.0.0.1"
+_TOKEN = "NCCLPY_STORE_TOKEN"
+
+
+class Meeting:
+    """One launcher's part in the meeting of all.
+
+    Parameters
+    ----------
+    address
+        Host and port of the store, which machine 0 serves; None on a single machine, where any port will do.
+    node, nodes
+        Which of how many launchers this is.
+    nproc
+        How many processes this one starts.
+    timeout
+        Seconds for the launchers to meet.
+
+    Attributes
+    ----------
+    first, size : int
+        The rank of this launcher's first process, and how many there are in all.
+    variables : dict
+        What the environment of each process says about the store, and about an address that the program may use.
+    """
+
+    def __init__(self, address: tuple[str, int] | None, node: int, nodes: int, nproc: int, timeout: float) -> None:
+        host, port = address or (_LOOPBACK, 0)
+        self._node, self._nodes = node, nodes
+        token = os.environ.get(_TOKEN)
+        if token is None and nodes == 1:
+            token = secrets.token_hex(32)  # other users of this machine can reach the port, and do not know this
+        self._store = TCPStore(host, port, serve=node == 0, token=token, timeout=timeout, linger=0)
+        self._own = PrefixStore("ncclpy/run", self._store)
+        self._port = _reserve(host) if node == 0 else None
+        try:
+            if nodes > 1:
+                Others.come(self._own, node)
+            mine = {"nproc": nproc, "host": socket.gethostname(), "port": self._port and self._port.getsockname()[1]}
+            told = self._own.gather("launchers", node, nodes, json.dumps(mine).encode(), timeout)
+        except BaseException:
+            self.close()
+            raise
+        every = [json.loads(one) for one in told]
+        self._hosts = [one["host"] for one in every]
+        self.first = sum(one["nproc"] for one in every[:node])
+        self.size = sum(one["nproc"] for one in every)
+        shown = f"[{host}]" if ":" in host else host
+        self.variables = {
+            "NCCLPY_STORE": f"{shown}:{self._store.port}",
+            # For what the program has of its own, torch's process group for one: nobody else is given this port.
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(every[0]["port"]),
+        }
+        if token is not None:
+            self.variables[_TOKEN] = token
+        if nodes > 1:
+            self._others = Others(self._own, node, self._hosts)
+
+    def watch(self, failed: Callable[[int, str], object]) -> None:
+        """Have `failed` called, in another thread, with exit code and text of a failure elsewhere."""
+        if self._nodes > 1:
+            self._others.watch(failed)
+
+    def failed(self, code: int, text: str) -> None:
+        """Tell the other launchers that a process of this one was the first to fail."""
+        if self._nodes > 1:
+            self._others.tell(code, f"{text} on {self._hosts[self._node]} (machine {self._node})")
+
+    def end(self, code: int) -> int:
+        """Wait for the other launchers, whose processes may need the store, and return the exit code of all."""
+        return code if self._nodes == 1 else self._others.end(code)
+
+    def close(self) -> None:
+        """Let go of the store."""
+        self._store.close()
+        if self._port is not None:
+            self._port.close()
+
+    def __enter__(self) -> Meeting:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _reserve(host: str) -> socket.socket:
+    """Return a socket that holds a free port, without listening there.
+
+    Nobody is given that port meanwhile, but for who asks for it by its number with SO_REUSEADDR, as servers do.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    held = socket.socket(family, kind, protocol)
+    try:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(address)
+    except BaseException:
+        held.close()
+        raise
+    return held

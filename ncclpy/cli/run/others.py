@@ -1,0 +1,111 @@
+"""The launchers of the other machines: whether they live, whether they are done, and who has failed first."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+
+from ncclpy.bootstrap import Store
+from ncclpy.core.errors import NcclError
+
+#: The exit code where a launcher has gone without a word.
+_LOST = 1
+
+
+class Others:
+    """What one launcher knows of the others.
+
+    In the store each has a key ``here/NODE`` that ends with its connection and a key ``done/NODE`` when its processes
+    have ended; ``failed`` is the first failure of all.
+
+    Parameters
+    ----------
+    store
+        The launchers' part of the store.
+    node
+        Which of them this is.
+    hosts
+        The names of their machines.
+    """
+
+    def __init__(self, store: Store, node: int, hosts: Sequence[str]) -> None:
+        self._store = store
+        self._node = node
+        self._hosts = hosts
+        self._news = threading.Condition()
+        self._here = set(range(len(hosts)))
+        self._done: set[int] = set()
+        self._failure: int | None = None
+        self._call: Callable[[int, str], object] | None = None
+
+    @staticmethod
+    def come(store: Store, node: int) -> None:
+        """Tell the others that this launcher lives, before they meet."""
+        store.set(f"here/{node}", b"", ephemeral=True)
+
+    def watch(self, failed: Callable[[int, str], object]) -> None:
+        """Have `failed` called, in a thread, at the first failure of another launcher."""
+        self._call = failed
+        threading.Thread(target=self._listen, name="ncclpy run: others", daemon=True).start()
+
+    def tell(self, code: int, text: str) -> None:
+        """Tell the others of a failure here; only the first of all counts."""
+        with contextlib.suppress(NcclError):  # the store is gone: so are they, or they know
+            self._store.compare_set("failed", None, f"{code} {text}".encode())
+
+    def end(self, code: int) -> int:
+        """Wait until the processes of all have ended, and return the exit code of all."""
+        with contextlib.suppress(NcclError):
+            self._store.set(f"done/{self._node}", b"")
+        with self._news:
+            # Machine 0 serves the store, so it is the last to let go. In slices, so that Ctrl-C gets out.
+            while self._here - {0} if self._node == 0 else self._here - self._done:
+                self._news.wait(0.1)
+        return code if self._failure is None else self._failure
+
+    def _listen(self) -> None:
+        with contextlib.suppress(NcclError):  # the store is gone, or this launcher has closed it
+            watch = self._store.watch("")
+            # What has happened before the watch began.
+            present = set(self._store.keys())
+            for key in present & {"failed", *(f"done/{node}" for node in self._here)}:
+                self._note(key, self._store.get(key))
+            for node in list(self._here):
+                if f"here/{node}" not in present:
+                    self._note(f"here/{node}", None)
+            for change in watch:
+                self._note(change.key, change.value)
+        # Closed by this launcher, or machine 0 is gone with the store: then nobody can be waited for.
+        with self._news:
+            unfinished = 0 in self._here - self._done
+            self._here.clear()
+            self._news.notify_all()
+        if unfinished and self._node != 0:
+            self._failed(_LOST, f"the launcher on {self._hosts[0]} (machine 0), which serves the store, is gone")
+
+    def _note(self, key: str, value: bytes | None) -> None:
+        kind, _, number = key.partition("/")
+        if kind == "failed" and value is not None:
+            code, _, text = value.decode(errors="replace").partition(" ")
+            self._failed(int(code), text)
+        elif kind == "done":
+            with self._news:
+                self._done.add(int(number))
+                self._news.notify_all()
+        elif kind == "here" and value is None:
+            node = int(number)
+            with self._news:
+                lost = node in self._here - self._done
+                self._here.discard(node)
+                self._news.notify_all()
+            if lost:
+                self._failed(_LOST, f"the launcher on {self._hosts[node]} (machine {node}) is gone")
+
+    def _failed(self, code: int, text: str) -> None:
+        with self._news:
+            first = self._failure is None
+            if first:
+                self._failure = code
+        if first and self._call is not None:
+            self._call(code, text)

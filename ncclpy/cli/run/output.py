@@ -1,0 +1,160 @@
+"""What the ranks write, line by line, each with the number of its rank before it."""
+
+from __future__ import annotations
+
+import os
+import re
+import selectors
+import threading
+from collections.abc import Callable
+from typing import IO
+
+#: A line that is longer is shown in pieces, so that a rank which writes no line end does not fill the memory.
+LONGEST = 1 << 20
+_CHUNK = 1 << 16
+_END = re.compile(rb"\r\n|\n|\r")
+# Those of a terminal's colours that can be read on black and on white.
+_COLOURS = (36, 33, 32, 35, 34, 31)
+
+
+def colours(stream: IO[str]) -> bool:
+    """Return whether a stream is to be coloured: on a terminal, unless NO_COLOR or TERM=dumb ask for none."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def prefix(rank: int, size: int, coloured: bool) -> bytes:
+    """Return what stands before each line of a rank; all have the same width."""
+    text = f"[{rank:{len(str(size - 1))}d}] "
+    if coloured:
+        text = f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{text}\x1b[0m"
+    return text.encode()
+
+
+class Lines:
+    """Cut the bytes of one pipe into whole lines with a prefix.
+
+    A lone carriage return ends a line too: progress bars write nothing else.
+    """
+
+    def __init__(self, before: bytes) -> None:
+        self._before = before
+        self._begun: list[bytes] = []
+        self._size = 0
+        self._held = b""
+
+    def feed(self, data: bytes) -> bytes:
+        """Return the lines that `data` completes."""
+        data = self._held + data
+        # Whether a carriage return at the end is one of a \r\n is known when the next byte is.
+        self._held = data[-1:] if data.endswith(b"\r") else b""
+        length = len(data) - len(self._held)
+        lines, begin = [], 0
+        for match in _END.finditer(data, 0, length):
+            line = self._take(data[begin : match.start()])
+            begin = match.end()
+            if line or match[0] != b"\r":  # a progress bar begins with its carriage return: no line stands before that
+                lines.append(line)
+        self._begun.append(data[begin:length])
+        self._size += length - begin
+        if self._size > LONGEST:
+            line = self._take(b"")
+            whole = len(line) // LONGEST * LONGEST
+            lines += [line[at : at + LONGEST] for at in range(0, whole, LONGEST)]
+            self._begun, self._size = [line[whole:]], len(line) - whole
+        return b"".join(self._before + line + b"\n" for line in lines)
+
+    def end(self) -> bytes:
+        """Return the last line, if it has no end."""
+        line = self._take(b"")
+        return self._before + line + b"\n" if line else b""
+
+    def _take(self, last: bytes) -> bytes:
+        """Return the line that has begun, and what is the last of it."""
+        if not self._size:
+            return last
+        self._begun.append(last)
+        line = b"".join(self._begun)
+        self._begun, self._size = [], 0
+        return line
+
+
+class Output:
+    """The thread that reads all pipes of the ranks and writes their lines, whole and one after the other.
+
+    Parameters
+    ----------
+    broken
+        Called, in that thread, when nobody reads any more what is written.
+    """
+
+    def __init__(self, broken: Callable[[], object]) -> None:
+        self._broken = broken
+        self._selector = selectors.DefaultSelector()
+        self._wake_read, self._wake_write = os.pipe()
+        self._ending = False
+        self._dead: set[int] = set()
+        self._thread = threading.Thread(target=self._run, name="ncclpy run: output", daemon=True)
+
+    def add(self, pipe: int, to: int, before: bytes) -> None:
+        """Take over the reading end of a pipe, before `start`; its lines go to the descriptor `to`."""
+        os.set_blocking(pipe, False)
+        self._selector.register(pipe, selectors.EVENT_READ, (to, Lines(before)))
+
+    def start(self) -> None:
+        """Begin to read."""
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Write what is in the pipes, now that those who wrote have ended; somebody else may still hold one open."""
+        self._ending = True
+        os.write(self._wake_write, b"x")
+        while self._thread.is_alive():
+            self._thread.join(0.1)  # in slices: the reader may be slow, and Ctrl-C is to get out
+        self._selector.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def _run(self) -> None:
+        while len(self._selector.get_map()) > 1 or not self._ending:
+            ready = self._selector.select(0 if self._ending else None)
+            pipes = [key for key, _ in ready if key.fd != self._wake_read]
+            for key in pipes:
+                self._read(key)
+            if self._ending and not pipes:
+                break
+        for key in list(self._selector.get_map().values()):
+            if key.fd != self._wake_read:
+                self._close(key)
+
+    def _read(self, key: selectors.SelectorKey) -> None:
+        try:
+            data = os.read(key.fd, _CHUNK)
+        except BlockingIOError:
+            return
+        if not data:
+            self._close(key)
+            return
+        to, lines = key.data
+        self._write(to, lines.feed(data))
+
+    def _close(self, key: selectors.SelectorKey) -> None:
+        to, lines = key.data
+        self._selector.unregister(key.fd)
+        os.close(key.fd)
+        self._write(to, lines.end())
+
+    def _write(self, to: int, data: bytes) -> None:
+        view = memoryview(data)
+        while view and to not in self._dead:
+            try:
+                view = view[os.write(to, view) :]
+            except BlockingIOError:
+                # Somebody else has made it non-blocking, ssh for one.
+                with selectors.DefaultSelector() as room:
+                    room.register(to, selectors.EVENT_WRITE)
+                    room.select()
+            except OSError:
+                # The pipes are still read, so that no rank hangs in a write, until the ranks have ended.
+                self._dead.add(to)
+                self._broken()

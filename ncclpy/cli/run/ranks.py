@@ -1,0 +1,159 @@
+"""The processes of a run: started, watched, sent signals, and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+from ncclpy.cli.run import guard
+
+#: Whose rank it is: a rank's environment has it, and by it the last of a run's processes are found.
+RUN = "NCCLPY_RUN_ID"
+# Exit codes of a shell, for programs that cannot be started.
+_NOT_FOUND, _NOT_EXECUTABLE = 127, 126
+
+
+class StartError(Exception):
+    """Report that the program cannot be started.
+
+    Attributes
+    ----------
+    code : int
+        The exit code that a shell gives for it.
+    """
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Rank:
+    """One process.
+
+    Attributes
+    ----------
+    rank : int
+        Its number among all.
+    pid : int
+        Its process, which leads a session of its own.
+    code : int or None
+        How it ended, as a shell tells it: its exit code, or 128 and the number of the signal. None while it runs.
+    """
+
+    def __init__(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        self.rank = rank
+        self.pid = process.pid
+        self.code: int | None = None
+        self._process = process
+
+    def look(self) -> bool:
+        """Note how the process has ended; return whether it has, since the last look."""
+        if self.code is not None:
+            return False
+        # Left unreaped, so that nobody else gets its number before all that is left of its session was ended.
+        result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        if result is None:
+            return False
+        self.code = result.si_status + (0 if result.si_code == os.CLD_EXITED else 128)
+        return True
+
+    def send(self, number: int, *, group: bool = True) -> None:
+        """Send a signal to the process, or to it and those that it has started in its process group."""
+        if self.code is None:
+            with contextlib.suppress(ProcessLookupError):
+                (os.killpg if group else os.kill)(self.pid, number)
+
+    def reap(self) -> None:
+        """Let the system forget the process, which has ended."""
+        self._process.wait()
+
+    def ending(self) -> str:
+        """Return in words how the process has ended."""
+        code = self.code or 0
+        if code > 128:
+            with contextlib.suppress(ValueError):
+                return f"was ended by {signal.Signals(code - 128).name}"
+        return f"ended with exit code {code}"
+
+
+class Ranks:
+    """All processes that one launcher has started, and the guard that ends them if it cannot do so itself."""
+
+    def __init__(self) -> None:
+        # Behind those of the runs that this one is part of: their launchers find its processes too.
+        self.id = secrets.token_hex(8)
+        self.mark = "/".join(filter(None, [os.environ.get(RUN), self.id]))
+        self.all: list[Rank] = []
+        self._guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", guard.__file__, self.id],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # out of reach of the terminal, and of who kills the launcher's group
+        )
+
+    def start(self, rank: int, command: Sequence[str], env: Mapping[str, str], stdin: int | None) -> tuple[int, int]:
+        """Start the process of a rank; return the pipes that its standard output and standard error come through."""
+        out, out_theirs = os.pipe()
+        err, err_theirs = os.pipe()
+        try:
+            process = subprocess.Popen(
+                command,
+                env={**env, RUN: self.mark},
+                stdin=stdin,
+                stdout=out_theirs,
+                stderr=err_theirs,
+                start_new_session=True,
+            )
+        except OSError as error:
+            os.close(out)
+            os.close(err)
+            code = _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE
+            raise StartError(f"{command[0]!r} cannot be started: {error.strerror}", code) from None
+        finally:
+            os.close(out_theirs)
+            os.close(err_theirs)
+        self.all.append(Rank(rank, process))
+        self._tell_guard(b"%d\n" % process.pid)
+        return out, err
+
+    def _tell_guard(self, line: bytes) -> None:
+        assert self._guard.stdin is not None
+        with contextlib.suppress(OSError):  # somebody has killed it
+            self._guard.stdin.write(line)
+            self._guard.stdin.flush()
+
+    @property
+    def running(self) -> list[Rank]:
+        """Those that have not ended yet."""
+        return [rank for rank in self.all if rank.code is None]
+
+    def look(self) -> list[Rank]:
+        """Return those that have ended since the last look."""
+        return [rank for rank in self.all if rank.look()]
+
+    def send(self, number: int, *, group: bool = True) -> None:
+        """Send a signal to all that run."""
+        for rank in self.all:
+            rank.send(number, group=group)
+
+    def end(self) -> list[int]:
+        """Kill all that is left of the run, those too that ranks have started; return what could not be killed."""
+        stuck = guard.kill({rank.pid for rank in self.all}, self.id)
+        for rank in self.all:
+            if rank.pid not in stuck:
+                rank.look()
+                rank.reap()
+        return stuck
+
+    def close(self) -> None:
+        """Let the guard go: nothing is left for it."""
+        self._tell_guard(guard.DONE)
+        assert self._guard.stdin is not None
+        with contextlib.suppress(OSError):
+            self._guard.stdin.close()
+        self._guard.wait()

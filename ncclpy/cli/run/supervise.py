@@ -1,0 +1,166 @@
+"""From the start of a run's processes to their end: signals, the first failure, and the exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+from ncclpy.cli.run.ranks import Rank, Ranks
+
+# Of these a process is expected to end; they go to all that a rank has started, as from a terminal.
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+# These are for the program that knows of them: its children would die of one that they do not.
+_OTHERS = (signal.SIGUSR1, signal.SIGUSR2)
+#: What the launcher ends with if nobody reads its output any more.
+_BROKEN = 1
+
+
+def say(text: str) -> None:
+    """Tell the user something, in the launcher's own name."""
+    with contextlib.suppress(OSError, ValueError):
+        # In one write: lines of ranks, which another thread writes, do not come between.
+        os.write(sys.stderr.fileno(), f"ncclpy run: {text}\n".encode(errors="replace"))
+
+
+class Supervisor:
+    """Watch the processes of one launcher until all have ended.
+
+    Whatever happens is an event in one queue: a signal, the end of a process, a word of another launcher, an output
+    that nobody reads. Only the main thread acts on them.
+
+    Parameters
+    ----------
+    ranks
+        The processes.
+    grace
+        Seconds that the others have to end by themselves when one has failed, and again after SIGTERM.
+    kill
+        Whether a failure ends the others at all.
+    failed
+        Called with the exit code and a text when a process of this launcher is the first to fail.
+    """
+
+    def __init__(self, ranks: Ranks, grace: float, kill: bool, failed: Callable[[int, str], object]) -> None:
+        self._ranks = ranks
+        self._grace = grace
+        self._kill = kill
+        self._failed = failed
+        self._events: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        #: The exit code; None as long as nothing has failed.
+        self._code: int | None = None
+        self._asked: int | None = None
+        #: What comes next if the ranks do not end, and when.
+        self._next: list[int] = []
+        self._due = 0.0
+
+    def broken(self) -> None:
+        """Note, from any thread, that nobody reads the output any more."""
+        self._events.put(self._on_broken)
+
+    def failed_elsewhere(self, code: int, text: str) -> None:
+        """Note, from any thread, that a process of another launcher has failed, or the launcher."""
+        self._events.put(lambda: self._on_failure(code, text))
+
+    @contextlib.contextmanager
+    def signals(self) -> Iterator[None]:
+        """Receive signals instead of ending by them."""
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self._events.put(lambda: self._on_signal(number))
+
+        before = {}
+        for number in (*_ENDING, *_OTHERS, signal.SIGTSTP, signal.SIGCHLD):
+            # What is ignored stays so, as under nohup.
+            if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:
+                before[number] = signal.signal(number, note)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def watch(self) -> int:
+        """Wait until all processes have ended, and return the exit code."""
+        while True:
+            for rank in self._ranks.look():
+                self._on_end(rank)
+            if not self._ranks.running:
+                break
+            with contextlib.suppress(queue.Empty):
+                self._events.get(timeout=self._wait())()
+            if self._next and time.monotonic() >= self._due:
+                self._step()
+        if self._code is None and self._asked is not None and any(rank.code for rank in self._ranks.all):
+            return 128 + self._asked
+        return self._code or 0
+
+    def _wait(self) -> float:
+        """Return how long to sleep. SIGCHLD ends it; it is no longer than this should one have been lost."""
+        return max(0.0, min(1.0, self._due - time.monotonic())) if self._next else 1.0
+
+    def _on_end(self, rank: Rank) -> None:
+        if not rank.code or self._asked is not None:
+            return
+        text = f"rank {rank.rank} (process {rank.pid}) {rank.ending()}"
+        if self._code is None:
+            # Before this launcher acts on it, so that the others hear of the cause and not of what follows.
+            self._failed(rank.code, text)
+            self._on_failure(rank.code, text)
+        elif not self._kill:
+            say(text)
+
+    def _on_failure(self, code: int, text: str) -> None:
+        if self._code is not None:
+            return
+        self._code = code
+        running = self._ranks.running
+        if not self._kill or not running:
+            say(text)
+            return
+        say(f"{text}; the others are ended in {self._grace:g} s")
+        self._end([signal.SIGTERM, signal.SIGKILL])
+
+    def _on_broken(self) -> None:
+        if self._code is None and self._asked is None:
+            self._code = _BROKEN
+            self._end([signal.SIGTERM, signal.SIGKILL], at_once=True)
+
+    def _on_signal(self, number: int) -> None:
+        if number == signal.SIGCHLD:
+            return  # the loop looks by itself
+        if number == signal.SIGTSTP:
+            # The ranks are in sessions of their own, in which the terminal's own way of stopping does nothing.
+            self._ranks.send(signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            self._ranks.send(signal.SIGCONT)
+            return
+        if number in _OTHERS:
+            self._ranks.send(number, group=False)
+            return
+        if self._asked is not None and number in (signal.SIGINT, signal.SIGQUIT):
+            say("asked for the second time: killing all")
+            self._end([signal.SIGKILL], at_once=True)
+            return
+        self._ranks.send(number)
+        if self._asked is None:
+            self._asked = number
+            if not self._next:
+                self._end([signal.SIGKILL] if number == signal.SIGTERM else [signal.SIGTERM, signal.SIGKILL])
+
+    def _end(self, steps: list[int], at_once: bool = False) -> None:
+        self._next = steps
+        self._due = time.monotonic() + (0.0 if at_once else self._grace)
+
+    def _step(self) -> None:
+        number = self._next.pop(0)
+        if number == signal.SIGKILL:
+            who = ", ".join(str(rank.rank) for rank in self._ranks.running)
+            say(f"killing what has not ended: rank {who}")
+        self._ranks.send(number)
+        self._due = time.monotonic() + self._grace

@@ -1,0 +1,58 @@
+"""A store for the ranks of an mpi4py communicator."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from typing import Any
+
+from ncclpy.bootstrap.store import Store
+from ncclpy.bootstrap.tcp import TCPStore
+
+# What is broadcast has a fixed size, so that nobody has to unpickle it: address, port, token.
+_SIZE = 256
+
+
+def adapt(obj: object) -> Store | None:
+    """Return a store for the ranks of a communicator, which all call this; None if `obj` is none."""
+    from mpi4py import MPI
+
+    return _serve(obj, MPI) if isinstance(obj, MPI.Intracomm) else None
+
+
+def _serve(comm: Any, mpi: Any) -> Store:
+    node = comm.Split_type(mpi.COMM_TYPE_SHARED)
+    alone = comm.allreduce(node.size, op=mpi.MIN) == comm.size
+    node.Free()
+    message = bytearray(_SIZE)
+    store: Store | None = None
+    error: BaseException | None = None
+    if comm.rank == 0:
+        host, token = "127.0.0.1" if alone else _address(), secrets.token_hex(32)
+        try:
+            store = TCPStore(host, 0, serve=True, token=token)
+            text = f"{host} {store.port} {token}".encode()
+            message[: len(text)] = text
+        except BaseException as failed:  # told once the others know that there is nothing to wait for
+            error = failed
+    comm.Bcast([message, mpi.BYTE], root=0)
+    if error is not None:
+        raise error
+    if store is not None:
+        return store
+    words = bytes(message).rstrip(b"\0").decode().split()
+    if not words:
+        raise RuntimeError("rank 0 of the communicator could not serve a store; it has raised the cause")
+    return TCPStore(words[0], int(words[1]), token=words[2])
+
+
+def _address() -> str:
+    """Return the address by which other machines reach this one: that of its way out."""
+    for family, beyond in (socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"):
+        with socket.socket(family, socket.SOCK_DGRAM) as way:
+            try:
+                way.connect((beyond, 9))  # of a datagram socket: it looks up the route, and sends nothing
+            except OSError:
+                continue
+            return str(way.getsockname()[0])
+    return socket.gethostbyname(socket.gethostname())

@@ -1,0 +1,236 @@
+"""A ``torch.distributed.Store`` as a `Store`."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from ncclpy.bootstrap.asked import names
+from ncclpy.bootstrap.local import summed
+from ncclpy.bootstrap.store import Store, StoreError, StoreLost
+
+T = TypeVar("T")
+
+# Torch's server closes the connection without a word at what is larger.
+_MAX_KEY = 8 << 10
+_MAX_VALUE = 8 << 20
+# Keys of ours, which users do not see.
+_LOCKS = "\0ncclpy/lock/"
+# A key that torch cannot take is text with a lone surrogate, which has no UTF-8.
+_ESCAPED = "\0ncclpy/hex/"
+#: How long a wait sleeps between two looks, in seconds: at first, and at most.
+_FIRST, _LAST = 0.0005, 0.02
+# What list_keys of torch's FileStore makes of two keys of its own, of which it cuts off a letter.
+_NOT_KEYS = ("efcount/", "leanup/")
+
+
+def adapt(obj: object) -> Store | None:
+    """Return a store on torch's; None if `obj` is no store of torch's."""
+    from torch.distributed import Store as Theirs
+
+    return TorchStore(obj) if isinstance(obj, Theirs) else None
+
+
+def connect(address: str | None, port: int | None, timeout: float) -> Store:
+    """Return a client of the store that torchrun's agent serves."""
+    try:
+        from torch.distributed import TCPStore
+    except ImportError as error:
+        raise StoreError(
+            "torchrun serves its store in torch's own protocol (TORCHELASTIC_USE_AGENT_STORE=True), and torch cannot "
+            f"be imported here: {error}"
+        ) from error
+    seconds = datetime.timedelta(seconds=min(timeout, 1e6))
+    try:
+        theirs = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=seconds)
+    except RuntimeError as error:
+        raise StoreLost(f"torchrun's store at {address}:{port} cannot be reached: {error}") from error
+    return TorchStore(theirs, timeout)
+
+
+class TorchStore(Store):
+    """Keep keys in a store of torch's, of which this has a client of its own.
+
+    Torch's stores have no call that waits without holding up the client's other threads, so waits look again and
+    again. Values are torch's own, which other programs see; where torch's calls do not say enough, in `compare_set`,
+    a lock in the store makes up for it, which only clients of this kind heed.
+
+    Parameters
+    ----------
+    theirs
+        The store.
+    timeout
+        Seconds that an operation may take where it is not told otherwise; by default the store's own.
+    """
+
+    def __init__(self, theirs: Any, timeout: float | None = None) -> None:
+        super().__init__(theirs.timeout.total_seconds() if timeout is None else timeout)
+        self._shown = f"{type(theirs).__module__}.{type(theirs).__qualname__}"
+        self._nothing = secrets.token_bytes(16)
+        try:
+            self._theirs = theirs.clone()
+        except (RuntimeError, NotImplementedError, AttributeError):
+            self._theirs = theirs  # one that cannot be had twice
+
+    def __repr__(self) -> str:
+        return f"as_store({self._shown})"
+
+    def _ask(self, call: Callable[..., T], *args: Any) -> T:
+        """Call the store; what it raises becomes an error of ours."""
+        from torch.distributed import DistNetworkError
+
+        if self._closed:
+            raise StoreError(f"{self} was closed while it was in use")
+        try:
+            return call(*args)
+        except DistNetworkError as error:
+            raise StoreLost(f"{self}: {error}") from error
+        except (RuntimeError, ValueError) as error:
+            raise StoreError(f"{self}: {error}") from error
+
+    def _name(self, key: str) -> str:
+        try:
+            size = len(key.encode())
+        except UnicodeEncodeError:
+            key = _ESCAPED + key.encode("utf-8", "surrogatepass").hex()
+            size = len(key)
+        if size > _MAX_KEY:
+            raise StoreError(
+                f"{self}: key {names([key])} has {size} bytes, and stores of torch take {_MAX_KEY >> 10} KiB"
+            )
+        return key
+
+    def _value(self, key: str, value: bytes) -> bytes:
+        if len(value) > _MAX_VALUE:
+            raise StoreError(
+                f"{self}: the value of {names([key])} has {len(value)} bytes, and stores of torch take "
+                f"{_MAX_VALUE >> 20} MiB"
+            )
+        return value
+
+    def _read(self, name: str) -> bytes | None:
+        """Return a value, or None if there is none now.
+
+        Torch's `get` waits, and returns an empty value for a key that is deleted meanwhile. Its `compare_set` gives
+        what is there in one step, or, where there is nothing, what was expected.
+        """
+        found = bytes(self._ask(self._theirs.compare_set, name, self._nothing, self._nothing))
+        return None if found == self._nothing else found
+
+    def _until(self, look: Callable[[], T | None], deadline: float) -> T | None:
+        """Return what `look` returns once that is not None, or None at the deadline."""
+        pause = _FIRST
+        while True:
+            found = look()
+            rest = deadline - time.monotonic()
+            if found is not None or rest <= 0:
+                return found
+            time.sleep(min(pause, rest))
+            pause = min(2 * pause, _LAST)
+
+    @contextlib.contextmanager
+    def _locked(self, name: str, deadline: float) -> Iterator[None]:
+        """Hold the lock of a key among all clients of this kind."""
+        lock, mine = self._name(_LOCKS + name), f"{os.getpid()}/{secrets.token_hex(8)}".encode()
+
+        def take() -> bool | None:
+            found = self._ask(self._theirs.compare_set, lock, b"", mine)
+            return True if bytes(found) == mine else None
+
+        if self._until(take, deadline) is None:
+            holder = self._read(lock) or b"?"
+            raise StoreError(
+                f"{self}: process {holder.decode().partition('/')[0]} holds {names([name])} for itself, and has not "
+                "let go in time; if it has ended, delete the key " + repr(lock)
+            )
+        try:
+            yield
+        finally:
+            self._ask(self._theirs.delete_key, lock)
+
+    def _set(self, key: str, value: bytes, deadline: float) -> None:
+        name = self._name(key)
+        if value:
+            self._ask(self._theirs.set, name, self._value(key, value))
+            return
+        with self._locked(name, deadline):  # to compare_set of torch's, an empty value and an absent key are the same
+            self._ask(self._theirs.set, name, value)
+
+    def _get(self, key: str, deadline: float) -> bytes | None:
+        name = self._name(key)
+        return self._until(lambda: self._read(name), deadline)
+
+    def _add(self, key: str, number: int, deadline: float) -> int:
+        name = self._name(key)
+        # Before torch's server sees what it cannot read as a number, or what overflows there without a word.
+        summed(self, key, self._read(name), number)
+        return int(self._ask(self._theirs.add, name, number))
+
+    def _compare_set(
+        self, key: str, expected: bytes | None, desired: bytes | None, deadline: float
+    ) -> tuple[bool, bytes | None]:
+        name = self._name(key)
+        with self._locked(name, deadline):
+            while True:
+                found = self._read(name)
+                if found != expected:
+                    return False, found
+                if desired is None:
+                    if found is not None:
+                        self._ask(self._theirs.delete_key, name)
+                    return True, None
+                now = bytes(self._ask(self._theirs.compare_set, name, found or b"", self._value(key, desired)))
+                # Somebody may have set the same without the lock: then that was after this.
+                if now == desired:
+                    return True, desired
+
+    def _append(self, key: str, value: bytes, deadline: float) -> None:
+        name = self._name(key)
+        if value and self._theirs.has_extended_api():
+            self._ask(self._theirs.append, name, self._value(key, value))
+            return
+        while True:
+            found = self._read(name)
+            if self._compare_set(key, found, (found or b"") + value, deadline)[0]:
+                return
+
+    def _wait(self, keys: list[str], deadline: float) -> list[str]:
+        left = list(dict.fromkeys(keys))
+
+        def look() -> bool | None:
+            while left and self._ask(self._theirs.check, [self._name(left[-1])]):
+                left.pop()
+            return None if left else True
+
+        left.reverse()
+        if self._until(look, deadline):
+            return []
+        return [key for key in reversed(left) if not self._ask(self._theirs.check, [self._name(key)])]
+
+    def _check(self, keys: list[str], deadline: float) -> bool:
+        return not keys or bool(self._ask(self._theirs.check, [self._name(key) for key in keys]))
+
+    def _delete(self, key: str, deadline: float) -> bool:
+        name = self._name(key)
+        with self._locked(name, deadline):
+            there = self._read(name) is not None  # a file's delete_key does not tell
+            self._ask(self._theirs.delete_key, name)
+            return there
+
+    def _keys(self, prefix: str, deadline: float) -> list[str]:
+        found = []
+        for name in self._ask(self._theirs.list_keys):
+            if name.startswith(_ESCAPED):
+                name = bytes.fromhex(name[len(_ESCAPED) :]).decode("utf-8", "surrogatepass")
+            if name.startswith(prefix) and not name.startswith(_LOCKS):
+                if name not in _NOT_KEYS or self._ask(self._theirs.check, [name]):
+                    found.append(name)
+        return found
+
+    def _close(self) -> None:
+        """Leave torch's store as it is; threads that wait in this one see that it is closed at their next look."""

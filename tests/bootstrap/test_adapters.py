@@ -1,0 +1,150 @@
+"""`as_store`: what the one suite does not ask, since it is of one package alone."""
+
+import contextlib
+import datetime
+import subprocess
+
+import foreign_stores
+import pytest
+
+from ncclpy.bootstrap import LocalStore, StoreError, StoreLost, as_store
+
+
+def test_a_store_is_returned_as_it_is():
+    with LocalStore() as store:
+        assert as_store(store) is store
+
+
+@pytest.mark.parametrize("thing", [None, "tcp://host:1", {}, LocalStore])
+def test_what_is_no_store_is_refused(thing):
+    with pytest.raises(
+        TypeError, match=r"torch\.distributed\.Store, a redis\.Redis client or an mpi4py .* got builtins"
+    ):
+        as_store(thing)
+
+
+@pytest.fixture
+def torch_store():
+    """Return a store of torch's."""
+    dist = pytest.importorskip("torch.distributed")
+    store = dist.HashStore()
+    store.set_timeout(datetime.timedelta(seconds=20))
+    return store
+
+
+def test_other_things_of_torch_are_refused(torch_store):
+    import torch
+
+    with pytest.raises(TypeError, match=r"got torch\.Tensor"):
+        as_store(torch.zeros(1))
+
+
+def test_values_in_torchs_store_are_torchs(torch_store):
+    with as_store(torch_store) as store:
+        assert store.timeout == 20
+        torch_store.set("theirs", b"\0\xff")
+        assert store.get("theirs") == b"\0\xff"
+        store.set("ours", b"1")
+        assert (store.add("ours", 2), torch_store.get("ours")) == (3, b"3")
+        assert store.compare_set("ours", b"3", b"4") == (True, b"4")
+        assert torch_store.get("ours") == b"4"
+        assert sorted(torch_store.list_keys()) == ["ours", "theirs"], "no lock is left"
+    assert torch_store.get("ours") == b"4", "it stays open"
+
+
+def test_torchs_limits_are_told(torch_store):
+    with as_store(torch_store) as store:
+        store.set("k" * 8192, b"v" * (8 << 20))
+        with pytest.raises(StoreError, match="8193 bytes, and stores of torch take 8 KiB"):
+            store.get("k" * 8193)
+        with pytest.raises(StoreError, match="'key' has 8388609 bytes, and stores of torch take 8 MiB"):
+            store.set("key", b"v" * ((8 << 20) + 1))
+
+
+def test_who_died_with_a_lock_of_torchs_store_is_named(torch_store):
+    torch_store.set("\0ncclpy/lock/key", b"4711/x")
+    with as_store(torch_store) as store:
+        store.timeout = 0.2
+        with pytest.raises(StoreError, match=r"process 4711 holds 'key' .*delete the key '\\x00ncclpy/lock/key'"):
+            store.compare_set("key", None, b"1")
+
+
+def test_torchs_server_that_is_gone_is_lost():
+    dist = pytest.importorskip("torch.distributed")
+    timeout = datetime.timedelta(seconds=5)
+    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    client = dist.TCPStore("127.0.0.1", served.port, is_master=False, timeout=timeout)
+    with as_store(client) as store:
+        store.set("key", b"1")
+        del served
+        with pytest.raises(StoreLost, match=r"as_store\(torch.*TCPStore\): "):
+            store.get("key")
+
+
+@pytest.fixture
+def redis():
+    """Return redis-py; skip where it or redis-server is missing."""
+    if foreign_stores.REDIS_SERVER is None:
+        pytest.skip("needs redis-server")
+    return pytest.importorskip("redis")
+
+
+def test_values_in_redis_are_rediss(redis, tmp_path):
+    with foreign_stores.redis_server(tmp_path) as path, redis.Redis(unix_socket_path=str(path)) as client:
+        with as_store(client) as store:
+            client.set("theirs", b"\0\xff")
+            assert store.get("theirs") == b"\0\xff"
+            store.set("ours", b"1")
+            assert client.incr("ours") == 2 and store.get("ours") == b"2"
+            assert client.keys() and sorted(client.keys()) == [b"ours", b"theirs"]
+        with pytest.raises(StoreError, match="is closed"):
+            store.get("ours")
+        assert client.get("ours") == b"2", "the client stays open"
+
+
+def test_what_other_clients_set_is_seen_by_who_waits(redis, tmp_path):
+    """They tell nobody of it, as clients of this kind do."""
+    with foreign_stores.redis_server(tmp_path) as path, redis.Redis(unix_socket_path=str(path)) as client:
+        with as_store(client) as store:
+            script = subprocess.Popen(["sh", "-c", f"sleep 0.5; exec redis-cli -s '{path}' set key value"], stdout=-3)
+            assert store.get("key", 30) == b"value"
+            assert script.wait(30) == 0
+
+
+def test_redis_with_password_and_tls(redis, tmp_path):
+    """As redis-py has them: through the client's own options."""
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+         "-days", "1", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1",
+         "-keyout", key, "-out", certificate],
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        port = foreign_stores.free_port()
+        options = ["--tls-port", port, "--tls-cert-file", certificate, "--tls-key-file", key, "--requirepass", "word"]
+        options += ["--tls-auth-clients", "no", "--bind", "127.0.0.1"]
+        stack.enter_context(foreign_stores.redis_server(tmp_path, *options))
+        common = {"host": "127.0.0.1", "port": port, "ssl": True, "ssl_ca_certs": str(certificate)}
+        client = stack.enter_context(redis.Redis(**common, password="word"))
+        with as_store(client) as store:
+            store.set("key", b"value")
+            assert store.get("key") == b"value" and client.get("key") == b"value"
+        wrong = stack.enter_context(redis.Redis(**common, password="other"))
+        with as_store(wrong) as store, pytest.raises(StoreError, match=f"redis 127.0.0.1:{port}/0.*password"):
+            store.get("key")
+        trusts_nobody = stack.enter_context(redis.Redis(**common | {"ssl_ca_certs": None}, password="word"))
+        with as_store(trusts_nobody) as store, pytest.raises(StoreLost, match="certificate verify failed"):
+            store.get("key")
+
+
+def test_a_redis_server_that_is_gone_is_lost(redis, tmp_path):
+    with contextlib.ExitStack() as stack:
+        with foreign_stores.redis_server(tmp_path) as path:
+            client = stack.enter_context(redis.Redis(unix_socket_path=str(path)))
+            store = stack.enter_context(as_store(client))
+            store.set("key", b"1")
+        with pytest.raises(StoreLost, match=r"redis.sock"):
+            store.get("key", 10)

@@ -1,0 +1,421 @@
+"""`ncclpy run`: what processes are given, what becomes of what they write, and how they end."""
+
+import contextlib
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import runs
+
+import testing
+from ncclpy.cli.main import main
+from ncclpy.cli.run import output
+from ncclpy.cli.run.output import Lines
+
+
+@pytest.fixture
+def program(tmp_path):
+    """Return a function that writes a program; its first argument is the folder for what it notes."""
+
+    def write(text):
+        path = tmp_path / "program.py"
+        path.write_text(runs.NOTE + text)
+        return path, tmp_path
+
+    return write
+
+
+# What the processes are given.
+
+
+def test_each_process_has_the_variables_of_torchrun_and_the_store(program, tmp_path):
+    done = runs.run("-n", 3, *program("""
+import json
+from ncclpy.bootstrap import environment
+pathlib.Path(sys.argv[1], f"env-{rank}").write_text(json.dumps([dict(os.environ), environment()]))
+"""), env={"TORCHELASTIC_USE_AGENT_STORE": "True", "NCCLPY_RUN_ID": "outer"})  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    tokens = set()
+    for rank in range(3):
+        env, place = json.loads((tmp_path / f"env-{rank}").read_text())
+        expected = {
+            "RANK": f"{rank}", "WORLD_SIZE": "3", "LOCAL_RANK": f"{rank}", "LOCAL_WORLD_SIZE": "3",
+            "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_RANK": f"{rank}", "ROLE_WORLD_SIZE": "3",
+            "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RESTART_COUNT": "0",
+        }  # fmt: skip
+        assert {name: env.get(name) for name in expected} == expected
+        assert "TORCHELASTIC_USE_AGENT_STORE" not in env, "of a torchrun further out"
+        assert env["NCCLPY_RUN_ID"] == f"outer/{env['TORCHELASTIC_RUN_ID']}"
+        host, _, port = env["NCCLPY_STORE"].partition(":")
+        assert place == [rank, 3, rank, 3, "ncclpy", host, int(port)]
+        assert env["MASTER_PORT"] != port, "that is for the program's own servers"
+        tokens.add(env["NCCLPY_STORE_TOKEN"])
+    assert len(tokens) == 1 and len(tokens.pop()) >= 32
+
+
+def test_the_ranks_make_communicators_of_the_environment(host_engine, program):
+    done = runs.run("-n", 3, *program("""
+import numpy as np, ncclpy
+from ncclpy.bootstrap import rendezvous
+for again in range(2):
+    rendezvous()[1].close()  # one end of the store, which others go on using
+    with ncclpy.Communicator.from_env(timeout=30) as comm:
+        array = np.full(4, comm.rank + 1.0)
+        comm.all_reduce(array)
+        print(again, comm.rank, comm.nranks, comm.device, comm.timeout, array[0])
+"""))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for rank in range(3):
+        assert runs.of_rank(done.stdout, rank) == [f"{again} {rank} 3 {rank} 30.0 6.0" for again in range(2)]
+
+
+def test_who_does_not_come_is_named(host_engine, program):
+    done = runs.run("-n", 3, "--no-kill", *program("""
+import ncclpy
+from ncclpy.bootstrap import rendezvous
+if rank != 1:
+    rendezvous()[1].barrier("those who come", rank // 2, 2)
+    ncclpy.Communicator.from_env(timeout=2)
+"""))  # fmt: skip
+    assert done.returncode == 1
+    absent = re.findall(r"NcclTimeout: .*: (ranks? \S+) of 3 did not come", done.stderr)
+    # Who gives up first has left when the other one's deadline comes.
+    assert len(absent) == 2 and "rank 1" in absent and set(absent) < {"rank 1", "ranks 0-1", "ranks 1-2"}, done.stderr
+
+
+def test_too_few_devices_are_told(host_engine, program):
+    env = {"NCCLPY_HOST_DEVICES": "2"}
+    arguments = program("import ncclpy; ncclpy.Communicator.from_env(timeout=30)")
+    done = runs.run("-n", 3, "--grace", 0, *arguments, env=env)
+    assert done.returncode == 1
+    assert "rank 2 is number 2 of 3 on this machine, and there are 2 devices, one for each" in done.stderr
+    assert "NCCLPY_HOST_DEVICES=3 shows more" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--", "show"], ["show"]], ids=["behind --", "without"])
+def test_arguments_of_the_program_are_its_own(program, tmp_path, arguments):
+    path, _ = program("print(sys.argv[1:])")
+    arguments = [path if each == "show" else each for each in arguments]
+    for given in (["-n", "9", "--grace", "--", "--help", "", "a b"], ["--", "x", "--"]):
+        done = runs.run("-n", 1, *arguments, *given)
+        assert (done.stdout, done.stderr) == (f"[0] {given}\n", "")
+
+
+def test_a_program_may_be_a_module_or_any_file(tmp_path):
+    (tmp_path / "amodule.py").write_text("import sys; print(sys.argv[1:])")
+    done = runs.run("-n", 1, "-m", "amodule", "-x", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "[0] ['-x']\n"), done.stderr
+    done = runs.run("-n", 2, "sh", "-c", "echo $RANK $0", "x")
+    assert sorted(done.stdout.splitlines()) == ["[0] 0 x", "[1] 1 x"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: -n/--nproc, program"),
+        (["-n", "2", "--"], "the following arguments are required: program"),
+        (["-n", "0", "x"], "0 is not at least 1"),
+        (["-n", "2", "--grace", "-1", "x"], "-1 is no number of seconds"),
+        (["-n", "2", "--nnodes", "2", "x"], "--nnodes needs --rdzv HOST:PORT"),
+        (["-n", "2", "--nnodes", "2", "--node-rank", "2", "--rdzv", "h:1", "x"], "--node-rank 2: expected 0 to 1"),
+        (["-n", "2", "--nnodes", "2", "--rdzv", "h", "x"], "'h' is not host:port"),
+    ],
+)
+def test_wrong_flags_are_refused(capsys, arguments, message):
+    with pytest.raises(SystemExit) as ended:
+        main(["run", *arguments])
+    assert ended.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(("name", "code"), [("/nowhere/program", 127), (os.devnull, 126)])
+def test_a_program_that_cannot_be_started_is_told(name, code):
+    done = runs.run("-n", 2, name)
+    assert done.returncode == code
+    assert done.stderr.startswith(f"ncclpy run: '{name}' cannot be started: ")
+
+
+def test_rank_0_reads_what_is_typed(program):
+    with runs.started("-n", 2, *program("print(sys.stdin.readline())"), stdin=subprocess.PIPE) as process:
+        out, _ = process.communicate("hello\n", timeout=runs.TIMEOUT)
+    assert sorted(out.splitlines()) == ["[0] ", "[0] hello", "[1] "]
+
+
+# What they write.
+
+
+@pytest.mark.parametrize(
+    ("pieces", "lines"),
+    [
+        ([b"one\ntwo\n"], [b"one", b"two"]),
+        ([b"o", b"ne\n\ntw", b"o"], [b"one", b"", b"two"]),
+        ([b"one\r\ntwo\r", b"\nthree\r\n"], [b"one", b"two", b"three"]),
+        ([b"\r 1%", b"\r 2%\r", b"\r 3%\n"], [b" 1%", b" 2%", b" 3%"]),
+        ([b"\r"], []),
+        ([b"1234567890" * 2, b"12345\n67"], [b"12345678", b"90123456", b"789012345", b"67"]),
+    ],
+)
+def test_bytes_are_cut_into_lines(monkeypatch, pieces, lines):
+    monkeypatch.setattr(output, "LONGEST", 8)
+    cut = Lines(b"> ")
+    text = b"".join([*(cut.feed(piece) for piece in pieces), cut.end()])
+    assert text == b"".join(b"> " + line + b"\n" for line in lines)
+
+
+def test_lines_of_different_ranks_are_never_torn(program):
+    """Each writes its lines in pieces, on both streams, as fast as it can."""
+    done = runs.run("-n", 4, *program("""
+for number in range(1500):
+    for fd in (1, 2):
+        line = f"{fd} {number} {'x' * (number * 7919 % 300)}.\\n".encode()
+        cut = number * 31 % len(line)
+        os.write(fd, line[:cut])
+        os.write(fd, line[cut:])
+"""))  # fmt: skip
+    assert done.returncode == 0
+    for fd, text in (1, done.stdout), (2, done.stderr):
+        for rank in range(4):
+            lines = runs.of_rank(text, rank)
+            assert lines == [f"{fd} {number} {'x' * (number * 7919 % 300)}." for number in range(1500)]
+        assert len(text.splitlines()) == 4 * 1500
+
+
+def test_a_flood_without_line_ends_arrives_whole(program):
+    size = 5_000_000
+    done = runs.run("-n", 2, *program(f"""
+for fd in (2, 1):
+    left = memoryview(b"y" * {size})
+    while left:
+        left = left[os.write(fd, left):]
+"""))  # fmt: skip
+    assert done.returncode == 0
+    for text in (done.stdout, done.stderr):
+        assert [sum(map(len, runs.of_rank(text, rank))) for rank in range(2)] == [size, size]
+        assert max(map(len, text.splitlines())) < 2 * output.LONGEST
+
+
+def test_what_is_printed_comes_at_once(program):
+    path, folder = program("print('here'); time.sleep(1000)")
+    with runs.started("-n", 1, path, folder) as process:
+        assert process.stdout.readline() == "[0] here\n"
+
+
+def on_terminal(arguments, env=()):
+    """Run a launcher whose output is a terminal; return what it wrote there."""
+    ours, theirs = pty.openpty()
+    with runs.started(*arguments, stdout=theirs, stderr=theirs, text=False, env=env) as process:
+        os.close(theirs)
+        text = b""
+        with contextlib.suppress(OSError):  # the other end is closed
+            while select.select([ours], [], [], runs.TIMEOUT)[0]:
+                text += os.read(ours, 4096)
+        os.close(ours)
+        assert process.wait(runs.TIMEOUT) == 0
+    return text.decode()
+
+
+def test_prefixes_have_colours_on_a_terminal_only(program):
+    arguments = ["-n", 2, *program("print('text')")]
+    shown = on_terminal(arguments, env={"TERM": "xterm"})
+    for rank in range(2):
+        assert re.search(rf"\x1b\[\d+m\[{rank}\] \x1b\[0mtext\r\n", shown)
+    plain = ["[0] text", "[1] text"]
+    assert sorted(on_terminal(arguments, env={"TERM": "xterm", "NO_COLOR": "1"}).splitlines()) == plain
+    assert sorted(runs.run(*arguments).stdout.splitlines()) == plain
+
+
+def test_a_reader_that_goes_away_ends_the_run_without_noise(program):
+    """As in `ncclpy run ... | head -1`."""
+    path, folder = program("""
+note()
+while True:
+    print("more", flush=True)
+""")
+    with runs.started("-n", 2, path, folder) as process:
+        pids = runs.wait_for_pids(folder, 2)
+        assert "more" in process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(runs.TIMEOUT) == 1
+        err = process.stderr.read()
+        process.stdout = None  # closed: `started` is not to read it
+    runs.wait_until_gone(pids)
+    assert err == ""
+
+
+# How they end.
+
+
+def test_the_first_failure_ends_the_others_and_decides_the_exit_code(program, tmp_path):
+    """One of the others ends by itself in time, one at SIGTERM, and one has to be killed."""
+    path, folder = program("""
+if rank == 3:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+note()
+while len(list(pathlib.Path(sys.argv[1]).glob("pid-*"))) < 4:
+    time.sleep(0.01)
+if rank == 1:
+    sys.exit(7)
+if rank == 0:
+    while "rank 1" not in pathlib.Path(sys.argv[1], "errors").read_text():
+        time.sleep(0.01)
+    sys.exit(8)
+time.sleep(1000)
+""")
+    began = time.monotonic()
+    with open(tmp_path / "errors", "w") as errors:
+        done = runs.run("-n", 4, "--grace", 1, path, folder, stderr=errors)
+    assert done.returncode == 7
+    pids = dict(zip(range(4), ((tmp_path / f"pid-{rank}").read_text().strip() for rank in range(4)), strict=True))
+    assert (tmp_path / "errors").read_text().splitlines() == [
+        f"ncclpy run: rank 1 (process {pids[1]}) ended with exit code 7; the others are ended in 1 s",
+        "ncclpy run: killing what has not ended: rank 3",
+    ]
+    assert time.monotonic() - began > 2, "one grace before SIGTERM, another before SIGKILL"
+    runs.wait_until_gone(map(int, pids.values()))
+
+
+def test_a_rank_that_dies_by_a_signal_counts_as_in_a_shell(program):
+    done = runs.run(
+        "-n", 2, "--grace", 0, *program("os.kill(os.getpid(), signal.SIGSEGV) if rank else time.sleep(1000)")
+    )
+    assert done.returncode == 128 + signal.SIGSEGV
+    assert re.search(r"rank 1 \(process \d+\) was ended by SIGSEGV", done.stderr)
+
+
+def test_no_kill_lets_the_others_go_on(program):
+    done = runs.run("-n", 3, "--grace", 0, "--no-kill", *program("""
+note()
+if rank == 0:
+    sys.exit(5)
+while runs := pathlib.Path(sys.argv[1], "pid-0").exists() is False:
+    time.sleep(0.01)
+time.sleep(1)
+print("survived")
+if rank == 2:
+    sys.exit(6)
+"""))  # fmt: skip
+    assert done.returncode == 5
+    assert sorted(done.stdout.splitlines()) == ["[1] survived", "[2] survived"]
+    assert "rank 0" in done.stderr and "exit code 6" in done.stderr
+
+
+PATIENT = """
+def told(number, frame):
+    print("told", signal.Signals(number).name, flush=True)
+    if number != signal.SIGUSR1:
+        sys.exit(3 if len(sys.argv) > 2 else 0)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+    signal.signal(number, told)
+note()
+while True:
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "more"),
+    [("SIGTERM", 0, ()), ("SIGTERM", 143, ("fail",)), ("SIGINT", 130, ("fail",)), ("SIGHUP", 0, ())],
+)
+def test_signals_are_passed_on(program, name, code, more):
+    path, folder = program(PATIENT)
+    with runs.started("-n", 2, path, folder, *more) as process:
+        pids = runs.wait_for_pids(folder, 2)
+        process.send_signal(signal.SIGUSR1)
+        lines = sorted(process.stdout.readline() for _ in range(2))
+        assert lines == ["[0] told SIGUSR1\n", "[1] told SIGUSR1\n"]
+        process.send_signal(signal.Signals[name])
+        out, err = process.communicate(timeout=runs.TIMEOUT)
+        assert sorted(out.splitlines()) == [f"[0] told {name}", f"[1] told {name}"]
+        assert (process.returncode, err) == (code, "")
+    runs.wait_until_gone(pids)
+
+
+def test_who_ignores_sigterm_is_killed_after_the_grace(program):
+    path, folder = program("signal.signal(signal.SIGTERM, signal.SIG_IGN); note(); time.sleep(1000)")
+    with runs.started("-n", 2, "--grace", 0.5, path, folder) as process:
+        pids = runs.wait_for_pids(folder, 2)
+        process.terminate()
+        assert process.wait(runs.TIMEOUT) == 143
+        assert process.stderr.read() == "ncclpy run: killing what has not ended: rank 0, 1\n"
+    runs.wait_until_gone(pids)
+
+
+def test_a_second_ctrl_c_kills(program):
+    path, folder = program("signal.signal(signal.SIGINT, signal.SIG_IGN); note(); time.sleep(1000)")
+    with runs.started("-n", 2, "--grace", 1000, path, folder) as process:
+        pids = runs.wait_for_pids(folder, 2)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)  # two that come at once are one
+        process.send_signal(signal.SIGINT)
+        assert process.wait(runs.TIMEOUT) == 130
+    runs.wait_until_gone(pids)
+
+
+def test_ctrl_z_stops_the_ranks_too(program):
+    path, folder = program("note(); time.sleep(1000)")
+
+    def states(pids):
+        return {Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] for pid in pids}
+
+    with runs.started("-n", 2, path, folder) as process:
+        pids = [*runs.wait_for_pids(folder, 2), process.pid]
+        process.send_signal(signal.SIGTSTP)
+        testing.wait_for(lambda: states(pids) == {"T"}, "all to stop")
+        process.send_signal(signal.SIGCONT)
+        testing.wait_for(lambda: states(pids) <= {"S", "R"}, "all to go on")
+        process.terminate()
+        assert process.wait(runs.TIMEOUT) == 143
+    runs.wait_until_gone(pids)
+
+
+# What is left behind.
+
+
+# A child has nothing of the run in its environment, as if it had written its title over it; a daemon is in a session
+# that it leads itself.
+OFFSPRING = """
+if sys.argv[2] == "offspring":
+    note(sys.argv[3])
+    time.sleep(1000)
+command = [sys.executable, sys.argv[0], sys.argv[1], "offspring"]
+subprocess.Popen([*command, f"child-{rank}"], env={})
+subprocess.Popen([*command, f"daemon-{rank}"], start_new_session=True)
+note()
+while len(list(pathlib.Path(sys.argv[1]).glob("pid-*"))) < 6:
+    time.sleep(0.01)
+if sys.argv[2] == "wait":
+    time.sleep(1000)
+"""
+
+
+def test_what_ranks_have_started_ends_with_the_run(program):
+    path, folder = program(OFFSPRING)
+    done = runs.run("-n", 2, path, folder, "end")
+    assert (done.returncode, done.stderr) == (0, "")
+    runs.wait_until_gone(runs.wait_for_pids(folder, 6))
+
+
+def test_a_launcher_that_is_killed_leaves_nothing_behind(program):
+    path, folder = program(OFFSPRING)
+    with runs.started("-n", 2, path, folder, "wait") as process:
+        pids = runs.wait_for_pids(folder, 6)
+        process.kill()
+        process.wait(runs.TIMEOUT)
+        runs.wait_until_gone(pids)
+
+
+def test_a_run_within_a_run_ends_with_it(program):
+    path, folder = program("note(); time.sleep(1000)")
+    inner = runs.command("-n", 2, path, folder)
+    with runs.started("-n", 1, "--", *inner) as process:
+        pids = runs.wait_for_pids(folder, 2)
+        process.kill()
+        process.wait(runs.TIMEOUT)
+        runs.wait_until_gone(pids)

@@ -1,0 +1,184 @@
+"""`ncclpy run` on several machines, which are all this one: launchers that meet, fail and go."""
+
+import contextlib
+import re
+import signal
+import socket
+import time
+
+import pytest
+import runs
+from foreign_stores import free_port
+
+TOKEN = {"NCCLPY_STORE_TOKEN": "of the tests"}
+
+
+@pytest.fixture
+def program(tmp_path):
+    """Return a function that writes a program; its first argument is the folder for what it notes."""
+
+    def write(text):
+        path = tmp_path / "program.py"
+        path.write_text(runs.NOTE + text)
+        return path, tmp_path
+
+    return write
+
+
+@contextlib.contextmanager
+def machines(counts, *arguments, host="127.0.0.1", flags=()):
+    """Start a launcher for each machine, with so many processes; machine 0 last, since the others have to wait."""
+    shown = f"[{host}]" if ":" in host else host
+    common = ["--nnodes", len(counts), "--rdzv", f"{shown}:{free_port()}", *flags]
+    with contextlib.ExitStack() as stack:
+        started = [
+            stack.enter_context(runs.started("-n", counts[node], "--node-rank", node, *common, *arguments, env=TOKEN))
+            for node in reversed(range(len(counts)))
+        ]
+        yield started[::-1]
+
+
+def ended(launchers):
+    """Wait for all; return their exit codes and what they wrote."""
+    written = [launcher.communicate(timeout=runs.TIMEOUT) for launcher in launchers]
+    return [launcher.returncode for launcher in launchers], [out for out, _ in written], [err for _, err in written]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+def test_ranks_are_numbered_over_all_machines(host_engine, program, host):
+    arguments = program("""
+import numpy as np, ncclpy
+from ncclpy.bootstrap import environment
+place = environment()
+with ncclpy.Communicator.from_env(device=place.rank, timeout=60) as comm:
+    array = np.full(4, comm.rank + 1.0)
+    comm.all_reduce(array)
+    print(*place[:5], os.environ["GROUP_RANK"], os.environ["MASTER_ADDR"], array[0])
+""")
+    with machines([2, 1], *arguments, host=host) as launchers:
+        codes, outs, errs = ended(launchers)
+    assert codes == [0, 0], errs
+    assert sorted(outs[0].splitlines()) == [f"[{rank}] {rank} 3 {rank} 2 ncclpy 0 {host} 6.0" for rank in range(2)]
+    assert outs[1].splitlines() == [f"[2] 2 3 0 1 ncclpy 1 {host} 6.0"]
+    assert errs == ["", ""]
+
+
+WAITING = """
+note()
+if rank == 0:
+    while not pathlib.Path(sys.argv[1], "go").exists():
+        time.sleep(0.01)
+    sys.exit(7)
+time.sleep(1000)
+"""
+
+
+def test_a_failure_on_one_machine_ends_all(program):
+    path, folder = program(WAITING)
+    with machines([2, 2, 1], path, folder, flags=["--grace", "0.2"]) as launchers:
+        pids = runs.wait_for_pids(folder, 5)
+        (folder / "go").touch()
+        codes, _, errs = ended(launchers)
+    assert codes == [7, 7, 7]
+    assert all(re.search(r"rank 0 \(process \d+\) ended with exit code 7", err) for err in errs), errs
+    assert "(machine 0)" not in errs[0] and "(machine 0)" in errs[1] and "(machine 0)" in errs[2]
+    runs.wait_until_gone(pids)
+
+
+def test_no_kill_lets_other_machines_go_on(program):
+    path, folder = program("""
+note()
+if rank == 0:
+    sys.exit(7)
+while not pathlib.Path(sys.argv[1], "go").exists():
+    time.sleep(0.01)
+print("survived")
+""")
+    with machines([1, 1], path, folder, flags=["--no-kill", "--grace", "0"]) as launchers:
+        pids = runs.wait_for_pids(folder, 2)
+        while "rank 0" not in launchers[1].stderr.readline():
+            pass
+        time.sleep(0.5)
+        (folder / "go").touch()
+        codes, outs, _ = ended(launchers)
+    assert (codes, outs) == ([7, 7], ["", "[1] survived\n"])
+    runs.wait_until_gone(pids)
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_launcher_that_is_gone_ends_the_others(program, node):
+    """Machine 0's takes the store with it."""
+    path, folder = program("note(); time.sleep(1000)")
+    with machines([1, 1, 1], path, folder, flags=["--grace", "0.2"]) as launchers:
+        pids = runs.wait_for_pids(folder, 3)
+        launchers[node].send_signal(signal.SIGKILL)
+        codes, _, errs = ended(launchers)
+        assert codes[node] == -signal.SIGKILL
+        for other in {0, 1, 2} - {node}:
+            assert codes[other] == 1
+            assert re.search(rf"the launcher on \S+ \(machine {node}\).* is gone", errs[other])
+    runs.wait_until_gone(pids)
+
+
+def test_the_store_stays_until_all_machines_are_done(program):
+    """Machine 0's processes end at once; the other's use its store after that, and the last one fails."""
+    path, folder = program("""
+from ncclpy.bootstrap import rendezvous
+note()
+if rank == 1:
+    while not pathlib.Path(sys.argv[1], "go").exists():
+        time.sleep(0.01)
+    place, store = rendezvous(60)
+    store.set("key", b"1")
+    print(store.get("key"))
+    sys.exit(3)
+""")
+    with machines([1, 1], path, folder) as launchers:
+        pids = runs.wait_for_pids(folder, 2)
+        runs.wait_until_gone([int((folder / "pid-0").read_text())])
+        time.sleep(0.5)
+        (folder / "go").touch()
+        codes, outs, errs = ended(launchers)
+    assert (codes, outs, errs[0]) == ([3, 3], ["", "[1] b'1'\n"], "")
+    runs.wait_until_gone(pids)
+
+
+def test_who_does_not_come_is_named(program):
+    path, folder = program("")
+    address = f"127.0.0.1:{free_port()}"
+    done = runs.run("-n", 1, "--nnodes", 2, "--rdzv", address, "--timeout", 0.5, path, folder, env=TOKEN)
+    assert done.returncode == 1
+    assert re.search("ncclpy run: NcclTimeout: .*rank 1 of 2 did not come", done.stderr)
+    done = runs.run(
+        "-n", 1, "--nnodes", 2, "--node-rank", 1, "--rdzv", address, "--timeout", 0.5, path, folder, env=TOKEN
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("ncclpy run: ") and address.partition(":")[2] in done.stderr
+
+
+def test_a_port_that_is_taken_and_a_missing_token_are_told(program):
+    path, folder = program("")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        done = runs.run("-n", 1, "--nnodes", 2, "--rdzv", address, path, folder, env=TOKEN)
+    assert done.returncode == 1
+    assert re.match(f"ncclpy run: OSError: .*{address}.*the port is taken", done.stderr)
+    env = {"NCCLPY_STORE_TOKEN": ""}
+    done = runs.run("-n", 1, "--nnodes", 2, "--rdzv", f"0.0.0.0:{free_port()}", path, folder, env=env)
+    assert done.returncode == 1
+    assert "NCCLPY_STORE_TOKEN" in done.stderr
+
+
+def test_a_program_that_is_missing_on_one_machine_ends_all(tmp_path):
+    """Machine 1 looks for it in another folder."""
+    (tmp_path / "program").write_text("#!/bin/sh\nexec sleep 1000")
+    (tmp_path / "program").chmod(0o755)
+    (tmp_path / "empty").mkdir()
+    common = ["-n", 1, "--grace", 0.2, "--nnodes", 2, "--rdzv", f"127.0.0.1:{free_port()}"]
+    with (
+        runs.started(*common, "--node-rank", 1, "./program", env=TOKEN, cwd=tmp_path / "empty") as other,
+        runs.started(*common, "./program", env=TOKEN, cwd=tmp_path) as first,
+    ):
+        codes, _, errs = ended([first, other])
+    assert codes == [127, 127]
+    assert "rank 1: './program' cannot be started: No such file or directory on " in errs[0]

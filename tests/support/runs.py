@@ -1,0 +1,90 @@
+"""`ncclpy run` as a process of its own, and what it may leave behind."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from paths import SUPPORT
+
+TIMEOUT = 60
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "ncclpy", "run", *map(str, arguments)]
+
+
+def environment(extra=()):
+    """Return this process's environment without what a launcher may have left in it."""
+    left = ("NCCLPY_RUN", "NCCLPY_STORE", "PYTHONUNBUFFERED")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(left)}
+    return env | dict(extra)
+
+
+@contextlib.contextmanager
+def started(*arguments, env=(), **options):
+    """Start a launcher, and kill it at the end of the block should it still run."""
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # Not in the root of the tree, where `python -m` would take the sources for the package.
+    process = subprocess.Popen(command(*arguments), env=environment(env), **({"cwd": SUPPORT} | pipes | options))
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def run(*arguments, env=(), timeout=TIMEOUT, **options):
+    """Run a launcher to its end."""
+    with started(*arguments, env=env, **options) as process:
+        out, err = process.communicate(options.get("input"), timeout=timeout)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def of_rank(text, rank):
+    """Return the lines of one rank, without the prefix."""
+    prefix = f"[{rank}] "
+    return [line.removeprefix(prefix) for line in text.splitlines() if line.startswith(prefix)]
+
+
+def alive(pid):
+    """Return whether a process runs; a zombie does not."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(") ")[2][0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_for_pids(folder, count):
+    """Return the process ids that so many processes have written into files of a folder."""
+    deadline = time.monotonic() + TIMEOUT
+    while True:
+        found = [path.read_text() for path in folder.glob("pid-*")]
+        if len([text for text in found if text.endswith("\n")]) >= count:
+            return [int(text) for text in found]
+        assert time.monotonic() < deadline, f"{len(found)} of {count} processes have begun"
+        time.sleep(0.02)
+
+
+def wait_until_gone(pids):
+    """Return once none of the processes runs; kill them and fail if that takes too long."""
+    deadline = time.monotonic() + TIMEOUT / 2
+    while left := [pid for pid in pids if alive(pid)]:
+        if time.monotonic() > deadline:
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+            raise AssertionError(f"processes {left} were left behind")
+        time.sleep(0.02)
+
+
+#: The beginning of a program: `note()` writes its process id into a file, for `wait_for_pids`.
+NOTE = """
+import os, pathlib, signal, subprocess, sys, time
+rank = int(os.environ.get("RANK", -1))
+def note(name=rank):
+    pathlib.Path(sys.argv[1], f"pid-{name}").write_text(f"{os.getpid()}\\n")
+"""

@@ -77,6 +77,9 @@ class FileStore(Store):
                     )
                 self._lock_fd = os.open(mark, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             except (FileExistsError, NotADirectoryError) as error:
+                there = os.path.lexists(error.filename) and not os.path.isdir(error.filename)
+                if isinstance(error, FileExistsError) and not there:
+                    continue  # makedirs has met a folder that whoever was last has taken away since
                 raise StoreError(f"{self}: {error.filename!r} is a file, and a store is a folder") from None
             except FileNotFoundError:
                 continue  # whoever was last has just taken it away

@@ -65,24 +65,30 @@ class Others:
         return code if self._failure is None else self._failure
 
     def _listen(self) -> None:
-        with contextlib.suppress(NcclError):  # the store is gone, or this launcher has closed it
-            watch = self._store.watch("")
-            # What has happened before the watch began.
-            present = set(self._store.keys())
-            for key in present & {"failed", *(f"done/{node}" for node in self._here)}:
-                self._note(key, self._store.get(key))
-            for node in list(self._here):
-                if f"here/{node}" not in present:
-                    self._note(f"here/{node}", None)
-            for change in watch:
-                self._note(change.key, change.value)
-        # Closed by this launcher, or machine 0 is gone with the store: then nobody can be waited for.
-        with self._news:
-            unfinished = 0 in self._here - self._done
-            self._here.clear()
-            self._news.notify_all()
+        try:
+            with contextlib.suppress(NcclError):  # the store is gone, or this launcher has closed it
+                self._follow()
+        finally:
+            # Closed by this launcher, or machine 0 is gone with the store: then nobody can be waited for.
+            with self._news:
+                unfinished = 0 in self._here - self._done
+                self._here.clear()
+                self._news.notify_all()
         if unfinished and self._node != 0:
             self._failed(_LOST, f"the launcher on {self._hosts[0]} (machine 0), which serves the store, is gone")
+
+    def _follow(self) -> None:
+        """Note what the store tells, until that ends."""
+        watch = self._store.watch("")
+        # What has happened before the watch began.
+        present = set(self._store.keys())
+        for key in present & {"failed", *(f"done/{node}" for node in self._here)}:
+            self._note(key, self._store.get(key))
+        for node in list(self._here):
+            if f"here/{node}" not in present:
+                self._note(f"here/{node}", None)
+        for change in watch:
+            self._note(change.key, change.value)
 
     def _note(self, key: str, value: bytes | None) -> None:
         kind, _, number = key.partition("/")

@@ -1,4 +1,4 @@
-"""Stores of others for the suite of tests/bootstrap/test_conformance.py, where they are installed."""
+"""Stores of others for the suite of tests/bootstrap/test_stores.py, where they are installed."""
 
 import contextlib
 import importlib.util

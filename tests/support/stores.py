@@ -1,4 +1,4 @@
-"""Stores of every kind, for the one suite that all have to pass (tests/bootstrap/test_conformance.py).
+"""Stores of every kind, for the one suite that all have to pass (tests/bootstrap/test_stores.py).
 
 A kind is a context manager that is given a folder of its own and yields a `Made`. A new store registers one here.
 """

@@ -1,13 +1,8 @@
 // Many threads on many clients of one server, all at once, with servers and clients that end meanwhile; run under a
 // sanitizer. Exits with 0, or says what went wrong and aborts.
-#include <arpa/inet.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <cstdio>
-#include <cstdlib>
 #include <memory>
 #include <random>
 #include <string>
@@ -16,16 +11,8 @@
 
 #include "client.hpp"
 #include "clock.hpp"
-#include "handshake.hpp"
 #include "server.hpp"
-
-#define CHECK(condition) \
-  do { \
-    if (!(condition)) { \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-      std::abort(); \
-    } \
-  } while (0)
+#include "store_driver.hpp"
 
 #ifdef __SANITIZE_THREAD__
 // ThreadSanitizer does not know this function before GCC 13, and so not that it lets the mutex go.
@@ -49,41 +36,9 @@ namespace {
 constexpr std::string_view kToken = "of the stress";
 constexpr int kRounds = 150;
 
-int listener(uint16_t& port) {
-  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t size = sizeof address;
-  CHECK(bind(fd, reinterpret_cast<sockaddr*>(&address), size) == 0 && listen(fd, 128) == 0);
-  CHECK(getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size) == 0);
-  port = ntohs(address.sin_port);
-  return fd;
-}
-
-std::string receive(int fd, size_t count) {
-  std::string data(count, '\0');
-  for (size_t at = 0; at < count;) {
-    const ssize_t got = recv(fd, data.data() + at, count - at, 0);
-    CHECK(got > 0);
-    at += static_cast<size_t>(got);
-  }
-  return data;
-}
-
 std::shared_ptr<Client> connect(uint16_t port) {
-  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  address.sin_port = htons(port);
-  CHECK(connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0);
-  const std::string mine = server_greeting(false, 0, std::string(kNonce, 'n'));
-  CHECK(write(fd, mine.data(), mine.size()) == static_cast<ssize_t>(mine.size()));
-  const std::string greetings = mine + receive(fd, kGreeting);
-  const std::string known = proof("client", kToken, greetings);
-  CHECK(write(fd, known.data(), known.size()) == static_cast<ssize_t>(known.size()));
-  CHECK(same(receive(fd, 4 + kDigest + 8).substr(4, kDigest), proof("server", kToken, greetings)));
+  const int fd = call(port);
+  shake_hands(fd, kToken);
   auto client = std::make_shared<Client>(fd, 2.0, 1 << 24);
   CHECK(client->start());
   return client;

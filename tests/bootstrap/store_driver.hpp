@@ -1,0 +1,71 @@
+// What programs that drive a store's native part have in common: a listener, and the client's part of the handshake.
+#pragma once
+
+#include <arpa/inet.h>
+#include <errno.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <string_view>
+
+#include "handshake.hpp"
+
+#define CHECK(condition) \
+  do { \
+    if (!(condition)) { \
+      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
+      std::abort(); \
+    } \
+  } while (0)
+
+namespace ncclpy::store {
+
+inline int listener(uint16_t& port) {
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof address;
+  CHECK(bind(fd, reinterpret_cast<sockaddr*>(&address), size) == 0 && listen(fd, 128) == 0);
+  CHECK(getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size) == 0);
+  port = ntohs(address.sin_port);
+  return fd;
+}
+
+inline std::string receive(int fd, size_t count) {
+  std::string data(count, '\0');
+  for (size_t at = 0; at < count;) {
+    const ssize_t got = recv(fd, data.data() + at, count - at, 0);
+    if (got < 0 && errno == EINTR) continue;  // a fuzzer has a timer of its own
+    CHECK(got > 0);
+    at += static_cast<size_t>(got);
+  }
+  return data;
+}
+
+// Returns a connection on which nothing was said yet.
+inline int call(uint16_t port) {
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  address.sin_port = htons(port);
+  CHECK(connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0);
+  return fd;
+}
+
+// Each proves to the other that it knows the token.
+inline void shake_hands(int fd, std::string_view token) {
+  const std::string mine = server_greeting(false, 0, std::string(kNonce, 'n'));
+  CHECK(send(fd, mine.data(), mine.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(mine.size()));
+  const std::string greetings = mine + receive(fd, kGreeting);
+  const std::string known = proof("client", token, greetings);
+  CHECK(send(fd, known.data(), known.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(known.size()));
+  CHECK(same(receive(fd, 4 + kDigest + 8).substr(4, kDigest), proof("server", token, greetings)));
+}
+
+}  // namespace ncclpy::store

@@ -406,27 +406,36 @@ def run_processes(nranks: int, fn, *args, timeout: float = 100.0) -> list:
 def _serve(pipes, processes, deadline, timeout):
     """Pass rank 0's words on to all ranks and collect what each returns."""
     results: dict = {}
-    while len(results) < len(pipes):
-        waiting = [pipe for r, pipe in enumerate(pipes) if r not in results]
+    lost: dict = {}  # what became of the ranks that returned nothing
+    while len(results) + len(lost) < len(pipes):
+        waiting = [pipe for r, pipe in enumerate(pipes) if r not in results and r not in lost]
         ready = multiprocessing.connection.wait(waiting, deadline - time.monotonic())
         if not ready:
-            missing = [r for r in range(len(pipes)) if r not in results]
-            raise AssertionError(f"ranks {missing} not done after {timeout} s; their processes were killed")
+            break
         for pipe in ready:
             rank = pipes.index(pipe)
             try:
                 kind, word = pipe.recv()
-            except EOFError:
+            except (EOFError, ConnectionResetError):
                 processes[rank].join(5)
-                code = processes[rank].exitcode
-                raise AssertionError(f"the process of rank {rank} died with exit code {code}") from None
-            if kind == "share":
-                for other in pipes:
-                    other.send(word)
-            elif kind == "failed":
-                raise AssertionError(f"rank {rank} failed in its process:\n{word}")
+                lost[rank] = f"the process of rank {rank} died with exit code {processes[rank].exitcode}"
             else:
-                results[rank] = word
+                if kind == "share":
+                    for other in pipes:
+                        with contextlib.suppress(BrokenPipeError):  # it has ended, which is seen above
+                            other.send(word)
+                elif kind == "failed":
+                    lost[rank] = f"rank {rank} failed in its process:\n{word}"
+                else:
+                    results[rank] = word
+        if lost:
+            # One rank's end is the failure of the others, and theirs may be heard of first: all are told.
+            deadline = min(deadline, time.monotonic() + 2)
+    if lost:
+        raise AssertionError("\n".join(lost.values()))
+    if len(results) < len(pipes):
+        missing = [r for r in range(len(pipes)) if r not in results]
+        raise AssertionError(f"ranks {missing} not done after {timeout} s; their processes were killed")
     return [results[r] for r in range(len(pipes))]
 
 

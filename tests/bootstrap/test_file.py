@@ -141,17 +141,24 @@ def test_who_waits_is_woken_with_inotify_and_without(path, monkeypatch, told):
         monkeypatch.setattr(folder, "_watch", lambda path: -1)
     elif not folder.is_local(str(path.parent.parent)):
         pytest.skip("needs a file system of this machine below pytest's folder")
-    looks = []
+    taken = []
     real = folder.News.wait
-    monkeypatch.setattr(folder.News, "wait", lambda self, *args: (looks.append(1), real(self, *args)))
+
+    def wait(self, *args):
+        began = time.monotonic()
+        real(self, *args)
+        taken.append(time.monotonic() - began)
+
+    monkeypatch.setattr(folder.News, "wait", wait)
     with FileStore(path) as store, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(store.get, "a", LONG)
-        time.sleep(0.35)
-        slept = len(looks)
+        # A tenth of a second at a time, for signals, or 50 times a second.
+        testing.wait_for(lambda: len(taken) >= 3 if told else any(seconds < 0.09 for seconds in taken))
+        waited = taken[:3]
         store.set("a", b"1")
         assert waiting.result(LONG) == b"1"
-    # Only a tenth of a second at a time, for signals, or 50 times a second.
-    assert 0 < slept <= 6 if told else slept > 6
+    if told:
+        assert min(waited) >= 0.09
 
 
 def test_file_systems_are_told_apart(tmp_path, monkeypatch):

@@ -167,7 +167,7 @@ def test_stats(manager, host_engine):
         "started": 3,
     }  # fmt: skip
     assert manager.stats() == wanted
-    with ncclpy.faults("rank=1 call=AllReduce at=run do=hang:1000ms"):
+    with ncclpy.faults("rank=1 call=AllReduce at=run do=hang:2000ms"):
         _, check = sum_works(manager, 4, range(2))
         assert manager.stats() == wanted | {"in_flight": 1, "started": 4}
         check()
@@ -264,7 +264,7 @@ def test_close_drains_what_was_launched_and_fails_what_was_not(make_manager, hos
     check()
     data = Data(2)
     waiting = manager.all_reduce("waiting", data.input(0), device=0, num_local=2)
-    with ncclpy.faults("rank=1 call=AllReduce at=run do=hang:1000ms"):
+    with ncclpy.faults("rank=1 call=AllReduce at=run do=hang:2000ms"):
         _, check = sum_works(manager, "k", range(2))
         _, seconds = timed(manager.close)
     assert 0.1 < seconds < DEADLINE
@@ -384,7 +384,7 @@ def test_reset_waits_for_the_abort(make_manager, host_engine):
     manager = make_manager()
     _, check = sum_works(manager, "warm", range(2))
     check()
-    with ncclpy.faults("rank=0 call=CommAbort do=hang:1000ms"):
+    with ncclpy.faults("rank=0 call=CommAbort do=hang:2000ms"):
         manager.abort()
         with pytest.raises(ncclpy.NcclTimeout, match="not aborted"):
             manager.reset(timeout=0.05)

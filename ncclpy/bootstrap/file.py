@@ -25,7 +25,8 @@ __all__ = ["FileStore"]
 
 log = logging.getLogger("ncclpy")
 
-MARK, ALIVE, KEYS = "ncclpy-store", "alive", "keys"
+# What is in the folder: the lock of those who write, that of those who have it open, the keys, and new values.
+MARK, ALIVE, KEYS, NEW = "ncclpy-store", "alive", "keys", "new"
 
 _open: weakref.WeakSet[FileStore] = weakref.WeakSet()
 
@@ -52,6 +53,7 @@ class FileStore(Store):
         super().__init__(timeout)
         self.path = os.path.abspath(os.fspath(path))
         self._keys_folder = os.path.join(self.path, KEYS)
+        self._new_folder = os.path.join(self.path, NEW)
         self._turn = threading.Lock()
         self._numbers = itertools.count()
         self._lock_fd = self._alive_fd = -1
@@ -95,8 +97,9 @@ class FileStore(Store):
                         left = os.listdir(self._keys_folder) if os.path.isdir(self._keys_folder) else []
                         if left:
                             log.warning("%s: taking away %d keys of a run that did not end well", self, len(left))
-                        shutil.rmtree(self._keys_folder, ignore_errors=True)
+                        self._clear()
                         os.makedirs(self._keys_folder)
+                        os.makedirs(self._new_folder)
                     fcntl.flock(self._alive_fd, fcntl.LOCK_SH)
                     return
             except BaseException:
@@ -108,7 +111,7 @@ class FileStore(Store):
         try:
             with self._locked(time.monotonic() + 5.0, closing=True):
                 if _try_lock(self._alive_fd, fcntl.LOCK_EX):  # the last one
-                    shutil.rmtree(self._keys_folder, ignore_errors=True)
+                    self._clear()
                     for name in (ALIVE, MARK):
                         with contextlib.suppress(OSError):
                             os.unlink(os.path.join(self.path, name))
@@ -118,6 +121,11 @@ class FileStore(Store):
             pass  # somebody else will be last
         finally:
             self._let_go()
+
+    def _clear(self) -> None:
+        """Take away what is kept; new values too, which those have left that were killed as they wrote."""
+        for folder in (self._keys_folder, self._new_folder):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _let_go(self) -> None:
         for fd in (self._lock_fd, self._alive_fd):
@@ -177,7 +185,8 @@ class FileStore(Store):
     def _write(self, key: str, value: bytes) -> None:
         name = _utf8(key)
         # The name that it has before belongs to this process of this machine, and to this write.
-        beside = os.path.join(self.path, f"new-{os.uname().nodename}-{os.getpid()}-{id(self):x}-{next(self._numbers)}")
+        unique = f"{os.uname().nodename}-{os.getpid()}-{id(self):x}-{next(self._numbers)}"
+        beside = os.path.join(self._new_folder, unique)
         try:
             with open(beside, "wb") as file:
                 file.write(struct.pack("<I", len(name)) + name)

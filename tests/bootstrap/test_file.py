@@ -1,5 +1,6 @@
 """FileStore: its folder, what killed processes leave in it, and how who waits is woken."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 
 import ncclpy
 import testing
-from ncclpy.bootstrap import FileStore, StoreError, folder
+from ncclpy.bootstrap import FileStore, StoreError, file, folder
 
 LONG = 20.0  # that only a hang meets
 
@@ -59,6 +60,28 @@ def test_what_a_killed_process_has_left_is_not_taken_for_the_next_run_s(path, ca
     with FileStore(path, timeout=LONG) as store:
         assert store.keys() == []
     assert "taking away 1 keys of a run that did not end well" in caplog.text
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "with others"])
+def test_a_process_that_is_killed_as_it_writes_leaves_no_half_of_a_value(path, alone):
+    """Neither for those who have the store open nor for those who open it next."""
+    die = """
+    import os, signal
+    os.rename = lambda *names: os.kill(os.getpid(), signal.SIGKILL)
+    store.set("left", b"22")
+    """
+    with contextlib.ExitStack() as stack:
+        if not alone:
+            other = stack.enter_context(FileStore(path, timeout=LONG))
+        with program(OPEN + die, path) as it:
+            it.communicate("\n", timeout=LONG)
+        assert it.returncode == -signal.SIGKILL and os.listdir(path / "new")
+        if not alone:
+            assert other.get("left") == b"1" and other.keys() == ["left"]
+            other.set("left", b"2")
+    with FileStore(path, timeout=LONG) as store:
+        assert store.keys() == [] and not os.listdir(path / "new")
+    assert not path.exists()
 
 
 def test_a_killed_process_gives_its_lock_up(path):
@@ -131,14 +154,17 @@ def test_nothing_but_keys_is_left_in_the_folder(path):
         for _ in range(20):
             store.add("n", 1)
             store.append("s", b"x")
-        assert sorted(os.listdir(path)) == ["alive", "keys", "ncclpy-store"]
-        assert len(os.listdir(path / "keys")) == 2
+        assert sorted(os.listdir(path)) == ["alive", "keys", "ncclpy-store", "new"]
+        assert len(os.listdir(path / "keys")) == 2 and not os.listdir(path / "new")
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["inotify", "looking"])
+@pytest.mark.parametrize("told", [True, False, None], ids=["inotify", "no inotify", "network"])
 def test_who_waits_is_woken_with_inotify_and_without(path, monkeypatch, told):
-    if not told:
+    """On a network inotify tells only what comes through this kernel, so there the folder is looked at."""
+    if told is False:
         monkeypatch.setattr(folder, "_watch", lambda path: -1)
+    elif told is None:
+        monkeypatch.setattr(file, "is_local", lambda path: False)
     elif not folder.is_local(str(path.parent.parent)):
         pytest.skip("needs a file system of this machine below pytest's folder")
     taken = []

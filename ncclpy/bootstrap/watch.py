@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import collections
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from ncclpy.bootstrap.asked import as_seconds
 from ncclpy.core.errors import NcclTimeout
 from ncclpy.core.errors import seconds as as_text
 
@@ -45,7 +47,7 @@ class Watch:
         timeout
             Seconds after which this raises `NcclTimeout`; None waits as long as it takes.
         """
-        deadline = float("inf") if timeout is None else time.monotonic() + timeout
+        deadline = time.monotonic() + as_seconds(timeout, math.inf)
         while True:
             found = self._next(min(deadline, time.monotonic() + SLICE))
             if found is not None:

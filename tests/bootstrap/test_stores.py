@@ -542,6 +542,9 @@ def test_a_watch_tells_what_changes_from_now_on(made):
         assert [all_keys.next(LONG) for _ in expected] == [Change(*each) for each in expected]
         with pytest.raises(ncclpy.NcclTimeout, match="'w/'"):
             watch.next(0.1)
+        for timeout, error in ("1", TypeError), (-1, ValueError):
+            with pytest.raises(error, match="timeout: expected seconds >= 0 or None"):
+                watch.next(timeout)
     made.store.set("w/a", b"3")
     assert watch.next(0.1) is None
 

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Iterator
 
 from ncclpy.bootstrap.folder import News, is_local
-from ncclpy.bootstrap.local import changed, summed
+from ncclpy.bootstrap.local import changed, not_within, summed
 from ncclpy.bootstrap.store import MAX_VALUE, TIMEOUT, Store, StoreError
 from ncclpy.bootstrap.watch import SLICE
 from ncclpy.core.errors import NcclTimeout
@@ -52,7 +52,7 @@ class FileStore(Store):
         super().__init__(timeout)
         self.path = os.path.abspath(os.fspath(path))
         self._keys_folder = os.path.join(self.path, KEYS)
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()
         self._numbers = itertools.count()
         self._lock_fd = self._alive_fd = -1
         _open.add(self)  # before it has what a fork's child is to let go of
@@ -61,6 +61,10 @@ class FileStore(Store):
 
     def __repr__(self) -> str:
         return f"FileStore({self.path!r})"
+
+    def _look(self) -> None:
+        super()._look()
+        not_within(self, self._turn)
 
     # Its life.
 

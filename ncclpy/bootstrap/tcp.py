@@ -203,7 +203,7 @@ class TCPStore(Store):
         return found[1:]
 
     def _watch(self, prefix: str) -> Watch:
-        watch = _Watch(self, prefix)
+        watch = _Watch(self, prefix)  # which ends if this raises, as nobody refers to it
         if watch._take(self._deadline(None)) is None:
             raise self._deaf("watch", time.monotonic())
         return watch
@@ -300,6 +300,10 @@ class _Watch(Watch):
         if not self._closed:
             self._closed = True
             self._store._client.forget(self._number)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_number"):
+            self.close()
 
 
 def _secret(token: str | bytes | None) -> bytes:

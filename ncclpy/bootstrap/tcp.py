@@ -196,10 +196,8 @@ class TCPStore(Store):
         fields = (_utf8(name), rank, size, _microseconds(deadline), value)
         status, found = self._wait_for(names([name]), GATHER, fields, deadline)
         if status == LATE:
-            error = absent_ranks(self, name, found[1:], size, timeout)
-            if found[0] > len(found) - 1:
-                error.args = (f"{error} ({found[0]} in all)",)
-            raise error
+            count, listed, *ranks = found
+            raise absent_ranks(self, name, ranks[:listed], size, timeout, left=ranks[listed:], count=count)
         return found[1:]
 
     def _watch(self, prefix: str) -> Watch:

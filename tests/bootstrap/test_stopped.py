@@ -1,7 +1,11 @@
 """Processes that are stopped, by a debugger or with the whole machine: nobody who lives is taken for dead."""
 
+import contextlib
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 import time
 
 import pytest
@@ -30,24 +34,41 @@ CLIENT = """
 """
 
 
+@contextlib.contextmanager
+def started(code):
+    program = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd="/",
+    )
+    with program:
+        try:
+            yield program
+        finally:
+            program.kill()
+
+
 # It takes twice the heartbeat and more, which is as long as a loaded machine may stop one process alone.
 @pytest.mark.parametrize("first", ["server", "clients"])
-def test_whoever_was_stopped_with_all_others_lives_on(programs, first):
+def test_whoever_was_stopped_with_all_others_lives_on(first):
     def told(program):
         return testing.run_with_deadline(program.stdout.readline, timeout=60).strip()
 
-    server = programs(SERVER)
-    port = told(server)
-    clients = [programs(CLIENT.format(port=port, number=number)) for number in range(2)]
-    assert [told(each) for each in clients] == ["in"] * 2
-    everybody = [server, *clients] if first == "server" else [*clients, server]
-    for each in everybody:
-        os.kill(each.pid, signal.SIGSTOP)
-    time.sleep(2 * HEARTBEAT)
-    for each in everybody:
-        os.kill(each.pid, signal.SIGCONT)
-    time.sleep(HEARTBEAT)  # in which the dead would be noticed
-    for each in clients:
-        each.stdin.write("go on\n")
-        each.stdin.flush()
-        assert told(each) == "True"
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(started(SERVER))
+        port = told(server)
+        clients = [stack.enter_context(started(CLIENT.format(port=port, number=number))) for number in range(2)]
+        assert [told(each) for each in clients] == ["in"] * 2
+        everybody = [server, *clients] if first == "server" else [*clients, server]
+        for each in everybody:
+            os.kill(each.pid, signal.SIGSTOP)
+        time.sleep(2 * HEARTBEAT)
+        for each in everybody:
+            os.kill(each.pid, signal.SIGCONT)
+        time.sleep(HEARTBEAT)  # in which the dead would be noticed
+        for each in clients:
+            each.stdin.write("go on\n")
+            each.stdin.flush()
+            assert told(each) == "True"

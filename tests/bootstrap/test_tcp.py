@@ -5,7 +5,11 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
+import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import store_wire as wire
@@ -15,6 +19,47 @@ import testing
 from ncclpy.bootstrap import StoreError, StoreLost, TCPStore, address
 
 LONG = 20.0  # that only a hang meets
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(24) as pool:
+        yield pool
+
+
+@pytest.fixture
+def serve():
+    """Return a function that makes a serving store, closed in the end."""
+    made = []
+
+    def make(host="127.0.0.1", port=0, **options):
+        made.append(TCPStore(host, port, serve=True, **{"linger": 0, "timeout": LONG, **options}))
+        return made[-1]
+
+    yield make
+    for store in made:
+        store.close()
+
+
+@pytest.fixture
+def programs():
+    """Return a function that starts a Python program, and kills it in the end."""
+    started = []
+
+    def start(code, **options):
+        program = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(code)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/", **options,
+        )  # fmt: skip
+        started.append(program)
+        return program
+
+    yield start
+    for program in started:
+        program.kill()
+        program.wait()
+        program.stdin.close()
+        program.stdout.close()
 
 
 def line(program):

@@ -59,14 +59,31 @@ def absent_keys(what: object, missing: Sequence[str], asked: int, timeout: float
     return error
 
 
-def absent_ranks(what: object, name: str, missing: Sequence[int], size: int, timeout: float) -> NcclTimeout:
-    """Return the error of a meeting to which not all have come; its `missing` lists them."""
-    error = NcclTimeout(
-        f"{what}: {ranks(spans(missing), 12)} of {size} did not come to {name!r} within {as_text(timeout)}"
-        if missing
-        else f"{what}: {name!r} of {size} ranks did not end within {as_text(timeout)}"
-    )
-    error.missing = list(missing)
+def absent_ranks(
+    what: object,
+    name: str,
+    missing: Sequence[int],
+    size: int,
+    timeout: float,
+    *,
+    left: Sequence[int] = (),
+    count: int | None = None,
+) -> NcclTimeout:
+    """Return the error of a meeting to which not all have come; its `missing` lists them.
+
+    `left`: who had come, and has met its own deadline before. `count`: how many are missing, if not all are listed.
+    """
+    within = f"{name!r} within {as_text(timeout)}"
+    if missing:
+        more = f" ({count} in all)" if count is not None and count > len(missing) else ""
+        text = f"{ranks(spans(missing), 12)} of {size} did not come to {within}{more}"
+        text += f"; {ranks(spans(left), 12)} had come, and left before" if left else ""
+    elif left:
+        text = f"{ranks(spans(left), 12)} of {size} came to {name!r} and left before the others were there"
+    else:
+        text = f"{name!r} of {size} ranks did not end within {as_text(timeout)}"
+    error = NcclTimeout(f"{what}: {text}")
+    error.missing = list(missing or left)
     return error
 
 

@@ -1,7 +1,8 @@
 """FileStore: its folder, what killed processes leave in it, and how who waits is woken."""
 
-import contextlib
+import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -60,28 +61,6 @@ def test_what_a_killed_process_has_left_is_not_taken_for_the_next_run_s(path, ca
     with FileStore(path, timeout=LONG) as store:
         assert store.keys() == []
     assert "taking away 1 keys of a run that did not end well" in caplog.text
-
-
-@pytest.mark.parametrize("alone", [True, False], ids=["alone", "with others"])
-def test_a_process_that_is_killed_as_it_writes_leaves_no_half_of_a_value(path, alone):
-    """Neither for those who have the store open nor for those who open it next."""
-    die = """
-    import os, signal
-    os.rename = lambda *names: os.kill(os.getpid(), signal.SIGKILL)
-    store.set("left", b"22")
-    """
-    with contextlib.ExitStack() as stack:
-        if not alone:
-            other = stack.enter_context(FileStore(path, timeout=LONG))
-        with program(OPEN + die, path) as it:
-            it.communicate("\n", timeout=LONG)
-        assert it.returncode == -signal.SIGKILL and os.listdir(path / "new")
-        if not alone:
-            assert other.get("left") == b"1" and other.keys() == ["left"]
-            other.set("left", b"2")
-    with FileStore(path, timeout=LONG) as store:
-        assert store.keys() == [] and not os.listdir(path / "new")
-    assert not path.exists()
 
 
 def test_a_killed_process_gives_its_lock_up(path):
@@ -154,8 +133,8 @@ def test_nothing_but_keys_is_left_in_the_folder(path):
         for _ in range(20):
             store.add("n", 1)
             store.append("s", b"x")
-        assert sorted(os.listdir(path)) == ["alive", "keys", "ncclpy-store", "new"]
-        assert len(os.listdir(path / "keys")) == 2 and not os.listdir(path / "new")
+        assert sorted(os.listdir(path)) == ["alive", "keys", "ncclpy-store"]
+        assert len(os.listdir(path / "keys")) == 2
 
 
 @pytest.mark.parametrize("told", [True, False, None], ids=["inotify", "no inotify", "network"])
@@ -201,3 +180,42 @@ def test_file_systems_are_told_apart(tmp_path, monkeypatch):
     )
     kinds = {path: folder.is_local(path) for path in ("/x", "/nfs", "/nfs/x", "/nfsx", "/a b/c", "/nfs/local/x")}
     assert kinds == {"/x": True, "/nfs": False, "/nfs/x": False, "/nfsx": True, "/a b/c": True, "/nfs/local/x": True}
+
+
+def test_a_write_that_a_kill_has_torn_does_not_spoil_the_folder(path):
+    with program(OPEN, path) as process:
+        process.stdout.readline()
+        torn = path / "new-host-1-2-3"  # as the killed process would leave it
+        torn.write_bytes(b"half of it")
+        process.kill()
+        process.wait()
+    with FileStore(path, timeout=LONG) as store:
+        assert not torn.exists(), "the next run begins without"
+        torn.write_bytes(b"of another one that was killed while this one lived")
+        store.set("a", b"1")
+    assert not path.exists(), "and whoever is last takes all of it away"
+
+
+def test_who_waits_for_the_lock_of_a_store_that_is_closed_is_told(path):
+    store = FileStore(path, timeout=LONG)
+    with open(path / "ncclpy-store", "rb+") as holder, ThreadPoolExecutor(4) as pool:
+        fcntl.flock(holder, fcntl.LOCK_EX)  # a process that is stopped, say
+        waiting = [pool.submit(store.set, "a", b"1") for _ in range(4)]
+        time.sleep(0.2)
+        store.close()
+        for each in waiting:
+            with pytest.raises(StoreError, match="was closed"):
+                each.result(LONG)
+
+
+def test_a_folder_that_somebody_has_taken_away_is_told_at_once(path):
+    with FileStore(path, timeout=LONG) as store, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(store.get, "a")
+        time.sleep(0.2)
+        shutil.rmtree(path)
+        with pytest.raises(StoreError, match="somebody has taken the folder away"):
+            waiting.result(LONG)
+        with pytest.raises(StoreError, match="somebody has taken the folder away"):
+            store.keys()
+        with pytest.raises(StoreError, match="cannot be written"):
+            store.set("a", b"")

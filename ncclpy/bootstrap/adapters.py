@@ -29,6 +29,8 @@ def as_store(obj: object) -> Store:
     ------
     TypeError
         If it is none of these.
+    RuntimeError
+        On the other ranks of an mpi4py communicator, if its rank 0 cannot serve; there the cause is raised.
     """
     if isinstance(obj, Store):
         return obj

@@ -70,6 +70,17 @@ class TCPStore(Store):
         Whether to serve without a token where other machines can reach it.
     linger
         Seconds that the one who serves waits in `close`, and at exit, for others that have not left yet.
+
+    Raises
+    ------
+    NcclTimeout
+        If no server answers in time; the message says what each address did.
+    StoreError
+        If what answers is no store, speaks another version of the protocol or knows another token.
+    OSError
+        If it cannot serve there: the port is taken, or the address is not this machine's.
+    ValueError
+        If it would serve where other machines can reach it, without a token.
     """
 
     def __init__(

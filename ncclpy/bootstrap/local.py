@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 from ncclpy.bootstrap.store import TIMEOUT, Store, StoreError
@@ -115,16 +115,17 @@ class LocalStore(Store):
                 missing = [key for key in dict.fromkeys(keys) if key not in self._values]
                 if not missing or time.monotonic() >= deadline:
                     return missing
+                first = missing[0]
                 sleeper = _Sleeper()
-                self._sleepers.setdefault(missing[0], set()).add(sleeper)
+                self._sleepers.setdefault(first, set()).add(sleeper)
             try:
-                sleeper.sleep(deadline, lambda key=missing[0]: key in self._values)
+                sleeper.sleep(deadline, self._values, first)
             finally:
                 with self._lock:
-                    others = self._sleepers.get(missing[0], set())
+                    others = self._sleepers.get(first, set())
                     others.discard(sleeper)
                     if not others:
-                        self._sleepers.pop(missing[0], None)
+                        self._sleepers.pop(first, None)
 
     def _check(self, keys: list[str], deadline: float) -> bool:
         with self._lock:
@@ -171,11 +172,11 @@ class _Sleeper:
         self._awake = threading.Lock()
         self._awake.acquire()
 
-    def sleep(self, deadline: float, there: Callable[[], bool]) -> None:
+    def sleep(self, deadline: float, values: Mapping[str, bytes], key: str) -> None:
         # In slices: while Python waits for a lock a signal wakes it at once, but one that came just before does not.
         while not self._awake.acquire(timeout=max(0.0, min(SLICE, deadline - time.monotonic()))):
             # Whoever was to wake it may have been torn from that by a signal handler that raises.
-            if there() or time.monotonic() >= deadline:
+            if key in values or time.monotonic() >= deadline:
                 return
 
     def wake(self) -> None:

@@ -35,7 +35,7 @@ def as_store(obj: object) -> Store:
     if isinstance(obj, Store):
         return obj
     for base in type(obj).__mro__:
-        package = base.__module__.partition(".")[0]
+        package = str(base.__module__).partition(".")[0]
         if package in _ADAPTERS:
             store: Store | None = importlib.import_module(f"ncclpy.interop.{_ADAPTERS[package]}").adapt(obj)
             if store is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 import weakref
@@ -13,13 +14,14 @@ from ncclpy.bootstrap.watch import SLICE, Change, Queue, Watch
 
 __all__ = ["LocalStore", "changed", "not_within", "summed"]
 
+_NUMBER = re.compile(rb"-?[0-9]{1,20}")
+
 
 def summed(store: Store, key: str, value: bytes | None, number: int) -> int:
     """Return the sum of a number that is kept as text and another."""
-    try:
-        total = int(value or b"0") + number
-    except ValueError:
-        raise StoreError(f"{store}: the value of {key!r} is no number: {value!r:.60}") from None
+    if value is not None and not _NUMBER.fullmatch(value):  # int() takes more, spaces for one, and other stores do not
+        raise StoreError(f"{store}: the value of {key!r} is no number: {value!r:.60}")
+    total = int(value or b"0") + number
     if not -(1 << 63) <= total < 1 << 63:
         raise StoreError(f"{store}: the sum {total} for {key!r} has more than 64 bits")
     return total

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from ncclpy.core.errors import NcclError, NcclTimeout
+from ncclpy.core.errors import NcclError, NcclTimeout, ranks, spans
 from ncclpy.core.errors import seconds as as_text
 
 __all__ = [
@@ -51,35 +51,39 @@ def names(keys: Sequence[str], limit: int = 6) -> str:
     return shown if len(keys) <= limit else f"{shown} and {len(keys) - limit} more"
 
 
-def ranks_text(ranks: Sequence[int], limit: int = 12) -> str:
-    """Return ranks as text for people: "ranks 1, 3-5 and 9 more"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    words = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:limit]]
-    more = sum(last - first + 1 for first, last in runs[limit:])
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(words) + (f" and {more} more" if more else "")
-
-
 def absent_keys(what: object, missing: Sequence[str], asked: int, timeout: float) -> NcclTimeout:
     """Return the error of a wait for keys that have not come; its `missing` lists them."""
     of = f" (of {asked} keys)" if asked > len(missing) else ""
     error = NcclTimeout(f"{what}: nobody has set {names(missing)}{of} within {as_text(timeout)}")
-    error.missing = list(missing)  # type: ignore[attr-defined]
+    error.missing = list(missing)
     return error
 
 
-def absent_ranks(what: object, name: str, missing: Sequence[int], size: int, timeout: float) -> NcclTimeout:
-    """Return the error of a meeting to which not all have come; its `missing` lists them."""
-    error = NcclTimeout(
-        f"{what}: {ranks_text(missing)} of {size} did not come to {name!r} within {as_text(timeout)}"
-        if missing
-        else f"{what}: {name!r} of {size} ranks did not end within {as_text(timeout)}"
-    )
-    error.missing = list(missing)  # type: ignore[attr-defined]
+def absent_ranks(
+    what: object,
+    name: str,
+    missing: Sequence[int],
+    size: int,
+    timeout: float,
+    *,
+    left: Sequence[int] = (),
+    count: int | None = None,
+) -> NcclTimeout:
+    """Return the error of a meeting to which not all have come; its `missing` lists them.
+
+    `left`: who had come, and has met its own deadline before. `count`: how many are missing, if not all are listed.
+    """
+    within = f"{name!r} within {as_text(timeout)}"
+    if missing:
+        more = f" ({count} in all)" if count is not None and count > len(missing) else ""
+        text = f"{ranks(spans(missing), 12)} of {size} did not come to {within}{more}"
+        text += f"; {ranks(spans(left), 12)} had come, and left before" if left else ""
+    elif left:
+        text = f"{ranks(spans(left), 12)} of {size} came to {name!r} and left before the others were there"
+    else:
+        text = f"{name!r} of {size} ranks did not end within {as_text(timeout)}"
+    error = NcclTimeout(f"{what}: {text}")
+    error.missing = list(missing or left)
     return error
 
 

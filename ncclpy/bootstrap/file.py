@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Iterator
 
 from ncclpy.bootstrap.folder import News, is_local
-from ncclpy.bootstrap.local import changed, summed
+from ncclpy.bootstrap.local import changed, not_within, summed
 from ncclpy.bootstrap.store import MAX_VALUE, TIMEOUT, Store, StoreError
 from ncclpy.bootstrap.watch import SLICE
 from ncclpy.core.errors import NcclTimeout
@@ -25,7 +25,7 @@ __all__ = ["FileStore"]
 
 log = logging.getLogger("ncclpy")
 
-MARK, ALIVE, KEYS = "ncclpy-store", "alive", "keys"
+MARK, ALIVE, KEYS, UNFINISHED = "ncclpy-store", "alive", "keys", "new-"
 
 _open: weakref.WeakSet[FileStore] = weakref.WeakSet()
 
@@ -52,15 +52,19 @@ class FileStore(Store):
         super().__init__(timeout)
         self.path = os.path.abspath(os.fspath(path))
         self._keys_folder = os.path.join(self.path, KEYS)
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()
         self._numbers = itertools.count()
         self._lock_fd = self._alive_fd = -1
+        _open.add(self)  # before it has what a fork's child is to let go of
         self._enter(self._deadline(None))
         self._local = is_local(self.path)
-        _open.add(self)
 
     def __repr__(self) -> str:
         return f"FileStore({self.path!r})"
+
+    def _look(self) -> None:
+        super()._look()
+        not_within(self, self._turn)
 
     # Its life.
 
@@ -95,7 +99,7 @@ class FileStore(Store):
                         left = os.listdir(self._keys_folder) if os.path.isdir(self._keys_folder) else []
                         if left:
                             log.warning("%s: taking away %d keys of a run that did not end well", self, len(left))
-                        shutil.rmtree(self._keys_folder, ignore_errors=True)
+                        self._clear()
                         os.makedirs(self._keys_folder)
                     fcntl.flock(self._alive_fd, fcntl.LOCK_SH)
                     return
@@ -108,7 +112,7 @@ class FileStore(Store):
         try:
             with self._locked(time.monotonic() + 5.0, closing=True):
                 if _try_lock(self._alive_fd, fcntl.LOCK_EX):  # the last one
-                    shutil.rmtree(self._keys_folder, ignore_errors=True)
+                    self._clear()
                     for name in (ALIVE, MARK):
                         with contextlib.suppress(OSError):
                             os.unlink(os.path.join(self.path, name))
@@ -118,6 +122,14 @@ class FileStore(Store):
             pass  # somebody else will be last
         finally:
             self._let_go()
+
+    def _clear(self) -> None:
+        """Take all keys away, and what a process that was killed has not written to its end."""
+        shutil.rmtree(self._keys_folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # somebody has taken the folder away
+            for name in os.listdir(self.path):
+                if name.startswith(UNFINISHED):
+                    os.unlink(os.path.join(self.path, name))
 
     def _let_go(self) -> None:
         for fd in (self._lock_fd, self._alive_fd):
@@ -136,13 +148,17 @@ class FileStore(Store):
     def _locked(self, deadline: float, closing: bool = False) -> Iterator[None]:
         """Be the one who writes."""
         while not self._turn.acquire(timeout=max(0.0, min(SLICE, deadline - time.monotonic()))):
+            if self._closed and not closing:
+                raise StoreError(f"{self} was closed")
             if time.monotonic() >= deadline:
                 raise self._stuck()
         try:
-            if self._closed and not closing:
-                raise StoreError(f"{self} was closed")
             pause = 50e-6
-            while not _try_lock(self._lock_fd, fcntl.LOCK_EX):
+            while True:
+                if self._closed and not closing:
+                    raise StoreError(f"{self} was closed")
+                if _try_lock(self._lock_fd, fcntl.LOCK_EX):
+                    break
                 # Without end it could not be left: the system starts the call again after a signal.
                 if time.monotonic() >= deadline:
                     raise self._stuck()
@@ -161,6 +177,11 @@ class FileStore(Store):
             f"{self}: another process holds the lock {os.path.join(self.path, MARK)!r} for too long; it may be stopped"
         )
 
+    def _taken_away(self, meanwhile: str) -> StoreError:
+        if self._closed:
+            return StoreError(f"{self} was closed while {meanwhile}")
+        return StoreError(f"{self}: somebody has taken the folder away")
+
     def _file(self, key: str) -> str:
         return os.path.join(self._keys_folder, hashlib.sha256(_utf8(key)).hexdigest())
 
@@ -177,7 +198,8 @@ class FileStore(Store):
     def _write(self, key: str, value: bytes) -> None:
         name = _utf8(key)
         # The name that it has before belongs to this process of this machine, and to this write.
-        beside = os.path.join(self.path, f"new-{os.uname().nodename}-{os.getpid()}-{id(self):x}-{next(self._numbers)}")
+        beside = f"{UNFINISHED}{os.uname().nodename}-{os.getpid()}-{id(self):x}-{next(self._numbers)}"
+        beside = os.path.join(self.path, beside)
         try:
             with open(beside, "wb") as file:
                 file.write(struct.pack("<I", len(name)) + name)
@@ -246,10 +268,9 @@ class FileStore(Store):
                 if not missing or time.monotonic() >= deadline:
                     return missing
                 news.wait(deadline, SLICE)
+                os.stat(self._keys_folder)
         except FileNotFoundError:
-            if self._closed:
-                raise StoreError(f"{self} was closed while {keys[0]!r} was waited for") from None
-            raise StoreError(f"{self}: somebody has taken the folder away") from None
+            raise self._taken_away(f"{keys[0]!r} was waited for") from None
         finally:
             news.close()
 
@@ -267,7 +288,11 @@ class FileStore(Store):
 
     def _keys(self, prefix: str, deadline: float) -> list[str]:
         wanted, found = _utf8(prefix), []
-        for entry in os.scandir(self._keys_folder):
+        try:
+            entries = os.scandir(self._keys_folder)
+        except FileNotFoundError:
+            raise self._taken_away("keys were listed") from None
+        for entry in entries:
             try:
                 with open(entry.path, "rb") as file:
                     key = file.read(struct.unpack("<I", file.read(4))[0])

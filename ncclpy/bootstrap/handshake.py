@@ -6,6 +6,7 @@ for another token, is an error at once.
 
 from __future__ import annotations
 
+import errno
 import os
 import selectors
 import socket
@@ -16,6 +17,7 @@ from typing import NamedTuple
 from ncclpy.bootstrap.address import Address, resolve, shown
 from ncclpy.bootstrap.asked import StoreError
 from ncclpy.bootstrap.watch import SLICE
+from ncclpy.bootstrap.wire import hmac
 from ncclpy.core.errors import NcclTimeout
 from ncclpy.core.errors import seconds as as_text
 
@@ -46,7 +48,7 @@ def meet(host: str, port: int, token: bytes, heartbeat: float, deadline: float, 
         while True:
             time_ = time.monotonic()
             for each in attempts:
-                each.begin(selector, time_, deadline)
+                each.begin(selector, time_)
             wake = min(min(each.due for each in attempts), deadline, time_ + SLICE)
             for key, _ in selector.select(max(0.0, wake - time_)):
                 met: Met | None = key.data.step(selector)
@@ -78,23 +80,29 @@ class _Attempt:
         self._heartbeat = heartbeat
         self._pause = 0.01
 
-    def begin(self, selector: selectors.BaseSelector, now: float, deadline: float) -> None:
+    def begin(self, selector: selectors.BaseSelector, now: float) -> None:
         if self.refusal or now < self.due:
             return
         if self.socket is not None:
             self._fail(selector, self.why)
             return
-        self.socket = socket.socket(self.address[0], socket.SOCK_STREAM)
+        try:
+            self.socket = socket.socket(self.address[0], socket.SOCK_STREAM)
+        except OSError as error:
+            if error.errno != errno.EAFNOSUPPORT:
+                raise
+            self._fail(selector, os.strerror(error.errno))  # a name may have addresses of v6 where there is none
+            return
         self.socket.setblocking(False)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(self._heartbeat * 1e3)))
         self.due = now + PATIENCE
         self.why = "it has not answered"
         self._greeting, self._proved, self._said = b"", False, b""
-        error = self.socket.connect_ex(self.address[1])
+        code = self.socket.connect_ex(self.address[1])
         selector.register(self.socket, selectors.EVENT_WRITE, self)
-        if error not in (0, 115):  # EINPROGRESS
-            self._fail(selector, os.strerror(error))
+        if code not in (0, errno.EINPROGRESS):
+            self._fail(selector, os.strerror(code))
 
     def step(self, selector: selectors.BaseSelector) -> Met | None:
         """Go on as far as this can without waiting."""
@@ -134,8 +142,6 @@ class _Attempt:
         return None
 
     def _prove(self, selector: selectors.BaseSelector, it: socket.socket) -> None:
-        from ncclpy.bootstrap.wire import hmac
-
         _, version, has_token, heartbeat, _ = GREETING.unpack(self._said)
         if version != VERSION:
             self._refuse(selector, f"speaks version {version} of the protocol, this client version {VERSION}")
@@ -154,8 +160,6 @@ class _Attempt:
             self._proved, self._said = True, b""
 
     def _judge(self, it: socket.socket) -> Met | None:
-        from ncclpy.bootstrap.wire import hmac
-
         verdict, proof, lease = VERDICT.unpack(self._said)
         if verdict:
             self.refusal = "has another token (`token`, NCCLPY_STORE_TOKEN) than this client"

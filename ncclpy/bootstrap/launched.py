@@ -12,16 +12,16 @@ import threading
 import time
 from pathlib import Path
 
+from ncclpy.bootstrap.asked import TIMEOUT, StoreError, as_seconds
 from ncclpy.bootstrap.place import Place, environment
 from ncclpy.bootstrap.prefix import PrefixStore
-from ncclpy.bootstrap.store import Store, StoreError
+from ncclpy.bootstrap.store import Store
 from ncclpy.bootstrap.tcp import TCPStore
 from ncclpy.core.errors import NcclTimeout
 from ncclpy.core.errors import seconds as as_text
 
 __all__ = ["rendezvous"]
 
-_TIMEOUT = 300.0
 _LOOPBACK = "127.0.0.1"
 #: The process of a launcher that is the parent, or further up, of all ranks on one machine.
 _PARENTS = {
@@ -47,7 +47,8 @@ def rendezvous(timeout: float | None = None) -> tuple[Place, Store]:
     Parameters
     ----------
     timeout
-        Seconds until the store must be reached; by default 300.
+        Seconds until the store must be reached, and that its operations may take where they are not told otherwise; by
+        default 300.
 
     Raises
     ------
@@ -57,13 +58,16 @@ def rendezvous(timeout: float | None = None) -> tuple[Place, Store]:
         If the store cannot be reached in time.
     """
     global _store, _process
+    seconds = as_seconds(timeout, TIMEOUT)
     place = environment()
     with _lock:
         if _store is None or _process != os.getpid():  # a fork has to make its own
-            _store = _connect(place, _TIMEOUT if timeout is None else timeout)
+            _store = _connect(place, seconds)
             _process = os.getpid()
         # For each caller an end of its own, which may be closed. The store itself closes when the process ends.
-        return place, PrefixStore(f"ncclpy/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _store)
+        end = PrefixStore(f"ncclpy/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _store)
+        end.timeout = seconds
+        return place, end
 
 
 def _connect(place: Place, timeout: float) -> Store:
@@ -97,22 +101,36 @@ def _on_one_machine(place: Place, timeout: float) -> Store:
         unfinished.write_text(json.dumps([store.port, token]))
         unfinished.rename(path)  # appears with all that is in it
     else:
-        while not path.exists():
+        while (told := _read(path)) is None:
             if time.monotonic() > deadline:
                 raise NcclTimeout(f"rank 0 of {place.size} has not written {path} within {as_text(timeout)}")
             time.sleep(0.02)
-        port, token = json.loads(path.read_text())
+        port, token = json.loads(told)
         store = TCPStore(_LOOPBACK, port, token=token, timeout=timeout)
     try:
-        store.barrier("ncclpy/rendezvous", place.rank, place.size, max(0.0, deadline - time.monotonic()))
+        try:
+            _meet(store, place, deadline)
+        finally:
+            if place.rank == 0:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+        # Nobody goes on while the file is there: a program that the rank runs next would take it for its own.
+        _meet(store, place, deadline)
     except BaseException:
         store.close()
         raise
-    finally:
-        if place.rank == 0:
-            with contextlib.suppress(OSError):
-                path.unlink()
     return store
+
+
+def _meet(store: Store, place: Place, deadline: float) -> None:
+    store.barrier("ncclpy/rendezvous", place.rank, place.size, max(0.0, deadline - time.monotonic()))
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return None
 
 
 def _folder() -> Path:

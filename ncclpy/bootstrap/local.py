@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 from ncclpy.bootstrap.store import TIMEOUT, Store, StoreError
 from ncclpy.bootstrap.watch import SLICE, Change, Queue, Watch
 
-__all__ = ["LocalStore", "changed", "summed"]
+__all__ = ["LocalStore", "changed", "not_within", "summed"]
 
 
 def summed(store: Store, key: str, value: bytes | None, number: int) -> int:
@@ -20,6 +23,15 @@ def summed(store: Store, key: str, value: bytes | None, number: int) -> int:
     if not -(1 << 63) <= total < 1 << 63:
         raise StoreError(f"{store}: the sum {total} for {key!r} has more than 64 bits")
     return total
+
+
+def not_within(store: Store, lock: Any) -> None:
+    """Raise if this thread holds an RLock of a store: then it would wait for itself, or see what is half done."""
+    if lock._is_owned():
+        raise StoreError(
+            f"{store} is in use by this very thread: a signal handler, or a finaliser, that comes in between cannot "
+            "use it then. Note there what is to be done, and do it later, or in another thread"
+        )
 
 
 def changed(found: bytes | None, expected: bytes | None, desired: bytes | None) -> tuple[bool, bytes | None]:
@@ -40,10 +52,14 @@ class LocalStore(Store):
 
     def __init__(self, timeout: float = TIMEOUT) -> None:
         super().__init__(timeout)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._values: dict[str, bytes] = {}
         self._sleepers: dict[str, set[_Sleeper]] = {}
-        self._watches: list[Queue] = []
+        self._watches: list[weakref.ref[Queue]] = []
+
+    def _look(self) -> None:
+        super()._look()
+        not_within(self, self._lock)
 
     def _put(self, key: str, value: bytes | None) -> None:
         """Give a key a value or, by None, none; under the lock."""
@@ -54,8 +70,9 @@ class LocalStore(Store):
             self._values[key] = value
             for sleeper in self._sleepers.pop(key, ()):
                 sleeper.wake()
-        for watch in self._watches:
-            if key.startswith(watch.prefix):
+        for each in self._watches:
+            watch = each()
+            if watch is not None and key.startswith(watch.prefix):
                 watch.put(Change(key, value))
 
     def _set(self, key: str, value: bytes, deadline: float) -> None:
@@ -101,7 +118,7 @@ class LocalStore(Store):
                 sleeper = _Sleeper()
                 self._sleepers.setdefault(missing[0], set()).add(sleeper)
             try:
-                sleeper.sleep(deadline)
+                sleeper.sleep(deadline, lambda key=missing[0]: key in self._values)
             finally:
                 with self._lock:
                     others = self._sleepers.get(missing[0], set())
@@ -126,12 +143,12 @@ class LocalStore(Store):
     def _watch(self, prefix: str) -> Watch:
         watch = Queue(prefix, self._forget)
         with self._lock:
-            self._watches = [*self._watches, watch]
+            self._watches = [*self._watches, weakref.ref(watch)]
         return watch
 
     def _forget(self, watch: Queue) -> None:
         with self._lock:
-            self._watches = [each for each in self._watches if each is not watch]
+            self._watches = [each for each in self._watches if each() not in (watch, None)]
 
     def _close(self) -> None:
         with self._lock:
@@ -141,8 +158,10 @@ class LocalStore(Store):
         for waiting in sleepers.values():
             for sleeper in waiting:
                 sleeper.wake()
-        for watch in watches:
-            watch.end()
+        for each in watches:
+            watch = each()
+            if watch is not None:
+                watch.end()
 
 
 class _Sleeper:
@@ -152,10 +171,11 @@ class _Sleeper:
         self._awake = threading.Lock()
         self._awake.acquire()
 
-    def sleep(self, deadline: float) -> None:
+    def sleep(self, deadline: float, there: Callable[[], bool]) -> None:
         # In slices: while Python waits for a lock a signal wakes it at once, but one that came just before does not.
         while not self._awake.acquire(timeout=max(0.0, min(SLICE, deadline - time.monotonic()))):
-            if time.monotonic() >= deadline:
+            # Whoever was to wake it may have been torn from that by a signal handler that raises.
+            if there() or time.monotonic() >= deadline:
                 return
 
     def wake(self) -> None:

@@ -3,8 +3,9 @@
 A meeting can be held again under its name; so it has rounds. A round's keys begin with the name and its number. A rank
 puts its value there and adds 1 to the count; whoever brings the count to `size` begins the next round, packs the
 values into one, and sets it, which wakes the others. A rank that leaves early takes 1 away, but only while the count
-is below `size`: so either the meeting has taken place, for all, or that rank was not there. Each rank makes as many
-operations however many ranks there are, but for the last one, which reads them all.
+is below `size`: so either the meeting has taken place, for all, or that rank was not there. If its deadline has passed
+it leaves word of that: those whose deadline passes a moment later do not take it for the one that all have waited for.
+Each rank makes as many operations however many ranks there are, but for the last one, which reads them all.
 """
 
 from __future__ import annotations
@@ -33,12 +34,15 @@ def gather(store: Store, name: str, rank: int, size: int, value: bytes, timeout:
     mine = f"{round_}value/{rank}"
     if not store._compare_set(mine, None, value, around)[0]:
         raise StoreError(f"{store}: rank {rank} is at {name!r} already: two processes or threads have the same rank")
-    if store._add(round_ + "count", 1, around) == size:
+    come = store._add(round_ + "count", 1, around)
+    if come == size:
         packed = _end(store, base, round_, size, around)
     else:
+        if come == 1:  # those who were late before have all left
+            store._delete(round_ + "late", around)
         packed = _await(store, name, round_, rank, size, timeout, deadline, around)
     if store._add(round_ + "left", 1, around) == size:
-        for key in ("done", "count", "left", "size"):
+        for key in ("done", "count", "left", "size", "late"):
             store._delete(round_ + key, around)
     return _unpacked(packed)
 
@@ -67,8 +71,10 @@ def _await(
     except BaseException:  # of a signal handler
         _leave(store, round_, mine, size, time.monotonic() + 1.0)
         raise
-    if found is None and not _leave(store, round_, mine, size, around):
-        found = store._get(round_ + "done", around)  # all came at the last moment
+    if found is None:
+        store._append(round_ + "late", b"%d " % rank, around)  # before it is not there any more
+        if not _leave(store, round_, mine, size, around):
+            found = store._get(round_ + "done", around)  # all came at the last moment
     if found is None:
         raise _who_is_absent(store, name, round_, rank, size, timeout, around)
     return found
@@ -89,7 +95,16 @@ def _leave(store: Store, round_: str, mine: str, size: int, deadline: float) -> 
 
 def _who_is_absent(store, name, round_, rank, size, timeout, deadline):
     there = {int(key.rpartition("/")[2]) for key in store._keys(round_ + "value/", deadline)} | {rank}
-    return absent_ranks(store, name, [each for each in range(size) if each not in there], size, timeout)
+    late = {int(each) for each in (store._compare_set(round_ + "late", None, None, deadline)[1] or b"").split()}
+    absent = [each for each in range(size) if each not in there]
+    return absent_ranks(
+        store,
+        name,
+        [each for each in absent if each not in late],
+        size,
+        timeout,
+        left=[each for each in absent if each in late],
+    )
 
 
 def _unpacked(packed: bytes) -> list[bytes]:

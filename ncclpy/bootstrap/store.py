@@ -353,12 +353,17 @@ class Store:
         prefix
             What the keys begin with.
         callback
-            Called with each `Change` in a thread of the watch's own; None: they are taken with `Watch.next`.
+            Called with each `Change` in a thread of the watch's own; None: they are taken with `Watch.next`, until
+            the watch is closed or nobody refers to it.
         """
         self._look()
         watch = self._watch(as_key(prefix))
         if callback is not None:
-            watch._call_back(callback)
+            try:
+                watch._call_back(callback)
+            except BaseException:  # no thread can be had
+                watch.close()
+                raise
         return watch
 
     def close(self) -> None:

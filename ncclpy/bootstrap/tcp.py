@@ -196,14 +196,12 @@ class TCPStore(Store):
         fields = (_utf8(name), rank, size, _microseconds(deadline), value)
         status, found = self._wait_for(names([name]), GATHER, fields, deadline)
         if status == LATE:
-            error = absent_ranks(self, name, found[1:], size, timeout)
-            if found[0] > len(found) - 1:
-                error.args = (f"{error} ({found[0]} in all)",)
-            raise error
+            count, listed, *ranks = found
+            raise absent_ranks(self, name, ranks[:listed], size, timeout, left=ranks[listed:], count=count)
         return found[1:]
 
     def _watch(self, prefix: str) -> Watch:
-        watch = _Watch(self, prefix)
+        watch = _Watch(self, prefix)  # which ends if this raises, as nobody refers to it
         if watch._take(self._deadline(None)) is None:
             raise self._deaf("watch", time.monotonic())
         return watch
@@ -300,6 +298,10 @@ class _Watch(Watch):
         if not self._closed:
             self._closed = True
             self._store._client.forget(self._number)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_number"):
+            self.close()
 
 
 def _secret(token: str | bytes | None) -> bytes:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import collections
 import logging
+import math
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from ncclpy.bootstrap.asked import as_seconds
 from ncclpy.core.errors import NcclTimeout
 from ncclpy.core.errors import seconds as as_text
 
@@ -45,7 +47,7 @@ class Watch:
         timeout
             Seconds after which this raises `NcclTimeout`; None waits as long as it takes.
         """
-        deadline = float("inf") if timeout is None else time.monotonic() + timeout
+        deadline = time.monotonic() + as_seconds(timeout, math.inf)
         while True:
             found = self._next(min(deadline, time.monotonic() + SLICE))
             if found is not None:
@@ -58,7 +60,10 @@ class Watch:
             yield change
 
     def close(self) -> None:
-        """End the watch: `next` returns None, and nothing is called back any more."""
+        """End the watch: `next` returns None, and nothing is called back any more.
+
+        A watch without a callback that nobody refers to any more ends by itself.
+        """
         raise NotImplementedError
 
     def __enter__(self) -> Watch:
@@ -80,41 +85,51 @@ class Watch:
             for change in self:
                 try:
                     callback(change)
+                except SystemExit:  # ends a thread without a word, as everywhere
+                    return
                 except Exception:
                     log.exception("the callback of a watch of %r failed at %r", self.prefix, change.key)
         except Exception as error:  # of the store: it was lost, say
             self.error = error
             log.warning("a watch of %r has ended: %s", self.prefix, error)
+        finally:
+            self.close()  # nobody takes changes any more
 
 
 class Queue(Watch):
-    """A watch of a store in this process, which puts changes in."""
+    """A watch of a store in this process, which puts changes in.
+
+    It takes no lock: a signal handler, or a finaliser, may change the store while its own thread is in here.
+    """
 
     def __init__(self, prefix: str, ended: Callable[[Queue], object]) -> None:
         self.prefix = prefix
         self._ended = ended
-        self._changes: collections.deque[Change] = collections.deque()
+        self._changes: queue.SimpleQueue[Change | None] = queue.SimpleQueue()
         self._closed = False
-        self._news = threading.Condition(threading.Lock())
 
     def put(self, change: Change) -> None:
-        with self._news:
-            self._changes.append(change)
-            self._news.notify()
+        self._changes.put(change)
 
     def end(self) -> None:
-        with self._news:
-            self._closed = True
-            self._news.notify_all()
+        self._closed = True
+        self._changes.put(None)
 
     def close(self) -> None:
         self._ended(self)
         self.end()
 
+    def __del__(self) -> None:
+        self.close()
+
     def _next(self, deadline: float) -> Change | tuple[()] | None:
-        with self._news:
-            if not self._changes and not self._closed:
-                self._news.wait(max(0.0, deadline - time.monotonic()))
-            if self._closed:
-                return ()
-            return self._changes.popleft() if self._changes else None
+        if self._closed:
+            return ()
+        try:
+            change = self._changes.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            return None
+        if self._closed or change is None:
+            self._changes.put(None)  # for others that wait
+            return ()
+        return change

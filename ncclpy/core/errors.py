@@ -7,7 +7,7 @@ What NCCL reports is an `NcclError` or one of its kinds. What the caller got wro
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 __all__ = [
     "LibraryNotFound",
@@ -37,6 +37,34 @@ def seconds(duration: float) -> str:
     if duration < 0.9995:
         return f"{duration * 1e3:.3g} ms"
     return f"{duration:.3g} s" if duration < 999.5 else f"{duration:.0f} s"
+
+
+def spans(numbers: Iterable[int]) -> list[range]:
+    """Return numbers, sorted and each once, as ranges of those that follow one another."""
+    found: list[range] = []
+    for number in sorted(set(numbers)):
+        if found and number == found[-1].stop:
+            found[-1] = range(found[-1].start, number + 1)
+        else:
+            found.append(range(number, number + 1))
+    return found
+
+
+def listed(parts: Sequence[range], limit: int | None = None, between: str = ", ") -> str:
+    """Return ranges as text for people, at most so many of them: "0-3, 7 and 12 more"."""
+    words = [f"{each.start}-{each.stop - 1}" if _size(each) > 1 else str(each.start) for each in parts[:limit]]
+    shown = between.join(words)
+    more = 0 if limit is None else sum(map(_size, parts[limit:]))
+    return f"{shown} and {more} more" if more else shown
+
+
+def ranks(parts: Sequence[range], limit: int | None = None) -> str:
+    """Return ranks as text for people: "rank 3" or "ranks 0-3, 7 and 12 more"."""
+    return ("rank " if sum(map(_size, parts)) == 1 else "ranks ") + listed(parts, limit)
+
+
+def _size(part: range) -> int:
+    return part.stop - part.start  # len() has no more than 63 bits
 
 
 def attach(first: BaseException, others: Iterable[BaseException]) -> BaseException:
@@ -100,7 +128,15 @@ class NcclError(RuntimeError):
 
 
 class NcclTimeout(NcclError, TimeoutError):
-    """Report that a deadline has passed: of a wait for a `Work`, which goes on, or of a call, which was aborted."""
+    """Report that a deadline has passed: of a wait for a `Work`, which goes on, or of a call, which was aborted.
+
+    Attributes
+    ----------
+    missing : list of str or of int, or None
+        Where a store has raised it: the keys that nobody has set, or the ranks that have not come.
+    """
+
+    missing: list[str] | list[int] | None = None
 
 
 class NcclAborted(NcclError):

@@ -20,6 +20,7 @@ from ncclpy.core.wait cimport FOREVER
 from ncclpy.engine.callbacks cimport step_aside, users
 from ncclpy.engine.native cimport now
 
+from ncclpy.core.errors import listed, spans
 from ncclpy.engine.recorder import dump, record_all, text_of
 
 _VARIABLE = "NCCLPY_DUMP_ON_TIMEOUT"
@@ -51,17 +52,6 @@ def _fill_in(pattern, rank):
     """Return the path that a pattern stands for in this process."""
     values = {"r": rank, "p": str(os.getpid()), "h": socket.gethostname(), "%": "%"}
     return re.sub("%(.)", lambda found: values[found[1]], pattern)
-
-
-def _show_ranks(ranks):
-    """Return ranks as text: ``0-3,6``."""
-    spans = []
-    for rank in sorted(ranks):
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
 
 
 cdef class _Request:
@@ -115,9 +105,9 @@ cdef class _Dumps(Overdue):
         if handles:
             handle = handles[0]
             ranks = None if handle.group_name is None else self.ranks.get(handle.group_name.split("/")[0])
-            return _show_ranks(ranks or [handle.rank])
+            return listed(spans(ranks or [handle.rank]), between=",")
         for ranks in self.ranks.values():
-            return _show_ranks(ranks)
+            return listed(spans(ranks), between=",")
         return f"pid{os.getpid()}"
 
     cdef int passed(self, list handles, object error, bint wait) except -1:

@@ -1,6 +1,8 @@
 """FileStore: its folder, what killed processes leave in it, and how who waits is woken."""
 
+import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +14,7 @@ import pytest
 
 import ncclpy
 import testing
-from ncclpy.bootstrap import FileStore, StoreError, folder
+from ncclpy.bootstrap import FileStore, StoreError, file, folder
 
 LONG = 20.0  # that only a hang meets
 
@@ -135,10 +137,13 @@ def test_nothing_but_keys_is_left_in_the_folder(path):
         assert len(os.listdir(path / "keys")) == 2
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["inotify", "looking"])
+@pytest.mark.parametrize("told", [True, False, None], ids=["inotify", "no inotify", "network"])
 def test_who_waits_is_woken_with_inotify_and_without(path, monkeypatch, told):
-    if not told:
+    """On a network inotify tells only what comes through this kernel, so there the folder is looked at."""
+    if told is False:
         monkeypatch.setattr(folder, "_watch", lambda path: -1)
+    elif told is None:
+        monkeypatch.setattr(file, "is_local", lambda path: False)
     elif not folder.is_local(str(path.parent.parent)):
         pytest.skip("needs a file system of this machine below pytest's folder")
     taken = []
@@ -175,3 +180,42 @@ def test_file_systems_are_told_apart(tmp_path, monkeypatch):
     )
     kinds = {path: folder.is_local(path) for path in ("/x", "/nfs", "/nfs/x", "/nfsx", "/a b/c", "/nfs/local/x")}
     assert kinds == {"/x": True, "/nfs": False, "/nfs/x": False, "/nfsx": True, "/a b/c": True, "/nfs/local/x": True}
+
+
+def test_a_write_that_a_kill_has_torn_does_not_spoil_the_folder(path):
+    with program(OPEN, path) as process:
+        process.stdout.readline()
+        torn = path / "new-host-1-2-3"  # as the killed process would leave it
+        torn.write_bytes(b"half of it")
+        process.kill()
+        process.wait()
+    with FileStore(path, timeout=LONG) as store:
+        assert not torn.exists(), "the next run begins without"
+        torn.write_bytes(b"of another one that was killed while this one lived")
+        store.set("a", b"1")
+    assert not path.exists(), "and whoever is last takes all of it away"
+
+
+def test_who_waits_for_the_lock_of_a_store_that_is_closed_is_told(path):
+    store = FileStore(path, timeout=LONG)
+    with open(path / "ncclpy-store", "rb+") as holder, ThreadPoolExecutor(4) as pool:
+        fcntl.flock(holder, fcntl.LOCK_EX)  # a process that is stopped, say
+        waiting = [pool.submit(store.set, "a", b"1") for _ in range(4)]
+        time.sleep(0.2)
+        store.close()
+        for each in waiting:
+            with pytest.raises(StoreError, match="was closed"):
+                each.result(LONG)
+
+
+def test_a_folder_that_somebody_has_taken_away_is_told_at_once(path):
+    with FileStore(path, timeout=LONG) as store, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(store.get, "a")
+        time.sleep(0.2)
+        shutil.rmtree(path)
+        with pytest.raises(StoreError, match="somebody has taken the folder away"):
+            waiting.result(LONG)
+        with pytest.raises(StoreError, match="somebody has taken the folder away"):
+            store.keys()
+        with pytest.raises(StoreError, match="cannot be written"):
+            store.set("a", b"")

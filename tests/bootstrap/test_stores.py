@@ -316,9 +316,13 @@ def test_who_is_absent_is_named(made, pool):
     with pytest.raises(ncclpy.NcclTimeout, match=r"ranks 0, 2, 4-5 of 6 .*name' within 400 ms") as caught:
         first.result(LONG)
     assert caught.value.missing == [0, 2, 4, 5]
-    with pytest.raises(ncclpy.NcclTimeout, match=r"ranks 0-2, 4-5 of 6 .*name' within 1 s") as caught:
+    with pytest.raises(
+        ncclpy.NcclTimeout, match=r"ranks 0, 2, 4-5 of 6 .*name' within 1 s; rank 1 had come, and left"
+    ):
         second.result(LONG)
-    assert caught.value.missing == [0, 1, 2, 4, 5]
+    third = pool.submit(made.store.barrier, "name", 2, 6, 0.4)
+    with pytest.raises(ncclpy.NcclTimeout, match=r"ranks 0-1, 3-5 of 6 did not come to '.*name' within 400 ms$"):
+        third.result(LONG)  # nobody was there any more: that was another time
 
 
 def test_who_leaves_early_was_not_there_and_may_come_again(made, pool):
@@ -542,6 +546,9 @@ def test_a_watch_tells_what_changes_from_now_on(made):
         assert [all_keys.next(LONG) for _ in expected] == [Change(*each) for each in expected]
         with pytest.raises(ncclpy.NcclTimeout, match="'w/'"):
             watch.next(0.1)
+        for timeout, error in ("1", TypeError), (-1, ValueError):
+            with pytest.raises(error, match="timeout: expected seconds >= 0 or None"):
+                watch.next(timeout)
     made.store.set("w/a", b"3")
     assert watch.next(0.1) is None
 

@@ -119,7 +119,7 @@ def test_a_program_may_be_a_module_or_any_file(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "the following arguments are required: -n/--nproc, program"),
+        ([], "the following arguments are required: -n/--nproc, program\n"),
         (["-n", "2", "--"], "the following arguments are required: program"),
         (["-n", "0", "x"], "0 is not at least 1"),
         (["-n", "2", "--grace", "-1", "x"], "-1 is no number of seconds"),
@@ -132,7 +132,7 @@ def test_wrong_flags_are_refused(capsys, arguments, message):
     with pytest.raises(SystemExit) as ended:
         main(["run", *arguments])
     assert ended.value.code == 2
-    assert message in " ".join(capsys.readouterr().err.split())
+    assert message in " ".join(capsys.readouterr().err.split()) + "\n"
 
 
 @pytest.mark.parametrize(("name", "code"), [("/nowhere/program", 127), (os.devnull, 126)])
@@ -304,6 +304,27 @@ if rank == 2:
     assert done.returncode == 5
     assert sorted(done.stdout.splitlines()) == ["[1] survived", "[2] survived"]
     assert "rank 0" in done.stderr and "exit code 6" in done.stderr
+
+
+def test_a_rank_that_is_killed_does_not_take_the_store_away(program):
+    """Nor is anything said of its connection: how it has ended is told once."""
+    done = runs.run("-n", 3, "--no-kill", *program("""
+from ncclpy.bootstrap import rendezvous
+place, store = rendezvous(60)
+watch = store.watch("alive")
+store.barrier("all", rank, 3)
+store.set(f"alive/{rank}", b"", ephemeral=True)
+if rank == 0:
+    store.set("left", b"by rank 0")
+    os.kill(os.getpid(), signal.SIGKILL)
+while watch.next(60) != ("alive/0", None):
+    pass
+store.barrier("survivors", rank - 1, 2)
+print(store.get("left", 0))
+"""))  # fmt: skip
+    assert done.returncode == 128 + signal.SIGKILL
+    assert sorted(done.stdout.splitlines()) == ["[1] b'by rank 0'", "[2] b'by rank 0'"]
+    assert re.fullmatch(r"ncclpy run: rank 0 \(process \d+\) was ended by SIGKILL\n", done.stderr)
 
 
 PATIENT = """

@@ -46,6 +46,10 @@ def ended(launchers):
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
 def test_ranks_are_numbered_over_all_machines(host_engine, program, host):
+    try:
+        socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        pytest.skip(f"needs an address {host} on this machine: {error}")
     arguments = program("""
 import numpy as np, ncclpy
 from ncclpy.bootstrap import environment
@@ -167,6 +171,36 @@ def test_a_port_that_is_taken_and_a_missing_token_are_told(program):
     done = runs.run("-n", 1, "--nnodes", 2, "--rdzv", f"0.0.0.0:{free_port()}", path, folder, env=env)
     assert done.returncode == 1
     assert "NCCLPY_STORE_TOKEN" in done.stderr
+
+
+def test_two_launchers_on_one_port(program):
+    """Whoever comes second, as machine 0 or as a machine that is there already, is told; the first run goes on."""
+    path, folder = program("""
+note()
+while not pathlib.Path(sys.argv[1], "go").exists():
+    time.sleep(0.01)
+print("went on")
+""")
+    address = f"127.0.0.1:{free_port()}"
+    common = ["-n", 1, "--nnodes", 2, "--rdzv", address]
+    with contextlib.ExitStack() as stack:
+        launchers = [
+            stack.enter_context(runs.started(*common, "--node-rank", node, path, folder, env=TOKEN)) for node in (0, 1)
+        ]
+        pids = runs.wait_for_pids(folder, 2)
+        for node, words in (
+            (0, f"OSError: .*{address}: the port is taken"),
+            (1, "StoreError: machine 1 is there already"),
+        ):
+            done = runs.run(*common, "--node-rank", node, path, folder, env=TOKEN)
+            assert (done.returncode, done.stdout) == (1, "")
+            assert re.match(f"ncclpy run: {words}", done.stderr), done.stderr
+        stranger = runs.run(*common, "--node-rank", 1, path, folder, env={"NCCLPY_STORE_TOKEN": "another"})
+        assert stranger.returncode == 1 and "has another token" in stranger.stderr
+        (folder / "go").touch()
+        codes, outs, _ = ended(launchers)
+    assert (codes, outs) == ([0, 0], ["[0] went on\n", "[1] went on\n"])
+    runs.wait_until_gone(pids)
 
 
 def test_a_program_that_is_missing_on_one_machine_ends_all(tmp_path):

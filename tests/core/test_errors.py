@@ -10,6 +10,7 @@ import pytest
 import ncclpy
 import testing
 from ncclpy import bindings
+from ncclpy.core import errors
 
 KINDS = [
     ncclpy.NcclError,
@@ -31,15 +32,36 @@ def test_family(kind):
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_pickle_keeps_everything(kind, protocol):
     error = kind("words", result=6, function="ncclAllReduce", detail="socket closed", version=(2, 32, 3))
+    error.missing = [1, 3]  # as a store's NcclTimeout has
     again = pickle.loads(pickle.dumps(error, protocol))
     assert type(again) is kind
-    assert str(again) == "words"
+    assert str(again) == "words" and again.missing == [1, 3]
     assert (again.result, again.function, again.detail, again.version) == (
         6,
         "ncclAllReduce",
         "socket closed",
         (2, 32, 3),
     )
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ([], "ranks "),
+        ([3], "rank 3"),
+        ([2, 0, 1, 1, 7], "ranks 0-2, 7"),
+        ([0, 2, 4, 6, 7, 8], "ranks 0, 2 and 4 more"),
+    ],
+)
+def test_ranks_as_text(numbers, text):
+    assert errors.ranks(errors.spans(numbers), 2) == text
+
+
+def test_ranks_of_any_size_as_text():
+    beyond = [range(1 << 64), range((1 << 64) + 1, (1 << 64) + 2)]
+    assert errors.ranks(beyond) == f"ranks 0-{(1 << 64) - 1}, {(1 << 64) + 1}"
+    assert errors.listed(beyond, 1, ",") == f"0-{(1 << 64) - 1} and 1 more"
+    assert errors.listed(errors.spans([4, 5, 9]), between=",") == "4-5,9"
 
 
 def invalid_argument():

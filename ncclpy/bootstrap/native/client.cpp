@@ -7,6 +7,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <vector>
 
@@ -284,9 +285,12 @@ void Client::attend() {
   pass_on();
 }
 
-void Client::tick(double time) {
+// `away`: so long the keeper did not run, stopped with its process or its machine: that is no silence of the server's.
+void Client::tick(double time, double away) {
   Lock lock(mutex_);
   if (!lost_.empty()) return;
+  double heard = heard_;
+  while (!heard_.compare_exchange_weak(heard, std::max(heard, std::min(time, heard + away)))) continue;
   if (time - heard_ > heartbeat_) {
     char words[80];
     snprintf(words, sizeof words, "nothing was heard of it for %.3g s", time - heard_);

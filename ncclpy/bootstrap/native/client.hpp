@@ -56,7 +56,7 @@ class Client : public std::enable_shared_from_this<Client> {
 
   // For the keeper.
   void attend();
-  void tick(double time);
+  void tick(double time, double away);
   int fd() const { return fd_.get(); }
   double heartbeat() const { return heartbeat_; }
 

@@ -44,7 +44,7 @@ enum class Op : uint8_t {
 
 enum class Status : uint8_t {
   ok = 0,
-  late = 1,     // the deadline has passed: count, keys; or of a meeting: count, count here, ranks
+  late = 1,     // the deadline has passed: count, keys; or of a meeting: count, count here, ranks, ranks that have left
   refused = 2,  // words
 };
 

@@ -42,10 +42,12 @@ void* run(void* argument) {
   std::vector<epoll_event> events(256);
   std::vector<std::shared_ptr<Client>> all, ready;
   double next_tick = 0;
+  double due = now();  // when it is to have looked at all of them
   while (true) {
     const int count =
         epoll_wait(it.epoll.get(), events.data(), static_cast<int>(events.size()), milliseconds_until(next_tick));
     const double time = now();
+    double away = 0;  // so long it did not run when it was to
     all.clear();
     ready.clear();
     {
@@ -65,15 +67,17 @@ void* run(void* argument) {
         if (at != it.clients.end()) ready.push_back(at->second);
       }
       if (time >= next_tick) {
+        away = std::max(0.0, time - due);
         next_tick = time + 10;
         for (auto& [pointer, client] : it.clients) {
           all.push_back(client);
           next_tick = std::min(next_tick, time + client->heartbeat() / 4);
         }
+        due = next_tick;
       }
     }
     for (auto& client : ready) client->attend();
-    for (auto& client : all) client->tick(time);
+    for (auto& client : all) client->tick(time, away);
   }
 }
 

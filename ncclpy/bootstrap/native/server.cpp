@@ -154,7 +154,7 @@ void Server::run() {
     const double time = now();
     if (table_.next_deadline() <= time) table_.expire(time);
     if (time >= next_sweep) {
-      sweep(time);
+      sweep(time, time - next_sweep);
       next_sweep = time + tick;
     }
     settle();
@@ -424,8 +424,12 @@ void Server::close(uint64_t id) {
   shutdown(connection->fd.get(), SHUT_WR);
 }
 
-void Server::sweep(double time) {
+// `away`: how much later this comes than it was to. So long the server did not run, stopped with its process or its
+// machine, and could hear nobody: what was sent meanwhile may not be read yet, and who sends was perhaps stopped too.
+void Server::sweep(double time, double away) {
   for (auto& [id, connection] : connections_) {
+    connection->heard = std::min(time, connection->heard + away);
+    connection->since = std::min(time, connection->since + away);
     if (connection->stage == Stage::open) {
       if (time - connection->heard > connection->heartbeat) {
         char words[64];

@@ -86,7 +86,7 @@ class Server final : private Post {
   void flush(Connection& connection);
   void settle();
   void close(uint64_t id);
-  void sweep(double time);
+  void sweep(double time, double away);
   void say_farewell();
   void line(std::string words);
   void send(uint64_t connection, uint64_t id, Op op, Status status, Body body) override;

@@ -8,7 +8,8 @@ namespace {
 
 constexpr double kForever = std::numeric_limits<double>::infinity();
 // More absent ranks are counted, not listed: all of 100,000 ranks may be told at once.
-constexpr size_t kListed = 4096;
+constexpr int64_t kListed = 4096;
+constexpr size_t kListedLeft = 64;
 constexpr int64_t kMaxRanks = int64_t{1} << 24;
 
 double deadline_after(int64_t microseconds, double now) {
@@ -262,6 +263,7 @@ bool Table::do_gather(uint64_t connection, uint64_t id, Reader in, double now) {
   pending->rank = rank;
   pending->value = value_of(value);
   meeting.came[rank] = pending.get();
+  meeting.left.erase(rank);
   await(std::move(pending));
   if (static_cast<int64_t>(meeting.came.size()) == size) hold(meeting);
   return true;
@@ -458,6 +460,7 @@ void Table::expire(double now) {
   while (!deadlines_.empty() && deadlines_.begin()->first <= now) {
     const Pending& first = *deadlines_.begin()->second;
     late(first);
+    if (first.meeting) first.meeting->left.insert(first.rank);
     remove(first.connection, first.id);
   }
 }
@@ -467,19 +470,29 @@ double Table::next_deadline() const { return deadlines_.empty() ? kForever : dea
 void Table::late(const Pending& pending) {
   Writer out;
   if (const Meeting* meeting = pending.meeting) {
-    const int64_t missing = meeting->size - static_cast<int64_t>(meeting->came.size());
-    out.integer(missing);
-    size_t listed = 0;
-    int64_t rank = 0;
-    auto next = meeting->came.begin();
-    for (; rank < meeting->size && listed < kListed; rank++) {
-      if (next != meeting->came.end() && next->first == rank) {
-        ++next;
+    // Others came to their deadline a little before, and have left; they are not who everybody waits for.
+    const int64_t left = static_cast<int64_t>(meeting->left.size());
+    const int64_t missing = meeting->size - static_cast<int64_t>(meeting->came.size()) - left;
+    Writer ranks;
+    int64_t listed = 0;
+    auto came = meeting->came.begin();
+    auto gone = meeting->left.begin();
+    for (int64_t rank = 0; rank < meeting->size && listed < kListed; rank++) {
+      if (came != meeting->came.end() && came->first == rank) {
+        ++came;
+      } else if (gone != meeting->left.end() && *gone == rank) {
+        ++gone;
       } else {
-        out.integer(rank);
+        ranks.integer(rank);
         listed++;
       }
     }
+    size_t told = 0;
+    for (auto each = meeting->left.begin(); each != meeting->left.end() && told < kListedLeft; ++each, told++) {
+      ranks.integer(*each);
+    }
+    out.integer(missing).integer(listed);
+    out.body += ranks.body;
   } else {
     size_t count = 0;
     std::set<std::string_view> told;

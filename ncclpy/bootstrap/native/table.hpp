@@ -74,6 +74,7 @@ class Table {
     std::string name;
     int64_t size = 0;
     std::map<int64_t, Pending*> came;
+    std::set<int64_t> left;  // who had come, until its deadline
   };
 
   struct Entry {

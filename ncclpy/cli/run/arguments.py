@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeout", type=_seconds, default=300.0, metavar="SECONDS", help="for the launchers to meet (default: 300)"
     )
     parser.add_argument("program", help="the program, or the module with -m")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments").required = False
 
 
 def shielded(argv: Sequence[str]) -> list[str]:

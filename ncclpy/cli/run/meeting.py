@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import socket
 from collections.abc import Callable
 
 from ncclpy.bootstrap import PrefixStore, TCPStore
+from ncclpy.bootstrap.address import shown
 from ncclpy.cli.run.others import Others
+
+log = logging.getLogger("ncclpy")
 
 _LOOPBACK = "127.0.0.1"
 _TOKEN = "NCCLPY_STORE_TOKEN"
@@ -45,8 +49,11 @@ class Meeting:
             token = secrets.token_hex(32)  # other users of this machine can reach the port, and do not know this
         self._store = TCPStore(host, port, serve=node == 0, token=token, timeout=timeout, linger=0)
         self._own = PrefixStore("ncclpy/run", self._store)
-        self._port = _reserve(host) if node == 0 else None
+        self._port: socket.socket | None = None
+        log.addFilter(_told)
         try:
+            if node == 0:
+                self._port = _reserve(host)
             if nodes > 1:
                 Others.come(self._own, node)
             mine = {"nproc": nproc, "host": socket.gethostname(), "port": self._port and self._port.getsockname()[1]}
@@ -58,9 +65,8 @@ class Meeting:
         self._hosts = [one["host"] for one in every]
         self.first = sum(one["nproc"] for one in every[:node])
         self.size = sum(one["nproc"] for one in every)
-        shown = f"[{host}]" if ":" in host else host
         self.variables = {
-            "NCCLPY_STORE": f"{shown}:{self._store.port}",
+            "NCCLPY_STORE": shown(host, self._store.port),
             # For what the program has of its own, torch's process group for one: nobody else is given this port.
             "MASTER_ADDR": host,
             "MASTER_PORT": str(every[0]["port"]),
@@ -87,6 +93,7 @@ class Meeting:
     def close(self) -> None:
         """Let go of the store."""
         self._store.close()
+        log.removeFilter(_told)
         if self._port is not None:
             self._port.close()
 
@@ -102,12 +109,23 @@ def _reserve(host: str) -> socket.socket:
 
     Nobody is given that port meanwhile, but for who asks for it by its number with SO_REUSEADDR, as servers do.
     """
-    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    held = socket.socket(family, kind, protocol)
-    try:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(address)
-    except BaseException:
-        held.close()
-        raise
-    return held
+    failed: OSError | None = None
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+        try:
+            held = socket.socket(family, kind, protocol)
+        except OSError as error:
+            failed = error  # a name may have addresses of v6 where there is none
+            continue
+        try:
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind(address)
+            return held
+        except OSError as error:
+            held.close()
+            failed = error
+    raise failed or OSError(f"{host} has no address")
+
+
+def _told(record: logging.LogRecord) -> bool:
+    """Drop what the store says of clients that are gone: how its ranks have ended the launcher says itself."""
+    return "lost client" not in record.getMessage()

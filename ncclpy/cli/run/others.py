@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 
-from ncclpy.bootstrap import Store
+from ncclpy.bootstrap import Store, StoreError
 from ncclpy.core.errors import NcclError
 
 #: The exit code where a launcher has gone without a word.
@@ -42,6 +42,9 @@ class Others:
     @staticmethod
     def come(store: Store, node: int) -> None:
         """Tell the others that this launcher lives, before they meet."""
+        if store.check([f"here/{node}"]):
+            # Its end would be taken for that of the one that is there, and end the run.
+            raise StoreError(f"machine {node} is there already: --node-rank {node} was given to two launchers")
         store.set(f"here/{node}", b"", ephemeral=True)
 
     def watch(self, failed: Callable[[int, str], object]) -> None:

@@ -7,6 +7,7 @@ from datetime import datetime, timedelta, timezone
 
 from ncclpy.cli.trace.dump import Dump, Entry, Gathering
 from ncclpy.cli.trace.stuck import COUNTERPART, Findings, Last, Mismatch, Standstill, is_waiting
+from ncclpy.core.errors import listed, ranks, spans
 
 SHOWN = 20
 _TOWARDS = {"broadcast": "from", "scatter": "from", "recv": "from", "reduce": "to", "gather": "to", "send": "to"}
@@ -161,7 +162,7 @@ def _standstill(standstill: Standstill, limit: int | None) -> list[str]:
     if limit is not None and len(standstill.missing) > limit:
         lines.append(f"  ... and {len(standstill.missing) - limit} more ranks are missing (--all shows them)")
     if standstill.unseen:
-        lines.append(f"  unknown: {_spans(standstill.unseen)}; no dump given here has an entry of theirs")
+        lines.append(f"  unknown: {ranks(standstill.unseen, SHOWN)}; no dump given here has an entry of theirs")
     return lines
 
 
@@ -278,31 +279,17 @@ def _alike(entries: Mapping[int, Entry]) -> list[list[int]]:
     return list(alike.values())
 
 
-def _ranks(ranks: Iterable[int | None]) -> str:
-    known = [rank for rank in ranks if rank is not None]
-    return ("rank " if len(known) == 1 else "ranks ") + _listed(known) if known else ""
-
-
-def _spans(spans: Sequence[range]) -> str:
-    more = f" and {len(spans) - SHOWN} more parts" if len(spans) > SHOWN else ""
-    one = len(spans) == 1 and spans[0].stop == spans[0].start + 1
-    return ("rank " if one else "ranks ") + ", ".join(map(_span, spans[:SHOWN])) + more
-
-
-def _span(span: range) -> str:
-    # Not len(), which has no more than 63 bits.
-    return str(span.start) if span.stop == span.start + 1 else f"{span.start}-{span.stop - 1}"
+def _ranks(numbers: Iterable[int | None]) -> str:
+    known = _known_spans(numbers)
+    return ranks(known) if known else ""
 
 
 def _listed(numbers: Iterable[int | None]) -> str:
-    """Return numbers as "0-3, 7"."""
-    spans: list[range] = []
-    for number in sorted({number for number in numbers if number is not None}):
-        if spans and number == spans[-1].stop:
-            spans[-1] = range(spans[-1].start, number + 1)
-        else:
-            spans.append(range(number, number + 1))
-    return ", ".join(map(_span, spans)) or "-"
+    return listed(_known_spans(numbers)) or "-"
+
+
+def _known_spans(numbers: Iterable[int | None]) -> list[range]:
+    return spans(number for number in numbers if number is not None)
 
 
 def _known(value: object) -> str:

@@ -1,0 +1,60 @@
+"""Names with several addresses, some of which this machine does not have."""
+
+import errno
+import socket
+
+import pytest
+
+import ncclpy
+from ncclpy.bootstrap import TCPStore
+from ncclpy.cli.run import meeting
+
+LONG = 20.0  # that only a hang meets
+
+
+@pytest.fixture
+def name(monkeypatch):
+    """Return a function that gives the addresses of a name, and the name."""
+
+    def means(*addresses):
+        real = socket.getaddrinfo
+
+        def look_up(host, port, *args, **kwargs):
+            if host != "several.test":
+                return real(host, port, *args, **kwargs)
+            if kwargs.get("flags"):
+                raise socket.gaierror(socket.EAI_NONAME, "no number")
+            return [entry for each in addresses for entry in real(each, port, *args, **kwargs)]
+
+        monkeypatch.setattr(socket, "getaddrinfo", look_up)
+        return "several.test"
+
+    return means
+
+
+class WithoutV6(socket.socket):
+    def __init__(self, family=-1, *args, **kwargs):
+        if family == socket.AF_INET6:
+            raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+        super().__init__(family, *args, **kwargs)
+
+
+def test_a_system_without_v6_serves_and_finds_a_name_that_has_an_address_there(name, monkeypatch):
+    monkeypatch.setattr(socket, "socket", WithoutV6)
+    host = name("::1", "127.0.0.1")
+    with TCPStore(host, 0, serve=True, timeout=LONG, linger=0) as served:
+        with TCPStore(host, served.port, timeout=LONG) as client:
+            client.set("a", b"1")
+        assert served.get("a") == b"1"
+    with pytest.raises(
+        ncclpy.NcclTimeout, match=r"\[::1\]:1: Address family not .*; 127\.0\.0\.1:1: Connection refused"
+    ):
+        TCPStore(host, 1, timeout=0.3)
+    meeting._reserve(host).close()
+
+
+def test_the_launcher_s_port_is_at_an_address_of_this_machine(name):
+    with meeting._reserve(name("192.0.2.1", "127.0.0.1")) as held:
+        assert held.getsockname()[0] == "127.0.0.1" and held.getsockname()[1] > 0
+    with pytest.raises(OSError, match=r"Cannot assign requested address"):
+        meeting._reserve(name("192.0.2.1"))

@@ -1,0 +1,187 @@
+"""`rendezvous`, where rank 0 serves: how the ranks of a launcher find it and each other.
+
+The launchers here are shells that bear a launcher's name and set its variables; test_launchers.py starts real ones.
+"""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import runs
+from foreign_stores import free_port
+
+import ncclpy
+from ncclpy.bootstrap import StoreError, launched, rendezvous
+
+LONG = 60  # that only a hang meets
+
+#: What starts the ranks of MPICH on a machine.
+PROXY = "hydra_pmi_proxy"
+START = """
+size=$1; shift
+for rank in $(seq 0 $((size - 1))); do
+    PMI_RANK=$rank PMI_SIZE=$size MPI_LOCALRANKID=$rank MPI_LOCALNRANKS=$size "$@" &
+    pids="$pids $!"
+done
+code=0
+for pid in $pids; do wait $pid || code=$?; done
+exit $code
+"""
+
+
+@pytest.fixture
+def launch(tmp_path, monkeypatch):
+    """Return a function that starts a program as so many ranks, and the folder in which they meet."""
+    for name in os.environ:
+        if name.startswith(("RANK", "WORLD_SIZE", "LOCAL_", "OMPI_", "PMI_", "MPI_", "SLURM_", "MASTER_", "NCCLPY_")):
+            monkeypatch.delenv(name)
+    shell = tmp_path / PROXY
+    shutil.copy(shutil.which("sh"), shell)
+    started = []
+
+    def start(size, program, **env):
+        path = tmp_path / f"program-{len(started)}.py"
+        path.write_text(textwrap.dedent(program))
+        process = subprocess.Popen(
+            [shell, "-c", START, "launcher", str(size), sys.executable, str(path)],
+            cwd=tmp_path,
+            env=runs.environment({"TMPDIR": str(tmp_path), **env}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, 9)
+        process.communicate()
+
+
+def ended(process):
+    """Return what the ranks printed, sorted."""
+    out, err = process.communicate(timeout=LONG)
+    assert (process.returncode, err) == (0, "")
+    return sorted(out.splitlines())
+
+
+MEET = """
+    from ncclpy.bootstrap import rendezvous
+    place, store = rendezvous(60)
+    assert store.timeout == 60
+    words = b" ".join(store.gather("all", place.rank, place.size, b"%d" % place.rank)).decode()
+    print(f"{place.launcher} {place.rank}/{place.size}: {words}\\n", end="", flush=True)
+"""
+MET = [f"mpich {rank}/3: 0 1 2" for rank in range(3)]
+
+
+def test_the_ranks_of_one_machine_meet_by_a_file(launch, tmp_path):
+    assert ended(launch(3, MEET)) == MET
+    folder = tmp_path / f"ncclpy-{os.getuid()}"
+    assert folder.stat().st_mode & 0o777 == 0o700 and list(folder.iterdir()) == []
+
+
+def test_two_jobs_at_a_time_do_not_meet(launch):
+    jobs = [launch(3, MEET), launch(3, MEET)]
+    assert [ended(job) for job in jobs] == [MET, MET]
+
+
+def test_the_file_is_gone_before_any_rank_goes_on(launch):
+    """Rank 0 is held up as it takes the file away: a program that rank 1 ran meanwhile would take it for its own."""
+    program = """
+    import glob, os, pathlib, tempfile, time
+    real = pathlib.Path.unlink
+    pathlib.Path.unlink = lambda self: (time.sleep(0.7), real(self))
+    from ncclpy.bootstrap import rendezvous
+    place, store = rendezvous(60)
+    print(glob.glob(f"{tempfile.gettempdir()}/ncclpy-*/*"), flush=True)
+    """
+    assert ended(launch(2, program)) == ["[]", "[]"]
+
+
+def test_a_rank_that_comes_long_before_rank_0_waits(launch):
+    assert (
+        ended(
+            launch(
+                3, 'import os, time; time.sleep(0 if int(os.environ["PMI_RANK"]) else 0.7)\n' + textwrap.dedent(MEET)
+            )
+        )
+        == MET
+    )
+
+
+def test_where_there_is_an_address_rank_0_serves_there(launch, tmp_path):
+    assert ended(launch(3, MEET, MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{free_port()}")) == MET
+    assert not list(tmp_path.glob("ncclpy-*"))
+
+
+def test_who_does_not_come_is_named(launch):
+    program = """
+    import ncclpy
+    from ncclpy.bootstrap import environment, rendezvous
+    if environment().rank == 2:
+        raise SystemExit
+    try:
+        rendezvous(3)
+    except ncclpy.NcclTimeout as error:
+        print(2 in error.missing, flush=True)
+    """
+    assert ended(launch(3, program)) == ["True", "True"]
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    """Return a function that makes this process a rank of MPICH's, under no process of that name."""
+
+    def become(rank, size, local_rank, local_size):
+        numbers = {"PMI_RANK": rank, "PMI_SIZE": size, "MPI_LOCALRANKID": local_rank, "MPI_LOCALNRANKS": local_size}
+        for name, number in numbers.items():
+            monkeypatch.setenv(name, f"{number}")
+        monkeypatch.setenv("NCCLPY_LAUNCHER", "mpich")
+        monkeypatch.delenv("MASTER_ADDR", raising=False)
+        monkeypatch.delenv("MASTER_PORT", raising=False)
+        monkeypatch.setattr(launched, "_store", None)
+
+    return become
+
+
+def test_several_machines_need_an_address(ranks):
+    ranks(1, 4, 1, 2)
+    with pytest.raises(ValueError, match=r"has started 4 ranks, 2 of them on this machine, .*Set MASTER_ADDR and"):
+        rendezvous(1)
+
+
+def test_a_launcher_that_is_not_found_is_told(ranks):
+    ranks(0, 2, 0, 2)
+    with pytest.raises(ValueError, match=r"its process is not found above this one\. Set MASTER_ADDR=127"):
+        rendezvous(1)
+
+
+def test_a_folder_that_others_can_read_is_refused(ranks, tmp_path, monkeypatch):
+    ranks(0, 2, 0, 2)
+    monkeypatch.setattr(launched, "_launcher_process", lambda launcher: "1-1")
+    monkeypatch.setattr(launched.tempfile, "gettempdir", lambda: str(tmp_path))
+    (tmp_path / f"ncclpy-{os.getuid()}").mkdir(mode=0o755)
+    with pytest.raises(StoreError, match=r"has mode 755, .*set TMPDIR to a folder of your own"):
+        rendezvous(1)
+
+
+def test_rank_0_that_does_not_serve_is_told(ranks, tmp_path, monkeypatch):
+    ranks(1, 2, 1, 2)
+    monkeypatch.setattr(launched, "_launcher_process", lambda launcher: "1-1")
+    monkeypatch.setattr(launched.tempfile, "gettempdir", lambda: str(tmp_path))
+    with pytest.raises(ncclpy.NcclTimeout, match=r"rank 0 of 2 has not written .*/mpich-1-1 within 200 ms"):
+        rendezvous(0.2)
+
+
+@pytest.mark.parametrize(("timeout", "error"), [("1", TypeError), (-1, ValueError), (float("nan"), ValueError)])
+def test_what_is_no_timeout_is_told(timeout, error):
+    with pytest.raises(error, match="timeout: expected seconds >= 0 or None"):
+        rendezvous(timeout)

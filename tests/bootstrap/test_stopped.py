@@ -1,0 +1,74 @@
+"""Processes that are stopped, by a debugger or with the whole machine: nobody who lives is taken for dead."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+import testing
+
+HEARTBEAT = 2.0
+
+SERVER = f"""
+    import sys
+    from ncclpy.bootstrap import TCPStore
+    store = TCPStore("127.0.0.1", 0, serve=True, heartbeat={HEARTBEAT}, linger=0)
+    print(store.port, flush=True)
+    sys.stdin.readline()
+"""
+CLIENT = """
+    import sys, threading
+    from ncclpy.bootstrap import TCPStore
+    store = TCPStore("127.0.0.1", {port}, timeout=60)
+    store.set("alive/{number}", b"", ephemeral=True)
+    threading.Thread(target=store.get, args=("end",), daemon=True).start()
+    print("in", flush=True)
+    sys.stdin.readline()
+    print(store.check(["alive/0", "alive/1"]), flush=True)
+    sys.stdin.readline()  # until all have looked
+"""
+
+
+@contextlib.contextmanager
+def started(code):
+    program = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd="/",
+    )
+    with program:
+        try:
+            yield program
+        finally:
+            program.kill()
+
+
+# It takes twice the heartbeat and more, which is as long as a loaded machine may stop one process alone.
+@pytest.mark.parametrize("first", ["server", "clients"])
+def test_whoever_was_stopped_with_all_others_lives_on(first):
+    def told(program):
+        return testing.run_with_deadline(program.stdout.readline, timeout=60).strip()
+
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(started(SERVER))
+        port = told(server)
+        clients = [stack.enter_context(started(CLIENT.format(port=port, number=number))) for number in range(2)]
+        assert [told(each) for each in clients] == ["in"] * 2
+        everybody = [server, *clients] if first == "server" else [*clients, server]
+        for each in everybody:
+            os.kill(each.pid, signal.SIGSTOP)
+        time.sleep(2 * HEARTBEAT)
+        for each in everybody:
+            os.kill(each.pid, signal.SIGCONT)
+        time.sleep(HEARTBEAT)  # in which the dead would be noticed
+        for each in clients:
+            each.stdin.write("go on\n")
+            each.stdin.flush()
+            assert told(each) == "True"

@@ -1,0 +1,88 @@
+"""Watches that nobody needs any more, and callbacks that do what they should not."""
+
+import gc
+import sys
+
+import pytest
+from stores import KINDS
+
+import testing
+
+LONG = 20.0  # that only a hang meets
+
+
+@pytest.fixture(params=["local", "prefix-local", "tcp", "prefix-tcp"])
+def store(request, tmp_path):
+    with KINDS[request.param](tmp_path) as made:
+        yield made.store
+
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def test_a_watch_that_nobody_refers_to_ends(store):
+    value = bytes(1 << 20)
+    store.set("warm", value)
+    before = resident()
+    for _ in range(20):
+        store.watch("")
+        for _ in range(10):
+            store.set("a", value)
+    gc.collect()
+    # What 20 watches would have kept until the end of the store, 2 GiB, has room for much else.
+    testing.wait_for(lambda: resident() - before < 300 << 20, "what was told to nobody to be let go of")
+
+
+def test_what_is_watched_is_told_when_nobody_refers_to_the_watch_but_its_callback(store):
+    seen = []
+    store.watch("a", seen.append)
+    gc.collect()
+    store.set("a", b"1")
+    testing.wait_for(lambda: seen == [("a", b"1")])
+
+
+def test_a_callback_that_ends_its_thread_ends_the_watch(store):
+    def callback(change):
+        sys.exit()
+
+    watch = store.watch("a", callback)
+    store.set("a", b"1")
+    assert testing.run_with_deadline(lambda: watch.next(LONG)) is None
+
+
+def test_a_callback_may_close_its_watch_and_the_store(store):
+    seen = []
+
+    def callback(change):
+        seen.append(change)
+        watch.close()
+        store.close()
+
+    watch = store.watch("a", callback)
+    store.set("a", b"1")
+    testing.wait_for(lambda: store.closed)
+    assert seen == [("a", b"1")] and watch.next(LONG) is None
+
+
+@pytest.mark.parametrize("timeout", ["1", True, float("nan"), -1.0])
+def test_what_is_no_timeout_of_a_watch_is_refused(store, timeout):
+    with store.watch("") as watch, pytest.raises((TypeError, ValueError), match="timeout: expected seconds"):
+        watch.next(timeout)
+
+
+def test_a_watch_without_a_thread_for_its_callback_is_none(store, monkeypatch):
+    made = []
+    real = type(store)._watch
+    monkeypatch.setattr(type(store), "_watch", lambda self, prefix: (made.append(real(self, prefix)), made[-1])[1])
+
+    def no_thread(self):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("threading.Thread.start", no_thread)
+        with pytest.raises(RuntimeError, match="new thread"):
+            store.watch("a", print)
+    store.set("a", b"1")
+    assert made[-1].next(LONG) is None

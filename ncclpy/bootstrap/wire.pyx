@@ -50,6 +50,7 @@ cdef extern from "native/server.hpp" namespace "ncclpy::store" nogil:
         double heartbeat
         size_t max_value
         size_t max_answer
+        size_t capacity
         size_t max_backlog
 
     cdef cppclass NativeServer "ncclpy::store::Server":
@@ -91,6 +92,23 @@ def hmac(bytes key not None, bytes message not None):
     return <bytes>hmac_of(key, message)
 
 
+def parts(list fields not None, size_t step, size_t limit, size_t most):
+    """Divide fields into requests: `step` stay together, and one has `most` fields and `limit` bytes, or `step` fields."""
+    cdef size_t size = 0, start = 0, at, more
+    cdef Py_ssize_t total = len(fields)
+    found = []
+    for at in range(0, <size_t>total, step):
+        more = 0
+        for field in fields[at:at + step] if step > 1 else (fields[at],):
+            more += 5 + len(<bytes>field)
+        if at > start and (size + more > limit or at - start + step > most):
+            found.append(fields[start:at])
+            start, size = at, 0
+        size += more
+    found.append(fields[start:] if start else fields)
+    return found
+
+
 cdef class Server:
     """A server of keys, in a thread of its own."""
 
@@ -98,13 +116,14 @@ cdef class Server:
     cdef int made_in
 
     def __cinit__(self, list sockets not None, *, bytes token not None, double heartbeat, size_t max_value,
-                  size_t max_answer, size_t max_backlog):
+                  size_t max_answer, size_t capacity, size_t max_backlog):
         """Take listening sockets over, and serve."""
         cdef ServerOptions options
         options.token = token
         options.heartbeat = heartbeat
         options.max_value = max_value
         options.max_answer = max_answer
+        options.capacity = capacity
         options.max_backlog = max_backlog
         self.made_in = generation()
         self.server = new NativeServer(options)

@@ -25,8 +25,8 @@ PIPELINED, KEYS, REPEATED = 16, 64, 40
 ROUND_TRIPS = 2000
 MEETINGS = 3
 OURS = next(iter(RIVALS))
-#: Each client of torch's looks up the name of the address that it connects to. Where no name service answers that takes
-#: 5 s or more, and of 1,000 clients at once over 300 s; so none is asked.
+#: Each client of torch's looks up the name of the address that it connects to. Where no name service answers that
+#: takes 5 s or more, of 1,000 clients at once over 300 s; so none is asked.
 NO_LOOK_UPS = "RES_OPTIONS", "attempts:0"
 
 
@@ -55,8 +55,8 @@ def run(chosen: argparse.Namespace) -> int:
         f"Pipelined: {PIPELINED} clients, each of which sets {KEYS} keys of 32 bytes in one call (multi_set) and gets "
         "them in another (multi_get). A set and its get count as one.",
         "A set of torch's store does not wait for the server's answer; that of ours does.",
-        f"No name service is asked ({'='.join(NO_LOOK_UPS)}): each client of torch's store looks up a name, which takes it "
-        "5 s or more where none answers.",
+        f"No name service is asked ({'='.join(NO_LOOK_UPS)}): each client of torch's store looks up a name, which "
+        "takes it 5 s or more where none answers.",
         "A barrier of torch's store is made as torch.distributed makes it: add, set by the last, and wait by all.",
         "The server's time is that of its processors, its memory what is resident in its process: sockets are the "
         "kernel's and come on top of it.",

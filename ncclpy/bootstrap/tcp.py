@@ -235,7 +235,7 @@ class TCPStore(Store):
         if status == LATE:
             count, listed, *ranks = found
             raise absent_ranks(self, name, ranks[:listed], size, timeout, left=ranks[listed:], count=count)
-        return found[1:]
+        return found[1:] or [b""] * size
 
     def _watch(self, prefix: str) -> Watch:
         watch = _Watch(self, prefix)  # which ends if this raises, as nobody refers to it

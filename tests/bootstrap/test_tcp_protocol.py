@@ -135,6 +135,16 @@ def test_a_conversation_about_many_keys(inside, served):
     ]
 
 
+def test_a_conversation_about_a_meeting(inside, served):
+    """Where nobody has brought anything, as to a barrier, the answer is as short for many ranks as for few."""
+    come = [wire.frame(wire.GATHER, rank, wire.fields(b"name", rank, 1000, -1, b"")) for rank in range(1000)]
+    inside.sendall(b"".join(come))
+    assert sorted(wire.answer(inside)[2:] for _ in come) == [(rank, wire.fields(1000)) for rank in range(1000)]
+    come = [wire.frame(wire.GATHER, rank, wire.fields(b"name", rank, 2, -1, b"x" * rank)) for rank in range(2)]
+    inside.sendall(b"".join(come))
+    assert [wire.answer(inside)[3] for _ in come] == [wire.fields(2, b"", b"x")] * 2
+
+
 def test_answers_come_when_they_are_there_not_in_the_order_of_requests(inside):
     inside.sendall(
         wire.frame(wire.GET, 1, wire.fields(b"k", -1)) + wire.frame(wire.SET, 2, wire.fields(b"k", b"v", 0))

@@ -32,7 +32,7 @@ enum class Op : uint8_t {
   check = 7,        // count, keys                      -> all there?
   erase = 8,        // key                              -> was there?
   keys = 9,         // prefix                           -> count, keys
-  gather = 10,      // name, rank, size, microseconds, value -> size, values
+  gather = 10,      // name, rank, size, microseconds, value -> size, values; none if all are empty
   watch = 11,       // prefix                           -> ; then `change` with this id
   unwatch = 12,     // id of the watch                  ->
   cancel = 13,      // id of a request; not answered, nor is that request

@@ -344,14 +344,14 @@ bool Table::do_gather(uint64_t connection, uint64_t id, Reader in, double now) {
   return true;
 }
 
-// All have come: each gets the values of all.
+// All have come: each gets the values of all. Where there is none, as in a barrier, that is not said of each.
 void Table::hold(Meeting& meeting) {
   size_t bytes = 0;
-  for (auto& [rank, pending] : meeting.came) bytes += pending->value->size() + 5;
-  const bool fits = bytes <= max_answer_;
+  for (auto& [rank, pending] : meeting.came) bytes += pending->value->size();
+  const bool any = bytes > 0, fits = !any || bytes + 5 * meeting.came.size() <= max_answer_;
   Writer values;
-  if (fits) {
-    values.body.reserve(bytes);
+  if (any && fits) {
+    values.body.reserve(bytes + 5 * meeting.came.size());
     for (auto& [rank, pending] : meeting.came) values.bytes(*pending->value);
   }
   const auto shared = std::make_shared<const std::string>(std::move(values.body));

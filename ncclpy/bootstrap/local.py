@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import weakref
@@ -118,13 +119,16 @@ class LocalStore(Store):
                 sleeper = _Sleeper()
                 self._sleepers.setdefault(missing[0], set()).add(sleeper)
             try:
-                sleeper.sleep(deadline, lambda key=missing[0]: key in self._values)
+                sleeper.sleep(deadline, functools.partial(self._has, missing[0]))
             finally:
                 with self._lock:
                     others = self._sleepers.get(missing[0], set())
                     others.discard(sleeper)
                     if not others:
                         self._sleepers.pop(missing[0], None)
+
+    def _has(self, key: str) -> bool:
+        return key in self._values
 
     def _check(self, keys: list[str], deadline: float) -> bool:
         with self._lock:

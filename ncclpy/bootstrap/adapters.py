@@ -29,11 +29,13 @@ def as_store(obj: object) -> Store:
     ------
     TypeError
         If it is none of these.
+    RuntimeError
+        On the other ranks of an mpi4py communicator, if its rank 0 cannot serve; there the cause is raised.
     """
     if isinstance(obj, Store):
         return obj
     for base in type(obj).__mro__:
-        package = base.__module__.partition(".")[0]
+        package = str(base.__module__).partition(".")[0]
         if package in _ADAPTERS:
             store: Store | None = importlib.import_module(f"ncclpy.interop.{_ADAPTERS[package]}").adapt(obj)
             if store is not None:

@@ -133,7 +133,7 @@ def _listen(family: int, address: tuple) -> socket.socket:
     made = socket.socket(family, socket.SOCK_STREAM)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was served just before
-        if family == socket.AF_INET6:
+        if family == socket.AF_INET6 and not address[0].startswith("::ffff:"):  # which is one of v4, for v6 sockets
             made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # this address and no other
         made.bind(address)
         made.setblocking(False)

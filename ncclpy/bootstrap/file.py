@@ -46,6 +46,13 @@ class FileStore(Store):
         The folder. It is made if it is not there; one that has something else in it is refused.
     timeout
         Seconds that an operation may take where it is not told otherwise.
+
+    Raises
+    ------
+    StoreError
+        If the folder holds something else than a store, or a file is in its place.
+    NcclTimeout
+        If another process, which may be stopped, holds the store's lock all the time.
     """
 
     def __init__(self, path: str | os.PathLike[str], timeout: float = TIMEOUT) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
+import re
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 from ncclpy.bootstrap.store import TIMEOUT, Store, StoreError
@@ -14,13 +14,14 @@ from ncclpy.bootstrap.watch import SLICE, Change, Queue, Watch
 
 __all__ = ["LocalStore", "changed", "not_within", "summed"]
 
+_NUMBER = re.compile(rb"-?[0-9]{1,20}")
+
 
 def summed(store: Store, key: str, value: bytes | None, number: int) -> int:
     """Return the sum of a number that is kept as text and another."""
-    try:
-        total = int(value or b"0") + number
-    except ValueError:
-        raise StoreError(f"{store}: the value of {key!r} is no number: {value!r:.60}") from None
+    if value is not None and not _NUMBER.fullmatch(value):  # int() takes more, spaces for one, and other stores do not
+        raise StoreError(f"{store}: the value of {key!r} is no number: {value!r:.60}")
+    total = int(value or b"0") + number
     if not -(1 << 63) <= total < 1 << 63:
         raise StoreError(f"{store}: the sum {total} for {key!r} has more than 64 bits")
     return total
@@ -116,19 +117,17 @@ class LocalStore(Store):
                 missing = [key for key in dict.fromkeys(keys) if key not in self._values]
                 if not missing or time.monotonic() >= deadline:
                     return missing
+                first = missing[0]
                 sleeper = _Sleeper()
-                self._sleepers.setdefault(missing[0], set()).add(sleeper)
+                self._sleepers.setdefault(first, set()).add(sleeper)
             try:
-                sleeper.sleep(deadline, functools.partial(self._has, missing[0]))
+                sleeper.sleep(deadline, self._values, first)
             finally:
                 with self._lock:
-                    others = self._sleepers.get(missing[0], set())
+                    others = self._sleepers.get(first, set())
                     others.discard(sleeper)
                     if not others:
-                        self._sleepers.pop(missing[0], None)
-
-    def _has(self, key: str) -> bool:
-        return key in self._values
+                        self._sleepers.pop(first, None)
 
     def _check(self, keys: list[str], deadline: float) -> bool:
         with self._lock:
@@ -175,11 +174,11 @@ class _Sleeper:
         self._awake = threading.Lock()
         self._awake.acquire()
 
-    def sleep(self, deadline: float, there: Callable[[], bool]) -> None:
+    def sleep(self, deadline: float, values: Mapping[str, bytes], key: str) -> None:
         # In slices: while Python waits for a lock a signal wakes it at once, but one that came just before does not.
         while not self._awake.acquire(timeout=max(0.0, min(SLICE, deadline - time.monotonic()))):
             # Whoever was to wake it may have been torn from that by a signal handler that raises.
-            if there() or time.monotonic() >= deadline:
+            if key in values or time.monotonic() >= deadline:
                 return
 
     def wake(self) -> None:

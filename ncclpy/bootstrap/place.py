@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
+__all__ = ["Place", "environment"]
+
 
 class Place(NamedTuple):
     """One process among those that were started together.

@@ -56,7 +56,8 @@ class Store:
     acknowledged: when it returns, everybody sees it. Any number of threads may use one store, and one that waits holds
     up no other. Every operation ends within its `timeout`, in seconds, or within the store's where it is None, and
     raises `NcclTimeout` then, which names what is absent and has it as a list in ``missing``. Ctrl-C and other signal
-    handlers run meanwhile.
+    handlers run meanwhile. A store that is closed, also while it is waited in, raises `StoreError`, and one whose
+    server is gone `StoreLost`.
 
     A store of one's own defines `_set`, `_get`, `_add`, `_compare_set`, `_append`, `_wait`, `_check`, `_delete`,
     `_keys` and `_close`. They get arguments that have been looked at, and a deadline on the clock of `time.monotonic`,

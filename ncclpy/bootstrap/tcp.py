@@ -80,6 +80,17 @@ class TCPStore(Store):
         stays.
     linger
         Seconds that the one who serves waits in `close`, and at exit, for others that have not left yet.
+
+    Raises
+    ------
+    NcclTimeout
+        If no server answers in time; the message says what each address did.
+    StoreError
+        If what answers is no store, speaks another version of the protocol or knows another token.
+    OSError
+        If it cannot serve there: the port is taken, or the address is not this machine's.
+    ValueError
+        If it would serve where other machines can reach it, without a token.
     """
 
     def __init__(
@@ -98,6 +109,8 @@ class TCPStore(Store):
         self._closed = True  # until it is made
         if not isinstance(host, str):
             raise TypeError(f"host: expected a str, got {host!r}")
+        if not host or "\0" in host:
+            raise ValueError(f"host: expected a name or an address, got {host!r}")
         if isinstance(port, bool) or not isinstance(port, int):
             raise TypeError(f"port: expected an int, got {port!r}")
         if not (0 if serve else 1) <= port < 1 << 16:
@@ -182,12 +195,12 @@ class TCPStore(Store):
         self._ask(f"append to {names([key])}", APPEND, (_utf8(key), value), deadline)
 
     def _wait(self, keys: list[str], deadline: float) -> list[str]:
-        fields = (_microseconds(deadline), len(keys), *map(_utf8, keys))
+        fields = (_microseconds(deadline), len(keys), *_in_one_frame(keys))
         status, found = self._wait_for("wait", WAIT, fields, deadline)
         return [_text(key) for key in found[1:]] if status == LATE else []
 
     def _check(self, keys: list[str], deadline: float) -> bool:
-        return bool(self._ask("check", CHECK, (len(keys), *map(_utf8, keys)), deadline)[0])
+        return bool(self._ask("check", CHECK, (len(keys), *_in_one_frame(keys)), deadline)[0])
 
     def _delete(self, key: str, deadline: float) -> bool:
         return bool(self._ask("delete", DELETE, (_utf8(key),), deadline)[0])
@@ -358,6 +371,13 @@ def _secret(token: str | bytes | None) -> bytes:
 
 def _utf8(key: str) -> bytes:
     return key.encode("utf-8", "surrogatepass")
+
+
+def _in_one_frame(keys: list[str]) -> list[bytes]:
+    named = [_utf8(key) for key in keys]
+    if (size := sum(map(len, named)) + 5 * len(named)) > MAX_VALUE:
+        raise ValueError(f"keys: {len(keys)} keys of {size} bytes are more than {MAX_VALUE >> 20} MiB at a time")
+    return named
 
 
 def _text(key: bytes) -> str:

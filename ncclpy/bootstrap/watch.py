@@ -46,6 +46,11 @@ class Watch:
         ----------
         timeout
             Seconds after which this raises `NcclTimeout`; None waits as long as it takes.
+
+        Raises
+        ------
+        StoreLost
+            If the store's server is gone.
         """
         deadline = time.monotonic() + as_seconds(timeout, math.inf)
         while True:

@@ -144,6 +144,7 @@ cdef class Handle:
         return raw
 
     cdef ncclComm_t guard_now(self, bint take) noexcept nogil:
+        """Return the guard or, to abort or destroy it, take it away: only one does so."""
         cdef ncclComm_t guard
         mutex_lock(&self.gate)
         guard = self.guard

@@ -6,17 +6,20 @@ import os
 import pty
 import re
 import select
+import shlex
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import runs
+from paths import SUPPORT
 
 import testing
 from ncclpy.cli.main import main
-from ncclpy.cli.run import output
+from ncclpy.cli.run import output, ranks
 from ncclpy.cli.run.output import Lines
 
 
@@ -440,3 +443,53 @@ def test_a_run_within_a_run_ends_with_it(program):
         process.kill()
         process.wait(runs.TIMEOUT)
         runs.wait_until_gone(pids)
+
+
+# What the launcher itself lacks.
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_standard_streams_may_be_closed(program, closed):
+    path, folder = program("note(); rank or sys.stdin.read(); print('out'); print('err', file=sys.stderr)")
+    line = f"exec {' '.join(map(shlex.quote, runs.command('-n', 2, path, folder)))} {closed}"
+    done = subprocess.run(
+        ["sh", "-c", line], input="", capture_output=True, text=True, env=runs.environment(), timeout=runs.TIMEOUT,
+        cwd=SUPPORT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    out, err = ([f"[{rank}] {word}" for rank in range(2)] for word in ("out", "err"))
+    assert sorted(done.stdout.splitlines()) == (out if " >&-" not in f" {closed}" else [])
+    assert sorted(done.stderr.splitlines()) == (err if "2>&-" not in closed else [])
+    assert len(runs.wait_for_pids(folder, 2)) == 2
+
+
+@pytest.mark.parametrize("limit", range(14, 30, 4))
+def test_a_limit_of_descriptors_is_told(program, limit):
+    path, folder = program("note(); time.sleep(1000)")
+    line = f"ulimit -n {limit}; exec {' '.join(map(shlex.quote, runs.command('-n', 20, path, folder)))}"
+    done = subprocess.run(
+        ["sh", "-c", line], capture_output=True, text=True, env=runs.environment(), timeout=runs.TIMEOUT, cwd=SUPPORT
+    )
+    assert done.returncode in (1, 126) and "Traceback" not in done.stderr, done.stderr
+    assert "Too many open files" in done.stderr or "ulimit -n" in done.stderr
+
+
+def test_a_token_that_is_empty_is_none(program):
+    done = runs.run("-n", 1, *program("print(os.environ['NCCLPY_STORE_TOKEN'])"), env={"NCCLPY_STORE_TOKEN": ""})
+    assert len(runs.of_rank(done.stdout, 0)[0]) == 64
+
+
+def test_a_process_of_another_user_is_left_to_itself(monkeypatch):
+    with contextlib.closing(ranks.Ranks()) as started:
+        pipes = started.start(0, [sys.executable, "-c", "import time; time.sleep(1000)"], os.environ, None)
+
+        def refused(pid, number):
+            raise PermissionError(1, "Operation not permitted")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "killpg", refused)
+            started.send(signal.SIGTERM)
+        assert started.running
+        started.end()
+        for each in pipes:
+            os.close(each)

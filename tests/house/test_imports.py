@@ -97,6 +97,14 @@ def test_a_room_uses_only_rooms_below(path):
         assert FLOORS[used] < FLOORS[room], f"{room} (floor {FLOORS[room]}) uses {name} (floor {FLOORS[used]})"
 
 
+@pytest.mark.parametrize("room", ["bootstrap", "interop", "cli"])
+def test_bytes_of_others_are_not_unpickled(room):
+    paths = [path for path in sources() if path.relative_to(PACKAGE).parts[0] == room]
+    assert paths
+    unpicklers = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
+    assert {path.name for path in paths if {name.split(".")[0] for name in imports(path)} & unpicklers} == set()
+
+
 def modules_in_order(room: str) -> list[str]:
     """Return the modules of a room as docs/design.md names them, each before those that are built on it."""
     floors = (

@@ -20,6 +20,7 @@ _INTERRUPTED = 130
 def run(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
     """Run the program in all processes and return the exit code of the first that failed, or 0."""
     arguments.check(parser, given)
+    _open_streams()
     try:
         meeting = Meeting(given.rdzv, given.node_rank, given.nnodes, given.nproc, given.timeout)
     except (NcclError, OSError, ValueError) as error:
@@ -32,8 +33,23 @@ def run(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
         return _run(given, meeting)
 
 
+def _open_streams() -> None:
+    """Open what standard streams are closed, as a daemon's are: pipes and sockets would get their numbers."""
+    for number, name, mode in (0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w"):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, closefd=False))
+
+
 def _run(given: argparse.Namespace, meeting: Meeting) -> int:
-    ranks = Ranks()
+    try:
+        ranks = Ranks()
+    except OSError as error:
+        say(f"no process can be started: {error.strerror}")
+        return 1
     try:
         supervisor = Supervisor(ranks, given.grace, not given.no_kill, meeting.failed)
         output = Output(supervisor.broken)

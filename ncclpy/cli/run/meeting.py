@@ -44,7 +44,7 @@ class Meeting:
     def __init__(self, address: tuple[str, int] | None, node: int, nodes: int, nproc: int, timeout: float) -> None:
         host, port = address or (_LOOPBACK, 0)
         self._node, self._nodes = node, nodes
-        token = os.environ.get(_TOKEN)
+        token = os.environ.get(_TOKEN) or None
         if token is None and nodes == 1:
             token = secrets.token_hex(32)  # other users of this machine can reach the port, and do not know this
         self._store = TCPStore(host, port, serve=node == 0, token=token, timeout=timeout, linger=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import signal
@@ -65,7 +66,7 @@ class Rank:
     def send(self, number: int, *, group: bool = True) -> None:
         """Send a signal to the process, or to it and those that it has started in its process group."""
         if self.code is None:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # what sudo has started is root's
                 (os.killpg if group else os.kill)(self.pid, number)
 
     def reap(self) -> None:
@@ -98,9 +99,11 @@ class Ranks:
 
     def start(self, rank: int, command: Sequence[str], env: Mapping[str, str], stdin: int | None) -> tuple[int, int]:
         """Start the process of a rank; return the pipes that its standard output and standard error come through."""
-        out, out_theirs = os.pipe()
-        err, err_theirs = os.pipe()
+        pipes: list[int] = []
         try:
+            pipes += os.pipe()
+            pipes += os.pipe()
+            out, out_theirs, err, err_theirs = pipes
             process = subprocess.Popen(
                 command,
                 env={**env, RUN: self.mark},
@@ -110,13 +113,13 @@ class Ranks:
                 start_new_session=True,
             )
         except OSError as error:
-            os.close(out)
-            os.close(err)
+            for each in pipes:
+                os.close(each)
             code = _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE
-            raise StartError(f"{command[0]!r} cannot be started: {error.strerror}", code) from None
-        finally:
-            os.close(out_theirs)
-            os.close(err_theirs)
+            hint = " (ulimit -n; each process takes two here)" if error.errno == errno.EMFILE else ""
+            raise StartError(f"{command[0]!r} cannot be started: {error.strerror}{hint}", code) from None
+        os.close(out_theirs)
+        os.close(err_theirs)
         self.all.append(Rank(rank, process))
         self._tell_guard(b"%d\n" % process.pid)
         return out, err

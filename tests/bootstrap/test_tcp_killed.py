@@ -1,0 +1,80 @@
+"""A TCPStore's server that is killed while its clients are in the middle of whatever they do."""
+
+import random
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import ncclpy
+from ncclpy.bootstrap import StoreLost, TCPStore
+
+LONG = 30.0  # that only a hang meets
+
+SERVER = """
+from ncclpy.bootstrap import TCPStore
+store = TCPStore("127.0.0.1", 0, serve=True)
+print(store.port, flush=True)
+store.get("never", 1e9)
+"""
+
+
+def connect(port):
+    with TCPStore("127.0.0.1", port, timeout=0.5):
+        pass
+
+
+def watched(store, port):
+    with store.watch("w") as watch:
+        store.set("w", b"1")
+        watch.next(LONG)
+
+
+#: What a client does, again and again.
+STEPS = {
+    "set": lambda store, port: store.set("a", b"1"),
+    "a large set": lambda store, port: store.set("b", bytes(3 << 20)),
+    "a large get": lambda store, port: (store.set("c", bytes(3 << 20)), store.get("c")),
+    "get": lambda store, port: store.get("never"),
+    "add": lambda store, port: store.add("n", 1),
+    "compare_set": lambda store, port: store.compare_set("a", b"1", b"1"),
+    "many": lambda store, port: (store.multi_set({f"m{i}": b"1" for i in range(500)}), store.multi_get(["m1"] * 500)),
+    "barrier": lambda store, port: store.barrier("of those who never come", 0, 2),
+    "watch": watched,
+    "connect": lambda store, port: connect(port),
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_a_client_does_it_is_told_that_its_server_was_killed(seed):
+    """Neither kept waiting nor told anything else."""
+    server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True, cwd="/")
+    told = {}
+    begun = threading.Barrier(len(STEPS) + 1)
+    try:
+        port = int(server.stdout.readline())
+
+        def client(name):
+            step = STEPS[name]
+            with TCPStore("127.0.0.1", port, timeout=60) as store:
+                begun.wait(LONG)
+                with pytest.raises((StoreLost, ncclpy.NcclTimeout)) as caught:
+                    while True:
+                        step(store, port)
+            told[name] = caught.type
+
+        with ThreadPoolExecutor(len(STEPS)) as pool:
+            clients = [pool.submit(client, name) for name in STEPS]
+            begun.wait(LONG)
+            time.sleep(random.Random(seed).random() / 4)
+            server.kill()
+            for each in clients:
+                each.result(LONG)
+    finally:
+        server.kill()
+        server.communicate()
+    # Who was about to come cannot know that there was a server.
+    assert told == dict.fromkeys(STEPS, StoreLost) | {"connect": ncclpy.NcclTimeout}

@@ -3,6 +3,8 @@
 import logging
 import os
 import re
+import threading
+import time
 
 import pytest
 import store_wire as wire
@@ -36,6 +38,30 @@ def test_many_threads_on_one_client(serve, pool):
     client.multi_set({f"late {i}": b"%d" % i for i in range(4)})
     assert [each.result(LONG) for each in waiting] == [b"0", b"1", b"2", b"3"]
     client.close()
+
+
+def test_a_thread_that_waits_sleeps(serve, pool):
+    """Handlers of signals run in the main thread; a thousand others that look for them would keep it from doing so."""
+    store, waiting = serve(), []
+
+    def body():
+        waiting.append(threading.get_native_id())
+        return store.get("a", 60)
+
+    found = [pool.submit(body) for _ in range(4)]  # one reads, the others are woken by it
+    testing.wait_for(lambda: len(waiting) == 4)
+    time.sleep(0.5)
+    before = [woken(task) for task in waiting]
+    time.sleep(2)
+    assert max(after - first for after, first in zip(map(woken, waiting), before, strict=True)) < 10
+    store.set("a", b"1")
+    assert [each.result(LONG) for each in found] == [b"1"] * 4
+
+
+def woken(task):
+    """Return how often a thread of this process has gone to sleep."""
+    with open(f"/proc/self/task/{task}/status") as file:
+        return int(re.search(r"^voluntary_ctxt_switches:\s*(\d+)", file.read(), re.MULTILINE)[1])
 
 
 def test_stores_that_nobody_closed_end_silently():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 __all__ = ["Completion"]
 
 
-class Completion(NamedTuple):
+@dataclass(frozen=True)
+class Completion:
     """Tell of an operation of a process group that has come to its end.
 
     Attributes

@@ -11,6 +11,7 @@ from urllib.parse import quote
 from ncclpy.bootstrap.asked import ranks_text
 from ncclpy.bootstrap.prefix import PrefixStore
 from ncclpy.bootstrap.store import Store, StoreError
+from ncclpy.bootstrap.watch import Change, Watch
 from ncclpy.core.creation import get_unique_id
 from ncclpy.core.errors import NcclTimeout, seconds
 
@@ -46,7 +47,7 @@ class Notices:
         self.name, self.rank, self.size = name, rank, size
         self.store = PrefixStore(f"{place}/{self.number}", store)
         self._over = threading.Event()
-        self._watch = None
+        self._watch: Watch | None = None
 
     def unique_id(self, label: str, members: list[int], timeout: float) -> bytes:
         """Meet the other ranks of a communicator under the deadline, and return the id that the first of them makes.
@@ -76,19 +77,22 @@ class Notices:
     def listen(self, ended: Callable[[str], object]) -> None:
         """Call back once a rank has told that the group has ended, in a thread of its own."""
 
-        def take(text: bytes) -> None:
-            if not self._over.is_set():
+        def take(text: bytes | None) -> None:
+            if text is not None and not self._over.is_set():
                 ended(text.decode(errors="replace"))
 
+        def look(change: Change) -> None:
+            take(change.value)
+
         try:
-            self._watch = self.store.watch(_ENDED, lambda change: change.value is not None and take(change.value))
+            self._watch = self.store.watch(_ENDED, look)
         except StoreError:  # it cannot tell of changes
             threading.Thread(target=self._ask, args=(take,), name="ncclpy-group", daemon=True).start()
             return
         if self.store.check([_ENDED]):  # before the watch began
             take(self.store.get(_ENDED))
 
-    def _ask(self, take: Callable[[bytes], None]) -> None:
+    def _ask(self, take: Callable[[bytes | None], None]) -> None:
         while not self._over.is_set():
             try:
                 take(self.store.get(_ENDED, _SLICE))

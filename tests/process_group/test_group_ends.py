@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
-import time
 import weakref
 
 import numpy as np
@@ -22,7 +21,7 @@ HANG = "rank=1 call=AllReduce at=run do=hang"
 def test_who_has_not_come_is_named(host_engine):
     group = ncclpy.ProcessGroup(LocalStore(), 1, 3, device=0, timeout=0.3)
     work = group.all_reduce(np.ones(3))
-    with pytest.raises(ncclpy.NcclTimeout, match=r"is pending .*the 3 ranks of communicator 'all', which is being made"):
+    with pytest.raises(ncclpy.NcclTimeout, match=r"is pending .*the 3 ranks of communicator 'all', which"):
         work.wait(0.01)
     assert isinstance(work.exception(DEADLINE), ncclpy.NcclTimeout)
     assert work.exception().missing == [0, 2]
@@ -39,7 +38,7 @@ def test_connect_waits_until_the_communicator_stands(host_engine):
     def body(group):
         assert group.communicator is None
         if group.rank == 0:
-            with pytest.raises(ncclpy.NcclTimeout, match="communicator 'all' of 2 ranks is not made after 0.05 s"):
+            with pytest.raises(ncclpy.NcclTimeout, match=r"communicator 'all' of 2 ranks is not made after 0\.05 s"):
                 group.connect(timeout=0.05)
             late.set()
         assert late.wait(DEADLINE)
@@ -77,7 +76,11 @@ def test_a_deadline_ends_the_group_on_all_ranks(host_engine, how):
 
 @pytest.mark.parametrize("kind", ["local", "file", "tcp"])
 def test_an_abort_reaches_all_ranks(host_engine, kind, tmp_path):
-    stores = {"local": LocalStore, "file": lambda: FileStore(tmp_path / "s"), "tcp": lambda: TCPStore("127.0.0.1", 0, serve=True)}
+    stores = {
+        "local": LocalStore,
+        "file": lambda: FileStore(tmp_path / "s"),
+        "tcp": lambda: TCPStore("127.0.0.1", 0, serve=True),
+    }
     told, together = [], threading.Barrier(3)
 
     def body(group):

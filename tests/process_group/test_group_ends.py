@@ -65,6 +65,7 @@ def test_a_deadline_ends_the_group_on_all_ranks(host_engine, how):
                 work = group.all_reduce(array, timeout=0.2 if how == "operation" else None)
             error = work.exception(DEADLINE)
             assert isinstance(error, ncclpy.NcclTimeout) and group.error is error
+            assert "missing: 1" in str(error)
         with pytest.raises(ncclpy.NcclAborted, match="has ended") as caught:
             group.barrier()
         assert caught.value.__cause__ is error

@@ -96,14 +96,17 @@ cdef class Connection(Clique):
     def _exchange(self, comm):
         """Have NCCL connect the two ranks, both ways."""
         memory = _device.allocate(16, comm.device)
-        try:
-            stream = Stream(comm.device)
-            with Group():
-                comm.send((memory, 1, "uint8"), 1 - comm.rank, stream=stream)
-                comm.recv((memory + 8, 1, "uint8"), 1 - comm.rank, stream=stream)
-            stream.synchronize(None if self.limit == FOREVER else self.limit)
-        finally:
-            _device.free(memory)
+        stream = Stream(comm.device)
+        with Group():
+            comm.send((memory, 1, "uint8"), 1 - comm.rank, stream=stream)
+            comm.recv((memory + 8, 1, "uint8"), 1 - comm.rank, stream=stream)
+        stream.synchronize(None if self.limit == FOREVER else self.limit)
+        _device.free(memory)  # after an error something may still write there
+
+    def close(self):
+        """Close the communicator; nothing may run on it."""
+        Clique.close(self)
+        self.settled.set()
 
     cdef list ready(self, list comms, list streams):
         """Take the communicator over and launch what has waited for it; return that, to be let go of."""

@@ -1,5 +1,6 @@
 """A process group: one rank's view of the ranks that it works with, over a store and NCCL."""
 
+import functools
 import json
 
 from cpython.pythread cimport PyThread_get_thread_ident
@@ -11,6 +12,7 @@ from ncclpy.core.lower cimport Lowered
 from ncclpy.core.operation cimport ALL_REDUCE, REDUCE, REDUCE_SCATTER, Operation
 from ncclpy.core.stream cimport Stream
 from ncclpy.core.wait cimport FOREVER, as_timeout
+from ncclpy.engine.callbacks cimport users
 from ncclpy.engine.launcher cimport launch_here
 from ncclpy.engine.monitor cimport ensure_running
 from ncclpy.engine.streams cimport record_producer
@@ -332,10 +334,13 @@ high_priority=False, timing=False)
         self.completions = [*self.completions, Tells(self.rank, self.name, hook)]
 
     def on_abort(self, hook):
-        """Call ``hook(error)`` once the group has ended before its time, in a thread for callbacks."""
+        """Call ``hook(error)`` once the group has ended before its time, in a thread for callbacks; at once if it has."""
         if not callable(hook):
             raise TypeError(f"hook: expected a callable, got {type(hook).__name__}")
         self.aborts = [*self.aborts, hook]
+        error = self.failure
+        if error is not None:
+            users.give(functools.partial(hook, error))
 
     def health_check(self, timeout=None):
         """Raise unless all ranks answer: a `barrier`, waited for.

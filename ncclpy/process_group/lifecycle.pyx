@@ -134,8 +134,9 @@ cdef class Lifecycle(BlockOwner):
         if found is not None:
             return found
         members = list(range(self.size)) if peer < 0 else sorted([self.rank, peer])
+        title = self.name if peer < 0 else f"{self.name} {label}"
         made = Connection(
-            _Owner(self), label, self.name if peer < 0 else f"{self.name} {label}", peer, self.device, members.index(self.rank), len(members), self.site,
+            _Owner(self), label, title, peer, self.device, members.index(self.rank), len(members), self.site,
             _meeting_of(self.notices, label, members), self.timeout,
         )
         with self.lock:
@@ -215,7 +216,8 @@ cdef class Lifecycle(BlockOwner):
         else:
             error = NcclAborted(f"process group {self.name!r} was closed")
         connection.fail(error)
-        abort_aside(comms, "it is not needed any more")
+        if comms:
+            abort_aside(comms, "it is not needed any more")
 
     # Its end.
 
@@ -273,7 +275,7 @@ cdef class Lifecycle(BlockOwner):
         error = NcclAborted(f"process group {self.name!r} was aborted by rank {self.rank}: {text}")
         if isinstance(reason, BaseException):
             error.__cause__ = reason
-        telling = self._fail(error, text)
+        telling = self._fail(error, text, exits=False)
         if telling is not None:
             telling.join(1.0)
 
@@ -281,10 +283,10 @@ cdef class Lifecycle(BlockOwner):
         """Take the news from another rank that the group has ended."""
         self._fail(NcclAborted(f"process group {self.name!r} was ended by {text}"), None)
 
-    def _fail(self, error, text, Connection but=None):
+    def _fail(self, error, text, Connection but=None, bint exits=True):
         """End the group with an error, unless it has ended; tell the others a text, if there is one.
 
-        `but` is a connection that sees to itself. Return the thread that tells.
+        `but` is a connection that sees to its own end. Return the thread that tells.
         """
         cdef Connection one
         with self.lock:
@@ -293,35 +295,43 @@ cdef class Lifecycle(BlockOwner):
             self.failure = error
             connections = list(self.connections.values())
             alone, self.alone = self.alone, []
+            if but is not None:
+                but.state = GONE
+        exits = exits and self.on_error != "abort"
+        if exits and self.on_error == "exit_now":
+            self._exit(error)
         telling = None
         if text is not None:
             told = f"rank {self.rank} of {self.size}: {text}"
             telling = threading.Thread(target=self.notices.tell, args=(told,), name="ncclpy-group-end", daemon=True)
             telling.start()
-        if self.on_error == "exit_now":
-            self._exit(error)
         comms = []
-        others = NcclAborted(f"process group {self.name!r} has ended: {text_of(error)}")
-        others.__cause__ = error
+        others = error
+        if type(error) is not NcclAborted:
+            others = NcclAborted(f"process group {self.name!r} has ended: {text_of(error)}")
+            others.__cause__ = error
         for one in connections:
             if one is not but:
-                comms += one.abort(error if type(error) is NcclAborted else others)
-                one.settled.set()
+                comms += one.abort(others)
         for request in alone:
             (<Request>request).work.settle(others)
             (<Request>request).work.tidy()
-        self.abort_thread = abort_aside(comms, text_of(error))
+        if comms:
+            self.abort_thread = abort_aside(comms, text_of(error))
         for hook in self.aborts:
             users.give(functools.partial(hook, error))
-        if self.on_error == "exit":
-            self.abort_thread.join(ABORT_DEADLINE)
-            if telling is not None:
-                telling.join(1.0)
-            self._exit(error)
+        if exits:
+            threading.Thread(target=self._exit, args=(error, telling, but), name="ncclpy-group-exit").start()
         return telling
 
-    def _exit(self, error):
-        """End the process, as `on_error` asks for."""
+    def _exit(self, error, telling=None, Connection but=None):
+        """End the process, as `on_error` asks for; once the others were told and the communicators are aborted."""
+        cdef double deadline = now() + ABORT_DEADLINE
+        for thread in (telling, self.abort_thread):
+            if thread is not None:
+                thread.join(ABORT_DEADLINE)
+        while but is not None and but.launches and now() < deadline:
+            time.sleep(0.001)
         print(
             f"ncclpy: rank {self.rank} of process group {self.name!r} ends its process with status {_EXIT_CODE}, as "
             f"on_error={self.on_error!r} says: {text_of(error)}",
@@ -378,11 +388,10 @@ cdef class Lifecycle(BlockOwner):
             (<Request>request).work.settle(error)
             (<Request>request).work.tidy()
         for one in connections:
-            if one.state == MADE and drained:
+            if one.state == MADE and drained and self.failure is None:
                 one.close()
             elif one.alive:
                 comms += one.abort(error)
-            one.settled.set()
         self.notices.close()
         thread = abort_aside(comms, "its process group was closed") if comms else self.abort_thread
         if thread is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import time
 import weakref
 
 import numpy as np
@@ -273,7 +274,8 @@ def test_a_process_may_end_with_its_group(host_engine, on_error):
         import threading, time, numpy as np, ncclpy
         from ncclpy.bootstrap import LocalStore
         group = ncclpy.ProcessGroup(LocalStore(), 0, 2, device=0, timeout=0.2, on_error={on_error!r})
-        group.all_reduce(np.ones(3))
+        work = group.all_reduce(np.ones(3))
+        work.add_done_callback(lambda work: print("told", flush=True))
         time.sleep(60)
         """,
         check=False,
@@ -281,3 +283,16 @@ def test_a_process_may_end_with_its_group(host_engine, on_error):
     assert done.returncode == 70
     assert f"as on_error={on_error!r} says" in done.stderr and "rank 1" in done.stderr
     assert ("ncclpy-recorder" in done.stderr) == (on_error == "exit")
+
+
+def test_an_abort_that_was_asked_for_does_not_end_the_process(host_engine):
+    def body(group):
+        if group.rank == 0:
+            group.abort("asked for")
+            time.sleep(0.2)
+            told = []
+            group.on_abort(told.append)  # late
+            testing.wait_for(lambda: told)
+            assert told == [group.error]
+
+    run_groups(1, body, on_error="exit")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -70,7 +71,7 @@ def test_a_rank_that_is_killed_ends_the_group_of_all(tmp_path):
         "--no-kill",
     )
     assert code == 128 + 9, said
-    assert "rank 0 has heard: ncclCommGetAsyncError: remote process exited" in said, said
+    assert re.search(r"rank 0 has heard: nccl\w+: remote process exited", said), said  # by the next call, or in it
     assert "rank 2 has heard: process group 'default' was ended by rank 0 of 3" in said, said
     assert said.count("rank 1 of 3 is dead") >= 2, said
 

@@ -2,7 +2,7 @@
 
 The ranks are threads. All of a run's groups begin the same operations, while calls of NCCL fail, are late, hang or
 compute something else; the store is slow or lost at times, and now and then a rank stops, aborts, or is never there.
-Every work must end once, before the run's deadline; a result must be right unless a fault has corrupted it; and nothing
+Every work must end once, before the run's deadline; a result must be right unless a fault has corrupted it; nothing
 may be left behind. Prints one JSON object a run.
 """
 

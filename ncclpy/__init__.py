@@ -62,6 +62,7 @@ if _os.environ.get("NCCLPY_DUMP_ON_TIMEOUT"):  # which the module looks at; nobo
 if _typing.TYPE_CHECKING:
     from ncclpy import bindings, bootstrap
     from ncclpy import testing as testing
+    from ncclpy.process_group import Completion, ProcessGroup, init_process_group
 
 __all__ = [
     "AVG",
@@ -72,6 +73,7 @@ __all__ = [
     "Buffer",
     "CollConfig",
     "Communicator",
+    "Completion",
     "Config",
     "CustomOp",
     "DataType",
@@ -85,6 +87,7 @@ __all__ = [
     "NcclTimeout",
     "NcclUnsupported",
     "Plan",
+    "ProcessGroup",
     "ReduceOp",
     "Registration",
     "Result",
@@ -99,6 +102,7 @@ __all__ = [
     "get_unique_id",
     "group",
     "in_flight",
+    "init_process_group",
     "library",
     "recorder",
     "synchronize",
@@ -111,6 +115,10 @@ def __getattr__(name: str):
         import importlib
 
         return importlib.import_module(f"ncclpy.{name}")
+    if name in ("Completion", "ProcessGroup", "init_process_group"):  # which few programs need
+        from ncclpy import process_group
+
+        return getattr(process_group, name)
     if name == "__version__":
         from importlib.metadata import version
 

@@ -363,14 +363,14 @@ def _process(rank: int, pipe: Any, env: dict[str, str], payload: bytes) -> None:
             comm.abort()
 
     def listen() -> None:
-        try:
+        with contextlib.suppress(EOFError, OSError):
             pipe.recv()
-        except (EOFError, OSError):
-            os._exit(1)  # whoever has started this process has ended
-        tell("place", _place(main))
-        stopping.set()
-        for comm in comms:
-            comm.abort()
+            tell("place", _place(main))
+            stopping.set()
+            for comm in comms:
+                comm.abort()
+            pipe.recv()  # nothing comes any more
+        os._exit(1)  # whoever has started this process has ended
 
     threading.Thread(target=listen, daemon=True).start()
     try:

@@ -84,6 +84,11 @@ class Side:
         self.server = RIVALS[rival](0, True)
         return self.server.port
 
+    def do_used(self) -> tuple[float, int]:
+        """Return the processor time of this process in seconds, and its resident bytes."""
+        with open("/proc/self/statm") as file:
+            return time.process_time(), int(file.read().split()[1]) * resource.getpagesize()
+
     def do_connect(self, rival: str, port: int, count: int) -> tuple[float, float]:
         """Connect so many clients, a thread each; return when that began and ended."""
         made: list[Any] = [None] * count

@@ -42,6 +42,7 @@ __all__ = [
     "StoreLost",
     "absent_keys",
     "absent_ranks",
+    "as_count",
     "as_key",
     "as_seconds",
     "names",

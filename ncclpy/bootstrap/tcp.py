@@ -21,6 +21,7 @@ from ncclpy.bootstrap.store import (
     StoreError,
     StoreLost,
     absent_ranks,
+    as_count,
     as_seconds,
     names,
 )
@@ -33,9 +34,14 @@ log = logging.getLogger("ncclpy")
 
 # The numbers of native/frame.hpp.
 SET, GET, ADD, COMPARE_SET, APPEND, WAIT, CHECK, DELETE, KEYS, GATHER, WATCH = range(1, 12)
+MULTI_GET, MULTI_SET = 16, 17
+LONG = 1  # in the place of a value of a MULTI_GET
 OK, LATE, REFUSED = range(3)
 
 MAX_ANSWER = 1 << 30
+#: What one frame of many keys has at most: bytes, unless a single value has more, and keys. So no client of many holds
+#: up the others for long.
+TOGETHER, MAX_TOGETHER = 1 << 20, 1 << 16
 #: Seconds beyond a wait's deadline, which the server keeps, in which its answer has to come.
 GRACE = 1.0
 
@@ -68,6 +74,10 @@ class TCPStore(Store):
         Seconds of silence after which the other end is taken for lost. The lesser of both ends' counts.
     allow_unauthenticated
         Whether to serve without a token where other machines can reach it.
+    capacity
+        Bytes that all keys and values may take in the server, with 200 for each key beside, and what ranks have
+        brought to meetings that not all have come to. Who would exceed that gets a `StoreError`, and all that is there
+        stays.
     linger
         Seconds that the one who serves waits in `close`, and at exit, for others that have not left yet.
 
@@ -93,6 +103,7 @@ class TCPStore(Store):
         timeout: float = TIMEOUT,
         heartbeat: float = 10.0,
         allow_unauthenticated: bool = False,
+        capacity: int = 4 << 30,
         linger: float = 5.0,
     ) -> None:
         self._closed = True  # until it is made
@@ -113,6 +124,9 @@ class TCPStore(Store):
         self.port = port
         self.heartbeat = heartbeat
         self._linger = as_seconds(linger, 5.0)
+        self._capacity = as_count(capacity, "capacity")
+        if not 0 < self._capacity < 1 << 63:
+            raise ValueError(f"capacity: expected a number of bytes above 0, got {capacity}")
         secret = _secret(token)
         deadline = time.monotonic() + self.timeout
         self._server = self._serve(secret, allow_unauthenticated, deadline) if serve else None
@@ -144,6 +158,7 @@ class TCPStore(Store):
             heartbeat=self.heartbeat,
             max_value=MAX_VALUE,
             max_answer=MAX_ANSWER,
+            capacity=self._capacity,
             max_backlog=2 * MAX_ANSWER,
         )
         name = f"the store at {shown(self.host, self.port)}"
@@ -194,15 +209,37 @@ class TCPStore(Store):
         return [_text(key) for key in self._ask("keys", KEYS, (_utf8(prefix),), deadline)[1:]]
 
     def _multi_get(self, keys: list[str], deadline: float) -> list[bytes | None]:
-        microseconds = _microseconds(deadline)
-        answers = self._calls(GET, [(_utf8(key), microseconds) for key in keys], deadline + GRACE)
-        if None in answers:
-            raise self._deaf("get", deadline)
-        return [None if status == LATE else fields[0] for status, fields in answers]
+        wanted = [_utf8(key) for key in keys]
+        values, long = self._get_together(wanted, deadline)
+        while long:  # not all had room in the answer
+            again = [wanted[index] for index in long]
+            found, still = self._get_together(again, deadline)
+            if len(still) == len(found):  # none has, with the others or without
+                found, still = self._get_each(again, deadline), []
+            for index, value in zip(long, found, strict=True):
+                values[index] = value
+            long = [long[index] for index in still]
+        return values
+
+    def _get_together(self, keys: list[bytes], deadline: float) -> tuple[list[bytes | None], list[int]]:
+        """Return values, and which of them did not fit in an answer with the others."""
+        asked = [(_microseconds(deadline), len(part), *part) for part in wire.parts(keys, 1, TOGETHER, MAX_TOGETHER)]
+        answers = [found for _, found in self._calls("get", MULTI_GET, asked, deadline, GRACE)]
+        values = [value for found in answers for value in found[1:]]
+        if not any(found[0] for found in answers):
+            return values, []
+        long = [index for index, value in enumerate(values) if not isinstance(value, bytes) and value == LONG]
+        return [value if isinstance(value, bytes) else None for value in values], long
+
+    def _get_each(self, keys: list[bytes], deadline: float) -> list[bytes | None]:
+        asked = [(key, _microseconds(deadline)) for key in keys]
+        answers = self._calls("get", GET, asked, deadline, GRACE)
+        return [None if status == LATE else found[0] for status, found in answers]
 
     def _multi_set(self, items: list[tuple[str, bytes]], deadline: float) -> None:
-        if None in self._calls(SET, [(_utf8(key), value, 0) for key, value in items], deadline):
-            raise self._deaf("set", deadline)
+        fields = [field for key, value in items for field in (_utf8(key), value)]
+        asked = [(len(part) // 2, *part) for part in wire.parts(fields, 2, TOGETHER, 2 * MAX_TOGETHER)]
+        self._calls("set", MULTI_SET, asked, deadline)
 
     def _gather(self, name: str, rank: int, size: int, value: bytes, timeout: float) -> list[bytes]:
         deadline = time.monotonic() + timeout
@@ -211,7 +248,7 @@ class TCPStore(Store):
         if status == LATE:
             count, listed, *ranks = found
             raise absent_ranks(self, name, ranks[:listed], size, timeout, left=ranks[listed:], count=count)
-        return found[1:]
+        return found[1:] or [b""] * size
 
     def _watch(self, prefix: str) -> Watch:
         watch = _Watch(self, prefix)  # which ends if this raises, as nobody refers to it
@@ -234,17 +271,24 @@ class TCPStore(Store):
             answer = self._client.call(op, fields, latest)
         except ConnectionError as error:
             raise self._gone(error) from None
+        return self._looked_at(what, answer, deadline)
+
+    def _calls(
+        self, what: str, op: int, asked: list[tuple], deadline: float, grace: float = 0.0
+    ) -> list[tuple[int, list[Any]]]:
+        """Ask for several at once; return all answers."""
+        try:
+            answers = self._client.calls(op, asked, deadline + grace)
+        except ConnectionError as error:
+            raise self._gone(error) from None
+        return [self._looked_at(what, answer, deadline) for answer in answers]
+
+    def _looked_at(self, what: str, answer: tuple[int, list[Any]] | None, deadline: float) -> tuple[int, list[Any]]:
         if answer is None:
             raise self._deaf(what, deadline)
         if answer[0] == REFUSED:
             raise StoreError(f"{self}: {what}: {answer[1][0].decode(errors='replace')}")
         return answer
-
-    def _calls(self, op: int, requests: list[tuple], deadline: float) -> list[Any]:
-        try:
-            return self._client.calls(op, requests, deadline)
-        except ConnectionError as error:
-            raise self._gone(error) from None
 
     def _gone(self, error: ConnectionError) -> StoreError:
         if self._closed:  # meanwhile, by another thread

@@ -6,6 +6,7 @@ from typing import Any
 from typing_extensions import disjoint_base
 
 def hmac(key: bytes, message: bytes) -> bytes: ...
+def parts(fields: list[bytes], step: int, limit: int, most: int) -> list[list[bytes]]: ...
 
 @disjoint_base
 class Server:
@@ -17,6 +18,7 @@ class Server:
         heartbeat: float,
         max_value: int,
         max_answer: int,
+        capacity: int,
         max_backlog: int,
     ) -> Server: ...
     @property

@@ -1,9 +1,10 @@
 # distutils: language = c++
 """The two ends of a `TCPStore`'s connections: a server, and a client. What they do is in native/, and needs no GIL."""
 
-import os
+import threading
 
 from cpython.exc cimport PyErr_CheckSignals
+from cpython.pythread cimport PyThread_get_thread_ident
 from libc.stdint cimport int64_t, uint8_t, uint64_t
 from libcpp cimport bool as cbool
 from libcpp.memory cimport make_shared, shared_ptr
@@ -50,6 +51,7 @@ cdef extern from "native/server.hpp" namespace "ncclpy::store" nogil:
         double heartbeat
         size_t max_value
         size_t max_answer
+        size_t capacity
         size_t max_backlog
 
     cdef cppclass NativeServer "ncclpy::store::Server":
@@ -82,13 +84,31 @@ cdef extern from "native/client.hpp" namespace "ncclpy::store" nogil:
         void close(const char*, double)
         string lost() except +
 
-# How long a wait goes on before Python may look at signals.
-cdef double SLICE = 0.1
+# How long a wait goes on before Python may look at signals; only the main thread runs handlers, and many others that
+# wake for nothing would take the GIL from each other.
+cdef double SLICE = 0.1, LONG_SLICE = 60.0
 
 
 def hmac(bytes key not None, bytes message not None):
     """Return the HMAC-SHA256 with which both ends prove that they know the token."""
     return <bytes>hmac_of(key, message)
+
+
+def parts(list fields not None, size_t step, size_t limit, size_t most):
+    """Divide fields into requests: `step` stay together, and one has `most` fields and `limit` bytes, or `step` fields."""
+    cdef size_t size = 0, start = 0, at, more
+    cdef Py_ssize_t total = len(fields)
+    found = []
+    for at in range(0, <size_t>total, step):
+        more = 0
+        for field in fields[at:at + step] if step > 1 else (fields[at],):
+            more += 5 + len(<bytes>field)
+        if at > start and (size + more > limit or at - start + step > most):
+            found.append(fields[start:at])
+            start, size = at, 0
+        size += more
+    found.append(fields[start:] if start else fields)
+    return found
 
 
 cdef class Server:
@@ -98,13 +118,14 @@ cdef class Server:
     cdef int made_in
 
     def __cinit__(self, list sockets not None, *, bytes token not None, double heartbeat, size_t max_value,
-                  size_t max_answer, size_t max_backlog):
+                  size_t max_answer, size_t capacity, size_t max_backlog):
         """Take listening sockets over, and serve."""
         cdef ServerOptions options
         options.token = token
         options.heartbeat = heartbeat
         options.max_value = max_value
         options.max_answer = max_answer
+        options.capacity = capacity
         options.max_backlog = max_backlog
         self.made_in = generation()
         self.server = new NativeServer(options)
@@ -149,9 +170,11 @@ cdef class Client:
 
     cdef shared_ptr[NativeClient] client
     cdef int made_in
+    cdef unsigned long main_thread
 
     def __cinit__(self, int fd, double heartbeat, size_t max_frame):
         self.made_in = generation()
+        self.main_thread = threading.main_thread().ident
         self.client = make_shared[NativeClient](fd, heartbeat, max_frame)
         if not self.client.get().start():
             raise OSError("no thread, or no descriptor, can be had for a store's client; see ulimit -u and ulimit -n")
@@ -184,15 +207,46 @@ cdef class Client:
 
     def wait(self, uint64_t number, double deadline):
         """Return (status, fields) of an answer; None if it has not come by then. Signal handlers run meanwhile."""
-        cdef Answer answer
-        cdef Turn turn
-        cdef double until
         if self.made_in != generation():
             raise ConnectionError("it belongs to the process that this one is a fork of")
-        while True:
-            until = min(deadline, now() + SLICE)
-            with nogil:
+        cdef double until = min(deadline, now() + self.slice())
+        cdef Turn turn
+        with nogil:
+            turn = self.client.get().wait(number, until)
+        return self.answer(number, turn, deadline)
+
+    def call(self, int op, tuple fields not None, double deadline):
+        """Ask and wait; a request whose answer is not waited for any longer is given up."""
+        if self.made_in != generation():
+            raise ConnectionError(self.lost())
+        cdef Writer out
+        cdef uint64_t number
+        cdef Turn turn = Turn.lost
+        cdef double until = min(deadline, now() + self.slice())
+        encode(out, fields)
+        with nogil:  # once: of many threads each would wait for the GIL twice
+            number = self.client.get().submit(<Op>op, string_view(out.body.data(), out.body.size()))
+            if number:
                 turn = self.client.get().wait(number, until)
+        if not number:
+            raise ConnectionError(self.lost())
+        try:
+            answer = self.answer(number, turn, deadline)
+        except BaseException:
+            self.forget(number)
+            raise
+        if answer is None:
+            self.forget(number)
+        return answer
+
+    cdef double slice(self):
+        return SLICE if PyThread_get_thread_ident() == self.main_thread else LONG_SLICE
+
+    cdef answer(self, uint64_t number, Turn turn, double deadline):
+        """Take an answer for which a slice was waited; wait on where it has not come."""
+        cdef Answer answer
+        cdef double until
+        while True:
             if turn == Turn.answered and self.client.get().take(number, answer):
                 return <int>answer.status, decode(answer.body)
             if turn == Turn.lost:
@@ -200,20 +254,9 @@ cdef class Client:
             PyErr_CheckSignals()
             if now() >= deadline:
                 return None
-
-    def call(self, int op, tuple fields not None, double deadline):
-        """Ask and wait; a request whose answer is not waited for any longer is given up."""
-        number = self.submit(op, fields)
-        if not number:
-            raise ConnectionError(self.lost())
-        try:
-            answer = self.wait(number, deadline)
-        except BaseException:
-            self.forget(number)
-            raise
-        if answer is None:
-            self.forget(number)
-        return answer
+            until = min(deadline, now() + self.slice())
+            with nogil:
+                turn = self.client.get().wait(number, until)
 
     def calls(self, int op, list requests not None, double deadline):
         """Ask several at once and wait for all; None in the place of an answer that has not come."""

@@ -162,8 +162,8 @@ cdef object _exchange(object place, object store, object timeout):
     return store.get(name, timeout)
 
 
-cdef object _device_of(object place):
-    """Return the device of the process that this is on its machine."""
+def device_of(place):
+    """Return the device of a process by its place (`ncclpy.bootstrap.Place`) on its machine."""
     count = _device.device_count()
     if count == 1:
         return 0  # each sees its own, as with CUDA_VISIBLE_DEVICES or srun --gpus-per-task
@@ -182,7 +182,7 @@ cdef object from_env(object cls, object device, dict options):
     # A floor above: found by its name, when the first process asks.
     place, store = _import_module("ncclpy.bootstrap").rendezvous(options["timeout"])
     if device is None:
-        device = _device_of(place)
+        device = device_of(place)
     unique_id = _exchange(place, store, options["timeout"])
     return cls.init(place.size, place.rank, unique_id, device=device, **options)
 

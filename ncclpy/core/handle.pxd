@@ -32,6 +32,7 @@ cdef class Handle:
     cdef int waiters  # threads that wait for its private stream, or are about to
     cdef bint main_waits  # the main thread is one of them, so that a signal handler may run beneath that wait
     # Its end before its time.
+    cdef int troubled  # a call of the engine's has failed: no other of its is made
     cdef object reason  # why it was aborted
     cdef object verdict  # the exception that tells why it was aborted, for those who come later
     cdef list aborting  # the threads that abort it, of the last abort

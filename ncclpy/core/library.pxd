@@ -37,3 +37,7 @@ cdef inline int require_driver() except -1:
     if driver.cuInit == NULL:
         return load_driver()
     return 0
+
+
+# Raise in a process that was forked after loading, where neither communicators nor threads exist.
+cdef int check_process() except -1

@@ -197,6 +197,12 @@ def loaded():
     return _library
 
 
+cdef int check_process() except -1:
+    if driver.cuEventRecord == NULL and _library is not None:
+        require_driver()
+    return 0
+
+
 def decode_version(code):
     """Return ``(major, minor, patch)`` of an `NCCL_VERSION_CODE`; codes up to 2.8 have one digit less."""
     if code < 10000:

@@ -31,3 +31,7 @@ cdef class Clique(LaunchOwner):
     cdef int start(self, Launch launch, const Operation* operation) except -1
     cdef bint knows(self, unsigned long long signature) noexcept
     cdef int forget(self, Launch launch) except -1
+
+
+# What NCCL's choice of a way depends on: two operations of one signature take the same connections.
+cdef unsigned long long signature_of(const Operation* o) noexcept

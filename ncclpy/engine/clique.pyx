@@ -105,7 +105,7 @@ cdef class Clique(LaunchOwner):
 
         NCCL connects the ranks when it first needs that, and waits for them all: in a lane it may.
         """
-        launch.signature = _signature_of(operation)
+        launch.signature = signature_of(operation)
         return launch.start(self.knows(launch.signature))
 
     cdef bint knows(self, unsigned long long signature) noexcept:
@@ -181,8 +181,7 @@ cdef class Clique(LaunchOwner):
             abort_aside(comms, f"they were not closed after {ABORT_DEADLINE:g} s").join(ABORT_DEADLINE)
 
 
-cdef unsigned long long _signature_of(const Operation* o) noexcept:
-    """Return what NCCL's choice of a way depends on: two operations of one signature take the same connections."""
+cdef unsigned long long signature_of(const Operation* o) noexcept:
     cdef size_t nbytes = o.count * ITEMSIZE[o.datatype]
     cdef int size = 0
     while nbytes:

@@ -8,6 +8,7 @@ from libc.stdlib cimport free
 from ncclpy.abi.nccl cimport ncclResult_t, ncclSuccess
 from ncclpy.core.check cimport driver_error, nccl_error
 from ncclpy.core.handle cimport PAST_DEADLINE, WAS_ABORTED, Handle
+from ncclpy.core.missing cimport who_is_missing
 from ncclpy.core.operation cimport NOT_THERE, function_of
 from ncclpy.core.overdue cimport tell_overdue
 from ncclpy.core.state cimport ABORTED
@@ -71,10 +72,12 @@ cdef object _trouble(Work work, ncclResult_t result):
     if handle is not None and handle.state == ABORTED:
         return NcclAborted(work.say(f"did not complete: {handle!r} was aborted"))
     if result != ncclSuccess:
-        return nccl_error(result, b"ncclCommGetAsyncError", NULL)
+        return nccl_error(result, b"ncclCommGetAsyncError", NULL if handle is None else handle.last_words())
+    missing = "" if handle is None else who_is_missing(handle.speaker())
+    missing += ". " if missing else ""
     return NcclTimeout(work.say(
-        "was not done within its timeout; its communicator is aborted. A rank is missing or stuck: see which of the "
-        "others did not make the same call, with ncclpy.recorder.dump() and `ncclpy trace`"
+        f"was not done within its timeout; its communicator is aborted. {missing}A rank is missing or stuck: see which "
+        "of the others did not make the same call, with ncclpy.recorder.dump() and `ncclpy trace`"
     ))
 
 

@@ -22,6 +22,7 @@ from ncclpy.abi.driver cimport (
 from ncclpy.abi.nccl cimport ncclInProgress, ncclResult_t, ncclSuccess
 from ncclpy.core.abort cimport ABORT_DEADLINE, abort_handles
 from ncclpy.core.device cimport context_of
+from ncclpy.core.handle cimport WAS_ABORTED
 from ncclpy.core.library cimport driver, nccl, require
 from ncclpy.core.stretch cimport make_calls, poll_calls
 from ncclpy.core.wait cimport FOREVER, now
@@ -30,7 +31,7 @@ from ncclpy.engine.events cimport take_event
 from ncclpy.engine.lanes cimport borrow_lanes, distinct, give_lanes_back, lane_of, pass_on, push_jobs
 from ncclpy.engine.message cimport words_of
 from ncclpy.engine.monitor cimport await_launch, ensure_running, hand_over, make_room
-from ncclpy.engine.native cimport change, load, wake
+from ncclpy.engine.native cimport change, load, store, wake
 from ncclpy.engine.recorder cimport LAUNCHED, PENDING
 from ncclpy.engine.work cimport Watched
 
@@ -122,11 +123,30 @@ cdef CUresult _prepare(Part* part, bint enter) noexcept nogil:
     return result
 
 
+cdef bint _run_in_turn(Batch* batch, CUcontext current, double until) noexcept nogil:
+    """Run a batch whose parts have works, unless a call before it on one of its communicators has failed.
+
+    Such a communicator is aborted next, and until then its calls would meet the wrong ones of the other ranks.
+    """
+    cdef size_t i
+    for i in range(batch.count):
+        if load(&(<Handle>batch.parts[i].step.handle).troubled):
+            batch.driver = CUDA_SUCCESS
+            batch.calls.result, batch.calls.failed = <ncclResult_t><int>WAS_ABORTED, i
+            return True
+    if not run_batch(batch, current, until):
+        return False
+    if batch.calls.result != ncclSuccess or batch.driver != CUDA_SUCCESS:
+        for i in range(batch.count):
+            store(&(<Handle>batch.parts[i].step.handle).troubled, 1)
+    return True
+
+
 cdef void _run_works(ncclpy_job* job) noexcept nogil:
     """Run a batch whose parts have works, on its lane."""
     cdef Batch* batch = <Batch*>job
     cdef double moment
-    run_batch(batch, NULL, FOREVER)
+    _run_in_turn(batch, NULL, FOREVER)
     moment = now()
     if batch.nlent > 1:  # the thread that had borrowed them was not let in; this lane is the first of them
         give_lanes_back(batch.lent + 1, batch.nlent - 1)
@@ -153,7 +173,7 @@ cdef void launch_here() noexcept:
         driver.cuCtxGetCurrent(&saved)
         if driver.cuThreadExchangeStreamCaptureMode != NULL:
             driver.cuThreadExchangeStreamCaptureMode(&mode)
-        if run_batch(batch, saved, 0):
+        if _run_in_turn(batch, saved, 0):
             moment = now()  # before other launches come to these devices
             give_lanes_back(batch.lent, batch.nlent)
             _hand_works_over(batch, moment)

@@ -10,7 +10,7 @@ from cpython.exc cimport PyErr_CheckSignals
 from ncclpy.abi.locks cimport LOCK_DEFAULT_MANAGER
 from ncclpy.core.abort cimport ABORT_DEADLINE
 from ncclpy.core.buffers cimport View
-from ncclpy.core.library cimport driver, require_driver
+from ncclpy.core.library cimport check_process, driver
 from ncclpy.core.operation cimport ALL_REDUCE, REDUCE, REDUCE_SCATTER
 from ncclpy.core.overdue cimport tell_overdue
 from ncclpy.core.wait cimport FOREVER, as_timeout, now
@@ -251,7 +251,7 @@ Gather the participants of collectives by key and launch each collective when al
         return self.closed or self.reason is not None
 
     cdef int _check_usable(self) except -1:
-        _check_process()
+        check_process()
         if self.closed:
             raise ValueError("this Manager is closed; make a new one")
         if self.reason is not None:
@@ -448,7 +448,7 @@ Gather the participants of collectives by key and launch each collective when al
 
     def pending(self):
         """Return what is being gathered: a list of dicts with key, operation, since, arrived, missing, waits_for."""
-        _check_process()
+        check_process()
         return self._pending()
 
     def _pending(self):
@@ -458,7 +458,7 @@ Gather the participants of collectives by key and launch each collective when al
 
     def stats(self):
         """Return counts: communicators kept, made and evicted; collectives gathering, in flight and started."""
-        _check_process()
+        check_process()
         return {
             "communicators": len(self.cliques),
             "communicators_made": self.made,
@@ -481,7 +481,7 @@ Gather the participants of collectives by key and launch each collective when al
         """
         cdef Gathering gathering
         text = text_of(reason)
-        _check_process()
+        check_process()
         error = NcclAborted(f"the Manager was aborted: {text}")
         if isinstance(reason, BaseException):
             error.__cause__ = reason
@@ -518,7 +518,7 @@ Gather the participants of collectives by key and launch each collective when al
             If communicators are still being aborted then.
         """
         cdef double limit = ABORT_DEADLINE + 1 if timeout is None else as_timeout(timeout)
-        _check_process()
+        check_process()
         cdef double deadline = now() + limit
         while self.aborting and now() < deadline:  # another thread is in the middle of abort()
             time.sleep(0.0002)
@@ -542,7 +542,7 @@ Gather the participants of collectives by key and launch each collective when al
         """
         cdef Gathering gathering
         cdef double deadline = now() + as_timeout(timeout)
-        _check_process()
+        check_process()
         with self.lock:
             if self.closed:
                 return
@@ -630,13 +630,6 @@ cdef class _Owner(CliqueOwner):
     cdef int clique_lost(self, LaunchOwner clique) except -1:
         self.manager._lost(clique)
         return 0
-
-
-cdef int _check_process() except -1:
-    """Raise in a forked child, where neither the communicators nor the threads exist."""
-    if driver.cuEventRecord == NULL and _library.loaded() is not None:
-        require_driver()
-    return 0
 
 
 def _gatherer_of(reference):

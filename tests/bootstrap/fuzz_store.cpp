@@ -20,7 +20,7 @@ using namespace ncclpy::store;
 
 namespace {
 
-constexpr size_t kMaxValue = 4096, kMaxAnswer = 1 << 16;
+constexpr size_t kMaxValue = 4096, kMaxAnswer = 1 << 16, kCapacity = 2000;
 
 // Takes bytes of the input one after the other.
 class Input {
@@ -44,12 +44,15 @@ class Input {
   std::string_view rest_;
 };
 
-class Silent final : public Post {
+class Last final : public Post {
  public:
   void send(uint64_t, uint64_t, Op op, Status status, Body body) override {
     CHECK(op >= Op::set && op <= Op::farewell && status <= Status::refused);
-    CHECK(body.head.size() <= kMaxAnswer + kMaxValue + 1024);
+    answer = std::move(body.head);
+    if (body.tail) answer += *body.tail;
+    CHECK(answer.size() <= kMaxAnswer + kMaxValue + 1024);
   }
+  std::string answer;
 };
 
 // Keys and names are few, so that requests meet.
@@ -71,6 +74,13 @@ std::string body_of(Input& in, Op op) {
     case Op::compare_set: out.bytes(key_of(in)).integer(in.byte() % 2); value(); out.integer(in.byte() % 2); value(); break;
     case Op::append: out.bytes(key_of(in)); value(); break;
     case Op::wait: wait(); keys(); break;
+    case Op::multi_get: wait(); keys(); break;
+    case Op::multi_set: {
+      const int count = in.byte() % 4;
+      out.integer(count);
+      for (int i = 0; i < count; i++) out.bytes(key_of(in)), value();
+      break;
+    }
     case Op::check: keys(); break;
     case Op::erase: case Op::keys: case Op::watch: out.bytes(key_of(in)); break;
     case Op::gather:
@@ -86,8 +96,8 @@ std::string body_of(Input& in, Op op) {
 }
 
 void ask_table(Input& in) {
-  Silent post;
-  Table table(post, kMaxValue, kMaxAnswer);
+  Last post;
+  Table table(post, kMaxValue, kMaxAnswer, kCapacity);
   double time = 1;
   while (!in.end()) {
     const uint8_t what = in.byte();
@@ -97,11 +107,12 @@ void ask_table(Input& in) {
       continue;
     }
     Header header;
-    header.op = static_cast<Op>(1 + in.byte() % 16);
+    header.op = static_cast<Op>(1 + in.byte() % 18);
     header.id = in.byte() % 16;
     const std::string body = what >= 240 ? std::string(in.bytes(in.byte())) : body_of(in, header.op);
     header.length = body.size();
     if (!table.request(connection, header, body, time)) table.gone(connection, false);
+    CHECK(table.kept() <= kCapacity);
     if (what % 8 == 0) {
       time += in.byte() * 1e-3;
       if (table.next_deadline() <= time) table.expire(time);
@@ -110,6 +121,17 @@ void ask_table(Input& in) {
   }
   for (uint64_t connection = 1; connection <= 3; connection++) table.gone(connection, true);
   CHECK(table.next_deadline() > 1e300);  // nobody is left who waits
+  // Nothing is counted that is not there.
+  Header header;
+  header.op = Op::keys;
+  CHECK(table.request(4, header, Writer().bytes("").body, time));
+  const std::string found = post.answer;
+  Reader keys(found);
+  int64_t count;
+  CHECK(keys.integer(count));
+  header.op = Op::erase;
+  for (std::string_view key; keys.bytes(key);) CHECK(table.request(4, header, Writer().bytes(key).body, time));
+  CHECK(table.kept() == 0);
 }
 
 struct Served {
@@ -119,6 +141,7 @@ struct Served {
     options.heartbeat = 2;
     options.max_value = kMaxValue;
     options.max_answer = kMaxAnswer;
+    options.capacity = 1 << 20;
     options.max_backlog = 1 << 20;
     server = new Server(options);
     server->listen(fd);

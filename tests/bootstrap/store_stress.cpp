@@ -79,6 +79,15 @@ void use(Client& client, int seed, bool may_be_lost) {
     there = there && call(client, Op::get, get, answer);
     std::string_view got;
     CHECK(!there || (Reader(answer.body).bytes(got) && got == value));
+    Writer sets, gets;
+    sets.integer(2).bytes(mine).bytes("first").bytes("many " + mine).bytes(value);
+    there = there && call(client, Op::multi_set, sets, answer);
+    gets.integer(-1).integer(2).bytes("many " + mine).bytes(mine);
+    there = there && call(client, Op::multi_get, gets, answer);
+    Reader both(answer.body);
+    int64_t without;
+    CHECK(!there || (both.integer(without) && without == 0 && both.bytes(got) && got == value && both.bytes(got) &&
+                     got == "first"));
     Writer add;
     add.bytes("sum").integer(1);
     there = there && call(client, Op::add, add, answer);
@@ -124,6 +133,7 @@ int main() {
   options.heartbeat = 2;
   options.max_value = options.max_answer = 1 << 23;
   options.max_backlog = 1 << 28;
+  options.capacity = 1 << 28;
   uint16_t port;
   Server server(options);
   server.listen(listener(port));

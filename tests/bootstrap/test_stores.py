@@ -27,12 +27,6 @@ def store(made):
     return made.store
 
 
-@pytest.fixture
-def pool():
-    with ThreadPoolExecutor(24) as pool:
-        yield pool
-
-
 KEYS = [
     "",
     " ",

@@ -39,7 +39,7 @@ MEET = """
         ]
         for store, number in zip(stores, numbers):
             status, found = store._client.wait(number, time.monotonic() + 60)
-            assert status == 0 and found[1:] == [b"%d" % rank if turn else b"" for rank in range(CLIENTS)]
+            assert status == 0 and found[1:] == [b"%d" % rank for rank in range(CLIENTS) if turn]
     stores[0].set("news", b"1")
     assert all(store.get("news") == b"1" for store in stores)
     for store in stores:

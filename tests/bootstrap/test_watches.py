@@ -2,6 +2,7 @@
 
 import gc
 import sys
+import threading
 
 import pytest
 from stores import KINDS
@@ -44,11 +45,15 @@ def test_what_is_watched_is_told_when_nobody_refers_to_the_watch_but_its_callbac
 
 
 def test_a_callback_that_ends_its_thread_ends_the_watch(store):
+    called = threading.Event()
+
     def callback(change):
+        called.set()
         sys.exit()
 
     watch = store.watch("a", callback)
     store.set("a", b"1")
+    assert called.wait(LONG)  # or the change might be this thread's
     assert testing.run_with_deadline(lambda: watch.next(LONG)) is None
 
 

@@ -25,8 +25,9 @@ def threads(lasting=LASTING) -> list[str]:
 
 
 def python_threads() -> list[str]:
-    """Return the names of Python's threads, without those that stay."""
-    return sorted(thread.name for thread in threading.enumerate() if thread.name not in STAYING)
+    """Return the names of Python's threads, without those that stay, and others that it has only seen."""
+    own = [thread.name for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)]
+    return sorted(name for name in own if name not in STAYING)
 
 
 def descriptors() -> int:

@@ -1,5 +1,4 @@
-// Frames: what a store's server and its clients say to each other once they have met. See docs/design.md, "A store's
-// protocol".
+// Frames: what a store's server and its clients say to each other once they have met; why it is so: docs/design.md.
 //
 // A frame is a header of 24 bytes and a body. Numbers are little-endian:
 //
@@ -20,6 +19,8 @@
 namespace ncclpy::store {
 
 constexpr size_t kHeader = 24;
+// Keys that one request may name to get them: what says that they are absent, or too long, is an answer too.
+constexpr int64_t kMaxTogether = 1 << 16;
 
 enum class Op : uint8_t {
   set = 1,          // key, value, ephemeral            ->
@@ -31,15 +32,18 @@ enum class Op : uint8_t {
   check = 7,        // count, keys                      -> all there?
   erase = 8,        // key                              -> was there?
   keys = 9,         // prefix                           -> count, keys
-  gather = 10,      // name, rank, size, microseconds, value -> size, values
+  gather = 10,      // name, rank, size, microseconds, value -> size, values; none if all are empty
   watch = 11,       // prefix                           -> ; then `change` with this id
   unwatch = 12,     // id of the watch                  ->
   cancel = 13,      // id of a request; not answered, nor is that request
   ping = 14,        //                                  ->
   goodbye = 15,     //                                  -> ; then the server closes
+  multi_get = 16,   // microseconds, count, keys        -> number of 0 and 1, and for each key its value,
+                    //                                     or 0: it has none, or 1: it is long, ask for it alone
+  multi_set = 17,   // count, keys each with its value  ->
   // What only a server says.
-  change = 16,  // key, there?, value
-  farewell = 17,  // why: the server ends, or ends with this client
+  change = 18,  // key, there?, value
+  farewell = 19,  // why: the server ends, or ends with this client
 };
 
 enum class Status : uint8_t {

@@ -59,7 +59,7 @@ std::string random_bytes(size_t count) {
 Server::Server(const ServerOptions& options)
     : options_(options),
       max_frame_(2 * options.max_value + (1 << 20)),  // a compare_set has two values
-      table_(*this, options.max_value, options.max_answer),
+      table_(*this, options.max_value, options.max_answer, options.capacity),
       last_id_(kFirstConnection),
       scratch_(kScratch) {}
 

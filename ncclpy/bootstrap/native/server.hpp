@@ -22,6 +22,7 @@ struct ServerOptions {
   double heartbeat = 10;   // seconds of silence after which a client is lost
   size_t max_value = 0;    // bytes that a value may have
   size_t max_answer = 0;   // bytes that a list in an answer may have
+  size_t capacity = 0;     // bytes that all keys and values may take
   size_t max_backlog = 0;  // bytes that may wait for a client that does not read them
 };
 

@@ -1,5 +1,6 @@
 #include "table.hpp"
 
+#include <algorithm>
 #include <charconv>
 #include <limits>
 
@@ -11,6 +12,10 @@ constexpr double kForever = std::numeric_limits<double>::infinity();
 constexpr int64_t kListed = 4096;
 constexpr size_t kListedLeft = 64;
 constexpr int64_t kMaxRanks = int64_t{1} << 24;
+// What a key takes beside its bytes and its value's.
+constexpr size_t kEntry = 200;
+// Values in one answer: what is longer is asked for alone, and sent without a copy.
+constexpr size_t kTogether = 4 << 20;
 
 double deadline_after(int64_t microseconds, double now) {
   return microseconds < 0 ? kForever : now + static_cast<double>(microseconds) * 1e-6;
@@ -41,7 +46,8 @@ bool Table::request(uint64_t connection, const Header& header, std::string_view 
     case Op::add: return do_add(connection, id, in);
     case Op::compare_set: return do_compare_set(connection, id, in);
     case Op::append: return do_append(connection, id, in);
-    case Op::wait: return do_wait(connection, id, in, now);
+    case Op::wait:
+    case Op::multi_get: return do_wait(connection, id, header.op, in, now);
     case Op::check: return do_check(connection, id, in);
     case Op::erase: return do_erase(connection, id, in);
     case Op::keys: return do_keys(connection, id, in);
@@ -49,6 +55,7 @@ bool Table::request(uint64_t connection, const Header& header, std::string_view 
     case Op::watch: return do_watch(connection, id, in);
     case Op::unwatch: return do_unwatch(connection, id, in);
     case Op::cancel: return do_cancel(connection, in);
+    case Op::multi_set: return do_multi_set(connection, id, in);
     case Op::ping:
       if (!in.end()) return false;
       answer(connection, id, Op::ping);
@@ -70,6 +77,10 @@ bool Table::do_set(uint64_t connection, uint64_t id, Reader in) {
   std::string_view key, value;
   int64_t ephemeral;
   if (!in.bytes(key) || !in.bytes(value) || !in.integer(ephemeral) || !in.end()) return false;
+  if (const std::string words = no_room(key, value.size()); !words.empty()) {
+    refuse(connection, id, Op::set, words);
+    return true;
+  }
   put(key, value_of(value), ephemeral ? connection : 0);
   answer(connection, id, Op::set);
   return true;
@@ -113,7 +124,12 @@ bool Table::do_add(uint64_t connection, uint64_t id, Reader in) {
     refuse(connection, id, Op::add, "the sum has more than 64 bits");
     return true;
   }
-  put(key, value_of(std::to_string(sum)), owner);
+  const Value text = value_of(std::to_string(sum));
+  if (const std::string words = no_room(key, text->size()); !words.empty()) {
+    refuse(connection, id, Op::add, words);
+    return true;
+  }
+  put(key, text, owner);
   Writer out;
   out.integer(sum);
   answer(connection, id, Op::add, body_of(out));
@@ -131,6 +147,10 @@ bool Table::do_compare_set(uint64_t connection, uint64_t id, Reader in) {
   const bool swap = entry ? is_expected && *entry->value == expected : !is_expected;
   Value now = entry ? entry->value : nullptr;
   if (swap) {
+    if (const std::string words = no_room(key, desired.size()); is_desired && !words.empty()) {
+      refuse(connection, id, Op::compare_set, words);
+      return true;
+    }
     now = is_desired ? value_of(desired) : nullptr;
     if (now) {
       put(key, now, 0);
@@ -148,38 +168,88 @@ bool Table::do_append(uint64_t connection, uint64_t id, Reader in) {
   std::string_view key, value;
   if (!in.bytes(key) || !in.bytes(value) || !in.end()) return false;
   Entry* entry = find(key);
-  std::string whole = entry ? *entry->value : std::string();
-  if (whole.size() + value.size() > max_value_) {
-    refuse(connection, id, Op::append, "the value would have more than " + std::to_string(max_value_) + " bytes");
+  const size_t size = (entry ? entry->value->size() : 0) + value.size();
+  const std::string words = size > max_value_
+                                ? "the value would have more than " + std::to_string(max_value_) + " bytes"
+                                : no_room(key, size);
+  if (!words.empty()) {
+    refuse(connection, id, Op::append, words);
     return true;
   }
+  std::string whole = entry ? *entry->value : std::string();
   whole.append(value);
   put(key, std::make_shared<const std::string>(std::move(whole)), entry ? entry->owner : 0);
   answer(connection, id, Op::append);
   return true;
 }
 
-bool Table::do_wait(uint64_t connection, uint64_t id, Reader in, double now) {
+bool Table::do_wait(uint64_t connection, uint64_t id, Op op, Reader in, double now) {
   int64_t microseconds, count;
-  if (!in.integer(microseconds) || !in.count(count)) return false;
+  if (!in.integer(microseconds) || !in.count(count) || (op == Op::multi_get && count > kMaxTogether)) return false;
   auto pending = std::make_unique<Pending>();
   pending->connection = connection;
   pending->id = id;
-  pending->op = Op::wait;
+  pending->op = op;
   pending->deadline = deadline_after(microseconds, now);
+  bool all = true;
   for (int64_t i = 0; i < count; i++) {
     std::string_view key;
     if (!in.bytes(key)) return false;
     pending->keys.emplace_back(key);
+    all = all && find(key);
   }
   if (!in.end() || connections_[connection].pending.count(id)) return false;
-  for (const std::string& key : pending->keys) {
-    if (!find(key)) {
-      await(std::move(pending));
-      return true;
+  if (all) {
+    met(*pending);
+  } else {
+    await(std::move(pending));
+  }
+  return true;
+}
+
+// All keys of a wait are there.
+void Table::met(const Pending& pending) {
+  answer(pending.connection, pending.id, pending.op,
+         pending.op == Op::multi_get ? values_of(pending.keys) : Body{});
+}
+
+Body Table::values_of(const std::vector<std::string>& keys) {
+  Writer values;
+  int64_t without = 0;
+  size_t room = std::min(max_answer_, kTogether);
+  for (const std::string& key : keys) {
+    const Entry* entry = find(key);
+    if (entry && entry->value->size() + 5 <= room) {
+      values.bytes(*entry->value);
+      room -= entry->value->size() + 5;
+    } else {
+      values.integer(entry != nullptr);
+      without++;
     }
   }
-  answer(connection, id, Op::wait);
+  Writer out;
+  out.integer(without);
+  return body_of(out, std::make_shared<const std::string>(std::move(values.body)));
+}
+
+bool Table::do_multi_set(uint64_t connection, uint64_t id, Reader in) {
+  int64_t count;
+  std::string_view key, value;
+  if (!in.count(count)) return false;
+  Reader whole = in;  // what is torn sets nothing
+  for (int64_t i = 0; i < count; i++) {
+    if (!whole.bytes(key) || !whole.bytes(value)) return false;
+  }
+  if (!whole.end()) return false;
+  for (int64_t i = 0; i < count && in.bytes(key) && in.bytes(value); i++) {
+    if (const std::string words = no_room(key, value.size()); !words.empty()) {
+      refuse(connection, id, Op::multi_set,
+             std::to_string(i) + " of " + std::to_string(count) + " keys are set, and there is " + words);
+      return true;
+    }
+    put(key, value_of(value), 0);
+  }
+  answer(connection, id, Op::multi_set);
   return true;
 }
 
@@ -236,6 +306,10 @@ bool Table::do_gather(uint64_t connection, uint64_t id, Reader in, double now) {
       connections_[connection].pending.count(id)) {
     return false;
   }
+  if (const std::string words = no_room(kEntry + value.size()); !words.empty()) {
+    refuse(connection, id, Op::gather, words);
+    return true;
+  }
   auto& place = meetings_.try_emplace(std::string(name)).first->second;
   if (!place) {
     place = std::make_unique<Meeting>();
@@ -262,6 +336,7 @@ bool Table::do_gather(uint64_t connection, uint64_t id, Reader in, double now) {
   pending->meeting = &meeting;
   pending->rank = rank;
   pending->value = value_of(value);
+  kept_ += kEntry + value.size();
   meeting.came[rank] = pending.get();
   meeting.left.erase(rank);
   await(std::move(pending));
@@ -269,14 +344,14 @@ bool Table::do_gather(uint64_t connection, uint64_t id, Reader in, double now) {
   return true;
 }
 
-// All have come: each gets the values of all.
+// All have come: each gets the values of all. Where there is none, as in a barrier, that is not said of each.
 void Table::hold(Meeting& meeting) {
   size_t bytes = 0;
-  for (auto& [rank, pending] : meeting.came) bytes += pending->value->size() + 5;
-  const bool fits = bytes <= max_answer_;
+  for (auto& [rank, pending] : meeting.came) bytes += pending->value->size();
+  const bool any = bytes > 0, fits = !any || bytes + 5 * meeting.came.size() <= max_answer_;
   Writer values;
-  if (fits) {
-    values.body.reserve(bytes);
+  if (any && fits) {
+    values.body.reserve(bytes + 5 * meeting.came.size());
     for (auto& [rank, pending] : meeting.came) values.bytes(*pending->value);
   }
   const auto shared = std::make_shared<const std::string>(std::move(values.body));
@@ -334,6 +409,20 @@ bool Table::do_cancel(uint64_t connection, Reader in) {
   return true;
 }
 
+std::string Table::no_room(size_t more) const {
+  if (more <= capacity_ - kept_) return "";
+  return "no room for " + std::to_string(more) + " bytes more: keys and values take " + std::to_string(kept_) +
+         " of the " + std::to_string(capacity_) + " bytes that they may (`capacity`, where the store is served)";
+}
+
+std::string Table::no_room(std::string_view key, size_t value) {
+  const size_t whole = kEntry + key.size() + value;
+  if (whole <= capacity_ - kept_) return "";
+  const Entry* entry = find(key);
+  const size_t before = entry ? kEntry + key.size() + entry->value->size() : 0;
+  return whole > before ? no_room(whole - before) : "";
+}
+
 Table::Entry* Table::find(std::string_view key) {
   const auto at = entries_.find(key);
   return at == entries_.end() ? nullptr : &at->second;
@@ -341,7 +430,13 @@ Table::Entry* Table::find(std::string_view key) {
 
 void Table::put(std::string_view key, Value value, uint64_t owner) {
   auto at = entries_.lower_bound(key);
-  if (at == entries_.end() || at->first != key) at = entries_.emplace_hint(at, key, Entry{});
+  if (at == entries_.end() || at->first != key) {
+    at = entries_.emplace_hint(at, key, Entry{});
+    kept_ += kEntry + key.size();
+  } else {
+    kept_ -= at->second.value->size();
+  }
+  kept_ += value->size();
   if (at->second.owner != owner) {
     disown(key, at->second.owner);
     if (owner) connections_[owner].owned.emplace(key);
@@ -362,7 +457,7 @@ void Table::put(std::string_view key, Value value, uint64_t owner) {
     } else {
       await_absent(*pending);  // some may have gone since they came
       if (!pending->absent.empty()) continue;
-      answer(pending->connection, pending->id, Op::wait);
+      met(*pending);
     }
     remove(pending->connection, pending->id);
   }
@@ -371,6 +466,7 @@ void Table::put(std::string_view key, Value value, uint64_t owner) {
 void Table::take(std::string_view key) {
   const auto at = entries_.find(key);
   if (at == entries_.end()) return;
+  kept_ -= kEntry + key.size() + at->second.value->size();
   disown(key, at->second.owner);
   tell(key, nullptr);
   entries_.erase(at);
@@ -423,6 +519,7 @@ std::unique_ptr<Table::Pending> Table::remove(uint64_t connection, uint64_t id) 
     if (waiting->second.empty()) waiting_.erase(waiting);
   }
   if (Meeting* meeting = pending->meeting) {
+    kept_ -= kEntry + pending->value->size();
     meeting->came.erase(pending->rank);
     if (meeting->came.empty()) meetings_.erase(meetings_.find(meeting->name));
     pending->meeting = nullptr;
@@ -468,6 +565,10 @@ void Table::expire(double now) {
 double Table::next_deadline() const { return deadlines_.empty() ? kForever : deadlines_.begin()->first; }
 
 void Table::late(const Pending& pending) {
+  if (pending.op == Op::multi_get) {
+    post_.send(pending.connection, pending.id, pending.op, Status::late, values_of(pending.keys));
+    return;
+  }
   Writer out;
   if (const Meeting* meeting = pending.meeting) {
     // Others came to their deadline a little before, and have left; they are not who everybody waits for.

@@ -37,8 +37,9 @@ class Post {
 
 class Table {
  public:
-  // Values may grow to `max_value` bytes; a list in an answer, to `max_answer`.
-  Table(Post& post, size_t max_value, size_t max_answer) : post_(post), max_value_(max_value), max_answer_(max_answer) {}
+  // Values may grow to `max_value` bytes; a list in an answer, to `max_answer`; all that is kept, to `capacity`.
+  Table(Post& post, size_t max_value, size_t max_answer, size_t capacity)
+      : post_(post), max_value_(max_value), max_answer_(max_answer), capacity_(capacity) {}
 
   // Does what a client asks. False: the request is malformed, or one of its id is under way already.
   bool request(uint64_t connection, const Header& header, std::string_view body, double now);
@@ -52,7 +53,8 @@ class Table {
   // When the first deadline passes; infinite if none does.
   double next_deadline() const;
 
-  size_t size() const { return entries_.size(); }
+  // Bytes that keys and values take, those included that ranks have brought to a meeting.
+  size_t kept() const { return kept_; }
 
  private:
   struct Meeting;
@@ -63,7 +65,7 @@ class Table {
     uint64_t id = 0;
     Op op{};
     double deadline = 0;
-    std::vector<std::string> keys;          // of get and wait
+    std::vector<std::string> keys;          // of get, multi_get and wait
     std::unordered_set<std::string> absent;  // those of them that are waited for
     Meeting* meeting = nullptr;             // of gather
     int64_t rank = 0;
@@ -93,7 +95,7 @@ class Table {
   bool do_add(uint64_t connection, uint64_t id, Reader in);
   bool do_compare_set(uint64_t connection, uint64_t id, Reader in);
   bool do_append(uint64_t connection, uint64_t id, Reader in);
-  bool do_wait(uint64_t connection, uint64_t id, Reader in, double now);
+  bool do_wait(uint64_t connection, uint64_t id, Op op, Reader in, double now);
   bool do_check(uint64_t connection, uint64_t id, Reader in);
   bool do_erase(uint64_t connection, uint64_t id, Reader in);
   bool do_keys(uint64_t connection, uint64_t id, Reader in);
@@ -101,11 +103,17 @@ class Table {
   bool do_watch(uint64_t connection, uint64_t id, Reader in);
   bool do_unwatch(uint64_t connection, uint64_t id, Reader in);
   bool do_cancel(uint64_t connection, Reader in);
+  bool do_multi_set(uint64_t connection, uint64_t id, Reader in);
 
   void answer(uint64_t connection, uint64_t id, Op op, Body body = {}) {
     post_.send(connection, id, op, Status::ok, std::move(body));
   }
   void refuse(uint64_t connection, uint64_t id, Op op, std::string_view words);
+
+  // Why so many bytes more cannot be kept, or a key with a value of so many; "" if they can.
+  std::string no_room(size_t more) const;
+  std::string no_room(std::string_view key, size_t value);
+  Body values_of(const std::vector<std::string>& keys);
 
   Entry* find(std::string_view key);
   void put(std::string_view key, Value value, uint64_t owner);
@@ -117,12 +125,15 @@ class Table {
   void await_absent(Pending& pending);
   std::unique_ptr<Pending> remove(uint64_t connection, uint64_t id);
   void remove_watch(uint64_t connection, uint64_t id, const std::string& prefix);
+  void met(const Pending& pending);
   void late(const Pending& pending);
   void hold(Meeting& meeting);
 
   Post& post_;
   const size_t max_value_;
   const size_t max_answer_;
+  const size_t capacity_;
+  size_t kept_ = 0;
   std::map<std::string, Entry, std::less<>> entries_;
   std::unordered_map<uint64_t, Connection> connections_;
   std::unordered_map<std::string, std::unordered_set<Pending*>> waiting_;  // by key

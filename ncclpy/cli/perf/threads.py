@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -62,11 +63,13 @@ class Threads(Crew):
 
     def receive(self, timeout: float) -> tuple[int, str, Any] | None:
         """Return the next message, or ``None`` after `timeout` seconds."""
-        try:
-            message: tuple[int, str, Any] = self._messages.get(timeout=timeout)
-        except queue.Empty:
-            return None
-        return message
+        end = time.monotonic() + timeout
+        while (left := end - time.monotonic()) > 0:
+            # Ctrl-C may reach the system in another thread, which does not end this one's wait.
+            with contextlib.suppress(queue.Empty):
+                message: tuple[int, str, Any] = self._messages.get(timeout=min(left, 0.2))
+                return message
+        return None
 
     def answer(self, worker: int, value: Any) -> None:
         """Answer an exchange."""

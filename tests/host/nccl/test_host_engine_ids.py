@@ -260,7 +260,13 @@ def test_a_refused_thread_is_called_a_thread():
         import numpy as np, ncclpy
         comms = ncclpy.Communicator.init_all(range(8))
         streams = [ncclpy.Stream(comm.device) for comm in comms]
-        while any(open(name).read().startswith("ncclpy-dev") for name in glob.glob("/proc/self/task/*/comm")):
+        def names():
+            for name in glob.glob("/proc/self/task/*/comm"):
+                try:
+                    yield open(name).read()
+                except OSError:  # it has ended meanwhile
+                    pass
+        while any(name.startswith("ncclpy-dev") for name in names()):
             time.sleep(0.1)  # idle threads would do
         size = int(open("/proc/self/statm").read().split()[0]) * 4096
         resource.setrlimit(resource.RLIMIT_AS, (size + (1 << 20),) * 2)

@@ -1,0 +1,9 @@
+"""One rank's view of a group of processes: collectives that return works, deadlines, and an end that all hear of."""
+
+from __future__ import annotations
+
+from ncclpy.process_group.completion import Completion
+from ncclpy.process_group.group import ProcessGroup
+from ncclpy.process_group.launched import init_process_group
+
+__all__ = ["Completion", "ProcessGroup", "init_process_group"]

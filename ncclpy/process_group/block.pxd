@@ -1,0 +1,31 @@
+from ncclpy.abi.driver cimport CUstream
+from ncclpy.core.buffers cimport View
+from ncclpy.core.lower cimport Lowered
+from ncclpy.core.operation cimport Operation
+from ncclpy.engine.work cimport Work
+from ncclpy.process_group.operations cimport Operations
+from ncclpy.process_group.request cimport Request
+
+
+# Who has blocks open.
+cdef class BlockOwner(Operations):
+    cdef int open_block(self, Block block) except -1
+    cdef int shut_block(self, Block block, bint launches) except -1
+
+
+# What a thread begins in a coalescing block.
+cdef class Block:
+    cdef BlockOwner owner
+    cdef Request request
+    cdef Work work
+    cdef list held
+    cdef list outputs
+    cdef set producers  # streams, as numbers
+    cdef bint begun
+
+    cdef int add(self, const Operation* operation, Lowered lowered, const View* view, held, output, producer) except -1
+    # Have the stream of the group wait for what produces the inputs.
+    cdef int record(self, CUstream stream) except -1
+
+
+cdef Block new_block(BlockOwner owner, Request request)

@@ -1,0 +1,20 @@
+from types import TracebackType
+
+from typing_extensions import disjoint_base
+
+from ncclpy.engine.work import Work
+from ncclpy.process_group.operations import Operations
+
+class BlockOwner(Operations): ...
+
+@disjoint_base
+class Block:
+    def __enter__(self) -> Work: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+@disjoint_base
+class Deadline:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *exc_info: object) -> None: ...

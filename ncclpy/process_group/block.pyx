@@ -1,0 +1,112 @@
+"""Operations that a thread begins in one block, to be one launch and one work."""
+
+from cpython.pythread cimport PyThread_get_thread_ident
+from libc.stdint cimport uintptr_t
+
+from ncclpy.core.operation cimport RECV, SEND
+from ncclpy.engine.streams cimport find_producer, record_behind, wait_behind
+
+
+cdef class BlockOwner(Operations):
+    """Who has blocks open."""
+
+    cdef int open_block(self, Block block) except -1:
+        """Note that this thread is in a block."""
+        raise NotImplementedError
+
+    cdef int shut_block(self, Block block, bint launches) except -1:
+        """Note that it has left it, and launch what is in it if that is asked for."""
+        raise NotImplementedError
+
+
+cdef class Block:
+    """A coalescing block: a context manager, which gives its work."""
+
+    def __init__(self):
+        raise TypeError("a block is made by ProcessGroup.coalescing()")
+
+    def __enter__(self):
+        if self.begun:
+            raise RuntimeError("a coalescing block is used once")
+        self.owner.open_block(self)
+        self.begun = True
+        return self.work
+
+    def __exit__(self, kind, error, traceback):
+        try:
+            if error is not None:
+                self.owner.shut_block(self, False)
+                self.work.withdraw(error)
+            elif self.request.count == 0:
+                self.owner.shut_block(self, False)
+                self.work.output = self.outputs
+                self.work.settle(None)
+            else:
+                self.work.held, self.work.output = self.held, self.outputs
+                self.owner.shut_block(self, True)
+        except BaseException as failure:  # the recorder is not to show it as pending
+            self.work.withdraw(failure)
+            raise
+
+    cdef int add(
+        self, const Operation* operation, Lowered lowered, const View* view, held, output, producer
+    ) except -1:
+        """Add an operation, or the group of them that stands for it."""
+        cdef CUstream stream
+        cdef bint pair = operation.kind == SEND or operation.kind == RECV
+        if find_producer(view, self.work.device, producer, &stream):
+            self.producers.add(<uintptr_t>stream)
+        if lowered is None:
+            self.request.add(operation)
+        else:
+            self.request.add_all(lowered)
+        if not self.held:
+            self.work.entry.operation, self.work.entry.datatype = operation.kind, operation.datatype
+        self.request.point_to_point = pair and (self.request.point_to_point or not self.held)
+        self.work.entry.count += operation.count
+        self.work.entry.nbytes += view.nbytes
+        self.held.append(held)
+        self.outputs.append(output)
+        return 0
+
+    cdef int record(self, CUstream stream) except -1:
+        """Have the group's stream wait for what produces the inputs; the first by the work's event, the others now."""
+        cdef bint first = True
+        for producer in self.producers:
+            if first:
+                record_behind(self.work, <CUstream><uintptr_t>producer)
+            else:
+                wait_behind(stream, self.work.device, <CUstream><uintptr_t>producer)
+            first = False
+        return 0
+
+
+cdef Block new_block(BlockOwner owner, Request request):
+    cdef Block block = Block.__new__(Block)
+    block.owner = owner
+    block.request, block.work = request, request.work
+    block.held, block.outputs, block.producers = [], [], set()
+    return block
+
+
+cdef class Deadline:
+    """A block in which the operations of a thread have a deadline."""
+
+    cdef dict deadlines
+    cdef double limit
+    cdef object before
+
+    def __init__(self, dict deadlines not None, double limit):
+        self.deadlines, self.limit = deadlines, limit
+
+    def __enter__(self):
+        ident = PyThread_get_thread_ident()
+        self.before = self.deadlines.get(ident)
+        self.deadlines[ident] = self.limit
+
+    def __exit__(self, *exc_info):
+        ident = PyThread_get_thread_ident()
+        if self.before is None:
+            self.deadlines.pop(ident, None)
+        else:
+            self.deadlines[ident] = self.before

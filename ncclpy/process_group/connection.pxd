@@ -1,0 +1,27 @@
+from ncclpy.abi.driver cimport CUstream
+from ncclpy.engine.clique cimport Clique
+from ncclpy.engine.protocols cimport Awaited, CliqueOwner
+from ncclpy.process_group.request cimport Request
+
+
+# Whose connection has failed with what was launched on it. Called where `LaunchOwner.launch_failed` is.
+cdef class ConnectionOwner(CliqueOwner):
+    cdef int connection_failed(self, Connection connection, object error) except -1
+
+
+cdef class Connection(Clique):
+    cdef readonly str label
+    cdef str title
+    cdef object meet  # what returns the unique id, once all ranks are there
+    cdef double limit  # seconds in which that and the communicator have to be done
+    cdef int peer  # in the group, of a pair; -1 if it is with all ranks
+    cdef int rank  # of this one in it
+    cdef list waiting
+    cdef Awaited awaited
+    cdef readonly object settled  # an event: it is made, or cannot be made
+    cdef object failure  # what has become of it
+    cdef CUstream stream
+
+    cdef int take(self, Request request) except -1
+    cdef int launch(self, Request request) except -1
+    cdef int _fill(self, Request request, object launch, double moment) except -1

@@ -1,0 +1,185 @@
+"""One rank's communicator, made in the background when it is first needed, and what waits for it meanwhile."""
+
+import hashlib
+import threading
+
+from ncclpy.core.communicator cimport Communicator
+from ncclpy.core.stream cimport Stream
+from ncclpy.core.wait cimport FOREVER, deadline_after, now
+from ncclpy.engine.clique cimport GONE, MADE
+from ncclpy.engine.launcher cimport Launch
+from ncclpy.engine.protocols cimport LaunchOwner, Together
+from ncclpy.engine.work cimport Work
+
+from ncclpy.core import device as _device
+from ncclpy.core.group import Group
+from ncclpy.core.types import UniqueId
+
+
+cdef class ConnectionOwner(CliqueOwner):
+    """Whose connections they are."""
+
+    cdef int connection_failed(self, Connection connection, object error) except -1:
+        raise NotImplementedError
+
+
+cdef class _Meeting(Awaited):
+    """What a work waits for while its communicator is made."""
+
+    cdef str text
+
+    cdef str missing(self):
+        return self.text
+
+
+cdef class Connection(Clique):
+    """A communicator with some of the ranks of a group, and the requests that wait for it.
+
+    Parameters
+    ----------
+    owner : ConnectionOwner
+        Who is told when it is made, when it is lost and when it fails.
+    label : str
+        Its name within the group, the same on all of its ranks.
+    title : str
+        What the recorder calls it, before what tells it from others of this title.
+    peer : int
+        The one rank, in the group, that it connects this one with; -1 for all ranks. The two of a pair exchange a byte
+        first, so that NCCL has connected them: a lane that waits for that would hold up the other pairs of its device.
+    device : int
+        The device of this rank.
+    rank, nranks : int
+        Which rank of the communicator this is, and of how many.
+    site : str
+        Where the group was made, for warnings.
+    meet : callable
+        Called with seconds; returns the unique id, once all ranks are there.
+    limit : float
+        Seconds until the communicator has to stand.
+    """
+
+    def __init__(
+        self, ConnectionOwner owner not None, label, title, int peer, device, rank, nranks, site, meet, double limit
+    ):
+        Clique.__init__(self, owner, label, (device,), (rank,), nranks, site)
+        self.label = label
+        self.title = title
+        self.meet = meet
+        self.limit = limit
+        self.peer = peer
+        self.rank = rank
+        self.waiting = []
+        self.settled = threading.Event()
+        self.awaited = _Meeting.__new__(_Meeting)
+        (<_Meeting>self.awaited).text = f"the {nranks} ranks of communicator {label!r}, which is being made"
+
+    def _make(self, _, config):
+        made, error = [], None
+        cdef double deadline = deadline_after(self.limit)
+        cdef Communicator comm
+        try:
+            uid = UniqueId.from_bytes(self.meet(self.limit))
+            self.name = f"{self.title} {hashlib.blake2b(bytes(uid), digest_size=4).hexdigest()}"
+            comm = Communicator.init(
+                self.nranks, self.ranks[0], uid, device=self.devices[0], config=config, abortable=True,
+                timeout=None if self.limit == FOREVER else max(0.001, deadline - now()),
+            )
+            made.append(comm)
+            comm.site = self.site  # its line is this thread's
+            if self.peer >= 0:
+                self._exchange(comm)
+            comm.limit = comm.shortest = FOREVER  # from here on deadlines are the monitor's
+        except BaseException as failure:  # told to all who wait for it
+            error = failure
+        self.owner.clique_made(self, made, error)
+
+    def _exchange(self, comm):
+        """Have NCCL connect the two ranks, both ways."""
+        memory = _device.allocate(16, comm.device)
+        stream = Stream(comm.device)
+        with Group():
+            comm.send((memory, 1, "uint8"), 1 - comm.rank, stream=stream)
+            comm.recv((memory + 8, 1, "uint8"), 1 - comm.rank, stream=stream)
+        stream.synchronize(None if self.limit == FOREVER else self.limit)
+        _device.free(memory)  # after an error something may still write there
+
+    def close(self):
+        """Close the communicator; nothing may run on it."""
+        Clique.close(self)
+        self.settled.set()
+
+    cdef list ready(self, list comms, list streams):
+        """Take the communicator over and launch what has waited for it; return that, to be let go of."""
+        cdef Request request
+        Clique.ready(self, comms, streams)
+        self.stream = (<Stream>streams[0]).raw
+        waiting, self.waiting = self.waiting, []
+        for request in waiting:
+            self.launch(request)
+        return waiting
+
+    cdef int fail(self, object error) except -1:
+        """Fail what waits for a communicator that cannot be made, or is gone; under no lock."""
+        cdef Request request
+        self.state = GONE
+        self.failure = error
+        waiting, self.waiting = self.waiting, []
+        for request in waiting:
+            request.work.settle(error)
+            request.work.tidy()
+            if request.partner is not None:
+                request.partner.work.settle(error)
+                request.partner.work.tidy()
+        self.settled.set()
+        return 0
+
+    cdef int take(self, Request request) except -1:
+        """Launch a request, as soon as the communicator is there; with the owner's lock held."""
+        if self.state == MADE:
+            return self.launch(request)
+        request.work.gathering = self.awaited
+        self.waiting.append(request)
+        return 0
+
+    cdef int launch(self, Request request) except -1:
+        """Put a request on the device; what goes wrong is its work's, not the caller's."""
+        cdef Launch launch
+        cdef double moment = now()
+        if request.count == 0:  # of empty parts alone
+            request.work.settle(None)
+            return 0
+        launch = self.begin()
+        try:
+            self._fill(request, launch, moment)
+            if request.partner is not None:
+                self._fill(request.partner, launch, moment)
+            launch.signature = request.signature()
+            launch.start(self.knows(launch.signature))
+        except BaseException as error:
+            self.forget(launch)
+            request.work.settle(error)
+            if request.partner is not None:
+                request.partner.work.settle(error)
+        return 0
+
+    cdef int _fill(self, Request request, object launch, double moment) except -1:
+        """Add the operations of a request; the last one's work is for all of them."""
+        cdef Work work = request.work
+        cdef Communicator comm = self.comms[0]
+        cdef size_t i, last = request.count - 1
+        work.limit = FOREVER if request.limit == FOREVER else moment + request.limit
+        work.gathering = None
+        work.entry.communicator = self.name
+        work.entry.rank = comm.rank
+        work.entry.nranks = comm.nranks
+        for i in range(request.count):
+            request.steps[i].stream = self.stream
+            if i < last:
+                (<Launch>launch).add_before(comm, &request.steps[i], NULL if i else work.ready)
+            else:
+                (<Launch>launch).add(work, comm, &request.steps[i], NULL if i else work.ready)
+        return 0
+
+    cdef int launch_failed(self, Together launch, object error) except -1:
+        (<ConnectionOwner>self.owner).connection_failed(self, error)
+        return Clique.launch_failed(self, launch, error)

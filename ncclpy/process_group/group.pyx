@@ -1,0 +1,416 @@
+"""A process group: one rank's view of the ranks that it works with, over a store and NCCL."""
+
+import functools
+import json
+
+from cpython.pythread cimport PyThread_get_thread_ident
+from libc.string cimport memset
+
+from ncclpy.abi.nccl cimport ncclUint8
+from ncclpy.core.buffers cimport HOST_MEMORY, View
+from ncclpy.core.lower cimport Lowered
+from ncclpy.core.operation cimport ALL_REDUCE, REDUCE, REDUCE_SCATTER, Operation
+from ncclpy.core.stream cimport Stream
+from ncclpy.core.wait cimport FOREVER, as_timeout
+from ncclpy.engine.callbacks cimport users
+from ncclpy.engine.launcher cimport launch_here
+from ncclpy.engine.monitor cimport ensure_running
+from ncclpy.engine.streams cimport record_producer
+from ncclpy.engine.work cimport Work, new_work
+from ncclpy.process_group.block cimport Block, new_block
+from ncclpy.process_group.connection cimport Connection
+from ncclpy.process_group.lifecycle cimport Lifecycle
+from ncclpy.process_group.request cimport Request, new_request
+
+from ncclpy.core import device as _device
+from ncclpy.core.types import ReduceOp, as_integer
+from ncclpy.process_group.block import Deadline
+from ncclpy.process_group.hooks import Tells
+
+cdef object _SUM = ReduceOp.SUM
+
+
+cdef class ProcessGroup(Lifecycle):
+    """ProcessGroup(store, rank, size, *, device=None, name="default", timeout=600.0, config=None, on_error="abort", \
+high_priority=False, timing=False)
+
+    Work with other ranks from one thread or several: collectives and point-to-point operations that return works.
+
+    A group has one device of its process, and meets the other ranks in a store. It makes its communicator when it is
+    first used, or by `connect`; until it stands, operations queue, and the calls return at once. Operations run on a
+    stream of the group's own, which waits for the stream that produces the input; the CPU waits for nothing. Arrays
+    are held until nobody can touch them any more.
+
+    All ranks make the same groups, each rank those of one name in the same order; they begin the same collectives, in
+    the same order.
+
+    Parameters
+    ----------
+    store : ncclpy.bootstrap.Store
+        Where the ranks meet. The group does not close it.
+    rank, size : int
+        Which of how many ranks this is.
+    device : int, optional
+        The ordinal of this rank's device; by default the current one.
+    name : str, optional
+        The group's name, the same on all ranks.
+    timeout : float, optional
+        Seconds in which an operation must be done once its communicator stands, and in which ranks must meet. None is
+        without end.
+    config : Config, optional
+        NCCL's configuration for the communicators.
+    on_error : str, optional
+        What happens when an operation fails or its deadline passes. ``"abort"``: the group's communicators are
+        aborted on all ranks; its works, and every later call, raise. ``"exit"``: after that the recorder is dumped
+        to stderr and the process ends with status 70. ``"exit_now"``: it ends so at once, and aborts nothing.
+    high_priority : bool, optional
+        Whether the group's streams go before others.
+    timing : bool, optional
+        Whether works know their `duration`.
+
+    Attributes
+    ----------
+    rank, size, device : int
+        As given.
+    name : str
+        As given.
+    """
+
+    # Operations.
+
+    cdef Work begin(
+        self, const Operation* operation, Lowered lowered, const View* view, held, output, producer, timeout, tag
+    ):
+        cdef Request request
+        cdef Connection connection
+        cdef Work work
+        cdef Block block
+        self.check_usable()
+        if self.blocks:
+            block = self.blocks.get(PyThread_get_thread_ident())
+            if block is not None:
+                if timeout is not None:
+                    raise ValueError("timeout: in a coalescing block it is the block's: pass it to coalescing()")
+                block.add(operation, lowered, view, held, output, producer)
+                return block.work
+        ensure_running()
+        request = self._request(operation.kind, timeout)
+        work = request.work
+        work.held, work.output = held, output
+        work.entry.datatype, work.entry.count, work.entry.nbytes = operation.datatype, operation.count, view.nbytes
+        kind = operation.kind
+        if kind == ALL_REDUCE or kind == REDUCE or kind == REDUCE_SCATTER:
+            work.entry.op = operation.op
+        work.entry.root = operation.root
+        if lowered is None:
+            request.add(operation)
+        else:
+            request.add_all(lowered)
+        request.point_to_point = tag is not None
+        try:
+            record_producer(work, view, producer)
+            if not request.point_to_point or operation.root == self.rank:
+                connection = self.connection_with(-1)
+            else:
+                connection = self.connection_with(operation.root)
+                request.steps[0].root = 1 - connection.rank  # as that communicator knows the peer
+            self._submit(connection, request)
+        except BaseException as error:  # the recorder is not to show it as pending
+            work.withdraw(error)
+            raise
+        return work
+
+    cdef Request _request(self, int kind, object timeout):
+        """Return an empty request with its work."""
+        cdef Work work = new_work(kind, self.device)
+        cdef double limit = self.timeout
+        if timeout is not None:
+            limit = as_timeout(timeout)
+        elif self.deadlines:
+            limit = self.deadlines.get(PyThread_get_thread_ident(), self.timeout)
+        work.timed = self.timing
+        if self.completions:
+            work.callbacks = list(self.completions)
+        return new_request(work, limit)
+
+    cdef int _submit(self, Connection connection, Request request) except -1:
+        """Number a request and give it to its communicator, unless the group has ended."""
+        cdef bint taken = False
+        self.lock.enter()
+        try:
+            if not self.is_ended():
+                taken = True
+                if request.point_to_point:
+                    request.work.entry.sequence = connection.sequence
+                    connection.sequence += 1
+                else:
+                    request.work.entry.sequence = self.collectives
+                    self.collectives += 1
+                if request.point_to_point and connection.peer < 0 and request.count == 1:
+                    request = self._matched(request)
+                if request is not None:
+                    connection.take(request)
+        finally:
+            self.lock.leave()
+            launch_here()
+        if not taken:
+            self.check_usable()
+        return 0
+
+    cdef Request _matched(self, Request request):
+        """Return a request of this rank's to itself together with its other half; None while that has not come."""
+        cdef Request other
+        cdef size_t i
+        for i in range(len(self.alone)):
+            other = self.alone[i]
+            if other.steps[0].kind != request.steps[0].kind:
+                if other.steps[0].count != request.steps[0].count or other.steps[0].datatype != request.steps[0].datatype:
+                    raise ValueError(
+                        f"buf: what rank {self.rank} sends to itself has {other.steps[0].count} elements of type "
+                        f"{other.steps[0].datatype}, what it receives {request.steps[0].count} of type "
+                        f"{request.steps[0].datatype}"
+                    )
+                del self.alone[i]
+                other.partner = request
+                return other
+        self.alone.append(request)
+        return None
+
+    def barrier(self, *, producer=None, timeout=None):
+        """Begin an all-reduce of one byte: its work is done when all ranks have come.
+
+        Parameters
+        ----------
+        producer : optional
+            A stream whose work has to be done before this rank counts as there.
+        timeout : float, optional
+            As for `all_reduce`.
+
+        Returns
+        -------
+        Work
+            Its result is None.
+        """
+        cdef Operation o
+        cdef View view
+        self.check_usable()
+        if self.scratch == 0:
+            made = _device.allocate(8, self.device)  # without the GIL: another thread may have been here meanwhile
+            if self.scratch == 0:
+                self.scratch = made
+            else:
+                _device.free(made)
+        memset(&o, 0, sizeof(o))
+        memset(&view, 0, sizeof(view))
+        view.device = HOST_MEMORY  # which has no stream of its own
+        view.nbytes = 1
+        o.kind, o.datatype, o.op, o.count = ALL_REDUCE, <int>ncclUint8, 2, 1
+        o.send = o.recv = <void*>self.scratch
+        return self.begin(&o, None, &view, None, None, producer, timeout, None)
+
+    # Blocks.
+
+    def coalescing(self, timeout=None):
+        """Make one launch, with one sequence number and one work, of all operations that this thread begins in a block.
+
+        Sends and receives in it go by the communicator of all ranks, and do not wait for each other. An exception in
+        the block launches nothing.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds for all of it; as for an operation.
+
+        Returns
+        -------
+        context manager
+            It gives the `Work`, which the operations in the block return as well. Its result is the list of their
+            results.
+        """
+        self.check_usable()
+        ensure_running()
+        return new_block(self, self._request(ALL_REDUCE, timeout))
+
+    cdef int open_block(self, Block block) except -1:
+        ident = PyThread_get_thread_ident()
+        if ident in self.blocks:
+            raise ValueError("coalescing() within coalescing(): its operations are one launch already")
+        self.blocks[ident] = block
+        return 0
+
+    cdef int shut_block(self, Block block, bint launches) except -1:
+        """End a block, and launch what is in it."""
+        cdef Stream stream
+        self.blocks.pop(PyThread_get_thread_ident(), None)
+        if not launches:
+            return 0
+        self.check_usable()
+        stream = self.pool.of(self.device, 0)
+        block.record(stream.raw)
+        self._submit(self.connection_with(-1), block.request)
+        return 0
+
+    def all_reduce_coalesced(self, arrays, op=_SUM, *, producer=None, timeout=None):
+        """All-reduce several arrays in place, in one launch.
+
+        Parameters
+        ----------
+        arrays : iterable of buffer
+            The arrays, as for `all_reduce`; their types may differ.
+        op, producer, timeout
+            As for `all_reduce`.
+
+        Returns
+        -------
+        Work
+            Of all of them; its result is the list of arrays.
+        """
+        with self.coalescing(timeout) as work:
+            for array in arrays:
+                self.all_reduce(array, None, op, producer=producer)
+        return work
+
+    def all_gather_coalesced(self, sends, recvs, *, producer=None, timeout=None):
+        """Gather several arrays on all ranks, in one launch.
+
+        Parameters
+        ----------
+        sends, recvs : iterable of buffer
+            As many of each; a pair is what `all_gather` takes.
+        producer, timeout
+            As for `all_reduce`.
+
+        Returns
+        -------
+        Work
+            Of all of them; its result is the list of what `recvs` holds.
+        """
+        with self.coalescing(timeout) as work:
+            for send, recv in zip(sends, recvs, strict=True):
+                self.all_gather(send, recv, producer=producer)
+        return work
+
+    def reduce_scatter_coalesced(self, sends, recvs, op=_SUM, *, producer=None, timeout=None):
+        """Reduce several arrays and leave this rank's parts here, in one launch.
+
+        Parameters
+        ----------
+        sends, recvs : iterable of buffer
+            As many of each; a pair is what `reduce_scatter` takes.
+        op, producer, timeout
+            As for `all_reduce`.
+
+        Returns
+        -------
+        Work
+            Of all of them; its result is the list of what `recvs` holds.
+        """
+        with self.coalescing(timeout) as work:
+            for send, recv in zip(sends, recvs, strict=True):
+                self.reduce_scatter(send, recv, op, producer=producer)
+        return work
+
+    def deadline(self, seconds):
+        """Give each operation that this thread begins in a block a deadline, unless it has one of its own.
+
+        Parameters
+        ----------
+        seconds : float
+            Counted for each operation from when it could start.
+
+        Returns
+        -------
+        context manager
+        """
+        return Deadline(self.deadlines, as_timeout(seconds))
+
+    # Who is told.
+
+    def on_completion(self, hook):
+        """Call ``hook(completion)`` when an operation that begins from now on has ended, with a `Completion`.
+
+        It runs in a thread for callbacks, as those of works do.
+        """
+        self.completions = [*self.completions, Tells(self.rank, self.name, hook)]
+
+    def on_abort(self, hook):
+        """Call ``hook(error)`` once the group has ended before its time, in a thread for callbacks; at once if it has."""
+        if not callable(hook):
+            raise TypeError(f"hook: expected a callable, got {type(hook).__name__}")
+        self.aborts = [*self.aborts, hook]
+        error = self.failure
+        if error is not None:
+            users.give(functools.partial(hook, error))
+
+    def health_check(self, timeout=None):
+        """Raise unless all ranks answer: a `barrier`, waited for.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds until all must have answered; the group's by default. Past them the group has failed.
+        """
+        self.barrier(timeout=timeout).wait()
+
+    # Groups of some of its ranks.
+
+    def new_group(self, ranks):
+        """Make a group of some of these ranks. All ranks of this group call it, with the same ranks.
+
+        Parameters
+        ----------
+        ranks : iterable of int
+            The ranks of this group that belong to it; they are numbered in this order.
+
+        Returns
+        -------
+        ProcessGroup or None
+            With the options of this one; None on ranks that do not belong to it.
+        """
+        members = [self._rank_of(rank, "ranks") for rank in ranks]
+        if len(set(members)) != len(members) or not members:
+            raise ValueError(f"ranks: expected different ranks, at least one, got {members}")
+        self.check_usable()
+        with self.lock:
+            number = self.children
+            self.children += 1
+        if self.rank not in members:
+            return None
+        return self._child(f"{self.name}/{number}", members)
+
+    def split(self, color, key=0):
+        """Divide the group: the ranks of one color make a group, in the order of their keys. All ranks call it.
+
+        Parameters
+        ----------
+        color : int or None
+            Which group this rank goes to; None is none.
+        key : int
+            Where it stands there; ranks with one key are in the order of this group.
+
+        Returns
+        -------
+        ProcessGroup or None
+            With the options of this one.
+        """
+        self.check_usable()
+        mine = [None if color is None else as_integer(color, "color"), as_integer(key, "key")]
+        with self.lock:
+            number = self.children
+            self.children += 1
+        values = self.notices.store.gather(
+            f"split/{number}", self.rank, self.size, json.dumps(mine).encode(),
+            None if self.timeout == FOREVER else self.timeout,
+        )
+        if color is None:
+            return None
+        everyone = [(*json.loads(value), rank) for rank, value in enumerate(values)]
+        members = [rank for _, rank in sorted((key, rank) for c, key, rank in everyone if c == mine[0])]
+        return self._child(f"{self.name}/{number}:{mine[0]}", members)
+
+    def _child(self, name, members):
+        return ProcessGroup(
+            self.store, members.index(self.rank), len(members), device=self.device, name=name,
+            timeout=None if self.timeout == FOREVER else self.timeout, config=self.config, on_error=self.on_error,
+            high_priority=self.high_priority, timing=self.timing,
+        )

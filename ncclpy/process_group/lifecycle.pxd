@@ -1,0 +1,39 @@
+from ncclpy.engine.lock cimport Lock
+from ncclpy.process_group.block cimport BlockOwner
+from ncclpy.process_group.connection cimport Connection
+
+
+cdef class Lifecycle(BlockOwner):
+    cdef readonly str name
+    cdef readonly object store
+    cdef Lock lock  # of all below
+    cdef dict connections  # by label
+    cdef object notices
+    cdef object pool
+    cdef object config
+    cdef str on_error
+    cdef bint timing
+    cdef bint high_priority
+    cdef double timeout
+    cdef dict deadlines  # seconds, by thread, of deadline blocks
+    cdef dict blocks  # coalescing blocks, by thread
+    cdef object failure  # what has ended it
+    cdef bint closed
+    cdef long long collectives
+    cdef list alone  # this rank's sends to itself, or receives, that wait for the other half
+    cdef list completions
+    cdef list aborts
+    cdef long long children
+    cdef size_t scratch  # device memory of the barrier, 0 until used
+    cdef str site
+    cdef object abort_thread
+    cdef object __weakref__
+
+
+    cdef bint is_ended(self) noexcept
+    # Raise if it cannot be used here and now, with the reason.
+    cdef int check_usable(self) except -1
+    # The communicator with all ranks (-1), or the one with a peer; it is begun with if there is none.
+    cdef Connection connection_with(self, int peer)
+    cdef Py_ssize_t pending(self) except -1
+    cdef bint _drain(self, double deadline) except -1

@@ -1,0 +1,46 @@
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any, Literal
+
+from typing_extensions import Self, disjoint_base
+
+from ncclpy.bootstrap import Store
+from ncclpy.core.communicator import Communicator
+from ncclpy.core.config import Config
+from ncclpy.core.types import DeviceLike
+from ncclpy.process_group.block import BlockOwner
+
+@disjoint_base
+class Lifecycle(BlockOwner):
+    def __init__(
+        self,
+        store: Store | Any,
+        rank: int,
+        size: int,
+        *,
+        device: DeviceLike = None,
+        name: str = "default",
+        timeout: float | None = 600.0,
+        config: Config | None = None,
+        on_error: Literal["abort", "exit", "exit_now"] = "abort",
+        high_priority: bool = False,
+        timing: bool = False,
+    ) -> None: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def store(self) -> Store: ...
+    @property
+    def seq(self) -> int: ...
+    @property
+    def error(self) -> BaseException | None: ...
+    @property
+    def communicator(self) -> Communicator | None: ...
+    def connect(self, peers: Iterable[int] | None = None, timeout: float | None = None) -> None: ...
+    def wait_for_pending_works(self, timeout: float | None = None) -> None: ...
+    def abort(self, reason: object = "abort() was called") -> None: ...
+    def close(self, timeout: float | None = None) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...

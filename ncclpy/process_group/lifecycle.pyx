@@ -1,0 +1,456 @@
+"""How a process group begins and ends: its communicators, what it tells the other ranks, and what it hears of them."""
+
+import functools
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from importlib import import_module as _import_module
+
+from cpython.exc cimport PyErr_CheckSignals
+
+from ncclpy.core.abort cimport ABORT_DEADLINE
+from ncclpy.core.device cimport as_device
+from ncclpy.core.library cimport check_process
+from ncclpy.core.wait cimport as_timeout, deadline_after, now
+from ncclpy.engine.callbacks cimport step_aside, users
+from ncclpy.engine.clique cimport GONE, MADE
+from ncclpy.engine.launcher cimport launch_here
+from ncclpy.engine.protocols cimport LaunchOwner
+from ncclpy.engine.work cimport attend
+from ncclpy.process_group.connection cimport ConnectionOwner
+from ncclpy.process_group.request cimport Request
+
+from ncclpy.core import device as _device
+from ncclpy.core.config import Config
+from ncclpy.core.errors import NcclAborted, NcclTimeout, not_copied
+from ncclpy.core.types import as_integer
+from ncclpy.engine import recorder
+from ncclpy.engine.launcher import abort_aside
+from ncclpy.engine.recorder import text_of
+from ncclpy.engine.streams import StreamPool
+from ncclpy.process_group.notices import Notices
+
+_log = logging.getLogger("ncclpy.process_group")
+
+_ON_ERROR = ("abort", "exit", "exit_now")
+#: With which a process ends whose group has failed, if it asked for that.
+_EXIT_CODE = 70
+_MAIN = "all"
+
+
+cdef class Lifecycle(BlockOwner):
+    """The group apart from its operations; `ProcessGroup` is the class to use."""
+
+    def __cinit__(self):
+        self.lock = Lock()
+
+    def __init__(
+        self,
+        store,
+        rank,
+        size,
+        *,
+        device=None,
+        name="default",
+        timeout=600.0,
+        config=None,
+        on_error="abort",
+        bint high_priority=False,
+        bint timing=False,
+    ):
+        bootstrap = _import_module("ncclpy.bootstrap")
+        if not isinstance(store, bootstrap.Store):
+            store = bootstrap.as_store(store)
+        if type(name) is not str or not name:
+            raise ValueError(f"name: expected a text of at least one character, got {name!r:.80}")
+        if config is not None and not isinstance(config, Config):
+            raise TypeError(f"config: expected an ncclpy.Config, got {type(config).__name__}")
+        if config is not None and config.blocking is not None and not config.blocking:
+            raise ValueError("config: a process group does not block anyway; leave blocking unset")
+        if on_error not in _ON_ERROR:
+            raise ValueError(f"on_error: expected one of {', '.join(map(repr, _ON_ERROR))}, got {on_error!r}")
+        if self.connections is not None:
+            raise RuntimeError("a ProcessGroup is initialised once")
+        rank, size = as_integer(rank, "rank"), as_integer(size, "size")
+        if size < 1 or not 0 <= rank < size:
+            raise ValueError(f"rank {rank} of {size}: expected size >= 1 and 0 <= rank < size")
+        self.timeout = as_timeout(timeout)
+        self.device = as_device(device)
+        self.rank, self.size, self.name, self.store = rank, size, name, store
+        self.config, self.on_error, self.timing, self.high_priority = config, on_error, timing, high_priority
+        frame = sys._getframe(0)
+        self.site = f"{frame.f_code.co_filename}:{frame.f_lineno}, by its ProcessGroup"
+        self.pool = StreamPool(high_priority)
+        self.deadlines, self.blocks = {}, {}
+        self.alone, self.completions, self.aborts = [], [], []
+        self.notices = Notices(store, name, rank, size)
+        self.connections = {}
+        self.notices.listen(_ender_of(weakref.ref(self)))
+
+    def __reduce__(self):
+        raise not_copied(self, "make one in each process; they meet in a store")
+
+    # What it is now.
+
+    @property
+    def seq(self):
+        """How many collectives were begun; a coalesced group is one. The same on all ranks that are as far."""
+        return self.collectives
+
+    @property
+    def error(self):
+        """The exception that has ended the group, None while it works."""
+        return self.failure
+
+    @property
+    def communicator(self):
+        """The group's `Communicator` with all ranks, None until it stands. Its calls are in no order with the group's."""
+        cdef Connection main = self.connections.get(_MAIN)
+        return main.comms[0] if main is not None and main.state == MADE and main.comms else None
+
+    cdef bint is_ended(self) noexcept:
+        return self.closed or self.failure is not None
+
+    cdef int check_usable(self) except -1:
+        check_process()
+        if self.connections is None:
+            raise RuntimeError("this ProcessGroup was not initialised")
+        if self.failure is not None:
+            raise NcclAborted(f"process group {self.name!r} has ended: {text_of(self.failure)}") from self.failure
+        if self.closed:
+            raise ValueError(f"process group {self.name!r} is closed; make a new one")
+        return 0
+
+    # Communicators.
+
+    cdef Connection connection_with(self, int peer):
+        """Return the communicator with all ranks, or the one with a peer; it is begun with if there is none."""
+        cdef Connection made, found
+        label = _MAIN if peer < 0 else f"{min(self.rank, peer)}:{max(self.rank, peer)}"
+        found = self.connections.get(label)
+        if found is not None:
+            return found
+        members = list(range(self.size)) if peer < 0 else sorted([self.rank, peer])
+        title = self.name if peer < 0 else f"{self.name} {label}"
+        made = Connection(
+            _Owner(self), label, title, peer, self.device, members.index(self.rank), len(members), self.site,
+            _meeting_of(self.notices, label, members), self.timeout,
+        )
+        with self.lock:
+            if self.is_ended():
+                found = None
+            else:
+                found = self.connections.setdefault(label, made)
+        if found is None:
+            self.check_usable()
+        if found is made:
+            try:
+                made.make(b"", self.config)
+            except BaseException as error:
+                self._made(made, [], error if isinstance(error, Exception) else NcclAborted(
+                    f"communicator {label!r} was not made: {type(error).__name__} in the last call"
+                ))
+                raise
+        return found
+
+    def connect(self, peers=None, timeout=None):
+        """Make the communicator now, and wait until it stands.
+
+        Parameters
+        ----------
+        peers : iterable of int, optional
+            Ranks to be connected with for sends and receives as well.
+        timeout : float, optional
+            Seconds to wait; the group's by default. The making itself goes on, within the group's.
+
+        Raises
+        ------
+        NcclTimeout
+            If it does not stand in time; once ranks have not come within the group's timeout, it names them.
+        """
+        cdef Connection one
+        cdef double seconds = self.timeout if timeout is None else as_timeout(timeout)
+        cdef double deadline = deadline_after(seconds)
+        self.check_usable()
+        wanted = [self._rank_of(peer, "peers") for peer in peers or ()]
+        connections = [self.connection_with(-1)]
+        connections += [self.connection_with(peer) for peer in wanted if peer != self.rank]
+        for one in connections:
+            while not one.settled.wait(max(0.0, min(0.1, deadline - now()))):
+                if now() >= deadline and not one.settled.is_set():
+                    raise NcclTimeout(
+                        f"rank {self.rank} of process group {self.name!r}: communicator {one.label!r} of {one.nranks} "
+                        f"ranks is not made after {seconds:.3g} s"
+                    )
+            if one.failure is not None:
+                raise one.failure.with_traceback(None)
+
+    def _made(self, Connection connection not None, comms, error):
+        """Take the outcome of making a communicator, from the thread that has made it."""
+        launched, streams = [], []
+        if error is None:
+            try:
+                # Pairs have streams of their own: a send that waits for its peer is not to hold up the collectives.
+                streams = [self.pool.of(self.device, 1 + connection.peer)]
+            except BaseException as failure:
+                error = failure
+        with self.lock:
+            wanted = self.failure is None and self.connections.get(connection.label) is connection
+            if error is None and wanted:
+                try:
+                    launched = connection.ready(comms, streams)
+                except BaseException as failure:
+                    error = failure
+        launch_here()
+        del launched
+        if error is None and wanted:
+            connection.settled.set()
+            return
+        if error is not None:
+            self._fail(error, text_of(error), connection)
+        elif self.failure is not None:
+            error = self.failure
+        else:
+            error = NcclAborted(f"process group {self.name!r} was closed")
+        connection.fail(error)
+        if comms:
+            abort_aside(comms, "it is not needed any more")
+
+    # Its end.
+
+    def wait_for_pending_works(self, timeout=None):
+        """Wait until all operations that were begun are done; their errors are their works'.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds; by default the group's.
+
+        Raises
+        ------
+        NcclTimeout
+            If some are not; they go on.
+        """
+        cdef double seconds = self.timeout if timeout is None else as_timeout(timeout)
+        check_process()
+        if not self._drain(deadline_after(seconds)):
+            raise NcclTimeout(
+                f"rank {self.rank} of process group {self.name!r}: {self.pending()} operations are not done after "
+                f"{seconds:.3g} s"
+            )
+
+    cdef Py_ssize_t pending(self) except -1:
+        cdef Connection one
+        cdef Py_ssize_t n = len(self.alone)
+        for one in list(self.connections.values()):
+            n += len(one.waiting) + len(one.launches)
+        return n
+
+    cdef bint _drain(self, double deadline) except -1:
+        while self.pending():
+            if now() >= deadline:
+                return False
+            step_aside()  # a callback may be here
+            if not attend():
+                time.sleep(0.0002)
+            PyErr_CheckSignals()
+        return True
+
+    def abort(self, reason="abort() was called"):
+        """End the group on all ranks: what runs or waits fails with `NcclAborted`, communicators are aborted.
+
+        It returns once the others were told, which takes a second at most; the abort itself goes on in a thread of
+        its own. A second abort changes nothing.
+
+        Parameters
+        ----------
+        reason : object
+            What all are told.
+        """
+        check_process()
+        text = text_of(reason)
+        error = NcclAborted(f"process group {self.name!r} was aborted by rank {self.rank}: {text}")
+        if isinstance(reason, BaseException):
+            error.__cause__ = reason
+        telling = self._fail(error, text, exits=False)
+        if telling is not None:
+            telling.join(1.0)
+
+    def _ended(self, text):
+        """Take the news from another rank that the group has ended."""
+        self._fail(NcclAborted(f"process group {self.name!r} was ended by {text}"), None)
+
+    def _fail(self, error, text, Connection but=None, bint exits=True):
+        """End the group with an error, unless it has ended; tell the others a text, if there is one.
+
+        `but` is a connection that sees to its own end. Return the thread that tells.
+        """
+        cdef Connection one
+        with self.lock:
+            if self.is_ended() and (self.failure is not None or not self.connections):
+                return None
+            self.failure = error
+            connections = list(self.connections.values())
+            alone, self.alone = self.alone, []
+            if but is not None:
+                but.state = GONE
+        exits = exits and self.on_error != "abort"
+        if exits and self.on_error == "exit_now":
+            self._exit(error)
+        telling = None
+        if text is not None:
+            told = f"rank {self.rank} of {self.size}: {text}"
+            telling = threading.Thread(target=self.notices.tell, args=(told,), name="ncclpy-group-end", daemon=True)
+            telling.start()
+        comms = []
+        others = error
+        if type(error) is not NcclAborted:
+            others = NcclAborted(f"process group {self.name!r} has ended: {text_of(error)}")
+            others.__cause__ = error
+        for one in connections:
+            if one is not but:
+                comms += one.abort(others)
+        for request in alone:
+            (<Request>request).work.settle(others)
+            (<Request>request).work.tidy()
+        if comms:
+            self.abort_thread = abort_aside(comms, text_of(error))
+        for hook in self.aborts:
+            users.give(functools.partial(hook, error))
+        if exits:
+            threading.Thread(target=self._exit, args=(error, telling, but), name="ncclpy-group-exit").start()
+        return telling
+
+    def _exit(self, error, telling=None, Connection but=None):
+        """End the process, as `on_error` asks for; once the others were told and the communicators are aborted."""
+        cdef double deadline = now() + ABORT_DEADLINE
+        for thread in (telling, self.abort_thread):
+            if thread is not None:
+                thread.join(ABORT_DEADLINE)
+        while but is not None and but.launches and now() < deadline:
+            time.sleep(0.001)
+        print(
+            f"ncclpy: rank {self.rank} of process group {self.name!r} ends its process with status {_EXIT_CODE}, as "
+            f"on_error={self.on_error!r} says: {text_of(error)}",
+            file=sys.stderr,
+        )
+        if self.on_error == "exit":
+            sys.stderr.write(recorder.dump(reason=text_of(error)))
+        sys.stderr.flush()
+        os._exit(_EXIT_CODE)
+
+    def close(self, timeout=None):
+        """Let what was begun end, and give the communicators back.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait for that; by default the group's. Past them what is left is aborted.
+
+        Raises
+        ------
+        NcclTimeout
+            If something was left.
+        """
+        cdef Connection one
+        cdef double seconds = self.timeout if timeout is None else as_timeout(timeout)
+        cdef double deadline = deadline_after(seconds)
+        cdef bint drained = False
+        check_process()
+        with self.lock:
+            if self.closed:
+                return
+            self.closed = True
+        pending = 0
+        try:
+            drained = self.failure is not None or self._drain(deadline)
+            pending = self.pending()
+        finally:
+            self._end(drained)
+        if not drained:
+            raise NcclTimeout(
+                f"rank {self.rank} of process group {self.name!r}: {pending} operations were not done {seconds:.3g} s "
+                "after close(); they were aborted"
+            )
+
+    def _end(self, bint drained):
+        """Close the communicators, or abort them if something runs on them."""
+        cdef Connection one
+        with self.lock:
+            connections, self.connections = list(self.connections.values()), {}
+            alone, self.alone = self.alone, []
+        comms = []
+        error = NcclAborted(f"process group {self.name!r} was closed before this was done")
+        for request in alone:
+            (<Request>request).work.settle(error)
+            (<Request>request).work.tidy()
+        for one in connections:
+            if one.state == MADE and drained and self.failure is None:
+                one.close()
+            elif one.alive:
+                comms += one.abort(error)
+        self.notices.close()
+        thread = abort_aside(comms, "its process group was closed") if comms else self.abort_thread
+        if thread is not None:
+            thread.join(ABORT_DEADLINE + 1)
+        self.pool.close()
+        if self.scratch and drained and self.failure is None:  # else something may still write there
+            pointer, self.scratch = self.scratch, 0
+            _device.free(pointer)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        if error is not None:
+            self.abort(error)
+        self.close()
+
+    def __del__(self):
+        # Communicators warn for themselves.
+        if self.notices is not None and not self.closed and not sys.is_finalizing():
+            self.notices.close()
+
+    def __repr__(self):
+        state = "closed" if self.closed else "ended" if self.failure is not None else f"{self.pending()} pending"
+        return f"<ncclpy.ProcessGroup {self.name!r} rank {self.rank} of {self.size} device={self.device} {state}>"
+
+
+cdef class _Owner(ConnectionOwner):
+    """A group, as its communicators know it."""
+
+    cdef Lifecycle group
+
+    def __init__(self, Lifecycle group not None):
+        self.group = group
+
+    cdef int clique_made(self, LaunchOwner clique, list comms, object error) except -1:
+        self.group._made(clique, comms, error)
+        return 0
+
+    cdef int clique_lost(self, LaunchOwner clique) except -1:
+        (<Connection>clique).state = GONE
+        return 0
+
+    cdef int connection_failed(self, Connection connection, object error) except -1:
+        self.group._fail(error, text_of(error), connection)
+        return 0
+
+
+def _meeting_of(notices, label, members):
+    """Return what meets the ranks of a communicator and returns its unique id."""
+    return lambda seconds: notices.unique_id(label, members, seconds)
+
+
+def _ender_of(reference):
+    """Return what is told that another rank has ended the group, without keeping it."""
+
+    def ended(text):
+        group = reference()
+        if group is not None:
+            group._ended(text)
+
+    return ended

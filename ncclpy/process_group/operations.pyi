@@ -1,0 +1,94 @@
+from collections.abc import Sequence
+
+from typing_extensions import disjoint_base
+
+from ncclpy.core.types import BufferLike, OpLike, StreamLike
+from ncclpy.engine.work import Work
+
+@disjoint_base
+class Operations:
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def device(self) -> int: ...
+    def all_reduce(
+        self,
+        send: BufferLike,
+        recv: BufferLike | None = None,
+        op: OpLike = ...,
+        *,
+        producer: StreamLike = None,
+        timeout: float | None = None,
+    ) -> Work: ...
+    def broadcast(
+        self,
+        send: BufferLike | None,
+        recv: BufferLike | None = None,
+        root: int = 0,
+        *,
+        producer: StreamLike = None,
+        timeout: float | None = None,
+    ) -> Work: ...
+    def reduce(
+        self,
+        send: BufferLike,
+        recv: BufferLike | None = None,
+        op: OpLike = ...,
+        root: int = 0,
+        *,
+        producer: StreamLike = None,
+        timeout: float | None = None,
+    ) -> Work: ...
+    def all_gather(
+        self,
+        send: BufferLike,
+        recv: BufferLike | list[BufferLike],
+        *,
+        producer: StreamLike = None,
+        timeout: float | None = None,
+    ) -> Work: ...
+    def reduce_scatter(
+        self,
+        send: BufferLike | list[BufferLike],
+        recv: BufferLike,
+        op: OpLike = ...,
+        *,
+        producer: StreamLike = None,
+        timeout: float | None = None,
+    ) -> Work: ...
+    def all_to_all(
+        self,
+        send: BufferLike | list[BufferLike],
+        recv: BufferLike | list[BufferLike],
+        send_counts: Sequence[int] | None = None,
+        recv_counts: Sequence[int] | None = None,
+        *,
+        producer: StreamLike = None,
+        timeout: float | None = None,
+    ) -> Work: ...
+    def gather(
+        self,
+        send: BufferLike,
+        recv: BufferLike | list[BufferLike] | None = None,
+        root: int = 0,
+        *,
+        producer: StreamLike = None,
+        timeout: float | None = None,
+    ) -> Work: ...
+    def scatter(
+        self,
+        send: BufferLike | list[BufferLike] | None,
+        recv: BufferLike | None = None,
+        root: int = 0,
+        *,
+        producer: StreamLike = None,
+        timeout: float | None = None,
+    ) -> Work: ...
+    def send(
+        self, buf: BufferLike, peer: int, tag: int = 0, *, producer: StreamLike = None, timeout: float | None = None
+    ) -> Work: ...
+    def recv(
+        self, buf: BufferLike, peer: int, tag: int = 0, *, producer: StreamLike = None, timeout: float | None = None
+    ) -> Work: ...

@@ -1,0 +1,22 @@
+from ncclpy.core.lower cimport Lowered
+from ncclpy.core.operation cimport Operation
+from ncclpy.engine.work cimport Work
+
+
+# What one call of a group asks of its communicator: one operation, or several that are one launch and one work.
+cdef class Request:
+    cdef Work work
+    cdef double limit  # seconds from its launch
+    cdef Operation one
+    cdef Operation* steps
+    cdef size_t count
+    cdef size_t capacity
+    cdef bint point_to_point  # all of it is
+    cdef Request partner  # a receive from this rank, of its send to itself
+
+    cdef int add(self, const Operation* operation) except -1
+    cdef int add_all(self, Lowered lowered) except -1
+    cdef unsigned long long signature(self) noexcept
+
+
+cdef Request new_request(Work work, double limit)

@@ -1,0 +1,241 @@
+"""TCPStore: where it serves, and how clients find it."""
+
+import re
+import socket
+import time
+
+import pytest
+import store_wire as wire
+
+import ncclpy
+from ncclpy.bootstrap import StoreError, TCPStore, address
+
+LONG = 20.0  # that only a hang meets
+
+
+def has_v6():
+    try:
+        with socket.socket(socket.AF_INET6) as it:
+            it.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+needs_v6 = pytest.mark.skipif(not has_v6(), reason="needs an address ::1 on this machine")
+
+
+# Where it serves.
+
+
+def test_it_binds_the_address_that_it_is_given_and_no_other(serve):
+    store = serve()
+    assert store.port > 0 and store.host == "127.0.0.1"
+    assert wire.listening(store.port) == {"0100007F"}
+    with pytest.raises(ncclpy.NcclTimeout, match=r"127\.0\.0\.2.*refused"):
+        TCPStore("127.0.0.2", store.port, timeout=0.3)
+
+
+@needs_v6
+def test_v6_only(serve):
+    store = serve("::1")
+    assert wire.listening(store.port) == {"00000000000000000000000001000000"}
+    with TCPStore("[::1]", store.port, timeout=LONG) as client:
+        client.set("a", b"1")
+    with pytest.raises(ncclpy.NcclTimeout, match="refused"):
+        TCPStore("127.0.0.1", store.port, timeout=0.3)
+
+
+@needs_v6
+def test_all_of_v6_is_not_all_of_v4(serve):
+    store = serve("::", token="t")
+    TCPStore("::1", store.port, token="t", timeout=LONG).close()
+    with pytest.raises(ncclpy.NcclTimeout, match="refused"):
+        TCPStore("127.0.0.1", store.port, token="t", timeout=0.3)
+
+
+def both_families(monkeypatch, name, addresses):
+    """Have a name mean several addresses."""
+    real = socket.getaddrinfo
+
+    def look_up(host, port, *args, **kwargs):
+        if host != name:
+            return real(host, port, *args, **kwargs)
+        if kwargs.get("flags"):
+            raise socket.gaierror(socket.EAI_NONAME, "no number")
+        return [entry for each in addresses for entry in real(each, port, *args, **kwargs)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+
+
+@needs_v6
+@pytest.mark.parametrize("served", ["127.0.0.1", "::1"])
+def test_a_name_of_both_families_finds_a_server_of_one(serve, monkeypatch, served):
+    store = serve(served)
+    both_families(monkeypatch, "both.test", ["::1", "127.0.0.1"])
+    with TCPStore("both.test", store.port, timeout=LONG) as client:
+        client.set("a", b"1")
+    assert store.get("a") == b"1"
+
+
+@needs_v6
+def test_a_name_of_both_families_is_served_at_both(serve, monkeypatch):
+    both_families(monkeypatch, "both.test", ["::1", "127.0.0.1"])
+    store = serve("both.test")
+    for host in ("::1", "127.0.0.1", "both.test"):
+        with TCPStore(host, store.port, timeout=LONG) as client:
+            client.add("n", 1)
+    assert store.get("n") == b"3"
+
+
+def test_addresses_are_tried_together(serve, monkeypatch):
+    """One that takes the connection and says nothing holds up no other."""
+    store = serve()
+    with socket.create_server(("127.0.0.2", store.port)):
+        both_families(monkeypatch, "two.test", ["127.0.0.2", "127.0.0.1"])
+        started = time.monotonic()
+        with TCPStore("two.test", store.port, timeout=LONG):
+            assert time.monotonic() - started < LONG / 4
+
+
+def test_nobody_is_looked_up_by_number(serve, monkeypatch):
+    def never(*args):
+        raise AssertionError("a reverse look-up")
+
+    for name in ("gethostbyaddr", "getnameinfo", "getfqdn", "gethostname"):
+        monkeypatch.setattr(socket, name, never)
+    store = serve()
+    TCPStore("127.0.0.1", store.port, timeout=LONG).close()
+
+
+def test_a_port_that_is_taken_is_told(serve):
+    store = serve()
+    with pytest.raises(OSError, match=rf"127\.0\.0\.1:{store.port}: the port is taken.*port 0"):
+        serve(port=store.port)
+    store.set("a", b"1")
+
+
+def test_a_port_can_be_served_again_at_once(serve):
+    for _ in range(3):
+        store = serve()
+        TCPStore("127.0.0.1", store.port, timeout=LONG)
+        store.close()
+        again = serve(port=store.port)
+        again.close()
+
+
+def test_an_address_of_another_machine_is_told(serve):
+    with pytest.raises(OSError, match=r"192\.0\.2\.1.*no address of this machine"):
+        serve("192.0.2.1", token="t")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_where_others_can_reach_it_a_token_is_needed(serve, monkeypatch, host):
+    monkeypatch.delenv("NCCLPY_STORE_TOKEN", raising=False)
+    with pytest.raises(ValueError, match=r"NCCLPY_STORE_TOKEN.*allow_unauthenticated=True"):
+        serve(host)
+    addresses = address.resolve(host, 0, time.monotonic() + 1)
+    assert not any(address.loopback(each) for each in addresses)
+    assert all(address.loopback(each) for each in address.resolve("127.3.4.5", 0, time.monotonic() + 1))
+    assert all(address.loopback(each) for each in address.resolve("::1", 0, time.monotonic() + 1))
+
+
+def test_who_asks_for_it_by_name_serves_others_without_a_token(serve, monkeypatch):
+    monkeypatch.delenv("NCCLPY_STORE_TOKEN", raising=False)
+    store = serve("0.0.0.0", allow_unauthenticated=True)
+    TCPStore("127.0.0.1", store.port, timeout=LONG).close()
+    with_token = serve("0.0.0.0", token="t")
+    TCPStore("127.0.0.1", with_token.port, token="t", timeout=LONG).close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("127.0.0.1", 0), ValueError), (("127.0.0.1", 70000), ValueError), (("127.0.0.1", "1"), TypeError),
+        ((b"127.0.0.1", 1), TypeError), (("127.0.0.1", True), TypeError), (("a" * 70 + ".test", 1), ValueError),
+    ],
+)  # fmt: skip
+def test_what_is_no_address_is_told(arguments, error):
+    with pytest.raises(error):
+        TCPStore(*arguments, timeout=1)
+
+
+# Clients find their server.
+
+
+def test_early_clients_wait_for_their_server(serve, pool):
+    port = serve()
+    port.close()
+    early = [pool.submit(TCPStore, "127.0.0.1", port.port, timeout=LONG) for _ in range(5)]
+    time.sleep(0.3)
+    assert not any(each.done() for each in early)
+    serve(port=port.port)
+    for each in early:
+        each.result(LONG).close()
+
+
+def test_a_server_that_does_not_come_is_told(serve):
+    store = serve()
+    store.close()
+    started = time.monotonic()
+    with pytest.raises(
+        ncclpy.NcclTimeout, match=rf"no store answers at 127\.0\.0\.1:{store.port} within 300 ms.*refused"
+    ):
+        TCPStore("127.0.0.1", store.port, timeout=0.3)
+    assert 0.3 <= time.monotonic() - started < LONG / 2
+
+
+def test_a_name_that_nobody_knows_is_told(caplog):
+    with pytest.raises(ncclpy.NcclTimeout, match=r"'nowhere\.invalid'.*not known"):
+        TCPStore("nowhere.invalid", 1, timeout=0.5)
+
+
+@pytest.mark.parametrize("said", [b"", b"NCCL", "greeting", "proof"], ids=["nothing", "NCCL", "greeting", "proof"])
+def test_a_server_that_ends_at_any_step_is_tried_again(serve, pool, said):
+    """What is torn at first, by a server that is killed and started again say, is not the end."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        client = pool.submit(TCPStore, "127.0.0.1", port, timeout=LONG)
+        listener.settimeout(LONG)
+        for _ in range(2):
+            it, _ = listener.accept()
+            with it:
+                ours = wire.greeting()
+                if said == "greeting":
+                    it.sendall(ours)
+                elif said == "proof":
+                    theirs = wire.receive(it, wire.GREETING.size)
+                    it.sendall(ours)
+                    wire.receive(it, 32)
+                    it.sendall(wire.VERDICT.pack(0, wire.proof(b"", theirs, ours, b"server"), 1)[:20])
+                else:
+                    it.sendall(said)
+    serve(port=port)
+    client.result(LONG).close()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"SSH-2.0-OpenSSH_9.2\r\n", b"\x15\x03\x01"],
+    ids=["HTTP", "SSH", "TLS"],
+)
+def test_what_is_no_store_is_told_at_once(words, pool):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = pool.submit(TCPStore, "127.0.0.1", listener.getsockname()[1], timeout=60)
+        it, _ = listener.accept()
+        with it:
+            it.sendall(words)
+            with pytest.raises(
+                StoreError, match=r"is no store of ncclpy: it answered b'" + re.escape(repr(words[:3])[2:-1])
+            ):
+                client.result(LONG)
+
+
+def test_a_server_of_another_version_is_told(pool):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = pool.submit(TCPStore, "127.0.0.1", listener.getsockname()[1], timeout=60)
+        it, _ = listener.accept()
+        with it:
+            it.sendall(wire.greeting(version=7))
+            with pytest.raises(StoreError, match="speaks version 7 of the protocol, this client version 1"):
+                client.result(LONG)

@@ -1,0 +1,246 @@
+"""TCPStore: what either end learns when the other is gone, and when it is not."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import store_wire as wire
+
+import ncclpy
+import testing
+from ncclpy.bootstrap import StoreError, StoreLost, TCPStore
+
+LONG = 20.0  # that only a hang meets
+
+
+@pytest.fixture
+def programs():
+    """Return a function that starts a Python program, and kills it in the end."""
+    started = []
+
+    def start(code, **options):
+        program = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(code)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/", **options,
+        )  # fmt: skip
+        started.append(program)
+        return program
+
+    yield start
+    for program in started:
+        program.kill()
+        program.wait()
+        program.stdin.close()
+        program.stdout.close()
+
+
+def line(program):
+    return testing.run_with_deadline(program.stdout.readline, timeout=60).strip()
+
+
+SERVER = """
+    import sys, time
+    from ncclpy.bootstrap import TCPStore
+    store = TCPStore("127.0.0.1", 0, serve=True, linger=float(sys.stdin.readline()))
+    print(store.port, flush=True)
+    sys.stdin.readline()
+"""
+
+
+def served_elsewhere(programs, linger=0.0):
+    server = programs(SERVER)
+    server.stdin.write(f"{linger}\n")
+    server.stdin.flush()
+    return server, int(line(server))
+
+
+def test_a_killed_server_is_known_to_those_who_wait_and_to_those_who_ask_later(programs, pool):
+    server, port = served_elsewhere(programs)
+    client, other = TCPStore("127.0.0.1", port, timeout=60), TCPStore("127.0.0.1", port, timeout=60)
+    calls = [lambda: client.get("a"), lambda: client.wait(["b"]), lambda: client.barrier("c", 0, 2)]
+    waiting = [pool.submit(call) for call in calls]
+    watch = client.watch("")
+    time.sleep(0.2)
+    server.kill()
+    killed = time.monotonic()
+    for each in waiting:
+        with pytest.raises(StoreLost, match=rf"127\.0\.0\.1', {port}.*server is gone"):
+            each.result(LONG)
+    with pytest.raises(StoreLost):
+        watch.next(LONG)
+    with pytest.raises(StoreLost):
+        other.set("a", b"")
+    assert time.monotonic() - killed < LONG / 4
+    with pytest.raises(ConnectionError):  # what programs that know nothing of us catch
+        client.get("a")
+    client.close()
+    other.close()
+
+
+def test_a_stopped_server_is_lost_after_the_heartbeat(programs):
+    server, port = served_elsewhere(programs)
+    with TCPStore("127.0.0.1", port, timeout=60, heartbeat=1.0) as client:
+        client.set("a", b"1")
+        os.kill(server.pid, signal.SIGSTOP)
+        with pytest.raises(StoreLost, match="nothing was heard of it"):
+            client.get("never", LONG)
+
+
+def test_a_server_that_is_closed_says_farewell(serve):
+    store = serve()
+    client = TCPStore("127.0.0.1", store.port, timeout=LONG)
+    store.close()
+    with pytest.raises(StoreLost, match="the server was closed"):
+        client.get("a")
+    client.close()
+
+
+def test_who_serves_waits_at_its_end_for_those_who_have_not_left(programs):
+    server, port = served_elsewhere(programs, linger=LONG * 2)
+    client = TCPStore("127.0.0.1", port, timeout=LONG)
+    server.stdin.close()
+    time.sleep(0.5)
+    client.set("a", b"the server's program has ended, and still serves")
+    assert server.poll() is None
+    client.close()
+    assert server.wait(LONG) == 0
+
+
+def test_who_leaves_says_goodbye_and_breaks_nobody(serve, caplog):
+    store = serve(heartbeat=1)
+    program = f"""
+        import ctypes
+        from ncclpy.bootstrap import TCPStore
+        store = TCPStore("127.0.0.1", {store.port})
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))  # it is leaked, as by a thread or a cycle
+        store.set("mine", b"1", ephemeral=True)
+        assert store.get("mine") == b"1"
+        store.watch("mine", print)
+        """
+    done = testing.run_python(program)
+    assert (done.stderr, done.stdout) == ("", "")
+    testing.wait_for(lambda: not store.check(["mine"]))
+    with wire.connect(store.port) as it:  # which has a line behind one that there may be
+        it.sendall(b"GET")
+        testing.wait_for(lambda: "'GET'" in caplog.text)
+    assert "lost client" not in caplog.text
+
+
+RANK = """
+    import os, signal, sys, time
+    from ncclpy.bootstrap import TCPStore
+    store = TCPStore("127.0.0.1", {port}, heartbeat={heartbeat})
+    store.set("alive", b"1", ephemeral=True)
+    {more}
+    print("ready", flush=True)
+    {end}
+"""
+
+
+def rank(programs, port, more="", end="time.sleep(100)", heartbeat=10.0):
+    program = programs(RANK.format(port=port, more=more, end=end, heartbeat=heartbeat))
+    assert line(program) == "ready"
+    return program
+
+
+def test_a_killed_process_is_known_at_once(serve, programs, pool, caplog):
+    store = serve()
+    program = rank(programs, store.port)
+    watch = store.watch("alive")
+    assert store.check(["alive"])
+    program.kill()
+    killed = time.monotonic()
+    assert watch.next(LONG) == ("alive", None)
+    assert time.monotonic() - killed < 5, "a heartbeat has told it, not the end of the connection"
+    testing.wait_for(lambda: "lost client" in caplog.text)
+    assert not store.check(["alive"])
+
+
+def test_a_fork_does_not_keep_its_killed_parent_alive(serve, programs):
+    store = serve()
+    more = 'child = os.fork(); child or time.sleep(60); store.set("child", b"%d" % child)'
+    program = rank(programs, store.port, more=more)
+    watch = store.watch("alive")
+    program.kill()
+    try:
+        assert watch.next(10) == ("alive", None)
+    finally:
+        os.kill(int(store.get("child")), signal.SIGKILL)
+
+
+def test_the_others_of_a_barrier_are_told_who_was_killed(serve, programs, pool):
+    store = serve()
+    program = programs(f"""
+        from ncclpy.bootstrap import TCPStore
+        store = TCPStore("127.0.0.1", {store.port})
+        print("ready", flush=True)
+        store.barrier("name", 2, 4)
+        """)
+    waiting = pool.submit(store.barrier, "name", 0, 4, 60)
+    assert line(program) == "ready"
+    time.sleep(0.5)
+    program.kill()
+    with pytest.raises(StoreError, match="rank 2 had come, and its process has ended"):
+        waiting.result(LONG)
+
+
+def test_a_host_that_is_lost_is_known_after_the_heartbeat(serve, programs):
+    """A stopped process looks like a host whose cable was pulled: its connection stands and nothing comes."""
+    store = serve(heartbeat=1.0)
+    program = rank(programs, store.port)
+    watch = store.watch("alive")
+    time.sleep(2.2)
+    assert store.check(["alive"]), "the keeper has sent signs of life"
+    os.kill(program.pid, signal.SIGSTOP)
+    assert watch.next(LONG) == ("alive", None)
+
+
+#: A call of 2.3 s or more, on a machine of whatever speed, in which no other thread gets the GIL.
+_BUSY = """
+import math, re, time
+def busy(letters):
+    began = time.time()
+    re.match("(a+)+$", "a" * letters + "b")
+    return time.time() - began
+letters = 20 + math.ceil(math.log2(2.5 / min(busy(20) for _ in range(5))))
+while (taken := busy(letters)) < 2.3:  # the five above were held up by others
+    letters += 1
+print("busy", taken, flush=True)
+"""
+BUSY = f"exec({_BUSY!r})"  # in one line
+
+
+def test_a_client_that_never_gives_the_gil_up_is_not_taken_for_dead(serve, programs):
+    store = serve(heartbeat=2.0)
+    watch = store.watch("alive")
+    program = rank(programs, store.port, end=BUSY + '; store.set("after", b"1"); time.sleep(100)')
+    assert watch.next(LONG) == ("alive", b"1")
+    assert line(program).startswith("busy ")
+    assert store.get("after", LONG) == b"1"
+    with pytest.raises(ncclpy.NcclTimeout):
+        watch.next(0.1)
+
+
+def test_a_server_whose_process_never_gives_the_gil_up_serves(programs):
+    server = programs(f"""
+        import time
+        from ncclpy.bootstrap import TCPStore
+        store = TCPStore("127.0.0.1", 0, serve=True, linger=0)
+        print(store.port, flush=True)
+        store.get("go")
+        print("now", flush=True)
+        {BUSY}
+        """)
+    with TCPStore("127.0.0.1", int(line(server)), timeout=LONG) as client:
+        client.set("go", b"")
+        assert line(server) == "now"
+        time.sleep(0.1)
+        started = time.monotonic()
+        for _ in range(100):
+            client.add("n", 1)
+        taken = time.monotonic() - started
+        assert taken < float(line(server).removeprefix("busy ")) / 2

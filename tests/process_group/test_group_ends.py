@@ -1,0 +1,298 @@
+"""How groups end: ranks that do not come, deadlines, aborts that all hear of, hooks, and close."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import time
+import weakref
+
+import numpy as np
+import pytest
+from group_ranks import DEADLINE, run_groups
+
+import ncclpy
+import testing
+from ncclpy.bootstrap import FileStore, LocalStore, TCPStore
+
+HANG = "rank=1 call=AllReduce at=run do=hang"
+
+
+def test_who_has_not_come_is_named(host_engine):
+    group = ncclpy.ProcessGroup(LocalStore(), 1, 3, device=0, timeout=0.3)
+    work = group.all_reduce(np.ones(3))
+    with pytest.raises(ncclpy.NcclTimeout, match=r"is pending .*the 3 ranks of communicator 'all', which"):
+        work.wait(0.01)
+    assert isinstance(work.exception(DEADLINE), ncclpy.NcclTimeout)
+    assert work.exception().missing == [0, 2]
+    assert "ranks 0, 2 of 3 did not come" in str(work.exception())
+    with pytest.raises(ncclpy.NcclAborted, match=r"process group 'default' has ended: .*ranks 0, 2 of 3") as caught:
+        group.all_reduce(np.ones(3))
+    assert caught.value.__cause__ is group.error is work.exception()
+    with pytest.raises(ncclpy.NcclAborted, match="has ended"):
+        group.connect()
+    group.close()
+
+
+def test_connect_waits_until_the_communicator_stands(host_engine):
+    def body(group):
+        assert group.communicator is None
+        if group.rank == 0:
+            with pytest.raises(ncclpy.NcclTimeout, match=r"communicator 'all' of 2 ranks is not made after 0\.05 s"):
+                group.connect(timeout=0.05)
+            late.set()
+        assert late.wait(DEADLINE)
+        group.connect()
+        return group.communicator.nranks, group.seq
+
+    late = threading.Event()
+    assert run_groups(2, body) == [(2, 0)] * 2
+
+
+@pytest.mark.parametrize("how", ["operation", "block", "group"])
+def test_a_deadline_ends_the_group_on_all_ranks(host_engine, how):
+    """Rank 1 does not come to the second collective; all ranks hear of its end, also those that wait for nothing."""
+
+    def body(group):
+        array = np.ones(3)
+        group.all_reduce(array).wait(DEADLINE)
+        if group.rank == 1:
+            testing.wait_for(lambda: group.error is not None, "the news")
+            error = group.error
+            assert isinstance(error, ncclpy.NcclAborted) and "was ended by rank 0 of 2" in str(error)
+        else:
+            with group.deadline(0.2) if how == "block" else contextlib.nullcontext():
+                work = group.all_reduce(array, timeout=0.2 if how == "operation" else None)
+            error = work.exception(DEADLINE)
+            assert isinstance(error, ncclpy.NcclTimeout) and group.error is error
+            assert "missing: 1" in str(error)
+        with pytest.raises(ncclpy.NcclAborted, match="has ended") as caught:
+            group.barrier()
+        assert caught.value.__cause__ is error
+        return "all_reduce on device 0" in str(error)
+
+    # Seconds in which the communicator has to stand, too.
+    assert run_groups(2, body, timeout=3 if how == "group" else DEADLINE / 2) == [True, True]
+
+
+@pytest.mark.parametrize("kind", ["local", "file", "tcp"])
+def test_an_abort_reaches_all_ranks(host_engine, kind, tmp_path):
+    stores = {
+        "local": LocalStore,
+        "file": lambda: FileStore(tmp_path / "s"),
+        "tcp": lambda: TCPStore("127.0.0.1", 0, serve=True),
+    }
+    told, together = [], threading.Barrier(3)
+
+    def body(group):
+        group.on_abort(lambda error: told.append((group.rank, str(error))))
+        group.all_reduce(np.ones(2)).wait(DEADLINE)
+        together.wait(DEADLINE)
+        if group.rank == 2:
+            group.abort("enough")
+            group.abort("once more")
+        testing.wait_for(lambda: group.error is not None, "the news")
+        with pytest.raises(ncclpy.NcclAborted, match="enough"):
+            group.all_reduce(np.ones(2))
+        return str(group.error)
+
+    with stores[kind]() as store:
+        errors = run_groups(3, body, store=store)
+    assert errors[2] == "process group 'default' was aborted by rank 2: enough"
+    assert errors[0] == errors[1] == "process group 'default' was ended by rank 2 of 3: enough"
+    testing.wait_for(lambda: len(told) == 3)
+    assert sorted(told) == list(enumerate(errors))
+
+
+def test_an_operation_that_fails_ends_the_group_and_the_first_error_is_kept(host_engine):
+    def body(group):
+        array = np.ones(2)
+        group.all_reduce(array).wait(DEADLINE)
+        faults = ncclpy.faults("rank=0 call=AllReduce do=error:ncclInternalError")
+        with faults if group.rank == 0 else contextlib.nullcontext():
+            works = [group.all_reduce(array) for _ in range(3)]
+            errors = [work.exception(DEADLINE) for work in works]
+        assert all(errors)
+        return type(errors[0]).__name__, group.error is errors[0]
+
+    results = run_groups(2, body)
+    assert results[0][1], "the first error is the group's"
+    assert {name for name, _ in results} <= {"NcclError", "NcclAborted", "NcclRemoteError"}
+
+
+def test_wait_ends_the_wait_alone(host_engine):
+    def body(group):
+        array = np.ones(2)
+        group.all_reduce(array).wait(DEADLINE)
+        if group.rank == 1:
+            testing.wait_for(late.is_set)
+        work = group.all_reduce(array)
+        if group.rank == 0:
+            with pytest.raises(ncclpy.NcclTimeout, match="launched after"):
+                work.wait(0.05)
+            late.set()
+        work.wait(DEADLINE)
+        return array.tolist()
+
+    late = threading.Event()
+    assert run_groups(2, body) == [[4, 4]] * 2
+
+
+def test_arrays_are_held_until_nobody_can_touch_them(host_engine):
+    class Watched(np.ndarray):
+        pass
+
+    def body(group):
+        group.all_reduce(np.ones(2)).wait(DEADLINE)
+        send = np.ones(2).view(Watched)
+        alive = weakref.ref(send)
+        if group.rank == 1:
+            testing.wait_for(late.is_set)
+        group.all_reduce(send)
+        if group.rank == 0:
+            del send
+            gc.collect()
+            assert alive() is not None
+            late.set()
+        else:
+            del send
+        testing.wait_for(lambda: alive() is None, "letting go")
+
+    late = threading.Event()
+    run_groups(2, body)
+
+
+def test_works_that_nobody_waits_for_leave_nothing_behind(host_engine):
+    import resource
+
+    def body(group):
+        array = np.ones(4, np.float32)
+        for _ in range(2000):
+            group.all_reduce(array, op="max")
+        group.wait_for_pending_works(DEADLINE)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        threads = threading.active_count()
+        for _ in range(8000):
+            group.all_reduce(array, op="max")
+        group.wait_for_pending_works(DEADLINE)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, threading.active_count() - threads
+
+    for kib, threads in run_groups(2, body):
+        assert kib < 30_000 and threads <= 4
+
+
+def test_hooks_tell_of_operations(host_engine):
+    told = []
+
+    def body(group):
+        if group.rank == 0:
+            group.on_completion(told.append)
+        group.all_reduce(np.ones(3, np.float32)).wait(DEADLINE)
+        with group.coalescing() as work:
+            group.all_reduce(np.ones(3, np.float32))
+            group.broadcast(np.ones(2, np.float64))
+        work.wait(DEADLINE)
+
+    run_groups(2, body, timing=True, name="told")
+    testing.wait_for(lambda: len(told) == 2)
+    first, second = told
+    assert (first.group, first.rank, first.operation, first.seq, first.count, first.nbytes) == (
+        "told", 0, "all_reduce", 0, 3, 12,
+    )  # fmt: skip
+    assert first.error is None and first.created <= first.launched <= first.completed and first.duration >= 0
+    assert (second.seq, second.count, second.nbytes) == (1, 5, 28)
+
+
+def test_close_waits_for_what_was_begun(host_engine):
+    arrays = [np.ones(100_000) for _ in range(2)]
+
+    def body(group):
+        for _ in range(20):
+            group.all_reduce(arrays[group.rank], op="max")
+        work = group.all_reduce(arrays[group.rank])
+        group.close(DEADLINE)
+        assert work.is_completed()
+        with pytest.raises(ValueError, match="is closed"):
+            group.barrier()
+        group.close()
+        return arrays[group.rank][0]
+
+    assert run_groups(2, body) == [2, 2]
+
+
+def test_close_aborts_what_does_not_end(host_engine):
+    def body(group):
+        array = np.ones(2)
+        group.all_reduce(array).wait(DEADLINE)
+        if group.rank == 0:
+            work = group.all_reduce(array)
+            with pytest.raises(ncclpy.NcclTimeout, match="1 operations were not done"):
+                group.close(0.1)
+            assert isinstance(work.exception(DEADLINE), ncclpy.NcclAborted)
+
+    run_groups(2, body)
+
+
+def test_groups_of_some_ranks(host_engine):
+    def body(group):
+        array = np.ones(1)
+        some = group.new_group([2, 0])
+        if group.rank in (0, 2):
+            assert (some.rank, some.size) == ((1, 2) if group.rank == 0 else (0, 2))
+            some.broadcast(array if group.rank == 0 else np.full(1, 5.0), array, root=0).wait(DEADLINE)
+            some.close()
+        else:
+            assert some is None
+        part = group.split(None if group.rank == 3 else group.rank % 2, key=-group.rank)
+        if group.rank == 3:
+            assert part is None
+            return array[0], None
+        with part:
+            total = np.full(1, group.rank)
+            part.all_reduce(total).wait(DEADLINE)
+            return array[0], (part.rank, part.size, int(total[0]))
+
+    assert run_groups(4, body) == [(5, (1, 2, 2)), (1, (0, 1, 1)), (5, (0, 2, 2)), (1, None)]
+
+
+def test_the_recorder_tells_group_and_number(host_engine):
+    def body(group):
+        group.all_reduce(np.ones(3)).wait(DEADLINE)
+        group.all_reduce(np.ones(3)).wait(DEADLINE)
+
+    run_groups(2, body, name="recorded")
+    found = [each for each in ncclpy.recorder.snapshot()["entries"] if "recorded" in str(each["communicator"])]
+    assert sorted((each["rank"], each["sequence"]) for each in found) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert len({each["communicator"] for each in found}) == 1
+
+
+@pytest.mark.parametrize("on_error", ["exit", "exit_now"])
+def test_a_process_may_end_with_its_group(host_engine, on_error):
+    done = testing.run_python(
+        f"""
+        import threading, time, numpy as np, ncclpy
+        from ncclpy.bootstrap import LocalStore
+        group = ncclpy.ProcessGroup(LocalStore(), 0, 2, device=0, timeout=0.2, on_error={on_error!r})
+        work = group.all_reduce(np.ones(3))
+        work.add_done_callback(lambda work: print("told", flush=True))
+        time.sleep(60)
+        """,
+        check=False,
+    )
+    assert done.returncode == 70
+    assert f"as on_error={on_error!r} says" in done.stderr and "rank 1" in done.stderr
+    assert ("ncclpy-recorder" in done.stderr) == (on_error == "exit")
+
+
+def test_an_abort_that_was_asked_for_does_not_end_the_process(host_engine):
+    def body(group):
+        if group.rank == 0:
+            group.abort("asked for")
+            time.sleep(0.2)
+            told = []
+            group.on_abort(told.append)  # late
+            testing.wait_for(lambda: told)
+            assert told == [group.error]
+
+    run_groups(1, body, on_error="exit")

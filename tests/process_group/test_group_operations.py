@@ -1,0 +1,230 @@
+"""Every operation of a process group, as arrays, lists, and parts of different sizes."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from group_ranks import DEADLINE, run_groups
+
+import ncclpy
+import testing
+from ncclpy.bootstrap import LocalStore
+
+N = 4
+
+
+def values(rank, count=6, dtype=np.float32):
+    return (np.arange(count) % 5 + 1 + rank).astype(dtype)
+
+
+@pytest.fixture(scope="module")
+def size():
+    return min(N, max(2, ncclpy.device_count())) if ncclpy.library().engine == "cuda" else N
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("op", ["sum", "max", "min", "prod", "avg"])
+def test_all_reduce(arrays, size, op, in_place):
+    def body(group):
+        send = arrays.make(values(group.rank), group.device)
+        recv = send if in_place else arrays.make(np.zeros(6, np.float32), group.device)
+        work = group.all_reduce(arrays.argument(send), None if in_place else arrays.argument(recv), op)
+        work.wait(DEADLINE)
+        return arrays.read(recv)
+
+    stacked = np.stack([values(rank) for rank in range(size)])
+    wanted = {"sum": np.sum, "max": np.max, "min": np.min, "prod": np.prod, "avg": np.mean}[op](stacked, axis=0)
+    for result in run_groups(size, body):
+        np.testing.assert_allclose(result, wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.int64, np.float16, np.float32, np.float64])
+def test_all_reduce_of_each_type(arrays, size, dtype):
+    def body(group):
+        send = arrays.make(values(group.rank, dtype=dtype), group.device)
+        group.all_reduce(arrays.argument(send)).wait(DEADLINE)
+        return arrays.read(send)
+
+    for result in run_groups(size, body):
+        assert result.dtype == dtype
+        assert (result == np.sum([values(rank, dtype=dtype) for rank in range(size)], axis=0)).all()
+
+
+def test_reductions_of_bool_and_complex(host_engine):
+    def body(group):
+        flags = np.array([group.rank == 0, False, True])
+        group.all_reduce(flags).wait(DEADLINE)
+        numbers = np.array([1 + 2j, group.rank], np.complex64)
+        group.all_reduce(numbers).wait(DEADLINE)
+        with pytest.raises(ValueError, match="avg of bool"):
+            group.all_reduce(flags, op="avg")
+        with pytest.raises(ncclpy.NcclUnsupported, match="no bitwise reductions"):
+            group.all_reduce(flags, op="band")
+        return flags.tolist(), numbers.tolist(), group.seq
+
+    assert run_groups(3, body) == [([True, False, True], [3 + 6j, 3 + 0j], 2)] * 3
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_all_gather_and_reduce_scatter(arrays, size, as_list):
+    def body(group):
+        rank = group.rank
+        part = arrays.make(values(rank, 3), group.device)
+        whole = arrays.make(np.zeros(3 * size, np.float32), group.device)
+        parts = [arrays.argument(whole[3 * r : 3 * r + 3]) for r in range(size)] if as_list else arrays.argument(whole)
+        assert group.all_gather(arrays.argument(part), parts).result(DEADLINE) is parts
+        gathered = arrays.read(whole)
+        assert group.reduce_scatter(parts, arrays.argument(part), "sum").exception(DEADLINE) is None
+        return gathered, arrays.read(part)
+
+    wanted = np.concatenate([values(rank, 3) for rank in range(size)])
+    for rank, (gathered, part) in enumerate(run_groups(size, body)):
+        assert (gathered == wanted).all()
+        assert (part == size * wanted[3 * rank : 3 * rank + 3]).all()
+
+
+def test_uneven_parts(arrays, size):
+    def body(group):
+        rank, device = group.rank, group.device
+        mine = arrays.make(values(rank, rank + 1), device)
+        lists = [arrays.make(np.zeros(r + 1, np.float32), device) for r in range(size)]
+        group.all_gather(arrays.argument(mine), [arrays.argument(each) for each in lists]).wait(DEADLINE)
+        # All-to-all by counts: rank i sends j + 1 elements to rank j, so rank j gets j + 1 of each.
+        send = arrays.make(np.full(sum(range(1, size + 1)), rank, np.float32), device)
+        recv = arrays.make(np.full((rank + 1) * size, -1, np.float32), device)
+        group.all_to_all(
+            arrays.argument(send), arrays.argument(recv), [r + 1 for r in range(size)], [rank + 1] * size
+        ).wait(DEADLINE)
+        return [arrays.read(each) for each in lists], arrays.read(recv)
+
+    for rank, (lists, recv) in enumerate(run_groups(size, body)):
+        assert all((each == values(r, r + 1)).all() for r, each in enumerate(lists))
+        assert (recv == np.repeat(np.arange(size), rank + 1)).all()
+
+
+@pytest.mark.parametrize("root", [0, 1])
+def test_what_has_a_root(arrays, size, root):
+    def body(group):
+        rank, device = group.rank, group.device
+        sent = arrays.make(values(rank, 4), device)
+        group.broadcast(arrays.argument(sent), root=root).wait(DEADLINE)
+        reduced = arrays.make(np.zeros(4, np.float32), device)
+        work = group.reduce(arrays.argument(sent), arrays.argument(reduced) if rank == root else None, root=root)
+        work.wait(DEADLINE)
+        assert (work.result() is None) == (rank != root)
+        gathered = arrays.make(np.zeros(4 * size, np.float32), device)
+        group.gather(arrays.argument(sent), arrays.argument(gathered) if rank == root else None, root).wait(DEADLINE)
+        part = arrays.make(np.zeros(4, np.float32), device)
+        group.scatter(arrays.argument(gathered) if rank == root else None, arrays.argument(part), root).wait(DEADLINE)
+        return arrays.read(sent), arrays.read(reduced), arrays.read(gathered), arrays.read(part)
+
+    for rank, (sent, reduced, gathered, part) in enumerate(run_groups(size, body)):
+        assert (sent == values(root, 4)).all() and (part == sent).all()
+        assert (reduced == (size if rank == root else 0) * sent).all()
+        assert (gathered == (np.tile(sent, size) if rank == root else 0)).all()
+
+
+def test_all_to_all(arrays, size):
+    def body(group):
+        send = arrays.make(np.arange(2 * size, dtype=np.int32) + 100 * group.rank, group.device)
+        recv = arrays.make(np.zeros(2 * size, np.int32), group.device)
+        group.all_to_all(arrays.argument(send), arrays.argument(recv)).wait(DEADLINE)
+        return arrays.read(recv)
+
+    for rank, recv in enumerate(run_groups(size, body)):
+        assert recv.tolist() == [100 * r + 2 * rank + i for r in range(size) for i in range(2)]
+
+
+def test_coalesced_operations_are_one_launch_with_one_number(arrays, size):
+    def body(group):
+        sends = [arrays.make(values(group.rank, count), group.device) for count in (1, 5, 3)]
+        work = group.all_reduce_coalesced([arrays.argument(send) for send in sends])
+        assert len(work.result(DEADLINE)) == 3 and group.seq == 1
+        wholes = [arrays.make(np.zeros(count * size, np.float32), group.device) for count in (1, 5, 3)]
+        group.all_gather_coalesced(map(arrays.argument, sends), map(arrays.argument, wholes)).wait(DEADLINE)
+        group.reduce_scatter_coalesced(map(arrays.argument, wholes), map(arrays.argument, sends)).wait(DEADLINE)
+        assert group.seq == 3
+        return [arrays.read(send) for send in sends]
+
+    for results in run_groups(size, body):
+        for count, result in zip((1, 5, 3), results, strict=True):
+            assert (result == size * np.sum([values(rank, count) for rank in range(size)], axis=0)).all()
+
+
+def test_a_block_that_raises_launches_nothing(host_engine):
+    def body(group):
+        array = np.ones(3)
+        with pytest.raises(KeyError), group.coalescing() as work:
+            assert group.all_reduce(array) is work
+            raise KeyError("mine")
+        assert isinstance(work.exception(0), KeyError) and array.tolist() == [1, 1, 1] and group.seq == 0
+        with group.coalescing() as work:
+            pass
+        assert work.result(0) == [] and group.seq == 0
+        with group.coalescing() as work:
+            with pytest.raises(ValueError, match="the block's"):
+                group.all_reduce(array, timeout=1)
+            with pytest.raises(ValueError, match="within coalescing"), group.coalescing():
+                pass
+            group.all_reduce(array)
+        work.wait(DEADLINE)
+        return array.tolist()
+
+    assert run_groups(2, body) == [[2, 2, 2]] * 2
+
+
+def test_bad_arguments_begin_nothing(host_engine):
+    def body(group):
+        read_only = np.ones(2)
+        read_only.flags.writeable = False
+        for error, words, call in (
+            (ValueError, "read-only", lambda: group.all_reduce(read_only)),
+            (TypeError, "data type", lambda: group.all_reduce(np.ones(2), np.ones(2, np.float32))),
+            (ValueError, "rank 7 does not exist", lambda: group.broadcast(np.ones(2), root=7)),
+            (ValueError, "= 4 elements", lambda: group.all_gather(np.ones(2), np.ones(3))),
+            (ValueError, "pass both", lambda: group.all_to_all(np.ones(2), np.ones(2), [1, 1])),
+            (ncclpy.NcclUnsupported, "any source", lambda: group.recv(np.ones(2), None)),
+            (ValueError, "seconds >= 0", lambda: group.all_reduce(np.ones(2), timeout=-1)),
+        ):
+            with pytest.raises(error, match=words):
+                call()
+        return group.seq
+
+    assert run_groups(2, body) == [0, 0]
+
+
+def test_barrier_waits_for_all(host_engine):
+    begun = threading.Event()
+
+    def body(group):
+        group.barrier().wait(DEADLINE)
+        if group.rank == 0:
+            work = group.barrier()
+            testing.wait_for(lambda: work.state == "launched")
+            assert not work.is_completed()
+            begun.set()
+        else:
+            assert begun.wait(DEADLINE)
+            work = group.barrier()
+        assert work.result(DEADLINE) is None
+
+    run_groups(2, body)
+
+
+def test_two_groups_interleaved_from_two_threads_each(host_engine):
+    """Groups of one name, made and used by several threads of each rank at once, are the same group on all ranks."""
+    store = LocalStore()
+
+    def rank(rank, which):
+        with ncclpy.ProcessGroup(store, rank, 2, device=rank, name=which, timeout=DEADLINE / 2) as group:
+            array = np.ones(10)
+            for _ in range(20):
+                group.all_reduce(array).wait(DEADLINE)
+            return array[0]
+
+    with ThreadPoolExecutor(8) as pool:
+        made = [pool.submit(rank, r, which) for which in ("a", "b", "a", "b/0") for r in (1, 0)]
+        assert [each.result(DEADLINE) for each in made] == [2.0**20] * 8

@@ -1,0 +1,80 @@
+"""Sends and receives: pairs with communicators of their own, batches, and what a rank sends to itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from group_ranks import DEADLINE, run_groups
+
+import ncclpy
+
+
+def test_a_ring_of_send_then_receive_does_not_deadlock(arrays):
+    """Each send is begun before its receive is, while the pairs are still being made."""
+    size = 2 if ncclpy.library().engine == "cuda" else 4
+
+    def body(group):
+        right, left = (group.rank + 1) % size, (group.rank - 1) % size
+        results = []
+        for turn in range(3):
+            send = arrays.make(np.full(1000, 10 * group.rank + turn, np.float32), group.device)
+            recv = arrays.make(np.zeros(1000, np.float32), group.device)
+            works = [group.send(arrays.argument(send), right), group.recv(arrays.argument(recv), left)]
+            for work in works:
+                work.wait(DEADLINE)
+            results.append(float(arrays.read(recv)[-1]))
+        return results
+
+    assert run_groups(size, body) == [[10.0 * ((rank - 1) % size) + turn for turn in range(3)] for rank in range(size)]
+
+
+def test_pairs_beside_collectives(host_engine):
+    """A send whose receive comes late does not hold up the collectives of the group."""
+
+    def body(group):
+        group.connect(peers=[1 - group.rank])
+        data, total = np.full(5, group.rank, np.int64), np.ones(2)
+        if group.rank == 0:
+            work = group.send(data, 1)
+        group.all_reduce(total).wait(DEADLINE)
+        if group.rank == 1:
+            work = group.recv(data, 0)
+        work.wait(DEADLINE)
+        return data.tolist(), total.tolist(), group.seq
+
+    assert run_groups(2, body) == [([0] * 5, [2, 2], 1)] * 2
+
+
+def test_a_batch_goes_by_the_communicator_of_all(host_engine):
+    def body(group):
+        data = np.full(3, group.rank, np.int32)
+        got = {peer: np.zeros(3, np.int32) for peer in range(3)}
+        with group.coalescing() as work:
+            for peer in range(3):
+                group.send(data, peer)
+                group.recv(got[peer], peer)
+        work.wait(DEADLINE)
+        assert group.seq == 0, "no collective"
+        assert len(work.result()) == 6
+        return [got[peer].tolist() for peer in range(3)]
+
+    assert run_groups(3, body) == [[[0] * 3, [1] * 3, [2] * 3]] * 3
+
+
+@pytest.mark.parametrize("first", ["send", "recv"])
+def test_what_a_rank_sends_to_itself(host_engine, first):
+    def body(group):
+        data, got = np.arange(4.0), np.zeros(4)
+        calls = [lambda: group.send(data, group.rank), lambda: group.recv(got, group.rank)]
+        works = [call() for call in (calls if first == "send" else calls[::-1])]
+        for work in works:
+            work.wait(DEADLINE)
+        waiting = group.send(data, group.rank)
+        with pytest.raises(ValueError, match=r"has 4 elements .* receives 3"):
+            group.recv(np.zeros(3), group.rank)
+        assert waiting.state == "pending"
+        group.recv(got, group.rank).wait(DEADLINE)
+        assert waiting.exception(DEADLINE) is None
+        return got.tolist()
+
+    assert run_groups(1, body) == [[0, 1, 2, 3]]

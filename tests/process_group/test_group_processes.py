@@ -1,0 +1,144 @@
+"""Groups of processes: started by `ncclpy run`, killed, forked, dropped."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import testing
+
+pytestmark = pytest.mark.usefixtures("host_engine")
+
+RUN = [sys.executable, "-m", "ncclpy", "run"]
+
+
+def start(tmp_path, nranks, program, *options):
+    """Run a program on so many ranks and return the exit code and what each line says."""
+    path = tmp_path / "program.py"
+    path.write_text("import os, signal, time\nimport numpy as np, ncclpy\n" + textwrap.dedent(program))
+    done = subprocess.run(
+        [*RUN, "-n", str(nranks), *options, "--", sys.executable, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd="/",
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_group_of_what_a_launcher_has_started(tmp_path):
+    code, said = start(
+        tmp_path,
+        3,
+        """
+        with ncclpy.init_process_group(timeout=60, name="started") as group:
+            total = group.all_reduce(np.full(2, group.rank)).result(60)
+            got = np.zeros(1, np.int64)
+            works = [group.send(np.full(1, group.rank), (group.rank + 1) % 3), group.recv(got, (group.rank - 1) % 3)]
+            for work in works:
+                work.wait(60)
+            print("rank", group.rank, "of", group.size, "device", group.device, total.tolist(), int(got[0]))
+        """,
+    )
+    assert code == 0, said
+    for rank in range(3):
+        assert f"rank {rank} of 3 device {rank} [3, 3] {(rank - 1) % 3}" in said
+
+
+def test_a_rank_that_is_killed_ends_the_group_of_all(tmp_path):
+    """Rank 0 is in a collective with it and sees its end; rank 2 waits for nothing, and is told through the store."""
+    code, said = start(
+        tmp_path,
+        3,
+        """
+        group = ncclpy.init_process_group(timeout=60)
+        group.all_reduce(np.ones(2)).wait(60)
+        group.store.barrier("all are done", group.rank, 3)  # or its end would be that of what came before
+        if group.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if group.rank == 0:
+            error = group.all_reduce(np.ones(2)).exception(60)
+        end = time.monotonic() + 60
+        while group.error is None and time.monotonic() < end:
+            time.sleep(0.01)
+        print("rank", group.rank, "has heard:", group.error, flush=True)
+        group.close()
+        """,
+        "--no-kill",
+    )
+    assert code == 128 + 9, said
+    assert re.search(r"rank 0 has heard: nccl\w+: remote process exited", said), said  # by the next call, or in it
+    assert "rank 2 has heard: process group 'default' was ended by rank 0 of 3" in said, said
+    assert said.count("rank 1 of 3 is dead") >= 2, said
+
+
+def test_a_rank_that_is_not_started_is_named(tmp_path):
+    code, said = start(
+        tmp_path,
+        3,
+        """
+        if os.environ["RANK"] != "2":
+            group = ncclpy.init_process_group(timeout=1)
+            print("rank", group.rank, "says", repr(group.all_reduce(np.ones(2)).exception(60)), flush=True)
+            group.close()
+        """,
+    )
+    assert code == 0, said
+    assert "rank 2 of 3 did not come to make communicator 'all' of process group 'default' within 1 s" in said, said
+
+
+def test_without_a_launcher():
+    said = testing.run_python(
+        """
+        import ncclpy
+        try:
+            ncclpy.init_process_group()
+        except RuntimeError as error:
+            print(error)
+        """,
+        env={"RANK": None, "WORLD_SIZE": None},
+    ).stdout
+    assert "ncclpy run" in said
+
+
+def test_a_fork_cannot_use_it_and_a_group_that_is_dropped_harms_nobody():
+    testing.run_python(
+        """
+        import gc, os, threading, time, warnings, weakref
+        import numpy as np, ncclpy
+        from ncclpy.bootstrap import LocalStore
+
+        store = LocalStore()
+        group = ncclpy.ProcessGroup(store, 0, 1, device=0)
+        group.all_reduce(np.ones(3)).wait(30)
+        if os.fork() == 0:
+            try:
+                group.all_reduce(np.ones(3))
+            except Exception as error:
+                os._exit(0 if "fork" in str(error) else 1)
+            os._exit(2)
+        assert os.wait()[1] == 0
+
+        gone = weakref.ref(group)
+        work = group.all_reduce(np.ones(3))
+        del group
+        work.wait(30)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            end = time.monotonic() + 30
+            while gone() is not None and time.monotonic() < end:
+                gc.collect()
+                time.sleep(0.01)
+            while not told and time.monotonic() < end:
+                time.sleep(0.01)
+        assert gone() is None
+        assert any("by its ProcessGroup" in str(each.message) for each in told), told
+        again = ncclpy.ProcessGroup(store, 0, 1, device=0)
+        again.all_reduce(np.ones(3)).wait(30)
+        again.close()
+        """
+    )

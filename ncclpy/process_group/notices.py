@@ -8,12 +8,11 @@ import threading
 from collections.abc import Callable
 from urllib.parse import quote
 
-from ncclpy.bootstrap.asked import ranks_text
 from ncclpy.bootstrap.prefix import PrefixStore
 from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.bootstrap.watch import Change, Watch
 from ncclpy.core.creation import get_unique_id
-from ncclpy.core.errors import NcclTimeout, seconds
+from ncclpy.core.errors import NcclTimeout, ranks, seconds, spans
 
 __all__ = ["Notices"]
 
@@ -66,12 +65,12 @@ class Notices:
         try:
             return self.store.gather(f"communicator/{label}", rank, len(members), mine, timeout)[0]
         except NcclTimeout as error:
-            missing = [members[each] for each in getattr(error, "missing", ())]
+            missing = [members[int(each)] for each in error.missing or ()]
             told = NcclTimeout(
-                f"{ranks_text(missing)} of {self.size} did not come to make communicator {label!r} of process group "
+                f"{ranks(spans(missing))} of {self.size} did not come to make communicator {label!r} of process group "
                 f"{self.name!r} within {seconds(timeout)}"
             )
-            told.missing = missing  # type: ignore[attr-defined]
+            told.missing = missing
             raise told from error
 
     def listen(self, ended: Callable[[str], object]) -> None:

@@ -12,6 +12,7 @@ ALONE = """
         "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "abc",
         "NCCLPY_RUN_ID": "abc", "NCCLPY_STORE": f"127.0.0.1:{port}", "NCCLPY_STORE_TOKEN": "t",
     }
+    import encodings.idna  # that a thread imports it while this one forks is beyond what a child can mend
     import ncclpy
     from ncclpy.bootstrap import TCPStore, rendezvous
 

@@ -59,15 +59,32 @@ def rendezvous(timeout: float | None = None) -> tuple[Place, Store]:
     """
     global _store, _process
     seconds = as_seconds(timeout, TIMEOUT)
+    deadline = time.monotonic() + seconds
     place = environment()
-    with _lock:
+    if not _lock.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
+        raise NcclTimeout(
+            f"another thread of this process (rank {place.rank} of {place.size}) still tries to reach the store of "
+            f"{place.launcher}, and has not within {as_text(seconds)}"
+        )
+    try:
         if _store is None or _process != os.getpid():  # a fork has to make its own
-            _store = _connect(place, seconds)
+            _store = _connect(place, max(0.0, deadline - time.monotonic()))
             _process = os.getpid()
         # For each caller an end of its own, which may be closed. The store itself closes when the process ends.
         end = PrefixStore(f"ncclpy/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _store)
         end.timeout = seconds
         return place, end
+    finally:
+        _lock.release()
+
+
+def _forked() -> None:
+    """Make a lock for a child: a thread that only its parent has may hold the one that it was given."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def _connect(place: Place, timeout: float) -> Store:

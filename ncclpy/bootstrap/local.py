@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from ncclpy.bootstrap.store import TIMEOUT, Store, StoreError
+from ncclpy.bootstrap.store import MAX_VALUE, TIMEOUT, Store, StoreError
 from ncclpy.bootstrap.watch import SLICE, Change, Queue, Watch
 
 __all__ = ["LocalStore", "changed", "not_within", "summed"]
@@ -107,7 +107,10 @@ class LocalStore(Store):
 
     def _append(self, key: str, value: bytes, deadline: float) -> None:
         with self._lock:
-            self._put(key, self._values.get(key, b"") + value)
+            whole = self._values.get(key, b"") + value
+            if len(whole) > MAX_VALUE:
+                raise StoreError(f"{self}: append to {key!r}: the value would have more than {MAX_VALUE} bytes")
+            self._put(key, whole)
 
     def _wait(self, keys: list[str], deadline: float) -> list[str]:
         while True:

@@ -3,7 +3,7 @@
 import pytest
 from stores import KINDS
 
-from ncclpy.bootstrap import StoreError, TCPStore, as_store, tcp
+from ncclpy.bootstrap import StoreError, TCPStore, as_store, file, local, tcp
 
 LONG = 20.0  # that only a hang meets
 
@@ -19,6 +19,18 @@ def test_a_number_is_one_in_every_store_or_in_none(kind, tmp_path):
         for value in (b"-0", b"007", b"0"):
             made.store.set("n", value)
             assert made.store.add("n", 1) == int(value) + 1
+
+
+@pytest.mark.parametrize("kind", ["local", "file", "tcp"])
+def test_no_append_makes_a_value_too_large(kind, tmp_path, monkeypatch):
+    for module in local, file, tcp:
+        monkeypatch.setattr(module, "MAX_VALUE", 1000)
+    with KINDS[kind](tmp_path) as made:
+        made.store.append("a", bytes(600))
+        made.store.append("a", bytes(400))
+        with pytest.raises(StoreError, match="more than 1000 bytes"):
+            made.store.append("a", b"1")
+        assert made.store.get("a") == bytes(1000)
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
-"""Many threads on the native part of TCPStore under the compiler's sanitizers, without Python.
+"""Many threads on the native part of TCPStore without Python: under the compiler's sanitizers, and while it forks.
 
-The short sister is test_many_threads_on_one_client of test_tcp.py.
+The short sister of the first is test_many_threads_on_one_client of test_tcp.py.
 """
 
 import subprocess
@@ -9,7 +9,15 @@ import pytest
 from sanitizers import ROOT, SANITIZERS, build, flags_of
 
 NATIVE = ROOT / "ncclpy/bootstrap/native"
+CLIENT = ("client", "descriptors", "keeper")
 SOURCES = [ROOT / "tests/bootstrap/store_stress.cpp", *sorted(NATIVE.glob("*.cpp"))]
+
+
+# It takes the time of its compilation, and of 300 forks beside busy threads.
+def test_a_child_makes_clients_whatever_its_parent_s_threads_were_at(tmp_path):
+    sources = [ROOT / "tests/bootstrap/store_fork.cpp", *(NATIVE / f"{name}.cpp" for name in CLIENT)]
+    build(tmp_path / "fork", [f"-I{NATIVE}"], sources)
+    assert subprocess.run([tmp_path / "fork"], timeout=100).returncode == 0
 
 
 @pytest.mark.campaign

@@ -371,6 +371,17 @@ def test_who_ignores_sigterm_is_killed_after_the_grace(program):
     runs.wait_until_gone(pids)
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_who_is_asked_to_end_does_not_wait_for_a_reader_without_end(program, name):
+    path, folder = program("note(); sys.stdout.write('x' * 1000 + '\\n'); print('flood\\n' * 10**6); time.sleep(1000)")
+    with runs.started("-n", 2, "--grace", 1, path, folder) as process:  # whose output nobody reads
+        pids = runs.wait_for_pids(folder, 2)
+        time.sleep(0.5)
+        process.send_signal(signal.Signals[name])
+        assert process.wait(runs.TIMEOUT) == 128 + signal.Signals[name]
+    runs.wait_until_gone(pids)
+
+
 def test_a_second_ctrl_c_kills(program):
     path, folder = program("signal.signal(signal.SIGINT, signal.SIG_IGN); note(); time.sleep(1000)")
     with runs.started("-n", 2, "--grace", 1000, path, folder) as process:

@@ -1,10 +1,12 @@
 #include "keeper.hpp"
 
+#include <pthread.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <unordered_map>
 #include <vector>
 
@@ -24,15 +26,17 @@ struct Keeper {
   bool running = false;
 };
 
-// Never destroyed: its thread may outlive the statics. A fork's child has one of its own.
+// Never destroyed: its thread may outlive the statics. A fork's child makes one of its own: the mutex of this one may be
+// held by a thread that the child does not have.
+std::atomic<Keeper*> current{nullptr};
+[[maybe_unused]] const int told_of_forks = pthread_atfork(nullptr, nullptr, [] { current = nullptr; });
+
 Keeper& keeper() {
-  static Mutex<NCCLPY_LOCK_STORE_KEEPER> mutex;
-  static Keeper* one = nullptr;
-  static int made_in = -1;
-  std::lock_guard lock(mutex);
-  if (one == nullptr || made_in != generation()) {
-    one = new Keeper;
-    made_in = generation();
+  Keeper* one = current;
+  if (one == nullptr) {
+    auto* made = new Keeper;
+    if (current.compare_exchange_strong(one, made)) return *made;
+    delete made;  // another thread was faster
   }
   return *one;
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import subprocess
 import sys
@@ -69,7 +70,8 @@ def _run(given: argparse.Namespace, meeting: Meeting) -> int:
             if stuck:
                 say(f"processes {', '.join(map(str, stuck))} cannot be killed")
         # With Python's own handlers again: Ctrl-C gets out of a wait for who reads the output, or for other launchers.
-        output.finish()
+        # Who was asked to end waits for no reader without end.
+        output.finish(given.grace if supervisor.asked else math.inf)
         return meeting.end(code)
     except KeyboardInterrupt:
         return _INTERRUPTED

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import selectors
 import threading
+import time
 from collections.abc import Callable
 from typing import IO
 
@@ -105,12 +107,18 @@ class Output:
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._thread.start()
 
-    def finish(self) -> None:
-        """Write what is in the pipes, now that those who wrote have ended; somebody else may still hold one open."""
+    def finish(self, patience: float = math.inf) -> None:
+        """Write what is in the pipes, now that those who wrote have ended; somebody else may still hold one open.
+
+        Who reads what is written may be slow, and is waited for so many seconds.
+        """
         self._ending = True
         os.write(self._wake_write, b"x")
+        deadline = time.monotonic() + patience
         while self._thread.is_alive():
-            self._thread.join(0.1)  # in slices: the reader may be slow, and Ctrl-C is to get out
+            self._thread.join(0.1)  # in slices, so that Ctrl-C gets out
+            if time.monotonic() > deadline:
+                return
         self._selector.close()
         os.close(self._wake_read)
         os.close(self._wake_write)

@@ -59,6 +59,11 @@ class Supervisor:
         self._next: list[int] = []
         self._due = 0.0
 
+    @property
+    def asked(self) -> bool:
+        """Whether a signal has asked for the end of the run."""
+        return self._asked is not None
+
     def broken(self) -> None:
         """Note, from any thread, that nobody reads the output any more."""
         self._events.put(self._on_broken)

@@ -10,6 +10,7 @@ What many do together lasts from the first that begins to the last that ends. Wh
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 from pathlib import Path
@@ -155,17 +156,14 @@ def many(rival: str, clients: int, nprocesses: int, patience: float) -> list[dic
         )
         steps.append(server.ask("used"))
         _ask_each(asking, "leave", [{} for _ in asking], patience)
-        before, connected, met = steps
+        connected, met = ((after[0] - before[0]) / clients * 1e6 for before, after in itertools.pairwise(steps))
+        memory = (steps[-1][1] - steps[0][1]) / clients / 1024
         found = {
-            "to connect all": ("time", "us", connecting * 1e6),
-            "barrier of all": ("time", "us", meeting * 1e6),
-            "the server's time to connect a client": ("time", "us", (connected[0] - before[0]) / clients * 1e6),
-            "the server's time in a barrier, a client": (
-                "time",
-                "us",
-                (met[0] - connected[0]) / clients / MEETINGS * 1e6,
-            ),
-            "the server's memory, a client": ("memory", "KiB", (met[1] - before[1]) / clients / 1024),
+            "to connect all": ("connecting", "ms", connecting * 1e3),
+            "barrier of all": ("meeting", "ms", meeting * 1e3),
+            "the server's time to connect a client": ("server, connecting", "us", connected),
+            "the server's time in a barrier, a client": ("server, meeting", "us", met / MEETINGS),
+            "the server's memory, a client": ("server, memory", "KiB", memory),
         }
         return [_row(what, f"{clients} clients", *row) | {"ranks": clients} for what, row in found.items()]
     finally:

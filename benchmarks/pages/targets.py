@@ -203,6 +203,15 @@ TARGETS = [
         "us",
     ),
     Target(
+        "1,000 clients of a store meet in a barrier in at most 1 s",
+        "bootstrap",
+        "",
+        (_STORE, "1000 clients", "meeting"),
+        "value",
+        1000.0,
+        "ms",
+    ),
+    Target(
         "16 pipelined clients of a store set and get at least 50,000 keys a second",
         "bootstrap",
         "",

@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).with_name("group_fault_runs.py")
 PROCESSES = 4  # at once: most of the time they wait for deadlines
 
 
-@pytest.mark.parametrize("runs_each", [5, pytest.param(40, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("runs_each", [5, pytest.param(25, marks=pytest.mark.campaign)])
 def test_every_work_ends_once_whatever_goes_wrong(host_engine, runs_each):
     def process(number):
         return subprocess.run(

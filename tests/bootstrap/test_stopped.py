@@ -12,7 +12,7 @@ import pytest
 
 import testing
 
-HEARTBEAT = 2.0
+HEARTBEAT = 3.0
 
 SERVER = f"""
     import sys

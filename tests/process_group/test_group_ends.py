@@ -111,14 +111,15 @@ def test_an_operation_that_fails_ends_the_group_and_the_first_error_is_kept(host
         group.all_reduce(array).wait(DEADLINE)
         faults = ncclpy.faults("rank=0 call=AllReduce do=error:ncclInternalError")
         with faults if group.rank == 0 else contextlib.nullcontext():
-            works = [group.all_reduce(array) for _ in range(3)]
+            works = []
+            with contextlib.suppress(ncclpy.NcclAborted):  # the other rank's failure may be known already
+                for _ in range(3):
+                    works.append(group.all_reduce(array))
             errors = [work.exception(DEADLINE) for work in works]
-        assert all(errors)
-        return type(errors[0]).__name__, group.error is errors[0]
+        assert all(isinstance(error, ncclpy.NcclError) for error in errors)
+        return group.rank == 1 or (type(errors[0]) is ncclpy.NcclError and group.error is errors[0])
 
-    results = run_groups(2, body)
-    assert results[0][1], "the first error is the group's"
-    assert {name for name, _ in results} <= {"NcclError", "NcclAborted", "NcclRemoteError"}
+    assert run_groups(2, body) == [True, True]
 
 
 def test_wait_ends_the_wait_alone(host_engine):

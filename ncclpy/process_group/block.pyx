@@ -37,7 +37,7 @@ cdef class Block:
             if error is not None:
                 self.owner.shut_block(self, False)
                 self.work.withdraw(error)
-            elif self.request.count == 0:
+            elif not self.held:  # where all parts of this rank are empty, it takes part as the others do
                 self.owner.shut_block(self, False)
                 self.work.output = self.outputs
                 self.work.settle(None)

@@ -16,6 +16,7 @@ cdef class Connection(Clique):
     cdef double limit  # seconds in which that and the communicator have to be done
     cdef int peer  # in the group, of a pair; -1 if it is with all ranks
     cdef int rank  # of this one in it
+    cdef object making  # the communicator until it is taken over
     cdef list waiting
     cdef Awaited awaited
     cdef readonly object settled  # an event: it is made, or cannot be made

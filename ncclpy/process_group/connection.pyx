@@ -12,6 +12,7 @@ from ncclpy.engine.protocols cimport LaunchOwner, Together
 from ncclpy.engine.work cimport Work
 
 from ncclpy.core import device as _device
+from ncclpy.core.errors import NcclAborted
 from ncclpy.core.group import Group
 from ncclpy.core.types import UniqueId
 
@@ -85,6 +86,9 @@ cdef class Connection(Clique):
                 timeout=None if self.limit == FOREVER else max(0.001, deadline - now()),
             )
             made.append(comm)
+            self.making = comm
+            if self.state == GONE:  # an abort that came earlier has not seen it
+                raise NcclAborted(f"communicator {self.label!r} was aborted while it was made")
             comm.site = self.site  # its line is this thread's
             if self.peer >= 0:
                 self._exchange(comm)
@@ -103,6 +107,12 @@ cdef class Connection(Clique):
         stream.synchronize(None if self.limit == FOREVER else self.limit)
         _device.free(memory)  # after an error something may still write there
 
+    def abort(self, error):
+        """Fail what runs or waits with `error`, and return the communicators, also one whose ranks still meet."""
+        comms = Clique.abort(self, error)
+        making, self.making = self.making, None
+        return comms if making is None else [*comms, making]
+
     def close(self):
         """Close the communicator; nothing may run on it."""
         Clique.close(self)
@@ -112,6 +122,7 @@ cdef class Connection(Clique):
         """Take the communicator over and launch what has waited for it; return that, to be let go of."""
         cdef Request request
         Clique.ready(self, comms, streams)
+        self.making = None
         self.stream = (<Stream>streams[0]).raw
         waiting, self.waiting = self.waiting, []
         for request in waiting:

@@ -146,7 +146,10 @@ high_priority=False, timing=False)
                 else:
                     request.work.entry.sequence = self.collectives
                     self.collectives += 1
-                if request.point_to_point and connection.peer < 0 and request.count == 1:
+                if (
+                    request.point_to_point and connection.peer < 0 and request.count == 1
+                    and request.steps[0].root == self.rank
+                ):
                     request = self._matched(request)
                 if request is not None:
                     connection.take(request)
@@ -337,8 +340,10 @@ high_priority=False, timing=False)
         """Call ``hook(error)`` once the group has ended before its time, in a thread for callbacks; at once if it has."""
         if not callable(hook):
             raise TypeError(f"hook: expected a callable, got {type(hook).__name__}")
-        self.aborts = [*self.aborts, hook]
-        error = self.failure
+        with self.lock:
+            error = self.failure
+            if error is None:
+                self.aborts = [*self.aborts, hook]
         if error is not None:
             users.give(functools.partial(hook, error))
 
@@ -409,8 +414,9 @@ high_priority=False, timing=False)
         return self._child(f"{self.name}/{number}:{mine[0]}", members)
 
     def _child(self, name, members):
+        # Under this group's keys: groups of one name number their parts alike, and not all ranks count each of them.
         return ProcessGroup(
-            self.store, members.index(self.rank), len(members), device=self.device, name=name,
+            self.notices.store, members.index(self.rank), len(members), device=self.device, name=name,
             timeout=None if self.timeout == FOREVER else self.timeout, config=self.config, on_error=self.on_error,
             high_priority=self.high_priority, timing=self.timing,
         )

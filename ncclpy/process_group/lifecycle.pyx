@@ -295,6 +295,7 @@ cdef class Lifecycle(BlockOwner):
             self.failure = error
             connections = list(self.connections.values())
             alone, self.alone = self.alone, []
+            hooks = self.aborts  # later ones are called as they come
             if but is not None:
                 but.state = GONE
         exits = exits and self.on_error != "abort"
@@ -318,7 +319,7 @@ cdef class Lifecycle(BlockOwner):
             (<Request>request).work.tidy()
         if comms:
             self.abort_thread = abort_aside(comms, text_of(error))
-        for hook in self.aborts:
+        for hook in hooks:
             users.give(functools.partial(hook, error))
         if exits:
             threading.Thread(target=self._exit, args=(error, telling, but), name="ncclpy-group-exit").start()
@@ -332,15 +333,17 @@ cdef class Lifecycle(BlockOwner):
                 thread.join(ABORT_DEADLINE)
         while but is not None and but.launches and now() < deadline:
             time.sleep(0.001)
-        print(
-            f"ncclpy: rank {self.rank} of process group {self.name!r} ends its process with status {_EXIT_CODE}, as "
-            f"on_error={self.on_error!r} says: {text_of(error)}",
-            file=sys.stderr,
-        )
-        if self.on_error == "exit":
-            sys.stderr.write(recorder.dump(reason=text_of(error)))
-        sys.stderr.flush()
-        os._exit(_EXIT_CODE)
+        try:
+            print(
+                f"ncclpy: rank {self.rank} of process group {self.name!r} ends its process with status {_EXIT_CODE}, as "
+                f"on_error={self.on_error!r} says: {text_of(error)}",
+                file=sys.stderr,
+            )
+            if self.on_error == "exit":
+                sys.stderr.write(recorder.dump(reason=text_of(error)))
+            sys.stderr.flush()
+        finally:  # stderr may be closed, or full
+            os._exit(_EXIT_CODE)
 
     def close(self, timeout=None):
         """Let what was begun end, and give the communicators back.

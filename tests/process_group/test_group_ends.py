@@ -268,6 +268,64 @@ def test_the_recorder_tells_group_and_number(host_engine):
     assert len({each["communicator"] for each in found}) == 1
 
 
+def test_parts_of_groups_of_one_name_do_not_meet(host_engine):
+    """Rank 2 makes its group of the second before rank 1 makes its own of the first."""
+
+    def body(first):
+        with ncclpy.ProcessGroup(store, first.rank, 3, device=first.device, timeout=DEADLINE / 2) as second:
+            if first.rank == 1:
+                assert done.wait(DEADLINE)
+            parts = first.new_group([0, 1]), second.new_group([1, 2])
+            if first.rank == 2:
+                done.set()
+            sums = []
+            for part in filter(None, parts):
+                with part:
+                    total = np.full(1, float(first.rank))
+                    part.all_reduce(total).wait(DEADLINE)
+                    sums.append(total[0])
+            return sums
+
+    done, store = threading.Event(), LocalStore()
+    assert run_groups(3, body, store=store) == [[1], [1, 3], [3]]
+
+
+def test_a_hook_that_comes_while_the_group_ends_is_called_once(host_engine, monkeypatch):
+    told, start = [], threading.Thread.start
+
+    def late(thread):
+        if thread.name == "ncclpy-group-end":  # the error is there, the hooks were not called
+            assert group.error is not None
+            group.on_abort(lambda error: told.append("late"))
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", late)
+    with ncclpy.ProcessGroup(LocalStore(), 0, 1, device=0, timeout=DEADLINE) as group:
+        group.on_abort(lambda error: told.append("early"))
+        group.abort("enough")
+        last = threading.Event()
+        group.on_abort(lambda error: last.set())
+        assert last.wait(DEADLINE)
+    assert sorted(told) == ["early", "late"]
+
+
+@pytest.mark.parametrize("stderr", ["None", "open('/dev/full', 'w')"])
+@pytest.mark.parametrize("on_error", ["exit", "exit_now"])
+def test_a_process_ends_also_where_stderr_cannot_be_written(host_engine, on_error, stderr):
+    done = testing.run_python(
+        f"""
+        import sys, time, numpy as np, ncclpy
+        from ncclpy.bootstrap import LocalStore
+        group = ncclpy.ProcessGroup(LocalStore(), 0, 2, device=0, timeout=0.2, on_error={on_error!r})
+        sys.stderr = {stderr}
+        work = group.all_reduce(np.ones(3))
+        time.sleep(10)
+        """,
+        check=False,
+    )
+    assert done.returncode == 70
+
+
 @pytest.mark.parametrize("on_error", ["exit", "exit_now"])
 def test_a_process_may_end_with_its_group(host_engine, on_error):
     done = testing.run_python(

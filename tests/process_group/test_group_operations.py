@@ -154,6 +154,26 @@ def test_coalesced_operations_are_one_launch_with_one_number(arrays, size):
             assert (result == size * np.sum([values(rank, count) for rank in range(size)], axis=0)).all()
 
 
+def test_a_block_in_which_a_rank_has_nothing_to_do(host_engine):
+    """It takes part in making the communicator, and its numbers go on as those of the others."""
+
+    def body(group):
+        parts = [np.full(2 if {group.rank, peer} == {0, 1} else 0, group.rank, np.int32) for peer in range(3)]
+        got = [np.full(len(part), -1, np.int32) for part in parts]
+        with group.coalescing() as work:
+            group.all_to_all(parts, got)
+        work.wait(DEADLINE)
+        total = np.ones(1)
+        group.all_reduce(total).wait(DEADLINE)
+        return [each.tolist() for each in got], total[0], group.seq
+
+    assert run_groups(3, body) == [
+        ([[], [1, 1], []], 3, 2),
+        ([[0, 0], [], []], 3, 2),
+        ([[], [], []], 3, 2),
+    ]
+
+
 def test_a_block_that_raises_launches_nothing(host_engine):
     def body(group):
         array = np.ones(3)

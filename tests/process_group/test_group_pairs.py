@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 from group_ranks import DEADLINE, run_groups
 
 import ncclpy
+import testing
 
 
 def test_a_ring_of_send_then_receive_does_not_deadlock(arrays):
@@ -61,6 +64,20 @@ def test_a_batch_goes_by_the_communicator_of_all(host_engine):
     assert run_groups(3, body) == [[[0] * 3, [1] * 3, [2] * 3]] * 3
 
 
+def test_a_block_of_one_send_reaches_its_peer(host_engine):
+    def body(group):
+        data = np.full(3, group.rank, np.int32)
+        with group.coalescing() as work:
+            if group.rank == 0:
+                group.send(data, 1)
+            else:
+                group.recv(data, 0)
+        work.wait(DEADLINE)
+        return data.tolist()
+
+    assert run_groups(2, body) == [[0] * 3] * 2
+
+
 @pytest.mark.parametrize("first", ["send", "recv"])
 def test_what_a_rank_sends_to_itself(host_engine, first):
     def body(group):
@@ -78,3 +95,24 @@ def test_what_a_rank_sends_to_itself(host_engine, first):
         return got.tolist()
 
     assert run_groups(1, body) == [[0, 1, 2, 3]]
+
+
+def test_an_abort_ends_a_pair_that_is_being_made(host_engine):
+    """The two ranks of a pair exchange a byte; what hangs there is aborted, long before its deadline."""
+
+    def making():
+        return [each for each in threading.enumerate() if each.name == "ncclpy-init" and each not in before]
+
+    def body(group):
+        group.connect()
+        array = np.ones(1)
+        work = group.send(array, 1) if group.rank == 0 else group.recv(array, 0)
+        if group.rank == 0:
+            testing.wait_for(lambda: faults.fired, "the exchange")
+            group.abort("enough")
+        assert isinstance(work.exception(DEADLINE), ncclpy.NcclAborted)
+
+    before = threading.enumerate()
+    with ncclpy.faults("rank=0 call=Send at=run do=hang") as faults:
+        run_groups(2, body, timeout=20 * DEADLINE)
+        testing.wait_for(lambda: not making(), "the threads that make the pair")

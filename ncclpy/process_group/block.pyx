@@ -94,19 +94,22 @@ cdef class Deadline:
 
     cdef dict deadlines
     cdef double limit
-    cdef object before
+    cdef dict before  # by thread: what held outside, as it may be entered again, and by several threads
 
     def __init__(self, dict deadlines not None, double limit):
-        self.deadlines, self.limit = deadlines, limit
+        self.deadlines, self.limit, self.before = deadlines, limit, {}
 
     def __enter__(self):
         ident = PyThread_get_thread_ident()
-        self.before = self.deadlines.get(ident)
+        self.before.setdefault(ident, []).append(self.deadlines.get(ident))
         self.deadlines[ident] = self.limit
 
     def __exit__(self, *exc_info):
         ident = PyThread_get_thread_ident()
-        if self.before is None:
+        before = self.before[ident].pop()
+        if not self.before[ident]:
+            del self.before[ident]
+        if before is None:
             self.deadlines.pop(ident, None)
         else:
-            self.deadlines[ident] = self.before
+            self.deadlines[ident] = before

@@ -76,6 +76,19 @@ def test_a_deadline_ends_the_group_on_all_ranks(host_engine, how):
     assert run_groups(2, body, timeout=3 if how == "group" else DEADLINE / 2) == [True, True]
 
 
+def test_a_deadline_entered_twice_ends_with_the_outer_block(host_engine):
+    with ncclpy.ProcessGroup(LocalStore(), 0, 1, device=0, timeout=DEADLINE) as group:
+        group.connect()
+        deadline = group.deadline(0.05)
+        with deadline, deadline:
+            pass
+        with ncclpy.faults("call=AllReduce at=run do=hang"):
+            work = group.all_reduce(np.ones(1))
+            with pytest.raises(ncclpy.NcclTimeout, match=r"is (pending|launched) after"):
+                work.wait(0.5)
+            group.abort("enough")
+
+
 @pytest.mark.parametrize("kind", ["local", "file", "tcp"])
 def test_an_abort_reaches_all_ranks(host_engine, kind, tmp_path):
     stores = {
@@ -319,7 +332,7 @@ def test_a_process_ends_also_where_stderr_cannot_be_written(host_engine, on_erro
         group = ncclpy.ProcessGroup(LocalStore(), 0, 2, device=0, timeout=0.2, on_error={on_error!r})
         sys.stderr = {stderr}
         work = group.all_reduce(np.ones(3))
-        time.sleep(10)
+        time.sleep(30)
         """,
         check=False,
     )

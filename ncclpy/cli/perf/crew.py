@@ -16,6 +16,8 @@ from ncclpy.core.errors import NcclTimeout
 
 # Seconds that aborted workers get to end.
 GRACE = 15.0
+#: Seconds of one sleep: the system may give Ctrl-C to another thread, which does not end this one's wait.
+SLICE = 0.2
 
 
 class WorkerError(RuntimeError):

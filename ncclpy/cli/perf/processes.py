@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from ncclpy.cli.perf.arguments import Arguments
-from ncclpy.cli.perf.crew import GRACE, Crew
+from ncclpy.cli.perf.crew import GRACE, SLICE, Crew
 from ncclpy.cli.perf.worker import Worker
 
 
@@ -99,9 +99,12 @@ class Processes(Crew):
         """Return the next message, or ``None`` after `timeout` seconds; a process that died is an error message."""
         deadline = time.monotonic() + timeout
         while self._open:
-            ready = wait(list(self._open), max(0.0, deadline - time.monotonic()))
-            if not ready:
+            left = max(0.0, deadline - time.monotonic())
+            ready = wait(list(self._open), min(left, SLICE))
+            if not ready and left <= SLICE:
                 return None
+            if not ready:
+                continue
             connection = next(one for one in self._open if one in ready)
             index = self._open[connection]
             try:

@@ -10,7 +10,7 @@ import traceback
 from typing import Any
 
 from ncclpy.cli.perf.arguments import Arguments
-from ncclpy.cli.perf.crew import Crew
+from ncclpy.cli.perf.crew import SLICE, Crew
 from ncclpy.cli.perf.worker import Worker
 
 
@@ -65,9 +65,8 @@ class Threads(Crew):
         """Return the next message, or ``None`` after `timeout` seconds."""
         end = time.monotonic() + timeout
         while (left := end - time.monotonic()) > 0:
-            # Ctrl-C may reach the system in another thread, which does not end this one's wait.
             with contextlib.suppress(queue.Empty):
-                message: tuple[int, str, Any] = self._messages.get(timeout=min(left, 0.2))
+                message: tuple[int, str, Any] = self._messages.get(timeout=min(left, SLICE))
                 return message
         return None
 

@@ -5,9 +5,8 @@ return at once; arrays in CPU memory (the host engine) have no stream, so with `
 their data are there. What NCCL has no call for (parts of different sizes, the barrier) is made up of those it has.
 """
 
-from ncclpy.abi.nccl cimport ncclUint8
 from ncclpy.core.buffers cimport View
-from ncclpy.core.operation cimport ALL_REDUCE, Operation
+from ncclpy.core.operation cimport Operation
 from ncclpy.core.parts cimport Spread
 from ncclpy.core.progress cimport check_alive
 from ncclpy.core.shape cimport (
@@ -23,12 +22,11 @@ from ncclpy.core.shape cimport (
     shape_scatter,
     shape_send,
 )
-from ncclpy.core.start cimport limit_of, op_code, root_rank, spread_over, start, start_or_lower, start_spread
+from ncclpy.core.start cimport fill_barrier, limit_of, op_code, root_rank, spread_over, start, start_or_lower, start_spread
 from ncclpy.core.state cimport READY
 from ncclpy.core.stream cimport as_stream_of
 from ncclpy.core.submit cimport submit
 
-from ncclpy.core import device as _device
 from ncclpy.core.resources import CustomOp, Registration
 from ncclpy.core.types import ReduceOp
 from ncclpy.core.window import Window
@@ -108,7 +106,7 @@ cdef class Communicator(Lifecycle):
         cdef Operation o
         if self.state != READY:
             check_alive(self)
-        o.root = root_rank(self, root, "root")
+        o.root = root_rank(self.nranks, root, "root")
         shape_reduce(&o, &s, &r, send, recv, self.device, self.rank == o.root)
         o.op = op_code(self, op, &s)
         start(self, &o, &s, send, recv, stream, timeout)
@@ -134,7 +132,7 @@ cdef class Communicator(Lifecycle):
         cdef Operation o
         if self.state != READY:
             check_alive(self)
-        o.root = root_rank(self, root, "root")
+        o.root = root_rank(self.nranks, root, "root")
         shape_broadcast(&o, &s, &r, send, recv, self.device, self.rank == o.root)
         start(self, &o, &s if recv is None else &r, send, recv, stream, timeout)
 
@@ -252,7 +250,7 @@ cdef class Communicator(Lifecycle):
         cdef Spread spread
         if self.state != READY:
             check_alive(self)
-        o.root = root_rank(self, root, "root")
+        o.root = root_rank(self.nranks, root, "root")
         if isinstance(recv, list):
             spread = spread_over(self)
             spread.gather(send, recv, o.root)
@@ -286,7 +284,7 @@ cdef class Communicator(Lifecycle):
         cdef Spread spread
         if self.state != READY:
             check_alive(self)
-        o.root = root_rank(self, root, "root")
+        o.root = root_rank(self.nranks, root, "root")
         if isinstance(send, list):
             spread = spread_over(self)
             spread.scatter(send, recv, o.root)
@@ -313,7 +311,7 @@ cdef class Communicator(Lifecycle):
         cdef Operation o
         if self.state != READY:
             check_alive(self)
-        o.root = root_rank(self, peer, "peer")
+        o.root = root_rank(self.nranks, peer, "peer")
         shape_send(&o, &s, buf, self.device)
         start(self, &o, &s, buf, None, stream, timeout)
 
@@ -335,7 +333,7 @@ cdef class Communicator(Lifecycle):
         cdef Operation o
         if self.state != READY:
             check_alive(self)
-        o.root = root_rank(self, peer, "peer")
+        o.root = root_rank(self.nranks, peer, "peer")
         shape_recv(&o, &r, buf, self.device)
         start(self, &o, &r, None, buf, stream, timeout)
 
@@ -423,17 +421,7 @@ cdef class Communicator(Lifecycle):
         cdef Operation o
         cdef double limit = limit_of(self, timeout)
         check_alive(self)
-        if self.scratch == 0:
-            made = _device.allocate(8, self.device)  # without the GIL: another thread may have been here meanwhile
-            if self.scratch == 0:
-                self.scratch = made
-            else:
-                _device.free(made)
-        o.kind = ALL_REDUCE
-        o.datatype = <int>ncclUint8
-        o.op = <int>ReduceOp.MAX
-        o.count = 1
-        o.send = o.recv = <void*>self.scratch
+        fill_barrier(&o, &self.scratch, self.device)
         if stream is None:
             o.stream = self.own_stream()
             submit(self, &o, None, None, True, limit)

@@ -51,6 +51,20 @@ cdef struct Operation:
     long long sequence  # which call of its communicator it was, once it is made
 
 
+# Whether a kind of operation has a root or a peer, and whether it has an operator; else nobody has filled that in.
+cdef inline bint has_root(int kind) noexcept nogil:
+    return kind != ALL_REDUCE and kind != ALL_GATHER and kind != REDUCE_SCATTER and kind != ALL_TO_ALL
+
+
+cdef inline bint reduces(int kind) noexcept nogil:
+    return kind == ALL_REDUCE or kind == REDUCE or kind == REDUCE_SCATTER
+
+
+# Whether it is point to point.
+cdef inline bint is_pair(int kind) noexcept nogil:
+    return kind == SEND or kind == RECV
+
+
 # A result of ours beside ncclResult_t: the entry is missing, since the NCCL is too old or the process was forked.
 cdef enum:
     NOT_THERE = -1

@@ -3,10 +3,15 @@ from ncclpy.core.handle cimport Handle
 from ncclpy.core.operation cimport Operation
 from ncclpy.core.parts cimport Spread
 
-# The number of an operator for a data type, of a root or peer, and the seconds of a deadline; checked.
+# The number of an operator for a data type, of a root or peer, and the seconds of a deadline; checked. Of NCCL's own
+# operators alone, for those (`who`) whose communicators users do not see.
 cdef int op_code(Handle comm, object op, const View* view) except -1
-cdef int root_rank(Handle comm, object root, str argument) except -1
+cdef int own_op_code(object op, const View* view, int nranks, str who) except -1
+cdef int root_rank(int nranks, object root, str argument) except -1
 cdef double limit_of(Handle comm, object timeout) except? -1
+
+# The all-reduce of a byte that a barrier is, in memory of its owner's, which is allocated when `scratch` is 0.
+cdef int fill_barrier(Operation* operation, size_t* scratch, int device) except -1
 
 # Choose the stream and submit; or, if the loaded NCCL is too old for it, the group that stands for it.
 cdef int start(

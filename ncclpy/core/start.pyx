@@ -2,9 +2,11 @@
 
 from cpython.long cimport PyLong_AsLongAndOverflow
 
+from ncclpy.abi.nccl cimport ncclUint8
 from ncclpy.core.buffers cimport HOST_MEMORY, current_stream
 from ncclpy.core.datatypes cimport BOOLEAN, BYTES
 from ncclpy.core.lower cimport Lowered, lacks, lower
+from ncclpy.core.operation cimport ALL_REDUCE
 from ncclpy.core.parts cimport new_spread
 from ncclpy.core.progress cimport be_watched
 from ncclpy.core.resources cimport CustomOp
@@ -13,8 +15,13 @@ from ncclpy.core.stream cimport as_stream_of
 from ncclpy.core.submit cimport submit
 from ncclpy.core.wait cimport as_timeout
 
+from ncclpy.core import device as _device
 from ncclpy.core.group import Group
-from ncclpy.core.types import as_integer
+from ncclpy.core.types import ReduceOp, as_integer
+
+# An enum's member is looked up by Python.
+cdef int _MAX = ReduceOp.MAX
+cdef int _LAST_OP = ReduceOp.AVG
 
 
 cdef int op_code(Handle comm, object op, const View* view) except -1:
@@ -32,15 +39,38 @@ cdef int op_code(Handle comm, object op, const View* view) except -1:
     return op_number(op, view, comm.nranks)
 
 
-cdef int root_rank(Handle comm, object root, str argument) except -1:
+cdef int own_op_code(object op, const View* view, int nranks, str who) except -1:
+    cdef int code
+    if type(op) is CustomOp:
+        raise TypeError(f"op: an operator belongs to one communicator; {who} makes communicators of its own")
+    code = op_number(op, view, nranks)
+    if code > _LAST_OP:
+        raise ValueError(f"op: {code} is no reduction operator of NCCL's own")
+    return code
+
+
+cdef int root_rank(int nranks, object root, str argument) except -1:
     cdef int too_large = 0
     cdef object number = root if type(root) is int else as_integer(root, argument)
     cdef long rank = PyLong_AsLongAndOverflow(number, &too_large)
-    if too_large or rank < 0 or rank >= comm.nranks:
-        raise ValueError(
-            f"{argument}: rank {number} does not exist, there are {comm.nranks} (0 to {comm.nranks - 1})"
-        )
+    if too_large or rank < 0 or rank >= nranks:
+        raise ValueError(f"{argument}: rank {number} does not exist, there are {nranks} (0 to {nranks - 1})")
     return rank
+
+
+cdef int fill_barrier(Operation* operation, size_t* scratch, int device) except -1:
+    if scratch[0] == 0:
+        made = _device.allocate(8, device)  # without the GIL: another thread may have been here meanwhile
+        if scratch[0] == 0:
+            scratch[0] = made
+        else:
+            _device.free(made)
+    operation.kind = ALL_REDUCE
+    operation.datatype = <int>ncclUint8
+    operation.op = _MAX
+    operation.count = 1
+    operation.send = operation.recv = <void*>scratch[0]
+    return 0
 
 
 cdef double limit_of(Handle comm, object timeout) except? -1:

@@ -1,12 +1,12 @@
 """The communicators of one set of devices, local ranks of one clique, and the launches on them."""
 
-import hashlib
 import logging
 import threading
 
 from ncclpy.core.abort cimport ABORT_DEADLINE
 from ncclpy.core.communicator cimport Communicator
 from ncclpy.core.datatypes cimport ITEMSIZE
+from ncclpy.core.operation cimport has_root
 from ncclpy.engine.launcher cimport Launch, new_launch
 from ncclpy.engine.message cimport around, words_of
 
@@ -71,12 +71,12 @@ cdef class Clique(LaunchOwner):
         made, error = [], None
         try:
             uid = UniqueId.from_bytes(unique_id) if unique_id else get_unique_id()
-            self.name = hashlib.blake2b(bytes(uid), digest_size=4).hexdigest()
             with Group():
                 for rank, device in zip(self.ranks, self.devices, strict=True):
                     comm = Communicator.init(self.nranks, rank, uid, device=device, config=config, abortable=True)
                     made.append(comm)
                     (<Communicator>comm).site = self.site  # its line is this thread's
+                    self.name = (<Communicator>comm).group_name
         except BaseException as failure:  # told to all who wait for it
             error = failure
         self.owner.clique_made(self, made, error)
@@ -183,14 +183,14 @@ cdef class Clique(LaunchOwner):
 
 cdef unsigned long long signature_of(const Operation* o) noexcept:
     cdef size_t nbytes = o.count * ITEMSIZE[o.datatype]
-    cdef int size = 0
+    cdef int size = 0, root = o.root if has_root(o.kind) else 0
     while nbytes:
         nbytes >>= 1
         size += 1
     # 5 bits, 7, 5, 8, and 32 for the root.
     return (
         o.kind | <unsigned long long>size << 5 | <unsigned long long>o.datatype << 12
-        | <unsigned long long>(o.op & 0xFF) << 17 | <unsigned long long><unsigned int>o.root << 32
+        | <unsigned long long>(o.op & 0xFF) << 17 | <unsigned long long><unsigned int>root << 32
     )
 
 

@@ -69,10 +69,13 @@ cdef class _Failing:
 cdef object _trouble(Work work, ncclResult_t result):
     """Return what is wrong with a work whose communicator has this result, or else is late, as an exception."""
     cdef Handle handle = work.handle
+    cdef const char* words = NULL
     if handle is not None and handle.state == ABORTED:
         return NcclAborted(work.say(f"did not complete: {handle!r} was aborted"))
     if result != ncclSuccess:
-        return nccl_error(result, b"ncclCommGetAsyncError", NULL if handle is None else handle.last_words())
+        if handle is not None:
+            words = handle.last_words()
+        return nccl_error(result, b"ncclCommGetAsyncError", words)
     missing = "" if handle is None else who_is_missing(handle.speaker())
     missing += ". " if missing else ""
     return NcclTimeout(work.say(

@@ -1,3 +1,6 @@
+from ncclpy.core.operation cimport Operation
+
+
 cdef enum:
     PENDING = 0
     LAUNCHED = 1
@@ -31,3 +34,5 @@ cdef class Entry:
 
 
 cdef Entry new_entry()
+# Note what an operation calls, and the size of its buffer.
+cdef void note_operation(Entry entry, const Operation* operation, size_t nbytes) noexcept

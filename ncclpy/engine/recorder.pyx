@@ -18,15 +18,7 @@ from cpython.pythread cimport PyThread_get_thread_ident
 
 from ncclpy.core.datatypes cimport ITEMSIZE
 from ncclpy.core.handle cimport Handle
-from ncclpy.core.operation cimport (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    REDUCE,
-    REDUCE_SCATTER,
-    Operation,
-    function_of,
-)
+from ncclpy.core.operation cimport Operation, function_of, has_root, reduces
 from ncclpy.core.tap cimport Tap, set_tap
 from ncclpy.engine.native cimport now
 
@@ -148,20 +140,23 @@ cdef Entry new_entry():
     return entry
 
 
+cdef void note_operation(Entry entry, const Operation* operation, size_t nbytes) noexcept:
+    entry.datatype = operation.datatype
+    entry.count = operation.count
+    entry.nbytes = nbytes
+    if reduces(operation.kind):
+        entry.op = operation.op
+    if has_root(operation.kind):
+        entry.root = operation.root
+
+
 cdef class _Calls(Tap):
     """Record what communicators are asked for."""
 
     cdef object begin(self, Handle handle, const Operation* operation):
         cdef Entry entry = new_entry()
-        cdef int kind = operation.kind
-        entry.operation = kind
-        entry.datatype = operation.datatype
-        entry.count = operation.count
-        entry.nbytes = operation.count * ITEMSIZE[operation.datatype]
-        if kind == ALL_REDUCE or kind == REDUCE or kind == REDUCE_SCATTER:
-            entry.op = operation.op
-        if kind != ALL_REDUCE and kind != ALL_GATHER and kind != REDUCE_SCATTER and kind != ALL_TO_ALL:
-            entry.root = operation.root
+        entry.operation = operation.kind
+        note_operation(entry, operation, operation.count * ITEMSIZE[operation.datatype])
         entry.device = handle.device
         entry.rank = handle.rank
         entry.nranks = handle.nranks

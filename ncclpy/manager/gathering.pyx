@@ -5,7 +5,7 @@ import logging
 cimport cython
 
 from ncclpy.core.buffers cimport View
-from ncclpy.core.operation cimport ALL_REDUCE, BROADCAST, GATHER, REDUCE, REDUCE_SCATTER, SCATTER, Operation
+from ncclpy.core.operation cimport Operation, has_root, reduces
 from ncclpy.core.shape cimport type_name
 from ncclpy.core.wait cimport FOREVER, now
 from ncclpy.engine.message cimport is_plain, message
@@ -107,14 +107,6 @@ cdef class Participant:
         return 0
 
 
-cdef bint _rooted(int kind) noexcept:
-    return kind == BROADCAST or kind == REDUCE or kind == GATHER or kind == SCATTER
-
-
-cdef bint _reduces(int kind) noexcept:
-    return kind == ALL_REDUCE or kind == REDUCE or kind == REDUCE_SCATTER
-
-
 cdef class Gathering(Awaited):
     """The participants of one key. The first one sets what all others must agree with; the first error stays."""
 
@@ -174,7 +166,7 @@ cdef class Gathering(Awaited):
             what = f"the participant on device {participant.device} has no global_rank, which several nodes need"
         if what is None and participant.global_rank >= self.num_global:
             what = f"global rank {participant.global_rank} on device {participant.device}: there are {self.num_global}"
-        if what is None and _rooted(self.kind):
+        if what is None and has_root(self.kind):
             what = self._check_root(participant)
         if what is not None:
             self.error = ValueError(self.say(what))
@@ -188,7 +180,7 @@ cdef class Gathering(Awaited):
             )
         if participant.count != self.count:
             return self._differ("element count", self.count, participant.count, participant)
-        if _reduces(self.kind) and participant.op != self.op:
+        if reduces(self.kind) and participant.op != self.op:
             return self._differ("reduction operator", _op(self.op), _op(participant.op), participant)
         return None
 
@@ -234,7 +226,7 @@ cdef class Gathering(Awaited):
         cdef int rank
         if len(self.participants) > 1:
             self.participants.sort(key=_rank_and_device)
-        if not _rooted(self.kind) or self.error is not None:
+        if not has_root(self.kind) or self.error is not None:
             return 0
         found = None
         for index, participant in enumerate(self.participants):

@@ -11,7 +11,7 @@ from ncclpy.abi.locks cimport LOCK_DEFAULT_MANAGER
 from ncclpy.core.abort cimport ABORT_DEADLINE
 from ncclpy.core.buffers cimport View
 from ncclpy.core.library cimport check_process, driver
-from ncclpy.core.operation cimport ALL_REDUCE, REDUCE, REDUCE_SCATTER
+from ncclpy.core.operation cimport reduces
 from ncclpy.core.overdue cimport tell_overdue
 from ncclpy.core.wait cimport FOREVER, as_timeout, now
 from ncclpy.engine.callbacks cimport step_aside, users
@@ -184,7 +184,7 @@ Gather the participants of collectives by key and launch each collective when al
         work.entry.count = one.count
         work.entry.nbytes = view.nbytes
         work.entry.nranks = one.num_global
-        if one.kind == ALL_REDUCE or one.kind == REDUCE or one.kind == REDUCE_SCATTER:
+        if reduces(one.kind):
             work.entry.op = one.op
         if on_done is not None:
             work.callbacks = [on_done]

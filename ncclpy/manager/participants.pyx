@@ -7,7 +7,6 @@ from ncclpy.core.buffers cimport View, read_view
 from ncclpy.core.device cimport as_device, known_devices
 from ncclpy.core.operation cimport Operation
 from ncclpy.core.shape cimport (
-    op_number,
     shape_all_gather,
     shape_all_reduce,
     shape_all_to_all,
@@ -17,14 +16,13 @@ from ncclpy.core.shape cimport (
     shape_reduce_scatter,
     shape_scatter,
 )
+from ncclpy.core.start cimport own_op_code
 from ncclpy.core.wait cimport as_timeout
 from ncclpy.engine.work cimport Work
 from ncclpy.manager.gathering cimport Participant
 
-from ncclpy.core.resources import CustomOp
 from ncclpy.core.types import ReduceOp, as_integer
 
-cdef int _LAST_OP = ReduceOp.AVG  # an enum's member is looked up by Python
 
 
 cdef class Participants:
@@ -86,7 +84,7 @@ cdef class Participants:
             send, "send", device, num_local, num_global, communicator_key, global_rank, timeout
         )
         shape_all_reduce(&o, &s, &r, send, recv, one.device)
-        o.op = _operator(op, &s, one.num_global)
+        o.op = own_op_code(op, &s, one.num_global, "the Manager")
         one.bring(&o, &s)
         return self.add(key, one, &s, send, send if recv is None else recv, producer, on_done)
 
@@ -151,7 +149,7 @@ cdef class Participants:
             send, "send", device, num_local, num_global, communicator_key, global_rank, timeout
         )
         shape_reduce_scatter(&o, &s, &r, send, recv, one.device, one.num_global)
-        o.op = _operator(op, &s, one.num_global)
+        o.op = own_op_code(op, &s, one.num_global, "the Manager")
         one.bring(&o, &s)
         return self.add(key, one, &s, send, recv, producer, on_done)
 
@@ -283,7 +281,7 @@ cdef class Participants:
         )
         one.root, one.is_root = as_rank(root, "root"), False
         shape_reduce(&o, &s, &r, send, None, one.device, False)
-        o.op = _operator(op, &s, one.num_global)
+        o.op = own_op_code(op, &s, one.num_global, "the Manager")
         one.bring(&o, &s)
         return self.add(key, one, &s, send, None, producer, on_done)
 
@@ -320,7 +318,7 @@ cdef class Participants:
         )
         one.root, one.is_root = as_rank(root, "root"), True
         shape_reduce(&o, &s, &r, send, recv, one.device, True)
-        o.op = _operator(op, &s, one.num_global)
+        o.op = own_op_code(op, &s, one.num_global, "the Manager")
         one.bring(&o, &s)
         return self.add(key, one, &s, send, send if recv is None else recv, producer, on_done)
 
@@ -519,12 +517,3 @@ cdef int _number(value, str argument) except? -1:
         return value if type(value) is int else as_integer(value, argument)
     except OverflowError:
         raise ValueError(f"{argument}: a number of {int(value).bit_length()} bits is too large") from None
-
-
-cdef int _operator(op, const View* view, int nranks) except -1:
-    if type(op) is CustomOp:
-        raise TypeError("op: an operator belongs to one communicator; the Manager makes communicators of its own")
-    cdef int code = op_number(op, view, nranks)
-    if code > _LAST_OP:
-        raise ValueError(f"op: {code} is no reduction operator of NCCL's own")
-    return code

@@ -3,7 +3,7 @@
 from cpython.pythread cimport PyThread_get_thread_ident
 from libc.stdint cimport uintptr_t
 
-from ncclpy.core.operation cimport RECV, SEND
+from ncclpy.core.operation cimport is_pair
 from ncclpy.engine.streams cimport find_producer, record_behind, wait_behind
 
 
@@ -53,7 +53,7 @@ cdef class Block:
     ) except -1:
         """Add an operation, or the group of them that stands for it."""
         cdef CUstream stream
-        cdef bint pair = operation.kind == SEND or operation.kind == RECV
+        cdef bint pair = is_pair(operation.kind)
         if find_producer(view, self.work.device, producer, &stream):
             self.producers.add(<uintptr_t>stream)
         if lowered is None:

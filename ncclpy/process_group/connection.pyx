@@ -1,6 +1,5 @@
 """One rank's communicator, made in the background when it is first needed, and what waits for it meanwhile."""
 
-import hashlib
 import threading
 
 from ncclpy.core.communicator cimport Communicator
@@ -80,16 +79,16 @@ cdef class Connection(Clique):
         cdef Communicator comm
         try:
             uid = UniqueId.from_bytes(self.meet(self.limit))
-            self.name = f"{self.title} {hashlib.blake2b(bytes(uid), digest_size=4).hexdigest()}"
             comm = Communicator.init(
                 self.nranks, self.ranks[0], uid, device=self.devices[0], config=config, abortable=True,
-                timeout=None if self.limit == FOREVER else max(0.001, deadline - now()),
+                timeout=max(0.001, deadline - now()),
             )
             made.append(comm)
             self.making = comm
             if self.state == GONE:  # an abort that came earlier has not seen it
                 raise NcclAborted(f"communicator {self.label!r} was aborted while it was made")
             comm.site = self.site  # its line is this thread's
+            self.name = f"{self.title} {comm.group_name}"
             if self.peer >= 0:
                 self._exchange(comm)
             comm.limit = comm.shortest = FOREVER  # from here on deadlines are the monitor's
@@ -104,7 +103,7 @@ cdef class Connection(Clique):
         with Group():
             comm.send((memory, 1, "uint8"), 1 - comm.rank, stream=stream)
             comm.recv((memory + 8, 1, "uint8"), 1 - comm.rank, stream=stream)
-        stream.synchronize(None if self.limit == FOREVER else self.limit)
+        stream.synchronize(self.limit)
         _device.free(memory)  # after an error something may still write there
 
     def abort(self, error):
@@ -136,11 +135,7 @@ cdef class Connection(Clique):
         self.failure = error
         waiting, self.waiting = self.waiting, []
         for request in waiting:
-            request.work.settle(error)
-            request.work.tidy()
-            if request.partner is not None:
-                request.partner.work.settle(error)
-                request.partner.work.tidy()
+            request.fail(error)
         self.settled.set()
         return 0
 

@@ -6,15 +6,16 @@ import json
 from cpython.pythread cimport PyThread_get_thread_ident
 from libc.string cimport memset
 
-from ncclpy.abi.nccl cimport ncclUint8
 from ncclpy.core.buffers cimport HOST_MEMORY, View
 from ncclpy.core.lower cimport Lowered
-from ncclpy.core.operation cimport ALL_REDUCE, REDUCE, REDUCE_SCATTER, Operation
+from ncclpy.core.operation cimport ALL_REDUCE, Operation, is_pair
+from ncclpy.core.start cimport fill_barrier, root_rank
 from ncclpy.core.stream cimport Stream
-from ncclpy.core.wait cimport FOREVER, as_timeout
+from ncclpy.core.wait cimport as_timeout
 from ncclpy.engine.callbacks cimport users
 from ncclpy.engine.launcher cimport launch_here
 from ncclpy.engine.monitor cimport ensure_running
+from ncclpy.engine.recorder cimport note_operation
 from ncclpy.engine.streams cimport record_producer
 from ncclpy.engine.work cimport Work, new_work
 from ncclpy.process_group.block cimport Block, new_block
@@ -22,7 +23,6 @@ from ncclpy.process_group.connection cimport Connection
 from ncclpy.process_group.lifecycle cimport Lifecycle
 from ncclpy.process_group.request cimport Request, new_request
 
-from ncclpy.core import device as _device
 from ncclpy.core.types import ReduceOp, as_integer
 from ncclpy.process_group.block import Deadline
 from ncclpy.process_group.hooks import Tells
@@ -79,7 +79,7 @@ high_priority=False, timing=False)
     # Operations.
 
     cdef Work begin(
-        self, const Operation* operation, Lowered lowered, const View* view, held, output, producer, timeout, tag
+        self, const Operation* operation, Lowered lowered, const View* view, held, output, producer, timeout
     ):
         cdef Request request
         cdef Connection connection
@@ -97,16 +97,12 @@ high_priority=False, timing=False)
         request = self._request(operation.kind, timeout)
         work = request.work
         work.held, work.output = held, output
-        work.entry.datatype, work.entry.count, work.entry.nbytes = operation.datatype, operation.count, view.nbytes
-        kind = operation.kind
-        if kind == ALL_REDUCE or kind == REDUCE or kind == REDUCE_SCATTER:
-            work.entry.op = operation.op
-        work.entry.root = operation.root
+        note_operation(work.entry, operation, view.nbytes)
         if lowered is None:
             request.add(operation)
         else:
             request.add_all(lowered)
-        request.point_to_point = tag is not None
+        request.point_to_point = is_pair(operation.kind)
         try:
             record_producer(work, view, producer)
             if not request.point_to_point or operation.root == self.rank:
@@ -163,7 +159,7 @@ high_priority=False, timing=False)
     cdef Request _matched(self, Request request):
         """Return a request of this rank's to itself together with its other half; None while that has not come."""
         cdef Request other
-        cdef size_t i
+        cdef Py_ssize_t i
         for i in range(len(self.alone)):
             other = self.alone[i]
             if other.steps[0].kind != request.steps[0].kind:
@@ -197,19 +193,11 @@ high_priority=False, timing=False)
         cdef Operation o
         cdef View view
         self.check_usable()
-        if self.scratch == 0:
-            made = _device.allocate(8, self.device)  # without the GIL: another thread may have been here meanwhile
-            if self.scratch == 0:
-                self.scratch = made
-            else:
-                _device.free(made)
-        memset(&o, 0, sizeof(o))
+        fill_barrier(&o, &self.scratch, self.device)
         memset(&view, 0, sizeof(view))
         view.device = HOST_MEMORY  # which has no stream of its own
         view.nbytes = 1
-        o.kind, o.datatype, o.op, o.count = ALL_REDUCE, <int>ncclUint8, 2, 1
-        o.send = o.recv = <void*>self.scratch
-        return self.begin(&o, None, &view, None, None, producer, timeout, None)
+        return self.begin(&o, None, &view, None, None, producer, timeout)
 
     # Blocks.
 
@@ -372,13 +360,11 @@ high_priority=False, timing=False)
         ProcessGroup or None
             With the options of this one; None on ranks that do not belong to it.
         """
-        members = [self._rank_of(rank, "ranks") for rank in ranks]
+        members = [root_rank(self.size, rank, "ranks") for rank in ranks]
         if len(set(members)) != len(members) or not members:
             raise ValueError(f"ranks: expected different ranks, at least one, got {members}")
         self.check_usable()
-        with self.lock:
-            number = self.children
-            self.children += 1
+        number = self._next_child()
         if self.rank not in members:
             return None
         return self._child(f"{self.name}/{number}", members)
@@ -400,12 +386,9 @@ high_priority=False, timing=False)
         """
         self.check_usable()
         mine = [None if color is None else as_integer(color, "color"), as_integer(key, "key")]
-        with self.lock:
-            number = self.children
-            self.children += 1
+        number = self._next_child()
         values = self.notices.store.gather(
-            f"split/{number}", self.rank, self.size, json.dumps(mine).encode(),
-            None if self.timeout == FOREVER else self.timeout,
+            f"split/{number}", self.rank, self.size, json.dumps(mine).encode(), self.timeout
         )
         if color is None:
             return None
@@ -413,10 +396,15 @@ high_priority=False, timing=False)
         members = [rank for _, rank in sorted((key, rank) for c, key, rank in everyone if c == mine[0])]
         return self._child(f"{self.name}/{number}:{mine[0]}", members)
 
+    cdef long long _next_child(self):
+        """Number a part of the group; all ranks ask for them in the same order."""
+        self.children += 1
+        return self.children - 1
+
     def _child(self, name, members):
         # Under this group's keys: groups of one name number their parts alike, and not all ranks count each of them.
         return ProcessGroup(
             self.notices.store, members.index(self.rank), len(members), device=self.device, name=name,
-            timeout=None if self.timeout == FOREVER else self.timeout, config=self.config, on_error=self.on_error,
+            timeout=self.timeout, config=self.config, on_error=self.on_error,
             high_priority=self.high_priority, timing=self.timing,
         )

@@ -29,7 +29,6 @@ cdef class Lifecycle(BlockOwner):
     cdef object abort_thread
     cdef object __weakref__
 
-
     cdef bint is_ended(self) noexcept
     # Raise if it cannot be used here and now, with the reason.
     cdef int check_usable(self) except -1

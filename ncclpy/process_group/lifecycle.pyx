@@ -14,6 +14,7 @@ from cpython.exc cimport PyErr_CheckSignals
 from ncclpy.core.abort cimport ABORT_DEADLINE
 from ncclpy.core.device cimport as_device
 from ncclpy.core.library cimport check_process
+from ncclpy.core.start cimport root_rank
 from ncclpy.core.wait cimport as_timeout, deadline_after, now
 from ncclpy.engine.callbacks cimport step_aside, users
 from ncclpy.engine.clique cimport GONE, MADE
@@ -175,7 +176,7 @@ cdef class Lifecycle(BlockOwner):
         cdef double seconds = self.timeout if timeout is None else as_timeout(timeout)
         cdef double deadline = deadline_after(seconds)
         self.check_usable()
-        wanted = [self._rank_of(peer, "peers") for peer in peers or ()]
+        wanted = [root_rank(self.size, peer, "peers") for peer in peers or ()]
         connections = [self.connection_with(-1)]
         connections += [self.connection_with(peer) for peer in wanted if peer != self.rank]
         for one in connections:
@@ -315,8 +316,7 @@ cdef class Lifecycle(BlockOwner):
             if one is not but:
                 comms += one.abort(others)
         for request in alone:
-            (<Request>request).work.settle(others)
-            (<Request>request).work.tidy()
+            (<Request>request).fail(others)
         if comms:
             self.abort_thread = abort_aside(comms, text_of(error))
         for hook in hooks:
@@ -358,7 +358,6 @@ cdef class Lifecycle(BlockOwner):
         NcclTimeout
             If something was left.
         """
-        cdef Connection one
         cdef double seconds = self.timeout if timeout is None else as_timeout(timeout)
         cdef double deadline = deadline_after(seconds)
         cdef bint drained = False
@@ -388,8 +387,7 @@ cdef class Lifecycle(BlockOwner):
         comms = []
         error = NcclAborted(f"process group {self.name!r} was closed before this was done")
         for request in alone:
-            (<Request>request).work.settle(error)
-            (<Request>request).work.tidy()
+            (<Request>request).fail(error)
         for one in connections:
             if one.state == MADE and drained and self.failure is None:
                 one.close()

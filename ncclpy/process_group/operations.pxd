@@ -13,9 +13,8 @@ cdef class Operations:
     # Begin an operation, or the group of them that stands for it if `lowered` is not None. Of `view` are the producer's
     # stream, the type and the size; `held` and `output` are the work's: what it keeps alive and what it results in.
     cdef Work begin(
-        self, const Operation* operation, Lowered lowered, const View* view, held, output, producer, timeout, tag
+        self, const Operation* operation, Lowered lowered, const View* view, held, output, producer, timeout
     )
     cdef Work _plain(self, const Operation* operation, const View* view, held, output, producer, timeout)
     cdef Work _spread(self, Spread spread, output, producer, timeout)
-    cdef int _rank_of(self, object rank, str argument) except -1
     cdef int _op_of(self, object op, const View* view) except -1

@@ -3,7 +3,6 @@
 from ncclpy.core.lower cimport lacks, lower
 from ncclpy.core.parts cimport new_spread
 from ncclpy.core.shape cimport (
-    op_number,
     shape_all_gather,
     shape_all_reduce,
     shape_all_to_all,
@@ -15,13 +14,12 @@ from ncclpy.core.shape cimport (
     shape_scatter,
     shape_send,
 )
+from ncclpy.core.start cimport own_op_code, root_rank
 
 from ncclpy.core.errors import NcclUnsupported
-from ncclpy.core.resources import CustomOp
 from ncclpy.core.types import ReduceOp, as_integer
 
 cdef object _SUM = ReduceOp.SUM
-cdef int _LAST_OP = ReduceOp.AVG  # an enum's member is looked up by Python
 
 #: What other libraries reduce by and NCCL does not.
 cdef tuple _BITWISE = ("band", "bor", "bxor")
@@ -31,7 +29,7 @@ cdef class Operations:
     """Methods that begin operations; `ProcessGroup` is the class to use."""
 
     cdef Work begin(
-        self, const Operation* operation, Lowered lowered, const View* view, held, output, producer, timeout, tag
+        self, const Operation* operation, Lowered lowered, const View* view, held, output, producer, timeout
     ):
         """Begin an operation and return its work."""
         raise NotImplementedError
@@ -41,35 +39,21 @@ cdef class Operations:
         cdef Lowered lowered = None
         if lacks(operation.kind):
             lowered = lower(operation, self.rank, self.size, None, None)
-        return self.begin(operation, lowered, view, held, output, producer, timeout, None)
+        return self.begin(operation, lowered, view, held, output, producer, timeout)
 
     cdef Work _spread(self, Spread spread, output, producer, timeout):
         """Begin a collective over parts, as a group."""
         cdef Lowered lowered = lower(&spread.operation, self.rank, self.size, spread.sends, spread.recvs)
         held = (spread.send, spread.recv)
-        return self.begin(&spread.operation, lowered, &spread.view, held, output, producer, timeout, None)
-
-    cdef int _rank_of(self, object rank, str argument) except -1:
-        number = as_integer(rank, argument)
-        if not 0 <= number < self.size:
-            raise ValueError(
-                f"{argument}: rank {number} does not exist, there are {self.size} (0 to {self.size - 1})"
-            )
-        return number
+        return self.begin(&spread.operation, lowered, &spread.view, held, output, producer, timeout)
 
     cdef int _op_of(self, object op, const View* view) except -1:
-        cdef int code
-        if type(op) is CustomOp:
-            raise TypeError("op: an operator belongs to one communicator; a process group makes its own")
         if type(op) is str and (<str>op).lower() in _BITWISE:
             raise NcclUnsupported(
                 f"op: NCCL has no bitwise reductions, so none by {op!r}; send the bits as bool arrays, for which sum "
                 "is 'any' and min is 'all', or all_gather them and reduce here"
             )
-        code = op_number(op, view, self.size)
-        if code > _LAST_OP:
-            raise ValueError(f"op: {code} is no reduction operator of NCCL's own")
-        return code
+        return own_op_code(op, view, self.size, "a process group")
 
     def all_reduce(self, send, recv=None, op=_SUM, *, producer=None, timeout=None):
         """Reduce over all ranks and leave the result on each (`ncclAllReduce`).
@@ -106,7 +90,7 @@ cdef class Operations:
         shape_all_reduce(&o, &s, &r, send, recv, self.device)
         o.op = self._op_of(op, &s)
         held = send if recv is None else (send, recv)
-        return self.begin(&o, None, &s, held, send if recv is None else recv, producer, timeout, None)
+        return self.begin(&o, None, &s, held, send if recv is None else recv, producer, timeout)
 
     def broadcast(self, send, recv=None, root=0, *, producer=None, timeout=None):
         """Send the root's data to all ranks (`ncclBroadcast`).
@@ -130,7 +114,7 @@ cdef class Operations:
         """
         cdef View s, r
         cdef Operation o
-        o.root = self._rank_of(root, "root")
+        o.root = root_rank(self.size, root, "root")
         shape_broadcast(&o, &s, &r, send, recv, self.device, self.rank == o.root)
         return self._plain(
             &o, &s if recv is None else &r, (send, recv), send if recv is None else recv, producer, timeout
@@ -160,7 +144,7 @@ cdef class Operations:
         cdef View s, r
         cdef Operation o
         cdef bint is_root
-        o.root = self._rank_of(root, "root")
+        o.root = root_rank(self.size, root, "root")
         is_root = self.rank == o.root
         shape_reduce(&o, &s, &r, send, recv, self.device, is_root)
         o.op = self._op_of(op, &s)
@@ -286,7 +270,7 @@ cdef class Operations:
         cdef Operation o
         cdef Spread spread
         cdef bint is_root
-        o.root = self._rank_of(root, "root")
+        o.root = root_rank(self.size, root, "root")
         is_root = self.rank == o.root
         if isinstance(recv, list):
             spread = new_spread(self.device, self.size, self.rank)
@@ -319,7 +303,7 @@ cdef class Operations:
         cdef View s, r
         cdef Operation o
         cdef Spread spread
-        o.root = self._rank_of(root, "root")
+        o.root = root_rank(self.size, root, "root")
         if isinstance(send, list):
             spread = new_spread(self.device, self.size, self.rank)
             spread.scatter(send, recv, o.root)
@@ -352,9 +336,10 @@ cdef class Operations:
         """
         cdef View s
         cdef Operation o
-        o.root = self._rank_of(peer, "peer")
+        o.root = root_rank(self.size, peer, "peer")
+        as_integer(tag, "tag")
         shape_send(&o, &s, buf, self.device)
-        return self.begin(&o, None, &s, buf, None, producer, timeout, as_integer(tag, "tag"))
+        return self.begin(&o, None, &s, buf, None, producer, timeout)
 
     def recv(self, buf, peer, tag=0, *, producer=None, timeout=None):
         """Receive from one rank (`ncclRecv`).
@@ -379,6 +364,7 @@ cdef class Operations:
         cdef Operation o
         if peer is None or (isinstance(peer, int) and peer == -1):
             raise NcclUnsupported("peer: NCCL cannot receive from any source; name the rank that sends")
-        o.root = self._rank_of(peer, "peer")
+        o.root = root_rank(self.size, peer, "peer")
+        as_integer(tag, "tag")
         shape_recv(&o, &r, buf, self.device)
-        return self.begin(&o, None, &r, buf, buf, producer, timeout, as_integer(tag, "tag"))
+        return self.begin(&o, None, &r, buf, buf, producer, timeout)

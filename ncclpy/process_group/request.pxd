@@ -15,6 +15,7 @@ cdef class Request:
     cdef Request partner  # a receive from this rank, of its send to itself
 
     cdef int add(self, const Operation* operation) except -1
+    cdef int fail(self, object error) except -1
     cdef int add_all(self, Lowered lowered) except -1
     cdef unsigned long long signature(self) noexcept
 

@@ -36,6 +36,14 @@ cdef class Request:
                 self.add(&lowered.operations[i])
         return 0
 
+    cdef int fail(self, object error) except -1:
+        """Bring its work, and its partner's, to their end; under no lock, as arrays of the user's may go."""
+        self.work.settle(error)
+        self.work.tidy()
+        if self.partner is not None:
+            self.partner.fail(error)
+        return 0
+
     cdef unsigned long long signature(self) noexcept:
         """Return what NCCL's choice of a way depends on, for all operations together."""
         cdef size_t i

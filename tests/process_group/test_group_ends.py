@@ -283,6 +283,7 @@ def test_the_recorder_tells_group_and_number(host_engine):
     found = [each for each in ncclpy.recorder.snapshot()["entries"] if "recorded" in str(each["communicator"])]
     assert sorted((each["rank"], each["sequence"]) for each in found) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert len({each["communicator"] for each in found}) == 1
+    assert [each["root"] for each in found] == [None] * 4
 
 
 def test_parts_of_groups_of_one_name_do_not_meet(host_engine):

@@ -13,6 +13,7 @@ MODULES = (
     "ncclpy_communicator",
     "ncclpy_plan",
     "ncclpy_manager",
+    "ncclpy_process_group",
     "ncclpy_deadline",
     "ncclpy_nonblocking",
     "nccl4py_bindings",

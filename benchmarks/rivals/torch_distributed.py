@@ -30,12 +30,12 @@ def open(setting: Setting) -> list[Road]:
         device_id=torch.device("cuda", setting.device),
     )
     _, tensor = pair
+    names = {"all_reduce": distributed.all_reduce, "tensor": tensor}
+    calls = {
+        "": "all_reduce(tensor)",
+        ", async_op": "all_reduce(tensor, async_op=True)",
+        ", async_op, and the stream waits": "all_reduce(tensor, async_op=True).wait()",
+    }
     return [
-        python_road(
-            setting,
-            "all_reduce(torch tensor), in place",
-            "all_reduce(tensor)",
-            all_reduce=distributed.all_reduce,
-            tensor=tensor,
-        )
+        python_road(setting, f"all_reduce(torch tensor), in place{how}", call, **names) for how, call in calls.items()
     ]

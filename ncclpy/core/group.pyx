@@ -254,7 +254,7 @@ cdef bint _make_calls(Group group, PyObject** locked, size_t nlocked, double unt
     calls.count = group.count
     calls.handles, calls.nhandles = locked, nlocked
     calls.grouped = not group.bare
-    calls.watched = group.watched and not group.simulate
+    calls.watched = calls.marked = group.watched and not group.simulate
     calls.limit = -1 if group.limit == FOREVER else group.limit
     calls.simulated = &group.info if group.simulate else NULL
     return make_calls(calls, until)

@@ -76,7 +76,8 @@ cdef class Handle:
     cdef ncclComm_t take_raw(self) noexcept nogil
     # The guard, NULL if there is none or it was taken; and from then on it is gone, if `take` says so.
     cdef ncclComm_t guard_now(self, bint take) noexcept nogil
-    # Around a call of NCCL under the lock, for the watcher; `enter_call` marks the stream as well.
+    # Around a call of NCCL under the lock, for the watcher; `enter_call` marks the stream as well, `enter` does not.
+    cdef void enter(self, double limit) noexcept nogil
     cdef Mark* enter_call(self, CUstream stream, double limit, int kind) noexcept nogil
     cdef void leave_call(self, Mark* mark, bint issued) noexcept nogil
 

@@ -153,10 +153,13 @@ cdef class Handle:
         mutex_unlock(&self.gate)
         return guard
 
-    cdef Mark* enter_call(self, CUstream stream, double limit, int kind) noexcept nogil:
+    cdef void enter(self, double limit) noexcept nogil:
         self.inside_main = on_main_thread()
         self.inside_limit = limit
         self.inside = now()
+
+    cdef Mark* enter_call(self, CUstream stream, double limit, int kind) noexcept nogil:
+        self.enter(limit)
         return mark_begin(self.marks, stream, limit, kind) if self.marks != NULL else NULL
 
     cdef void leave_call(self, Mark* mark, bint issued) noexcept nogil:

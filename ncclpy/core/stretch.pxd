@@ -22,6 +22,7 @@ cdef struct Stretch:
     size_t nhandles
     bint grouped  # between ncclGroupStart and ncclGroupEnd
     bint watched  # the watcher is told of the calls
+    bint marked  # and has marks around them, to see one that is stuck on the device
     double limit  # seconds that they may take; negative for what each communicator has
     ncclSimInfo_t* simulated  # where nothing is launched, or NULL
     # What has become of them.

@@ -134,21 +134,22 @@ cdef ncclResult_t _look(Stretch* stretch, bint* watched) noexcept nogil:
 
 
 cdef void _enter(Stretch* stretch) noexcept nogil:
-    """Tell the watcher, with a mark for each stream of each communicator."""
+    """Tell the watcher, with a mark for each stream of each communicator if that is asked for."""
     cdef size_t i
     cdef Step* step
     cdef Step* before = NULL
+    cdef double limit
     for i in range(stretch.count):
         step = step_of(stretch, i)
         step.mark = NULL
         if step.operation.kind < WINDOW and (<Handle>step.handle).watched and not (
             before != NULL and before.handle == step.handle and before.operation.stream == step.operation.stream
         ):
-            step.mark = (<Handle>step.handle).enter_call(
-                step.operation.stream,
-                (<Handle>step.handle).limit if stretch.limit < 0 else stretch.limit,
-                step.operation.kind,
-            )
+            limit = (<Handle>step.handle).limit if stretch.limit < 0 else stretch.limit
+            if stretch.marked:
+                step.mark = (<Handle>step.handle).enter_call(step.operation.stream, limit, step.operation.kind)
+            else:
+                (<Handle>step.handle).enter(limit)
         before = step
 
 

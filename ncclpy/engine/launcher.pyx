@@ -315,7 +315,7 @@ cdef class Launch(Together):
             push_jobs(jobs, self.lanes, nlanes)
             return 0
         self.whole.lent, self.whole.nlent = self.lanes, nlanes
-        self.whole.calls.watched = True  # for Ctrl-C; a deadline is the monitor's
+        self.whole.calls.watched = True  # for Ctrl-C; what is stuck on the device is the monitor's
         Py_INCREF(self)
         ncclpy_launch_here = <PyObject*>self
         return 0

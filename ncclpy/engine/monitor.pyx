@@ -95,6 +95,8 @@ cdef struct Watching:
     unordered_map[uintptr_t, StreamWorks] streams
     vector[Watched] ended  # to be completed, with the GIL
     double ended_at  # when the first of them was found
+    int heard  # how the bell stood when the inbox was emptied last
+    int nap  # nobody changes or wakes this word
     bint at_home
 
 
@@ -128,7 +130,7 @@ cdef Inbox _inbox
 mutex_init(&_inbox.mutex, LOCK_MONITOR)
 _inbox.coming = 0
 cdef Watching _watching
-_watching.at_home, _watching.ended_at = False, 0
+_watching.at_home, _watching.ended_at, _watching.heard, _watching.nap = False, 0, -1, 0
 cdef Signs _signs
 _signs.home = NULL
 _signs.next_round, _signs.next_timer, _signs.stop = 0, FOREVER, False
@@ -285,7 +287,9 @@ cdef void _watch(double next_round) noexcept nogil:
     cdef double began = now(), waited, moment
     while True:
         seen = load(&bell)
-        _take_in()
+        if seen != _watching.heard:  # else the inbox is left to those who fill it
+            _watching.heard = seen
+            _take_in()
         _ask()
         moment = now()
         if _signs.stop or moment >= _signs.next_timer or moment >= attention:
@@ -295,7 +299,7 @@ cdef void _watch(double next_round) noexcept nogil:
                 _watching.ended_at = moment
             if moment - _watching.ended_at >= _TOGETHER or _is_awaited():
                 return
-            sleep_on(&bell, seen, 20e-6)
+            sleep_on(&_watching.nap, 0, 20e-6)
             continue
         if _watching.streams.empty():
             expect_none()
@@ -312,7 +316,7 @@ cdef void _watch(double next_round) noexcept nogil:
         if waited < 100e-6 and is_expecting():  # else nobody gains by it: who waits asks for himself at first
             sched_yield()
         elif waited < 1:
-            sleep_on(&bell, seen, 20e-6 if waited < 0.1 else 50e-6)  # who rings need not wake it from that
+            sleep_on(&_watching.nap, 0, 20e-6 if waited < 0.1 else 50e-6)  # who rings need not wake it from that
         else:
             listen(seen, 500e-6)
 
@@ -367,21 +371,45 @@ cdef void _ask() noexcept nogil:
     cdef unordered_map[uintptr_t, StreamWorks].iterator it = _watching.streams.begin()
     cdef StreamWorks* row
     cdef Watched one
-    cdef CUresult result
+    cdef double moment
+    cdef size_t over
     while it != _watching.streams.end():
         row = &dereference(it).second
-        while not row.works.empty():
+        over = _over(row)
+        moment = now()
+        while over:
             one = row.works.front()
-            result = driver.cuEventQuery(one.event) if driver.cuEventQuery != NULL else CUDA_SUCCESS
-            if result == CUDA_ERROR_NOT_READY:
-                break
-            one.driver = result
+            one.seen = moment
             _watching.ended.push_back(one)
             row.works.pop_front()
+            over -= 1
         if row.works.empty():
             it = _watching.streams.erase(it)
         else:
             preincrement(it)
+
+
+cdef size_t _over(StreamWorks* row) noexcept nogil:
+    """Return how many of the works of a stream have ended, with what the driver says of each; they end in order.
+
+    A question holds up whoever launches meanwhile, so few are asked: of the oldest, then of the newest, then of halves.
+    """
+    cdef size_t first = 0, last = row.works.size(), asked = 0, questions = 0, i
+    cdef CUresult result
+    while first < last:  # works before `first` have ended well, those from `last` on have not
+        result = driver.cuEventQuery(row.works[asked].event) if driver.cuEventQuery != NULL else CUDA_SUCCESS
+        if result == CUDA_SUCCESS:
+            for i in range(first, asked + 1):
+                row.works[i].driver = result
+            first = asked + 1
+        elif result != CUDA_ERROR_NOT_READY and asked == first:  # later ones are asked next time
+            row.works[first].driver = result
+            return first + 1
+        else:
+            last = asked
+        questions += 1
+        asked = last - 1 if questions == 1 else first + (last - first) // 2
+    return first
 
 
 cdef int _complete() except -1:
@@ -408,6 +436,7 @@ cdef int _end(Watched* watched) except -1:
             have_failed(work, watched, ncclSuccess)
         elif not _check_health(work):
             work.settle(None)
+            work.entry.completed = watched.seen
     work.over = True
     if work.failing == TO_FAIL:  # whoever fails it lets go of it then
         return 0
@@ -523,6 +552,7 @@ def _forked():
     _inbox.works.clear()
     _watching.streams.clear()
     _watching.ended.clear()
+    _watching.heard = -1
     _agenda.timers.clear()
     _agenda.unlaunched.clear()
 

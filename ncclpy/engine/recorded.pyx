@@ -108,11 +108,11 @@ cdef class Recorded:
         for i in range(self.nbatches):
             self.batches[i].job.run = _run_plan
             self.batches[i].remaining = &self.remaining
-            self.batches[i].calls.watched = True
+            self.batches[i].calls.watched = self.batches[i].calls.marked = True
         memcpy(self.whole.parts, self.parts, group.count * sizeof(Part))
         sort_parts(self.whole.parts, group.count, False)
         make_whole(&self.whole, self.whole.parts, group.count)
-        self.whole.calls.watched = True
+        self.whole.calls.watched = self.whole.calls.marked = True
         self.count = group.count
         return 0
 

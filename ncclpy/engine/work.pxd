@@ -55,6 +55,7 @@ cdef struct Watched:
     CUevent event
     CUstream stream
     double limit
+    double seen  # when the monitor has found that it has ended
     ncclResult_t result  # of the launch, where it has failed
     CUresult driver  # likewise, of a call of the driver
     int kind  # of the operation, to name the function that failed

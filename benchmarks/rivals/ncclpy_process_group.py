@@ -1,6 +1,6 @@
 """ncclpy.ProcessGroup: each operation is a work on a stream of the group, behind the stream that produces its input."""
 
-from benchmarks.overhead.road import Road, python_road
+from benchmarks.overhead.road import Road, timed
 from benchmarks.rivals import arrays
 from benchmarks.work.setting import COUNT, FLOAT32, Setting
 
@@ -22,13 +22,32 @@ def open(setting: Setting) -> list[Road]:
     send, recv = (ncclpy.Buffer(at, COUNT, dtype, device=setting.device) for at in (setting.send, setting.recv))
     names = {"all_reduce": group.all_reduce, "send": send, "recv": recv, "stream": setting.stream}
     # A prepared buffer names no framework whose current stream could be asked for.
-    call = "all_reduce(send, recv, producer=stream)"
-    roads = [python_road(setting, "all_reduce(prepared buffer)", call, result=setting.recv, **names)]
+    roads = [
+        _road(setting, group, "all_reduce(prepared buffer)", "all_reduce(send, recv, producer=stream)", names),
+    ]
+    roads[0].result = setting.recv
     pair = arrays.torch_pair(setting)
     if pair is not None:
         names["recv"] = pair[1]
-        roads.append(python_road(setting, "all_reduce(torch tensor), in place", "all_reduce(recv)", **names))
+        roads.append(_road(setting, group, "all_reduce(torch tensor), in place", "all_reduce(recv)", names))
         if setting.sync is not None:
             name = "all_reduce(torch tensor), in place, and the stream waits"
-            roads.append(python_road(setting, name, "all_reduce(recv).synchronize(stream)", **names))
+            roads.append(_road(setting, group, name, "all_reduce(recv).synchronize(stream)", names))
     return roads
+
+
+def _road(setting: Setting, group, name: str, call: str, names: dict) -> Road:
+    """Return a road whose works nobody keeps; what is still on its way behind a sample is not timed."""
+    run = timed(setting, call, **names)
+
+    def host(n: int) -> float:
+        seconds = run(n)
+        group.wait_for_pending_works(60)
+        return seconds
+
+    latency = None
+    if setting.sync is not None and "synchronize" in call:
+        latency = timed(setting, f"{call}; sync()", sync=setting.sync, **names)
+    elif setting.sync is not None:
+        latency = timed(setting, f"{call}.wait()", **names)
+    return Road(name, "all_reduce", host, latency)

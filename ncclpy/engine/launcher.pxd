@@ -43,6 +43,7 @@ cdef class Launch(Together):
     cdef Batch whole  # all parts, for one thread
     cdef Batch* batches  # one a lane, if there are several
     cdef list works
+    cdef set loose  # addresses of works that it knows and does not keep, None if there are none
     cdef size_t unsettled
     cdef LaunchOwner owner
     cdef object kept  # communicators and streams, until all lanes are done with them

@@ -353,6 +353,26 @@ cdef class Launch(Together):
         self.failing = True
         for work in list(self.works):
             work.settle(error)
+        if self.loose is not None:
+            for address in list(self.loose):
+                if address in self.loose:  # a foreign error's text may have let others run
+                    work = <Work><PyObject*><uintptr_t>address
+                    work.settle(error)
+        return 0
+
+    cdef int loosen(self, object work) except -1:
+        """Know a work from now on without keeping it."""
+        if self.loose is None:
+            self.loose = set()  # to make one may run the garbage collector, and with it anything
+        if (<Work>work).launch is self:
+            if work in self.works:
+                self.works.remove(work)
+            self.loose.add(<uintptr_t><PyObject*>work)
+        return 0
+
+    cdef int forget(self, object work) except -1:
+        """Know a work no more that was loosened."""
+        self.loose.discard(<uintptr_t><PyObject*>work)
         return 0
 
     cdef int fail(self, object error) except -1:

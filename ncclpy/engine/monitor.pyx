@@ -256,6 +256,14 @@ cdef class _Deputy(Deputy):
         errands.run_here()
         return True
 
+    cdef int loosen(self, object work) except -1:
+        """Forget what stands before it and is launched, as `_look_at_lanes` does, and it."""
+        while _agenda.unlaunched and load(&(<Work>_agenda.unlaunched[0]).phase) != PENDING:
+            _agenda.unlaunched.popleft()
+        if work in _agenda.unlaunched:  # one before it is stuck in its lane
+            _agenda.unlaunched.remove(work)
+        return 0
+
 
 protocols.deputy = _Deputy()
 
@@ -430,7 +438,10 @@ cdef int _complete() except -1:
 cdef int _end(Watched* watched) except -1:
     """Complete a work that lane and device are done with, or have it fail; let go of it."""
     cdef Work work = <Work>watched.work
-    Py_DECREF(work)  # `work` holds it for as long as is needed
+    if work.lent:
+        work.lent = False
+    else:
+        Py_DECREF(work)  # `work` holds it for as long as is needed
     if not work.is_settled():
         if watched.result != ncclSuccess or watched.driver != CUDA_SUCCESS:
             have_failed(work, watched, ncclSuccess)

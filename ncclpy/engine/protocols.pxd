@@ -6,6 +6,8 @@
 cdef class Together:
     cdef int settled(self, object work) except -1
     cdef int fail(self, object error) except -1
+    cdef int loosen(self, object work) except -1
+    cdef int forget(self, object work) except -1
 
 
 # Whose communicators a launch runs on.
@@ -28,6 +30,7 @@ cdef class Awaited:
 # Who does the monitor's part in any thread, once the monitor's own has ended.
 cdef class Deputy:
     cdef int stand_in(self) except -1
+    cdef int loosen(self, object work) except -1
 
 
 cdef Deputy deputy

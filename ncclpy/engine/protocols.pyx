@@ -26,6 +26,14 @@ cdef class Together:
         """
         raise NotImplementedError
 
+    cdef int loosen(self, object work) except -1:
+        """Know a work from now on without keeping it; `forget` comes before it goes. In a caller's thread."""
+        raise NotImplementedError
+
+    cdef int forget(self, object work) except -1:
+        """Know a work no more that was loosened. Called where `settled` is, and like that one."""
+        raise NotImplementedError
+
 
 cdef class LaunchOwner:
     """What a launch tells of itself.
@@ -83,6 +91,10 @@ cdef class Deputy:
     cdef int stand_in(self) except -1:
         """Do it here if the monitor's thread has ended; return whether it has. In any thread, under no lock."""
         return False
+
+    cdef int loosen(self, object work) except -1:
+        """Keep a launched work no longer in the list of those that wait for their lanes. In a caller's thread."""
+        return 0
 
 
 deputy = Deputy()

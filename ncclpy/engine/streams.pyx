@@ -61,6 +61,7 @@ cdef int record_producer(Work work, const View* view, producer) except -1:
 
 
 cdef int record_behind(Work work, CUstream stream) except -1:
+    work.producer, work.has_producer = stream, True
     work.ready = take_event(work.device, False)
     _record(work.device, work.ready, stream, NULL, False)
     return 0

@@ -20,6 +20,8 @@ cdef class Work:
     cdef CUevent began  # with timing only
     cdef CUevent ready  # recorded behind what produces the input, or NULL
     cdef CUstream stream
+    cdef CUstream producer  # whose work `ready` stands for, if there is just one such stream
+    cdef bint has_producer
     cdef bint timed
     cdef readonly int device
     cdef double limit  # the moment by which it has to be done
@@ -33,6 +35,9 @@ cdef class Work:
     cdef int failing  # whether an errand is about to fail it, or was: NOT_FAILING to HAS_FAILED
     cdef bint over  # whether lane and device are done with it, should that errand have to let go of it
     cdef Awaited gathering  # what it waits for before the launch
+    cdef bint loose  # its arrays were let go of while it runs
+    cdef bint lent  # the user alone keeps it: the reference that the monitor would give back was given back then
+    cdef bint has_listeners  # callbacks of users, who may ask for the result
     cdef Entry entry
     cdef object __weakref__
 
@@ -40,6 +45,7 @@ cdef class Work:
     cdef int withdraw(self, object error) except -1
     cdef int tidy(self) except -1
     cdef int let_go(self) except -1
+    cdef int loosen(self, CUstream stream) except -1
     cdef bint is_shared(self) noexcept
     cdef object say(self, str what)
     cdef bint is_settled(self) noexcept

@@ -4,9 +4,18 @@ import concurrent.futures
 from _weakref import getweakrefcount as _getweakrefcount
 
 from cpython.exc cimport PyErr_CheckSignals, PyErr_SetObject, PyErr_WriteUnraisable
-from cpython.ref cimport PyObject
+from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
 
-from ncclpy.abi.driver cimport CU_EVENT_WAIT_DEFAULT, CUDA_ERROR_NOT_READY, CUDA_SUCCESS, CUcontext, CUresult
+from ncclpy.abi.driver cimport (
+    CU_EVENT_WAIT_DEFAULT,
+    CU_STREAM_LEGACY,
+    CU_STREAM_PER_THREAD,
+    CUDA_ERROR_NOT_READY,
+    CUDA_SUCCESS,
+    CUcontext,
+    CUresult,
+)
+from ncclpy.core.buffers cimport HOST_MEMORY, NO_FRAMEWORK, View, read_view
 from ncclpy.core.check cimport check_driver
 from ncclpy.core.device cimport enter_device, leave_device
 from ncclpy.core.library cimport driver, require_driver
@@ -42,9 +51,35 @@ cdef int attend() except -1:
     return protocols.deputy.stand_in()
 
 
+cdef inline CUstream _one_name(CUstream stream) noexcept:
+    """Return a stream's handle; the legacy default one has two."""
+    return NULL if stream == CU_STREAM_LEGACY else stream
+
+
 cdef bint _alone(PyObject* value) noexcept:
     """Return whether only one reference to an object is left; whoever drops it may run a finaliser."""
     return value != <PyObject*>None and Py_REFCNT(value) == 1
+
+
+cdef bint _goes_by_streams(object arrays) except -1:
+    """Return whether memory that one of these gives back is used next by what is enqueued behind on its own stream.
+
+    So it is where a framework says which stream is current, or the array its own: their allocators keep that order. CPU
+    memory, and that of a `Buffer`, of which nobody knows, is anybody's the moment that it is free.
+    """
+    cdef View view
+    if arrays is None:
+        return True
+    if isinstance(arrays, (list, tuple)):
+        for each in arrays:
+            if not _goes_by_streams(each):
+                return False
+        return True
+    try:
+        read_view(arrays, &view, "array")
+    except Exception:  # it was read before; whatever has become of it, it stays
+        return False
+    return view.framework != NO_FRAMEWORK and view.device != HOST_MEMORY
 
 
 cdef Work new_work(int kind, int device):
@@ -130,8 +165,43 @@ cdef class Work:
     cdef int let_go(self) except -1:
         """Give back what had to stay while a lane or the device might use it."""
         self.tidy()
+        if self.loose and self.launch is not None:
+            self.launch.forget(self)
         self.held = self.launch = None
         return 0
+
+    cdef int loosen(self, CUstream stream) except -1:
+        """Let go of the arrays before the end, if that is safe now that a stream waits for the operation.
+
+        It is if they live by this stream: the operation waited for what was on it, and what is freed there is used again
+        by what comes behind. What the user drops later goes at once: nobody else keeps the work then, whose result it
+        may be; only if the last reference to it goes before its end does the monitor keep it again, see `__del__`.
+        """
+        if (
+            self.loose or not self.has_producer or _one_name(stream) != _one_name(self.producer)
+            or stream == CU_STREAM_PER_THREAD  # another one in each thread
+            or not _goes_by_streams(self.held) or not _goes_by_streams(self.output)
+            or self.loose or self.over or load(&self.phase) != LAUNCHED  # another thread was here meanwhile
+        ):
+            return 0
+        self.loose = True
+        if self.launch is not None:
+            self.launch.loosen(self)
+        protocols.deputy.loosen(self)
+        if not self.over:  # else the monitor has given its reference back just now
+            self.lent = True
+            Py_DECREF(self)
+        held, self.held = self.held, None
+        del held  # here finalisers may run
+        return 0
+
+    def __del__(self):
+        # Whoever drops the last reference to a work that runs leaves it to the monitor, without its result.
+        if self.lent:
+            self.lent = False
+            Py_INCREF(self)
+            if not self.has_listeners:
+                self.output = None
 
     cdef bint is_shared(self) noexcept:
         """Return whether no code of users can run when `let_go` is called and then the caller's reference dropped."""
@@ -252,6 +322,11 @@ cdef class Work:
     def synchronize(self, stream=None):
         """Let a stream wait for the operation; the CPU waits only until it is launched.
 
+        If it is the stream that the operation itself has waited for (its `producer`), and its arrays live by streams
+        (torch, CuPy, arrays that name theirs), the work lets go of them here: what is freed on that stream is used again
+        by what comes behind on it, as with an operation of its own. Else they are kept until the operation is done. The
+        result is kept as long as the work is.
+
         Parameters
         ----------
         stream : optional
@@ -267,6 +342,7 @@ cdef class Work:
             result = driver.cuStreamWaitEvent(raw, self.done, CU_EVENT_WAIT_DEFAULT)
             leave_device(saved)
             check_driver(result, b"cuStreamWaitEvent")
+            self.loosen(raw)
         elif self.error is not None:
             raise self.error.with_traceback(None)
 
@@ -289,6 +365,7 @@ cdef class Work:
             if self.callbacks is None:
                 self.callbacks = []
             self.callbacks.append(callback)
+            self.has_listeners = True
             return
         self._call(callback)
 

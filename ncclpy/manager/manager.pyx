@@ -187,7 +187,7 @@ Gather the participants of collectives by key and launch each collective when al
         if reduces(one.kind):
             work.entry.op = one.op
         if on_done is not None:
-            work.callbacks = [on_done]
+            work.callbacks, work.has_listeners = [on_done], True
         try:
             record_producer(work, view, producer)
             while True:

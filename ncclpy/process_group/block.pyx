@@ -77,6 +77,7 @@ cdef class Block:
                 record_behind(self.work, <CUstream><uintptr_t>producer)
             else:
                 wait_behind(stream, self.work.device, <CUstream><uintptr_t>producer)
+                self.work.has_producer = False  # there are several
             first = False
         return 0
 

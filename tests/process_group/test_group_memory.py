@@ -1,0 +1,310 @@
+"""How long a group's works keep arrays: until their own stream waits for the operation, else until it is done.
+
+Arrays here name their stream themselves, as `__cuda_array_interface__` lets them; their memory outlives them, so that
+what still runs may go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import time
+import weakref
+
+import numpy as np
+import pytest
+from group_ranks import DEADLINE, run_groups
+
+import ncclpy
+import testing
+from ncclpy.bootstrap import LocalStore
+
+COUNT = 1000
+
+
+class StreamArray:
+    """An array on a device whose memory is used in the order of one stream."""
+
+    def __init__(self, pointer, stream):
+        self.pointer, self.stream = pointer, stream
+
+    @property
+    def __cuda_array_interface__(self):
+        return {
+            "shape": (COUNT,), "typestr": "<f4", "data": (self.pointer, False), "version": 3,
+            "stream": self.stream.handle,
+        }  # fmt: skip
+
+
+@pytest.fixture
+def rooms():
+    """Ranks with a stream, memory that is filled and read, and arrays in it; closed when all is done."""
+    made = []
+
+    def make(rank):
+        made.append(Room(rank))
+        return made[-1]
+
+    yield make
+    for room in made:
+        room.close()
+
+
+class Room:
+    def __init__(self, rank):
+        self.device, self.rank = rank, rank
+        self.stream, self.other = ncclpy.Stream(rank), ncclpy.Stream(rank)
+        self.memories = []
+
+    def array(self, value=0.0, stream=None):
+        self.memories.append(testing.RawArrays().make(np.full(COUNT, value, np.float32), self.device))
+        return StreamArray(self.memories[-1].pointer, stream or self.stream)
+
+    def values(self, index):
+        return testing.RawArrays().read(self.memories[index])
+
+    def close(self):
+        ncclpy.synchronize(self.device, DEADLINE)
+        self.stream.close()
+        self.other.close()
+        self.memories.clear()  # here: to free memory waits for the device, which no finaliser in any thread is to do
+
+
+def run_late(rooms, early, late, **options):
+    """Run two ranks: the second begins once the first is through `early`, whose operations cannot end before."""
+    warmed, through = threading.Event(), threading.Event()
+
+    def body(group):
+        room = rooms(group.rank)
+        warm = room.array()
+        for _ in range(2):
+            group.all_reduce(warm).wait(DEADLINE)
+        if group.rank == 0:
+            assert warmed.wait(DEADLINE)
+            try:
+                return early(group, room)
+            finally:
+                through.set()
+        warmed.set()
+        assert through.wait(DEADLINE)
+        return late(group, room)
+
+    return run_groups(2, body, **options)
+
+
+def late_sum(group, room):
+    group.all_reduce(room.array(2)).wait(DEADLINE)
+
+
+def test_arrays_go_when_their_stream_waits(rooms):
+    """The work keeps what it results in, for its user alone."""
+
+    def early(group, room):
+        send, recv, before = room.array(1), room.array(), room.array()
+        group.all_reduce(before)
+        time.sleep(0.02)  # so that nothing wakes the monitor for the next one
+        alive = [weakref.ref(send), weakref.ref(recv)]
+        work = group.all_reduce(send, recv)
+        del send, recv
+        work.synchronize(room.other)  # on which they do not live
+        assert all(each() is not None for each in alive)
+        work.synchronize(room.stream)
+        assert work.state == "launched"
+        assert alive[0]() is None and alive[1]() is not None
+        assert not work.is_completed()
+        work.synchronize(room.stream)
+        kept = weakref.ref(work)
+        del work
+        assert alive[1]() is None, "what nobody can ask for"
+        assert kept() is not None, "the monitor sees it to its end"
+        return kept
+
+    def late(group, room):
+        late_sum(group, room)
+        late_sum(group, room)
+
+    kept = run_late(rooms, early, late)[0]
+    testing.wait_for(lambda: kept() is None, "letting go of the work")
+
+
+def test_results_stay_with_the_work(rooms):
+    def early(group, room):
+        array = room.array(1)
+        alive = weakref.ref(array)
+        work = group.all_reduce(array)
+        del array
+        work.synchronize(room.stream)
+        return work, alive
+
+    work, alive = run_late(rooms, early, late_sum)[0]
+    assert work.result(DEADLINE) is alive() is not None and work.state == "completed"
+
+
+def test_values_arrive_where_they_were_let_go_of(rooms):
+    """Both ranks let go; what comes behind on the stream finds the result."""
+
+    def body(group):
+        room = rooms(group.rank)
+        for step in range(20):
+            work = group.all_reduce(room.array(step + group.rank))
+            work.synchronize(room.stream)
+            del work
+        room.stream.synchronize(DEADLINE)
+        return [room.values(step)[0] for step in range(20)]
+
+    assert run_groups(2, body) == [[2 * step + 1 for step in range(20)]] * 2
+
+
+def test_a_callback_may_ask_for_the_result(rooms):
+    told = []
+
+    def early(group, room):
+        array = room.array(1)
+        work = group.all_reduce(array)
+        work.add_done_callback(lambda work: told.append(work.result()))
+        work.synchronize(room.stream)
+        return weakref.ref(array)
+
+    alive = run_late(rooms, early, late_sum)[0]
+    testing.wait_for(lambda: told, "the callback")
+    assert isinstance(told.pop(), StreamArray)
+    testing.wait_for(lambda: alive() is None, "letting go of the array")
+
+
+@pytest.mark.parametrize("streams", ["one", "several"])
+def test_a_block_lets_go_if_all_live_by_one_stream(rooms, streams):
+    def early(group, room):
+        arrays = [room.array(1), room.array(1, room.other if streams == "several" else None)]
+        alive = [weakref.ref(array) for array in arrays]
+        work = group.all_reduce_coalesced(arrays)
+        del arrays
+        for stream in (room.stream, room.other) if streams == "several" else (room.stream,):
+            work.synchronize(stream)
+        assert not work.is_completed()
+        del work
+        gc.collect()
+        assert [each() is None for each in alive] == [streams == "one"] * 2
+
+    def late(group, room):
+        group.all_reduce_coalesced([room.array(1), room.array(1)]).wait(DEADLINE)
+
+    run_late(rooms, early, late)
+
+
+def test_memory_that_knows_no_stream_stays(host_engine, rooms):
+    """Freed CPU memory is anybody's at once, whatever stream waits; so is that of a `Buffer`."""
+
+    class Owner(np.ndarray):
+        pass
+
+    def early(group, room):
+        array = np.ones(COUNT, np.float32).view(Owner)
+        recv = np.ones(COUNT, np.float32).view(Owner)
+        buffer = ncclpy.Buffer(recv.ctypes.data, COUNT, "float32", owner=recv)
+        alive = [weakref.ref(array), weakref.ref(recv)]
+        work = group.all_reduce(array, buffer, producer=room.stream)
+        del array, recv, buffer
+        work.synchronize(room.stream)
+        del work
+        gc.collect()
+        assert all(each() is not None for each in alive)
+        return alive
+
+    alive = run_late(rooms, early, late_sum)[0]
+    testing.wait_for(lambda: all(each() is None for each in alive), "letting go of the arrays")
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["kept", "dropped"])
+def test_what_was_let_go_of_fails_with_its_group(rooms, keeps):
+    told = []
+
+    def early(group, room):
+        group.on_completion(told.append)
+        work = group.all_reduce(room.array(1))
+        work.synchronize(room.stream)
+        waits = [work] if keeps else []
+        del work
+        group.abort("for the test")
+        for work in waits:
+            with pytest.raises(ncclpy.NcclAborted, match="for the test"):
+                work.wait(DEADLINE)
+
+    def late(group, room):
+        testing.wait_for(lambda: group.error is not None, "the news")
+
+    run_late(rooms, early, late)
+    testing.wait_for(lambda: told, "the hook")
+    assert len(told) == 1 and isinstance(told[0].error, ncclpy.NcclAborted) and "for the test" in str(told[0].error)
+
+
+def test_a_deadline_ends_what_was_let_go_of(host_engine, rooms):
+    def early(group, room):
+        work = group.all_reduce(room.array(1), timeout=0.3)
+        work.synchronize(room.stream)
+        assert isinstance(work.exception(DEADLINE), ncclpy.NcclTimeout)
+
+    def late(group, room):
+        testing.wait_for(lambda: group.error is not None, "the news")
+
+    run_late(rooms, early, late)
+
+
+def test_many_threads_let_go_of_works(host_engine, rooms):
+    """Works of many threads, which the monitor ends meanwhile: each goes, none twice."""
+    works, told = [], []
+
+    def body(group):
+        group.on_completion(told.append)
+        room = rooms(group.rank)
+        array, stop = room.array(1), threading.Event()
+        threads = []
+
+        def let_go():
+            while not (stop.is_set() and not mine):
+                with contextlib.suppress(IndexError):
+                    mine.pop().synchronize(room.stream)
+
+        mine = []
+        for _ in range(3):
+            threads.append(threading.Thread(target=let_go))
+            threads[-1].start()
+        for _ in range(500):
+            work = group.all_reduce(array)
+            works.append(weakref.ref(work))
+            mine += [work, work]
+        del work
+        stop.set()
+        for thread in threads:
+            thread.join(DEADLINE)
+        group.wait_for_pending_works(DEADLINE)
+
+    run_groups(2, body, store=LocalStore())
+    testing.wait_for(lambda: len(told) == 1000, "the hooks")
+    testing.wait_for(lambda: all(work() is None for work in works), "letting go of the works")
+
+
+@pytest.mark.gpu
+def test_torch_gets_its_memory_back_before_the_end(rooms):
+    """As with torch's own backend: the next tensor of the stream lies where the last one was, behind the operation."""
+    torch = pytest.importorskip("torch", reason="needs torch")
+    numbers = 1 << 20
+
+    def early(group, room):
+        torch.cuda.set_device(group.device)
+        tensor = torch.ones(numbers, device=f"cuda:{group.device}")
+        pointer, before = tensor.data_ptr(), torch.cuda.memory_allocated()
+        work = group.all_reduce(tensor)
+        work.synchronize(torch.cuda.current_stream())
+        del work, tensor
+        again = torch.empty(numbers, device=f"cuda:{group.device}")
+        assert again.data_ptr() == pointer and torch.cuda.memory_allocated() == before
+        return again.fill_(5)
+
+    def late(group, room):
+        tensor = torch.ones(numbers, device=f"cuda:{group.device}")
+        group.all_reduce(tensor).wait(DEADLINE)
+        return tensor
+
+    first, second = run_late(rooms, early, late)
+    assert (first == 5).all() and (second == 2).all()

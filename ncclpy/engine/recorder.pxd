@@ -19,6 +19,7 @@ cdef class Entry:
     cdef int op  # -1 for none
     cdef int datatype
     cdef int root  # -1 for none
+    cdef int tag  # likewise
     cdef int rank
     cdef int nranks
     cdef int device

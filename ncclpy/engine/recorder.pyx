@@ -70,6 +70,7 @@ cdef class Entry:
             "count": self.count,
             "nbytes": self.nbytes,
             "root": None if self.root < 0 else self.root,
+            "tag": None if self.tag < 0 else self.tag,
             "communicator": self.communicator,
             "sequence": None if self.sequence < 0 else self.sequence,
             "rank": None if self.rank < 0 else self.rank,
@@ -131,7 +132,7 @@ cdef Entry new_entry():
     cdef Entry entry = Entry.__new__(Entry)
     entry.id = _recorded
     entry.launch = entry.sequence = -1
-    entry.op = entry.root = entry.rank = -1
+    entry.op = entry.root = entry.tag = entry.rank = -1
     entry.thread = PyThread_get_thread_ident()
     entry.created = now()
     if len(_ring):

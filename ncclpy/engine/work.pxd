@@ -23,6 +23,7 @@ cdef class Work:
     cdef CUstream producer  # whose work `ready` stands for, if there is just one such stream
     cdef bint has_producer
     cdef bint timed
+    cdef bint was_launched  # before it came to its end
     cdef readonly int device
     cdef double limit  # the moment by which it has to be done
     cdef double seconds  # on the device; negative if not known

@@ -27,7 +27,7 @@ from ncclpy.engine.callbacks cimport begin_callback, end_callback, step_aside, u
 from ncclpy.engine.events cimport give_event
 from ncclpy.engine.message cimport is_plain, message, words_of
 from ncclpy.engine.native cimport add, load, now, sleep_on, swap, wake
-from ncclpy.engine.recorder cimport COMPLETED, FAILED, LAUNCHED, new_entry
+from ncclpy.engine.recorder cimport COMPLETED, FAILED, LAUNCHED, PENDING, new_entry
 
 from ncclpy.core.errors import NcclAborted, NcclTimeout, not_copied
 from ncclpy.engine.recorder import method_name
@@ -139,7 +139,7 @@ cdef class Work:
         self.entry.completed = now()
         self.entry.error = words
         self.entry.state = FAILED if error is not None else COMPLETED
-        swap(&self.phase, self.entry.state)
+        self.was_launched = swap(&self.phase, self.entry.state) == LAUNCHED
         if load(&self.sleepers):
             wake(&self.phase)
         if self.callbacks is not None:
@@ -225,6 +225,31 @@ cdef class Work:
     def _name(self):
         name = f"{method_name(self.entry.operation)} on device {self.device}"
         return name if self.entry.key is None else message(f"{name}, key ", self.entry.key, "")
+
+    def is_started(self):
+        """Return whether the operation has begun on the device; it does not wait.
+
+        Returns
+        -------
+        bool or None
+            False as long as it waits for its launch, for its input, or for operations before it on its stream. None
+            once it is launched, unless it was asked for by ``timing=True``: only an event before the operation tells
+            then. True when it has completed, in any case.
+        """
+        cdef CUresult result
+        cdef int phase = load(&self.phase)
+        if phase == PENDING or (phase == FAILED and not self.was_launched):
+            return False
+        if phase == COMPLETED:
+            return True
+        if self.began == NULL:
+            return None
+        require_driver()
+        result = driver.cuEventQuery(self.began)
+        if result == CUDA_ERROR_NOT_READY:
+            return False
+        check_driver(result, b"cuEventQuery")
+        return True
 
     def is_completed(self):
         """Return whether it is done, with a result or an error; it does not wait."""

@@ -32,7 +32,7 @@ cdef object _SUM = ReduceOp.SUM
 
 cdef class ProcessGroup(Lifecycle):
     """ProcessGroup(store, rank, size, *, device=None, name="default", timeout=600.0, config=None, on_error="abort", \
-high_priority=False, timing=False)
+check="off", high_priority=False, timing=False)
 
     Work with other ranks from one thread or several: collectives and point-to-point operations that return works.
 
@@ -63,10 +63,13 @@ high_priority=False, timing=False)
         What happens when an operation fails or its deadline passes. ``"abort"``: the group's communicators are
         aborted on all ranks; its works, and every later call, raise. ``"exit"``: after that the recorder is dumped
         to stderr and the process ends with status 70. ``"exit_now"``: it ends so at once, and aborts nothing.
+    check : str, optional
+        Whether operations are compared across ranks before their launch. Only ``"off"`` is there yet: ranks that call
+        different operations wait for each other until a deadline passes.
     high_priority : bool, optional
         Whether the group's streams go before others.
     timing : bool, optional
-        Whether works know their `duration`.
+        Whether works know their `duration`, and whether they have started.
 
     Attributes
     ----------
@@ -79,7 +82,7 @@ high_priority=False, timing=False)
     # Operations.
 
     cdef Work begin(
-        self, const Operation* operation, Lowered lowered, const View* view, held, output, producer, timeout
+        self, const Operation* operation, Lowered lowered, const View* view, held, output, producer, timeout, int tag
     ):
         cdef Request request
         cdef Connection connection
@@ -98,6 +101,7 @@ high_priority=False, timing=False)
         work = request.work
         work.held, work.output = held, output
         note_operation(work.entry, operation, view.nbytes)
+        work.entry.tag = tag
         if lowered is None:
             request.add(operation)
         else:
@@ -169,6 +173,11 @@ high_priority=False, timing=False)
                         f"{other.steps[0].datatype}, what it receives {request.steps[0].count} of type "
                         f"{request.steps[0].datatype}"
                     )
+                if other.work.entry.tag != request.work.entry.tag:
+                    raise ValueError(
+                        f"tag: rank {self.rank} sends to itself what it receives from itself; the two that meet have "
+                        f"tags {other.work.entry.tag} and {request.work.entry.tag}"
+                    )
                 del self.alone[i]
                 other.partner = request
                 return other
@@ -197,7 +206,7 @@ high_priority=False, timing=False)
         memset(&view, 0, sizeof(view))
         view.device = HOST_MEMORY  # which has no stream of its own
         view.nbytes = 1
-        return self.begin(&o, None, &view, None, None, producer, timeout)
+        return self.begin(&o, None, &view, None, None, producer, timeout, -1)
 
     # Blocks.
 

@@ -23,6 +23,7 @@ class Lifecycle(BlockOwner):
         timeout: float | None = 600.0,
         config: Config | None = None,
         on_error: Literal["abort", "exit", "exit_now"] = "abort",
+        check: Literal["off"] = "off",
         high_priority: bool = False,
         timing: bool = False,
     ) -> None: ...

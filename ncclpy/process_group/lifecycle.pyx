@@ -59,6 +59,7 @@ cdef class Lifecycle(BlockOwner):
         timeout=600.0,
         config=None,
         on_error="abort",
+        check="off",
         bint high_priority=False,
         bint timing=False,
     ):
@@ -73,6 +74,12 @@ cdef class Lifecycle(BlockOwner):
             raise ValueError("config: a process group does not block anyway; leave blocking unset")
         if on_error not in _ON_ERROR:
             raise ValueError(f"on_error: expected one of {', '.join(map(repr, _ON_ERROR))}, got {on_error!r}")
+        if check in ("first", "always"):
+            raise NotImplementedError(
+                f"check: {check!r}, comparing operations across ranks, is not there yet; leave it 'off'"
+            )
+        if check != "off":
+            raise ValueError(f"check: expected 'off', got {check!r}")
         if self.connections is not None:
             raise RuntimeError("a ProcessGroup is initialised once")
         rank, size = as_integer(rank, "rank"), as_integer(size, "size")

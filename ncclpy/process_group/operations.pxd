@@ -11,9 +11,10 @@ cdef class Operations:
     cdef readonly int device
 
     # Begin an operation, or the group of them that stands for it if `lowered` is not None. Of `view` are the producer's
-    # stream, the type and the size; `held` and `output` are the work's: what it keeps alive and what it results in.
+    # stream, the type and the size; `held` and `output` are the work's: what it keeps alive and what it results in. The
+    # tag is -1 but for sends and receives.
     cdef Work begin(
-        self, const Operation* operation, Lowered lowered, const View* view, held, output, producer, timeout
+        self, const Operation* operation, Lowered lowered, const View* view, held, output, producer, timeout, int tag
     )
     cdef Work _plain(self, const Operation* operation, const View* view, held, output, producer, timeout)
     cdef Work _spread(self, Spread spread, output, producer, timeout)

@@ -29,7 +29,7 @@ cdef class Operations:
     """Methods that begin operations; `ProcessGroup` is the class to use."""
 
     cdef Work begin(
-        self, const Operation* operation, Lowered lowered, const View* view, held, output, producer, timeout
+        self, const Operation* operation, Lowered lowered, const View* view, held, output, producer, timeout, int tag
     ):
         """Begin an operation and return its work."""
         raise NotImplementedError
@@ -39,13 +39,13 @@ cdef class Operations:
         cdef Lowered lowered = None
         if lacks(operation.kind):
             lowered = lower(operation, self.rank, self.size, None, None)
-        return self.begin(operation, lowered, view, held, output, producer, timeout)
+        return self.begin(operation, lowered, view, held, output, producer, timeout, -1)
 
     cdef Work _spread(self, Spread spread, output, producer, timeout):
         """Begin a collective over parts, as a group."""
         cdef Lowered lowered = lower(&spread.operation, self.rank, self.size, spread.sends, spread.recvs)
         held = (spread.send, spread.recv)
-        return self.begin(&spread.operation, lowered, &spread.view, held, output, producer, timeout)
+        return self.begin(&spread.operation, lowered, &spread.view, held, output, producer, timeout, -1)
 
     cdef int _op_of(self, object op, const View* view) except -1:
         if type(op) is str and (<str>op).lower() in _BITWISE:
@@ -90,7 +90,7 @@ cdef class Operations:
         shape_all_reduce(&o, &s, &r, send, recv, self.device)
         o.op = self._op_of(op, &s)
         held = send if recv is None else (send, recv)
-        return self.begin(&o, None, &s, held, send if recv is None else recv, producer, timeout)
+        return self.begin(&o, None, &s, held, send if recv is None else recv, producer, timeout, -1)
 
     def broadcast(self, send, recv=None, root=0, *, producer=None, timeout=None):
         """Send the root's data to all ranks (`ncclBroadcast`).
@@ -325,7 +325,9 @@ cdef class Operations:
         peer : int
             The rank that receives. What a rank sends to itself meets the receive that comes next.
         tag : int
-            Between two ranks operations meet in their order, whatever their tags.
+            0 to 2**31 - 1, the same for the receive that it meets: operations between two ranks meet in their order,
+            and NCCL carries no tags. The recorder notes it. Of what a rank sends to itself, outside of a block, other
+            tags are an error.
         producer, timeout
             As for `all_reduce`.
 
@@ -336,10 +338,11 @@ cdef class Operations:
         """
         cdef View s
         cdef Operation o
+        cdef int number
         o.root = root_rank(self.size, peer, "peer")
-        as_integer(tag, "tag")
+        number = as_integer(tag, "tag", 0)
         shape_send(&o, &s, buf, self.device)
-        return self.begin(&o, None, &s, buf, None, producer, timeout)
+        return self.begin(&o, None, &s, buf, None, producer, timeout, number)
 
     def recv(self, buf, peer, tag=0, *, producer=None, timeout=None):
         """Receive from one rank (`ncclRecv`).
@@ -362,9 +365,10 @@ cdef class Operations:
         """
         cdef View r
         cdef Operation o
+        cdef int number
         if peer is None or (isinstance(peer, int) and peer == -1):
             raise NcclUnsupported("peer: NCCL cannot receive from any source; name the rank that sends")
         o.root = root_rank(self.size, peer, "peer")
-        as_integer(tag, "tag")
+        number = as_integer(tag, "tag", 0)
         shape_recv(&o, &r, buf, self.device)
-        return self.begin(&o, None, &r, buf, buf, producer, timeout)
+        return self.begin(&o, None, &r, buf, buf, producer, timeout, number)

@@ -78,15 +78,23 @@ cdef object _trouble(Work work, ncclResult_t result):
         return nccl_error(result, b"ncclCommGetAsyncError", words)
     missing = "" if handle is None else who_is_missing(handle.speaker())
     missing += ". " if missing else ""
+    then = "goes on" if work.launch is not None and work.launch.is_spared() else "is aborted"
     return NcclTimeout(work.say(
-        f"was not done within its timeout; its communicator is aborted. {missing}A rank is missing or stuck: see which "
-        "of the others did not make the same call, with ncclpy.recorder.dump() and `ncclpy trace`"
+        f"was not done within its timeout; its communicator {then}. {missing}A rank is missing or stuck: see which of "
+        "the others did not make the same call, with ncclpy.recorder.dump() and `ncclpy trace`"
     ))
 
 
 cdef object _launch_error(Work work, const Watched* watched):
     """Return what became of the launch, or of the device, as an exception."""
     cdef const char* function = function_of(watched.kind)
+    if <int>watched.result == WAS_ABORTED and work.handle is not None and work.handle.state != ABORTED and (
+        work.launch is not None and work.launch.is_spared()
+    ):
+        return NcclAborted(work.say(
+            f"was not launched: a call before it on {work.handle!r} has failed, which the other ranks may have made; "
+            "this one would meet theirs"
+        ))
     if <int>watched.result == WAS_ABORTED:
         return NcclAborted(work.say(f"was not launched: {work.handle!r} was aborted"))
     if <int>watched.result == NOT_THERE:

@@ -387,9 +387,14 @@ cdef class Launch(Together):
         self.failing = True
         owner.launch_failed(self, error)  # first: nobody is to take the communicators for idle ones
         self.end(error)
+        if owner.spares:
+            return 0
         words = words_of(error)  # the abort is not to wait for a key to show itself
         abort_aside(list(handles.values()), f"a launch failed: {words}" if type(words) is str else "a launch failed")
         return 0
+
+    cdef bint is_spared(self) noexcept:
+        return self.owner is not None and self.owner.spares
 
 
 cdef Launch new_launch(LaunchOwner owner):

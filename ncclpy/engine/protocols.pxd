@@ -8,10 +8,12 @@ cdef class Together:
     cdef int fail(self, object error) except -1
     cdef int loosen(self, object work) except -1
     cdef int forget(self, object work) except -1
+    cdef bint is_spared(self) noexcept
 
 
 # Whose communicators a launch runs on.
 cdef class LaunchOwner:
+    cdef bint spares  # what fails is told alone: nothing is aborted
     cdef int launch_done(self, Together launch) except -1
     cdef int launch_failed(self, Together launch, object error) except -1
 

@@ -34,6 +34,10 @@ cdef class Together:
         """Know a work no more that was loosened. Called where `settled` is, and like that one."""
         raise NotImplementedError
 
+    cdef bint is_spared(self) noexcept:
+        """Return whether its communicators stay as they are when it fails. In any thread, under any lock."""
+        return False
+
 
 cdef class LaunchOwner:
     """What a launch tells of itself.
@@ -47,6 +51,8 @@ cdef class LaunchOwner:
 
     cdef int launch_failed(self, Together launch, object error) except -1:
         """See to it that nobody takes the communicators of a failed launch for idle ones; they are aborted next.
+
+        Those of who `spares` them are not, and what else runs on them goes on.
 
         Called where `Together.fail` is, and like that one, before the works of the launch fail.
         """

@@ -17,11 +17,20 @@ cdef class Connection(Clique):
     cdef int peer  # in the group, of a pair; -1 if it is with all ranks
     cdef int rank  # of this one in it
     cdef object making  # the communicator until it is taken over
+    cdef object memory  # device memory that a pair has exchanged a byte in
     cdef list waiting
     cdef Awaited awaited
     cdef readonly object settled  # an event: it is made, or cannot be made
     cdef object failure  # what has become of it
     cdef CUstream stream
+    cdef set overdue  # weak references to works that have failed and that the device may not be done with, of an owner that goes on
+
+    # How many of those there are.
+    cdef Py_ssize_t late(self) except -1
+    # Whether it can be closed: nothing went wrong on it that its peers would have to know of.
+    cdef bint is_well(self) except -1
+    # Raise for an operation on a communicator that is gone.
+    cdef int refuse(self) except -1
 
     cdef int take(self, Request request) except -1
     cdef int launch(self, Request request) except -1

@@ -1,7 +1,9 @@
 """One rank's communicator, made in the background when it is first needed, and what waits for it meanwhile."""
 
 import threading
+import weakref
 
+from ncclpy.abi.nccl cimport ncclSuccess
 from ncclpy.core.communicator cimport Communicator
 from ncclpy.core.stream cimport Stream
 from ncclpy.core.wait cimport FOREVER, deadline_after, now
@@ -14,6 +16,7 @@ from ncclpy.core import device as _device
 from ncclpy.core.errors import NcclAborted
 from ncclpy.core.group import Group
 from ncclpy.core.types import UniqueId
+from ncclpy.engine.recorder import text_of
 
 
 cdef class ConnectionOwner(CliqueOwner):
@@ -69,6 +72,7 @@ cdef class Connection(Clique):
         self.peer = peer
         self.rank = rank
         self.waiting = []
+        self.overdue = set()
         self.settled = threading.Event()
         self.awaited = _Meeting.__new__(_Meeting)
         (<_Meeting>self.awaited).text = f"the {nranks} ranks of communicator {label!r}, which is being made"
@@ -98,13 +102,13 @@ cdef class Connection(Clique):
 
     def _exchange(self, comm):
         """Have NCCL connect the two ranks, both ways."""
-        memory = _device.allocate(16, comm.device)
+        # Given back in the end: that waits for all that runs on the device, also for what waits for this pair's peer.
+        self.memory = memory = _device.allocate(16, comm.device)
         stream = Stream(comm.device)
         with Group():
             comm.send((memory, 1, "uint8"), 1 - comm.rank, stream=stream)
             comm.recv((memory + 8, 1, "uint8"), 1 - comm.rank, stream=stream)
         stream.synchronize(self.limit)
-        _device.free(memory)  # after an error something may still write there
 
     def abort(self, error):
         """Fail what runs or waits with `error`, and return the communicators, also one whose ranks still meet."""
@@ -115,6 +119,9 @@ cdef class Connection(Clique):
     def close(self):
         """Close the communicator; nothing may run on it."""
         Clique.close(self)
+        memory, self.memory = self.memory, None
+        if memory is not None:  # after an abort something may still write there
+            _device.free(memory)
         self.settled.set()
 
     cdef list ready(self, list comms, list streams):
@@ -143,6 +150,8 @@ cdef class Connection(Clique):
         """Launch a request, as soon as the communicator is there; with the owner's lock held."""
         if self.state == MADE:
             return self.launch(request)
+        if self.state == GONE:
+            return self.refuse()
         request.work.gathering = self.awaited
         self.waiting.append(request)
         return 0
@@ -187,5 +196,29 @@ cdef class Connection(Clique):
         return 0
 
     cdef int launch_failed(self, Together launch, object error) except -1:
+        if self.spares:
+            self.late()  # who are done with are forgotten
+            self.overdue.update(map(weakref.ref, (<Launch>launch).works))  # which keep what they result in
         (<ConnectionOwner>self.owner).connection_failed(self, error)
-        return Clique.launch_failed(self, launch, error)
+        return 0 if self.spares else Clique.launch_failed(self, launch, error)
+
+    cdef Py_ssize_t late(self) except -1:
+        cdef Work work
+        for reference in list(self.overdue):
+            work = reference()
+            if work is None or work.over:
+                self.overdue.discard(reference)
+        return len(self.overdue)
+
+    cdef bint is_well(self) except -1:
+        cdef Communicator comm
+        for comm in self.comms:
+            if comm.troubled or comm.peek() != ncclSuccess:
+                return False
+        return self.state == MADE and not self.late()
+
+    cdef int refuse(self) except -1:
+        raise NcclAborted(
+            f"process group {self.title!r}: communicator {self.label!r} was not made, and what was begun on it has failed: "
+            f"{text_of(self.failure)}"
+        ) from self.failure

@@ -63,6 +63,8 @@ check="off", high_priority=False, timing=False)
         What happens when an operation fails or its deadline passes. ``"abort"``: the group's communicators are
         aborted on all ranks; its works, and every later call, raise. ``"exit"``: after that the recorder is dumped
         to stderr and the process ends with status 70. ``"exit_now"``: it ends so at once, and aborts nothing.
+        ``"report"``: the operation's work fails, the logger ``ncclpy.process_group`` tells of it, and nothing else
+        happens: what is late may still come, and the group goes on.
     check : str, optional
         Whether operations are compared across ranks before their launch. Only ``"off"`` is there yet: ranks that call
         different operations wait for each other until a deadline passes.

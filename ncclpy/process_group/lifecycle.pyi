@@ -22,7 +22,7 @@ class Lifecycle(BlockOwner):
         name: str = "default",
         timeout: float | None = 600.0,
         config: Config | None = None,
-        on_error: Literal["abort", "exit", "exit_now"] = "abort",
+        on_error: Literal["abort", "exit", "exit_now", "report"] = "abort",
         check: Literal["off"] = "off",
         high_priority: bool = False,
         timing: bool = False,

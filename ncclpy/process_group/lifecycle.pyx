@@ -17,7 +17,7 @@ from ncclpy.core.library cimport check_process
 from ncclpy.core.start cimport root_rank
 from ncclpy.core.wait cimport as_timeout, deadline_after, now
 from ncclpy.engine.callbacks cimport step_aside, users
-from ncclpy.engine.clique cimport GONE, MADE
+from ncclpy.engine.clique cimport GONE, MADE, MAKING
 from ncclpy.engine.launcher cimport launch_here
 from ncclpy.engine.protocols cimport LaunchOwner
 from ncclpy.engine.work cimport attend
@@ -36,7 +36,7 @@ from ncclpy.process_group.notices import Notices
 
 _log = logging.getLogger("ncclpy.process_group")
 
-_ON_ERROR = ("abort", "exit", "exit_now")
+_ON_ERROR = ("abort", "exit", "exit_now", "report")
 #: With which a process ends whose group has failed, if it asked for that.
 _EXIT_CODE = 70
 _MAIN = "all"
@@ -140,6 +140,9 @@ cdef class Lifecycle(BlockOwner):
         label = _MAIN if peer < 0 else f"{min(self.rank, peer)}:{max(self.rank, peer)}"
         found = self.connections.get(label)
         if found is not None:
+            if found.state == GONE:
+                self.check_usable()
+                found.refuse()
             return found
         members = list(range(self.size)) if peer < 0 else sorted([self.rank, peer])
         title = self.name if peer < 0 else f"{self.name} {label}"
@@ -147,6 +150,7 @@ cdef class Lifecycle(BlockOwner):
             _Owner(self), label, title, peer, self.device, members.index(self.rank), len(members), self.site,
             _meeting_of(self.notices, label, members), self.timeout,
         )
+        made.spares = self.on_error == "report"
         with self.lock:
             if self.is_ended():
                 found = None
@@ -218,7 +222,7 @@ cdef class Lifecycle(BlockOwner):
             connection.settled.set()
             return
         if error is not None:
-            self._fail(error, text_of(error), connection)
+            self._failed(error, connection)
         elif self.failure is not None:
             error = self.failure
         else:
@@ -254,7 +258,7 @@ cdef class Lifecycle(BlockOwner):
         cdef Connection one
         cdef Py_ssize_t n = len(self.alone)
         for one in list(self.connections.values()):
-            n += len(one.waiting) + len(one.launches)
+            n += len(one.waiting) + len(one.launches) + one.late()
         return n
 
     cdef bint _drain(self, double deadline) except -1:
@@ -291,6 +295,21 @@ cdef class Lifecycle(BlockOwner):
         """Take the news from another rank that the group has ended."""
         self._fail(NcclAborted(f"process group {self.name!r} was ended by {text}"), None)
 
+    def _failed(self, error, Connection connection not None):
+        """Do as `on_error` says when a connection has failed, or an operation on it."""
+        if self.on_error != "report":
+            self._fail(error, text_of(error), connection)
+            return
+        with self.lock:
+            told = not self.is_ended()
+            if told and connection.state == MAKING:  # its ranks are not where this one is: it is not made again
+                connection.state, connection.failure = GONE, error
+        if told:
+            users.give(functools.partial(  # a logger's handlers are the user's
+                _log.error, "rank %d of process group %r goes on, as on_error='report' says, after: %s", self.rank,
+                self.name, text_of(error),
+            ))
+
     def _fail(self, error, text, Connection but=None, bint exits=True):
         """End the group with an error, unless it has ended; tell the others a text, if there is one.
 
@@ -306,7 +325,7 @@ cdef class Lifecycle(BlockOwner):
             hooks = self.aborts  # later ones are called as they come
             if but is not None:
                 but.state = GONE
-        exits = exits and self.on_error != "abort"
+        exits = exits and self.on_error in ("exit", "exit_now")
         if exits and self.on_error == "exit_now":
             self._exit(error)
         telling = None
@@ -396,7 +415,7 @@ cdef class Lifecycle(BlockOwner):
         for request in alone:
             (<Request>request).fail(error)
         for one in connections:
-            if one.state == MADE and drained and self.failure is None:
+            if drained and self.failure is None and one.is_well():
                 one.close()
             elif one.alive:
                 comms += one.abort(error)
@@ -444,7 +463,7 @@ cdef class _Owner(ConnectionOwner):
         return 0
 
     cdef int connection_failed(self, Connection connection, object error) except -1:
-        self.group._fail(error, text_of(error), connection)
+        self.group._failed(error, connection)
         return 0
 
 

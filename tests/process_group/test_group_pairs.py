@@ -48,6 +48,24 @@ def test_pairs_beside_collectives(host_engine):
     assert run_groups(2, body) == [([0] * 5, [2, 2], 1)] * 2
 
 
+def test_a_pair_is_made_beside_a_collective_that_waits_for_its_peer(arrays):
+    """Rank 1 begins the collective once it has received: nothing of the pair may wait for the whole device."""
+
+    def body(group):
+        data = arrays.make(np.full(5, group.rank, np.float32), group.device)
+        total = arrays.make(np.ones(5, np.float32), group.device)
+        for first in (True, False):  # the one that connects the ranks is made by a lane
+            if group.rank == 1 and not first:
+                group.recv(arrays.argument(data), 0).wait(DEADLINE)
+            work = group.all_reduce(arrays.argument(total))
+            if group.rank == 0 and not first:
+                group.send(arrays.argument(data), 1).wait(DEADLINE)
+            work.wait(DEADLINE)
+        return arrays.read(data).tolist(), arrays.read(total).tolist()
+
+    assert run_groups(2, body) == [([0] * 5, [4] * 5)] * 2
+
+
 def test_a_batch_goes_by_the_communicator_of_all(host_engine):
     def body(group):
         data = np.full(3, group.rank, np.int32)

@@ -27,6 +27,7 @@ cdef class CliqueOwner:
 # What a work waits for before its launch.
 cdef class Awaited:
     cdef str missing(self)
+    cdef int may_wait(self) except -1
 
 
 # Who does the monitor's part in any thread, once the monitor's own has ended.

@@ -87,6 +87,10 @@ cdef class Awaited:
         """Return who has not come. In a thread that waits for the work, under no lock; it may show keys."""
         raise NotImplementedError
 
+    cdef int may_wait(self) except -1:
+        """Raise in a thread that would wait for itself. In one that is about to wait for the work, under no lock."""
+        return 0
+
 
 cdef class Deputy:
     """The monitor's part.

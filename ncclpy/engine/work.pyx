@@ -280,6 +280,8 @@ cdef class Work:
         cdef double begun = now(), until, slice
         cdef int seen
         require_driver()
+        if self.gathering is not None:
+            self.gathering.may_wait()
         while load(&self.phase) < state:
             seen = load(&self.phase)
             if seen == LAUNCHED and now() - begun < _EAGER:

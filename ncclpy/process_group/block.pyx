@@ -4,6 +4,7 @@ from cpython.pythread cimport PyThread_get_thread_ident
 from libc.stdint cimport uintptr_t
 
 from ncclpy.core.operation cimport is_pair
+from ncclpy.engine.protocols cimport Awaited
 from ncclpy.engine.streams cimport find_producer, record_behind, wait_behind
 
 
@@ -19,6 +20,23 @@ cdef class BlockOwner(Operations):
         raise NotImplementedError
 
 
+cdef class _Open(Awaited):
+    """What the work of a block waits for until its thread has left the block."""
+
+    cdef unsigned long ident
+
+    cdef str missing(self):
+        return "the end of its coalescing block"
+
+    cdef int may_wait(self) except -1:
+        if PyThread_get_thread_ident() == self.ident:
+            raise RuntimeError(
+                "this work is launched when its coalescing block ends, and this thread is in that: wait for it behind the "
+                "block"
+            )
+        return 0
+
+
 cdef class Block:
     """A coalescing block: a context manager, which gives its work."""
 
@@ -26,13 +44,17 @@ cdef class Block:
         raise TypeError("a block is made by ProcessGroup.coalescing()")
 
     def __enter__(self):
+        cdef _Open waits = _Open.__new__(_Open)
         if self.begun:
             raise RuntimeError("a coalescing block is used once")
         self.owner.open_block(self)
         self.begun = True
+        waits.ident = PyThread_get_thread_ident()
+        self.work.gathering = waits
         return self.work
 
     def __exit__(self, kind, error, traceback):
+        self.work.gathering = None
         try:
             if error is not None:
                 self.owner.shut_block(self, False)

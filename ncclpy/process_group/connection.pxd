@@ -12,7 +12,7 @@ cdef class ConnectionOwner(CliqueOwner):
 cdef class Connection(Clique):
     cdef readonly str label
     cdef str title
-    cdef object meet  # what returns the unique id, once all ranks are there
+    cdef tuple meet  # what returns the unique id, once all ranks are there, and what forgets that
     cdef double limit  # seconds in which that and the communicator have to be done
     cdef int peer  # in the group, of a pair; -1 if it is with all ranks
     cdef int rank  # of this one in it

@@ -55,8 +55,9 @@ cdef class Connection(Clique):
         Which rank of the communicator this is, and of how many.
     site : str
         Where the group was made, for warnings.
-    meet : callable
-        Called with seconds; returns the unique id, once all ranks are there.
+    meet : (callable, callable)
+        Called with seconds, and with what says whether it is still wanted: returns the unique id, once all ranks are
+        there. The second is called once the communicator stands.
     limit : float
         Seconds until the communicator has to stand.
     """
@@ -82,7 +83,7 @@ cdef class Connection(Clique):
         cdef double deadline = deadline_after(self.limit)
         cdef Communicator comm
         try:
-            uid = UniqueId.from_bytes(self.meet(self.limit))
+            uid = UniqueId.from_bytes(self.meet[0](self.limit, self._is_wanted))
             comm = Communicator.init(
                 self.nranks, self.ranks[0], uid, device=self.devices[0], config=config, abortable=True,
                 timeout=max(0.001, deadline - now()),
@@ -99,6 +100,11 @@ cdef class Connection(Clique):
         except BaseException as failure:  # told to all who wait for it
             error = failure
         self.owner.clique_made(self, made, error)
+        if error is None:
+            self.meet[1]()
+
+    def _is_wanted(self):
+        return self.state != GONE
 
     def _exchange(self, comm):
         """Have NCCL connect the two ranks, both ways."""

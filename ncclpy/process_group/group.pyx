@@ -1,7 +1,6 @@
 """A process group: one rank's view of the ranks that it works with, over a store and NCCL."""
 
 import functools
-import json
 
 from cpython.pythread cimport PyThread_get_thread_ident
 from libc.string cimport memset
@@ -23,6 +22,7 @@ from ncclpy.process_group.connection cimport Connection
 from ncclpy.process_group.lifecycle cimport Lifecycle
 from ncclpy.process_group.request cimport Request, new_request
 
+from ncclpy.core.errors import NcclAborted
 from ncclpy.core.types import ReduceOp, as_integer
 from ncclpy.process_group.block import Deadline
 from ncclpy.process_group.hooks import Tells
@@ -137,22 +137,23 @@ check="off", high_priority=False, timing=False)
 
     cdef int _submit(self, Connection connection, Request request) except -1:
         """Number a request and give it to its communicator, unless the group has ended."""
-        cdef bint taken = False
+        cdef bint taken = False, pair = request.point_to_point
+        cdef Work work = request.work
         self.lock.enter()
         try:
             if not self.is_ended():
                 taken = True
-                if request.point_to_point:
-                    request.work.entry.sequence = connection.sequence
-                    connection.sequence += 1
-                else:
-                    request.work.entry.sequence = self.collectives
-                    self.collectives += 1
                 if (
                     request.point_to_point and connection.peer < 0 and request.count == 1
                     and request.steps[0].root == self.rank
                 ):
-                    request = self._matched(request)
+                    request = self._matched(request)  # which may refuse it
+                if pair:
+                    work.entry.sequence = connection.sequence
+                    connection.sequence += 1
+                else:
+                    work.entry.sequence = self.collectives
+                    self.collectives += 1
                 if request is not None:
                     connection.take(request)
         finally:
@@ -398,12 +399,14 @@ check="off", high_priority=False, timing=False)
         self.check_usable()
         mine = [None if color is None else as_integer(color, "color"), as_integer(key, "key")]
         number = self._next_child()
-        values = self.notices.store.gather(
-            f"split/{number}", self.rank, self.size, json.dumps(mine).encode(), self.timeout
-        )
+        try:
+            values = self.notices.gather(f"split/{number}", mine, self.timeout, self._is_wanted)
+        except NcclAborted:
+            self.check_usable()  # says what has ended it
+            raise
         if color is None:
             return None
-        everyone = [(*json.loads(value), rank) for rank, value in enumerate(values)]
+        everyone = [(*value, rank) for rank, value in enumerate(values)]
         members = [rank for _, rank in sorted((key, rank) for c, key, rank in everyone if c == mine[0])]
         return self._child(f"{self.name}/{number}:{mine[0]}", members)
 

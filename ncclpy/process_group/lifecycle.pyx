@@ -122,6 +122,9 @@ cdef class Lifecycle(BlockOwner):
     cdef bint is_ended(self) noexcept:
         return self.closed or self.failure is not None
 
+    def _is_wanted(self):
+        return not self.is_ended()
+
     cdef int check_usable(self) except -1:
         check_process()
         if self.connections is None:
@@ -440,6 +443,9 @@ cdef class Lifecycle(BlockOwner):
         # Communicators warn for themselves.
         if self.notices is not None and not self.closed and not sys.is_finalizing():
             self.notices.close()
+            error = NcclAborted(f"process group {self.name!r} was dropped before what this rank sends to itself was received")
+            for request in self.alone:
+                (<Request>request).fail(error)
 
     def __repr__(self):
         state = "closed" if self.closed else "ended" if self.failure is not None else f"{self.pending()} pending"
@@ -468,8 +474,8 @@ cdef class _Owner(ConnectionOwner):
 
 
 def _meeting_of(notices, label, members):
-    """Return what meets the ranks of a communicator and returns its unique id."""
-    return lambda seconds: notices.unique_id(label, members, seconds)
+    """Return what meets the ranks of a communicator and returns its unique id, and what clears that away."""
+    return functools.partial(notices.unique_id, label, members), functools.partial(notices.made, label, members)
 
 
 def _ender_of(reference):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import threading
 from collections.abc import Callable
@@ -12,7 +13,8 @@ from ncclpy.bootstrap.prefix import PrefixStore
 from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.bootstrap.watch import Change, Watch
 from ncclpy.core.creation import get_unique_id
-from ncclpy.core.errors import NcclTimeout, ranks, seconds, spans
+from ncclpy.core.errors import NcclTimeout
+from ncclpy.process_group.arrivals import Arrivals
 
 __all__ = ["Notices"]
 
@@ -41,14 +43,15 @@ class Notices:
     """
 
     def __init__(self, store: Store, name: str, rank: int, size: int) -> None:
-        place = f"ncclpy/group/{quote(name, safe='')}"
-        self.number = store.add(f"{place}/made-by/{rank}")
+        self._outer, self._place = store, f"ncclpy/group/{quote(name, safe='')}"
+        self.number = store.add(f"{self._place}/made-by/{rank}")
         self.name, self.rank, self.size = name, rank, size
-        self.store = PrefixStore(f"{place}/{self.number}", store)
+        self.store = PrefixStore(f"{self._place}/{self.number}", store)
+        self.arrivals = Arrivals(self.store, name, rank, size, self._has_made)
         self._over = threading.Event()
         self._watch: Watch | None = None
 
-    def unique_id(self, label: str, members: list[int], timeout: float) -> bytes:
+    def unique_id(self, label: str, members: list[int], timeout: float, wanted: Callable[[], bool]) -> bytes:
         """Meet the other ranks of a communicator under the deadline, and return the id that the first of them makes.
 
         Parameters
@@ -59,19 +62,32 @@ class Notices:
             Its ranks in the group, in the order of their ranks in the communicator.
         timeout
             Seconds; the error names who has not come.
+        wanted
+            Asked whether the communicator is still to be made.
         """
-        rank = members.index(self.rank)
-        mine = bytes(get_unique_id()) if rank == 0 else b""
-        try:
-            return self.store.gather(f"communicator/{label}", rank, len(members), mine, timeout)[0]
-        except NcclTimeout as error:
-            missing = [members[int(each)] for each in error.missing or ()]
-            told = NcclTimeout(
-                f"{ranks(spans(missing))} of {self.size} did not come to make communicator {label!r} of process group "
-                f"{self.name!r} within {seconds(timeout)}"
-            )
-            told.missing = missing
-            raise told from error
+        what = f"to make communicator {label!r} of process group {self.name!r}"
+        mine = bytes(get_unique_id()) if self.rank == members[0] else b""
+        return self.arrivals.meet(f"communicator/{label}", members, what, mine, lambda come: come[0], timeout, wanted)
+
+    def made(self, label: str, members: list[int]) -> None:
+        """Clear away what a communicator was made by: it stands, so that all of its ranks have had that."""
+        if self.rank == members[0]:
+            self.arrivals.forget(f"communicator/{label}", members)
+
+    def gather(self, name: str, value: object, timeout: float, wanted: Callable[[], bool]) -> list[object]:
+        """Return what all ranks of the group bring to a meeting, by rank; it may be anything that JSON knows."""
+        everyone = list(range(self.size))
+        what = f"to {name} of process group {self.name!r}"
+        brought = json.dumps(value).encode()
+        packed = self.arrivals.meet(
+            name, everyone, what, brought, lambda come: b"[" + b",".join(come) + b"]", timeout, wanted
+        )
+        return list(json.loads(packed))
+
+    def _has_made(self, rank: int) -> bool:
+        """Return whether a rank has made this group: its count has come so far."""
+        there = self._outer.compare_set(f"{self._place}/made-by/{rank}", None, None)[1]
+        return there is not None and int(there) >= self.number
 
     def listen(self, ended: Callable[[str], object]) -> None:
         """Call back once a rank has told that the group has ended, in a thread of its own."""

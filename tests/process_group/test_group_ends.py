@@ -33,6 +33,58 @@ def test_who_has_not_come_is_named(host_engine):
     group.close()
 
 
+def test_who_waits_for_ranks_that_do_not_come_leaves_with_an_abort(host_engine):
+    """Long before the group's deadline: the thread that makes the communicator, and who is in `split`."""
+
+    def making():
+        return [each for each in threading.enumerate() if each.name == "ncclpy-init" and each not in before]
+
+    before = threading.enumerate()
+    with ncclpy.ProcessGroup(LocalStore(), 0, 2, device=0, timeout=20 * DEADLINE) as group:
+        work = group.all_reduce(np.ones(3))
+        assert making()
+        threading.Timer(0.2, group.abort, ["enough"]).start()
+        with pytest.raises(ncclpy.NcclAborted, match=r"has ended: .* enough"):
+            group.split(0)
+        assert isinstance(work.exception(DEADLINE), ncclpy.NcclAborted)
+        testing.wait_for(lambda: not making(), "its end")
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_who_comes_late_hears_who_did_not_come(host_engine, late):
+    """The first rank to give up says so to all, also to those that come later."""
+
+    def body(rank):
+        if rank == late:
+            assert given_up.wait(DEADLINE)
+        timeout = 0.3 if rank == 1 else 20 * DEADLINE
+        with ncclpy.ProcessGroup(store, rank, 4, device=rank, timeout=timeout, on_error="report") as group:
+            try:
+                group.all_reduce(np.ones(3)).wait(DEADLINE)
+            except ncclpy.NcclError as error:  # of the work, or of the call if it comes after that
+                said[rank] = str(error)
+            given_up.set()
+
+    store, given_up, said = LocalStore(), threading.Event(), {}
+    ranks = [threading.Thread(target=body, args=(rank,)) for rank in (0, 1, 2)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join(DEADLINE)
+    assert sorted(said) == [0, 1, 2]
+    for text in said.values():
+        assert f"ranks {late}, 3 of 4 did not come" in text.replace("2-3", "2, 3")
+
+
+def test_a_meeting_leaves_nothing_in_the_store(host_engine):
+    def body(group):
+        group.connect(peers=[1 - group.rank])
+        testing.wait_for(lambda: not [key for key in store.keys() if "communicator" in key])
+
+    store = LocalStore()
+    run_groups(2, body, store=store)
+
+
 def test_connect_waits_until_the_communicator_stands(host_engine):
     def body(group):
         assert group.communicator is None

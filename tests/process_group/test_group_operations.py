@@ -248,3 +248,21 @@ def test_two_groups_interleaved_from_two_threads_each(host_engine):
     with ThreadPoolExecutor(8) as pool:
         made = [pool.submit(rank, r, which) for which in ("a", "b", "a", "b/0") for r in (1, 0)]
         assert [each.result(DEADLINE) for each in made] == [2.0**20] * 8
+
+
+def test_a_thread_does_not_wait_for_the_block_that_it_is_in(arrays):
+    def body(group):
+        array = arrays.make(np.ones(4, np.float32), group.device)
+        with group.coalescing() as work:
+            group.all_reduce(arrays.argument(array))
+            for wait in (work.wait, work.result, work.synchronize, work.exception):
+                with pytest.raises(RuntimeError, match="wait for it behind the block"):
+                    wait()
+            waits = pool.submit(work.wait, DEADLINE)  # another one may
+            with pytest.raises(ncclpy.NcclTimeout, match="it waits for the end of its coalescing block"):
+                pool.submit(work.wait, 0.05).result()
+        waits.result()
+        return arrays.read(array).tolist()
+
+    with ThreadPoolExecutor(4) as pool:
+        assert run_groups(2, body) == [[2.0] * 4] * 2

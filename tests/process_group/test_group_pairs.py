@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from group_ranks import DEADLINE, run_groups
 
 import ncclpy
 import testing
+from ncclpy.bootstrap import LocalStore
 
 
 def test_a_ring_of_send_then_receive_does_not_deadlock(arrays):
@@ -113,6 +116,37 @@ def test_what_a_rank_sends_to_itself(host_engine, first):
         return got.tolist()
 
     assert run_groups(1, body) == [[0, 1, 2, 3]]
+
+
+def test_a_receive_from_oneself_that_is_refused_has_no_number(host_engine):
+    def body(group):
+        group.on_completion(told.append)
+        sent = group.send(np.ones(4), 0)
+        with pytest.raises(ValueError, match="has 4 elements"):
+            group.recv(np.zeros(3), 0)
+        got = group.recv(np.zeros(4), 0)
+        got.wait(DEADLINE), sent.wait(DEADLINE)
+        testing.wait_for(lambda: len(told) == 2)
+        return sorted((each.operation, each.seq) for each in told)
+
+    told = []
+    assert run_groups(1, body) == [[("recv", 1), ("send", 0)]]
+
+
+def test_a_send_to_oneself_ends_with_a_group_that_is_dropped(host_engine):
+    def begin():
+        return ncclpy.ProcessGroup(LocalStore(), 0, 1, device=0).send(np.ones(4), 0)
+
+    work = begin()
+
+    def ended():
+        gc.collect()
+        return work.is_completed()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # of the communicator
+        testing.wait_for(ended)
+    assert "was dropped" in str(work.exception())
 
 
 def test_an_abort_ends_a_pair_that_is_being_made(host_engine):

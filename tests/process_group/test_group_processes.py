@@ -142,3 +142,29 @@ def test_a_fork_cannot_use_it_and_a_group_that_is_dropped_harms_nobody():
         again.close()
         """
     )
+
+
+def test_a_rank_whose_process_has_ended_before_it_came_is_told_apart():
+    """Rank 1 makes the group and ends, rank 2 never makes it: the store knows who was there."""
+    testing.run_python(
+        """
+        import os, signal, time
+        import numpy as np, ncclpy
+        from ncclpy.bootstrap import TCPStore
+
+        with TCPStore("127.0.0.1", 0, serve=True) as store:
+            if os.fork() == 0:
+                own = TCPStore("127.0.0.1", store.port)
+                group = ncclpy.ProcessGroup(own, 1, 3, device=1, name="told")
+                own.set("rank 1 was there", b"")
+                os.kill(os.getpid(), signal.SIGKILL)
+            store.get("rank 1 was there", 60)
+            assert os.wait()[1] == signal.SIGKILL
+            end = time.monotonic() + 60
+            while store.keys("ncclpy/group/told/1/alive") and time.monotonic() < end:  # the server hears of it
+                time.sleep(0.01)
+            with ncclpy.ProcessGroup(store, 0, 3, device=0, timeout=0.5, name="told") as group:
+                said = str(group.all_reduce(np.ones(2)).exception(60))
+        assert said.startswith("ranks 1-2 of 3 did not come") and said.endswith("; rank 1's process has ended"), said
+        """
+    )

@@ -1,0 +1,179 @@
+"""How some ranks of a group meet in its store: all come, or all hear who has not.
+
+Each rank puts what it brings under a key of its own, one that goes away with its process where the store can do that.
+The first of them waits for all, and puts what comes of it under one more key, for which the others wait. So each rank
+makes a few operations however many there are, and waits in slices: it may leave once nobody wants it there any more.
+Whoever leaves early puts the reason under that last key, which can be set once: either all have met, or none has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Sequence
+
+from ncclpy.bootstrap.store import Store, StoreError
+from ncclpy.core.errors import NcclAborted, NcclTimeout, ranks, seconds, spans
+
+__all__ = ["Arrivals"]
+
+#: How long a wait goes on before it looks whether anybody still wants it; longer where many ask the store.
+_SLICE = 0.3
+_SLICE_OF_A_RANK = 0.5e-3
+
+_MET, _FAILED = b"+", b"-"
+
+
+class Arrivals:
+    """The ranks of one group, as they come to its meetings.
+
+    Parameters
+    ----------
+    store
+        The part of a store that belongs to the group.
+    name
+        The group's, for messages.
+    rank, size
+        Which of how many this is.
+    has_made
+        Asked with a rank: whether it has made this group.
+    """
+
+    def __init__(self, store: Store, name: str, rank: int, size: int, has_made: Callable[[int], bool]) -> None:
+        self.store = store
+        self.name, self.rank, self.size = name, rank, size
+        self._has_made = has_made
+        self._leases = True  # the store knows whose process has ended
+        self._put(self._alive(rank), b"")
+
+    def meet(
+        self,
+        place: str,
+        members: Sequence[int],
+        what: str,
+        brought: bytes,
+        combine: Callable[[list[bytes]], bytes],
+        timeout: float,
+        wanted: Callable[[], bool],
+    ) -> bytes:
+        """Meet other ranks once under a key; return what the first of them makes of all that they have brought.
+
+        Parameters
+        ----------
+        place
+            The key, the same on all of them, and never used before.
+        members
+            Who they are.
+        what
+            What they come for, for messages: "to make communicator 'all'".
+        brought
+            What this rank brings.
+        combine
+            Called by the first of them, with what all have brought.
+        timeout
+            Seconds; the error names who has not come.
+        wanted
+            Asked every now and then; the meeting is left once it returns False.
+        """
+        deadline = time.monotonic() + timeout
+        keys = [self._here(place, member) for member in members]
+        left = f"rank {self.rank} of {self.size} came {what}, and left before the others were there"
+        self._put(self._here(place, self.rank), brought)
+        try:
+            if self.rank == members[0]:
+                come = self._await(keys, deadline, len(keys), wanted, self._outcome(place))
+                if come:
+                    self.store.compare_set(self._outcome(place), None, _MET + combine(come))
+            outcome = self._await([self._outcome(place)], deadline, len(keys), wanted)[0]
+        except StoreError:
+            raise  # closed or lost: there is nobody to tell
+        except NcclTimeout:
+            outcome = self._leave(place, *self._absent(place, members, what, timeout))
+        except NcclAborted:
+            self._leave(place, left, None)
+            raise
+        except BaseException as error:  # of a signal handler
+            self._leave(place, f"{left}: {type(error).__name__}", None)
+            raise
+        if outcome.startswith(_MET):
+            return outcome[len(_MET) :]
+        told = json.loads(outcome[len(_FAILED) :])
+        if told["missing"] is None:
+            raise NcclAborted(told["text"])
+        late = NcclTimeout(told["text"])
+        late.missing = told["missing"]
+        raise late
+
+    def forget(self, place: str, members: Sequence[int]) -> None:
+        """Clear away a meeting that all have come back from."""
+        with contextlib.suppress(StoreError, NcclTimeout):  # whose store is gone leaves nothing there
+            for key in [self._outcome(place), *(self._here(place, member) for member in members)]:
+                self.store.delete(key)
+
+    @staticmethod
+    def _here(place: str, rank: int) -> str:
+        return f"{place}/here/{rank}"
+
+    @staticmethod
+    def _outcome(place: str) -> str:
+        return f"{place}/outcome"
+
+    @staticmethod
+    def _alive(rank: int) -> str:
+        return f"alive/{rank}"
+
+    def _put(self, key: str, value: bytes) -> None:
+        """Set a key that goes away with this process, if the store can do that."""
+        if self._leases:
+            try:
+                self.store.set(key, value, ephemeral=True)
+                return
+            except StoreError:
+                self._leases = False
+        self.store.set(key, value)
+
+    def _await(
+        self, keys: list[str], deadline: float, number: int, wanted: Callable[[], bool], instead: str | None = None
+    ) -> list[bytes]:
+        """Return the values of keys, once all are there; none if there is another key `instead`."""
+        length = _SLICE + number * _SLICE_OF_A_RANK
+        missing = keys
+        while wanted():
+            if instead is not None and self.store.check([instead]):
+                return []
+            left = deadline - time.monotonic()
+            try:
+                self.store.wait(missing, max(0.0, min(length, left)))
+                return self.store.multi_get(keys, 0.0)
+            except NcclTimeout as error:
+                if left <= length:
+                    raise
+                missing = [str(each) for each in error.missing or ()] or keys
+        raise NcclAborted(f"process group {self.name!r} has ended")
+
+    def _leave(self, place: str, text: str, missing: list[int] | None) -> bytes:
+        """Tell the others that they will not meet, and why, unless they have met; return what came of it."""
+        told = _FAILED + json.dumps({"text": text, "missing": missing}).encode()
+        try:
+            return self.store.compare_set(self._outcome(place), None, told)[1] or told
+        except (StoreError, NcclTimeout):
+            return told
+
+    def _absent(self, place: str, members: Sequence[int], what: str, timeout: float) -> tuple[str, list[int]]:
+        """Return as text who has not come, and who that is."""
+        there = {key.rpartition("/")[2] for key in self.store.keys(f"{place}/here/")} | {str(self.rank)}
+        missing = [member for member in members if str(member) not in there]
+        if not missing:
+            return f"the {len(members)} ranks that came {what} did not meet within {seconds(timeout)}", missing
+        text = f"{ranks(spans(missing))} of {self.size} did not come {what} within {seconds(timeout)}"
+        gone = [member for member in missing if self._is_gone(member)]
+        if len(gone) == 1:
+            text += f"; rank {gone[0]}'s process has ended"
+        elif gone:
+            text += f"; the processes of {ranks(spans(gone))} have ended"
+        return text, missing
+
+    def _is_gone(self, rank: int) -> bool:
+        """Return whether a rank has made this group and is not there any more."""
+        return self._leases and self._has_made(rank) and not self.store.check([self._alive(rank)])

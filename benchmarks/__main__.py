@@ -11,6 +11,7 @@ from benchmarks.manager import main as manager
 from benchmarks.overhead import import_time
 from benchmarks.overhead import main as overhead
 from benchmarks.pages import compare, plot, report
+from benchmarks.process_group import main as process_group
 from benchmarks.scale import main as scale
 
 EXPERIMENTS = {
@@ -19,6 +20,7 @@ EXPERIMENTS = {
     "nccl-tests": nccl_tests,
     "collectives": collectives,
     "mpi": mpi,
+    "process_group": process_group,
     "scale": scale,
     "bootstrap": bootstrap,
     "import": import_time,

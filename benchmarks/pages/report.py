@@ -24,6 +24,7 @@ TITLES = {
     "collectives": "Every collective by size",
     "registered": "Registered buffers and symmetric windows",
     "mpi": "The host engine beside MPI",
+    "process_group": "What a process group costs",
     "scale": "What grows with ranks",
     "bootstrap": "What a store costs",
     "import": "What the import costs",

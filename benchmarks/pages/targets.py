@@ -309,6 +309,18 @@ TARGETS = [
         )
         for launch, limit in (("Plan.launch", 0.8), ("Graph.launch", 0.1))
     ),
+    *(
+        Target(
+            f"a process group of 64 ranks, as {rival}, stands within 3 s",
+            "process_group",
+            "host",
+            (rival, "64 ranks", "to stand"),
+            "value",
+            3000.0,
+            "ms",
+        )
+        for rival in ("threads, LocalStore", "processes, TCPStore")
+    ),
     Target(
         "import ncclpy takes less than 60 ms on top of import numpy",
         "import",

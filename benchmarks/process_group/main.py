@@ -1,0 +1,60 @@
+"""What a process group costs on the host engine: until it stands, and what each pair of ranks needs.
+
+Ranks are threads of one process, which meet in a LocalStore, or processes of this machine, which meet in a TCPStore.
+A group stands when the last rank has come back from `connect`, counted from the first that begins to make it. Every
+round measures every number of ranks once, in fresh processes, which have imported everything and connected to the
+store before. The memory and the threads of a pair are those of both of its ranks, in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from pathlib import Path
+
+from benchmarks.pages import report
+from benchmarks.process_group import pairs, standing
+from benchmarks.work import results
+
+DEFAULTS = {
+    "ranks": [2, 4, 8, 16, 32, 64, 128, 256],
+    "most_processes": 64,
+    "pairs": [1, 8, 32],
+    "rounds": 5,
+    "seed": 1,
+}
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this experiment's options."""
+    parser.add_argument("--host", action="store_true", required=True, help="measure the host engine")
+    parser.add_argument("--ranks", type=int, nargs="+", metavar="N", help="numbers of ranks (default: 2 4 8 ... 256)")
+    parser.add_argument("--most-processes", type=int, metavar="N", help="most ranks as processes (default: 64)")
+    parser.add_argument("--pairs", type=int, nargs="+", metavar="N", help="numbers of pairs (default: 1 8 32)")
+    parser.add_argument("--rounds", type=int, help="fresh processes for every row (default: %(default)s)")
+    parser.add_argument("--seed", type=int, help="of the order in a round (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result with all samples")
+    parser.set_defaults(**DEFAULTS)
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Measure, print and write."""
+    command = ["--host", *results.options(chosen, DEFAULTS)]
+    result = results.new("process_group", command, engine="host", rounds=chosen.rounds, seed=chosen.seed)
+    result["notes"] = [*standing.NOTES, *pairs.NOTES]
+    plan = [*standing.plan(chosen), *pairs.plan(chosen)]
+    order = random.Random(chosen.seed)
+    rows: dict[tuple, dict] = {}
+    for number in range(chosen.rounds):
+        taken = {entry: entry.measure() for entry in order.sample(plan, len(plan))}
+        for entry in plan:
+            for row in taken[entry]:
+                key = row["operation"], row["rival"], row["road"], row["measure"]
+                value = row.pop("value")
+                rows.setdefault(key, {**row, "samples": []})["samples"].append(value)
+        print(f"round {number + 1} of {chosen.rounds}", flush=True)
+    result["rows"] = list(rows.values())
+    if chosen.json:
+        results.save(result, chosen.json)
+    print(report.text(result))
+    return 0

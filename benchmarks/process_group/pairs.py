@@ -1,0 +1,47 @@
+"""What a pair of ranks needs for its communicator: memory and threads, and how long it takes to be made."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from benchmarks.work import workers
+
+SIDE = "benchmarks.process_group.side"
+OURS = "ncclpy.ProcessGroup"
+NOTES = ["Memory is what a process has alone plus its part of what it shares (Pss), beyond what it had before."]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """One number of pairs: rank 0 of a group of threads with so many others."""
+
+    npairs: int
+
+    def measure(self) -> list[dict]:
+        """Make the pairs in a fresh process."""
+        process = workers.WorkerProcess(SIDE)
+        try:
+            found = process.ask("pairs", npairs=self.npairs, deadline=workers.FIRST_DEADLINE)
+            return [
+                self._row("memory of a pair", "KiB", found["kib"] / self.npairs),
+                self._row("threads of a pair", "each", found["threads"] / self.npairs),
+                self._row("to make a pair, all at once", "ms", found["seconds"] * 1e3 / self.npairs),
+            ]
+        finally:
+            process.close()
+
+    def _row(self, measure: str, unit: str, value: float) -> dict:
+        return {
+            "operation": "pairs",
+            "rival": OURS,
+            "road": f"{self.npairs} pair{'s' if self.npairs > 1 else ''}",
+            "measure": measure,
+            "unit": unit,
+            "value": value,
+        }
+
+
+def plan(chosen: argparse.Namespace) -> list[Pairs]:
+    """Return what is measured in a round."""
+    return [Pairs(npairs) for npairs in chosen.pairs]

@@ -1,0 +1,32 @@
+"""What a process group costs: each step of each number of ranks, and pairs."""
+
+import json
+
+from benchmark_runs import run
+
+from benchmarks.pages import targets
+from benchmarks.process_group import pairs, standing
+
+
+def test_every_step_is_measured_as_threads_and_as_processes(tmp_path):
+    path = tmp_path / "result.json"
+    options = "--ranks", 2, 5, "--most-processes", 2, "--pairs", 2, "--rounds", 2, "--json", path
+    printed = run("process_group", "--host", *options)
+    rows = json.loads(path.read_text())["rows"]
+    for operation in standing.STEPS:
+        of = [row for row in rows if row["operation"] == operation]
+        measured = {(row["rival"], row["ranks"]) for row in of}
+        assert measured == {(standing.THREADS, 2), (standing.THREADS, 5), (standing.PROCESSES, 2)}
+        assert all(len(row["samples"]) == 2 and min(row["samples"]) > 0 for row in of)
+    (memory,) = [row for row in rows if row["measure"] == "memory of a pair"]
+    assert (memory["rival"], memory["road"]) == (pairs.OURS, "2 pairs") and min(memory["samples"]) > 0
+    assert "### How it grows" in printed and "### pairs" in printed
+
+
+def test_what_is_promised_of_64_ranks_is_looked_for_where_it_is_measured():
+    rows = [
+        {**standing.Standing(rival, 64)._row("to stand", 0), "samples": [reached]}
+        for rival, reached in ((standing.THREADS, 2000.0), (standing.PROCESSES, 4000.0))
+    ]
+    judged = targets.judge({"experiment": "process_group", "settings": {"engine": "host"}, "rows": rows})
+    assert [each["kept"] for each in judged] == [True, False]

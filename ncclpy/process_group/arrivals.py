@@ -83,9 +83,10 @@ class Arrivals:
         try:
             if self.rank == members[0]:
                 come = self._await(keys, deadline, len(keys), wanted, self._outcome(place))
-                if come:
-                    self.store.compare_set(self._outcome(place), None, _MET + combine(come))
-            outcome = self._await([self._outcome(place)], deadline, len(keys), wanted)[0]
+                met = _MET + combine(come) if come else None
+                outcome = self.store.compare_set(self._outcome(place), None, met)[1] or b""
+            else:
+                outcome = self._await([self._outcome(place)], deadline, len(keys), wanted)[0]
         except StoreError:
             raise  # closed or lost: there is nobody to tell
         except NcclTimeout:

@@ -16,6 +16,7 @@ cdef class Connection(Clique):
     cdef double limit  # seconds in which that and the communicator have to be done
     cdef int peer  # in the group, of a pair; -1 if it is with all ranks
     cdef int rank  # of this one in it
+    cdef int attempts  # to give it back
     cdef object making  # the communicator until it is taken over
     cdef object memory  # device memory that a pair has exchanged a byte in
     cdef list waiting
@@ -27,6 +28,8 @@ cdef class Connection(Clique):
 
     # How many of those there are.
     cdef Py_ssize_t late(self) except -1
+    # How many operations wait for it or are under way on it.
+    cdef Py_ssize_t pending(self) except -1
     # Whether it can be closed: nothing went wrong on it that its peers would have to know of.
     cdef bint is_well(self) except -1
     # Raise for an operation on a communicator that is gone.

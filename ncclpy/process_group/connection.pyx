@@ -216,6 +216,9 @@ cdef class Connection(Clique):
                 self.overdue.discard(reference)
         return len(self.overdue)
 
+    cdef Py_ssize_t pending(self) except -1:
+        return len(self.waiting) + len(self.launches) + self.late()
+
     cdef bint is_well(self) except -1:
         cdef Communicator comm
         for comm in self.comms:

@@ -10,7 +10,7 @@ from ncclpy.core.lower cimport Lowered
 from ncclpy.core.operation cimport ALL_REDUCE, Operation, is_pair
 from ncclpy.core.start cimport fill_barrier, root_rank
 from ncclpy.core.stream cimport Stream
-from ncclpy.core.wait cimport as_timeout
+from ncclpy.core.wait cimport as_timeout, deadline_after
 from ncclpy.engine.callbacks cimport users
 from ncclpy.engine.launcher cimport launch_here
 from ncclpy.engine.monitor cimport ensure_running
@@ -20,6 +20,7 @@ from ncclpy.engine.work cimport Work, new_work
 from ncclpy.process_group.block cimport Block, new_block
 from ncclpy.process_group.connection cimport Connection
 from ncclpy.process_group.lifecycle cimport Lifecycle
+from ncclpy.process_group.pairs cimport disconnect
 from ncclpy.process_group.request cimport Request, new_request
 
 from ncclpy.core.errors import NcclAborted
@@ -326,6 +327,38 @@ check="off", high_priority=False, timing=False)
         context manager
         """
         return Deadline(self.deadlines, as_timeout(seconds))
+
+    # Pairs.
+
+    def disconnect(self, peers=None, timeout=None):
+        """Give back the communicators that sends and receives have made; the next ones make new ones.
+
+        Both ranks of a pair call it, as often and at the same place in their sends and receives. It waits until what
+        was begun between them is done, and for the other rank to call it too.
+
+        To give a communicator back waits for everything that runs on the device. So nothing may run there, of this group
+        or another, that waits for a rank which waits for this one.
+
+        Parameters
+        ----------
+        peers : iterable of int, optional
+            Which ranks; by default all that there is a communicator with.
+        timeout : float, optional
+            Seconds for all of it; the group's by default.
+
+        Raises
+        ------
+        NcclTimeout
+            If something is not done in time, or the other rank did not come; the message says who. Then that pair stays.
+        """
+        cdef double deadline = deadline_after(self.timeout if timeout is None else as_timeout(timeout))
+        cdef Connection one
+        self.check_usable()
+        if peers is None:
+            wanted = [one.peer for one in self.connections.values() if one.peer >= 0]
+        else:
+            wanted = [root_rank(self.size, peer, "peers") for peer in peers]
+        disconnect(self, [peer for peer in wanted if peer != self.rank], deadline)
 
     # Who is told.
 

@@ -8,6 +8,7 @@ cdef class Lifecycle(BlockOwner):
     cdef readonly object store
     cdef Lock lock  # of all below
     cdef dict connections  # by label
+    cdef dict generations  # by peer: how often their communicator was given back
     cdef object notices
     cdef object pool
     cdef object config
@@ -32,6 +33,7 @@ cdef class Lifecycle(BlockOwner):
     cdef bint is_ended(self) noexcept
     # Raise if it cannot be used here and now, with the reason.
     cdef int check_usable(self) except -1
+    cdef str label_of(self, int peer)
     # The communicator with all ranks (-1), or the one with a peer; it is begun with if there is none.
     cdef Connection connection_with(self, int peer)
     cdef Py_ssize_t pending(self) except -1

@@ -92,7 +92,7 @@ cdef class Lifecycle(BlockOwner):
         frame = sys._getframe(0)
         self.site = f"{frame.f_code.co_filename}:{frame.f_lineno}, by its ProcessGroup"
         self.pool = StreamPool(high_priority)
-        self.deadlines, self.blocks = {}, {}
+        self.deadlines, self.blocks, self.generations = {}, {}, {}
         self.alone, self.completions, self.aborts = [], [], []
         self.notices = Notices(store, name, rank, size)
         self.connections = {}
@@ -137,10 +137,19 @@ cdef class Lifecycle(BlockOwner):
 
     # Communicators.
 
+    cdef str label_of(self, int peer):
+        """Return the name of the communicator with a peer; each time that it is made anew it has another."""
+        cdef str label = f"{min(self.rank, peer)}:{max(self.rank, peer)}"
+        if self.generations:
+            generation = self.generations.get(peer)
+            if generation is not None:
+                return f"{label}#{generation}"
+        return label
+
     cdef Connection connection_with(self, int peer):
         """Return the communicator with all ranks, or the one with a peer; it is begun with if there is none."""
         cdef Connection made, found
-        label = _MAIN if peer < 0 else f"{min(self.rank, peer)}:{max(self.rank, peer)}"
+        label = _MAIN if peer < 0 else self.label_of(peer)
         found = self.connections.get(label)
         if found is not None:
             if found.state == GONE:
@@ -261,7 +270,7 @@ cdef class Lifecycle(BlockOwner):
         cdef Connection one
         cdef Py_ssize_t n = len(self.alone)
         for one in list(self.connections.values()):
-            n += len(one.waiting) + len(one.launches) + one.late()
+            n += one.pending()
         return n
 
     cdef bint _drain(self, double deadline) except -1:

@@ -69,6 +69,86 @@ def test_a_pair_is_made_beside_a_collective_that_waits_for_its_peer(arrays):
     assert run_groups(2, body) == [([0] * 5, [4] * 5)] * 2
 
 
+def test_a_pair_that_was_disconnected_is_made_anew(arrays):
+    def body(group):
+        group.connect()
+        peer, sums = 1 - group.rank, []
+        for turn in range(3):
+            data = arrays.make(np.full(5, turn + 1, np.float32), group.device)
+            if group.rank == 0:
+                group.send(arrays.argument(data), peer)  # nobody waits for it
+            else:
+                data = arrays.make(np.zeros(5, np.float32), group.device)
+                group.recv(arrays.argument(data), peer)
+            group.disconnect([peer] if turn == 0 else None, timeout=DEADLINE / 2)
+            sums.append(float(arrays.read(data).sum()))
+        group.barrier().wait(DEADLINE)
+        return sums
+
+    def pairs():
+        return {each["communicator"] for each in ncclpy.recorder.snapshot()["entries"]} - before
+
+    before = {each["communicator"] for each in ncclpy.recorder.snapshot()["entries"]}
+    assert run_groups(2, body, name="again") == [[5, 10, 15]] * 2
+    assert len([name for name in pairs() if name and name.startswith("again 0:1")]) == 3
+
+
+def test_pairs_are_disconnected_in_one_order_and_leave_nothing_behind(host_engine):
+    """Each rank names its peers in another order; threads, streams and keys are as before."""
+    size = 4
+
+    def body(group):
+        peers = [(group.rank + step) % size for step in range(1, size)]
+        group.connect(peers=peers)
+        for turn in range(4):
+            for peer in peers:
+                calls = (group.send, group.recv) if group.rank < peer else (group.recv, group.send)
+                calls[0](np.ones(1), peer), calls[1](np.ones(1), peer)
+            group.disconnect(peers[::-1] if turn % 2 else peers)
+            group.disconnect()  # there is none
+        testing.wait_for(lambda: not [key for key in store.keys() if "communicator" in key or "disconnect" in key])
+
+    store = LocalStore()
+    run_groups(size, body, store=store)
+
+
+def test_a_pair_stays_whose_other_rank_does_not_disconnect(host_engine):
+    def body(group):
+        got = np.zeros(2)
+        group.connect(peers=[1 - group.rank])
+        if group.rank == 0:
+            with pytest.raises(ncclpy.NcclTimeout, match="rank 1 of 2 did not come to disconnect pair '0:1' "):
+                group.disconnect([1], timeout=0.3)
+            work = group.recv(got, 1)
+            with pytest.raises(ncclpy.NcclTimeout, match=r"1 operations on communicator '0:1' are not done"):
+                group.disconnect([1], timeout=0.1)
+            tried.set()
+        else:
+            assert tried.wait(DEADLINE)
+            work = group.send(np.ones(2), 0)
+        work.wait(DEADLINE)
+        if group.rank == 1:
+            with pytest.raises(ncclpy.NcclTimeout, match="rank 1 of 2 did not come to disconnect pair '0:1' "):
+                group.disconnect([0])  # that attempt has failed, for both
+        group.disconnect([1 - group.rank])
+        return got.tolist()
+
+    tried = threading.Event()
+    assert run_groups(2, body) == [[1, 1], [0, 0]]
+
+
+def test_who_disconnects_hears_of_the_end(host_engine):
+    def body(group):
+        group.connect(peers=[1 - group.rank])
+        if group.rank == 0:
+            with pytest.raises(ncclpy.NcclAborted, match="enough"):
+                group.disconnect()
+        else:
+            group.abort("enough")
+
+    run_groups(2, body, timeout=20 * DEADLINE)
+
+
 def test_a_batch_goes_by_the_communicator_of_all(host_engine):
     def body(group):
         data = np.full(3, group.rank, np.int32)

@@ -1,0 +1,8 @@
+from ncclpy.process_group.connection cimport Connection
+from ncclpy.process_group.lifecycle cimport Lifecycle
+
+
+# Give the communicators of pairs back, by a moment.
+cdef int disconnect(Lifecycle group, list peers, double deadline) except -1
+# Wait until nothing that was begun on a communicator is under way.
+cdef int wait_until_idle(Lifecycle group, Connection one, double deadline) except -1

@@ -1,0 +1,74 @@
+"""How the communicators of pairs are given back while their group goes on.
+
+That is for the program to ask for, on both ranks. A pair that was idle for long could be found out, and both ranks agree
+on it; but to destroy a communicator gives device memory back, which waits for all that runs on the device. A collective
+there may wait for a rank that waits for what this one is about to send: only the program knows when nothing is under way.
+"""
+
+import time
+
+from cpython.exc cimport PyErr_CheckSignals
+
+from ncclpy.core.wait cimport now
+from ncclpy.engine.callbacks cimport step_aside
+from ncclpy.engine.work cimport attend
+
+from ncclpy.core.errors import NcclAborted, NcclTimeout
+from ncclpy.engine.launcher import abort_aside
+
+
+cdef int disconnect(Lifecycle group, list peers, double deadline) except -1:
+    """Give pairs back, one after the other in an order that all ranks go by: so none waits for another in a circle."""
+    for pair in sorted((min(group.rank, peer), max(group.rank, peer), peer) for peer in peers):
+        _disconnect(group, pair[2], pair[:2], deadline)
+    return 0
+
+
+cdef int _disconnect(Lifecycle group, int peer, pair, double deadline) except -1:
+    cdef Connection one
+    label = group.label_of(peer)
+    one = group.connections.get(label)
+    if one is None:
+        return 0
+    wait_until_idle(group, one, deadline)
+    place = f"disconnect/{label}/{one.attempts}"  # one that fails does so for both: each has its outcome
+    one.attempts += 1
+    what = f"to disconnect pair {label!r} of process group {group.name!r}"
+    try:
+        group.notices.arrivals.meet(place, pair, what, b"", _nothing, max(0.0, deadline - now()), group._is_wanted)
+    except NcclAborted:
+        group.check_usable()  # says what has ended it
+        raise
+    if group.rank == pair[1]:  # the first has put there what this one was the last to read
+        group.notices.arrivals.forget(place, pair)
+    with group.lock:
+        if group.connections.get(label) is not one:
+            return 0  # the group has ended
+        del group.connections[label]
+        group.generations[peer] = group.generations.get(peer, 0) + 1
+    if not one.pending() and one.is_well():
+        one.close()
+    elif one.alive:  # something went wrong on it, or another thread has begun something meanwhile
+        abort_aside(one.abort(NcclAborted(f"pair {label!r} of process group {group.name!r} was disconnected")), "")
+    return 0
+
+
+def _nothing(come):
+    return b""
+
+
+cdef int wait_until_idle(Lifecycle group, Connection one, double deadline) except -1:
+    cdef Py_ssize_t n = one.pending()
+    while n:
+        group.check_usable()
+        if now() >= deadline:
+            raise NcclTimeout(
+                f"rank {group.rank} of process group {group.name!r}: {n} operations on communicator {one.label!r} are not "
+                "done; nothing was changed"
+            )
+        step_aside()  # a callback may be here
+        if not attend():
+            time.sleep(0.0002)
+        PyErr_CheckSignals()
+        n = one.pending()
+    return 0

@@ -7,7 +7,6 @@ its own seed and one run. With so many CORES there is a native thread for launch
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import json
@@ -20,6 +19,7 @@ import time
 
 import leftovers
 import numpy as np
+from work_watch import WorkWatch
 
 import ncclpy
 
@@ -80,45 +80,6 @@ class Collective:
         return bool((got == wanted).all())
 
 
-class Watch:
-    """All works of a run with their ends."""
-
-    def __init__(self):
-        self.works = []
-        self.told_of = collections.Counter()
-        self.lock = threading.Lock()
-
-    def add(self, work, right):
-        with self.lock:
-            self.works.append((work, right))
-
-    def told(self, work):
-        with self.lock:
-            self.told_of[id(work)] += 1
-
-    def problems(self, deadline, faults):
-        found = []
-        outcomes = collections.Counter()
-        for work, right in self.works:
-            try:
-                error = work.exception(max(0.0, deadline - time.monotonic()))
-            except ncclpy.NcclTimeout as timeout:
-                found.append(f"no end: {work!r}: {timeout}")
-                outcomes["no end"] += 1
-                continue
-            outcomes["result" if error is None else type(error).__name__] += 1
-            if error is None and not right() and not any("corrupt" in line for line in faults.fired):
-                found.append(f"a wrong result: {work!r}")
-            if error is not None and not isinstance(error, ncclpy.NcclError):
-                found.append(f"{work!r}: {error!r}")
-        while len(self.told_of) < len(self.works) and time.monotonic() < deadline:
-            time.sleep(0.001)
-        wrong = len(self.works) - sum(count == 1 for count in self.told_of.values())
-        if wrong:
-            found.append(f"{wrong} callbacks were not called exactly once")
-        return found, outcomes
-
-
 def run(seed):
     choose = random.Random(seed)
     often = choose.choice([0.005, 0.02, 0.1, 0.3])
@@ -126,7 +87,7 @@ def run(seed):
     rules += [f"random seed={seed} p={often} call={call} do={BRIEF_ACTIONS}" for call in BRIEF_CALLS]
     rules.append(f"random seed={seed} p={often / 10} call=GroupEnd do={BRIEF_ACTIONS}")  # in destroying, too
     rules += [f"random seed={seed} p={often} call={call} do={END_ACTIONS}" for call in END_CALLS]
-    watch, begun = Watch(), time.monotonic()
+    watch, begun = WorkWatch(), time.monotonic()
     sets = [(0, 1), (1, 2, 3), (0, 1, 2), (4, 5)]
     aborts = choose.random() < 0.3
     with ncclpy.faults("; ".join(rules)) as faults:

@@ -19,6 +19,7 @@ import time
 
 import leftovers
 import numpy as np
+from work_watch import WorkWatch
 
 import ncclpy
 from ncclpy.bootstrap import LocalStore
@@ -53,16 +54,12 @@ class Rank:
     def __init__(self, rank, size, plan, store, timeout, role):
         self.rank, self.size, self.plan, self.role = rank, size, plan, role
         self.store, self.timeout = store, timeout
-        self.works, self.told, self.lock = [], collections.Counter(), threading.Lock()
+        self.watch = WorkWatch(f"rank {rank}")
         self.failure = None
 
     def add(self, work, right):
-        self.works.append((work, right))
-        work.add_done_callback(self.ended)
-
-    def ended(self, work):
-        with self.lock:
-            self.told[id(work)] += 1
+        self.watch.add(work, right)
+        work.add_done_callback(self.watch.told)
 
     def run(self):
         try:
@@ -113,27 +110,6 @@ class Rank:
         else:
             self.add(group.barrier(), lambda: True)
 
-    def problems(self, deadline, corrupted):
-        found = [] if self.failure is None else [f"rank {self.rank}: {self.failure!r}"]
-        outcomes = collections.Counter()
-        for work, right in self.works:
-            try:
-                error = work.exception(max(0.0, deadline - time.monotonic()))
-            except ncclpy.NcclTimeout as timeout:
-                found.append(f"no end: {work!r}: {timeout}")
-                continue
-            outcomes["result" if error is None else type(error).__name__] += 1
-            if error is None and not corrupted and not right():
-                found.append(f"rank {self.rank}: a wrong result: {work!r}")
-            if error is not None and not isinstance(error, ncclpy.NcclError):
-                found.append(f"{work!r}: {error!r}")
-        while len(self.told) < len(self.works) and time.monotonic() < deadline:
-            time.sleep(0.001)
-        wrong = len(self.works) - sum(count == 1 for count in self.told.values())
-        if wrong:
-            found.append(f"rank {self.rank}: {wrong} callbacks were not called exactly once")
-        return found, outcomes
-
 
 def run(seed):
     choose = random.Random(seed)
@@ -168,10 +144,9 @@ def run(seed):
         problems, outcomes = [], collections.Counter()
         if any(thread.is_alive() for thread in threads):
             problems.append("a rank did not come to its end")
-        corrupted = any("corrupt" in line for line in faults.fired)
         for rank in ranks:
-            found, counted = rank.problems(deadline, corrupted)
-            problems += found
+            found, counted = rank.watch.problems(deadline, faults)
+            problems += found if rank.failure is None else [f"rank {rank.rank}: {rank.failure!r}", *found]
             outcomes += counted
         if lost is not None:
             lost.cancel()
@@ -182,7 +157,7 @@ def run(seed):
         "seconds": round(time.monotonic() - begun, 3),
         "ranks": size,
         "victim": victim,
-        "works": sum(len(rank.works) for rank in ranks),
+        "works": sum(len(rank.watch.works) for rank in ranks),
         "outcomes": dict(outcomes),
         "fired": faults.fired,
         "problems": problems,

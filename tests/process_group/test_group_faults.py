@@ -1,4 +1,5 @@
-"""Random faults under process groups, in processes of their own; see group_fault_runs.py."""
+"""Random faults under process groups, in processes of their own; see group_fault_runs.py and
+group_fault_processes.py."""
 
 from __future__ import annotations
 
@@ -12,15 +13,24 @@ from pathlib import Path
 import pytest
 from paths import SUPPORT
 
-SCRIPT = Path(__file__).with_name("group_fault_runs.py")
-PROCESSES = 4  # at once: most of the time they wait for deadlines
+HERE = Path(__file__).parent
+#: At once: most of the time they wait for deadlines.
+PROCESSES = 5
+EVENTS = {"stays", "aborts", "absent", "slow store"}
+OF_THREADS = {"lost store"}
+OF_PROCESSES = {"killed", "killed at once", "stopped", "stopped for long", "store stopped", "store killed"}
 
 
-@pytest.mark.parametrize("runs_each", [5, pytest.param(25, marks=pytest.mark.campaign)])
-def test_every_work_ends_once_whatever_goes_wrong(host_engine, runs_each):
+@pytest.mark.parametrize("runs_each", [4, pytest.param(50, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(
+    ("script", "events"),
+    [("group_fault_runs.py", EVENTS | OF_THREADS), ("group_fault_processes.py", EVENTS | OF_PROCESSES)],
+    ids=["threads", "processes"],
+)
+def test_every_work_ends_once_whatever_goes_wrong(host_engine, script, events, runs_each):
     def process(number):
         return subprocess.run(
-            [sys.executable, SCRIPT, str(100 * number), str(runs_each)],
+            [sys.executable, HERE / script, str(100 * number), str(runs_each)],
             env=os.environ | {"PYTHONPATH": str(SUPPORT), "NCCLPY_HOST_DEVICES": "8"},
             capture_output=True,
             text=True,
@@ -30,7 +40,7 @@ def test_every_work_ends_once_whatever_goes_wrong(host_engine, runs_each):
 
     with concurrent.futures.ThreadPoolExecutor(PROCESSES) as pool:
         ended = list(pool.map(process, range(PROCESSES)))
-    fired, outcomes = set(), set()
+    fired, outcomes, happened = set(), set(), set()
     for done in ended:
         assert done.returncode == 0, done.stderr[-3000:]
         assert "Traceback" not in done.stderr, done.stderr[-3000:]
@@ -40,6 +50,9 @@ def test_every_work_ends_once_whatever_goes_wrong(host_engine, runs_each):
             assert not run["problems"], run
             fired |= {(line.split()[2], line.split()[4]) for line in run["fired"]}
             outcomes |= run["outcomes"].keys()
-        assert left == {"native": [], "threads": ["MainThread"], "shm": []}
+            happened |= set(run["events"])
+        assert left == {"native": [], "threads": [], "shm": []}
     assert {"result", "NcclTimeout", "NcclAborted"} <= outcomes
-    assert len(fired) >= (1 if runs_each < 10 else 8), fired  # of many kinds
+    if runs_each >= 10:
+        assert happened == events
+        assert len(fired) >= 8, fired  # of many kinds

@@ -1,0 +1,187 @@
+"""What random runs of process groups have in common: the plan of a run, and the program of each of its ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from dataclasses import dataclass, field
+
+import leftovers
+import numpy as np
+from work_watch import WorkWatch
+
+import ncclpy
+
+DEADLINE = 15.0  # by which a run has to be over, whatever happens in it
+NEVER = 1e-9  # as often as that
+HEARD = 8.0  # in which a rank that calls nothing must hear that its group has ended; a loaded machine needs it
+ACTIONS = "error,error:ncclRemoteError,error:ncclInternalError,delay:3ms,hang,hang:20ms,corrupt"
+CALLS = ("AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "Broadcast", "Send", "Recv")
+# Nothing that ncclpy could do ends a hang where there is no communicator yet, which a group's end may be, too.
+BRIEF_ACTIONS = "error,error:ncclRemoteError,delay:3ms,hang:150ms"
+BRIEF_CALLS = ("GetUniqueId", "CommInitRankConfig", "CommGetAsyncError")
+END_ACTIONS = "delay:3ms,hang:150ms"
+END_CALLS = ("CommAbort", "CommFinalize", "CommDestroy")  # an end that fails leaves everything behind
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "ring", "batch", "barrier")
+
+
+class Slow:
+    """A store whose answers take their time, now and then, and which cannot tell of changes where it is told so."""
+
+    choose = random.Random(0)
+    watches = True
+
+    def _look(self):
+        if self.choose.random() < 0.1:
+            time.sleep(0.05)
+        super()._look()
+
+    def _watch(self, prefix):
+        if not self.watches:
+            raise ncclpy.bootstrap.StoreError("this store cannot tell of changes")
+        return super()._watch(prefix)
+
+
+@dataclass
+class Plan:
+    """A run: what its ranks do, and what becomes of rank 1, the victim.
+
+    The victim does it before its operation `when`: ``"stays"``, it begins nothing more; ``"aborts"`` the group;
+    ``"killed"`` by itself; ``"absent"`` from the beginning; None is nothing.
+    """
+
+    choose: random.Random
+    rules: str = field(init=False)
+    size: int = field(init=False)
+    timeout: float = field(init=False)
+    steps: list[tuple[str, int]] = field(init=False)
+    when: int = field(init=False)
+    slow: bool = field(init=False)
+    watches: bool = field(init=False)
+    victim: str | None = None
+
+    def __post_init__(self):
+        choose = self.choose
+        seed, often = choose.getrandbits(30), choose.choice([NEVER, 0.0001, 0.005, 0.02, 0.1])
+        self.timeout = choose.choice([0.3, 0.6])
+        if self.victim == "aborts" and choose.random() < 0.5:  # nothing but the abort ends it in time
+            often, self.timeout = NEVER, 4 * DEADLINE
+        rules = [f"random seed={seed} p={often} call={call} do={ACTIONS}" for call in CALLS]
+        rules += [f"random seed={seed} p={often} call={call} do={BRIEF_ACTIONS}" for call in BRIEF_CALLS]
+        rules += [f"random seed={seed} p={often} call={call} do={END_ACTIONS}" for call in END_CALLS]
+        self.rules = "; ".join(rules)
+        self.size = choose.choice([2, 3, 4])
+        self.steps = [(choose.choice(KINDS), choose.choice([1, 60, 5000])) for _ in range(choose.randint(3, 15))]
+        self.steps.append(("barrier", 1))  # which ends nowhere unless all have come: who stays has to hear of that
+        self.when = choose.randrange(len(self.steps))
+        self.slow, self.watches = choose.random() < 0.3, choose.random() < 0.7
+
+
+class RandomRank:
+    """One rank's program: the same operations as the others', and what must come of them.
+
+    Parameters
+    ----------
+    plan
+        The run.
+    rank
+        Which it is.
+    store
+        Where the ranks meet.
+    lost
+        Whether the store is lost in this run, so that nobody need hear of anything.
+    """
+
+    def __init__(self, plan, rank, store, *, lost):
+        self.plan, self.rank, self.store, self.lost = plan, rank, store, lost
+        self.size, self.timeout = plan.size, plan.timeout
+        self.watch = WorkWatch(f"rank {rank}")
+        self.failures = []
+
+    def add(self, work, right):
+        self.watch.add(work, right)
+        work.add_done_callback(self.watch.told)
+
+    def run(self):
+        try:
+            group = ncclpy.ProcessGroup(self.store, self.rank, self.size, device=self.rank, timeout=self.timeout)
+        except ncclpy.NcclError as error:
+            if not self.lost:
+                self.failures.append(repr(error))
+            return
+        try:
+            for number, (kind, count) in enumerate(self.plan.steps):
+                if self.rank == 1 and number == self.plan.when:
+                    if self.plan.victim == "stays":
+                        self._stay(group)
+                        break
+                    if self.plan.victim == "aborts":
+                        group.abort("it was asked for")
+                    elif self.plan.victim == "killed":
+                        self.be_killed()
+                self.begin(group, kind, count)
+        except ncclpy.NcclError:  # its group has ended
+            if group.error is None:
+                self.failures.append("a call was refused by a group that works")
+        except BaseException as error:
+            self.failures.append(repr(error))
+        try:
+            with contextlib.suppress(ncclpy.NcclTimeout):
+                group.close(2 * self.timeout + 1)
+        except BaseException as error:
+            self.failures.append(repr(error))
+
+    def be_killed(self):
+        raise NotImplementedError("threads cannot be killed")
+
+    def _stay(self, group):
+        """Wait for the news that the others have given up."""
+        end = time.monotonic() + HEARD
+        while group.error is None and time.monotonic() < end and not self.lost:
+            time.sleep(0.002)
+        if group.error is None and not self.lost:
+            self.failures.append(f"it has not heard within {HEARD} s that its group has ended")
+
+    def problems(self, deadline, faults):
+        found, outcomes = self.watch.problems(deadline, faults)
+        return [f"rank {self.rank}: {each}" for each in self.failures] + found, outcomes
+
+    def begin(self, group, kind, count):
+        n, rank = self.size, self.rank
+        ranks = np.arange(1, n + 1, dtype=np.float32)
+        mine = np.full(count, rank + 1, np.float32)
+        whole = np.full(count * n, rank + 1, np.float32)
+        got = np.zeros(count * n if kind in ("all_gather", "all_to_all") else count, np.float32)
+        if kind == "all_reduce":
+            self.add(group.all_reduce(mine, got), lambda: (got == ranks.sum()).all())
+        elif kind == "all_gather":
+            self.add(group.all_gather(mine, got), lambda: (got == np.repeat(ranks, count)).all())
+        elif kind == "reduce_scatter":
+            self.add(group.reduce_scatter(whole, got), lambda: (got == ranks.sum()).all())
+        elif kind == "all_to_all":
+            self.add(group.all_to_all(whole, got), lambda: (got == np.repeat(ranks, count)).all())
+        elif kind == "broadcast":
+            self.add(group.broadcast(mine, root=n - 1), lambda: (mine == n).all())
+        elif kind == "ring":
+            self.add(group.send(mine, (rank + 1) % n), lambda: True)
+            self.add(group.recv(got, (rank - 1) % n), lambda: (got == (rank - 1) % n + 1).all())
+        elif kind == "batch":
+            with group.coalescing() as work:
+                group.all_reduce(mine, got)
+                group.broadcast(whole, root=0)
+            self.add(work, lambda: (got == ranks.sum()).all() and (whole == 1).all())
+        else:
+            self.add(group.barrier(), lambda: True)
+
+
+def left_over():
+    """Return what there is that ought to have gone, once it has had its time to go."""
+
+    def look():
+        return {
+            "native": [name for name in leftovers.threads(leftovers.LASTING_MANAGER) if name.startswith("ncclpy")],
+            "threads": [name for name in leftovers.python_threads() if name != "MainThread"],
+        }
+
+    return leftovers.settle(look, lambda seen: not any(seen.values()), patience=15)

@@ -27,7 +27,7 @@ cdef class Lifecycle(BlockOwner):
     cdef long long children
     cdef size_t scratch  # device memory of the barrier, 0 until used
     cdef str site
-    cdef object abort_thread
+    cdef object abort_thread, tell_thread
     cdef object __weakref__
 
     cdef bint is_ended(self) noexcept

@@ -40,6 +40,8 @@ _ON_ERROR = ("abort", "exit", "exit_now", "report")
 #: With which a process ends whose group has failed, if it asked for that.
 _EXIT_CODE = 70
 _MAIN = "all"
+#: Seconds for the other ranks to be told.
+_TELLS = 1.0
 
 
 cdef class Lifecycle(BlockOwner):
@@ -299,9 +301,9 @@ cdef class Lifecycle(BlockOwner):
         error = NcclAborted(f"process group {self.name!r} was aborted by rank {self.rank}: {text}")
         if isinstance(reason, BaseException):
             error.__cause__ = reason
-        telling = self._fail(error, text, exits=False)
-        if telling is not None:
-            telling.join(1.0)
+        self._fail(error, text, exits=False)
+        if self.tell_thread is not None:
+            self.tell_thread.join(_TELLS)
 
     def _ended(self, text):
         """Take the news from another rank that the group has ended."""
@@ -325,12 +327,12 @@ cdef class Lifecycle(BlockOwner):
     def _fail(self, error, text, Connection but=None, bint exits=True):
         """End the group with an error, unless it has ended; tell the others a text, if there is one.
 
-        `but` is a connection that sees to its own end. Return the thread that tells.
+        `but` is a connection that sees to its own end.
         """
         cdef Connection one
         with self.lock:
             if self.is_ended() and (self.failure is not None or not self.connections):
-                return None
+                return
             self.failure = error
             connections = list(self.connections.values())
             alone, self.alone = self.alone, []
@@ -345,6 +347,7 @@ cdef class Lifecycle(BlockOwner):
             told = f"rank {self.rank} of {self.size}: {text}"
             telling = threading.Thread(target=self.notices.tell, args=(told,), name="ncclpy-group-end", daemon=True)
             telling.start()
+            self.tell_thread = telling
         comms = []
         others = error
         if type(error) is not NcclAborted:
@@ -361,7 +364,6 @@ cdef class Lifecycle(BlockOwner):
             users.give(functools.partial(hook, error))
         if exits:
             threading.Thread(target=self._exit, args=(error, telling, but), name="ncclpy-group-exit").start()
-        return telling
 
     def _exit(self, error, telling=None, Connection but=None):
         """End the process, as `on_error` asks for; once the others were told and the communicators are aborted."""
@@ -435,6 +437,8 @@ cdef class Lifecycle(BlockOwner):
         thread = abort_aside(comms, "its process group was closed") if comms else self.abort_thread
         if thread is not None:
             thread.join(ABORT_DEADLINE + 1)
+        if self.tell_thread is not None:  # a process that ends next would take the news with it
+            self.tell_thread.join(_TELLS)
         self.pool.close()
         if self.scratch and drained and self.failure is None:  # else something may still write there
             pointer, self.scratch = self.scratch, 0

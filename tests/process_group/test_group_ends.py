@@ -85,6 +85,24 @@ def test_a_meeting_leaves_nothing_in_the_store(host_engine):
     run_groups(2, body, store=store)
 
 
+def test_the_others_are_told_before_close_returns(arrays, monkeypatch):
+    """A process that fails, closes its group and ends would take the news with it."""
+
+    class Slow(LocalStore):
+        def _compare_set(self, *args):
+            time.sleep(0.2)
+            return super()._compare_set(*args)
+
+    monkeypatch.setattr("ncclpy.process_group.lifecycle._TELLS", DEADLINE)
+    store = Slow()
+    group = ncclpy.ProcessGroup(store, 0, 2, device=0, timeout=0.1)
+    work = group.all_reduce(arrays.argument(arrays.make(np.ones(3), 0)))
+    assert isinstance(work.exception(DEADLINE), ncclpy.NcclTimeout)
+    group.close()
+    told = [key for key in store.keys() if key.endswith("/ended")]
+    assert told and b"rank 1 of 2 did not come" in store.get(told[0])
+
+
 def test_connect_waits_until_the_communicator_stands(host_engine):
     def body(group):
         assert group.communicator is None

@@ -1,0 +1,434 @@
+"""How groups end and begin again: the first half of the cases that PyTorch's test_c10d_nccl has for its groups.
+
+They are written anew for `ncclpy.ProcessGroup`, by what each of them asserts. The other half is in
+test_c10d_operations.py.
+
+============================== ========================================================================================
+case                           here
+============================== ========================================================================================
+abort_pg                       test_abort_pg
+close_pg                       test_close_pg
+restart_pg                     test_restart_pg
+restart_pg_after_error         test_restart_pg_after_error
+abort_in_destroy_pg            test_abort_in_destroy_pg
+abort_in_destroy_multi_pgs     test_abort_in_destroy_multi_pgs; no call ends all groups of a process, each has its own
+abort_in_destroy_mixed_empty   test_abort_in_destroy_mixed_empty_pgs
+close_multi_pg_unordered       test_close_multi_pg_unordered
+destruct_before_terminate_pg   test_group_processes.test_a_fork_cannot_use_it_and_a_group_that_is_dropped_harms_nobody
+nccl_dist_backend_error        test_nccl_dist_backend_error
+nccl_errors_blocking           test_nccl_errors_blocking; by a kill, where the engine sees it:
+                               test_group_processes.test_a_rank_that_is_killed_ends_the_group_of_all
+nccl_errors_nonblocking        test_nccl_errors_nonblocking
+nccl_blocking_wait_with_…      test_nccl_blocking_wait_with_barrier
+error_detection_and_…          test_error_detection_and_propagation
+nccl_errors_dump               test_group_ends.test_a_process_may_end_with_its_group: on_error="exit" dumps, then ends
+timeout_dumps                  test_timeout_dumps
+timeout_dumps_on_stuck_ranks   test_timeout_dumps_on_stuck_ranks
+trace_while_stuck              test_trace_while_stuck
+trace_while_active             test_trace_while_active; "only active" is what is neither completed nor failed
+long                           test_long
+batched_send_recv              test_batched_send_recv
+invalid_nccl_blocking_wait_env does not apply: whether a wait blocks is said by the call (`wait` or `synchronize`), not
+                               by a variable. What can be said wrongly: test_invalid_options
+============================== ========================================================================================
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import numpy as np
+import pytest
+from group_ranks import DEADLINE
+
+import ncclpy
+import testing
+from ncclpy.bootstrap import LocalStore
+
+ONES = np.ones(100, np.float32)
+
+
+def abort_pg(world):
+    with world.group() as group:
+        world.sum(group, ONES)
+        world.meet()
+        array = world.array(ONES)
+        if world.rank == 0:
+            work = world.call(group.all_reduce, array)  # which rank 1 does not begin
+            aborting = threading.Thread(target=group.abort, args=("it is stuck",))
+            aborting.start()
+            with pytest.raises(ncclpy.NcclAborted, match="it is stuck"):
+                work.wait(DEADLINE)
+            world.lib.read(array)  # the device goes on
+            aborting.join(DEADLINE)
+            assert not aborting.is_alive()
+        testing.wait_for(lambda: group.error is not None, "the news")
+
+
+def test_abort_pg(run):
+    run(abort_pg)
+
+
+def close_pg(world, eager):
+    group = world.group()
+    if eager:
+        group.connect(timeout=DEADLINE)
+    total = world.sum(group, ONES)
+    group.close()
+    with pytest.raises(ValueError, match="is closed"):
+        world.sum(group, ONES)
+    return float(total[0])
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_close_pg(run, eager):
+    assert run(close_pg, eager) == [2, 2]
+
+
+def restart_pg(world):
+    totals = []
+    for count in (100, 25):
+        with world.group() as group:
+            totals.append(world.sum(group, np.full(count, 1.0, np.float32)).tolist())
+        with pytest.raises(ValueError, match="is closed"):
+            world.sum(group, ONES)
+    return totals == [[2.0] * 100, [2.0] * 25]
+
+
+def test_restart_pg(run):
+    assert run(restart_pg) == [True, True]
+
+
+def restart_pg_after_error(world):
+    group = world.group()
+    world.sum(group, ONES)
+    world.meet()
+    assert group.error is None
+    if world.rank == 0:
+        work = world.call(group.all_reduce, world.array(ONES), timeout=0.3)
+        assert isinstance(work.exception(DEADLINE), ncclpy.NcclTimeout) and group.error is work.exception()
+    testing.wait_for(lambda: group.error is not None, "the news")
+    group.abort("all of them")
+    with world.group() as again:
+        total = world.sum(again, ONES)
+        assert again.error is None and group.error is not None
+    group.close()
+    return float(total[0])
+
+
+def test_restart_pg_after_error(run):
+    assert run(restart_pg_after_error) == [2, 2]
+
+
+def abort_in_destroy_pg(world):
+    try:
+        with world.group() as group:
+            world.sum(group, ONES)
+            world.meet()
+            raise KeyError("in the block")
+    except KeyError:
+        pass
+    with pytest.raises(ncclpy.NcclAborted, match=r"has ended.*in the block"):
+        world.sum(group, ONES)
+    with pytest.raises(ncclpy.NcclAborted, match="has ended"):
+        group.connect()
+    return type(group.error).__name__
+
+
+def test_abort_in_destroy_pg(run):
+    """A group that is left by an exception is aborted: it is of no use afterwards."""
+    assert run(abort_in_destroy_pg) == ["NcclAborted"] * 2
+
+
+def abort_in_destroy_multi_pgs(world):
+    group = world.group()
+    parts = [group.new_group([0, 1]), group.new_group([1, 0])]
+    totals = [float(world.sum(each, ONES)[0]) for each in (group, *parts)]
+    world.meet()
+    if world.rank == 0:  # stuck in all of them
+        works = [world.call(each.all_reduce, world.array(ONES)) for each in (group, *parts)]
+        for each in (group, *parts):
+            each.abort("the end")
+        assert all(isinstance(work.exception(DEADLINE), ncclpy.NcclAborted) for work in works)
+    for each in (group, *parts):  # the one that the others come from first
+        testing.wait_for(lambda each=each: each.error is not None, "the news")
+        each.close()
+    return totals
+
+
+def test_abort_in_destroy_multi_pgs(run):
+    assert run(abort_in_destroy_multi_pgs) == [[2, 2, 2]] * 2
+
+
+def abort_in_destroy_mixed_empty_pgs(world):
+    group = world.group()
+    unused, used = group.new_group([0, 1]), group.new_group([0, 1])
+    totals = [float(world.sum(each, ONES)[0]) for each in (group, used)]
+    for each in (group, unused, used):
+        each.close()
+        with pytest.raises(ValueError, match="is closed"):
+            each.barrier()
+    return totals
+
+
+def test_abort_in_destroy_mixed_empty_pgs(run):
+    assert run(abort_in_destroy_mixed_empty_pgs) == [[2, 2]] * 2
+
+
+def close_multi_pg_unordered(world):
+    with world.group() as group:
+        parts = [group.new_group([0, 1]), group.new_group([0, 1])]
+        totals = [float(world.sum(each, ONES)[0]) for each in (group, *parts)]
+        for part in parts[:: 1 if world.rank else -1]:
+            part.close()
+        del part, parts
+        return [*totals, float(world.sum(group, ONES)[0])]
+
+
+def test_close_multi_pg_unordered(run):
+    assert run(close_multi_pg_unordered) == [[2, 2, 2, 2]] * 2
+
+
+def nccl_dist_backend_error(world):
+    group = ncclpy.ProcessGroup(world.store, world.rank, world.size, device=0, timeout=DEADLINE / 2)
+    array = world.lib.make(ONES, 0)
+    error = world.call(group.broadcast, array, root=0).exception(DEADLINE)
+    assert isinstance(error, ncclpy.NcclError) and isinstance(error, RuntimeError)
+    group.close()
+    return str(error)
+
+
+def test_nccl_dist_backend_error(run):
+    """Both ranks use one device, which NCCL refuses."""
+    errors = run(nccl_dist_backend_error)
+    assert any("invalid usage" in error for error in errors), errors
+
+
+def nccl_errors_blocking(world):
+    group = world.group()
+    world.sum(group, ONES)
+    world.meet()
+    if world.rank == 0:
+        with pytest.raises(ncclpy.NcclError) as caught:
+            world.call(group.all_reduce, world.array(ONES), timeout=0.3).wait(DEADLINE)
+        error = str(caught.value)
+    else:
+        error = None
+    group.close()
+    return error
+
+
+def test_nccl_errors_blocking(run):
+    """Rank 1 leaves; rank 0, which waits in a collective, comes free by an error."""
+    error, _ = run(nccl_errors_blocking)
+    assert "all_reduce" in error
+
+
+def nccl_errors_nonblocking(world):
+    with world.group() as group:
+        world.sum(group, ONES)
+        world.meet()
+        array = world.array(ONES)
+        if world.rank == 1:
+            world.meet()  # rank 0 has begun, and waits on its stream
+        work = world.call(group.all_reduce, array)
+        if world.rank == 0:
+            if world.lib.name == "torch":
+                work.synchronize()
+            assert not work.is_completed()
+            world.meet()
+        work.wait(DEADLINE)
+        return float(world.lib.read(array)[0])
+
+
+def test_nccl_errors_nonblocking(run):
+    """What waits for a rank that is late makes no call wait, and no error."""
+    assert run(nccl_errors_nonblocking) == [2, 2]
+
+
+def nccl_blocking_wait_with_barrier(world):
+    group = world.group()
+    group.barrier().wait(DEADLINE)
+    world.meet()
+    if world.rank == 0:
+        with pytest.raises(ncclpy.NcclTimeout, match="was not done within its timeout"):
+            group.barrier(timeout=0.3).wait(DEADLINE)
+    group.close()
+    return group.seq
+
+
+def test_nccl_blocking_wait_with_barrier(run):
+    assert run(nccl_blocking_wait_with_barrier) == [2, 1]
+
+
+def error_detection_and_propagation(world):
+    group = world.group()
+    group.barrier().wait(DEADLINE)
+    world.meet()
+    assert group.error is None
+    if world.rank == 0:
+        work = world.call(group.all_reduce, world.array(ONES), timeout=0.3)
+        assert work.exception(DEADLINE) is group.error
+    testing.wait_for(lambda: group.error is not None, "the news")
+    name, text = type(group.error).__name__, str(group.error)
+    group.abort("all of them")  # the first error is kept
+    assert str(group.error) == text
+    group.close()
+    return name, text
+
+
+def test_error_detection_and_propagation(run):
+    (first, _), (second, text) = run(error_detection_and_propagation)
+    assert (first, second) == ("NcclTimeout", "NcclAborted")
+    assert "was ended by rank 0 of 2: all_reduce on device 0" in text
+
+
+def test_timeout_dumps(tmp_path):
+    testing.run_python(
+        """
+        import numpy as np, ncclpy
+        from group_worlds import in_threads
+
+        def program(world):
+            group = world.group()
+            world.sum(group, np.ones(3))
+            world.meet()
+            if world.rank == 0:
+                work = world.call(group.all_reduce, world.array(np.ones(3)), timeout=0.3)
+                assert isinstance(work.exception(30), ncclpy.NcclTimeout)
+            world.meet()
+            group.close()
+
+        in_threads(2, program)
+        """,
+        env={"NCCLPY_DUMP_ON_TIMEOUT": str(tmp_path / "dump.json")},
+    )
+    entries = json.loads((tmp_path / "dump.json").read_text())["entries"]
+    late = [each for each in entries if each["sequence"] == 1]
+    assert [(each["operation"], each["rank"], each["state"]) for each in late] == [("all_reduce", 0, "failed")]
+
+
+def timeout_dumps_on_stuck_ranks(world, folder):
+    group, written = world.group(name="stuck"), threading.Event()
+
+    def dump(error):
+        ncclpy.recorder.dump(f"{folder}/{world.rank}.json", reason=str(error))
+        written.set()
+
+    group.on_abort(dump)
+    world.sum(group, ONES)
+    world.meet()
+    if world.rank == 0:
+        work = world.call(group.all_reduce, world.array(ONES), timeout=0.3)
+        assert isinstance(work.exception(DEADLINE), ncclpy.NcclTimeout)
+    assert written.wait(DEADLINE)  # rank 1 is stuck elsewhere
+    group.close()
+
+
+def test_timeout_dumps_on_stuck_ranks(processes, tmp_path):
+    """Both ranks dump, also the one that has not come; what they say tells which one that is."""
+    processes.run(timeout_dumps_on_stuck_ranks, str(tmp_path))
+    said = {}
+    for rank in range(2):
+        entries = json.loads((tmp_path / f"{rank}.json").read_text())["entries"]
+        mine = [each for each in entries if "stuck" in str(each["communicator"])]
+        said[rank] = [(each["sequence"], each["state"]) for each in mine]
+    assert said == {0: [(0, "completed"), (1, "failed")], 1: [(0, "completed")]}
+
+
+def entries_of(name, rank):
+    found = ncclpy.recorder.snapshot()["entries"]
+    return [each for each in found if name in str(each["communicator"]) and each["rank"] == rank]
+
+
+def trace_while_stuck(world):
+    with world.group(name=f"while stuck {world.how}") as group:
+        world.sum(group, ONES)
+        world.meet()
+        array = world.array(ONES)
+        if world.rank == 1:
+            work = world.call(group.all_reduce, array)
+            testing.wait_for(lambda: work.state == "launched")
+        seen = [(each["sequence"], each["state"]) for each in entries_of(group.name, world.rank)]
+        world.meet()
+        if world.rank == 0:
+            work = world.call(group.all_reduce, array)
+        work.wait(DEADLINE)
+    return seen
+
+
+def test_trace_while_stuck(run):
+    assert run(trace_while_stuck) == [[(0, "completed")], [(0, "completed"), (1, "launched")]]
+
+
+def trace_while_active(world):
+    with world.group(name=f"while active {world.how}", timing=True) as group:
+        world.sum(group, ONES)
+        world.meet()
+        array = world.array(ONES)
+        if world.rank == 1:
+            work = world.call(group.all_reduce, array)
+        found = entries_of(group.name, world.rank)
+        active = [each["sequence"] for each in found if each["state"] not in ("completed", "failed")]
+        world.meet()
+        if world.rank == 0:
+            work = world.call(group.all_reduce, array)
+        work.wait(DEADLINE)
+        assert work.duration >= 0
+    return active
+
+
+def test_trace_while_active(run):
+    assert run(trace_while_active) == [[], [1]]
+
+
+def long(world):
+    ncclpy.recorder.resize(10)
+    try:
+        with world.group() as group:
+            for _ in range(12):
+                world.call(group.broadcast, world.array(ONES), root=0).wait(DEADLINE)
+            return [(each["sequence"], each["state"]) for each in ncclpy.recorder.snapshot()["entries"]]
+    finally:
+        ncclpy.recorder.resize(2000)
+
+
+def test_long(processes):
+    """More operations than the recorder keeps: the newest are there."""
+    assert processes.run(long) == [[(number, "completed") for number in range(2, 12)]] * 2
+
+
+def batched_send_recv(world, counts):
+    with world.group(name=f"batched {len(counts)} {world.how}", timing=True) as group:
+        for _ in range(20):
+            arrays = [world.array(np.full(count, 2.0 * world.rank, np.float32)) for count in counts]
+            with group.coalescing() as work:
+                for array in arrays:
+                    world.call(group.send if world.rank else group.recv, array, 1 - world.rank)
+            work.wait(DEADLINE)
+            assert all((world.lib.read(array) == 2).all() for array in arrays)
+        found = entries_of(group.name, world.rank)
+        assert group.seq == 0, "a collective was counted"
+    return [(each["operation"], each["sequence"], each["state"], each["count"]) for each in found]
+
+
+@pytest.mark.parametrize("counts", [[6], [6, 25, 1]])
+def test_batched_send_recv(run, counts):
+    for rank, found in enumerate(run(batched_send_recv, counts)):
+        operation = "send" if rank else "recv"
+        assert found == [(operation, number, "completed", sum(counts)) for number in range(20)]
+
+
+def test_invalid_options(arrays):
+    for error, words, options in (
+        (ValueError, "on_error", {"on_error": "abc"}),
+        (ValueError, "timeout", {"timeout": -1}),
+        (TypeError, "timeout", {"timeout": "abc"}),
+        (ValueError, "blocking", {"config": ncclpy.Config(blocking=False)}),
+        (TypeError, "config", {"config": {"max_ctas": 4}}),
+        (ValueError, "name", {"name": ""}),
+        (ValueError, "rank", {"rank": 2}),
+    ):
+        with pytest.raises(error, match=words):
+            ncclpy.ProcessGroup(LocalStore(), **({"rank": 0, "size": 2, "device": 0} | options))

@@ -1,0 +1,150 @@
+"""Programs of ranks that are written once and run by threads and by processes."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import multiprocessing.connection
+import os
+import time
+import traceback
+
+from group_ranks import DEADLINE
+
+import ncclpy
+import testing
+from ncclpy.bootstrap import LocalStore, PrefixStore, TCPStore
+
+
+class World:
+    """What the program of one rank gets: who it is, and how it meets the others.
+
+    Attributes
+    ----------
+    rank, size, device
+        Its rank, their number, its own device.
+    store
+        Where the ranks meet.
+    how
+        What the ranks are, ``"threads"`` or ``"processes"``.
+    lib
+        The arrays of this run.
+    """
+
+    def __init__(self, rank, size, store, how):
+        self.rank, self.size, self.device, self.store, self.how = rank, size, rank, store, how
+        self.lib = testing.arrays()
+        self._meetings = itertools.count()
+
+    def group(self, **options):
+        options.setdefault("timeout", DEADLINE / 2)
+        return ncclpy.ProcessGroup(self.store, self.rank, self.size, device=self.device, **options)
+
+    def array(self, values):
+        return self.lib.make(values, self.device)
+
+    def call(self, method, array, *arguments, **options):
+        """Begin an operation of an array of the run."""
+        return method(self.lib.argument(array), *arguments, **options)
+
+    def sum(self, group, values):
+        """Return what an all-reduce makes of the values, waited for."""
+        array = self.array(values)
+        self.call(group.all_reduce, array).wait(DEADLINE)
+        return self.lib.read(array)
+
+    def meet(self):
+        """Wait for the other ranks, without NCCL."""
+        self.store.barrier(f"meeting {next(self._meetings)}", self.rank, self.size, DEADLINE)
+
+
+def in_threads(size, program, *arguments):
+    """Call ``program(world, *arguments)`` for each rank in a thread of its own; return what they return."""
+    store = LocalStore()
+
+    def rank(each):
+        return program(World(each.rank, size, store, "threads"), *arguments)
+
+    return testing.run_threads(size, rank, DEADLINE)
+
+
+class Processes:
+    """Processes that are started once, and run one program after the other.
+
+    After a program that has failed, or whose ranks are not done in time, they are killed, and others started.
+    """
+
+    def __init__(self, size):
+        self.size = size
+        self._started = []
+        self._store = None
+        self._programs = itertools.count()
+
+    def run(self, program, *arguments):
+        """Call ``program(world, *arguments)``, a function of a module, in each process; return what they return."""
+        testing.need_devices(self.size)
+        if not self._started:
+            self._start()
+        number = next(self._programs)
+        for _, pipe in self._started:
+            pipe.send((number, program, arguments))
+        results, end = {}, time.monotonic() + DEADLINE
+        while len(results) < self.size:
+            waiting = [pipe for rank, (_, pipe) in enumerate(self._started) if rank not in results]
+            ready = multiprocessing.connection.wait(waiting, max(0.0, end - time.monotonic()))
+            for rank, (_, pipe) in enumerate(self._started):
+                if pipe in ready:
+                    try:
+                        results[rank] = pipe.recv()
+                    except (EOFError, ConnectionResetError):
+                        results[rank] = (None, "its process has ended")
+            failed = {rank: text for rank, (_, text) in results.items() if text}
+            if failed:
+                end = min(end, time.monotonic() + 2)  # one rank's end is the failure of the others: all are told
+            if not ready:
+                missing = [rank for rank in range(self.size) if rank not in results]
+                failed |= {rank: f"not done after {DEADLINE} s" for rank in missing if not failed}
+                break
+        if failed:
+            self.close()
+            raise AssertionError("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failed.items())))
+        return [results[rank][0] for rank in range(self.size)]
+
+    def _start(self):
+        context = multiprocessing.get_context("spawn")
+        self._store = TCPStore("127.0.0.1", 0, serve=True, linger=0)
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, self.size, self._store.port, theirs), name=f"rank {rank}", daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._started.append((process, ours))
+
+    def close(self):
+        """Kill them."""
+        for process, pipe in self._started:
+            process.kill()
+            process.join()
+            process.close()
+            pipe.close()
+        self._started = []
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+
+def _serve(rank, size, port, pipe):
+    store = TCPStore("127.0.0.1", port)
+    while True:
+        try:
+            number, program, arguments = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            world = World(rank, size, PrefixStore(f"program {number}", store), "processes")
+            answer = program(world, *arguments), None
+        except BaseException:
+            answer = None, traceback.format_exc()
+        pipe.send(answer)

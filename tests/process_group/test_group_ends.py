@@ -249,25 +249,6 @@ def test_arrays_are_held_until_nobody_can_touch_them(host_engine):
     run_groups(2, body)
 
 
-def test_works_that_nobody_waits_for_leave_nothing_behind(host_engine):
-    import resource
-
-    def body(group):
-        array = np.ones(4, np.float32)
-        for _ in range(2000):
-            group.all_reduce(array, op="max")
-        group.wait_for_pending_works(DEADLINE)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        threads = threading.active_count()
-        for _ in range(8000):
-            group.all_reduce(array, op="max")
-        group.wait_for_pending_works(DEADLINE)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, threading.active_count() - threads
-
-    for kib, threads in run_groups(2, body):
-        assert kib < 30_000 and threads <= 4
-
-
 def test_hooks_tell_of_operations(host_engine):
     told = []
 

@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -106,8 +107,10 @@ def restart_pg_after_error(world):
     world.meet()
     assert group.error is None
     if world.rank == 0:
+        begun = time.monotonic()
         work = world.call(group.all_reduce, world.array(ONES), timeout=0.3)
         assert isinstance(work.exception(DEADLINE), ncclpy.NcclTimeout) and group.error is work.exception()
+        assert 0.3 <= time.monotonic() - begun < DEADLINE / 3
     testing.wait_for(lambda: group.error is not None, "the news")
     group.abort("all of them")
     with world.group() as again:

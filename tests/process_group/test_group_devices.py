@@ -1,0 +1,98 @@
+"""Groups on real devices: processes that are nodes of their own, and a caching allocator that is busy meanwhile."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import numpy as np
+import pytest
+from group_ranks import DEADLINE
+from group_worlds import Processes, in_threads
+
+import ncclpy
+import testing
+
+
+def be_a_node(world):
+    """Let NCCL take this process for another machine; the host engine has no such notion."""
+    os.environ["NCCL_HOSTID"] = f"node{world.rank}"
+    os.environ["NCCL_NET"] = "Socket"
+    with world.group() as group:
+        other, results = 1 - world.rank, []
+        for count in (1, 1000, 300_000):
+            results.append(np.unique(world.sum(group, np.full(count, world.rank + 1, np.float32))).tolist())
+            got = world.array(np.zeros(count, np.float32))
+            calls = [(group.send, world.array(np.full(count, world.rank, np.float32))), (group.recv, got)]
+            for method, array in calls[:: 1 - 2 * world.rank]:  # two that send first would wait for each other
+                world.call(method, array, other).wait(DEADLINE)
+            results.append(np.unique(world.lib.read(got)).tolist())
+        with group.split(0, key=-world.rank) as turned:
+            array = world.array(np.full(10, world.rank, np.float32))
+            world.call(turned.broadcast, array, root=0).wait(DEADLINE)
+            results.append((turned.rank, float(world.lib.read(array)[0])))
+        world.meet()
+        if world.rank == 0:
+            begun = time.monotonic()
+            error = world.call(group.all_reduce, world.array(np.ones(10, np.float32)), timeout=0.5).exception(DEADLINE)
+            assert isinstance(error, ncclpy.NcclTimeout) and time.monotonic() - begun < DEADLINE / 3
+        testing.wait_for(lambda: group.error is not None, "the news")
+    return results
+
+
+def test_several_nodes():
+    processes = Processes(2)  # new ones: NCCL looks once at who they are
+    try:
+        found = processes.run(be_a_node)
+    finally:
+        processes.close()
+    for rank, results in enumerate(found):
+        assert results == [[3], [1 - rank]] * 3 + [(1 - rank, 1)]
+
+
+def side_streams(world, rounds, count):
+    """Inputs and outputs die as soon as the call is back, and others of their size are made, on several streams."""
+    import torch
+
+    device = torch.device("cuda", world.device)
+    torch.cuda.set_device(device)
+    streams = [torch.cuda.Stream(device) for _ in range(3)]
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    torch.cuda.synchronize(device)
+    with world.group() as group:
+        group.connect()
+        others, wrongs = [], []
+        for number in range(rounds):
+            with torch.cuda.stream(streams[number % 3]):
+                send = torch.full((count,), float(number % 50 + world.rank), device=device)
+                recv = torch.empty(count, device=device)
+                work = group.all_reduce(send, recv)
+                group.all_reduce(torch.ones(count, device=device))  # which nobody holds or waits for
+                del send
+                for stream in streams:  # whose memory may be what the operation uses, were it let go of
+                    with torch.cuda.stream(stream):
+                        others.append(torch.full((count,), -1.0, device=device))
+                work.synchronize()
+                wrongs.append((recv != 2 * (number % 50) + 1).sum())
+                del recv, work
+            for stream, other in zip(streams, others, strict=False):
+                with torch.cuda.stream(stream):
+                    wrongs.append((other != -1).sum())
+            del others[:3], other
+        group.wait_for_pending_works(DEADLINE)
+        torch.cuda.synchronize(device)
+        for each in wrongs:
+            wrong += each
+        reserved = torch.cuda.memory_reserved(device)
+        return int(wrong), reserved
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1000, 1 << 20])
+def test_works_on_side_streams_with_a_busy_allocator(count):
+    """Memory of torch that an operation uses is given to nobody else, and comes back."""
+    pytest.importorskip("torch")
+    testing.need_devices(2)
+    for wrong, reserved in in_threads(2, side_streams, 300, count):
+        assert wrong == 0
+        assert reserved < 2 << 30, "what was used was not let go of"

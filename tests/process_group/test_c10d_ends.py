@@ -148,9 +148,10 @@ def abort_in_destroy_multi_pgs(world):
     group = world.group()
     parts = [group.new_group([0, 1]), group.new_group([1, 0])]
     totals = [float(world.sum(each, ONES)[0]) for each in (group, *parts)]
+    arrays = [world.array(ONES) for _ in totals]  # before the device is stuck
     world.meet()
     if world.rank == 0:  # stuck in all of them
-        works = [world.call(each.all_reduce, world.array(ONES)) for each in (group, *parts)]
+        works = [world.call(each.all_reduce, array) for each, array in zip((group, *parts), arrays, strict=True)]
         for each in (group, *parts):
             each.abort("the end")
         assert all(isinstance(work.exception(DEADLINE), ncclpy.NcclAborted) for work in works)

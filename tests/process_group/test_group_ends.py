@@ -17,16 +17,17 @@ import testing
 from ncclpy.bootstrap import FileStore, LocalStore, TCPStore
 
 
-def test_who_has_not_come_is_named(host_engine):
+def test_who_has_not_come_is_named(arrays):
     group = ncclpy.ProcessGroup(LocalStore(), 1, 3, device=0, timeout=0.3)
-    work = group.all_reduce(np.ones(3))
+    array = arrays.argument(arrays.make(np.ones(3), 0))
+    work = group.all_reduce(array)
     with pytest.raises(ncclpy.NcclTimeout, match=r"is pending .*the 3 ranks of communicator 'all', which"):
         work.wait(0.01)
     assert isinstance(work.exception(DEADLINE), ncclpy.NcclTimeout)
     assert work.exception().missing == [0, 2]
     assert "ranks 0, 2 of 3 did not come" in str(work.exception())
     with pytest.raises(ncclpy.NcclAborted, match=r"process group 'default' has ended: .*ranks 0, 2 of 3") as caught:
-        group.all_reduce(np.ones(3))
+        group.all_reduce(array)
     assert caught.value.__cause__ is group.error is work.exception()
     with pytest.raises(ncclpy.NcclAborted, match="has ended"):
         group.connect()
@@ -103,7 +104,7 @@ def test_the_others_are_told_before_close_returns(arrays, monkeypatch):
     assert told and b"rank 1 of 2 did not come" in store.get(told[0])
 
 
-def test_connect_waits_until_the_communicator_stands(host_engine):
+def test_connect_waits_until_the_communicator_stands():
     def body(group):
         assert group.communicator is None
         if group.rank == 0:
@@ -119,11 +120,11 @@ def test_connect_waits_until_the_communicator_stands(host_engine):
 
 
 @pytest.mark.parametrize("how", ["operation", "block", "group"])
-def test_a_deadline_ends_the_group_on_all_ranks(host_engine, how):
+def test_a_deadline_ends_the_group_on_all_ranks(arrays, how):
     """Rank 1 does not come to the second collective; all ranks hear of its end, also those that wait for nothing."""
 
     def body(group):
-        array = np.ones(3)
+        array = arrays.argument(arrays.make(np.ones(3), group.device))
         group.all_reduce(array).wait(DEADLINE)
         together.wait(DEADLINE)  # a rank that has yet to see its end would see the abort
         if group.rank == 1:
@@ -135,7 +136,7 @@ def test_a_deadline_ends_the_group_on_all_ranks(host_engine, how):
                 work = group.all_reduce(array, timeout=0.5 if how == "operation" else None)
             error = work.exception(DEADLINE)
             assert isinstance(error, ncclpy.NcclTimeout) and group.error is error
-            assert "missing: 1" in str(error)
+            assert "missing: 1" in str(error) or ncclpy.library().engine == "cuda"  # which knows of nobody
         with pytest.raises(ncclpy.NcclAborted, match="has ended") as caught:
             group.barrier()
         assert caught.value.__cause__ is error
@@ -143,7 +144,7 @@ def test_a_deadline_ends_the_group_on_all_ranks(host_engine, how):
 
     together = threading.Barrier(2)
     # Seconds in which the communicator has to stand, too.
-    assert run_groups(2, body, timeout=4 if how == "group" else DEADLINE / 2) == [True, True]
+    assert run_groups(2, body, timeout=3 if how == "group" else DEADLINE / 2) == [True, True]
 
 
 def test_a_deadline_entered_twice_ends_with_the_outer_block(host_engine):
@@ -160,31 +161,32 @@ def test_a_deadline_entered_twice_ends_with_the_outer_block(host_engine):
 
 
 @pytest.mark.parametrize("kind", ["local", "file", "tcp"])
-def test_an_abort_reaches_all_ranks(host_engine, kind, tmp_path):
+def test_an_abort_reaches_all_ranks(arrays, kind, tmp_path):
     stores = {
         "local": LocalStore,
         "file": lambda: FileStore(tmp_path / "s"),
         "tcp": lambda: TCPStore("127.0.0.1", 0, serve=True),
     }
-    told, together = [], threading.Barrier(3)
+    told, together = [], threading.Barrier(2)
 
     def body(group):
         group.on_abort(lambda error: told.append((group.rank, str(error))))
-        group.all_reduce(np.ones(2)).wait(DEADLINE)
+        array = arrays.argument(arrays.make(np.ones(2), group.device))
+        group.all_reduce(array).wait(DEADLINE)
         together.wait(DEADLINE)
-        if group.rank == 2:
+        if group.rank == 1:
             group.abort("enough")
             group.abort("once more")
         testing.wait_for(lambda: group.error is not None, "the news")
         with pytest.raises(ncclpy.NcclAborted, match="enough"):
-            group.all_reduce(np.ones(2))
+            group.all_reduce(array)
         return str(group.error)
 
     with stores[kind]() as store:
-        errors = run_groups(3, body, store=store)
-    assert errors[2] == "process group 'default' was aborted by rank 2: enough"
-    assert errors[0] == errors[1] == "process group 'default' was ended by rank 2 of 3: enough"
-    testing.wait_for(lambda: len(told) == 3)
+        errors = run_groups(2, body, store=store)
+    assert errors[1] == "process group 'default' was aborted by rank 1: enough"
+    assert errors[0] == "process group 'default' was ended by rank 1 of 2: enough"
+    testing.wait_for(lambda: len(told) == 2)
     assert sorted(told) == list(enumerate(errors))
 
 
@@ -207,9 +209,10 @@ def test_an_operation_that_fails_ends_the_group_and_the_first_error_is_kept(host
     assert run_groups(2, body) == [True, True]
 
 
-def test_wait_ends_the_wait_alone(host_engine):
+def test_wait_ends_the_wait_alone(arrays):
     def body(group):
-        array = np.ones(2)
+        made = arrays.make(np.ones(2), group.device)
+        array = arrays.argument(made)
         group.all_reduce(array).wait(DEADLINE)
         if group.rank == 1:
             testing.wait_for(late.is_set)
@@ -219,7 +222,7 @@ def test_wait_ends_the_wait_alone(host_engine):
                 work.wait(0.05)
             late.set()
         work.wait(DEADLINE)
-        return array.tolist()
+        return arrays.read(made).tolist()
 
     late = threading.Event()
     assert run_groups(2, body) == [[4, 4]] * 2
@@ -249,16 +252,19 @@ def test_arrays_are_held_until_nobody_can_touch_them(host_engine):
     run_groups(2, body)
 
 
-def test_hooks_tell_of_operations(host_engine):
+def test_hooks_tell_of_operations(arrays):
     told = []
 
     def body(group):
         if group.rank == 0:
             group.on_completion(told.append)
-        group.all_reduce(np.ones(3, np.float32)).wait(DEADLINE)
+        first, second = (
+            arrays.make(np.ones(count, dtype), group.device) for count, dtype in ((3, np.float32), (2, float))
+        )
+        group.all_reduce(arrays.argument(first)).wait(DEADLINE)
         with group.coalescing() as work:
-            group.all_reduce(np.ones(3, np.float32))
-            group.broadcast(np.ones(2, np.float64))
+            group.all_reduce(arrays.argument(first))
+            group.broadcast(arrays.argument(second))
         work.wait(DEADLINE)
 
     run_groups(2, body, timing=True, name="told")
@@ -271,26 +277,26 @@ def test_hooks_tell_of_operations(host_engine):
     assert (second.seq, second.count, second.nbytes) == (1, 5, 28)
 
 
-def test_close_waits_for_what_was_begun(host_engine):
-    arrays = [np.ones(100_000) for _ in range(2)]
-
+def test_close_waits_for_what_was_begun(arrays):
     def body(group):
+        made = arrays.make(np.full(100_000, group.rank), group.device)
+        array = arrays.argument(made)
         for _ in range(20):
-            group.all_reduce(arrays[group.rank], op="max")
-        work = group.all_reduce(arrays[group.rank])
+            group.all_reduce(array, op="max")
+        work = group.all_reduce(array)
         group.close(DEADLINE)
         assert work.is_completed()
         with pytest.raises(ValueError, match="is closed"):
             group.barrier()
         group.close()
-        return arrays[group.rank][0]
+        return arrays.read(made)[0]
 
     assert run_groups(2, body) == [2, 2]
 
 
-def test_close_aborts_what_does_not_end(host_engine):
+def test_close_aborts_what_does_not_end(arrays):
     def body(group):
-        array = np.ones(2)
+        array = arrays.argument(arrays.make(np.ones(2), group.device))
         group.all_reduce(array).wait(DEADLINE)
         together.wait(DEADLINE)  # a rank that has yet to see its end would see the abort
         if group.rank == 0:
@@ -325,10 +331,11 @@ def test_groups_of_some_ranks(host_engine):
     assert run_groups(4, body) == [(5, (1, 2, 2)), (1, (0, 1, 1)), (5, (0, 2, 2)), (1, None)]
 
 
-def test_the_recorder_tells_group_and_number(host_engine):
+def test_the_recorder_tells_group_and_number(arrays):
     def body(group):
-        group.all_reduce(np.ones(3)).wait(DEADLINE)
-        group.all_reduce(np.ones(3)).wait(DEADLINE)
+        array = arrays.make(np.ones(3), group.device)
+        for _ in range(2):
+            group.all_reduce(arrays.argument(array)).wait(DEADLINE)
 
     run_groups(2, body, name="recorded")
     found = [each for each in ncclpy.recorder.snapshot()["entries"] if "recorded" in str(each["communicator"])]
@@ -359,7 +366,7 @@ def test_parts_of_groups_of_one_name_do_not_meet(host_engine):
     assert run_groups(3, body, store=store) == [[1], [1, 3], [3]]
 
 
-def test_a_hook_that_comes_while_the_group_ends_is_called_once(host_engine, monkeypatch):
+def test_a_hook_that_comes_while_the_group_ends_is_called_once(monkeypatch):
     told, start = [], threading.Thread.start
 
     def late(thread):
@@ -380,14 +387,15 @@ def test_a_hook_that_comes_while_the_group_ends_is_called_once(host_engine, monk
 
 @pytest.mark.parametrize("stderr", ["None", "open('/dev/full', 'w')"])
 @pytest.mark.parametrize("on_error", ["exit", "exit_now"])
-def test_a_process_ends_also_where_stderr_cannot_be_written(host_engine, on_error, stderr):
+def test_a_process_ends_also_where_stderr_cannot_be_written(on_error, stderr):
     done = testing.run_python(
         f"""
-        import sys, time, numpy as np, ncclpy
+        import sys, time, numpy as np, ncclpy, testing
         from ncclpy.bootstrap import LocalStore
         group = ncclpy.ProcessGroup(LocalStore(), 0, 2, device=0, timeout=0.2, on_error={on_error!r})
         sys.stderr = {stderr}
-        work = group.all_reduce(np.ones(3))
+        array = testing.arrays().make(np.ones(3), 0)
+        work = group.all_reduce(testing.arrays().argument(array))
         time.sleep(30)
         """,
         check=False,
@@ -396,13 +404,14 @@ def test_a_process_ends_also_where_stderr_cannot_be_written(host_engine, on_erro
 
 
 @pytest.mark.parametrize("on_error", ["exit", "exit_now"])
-def test_a_process_may_end_with_its_group(host_engine, on_error):
+def test_a_process_may_end_with_its_group(on_error):
     done = testing.run_python(
         f"""
-        import threading, time, numpy as np, ncclpy
+        import threading, time, numpy as np, ncclpy, testing
         from ncclpy.bootstrap import LocalStore
         group = ncclpy.ProcessGroup(LocalStore(), 0, 2, device=0, timeout=0.2, on_error={on_error!r})
-        work = group.all_reduce(np.ones(3))
+        array = testing.arrays().make(np.ones(3), 0)
+        work = group.all_reduce(testing.arrays().argument(array))
         work.add_done_callback(lambda work: print("told", flush=True))
         time.sleep(60)
         """,
@@ -413,7 +422,7 @@ def test_a_process_may_end_with_its_group(host_engine, on_error):
     assert ("ncclpy-recorder" in done.stderr) == (on_error == "exit")
 
 
-def test_an_abort_that_was_asked_for_does_not_end_the_process(host_engine):
+def test_an_abort_that_was_asked_for_does_not_end_the_process():
     def body(group):
         if group.rank == 0:
             group.abort("asked for")

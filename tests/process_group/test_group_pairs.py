@@ -34,19 +34,19 @@ def test_a_ring_of_send_then_receive_does_not_deadlock(arrays):
     assert run_groups(size, body) == [[10.0 * ((rank - 1) % size) + turn for turn in range(3)] for rank in range(size)]
 
 
-def test_pairs_beside_collectives(host_engine):
+def test_pairs_beside_collectives(arrays):
     """A send whose receive comes late does not hold up the collectives of the group."""
 
     def body(group):
         group.connect(peers=[1 - group.rank])
-        data, total = np.full(5, group.rank, np.int64), np.ones(2)
+        data, total = arrays.make(np.full(5, group.rank), group.device), arrays.make(np.ones(2), group.device)
         if group.rank == 0:
-            work = group.send(data, 1)
-        group.all_reduce(total).wait(DEADLINE)
+            work = group.send(arrays.argument(data), 1)
+        group.all_reduce(arrays.argument(total)).wait(DEADLINE)
         if group.rank == 1:
-            work = group.recv(data, 0)
+            work = group.recv(arrays.argument(data), 0)
         work.wait(DEADLINE)
-        return data.tolist(), total.tolist(), group.seq
+        return arrays.read(data).tolist(), arrays.read(total).tolist(), group.seq
 
     assert run_groups(2, body) == [([0] * 5, [2, 2], 1)] * 2
 
@@ -149,51 +149,54 @@ def test_who_disconnects_hears_of_the_end(host_engine):
     run_groups(2, body, timeout=20 * DEADLINE)
 
 
-def test_a_batch_goes_by_the_communicator_of_all(host_engine):
+def test_a_batch_goes_by_the_communicator_of_all(arrays):
+    size = 2 if ncclpy.library().engine == "cuda" else 3
+
     def body(group):
-        data = np.full(3, group.rank, np.int32)
-        got = {peer: np.zeros(3, np.int32) for peer in range(3)}
+        data = arrays.make(np.full(3, group.rank, np.int32), group.device)
+        got = [arrays.make(np.zeros(3, np.int32), group.device) for _ in range(size)]
         with group.coalescing() as work:
-            for peer in range(3):
-                group.send(data, peer)
-                group.recv(got[peer], peer)
+            for peer in range(size):
+                group.send(arrays.argument(data), peer)
+                group.recv(arrays.argument(got[peer]), peer)
         work.wait(DEADLINE)
         assert group.seq == 0, "no collective"
-        assert len(work.result()) == 6
-        return [got[peer].tolist() for peer in range(3)]
+        assert len(work.result()) == 2 * size
+        return [arrays.read(each).tolist() for each in got]
 
-    assert run_groups(3, body) == [[[0] * 3, [1] * 3, [2] * 3]] * 3
+    assert run_groups(size, body) == [[[rank] * 3 for rank in range(size)]] * size
 
 
-def test_a_block_of_one_send_reaches_its_peer(host_engine):
+def test_a_block_of_one_send_reaches_its_peer(arrays):
     def body(group):
-        data = np.full(3, group.rank, np.int32)
+        data = arrays.make(np.full(3, group.rank, np.int32), group.device)
         with group.coalescing() as work:
             if group.rank == 0:
-                group.send(data, 1)
+                group.send(arrays.argument(data), 1)
             else:
-                group.recv(data, 0)
+                group.recv(arrays.argument(data), 0)
         work.wait(DEADLINE)
-        return data.tolist()
+        return arrays.read(data).tolist()
 
     assert run_groups(2, body) == [[0] * 3] * 2
 
 
 @pytest.mark.parametrize("first", ["send", "recv"])
-def test_what_a_rank_sends_to_itself(host_engine, first):
+def test_what_a_rank_sends_to_itself(arrays, first):
     def body(group):
-        data, got = np.arange(4.0), np.zeros(4)
+        whole = arrays.make(np.zeros(4), group.device)
+        data, got = (arrays.argument(each) for each in (arrays.make(np.arange(4.0), group.device), whole))
         calls = [lambda: group.send(data, group.rank), lambda: group.recv(got, group.rank)]
         works = [call() for call in (calls if first == "send" else calls[::-1])]
         for work in works:
             work.wait(DEADLINE)
         waiting = group.send(data, group.rank)
         with pytest.raises(ValueError, match=r"has 4 elements .* receives 3"):
-            group.recv(np.zeros(3), group.rank)
+            group.recv(arrays.argument(whole[:3]), group.rank)
         assert waiting.state == "pending"
         group.recv(got, group.rank).wait(DEADLINE)
         assert waiting.exception(DEADLINE) is None
-        return got.tolist()
+        return arrays.read(whole).tolist()
 
     assert run_groups(1, body) == [[0, 1, 2, 3]]
 

@@ -41,7 +41,7 @@ CPU_CALLS, CPU_BYTES = 500, 64 << 20
 LATENCY_BYTES = 1 << 20
 DEADLINE = 240
 #: The Python rivals, and the flags of nccl-tests, of either kind of run.
-PLAIN = ("ncclpy", "torch.distributed", "cupy.cuda.nccl")
+PLAIN = ("ncclpy", "ncclpy.ProcessGroup", "torch.distributed", "cupy.cuda.nccl")
 REGISTERED = ("ncclpy, registered", "ncclpy, windows")
 NCCL_TESTS = {"nccl-tests": []}
 NCCL_TESTS_REGISTERED = {"nccl-tests -R 1": ["-R", "1"], "nccl-tests -R 2": ["-R", "2"]}
@@ -286,7 +286,8 @@ def _open(rivals: list[str], folder: Path, sweep: Sweep, result: dict, sides: li
                     sweep.itemsize = 8
                 result["versions"]["nccl"] = library["version"]
                 sweep.factors = library["factors"]
-                ident = library["id"]
+                if name != "ncclpy.ProcessGroup":  # whose ranks meet in a store
+                    ident = library["id"]
             place = {
                 "nranks": sweep.nranks,
                 "gpu": sweep.gpu and library["cuda"],

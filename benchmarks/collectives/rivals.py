@@ -62,8 +62,7 @@ class Ncclpy:
         self.nccl, self.devices, self.place, self.stream = ncclpy, devices, place, None
         self.device = devices.using(place.rank)
         self.device.__enter__()  # for good: this process has one device
-        unique_id = ncclpy.UniqueId.from_bytes(bytes.fromhex(place.ident))
-        self.comm = ncclpy.Communicator.init(place.nranks, place.rank, unique_id, device=place.rank)
+        self._connect()
         if not place.gpu and memory == PLAIN:
             self.arrays = np.ones(place.count, place.dtype), np.zeros(place.count, place.dtype)
             self.in_place = ("broadcast",)  # as MPI's
@@ -71,6 +70,11 @@ class Ncclpy:
         self.stream = ncclpy.Stream(place.rank)
         self.pointers = [self._allocate(memory) for _ in range(2)]
         self._fill(self.pointers[0], place.count, 1.0)
+
+    def _connect(self) -> None:
+        place = self.place
+        unique_id = self.nccl.UniqueId.from_bytes(bytes.fromhex(place.ident))
+        self.comm = self.nccl.Communicator.init(place.nranks, place.rank, unique_id, device=place.rank)
 
     def version(self) -> str:
         return ".".join(map(str, self.nccl.library().version))
@@ -144,6 +148,45 @@ class Ncclpy:
             self.devices.copy(row.ctypes.data, source, row.nbytes, self.stream)
         self.sync()
         return values
+
+
+class Group(Ncclpy):
+    """``ncclpy.ProcessGroup``: a call and the wait of the caller's stream for it; of the caller on CPUs."""
+
+    def _connect(self) -> None:
+        from ncclpy.bootstrap import FileStore
+
+        place = self.place
+        self.group = self.nccl.ProcessGroup(
+            FileStore(place.ident), place.rank, place.nranks, device=place.rank, timeout=60
+        )
+        self.group.connect()
+
+    def call(self, collective: str, sent: int, received: int) -> Call:
+        group, place = self.group, self.place
+        producer = None if self.stream is None else self.stream.handle
+        send, recv = self._pair(sent, received)
+        if collective == "sendrecv":
+
+            def exchange() -> Any:
+                with group.coalescing() as work:
+                    group.send(send, place.following, producer=producer)
+                    group.recv(recv, place.previous, producer=producer)
+                return work
+
+            return self._awaited(exchange)
+        function = getattr(group, collective)
+        if collective in self.in_place:
+            return self._awaited(lambda: function(recv, producer=producer))
+        if collective in ("reduce", "gather") and not place.is_root:
+            return self._awaited(lambda: function(send, None, root=ROOT, producer=producer))
+        if collective in ("broadcast", "scatter") and not place.is_root:
+            return self._awaited(lambda: function(None, recv, root=ROOT, producer=producer))
+        return self._awaited(lambda: function(send, recv, producer=producer))
+
+    def _awaited(self, begin: Callable[[], Any]) -> Call:
+        stream = self.stream
+        return (lambda: begin().wait()) if stream is None else lambda: begin().synchronize(stream)
 
 
 class Torch:
@@ -315,6 +358,7 @@ OPEN: dict[str, Callable[[Place], Any]] = {
     "ncclpy": Ncclpy,
     "ncclpy, registered": lambda place: Ncclpy(place, REGISTERED),
     "ncclpy, windows": lambda place: Ncclpy(place, WINDOW),
+    "ncclpy.ProcessGroup": Group,
     "torch.distributed": Torch,
     "cupy.cuda.nccl": Cupy,
 }

@@ -1,9 +1,12 @@
-"""What a process group costs on the host engine: until it stands, and what each pair of ranks needs.
+"""What a process group costs beside its calls: until it stands, its memory, and what each pair of ranks needs.
 
 Ranks are threads of one process, which meet in a LocalStore, or processes of this machine, which meet in a TCPStore.
 A group stands when the last rank has come back from `connect`, counted from the first that begins to make it. Every
 round measures every number of ranks once, in fresh processes, which have imported everything and connected to the
 store before. The memory and the threads of a pair are those of both of its ranks, in one process.
+
+With --gpu N on N GPUs, a process each, instead: the peak of device memory in a loop beside torch.distributed's, and
+the device memory of a pair.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import random
 from pathlib import Path
 
 from benchmarks.pages import report
-from benchmarks.process_group import pairs, standing
+from benchmarks.process_group import memory, pairs, standing
 from benchmarks.work import results
 
 DEFAULTS = {
@@ -27,7 +30,9 @@ DEFAULTS = {
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add this experiment's options."""
-    parser.add_argument("--host", action="store_true", required=True, help="measure the host engine")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--host", action="store_true", help="measure the host engine")
+    where.add_argument("--gpu", type=int, default=0, metavar="N", help="measure N GPUs, 2 at least")
     parser.add_argument("--ranks", type=int, nargs="+", metavar="N", help="numbers of ranks (default: 2 4 8 ... 256)")
     parser.add_argument("--most-processes", type=int, metavar="N", help="most ranks as processes (default: 64)")
     parser.add_argument("--pairs", type=int, nargs="+", metavar="N", help="numbers of pairs (default: 1 8 32)")
@@ -39,10 +44,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(chosen: argparse.Namespace) -> int:
     """Measure, print and write."""
-    command = ["--host", *results.options(chosen, DEFAULTS)]
-    result = results.new("process_group", command, engine="host", rounds=chosen.rounds, seed=chosen.seed)
-    result["notes"] = [*standing.NOTES, *pairs.NOTES]
-    plan = [*standing.plan(chosen), *pairs.plan(chosen)]
+    command = [*(["--gpu", str(chosen.gpu)] if chosen.gpu else ["--host"]), *results.options(chosen, DEFAULTS)]
+    engine = "gpu" if chosen.gpu else "host"
+    result = results.new("process_group", command, engine=engine, rounds=chosen.rounds, seed=chosen.seed)
+    measured = [memory] if chosen.gpu else [standing, pairs]
+    result["notes"] = [note for module in measured for note in module.NOTES]
+    plan = [entry for module in measured for entry in module.plan(chosen)]
     order = random.Random(chosen.seed)
     rows: dict[tuple, dict] = {}
     for number in range(chosen.rounds):

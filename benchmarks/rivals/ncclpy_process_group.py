@@ -1,4 +1,4 @@
-"""ncclpy.ProcessGroup: each operation is a work on a stream of the group, behind the stream that produces its input."""
+"""ncclpy.ProcessGroup: each operation is a work on a stream of the group, behind the one that produces its input."""
 
 from benchmarks.overhead.road import Road, timed
 from benchmarks.rivals import arrays

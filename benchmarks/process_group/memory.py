@@ -1,0 +1,69 @@
+"""Device memory on GPUs: the peak of a training-like loop beside torch.distributed's, and what a pair needs."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import tempfile
+from pathlib import Path
+
+from benchmarks.process_group.pairs import OURS
+from benchmarks.work import workers
+
+SIDE = "benchmarks.process_group.memory_side"
+RIVALS = (OURS, "torch.distributed")
+NOTES = [
+    "A step of the loop makes 8 gradients of 32 MiB, all-reduces each as soon as it is there, lets the stream "
+    "wait for it, adds it to a parameter and drops it; peaks are those of torch's caching allocator over 20 steps.",
+    "The memory of a pair is what its rank 0 has less on its device once the pair is connected.",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """One rival's loop, or the pair if it is None, on so many GPUs."""
+
+    ngpus: int
+    rival: str | None
+
+    def measure(self) -> list[dict]:
+        """Measure in fresh processes; a row's value is rank 0's."""
+        processes: list[workers.WorkerProcess] = []
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                processes += [workers.WorkerProcess(SIDE) for _ in range(self.ngpus)]
+                what = {"nranks": self.ngpus, "store": str(Path(folder) / "store")}
+                if self.rival is not None:
+                    what["rival"] = self.rival
+                asked = [(process, {"rank": rank, **what}) for rank, process in enumerate(processes)]
+                do = "pair" if self.rival is None else "train"
+                found = workers.ask_all(asked, do, deadline=workers.FIRST_DEADLINE)[0]
+        finally:
+            for process in processes:
+                process.close()
+        if self.rival is None:
+            return [
+                self._row("pairs", "memory of a pair", "MiB", found["memory"]),
+                self._row("pairs", "to make a pair", "ms", found["made"]),
+            ]
+        operation = "training-like loop"
+        return [
+            self._row(operation, "peak allocated", "MiB", found["allocated"]),
+            self._row(operation, "peak reserved", "MiB", found["reserved"]),
+            self._row(operation, "a step", "ms", found["step"]),
+        ]
+
+    def _row(self, operation: str, measure: str, unit: str, value: float) -> dict:
+        return {
+            "operation": operation,
+            "rival": self.rival or OURS,
+            "road": f"{self.ngpus} GPUs",
+            "measure": measure,
+            "unit": unit,
+            "value": value,
+        }
+
+
+def plan(chosen: argparse.Namespace) -> list[Memory]:
+    """Return what is measured in a round."""
+    return [Memory(chosen.gpu, rival) for rival in (*RIVALS, None)]

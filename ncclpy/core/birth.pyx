@@ -14,7 +14,9 @@ while somebody may be polling, since whoever polls holds the communicator, and t
 from cpython.ref cimport Py_INCREF
 from libc.stdlib cimport calloc, free
 
+from ncclpy.abi.driver cimport CUstreamCaptureMode
 from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess, ncclUnhandledCudaError
+from ncclpy.core.capture cimport relax, restore
 from ncclpy.core.check cimport keep_words
 from ncclpy.core.config cimport fill_config
 from ncclpy.core.library cimport driver, nccl
@@ -35,8 +37,10 @@ cdef extern from * nogil:
 cdef void* _ask(void* argument) noexcept nogil:
     cdef Question* question = <Question*>argument
     cdef ncclResult_t result = ncclUnhandledCudaError
+    cdef CUstreamCaptureMode mode = relax()
     if driver.cuCtxSetCurrent(question.context) == 0:
         result = nccl.ncclCommSplit(question.guard, 0, 0, &question.cell, &question.config)  # equal keys: ranks stay
+    restore(mode)
     if result != ncclSuccess and result != ncclInProgress:
         # Of which the guard itself, which is well, will not tell whoever asks next.
         question.words = keep_words(result)

@@ -19,5 +19,8 @@ cdef class Event:
 
 cdef Stream owner_of(CUstream raw)
 
+# Whether a stream is being captured into a graph; it raises where that capture was invalidated.
+cdef bint is_captured(CUstream stream, int device) except -1
+
 # An event recorded behind what the stream has queued; None if that is done, or cannot be asked while it is captured.
 cdef object event_behind(CUstream stream, int device)

@@ -7,9 +7,13 @@ from libc.stdint cimport uintptr_t
 from ncclpy.abi.driver cimport (
     CU_EVENT_DISABLE_TIMING,
     CU_EVENT_WAIT_DEFAULT,
+    CU_STREAM_CAPTURE_STATUS_INVALIDATED,
     CU_STREAM_CAPTURE_STATUS_NONE,
+    CU_STREAM_LEGACY,
     CU_STREAM_NON_BLOCKING,
+    CU_STREAM_PER_THREAD,
     CUDA_ERROR_NOT_READY,
+    CUDA_ERROR_STREAM_CAPTURE_INVALIDATED,
     CUDA_SUCCESS,
     CUcontext,
     CUresult,
@@ -358,6 +362,26 @@ def synchronize(device=None, timeout=None):
     call.start("ncclpy-wait")
     if not call.wait(deadline_after(limit)):
         waited(<int>CUDA_ERROR_NOT_READY, b"cuCtxSynchronize", f"device {call.device}", limit)
+
+
+cdef bint is_captured(CUstream stream, int device) except -1:
+    """Return whether a stream is being captured; the legacy default stream, which cannot be, is not asked."""
+    cdef CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE
+    cdef CUcontext saved = NULL
+    cdef CUresult result
+    cdef bint entered = stream == CU_STREAM_PER_THREAD  # of the current device
+    if stream == NULL or stream == CU_STREAM_LEGACY:
+        return False
+    require_driver()
+    if entered:
+        saved = enter_device(device)
+    result = driver.cuStreamIsCapturing(stream, &status)
+    if entered:
+        leave_device(saved)
+    if status == CU_STREAM_CAPTURE_STATUS_INVALIDATED:
+        result = CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
+    check_driver(result, b"cuStreamIsCapturing")
+    return status != CU_STREAM_CAPTURE_STATUS_NONE
 
 
 cdef object event_behind(CUstream stream, int device):

@@ -11,6 +11,7 @@ from cpython.exc cimport PyErr_CheckSignals
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, nanosleep, timespec
 
 from ncclpy.abi.driver cimport CUDA_ERROR_NOT_READY
+from ncclpy.core.capture cimport relax
 from ncclpy.core.library cimport driver, stream_wait
 
 cdef extern from "pthread.h" nogil:
@@ -147,6 +148,7 @@ cdef class Call:
 
     def _run(self):
         name_this_thread(self.name)
+        relax()
         try:
             self.make()
         except BaseException as error:  # carried to who waits

@@ -13,10 +13,8 @@ import signal
 import threading
 import weakref
 
-from ncclpy.abi.driver cimport CU_STREAM_CAPTURE_MODE_RELAXED, CUstreamCaptureMode
 from ncclpy.abi.locks cimport mutex_trylock
 from ncclpy.core.abort cimport begin_abort
-from ncclpy.core.library cimport driver
 from ncclpy.core.marks cimport find_overdue
 from ncclpy.core.operation cimport function_of
 from ncclpy.core.state cimport READY, is_over
@@ -103,10 +101,7 @@ cdef class _Watcher(Call):
 
 cdef int _look_on() except -1:
     global _watching
-    cdef CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED  # it disturbs nobody's capture
     cdef double pause
-    if driver.cuThreadExchangeStreamCaptureMode != NULL:
-        driver.cuThreadExchangeStreamCaptureMode(&mode)
     while True:
         _wake.clear()  # before the look: what comes behind it is not to wait for the next one
         pause = min(_round(), SELDOM, _rest_of_patience())

@@ -4,6 +4,7 @@ import logging
 import threading
 
 from ncclpy.core.abort cimport ABORT_DEADLINE
+from ncclpy.core.capture cimport relax
 from ncclpy.core.communicator cimport Communicator
 from ncclpy.core.datatypes cimport ITEMSIZE
 from ncclpy.core.operation cimport has_root
@@ -68,6 +69,7 @@ cdef class Clique(LaunchOwner):
         thread.start()
 
     def _make(self, unique_id, config):
+        relax()
         made, error = [], None
         try:
             uid = UniqueId.from_bytes(unique_id) if unique_id else get_unique_id()
@@ -195,6 +197,7 @@ cdef unsigned long long signature_of(const Operation* o) noexcept:
 
 
 def _close(comm):
+    relax()
     try:
         comm.close()
     except Exception:  # nobody could do more about it; its memory stays with NCCL

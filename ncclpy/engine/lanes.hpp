@@ -22,8 +22,9 @@ using Job = ncclpy_job;
 // One lane. Lanes live as long as the process, as their threads do.
 class Lane {
  public:
-  // `spin` is how long the thread stays awake for the next job, in seconds: work comes in bursts.
-  explicit Lane(double spin) : spin_(spin) { ncclpy_mutex_init(&mutex_, NCCLPY_LOCK_LIST); }
+  // `spin` is how long the thread stays awake for the next job, in seconds: work comes in bursts. The thread calls
+  // `begin` first.
+  Lane(double spin, void (*begin)()) : spin_(spin), begin_(begin) { ncclpy_mutex_init(&mutex_, NCCLPY_LOCK_LIST); }
 
   // Returns false when no thread can be started.
   bool start() {
@@ -93,6 +94,7 @@ class Lane {
 
   void serve() {
     ncclpy_sharp_timers();
+    if (begin_ != nullptr) begin_();
     for (;;) {
       const int seen = ncclpy_load(&news_);
       Job* job = take(false);
@@ -141,19 +143,22 @@ class Lane {
   int news_ = 0;         // atomic; counts what is to be looked at, slept on
   int asleep_ = 0;       // atomic
   const double spin_;
+  void (*const begin_)();
 };
 
 // All lanes of the process.
 class Lanes {
  public:
-  Lanes(int count, double spin) : spin_(spin), lanes_(count) { ncclpy_mutex_init(&order_, NCCLPY_LOCK_ORDER); }
+  explicit Lanes(int count, double spin, void (*begin)() = nullptr) : spin_(spin), begin_(begin), lanes_(count) {
+    ncclpy_mutex_init(&order_, NCCLPY_LOCK_ORDER);
+  }
 
   int count() const { return static_cast<int>(lanes_.size()); }
 
   // Starts a lane's thread at its first use; not for several threads at once. Returns false if that fails.
   bool need(int number) {
     if (lanes_[number] != nullptr) return true;
-    std::unique_ptr<Lane> lane(new (std::nothrow) Lane(spin_));
+    std::unique_ptr<Lane> lane(new (std::nothrow) Lane(spin_, begin_));
     if (lane == nullptr || !lane->start()) return false;
     lanes_[number] = std::move(lane);
     return true;
@@ -199,6 +204,7 @@ class Lanes {
   ncclpy_mutex order_;     // of launches; guards pushed_at_ too
   double pushed_at_ = 0;   // when something was launched last
   const double spin_;
+  void (*const begin_)();
   std::vector<std::unique_ptr<Lane>> lanes_;  // the thread that calls need() has the GIL
 };
 

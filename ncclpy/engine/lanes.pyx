@@ -7,13 +7,14 @@ where there are fewer cores than devices, several devices share one.
 import atexit
 import os
 
+from ncclpy.core.capture cimport relax
 from ncclpy.core.wait cimport now
 
 from ncclpy.core import device as _device
 
 cdef extern from "ncclpy/engine/lanes.hpp" namespace "ncclpy" nogil:
     cdef cppclass Lanes:
-        Lanes(int count, double spin)
+        Lanes(int count, double spin, void (*begin)() noexcept nogil)
         int count()
         bint need(int number)
         void push(ncclpy_job** jobs, const int* numbers, size_t count)
@@ -34,6 +35,11 @@ cdef int _MANY = 4  # cores for each lane
 cdef Lanes* _lanes = NULL  # made at the first use, with the GIL; they live as long as the process
 
 
+cdef void _settle_in() noexcept nogil:
+    """Begin a lane: what it calls disturbs nobody's capture."""
+    relax()
+
+
 cdef int lane_of(int device) except -1:
     """Return the lane of a device. There is one a device, but one core is left to Python."""
     global _lanes
@@ -42,7 +48,7 @@ cdef int lane_of(int device) except -1:
         cores = len(os.sched_getaffinity(0))
         wanted = max(1, min(_device.device_count(), cores - 1))
         if _lanes == NULL:
-            _lanes = new Lanes(wanted, _LONG_SPIN if cores >= _MANY * wanted else _SPIN)
+            _lanes = new Lanes(wanted, _LONG_SPIN if cores >= _MANY * wanted else _SPIN, _settle_in)
     number = device % _lanes.count()
     if not _lanes.need(number):
         raise RuntimeError("no thread can be started for launching: the process or the system has too many")

@@ -13,14 +13,10 @@ from libc.stdint cimport uintptr_t
 from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memset
 
-from ncclpy.abi.driver cimport (
-    CU_EVENT_WAIT_DEFAULT,
-    CU_STREAM_CAPTURE_MODE_RELAXED,
-    CUDA_SUCCESS,
-    CUstreamCaptureMode,
-)
+from ncclpy.abi.driver cimport CU_EVENT_WAIT_DEFAULT, CUDA_SUCCESS, CUstreamCaptureMode
 from ncclpy.abi.nccl cimport ncclInProgress, ncclResult_t, ncclSuccess
 from ncclpy.core.abort cimport ABORT_DEADLINE, abort_handles
+from ncclpy.core.capture cimport relax, restore
 from ncclpy.core.device cimport context_of
 from ncclpy.core.handle cimport WAS_ABORTED
 from ncclpy.core.library cimport driver, nccl, require
@@ -163,7 +159,7 @@ cdef void launch_here() noexcept:
     cdef Batch* batch
     cdef double moment
     cdef CUcontext saved = NULL
-    cdef CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED  # what this thread captures is not disturbed
+    cdef CUstreamCaptureMode mode
     if ncclpy_launch_here == NULL:
         return
     launch = <Launch>ncclpy_launch_here
@@ -171,16 +167,14 @@ cdef void launch_here() noexcept:
     batch = &launch.whole
     with nogil:
         driver.cuCtxGetCurrent(&saved)
-        if driver.cuThreadExchangeStreamCaptureMode != NULL:
-            driver.cuThreadExchangeStreamCaptureMode(&mode)
+        mode = relax()  # what this thread captures is not disturbed
         if _run_in_turn(batch, saved, 0):
             moment = now()  # before other launches come to these devices
             give_lanes_back(batch.lent, batch.nlent)
             _hand_works_over(batch, moment)
         else:
             pass_on(&batch.job, batch.lent)  # an abort is inside a communicator: it can take long
-        if driver.cuThreadExchangeStreamCaptureMode != NULL:
-            driver.cuThreadExchangeStreamCaptureMode(&mode)
+        restore(mode)
         if launch.parts[launch.count - 1].context != saved:
             driver.cuCtxSetCurrent(saved)
     Py_DECREF(launch)

@@ -20,14 +20,7 @@ from libcpp.deque cimport deque
 from libcpp.unordered_map cimport unordered_map
 from libcpp.vector cimport vector
 
-from ncclpy.abi.driver cimport (
-    CU_STREAM_CAPTURE_MODE_RELAXED,
-    CUDA_ERROR_NOT_READY,
-    CUDA_SUCCESS,
-    CUcontext,
-    CUresult,
-    CUstreamCaptureMode,
-)
+from ncclpy.abi.driver cimport CUDA_ERROR_NOT_READY, CUDA_SUCCESS, CUcontext, CUresult
 from ncclpy.abi.locks cimport LOCK_MONITOR, mutex_init, mutex_lock, mutex_t, mutex_unlock
 from ncclpy.abi.nccl cimport ncclResult_t, ncclSuccess
 from ncclpy.core.device cimport context_of
@@ -213,7 +206,7 @@ cdef class _Thread(Call):
     """The monitor's thread, which runs until the process ends."""
 
     cdef int make(self) except -1:
-        _settle_in()
+        sharp_timers()
         while not _signs.stop:
             with nogil:
                 _watch(_signs.next_round)
@@ -278,15 +271,6 @@ cdef class _Defect:
 
     def __call__(self):
         raise self.error
-
-
-cdef int _settle_in() except -1:
-    """Prepare the thread: short sleeps are short, and it disturbs nobody's capture of a stream."""
-    cdef CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED
-    sharp_timers()
-    if driver.cuThreadExchangeStreamCaptureMode != NULL:
-        driver.cuThreadExchangeStreamCaptureMode(&mode)
-    return 0
 
 
 cdef void _watch(double next_round) noexcept nogil:

@@ -7,6 +7,7 @@ cdef enum:
     COMPLETED = 2
     FAILED = 3
     CALLED = 4  # a plain call has come back; the device may not be done with it, which nobody asks
+    CAPTURED = 5  # part of a CUDA graph: it runs whenever that is launched, of which nobody here knows
 
 
 # What the recorder keeps of one operation. The fields in C may be written without the GIL.

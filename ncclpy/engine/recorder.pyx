@@ -32,7 +32,7 @@ cdef int _LONG = 300
 # By number: asking the enums takes longer than all the rest of an entry.
 _DTYPES = tuple([member.name.lower() for member in DataType])
 _OPS = tuple([member.name.lower() for member in ReduceOp])
-_STATES = ("pending", "launched", "completed", "failed", "called")
+_STATES = ("pending", "launched", "completed", "failed", "called", "captured")
 
 # C name of an operation to the name of its method.
 _METHODS = {

@@ -14,7 +14,7 @@ cdef enum:
 
 
 cdef class Work:
-    cdef int phase  # PENDING to FAILED, see recorder; slept on
+    cdef int phase  # PENDING to FAILED or CAPTURED, see recorder; slept on
     cdef int sleepers
     cdef CUevent done  # recorded behind the operation once it is launched
     cdef CUevent began  # with timing only
@@ -50,6 +50,9 @@ cdef class Work:
     cdef bint is_shared(self) noexcept
     cdef object say(self, str what)
     cdef bint is_settled(self) noexcept
+    cdef int become_captured(self, CUstream stream) except -1
+    cdef int _refuse_if_captured(self) except -1
+    cdef int _join(self, CUstream stream) except -1
     cdef bint _look(self) except -1
     cdef bint _healthy(self) except -1
     cdef int _wait_for(self, int state, double deadline) except -1

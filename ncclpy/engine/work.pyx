@@ -14,20 +14,22 @@ from ncclpy.abi.driver cimport (
     CUDA_SUCCESS,
     CUcontext,
     CUresult,
+    CUstreamCaptureMode,
 )
 from ncclpy.core.buffers cimport HOST_MEMORY, NO_FRAMEWORK, View, read_view
+from ncclpy.core.capture cimport relax, restore
 from ncclpy.core.check cimport check_driver
 from ncclpy.core.device cimport enter_device, leave_device
 from ncclpy.core.library cimport driver, require_driver
 from ncclpy.core.state cimport ABORTED
-from ncclpy.core.stream cimport as_stream
+from ncclpy.core.stream cimport as_stream, is_captured
 from ncclpy.core.wait cimport FOREVER, as_timeout, deadline_after
 from ncclpy.engine cimport protocols
 from ncclpy.engine.callbacks cimport begin_callback, end_callback, step_aside, users
-from ncclpy.engine.events cimport give_event
+from ncclpy.engine.events cimport give_event, take_event
 from ncclpy.engine.message cimport is_plain, message, words_of
 from ncclpy.engine.native cimport add, load, now, sleep_on, swap, wake
-from ncclpy.engine.recorder cimport COMPLETED, FAILED, LAUNCHED, PENDING, new_entry
+from ncclpy.engine.recorder cimport CAPTURED, COMPLETED, FAILED, LAUNCHED, PENDING, new_entry
 
 from ncclpy.core.errors import NcclAborted, NcclTimeout, not_copied
 from ncclpy.engine.recorder import method_name
@@ -96,14 +98,15 @@ cdef class Work:
     """What an asynchronous operation returns.
 
     A work is pending, launched, and then completed or failed. Until it is done it keeps the buffers and the
-    communicator of the operation alive. Waiting for it never holds the GIL.
+    communicator of the operation alive. Waiting for it never holds the GIL. One that was captured into a CUDA graph
+    keeps nothing, and never ends: the operation runs whenever the graph is launched.
 
     Attributes
     ----------
     device : int
         The ordinal of the device that the operation runs on.
     state : str
-        ``"pending"``, ``"launched"``, ``"completed"`` or ``"failed"``.
+        ``"pending"``, ``"launched"``, ``"completed"`` or ``"failed"``, or ``"captured"``.
     """
 
     def __cinit__(self):
@@ -115,8 +118,8 @@ cdef class Work:
 
     @property
     def state(self):
-        """``"pending"``, ``"launched"``, ``"completed"`` or ``"failed"``."""
-        return ("pending", "launched", "completed", "failed")[load(&self.phase)]
+        """``"pending"``, ``"launched"``, ``"completed"`` or ``"failed"``, or ``"captured"``."""
+        return ("pending", "launched", "completed", "failed", "", "captured")[load(&self.phase)]
 
     cdef bint is_settled(self) noexcept:
         return load(&self.phase) >= COMPLETED
@@ -216,6 +219,26 @@ cdef class Work:
             or (Py_REFCNT(<PyObject*>self.entry) == 1 and not is_plain(self.entry.key))
         )
 
+    cdef int become_captured(self, CUstream stream) except -1:
+        """Note that it is part of a CUDA graph, captured from a stream; the arrays are the graph's owner's."""
+        self.stream = stream
+        self.callbacks = self.held = self.output = None
+        self.entry.launched = now()
+        self.entry.state = CAPTURED
+        swap(&self.phase, CAPTURED)
+        if load(&self.sleepers):
+            wake(&self.phase)
+        return 0
+
+    cdef int _refuse_if_captured(self) except -1:
+        if load(&self.phase) == CAPTURED:
+            raise ValueError(self.say(
+                "was captured into a CUDA graph: it runs whenever that is launched, and has no end or result of its own. "
+                "Wait for the stream that the graph is launched on; within the capture synchronize(stream) lets another "
+                "of its streams wait"
+            ))
+        return 0
+
     cdef object say(self, str what):
         """Return a text that begins with the work's name."""
         cdef Entry entry = self.entry
@@ -254,21 +277,27 @@ cdef class Work:
     def is_completed(self):
         """Return whether it is done, with a result or an error; it does not wait."""
         self._look()
+        self._refuse_if_captured()
         return self.is_settled()
 
     cdef bint _look(self) except -1:
         """Ask the device, if it is launched; return whether it is done."""
         cdef CUresult result
+        cdef CUstreamCaptureMode mode
         if load(&self.phase) != LAUNCHED:
             return self.is_settled()
         require_driver()
+        mode = relax()  # this thread may be capturing a stream
         result = driver.cuEventQuery(self.done)
-        if load(&self.phase) == LAUNCHED and result == CUDA_SUCCESS and self._healthy():
-            if self.handle is not None and self.handle.state == ABORTED:
-                self.settle(NcclAborted(self.say(f"did not complete: {self.handle!r} was aborted")))
-            else:
-                self.settle(None)
-            self.tidy()
+        try:
+            if load(&self.phase) == LAUNCHED and result == CUDA_SUCCESS and self._healthy():
+                if self.handle is not None and self.handle.state == ABORTED:
+                    self.settle(NcclAborted(self.say(f"did not complete: {self.handle!r} was aborted")))
+                else:
+                    self.settle(None)
+                self.tidy()
+        finally:
+            restore(mode)
         return self.is_settled()
 
     cdef bint _healthy(self) except -1:
@@ -278,6 +307,7 @@ cdef class Work:
     cdef int _wait_for(self, int state, double deadline) except -1:
         """Wait until it has come to `state` or beyond; return whether it has."""
         cdef double begun = now(), until, slice
+        cdef CUstreamCaptureMode mode
         cdef int seen
         require_driver()
         if self.gathering is not None:
@@ -286,6 +316,7 @@ cdef class Work:
             seen = load(&self.phase)
             if seen == LAUNCHED and now() - begun < _EAGER:
                 with nogil:
+                    mode = relax()
                     until = begun + _EAGER
                     while (
                         load(&self.phase) == LAUNCHED
@@ -293,6 +324,7 @@ cdef class Work:
                         and now() < until
                     ):
                         sched_yield()
+                    restore(mode)
                 if self._look():
                     break
             if now() >= deadline:
@@ -313,6 +345,7 @@ cdef class Work:
         if not self._wait_for(COMPLETED, deadline_after(seconds)):
             missing = "" if self.gathering is None else f"; it waits for {self.gathering.missing()}"
             raise NcclTimeout(self.say(f"is {self.state} after {seconds:.3g} s{missing}"))
+        self._refuse_if_captured()
         self.tidy()
         return 0
 
@@ -358,7 +391,8 @@ cdef class Work:
         ----------
         stream : optional
             Any stream object or handle; the legacy default stream of the device by default. In CPU memory (host
-            engine), whose readers have no stream, use `wait`.
+            engine), whose readers have no stream, use `wait`. For an operation that was captured, within the capture: a
+            stream that is part of it from then on.
         """
         cdef CUstream raw = NULL if stream is None else as_stream(stream)
         cdef CUresult result
@@ -372,6 +406,30 @@ cdef class Work:
             self.loosen(raw)
         elif self.error is not None:
             raise self.error.with_traceback(None)
+        elif load(&self.phase) == CAPTURED:
+            self._join(raw)
+
+    cdef int _join(self, CUstream stream) except -1:
+        """Let a stream wait for a captured operation: it becomes part of the capture, if it is not yet."""
+        cdef CUevent event
+        cdef CUresult result
+        cdef CUcontext saved
+        if stream == self.stream:
+            return 0
+        if stream == NULL or stream == CU_STREAM_LEGACY:
+            raise ValueError(self.say(
+                "was captured, and the legacy default stream cannot be part of a CUDA graph: pass the stream that is to wait"
+            ))
+        if not is_captured(self.stream, self.device):
+            self._refuse_if_captured()
+        event = take_event(self.device, False)
+        saved = enter_device(self.device)
+        result = driver.cuEventRecord(event, self.stream)
+        if result == CUDA_SUCCESS:
+            result = driver.cuStreamWaitEvent(stream, event, CU_EVENT_WAIT_DEFAULT)
+        leave_device(saved)
+        give_event(self.device, False, event)  # the graph does not mind that it is recorded again
+        return check_driver(result, b"cuStreamWaitEvent")
 
     @property
     def duration(self):
@@ -388,6 +446,7 @@ cdef class Work:
         """
         if not callable(callback):
             raise TypeError(f"callback: expected a callable, got {type(callback).__name__}")
+        self._refuse_if_captured()
         if not self.is_settled():
             if self.callbacks is None:
                 self.callbacks = []

@@ -26,6 +26,7 @@ cdef class Block:
     cdef int add(self, const Operation* operation, Lowered lowered, const View* view, held, output, producer) except -1
     # Have the stream of the group wait for what produces the inputs.
     cdef int record(self, CUstream stream) except -1
+    cdef bint record_captured(self) except -1
 
 
 cdef Block new_block(BlockOwner owner, Request request)

@@ -6,6 +6,7 @@ from libc.stdint cimport uintptr_t
 from ncclpy.core.operation cimport is_pair
 from ncclpy.engine.protocols cimport Awaited
 from ncclpy.engine.streams cimport find_producer, record_behind, wait_behind
+from ncclpy.process_group.captured cimport captured_of
 
 
 cdef class BlockOwner(Operations):
@@ -74,14 +75,17 @@ cdef class Block:
         self, const Operation* operation, Lowered lowered, const View* view, held, output, producer
     ) except -1:
         """Add an operation, or the group of them that stands for it."""
-        cdef CUstream stream
+        cdef CUstream stream = NULL
         cdef bint pair = is_pair(operation.kind)
+        cdef size_t i, before = self.request.count
         if find_producer(view, self.work.device, producer, &stream):
             self.producers.add(<uintptr_t>stream)
         if lowered is None:
             self.request.add(operation)
         else:
             self.request.add_all(lowered)
+        for i in range(before, self.request.count):
+            self.request.steps[i].stream = stream  # for a capture; otherwise all run on the group's
         if not self.held:
             self.work.entry.operation, self.work.entry.datatype = operation.kind, operation.datatype
         self.request.point_to_point = pair and (self.request.point_to_point or not self.held)
@@ -102,6 +106,17 @@ cdef class Block:
                 self.work.has_producer = False  # there are several
             first = False
         return 0
+
+    cdef bint record_captured(self) except -1:
+        """Return whether the producers' streams are being captured; then operations without one are on one of them."""
+        cdef CUstream stream = captured_of(self.producers, self.work.device)
+        cdef size_t i
+        if stream == NULL:
+            return False
+        for i in range(self.request.count):
+            if self.request.steps[i].stream == NULL:
+                self.request.steps[i].stream = stream
+        return True
 
 
 cdef Block new_block(BlockOwner owner, Request request):

@@ -4,6 +4,7 @@ import threading
 import weakref
 
 from ncclpy.abi.nccl cimport ncclSuccess
+from ncclpy.core.capture cimport relax
 from ncclpy.core.communicator cimport Communicator
 from ncclpy.core.stream cimport Stream
 from ncclpy.core.wait cimport FOREVER, deadline_after, now
@@ -79,6 +80,7 @@ cdef class Connection(Clique):
         (<_Meeting>self.awaited).text = f"the {nranks} ranks of communicator {label!r}, which is being made"
 
     def _make(self, _, config):
+        relax()
         made, error = [], None
         cdef double deadline = deadline_after(self.limit)
         cdef Communicator comm

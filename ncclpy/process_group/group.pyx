@@ -5,19 +5,21 @@ import functools
 from cpython.pythread cimport PyThread_get_thread_ident
 from libc.string cimport memset
 
+from ncclpy.abi.driver cimport CUstream
 from ncclpy.core.buffers cimport HOST_MEMORY, View
 from ncclpy.core.lower cimport Lowered
 from ncclpy.core.operation cimport ALL_REDUCE, Operation, is_pair
 from ncclpy.core.start cimport fill_barrier, root_rank
-from ncclpy.core.stream cimport Stream
+from ncclpy.core.stream cimport Stream, is_captured
 from ncclpy.core.wait cimport as_timeout, deadline_after
 from ncclpy.engine.callbacks cimport users
 from ncclpy.engine.launcher cimport launch_here
 from ncclpy.engine.monitor cimport ensure_running
 from ncclpy.engine.recorder cimport note_operation
-from ncclpy.engine.streams cimport record_producer
+from ncclpy.engine.streams cimport find_producer, record_behind
 from ncclpy.engine.work cimport Work, new_work
 from ncclpy.process_group.block cimport Block, new_block
+from ncclpy.process_group.captured cimport capture
 from ncclpy.process_group.connection cimport Connection
 from ncclpy.process_group.lifecycle cimport Lifecycle
 from ncclpy.process_group.pairs cimport disconnect
@@ -25,6 +27,7 @@ from ncclpy.process_group.request cimport Request, new_request
 
 from ncclpy.core.errors import NcclAborted
 from ncclpy.core.types import ReduceOp, as_integer
+from ncclpy.engine.recorder import text_of
 from ncclpy.process_group.block import Deadline
 from ncclpy.process_group.hooks import Tells
 
@@ -91,6 +94,9 @@ check="off", high_priority=False, timing=False)
         cdef Connection connection
         cdef Work work
         cdef Block block
+        cdef CUstream stream
+        cdef size_t i
+        cdef int peer = -1
         self.check_usable()
         if self.blocks:
             block = self.blocks.get(PyThread_get_thread_ident())
@@ -110,12 +116,18 @@ check="off", high_priority=False, timing=False)
         else:
             request.add_all(lowered)
         request.point_to_point = is_pair(operation.kind)
+        if request.point_to_point and operation.root != self.rank:
+            peer = operation.root
         try:
-            record_producer(work, view, producer)
-            if not request.point_to_point or operation.root == self.rank:
-                connection = self.connection_with(-1)
-            else:
-                connection = self.connection_with(operation.root)
+            if find_producer(view, work.device, producer, &stream):
+                if is_captured(stream, work.device):
+                    for i in range(request.count):
+                        request.steps[i].stream = stream
+                    self._capture(peer, request)
+                    return work
+                record_behind(work, stream)
+            connection = self.connection_with(peer)
+            if peer >= 0:
                 request.steps[0].root = 1 - connection.rank  # as that communicator knows the peer
             self._submit(connection, request)
         except BaseException as error:  # the recorder is not to show it as pending
@@ -149,12 +161,7 @@ check="off", high_priority=False, timing=False)
                     and request.steps[0].root == self.rank
                 ):
                     request = self._matched(request)  # which may refuse it
-                if pair:
-                    work.entry.sequence = connection.sequence
-                    connection.sequence += 1
-                else:
-                    work.entry.sequence = self.collectives
-                    self.collectives += 1
+                self._number(connection, work, pair)
                 if request is not None:
                     connection.take(request)
         finally:
@@ -162,6 +169,36 @@ check="off", high_priority=False, timing=False)
             launch_here()
         if not taken:
             self.check_usable()
+        return 0
+
+    cdef int _capture(self, int peer, Request request) except -1:
+        """Put a request into the CUDA graph that its producers' streams are being captured into, and number it."""
+        cdef Connection connection = self.standing(peer)
+        if request.point_to_point and request.count == 1 and peer < 0 and request.steps[0].root == self.rank:
+            raise ValueError(
+                f"rank {self.rank} of process group {self.name!r}: what a rank sends to itself is captured together with "
+                "its receive: have both in one coalescing() block"
+            )
+        if peer >= 0:
+            request.steps[0].root = 1 - connection.rank
+        error = capture(connection, request)
+        if error is not None:  # nobody knows what NCCL has made of it
+            if self.on_error != "report":
+                self._fail(error, text_of(error))
+                if self.failure is not error:
+                    self.check_usable()
+            raise error
+        with self.lock:
+            self._number(connection, request.work, request.point_to_point)
+        return 0
+
+    cdef int _number(self, Connection connection, Work work, bint pair) except -1:
+        if pair:
+            work.entry.sequence = connection.sequence
+            connection.sequence += 1
+        else:
+            work.entry.sequence = self.collectives
+            self.collectives += 1
         return 0
 
     cdef Request _matched(self, Request request):
@@ -249,6 +286,8 @@ check="off", high_priority=False, timing=False)
         if not launches:
             return 0
         self.check_usable()
+        if block.record_captured():
+            return self._capture(-1, block.request)
         stream = self.pool.of(self.device, 0)
         block.record(stream.raw)
         self._submit(self.connection_with(-1), block.request)

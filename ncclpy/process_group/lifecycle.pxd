@@ -36,5 +36,7 @@ cdef class Lifecycle(BlockOwner):
     cdef str label_of(self, int peer)
     # The communicator with all ranks (-1), or the one with a peer; it is begun with if there is none.
     cdef Connection connection_with(self, int peer)
+    # It as well, if it stands; else this raises.
+    cdef Connection standing(self, int peer)
     cdef Py_ssize_t pending(self) except -1
     cdef bint _drain(self, double deadline) except -1

@@ -11,7 +11,9 @@ from importlib import import_module as _import_module
 
 from cpython.exc cimport PyErr_CheckSignals
 
+from ncclpy.abi.driver cimport CUstreamCaptureMode
 from ncclpy.core.abort cimport ABORT_DEADLINE
+from ncclpy.core.capture cimport relax, restore
 from ncclpy.core.device cimport as_device
 from ncclpy.core.library cimport check_process
 from ncclpy.core.start cimport root_rank
@@ -180,6 +182,19 @@ cdef class Lifecycle(BlockOwner):
                     f"communicator {label!r} was not made: {type(error).__name__} in the last call"
                 ))
                 raise
+        return found
+
+    cdef Connection standing(self, int peer):
+        """Return the communicator with all ranks (-1), or with a peer, for a capture: none can be made within one."""
+        label = _MAIN if peer < 0 else self.label_of(peer)
+        cdef Connection found = self.connections.get(label)
+        if found is None or found.state != MADE:
+            ways = "connect()" if peer < 0 else f"connect(peers=[{peer}])"
+            raise ValueError(
+                f"rank {self.rank} of process group {self.name!r}: the producer's stream is being captured, and "
+                f"communicator {label!r} is not made yet, which a capture cannot hold: call {ways}, or run "
+                "the operation once, before the capture. Nothing was captured"
+            )
         return found
 
     def connect(self, peers=None, timeout=None):
@@ -421,6 +436,7 @@ cdef class Lifecycle(BlockOwner):
     def _end(self, bint drained):
         """Close the communicators, or abort them if something runs on them."""
         cdef Connection one
+        cdef CUstreamCaptureMode mode
         with self.lock:
             connections, self.connections = list(self.connections.values()), {}
             alone, self.alone = self.alone, []
@@ -442,7 +458,11 @@ cdef class Lifecycle(BlockOwner):
         self.pool.close()
         if self.scratch and drained and self.failure is None:  # else something may still write there
             pointer, self.scratch = self.scratch, 0
-            _device.free(pointer)
+            mode = relax()
+            try:
+                _device.free(pointer)
+            finally:
+                restore(mode)
 
     def __enter__(self):
         return self

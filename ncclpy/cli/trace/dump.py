@@ -10,7 +10,7 @@ from typing import Any
 
 FORMAT = "ncclpy-recorder"
 VERSION = 1
-STATES = ("pending", "launched", "completed", "failed", "called")
+STATES = ("pending", "launched", "completed", "failed", "called", "captured")
 
 # Both are far beyond what a recorder writes, and keep what is computed from them finite: 64 bits, and the year 5138.
 _MOST = 2**64

@@ -259,7 +259,7 @@ def _state(entry: Entry) -> str:
         return f"not launched for {_seconds(entry.dump.age(entry.created))}"
     if entry.state == "launched":
         return f"launched {_seconds(entry.dump.age(entry.launched))} ago and not completed"
-    when = entry.dump.age(entry.launched if entry.state == "called" else entry.completed)
+    when = entry.dump.age(entry.launched if entry.state in ("called", "captured") else entry.completed)
     return entry.state if when is None else f"{entry.state} {_seconds(when)} ago"
 
 

@@ -16,6 +16,7 @@ _ARGUMENTS = (
     "key", "communicator", "sequence", "rank", "nranks", "op", "dtype", "count", "nbytes", "root", "device", "launch",
     "id", "thread", "state", "error",
 )  # fmt: skip
+_ENDED = {"completed": "completed", "failed": "failed", "called": "completed", "captured": "completed"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +93,14 @@ def lay_out(dumps: Sequence[Dump]) -> Timeline:
 def _spans(index: int, entry: Entry, shift: float) -> Iterable[Span]:
     arguments = {name: getattr(entry, name) for name in _ARGUMENTS}
     now = entry.dump.monotonic
-    ended = {"completed": "completed", "failed": "failed", "called": "completed"}.get(entry.state, "unfinished")
+    ended = _ENDED.get(entry.state, "unfinished")
     if entry.created is not None and entry.created != entry.launched:
         if entry.launched is not None:
             end, state = entry.launched, "completed"
         else:
             end, state = now if entry.completed is None else entry.completed, ended
         yield _span(index, entry.device, True, entry.operation, entry.created + shift, end + shift, state, arguments)
-    if entry.launched is not None and entry.state != "called":  # nobody knows when the device was done
+    if entry.launched is not None and entry.state not in ("called", "captured"):  # nobody knows when it was done
         end = now if entry.completed is None else entry.completed
         yield _span(index, entry.device, False, entry.operation, entry.launched + shift, end + shift, ended, arguments)
 

@@ -1,0 +1,574 @@
+"""Operations of process groups in CUDA graphs: captured on the user's stream, and replayed."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import time
+import weakref
+
+import numpy as np
+import pytest
+from driver_calls import DriverError
+from graphs import GLOBAL, RELAXED, THREAD_LOCAL, Graph, driver
+from group_ranks import DEADLINE, run_groups
+
+import ncclpy
+import testing
+
+RAW = testing.RawArrays()
+MODES = pytest.mark.parametrize("mode", [GLOBAL, THREAD_LOCAL, RELAXED], ids=["global", "thread_local", "relaxed"])
+
+
+class Side:
+    """A rank's stream, arrays that stay where they are, and what both ranks do one after the other."""
+
+    meeting = threading.Barrier(2)
+
+    def __init__(self, group):
+        self.group = group
+        self.stream = ncclpy.Stream(group.device)
+
+    def meet(self):
+        """Wait for the other rank: in global mode one that captures is not to be disturbed by the other's test."""
+        self.meeting.wait(DEADLINE / 2)
+
+    @contextlib.contextmanager
+    def capture(self, graph):
+        """Capture, while the other rank does so as well, or waits for that."""
+        self.meet()
+        with graph.capture():
+            yield
+        self.meet()
+
+    def array(self, value, count=1000):
+        return RAW.make(np.full(count, value, np.float32), self.group.device)
+
+    def fill(self, array, value):
+        testing.write(array.pointer, np.full(array.count, value, np.float32), array.device)
+
+    def read(self, array):
+        """Return the one value that all elements have."""
+        (value,) = set(RAW.read(array).tolist())
+        return value
+
+    def all_reduce(self, array, recv=None, **options):
+        return self.group.all_reduce(
+            array.buffer, None if recv is None else recv.buffer, producer=self.stream, **options
+        )
+
+    def warm(self, *arrays):
+        """Have NCCL connect the ranks for what is captured later."""
+        for array in arrays:
+            self.all_reduce(array).wait(DEADLINE)
+
+
+@pytest.fixture(autouse=True)
+def no_collection():
+    """Memory that is collected in the middle of a capture would be freed, and that invalidates it."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def run(body, **options):
+    """Call ``body(side)`` on two ranks, whose test fails together."""
+    Side.meeting = threading.Barrier(2)
+
+    def one(group):
+        try:
+            side = Side(group)
+            result = body(side)
+            side.stream.close()
+            return result
+        except BaseException:
+            Side.meeting.abort()
+            raise
+
+    return run_groups(2, one, **options)
+
+
+@MODES
+def test_operations_in_one_graph(mode):
+    """Several collectives and a batch of both ranks' messages, replayed with new inputs."""
+
+    def body(side):
+        group, other = side.group, 1 - side.group.rank
+        given, summed = side.array(0), side.array(0)
+        gathered, sent, got = side.array(0, 2000), side.array(0), side.array(0)
+
+        def operations():
+            works = [side.all_reduce(given, summed)]
+            works.append(group.all_gather(summed.buffer, gathered.buffer, producer=side.stream))
+            with group.coalescing() as work:
+                group.send(sent.buffer, other, producer=side.stream)
+                group.recv(got.buffer, other, producer=side.stream)
+            return [*works, work]
+
+        for work in operations():
+            work.wait(DEADLINE)
+        with Graph(side.stream, mode) as graph:
+            with side.capture(graph):
+                works = operations()
+                assert graph.is_capturing()
+            assert [work.state for work in works] == ["captured"] * 3
+            results = []
+            for step in range(10):
+                side.fill(given, step * (group.rank + 1))
+                side.fill(sent, 100 * group.rank + step)
+                graph.launch()
+                results.append([side.read(array) for array in (summed, gathered, got)])
+        assert group.seq == 4, "collectives are numbered when they are captured, and not at replays"
+        return results
+
+    for rank, results in enumerate(run(body)):
+        assert results == [[3 * step, 3 * step, 100 * (1 - rank) + step] for step in range(10)]
+
+
+def test_lists_and_pairs_in_a_graph():
+    """Uneven parts, a group's barrier, and sends by the communicator of a pair."""
+
+    def body(side):
+        group, rank = side.group, side.group.rank
+        group.connect(peers=[1 - rank])
+        parts = [side.array(0, r + 1) for r in range(2)]
+        mine, passed = side.array(rank + 1, rank + 1), side.array(rank, 10)
+
+        def operations():
+            group.all_gather(mine.buffer, [part.buffer for part in parts], producer=side.stream)
+            if rank == 0:
+                group.send(passed.buffer, 1, producer=side.stream)
+            else:
+                group.recv(passed.buffer, 0, producer=side.stream)
+            return group.barrier(producer=side.stream)
+
+        operations().wait(DEADLINE)
+        group.wait_for_pending_works(DEADLINE)
+        with Graph(side.stream) as graph:
+            with side.capture(graph):
+                assert operations().state == "captured"
+            for value in (5, 6):
+                side.fill(mine, 10 * rank + value)
+                if rank == 0:
+                    side.fill(passed, value)
+                graph.launch()
+                assert side.read(passed) == value
+                assert [side.read(part) for part in parts] == [value, 10 + value]
+
+    run(body)
+
+
+@MODES
+def test_a_communicator_that_is_not_made_yet(mode):
+    """Neither the capture nor the group comes to harm, and nothing is begun."""
+
+    def body(side):
+        group, array, memory = side.group, side.array(1), side.array(1)
+        with Graph(side.stream, mode) as graph:
+            with side.capture(graph):
+                with pytest.raises(
+                    ValueError, match=r"'all' is not made yet.* call connect\(\), or run the operation"
+                ):
+                    side.all_reduce(array)
+                assert group.seq == 0 and group.communicator is None
+                driver().cuMemsetD8Async(memory.pointer, 0, 4000, side.stream.handle)
+            graph.launch()
+        assert side.read(memory) == 0, "what was captured besides is there"
+        side.warm(array)
+        assert side.read(array) == 2
+        with Graph(side.stream, mode) as graph, side.capture(graph):
+            with pytest.raises(ValueError, match=rf"'0:1' is not made .*call connect\(peers=\[{1 - group.rank}\]\)"):
+                group.send(array.buffer, 1 - group.rank, producer=side.stream)
+        graph.close()
+        states = [entry["state"] for entry in ncclpy.recorder.snapshot()["entries"] if entry["operation"] == "send"]
+        assert set(states) == {"failed"}, "none is shown as pending"
+
+    ncclpy.recorder.resize(1000)
+    run(body)
+
+
+def test_what_a_captured_work_says():
+    def body(side):
+        group, array, told = side.group, side.array(1), []
+        side.warm(array)
+        group.on_completion(told.append)
+        with Graph(side.stream) as graph, ncclpy.Stream(group.device) as other:
+            copied = side.array(0)
+            with side.capture(graph):
+                work = side.all_reduce(array, timeout=0.01)
+                assert work.state == "captured" and work.duration is None and group.seq == 2
+                for ask in (work.wait, work.result, work.exception, work.is_completed, work.future, work.__await__):
+                    with pytest.raises(ValueError, match="was captured into a CUDA graph: it runs whenever"):
+                        ask()
+                with pytest.raises(ValueError, match="was captured into a CUDA graph"):
+                    work.add_done_callback(told.append)
+                with pytest.raises(ValueError, match="the legacy default stream cannot be part"):
+                    work.synchronize()
+                work.synchronize(side.stream)  # which is the one that it is on
+                work.synchronize(other)  # joins the capture
+                driver().cuMemcpyAsync(copied.pointer, array.pointer, 4000, other.handle)
+                side.stream.wait(other.record())
+            with pytest.raises(ValueError, match="was captured into a CUDA graph"):
+                work.synchronize(other)  # there is no capture any more
+            group.wait_for_pending_works(DEADLINE)
+            graph.launch()
+            assert side.read(copied) == 4 and work.state == "captured" and group.seq == 2
+        assert not told, "replays are no operations of the group's"
+        (entry,) = (
+            entry for entry in ncclpy.recorder.snapshot()["entries"]
+            if entry["state"] == "captured" and entry["device"] == group.device
+        )  # fmt: skip
+        assert entry["communicator"].startswith("works") and entry["sequence"] == 1 and entry["launched"]
+        assert "Work all_reduce" in repr(work) and "captured" in repr(work)
+
+    ncclpy.recorder.resize(1000)
+    run(body, name="works", timing=True)
+
+
+def test_arrays_of_a_graph_are_its_owners():
+    def body(side):
+        array = side.array(1)
+        side.warm(array)
+        buffer = array.buffer
+        with Graph(side.stream) as graph:
+            with side.capture(graph):
+                kept = [side.group.all_reduce(buffer, producer=side.stream)]
+                with side.group.coalescing() as work:
+                    side.group.all_reduce(buffer, producer=side.stream)
+                kept.append(work)
+            gone = weakref.ref(buffer.owner)
+            del buffer
+            array = RAW.make(np.zeros(1, np.float32), side.group.device)
+            gc.collect()
+            return gone() is None and all(work.state == "captured" for work in kept)
+
+    assert run(body) == [True, True]
+
+
+def test_eager_operations_between_replays():
+    """Those before a replay are launched first, as all ranks must have both in one order."""
+
+    def body(side):
+        x, y = side.array(1), side.array(0)
+        side.warm(side.array(0))
+        with Graph(side.stream) as graph:
+            with side.capture(graph):
+                side.all_reduce(x, y)
+            for _ in range(10):
+                graph.launch(wait=False)
+                work = side.all_reduce(y, x)  # behind the replay, by its producer
+                work.synchronize(side.stream)
+            work.wait(DEADLINE)
+            return side.read(x), side.group.seq
+
+    assert run(body) == [(4.0**10, 12)] * 2
+
+
+@MODES
+def test_the_group_is_used_by_another_thread_meanwhile(mode):
+    """Its works are waited for by that thread and by the monitor, which ask events, and the captures stay valid."""
+
+    def body(side):
+        x, y, z = side.array(1), side.array(1), side.array(2)
+        side.warm(x)
+        errors = []
+
+        def others(stream):
+            try:
+                for _ in range(20):
+                    side.group.all_reduce(y.buffer, op="max", producer=stream).wait(DEADLINE)
+                    work = side.group.barrier(producer=stream)
+                    while not work.is_completed():
+                        time.sleep(0.0002)
+            except BaseException as error:
+                errors.append(error)
+
+        with ncclpy.Stream(side.group.device) as stream, Graph(side.stream, mode) as graph:
+            side.group.all_reduce(y.buffer, op="max", producer=stream).wait(DEADLINE)
+            side.group.barrier(producer=stream).wait(DEADLINE)
+            thread = threading.Thread(target=others, args=(stream,))
+            with side.capture(graph):
+                thread.start()
+                thread.join(DEADLINE / 2)
+                assert not thread.is_alive() and not errors, errors
+                side.all_reduce(z)
+                assert graph.is_capturing()
+            graph.launch()
+            return side.read(z), side.read(y)
+
+    assert run(body) == [(4, 1)] * 2
+
+
+@MODES
+def test_who_captures_may_use_works_of_before(mode):
+    """An operation that runs on the group's stream meanwhile is asked and waited for in the middle of a capture."""
+
+    def body(side):
+        x, y = side.array(1), side.array(1)
+        side.warm(x)
+        with ncclpy.Stream(side.group.device) as stream, Graph(side.stream, mode) as graph:
+            with side.capture(graph):
+                work = side.group.all_reduce(x.buffer, producer=stream)
+                work.is_completed()
+                work.wait(DEADLINE)
+                assert work.is_completed() and work.exception() is None
+                side.all_reduce(y)
+                assert graph.is_capturing()
+            graph.launch()
+        return side.read(x), side.read(y)
+
+    assert run(body) == [(4, 2)] * 2
+
+
+def test_communicators_are_made_and_closed_while_others_capture(host_engine):
+    """In global mode any thread could invalidate the capture; ours do not, whatever they make of the driver."""
+
+    def body(side):
+        group, array, got = side.group, side.array(1), side.array(0)
+        group.connect()
+        with Graph(side.stream, GLOBAL) as graph, ncclpy.Stream(group.device) as stream:
+            with side.capture(graph):
+                if group.rank == 0:
+                    work = group.send(array.buffer, 1, producer=stream)
+                else:
+                    work = group.recv(got.buffer, 0, producer=stream)
+                work.wait(DEADLINE)
+                part = group.new_group([0, 1])
+                part.barrier().wait(DEADLINE)
+                part.close()
+                part = group.new_group([0, 1])
+                part.connect()
+                side.meet()
+                if group.rank == 0:
+                    part.abort("as a test")
+                testing.wait_for(lambda: part.error is not None, "the end of the part")
+                part.close()
+                assert graph.is_capturing()
+                side.all_reduce(array)
+            graph.launch()
+        return side.read(array)
+
+    assert run(body) == [2, 2]
+
+
+def test_the_monitor_leaves_captured_operations_alone():
+    """No deadline passes while a graph waits to be launched, and none for a replay that takes long."""
+
+    def body(side):
+        array = side.array(1)
+        side.warm(array)
+        with Graph(side.stream) as graph:
+            with side.capture(graph):
+                side.all_reduce(array)
+            if side.group.rank == 0:
+                graph.launch(wait=False)
+            time.sleep(0.7)
+            assert side.group.error is None
+            if side.group.rank == 1:
+                graph.launch(wait=False)
+            side.stream.synchronize(DEADLINE / 2)
+        return side.read(array)
+
+    assert run(body, timeout=0.3 if ncclpy.library().engine == "host" else 20) == [4, 4]
+
+
+def test_an_abort_ends_a_replay():
+    def body(side):
+        array = side.array(1)
+        side.warm(array)
+        graph = Graph(side.stream)
+        with side.capture(graph):
+            side.all_reduce(array)
+        if side.group.rank == 0:
+            graph.launch(wait=False)  # the other rank does not come
+            time.sleep(0.05)
+            side.group.abort("enough")
+        testing.wait_for(lambda: side.group.error is not None, "the end of the group")
+        side.stream.synchronize(DEADLINE / 2)
+        graph.close()  # an abort waits for it
+        with pytest.raises(ncclpy.NcclAborted, match="enough"):
+            side.all_reduce(array)
+
+    run(body)
+
+
+def test_what_was_begun_before_is_launched_before(host_engine):
+    """NCCL sees one thread's operations in their order, also where a lane still has one of them before it."""
+
+    def body(side):
+        array = side.array(1)
+        side.group.connect()
+        with Graph(side.stream) as graph:
+            with side.capture(graph):
+                early = side.group.all_reduce(np.ones(4))  # the first of its kind: its lane makes the call
+                side.all_reduce(array)
+                assert early.state != "pending"
+            graph.launch()
+        return side.read(array), side.group.seq
+
+    with ncclpy.faults("call=AllReduce do=delay:300ms"):
+        assert run(body) == [(2, 2)] * 2
+
+
+def test_what_was_begun_before_may_be_stuck(host_engine):
+    """Nothing is captured then, and the capture goes on."""
+
+    def body(side):
+        array = side.array(1)
+        side.group.connect()
+        with Graph(side.stream) as graph:
+            with side.capture(graph):
+                early = side.group.all_reduce(np.ones(4))
+                with pytest.raises(ncclpy.NcclTimeout, match=r"begun before this operation.* is not launched yet"):
+                    side.all_reduce(array, timeout=0.05)
+                assert early.state == "pending" and side.group.seq == 1 and side.group.error is None
+                assert graph.is_capturing()
+            side.group.abort("it was stuck")
+            assert early.exception(DEADLINE) is not None
+
+    with ncclpy.faults("call=AllReduce do=hang"):
+        run(body)
+
+
+def test_a_call_that_is_stuck_ends_at_the_deadline(host_engine):
+    """NCCL may wait for other ranks when it captures what they have not run before."""
+
+    def body(side):
+        array = side.array(1)
+        side.group.connect()
+        graph = Graph(side.stream)
+        if side.group.rank == 0:
+            with graph.capture(), pytest.raises(ncclpy.NcclTimeout, match="AllReduce"):
+                side.all_reduce(array, timeout=0.3)
+        testing.wait_for(lambda: side.group.error is not None, "the end of the group")
+        graph.close()
+
+    with ncclpy.faults("rank=0 call=AllReduce do=hang") as faults:
+        run(body)
+    assert faults.fired
+
+
+def test_a_group_that_has_ended_captures_nothing(host_engine):
+    """What NCCL refuses ends the group as it does outside of a capture, and all ranks hear of it."""
+
+    def body(side):
+        array = side.array(1)
+        side.warm(array)
+        graph = Graph(side.stream)
+        if side.group.rank == 0:
+            with ncclpy.faults("rank=0 call=AllReduce nth=1 do=error:ncclSystemError"):
+                with graph.capture():
+                    with pytest.raises(ncclpy.NcclError, match=r"was not captured.*ncclSystemError") as error:
+                        side.all_reduce(array)
+            assert side.group.error is error.value and side.group.seq == 1
+            graph.close()
+        testing.wait_for(lambda: side.group.error is not None, "the end of the group")
+        with graph.capture():
+            with pytest.raises(ncclpy.NcclAborted, match="ncclSystemError"):
+                side.all_reduce(array)
+        graph.close()
+
+    run(body)
+
+
+def test_what_is_refused_in_a_capture():
+    def body(side):
+        group, array, got = side.group, side.array(1), side.array(0)
+        side.warm(array)
+        with ncclpy.Stream(group.device) as other, Graph(side.stream) as graph:
+            with side.capture(graph):
+                with pytest.raises(ValueError, match=r"1 of the 2 streams .* are being captured"), group.coalescing():
+                    side.all_reduce(array)
+                    group.all_reduce(got.buffer, producer=other)
+                with pytest.raises(ValueError, match=r"sends to itself is captured together .* one coalescing\(\)"):
+                    group.send(array.buffer, group.rank, producer=side.stream)
+                with group.coalescing() as work:
+                    group.send(array.buffer, group.rank, producer=side.stream)
+                    group.recv(got.buffer, group.rank, producer=side.stream)
+                assert work.state == "captured" and group.seq == 1
+            graph.launch()
+        return side.read(got)
+
+    assert run(body) == [2, 2]
+
+
+def test_a_capture_that_was_invalidated_before():
+    """The group is told before NCCL is, and goes on."""
+
+    def body(side):
+        array = side.array(1)
+        side.warm(array)
+        graph = Graph(side.stream)
+        with pytest.raises(DriverError, match="cuStreamEndCapture returned 901"), graph.capture():
+            driver().library.cuStreamSynchronize(side.stream.handle)  # not allowed in a capture
+            with pytest.raises(ncclpy.NcclError, match="CAPTURE_INVALIDATED"):
+                side.all_reduce(array)
+        side.warm(array)
+        return side.read(array), side.group.seq
+
+    assert run(body) == [(4, 2)] * 2
+
+
+def test_a_graph_of_several_streams():
+    """A block whose inputs come from several captured streams waits for all of them, and all of them wait for it."""
+
+    def body(side):
+        x, y = side.array(0), side.array(0)
+        side.warm(x, y)
+        with ncclpy.Stream(side.group.device) as other, Graph(side.stream) as graph:
+            with side.capture(graph):
+                other.wait(side.stream.record())
+                driver().cuMemsetD8Async(x.pointer, 1, 4000, side.stream.handle)
+                driver().cuMemsetD8Async(y.pointer, 2, 4000, other.handle)
+                with side.group.coalescing():
+                    side.group.all_reduce(x.buffer, op="max", producer=side.stream)
+                    side.group.all_reduce(y.buffer, op="max", producer=other)
+                driver().cuMemcpyAsync(x.pointer, y.pointer, 2000, side.stream.handle)
+                side.stream.wait(other.record())
+            graph.launch()
+        values = RAW.read(x).view(np.uint8)
+        return int(values[0]), int(values[-1])
+
+    assert run(body) == [(2, 1)] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["global", "thread_local"])
+def test_torch_captures(mode):
+    torch = pytest.importorskip("torch", reason="needs torch")
+    captures = threading.Lock()  # torch's own calls around a capture would invalidate the other rank's
+
+    def body(group):
+        torch.cuda.set_device(group.device)
+        group.connect()
+        given, gathered = torch.ones(1024, device="cuda"), torch.zeros(2048, device="cuda")
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            summed = given * 2
+            group.all_reduce(summed).wait(DEADLINE)
+            group.all_gather(summed, gathered).wait(DEADLINE)
+        graph = torch.cuda.CUDAGraph()
+        with captures, torch.cuda.graph(graph, stream=stream, capture_error_mode=mode):
+            summed = given * 2
+            work = group.all_reduce(summed)
+            group.all_gather(summed, gathered)
+            work.synchronize(torch.cuda.current_stream())
+            doubled = gathered * 2
+        Side.meeting.wait(DEADLINE / 2)
+        results = []
+        for step in range(10):
+            given.fill_(step * (group.rank + 1))
+            graph.replay()
+            torch.cuda.synchronize()
+            results.append(doubled.unique().tolist())
+        work = group.all_reduce(given)
+        work.synchronize(torch.cuda.current_stream())
+        results.append(given.unique().tolist())
+        torch.cuda.synchronize()
+        del graph, work
+        return results
+
+    Side.meeting = threading.Barrier(2)
+    assert run_groups(2, body) == [[[12.0 * step] for step in range(10)] + [[27.0]]] * 2

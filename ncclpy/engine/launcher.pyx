@@ -198,7 +198,7 @@ cdef void _hand_works_over(Batch* batch, double moment) noexcept nogil:
         some[n].work = part.work
         some[n].event = part.done
         some[n].stream = part.step.operation.stream
-        some[n].limit = (<Work>part.work).limit
+        some[n].limit = FOREVER if (<Work>part.work).allowed else (<Work>part.work).limit
         some[n].kind = part.step.operation.kind
         some[n].result = result
         some[n].driver = failed

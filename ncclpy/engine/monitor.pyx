@@ -20,7 +20,7 @@ from libcpp.deque cimport deque
 from libcpp.unordered_map cimport unordered_map
 from libcpp.vector cimport vector
 
-from ncclpy.abi.driver cimport CUDA_ERROR_NOT_READY, CUDA_SUCCESS, CUcontext, CUresult
+from ncclpy.abi.driver cimport CUDA_ERROR_NOT_READY, CUDA_SUCCESS, CUcontext, CUevent, CUresult
 from ncclpy.abi.locks cimport LOCK_MONITOR, mutex_init, mutex_lock, mutex_t, mutex_unlock
 from ncclpy.abi.nccl cimport ncclResult_t, ncclSuccess
 from ncclpy.core.device cimport context_of
@@ -473,6 +473,7 @@ cdef int _look_after() except -1:
     while it != _watching.streams.end():
         row = &dereference(it).second
         fronts.append(<Work>row.works.front().work)
+        _begin_clock(row, moment)
         if row.soonest <= moment:
             row.soonest = FOREVER
             for i in range(row.works.size()):
@@ -485,6 +486,19 @@ cdef int _look_after() except -1:
         _check_health(work)
     for work in overdue:
         have_failed(work, NULL, ncclSuccess)
+    return 0
+
+
+cdef int _begin_clock(StreamWorks* row, double moment) except -1:
+    """Have the deadline of a stream's first work run, once what produces its input is through."""
+    cdef Watched* first = &row.works.front()
+    cdef Work work = <Work>first.work
+    cdef CUevent event = work.ready if work.began == NULL else work.began
+    if work.allowed == 0 or (event != NULL and driver.cuEventQuery(event) == CUDA_ERROR_NOT_READY):
+        return 0
+    first.limit = work.limit = moment + work.allowed
+    work.allowed = 0
+    row.soonest = min(row.soonest, first.limit)
     return 0
 
 

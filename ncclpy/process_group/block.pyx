@@ -96,15 +96,15 @@ cdef class Block:
         return 0
 
     cdef int record(self, CUstream stream) except -1:
-        """Have the group's stream wait for what produces the inputs; the first by the work's event, the others now."""
-        cdef bint first = True
+        """Have the group's stream wait for what produces the inputs: by the work's event, or now if there are several."""
         for producer in self.producers:
-            if first:
+            if len(self.producers) == 1:
                 record_behind(self.work, <CUstream><uintptr_t>producer)
             else:
                 wait_behind(stream, self.work.device, <CUstream><uintptr_t>producer)
-                self.work.has_producer = False  # there are several
-            first = False
+        if len(self.producers) > 1:  # from where the deadline counts
+            record_behind(self.work, stream)
+            self.work.has_producer = False
         return 0
 
     cdef bint record_captured(self) except -1:

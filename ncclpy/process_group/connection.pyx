@@ -190,7 +190,8 @@ cdef class Connection(Clique):
         cdef Work work = request.work
         cdef Communicator comm = self.comms[0]
         cdef size_t i, last = request.count - 1
-        work.limit = FOREVER if request.limit == FOREVER else moment + request.limit
+        work.limit = moment + request.limit
+        work.allowed = request.limit  # what goes before it on the device is not counted
         work.gathering = None
         work.entry.communicator = self.name
         work.entry.rank = comm.rank

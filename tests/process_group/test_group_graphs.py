@@ -197,7 +197,7 @@ def test_what_a_captured_work_says():
         with Graph(side.stream) as graph, ncclpy.Stream(group.device) as other:
             copied = side.array(0)
             with side.capture(graph):
-                work = side.all_reduce(array, timeout=0.01)
+                work = side.all_reduce(array)
                 assert work.state == "captured" and work.duration is None and group.seq == 2
                 for ask in (work.wait, work.result, work.exception, work.is_completed, work.future, work.__await__):
                     with pytest.raises(ValueError, match="was captured into a CUDA graph: it runs whenever"):
@@ -241,8 +241,8 @@ def test_arrays_of_a_graph_are_its_owners():
             gone = weakref.ref(buffer.owner)
             del buffer
             array = RAW.make(np.zeros(1, np.float32), side.group.device)
-            gc.collect()
-            return gone() is None and all(work.state == "captured" for work in kept)
+            testing.wait_for(lambda: gone() is None, "the end of the array")  # the monitor has that of before a little
+            return all(work.state == "captured" for work in kept)
 
     assert run(body) == [True, True]
 
@@ -361,17 +361,17 @@ def test_the_monitor_leaves_captured_operations_alone():
         side.warm(array)
         with Graph(side.stream) as graph:
             with side.capture(graph):
-                side.all_reduce(array)
+                side.all_reduce(array, timeout=1.5)
             if side.group.rank == 0:
                 graph.launch(wait=False)
-            time.sleep(0.7)
+            time.sleep(2.2)
             assert side.group.error is None
             if side.group.rank == 1:
                 graph.launch(wait=False)
             side.stream.synchronize(DEADLINE / 2)
         return side.read(array)
 
-    assert run(body, timeout=0.3 if ncclpy.library().engine == "host" else 20) == [4, 4]
+    assert run(body) == [4, 4]
 
 
 def test_an_abort_ends_a_replay():
@@ -550,6 +550,7 @@ def test_torch_captures(mode):
             group.all_reduce(summed).wait(DEADLINE)
             group.all_gather(summed, gathered).wait(DEADLINE)
         graph = torch.cuda.CUDAGraph()
+        Side.meeting.wait(DEADLINE / 2)
         with captures, torch.cuda.graph(graph, stream=stream, capture_error_mode=mode):
             summed = given * 2
             work = group.all_reduce(summed)

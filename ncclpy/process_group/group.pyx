@@ -8,7 +8,7 @@ from libc.string cimport memset
 from ncclpy.abi.driver cimport CUstream
 from ncclpy.core.buffers cimport HOST_MEMORY, View
 from ncclpy.core.lower cimport Lowered
-from ncclpy.core.operation cimport ALL_REDUCE, Operation, is_pair
+from ncclpy.core.operation cimport ALL_REDUCE, BROADCAST, RECV, SCATTER, SEND, Operation, is_pair
 from ncclpy.core.start cimport fill_barrier, root_rank
 from ncclpy.core.stream cimport Stream, is_captured
 from ncclpy.core.wait cimport as_timeout, deadline_after
@@ -27,7 +27,7 @@ from ncclpy.process_group.request cimport Request, new_request
 
 from ncclpy.core.errors import NcclAborted
 from ncclpy.core.types import ReduceOp, as_integer
-from ncclpy.engine.recorder import text_of
+from ncclpy.engine.recorder import method_name, text_of
 from ncclpy.process_group.block import Deadline
 from ncclpy.process_group.hooks import Tells
 
@@ -36,7 +36,7 @@ cdef object _SUM = ReduceOp.SUM
 
 cdef class ProcessGroup(Lifecycle):
     """ProcessGroup(store, rank, size, *, device=None, name="default", timeout=600.0, config=None, on_error="abort", \
-check="off", high_priority=False, timing=False)
+check="off", check_nan=False, high_priority=False, timing=False)
 
     Work with other ranks from one thread or several: collectives and point-to-point operations that return works.
 
@@ -72,6 +72,12 @@ check="off", high_priority=False, timing=False)
     check : str, optional
         Whether operations are compared across ranks before their launch. Only ``"off"`` is there yet: ranks that call
         different operations wait for each other until a deadline passes.
+    check_nan : bool, optional
+        Whether arrays of numpy, torch, CuPy and JAX are looked at for NaNs before they are sent, by ranks that send them:
+        of a broadcast and a scatter by the root, of receives by nobody. The CPU waits for that. A call whose input has
+        one raises ValueError with the rank, their number and the first one's place, and begins nothing. What no
+        framework is known for, such as a `Buffer`, is not checked: a warning of the logger ``ncclpy.process_group`` says
+        so once.
     high_priority : bool, optional
         Whether the group's streams go before others.
     timing : bool, optional
@@ -98,6 +104,8 @@ check="off", high_priority=False, timing=False)
         cdef size_t i
         cdef int peer = -1
         self.check_usable()
+        if self.nan_check is not None:
+            self._refuse_nans(operation, held, output, producer)
         if self.blocks:
             block = self.blocks.get(PyThread_get_thread_ident())
             if block is not None:
@@ -134,6 +142,15 @@ check="off", high_priority=False, timing=False)
             work.withdraw(error)
             raise
         return work
+
+    cdef int _refuse_nans(self, const Operation* operation, object held, object output, object producer) except -1:
+        """Raise if this rank would send a NaN. `held` is what it sends, or that and what it receives."""
+        cdef int kind = operation.kind
+        if kind == RECV or ((kind == BROADCAST or kind == SCATTER) and operation.root != self.rank) or held is None:
+            return 0
+        sent = held if kind == SEND or held is output else held[0]
+        self.nan_check.refuse(sent, method_name(kind), producer)
+        return 0
 
     cdef Request _request(self, int kind, object timeout):
         """Return an empty request with its work."""
@@ -492,5 +509,5 @@ check="off", high_priority=False, timing=False)
         return ProcessGroup(
             self.notices.store, members.index(self.rank), len(members), device=self.device, name=name,
             timeout=self.timeout, config=self.config, on_error=self.on_error,
-            high_priority=self.high_priority, timing=self.timing,
+            check_nan=self.nan_check is not None, high_priority=self.high_priority, timing=self.timing,
         )

@@ -14,6 +14,7 @@ cdef class Lifecycle(BlockOwner):
     cdef object config
     cdef str on_error
     cdef bint timing
+    cdef object nan_check  # None unless it was asked for
     cdef bint high_priority
     cdef double timeout
     cdef dict deadlines  # seconds, by thread, of deadline blocks

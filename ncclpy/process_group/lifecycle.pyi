@@ -24,6 +24,7 @@ class Lifecycle(BlockOwner):
         config: Config | None = None,
         on_error: Literal["abort", "exit", "exit_now", "report"] = "abort",
         check: Literal["off"] = "off",
+        check_nan: bool = False,
         high_priority: bool = False,
         timing: bool = False,
     ) -> None: ...

@@ -34,6 +34,7 @@ from ncclpy.engine import recorder
 from ncclpy.engine.launcher import abort_aside
 from ncclpy.engine.recorder import text_of
 from ncclpy.engine.streams import StreamPool
+from ncclpy.process_group.nan import NanCheck
 from ncclpy.process_group.notices import Notices
 
 _log = logging.getLogger("ncclpy.process_group")
@@ -64,6 +65,7 @@ cdef class Lifecycle(BlockOwner):
         config=None,
         on_error="abort",
         check="off",
+        bint check_nan=False,
         bint high_priority=False,
         bint timing=False,
     ):
@@ -98,6 +100,7 @@ cdef class Lifecycle(BlockOwner):
         self.pool = StreamPool(high_priority)
         self.deadlines, self.blocks, self.generations = {}, {}, {}
         self.alone, self.completions, self.aborts = [], [], []
+        self.nan_check = NanCheck(rank, name, self.device) if check_nan else None
         self.notices = Notices(store, name, rank, size)
         self.connections = {}
         self.notices.listen(_ender_of(weakref.ref(self)))

@@ -1,0 +1,111 @@
+"""Looks for NaNs in what is about to be sent, through the array's own framework, as far as it has one.
+
+Nothing is imported for that: who passes an array has its framework.
+"""
+
+from __future__ import annotations
+
+import logging
+from numbers import Integral
+
+from ncclpy.core.stream import Event
+
+_log = logging.getLogger("ncclpy.process_group")
+
+
+class NanCheck:
+    """Look for NaNs in what one rank sends.
+
+    Parameters
+    ----------
+    rank, group, device
+        The rank, the group's name, and the device, for errors and waits.
+    """
+
+    def __init__(self, rank: int, group: str, device: int):
+        self.rank, self.group, self.device = rank, group, device
+        self._unknown: set[type] = set()  # of which a warning was given
+
+    def refuse(self, sent, operation: str, producer=None) -> None:
+        """Raise if an array of an operation has a NaN; what nobody can look into is passed over, with a warning.
+
+        Parameters
+        ----------
+        sent : buffer or tuple of buffer
+            What the rank sends.
+        operation : str
+            Its name, for the error.
+        producer : optional
+            The stream that produces it, where the caller has named one: the CPU waits for what is on it.
+
+        Raises
+        ------
+        ValueError
+            With the number of NaNs, and where the first one is.
+        """
+        if producer is not None:
+            with Event(self.device) as event:
+                event.record(producer)
+                event.synchronize()
+        if type(sent) is not tuple or (sent and isinstance(sent[0], Integral)):  # one buffer, as such or as a pointer
+            self._refuse_one(sent, "the input", operation)
+            return
+        for i, array in enumerate(sent):
+            self._refuse_one(array, f"send[{i}]", operation)
+
+    def _refuse_one(self, array, what, operation):
+        mask_of = _mask_of(type(array))
+        if mask_of is None:
+            self._warn(type(array), operation)
+            return
+        mask = mask_of(array)
+        count = 0 if mask is None else int(mask.sum())
+        if count:
+            raise ValueError(
+                f"check_nan: {what} of {operation} on rank {self.rank} of process group {self.group!r} has {count} NaN"
+                f"{'s' * (count > 1)}, the first at index {_index(int(mask.argmax()), array.shape)}. The operation "
+                "has not begun here; the other ranks wait for it until their deadline"
+            )
+
+    def _warn(self, kind, operation):
+        if kind not in self._unknown:
+            self._unknown.add(kind)
+            _log.warning(
+                "check_nan: process group %r cannot look into a %s.%s, which %s sends; such memory is not checked",
+                self.group, kind.__module__, kind.__qualname__, operation,
+            )  # fmt: skip
+
+
+def _mask_of(kind):
+    """Return the function that finds the NaNs in arrays of a type; None if no framework is known that has it."""
+    for base in kind.__mro__:
+        found = _MASKS.get(base.__module__.partition(".")[0])
+        if found is not None:
+            return found
+    return None
+
+
+def _by_itself(array):
+    """Return where an array is not what it is, in its flat order; None if its type has no NaN."""
+    return None if array.dtype.kind in "biu" else (array != array).reshape(-1)
+
+
+def _by_torch(tensor):
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        return None
+    if tensor.element_size() == 1:  # there is no comparing of float8
+        tensor = tensor.float()
+    return tensor.isnan().flatten().byte()
+
+
+#: By the package that a type, or one that it is built on, comes from.
+_MASKS = {"numpy": _by_itself, "cupy": _by_itself, "jax": _by_itself, "jaxlib": _by_itself, "torch": _by_torch}
+
+
+def _index(flat, shape):
+    """Return where in an array the element of this number is, as an int if there is one dimension."""
+    places = []
+    for extent in reversed(shape):
+        flat, place = divmod(flat, extent)
+        places.insert(0, place)
+    return places[0] if len(places) == 1 else tuple(places)

@@ -1,0 +1,179 @@
+"""check_nan: what a rank is about to send is looked at, and only that."""
+
+from __future__ import annotations
+
+import logging
+
+import ml_dtypes
+import numpy as np
+import pytest
+from group_ranks import DEADLINE, run_groups
+
+import ncclpy
+from ncclpy.bootstrap import LocalStore
+
+NAN = float("nan")
+
+
+def with_nan(count=4, at=2, dtype=np.float32):
+    array = np.ones(count, dtype)
+    array[at] = NAN
+    return array
+
+
+#: Each with NaNs in what it sends on rank 0, and nowhere else on rank 0; whether rank 0 sends is for the roots to say.
+CALLS = {
+    "all_reduce": lambda group, bad, good, root: group.all_reduce(bad),
+    "all_reduce to another": lambda group, bad, good, root: group.all_reduce(bad, good),
+    "reduce": lambda group, bad, good, root: group.reduce(bad, good if root == group.rank else None, root=root),
+    "all_gather": lambda group, bad, good, root: group.all_gather(bad[:2], good),
+    "all_gather to a list": lambda group, bad, good, root: group.all_gather(bad[:2], [good[:2], good[2:]]),
+    "reduce_scatter": lambda group, bad, good, root: group.reduce_scatter(bad, good[:2]),
+    "reduce_scatter of a list": lambda group, bad, good, root: group.reduce_scatter([bad[:2], good[:2]], good[2:]),
+    "all_to_all": lambda group, bad, good, root: group.all_to_all(bad, good),
+    "all_to_all of a list": lambda group, bad, good, root: group.all_to_all(
+        list(bad.reshape(2, 2)), list(good.reshape(2, 2))
+    ),
+    "gather": lambda group, bad, good, root: group.gather(bad[:2], good if root == group.rank else None, root),
+    "send": lambda group, bad, good, root: group.send(bad, 1 - group.rank),
+}
+ROOTED = {
+    "broadcast": lambda group, bad, good, root: group.broadcast(bad, root=root),
+    "broadcast to another": lambda group, bad, good, root: group.broadcast(bad, good, root=root),
+    "scatter": lambda group, bad, good, root: group.scatter(bad, good[:2], root),
+    "scatter of a list": lambda group, bad, good, root: group.scatter([good[:2], bad[:2]], good[2:], root),
+}
+
+
+@pytest.mark.parametrize("call", [*CALLS, *ROOTED])
+def test_what_has_a_nan_does_not_begin(host_engine, call):
+    """The group goes on: nothing of it was begun."""
+
+    def body(group):
+        if group.rank == 0:
+            with pytest.raises(
+                ValueError, match=rf"{call.split()[0]} on rank 0 of process group 'n' has 1 NaN,.* index [01]\b"
+            ):
+                (CALLS | ROOTED)[call](group, with_nan(at=1), np.ones(4, np.float32), 0)
+        total = np.ones(1)
+        group.all_reduce(total).wait(DEADLINE)
+        return total[0], group.seq
+
+    assert run_groups(2, body, name="n", check_nan=True) == [(2, 1)] * 2
+
+
+@pytest.mark.parametrize("call", ROOTED)
+def test_what_only_the_root_sends(host_engine, call):
+    """Rank 0, whose array has the NaN, does not send: the root is rank 1."""
+
+    def body(group):
+        bad = with_nan(at=1) if group.rank == 0 else np.full(4, 3, np.float32)
+        good = np.zeros(4, np.float32)
+        ROOTED[call](group, bad, good, 1).wait(DEADLINE)
+        return 3 in bad.tolist() + good.tolist() or 0 in good.tolist()
+
+    run_groups(2, body, check_nan=True)
+
+
+def test_a_receive_is_not_looked_at(host_engine):
+    def body(group):
+        array = with_nan() if group.rank == 0 else np.ones(4, np.float32)
+        (group.recv if group.rank == 0 else group.send)(array, 1 - group.rank).wait(DEADLINE)
+        group.all_reduce(array, with_nan()).wait(DEADLINE)  # nor is what is written over
+        return array.tolist()
+
+    assert run_groups(2, body, check_nan=True) == [[1] * 4] * 2
+
+
+def alone(**options):
+    return ncclpy.ProcessGroup(LocalStore(), 0, 1, device=0, timeout=DEADLINE, **options)
+
+
+def test_how_many_and_where(host_engine):
+    with alone(check_nan=True) as group:
+        array = np.ones((3, 4), np.float32)
+        array[1, 2] = array[2, 3] = NAN
+        with pytest.raises(ValueError, match=r"has 2 NaNs, the first at index \(1, 2\)"):
+            group.all_reduce(array)
+        with pytest.raises(ValueError, match=r"send\[0\] of all_to_all .* 1 NaN, the first at index 2"):
+            group.all_to_all([with_nan()], [np.ones(4, np.float32)])
+        group.all_reduce(np.array([np.inf, -np.inf, 0.0])).wait(DEADLINE)
+        group.all_reduce(np.ones(0)).wait(DEADLINE)
+        group.barrier().wait(DEADLINE)
+
+
+FLOATS = [np.float16, np.float32, np.float64, np.complex64]
+SMALL_FLOATS = [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *SMALL_FLOATS])
+def test_types_that_have_nans(host_engine, dtype):
+    with alone(check_nan=True) as group:
+        group.all_reduce(np.ones(4, dtype)).wait(DEADLINE)
+        with pytest.raises(ValueError, match="1 NaN, the first at index 2"):
+            group.all_reduce(with_nan(dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int64, np.bool_])
+def test_types_that_have_none(host_engine, dtype):
+    with alone(check_nan=True) as group:
+        group.all_reduce(np.ones(4, dtype)).wait(DEADLINE)
+
+
+def test_a_block_with_a_nan_launches_nothing(host_engine):
+    with alone(check_nan=True) as group:
+        array = np.ones(4)
+        with pytest.raises(ValueError, match="check_nan: the input of all_reduce"):
+            group.all_reduce_coalesced([array, with_nan()])
+        assert group.seq == 0
+
+
+def test_without_it_nans_are_sent_as_before(host_engine):
+    with alone() as group:
+        array = with_nan()
+        group.all_reduce(array).wait(DEADLINE)
+        assert np.isnan(array[2])
+
+
+def test_groups_of_some_ranks_look_too(host_engine):
+    with alone(check_nan=True) as group, group.new_group([0]) as child:
+        with pytest.raises(ValueError, match="check_nan"):
+            child.all_reduce(with_nan())
+
+
+def test_memory_without_a_framework_is_passed_over_with_a_warning(host_engine, caplog):
+    array = with_nan()
+    with alone(check_nan=True, name="raw") as group, caplog.at_level(logging.WARNING, logger="ncclpy.process_group"):
+        for buffer in [ncclpy.Buffer.of(array)] * 2 + [(array.ctypes.data, 4, "float32")]:
+            group.all_reduce(buffer).wait(DEADLINE)
+    told = [record.getMessage() for record in caplog.records if "check_nan" in record.getMessage()]
+    assert len(told) == 2 and "Buffer" in told[0] and "builtins.tuple" in told[1] and "'raw'" in told[0]
+
+
+def test_it_waits_for_the_producer(host_engine):
+    """What another stream is still to write is looked at once it is there."""
+    with ncclpy.Stream(0) as stream, alone(check_nan=True) as group:
+        clean, array = np.ones(4, np.float32), with_nan()
+        comm = ncclpy.Communicator.init_all([0])[0]
+        with ncclpy.faults("call=AllReduce nth=1 at=run do=delay:300ms") as faults:
+            buffers = [(each.ctypes.data, 4, "float32") for each in (clean, array)]
+            comm.all_reduce(*buffers, stream=stream)  # which copies, late
+            group.broadcast(array, producer=stream).wait(DEADLINE)
+            assert faults.fired
+        comm.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e5m2", "complex64", "int32"])
+def test_tensors_of_torch(dtype):
+    torch = pytest.importorskip("torch", reason="needs torch")
+    place = "cuda:0" if ncclpy.library().engine == "cuda" else "cpu"
+    ones = torch.ones(2, 3, dtype=torch.float32)
+    bad = ones.clone()
+    bad[1, 1] = NAN
+    with alone(check_nan=True) as group:
+        group.broadcast(ones.to(getattr(torch, dtype)).to(place)).wait(DEADLINE)
+        if dtype == "int32":
+            return
+        for tensor in (bad.to(getattr(torch, dtype)).to(place), torch.nn.Parameter(bad.to(place), False)):
+            with pytest.raises(ValueError, match=r"1 NaN, the first at index \(1, 1\)"):
+                group.broadcast(tensor)

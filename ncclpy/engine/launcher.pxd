@@ -56,6 +56,7 @@ cdef class Launch(Together):
     cdef int start(self, bint here) except -1
     cdef size_t _find_lanes(self) except 0
     cdef int end(self, object error) except -1
+    cdef list members(self)
 
 
 # An empty launch on communicators of this owner.

@@ -345,14 +345,13 @@ cdef class Launch(Together):
         """Fail all works with one error, and nothing more."""
         cdef Work work
         self.failing = True
-        for work in list(self.works):
+        for work in self.members():
             work.settle(error)
-        if self.loose is not None:
-            for address in list(self.loose):
-                if address in self.loose:  # a foreign error's text may have let others run
-                    work = <Work><PyObject*><uintptr_t>address
-                    work.settle(error)
         return 0
+
+    cdef list members(self):
+        """Return the works that have yet to come to their end, those that it does not keep as well."""
+        return self.works + [<Work><PyObject*><uintptr_t>address for address in self.loose or ()]
 
     cdef int loosen(self, object work) except -1:
         """Know a work from now on without keeping it."""

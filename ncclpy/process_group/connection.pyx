@@ -207,7 +207,7 @@ cdef class Connection(Clique):
     cdef int launch_failed(self, Together launch, object error) except -1:
         if self.spares:
             self.late()  # who are done with are forgotten
-            self.overdue.update(map(weakref.ref, (<Launch>launch).works))  # which keep what they result in
+            self.overdue.update(map(weakref.ref, (<Launch>launch).members()))  # which keep what they result in
         (<ConnectionOwner>self.owner).connection_failed(self, error)
         return 0 if self.spares else Clique.launch_failed(self, launch, error)
 

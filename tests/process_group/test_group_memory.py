@@ -250,6 +250,23 @@ def test_a_deadline_ends_what_was_let_go_of(host_engine, rooms):
     run_late(rooms, early, late)
 
 
+def test_what_was_let_go_of_and_is_late_is_still_waited_for(host_engine, rooms):
+    """With on_error="report" the group goes on, and knows of what is on the device although nobody keeps its work."""
+    told = []
+
+    def early(group, room):
+        group.on_completion(told.append)
+        work = group.all_reduce(room.array(1), timeout=0.1)
+        work.synchronize(room.stream)
+        del work
+        testing.wait_for(lambda: told, "the deadline")
+        with pytest.raises(ncclpy.NcclTimeout, match="1 operations are not done"):
+            group.wait_for_pending_works(0.1)
+
+    run_late(rooms, early, late_sum, on_error="report")
+    assert isinstance(told[0].error, ncclpy.NcclTimeout)
+
+
 def test_many_threads_let_go_of_works(host_engine, rooms):
     """Works of many threads, which the monitor ends meanwhile: each goes, none twice."""
     works, told = [], []

@@ -1,4 +1,5 @@
 from ncclpy.abi.driver cimport CUstream
+from ncclpy.core.communicator cimport Communicator
 from ncclpy.engine.clique cimport Clique
 from ncclpy.engine.protocols cimport Awaited, CliqueOwner
 from ncclpy.process_group.request cimport Request
@@ -35,6 +36,7 @@ cdef class Connection(Clique):
     # Raise for an operation on a communicator that is gone.
     cdef int refuse(self) except -1
 
+    cdef int call(self, Communicator comm) except -1
     cdef int take(self, Request request) except -1
     cdef int launch(self, Request request) except -1
     cdef int _fill(self, Request request, object launch, double moment) except -1

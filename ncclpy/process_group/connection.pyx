@@ -6,6 +6,8 @@ import weakref
 from ncclpy.abi.nccl cimport ncclSuccess
 from ncclpy.core.capture cimport relax
 from ncclpy.core.communicator cimport Communicator
+from ncclpy.core.creation cimport init
+from ncclpy.core.state cimport UNBORN
 from ncclpy.core.stream cimport Stream
 from ncclpy.core.wait cimport FOREVER, deadline_after, now
 from ncclpy.engine.clique cimport GONE, MADE
@@ -86,24 +88,26 @@ cdef class Connection(Clique):
         cdef Communicator comm
         try:
             uid = UniqueId.from_bytes(self.meet[0](self.limit, self._is_wanted))
-            comm = Communicator.init(
-                self.nranks, self.ranks[0], uid, device=self.devices[0], config=config, abortable=True,
-                timeout=max(0.001, deadline - now()),
-            )
+            self.making = comm = Communicator.__new__(Communicator)
+            init(comm, self.nranks, self.ranks[0], uid, self.devices[0], config, max(0.001, deadline - now()), True)
             made.append(comm)
-            self.making = comm
             if self.state == GONE:  # an abort that came earlier has not seen it
                 raise NcclAborted(f"communicator {self.label!r} was aborted while it was made")
-            comm.site = self.site  # its line is this thread's
-            self.name = f"{self.title} {comm.group_name}"
             if self.peer >= 0:
                 self._exchange(comm)
-            comm.limit = comm.shortest = FOREVER  # from here on deadlines are the monitor's
+            self.call(comm)
         except BaseException as failure:  # told to all who wait for it
             error = failure
         self.owner.clique_made(self, made, error)
         if error is None:
             self.meet[1]()
+
+    cdef int call(self, Communicator comm) except -1:
+        """Give a communicator that was made for this its name; from here on its deadlines are the monitor's."""
+        comm.site = self.site  # its line is another thread's, or another group's
+        self.name = f"{self.title} {comm.group_name}"
+        comm.limit = comm.shortest = FOREVER
+        return 0
 
     def _is_wanted(self):
         return self.state != GONE
@@ -121,8 +125,11 @@ cdef class Connection(Clique):
     def abort(self, error):
         """Fail what runs or waits with `error`, and return the communicators, also one whose ranks still meet."""
         comms = Clique.abort(self, error)
-        making, self.making = self.making, None
-        return comms if making is None else [*comms, making]
+        cdef Communicator making = self.making
+        self.making = None
+        if making is None or making.state == UNBORN:  # the call that begins it has yet to return: who made that looks
+            return comms
+        return [*comms, making]
 
     def close(self):
         """Close the communicator; nothing may run on it."""

@@ -21,6 +21,7 @@ from ncclpy.engine.work cimport Work, new_work
 from ncclpy.process_group.block cimport Block, new_block
 from ncclpy.process_group.captured cimport capture
 from ncclpy.process_group.connection cimport Connection
+from ncclpy.process_group.division cimport can_divide, divide
 from ncclpy.process_group.lifecycle cimport Lifecycle
 from ncclpy.process_group.pairs cimport disconnect
 from ncclpy.process_group.request cimport Request, new_request
@@ -459,7 +460,8 @@ check="off", check_nan=False, high_priority=False, timing=False)
         Returns
         -------
         ProcessGroup or None
-            With the options of this one; None on ranks that do not belong to it.
+            With the options of this one; None on ranks that do not belong to it. Its ranks meet when it is first used: this
+            waits for nobody, as `split` does.
         """
         members = [root_rank(self.size, rank, "ranks") for rank in ranks]
         if len(set(members)) != len(members) or not members:
@@ -484,30 +486,47 @@ check="off", check_nan=False, high_priority=False, timing=False)
         -------
         ProcessGroup or None
             With the options of this one.
+
+        Notes
+        -----
+        All ranks wait for each other. Where all of them have the group's communicator, NCCL divides that
+        (`ncclCommSplit`), which is one more collective: it begins when what this rank has begun on it is done, and other
+        threads must begin nothing on it meanwhile. Else each part meets anew when it is first used.
         """
+        cdef double deadline = deadline_after(self.timeout)
         self.check_usable()
-        mine = [None if color is None else as_integer(color, "color"), as_integer(key, "key")]
+        if PyThread_get_thread_ident() in self.blocks:
+            raise ValueError("split() within coalescing(): leave the block first")
+        mine = [None if color is None else as_integer(color, "color"), as_integer(key, "key"), can_divide(self)]
         number = self._next_child()
         try:
             values = self.notices.gather(f"split/{number}", mine, self.timeout, self._is_wanted)
         except NcclAborted:
             self.check_usable()  # says what has ended it
             raise
+        everyone = [(*value, rank) for rank, value in enumerate(values)]
+        members = [rank for _, rank in sorted((key, rank) for c, key, _, rank in everyone if c == mine[0])]
+        place = None, 0  # as NCCL takes them: colors from 0 on
+        if color is not None:
+            place = sorted({c for c, *_ in values if c is not None}).index(mine[0]), members.index(self.rank)
+        comm = divide(self, place[0], place[1], deadline) if all(can for _, _, can in values) else None
         if color is None:
             return None
-        everyone = [(*value, rank) for rank, value in enumerate(values)]
-        members = [rank for _, rank in sorted((key, rank) for c, key, rank in everyone if c == mine[0])]
-        return self._child(f"{self.name}/{number}:{mine[0]}", members)
+        return self._child(f"{self.name}/{number}:{mine[0]}", members, comm)
 
     cdef long long _next_child(self):
         """Number a part of the group; all ranks ask for them in the same order."""
         self.children += 1
         return self.children - 1
 
-    def _child(self, name, members):
+    def _child(self, name, members, comm=None):
+        cdef ProcessGroup child
         # Under this group's keys: groups of one name number their parts alike, and not all ranks count each of them.
-        return ProcessGroup(
+        child = ProcessGroup(
             self.notices.store, members.index(self.rank), len(members), device=self.device, name=name,
             timeout=self.timeout, config=self.config, on_error=self.on_error,
             check_nan=self.nan_check is not None, high_priority=self.high_priority, timing=self.timing,
         )
+        if comm is not None:
+            child.adopt(comm)
+        return child

@@ -1,3 +1,4 @@
+from ncclpy.core.communicator cimport Communicator
 from ncclpy.engine.lock cimport Lock
 from ncclpy.process_group.block cimport BlockOwner
 from ncclpy.process_group.connection cimport Connection
@@ -39,5 +40,7 @@ cdef class Lifecycle(BlockOwner):
     cdef Connection connection_with(self, int peer)
     # It as well, if it stands; else this raises.
     cdef Connection standing(self, int peer)
+    cdef Connection _new_connection(self, str label, int peer)
+    cdef int adopt(self, Communicator comm) except -1
     cdef Py_ssize_t pending(self) except -1
     cdef bint _drain(self, double deadline) except -1

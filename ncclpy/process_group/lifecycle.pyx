@@ -14,6 +14,7 @@ from cpython.exc cimport PyErr_CheckSignals
 from ncclpy.abi.driver cimport CUstreamCaptureMode
 from ncclpy.core.abort cimport ABORT_DEADLINE
 from ncclpy.core.capture cimport relax, restore
+from ncclpy.core.communicator cimport Communicator
 from ncclpy.core.device cimport as_device
 from ncclpy.core.library cimport check_process
 from ncclpy.core.start cimport root_rank
@@ -163,13 +164,7 @@ cdef class Lifecycle(BlockOwner):
                 self.check_usable()
                 found.refuse()
             return found
-        members = list(range(self.size)) if peer < 0 else sorted([self.rank, peer])
-        title = self.name if peer < 0 else f"{self.name} {label}"
-        made = Connection(
-            _Owner(self), label, title, peer, self.device, members.index(self.rank), len(members), self.site,
-            _meeting_of(self.notices, label, members), self.timeout,
-        )
-        made.spares = self.on_error == "report"
+        made = self._new_connection(label, peer)
         with self.lock:
             if self.is_ended():
                 found = None
@@ -199,6 +194,25 @@ cdef class Lifecycle(BlockOwner):
                 "the operation once, before the capture. Nothing was captured"
             )
         return found
+
+    cdef Connection _new_connection(self, str label, int peer):
+        cdef Connection made
+        members = list(range(self.size)) if peer < 0 else sorted([self.rank, peer])
+        title = self.name if peer < 0 else f"{self.name} {label}"
+        made = Connection(
+            _Owner(self), label, title, peer, self.device, members.index(self.rank), len(members), self.site,
+            _meeting_of(self.notices, label, members), self.timeout,
+        )
+        made.spares = self.on_error == "report"
+        return made
+
+    cdef int adopt(self, Communicator comm) except -1:
+        """Begin with a communicator of all ranks that stands, before anybody else has this group."""
+        cdef Connection made = self._new_connection(_MAIN, -1)
+        made.call(comm)
+        self.connections[_MAIN] = made
+        self._made(made, [comm], None)
+        return 0
 
     def connect(self, peers=None, timeout=None):
         """Make the communicator now, and wait until it stands.
@@ -341,6 +355,17 @@ cdef class Lifecycle(BlockOwner):
                 _log.error, "rank %d of process group %r goes on, as on_error='report' says, after: %s", self.rank,
                 self.name, text_of(error),
             ))
+
+    def _lost(self, Connection main not None, error):
+        """Do the same when the communicator of all ranks could not be divided; that has aborted it, or others wait in it."""
+        cdef Communicator comm
+        if self.on_error != "report":
+            self._fail(error, text_of(error))
+            return
+        for comm in main.comms:
+            if comm.closed:
+                main.fail(error)
+        self._failed(error, main)
 
     def _fail(self, error, text, Connection but=None, bint exits=True):
         """End the group with an error, unless it has ended; tell the others a text, if there is one.

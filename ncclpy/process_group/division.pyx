@@ -1,0 +1,63 @@
+"""How NCCL divides a group's communicator (`ncclCommSplit`), where it stands on all ranks.
+
+That is a collective of the communicator, which NCCL wants at the same place among its calls on all ranks. All ranks are in
+`ProcessGroup.split` when it begins, as they have met in the store; each waits until what it has begun before is done, and
+begins nothing new meanwhile. The call itself has a deadline and ends with an abort, as any that makes a communicator.
+"""
+
+from cpython.exc cimport PyErr_CheckSignals
+
+from ncclpy.core.communicator cimport Communicator
+from ncclpy.core.creation cimport split
+from ncclpy.core.group cimport open_group
+from ncclpy.core.library cimport version_code
+from ncclpy.core.wait cimport FOREVER, now
+from ncclpy.engine.clique cimport GONE, MADE
+from ncclpy.process_group.pairs cimport wait_until_idle
+
+from ncclpy.core.errors import NcclAborted, NcclTimeout
+from ncclpy.engine.launcher import abort_aside
+
+
+cdef bint can_divide(Lifecycle group) except -1:
+    """Return whether this rank's communicator stands, or is being made, and NCCL can divide it."""
+    cdef Connection main = group.connections.get("all")
+    if main is None or main.state == GONE or version_code() < 21801 or open_group() != NULL:
+        return False
+    return main.state != MADE or main.is_well()
+
+
+cdef object divide(Lifecycle group, object color, object key, double deadline):
+    """Divide the communicator and return this rank's part, None without a color."""
+    cdef Connection main = group.connections.get("all")
+    cdef Communicator comm, part = Communicator.__new__(Communicator)
+    cdef bint belongs
+    while main is not None and not main.settled.is_set() and now() < deadline:
+        main.settled.wait(0.1)
+        PyErr_CheckSignals()
+    group.check_usable()
+    if main is None or main.state != MADE:
+        if main is not None and main.failure is not None:
+            raise main.failure.with_traceback(None)
+        raise NcclTimeout(f"process group {group.name!r}: its communicator, which is to be divided, is not made in time")
+    wait_until_idle(group, main, deadline)
+    comm = main.comms[0]
+    left = None if deadline == FOREVER else max(0.001, deadline - now())
+    try:
+        main.making = part  # for an abort
+        belongs = split(part, comm, color, key, None, left, True)
+        main.making = None
+        group.check_usable()  # an abort that came as it began has not seen it
+    except BaseException as error:
+        main.making = None
+        if not part.closed:
+            abort_aside([part], "its group has ended")
+        if group.is_ended():
+            group.check_usable()
+        failure = error if isinstance(error, Exception) else NcclAborted(
+            f"process group {group.name!r} was not divided: {type(error).__name__} in the last call"
+        )
+        group._lost(main, failure)
+        raise
+    comm.children.discard(part)  # it is its own group's: this one's end is not its end
+    return part if belongs else None

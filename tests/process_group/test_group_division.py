@@ -1,0 +1,156 @@
+"""Groups that are divided: by NCCL where their communicator stands, else the parts meet anew."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+
+import numpy as np
+import pytest
+from group_ranks import DEADLINE, run_groups
+
+import ncclpy
+import testing
+
+
+def communicators(name):
+    """Return the names of the communicators on which groups of this name have begun operations."""
+    return {
+        str(each["communicator"])
+        for each in ncclpy.recorder.snapshot()["entries"]
+        if name in str(each["communicator"])
+    }
+
+
+@pytest.fixture
+def size():
+    return 2 if ncclpy.library().engine == "cuda" else 4
+
+
+@pytest.mark.parametrize("connected", ["all", "one", "none"])
+def test_parts_are_made_by_nccl_where_all_have_the_communicator(arrays, size, connected):
+    testing.need_function("ncclCommSplit")
+    name = f"divided{connected}"
+
+    def body(group):
+        if connected == "all":
+            group.connect()
+        elif connected == "one" and group.rank == 0:
+            group.barrier()  # it is being made, until the others come
+        array = arrays.make(np.full(3, group.rank + 1, np.float32), group.device)
+        parts = [group.split(group.rank % 2, key=-group.rank), group.split(-1 - group.rank // 2)]
+        seen = []
+        for part in parts:
+            with part:
+                part.all_reduce(arrays.argument(array)).wait(DEADLINE)
+                seen.append((part.rank, part.size, float(arrays.read(array)[0])))
+        if connected == "one" and group.rank:
+            group.barrier()
+        group.all_reduce(arrays.argument(array), op="max").wait(DEADLINE)  # it goes on after its parts have closed
+        return seen, float(arrays.read(array)[0])
+
+    found = run_groups(size, body, name=name)
+    values, key = [float(rank + 1) for rank in range(size)], [-rank for rank in range(size)]
+    for turn, color in enumerate((lambda rank: rank % 2, lambda rank: rank // 2)):
+        sums = []
+        for rank in range(size):
+            members = [other for other in range(size) if color(other) == color(rank)]
+            if turn == 0:
+                members.sort(key=key.__getitem__)
+            sums.append(sum(values[other] for other in members))
+            assert found[rank][0][turn] == (members.index(rank), len(members), sums[rank])
+        values = sums
+    assert {last for _, last in found} == {max(values)}
+    by_nccl = [each for each in communicators(f"{name}/") if re.search(r" [0-9a-f]+/[12]\.\d+$", each)]
+    assert len(by_nccl) == (len(communicators(f"{name}/")) if connected == "all" else 0)
+
+
+def test_a_rank_without_a_color_takes_part(host_engine):
+    def body(group):
+        group.connect()
+        part = group.split(None if group.rank == 1 else 0)
+        if group.rank == 1:
+            assert part is None
+            return None
+        group.close()  # on these ranks, where the part goes on
+        with part:
+            total = np.ones(2)
+            part.all_reduce(total).wait(DEADLINE)
+            return total.tolist()
+
+    assert run_groups(3, body) == [[2, 2], None, [2, 2]]
+
+
+def test_what_was_begun_before_is_done_before_the_division(host_engine):
+    def body(group):
+        group.connect()
+        arrays = [np.ones(1000) for _ in range(20)]
+        works = [group.all_reduce(array) for array in arrays]
+        part = group.split(0)
+        assert all(work.is_completed() for work in works)
+        after = [part.all_reduce(array) for array in arrays]
+        for work in after:
+            work.wait(DEADLINE)
+        part.close()
+        return {float(array[0]) for array in arrays}
+
+    assert run_groups(3, body) == [{9.0}] * 3
+
+
+def test_who_does_not_come_to_a_division_is_named_and_the_group_stays(host_engine):
+    def body(group):
+        group.connect()
+        if group.rank == 1:
+            assert tried.wait(DEADLINE)
+            with pytest.raises(ncclpy.NcclTimeout, match="rank 1 of 3 did not come"):
+                group.split(0)
+        else:
+            with pytest.raises(ncclpy.NcclTimeout, match="rank 1 of 3 did not come to split/0 of process group"):
+                group.split(0)
+            tried.set()
+        assert group.error is None
+        group.health_check(DEADLINE)
+        group.split(0).close()
+
+    tried = threading.Event()
+    run_groups(3, body, timeout=4)
+
+
+@pytest.mark.parametrize("what", ["error:ncclSystemError", "hang"])
+@pytest.mark.parametrize("on_error", ["abort", "report"])
+def test_a_division_that_fails_ends_in_time_on_all_ranks(host_engine, what, on_error):
+    def body(group):
+        group.connect()
+        together.wait(DEADLINE)
+        with pytest.raises(ncclpy.NcclError) as caught:
+            group.split(0)
+        if on_error == "abort":
+            testing.wait_for(lambda: group.error is not None)
+        else:
+            assert group.error is None
+            with contextlib.suppress(ncclpy.NcclError):
+                group.all_reduce(np.ones(2), timeout=1).wait(DEADLINE)
+        return str(caught.value)
+
+    together = threading.Barrier(2)
+    with ncclpy.faults(f"rank=1 call=CommSplit nth=3 do={what}") as faults:
+        said = run_groups(2, body, timeout=4, on_error=on_error)
+    assert faults.fired, said
+
+
+@pytest.mark.parametrize("call", [2, 3])  # of the communicator, and of the one by which it can be ended
+def test_an_abort_ends_a_division(host_engine, call):
+    def body(group):
+        group.connect()
+        together.wait(DEADLINE)
+        if group.rank == 0:
+            threading.Thread(target=lambda: (testing.wait_for(lambda: faults.fired), group.abort("enough"))).start()
+        with pytest.raises(ncclpy.NcclAborted):
+            group.split(0)
+        testing.wait_for(lambda: group.error is not None, "the news")
+        return "enough" in str(group.error)
+
+    together = threading.Barrier(2)
+    with ncclpy.faults(f"rank=1 call=CommSplit nth={call} do=hang") as faults:
+        assert run_groups(2, body, timeout=20 * DEADLINE) == [True, True]

@@ -40,8 +40,9 @@ cdef object divide(Lifecycle group, object color, object key, double deadline):
         if main is not None and main.failure is not None:
             raise main.failure.with_traceback(None)
         raise NcclTimeout(f"process group {group.name!r}: its communicator, which is to be divided, is not made in time")
-    wait_until_idle(group, main, deadline)
     comm = main.comms[0]
+    wait_until_idle(group, main, deadline)
+    group.check_usable()
     left = None if deadline == FOREVER else max(0.001, deadline - now())
     try:
         main.making = part  # for an abort
@@ -52,7 +53,7 @@ cdef object divide(Lifecycle group, object color, object key, double deadline):
         main.making = None
         if not part.closed:
             abort_aside([part], "its group has ended")
-        if group.is_ended():
+        if group.is_ended() and isinstance(error, Exception):
             group.check_usable()
         failure = error if isinstance(error, Exception) else NcclAborted(
             f"process group {group.name!r} was not divided: {type(error).__name__} in the last call"

@@ -20,10 +20,10 @@ ACTIONS = "error,error:ncclRemoteError,error:ncclInternalError,delay:3ms,hang,ha
 CALLS = ("AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "Broadcast", "Send", "Recv")
 # Nothing that ncclpy could do ends a hang where there is no communicator yet, which a group's end may be, too.
 BRIEF_ACTIONS = "error,error:ncclRemoteError,delay:3ms,hang:150ms"
-BRIEF_CALLS = ("GetUniqueId", "CommInitRankConfig", "CommGetAsyncError")
+BRIEF_CALLS = ("GetUniqueId", "CommInitRankConfig", "CommSplit", "CommGetAsyncError")
 END_ACTIONS = "delay:3ms,hang:150ms"
 END_CALLS = ("CommAbort", "CommFinalize", "CommDestroy")  # an end that fails leaves everything behind
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "ring", "batch", "barrier")
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "ring", "batch", "barrier", "divide")
 
 
 class Slow:
@@ -171,6 +171,13 @@ class RandomRank:
                 group.all_reduce(mine, got)
                 group.broadcast(whole, root=0)
             self.add(work, lambda: (got == ranks.sum()).all() and (whole == 1).all())
+        elif kind == "divide":
+            try:
+                with group.split(rank % 2) as part:
+                    self.add(part.all_reduce(mine, got), lambda: (got == ranks[rank % 2 :: 2].sum()).all())
+            except ncclpy.NcclError as error:  # a part's end, or that it was not made, is not yet the group's
+                group.abort(error)
+                raise
         else:
             self.add(group.barrier(), lambda: True)
 

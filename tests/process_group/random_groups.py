@@ -23,7 +23,8 @@ BRIEF_ACTIONS = "error,error:ncclRemoteError,delay:3ms,hang:150ms"
 BRIEF_CALLS = ("GetUniqueId", "CommInitRankConfig", "CommSplit", "CommGetAsyncError")
 END_ACTIONS = "delay:3ms,hang:150ms"
 END_CALLS = ("CommAbort", "CommFinalize", "CommDestroy")  # an end that fails leaves everything behind
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "ring", "batch", "barrier", "divide")
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "ring", "batch", "barrier")
+KINDS += ("itself", "uneven", "part")
 
 
 class Slow:
@@ -171,15 +172,33 @@ class RandomRank:
                 group.all_reduce(mine, got)
                 group.broadcast(whole, root=0)
             self.add(work, lambda: (got == ranks.sum()).all() and (whole == 1).all())
-        elif kind == "divide":
-            try:
-                with group.split(rank % 2) as part:
-                    self.add(part.all_reduce(mine, got), lambda: (got == ranks[rank % 2 :: 2].sum()).all())
-            except ncclpy.NcclError as error:  # a part's end, or that it was not made, is not yet the group's
-                group.abort(error)
-                raise
+        elif kind == "itself":
+            self.add(group.send(mine, rank), lambda: True)
+            self.add(group.recv(got, rank), lambda: (got == mine).all())
+        elif kind == "uneven":
+            send = np.full(n * (n + 1) // 2, rank + 1, np.float32)
+            recv = np.zeros(n * (rank + 1), np.float32)
+            counts = [each + 1 for each in range(n)], [rank + 1] * n
+            self.add(group.all_to_all(send, recv, *counts), lambda: (recv == np.repeat(ranks, rank + 1)).all())
+        elif kind == "part":
+            self._use_part(group, mine)
         else:
             self.add(group.barrier(), lambda: True)
+
+    def _use_part(self, group, mine):
+        """Split the group in two, and use this rank's half."""
+        try:
+            part = group.split(self.rank % 2)
+        except ncclpy.NcclTimeout:  # some do not come: that alone does not end the group
+            return
+        members = range(self.rank % 2, self.size, 2)
+        try:
+            self.add(part.all_reduce(mine), lambda: (mine == sum(each + 1 for each in members)).all())
+        except ncclpy.NcclError:
+            if part.error is None:
+                self.failures.append("a call was refused by a part that works")
+        with contextlib.suppress(ncclpy.NcclTimeout):
+            part.close(2 * self.timeout + 1)
 
 
 def left_over():

@@ -36,6 +36,7 @@ cdef class Connection(Clique):
     # Raise for an operation on a communicator that is gone.
     cdef int refuse(self) except -1
 
+    cdef int _check_wanted(self) except -1
     cdef int call(self, Communicator comm) except -1
     cdef int take(self, Request request) except -1
     cdef int launch(self, Request request) except -1

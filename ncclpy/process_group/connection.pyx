@@ -1,9 +1,11 @@
 """One rank's communicator, made in the background when it is first needed, and what waits for it meanwhile."""
 
 import threading
+import time
 import weakref
 
 from ncclpy.abi.nccl cimport ncclSuccess
+from ncclpy.core.abort cimport ABORT_DEADLINE
 from ncclpy.core.capture cimport relax
 from ncclpy.core.communicator cimport Communicator
 from ncclpy.core.creation cimport init
@@ -19,6 +21,7 @@ from ncclpy.core import device as _device
 from ncclpy.core.errors import NcclAborted
 from ncclpy.core.group import Group
 from ncclpy.core.types import UniqueId
+from ncclpy.engine.launcher import abort_aside
 from ncclpy.engine.recorder import text_of
 
 
@@ -89,10 +92,10 @@ cdef class Connection(Clique):
         try:
             uid = UniqueId.from_bytes(self.meet[0](self.limit, self._is_wanted))
             self.making = comm = Communicator.__new__(Communicator)
+            self._check_wanted()  # an abort before this has not seen it
             init(comm, self.nranks, self.ranks[0], uid, self.devices[0], config, max(0.001, deadline - now()), True)
             made.append(comm)
-            if self.state == GONE:  # an abort that came earlier has not seen it
-                raise NcclAborted(f"communicator {self.label!r} was aborted while it was made")
+            self._check_wanted()
             if self.peer >= 0:
                 self._exchange(comm)
             self.call(comm)
@@ -112,6 +115,11 @@ cdef class Connection(Clique):
     def _is_wanted(self):
         return self.state != GONE
 
+    cdef int _check_wanted(self) except -1:
+        if self.state == GONE:
+            raise NcclAborted(f"communicator {self.label!r} was aborted while it was made")
+        return 0
+
     def _exchange(self, comm):
         """Have NCCL connect the two ranks, both ways."""
         # Given back in the end: that waits for all that runs on the device, also for what waits for this pair's peer.
@@ -127,9 +135,10 @@ cdef class Connection(Clique):
         comms = Clique.abort(self, error)
         cdef Communicator making = self.making
         self.making = None
-        if making is None or making.state == UNBORN:  # the call that begins it has yet to return: who made that looks
-            return comms
-        return [*comms, making]
+        if making is not None and making.state == UNBORN:  # the call that begins it has yet to return
+            threading.Thread(target=_abort_soon, args=(making, text_of(error)), name="ncclpy-abort-aside", daemon=True).start()
+            making = None
+        return comms if making is None else [*comms, making]
 
     def close(self):
         """Close the communicator; nothing may run on it."""
@@ -241,3 +250,11 @@ cdef class Connection(Clique):
             f"process group {self.title!r}: communicator {self.label!r} was not made, and what was begun on it has failed: "
             f"{text_of(self.failure)}"
         ) from self.failure
+
+
+def _abort_soon(Communicator comm not None, reason):
+    """Abort a communicator once the call that begins it has returned, which waits for nobody."""
+    cdef double deadline = now() + ABORT_DEADLINE
+    while comm.state == UNBORN and now() < deadline:
+        time.sleep(0.001)
+    abort_aside([comm], reason).join()

@@ -46,9 +46,10 @@ cdef object divide(Lifecycle group, object color, object key, double deadline):
     left = None if deadline == FOREVER else max(0.001, deadline - now())
     try:
         main.making = part  # for an abort
+        group.check_usable()  # one before this has not seen it
         belongs = split(part, comm, color, key, None, left, True)
         main.making = None
-        group.check_usable()  # an abort that came as it began has not seen it
+        group.check_usable()
     except BaseException as error:
         main.making = None
         if not part.closed:

@@ -51,6 +51,25 @@ def test_who_waits_for_ranks_that_do_not_come_leaves_with_an_abort(host_engine):
         testing.wait_for(lambda: not making(), "its end")
 
 
+@pytest.mark.parametrize("moment", ["at once", "later"])
+def test_an_abort_ends_a_communicator_that_nccl_is_making(host_engine, moment):
+    """Rank 1 comes to the meeting, and not to NCCL."""
+
+    def making():
+        return [each for each in threading.enumerate() if each.name == "ncclpy-init" and each not in before]
+
+    before, store = threading.enumerate(), LocalStore()
+    with ncclpy.ProcessGroup(store, 0, 2, device=0, timeout=20 * DEADLINE) as group:
+        store.set("ncclpy/group/default/1/communicator/all/here/1", b"")
+        work = group.all_reduce(np.ones(3))
+        testing.wait_for(lambda: store.check(["ncclpy/group/default/1/communicator/all/outcome"]), "the meeting")
+        if moment == "later":
+            time.sleep(0.2)
+        group.abort("enough")
+        assert isinstance(work.exception(DEADLINE), ncclpy.NcclAborted)
+        testing.wait_for(lambda: not making(), "its end")
+
+
 @pytest.mark.parametrize("late", [0, 2])
 def test_who_comes_late_hears_who_did_not_come(host_engine, late):
     """The first rank to give up says so to all, also to those that come later."""

@@ -18,8 +18,10 @@ from ncclpy.abi.driver cimport (
     CUdeviceptr,
     CUresult,
     CUstream,
+    CUstreamCaptureMode,
     CUuuid,
 )
+from ncclpy.core.capture cimport relax, restore
 from ncclpy.core.check cimport check_driver
 from ncclpy.core.library cimport driver, host_engine, require_driver
 
@@ -226,11 +228,14 @@ def allocate(size_t nbytes, device=None):
     """
     cdef CUdeviceptr pointer = 0
     cdef CUresult result
+    cdef CUstreamCaptureMode mode
     cdef CUcontext saved = enter_device(as_device(device))
     if nbytes == 0:
         nbytes = 1  # the driver refuses 0; an empty buffer still wants an address
     with nogil:
+        mode = relax()
         result = driver.cuMemAlloc_v2(&pointer, nbytes)
+        restore(mode)
     leave_device(saved)
     check_driver(result, b"cuMemAlloc_v2")
     return pointer
@@ -239,9 +244,12 @@ def allocate(size_t nbytes, device=None):
 def free(uintptr_t pointer):
     """Free memory that `allocate` returned (`cuMemFree`); waits for work that uses it."""
     cdef CUresult result
+    cdef CUstreamCaptureMode mode
     require_driver()
     with nogil:
+        mode = relax()
         result = driver.cuMemFree_v2(pointer)
+        restore(mode)
     check_driver(result, b"cuMemFree_v2")
 
 

@@ -2,10 +2,8 @@
 
 from cpython.long cimport PyLong_AsLongAndOverflow
 
-from ncclpy.abi.driver cimport CUstreamCaptureMode
 from ncclpy.abi.nccl cimport ncclUint8
 from ncclpy.core.buffers cimport HOST_MEMORY, current_stream
-from ncclpy.core.capture cimport relax, restore
 from ncclpy.core.datatypes cimport BOOLEAN, BYTES
 from ncclpy.core.lower cimport Lowered, lacks, lower
 from ncclpy.core.operation cimport ALL_REDUCE
@@ -61,13 +59,8 @@ cdef int root_rank(int nranks, object root, str argument) except -1:
 
 
 cdef int fill_barrier(Operation* operation, size_t* scratch, int device) except -1:
-    cdef CUstreamCaptureMode mode
     if scratch[0] == 0:
-        mode = relax()
-        try:
-            made = _device.allocate(8, device)  # without the GIL: another thread may have been here meanwhile
-        finally:
-            restore(mode)
+        made = _device.allocate(8, device)  # without the GIL: another thread may have been here meanwhile
         if scratch[0] == 0:
             scratch[0] = made
         else:

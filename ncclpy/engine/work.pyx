@@ -260,7 +260,9 @@ cdef class Work:
             then. True when it has completed, in any case.
         """
         cdef CUresult result
+        cdef CUstreamCaptureMode mode
         cdef int phase = load(&self.phase)
+        self._refuse_if_captured()
         if phase == PENDING or (phase == FAILED and not self.was_launched):
             return False
         if phase == COMPLETED:
@@ -268,7 +270,9 @@ cdef class Work:
         if self.began == NULL:
             return None
         require_driver()
+        mode = relax()
         result = driver.cuEventQuery(self.began)
+        restore(mode)
         if result == CUDA_ERROR_NOT_READY:
             return False
         check_driver(result, b"cuEventQuery")

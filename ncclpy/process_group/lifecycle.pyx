@@ -11,9 +11,7 @@ from importlib import import_module as _import_module
 
 from cpython.exc cimport PyErr_CheckSignals
 
-from ncclpy.abi.driver cimport CUstreamCaptureMode
 from ncclpy.core.abort cimport ABORT_DEADLINE
-from ncclpy.core.capture cimport relax, restore
 from ncclpy.core.communicator cimport Communicator
 from ncclpy.core.device cimport as_device
 from ncclpy.core.library cimport check_process
@@ -464,7 +462,6 @@ cdef class Lifecycle(BlockOwner):
     def _end(self, bint drained):
         """Close the communicators, or abort them if something runs on them."""
         cdef Connection one
-        cdef CUstreamCaptureMode mode
         with self.lock:
             connections, self.connections = list(self.connections.values()), {}
             alone, self.alone = self.alone, []
@@ -486,11 +483,7 @@ cdef class Lifecycle(BlockOwner):
         self.pool.close()
         if self.scratch and drained and self.failure is None:  # else something may still write there
             pointer, self.scratch = self.scratch, 0
-            mode = relax()
-            try:
-                _device.free(pointer)
-            finally:
-                restore(mode)
+            _device.free(pointer)
 
     def __enter__(self):
         return self

@@ -199,7 +199,8 @@ def test_what_a_captured_work_says():
             with side.capture(graph):
                 work = side.all_reduce(array)
                 assert work.state == "captured" and work.duration is None and group.seq == 2
-                for ask in (work.wait, work.result, work.exception, work.is_completed, work.future, work.__await__):
+                asked = (work.wait, work.result, work.exception, work.is_started, work.is_completed, work.future)
+                for ask in (*asked, work.__await__):
                     with pytest.raises(ValueError, match="was captured into a CUDA graph: it runs whenever"):
                         ask()
                 with pytest.raises(ValueError, match="was captured into a CUDA graph"):
@@ -312,6 +313,7 @@ def test_who_captures_may_use_works_of_before(mode):
             with side.capture(graph):
                 work = side.group.all_reduce(x.buffer, producer=stream)
                 work.is_completed()
+                work.is_started()
                 work.wait(DEADLINE)
                 assert work.is_completed() and work.exception() is None
                 side.all_reduce(y)
@@ -319,7 +321,7 @@ def test_who_captures_may_use_works_of_before(mode):
             graph.launch()
         return side.read(x), side.read(y)
 
-    assert run(body) == [(4, 2)] * 2
+    assert run(body, timing=True) == [(4, 2)] * 2
 
 
 def test_communicators_are_made_and_closed_while_others_capture(host_engine):

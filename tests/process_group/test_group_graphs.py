@@ -440,6 +440,7 @@ def test_a_call_that_is_stuck_ends_at_the_deadline(host_engine):
     def body(side):
         array = side.array(1)
         side.group.connect()
+        side.meet()
         graph = Graph(side.stream)
         if side.group.rank == 0:
             with graph.capture(), pytest.raises(ncclpy.NcclTimeout, match="AllReduce"):
@@ -458,6 +459,7 @@ def test_a_group_that_has_ended_captures_nothing(host_engine):
     def body(side):
         array = side.array(1)
         side.warm(array)
+        side.meet()  # before the group ends
         graph = Graph(side.stream)
         if side.group.rank == 0:
             with ncclpy.faults("rank=0 call=AllReduce nth=1 do=error:ncclSystemError"):

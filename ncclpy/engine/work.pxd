@@ -31,6 +31,7 @@ cdef class Work:
     cdef Handle handle  # until it is done
     cdef object held  # the input, until the device is done with it; `output` holds the other buffer
     cdef object output
+    cdef object maker  # of the result, where it is made when it is asked for; may be called by several threads
     cdef object error
     cdef list callbacks
     cdef Together launch  # that it is part of, until the monitor lets go of it

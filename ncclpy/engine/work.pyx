@@ -204,7 +204,7 @@ cdef class Work:
             self.lent = False
             Py_INCREF(self)
             if not self.has_listeners:
-                self.output = None
+                self.output = self.maker = None
 
     cdef bint is_shared(self) noexcept:
         """Return whether no code of users can run when `let_go` is called and then the caller's reference dropped."""
@@ -215,7 +215,7 @@ cdef class Work:
             return True
         return not (
             self.callbacks is not None or self.error is not None or _getweakrefcount(self)
-            or _alone(<PyObject*>self.output) or (held == <PyObject*>self.output and Py_REFCNT(held) == 2)
+            or _alone(<PyObject*>self.maker) or _alone(<PyObject*>self.output) or (held == <PyObject*>self.output and Py_REFCNT(held) == 2)
             or (Py_REFCNT(<PyObject*>self.entry) == 1 and not is_plain(self.entry.key))
         )
 
@@ -376,7 +376,7 @@ cdef class Work:
     def result(self, timeout=None):
         """Wait as `wait` does and return the array that received, None on a rank that receives nothing."""
         self.wait(timeout)
-        return self.output
+        return self.output if self.maker is None else self.maker()
 
     def exception(self, timeout=None):
         """Wait until the operation is done and return its error, None if it has succeeded."""

@@ -1,4 +1,5 @@
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from ncclpy.core.types import BufferLike, OpLike, StreamLike
 from ncclpy.engine.work import Work
@@ -33,6 +34,9 @@ class ProcessGroup(Lifecycle):
         *,
         producer: StreamLike = None,
         timeout: float | None = None,
+    ) -> Work: ...
+    def all_reduce_sparse(
+        self, indices: Any, values: Any, *, producer: StreamLike = None, timeout: float | None = None
     ) -> Work: ...
     def deadline(self, seconds: float) -> Deadline: ...
     def disconnect(self, peers: Iterable[int] | None = None, timeout: float | None = None) -> None: ...

@@ -26,11 +26,13 @@ from ncclpy.process_group.lifecycle cimport Lifecycle
 from ncclpy.process_group.pairs cimport disconnect
 from ncclpy.process_group.request cimport Request, new_request
 
-from ncclpy.core.errors import NcclAborted
+from ncclpy.core.errors import NcclAborted, NcclError
 from ncclpy.core.types import ReduceOp, as_integer
 from ncclpy.engine.recorder import method_name, text_of
 from ncclpy.process_group.block import Deadline
+from ncclpy.process_group.framework import wait_for_stream
 from ncclpy.process_group.hooks import Tells
+from ncclpy.process_group.sparse import SparseSum
 
 cdef object _SUM = ReduceOp.SUM
 
@@ -369,6 +371,67 @@ check="off", check_nan=False, high_priority=False, timing=False)
         with self.coalescing(timeout) as work:
             for send, recv in zip(sends, recvs, strict=True):
                 self.reduce_scatter(send, recv, op, producer=producer)
+        return work
+
+    def all_reduce_sparse(self, indices, values, *, producer=None, timeout=None):
+        """Sum sparse arrays over all ranks: values of the same index are added up, and each rank has all of them.
+
+        The ranks first tell each other how many entries they bring, so the call waits until all have called it; then the
+        indices and the values of all go to all ranks, in one launch of uneven parts. These are two collectives for `seq`.
+
+        Parameters
+        ----------
+        indices : array
+            Contiguous, of numpy, CuPy or torch, of type int64: ``(n,)``, or ``(dimensions, n)`` as of a COO tensor. `n`
+            differs by rank and may be 0; an index may come several times.
+        values : array
+            Of the same package: ``(n, ...)``, with the same further dimensions and type on all ranks.
+        producer : optional
+            The stream that produces both, if it is not their framework's current one: the CPU waits for it.
+        timeout : float, optional
+            As for `all_reduce`, for each of the two.
+
+        Returns
+        -------
+        Work
+            Its result is ``(indices, values)``: new arrays with each index once, in their order, and the sums. They are
+            added up, in the order of the ranks, by the thread that first asks for the result, on its current stream.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If the arrays do not fit, here or, on all ranks alike, those of different ranks; the group goes on.
+        NcclError
+            If the group fails while the ranks wait for each other. If the wait is left by a signal handler that raises,
+            the group is aborted, as the others would wait for what this rank does not begin.
+        """
+        cdef Work work
+        self.check_usable()
+        if PyThread_get_thread_ident() in self.blocks:
+            raise ValueError("all_reduce_sparse() in a coalescing block: it waits for other ranks, a block for nobody")
+        if producer is not None:
+            wait_for_stream(producer, self.device)
+        brought = SparseSum(indices, values, self.size)
+        if self.nan_check is not None:  # before the others rely on this rank
+            self.nan_check.refuse(values, "all_reduce_sparse")
+        told = self.all_gather(brought.told, brought.heard, timeout=timeout)
+        try:
+            told.wait()
+            disagreement = brought.disagreement()
+            parts = None if disagreement else brought.parts()
+        except NcclError:
+            raise
+        except BaseException as error:
+            if not self.is_ended():
+                self.abort(f"all_reduce_sparse() was left with {type(error).__name__}")
+            raise
+        if disagreement:
+            raise ValueError(f"all_reduce_sparse: {disagreement}")
+        with self.coalescing(timeout) as begun:
+            for sent, places in parts:
+                self.all_gather(sent, places)
+        work = begun
+        work.maker, work.output = brought, None
         return work
 
     def deadline(self, seconds):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from numbers import Integral
 
-from ncclpy.core.stream import Event
+from ncclpy.process_group.framework import by_package, wait_for_stream
 
 _log = logging.getLogger("ncclpy.process_group")
 
@@ -44,9 +44,7 @@ class NanCheck:
             With the number of NaNs, and where the first one is.
         """
         if producer is not None:
-            with Event(self.device) as event:
-                event.record(producer)
-                event.synchronize()
+            wait_for_stream(producer, self.device)
         if type(sent) is not tuple or (sent and isinstance(sent[0], Integral)):  # one buffer, as such or as a pointer
             self._refuse_one(sent, "the input", operation)
             return
@@ -54,7 +52,7 @@ class NanCheck:
             self._refuse_one(array, f"send[{i}]", operation)
 
     def _refuse_one(self, array, what, operation):
-        mask_of = _mask_of(type(array))
+        mask_of = by_package(type(array), _MASKS)
         if mask_of is None:
             self._warn(type(array), operation)
             return
@@ -74,15 +72,6 @@ class NanCheck:
                 "check_nan: process group %r cannot look into a %s.%s, which %s sends; such memory is not checked",
                 self.group, kind.__module__, kind.__qualname__, operation,
             )  # fmt: skip
-
-
-def _mask_of(kind):
-    """Return the function that finds the NaNs in arrays of a type; None if no framework is known that has it."""
-    for base in kind.__mro__:
-        found = _MASKS.get(base.__module__.partition(".")[0])
-        if found is not None:
-            return found
-    return None
 
 
 def _by_itself(array):

@@ -1,0 +1,164 @@
+"""The sum of sparse arrays over all ranks: what each brings is gathered, and added up where the result is asked for.
+
+NCCL has nothing for it, and the ranks bring different numbers of entries. So they tell each other these first, with
+what else has to fit; then the indices and the values of all go to all in one launch of uneven parts.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+
+from ncclpy.core.buffers import Buffer
+from ncclpy.core.types import DataType
+from ncclpy.process_group.framework import by_package
+
+#: How many numbers a rank tells of what it brings.
+_WORDS = 4
+
+
+class SparseSum:
+    """What one rank brings to a sum of sparse arrays, what all bring, and the sum.
+
+    Parameters
+    ----------
+    indices, values : array
+        As for `ProcessGroup.all_reduce_sparse`.
+    size : int
+        How many ranks there are.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If the two do not fit together; nothing is begun then.
+    """
+
+    def __init__(self, indices, values, size: int):
+        self._arrays = _arrays_of(indices, values)
+        self._size = size
+        if indices.ndim not in (1, 2):
+            raise ValueError(f"indices: expected shape (n,) or (dimensions, n), got {tuple(indices.shape)}")
+        if Buffer.of(indices).dtype is not DataType.INT64:
+            raise TypeError(f"indices: expected int64, got {indices.dtype}")
+        self._rows = None if indices.ndim == 1 else int(indices.shape[0])
+        self._count = int(indices.shape[-1])
+        if values.ndim < 1 or values.shape[0] != self._count:
+            raise ValueError(
+                f"values: expected {self._count} along the first dimension, as there are indices, got shape "
+                f"{tuple(values.shape)}"
+            )
+        self._entry = tuple(map(int, values.shape[1:]))
+        rows, dtype = -1 if self._rows is None else self._rows, int(Buffer.of(values).dtype)
+        self._sent = indices.reshape(-1), values.reshape(-1)
+        #: What this rank tells the others, and room for what all tell, in the memory of the arrays.
+        self.told = self._arrays.numbers([self._count, rows, math.prod(self._entry), dtype], indices)
+        self.heard = self._arrays.room(_WORDS * size, indices)
+
+    def disagreement(self):
+        """Return what does not fit between the ranks, the same text on each, or None; once all have told."""
+        words = self.heard.tolist()
+        ranks = [words[_WORDS * rank : _WORDS * rank + _WORDS] for rank in range(self._size)]
+        self._counts = [each[0] for each in ranks]
+        for rank, each in enumerate(ranks):
+            if each[1:] != ranks[0][1:]:
+                return f"rank {rank} brings {_shown(each)}, rank 0 brings {_shown(ranks[0])}"
+        return None
+
+    def parts(self):
+        """Return the pairs of what this rank sends and the list of places for what each rank sends."""
+        rows = 1 if self._rows is None else self._rows
+        entry = math.prod(self._entry)
+        self._gathered = [
+            _pieces(self._arrays.room(each * sum(self._counts), like), [each * count for count in self._counts])
+            for each, like in zip((rows, entry), self._sent, strict=True)
+        ]
+        sent, self._sent = self._sent, None
+        return list(zip(sent, self._gathered, strict=True))
+
+    def __call__(self):
+        """Return the indices, each once, and the sums of their values, once all is there."""
+        gathered = self._gathered
+        if gathered is not None:  # two threads may both add up; one sum is everybody's
+            rows = 1 if self._rows is None else self._rows
+            indices = [part.reshape(rows, n) for part, n in zip(gathered[0], self._counts, strict=True)]
+            values = [part.reshape(n, *self._entry) for part, n in zip(gathered[1], self._counts, strict=True)]
+            indices, values = self._arrays.sum(indices, values, sum(self._counts))
+            self.__dict__.setdefault("_sum", (indices.reshape(-1) if self._rows is None else indices, values))
+            self._gathered = None
+        return self._sum
+
+
+def _pieces(whole, counts):
+    """Return slices of an array, one a rank."""
+    ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+    return [whole[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+
+def _shown(words):
+    rows, entry, dtype = words[1:]
+    dimensions = "indices without dimensions" if rows < 0 else f"indices of {rows} dimensions"
+    return f"{dimensions} with values of {entry} {DataType(dtype).name.lower()} each"
+
+
+class _NumpyLike:
+    """Arrays of numpy, and of what has its functions."""
+
+    def __init__(self, package):
+        self.package = package
+
+    def numbers(self, numbers, like):
+        return self.package.asarray(numbers, dtype=like.dtype)
+
+    def room(self, count, like):
+        return self.package.empty(count, like.dtype)
+
+    def sum(self, indices, values, count):
+        xp = self.package
+        indices, values = xp.concatenate(indices, axis=1), xp.concatenate(values)
+        if count == 0:
+            return indices, values
+        unique, place = xp.unique(indices, axis=1, return_inverse=True)
+        total = xp.zeros((unique.shape[1], *values.shape[1:]), values.dtype)
+        xp.add.at(total, place.reshape(-1), values)
+        return unique, total
+
+
+class _Torch:
+    def numbers(self, numbers, like):
+        return like.new_tensor(numbers)
+
+    def room(self, count, like):
+        return like.new_empty(count)
+
+    def sum(self, indices, values, count):
+        torch = sys.modules["torch"]
+        indices, values = torch.cat(indices, 1), torch.cat(values)
+        if count == 0:
+            return indices, values
+        unique, place = torch.unique(indices, dim=1, return_inverse=True)
+        # Not index_add: on a GPU it adds in any order, and two ranks' sums would not be the same to the last bit.
+        shape = (unique.shape[1], *values.shape[1:])
+        entries = torch.sparse_coo_tensor(place.reshape(1, -1), values, shape, check_invariants=False)
+        return unique, entries.coalesce().values()
+
+
+_MADE = {
+    "numpy": lambda: _NumpyLike(sys.modules["numpy"]),
+    "cupy": lambda: _NumpyLike(sys.modules["cupy"]),
+    "torch": _Torch,
+}
+
+
+def _arrays_of(indices, values):
+    """Return how to make and add arrays of the package that both come from."""
+    found = [by_package(type(each), _MADE) for each in (indices, values)]
+    for name, each, make in zip(("indices", "values"), (indices, values), found, strict=True):
+        if make is None:
+            kind = type(each)
+            raise TypeError(
+                f"{name}: expected an array of numpy, CuPy or torch, which can add what was gathered, got "
+                f"{kind.__module__}.{kind.__qualname__}"
+            )
+    if found[0] is not found[1]:
+        raise TypeError(f"values: a {type(values).__qualname__} with indices in a {type(indices).__qualname__}")
+    return found[0]()

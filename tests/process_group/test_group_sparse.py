@@ -1,0 +1,208 @@
+"""Sums of sparse arrays over all ranks, which bring as many entries as they like."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from group_ranks import DEADLINE, run_groups
+
+import ncclpy
+import testing
+from ncclpy.bootstrap import LocalStore
+
+
+@pytest.fixture(params=["of the run", "torch"])
+def lib(request, arrays):
+    """The arrays of the run, and torch's; both have to know how to add."""
+    if request.param == "of the run":
+        if arrays.name == "ncclpy.Buffer":
+            pytest.skip("plain memory cannot add")
+        return arrays
+    pytest.importorskip("torch", reason="needs torch")
+    return testing.TorchArrays()
+
+
+def brought(rank, dimensions, entry, dtype, counts):
+    """Return indices, of which some come several times, and values of one rank."""
+    random = np.random.default_rng(rank)
+    shape = (counts[rank],) if dimensions is None else (dimensions, counts[rank])
+    return random.integers(0, 3, shape), random.integers(0, 5, (counts[rank], *entry)).astype(dtype)
+
+
+def dense(indices, values):
+    """Return what sparse entries stand for, as a dictionary of sums."""
+    sums = {}
+    columns = np.atleast_2d(indices).T
+    for index, value in zip(map(tuple, columns.tolist()), values.astype(np.float64), strict=True):
+        sums[index] = sums.get(index, 0) + value
+    return sums
+
+
+SHAPES = {"plain": (None, ()), "one dimension": (1, ()), "two": (2, ()), "rows": (None, (3,)), "blocks": (3, (2, 2))}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("counts", [(7, 5, 3), (0, 6, 1), (4, 0, 0), (0, 0, 0)], ids=str)
+def test_sums(lib, shape, counts):
+    dimensions, entry = SHAPES[shape]
+    size = min(3, max(2, ncclpy.device_count()))
+
+    def body(group):
+        indices, values = brought(group.rank, dimensions, entry, np.float32, counts)
+        work = group.all_reduce_sparse(lib.make(indices, group.device), lib.make(values, group.device))
+        found = [lib.read(each) for each in work.result(DEADLINE)]
+        assert work.result() is work.result(), "made once"
+        return found
+
+    everything = [brought(rank, dimensions, entry, np.float32, counts) for rank in range(size)]
+    wanted = {}
+    for indices, values in everything:
+        for index, value in dense(indices, values).items():
+            wanted[index] = wanted.get(index, 0) + value
+    results = run_groups(size, body)
+    for indices, values in results:
+        assert indices.dtype == np.int64 and values.dtype == np.float32
+        assert indices.shape == ((len(wanted),) if dimensions is None else (dimensions, len(wanted)))
+        assert values.shape == (len(wanted), *entry)
+        found = dense(indices, values)
+        assert list(found) == sorted(wanted)
+        assert all((found[index] == wanted[index]).all() for index in wanted)
+        assert (indices == results[0][0]).all() and (values == results[0][1]).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.int64, np.complex64, ml_dtypes.bfloat16])
+def test_types(host_engine, dtype):
+    def body(group):
+        work = group.all_reduce_sparse(np.array([group.rank, 5]), np.array([1, 2], dtype))
+        indices, values = work.result(DEADLINE)
+        assert values.dtype == dtype
+        return indices.tolist(), values.astype(np.complex128).real.tolist()
+
+    assert run_groups(2, body) == [([0, 1, 5], [1, 1, 4])] * 2
+
+
+def test_it_goes_on_with_other_operations(host_engine):
+    """Whatever was begun before and behind it."""
+
+    def body(group):
+        array = np.ones(1000)
+        before = group.all_reduce(array)
+        told = []
+        work = group.all_reduce_sparse(np.arange(4), np.ones(4))
+        work.add_done_callback(lambda work: told.append(work.result()))
+        behind = group.all_reduce(array)
+        assert [each.tolist() for each in work.result(DEADLINE)] == [[0, 1, 2, 3], [2] * 4]
+        before.wait(DEADLINE)
+        behind.wait(DEADLINE)
+        testing.wait_for(lambda: told, "the callback")
+        assert told[0] is work.result()
+        return array[0], group.seq
+
+    assert run_groups(2, body) == [(4, 4)] * 2
+
+
+DISAGREEMENTS = {
+    "types": (np.arange(2), np.ones(2, np.float32), "values of 1 float64 each, rank 0 brings .* 1 float32 each"),
+    "entries": (np.arange(2), np.ones((2, 3)), "values of 1 float64 each, rank 0 brings .* values of 3 float64"),
+    "dimensions": (np.ones((2, 2), np.int64), np.ones(2), "indices without dimensions .* of 2 dimensions"),
+}
+
+
+@pytest.mark.parametrize("what", DISAGREEMENTS)
+def test_ranks_that_disagree_are_told_alike(host_engine, what):
+    """All of them, and the group goes on."""
+    *first, words = DISAGREEMENTS[what]
+
+    def body(group):
+        arrays = first if group.rank == 0 else (np.arange(2), np.ones(2))
+        with pytest.raises(ValueError, match=f"all_reduce_sparse: rank 1 brings .*{words}"):
+            group.all_reduce_sparse(*arrays)
+        total = np.ones(1)
+        group.all_reduce(total).wait(DEADLINE)
+        return total[0]
+
+    assert run_groups(3, body) == [3] * 3
+
+
+def alone(**options):
+    return ncclpy.ProcessGroup(LocalStore(), 0, 1, device=0, timeout=DEADLINE, **options)
+
+
+def test_arrays_that_do_not_fit_begin_nothing(host_engine):
+    with alone(check_nan=True) as group:
+        for indices, values, error, words in (
+            (np.arange(3), np.ones(2), ValueError, r"values: expected 3 .* got shape \(2,\)"),
+            (np.arange(3), np.float64(1).reshape(()), ValueError, "values: expected 3"),
+            (np.ones((1, 1, 1), np.int64), np.ones(1), ValueError, r"indices: expected shape \(n,\)"),
+            (np.arange(3, dtype=np.int32), np.ones(3), TypeError, "indices: expected int64, got int32"),
+            (
+                np.arange(3),
+                ncclpy.Buffer.of(np.ones(3)),
+                TypeError,
+                "values: expected an array of numpy, CuPy or torch",
+            ),
+            (np.arange(6)[::2], np.ones(3), ValueError, "not contiguous"),
+            (np.arange(3), np.ones((3, 2))[:, 1], ValueError, "not contiguous"),
+            ([0, 1], np.ones(2), TypeError, "indices: expected an array .* got builtins.list"),
+            (np.arange(1), np.full(1, np.nan), ValueError, "check_nan: the input of all_reduce_sparse"),
+        ):
+            with pytest.raises(error, match=words):
+                group.all_reduce_sparse(indices, values)
+        with group.coalescing(), pytest.raises(ValueError, match="in a coalescing block"):
+            group.all_reduce_sparse(np.arange(1), np.ones(1))
+        assert group.seq == 0
+        assert group.all_reduce_sparse(np.arange(1), np.ones(1)).result(DEADLINE)[1].tolist() == [1]
+
+
+def test_a_rank_that_does_not_come_is_waited_for_until_the_deadline(host_engine):
+    def body(group):
+        group.barrier().wait(DEADLINE)
+        if group.rank == 0:
+            with pytest.raises(ncclpy.NcclTimeout, match="all_gather"):
+                group.all_reduce_sparse(np.arange(1), np.ones(1), timeout=0.3)
+        else:
+            testing.wait_for(lambda: group.error is not None, "the news")
+
+    run_groups(2, body)
+
+
+def test_a_wait_that_is_left_ends_the_group(host_engine):
+    """The others would wait for the second half, which this rank does not begin."""
+    testing.run_python(
+        """
+        import signal, threading
+        import numpy as np, ncclpy, testing
+        from ncclpy.bootstrap import LocalStore
+
+        store = LocalStore()
+        groups = [ncclpy.ProcessGroup(store, rank, 2, device=rank, timeout=30) for rank in range(2)]
+        barriers = [group.barrier() for group in groups]
+        for barrier in barriers:
+            barrier.wait()
+        signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        try:
+            groups[0].all_reduce_sparse(np.arange(1), np.ones(1))
+        except KeyboardInterrupt:
+            pass
+        else:
+            raise AssertionError
+        assert "all_reduce_sparse() was left with KeyboardInterrupt" in str(groups[0].error)
+        testing.wait_for(lambda: groups[1].error is not None)
+        for group in groups:
+            group.close()
+        """
+    )
+
+
+def test_its_arrays_live_by_their_stream(host_engine):
+    """What another stream produces is waited for."""
+    with ncclpy.Stream(0) as stream, alone() as group:
+        comm = ncclpy.Communicator.init_all([0])[0]
+        source, values = np.ones(4), np.zeros(4)
+        with ncclpy.faults("call=AllReduce nth=1 at=run do=delay:300ms") as faults:
+            comm.all_reduce(*[(each.ctypes.data, 4, "float64") for each in (source, values)], stream=stream)
+            work = group.all_reduce_sparse(np.arange(4), values, producer=stream)
+            assert faults.fired and work.result(DEADLINE)[1].tolist() == [1] * 4
+        comm.close()

@@ -6,9 +6,9 @@ import pytest
 from group_worlds import Processes, in_threads
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def processes():
-    """Return two processes that run programs, one device each."""
+    """Return two processes that run programs, one device each; other modules may look for threads left behind."""
     two = Processes(2)
     yield two
     two.close()

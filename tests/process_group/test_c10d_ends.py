@@ -3,34 +3,25 @@
 They are written anew for `ncclpy.ProcessGroup`, by what each of them asserts. The other half is in
 test_c10d_operations.py.
 
-============================== ========================================================================================
-case                           here
-============================== ========================================================================================
-abort_pg                       test_abort_pg
-close_pg                       test_close_pg
-restart_pg                     test_restart_pg
-restart_pg_after_error         test_restart_pg_after_error
-abort_in_destroy_pg            test_abort_in_destroy_pg
-abort_in_destroy_multi_pgs     test_abort_in_destroy_multi_pgs; no call ends all groups of a process, each has its own
-abort_in_destroy_mixed_empty   test_abort_in_destroy_mixed_empty_pgs
-close_multi_pg_unordered       test_close_multi_pg_unordered
-destruct_before_terminate_pg   test_group_processes.test_a_fork_cannot_use_it_and_a_group_that_is_dropped_harms_nobody
-nccl_dist_backend_error        test_nccl_dist_backend_error
-nccl_errors_blocking           test_nccl_errors_blocking; by a kill, where the engine sees it:
-                               test_group_processes.test_a_rank_that_is_killed_ends_the_group_of_all
-nccl_errors_nonblocking        test_nccl_errors_nonblocking
-nccl_blocking_wait_with_…      test_nccl_blocking_wait_with_barrier
-error_detection_and_…          test_error_detection_and_propagation
-nccl_errors_dump               test_group_ends.test_a_process_may_end_with_its_group: on_error="exit" dumps, then ends
-timeout_dumps                  test_timeout_dumps
-timeout_dumps_on_stuck_ranks   test_timeout_dumps_on_stuck_ranks
-trace_while_stuck              test_trace_while_stuck
-trace_while_active             test_trace_while_active; "only active" is what is neither completed nor failed
-long                           test_long
-batched_send_recv              test_batched_send_recv
-invalid_nccl_blocking_wait_env does not apply: whether a wait blocks is said by the call (`wait` or `synchronize`), not
-                               by a variable. What can be said wrongly: test_invalid_options
-============================== ========================================================================================
+- abort_pg, close_pg, restart_pg, restart_pg_after_error, abort_in_destroy_pg, close_multi_pg_unordered: test_… of that
+  name
+- abort_in_destroy_multi_pgs: test_abort_in_destroy_multi_pgs; no call ends all groups of a process, each has its own
+- abort_in_destroy_mixed_empty_pgs: test_abort_in_destroy_mixed_empty_pgs
+- destruct_before_terminate_pg: test_a_fork_cannot_use_it_and_a_group_that_is_dropped_harms_nobody in
+  test_group_processes.py
+- nccl_dist_backend_error: test_nccl_dist_backend_error
+- nccl_errors_blocking: test_nccl_errors_blocking; by a kill, where the engine sees it,
+  test_a_rank_that_is_killed_ends_the_group_of_all in test_group_processes.py
+- nccl_errors_nonblocking: test_nccl_errors_nonblocking
+- nccl_blocking_wait_with_barrier: test_nccl_blocking_wait_with_barrier
+- error_detection_and_propagation: test_error_detection_and_propagation
+- nccl_errors_dump: test_a_process_may_end_with_its_group in test_group_ends.py; on_error="exit" dumps, then ends
+- timeout_dumps, timeout_dumps_on_stuck_ranks, trace_while_stuck: test_… of that name
+- trace_while_active: test_trace_while_active; "only active" is what is neither completed nor failed
+- long: test_long
+- batched_send_recv: test_batched_send_recv
+- invalid_nccl_blocking_wait_env does not apply: whether a wait blocks is said by the call (`wait` or `synchronize`),
+  not by a variable. What can be said wrongly: test_invalid_options
 """
 
 from __future__ import annotations

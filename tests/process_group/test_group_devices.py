@@ -50,6 +50,25 @@ def test_several_nodes():
         assert results == [[3], [1 - rank]] * 3 + [(1 - rank, 1)]
 
 
+def bool_and_complex(world):
+    import torch
+
+    flags = torch.tensor([world.rank == 0, False, True], device=f"cuda:{world.device}")
+    numbers = torch.tensor([1 + 2j, world.rank], device=f"cuda:{world.device}")
+    with world.group() as group:
+        group.all_reduce(flags).wait(DEADLINE)
+        group.all_reduce(numbers).wait(DEADLINE)
+        with pytest.raises(ValueError, match="avg of bool"):
+            group.all_reduce(flags, op="avg")
+        return flags.tolist(), numbers.tolist()
+
+
+@pytest.mark.gpu
+def test_reductions_of_bool_and_complex_tensors():
+    pytest.importorskip("torch")
+    assert in_threads(2, bool_and_complex) == [([True, False, True], [2 + 4j, 1 + 0j])] * 2
+
+
 def side_streams(world, rounds, count):
     """Inputs and outputs die as soon as the call is back, and others of their size are made, on several streams."""
     import torch

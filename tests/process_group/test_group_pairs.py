@@ -140,14 +140,14 @@ def test_a_pair_stays_whose_other_rank_does_not_disconnect(host_engine):
 def test_who_disconnects_hears_of_the_end(host_engine):
     def body(group):
         group.connect(peers=[1 - group.rank])
-        both.wait(DEADLINE)
+        together.wait(DEADLINE)  # who is still connecting would hear of it there
         if group.rank == 0:
             with pytest.raises(ncclpy.NcclAborted, match="enough"):
                 group.disconnect()
         else:
             group.abort("enough")
 
-    both = threading.Barrier(2)
+    together = threading.Barrier(2)
     run_groups(2, body, timeout=20 * DEADLINE)
 
 

@@ -23,8 +23,8 @@ BRIEF_ACTIONS = "error,error:ncclRemoteError,delay:3ms,hang:150ms"
 BRIEF_CALLS = ("GetUniqueId", "CommInitRankConfig", "CommSplit", "CommGetAsyncError")
 END_ACTIONS = "delay:3ms,hang:150ms"
 END_CALLS = ("CommAbort", "CommFinalize", "CommDestroy")  # an end that fails leaves everything behind
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "ring", "batch", "barrier")
-KINDS += ("itself", "uneven", "part")
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "ring", "batch", "barrier", "divide")
+KINDS += ("itself", "uneven")
 
 
 class Slow:
@@ -180,12 +180,12 @@ class RandomRank:
             recv = np.zeros(n * (rank + 1), np.float32)
             counts = [each + 1 for each in range(n)], [rank + 1] * n
             self.add(group.all_to_all(send, recv, *counts), lambda: (recv == np.repeat(ranks, rank + 1)).all())
-        elif kind == "part":
-            self._use_part(group, mine)
+        elif kind == "divide":
+            self._divide(group, mine)
         else:
             self.add(group.barrier(), lambda: True)
 
-    def _use_part(self, group, mine):
+    def _divide(self, group, mine):
         """Split the group in two, and use this rank's half."""
         try:
             part = group.split(self.rank % 2)

@@ -37,6 +37,10 @@ cdef void begin_quiet() noexcept:
     _depth += 1
 
 
+cdef bint is_quiet() noexcept:
+    return _depth > 0
+
+
 cdef void end_quiet() noexcept:
     global _depth
     _depth -= 1

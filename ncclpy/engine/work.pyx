@@ -27,6 +27,7 @@ from ncclpy.core.wait cimport FOREVER, as_timeout, deadline_after
 from ncclpy.engine cimport protocols
 from ncclpy.engine.callbacks cimport begin_callback, end_callback, step_aside, users
 from ncclpy.engine.events cimport give_event, take_event
+from ncclpy.engine.lock cimport is_quiet
 from ncclpy.engine.message cimport is_plain, message, words_of
 from ncclpy.engine.native cimport add, load, now, sleep_on, swap, wake
 from ncclpy.engine.recorder cimport CAPTURED, COMPLETED, FAILED, LAUNCHED, PENDING, new_entry
@@ -204,7 +205,10 @@ cdef class Work:
             self.lent = False
             Py_INCREF(self)
             if not self.has_listeners:
+                kept = [self.output, self.maker]
                 self.output = self.maker = None
+                if is_quiet():  # and so perhaps this thread's, which had a reference for a moment
+                    users.give(kept.clear)
 
     cdef bint is_shared(self) noexcept:
         """Return whether no code of users can run when `let_go` is called and then the caller's reference dropped."""

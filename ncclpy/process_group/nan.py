@@ -93,7 +93,7 @@ _MASKS = {"numpy": _by_itself, "cupy": _by_itself, "jax": _by_itself, "jaxlib": 
 
 def _index(flat, shape):
     """Return where in an array the element of this number is, as an int if there is one dimension."""
-    places = []
+    places: list[int] = []
     for extent in reversed(shape):
         flat, place = divmod(flat, extent)
         places.insert(0, place)

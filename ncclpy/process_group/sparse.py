@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+from typing import Any
 
 from ncclpy.core.buffers import Buffer
 from ncclpy.core.types import DataType
@@ -36,6 +37,9 @@ class SparseSum:
     def __init__(self, indices, values, size: int):
         self._arrays = _arrays_of(indices, values)
         self._size = size
+        self._sent: Any = None
+        self._gathered: list | None = None
+        self._made: dict[str, tuple] = {}
         if indices.ndim not in (1, 2):
             raise ValueError(f"indices: expected shape (n,) or (dimensions, n), got {tuple(indices.shape)}")
         if Buffer.of(indices).dtype is not DataType.INT64:
@@ -83,9 +87,9 @@ class SparseSum:
             indices = [part.reshape(rows, n) for part, n in zip(gathered[0], self._counts, strict=True)]
             values = [part.reshape(n, *self._entry) for part, n in zip(gathered[1], self._counts, strict=True)]
             indices, values = self._arrays.sum(indices, values, sum(self._counts))
-            self.__dict__.setdefault("_sum", (indices.reshape(-1) if self._rows is None else indices, values))
+            self._made.setdefault("sum", (indices.reshape(-1) if self._rows is None else indices, values))
             self._gathered = None
-        return self._sum
+        return self._made["sum"]
 
 
 def _pieces(whole, counts):
@@ -123,6 +127,14 @@ class _NumpyLike:
         return unique, total
 
 
+class _CuPy(_NumpyLike):
+    def sum(self, indices, values, count):
+        total = super().sum(indices, values, count)
+        # What was gathered was allocated on the stream of the call, which may be another one.
+        self.package.cuda.get_current_stream().synchronize()
+        return total
+
+
 class _Torch:
     def numbers(self, numbers, like):
         return like.new_tensor(numbers)
@@ -132,6 +144,9 @@ class _Torch:
 
     def sum(self, indices, values, count):
         torch = sys.modules["torch"]
+        for part in (*indices, *values):  # allocated on the stream that was current when the call was made
+            if part.is_cuda:
+                part.record_stream(torch.cuda.current_stream(part.device))
         indices, values = torch.cat(indices, 1), torch.cat(values)
         if count == 0:
             return indices, values
@@ -144,7 +159,7 @@ class _Torch:
 
 _MADE = {
     "numpy": lambda: _NumpyLike(sys.modules["numpy"]),
-    "cupy": lambda: _NumpyLike(sys.modules["cupy"]),
+    "cupy": lambda: _CuPy(sys.modules["cupy"]),
     "torch": _Torch,
 }
 

@@ -11,7 +11,7 @@ import threading
 from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
 from libc.stdint cimport uintptr_t
 from libc.stdlib cimport free, malloc, realloc
-from libc.string cimport memset
+from libc.string cimport memcpy, memset
 
 from ncclpy.abi.driver cimport CU_EVENT_WAIT_DEFAULT, CUDA_SUCCESS, CUstreamCaptureMode
 from ncclpy.abi.nccl cimport ncclInProgress, ncclResult_t, ncclSuccess
@@ -46,6 +46,9 @@ _log = logging.getLogger("ncclpy.engine")
 # With so many launches on their way a further one is left to its lanes: a call waits for room where a device has too
 # much to do, and who adds is not to wait.
 cdef long _MOST = 64
+cdef enum:
+    _MOST_LENT = 64  # lanes that one thread borrows
+
 cdef long _on_their_way = 0  # changed with the GIL
 cdef long long _launches = 0
 
@@ -141,12 +144,14 @@ cdef bint _run_in_turn(Batch* batch, CUcontext current, double until) noexcept n
 cdef void _run_works(ncclpy_job* job) noexcept nogil:
     """Run a batch whose parts have works, on its lane."""
     cdef Batch* batch = <Batch*>job
-    cdef double moment
+    cdef size_t more = 0
+    cdef int lent[_MOST_LENT]
+    if batch.nlent > 1:  # the thread that had borrowed lanes was not let in; this one is the first of them
+        more = batch.nlent - 1
+        memcpy(lent, batch.lent + 1, more * sizeof(int))  # the batch is gone when its works are handed over
     _run_in_turn(batch, NULL, FOREVER)
-    moment = now()
-    if batch.nlent > 1:  # the thread that had borrowed them was not let in; this lane is the first of them
-        give_lanes_back(batch.lent + 1, batch.nlent - 1)
-    _hand_works_over(batch, moment)
+    _hand_works_over(batch, now())
+    give_lanes_back(lent, more)
 
 
 cdef void launch_here() noexcept:
@@ -157,7 +162,6 @@ cdef void launch_here() noexcept:
     global ncclpy_launch_here
     cdef Launch launch
     cdef Batch* batch
-    cdef double moment
     cdef CUcontext saved = NULL
     cdef CUstreamCaptureMode mode
     if ncclpy_launch_here == NULL:
@@ -169,9 +173,8 @@ cdef void launch_here() noexcept:
         driver.cuCtxGetCurrent(&saved)
         mode = relax()  # what this thread captures is not disturbed
         if _run_in_turn(batch, saved, 0):
-            moment = now()  # before other launches come to these devices
-            give_lanes_back(batch.lent, batch.nlent)
-            _hand_works_over(batch, moment)
+            _hand_works_over(batch, now())  # before other launches come to these devices: the monitor counts on it
+            give_lanes_back(launch.whole.lent, launch.whole.nlent)
         else:
             pass_on(&batch.job, batch.lent)  # an abort is inside a communicator: it can take long
         restore(mode)
@@ -295,7 +298,8 @@ cdef class Launch(Together):
                 await_launch(work)
         _on_their_way += 1
         here = (
-            here and _on_their_way <= _MOST and ncclpy_launch_here == NULL and borrow_lanes(self.lanes, nlanes)
+            here and _on_their_way <= _MOST and ncclpy_launch_here == NULL and nlanes <= _MOST_LENT
+            and borrow_lanes(self.lanes, nlanes)
         )
         sort_parts(self.parts, self.count, not here)
         if here or nlanes == 1:

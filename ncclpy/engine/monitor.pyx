@@ -384,7 +384,8 @@ cdef void _ask() noexcept nogil:
 cdef size_t _over(StreamWorks* row) noexcept nogil:
     """Return how many of the works of a stream have ended, with what the driver says of each.
 
-    They end in order: whoever has the lane hands them over before it is another's. A question holds up whoever launches meanwhile, so few are asked: of the oldest, then of the newest, then of halves.
+    They end in order: whoever has the lane hands them over before it is another's. A question holds up whoever launches
+    meanwhile, so few are asked: of the oldest, then of the newest, then of halves.
     """
     cdef size_t first = 0, last = row.works.size(), asked = 0, questions = 0, i
     cdef CUresult result

@@ -6,7 +6,7 @@ from cpython.pythread cimport PyThread_get_thread_ident
 from libc.string cimport memset
 
 from ncclpy.abi.driver cimport CUstream
-from ncclpy.core.buffers cimport HOST_MEMORY, View
+from ncclpy.core.buffers cimport HOST_MEMORY, View, read_view
 from ncclpy.core.lower cimport Lowered
 from ncclpy.core.operation cimport ALL_REDUCE, BROADCAST, RECV, SCATTER, SEND, Operation, is_pair
 from ncclpy.core.start cimport fill_barrier, root_rank
@@ -107,7 +107,9 @@ check="off", check_nan=False, high_priority=False, timing=False)
         cdef size_t i
         cdef int peer = -1
         self.check_usable()
-        if self.nan_check is not None:
+        if self.nan_check is not None and not (
+            find_producer(view, self.device, producer, &stream) and is_captured(stream, self.device)
+        ):
             self._refuse_nans(operation, held, output, producer)
         if self.blocks:
             block = self.blocks.get(PyThread_get_thread_ident())
@@ -211,6 +213,16 @@ check="off", check_nan=False, high_priority=False, timing=False)
         with self.lock:
             self._number(connection, request.work, request.point_to_point)
         return 0
+
+    cdef bint _captures(self, array, producer) except -1:
+        """Return whether the stream that produces an array is being captured; what is none is for others to say."""
+        cdef View view
+        cdef CUstream stream
+        try:
+            read_view(array, &view, "values")
+        except Exception:
+            return False
+        return find_producer(&view, self.device, producer, &stream) and is_captured(stream, self.device)
 
     cdef int _number(self, Connection connection, Work work, bint pair) except -1:
         if pair:
@@ -409,6 +421,11 @@ check="off", check_nan=False, high_priority=False, timing=False)
         self.check_usable()
         if PyThread_get_thread_ident() in self.blocks:
             raise ValueError("all_reduce_sparse() in a coalescing block: it waits for other ranks, a block for nobody")
+        if self._captures(values, producer):
+            raise ValueError(
+                "all_reduce_sparse() while the producer's stream is being captured: the CPU waits in it for how much each "
+                "rank brings, so that it cannot be part of a CUDA graph. Nothing was captured"
+            )
         if producer is not None:
             wait_for_stream(producer, self.device)
         brought = SparseSum(indices, values, self.size)

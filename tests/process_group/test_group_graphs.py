@@ -498,6 +498,29 @@ def test_what_is_refused_in_a_capture():
     assert run(body) == [2, 2]
 
 
+def test_what_the_cpu_would_have_to_look_at(host_engine):
+    """NaNs are not looked for in a capture, and a sparse sum refuses it; the capture goes on."""
+
+    def body(side):
+        array = np.full(4, np.nan)
+        side.warm(side.array(0))
+        with Graph(side.stream) as graph:
+            with side.capture(graph):
+                assert side.group.all_reduce(array, producer=side.stream).state == "captured"
+                with pytest.raises(
+                    ValueError, match=r"all_reduce_sparse\(\) while the producer's stream is being captured"
+                ):
+                    side.group.all_reduce_sparse(np.zeros(1, np.int64), np.ones(1), producer=side.stream)
+                assert graph.is_capturing() and side.group.seq == 2
+            array[:] = 1
+            graph.launch()
+        with pytest.raises(ValueError, match="4 NaNs"):
+            side.group.all_reduce(np.full(4, np.nan))
+        return array.tolist()
+
+    assert run(body, check_nan=True) == [[2.0] * 4] * 2
+
+
 def test_a_capture_that_was_invalidated_before():
     """The group is told before NCCL is, and goes on."""
 

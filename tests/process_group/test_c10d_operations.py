@@ -8,6 +8,7 @@ They are written anew for `ncclpy.ProcessGroup`, by what each of them asserts. T
 - comm_split_group_larger_scale: test_comm_split_group_larger_scale, of 8 ranks where there are as many devices
 - comm_recursive_split_group: test_comm_recursive_split_group
 - non_blocking_p2p: test_non_blocking_p2p; how a communicator is made is not for users to choose
+- nan_rank_filter: test_nan_rank_filter
 - extra_cuda_context: test_extra_cuda_context, on GPUs
 - unwaited: test_unwaited
 - cuda_event_cache_mthd_race: test_cuda_event_cache_mthd_race
@@ -114,6 +115,24 @@ def non_blocking_p2p(world):
 
 def test_non_blocking_p2p(run):
     assert run(non_blocking_p2p) == [1, 1]
+
+
+def nan_rank_filter(world):
+    with world.group(check_nan=True) as group:
+        values = np.ones(12, np.float32)
+        if world.rank:
+            values[5] = np.nan  # where it receives
+        array = world.array(values)
+        world.call(group.broadcast, array, root=0).wait(DEADLINE)
+        first = world.lib.read(array).tolist()
+        array = world.array(values)
+        world.call(group.recv if world.rank else group.send, array, 1 - world.rank).wait(DEADLINE)
+        return first, world.lib.read(array).tolist()
+
+
+def test_nan_rank_filter(run):
+    """NaN in what receives is no error, although what is sent is looked at."""
+    assert run(nan_rank_filter) == [([1.0] * 12, [1.0] * 12)] * 2
 
 
 def extra_cuda_context(world):

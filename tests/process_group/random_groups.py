@@ -111,6 +111,9 @@ class RandomRank:
             if not self.lost:
                 self.failures.append(repr(error))
             return
+        except BaseException as error:
+            self.failures.append(repr(error))
+            return
         try:
             for number, (kind, count) in enumerate(self.plan.steps):
                 if self.rank == 1 and number == self.plan.when:

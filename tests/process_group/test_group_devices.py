@@ -91,7 +91,7 @@ def side_streams(world, rounds, count):
                 for stream in streams:  # whose memory may be what the operation uses, were it let go of
                     with torch.cuda.stream(stream):
                         others.append(torch.full((count,), -1.0, device=device))
-                work.synchronize()
+                work.synchronize(torch.cuda.current_stream(device))
                 wrongs.append((recv != 2 * (number % 50) + 1).sum())
                 del recv, work
             for stream, other in zip(streams, others, strict=False):

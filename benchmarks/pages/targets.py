@@ -66,8 +66,8 @@ _MONITOR = (
     "GIL; in bursts of 16 calls it was 1.15 to 1.7 times"
 )
 _THREADS = (
-    "a wait for a work can end early while the operation goes on, so that a thread of the stream does it: on two cores "
-    "each operation wakes two threads on each rank, where a Communicator's call does it itself"
+    "a wait for a work can end early while the operation goes on, so that a thread of the stream does it: on two "
+    "cores each operation wakes two threads on each rank, where a Communicator's call does it itself"
 )
 _ALONE = "a rank that is alone copies for each operation by itself, as it does in the C loop's group"
 _BARE = ("ncclpy.bindings", "all_reduce(ints)", "latency")
@@ -205,7 +205,7 @@ def _process_group() -> list[Target]:
     waits = ", and the stream waits"
     beside = [
         Target(
-            f"host time of ProcessGroup.all_reduce(torch tensor){words} is at most {limit:g} times torch.distributed's",
+            f"host time of ProcessGroup.all_reduce(tensor){words} is at most {limit:g} times torch.distributed's",
             "overhead",
             "gpu",
             (us, f"{call}{more}", "host"),

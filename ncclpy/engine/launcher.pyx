@@ -173,7 +173,7 @@ cdef void launch_here() noexcept:
         driver.cuCtxGetCurrent(&saved)
         mode = relax()  # what this thread captures is not disturbed
         if _run_in_turn(batch, saved, 0):
-            _hand_works_over(batch, now())  # before other launches come to these devices: the monitor counts on it
+            _hand_works_over(batch, now())  # before other launches come to these devices
             give_lanes_back(launch.whole.lent, launch.whole.nlent)
         else:
             pass_on(&batch.job, batch.lent)  # an abort is inside a communicator: it can take long

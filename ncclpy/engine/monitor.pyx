@@ -363,46 +363,21 @@ cdef void _ask() noexcept nogil:
     cdef unordered_map[uintptr_t, StreamWorks].iterator it = _watching.streams.begin()
     cdef StreamWorks* row
     cdef Watched one
-    cdef double moment
-    cdef size_t over
+    cdef CUresult result
     while it != _watching.streams.end():
         row = &dereference(it).second
-        over = _over(row)
-        moment = now()
-        while over:
+        while not row.works.empty():
             one = row.works.front()
-            one.seen = moment
+            result = driver.cuEventQuery(one.event) if driver.cuEventQuery != NULL else CUDA_SUCCESS
+            if result == CUDA_ERROR_NOT_READY:
+                break
+            one.driver, one.seen = result, now()
             _watching.ended.push_back(one)
             row.works.pop_front()
-            over -= 1
         if row.works.empty():
             it = _watching.streams.erase(it)
         else:
             preincrement(it)
-
-
-cdef size_t _over(StreamWorks* row) noexcept nogil:
-    """Return how many of the works of a stream have ended, with what the driver says of each.
-
-    They end in order: whoever has the lane hands them over before it is another's. A question holds up whoever launches
-    meanwhile, so few are asked: of the oldest, then of the newest, then of halves.
-    """
-    cdef size_t first = 0, last = row.works.size(), asked = 0, questions = 0, i
-    cdef CUresult result
-    while first < last:  # works before `first` have ended well, those from `last` on have not
-        result = driver.cuEventQuery(row.works[asked].event) if driver.cuEventQuery != NULL else CUDA_SUCCESS
-        if result == CUDA_SUCCESS:
-            for i in range(first, asked + 1):
-                row.works[i].driver = result
-            first = asked + 1
-        elif result != CUDA_ERROR_NOT_READY and asked == first:  # later ones are asked next time
-            row.works[first].driver = result
-            return first + 1
-        else:
-            last = asked
-        questions += 1
-        asked = last - 1 if questions == 1 else first + (last - first) // 2
-    return first
 
 
 cdef int _complete() except -1:

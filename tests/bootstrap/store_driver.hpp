@@ -4,11 +4,13 @@
 #include <arpa/inet.h>
 #include <errno.h>
 #include <netinet/in.h>
+#include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <string>
 #include <string_view>
 
@@ -17,7 +19,7 @@
 #define CHECK(condition) \
   do { \
     if (!(condition)) { \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
+      std::fprintf(stderr, "%s:%d: %s; errno: %s\n", __FILE__, __LINE__, #condition, std::strerror(errno)); \
       std::abort(); \
     } \
   } while (0)
@@ -54,7 +56,16 @@ inline int call(uint16_t port) {
   address.sin_family = AF_INET;
   address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
   address.sin_port = htons(port);
-  CHECK(connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0);
+  if (connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0) return fd;
+  CHECK(errno == EINTR);  // a fuzzer's timer again, while the server's backlog was full: the kernel goes on with it
+  pollfd made{fd, POLLOUT, 0};
+  int ready;
+  do ready = poll(&made, 1, 4000);
+  while (ready < 0 && errno == EINTR);
+  CHECK(ready == 1);
+  int error;
+  socklen_t size = sizeof error;
+  CHECK(getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size) == 0 && error == 0);
   return fd;
 }
 

@@ -77,5 +77,8 @@ cdef struct Watched:
 # Do the monitor's part, but for callbacks, if it has ended; return whether it has.
 cdef int attend() except -1
 
+# What who waits for works of others does between two looks.
+cdef int stand_by() except -1
+
 # A pending work with its entry in the recorder.
 cdef Work new_work(int kind, int device)

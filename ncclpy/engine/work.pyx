@@ -1,6 +1,7 @@
 """A handle on one operation: when it is launched, when it is done, and what came of it."""
 
 import concurrent.futures
+import time
 from _weakref import getweakrefcount as _getweakrefcount
 
 from cpython.exc cimport PyErr_CheckSignals, PyErr_SetObject, PyErr_WriteUnraisable
@@ -57,6 +58,15 @@ cdef int attend() except -1:
 cdef inline CUstream _one_name(CUstream stream) noexcept:
     """Return a stream's handle; the legacy default one has two."""
     return NULL if stream == CU_STREAM_LEGACY else stream
+
+
+cdef int stand_by() except -1:
+    """Let others go on for an instant: callbacks, of which this may be one, the monitor, and Python's signal handlers."""
+    step_aside()
+    if not attend():
+        time.sleep(_SHORT_SLICE)
+    PyErr_CheckSignals()
+    return 0
 
 
 cdef bint _alone(PyObject* value) noexcept:

@@ -5,8 +5,6 @@ import threading
 import time
 import weakref
 
-from cpython.exc cimport PyErr_CheckSignals
-
 from ncclpy.abi.locks cimport LOCK_DEFAULT_MANAGER
 from ncclpy.core.abort cimport ABORT_DEADLINE
 from ncclpy.core.buffers cimport View
@@ -14,14 +12,14 @@ from ncclpy.core.library cimport check_process, driver
 from ncclpy.core.operation cimport reduces
 from ncclpy.core.overdue cimport tell_overdue
 from ncclpy.core.wait cimport FOREVER, as_timeout, now
-from ncclpy.engine.callbacks cimport step_aside, users
+from ncclpy.engine.callbacks cimport users
 from ncclpy.engine.clique cimport GONE, MAKING
 from ncclpy.engine.launcher cimport launch_here
 from ncclpy.engine.lock cimport Lock
 from ncclpy.engine.monitor cimport ensure_running
 from ncclpy.engine.protocols cimport CliqueOwner, LaunchOwner
 from ncclpy.engine.streams cimport record_producer
-from ncclpy.engine.work cimport Work, attend, new_work
+from ncclpy.engine.work cimport Work, new_work, stand_by
 from ncclpy.manager.ensemble cimport Ensemble, check_members, ranks_of
 from ncclpy.manager.gathering cimport Gathering, Key, Participant, Stalled, new_gathering, new_key
 from ncclpy.manager.participants cimport Participants
@@ -556,10 +554,7 @@ Gather the participants of collectives by key and launch each collective when al
         why = f"and it was not done within {timeout} s"
         try:
             while any(not clique.idle for clique in cliques if clique.alive) and now() < deadline:
-                step_aside()  # a callback may close
-                if not attend():
-                    time.sleep(0.0002)
-                PyErr_CheckSignals()
+                stand_by()
         except BaseException as error:
             why = f"and {type(error).__name__} ended the wait for it"
             raise

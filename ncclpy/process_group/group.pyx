@@ -178,10 +178,7 @@ check="off", check_nan=False, high_priority=False, timing=False)
         try:
             if not self.is_ended():
                 taken = True
-                if (
-                    request.point_to_point and connection.peer < 0 and request.count == 1
-                    and request.steps[0].root == self.rank
-                ):
+                if connection.peer < 0 and request.is_alone_with(self.rank):
                     request = self._matched(request)  # which may refuse it
                 self._number(connection, work, pair)
                 if request is not None:
@@ -196,7 +193,7 @@ check="off", check_nan=False, high_priority=False, timing=False)
     cdef int _capture(self, int peer, Request request) except -1:
         """Put a request into the CUDA graph that its producers' streams are being captured into, and number it."""
         cdef Connection connection = self.standing(peer)
-        if request.point_to_point and request.count == 1 and peer < 0 and request.steps[0].root == self.rank:
+        if peer < 0 and request.is_alone_with(self.rank):
             raise ValueError(
                 f"rank {self.rank} of process group {self.name!r}: what a rank sends to itself is captured together with "
                 "its receive: have both in one coalescing() block"

@@ -9,19 +9,17 @@ import time
 import weakref
 from importlib import import_module as _import_module
 
-from cpython.exc cimport PyErr_CheckSignals
-
 from ncclpy.core.abort cimport ABORT_DEADLINE
 from ncclpy.core.communicator cimport Communicator
 from ncclpy.core.device cimport as_device
 from ncclpy.core.library cimport check_process
 from ncclpy.core.start cimport root_rank
 from ncclpy.core.wait cimport as_timeout, deadline_after, now
-from ncclpy.engine.callbacks cimport step_aside, users
+from ncclpy.engine.callbacks cimport users
 from ncclpy.engine.clique cimport GONE, MADE, MAKING
 from ncclpy.engine.launcher cimport launch_here
 from ncclpy.engine.protocols cimport LaunchOwner
-from ncclpy.engine.work cimport attend
+from ncclpy.engine.work cimport stand_by
 from ncclpy.process_group.connection cimport ConnectionOwner
 from ncclpy.process_group.request cimport Request
 
@@ -309,10 +307,7 @@ cdef class Lifecycle(BlockOwner):
         while self.pending():
             if now() >= deadline:
                 return False
-            step_aside()  # a callback may be here
-            if not attend():
-                time.sleep(0.0002)
-            PyErr_CheckSignals()
+            stand_by()
         return True
 
     def abort(self, reason="abort() was called"):

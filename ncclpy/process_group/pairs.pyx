@@ -5,13 +5,8 @@ on it; but to destroy a communicator gives device memory back, which waits for a
 there may wait for a rank that waits for what this one is about to send: only the program knows when nothing is under way.
 """
 
-import time
-
-from cpython.exc cimport PyErr_CheckSignals
-
 from ncclpy.core.wait cimport now
-from ncclpy.engine.callbacks cimport step_aside
-from ncclpy.engine.work cimport attend
+from ncclpy.engine.work cimport stand_by
 
 from ncclpy.core.errors import NcclAborted, NcclTimeout
 from ncclpy.engine.launcher import abort_aside
@@ -66,9 +61,6 @@ cdef int wait_until_idle(Lifecycle group, Connection one, double deadline) excep
                 f"rank {group.rank} of process group {group.name!r}: {n} operations on communicator {one.label!r} are not "
                 "done; nothing was changed"
             )
-        step_aside()  # a callback may be here
-        if not attend():
-            time.sleep(0.0002)
-        PyErr_CheckSignals()
+        stand_by()
         n = one.pending()
     return 0

@@ -16,6 +16,7 @@ cdef class Request:
 
     cdef int add(self, const Operation* operation) except -1
     cdef int fail(self, object error) except -1
+    cdef bint is_alone_with(self, int rank) noexcept  # one operation, with this rank of its communicator
     cdef int add_all(self, Lowered lowered) except -1
     cdef unsigned long long signature(self) noexcept
 

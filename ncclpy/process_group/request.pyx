@@ -44,6 +44,10 @@ cdef class Request:
             self.partner.fail(error)
         return 0
 
+    cdef bint is_alone_with(self, int rank) noexcept:
+        """Return whether it is one send or receive, with this rank."""
+        return self.point_to_point and self.count == 1 and self.steps[0].root == rank
+
     cdef unsigned long long signature(self) noexcept:
         """Return what NCCL's choice of a way depends on, for all operations together."""
         cdef size_t i

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 from group_worlds import Processes, in_threads
 
@@ -20,3 +22,15 @@ def run(request):
     if request.param == "threads":
         return lambda program, *arguments: in_threads(2, program, *arguments)
     return request.getfixturevalue("processes").run
+
+
+@pytest.fixture
+def no_collection():
+    """Keep memory of earlier tests from being collected in the middle of one.
+
+    It is freed then, which waits for its whole device, and invalidates a capture.
+    """
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()

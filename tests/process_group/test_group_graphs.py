@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import threading
 import time
 import weakref
@@ -16,6 +15,8 @@ from group_ranks import DEADLINE, run_groups
 
 import ncclpy
 import testing
+
+pytestmark = pytest.mark.usefixtures("no_collection")
 
 RAW = testing.RawArrays()
 MODES = pytest.mark.parametrize("mode", [GLOBAL, THREAD_LOCAL, RELAXED], ids=["global", "thread_local", "relaxed"])
@@ -62,15 +63,6 @@ class Side:
         """Have NCCL connect the ranks for what is captured later."""
         for array in arrays:
             self.all_reduce(array).wait(DEADLINE)
-
-
-@pytest.fixture(autouse=True)
-def no_collection():
-    """Memory that is collected in the middle of a capture would be freed, and that invalidates it."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def run(body, **options):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 
@@ -14,14 +13,7 @@ from sides import RAW, Gate, Side, read
 import ncclpy
 import testing
 
-
-@pytest.fixture(autouse=True)
-def no_collection():
-    """Memory of earlier tests that is collected in the middle of one is freed, and that waits for its whole device."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+pytestmark = pytest.mark.usefixtures("no_collection")
 
 
 def run(body, **options):

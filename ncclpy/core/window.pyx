@@ -82,7 +82,8 @@ cdef class Window:
 
     cdef bint recorded(self) noexcept:
         """Return whether the group that makes the window is still to end."""
-        return self.group is not None and self.group.writes_to(self)
+        cdef Group group = self.group
+        return group is not None and group.writes_to(self)
 
     @property
     def handle(self):

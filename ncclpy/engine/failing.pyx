@@ -13,6 +13,7 @@ from ncclpy.core.operation cimport NOT_THERE, function_of
 from ncclpy.core.overdue cimport tell_overdue
 from ncclpy.core.state cimport ABORTED
 from ncclpy.engine.callbacks cimport errands
+from ncclpy.engine.protocols cimport Together
 from ncclpy.engine.work cimport HAS_FAILED, NOT_FAILING, TO_FAIL, Watched, Work
 
 from ncclpy.core.errors import NcclAborted, NcclTimeout, NcclUnsupported
@@ -52,13 +53,15 @@ cdef class _Failing:
 
     def __call__(self):
         cdef Work work = self.work
+        cdef Together launch
         try:
             if not work.is_settled():
                 error = _launch_error(work, &self.watched) if self.of_launch else _trouble(work, self.result)
-                if work.launch is None:
+                launch = work.launch
+                if launch is None:
                     work.settle(error)
                 else:
-                    work.launch.fail(error)
+                    launch.fail(error)
                 tell_overdue([] if work.handle is None else [work.handle], error, False)
         finally:
             work.failing = HAS_FAILED
@@ -69,6 +72,7 @@ cdef class _Failing:
 cdef object _trouble(Work work, ncclResult_t result):
     """Return what is wrong with a work whose communicator has this result, or else is late, as an exception."""
     cdef Handle handle = work.handle
+    cdef Together launch = work.launch
     cdef const char* words = NULL
     if handle is not None and handle.state == ABORTED:
         return NcclAborted(work.say(f"did not complete: {handle!r} was aborted"))
@@ -78,7 +82,7 @@ cdef object _trouble(Work work, ncclResult_t result):
         return nccl_error(result, b"ncclCommGetAsyncError", words)
     missing = "" if handle is None else who_is_missing(handle.speaker())
     missing += ". " if missing else ""
-    then = "goes on" if work.launch is not None and work.launch.is_spared() else "is aborted"
+    then = "goes on" if launch is not None and launch.is_spared() else "is aborted"
     return NcclTimeout(work.say(
         f"was not done within its timeout; its communicator {then}. {missing}A rank is missing or stuck: see which of "
         "the others did not make the same call, with ncclpy.recorder.dump() and `ncclpy trace`"
@@ -88,8 +92,9 @@ cdef object _trouble(Work work, ncclResult_t result):
 cdef object _launch_error(Work work, const Watched* watched):
     """Return what became of the launch, or of the device, as an exception."""
     cdef const char* function = function_of(watched.kind)
+    cdef Together launch = work.launch
     if <int>watched.result == WAS_ABORTED and work.handle is not None and work.handle.state != ABORTED and (
-        work.launch is not None and work.launch.is_spared()
+        launch is not None and launch.is_spared()
     ):
         return NcclAborted(work.say(
             f"was not launched: a call before it on {work.handle!r} has failed, which the other ranks may have made; "

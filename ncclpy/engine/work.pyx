@@ -140,6 +140,7 @@ cdef class Work:
 
         It runs no code of users: any thread may call it, under any lock. `tidy` is to follow where some may run.
         """
+        cdef Together launch
         cdef float milliseconds
         if load(&self.phase) >= COMPLETED:
             return 0
@@ -158,8 +159,9 @@ cdef class Work:
             wake(&self.phase)
         if self.callbacks is not None:
             users.give(self._run_callbacks)
-        if self.launch is not None:
-            self.launch.settled(self)
+        launch = self.launch
+        if launch is not None:
+            launch.settled(self)
         return 0
 
     cdef int tidy(self) except -1:
@@ -178,9 +180,10 @@ cdef class Work:
 
     cdef int let_go(self) except -1:
         """Give back what had to stay while a lane or the device might use it."""
+        cdef Together launch = self.launch
         self.tidy()
-        if self.loose and self.launch is not None:
-            self.launch.forget(self)
+        if self.loose and launch is not None:
+            launch.forget(self)
         self.held = self.launch = None
         return 0
 
@@ -191,6 +194,7 @@ cdef class Work:
         by what comes behind. What the user drops later goes at once: nobody else keeps the work then, whose result it
         may be; only if the last reference to it goes before its end does the monitor keep it again, see `__del__`.
         """
+        cdef Together launch
         if (
             self.loose or not self.has_producer or _one_name(stream) != _one_name(self.producer)
             or stream == CU_STREAM_PER_THREAD  # another one in each thread
@@ -199,8 +203,9 @@ cdef class Work:
         ):
             return 0
         self.loose = True
-        if self.launch is not None:
-            self.launch.loosen(self)
+        launch = self.launch
+        if launch is not None:
+            launch.loosen(self)
         protocols.deputy.loosen(self)
         if not self.over:  # else the monitor has given its reference back just now
             self.lent = True
@@ -320,16 +325,18 @@ cdef class Work:
 
     cdef bint _healthy(self) except -1:
         """Return whether NCCL has nothing to say against the result; else the monitor finds out what it is."""
-        return self.handle is None or self.handle.peek() == 0
+        cdef Handle handle = self.handle
+        return handle is None or handle.peek() == 0
 
     cdef int _wait_for(self, int state, double deadline) except -1:
         """Wait until it has come to `state` or beyond; return whether it has."""
         cdef double begun = now(), until, slice
         cdef CUstreamCaptureMode mode
         cdef int seen
+        cdef Awaited awaited = self.gathering
         require_driver()
-        if self.gathering is not None:
-            self.gathering.may_wait()
+        if awaited is not None:
+            awaited.may_wait()
         while load(&self.phase) < state:
             seen = load(&self.phase)
             if seen == LAUNCHED and now() - begun < _EAGER:
@@ -360,9 +367,11 @@ cdef class Work:
 
     cdef int _must_end(self, object timeout) except -1:
         cdef double seconds = as_timeout(timeout)
+        cdef Awaited awaited
         if not self._wait_for(COMPLETED, deadline_after(seconds)):
-            missing = "" if self.gathering is None else f"; it waits for {self.gathering.missing()}"
-            raise NcclTimeout(self.say(f"is {self.state} after {seconds:.3g} s{missing}"))
+            state, awaited = self.state, self.gathering  # it may end, and give that up, while a key shows itself
+            missing = "" if awaited is None else f"; it waits for {awaited.missing()}"
+            raise NcclTimeout(self.say(f"is {state} after {seconds:.3g} s{missing}"))
         self._refuse_if_captured()
         self.tidy()
         return 0
@@ -465,9 +474,10 @@ cdef class Work:
         if not callable(callback):
             raise TypeError(f"callback: expected a callable, got {type(callback).__name__}")
         self._refuse_if_captured()
+        fresh = []  # to make it may run the garbage collector, and with it other threads
         if not self.is_settled():
             if self.callbacks is None:
-                self.callbacks = []
+                self.callbacks = fresh
             self.callbacks.append(callback)
             self.has_listeners = True
             return

@@ -71,7 +71,7 @@ cdef class Gathering(Awaited):
     cdef int let_go(self) except -1
     cdef object say(self, str what)
     cdef object overdue(self)
-    cdef str _waits_for(self, str shown)
+    cdef str _waits_for(self, bint shows_key)
 
 
 cdef Gathering new_gathering(Key key, Participant first, bint signalled)

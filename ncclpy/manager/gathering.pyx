@@ -286,18 +286,18 @@ cdef class Gathering(Awaited):
 
     cdef str missing(self):
         """Say in words what it waits for, in a thread that may ask the key for its text."""
-        return self._waits_for(show(self.key.value))
+        return self._waits_for(True)
 
     cdef object overdue(self):
         """Return the error of a key whose participants have not come; it does not ask the key for its text."""
-        what = self._waits_for(show(self.key.value) if self.key.plain else "...")
+        what = self._waits_for(self.key.plain)
         return NcclTimeout(self.say(f"not all participants came within {self.timeout:g} s; it waits for {what}"))
 
-    cdef str _waits_for(self, str shown):
+    cdef str _waits_for(self, bint shows_key):
         cdef Participant participant
         if self.arrived >= self.num_local:
             if self.num_local < self.num_global and not self.signalled:
-                return f"signal_multi_node_ready({shown})"
+                return f"signal_multi_node_ready({show(self.key.value) if shows_key else '...'})"
             return "its communicator"
         here = sorted([participant.device for participant in self.participants])
         more = self.num_local - self.arrived

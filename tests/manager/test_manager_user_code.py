@@ -119,6 +119,25 @@ def test_a_key_that_is_shown_in_an_error_waits_in_its_readers_thread(manager):
     assert str(error) in [entry["error"] for entry in ncclpy.recorder.snapshot()["entries"]]
 
 
+def test_a_key_may_end_while_a_wait_that_has_timed_out_shows_it(manager):
+    """What the work waited for is looked at for the error's text."""
+    some_devices(2)
+    key = Key(where="repr")
+    work = manager.all_reduce(key, Data(1).input(0), device=0, num_local=2)
+
+    def wait():
+        with pytest.raises(ncclpy.NcclTimeout) as caught:
+            work.wait(timeout=0.01)
+        return str(caught.value)
+
+    waiting = in_thread(wait)
+    assert key.inside.wait(DEADLINE)
+    manager.abort()
+    assert isinstance(work.exception(DEADLINE), ncclpy.NcclAborted)
+    key.go_on.set()
+    assert waiting().endswith("is pending after 0.01 s; it waits for 1 more local participant; devices [0] have come")
+
+
 @pytest.mark.parametrize("other", [Key, str], ids=["of a class", "and plain ones"])
 def test_equal_keys_that_come_at_the_same_time_meet(make_manager, host_engine, other):
     n = some_devices(4)

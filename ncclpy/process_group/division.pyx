@@ -27,7 +27,29 @@ cdef bint can_divide(Lifecycle group) except -1:
     return main.state != MADE or main.is_well()
 
 
-cdef object divide(Lifecycle group, object color, object key, double deadline):
+cdef tuple divide(Lifecycle group, object number, list mine, double deadline):
+    """Return who is in this rank's part, and its communicator if NCCL has made that.
+
+    ``mine`` is what this rank brings to the meeting of this number: its color, its key, and what `can_divide` says.
+    """
+    color = mine[0]
+    try:
+        values = group.notices.gather(f"split/{number}", mine, group.timeout, group._is_wanted)
+    except NcclAborted:
+        group.check_usable()  # says what has ended it
+        raise
+    everyone = [(*value, rank) for rank, value in enumerate(values)]
+    members = [rank for _, rank in sorted((key, rank) for c, key, _, rank in everyone if c == color)]
+    if not all(can for _, _, can in values):
+        return members, None
+    if color is None:
+        return members, _divide(group, None, 0, deadline)
+    # As NCCL takes them: colors from 0 on.
+    place = sorted({c for c, *_ in values if c is not None}).index(color)
+    return members, _divide(group, place, members.index(group.rank), deadline)
+
+
+cdef object _divide(Lifecycle group, object color, object key, double deadline):
     """Divide the communicator and return this rank's part, None without a color."""
     cdef Connection main = group.connections.get("all")
     cdef Communicator comm, part = Communicator.__new__(Communicator)

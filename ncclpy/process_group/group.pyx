@@ -26,8 +26,9 @@ from ncclpy.process_group.lifecycle cimport Lifecycle
 from ncclpy.process_group.pairs cimport disconnect
 from ncclpy.process_group.request cimport Request, new_request
 
-from ncclpy.core.errors import NcclAborted, NcclError
+from ncclpy.core.errors import NcclError
 from ncclpy.core.types import ReduceOp, as_integer
+from ncclpy.engine.launcher import abort_aside
 from ncclpy.engine.recorder import method_name, text_of
 from ncclpy.process_group.block import Deadline
 from ncclpy.process_group.framework import wait_for_stream
@@ -537,8 +538,8 @@ check="off", check_nan=False, high_priority=False, timing=False)
         Returns
         -------
         ProcessGroup or None
-            With the options of this one; None on ranks that do not belong to it. Its ranks meet when it is first used: this
-            waits for nobody, as `split` does.
+            With the options of this one; None on ranks that do not belong to it. Its ranks meet when it is first used:
+            unlike `split` this waits for nobody.
         """
         members = [root_rank(self.size, rank, "ranks") for rank in ranks]
         if len(set(members)) != len(members) or not members:
@@ -576,20 +577,14 @@ check="off", check_nan=False, high_priority=False, timing=False)
             raise ValueError("split() within coalescing(): leave the block first")
         mine = [None if color is None else as_integer(color, "color"), as_integer(key, "key"), can_divide(self)]
         number = self._next_child()
+        name = f"{self.name}/{number}:{mine[0]}"
         try:
-            values = self.notices.gather(f"split/{number}", mine, self.timeout, self._is_wanted)
-        except NcclAborted:
-            self.check_usable()  # says what has ended it
+            members, comm = divide(self, number, mine, deadline)
+            return None if color is None else self._child(name, members, comm)
+        except BaseException as error:  # others may have made theirs, and would wait for this one
+            if color is not None:
+                self.notices.tell_part(name, f"rank {self.rank} of process group {self.name!r} did not make it: {error}")
             raise
-        everyone = [(*value, rank) for rank, value in enumerate(values)]
-        members = [rank for _, rank in sorted((key, rank) for c, key, _, rank in everyone if c == mine[0])]
-        place = None, 0  # as NCCL takes them: colors from 0 on
-        if color is not None:
-            place = sorted({c for c, *_ in values if c is not None}).index(mine[0]), members.index(self.rank)
-        comm = divide(self, place[0], place[1], deadline) if all(can for _, _, can in values) else None
-        if color is None:
-            return None
-        return self._child(f"{self.name}/{number}:{mine[0]}", members, comm)
 
     cdef long long _next_child(self):
         """Number a part of the group; all ranks ask for them in the same order."""
@@ -599,11 +594,16 @@ check="off", check_nan=False, high_priority=False, timing=False)
     def _child(self, name, members, comm=None):
         cdef ProcessGroup child
         # Under this group's keys: groups of one name number their parts alike, and not all ranks count each of them.
-        child = ProcessGroup(
-            self.notices.store, members.index(self.rank), len(members), device=self.device, name=name,
-            timeout=self.timeout, config=self.config, on_error=self.on_error,
-            check_nan=self.nan_check is not None, high_priority=self.high_priority, timing=self.timing,
-        )
-        if comm is not None:
-            child.adopt(comm)
+        try:
+            child = ProcessGroup(
+                self.notices.store, members.index(self.rank), len(members), device=self.device, name=name,
+                timeout=self.timeout, config=self.config, on_error=self.on_error,
+                check_nan=self.nan_check is not None, high_priority=self.high_priority, timing=self.timing,
+            )
+            if comm is not None:
+                child.adopt(comm)
+        except BaseException:
+            if comm is not None:
+                abort_aside([comm], f"process group {name!r} could not be made")
+            raise
         return child

@@ -25,6 +25,10 @@ _ENDED = "ended"
 _SLICE = 0.5
 
 
+def _place_of(name: str) -> str:
+    return f"ncclpy/group/{quote(name, safe='')}"
+
+
 class Notices:
     """The part of a store that belongs to one group.
 
@@ -43,7 +47,7 @@ class Notices:
     """
 
     def __init__(self, store: Store, name: str, rank: int, size: int) -> None:
-        self._outer, self._place = store, f"ncclpy/group/{quote(name, safe='')}"
+        self._outer, self._place = store, _place_of(name)
         self.number = store.add(f"{self._place}/made-by/{rank}")
         self.name, self.rank, self.size = name, rank, size
         self.store = PrefixStore(f"{self._place}/{self.number}", store)
@@ -125,6 +129,14 @@ class Notices:
             self.store.compare_set(_ENDED, None, text.encode(errors="replace"))
         except (StoreError, NcclTimeout) as error:
             _log.warning("rank %d could not tell the others that the group has ended (%s): %s", self.rank, text, error)
+
+    def tell_part(self, name: str, text: str) -> None:
+        """Tell the ranks of a part of this group that it has ended, which this rank could not make; see `tell`."""
+        part = PrefixStore(f"{_place_of(name)}/1", self.store)  # its name is made once
+        try:
+            part.compare_set(_ENDED, None, text.encode(errors="replace"))
+        except (StoreError, NcclTimeout) as error:
+            _log.warning("rank %d could not tell the others that %r has ended (%s): %s", self.rank, name, text, error)
 
     def close(self) -> None:
         """Hear nothing any more."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from group_ranks import DEADLINE, run_groups
 
 import ncclpy
 import testing
+from ncclpy.process_group.notices import Notices
 
 
 def communicators(name):
@@ -154,3 +156,40 @@ def test_an_abort_ends_a_division(host_engine, call):
     together = threading.Barrier(2)
     with ncclpy.faults(f"rank=1 call=CommSplit nth={call} do=hang") as faults:
         assert run_groups(2, body, timeout=20 * DEADLINE) == [True, True]
+
+
+@pytest.mark.parametrize("connected", [True, False], ids=["by NCCL", "meeting anew"])
+def test_who_cannot_make_its_part_is_not_waited_for(host_engine, monkeypatch, connected):
+    """The others have made theirs, and begin: nothing but the news ends that."""
+    gather, begin = Notices.gather, Notices.__init__
+
+    def torn(self, name, *arguments):
+        values = gather(self, name, *arguments)
+        if self.rank == 1 and not connected:
+            raise KeyboardInterrupt("in the middle")
+        return values
+
+    def begun(self, store, name, rank, size):
+        if rank == 1 and "/0:0" in name:
+            raise KeyboardInterrupt("in the middle")
+        begin(self, store, name, rank, size)
+
+    def body(group):
+        if connected:
+            group.connect()
+        if group.rank == 1:
+            with pytest.raises(KeyboardInterrupt):
+                group.split(0)
+            assert group.error is None
+            return None
+        before = time.monotonic()
+        with group.split(0) as part:
+            with pytest.raises(ncclpy.NcclAborted) as caught:
+                part.all_reduce(np.ones(2)).wait(DEADLINE)
+            assert time.monotonic() - before < DEADLINE / 3
+            return str(caught.value)
+
+    monkeypatch.setattr(Notices, "gather", torn)
+    monkeypatch.setattr(Notices, "__init__", begun)
+    said = run_groups(2, body, timeout=20 * DEADLINE)[0]
+    assert "rank 1 of process group" in said and "did not make it: in the middle" in said

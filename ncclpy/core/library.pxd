@@ -1,4 +1,4 @@
-from ncclpy.abi.driver cimport CUresult, CUstream, ncclpy_driver_table
+from ncclpy.abi.driver cimport CUevent, CUresult, CUstream, ncclpy_driver_table
 from ncclpy.abi.nccl cimport ncclComm_t, ncclpy_nccl_table
 
 # The border: two tables. An entry is NULL until the library is loaded, when the loaded NCCL lacks the symbol, and in a
@@ -17,6 +17,8 @@ cdef bint abort_preempts
 # GPUs.
 ctypedef CUresult (*StreamWait)(CUstream, double (*)(void*) noexcept nogil, void*) noexcept nogil
 cdef StreamWait stream_wait
+ctypedef CUresult (*EventHelp)(CUevent, double) noexcept nogil
+cdef EventHelp event_help
 # Of the host engine alone, NULL elsewhere: writes who has not come to what a communicator waits for; see `missing`.
 cdef size_t (*host_who_is_missing)(ncclComm_t, char*, size_t) noexcept nogil
 

@@ -281,7 +281,7 @@ _HOW_TO_CHOOSE = (
 
 cdef object _open(places, origin, failed="no NCCL library could be loaded"):
     """Open the first place that is a NCCL, fill the tables and describe it; `failed` begins the error if none is."""
-    global _version, host_engine, abort_preempts, stream_wait, host_who_is_missing
+    global _version, host_engine, abort_preempts, stream_wait, event_help, host_who_is_missing
     cdef void* handle
     cdef int code = 0
     cdef const char* error
@@ -308,6 +308,7 @@ cdef object _open(places, origin, failed="no NCCL library could be loaded"):
         _version = code
         host_engine = abort_preempts = dlsym(handle, HOST_MARK) != NULL
         stream_wait = <StreamWait>dlsym(handle, b"ncclpyHostStreamWait")
+        event_help = <EventHelp>dlsym(handle, b"ncclpyHostEventHelp")
         host_who_is_missing = <size_t (*)(ncclComm_t, char*, size_t) noexcept nogil>dlsym(
             handle, b"ncclpyHostWhoIsMissing"
         )

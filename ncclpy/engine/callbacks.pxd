@@ -8,6 +8,8 @@ cdef void listen(int seen, double seconds) noexcept nogil
 cdef int attending
 
 # The monitor tells of works with callbacks that are on their way, and when there are none any more.
+cdef void doze(double seconds) noexcept nogil
+cdef void hurry() noexcept nogil
 cdef void expect() noexcept nogil
 cdef void expect_none() noexcept nogil
 cdef bint is_expecting() noexcept nogil

@@ -57,6 +57,8 @@ bell = 0
 listening = 0
 attending = 0
 attention = FOREVER
+cdef int _hurry = 0  # changes when somebody cannot wait for the end of the monitor's doze
+cdef int _dozing = 0, _roused = 0
 cdef int _expected = 0  # changes with each call of expect(); 0 when nothing is expected
 cdef bint _stop = False
 cdef list _inherited = []  # by a forked child: to drop it would run finalisers in the middle of a fork
@@ -74,6 +76,24 @@ cdef void listen(int seen, double seconds) noexcept nogil:
     swap(&listening, 1)  # whoever rings later sees this; who has rung has changed the bell
     sleep_on(&bell, seen, seconds)
     swap(&listening, 0)
+
+
+cdef void doze(double seconds) noexcept nogil:
+    """Sleep for so many seconds, whoever rings, unless somebody is in a hurry, or was since the last time."""
+    global _roused
+    cdef int hurried = load(&_hurry)
+    if hurried == _roused:
+        swap(&_dozing, 1)
+        sleep_on(&_hurry, hurried, seconds)
+        swap(&_dozing, 0)
+    _roused = hurried
+
+
+cdef void hurry() noexcept nogil:
+    """Have the monitor look at once."""
+    add(&_hurry, 1)
+    if load(&_dozing):
+        wake(&_hurry)
 
 
 cdef void expect() noexcept nogil:
@@ -353,10 +373,10 @@ cdef bint _idle() except -1:
 
 def _forked():
     """In the child the threads do not exist; nothing that they were given can come to an end there."""
-    global attention, listening, attending, _expected, _stop
+    global attention, listening, attending, _dozing, _expected, _stop
     cdef Crew crew
     attention = FOREVER
-    listening = attending = _expected = 0
+    listening = attending = _dozing = _expected = 0
     _stop = False
     for crew in (users, errands):
         _inherited.append((crew.queue, crew.members, crew.leading))

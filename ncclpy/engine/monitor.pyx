@@ -25,7 +25,7 @@ from ncclpy.abi.locks cimport LOCK_MONITOR, mutex_init, mutex_lock, mutex_t, mut
 from ncclpy.abi.nccl cimport ncclResult_t, ncclSuccess
 from ncclpy.core.device cimport context_of
 from ncclpy.core.handle cimport Handle
-from ncclpy.core.library cimport driver
+from ncclpy.core.library cimport driver, event_help
 from ncclpy.core.state cimport ABORTED
 from ncclpy.core.wait cimport FOREVER, Call
 from ncclpy.engine cimport protocols
@@ -33,9 +33,11 @@ from ncclpy.engine.callbacks cimport (
     attending,
     attention,
     bell,
+    doze,
     errands,
     expect,
     expect_none,
+    hurry,
     is_expecting,
     listen,
     look_after_crews,
@@ -46,7 +48,7 @@ from ncclpy.engine.failing cimport have_failed
 from ncclpy.engine.lock cimport begin_quiet, end_quiet
 from ncclpy.engine.native cimport load, now, sharp_timers, sleep_on, swap
 from ncclpy.engine.protocols cimport Deputy
-from ncclpy.engine.recorder cimport PENDING
+from ncclpy.engine.recorder cimport COMPLETED, PENDING
 from ncclpy.engine.work cimport TO_FAIL, Watched, Work
 
 cdef extern from "sched.h" nogil:
@@ -147,12 +149,17 @@ cdef int make_room(size_t count) except -1:
 cdef void hand_over(const Watched* some, size_t count) noexcept nogil:
     """Give works to the monitor, for which there is room; without the GIL. It must be running."""
     cdef size_t i
+    cdef bint calls = False
+    for i in range(count):
+        calls |= _has_callbacks(&some[i])
     mutex_lock(&_inbox.mutex)
     for i in range(count):
         _inbox.works.push_back(some[i])
     _inbox.coming -= count
     mutex_unlock(&_inbox.mutex)
     ring()
+    if calls:
+        hurry()
 
 
 cdef int ensure_running(int device=-1) except -1:
@@ -281,6 +288,8 @@ cdef void _watch(double next_round) noexcept nogil:
         seen = load(&bell)
         if seen != _watching.heard:  # else the inbox is left to those who fill it
             _watching.heard = seen
+            if event_help != NULL:  # who waits does the work, and completes it: to look at once would disturb him
+                doze(_TOGETHER)
             _take_in()
         _ask()
         moment = now()
@@ -319,11 +328,13 @@ cdef bint _is_awaited() noexcept nogil:
     cdef Watched* one
     for i in range(_watching.ended.size()):
         one = &_watching.ended[i]
-        if one.result != ncclSuccess or one.driver != CUDA_SUCCESS or load(&(<Work>one.work).sleepers):
-            return True
-        if _has_callbacks(one):
+        if one.result != ncclSuccess or one.driver != CUDA_SUCCESS or _is_waited_for(one):
             return True
     return False
+
+
+cdef inline bint _is_waited_for(const Watched* one) noexcept nogil:
+    return load(&(<Work>one.work).sleepers) or _has_callbacks(one)
 
 
 cdef inline bint _has_callbacks(const Watched* one) noexcept nogil:
@@ -368,7 +379,12 @@ cdef void _ask() noexcept nogil:
         row = &dereference(it).second
         while not row.works.empty():
             one = row.works.front()
-            result = driver.cuEventQuery(one.event) if driver.cuEventQuery != NULL else CUDA_SUCCESS
+            if load(&(<Work>one.work).phase) == COMPLETED or driver.cuEventQuery == NULL:
+                result = CUDA_SUCCESS
+            elif event_help != NULL and now() - (<Work>one.work).entry.launched < _TOGETHER and not _is_waited_for(&one):
+                break  # to ask would have a thread come, where whoever waits may be about to do the work
+            else:
+                result = driver.cuEventQuery(one.event)
             if result == CUDA_ERROR_NOT_READY:
                 break
             one.driver, one.seen = result, now()

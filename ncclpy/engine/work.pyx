@@ -21,12 +21,12 @@ from ncclpy.core.buffers cimport HOST_MEMORY, NO_FRAMEWORK, View, read_view
 from ncclpy.core.capture cimport relax, restore
 from ncclpy.core.check cimport check_driver
 from ncclpy.core.device cimport enter_device, leave_device
-from ncclpy.core.library cimport driver, require_driver
+from ncclpy.core.library cimport driver, event_help, require_driver
 from ncclpy.core.state cimport ABORTED
 from ncclpy.core.stream cimport as_stream, is_captured
 from ncclpy.core.wait cimport FOREVER, as_timeout, deadline_after
 from ncclpy.engine cimport protocols
-from ncclpy.engine.callbacks cimport begin_callback, end_callback, step_aside, users
+from ncclpy.engine.callbacks cimport begin_callback, end_callback, hurry, step_aside, users
 from ncclpy.engine.events cimport give_event, take_event
 from ncclpy.engine.lock cimport is_quiet
 from ncclpy.engine.message cimport is_plain, message, words_of
@@ -44,6 +44,10 @@ cdef extern from "sched.h" nogil:
 
 # How long a wait asks the device itself before it sleeps until the monitor tells.
 cdef double _EAGER = 100e-6
+
+# How long a wait does the work itself, where that is possible, before it leaves it to the stream's thread: it has to be
+# called away in time by signals and by what ends the work.
+cdef double _HELPS = 1e-3
 
 # How long a wait sleeps before Python may look at signals; and where it has to do the monitor's part as well.
 cdef double _SLICE = 0.1
@@ -331,6 +335,7 @@ cdef class Work:
     cdef int _wait_for(self, int state, double deadline) except -1:
         """Wait until it has come to `state` or beyond; return whether it has."""
         cdef double begun = now(), until, slice
+        cdef bint helped = False
         cdef CUstreamCaptureMode mode
         cdef int seen
         cdef Awaited awaited = self.gathering
@@ -339,6 +344,14 @@ cdef class Work:
             awaited.may_wait()
         while load(&self.phase) < state:
             seen = load(&self.phase)
+            if seen == LAUNCHED and event_help != NULL and not helped:
+                helped = True
+                with nogil:  # the host engine: whoever waits does the work, as long as nothing calls it away
+                    mode = relax()
+                    event_help(self.done, min(_HELPS, deadline - now()))
+                    restore(mode)
+                self._look()
+                continue
             if seen == LAUNCHED and now() - begun < _EAGER:
                 with nogil:
                     mode = relax()
@@ -357,6 +370,7 @@ cdef class Work:
             step_aside()
             slice = _SHORT_SLICE if attend() else _SLICE
             add(&self.sleepers, 1)
+            hurry()
             with nogil:
                 sleep_on(&self.phase, seen, min(slice, deadline - now()))
             add(&self.sleepers, -1)
@@ -480,6 +494,7 @@ cdef class Work:
                 self.callbacks = fresh
             self.callbacks.append(callback)
             self.has_listeners = True
+            hurry()
             return
         self._call(callback)
 

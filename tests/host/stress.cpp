@@ -69,6 +69,7 @@ void rank_body(const ncclUniqueId& id, int rank, int n) {
   OK(ncclCommDestroy(child));
   puts_and_signals(comm, rank, n, stream);
   replays(comm, rank, n, stream);
+  helps(comm, rank, n, stream);
   suspensions(comm, stream);
   shrink_and_grow(comm, rank, n, stream);
   OK(ncclCommFinalize(comm));

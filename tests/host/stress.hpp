@@ -17,6 +17,8 @@ NCCLPY_DRIVER_FUNCTIONS(DECLARE)
 #undef DECLARE
 }
 
+extern "C" CUresult ncclpyHostEventHelp(CUevent event, double seconds);
+
 #define CHECK(condition) \
   do { \
     if (!(condition)) { \
@@ -47,6 +49,7 @@ inline void sleep_us(unsigned microseconds) { std::this_thread::sleep_for(std::c
 // stress_more.cpp. What ranks do together on a communicator, wherever they are.
 void puts_and_signals(ncclComm_t comm, int rank, int n, CUstream stream);
 void replays(ncclComm_t comm, int rank, int n, CUstream stream);
+void helps(ncclComm_t comm, int rank, int n, CUstream stream);
 void suspensions(ncclComm_t comm, CUstream stream);
 void shrink_and_grow(ncclComm_t comm, int rank, int n, CUstream stream);
 // With threads of their own.

@@ -95,6 +95,35 @@ void puts_and_signals(ncclComm_t comm, int rank, int n, CUstream stream) {
   OK(cuStreamDestroy_v2(other));
 }
 
+// Callers run what they wait for and leave it again after an instant, one or two at a time; ranks come at any moment.
+void helps(ncclComm_t comm, int rank, int n, CUstream stream) {
+  std::minstd_rand same(7), mine(unsigned(rank) + 1);
+  CUevent event;
+  OK(cuEventCreate(&event, CU_EVENT_DISABLE_TIMING));
+  for (int round = 0; round < 150; round++) {
+    const size_t count = same() % 8 == 0 ? 3000 : 1 + same() % 300;  // some are not to be left
+    std::vector<float> x(count, float(rank + 1)), y(count), z(count);
+    if (mine() % 8 == 0) sleep_us(unsigned(mine() % 400));
+    OK(ncclAllReduce(x.data(), y.data(), count, ncclFloat32, ncclSum, comm, stream));
+    if (same() % 3 == 0) OK(ncclAllReduce(y.data(), z.data(), count, ncclFloat32, ncclMax, comm, stream));
+    else OK(ncclBroadcast(y.data(), z.data(), count, ncclFloat32, round % n, comm, stream));
+    OK(cuEventRecord(event, stream));
+    const auto help = [event](unsigned seed) {
+      std::minstd_rand random(seed);
+      CUresult result = CUDA_ERROR_NOT_READY;
+      while (result == CUDA_ERROR_NOT_READY) result = ncclpyHostEventHelp(event, double(random() % 4) * 40e-6);
+      OK(result);
+    };
+    std::thread other;
+    if (round % 5 == 0) other = std::thread(help, unsigned(mine()));
+    help(unsigned(mine()));
+    if (other.joinable()) other.join();
+    for (float value : z) CHECK(value == float(n * (n + 1) / 2));
+  }
+  OK(cuEventDestroy_v2(event));
+}
+
+
 // Each rank captures several operations and replays them on two streams in turn, beside ones that are not captured.
 void replays(ncclComm_t comm, int rank, int n, CUstream stream) {
   CUstream other;

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
 import threading
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -135,3 +139,97 @@ def test_comparing_operations_across_ranks_is_yet_to_come():
     with pytest.raises(ValueError, match="expected 'off', got 'on'"):
         ncclpy.ProcessGroup(LocalStore(), 0, 1, device=0, check="on")
     ncclpy.ProcessGroup(LocalStore(), 0, 1, device=0, check="off").close()
+
+
+def streams_time():
+    """Return for how many seconds threads of streams have run."""
+    total = 0
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            if (task / "comm").read_text().startswith("ncclpy-dev"):
+                total += int((task / "schedstat").read_text().split()[0])
+    return total * 1e-9
+
+
+def test_who_waits_does_the_work(host_engine):
+    """A caller that comes back for each work at once needs no thread of the stream's."""
+
+    def body(group):
+        array = np.ones(4, np.float32)
+        end = time.monotonic() + DEADLINE / 3
+        while True:
+            begun, before = time.monotonic(), streams_time()
+            for _ in range(5000):
+                group.all_reduce(array).wait(DEADLINE)
+            share = (streams_time() - before) / (time.monotonic() - begun)
+            if share < 0.005:
+                return
+            assert time.monotonic() < end, f"streams' threads have run for {share:.1%} of the time"
+
+    run_groups(1, body)
+
+
+@pytest.mark.parametrize("count", [4, 100_000], ids=["small", "large"])
+def test_a_work_that_was_waited_for_in_vain_goes_on(host_engine, count):
+    """Whoever waits runs it, and leaves it in the middle: the other rank does not come as long as that."""
+    tried, times = threading.Event(), 60  # so that the stream relies on who waits
+
+    def body(group):
+        array = np.full(count, group.rank + 1.0, np.float32)
+        for _ in range(times):
+            group.all_reduce(array, op=ncclpy.AVG).wait(DEADLINE)
+        group.barrier().wait(DEADLINE)
+        if group.rank == 0:
+            work = group.all_reduce(array, op=ncclpy.AVG)
+            begun = time.monotonic()
+            with pytest.raises(ncclpy.NcclTimeout, match=r"is launched after 0\.05 s"):
+                work.wait(timeout=0.05)
+            assert time.monotonic() - begun < 5
+            tried.set()
+            testing.wait_for(lambda: work.state == "completed", "its end, without a wait")
+        else:
+            assert tried.wait(DEADLINE)
+            group.all_reduce(array, op=ncclpy.AVG).wait(DEADLINE)
+        for _ in range(times):
+            group.all_reduce(array).wait(DEADLINE)
+        return array[-1]
+
+    assert run_groups(2, body) == [1.5 * 2**times] * 2
+
+
+def test_a_signal_ends_a_wait_that_does_the_work(host_engine):
+    tried = threading.Event()
+
+    def late(group):
+        assert tried.wait(DEADLINE)
+        for _ in range(51):
+            group.all_reduce(np.ones(4, np.float32)).wait(DEADLINE)
+
+    store = LocalStore()
+    other = threading.Thread(target=lambda: use(store, 1, late), daemon=True)
+    before = signal.signal(signal.SIGALRM, raise_keyboard_interrupt)
+    try:
+        with ncclpy.ProcessGroup(store, 0, 2, device=0, timeout=DEADLINE) as group:
+            other.start()
+            group.connect()
+            work = group.all_reduce(np.ones(4, np.float32))
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            with pytest.raises(KeyboardInterrupt):
+                work.wait(DEADLINE)
+            tried.set()
+            for _ in range(50):
+                group.all_reduce(np.ones(4, np.float32)).wait(DEADLINE)
+            assert work.state == "completed"
+            other.join(DEADLINE)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def raise_keyboard_interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def use(store, rank, body):
+    with ncclpy.ProcessGroup(store, rank, 2, device=1, timeout=DEADLINE) as group:
+        group.connect()
+        body(group)

@@ -163,7 +163,7 @@ CUresult cuEventRecord(CUevent event, CUstream stream) {
         return CUDA_SUCCESS;
       }
       record->point.stream = found.shared_from_this();
-      record->point.number = found.enqueue_short([record] { record->time = std::chrono::steady_clock::now(); });
+      record->point.number = found.enqueue_short(Task::brief([record] { record->time = std::chrono::steady_clock::now(); }));
       std::lock_guard lock(recorded.mutex);
       recorded.record = std::move(record);
       return CUDA_SUCCESS;
@@ -190,6 +190,20 @@ CUresult cuEventSynchronize(CUevent event) {
     if (unsafe != CUDA_SUCCESS) return unsafe;
     if (record != nullptr) record->point.wait();
     return CUDA_SUCCESS;
+  });
+}
+
+// As cuEventQuery, but the caller runs itself what is yet to be run before the event, for at most so many seconds and as
+// far as that can be left. No call of CUDA's.
+extern "C" __attribute__((visibility("default"))) CUresult ncclpyHostEventHelp(CUevent event, double seconds) {
+  return event_call(event, [&](Event& found) -> CUresult {
+    if (in_host_function()) return CUDA_ERROR_NOT_PERMITTED;
+    const std::shared_ptr<Record> record = found.latest();
+    const CUresult unsafe = unsafe_to_ask(record);
+    if (unsafe != CUDA_SUCCESS) return unsafe;
+    const Interruption interruption(seconds);
+    const bool done = record == nullptr || record->point.reached() || record->point.stream->help(record->point.number);
+    return done ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
   });
 }
 

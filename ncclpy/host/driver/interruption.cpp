@@ -11,11 +11,25 @@ static double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-double Interruption::patience() { return current == nullptr ? -1 : std::clamp(current->due_ - now(), 0.0, 1.0); }
+Interruption::Interruption(double seconds)
+    : tick_(nullptr), argument_(nullptr), outer_(current), due_(now() + seconds), over_(seconds <= 0) {
+  current = this;
+}
+
+double Interruption::patience() {
+  // What its time has found where it cannot be left, the others count on it, say, is about to end.
+  return current == nullptr || current->over_ ? -1 : std::clamp(current->due_ - now(), 0.0, 1.0);
+}
+
+bool Interruption::wants_out() { return current != nullptr && current->over_; }
 
 void Interruption::attend() {
   if (current == nullptr || now() < current->due_) return;
   Interruption* const mine = current;
+  if (mine->tick_ == nullptr) {
+    mine->over_ = true;
+    return;
+  }
   current = nullptr;  // what is called may wait itself, and must not be called again by that
   const double seconds = mine->tick_(mine->argument_);
   mine->due_ = now() + (seconds < 0 ? 0.05 : seconds);  // negative: to be left; what runs here has to end first

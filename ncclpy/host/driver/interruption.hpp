@@ -12,6 +12,9 @@ class Interruption {
   using Tick = double (*)(void*);
 
   Interruption(Tick tick, void* argument) : tick_(tick), argument_(argument), outer_(current) { current = this; }
+  // For a thread that goes its way after so many seconds, whatever becomes of what it waits for: it runs what it can
+  // leave, and nothing else.
+  explicit Interruption(double seconds);
   ~Interruption() { current = outer_; }
   Interruption(const Interruption&) = delete;
   Interruption& operator=(const Interruption&) = delete;
@@ -20,6 +23,8 @@ class Interruption {
   static double patience();
   // Looks, if it is time.
   static void attend();
+  // Whether this thread is one that goes its way, and the time for that has come.
+  static bool wants_out();
 
  private:
   static thread_local Interruption* current;
@@ -27,6 +32,7 @@ class Interruption {
   void* const argument_;
   Interruption* const outer_;
   double due_ = 0;
+  bool over_ = false;
 };
 
 }  // namespace ncclpy::host

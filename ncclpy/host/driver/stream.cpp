@@ -192,6 +192,16 @@ void Stream::synchronize() {
   wait(number);
 }
 
+bool Stream::help(std::uint64_t number) {
+  std::unique_lock lock(mutex_);
+  if (last_long_ > returned_at_) return false;  // nobody who helps could have run that
+  note_return(number);
+  while (!reached(number) && runnable() && queue_.front().is_brief() && !Interruption::wants_out()) run_first(lock);
+  const bool done = reached(number);
+  find_thread(lock);  // for what this helper leaves over
+  return done;
+}
+
 void Stream::wait(std::uint64_t number) {
   std::unique_lock lock(mutex_);
   note_return(number);
@@ -219,8 +229,9 @@ void Stream::wait(std::uint64_t number) {
 }
 
 std::uint64_t Stream::append(Task task) {
-  queue_.push_back(std::move(task));
   const std::uint64_t number = queued_.load(std::memory_order_relaxed) + 1;
+  if (!task.is_brief()) last_long_ = number;
+  queue_.push_back(std::move(task));
   queued_.store(number, std::memory_order_release);
   return number;
 }
@@ -292,18 +303,23 @@ void Stream::execute() {
   attended_ = false;
 }
 
-// Run the first task of the queue, without the lock; runnable() must hold.
+// Run the first task of the queue, without the lock; runnable() must hold. One that is left stays where it is.
 void Stream::run_first(std::unique_lock<StreamMutex>& lock) {
   running_.store(true, std::memory_order_relaxed);
-  {
-    Task task = std::move(queue_.front());
-    queue_.pop_front();
-    lock.unlock();
-    ncclpy_lock_none(NCCLPY_LOCK_CONTROL, "it runs a task of a stream");
-    task();
-  }  // what the task owned is gone before anyone learns that it is done
+  Task& first = queue_.front();
+  lock.unlock();
+  ncclpy_lock_none(NCCLPY_LOCK_CONTROL, "it runs a task of a stream");
+  const bool done = first();
   lock.lock();
-  finished_.store(finished_.load(std::memory_order_relaxed) + 1, std::memory_order_release);
+  if (done) {
+    {
+      const Task task = std::move(first);
+      queue_.pop_front();
+      lock.unlock();
+    }  // what the task owned is gone before anyone learns that it is done
+    lock.lock();
+    finished_.store(finished_.load(std::memory_order_relaxed) + 1, std::memory_order_release);
+  }
   running_.store(false, std::memory_order_release);
   if (waiting_ > 0) progress_.notify_all();
 }

@@ -9,6 +9,9 @@
 // is about to do it. Such a stream is lazy: it gets no thread, and a sweeper looks a little later whether the caller has
 // come back after all. What is not waited for at once makes the stream eager again.
 //
+// A caller that cannot wait to the end may help with brief tasks: those that wait for nobody, or that it can leave in
+// the middle. What it leaves is a thread's, which runs it from its beginning.
+//
 // A task may block for as long as it likes: it holds up its own stream and whoever waits for that, nothing else.
 // A task must not throw, and must not rely on the calling thread or on its current device.
 #pragma once
@@ -78,6 +81,8 @@ class Stream : public std::enable_shared_from_this<Stream> {
   Point last() { return {shared_from_this(), queued_.load(std::memory_order_acquire)}; }
   bool reached(std::uint64_t number) const { return finished_.load(std::memory_order_acquire) >= number; }
   void wait(std::uint64_t number);
+  // Run what this thread's Interruption lets it leave; whether that was all up to the task with this number.
+  bool help(std::uint64_t number);
 
   std::atomic<bool> capturing{false};
   CaptureState capture_state;  // guarded by the mutex of all captures, in graph.cpp
@@ -106,6 +111,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   std::uint64_t fenced_ = 0;                  // the legacy stream's number that this stream has already waited for
   int waiting_ = 0;                           // how many sleep on progress_
   bool attended_ = false;                     // a thread is here, or on its way
+  std::uint64_t last_long_ = 0;               // number of the last task queued that is not brief
   bool lazy_ = false;
   std::uint64_t returned_at_ = 0;             // number of the last task at the queue's end that was waited for
   int returns_ = 0;                           // how often in a row a caller has waited for its last task at once

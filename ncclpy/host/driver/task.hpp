@@ -1,5 +1,7 @@
 // A move-only function without arguments: what a stream queues. Small ones are stored in place, so that queueing a
 // copy, an event or a callback allocates nothing; unlike std::function it may own what cannot be copied.
+//
+// One that returns false was left by a thread that went its way (see Interruption), and is to be called again.
 #pragma once
 
 #include <cstddef>
@@ -19,21 +21,30 @@ class Task {
       new (storage_) Function(std::forward<F>(function));
       act_ = [](Action action, void* self, void* target) {
         Function* held = std::launder(static_cast<Function*>(self));
-        if (action == Action::call) (*held)();
+        if (action == Action::call) return run(*held);
         if (action == Action::move) new (target) Function(std::move(*held));
-        if (action != Action::call) held->~Function();
+        held->~Function();
+        return true;
       };
     } else {
       new (storage_) Function*(new Function(std::forward<F>(function)));
       act_ = [](Action action, void* self, void* target) {
         Function* held = *std::launder(static_cast<Function**>(self));
-        if (action == Action::call) (*held)();
+        if (action == Action::call) return run(*held);
         if (action == Action::move) new (target) Function*(held);
         if (action == Action::destroy) delete held;
+        return true;
       };
     }
   }
-  Task(Task&& other) noexcept : act_(std::exchange(other.act_, nullptr)) {
+  // One that waits for nobody, or can be left while it does.
+  template <class F>
+  static Task brief(F&& function) {
+    Task task(std::forward<F>(function));
+    task.brief_ = true;
+    return task;
+  }
+  Task(Task&& other) noexcept : act_(std::exchange(other.act_, nullptr)), brief_(other.brief_) {
     if (act_ != nullptr) act_(Action::move, other.storage_, storage_);
   }
   Task(const Task&) = delete;
@@ -43,14 +54,23 @@ class Task {
     if (act_ != nullptr) act_(Action::destroy, storage_, nullptr);
   }
 
-  void operator()() { act_(Action::call, storage_, nullptr); }
+  bool operator()() { return act_(Action::call, storage_, nullptr); }
+  bool is_brief() const { return brief_; }
 
  private:
+  template <class Function>
+  static bool run(Function& function) {
+    if constexpr (std::is_same_v<decltype(function()), bool>) return function();
+    function();
+    return true;
+  }
+
   enum class Action { call, move, destroy };  // move leaves nothing behind
   static constexpr std::size_t in_place_bytes = 56;
 
   alignas(std::max_align_t) unsigned char storage_[in_place_bytes];
-  void (*act_)(Action, void* self, void* target);
+  bool (*act_)(Action, void* self, void* target);
+  bool brief_ = false;
 };
 
 }  // namespace ncclpy::host

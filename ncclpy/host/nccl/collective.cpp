@@ -108,25 +108,36 @@ void run_alone(const Record& record) {
 
 }  // namespace
 
-void run_collective(Comm& comm, const Operation& operation) {
+bool can_be_left(const Comm& comm, const Operation& operation) {
+  return operation.kind == Operation::collective &&
+         is_small(operation.collective_kind, operation.dtype, operation.count, comm.nranks);
+}
+
+bool run_collective(Comm& comm, const Operation& operation) {
   Record mine = record_of(operation);
-  if (comm.nranks == 1) return run_alone(mine);
+  if (comm.nranks == 1) {
+    run_alone(mine);
+    return true;
+  }
   Segment& segment = *comm.segment;
   // What a rank leaves for this collective may be read until the next one has begun: hence two of each.
   const int parity = int(comm.collectives_done++ & 1);
-  const bool small = is_small(mine, comm.nranks);
+  const bool small = is_small(mine.kind, mine.dtype, mine.count, comm.nranks);
   if (!small) {
     if (!comm.reads_peers) comm.reads_peers = can_read_peers(segment, comm.rank);
     mine.reads_peers = *comm.reads_peers;
   }
   segment.slot(comm.rank).record[parity] = mine;
   if (small) contribute_small(comm, mine, parity);
-  if (!comm.rendezvous.pass_data()) return;
-  if (!check_agreement(comm, parity)) return;
+  const Passage passage = comm.rendezvous.pass_data();
+  if (passage == Passage::left) comm.collectives_done--;
+  if (passage != Passage::open) return passage == Passage::ended;
+  if (!check_agreement(comm, parity)) return true;
   if (small) run_small(comm, parity);
   else if (segment.one_process()) run_direct(comm, parity);
   else if (is_pulled(comm, parity)) run_pulled(comm, parity);
   else run_staged(comm, parity);
+  return true;
 }
 
 }  // namespace ncclpy::host

@@ -11,11 +11,13 @@ const char* name_of(const Operation& operation);
 
 const char* type_name(ncclDataType_t dtype);
 
-// Runs a collective, on the stream's thread.
-void run_collective(Comm& comm, const Operation& operation);
+// Runs a collective, in whichever thread the stream has. False if that has left it: then it is to run again.
+bool run_collective(Comm& comm, const Operation& operation);
+// Whether it can be left: nothing that other ranks do is waited for once they all have come.
+bool can_be_left(const Comm& comm, const Operation& operation);
 
 // Contributions so small that every rank leaves its own in the segment before it arrives: no second rendezvous.
-bool is_small(const Record& record, int nranks);
+bool is_small(Collective kind, ncclDataType_t dtype, size_t count, int nranks);
 void contribute_small(Comm& comm, const Record& record, int parity);
 void run_small(Comm& comm, int parity);
 

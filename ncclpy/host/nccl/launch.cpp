@@ -17,12 +17,13 @@
 namespace ncclpy::host {
 namespace {
 
+// False if a collective was left.
 template <class Tell>
-void run_operations(Comm& comm, const Operation* operations, size_t count, Tell tell) {
+bool run_operations(Comm& comm, const Operation* operations, size_t count, Tell tell) {
   const bool faults = faults_planned.load(std::memory_order_relaxed);
   for (size_t i = 0; faults && i < count; i++) {
     // An operation that does not run takes those of its launch with it, as a kernel would.
-    if (!fault_in_run(comm, name_of(operations[i]))) return;
+    if (!fault_in_run(comm, name_of(operations[i]))) return true;
   }
   Messages messages(comm);
   for (size_t i = 0; i < count; i++) {
@@ -35,7 +36,7 @@ void run_operations(Comm& comm, const Operation* operations, size_t count, Tell 
   for (size_t i = 0; i < count; i++) {
     if (operations[i].kind != Operation::collective) continue;
     tell(operations[i].deed);
-    run_collective(comm, operations[i]);
+    if (!run_collective(comm, operations[i])) return false;
   }
   for (size_t i = count; i-- > 0;) {
     if (operations[i].message()) tell(operations[i].deed);
@@ -47,22 +48,30 @@ void run_operations(Comm& comm, const Operation* operations, size_t count, Tell 
     wait_for_signals(comm, operations[i]);
   }
   for (size_t i = 0; faults && i < count; i++) fault_in_result(comm, name_of(operations[i]), operations[i]);
+  return true;
 }
 
-void execute(Comm& comm, const Operation* operations, size_t count) {
+bool execute(Comm& comm, const Operation* operations, size_t count) {
   // Everybody can see what this rank is at.
   RankSlot& slot = comm.segment->slot(comm.rank);
   const auto tell = [&slot](uint64_t deed) { slot.doing[data_side].store(deed, std::memory_order_relaxed); };
   tell(operations[0].deed);
-  run_operations(comm, operations, count, tell);
+  if (!run_operations(comm, operations, count, tell)) return false;
   slot.done.store(operations[count - 1].deed, std::memory_order_relaxed);
   tell(0);
+  return true;
 }
 
-// Runs when the launch's turn has come, unless the communicator has stopped.
-void run(Comm& comm, uint64_t ticket, const Operation* operations, size_t count) {
-  if (comm.queue.enter(ticket)) execute(comm, operations, count);
+// Runs when the launch's turn has come, unless the communicator has stopped. False if it was left.
+bool run(Comm& comm, uint64_t ticket, const Operation* operations, size_t count) {
+  const Turn turn = comm.queue.enter(ticket);
+  if (turn == Turn::left) return false;
+  if (turn == Turn::come && !execute(comm, operations, count)) {
+    comm.queue.step_back();
+    return false;
+  }
   comm.queue.leave(ticket);
+  return true;
 }
 
 // The launch is complete when the stream has come to it. A default stream is that of the communicator's device.
@@ -116,7 +125,10 @@ ncclResult_t issue(const std::shared_ptr<Comm>& comm, const Operation& operation
   NCCLPY_TRY(record_launch(operation, given, comm->device));
   if (stream->capturing.load(std::memory_order_acquire)) return issue_captured(comm, {operation}, {stream});
   comm->queue.issue([&](uint64_t ticket) {
-    stream->enqueue([comm, operation, ticket] { run(*comm, ticket, &operation, 1); });
+    const auto task = [comm, operation, ticket] { return run(*comm, ticket, &operation, 1); };
+    // Of planned faults each operation is to hear once.
+    const bool brief = can_be_left(*comm, operation) && !faults_planned.load(std::memory_order_relaxed);
+    stream->enqueue(brief ? Task::brief(task) : Task(task));
   });
   return ncclSuccess;
 }

@@ -3,19 +3,25 @@
 
 namespace ncclpy::host {
 
-bool Queue::enter(uint64_t ticket) {
+Turn Queue::enter(uint64_t ticket) {
   running_.fetch_add(1, std::memory_order_seq_cst);
-  if (executed_.load(std::memory_order_acquire) != ticket) {
-    wait_until(bell, [&] { return executed_.load(std::memory_order_acquire) == ticket || health_.stopped(); });
-  }
-  return !health_.stopped();
+  const auto come = [&] { return executed_.load(std::memory_order_acquire) == ticket; };
+  if (!come()) wait_until(bell, [&] { return come() || health_.stopped() || Interruption::wants_out(); });
+  if (health_.stopped()) return Turn::stopped;
+  if (come()) return Turn::come;
+  step_back();
+  return Turn::left;
+}
+
+void Queue::step_back() {
+  running_.fetch_sub(1, std::memory_order_seq_cst);
+  bell.ring();
 }
 
 void Queue::leave(uint64_t ticket) {
   // After an abort the order is void; the count only has to reach what was issued.
   if (executed_.load(std::memory_order_acquire) == ticket) executed_.store(ticket + 1, std::memory_order_release);
-  running_.fetch_sub(1, std::memory_order_seq_cst);
-  bell.ring();
+  step_back();
 }
 
 void Queue::drain() {

@@ -10,6 +10,12 @@
 
 namespace ncclpy::host {
 
+enum class Turn {
+  come,
+  stopped,  // before that
+  left,     // by this thread, which goes its way
+};
+
 class Queue {
  public:
   explicit Queue(const Health& health) : health_(health) {}
@@ -29,9 +35,11 @@ class Queue {
     return issued_.fetch_add(1, std::memory_order_acq_rel);
   }
 
-  // Waits for this launch's turn. False if it stopped; leave() must be called in either case.
-  bool enter(uint64_t ticket);
+  // Waits for this launch's turn. One that was not left must leave() it; one that was has not been here.
+  Turn enter(uint64_t ticket);
   void leave(uint64_t ticket);
+  // Gives its turn up without having run: it is to enter again.
+  void step_back();
   // Waits until everything issued has run, or for its end.
   void drain();
 

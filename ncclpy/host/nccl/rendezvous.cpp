@@ -12,20 +12,20 @@ void Rendezvous::note_arrival(Side side, uint64_t generation) {
   segment_->slot(rank_).arrived[side].store(generation, std::memory_order_relaxed);
 }
 
-bool Rendezvous::pass(Gate& gate, uint64_t& generation, Side side) {
+Passage Rendezvous::pass(Gate& gate, uint64_t& generation, Side side) {
   const uint64_t target = ++generation * uint64_t(segment_->nranks());
   Bell& bell = segment_->header().bell;
   note_arrival(side, generation);
   if (gate.arrive(target)) {
     bell.ring();
-    return true;
+    return Passage::open;
   }
   // A revoked communicator can still be split: only its data stop.
-  wait_until(bell, segment_->spin(),
-             [&] { return gate.open(target) || (side == data_side ? health_.stopped() : health_.ended()); });
-  if (gate.open(target) || !gate.withdraw(target)) return true;
+  const auto ended = [&] { return side == data_side ? health_.stopped() : health_.ended(); };
+  wait_until(bell, segment_->spin(), [&] { return gate.open(target) || ended() || Interruption::wants_out(); });
+  if (gate.open(target) || !gate.withdraw(target)) return Passage::open;
   generation--;
-  return false;
+  return ended() ? Passage::ended : Passage::left;
 }
 
 void Rendezvous::pass_data_surely() {
@@ -40,7 +40,7 @@ void Rendezvous::pass_data_surely() {
 bool Rendezvous::exchange(const void* mine, size_t bytes, void* all) {
   const int parity = int((control_generation_ + 1) & 1);
   std::memcpy(segment_->slot(rank_).exchange[parity], mine, bytes);
-  if (!pass(segment_->header().control, control_generation_, control_side)) return false;
+  if (pass(segment_->header().control, control_generation_, control_side) != Passage::open) return false;
   for (int r = 0; r < segment_->nranks(); r++) {
     std::memcpy(static_cast<char*>(all) + size_t(r) * bytes, segment_->slot(r).exchange[parity], bytes);
   }

@@ -6,6 +6,12 @@
 
 namespace ncclpy::host {
 
+enum class Passage {
+  open,
+  ended,  // before the gate opened
+  left,   // by this thread, which goes its way: the rank has not come
+};
+
 class Rendezvous {
  public:
   explicit Rendezvous(const Health& health) : health_(health) {}
@@ -15,8 +21,8 @@ class Rendezvous {
     rank_ = rank;
   }
 
-  // Passes the gate of the data together with all other ranks. False if it ended before the gate opened.
-  bool pass_data() { return pass(segment_->header().data, data_generation_, data_side); }
+  // Passes the gate of the data together with all other ranks.
+  Passage pass_data() { return pass(segment_->header().data, data_generation_, data_side); }
   // The same where all others are known to come without waiting for anything else.
   void pass_data_surely();
   // Gives `bytes` to every rank and collects everyone's, in rank order. At most exchange_bytes; blocks. False if it
@@ -24,7 +30,7 @@ class Rendezvous {
   bool exchange(const void* mine, size_t bytes, void* all);
 
  private:
-  bool pass(Gate& gate, uint64_t& generation, Side side);
+  Passage pass(Gate& gate, uint64_t& generation, Side side);
   void note_arrival(Side side, uint64_t generation);
 
   const Health& health_;

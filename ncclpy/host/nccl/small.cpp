@@ -18,18 +18,18 @@ bool contributes(const Record& record, int rank) {
 }
 
 // Bytes of a contribution; as a count of blocks so that a huge count does not overflow.
-size_t blocks_of(const Record& record, int nranks) { return has_blocks(record.kind) ? size_t(nranks) : 1; }
+size_t blocks_of(Collective kind, int nranks) { return has_blocks(kind) ? size_t(nranks) : 1; }
 
 }  // namespace
 
-bool is_small(const Record& record, int nranks) {
-  return record.count <= inline_bytes / size_of(record.dtype) / blocks_of(record, nranks);
+bool is_small(Collective kind, ncclDataType_t dtype, size_t count, int nranks) {
+  return count <= inline_bytes / size_of(dtype) / blocks_of(kind, nranks);
 }
 
 void contribute_small(Comm& comm, const Record& record, int parity) {
   if (!contributes(record, comm.rank)) return;
   std::memcpy(comm.segment->small(comm.rank, parity), record.send,
-              record.count * size_of(record.dtype) * blocks_of(record, comm.nranks));
+              record.count * size_of(record.dtype) * blocks_of(record.kind, comm.nranks));
 }
 
 void run_small(Comm& comm, int parity) {

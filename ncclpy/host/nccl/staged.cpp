@@ -34,7 +34,7 @@ class Staged {
   }
 
  private:
-  bool gate() { return comm_.rendezvous.pass_data(); }
+  bool gate() { return comm_.rendezvous.pass_data() == Passage::open; }
   char* input(size_t rank, size_t step) { return segment_.step_input(int(rank), int(step & 1)); }
   char* result(size_t rank, size_t step) { return segment_.step_result(int(rank), int(step & 1)); }
   void copy(void* to, const void* from, size_t bytes) {

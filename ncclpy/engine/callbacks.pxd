@@ -4,12 +4,14 @@ cdef int listening  # whether it does
 cdef void ring() noexcept nogil
 cdef void listen(int seen, double seconds) noexcept nogil
 
+# It also sleeps for an instant whoever rings; that ends when somebody is in a hurry.
+cdef void doze(double seconds) noexcept nogil
+cdef void hurry() noexcept nogil
+
 # Whether the monitor has the GIL and is at work.
 cdef int attending
 
 # The monitor tells of works with callbacks that are on their way, and when there are none any more.
-cdef void doze(double seconds) noexcept nogil
-cdef void hurry() noexcept nogil
 cdef void expect() noexcept nogil
 cdef void expect_none() noexcept nogil
 cdef bint is_expecting() noexcept nogil

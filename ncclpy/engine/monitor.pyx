@@ -149,16 +149,16 @@ cdef int make_room(size_t count) except -1:
 cdef void hand_over(const Watched* some, size_t count) noexcept nogil:
     """Give works to the monitor, for which there is room; without the GIL. It must be running."""
     cdef size_t i
-    cdef bint calls = False
+    cdef bint hurries = False
     for i in range(count):
-        calls |= _has_callbacks(&some[i])
+        hurries |= _is_told_at_once(&some[i])
     mutex_lock(&_inbox.mutex)
     for i in range(count):
         _inbox.works.push_back(some[i])
     _inbox.coming -= count
     mutex_unlock(&_inbox.mutex)
     ring()
-    if calls:
+    if hurries:
         hurry()
 
 
@@ -288,8 +288,8 @@ cdef void _watch(double next_round) noexcept nogil:
         seen = load(&bell)
         if seen != _watching.heard:  # else the inbox is left to those who fill it
             _watching.heard = seen
-            if event_help != NULL:  # who waits does the work, and completes it: to look at once would disturb him
-                doze(_TOGETHER)
+            if event_help != NULL and not _is_asked_for():
+                doze(_TOGETHER)  # who waits does the work, and completes it: to look at once would disturb him
             _take_in()
         _ask()
         moment = now()
@@ -325,16 +325,32 @@ cdef void _watch(double next_round) noexcept nogil:
 cdef bint _is_awaited() noexcept nogil:
     """Return whether a work that has ended has failed, or somebody waits for it."""
     cdef size_t i
-    cdef Watched* one
     for i in range(_watching.ended.size()):
-        one = &_watching.ended[i]
-        if one.result != ncclSuccess or one.driver != CUDA_SUCCESS or _is_waited_for(one):
+        if _is_told_at_once(&_watching.ended[i]):
             return True
     return False
 
 
-cdef inline bint _is_waited_for(const Watched* one) noexcept nogil:
-    return load(&(<Work>one.work).sleepers) or _has_callbacks(one)
+cdef bint _is_told_at_once(const Watched* one) noexcept nogil:
+    """Return whether it has failed, or somebody waits for it in his sleep."""
+    return (
+        one.result != ncclSuccess or one.driver != CUDA_SUCCESS
+        or load(&(<Work>one.work).sleepers) or _has_callbacks(one)
+    )
+
+
+cdef bint _is_asked_for() noexcept nogil:
+    """Return whether somebody waits for what runs; looked for where each stream begins and ends."""
+    cdef unordered_map[uintptr_t, StreamWorks].iterator it = _watching.streams.begin()
+    while it != _watching.streams.end():
+        if _is_row_asked_for(&dereference(it).second):
+            return True
+        preincrement(it)
+    return False
+
+
+cdef bint _is_row_asked_for(StreamWorks* row) noexcept nogil:
+    return _is_told_at_once(&row.works.front()) or _is_told_at_once(&row.works.back())
 
 
 cdef inline bint _has_callbacks(const Watched* one) noexcept nogil:
@@ -381,7 +397,7 @@ cdef void _ask() noexcept nogil:
             one = row.works.front()
             if load(&(<Work>one.work).phase) == COMPLETED or driver.cuEventQuery == NULL:
                 result = CUDA_SUCCESS
-            elif event_help != NULL and now() - (<Work>one.work).entry.launched < _TOGETHER and not _is_waited_for(&one):
+            elif event_help != NULL and now() - (<Work>one.work).entry.launched < _TOGETHER and not _is_row_asked_for(row):
                 break  # to ask would have a thread come, where whoever waits may be about to do the work
             else:
                 result = driver.cuEventQuery(one.event)

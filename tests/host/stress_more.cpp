@@ -123,7 +123,6 @@ void helps(ncclComm_t comm, int rank, int n, CUstream stream) {
   OK(cuEventDestroy_v2(event));
 }
 
-
 // Each rank captures several operations and replays them on two streams in turn, beside ones that are not captured.
 void replays(ncclComm_t comm, int rank, int n, CUstream stream) {
   CUstream other;

@@ -151,11 +151,13 @@ def streams_time():
     return total * 1e-9
 
 
-def test_who_waits_does_the_work(host_engine):
+@pytest.mark.parametrize("large", [0, 100_000], ids=["at once", "after a large one"])
+def test_who_waits_does_the_work(host_engine, large):
     """A caller that comes back for each work at once needs no thread of the stream's."""
 
     def body(group):
         array = np.ones(4, np.float32)
+        group.all_reduce(np.ones(large, np.float32)).wait(DEADLINE)
         end = time.monotonic() + DEADLINE / 3
         while True:
             begun, before = time.monotonic(), streams_time()
@@ -195,6 +197,29 @@ def test_a_work_that_was_waited_for_in_vain_goes_on(host_engine, count):
         return array[-1]
 
     assert run_groups(2, body) == [1.5 * 2**times] * 2
+
+
+@pytest.mark.filterwarnings("ignore:the fault .* has not happened")  # where the plan has come too late
+def test_a_fault_that_is_planned_late_holds_up_no_wait(host_engine):
+    """The stream's thread is held up, not who waits, whatever was known when the work was begun."""
+    times = []
+
+    def body(group):
+        array = np.ones(4, np.float32)
+        while not times:
+            for _ in range(50):
+                group.all_reduce(array).wait(DEADLINE)
+            work = group.all_reduce(array)
+            with ncclpy.faults("call=AllReduce at=run do=delay:500ms"):
+                begun = time.monotonic()
+                with contextlib.suppress(ncclpy.NcclTimeout):
+                    work.wait(timeout=0.02)
+                if not work.is_completed():  # else it was done before the plan was made
+                    times.append(time.monotonic() - begun)
+                work.wait(DEADLINE)
+
+    run_groups(1, body)
+    assert times[0] < 0.4
 
 
 def test_a_signal_ends_a_wait_that_does_the_work(host_engine):

@@ -17,10 +17,11 @@ Interruption::Interruption(double seconds)
 }
 
 double Interruption::patience() {
-  // What its time has found where it cannot be left, the others count on it, say, is about to end.
+  // Its time may be over where it could not leave, as the others count on it: so what it waits for ends soon.
   return current == nullptr || current->over_ ? -1 : std::clamp(current->due_ - now(), 0.0, 1.0);
 }
 
+bool Interruption::has_time() { return current != nullptr && current->tick_ == nullptr; }
 bool Interruption::wants_out() { return current != nullptr && current->over_; }
 
 void Interruption::attend() {

@@ -3,8 +3,9 @@
 
 namespace ncclpy::host {
 
-// What a thread wants to look at now and then while it waits for another rank, a deadline or a signal, say: the wait
-// itself goes on, and ends early only if what was looked at ends it (an abort).
+// Either what a thread wants to look at now and then while it waits for another rank, a deadline or a signal, say: the
+// wait itself goes on, and ends early only if what was looked at ends it (an abort). Or the time that a thread has: when
+// it is over, it leaves what it is in, if that can be left.
 class Interruption {
  public:
   // Returns in how many seconds it is to be called again; negative to have the wait ended. Called under no lock of the
@@ -23,7 +24,8 @@ class Interruption {
   static double patience();
   // Looks, if it is time.
   static void attend();
-  // Whether this thread is one that goes its way, and the time for that has come.
+  // Whether this thread has a time, and whether that is over.
+  static bool has_time();
   static bool wants_out();
 
  private:

@@ -194,9 +194,17 @@ void Stream::synchronize() {
 
 bool Stream::help(std::uint64_t number) {
   std::unique_lock lock(mutex_);
-  if (last_long_ > returned_at_) return false;  // nobody who helps could have run that
-  note_return(number);
-  while (!reached(number) && runnable() && queue_.front().is_brief() && !Interruption::wants_out()) run_first(lock);
+  // A task that nobody who helps can run has a thread come: who waits for that has not come back to do it.
+  if (last_long_ > returned_at_) {
+    if (number == queued_.load(std::memory_order_relaxed)) returned_at_ = number;
+    be_eager();
+  } else if (!Interruption::wants_out()) {
+    note_return(number);
+  }
+  while (!reached(number) && runnable() && queue_.front().is_brief() && !Interruption::wants_out()) {
+    if (!run_first(lock)) break;
+    Interruption::attend();
+  }
   const bool done = reached(number);
   find_thread(lock);  // for what this helper leaves over
   return done;
@@ -303,8 +311,8 @@ void Stream::execute() {
   attended_ = false;
 }
 
-// Run the first task of the queue, without the lock; runnable() must hold. One that is left stays where it is.
-void Stream::run_first(std::unique_lock<StreamMutex>& lock) {
+// Run the first task of the queue, without the lock; runnable() must hold. False if it was left: then it stays there.
+bool Stream::run_first(std::unique_lock<StreamMutex>& lock) {
   running_.store(true, std::memory_order_relaxed);
   Task& first = queue_.front();
   lock.unlock();
@@ -322,6 +330,7 @@ void Stream::run_first(std::unique_lock<StreamMutex>& lock) {
   }
   running_.store(false, std::memory_order_release);
   if (waiting_ > 0) progress_.notify_all();
+  return done;
 }
 
 // Wait for a condition a little while without the lock; whether it came true.

@@ -95,7 +95,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   void leave_to_sweeper(std::unique_lock<StreamMutex>& lock);
   void note_return(std::uint64_t number);
   void be_eager();
-  void run_first(std::unique_lock<StreamMutex>& lock);
+  bool run_first(std::unique_lock<StreamMutex>& lock);
   bool runnable() const { return !running_.load(std::memory_order_relaxed) && !queue_.empty(); }
   template <class Condition>
   bool spin(std::unique_lock<StreamMutex>& lock, Condition condition);
@@ -111,7 +111,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   std::uint64_t fenced_ = 0;                  // the legacy stream's number that this stream has already waited for
   int waiting_ = 0;                           // how many sleep on progress_
   bool attended_ = false;                     // a thread is here, or on its way
-  std::uint64_t last_long_ = 0;               // number of the last task queued that is not brief
+  std::uint64_t last_long_ = 0;               // number of the last task that is not brief
   bool lazy_ = false;
   std::uint64_t returned_at_ = 0;             // number of the last task at the queue's end that was waited for
   int returns_ = 0;                           // how often in a row a caller has waited for its last task at once

@@ -1,7 +1,8 @@
 // A move-only function without arguments: what a stream queues. Small ones are stored in place, so that queueing a
 // copy, an event or a callback allocates nothing; unlike std::function it may own what cannot be copied.
 //
-// One that returns false was left by a thread that went its way (see Interruption), and is to be called again.
+// One whose function returns false was left by a thread that went its way (see Interruption), and is to be called again.
+// Only a brief one may be left: no other is run by such a thread.
 #pragma once
 
 #include <cstddef>
@@ -60,9 +61,12 @@ class Task {
  private:
   template <class Function>
   static bool run(Function& function) {
-    if constexpr (std::is_same_v<decltype(function()), bool>) return function();
-    function();
-    return true;
+    if constexpr (std::is_same_v<decltype(function()), bool>) {
+      return function();
+    } else {
+      function();
+      return true;
+    }
   }
 
   enum class Action { call, move, destroy };  // move leaves nothing behind

@@ -13,7 +13,7 @@ const char* type_name(ncclDataType_t dtype);
 
 // Runs a collective, in whichever thread the stream has. False if that has left it: then it is to run again.
 bool run_collective(Comm& comm, const Operation& operation);
-// Whether it can be left: nothing that other ranks do is waited for once they all have come.
+// Whether it can be left, which is where run_collective takes it for small: once all ranks have come none waits again.
 bool can_be_left(const Comm& comm, const Operation& operation);
 
 // Contributions so small that every rank leaves its own in the segment before it arrives: no second rendezvous.

@@ -21,6 +21,7 @@ namespace {
 template <class Tell>
 bool run_operations(Comm& comm, const Operation* operations, size_t count, Tell tell) {
   const bool faults = faults_planned.load(std::memory_order_relaxed);
+  if (faults && Interruption::has_time()) return false;  // they may hold it up, and each operation is to hear of them once
   for (size_t i = 0; faults && i < count; i++) {
     // An operation that does not run takes those of its launch with it, as a kernel would.
     if (!fault_in_run(comm, name_of(operations[i]))) return true;
@@ -67,7 +68,7 @@ bool run(Comm& comm, uint64_t ticket, const Operation* operations, size_t count)
   const Turn turn = comm.queue.enter(ticket);
   if (turn == Turn::left) return false;
   if (turn == Turn::come && !execute(comm, operations, count)) {
-    comm.queue.step_back();
+    comm.queue.end_run();
     return false;
   }
   comm.queue.leave(ticket);
@@ -92,7 +93,7 @@ ncclResult_t issue_captured(const std::shared_ptr<Comm>& comm, std::vector<Opera
                             const std::vector<std::shared_ptr<Stream>>& streams) {
   const CUresult captured = capture(streams, comm->device, [comm, operations] {
     return Task([comm, operations, ticket = comm->queue.take_ticket()] {
-      run(*comm, ticket, operations.data(), operations.size());
+      (void)run(*comm, ticket, operations.data(), operations.size());  // it is not brief, so nobody leaves it
     });
   });
   if (captured == CUDA_SUCCESS) return ncclSuccess;
@@ -126,7 +127,6 @@ ncclResult_t issue(const std::shared_ptr<Comm>& comm, const Operation& operation
   if (stream->capturing.load(std::memory_order_acquire)) return issue_captured(comm, {operation}, {stream});
   comm->queue.issue([&](uint64_t ticket) {
     const auto task = [comm, operation, ticket] { return run(*comm, ticket, &operation, 1); };
-    // Of planned faults each operation is to hear once.
     const bool brief = can_be_left(*comm, operation) && !faults_planned.load(std::memory_order_relaxed);
     stream->enqueue(brief ? Task::brief(task) : Task(task));
   });
@@ -163,7 +163,7 @@ ncclResult_t issue(const std::shared_ptr<Comm>& comm, std::vector<Operation> ope
       streams[0]->enqueue([launch, ticket] {
         Comm& one = *launch->comm;
         wait_until(one.queue.bell, [&] { return launch->streams_missing.load() == 0 || one.health.stopped(); });
-        run(one, ticket, launch->operations.data(), launch->operations.size());
+        (void)run(one, ticket, launch->operations.data(), launch->operations.size());  // not brief either
         launch->done.store(true);
         one.queue.bell.ring();
       });

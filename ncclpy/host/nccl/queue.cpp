@@ -9,11 +9,11 @@ Turn Queue::enter(uint64_t ticket) {
   if (!come()) wait_until(bell, [&] { return come() || health_.stopped() || Interruption::wants_out(); });
   if (health_.stopped()) return Turn::stopped;
   if (come()) return Turn::come;
-  step_back();
+  end_run();
   return Turn::left;
 }
 
-void Queue::step_back() {
+void Queue::end_run() {
   running_.fetch_sub(1, std::memory_order_seq_cst);
   bell.ring();
 }
@@ -21,7 +21,7 @@ void Queue::step_back() {
 void Queue::leave(uint64_t ticket) {
   // After an abort the order is void; the count only has to reach what was issued.
   if (executed_.load(std::memory_order_acquire) == ticket) executed_.store(ticket + 1, std::memory_order_release);
-  step_back();
+  end_run();
 }
 
 void Queue::drain() {

@@ -38,8 +38,8 @@ class Queue {
   // Waits for this launch's turn. One that was not left must leave() it; one that was has not been here.
   Turn enter(uint64_t ticket);
   void leave(uint64_t ticket);
-  // Gives its turn up without having run: it is to enter again.
-  void step_back();
+  // Is at a launch no longer: that has left, or is to enter again.
+  void end_run();
   // Waits until everything issued has run, or for its end.
   void drain();
 

@@ -8,7 +8,7 @@
 namespace ncclpy::host {
 
 void Rendezvous::note_arrival(Side side, uint64_t generation) {
-  // Not taken back by an abort: the rank has come, and nothing follows.
+  // Not taken back by an abort: the rank has come, and nothing follows. Nor where a thread leaves: another one comes.
   segment_->slot(rank_).arrived[side].store(generation, std::memory_order_relaxed);
 }
 

@@ -283,7 +283,7 @@ cdef class _Defect:
 cdef void _watch(double next_round) noexcept nogil:
     """Return when there is something to do with the GIL: works have ended, a round or a timer is due, or a ring."""
     cdef int seen
-    cdef double began = now(), waited, moment
+    cdef double began = now(), waited, moment, nap
     while True:
         seen = load(&bell)
         if seen != _watching.heard:  # else the inbox is left to those who fill it
@@ -317,7 +317,10 @@ cdef void _watch(double next_round) noexcept nogil:
         if waited < 100e-6 and is_expecting():  # else nobody gains by it: who waits asks for himself at first
             sched_yield()
         elif waited < 1:
-            sleep_on(&_watching.nap, 0, 20e-6 if waited < 0.1 else 50e-6)  # who rings need not wake it from that
+            nap = 20e-6 if waited < 0.1 else 50e-6
+            if event_help != NULL:  # the cores that it would wake up on are those that do the work
+                nap = max(nap, min(waited / 16, 1e-3))
+            sleep_on(&_watching.nap, 0, nap)  # who rings need not wake it from that
         else:
             listen(seen, 500e-6)
 

@@ -65,10 +65,6 @@ _MONITOR = (
     "two events and a stream that waits, an entry of the recorder, and a monitor that asks the device and takes the "
     "GIL; in bursts of 16 calls it was 1.15 to 1.7 times"
 )
-_THREADS = (
-    "a wait for a work can end early while the operation goes on, so that a thread of the stream does it: on two "
-    "cores each operation wakes two threads on each rank, where a Communicator's call does it itself"
-)
 _ALONE = "a rank that is alone copies for each operation by itself, as it does in the C loop's group"
 _BARE = ("ncclpy.bindings", "all_reduce(ints)", "latency")
 _TORCH = ("torch.distributed", "all_reduce(torch tensor), in place", "latency")
@@ -238,7 +234,6 @@ def _process_group() -> list[Target]:
             limit,
             "x",
             (torch, f"all_reduce {size}", "time"),
-            why=_THREADS,
         )
         for size, limit in (("8 B", 0.04), ("64 MiB", 0.5))
     ]

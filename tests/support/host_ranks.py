@@ -3,7 +3,6 @@
 import concurrent.futures
 import contextlib
 import multiprocessing
-import os
 import threading
 import time
 import traceback
@@ -56,10 +55,8 @@ def as_threads(nccl, nranks, body, *arguments, deadline=DEADLINE):
     return results
 
 
-def _serve(pipe, environment):
+def _serve(pipe):
     """Live as one of the processes: take bodies, run them for some ranks each, send back results or tracebacks."""
-    os.environ.clear()
-    os.environ.update(environment)  # not that of the server, from which this was forked
     nccl = Nccl(host_engine_path())
     while True:
         try:
@@ -81,15 +78,13 @@ class Processes:
     """Processes that are started once and run bodies when told to; replaced after a failure."""
 
     def __init__(self):
-        # Forks of a process that has imported numpy, and not loaded the engine: an interpreter for each takes 0.25 s.
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["numpy", "ncclpy"])
+        self._context = multiprocessing.get_context("spawn")
         self._workers = []
 
     def _grow(self, count):
         while len(self._workers) < count:
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs, dict(os.environ)), daemon=True)
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))

@@ -150,10 +150,9 @@ cdef void hand_over(const Watched* some, size_t count) noexcept nogil:
     """Give works to the monitor, for which there is room; without the GIL. It must be running."""
     cdef size_t i
     cdef bint hurries = False
-    for i in range(count):
-        hurries |= _is_told_at_once(&some[i])
     mutex_lock(&_inbox.mutex)
     for i in range(count):
+        hurries |= _is_told_at_once(&some[i])  # before the monitor can take it: then it may be gone
         _inbox.works.push_back(some[i])
     _inbox.coming -= count
     mutex_unlock(&_inbox.mutex)

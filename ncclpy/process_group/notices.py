@@ -125,18 +125,17 @@ class Notices:
 
     def tell(self, text: str) -> None:
         """Tell all ranks that the group has ended, unless another one was faster; the store may be gone."""
-        try:
-            self.store.compare_set(_ENDED, None, text.encode(errors="replace"))
-        except (StoreError, NcclTimeout) as error:
-            _log.warning("rank %d could not tell the others that the group has ended (%s): %s", self.rank, text, error)
+        self._tell(self.store, self.name, text)
 
     def tell_part(self, name: str, text: str) -> None:
         """Tell the ranks of a part of this group that it has ended, which this rank could not make; see `tell`."""
-        part = PrefixStore(f"{_place_of(name)}/1", self.store)  # its name is made once
+        self._tell(PrefixStore(f"{_place_of(name)}/1", self.store), name, text)  # its name is made once
+
+    def _tell(self, store: Store, name: str, text: str) -> None:
         try:
-            part.compare_set(_ENDED, None, text.encode(errors="replace"))
+            store.compare_set(_ENDED, None, text.encode(errors="replace"))
         except (StoreError, NcclTimeout) as error:
-            _log.warning("rank %d could not tell the others that %r has ended (%s): %s", self.rank, name, text, error)
+            _log.warning("rank %d could not tell that group %r has ended (%s): %s", self.rank, name, text, error)
 
     def close(self) -> None:
         """Hear nothing any more."""

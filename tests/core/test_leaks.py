@@ -96,10 +96,9 @@ def test_a_few_times(name):
     check(name, LOOPS[name][1])
 
 
+# 100,000 operations take 1.5 s, but each wakes a thread: on a machine that is busy, a minute.
 @pytest.mark.campaign
-@pytest.mark.timeout(
-    420
-)  # 100,000 operations take 1.5 s, but each wakes a thread: on a machine that is busy, a minute
+@pytest.mark.timeout(420)
 @pytest.mark.parametrize("name", LOOPS)
 def test_many_times(name):
     check(name, LOOPS[name][0], timeout=400)

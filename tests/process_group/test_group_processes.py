@@ -83,7 +83,7 @@ def test_a_rank_that_is_not_started_is_named(tmp_path):
         """
         from pathlib import Path
         if os.environ["RANK"] != "2":
-            group = ncclpy.init_process_group(timeout=2)
+            group = ncclpy.init_process_group(timeout=1)
             came = [Path(__file__).with_name(f"rank {rank}") for rank in (0, 1)]
             came[group.rank].touch()  # on a busy machine a process may begin seconds after another
             while not all(each.exists() for each in came):
@@ -93,7 +93,7 @@ def test_a_rank_that_is_not_started_is_named(tmp_path):
         """,
     )
     assert code == 0, said
-    assert "rank 2 of 3 did not come to make communicator 'all' of process group 'default' within 2 s" in said, said
+    assert "rank 2 of 3 did not come to make communicator 'all' of process group 'default' within 1 s" in said, said
 
 
 def test_without_a_launcher():

@@ -126,9 +126,9 @@ ncclResult_t issue(const std::shared_ptr<Comm>& comm, const Operation& operation
   NCCLPY_TRY(record_launch(operation, given, comm->device));
   if (stream->capturing.load(std::memory_order_acquire)) return issue_captured(comm, {operation}, {stream});
   comm->queue.issue([&](uint64_t ticket) {
-    const auto task = [comm, operation, ticket] { return run(*comm, ticket, &operation, 1); };
+    auto task = [comm, operation, ticket] { return run(*comm, ticket, &operation, 1); };
     const bool brief = can_be_left(*comm, operation) && !faults_planned.load(std::memory_order_relaxed);
-    stream->enqueue(brief ? Task::brief(task) : Task(task));
+    stream->enqueue(brief ? Task::brief(std::move(task)) : Task(std::move(task)));
   });
   return ncclSuccess;
 }

@@ -68,7 +68,7 @@ def rendezvous(timeout: float | None = None) -> tuple[Place, Store]:
         )
     try:
         if _store is None or _process != os.getpid():  # a fork has to make its own
-            _store = _connect(place, max(0.0, deadline - time.monotonic()))
+            _store = _connect(place, seconds, deadline)
             _process = os.getpid()
         # For each caller an end of its own, which may be closed. The store itself closes when the process ends.
         end = PrefixStore(f"ncclpy/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _store)
@@ -87,7 +87,8 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-def _connect(place: Place, timeout: float) -> Store:
+def _connect(place: Place, seconds: float, deadline: float) -> Store:
+    timeout = max(0.0, deadline - time.monotonic())
     if place.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # interop is a floor above: found by its name, as in adapters.
         torch_store = importlib.import_module("ncclpy.interop.torch_store")
@@ -98,10 +99,10 @@ def _connect(place: Place, timeout: float) -> Store:
     if place.address is not None and place.port is not None and not alone:
         serve = place.rank == 0 and place.launcher != "ncclpy"
         return TCPStore(place.address, place.port, serve=serve, timeout=timeout)
-    return _on_one_machine(place, timeout)
+    return _on_one_machine(place, seconds, deadline)
 
 
-def _on_one_machine(place: Place, timeout: float) -> Store:
+def _on_one_machine(place: Place, seconds: float, deadline: float) -> Store:
     """Return a store of rank 0's, whose address and token the others read from a file."""
     if place.local_size != place.size:
         raise ValueError(
@@ -110,7 +111,7 @@ def _on_one_machine(place: Place, timeout: float) -> Store:
             "rank 0's machine and a free port there, and NCCLPY_STORE_TOKEN to a secret"
         )
     path = _folder() / f"{place.launcher}-{_launcher_process(place.launcher)}"
-    deadline = time.monotonic() + timeout
+    timeout = max(0.0, deadline - time.monotonic())
     if place.rank == 0:
         token = secrets.token_hex(32)
         store = TCPStore(_LOOPBACK, 0, serve=True, token=token, timeout=timeout)
@@ -120,7 +121,7 @@ def _on_one_machine(place: Place, timeout: float) -> Store:
     else:
         while (told := _read(path)) is None:
             if time.monotonic() > deadline:
-                raise NcclTimeout(f"rank 0 of {place.size} has not written {path} within {as_text(timeout)}")
+                raise NcclTimeout(f"rank 0 of {place.size} has not written {path} within {as_text(seconds)}")
             time.sleep(0.02)
         port, token = json.loads(told)
         store = TCPStore(_LOOPBACK, port, token=token, timeout=timeout)

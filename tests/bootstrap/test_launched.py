@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 import runs
@@ -177,6 +178,8 @@ def test_rank_0_that_does_not_serve_is_told(ranks, tmp_path, monkeypatch):
     ranks(1, 2, 1, 2)
     monkeypatch.setattr(launched, "_launcher_process", lambda launcher: "1-1")
     monkeypatch.setattr(launched.tempfile, "gettempdir", lambda: str(tmp_path))
+    place = launched.environment()
+    monkeypatch.setattr(launched, "environment", lambda: time.sleep(0.05) or place)  # the time that was given is told
     with pytest.raises(ncclpy.NcclTimeout, match=r"rank 0 of 2 has not written .*/mpich-1-1 within 200 ms"):
         rendezvous(0.2)
 

@@ -57,6 +57,7 @@ def test_what_the_producer_queues_later_is_not_waited_for(add, sides):
     finish(works)
     assert not sides[0].stream.is_done()
     gate.open()
+    gate.close()
 
 
 def test_communication_waits_for_the_producer(add, sides):
@@ -72,6 +73,7 @@ def test_communication_waits_for_the_producer(add, sides):
     finish(works)
     for side in sides:
         assert np.all(RAW.read(side.memory) == 2 * len(sides))
+    gate.close()
 
 
 def test_a_consumer_on_another_stream(add, sides):
@@ -90,6 +92,7 @@ def test_a_consumer_on_another_stream(add, sides):
         assert np.all(consumer.read(0) == 3 * len(sides))
         consumer.close()
     finish(works)
+    gate.close()
 
 
 def test_synchronize_after_the_end(manager, add, sides):

@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from group_ranks import DEADLINE, run_groups
+from group_worlds import in_threads
 
 import ncclpy
 import testing
@@ -13,14 +14,13 @@ from ncclpy.bootstrap import LocalStore
 
 
 @pytest.fixture(params=["of the run", "torch"])
-def lib(request, arrays):
-    """The arrays of the run, and torch's; both have to know how to add."""
-    if request.param == "of the run":
-        if arrays.name == "ncclpy.Buffer":
-            pytest.skip("plain memory cannot add")
-        return arrays
-    pytest.importorskip("torch", reason="needs torch")
-    return testing.TorchArrays()
+def kind(request, arrays):
+    """Whose arrays are summed: those of the run, or torch's; both have to know how to add."""
+    if request.param == "torch":
+        pytest.importorskip("torch", reason="needs torch")
+    elif arrays.name == "ncclpy.Buffer":
+        pytest.skip("plain memory cannot add")
+    return request.param
 
 
 def brought(rank, dimensions, entry, dtype, counts):
@@ -42,25 +42,21 @@ def dense(indices, values):
 SHAPES = {"plain": (None, ()), "one dimension": (1, ()), "two": (2, ()), "rows": (None, (3,)), "blocks": (3, (2, 2))}
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("counts", [(7, 5, 3), (0, 6, 1), (4, 0, 0), (0, 0, 0)], ids=str)
-def test_sums(lib, shape, counts):
-    dimensions, entry = SHAPES[shape]
-    size = min(3, max(2, ncclpy.device_count()))
-
-    def body(group):
-        indices, values = brought(group.rank, dimensions, entry, np.float32, counts)
-        work = group.all_reduce_sparse(lib.make(indices, group.device), lib.make(values, group.device))
+def sum_of(world, kind, counts, dimensions, entry):
+    lib = testing.TorchArrays() if kind == "torch" else world.lib
+    with world.group() as group:
+        indices, values = brought(world.rank, dimensions, entry, np.float32, counts)
+        work = group.all_reduce_sparse(lib.make(indices, world.device), lib.make(values, world.device))
         found = [lib.read(each) for each in work.result(DEADLINE)]
         assert work.result() is work.result(), "made once"
         return found
 
-    everything = [brought(rank, dimensions, entry, np.float32, counts) for rank in range(size)]
+
+def check_sums(results, counts, dimensions, entry):
     wanted = {}
-    for indices, values in everything:
-        for index, value in dense(indices, values).items():
+    for rank in range(len(results)):
+        for index, value in dense(*brought(rank, dimensions, entry, np.float32, counts)).items():
             wanted[index] = wanted.get(index, 0) + value
-    results = run_groups(size, body)
     for indices, values in results:
         assert indices.dtype == np.int64 and values.dtype == np.float32
         assert indices.shape == ((len(wanted),) if dimensions is None else (dimensions, len(wanted)))
@@ -69,6 +65,22 @@ def test_sums(lib, shape, counts):
         assert list(found) == sorted(wanted)
         assert all((found[index] == wanted[index]).all() for index in wanted)
         assert (indices == results[0][0]).all() and (values == results[0][1]).all()
+
+
+COUNTS = [(7, 5, 3), (0, 6, 1), (4, 0, 0), (0, 0, 0)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_sums(host_engine, kind, shape, counts):
+    check_sums(in_threads(3, sum_of, kind, counts, *SHAPES[shape]), counts, *SHAPES[shape])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("counts", [(7, 5), (0, 6), (0, 0)], ids=str)
+def test_sums_of_processes(processes, kind, shape, counts):
+    """On GPUs the ranks are processes: what one allocates between two launches would wait for the other's kernel."""
+    check_sums(processes.run(sum_of, kind, counts, *SHAPES[shape]), counts, *SHAPES[shape])
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.int64, np.complex64, ml_dtypes.bfloat16])

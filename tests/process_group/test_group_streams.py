@@ -81,6 +81,8 @@ def test_an_operation_waits_for_its_producers_on_the_device(coalesced):
             late = done.stream.is_done()
             gates[1].open()
         meet()
+        for gate in gates:
+            gate.close()
         results = [set(RAW.read(each.memory).tolist()) for each in (side, second)]
         second.close()
         done.close()
@@ -136,6 +138,9 @@ def test_deadlines_begin_when_the_device_could(timing):
             works.append(work)
         for work in works:
             work.wait(DEADLINE)
+        meet()
+        if gate is not None:
+            gate.close()
         meet()
         if group.rank == 0:  # the other rank does not come
             lonely = group.all_reduce(side.buffer, producer=side.stream, timeout=0.3)

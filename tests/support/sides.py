@@ -70,4 +70,7 @@ class Gate:
             self.pair[1].send(self.message.buffer, 0, stream=stream)
             stream.synchronize()
         self.stream.synchronize()
+
+    def close(self):
+        """To destroy communicators waits for their devices: nothing may run there that waits for who calls this."""
         testing.close_all(self.pair)

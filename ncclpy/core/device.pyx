@@ -132,6 +132,24 @@ cdef int leave_device(CUcontext saved) except -1:
     return 0
 
 
+cdef bint lend_device(int ordinal) noexcept nogil:
+    """Make a device current in a thread that has none; return whether it was, for `take_device_back` to undo it.
+
+    NCCL gives such a thread the first device back behind every call, and with it a context there: some 500 MiB.
+    """
+    cdef CUcontext current = NULL
+    if driver.cuCtxGetCurrent == NULL or driver.cuCtxGetCurrent(&current) != 0 or current != NULL:
+        return False
+    if ordinal < 0 or ordinal >= _count or _contexts[ordinal] == NULL:
+        return False
+    return driver.cuCtxSetCurrent(_contexts[ordinal]) == 0
+
+
+cdef void take_device_back() noexcept nogil:
+    """Leave the thread without a device."""
+    driver.cuCtxSetCurrent(NULL)
+
+
 def current():
     """Return the ordinal of the calling thread's current device."""
     return current_device()

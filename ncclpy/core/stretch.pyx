@@ -7,6 +7,7 @@ launch of the Manager's, in whichever thread. All of it is done without the GIL.
 from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclSuccess
 from ncclpy.abi.locks cimport LOCK_COMM, lock_wanted
 from ncclpy.core.check cimport keep_words
+from ncclpy.core.device cimport lend_device, take_device_back
 from ncclpy.core.handle cimport PAST_DEADLINE, WAS_ABORTED, Handle, lock_within
 from ncclpy.core.library cimport nccl
 from ncclpy.core.operation cimport INIT_RANK, NOT_THERE, WINDOW, issue
@@ -21,13 +22,14 @@ cdef bint make_calls(Stretch* stretch, double until) noexcept nogil:
     cdef size_t i
     cdef ncclResult_t result
     cdef char* at = stretch.steps
-    cdef bint watched = False
+    cdef bint watched = False, lent
     if not _lock(stretch, until):
         return False
     stretch.failed = stretch.count
     result = _look(stretch, &watched)
     watched = watched and stretch.watched
     if result == ncclSuccess:
+        lent = stretch.count and lend_device((<Handle>step_of(stretch, 0).handle).device)
         if watched:
             _enter(stretch)
         if stretch.grouped:
@@ -43,6 +45,8 @@ cdef bint make_calls(Stretch* stretch, double until) noexcept nogil:
                 result = _end_group(stretch, result)
         if watched:
             _leave(stretch, result == ncclSuccess)
+        if lent:
+            take_device_back()
     stretch.result = result
     stretch.words = keep_words(result)
     _unlock(stretch, <size_t>-1)

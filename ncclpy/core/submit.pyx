@@ -6,6 +6,7 @@ from libc.stdint cimport uintptr_t
 from ncclpy.abi.locks cimport LOCK_COMM, lock_wanted
 from ncclpy.abi.nccl cimport ncclInProgress, ncclResult_t, ncclSuccess
 from ncclpy.core cimport tap as _tap
+from ncclpy.core.device cimport lend_device, take_device_back
 from ncclpy.core.group cimport open_group
 from ncclpy.core.handle cimport LOCK_BUSY, WAS_ABORTED, lock_within
 from ncclpy.core.marks cimport Mark
@@ -95,12 +96,14 @@ cdef inline ncclResult_t _call(
     """Make a call under the communicator's lock, unless another thread has that until a moment."""
     cdef ncclResult_t result
     cdef Mark* mark
+    cdef bint lent
     lock_wanted(LOCK_COMM, &handle.mutex)
     if not lock_within(&handle.mutex, until):
         return <ncclResult_t>LOCK_BUSY
     operation.comm = handle.raw
     operation.sequence = handle.sequence
     handle.sequence += 1
+    lent = lend_device(handle.device)
     if operation.comm == NULL or handle.state == ABORTED:
         result = <ncclResult_t>WAS_ABORTED
     elif handle.watched:
@@ -110,6 +113,8 @@ cdef inline ncclResult_t _call(
         handle.leave_call(mark, result == ncclSuccess)
     else:
         result = issue(operation)
+    if lent:
+        take_device_back()
     handle.unlock()
     return result
 

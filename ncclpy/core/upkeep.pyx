@@ -2,10 +2,12 @@
 
 from libc.stdlib cimport free
 
+from ncclpy.abi.driver cimport CUcontext
 from ncclpy.abi.locks cimport mutex_lock, mutex_unlock
 from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclSuccess
 from ncclpy.core.abort cimport ABORT_DEADLINE, end_call
 from ncclpy.core.check cimport keep_words
+from ncclpy.core.device cimport enter_device, leave_device
 from ncclpy.core.flight cimport hold
 from ncclpy.core.handle cimport WAS_ABORTED
 from ncclpy.core.library cimport abort_preempts, nccl
@@ -39,9 +41,10 @@ cdef class Upkeep(Call):
             raise
 
     cdef int make(self) except -1:
+        cdef CUcontext saved = enter_device(self.comm.device)  # NCCL gives a thread without one a context on the first
         with nogil:
             self._make()
-        return 0
+        return leave_device(saved)
 
     cdef void _make(self) noexcept nogil:
         self.result = <ncclResult_t>WAS_ABORTED

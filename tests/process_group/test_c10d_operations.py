@@ -135,21 +135,33 @@ def test_nan_rank_filter(run):
     assert run(nan_rank_filter) == [([1.0] * 12, [1.0] * 12)] * 2
 
 
+def contexts():
+    """Return for each device whether this process has a context there."""
+    cuda, flags, active = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint(), ctypes.c_int()
+    found = []
+    for device in range(ncclpy.device_count()):
+        assert cuda.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active)) == 0
+        found.append(active.value)
+    return found
+
+
 def extra_cuda_context(world):
+    found = {}
     with world.group() as group:
-        work = world.call(group.all_reduce, world.array(ONES))
+        found["the group"] = contexts()
+        array = world.array(ONES)
+        found["an array"] = contexts()
+        work = world.call(group.all_reduce, array)
         group.barrier().wait(DEADLINE)
+        found["all_reduce"] = contexts()
         whole = world.array(np.zeros(200, np.float32))
         world.call(group.all_gather, world.array(ONES), world.lib.argument(whole)).wait(DEADLINE)
+        found["all_gather"] = contexts()
         world.call(group.recv if world.rank else group.send, world.array(ONES), 1 - world.rank).wait(DEADLINE)
         del work
         world.meet()
-        cuda, flags, active = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint(), ctypes.c_int()
-        found = []
-        for device in range(ncclpy.device_count()):
-            assert cuda.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active)) == 0
-            found.append(active.value)
-        world.meet()
+        found["a pair"] = contexts()
+    found["close"] = contexts()
     return found
 
 
@@ -161,7 +173,13 @@ def test_extra_cuda_context():
         found = processes.run(extra_cuda_context)
     finally:
         processes.close()
-    assert found == [[int(device == rank) for device in range(ncclpy.device_count())] for rank in range(2)]
+    for rank, steps in enumerate(found):
+        elsewhere = {
+            step: [device for device, there in enumerate(each) if there and device != rank]
+            for step, each in steps.items()
+        }
+        assert not any(elsewhere.values()), f"rank {rank} has contexts on other devices, after each step: {elsewhere}"
+        assert steps["close"][rank] == 1
 
 
 def unwaited(world):

@@ -44,8 +44,8 @@ cdef extern from *:
 _log = logging.getLogger("ncclpy.engine")
 
 # With so many launches on their way a further one is left to its lanes: a call waits for room where a device has too
-# much to do, and who adds is not to wait.
-cdef long _MOST = 64
+# much to do, some 1,000 entries, of which a launch takes three or four; and who adds is not to wait.
+cdef long _MOST = 256
 cdef enum:
     _MOST_LENT = 64  # lanes that one thread borrows
 

@@ -64,6 +64,14 @@ cdef double _ROUND = 0.02
 # time that the thread takes the GIL costs those who have it.
 cdef double _TOGETHER = 200e-6
 
+# And while so many launches come in that time, on GPUs: there each look and each time that the GIL is taken cost who
+# launches more than the monitor, 20 us and more.
+cdef double _LONG_TOGETHER = 1e-3
+cdef int _MANY = 8
+
+# So many works of a stream are looked at for somebody who waits.
+cdef size_t _LOOKED_AT = 256
+
 # How long the thread stays awake when nothing is left to watch; only where cores are plenty, since waking an idle one
 # can take 200 us.
 cdef double _spin = 500e-6 if len(os.sched_getaffinity(0)) >= 8 else 0
@@ -91,6 +99,7 @@ cdef struct Watching:
     vector[Watched] ended  # to be completed, with the GIL
     double ended_at  # when the first of them was found
     int heard  # how the bell stood when the inbox was emptied last
+    double rest  # how long what nobody waits for is left alone now
     int nap  # nobody changes or wakes this word
     bint at_home
 
@@ -126,6 +135,7 @@ mutex_init(&_inbox.mutex, LOCK_MONITOR)
 _inbox.coming = 0
 cdef Watching _watching
 _watching.at_home, _watching.ended_at, _watching.heard, _watching.nap = False, 0, -1, 0
+_watching.rest = _TOGETHER
 cdef Signs _signs
 _signs.home = NULL
 _signs.next_round, _signs.next_timer, _signs.stop = 0, FOREVER, False
@@ -285,10 +295,13 @@ cdef void _watch(double next_round) noexcept nogil:
     cdef double began = now(), waited, moment, nap
     while True:
         seen = load(&bell)
+        _watching.rest = _LONG_TOGETHER if event_help == NULL and seen - _watching.heard > _MANY else _TOGETHER
         if seen != _watching.heard:  # else the inbox is left to those who fill it
             _watching.heard = seen
-            if event_help != NULL and not _is_asked_for():
-                doze(_TOGETHER)  # who waits does the work, and completes it: to look at once would disturb him
+            if not _is_asked_for():
+                # To look at once would disturb who launches, in the driver and by taking the GIL; or who does the work on
+                # the host engine, and completes it.
+                doze(_watching.rest)
             _take_in()
         _ask()
         moment = now()
@@ -297,9 +310,9 @@ cdef void _watch(double next_round) noexcept nogil:
         if _watching.ended.size():
             if _watching.ended_at == 0:
                 _watching.ended_at = moment
-            if moment - _watching.ended_at >= _TOGETHER or _is_awaited():
+            if moment - _watching.ended_at >= _watching.rest or _is_awaited():
                 return
-            sleep_on(&_watching.nap, 0, 20e-6)
+            doze(_watching.rest - (moment - _watching.ended_at))
             continue
         if _watching.streams.empty():
             expect_none()
@@ -315,6 +328,8 @@ cdef void _watch(double next_round) noexcept nogil:
         waited = moment - began
         if waited < 100e-6 and is_expecting():  # else nobody gains by it: who waits asks for himself at first
             sched_yield()
+        elif event_help == NULL and not _is_asked_for():
+            doze(_watching.rest)
         elif waited < 1:
             nap = 20e-6 if waited < 0.1 else 50e-6
             if event_help != NULL:  # the cores that it would wake up on are those that do the work
@@ -342,17 +357,22 @@ cdef bint _is_told_at_once(const Watched* one) noexcept nogil:
 
 
 cdef bint _is_asked_for() noexcept nogil:
-    """Return whether somebody waits for what runs; looked for where each stream begins and ends."""
+    """Return whether somebody waits for what runs."""
     cdef unordered_map[uintptr_t, StreamWorks].iterator it = _watching.streams.begin()
     while it != _watching.streams.end():
-        if _is_row_asked_for(&dereference(it).second):
+        if _is_row_asked_for(&dereference(it).second, _LOOKED_AT):
             return True
         preincrement(it)
     return False
 
 
-cdef bint _is_row_asked_for(StreamWorks* row) noexcept nogil:
-    return _is_told_at_once(&row.works.front()) or _is_told_at_once(&row.works.back())
+cdef bint _is_row_asked_for(StreamWorks* row, size_t most) noexcept nogil:
+    """Return whether somebody waits for the last work of a stream, or for one of so many at its front."""
+    cdef size_t i
+    for i in range(min(most, row.works.size())):
+        if _is_told_at_once(&row.works[i]):
+            return True
+    return _is_told_at_once(&row.works.back())
 
 
 cdef inline bint _has_callbacks(const Watched* one) noexcept nogil:
@@ -393,25 +413,51 @@ cdef void _ask() noexcept nogil:
     cdef StreamWorks* row
     cdef Watched one
     cdef CUresult result
+    cdef size_t n
     while it != _watching.streams.end():
         row = &dereference(it).second
         while not row.works.empty():
-            one = row.works.front()
-            if load(&(<Work>one.work).phase) == COMPLETED or driver.cuEventQuery == NULL:
-                result = CUDA_SUCCESS
-            elif event_help != NULL and now() - (<Work>one.work).entry.launched < _TOGETHER and not _is_row_asked_for(row):
-                break  # to ask would have a thread come, where whoever waits may be about to do the work
-            else:
-                result = driver.cuEventQuery(one.event)
-            if result == CUDA_ERROR_NOT_READY:
+            n = _ended_of(row, &result)
+            if n == 0:
                 break
-            one.driver, one.seen = result, now()
-            _watching.ended.push_back(one)
-            row.works.pop_front()
+            while n:
+                one = row.works.front()
+                one.driver, one.seen = result, now()
+                _watching.ended.push_back(one)
+                row.works.pop_front()
+                n -= 1
         if row.works.empty():
             it = _watching.streams.erase(it)
         else:
             preincrement(it)
+
+
+cdef size_t _ended_of(StreamWorks* row, CUresult* result) noexcept nogil:
+    """Return how many works at the front of a stream are known to have ended, with the result of the first.
+
+    The driver is asked as seldom as it can be: a thread that launches waits for it meanwhile. What has ended on a stream
+    has ended in its order.
+    """
+    cdef Watched* first = &row.works.front()
+    cdef size_t ended = 0, runs = row.works.size(), middle
+    result[0] = CUDA_SUCCESS
+    if load(&(<Work>first.work).phase) == COMPLETED or driver.cuEventQuery == NULL:
+        return 1
+    if event_help != NULL and now() - (<Work>first.work).entry.launched < _TOGETHER and not _is_row_asked_for(row, 1):
+        return 0  # to ask would have a thread come, where whoever waits may be about to do the work
+    result[0] = driver.cuEventQuery(first.event)
+    if result[0] == CUDA_ERROR_NOT_READY:
+        return 0
+    if result[0] != CUDA_SUCCESS or event_help != NULL:
+        return 1
+    middle = runs - 1
+    while runs - ended > 1:
+        if driver.cuEventQuery(row.works[middle].event) == CUDA_SUCCESS:
+            ended = middle
+        else:
+            runs = middle
+        middle = ended + (runs - ended) // 2
+    return ended + 1
 
 
 cdef int _complete() except -1:

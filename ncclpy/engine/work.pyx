@@ -68,6 +68,7 @@ cdef int stand_by() except -1:
     """Let others go on for an instant: callbacks, of which this may be one, the monitor, and Python's signal handlers."""
     step_aside()
     if not attend():
+        hurry()
         time.sleep(_SHORT_SLICE)
     PyErr_CheckSignals()
     return 0

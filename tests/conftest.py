@@ -11,8 +11,8 @@ if not os.environ.get("NCCLPY_LIBRARY") and not os.path.exists("/dev/nvidiactl")
     # Without a choice and without a GPU the suite runs on the host engine; children inherit it.
     os.environ["NCCLPY_LIBRARY"] = "host"
 
-# numpy's threads for linear algebra, of which there is none here, spin for a while in each process that begins: that is
-# 0.1 s of processor time, and hundreds of processes begin.
+# numpy's threads for linear algebra, of which there is none here, spin for a while in each process that begins: 0.1 s
+# of processor time, and hundreds of processes begin.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

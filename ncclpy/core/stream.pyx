@@ -148,7 +148,10 @@ Own an ordered queue of work on a device (`cuStreamCreateWithPriority`).
 
     def is_done(self):
         """Return whether everything queued so far has run (`cuStreamQuery`)."""
-        cdef CUresult result = driver.cuStreamQuery(alive(self))
+        cdef CUstream raw = alive(self)
+        cdef CUresult result
+        with nogil:
+            result = driver.cuStreamQuery(raw)
         if result == CUDA_ERROR_NOT_READY:
             return False
         check_driver(result, b"cuStreamQuery")
@@ -201,7 +204,8 @@ Own an ordered queue of work on a device (`cuStreamCreateWithPriority`).
     def __dealloc__(self):
         # Destroying a stream is local and does not wait. After a fork the table is empty and nothing is called.
         if self.raw != NULL and driver.cuStreamDestroy_v2 != NULL:
-            driver.cuStreamDestroy_v2(self.raw)
+            with nogil:
+                driver.cuStreamDestroy_v2(self.raw)
 
     def __reduce__(self):
         raise not_copied(self, "make one where it is used, or pass its handle within this process")
@@ -271,7 +275,10 @@ Own a mark in a stream's order (`cuEventCreate`).
 
     def is_done(self):
         """Return whether the last record has been reached; an event never recorded is done (`cuEventQuery`)."""
-        cdef CUresult result = driver.cuEventQuery(event_alive(self))
+        cdef CUevent event = event_alive(self)
+        cdef CUresult result
+        with nogil:
+            result = driver.cuEventQuery(event)
         if result == CUDA_ERROR_NOT_READY:
             return False
         check_driver(result, b"cuEventQuery")
@@ -313,7 +320,8 @@ Own a mark in a stream's order (`cuEventCreate`).
             return
         self.raw = NULL
         require_driver()
-        check_driver(driver.cuEventDestroy_v2(raw), b"cuEventDestroy_v2")
+        with nogil:
+            check_driver(driver.cuEventDestroy_v2(raw), b"cuEventDestroy_v2")
 
     def __enter__(self):
         return self
@@ -323,7 +331,8 @@ Own a mark in a stream's order (`cuEventCreate`).
 
     def __dealloc__(self):
         if self.raw != NULL and driver.cuEventDestroy_v2 != NULL:
-            driver.cuEventDestroy_v2(self.raw)
+            with nogil:
+                driver.cuEventDestroy_v2(self.raw)
 
     def __reduce__(self):
         raise not_copied(self, "make one where it is used, or pass its handle within this process")
@@ -392,9 +401,10 @@ cdef object event_behind(CUstream stream, int device):
     if driver.cuStreamIsCapturing == NULL:
         return None
     saved = enter_device(device)  # whose default stream may be meant
-    result = driver.cuStreamIsCapturing(stream, &status)
-    if result == CUDA_SUCCESS and status == CU_STREAM_CAPTURE_STATUS_NONE:
-        result = driver.cuStreamQuery(stream)
+    with nogil:
+        result = driver.cuStreamIsCapturing(stream, &status)
+        if result == CUDA_SUCCESS and status == CU_STREAM_CAPTURE_STATUS_NONE:
+            result = driver.cuStreamQuery(stream)
     leave_device(saved)
     if result != CUDA_ERROR_NOT_READY:
         return None

@@ -23,7 +23,8 @@ cdef CUevent take_event(int device, bint timing) except NULL:
         return event
     require_driver()
     saved = enter_device(device)
-    result = driver.cuEventCreate(&event, 0 if timing else CU_EVENT_DISABLE_TIMING)
+    with nogil:
+        result = driver.cuEventCreate(&event, 0 if timing else CU_EVENT_DISABLE_TIMING)
     leave_device(saved)
     check_driver(result, b"cuEventCreate")
     return event

@@ -198,10 +198,12 @@ cdef class Graph:
 
     cdef void free_graphs(self) noexcept:
         cdef size_t i
+        cdef CUgraphExec graph
         for i in range(self.count):
-            if self.replays[i].graph != NULL and driver.cuGraphExecDestroy != NULL:
-                driver.cuGraphExecDestroy(self.replays[i].graph)
-            self.replays[i].graph = NULL
+            graph, self.replays[i].graph = self.replays[i].graph, NULL
+            if graph != NULL and driver.cuGraphExecDestroy != NULL:
+                with nogil:
+                    driver.cuGraphExecDestroy(graph)
 
     def __enter__(self):
         return self
@@ -262,31 +264,32 @@ cdef int _capture(Recorded plan, Replay* replays, size_t count) except -1:
     calls.handles, calls.nhandles = locked, len(plan.handles)
     calls.grouped = True
     try:
-        for i in range(count):
-            check_driver(driver.cuCtxSetCurrent(replays[i].context), b"cuCtxSetCurrent")
-            check_driver(
-                driver.cuStreamBeginCapture_v2(replays[i].captured, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL),
-                b"cuStreamBeginCapture_v2",
-            )
-            begun += 1
         with nogil:
+            for i in range(count):
+                check_driver(driver.cuCtxSetCurrent(replays[i].context), b"cuCtxSetCurrent")
+                check_driver(
+                    driver.cuStreamBeginCapture_v2(replays[i].captured, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL),
+                    b"cuStreamBeginCapture_v2",
+                )
+                begun += 1
             make_calls(&calls, FOREVER)
     finally:
         free(locked)
         free(steps)
         free(calls.words)
-        # All captures end before the first graph is made: that is not allowed while this thread captures anything.
-        for i in range(begun):
-            driver.cuCtxSetCurrent(replays[i].context)
-            one = driver.cuStreamEndCapture(replays[i].captured, &graphs[i])
-            if failed == CUDA_SUCCESS:
-                failed = one
-        for i in range(begun):
-            driver.cuCtxSetCurrent(replays[i].context)
-            if graphs[i] != NULL and failed == CUDA_SUCCESS and calls.result == ncclSuccess:
-                failed = driver.cuGraphInstantiateWithFlags(&replays[i].graph, graphs[i], 0)
-            if graphs[i] != NULL:
-                driver.cuGraphDestroy(graphs[i])
+        with nogil:
+            # All captures end before the first graph is made: that is not allowed while this thread captures anything.
+            for i in range(begun):
+                driver.cuCtxSetCurrent(replays[i].context)
+                one = driver.cuStreamEndCapture(replays[i].captured, &graphs[i])
+                if failed == CUDA_SUCCESS:
+                    failed = one
+            for i in range(begun):
+                driver.cuCtxSetCurrent(replays[i].context)
+                if graphs[i] != NULL and failed == CUDA_SUCCESS and calls.result == ncclSuccess:
+                    failed = driver.cuGraphInstantiateWithFlags(&replays[i].graph, graphs[i], 0)
+                if graphs[i] != NULL:
+                    driver.cuGraphDestroy(graphs[i])
         free(graphs)
         leave_device(saved)
     if calls.result != ncclSuccess:

@@ -550,12 +550,26 @@ cdef int _begin_clock(StreamWorks* row, double moment) except -1:
     cdef Watched* first = &row.works.front()
     cdef Work work = <Work>first.work
     cdef CUevent event = work.ready if work.began == NULL else work.began
-    if work.allowed == 0 or (event != NULL and driver.cuEventQuery(event) == CUDA_ERROR_NOT_READY):
+    if work.allowed == 0 or (event != NULL and not _has_come(event)):
         return 0
     first.limit = work.limit = moment + work.allowed
     work.allowed = 0
     row.soonest = min(row.soonest, first.limit)
     return 0
+
+
+cdef bint _has_come(CUevent event) noexcept:
+    """Return whether a stream has come to an event.
+
+    Who gives memory back to a device holds the driver up until all of it has ended; what runs there may end by an abort
+    alone, which needs the GIL.
+    """
+    cdef CUresult result
+    if _agenda.gone:  # any thread may be here then, and nothing else guards what is watched
+        return driver.cuEventQuery(event) != CUDA_ERROR_NOT_READY
+    with nogil:
+        result = driver.cuEventQuery(event)
+    return result != CUDA_ERROR_NOT_READY
 
 
 cdef int _look_at_lanes() except -1:

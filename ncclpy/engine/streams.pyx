@@ -81,9 +81,10 @@ cdef int _record(int device, CUevent event, CUstream stream, CUstream waits, bin
     cdef CUresult result
     require_driver()
     cdef CUcontext saved = enter_device(device)
-    result = driver.cuEventRecord(event, stream)
-    if result == CUDA_SUCCESS and wait:
-        result = driver.cuStreamWaitEvent(waits, event, CU_EVENT_WAIT_DEFAULT)
+    with nogil:
+        result = driver.cuEventRecord(event, stream)
+        if result == CUDA_SUCCESS and wait:
+            result = driver.cuStreamWaitEvent(waits, event, CU_EVENT_WAIT_DEFAULT)
     leave_device(saved)
     check_driver(result, b"cuEventRecord")
     return 0

@@ -147,10 +147,16 @@ cdef class Work:
         """
         cdef Together launch
         cdef float milliseconds
+        cdef CUresult result
+        cdef CUstreamCaptureMode mode
         if load(&self.phase) >= COMPLETED:
             return 0
         if error is None and self.timed and driver.cuEventElapsedTime != NULL:
-            if driver.cuEventElapsedTime(&milliseconds, self.began, self.done) == CUDA_SUCCESS:
+            with nogil:
+                mode = relax()
+                result = driver.cuEventElapsedTime(&milliseconds, self.began, self.done)
+                restore(mode)
+            if result == CUDA_SUCCESS:
                 self.seconds = milliseconds * 1e-3
         words = None if error is None else words_of(error)
         if load(&self.phase) >= COMPLETED:  # the text of a foreign error: another thread may have been here meanwhile
@@ -294,9 +300,10 @@ cdef class Work:
         if self.began == NULL:
             return None
         require_driver()
-        mode = relax()
-        result = driver.cuEventQuery(self.began)
-        restore(mode)
+        with nogil:
+            mode = relax()
+            result = driver.cuEventQuery(self.began)
+            restore(mode)
         if result == CUDA_ERROR_NOT_READY:
             return False
         check_driver(result, b"cuEventQuery")
@@ -315,17 +322,16 @@ cdef class Work:
         if load(&self.phase) != LAUNCHED:
             return self.is_settled()
         require_driver()
-        mode = relax()  # this thread may be capturing a stream
-        result = driver.cuEventQuery(self.done)
-        try:
-            if load(&self.phase) == LAUNCHED and result == CUDA_SUCCESS and self._healthy():
-                if self.handle is not None and self.handle.state == ABORTED:
-                    self.settle(NcclAborted(self.say(f"did not complete: {self.handle!r} was aborted")))
-                else:
-                    self.settle(None)
-                self.tidy()
-        finally:
+        with nogil:
+            mode = relax()  # this thread may be capturing a stream
+            result = driver.cuEventQuery(self.done)
             restore(mode)
+        if load(&self.phase) == LAUNCHED and result == CUDA_SUCCESS and self._healthy():
+            if self.handle is not None and self.handle.state == ABORTED:
+                self.settle(NcclAborted(self.say(f"did not complete: {self.handle!r} was aborted")))
+            else:
+                self.settle(None)
+            self.tidy()
         return self.is_settled()
 
     cdef bint _healthy(self) except -1:
@@ -442,7 +448,8 @@ cdef class Work:
         self._wait_for(LAUNCHED, FOREVER)
         if load(&self.phase) == LAUNCHED:
             saved = enter_device(self.device)  # whose default stream is meant
-            result = driver.cuStreamWaitEvent(raw, self.done, CU_EVENT_WAIT_DEFAULT)
+            with nogil:
+                result = driver.cuStreamWaitEvent(raw, self.done, CU_EVENT_WAIT_DEFAULT)
             leave_device(saved)
             check_driver(result, b"cuStreamWaitEvent")
             self.loosen(raw)
@@ -466,9 +473,10 @@ cdef class Work:
             self._refuse_if_captured()
         event = take_event(self.device, False)
         saved = enter_device(self.device)
-        result = driver.cuEventRecord(event, self.stream)
-        if result == CUDA_SUCCESS:
-            result = driver.cuStreamWaitEvent(stream, event, CU_EVENT_WAIT_DEFAULT)
+        with nogil:
+            result = driver.cuEventRecord(event, self.stream)
+            if result == CUDA_SUCCESS:
+                result = driver.cuStreamWaitEvent(stream, event, CU_EVENT_WAIT_DEFAULT)
         leave_device(saved)
         give_event(self.device, False, event)  # the graph does not mind that it is recorded again
         return check_driver(result, b"cuStreamWaitEvent")

@@ -320,6 +320,7 @@ Gather the participants of collectives by key and launch each collective when al
                     idle = self._surplus()
                 except BaseException as failure:
                     error = failure
+        launch_here()  # one like it may have run, and be known, before all that waited had its turn
         if error is not None or not wanted:
             self._lost(made)
             made.fail(error if error is not None else NcclAborted("the Manager was aborted"))

@@ -339,6 +339,26 @@ def test_works_that_nobody_waits_for_are_reclaimed():
     assert done.stderr == ""
 
 
+def test_what_waits_for_its_communicators_is_launched_to_the_last():
+    """The first of it may have run, and so be known, before the last has its turn; more each time, for fresh events."""
+    some_devices(2)
+    run(
+        """
+    parts = [lib.argument(lib.make(np.ones(4, np.float32), device)) for device in range(2)]
+    for count in (200, 500, 1200, 3000):
+        works = [
+            manager.all_reduce(step, part, device=device, num_local=2)
+            for step in range(count)
+            for device, part in enumerate(parts)
+        ]
+        for work in works:
+            work.wait(20)
+        manager.close()
+        manager = ncclpy.Manager()
+    """
+    )
+
+
 def test_adding_does_not_slow_with_the_keys_that_wait():
     """100,000 keys pending at once: adding does not look at them, and all can be aborted."""
     some_devices(2)

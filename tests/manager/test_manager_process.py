@@ -340,7 +340,7 @@ def test_works_that_nobody_waits_for_are_reclaimed():
 
 
 def test_what_waits_for_its_communicators_is_launched_to_the_last():
-    """The first of it may have run, and so be known, before the last has its turn; more each time, for fresh events."""
+    """The first of it may have run, and so be known, before the last has its turn; more each time, for new events."""
     some_devices(2)
     run(
         """

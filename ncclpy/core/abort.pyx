@@ -11,11 +11,10 @@ import warnings
 
 from cpython.exc cimport PyErr_CheckSignals
 
-from ncclpy.abi.driver cimport CUcontext
 from ncclpy.abi.locks cimport mutex_unlock
 from ncclpy.abi.nccl cimport ncclComm_t, ncclInvalidArgument, ncclResult_t, ncclSuccess
 from ncclpy.core.check cimport check
-from ncclpy.core.device cimport enter_device, leave_device
+from ncclpy.core.device cimport lend_device, take_device_back
 from ncclpy.core.handle cimport Handle, lock_within
 from ncclpy.core.library cimport abort_preempts, nccl, require, version_code
 from ncclpy.core.overdue cimport tell_overdue
@@ -139,14 +138,15 @@ cdef class _Abort(Call):
     cdef int make(self) except -1:
         """Abort them, and what was made of them meanwhile."""
         cdef Handle handle = self.handles[0]
-        cdef CUcontext saved = enter_device(handle.device)  # NCCL gives a thread without one a context on the first
+        cdef bint lent = lend_device(handle.device)
         try:
             self._end(self.handles)
             late = [handle for handle in self.handles if handle.take_late(False)]
             if late:
                 self._end(late)
         finally:
-            leave_device(saved)
+            if lent:
+                take_device_back()
         return 0
 
     cdef int _end(self, list handles) except -1:

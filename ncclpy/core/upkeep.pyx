@@ -2,12 +2,11 @@
 
 from libc.stdlib cimport free
 
-from ncclpy.abi.driver cimport CUcontext
 from ncclpy.abi.locks cimport mutex_lock, mutex_unlock
 from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclSuccess
 from ncclpy.core.abort cimport ABORT_DEADLINE, end_call
 from ncclpy.core.check cimport keep_words
-from ncclpy.core.device cimport enter_device, leave_device
+from ncclpy.core.device cimport lend_device, take_device_back
 from ncclpy.core.flight cimport hold
 from ncclpy.core.handle cimport WAS_ABORTED
 from ncclpy.core.library cimport abort_preempts, nccl
@@ -41,10 +40,13 @@ cdef class Upkeep(Call):
             raise
 
     cdef int make(self) except -1:
-        cdef CUcontext saved = enter_device(self.comm.device)  # NCCL gives a thread without one a context on the first
+        cdef bint lent
         with nogil:
+            lent = lend_device(self.comm.device)
             self._make()
-        return leave_device(saved)
+            if lent:
+                take_device_back()
+        return 0
 
     cdef void _make(self) noexcept nogil:
         self.result = <ncclResult_t>WAS_ABORTED

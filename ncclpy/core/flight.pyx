@@ -5,12 +5,11 @@ keeps them until neither NCCL nor a device can reach them any more, and for good
 state nothing comes here, so that calls pay nothing for it.
 """
 
-import _thread
 import os
 import time
 
 from ncclpy.core.stream cimport Event
-from ncclpy.core.wait cimport Call
+from ncclpy.core.wait cimport Call, begin_thread
 
 cdef list _held = []  # of (objects, until, what); changed under the GIL only, in one step each
 cdef bint _watching = False  # changed under the GIL only, in one step with the last look at what is held
@@ -26,7 +25,7 @@ cdef int hold(list objects, list until, object what) except -1:
     if not _watching:
         _watching = True
         try:
-            _thread.start_new_thread(_watch, ())
+            begin_thread(_watch)
         except RuntimeError:  # no more threads: what is held stays so until the next one comes here
             _watching = False
     return 0

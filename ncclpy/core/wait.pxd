@@ -26,6 +26,9 @@ cdef int wait_for_event(CUevent event, double deadline) except? -1
 # Have the system show the calling thread by this name, of at most 15 bytes.
 cdef void name_this_thread(const char* name) noexcept nogil
 
+# Start a thread that runs a function: it runs then, or this raises, and no signal handler can raise in between.
+cdef int begin_thread(object function) except -1
+
 # Make a call that can block for long in a thread of its own, and wait for it where signal handlers run. False if the
 # deadline came first: then, and if a handler raises, the call goes on and keeps what it needs until it has ended.
 cdef class Call:

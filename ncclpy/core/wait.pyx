@@ -5,7 +5,10 @@ signal handlers run; a call of NCCL that can block for long is made in a thread 
 """
 
 import _thread
+import atexit
+import os
 import threading
+import time
 
 from cpython.exc cimport PyErr_CheckSignals
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, nanosleep, timespec
@@ -20,6 +23,9 @@ cdef extern from "pthread.h" nogil:
 
 cdef extern from "sched.h" nogil:
     int sched_yield()
+
+# Threads that were started and have not begun; changed with the GIL.
+cdef int _beginning = 0
 
 FOREVER = float("inf")
 LEAVE = -1.0
@@ -123,6 +129,42 @@ cdef void name_this_thread(const char* name) noexcept nogil:
     pthread_setname_np(pthread_self(), name)
 
 
+cdef int begin_thread(object function) except -1:
+    """Start a thread in one step. A thread that has yet to begin when the process ends is waited for until it has.
+
+    Python's end frees what such a thread reads first; one that has begun it lets come to nothing.
+    """
+    global _beginning
+    _beginning += 1
+    try:
+        _thread.start_new_thread(_begin, (function,))
+    except BaseException:
+        _beginning -= 1
+        raise
+    return 0
+
+
+def _begin(function):
+    global _beginning
+    _beginning -= 1
+    function()
+
+
+@atexit.register
+def _end_of_process():
+    cdef double end = now() + 1.0
+    while _beginning > 0 and now() < end:
+        time.sleep(0.0005)
+
+
+def _forked():
+    global _beginning
+    _beginning = 0
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 cdef class Call:
     """A call in a thread of its own, which is left behind if nobody can wait for it any longer."""
 
@@ -140,7 +182,7 @@ cdef class Call:
         self.ended.acquire()
         self.name = name.encode()
         try:
-            _thread.start_new_thread(self._run, ())
+            begin_thread(self._run)
         except BaseException:
             self.ended.release()
             raise

@@ -6,7 +6,6 @@ back, the monitor has another thread lead. So a task may wait for anything, even
 Handing a task over runs no Python and waits for nobody.
 """
 
-import _thread
 import atexit
 import collections
 import logging
@@ -16,7 +15,7 @@ import threading
 
 from cpython.pythread cimport PyThread_get_thread_ident
 
-from ncclpy.core.wait cimport FOREVER, name_this_thread
+from ncclpy.core.wait cimport FOREVER, begin_thread, name_this_thread
 from ncclpy.engine.native cimport add, load, now, sharp_timers, sleep_on, swap, wake, wake_one
 
 from ncclpy.engine.recorder import show
@@ -170,7 +169,7 @@ cdef class Crew:
             wake_one(&self.word)
             return _attend_at(self.called_at + _LATE)
         try:
-            _thread.start_new_thread(self._main, ())  # as it runs no Python here, and waits for nothing
+            begin_thread(self._main)  # as it runs no Python here, and waits for nothing
         except RuntimeError:  # too many threads; perhaps not for long
             self.called_at += _AGAIN - _LATE
         return _attend_at(self.called_at + _LATE)

@@ -99,7 +99,6 @@ cdef struct Watching:
     vector[Watched] ended  # to be completed, with the GIL
     double ended_at  # when the first of them was found
     int heard  # how the bell stood when the inbox was emptied last
-    double rest  # how long what nobody waits for is left alone now
     int nap  # nobody changes or wakes this word
     bint at_home
 
@@ -135,7 +134,6 @@ mutex_init(&_inbox.mutex, LOCK_MONITOR)
 _inbox.coming = 0
 cdef Watching _watching
 _watching.at_home, _watching.ended_at, _watching.heard, _watching.nap = False, 0, -1, 0
-_watching.rest = _TOGETHER
 cdef Signs _signs
 _signs.home = NULL
 _signs.next_round, _signs.next_timer, _signs.stop = 0, FOREVER, False
@@ -293,15 +291,16 @@ cdef void _watch(double next_round) noexcept nogil:
     """Return when there is something to do with the GIL: works have ended, a round or a timer is due, or a ring."""
     cdef int seen
     cdef double began = now(), waited, moment, nap
+    cdef double rest  # how long what nobody waits for is left alone now
     while True:
         seen = load(&bell)
-        _watching.rest = _LONG_TOGETHER if event_help == NULL and seen - _watching.heard > _MANY else _TOGETHER
+        rest = _LONG_TOGETHER if event_help == NULL and seen - _watching.heard > _MANY else _TOGETHER
         if seen != _watching.heard:  # else the inbox is left to those who fill it
             _watching.heard = seen
             if not _is_asked_for():
                 # To look at once would disturb who launches, in the driver and by taking the GIL; or who does the work on
                 # the host engine, and completes it.
-                doze(_watching.rest)
+                doze(rest)
             _take_in()
         _ask()
         moment = now()
@@ -310,9 +309,9 @@ cdef void _watch(double next_round) noexcept nogil:
         if _watching.ended.size():
             if _watching.ended_at == 0:
                 _watching.ended_at = moment
-            if moment - _watching.ended_at >= _watching.rest or _is_awaited():
+            if moment - _watching.ended_at >= rest or _is_awaited():
                 return
-            doze(_watching.rest - (moment - _watching.ended_at))
+            doze(rest - (moment - _watching.ended_at))
             continue
         if _watching.streams.empty():
             expect_none()
@@ -329,7 +328,7 @@ cdef void _watch(double next_round) noexcept nogil:
         if waited < 100e-6 and is_expecting():  # else nobody gains by it: who waits asks for himself at first
             sched_yield()
         elif event_help == NULL and not _is_asked_for():
-            doze(_watching.rest)
+            doze(rest)
         elif waited < 1:
             nap = 20e-6 if waited < 0.1 else 50e-6
             if event_help != NULL:  # the cores that it would wake up on are those that do the work

@@ -67,11 +67,8 @@ def check_sums(results, counts, dimensions, entry):
         assert (indices == results[0][0]).all() and (values == results[0][1]).all()
 
 
-COUNTS = [(7, 5, 3), (0, 6, 1), (4, 0, 0), (0, 0, 0)]
-
-
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("counts", [(7, 5, 3), (0, 6, 1), (4, 0, 0), (0, 0, 0)], ids=str)
 def test_sums(host_engine, kind, shape, counts):
     check_sums(in_threads(3, sum_of, kind, counts, *SHAPES[shape]), counts, *SHAPES[shape])
 

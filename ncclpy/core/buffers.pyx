@@ -3,7 +3,7 @@
 Objects are told apart by their exact type, once; the answer is cached. No framework is imported: an object of a
 framework can only come from one that is already there. The road of each kind is the cheapest that its owner offers:
 numpy's C API, DLPack's C exchange API (torch since 2.10), attributes (CuPy, older torch, cuda.core), then the
-``__cuda_array_interface__`` and ``__dlpack__`` protocols.
+``__cuda_array_interface__`` and ``__dlpack__`` protocols (JAX by the latter).
 """
 
 import math
@@ -67,6 +67,7 @@ cdef enum:
     BY_TORCH
     BY_CUPY
     BY_CUDA_CORE
+    BY_JAX
     BY_INTERFACE
     BY_DLPACK
     BY_BUFFER
@@ -117,6 +118,8 @@ cdef int read_view(object obj, View* view, str argument) except -1:
         return _read_torch(obj, view, argument)
     if kind == BY_CUDA_CORE:
         return _read_cuda_core(obj, view, argument)
+    if kind == BY_JAX:
+        return _read_jax(obj, view, argument)
     if kind == BY_INTERFACE:
         return _read_interface(obj.__cuda_array_interface__, view, argument)
     if kind == BY_BUFFER:
@@ -160,6 +163,8 @@ cdef _Road _road_of(object obj, str argument):
         road.kind = BY_CUPY
     elif kind.__module__.startswith("cuda.core") and hasattr(kind, "memory_resource"):
         road.kind = BY_CUDA_CORE
+    elif kind.__module__.partition(".")[0] in ("jax", "jaxlib") and hasattr(kind, "block_until_ready"):
+        road.kind = BY_JAX
     elif hasattr(kind, "__cuda_array_interface__") or "__cuda_array_interface__" in getattr(obj, "__dict__", ()):
         road.kind = BY_INTERFACE
     elif hasattr(kind, "__dlpack__"):
@@ -427,6 +432,21 @@ cdef int _read_interface(dict interface, View* view, str argument) except -1:
         view.framework = INTERFACE
         view.stream = <CUstream><uintptr_t>stream
     return _set_type(view, of_dtype(dtype, argument), count, argument)
+
+
+cdef int _read_jax(object obj, View* view, str argument) except -1:
+    """Read an array of JAX once it is there: JAX has no current stream on which others could wait for it.
+
+    Its ``__cuda_array_interface__`` knows neither bfloat16 nor CPU memory, and its ``__dlpack__`` takes any number for a
+    stream, -1 too.
+    """
+    obj.block_until_ready()
+    capsule = obj.__dlpack__()
+    _read_dltensor(
+        &(<DLManagedTensor*>PyCapsule_GetPointer(capsule, b"dltensor")).dl_tensor, view, argument
+    )
+    view.readonly = True  # its arrays never change
+    return 0
 
 
 cdef int _device_of_pointer(void* pointer) except -3:

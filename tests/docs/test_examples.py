@@ -68,6 +68,7 @@ def command(first_words, example):
 
 def run(launcher, arguments, tmp_path):
     """Run a shell command in the root of the project, with this `python`; return what it printed."""
+    testing.need_devices(4)  # of GPUs, one for each of its processes
     line = launcher + arguments.replace(" python ", f" {sys.executable} ")
     process = subprocess.Popen(
         ["bash", "-c", line],
@@ -111,6 +112,7 @@ def test_ncclpy_run(tmp_path):
 
 def test_who_is_missing(tmp_path, capsys):
     """Those that come dump at their deadline, the one that does not on SIGUSR1; `ncclpy trace` names it."""
+    testing.need_devices(3)
     folder = tmp_path / "new"
     processes = [
         subprocess.Popen(

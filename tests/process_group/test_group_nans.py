@@ -177,3 +177,33 @@ def test_tensors_of_torch(dtype):
         for tensor in (bad.to(getattr(torch, dtype)).to(place), torch.nn.Parameter(bad.to(place), False)):
             with pytest.raises(ValueError, match=r"1 NaN, the first at index \(1, 1\)"):
                 group.broadcast(tensor)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "complex64", "int32"])
+def test_arrays_of_cupy(dtype):
+    cupy = pytest.importorskip("cupy", reason="needs CuPy")
+    with alone(check_nan=True) as group:
+        group.broadcast(cupy.ones((2, 3), dtype)).wait(DEADLINE)
+        if dtype == "int32":
+            return
+        bad = cupy.ones((2, 3), dtype)
+        bad[1, 1] = NAN
+        with pytest.raises(ValueError, match=r"1 NaN, the first at index \(1, 1\)"):
+            group.broadcast(bad)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int32"])
+def test_arrays_of_jax(dtype, arrays, monkeypatch):
+    """They cannot be written to, so they are sent to another array."""
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    jnp = pytest.importorskip("jax.numpy", reason="needs JAX")
+    ones = jnp.ones((2, 3), dtype)
+    with alone(check_nan=True) as group:
+        total = arrays.make(np.zeros(6, ones.dtype), 0)
+        group.all_reduce(ones, arrays.argument(total)).wait(DEADLINE)
+        assert (arrays.read(total) == 1).all()
+        if dtype == "int32":
+            return
+        with pytest.raises(ValueError, match=r"1 NaN, the first at index \(1, 1\)"):
+            group.all_reduce(ones.at[1, 1].set(NAN), arrays.argument(total))

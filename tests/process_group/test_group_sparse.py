@@ -13,11 +13,16 @@ import testing
 from ncclpy.bootstrap import LocalStore
 
 
-@pytest.fixture(params=["of the run", "torch"])
+PACKAGES = {"torch": testing.TorchArrays, "cupy": testing.CupyArrays}
+
+
+@pytest.fixture(params=["of the run", *PACKAGES])
 def kind(request, arrays):
-    """Whose arrays are summed: those of the run, or torch's; both have to know how to add."""
-    if request.param == "torch":
-        pytest.importorskip("torch", reason="needs torch")
+    """Whose arrays are summed: those of the run, torch's or CuPy's; all have to know how to add."""
+    if request.param in PACKAGES:
+        pytest.importorskip(request.param, reason=f"needs {request.param}")
+        if request.param == "cupy" and ncclpy.library().engine == "host":
+            pytest.skip("CuPy's arrays are on GPUs")
     elif arrays.name == "ncclpy.Buffer":
         pytest.skip("plain memory cannot add")
     return request.param
@@ -43,7 +48,7 @@ SHAPES = {"plain": (None, ()), "one dimension": (1, ()), "two": (2, ()), "rows":
 
 
 def sum_of(world, kind, counts, dimensions, entry):
-    lib = testing.TorchArrays() if kind == "torch" else world.lib
+    lib = PACKAGES[kind]() if kind in PACKAGES else world.lib
     with world.group() as group:
         indices, values = brought(world.rank, dimensions, entry, np.float32, counts)
         work = group.all_reduce_sparse(lib.make(indices, world.device), lib.make(values, world.device))

@@ -162,7 +162,7 @@ def test_who_waits_does_the_work(host_engine, large):
         alone = 0  # how many times in a row
         while True:
             begun, before = time.monotonic(), streams_time()
-            for _ in range(5000):
+            for _ in range(1000):
                 group.all_reduce(array).wait(DEADLINE)
             share = (streams_time() - before) / (time.monotonic() - begun)
             alone = alone + 1 if share < 0.005 else 0

@@ -90,6 +90,25 @@ class TorchArrays:
         return self._dtypes.get(ncclpy_dtype(dtype)) or getattr(self._torch, dtype.name)
 
 
+class CupyArrays:
+    """Arrays of CuPy, on GPUs alone."""
+
+    name = "cupy"
+
+    def __init__(self):
+        import cupy
+
+        self._cupy = cupy
+
+    def make(self, values: np.ndarray, device: int):
+        with self._cupy.cuda.Device(device):
+            return self._cupy.asarray(values)
+
+    def read(self, array) -> np.ndarray:
+        with array.device:
+            return array.get()
+
+
 class RawArray:
     """One-dimensional device memory from `ncclpy.core.device`; a slice shares it."""
 

@@ -249,3 +249,52 @@ def test_cuda_core_buffer(comm1):
     comm1.all_reduce(send, recv, stream=stream)
     stream.sync()
     assert read(int(recv.handle), 16, np.uint8).tolist() == list(range(16))
+
+
+class JaxArray:
+    """What JAX's arrays are to others, without JAX: never to be written, and not there until waited for."""
+
+    __module__ = "jaxlib._jax"
+
+    def __init__(self, array):
+        self._array, self._ready = array, False
+
+    def block_until_ready(self):
+        self._ready = True
+        return self
+
+    @property
+    def __cuda_array_interface__(self):
+        raise AttributeError("__cuda_array_interface__ is only defined for GPU buffers.")
+
+    def __dlpack__(self, *, stream=None, max_version=None):
+        assert self._ready and stream is None
+        return self._array.__dlpack__()
+
+    def __dlpack_device__(self):
+        return self._array.__dlpack_device__()
+
+
+def test_what_jax_says_of_its_arrays(host_engine, comm1):
+    recv = np.zeros(4, np.float32)
+    comm1.all_reduce(JaxArray(np.arange(4, dtype=np.float32)), recv)
+    assert recv.tolist() == [0, 1, 2, 3]
+    with rejects("recv", "read-only", kind=ValueError):
+        comm1.all_reduce(recv, JaxArray(recv))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "complex64", "bool"])
+def test_jax(comm1, monkeypatch, dtype):
+    """What is sent is there, however late its computation ends; and it is not received into."""
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    jnp = pytest.importorskip("jax.numpy", reason="needs JAX")
+    product = jnp.linalg.matrix_power(jnp.eye(1500), 9)  # some milliseconds
+    send = product[0, :4].astype(dtype)
+    with device_memory(0, 32) as recv:
+        place = ncclpy.Buffer(recv, 4, dtype)
+        comm1.broadcast(send, place, stream=0)
+        ncclpy.synchronize(0)
+        assert read(recv, 4, send.dtype).tolist() == [1, 0, 0, 0]
+        with rejects("recv", "read-only", kind=ValueError):
+            comm1.broadcast(place, send, stream=0)
+    assert send.tolist() == [1, 0, 0, 0]

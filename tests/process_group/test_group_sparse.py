@@ -12,7 +12,6 @@ import ncclpy
 import testing
 from ncclpy.bootstrap import LocalStore
 
-
 PACKAGES = {"torch": testing.TorchArrays, "cupy": testing.CupyArrays}
 
 

@@ -62,7 +62,7 @@ if _os.environ.get("NCCLPY_DUMP_ON_TIMEOUT"):  # which the module looks at; nobo
 if _typing.TYPE_CHECKING:
     from ncclpy import bindings, bootstrap
     from ncclpy import testing as testing
-    from ncclpy.process_group import Completion, ProcessGroup, init_process_group
+    from ncclpy.process_group import Completion, ProcessGroup, RankState, init_process_group
 
 __all__ = [
     "AVG",
@@ -88,6 +88,7 @@ __all__ = [
     "NcclUnsupported",
     "Plan",
     "ProcessGroup",
+    "RankState",
     "ReduceOp",
     "Registration",
     "Result",
@@ -115,7 +116,7 @@ def __getattr__(name: str):
         import importlib
 
         return importlib.import_module(f"ncclpy.{name}")
-    if name in ("Completion", "ProcessGroup", "init_process_group"):  # which few programs need
+    if name in ("Completion", "ProcessGroup", "RankState", "init_process_group"):  # which few programs need
         from ncclpy import process_group
 
         return getattr(process_group, name)

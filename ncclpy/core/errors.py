@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 __all__ = [
     "LibraryNotFound",
@@ -105,7 +106,14 @@ class NcclError(RuntimeError):
         The text of `ncclGetLastError`, empty if there is none.
     version
         The version of the loaded NCCL, ``(2, 32, 3)``, or ``None`` if none is loaded.
+
+    Attributes
+    ----------
+    ranks : tuple of RankState, or None
+        What each rank of a process group did when this came to be, where that was asked for.
     """
+
+    ranks: tuple[Any, ...] | None = None
 
     def __init__(
         self,

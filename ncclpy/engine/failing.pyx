@@ -18,6 +18,12 @@ from ncclpy.engine.work cimport HAS_FAILED, NOT_FAILING, TO_FAIL, Watched, Work
 
 from ncclpy.core.errors import NcclAborted, NcclTimeout, NcclUnsupported
 
+_ADVICE = (
+    "A rank is missing or stuck: see which of the others did not make the same call, with ncclpy.recorder.dump() and "
+    "`ncclpy trace`"
+)
+_ABORTED, _GOES_ON = "its communicator is aborted", "its communicator goes on"
+
 cdef extern from "string.h" nogil:
     char* strdup(const char*)
 
@@ -82,11 +88,20 @@ cdef object _trouble(Work work, ncclResult_t result):
         return nccl_error(result, b"ncclCommGetAsyncError", words)
     missing = "" if handle is None else who_is_missing(handle.speaker())
     missing += ". " if missing else ""
-    then = "goes on" if launch is not None and launch.is_spared() else "is aborted"
+    then = _GOES_ON if launch is not None and launch.is_spared() else _ABORTED
     return NcclTimeout(work.say(
-        f"was not done within its timeout; its communicator {then}. {missing}A rank is missing or stuck: see which of "
-        "the others did not make the same call, with ncclpy.recorder.dump() and `ncclpy trace`"
+        f"was not done within its timeout; {then}. {missing}{_ADVICE}"
     ))
+
+
+def without_advice(text):
+    """Return an error's text without what it says of other ranks, for who knows better what they do."""
+    if text.endswith(_ADVICE):
+        for then in (_ABORTED, _GOES_ON):
+            head, found, _ = text.partition(f"{then}. ")
+            if found:
+                return head + then
+    return text.rstrip(". ")
 
 
 cdef object _launch_error(Work work, const Watched* watched):

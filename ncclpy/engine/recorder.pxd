@@ -15,8 +15,10 @@ cdef class Entry:
     cdef long long id
     cdef long long launch  # -1 before the launch
     cdef long long sequence
+    cdef long long group  # number of the process group, in this process; -1 for none
     cdef int state
     cdef int operation  # kind of an Operation
+    cdef bint is_barrier  # which is another operation for NCCL
     cdef int op  # -1 for none
     cdef int datatype
     cdef int root  # -1 for none
@@ -36,5 +38,11 @@ cdef class Entry:
 
 
 cdef Entry new_entry()
+# The first operation of a process group that is begun and not done, and the last that is done; None where there is none.
+cdef tuple standing_of(long long group)
+# What an entry says of its operation, by the names of process_group's `Began`; None of None.
+cdef dict began_of(Entry entry)
+# The name of the method that was called.
+cdef str called(Entry entry)
 # Note what an operation calls, and the size of its buffer.
 cdef void note_operation(Entry entry, const Operation* operation, size_t nbytes) noexcept

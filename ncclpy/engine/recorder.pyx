@@ -64,7 +64,7 @@ cdef class Entry:
             "id": self.id,
             "launch": None if self.launch < 0 else self.launch,
             "key": None if self.key is None else show(self.key),
-            "operation": method_name(self.operation),
+            "operation": called(self),
             "op": None if self.op < 0 else _op_name(self.op),
             "dtype": _DTYPES[self.datatype],
             "count": self.count,
@@ -83,6 +83,10 @@ cdef class Entry:
             "completed": self.completed or None,
             "error": None if self.error is None else str(self.error),
         }
+
+
+cdef str called(Entry entry):
+    return "barrier" if entry.is_barrier else method_name(entry.operation)
 
 
 def method_name(int kind):
@@ -131,7 +135,7 @@ cdef Entry new_entry():
     global _recorded
     cdef Entry entry = Entry.__new__(Entry)
     entry.id = _recorded
-    entry.launch = entry.sequence = -1
+    entry.launch = entry.sequence = entry.group = -1
     entry.op = entry.root = entry.tag = entry.rank = -1
     entry.thread = PyThread_get_thread_ident()
     entry.created = now()
@@ -139,6 +143,43 @@ cdef Entry new_entry():
         _ring[_recorded % len(_ring)] = entry
     _recorded += 1
     return entry
+
+
+cdef tuple standing_of(long long group):
+    """Return two entries, as far as the ring reaches; collectives go before what is between two ranks."""
+    cdef Entry entry, found
+    cdef Entry current = None, finished = None, pair = None, last = None
+    cdef long long i, size = len(_ring)
+    for i in range(_recorded - 1, max(-1, _recorded - 1 - size), -1):
+        found = _ring[i % size]
+        if found is None or found.group != group:
+            continue
+        entry = found
+        if entry.state == PENDING or entry.state == LAUNCHED:
+            if entry.tag < 0:
+                current = entry
+            else:
+                pair = entry
+        elif entry.state == COMPLETED:
+            if entry.tag < 0 and finished is None:
+                finished = entry
+            elif entry.tag >= 0 and last is None:
+                last = entry
+    return current if current is not None else pair, finished if finished is not None else last
+
+
+cdef dict began_of(Entry entry):
+    """Return what an entry says of its operation, as `Began` has it; None of None."""
+    if entry is None:
+        return None
+    return {
+        "operation": called(entry),
+        "seq": entry.sequence,
+        "dtype": _DTYPES[entry.datatype],
+        "count": entry.count,
+        "op": None if entry.op < 0 else _op_name(entry.op),
+        "root": None if entry.root < 0 else entry.root,
+    }
 
 
 cdef void note_operation(Entry entry, const Operation* operation, size_t nbytes) noexcept:

@@ -31,10 +31,9 @@ from ncclpy.engine.events cimport give_event, take_event
 from ncclpy.engine.lock cimport is_quiet
 from ncclpy.engine.message cimport is_plain, message, words_of
 from ncclpy.engine.native cimport add, load, now, sleep_on, swap, wake
-from ncclpy.engine.recorder cimport CAPTURED, COMPLETED, FAILED, LAUNCHED, PENDING, new_entry
+from ncclpy.engine.recorder cimport CAPTURED, COMPLETED, FAILED, LAUNCHED, PENDING, called, new_entry
 
 from ncclpy.core.errors import NcclAborted, NcclTimeout, not_copied
-from ncclpy.engine.recorder import method_name
 
 cdef extern from "Python.h":
     Py_ssize_t Py_REFCNT(PyObject*)
@@ -272,11 +271,11 @@ cdef class Work:
     cdef object say(self, str what):
         """Return a text that begins with the work's name."""
         cdef Entry entry = self.entry
-        name = f"{method_name(entry.operation)} on device {self.device}"
+        name = f"{called(entry)} on device {self.device}"
         return f"{name} {what}" if entry.key is None else message(f"{name}, key ", entry.key, f", {what}")
 
     def _name(self):
-        name = f"{method_name(self.entry.operation)} on device {self.device}"
+        name = f"{called(self.entry)} on device {self.device}"
         return name if self.entry.key is None else message(f"{name}, key ", self.entry.key, "")
 
     def is_started(self):
@@ -552,4 +551,4 @@ cdef class Work:
         raise not_copied(self, "wait for it here and pass its result")
 
     def __repr__(self):
-        return f"<ncclpy.Work {method_name(self.entry.operation)} device={self.device} {self.state}>"
+        return f"<ncclpy.Work {called(self.entry)} device={self.device} {self.state}>"

@@ -45,7 +45,7 @@ class Arrivals:
         self.name, self.rank, self.size = name, rank, size
         self._has_made = has_made
         self._leases = True  # the store knows whose process has ended
-        self._put(self._alive(rank), b"")
+        self._put(self.alive(rank), b"")
 
     def meet(
         self,
@@ -121,7 +121,8 @@ class Arrivals:
         return f"{place}/outcome"
 
     @staticmethod
-    def _alive(rank: int) -> str:
+    def alive(rank: int | str) -> str:
+        """Return the key that goes away with a rank's process, where the store can do that."""
         return f"alive/{rank}"
 
     def _put(self, key: str, value: bytes) -> None:
@@ -168,13 +169,13 @@ class Arrivals:
         if not missing:
             return f"the {len(members)} ranks that came {what} did not meet within {seconds(timeout)}", missing
         text = f"{ranks(spans(missing))} of {self.size} did not come {what} within {seconds(timeout)}"
-        gone = [member for member in missing if self._is_gone(member)]
+        gone = [member for member in missing if self.is_gone(member)]
         if len(gone) == 1:
             text += f"; rank {gone[0]}'s process has ended"
         elif gone:
             text += f"; the processes of {ranks(spans(gone))} have ended"
         return text, missing
 
-    def _is_gone(self, rank: int) -> bool:
+    def is_gone(self, rank: int) -> bool:
         """Return whether a rank has made this group and is not there any more."""
-        return self._leases and self._has_made(rank) and not self.store.check([self._alive(rank)])
+        return self._leases and self._has_made(rank) and not self.store.check([self.alive(rank)])

@@ -37,6 +37,9 @@ from ncclpy.process_group.sparse import SparseSum
 
 cdef object _SUM = ReduceOp.SUM
 
+cdef enum:
+    _BARRIER = -2  # in the place of a tag, which a collective has none of
+
 
 cdef class ProcessGroup(Lifecycle):
     """ProcessGroup(store, rank, size, *, device=None, name="default", timeout=600.0, config=None, on_error="abort", \
@@ -124,7 +127,7 @@ check="off", check_nan=False, high_priority=False, timing=False)
         work = request.work
         work.held, work.output = held, output
         note_operation(work.entry, operation, view.nbytes)
-        work.entry.tag = tag
+        work.entry.tag, work.entry.is_barrier = max(tag, -1), tag == _BARRIER
         if lowered is None:
             request.add(operation)
         else:
@@ -223,6 +226,7 @@ check="off", check_nan=False, high_priority=False, timing=False)
         return find_producer(&view, self.device, producer, &stream) and is_captured(stream, self.device)
 
     cdef int _number(self, Connection connection, Work work, bint pair) except -1:
+        work.entry.group = self.number
         if pair:
             work.entry.sequence = connection.sequence
             connection.sequence += 1
@@ -277,7 +281,7 @@ check="off", check_nan=False, high_priority=False, timing=False)
         memset(&view, 0, sizeof(view))
         view.device = HOST_MEMORY  # which has no stream of its own
         view.nbytes = 1
-        return self.begin(&o, None, &view, None, None, producer, timeout, -1)
+        return self.begin(&o, None, &view, None, None, producer, timeout, _BARRIER)
 
     # Blocks.
 

@@ -1,9 +1,8 @@
 """What a process group calls when an operation has ended."""
 
-from ncclpy.engine.recorder cimport Entry
+from ncclpy.engine.recorder cimport Entry, called
 from ncclpy.engine.work cimport Work
 
-from ncclpy.engine.recorder import method_name
 from ncclpy.process_group.completion import Completion
 
 
@@ -22,6 +21,6 @@ cdef class Tells:
     def __call__(self, Work work not None):
         cdef Entry entry = work.entry
         self.hook(Completion(
-            self.rank, self.group, method_name(entry.operation), entry.sequence, entry.count, entry.nbytes,
+            self.rank, self.group, called(entry), entry.sequence, entry.count, entry.nbytes,
             entry.created, entry.launched or None, entry.completed or None, work.duration, work.error,
         ))

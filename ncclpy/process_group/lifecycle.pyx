@@ -19,20 +19,24 @@ from ncclpy.engine.callbacks cimport users
 from ncclpy.engine.clique cimport GONE, MADE, MAKING
 from ncclpy.engine.launcher cimport launch_here
 from ncclpy.engine.protocols cimport LaunchOwner
+from ncclpy.engine.recorder cimport Entry, began_of, standing_of
 from ncclpy.engine.work cimport stand_by
 from ncclpy.process_group.connection cimport ConnectionOwner
 from ncclpy.process_group.request cimport Request
 
 from ncclpy.core import device as _device
 from ncclpy.core.config import Config
-from ncclpy.core.errors import NcclAborted, NcclTimeout, not_copied
+from ncclpy.core.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, not_copied
 from ncclpy.core.types import as_integer
 from ncclpy.engine import recorder
+from ncclpy.engine.failing import without_advice
 from ncclpy.engine.launcher import abort_aside
+from ncclpy.engine.monitor import call_at
 from ncclpy.engine.recorder import text_of
 from ncclpy.engine.streams import StreamPool
 from ncclpy.process_group.nan import NanCheck
 from ncclpy.process_group.notices import Notices
+from ncclpy.process_group.standing import Began
 
 _log = logging.getLogger("ncclpy.process_group")
 
@@ -42,6 +46,14 @@ _EXIT_CODE = 70
 _MAIN = "all"
 #: Seconds for the other ranks to be told.
 _TELLS = 1.0
+#: Seconds for one that is in trouble to hear what the others do.
+_ASKS = 5.0
+#: How often a rank's standing goes into the store, if it has changed.
+_BEAT = 1.0
+#: What a rank that is gone has taken part in may yet be seen to be done for so long.
+_GRACE = 0.5
+
+cdef long long _groups = 0  # that were made
 
 
 cdef class Lifecycle(BlockOwner):
@@ -98,9 +110,14 @@ cdef class Lifecycle(BlockOwner):
         self.deadlines, self.blocks, self.generations = {}, {}, {}
         self.alone, self.completions, self.aborts = [], [], []
         self.nan_check = NanCheck(rank, name, self.device) if check_nan else None
-        self.notices = Notices(store, name, rank, size)
+        self.number = _next_number()
+        self.asked, self.said = threading.Event(), (None, None)
+        mine = weakref.ref(self)
+        self.notices = Notices(store, name, rank, size, _teller_of(mine))
         self.connections = {}
-        self.notices.listen(_ender_of(weakref.ref(self)))
+        self.notices.listen(_caller_of(mine, "_ended"), _caller_of(mine, "_gone"))
+        if size > 1:
+            self._beat()
 
     def __reduce__(self):
         raise not_copied(self, "make one in each process; they meet in a store")
@@ -273,6 +290,94 @@ cdef class Lifecycle(BlockOwner):
         if comms:
             abort_aside(comms, "it is not needed any more")
 
+    # What ranks do.
+
+    def state(self, timeout=1.0):
+        """Return what each rank does: what it last began and finished, and whether its process is there.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds for the ranks to answer. Of one that does not, the result has what it told last: once a second a rank
+            puts what it does into the store, if that has changed.
+
+        Returns
+        -------
+        tuple of RankState
+            By rank.
+
+        Raises
+        ------
+        StoreError
+            If the store is gone.
+        """
+        check_process()
+        if self.connections is None:
+            raise RuntimeError("this ProcessGroup was not initialised")
+        return tuple(self.notices.reports.collect(as_timeout(timeout)))
+
+    def _standing(self):
+        """Return what this rank does, as JSON knows it."""
+        cdef Entry current, finished
+        cdef double moment = now(), since = 0
+        current, finished = standing_of(self.number)
+        if current is not None:
+            since = moment - current.created
+        elif finished is not None:
+            since = moment - finished.completed
+        known = current is not None or finished is not None
+        return {
+            "current": began_of(current), "finished": began_of(finished), "since": time.time() - since if known else None,
+        }
+
+    def _beat(self):
+        """Put what this rank does into the store, every now and then."""
+        if self.is_ended():
+            return
+        try:
+            self.notices.reports.publish()
+        except (NcclError, ValueError):  # the store is gone, or closed: nobody hears any more
+            return
+        call_at(now() + _BEAT, _caller_of(weakref.ref(self), "_beat"))
+
+    def _gone(self, rank):
+        """Take the news that a rank's lease has ended: what still waits in a while waits for it."""
+        call_at(now() + _GRACE, functools.partial(_caller_of(weakref.ref(self), "_without"), rank))
+
+    def _without(self, rank):
+        if self.is_ended():
+            return
+        if not self.pending():
+            self._gone(rank)
+            return
+        text = f"rank {rank} of process group {self.name!r} is gone: its lease in the store has ended"
+        if self.on_error != "report":
+            self._fail(NcclRemoteError(text), text, asks=True)
+            return
+        users.give(functools.partial(_log.error, "rank %d goes on, as on_error='report' says, after: %s", self.rank, text))
+
+    def _inquire(self, error):
+        """Find out what all ranks do now: an error gets it as a sentence and as data. Those that come meanwhile get it too."""
+        with self.lock:
+            first, self.asks = not self.asks, True
+        if not first:
+            self.asked.wait(_ASKS)
+        else:
+            try:
+                current = self._standing()["current"]
+                self.said = self.notices.inquire(None if current is None else Began(**current), self.on_error == "report")
+            except Exception:  # what has failed is to end all the same
+                _log.warning(
+                    "rank %d of process group %r could not ask what the others do", self.rank, self.name, exc_info=True
+                )
+            self.asked.set()
+        said, states = self.said
+        if said is not None:
+            error.args = (f"{without_advice(text_of(error))}. {said}",)
+            error.ranks = states
+        if self.on_error == "report":  # the next one asks anew
+            self.asks = False
+
     # Its end.
 
     def wait_for_pending_works(self, timeout=None):
@@ -326,19 +431,24 @@ cdef class Lifecycle(BlockOwner):
         error = NcclAborted(f"process group {self.name!r} was aborted by rank {self.rank}: {text}")
         if isinstance(reason, BaseException):
             error.__cause__ = reason
-        self._fail(error, text, exits=False)
+        self._fail(error, text, exits=False, asks=True)
         if self.tell_thread is not None:
             self.tell_thread.join(_TELLS)
 
-    def _ended(self, text):
-        """Take the news from another rank that the group has ended."""
-        self._fail(NcclAborted(f"process group {self.name!r} was ended by {text}"), None)
+    def _ended(self, text, said, states):
+        """Take the news from another rank that the group has ended, and what all did then."""
+        error = NcclAborted(f"process group {self.name!r} was ended by {text}{'. ' + said if said else ''}")
+        error.ranks = states
+        self._fail(error, None)
 
     def _failed(self, error, Connection connection not None):
         """Do as `on_error` says when a connection has failed, or an operation on it."""
+        made = connection.state != MAKING  # else the error says who did not come
         if self.on_error != "report":
-            self._fail(error, text_of(error), connection)
+            self._fail(error, text_of(error), connection, asks=made)
             return
+        if made and not self.is_ended():
+            self._inquire(error)
         with self.lock:
             told = not self.is_ended()
             if told and connection.state == MAKING:  # its ranks are not where this one is: it is not made again
@@ -360,12 +470,16 @@ cdef class Lifecycle(BlockOwner):
                 main.fail(error)
         self._failed(error, main)
 
-    def _fail(self, error, text, Connection but=None, bint exits=True):
+    def _fail(self, error, text, Connection but=None, bint exits=True, bint asks=False):
         """End the group with an error, unless it has ended; tell the others a text, if there is one.
 
-        `but` is a connection that sees to its own end.
+        `but` is a connection that sees to its own end. If it `asks`, the error says what all ranks do, and so do the others'.
         """
         cdef Connection one
+        said = states = None
+        if asks and self.size > 1 and self.failure is None and self.on_error != "exit_now":
+            self._inquire(error)  # before anybody sees the error
+            said, states = self.said
         with self.lock:
             if self.is_ended() and (self.failure is not None or not self.connections):
                 return
@@ -380,14 +494,15 @@ cdef class Lifecycle(BlockOwner):
             self._exit(error)
         telling = None
         if text is not None:
-            told = f"rank {self.rank} of {self.size}: {text}"
-            telling = threading.Thread(target=self.notices.tell, args=(told,), name="ncclpy-group-end", daemon=True)
+            told = f"rank {self.rank} of {self.size}: {without_advice(text) if said else text}", said, states
+            telling = threading.Thread(target=self.notices.tell, args=told, name="ncclpy-group-end", daemon=True)
             telling.start()
             self.tell_thread = telling
         comms = []
         others = error
         if type(error) is not NcclAborted:
             others = NcclAborted(f"process group {self.name!r} has ended: {text_of(error)}")
+            others.ranks = states
             others.__cause__ = error
         for one in connections:
             if one is not but:
@@ -469,7 +584,7 @@ cdef class Lifecycle(BlockOwner):
                 one.close()
             elif one.alive:
                 comms += one.abort(error)
-        self.notices.close()
+        self.notices.close(says_so=self.failure is None)
         thread = abort_aside(comms, "its process group was closed") if comms else self.abort_thread
         if thread is not None:
             thread.join(ABORT_DEADLINE + 1)
@@ -527,12 +642,28 @@ def _meeting_of(notices, label, members):
     return functools.partial(notices.unique_id, label, members), functools.partial(notices.made, label, members)
 
 
-def _ender_of(reference):
-    """Return what is told that another rank has ended the group, without keeping it."""
+def _caller_of(reference, method):
+    """Return what calls a method of a group, as long as there is one, without keeping it."""
 
-    def ended(text):
+    def call(*arguments):
         group = reference()
         if group is not None:
-            group._ended(text)
+            getattr(group, method)(*arguments)
 
-    return ended
+    return call
+
+
+def _teller_of(reference):
+    """Return what tells what a group does, likewise."""
+
+    def tell():
+        group = reference()
+        return {} if group is None else group._standing()
+
+    return tell
+
+
+cdef long long _next_number():
+    global _groups
+    _groups += 1
+    return _groups

@@ -1,4 +1,4 @@
-"""What the ranks of a process group tell each other through a store: how they meet, and that the group has ended."""
+"""What the ranks of a process group tell each other through a store: how they meet, what each does, and its end."""
 
 from __future__ import annotations
 
@@ -6,23 +6,35 @@ import contextlib
 import json
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 from urllib.parse import quote
 
 from ncclpy.bootstrap.prefix import PrefixStore
 from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.bootstrap.watch import Change, Watch
 from ncclpy.core.creation import get_unique_id
-from ncclpy.core.errors import NcclTimeout
+from ncclpy.core.errors import NcclError, NcclTimeout
 from ncclpy.process_group.arrivals import Arrivals
+from ncclpy.process_group.reports import ASKED, Reports
+from ncclpy.process_group.standing import Began, RankState, as_data, from_data, sentence
 
 __all__ = ["Notices"]
 
 _log = logging.getLogger("ncclpy.process_group")
 
-_ENDED = "ended"
-#: How long a wait in a store that cannot be watched goes on before it looks whether the group was closed.
-_SLICE = 0.5
+#: What all ranks watch.
+_TOLD = "told/"
+_ENDED = "told/ended"
+_GONE = "told/gone/"
+#: Set by the first rank in trouble: one asks for all.
+_TROUBLE = "trouble"
+#: Seconds for that one to ask, and to tell.
+_OTHERS_ASK = 2.5
+#: So many ranks, the first ones, look who is gone and tell the others: did all, each would hear of each.
+_LOOKOUTS = 2
+#: How long a wait in a store that cannot be watched goes on before it looks whether the group was closed, or asked.
+_SLICE = 0.2
 
 
 def _place_of(name: str) -> str:
@@ -44,16 +56,19 @@ class Notices:
         The group's name, the same on all ranks.
     rank, size
         Which of how many this is.
+    look
+        Returns this rank's standing, see `Reports`.
     """
 
-    def __init__(self, store: Store, name: str, rank: int, size: int) -> None:
+    def __init__(self, store: Store, name: str, rank: int, size: int, look: Callable[[], dict[str, Any]]) -> None:
         self._outer, self._place = store, _place_of(name)
         self.number = store.add(f"{self._place}/made-by/{rank}")
         self.name, self.rank, self.size = name, rank, size
         self.store = PrefixStore(f"{self._place}/{self.number}", store)
         self.arrivals = Arrivals(self.store, name, rank, size, self._has_made)
+        self.reports = Reports(self.store, rank, size, look, self.arrivals.is_gone, self._has_made)
         self._over = threading.Event()
-        self._watch: Watch | None = None
+        self._watches: list[Watch] = []
 
     def unique_id(self, label: str, members: list[int], timeout: float, wanted: Callable[[], bool]) -> bytes:
         """Meet the other ranks of a communicator under the deadline, and return the id that the first of them makes.
@@ -93,54 +108,125 @@ class Notices:
         there = self._outer.compare_set(f"{self._place}/made-by/{rank}", None, None)[1]
         return there is not None and int(there) >= self.number
 
-    def listen(self, ended: Callable[[str], object]) -> None:
-        """Call back once a rank has told that the group has ended, in a thread of its own."""
+    def listen(
+        self, ended: Callable[[str, str | None, tuple[RankState, ...] | None], object], gone: Callable[[int], object]
+    ) -> None:
+        """Call back, in a thread of its own, once a rank has told that the group has ended, or that a rank is gone.
 
-        def take(text: bytes | None) -> None:
-            if text is not None and not self._over.is_set():
-                ended(text.decode(errors="replace"))
+        Other ranks that ask what this one does are answered there too.
+        """
+
+        def take(told: bytes | None) -> None:
+            if told is not None and not self._over.is_set():
+                ended(*_read(told))
 
         def look(change: Change) -> None:
-            take(change.value)
+            if self._over.is_set() or change.value is None:
+                return
+            if change.key == _ENDED:
+                take(change.value)
+            elif change.key == ASKED:
+                with contextlib.suppress(StoreError, NcclTimeout):
+                    self.reports.answer(int(change.value))
+            elif change.key.startswith(_GONE):
+                gone(int(change.key[len(_GONE) :]))
 
         try:
-            self._watch = self.store.watch(_ENDED, look)
+            self._watches.append(self.store.watch(_TOLD, look))
         except StoreError:  # it cannot tell of changes
+            self.reports.watched = False
             threading.Thread(target=self._ask, args=(take,), name="ncclpy-group", daemon=True).start()
             return
         if self.store.check([_ENDED]):  # before the watch began
             take(self.store.get(_ENDED))
+        if self.rank < _LOOKOUTS and self.size > 1:
+            self._watches.append(self.store.watch(self.arrivals.alive(""), self._look_out))
+
+    def _look_out(self, change: Change) -> None:
+        """Tell the others of a rank whose lease has ended, unless it has closed the group."""
+        if change.value is None and not self._over.is_set():
+            rank = int(change.key.rpartition("/")[2])
+            with contextlib.suppress(StoreError, NcclTimeout):
+                if not self.reports.has_closed(rank):
+                    self.store.set(f"{_GONE}{rank}", b"")
 
     def _ask(self, take: Callable[[bytes | None], None]) -> None:
+        answered = 0
         while not self._over.is_set():
             try:
                 take(self.store.get(_ENDED, _SLICE))
                 return
             except NcclTimeout:
-                continue
+                pass
             except StoreError as error:
                 if not self._over.is_set():
                     _log.warning("rank %d hears no more whether its group has ended: %s", self.rank, error)
                 return
+            with contextlib.suppress(StoreError, NcclTimeout):
+                asked = int(self.store.compare_set(ASKED, None, None)[1] or 0)
+                if asked > answered:
+                    answered = asked
+                    self.reports.answer(asked)
 
-    def tell(self, text: str) -> None:
-        """Tell all ranks that the group has ended, unless another one was faster; the store may be gone."""
-        self._tell(self.store, self.name, text)
+    def inquire(self, subject: Began | None, alone: bool) -> tuple[str | None, tuple[RankState, ...] | None]:
+        """Return what all ranks do, in a sentence and as data; (None, None) if nobody could find out.
+
+        Parameters
+        ----------
+        subject
+            The operation that this rank is in.
+        alone
+            Whether this rank asks for itself; else one asks for all, and tells them with the group's end.
+        """
+        try:
+            if not alone and not self.store.compare_set(_TROUBLE, None, b"%d" % self.rank)[0]:
+                return _read(self.store.get(_ENDED, _OTHERS_ASK))[1:]
+            found = tuple(self.reports.collect())
+        except NcclError as error:  # the store is gone, or the one who asks
+            return f"What the other ranks do is not known: {error}", None
+        return sentence(self.name, found, self.size, subject), found
+
+    def tell(self, text: str, said: str | None = None, states: Iterable[RankState] | None = None) -> None:
+        """Tell all ranks that the group has ended, unless another one was faster; the store may be gone.
+
+        Parameters
+        ----------
+        text
+            Why, and which rank says so.
+        said, states
+            What each rank does, as far as this one knows: in a sentence, and as data.
+        """
+        self._tell(self.store, self.name, text, said, states)
 
     def tell_part(self, name: str, text: str) -> None:
         """Tell the ranks of a part of this group that it has ended, which this rank could not make; see `tell`."""
         self._tell(PrefixStore(f"{_place_of(name)}/1", self.store), name, text)  # its name is made once
 
-    def _tell(self, store: Store, name: str, text: str) -> None:
+    def _tell(
+        self, store: Store, name: str, text: str, said: str | None = None, states: Iterable[RankState] | None = None
+    ) -> None:
+        told = json.dumps({"text": text, "said": said, "ranks": None if states is None else as_data(states)})
         try:
-            store.compare_set(_ENDED, None, text.encode(errors="replace"))
+            store.compare_set(_ENDED, None, told.encode(errors="replace"))
         except (StoreError, NcclTimeout) as error:
             _log.warning("rank %d could not tell that group %r has ended (%s): %s", self.rank, name, text, error)
 
-    def close(self) -> None:
-        """Hear nothing any more."""
+    def close(self, *, says_so: bool = False) -> None:
+        """Hear nothing any more; the others are told, if asked, that this rank has closed the group."""
         self._over.set()
-        watch, self._watch = self._watch, None
-        if watch is not None:
+        watches, self._watches = self._watches, []
+        for watch in watches:
             with contextlib.suppress(StoreError):
                 watch.close()
+        if says_so and self.size > 1:
+            with contextlib.suppress(StoreError, NcclTimeout):  # whose store is gone tells nobody
+                self.reports.publish(closed=True)
+
+
+def _read(told: bytes) -> tuple[str, str | None, tuple[RankState, ...] | None]:
+    """Return why a group has ended, and what its ranks did then, in a sentence and as data."""
+    try:
+        found = json.loads(told)
+        return str(found["text"]), found["said"], None if found["ranks"] is None else from_data(found["ranks"])
+    except (ValueError, KeyError, TypeError):  # of another version
+        return told.decode(errors="replace"), None, None

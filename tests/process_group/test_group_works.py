@@ -115,7 +115,7 @@ def test_tags_are_numbers_that_the_recorder_notes(host_engine):
     ncclpy.recorder.resize(2000)
     run_groups(2, body)
     tags = {each["operation"]: each["tag"] for each in json.loads(ncclpy.recorder.dump())["entries"]}
-    assert tags == {"send": (1 << 31) - 1, "recv": (1 << 31) - 1, "all_reduce": None}
+    assert tags == {"send": (1 << 31) - 1, "recv": (1 << 31) - 1, "barrier": None}
 
 
 @pytest.mark.parametrize("first", ["send", "recv"])

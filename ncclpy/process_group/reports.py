@@ -1,0 +1,196 @@
+"""Who does what in a group: each rank puts its standing into the store, and tells it at once when one is in trouble.
+
+Once a second at most, and only if it has changed, a rank's standing goes under a key of its own: that is what the
+others have of one that cannot answer any more. A rank in trouble asks, by counting a number up that all watch; each
+answers under a key of that number. Who does not answer within an instant is looked for: whether its process is there,
+by its lease and, on the same machine, by the system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ncclpy.bootstrap.store import Store
+from ncclpy.core.errors import NcclTimeout
+from ncclpy.process_group.standing import RankState, pack, unpack
+
+__all__ = ["ASKED", "Reports"]
+
+#: The key that is counted up by who wants to know.
+ASKED = "told/asked"
+#: Seconds for the others to answer; more in a store that cannot be watched, where they look every now and then.
+PATIENCE = 0.3
+PATIENCE_UNWATCHED = 1.2
+#: How long a wait for answers goes on before it looks for those that cannot come.
+_SLICE = 0.05
+
+
+class Reports:
+    """What one rank tells of itself, and hears of the others.
+
+    Parameters
+    ----------
+    store
+        The part of a store that belongs to the group.
+    rank, size
+        Which of how many this is.
+    look
+        Returns this rank's standing as JSON knows it: ``current``, ``finished`` and ``since``.
+    is_gone
+        Asked with a rank: whether it has made the group, and its lease has ended.
+    has_made
+        Asked with a rank: whether it has made the group.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        look: Callable[[], dict[str, Any]],
+        is_gone: Callable[[int], bool],
+        has_made: Callable[[int], bool],
+    ) -> None:
+        self.store, self.rank, self.size = store, rank, size
+        self.watched = True  # the others hear at once that they are asked
+        self._look, self._is_gone, self._has_made = look, is_gone, has_made
+        self._told: dict[str, Any] | None = None
+
+    def publish(self, *, closed: bool = False) -> None:
+        """Put this rank's standing into the store, if it has changed."""
+        standing = self._look()
+        if closed:
+            standing["closed"] = True
+        if standing != self._told:
+            self.store.set(self._key(self.rank), self._packed(standing))
+            self._told = standing
+
+    def answer(self, number: int) -> None:
+        """Tell who has asked for the n-th time."""
+        self.store.set(self._answer(number, self.rank), self._packed(self._look()))
+
+    def collect(self, patience: float | None = None) -> list[RankState]:
+        """Ask all ranks; return what each does, by rank.
+
+        Parameters
+        ----------
+        patience
+            Seconds for those whose processes live to answer.
+
+        Raises
+        ------
+        StoreError
+            If the store is gone.
+        """
+        if patience is None:
+            patience = PATIENCE if self.watched else PATIENCE_UNWATCHED
+        deadline = time.monotonic() + patience
+        number = self.store.add(ASKED)
+        self.answer(number)
+        states: dict[int, RankState] = {}
+        missing = list(range(self.size))
+        while missing:
+            left = deadline - time.monotonic()
+            there = self._wait([self._answer(number, rank) for rank in missing], max(0.0, min(_SLICE, left)))
+            for key, packed in there.items():
+                rank = int(key.rpartition("/")[2])
+                states[rank] = unpack(rank, packed, "")
+            missing = [rank for rank in missing if rank not in states]
+            if missing and left <= 0:
+                for rank in missing:
+                    states[rank] = self._describe(rank, last=True)
+                break
+            for rank in missing:
+                state = self._describe(rank, last=False)
+                if state.state:
+                    states[rank] = state
+            missing = [rank for rank in missing if rank not in states]
+        for rank in range(self.size):
+            self.store.delete(self._answer(number, rank))
+        return [states[rank] for rank in sorted(states)]
+
+    def has_closed(self, rank: int) -> bool:
+        """Return whether a rank has closed the group."""
+        packed = self.store.compare_set(self._key(rank), None, None)[1]
+        return bool(json.loads(packed or b"{}").get("closed"))
+
+    def _wait(self, keys: list[str], seconds: float) -> dict[str, bytes]:
+        """Return the values of those keys that are there within so many seconds."""
+        with contextlib.suppress(NcclTimeout):
+            self.store.wait(keys, seconds)
+        present = set(self.store.keys(keys[0].rpartition("/")[0] + "/"))
+        there = [key for key in keys if key in present]
+        return dict(zip(there, self.store.multi_get(there, 1.0), strict=True)) if there else {}
+
+    def _describe(self, rank: int, *, last: bool) -> RankState:
+        """Return why a rank does not answer; without a state while it may be about to."""
+        packed = self.store.compare_set(self._key(rank), None, None)[1]
+        told = json.loads(packed or b"{}")
+        if told.get("closed"):
+            return unpack(rank, packed, "closed")
+        if not self._has_made(rank):
+            return RankState(rank, "absent" if last else "")
+        here = told.get("process")
+        state = _process_state(here["pid"], here["start"]) if here and here["machine"] == _MACHINE else None
+        if state == "lives":
+            return unpack(rank, packed, "silent") if last else RankState(rank, "")
+        if state is not None:
+            return unpack(rank, packed, state)
+        if self._is_gone(rank):
+            return unpack(rank, packed, "gone")
+        return unpack(rank, packed, "silent" if here else "unknown") if last else RankState(rank, "")
+
+    @staticmethod
+    def _packed(standing: dict[str, Any]) -> bytes:
+        return pack({**standing, "at": time.time(), "process": _process()})
+
+    @staticmethod
+    def _key(rank: int) -> str:
+        return f"standing/{rank}"
+
+    @staticmethod
+    def _answer(number: int, rank: int) -> str:
+        return f"answer/{number}/{rank}"
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def _namespace() -> str:
+    try:
+        return str(os.stat("/proc/self/ns/pid").st_ino)
+    except OSError:
+        return ""
+
+
+#: Which processes' numbers mean the same: those of one boot of one machine, and of one container on it.
+_MACHINE = f"{_read('/proc/sys/kernel/random/boot_id').strip()} {_namespace()}"
+
+
+def _stat(pid: int) -> tuple[str, str]:
+    """Return the state of a process, as the system knows it, and when it was started; ("", "") if there is none."""
+    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()  # behind its name, which may hold anything
+    return (fields[0], fields[19]) if len(fields) > 19 else ("", "")
+
+
+def _process() -> dict[str, Any]:
+    pid = os.getpid()
+    return {"machine": _MACHINE, "pid": pid, "start": _stat(pid)[1]}
+
+
+def _process_state(pid: int, start: str) -> str:
+    """Return whether a process of this machine lives, is stopped, or has ended."""
+    state, since = _stat(pid)
+    if since != start or state in ("Z", "X", ""):
+        return "ended"
+    return "stopped" if state in ("T", "t") else "lives"

@@ -1,0 +1,379 @@
+"""Who is wrong: every rank's error says what each of the others does."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import numpy as np
+import pytest
+from group_ranks import DEADLINE, run_groups
+
+import ncclpy
+import testing
+from ncclpy.bootstrap import FileStore, LocalStore, StoreError, TCPStore
+from ncclpy.process_group.standing import Began, RankState, as_data, from_data, sentence
+
+# The sentence, word by word.
+
+REDUCE = Began("all_reduce", 17, "float32", 1024, "sum", None)
+LAST = Began("all_reduce", 16, "float32", 1024, "sum", None)
+CAST = Began("broadcast", 17, "float64", 4, None, 1)
+NAME = "all_reduce #17 (float32 x 1,024, sum) of process group 'default': "
+
+SAID = {
+    "all wait": ([RankState(0, "waits", REDUCE, LAST, 31.0)], "rank 0 waits in all_reduce #17 since 31 s"),
+    "another call": (
+        [RankState(0, "waits", REDUCE, LAST, 30.0), RankState(3, "waits", CAST, LAST, 31.0)],
+        "rank 0 waits in all_reduce #17 since 30 s; rank 3 is in broadcast #17 (float64 x 4, root 1) since 31 s",
+    ),
+    "another count": (
+        [RankState(3, "waits", Began("all_reduce", 17, "float32", 2048, "sum", None), LAST, 1.0)],
+        "rank 3 is in all_reduce #17 (float32 x 2,048, sum) since 1 s",
+    ),
+    "no call": (
+        [RankState(5, "idle", None, LAST, 12.0)],
+        "rank 5 has finished all_reduce #16 and is in no operation since 12 s",
+    ),
+    "several": (
+        [RankState(rank, "waits", REDUCE, LAST, float(rank)) for rank in (0, 1, 2, 4)]
+        + [RankState(rank, "idle", None, LAST, 3.0) for rank in (3, 5)],
+        "ranks 0-2, 4 wait in all_reduce #17 since 4 s; ranks 3, 5 have finished all_reduce #16 and are in no "
+        "operation since 3 s",
+    ),
+    "none yet": ([RankState(1, "idle"), RankState(2, "idle")], "ranks 1-2 have begun no operation yet"),
+    "closed": ([RankState(2, "closed", None, LAST, 3.0)], "rank 2 has closed the group after all_reduce #16"),
+    "killed": ([RankState(6, "ended")], "rank 6's process has ended"),
+    "two killed": (
+        [RankState(6, "ended", None, LAST), RankState(7, "ended", None, LAST)],
+        "the processes of ranks 6-7 have ended, last heard of after all_reduce #16",
+    ),
+    "stopped": (
+        [RankState(6, "stopped", CAST, LAST, 9.0)],
+        "rank 6's process is stopped (by SIGSTOP or a debugger), last heard of in broadcast #17 (float64 x 4, root 1)",
+    ),
+    "silent": (
+        [RankState(6, "silent", None, LAST, 9.0)],
+        "rank 6 does not answer, and the process lives: its Python does not run, last heard of after all_reduce #16",
+    ),
+    "gone": (
+        [RankState(6, "gone")],
+        "rank 6 cannot be reached: the process has ended, or its machine or network is gone",
+    ),
+    "absent": ([RankState(7, "absent")], "rank 7 has not made this group"),
+    "unknown": ([RankState(7, "unknown")], "what rank 7 does is not known"),
+    "to a peer": (
+        [RankState(1, "waits", Began("recv", 0, "float32", 4, None, 2), None, 2.0)],
+        "rank 1 is in recv #0 from rank 2 (float32 x 4) since 2 s",
+    ),
+    "a barrier": ([RankState(1, "waits", Began("barrier", 3, "uint8", 1, "max", None))], "rank 1 is in barrier #3"),
+}
+
+
+@pytest.mark.parametrize("what", SAID)
+def test_a_sentence(what):
+    states, said = SAID[what]
+    assert sentence("default", states, len(states), REDUCE) == NAME + said
+    assert from_data(json.loads(json.dumps(as_data(states)))) == tuple(states)
+
+
+def test_a_sentence_of_many_ranks_is_one_that_people_read():
+    states = [RankState(rank, "waits", Began("recv", rank, "uint8", 1, None, rank - 1)) for rank in range(1, 1000)]
+    said = sentence("a {b}", states, 1002, None)
+    assert said.startswith("process group 'a {b}': rank 1 is in recv #1 from rank 0 (uint8 x 1); rank 2 is in ")
+    assert said.endswith("; 991 more ranks do something else; of 3 more nothing is known")
+
+
+def test_what_another_version_has_told_is_not_known():
+    assert from_data([{"rank": 1, "later": 2}]) is None and from_data(7) is None
+
+
+# Ranks as threads: what the others do instead.
+
+
+def program(group, what, together):
+    group.all_reduce(np.ones(2)).wait(DEADLINE)
+    together.wait(DEADLINE)
+    one = np.ones(1024, np.float32)
+    if group.rank < 2:
+        group.all_reduce(one, timeout=0.5)
+    elif what == "another call":
+        group.broadcast(np.ones(4), root=1)
+    elif what == "another count":
+        group.all_reduce(np.ones(2048, np.float32))
+    elif what == "another type":
+        group.all_reduce(np.ones(1024, np.float64))
+    elif what == "another op":
+        group.all_reduce(one, op="max")
+    elif what == "another order":
+        group.send(np.ones(3), 1)
+    elif what == "closed":
+        group.close()
+        testing.wait_for(lambda: ended[id(together)], "the others")
+        return None
+    testing.wait_for(lambda: group.error is not None, "the end")
+    ended[id(together)] = True
+    return group.error
+
+
+ended: dict[int, bool] = {}
+
+INSTEAD = {
+    "no call": ("rank 2 has finished all_reduce #0 and is in no operation since", None),
+    "another call": ("broadcast #1 (float64 x 4, root 1)", Began("broadcast", 1, "float64", 4, None, 1)),
+    "another count": ("all_reduce #1 (float32 x 2,048, sum)", Began("all_reduce", 1, "float32", 2048, "sum", None)),
+    "another type": ("all_reduce #1 (float64 x 1,024, sum)", Began("all_reduce", 1, "float64", 1024, "sum", None)),
+    "another op": ("all_reduce #1 (float32 x 1,024, max)", Began("all_reduce", 1, "float32", 1024, "max", None)),
+    "another order": ("rank 2 is in send #0 to rank 1 (float64 x 3)", Began("send", 0, "float64", 3, None, 1)),
+    "closed": ("rank 2 has closed the group after all_reduce #0", None),
+}
+
+
+@pytest.mark.parametrize("what", INSTEAD)
+def test_what_a_rank_does_instead(host_engine, what):
+    """Whoever is in trouble first tells it: with another count, type or reduction the host engine says so at once."""
+    said, current = INSTEAD[what]
+    together = threading.Barrier(3)
+    ended[id(together)] = False
+    errors = run_groups(3, lambda group: program(group, what, together), name="g")
+    for error in filter(None, errors):
+        assert said in str(error), error
+        assert [each.rank for each in error.ranks] == [0, 1, 2] and error.ranks[2].current == current
+        assert error.ranks[0].current == Began("all_reduce", 1, "float32", 1024, "sum", None)
+        assert re.search(
+            r"of process group 'g': ranks 0-1 (wait|are) in all_reduce #1 (\(.*\) )?since \d", str(error)
+        ), error
+    assert len({str(error).partition(" of process group 'g': ")[2] for error in filter(None, errors)}) == 1
+
+
+@pytest.mark.parametrize("kind", ["local", "file", "tcp"])
+def test_state(arrays, tmp_path, kind):
+    """Anybody may ask at any time; nobody's operations are disturbed."""
+    stores = {
+        "local": LocalStore,
+        "file": lambda: FileStore(tmp_path / "s"),
+        "tcp": lambda: TCPStore("127.0.0.1", 0, serve=True),
+    }
+
+    def body(group):
+        array = arrays.make(np.ones(8, np.float32), group.device)
+        together.wait(DEADLINE)
+        assert [(each.state, each.finished) for each in group.state(DEADLINE / 4)] == [("idle", None)] * 2
+        together.wait(DEADLINE)
+        group.all_reduce(arrays.argument(array)).wait(DEADLINE)
+        together.wait(DEADLINE)
+        work = group.broadcast(arrays.argument(array)) if group.rank == 0 else None
+        together.wait(DEADLINE)
+        found = group.state(DEADLINE / 4)  # ranks that share one FileStore take turns
+        together.wait(DEADLINE)
+        (work or group.broadcast(arrays.argument(array))).wait(DEADLINE)
+        return found
+
+    together = threading.Barrier(2)
+    with stores[kind]() as store:
+        for found in run_groups(2, body, store=store):
+            assert [each.rank for each in found] == [0, 1]
+            assert found[1].state == "idle" and found[1].current is None
+            assert found[1].finished == Began("all_reduce", 0, "float32", 8, "sum", None)
+            assert found[1].since >= 0 and found[1].heard >= 0
+            if ncclpy.library().engine == "host":  # NCCL's may be through on its root already
+                assert found[0].state == "waits"
+                assert found[0].current == Began("broadcast", 1, "float32", 8, None, 0)
+
+
+def test_a_standing_is_published_once_a_second_and_if_it_has_changed(host_engine, monkeypatch):
+    from ncclpy.process_group.reports import Reports
+
+    told, publish = [], Reports.publish
+
+    def noted(self, *, closed=False):
+        before = self._told
+        publish(self, closed=closed)
+        told.append((self.rank, time.monotonic(), self._told is not before))
+
+    monkeypatch.setattr(Reports, "publish", noted)
+
+    def body(group):
+        for _ in range(125):
+            group.all_reduce(np.ones(1)).wait(DEADLINE)
+            time.sleep(0.02)
+        time.sleep(2.2)  # in which nothing changes
+
+    run_groups(2, body)
+    for rank in range(2):
+        times = [moment for each, moment, _ in told if each == rank]
+        changed = [each for who, _, each in told if who == rank]
+        assert len(times) <= (times[-1] - times[0]) + 3, "when the group is made, once a second, and at the end"
+        assert changed[:3] == [True] * 3 and changed[-2:] == [False, True], changed
+
+
+def test_where_it_only_reports_a_late_operation_says_who_is_late(host_engine):
+    def body(group):
+        group.all_reduce(np.ones(2)).wait(DEADLINE)
+        if group.rank == 1:
+            testing.wait_for(late.is_set, "the other's deadline")
+        error = group.all_reduce(np.ones(2), timeout=0.3 if group.rank == 0 else None).exception(DEADLINE)
+        late.set()
+        group.wait_for_pending_works(DEADLINE)
+        return error
+
+    late = threading.Event()
+    first, second = run_groups(2, body, on_error="report")
+    assert second is None and [each.state for each in first.ranks] == ["waits", "idle"]
+    assert "goes on. all_reduce #1 (float64 x 2, sum) of process group 'default': rank 0 waits in" in str(first)
+
+
+def test_a_store_that_is_lost_is_said_to_be(host_engine):
+    def body(group):
+        group.all_reduce(np.ones(2)).wait(DEADLINE)
+        together.wait(DEADLINE)
+        if group.rank == 0:
+            store.close()
+            return group.all_reduce(np.ones(2), timeout=0.3).exception(DEADLINE)
+        testing.wait_for(lambda: store.closed, "its end")
+        return None
+
+    together = threading.Barrier(2)
+    with LocalStore() as store:
+        error = run_groups(2, body, store=store)[0]
+    assert isinstance(error, ncclpy.NcclTimeout) and error.ranks is None
+    assert "What the other ranks do is not known: " in str(error)
+
+
+def test_a_defect_of_the_report_ends_no_less(host_engine, monkeypatch, caplog):
+    from ncclpy.process_group.notices import Notices
+
+    def torn(*_):
+        raise ZeroDivisionError("of ours")
+
+    monkeypatch.setattr(Notices, "inquire", torn)
+
+    def body(group):
+        group.all_reduce(np.ones(2)).wait(DEADLINE)
+        together.wait(DEADLINE)
+        if group.rank == 0:
+            return group.all_reduce(np.ones(2), timeout=0.3).exception(DEADLINE)
+        testing.wait_for(lambda: group.error is not None, "the news")
+        return group.error
+
+    together = threading.Barrier(2)
+    errors = run_groups(2, body)
+    assert [type(error) for error in errors] == [ncclpy.NcclTimeout, ncclpy.NcclAborted]
+    assert "could not ask what the others do" in caplog.text
+
+
+# Processes.
+
+RUN = [sys.executable, "-m", "ncclpy", "run", "-n", "3", "--no-kill", "--"]
+WHAT = {
+    "busy": (
+        "end = time.monotonic() + 4\nwhile time.monotonic() < end: pass",
+        "rank 2 has finished all_reduce #0 and is in",
+    ),
+    "holds the GIL": (
+        "import ctypes\nctypes.PyDLL(None).sleep(5)",
+        "rank 2 does not answer, and the process lives: its Python does not run, last heard of after all_reduce #0",
+    ),
+    "stopped": (
+        "import subprocess\nsubprocess.Popen(['sh', '-c', f'sleep 5; kill -CONT {os.getpid()}'])\n"
+        "os.kill(os.getpid(), signal.SIGSTOP)",
+        "rank 2's process is stopped (by SIGSTOP or a debugger), last heard of after all_reduce #0",
+    ),
+    "left": ("group.close()\ntime.sleep(4)", "rank 2 has closed the group after all_reduce #0"),
+    "killed": (
+        "os.kill(os.getpid(), signal.SIGKILL)",
+        "rank 2's process has ended, last heard of after all_reduce #0",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WHAT)
+def test_what_a_process_does_instead(host_engine, tmp_path, what):
+    does, said = WHAT[what]
+    path = tmp_path / "program.py"
+    path.write_text(
+        "import os, signal, time\nimport numpy as np, ncclpy\n"
+        "group = ncclpy.init_process_group(timeout=60)\n"
+        "group.all_reduce(np.ones(2)).wait(60)\n"
+        "time.sleep(1.5)  # a standing is told within a second\n"
+        "group.store.barrier('all have told', group.rank, 3)\n"
+        "if group.rank == 2:\n" + textwrap.indent(does, "    ") + "\n    os._exit(0)\n"
+        "error = group.all_reduce(np.ones(1024, np.float32), timeout=1.5).exception(60)\n"
+        "print('rank', group.rank, 'has', error, error.ranks[2].state, flush=True)\n"
+        "group.close()\n"
+    )
+    done = subprocess.run([*RUN, sys.executable, str(path)], capture_output=True, text=True, timeout=100, cwd="/")
+    lines = [line for line in done.stdout.splitlines() if " has " in line]
+    assert len(lines) == 2, done.stdout + done.stderr
+    for line in lines:
+        assert said in line, line
+        assert re.search(r"ranks? 0(-1 wait| waits) in all_reduce #1 since \d", line), line
+
+
+def test_a_death_is_noticed_where_nothing_else_tells(host_engine, tmp_path):
+    """A receive from a rank that lives waits for another that has died: its lease tells, long before the deadline."""
+    path = tmp_path / "program.py"
+    path.write_text(
+        textwrap.dedent("""
+        import os, signal, time
+        import numpy as np, ncclpy
+        group = ncclpy.init_process_group(timeout=60)
+        group.all_reduce(np.ones(2)).wait(60)
+        group.connect(peers=[1 - group.rank] if group.rank < 2 else [])
+        group.store.barrier('all have told', group.rank, 3)
+        if group.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if group.rank == 1:
+            time.sleep(60)
+        begun = time.monotonic()
+        error = group.recv(np.ones(4), 1).exception(60)
+        print('rank 0 after', time.monotonic() - begun, 'has', type(error).__name__, error, flush=True)
+        os._exit(0)
+        """)
+    )
+    with subprocess.Popen(
+        [*RUN, sys.executable, str(path)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd="/"
+    ) as process:
+        try:
+            for line in process.stdout:
+                if "rank 0 after" in line:
+                    break
+        finally:
+            process.terminate()
+            process.wait(60)
+    assert float(re.search("rank 0 after ([0-9.]+)", line)[1]) < DEADLINE / 2
+    assert "rank 2 of process group 'default' is gone: its lease in the store has ended" in line, line
+    assert "rank 2's process has ended" in line, line
+
+
+def test_a_rank_that_ends_after_all_is_done_harms_nobody(host_engine, tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text(
+        textwrap.dedent("""
+        import os, time
+        import numpy as np, ncclpy
+        group = ncclpy.init_process_group(timeout=60)
+        group.all_reduce(np.ones(2)).wait(60)
+        if group.rank == 2:
+            os._exit(0)
+        time.sleep(1.5)
+        assert group.error is None, group.error
+        print('rank', group.rank, 'is well', flush=True)
+        group.close()
+        """)
+    )
+    done = subprocess.run([*RUN, sys.executable, str(path)], capture_output=True, text=True, timeout=100, cwd="/")
+    assert done.stdout.count("is well") == 2, done.stdout + done.stderr
+
+
+def test_who_asks_a_store_that_is_gone(host_engine):
+    with LocalStore() as store, ncclpy.ProcessGroup(store, 0, 1, device=0) as group:
+        assert [each.state for each in group.state()] == ["idle"]
+        store.close()
+        with pytest.raises(StoreError, match="closed"):
+            group.state()

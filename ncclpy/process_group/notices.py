@@ -127,7 +127,7 @@ class Notices:
                 take(change.value)
             elif change.key == ASKED:
                 with contextlib.suppress(StoreError, NcclTimeout):
-                    self.reports.answer(int(change.value))
+                    self.reports.answer_all(int(change.value))
             elif change.key.startswith(_GONE):
                 gone(int(change.key[len(_GONE) :]))
 
@@ -151,7 +151,6 @@ class Notices:
                     self.store.set(f"{_GONE}{rank}", b"")
 
     def _ask(self, take: Callable[[bytes | None], None]) -> None:
-        answered = 0
         while not self._over.is_set():
             try:
                 take(self.store.get(_ENDED, _SLICE))
@@ -163,10 +162,7 @@ class Notices:
                     _log.warning("rank %d hears no more whether its group has ended: %s", self.rank, error)
                 return
             with contextlib.suppress(StoreError, NcclTimeout):
-                asked = int(self.store.compare_set(ASKED, None, None)[1] or 0)
-                if asked > answered:
-                    answered = asked
-                    self.reports.answer(asked)
+                self.reports.answer_all(int(self.store.compare_set(ASKED, None, None)[1] or 0))
 
     def inquire(self, subject: Began | None, alone: bool) -> tuple[str | None, tuple[RankState, ...] | None]:
         """Return what all ranks do, in a sentence and as data; (None, None) if nobody could find out.

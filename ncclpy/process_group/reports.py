@@ -28,6 +28,8 @@ PATIENCE = 0.3
 PATIENCE_UNWATCHED = 1.2
 #: How long a wait for answers goes on before it looks for those that cannot come.
 _SLICE = 0.05
+#: Who have asked before these have gone without.
+_MOST = 64
 
 
 class Reports:
@@ -60,18 +62,25 @@ class Reports:
         self.watched = True  # the others hear at once that they are asked
         self._look, self._is_gone, self._has_made = look, is_gone, has_made
         self._told: dict[str, Any] | None = None
+        self._answered = 0
 
     def publish(self, *, closed: bool = False) -> None:
         """Put this rank's standing into the store, if it has changed."""
         standing = self._look()
         if closed:
             standing["closed"] = True
+        since = standing.pop("since", None)  # in which a clock's grain shows
         if standing != self._told:
-            self.store.set(self._key(self.rank), self._packed(standing))
+            self.store.set(self._key(self.rank), self._packed({**standing, "since": since}))
             self._told = standing
 
-    def answer(self, number: int) -> None:
-        """Tell who has asked for the n-th time."""
+    def answer_all(self, number: int) -> None:
+        """Tell all who have asked, of whom this is the last one's number, and were not answered."""
+        for each in range(max(self._answered + 1, number - _MOST + 1), number + 1):
+            self._answer_one(each)
+        self._answered = max(self._answered, number)
+
+    def _answer_one(self, number: int) -> None:
         self.store.set(self._answer(number, self.rank), self._packed(self._look()))
 
     def collect(self, patience: float | None = None) -> list[RankState]:
@@ -91,7 +100,7 @@ class Reports:
             patience = PATIENCE if self.watched else PATIENCE_UNWATCHED
         deadline = time.monotonic() + patience
         number = self.store.add(ASKED)
-        self.answer(number)
+        self._answer_one(number)
         states: dict[int, RankState] = {}
         missing = list(range(self.size))
         while missing:

@@ -134,7 +134,7 @@ def test_reference_has_every_public_name():
     methods = {name for name in dir(ncclpy.Communicator) if not name.startswith("_")} - in_class_docstring
     public |= {f"ncclpy.Communicator.{name}" for name in methods}
     assert public - listed == set(), "missing in docs/api"
-    assert listed - public == {"ncclpy.core.library.Library"}
+    assert listed - public == {"ncclpy.core.library.Library", "ncclpy.process_group.Began"}  # what others return
 
 
 def test_environment_variables_are_on_their_page():

@@ -14,6 +14,7 @@ from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.bootstrap.watch import Change, Watch
 from ncclpy.core.creation import get_unique_id
 from ncclpy.core.errors import NcclTimeout
+from ncclpy.engine.known import note_group
 from ncclpy.process_group.arrivals import Arrivals
 
 __all__ = ["Notices"]
@@ -50,6 +51,7 @@ class Notices:
         self._outer, self._place = store, _place_of(name)
         self.number = store.add(f"{self._place}/made-by/{rank}")
         self.name, self.rank, self.size = name, rank, size
+        self.known = note_group(name, self.number, rank, size)
         self.store = PrefixStore(f"{self._place}/{self.number}", store)
         self.arrivals = Arrivals(self.store, name, rank, size, self._has_made)
         self._over = threading.Event()
@@ -139,6 +141,7 @@ class Notices:
 
     def close(self) -> None:
         """Hear nothing any more."""
+        self.known.closed()
         self._over.set()
         watch, self._watch = self._watch, None
         if watch is not None:

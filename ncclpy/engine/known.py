@@ -47,7 +47,6 @@ class KnownGroup:
         self.name, self.number, self.rank, self.size = name, number, rank, size
         self.made = monotonic()
         self.ended: float | None = None
-        self.offset: tuple[float, float, str] | None = None
         self._error: tuple[str, object] | None = None
 
     def failed(self, error: BaseException) -> None:

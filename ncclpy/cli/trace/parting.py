@@ -144,6 +144,17 @@ def late_groups(dumps: Sequence[Dump]) -> list[LateGroup]:
     return sorted(found, key=lambda each: (each.group.name, each.group.rank))
 
 
+def ended_groups(dumps: Sequence[Dump]) -> list[Group]:
+    """Return of each process group that has failed the rank on which it ended first, in the order of their ends."""
+    first: dict[tuple[str, int, int], Group] = {}
+    for dump in dumps:
+        for group in dump.groups:
+            key = (group.name, group.number, group.size)
+            if group.error is not None and (key not in first or _ended(group) < _ended(first[key])):
+                first[key] = group
+    return sorted(first.values(), key=_ended)
+
+
 def _made(group: Group) -> float:
     return group.dump.wall_time(group.made or 0.0)
 

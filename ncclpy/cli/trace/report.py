@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 
-from ncclpy.cli.trace.dump import Dump, Entry, Gathering
+from ncclpy.cli.trace.dump import Dump, Entry, Gathering, Group
 from ncclpy.cli.trace.parting import NEVER_MADE, LateGroup, Parting
 from ncclpy.cli.trace.stuck import Findings, Mismatch, Standstill, is_waiting
 from ncclpy.cli.trace.table import COUNTERPART
@@ -45,6 +45,8 @@ def text(dumps: Sequence[Dump], findings: Findings, *, everything: bool = False)
         lines += ["", *_parting(parting)]
     for late in findings.late[:limit]:
         lines += ["", _late_group(late)]
+    if findings.ended:
+        lines += ["", "process groups that have failed", *_limited([_ended(group) for group in findings.ended], limit)]
     if findings.gatherings:
         rows = [_gathering(each) for each in sorted(findings.gatherings, key=_oldest)]
         lines += ["", "gathering: participants have not arrived", *_limited(_table(rows, "  "), limit)]
@@ -187,6 +189,12 @@ def _parting(parting: Parting) -> list[str]:
     if late and not parting.one_clock:
         lines.append("  (by the wall clocks of their machines, which may differ)")
     return lines
+
+
+def _ended(group: Group) -> str:
+    name = f"{group.name!r}" + (f" (the {group.number}. of this name)" if group.number > 1 else "")
+    said = _short(_without_advice(group.error or ""), 300)
+    return f"  {name}, {_number(group.size, 'rank')}, first on rank {group.rank} ({group.dump.process}): {said}"
 
 
 def _outcome(entry: Entry) -> str:
@@ -355,6 +363,7 @@ def _summary(findings: Findings) -> str:
         (len(findings.launched), "operation not completed", "operations not completed"),
         (len(findings.mismatches), "mismatch", "mismatches"),
         (len(findings.failed), "failure", "failures"),
+        (len(findings.ended), "failed process group", "failed process groups"),
     ]
     said = [_number(count, one, many) for count, one, many in counts if count]
     missing = sum(bool(each.missing) for each in findings.standstills)
@@ -364,7 +373,7 @@ def _summary(findings: Findings) -> str:
     late = {rank.rank for parting in findings.partings for rank in parting.late()}
     late |= {each.group.rank for each in findings.late}
     said += [f"{_ranks(late)} late"] * bool(late)
-    only_failed = not late and len(said) == 1 and bool(findings.failed)
+    only_failed = len(said) == bool(findings.failed) + bool(findings.ended)
     return ("nothing is stuck now, but something has failed: " if only_failed else "stuck: ") + ", ".join(said)
 
 

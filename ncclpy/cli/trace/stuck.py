@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ncclpy.cli.trace.dump import Dump, Entry, Gathering
-from ncclpy.cli.trace.parting import NEVER_MADE, LateGroup, Parting, first_parting, late_groups
+from ncclpy.cli.trace.dump import Dump, Entry, Gathering, Group
+from ncclpy.cli.trace.parting import NEVER_MADE, LateGroup, Parting, ended_groups, first_parting, late_groups
 from ncclpy.cli.trace.table import COUNTERPART, Seat, Signature, differing
 
 
@@ -66,6 +66,7 @@ class Findings:
     failed: list[Entry]
     partings: list[Parting]
     late: list[LateGroup]
+    ended: list[Group]
     unseen: tuple[str, int, tuple[range, ...]] | None
 
     def __bool__(self) -> bool:
@@ -115,7 +116,7 @@ def find(dumps: Iterable[Dump]) -> Findings:
             partings.append(Parting(name, seats.nranks, number, seats.at(number), absent, seats.unseen()))
     return Findings(
         gatherings, findings_of["pending"], findings_of["launched"], standstills, mismatches, findings_of["failed"],
-        first_parting(partings), late_groups(dumps), _unseen_of(everyone),
+        first_parting(partings), late_groups(dumps), ended_groups(dumps), _unseen_of(everyone),
     )  # fmt: skip
 
 

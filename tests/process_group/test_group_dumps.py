@@ -162,8 +162,8 @@ def test_an_abort_is_dumped_by_all_ranks(ranks):
     assert all("the loss is no number" in dump["reason"] for dump in dumps.values())
     assert all("the loss is no number" in dump["groups"][0]["error"] for dump in dumps.values())
     assert re.search(
-        r"^  'default', 3 ranks, first on rank 1 \(.*\): NcclAborted: process group 'default' was aborted by rank 1: the "
-        r"loss is no number$",
+        r"^  'default', 3 ranks, first on rank 1 \(.*\): NcclAborted: process group 'default' was aborted by rank "
+        r"1: the loss is no number$",
         said,
         re.M,
     )

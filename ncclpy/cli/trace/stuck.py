@@ -70,9 +70,8 @@ class Findings:
     unseen: tuple[str, int, tuple[range, ...]] | None
 
     def __bool__(self) -> bool:
-        return any(
-            (self.gatherings, self.pending, self.launched, self.standstills, self.mismatches, self.failed, self.late)
-        )
+        stuck = (self.gatherings, self.pending, self.launched, self.standstills)
+        return any((*stuck, self.mismatches, self.failed, self.late, self.ended))
 
 
 def find(dumps: Iterable[Dump]) -> Findings:

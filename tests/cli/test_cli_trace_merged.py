@@ -177,6 +177,11 @@ def test_a_rank_of_a_group_that_has_begun_nothing_on_it_is_missing_and_not_unkno
 def test_healthy_ranks_without_one_dump(trace):
     said = trace(*(one(entry(rank, nranks=3), groups=[group(rank)]) for rank in (0, 2)), status=0)
     assert said.splitlines()[-3:] == ["no dump of rank 1 (of 3 in process group 'default')", "", "nothing is stuck"]
+    small = group(1, 2, name="a part")  # whose other rank is without a dump as well
+    said = trace(*(one(entry(rank, nranks=3), groups=[small, group(rank)]) for rank in (0, 2)), status=0)
+    assert [line for line in said.splitlines() if line.startswith("no dump")] == [
+        "no dump of rank 1 (of 3 in process group 'default')"
+    ]
 
 
 def test_processes_of_one_clock_are_compared_by_it_and_others_by_their_wall_clocks(trace):

@@ -7,6 +7,7 @@ whose group has ended before it could begin any.
 from __future__ import annotations
 
 import os
+import weakref
 from collections import deque
 from collections.abc import Callable
 from time import monotonic
@@ -19,7 +20,8 @@ __all__ = ["KnownGroup", "note_group", "ranks_here", "set_listener"]
 #: So many groups are kept in mind after they have failed.
 _FAILED = 50
 
-_there: dict[int, KnownGroup] = {}
+# They go with their groups, also with those that were never whole.
+_there: weakref.WeakValueDictionary[int, KnownGroup] = weakref.WeakValueDictionary()
 _failed: deque[KnownGroup] = deque(maxlen=_FAILED)
 
 
@@ -102,13 +104,17 @@ def note_group(name: str, number: int, rank: int, size: int) -> KnownGroup:
 
 def groups() -> list[dict[str, Any]]:
     """Return the groups that are there, and those that have failed, in the order in which they were made."""
-    known = [*list(_failed), *list(_there.values())]
-    return [each.as_dict() for each in sorted(known, key=lambda each: each.made)]
+    return [each.as_dict() for each in sorted(_known(), key=lambda each: each.made)]
+
+
+def _known() -> list[KnownGroup]:
+    there = [reference() for reference in _there.valuerefs()]  # in one step, whoever makes groups meanwhile
+    return [*list(_failed), *(each for each in there if each is not None)]
 
 
 def ranks_here() -> list[int]:
     """Return this process's ranks in the largest of its groups, none if there is no group."""
-    known = [*list(_failed), *list(_there.values())]
+    known = _known()
     largest = max((each.size for each in known), default=0)
     return sorted({each.rank for each in known if each.size == largest})
 

@@ -201,12 +201,7 @@ class _Seats:
 
     def first_failed(self) -> list[int]:
         """Return the first number that has failed on a rank, if there is one."""
-        found = []
-        for dump, seat in self.seats:
-            for number, index in zip(seat.open, seat.indices[np.isin(seat.sequences, seat.open)], strict=True):
-                if dump.entry(int(index)).state == "failed":
-                    found.append(int(number))
-                    break
+        found = [seat.first_failed for _, seat in self.seats if seat.first_failed is not None]
         return [min(found)] if found else []
 
     def _behind(self, is_open: bool) -> dict[int, int]:

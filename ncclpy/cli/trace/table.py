@@ -126,8 +126,8 @@ class Seat:
     """One rank of one communicator: its numbered entries, by ascending sequence number.
 
     `sequences`, `indices` (in the table), `signatures` and `launched` belong together. `last` is the index of the
-    rank's last entry, numbered or not, `open` are the numbers that have not ended well, and `reached` is the highest
-    one that tells that every rank has launched it, -1 for none.
+    rank's last entry, numbered or not, `open` are the numbers that have not ended well, `first_failed` is the first
+    that has failed, and `reached` is the highest one that tells that every rank has launched it, -1 for none.
     """
 
     def __init__(
@@ -146,11 +146,12 @@ class Seat:
         newest = np.append(sequences[1:] != sequences[:-1], True)[: len(sequences)]  # of one number the last counts
         self.sequences, self.indices = sequences[newest], indices[newest]
         kind_of = table._kind[self.indices]
-        is_open, completes = np.zeros(len(table.kinds), bool), np.zeros(len(table.kinds), bool)
+        is_open, has_failed, completes = (np.zeros(len(table.kinds), bool) for _ in range(3))
         hashes = np.zeros(len(table.kinds), np.uint64)
         self.signature_of: dict[int, Signature] = {}
         for number, kind in zip(kinds, here, strict=True):
             is_open[number] = kind["state"] in _OPEN
+            has_failed[number] = kind["state"] == "failed"
             completes[number] = kind["state"] == "completed" and kind["operation"] in _SYNCHRONIZING
             signature = signature_of(kind)
             hashed = _hash(signature)
@@ -158,6 +159,8 @@ class Seat:
             self.signature_of[hashed] = signature
         self.signatures = hashes[kind_of]
         self.open = self.sequences[is_open[kind_of]]
+        failed = self.sequences[has_failed[kind_of]]
+        self.first_failed = int(failed[0]) if len(failed) else None
         done = self.sequences[completes[kind_of]]
         self.reached = int(done[-1]) if len(done) else -1
         self.launched = table._times["launched"][self.indices]
@@ -232,11 +235,13 @@ def table_of_text(text: bytes) -> Table | None:
         plain = plain.replace(word, b",")
     try:
         values = json.loads(b"[%b]" % plain)
-        kinds = [json.loads(b'{"key": %b, "rank": %b}' % number) for number in numbers]
+        kinds = json.loads(b"[%b]" % b",".join(b'{"key": %b, "rank": %b}' % number for number in numbers))
     except (ValueError, RecursionError):
         return None
     length = len(which)
-    if len(values) != len(_IN_TEXT) * length or any(kind.keys() != _IN_KIND for kind in kinds):
+    if len(values) != len(_IN_TEXT) * length or len(kinds) != len(numbers):
+        return None
+    if any(type(kind) is not dict or kind.keys() != _IN_KIND for kind in kinds):
         return None
     columns = {name: values[place :: len(_IN_TEXT)] for place, name in enumerate(_IN_TEXT)}
     kinds = [{**kind, "error": None} for kind in kinds]

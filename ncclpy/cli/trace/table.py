@@ -149,12 +149,15 @@ class Seat:
         is_open, has_failed, completes = (np.zeros(len(table.kinds), bool) for _ in range(3))
         hashes = np.zeros(len(table.kinds), np.uint64)
         self.signature_of: dict[int, Signature] = {}
+        hashes_of: dict[Signature, int] = {}
         for number, kind in zip(kinds, here, strict=True):
             is_open[number] = kind["state"] in _OPEN
             has_failed[number] = kind["state"] == "failed"
             completes[number] = kind["state"] == "completed" and kind["operation"] in _SYNCHRONIZING
             signature = signature_of(kind)
-            hashed = _hash(signature)
+            hashed = hashes_of.get(signature)
+            if hashed is None:
+                hashed = hashes_of[signature] = _hash(signature)
             hashes[number] = hashed
             self.signature_of[hashed] = signature
         self.signatures = hashes[kind_of]

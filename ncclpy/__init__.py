@@ -58,6 +58,8 @@ from ncclpy.manager.manager import Manager
 
 if _os.environ.get("NCCLPY_DUMP_ON_TIMEOUT"):  # which the module looks at; nobody else is to pay for its import
     from ncclpy.engine import dumps as _dumps  # noqa: F401
+if _os.environ.get("NCCLPY_DUMP_DIR"):
+    from ncclpy.engine import dump_folder as _dump_folder  # noqa: F401
 
 if _typing.TYPE_CHECKING:
     from ncclpy import bindings, bootstrap

@@ -5,11 +5,8 @@ for that, so that the file is there when the error arrives, but a file system th
 """
 
 import atexit
-import contextlib
 import logging
 import os
-import re
-import socket
 import threading
 import warnings
 import weakref
@@ -21,7 +18,9 @@ from ncclpy.engine.callbacks cimport step_aside, users
 from ncclpy.engine.native cimport now
 
 from ncclpy.core.errors import listed, spans
-from ncclpy.engine.recorder import dump, record_all, text_of
+from ncclpy.engine.dump_files import check_signs, fill_in, write
+from ncclpy.engine.known import ranks_here
+from ncclpy.engine.recorder import record_all, text_of
 
 _VARIABLE = "NCCLPY_DUMP_ON_TIMEOUT"
 
@@ -36,22 +35,11 @@ _log = logging.getLogger("ncclpy.engine")
 
 def _check_pattern(pattern):
     """Return the pattern of a path, absolute; ValueError says what is wrong with it."""
-    for found in re.findall("%(.?)", pattern, re.DOTALL):
-        if found not in ("r", "p", "h", "%"):
-            raise ValueError(
-                f"{_VARIABLE}={pattern!r}: {'%' + found!r} stands for nothing; there are %r (rank), %p (process id), %h "
-                "(host name) and %% (a percent sign)"
-            )
+    check_signs(_VARIABLE, pattern)
     if not os.path.basename(pattern) or os.path.isdir(pattern):
         example = os.path.join(pattern, "rank-%r.json")
         raise ValueError(f"{_VARIABLE}={pattern!r} is a folder; name a file in it, {example!r} say")
     return os.path.abspath(pattern)
-
-
-def _fill_in(pattern, rank):
-    """Return the path that a pattern stands for in this process."""
-    values = {"r": rank, "p": str(os.getpid()), "h": socket.gethostname(), "%": "%"}
-    return re.sub("%(.)", lambda found: values[found[1]], pattern)
 
 
 cdef class _Request:
@@ -106,8 +94,9 @@ cdef class _Dumps(Overdue):
             handle = handles[0]
             ranks = None if handle.group_name is None else self.ranks.get(handle.group_name.split("/")[0])
             return listed(spans(ranks or [handle.rank]), between=",")
-        for ranks in self.ranks.values():
-            return listed(spans(ranks), between=",")
+        for ranks in [*self.ranks.values(), ranks_here()]:
+            if ranks:
+                return listed(spans(ranks), between=",")
         return f"pid{os.getpid()}"
 
     cdef int passed(self, list handles, object error, bint wait) except -1:
@@ -176,7 +165,7 @@ cdef class _Dumps(Overdue):
             self.begun[rank] = now()
             self.current = request
             try:
-                _write(_fill_in(self.pattern, rank), f"{request.kind}: {text_of(request.words)}")
+                _write(fill_in(self.pattern, rank), f"{request.kind}: {text_of(request.words)}")
             finally:
                 self.current = None
                 request.written.set()
@@ -201,17 +190,9 @@ cdef class _Dumps(Overdue):
 
 
 def _write(path, reason):
-    """Write a dump, whole or not at all; what keeps it from that is a warning in the log."""
-    unfinished = f"{path}.{os.getpid()}.unfinished"
+    """Write a dump; what keeps it from that is a warning in the log."""
     try:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        try:
-            dump(unfinished, reason=reason)
-            os.replace(unfinished, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(unfinished)
-            raise
+        write(path, reason)
     except Exception as error:
         _log.warning("the recorder's dump cannot be written to %s (%s): %s", path, _VARIABLE, error)
     else:

@@ -52,6 +52,8 @@ cdef list _ring = [None] * 2000
 cdef long long _recorded = 0
 # Called for a dump: each returns a list of what is still being gathered.
 _gatherers = []
+# Likewise: each returns a list of the groups that this process is in.
+_group_tellers = []
 
 
 @cython.freelist(256)
@@ -267,13 +269,16 @@ def snapshot(reason=None):
     first = max(0, recorded - len(ring))
     entries = [entry for entry in (ring[number % len(ring)] for number in range(first, recorded)) if entry is not None]
     loaded = _library.loaded()
+    # One right after the other: what is laid on one time line goes by both.
+    wall, monotonic = time.time(), now()
     return {
         "format": "ncclpy-recorder",
         "version": 1,
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "wall": time.time(),
-        "monotonic": now(),
+        "wall": wall,
+        "monotonic": monotonic,
+        "clock": _clock(),
         "engine": loaded.engine if loaded else None,
         "nccl": ".".join(map(str, loaded.version)) if loaded else None,
         "reason": reason,
@@ -281,7 +286,33 @@ def snapshot(reason=None):
         "recorded": recorded,
         "entries": [(<Entry>entry)._as_dict() for entry in entries],
         "gathering": [item for gatherer in list(_gatherers) for item in gatherer()],
+        "groups": [group for teller in list(_group_tellers) for group in teller()],
     }
+
+
+def _clock():
+    """Return what the monotonic clock is known by: processes of which it is the same have one and the same clock."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/time').st_ino}"  # a namespace may have moved it
+    except OSError:
+        return None
+
+
+def ranks_recorded():
+    """Return this process's ranks in the largest communicator that is recorded, none if there is none."""
+    cdef Entry entry
+    cdef int largest = 0
+    ranks = set()
+    for entry in list(_ring):
+        if entry is None or entry.rank < 0 or entry.nranks < largest:
+            continue
+        if entry.nranks > largest:
+            largest = entry.nranks
+            ranks = set()
+        ranks.add(entry.rank)
+    return sorted(ranks)
 
 
 def dump(path=None, *, reason=None):
@@ -317,6 +348,11 @@ def remove_gatherer(gatherer):
     """Undo `add_gatherer`; in a forked child that is done already."""
     if gatherer in _gatherers:
         _gatherers.remove(gatherer)
+
+
+def add_group_teller(teller):
+    """Have dumps tell what `teller()` returns as well: a list of the groups that this process is in."""
+    _group_tellers.append(teller)
 
 
 # What the parent gathers is nothing to a forked child.

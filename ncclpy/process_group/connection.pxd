@@ -21,6 +21,7 @@ cdef class Connection(Clique):
     cdef object making  # the communicator until it is taken over
     cdef object memory  # device memory that a pair has exchanged a byte in
     cdef list waiting
+    cdef str unmade  # what the recorder calls it until it is made
     cdef Awaited awaited
     cdef readonly object settled  # an event: it is made, or cannot be made
     cdef object failure  # what has become of it

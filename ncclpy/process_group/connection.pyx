@@ -9,6 +9,7 @@ from ncclpy.core.abort cimport ABORT_DEADLINE
 from ncclpy.core.capture cimport relax
 from ncclpy.core.communicator cimport Communicator
 from ncclpy.core.creation cimport init
+from ncclpy.core.overdue cimport tell_overdue
 from ncclpy.core.state cimport UNBORN
 from ncclpy.core.stream cimport Stream
 from ncclpy.core.wait cimport FOREVER, deadline_after, now
@@ -81,6 +82,7 @@ cdef class Connection(Clique):
         self.waiting = []
         self.overdue = set()
         self.settled = threading.Event()
+        self.unmade = f"{title} (never made)"
         self.awaited = _Meeting.__new__(_Meeting)
         (<_Meeting>self.awaited).text = f"the {nranks} ranks of communicator {label!r}, which is being made"
 
@@ -101,6 +103,7 @@ cdef class Connection(Clique):
             self.call(comm)
         except BaseException as failure:  # told to all who wait for it
             error = failure
+            tell_overdue([], error, False)  # also of ranks that do not meet in time
         self.owner.clique_made(self, made, error)
         if error is None:
             self.meet[1]()
@@ -177,6 +180,10 @@ cdef class Connection(Clique):
         if self.state == GONE:
             return self.refuse()
         request.work.gathering = self.awaited
+        # A dump is to tell whose it is, also if the ranks never meet.
+        request.work.entry.communicator = self.unmade
+        request.work.entry.rank = self.rank
+        request.work.entry.nranks = self.nranks
         self.waiting.append(request)
         return 0
 

@@ -454,6 +454,7 @@ cdef class Lifecycle(BlockOwner):
             if told and connection.state == MAKING:  # its ranks are not where this one is: it is not made again
                 connection.state, connection.failure = GONE, error
         if told:
+            self.notices.known.troubled(error)
             users.give(functools.partial(  # a logger's handlers are the user's
                 _log.error, "rank %d of process group %r goes on, as on_error='report' says, after: %s", self.rank,
                 self.name, text_of(error),
@@ -489,6 +490,7 @@ cdef class Lifecycle(BlockOwner):
             hooks = self.aborts  # later ones are called as they come
             if but is not None:
                 but.state = GONE
+        self.notices.known.failed(error)
         exits = exits and self.on_error in ("exit", "exit_now")
         if exits and self.on_error == "exit_now":
             self._exit(error)
@@ -525,6 +527,7 @@ cdef class Lifecycle(BlockOwner):
         while but is not None and but.launches and now() < deadline:
             time.sleep(0.001)
         try:
+            self.notices.known.wait()
             print(
                 f"ncclpy: rank {self.rank} of process group {self.name!r} ends its process with status {_EXIT_CODE}, as "
                 f"on_error={self.on_error!r} says: {text_of(error)}",

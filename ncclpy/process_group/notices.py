@@ -15,6 +15,7 @@ from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.bootstrap.watch import Change, Watch
 from ncclpy.core.creation import get_unique_id
 from ncclpy.core.errors import NcclError, NcclTimeout
+from ncclpy.engine.known import note_group
 from ncclpy.process_group.arrivals import Arrivals
 from ncclpy.process_group.reports import ASKED, Reports
 from ncclpy.process_group.standing import Began, RankState, as_data, from_data, sentence
@@ -64,6 +65,7 @@ class Notices:
         self._outer, self._place = store, _place_of(name)
         self.number = store.add(f"{self._place}/made-by/{rank}")
         self.name, self.rank, self.size = name, rank, size
+        self.known = note_group(name, self.number, rank, size)
         self.store = PrefixStore(f"{self._place}/{self.number}", store)
         self.arrivals = Arrivals(self.store, name, rank, size, self._has_made)
         self.reports = Reports(self.store, rank, size, look, self.arrivals.is_gone, self._has_made)
@@ -209,6 +211,7 @@ class Notices:
 
     def close(self, *, says_so: bool = False) -> None:
         """Hear nothing any more; the others are told, if asked, that this rank has closed the group."""
+        self.known.closed()
         self._over.set()
         watches, self._watches = self._watches, []
         for watch in watches:

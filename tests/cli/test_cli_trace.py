@@ -146,7 +146,7 @@ def test_what_was_launched_at_once_is_one_line_and_the_oldest_comes_first(trace)
         each["operation"] = "broadcast"
     other = launched(0, 3, 110.0, communicator="77", nranks=1, device=5, count=3, dtype="int8", nbytes=3)
     status, said, _ = trace(document(*ranks, other))
-    rows = said[said.index("launched and not completed") :].splitlines()[2:4]
+    rows = said[said.index("\nlaunched and not completed") + 1 :].splitlines()[2:4]
     assert [re.split(r"  +", row.strip()) for row in rows] == [
         ["20.000 s", "all_reduce of 3 int8 (sum)", "3", "0", "5", "77", "3", "node7 pid 4711", "-"],
         ["1.500 s", "broadcast of 1024 float32 from rank 1", "4096", "0-3", "0-3", "9f3a6c0d", "7", "node7 pid 4711",
@@ -402,10 +402,12 @@ def test_what_is_no_dump_is_refused_with_its_name_and_place(trace, content, word
 def test_files_that_cannot_be_read_or_written(tmp_path, capsys):
     binary = tmp_path / "binary.json"
     binary.write_bytes(b"\xff\xfe")
-    assert main(["trace", str(tmp_path / "none.json"), str(tmp_path), str(binary)]) == 2
-    first, second, third = capsys.readouterr().err.splitlines()
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert main(["trace", str(tmp_path / "none.json"), str(empty), str(binary)]) == 2
+    second, first, third = capsys.readouterr().err.splitlines()
     assert first.endswith("none.json: cannot be read: No such file or directory")
-    assert second.endswith("cannot be read: Is a directory")
+    assert first.startswith("ncclpy trace: ") and second.endswith("empty: has no dump, that is no file *.json")
     assert third.endswith("binary.json: is no JSON: byte 0 is not UTF-8")
     with pytest.raises(SystemExit) as stopped:
         main(["trace", str(binary), "--chrome", str(tmp_path / "no" / "where.json")])

@@ -9,10 +9,12 @@ from pathlib import Path
 
 from ncclpy.cli.files import require_matplotlib, writable
 from ncclpy.cli.trace import report, stuck
-from ncclpy.cli.trace.dump import FORMAT, Dump, DumpError, read
+from ncclpy.cli.trace.dump import FORMAT, Dump
+from ncclpy.cli.trace.reading import files_of, read_all
 
 _EPILOG = """\
-Each DUMP is what one process's recorder wrote; give those of all processes to see which rank the others wait for.
+Each DUMP is what one process's recorder wrote, or a folder of them; give those of all processes to see which rank the
+others wait for.
 
 Exit status: 0 nothing is stuck or failed, 1 something is, 2 a dump that cannot be read, or bad arguments.
 """
@@ -22,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``ncclpy trace``."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
-    parser.add_argument("dumps", nargs="+", type=Path, metavar="DUMP", help="a dump of the recorder (JSON)")
+    parser.add_argument(
+        "dumps", nargs="+", type=Path, metavar="DUMP", help="a dump of the recorder (JSON), or a folder with dumps"
+    )
     parser.add_argument("--all", action="store_true", help="print long lists whole, not only their first 20 lines")
     parser.add_argument("--chrome", type=_output, metavar="FILE", help="write a trace for Perfetto or Chrome (JSON)")
     parser.add_argument("--png", type=_output, metavar="FILE", help="draw the timeline (PNG; needs matplotlib)")
@@ -32,14 +36,11 @@ def run(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
     """Print what is stuck, write what was asked for, and return the exit status."""
     if given.png is not None:
         require_matplotlib(parser, "--png")
-    dumps: list[Dump] = []
-    unreadable = False
-    for path in given.dumps:
-        try:
-            dumps.append(read(path))
-        except DumpError as error:
-            unreadable = True
-            print(f"ncclpy trace: {error}", file=sys.stderr)
+    files, errors = files_of(given.dumps)
+    dumps, unreadable = read_all(files)
+    errors += unreadable
+    for error in errors:
+        print(f"ncclpy trace: {error}", file=sys.stderr)
     if not dumps:
         return 2
     dumps, older = latest(dumps)
@@ -58,10 +59,12 @@ def run(parser: argparse.ArgumentParser, given: argparse.Namespace) -> int:
             from ncclpy.cli.trace.picture import draw
 
             draw(dumps, given.png)
-    except OSError as error:
-        print(f"ncclpy trace: {error.filename or 'the output'} cannot be written: {error.strerror}", file=sys.stderr)
+    except OSError as failure:
+        print(
+            f"ncclpy trace: {failure.filename or 'the output'} cannot be written: {failure.strerror}", file=sys.stderr
+        )
         return 2
-    return 2 if unreadable else int(bool(findings))
+    return 2 if errors else int(bool(findings))
 
 
 def latest(dumps: Sequence[Dump]) -> tuple[list[Dump], list[Dump]]:

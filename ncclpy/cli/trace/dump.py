@@ -5,37 +5,54 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ncclpy.cli.trace.table import (
+    FIELDS,
+    LAST_SECOND,
+    MOST,
+    STATES,
+    Row,
+    Seat,
+    Table,
+    divide,
+    printable,
+    table_of,
+    table_of_text,
+)
+
 FORMAT = "ncclpy-recorder"
 VERSION = 1
-STATES = ("pending", "launched", "completed", "failed", "called", "captured")
-
-# Both are far beyond what a recorder writes, and keep what is computed from them finite: 64 bits, and the year 5138.
-_MOST = 2**64
-_LAST_SECOND = 1e11
 
 
 class DumpError(ValueError):
     """Report a file that is no dump: which file, where in it, and what is wrong."""
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class Dump:
-    """What one process recorded. `wall` and `monotonic` are its two clocks in seconds when it wrote the dump."""
+    """What one process recorded. `wall` and `monotonic` are its two clocks in seconds when it wrote the dump.
+
+    `clock` tells which monotonic clock it is, and `shift` what is added to its times to have them on one time line.
+    """
 
     path: Path
     host: str | None
     pid: int | None
     wall: float
     monotonic: float
+    clock: str | None
     engine: str | None
     nccl: str | None
     reason: str | None
     recorded: int
-    entries: list[Entry] = field(default_factory=list, repr=False)
+    table: Table = field(repr=False)
     gatherings: list[Gathering] = field(default_factory=list, repr=False)
+    groups: list[Group] = field(default_factory=list, repr=False)
+    shift: float = 0.0
+    _made: dict[int, Entry] = field(default_factory=dict, repr=False)
 
     @property
     def process(self) -> str:
@@ -45,11 +62,33 @@ class Dump:
     @property
     def is_complete(self) -> bool:
         """Tell whether the ring has forgotten nothing."""
-        return self.recorded <= len(self.entries)
+        return self.recorded <= len(self.table)
+
+    def entry(self, index: int) -> Entry:
+        """Return one entry; it is made when it is first asked for, since few of them are."""
+        made = self._made.get(index)
+        if made is None:
+            made = self._made[index] = Entry(self, *self.table.row(index))
+        return made
+
+    @cached_property
+    def entries(self) -> list[Entry]:
+        """Return all entries, the oldest first."""
+        return [self.entry(index) for index in range(len(self.table))]
+
+    @cached_property
+    def seats(self) -> list[Seat]:
+        """Return what each rank of each communicator has in it."""
+        return self.table.seats()
+
+    @property
+    def wall_now(self) -> float:
+        """Return the wall clock's time when it was written, as `wall_time` gives those of its entries."""
+        return self.wall_time(self.monotonic)
 
     def wall_time(self, monotonic: float) -> float:
         """Return the wall clock's time at a monotonic time of this process."""
-        return monotonic + (self.wall - self.monotonic)
+        return monotonic + self.shift
 
     def age(self, since: float | None) -> float | None:
         """Return the seconds from a monotonic time until the dump was written, at least 0."""
@@ -58,7 +97,10 @@ class Dump:
 
 @dataclass(eq=False, frozen=True, slots=True)
 class Entry:
-    """One operation of one participant. Times are monotonic seconds of its process; None is what is not known."""
+    """One operation of one participant. Times are monotonic seconds of its process; None is what is not known.
+
+    Its fields stand in the order of `table.FIELDS`.
+    """
 
     dump: Dump = field(repr=False)
     id: int | None
@@ -97,6 +139,20 @@ class Gathering:
     waits_for: str | None
 
 
+@dataclass(eq=False, frozen=True, slots=True)
+class Group:
+    """A process group that a process is in, or was in until it failed."""
+
+    dump: Dump = field(repr=False)
+    name: str
+    number: int
+    rank: int
+    size: int
+    made: float | None
+    ended: float | None
+    error: str | None
+
+
 def read(path: Path) -> Dump:
     """Return the dump in the file `path`.
 
@@ -109,16 +165,22 @@ def read(path: Path) -> Dump:
         If the file cannot be read or is no dump; the message names the file and the place.
     """
     try:
-        return _dump(path, _document(path))
+        data = path.read_bytes()
+        divided = divide(data)
+        if divided is not None:
+            table = table_of_text(divided[1])
+            if table is not None:
+                return _dump(path, _document(divided[0]), table)
+        return _dump(path, _document(data))
     except DumpError as error:
         raise DumpError(f"{path}: {error}") from None
-
-
-def _document(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes().decode("utf-8-sig"))
     except OSError as error:
-        raise DumpError(f"cannot be read: {error.strerror or error}") from None
+        raise DumpError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def _document(data: bytes) -> Any:
+    try:
+        return json.loads(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise DumpError(f"is no JSON: byte {error.start} is not UTF-8") from None
     except json.JSONDecodeError as error:
@@ -128,7 +190,7 @@ def _document(path: Path) -> Any:
         raise DumpError(f"is no dump of the recorder: {error}") from None
 
 
-def _dump(path: Path, document: Any) -> Dump:
+def _dump(path: Path, document: Any, table: Table | None = None) -> Dump:
     top = _Fields(document, "")
     if top.value("format") != FORMAT:
         raise DumpError(f"is no dump of the recorder: its format is {_shown(top.value('format'))}, not {FORMAT!r}")
@@ -136,25 +198,44 @@ def _dump(path: Path, document: Any) -> Dump:
     if version != VERSION:
         raise DumpError(f"has version {_shown(version)} of the format, this ncclpy reads version {VERSION}")
     entries = top.items("entries")
+    if table is None:
+        table = table_of(entries)
+    if table is None:  # something in it is unusual: look at each value
+        table = Table([_entry(_Fields(value, f"entries[{index}]")) for index, value in enumerate(entries)])
     dump = Dump(
         path=path,
         host=top.text("host"),
         pid=top.integer("pid"),
         wall=top.clock("wall"),
         monotonic=top.clock("monotonic"),
+        clock=top.text("clock"),
         engine=top.text("engine"),
         nccl=top.text("nccl"),
         reason=top.line("reason"),
-        recorded=max(top.integer("recorded") or 0, len(entries)),
+        recorded=max(top.integer("recorded") or 0, len(table)),
+        table=table,
     )
-    dump.entries.extend(_entry(dump, _Fields(value, f"entries[{index}]")) for index, value in enumerate(entries))
+    dump.shift = dump.wall - dump.monotonic
     dump.gatherings.extend(
         _gathering(dump, _Fields(value, f"gathering[{index}]")) for index, value in enumerate(top.items("gathering"))
     )
+    for index, value in enumerate(top.items("groups")):
+        group = _group(dump, _Fields(value, f"groups[{index}]"))
+        if group is not None:
+            dump.groups.append(group)
     return dump
 
 
-def _entry(dump: Dump, fields: _Fields) -> Entry:
+def _group(dump: Dump, fields: _Fields) -> Group | None:
+    name, number = fields.text("name"), fields.integer("number")
+    rank, size = fields.integer("rank"), fields.integer("size")
+    if name is None or rank is None or size is None:
+        return None
+    made, ended = fields.seconds("made"), fields.seconds("ended")
+    return Group(dump, name, number or 1, rank, size, made, ended, fields.line("error"))
+
+
+def _entry(fields: _Fields) -> Row:
     launched, completed, error = fields.seconds("launched"), fields.seconds("completed"), fields.line("error")
     state = fields.text("state")
     if state is None:
@@ -162,29 +243,19 @@ def _entry(dump: Dump, fields: _Fields) -> Entry:
         state = next((name for name, value in known.items() if value is not None), "pending")
     if state not in STATES:
         raise DumpError(f"{fields.path('state')} is {_shown(state)}, not one of {', '.join(STATES)}")
-    return Entry(
-        dump=dump,
-        id=fields.integer("id"),
-        launch=fields.integer("launch"),
-        key=fields.text("key"),
-        operation=fields.text("operation") or "unknown operation",
-        op=fields.text("op"),
-        dtype=fields.text("dtype"),
-        count=fields.integer("count"),
-        nbytes=fields.integer("nbytes"),
-        root=fields.integer("root"),
-        communicator=fields.text("communicator"),
-        sequence=fields.integer("sequence"),
-        rank=fields.integer("rank"),
-        nranks=fields.integer("nranks"),
-        device=fields.integer("device"),
-        thread=fields.integer("thread"),
-        state=state,
-        created=fields.seconds("created"),
-        launched=launched,
-        completed=completed,
-        error=error,
-    )
+    values = {
+        "operation": fields.text("operation") or "unknown operation",
+        "state": state,
+        "launched": launched,
+        "completed": completed,
+        "created": fields.seconds("created"),
+        "error": error,
+    }
+    values |= {name: fields.text(name) for name in ("key", "op", "dtype", "communicator")}
+    for name in FIELDS:
+        if name not in values:
+            values[name] = fields.integer(name)
+    return tuple(values[name] for name in FIELDS)
 
 
 def _gathering(dump: Dump, fields: _Fields) -> Gathering:
@@ -221,13 +292,13 @@ class _Fields:
     def text(self, name: str) -> str | None:
         value = self.value(name)
         if value is None or isinstance(value, str):
-            return None if value is None else _printable(value)
+            return None if value is None else printable(value)
         raise DumpError(f"{self.path(name)} is {_shown(value)}, not text")
 
     def line(self, name: str) -> str | None:
         """Return a text that may have several lines as one."""
         value = self.value(name)
-        return _printable(" ".join(value.split())) if isinstance(value, str) else self.text(name)
+        return printable(" ".join(value.split())) if isinstance(value, str) else self.text(name)
 
     def integer(self, name: str) -> int | None:
         value = self.value(name)
@@ -239,7 +310,7 @@ class _Fields:
             return None
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise DumpError(f"{self.path(name)} is {_shown(value)}, not a number of seconds")
-        if not 0 <= value <= _LAST_SECOND:  # a NaN is not either
+        if not 0 <= value <= LAST_SECOND:  # a NaN is not either
             raise DumpError(f"{self.path(name)} is {_shown(value)}, not a time in seconds")
         return float(value)
 
@@ -259,14 +330,9 @@ class _Fields:
 def _integer(value: Any, place: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise DumpError(f"{place} is {_shown(value)}, not an integer")
-    if abs(value) > _MOST:
+    if abs(value) > MOST:
         raise DumpError(f"{place} has more than 64 bits")
     return value
-
-
-def _printable(text: str) -> str:
-    """Escape what could not be printed, or would steer a terminal."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _shown(value: Any) -> str:
@@ -274,7 +340,7 @@ def _shown(value: Any) -> str:
         return "an object" if isinstance(value, dict) else "a list"
     if value is None or isinstance(value, bool):
         return json.dumps(value)
-    if (isinstance(value, int) and abs(value) > _MOST) or (isinstance(value, float) and not math.isfinite(value)):
+    if (isinstance(value, int) and abs(value) > MOST) or (isinstance(value, float) and not math.isfinite(value)):
         return "a number out of bounds"
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

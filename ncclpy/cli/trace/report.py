@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 
-from ncclpy.cli.trace.dump import Dump, Entry, Gathering
-from ncclpy.cli.trace.stuck import COUNTERPART, Findings, Last, Mismatch, Standstill, is_waiting
+from ncclpy.cli.trace.dump import Dump, Entry, Gathering, Group
+from ncclpy.cli.trace.parting import NEVER_MADE, LateGroup, Parting
+from ncclpy.cli.trace.stuck import Findings, Mismatch, Standstill, is_waiting
+from ncclpy.cli.trace.table import COUNTERPART
 from ncclpy.core.errors import listed, ranks, spans
 
 SHOWN = 20
@@ -26,15 +29,24 @@ def text(dumps: Sequence[Dump], findings: Findings, *, everything: bool = False)
         Whether long lists are printed whole, and not only their first `SHOWN` lines.
     """
     limit = None if everything else SHOWN
-    communicators = {entry.communicator for dump in dumps for entry in dump.entries if entry.communicator is not None}
+    communicators: set[str] = set().union(*(dump.table.communicators() for dump in dumps))
     lines = [
         f"# ncclpy trace: {_number(len(dumps), 'dump')}, {_number(len(communicators), 'communicator')}, "
-        f"{_number(sum(len(dump.entries) for dump in dumps), 'entry', 'entries')}",
+        f"{_number(sum(len(dump.table) for dump in dumps), 'entry', 'entries')}",
         "",
-        *_table([_header(dump) for dump in dumps]),
+        *_limited(_table([_header(dump) for dump in dumps]), limit),
     ]
+    if findings.unseen is not None:
+        name, size, gaps = findings.unseen
+        lines += ["", f"no dump of {ranks(gaps, SHOWN)} (of {size} in {name})"]
     if not findings:
         return "\n".join([*lines, "", "nothing is stuck"])
+    for parting in findings.partings:
+        lines += ["", *_parting(parting)]
+    for late in findings.late[:limit]:
+        lines += ["", _late_group(late)]
+    if findings.ended:
+        lines += ["", "process groups that have failed", *_limited([_ended(group) for group in findings.ended], limit)]
     if findings.gatherings:
         rows = [_gathering(each) for each in sorted(findings.gatherings, key=_oldest)]
         lines += ["", "gathering: participants have not arrived", *_limited(_table(rows, "  "), limit)]
@@ -50,7 +62,7 @@ def text(dumps: Sequence[Dump], findings: Findings, *, everything: bool = False)
         lines += [
             "",
             "failed",
-            *_limited([line for group in _groups(findings.failed) for line in _failure(group)], limit),
+            *_limited([_failure(group) for group in _alike_failures(findings.failed)], limit),
         ]
     return "\n".join([*lines, "", _summary(findings)])
 
@@ -80,9 +92,9 @@ def _header(dump: Dump) -> list[str]:
         dump.process,
         engine,
         f"NCCL {dump.nccl or 'of unknown version'}",
-        f"{len(dump.entries)} of {dump.recorded} entries",
+        f"{len(dump.table)} of {dump.recorded} entries",
         f"written {clock(dump.wall)}",
-        "" if dump.reason is None else f"reason: {_short(dump.reason, 300)}",
+        "" if dump.reason is None else f"reason: {_short(_without_advice(dump.reason), 300)}",
     ]
 
 
@@ -122,7 +134,7 @@ def _operations(entries: Iterable[Entry], limit: int | None) -> list[str]:
                 _listed(entry.device for entry in group),
                 _known(first.communicator),
                 _known(first.sequence),
-                first.dump.process,
+                _processes(group),
                 _short(first.key or "-"),
             ]
         )
@@ -131,13 +143,74 @@ def _operations(entries: Iterable[Entry], limit: int | None) -> list[str]:
 
 
 def _groups(entries: Iterable[Entry]) -> list[list[Entry]]:
-    """Put together what a process launched at once on several devices; the oldest first."""
+    """Put together one operation of several ranks, and what a process launched at once; the oldest first."""
     groups: dict[object, list[Entry]] = {}
     for entry in entries:
-        place = (id(entry.dump), entry.communicator, entry.sequence, entry.key, entry.launch, entry.error)
-        groups.setdefault((*place, describe(entry)), []).append(entry)
+        if entry.communicator is None or entry.sequence is None:
+            place: tuple[object, ...] = (id(entry.dump), entry.communicator, entry.sequence, entry.launch)
+        else:
+            place = (entry.communicator, entry.sequence)
+        groups.setdefault((*place, entry.key, describe(entry)), []).append(entry)
     ordered = [sorted(group, key=lambda entry: -(entry.dump.age(_since(entry)) or 0)) for group in groups.values()]
     return sorted(ordered, key=lambda group: -(group[0].dump.age(_since(group[0])) or 0))
+
+
+def _processes(group: Sequence[Entry]) -> str:
+    """Name the process of a group of entries, or one and how many more there are."""
+    processes = dict.fromkeys(entry.dump.process for entry in group)
+    first = next(iter(processes))
+    return first if len(processes) == 1 else f"{first} and {len(processes) - 1} more"
+
+
+def _parting(parting: Parting) -> list[str]:
+    """Say what each rank did where they part, one line for those that did the same."""
+    size = "" if parting.nranks is None else f" ({_number(parting.nranks, 'rank')})"
+    where = f"communicator {parting.communicator}{size}"
+    if parting.communicator.endswith(NEVER_MADE):
+        where = f"process group {parting.communicator.removesuffix(NEVER_MADE)!r}{size}, which was never made"
+    begins = "the ranks part at" if parting.is_apart else "the first that did not end on all ranks:"
+    lines = [f"{begins} sequence {parting.sequence} of {where}"]
+    same: dict[str, list[int]] = {}
+    for rank, entry in parting.entries.items():
+        same.setdefault(f"{describe(entry)}, {_outcome(entry)}", []).append(rank)
+    lines += [f"  {_ranks(numbers)}: {what}" for what, numbers in same.items()]
+    if parting.absent:
+        lines.append(f"  {_ranks(parting.absent)}: never launched it")
+    if parting.unseen:
+        lines.append(f"  {ranks(parting.unseen, SHOWN)}: no dump")
+    late = parting.late()
+    for each in late[:SHOWN]:
+        said = f"  late: rank {each.rank} came {_seconds(each.seconds)} after rank {each.first}"
+        if each.failed is not None:
+            said += f", {_seconds(each.after_failure)} after the call had failed on rank {each.failed}"
+        lines.append(said)
+    if len(late) > SHOWN:
+        lines.append(f"  ... and {len(late) - SHOWN} more ranks were late")
+    if late and not parting.one_clock:
+        lines.append("  (by the wall clocks of their machines, which may differ)")
+    return lines
+
+
+def _ended(group: Group) -> str:
+    name = f"{group.name!r}" + (f" (the {group.number}. of this name)" if group.number > 1 else "")
+    said = _short(_without_advice(group.error or ""), 300)
+    return f"  {name}, {_number(group.size, 'rank')}, first on rank {group.rank} ({group.dump.process}): {said}"
+
+
+def _outcome(entry: Entry) -> str:
+    words = {"pending": "called and not launched", "launched": "launched and not completed"}
+    return words.get(entry.state, entry.state)
+
+
+def _late_group(late: LateGroup) -> str:
+    group = late.group
+    said = (
+        f"late: rank {group.rank} of {group.size} came to process group {group.name!r} {_seconds(late.seconds)} after "
+        f"rank {late.first.rank}"
+    )
+    if late.ended is not None:
+        said += f", {_seconds(late.after_end)} after the group had ended on rank {late.ended.rank}"
+    return said
 
 
 def _standstill(standstill: Standstill, limit: int | None) -> list[str]:
@@ -157,10 +230,12 @@ def _standstill(standstill: Standstill, limit: int | None) -> list[str]:
         missing = "has not launched it"
     if standstill.beyond:
         lines.append(f"  launched by {_ranks(standstill.beyond)}, and forgotten since")
-    for rank, last in list(standstill.missing.items())[:limit]:
-        lines += _missing(standstill, rank, last, missing)
-    if limit is not None and len(standstill.missing) > limit:
-        lines.append(f"  ... and {len(standstill.missing) - limit} more ranks are missing (--all shows them)")
+    alike = _alike_missing(standstill)
+    for numbers in alike[:limit]:
+        lines += _missing(standstill, numbers, missing)
+    left = 0 if limit is None else sum(map(len, alike[limit:]))
+    if left:
+        lines.append(f"  ... and {left} more ranks are missing (--all shows them)")
     if standstill.unseen:
         lines.append(f"  unknown: {ranks(standstill.unseen, SHOWN)}; no dump given here has an entry of theirs")
     return lines
@@ -175,25 +250,43 @@ def _reached(standstill: Standstill) -> str:
     return "is launched by every rank" + (f", completed by {_ranks(done)}" if done else ", completed by none")
 
 
-def _missing(standstill: Standstill, rank: int, last: Last, what: str) -> list[str]:
-    dump = last.place.dump
-    lines = [f"  missing: rank {rank} ({dump.process}) {what}"]
+def _alike_missing(standstill: Standstill) -> list[list[int]]:
+    """Put together the ranks that are missing and did the same last, but for their times."""
+    alike: dict[str, list[int]] = {}
+    for rank, last in standstill.missing.items():
+        done = "" if last.launch is None else f"{last.launch.sequence} {describe(last.launch)} {last.launch.state}"
+        alike.setdefault(f"{done} {_without_times(_now(last.dump, last.device))}", []).append(rank)
+    return list(alike.values())
+
+
+def _without_times(text: str) -> str:
+    return re.sub(r"\d+\.\d+ s", "", text)
+
+
+def _missing(standstill: Standstill, alike: list[int], what: str) -> list[str]:
+    last = standstill.missing[alike[0]]
+    dump = last.dump
+    verb = what if len(alike) == 1 else what.replace("is ", "are ").replace("has ", "have ")
+    more = "" if len(alike) == 1 else f", and {len(alike) - 1} more"
+    lines = [f"  missing: {_ranks(alike)} ({dump.process}{more}) {verb}"]
     if last.launch is not None:
         number = "" if last.launch.sequence is None else f"sequence {last.launch.sequence}, "
         lines.append(f"    last on it: {number}{describe(last.launch)}, {_state(last.launch)}")
     else:
         lines.append("    last on it: nothing that is recorded")
-    lines.append(f"    now: {_now(dump, last.place.device)}")
+    lines.append(f"    now: {_now(dump, last.device)}")
     others = [entry.dump.wall_time(entry.launched) for entry in standstill.launched.values() if entry.launched]
-    if others and dump.wall < min(others):
-        lines.append(f"    but its dump was written {min(others) - dump.wall:.3f} s before the others launched")
+    if others and dump.wall_now < min(others):
+        lines.append(f"    but its dump was written {min(others) - dump.wall_now:.3f} s before the others launched")
     return lines
 
 
 def _now(dump: Dump, device: int | None) -> str:
     """Say what a rank is doing: what it has begun, else what it did last."""
-    own = [entry for entry in dump.entries if device is None or entry.device == device]
-    begun = [entry for entry in own if entry.state in ("launched", "pending")]
+    place = {} if device is None else {"device": device}
+    own = dump.table.where(**place)
+    both = [*dump.table.where(state="launched", **place), *dump.table.where(state="pending", **place)]
+    begun = [dump.entry(index) for index in sorted(both)]
     doing = [
         f"{describe(entry)}"
         + (f" {_short(entry.key)}" if entry.key is not None else "")
@@ -210,7 +303,8 @@ def _now(dump: Dump, device: int | None) -> str:
         return "; ".join(doing[:3]) + (f"; and {len(doing) - 3} more" if len(doing) > 3 else "")
     if not own:
         return "nothing that is recorded"
-    return f"nothing in progress; last recorded was {describe(own[-1])}, {_state(own[-1])}"
+    last = dump.entry(own[-1])
+    return f"nothing in progress; last recorded was {describe(last)}, {_state(last)}"
 
 
 def _mismatch(mismatch: Mismatch) -> list[str]:
@@ -224,16 +318,42 @@ def _mismatch(mismatch: Mismatch) -> list[str]:
     return lines
 
 
-def _failure(group: list[Entry]) -> list[str]:
-    entry = group[0]
+def _alike_failures(entries: Iterable[Entry]) -> list[list[Entry]]:
+    """Put together the ranks on which an operation failed with the same words, but for numbers in them."""
+    groups: dict[object, list[Entry]] = {}
+    for entry in entries:
+        words = re.sub(r"\d+", "#", entry.error or "")
+        if entry.communicator is None or entry.sequence is None:
+            place: tuple[object, ...] = (id(entry.dump), entry.communicator, entry.sequence, entry.launch)
+        else:
+            place = (entry.communicator, entry.sequence)
+        groups.setdefault((*place, entry.key, describe(entry), words), []).append(entry)
+    return sorted(groups.values(), key=lambda group: min(map(_failed_at, group)))
+
+
+def _failed_at(entry: Entry) -> float:
+    return float("inf") if entry.completed is None else entry.dump.wall_time(entry.completed)
+
+
+def _failure(group: list[Entry]) -> str:
+    entry = min(group, key=_failed_at)
     place = [
         describe(entry),
         _short(entry.key) if entry.key is not None else None,
         _ranks(each.rank for each in group),
     ]
     place += [None if entry.communicator is None else f"communicator {entry.communicator}"]
-    place += [None if entry.sequence is None else f"sequence {entry.sequence}", entry.dump.process]
-    return [f"  {', '.join(filter(None, place))}: {_short(entry.error or 'no error was recorded', 300)}"]
+    place += [None if entry.sequence is None else f"sequence {entry.sequence}", _processes([entry, *group])]
+    said = _short(_without_advice(entry.error or "") or "no error was recorded", 300)
+    if len({each.error for each in group}) > 1:
+        said += f" (so on rank {entry.rank}; on the others with other numbers)"
+    return f"  {', '.join(filter(None, place))}: {said}"
+
+
+def _without_advice(text: str) -> str:
+    """Leave out the sentences that tell to do what is being done."""
+    sentences = re.split(r"(?<=[.!?]) (?=[A-Z])", text)
+    return " ".join(each for each in sentences if "ncclpy trace" not in each)
 
 
 def _summary(findings: Findings) -> str:
@@ -243,13 +363,17 @@ def _summary(findings: Findings) -> str:
         (len(findings.launched), "operation not completed", "operations not completed"),
         (len(findings.mismatches), "mismatch", "mismatches"),
         (len(findings.failed), "failure", "failures"),
+        (len(findings.ended), "failed process group", "failed process groups"),
     ]
     said = [_number(count, one, many) for count, one, many in counts if count]
     missing = sum(bool(each.missing) for each in findings.standstills)
     said += [_number(missing, "standstill with ranks missing", "standstills with ranks missing")] * bool(missing)
     unseen = sum(bool(each.unseen and not each.missing) for each in findings.standstills)
     said += [_number(unseen, "standstill with ranks unknown", "standstills with ranks unknown")] * bool(unseen)
-    only_failed = len(said) == 1 and bool(findings.failed)
+    late = {rank.rank for parting in findings.partings for rank in parting.late()}
+    late |= {each.group.rank for each in findings.late}
+    said += [f"{_ranks(late)} late"] * bool(late)
+    only_failed = len(said) == bool(findings.failed) + bool(findings.ended)
     return ("nothing is stuck now, but something has failed: " if only_failed else "stuck: ") + ", ".join(said)
 
 

@@ -7,18 +7,14 @@ not compared, but each send is laid beside its recv.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ncclpy.cli.trace.dump import Dump, Entry, Gathering
+import numpy as np
 
-COUNTERPART = {"send": "recv", "recv": "send"}
-
-# A rank cannot complete these before every rank has launched them.
-_SYNCHRONIZING = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"}
-
-# What has a number and has not ended well. A pending plain call is inside NCCL; a Manager's has no number then.
-_OPEN = {"pending", "launched", "failed"}
+from ncclpy.cli.trace.dump import Dump, Entry, Gathering, Group
+from ncclpy.cli.trace.parting import NEVER_MADE, LateGroup, Parting, ended_groups, first_parting, late_groups
+from ncclpy.cli.trace.table import COUNTERPART, Seat, Signature, differing
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +37,11 @@ class Standstill:
 
 @dataclass(frozen=True, slots=True)
 class Last:
-    """What a rank did last: its last launch on the communicator, if any, and an entry that tells where the rank is."""
+    """What a rank did last: its last launch on the communicator, if any, and where the rank is."""
 
     launch: Entry | None
-    place: Entry
+    dump: Dump
+    device: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,37 +64,86 @@ class Findings:
     standstills: list[Standstill]
     mismatches: list[Mismatch]
     failed: list[Entry]
+    partings: list[Parting]
+    late: list[LateGroup]
+    ended: list[Group]
+    unseen: tuple[str, int, tuple[range, ...]] | None
 
     def __bool__(self) -> bool:
-        return any((self.gatherings, self.pending, self.launched, self.standstills, self.mismatches, self.failed))
+        stuck = (self.gatherings, self.pending, self.launched, self.standstills)
+        return any((*stuck, self.mismatches, self.failed, self.late, self.ended))
 
 
 def find(dumps: Iterable[Dump]) -> Findings:
     """Return what is stuck, in the order of time within each kind and process."""
     dumps = list(dumps)
-    findings = Findings([], [], [], [], [], [])
-    communicators: dict[str, list[Entry]] = {}
+    findings_of: dict[str, list[Entry]] = {"launched": [], "failed": [], "pending": []}
+    gatherings: list[Gathering] = []
+    communicators: dict[str, dict[int, list[tuple[Dump, Seat]]]] = {}
     for dump in dumps:
         waiting = [each for each in dump.gatherings if is_waiting(each)]
-        findings.gatherings.extend(waiting)
+        gatherings.extend(waiting)
         gathered = {each.key for each in waiting if each.key is not None}
-        for entry in dump.entries:
-            if entry.state == "launched":
-                findings.launched.append(entry)
-            elif entry.state == "failed":
-                findings.failed.append(entry)
-            elif entry.state == "pending" and entry.key not in gathered:
-                findings.pending.append(entry)
-            if entry.communicator is not None and entry.rank is not None:
-                communicators.setdefault(entry.communicator, []).append(entry)
-    for name, entries in sorted(communicators.items()):
-        seats = _Seats(name, entries)
-        if seats.has_point_to_point:
-            findings.standstills.extend(seats.unanswered())
-        else:
-            findings.standstills.extend(seats.standstills())
-            findings.mismatches.extend(seats.mismatches())
-    return findings
+        for state, found in findings_of.items():
+            entries = map(dump.entry, dump.table.where(state=state))
+            found.extend(each for each in entries if state != "pending" or each.key not in gathered)
+        for seat in dump.seats:
+            communicators.setdefault(seat.communicator, {}).setdefault(seat.rank, []).append((dump, seat))
+    standstills: list[Standstill] = []
+    mismatches: list[Mismatch] = []
+    partings: list[Parting] = []
+    members = _members(dumps)
+    everyone: dict[str, tuple[int, set[int]]] = {
+        f"process group {name!r}": (size, set(there)) for (name, size), there in members.items()
+    }
+    for name, ranks in sorted(communicators.items()):
+        seats = _Seats(name, ranks, members)
+        if seats.nranks is not None and seats.title not in {group for group, _ in members}:
+            everyone[f"communicator {name}"] = (seats.nranks, {*seats.places})
+        if seats.is_point_to_point:
+            standstills.extend(seats.unanswered())
+            continue
+        still, different = list(seats.standstills()), list(seats.mismatches())
+        standstills.extend(still)
+        mismatches.extend(different)
+        numbers = [each.sequence for each in still if each.sequence is not None]
+        numbers += [each.sequence for each in different] + seats.first_failed()
+        if numbers:
+            number = min(numbers)
+            missing = next((each.missing for each in still if each.sequence == number), {})
+            absent = {rank: last.dump for rank, last in missing.items()}
+            partings.append(Parting(name, seats.nranks, number, seats.at(number), absent, seats.unseen()))
+    return Findings(
+        gatherings, findings_of["pending"], findings_of["launched"], standstills, mismatches, findings_of["failed"],
+        first_parting(partings), late_groups(dumps), ended_groups(dumps), _unseen_of(everyone),
+    )  # fmt: skip
+
+
+def _members(dumps: Iterable[Dump]) -> dict[tuple[str, int], dict[int, Dump]]:
+    """Return whose dumps know that they are in a process group: by its name and size, and by rank."""
+    members: dict[tuple[str, int], dict[int, Dump]] = {}
+    for dump in dumps:
+        for group in dump.groups:
+            members.setdefault((group.name, group.size), {})[group.rank] = dump
+    return members
+
+
+def _unseen_of(everyone: Mapping[str, tuple[int, set[int]]]) -> tuple[str, int, tuple[range, ...]] | None:
+    """Return the largest of all groups, its size, and the ranks of which there is no dump, if there are any."""
+    if not everyone:
+        return None
+    name, (size, there) = max(everyone.items(), key=lambda item: (item[1][0], len(item[1][1])))
+    gaps = _gaps(there, size)
+    return (name, size, gaps) if gaps else None
+
+
+def _gaps(there: Iterable[int], size: int) -> tuple[range, ...]:
+    gaps, start = [], 0
+    for rank in [*sorted(there), size]:
+        if rank > start:
+            gaps.append(range(start, rank))
+        start = max(start, rank + 1)
+    return tuple(gaps)
 
 
 def is_waiting(gathering: Gathering) -> bool:
@@ -105,47 +151,46 @@ def is_waiting(gathering: Gathering) -> bool:
     return gathering.missing != 0 or bool(gathering.waits_for)
 
 
-def differing(entries: Iterable[Entry]) -> bool:
-    """Tell whether the entries of one sequence number cannot be one collective. What is None differs from nothing."""
-    entries = list(entries)
-    named = [(_operation(entry), entry.op, entry.dtype, entry.root) for entry in entries]
-    sized = [(entry.count,) for entry in entries if not entry.operation.endswith("_v")]  # each rank has its own
-    return any(len({*values} - {None}) > 1 for values in (*zip(*named, strict=True), *zip(*sized, strict=True)))
-
-
-def _operation(entry: Entry) -> str:
-    """Return the collective's name: a Manager has one name for the root and another for those who receive."""
-    if entry.operation in COUNTERPART:
-        return entry.operation
-    return entry.operation.removesuffix("_send").removesuffix("_recv")
-
-
 class _Seats:
     """One communicator: its ranks, and what each of them has launched at which sequence number."""
 
-    def __init__(self, name: str, entries: list[Entry]) -> None:
+    def __init__(
+        self,
+        name: str,
+        ranks: Mapping[int, Sequence[tuple[Dump, Seat]]],
+        members: Mapping[tuple[str, int], Mapping[int, Dump]],
+    ) -> None:
         self.name = name
-        self.nranks = max((entry.nranks for entry in entries if entry.nranks is not None), default=None)
-        self.has_point_to_point = any(entry.operation in COUNTERPART for entry in entries)
-        self.entries = entries
-        self.places: dict[int, Entry] = {}
-        self.launches: dict[int, dict[int, Entry]] = {}  # sequence -> rank -> entry
-        self.last: dict[int, int] = {}  # rank -> sequence
-        for entry in entries:
-            assert entry.rank is not None
-            self.places[entry.rank] = entry
-            if entry.sequence is not None:
-                self.launches.setdefault(entry.sequence, {})[entry.rank] = entry
-                self.last[entry.rank] = max(entry.sequence, self.last.get(entry.rank, entry.sequence))
+        self.title = name.removesuffix(NEVER_MADE) if name.endswith(NEVER_MADE) else name.rpartition(" ")[0]
+        self.ranks = {rank: ranks[rank] for rank in sorted(ranks)}
+        self.seats = [each for seats in self.ranks.values() for each in seats]
+        self.nranks = max((seat.nranks for _, seat in self.seats if seat.nranks is not None), default=None)
+        self.is_point_to_point = any(seat.is_point_to_point for _, seat in self.seats)
+        # Where each rank is, also of those that have begun nothing on it.
+        self.places: dict[int, Dump] = dict(members.get((self.title, self.nranks or 0), {}))
+        self.places |= {rank: seats[-1][0] for rank, seats in self.ranks.items()}
+        self.last = {
+            rank: max(int(seat.sequences[-1]) for _, seat in seats if len(seat.sequences))
+            for rank, seats in self.ranks.items()
+            if any(len(seat.sequences) for _, seat in seats)
+        }
+
+    def at(self, number: int) -> dict[int, Entry]:
+        """Return what the ranks have begun under a number, by rank."""
+        found = {}
+        for rank, seats in self.ranks.items():
+            for dump, seat in reversed(seats):
+                index = seat.find(number)
+                if index is not None:
+                    found[rank] = dump.entry(index)
+                    break
+        return found
 
     def standstills(self) -> Iterable[Standstill]:
         """Yield the first sequence number that has not ended, and the first that not every rank has launched."""
-        open_numbers = [
-            number for number, ranks in self.launches.items() if any(entry.state in _OPEN for entry in ranks.values())
-        ]
-        behind = self._behind(bool(open_numbers))
+        first = min((int(seat.open[0]) for _, seat in self.seats if len(seat.open)), default=None)
+        behind = self._behind(first is not None)
         apart = min(behind.values()) + 1 if behind else None
-        first = min(open_numbers, default=None)
         if first is not None and (apart is None or first < apart):
             found = self._standstill(first, {})
             # That every rank has failed is said by the failures.
@@ -154,39 +199,41 @@ class _Seats:
         if apart is not None:
             yield self._standstill(apart, {rank: last for rank, last in behind.items() if last < apart})
 
+    def first_failed(self) -> list[int]:
+        """Return the first number that has failed on a rank, if there is one."""
+        found = [seat.first_failed for _, seat in self.seats if seat.first_failed is not None]
+        return [min(found)] if found else []
+
     def _behind(self, is_open: bool) -> dict[int, int]:
         """Return the ranks that have launched less than others, with the last number that they have launched."""
         if not self.last:
             return {}
         front = max(self.last.values())
-        reached = max(
-            (
-                number
-                for number, ranks in self.launches.items()
-                for entry in ranks.values()
-                if entry.state == "completed" and entry.operation in _SYNCHRONIZING
-            ),
-            default=-1,
-        )
-        behind = {}
-        for rank, place in self.places.items():
+        reached = max((seat.reached for _, seat in self.seats), default=-1)
+        lasts = {}
+        for rank, dump in self.places.items():
             # Without a launch: it has had none, or none that the ring still knows.
-            last = self.last.get(rank, -1 if place.dump.is_complete else front - 1)
-            if max(last, reached) < front and (is_open or self._came_later(place.dump, last)):
-                behind[rank] = max(last, reached)
-        return behind
+            last = max(self.last.get(rank, -1 if dump.is_complete else front - 1), reached)
+            if last < front:
+                lasts[rank] = last
+        if not lasts or is_open:
+            return lasts
+        # Nothing is open: those are behind whose dump was written after somebody had launched more.
+        began = self._earliest_beyond({*lasts.values()})
+        return {rank: last for rank, last in lasts.items() if began[last] < self.places[rank].wall_now}
 
-    def _came_later(self, dump: Dump, last: int) -> bool:
-        """Tell whether the dump was written after somebody had launched more than `last`."""
-        return any(
-            entry.launched is not None and entry.dump.wall_time(entry.launched) < dump.wall
-            for number, ranks in self.launches.items()
-            if number > last
-            for entry in ranks.values()
-        )
+    def _earliest_beyond(self, numbers: Iterable[int]) -> dict[int, float]:
+        """Return for each of these when the first operation with a higher number was launched, by the wall clock."""
+        sequences = np.concatenate([seat.sequences for _, seat in self.seats])
+        launched = np.concatenate([seat.launched + dump.shift for dump, seat in self.seats])
+        order = np.argsort(sequences, kind="stable")
+        sequences = sequences[order]
+        times = np.where(np.isnan(launched), np.inf, launched)[order]
+        earliest = np.append(np.minimum.accumulate(times[::-1])[::-1], np.inf)
+        return {each: float(earliest[np.searchsorted(sequences, each, side="right")]) for each in numbers}
 
     def _standstill(self, sequence: int, missing: Mapping[int, int]) -> Standstill:
-        launched = dict(sorted(self.launches.get(sequence, {}).items()))
+        launched = self.at(sequence)
         return Standstill(
             communicator=self.name,
             nranks=self.nranks,
@@ -194,24 +241,34 @@ class _Seats:
             launched=launched,
             beyond=tuple(sorted(self.places.keys() - launched.keys() - missing.keys())),
             missing={rank: self._last(rank) for rank in sorted(missing)},
-            unseen=self._unseen(),
+            unseen=self.unseen(),
         )
 
     def _last(self, rank: int) -> Last:
-        number = self.last.get(rank)
-        return Last(None if number is None else self.launches[number][rank], self.places[rank])
+        dump = self.places[rank]
+        if rank not in self.ranks:
+            return Last(None, dump, None)
+        (there, seat), number = self.ranks[rank][-1], self.last.get(rank)
+        launch = None if number is None else self.at_rank(rank, number)
+        return Last(launch, dump, there.entry(seat.last).device)
 
-    def _unseen(self) -> tuple[range, ...]:
-        gaps, start = [], 0
-        for rank in [*sorted(self.places), self.nranks or 0]:
-            if rank > start:
-                gaps.append(range(start, rank))
-            start = max(start, rank + 1)
-        return tuple(gaps)
+    def at_rank(self, rank: int, number: int) -> Entry | None:
+        """Return what one rank has begun under a number."""
+        found = [(dump, seat.find(number)) for dump, seat in self.ranks[rank]]
+        return next((dump.entry(index) for dump, index in reversed(found) if index is not None), None)
+
+    def unseen(self) -> tuple[range, ...]:
+        """Return the ranks that no dump knows."""
+        return _gaps(self.places, self.nranks or 0)
 
     def unanswered(self) -> Iterable[Standstill]:
         """Yield each send without its recv, and each recv without its send."""
-        waiting = [entry for entry in self.entries if entry.state == "launched" and entry.operation in COUNTERPART]
+        waiting = [
+            dump.entry(index)
+            for dump in {id(dump): dump for dump, _ in self.seats}.values()
+            for index in dump.table.where(communicator=self.name, state="launched")
+        ]
+        waiting = [entry for entry in waiting if entry.operation in COUNTERPART]
         there = {(entry.operation, entry.rank, entry.root) for entry in waiting}
         for entry in waiting:
             peer = entry.root
@@ -229,7 +286,30 @@ class _Seats:
 
     def mismatches(self) -> Iterable[Mismatch]:
         """Yield the first sequence number at which ranks call different things."""
-        numbers = sorted(number for number, ranks in self.launches.items() if differing(ranks.values()))
+        numbers = self._differing()
         if numbers:
-            ranks = dict(sorted(self.launches[numbers[0]].items()))
-            yield Mismatch(self.name, numbers[0], ranks, len(numbers) - 1)
+            yield Mismatch(self.name, numbers[0], self.at(numbers[0]), len(numbers) - 1)
+
+    def _differing(self) -> list[int]:
+        """Return the numbers at which ranks call different things, without a look at those that call all the same."""
+        ways = {(seat.sequences.tobytes(), seat.signatures.tobytes()): seat for _, seat in self.seats}
+        if len(ways) < 2:
+            return []
+        known: dict[int, Signature] = {}
+        for _, seat in self.seats:
+            known |= seat.signature_of
+        sequences = np.concatenate([seat.sequences for seat in ways.values()])
+        signatures = np.concatenate([seat.signatures for seat in ways.values()])
+        order = np.lexsort((signatures, sequences))
+        sequences, signatures = sequences[order], signatures[order]
+        apart = (sequences[1:] == sequences[:-1]) & (signatures[1:] != signatures[:-1])
+        found: list[int] = []
+        judged: dict[tuple[int, ...], bool] = {}
+        for number in np.unique(sequences[1:][apart]):
+            begin, end = np.searchsorted(sequences, number), np.searchsorted(sequences, number, side="right")
+            called = tuple(np.unique(signatures[begin:end]).tolist())
+            if called not in judged:
+                judged[called] = differing(known[each] for each in called)
+            if judged[called]:
+                found.append(int(number))
+        return found

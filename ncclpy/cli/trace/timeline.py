@@ -61,21 +61,13 @@ class Timeline:
 
 
 def lay_out(dumps: Sequence[Dump]) -> Timeline:
-    """Return the timeline of the dumps, whose clocks are aligned through the wall clock."""
-    known = [
-        dump.wall_time(time)
-        for dump in dumps
-        for times in (
-            *((entry.created, entry.launched, entry.completed) for entry in dump.entries),
-            *((gathering.since,) for gathering in dump.gatherings),
-        )
-        for time in times
-        if time is not None
-    ]
-    start = min([*known, *(dump.wall for dump in dumps)])
+    """Return the timeline of the dumps; those of several machines are aligned by their wall clocks."""
+    known = [dump.wall_time(time) for dump in dumps if (time := dump.table.first_time()) is not None]
+    known += [dump.wall_time(each.since) for dump in dumps for each in dump.gatherings if each.since is not None]
+    start = min([*known, *(dump.wall_now for dump in dumps)])
     spans: list[Span] = []
     for index, dump in enumerate(dumps):
-        shift = dump.wall - dump.monotonic - start
+        shift = dump.shift - start
         for entry in dump.entries:
             spans += _spans(index, entry, shift)
         for each in dump.gatherings:

@@ -1,0 +1,163 @@
+"""Where ranks part: the first operation at which not all did the same, and who came late to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ncclpy.cli.trace.dump import Dump, Entry, Group
+from ncclpy.cli.trace.table import Signature, signature_of
+
+#: What the recorder adds to a group's name for operations whose communicator was never made.
+NEVER_MADE = " (never made)"
+
+# A rank that came so many seconds after the first one is worth a line, where the machines' clocks are one, and where
+# they are set by a network.
+_LATE = 0.1
+_LATE_ELSEWHERE = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """A rank that came later than the first one, and how long after a call there had failed, if it had by then."""
+
+    rank: int
+    first: int
+    seconds: float
+    failed: int | None
+    after_failure: float
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """One sequence number of a communicator that ranks did not all do alike.
+
+    `entries` are what they have begun, by rank, `absent` the dumps of those that have not, and `unseen` the ranks
+    without a dump.
+    """
+
+    communicator: str
+    nranks: int | None
+    sequence: int
+    entries: Mapping[int, Entry]
+    absent: Mapping[int, Dump]
+    unseen: tuple[range, ...] = ()
+
+    @property
+    def is_apart(self) -> bool:
+        """Tell whether ranks are known to have done different things, or at other times."""
+        done = {(entry.state, signature_of_entry(entry)) for entry in self.entries.values()}
+        return len(done) > 1 or bool(self.absent) or bool(self.late())
+
+    @property
+    def when(self) -> float:
+        """Return when the first rank came, by the wall clock."""
+        return min((begun(entry) for entry in self.entries.values()), default=float("inf"))
+
+    @property
+    def one_clock(self) -> bool:
+        """Tell whether the times of its ranks are those of one clock."""
+        return is_one_clock([entry.dump for entry in self.entries.values()] + list(self.absent.values()))
+
+    def late(self) -> list[Late]:
+        """Return who came late, the latest first."""
+        if len(self.entries) < 2:
+            return []
+        times = {rank: begun(entry) for rank, entry in self.entries.items()}
+        first = min(times, key=lambda rank: times[rank])
+        failures = {
+            rank: entry.dump.wall_time(entry.completed)
+            for rank, entry in self.entries.items()
+            if entry.state == "failed" and entry.completed is not None
+        }
+        failed = min(failures, key=lambda rank: failures[rank], default=None)
+        end = min([*failures.values(), *(entry.dump.wall_now for entry in self.entries.values())])
+        least = max(_LATE if self.one_clock else _LATE_ELSEWHERE, (end - times[first]) / 2)
+        found = []
+        for rank, time in times.items():
+            if time - times[first] < least:
+                continue
+            gone = failed is not None and failures[failed] < time and failed != rank
+            past = time - failures[failed] if gone and failed is not None else 0.0
+            found.append(Late(rank, first, time - times[first], failed if gone else None, past))
+        return sorted(found, key=lambda each: -each.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class LateGroup:
+    """A rank that made its process group long after the first one, and how long after that had ended, if it had."""
+
+    group: Group
+    first: Group
+    seconds: float
+    ended: Group | None = field(default=None)
+    after_end: float = 0.0
+
+
+def begun(entry: Entry) -> float:
+    """Return when a rank came to an operation, by the wall clock.
+
+    What is launched in the background counts from its launch, as nobody can wait for it before; a plain call, which
+    comes back when it is launched, from when it was made.
+    """
+    plain = entry.launch is None or entry.launched is None
+    time = entry.created if plain and entry.created is not None else entry.launched
+    return float("inf") if time is None else entry.dump.wall_time(time)
+
+
+def signature_of_entry(entry: Entry) -> Signature:
+    """Return what has to be the same on all ranks."""
+    names = ("operation", "op", "dtype", "root", "count")
+    return signature_of({name: getattr(entry, name) for name in names})
+
+
+def is_one_clock(dumps: Iterable[Dump]) -> bool:
+    """Tell whether the processes that wrote these have one monotonic clock."""
+    clocks = {(dump.clock, None if dump.clock else id(dump)) for dump in dumps}
+    return len(clocks) < 2
+
+
+def first_parting(partings: Iterable[Parting]) -> list[Parting]:
+    """Return the one that came first, as the others may come of it; none if all did alike."""
+    different = (each for each in partings if each.is_apart or each.unseen)
+    ordered = sorted(different, key=lambda each: (each.when, each.communicator))
+    return ordered[:1]
+
+
+def late_groups(dumps: Sequence[Dump]) -> list[LateGroup]:
+    """Return the ranks that came to a process group after it had ended, since they had not come in time."""
+    groups: dict[tuple[str, int, int], list[Group]] = {}
+    for dump in dumps:
+        for group in dump.groups:
+            if group.made is not None:
+                groups.setdefault((group.name, group.number, group.size), []).append(group)
+    found = []
+    for members in groups.values():
+        first = min(members, key=_made)
+        ended = [group for group in members if group.ended is not None and group.error is not None]
+        if not ended:
+            continue
+        end = min(ended, key=_ended)
+        for group in members:
+            if group is not end and _made(group) > _ended(end):
+                found.append(LateGroup(group, first, _made(group) - _made(first), end, _made(group) - _ended(end)))
+    return sorted(found, key=lambda each: (each.group.name, each.group.rank))
+
+
+def ended_groups(dumps: Sequence[Dump]) -> list[Group]:
+    """Return of each process group that has failed the rank on which it ended first, in the order of their ends."""
+    first: dict[tuple[str, int, int], Group] = {}
+    for dump in dumps:
+        for group in dump.groups:
+            key = (group.name, group.number, group.size)
+            if group.error is not None and (key not in first or _ended(group) < _ended(first[key])):
+                first[key] = group
+    return sorted(first.values(), key=_ended)
+
+
+def _made(group: Group) -> float:
+    return group.dump.wall_time(group.made or 0.0)
+
+
+def _ended(group: Group) -> float:
+    return group.dump.wall_time(group.ended or 0.0)

@@ -1,0 +1,90 @@
+"""Read many dumps: which files of folders, in several processes where that pays, and on one clock."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import re
+import statistics
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+from ncclpy.cli.trace.dump import Dump, DumpError, read
+
+#: So many bytes are read in the time that a process needs to start.
+_ALONE = 30_000_000
+_MOST_PROCESSES = 16
+
+
+def files_of(paths: Iterable[Path]) -> tuple[list[Path], list[DumpError]]:
+    """Return the files that are meant, for a folder all ``*.json`` in it in the order of their numbers."""
+    files: list[Path] = []
+    errors = []
+    for path in paths:
+        if not path.is_dir():
+            files.append(path)
+            continue
+        try:
+            found = [each for each in path.iterdir() if each.suffix == ".json"]
+        except OSError as error:
+            errors.append(DumpError(f"{path}: cannot be read: {error.strerror or error}"))
+            continue
+        if not found:
+            errors.append(DumpError(f"{path}: has no dump, that is no file *.json"))
+        files += sorted(found, key=_numbered)
+    return files, errors
+
+
+def _numbered(path: Path) -> list[tuple[int, str]]:
+    """Return what sorts rank-2 before rank-10."""
+    parts = re.split(r"(\d+)", path.name)
+    return [(int(part[:18]), part) if part.isdecimal() else (-1, part) for part in parts]
+
+
+def read_all(paths: Sequence[Path]) -> tuple[list[Dump], list[DumpError]]:
+    """Return the dumps in files, in their order, and what is wrong with the others; times are on one clock."""
+    read_ones: list[Dump | DumpError]
+    workers = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
+    if workers > 1 and sum(map(_size, paths)) > _ALONE:
+        with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+            read_ones = list(pool.map(_read, paths, chunksize=max(1, min(20, len(paths) // (4 * workers)))))
+    else:
+        read_ones = [_read(path) for path in paths]
+    dumps = [each for each in read_ones if isinstance(each, Dump)]
+    align(dumps)
+    return dumps, [each for each in read_ones if isinstance(each, DumpError)]
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _read(path: Path) -> Dump | DumpError:
+    collects = gc.isenabled()
+    gc.disable()  # it would look through all that JSON again and again, and find nothing
+    try:
+        made = read(path)
+        _ = made.seats  # here, where several processes do it
+        return made
+    except DumpError as error:
+        return error
+    finally:
+        if collects:
+            gc.enable()
+
+
+def align(dumps: Iterable[Dump]) -> None:
+    """Have the times of processes with one monotonic clock be moved alike, as their wall clock may have been set."""
+    clocks: dict[str, list[Dump]] = {}
+    for dump in dumps:
+        if dump.clock is not None:
+            clocks.setdefault(dump.clock, []).append(dump)
+    for same in clocks.values():
+        shift = statistics.median_low([dump.wall - dump.monotonic for dump in same])
+        for dump in same:
+            dump.shift = shift

@@ -1,0 +1,135 @@
+"""What this process's groups are, for dumps: their ranks, since when they are there, and how they have ended.
+
+A dump has its operations from the recorder. A rank that has begun none is in it all the same by this, and so is one
+whose group has ended before it could begin any.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable
+from time import monotonic
+from typing import Any
+
+from ncclpy.engine.recorder import add_group_teller, text_of
+
+__all__ = ["KnownGroup", "note_group", "ranks_here", "set_listener"]
+
+#: So many groups are kept in mind after they have failed.
+_FAILED = 50
+
+# They go with their groups, also with those that were never whole.
+_there: weakref.WeakValueDictionary[int, KnownGroup] = weakref.WeakValueDictionary()
+_failed: deque[KnownGroup] = deque(maxlen=_FAILED)
+
+
+class _Listener:
+    """Who wants to know how groups fare; nobody unless somebody says so."""
+
+    tell: Callable[[BaseException, bool], None] | None = None
+    wait: Callable[[], None] | None = None
+
+
+class KnownGroup:
+    """One group of this process, as dumps tell of it.
+
+    Parameters
+    ----------
+    name
+        The group's.
+    number
+        Which group of this name it is, for each rank counted from 1.
+    rank, size
+        Which of how many this is.
+    """
+
+    def __init__(self, name: str, number: int, rank: int, size: int) -> None:
+        self.name, self.number, self.rank, self.size = name, number, rank, size
+        self.made = monotonic()
+        self.ended: float | None = None
+        self._error: tuple[str, object] | None = None
+
+    def failed(self, error: BaseException) -> None:
+        """Note what has ended the group, once; in any thread that holds no lock, and nothing waits here."""
+        if self.ended is not None:
+            return
+        self.ended = monotonic()
+        self._error = _words_of(error)
+        _failed.append(self)
+        _there.pop(id(self), None)
+        if _Listener.tell is not None:
+            _Listener.tell(error, True)
+
+    def troubled(self, error: BaseException) -> None:
+        """Tell that an operation has failed, and that the group goes on."""
+        if _Listener.tell is not None:
+            _Listener.tell(error, False)
+
+    def wait(self) -> None:
+        """Let the dump be written, as the process is about to end; this takes two seconds at most."""
+        if _Listener.wait is not None:
+            _Listener.wait()
+
+    def closed(self) -> None:
+        """Forget a group that was closed; one that has failed is told of all the same."""
+        _there.pop(id(self), None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as a dump has it: JSON's types only."""
+        error = self._error
+        return {
+            "name": self.name,
+            "number": self.number,
+            "rank": self.rank,
+            "size": self.size,
+            "made": self.made,
+            "ended": self.ended,
+            "error": None if error is None else f"{error[0]}: {text_of(error[1])}",
+        }
+
+
+def _words_of(error: BaseException) -> tuple[str, object]:
+    """Return what an error is and says, without what hangs on it: frames, and arrays of the user."""
+    return type(error).__name__, error.args[0] if error.args else ""
+
+
+def note_group(name: str, number: int, rank: int, size: int) -> KnownGroup:
+    """Have dumps tell of a group from now on."""
+    made = KnownGroup(name, number, rank, size)
+    _there[id(made)] = made
+    return made
+
+
+def groups() -> list[dict[str, Any]]:
+    """Return the groups that are there, and those that have failed, in the order in which they were made."""
+    return [each.as_dict() for each in sorted(_known(), key=lambda each: each.made)]
+
+
+def _known() -> list[KnownGroup]:
+    there = [reference() for reference in _there.valuerefs()]  # in one step, whoever makes groups meanwhile
+    return [*list(_failed), *(each for each in there if each is not None)]
+
+
+def ranks_here() -> list[int]:
+    """Return this process's ranks in the largest of its groups, none if there is no group."""
+    known = _known()
+    largest = max((each.size for each in known), default=0)
+    return sorted({each.rank for each in known if each.size == largest})
+
+
+def set_listener(tell: Callable[[BaseException, bool], None], wait: Callable[[], None]) -> None:
+    """Have errors of groups told, with whether the group has ended; `wait` is called before a process ends by one."""
+    _Listener.wait = wait
+    _Listener.tell = tell
+
+
+def _forked() -> None:
+    """In the child no group of the parent's works."""
+    _there.clear()
+    _failed.clear()
+
+
+add_group_teller(groups)
+os.register_at_fork(after_in_child=_forked)

@@ -1,0 +1,316 @@
+"""``ncclpy trace`` on the dumps of many ranks: where they part, who came late, and of whom there is no dump."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from test_cli_trace import chrome, document, entry, launched, lines_of
+
+import testing
+from ncclpy.cli.main import main
+from ncclpy.cli.trace import reading
+from ncclpy.cli.trace.dump import read
+from ncclpy.cli.trace.table import divide, table_of, table_of_text
+
+ADVICE = "A rank is missing or stuck: see which did not come, with ncclpy.recorder.dump() and `ncclpy trace`"
+
+
+def failed(rank, sequence, began, ended, error="it was not done in 2 s", **changes):
+    """Return a plain call that was made at `began` and failed at `ended`."""
+    times = {"created": began, "launched": ended, "completed": ended}
+    return entry(
+        rank, sequence, **({"launch": None, "state": "failed", "error": error, "nranks": 3} | times | changes)
+    )
+
+
+def group(rank, size=3, made=90.0, ended=None, name="default"):
+    error = None if ended is None else "NcclTimeout: not in time"
+    return {"name": name, "number": 1, "rank": rank, "size": size, "made": made, "ended": ended, "error": error}
+
+
+def written(text):
+    """Return JSON as a recorder writes it: a line an entry."""
+    return json.dumps(text).replace('[{"', '[\n{"').replace('}, {"', '},\n{"') + "\n"
+
+
+@pytest.fixture
+def trace(tmp_path, monkeypatch, capsys):
+    """Return a function that writes the dump of each rank into a folder, and gives what the command says of it."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*documents, flags=(), status=1):
+        folder = Path("dumps")
+        folder.mkdir(exist_ok=True)
+        for path in folder.iterdir():
+            path.unlink()
+        for number, content in enumerate(documents):
+            name = f"rank-{number}.json"
+            (folder / name).write_text(written({"pid": number, "clock": "one"} | content | {"pid": number}))
+        assert main(["trace", "dumps", *flags]) == status
+        said, errors = capsys.readouterr()
+        assert errors == ""
+        return said
+
+    return run
+
+
+def section(said, start):
+    """Return the lines of the part of a report that begins with these words."""
+    told = said.splitlines()
+    at = next(number for number, line in enumerate(told) if line.startswith(start))
+    end = next((number for number in range(at, len(told)) if not told[number]), len(told))
+    return told[at:end]
+
+
+def one(*entries, **changes):
+    return document(*entries, **({"clock": "one"} | changes))
+
+
+def test_a_rank_that_came_after_the_others_had_given_up(trace):
+    """Three ranks, a timeout of 2 s, and rank 2 sleeps 4 s before it joins: it is named, not the others' failures."""
+    gone = "rank 0 of 3 is dead"
+    said = trace(
+        one(entry(0, 0, nranks=3), failed(0, 1, 110.0, 112.0, f"rank 0: not done. {ADVICE}")),
+        one(entry(1, 0, nranks=3), failed(1, 1, 110.001, 112.001, f"rank 1: not done. {ADVICE}")),
+        one(entry(2, 0, nranks=3), failed(2, 1, 114.0, 114.5, gone)),
+    )
+    assert section(said, "the ranks part") == [
+        "the ranks part at sequence 1 of communicator 9f3a6c0d (3 ranks)",
+        "  ranks 0-2: all_reduce of 1024 float32 (sum), failed",
+        "  late: rank 2 came 4.000 s after rank 0, 2.000 s after the call had failed on rank 0",
+    ]
+    assert section(said, "failed") == [
+        "failed",
+        "  all_reduce of 1024 float32 (sum), ranks 0-1, communicator 9f3a6c0d, sequence 1, node7 pid 0 and 1 more: "
+        "rank 0: not done. (so on rank 0; on the others with other numbers)",
+        f"  all_reduce of 1024 float32 (sum), rank 2, communicator 9f3a6c0d, sequence 1, node7 pid 2: {gone}",
+    ]
+    assert said.splitlines()[-1] == "stuck: 3 failures, rank 2 late"
+    assert "`ncclpy trace`" not in said
+
+
+def test_ranks_that_failed_together_were_not_late(trace):
+    said = trace(*(one(failed(rank, 0, 110.0 + rank / 100, 112.0)) for rank in range(3)))
+    assert "late" not in said and "the ranks part" not in said
+    assert said.splitlines()[-1] == "nothing is stuck now, but something has failed: 3 failures"
+
+
+def test_a_group_s_operations_count_from_their_launch(trace):
+    """A rank that has begun early, but whose input came late, was late."""
+    other = failed(1, 0, 110.0, 112.0, launch=3, launched=111.9, nranks=2)
+    said = trace(one(failed(0, 0, 110.0, 112.0, launch=3, launched=110.1, nranks=2)), one(other))
+    assert "  late: rank 1 came 1.800 s after rank 0" in said.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("changes", "called"),
+    [
+        ({"operation": "broadcast", "op": None, "root": 0}, "broadcast of 1024 float32 from rank 0"),
+        ({"count": 1000}, "all_reduce of 1000 float32 (sum)"),
+        ({"dtype": "float64"}, "all_reduce of 1024 float64 (sum)"),
+    ],
+)
+def test_each_group_of_ranks_is_named_by_what_it_did(trace, changes, called):
+    said = trace(
+        one(launched(0, 4, nranks=5)),
+        one(launched(1, 4, nranks=5, **changes)),
+        one(launched(2, 4, nranks=5)),
+        one(entry(3, 3, nranks=5)),
+    )
+    assert section(said, "the ranks part") == [
+        "the ranks part at sequence 4 of communicator 9f3a6c0d (5 ranks)",
+        "  ranks 0, 2: all_reduce of 1024 float32 (sum), launched and not completed",
+        f"  rank 1: {called}, launched and not completed",
+        "  rank 3: never launched it",
+        "  rank 4: no dump",
+    ]
+    assert "no dump of rank 4 (of 5 in communicator 9f3a6c0d)" in said.splitlines()
+
+
+def test_the_first_parting_in_time_is_told(trace):
+    second = launched(0, 7, 120.0, communicator="0000")
+    said = trace(one(entry(0), launched(0, 1), second), one(entry(1), entry(1, 6, communicator="0000")))
+    (told,) = [line for line in said.splitlines() if line.startswith("the ranks part")]
+    assert told == "the ranks part at sequence 1 of communicator 9f3a6c0d (2 ranks)"
+
+
+def test_a_group_that_was_never_made_and_a_rank_that_came_after_its_end(trace):
+    waits = {"communicator": "default (never made)", "launched": None, "launch": None}
+    said = trace(
+        one(failed(0, 0, 91.0, 92.0, "rank 2 did not come", **waits), groups=[group(0, ended=92.0)]),
+        one(failed(1, 0, 91.0, 92.0, "rank 2 did not come", **waits), groups=[group(1, ended=92.0)]),
+        one(groups=[group(2, made=95.5, ended=95.6)]),
+    )
+    assert section(said, "the ranks part") == [
+        "the ranks part at sequence 0 of process group 'default' (3 ranks), which was never made",
+        "  ranks 0-1: all_reduce of 1024 float32 (sum), failed",
+        "  rank 2: never launched it",
+    ]
+    assert (
+        "late: rank 2 of 3 came to process group 'default' 5.500 s after rank 0, 3.500 s after the group had ended "
+        "on rank 0" in said.splitlines()
+    )
+    told = lines_of(said)
+    at = told.index("missing: rank 2 (node7 pid 2) has not launched it")
+    assert told[at + 1 : at + 3] == ["last on it: nothing that is recorded", "now: nothing that is recorded"]
+    assert section(said, "process groups that") == [
+        "process groups that have failed",
+        "  'default', 3 ranks, first on rank 0 (node7 pid 0): NcclTimeout: not in time",
+    ]
+    end = "stuck: 2 failures, 1 failed process group, 1 standstill with ranks missing, rank 2 late"
+    assert said.splitlines()[-1] == end
+
+
+def test_a_rank_of_a_group_that_has_begun_nothing_on_it_is_missing_and_not_unknown(trace):
+    first = one(launched(0, 0, communicator="world ab12"), groups=[group(0, 2, name="world")])
+    said = trace(first, one(groups=[group(1, 2, name="world")]))
+    assert "missing: rank 1 (node7 pid 1) has not launched it" in lines_of(said) and "unknown" not in said
+    said = trace(first)
+    assert "no dump of rank 1 (of 2 in process group 'world')" in said.splitlines()
+    assert "  rank 1: no dump" in said.splitlines()
+    assert "the first that did not end on all ranks: sequence 0 of communicator world ab12 (2 ranks)" in said
+
+
+def test_healthy_ranks_without_one_dump(trace):
+    said = trace(*(one(entry(rank, nranks=3), groups=[group(rank)]) for rank in (0, 2)), status=0)
+    assert said.splitlines()[-3:] == ["no dump of rank 1 (of 3 in process group 'default')", "", "nothing is stuck"]
+    small = group(1, 2, name="a part")  # whose other rank is without a dump as well
+    said = trace(*(one(entry(rank, nranks=3), groups=[small, group(rank)]) for rank in (0, 2)), status=0)
+    assert [line for line in said.splitlines() if line.startswith("no dump")] == [
+        "no dump of rank 1 (of 3 in process group 'default')"
+    ]
+
+
+def test_processes_of_one_clock_are_compared_by_it_and_others_by_their_wall_clocks(trace):
+    """Rank 1's wall clock was set 5 s ahead: on one machine that is no lateness, of two machines nobody knows."""
+    ends = [failed(rank, 0, 110.0, 112.0, nranks=2) for rank in range(2)]
+    ahead = {"wall": document()["wall"] + 5}
+    assert "late" not in trace(one(ends[0]), one(ends[1], **ahead))
+    said = trace(one(ends[0]), one(ends[1], **ahead, clock="two", host="node8"))
+    assert section(said, "the ranks part")[2:] == [
+        "  late: rank 1 came 5.000 s after rank 0, 3.000 s after the call had failed on rank 0",
+        "  (by the wall clocks of their machines, which may differ)",
+    ]
+    trace(one(ends[0]), one(ends[1], **ahead), flags=["--chrome", "out.json"])
+    starts = [event["ts"] for events in chrome()[1].values() for event in events if event["cat"] == "gathering"]
+    assert starts[0] == starts[1]
+
+
+def test_many_ranks_that_did_the_same_are_one_line(trace):
+    done = [entry(rank, 0, nranks=40, launched=100.5 + rank / 1000) for rank in range(40)]
+    waits = [launched(rank, 1, 107.5 + rank / 1000, nranks=40) for rank in range(20)]
+    said = trace(*(one(done[rank], *waits[rank : rank + 1]) for rank in range(40)))
+    assert section(said, "the ranks part")[1:] == [
+        "  ranks 0-19: all_reduce of 1024 float32 (sum), launched and not completed",
+        "  ranks 20-39: never launched it",
+    ]
+    (row,) = section(said, "launched and not completed")[2:]
+    assert re.split(r"  +", row.strip())[:5] == ["22.500 s", "all_reduce of 1024 float32 (sum)", "4096", "0-19", "0"]
+    assert "node7 pid 0 and 19 more" in row
+    missing = [line for line in lines_of(said) if line.startswith("missing")]
+    assert missing == ["missing: ranks 20-39 (node7 pid 20, and 19 more) have not launched it"]
+    assert "... and 20 more (--all shows them)" in said, "the list of dumps"
+
+
+def test_a_folder_is_read_in_the_order_of_numbers_and_what_is_no_json_is_passed_over(trace, tmp_path, capsys):
+    trace(*(one(entry(rank, nranks=12)) for rank in range(12)), status=0)
+    (tmp_path / "dumps" / "rank-3.json.4711.unfinished").write_text("{")
+    (tmp_path / "dumps" / "note.txt").write_text("x")
+    assert main(["trace", "dumps", "--all"]) == 0
+    names = re.findall(r"rank-(\d+)\.json", capsys.readouterr().out)
+    assert names == [str(number) for number in range(12)]
+
+
+NASTY = ', "sequence": 5, "rank": 7, "created": }], "gathering": [\n},\n{"id": 3, "key": \\" \u00f6'
+
+
+def nasty():
+    many = [entry(0, number, key=f"{number}{NASTY}", thread=2**40 + number) for number in range(5)]
+    odd = [launched(0, 5, error=None), entry(0, 6, created=None, id=None), entry(0, None, launch=2**63 - 1)]
+    return [*many, *odd, failed(0, 7, 110, 112.5, "a b"), failed(0, 8, 110, 112.5, "a c")]
+
+
+def test_the_fast_way_reads_what_the_slow_one_does():
+    entries = [{name: each[name] for name in list(each)[:9]} | {"tag": None} | each for each in nasty()]
+    keys = list(entry())
+    ordered = [{name: each[name] for name in [*keys[:10], "tag", *keys[10:]]} for each in entries]
+    divided = divide(written(one(*ordered)).encode())
+    assert divided is not None
+    assert json.loads(divided[0])["entries"] == []
+    for each in ordered:  # a key that is not printable is for the slow way
+        each["key"] = None if each["key"] is None else each["key"].replace("\n", " ")
+    divided = divide(written(one(*ordered)).encode())
+    fast, slow = table_of_text(divided[1]), table_of(json.loads(json.dumps(ordered)))
+    assert fast is not None and slow is not None
+    assert [fast.row(index) for index in range(len(fast))] == [slow.row(index) for index in range(len(slow))]
+    assert len(fast) == len(ordered)
+    assert [fast.row(0)[2], fast.row(8)[-1], fast.row(9)[-1]] == [ordered[0]["key"], "a b", "a c"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"count": "8"}, {"rank": True}, {"created": -1}, {"launched": "1"}, {"state": "lost"}, {"error": 5},
+        {"id": 1.5}, {"key": 4}, {"sequence": 2**65}, {"completed": 1e300},
+    ],
+)  # fmt: skip
+def test_what_is_wrong_in_a_recorder_s_layout_is_found_all_the_same(tmp_path, capsys, change):
+    keys = list(entry())
+    wrong = {name: (entry() | change | {"tag": None})[name] for name in [*keys[:10], "tag", *keys[10:]]}
+    path = tmp_path / "wrong.json"
+    path.write_text(written(one(wrong)))
+    assert divide(path.read_bytes()) is not None
+    assert main(["trace", str(path)]) == 2
+    assert f"entries[0].{next(iter(change))} " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("processes", [False, True])
+def test_a_thousand_dumps(trace, tmp_path, monkeypatch, processes):
+    """Small ones: rank 7 does not come, the others' deadlines pass; in this process, and in several."""
+    if processes:
+        monkeypatch.setattr(reading, "_ALONE", 0)
+        monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    size = 1000
+    error = "rank %d: all_reduce was not done within its timeout. " + ADVICE
+    said = trace(
+        *(
+            one(
+                *(entry(rank, number, nranks=size) for number in range(3)),
+                *([failed(rank, 3, 110.0 + rank / 1e4, 112.0, error % rank, nranks=size)] if rank != 7 else []),
+                host=f"node{rank // 8}",
+            )
+            for rank in range(size)
+        )
+    )
+    assert said.splitlines()[0] == "# ncclpy trace: 1000 dumps, 1 communicator, 3999 entries"
+    assert section(said, "the ranks part") == [
+        "the ranks part at sequence 3 of communicator 9f3a6c0d (1000 ranks)",
+        "  ranks 0-6, 8-999: all_reduce of 1024 float32 (sum), failed",
+        "  rank 7: never launched it",
+    ]
+    assert len(section(said, "failed")) == 2
+    assert said.splitlines()[-1] == "stuck: 999 failures, 1 standstill with ranks missing"
+    assert len(said.splitlines()) < 50
+
+
+def test_what_a_recorder_of_today_writes_takes_the_fast_way(tmp_path, host_engine):
+    testing.run_python(
+        f"""
+        import numpy as np, ncclpy
+        ncclpy.recorder.record_all()
+        with ncclpy.Communicator.init(1, 0, ncclpy.get_unique_id(), device=0) as comm:
+            comm.all_reduce(np.ones(3))
+            comm.broadcast(np.ones(3), root=0)
+        ncclpy.recorder.dump({str(tmp_path / "dump.json")!r})
+        """,
+        env={"NCCLPY_LIBRARY": "host"},
+    )
+    divided = divide((tmp_path / "dump.json").read_bytes())
+    assert divided is not None
+    table = table_of_text(divided[1])
+    assert table is not None and len(table) == 2
+    first, second = read(tmp_path / "dump.json").entries
+    assert (first.operation, first.count, second.operation, second.root) == ("all_reduce", 3, "broadcast", 0)

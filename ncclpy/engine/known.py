@@ -131,5 +131,5 @@ def _forked() -> None:
     _failed.clear()
 
 
-add_group_teller(groups)
+add_group_teller(groups, _failed.clear)
 os.register_at_fork(after_in_child=_forked)

@@ -52,7 +52,7 @@ cdef list _ring = [None] * 2000
 cdef long long _recorded = 0
 # Called for a dump: each returns a list of what is still being gathered.
 _gatherers = []
-# Likewise: each returns a list of the groups that this process is in.
+# Likewise, a list of the groups that this process is in; each with what forgets those that are gone.
 _group_tellers = []
 
 
@@ -249,6 +249,8 @@ def resize(capacity):
     capacity = _as_integer(capacity, "capacity", 0)
     _ring = [None] * capacity
     _recorded = 0
+    for _, forget in _group_tellers:
+        forget()
 
 
 def snapshot(reason=None):
@@ -286,7 +288,7 @@ def snapshot(reason=None):
         "recorded": recorded,
         "entries": [(<Entry>entry)._as_dict() for entry in entries],
         "gathering": [item for gatherer in list(_gatherers) for item in gatherer()],
-        "groups": [group for teller in list(_group_tellers) for group in teller()],
+        "groups": [group for teller, _ in list(_group_tellers) for group in teller()],
     }
 
 
@@ -350,9 +352,12 @@ def remove_gatherer(gatherer):
         _gatherers.remove(gatherer)
 
 
-def add_group_teller(teller):
-    """Have dumps tell what `teller()` returns as well: a list of the groups that this process is in."""
-    _group_tellers.append(teller)
+def add_group_teller(teller, forget):
+    """Have dumps tell what `teller()` returns as well: a list of the groups that this process is in.
+
+    `forget()` is called when what was recorded is forgotten.
+    """
+    _group_tellers.append((teller, forget))
 
 
 # What the parent gathers is nothing to a forked child.

@@ -21,6 +21,7 @@ cdef class Connection(Clique):
     cdef object making  # the communicator until it is taken over
     cdef object memory  # device memory that a pair has exchanged a byte in
     cdef list waiting
+    cdef list held  # what is not to be launched before messages were compared, and all behind it
     cdef Awaited awaited
     cdef readonly object settled  # an event: it is made, or cannot be made
     cdef object failure  # what has become of it

@@ -20,6 +20,7 @@ from ncclpy.engine.clique cimport GONE, MADE, MAKING
 from ncclpy.engine.launcher cimport launch_here
 from ncclpy.engine.protocols cimport LaunchOwner
 from ncclpy.engine.work cimport stand_by
+from ncclpy.process_group.agreement cimport Agreement
 from ncclpy.process_group.connection cimport ConnectionOwner
 from ncclpy.process_group.request cimport Request
 
@@ -36,6 +37,7 @@ from ncclpy.process_group.notices import Notices
 
 _log = logging.getLogger("ncclpy.process_group")
 
+_CHECK = ("off", "first", "always")
 _ON_ERROR = ("abort", "exit", "exit_now", "report")
 #: With which a process ends whose group has failed, if it asked for that.
 _EXIT_CODE = 70
@@ -77,12 +79,8 @@ cdef class Lifecycle(BlockOwner):
             raise ValueError("config: a process group does not block anyway; leave blocking unset")
         if on_error not in _ON_ERROR:
             raise ValueError(f"on_error: expected one of {', '.join(map(repr, _ON_ERROR))}, got {on_error!r}")
-        if check in ("first", "always"):
-            raise NotImplementedError(
-                f"check: {check!r}, comparing operations across ranks, is not there yet; leave it 'off'"
-            )
-        if check != "off":
-            raise ValueError(f"check: expected 'off', got {check!r}")
+        if check not in _CHECK:
+            raise ValueError(f"check: expected one of {', '.join(map(repr, _CHECK))}, got {check!r}")
         if self.connections is not None:
             raise RuntimeError("a ProcessGroup is initialised once")
         rank, size = as_integer(rank, "rank"), as_integer(size, "size")
@@ -99,6 +97,9 @@ cdef class Lifecycle(BlockOwner):
         self.alone, self.completions, self.aborts = [], [], []
         self.nan_check = NanCheck(rank, name, self.device) if check_nan else None
         self.notices = Notices(store, name, rank, size)
+        self.check = check
+        if check != "off" and size > 1:
+            self.agreement = Agreement(self.notices, self.timeout, check == "first")
         self.connections = {}
         self.notices.listen(_ender_of(weakref.ref(self)))
 
@@ -457,6 +458,7 @@ cdef class Lifecycle(BlockOwner):
     def _end(self, bint drained):
         """Close the communicators, or abort them if something runs on them."""
         cdef Connection one
+        cdef Agreement agreement
         with self.lock:
             connections, self.connections = list(self.connections.values()), {}
             alone, self.alone = self.alone, []
@@ -470,6 +472,9 @@ cdef class Lifecycle(BlockOwner):
             elif one.alive:
                 comms += one.abort(error)
         self.notices.close()
+        agreement = self.agreement
+        if agreement is not None:
+            agreement.close()
         thread = abort_aside(comms, "its process group was closed") if comms else self.abort_thread
         if thread is not None:
             thread.join(ABORT_DEADLINE + 1)
@@ -489,9 +494,13 @@ cdef class Lifecycle(BlockOwner):
         self.close()
 
     def __del__(self):
+        cdef Agreement agreement
         # Communicators warn for themselves.
         if self.notices is not None and not self.closed and not sys.is_finalizing():
             self.notices.close()
+            agreement = self.agreement
+            if agreement is not None:
+                agreement.close()
             error = NcclAborted(f"process group {self.name!r} was dropped before what this rank sends to itself was received")
             for request in self.alone:
                 (<Request>request).fail(error)

@@ -13,6 +13,8 @@ cdef class Agreement:
     cdef object turn  # of the threads of this rank
     cdef dict known  # calls that all have brought, by their digest
     cdef list long  # keys of notes that were too long for the board, of this comparison and the last one
+    cdef object found  # the last disagreement
+    cdef bint ends  # some rank has called NCCL with it
     cdef list met  # the meetings that all have come back from with the first comparison
 
     # Have the others' calls of this number compared with these; raise for all that fits ill, and what keeps it from being told.
@@ -21,4 +23,4 @@ cdef class Agreement:
     cdef int end(self) except -1
     cdef int close(self) except -1
     cdef object _meet(self, object wanted)
-    cdef str _disagreement(self, long long number, bint* ends)
+    cdef str _disagreement(self, object board, long long number, bint* ends)

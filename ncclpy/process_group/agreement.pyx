@@ -31,12 +31,6 @@ _LONG = 10.0
 _MANY = 1 << 16
 
 
-class Disagreement(NcclError):
-    """Ranks that bring what does not fit. `ends`: one of them has called NCCL, so that the group cannot go on."""
-
-    ends = False
-
-
 cdef class Agreement:
     """The comparisons of one group.
 
@@ -59,6 +53,8 @@ cdef class Agreement:
     cdef int begin(self, double deadline, object wanted) except -1:
         """Wait for this thread's turn."""
         turn = self.turn
+        if turn.acquire(False):
+            return 0
         while not turn.acquire(timeout=max(0.0, min(SLICE, deadline - now()))):
             if not wanted():
                 raise NcclAborted(f"process group {self.name!r} has ended")
@@ -74,7 +70,8 @@ cdef class Agreement:
         return 0
 
     cdef int close(self) except -1:
-        board = self.board
+        board, self.board = self.board, None  # the memory goes with the last wait in it
+        self.found = None
         if board is not None:
             board.close()
         return 0
@@ -116,18 +113,18 @@ cdef class Agreement:
                     )
                     late.missing = absent
                     raise late
-            text = None if found == 1 else self._disagreement(number, &ends)
+            text = None if found == 1 else self._disagreement(board, number, &ends)
         except BaseException:
             if note is not None:
                 board.leave(number, note)
             raise
         if text is not None:
-            error = Disagreement(
+            self.ends = ends
+            self.found = NcclError(
                 f"process group {self.name!r}: the ranks disagree on collective {number}: {text}. Rank {self.rank} has not "
                 "called NCCL", result=ncclInvalidUsage,
             )
-            error.ends = ends
-            raise error
+            raise self.found
         if self.first and not has_messages:
             if len(self.known) >= _MANY:  # all ranks forget at the same number
                 self.known.clear()
@@ -136,9 +133,8 @@ cdef class Agreement:
             self._forget_meetings()
         return 0
 
-    cdef str _disagreement(self, long long number, bint* ends):
+    cdef str _disagreement(self, object board, long long number, bint* ends):
         """Say how what all bring differs, None if it fits; and whether somebody has gone on already."""
-        board = self.board
         found = board.brought(number)
         left = [rank for rank in range(self.size) if found[rank] is False]
         if left:

@@ -10,7 +10,6 @@ from ncclpy.process_group.agreement cimport Agreement
 from ncclpy.core.errors import NcclError
 from ncclpy.engine.launcher import abort_aside
 from ncclpy.engine.recorder import text_of
-from ncclpy.process_group.agreement import Disagreement
 
 _log = logging.getLogger("ncclpy.process_group")
 
@@ -28,7 +27,7 @@ cdef int agree(Lifecycle group, Connection connection, Request request) except -
             agreement.agree(group.collectives, request.brought, request.limit, group._is_wanted)
         except NcclError as error:
             if group.is_ended():
-                if not isinstance(error, Disagreement):
+                if error is not agreement.found:
                     group.check_usable()  # says what has ended it
                 raise
             group.collectives += 1  # on all ranks
@@ -52,9 +51,10 @@ cdef int go_on(Lifecycle group) except -1:
 
 cdef int _disagreed(Lifecycle group, Connection connection, error) except -1:
     """Do as `on_error` says."""
-    cdef bint told = isinstance(error, Disagreement)
+    cdef Agreement agreement = group.agreement
+    cdef bint told = error is agreement.found
     # Where one has gone on its operation stays on the device, for good; where not all have come, nobody knows what they do.
-    if group.on_error != "report" or (told and error.ends):
+    if group.on_error != "report" or (told and agreement.ends):
         group._fail(error, text_of(error))
         return 0
     if not told:

@@ -46,6 +46,11 @@ cdef extern from * nogil:
       return at == MAP_FAILED ? NULL : at;
     }
     static void ncclpy_board_yield(void) { sched_yield(); }
+    static void ncclpy_board_relax(void) {
+    #if defined(__x86_64__)
+      __builtin_ia32_pause();
+    #endif
+    }
     """
     void sleep_shared "ncclpy_board_sleep"(int* word, int value, double seconds)
     void wake_shared "ncclpy_board_wake"(int* word)
@@ -56,6 +61,7 @@ cdef extern from * nogil:
     void* map_shared "ncclpy_board_map"(int fd, size_t size)
     int munmap(void* at, size_t size)
     void give_way "ncclpy_board_yield"()
+    void relax "ncclpy_board_relax"()
 
 cdef enum:
     _RING = 1024
@@ -71,7 +77,9 @@ cdef enum:
     _HAS_MESSAGES = 2
     _LEFT = 3
 
-#: Seconds that a rank gives way before it sleeps; others that run have just begun the same call.
+#: Seconds that a rank looks before it gives way in between, and before it sleeps: others have just begun the same call,
+#: but may need this one's core for that.
+cdef double _AT_HAND = 4e-6
 cdef double _SPIN = 60e-6
 
 
@@ -227,7 +235,7 @@ cdef class SharedBoard:
         cdef uint64_t digest = digest_of(calls)
         cdef _Head* head = <_Head*>self.base
         cdef int found, seen
-        cdef double begin
+        cdef double begin, waited
         found = self.state(number, digest)
         if found != _WAITS:
             return found
@@ -235,9 +243,13 @@ cdef class SharedBoard:
             begin = now()
             while True:
                 found = self.state(number, digest)
-                if found != _WAITS or now() - begin > _SPIN:
+                waited = now() - begin
+                if found != _WAITS or waited > _SPIN:
                     break
-                give_way()
+                if waited > _AT_HAND:
+                    give_way()
+                else:
+                    relax()
             add(&head.sleepers, 1)
             while found == _WAITS and now() - begin < seconds:
                 seen = word_of(&head.changes)

@@ -1,8 +1,8 @@
 """What ranks on several machines bring to their collectives, in the store that they meet in.
 
-A rank that waits for the others puts its note under a key of that collective. With ``check="first"`` one that has brought
-the same before waits for nobody, and puts nothing: it remembers its last notes, and puts one when it is asked for it by
-a rank that waits for long.
+A rank that waits for the others puts its note under a key of that collective. With ``check="first"`` one that has
+brought the same before waits for nobody, and puts nothing: it remembers its last notes, and puts one when it is asked
+for it by a rank that waits for long.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class StoredBoard:
         self._asked = 0  # how many questions this rank has seen
         self._since: tuple[int, float] = (-1, 0.0)
         self._last: str | None = None
+        self._before: str | None = None
         self._there: list[bytes | None] = []
         self._over = threading.Event()
         self._asks = asks
@@ -66,21 +67,19 @@ class StoredBoard:
         """Note what this rank brings to a collective; with a whole note it waits for the others there."""
         if note is None:
             with self._lock:
-                self._notes[number] = told = _PASSED + pack(calls, ())
+                self._notes[number] = calls
                 if len(self._notes) > _REMEMBERED:
                     self._notes.popitem(last=False)
                 wanted = number in self._wanted
                 self._wanted.discard(number)
             if wanted:
-                self.store.set(self._key(number, self.rank), told)
+                self.store.set(self._key(number, self.rank), _PASSED + pack(calls, ()))
             return
         before, self._last = self._last, self._key(number, self.rank)
         self._there, self._since = [], (number, time.monotonic())
         self.store.set(self._last, _COMPARES + note)
         if before is not None:
             self._before = before
-
-    _before: str | None = None
 
     def leave(self, number: int, note: bytes) -> None:
         """Take back that this rank waits for the others."""
@@ -138,11 +137,11 @@ class StoredBoard:
                 number = int(self.store.get(f"check/asked/{self._asked}", _SLICE))
                 self._asked += 1
                 with self._lock:
-                    told = self._notes.get(number)
-                    if told is None:
+                    calls = self._notes.get(number)
+                    if calls is None:
                         self._wanted.add(number)  # not there yet
-                if told is not None:
-                    self.store.compare_set(self._key(number, self.rank), None, told)
+                if calls is not None:
+                    self.store.compare_set(self._key(number, self.rank), None, _PASSED + pack(calls, ()))
             except NcclTimeout:
                 continue
             except StoreError:

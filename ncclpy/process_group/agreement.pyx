@@ -196,7 +196,7 @@ cdef class Agreement:
                 return StoredBoard(self.notices.store, self.rank, self.size, self.first)
             try:
                 board = shared_board.attach(first["pid"], first["fd"], bytes.fromhex(first["token"]), self.rank, self.size)
-            except OSError:
+            except (OSError, TypeError, ValueError):
                 pass  # all hear of it
             opened = arrivals.meet(
                 "check/opened", everyone, what, b"n" if board is None else b"y", b"".join, self.timeout, wanted

@@ -14,11 +14,11 @@ from ncclpy.abi.nccl cimport ncclInvalidUsage
 from ncclpy.core.operation cimport SEND
 from ncclpy.core.wait cimport now
 from ncclpy.engine.callbacks cimport users
+from ncclpy.engine.clique cimport MAKING
 from ncclpy.engine.launcher cimport launch_here
 from ncclpy.engine.protocols cimport Awaited
 from ncclpy.engine.work cimport stand_by
 
-from ncclpy.bootstrap.store import StoreError
 from ncclpy.core.errors import NcclError, NcclTimeout, seconds
 from ncclpy.engine.launcher import abort_aside
 from ncclpy.engine.recorder import text_of
@@ -70,7 +70,7 @@ cdef class Holder:
                     self._tell(group, untold)
                 for one in heads:
                     moved = self._advance(group, one) or moved
-            except (StoreError, NcclTimeout) as error:  # of the store: nobody can be compared with any more
+            except Exception as error:  # of the store, that is: nobody can be compared with any more
                 for one in heads:
                     self._lose(group, one, error)
             pause = _SHORT if moved or untold else min(_LONG, 1.5 * pause)
@@ -88,19 +88,17 @@ cdef class Holder:
     def _advance(self, Lifecycle group, Connection connection):
         """Launch what is the first to be held on a communicator, if what it meets is there; return whether it is gone."""
         cdef Request request
-        cdef double waited
         with group.lock:
             if not connection.held:
                 return False
             request = connection.held[0]
-        if request.since == 0:
+        if request.since == 0 and connection.state != MAKING:  # as for every operation
             request.since = now()
         text, error, store = None, None, group.notices.store
         if request.expected:
             keys = [f"{channel}/{number}/{peer}" for channel, number, peer, _ in request.expected]
             if not store.check(keys):
-                waited = now() - request.since
-                if waited < request.limit:
+                if request.since == 0 or now() - request.since < request.limit:
                     return False
                 channel, number, peer, mine = [
                     each for each, key in zip(request.expected, keys, strict=True) if not store.check([key])

@@ -8,8 +8,10 @@ The memory has no name (`memfd_create`): it is opened through the first rank's d
 that has it, however these end.
 """
 
+import fcntl
 import os
 import secrets
+import stat
 
 from libc.stddef cimport size_t
 from libc.stdint cimport uint32_t, uint64_t
@@ -120,9 +122,11 @@ cdef uint64_t digest_of(bytes calls):
 
 def create(size):
     """Return a descriptor of new memory for so many ranks, and the word that it is known by."""
-    fd = os.memfd_create("ncclpy-check", os.MFD_CLOEXEC)
+    fd = os.memfd_create("ncclpy-check", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, _HEAD + size * _stride(size))
+        # Who reads what another one has cut off is killed.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         token = secrets.token_bytes(_TOKEN)
         os.pwrite(fd, token, 0)
         return fd, token
@@ -139,12 +143,13 @@ def attach(pid, fd, token, rank, size):
     OSError
         If it cannot be had, or is another one.
     """
-    own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    own = os.open(f"/proc/{int(pid)}/fd/{int(fd)}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         found = os.fstat(own)
         length = _HEAD + size * _stride(size)
         # In a container process and descriptor may be another's.
-        if found.st_uid != os.geteuid() or found.st_size != length or os.pread(own, _TOKEN, 0) != token:
+        is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_size == length
+        if not is_ours or os.pread(own, _TOKEN, 0) != token:
             raise OSError(f"descriptor {fd} of process {pid} is not the group's")
         return SharedBoard(own, rank, size)
     finally:

@@ -75,6 +75,8 @@ class StoredBoard:
             if wanted:
                 self.store.set(self._key(number, self.rank), _PASSED + pack(calls, ()))
             return
+        with self._lock:
+            self._wanted.discard(number)
         before, self._last = self._last, self._key(number, self.rank)
         self._there, self._since = [], (number, time.monotonic())
         self.store.set(self._last, _COMPARES + note)

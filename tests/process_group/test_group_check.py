@@ -429,6 +429,43 @@ def test_a_rank_that_does_not_come_is_named(board, met):
     assert all(f"rank 1 of 3 did not come {what}" in told for told in found), found
 
 
+def test_who_comes_after_another_has_left_does_not_go_on(board):
+    """The group goes on without its collectives, but nobody is left alone in NCCL."""
+
+    def body(group):
+        group.all_reduce(np.ones(1)).wait(DEADLINE)
+        if group.rank == 0:
+            with pytest.raises(ncclpy.NcclTimeout, match="rank 1 of 2 did not come"):
+                group.all_reduce(np.ones(2), timeout=0.2)
+            left.set()
+        else:
+            left.wait(DEADLINE)
+            with pytest.raises(ncclpy.NcclTimeout, match=r"rank 0 of 2 came .* and left"):
+                group.all_reduce(np.ones(2))
+        with pytest.raises(ncclpy.NcclAborted, match="communicator 'all' was not made, and what was begun on it"):
+            group.all_reduce(np.ones(2))
+        got = np.zeros(1)
+        way(group)(got + group.rank, 1 - group.rank).wait(DEADLINE)
+
+    left = threading.Event()
+    run_groups(2, body, check="always", on_error="report")
+
+
+def test_a_message_may_wait_for_its_pair_to_stand():
+    """Its deadline is that of its launch, as without a check."""
+
+    def body(group):
+        got = np.full(1, 3.0)
+        if group.rank:
+            time.sleep(0.6)
+            group.recv(got, 0).wait(DEADLINE)
+        else:
+            group.send(got + 1, 1, timeout=0.3).wait(DEADLINE)
+        return got[0]
+
+    assert run_groups(2, body, check="always") == [3, 4]
+
+
 def test_an_abort_from_another_rank_ends_the_wait(board):
     def body(group):
         group.all_reduce(np.ones(1)).wait(DEADLINE)

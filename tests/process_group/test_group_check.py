@@ -563,9 +563,11 @@ def test_a_rank_that_is_killed_while_others_wait(tmp_path):
 
 def test_nothing_stays_of_groups_that_compare():
     def body(group):
+        kept.append(group)  # its end is close(), not the collector's
         group.all_reduce(np.ones(1)).wait(DEADLINE)
         way(group)(np.ones(1), 1 - group.rank).wait(DEADLINE)
 
+    kept = []
     gc.collect()  # what other tests have left to be closed by it
     run_groups(2, body, check="always")
     maps = lambda: Path("/proc/self/maps").read_text().count("ncclpy-check")  # noqa: E731

@@ -25,7 +25,7 @@ from ncclpy.process_group.connection cimport Connection
 from ncclpy.process_group.division cimport can_divide, divide
 from ncclpy.process_group.held cimport Holder, give, look_after, wait_until_given
 from ncclpy.process_group.lifecycle cimport Lifecycle
-from ncclpy.process_group.pairs cimport disconnect
+from ncclpy.process_group.pairs cimport disconnect, matched
 from ncclpy.process_group.request cimport Request, new_request
 from ncclpy.process_group.signature cimport new_signature
 
@@ -197,7 +197,7 @@ check="off", check_nan=False, high_priority=False, timing=False)
             if not self.is_ended():
                 taken = True
                 if connection.peer < 0 and request.is_alone_with(self.rank):
-                    request = self._matched(request)  # which may refuse it
+                    request = matched(self, request)  # which may refuse it
                 self._number(connection, work, pair)
                 if request is not None:
                     if self.agreement is None:
@@ -264,30 +264,6 @@ check="off", check_nan=False, high_priority=False, timing=False)
             work.entry.sequence = self.collectives
             self.collectives += 1
         return 0
-
-    cdef Request _matched(self, Request request):
-        """Return a request of this rank's to itself together with its other half; None while that has not come."""
-        cdef Request other
-        cdef Py_ssize_t i
-        for i in range(len(self.alone)):
-            other = self.alone[i]
-            if other.steps[0].kind != request.steps[0].kind:
-                if other.steps[0].count != request.steps[0].count or other.steps[0].datatype != request.steps[0].datatype:
-                    raise ValueError(
-                        f"buf: what rank {self.rank} sends to itself has {other.steps[0].count} elements of type "
-                        f"{other.steps[0].datatype}, what it receives {request.steps[0].count} of type "
-                        f"{request.steps[0].datatype}"
-                    )
-                if other.work.entry.tag != request.work.entry.tag:
-                    raise ValueError(
-                        f"tag: rank {self.rank} sends to itself what it receives from itself; the two that meet have "
-                        f"tags {other.work.entry.tag} and {request.work.entry.tag}"
-                    )
-                del self.alone[i]
-                other.partner = request
-                return other
-        self.alone.append(request)
-        return None
 
     def barrier(self, *, producer=None, timeout=None):
         """Begin an all-reduce of one byte: its work is done when all ranks have come.

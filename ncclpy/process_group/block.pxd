@@ -23,7 +23,7 @@ cdef class Block:
     cdef set producers  # streams, as numbers
     cdef bint begun
 
-    cdef int add(self, const Operation* operation, Lowered lowered, const View* view, held, output, producer) except -1
+    cdef int add(self, const Operation* operation, Lowered lowered, const View* view, held, output, producer, int tag) except -1
     # Have the stream of the group wait for what produces the inputs.
     cdef int record(self, CUstream stream) except -1
     cdef bint record_captured(self) except -1

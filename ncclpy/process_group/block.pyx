@@ -72,7 +72,7 @@ cdef class Block:
             raise
 
     cdef int add(
-        self, const Operation* operation, Lowered lowered, const View* view, held, output, producer
+        self, const Operation* operation, Lowered lowered, const View* view, held, output, producer, int tag
     ) except -1:
         """Add an operation, or the group of them that stands for it."""
         cdef CUstream stream = NULL
@@ -84,6 +84,8 @@ cdef class Block:
             self.request.add(operation)
         else:
             self.request.add_all(lowered)
+        if self.request.brought is not None:
+            self.request.brought.add(operation, lowered, self.owner.rank, tag)
         for i in range(before, self.request.count):
             self.request.steps[i].stream = stream  # for a capture; otherwise all run on the group's
         if not self.held:

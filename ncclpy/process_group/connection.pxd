@@ -22,6 +22,7 @@ cdef class Connection(Clique):
     cdef object memory  # device memory that a pair has exchanged a byte in
     cdef list waiting
     cdef str unmade  # what the recorder calls it until it is made
+    cdef list held  # what is not to be launched before messages were compared, and all behind it
     cdef Awaited awaited
     cdef readonly object settled  # an event: it is made, or cannot be made
     cdef object failure  # what has become of it

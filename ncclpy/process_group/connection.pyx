@@ -79,7 +79,7 @@ cdef class Connection(Clique):
         self.limit = limit
         self.peer = peer
         self.rank = rank
-        self.waiting = []
+        self.waiting, self.held = [], []
         self.overdue = set()
         self.settled = threading.Event()
         self.unmade = f"{title} (never made)"
@@ -168,7 +168,8 @@ cdef class Connection(Clique):
         self.state = GONE
         self.failure = error
         waiting, self.waiting = self.waiting, []
-        for request in waiting:
+        held, self.held = self.held, []
+        for request in waiting + held:
             request.fail(error)
         self.settled.set()
         return 0
@@ -243,7 +244,7 @@ cdef class Connection(Clique):
         return len(self.overdue)
 
     cdef Py_ssize_t pending(self) except -1:
-        return len(self.waiting) + len(self.launches) + self.late()
+        return len(self.waiting) + len(self.held) + len(self.launches) + self.late()
 
     cdef bint is_well(self) except -1:
         cdef Communicator comm

@@ -20,11 +20,14 @@ from ncclpy.engine.streams cimport find_producer, record_behind
 from ncclpy.engine.work cimport Work, new_work
 from ncclpy.process_group.block cimport Block, new_block
 from ncclpy.process_group.captured cimport capture
+from ncclpy.process_group.checked cimport agree, go_on
 from ncclpy.process_group.connection cimport Connection
 from ncclpy.process_group.division cimport can_divide, divide
+from ncclpy.process_group.held cimport Holder, give, look_after, wait_until_given
 from ncclpy.process_group.lifecycle cimport Lifecycle
-from ncclpy.process_group.pairs cimport disconnect
+from ncclpy.process_group.pairs cimport disconnect, matched
 from ncclpy.process_group.request cimport Request, new_request
+from ncclpy.process_group.signature cimport new_signature
 
 from ncclpy.core.errors import NcclError
 from ncclpy.core.types import ReduceOp, as_integer
@@ -77,8 +80,11 @@ check="off", check_nan=False, high_priority=False, timing=False)
         ``"report"``: the operation's work fails, the logger ``ncclpy.process_group`` tells of it, and nothing else
         happens: what is late may still come, and the group goes on.
     check : str, optional
-        Whether operations are compared across ranks before their launch. Only ``"off"`` is there yet: ranks that call
-        different operations wait for each other until a deadline passes.
+        Whether operations are compared across ranks before their launch, the same on all ranks. ``"first"``: those of a
+        name, type, count, root and operator that are new. ``"always"``: all; each collective then waits for the other
+        ranks to call it. Ranks that bring what does not fit get an `NcclError` that names what each brings, where they
+        would wait for each other until a deadline passes with ``"off"``. Sends and receives are held back until what they
+        meet is known, with both.
     check_nan : bool, optional
         Whether arrays of numpy, torch, CuPy and JAX are looked at for NaNs before they are sent, by ranks that send them:
         of a broadcast and a scatter by the root, of receives by nobody. The CPU waits for that. A call whose input has
@@ -120,7 +126,7 @@ check="off", check_nan=False, high_priority=False, timing=False)
             if block is not None:
                 if timeout is not None:
                     raise ValueError("timeout: in a coalescing block it is the block's: pass it to coalescing()")
-                block.add(operation, lowered, view, held, output, producer)
+                block.add(operation, lowered, view, held, output, producer, tag)
                 return block.work
         ensure_running()
         request = self._request(operation.kind, timeout)
@@ -135,6 +141,8 @@ check="off", check_nan=False, high_priority=False, timing=False)
         request.point_to_point = is_pair(operation.kind)
         if request.point_to_point and operation.root != self.rank:
             peer = operation.root
+        if request.brought is not None:
+            request.brought.add(operation, lowered, self.rank, tag)
         try:
             if find_producer(view, work.device, producer, &stream):
                 if is_captured(stream, work.device):
@@ -164,6 +172,7 @@ check="off", check_nan=False, high_priority=False, timing=False)
     cdef Request _request(self, int kind, object timeout):
         """Return an empty request with its work."""
         cdef Work work = new_work(kind, self.device)
+        cdef Request request
         cdef double limit = self.timeout
         if timeout is not None:
             limit = as_timeout(timeout)
@@ -172,24 +181,39 @@ check="off", check_nan=False, high_priority=False, timing=False)
         work.timed = self.timing
         if self.completions:
             work.callbacks = list(self.completions)
-        return new_request(work, limit)
+        request = new_request(work, limit)
+        if self.agreement is not None:
+            request.brought = new_signature()
+        return request
 
     cdef int _submit(self, Connection connection, Request request) except -1:
         """Number a request and give it to its communicator, unless the group has ended."""
-        cdef bint taken = False, pair = request.point_to_point
+        cdef bint taken = False, held = False, pair = request.point_to_point
+        cdef bint compared = self.agreement is not None and not pair
         cdef Work work = request.work
+        if compared:
+            agree(self, connection, request)
+        elif self.agreement is not None and self.holder is None:
+            self.holder = Holder()
         self.lock.enter()
         try:
             if not self.is_ended():
                 taken = True
                 if connection.peer < 0 and request.is_alone_with(self.rank):
-                    request = self._matched(request)  # which may refuse it
+                    request = matched(self, request)  # which may refuse it
                 self._number(connection, work, pair)
                 if request is not None:
-                    connection.take(request)
+                    if self.agreement is None:
+                        connection.take(request)
+                    else:
+                        held = give(self, connection, request)
         finally:
             self.lock.leave()
+            if compared:
+                go_on(self)
             launch_here()
+        if held:
+            look_after(self)
         if not taken:
             self.check_usable()
         return 0
@@ -204,15 +228,25 @@ check="off", check_nan=False, high_priority=False, timing=False)
             )
         if peer >= 0:
             request.steps[0].root = 1 - connection.rank
-        error = capture(connection, request)
+        compared = self.agreement is not None and not request.point_to_point
+        if self.agreement is not None:
+            wait_until_given(connection, self, deadline_after(request.limit))
+        if compared:
+            agree(self, connection, request)
+        try:
+            error = capture(connection, request)
+            if error is None:
+                with self.lock:
+                    self._number(connection, request.work, request.point_to_point)
+        finally:
+            if compared:
+                go_on(self)
         if error is not None:  # nobody knows what NCCL has made of it
             if self.on_error != "report":
                 self._fail(error, text_of(error))
                 if self.failure is not error:
                     self.check_usable()
             raise error
-        with self.lock:
-            self._number(connection, request.work, request.point_to_point)
         return 0
 
     cdef bint _captures(self, array, producer) except -1:
@@ -234,30 +268,6 @@ check="off", check_nan=False, high_priority=False, timing=False)
             work.entry.sequence = self.collectives
             self.collectives += 1
         return 0
-
-    cdef Request _matched(self, Request request):
-        """Return a request of this rank's to itself together with its other half; None while that has not come."""
-        cdef Request other
-        cdef Py_ssize_t i
-        for i in range(len(self.alone)):
-            other = self.alone[i]
-            if other.steps[0].kind != request.steps[0].kind:
-                if other.steps[0].count != request.steps[0].count or other.steps[0].datatype != request.steps[0].datatype:
-                    raise ValueError(
-                        f"buf: what rank {self.rank} sends to itself has {other.steps[0].count} elements of type "
-                        f"{other.steps[0].datatype}, what it receives {request.steps[0].count} of type "
-                        f"{request.steps[0].datatype}"
-                    )
-                if other.work.entry.tag != request.work.entry.tag:
-                    raise ValueError(
-                        f"tag: rank {self.rank} sends to itself what it receives from itself; the two that meet have "
-                        f"tags {other.work.entry.tag} and {request.work.entry.tag}"
-                    )
-                del self.alone[i]
-                other.partner = request
-                return other
-        self.alone.append(request)
-        return None
 
     def barrier(self, *, producer=None, timeout=None):
         """Begin an all-reduce of one byte: its work is done when all ranks have come.
@@ -602,7 +612,7 @@ check="off", check_nan=False, high_priority=False, timing=False)
             child = ProcessGroup(
                 self.notices.store, members.index(self.rank), len(members), device=self.device, name=name,
                 timeout=self.timeout, config=self.config, on_error=self.on_error,
-                check_nan=self.nan_check is not None, high_priority=self.high_priority, timing=self.timing,
+                check=self.check, check_nan=self.nan_check is not None, high_priority=self.high_priority, timing=self.timing,
             )
             if comm is not None:
                 child.adopt(comm)

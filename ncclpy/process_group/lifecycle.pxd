@@ -1,5 +1,6 @@
 from ncclpy.core.communicator cimport Communicator
 from ncclpy.engine.lock cimport Lock
+from ncclpy.process_group.agreement cimport Agreement
 from ncclpy.process_group.block cimport BlockOwner
 from ncclpy.process_group.connection cimport Connection
 
@@ -17,6 +18,9 @@ cdef class Lifecycle(BlockOwner):
     cdef str on_error
     cdef bint timing
     cdef object nan_check  # None unless it was asked for
+    cdef str check
+    cdef Agreement agreement  # None unless operations are compared
+    cdef object holder  # of messages until they were compared, from the first one on
     cdef bint high_priority
     cdef double timeout
     cdef dict deadlines  # seconds, by thread, of deadline blocks

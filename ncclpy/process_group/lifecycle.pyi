@@ -24,7 +24,7 @@ class Lifecycle(BlockOwner):
         timeout: float | None = 600.0,
         config: Config | None = None,
         on_error: Literal["abort", "exit", "exit_now", "report"] = "abort",
-        check: Literal["off"] = "off",
+        check: Literal["off", "first", "always"] = "off",
         check_nan: bool = False,
         high_priority: bool = False,
         timing: bool = False,

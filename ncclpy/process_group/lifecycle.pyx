@@ -21,6 +21,7 @@ from ncclpy.engine.launcher cimport launch_here
 from ncclpy.engine.protocols cimport LaunchOwner
 from ncclpy.engine.recorder cimport Entry, began_of, standing_of
 from ncclpy.engine.work cimport stand_by
+from ncclpy.process_group.agreement cimport Agreement
 from ncclpy.process_group.connection cimport ConnectionOwner
 from ncclpy.process_group.request cimport Request
 
@@ -40,6 +41,7 @@ from ncclpy.process_group.standing import Began
 
 _log = logging.getLogger("ncclpy.process_group")
 
+_CHECK = ("off", "first", "always")
 _ON_ERROR = ("abort", "exit", "exit_now", "report")
 #: With which a process ends whose group has failed, if it asked for that.
 _EXIT_CODE = 70
@@ -89,12 +91,8 @@ cdef class Lifecycle(BlockOwner):
             raise ValueError("config: a process group does not block anyway; leave blocking unset")
         if on_error not in _ON_ERROR:
             raise ValueError(f"on_error: expected one of {', '.join(map(repr, _ON_ERROR))}, got {on_error!r}")
-        if check in ("first", "always"):
-            raise NotImplementedError(
-                f"check: {check!r}, comparing operations across ranks, is not there yet; leave it 'off'"
-            )
-        if check != "off":
-            raise ValueError(f"check: expected 'off', got {check!r}")
+        if check not in _CHECK:
+            raise ValueError(f"check: expected one of {', '.join(map(repr, _CHECK))}, got {check!r}")
         if self.connections is not None:
             raise RuntimeError("a ProcessGroup is initialised once")
         rank, size = as_integer(rank, "rank"), as_integer(size, "size")
@@ -114,6 +112,9 @@ cdef class Lifecycle(BlockOwner):
         self.asked, self.said = threading.Event(), (None, None)
         mine = weakref.ref(self)
         self.notices = Notices(store, name, rank, size, _teller_of(mine))
+        self.check = check
+        if check != "off" and size > 1:
+            self.agreement = Agreement(self.notices, self.timeout, check == "first")
         self.connections = {}
         self.notices.listen(_caller_of(mine, "_ended"), _caller_of(mine, "_gone"))
         if size > 1:
@@ -575,6 +576,7 @@ cdef class Lifecycle(BlockOwner):
     def _end(self, bint drained):
         """Close the communicators, or abort them if something runs on them."""
         cdef Connection one
+        cdef Agreement agreement
         with self.lock:
             connections, self.connections = list(self.connections.values()), {}
             alone, self.alone = self.alone, []
@@ -588,6 +590,9 @@ cdef class Lifecycle(BlockOwner):
             elif one.alive:
                 comms += one.abort(error)
         self.notices.close(says_so=self.failure is None)
+        agreement = self.agreement
+        if agreement is not None:
+            agreement.close()
         thread = abort_aside(comms, "its process group was closed") if comms else self.abort_thread
         if thread is not None:
             thread.join(ABORT_DEADLINE + 1)
@@ -607,9 +612,13 @@ cdef class Lifecycle(BlockOwner):
         self.close()
 
     def __del__(self):
+        cdef Agreement agreement
         # Communicators warn for themselves.
         if self.notices is not None and not self.closed and not sys.is_finalizing():
             self.notices.close()
+            agreement = self.agreement
+            if agreement is not None:
+                agreement.close()
             error = NcclAborted(f"process group {self.name!r} was dropped before what this rank sends to itself was received")
             for request in self.alone:
                 (<Request>request).fail(error)

@@ -326,8 +326,8 @@ cdef class Operations:
             The rank that receives. What a rank sends to itself meets the receive that comes next.
         tag : int
             0 to 2**31 - 1, the same for the receive that it meets: operations between two ranks meet in their order,
-            and NCCL carries no tags. The recorder notes it. Of what a rank sends to itself, outside of a block, other
-            tags are an error.
+            and NCCL carries no tags. The recorder notes it. Other tags are an error with `check`, and of what a rank sends
+            to itself, outside of a block.
         producer, timeout
             As for `all_reduce`.
 

@@ -1,8 +1,11 @@
 from ncclpy.process_group.connection cimport Connection
 from ncclpy.process_group.lifecycle cimport Lifecycle
+from ncclpy.process_group.request cimport Request
 
 
 # Give the communicators of pairs back, by a moment.
 cdef int disconnect(Lifecycle group, list peers, double deadline) except -1
 # Wait until nothing that was begun on a communicator is under way.
 cdef int wait_until_idle(Lifecycle group, Connection one, double deadline) except -1
+# A request of a rank to itself together with its other half; None while that has not come. With the group's lock held.
+cdef Request matched(Lifecycle group, Request request)

@@ -1,8 +1,9 @@
-"""How the communicators of pairs are given back while their group goes on.
+"""What two ranks have with each other: how their communicators are given back, and a rank's messages to itself.
 
-That is for the program to ask for, on both ranks. A pair that was idle for long could be found out, and both ranks agree
-on it; but to destroy a communicator gives device memory back, which waits for all that runs on the device. A collective
-there may wait for a rank that waits for what this one is about to send: only the program knows when nothing is under way.
+To give a pair back while its group goes on is for the program to ask for, on both ranks. A pair that was idle for long
+could be found out, and both ranks agree on it; but to destroy a communicator gives device memory back, which waits for all
+that runs on the device. A collective there may wait for a rank that waits for what this one is about to send: only the
+program knows when nothing is under way.
 """
 
 from ncclpy.core.wait cimport now
@@ -64,3 +65,28 @@ cdef int wait_until_idle(Lifecycle group, Connection one, double deadline) excep
         stand_by()
         n = one.pending()
     return 0
+
+
+cdef Request matched(Lifecycle group, Request request):
+    """Return a request of this rank's to itself together with its other half; None while that has not come."""
+    cdef Request other
+    cdef Py_ssize_t i
+    for i in range(len(group.alone)):
+        other = group.alone[i]
+        if other.steps[0].kind != request.steps[0].kind:
+            if other.steps[0].count != request.steps[0].count or other.steps[0].datatype != request.steps[0].datatype:
+                raise ValueError(
+                    f"buf: what rank {group.rank} sends to itself has {other.steps[0].count} elements of type "
+                    f"{other.steps[0].datatype}, what it receives {request.steps[0].count} of type "
+                    f"{request.steps[0].datatype}"
+                )
+            if other.work.entry.tag != request.work.entry.tag:
+                raise ValueError(
+                    f"tag: rank {group.rank} sends to itself what it receives from itself; the two that meet have "
+                    f"tags {other.work.entry.tag} and {request.work.entry.tag}"
+                )
+            del group.alone[i]
+            other.partner = request
+            return other
+    group.alone.append(request)
+    return None

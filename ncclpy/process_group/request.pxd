@@ -1,6 +1,7 @@
 from ncclpy.core.lower cimport Lowered
 from ncclpy.core.operation cimport Operation
 from ncclpy.engine.work cimport Work
+from ncclpy.process_group.signature cimport Signature
 
 
 # What one call of a group asks of its communicator: one operation, or several that are one launch and one work.
@@ -12,6 +13,9 @@ cdef class Request:
     cdef size_t count
     cdef size_t capacity
     cdef bint point_to_point  # all of it is
+    cdef Signature brought  # what other ranks compare it with; None if nothing is compared
+    cdef list expected  # (channel, number, peer, message) of each message that it is held back for
+    cdef double since  # when it began to be waited for
     cdef Request partner  # a receive from this rank, of its send to itself
 
     cdef int add(self, const Operation* operation) except -1

@@ -132,15 +132,6 @@ def test_what_a_rank_sends_to_itself_has_one_tag(host_engine, first):
     run_groups(1, body)
 
 
-def test_comparing_operations_across_ranks_is_yet_to_come():
-    for check in ("first", "always"):
-        with pytest.raises(NotImplementedError, match=f"check: '{check}'"):
-            ncclpy.ProcessGroup(LocalStore(), 0, 1, device=0, check=check)
-    with pytest.raises(ValueError, match="expected 'off', got 'on'"):
-        ncclpy.ProcessGroup(LocalStore(), 0, 1, device=0, check="on")
-    ncclpy.ProcessGroup(LocalStore(), 0, 1, device=0, check="off").close()
-
-
 def streams_time():
     """Return for how many seconds threads of streams have run."""
     total = 0

@@ -1,0 +1,158 @@
+"""What ranks bring to one launch, as bytes and as words, and whether it fits."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+from ncclpy.core.errors import ranks, spans
+from ncclpy.core.types import DataType, ReduceOp
+from ncclpy.engine.recorder import method_name
+
+__all__ = ["Message", "beside", "disagreement", "message_text", "pack", "pack_message", "unpack_message"]
+
+#: kind, datatype, operator, root, count, whether the parts may differ, how many counts of parts follow.
+CALL = struct.Struct("=iiiiQII")
+_LENGTH = struct.Struct("=I")
+_MESSAGE = struct.Struct("=iiiiQ")
+#: So many counts of parts are shown.
+_SHOWN = 8
+
+#: (peer, kind, datatype, count, tag)
+Message = tuple[int, int, int, int, int]
+
+
+def pack(calls: bytes, messages: Sequence[Message]) -> bytes:
+    """Return the calls and the messages of one launch as one piece."""
+    head = _LENGTH.pack(len(calls)) + calls
+    return head + b"".join(map(pack_message, messages)) if messages else head
+
+
+def pack_message(message: Message) -> bytes:
+    """Return one message as bytes."""
+    peer, kind, datatype, count, tag = message
+    return _MESSAGE.pack(peer, kind, datatype, tag, count)
+
+
+def unpack_message(packed: bytes, offset: int = 0) -> Message:
+    """Return what `pack_message` has packed."""
+    peer, kind, datatype, tag, count = _MESSAGE.unpack_from(packed, offset)
+    return peer, kind, datatype, count, tag
+
+
+def _messages(note: bytes) -> list[Message]:
+    start = _LENGTH.size + _LENGTH.unpack_from(note)[0]
+    return [unpack_message(note, offset) for offset in range(start, len(note), _MESSAGE.size)]
+
+
+def _calls(note: bytes) -> list[tuple]:
+    """Return the calls of a note: the fields of `CALL` but for the last one, and the counts of parts."""
+    found, offset = [], _LENGTH.size
+    end = offset + _LENGTH.unpack_from(note)[0]
+    while offset < end:
+        *fields, nparts = CALL.unpack_from(note, offset)
+        offset += CALL.size
+        found.append((*fields, struct.unpack_from(f"={nparts}Q", note, offset)))
+        offset += 8 * nparts
+    return found
+
+
+def _of(count: int, datatype: int) -> str:
+    return f"{count:,} {DataType(datatype).name.lower()}"
+
+
+def _call_text(call: tuple) -> str:
+    kind, datatype, op, root, count, uneven, parts = call
+    text = f"{method_name(kind)} of "
+    if parts:
+        shown = ", ".join(f"{part:,}" for part in parts[:_SHOWN])
+        more = f" and {len(parts) - _SHOWN} more counts of" if len(parts) > _SHOWN else ""
+        text += f"parts of {shown}{more} {DataType(datatype).name.lower()}"
+    elif uneven:
+        text += f"parts that may differ, of {DataType(datatype).name.lower()}"
+    else:
+        text += _of(count, datatype)
+    if op >= 0:
+        text += f" ({ReduceOp(op).name.lower()})"
+    if root >= 0:
+        text += f" {'to' if method_name(kind) in ('reduce', 'gather') else 'from'} root {root}"
+    return text
+
+
+def _text(calls: list[tuple], place: int, alone: bool) -> str:
+    """Say what one rank brings, of which the call at a place is the first that is not that of all."""
+    if alone:
+        return _call_text(calls[0])
+    several = f"a block of {len(calls)} collective{'s' * (len(calls) != 1)}"
+    if place >= len(calls):
+        return several
+    return f"{several}, of which number {place + 1} is {_call_text(calls[place])}"
+
+
+def _grouped(texts: Sequence[str]) -> str:
+    """Say which ranks bring what."""
+    who: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        who.setdefault(text, []).append(rank)
+    parts = []
+    for i, (text, members) in enumerate(who.items()):
+        verb = "" if i else " brings" if len(members) == 1 else " bring"
+        parts.append(f"{ranks(spans(members))}{verb} {text}")
+    return ", ".join(parts)
+
+
+def message_text(message: Message | None, peer: int) -> str:
+    """Say what a message is, on the rank that brings it."""
+    if message is None:
+        return "nothing"
+    _, kind, datatype, count, tag = message
+    named = method_name(kind)
+    way = "to" if named == "send" else "from"
+    return f"{named} of {_of(count, datatype)} {way} rank {peer}{f' with tag {tag}' if tag >= 0 else ''}"
+
+
+def beside(mine: Message, theirs: Message, rank: int, peer: int) -> str | None:
+    """Say why two messages that meet do not fit, in the same words on both ranks; None if they do."""
+    if mine[1] != theirs[1] and mine[2:] == theirs[2:]:
+        return None
+    return _pair(mine, theirs, rank, peer)
+
+
+def _pair(mine: Message | None, theirs: Message | None, rank: int, peer: int) -> str:
+    both = sorted([(rank, mine, peer), (peer, theirs, rank)], key=lambda each: each[0])
+    first, second = (f"rank {who} brings {message_text(message, other)}" for who, message, other in both)
+    return f"{first}, {second}"
+
+
+def disagreement(notes: Sequence[bytes | None]) -> str | None:
+    """Say how what the ranks bring to one launch differs; None if it fits.
+
+    Parameters
+    ----------
+    notes
+        What each rank has packed; None if nobody knows that any more, since the rank is far ahead.
+    """
+    known = [None if note is None else _calls(note) for note in notes]
+    there = [calls for calls in known if calls is not None]
+    if None in known or any(calls != there[0] for calls in there):
+        longest = max(map(len, there))
+        place = 0
+        while place < longest and all(calls[place : place + 1] == there[0][place : place + 1] for calls in there):
+            place += 1
+        alone = all(len(calls) == 1 for calls in there)
+        return _grouped([
+            "something it has brought before" if calls is None else _text(calls, place, alone) for calls in known
+        ])  # fmt: skip
+    between: dict[tuple[int, int, int], list[Message]] = {}
+    for rank, note in enumerate(notes):
+        for message in _messages(note or b""):
+            between.setdefault((rank, message[0], message[1]), []).append(message)
+    for (rank, peer, kind), mine in sorted(between.items()):
+        others = [found for (who, to, other), found in between.items() if (who, to) == (peer, rank) and other != kind]
+        theirs = others[0] if others else []
+        for i in range(max(len(mine), len(theirs))):
+            one = mine[i] if i < len(mine) else None
+            other = theirs[i] if i < len(theirs) else None
+            if one is None or other is None or one[2:] != other[2:]:
+                return _pair(one, other, rank, peer)
+    return None

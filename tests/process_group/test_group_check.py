@@ -1,0 +1,586 @@
+"""Operations that are compared across ranks: what differs is an error on all of them, what fits goes through."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import test_group_operations as operations
+from group_ranks import DEADLINE, run_groups
+
+import ncclpy
+import testing
+from ncclpy.bootstrap import FileStore, LocalStore, TCPStore
+from ncclpy.process_group import shared_board
+
+pytestmark = pytest.mark.usefixtures("host_engine")
+
+F4 = np.float32
+
+
+@pytest.fixture(params=["shared", "stored"])
+def board(request, monkeypatch):
+    """Have the ranks compare in shared memory, or in the store, since one of them cannot open that."""
+    if request.param == "stored":
+        refuse_memory(monkeypatch)
+    return request.param
+
+
+def refuse_memory(monkeypatch):
+    attach = shared_board.attach
+
+    def refused(pid, fd, token, rank, size):
+        if rank == size - 1:
+            raise OSError("another machine")
+        return attach(pid, fd, token, rank, size)
+
+    monkeypatch.setattr(shared_board, "attach", refused)
+
+
+def errors_of(size, body, *, store=None, **options):
+    """Return what each rank's program raises, as text; the group then closes."""
+
+    def each(rank):
+        with_store = options | {"timeout": options.get("timeout", DEADLINE / 2)}
+        group = ncclpy.ProcessGroup(found, rank.rank, size, device=rank.rank, **with_store)
+        try:
+            body(group)
+        except ncclpy.NcclError as error:
+            return f"{type(error).__name__} {error.result}: {error}"
+        finally:
+            group.close(DEADLINE / 4)
+        return None
+
+    found = LocalStore() if store is None else store
+    return testing.run_threads(size, each, DEADLINE)
+
+
+def disagreement(number, text, rank, name="default"):
+    return (
+        f"NcclError 5: process group '{name}': the ranks disagree on collective {number}: {text}. Rank {rank} has "
+        "not called NCCL"
+    )
+
+
+# What each rank calls, and what all are told.
+MISMATCHES = {
+    "another call": (
+        3,
+        lambda g: g.all_reduce(np.ones(1024, F4)) if g.rank < 2 else g.broadcast(np.ones(4), root=1),
+        "ranks 0-1 bring all_reduce of 1,024 float32 (sum), rank 2 broadcast of 4 float64 from root 1",
+    ),
+    "count": (
+        3,
+        lambda g: g.all_reduce(np.ones(3 + (g.rank == 1))),
+        "ranks 0, 2 bring all_reduce of 3 float64 (sum), rank 1 all_reduce of 4 float64 (sum)",
+    ),
+    "type": (
+        2,
+        lambda g: g.all_gather(np.ones(2, [F4, np.int32][g.rank]), np.ones(4, [F4, np.int32][g.rank])),
+        "rank 0 brings all_gather of 2 float32, rank 1 all_gather of 2 int32",
+    ),
+    "op": (
+        4,
+        lambda g: g.reduce(np.ones(2), np.ones(2), op="max" if g.rank == 3 else "sum", root=2),
+        "ranks 0-2 bring reduce of 2 float64 (sum) to root 2, rank 3 reduce of 2 float64 (max) to root 2",
+    ),
+    "root": (
+        2,
+        lambda g: g.broadcast(np.ones(2), root=g.rank),
+        "rank 0 brings broadcast of 2 float64 from root 0, rank 1 broadcast of 2 float64 from root 1",
+    ),
+    "order": (
+        2,
+        lambda g: [call(np.ones(1)) for call in (g.all_reduce, g.broadcast)[:: 1 - 2 * g.rank]],
+        "rank 0 brings all_reduce of 1 float64 (sum), rank 1 broadcast of 1 float64 from root 0",
+    ),
+    "all different": (
+        3,
+        lambda g: g.all_reduce(np.ones(g.rank + 1)),
+        "rank 0 brings all_reduce of 1 float64 (sum), rank 1 all_reduce of 2 float64 (sum), rank 2 all_reduce of 3 "
+        "float64 (sum)",
+    ),
+    "size of a block": (
+        2,
+        lambda g: g.all_reduce_coalesced([np.ones(1)] * (2 + g.rank)),
+        "rank 0 brings a block of 2 collectives, rank 1 a block of 3 collectives, of which number 3 is all_reduce of "
+        "1 float64 (sum)",
+    ),
+    "a step of a block": (
+        2,
+        lambda g: g.all_reduce_coalesced([np.ones(1)] * 300 + [np.ones(2 + g.rank), np.ones(1)]),  # too long
+        "rank 0 brings a block of 302 collectives, of which number 301 is all_reduce of 2 float64 (sum), rank 1 a "
+        "block of 302 collectives, of which number 301 is all_reduce of 3 float64 (sum)",
+    ),
+    "parts": (
+        2,
+        lambda g: g.all_gather(np.ones(1 + g.rank), [np.ones(1), np.ones(2)] if g.rank else [np.ones(1), np.ones(3)]),
+        "rank 0 brings all_gather of parts of 1, 3 float64, rank 1 all_gather of parts of 1, 2 float64",
+    ),
+    "parts of one rank": (
+        2,
+        lambda g: g.all_gather(np.ones(1), [np.ones(1), np.ones(1)] if g.rank else np.ones(2)),
+        "rank 0 brings all_gather of 1 float64, rank 1 all_gather of parts of 1, 1 float64",
+    ),
+    "parts that go to others": (
+        2,
+        lambda g: g.all_to_all(np.ones(5), np.ones(5 - g.rank), [2, 3], [2, 3 - g.rank]),
+        "rank 0 brings send of 3 float64 to rank 1, rank 1 brings recv of 2 float64 from rank 0",
+    ),
+    "parts of a gather": (
+        3,
+        lambda g: g.gather(np.ones(1 + (g.rank == 2)), [np.ones(1)] * 0 if g.rank else [np.ones(1) for _ in range(3)]),
+        "rank 0 brings recv of 1 float64 from rank 2, rank 2 brings send of 2 float64 to rank 0",
+    ),
+    "messages of a mixed block": (
+        2,
+        lambda g: mixed(g, 1 + g.rank),
+        "rank 0 brings send of 2 float64 to rank 1 with tag 1, rank 1 brings recv of 2 float64 from rank 0 with tag 2",
+    ),
+}  # fmt: skip
+
+
+def mixed(group, tag):
+    with group.coalescing() as work:
+        group.all_reduce(np.ones(1))
+        (group.recv if group.rank else group.send)(np.ones(2), 1 - group.rank, tag)
+    return work
+
+
+@pytest.mark.parametrize("check", ["first", "always"])
+@pytest.mark.parametrize("kind", MISMATCHES)
+def test_what_differs_is_an_error_on_all_ranks(board, kind, check):
+    size, call, told = MISMATCHES[kind]
+
+    def body(group):
+        group.all_reduce(np.ones(7)).wait(DEADLINE)
+        work = call(group)
+        (work[0] if isinstance(work, list) else work).wait(DEADLINE)
+
+    found = errors_of(size, body, check=check)
+    assert found == [disagreement(1, told, rank) for rank in range(size)]
+
+
+def test_what_is_known_here_and_new_there_ends_the_group(board):
+    """The rank that knows its call waits for nobody; the other one finds what it has noted."""
+
+    def body(group):
+        for _ in range(3):
+            group.all_reduce(np.ones(1)).wait(DEADLINE)
+        group.broadcast(np.ones(2)) if group.rank else group.all_reduce(np.ones(1)).wait(DEADLINE)
+
+    begun = time.monotonic()
+    found = errors_of(2, body, check="first", on_error="report")  # it cannot go on, also then
+    text = "rank 0 brings all_reduce of 1 float64 (sum), rank 1 broadcast of 2 float64 from root 0"
+    assert found[1] == disagreement(3, text, 1)
+    assert text in found[0]
+    assert time.monotonic() - begun < DEADLINE / 4
+
+
+def test_a_rank_that_is_far_ahead(board):
+    """Its note is overwritten in shared memory; it is a disagreement all the same."""
+
+    def body(group):
+        group.all_reduce(np.ones(1)).wait(DEADLINE)
+        if group.rank == 0:
+            for _ in range(1500):
+                group.all_reduce(np.ones(1))
+            ahead.set()
+            group.all_reduce(np.ones(1)).wait(DEADLINE)
+        else:
+            ahead.wait(DEADLINE)
+            group.broadcast(np.ones(2))
+
+    ahead = threading.Event()
+    found = errors_of(2, body, check="first")
+    brought = "something it has brought before" if board == "shared" else "all_reduce of 1 float64 (sum)"
+    assert f"rank 0 brings {brought}, rank 1 broadcast of 2 float64 from root 0" in found[1]
+
+
+def test_the_group_goes_on_where_it_only_reports(board, caplog):
+    def body(group):
+        with pytest.raises(ncclpy.NcclError, match="disagree on collective 0"):
+            group.all_reduce(np.ones(1 + group.rank))
+        total = np.full(2, group.rank + 1.0)
+        group.all_reduce(total).wait(DEADLINE)
+        work = (group.send if group.rank == 0 else group.recv)(np.ones(1), 1 - group.rank, group.rank)
+        with pytest.raises(ncclpy.NcclError, match="disagree on number 0 of pair '0:1'"):
+            work.wait(DEADLINE)
+        got = np.full(1, 5.0)
+        (group.recv if group.rank else group.send)(got, 1 - group.rank).wait(DEADLINE)
+        return total[0], group.seq
+
+    assert run_groups(2, body, check="always", on_error="report") == [(3, 2)] * 2
+    testing.wait_for(lambda: caplog.text.count("disagree") >= 4)
+
+
+# Messages.
+
+SENT = {
+    "tag": (lambda g: way(g)(np.ones(2), 1 - g.rank, 3 + g.rank), "send of 2 float64 to rank 1 with tag 3",
+            "recv of 2 float64 from rank 0 with tag 4"),
+    "count": (lambda g: way(g)(np.ones(2 + g.rank), 1 - g.rank), "send of 2 float64 to rank 1 with tag 0",
+              "recv of 3 float64 from rank 0 with tag 0"),
+    "type": (lambda g: way(g)(np.ones(2, [F4, "i4"][g.rank]), 1 - g.rank), "send of 2 float32 to rank 1 with tag 0",
+             "recv of 2 int32 from rank 0 with tag 0"),
+}  # fmt: skip
+
+
+def way(group):
+    return group.recv if group.rank else group.send
+
+
+@pytest.mark.parametrize("in_a_block", [False, True])
+@pytest.mark.parametrize("kind", SENT)
+def test_messages_that_do_not_fit(kind, in_a_block):
+    call, first, second = SENT[kind]
+
+    def body(group):
+        if in_a_block:
+            with group.coalescing() as work:
+                call(group)
+        else:
+            work = call(group)
+        work.wait(DEADLINE)
+
+    where = "blocks from 0 to 1" if in_a_block else "pair '0:1'"
+    for told in errors_of(2, body, check="first"):
+        assert (
+            f"ranks 0 and 1 disagree on number 0 of {where}: rank 0 brings {first}, rank 1 brings {second}. NCCL was "
+            "not called for it"
+        ) in told
+
+
+def test_two_that_both_send():
+    def body(group):
+        group.send(np.ones(1), 1 - group.rank).wait(DEADLINE)
+
+    for told in errors_of(2, body, check="always"):
+        assert (
+            "rank 0 brings send of 1 float64 to rank 1 with tag 0, rank 1 brings send of 1 float64 to rank 0" in told
+        )
+
+
+def test_a_message_whose_other_half_does_not_come():
+    def body(group):
+        group.all_reduce(np.ones(1)).wait(DEADLINE)
+        if group.rank == 0:
+            group.connect([1])
+            group.send(np.ones(1), 1, timeout=0.3).wait(DEADLINE)
+        else:
+            group.connect([0])
+            testing.wait_for(lambda: group.error is not None)
+            group.barrier()
+
+    found = errors_of(2, body, check="first")
+    assert all("rank 1 has not begun what it meets within 300 ms" in told for told in found), found
+
+
+# What fits.
+
+PROGRAMS = {
+    "all_reduce": lambda arrays: operations.test_all_reduce(arrays, 4, "avg", False),
+    "all_gather": lambda arrays: operations.test_all_gather_and_reduce_scatter(arrays, 4, False),
+    "lists": lambda arrays: operations.test_all_gather_and_reduce_scatter(arrays, 4, True),
+    "uneven parts": lambda arrays: operations.test_uneven_parts(arrays, 4),
+    "roots": lambda arrays: operations.test_what_has_a_root(arrays, 4, 1),
+    "all_to_all": lambda arrays: operations.test_all_to_all(arrays, 4),
+    "blocks": lambda arrays: operations.test_coalesced_operations_are_one_launch_with_one_number(arrays, 4),
+}
+
+
+@pytest.mark.parametrize("check", ["first", "always"])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_programs_of_all_operations_go_through(arrays, monkeypatch, board, program, check):
+    monkeypatch.setattr(operations, "run_groups", functools.partial(run_groups, check=check))
+    PROGRAMS[program](arrays)
+
+
+def everything(world, check):
+    with world.group(check=check) as group:
+        other, results = 1 - world.rank, []
+        for _ in range(3):
+            results.append(world.sum(group, np.full(3, world.rank + 1.0)).tolist())
+            got = np.zeros(2)
+            calls = [lambda: group.recv(got, other), lambda: group.send(np.full(2, float(world.rank)), other)]  # noqa: B023
+            works = [call() for call in calls[:: 1 - 2 * world.rank]]
+            for work in works:
+                work.wait(DEADLINE)
+            with group.coalescing() as work:  # no collective of all ranks
+                group.send(np.full(2, float(world.rank)), other, 7)
+                group.recv(got, other, 7)
+            work.wait(DEADLINE)
+            results.append(got.tolist())
+            sizes = [[2, 1], [1, 0]]  # nothing goes from rank 1 to itself
+            sent, came = [np.ones(n) for n in sizes[world.rank]], [np.zeros(n) for n in sizes[world.rank]]
+            group.all_to_all(sent, came).wait(DEADLINE)
+            rows, sums = group.all_reduce_sparse(np.arange(world.rank + 1), np.ones(world.rank + 1)).result(DEADLINE)
+            results.append((rows.tolist(), sums.tolist()))
+            with group.split(0) as part:
+                results.append(world.sum(part, np.ones(1)).tolist())
+            part = group.new_group([1, 0])
+            with pytest.raises(ncclpy.NcclError, match="disagree on collective 0"):  # they compare too
+                part.all_reduce(np.ones(1 + world.rank))
+            part.close()
+            group.barrier().wait(DEADLINE)
+        group.disconnect()
+        return results
+
+
+@pytest.mark.parametrize("check", ["first", "always"])
+def test_all_that_groups_do(run, check):
+    one = lambda rank: [[3.0] * 3, [1.0 - rank] * 2, ([0, 1], [2.0, 1.0]), [2.0]]  # noqa: E731
+    assert run(everything, check) == [one(rank) * 3 for rank in range(2)]
+
+
+@pytest.mark.parametrize("check", ["first", "always"])
+@pytest.mark.parametrize("first", ["send", "recv"])
+def test_rings(board, check, first):
+    def body(group):
+        before, behind = (group.rank - 1) % 3, (group.rank + 1) % 3
+        got = [np.zeros(1) for _ in range(20)]
+        works = []
+        for i, each in enumerate(got):
+            calls = [
+                functools.partial(group.send, np.full(1, 10.0 * i + group.rank), behind, i),
+                functools.partial(group.recv, each, before, i),
+            ]
+            works += [call() for call in (calls if first == "send" else calls[::-1])]
+        for work in works:
+            work.wait(DEADLINE)
+        return [each[0] for each in got] == [10.0 * i + before for i in range(20)]
+
+    assert run_groups(3, body, check=check) == [True] * 3
+
+
+def test_only_two_ranks_of_three_send(board):
+    """Who has no part in it is waited for by nobody."""
+
+    def body(group):
+        if group.rank < 2:
+            got = np.zeros(1)
+            way(group)(np.ones(1) if group.rank == 0 else got, 1 - group.rank).wait(DEADLINE)
+            with group.coalescing() as work:
+                way(group)(np.full(1, 4.0) if group.rank == 0 else got, 1 - group.rank)
+            if group.rank == 2:
+                return None
+        meeting.wait(DEADLINE)
+        if group.rank < 2:
+            work.wait(DEADLINE)
+            return got[0] if group.rank else 4
+        group.connect()  # the block goes by the communicator of all
+        return 4
+
+    meeting = threading.Barrier(3)
+    assert run_groups(3, body, check="always") == [4, 4, 4]
+
+
+@pytest.mark.parametrize("kind", ["LocalStore", "TCPStore", "FileStore"])
+def test_each_store(monkeypatch, tmp_path, kind):
+    refuse_memory(monkeypatch)
+    stores = {
+        "LocalStore": LocalStore,
+        "TCPStore": lambda: TCPStore("127.0.0.1", 0, serve=True, linger=0),
+        "FileStore": lambda: FileStore(tmp_path / "store"),
+    }
+
+    def body(group):
+        for _ in range(5):
+            group.all_reduce(np.ones(1)).wait(DEADLINE)
+        if group.rank == 0:
+            group.all_reduce(np.ones(1)).wait(DEADLINE)  # known: it has to be asked
+        else:
+            group.all_reduce(np.ones(2)).wait(DEADLINE)
+
+    with stores[kind]() as store:
+        found = errors_of(2, body, check="first", store=store)
+    assert found[1] == disagreement(
+        5, "rank 0 brings all_reduce of 1 float64 (sum), rank 1 all_reduce of 2 float64 (sum)", 1
+    )
+
+
+# Waits that end early.
+
+
+@pytest.mark.parametrize("met", [True, False])
+def test_a_rank_that_does_not_come_is_named(board, met):
+    def body(group):
+        if met:
+            group.all_reduce(np.ones(1)).wait(DEADLINE)
+        if group.rank != 1:
+            group.all_reduce(np.ones(2), timeout=0.3)
+        else:
+            testing.wait_for(lambda: group.error is not None)
+            group.barrier()
+
+    found = errors_of(3, body, check="always", timeout=DEADLINE / 2 if met else 0.5)
+    what = "to compare collective 1 of process group" if met else "to "  # compare, or to make the communicator
+    assert all(f"rank 1 of 3 did not come {what}" in told for told in found), found
+
+
+def test_who_comes_after_another_has_left_does_not_go_on(board):
+    """The group goes on without its collectives, but nobody is left alone in NCCL."""
+
+    def body(group):
+        group.all_reduce(np.ones(1)).wait(DEADLINE)
+        if group.rank == 0:
+            with pytest.raises(ncclpy.NcclTimeout, match="rank 1 of 2 did not come"):
+                group.all_reduce(np.ones(2), timeout=0.2)
+            left.set()
+        else:
+            left.wait(DEADLINE)
+            with pytest.raises(ncclpy.NcclTimeout, match=r"rank 0 of 2 came .* and left"):
+                group.all_reduce(np.ones(2))
+        with pytest.raises(ncclpy.NcclAborted, match="communicator 'all' was not made, and what was begun on it"):
+            group.all_reduce(np.ones(2))
+        got = np.zeros(1)
+        way(group)(got + group.rank, 1 - group.rank).wait(DEADLINE)
+
+    left = threading.Event()
+    run_groups(2, body, check="always", on_error="report")
+
+
+def test_a_message_may_wait_for_its_pair_to_stand():
+    """Its deadline is that of its launch, as without a check."""
+
+    def body(group):
+        got = np.full(1, 3.0)
+        if group.rank:
+            time.sleep(0.6)
+            group.recv(got, 0).wait(DEADLINE)
+        else:
+            group.send(got + 1, 1, timeout=0.3).wait(DEADLINE)
+        return got[0]
+
+    assert run_groups(2, body, check="always") == [3, 4]
+
+
+def test_an_abort_from_another_rank_ends_the_wait(board):
+    def body(group):
+        group.all_reduce(np.ones(1)).wait(DEADLINE)
+        if group.rank:
+            time.sleep(0.1)
+            group.abort("enough")
+        group.all_reduce(np.ones(2))
+
+    begun = time.monotonic()
+    found = errors_of(2, body, check="always")
+    assert all(told.startswith("NcclAborted") and "enough" in told for told in found), found
+    assert time.monotonic() - begun < DEADLINE / 4
+
+
+def test_a_close_from_another_thread_ends_the_wait(board):
+    def body(group):
+        group.all_reduce(np.ones(1)).wait(DEADLINE)
+        if group.rank == 0:
+            threading.Timer(0.1, group.close).start()
+            with pytest.raises((ncclpy.NcclAborted, ValueError), match="closed"):
+                group.all_reduce(np.ones(2))
+            left.set()
+        left.wait(DEADLINE)
+
+    left = threading.Event()
+    run_groups(2, body, check="always")
+
+
+def test_ctrl_c_ends_the_wait_and_the_group():
+    testing.run_python(
+        """
+        import os, signal, threading, time, numpy as np, ncclpy
+        from ncclpy.bootstrap import LocalStore
+
+        store, told = LocalStore(), []
+
+        def other():
+            group = ncclpy.ProcessGroup(store, 1, 2, device=1, check="always", timeout=50)
+            group.all_reduce(np.ones(1)).wait(50)
+            while group.error is None:
+                time.sleep(0.01)
+            told.append(str(group.error))
+            group.close()
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        group = ncclpy.ProcessGroup(store, 0, 2, device=0, check="always", timeout=50)
+        group.all_reduce(np.ones(1)).wait(50)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        begun = time.monotonic()
+        try:
+            group.all_reduce(np.ones(1))
+        except KeyboardInterrupt:
+            pass
+        else:
+            raise AssertionError("it was not left")
+        assert time.monotonic() - begun < 20
+        group.close()
+        thread.join()
+        assert "KeyboardInterrupt" in told[0], told
+        """
+    )
+
+
+def test_a_rank_that_is_killed_while_others_wait(tmp_path):
+    """Nobody is told of it but by the deadline, and no file and no descriptor stays."""
+    before = set(os.listdir("/dev/shm"))
+    path = tmp_path / "program.py"
+    path.write_text(
+        textwrap.dedent(
+            """
+            import os, signal, numpy as np, ncclpy
+            group = ncclpy.init_process_group(timeout=60, check="always")
+            group.all_reduce(np.ones(1)).wait(60)
+            group.store.barrier("done", group.rank, 3)
+            if group.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                group.all_reduce(np.ones(1), timeout=1)
+            except ncclpy.NcclError as error:
+                print("rank", group.rank, "says", error, flush=True)
+            group.close()
+            """
+        )
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "ncclpy", "run", "-n", "3", "--no-kill", "--", sys.executable, str(path)],
+        capture_output=True, text=True, timeout=100, cwd="/",
+    )  # fmt: skip
+    said = done.stdout + done.stderr
+    assert done.returncode == 128 + signal.SIGKILL, said
+    assert len(re.findall(r"rank [02] says .*rank 1 of 3 did not come to compare collective 1", said)) == 2, said
+    assert {each for each in set(os.listdir("/dev/shm")) - before if "check" in each} == set()
+
+
+def test_nothing_stays_of_groups_that_compare():
+    def body(group):
+        kept.append(group)  # its end is close(), not the collector's
+        group.all_reduce(np.ones(1)).wait(DEADLINE)
+        way(group)(np.ones(1), 1 - group.rank).wait(DEADLINE)
+
+    kept = []
+    gc.collect()  # what other tests have left to be closed by it
+    run_groups(2, body, check="always")
+    maps = lambda: Path("/proc/self/maps").read_text().count("ncclpy-check")  # noqa: E731
+    fds = len(os.listdir("/proc/self/fd"))
+    for _ in range(10):
+        run_groups(2, body, check="first")
+    testing.wait_for(lambda: maps() == 0, "the memory to go")
+    assert len(os.listdir("/proc/self/fd")) <= fds + 2
+    names = lambda: {each.name for each in threading.enumerate()}  # noqa: E731
+    testing.wait_for(lambda: not names() & {"ncclpy-group-check", "ncclpy-group-notes"}, "their threads")
+
+
+@pytest.mark.parametrize("check", ["on", None, 1])
+def test_what_check_may_be(check):
+    with pytest.raises(ValueError, match="check: expected one of 'off', 'first', 'always'"):
+        ncclpy.ProcessGroup(LocalStore(), 0, 1, device=0, check=check)

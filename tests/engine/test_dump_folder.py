@@ -24,7 +24,7 @@ from ncclpy.bootstrap import LocalStore
 FOLDER = os.environ.get("NCCLPY_DUMP_DIR", "")
 
 def files():
-    return sorted(name for name in os.listdir(FOLDER)) if os.path.isdir(FOLDER) else []
+    return sorted(name for name in os.listdir(FOLDER) if name.endswith(".json")) if os.path.isdir(FOLDER) else []
 
 def dumps(number=1):
     testing.wait_for(lambda: len(files()) >= number and not any("unfinished" in each for each in files()))

@@ -24,6 +24,7 @@ cdef int agree(Lifecycle group, Connection connection, Request request) except -
     try:
         try:
             group.check_usable()
+            request.work.entry.group, request.work.entry.sequence = group.number, group.collectives  # what it waits in
             agreement.agree(group.collectives, request.brought, request.limit, group._is_wanted)
         except NcclError as error:
             if group.is_ended():
@@ -55,7 +56,7 @@ cdef int _disagreed(Lifecycle group, Connection connection, error) except -1:
     cdef bint told = error is agreement.found
     # Where one has gone on its operation stays on the device, for good; where not all have come, nobody knows what they do.
     if group.on_error != "report" or (told and agreement.ends):
-        group._fail(error, text_of(error))
+        group._fail(error, text_of(error), asks=not told)  # which tells what all bring
         return 0
     if not told:
         abort_aside(connection.abort(error), text_of(error))

@@ -146,9 +146,10 @@ cdef class Holder:
             abort_aside(connection.abort(error), text_of(error))
             _report(group, error)
         else:
+            group._inquire(error)  # before who waits sees it
             for request in list(connection.held[:1]):
                 (<Request>request).work.settle(error)
-            group._fail(error, text_of(error))
+            group._fail(error, text_of(error), asks=True)
 
 
 def _report(Lifecycle group not None, error):

@@ -346,9 +346,10 @@ cdef class Lifecycle(BlockOwner):
         call_at(now() + _GRACE, functools.partial(_caller_of(weakref.ref(self), "_without"), rank))
 
     def _without(self, rank):
+        cdef Agreement agreement = self.agreement
         if self.is_ended():
             return
-        if not self.pending():
+        if not self.pending() and not (agreement is not None and agreement.turn.locked()):  # nothing waits
             self._gone(rank)
             return
         text = f"rank {rank} of process group {self.name!r} is gone: its lease in the store has ended"
@@ -373,7 +374,7 @@ cdef class Lifecycle(BlockOwner):
                 )
             self.asked.set()
         said, states = self.said
-        if said is not None:
+        if said is not None and said not in text_of(error):
             error.args = (f"{without_advice(text_of(error))}. {said}",)
             error.ranks = states
         if self.on_error == "report":  # the next one asks anew

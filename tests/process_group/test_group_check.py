@@ -531,7 +531,7 @@ def test_ctrl_c_ends_the_wait_and_the_group():
 
 
 def test_a_rank_that_is_killed_while_others_wait(tmp_path):
-    """Nobody is told of it but by the deadline, and no file and no descriptor stays."""
+    """They hear of it long before their deadline, and no file and no descriptor stays."""
     before = set(os.listdir("/dev/shm"))
     path = tmp_path / "program.py"
     path.write_text(
@@ -544,7 +544,7 @@ def test_a_rank_that_is_killed_while_others_wait(tmp_path):
             if group.rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             try:
-                group.all_reduce(np.ones(1), timeout=1)
+                group.all_reduce(np.ones(1), timeout=60)
             except ncclpy.NcclError as error:
                 print("rank", group.rank, "says", error, flush=True)
             group.close()
@@ -557,7 +557,12 @@ def test_a_rank_that_is_killed_while_others_wait(tmp_path):
     )  # fmt: skip
     said = done.stdout + done.stderr
     assert done.returncode == 128 + signal.SIGKILL, said
-    assert len(re.findall(r"rank [02] says .*rank 1 of 3 did not come to compare collective 1", said)) == 2, said
+    assert (
+        len(
+            re.findall(r"rank [02] says .*rank 1 of process group 'default' is gone.*rank 1's process has ended", said)
+        )
+        == 2
+    ), said
     assert {each for each in set(os.listdir("/dev/shm")) - before if "check" in each} == set()
 
 

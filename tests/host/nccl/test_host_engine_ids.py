@@ -142,7 +142,7 @@ def test_the_memory_is_sealed_and_the_users_alone(nccl, half_joined):
         assert (info.st_mode & 0o777, info.st_uid) == (0o600, os.getuid())
         assert fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SEAL
         again = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)  # as any process of the user can
-        for size in (0, 4096, info.st_size + 4096):
+        for size in {0, 4096, info.st_size + 4096} - {info.st_size}:  # other tests' memory may have that
             with pytest.raises(PermissionError):
                 os.ftruncate(again, size)
         os.close(again)

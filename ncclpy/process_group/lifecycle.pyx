@@ -48,8 +48,8 @@ _EXIT_CODE = 70
 _MAIN = "all"
 #: Seconds for the other ranks to be told.
 _TELLS = 1.0
-#: Seconds for one that is in trouble to hear what the others do.
-_ASKS = 5.0
+#: Seconds for one that is in trouble to hear what the others do, whatever becomes of the store.
+_ASKS = 3.0
 #: How often a rank's standing goes into the store, if it has changed.
 _BEAT = 1.0
 #: What a rank that is gone has taken part in may yet be seen to be done for so long.
@@ -109,7 +109,6 @@ cdef class Lifecycle(BlockOwner):
         self.alone, self.completions, self.aborts = [], [], []
         self.nan_check = NanCheck(rank, name, self.device) if check_nan else None
         self.number = _next_number()
-        self.asked, self.said = threading.Event(), (None, None)
         mine = weakref.ref(self)
         self.notices = Notices(store, name, rank, size, _teller_of(mine))
         self.check = check
@@ -358,26 +357,41 @@ cdef class Lifecycle(BlockOwner):
         users.give(functools.partial(_log.error, "rank %d goes on, as on_error='report' says, after: %s", self.rank, text))
 
     def _inquire(self, error):
-        """Find out what all ranks do now: an error gets it as a sentence and as data. Those that come meanwhile get it too."""
+        """Find out what all ranks do now: an error gets it as a sentence and as data, which this returns as well.
+
+        Those that come meanwhile get it too. A thread of its own asks: a store may be stuck for minutes, and who waits may
+        be left by a signal handler, or be a handler that has come in between.
+        """
+        mine = _Inquiry()
         with self.lock:
-            first, self.asks = not self.asks, True
-        if not first:
-            self.asked.wait(_ASKS)
-        else:
+            first = self.asking is None
+            if first:
+                self.asking = mine
+            asking = self.asking
+        if first:
             try:
                 current = self._standing()["current"]
-                self.said = self.notices.inquire(None if current is None else Began(**current), self.on_error == "report")
-            except Exception:  # what has failed is to end all the same
-                _log.warning(
-                    "rank %d of process group %r could not ask what the others do", self.rank, self.name, exc_info=True
-                )
-            self.asked.set()
-        said, states = self.said
+                subject = None if current is None else Began(**current)
+                threading.Thread(
+                    target=asking.ask, args=(self.notices, subject, self.on_error == "report"), name="ncclpy-group-ask",
+                    daemon=True,
+                ).start()
+            except BaseException as failure:  # what has failed is to end all the same
+                asking.done.set()
+                if not isinstance(failure, Exception):
+                    raise
+        if asking.done.wait(_ASKS):
+            said, states = asking.said
+        else:
+            said, states = f"What the other ranks do is not known: the store has not answered within {_ASKS:.3g} s", None
         if said is not None:
             error.args = (f"{without_advice(text_of(error))}. {said}",)
             error.ranks = states
         if self.on_error == "report":  # the next one asks anew
-            self.asks = False
+            with self.lock:
+                if self.asking is asking:
+                    self.asking = None
+        return said, states
 
     # Its end.
 
@@ -419,8 +433,8 @@ cdef class Lifecycle(BlockOwner):
     def abort(self, reason="abort() was called"):
         """End the group on all ranks: what runs or waits fails with `NcclAborted`, communicators are aborted.
 
-        It returns once the others were told, which takes a second at most; the abort itself goes on in a thread of
-        its own. A second abort changes nothing.
+        It returns once the others were told, which takes a second where the store is well, and four at most; the abort
+        itself goes on in a thread of its own. A second abort changes nothing.
 
         Parameters
         ----------
@@ -477,11 +491,16 @@ cdef class Lifecycle(BlockOwner):
 
         `but` is a connection that sees to its own end. If it `asks`, the error says what all ranks do, and so do the others'.
         """
-        cdef Connection one
         said = states = None
-        if asks and self.size > 1 and self.failure is None and self.on_error != "exit_now":
-            self._inquire(error)  # before anybody sees the error
-            said, states = self.said
+        try:
+            if asks and self.size > 1 and self.failure is None and self.on_error != "exit_now":
+                said, states = self._inquire(error)  # before anybody sees the error
+        finally:  # also where a signal handler has left the wait
+            self._end_by(error, text, but, exits, said, states)
+
+    def _end_by(self, error, text, Connection but, bint exits, said, states):
+        """End the group with an error as `_fail` does, which knows by now what the ranks do, or that nobody does."""
+        cdef Connection one
         with self.lock:
             if self.is_ended() and (self.failure is not None or not self.connections):
                 return
@@ -626,6 +645,23 @@ cdef class Lifecycle(BlockOwner):
     def __repr__(self):
         state = "closed" if self.closed else "ended" if self.failure is not None else f"{self.pending()} pending"
         return f"<ncclpy.ProcessGroup {self.name!r} rank {self.rank} of {self.size} device={self.device} {state}>"
+
+
+class _Inquiry:
+    """One question to all ranks what they do, and the answer."""
+
+    def __init__(self):
+        self.done, self.said = threading.Event(), (None, None)
+
+    def ask(self, notices, subject, alone):
+        try:
+            self.said = notices.inquire(subject, alone)
+        except Exception:  # what has failed is to end all the same
+            _log.warning(
+                "rank %d of process group %r could not ask what the others do", notices.rank, notices.name, exc_info=True
+            )
+        finally:
+            self.done.set()
 
 
 cdef class _Owner(ConnectionOwner):

@@ -62,17 +62,21 @@ class Reports:
         self.watched = True  # the others hear at once that they are asked
         self._look, self._is_gone, self._has_made = look, is_gone, has_made
         self._told: dict[str, Any] | None = None
+        self._closed = False
         self._answered = 0
 
     def publish(self, *, closed: bool = False) -> None:
         """Put this rank's standing into the store, if it has changed."""
         standing = self._look()
         if closed:
-            standing["closed"] = True
+            self._closed = standing["closed"] = True
         since = standing.pop("since", None)  # in which a clock's grain shows
         if standing != self._told:
             self.store.set(self._key(self.rank), self._packed({**standing, "since": since}))
             self._told = standing
+            if self._closed and not closed:  # meanwhile, and this has been written over it
+                self._told = None
+                self.publish(closed=True)
 
     def answer_all(self, number: int) -> None:
         """Tell all who have asked, of whom this is the last one's number, and were not answered."""

@@ -26,9 +26,7 @@ cdef class Lifecycle(BlockOwner):
     cdef dict deadlines  # seconds, by thread, of deadline blocks
     cdef dict blocks  # coalescing blocks, by thread
     cdef object failure  # what has ended it
-    cdef bint asks  # what the others do, as it is in trouble
-    cdef object asked  # set when that is known, or not to be known
-    cdef tuple said  # what they do, as a sentence and as data; None for either
+    cdef object inquiries  # what the others do, when it is in trouble
     cdef bint closed
     cdef long long collectives
     cdef list alone  # this rank's sends to itself, or receives, that wait for the other half

@@ -35,9 +35,10 @@ from ncclpy.engine.launcher import abort_aside
 from ncclpy.engine.monitor import call_at
 from ncclpy.engine.recorder import text_of
 from ncclpy.engine.streams import StreamPool
+from ncclpy.process_group.callers import caller_of, teller_of
+from ncclpy.process_group.inquiry import Inquiries
 from ncclpy.process_group.nan import NanCheck
 from ncclpy.process_group.notices import Notices
-from ncclpy.process_group.standing import Began
 
 _log = logging.getLogger("ncclpy.process_group")
 
@@ -48,8 +49,6 @@ _EXIT_CODE = 70
 _MAIN = "all"
 #: Seconds for the other ranks to be told.
 _TELLS = 1.0
-#: Seconds for one that is in trouble to hear what the others do.
-_ASKS = 5.0
 #: How often a rank's standing goes into the store, if it has changed.
 _BEAT = 1.0
 #: What a rank that is gone has taken part in may yet be seen to be done for so long.
@@ -109,14 +108,14 @@ cdef class Lifecycle(BlockOwner):
         self.alone, self.completions, self.aborts = [], [], []
         self.nan_check = NanCheck(rank, name, self.device) if check_nan else None
         self.number = _next_number()
-        self.asked, self.said = threading.Event(), (None, None)
         mine = weakref.ref(self)
-        self.notices = Notices(store, name, rank, size, _teller_of(mine))
+        self.notices = Notices(store, name, rank, size, teller_of(mine))
+        self.inquiries = Inquiries(self.notices, on_error == "report")
         self.check = check
         if check != "off" and size > 1:
             self.agreement = Agreement(self.notices, self.timeout, check == "first")
         self.connections = {}
-        self.notices.listen(_caller_of(mine, "_ended"), _caller_of(mine, "_gone"))
+        self.notices.listen(caller_of(mine, "_ended"), caller_of(mine, "_gone"))
         if size > 1:
             self._beat()
 
@@ -337,13 +336,15 @@ cdef class Lifecycle(BlockOwner):
             return
         try:
             self.notices.reports.publish()
-        except (NcclError, ValueError):  # the store is gone, or closed: nobody hears any more
+        except NcclTimeout:  # the store may be well again
+            pass
+        except (NcclError, ValueError):  # it is gone, or closed: nobody hears any more
             return
-        call_at(now() + _BEAT, _caller_of(weakref.ref(self), "_beat"))
+        call_at(now() + _BEAT, caller_of(weakref.ref(self), "_beat"))
 
     def _gone(self, rank):
         """Take the news that a rank's lease has ended: what still waits in a while waits for it."""
-        call_at(now() + _GRACE, functools.partial(_caller_of(weakref.ref(self), "_without"), rank))
+        call_at(now() + _GRACE, functools.partial(caller_of(weakref.ref(self), "_without"), rank))
 
     def _without(self, rank):
         cdef Agreement agreement = self.agreement
@@ -359,26 +360,12 @@ cdef class Lifecycle(BlockOwner):
         users.give(functools.partial(_log.error, "rank %d goes on, as on_error='report' says, after: %s", self.rank, text))
 
     def _inquire(self, error):
-        """Find out what all ranks do now: an error gets it as a sentence and as data. Those that come meanwhile get it too."""
-        with self.lock:
-            first, self.asks = not self.asks, True
-        if not first:
-            self.asked.wait(_ASKS)
-        else:
-            try:
-                current = self._standing()["current"]
-                self.said = self.notices.inquire(None if current is None else Began(**current), self.on_error == "report")
-            except Exception:  # what has failed is to end all the same
-                _log.warning(
-                    "rank %d of process group %r could not ask what the others do", self.rank, self.name, exc_info=True
-                )
-            self.asked.set()
-        said, states = self.said
+        """Find out what all ranks do now: an error gets it as a sentence and as data, which this returns as well."""
+        said, states = self.inquiries.ask(self._standing)
         if said is not None and said not in text_of(error):
             error.args = (f"{without_advice(text_of(error))}. {said}",)
             error.ranks = states
-        if self.on_error == "report":  # the next one asks anew
-            self.asks = False
+        return said, states
 
     # Its end.
 
@@ -420,8 +407,8 @@ cdef class Lifecycle(BlockOwner):
     def abort(self, reason="abort() was called"):
         """End the group on all ranks: what runs or waits fails with `NcclAborted`, communicators are aborted.
 
-        It returns once the others were told, which takes a second at most; the abort itself goes on in a thread of
-        its own. A second abort changes nothing.
+        It returns once the others were told, which takes a second where the store is well, and four at most; the abort
+        itself goes on in a thread of its own. A second abort changes nothing.
 
         Parameters
         ----------
@@ -478,11 +465,16 @@ cdef class Lifecycle(BlockOwner):
 
         `but` is a connection that sees to its own end. If it `asks`, the error says what all ranks do, and so do the others'.
         """
-        cdef Connection one
         said = states = None
-        if asks and self.size > 1 and self.failure is None and self.on_error != "exit_now":
-            self._inquire(error)  # before anybody sees the error
-            said, states = self.said
+        try:
+            if asks and self.size > 1 and self.failure is None and self.on_error != "exit_now":
+                said, states = self._inquire(error)  # before anybody sees the error
+        finally:  # also where a signal handler has left the wait
+            self._end_by(error, text, but, exits, said, states)
+
+    def _end_by(self, error, text, Connection but, bint exits, said, states):
+        """End the group with an error as `_fail` does, which knows by now what the ranks do, or that nobody does."""
+        cdef Connection one
         with self.lock:
             if self.is_ended() and (self.failure is not None or not self.connections):
                 return
@@ -653,27 +645,6 @@ cdef class _Owner(ConnectionOwner):
 def _meeting_of(notices, label, members):
     """Return what meets the ranks of a communicator and returns its unique id, and what clears that away."""
     return functools.partial(notices.unique_id, label, members), functools.partial(notices.made, label, members)
-
-
-def _caller_of(reference, method):
-    """Return what calls a method of a group, as long as there is one, without keeping it."""
-
-    def call(*arguments):
-        group = reference()
-        if group is not None:
-            getattr(group, method)(*arguments)
-
-    return call
-
-
-def _teller_of(reference):
-    """Return what tells what a group does, likewise."""
-
-    def tell():
-        group = reference()
-        return {} if group is None else group._standing()
-
-    return tell
 
 
 cdef long long _next_number():

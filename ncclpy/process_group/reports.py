@@ -62,17 +62,21 @@ class Reports:
         self.watched = True  # the others hear at once that they are asked
         self._look, self._is_gone, self._has_made = look, is_gone, has_made
         self._told: dict[str, Any] | None = None
+        self._closed = False
         self._answered = 0
 
     def publish(self, *, closed: bool = False) -> None:
         """Put this rank's standing into the store, if it has changed."""
         standing = self._look()
         if closed:
-            standing["closed"] = True
+            self._closed = standing["closed"] = True
         since = standing.pop("since", None)  # in which a clock's grain shows
         if standing != self._told:
             self.store.set(self._key(self.rank), self._packed({**standing, "since": since}))
             self._told = standing
+            if self._closed and not closed:  # meanwhile, and this has been written over it
+                self._told = None
+                self.publish(closed=True)
 
     def answer_all(self, number: int) -> None:
         """Tell all who have asked, of whom this is the last one's number, and were not answered."""
@@ -126,7 +130,7 @@ class Reports:
     def has_closed(self, rank: int) -> bool:
         """Return whether a rank has closed the group."""
         packed = self.store.compare_set(self._key(rank), None, None)[1]
-        return bool(json.loads(packed or b"{}").get("closed"))
+        return bool(_told(packed).get("closed"))
 
     def _wait(self, keys: list[str], seconds: float) -> dict[str, bytes]:
         """Return the values of those keys that are there within so many seconds."""
@@ -139,13 +143,13 @@ class Reports:
     def _describe(self, rank: int, *, last: bool) -> RankState:
         """Return why a rank does not answer; without a state while it may be about to."""
         packed = self.store.compare_set(self._key(rank), None, None)[1]
-        told = json.loads(packed or b"{}")
+        told = _told(packed)
         if told.get("closed"):
             return unpack(rank, packed, "closed")
         if not self._has_made(rank):
             return RankState(rank, "absent" if last else "")
         here = told.get("process")
-        state = _process_state(here["pid"], here["start"]) if here and here["machine"] == _MACHINE else None
+        state = _process_state(here["pid"], here["start"]) if here and here.get("machine") == _MACHINE else None
         if state == "lives":
             return unpack(rank, packed, "silent") if last else RankState(rank, "")
         if state is not None:
@@ -165,6 +169,15 @@ class Reports:
     @staticmethod
     def _answer(number: int, rank: int) -> str:
         return f"answer/{number}/{rank}"
+
+
+def _told(packed: bytes | None) -> dict[str, Any]:
+    """Return what a rank has told of itself, nothing for what is no standing."""
+    try:
+        told = json.loads(packed or b"{}")
+    except ValueError:
+        return {}
+    return told if isinstance(told, dict) else {}
 
 
 def _read(path: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -17,6 +18,7 @@ from group_ranks import DEADLINE, run_groups
 import ncclpy
 import testing
 from ncclpy.bootstrap import FileStore, LocalStore, StoreError, TCPStore
+from ncclpy.process_group.reports import Reports
 from ncclpy.process_group.standing import Began, RankState, as_data, from_data, sentence
 
 # The sentence, word by word.
@@ -393,3 +395,76 @@ def test_who_asks_a_store_that_is_gone(host_engine):
         store.close()
         with pytest.raises(StoreError, match="closed"):
             group.state()
+
+
+class Stuck(LocalStore):
+    """A store in which ranks that are asked do not answer, or nothing ends once it is stuck."""
+
+    stuck = silent = False
+
+    def _set(self, key: str, value: bytes, deadline: float) -> None:
+        if not (self.silent and "/answer/" in key):
+            super()._set(key, value, deadline)
+
+    def _compare_set(self, key, expected, desired, deadline):
+        while self.stuck and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return super()._compare_set(key, expected, desired, deadline)
+
+
+def test_a_store_that_is_stuck_holds_up_no_abort(host_engine):
+    store = Stuck(20.0)
+    with ncclpy.ProcessGroup(store, 0, 2, name="stuck") as group:
+        store.stuck = True
+        begin = time.monotonic()
+        group.abort("enough")
+        assert time.monotonic() - begin < 10 and "enough" in str(group.error)
+        assert "is not known: the store has not answered within 3 s" in str(group.error)
+        store.stuck = False
+
+
+def test_a_handler_that_leaves_an_abort_has_it_end_the_group_all_the_same(host_engine):
+    store = Stuck()
+    with ncclpy.ProcessGroup(store, 0, 2, name="left"), ncclpy.ProcessGroup(store, 1, 2, name="left") as group:
+        store.silent = True
+        before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            with pytest.raises(KeyboardInterrupt):
+                group.abort("enough")
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        assert "enough" in str(group.error)
+
+
+def test_a_handler_may_abort_while_its_thread_asks(host_engine):
+    store = Stuck()
+    with ncclpy.ProcessGroup(store, 0, 2, name="twice"), ncclpy.ProcessGroup(store, 1, 2, name="twice") as group:
+        store.silent = True
+        begin, took = time.monotonic(), []
+
+        def abort(*_):
+            group.abort("in between")
+            took.append(time.monotonic() - begin)
+
+        before = signal.signal(signal.SIGALRM, abort)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            group.abort("first")
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        assert took and took[0] < 2.5 and group.error is not None
+
+
+def test_what_a_rank_tells_now_and_then_does_not_undo_that_it_has_closed(host_engine):
+    reports = Reports(LocalStore(), 0, 2, lambda: {"current": None, "finished": None}, bool, bool)
+    store, inner = reports.store, reports.store.set
+
+    def late(key, value):  # close comes while this is on its way
+        store.set = inner
+        reports.publish(closed=True)
+        inner(key, value)
+
+    store.set = late
+    reports.publish()
+    assert reports.has_closed(0)

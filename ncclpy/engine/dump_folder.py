@@ -134,9 +134,13 @@ class DumpFolder:
         return os.path.join(fill_in(self.pattern, ranks or f"pid{os.getpid()}"), name)
 
 
-_pattern = os.environ.get(_VARIABLE)
-if _pattern:
+def _start() -> None:
+    pattern = os.environ.get(_VARIABLE)
     try:
-        DumpFolder(_pattern).start()
+        if pattern:
+            DumpFolder(pattern).start()
     except ValueError as error:  # an import is not to fail for that
-        warnings.warn(f"{error}. No dump will be written", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"{error}. No dump will be written", RuntimeWarning, stacklevel=3)
+
+
+_start()

@@ -12,7 +12,7 @@ import pytest
 
 import testing
 
-HEARTBEAT = 3.0
+HEARTBEAT = 5.0
 
 SERVER = f"""
     import sys

@@ -12,7 +12,6 @@ marks its note, so that who comes later does not go on without it.
 import json
 import os
 import threading
-from pathlib import Path
 
 from cpython.exc cimport PyErr_CheckSignals
 
@@ -22,6 +21,7 @@ from ncclpy.core.wait cimport SLICE, deadline_after, now
 from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, ranks, seconds, spans
 from ncclpy.process_group import shared_board
 from ncclpy.process_group.disagreement import disagreement
+from ncclpy.process_group.reports import boot_id
 from ncclpy.process_group.stored_board import StoredBoard
 
 _WHAT = "to compare the collectives"
@@ -176,7 +176,7 @@ cdef class Agreement:
         """Return the board, once all ranks have come: in shared memory if they can all have that."""
         arrivals, everyone = self.notices.arrivals, list(range(self.size))
         what = f"{_WHAT} of process group {self.name!r}"
-        mine = {"machine": _machine(), "pid": os.getpid()}
+        mine = {"machine": boot_id(), "pid": os.getpid()}
         fd, board = -1, None
         try:
             if self.rank == 0 and mine["machine"]:
@@ -214,11 +214,3 @@ cdef class Agreement:
             for place in self.met:
                 self.notices.arrivals.forget(place, list(range(self.size)))
         self.met = []
-
-
-def _machine():
-    """Return what tells this machine, since it was started, from others; empty if nobody knows."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""

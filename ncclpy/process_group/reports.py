@@ -19,7 +19,7 @@ from ncclpy.bootstrap.store import Store
 from ncclpy.core.errors import NcclTimeout
 from ncclpy.process_group.standing import RankState, pack, unpack
 
-__all__ = ["ASKED", "Reports"]
+__all__ = ["ASKED", "Reports", "boot_id"]
 
 #: The key that is counted up by who wants to know.
 ASKED = "told/asked"
@@ -195,8 +195,13 @@ def _namespace() -> str:
         return ""
 
 
+def boot_id() -> str:
+    """Return what tells this machine, since it was started, from others; empty if nobody knows."""
+    return _read("/proc/sys/kernel/random/boot_id").strip()
+
+
 #: Which processes' numbers mean the same: those of one boot of one machine, and of one container on it.
-_MACHINE = f"{_read('/proc/sys/kernel/random/boot_id').strip()} {_namespace()}"
+_MACHINE = f"{boot_id()} {_namespace()}"
 
 
 def _stat(pid: int) -> tuple[str, str]:

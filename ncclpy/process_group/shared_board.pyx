@@ -18,12 +18,18 @@ from libc.stdint cimport uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy
 
 from ncclpy.core.wait cimport now
+from ncclpy.engine.native cimport add, load as word_of
+
+cdef extern from "ncclpy/engine/native.h" nogil:
+    void relax "ncclpy_relax"()
+
+cdef extern from "sched.h" nogil:
+    int sched_yield()
 
 cdef extern from * nogil:
     """
     #include <errno.h>
     #include <linux/futex.h>
-    #include <sched.h>
     #include <stdint.h>
     #include <sys/mman.h>
     #include <sys/syscall.h>
@@ -41,29 +47,17 @@ cdef extern from * nogil:
     static void ncclpy_board_wake(int* word) { syscall(SYS_futex, word, FUTEX_WAKE, 0x7fffffff, NULL, NULL, 0); }
     static uint64_t ncclpy_board_load(const uint64_t* word) { return __atomic_load_n(word, __ATOMIC_SEQ_CST); }
     static void ncclpy_board_store(uint64_t* word, uint64_t value) { __atomic_store_n(word, value, __ATOMIC_SEQ_CST); }
-    static int ncclpy_board_word(const int* word) { return __atomic_load_n(word, __ATOMIC_SEQ_CST); }
-    static int ncclpy_board_add(int* word, int value) { return __atomic_add_fetch(word, value, __ATOMIC_SEQ_CST); }
     static void* ncclpy_board_map(int fd, size_t size) {
       void* at = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
       return at == MAP_FAILED ? NULL : at;
-    }
-    static void ncclpy_board_yield(void) { sched_yield(); }
-    static void ncclpy_board_relax(void) {
-    #if defined(__x86_64__)
-      __builtin_ia32_pause();
-    #endif
     }
     """
     void sleep_shared "ncclpy_board_sleep"(int* word, int value, double seconds)
     void wake_shared "ncclpy_board_wake"(int* word)
     uint64_t load "ncclpy_board_load"(const uint64_t* word)
     void store "ncclpy_board_store"(uint64_t* word, uint64_t value)
-    int word_of "ncclpy_board_word"(const int* word)
-    int add "ncclpy_board_add"(int* word, int value)
     void* map_shared "ncclpy_board_map"(int fd, size_t size)
     int munmap(void* at, size_t size)
-    void give_way "ncclpy_board_yield"()
-    void relax "ncclpy_board_relax"()
 
 cdef enum:
     _RING = 1024
@@ -252,7 +246,7 @@ cdef class SharedBoard:
                 if found != _WAITS or waited > _SPIN:
                     break
                 if waited > _AT_HAND:
-                    give_way()
+                    sched_yield()
                 else:
                     relax()
             add(&head.sleepers, 1)

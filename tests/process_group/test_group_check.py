@@ -7,9 +7,6 @@ import gc
 import os
 import re
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -18,6 +15,7 @@ import numpy as np
 import pytest
 import test_group_operations as operations
 from group_ranks import DEADLINE, run_groups
+from group_worlds import launched
 
 import ncclpy
 import testing
@@ -533,36 +531,26 @@ def test_ctrl_c_ends_the_wait_and_the_group():
 def test_a_rank_that_is_killed_while_others_wait(tmp_path):
     """They hear of it long before their deadline, and no file and no descriptor stays."""
     before = set(os.listdir("/dev/shm"))
-    path = tmp_path / "program.py"
-    path.write_text(
-        textwrap.dedent(
-            """
-            import os, signal, numpy as np, ncclpy
-            group = ncclpy.init_process_group(timeout=60, check="always")
-            group.all_reduce(np.ones(1)).wait(60)
-            group.store.barrier("done", group.rank, 3)
-            if group.rank == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            try:
-                group.all_reduce(np.ones(1), timeout=60)
-            except ncclpy.NcclError as error:
-                print("rank", group.rank, "says", error, flush=True)
-            group.close()
-            """
-        )
+    code, said = launched(
+        tmp_path,
+        3,
+        """
+        group = ncclpy.init_process_group(timeout=60, check="always")
+        group.all_reduce(np.ones(1)).wait(60)
+        group.store.barrier("done", group.rank, 3)
+        if group.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            group.all_reduce(np.ones(1), timeout=60)
+        except ncclpy.NcclError as error:
+            print("rank", group.rank, "says", error, flush=True)
+        group.close()
+        """,
+        "--no-kill",
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "ncclpy", "run", "-n", "3", "--no-kill", "--", sys.executable, str(path)],
-        capture_output=True, text=True, timeout=100, cwd="/",
-    )  # fmt: skip
-    said = done.stdout + done.stderr
-    assert done.returncode == 128 + signal.SIGKILL, said
-    assert (
-        len(
-            re.findall(r"rank [02] says .*rank 1 of process group 'default' is gone.*rank 1's process has ended", said)
-        )
-        == 2
-    ), said
+    assert code == 128 + signal.SIGKILL, said
+    says = r"rank [02] says .*rank 1 of process group 'default' is gone.*rank 1's process has ended"
+    assert len(re.findall(says, said)) == 2, said
     assert {each for each in set(os.listdir("/dev/shm")) - before if "check" in each} == set()
 
 

@@ -3,35 +3,17 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-import textwrap
 
 import pytest
+from group_worlds import launched
 
 import testing
 
 pytestmark = pytest.mark.usefixtures("host_engine")
 
-RUN = [sys.executable, "-m", "ncclpy", "run"]
-
-
-def start(tmp_path, nranks, program, *options):
-    """Run a program on so many ranks and return the exit code and what each line says."""
-    path = tmp_path / "program.py"
-    path.write_text("import os, signal, time\nimport numpy as np, ncclpy\n" + textwrap.dedent(program))
-    done = subprocess.run(
-        [*RUN, "-n", str(nranks), *options, "--", sys.executable, str(path)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        cwd="/",
-    )
-    return done.returncode, done.stdout + done.stderr
-
 
 def test_a_group_of_what_a_launcher_has_started(tmp_path):
-    code, said = start(
+    code, said = launched(
         tmp_path,
         3,
         """
@@ -51,7 +33,7 @@ def test_a_group_of_what_a_launcher_has_started(tmp_path):
 
 def test_a_rank_that_is_killed_ends_the_group_of_all(tmp_path):
     """Rank 0 is in a collective with it and sees its end; rank 2 waits for nothing, and is told through the store."""
-    code, said = start(
+    code, said = launched(
         tmp_path,
         3,
         """
@@ -77,7 +59,7 @@ def test_a_rank_that_is_killed_ends_the_group_of_all(tmp_path):
 
 
 def test_a_rank_that_is_not_started_is_named(tmp_path):
-    code, said = start(
+    code, said = launched(
         tmp_path,
         3,
         """

@@ -14,6 +14,7 @@ import time
 import numpy as np
 import pytest
 from group_ranks import DEADLINE, run_groups
+from group_worlds import launched
 
 import ncclpy
 import testing
@@ -271,7 +272,6 @@ def test_a_defect_of_the_report_ends_no_less(host_engine, monkeypatch, caplog):
 
 # Processes.
 
-RUN = [sys.executable, "-m", "ncclpy", "run", "--no-kill", "-n"]
 #: On GPUs, in memory of one; else numpy's.
 ARRAYS = (
     "if ncclpy.library().engine == 'cuda':\n"
@@ -306,9 +306,7 @@ WHAT = {
 def test_what_a_process_does_instead(tmp_path, what):
     testing.need_devices(2)
     does, said = WHAT[what]
-    path = tmp_path / "program.py"
-    path.write_text(
-        "import os, signal, time\nimport numpy as np, ncclpy\n"
+    program = (
         "group = ncclpy.init_process_group(timeout=60)\n" + ARRAYS + "group.all_reduce(two).wait(60)\n"
         "time.sleep(1.5)  # a standing is told within a second\n"
         "group.store.barrier('all have told', group.rank, 2)\n"
@@ -317,11 +315,9 @@ def test_what_a_process_does_instead(tmp_path, what):
         "print('rank', group.rank, 'has', error, error.ranks[1].state, flush=True)\n"
         "group.close()\n"
     )
-    done = subprocess.run(
-        [*RUN, "2", "--", sys.executable, str(path)], capture_output=True, text=True, timeout=100, cwd="/"
-    )
-    lines = [line for line in done.stdout.splitlines() if " has " in line]
-    assert len(lines) == 1, done.stdout + done.stderr
+    output = launched(tmp_path, 2, program, "--no-kill")[1]
+    lines = [line for line in output.splitlines() if "rank 0 has " in line]
+    assert len(lines) == 1, output
     for line in lines:
         assert said in line, line
         assert re.search(r"rank 0 waits in all_reduce #1 since \d", line), line
@@ -349,7 +345,7 @@ def test_a_death_is_noticed_where_nothing_else_tells(host_engine, tmp_path):
         """)
     )
     with subprocess.Popen(
-        [*RUN, "3", "--", sys.executable, str(path)],
+        [sys.executable, "-m", "ncclpy", "run", "--no-kill", "-n", "3", "--", sys.executable, str(path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -368,11 +364,10 @@ def test_a_death_is_noticed_where_nothing_else_tells(host_engine, tmp_path):
 
 
 def test_a_rank_that_ends_after_all_is_done_harms_nobody(host_engine, tmp_path):
-    path = tmp_path / "program.py"
-    path.write_text(
-        textwrap.dedent("""
-        import os, time
-        import numpy as np, ncclpy
+    output = launched(
+        tmp_path,
+        3,
+        """
         group = ncclpy.init_process_group(timeout=60)
         group.all_reduce(np.ones(2)).wait(60)
         if group.rank == 2:
@@ -381,12 +376,10 @@ def test_a_rank_that_ends_after_all_is_done_harms_nobody(host_engine, tmp_path):
         assert group.error is None, group.error
         print('rank', group.rank, 'is well', flush=True)
         group.close()
-        """)
-    )
-    done = subprocess.run(
-        [*RUN, "3", "--", sys.executable, str(path)], capture_output=True, text=True, timeout=100, cwd="/"
-    )
-    assert done.stdout.count("is well") == 2, done.stdout + done.stderr
+        """,
+        "--no-kill",
+    )[1]
+    assert output.count("is well") == 2, output
 
 
 def test_who_asks_a_store_that_is_gone(host_engine):

@@ -1,4 +1,4 @@
-"""Programs of ranks that are written once and run by threads and by processes."""
+"""Programs of ranks that are written once and run by threads and by processes, or started by `ncclpy run`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
+import subprocess
+import sys
+import textwrap
 import time
 import traceback
 
@@ -66,6 +69,20 @@ def in_threads(size, program, *arguments):
         return program(World(each.rank, size, store, "threads"), *arguments)
 
     return testing.run_threads(size, rank, DEADLINE)
+
+
+def launched(tmp_path, nranks, program, *options):
+    """Run a program on so many ranks by `ncclpy run` and return the exit code and what each line says."""
+    path = tmp_path / "program.py"
+    path.write_text("import os, signal, time\nimport numpy as np, ncclpy\n" + textwrap.dedent(program))
+    done = subprocess.run(
+        [sys.executable, "-m", "ncclpy", "run", "-n", str(nranks), *options, "--", sys.executable, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd="/",
+    )
+    return done.returncode, done.stdout + done.stderr
 
 
 class Processes:

@@ -64,7 +64,7 @@ if _os.environ.get("NCCLPY_DUMP_DIR"):
 if _typing.TYPE_CHECKING:
     from ncclpy import bindings, bootstrap
     from ncclpy import testing as testing
-    from ncclpy.process_group import Completion, ProcessGroup, RankState, init_process_group
+    from ncclpy.process_group import Completion, ProcessGroup, RankState, Recovery, init_process_group
 
 __all__ = [
     "AVG",
@@ -91,6 +91,7 @@ __all__ = [
     "Plan",
     "ProcessGroup",
     "RankState",
+    "Recovery",
     "ReduceOp",
     "Registration",
     "Result",
@@ -118,7 +119,7 @@ def __getattr__(name: str):
         import importlib
 
         return importlib.import_module(f"ncclpy.{name}")
-    if name in ("Completion", "ProcessGroup", "RankState", "init_process_group"):  # which few programs need
+    if name in ("Completion", "ProcessGroup", "RankState", "Recovery", "init_process_group"):  # which few programs need
         from ncclpy import process_group
 
         return getattr(process_group, name)

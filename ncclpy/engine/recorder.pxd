@@ -18,6 +18,7 @@ cdef class Entry:
     cdef long long group  # number of the process group, in this process; -1 for none
     cdef int state
     cdef int operation  # kind of an Operation
+    cdef bint pair  # its sequence number is one of those between two ranks
     cdef bint is_barrier  # which is another operation for NCCL
     cdef int op  # -1 for none
     cdef int datatype
@@ -40,6 +41,8 @@ cdef class Entry:
 cdef Entry new_entry()
 # The first operation of a process group that is begun and not done, and the last that is done; None where there is none.
 cdef tuple standing_of(long long group)
+# The number of the last collective of a process group that is done, None if the ring has none.
+cdef object last_finished(long long group)
 # What an entry says of its operation, by the names of process_group's `Began`; None of None.
 cdef dict began_of(Entry entry)
 # The name of the method that was called.

@@ -158,16 +158,27 @@ cdef tuple standing_of(long long group):
             continue
         entry = found
         if entry.state == PENDING or entry.state == LAUNCHED:
-            if entry.tag < 0:
+            if not entry.pair:
                 current = entry
             else:
                 pair = entry
         elif entry.state == COMPLETED:
-            if entry.tag < 0 and finished is None:
+            if not entry.pair and finished is None:
                 finished = entry
-            elif entry.tag >= 0 and last is None:
+            elif entry.pair and last is None:
                 last = entry
     return current if current is not None else pair, finished if finished is not None else last
+
+
+cdef object last_finished(long long group):
+    cdef Entry entry
+    cdef long long found = -1
+    for each in _ring:
+        if each is not None:
+            entry = each
+            if entry.group == group and entry.state == COMPLETED and not entry.pair and entry.sequence > found:
+                found = entry.sequence
+    return None if found < 0 else found
 
 
 cdef dict began_of(Entry entry):

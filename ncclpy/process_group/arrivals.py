@@ -106,6 +106,10 @@ class Arrivals:
         late.missing = told["missing"]
         raise late
 
+    def there(self, place: str) -> set[int]:
+        """Return who has come to a meeting."""
+        return {int(key.rpartition("/")[2]) for key in self.store.keys(f"{place}/here/")}
+
     def forget(self, place: str, members: Sequence[int]) -> None:
         """Clear away a meeting that all have come back from."""
         with contextlib.suppress(StoreError, NcclTimeout):  # whose store is gone leaves nothing there
@@ -164,8 +168,8 @@ class Arrivals:
 
     def _absent(self, place: str, members: Sequence[int], what: str, timeout: float) -> tuple[str, list[int]]:
         """Return as text who has not come, and who that is."""
-        there = {key.rpartition("/")[2] for key in self.store.keys(f"{place}/here/")} | {str(self.rank)}
-        missing = [member for member in members if str(member) not in there]
+        there = self.there(place) | {self.rank}
+        missing = [member for member in members if member not in there]
         if not missing:
             return f"the {len(members)} ranks that came {what} did not meet within {seconds(timeout)}", missing
         text = f"{ranks(spans(missing))} of {self.size} did not come {what} within {seconds(timeout)}"

@@ -14,19 +14,22 @@ from ncclpy.engine.recorder import text_of
 _log = logging.getLogger("ncclpy.process_group")
 
 
-cdef int agree(Lifecycle group, Connection connection, Request request) except -1:
-    cdef Agreement agreement = group.agreement
+cdef int agree(Lifecycle group, Agreement agreement, Connection connection, Request request) except -1:
+    wanted = group.wanted()
     try:
-        agreement.begin(deadline_after(request.limit), group._is_wanted)
+        agreement.begin(deadline_after(request.limit), wanted)
     except NcclError:
         group.check_usable()
         raise
     try:
         try:
-            group.check_usable()
+            if request.epoch != group.number:
+                group.refuse_old()
             request.work.entry.group, request.work.entry.sequence = group.number, group.collectives  # what it waits in
-            agreement.agree(group.collectives, request.brought, request.limit, group._is_wanted)
+            agreement.agree(group.collectives, request.brought, request.limit, wanted)
         except NcclError as error:
+            if request.epoch != group.number:
+                group.refuse_old()
             if group.is_ended():
                 if error is not agreement.found:
                     group.check_usable()  # says what has ended it
@@ -35,7 +38,7 @@ cdef int agree(Lifecycle group, Connection connection, Request request) except -
             _disagreed(group, connection, error)
             raise
         except BaseException as error:
-            if not group.is_ended():  # the others would wait for what this rank does not begin
+            if request.epoch == group.number and not group.is_ended():  # the others would wait for what this rank does not begin
                 group.abort(f"the wait for the other ranks' part of collective {group.collectives} was left with "
                             f"{type(error).__name__}")
             raise
@@ -45,18 +48,13 @@ cdef int agree(Lifecycle group, Connection connection, Request request) except -
     return 0
 
 
-cdef int go_on(Lifecycle group) except -1:
-    cdef Agreement agreement = group.agreement
-    return agreement.end()
-
-
 cdef int _disagreed(Lifecycle group, Connection connection, error) except -1:
     """Do as `on_error` says."""
     cdef Agreement agreement = group.agreement
     cdef bint told = error is agreement.found
     # Where one has gone on its operation stays on the device, for good; where not all have come, nobody knows what they do.
     if group.on_error != "report" or (told and agreement.ends):
-        group._fail(error, text_of(error), asks=not told)  # which tells what all bring
+        group._fail(error, text_of(error), connection.epoch, asks=not told)  # which tells what all bring
         return 0
     if not told:
         abort_aside(connection.abort(error), text_of(error))

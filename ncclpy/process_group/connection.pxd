@@ -15,6 +15,7 @@ cdef class Connection(Clique):
     cdef str title
     cdef tuple meet  # what returns the unique id, once all ranks are there, and what forgets that
     cdef double limit  # seconds in which that and the communicator have to be done
+    cdef long long epoch  # see `Lifecycle.number`
     cdef int peer  # in the group, of a pair; -1 if it is with all ranks
     cdef int rank  # of this one in it
     cdef int attempts  # to give it back

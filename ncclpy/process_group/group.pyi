@@ -1,40 +1,15 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ncclpy.core.types import BufferLike, OpLike, StreamLike
+from ncclpy.core.types import StreamLike
 from ncclpy.engine.work import Work
 from ncclpy.process_group.block import Block, Deadline
 from ncclpy.process_group.completion import Completion
-from ncclpy.process_group.lifecycle import Lifecycle
+from ncclpy.process_group.membership import Membership
 
-class ProcessGroup(Lifecycle):
+class ProcessGroup(Membership):
     def barrier(self, *, producer: StreamLike = None, timeout: float | None = None) -> Work: ...
     def coalescing(self, timeout: float | None = None) -> Block: ...
-    def all_reduce_coalesced(
-        self,
-        arrays: Iterable[BufferLike],
-        op: OpLike = ...,
-        *,
-        producer: StreamLike = None,
-        timeout: float | None = None,
-    ) -> Work: ...
-    def all_gather_coalesced(
-        self,
-        sends: Iterable[BufferLike],
-        recvs: Iterable[BufferLike],
-        *,
-        producer: StreamLike = None,
-        timeout: float | None = None,
-    ) -> Work: ...
-    def reduce_scatter_coalesced(
-        self,
-        sends: Iterable[BufferLike],
-        recvs: Iterable[BufferLike],
-        op: OpLike = ...,
-        *,
-        producer: StreamLike = None,
-        timeout: float | None = None,
-    ) -> Work: ...
     def all_reduce_sparse(
         self, indices: Any, values: Any, *, producer: StreamLike = None, timeout: float | None = None
     ) -> Work: ...

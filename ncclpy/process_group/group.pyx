@@ -18,13 +18,14 @@ from ncclpy.engine.monitor cimport ensure_running
 from ncclpy.engine.recorder cimport note_operation
 from ncclpy.engine.streams cimport find_producer, record_behind
 from ncclpy.engine.work cimport Work, new_work
+from ncclpy.process_group.agreement cimport Agreement
 from ncclpy.process_group.block cimport Block, new_block
 from ncclpy.process_group.captured cimport capture
-from ncclpy.process_group.checked cimport agree, go_on
+from ncclpy.process_group.checked cimport agree
 from ncclpy.process_group.connection cimport Connection
 from ncclpy.process_group.division cimport can_divide, divide
-from ncclpy.process_group.held cimport Holder, give, look_after, wait_until_given
-from ncclpy.process_group.lifecycle cimport Lifecycle
+from ncclpy.process_group.held cimport give, look_after, new_holder, wait_until_given
+from ncclpy.process_group.membership cimport Membership
 from ncclpy.process_group.pairs cimport disconnect, matched
 from ncclpy.process_group.request cimport Request, new_request
 from ncclpy.process_group.signature cimport new_signature
@@ -44,7 +45,7 @@ cdef enum:
     _BARRIER = -2  # in the place of a tag, which a collective has none of
 
 
-cdef class ProcessGroup(Lifecycle):
+cdef class ProcessGroup(Membership):
     """ProcessGroup(store, rank, size, *, device=None, name="default", timeout=600.0, config=None, on_error="abort", \
 check="off", check_nan=False, high_priority=False, timing=False)
 
@@ -182,6 +183,7 @@ check="off", check_nan=False, high_priority=False, timing=False)
         if self.completions:
             work.callbacks = list(self.completions)
         request = new_request(work, limit)
+        request.epoch = self.number
         if self.agreement is not None:
             request.brought = new_signature()
         return request
@@ -189,38 +191,42 @@ check="off", check_nan=False, high_priority=False, timing=False)
     cdef int _submit(self, Connection connection, Request request) except -1:
         """Number a request and give it to its communicator, unless the group has ended."""
         cdef bint taken = False, held = False, pair = request.point_to_point
-        cdef bint compared = self.agreement is not None and not pair
+        cdef Agreement agreement = self.agreement
+        cdef bint compared = agreement is not None and not pair
         cdef Work work = request.work
         if compared:
-            agree(self, connection, request)
-        elif self.agreement is not None and self.holder is None:
-            self.holder = Holder()
+            agree(self, agreement, connection, request)
+        elif agreement is not None and self.holder is None:
+            self.holder = new_holder(self)
         self.lock.enter()
         try:
-            if not self.is_ended():
+            if not self.is_ended() and request.epoch == self.number:
                 taken = True
                 if connection.peer < 0 and request.is_alone_with(self.rank):
                     request = matched(self, request)  # which may refuse it
                 self._number(connection, work, pair)
                 if request is not None:
-                    if self.agreement is None:
+                    if agreement is None:
                         connection.take(request)
                     else:
                         held = give(self, connection, request)
         finally:
             self.lock.leave()
             if compared:
-                go_on(self)
+                agreement.end()
             launch_here()
         if held:
             look_after(self)
         if not taken:
-            self.check_usable()
+            self.refuse_old()
         return 0
 
     cdef int _capture(self, int peer, Request request) except -1:
         """Put a request into the CUDA graph that its producers' streams are being captured into, and number it."""
         cdef Connection connection = self.standing(peer)
+        cdef Agreement agreement = self.agreement
+        if request.epoch != self.number:
+            self.refuse_old()
         if peer < 0 and request.is_alone_with(self.rank):
             raise ValueError(
                 f"rank {self.rank} of process group {self.name!r}: what a rank sends to itself is captured together with "
@@ -228,11 +234,11 @@ check="off", check_nan=False, high_priority=False, timing=False)
             )
         if peer >= 0:
             request.steps[0].root = 1 - connection.rank
-        compared = self.agreement is not None and not request.point_to_point
-        if self.agreement is not None:
+        compared = agreement is not None and not request.point_to_point
+        if agreement is not None:
             wait_until_given(connection, self, deadline_after(request.limit))
         if compared:
-            agree(self, connection, request)
+            agree(self, agreement, connection, request)
         try:
             error = capture(connection, request)
             if error is None:
@@ -240,10 +246,10 @@ check="off", check_nan=False, high_priority=False, timing=False)
                     self._number(connection, request.work, request.point_to_point)
         finally:
             if compared:
-                go_on(self)
+                agreement.end()
         if error is not None:  # nobody knows what NCCL has made of it
             if self.on_error != "report":
-                self._fail(error, text_of(error))
+                self._fail(error, text_of(error), connection.epoch)
                 if self.failure is not error:
                     self.check_usable()
             raise error
@@ -260,7 +266,7 @@ check="off", check_nan=False, high_priority=False, timing=False)
         return find_producer(&view, self.device, producer, &stream) and is_captured(stream, self.device)
 
     cdef int _number(self, Connection connection, Work work, bint pair) except -1:
-        work.entry.group = self.number
+        work.entry.group, work.entry.pair = self.number, pair
         if pair:
             work.entry.sequence = connection.sequence
             connection.sequence += 1
@@ -336,66 +342,6 @@ check="off", check_nan=False, high_priority=False, timing=False)
         block.record(stream.raw)
         self._submit(self.connection_with(-1), block.request)
         return 0
-
-    def all_reduce_coalesced(self, arrays, op=_SUM, *, producer=None, timeout=None):
-        """All-reduce several arrays in place, in one launch.
-
-        Parameters
-        ----------
-        arrays : iterable of buffer
-            The arrays, as for `all_reduce`; their types may differ.
-        op, producer, timeout
-            As for `all_reduce`.
-
-        Returns
-        -------
-        Work
-            Of all of them; its result is the list of arrays.
-        """
-        with self.coalescing(timeout) as work:
-            for array in arrays:
-                self.all_reduce(array, None, op, producer=producer)
-        return work
-
-    def all_gather_coalesced(self, sends, recvs, *, producer=None, timeout=None):
-        """Gather several arrays on all ranks, in one launch.
-
-        Parameters
-        ----------
-        sends, recvs : iterable of buffer
-            As many of each; a pair is what `all_gather` takes.
-        producer, timeout
-            As for `all_reduce`.
-
-        Returns
-        -------
-        Work
-            Of all of them; its result is the list of what `recvs` holds.
-        """
-        with self.coalescing(timeout) as work:
-            for send, recv in zip(sends, recvs, strict=True):
-                self.all_gather(send, recv, producer=producer)
-        return work
-
-    def reduce_scatter_coalesced(self, sends, recvs, op=_SUM, *, producer=None, timeout=None):
-        """Reduce several arrays and leave this rank's parts here, in one launch.
-
-        Parameters
-        ----------
-        sends, recvs : iterable of buffer
-            As many of each; a pair is what `reduce_scatter` takes.
-        op, producer, timeout
-            As for `all_reduce`.
-
-        Returns
-        -------
-        Work
-            Of all of them; its result is the list of what `recvs` holds.
-        """
-        with self.coalescing(timeout) as work:
-            for send, recv in zip(sends, recvs, strict=True):
-                self.reduce_scatter(send, recv, op, producer=producer)
-        return work
 
     def all_reduce_sparse(self, indices, values, *, producer=None, timeout=None):
         """Sum sparse arrays over all ranks: values of the same index are added up, and each rank has all of them.

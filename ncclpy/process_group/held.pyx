@@ -44,7 +44,8 @@ cdef class _Unmatched(Awaited):
 cdef class Holder:
     """The messages of one group that wait to be compared."""
 
-    def __init__(self):
+    def __init__(self, store):
+        self.store = store
         self.counts, self.untold = {}, []
         self.bell = threading.Event()
 
@@ -55,8 +56,12 @@ cdef class Holder:
         while True:
             self.bell.clear()
             with group.lock:
+                over = group.holder is not self  # the group goes on with others
                 untold, self.untold = self.untold, []
                 heads = [one for one in group.connections.values() if one.held]
+            if over:
+                self.group = None
+                return
             if not heads and not untold:
                 if not self.bell.wait(_LINGERS):
                     with group.lock:
@@ -80,7 +85,7 @@ cdef class Holder:
     def _tell(self, Lifecycle group, untold):
         """Put what this rank brings where its peers look."""
         cdef Request request
-        group.notices.store.multi_set([
+        self.store.multi_set([
             (f"{channel}/{number}/{group.rank}", pack_message(message))
             for request in untold for channel, number, _, message in request.expected
         ])
@@ -94,7 +99,7 @@ cdef class Holder:
             request = connection.held[0]
         if request.since == 0 and connection.state != MAKING:  # as for every operation
             request.since = now()
-        text, error, store = None, None, group.notices.store
+        text, error, store = None, None, self.store
         if request.expected:
             keys = [f"{channel}/{number}/{peer}" for channel, number, peer, _ in request.expected]
             if not store.check(keys):
@@ -137,7 +142,7 @@ cdef class Holder:
             if group.on_error == "report":
                 _report(group, error)
             else:
-                group._fail(error, text_of(error))
+                group._fail(error, text_of(error), connection.epoch)
         return True
 
     def _lose(self, Lifecycle group, Connection connection, error):
@@ -149,7 +154,7 @@ cdef class Holder:
             group._inquire(error)  # before who waits sees it
             for request in list(connection.held[:1]):
                 (<Request>request).work.settle(error)
-            group._fail(error, text_of(error), asks=True)
+            group._fail(error, text_of(error), connection.epoch, asks=True)
 
 
 def _report(Lifecycle group not None, error):
@@ -157,6 +162,10 @@ def _report(Lifecycle group not None, error):
         _log.error, "rank %d of process group %r goes on, as on_error='report' says, after: %s", group.rank, group.name,
         text_of(error),
     ))
+
+
+cdef Holder new_holder(Lifecycle group):
+    return Holder(group.notices.store)
 
 
 cdef bint give(Lifecycle group, Connection connection, Request request) except -1:
@@ -189,6 +198,8 @@ cdef bint give(Lifecycle group, Connection connection, Request request) except -
 cdef int look_after(Lifecycle group) except -1:
     cdef Holder holder = group.holder
     cdef bint begins = False
+    if holder is None:  # the group goes on with others by now
+        return 0
     with group.lock:
         if not holder.serves:
             begins = holder.serves = True

@@ -18,6 +18,10 @@ cdef class Tells:
             raise TypeError(f"hook: expected a callable, got {type(hook).__name__}")
         self.rank, self.group, self.hook = rank, group, hook
 
+    def of(self, int rank, str group not None):
+        """Return the same for what the rank is from now on."""
+        return Tells(rank, group, self.hook)
+
     def __call__(self, Work work not None):
         cdef Entry entry = work.entry
         self.hook(Completion(

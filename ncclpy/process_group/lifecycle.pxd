@@ -9,7 +9,10 @@ cdef class Lifecycle(BlockOwner):
     cdef readonly str name
     cdef readonly object store
     cdef Lock lock  # of all below
-    cdef long long number  # among the groups of this process
+    # Among the groups of this process, another one each time that the group goes on with others: what belongs to one number
+    # does nothing under the next.
+    cdef long long number
+    cdef str handle  # by which others know it when they go on together
     cdef dict connections  # by label
     cdef dict generations  # by peer: how often their communicator was given back
     cdef object notices
@@ -17,6 +20,7 @@ cdef class Lifecycle(BlockOwner):
     cdef object config
     cdef str on_error
     cdef bint timing
+    cdef bint check_nan
     cdef object nan_check  # None unless it was asked for
     cdef str check
     cdef Agreement agreement  # None unless operations are compared
@@ -27,12 +31,16 @@ cdef class Lifecycle(BlockOwner):
     cdef dict blocks  # coalescing blocks, by thread
     cdef object failure  # what has ended it
     cdef object inquiries  # what the others do, when it is in trouble
+    cdef bint moves  # it is being reconfigured, and has an error as `failure` until that is done
+    cdef object turn  # of the threads that reconfigure it
+    cdef object past  # what it was when it worked last, while it is recovered
+    cdef object borrowed  # the store that it meets in, if it has made that itself
     cdef bint closed
     cdef long long collectives
     cdef list alone  # this rank's sends to itself, or receives, that wait for the other half
     cdef list completions
     cdef list aborts
-    cdef long long children
+    cdef long long children, admissions
     cdef size_t scratch  # device memory of the barrier, 0 until used
     cdef str site
     cdef object abort_thread, tell_thread
@@ -41,6 +49,10 @@ cdef class Lifecycle(BlockOwner):
     cdef bint is_ended(self) noexcept
     # Raise if it cannot be used here and now, with the reason.
     cdef int check_usable(self) except -1
+    # Raise for what was begun by what this group was before it was reconfigured.
+    cdef int refuse_old(self) except -1
+    cdef int end_connections(self, error, bint drained) except -1
+    cdef int end_notices(self, bint says_so) except -1
     cdef str label_of(self, int peer)
     # The communicator with all ranks (-1), or the one with a peer; it is begun with if there is none.
     cdef Connection connection_with(self, int peer)
@@ -50,3 +62,6 @@ cdef class Lifecycle(BlockOwner):
     cdef int adopt(self, Communicator comm) except -1
     cdef Py_ssize_t pending(self) except -1
     cdef bint _drain(self, double deadline) except -1
+
+
+cdef long long next_number()

@@ -1,4 +1,4 @@
-"""How a process group begins and ends: its communicators, what it tells the other ranks, and what it hears of them."""
+"""How a process group begins and ends: its communicators, and what it tells the other ranks of its end."""
 
 import functools
 import logging
@@ -19,7 +19,6 @@ from ncclpy.engine.callbacks cimport users
 from ncclpy.engine.clique cimport GONE, MADE, MAKING
 from ncclpy.engine.launcher cimport launch_here
 from ncclpy.engine.protocols cimport LaunchOwner
-from ncclpy.engine.recorder cimport Entry, began_of, standing_of
 from ncclpy.engine.work cimport stand_by
 from ncclpy.process_group.agreement cimport Agreement
 from ncclpy.process_group.connection cimport ConnectionOwner
@@ -27,15 +26,15 @@ from ncclpy.process_group.request cimport Request
 
 from ncclpy.core import device as _device
 from ncclpy.core.config import Config
-from ncclpy.core.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, not_copied
+from ncclpy.core.errors import NcclAborted, NcclTimeout, not_copied
 from ncclpy.core.types import as_integer
 from ncclpy.engine import recorder
 from ncclpy.engine.failing import without_advice
 from ncclpy.engine.launcher import abort_aside
-from ncclpy.engine.monitor import call_at
 from ncclpy.engine.recorder import text_of
 from ncclpy.engine.streams import StreamPool
 from ncclpy.process_group.callers import caller_of, teller_of
+from ncclpy.process_group.handles import give_back, new_handle
 from ncclpy.process_group.inquiry import Inquiries
 from ncclpy.process_group.nan import NanCheck
 from ncclpy.process_group.notices import Notices
@@ -49,10 +48,6 @@ _EXIT_CODE = 70
 _MAIN = "all"
 #: Seconds for the other ranks to be told.
 _TELLS = 1.0
-#: How often a rank's standing goes into the store, if it has changed.
-_BEAT = 1.0
-#: What a rank that is gone has taken part in may yet be seen to be done for so long.
-_GRACE = 0.5
 
 cdef long long _groups = 0  # that were made
 
@@ -99,25 +94,40 @@ cdef class Lifecycle(BlockOwner):
             raise ValueError(f"rank {rank} of {size}: expected size >= 1 and 0 <= rank < size")
         self.timeout = as_timeout(timeout)
         self.device = as_device(device)
-        self.rank, self.size, self.name, self.store = rank, size, name, store
+        self.name, self.store = name, store
         self.config, self.on_error, self.timing, self.high_priority = config, on_error, timing, high_priority
         frame = sys._getframe(0)
         self.site = f"{frame.f_code.co_filename}:{frame.f_lineno}, by its ProcessGroup"
         self.pool = StreamPool(high_priority)
-        self.deadlines, self.blocks, self.generations = {}, {}, {}
-        self.alone, self.completions, self.aborts = [], [], []
-        self.nan_check = NanCheck(rank, name, self.device) if check_nan else None
-        self.number = _next_number()
+        self.deadlines, self.blocks = {}, {}
+        self.completions, self.aborts = [], []
+        self.check, self.check_nan = check, check_nan
+        self.handle = new_handle(rank, store)
+        self.turn = threading.Lock()
+        self.number = next_number()
+        self._enter(store, rank, size)
+        self._beat(self.number)
+
+    def _enter(self, store, int rank, int size, place=None):
+        """Be one of so many ranks, which meet at a place of a store, and have no communicators yet."""
+        cdef long long number = self.number
+        cdef Agreement agreement = None
         mine = weakref.ref(self)
-        self.notices = Notices(store, name, rank, size, teller_of(mine))
-        self.inquiries = Inquiries(self.notices, on_error == "report")
-        self.check = check
-        if check != "off" and size > 1:
-            self.agreement = Agreement(self.notices, self.timeout, check == "first")
-        self.connections = {}
-        self.notices.listen(caller_of(mine, "_ended"), caller_of(mine, "_gone"))
-        if size > 1:
-            self._beat()
+        notices = Notices(store, self.name, rank, size, teller_of(mine), place)
+        inquiries = Inquiries(notices, self.on_error == "report")
+        if self.check != "off" and size > 1:
+            agreement = Agreement(notices, self.timeout, self.check == "first")
+        nan_check = NanCheck(rank, self.name, self.device) if self.check_nan else None
+        completions = [hook.of(rank, self.name) for hook in self.completions]
+        with self.lock:
+            self.rank, self.size = rank, size
+            self.notices, self.inquiries, self.agreement = notices, inquiries, agreement
+            self.nan_check, self.completions = nan_check, completions
+            self.connections, self.generations, self.alone, self.holder = {}, {}, [], None
+            self.collectives = self.children = self.admissions = 0
+        notices.listen(
+            functools.partial(caller_of(mine, "_ended"), number), functools.partial(caller_of(mine, "_gone"), number)
+        )
 
     def __reduce__(self):
         raise not_copied(self, "make one in each process; they meet in a store")
@@ -143,8 +153,12 @@ cdef class Lifecycle(BlockOwner):
     cdef bint is_ended(self) noexcept:
         return self.closed or self.failure is not None
 
-    def _is_wanted(self):
-        return not self.is_ended()
+    def wanted(self):
+        """Return what says whether what is waited for is still wanted: the group is there, and what it is now."""
+        return functools.partial(self._is_wanted, self.number)
+
+    def _is_wanted(self, number):
+        return number == self.number and not self.is_ended()
 
     cdef int check_usable(self) except -1:
         check_process()
@@ -155,6 +169,14 @@ cdef class Lifecycle(BlockOwner):
         if self.closed:
             raise ValueError(f"process group {self.name!r} is closed; make a new one")
         return 0
+
+    cdef int refuse_old(self) except -1:
+        """Raise for what was begun by what this group was before it was reconfigured."""
+        self.check_usable()
+        raise NcclAborted(
+            f"process group {self.name!r} was reconfigured while this was begun, and is rank {self.rank} of {self.size} "
+            "now; nothing of it has begun"
+        )
 
     # Communicators.
 
@@ -179,12 +201,12 @@ cdef class Lifecycle(BlockOwner):
             return found
         made = self._new_connection(label, peer)
         with self.lock:
-            if self.is_ended():
+            if self.is_ended() or made.epoch != self.number or peer >= self.size:
                 found = None
             else:
                 found = self.connections.setdefault(label, made)
         if found is None:
-            self.check_usable()
+            self.refuse_old()
         if found is made:
             try:
                 made.make(b"", self.config)
@@ -217,6 +239,7 @@ cdef class Lifecycle(BlockOwner):
             _meeting_of(self.notices, label, members), self.timeout,
         )
         made.spares = self.on_error == "report"
+        made.epoch = self.number
         return made
 
     cdef int adopt(self, Communicator comm) except -1:
@@ -290,74 +313,7 @@ cdef class Lifecycle(BlockOwner):
         if comms:
             abort_aside(comms, "it is not needed any more")
 
-    # What ranks do.
-
-    def state(self, timeout=1.0):
-        """Return what each rank does: what it last began and finished, and whether its process is there.
-
-        Parameters
-        ----------
-        timeout : float, optional
-            Seconds for the ranks to answer. Of one that does not, the result has what it told last: once a second a rank
-            puts what it does into the store, if that has changed.
-
-        Returns
-        -------
-        tuple of RankState
-            By rank.
-
-        Raises
-        ------
-        StoreError
-            If the store is gone.
-        """
-        check_process()
-        if self.connections is None:
-            raise RuntimeError("this ProcessGroup was not initialised")
-        return tuple(self.notices.reports.collect(as_timeout(timeout)))
-
-    def _standing(self):
-        """Return what this rank does, as JSON knows it."""
-        cdef Entry current, finished
-        cdef double moment = now(), since = 0
-        current, finished = standing_of(self.number)
-        if current is not None:
-            since = moment - current.created
-        elif finished is not None:
-            since = moment - finished.completed
-        known = current is not None or finished is not None
-        return {
-            "current": began_of(current), "finished": began_of(finished), "since": time.time() - since if known else None,
-        }
-
-    def _beat(self):
-        """Put what this rank does into the store, every now and then."""
-        if self.is_ended():
-            return
-        try:
-            self.notices.reports.publish()
-        except NcclTimeout:  # the store may be well again
-            pass
-        except (NcclError, ValueError):  # it is gone, or closed: nobody hears any more
-            return
-        call_at(now() + _BEAT, caller_of(weakref.ref(self), "_beat"))
-
-    def _gone(self, rank):
-        """Take the news that a rank's lease has ended: what still waits in a while waits for it."""
-        call_at(now() + _GRACE, functools.partial(caller_of(weakref.ref(self), "_without"), rank))
-
-    def _without(self, rank):
-        cdef Agreement agreement = self.agreement
-        if self.is_ended():
-            return
-        if not self.pending() and not (agreement is not None and agreement.turn.locked()):  # nothing waits
-            self._gone(rank)
-            return
-        text = f"rank {rank} of process group {self.name!r} is gone: its lease in the store has ended"
-        if self.on_error != "report":
-            self._fail(NcclRemoteError(text), text, asks=True)
-            return
-        users.give(functools.partial(_log.error, "rank %d goes on, as on_error='report' says, after: %s", self.rank, text))
+    # Its end.
 
     def _inquire(self, error):
         """Find out what all ranks do now: an error gets it as a sentence and as data, which this returns as well."""
@@ -366,8 +322,6 @@ cdef class Lifecycle(BlockOwner):
             error.args = (f"{without_advice(text_of(error))}. {said}",)
             error.ranks = states
         return said, states
-
-    # Its end.
 
     def wait_for_pending_works(self, timeout=None):
         """Wait until all operations that were begun are done; their errors are their works'.
@@ -420,26 +374,29 @@ cdef class Lifecycle(BlockOwner):
         error = NcclAborted(f"process group {self.name!r} was aborted by rank {self.rank}: {text}")
         if isinstance(reason, BaseException):
             error.__cause__ = reason
-        self._fail(error, text, exits=False, asks=True)
+        self._fail(error, text, None, exits=False, asks=True)
         if self.tell_thread is not None:
             self.tell_thread.join(_TELLS)
 
-    def _ended(self, text, said, states):
+    def _ended(self, number, told):
         """Take the news from another rank that the group has ended, and what all did then."""
-        error = NcclAborted(f"process group {self.name!r} was ended by {text}{'. ' + said if said else ''}")
-        error.ranks = states
-        self._fail(error, None)
+        error = NcclAborted(f"process group {self.name!r} was ended by {told.text}{'. ' + told.said if told.said else ''}")
+        error.ranks = told.states
+        planned = self.handle in (told.handles or ())
+        self._fail(error, None, number, exits=not planned, calls=not planned)
 
     def _failed(self, error, Connection connection not None):
         """Do as `on_error` says when a connection has failed, or an operation on it."""
         made = connection.state != MAKING  # else the error says who did not come
+        if connection.epoch != self.number:
+            return
         if self.on_error != "report":
-            self._fail(error, text_of(error), connection, asks=made)
+            self._fail(error, text_of(error), connection.epoch, connection, asks=made)
             return
         if made and not self.is_ended():
             self._inquire(error)
         with self.lock:
-            told = not self.is_ended()
+            told = not self.is_ended() and connection.epoch == self.number
             if told and connection.state == MAKING:  # its ranks are not where this one is: it is not made again
                 connection.state, connection.failure = GONE, error
         if told:
@@ -453,32 +410,35 @@ cdef class Lifecycle(BlockOwner):
         """Do the same when the communicator of all ranks could not be divided; that has aborted it, or others wait in it."""
         cdef Communicator comm
         if self.on_error != "report":
-            self._fail(error, text_of(error))
+            self._fail(error, text_of(error), main.epoch)
             return
         for comm in main.comms:
             if comm.closed:
                 main.fail(error)
         self._failed(error, main)
 
-    def _fail(self, error, text, Connection but=None, bint exits=True, bint asks=False):
-        """End the group with an error, unless it has ended; tell the others a text, if there is one.
+    def _fail(self, error, text, number, Connection but=None, bint exits=True, bint asks=False, bint calls=True):
+        """End the group with an error, unless it has ended, or has another `number` now; tell the others a text, if any.
 
         `but` is a connection that sees to its own end. If it `asks`, the error says what all ranks do, and so do the others'.
+        `calls` is whether hooks are called.
         """
         said = states = None
         try:
             if asks and self.size > 1 and self.failure is None and self.on_error != "exit_now":
                 said, states = self._inquire(error)  # before anybody sees the error
         finally:  # also where a signal handler has left the wait
-            self._end_by(error, text, but, exits, said, states)
+            self._end_by(error, text, number, but, exits, calls, said, states)
 
-    def _end_by(self, error, text, Connection but, bint exits, said, states):
+    def _end_by(self, error, text, number, Connection but, bint exits, bint calls, said, states):
         """End the group with an error as `_fail` does, which knows by now what the ranks do, or that nobody does."""
         cdef Connection one
         with self.lock:
-            if self.is_ended() and (self.failure is not None or not self.connections):
+            if number is not None and number != self.number:
                 return
-            self.failure = error
+            if not self.moves and self.is_ended() and (self.failure is not None or not self.connections):
+                return
+            self.failure, self.moves = error, False
             connections = list(self.connections.values())
             alone, self.alone = self.alone, []
             hooks = self.aborts  # later ones are called as they come
@@ -507,7 +467,7 @@ cdef class Lifecycle(BlockOwner):
             (<Request>request).fail(others)
         if comms:
             self.abort_thread = abort_aside(comms, text_of(error))
-        for hook in hooks:
+        for hook in hooks if calls else ():
             users.give(functools.partial(hook, error))
         if exits:
             threading.Thread(target=self._exit, args=(error, telling, but), name="ncclpy-group-exit").start()
@@ -518,6 +478,8 @@ cdef class Lifecycle(BlockOwner):
         for thread in (telling, self.abort_thread):
             if thread is not None:
                 thread.join(ABORT_DEADLINE)
+        if telling is not None and self.notices.goes_on(self.handle):
+            return  # another rank has ended it on purpose, and that is what this one has seen
         while but is not None and but.launches and now() < deadline:
             time.sleep(0.001)
         try:
@@ -566,32 +528,43 @@ cdef class Lifecycle(BlockOwner):
                 "after close(); they were aborted"
             )
 
-    def _end(self, bint drained):
-        """Close the communicators, or abort them if something runs on them."""
+    cdef int end_connections(self, error, bint drained) except -1:
+        """Close the communicators, or abort them if something runs on them; wait for that."""
         cdef Connection one
-        cdef Agreement agreement
         with self.lock:
             connections, self.connections = list(self.connections.values()), {}
             alone, self.alone = self.alone, []
         comms = []
-        error = NcclAborted(f"process group {self.name!r} was closed before this was done")
         for request in alone:
             (<Request>request).fail(error)
         for one in connections:
-            if drained and self.failure is None and one.is_well():
+            if drained and one.is_well():
                 one.close()
             elif one.alive:
                 comms += one.abort(error)
-        self.notices.close(says_so=self.failure is None)
-        agreement = self.agreement
-        if agreement is not None:
-            agreement.close()
-        thread = abort_aside(comms, "its process group was closed") if comms else self.abort_thread
+        thread = abort_aside(comms, text_of(error)) if comms else self.abort_thread
         if thread is not None:
             thread.join(ABORT_DEADLINE + 1)
+        return 0
+
+    cdef int end_notices(self, bint says_so) except -1:
+        """Hear nothing of the others any more."""
+        cdef Agreement agreement = self.agreement
+        self.notices.close(says_so=says_so)
+        if agreement is not None:
+            agreement.close()
+        return 0
+
+    def _end(self, bint drained):
+        """Give everything back."""
+        error = NcclAborted(f"process group {self.name!r} was closed before this was done")
+        self.end_connections(error, drained and self.failure is None)
+        self.end_notices(self.failure is None)
         if self.tell_thread is not None:  # a process that ends next would take the news with it
             self.tell_thread.join(_TELLS)
         self.pool.close()
+        if self.borrowed is not None:
+            give_back(self.borrowed)
         if self.scratch and drained and self.failure is None:  # else something may still write there
             pointer, self.scratch = self.scratch, 0
             _device.free(pointer)
@@ -605,13 +578,9 @@ cdef class Lifecycle(BlockOwner):
         self.close()
 
     def __del__(self):
-        cdef Agreement agreement
         # Communicators warn for themselves.
         if self.notices is not None and not self.closed and not sys.is_finalizing():
-            self.notices.close()
-            agreement = self.agreement
-            if agreement is not None:
-                agreement.close()
+            self.end_notices(False)
             error = NcclAborted(f"process group {self.name!r} was dropped before what this rank sends to itself was received")
             for request in self.alone:
                 (<Request>request).fail(error)
@@ -647,7 +616,7 @@ def _meeting_of(notices, label, members):
     return functools.partial(notices.unique_id, label, members), functools.partial(notices.made, label, members)
 
 
-cdef long long _next_number():
+cdef long long next_number():
     global _groups
     _groups += 1
     return _groups

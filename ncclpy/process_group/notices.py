@@ -7,6 +7,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
@@ -42,6 +43,36 @@ def _place_of(name: str) -> str:
     return f"ncclpy/group/{quote(name, safe='')}"
 
 
+@dataclass(frozen=True)
+class Told:
+    """What a rank tells the others of a group's end.
+
+    Attributes
+    ----------
+    text
+        Why, and which rank says so.
+    said, states
+        What its ranks did then, in a sentence and as data.
+    handles
+        Those of the groups that go on together, if this is why.
+    """
+
+    text: str
+    said: str | None = None
+    states: tuple[RankState, ...] | None = None
+    handles: Iterable[str] | None = None
+
+    def packed(self) -> bytes:
+        """Return it as it travels."""
+        told = {
+            "text": self.text,
+            "said": self.said,
+            "ranks": None if self.states is None else as_data(self.states),
+            "handles": None if self.handles is None else list(self.handles),
+        }
+        return json.dumps(told).encode(errors="replace")
+
+
 class Notices:
     """The part of a store that belongs to one group.
 
@@ -59,10 +90,14 @@ class Notices:
         Which of how many this is.
     look
         Returns this rank's standing, see `Reports`.
+    place
+        Where in the store; by default the place of all groups of this name.
     """
 
-    def __init__(self, store: Store, name: str, rank: int, size: int, look: Callable[[], dict[str, Any]]) -> None:
-        self._outer, self._place = store, _place_of(name)
+    def __init__(
+        self, store: Store, name: str, rank: int, size: int, look: Callable[[], dict[str, Any]], place: str | None = None
+    ) -> None:
+        self._outer, self._place = store, _place_of(name) if place is None else place
         self.number = store.add(f"{self._place}/made-by/{rank}")
         self.name, self.rank, self.size = name, rank, size
         self.known = note_group(name, self.number, rank, size)
@@ -110,9 +145,7 @@ class Notices:
         there = self._outer.compare_set(f"{self._place}/made-by/{rank}", None, None)[1]
         return there is not None and int(there) >= self.number
 
-    def listen(
-        self, ended: Callable[[str, str | None, tuple[RankState, ...] | None], object], gone: Callable[[int], object]
-    ) -> None:
+    def listen(self, ended: Callable[[Told], object], gone: Callable[[int], object]) -> None:
         """Call back, in a thread of its own, once a rank has told that the group has ended, or that a rank is gone.
 
         Other ranks that ask what this one does are answered there too.
@@ -120,7 +153,7 @@ class Notices:
 
         def take(told: bytes | None) -> None:
             if told is not None and not self._over.is_set():
-                ended(*_read(told))
+                ended(_read(told))
 
         def look(change: Change) -> None:
             if self._over.is_set() or change.value is None:
@@ -178,13 +211,20 @@ class Notices:
         """
         try:
             if not alone and not self.store.compare_set(_TROUBLE, None, b"%d" % self.rank)[0]:
-                return _read(self.store.get(_ENDED, _OTHERS_ASK))[1:]
+                told = _read(self.store.get(_ENDED, _OTHERS_ASK))
+                return told.said, told.states
             found = tuple(self.reports.collect())
         except NcclError as error:  # the store is gone, or the one who asks
             return f"What the other ranks do is not known: {error}", None
         return sentence(self.name, found, self.size, subject), found
 
-    def tell(self, text: str, said: str | None = None, states: Iterable[RankState] | None = None) -> None:
+    def tell(
+        self,
+        text: str,
+        said: str | None = None,
+        states: tuple[RankState, ...] | None = None,
+        handles: Iterable[str] | None = None,
+    ) -> None:
         """Tell all ranks that the group has ended, unless another one was faster; the store may be gone.
 
         Parameters
@@ -193,19 +233,25 @@ class Notices:
             Why, and which rank says so.
         said, states
             What each rank does, as far as this one knows: in a sentence, and as data.
+        handles
+            Those of the groups that go on together, if this is why.
         """
-        self._tell(self.store, self.name, text, said, states)
+        self._tell(self.store, self.name, Told(text, said, states, handles))
+
+    def goes_on(self, handle: str) -> bool:
+        """Return whether the group has ended here because it goes on with others, of whom this rank is one."""
+        with contextlib.suppress(StoreError, NcclTimeout):
+            told = self.store.compare_set(_ENDED, None, None)[1]
+            return told is not None and handle in (_read(told).handles or ())
+        return False
 
     def tell_part(self, name: str, text: str) -> None:
         """Tell the ranks of a part of this group that it has ended, which this rank could not make; see `tell`."""
-        self._tell(PrefixStore(f"{_place_of(name)}/1", self.store), name, text)  # its name is made once
+        self._tell(PrefixStore(f"{_place_of(name)}/1", self.store), name, Told(text))  # its name is made once
 
-    def _tell(
-        self, store: Store, name: str, text: str, said: str | None = None, states: Iterable[RankState] | None = None
-    ) -> None:
-        told = json.dumps({"text": text, "said": said, "ranks": None if states is None else as_data(states)})
+    def _tell(self, store: Store, name: str, told: Told) -> None:
         try:
-            store.compare_set(_ENDED, None, told.encode(errors="replace"))
+            store.compare_set(_ENDED, None, told.packed())
         except (StoreError, NcclTimeout) as error:
             _log.warning("rank %d could not tell that group %r has ended (%s): %s", self.rank, name, text, error)
 
@@ -222,10 +268,10 @@ class Notices:
                 self.reports.publish(closed=True)
 
 
-def _read(told: bytes) -> tuple[str, str | None, tuple[RankState, ...] | None]:
-    """Return why a group has ended, and what its ranks did then, in a sentence and as data."""
+def _read(told: bytes) -> Told:
     try:
         found = json.loads(told)
-        return str(found["text"]), found["said"], None if found["ranks"] is None else from_data(found["ranks"])
+        states = None if found["ranks"] is None else from_data(found["ranks"])
+        return Told(str(found["text"]), found["said"], states, found["handles"])
     except (ValueError, KeyError, TypeError):  # of another version
-        return told.decode(errors="replace"), None, None
+        return Told(told.decode(errors="replace"))

@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from typing_extensions import disjoint_base
 
@@ -91,4 +91,29 @@ class Operations:
     ) -> Work: ...
     def recv(
         self, buf: BufferLike, peer: int, tag: int = 0, *, producer: StreamLike = None, timeout: float | None = None
+    ) -> Work: ...
+    def all_reduce_coalesced(
+        self,
+        arrays: Iterable[BufferLike],
+        op: OpLike = ...,
+        *,
+        producer: StreamLike = None,
+        timeout: float | None = None,
+    ) -> Work: ...
+    def all_gather_coalesced(
+        self,
+        sends: Iterable[BufferLike],
+        recvs: Iterable[BufferLike],
+        *,
+        producer: StreamLike = None,
+        timeout: float | None = None,
+    ) -> Work: ...
+    def reduce_scatter_coalesced(
+        self,
+        sends: Iterable[BufferLike],
+        recvs: Iterable[BufferLike],
+        op: OpLike = ...,
+        *,
+        producer: StreamLike = None,
+        timeout: float | None = None,
     ) -> Work: ...

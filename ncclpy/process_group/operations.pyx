@@ -372,3 +372,65 @@ cdef class Operations:
         number = as_integer(tag, "tag", 0)
         shape_recv(&o, &r, buf, self.device)
         return self.begin(&o, None, &r, buf, buf, producer, timeout, number)
+
+    # Several at once, in a block of `coalescing`, which is the group's.
+
+    def all_reduce_coalesced(self, arrays, op=_SUM, *, producer=None, timeout=None):
+        """All-reduce several arrays in place, in one launch.
+
+        Parameters
+        ----------
+        arrays : iterable of buffer
+            The arrays, as for `all_reduce`; their types may differ.
+        op, producer, timeout
+            As for `all_reduce`.
+
+        Returns
+        -------
+        Work
+            Of all of them; its result is the list of arrays.
+        """
+        with self.coalescing(timeout) as work:
+            for array in arrays:
+                self.all_reduce(array, None, op, producer=producer)
+        return work
+
+    def all_gather_coalesced(self, sends, recvs, *, producer=None, timeout=None):
+        """Gather several arrays on all ranks, in one launch.
+
+        Parameters
+        ----------
+        sends, recvs : iterable of buffer
+            As many of each; a pair is what `all_gather` takes.
+        producer, timeout
+            As for `all_reduce`.
+
+        Returns
+        -------
+        Work
+            Of all of them; its result is the list of what `recvs` holds.
+        """
+        with self.coalescing(timeout) as work:
+            for send, recv in zip(sends, recvs, strict=True):
+                self.all_gather(send, recv, producer=producer)
+        return work
+
+    def reduce_scatter_coalesced(self, sends, recvs, op=_SUM, *, producer=None, timeout=None):
+        """Reduce several arrays and leave this rank's parts here, in one launch.
+
+        Parameters
+        ----------
+        sends, recvs : iterable of buffer
+            As many of each; a pair is what `reduce_scatter` takes.
+        op, producer, timeout
+            As for `all_reduce`.
+
+        Returns
+        -------
+        Work
+            Of all of them; its result is the list of what `recvs` holds.
+        """
+        with self.coalescing(timeout) as work:
+            for send, recv in zip(sends, recvs, strict=True):
+                self.reduce_scatter(send, recv, op, producer=producer)
+        return work

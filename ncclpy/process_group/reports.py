@@ -132,6 +132,10 @@ class Reports:
         packed = self.store.compare_set(self._key(rank), None, None)[1]
         return bool(_told(packed).get("closed"))
 
+    def is_lost(self, rank: int) -> bool:
+        """Return whether a rank cannot come any more: its process has ended, or it has closed the group."""
+        return self._describe(rank, last=False).state in ("ended", "gone", "closed")
+
     def _wait(self, keys: list[str], seconds: float) -> dict[str, bytes]:
         """Return the values of those keys that are there within so many seconds."""
         with contextlib.suppress(NcclTimeout):

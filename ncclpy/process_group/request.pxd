@@ -8,6 +8,7 @@ from ncclpy.process_group.signature cimport Signature
 cdef class Request:
     cdef Work work
     cdef double limit  # seconds from its launch
+    cdef long long epoch  # in which it was made, see `Lifecycle.number`
     cdef Operation one
     cdef Operation* steps
     cdef size_t count

@@ -1,0 +1,184 @@
+"""Who goes on after a failure: the survivors of a group agree on it in its store.
+
+All that come say so under keys of their own, which end with their processes. The first of them waits until everybody is
+there who is not known to be gone, or until its time is up, and writes down who goes on, under one key that can be written
+once: so there is one decision for all, and whoever is not in it goes on with nobody. What was decided has a name, at
+which the survivors meet anew; should one die meanwhile, those who meet there decide again, there. So the decisions of a
+group are a chain, and no two halves can both go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ncclpy.bootstrap.store import Store, StoreError
+from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, ranks, seconds, spans
+from ncclpy.process_group.reports import Reports
+
+__all__ = ["Past", "Recovery", "decide"]
+
+#: How often the first of those that have come looks for the others, and how long the others wait at a time.
+_LOOK = 0.02
+_SLICE = 0.2
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """Tell who goes on after `ProcessGroup.recover`.
+
+    Attributes
+    ----------
+    survivors
+        The ranks that they had before, by their rank now.
+    lost
+        The ranks from before that are not there any more.
+    last_finished
+        The number of the last collective, as `ProcessGroup.seq` counts them, that all survivors had finished; what some of
+        them had finished after it others had not. None if one of them had finished none, or does not know, as its recorder
+        is off.
+    """
+
+    survivors: tuple[int, ...]
+    lost: tuple[int, ...]
+    last_finished: int | None
+
+
+class Past:
+    """What a group was when it worked last, while its survivors look for each other.
+
+    Parameters
+    ----------
+    reports
+        By which it is known whose process has ended.
+    origin
+        By rank now: the rank then.
+    size
+        How many there were.
+    finished
+        The last collective that this rank had finished, None if there is none.
+    """
+
+    def __init__(self, reports: Reports, origin: list[int], size: int, finished: int | None) -> None:
+        self.reports, self.origin, self.size, self.finished = reports, origin, size, finished
+
+    def among(self, members: list[int]) -> Past:
+        """Return the same for those who go on."""
+        return Past(self.reports, [self.origin[member] for member in members], self.size, self.finished)
+
+    def is_lost(self, rank: int) -> bool:
+        """Return whether a rank of now cannot come any more."""
+        return self.reports.is_lost(self.origin[rank])
+
+    def recovery(self, finished: list[int | None]) -> Recovery:
+        """Return what has come of it; `finished` has what each of those who go on had finished."""
+        known = [each for each in finished if each is not None]
+        lost = sorted(set(range(self.size)) - set(self.origin))
+        return Recovery(tuple(self.origin), tuple(lost), min(known) if len(known) == len(finished) else None)
+
+
+def decide(
+    store: Store,
+    name: str,
+    rank: int,
+    size: int,
+    is_lost: Callable[[int], bool],
+    min_size: int,
+    timeout: float,
+    wanted: Callable[[], bool],
+) -> tuple[list[int], str]:
+    """Return which ranks go on, and the name under which they meet; this rank may not be among them.
+
+    Parameters
+    ----------
+    store
+        The part of a store that belongs to what has failed.
+    name
+        The group's.
+    rank, size
+        Which of how many this is.
+    is_lost
+        Asked with a rank: whether it cannot come any more.
+    min_size
+        With fewer nobody goes on.
+    timeout
+        Seconds for the others to come; who has not come by then is taken for lost.
+    wanted
+        Asked every now and then; nothing more is waited for once it returns False.
+
+    Raises
+    ------
+    NcclError
+        If too few are left.
+    """
+    attempt = 0
+    while "failed" in (told := _read(store.compare_set(_decided(attempt), None, None)[1])):
+        attempt += 1
+    if not told:
+        told = _Election(store, name, rank, size, is_lost, min_size, attempt).hold(timeout, wanted)
+    if "failed" in told:
+        raise NcclError(told["failed"])
+    return list(told["members"]), str(told["uuid"])
+
+
+class _Election:
+    """One time that ranks come to decide who goes on."""
+
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        rank: int,
+        size: int,
+        is_lost: Callable[[int], bool],
+        min_size: int,
+        attempt: int,
+    ) -> None:
+        self.store, self.name, self.rank, self.size, self.is_lost = store, name, rank, size, is_lost
+        self.min_size, self.attempt = min_size, attempt
+
+    def hold(self, timeout: float, wanted: Callable[[], bool]) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout
+        mine = f"{self._here()}{self.rank}"
+        try:
+            self.store.set(mine, b"", ephemeral=True)
+        except StoreError:  # it does not know who is alive; one that is gone says so here
+            self.store.set(mine, b"")
+        while wanted():
+            here = {int(key.rpartition("/")[2]) for key in self.store.keys(self._here())} | {self.rank}
+            left = deadline - time.monotonic()
+            looks = self.rank == min(here)
+            if left <= 0 or looks:
+                there = sorted(rank for rank in here if rank == self.rank or not self.is_lost(rank))
+                late = [rank for rank in range(self.size) if rank not in here and left > 0 and not self.is_lost(rank)]
+                if not late:
+                    told = json.dumps(self._outcome(there, timeout)).encode()
+                    return _read(self.store.compare_set(_decided(self.attempt), None, told)[1])
+            with contextlib.suppress(NcclTimeout):
+                return _read(self.store.get(_decided(self.attempt), max(0.0, min(_LOOK if looks else _SLICE, left))))
+        raise NcclAborted(f"process group {self.name!r} has ended")
+
+    def _outcome(self, there: list[int], timeout: float) -> dict[str, Any]:
+        if len(there) >= self.min_size:
+            return {"members": there, "uuid": f"recovery {secrets.token_hex(8)}"}
+        return {
+            "failed": f"process group {self.name!r} is not recovered: {len(there)} of its {self.size} ranks have come "
+            f"within {seconds(timeout)} ({ranks(spans(there))}), and min_size={self.min_size} asks for more"
+        }
+
+    def _here(self) -> str:
+        return f"recover/{self.attempt}/here/"
+
+
+def _decided(attempt: int) -> str:
+    return f"recover/{attempt}/decided"
+
+
+def _read(told: bytes | None) -> dict[str, Any]:
+    found = json.loads(told or b"{}")
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,129 @@
+"""How a new process and a running group find each other in a store.
+
+Who wants to join asks, under a key that ends with its process where the store can do that. The group's first rank invites
+those who ask when the group admits somebody; who answers at once is in, and is told with whom it meets, and where.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from urllib.parse import quote
+
+from ncclpy.bootstrap.store import Store, StoreError
+from ncclpy.core.errors import NcclError, NcclTimeout, seconds
+
+__all__ = ["Guest", "Host"]
+
+#: How long a wait goes on before signal handlers run, and the seconds for those invited to answer.
+_SLICE = 0.2
+_ANSWERS = 1.0
+
+
+class _Door:
+    """The keys by which one group is joined."""
+
+    def __init__(self, store: Store, name: str) -> None:
+        self.store = store
+        self.place = f"ncclpy/joining/{quote(name, safe='')}"
+
+    def key(self, what: str, number: str) -> str:
+        return f"{self.place}/{what}/{number}"
+
+    def forget(self, number: str) -> None:
+        with contextlib.suppress(StoreError, NcclTimeout):
+            for what in ("asks", "invited", "comes", "goes"):
+                self.store.delete(self.key(what, number))
+
+
+class Guest(_Door):
+    """One who wants to join a group.
+
+    Parameters
+    ----------
+    store
+        The store that the group was made with.
+    name
+        The group's.
+    handle
+        Of the group of one that this one has.
+    """
+
+    def __init__(self, store: Store, name: str, handle: str) -> None:
+        super().__init__(store, name)
+        self.name, self.handle = name, handle
+        self.number = f"{store.add(f'{self.place}/number'):012d}"
+
+    def wait(self, timeout: float) -> tuple[list[str], str]:
+        """Return the handles of all, by rank, and the name under which they meet, once the group admits this one."""
+        deadline = time.monotonic() + timeout
+        self._put("asks", self.handle.encode())
+        try:
+            self._await("invited", deadline, timeout)
+            self._put("comes", b"")
+            told = json.loads(self._await("goes", deadline, timeout))
+        finally:
+            self.forget(self.number)
+        if "failed" in told:
+            raise NcclError(f"process group {self.name!r} has not admitted this process: {told['failed']}")
+        return list(told["handles"]), str(told["uuid"])
+
+    def _put(self, what: str, value: bytes) -> None:
+        try:
+            self.store.set(self.key(what, self.number), value, ephemeral=True)
+        except StoreError:
+            self.store.set(self.key(what, self.number), value)
+
+    def _await(self, what: str, deadline: float, timeout: float) -> bytes:
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                return self.store.get(self.key(what, self.number), max(0.0, min(_SLICE, left)))
+            except NcclTimeout:
+                if left <= 0:
+                    raise NcclTimeout(
+                        f"process group {self.name!r} has not admitted this process within {seconds(timeout)}: its ranks "
+                        f"call admit(), or there is none of that name in {self.store}"
+                    ) from None
+
+
+class Host(_Door):
+    """The first rank of a group, as it admits those who ask."""
+
+    def invite(self, timeout: float, wanted: Callable[[], bool]) -> dict[str, str]:
+        """Return the handles of those who ask and answer, by their numbers; it waits a second for them at most."""
+        asks = self.store.keys(self.key("asks", ""))
+        numbers = [key.rpartition("/")[2] for key in asks]
+        if not numbers:
+            return {}
+        self.store.multi_set([(self.key("invited", number), b"") for number in numbers])
+        deadline = time.monotonic() + min(timeout, _ANSWERS)
+        comes = [self.key("comes", number) for number in numbers]
+        while wanted() and (left := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(NcclTimeout):
+                self.store.wait(comes, min(_SLICE, left))
+                break
+        guests = {}
+        for number in numbers:
+            handle = self.store.compare_set(self.key("asks", number), None, None)[1]
+            if handle is not None and self.store.check([self.key("comes", number)]):
+                guests[number] = handle.decode()
+            else:  # it may be asked again
+                self.store.delete(self.key("invited", number))
+        return guests
+
+    def welcome(self, guests: dict[str, str], handles: list[str], uuid: str) -> None:
+        """Tell those who are admitted with whom they meet, and where."""
+        self._tell(guests, {"handles": handles, "uuid": uuid})
+
+    def refuse(self, guests: dict[str, str], why: str) -> None:
+        """Tell them that nothing comes of it."""
+        with contextlib.suppress(StoreError, NcclTimeout):
+            self._tell(guests, {"failed": why})
+
+    def _tell(self, guests: dict[str, str], what: object) -> None:
+        for number in guests:
+            self.store.delete(self.key("asks", number))  # nobody else invites it
+            self.store.set(self.key("goes", number), json.dumps(what).encode())

@@ -1,0 +1,141 @@
+"""By which name a group of this process is known to those who go on with it, and at which place in which store.
+
+A handle stays with its group: it has the rank that the group had at first, for an order that all ranks agree on, a number
+that no other group has, and the address of the store that the group was made with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from urllib.parse import quote, unquote
+
+from ncclpy.bootstrap import FileStore, LocalStore, PrefixStore, Store, TCPStore
+
+__all__ = ["claim", "give_back", "new_handle", "ordered", "place_of", "store_of"]
+
+_KIND = "ncclpy"
+
+
+@dataclass(frozen=True)
+class _Handle:
+    rank: int
+    token: str
+    address: str
+
+
+def new_handle(rank: int, store: Store) -> str:
+    """Return a handle for a group that is made."""
+    return f"{_KIND}:{rank}:{secrets.token_hex(8)}:{_address(store)}"
+
+
+def _read(handle: object) -> _Handle:
+    if not isinstance(handle, str):
+        raise TypeError(f"handles: expected texts of reconfigure_handle(), got {type(handle).__name__} {handle!r:.80}")
+    kind, _, rest = handle.partition(":")
+    rank, _, rest = rest.partition(":")
+    token, colon, address = rest.partition(":")
+    if kind != _KIND or not rank.isdecimal() or not token or not colon:
+        raise ValueError(f"handles: {handle!r:.80} is no text of reconfigure_handle()")
+    return _Handle(int(rank), token, address)
+
+
+def ordered(handles: Iterable[str], mine: str) -> list[str]:
+    """Return handles by rank: those of a list as they are, those of a set sorted by the rank that each had at first.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If one is no handle, or comes twice, or this rank's is not among them.
+    """
+    if isinstance(handles, str):
+        raise TypeError("handles: expected several texts of reconfigure_handle(), got one")
+    found = list(handles)
+    read = {handle: _read(handle) for handle in found}
+    if isinstance(handles, AbstractSet):
+        found.sort(key=lambda handle: (read[handle].rank, handle))
+    if len(read) != len(found):
+        twice = sorted({handle for handle in found if found.count(handle) > 1})
+        raise ValueError(f"handles: {twice[0]!r} is there twice")
+    if mine not in read:
+        raise ValueError(f"handles: {mine!r}, the handle of this group, is not among these {len(found)}")
+    return found
+
+
+def place_of(uuid: str) -> str:
+    """Return where in a store those meet who go on under a name that is used once."""
+    return f"ncclpy/reconfigure/{quote(uuid, safe='')}"
+
+
+def claim(store: Store, uuid: str, handles: Sequence[str], mine: str) -> None:
+    """Take a name for these handles, before anything is ended.
+
+    Raises
+    ------
+    ValueError
+        If it was used before, by this group or for other handles.
+    """
+    told = json.dumps(list(handles)).encode()
+    there = store.compare_set(f"{place_of(uuid)}/handles", None, told)[1]
+    if there != told:
+        raise ValueError(
+            f"uuid: {uuid!r} was used for other handles, or in another order; each reconfigure() takes a new one, which is "
+            "the same on all of its ranks"
+        )
+    if not store.compare_set(f"{place_of(uuid)}/came/{_read(mine).token}", None, b"")[0]:
+        raise ValueError(f"uuid: this group has used {uuid!r} before; each reconfigure() takes a new one")
+
+
+def store_of(handle: str, store: Store) -> Store:
+    """Return the store that a handle's group was made with: this one if it is the same, else one that is made here.
+
+    Raises
+    ------
+    ValueError
+        If it is another one that cannot be reached from here.
+    """
+    address = _read(handle).address
+    if address == _address(store):
+        return store
+    kind, _, rest = address.partition(":")
+    place, _, prefix = rest.partition("/")
+    there: Store
+    if kind == "tcp":
+        host, port = place.split(":")
+        there = TCPStore(unquote(host), int(port))
+    elif kind == "file":
+        there = FileStore(unquote(place))
+    else:
+        raise ValueError(
+            f"handles: the group of {handle!r:.80}, which becomes rank 0, was made with another store than this group, and "
+            "one that cannot be reached by an address; make all groups with one store, or with a TCPStore or FileStore"
+        )
+    return PrefixStore(unquote(prefix), there) if prefix else there
+
+
+def give_back(store: Store) -> None:
+    """Close a store that `store_of` has made."""
+    while isinstance(store, PrefixStore):
+        store = store.store
+    store.close()
+
+
+def _address(store: Store) -> str:
+    """Return what others can reach a store by; of one that they cannot, what tells it from others."""
+    prefixes: list[str] = []
+    while isinstance(store, PrefixStore):
+        prefixes.insert(0, store.prefix)
+        store = store.store
+    if isinstance(store, TCPStore):
+        address = f"tcp:{quote(store.host, safe='')}:{store.port}"
+    elif isinstance(store, FileStore):
+        address = f"file:{quote(store.path, safe='')}"
+    elif isinstance(store, LocalStore):
+        address = f"local:{os.getpid()}.{id(store)}"
+    else:
+        address = f"other:{type(store).__name__}"
+    return f"{address}/{quote('/'.join(prefixes), safe='')}"

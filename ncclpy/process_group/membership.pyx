@@ -1,0 +1,428 @@
+"""Who belongs to a process group: what a rank hears of the others, and how it goes on with fewer, with more, or with others.
+
+To go on a group leaves what it is: its communicators are aborted, or closed where nothing runs there, and what is in flight
+ends with an error. Then it enters another place of a store with the ranks that it goes on with, under another number: so
+nothing that still comes of the old one (a thread in a call, news of a rank, a work that fails late) meets the new one.
+"""
+
+import contextlib
+import functools
+import logging
+import secrets
+import time
+import weakref
+from importlib import import_module as _import_module
+
+from cpython.pythread cimport PyThread_get_thread_ident
+
+from ncclpy.core.library cimport check_process
+from ncclpy.core.wait cimport as_timeout, deadline_after, now
+from ncclpy.engine.callbacks cimport users
+from ncclpy.engine.recorder cimport Entry, began_of, last_finished, standing_of
+from ncclpy.process_group.agreement cimport Agreement
+from ncclpy.process_group.lifecycle cimport next_number
+
+from ncclpy.core.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, ranks, spans
+from ncclpy.core.errors import seconds as as_text
+from ncclpy.core.types import as_integer
+from ncclpy.engine.monitor import call_at
+from ncclpy.engine.recorder import text_of
+from ncclpy.process_group.callers import caller_of
+from ncclpy.process_group.decision import Past, decide
+from ncclpy.process_group.guests import Guest, Host
+from ncclpy.process_group.handles import claim, give_back, ordered, place_of, store_of
+
+_log = logging.getLogger("ncclpy.process_group")
+
+#: How often a rank's standing goes into the store, if it has changed.
+_BEAT = 1.0
+#: Where those meet who go on.
+_MEETING = "the reconfiguration"
+#: What a rank that is gone has taken part in may yet be seen to be done for so long.
+_GRACE = 0.5
+
+
+cdef class Membership(Lifecycle):
+    """The group as one of several ranks; `ProcessGroup` is the class to use."""
+
+    # What ranks do.
+
+    def state(self, timeout=1.0):
+        """Return what each rank does: what it last began and finished, and whether its process is there.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds for the ranks to answer. Of one that does not, the result has what it told last: once a second a rank
+            puts what it does into the store, if that has changed.
+
+        Returns
+        -------
+        tuple of RankState
+            By rank.
+
+        Raises
+        ------
+        StoreError
+            If the store is gone.
+        """
+        check_process()
+        if self.connections is None:
+            raise RuntimeError("this ProcessGroup was not initialised")
+        return tuple(self.notices.reports.collect(as_timeout(timeout)))
+
+    def _standing(self):
+        """Return what this rank does, as JSON knows it."""
+        cdef Entry current, finished
+        cdef double moment = now(), since = 0
+        current, finished = standing_of(self.number)
+        if current is not None:
+            since = moment - current.created
+        elif finished is not None:
+            since = moment - finished.completed
+        known = current is not None or finished is not None
+        return {
+            "current": began_of(current), "finished": began_of(finished), "since": time.time() - since if known else None,
+        }
+
+    def _beat(self, number):
+        """Put what this rank does into the store, every now and then."""
+        if number != self.number or self.is_ended() or self.size == 1:
+            return
+        try:
+            self.notices.reports.publish()
+        except NcclTimeout:  # the store may be well again
+            pass
+        except (NcclError, ValueError):  # it is gone, or closed: nobody hears any more
+            return
+        call_at(now() + _BEAT, functools.partial(caller_of(weakref.ref(self), "_beat"), number))
+
+    def _gone(self, number, rank):
+        """Take the news that a rank's lease has ended: what still waits in a while waits for it."""
+        call_at(now() + _GRACE, functools.partial(caller_of(weakref.ref(self), "_without"), number, rank))
+
+    def _without(self, number, rank):
+        cdef Agreement agreement = self.agreement
+        if number != self.number or self.is_ended():
+            return
+        if not self.pending() and not (agreement is not None and agreement.turn.locked()):  # nothing waits
+            self._gone(number, rank)
+            return
+        text = f"rank {rank} of process group {self.name!r} is gone: its lease in the store has ended"
+        if self.on_error != "report":
+            self._fail(NcclRemoteError(text), text, number, asks=True)
+            return
+        users.give(functools.partial(_log.error, "rank %d goes on, as on_error='report' says, after: %s", self.rank, text))
+
+    # Going on.
+
+    def reconfigure_handle(self):
+        """Return the text by which this group takes part in `reconfigure`; it stays the same."""
+        check_process()
+        if self.connections is None:
+            raise RuntimeError("this ProcessGroup was not initialised")
+        return self.handle
+
+    def reconfigure(self, handles, *, uuid, timeout=None):
+        """Go on with other ranks: fewer, more, others, or in another order; all of them call it alike.
+
+        What is in flight ends with `NcclAborted`, also where ranks have yet to call this; arrays are held until nobody can
+        touch them. Then the group is what it was when it was made, with another rank and size, and without an error if it
+        had one: its hooks, its stream and its options stay, its communicators are made anew when they are first used, and
+        `seq` counts from 0. No thread begins anything on it meanwhile.
+
+        Parameters
+        ----------
+        handles : list or set of str
+            The `reconfigure_handle` of each group that goes on, the same for all of them. A list gives the ranks by
+            position. Those of a set are in the order of the ranks that the groups were made with.
+        uuid : str or int
+            The name of this one time, the same for all, which was never used before.
+        timeout : float, optional
+            Seconds for all of them to come; the group's by default.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If a handle is none, comes twice or is missing, or the uuid was used; then nothing has changed.
+        NcclTimeout
+            If ranks have not come in time; it names them. The group has ended then, and may be reconfigured again, with
+            another uuid.
+
+        Notes
+        -----
+        The ranks meet in the store that the group of the first handle was made with. Ranks of the group that are not among
+        the handles hear that it has ended.
+        """
+        cdef double seconds = self.timeout if timeout is None else as_timeout(timeout)
+        self._check_movable("reconfigure()")
+        order = ordered(handles, self.handle)
+        if type(uuid) is int:
+            uuid = str(uuid)
+        if type(uuid) is not str or not uuid:
+            raise ValueError(f"uuid: expected a text that was never used before, got {uuid!r:.80}")
+        with self._turn("reconfigure()"):
+            store = store_of(order[0], self.store)
+            borrowed = None if store is self.store else store
+            try:
+                claim(store, uuid, order, self.handle)
+                self._leave(
+                    NcclAborted(f"process group {self.name!r} is being reconfigured: this was in flight then"), False, order
+                )
+                borrowed, self.borrowed = self.borrowed, borrowed
+            finally:
+                if borrowed is not None:
+                    give_back(borrowed)
+            self.past = None
+            self._stand(store, place_of(uuid), order.index(self.handle), len(order), None, seconds)
+
+    def recover(self, timeout, min_size=1):
+        """Go on without the ranks that are gone; all that are left call it, whatever has become of the group.
+
+        The survivors agree in the store who they are. Ranks whose processes have ended, as far as the store or this machine
+        knows, are not waited for; who has not come after `timeout` seconds for another reason, as it is stopped or busy, is
+        taken for lost, and gets an `NcclError` when it comes. There is one decision, so that never two parts of a group go
+        on. Then the group works again as after `reconfigure`, with the survivors in the order of their ranks.
+
+        Parameters
+        ----------
+        timeout : float
+            Seconds for the others to come, and as long again to meet anew.
+        min_size : int, optional
+            With fewer survivors nobody goes on.
+
+        Returns
+        -------
+        Recovery
+            Who is left, and what was the last collective that all of them had finished.
+
+        Raises
+        ------
+        NcclError
+            If fewer are left than asked for, if the others have gone on without this rank, or if the store is gone, in
+            which they would have to agree.
+        NcclTimeout
+            If somebody has come and is not there any more, and it is not known to have ended; `recover` may be called again.
+        """
+        cdef double seconds = as_timeout(timeout)
+        self._check_movable("recover()")
+        least = as_integer(min_size, "min_size")
+        if least < 1:
+            raise ValueError(f"min_size: expected at least 1, got {least}")
+        with self._turn("recover()"):
+            if self.failure is None:
+                text = f"rank {self.rank} of {self.size} recovers it"
+                self._fail(NcclAborted(f"process group {self.name!r} has ended: {text}"), text, self.number, exits=False)
+            if self.past is None:
+                self.past = Past(
+                    self.notices.reports, list(range(self.size)), self.size, last_finished(self.number)
+                )
+            while True:
+                members, uuid = self._decide(least, seconds)
+                past = self.past = self.past.among(members)
+                self._leave(NcclAborted(f"process group {self.name!r} is being recovered: this was in flight then"), False, None)
+                store = self.store if self.borrowed is None else self.borrowed
+                try:
+                    come = self._stand(
+                        store, place_of(uuid), members.index(self.rank), len(members), {"finished": past.finished}, seconds
+                    )
+                except NcclAborted as error:
+                    if self.failure is not error:  # somebody has ended it
+                        raise
+                    continue  # one more has died; those who are left decide again
+                self.past = None
+                return past.recovery([each["finished"] for each in come])
+
+    def _decide(self, least, seconds):
+        """Return who goes on, and where, as all that are left have decided."""
+        notices, past = self.notices, self.past
+        try:
+            members, uuid = decide(
+                notices.store, self.name, self.rank, self.size, past.is_lost, least, seconds, lambda: not self.closed
+            )
+        except _import_module("ncclpy.bootstrap").StoreError as error:
+            raise NcclError(
+                f"rank {self.rank} of process group {self.name!r} cannot recover it: the store is gone, in which the survivors "
+                f"would agree who they are ({error}). Have the store outlive each rank: in the launcher (ncclpy run), or Redis"
+            ) from error
+        if self.rank not in members:
+            error = NcclError(
+                f"process group {self.name!r} goes on without rank {self.rank}: {ranks(spans(members))} of {self.size} did, as "
+                "this one had not come in time. It may join them as a new one (ProcessGroup.join)"
+            )
+            with self.lock:
+                self.failure = error
+            raise error
+        return members, uuid
+
+    def admit(self, timeout=None):
+        """Let those join who wait for it in `join`; all ranks call it, at one place among their operations.
+
+        It waits until what was begun is done and all ranks have come. If nobody asks, that is all. Else the group is
+        reconfigured: the new ranks come behind those that are there, which keep theirs. No other thread begins anything
+        meanwhile.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds for all of it; the group's by default.
+
+        Returns
+        -------
+        tuple of int
+            The new ranks.
+
+        Raises
+        ------
+        NcclTimeout
+            If something is not done, or somebody has not come in time; it names them. A process that dies while it joins
+            ends the group: `recover` then.
+        """
+        cdef double seconds = self.timeout if timeout is None else as_timeout(timeout)
+        cdef double deadline = deadline_after(seconds)
+        self._check_movable("admit()")
+        self.check_usable()
+        with self._turn("admit()"):
+            if not self._drain(deadline):
+                raise NcclTimeout(
+                    f"rank {self.rank} of process group {self.name!r}: {self.pending()} operations are not done {as_text(seconds)} "
+                    "after admit(); nothing has changed"
+                )
+            wanted, store = self.wanted(), self.store if self.borrowed is None else self.borrowed
+            number, guests, host = self.admissions, {}, Host(store, self.name)
+            self.admissions += 1
+            if self.rank == 0:
+                guests = host.invite(max(0.0, deadline - now()), wanted)
+            try:
+                met = self.notices.gather(
+                    f"admit/{number}", {"handle": self.handle, "guests": list(guests.values()), "uuid": secrets.token_hex(8)},
+                    max(0.0, deadline - now()), wanted,
+                )
+            except BaseException as error:
+                host.refuse(guests, text_of(error))
+                self.check_usable()
+                raise
+            handles = [each["handle"] for each in met] + met[0]["guests"]
+            if len(handles) == self.size:
+                return ()
+            host.welcome(guests, handles, met[0]["uuid"])
+            self._leave(NcclAborted(f"process group {self.name!r} admits others: this was begun then"), True, handles)
+            self.past = None
+            before = len(met)
+            self._stand(store, place_of(met[0]["uuid"]), self.rank, len(handles), None, max(0.1, deadline - now()))
+            return tuple(range(before, len(handles)))
+
+    @classmethod
+    def join(cls, store, name="default", *, timeout=600.0, **options):
+        """Join a running group as a new rank: wait until its ranks call `admit`, and return the group.
+
+        Parameters
+        ----------
+        store : ncclpy.bootstrap.Store
+            The one that the group was made with.
+        name : str, optional
+            The group's.
+        timeout : float, optional
+            Seconds to be admitted in, and the group's.
+        options
+            Those of `ProcessGroup`, as the other ranks have given them.
+
+        Raises
+        ------
+        NcclTimeout
+            If nobody has admitted this process in time.
+        """
+        cdef Membership group
+        seconds = as_timeout(timeout)
+        if type(name) is not str or not name:
+            raise ValueError(f"name: expected a text of at least one character, got {name!r:.80}")
+        for given in ("rank", "size"):
+            if given in options:
+                raise TypeError(f"{given}: a process that joins has none yet")
+        group = cls(store, 0, 1, name=f"{name}/joining", timeout=timeout, **options)
+        try:
+            handles, uuid = Guest(group.store, name, group.handle).wait(seconds)
+            with group._turn("join()"):
+                group.name = name
+                group._leave(NcclAborted(f"process group {name!r} is being joined"), True, None)
+                group._stand(group.store, place_of(uuid), handles.index(group.handle), len(handles), None, seconds)
+        except BaseException:
+            group.close()
+            raise
+        return group
+
+    cdef int _check_movable(self, str what) except -1:
+        check_process()
+        if self.connections is None:
+            raise RuntimeError("this ProcessGroup was not initialised")
+        if self.closed:
+            raise ValueError(f"process group {self.name!r} is closed; make a new one")
+        if PyThread_get_thread_ident() in self.blocks:
+            raise ValueError(f"{what} within coalescing(): leave the block first")
+        return 0
+
+    def _turn(self, what):
+        """Return the turn of this thread, a context; no other thread may be in one."""
+        if not self.turn.acquire(False):
+            raise RuntimeError(f"{what}: another thread reconfigures process group {self.name!r} already")
+        turn = contextlib.ExitStack()
+        turn.callback(self.turn.release)
+        return turn
+
+    cdef int _leave(self, error, bint drained, handles) except -1:
+        """End what the group is; until it stands again it has an error.
+
+        ``handles`` are told to the ranks of the old group that have not come yet, unless it had ended anyway.
+        """
+        with self.lock:
+            tells = self.failure is None and handles is not None
+            if self.failure is None:
+                self.failure = NcclAborted(f"process group {self.name!r} is being reconfigured")
+            self.moves = True
+            self.number = next_number()
+        if tells and self.size > 1:
+            self.notices.tell(f"rank {self.rank} of {self.size}: it goes on as other ranks", None, None, handles)
+        self.end_notices(False)
+        self.end_connections(error, drained)
+        self.abort_thread = self.tell_thread = None
+        return 0
+
+    cdef object _stand(self, store, place, int rank, int size, brought, double seconds):
+        """Be one of other ranks, once all of them have come; return what each has brought."""
+        moved, come = False, None
+        try:
+            self._enter(store, rank, size, place)
+            notices = self.notices
+            come = notices.gather(_MEETING, brought, seconds, functools.partial(self._is_moving, notices.arrivals, self.past))
+        except BaseException as failure:
+            error = failure if isinstance(failure, Exception) else NcclAborted(
+                f"process group {self.name!r} was being reconfigured, which {type(failure).__name__} has ended"
+            )
+            with self.lock:
+                ours, self.moves = self.moves, False
+                if ours:
+                    self.failure = error
+            if self.closed:
+                self.end_notices(False)
+            if not ours:
+                self.check_usable()
+            raise
+        with self.lock:
+            moved, self.moves = self.moves and not self.closed, False
+            if moved:
+                self.failure = None
+        if not moved:
+            self.end_notices(False)
+            self.check_usable()
+        self._beat(self.number)
+        return come
+
+    def _is_moving(self, arrivals, past):
+        """Return whether the ranks that go on still meet: nobody has ended that, and none that is missing has died."""
+        if not self.moves or self.closed:
+            return False
+        if past is None:
+            return True
+        there = arrivals.there(_MEETING)
+        waits_for = range(self.size) if self.rank == 0 else (0,)
+        return not any(past.is_lost(rank) for rank in waits_for if rank != self.rank and rank not in there)

@@ -119,7 +119,13 @@ def __getattr__(name: str):
         import importlib
 
         return importlib.import_module(f"ncclpy.{name}")
-    if name in ("Completion", "ProcessGroup", "RankState", "Recovery", "init_process_group"):  # which few programs need
+    if name in (
+        "Completion",
+        "ProcessGroup",
+        "RankState",
+        "Recovery",
+        "init_process_group",
+    ):  # which few programs need
         from ncclpy import process_group
 
         return getattr(process_group, name)

@@ -95,7 +95,13 @@ class Notices:
     """
 
     def __init__(
-        self, store: Store, name: str, rank: int, size: int, look: Callable[[], dict[str, Any]], place: str | None = None
+        self,
+        store: Store,
+        name: str,
+        rank: int,
+        size: int,
+        look: Callable[[], dict[str, Any]],
+        place: str | None = None,
     ) -> None:
         self._outer, self._place = store, _place_of(name) if place is None else place
         self.number = store.add(f"{self._place}/made-by/{rank}")
@@ -253,7 +259,7 @@ class Notices:
         try:
             store.compare_set(_ENDED, None, told.packed())
         except (StoreError, NcclTimeout) as error:
-            _log.warning("rank %d could not tell that group %r has ended (%s): %s", self.rank, name, text, error)
+            _log.warning("rank %d could not tell that group %r has ended (%s): %s", self.rank, name, told.text, error)
 
     def close(self, *, says_so: bool = False) -> None:
         """Hear nothing any more; the others are told, if asked, that this rank has closed the group."""

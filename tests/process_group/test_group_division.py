@@ -169,10 +169,10 @@ def test_who_cannot_make_its_part_is_not_waited_for(host_engine, monkeypatch, co
             raise KeyboardInterrupt("in the middle")
         return values
 
-    def begun(self, store, name, rank, size, look):
+    def begun(self, store, name, rank, size, look, place=None):
         if rank == 1 and "/0:0" in name:
             raise KeyboardInterrupt("in the middle")
-        begin(self, store, name, rank, size, look)
+        begin(self, store, name, rank, size, look, place)
 
     def body(group):
         if connected:

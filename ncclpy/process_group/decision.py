@@ -1,10 +1,10 @@
 """Who goes on after a failure: the survivors of a group agree on it in its store.
 
-All that come say so under keys of their own, which end with their processes. The first of them waits until everybody is
-there who is not known to be gone, or until its time is up, and writes down who goes on, under one key that can be written
-once: so there is one decision for all, and whoever is not in it goes on with nobody. What was decided has a name, at
-which the survivors meet anew; should one die meanwhile, those who meet there decide again, there. So the decisions of a
-group are a chain, and no two halves can both go on.
+All that come say so under keys of their own, which end with their processes. The first of them waits until everybody
+is there who is not known to be gone, or until its time is up, and writes down who goes on, under one key that can be
+written once: so there is one decision for all, and whoever is not in it goes on with nobody. What was decided has a
+name, at which the survivors meet anew; should one die meanwhile, those who meet there decide again, there. So the
+decisions of a group are a chain, and no two halves can both go on.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Recovery:
     lost
         The ranks from before that are not there any more.
     last_finished
-        The number of the last collective, as `ProcessGroup.seq` counts them, that all survivors had finished; what some of
-        them had finished after it others had not. None if one of them had finished none, or does not know, as its recorder
-        is off.
+        The number of the last collective, as `ProcessGroup.seq` counts them, that all survivors had finished; what some
+        of them had finished after it others had not. None if one of them had finished none, or does not know, as its
+        recorder is off.
     """
 
     survivors: tuple[int, ...]
@@ -149,14 +149,17 @@ class _Election:
             self.store.set(mine, b"", ephemeral=True)
         except StoreError:  # it does not know who is alive; one that is gone says so here
             self.store.set(mine, b"")
+        suspects: set[int] = set()  # a rank that only just makes its group has no lease for an instant
         while wanted():
             here = {int(key.rpartition("/")[2]) for key in self.store.keys(self._here())} | {self.rank}
             left = deadline - time.monotonic()
             looks = self.rank == min(here)
             if left <= 0 or looks:
-                there = sorted(rank for rank in here if rank == self.rank or not self.is_lost(rank))
-                late = [rank for rank in range(self.size) if rank not in here and left > 0 and not self.is_lost(rank)]
-                if not late:
+                lost = {rank for rank in range(self.size) if rank != self.rank and self.is_lost(rank)}
+                there = sorted(here - lost)
+                late = set(range(self.size)) - here - (lost & suspects)
+                suspects = lost
+                if left <= 0 or not late:
                     told = json.dumps(self._outcome(there, timeout)).encode()
                     return _read(self.store.compare_set(_decided(self.attempt), None, told)[1])
             with contextlib.suppress(NcclTimeout):

@@ -1,7 +1,8 @@
 """How a new process and a running group find each other in a store.
 
-Who wants to join asks, under a key that ends with its process where the store can do that. The group's first rank invites
-those who ask when the group admits somebody; who answers at once is in, and is told with whom it meets, and where.
+Who wants to join asks, under a key that ends with its process where the store can do that. The group's first rank
+invites those who ask when the group admits somebody; who answers at once is in, and is told with whom it meets, and
+where.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ class Guest(_Door):
             except NcclTimeout:
                 if left <= 0:
                     raise NcclTimeout(
-                        f"process group {self.name!r} has not admitted this process within {seconds(timeout)}: its ranks "
-                        f"call admit(), or there is none of that name in {self.store}"
+                        f"process group {self.name!r} has not admitted this process within {seconds(timeout)}: its "
+                        f"ranks have to call admit(); or there is none of that name in {self.store}"
                     ) from None
 
 

@@ -1,7 +1,7 @@
 """By which name a group of this process is known to those who go on with it, and at which place in which store.
 
-A handle stays with its group: it has the rank that the group had at first, for an order that all ranks agree on, a number
-that no other group has, and the address of the store that the group was made with.
+A handle stays with its group: it has the rank that the group had at first, for an order that all ranks agree on, a
+number that no other group has, and the address of the store that the group was made with.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def claim(store: Store, uuid: str, handles: Sequence[str], mine: str) -> None:
     there = store.compare_set(f"{place_of(uuid)}/handles", None, told)[1]
     if there != told:
         raise ValueError(
-            f"uuid: {uuid!r} was used for other handles, or in another order; each reconfigure() takes a new one, which is "
-            "the same on all of its ranks"
+            f"uuid: {uuid!r} was used for other handles, or in another order; each reconfigure() takes a new one, "
+            "which is the same on all of its ranks"
         )
     if not store.compare_set(f"{place_of(uuid)}/came/{_read(mine).token}", None, b"")[0]:
         raise ValueError(f"uuid: this group has used {uuid!r} before; each reconfigure() takes a new one")
@@ -111,8 +111,9 @@ def store_of(handle: str, store: Store) -> Store:
         there = FileStore(unquote(place))
     else:
         raise ValueError(
-            f"handles: the group of {handle!r:.80}, which becomes rank 0, was made with another store than this group, and "
-            "one that cannot be reached by an address; make all groups with one store, or with a TCPStore or FileStore"
+            f"handles: the group of {handle!r:.80}, which becomes rank 0, was made with another store than this group, "
+            "and one that cannot be reached by an address; make all groups with one store, or with TCPStores or "
+            "FileStores"
         )
     return PrefixStore(unquote(prefix), there) if prefix else there
 

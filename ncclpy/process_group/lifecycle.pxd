@@ -31,7 +31,8 @@ cdef class Lifecycle(BlockOwner):
     cdef dict blocks  # coalescing blocks, by thread
     cdef object failure  # what has ended it
     cdef object inquiries  # what the others do, when it is in trouble
-    cdef bint moves  # it is being reconfigured, and has an error as `failure` until that is done
+    cdef bint moves  # it is being reconfigured, which abort() and close() end
+    cdef object between  # the error that it has between what it was and what it will be
     cdef object turn  # of the threads that reconfigure it
     cdef object past  # what it was when it worked last, while it is recovered
     cdef object borrowed  # the store that it meets in, if it has made that itself

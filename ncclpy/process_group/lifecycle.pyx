@@ -105,15 +105,18 @@ cdef class Lifecycle(BlockOwner):
         self.handle = new_handle(rank, store)
         self.turn = threading.Lock()
         self.number = next_number()
-        self._enter(store, rank, size)
+        self._enter(self._notices(store, rank, size))
         self._beat(self.number)
 
-    def _enter(self, store, int rank, int size, place=None):
-        """Be one of so many ranks, which meet at a place of a store, and have no communicators yet."""
+    def _notices(self, store, int rank, int size, place=None):
+        """Return how one of so many ranks meets the others at a place of a store."""
+        return Notices(store, self.name, rank, size, teller_of(weakref.ref(self)), place)
+
+    def _enter(self, notices):
+        """Be the rank that these notices are of; it has no communicators yet."""
         cdef long long number = self.number
+        cdef int rank = notices.rank, size = notices.size
         cdef Agreement agreement = None
-        mine = weakref.ref(self)
-        notices = Notices(store, self.name, rank, size, teller_of(mine), place)
         inquiries = Inquiries(notices, self.on_error == "report")
         if self.check != "off" and size > 1:
             agreement = Agreement(notices, self.timeout, self.check == "first")
@@ -125,6 +128,7 @@ cdef class Lifecycle(BlockOwner):
             self.nan_check, self.completions = nan_check, completions
             self.connections, self.generations, self.alone, self.holder = {}, {}, [], None
             self.collectives = self.children = self.admissions = 0
+        mine = weakref.ref(self)
         notices.listen(
             functools.partial(caller_of(mine, "_ended"), number), functools.partial(caller_of(mine, "_gone"), number)
         )
@@ -374,6 +378,7 @@ cdef class Lifecycle(BlockOwner):
         error = NcclAborted(f"process group {self.name!r} was aborted by rank {self.rank}: {text}")
         if isinstance(reason, BaseException):
             error.__cause__ = reason
+        self.moves = False
         self._fail(error, text, None, exits=False, asks=True)
         if self.tell_thread is not None:
             self.tell_thread.join(_TELLS)
@@ -436,9 +441,9 @@ cdef class Lifecycle(BlockOwner):
         with self.lock:
             if number is not None and number != self.number:
                 return
-            if not self.moves and self.is_ended() and (self.failure is not None or not self.connections):
+            if self.is_ended() and ((self.failure is not None and self.failure is not self.between) or not self.connections):
                 return
-            self.failure, self.moves = error, False
+            self.failure = error
             connections = list(self.connections.values())
             alone, self.alone = self.alone, []
             hooks = self.aborts  # later ones are called as they come

@@ -36,6 +36,8 @@ _log = logging.getLogger("ncclpy.process_group")
 
 #: How often a rank's standing goes into the store, if it has changed.
 _BEAT = 1.0
+#: Seconds after which the others hear that a rank waits for them to go on.
+_PATIENCE = 1.0
 #: Where those meet who go on.
 _MEETING = "the reconfiguration"
 #: What a rank that is gone has taken part in may yet be seen to be done for so long.
@@ -126,10 +128,13 @@ cdef class Membership(Lifecycle):
     def reconfigure(self, handles, *, uuid, timeout=None):
         """Go on with other ranks: fewer, more, others, or in another order; all of them call it alike.
 
-        What is in flight ends with `NcclAborted`, also where ranks have yet to call this; arrays are held until nobody can
-        touch them. Then the group is what it was when it was made, with another rank and size, and without an error if it
-        had one: its hooks, its stream and its options stay, its communicators are made anew when they are first used, and
-        `seq` counts from 0. No thread begins anything on it meanwhile.
+        Once all have come, what is in flight ends with `NcclAborted`; arrays are held until nobody can touch them. Then the
+        group is what it was when it was made, with another rank and size, and without an error if it had one: its hooks, its
+        stream and its options stay, its communicators are made anew when they are first used, and `seq` counts from 0. No
+        thread begins anything on it meanwhile.
+
+        Ranks of this group that have not come within a second hear of it, and what they wait for ends as well, so that they
+        can come. Those that are not among the handles hear that their group has ended.
 
         Parameters
         ----------
@@ -146,13 +151,11 @@ cdef class Membership(Lifecycle):
         TypeError, ValueError
             If a handle is none, comes twice or is missing, or the uuid was used; then nothing has changed.
         NcclTimeout
-            If ranks have not come in time; it names them. The group has ended then, and may be reconfigured again, with
-            another uuid.
+            If ranks have not come in time; it names them. It may be tried again, with another uuid.
 
         Notes
         -----
-        The ranks meet in the store that the group of the first handle was made with. Ranks of the group that are not among
-        the handles hear that it has ended.
+        The ranks meet in the store that the group of the first handle was made with.
         """
         cdef double seconds = self.timeout if timeout is None else as_timeout(timeout)
         self._check_movable("reconfigure()")
@@ -166,6 +169,16 @@ cdef class Membership(Lifecycle):
             borrowed = None if store is self.store else store
             try:
                 claim(store, uuid, order, self.handle)
+                notices = self._notices(store, order.index(self.handle), len(order), place_of(uuid))
+                try:
+                    notices.gather(
+                        _MEETING, None, seconds, functools.partial(self._comes, order, now() + min(_PATIENCE, seconds / 2))
+                    )
+                except BaseException as error:
+                    notices.close()
+                    if isinstance(error, NcclAborted):
+                        self.check_usable()  # says what has ended it
+                    raise
                 self._leave(
                     NcclAborted(f"process group {self.name!r} is being reconfigured: this was in flight then"), False, order
                 )
@@ -174,7 +187,20 @@ cdef class Membership(Lifecycle):
                 if borrowed is not None:
                     give_back(borrowed)
             self.past = None
-            self._stand(store, place_of(uuid), order.index(self.handle), len(order), None, seconds)
+            self._enter(notices)
+            self._go_on()
+
+    def _comes(self, order, moment):
+        """Return whether this rank still waits for the others, which hear after a while that it does."""
+        if self.failure is None and now() >= moment:
+            self._tell_plan(order)
+        return self.moves and not self.closed
+
+    cdef int _tell_plan(self, order) except -1:
+        """Tell the ranks of this group that it goes on, or ends for those without a handle among these."""
+        if self.size > 1:
+            self.notices.tell(f"rank {self.rank} of {self.size}: it goes on as other ranks", None, None, order)
+        return 0
 
     def recover(self, timeout, min_size=1):
         """Go on without the ranks that are gone; all that are left call it, whatever has become of the group.
@@ -365,23 +391,28 @@ cdef class Membership(Lifecycle):
         """Return the turn of this thread, a context; no other thread may be in one."""
         if not self.turn.acquire(False):
             raise RuntimeError(f"{what}: another thread reconfigures process group {self.name!r} already")
+        self.moves = True
         turn = contextlib.ExitStack()
-        turn.callback(self.turn.release)
+        turn.callback(self._end_turn)
         return turn
 
-    cdef int _leave(self, error, bint drained, handles) except -1:
-        """End what the group is; until it stands again it has an error.
+    def _end_turn(self):
+        self.moves = False
+        self.turn.release()
 
-        ``handles`` are told to the ranks of the old group that have not come yet, unless it had ended anyway.
+    cdef int _leave(self, error, bint drained, handles) except -1:
+        """End what the group is; until it goes on it has an error.
+
+        ``handles`` are told to the ranks of the old group, unless it had ended anyway.
         """
         with self.lock:
             tells = self.failure is None and handles is not None
             if self.failure is None:
                 self.failure = NcclAborted(f"process group {self.name!r} is being reconfigured")
-            self.moves = True
+            self.between = self.failure
             self.number = next_number()
-        if tells and self.size > 1:
-            self.notices.tell(f"rank {self.rank} of {self.size}: it goes on as other ranks", None, None, handles)
+        if tells:
+            self._tell_plan(handles)
         self.end_notices(False)
         self.end_connections(error, drained)
         self.abort_thread = self.tell_thread = None
@@ -389,33 +420,39 @@ cdef class Membership(Lifecycle):
 
     cdef object _stand(self, store, place, int rank, int size, brought, double seconds):
         """Be one of other ranks, once all of them have come; return what each has brought."""
-        moved, come = False, None
         try:
-            self._enter(store, rank, size, place)
-            notices = self.notices
-            come = notices.gather(_MEETING, brought, seconds, functools.partial(self._is_moving, notices.arrivals, self.past))
+            self._enter(self._notices(store, rank, size, place))
+            wanted = functools.partial(self._is_moving, self.notices.arrivals, self.past)
+            come = self.notices.gather(_MEETING, brought, seconds, wanted)
         except BaseException as failure:
             error = failure if isinstance(failure, Exception) else NcclAborted(
                 f"process group {self.name!r} was being reconfigured, which {type(failure).__name__} has ended"
             )
             with self.lock:
-                ours, self.moves = self.moves, False
+                ours = self.failure is self.between
                 if ours:
                     self.failure = error
+                self.between = None
             if self.closed:
                 self.end_notices(False)
             if not ours:
                 self.check_usable()
             raise
+        self._go_on()
+        return come
+
+    cdef int _go_on(self) except -1:
+        """Be usable again, unless somebody has ended that."""
         with self.lock:
-            moved, self.moves = self.moves and not self.closed, False
-            if moved:
+            stands = self.moves and not self.closed and self.failure is self.between
+            self.between = None
+            if stands:
                 self.failure = None
-        if not moved:
+        if not stands:
             self.end_notices(False)
             self.check_usable()
         self._beat(self.number)
-        return come
+        return 0
 
     def _is_moving(self, arrivals, past):
         """Return whether the ranks that go on still meet: nobody has ended that, and none that is missing has died."""

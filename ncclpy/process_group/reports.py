@@ -134,7 +134,7 @@ class Reports:
 
     def is_lost(self, rank: int) -> bool:
         """Return whether a rank cannot come any more: its process has ended, or it has closed the group."""
-        return self._describe(rank, last=False).state in ("ended", "gone", "closed")
+        return self._is_gone(rank) or self._describe(rank, last=False).state in ("ended", "closed")
 
     def _wait(self, keys: list[str], seconds: float) -> dict[str, bytes]:
         """Return the values of those keys that are there within so many seconds."""

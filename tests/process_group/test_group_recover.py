@@ -1,0 +1,374 @@
+"""A group goes on without the ranks that are gone: who survives, what they know, and that there is one group only."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+
+import numpy as np
+import pytest
+from group_ranks import DEADLINE
+from group_worlds import launched
+
+import ncclpy
+import testing
+from ncclpy.bootstrap import FileStore, LocalStore, StoreError, TCPStore
+from ncclpy.process_group.decision import Past, decide
+from ncclpy.process_group.notices import Notices
+
+#: Seconds that survivors wait for those who may yet come.
+SHORT = 1.0
+
+
+class Ranks:
+    """Groups of one process, each with a client of its own of one store: a lease, which ends when it is closed."""
+
+    def __init__(self, size, **options):
+        testing.need_devices(size)
+        self.served = TCPStore("127.0.0.1", 0, serve=True, linger=0)
+        self.stores = [TCPStore("127.0.0.1", self.served.port) for _ in range(size)]
+        options.setdefault("timeout", DEADLINE / 2)
+        self.groups = [
+            ncclpy.ProcessGroup(store, rank, size, device=rank, **options) for rank, store in enumerate(self.stores)
+        ]
+
+    def each(self, call, ranks=None):
+        """Return what a call returns, or raises, for each of some ranks, in threads."""
+        ranks = range(len(self.groups)) if ranks is None else ranks
+
+        def run(which):
+            try:
+                return call(self.groups[ranks[which.rank]])
+            except Exception as error:
+                return error
+
+        return testing.run_threads(len(ranks), run, DEADLINE)
+
+    def sums(self, ranks=None):
+        return self.each(lambda group: group.all_reduce(np.full(1, group.rank + 1.0)).result(DEADLINE)[0], ranks)
+
+    def kill(self, rank):
+        """End a rank as the end of its process would: its lease, and its part of what runs."""
+        self.stores[rank].close()
+        if self.groups[rank].communicator is not None:
+            self.groups[rank].communicator.abort()
+
+    def close(self):
+        for group in self.groups:
+            if group.error is None:
+                group.abort("the test is over")
+            group.close()
+        for store in [*self.stores, self.served]:
+            store.close()
+
+
+@pytest.fixture
+def ranks(host_engine, caplog):
+    made = []
+
+    def make(size, **options):
+        made.append(Ranks(size, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def recover(seconds=DEADLINE / 4, least=1):
+    return lambda group: group.recover(seconds, least)
+
+
+# Who goes on.
+
+
+@pytest.mark.parametrize("gone", [(3,), (0,), (1, 2), (0, 1, 2)], ids=str)
+def test_those_who_are_left_go_on(ranks, gone):
+    four = ranks(4)
+    assert four.sums() == [10] * 4
+    for rank in gone:
+        four.kill(rank)
+    left = [rank for rank in range(4) if rank not in gone]
+    begun = time.monotonic()
+    found = four.each(recover(), left)
+    assert time.monotonic() - begun < DEADLINE / 4  # nobody waits for who is known to be gone
+    assert [(each.survivors, each.lost, each.last_finished) for each in found] == [(tuple(left), gone, 0)] * len(left)
+    assert [four.groups[rank].rank for rank in left] == list(range(len(left)))
+    assert four.sums(left) == [sum(range(1, len(left) + 1))] * len(left)
+    assert {four.groups[rank].seq for rank in left} == {1}
+
+
+def test_what_waits_ends_and_then_they_go_on(ranks):
+    three = ranks(3)
+    three.sums()
+    works = three.each(lambda group: group.all_reduce(np.ones(4)), [0, 2])
+    three.kill(1)
+    for work in works:
+        assert isinstance(work.exception(DEADLINE), ncclpy.NcclError)
+    three.each(recover(), [0, 2])
+    assert three.sums([0, 2]) == [3, 3]
+
+
+def test_a_group_that_is_well_is_recovered_to_what_it_is(ranks):
+    three = ranks(3)
+    assert three.sums() == [6] * 3
+    found = three.each(recover())
+    assert [(each.survivors, each.lost) for each in found] == [((0, 1, 2), ())] * 3
+    assert three.sums() == [6] * 3
+
+
+def test_again_and_again(ranks):
+    four = ranks(4)
+    for gone in range(3):
+        four.kill(gone)
+        left = list(range(gone + 1, 4))
+        found = four.each(recover(), left)
+        assert [each.survivors for each in found] == [tuple(range(1, len(left) + 1))] * len(left)
+        assert four.sums(left) == [sum(range(1, len(left) + 1))] * len(left)
+
+
+def test_who_does_not_come_is_lost_and_is_told_when_it_comes(ranks):
+    three = ranks(3)
+    three.sums()
+    found = three.each(recover(SHORT), [0, 2])
+    assert [(each.survivors, each.lost) for each in found] == [((0, 2), (1,))] * 2
+    with pytest.raises(
+        ncclpy.NcclError, match=r"process group 'default' goes on without rank 1: ranks 0, 2 of 3 did"
+    ) as caught:
+        three.groups[1].recover(DEADLINE)
+    assert three.groups[1].error is caught.value
+    with pytest.raises(ncclpy.NcclAborted, match="goes on without rank 1"):
+        three.groups[1].barrier()
+    assert three.sums([0, 2]) == [3, 3]
+
+
+def test_too_few_do_not_go_on(ranks):
+    four = ranks(4)
+    four.sums()
+    for gone in (1, 2):
+        four.kill(gone)
+    for error in four.each(recover(SHORT, 3), [0, 3]):
+        assert "process group 'default' is not recovered: 2 of its 4 ranks have come" in str(error)
+        assert "(ranks 0, 3), and min_size=3 asks for more" in str(error)
+    assert four.groups[0].error is not None
+    found = four.each(recover(SHORT, 2), [0, 3])  # the next time it is decided anew
+    assert [each.survivors for each in found] == [(0, 3)] * 2
+    assert four.sums([0, 3]) == [3, 3]
+
+
+def test_who_dies_when_it_was_decided_is_gone_as_well(ranks, monkeypatch):
+    """Rank 2 has come, and does not get to where they meet."""
+    four = ranks(4)
+    four.sums()
+    four.kill(1)
+    died = []
+
+    def torn(store, name, rank, size, look, place=None):
+        if rank == 1 and not died:
+            died.append(rank)
+            four.kill(2)
+            raise SystemError("it is gone")
+        return Notices(store, name, rank, size, look, place)
+
+    monkeypatch.setattr("ncclpy.process_group.lifecycle.Notices", torn)
+    found = four.each(recover(), [0, 2, 3])
+    assert died and isinstance(found[1], SystemError)
+    assert [each.survivors for each in (found[0], found[2])] == [(0, 3)] * 2
+    assert four.sums([0, 3]) == [3, 3]
+
+
+def test_what_all_had_finished(ranks):
+    """Rank 0 has begun two more than rank 1, and finished none of them."""
+    three = ranks(3)
+    three.sums()
+    three.sums()
+    three.each(lambda group: group.send(np.ones(1), 1) if group.rank == 0 else group.recv(np.ones(1), 0), [0, 1])
+    pending = [three.groups[0].all_reduce(np.ones(1)) for _ in range(2)]
+    assert [each.last_finished for each in three.each(recover(SHORT), [0, 1])] == [1, 1]
+    assert all(isinstance(work.exception(DEADLINE), ncclpy.NcclAborted) for work in pending)
+    assert [each.last_finished for each in three.each(recover(SHORT), [0, 1])] == [None, None]  # nothing since
+
+
+def test_a_group_that_reports_is_recovered_too(ranks):
+    three = ranks(3, on_error="report")
+    three.sums()
+    assert isinstance(three.groups[0].all_reduce(np.ones(1), timeout=0.2).exception(DEADLINE), ncclpy.NcclTimeout)
+    three.each(recover(SHORT), [0, 2])
+    assert three.sums([0, 2]) == [3, 3]
+
+
+def test_no_two_halves(ranks):
+    """All come at once, each with less patience than the others need; whoever goes on does so in one group."""
+    for seconds in (0.0, 0.01, 0.05):
+        four = ranks(4)
+        four.sums()
+
+        def come(group, seconds=seconds):
+            time.sleep(0.02 * group.rank)
+            return group.recover(seconds)
+
+        found = four.each(come)
+        gone_on = [each for each in found if not isinstance(each, Exception)]
+        assert len({each.survivors for each in gone_on}) == 1
+        survivors = gone_on[0].survivors
+        assert survivors == tuple(rank for rank, each in enumerate(found) if not isinstance(each, Exception))
+        for rank, each in enumerate(found):
+            if rank not in survivors:
+                assert f"goes on without rank {rank}" in str(each)
+        assert four.sums(list(survivors)) == [sum(range(1, len(survivors) + 1))] * len(survivors)
+
+
+# What ends it.
+
+
+def test_a_store_that_is_gone_is_said_to_be(ranks):
+    two = ranks(2)
+    two.sums()
+    two.served.close()
+    for error in two.each(recover(SHORT)):
+        assert re.search(r"rank \d of process group 'default' cannot recover it: the store is gone", str(error))
+        assert "Have the store outlive each rank" in str(error)
+        assert isinstance(error.__cause__, StoreError)
+
+
+def test_an_abort_ends_it(ranks):
+    two = ranks(2)
+    two.sums()
+    timer = threading.Timer(0.2, lambda: two.groups[0].close())
+    timer.start()
+    with pytest.raises((ncclpy.NcclAborted, ValueError)):
+        two.groups[0].recover(DEADLINE)
+    timer.join()
+
+
+def test_bad_arguments_change_nothing(host_engine):
+    group = ncclpy.ProcessGroup(LocalStore(), 0, 1, device=0)
+    for wrong in (0, -1):
+        with pytest.raises(ValueError, match="min_size: expected at least 1"):
+            group.recover(1.0, wrong)
+    with pytest.raises(TypeError):
+        group.recover()
+    with pytest.raises(TypeError):
+        group.recover(1.0, "2")
+    with group.coalescing(), pytest.raises(ValueError, match="leave the block first"):
+        group.recover(1.0)
+    assert group.error is None
+    assert group.recover(1.0).survivors == (0,)
+    group.close()
+    with pytest.raises(ValueError, match="is closed"):
+        group.recover(1.0)
+
+
+@pytest.mark.parametrize("kind", ["local", "file"])
+def test_in_a_store_without_leases(host_engine, tmp_path, kind):
+    store = LocalStore() if kind == "local" else FileStore(tmp_path / "store")
+    groups = [ncclpy.ProcessGroup(store, rank, 3, device=rank, timeout=DEADLINE) for rank in range(3)]
+    testing.run_threads(3, lambda each: groups[each.rank].barrier().wait(DEADLINE), DEADLINE)
+    groups[1].close()  # says so
+    found = testing.run_threads(2, lambda each: groups[2 * each.rank].recover(DEADLINE / 2), DEADLINE)
+    assert [each.survivors for each in found] == [(0, 2)] * 2
+    for group in groups:
+        group.close()
+    store.close()
+
+
+# The decision by itself.
+
+
+def test_one_decision_for_any_patience():
+    """Ranks come at random times with random patience, and some are gone: at most one set of ranks goes on."""
+    for seed in range(30):
+        random = np.random.default_rng(seed)
+        size = int(random.integers(2, 8))
+        gone = set(np.flatnonzero(random.random(size) < 0.3).tolist())
+        delays, patience = random.random(size) * 0.06, random.random(size) * 0.06
+        store = LocalStore()
+
+        def come(each, gone=gone, delays=delays, patience=patience, store=store, size=size):
+            rank = each.rank
+            if rank in gone:
+                return None
+            time.sleep(delays[rank])
+            return decide(store, "x", rank, size, gone.__contains__, 1, patience[rank], lambda: True)
+
+        found = [each for each in testing.run_threads(size, come, DEADLINE) if each is not None]
+        assert len({(tuple(members), uuid) for members, uuid in found}) <= 1, seed
+        for members, _ in found[:1]:
+            assert not gone & set(members), seed
+
+
+def test_what_was_before_is_kept_over_several_decisions():
+    past = Past(None, [0, 1, 2, 3], 4, 7).among([0, 2, 3]).among([1, 2])
+    assert past.origin == [2, 3]
+    assert past.recovery([7, 5]) == ncclpy.Recovery((2, 3), (0, 1), 5)
+    assert past.recovery([7, None]).last_finished is None
+
+
+# Processes.
+
+PROGRAM = """
+group = ncclpy.init_process_group(timeout=60)
+rank, size = group.rank, group.size
+def total():
+    return float(group.all_reduce(np.full(4, group.rank + 1.0)).result(60)[0])
+total()
+group.store.barrier("all are done", rank, size)
+begun = time.monotonic()
+if rank == {victim}:
+    {dies}
+try:
+    if rank != {victim}:
+        total()
+        print("rank", rank, "heard of nothing", flush=True)
+except ncclpy.NcclError as error:
+    print("rank", rank, "heard:", error, flush=True)
+found = group.recover({patience})
+print("rank", rank, "goes on:", found.survivors, found.lost, found.last_finished, total(), flush=True)
+group.close()
+"""
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_after_a_kill(tmp_path, size, victim):
+    testing.need_devices(size)
+    program = PROGRAM.format(victim=victim, dies="os.kill(os.getpid(), signal.SIGKILL)", patience=30)
+    code, said = launched(tmp_path, size, program, "--no-kill")
+    assert code == 128 + 9, said
+    left = [rank for rank in range(size) if rank != victim]
+    for rank in left:
+        assert f"rank {rank} heard: " in said, said
+        assert f"rank {rank} goes on: {tuple(left)} ({victim},) 0 {float(sum(range(1, size)))}" in said, said
+
+
+def test_after_a_stop(tmp_path):
+    """A process that is stopped is lost after the patience of the others, and is told when it goes on."""
+    size = 2
+    testing.need_devices(size)
+    stops = "group.store.set('stops', b'%d' % os.getpid()); os.kill(os.getpid(), signal.SIGSTOP)"
+    program = PROGRAM.format(victim=1, dies=stops, patience=2).replace(
+        "group.close()",
+        "os.kill(int(group.store.get('stops')), signal.SIGCONT) if rank == 0 else None\n"
+        "group.store.get('told', 60) if rank == 0 else None\n"
+        "group.close()",
+    )
+    program = program.replace("found = group.recover(2)", "found = recovered(group)").replace(
+        "rank, size = group.rank",
+        "def recovered(group):\n"
+        "    try:\n"
+        "        return group.recover(2)\n"
+        "    except ncclpy.NcclError as error:\n"
+        "        print('rank', rank, 'is left behind:', error, flush=True)\n"
+        "        group.store.set('told', b'')\n"
+        "        raise SystemExit(0)\n"
+        "rank, size = group.rank",
+        1,
+    )
+    program = program.replace(
+        "total()\n        print", "group.all_reduce(np.ones(4), timeout=1).wait(60)\n        print"
+    )
+    code, said = launched(tmp_path, size, program, "--no-kill")
+    assert code == 0, said
+    assert "rank 0 goes on: (0,) (1,) 0 1.0" in said, said
+    assert "rank 1 is left behind: process group 'default' goes on without rank 1" in said, said

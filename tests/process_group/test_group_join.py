@@ -1,0 +1,254 @@
+"""New processes join a running group, at a place that the group chooses."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from group_ranks import DEADLINE, run_groups
+from group_worlds import launched
+
+import ncclpy
+import testing
+from ncclpy.bootstrap import FileStore, LocalStore, TCPStore
+from ncclpy.process_group.guests import Guest, Host
+
+SHORT = 0.5
+
+
+def total(group, arrays):
+    """Return what the ranks' numbers, each one more, sum up to."""
+    array = arrays.make(np.full(2, group.rank + 1.0), group.device)
+    group.all_reduce(arrays.argument(array)).wait(DEADLINE)
+    return arrays.read(array)[0]
+
+
+def joins(store, device, arrays, results, **options):
+    def program():
+        try:
+            with ncclpy.ProcessGroup.join(store, device=device, timeout=DEADLINE / 2, **options) as group:
+                results.append((group.rank, group.size, group.name, total(group, arrays)))
+        except Exception as error:
+            results.append(error)
+
+    thread = threading.Thread(target=program, daemon=True)
+    thread.start()
+    return thread
+
+
+def asks(store, name="default"):
+    return len(store.keys(f"ncclpy/joining/{name}/asks/"))
+
+
+def test_one_joins_one(arrays):
+    """One that is alone grows to two, as after a failure."""
+    testing.need_devices(2)
+    store, results = LocalStore(), []
+    with ncclpy.ProcessGroup(store, 0, 1, device=0, timeout=DEADLINE / 2) as group:
+        assert group.admit() == ()
+        assert total(group, arrays) == 1
+        thread = joins(store, 1, arrays, results)
+        testing.wait_for(lambda: asks(store), "the other one")
+        assert group.admit() == (1,)
+        assert (group.rank, group.size, group.seq) == (0, 2, 0)
+        assert total(group, arrays) == 3
+        thread.join(DEADLINE)
+    assert results == [(1, 2, "default", 3)]
+
+
+@pytest.mark.parametrize("check", ["off", "always"])
+def test_two_join_three(host_engine, check):
+    store, results = LocalStore(), []
+    arrays = testing.arrays()
+
+    def body(group):
+        for _ in range(3):
+            assert total(group, arrays) == 6
+        if group.rank == 0:
+            threads.extend(joins(store, device, arrays, results, check=check) for device in (3, 4))
+            testing.wait_for(lambda: asks(store) == 2, "both")
+        group.store.barrier("both", group.rank, 3, DEADLINE)
+        before = group.rank
+        assert group.admit() == (3, 4)
+        assert (group.rank, group.size) == (before, 5)
+        assert total(group, arrays) == 15
+        group.barrier().wait(DEADLINE)
+        assert group.admit() == ()
+        assert total(group, arrays) == 15  # which those who have joined take no part in: see below
+        return group.size
+
+    threads = []
+
+    def joined(store, device):
+        with ncclpy.ProcessGroup.join(store, device=device, timeout=DEADLINE / 2, check=check) as group:
+            found = total(group, arrays)
+            group.barrier().wait(DEADLINE)
+            assert group.admit() == ()
+            return found, total(group, arrays)
+
+    def joins(store, device, arrays, results, check):
+        thread = threading.Thread(target=lambda: results.append(joined(store, device)), daemon=True)
+        thread.start()
+        return thread
+
+    assert run_groups(3, body, store=store, check=check) == [5, 5, 5]
+    for thread in threads:
+        thread.join(DEADLINE)
+    assert results == [(15, 15)] * 2
+    assert not store.keys("ncclpy/joining/default/asks")
+
+
+def test_what_was_begun_is_done_first(host_engine):
+    store, results, arrays = LocalStore(), [], testing.arrays()
+
+    def body(group):
+        if group.rank == 0:
+            joins(store, 2, arrays, results)
+            testing.wait_for(lambda: asks(store), "it")
+        group.store.barrier("it asks", group.rank, 2, DEADLINE)
+        works = [group.all_reduce(np.ones(1 << 16)) for _ in range(5)]
+        group.admit()
+        assert all(work.result()[0] == 2 for work in works)
+        assert total(group, arrays) == 6
+
+    run_groups(2, body, store=store)
+
+
+def test_admit_gives_up_on_what_is_not_done(host_engine):
+    def body(group):
+        group.barrier().wait(DEADLINE)
+        if group.rank == 0:
+            work = group.all_reduce(np.ones(1))
+            with pytest.raises(ncclpy.NcclTimeout, match=r"1 operations are not done .* nothing has changed"):
+                group.admit(0.2)
+            return work.result(DEADLINE)[0]
+        time.sleep(0.5)
+        return group.all_reduce(np.ones(1)).result(DEADLINE)[0]
+
+    assert run_groups(2, body) == [2, 2]
+
+
+def test_a_rank_that_does_not_admit_is_named(host_engine):
+    """Who waits to join hears of it, and the group is what it was."""
+    store, results, arrays = LocalStore(), [], testing.arrays()
+
+    def body(group):
+        group.barrier().wait(DEADLINE)
+        if group.rank == 0:
+            thread = joins(store, 2, arrays, results)
+            testing.wait_for(lambda: asks(store), "it")
+            with pytest.raises(ncclpy.NcclTimeout, match=r"rank 1 of 2 did not come to admit/0 of process group"):
+                group.admit(1.0)
+            thread.join(DEADLINE)
+        group.store.barrier("tried", group.rank, 2, DEADLINE)
+        return total(group, arrays)
+
+    assert run_groups(2, body, store=store) == [3, 3]
+    assert "has not admitted this process: rank 1 of 2 did not come" in str(results[0])
+
+
+@pytest.mark.parametrize("kind", ["local", "file", "tcp"])
+def test_nobody_admits(host_engine, tmp_path, kind):
+    served = TCPStore("127.0.0.1", 0, serve=True, linger=0) if kind == "tcp" else None
+    store = served or (LocalStore() if kind == "local" else FileStore(tmp_path / "store"))
+    with pytest.raises(ncclpy.NcclTimeout, match=r"process group 'x y' has not admitted this process within 500 ms"):
+        ncclpy.ProcessGroup.join(store, "x y", timeout=SHORT, device=0)
+    assert not store.keys("ncclpy/joining/x%20y/asks")
+    store.close()
+
+
+def test_one_that_has_died_before_is_not_waited_for(host_engine):
+    served = TCPStore("127.0.0.1", 0, serve=True, linger=0)
+    theirs = TCPStore("127.0.0.1", served.port)
+    with ncclpy.ProcessGroup(served, 0, 1, device=0) as group:
+        guest = Guest(theirs, "default", "ncclpy:0:00:other:Store/")
+        guest._put("asks", b"ncclpy:0:00:other:Store/")
+        assert Host(served, "default").invite(SHORT, lambda: True) == {}  # it is there, and does not answer
+        theirs.close()
+        testing.wait_for(lambda: asks(served) == 0, "its end")
+        assert group.admit() == ()
+        assert group.all_reduce(np.ones(1)).result()[0] == 1
+    served.close()
+
+
+def test_one_that_dies_while_it_joins_can_be_recovered_from(host_engine, monkeypatch):
+    """It is admitted, and does not come to where they meet."""
+    store, arrays, results = LocalStore(), testing.arrays(), []
+    wait = Guest.wait
+
+    def torn(self, timeout):
+        wait(self, timeout)
+        raise SystemError("it is gone")
+
+    monkeypatch.setattr(Guest, "wait", torn)
+
+    def body(group):
+        if group.rank == 0:
+            joins(store, 2, arrays, results)
+            testing.wait_for(lambda: asks(store), "it")
+        group.store.barrier("it asks", group.rank, 2, DEADLINE)
+        with pytest.raises(ncclpy.NcclTimeout, match="rank 2 of 3 did not come to the reconfiguration"):
+            group.admit(2.0)
+        found = group.recover(1.0)
+        assert found.survivors == (0, 1)
+        return total(group, arrays)
+
+    assert run_groups(2, body, store=store) == [3, 3]
+    assert isinstance(results[0], SystemError)
+
+
+def test_what_is_given(host_engine):
+    for wrong in ("", None, 3):
+        with pytest.raises(ValueError, match="name: expected a text"):
+            ncclpy.ProcessGroup.join(LocalStore(), wrong)
+    for given in ("rank", "size"):
+        with pytest.raises(TypeError, match=f"{given}: a process that joins has none yet"):
+            ncclpy.ProcessGroup.join(LocalStore(), **{given: 1})
+    group = ncclpy.ProcessGroup(LocalStore(), 0, 1, device=0)
+    group.close()
+    with pytest.raises(ValueError, match="is closed"):
+        group.admit()
+
+
+def test_fewer_and_more_again(tmp_path):
+    """A rank is killed, the others go on, and a new process takes its place."""
+    size = 2
+    testing.need_devices(size)
+    code, said = launched(
+        tmp_path,
+        size,
+        """
+        import subprocess, sys
+        def total():
+            return float(group.all_reduce(np.full(4, group.rank + 1.0)).result(60)[0])
+
+        if "JOINS" in os.environ:
+            from ncclpy.bootstrap import rendezvous
+            place, store = rendezvous()
+            group = ncclpy.ProcessGroup.join(store, timeout=60, device=place.local_rank)
+        else:
+            group = ncclpy.init_process_group(timeout=60)
+            total()
+            group.store.barrier("all are done", group.rank, group.size)
+            if group.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                total()
+            except ncclpy.NcclError:
+                print("recovered:", group.recover(30), total(), flush=True)
+            environment = {**os.environ, "JOINS": "1", "RANK": "1", "LOCAL_RANK": "1"}
+            child = subprocess.Popen([sys.executable, __file__], env=environment)
+            while not group.admit():
+                time.sleep(0.05)
+        print("rank", group.rank, "of", group.size, total(), flush=True)
+        group.close()
+        if "JOINS" not in os.environ:
+            assert child.wait(60) == 0
+        """,
+        "--no-kill",
+    )
+    assert code == 128 + 9, said
+    assert "recovered: Recovery(survivors=(0,), lost=(1,), last_finished=0) 1.0" in said, said
+    assert "rank 0 of 2 3.0" in said and "rank 1 of 2 3.0" in said, said

@@ -19,7 +19,6 @@ from typing import Any
 
 from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, ranks, seconds, spans
-from ncclpy.process_group.reports import Reports
 
 __all__ = ["Past", "Recovery", "decide"]
 
@@ -54,8 +53,8 @@ class Past:
 
     Parameters
     ----------
-    reports
-        By which it is known whose process has ended.
+    is_lost
+        Asked with a rank of then: whether it cannot come any more.
     origin
         By rank now: the rank then.
     size
@@ -64,16 +63,18 @@ class Past:
         The last collective that this rank had finished, None if there is none.
     """
 
-    def __init__(self, reports: Reports, origin: list[int], size: int, finished: int | None) -> None:
-        self.reports, self.origin, self.size, self.finished = reports, origin, size, finished
+    def __init__(
+        self, is_lost: Callable[[int], bool], origin: list[int], size: int, finished: int | None
+    ) -> None:
+        self._is_lost, self.origin, self.size, self.finished = is_lost, origin, size, finished
 
     def among(self, members: list[int]) -> Past:
         """Return the same for those who go on."""
-        return Past(self.reports, [self.origin[member] for member in members], self.size, self.finished)
+        return Past(self._is_lost, [self.origin[member] for member in members], self.size, self.finished)
 
     def is_lost(self, rank: int) -> bool:
         """Return whether a rank of now cannot come any more."""
-        return self.reports.is_lost(self.origin[rank])
+        return self._is_lost(self.origin[rank])
 
     def recovery(self, finished: list[int | None]) -> Recovery:
         """Return what has come of it; `finished` has what each of those who go on had finished."""

@@ -34,6 +34,7 @@ cdef class Lifecycle(BlockOwner):
     cdef bint moves  # it is being reconfigured, which abort() and close() end
     cdef object between  # the error that it has between what it was and what it will be
     cdef object turn  # of the threads that reconfigure it
+    cdef object is_lost  # whether a rank cannot come any more, by what it was before, until it goes on; None elsewhere
     cdef object past  # what it was when it worked last, while it is recovered
     cdef object borrowed  # the store that it meets in, if it has made that itself
     cdef bint closed

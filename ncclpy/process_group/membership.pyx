@@ -240,12 +240,12 @@ cdef class Membership(Lifecycle):
                 text = f"rank {self.rank} of {self.size} recovers it"
                 self._fail(NcclAborted(f"process group {self.name!r} has ended: {text}"), text, self.number, exits=False)
             if self.past is None:
-                self.past = Past(
-                    self.notices.reports, list(range(self.size)), self.size, last_finished(self.number)
-                )
+                is_lost = self.is_lost or self.notices.reports.is_lost
+                self.past = Past(is_lost, list(range(self.size)), self.size, last_finished(self.number))
             while True:
                 members, uuid = self._decide(least, seconds)
                 past = self.past = self.past.among(members)
+                self.is_lost = past.is_lost
                 self._leave(NcclAborted(f"process group {self.name!r} is being recovered: this was in flight then"), False, None)
                 store = self.store if self.borrowed is None else self.borrowed
                 try:
@@ -333,8 +333,8 @@ cdef class Membership(Lifecycle):
                 return ()
             host.welcome(guests, handles, met[0]["uuid"])
             self._leave(NcclAborted(f"process group {self.name!r} admits others: this was begun then"), True, handles)
-            self.past = None
             before = len(met)
+            self.past, self.is_lost = None, functools.partial(_lost_of, self.notices.reports, before)
             self._stand(store, place_of(met[0]["uuid"]), self.rank, len(handles), None, max(0.1, deadline - now()))
             return tuple(range(before, len(handles)))
 
@@ -422,7 +422,7 @@ cdef class Membership(Lifecycle):
         """Be one of other ranks, once all of them have come; return what each has brought."""
         try:
             self._enter(self._notices(store, rank, size, place))
-            wanted = functools.partial(self._is_moving, self.notices.arrivals, self.past)
+            wanted = functools.partial(self._is_moving, self.notices.arrivals, self.is_lost)
             come = self.notices.gather(_MEETING, brought, seconds, wanted)
         except BaseException as failure:
             error = failure if isinstance(failure, Exception) else NcclAborted(
@@ -447,19 +447,24 @@ cdef class Membership(Lifecycle):
             stands = self.moves and not self.closed and self.failure is self.between
             self.between = None
             if stands:
-                self.failure = None
+                self.failure, self.is_lost = None, None
         if not stands:
             self.end_notices(False)
             self.check_usable()
         self._beat(self.number)
         return 0
 
-    def _is_moving(self, arrivals, past):
+    def _is_moving(self, arrivals, is_lost):
         """Return whether the ranks that go on still meet: nobody has ended that, and none that is missing has died."""
         if not self.moves or self.closed:
             return False
-        if past is None:
+        if is_lost is None:
             return True
         there = arrivals.there(_MEETING)
         waits_for = range(self.size) if self.rank == 0 else (0,)
-        return not any(past.is_lost(rank) for rank in waits_for if rank != self.rank and rank not in there)
+        return not any(is_lost(rank) for rank in waits_for if rank != self.rank and rank not in there)
+
+
+def _lost_of(reports, size, rank):
+    """Return whether a rank cannot come any more, as far as what the group was before knows it."""
+    return rank < size and reports.is_lost(rank)

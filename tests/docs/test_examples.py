@@ -22,7 +22,9 @@ LAST_LINES = {
     "aggregated_groups": "128 operations in one plan",
     "data_parallel_numpy": "weights [ 1.  -2.   0.5]",
     "data_parallel_torch": "devices, loss fell: True",
+    "elastic_training": "weights [ 1.  -2.   0.5]",
     "manager_threads": "9 collectives of",
+    "serving_group": "60 requests answered",
     "ring": "rank 0 saw the tokens of",
 }
 # What Open MPI wants to be told before it starts four processes, as root, on a machine of two cores.

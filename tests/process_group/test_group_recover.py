@@ -299,7 +299,7 @@ def test_one_decision_for_any_patience():
 
 
 def test_what_was_before_is_kept_over_several_decisions():
-    past = Past(None, [0, 1, 2, 3], 4, 7).among([0, 2, 3]).among([1, 2])
+    past = Past(bool, [0, 1, 2, 3], 4, 7).among([0, 2, 3]).among([1, 2])
     assert past.origin == [2, 3]
     assert past.recovery([7, 5]) == ncclpy.Recovery((2, 3), (0, 1), 5)
     assert past.recovery([7, None]).last_finished is None

@@ -1,0 +1,105 @@
+"""Train on four processes, of which one is killed and another one comes: 4 -> 3 -> 4 ranks, and no step is lost.
+
+Nothing is written to a disk. Whoever is left agrees on who that is (`recover`); then rank 0 tells all where it is, and
+they go on from there: a step that only some of them had finished is done again, with the same result. Every few steps the
+group lets those in who wait (`admit`).
+
+python examples/elastic_training.py
+"""
+
+import subprocess
+import sys
+import time
+
+import numpy as np
+
+import ncclpy
+from ncclpy.bootstrap import TCPStore
+
+ncclpy.use("host")  # numpy arrays lie in CPU memory: this program runs on the host engine everywhere
+RANKS, SAMPLES, STEPS, RATE = 4, 256, 300, 0.1
+
+generator = np.random.default_rng(0)
+inputs = generator.normal(size=(SAMPLES, 3))
+targets = inputs @ np.array([1.0, -2.0, 0.5]) + 0.01 * generator.normal(size=SAMPLES)
+
+
+def gradient(weights, x, y):
+    return 2 / SAMPLES * x.T @ (x @ weights - y)
+
+
+def train(group):
+    """Train from wherever the others are, and return the weights."""
+    step, weights, changed = 0, np.zeros(3), True
+    while True:
+        try:
+            if changed:
+                told = np.array([step, *weights])
+                group.broadcast(told, root=0).wait()
+                step, weights, changed = int(told[0]), told[1:], False
+            if step == STEPS:
+                return weights
+            if step % 5 == 0 and group.admit():
+                changed = True  # who is new knows nothing yet
+                continue
+            part = slice(group.rank * SAMPLES // group.size, (group.rank + 1) * SAMPLES // group.size)
+            mine = gradient(weights, inputs[part], targets[part])
+            time.sleep(0.02)  # as a model of some size would take
+            group.all_reduce(mine).wait()
+            step, weights = step + 1, weights - RATE * mine
+            if group.rank == 0:
+                group.store.set("progress", b"%d %d" % (step, group.size))
+        except ncclpy.NcclError as error:
+            found = group.recover(timeout=30)
+            print(
+                f"after step {step} rank {found.survivors[group.rank]} is rank {group.rank} of {group.size}: {error}"
+            )
+            changed = True
+
+
+def worker(port, device, joins):
+    store = TCPStore("127.0.0.1", port)
+    if joins:
+        group = ncclpy.ProcessGroup.join(store, device=device, timeout=60)
+    else:
+        group = ncclpy.ProcessGroup(store, device, RANKS, device=device, timeout=60)
+    with group:
+        store.set(f"weights/{device}", train(group).tobytes())
+
+
+def main():
+    """Serve the store, which outlives every rank, and see to their fates."""
+    with TCPStore("127.0.0.1", 0, serve=True) as store:
+
+        def start(device, *joins):
+            return subprocess.Popen([sys.executable, __file__, str(store.port), str(device), *joins])
+
+        def wait_until(step, size):
+            while True:
+                at, ranks = map(int, store.get("progress", 60).split())
+                if at >= step and ranks == size:
+                    return
+                time.sleep(0.02)
+
+        processes = [start(rank) for rank in range(RANKS)]
+        wait_until(40, 4)
+        processes[2].kill()
+        wait_until(80, 3)
+        processes.append(start(2, "joins"))
+        wait_until(120, 4)
+        codes = [process.wait() for process in processes]
+        results = [np.frombuffer(store.get(f"weights/{device}", 60)) for device in range(RANKS)]
+    assert codes == [0, 0, -9, 0, 0], codes
+
+    alone = np.zeros(3)
+    for _ in range(STEPS):
+        alone -= RATE * gradient(alone, inputs, targets)
+    assert all(np.array_equal(results[0], each) for each in results), "ranks have come apart"
+    assert np.allclose(results[0], alone), "not what one process computes"
+    print("weights", np.round(results[0], 2))
+
+
+if len(sys.argv) > 2:
+    worker(int(sys.argv[1]), int(sys.argv[2]), "joins" in sys.argv)
+elif __name__ == "__main__":
+    main()

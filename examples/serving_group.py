@@ -1,0 +1,68 @@
+"""Serve a layer that is spread over three processes, of which one is killed: the others take over its part.
+
+Each rank has some of the layer's columns. Rank 0 takes the requests, sends each to all, and gathers the parts of the
+answer. When a member is gone, whoever is left divides the layer anew and does the request once more, so that every request
+is answered; should rank 0 be gone, the next one takes its place.
+
+python examples/serving_group.py
+"""
+
+import subprocess
+import sys
+
+import numpy as np
+
+import ncclpy
+from ncclpy.bootstrap import TCPStore
+
+ncclpy.use("host")  # numpy arrays lie in CPU memory: this program runs on the host engine everywhere
+RANKS, REQUESTS, WIDTH, COLUMNS = 3, 60, 16, 24
+
+layer = np.random.default_rng(0).normal(size=(WIDTH, COLUMNS))
+
+
+def serve(group):
+    """Answer requests until the last one; what a rank has of the layer follows from its rank and the group's size."""
+    number = 0
+    while number < REQUESTS:
+        try:
+            request = np.zeros(1 + WIDTH)  # its number, and what is asked
+            if group.rank == 0:
+                asked = group.store.get(f"request/{number}", 60)
+                request = np.array([number, *np.frombuffer(asked)])
+            group.broadcast(request, root=0).wait()
+            number = int(request[0])
+            edges = [rank * COLUMNS // group.size for rank in range(group.size + 1)]
+            mine = request[1:] @ layer[:, edges[group.rank] : edges[group.rank + 1]]
+            answer = [np.empty(edges[rank + 1] - edges[rank]) for rank in range(group.size)]
+            group.all_gather(mine, answer).wait()
+            if group.rank == 0:
+                group.store.set(f"answer/{number}", np.concatenate(answer).tobytes())
+            number += 1
+        except ncclpy.NcclError as error:
+            found = group.recover(timeout=30)
+            print(f"request {number} again, by {group.size} ranks without {found.lost}: {error}")
+
+
+def main():
+    with TCPStore("127.0.0.1", 0, serve=True) as store:
+        processes = [subprocess.Popen([sys.executable, __file__, str(store.port), str(rank)]) for rank in range(RANKS)]
+        asked = np.random.default_rng(1).normal(size=(REQUESTS, WIDTH))
+        for number in range(REQUESTS):
+            if number == REQUESTS // 3:
+                processes[1].kill()
+            store.set(f"request/{number}", asked[number].tobytes())
+            answer = np.frombuffer(store.get(f"answer/{number}", 60))
+            assert np.allclose(answer, asked[number] @ layer), f"request {number} is answered wrongly"
+        codes = [process.wait() for process in processes]
+    assert codes == [0, -9, 0], codes
+    print(REQUESTS, "requests answered")
+
+
+if len(sys.argv) > 2:
+    with ncclpy.ProcessGroup(
+        TCPStore("127.0.0.1", int(sys.argv[1])), int(sys.argv[2]), RANKS, device=int(sys.argv[2]), timeout=60
+    ) as members:
+        serve(members)
+elif __name__ == "__main__":
+    main()

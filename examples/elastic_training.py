@@ -1,8 +1,8 @@
 """Train on four processes, of which one is killed and another one comes: 4 -> 3 -> 4 ranks, and no step is lost.
 
 Nothing is written to a disk. Whoever is left agrees on who that is (`recover`); then rank 0 tells all where it is, and
-they go on from there: a step that only some of them had finished is done again, with the same result. Every few steps the
-group lets those in who wait (`admit`).
+they go on from there: a step that only some of them had finished is done again, with the same result. Every few steps
+the group lets those in who wait (`admit`).
 
 python examples/elastic_training.py
 """

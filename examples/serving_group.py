@@ -1,8 +1,8 @@
 """Serve a layer that is spread over three processes, of which one is killed: the others take over its part.
 
 Each rank has some of the layer's columns. Rank 0 takes the requests, sends each to all, and gathers the parts of the
-answer. When a member is gone, whoever is left divides the layer anew and does the request once more, so that every request
-is answered; should rank 0 be gone, the next one takes its place.
+answer. When a member is gone, whoever is left divides the layer anew and does the request once more, so that every
+request is answered; should rank 0 be gone, the next one takes its place.
 
 python examples/serving_group.py
 """

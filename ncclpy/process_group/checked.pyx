@@ -15,7 +15,7 @@ _log = logging.getLogger("ncclpy.process_group")
 
 
 cdef int agree(Lifecycle group, Agreement agreement, Connection connection, Request request) except -1:
-    wanted = group.wanted()
+    wanted = group._wanted()
     try:
         agreement.begin(deadline_after(request.limit), wanted)
     except NcclError:

@@ -38,8 +38,8 @@ class Recovery:
     lost
         The ranks from before that are not there any more.
     last_finished
-        The number of the last collective, as `ProcessGroup.seq` counts them, that all survivors had finished; what some
-        of them had finished after it others had not. None if one of them had finished none, or does not know, as its
+        The number of the last collective, as `ProcessGroup.seq` counts them, that all survivors had finished; after it
+        some may have finished what others had not. None if one of them had finished none, or does not know, as its
         recorder is off.
     """
 
@@ -63,9 +63,7 @@ class Past:
         The last collective that this rank had finished, None if there is none.
     """
 
-    def __init__(
-        self, is_lost: Callable[[int], bool], origin: list[int], size: int, finished: int | None
-    ) -> None:
+    def __init__(self, is_lost: Callable[[int], bool], origin: list[int], size: int, finished: int | None) -> None:
         self._is_lost, self.origin, self.size, self.finished = is_lost, origin, size, finished
 
     def among(self, members: list[int]) -> Past:

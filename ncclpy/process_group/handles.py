@@ -111,8 +111,8 @@ def store_of(handle: str, store: Store) -> Store:
         there = FileStore(unquote(place))
     else:
         raise ValueError(
-            f"handles: the group of {handle!r:.80}, which becomes rank 0, was made with another store than this group, "
-            "and one that cannot be reached by an address; make all groups with one store, or with TCPStores or "
+            f"handles: the group of {handle!r:.80}, which becomes rank 0, was made with another store than this one, "
+            "and with one that cannot be reached by an address; make all groups with one store, or with TCPStores or "
             "FileStores"
         )
     return PrefixStore(unquote(prefix), there) if prefix else there

@@ -157,7 +157,7 @@ cdef class Lifecycle(BlockOwner):
     cdef bint is_ended(self) noexcept:
         return self.closed or self.failure is not None
 
-    def wanted(self):
+    def _wanted(self):
         """Return what says whether what is waited for is still wanted: the group is there, and what it is now."""
         return functools.partial(self._is_wanted, self.number)
 

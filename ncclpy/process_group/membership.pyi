@@ -1,7 +1,7 @@
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from typing_extensions import Self, disjoint_base
+from typing_extensions import Self
 
 from ncclpy.bootstrap import Store
 from ncclpy.core.config import Config
@@ -10,7 +10,6 @@ from ncclpy.process_group.decision import Recovery
 from ncclpy.process_group.lifecycle import Lifecycle
 from ncclpy.process_group.standing import RankState
 
-@disjoint_base
 class Membership(Lifecycle):
     def state(self, timeout: float | None = 1.0) -> tuple[RankState, ...]: ...
     def reconfigure_handle(self) -> str: ...

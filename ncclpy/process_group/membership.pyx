@@ -314,7 +314,7 @@ cdef class Membership(Lifecycle):
                     f"rank {self.rank} of process group {self.name!r}: {self.pending()} operations are not done {as_text(seconds)} "
                     "after admit(); nothing has changed"
                 )
-            wanted, store = self.wanted(), self.store if self.borrowed is None else self.borrowed
+            wanted, store = self._wanted(), self.store if self.borrowed is None else self.borrowed
             number, guests, host = self.admissions, {}, Host(store, self.name)
             self.admissions += 1
             if self.rank == 0:

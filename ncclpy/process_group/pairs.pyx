@@ -31,7 +31,7 @@ cdef int _disconnect(Lifecycle group, int peer, pair, double deadline) except -1
     one.attempts += 1
     what = f"to disconnect pair {label!r} of process group {group.name!r}"
     try:
-        group.notices.arrivals.meet(place, pair, what, b"", _nothing, max(0.0, deadline - now()), group.wanted())
+        group.notices.arrivals.meet(place, pair, what, b"", _nothing, max(0.0, deadline - now()), group._wanted())
     except NcclAborted:
         group.check_usable()  # says what has ended it
         raise

@@ -1,10 +1,10 @@
 """Groups that lose ranks and gain others, at random: ``python group_recovery_runs.py SEED RUNS``.
 
 The ranks are threads, each with a client of its own of one TCPStore, so that a rank dies as a process does: its lease
-ends, and so does its part of what runs. They sum up step by step what a model knows; some die, before a call, within it,
-or while the others recover, some stay away for longer than the others wait, and new ones join. After each recovery and
-each admission all members must be the same for all of them, and have the same steps behind them. Who is left comes to the
-end in time. Prints one JSON object a run.
+ends, and so does its part of what runs. They sum up step by step what a model knows; some die, before a call, within
+it, or while the others recover, some stay away for longer than the others wait, and new ones join. After each recovery
+and each admission all members must be the same for all of them, and have the same steps behind them. Who is left comes
+to the end in time. Prints one JSON object a run.
 """
 
 from __future__ import annotations

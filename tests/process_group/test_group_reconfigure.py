@@ -1,4 +1,4 @@
-"""A group goes on with other ranks: reconfigure, as the newest backends know it, and what becomes of what was there."""
+"""A group goes on with other ranks: reconfigure, as the newest backends know it, and what becomes of what was."""
 
 from __future__ import annotations
 
@@ -517,7 +517,7 @@ def test_groups_of_two_stores_meet_in_that_of_rank_0(host_engine, tmp_path, kind
 
 def test_a_store_that_nobody_else_reaches_is_refused(host_engine):
     one, two = (ncclpy.ProcessGroup(LocalStore(), 0, 1, device=i) for i in range(2))
-    with pytest.raises(ValueError, match="was made with another store than this group"):
+    with pytest.raises(ValueError, match="was made with another store than this one"):
         two.reconfigure([one.reconfigure_handle(), two.reconfigure_handle()], uuid="on")
     assert two.all_reduce(np.ones(1)).result()[0] == 1
     one.close()

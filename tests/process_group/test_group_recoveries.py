@@ -1,0 +1,47 @@
+"""Random kills, absences and joins of groups, in processes of their own; see group_recovery_runs.py."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from paths import SUPPORT
+
+SCRIPT = Path(__file__).parent / "group_recovery_runs.py"
+#: At once: most of the time they wait for deadlines.
+PROCESSES = 4
+
+
+@pytest.mark.parametrize("runs_each", [3, pytest.param(40, marks=pytest.mark.campaign)])
+def test_survivors_agree_whoever_comes_and_goes(host_engine, runs_each):
+    def process(number):
+        return subprocess.run(
+            [sys.executable, SCRIPT, str(1000 * number + 7), str(runs_each)],
+            env=os.environ | {"PYTHONPATH": str(SUPPORT), "NCCLPY_HOST_DEVICES": "8"},
+            capture_output=True,
+            text=True,
+            cwd="/",
+            timeout=110 if runs_each < 10 else 600,
+        )
+
+    with concurrent.futures.ThreadPoolExecutor(PROCESSES) as pool:
+        ended = list(pool.map(process, range(PROCESSES)))
+    outcomes, recoveries, memberships = set(), 0, 0
+    for done in ended:
+        assert done.returncode == 0, done.stderr[-3000:]
+        runs = [json.loads(line) for line in done.stdout.splitlines()]
+        assert len(runs) == runs_each
+        for run in runs:
+            assert not run["problems"], run
+            outcomes |= set(run["outcomes"])
+            recoveries = max(recoveries, run["recoveries"])
+            memberships = max(memberships, run["memberships"])
+    assert {"finished", "died"} <= outcomes and recoveries
+    if runs_each >= 10:
+        assert outcomes >= {"finished", "died", "left behind"}
+        assert recoveries >= 3 and memberships >= 5

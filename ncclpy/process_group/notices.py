@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from urllib.parse import quote
 
+from ncclpy.bootstrap.arrivals import Arrivals
 from ncclpy.bootstrap.prefix import PrefixStore
 from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.bootstrap.watch import Change, Watch
 from ncclpy.core.creation import get_unique_id
 from ncclpy.core.errors import NcclError, NcclTimeout
 from ncclpy.engine.known import note_group
-from ncclpy.process_group.arrivals import Arrivals
 from ncclpy.process_group.reports import ASKED, Reports
 from ncclpy.process_group.standing import Began, RankState, as_data, from_data, sentence
 
@@ -67,7 +67,7 @@ class Notices:
         self.name, self.rank, self.size = name, rank, size
         self.known = note_group(name, self.number, rank, size)
         self.store = PrefixStore(f"{self._place}/{self.number}", store)
-        self.arrivals = Arrivals(self.store, name, rank, size, self._has_made)
+        self.arrivals = Arrivals(self.store, f"process group {name!r}", rank, size, self._has_made)
         self.reports = Reports(self.store, rank, size, look, self.arrivals.is_gone, self._has_made)
         self._over = threading.Event()
         self._watches: list[Watch] = []

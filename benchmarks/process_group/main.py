@@ -1,9 +1,9 @@
-"""What a process group costs beside its calls: until it stands, its memory, and what each pair of ranks needs.
+"""What a process group costs beside its calls: until it stands, its memory, each pair of ranks, comparing calls.
 
 Ranks are threads of one process, which meet in a LocalStore, or processes of this machine, which meet in a TCPStore.
 A group stands when the last rank has come back from `connect`, counted from the first that begins to make it. Every
 round measures every number of ranks once, in fresh processes, which have imported everything and connected to the
-store before. The memory and the threads of a pair are those of both of its ranks, in one process.
+store before. The memory and the threads of a pair are those of both of its ranks, in one process. Two processes tell what calls cost that are compared, by `check=`.
 
 With --gpu N on N GPUs, a process each, instead: the peak of device memory in a loop beside torch.distributed's, and
 the device memory of a pair.
@@ -16,7 +16,7 @@ import random
 from pathlib import Path
 
 from benchmarks.pages import report
-from benchmarks.process_group import memory, pairs, standing
+from benchmarks.process_group import checks, memory, pairs, standing
 from benchmarks.work import results
 
 DEFAULTS = {
@@ -47,7 +47,7 @@ def run(chosen: argparse.Namespace) -> int:
     command = [*(["--gpu", str(chosen.gpu)] if chosen.gpu else ["--host"]), *results.options(chosen, DEFAULTS)]
     engine = "gpu" if chosen.gpu else "host"
     result = results.new("process_group", command, engine=engine, rounds=chosen.rounds, seed=chosen.seed)
-    measured = [memory] if chosen.gpu else [standing, pairs]
+    measured = [memory] if chosen.gpu else [standing, pairs, checks]
     result["notes"] = [note for module in measured for note in module.NOTES]
     plan = [entry for module in measured for entry in module.plan(chosen)]
     order = random.Random(chosen.seed)

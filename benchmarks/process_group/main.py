@@ -3,7 +3,8 @@
 Ranks are threads of one process, which meet in a LocalStore, or processes of this machine, which meet in a TCPStore.
 A group stands when the last rank has come back from `connect`, counted from the first that begins to make it. Every
 round measures every number of ranks once, in fresh processes, which have imported everything and connected to the
-store before. The memory and the threads of a pair are those of both of its ranks, in one process. Two processes tell what calls cost that are compared, by `check=`.
+store before. The memory and the threads of a pair are those of both of its ranks, in one process. Two processes tell
+what calls cost that are compared, by `check=`.
 
 With --gpu N on N GPUs, a process each, instead: the peak of device memory in a loop beside torch.distributed's, and
 the device memory of a pair.

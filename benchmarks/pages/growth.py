@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from benchmarks.pages import summary
-from benchmarks.pages.markdown import spread, table
+from benchmarks.pages.markdown import number, spread, table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +66,46 @@ def fits(result: dict) -> list[Fit]:
     return found
 
 
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A straight line through one series of medians: ``a + b * ranks``.
+
+    Attributes
+    ----------
+    operation, unit : str
+        What was measured, and in what.
+    ranks : list of int
+        The numbers of ranks, ascending.
+    a, b : float
+        By least squares.
+    off : float
+        How much of the median with the most ranks the line misses there.
+    """
+
+    operation: str
+    unit: str
+    ranks: list[int]
+    a: float
+    b: float
+    off: float
+
+
+def lines(result: dict) -> list[Line]:
+    """Return the line of every series whose rows ask for one (``line``), if it has two numbers of ranks."""
+    wanted = {row["operation"] for row in result["rows"] if row.get("line")}
+    found = []
+    for operation in dict.fromkeys(row["operation"] for row in result["rows"] if row["operation"] in wanted):
+        rows = [row for row in result["rows"] if row["operation"] == operation and row.get("samples")]
+        rows = sorted(rows, key=lambda row: row["ranks"])
+        ranks = [row["ranks"] for row in rows]
+        medians = [float(np.median(row["samples"])) for row in rows]
+        if len(ranks) > 1:
+            b, a = np.polyfit(ranks, medians, 1)
+            off = abs(a + b * ranks[-1] - medians[-1]) / medians[-1] if medians[-1] else 0.0
+            found.append(Line(operation, rows[0]["unit"], ranks, float(a), float(b), float(off)))
+    return found
+
+
 def tables(result: dict) -> list[str]:
     """Return the page's parts on the rows that have ranks: a table an operation, then the fitted exponents."""
     operations: dict[str, dict[str, dict[int, dict]]] = {}
@@ -90,6 +130,21 @@ def tables(result: dict) -> list[str]:
             body.append([fit.operation, fit.rival, ranks, exponent, f"{low:.2f} to {high:.2f}", last])
         head = ["operation", "ranks as", "ranks", "fitted exponent", "quartiles", "from the last two alone"]
         parts.append(f"### How it grows\n\n{table(head, body)}\n")
+    fitted = lines(result)
+    if fitted:
+        body = [
+            [
+                one.operation,
+                one.unit,
+                f"{one.ranks[0]} to {one.ranks[-1]}",
+                number(one.a),
+                number(one.b),
+                f"{one.off:.0%}",
+            ]
+            for one in fitted
+        ]
+        head = ["operation", "unit", "ranks n", "a", "b", "off at the most ranks"]
+        parts.append(f"### As a + b n\n\n{table(head, body)}\n")
     return parts
 
 

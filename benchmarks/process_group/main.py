@@ -24,9 +24,12 @@ DEFAULTS = {
     "ranks": [2, 4, 8, 16, 32, 64, 128, 256],
     "most_processes": 64,
     "pairs": [1, 8, 32],
+    "only": ["standing", "pairs", "checks"],
     "rounds": 5,
     "seed": 1,
 }
+#: What is measured of the host engine.
+ON_HOST = {"standing": standing, "pairs": pairs, "checks": checks}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +40,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", metavar="N", help="numbers of ranks (default: 2 4 8 ... 256)")
     parser.add_argument("--most-processes", type=int, metavar="N", help="most ranks as processes (default: 64)")
     parser.add_argument("--pairs", type=int, nargs="+", metavar="N", help="numbers of pairs (default: 1 8 32)")
+    parser.add_argument("--only", nargs="+", choices=list(ON_HOST), help="with --host: these parts (default: all)")
     parser.add_argument("--rounds", type=int, help="fresh processes for every row (default: %(default)s)")
     parser.add_argument("--seed", type=int, help="of the order in a round (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result with all samples")
@@ -48,7 +52,7 @@ def run(chosen: argparse.Namespace) -> int:
     command = [*(["--gpu", str(chosen.gpu)] if chosen.gpu else ["--host"]), *results.options(chosen, DEFAULTS)]
     engine = "gpu" if chosen.gpu else "host"
     result = results.new("process_group", command, engine=engine, rounds=chosen.rounds, seed=chosen.seed)
-    measured = [memory] if chosen.gpu else [standing, pairs, checks]
+    measured = [memory] if chosen.gpu else [ON_HOST[name] for name in chosen.only]
     result["notes"] = [note for module in measured for note in module.NOTES]
     plan = [entry for module in measured for entry in module.plan(chosen)]
     order = random.Random(chosen.seed)

@@ -24,7 +24,9 @@ ABORT = "from abort() to the last rank's error"
 IDLE, BUSY = "operations of the store, all ranks idle", "operations of the store, all ranks busy"
 SERVER = "the server's time for an operation, busy"
 HEARD, NOTICE = "ranks that the error has heard of", "the notice of the end"
+LINES = (STATE, ABORT, NOTICE, BUSY)
 NOTES = [
+    "What ends has no communicators: to end those of all ranks in one process takes longer than to tell of it.",
     "A rank is busy that all-reduces 8 bytes without a pause; what it does then changes at every look, once a second.",
     "The server's time for an operation is all that its process has taken meanwhile, over their number.",
     "The error names what all ranks do; one that has not answered within 0.3 s is named with what it told last.",
@@ -96,6 +98,6 @@ def _row(operation: str, unit: str, nranks: int) -> dict:
         "measure": "value",
         "unit": unit,
         "ranks": nranks,
-        "line": operation in (STATE, ABORT, NOTICE, BUSY),
+        "line": operation in LINES,
         "samples": [],
     }

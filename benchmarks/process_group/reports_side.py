@@ -54,14 +54,14 @@ class Side:
         import ncclpy
 
         ncclpy.use("host")
-        self.error = ncclpy.NcclError
+        self.group_of = ncclpy.ProcessGroup
         self.nranks, self.asked, self.looks = nranks, itertools.count(), 0
         self.pool = ThreadPoolExecutor(nranks)
         counted = _counted(self.asked)
         self.stores = [counted("127.0.0.1", port, timeout=PATIENCE) for _ in range(nranks)]
 
         def stand(rank: int):
-            group = ncclpy.ProcessGroup(self.stores[rank], rank, nranks, device=rank, timeout=PATIENCE)
+            group = self.group_of(self.stores[rank], rank, nranks, device=rank, timeout=PATIENCE)
             group.connect()
             group.barrier().wait(PATIENCE)
             return group
@@ -102,38 +102,39 @@ class Side:
         return statistics.median(taken)
 
     def do_abort(self) -> dict[str, float]:
-        """Have rank 0 abort while all others wait; return the seconds until the last has its error, and its notice."""
-        begun = [threading.Event() for _ in range(self.nranks)]
+        """Have rank 0 end groups of all ranks; return the seconds until the last one has its error, and its notice.
 
-        def wait(rank: int) -> float:
-            if rank == 0:
-                for each in begun[1:]:
-                    each.wait(PATIENCE)
-                self.begin = time.perf_counter()
-                self.groups[0].abort("the benchmark")
-                return time.perf_counter()
-            work = self.groups[rank].all_reduce(np.ones(1))
-            begun[rank].set()
-            try:
-                work.wait(PATIENCE)
-            except self.error:
-                return time.perf_counter()
-            raise RuntimeError(f"rank {rank} was not ended")
-
-        ends = self._each(wait)
-        states = self.groups[-1].error.ranks
-        for group in self.groups:
-            if "rank 0 has finished" not in str(group.error) or len(group.error.ranks) != self.nranks:
-                raise RuntimeError(f"rank {group.rank} was not told what all do: {group.error}")
-        notice = self.stores[0].get("ncclpy/group/default/1/told/ended", PATIENCE)
+        The groups have made no communicators: those of all ranks would end in this one process, which takes longer than
+        the question, the answers and the news.
+        """
         self._each(lambda rank: self.groups[rank].close())
+        ends, told = [0.0] * self.nranks, [threading.Event() for _ in range(self.nranks)]
+
+        def make(rank: int):
+            group = self.group_of(self.stores[rank], rank, self.nranks, device=rank, timeout=PATIENCE, name="ended")
+
+            def take(error: BaseException) -> None:
+                ends[rank] = time.perf_counter()
+                told[rank].set()
+
+            group.on_abort(take)
+            return group
+
+        groups = self._each(make)
+        time.sleep(SETTLES)
+        begin = time.perf_counter()
+        groups[0].abort("the benchmark")
+        for each in told:
+            each.wait(PATIENCE)
+        for group in groups:
+            if "have begun no operation" not in str(group.error) or len(group.error.ranks) != self.nranks:
+                raise RuntimeError(f"rank {group.rank} was not told what all do: {group.error}")
+        notice = self.stores[0].get("ncclpy/group/ended/1/told/ended", PATIENCE)
+        heard = sum(each.state in HEARD for each in groups[-1].error.ranks)
+        self._each(lambda rank: groups[rank].close())
         for store in self.stores:
             store.close()
-        return {
-            "seconds": max(ends[1:]) - self.begin,
-            "heard": sum(each.state in HEARD for each in states) / self.nranks,
-            "kib": len(notice) / 1024,
-        }
+        return {"seconds": max(ends) - begin, "heard": heard / self.nranks, "kib": len(notice) / 1024}
 
     def _count(self) -> int:
         """Return how many operations were asked of the store so far."""

@@ -104,8 +104,8 @@ class Side:
     def do_abort(self) -> dict[str, float]:
         """Have rank 0 end groups of all ranks; return the seconds until the last one has its error, and its notice.
 
-        The groups have made no communicators: those of all ranks would end in this one process, which takes longer than
-        the question, the answers and the news.
+        The groups have made no communicators: those of all ranks would end in this one process, which takes longer
+        than the question, the answers and the news.
         """
         self._each(lambda rank: self.groups[rank].close())
         ends, told = [0.0] * self.nranks, [threading.Event() for _ in range(self.nranks)]

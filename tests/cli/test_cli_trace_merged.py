@@ -217,9 +217,9 @@ def test_clocks_that_were_compared_through_the_store_are_one_time_line(trace):
     assert (
         "late: " not in said and "the clocks of 2 machines were compared through the store, to within 400 us" in said
     )
-    said = trace(one(there, groups=[group(0, 2)]), of_rank_1(110.5, groups=groups))
+    said = trace(one(there, groups=[group(0, 2)]), of_rank_1(111.25, groups=groups))
     assert section(said, "the ranks part")[2:] == [
-        "  late: rank 1 came 0.500 s after rank 0",
+        "  late: rank 1 came 1.250 s after rank 0",
         "  (by their machines' clocks, compared through the store to within 400 us)",
     ]
     trace(one(there), of_rank_1(110.25, groups=groups), flags=["--chrome", "out.json"])

@@ -92,10 +92,10 @@ class Line:
 
 def lines(result: dict) -> list[Line]:
     """Return the line of every series whose rows ask for one (``line``), if it has two numbers of ranks."""
-    wanted = {row["operation"] for row in result["rows"] if row.get("line")}
+    wanted = [row for row in result["rows"] if row.get("line") and row.get("samples")]
     found = []
-    for operation in dict.fromkeys(row["operation"] for row in result["rows"] if row["operation"] in wanted):
-        rows = [row for row in result["rows"] if row["operation"] == operation and row.get("samples")]
+    for operation in dict.fromkeys(row["operation"] for row in wanted):
+        rows = [row for row in wanted if row["operation"] == operation]
         rows = sorted(rows, key=lambda row: row["ranks"])
         ranks = [row["ranks"] for row in rows]
         medians = [float(np.median(row["samples"])) for row in rows]
@@ -104,6 +104,15 @@ def lines(result: dict) -> list[Line]:
             off = abs(a + b * ranks[-1] - medians[-1]) / medians[-1] if medians[-1] else 0.0
             found.append(Line(operation, rows[0]["unit"], ranks, float(a), float(b), float(off)))
     return found
+
+
+def line_table(result: dict) -> str:
+    """Return the table of a result's lines, empty if it has none."""
+    body = []
+    for one in lines(result):
+        ranks = f"{one.ranks[0]} to {one.ranks[-1]}"
+        body.append([one.operation, one.unit, ranks, number(one.a), number(one.b), f"{one.off:.0%}"])
+    return table(["operation", "unit", "ranks n", "a", "b", "off at the most ranks"], body) if body else ""
 
 
 def tables(result: dict) -> list[str]:
@@ -130,21 +139,9 @@ def tables(result: dict) -> list[str]:
             body.append([fit.operation, fit.rival, ranks, exponent, f"{low:.2f} to {high:.2f}", last])
         head = ["operation", "ranks as", "ranks", "fitted exponent", "quartiles", "from the last two alone"]
         parts.append(f"### How it grows\n\n{table(head, body)}\n")
-    fitted = lines(result)
+    fitted = line_table(result)
     if fitted:
-        body = [
-            [
-                one.operation,
-                one.unit,
-                f"{one.ranks[0]} to {one.ranks[-1]}",
-                number(one.a),
-                number(one.b),
-                f"{one.off:.0%}",
-            ]
-            for one in fitted
-        ]
-        head = ["operation", "unit", "ranks n", "a", "b", "off at the most ranks"]
-        parts.append(f"### As a + b n\n\n{table(head, body)}\n")
+        parts.append(f"### As a + b n\n\n{fitted}\n")
     return parts
 
 

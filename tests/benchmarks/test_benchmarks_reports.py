@@ -5,8 +5,9 @@ import json
 import pytest
 from benchmark_runs import run
 
-from benchmarks.pages import growth, report
+from benchmarks.pages import growth, report, summary
 from benchmarks.process_group import reports
+from benchmarks.work import results
 
 OPERATIONS = {*reports.LINES, reports.HEARD, reports.IDLE, reports.SERVER}
 
@@ -23,6 +24,16 @@ def test_every_number_of_ranks_is_measured(tmp_path):
         assert 0 < found[reports.BUSY, nranks][0] <= 2 * nranks
         assert all(found[operation, nranks][0] > 0 for operation in reports.LINES)
     assert "### As a + b n" in printed
+
+
+def test_the_page_on_scale_has_the_lines_that_were_fitted():
+    result = dict(results.load_all())["reports.json"]
+    page = (report.PAGE.parent / "scale.md").read_text()
+    assert growth.line_table(result) in page, "the table under `What ranks tell of themselves`"
+    medians = {
+        row["ranks"]: summary.median(row["samples"]) for row in result["rows"] if row["operation"] == reports.ABORT
+    }
+    assert f"From 128 to 256 it took {medians[256] / medians[128]:.1f} times as long." in page
 
 
 def rows_of(value, ranks=(2, 4, 8), **more):

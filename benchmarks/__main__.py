@@ -12,6 +12,7 @@ from benchmarks.overhead import import_time
 from benchmarks.overhead import main as overhead
 from benchmarks.pages import compare, plot, report
 from benchmarks.process_group import main as process_group
+from benchmarks.process_group import reports
 from benchmarks.scale import main as scale
 
 EXPERIMENTS = {
@@ -21,6 +22,7 @@ EXPERIMENTS = {
     "collectives": collectives,
     "mpi": mpi,
     "process_group": process_group,
+    "reports": reports,
     "scale": scale,
     "bootstrap": bootstrap,
     "import": import_time,

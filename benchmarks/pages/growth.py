@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from benchmarks.pages import summary
-from benchmarks.pages.markdown import spread, table
+from benchmarks.pages.markdown import number, spread, table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +66,55 @@ def fits(result: dict) -> list[Fit]:
     return found
 
 
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A straight line through one series of medians: ``a + b * ranks``.
+
+    Attributes
+    ----------
+    operation, unit : str
+        What was measured, and in what.
+    ranks : list of int
+        The numbers of ranks, ascending.
+    a, b : float
+        By least squares.
+    off : float
+        How much of the median with the most ranks the line misses there.
+    """
+
+    operation: str
+    unit: str
+    ranks: list[int]
+    a: float
+    b: float
+    off: float
+
+
+def lines(result: dict) -> list[Line]:
+    """Return the line of every series whose rows ask for one (``line``), if it has two numbers of ranks."""
+    wanted = [row for row in result["rows"] if row.get("line") and row.get("samples")]
+    found = []
+    for operation in dict.fromkeys(row["operation"] for row in wanted):
+        rows = [row for row in wanted if row["operation"] == operation]
+        rows = sorted(rows, key=lambda row: row["ranks"])
+        ranks = [row["ranks"] for row in rows]
+        medians = [float(np.median(row["samples"])) for row in rows]
+        if len(ranks) > 1:
+            b, a = np.polyfit(ranks, medians, 1)
+            off = abs(a + b * ranks[-1] - medians[-1]) / medians[-1] if medians[-1] else 0.0
+            found.append(Line(operation, rows[0]["unit"], ranks, float(a), float(b), float(off)))
+    return found
+
+
+def line_table(result: dict) -> str:
+    """Return the table of a result's lines, empty if it has none."""
+    body = []
+    for one in lines(result):
+        ranks = f"{one.ranks[0]} to {one.ranks[-1]}"
+        body.append([one.operation, one.unit, ranks, number(one.a), number(one.b), f"{one.off:.0%}"])
+    return table(["operation", "unit", "ranks n", "a", "b", "off at the most ranks"], body) if body else ""
+
+
 def tables(result: dict) -> list[str]:
     """Return the page's parts on the rows that have ranks: a table an operation, then the fitted exponents."""
     operations: dict[str, dict[str, dict[int, dict]]] = {}
@@ -90,6 +139,9 @@ def tables(result: dict) -> list[str]:
             body.append([fit.operation, fit.rival, ranks, exponent, f"{low:.2f} to {high:.2f}", last])
         head = ["operation", "ranks as", "ranks", "fitted exponent", "quartiles", "from the last two alone"]
         parts.append(f"### How it grows\n\n{table(head, body)}\n")
+    fitted = line_table(result)
+    if fitted:
+        parts.append(f"### As a + b n\n\n{fitted}\n")
     return parts
 
 

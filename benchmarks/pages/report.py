@@ -25,6 +25,7 @@ TITLES = {
     "registered": "Registered buffers and symmetric windows",
     "mpi": "The host engine beside MPI",
     "process_group": "What a process group costs",
+    "reports": "What telling what ranks do costs",
     "scale": "What grows with ranks",
     "bootstrap": "What a store costs",
     "import": "What the import costs",

@@ -1,9 +1,10 @@
-"""What a process group costs beside its calls: until it stands, its memory, and what each pair of ranks needs.
+"""What a process group costs beside its calls: until it stands, its memory, each pair of ranks, comparing calls.
 
 Ranks are threads of one process, which meet in a LocalStore, or processes of this machine, which meet in a TCPStore.
 A group stands when the last rank has come back from `connect`, counted from the first that begins to make it. Every
 round measures every number of ranks once, in fresh processes, which have imported everything and connected to the
-store before. The memory and the threads of a pair are those of both of its ranks, in one process.
+store before. The memory and the threads of a pair are those of both of its ranks, in one process. Two processes tell
+what calls cost that are compared, by `check=`.
 
 With --gpu N on N GPUs, a process each, instead: the peak of device memory in a loop beside torch.distributed's, and
 the device memory of a pair.
@@ -16,16 +17,19 @@ import random
 from pathlib import Path
 
 from benchmarks.pages import report
-from benchmarks.process_group import memory, pairs, standing
+from benchmarks.process_group import checks, memory, pairs, standing
 from benchmarks.work import results
 
 DEFAULTS = {
     "ranks": [2, 4, 8, 16, 32, 64, 128, 256],
     "most_processes": 64,
     "pairs": [1, 8, 32],
+    "only": ["standing", "pairs", "checks"],
     "rounds": 5,
     "seed": 1,
 }
+#: What is measured of the host engine.
+ON_HOST = {"standing": standing, "pairs": pairs, "checks": checks}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +40,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", metavar="N", help="numbers of ranks (default: 2 4 8 ... 256)")
     parser.add_argument("--most-processes", type=int, metavar="N", help="most ranks as processes (default: 64)")
     parser.add_argument("--pairs", type=int, nargs="+", metavar="N", help="numbers of pairs (default: 1 8 32)")
+    parser.add_argument("--only", nargs="+", choices=list(ON_HOST), help="with --host: these parts (default: all)")
     parser.add_argument("--rounds", type=int, help="fresh processes for every row (default: %(default)s)")
     parser.add_argument("--seed", type=int, help="of the order in a round (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result with all samples")
@@ -47,7 +52,7 @@ def run(chosen: argparse.Namespace) -> int:
     command = [*(["--gpu", str(chosen.gpu)] if chosen.gpu else ["--host"]), *results.options(chosen, DEFAULTS)]
     engine = "gpu" if chosen.gpu else "host"
     result = results.new("process_group", command, engine=engine, rounds=chosen.rounds, seed=chosen.seed)
-    measured = [memory] if chosen.gpu else [standing, pairs]
+    measured = [memory] if chosen.gpu else [ON_HOST[name] for name in chosen.only]
     result["notes"] = [note for module in measured for note in module.NOTES]
     plan = [entry for module in measured for entry in module.plan(chosen)]
     order = random.Random(chosen.seed)

@@ -10,8 +10,10 @@ import secrets
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+from ncclpy.bootstrap.arrivals import Arrivals
 from ncclpy.bootstrap.asked import TIMEOUT, StoreError, as_seconds
 from ncclpy.bootstrap.place import Place, environment
 from ncclpy.bootstrap.prefix import PrefixStore
@@ -20,7 +22,7 @@ from ncclpy.bootstrap.tcp import TCPStore
 from ncclpy.core.errors import NcclTimeout
 from ncclpy.core.errors import seconds as as_text
 
-__all__ = ["rendezvous"]
+__all__ = ["exchange", "rendezvous"]
 
 _LOOPBACK = "127.0.0.1"
 #: The process of a launcher that is the parent, or further up, of all ranks on one machine.
@@ -32,6 +34,9 @@ _PARENTS = {
 
 _lock = threading.Lock()
 _store: Store | None = None
+_arrivals: Arrivals | None = None
+#: How many meetings this process was asked for: all ranks count alike, and so name the keys of one.
+_meetings = 0
 _process = 0
 
 
@@ -57,7 +62,7 @@ def rendezvous(timeout: float | None = None) -> tuple[Place, Store]:
     NcclTimeout
         If the store cannot be reached in time.
     """
-    global _store, _process
+    global _store, _process, _arrivals, _meetings
     seconds = as_seconds(timeout, TIMEOUT)
     deadline = time.monotonic() + seconds
     place = environment()
@@ -68,14 +73,60 @@ def rendezvous(timeout: float | None = None) -> tuple[Place, Store]:
         )
     try:
         if _store is None or _process != os.getpid():  # a fork has to make its own
-            _store = _connect(place, seconds, deadline)
-            _process = os.getpid()
+            store = _connect(place, seconds, deadline)
+            try:
+                # From now on the others can be told that this process has ended, whatever it has come to until then.
+                _arrivals = Arrivals(PrefixStore("ncclpy/ranks", _end_of(store)), "this job", place.rank, place.size)
+            except BaseException:
+                store.close()
+                raise
+            _store, _process, _meetings = store, os.getpid(), 0
         # For each caller an end of its own, which may be closed. The store itself closes when the process ends.
-        end = PrefixStore(f"ncclpy/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _store)
+        end = _end_of(_store)
         end.timeout = seconds
         return place, end
     finally:
         _lock.release()
+
+
+def _end_of(store: Store) -> PrefixStore:
+    return PrefixStore(f"ncclpy/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def exchange(timeout: float | None, make: Callable[[], bytes]) -> tuple[Place, bytes, Callable[[], None]]:
+    """Meet all that were started with this process, which all come to `Communicator.from_env`, with bytes of rank 0's.
+
+    Parameters
+    ----------
+    timeout
+        As in `rendezvous`.
+    make
+        Returns the bytes; called by rank 0.
+
+    Returns
+    -------
+    Which process this is; the bytes; and what clears the meeting away, once no rank can still be on its way to them.
+
+    Raises
+    ------
+    NcclTimeout
+        If not all have come in time. The one that gives up first tells the others, those that come later too; so all
+        name the same ranks.
+    """
+    global _meetings
+    place, _ = rendezvous(timeout)
+    arrivals = _arrivals
+    assert arrivals is not None
+    _meetings += 1
+    where, everyone = f"communicator-{_meetings}", range(place.size)
+    brought = make() if place.rank == 0 else b""
+    what = f"to make communicator {_meetings} of Communicator.from_env"
+    met = arrivals.meet(where, everyone, what, brought, _first, as_seconds(timeout, TIMEOUT), lambda: True)
+    return place, met, lambda: arrivals.forget(where, everyone) if place.rank == 0 else None
+
+
+def _first(come: list[bytes]) -> bytes:
+    return come[0]
 
 
 def _forked() -> None:
@@ -121,7 +172,9 @@ def _on_one_machine(place: Place, seconds: float, deadline: float) -> Store:
     else:
         while (told := _read(path)) is None:
             if time.monotonic() > deadline:
-                raise NcclTimeout(f"rank 0 of {place.size} has not written {path} within {as_text(seconds)}")
+                late = NcclTimeout(f"rank 0 of {place.size} has not written {path} within {as_text(seconds)}")
+                late.missing = [0]
+                raise late
             time.sleep(0.02)
         port, token = json.loads(told)
         store = TCPStore(_LOOPBACK, port, token=token, timeout=timeout)

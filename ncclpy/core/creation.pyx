@@ -146,20 +146,8 @@ cdef list init_all(object cls, object devices, dict options):
     return made
 
 
-#: How many communicators `from_env` was asked for: all ranks count alike, and so name the keys of one.
-cdef int _from_env = 0
-
-
-cdef object _exchange(object place, object store, object timeout):
-    """Return the id that rank 0 makes."""
-    global _from_env
-    _from_env += 1
-    name = f"ncclpy/communicator-{_from_env}"
-    if place.rank == 0:
-        store.set(name, bytes(get_unique_id()))
-    # Before NCCL, which could not say as well who is absent.
-    store.barrier(name, place.rank, place.size, timeout)
-    return store.get(name, timeout)
+def _new_id():
+    return bytes(get_unique_id())
 
 
 def device_of(place):
@@ -180,11 +168,15 @@ def device_of(place):
 
 cdef object from_env(object cls, object device, dict options):
     # A floor above: found by its name, when the first process asks.
-    place, store = _import_module("ncclpy.bootstrap").rendezvous(options["timeout"])
+    launched = _import_module("ncclpy.bootstrap.launched")
     if device is None:
-        device = device_of(place)
-    unique_id = _exchange(place, store, options["timeout"])
-    return cls.init(place.size, place.rank, unique_id, device=device, **options)
+        device = device_of(launched.rendezvous(options["timeout"])[0])
+    # Before NCCL, which could not say who is absent.
+    place, unique_id, forget = launched.exchange(options["timeout"], _new_id)
+    comm = cls.init(place.size, place.rank, unique_id, device=device, **options)
+    if (<Handle?>comm).state == READY:  # no rank is still to fetch the id
+        forget()
+    return comm
 
 
 cdef int take_over(Handle made, object pointer) except -1:

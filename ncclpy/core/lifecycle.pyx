@@ -115,7 +115,8 @@ cdef class Lifecycle(Handle):
         ValueError
             If what the launcher says is not enough, or contradicts itself; or there are too few devices.
         NcclTimeout
-            If not all processes have come in time; the message says which.
+            If not all processes have come in time. The message says which, and whose process has ended, where the
+            store knows that; ``missing`` lists them. All ranks are told the same.
         """
         options = {"config": config, "timeout": timeout, "abortable": abortable}
         return _creation.from_env(cls, device, options)

@@ -50,6 +50,8 @@ class KnownGroup:
         self.made = monotonic()
         self.ended: float | None = None
         self._error: tuple[str, object] | None = None
+        #: How far the clock of rank 0 is ahead of this process's, if it is another one, and was asked.
+        self.clock: dict[str, Any] | None = None
 
     def failed(self, error: BaseException) -> None:
         """Note what has ended the group, once; in any thread that holds no lock, and nothing waits here."""
@@ -86,6 +88,7 @@ class KnownGroup:
             "size": self.size,
             "made": self.made,
             "ended": self.ended,
+            "clock": self.clock,
             "error": None if error is None else f"{error[0]}: {text_of(error[1])}",
         }
 

@@ -291,7 +291,7 @@ def snapshot(reason=None):
         "pid": os.getpid(),
         "wall": wall,
         "monotonic": monotonic,
-        "clock": _clock(),
+        "clock": clock_id(),
         "engine": loaded.engine if loaded else None,
         "nccl": ".".join(map(str, loaded.version)) if loaded else None,
         "reason": reason,
@@ -303,7 +303,7 @@ def snapshot(reason=None):
     }
 
 
-def _clock():
+def clock_id():
     """Return what the monotonic clock is known by: processes of which it is the same have one and the same clock."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:

@@ -5,7 +5,9 @@ from ncclpy.manager.gathering cimport Gathering
 
 cdef class Ensemble(Clique):
     cdef list waiting  # gatherings that are ready before the communicators are
+    cdef object nodes  # the processes that meet before these are made, or None
 
+    cdef int meet_in(self, object store, Gathering gathering) except -1
     cdef int take(self, Gathering gathering) except -1
     cdef int launch(self, Gathering gathering) except -1
     cdef int _fill(self, Launch launch, Gathering gathering) except -1

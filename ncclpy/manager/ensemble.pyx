@@ -3,6 +3,7 @@
 from libc.string cimport memset
 
 from ncclpy.abi.driver cimport CUstream
+from ncclpy.core.capture cimport relax
 from ncclpy.core.communicator cimport Communicator
 from ncclpy.core.lower cimport Lowered, lacks, lower
 from ncclpy.core.operation cimport Operation
@@ -13,12 +14,42 @@ from ncclpy.engine.launcher cimport Launch
 from ncclpy.engine.work cimport Work
 from ncclpy.manager.gathering cimport Gathering, Participant
 
+# Seconds in which who waits in a store tells who is absent, before the deadline's own error says less.
+cdef double _TELLS = 2.0
+
 
 cdef class Ensemble(Clique):
     """Communicators for gatherings."""
 
     def __cinit__(self, *args):
         self.waiting = []
+
+    cdef int meet_in(self, object store, Gathering gathering) except -1:
+        """Have the processes of these communicators meet in a store, if there is one, before they are made."""
+        if store is None or len(self.devices) == self.nranks:
+            return 0
+        from ncclpy.manager.nodes import Nodes  # most Managers need no store
+
+        self.nodes = Nodes(
+            store, gathering.communicator_key, self.ranks, self.nranks, gathering.timeout, _sayer_of(gathering),
+            _asker_of(self),
+        )
+        return 0
+
+    def _make(self, unique_id, config):
+        nodes = self.nodes
+        if nodes is not None:
+            relax()
+            try:
+                nodes.meet()
+            except BaseException as error:  # told to all who wait for it
+                self.owner.clique_made(self, [], error)
+                return
+            finally:
+                self.nodes = None
+        Clique._make(self, unique_id, config)
+        if nodes is not None and self.state == MADE:
+            nodes.forget()
 
     cdef list ready(self, list comms, list streams):
         """Take the communicators over and launch what has waited for them; return that, to be let go of."""
@@ -50,6 +81,8 @@ cdef class Ensemble(Clique):
         """Return the gatherings whose timeout has passed while the communicators were being made."""
         cdef Gathering gathering
         cdef double moment = now()
+        if self.nodes is not None:
+            moment -= _TELLS
         return [gathering for gathering in self.waiting if moment - gathering.since >= gathering.timeout]
 
     def patience(self):
@@ -90,6 +123,16 @@ cdef class Ensemble(Clique):
             _add(launch, comm, &operation, participant.work)
         self.sequence += 1
         return 0
+
+
+def _sayer_of(Gathering gathering not None):
+    """Return what makes a text about a collective, with its key."""
+    return lambda what: gathering.say(what)
+
+
+def _asker_of(Ensemble ensemble not None):
+    """Return what says whether communicators are still to be made."""
+    return lambda: ensemble.state != GONE
 
 
 cdef tuple ranks_of(Gathering gathering):

@@ -19,6 +19,7 @@ class Manager(Participants):
         high_priority: bool = False,
         timing: bool = False,
         config: Config | None = None,
+        store: Any = None,
     ) -> None: ...
     @staticmethod
     def default() -> Manager: ...

@@ -48,7 +48,7 @@ cdef object _is_finalizing = sys.is_finalizing
 
 cdef class Manager(Participants):
     """Manager(*, timeout=None, warn_after=60.0, fail_fast=False, max_communicators=None, high_priority=False, \
-timing=False, config=None)
+timing=False, config=None, store=None)
 --
 
 Gather the participants of collectives by key and launch each collective when all of its own have come.
@@ -81,6 +81,10 @@ Gather the participants of collectives by key and launch each collective when al
         Whether works know their `duration`.
     config : Config, optional
         NCCL's configuration for the communicators.
+    store : Store, optional
+        A store that the processes of a ``communicator_key`` have in common, or what `ncclpy.bootstrap.as_store` makes
+        one of. They meet there before NCCL, under the collective's deadline, whose error names the ranks that have
+        not come and has them in ``missing``. All of them give one, or none does.
     """
 
     cdef Lock lock  # of all below
@@ -93,6 +97,7 @@ Gather the participants of collectives by key and launch each collective when al
     cdef bint timing
     cdef object max_communicators
     cdef object config
+    cdef object store  # where processes meet, or None
     cdef object pool
     cdef str reason  # why it is aborted
     cdef bint closed
@@ -119,6 +124,7 @@ Gather the participants of collectives by key and launch each collective when al
         bint high_priority=False,
         bint timing=False,
         config=None,
+        store=None,
     ):
         if max_communicators is not None:
             max_communicators = as_integer(max_communicators, "max_communicators", 1)
@@ -128,6 +134,10 @@ Gather the participants of collectives by key and launch each collective when al
             raise ValueError("config: the Manager does not block anyway; leave blocking unset")
         if self.gatherings is not None:
             raise RuntimeError("a Manager is initialised once")
+        if store is not None:
+            from ncclpy.bootstrap import as_store  # most Managers need none
+
+            self.store = as_store(store)
         frame = sys._getframe(0)
         self.site = f"{frame.f_code.co_filename}:{frame.f_lineno}, by its Manager"
         self.gatherings = {}
@@ -206,7 +216,7 @@ Gather the participants of collectives by key and launch each collective when al
         gathering.let_go()
         named.found()
         if making is not None:
-            self._make(making, gathering.communicator_key)
+            self._make(making, gathering)
         return work
 
     cdef tuple _take_in(self, Participant one, Key key):
@@ -289,10 +299,11 @@ Gather the participants of collectives by key and launch each collective when al
             self._sweep_later(gathering.timeout)
         return making
 
-    cdef int _make(self, Ensemble clique, bytes communicator_key) except -1:
+    cdef int _make(self, Ensemble clique, Gathering gathering) except -1:
         """Begin to make communicators; outside the lock, since to start a thread is to run Python and to wait."""
         try:
-            clique.make(communicator_key, self.config)
+            clique.meet_in(self.store, gathering)
+            clique.make(gathering.communicator_key, self.config)
         except BaseException as error:
             if isinstance(error, Exception):
                 self._made(clique, [], error)
@@ -382,7 +393,7 @@ Gather the participants of collectives by key and launch each collective when al
         if gathering is not None:
             gathering.let_go()
         if making is not None:
-            self._make(making, gathering.communicator_key)
+            self._make(making, gathering)
 
     # Deadlines of gathering.
 

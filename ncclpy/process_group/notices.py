@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
+from ncclpy.bootstrap.arrivals import Arrivals
 from ncclpy.bootstrap.prefix import PrefixStore
 from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.bootstrap.watch import Change, Watch
 from ncclpy.core.creation import get_unique_id
 from ncclpy.core.errors import NcclError, NcclTimeout
 from ncclpy.engine.known import note_group
-from ncclpy.process_group.arrivals import Arrivals
+from ncclpy.process_group.clocks import Clocks
 from ncclpy.process_group.reports import ASKED, Reports
 from ncclpy.process_group.standing import Began, RankState, as_data, from_data, sentence
 
@@ -108,8 +109,10 @@ class Notices:
         self.name, self.rank, self.size = name, rank, size
         self.known = note_group(name, self.number, rank, size)
         self.store = PrefixStore(f"{self._place}/{self.number}", store)
-        self.arrivals = Arrivals(self.store, name, rank, size, self._has_made)
+        self.arrivals = Arrivals(self.store, f"process group {name!r}", rank, size, self._has_made)
         self.reports = Reports(self.store, rank, size, look, self.arrivals.is_gone, self._has_made)
+        self.clocks = Clocks(self.store, rank, self.known)
+        self.reports.then = self.clocks.look
         self._over = threading.Event()
         self._watches: list[Watch] = []
 
@@ -178,6 +181,8 @@ class Notices:
             self.reports.watched = False
             threading.Thread(target=self._ask, args=(take,), name="ncclpy-group", daemon=True).start()
             return
+        if self.size > 1:
+            self._watches += self.clocks.listen()
         if self.store.check([_ENDED]):  # before the watch began
             take(self.store.get(_ENDED))
         if self.rank < _LOOKOUTS and self.size > 1:

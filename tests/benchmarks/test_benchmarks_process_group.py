@@ -1,11 +1,14 @@
 """What a process group costs: each step of each number of ranks, and pairs."""
 
 import json
+from urllib.parse import quote
 
 from benchmark_runs import run
 
 from benchmarks.pages import targets
-from benchmarks.process_group import pairs, standing
+from benchmarks.process_group import checks, pairs, standing
+from benchmarks.work import workers
+from ncclpy.bootstrap import TCPStore
 
 
 def test_every_step_is_measured_as_threads_and_as_processes(tmp_path):
@@ -24,6 +27,28 @@ def test_every_step_is_measured_as_threads_and_as_processes(tmp_path):
     (made,) = [row for row in rows if row["measure"] == "to make a pair, all at once"]
     assert made["road"] == "2 pairs" and min(made["samples"]) > 0
     assert "### How it grows" in printed and "### pairs" in printed
+    compared = {(row["road"], row["measure"]): row["samples"] for row in rows if row["operation"] == checks.OPERATION}
+    assert compared.keys() == {(road, measure) for road in checks.ROADS for measure in ("median", "minimum")}
+    for road in checks.ROADS:
+        least, median = compared[road, "minimum"], compared[road, "median"]
+        assert len(median) == 2 and all(0 < low <= middle for low, middle in zip(least, median, strict=True))
+
+
+def test_ranks_that_cannot_share_memory_compare_by_the_store():
+    """Whose notes are in the store is whose ranks compare there."""
+    sides = [workers.WorkerProcess(checks.SIDE) for _ in range(2)]
+    try:
+        port = sides[0].ask("serve")
+        workers.ask_all(
+            [(side, {"rank": i, "port": port, "roads": checks.ROADS}) for i, side in enumerate(sides)], "open"
+        )
+        with TCPStore("127.0.0.1", port) as store:
+            by_store = {key.split("/")[2] for key in store.keys("ncclpy/group/") if "/check/" in key}
+        workers.ask_all([(side, {}) for side in sides], "close")
+    finally:
+        for side in reversed(sides):
+            side.close()
+    assert by_store == {quote(road, safe="") for road, (_, shares) in checks.ROADS.items() if not shares}
 
 
 def test_what_is_promised_of_64_ranks_is_looked_for_where_it_is_measured():

@@ -199,6 +199,34 @@ def test_processes_of_one_clock_are_compared_by_it_and_others_by_their_wall_cloc
     assert starts[0] == starts[1]
 
 
+def compared(of="one", offset=0.0, error=0.0004):
+    """Return the group of rank 1, whose clock was compared with another one."""
+    return group(1, 2) | {"clock": {"of": of, "offset": offset, "error": error, "at": 100.0}}
+
+
+def test_clocks_that_were_compared_through_the_store_are_one_time_line(trace):
+    """Rank 1's wall clock was set 5 s ahead, and its monotonic clock is 50 s behind."""
+    there = failed(0, 0, 110.0, 112.0, nranks=2)
+    elsewhere = {"wall": document()["wall"] + 5, "monotonic": document()["monotonic"] - 50, "clock": "two"}
+
+    def of_rank_1(begun, **more):
+        return one(failed(1, 0, begun - 50, 112.0 - 50, nranks=2), **elsewhere, host="node8", **more)
+
+    groups = [compared(error=1.0), compared(offset=50.0)]  # of which the better one counts
+    said = trace(one(there, groups=[group(0, 2)]), of_rank_1(110.0, groups=groups[1:]))
+    assert (
+        "late: " not in said and "the clocks of 2 machines were compared through the store, to within 400 us" in said
+    )
+    said = trace(one(there, groups=[group(0, 2)]), of_rank_1(111.25, groups=groups))
+    assert section(said, "the ranks part")[2:] == [
+        "  late: rank 1 came 1.250 s after rank 0",
+        "  (by their machines' clocks, compared through the store to within 400 us)",
+    ]
+    trace(one(there), of_rank_1(110.25, groups=groups), flags=["--chrome", "out.json"])
+    starts = [event["ts"] for events in chrome()[1].values() for event in events if event["cat"] == "gathering"]
+    assert abs(starts[1] - starts[0]) == 250_000
+
+
 def test_many_ranks_that_did_the_same_are_one_line(trace):
     done = [entry(rank, 0, nranks=40, launched=100.5 + rank / 1000) for rank in range(40)]
     waits = [launched(rank, 1, 107.5 + rank / 1000, nranks=40) for rank in range(20)]

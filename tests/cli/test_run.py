@@ -88,9 +88,36 @@ if rank != 1:
     ncclpy.Communicator.from_env(timeout=5)
 """))  # fmt: skip
     assert done.returncode == 1
-    absent = re.findall(r"NcclTimeout: .*: (ranks? \S+) of 3 did not come", done.stderr)
-    # Who gives up first has left when the other one's deadline comes.
-    assert len(absent) == 2 and "rank 1" in absent and set(absent) < {"rank 1", "ranks 0-1", "ranks 1-2"}, done.stderr
+    words = r"NcclTimeout: (.*) did not come to make communicator 1 of Communicator.from_env within 5 s$"
+    # The first to give up has told the other one.
+    assert re.findall(words, done.stderr, re.MULTILINE) == ["rank 1 of 3"] * 2, done.stderr
+
+
+def test_who_has_ended_is_told_apart_from_who_does_not_come(host_engine, program):
+    """Rank 1 ends before it comes to the communicator, rank 2 lives and does not come; all others say both."""
+    done = runs.run("-n", 4, "--no-kill", *program("""
+import ncclpy
+from ncclpy.bootstrap import rendezvous
+store = rendezvous()[1]
+store.barrier("all are here", rank, 4)
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+while store.check(["ncclpy/ranks/alive/1"]):  # the server hears of it
+    time.sleep(0.01)
+store.barrier("it is known", rank - (rank > 1), 3)
+if rank == 2:
+    store.get("done")
+else:
+    try:
+        ncclpy.Communicator.from_env(timeout=5)
+    except ncclpy.NcclTimeout as error:
+        print(error.missing, error, flush=True)
+    store.barrier("both have told", rank // 3, 2)
+    store.set("done", b"")
+"""))  # fmt: skip
+    said = "[1, 2] ranks 1-2 of 4 did not come to make communicator 1 of Communicator.from_env within 5 s"
+    for rank in (0, 3):
+        assert runs.of_rank(done.stdout, rank) == [said + "; rank 1's process has ended"], done.stderr
 
 
 def test_too_few_devices_are_told(host_engine, program):

@@ -11,6 +11,7 @@ import pytest
 
 import ncclpy
 import testing
+from ncclpy.bootstrap import LocalStore, TCPStore
 
 
 def be_a_node(rank):
@@ -49,11 +50,12 @@ def add(manager, rank, each, key, name, lib, value=None):
     return works, arrays
 
 
-def several_nodes(rank, each):
+def several_nodes(rank, each, port):
     be_a_node(rank)
     lib, key = testing.arrays(), bytes(rank.unique_id())
     total = each * rank.nranks
-    with ncclpy.Manager(timeout=40) as manager:
+    store = None if port is None else TCPStore("127.0.0.1", port)
+    with ncclpy.Manager(timeout=40, store=store) as manager:
         for round_ in range(5):
             names = [f"{round_}/{i}" for i in range(4)]
             shuffled = random.sample(names, 4)
@@ -72,7 +74,15 @@ def several_nodes(rank, each):
 @pytest.mark.parametrize("nodes", [2, 4])
 def test_several_nodes(nodes):
     each = devices_a_node(nodes)
-    assert testing.run_processes(nodes, several_nodes, each) == [1] * nodes
+    assert testing.run_processes(nodes, several_nodes, each, None) == [1] * nodes
+
+
+def test_several_nodes_that_meet_in_a_store():
+    each = devices_a_node(2)
+    with TCPStore("127.0.0.1", 0, serve=True) as store:
+        assert testing.run_processes(2, several_nodes, each, store.port) == [1] * 2
+        left = {key.rpartition("/")[0].rpartition("/")[2] for key in store.keys("ncclpy/manager/")}
+        assert left == {"been"}, "of the meeting nothing, and of processes that have ended no more than that"
 
 
 def broadcast(rank, each):
@@ -138,3 +148,80 @@ def one_stays_away(rank, each):
 def test_a_node_that_does_not_come_ends_the_wait_of_the_others():
     each = devices_a_node(2)
     assert testing.run_processes(2, one_stays_away, each) == ["timed out", "stayed away"]
+
+
+def one_of(manager, rank, size, key, name="step 0"):
+    """Add rank `rank` of an all-reduce, on the device of that number, as a process that has no other."""
+    lib = testing.arrays()
+    array = lib.argument(lib.make(np.ones(4, np.float32), rank))
+    numbers = {"num_local": 1, "num_global": size, "global_rank": rank}
+    work = manager.all_reduce(name, array, device=rank, communicator_key=key, **numbers)
+    manager.signal_multi_node_ready(name)
+    return work
+
+
+def test_the_ranks_that_have_not_come_to_a_store_are_named():
+    """The first to give up tells the others: one that waits as long as it takes, and one that comes later."""
+    testing.need_devices(3)
+    store, key = LocalStore(), ncclpy.Manager.generate_communicator_key()
+    managers = [ncclpy.Manager(timeout=timeout, store=store) for timeout in (None, 0.5, None)]
+    works = [one_of(managers[rank], rank, 4, key) for rank in (0, 1)]
+    errors = [work.exception(30) for work in works]
+    errors.append(one_of(managers[2], 2, 4, key, "it comes later").exception(30))
+    for error, name in zip(errors, ("step 0", "step 0", "it comes later"), strict=True):
+        assert isinstance(error, ncclpy.NcclTimeout) and error.missing == [2, 3], error
+        head, _, tail = str(error).partition(" did not come to make communicator '")
+        assert head == f"key '{name}': ranks 2-3 of 4" and tail.endswith("' within 500 ms"), error
+    works = [one_of(manager, rank, 3, bytes(reversed(key))) for rank, manager in enumerate(managers)]
+    for manager in managers:
+        manager.abort("the test ends")
+        manager.close()
+    assert all(isinstance(work.exception(30), ncclpy.NcclError) for work in works)
+
+
+def test_a_rank_whose_process_has_ended_is_told_apart(host_engine):
+    """Rank 1 comes and ends, rank 2 never comes: the store knows who was there."""
+    testing.run_python(
+        """
+        import os, signal, time
+        import numpy as np, ncclpy
+        from ncclpy.bootstrap import TCPStore
+
+        key = b"k" * 128
+        alive = f"ncclpy/manager/{key.hex()}/alive/1"
+
+        def add(store, rank, timeout):
+            manager = ncclpy.Manager(timeout=timeout, store=store)
+            numbers = {"num_local": 1, "num_global": 3, "global_rank": rank, "communicator_key": key}
+            work = manager.all_reduce("step 0", np.ones(4), device=rank, **numbers)
+            manager.signal_multi_node_ready("step 0")
+            return manager, work
+
+        with TCPStore("127.0.0.1", 0, serve=True) as store:
+            if os.fork() == 0:
+                own = TCPStore("127.0.0.1", store.port)
+                manager, work = add(own, 1, 60)
+                own.get(alive, 60)
+                os.kill(os.getpid(), signal.SIGKILL)
+            assert os.wait()[1] == signal.SIGKILL
+            end = time.monotonic() + 60
+            while store.check([alive]) and time.monotonic() < end:  # the server hears of it
+                time.sleep(0.01)
+            manager, work = add(store, 0, 0.5)
+            error = work.exception(60)
+            manager.close()
+        assert error.missing == [1, 2], error
+        assert str(error).startswith("key 'step 0': ranks 1-2 of 3 did not come to make communicator '"), error
+        assert str(error).endswith(" within 500 ms; rank 1's process has ended"), error
+        """
+    )
+
+
+def test_a_store_that_is_lost_ends_the_wait():
+    testing.need_devices(2)
+    served = TCPStore("127.0.0.1", 0, serve=True)
+    with TCPStore("127.0.0.1", served.port) as store, ncclpy.Manager(timeout=40, store=store) as manager:
+        work = one_of(manager, 0, 2, ncclpy.Manager.generate_communicator_key())
+        testing.wait_for(lambda: any("/here/" in key for key in served.keys("ncclpy/manager/")), "it to come")
+        served.close()
+        assert isinstance(work.exception(30), ncclpy.NcclError) and not isinstance(work.exception(), TimeoutError)

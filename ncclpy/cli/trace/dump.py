@@ -36,6 +36,7 @@ class Dump:
     """What one process recorded. `wall` and `monotonic` are its two clocks in seconds when it wrote the dump.
 
     `clock` tells which monotonic clock it is, and `shift` what is added to its times to have them on one time line.
+    `within` is how many seconds these may be off, where its clock was compared with others' through a store.
     """
 
     path: Path
@@ -52,6 +53,7 @@ class Dump:
     gatherings: list[Gathering] = field(default_factory=list, repr=False)
     groups: list[Group] = field(default_factory=list, repr=False)
     shift: float = 0.0
+    within: float | None = None
     _made: dict[int, Entry] = field(default_factory=dict, repr=False)
 
     @property
@@ -139,6 +141,15 @@ class Gathering:
     waits_for: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How many seconds the clock `of` is ahead of a process's own, and how many that may be off."""
+
+    of: str
+    offset: float
+    error: float
+
+
 @dataclass(eq=False, frozen=True, slots=True)
 class Group:
     """A process group that a process is in, or was in until it failed."""
@@ -151,6 +162,7 @@ class Group:
     made: float | None
     ended: float | None
     error: str | None
+    difference: Difference | None = None
 
 
 def read(path: Path) -> Dump:
@@ -232,7 +244,19 @@ def _group(dump: Dump, fields: _Fields) -> Group | None:
     if name is None or rank is None or size is None:
         return None
     made, ended = fields.seconds("made"), fields.seconds("ended")
-    return Group(dump, name, number or 1, rank, size, made, ended, fields.line("error"))
+    return Group(dump, name, number or 1, rank, size, made, ended, fields.line("error"), _difference(fields))
+
+
+def _difference(group: _Fields) -> Difference | None:
+    if group.value("clock") is None:
+        return None
+    fields = _Fields(group.value("clock"), group.path("clock"))
+    of, error, offset = fields.text("of"), fields.seconds("error"), fields.value("offset")
+    if of is None or error is None or isinstance(offset, bool) or not isinstance(offset, (int, float)):
+        return None
+    if not abs(offset) <= LAST_SECOND:  # a NaN is not either
+        raise DumpError(f"{fields.path('offset')} is {_shown(offset)}, not a number of seconds")
+    return Difference(of, float(offset), error)
 
 
 def _entry(fields: _Fields) -> Row:

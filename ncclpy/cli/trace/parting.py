@@ -59,6 +59,12 @@ class Parting:
         """Tell whether the times of its ranks are those of one clock."""
         return is_one_clock([entry.dump for entry in self.entries.values()] + list(self.absent.values()))
 
+    @property
+    def apart(self) -> float | None:
+        """Return how many seconds the times of its ranks may be off each other, None if only wall clocks tell."""
+        dumps = [entry.dump for entry in self.entries.values()] + list(self.absent.values())
+        return 0.0 if is_one_clock(dumps) else apart(dumps)
+
     def late(self) -> list[Late]:
         """Return who came late, the latest first."""
         if len(self.entries) < 2:
@@ -72,7 +78,8 @@ class Parting:
         }
         failed = min(failures, key=lambda rank: failures[rank], default=None)
         end = min([*failures.values(), *(entry.dump.wall_now for entry in self.entries.values())])
-        least = max(_LATE if self.one_clock else _LATE_ELSEWHERE, (end - times[first]) / 2)
+        off = self.apart
+        least = max(_LATE_ELSEWHERE if off is None else _LATE + off, (end - times[first]) / 2)
         found = []
         for rank, time in times.items():
             if time - times[first] < least:
@@ -115,6 +122,14 @@ def is_one_clock(dumps: Iterable[Dump]) -> bool:
     """Tell whether the processes that wrote these have one monotonic clock."""
     clocks = {(dump.clock, None if dump.clock else id(dump)) for dump in dumps}
     return len(clocks) < 2
+
+
+def apart(dumps: Iterable[Dump]) -> float | None:
+    """Return how many seconds the times of these may be off each other, None if nobody has compared their clocks."""
+    within = {(dump.clock or id(dump)): dump.within for dump in dumps}
+    if None in within.values():
+        return None if len(within) > 1 else 0.0
+    return sum(sorted(each for each in within.values() if each is not None)[-2:])
 
 
 def first_parting(partings: Iterable[Parting]) -> list[Parting]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from ncclpy.cli.trace.dump import Dump, DumpError, read
+from ncclpy.cli.trace.dump import Difference, Dump, DumpError, read
 
 #: So many bytes are read in the time that a process needs to start.
 _ALONE = 30_000_000
@@ -79,7 +79,10 @@ def _read(path: Path) -> Dump | DumpError:
 
 
 def align(dumps: Iterable[Dump]) -> None:
-    """Have the times of processes with one monotonic clock be moved alike, as their wall clock may have been set."""
+    """Have the times of processes with one monotonic clock be moved alike, as their wall clock may have been set.
+
+    Those whose clocks were compared through a store are moved by that, and the others by their wall clocks.
+    """
     clocks: dict[str, list[Dump]] = {}
     for dump in dumps:
         if dump.clock is not None:
@@ -88,3 +91,28 @@ def align(dumps: Iterable[Dump]) -> None:
         shift = statistics.median_low([dump.wall - dump.monotonic for dump in same])
         for dump in same:
             dump.shift = shift
+    _align_compared(clocks)
+
+
+def _align_compared(clocks: dict[str, list[Dump]]) -> None:
+    """Have the times of processes whose clocks were compared with one and the same be moved by the differences."""
+    found: dict[str, dict[str, Difference]] = {}
+    for clock, dumps in clocks.items():
+        for one in (group.difference for dump in dumps for group in dump.groups):
+            if one is not None and one.of != clock:
+                best = found.setdefault(one.of, {}).get(clock)
+                if best is None or one.error < best.error:
+                    found[one.of][clock] = one
+    if not found:
+        return
+    of = max(found, key=lambda each: len(found[each]))  # of several groups that of the most machines
+    compared = found[of]
+    if of in clocks:
+        shift = clocks[of][0].shift
+        for dump in clocks[of]:
+            dump.within = 0.0
+    else:
+        shift = statistics.median_low([clocks[clock][0].shift - one.offset for clock, one in compared.items()])
+    for clock, one in compared.items():
+        for dump in clocks[clock]:
+            dump.shift, dump.within = shift + one.offset, one.error

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 
 from ncclpy.cli.trace.dump import Dump, Entry, Gathering, Group
-from ncclpy.cli.trace.parting import NEVER_MADE, LateGroup, Parting
+from ncclpy.cli.trace.parting import NEVER_MADE, LateGroup, Parting, apart
 from ncclpy.cli.trace.stuck import Findings, Mismatch, Standstill, is_waiting
 from ncclpy.cli.trace.table import COUNTERPART
-from ncclpy.core.errors import listed, ranks, spans
+from ncclpy.core.errors import listed, ranks, seconds, spans
 
 SHOWN = 20
 _TOWARDS = {"broadcast": "from", "scatter": "from", "recv": "from", "reduce": "to", "gather": "to", "send": "to"}
@@ -36,6 +36,10 @@ def text(dumps: Sequence[Dump], findings: Findings, *, everything: bool = False)
         "",
         *_limited(_table([_header(dump) for dump in dumps]), limit),
     ]
+    machines = {dump.clock for dump in dumps if dump.within is not None}
+    if len(machines) > 1:
+        off = _within(apart([dump for dump in dumps if dump.within is not None]))
+        lines += ["", f"the clocks of {len(machines)} machines were compared through the store, to within {off}"]
     if findings.unseen is not None:
         name, size, gaps = findings.unseen
         lines += ["", f"no dump of {ranks(gaps, SHOWN)} (of {size} in {name})"]
@@ -186,8 +190,10 @@ def _parting(parting: Parting) -> list[str]:
         lines.append(said)
     if len(late) > SHOWN:
         lines.append(f"  ... and {len(late) - SHOWN} more ranks were late")
-    if late and not parting.one_clock:
+    if late and parting.apart is None:
         lines.append("  (by the wall clocks of their machines, which may differ)")
+    elif late and not parting.one_clock:
+        lines.append(f"  (by their machines' clocks, compared through the store to within {_within(parting.apart)})")
     return lines
 
 
@@ -418,6 +424,12 @@ def _known_spans(numbers: Iterable[int | None]) -> list[range]:
 
 def _known(value: object) -> str:
     return "-" if value is None else str(value)
+
+
+def _within(off: float | None) -> str:
+    if off is None:
+        return "?"
+    return seconds(off) if off >= 1e-3 else f"{max(1, round(off * 1e6))} us"
 
 
 def _seconds(age: float | None) -> str:

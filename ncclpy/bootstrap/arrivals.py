@@ -1,4 +1,4 @@
-"""How some ranks of a group meet in its store: all come, or all hear who has not.
+"""How some ranks of a clique meet in its store: all come, or all hear who has not.
 
 Each rank puts what it brings under a key of its own, one that goes away with its process where the store can do that.
 The first of them waits for all, and puts what comes of it under one more key, for which the others wait. So each rank
@@ -26,26 +26,47 @@ _MET, _FAILED = b"+", b"-"
 
 
 class Arrivals:
-    """The ranks of one group, as they come to its meetings.
+    """The ranks of one clique, a process group's or a Manager's, as they come to its meetings.
 
     Parameters
     ----------
     store
-        The part of a store that belongs to the group.
+        The part of a store that belongs to the clique.
     name
-        The group's, for messages.
+        What has ended when nobody wants a meeting any more, for messages: "process group 'default'".
     rank, size
         Which of how many this is.
     has_made
-        Asked with a rank: whether it has made this group.
+        Asked with a rank: whether it has been here. By default the store is told so and asked.
+    also
+        More ranks of this process, which come when this one does.
     """
 
-    def __init__(self, store: Store, name: str, rank: int, size: int, has_made: Callable[[int], bool]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        rank: int,
+        size: int,
+        has_made: Callable[[int], bool] | None = None,
+        also: Sequence[int] = (),
+    ) -> None:
         self.store = store
         self.name, self.rank, self.size = name, rank, size
-        self._has_made = has_made
+        self._own = (rank, *also)
+        self._has_made = has_made or self._has_been
         self._leases = True  # the store knows whose process has ended
-        self._put(self.alive(rank), b"")
+        for each in self._own:
+            if has_made is None:
+                self.store.set(self._been(each), b"")
+            self._put(self.alive(each), b"")
+
+    def _has_been(self, rank: int) -> bool:
+        return self.store.check([self._been(rank)])
+
+    @staticmethod
+    def _been(rank: int) -> str:
+        return f"been/{rank}"
 
     def meet(
         self,
@@ -79,9 +100,10 @@ class Arrivals:
         deadline = time.monotonic() + timeout
         keys = [self._here(place, member) for member in members]
         left = f"rank {self.rank} of {self.size} came {what}, and left before the others were there"
-        self._put(self._here(place, self.rank), brought)
+        for each in self._own:
+            self._put(self._here(place, each), brought)
         try:
-            if self.rank == members[0]:
+            if members[0] in self._own:
                 come = self._await(keys, deadline, len(keys), wanted, self._outcome(place))
                 met = _MET + combine(come) if come else None
                 outcome = self.store.compare_set(self._outcome(place), None, met)[1] or b""
@@ -156,7 +178,7 @@ class Arrivals:
                 if left <= length:
                     raise
                 missing = [str(each) for each in error.missing or ()] or keys
-        raise NcclAborted(f"process group {self.name!r} has ended")
+        raise NcclAborted(f"{self.name} has ended")
 
     def _leave(self, place: str, text: str, missing: list[int] | None) -> bytes:
         """Tell the others that they will not meet, and why, unless they have met; return what came of it."""
@@ -168,7 +190,7 @@ class Arrivals:
 
     def _absent(self, place: str, members: Sequence[int], what: str, timeout: float) -> tuple[str, list[int]]:
         """Return as text who has not come, and who that is."""
-        there = self.there(place) | {self.rank}
+        there = self.there(place) | set(self._own)
         missing = [member for member in members if member not in there]
         if not missing:
             return f"the {len(members)} ranks that came {what} did not meet within {seconds(timeout)}", missing
@@ -181,5 +203,5 @@ class Arrivals:
         return text, missing
 
     def is_gone(self, rank: int) -> bool:
-        """Return whether a rank has made this group and is not there any more."""
+        """Return whether a rank has been here and its process has ended, as far as the store knows."""
         return self._leases and self._has_made(rank) and not self.store.check([self.alive(rank)])

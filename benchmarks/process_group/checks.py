@@ -1,0 +1,74 @@
+"""What it costs that ranks compare what they call: `check=` of a group of two processes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+
+from benchmarks.process_group.pairs import OURS
+from benchmarks.work import workers
+
+SIDE = "benchmarks.process_group.checks_side"
+OPERATION = "all-reduce of 8 bytes and the wait for it, 2 processes"
+#: ``check=``, and whether the ranks may share memory.
+ROADS = {
+    'check="off"': ["off", True],
+    'check="first"': ["first", True],
+    'check="always"': ["always", True],
+    'check="always", by the TCPStore': ["always", False],
+}
+#: Turns of a round, and calls of a turn: the ways take turns, so that what disturbs the machine disturbs all of them.
+TURNS = 10
+CALLS = 300
+#: By the store a call takes a hundred times as long.
+CALLS_BY_STORE = 60
+NOTES = [
+    f"Of comparing calls a round is {TURNS} turns of each check=, one after the other, in the same two processes; its "
+    f"sample is the median, or the minimum, of {TURNS * CALLS:,} calls ({TURNS * CALLS_BY_STORE} by the store)."
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Checks:
+    """All ways to compare, in one pair of processes."""
+
+    def measure(self) -> list[dict]:
+        """Call in turns, in two fresh processes."""
+        processes: list[workers.WorkerProcess] = []
+        try:
+            processes += [workers.WorkerProcess(SIDE) for _ in range(2)]
+            port = processes[0].ask("serve", deadline=workers.FIRST_DEADLINE)
+            opened = [
+                (process, {"rank": rank, "port": port, "roads": ROADS}) for rank, process in enumerate(processes)
+            ]
+            workers.ask_all(opened, "open", deadline=workers.FIRST_DEADLINE)
+            taken: dict[str, list[float]] = {road: [] for road in ROADS}
+            for _ in range(TURNS):
+                for road, (_, shares) in ROADS.items():
+                    asked = {"road": road, "times": CALLS if shares else CALLS_BY_STORE}
+                    taken[road] += workers.ask_all([(process, asked) for process in processes], "calls")[0]
+            workers.ask_all([(process, {}) for process in processes], "close")
+        finally:
+            for process in reversed(processes):  # the first one serves the other
+                process.close()
+        return [
+            self._row(road, measure, value(times))
+            for road, times in taken.items()
+            for measure, value in (("median", statistics.median), ("minimum", min))
+        ]
+
+    def _row(self, road: str, measure: str, value: float) -> dict:
+        return {
+            "operation": OPERATION,
+            "rival": OURS,
+            "road": road,
+            "measure": measure,
+            "unit": "us",
+            "value": value,
+        }
+
+
+def plan(chosen: argparse.Namespace) -> list[Checks]:
+    """Return what is measured in a round."""
+    return [Checks()]

@@ -1,0 +1,167 @@
+"""The child side of what desync reports cost: a process that serves the store, or that has all ranks, as threads."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import resource
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from benchmarks.work import worker
+
+#: The host engine has no more.
+MOST_DEVICES = 1024
+#: Seconds for everything that waits.
+PATIENCE = 120.0
+#: Seconds until what all ranks have just done is told, and in which operations are counted then.
+SETTLES, COUNTS = 1.5, 2.0
+#: How often a state is asked for.
+TIMES = 5
+#: States that a rank has told itself.
+HEARD = ("idle", "waits", "closed")
+#: What a client asks its server, each of them one operation there.
+OPERATIONS = ("set", "set_ephemeral", "get", "add", "compare_set", "wait", "check", "delete", "keys", "multi_get")
+
+
+class Side:
+    """Answer requests; each method that a request can name starts with ``do_``."""
+
+    def __init__(self) -> None:
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        threading.stack_size(256 << 10)  # there may be a thousand
+
+    def do_serve(self) -> int:
+        """Serve a store for all ranks; return its port."""
+        from ncclpy.bootstrap import TCPStore
+
+        self.store = TCPStore("127.0.0.1", 0, serve=True)
+        return self.store.port
+
+    def do_spent(self) -> float:
+        """Return how many seconds of processors this process has taken."""
+        return time.process_time()
+
+    def do_stand(self, nranks: int, port: int) -> None:
+        """Be all ranks, each with a connection of its own, and do a collective."""
+        os.environ["NCCLPY_HOST_DEVICES"] = str(min(max(nranks, 8), MOST_DEVICES))
+        import ncclpy
+
+        ncclpy.use("host")
+        self.group_of = ncclpy.ProcessGroup
+        self.nranks, self.asked, self.looks = nranks, itertools.count(), 0
+        self.pool = ThreadPoolExecutor(nranks)
+        counted = _counted(self.asked)
+        self.stores = [counted("127.0.0.1", port, timeout=PATIENCE) for _ in range(nranks)]
+
+        def stand(rank: int):
+            group = self.group_of(self.stores[rank], rank, nranks, device=rank, timeout=PATIENCE)
+            group.connect()
+            group.barrier().wait(PATIENCE)
+            return group
+
+        self.groups = self._each(stand)
+        time.sleep(SETTLES)
+
+    def do_idle(self) -> float:
+        """Return how many operations a second all ranks ask of the store while none does anything."""
+        begin, before = time.perf_counter(), self._count()
+        time.sleep(COUNTS)
+        return (self._count() - before) / (time.perf_counter() - begin)
+
+    def do_busy(self) -> tuple[float, int]:
+        """Return the same while all ranks reduce without a pause, and how many operations that were."""
+        begin, before = time.perf_counter(), self._count()
+
+        def reduce(rank: int) -> None:
+            over = np.zeros(1)
+            while not over[0]:  # by rank 0's clock, for all
+                over[0] = rank == 0 and time.perf_counter() - begin > COUNTS
+                self.groups[rank].all_reduce(over, op="max").wait(PATIENCE)
+
+        self._each(reduce)
+        count = self._count() - before
+        return count / (time.perf_counter() - begin), count
+
+    def do_state(self) -> float:
+        """Return how many seconds it takes rank 0 to hear what all ranks do, the median of some times."""
+        taken = []
+        for _ in range(TIMES):
+            begin = time.perf_counter()
+            states = self.groups[0].state(PATIENCE)
+            taken.append(time.perf_counter() - begin)
+            heard = sum(each.state in HEARD for each in states)
+            if heard != self.nranks:
+                raise RuntimeError(f"{heard} of {self.nranks} ranks have answered")
+        return statistics.median(taken)
+
+    def do_abort(self) -> dict[str, float]:
+        """Have rank 0 end groups of all ranks; return the seconds until the last one has its error, and its notice.
+
+        The groups have made no communicators: those of all ranks would end in this one process, which takes longer
+        than the question, the answers and the news.
+        """
+        self._each(lambda rank: self.groups[rank].close())
+        ends, told = [0.0] * self.nranks, [threading.Event() for _ in range(self.nranks)]
+
+        def make(rank: int):
+            group = self.group_of(self.stores[rank], rank, self.nranks, device=rank, timeout=PATIENCE, name="ended")
+
+            def take(error: BaseException) -> None:
+                ends[rank] = time.perf_counter()
+                told[rank].set()
+
+            group.on_abort(take)
+            return group
+
+        groups = self._each(make)
+        time.sleep(SETTLES)
+        begin = time.perf_counter()
+        groups[0].abort("the benchmark")
+        for each in told:
+            each.wait(PATIENCE)
+        for group in groups:
+            if "have begun no operation" not in str(group.error) or len(group.error.ranks) != self.nranks:
+                raise RuntimeError(f"rank {group.rank} was not told what all do: {group.error}")
+        notice = self.stores[0].get("ncclpy/group/ended/1/told/ended", PATIENCE)
+        heard = sum(each.state in HEARD for each in groups[-1].error.ranks)
+        self._each(lambda rank: groups[rank].close())
+        for store in self.stores:
+            store.close()
+        return {"seconds": max(ends) - begin, "heard": heard / self.nranks, "kib": len(notice) / 1024}
+
+    def _count(self) -> int:
+        """Return how many operations were asked of the store so far."""
+        self.looks += 1
+        return next(self.asked) - (self.looks - 1)  # which counts looks as well
+
+    def _each(self, function: Callable) -> list:
+        """Call a function for each rank in a thread of its own."""
+        return list(self.pool.map(function, range(self.nranks)))
+
+
+def _counted(count: itertools.count) -> type:
+    """Return a TCPStore that counts what it asks its server."""
+    from ncclpy.bootstrap import TCPStore
+
+    def counting(name: str) -> Callable:
+        asks = getattr(TCPStore, name)
+
+        def asked(self, *arguments):
+            next(count)
+            return asks(self, *arguments)
+
+        return asked
+
+    return type("Counted", (TCPStore,), {f"_{name}": counting(f"_{name}") for name in OPERATIONS})
+
+
+def main() -> None:
+    """Serve a `Side`."""
+    worker.serve(Side())

@@ -1,0 +1,80 @@
+"""How the processes of one communicator key meet in a store, before NCCL, which could not say who is absent."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+from ncclpy.bootstrap.arrivals import Arrivals
+from ncclpy.bootstrap.prefix import PrefixStore
+from ncclpy.bootstrap.store import Store
+from ncclpy.core.errors import NcclTimeout
+
+__all__ = ["Nodes"]
+
+#: The one meeting of a communicator key, which serves one set of communicators.
+_PLACE = "communicator"
+
+
+class Nodes:
+    """All processes of a communicator key, as one of them sees them.
+
+    Parameters
+    ----------
+    store
+        The store that they have in common.
+    key
+        The communicator key.
+    own
+        The ranks of this process.
+    nranks
+        How many ranks there are on all of them.
+    timeout
+        Seconds for all to come.
+    say
+        Returns a text about the collective that is waited for, with its key.
+    wanted
+        Asked every now and then whether the communicators are still to be made.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        key: bytes,
+        own: Sequence[int],
+        nranks: int,
+        timeout: float,
+        say: Callable[[str], object],
+        wanted: Callable[[], bool],
+    ) -> None:
+        self._name = hashlib.blake2b(key, digest_size=4).hexdigest()  # by which communicators and the recorder call it
+        self._store = PrefixStore(f"ncclpy/manager/{key.hex()}", store)
+        self._own, self._everyone = own, range(nranks)
+        self._timeout, self._say, self._wanted = timeout, say, wanted
+        self._arrivals: Arrivals | None = None
+
+    def meet(self) -> None:
+        """Wait for all ranks.
+
+        Raises
+        ------
+        NcclTimeout
+            On all processes, once the first of them has given up; it names the ranks that have not come.
+        StoreError
+            If the store is gone.
+        """
+        first, *more = self._own
+        what = f"to make communicator {self._name!r}"
+        arrivals = Arrivals(self._store, f"what waits for {self._name!r}", first, len(self._everyone), also=more)
+        try:
+            arrivals.meet(_PLACE, self._everyone, what, b"", lambda come: b"", self._timeout, self._wanted)
+        except NcclTimeout as late:
+            error = NcclTimeout(self._say(str(late)))  # type: ignore[arg-type]
+            error.missing = late.missing
+            raise error from None
+        self._arrivals = arrivals
+
+    def forget(self) -> None:
+        """Clear the meeting away: the communicators stand, so that all have come back from it."""
+        if self._arrivals is not None and 0 in self._own:
+            self._arrivals.forget(_PLACE, self._everyone)

@@ -1,0 +1,122 @@
+"""How far this machine's clock is from that of rank 0, which it is asked for through the group's store.
+
+Rank 0 answers with what its clock shows. It was read at some moment between question and answer, so that half of what
+the round trip took is what the middle of it may be off; of several the shortest counts. Who has rank 0's own clock, as
+on one machine, does not ask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+
+from ncclpy.bootstrap.store import Store, StoreError
+from ncclpy.bootstrap.watch import Change, Watch
+from ncclpy.core.errors import NcclError, NcclTimeout
+from ncclpy.engine.known import KnownGroup
+from ncclpy.engine.recorder import clock_id
+
+__all__ = ["Clocks"]
+
+_log = logging.getLogger("ncclpy.process_group")
+
+#: Which clock rank 0 has; where it is asked what that shows, by whom; and where it answers.
+_WHICH = "clock/of"
+_ASKED = "clock/asked/"
+_TOLD = "clock/told/"
+#: Round trips of one comparison, and seconds for each.
+_TIMES = 8
+_PATIENCE = 2.0
+#: Seconds between comparisons, and until rank 0 is looked for again; clocks drift apart by some 20 us a second.
+_EVERY = 60.0
+_AGAIN = 5.0
+_DRIFT = 20e-6
+
+
+class Clocks:
+    """The clock of one rank, as compared with that of rank 0.
+
+    Parameters
+    ----------
+    store
+        The part of a store that belongs to the group.
+    rank
+        Which rank this is.
+    known
+        What dumps tell of the group, which is told of the difference.
+    now, identity
+        The clock, and by what it is known: that of the recorder, but for tests.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        known: KnownGroup,
+        now: Callable[[], float] = time.monotonic,
+        identity: Callable[[], str | None] = clock_id,
+    ) -> None:
+        self._store, self._rank, self._known = store, rank, known
+        self._now, self._identity = now, identity
+        self._due = -math.inf
+        self._asked = 0
+
+    def listen(self) -> list[Watch]:
+        """Answer the others from now on, if this is rank 0; return what is to be closed with the group."""
+        mine = self._identity()
+        if self._rank != 0 or mine is None:
+            return []
+        watch = self._store.watch(_ASKED, self._tell)
+        self._store.set(_WHICH, mine.encode())
+        return [watch]
+
+    def _tell(self, change: Change) -> None:
+        if change.value is not None:
+            with contextlib.suppress(StoreError, NcclTimeout):
+                who = f"{change.key[len(_ASKED) :]}/{change.value.decode()}"
+                self._store.set(_TOLD + who, repr(self._now()).encode())
+
+    def look(self) -> None:
+        """Compare this clock with rank 0's, in a thread of its own, if the last time was long ago."""
+        if self._rank == 0 or self._now() < self._due:
+            return
+        which = self._store.compare_set(_WHICH, None, None)[1]
+        if which is None:  # it has yet to come, or cannot be asked
+            self._due = self._now() + _AGAIN
+            return
+        mine = self._identity()
+        if mine is None or which == mine.encode():
+            self._due = math.inf
+            return
+        self._due = self._now() + _EVERY
+        threading.Thread(target=self._compare, args=(which.decode(),), name="ncclpy-group-clock", daemon=True).start()
+
+    def _compare(self, which: str) -> None:
+        try:
+            offset, error = self.compare()
+        except NcclError as failure:  # the store is gone, or rank 0
+            _log.debug("rank %d could not compare its clock with that of rank 0: %s", self._rank, failure)
+            return
+        before, moment = self._known.clock, self._now()
+        # Of a busy moment an estimate may be worse than the one before, although that is older.
+        if before is None or error <= before["error"] + _DRIFT * (moment - before["at"]):
+            self._known.clock = {"of": which, "offset": offset, "error": error, "at": moment}
+
+    def compare(self) -> tuple[float, float]:
+        """Return the seconds that rank 0's clock is ahead of this one, and how many that may be off."""
+        found = []
+        for _ in range(_TIMES):
+            self._asked += 1
+            key = f"{_TOLD}{self._rank}/{self._asked}"
+            begin = self._now()
+            self._store.set(f"{_ASKED}{self._rank}", b"%d" % self._asked)
+            shown = float(self._store.get(key, _PATIENCE))
+            end = self._now()
+            self._store.delete(key)
+            found.append(((end - begin) / 2, shown - (begin + end) / 2))
+        error, offset = min(found)
+        return offset, error

@@ -34,7 +34,7 @@ def test_one_thread_group(comms, arrays, collective):
 
 
 @pytest.mark.parametrize(
-    "nranks", [pytest.param(n, marks=[pytest.mark.campaign] if n > 4 else []) for n in conformance.RANKS]
+    "nranks", [pytest.param(n, marks=[pytest.mark.campaign] if n > 3 else []) for n in conformance.RANKS]
 )
 def test_processes(nranks):
     found = testing.run_processes(nranks, conformance.run_process, timeout=110)

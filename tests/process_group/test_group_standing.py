@@ -306,7 +306,9 @@ def test_what_a_process_does_instead(tmp_path, what):
     testing.need_devices(2)
     does, said = WHAT[what]
     program = (
-        "import contextlib\ngroup = ncclpy.init_process_group(timeout=60)\n" + ARRAYS + "group.all_reduce(two).wait(60)\n"
+        "import contextlib\ngroup = ncclpy.init_process_group(timeout=60)\n"
+        + ARRAYS
+        + "group.all_reduce(two).wait(60)\n"
         "time.sleep(1.5)  # a standing is told within a second\n"
         "group.store.set(f'process {group.rank}', str(os.getpid()).encode())\n"
         "group.store.barrier('all have told', group.rank, 2)\n"

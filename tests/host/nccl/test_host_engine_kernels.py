@@ -83,7 +83,7 @@ records_of_gcc = pytest.mark.skipif(
 
 
 @records_of_gcc
-def test_no_reduction_loop_is_missed(tmp_path):
+def test_no_reduction_loop_is_left_unvectorised(tmp_path):
     """The short sister: GCC's list of lines, which does not say of which type and operator each entry is."""
     compile_kernels(build_flags()["avx512"], tmp_path, f"-fopt-info-vec-all={tmp_path / 'said'}")
     entries = re.findall(rf"{SOURCE.name}:(\d+):\d+: (\w+): +(.*)", (tmp_path / "said").read_text())

@@ -10,7 +10,7 @@ import ncclpy
 import testing
 
 
-@pytest.fixture(scope="module", params=conformance.RANKS, ids="{}ranks".format)
+@pytest.fixture(scope="module", params=conformance.worlds(), ids="{}ranks".format)
 def comms(request):
     """Yield one set of communicators a number of ranks; threads and groups share it."""
     yield from testing.communicators(request.param)
@@ -33,9 +33,7 @@ def test_one_thread_group(comms, arrays, collective):
     assert not wrong, conformance.report(wrong)
 
 
-@pytest.mark.parametrize(
-    "nranks", [pytest.param(n, marks=[pytest.mark.campaign] if n > 4 else []) for n in conformance.RANKS]
-)
+@pytest.mark.parametrize("nranks", conformance.worlds(long=(4, 8)))
 def test_processes(nranks):
     found = testing.run_processes(nranks, conformance.run_process, timeout=110)
     wrong = [message for messages in found for message in messages]

@@ -14,7 +14,7 @@ import testing
 from ncclpy import DataType
 
 
-@pytest.fixture(scope="module", params=conformance.RANKS, ids="{}ranks".format)
+@pytest.fixture(scope="module", params=conformance.worlds(), ids="{}ranks".format)
 def comms(request):
     yield from testing.communicators(request.param)
 
@@ -61,6 +61,23 @@ def of_types(*datatypes):
     return pytest.mark.parametrize("datatype", datatypes, ids=lambda datatype: datatype.name.lower())
 
 
+def of_types_and_operators(first, *others):
+    """Give every operator of every type; outside of campaigns every one of the first type, and one of each other."""
+    return pytest.mark.parametrize(
+        ("datatype", "op"),
+        [
+            pytest.param(
+                datatype,
+                op,
+                id=f"{datatype.name.lower()}-{op}",
+                marks=[] if datatype == first or op == "avg" else [pytest.mark.campaign],
+            )
+            for datatype in (first, *others)
+            for op in conformance.OPS
+        ],
+    )
+
+
 def every_count(test):
     """Run a test for all counts in one: as many tests would take longer to begin than to run."""
 
@@ -91,8 +108,7 @@ def test_all_gather_v(comms, each, arrays, counts, datatype):
 
 
 @every_count
-@of_types(DataType.FLOAT32, DataType.BFLOAT16, DataType.INT8, DataType.UINT64)
-@pytest.mark.parametrize("op", conformance.OPS)
+@of_types_and_operators(DataType.FLOAT32, DataType.BFLOAT16, DataType.INT8, DataType.UINT64)
 def test_reduce_scatter_v(comms, each, arrays, counts, op, datatype):
     nranks = len(comms)
     counts = counts(nranks)
@@ -210,8 +226,7 @@ def test_all_gather_into_a_list(comms, each, arrays, counts, datatype):
 
 
 @every_count
-@of_types(DataType.FLOAT32, DataType.BFLOAT16, DataType.INT8)
-@pytest.mark.parametrize("op", conformance.OPS)
+@of_types_and_operators(DataType.FLOAT32, DataType.BFLOAT16, DataType.INT8)
 def test_reduce_scatter_of_a_list(comms, each, arrays, counts, op, datatype):
     nranks = len(comms)
     counts = counts(nranks)

@@ -35,8 +35,27 @@ def test_births(name, timeout):
     run(in_flight.BIRTHS[name], timeout)
 
 
-@pytest.mark.parametrize("timeout", [None, 60])
-@pytest.mark.parametrize("name", in_flight.BLOCKING)
+def waits():
+    """Return parameters (wait, deadline): all with a deadline, without one each kind of wait; all in campaigns."""
+    kinds = {
+        "init",
+        "all_reduce",
+        "send",
+        "split",
+        "a call behind another thread's",
+        "stream",
+        "close",
+        "plan",
+        "work",
+    }
+    return [
+        pytest.param(name, timeout, marks=[] if timeout or name in kinds else [pytest.mark.campaign])
+        for timeout in (None, 60)
+        for name in in_flight.BLOCKING
+    ]
+
+
+@pytest.mark.parametrize(("name", "timeout"), waits())
 def test_interrupts_and_handlers_in_every_wait(name, timeout):
     """A handler runs while the call waits; one that raises ends it."""
     done = run(in_flight.INTERRUPTED.replace("CALL", in_flight.BLOCKING[name]), timeout)

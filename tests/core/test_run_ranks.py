@@ -59,7 +59,7 @@ def test_the_real_error_is_raised_and_frees_the_others(processes):
 def fails_late(comm):
     comm.barrier()  # all have come here
     if comm.rank == 1:
-        time.sleep(2.0)
+        time.sleep(1.0)
         raise KeyError("the real one")
     comm.barrier(timeout=0.2)
 

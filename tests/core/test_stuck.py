@@ -251,7 +251,7 @@ END = ("CommFinalize nth=1", "CommFinalize nth=2", "CommDestroy nth=1", "CommDes
 @pytest.mark.parametrize("call", BIRTH + END)
 def test_no_call_of_a_birth_or_an_end_hangs_for_ever(host_engine, call):
     mapped = leftovers.settle(leftovers.mappings, lambda seen: False, 0.1)
-    comms = [] if call in BIRTH else ncclpy.Communicator.init_all([0], timeout=2.0)
+    comms = [] if call in BIRTH else ncclpy.Communicator.init_all([0], timeout=1.0)
     with ncclpy.faults(f"call={call} do=hang"), pytest.raises(ncclpy.NcclTimeout):
         if call in BIRTH:
             ncclpy.Communicator.init_all([0], timeout=0.5)

@@ -26,29 +26,44 @@ BLOCK = re.compile(r"^```python(?: \{(?P<needs>\w+)\})?\n(?P<code>.*?)^```$", re
 def examples():
     for page in PAGES:
         for number, match in enumerate(BLOCK.finditer(page.read_text())):
-            marks = {None: (), "test": (), "ranks": (), "torch": (), "gpu": (pytest.mark.gpu,)}[match["needs"]]
+            if match["needs"] == "test":
+                continue  # these begin together
+            marks = {None: (), "ranks": (), "torch": (), "gpu": (pytest.mark.gpu,)}[match["needs"]]
             yield pytest.param(match["code"], match["needs"], id=f"{page.name}-{number}", marks=marks)
 
 
 def run(code, needs, tmp_path):
     script = tmp_path / "test_example.py"
     script.write_text(code)
-    how = ["-W", "error", str(script)]
-    environment = os.environ | ({} if needs == "gpu" else {"NCCLPY_LIBRARY": "host"})
-    if needs == "test":
-        how = ["-m", "pytest", "-q", "-n", "0", "-c", str(ROOT / "pyproject.toml"), "-p", "conftest", str(script)]
-        paths = [str(TESTS), str(SUPPORT), os.environ.get("PYTHONPATH")]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    if needs == "ranks":
-        how = ["-m", "ncclpy", "run", "-n", "2", str(script)]
+    how = ["-m", "ncclpy", "run", "-n", "2", str(script)] if needs == "ranks" else ["-W", "error", str(script)]
+    return python(tmp_path, how, {} if needs == "gpu" else {"NCCLPY_LIBRARY": "host"})
+
+
+def python(folder, how, variables):
     return subprocess.run(
         [sys.executable, *how],
-        cwd=tmp_path,  # not here, where the sources would be taken for the package
-        env=environment,
+        cwd=folder,  # not here, where the sources would be taken for the package
+        env=os.environ | variables,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
     )
+
+
+def test_examples_of_tests_pass(tmp_path):
+    """In one process, which needs longer to begin than to run them."""
+    tests = 0
+    for page in PAGES:
+        for number, match in enumerate(BLOCK.finditer(page.read_text())):
+            if match["needs"] == "test":
+                tests += len(re.findall("^def test_", match["code"], re.M))
+                (tmp_path / f"test_{page.stem.replace('-', '_')}_{number}.py").write_text(match["code"])
+    files = sorted(map(str, tmp_path.glob("test_*.py")))
+    how = ["-m", "pytest", "-q", "-n", "0", "-c", str(ROOT / "pyproject.toml"), "-p", "conftest", *files]
+    paths = [str(TESTS), str(SUPPORT), os.environ.get("PYTHONPATH")]
+    done = python(tmp_path, how, {"NCCLPY_LIBRARY": "host", "PYTHONPATH": os.pathsep.join(filter(None, paths))})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert tests >= len(files) > 3 and int(re.search(r"(\d+) passed", done.stdout)[1]) >= tests, done.stdout
 
 
 @pytest.mark.parametrize(("code", "needs"), list(examples()))

@@ -77,7 +77,12 @@ def test_two_managers_on_the_same_devices(make_manager):
     assert len(orders[0]) == 80 and all(order == orders[0] for order in orders)
 
 
-def test_with_a_lane_for_each_device():
+@pytest.mark.parametrize(
+    "tests",
+    ["(overlapping_sets and -0) or two_managers", pytest.param("overlapping_sets", marks=pytest.mark.campaign)],
+    ids=["few", "all"],  # which the expression must not find
+)
+def test_with_a_lane_for_each_device(tests):
     """The same where there is a core for each device; fewer cores share lanes."""
     some_devices(3)
     testing.run_python(
@@ -86,7 +91,7 @@ def test_with_a_lane_for_each_device():
         os.sched_getaffinity = lambda pid: set(range(9))
         import pytest
         options = ["-q", "-n", "0", "-p", "no:cacheprovider"]
-        sys.exit(pytest.main([*options, {__file__!r}, "-k", "overlapping_sets or two_managers"]))
+        sys.exit(pytest.main([*options, {__file__!r}, "-k", {tests!r}]))
         """,
         timeout=110,
     )

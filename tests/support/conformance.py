@@ -40,6 +40,13 @@ BITS = {
 }
 
 
+def worlds(long=(4,)) -> list:
+    """Return the numbers of ranks as parameters; those in `long` are met in campaigns only."""
+    import pytest
+
+    return [pytest.param(n, marks=[pytest.mark.campaign] if n in long else []) for n in RANKS]
+
+
 def is_float(datatype: DataType) -> bool:
     """Return whether NCCL's type is a floating-point one."""
     return datatype in BITS

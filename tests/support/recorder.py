@@ -25,7 +25,7 @@ def compile_recorder(folder: Path) -> Path:
     source = SUPPORT / "recorder.cpp"
     _compiler(
         "-std=c++17",
-        "-O1",
+        "-O0",
         "-fPIC",
         "-fvisibility=hidden",
         "-Wall",

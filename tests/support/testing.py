@@ -2,6 +2,8 @@
 
 A test is written once. On the host engine its arrays are numpy's; on GPUs they are torch's, or, without torch, plain
 device memory wrapped in `ncclpy.Buffer`. Which one it is, is decided in `arrays()` and nowhere else.
+
+pytest is imported by who needs it alone: it takes as long as all else here, and many programs of tests import this.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ import traceback
 
 import ml_dtypes
 import numpy as np
-import pytest
 from paths import SUPPORT
 
 import ncclpy
@@ -198,6 +199,8 @@ def need_devices(count: int) -> None:
     """Skip the test if the machine shows fewer devices."""
     have = ncclpy.device_count()
     if have < count:
+        import pytest
+
         pytest.skip(f"needs {count} devices, {ncclpy.library().engine} engine shows {have}")
 
 
@@ -532,6 +535,8 @@ def wait_for(condition, what: str = "it", timeout: float = 30.0) -> None:
 def need_function(name: str) -> None:
     """Skip the test if the loaded NCCL lacks a function."""
     if not ncclpy.library().has(name):
+        import pytest
+
         pytest.skip(f"needs {name}, which the loaded NCCL lacks")
 
 
@@ -540,6 +545,8 @@ def check_takes_its_turn(comms, all_reduce, call) -> None:
 
     NCCL wants the calls on one communicator one after the other. Only the host engine hangs when told to.
     """
+    import pytest
+
     ended: list = []
 
     def fail(function):

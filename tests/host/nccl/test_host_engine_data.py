@@ -53,7 +53,7 @@ def test_small_floats_round_as_ml_dtypes_does(nccl, code):
     as_threads(nccl, 2, bodies.every_bit_pattern, code)
 
 
-@pytest.mark.parametrize("nranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("nranks", [1, 2, 3, EIGHT])
 def test_messages(run, nranks):
     run(nranks, bodies.all_pairs, [1, 0, 1000, 300_001, 17])
 

@@ -219,16 +219,26 @@ def rerun(program):
     check(program, as_threads(Nccl(host_engine_path()), program[0], execute, program))
 
 
-@settings(profile, max_examples=EXAMPLES or 500)
-@given(program=programs(5))
-def test_threads(nccl, program):
-    paste(program)
-    check(program, as_threads(nccl, program[0], execute, program))
+def every(few, many):
+    """Return parameters: so many examples, and many more in campaigns."""
+    return pytest.mark.parametrize("examples", [few, pytest.param(many, marks=pytest.mark.campaign)])
 
 
+@every(150, 500)
+def test_threads(nccl, examples):
+    @settings(profile, max_examples=EXAMPLES or examples)
+    @given(program=programs(5))
+    def run(program):
+        paste(program)
+        check(program, as_threads(nccl, program[0], execute, program))
+
+    run()
+
+
+@every(60, 200)
 @pytest.mark.parametrize("placement", ["processes", "mix"])
-def test_processes(nccl, processes, placement):
-    @settings(profile, max_examples=EXAMPLES or 200)
+def test_processes(nccl, processes, placement, examples):
+    @settings(profile, max_examples=EXAMPLES or examples)
     @given(program=programs(4))
     def run(program):
         paste(program)

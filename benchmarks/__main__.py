@@ -12,7 +12,7 @@ from benchmarks.overhead import import_time
 from benchmarks.overhead import main as overhead
 from benchmarks.pages import compare, plot, report
 from benchmarks.process_group import main as process_group
-from benchmarks.process_group import reports
+from benchmarks.process_group import recovery, reports
 from benchmarks.scale import main as scale
 
 EXPERIMENTS = {
@@ -23,6 +23,7 @@ EXPERIMENTS = {
     "mpi": mpi,
     "process_group": process_group,
     "reports": reports,
+    "recovery": recovery,
     "scale": scale,
     "bootstrap": bootstrap,
     "import": import_time,

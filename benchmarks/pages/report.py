@@ -26,6 +26,7 @@ TITLES = {
     "mpi": "The host engine beside MPI",
     "process_group": "What a process group costs",
     "reports": "What telling what ranks do costs",
+    "recovery": "How fast a group goes on",
     "scale": "What grows with ranks",
     "bootstrap": "What a store costs",
     "import": "What the import costs",

@@ -6,7 +6,7 @@ from urllib.parse import quote
 from benchmark_runs import run
 
 from benchmarks.pages import targets
-from benchmarks.process_group import checks, pairs, standing
+from benchmarks.process_group import checks, pairs, recovery, standing
 from benchmarks.work import workers
 from ncclpy.bootstrap import TCPStore
 
@@ -58,3 +58,14 @@ def test_what_is_promised_of_64_ranks_is_looked_for_where_it_is_measured():
     ]
     judged = targets.judge({"experiment": "process_group", "settings": {"engine": "host"}, "rows": rows})
     assert [each["kept"] for each in judged] == [True, False]
+
+
+def test_how_fast_a_group_goes_on(tmp_path):
+    path = tmp_path / "result.json"
+    run("recovery", "--processes", 2, "--threads", 3, "--rounds", 1, "--json", path)
+    rows = json.loads(path.read_text())["rows"]
+    found = {(row["operation"], row["ranks"]): row["samples"][0] for row in rows}
+    killed = {(each, 2) for each in (recovery.NOTICED, recovery.WHOLE, recovery.KILL, recovery.SHRINK, recovery.ANEW)}
+    assert found.keys() == killed | {(recovery.RECOVER, 3), (recovery.FIRST, 3)}
+    assert found[recovery.KILL, 2] >= found[recovery.NOTICED, 2] > 0
+    assert all(each > 0 for each in found.values())

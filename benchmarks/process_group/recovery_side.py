@@ -1,0 +1,120 @@
+"""The child side of how fast a group goes on: a process that serves the store, is one rank, or is all of them."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from benchmarks.work import worker
+
+#: The host engine has no more.
+MOST_DEVICES = 1024
+#: Seconds for everything that waits.
+PATIENCE = 60.0
+
+
+class Side:
+    """Answer requests; each method that a request can name starts with ``do_``."""
+
+    def __init__(self) -> None:
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        threading.stack_size(256 << 10)
+
+    def do_serve(self) -> int:
+        """Serve a store for all ranks; return its port."""
+        from ncclpy.bootstrap import TCPStore
+
+        self.store = TCPStore("127.0.0.1", 0, serve=True)
+        return self.store.port
+
+    def do_stand(self, rank: int, nranks: int, port: int) -> None:
+        """Be one rank, and do a collective."""
+        self.group = _group(rank, nranks, port)
+        self.group.all_reduce(np.ones(1)).wait(PATIENCE)
+
+    def do_die(self, at: float) -> None:
+        """End this process at a time of the monotonic clock, which is one for all processes of a machine."""
+        time.sleep(max(0.0, at - time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def do_survive(self) -> list[float]:
+        """Begin a collective and go on without who is gone.
+
+        Returns when it failed, when the group was whole again, and when the next collective was done.
+        """
+        from ncclpy import NcclError
+
+        try:
+            self.group.all_reduce(np.ones(1)).wait(PATIENCE)
+        except NcclError:
+            failed = time.monotonic()
+        self.group.recover(PATIENCE)
+        whole = time.monotonic()
+        self.group.all_reduce(np.ones(1)).wait(PATIENCE)
+        return [failed, whole, time.monotonic()]
+
+    def do_shrink(self, excluded: int) -> float:
+        """Shrink a communicator of all ranks by NCCL, and do a collective on what is left; return the seconds."""
+        import ncclpy
+
+        identity = self.group.store.gather(
+            "id", self.group.rank, self.group.size, bytes(ncclpy.get_unique_id()), PATIENCE
+        )[0]
+        rank, size = self.group.rank, self.group.size
+        comm = ncclpy.Communicator.init(
+            size, rank, ncclpy.UniqueId.from_bytes(identity), device=rank, timeout=PATIENCE
+        )
+        comm.all_reduce(np.ones(1))
+        self.group.store.barrier("before", rank, size, PATIENCE)
+        if rank == excluded:
+            return 0.0
+        begin = time.perf_counter()
+        smaller = comm.shrink([excluded])
+        smaller.all_reduce(np.ones(1))
+        return time.perf_counter() - begin
+
+    def do_anew(self, excluded: int) -> float:
+        """Make a communicator of those that are left anew, by the group's way, and do a collective on it."""
+        members = [rank for rank in range(self.group.size) if rank != excluded]
+        fewer = self.group.new_group(members)
+        self.group.store.barrier("again", self.group.rank, self.group.size, PATIENCE)
+        if fewer is None:
+            return 0.0
+        begin = time.perf_counter()
+        fewer.all_reduce(np.ones(1)).wait(PATIENCE)
+        return time.perf_counter() - begin
+
+    def do_all_recover(self, nranks: int, port: int) -> list[float]:
+        """Be all ranks, as threads, and recover twice; return the seconds of recover() and of the first collective."""
+        os.environ["NCCLPY_HOST_DEVICES"] = str(min(max(nranks, 8), MOST_DEVICES))
+        with ThreadPoolExecutor(nranks) as pool:
+            groups = list(pool.map(lambda rank: _group(rank, nranks, port), range(nranks)))
+            begin = time.perf_counter()
+            list(pool.map(lambda group: group.recover(PATIENCE), groups))
+            whole = time.perf_counter()
+            list(pool.map(lambda group: group.all_reduce(np.ones(1)).wait(PATIENCE), groups))
+            reduced = time.perf_counter()
+            list(pool.map(lambda group: group.close(), groups))
+        return [whole - begin, reduced - whole]
+
+
+def _group(rank: int, nranks: int, port: int):
+    os.environ.setdefault("NCCLPY_HOST_DEVICES", str(min(max(nranks, 8), MOST_DEVICES)))
+    import ncclpy
+    from ncclpy.bootstrap import TCPStore
+
+    ncclpy.use("host")
+    store = TCPStore("127.0.0.1", port, timeout=PATIENCE)
+    return ncclpy.ProcessGroup(store, rank, nranks, device=rank, timeout=PATIENCE)
+
+
+def main() -> None:
+    """Serve a `Side`."""
+    worker.serve(Side())

@@ -1,0 +1,82 @@
+"""Where the store is when a rank dies: within that rank, where all ends, or outside of all, where the others go on."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import foreign_stores
+import pytest
+
+pytestmark = pytest.mark.usefixtures("host_engine")
+
+PROGRAM = """
+import os, signal, sys, time
+import numpy as np, ncclpy
+from ncclpy.bootstrap import TCPStore
+rank, size = int(sys.argv[1]), 3
+{store}
+group = ncclpy.ProcessGroup(store, rank, size, device=rank, timeout=30)
+group.all_reduce(np.ones(2)).wait(30)
+time.sleep(1.5)  # until each has told once what it does
+group.barrier().wait(30)
+if rank == 0:
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    group.all_reduce(np.ones(2)).wait(30)
+except ncclpy.NcclError:
+    pass
+try:
+    found = group.recover(10)
+    print("rank", rank, "goes on:", found.survivors, group.all_reduce(np.ones(2)).result(30)[0], flush=True)
+except ncclpy.NcclError as error:
+    print("rank", rank, "ends:", type(error).__name__, error, flush=True)
+group.close()
+"""
+
+
+def run(tmp_path, store):
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM.format(store=textwrap.dedent(store)))
+    command = [sys.executable, path]
+    started = [
+        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd="/")
+        for rank in range(3)
+    ]
+    said = [process.communicate(timeout=60)[0] for process in started]
+    assert [process.returncode for process in started] == [-9, 0, 0], said
+    return said
+
+
+def test_a_store_within_a_rank_ends_with_it(tmp_path):
+    said = run(
+        tmp_path,
+        f"""
+        port = "{tmp_path}/port"
+        if rank == 0:
+            store = TCPStore("127.0.0.1", 0, serve=True)
+            with open(port + ".new", "w") as file:
+                file.write(str(store.port))
+            os.rename(port + ".new", port)
+        else:
+            while not os.path.exists(port):
+                time.sleep(0.01)
+            store = TCPStore("127.0.0.1", int(open(port).read()))
+        """,
+    )
+    for rank in (1, 2):
+        assert f"rank {rank} ends: NcclError rank {rank} of process group 'default' cannot recover it" in said[rank]
+        assert "Have the store outlive each rank: in the launcher (ncclpy run), or Redis" in said[rank]
+
+
+def test_with_redis_any_rank_may_die(tmp_path):
+    pytest.importorskip("redis")
+    if shutil.which("redis-server") is None:
+        pytest.skip("needs redis-server")
+    with foreign_stores.redis_server(tmp_path) as path:
+        said = run(tmp_path, f"import redis\nstore = redis.Redis(unix_socket_path={str(path)!r})")
+    for rank in (1, 2):
+        assert f"rank {rank} goes on: (1, 2) 2.0" in said[rank], said

@@ -132,6 +132,10 @@ class Arrivals:
         """Return who has come to a meeting."""
         return {int(key.rpartition("/")[2]) for key in self.store.keys(f"{place}/here/")}
 
+    def has_come(self, place: str, rank: int) -> bool:
+        """Return whether one has."""
+        return self.store.check([self._here(place, rank)])
+
     def forget(self, place: str, members: Sequence[int]) -> None:
         """Clear away a meeting that all have come back from."""
         with contextlib.suppress(StoreError, NcclTimeout):  # whose store is gone leaves nothing there

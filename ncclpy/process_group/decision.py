@@ -22,9 +22,11 @@ from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, ranks, secon
 
 __all__ = ["Past", "Recovery", "decide"]
 
-#: How often the first of those that have come looks for the others, and how long the others wait at a time.
+#: How often the first of those that have come looks for the others, and how long the others wait at a time; longer
+#: where many ask the store.
 _LOOK = 0.02
 _SLICE = 0.2
+_SLICE_OF_A_RANK = 0.5e-3
 
 
 @dataclass(frozen=True)
@@ -144,25 +146,28 @@ class _Election:
     def hold(self, timeout: float, wanted: Callable[[], bool]) -> dict[str, Any]:
         deadline = time.monotonic() + timeout
         mine = f"{self._here()}{self.rank}"
+        leases = True  # who is here is alive
         try:
             self.store.set(mine, b"", ephemeral=True)
         except StoreError:  # it does not know who is alive; one that is gone says so here
             self.store.set(mine, b"")
+            leases = False
         suspects: set[int] = set()  # a rank that only just makes its group has no lease for an instant
         while wanted():
             here = {int(key.rpartition("/")[2]) for key in self.store.keys(self._here())} | {self.rank}
             left = deadline - time.monotonic()
             looks = self.rank == min(here)
             if left <= 0 or looks:
-                lost = {rank for rank in range(self.size) if rank != self.rank and self.is_lost(rank)}
-                there = sorted(here - lost)
-                late = set(range(self.size)) - here - (lost & suspects)
+                asked = set(range(self.size)) - ((here if leases else set()) | {self.rank})
+                lost = {rank for rank in asked if self.is_lost(rank)}
+                late = asked - here - (lost & suspects)
                 suspects = lost
                 if left <= 0 or not late:
-                    told = json.dumps(self._outcome(there, timeout)).encode()
+                    told = json.dumps(self._outcome(sorted(here - lost), timeout)).encode()
                     return _read(self.store.compare_set(_decided(self.attempt), None, told)[1])
+            pause = (_LOOK if looks else _SLICE) + self.size * _SLICE_OF_A_RANK
             with contextlib.suppress(NcclTimeout):
-                return _read(self.store.get(_decided(self.attempt), max(0.0, min(_LOOK if looks else _SLICE, left))))
+                return _read(self.store.get(_decided(self.attempt), max(0.0, min(pause, left))))
         raise NcclAborted(f"process group {self.name!r} has ended")
 
     def _outcome(self, there: list[int], timeout: float) -> dict[str, Any]:

@@ -460,9 +460,10 @@ cdef class Membership(Lifecycle):
             return False
         if is_lost is None:
             return True
+        if self.rank > 0:  # the first one waits for all, the others for that one
+            return arrivals.has_come(_MEETING, 0) or not is_lost(0)
         there = arrivals.there(_MEETING)
-        waits_for = range(self.size) if self.rank == 0 else (0,)
-        return not any(is_lost(rank) for rank in waits_for if rank != self.rank and rank not in there)
+        return not any(is_lost(rank) for rank in range(1, self.size) if rank not in there)
 
 
 def _lost_of(reports, size, rank):

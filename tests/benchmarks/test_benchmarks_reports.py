@@ -6,7 +6,7 @@ import pytest
 from benchmark_runs import run
 
 from benchmarks.pages import growth, report, summary
-from benchmarks.process_group import reports
+from benchmarks.process_group import recovery, reports
 from benchmarks.work import results
 
 OPERATIONS = {*reports.LINES, reports.HEARD, reports.IDLE, reports.SERVER}
@@ -34,6 +34,16 @@ def test_the_page_on_scale_has_the_lines_that_were_fitted():
         row["ranks"]: summary.median(row["samples"]) for row in result["rows"] if row["operation"] == reports.ABORT
     }
     assert f"From 128 to 256 it took {medians[256] / medians[128]:.1f} times as long." in page
+
+
+def test_the_page_on_scale_has_the_line_of_going_on():
+    result = dict(results.load_all())["recovery.json"]
+    page = (report.PAGE.parent / "scale.md").read_text()
+    assert growth.line_table(result) in page, "the table under `Going on without a rank`"
+    medians = {
+        row["ranks"]: summary.median(row["samples"]) for row in result["rows"] if row["operation"] == recovery.KILL
+    }
+    assert f"8 processes on two cores take {medians[8] / 1e3:.2f} s, 64 take {medians[64] / 1e3:.1f} s" in page
 
 
 def rows_of(value, ranks=(2, 4, 8), **more):

@@ -71,6 +71,10 @@ class Side:
 
     def do_idle(self) -> float:
         """Return how many operations a second all ranks ask of the store while none does anything."""
+        told = -1
+        while (now := self._count()) != told:  # on a busy machine some have yet to tell what they have done
+            told = now
+            time.sleep(SETTLES)
         begin, before = time.perf_counter(), self._count()
         time.sleep(COUNTS)
         return (self._count() - before) / (time.perf_counter() - begin)

@@ -18,8 +18,8 @@ from ncclpy.core.errors import NcclError, NcclTimeout, seconds
 
 __all__ = ["Guest", "Host"]
 
-#: How long a wait goes on before signal handlers run, and the seconds for those invited to answer.
-_SLICE = 0.2
+#: How long a wait goes on before who wants to join asks once more, and the seconds for those invited to answer.
+_SLICE = 0.5
 _ANSWERS = 1.0
 
 
@@ -60,7 +60,6 @@ class Guest(_Door):
     def wait(self, timeout: float) -> tuple[list[str], str]:
         """Return the handles of all, by rank, and the name under which they meet, once the group admits this one."""
         deadline = time.monotonic() + timeout
-        self._put("asks", self.handle.encode())
         try:
             self._await("invited", deadline, timeout)
             self._put("comes", b"")
@@ -80,6 +79,8 @@ class Guest(_Door):
     def _await(self, what: str, deadline: float, timeout: float) -> bytes:
         while True:
             left = deadline - time.monotonic()
+            if what == "invited":  # again and again: who has not answered once is forgotten
+                self._put("asks", self.handle.encode())
             try:
                 return self.store.get(self.key(what, self.number), max(0.0, min(_SLICE, left)))
             except NcclTimeout:
@@ -111,8 +112,9 @@ class Host(_Door):
             handle = self.store.compare_set(self.key("asks", number), None, None)[1]
             if handle is not None and self.store.check([self.key("comes", number)]):
                 guests[number] = handle.decode()
-            else:  # it may be asked again
+            else:  # it is gone, or asks again
                 self.store.delete(self.key("invited", number))
+                self.store.delete(self.key("asks", number))
         return guests
 
     def welcome(self, guests: dict[str, str], handles: list[str], uuid: str) -> None:

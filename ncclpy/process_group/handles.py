@@ -90,8 +90,10 @@ def claim(store: Store, uuid: str, handles: Sequence[str], mine: str) -> None:
         raise ValueError(f"uuid: this group has used {uuid!r} before; each reconfigure() takes a new one")
 
 
-def store_of(handle: str, store: Store) -> Store:
+def store_of(handle: str, store: Store, seconds: float) -> Store:
     """Return the store that a handle's group was made with: this one if it is the same, else one that is made here.
+
+    ``seconds`` are those in which that has to be reached, and its operations' thereafter.
 
     Raises
     ------
@@ -106,9 +108,9 @@ def store_of(handle: str, store: Store) -> Store:
     there: Store
     if kind == "tcp":
         host, port = place.split(":")
-        there = TCPStore(unquote(host), int(port))
+        there = TCPStore(unquote(host), int(port), timeout=seconds)
     elif kind == "file":
-        there = FileStore(unquote(place))
+        there = FileStore(unquote(place), timeout=seconds)
     else:
         raise ValueError(
             f"handles: the group of {handle!r:.80}, which becomes rank 0, was made with another store than this one, "

@@ -165,7 +165,7 @@ cdef class Membership(Lifecycle):
         if type(uuid) is not str or not uuid:
             raise ValueError(f"uuid: expected a text that was never used before, got {uuid!r:.80}")
         with self._turn("reconfigure()"):
-            store = store_of(order[0], self.store)
+            store = store_of(order[0], self.store, seconds)
             borrowed = None if store is self.store else store
             try:
                 claim(store, uuid, order, self.handle)
@@ -328,6 +328,8 @@ cdef class Membership(Lifecycle):
                 host.refuse(guests, text_of(error))
                 self.check_usable()
                 raise
+            if self.rank == 0 and number > 0:  # all have come back from the last one
+                self.notices.arrivals.forget(f"admit/{number - 1}", list(range(self.size)))
             handles = [each["handle"] for each in met] + met[0]["guests"]
             if len(handles) == self.size:
                 return ()

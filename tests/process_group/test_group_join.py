@@ -100,6 +100,36 @@ def test_two_join_three(host_engine, check):
     assert not store.keys("ncclpy/joining/default/asks")
 
 
+def test_to_admit_nobody_leaves_nothing_in_the_store(host_engine):
+    def body(group):
+        for _ in range(3):
+            group.admit()
+        group.store.barrier("thrice", group.rank, 2, DEADLINE)
+        before = len(group.store.keys())
+        group.store.barrier("counted", group.rank, 2, DEADLINE)
+        for _ in range(20):
+            assert group.admit() == ()
+        group.store.barrier("more", group.rank, 2, DEADLINE)
+        assert len(group.store.keys()) <= before
+
+    run_groups(2, body)
+
+
+def test_one_that_has_not_answered_asks_again(host_engine):
+    """It was stopped, say, when it was invited; the group has forgotten it."""
+    store, results, arrays = LocalStore(), [], testing.arrays()
+    with ncclpy.ProcessGroup(store, 0, 1, device=0, timeout=DEADLINE / 2) as group:
+        thread = joins(store, 1, arrays, results)
+        testing.wait_for(lambda: asks(store), "it")
+        for key in store.keys("ncclpy/joining/default/asks/"):
+            store.delete(key)
+        while not group.admit():
+            time.sleep(0.05)
+        assert total(group, arrays) == 3
+        thread.join(DEADLINE)
+    assert results == [(1, 2, "default", 3)]
+
+
 def test_what_was_begun_is_done_first(host_engine):
     store, results, arrays = LocalStore(), [], testing.arrays()
 

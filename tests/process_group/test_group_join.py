@@ -60,43 +60,38 @@ def test_one_joins_one(arrays):
 
 @pytest.mark.parametrize("check", ["off", "always"])
 def test_two_join_three(host_engine, check):
-    store, results = LocalStore(), []
-    arrays = testing.arrays()
+    store, results, arrays = LocalStore(), [], testing.arrays()
+
+    def joined(device):
+        with ncclpy.ProcessGroup.join(store, device=device, timeout=DEADLINE / 2, check=check) as group:
+            results.append(together(group))
+
+    def together(group):
+        """Do what all five do once they are together, those who have joined as well."""
+        found = total(group, arrays)
+        group.barrier().wait(DEADLINE)
+        assert group.admit() == ()
+        return group.size, found, total(group, arrays)
 
     def body(group):
         for _ in range(3):
             assert total(group, arrays) == 6
         if group.rank == 0:
-            threads.extend(joins(store, device, arrays, results, check=check) for device in (3, 4))
+            threads.extend(threading.Thread(target=joined, args=(device,), daemon=True) for device in (3, 4))
+            for thread in threads:
+                thread.start()
             testing.wait_for(lambda: asks(store) == 2, "both")
         group.store.barrier("both", group.rank, 3, DEADLINE)
         before = group.rank
         assert group.admit() == (3, 4)
-        assert (group.rank, group.size) == (before, 5)
-        assert total(group, arrays) == 15
-        group.barrier().wait(DEADLINE)
-        assert group.admit() == ()
-        assert total(group, arrays) == 15  # which those who have joined take no part in: see below
-        return group.size
+        assert group.rank == before
+        return together(group)
 
     threads = []
-
-    def joined(store, device):
-        with ncclpy.ProcessGroup.join(store, device=device, timeout=DEADLINE / 2, check=check) as group:
-            found = total(group, arrays)
-            group.barrier().wait(DEADLINE)
-            assert group.admit() == ()
-            return found, total(group, arrays)
-
-    def joins(store, device, arrays, results, check):
-        thread = threading.Thread(target=lambda: results.append(joined(store, device)), daemon=True)
-        thread.start()
-        return thread
-
-    assert run_groups(3, body, store=store, check=check) == [5, 5, 5]
+    assert run_groups(3, body, store=store, check=check) == [(5, 15, 15)] * 3
     for thread in threads:
         thread.join(DEADLINE)
-    assert results == [(15, 15)] * 2
+    assert results == [(5, 15, 15)] * 2
     assert not store.keys("ncclpy/joining/default/asks")
 
 

@@ -132,6 +132,10 @@ class Arrivals:
         """Return who has come to a meeting."""
         return {int(key.rpartition("/")[2]) for key in self.store.keys(f"{place}/here/")}
 
+    def has_met(self, place: str) -> bool:
+        """Return whether a meeting was one: all have come."""
+        return (self.store.compare_set(self._outcome(place), None, None)[1] or b"").startswith(_MET)
+
     def forget(self, place: str, members: Sequence[int]) -> None:
         """Clear away a meeting that all have come back from."""
         with contextlib.suppress(StoreError, NcclTimeout):  # whose store is gone leaves nothing there

@@ -169,20 +169,27 @@ cdef class Membership(Lifecycle):
             borrowed = None if store is self.store else store
             try:
                 claim(store, uuid, order, self.handle)
+                flying = NcclAborted(f"process group {self.name!r} is being reconfigured: this was in flight then")
                 notices = self._notices(store, order.index(self.handle), len(order), place_of(uuid))
                 try:
                     notices.gather(
                         _MEETING, None, seconds, functools.partial(self._comes, order, now() + min(_PATIENCE, seconds / 2))
                     )
                 except BaseException as error:
-                    notices.close()
-                    if isinstance(error, NcclAborted):
+                    ended = isinstance(error, NcclAborted) and self.failure is not None
+                    if _has_met(notices):
+                        borrowed, self.borrowed = self.borrowed, borrowed
+                        failure = self.failure if ended else error
+                        self._leave(flying, False, order)
+                        self._torn(failure, notices, None, None)
+                    else:
+                        notices.close()
+                    if ended:
                         self.check_usable()  # says what has ended it
                     raise
                 borrowed, self.borrowed = self.borrowed, borrowed
-                error = NcclAborted(f"process group {self.name!r} is being reconfigured: this was in flight then")
                 try:
-                    self._leave(error, False, order)
+                    self._leave(flying, False, order)
                     self._enter(notices)
                     self._go_on()
                 except BaseException as failure:
@@ -428,11 +435,18 @@ cdef class Membership(Lifecycle):
             self._leave(error, drained, handles)
             notices = self._notices(store, rank, size, place_of(uuid))
             self._enter(notices, past, is_lost)
-            come = notices.gather(_MEETING, brought, seconds, functools.partial(self._is_moving, notices.arrivals, is_lost))
+            try:
+                come = notices.gather(
+                    _MEETING, brought, seconds, functools.partial(self._is_moving, notices.arrivals, is_lost)
+                )
+            except NcclAborted:
+                if self.closed or not _has_met(notices):
+                    raise
+                come = notices.gather(_MEETING, brought, seconds, lambda: True)  # one that has gone on has ended it since
             self._go_on()
         except BaseException as failure:
             if notices is None:  # the others are there, and so is what recover() finds
-                with contextlib.suppress(NcclError):
+                with contextlib.suppress(NcclError, ValueError):
                     notices = self._notices(store, rank, size, place_of(uuid))
             self._torn(failure, notices, past, is_lost)
             raise
@@ -450,12 +464,12 @@ cdef class Membership(Lifecycle):
                 self.failure = error
             self.between = None
         if notices is not None:
-            with contextlib.suppress(NcclError):
+            with contextlib.suppress(NcclError, ValueError):
                 if self.notices is not notices:
                     self.end_notices(False)
                     self.end_connections(error, False)
                     self._enter(notices, past, is_lost)
-                if notices.arrivals.has_met(_MEETING):  # the others have gone on
+                if _has_met(notices):  # the others have gone on
                     notices.tell(f"rank {notices.rank} of {notices.size}: {text_of(self.failure)}")
         if self.closed:
             self.end_notices(False)
@@ -464,13 +478,16 @@ cdef class Membership(Lifecycle):
         return 0
 
     cdef int _go_on(self) except -1:
-        """Be usable again, unless somebody has ended that."""
+        """Be usable again, unless it is closed; what has ended it since all have met stays, as if it came right behind."""
         with self.lock:
-            stands = self.moves and not self.closed and self.failure is self.between
-            if stands:
-                self.failure = self.between = self.past = self.is_lost = None
-        if not stands:
+            ended = None if self.failure is self.between else self.failure
+            if not self.closed:
+                self.failure, self.between, self.past, self.is_lost = ended, None, None, None
+        if self.closed:
             self.check_usable()
+            raise ValueError(f"process group {self.name!r} is closed; make a new one")
+        if ended is not None:  # the others may not have heard here
+            self.notices.tell(f"rank {self.rank} of {self.size}: {text_of(ended)}")
         return 0
 
     def _is_moving(self, arrivals, is_lost):
@@ -501,6 +518,13 @@ cdef class _Turn:
     def __exit__(self, *_):
         self.group.moves = False
         self.group.turn.release()
+
+
+def _has_met(notices):
+    """Return whether all have met who go on, as far as the store can say."""
+    with contextlib.suppress(NcclError, ValueError):
+        return notices.arrivals.has_met(_MEETING)
+    return False
 
 
 def _lost_of(reports, size, rank):

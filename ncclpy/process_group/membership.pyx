@@ -469,8 +469,9 @@ cdef class Membership(Lifecycle):
                     self.end_notices(False)
                     self.end_connections(error, False)
                     self._enter(notices, past, is_lost)
-                if _has_met(notices):  # the others have gone on
-                    notices.tell(f"rank {notices.rank} of {notices.size}: {text_of(self.failure)}")
+                text = f"rank {notices.rank} of {notices.size}: {text_of(self.failure)}"
+                if notices.arrivals.give_up(_MEETING, text):  # the others have gone on
+                    notices.tell(text)
         if self.closed:
             self.end_notices(False)
         if not ours and isinstance(failure, Exception):

@@ -104,7 +104,6 @@ cdef class Lifecycle(BlockOwner):
         self.check, self.check_nan = check, check_nan
         self.handle = new_handle(rank, store)
         self.turn = threading.Lock()
-        self.number = next_number()
         self._enter(self._notices(store, rank, size))
         self._beat(self.number)
 
@@ -114,7 +113,7 @@ cdef class Lifecycle(BlockOwner):
 
     def _enter(self, notices, past=None, is_lost=None):
         """Be the rank that these notices are of; it has no communicators yet. `recover` knows by `past` what it was before."""
-        cdef long long number = self.number
+        cdef long long number
         cdef int rank = notices.rank, size = notices.size
         cdef Agreement agreement = None
         inquiries = Inquiries(notices, self.on_error == "report")
@@ -123,6 +122,7 @@ cdef class Lifecycle(BlockOwner):
         nan_check = NanCheck(rank, self.name, self.device) if self.check_nan else None
         completions = [hook.of(rank, self.name) for hook in self.completions]
         with self.lock:
+            self.number = number = next_number()  # what was begun since it left has the one between
             self.rank, self.size = rank, size
             self.notices, self.inquiries, self.agreement = notices, inquiries, agreement
             self.nan_check, self.completions = nan_check, completions
@@ -237,6 +237,7 @@ cdef class Lifecycle(BlockOwner):
 
     cdef Connection _new_connection(self, str label, int peer):
         cdef Connection made
+        cdef long long number = self.number  # of what all of this is read from
         members = list(range(self.size)) if peer < 0 else sorted([self.rank, peer])
         title = self.name if peer < 0 else f"{self.name} {label}"
         made = Connection(
@@ -244,7 +245,7 @@ cdef class Lifecycle(BlockOwner):
             _meeting_of(self.notices, label, members), self.timeout,
         )
         made.spares = self.on_error == "report"
-        made.epoch = self.number
+        made.epoch = number
         return made
 
     cdef int adopt(self, Communicator comm) except -1:

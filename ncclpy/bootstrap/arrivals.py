@@ -136,6 +136,14 @@ class Arrivals:
         """Return whether one has."""
         return self.store.check([self._here(place, rank)])
 
+    def has_met(self, place: str) -> bool:
+        """Return whether a meeting was one: all have come."""
+        return (self.store.compare_set(self._outcome(place), None, None)[1] or b"").startswith(_MET)
+
+    def give_up(self, place: str, why: str) -> bool:
+        """Leave a meeting, also one that this rank has not come to yet; return whether all had met before that."""
+        return self._leave(place, why, None).startswith(_MET)
+
     def forget(self, place: str, members: Sequence[int]) -> None:
         """Clear away a meeting that all have come back from."""
         with contextlib.suppress(StoreError, NcclTimeout):  # whose store is gone leaves nothing there

@@ -152,6 +152,14 @@ class _Election:
         except StoreError:  # it does not know who is alive; one that is gone says so here
             self.store.set(mine, b"")
             leases = False
+        try:
+            return self._await(leases, deadline, timeout, wanted)
+        except BaseException:
+            with contextlib.suppress(StoreError, NcclTimeout):  # it is not there for the others to go on with
+                self.store.delete(mine)
+            raise
+
+    def _await(self, leases: bool, deadline: float, timeout: float, wanted: Callable[[], bool]) -> dict[str, Any]:
         suspects: set[int] = set()  # a rank that only just makes its group has no lease for an instant
         while wanted():
             here = {int(key.rpartition("/")[2]) for key in self.store.keys(self._here())} | {self.rank}

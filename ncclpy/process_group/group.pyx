@@ -117,6 +117,7 @@ check="off", check_nan=False, high_priority=False, timing=False)
         cdef CUstream stream
         cdef size_t i
         cdef int peer = -1
+        cdef long long number = self.number  # before the wait for the NaNs of an array that this has room for
         self.check_usable()
         if self.nan_check is not None and not (
             find_producer(view, self.device, producer, &stream) and is_captured(stream, self.device)
@@ -131,6 +132,7 @@ check="off", check_nan=False, high_priority=False, timing=False)
                 return block.work
         ensure_running()
         request = self._request(operation.kind, timeout)
+        request.epoch = number
         work = request.work
         work.held, work.output = held, output
         note_operation(work.entry, operation, view.nbytes)
@@ -376,6 +378,7 @@ check="off", check_nan=False, high_priority=False, timing=False)
             the group is aborted, as the others would wait for what this rank does not begin.
         """
         cdef Work work
+        cdef long long number = self.number
         self.check_usable()
         if PyThread_get_thread_ident() in self.blocks:
             raise ValueError("all_reduce_sparse() in a coalescing block: it waits for other ranks, a block for nobody")
@@ -392,6 +395,8 @@ check="off", check_nan=False, high_priority=False, timing=False)
         told = self.all_gather(brought.told, brought.heard, timeout=timeout)
         try:
             told.wait()
+            if number != self.number:
+                self.refuse_old()
             disagreement = brought.disagreement()
             parts = None if disagreement else brought.parts()
         except NcclError:

@@ -104,7 +104,6 @@ cdef class Lifecycle(BlockOwner):
         self.check, self.check_nan = check, check_nan
         self.handle = new_handle(rank, store)
         self.turn = threading.Lock()
-        self.number = next_number()
         self._enter(self._notices(store, rank, size))
         self._beat(self.number)
 
@@ -112,9 +111,9 @@ cdef class Lifecycle(BlockOwner):
         """Return how one of so many ranks meets the others at a place of a store."""
         return Notices(store, self.name, rank, size, teller_of(weakref.ref(self)), place)
 
-    def _enter(self, notices):
-        """Be the rank that these notices are of; it has no communicators yet."""
-        cdef long long number = self.number
+    def _enter(self, notices, past=None, is_lost=None):
+        """Be the rank that these notices are of; it has no communicators yet. `recover` knows by `past` what it was before."""
+        cdef long long number
         cdef int rank = notices.rank, size = notices.size
         cdef Agreement agreement = None
         inquiries = Inquiries(notices, self.on_error == "report")
@@ -123,9 +122,11 @@ cdef class Lifecycle(BlockOwner):
         nan_check = NanCheck(rank, self.name, self.device) if self.check_nan else None
         completions = [hook.of(rank, self.name) for hook in self.completions]
         with self.lock:
+            self.number = number = next_number()  # what was begun since it left has the one between
             self.rank, self.size = rank, size
             self.notices, self.inquiries, self.agreement = notices, inquiries, agreement
             self.nan_check, self.completions = nan_check, completions
+            self.past, self.is_lost = past, is_lost
             self.connections, self.generations, self.alone, self.holder = {}, {}, [], None
             self.collectives = self.children = self.admissions = 0
         mine = weakref.ref(self)
@@ -236,6 +237,7 @@ cdef class Lifecycle(BlockOwner):
 
     cdef Connection _new_connection(self, str label, int peer):
         cdef Connection made
+        cdef long long number = self.number  # of what all of this is read from
         members = list(range(self.size)) if peer < 0 else sorted([self.rank, peer])
         title = self.name if peer < 0 else f"{self.name} {label}"
         made = Connection(
@@ -243,7 +245,7 @@ cdef class Lifecycle(BlockOwner):
             _meeting_of(self.notices, label, members), self.timeout,
         )
         made.spares = self.on_error == "report"
-        made.epoch = self.number
+        made.epoch = number
         return made
 
     cdef int adopt(self, Communicator comm) except -1:
@@ -378,10 +380,12 @@ cdef class Lifecycle(BlockOwner):
         error = NcclAborted(f"process group {self.name!r} was aborted by rank {self.rank}: {text}")
         if isinstance(reason, BaseException):
             error.__cause__ = reason
-        self.moves = False
-        self._fail(error, text, None, exits=False, asks=True)
-        if self.tell_thread is not None:
-            self.tell_thread.join(_TELLS)
+        try:
+            self._fail(error, text, None, exits=False, asks=True)
+            if self.tell_thread is not None:
+                self.tell_thread.join(_TELLS)
+        finally:  # who leaves a meeting before the others have heard is only one rank less
+            self.moves = False
 
     def _ended(self, number, told):
         """Take the news from another rank that the group has ended, and what all did then."""
@@ -441,22 +445,22 @@ cdef class Lifecycle(BlockOwner):
         with self.lock:
             if number is not None and number != self.number:
                 return
-            if self.is_ended() and ((self.failure is not None and self.failure is not self.between) or not self.connections):
+            if (self.failure is not None and self.failure is not self.between) or (self.closed and not self.connections):
                 return
             self.failure = error
-            connections = list(self.connections.values())
+            connections, notices = list(self.connections.values()), self.notices
             alone, self.alone = self.alone, []
             hooks = self.aborts  # later ones are called as they come
             if but is not None:
                 but.state = GONE
-        self.notices.known.failed(error)
+        notices.known.failed(error)
         exits = exits and self.on_error in ("exit", "exit_now")
         if exits and self.on_error == "exit_now":
-            self._exit(error)
+            self._exit(error, notices)
         telling = None
         if text is not None:
             told = f"rank {self.rank} of {self.size}: {without_advice(text) if said else text}", said, states
-            telling = threading.Thread(target=self.notices.tell, args=told, name="ncclpy-group-end", daemon=True)
+            telling = threading.Thread(target=notices.tell, args=told, name="ncclpy-group-end", daemon=True)
             telling.start()
             self.tell_thread = telling
         comms = []
@@ -475,20 +479,20 @@ cdef class Lifecycle(BlockOwner):
         for hook in hooks if calls else ():
             users.give(functools.partial(hook, error))
         if exits:
-            threading.Thread(target=self._exit, args=(error, telling, but), name="ncclpy-group-exit").start()
+            threading.Thread(target=self._exit, args=(error, notices, telling, but), name="ncclpy-group-exit").start()
 
-    def _exit(self, error, telling=None, Connection but=None):
+    def _exit(self, error, notices, telling=None, Connection but=None):
         """End the process, as `on_error` asks for; once the others were told and the communicators are aborted."""
         cdef double deadline = now() + ABORT_DEADLINE
         for thread in (telling, self.abort_thread):
             if thread is not None:
                 thread.join(ABORT_DEADLINE)
-        if telling is not None and self.notices.goes_on(self.handle):
+        if telling is not None and notices.goes_on(self.handle):
             return  # another rank has ended it on purpose, and that is what this one has seen
         while but is not None and but.launches and now() < deadline:
             time.sleep(0.001)
         try:
-            self.notices.known.wait()
+            notices.known.wait()
             print(
                 f"ncclpy: rank {self.rank} of process group {self.name!r} ends its process with status {_EXIT_CODE}, as "
                 f"on_error={self.on_error!r} says: {text_of(error)}",

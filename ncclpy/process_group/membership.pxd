@@ -2,7 +2,10 @@ from ncclpy.process_group.lifecycle cimport Lifecycle
 
 
 cdef class Membership(Lifecycle):
-    cdef object _stand(self, store, place, int rank, int size, brought, double seconds)
+    cdef object _stand(
+        self, uuid, int rank, int size, error, bint drained, handles, brought, double seconds, past, is_lost
+    )
+    cdef int _torn(self, failure, notices, past, is_lost) except -1
     cdef int _go_on(self) except -1
     cdef int _tell_plan(self, order) except -1
     cdef int _leave(self, error, bint drained, handles) except -1

@@ -169,26 +169,36 @@ cdef class Membership(Lifecycle):
             borrowed = None if store is self.store else store
             try:
                 claim(store, uuid, order, self.handle)
+                flying = NcclAborted(f"process group {self.name!r} is being reconfigured: this was in flight then")
                 notices = self._notices(store, order.index(self.handle), len(order), place_of(uuid))
                 try:
                     notices.gather(
                         _MEETING, None, seconds, functools.partial(self._comes, order, now() + min(_PATIENCE, seconds / 2))
                     )
                 except BaseException as error:
-                    notices.close()
-                    if isinstance(error, NcclAborted):
+                    ended = isinstance(error, NcclAborted) and self.failure is not None
+                    if _has_met(notices):
+                        borrowed, self.borrowed = self.borrowed, borrowed
+                        failure = self.failure if ended else error
+                        self._leave(flying, False, order)
+                        self._torn(failure, notices, None, None)
+                    else:
+                        notices.close()
+                    if ended:
                         self.check_usable()  # says what has ended it
                     raise
-                self._leave(
-                    NcclAborted(f"process group {self.name!r} is being reconfigured: this was in flight then"), False, order
-                )
                 borrowed, self.borrowed = self.borrowed, borrowed
+                try:
+                    self._leave(flying, False, order)
+                    self._enter(notices)
+                    self._go_on()
+                except BaseException as failure:
+                    self._torn(failure, notices, None, None)
+                    raise
             finally:
                 if borrowed is not None:
                     give_back(borrowed)
-            self.past = None
-            self._enter(notices)
-            self._go_on()
+            self._beat(self.number)
 
     def _comes(self, order, moment):
         """Return whether this rank still waits for the others, which hear after a while that it does."""
@@ -244,19 +254,17 @@ cdef class Membership(Lifecycle):
                 self.past = Past(is_lost, list(range(self.size)), self.size, last_finished(self.number))
             while True:
                 members, uuid = self._decide(least, seconds)
-                past = self.past = self.past.among(members)
-                self.is_lost = past.is_lost
-                self._leave(NcclAborted(f"process group {self.name!r} is being recovered: this was in flight then"), False, None)
-                store = self.store if self.borrowed is None else self.borrowed
+                past = self.past.among(members)
+                flying = NcclAborted(f"process group {self.name!r} is being recovered: this was in flight then")
                 try:
                     come = self._stand(
-                        store, place_of(uuid), members.index(self.rank), len(members), {"finished": past.finished}, seconds
+                        uuid, members.index(self.rank), len(members), flying, False, None, {"finished": past.finished}, seconds,
+                        past, past.is_lost,
                     )
                 except NcclAborted as error:
-                    if self.failure is not error:  # somebody has ended it
+                    if self.failure is not error or not self.moves or self.closed:  # somebody has ended it
                         raise
                     continue  # one more has died; those who are left decide again
-                self.past = None
                 return past.recovery([each["finished"] for each in come])
 
     def _decide(self, least, seconds):
@@ -264,7 +272,8 @@ cdef class Membership(Lifecycle):
         notices, past = self.notices, self.past
         try:
             members, uuid = decide(
-                notices.store, self.name, self.rank, self.size, past.is_lost, least, seconds, lambda: not self.closed
+                notices.store, self.name, self.rank, self.size, past.is_lost, least, seconds,
+                lambda: self.moves and not self.closed,
             )
         except _import_module("ncclpy.bootstrap").StoreError as error:
             raise NcclError(
@@ -309,14 +318,15 @@ cdef class Membership(Lifecycle):
         self._check_movable("admit()")
         self.check_usable()
         with self._turn("admit()"):
+            number = self.admissions  # those that come to nothing count as well: the other ranks may have come
+            self.admissions += 1
             if not self._drain(deadline):
                 raise NcclTimeout(
                     f"rank {self.rank} of process group {self.name!r}: {self.pending()} operations are not done {as_text(seconds)} "
                     "after admit(); nothing has changed"
                 )
             wanted, store = self._wanted(), self.store if self.borrowed is None else self.borrowed
-            number, guests, host = self.admissions, {}, Host(store, self.name)
-            self.admissions += 1
+            guests, host = {}, Host(store, self.name)
             if self.rank == 0:
                 guests = host.invite(max(0.0, deadline - now()), wanted)
             try:
@@ -334,10 +344,11 @@ cdef class Membership(Lifecycle):
             if len(handles) == self.size:
                 return ()
             host.welcome(guests, handles, met[0]["uuid"])
-            self._leave(NcclAborted(f"process group {self.name!r} admits others: this was begun then"), True, handles)
-            before = len(met)
-            self.past, self.is_lost = None, functools.partial(_lost_of, self.notices.reports, before)
-            self._stand(store, place_of(met[0]["uuid"]), self.rank, len(handles), None, max(0.1, deadline - now()))
+            before, begun = len(met), NcclAborted(f"process group {self.name!r} admits others: this was begun then")
+            self._stand(
+                met[0]["uuid"], self.rank, len(handles), begun, True, handles, None, max(0.1, deadline - now()), None,
+                functools.partial(_lost_of, self.notices.reports, before),
+            )
             return tuple(range(before, len(handles)))
 
     @classmethod
@@ -372,8 +383,10 @@ cdef class Membership(Lifecycle):
             handles, uuid = Guest(group.store, name, group.handle).wait(seconds)
             with group._turn("join()"):
                 group.name = name
-                group._leave(NcclAborted(f"process group {name!r} is being joined"), True, None)
-                group._stand(group.store, place_of(uuid), handles.index(group.handle), len(handles), None, seconds)
+                group._stand(
+                    uuid, handles.index(group.handle), len(handles), NcclAborted(f"process group {name!r} is being joined"),
+                    True, None, None, seconds, None, None,
+                )
         except BaseException:
             group.close()
             raise
@@ -391,16 +404,7 @@ cdef class Membership(Lifecycle):
 
     def _turn(self, what):
         """Return the turn of this thread, a context; no other thread may be in one."""
-        if not self.turn.acquire(False):
-            raise RuntimeError(f"{what}: another thread reconfigures process group {self.name!r} already")
-        self.moves = True
-        turn = contextlib.ExitStack()
-        turn.callback(self._end_turn)
-        return turn
-
-    def _end_turn(self):
-        self.moves = False
-        self.turn.release()
+        return _Turn(self, what)
 
     cdef int _leave(self, error, bint drained, handles) except -1:
         """End what the group is; until it goes on it has an error.
@@ -420,45 +424,78 @@ cdef class Membership(Lifecycle):
         self.abort_thread = self.tell_thread = None
         return 0
 
-    cdef object _stand(self, store, place, int rank, int size, brought, double seconds):
-        """Be one of other ranks, once all of them have come; return what each has brought."""
+    cdef object _stand(
+        self, uuid, int rank, int size, error, bint drained, handles, brought, double seconds, past, is_lost
+    ):
+        """Leave, and be one of other ranks, once all of them have come; return what each has brought.
+
+        ``error``, ``drained`` and ``handles`` are those of `_leave`, ``past`` and ``is_lost`` those of `_enter`.
+        """
+        store = self.store if self.borrowed is None else self.borrowed
+        notices = None
         try:
-            self._enter(self._notices(store, rank, size, place))
-            wanted = functools.partial(self._is_moving, self.notices.arrivals, self.is_lost)
-            come = self.notices.gather(_MEETING, brought, seconds, wanted)
+            self._leave(error, drained, handles)
+            notices = self._notices(store, rank, size, place_of(uuid))
+            self._enter(notices, past, is_lost)
+            try:
+                come = notices.gather(
+                    _MEETING, brought, seconds, functools.partial(self._is_moving, notices.arrivals, is_lost)
+                )
+            except NcclAborted:
+                if self.closed or not _has_met(notices):
+                    raise
+                come = notices.gather(_MEETING, brought, seconds, lambda: True)  # one that has gone on has ended it since
+            self._go_on()
         except BaseException as failure:
-            error = failure if isinstance(failure, Exception) else NcclAborted(
-                f"process group {self.name!r} was being reconfigured, which {type(failure).__name__} has ended"
-            )
-            with self.lock:
-                ours = self.failure is self.between
-                if ours:
-                    self.failure = error
-                self.between = None
-            if self.closed:
-                self.end_notices(False)
-            if not ours:
-                self.check_usable()
+            if notices is None:  # the others are there, and so is what recover() finds
+                with contextlib.suppress(NcclError, ValueError):
+                    notices = self._notices(store, rank, size, place_of(uuid))
+            self._torn(failure, notices, past, is_lost)
             raise
-        self._go_on()
+        self._beat(self.number)
         return come
 
-    cdef int _go_on(self) except -1:
-        """Be usable again, unless somebody has ended that."""
+    cdef int _torn(self, failure, notices, past, is_lost) except -1:
+        """End it, as it is not what it was any more, and not what it would be either; raise what else has ended it."""
+        error = failure if isinstance(failure, Exception) else NcclAborted(
+            f"process group {self.name!r} was being reconfigured, which {type(failure).__name__} has ended"
+        )
         with self.lock:
-            stands = self.moves and not self.closed and self.failure is self.between
+            ours = self.failure is self.between
+            if ours:
+                self.failure = error
             self.between = None
-            if stands:
-                self.failure, self.is_lost = None, None
-        if not stands:
+        if notices is not None:
+            with contextlib.suppress(NcclError, ValueError):
+                if self.notices is not notices:
+                    self.end_notices(False)
+                    self.end_connections(error, False)
+                    self._enter(notices, past, is_lost)
+                text = f"rank {notices.rank} of {notices.size}: {text_of(self.failure)}"
+                if notices.arrivals.give_up(_MEETING, text):  # the others have gone on
+                    notices.tell(text)
+        if self.closed:
             self.end_notices(False)
+        if not ours and isinstance(failure, Exception):
             self.check_usable()
-        self._beat(self.number)
+        return 0
+
+    cdef int _go_on(self) except -1:
+        """Be usable again, unless it is closed; what has ended it since all have met stays, as if it came right behind."""
+        with self.lock:
+            ended = None if self.failure is self.between else self.failure
+            if not self.closed:
+                self.failure, self.between, self.past, self.is_lost = ended, None, None, None
+        if self.closed:
+            self.check_usable()
+            raise ValueError(f"process group {self.name!r} is closed; make a new one")
+        if ended is not None:  # the others may not have heard here
+            self.notices.tell(f"rank {self.rank} of {self.size}: {text_of(ended)}")
         return 0
 
     def _is_moving(self, arrivals, is_lost):
         """Return whether the ranks that go on still meet: nobody has ended that, and none that is missing has died."""
-        if not self.moves or self.closed:
+        if not self.moves or self.closed or self.failure is not self.between:
             return False
         if is_lost is None:
             return True
@@ -466,6 +503,32 @@ cdef class Membership(Lifecycle):
             return arrivals.has_come(_MEETING, 0) or not is_lost(0)
         there = arrivals.there(_MEETING)
         return not any(is_lost(rank) for rank in range(1, self.size) if rank not in there)
+
+
+cdef class _Turn:
+    """The turn of a thread to reconfigure a group; what a signal handler raises finds it taken or not, never between."""
+
+    cdef Membership group
+    cdef object what
+
+    def __init__(self, Membership group not None, what):
+        self.group, self.what = group, what
+
+    def __enter__(self):
+        if not self.group.turn.acquire(False):
+            raise RuntimeError(f"{self.what}: another thread reconfigures process group {self.group.name!r} already")
+        self.group.moves = True
+
+    def __exit__(self, *_):
+        self.group.moves = False
+        self.group.turn.release()
+
+
+def _has_met(notices):
+    """Return whether all have met who go on, as far as the store can say."""
+    with contextlib.suppress(NcclError, ValueError):
+        return notices.arrivals.has_met(_MEETING)
+    return False
 
 
 def _lost_of(reports, size, rank):

@@ -92,7 +92,7 @@ class Notices:
     look
         Returns this rank's standing, see `Reports`.
     place
-        Where in the store; by default the place of all groups of this name.
+        Where in the store, for one group; by default the place of all groups of this name.
     """
 
     def __init__(
@@ -105,7 +105,8 @@ class Notices:
         place: str | None = None,
     ) -> None:
         self._outer, self._place = store, _place_of(name) if place is None else place
-        self.number = store.add(f"{self._place}/made-by/{rank}")
+        made = store.add(f"{self._place}/made-by/{rank}")
+        self.number = made if place is None else 1  # who comes there again, as something went wrong, meets the others
         self.name, self.rank, self.size = name, rank, size
         self.known = note_group(name, self.number, rank, size)
         self.store = PrefixStore(f"{self._place}/{self.number}", store)

@@ -155,6 +155,22 @@ def test_admit_gives_up_on_what_is_not_done(host_engine):
     assert run_groups(2, body) == [2, 2]
 
 
+def test_one_that_comes_to_nothing_is_counted_by_all(host_engine):
+    """Rank 0 has not come to where rank 1 waited for it; the next time they meet."""
+
+    def body(group):
+        group.barrier().wait(DEADLINE)
+        work = group.send(np.ones(1), 1) if group.rank == 0 else None
+        with pytest.raises(ncclpy.NcclTimeout, match=r"are not done|rank 0 of 2 did not come"):
+            group.admit(0.2)
+        if group.rank == 1:
+            work = group.recv(np.ones(1), 0)
+        work.wait(DEADLINE)
+        return group.admit(DEADLINE / 2)
+
+    assert run_groups(2, body) == [(), ()]
+
+
 def test_a_rank_that_does_not_admit_is_named(host_engine):
     """Who waits to join hears of it, and the group is what it was."""
     store, results, arrays = LocalStore(), [], testing.arrays()

@@ -21,7 +21,7 @@ OF_THREADS = {"lost store"}
 OF_PROCESSES = {"killed", "killed at once", "stopped", "stopped for long", "store stopped", "store killed"}
 
 
-@pytest.mark.parametrize("runs_each", [3, pytest.param(50, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("runs_each", [3, pytest.param(50, marks=[pytest.mark.campaign, pytest.mark.timeout(450)])])
 @pytest.mark.parametrize(
     ("script", "events"),
     [("group_fault_runs.py", EVENTS | OF_THREADS), ("group_fault_processes.py", EVENTS | OF_PROCESSES)],

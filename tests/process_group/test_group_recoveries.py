@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).parent / "group_recovery_runs.py"
 PROCESSES = 4
 
 
-@pytest.mark.parametrize("runs_each", [3, pytest.param(40, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("runs_each", [3, pytest.param(25, marks=[pytest.mark.campaign, pytest.mark.timeout(650)])])
 def test_survivors_agree_whoever_comes_and_goes(host_engine, runs_each):
     def process(number):
         return subprocess.run(

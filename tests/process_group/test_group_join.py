@@ -283,7 +283,7 @@ def test_fewer_and_more_again(tmp_path):
             child = subprocess.Popen([sys.executable, __file__], env=environment)
             while not group.admit():
                 time.sleep(0.05)
-        print("rank", group.rank, "of", group.size, total(), flush=True)
+        print(f"rank {group.rank} of {group.size} {total()}", flush=True)
         group.close()
         if "JOINS" not in os.environ:
             assert child.wait(60) == 0

@@ -134,15 +134,19 @@ def tables(result: dict) -> list[str]:
         body = []
         for fit in found:
             low, high = summary.quartiles(fit.exponents)
-            exponent, last = (f"{summary.median(values):.2f}" for values in (fit.exponents, fit.last))
+            exponent, last = (_exponent(summary.median(values)) for values in (fit.exponents, fit.last))
             ranks = f"{fit.ranks[0]} to {fit.ranks[-1]}"
-            body.append([fit.operation, fit.rival, ranks, exponent, f"{low:.2f} to {high:.2f}", last])
+            body.append([fit.operation, fit.rival, ranks, exponent, f"{_exponent(low)} to {_exponent(high)}", last])
         head = ["operation", "ranks as", "ranks", "fitted exponent", "quartiles", "from the last two alone"]
         parts.append(f"### How it grows\n\n{table(head, body)}\n")
     fitted = line_table(result)
     if fitted:
         parts.append(f"### As a + b n\n\n{fitted}\n")
     return parts
+
+
+def _exponent(value: float) -> str:
+    return f"{round(value, 2) + 0.0:.2f}"  # what does not grow has a slope of 1e-17 or -1e-17, by the numpy
 
 
 def _cell(row: dict | None) -> str:

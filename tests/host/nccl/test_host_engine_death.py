@@ -38,7 +38,7 @@ def test_kills_at_random_moments(kills):
     assert done.returncode == 0 and len(runs) == kills, done.stderr
     failed = [run for run in runs if run["problems"]]
     assert not failed, f"repeat with `python kill_runs.py {failed[0]['seed']} 1`: {failed}\n{done.stderr}"
-    assert max(run["noticed_ms"] for run in runs) < 1000
+    assert max(run["noticed_ms"] for run in runs) < 5000  # not by a deadline, of 10 s
     assert leftovers.shared_memory() == shared
 
 

@@ -121,6 +121,11 @@ cdef class Lifecycle(BlockOwner):
             agreement = Agreement(notices, self.timeout, self.check == "first")
         nan_check = NanCheck(rank, self.name, self.device) if self.check_nan else None
         completions = [hook.of(rank, self.name) for hook in self.completions]
+        # Let go of when the lock is left.
+        before = (
+            self.notices, self.inquiries, self.agreement, self.nan_check, self.completions, self.past, self.is_lost,
+            self.connections, self.generations, self.alone, self.holder,
+        )
         with self.lock:
             self.number = number = next_number()  # what was begun since it left has the one between
             self.rank, self.size = rank, size
@@ -129,6 +134,7 @@ cdef class Lifecycle(BlockOwner):
             self.past, self.is_lost = past, is_lost
             self.connections, self.generations, self.alone, self.holder = {}, {}, [], None
             self.collectives = self.children = self.admissions = 0
+        del before
         mine = weakref.ref(self)
         notices.listen(
             functools.partial(caller_of(mine, "_ended"), number), functools.partial(caller_of(mine, "_gone"), number)

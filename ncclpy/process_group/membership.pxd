@@ -3,7 +3,7 @@ from ncclpy.process_group.lifecycle cimport Lifecycle
 
 cdef class Membership(Lifecycle):
     cdef object _stand(
-        self, uuid, int rank, int size, error, bint drained, handles, brought, double seconds, past, is_lost
+        self, uuid, int rank, int size, error, bint drained, handles, brought, double seconds, past, is_lost, tells=*
     )
     cdef int _torn(self, failure, notices, past, is_lost) except -1
     cdef int _go_on(self) except -1

@@ -285,8 +285,10 @@ cdef class Membership(Lifecycle):
                 f"process group {self.name!r} goes on without rank {self.rank}: {ranks(spans(members))} of {self.size} did, as "
                 "this one had not come in time. It may join them as a new one (ProcessGroup.join)"
             )
+            before = self.failure
             with self.lock:
                 self.failure = error
+            del before  # not under the lock: a user's exception may hang on it
             raise error
         return members, uuid
 
@@ -343,11 +345,11 @@ cdef class Membership(Lifecycle):
             handles = [each["handle"] for each in met] + met[0]["guests"]
             if len(handles) == self.size:
                 return ()
-            host.welcome(guests, handles, met[0]["uuid"])
             before, begun = len(met), NcclAborted(f"process group {self.name!r} admits others: this was begun then")
             self._stand(
                 met[0]["uuid"], self.rank, len(handles), begun, True, handles, None, max(0.1, deadline - now()), None,
                 functools.partial(_lost_of, self.notices.reports, before),
+                functools.partial(host.welcome, guests, handles, met[0]["uuid"]),
             )
             return tuple(range(before, len(handles)))
 
@@ -411,10 +413,11 @@ cdef class Membership(Lifecycle):
 
         ``handles`` are told to the ranks of the old group, unless it had ended anyway.
         """
+        moving = NcclAborted(f"process group {self.name!r} is being reconfigured")  # not under the lock
         with self.lock:
             tells = self.failure is None and handles is not None
             if self.failure is None:
-                self.failure = NcclAborted(f"process group {self.name!r} is being reconfigured")
+                self.failure = moving
             self.between = self.failure
             self.number = next_number()
         if tells:
@@ -425,11 +428,12 @@ cdef class Membership(Lifecycle):
         return 0
 
     cdef object _stand(
-        self, uuid, int rank, int size, error, bint drained, handles, brought, double seconds, past, is_lost
+        self, uuid, int rank, int size, error, bint drained, handles, brought, double seconds, past, is_lost, tells=None
     ):
         """Leave, and be one of other ranks, once all of them have come; return what each has brought.
 
-        ``error``, ``drained`` and ``handles`` are those of `_leave`, ``past`` and ``is_lost`` those of `_enter`.
+        ``error``, ``drained`` and ``handles`` are those of `_leave`, ``past`` and ``is_lost`` those of `_enter`; ``tells`` is
+        called when this rank has come: should that be torn, the others hear of it.
         """
         store = self.store if self.borrowed is None else self.borrowed
         notices = None
@@ -437,6 +441,8 @@ cdef class Membership(Lifecycle):
             self._leave(error, drained, handles)
             notices = self._notices(store, rank, size, place_of(uuid))
             self._enter(notices, past, is_lost)
+            if tells is not None:
+                tells()
             try:
                 come = notices.gather(
                     _MEETING, brought, seconds, functools.partial(self._is_moving, notices.arrivals, is_lost)
@@ -460,11 +466,13 @@ cdef class Membership(Lifecycle):
         error = failure if isinstance(failure, Exception) else NcclAborted(
             f"process group {self.name!r} was being reconfigured, which {type(failure).__name__} has ended"
         )
+        between = self.between
         with self.lock:
             ours = self.failure is self.between
             if ours:
                 self.failure = error
             self.between = None
+        del between  # not under the lock: a user's exception may hang on it
         if notices is not None:
             with contextlib.suppress(NcclError, ValueError):
                 if self.notices is not notices:
@@ -482,10 +490,12 @@ cdef class Membership(Lifecycle):
 
     cdef int _go_on(self) except -1:
         """Be usable again, unless it is closed; what has ended it since all have met stays, as if it came right behind."""
+        before = self.between, self.past, self.is_lost
         with self.lock:
             ended = None if self.failure is self.between else self.failure
             if not self.closed:
                 self.failure, self.between, self.past, self.is_lost = ended, None, None, None
+        del before  # as in _torn
         if self.closed:
             self.check_usable()
             raise ValueError(f"process group {self.name!r} is closed; make a new one")

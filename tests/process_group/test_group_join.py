@@ -240,6 +240,29 @@ def test_one_that_dies_while_it_joins_can_be_recovered_from(host_engine, monkeyp
     assert isinstance(results[0], SystemError)
 
 
+def test_who_is_interrupted_while_it_welcomes_is_one_of_them(host_engine, monkeypatch):
+    """Rank 0 leaves when the others may have gone on: they hear of it, and nobody goes on alone."""
+    store, arrays, results = LocalStore(), testing.arrays(), []
+
+    def torn(self, guests, *_):
+        if guests:
+            raise KeyboardInterrupt
+
+    def body(group):
+        if group.rank == 0:
+            joins(store, 2, arrays, results)
+            testing.wait_for(lambda: asks(store), "it")
+            monkeypatch.setattr(Host, "welcome", torn)
+        group.store.barrier("it asks", group.rank, 2, DEADLINE)
+        with pytest.raises(KeyboardInterrupt if group.rank == 0 else ncclpy.NcclError):
+            group.admit(5.0)
+        assert group.size == 3
+        assert group.recover(1.0).survivors == (0, 1)
+        return total(group, arrays)
+
+    assert run_groups(2, body, store=store) == [3, 3]
+
+
 def test_what_is_given(host_engine):
     for wrong in ("", None, 3):
         with pytest.raises(ValueError, match="name: expected a text"):

@@ -92,7 +92,7 @@ cdef class Membership(Lifecycle):
         if number != self.number or self.is_ended() or self.size == 1:
             return
         try:
-            self.notices.reports.publish()
+            self.notices.beat()
         except NcclTimeout:  # the store may be well again
             pass
         except (NcclError, ValueError):  # it is gone, or closed: nobody hears any more

@@ -113,7 +113,6 @@ class Notices:
         self.arrivals = Arrivals(self.store, f"process group {name!r}", rank, size, self._has_made)
         self.reports = Reports(self.store, rank, size, look, self.arrivals.is_gone, self._has_made)
         self.clocks = Clocks(self.store, rank, self.known)
-        self.reports.then = self.clocks.look
         self._over = threading.Event()
         self._watches: list[Watch] = []
 
@@ -149,6 +148,11 @@ class Notices:
             name, everyone, what, brought, lambda come: b"[" + b",".join(come) + b"]", timeout, wanted
         )
         return list(json.loads(packed))
+
+    def beat(self) -> None:
+        """Put what this rank does into the store, if that has changed, and compare the clocks, if that is due."""
+        self.reports.publish()
+        self.clocks.look()
 
     def _has_made(self, rank: int) -> bool:
         """Return whether a rank has made this group: its count has come so far."""

@@ -63,7 +63,6 @@ class Reports:
         self._look, self._is_gone, self._has_made = look, is_gone, has_made
         self._told: dict[str, Any] | None = None
         self._closed = False
-        self.then: Callable[[], None] | None = None  # called once a standing was told
         self._answered = 0
 
     def publish(self, *, closed: bool = False) -> None:
@@ -75,8 +74,6 @@ class Reports:
         if standing != self._told:
             self.store.set(self._key(self.rank), self._packed({**standing, "since": since}))
             self._told = standing
-            if self.then is not None and not closed:
-                self.then()
             if self._closed and not closed:  # meanwhile, and this has been written over it
                 self._told = None
                 self.publish(closed=True)

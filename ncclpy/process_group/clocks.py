@@ -31,9 +31,9 @@ _TOLD = "clock/told/"
 #: Round trips of one comparison, and seconds for each.
 _TIMES = 8
 _PATIENCE = 2.0
-#: Seconds between comparisons, and until rank 0 is looked for again; clocks drift apart by some 20 us a second.
+#: Seconds between comparisons, and, at first, until rank 0 is looked for again; clocks drift by some 20 us a second.
 _EVERY = 60.0
-_AGAIN = 5.0
+_AGAIN = 0.5
 _DRIFT = 20e-6
 
 
@@ -62,7 +62,7 @@ class Clocks:
     ) -> None:
         self._store, self._rank, self._known = store, rank, known
         self._now, self._identity = now, identity
-        self._due = -math.inf
+        self._due, self._again = -math.inf, _AGAIN
         self._asked = 0
 
     def listen(self) -> list[Watch]:
@@ -86,7 +86,7 @@ class Clocks:
             return
         which = self._store.compare_set(_WHICH, None, None)[1]
         if which is None:  # it has yet to come, or cannot be asked
-            self._due = self._now() + _AGAIN
+            self._due, self._again = self._now() + self._again, min(_EVERY, 4 * self._again)
             return
         mine = self._identity()
         if mine is None or which == mine.encode():

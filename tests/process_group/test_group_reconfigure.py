@@ -281,6 +281,7 @@ def kept(world):
         testing.wait_for(lambda: len(done) == 2, "the hooks", DEADLINE)
         assert done == [(world.rank, "kept", "all_reduce", 0), (group.rank, "kept", "all_reduce", 0)]
         assert ended == []  # nothing has ended before its time
+        world.meet()
         group.abort("now it has")
         testing.wait_for(lambda: ended, "the hook", DEADLINE)
 

@@ -16,13 +16,23 @@ from collections.abc import Callable, Sequence
 from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.core.errors import NcclAborted, NcclTimeout, ranks, seconds, spans
 
-__all__ = ["Arrivals"]
+__all__ = ["Arrivals", "set_while_alive"]
 
 #: How long a wait goes on before it looks whether anybody still wants it; longer where many ask the store.
 _SLICE = 0.3
 _SLICE_OF_A_RANK = 0.5e-3
 
 _MET, _FAILED = b"+", b"-"
+
+
+def set_while_alive(store: Store, key: str, value: bytes) -> bool:
+    """Set a key that goes away with this process, and return True; one that stays where the store cannot do that."""
+    try:
+        store.set(key, value, ephemeral=True)
+        return True
+    except StoreError:
+        store.set(key, value)
+        return False
 
 
 class Arrivals:
@@ -166,12 +176,9 @@ class Arrivals:
     def _put(self, key: str, value: bytes) -> None:
         """Set a key that goes away with this process, if the store can do that."""
         if self._leases:
-            try:
-                self.store.set(key, value, ephemeral=True)
-                return
-            except StoreError:
-                self._leases = False
-        self.store.set(key, value)
+            self._leases = set_while_alive(self.store, key, value)
+        else:
+            self.store.set(key, value)
 
     def _await(
         self, keys: list[str], deadline: float, number: int, wanted: Callable[[], bool], instead: str | None = None

@@ -23,6 +23,7 @@ cdef int agree(Lifecycle group, Agreement agreement, Connection connection, Requ
         raise
     try:
         try:
+            group.check_usable()
             if request.epoch != group.number:
                 group.refuse_old()
             request.work.entry.group, request.work.entry.sequence = group.number, group.collectives  # what it waits in

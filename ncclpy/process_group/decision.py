@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ncclpy.bootstrap.arrivals import set_while_alive
 from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, ranks, seconds, spans
 
@@ -146,12 +147,7 @@ class _Election:
     def hold(self, timeout: float, wanted: Callable[[], bool]) -> dict[str, Any]:
         deadline = time.monotonic() + timeout
         mine = f"{self._here()}{self.rank}"
-        leases = True  # who is here is alive
-        try:
-            self.store.set(mine, b"", ephemeral=True)
-        except StoreError:  # it does not know who is alive; one that is gone says so here
-            self.store.set(mine, b"")
-            leases = False
+        leases = set_while_alive(self.store, mine, b"")  # then who is here is alive
         try:
             return self._await(leases, deadline, timeout, wanted)
         except BaseException:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from urllib.parse import quote
 
+from ncclpy.bootstrap.arrivals import set_while_alive
 from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.core.errors import NcclError, NcclTimeout, seconds
 
@@ -71,10 +72,7 @@ class Guest(_Door):
         return list(told["handles"]), str(told["uuid"])
 
     def _put(self, what: str, value: bytes) -> None:
-        try:
-            self.store.set(self.key(what, self.number), value, ephemeral=True)
-        except StoreError:
-            self.store.set(self.key(what, self.number), value)
+        set_while_alive(self.store, self.key(what, self.number), value)
 
     def _await(self, what: str, deadline: float, timeout: float) -> bytes:
         while True:

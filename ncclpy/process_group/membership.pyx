@@ -164,7 +164,7 @@ cdef class Membership(Lifecycle):
             uuid = str(uuid)
         if type(uuid) is not str or not uuid:
             raise ValueError(f"uuid: expected a text that was never used before, got {uuid!r:.80}")
-        with self._turn("reconfigure()"):
+        with _Turn(self, "reconfigure()"):
             store = store_of(order[0], self.store, seconds)
             borrowed = None if store is self.store else store
             try:
@@ -245,7 +245,7 @@ cdef class Membership(Lifecycle):
         least = as_integer(min_size, "min_size")
         if least < 1:
             raise ValueError(f"min_size: expected at least 1, got {least}")
-        with self._turn("recover()"):
+        with _Turn(self, "recover()"):
             if self.failure is None:
                 text = f"rank {self.rank} of {self.size} recovers it"
                 self._fail(NcclAborted(f"process group {self.name!r} has ended: {text}"), text, self.number, exits=False)
@@ -319,7 +319,7 @@ cdef class Membership(Lifecycle):
         cdef double deadline = deadline_after(seconds)
         self._check_movable("admit()")
         self.check_usable()
-        with self._turn("admit()"):
+        with _Turn(self, "admit()"):
             number = self.admissions  # those that come to nothing count as well: the other ranks may have come
             self.admissions += 1
             if not self._drain(deadline):
@@ -327,7 +327,7 @@ cdef class Membership(Lifecycle):
                     f"rank {self.rank} of process group {self.name!r}: {self.pending()} operations are not done {as_text(seconds)} "
                     "after admit(); nothing has changed"
                 )
-            wanted, store = self._wanted(), self.store if self.borrowed is None else self.borrowed
+            wanted, store = self._wanted(), self.borrowed or self.store
             guests, host = {}, Host(store, self.name)
             if self.rank == 0:
                 guests = host.invite(max(0.0, deadline - now()), wanted)
@@ -383,7 +383,7 @@ cdef class Membership(Lifecycle):
         group = cls(store, 0, 1, name=f"{name}/joining", timeout=timeout, **options)
         try:
             handles, uuid = Guest(group.store, name, group.handle).wait(seconds)
-            with group._turn("join()"):
+            with _Turn(group, "join()"):
                 group.name = name
                 group._stand(
                     uuid, handles.index(group.handle), len(handles), NcclAborted(f"process group {name!r} is being joined"),
@@ -403,10 +403,6 @@ cdef class Membership(Lifecycle):
         if PyThread_get_thread_ident() in self.blocks:
             raise ValueError(f"{what} within coalescing(): leave the block first")
         return 0
-
-    def _turn(self, what):
-        """Return the turn of this thread, a context; no other thread may be in one."""
-        return _Turn(self, what)
 
     cdef int _leave(self, error, bint drained, handles) except -1:
         """End what the group is; until it goes on it has an error.
@@ -435,7 +431,7 @@ cdef class Membership(Lifecycle):
         ``error``, ``drained`` and ``handles`` are those of `_leave`, ``past`` and ``is_lost`` those of `_enter`; ``tells`` is
         called when this rank has come: should that be torn, the others hear of it.
         """
-        store = self.store if self.borrowed is None else self.borrowed
+        store = self.borrowed or self.store
         notices = None
         try:
             self._leave(error, drained, handles)
@@ -516,7 +512,7 @@ cdef class Membership(Lifecycle):
 
 
 cdef class _Turn:
-    """The turn of a thread to reconfigure a group; what a signal handler raises finds it taken or not, never between."""
+    """The turn of a thread to reconfigure a group, one at a time, as a context; what a signal handler raises finds it taken or not, never between."""
 
     cdef Membership group
     cdef object what

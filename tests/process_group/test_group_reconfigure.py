@@ -36,10 +36,15 @@ def four(request):
     return request.getfixturevalue("four_processes").run
 
 
-def handles(world, group, what=""):
-    """Return the handles of all ranks of a world."""
-    told = world.store.gather(f"handles{what}", world.rank, world.size, group.reconfigure_handle().encode(), DEADLINE)
+def handles(world, group):
+    """Return the handles of the groups of all ranks of a world."""
+    told = world.store.gather("handles", world.rank, world.size, group.reconfigure_handle().encode(), DEADLINE)
     return [each.decode() for each in told]
+
+
+def handles_of(group):
+    """Return those of all ranks of one group."""
+    return handles(group, group)
 
 
 def works(world, group):
@@ -293,9 +298,7 @@ def test_hooks_and_options_stay(run):
 @pytest.mark.parametrize("check", ["first", "always"])
 def test_what_ranks_call_is_compared_as_before(arrays, check):
     def body(group):
-        everyone = [
-            each.decode() for each in group.store.gather("h", group.rank, 2, group.reconfigure_handle().encode())
-        ]
+        everyone = handles_of(group)
         group.all_reduce(arrays.argument(arrays.make(np.ones(2), group.rank))).wait(DEADLINE)
         group.reconfigure(everyone, uuid="on")
         group.all_reduce(arrays.argument(arrays.make(np.ones(2), group.rank))).wait(DEADLINE)
@@ -309,9 +312,7 @@ def test_a_rank_that_waits_to_be_compared_is_told(host_engine):
     """A thread waits for the other rank's call, while this one goes on: it does not end what the group is then."""
 
     def body(group):
-        everyone = [
-            each.decode() for each in group.store.gather("h", group.rank, 2, group.reconfigure_handle().encode())
-        ]
+        everyone = handles_of(group)
         group.barrier().wait(DEADLINE)
         failed = []
 
@@ -338,9 +339,7 @@ def test_a_rank_that_waits_to_be_compared_is_told(host_engine):
 
 def test_a_block_of_before_begins_nothing(host_engine):
     def body(group):
-        everyone = [
-            each.decode() for each in group.store.gather("h", group.rank, 2, group.reconfigure_handle().encode())
-        ]
+        everyone = handles_of(group)
         moved, opened = threading.Event(), threading.Event()
         failed = []
 
@@ -433,9 +432,7 @@ def test_a_group_that_would_end_its_process_is_not_ended_on_purpose(host_engine,
     monkeypatch.setattr(os, "_exit", exits.append)
 
     def body(group):
-        everyone = [
-            each.decode() for each in group.store.gather("h", group.rank, 2, group.reconfigure_handle().encode())
-        ]
+        everyone = handles_of(group)
         group.all_reduce(np.ones(1)).wait(DEADLINE)
         group.store.barrier("done", group.rank, 2, DEADLINE)
         if group.rank == 1:

@@ -96,23 +96,24 @@ class FileStore(Store):
                 continue  # whoever was last has just taken it away
             try:
                 with self._locked(deadline):
-                    if not _same_file(self._lock_fd, mark):
-                        os.close(self._lock_fd)
-                        continue
-                    self._alive_fd = os.open(
-                        os.path.join(self.path, ALIVE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666
-                    )
-                    if _try_lock(self._alive_fd, fcntl.LOCK_EX):
-                        left = os.listdir(self._keys_folder) if os.path.isdir(self._keys_folder) else []
-                        if left:
-                            log.warning("%s: taking away %d keys of a run that did not end well", self, len(left))
-                        self._clear()
-                        os.makedirs(self._keys_folder)
-                    fcntl.flock(self._alive_fd, fcntl.LOCK_SH)
-                    return
+                    if _same_file(self._lock_fd, mark):
+                        self._take_part()
+                        return
+                # Closed only once it is unlocked: its number may at once be that of another thread's lock.
+                self._let_go()
             except BaseException:
                 self._let_go()
                 raise
+
+    def _take_part(self) -> None:
+        self._alive_fd = os.open(os.path.join(self.path, ALIVE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        if _try_lock(self._alive_fd, fcntl.LOCK_EX):  # nobody else has it open
+            left = os.listdir(self._keys_folder) if os.path.isdir(self._keys_folder) else []
+            if left:
+                log.warning("%s: taking away %d keys of a run that did not end well", self, len(left))
+            self._clear()
+            os.makedirs(self._keys_folder)
+        fcntl.flock(self._alive_fd, fcntl.LOCK_SH)
 
     def _close(self) -> None:
         _open.discard(self)

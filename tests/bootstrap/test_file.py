@@ -128,6 +128,37 @@ def test_many_open_and_close_it_at_once(path):
     assert not path.exists()
 
 
+def test_who_comes_too_late_for_a_store_does_not_unlock_another_threads_file(path, monkeypatch):
+    """A mark that was taken away meanwhile is let go of; its descriptor's number is somebody else's at once."""
+    os.makedirs(path.parent)
+    theirs = path.parent / "theirs"
+    reused = []
+    same_file, close = file._same_file, os.close
+
+    def stale_once(fd, mark):
+        monkeypatch.setattr(file, "_same_file", same_file)
+        monkeypatch.setattr(os, "close", close_and_reuse)
+        return False
+
+    def close_and_reuse(fd):
+        monkeypatch.setattr(os, "close", close)
+        close(fd)
+        reused.append((fd, os.open(theirs, os.O_RDWR | os.O_CREAT)))
+        fcntl.flock(reused[0][1], fcntl.LOCK_EX)
+
+    monkeypatch.setattr(file, "_same_file", stale_once)
+    with FileStore(path):
+        ((old, new),) = reused
+        assert old == new
+        looks = os.open(theirs, os.O_RDWR)
+        try:
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(looks, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.close(looks)
+            os.close(new)
+
+
 def test_nothing_but_keys_is_left_in_the_folder(path):
     with FileStore(path) as store:
         for _ in range(20):

@@ -21,6 +21,7 @@
   LOCK(COMM, "communicators' mutexes", NCCLPY_BELOW(COMM), NCCLPY_BY_ADDRESS | NCCLPY_AWAITED_WITHOUT_GIL)           \
   LOCK(GATE, "a communicator's gate", NCCLPY_ENGINE, 0)                                                              \
   LOCK(MONITOR, "the monitor's mutex", 0, 0)                                                                         \
+  LOCK(SEGMENTS, "the mutex of segments", 0, 0)                                                                      \
   LOCK(LIBRARY, "the library's", 0, NCCLPY_TAKES_GIL | NCCLPY_AGAIN)                                                 \
   /* The host engine's. */                                                                                           \
   LOCK(CONTROL, "a communicator's `control`", NCCLPY_BELOW(CONTROL), NCCLPY_AWAITED_WITHOUT_GIL)                     \

@@ -124,6 +124,8 @@ cdef int read_view(object obj, View* view, str argument) except -1:
         return _read_interface(obj.__cuda_array_interface__, view, argument)
     if kind == BY_BUFFER:
         view[0] = (<Buffer>obj).view
+        if view.pointer == NULL and view.nbytes != 0:
+            raise ValueError(f"{argument}: {obj!r} is closed")
         return 0
     return _read_dlpack(obj, view, argument)
 

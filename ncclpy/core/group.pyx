@@ -24,7 +24,7 @@ from ncclpy.core.operation cimport NOT_THERE, WINDOW, function_of, raise_issue
 from ncclpy.core.overdue cimport begin_whole, end_whole, tell_overdue
 from ncclpy.core.progress cimport born, check_alive, finish, give_up, wait_stream
 from ncclpy.core.state cimport ABORTED, FINALIZED, INITIALISING, READY
-from ncclpy.core.stretch cimport make_calls
+from ncclpy.core.stretch cimport follow_late, make_calls
 from ncclpy.core.tap cimport Tap
 from ncclpy.core.wait cimport FOREVER, SLICE, Call, as_timeout, deadline_after, now, pause
 
@@ -472,6 +472,9 @@ cdef int _see_through(Group group) except -1:
                     if not children:
                         handle.was_in_progress()
                     _collect(errors, handle, 1, _by(group, handle.limit, errors), group)
+            if not errors:
+                with nogil:
+                    follow_late(&group.calls)
         for handle, stream, limit in dict.fromkeys(group.waits):
             try:
                 wait_stream(

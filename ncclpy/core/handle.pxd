@@ -5,6 +5,7 @@ from ncclpy.abi.locks cimport mutex_t
 from ncclpy.abi.nccl cimport ncclComm_t, ncclResult_t
 from ncclpy.core.birth cimport Cradle
 from ncclpy.core.marks cimport Mark, Marks
+from ncclpy.core.tenant cimport Tenant
 
 # Results of ours beside ncclResult_t, of polling.
 cdef enum:
@@ -43,6 +44,9 @@ cdef class Handle:
     cdef double inside_limit
     cdef bint inside_main  # it is the main thread
     cdef double shortest  # the shortest deadline of any operation
+    # What lives beside it, or NULL, and the object that it is in; they stay as long as this.
+    cdef Tenant* tenant
+    cdef object tenancy
     # Where it comes from.
     cdef Cradle cradle  # what it was made in; None of a handle that somebody else made
     cdef object config  # that was asked for, and that children inherit

@@ -24,6 +24,7 @@ from ncclpy.core.overdue cimport tell_overdue
 from ncclpy.core.overrides cimport look_up_overrides
 from ncclpy.core.state cimport ABORTED, CLOSED, FAILED, INITIALISING, READY
 from ncclpy.core.wait cimport FOREVER, LEAVE, SLICE, await_stream, deadline_after, now, pause
+from ncclpy.core.tenant cimport tell_ready
 from ncclpy.core.watch cimport look_sooner, watch
 
 
@@ -71,6 +72,7 @@ cdef int _grown(Handle child) except -1:
     child.become(READY)
     if child.guard != NULL:
         be_watched(child, child.limit)
+    tell_ready(child)
     return 0
 
 

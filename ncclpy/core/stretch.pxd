@@ -39,3 +39,5 @@ cdef inline Step* step_of(const Stretch* stretch, size_t index) noexcept nogil:
 cdef bint make_calls(Stretch* stretch, double until) noexcept nogil
 # Poll the communicators of calls that have returned ncclInProgress, each until it has left that, is aborted, or late.
 cdef void poll_calls(Stretch* stretch) noexcept nogil
+# Tell the tenants of calls that NCCL has issued after they had returned; who makes calls without polling does so then.
+cdef void follow_late(const Stretch* stretch) noexcept nogil

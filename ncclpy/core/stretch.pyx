@@ -12,6 +12,7 @@ from ncclpy.core.handle cimport PAST_DEADLINE, WAS_ABORTED, Handle, lock_within
 from ncclpy.core.library cimport nccl
 from ncclpy.core.operation cimport INIT_RANK, NOT_THERE, WINDOW, issue
 from ncclpy.core.state cimport ABORTED
+from ncclpy.core.tenant cimport follow, let_in
 from ncclpy.core.wait cimport FOREVER, now
 
 cdef extern from "sched.h" nogil:
@@ -22,7 +23,7 @@ cdef bint make_calls(Stretch* stretch, double until) noexcept nogil:
     cdef size_t i
     cdef ncclResult_t result
     cdef char* at = stretch.steps
-    cdef bint watched = False, lent
+    cdef bint watched = False, tenants = False, lent
     if not _lock(stretch, until):
         return False
     stretch.failed = stretch.count
@@ -32,6 +33,7 @@ cdef bint make_calls(Stretch* stretch, double until) noexcept nogil:
         lent = stretch.count and lend_device((<Handle>step_of(stretch, 0).handle).device)
         if watched:
             _enter(stretch)
+        tenants = stretch.simulated == NULL and _let_in(stretch)
         if stretch.grouped:
             result = nccl.ncclGroupStart() if nccl.ncclGroupStart != NULL else <ncclResult_t>NOT_THERE
         if result == ncclSuccess:
@@ -45,6 +47,8 @@ cdef bint make_calls(Stretch* stretch, double until) noexcept nogil:
                 result = _end_group(stretch, result)
         if watched:
             _leave(stretch, result == ncclSuccess)
+        if tenants:
+            _follow(stretch, result == ncclSuccess)
         if lent:
             take_device_back()
     stretch.result = result
@@ -166,6 +170,45 @@ cdef void _leave(Stretch* stretch, bint issued) noexcept nogil:
             (<Handle>step.handle).leave_call(step.mark, issued)
 
 
+cdef bint _let_in(Stretch* stretch) noexcept nogil:
+    """Let the communicators' tenants in; return whether there are any."""
+    cdef size_t i
+    cdef PyObject* last = NULL
+    cdef Step* step
+    cdef bint found = False
+    for i in range(stretch.count):
+        step = step_of(stretch, i)
+        if step.handle != last:
+            last = step.handle
+            if (<Handle>last).tenant != NULL and (<Handle>last).raw != NULL:
+                let_in((<Handle>last).tenant, (<Handle>last).raw)
+                found = True
+    return found
+
+
+cdef void _follow(Stretch* stretch, bint issued) noexcept nogil:
+    """Tell the tenants, once for each run of steps on one communicator and stream."""
+    cdef size_t i
+    cdef Step* step
+    cdef Step* before = NULL
+    for i in range(stretch.count):
+        step = step_of(stretch, i)
+        if not (before != NULL and before.handle == step.handle and before.operation.stream == step.operation.stream):
+            if (<Handle>step.handle).tenant != NULL and step.operation.kind < WINDOW:
+                follow((<Handle>step.handle).tenant, step.operation.stream, issued)
+        before = step
+
+
+cdef void follow_late(const Stretch* stretch) noexcept nogil:
+    cdef size_t i
+    cdef Step* step
+    for i in range(stretch.count):
+        step = step_of(stretch, i)
+        if (<Handle>step.handle).tenant != NULL and step.operation.kind < WINDOW and (<Handle>step.handle).lock_alive():
+            follow((<Handle>step.handle).tenant, step.operation.stream, True)
+            (<Handle>step.handle).unlock()
+
+
 cdef void poll_calls(Stretch* stretch) noexcept nogil:
     """Poll; each step gets its own result, so that all that are late can be aborted; the stretch the first bad one."""
     cdef size_t i
@@ -186,4 +229,6 @@ cdef void poll_calls(Stretch* stretch) noexcept nogil:
         if step.polled != ncclSuccess and stretch.result == ncclSuccess:
             stretch.result = step.polled
             stretch.failed = i
+    if stretch.result == ncclSuccess:
+        follow_late(stretch)
     stretch.words = keep_words(stretch.result)

@@ -3,6 +3,7 @@
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport uintptr_t
 
+from ncclpy.abi.driver cimport CUstream
 from ncclpy.abi.locks cimport LOCK_COMM, lock_wanted
 from ncclpy.abi.nccl cimport ncclInProgress, ncclResult_t, ncclSuccess
 from ncclpy.core cimport tap as _tap
@@ -15,6 +16,7 @@ from ncclpy.core.overdue cimport begin_whole, end_whole, tell_overdue
 from ncclpy.core.progress cimport check_alive, finish, give_up, wait_stream
 from ncclpy.core.state cimport ABORTED, READY
 from ncclpy.core.tap cimport Tap
+from ncclpy.core.tenant cimport follow, let_in
 from ncclpy.core.wait cimport SLICE, deadline_after, now
 
 
@@ -104,6 +106,8 @@ cdef inline ncclResult_t _call(
     operation.sequence = handle.sequence
     handle.sequence += 1
     lent = lend_device(handle.device)
+    if handle.tenant != NULL and operation.comm != NULL and handle.state != ABORTED:
+        let_in(handle.tenant, operation.comm)
     if operation.comm == NULL or handle.state == ABORTED:
         result = <ncclResult_t>WAS_ABORTED
     elif handle.watched:
@@ -113,6 +117,8 @@ cdef inline ncclResult_t _call(
         handle.leave_call(mark, result == ncclSuccess)
     else:
         result = issue(operation)
+    if handle.tenant != NULL:
+        follow(handle.tenant, operation.stream, result == ncclSuccess)
     if lent:
         take_device_back()
     handle.unlock()
@@ -141,6 +147,8 @@ cdef int _see_to(
     try:
         if result == ncclInProgress:
             finish(handle, what, deadline_after(limit))
+            if handle.tenant != NULL:
+                _follow_late(handle, operation.stream)
         elif result != ncclSuccess:
             handle.raise_if_aborted(result, function_of(operation.kind))
             raise_issue(result, operation.kind, handle.raw)
@@ -150,6 +158,15 @@ cdef int _see_to(
         if result == ncclSuccess or result == ncclInProgress:
             handle.hold([send, recv], operation.stream, f"arrays of {what} on {handle!r}")
         raise
+    return 0
+
+
+cdef int _follow_late(Handle handle, CUstream stream) except -1:
+    """Have the tenant follow what NCCL has issued after its call had returned."""
+    with nogil:
+        if handle.lock_alive():
+            follow(handle.tenant, stream, True)
+            handle.unlock()
     return 0
 
 

@@ -1,0 +1,36 @@
+from ncclpy.abi.driver cimport CUcontext, CUevent, CUstream
+from ncclpy.abi.nccl cimport ncclComm_t
+
+cdef extern from "ncclpy/core/tenant.h" nogil:
+    # What lives beside a communicator, in memory that its handle keeps.
+    ctypedef struct Tenant "ncclpy_tenant":
+        int known
+        int unknown
+        int current
+        void** events
+        void* context
+        void (*enter)(Tenant* tenant, void* comm) noexcept nogil
+        void (*caught)(Tenant* tenant) noexcept nogil
+    bint _wants "ncclpy_tenant_wants"(const Tenant* tenant)
+
+
+# Before a call, and behind it: under the communicator's lock, with a device current.
+cdef inline void let_in(Tenant* tenant, ncclComm_t comm) noexcept nogil:
+    if _wants(tenant):
+        tenant.enter(tenant, <void*>comm)
+
+cdef void follow(Tenant* tenant, CUstream stream, bint issued) noexcept nogil
+
+# Its events, in the current context; False if the driver has none.
+cdef bint settle(Tenant* tenant, CUcontext context) noexcept nogil
+cdef void move_out(Tenant* tenant) noexcept nogil
+
+
+# Who is told of communicators that are ready.
+cdef class Landlord:
+    cdef int is_ready(self, object handle) except -1
+
+# The communicators of this process that are ready, for who becomes the landlord later.
+cdef list everyone()
+cdef int set_landlord(Landlord new) except -1
+cdef int tell_ready(object handle) except -1

@@ -1,0 +1,400 @@
+// Segments: memory that is registered on each communicator of its device, and how it leaves them again.
+//
+// Segments come and go in allocators, perhaps without the GIL and under a lock that somebody waits for who is inside a
+// communicator. So nothing here waits for a communicator. What has come stands in the communicator's list, and is
+// registered by its next call; what is to leave is deregistered by whoever has the time to take the communicator's lock,
+// behind what was issued until then. The mutex here is held for a few words at a time, over no call of NCCL.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "ncclpy/core/tenant.h"
+#include "ordered_mutex.h"
+
+namespace ncclpy {
+
+struct SegmentCalls {
+  int (*add)(void* comm, void* base, size_t bytes, void** handle);  // ncclCommRegister; a result code
+  int (*drop)(void* comm, void* handle);                            // ncclCommDeregister
+  bool (*over)(void* event);                                        // whether the device has come past it
+};
+
+struct Segment {
+  uintptr_t base;
+  size_t bytes;
+  int device;
+  bool owned;            // ours to free
+  bool leaving = false;
+  uint64_t number = 0;   // segments are counted as they come
+  size_t holders = 0;    // communicators whose operations may use it
+};
+
+enum SegmentState { segment_unknown, segment_leaving, segment_gone };
+enum SegmentAdded { segment_added, segment_overlaps, segment_no_memory };
+
+constexpr int segment_refusals = 16;
+
+struct SegmentCounters {
+  size_t segments, bytes;                // live ones
+  size_t leaving, leaving_bytes;         // quarantined
+  size_t registrations;                  // at this moment
+  uint64_t added, dropped, lost;         // registrations since the beginning; memory that could not be freed
+  uint64_t refused[segment_refusals];    // those that NCCL has refused, by its result
+};
+
+class Segments;
+
+// A communicator's part.
+struct Resident : ncclpy_tenant {
+  enum State { pending, registering, held, refused };
+  struct Entry {
+    std::shared_ptr<Segment> segment;
+    State state;
+    void* handle;
+  };
+
+  Segments* home;
+  int device;
+  uint64_t captured_to = 0;                // those up to it may be used by graphs
+  std::map<uint64_t, Entry> entries;
+  std::vector<uint64_t> to_register, to_leave, fenced;
+  int fence = -1;                          // the event behind which `fenced` can go
+};
+
+class Segments {
+ public:
+  explicit Segments(const SegmentCalls& calls) : calls_(calls) { ncclpy_mutex_init(&mutex_, NCCLPY_LOCK_SEGMENTS); }
+
+  // The overlapping one's address and size go to `other`.
+  SegmentAdded add(uintptr_t base, size_t bytes, int device, bool owned, uintptr_t* other, size_t* other_bytes) noexcept {
+    const Hold hold(mutex_);
+    try {
+      auto next = by_base_.lower_bound(base);
+      const Segment* found = nullptr;
+      if (next != by_base_.end() && next->first - base < bytes) found = next->second.get();
+      if (next != by_base_.begin() && found == nullptr) {
+        const Segment& before = *std::prev(next)->second;
+        if (base - before.base < before.bytes) found = &before;
+      }
+      if (found != nullptr) {
+        *other = found->base;
+        *other_bytes = found->bytes;
+        return segment_overlaps;
+      }
+      auto segment = std::make_shared<Segment>(Segment{base, bytes, device, owned});
+      segment->number = ++numbers_;
+      by_base_.emplace(base, segment);
+      try {
+        for (Resident* resident : residents_) {
+          if (resident->device == device) expect(*resident, segment);
+        }
+      } catch (...) {
+        for (Resident* resident : residents_) forget(*resident, segment->number);
+        by_base_.erase(base);
+        throw;
+      }
+      return segment_added;
+    } catch (...) {
+      return segment_no_memory;
+    }
+  }
+
+  // Begins to take a segment away. It is gone at once if no communicator's operations can have used it.
+  SegmentState remove(uintptr_t base) noexcept {
+    const Hold hold(mutex_);
+    const auto found = by_base_.find(base);
+    if (found == by_base_.end() || found->second->leaving) return segment_unknown;
+    const std::shared_ptr<Segment> segment = found->second;
+    segment->leaving = true;
+    ++leaving_;
+    for (Resident* resident : residents_) {
+      const auto entry = resident->entries.find(segment->number);
+      if (entry == resident->entries.end()) continue;
+      if (entry->second.state == Resident::pending) {
+        forget(*resident, segment->number);
+      } else if (entry->second.state != Resident::registering) {  // else who registers it sees to it
+        resident->to_leave.push_back(segment->number);  // there is room: see expect()
+      }
+    }
+    return segment->holders == 0 ? let_go(found) : segment_leaving;
+  }
+
+  SegmentState state(uintptr_t base, uint64_t number) noexcept {
+    const Hold hold(mutex_);
+    const auto found = by_base_.find(base);
+    if (found == by_base_.end() || found->second->number != number) return segment_gone;
+    return found->second->leaving ? segment_leaving : segment_unknown;
+  }
+
+  uint64_t number(uintptr_t base) noexcept {
+    const Hold hold(mutex_);
+    const auto found = by_base_.find(base);
+    return found == by_base_.end() ? 0 : found->second->number;
+  }
+
+  // A communicator comes: it is there for segments of later, and has those of before to register.
+  bool join(Resident* resident) noexcept {
+    const Hold hold(mutex_);
+    try {
+      residents_.push_back(resident);
+      for (const auto& [base, segment] : by_base_) {
+        if (segment->device == resident->device && !segment->leaving) expect(*resident, segment);
+      }
+      return true;
+    } catch (...) {
+      if (!residents_.empty() && residents_.back() == resident) residents_.pop_back();
+      resident->entries.clear();
+      resident->to_register.clear();
+      return false;
+    }
+  }
+
+  // A communicator has gone, by a close or an abort, and with it all of its operations and registrations.
+  void leave(Resident* resident) noexcept {
+    const Hold hold(mutex_);
+    const auto found = std::find(residents_.begin(), residents_.end(), resident);
+    if (found == residents_.end()) return;
+    residents_.erase(found);
+    for (auto& [number, entry] : resident->entries) {
+      if (entry.state == Resident::held) --registrations_;
+      if (entry.state != Resident::pending) let_holder_go(*entry.segment);
+    }
+    resident->entries.clear();
+    ncclpy_tenant_calls(resident, 0);
+  }
+
+  // The next four under the communicator's lock. Before its next call: registers what has come.
+  void let_in(Resident& resident, void* comm) noexcept {
+    ncclpy_tenant_calls(&resident, 0);
+    while (register_one(resident, comm)) {
+    }
+  }
+
+  // A call was captured, which may use all segments that there are.
+  void catch_all(Resident& resident) noexcept {
+    const Hold hold(mutex_);
+    resident.captured_to = numbers_;
+  }
+
+  // Deregisters what is to leave and not used any more.
+  void let_out(Resident& resident, void* comm) noexcept {
+    while (begin_fence(resident)) {
+      if (resident.fence >= 0 && !calls_.over(resident.events[resident.fence])) return;
+      resident.fence = -1;
+      for (const uint64_t number : resident.fenced) deregister(resident, comm, number);
+      const Hold hold(mutex_);
+      resident.fenced.clear();
+    }
+  }
+
+  // The communicator is about to be destroyed, and nothing of it is under way any more.
+  void deregister_all(Resident& resident, void* comm) noexcept {
+    while (true) {
+      uint64_t number;
+      {
+        const Hold hold(mutex_);
+        while (!resident.entries.empty() && resident.entries.begin()->second.state == Resident::pending) {
+          forget(resident, resident.entries.begin()->first);
+        }
+        if (resident.entries.empty()) return;
+        number = resident.entries.begin()->first;
+      }
+      deregister(resident, comm, number);
+    }
+  }
+
+  // A segment of ours that nobody holds any more, to be freed by who asks.
+  bool next_to_free(uintptr_t* base, int* device) noexcept {
+    const Hold hold(mutex_);
+    if (to_free_.empty()) return false;
+    const std::shared_ptr<Segment> segment = to_free_.back();
+    to_free_.pop_back();
+    by_base_.erase(segment->base);
+    --leaving_;
+    *base = segment->base;
+    *device = segment->device;
+    return true;
+  }
+
+  // Whether there is something that can leave this communicator, should what was issued be over.
+  bool can_leave(const Resident* resident) noexcept {
+    const Hold hold(mutex_);
+    const uint64_t to = resident->captured_to;
+    return !resident->fenced.empty() || std::any_of(resident->to_leave.begin(), resident->to_leave.end(),
+                                                    [to](uint64_t number) { return number > to; });
+  }
+  // Whether anything is on its way out.
+  bool has_leaving() noexcept {
+    const Hold hold(mutex_);
+    return leaving_ != 0;
+  }
+
+  void not_freed() noexcept {
+    const Hold hold(mutex_);
+    ++lost_;
+  }
+
+  SegmentCounters counters() noexcept {
+    const Hold hold(mutex_);
+    SegmentCounters all = {0, 0, 0, 0, registrations_, added_, dropped_, lost_, {}};
+    std::copy(std::begin(refused_), std::end(refused_), all.refused);
+    for (const auto& [base, segment] : by_base_) {
+      ++(segment->leaving ? all.leaving : all.segments);
+      (segment->leaving ? all.leaving_bytes : all.bytes) += segment->bytes;
+    }
+    return all;
+  }
+
+  // Visits live segments; with a resident, those that it has registered.
+  template <class Visit>
+  void each(const Resident* resident, Visit visit) {
+    const Hold hold(mutex_);
+    for (const auto& [base, segment] : by_base_) {
+      if (segment->leaving) continue;
+      if (resident != nullptr) {
+        const auto entry = resident->entries.find(segment->number);
+        if (entry == resident->entries.end() || entry->second.state != Resident::held) continue;
+      }
+      visit(segment->base, segment->bytes, segment->device);
+    }
+  }
+
+ private:
+  class Hold {
+   public:
+    explicit Hold(ncclpy_mutex& mutex) : mutex_(mutex) { ncclpy_mutex_lock(&mutex_); }
+    ~Hold() { ncclpy_mutex_unlock(&mutex_); }
+    Hold(const Hold&) = delete;
+    Hold& operator=(const Hold&) = delete;
+
+   private:
+    ncclpy_mutex& mutex_;
+  };
+
+  void expect(Resident& resident, const std::shared_ptr<Segment>& segment) {
+    // Room for all that may ever be put there, so that nothing that leaves needs memory.
+    const size_t room = resident.entries.size() + 1;
+    resident.to_register.reserve(grown(resident.to_register, room));
+    resident.to_leave.reserve(grown(resident.to_leave, room));
+    resident.fenced.reserve(grown(resident.fenced, room));
+    resident.entries.emplace(segment->number, Resident::Entry{segment, Resident::pending, nullptr});
+    resident.to_register.push_back(segment->number);
+    ncclpy_tenant_calls(&resident, 1);
+  }
+
+  static size_t grown(const std::vector<uint64_t>& list, size_t room) {
+    return room <= list.capacity() ? list.capacity() : std::max(room, 2 * list.capacity());
+  }
+
+  // Takes a pending entry back.
+  void forget(Resident& resident, uint64_t number) noexcept {
+    auto& list = resident.to_register;
+    list.erase(std::remove(list.begin(), list.end(), number), list.end());
+    resident.entries.erase(number);
+  }
+
+  void let_holder_go(Segment& segment) noexcept {
+    if (--segment.holders == 0 && segment.leaving) let_go(by_base_.find(segment.base));
+  }
+
+  SegmentState let_go(std::map<uintptr_t, std::shared_ptr<Segment>>::iterator found) noexcept {
+    if (!found->second->owned) {
+      by_base_.erase(found);
+      --leaving_;
+      return segment_gone;
+    }
+    // Its address is taken until it is freed. Without memory for the list it stays for ever.
+    try {
+      to_free_.push_back(found->second);
+    } catch (...) {
+    }
+    return segment_gone;
+  }
+
+  // False if there was nothing to register.
+  bool register_one(Resident& resident, void* comm) noexcept {
+    Segment* segment;
+    uint64_t number;
+    {
+      const Hold hold(mutex_);
+      if (resident.to_register.empty()) return false;
+      number = resident.to_register.front();
+      resident.to_register.erase(resident.to_register.begin());
+      Resident::Entry& entry = resident.entries.find(number)->second;
+      entry.state = Resident::registering;
+      segment = entry.segment.get();  // kept by the entry, which only who is here takes away
+      ++segment->holders;
+    }
+    void* handle = nullptr;
+    const int result = calls_.add(comm, reinterpret_cast<void*>(segment->base), segment->bytes, &handle);
+    const Hold hold(mutex_);
+    Resident::Entry& entry = resident.entries.find(number)->second;
+    entry.handle = handle;
+    // What was refused is used all the same, so who has it holds it.
+    entry.state = result == 0 ? Resident::held : Resident::refused;
+    if (result == 0) {
+      ++added_, ++registrations_;
+    } else if (result > 0 && result < segment_refusals) {
+      ++refused_[result];
+    } else {
+      ++refused_[0];
+    }
+    if (segment->leaving) resident.to_leave.push_back(number);
+    return true;
+  }
+
+  // Takes those that can leave behind a fence; false if there are none behind one.
+  bool begin_fence(Resident& resident) noexcept {
+    const Hold hold(mutex_);
+    if (!resident.fenced.empty()) return true;
+    if (resident.unknown) return false;  // until an event stands behind what was issued
+    // What graphs may use stays as long as the communicator.
+    auto& list = resident.to_leave;
+    const uint64_t to = resident.captured_to;
+    const auto first = std::partition(list.begin(), list.end(), [to](uint64_t number) { return number <= to; });
+    resident.fenced.insert(resident.fenced.end(), first, list.end());
+    list.erase(first, list.end());
+    if (!resident.fenced.empty() && resident.known) {  // else nothing was issued since the last fence was passed
+      resident.fence = resident.current;
+      resident.current ^= 1;
+      resident.known = 0;
+    }
+    return !resident.fenced.empty();
+  }
+
+  void deregister(Resident& resident, void* comm, uint64_t number) noexcept {
+    void* handle;
+    bool held;
+    {
+      const Hold hold(mutex_);
+      const auto found = resident.entries.find(number);
+      if (found == resident.entries.end()) return;
+      handle = found->second.handle;
+      held = found->second.state == Resident::held;
+    }
+    if (held && handle != nullptr) calls_.drop(comm, handle);
+    const Hold hold(mutex_);
+    const auto found = resident.entries.find(number);
+    const std::shared_ptr<Segment> segment = found->second.segment;
+    if (held) --registrations_, ++dropped_;
+    resident.entries.erase(found);
+    let_holder_go(*segment);
+  }
+
+  const SegmentCalls calls_;
+  ncclpy_mutex mutex_;
+  std::map<uintptr_t, std::shared_ptr<Segment>> by_base_;
+  std::vector<Resident*> residents_;
+  std::vector<std::shared_ptr<Segment>> to_free_;
+  uint64_t numbers_ = 0;
+  size_t registrations_ = 0;
+  size_t leaving_ = 0;
+  uint64_t added_ = 0, dropped_ = 0, lost_ = 0;
+  uint64_t refused_[segment_refusals] = {};
+};
+
+}  // namespace ncclpy

@@ -1,0 +1,323 @@
+"""The registry of segments: which communicators have them, and when these let them go."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import ncclpy
+import testing
+from ncclpy import memory
+from test_allocation import is_mapped, registry  # noqa: F401 - a fixture
+
+COUNT = 1000
+LONG = 20.0  # that only a hang meets
+
+
+def reduce_all(comms, buffers, streams=None):
+    with ncclpy.group():
+        for i, (comm, buffer) in enumerate(zip(comms, buffers, strict=True)):
+            comm.all_reduce(buffer, stream=streams[i] if streams else None)
+
+
+def synchronize(comms):
+    for comm in comms:
+        ncclpy.synchronize(comm.device, timeout=LONG)
+
+
+def pointers(registry, comm):
+    return {pointer for pointer, _, _ in registry.registered(comm)}
+
+
+def segments_of(comms, nbytes=4 * COUNT):
+    """One segment a device, as buffers."""
+    return [memory.alloc(nbytes, comm.device).buffer("float32") for comm in comms]
+
+
+def test_a_segment_is_registered_by_each_communicators_next_call(registry, comms2):
+    buffers = segments_of(comms2)
+    for comm in comms2:
+        assert comm in registry.communicators(comm.device) and registry.registered(comm) == []
+    reduce_all(comms2, buffers)
+    for comm, buffer in zip(comms2, buffers, strict=True):
+        assert registry.registered(comm) == [(buffer.pointer, 4 * COUNT, comm.device)]
+    counters = registry.counters()
+    reduce_all(comms2, buffers)
+    assert registry.counters() == counters, "nothing is registered twice"
+    synchronize(comms2)
+
+
+def test_a_single_call_registers_too(registry, comm1):
+    (buffer,) = segments_of([comm1])
+    comm1.all_reduce(buffer)
+    assert pointers(registry, comm1) == {buffer.pointer}
+    synchronize([comm1])
+
+
+def test_communicators_made_later_have_what_was_there(registry, comms2):
+    buffers = segments_of(comms2)
+    with ncclpy.group():
+        children = [comm.split(0) for comm in comms2]
+    reduce_all(children, buffers)
+    for child, buffer in zip(children, buffers, strict=True):
+        assert pointers(registry, child) == {buffer.pointer}
+    synchronize(comms2)
+    for child in children:
+        child.close()
+        assert child not in registry.communicators() and registry.registered(child) == []
+    assert registry.counters()["registrations"] == 2, "those of the parents, whose split was a call"
+
+
+def test_communicators_come_in_an_order_that_ranks_share(registry):
+    """By their names, which they have in common."""
+    names = []
+    for _ in range(2):
+        comms = ncclpy.Communicator.init_all([0, 1])
+        with ncclpy.group():
+            children = [comm.split(0) for comm in comms]
+        names.append([comm.rank for comm in registry.communicators()])
+        testing.close_all(children)
+        testing.close_all(comms)
+    assert names[0] == names[1]
+
+
+def test_memory_in_use_goes_when_the_operation_is_over(registry, host_engine, comms2):
+    """Rank 0's array is let go of while its all-reduce waits for rank 1."""
+    mine, others = segments_of(comms2)
+    pointer = mine.pointer
+    with ncclpy.Stream(0) as stream, ncclpy.Stream(1) as other:
+        reduce_all(comms2, (mine, others), (stream, other))  # connected, registered
+        comms2[0].all_reduce(mine, stream=stream)
+        del mine
+        assert not registry.drain(0.1)
+        counters = registry.counters()
+        assert (counters["leaving"], counters["leaving_bytes"]) == (1, 4 * COUNT)
+        assert is_mapped(pointer)
+        testing.write(others.pointer, np.full(COUNT, 5, np.float32), 1)
+        comms2[1].all_reduce(others, stream=other)
+        for each in (stream, other):
+            each.synchronize()
+    assert registry.drain()
+    assert not is_mapped(pointer)
+    assert registry.counters()["leaving"] == 0
+
+
+def test_what_is_issued_later_does_not_keep_it(registry, comms2):
+    """Operations that come one after the other without a pause would keep it for ever."""
+    mine, others = segments_of(comms2)
+    stays = segments_of(comms2)
+    reduce_all(comms2, (mine, others))
+    synchronize(comms2)
+    gate = threading.Event()
+
+    def keep_busy():
+        while not gate.is_set():
+            reduce_all(comms2, stays)
+        synchronize(comms2)
+
+    with ThreadPoolExecutor(1) as pool:
+        busy = pool.submit(keep_busy)
+        del mine
+        gone = registry.drain(LONG)
+        gate.set()
+        busy.result(LONG)
+    assert gone
+    assert pointers(registry, comms2[0]) == {stays[0].pointer}
+
+
+def test_memory_of_others_is_out_of_use_when_remove_returns(registry, host_engine, comms2):
+    arrays = [np.ones(COUNT, np.float32) for _ in comms2]
+    buffers = [ncclpy.Buffer(a.ctypes.data, COUNT, "float32", device=i) for i, a in enumerate(arrays)]
+    for i, array in enumerate(arrays):
+        registry.add(array.ctypes.data, array.nbytes, i)
+    with ncclpy.Stream(0) as stream, ncclpy.Stream(1) as other:
+        comms2[0].all_reduce(buffers[0], stream=stream)
+        assert pointers(registry, comms2[0]) == {arrays[0].ctypes.data}
+        with pytest.raises(ncclpy.NcclTimeout, match=r"after 0.1 s: .*rank 0 of 2.* must not be freed yet"):
+            registry.remove(arrays[0].ctypes.data, timeout=0.1)
+        with pytest.raises(ValueError, match="no segment"):
+            registry.remove(arrays[0].ctypes.data)
+        with pytest.raises(ValueError, match="overlap"):
+            registry.add(arrays[0].ctypes.data, 4, 0)  # it is still on its way out
+        comms2[1].all_reduce(buffers[1], stream=other)
+        for each in (stream, other):
+            each.synchronize()
+    assert registry.drain()
+    assert pointers(registry, comms2[0]) == set() and pointers(registry, comms2[1]) == {arrays[1].ctypes.data}
+    registry.remove(arrays[1].ctypes.data)
+    assert registry.segments() == [] and registry.counters()["registrations"] == 0
+    registry.add(arrays[0].ctypes.data, 4, 0)  # and once more
+    registry.remove(arrays[0].ctypes.data)
+
+
+def test_segments_are_disjoint(registry, host_engine):
+    base = np.zeros(64, np.uint8).ctypes.data
+    registry.add(base + 16, 16, 0)
+    before = registry.counters()
+    for begin, size in ((16, 16), (16, 1), (31, 1), (0, 17), (0, 64), (8, 100)):
+        with pytest.raises(ValueError, match=rf"overlap the segment of 16 bytes at {base + 16:#x}"):
+            registry.add(base + begin, size, 1)
+    registry.add(base, 16, 0)
+    registry.add(base + 32, 16, 1)
+    assert [nbytes for _, nbytes, _ in registry.segments()] == [16, 16, 16]
+    for begin in (0, 16, 32):
+        registry.remove(base + begin)
+    assert registry.counters()["segments"] == before["segments"] - 1
+
+
+def test_bad_segments_are_refused(registry):
+    for arguments, words in (
+        ((0, 16), "NULL"), ((4096, 0), "nbytes"), ((4096, -1), "nbytes"), ((-1, 4), "pointer"), ((4096, 1 << 80), "nbytes"),
+        ((4096, (1 << 64) - 4096), "beyond the end"), ((4096, 16, 10_000), "10000"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            registry.add(*arguments)
+    with pytest.raises(ValueError, match="no segment of the registry begins at 0x10"):
+        registry.remove(16)
+    with pytest.raises(TypeError):
+        registry.add("4096", 16)
+
+
+def test_close_deregisters_and_an_abort_only_forgets(registry, comms2):
+    buffers = segments_of(comms2)
+    reduce_all(comms2, buffers)
+    synchronize(comms2)
+    before = registry.counters()["deregistered"]
+    comms2[0].abort()
+    assert registry.drain()
+    del buffers[0]
+    assert registry.drain(), "an aborted communicator keeps nothing"
+    assert registry.counters()["deregistered"] == before
+    assert registry.registered(comms2[0]) == [] and comms2[0] not in registry.communicators()
+    comms2[1].close()
+    assert registry.counters()["deregistered"] == before + 1
+    assert registry.counters()["registrations"] == 0
+
+
+def test_an_abort_frees_what_a_stuck_operation_had(registry, host_engine, comms2):
+    mine, others = segments_of(comms2)
+    pointer = mine.pointer
+    with ncclpy.Stream(0) as stream:
+        comms2[0].all_reduce(mine, stream=stream)
+        del mine
+        assert not registry.drain(0.05) and is_mapped(pointer)
+        comms2[0].abort()
+        assert registry.drain(LONG) and not is_mapped(pointer)
+    comms2[1].abort()
+    del others
+
+
+def test_a_communicator_that_is_in_a_call_holds_up_nobody(registry, host_engine, comms2):
+    """Memory is let go of while a thread is inside the communicator, waiting for its peer."""
+    buffers = segments_of(comms2)
+    reduce_all(comms2, buffers)
+    synchronize(comms2)
+
+    def stuck():
+        with pytest.raises(ncclpy.NcclAborted):
+            comms2[0].all_reduce(buffers[0])
+
+    pointer = buffers[0].pointer
+    with ncclpy.faults("rank=0 call=AllReduce do=hang") as faults, ThreadPoolExecutor(1) as pool:
+        call = pool.submit(stuck)
+        testing.wait_for(lambda: faults.fired, "the call")
+        extra = memory.alloc(64, 0)  # comes and goes, also with that communicator's lock taken
+        del extra
+        comms2[0].abort()
+        call.result(LONG)
+    del buffers[:]
+    assert registry.drain(LONG) and not is_mapped(pointer)
+    comms2[1].abort()
+
+
+def test_what_a_graph_may_use_stays_as_long_as_the_communicator(registry, host_engine, comms2):
+    buffers = segments_of(comms2)
+    extra = segments_of(comms2)
+    pointer, other = buffers[0].pointer, extra[0].pointer
+    plan = ncclpy.Plan()
+    with plan.record():
+        for comm, buffer in zip(comms2, buffers, strict=True):
+            comm.all_reduce(buffer)
+    graph = plan.capture()
+    graph.launch()
+    synchronize(comms2)
+    graph.close()
+    late = segments_of(comms2)
+    reduce_all(comms2, late)
+    synchronize(comms2)
+    del buffers, buffer, plan, graph, late
+    gc.collect()
+    assert not registry.drain(0.1)
+    assert is_mapped(pointer)
+    assert registry.counters()["leaving"] == 2, "those that came behind the capture have gone"
+    del extra
+    for comm in comms2:
+        comm.close()
+    assert registry.drain(LONG)
+    assert not is_mapped(pointer) and not is_mapped(other)
+
+
+def test_nonblocking_communicators_take_part(registry, host_engine):
+    comms = ncclpy.Communicator.init_all([0, 1], config=ncclpy.Config(blocking=False))
+    buffers = segments_of(comms)
+    reduce_all(comms, buffers)
+    synchronize(comms)
+    assert all(len(registry.registered(comm)) == 1 for comm in comms)
+    del buffers
+    assert registry.drain(LONG)
+    testing.close_all(comms)
+
+
+def test_plans_and_the_manager_register_too(registry, host_engine, comms2):
+    buffers = segments_of(comms2)
+    plan = ncclpy.Plan()
+    with plan.record():
+        for comm, buffer in zip(comms2, buffers, strict=True):
+            comm.all_reduce(buffer)
+    plan.launch()
+    synchronize(comms2)
+    assert all(len(registry.registered(comm)) == 1 for comm in comms2)
+    with ncclpy.Manager() as manager:
+        works = [manager.all_reduce("key", buffer, num_local=2) for buffer in buffers]
+        for work in works:
+            work.wait(LONG)
+        assert len(registry.communicators()) == 4
+        assert registry.counters()["registrations"] == 4
+    assert registry.counters()["registrations"] == 2
+    del plan
+
+
+def test_threads_that_come_and_go(registry, host_engine, comms2):
+    """Allocations, communicators and operations in threads: what is left in the end is what should be."""
+    rng = np.random.default_rng(1)
+    seeds = rng.integers(1 << 30, size=3)
+
+    def allocate(seed):
+        local = np.random.default_rng(seed)
+        kept = []
+        for _ in range(60):
+            kept.append(memory.empty(int(local.integers(1, 5000)), device=int(local.integers(2))))
+            if len(kept) > 4:
+                del kept[int(local.integers(len(kept)))]
+
+    def communicate():
+        mine = segments_of(comms2)
+        for _ in range(30):
+            with ncclpy.group():
+                children = [comm.split(0) for comm in comms2]
+            reduce_all(children, mine)
+            synchronize(comms2)
+            for child in children:
+                child.close()
+
+    with ThreadPoolExecutor(4) as pool:
+        for each in [pool.submit(communicate), *(pool.submit(allocate, seed) for seed in seeds)]:
+            each.result(60)
+    gc.collect()
+    assert registry.drain(LONG)
+    counters = registry.counters()
+    assert (counters["segments"], counters["leaving"]) == (0, 0)

@@ -142,7 +142,7 @@ cdef bool_t _over(void* event) noexcept nogil:
     return driver.cuEventQuery != NULL and driver.cuEventQuery(<CUevent>event) != CUDA_ERROR_NOT_READY
 
 
-cdef class Tenancy:
+cdef class _Tenancy:
     """A communicator's part in the registry: what of it is registered there, until its end."""
 
     cdef Resident* resident
@@ -222,10 +222,10 @@ cdef class _Registrar(Landlord):
 
     cdef int is_ready(self, object comm) except -1:
         cdef Handle handle = comm
-        cdef Tenancy tenancy
+        cdef _Tenancy tenancy
         if not handle.owned or handle.tenant != NULL or nccl.ncclCommRegister == NULL:
             return 0
-        tenancy = Tenancy()
+        tenancy = _Tenancy()
         tenancy.left = True  # until it has joined
         tenancy.resident = new_resident(_segments, handle.device)
         if tenancy.resident == NULL:
@@ -248,7 +248,7 @@ cdef class _Registrar(Landlord):
         return 0
 
 
-def _place(Tenancy tenancy):
+def _place(_Tenancy tenancy):
     return tenancy.place
 
 
@@ -317,7 +317,7 @@ cdef void _free_some() noexcept nogil:
 
 cdef int _visit_all(double patience) except -1:
     """Go to all communicators that something can leave, in their order, and free what nobody holds."""
-    cdef Tenancy tenancy
+    cdef _Tenancy tenancy
     cdef Handle handle
     for tenancy in list(_tenancies):
         handle = tenancy.ref()
@@ -332,8 +332,8 @@ cdef int _visit_all(double patience) except -1:
         handle = None
     for handle in list(_ending):
         if handle.raw == NULL:
-            (<Tenancy>handle.tenancy).visit(handle, now() + patience)
-            if (<Tenancy>handle.tenancy).left and handle in _ending:
+            (<_Tenancy>handle.tenancy).visit(handle, now() + patience)
+            if (<_Tenancy>handle.tenancy).left and handle in _ending:
                 _ending.remove(handle)
     handle = None
     with nogil:
@@ -499,7 +499,7 @@ class SegmentRegistry:
     def registered(self, comm):
         """Return (pointer, nbytes, device) of the segments that a communicator has registered at this moment."""
         cdef Handle handle = comm
-        cdef Tenancy tenancy = handle.tenancy
+        cdef _Tenancy tenancy = handle.tenancy
         return [] if tenancy is None or tenancy.left else _seen(tenancy.resident, None)
 
     def counters(self):
@@ -533,7 +533,7 @@ class SegmentRegistry:
 
 cdef list _alive(bint held_up):
     """Return the communicators that take part; those alone that something is still to leave, if that is asked for."""
-    cdef Tenancy tenancy
+    cdef _Tenancy tenancy
     found = []
     for tenancy in list(_tenancies):
         comm = tenancy.ref()

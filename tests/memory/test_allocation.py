@@ -7,33 +7,11 @@ import pickle
 
 import numpy as np
 import pytest
+from leftovers import is_mapped
 
 import ncclpy
 import testing
 from ncclpy import memory
-
-
-@pytest.fixture(autouse=True)
-def registry():
-    """The registry, which every test leaves as empty as it was."""
-    testing.need_function("ncclMemAlloc")
-    registry = memory.SegmentRegistry.default()
-    gc.collect()
-    assert registry.drain()
-    before = registry.counters()
-    yield registry
-    gc.collect()
-    assert registry.drain(), registry.counters()
-    after = registry.counters()
-    assert (after["segments"], after["bytes"]) == (before["segments"], before["bytes"])
-    assert after["not_freed"] == before["not_freed"]
-
-
-def is_mapped(pointer):
-    """Return whether there is memory at an address of this process, on the host engine."""
-    with open("/proc/self/maps") as maps:
-        ranges = [line.split()[0].split("-") for line in maps]
-    return any(int(low, 16) <= pointer < int(high, 16) for low, high in ranges)
 
 
 def test_memory_goes_with_the_last_array_that_has_it(registry, host_engine):

@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from leftovers import is_mapped
 
 import ncclpy
 import testing
 from ncclpy import memory
-from test_allocation import is_mapped, registry  # noqa: F401 - a fixture
 
 COUNT = 1000
 LONG = 20.0  # that only a hang meets
@@ -171,8 +171,8 @@ def test_segments_are_disjoint(registry, host_engine):
 
 def test_bad_segments_are_refused(registry):
     for arguments, words in (
-        ((0, 16), "NULL"), ((4096, 0), "nbytes"), ((4096, -1), "nbytes"), ((-1, 4), "pointer"), ((4096, 1 << 80), "nbytes"),
-        ((4096, (1 << 64) - 4096), "beyond the end"), ((4096, 16, 10_000), "10000"),
+        ((0, 16), "NULL"), ((4096, 0), "nbytes"), ((4096, -1), "nbytes"), ((-1, 4), "pointer"),
+        ((4096, 1 << 80), "nbytes"), ((4096, (1 << 64) - 4096), "beyond the end"), ((4096, 16, 10_000), "10000"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             registry.add(*arguments)

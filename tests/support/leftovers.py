@@ -57,3 +57,10 @@ def settle(look, settled, patience=2.0):
     while not settled(seen := look()) and time.monotonic() < end:
         time.sleep(0.005)
     return seen
+
+
+def is_mapped(pointer):
+    """Return whether there is memory at an address of this process, on the host engine."""
+    with open("/proc/self/maps") as maps:
+        ranges = [line.split()[0].split("-") for line in maps]
+    return any(int(low, 16) <= pointer < int(high, 16) for low, high in ranges)

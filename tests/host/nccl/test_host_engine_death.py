@@ -236,7 +236,7 @@ def test_waiting_costs_no_cpu(nccl):
     nccl.driver.use(0)
     time.sleep(0.2)
     try:
-        # What a wake-up takes is the machine's affair, and others may keep it busy: the quietest of three looks counts.
+        # What a wake-up takes is the machine's affair, and others keep it busy: the quietest of three looks counts.
         used = min(cpu_seconds_in(2) for _ in range(3))
         assert used < 0.02, f"{used / 2:.1%} of a core while waiting"
     finally:

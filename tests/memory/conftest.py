@@ -1,0 +1,26 @@
+"""Every test of memory leaves the registry as it was."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+import testing
+from ncclpy import memory
+
+
+@pytest.fixture(autouse=True)
+def registry():
+    """The registry, which every test leaves as empty as it was."""
+    testing.need_function("ncclMemAlloc")
+    registry = memory.SegmentRegistry.default()
+    gc.collect()
+    assert registry.drain()
+    before = registry.counters()
+    yield registry
+    gc.collect()
+    assert registry.drain(), registry.counters()
+    after = registry.counters()
+    assert (after["segments"], after["bytes"]) == (before["segments"], before["bytes"])
+    assert after["not_freed"] == before["not_freed"]

@@ -1,0 +1,283 @@
+"""Random programs of segments and communicators beside a model that says what must be registered at each step.
+
+python segment_runs.py SEED RUNS: ends with an error at the first seed that fails; prints how often memory was let go of
+that an operation still used.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+import ncclpy
+import testing
+from leftovers import is_mapped
+from ncclpy import memory
+
+COUNT = 64
+STEPS = 40
+
+
+class Clique:
+    """The communicators of both devices, and a stream on each."""
+
+    def __init__(self, comms):
+        self.comms = comms
+        self.children = []
+        self.streams = [ncclpy.Stream(comm.device) for comm in comms]
+        self.expected = [set(), set()]  # registered, by pointers
+        self.early = None  # what rank 1 is to bring for what rank 0 has asked for
+
+    def reduce(self, arrays, single=None):
+        """All ranks, or one alone."""
+        if single is not None:
+            self.comms[single].all_reduce(arrays[single], stream=self.streams[single])
+            return
+        with ncclpy.group():
+            for comm, array, stream in zip(self.comms, arrays, self.streams, strict=True):
+                comm.all_reduce(array, stream=stream)
+
+    def family(self):
+        return [self, *(each for child in self.children for each in child.family())]
+
+    def settle(self):
+        if self.early is not None:
+            self.reduce(self.early, 1)
+            self.early = None
+        for stream in self.streams:
+            stream.synchronize(timeout=20)
+
+
+class Program:
+    def __init__(self, seed):
+        self.random = random.Random(seed)
+        self.registry = memory.SegmentRegistry.default()
+        self.cliques = []
+        self.arrays = [[], []]  # of each device: buffers over memory of ours
+        self.foreign = [{}, {}]
+        self.did = []
+        self.in_use = 0
+
+    def run(self):
+        assert self.registry.drain()
+        before = self.registry.counters()
+        moves = [self.make, self.split, self.close, self.abort, self.allocate, self.allocate, self.free, self.free]
+        moves += [
+            self.operate,
+            self.operate,
+            self.operate,
+            self.begin,
+            self.come,
+            self.enlist,
+            self.dismiss,
+            self.drain,
+        ]
+        self.make()
+        try:
+            for _ in range(STEPS):
+                move = self.random.choice(moves)
+                self.did.append(move.__name__)
+                move()
+                self.check()
+        finally:
+            while self.cliques:
+                self.end(self.cliques[0])
+        for device in (0, 1):
+            for pointer in list(self.foreign[device]):
+                self.registry.remove(pointer)
+        pointers = [buffer.pointer for buffers in self.arrays for buffer in buffers]
+        self.arrays = None
+        gc.collect()
+        assert self.registry.drain(20), self.registry.counters()
+        after = self.registry.counters()
+        for name in ("segments", "leaving", "registrations", "not_freed"):
+            assert after[name] == before[name], (name, before, after)
+        assert after["registered"] - before["registered"] >= after["deregistered"] - before["deregistered"]
+        assert not any(map(is_mapped, pointers))
+
+    def check(self):
+        for clique in self.cliques:
+            assert not any(comm.closed for comm in clique.comms), self.did
+            for comm, expected in zip(clique.comms, clique.expected, strict=True):
+                got = {pointer for pointer, _, _ in self.registry.registered(comm)}
+                assert got == expected, (self.did, comm, got ^ expected)
+
+    # What happens.
+
+    def pick(self):
+        return self.random.choice(self.cliques) if self.cliques else None
+
+    def live(self, device):
+        return {buffer.pointer for buffer in self.arrays[device]} | set(self.foreign[device])
+
+    def called(self, clique, ranks=(0, 1)):
+        """A call was made: everything that is there is registered."""
+        for rank in ranks:
+            clique.expected[rank] |= self.live(rank)
+
+    def settle(self, clique):
+        if clique.early is not None:
+            self.called(clique, (1,))
+        clique.settle()
+
+    def make(self):
+        if len(self.cliques) < 3:
+            blocking = self.random.random() < 0.8
+            config = None if blocking else ncclpy.Config(blocking=False)
+            self.cliques.append(Clique(ncclpy.Communicator.init_all([0, 1], config=config)))
+
+    def split(self):
+        clique = self.pick()
+        if clique is None or clique.early is not None or len(self.cliques) > 3:
+            return
+        with ncclpy.group():
+            children = [comm.split(0) for comm in clique.comms]
+        for child in children:
+            child.wait_ready(timeout=20)
+        self.called(clique)
+        self.cliques.append(Clique(children))
+        clique.children.append(self.cliques[-1])
+
+    def end(self, clique):
+        """Close a clique, and with it those that were made from it."""
+        for each in clique.family():
+            if each in self.cliques:
+                each.settle()
+        testing.close_all(clique.comms)
+        self.forget(clique)
+
+    def forget(self, clique):
+        for each in clique.family():
+            if each in self.cliques:
+                self.cliques.remove(each)
+                for stream in each.streams:
+                    stream.synchronize(timeout=20)
+                    stream.close()
+
+    def close(self):
+        clique = self.pick()
+        if clique is not None:
+            self.end(clique)
+
+    def abort(self):
+        clique = self.pick()
+        if clique is None or self.random.random() < 0.5:
+            return
+        deregistered = self.registry.counters()["deregistered"]
+        for each in reversed(clique.family()):
+            for comm in each.comms:
+                comm.abort()
+        assert self.registry.drain(20)
+        assert self.registry.counters()["deregistered"] == deregistered, "an abort asks no peer"
+        self.forget(clique)
+
+    def allocate(self):
+        device = self.random.randrange(2)
+        made = memory.alloc(4 * COUNT, device)
+        self.arrays[device].append(made.buffer("float32"))
+
+    def free(self):
+        """Let memory go, also what is in use: it stays registered until that is over."""
+        device = self.random.randrange(2)
+        if not self.arrays[device]:
+            return
+        buffer = self.random.choice(self.arrays[device])
+        for clique in self.cliques:
+            if clique.early is not None and clique.early[1] is buffer:
+                self.settle(clique)
+        self.arrays[device].remove(buffer)
+        pointer = buffer.pointer
+        del buffer
+        self.gone(device, pointer)
+
+    def gone(self, device, pointer):
+        used = [clique for clique in self.cliques if clique.early is not None and pointer in clique.expected[device]]
+        if used and device == 0:
+            self.in_use += 1
+            assert is_mapped(pointer), self.did
+        for clique in used:
+            self.settle(clique)
+        assert self.registry.drain(20), (self.did, self.registry.counters())
+        for clique in self.cliques:
+            clique.expected[device].discard(pointer)
+
+    def usable(self):
+        return self.random.choice(self.arrays[0]), self.random.choice(self.arrays[1])
+
+    def operate(self):
+        clique = self.pick()
+        if clique is None or not all(self.arrays):
+            return
+        clique.settle()
+        self.called(clique)
+        clique.reduce(self.usable())
+
+    def begin(self):
+        """Rank 0 comes, and rank 1 does not yet."""
+        clique = self.pick()
+        if clique is None or clique.early is not None or not all(self.arrays):
+            return
+        arrays = self.usable()
+        clique.reduce(arrays, 0)
+        self.called(clique, (0,))
+        # Rank 1's is kept for it; rank 0's may be let go of.
+        clique.early = (None, arrays[1])
+
+    def come(self):
+        clique = self.pick()
+        if clique is not None:
+            self.settle(clique)
+
+    def enlist(self):
+        device = self.random.randrange(2)
+        array = np.zeros(COUNT, np.float32)
+        self.registry.add(array.ctypes.data, array.nbytes, device)
+        self.foreign[device][array.ctypes.data] = array
+
+    def dismiss(self):
+        device = self.random.randrange(2)
+        if not self.foreign[device]:
+            return
+        pointer = self.random.choice(list(self.foreign[device]))
+        for clique in self.cliques:
+            self.settle(clique)
+        self.registry.remove(pointer)
+        del self.foreign[device][pointer]
+        for clique in self.cliques:
+            clique.expected[device].discard(pointer)
+
+    def drain(self):
+        """Threads come with memory of their own and go with it."""
+
+        def visit(seed):
+            own = random.Random(seed)
+            kept = [memory.alloc(own.randrange(1, 5000), own.randrange(2)) for _ in range(4)]
+            own.shuffle(kept)
+            while kept:
+                kept.pop()
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(visit, [self.random.random(), self.random.random()]))
+        assert threading.active_count() < 1000
+
+
+def main(seed, runs):
+    in_use = 0
+    for each in range(seed, seed + runs):
+        program = Program(each)
+        try:
+            program.run()
+        except BaseException:
+            print(f"seed {each}: {program.did}", file=sys.stderr)
+            raise
+        in_use += program.in_use
+    print(in_use)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

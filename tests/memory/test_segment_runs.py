@@ -1,0 +1,30 @@
+"""Random programs of segments and communicators, beside a model that says what must be registered at each step."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from paths import SUPPORT
+
+SCRIPT = Path(__file__).parent / "segment_runs.py"
+
+
+@pytest.mark.parametrize(
+    ("seed", "runs"),
+    [(1, 60), *(pytest.param(10_000 * i, 500, marks=[pytest.mark.campaign]) for i in range(1, 5))],
+)
+def test_what_is_registered_is_what_should_be(host_engine, seed, runs):
+    done = subprocess.run(
+        [sys.executable, SCRIPT, str(seed), str(runs)],
+        env=os.environ | {"PYTHONPATH": str(SUPPORT)},
+        capture_output=True,
+        text=True,
+        cwd="/",
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(done.stdout) > 0, "memory that was in use was let go of"

@@ -352,7 +352,8 @@ cdef class Handle:
             self.take_cell()  # NCCL has written it, and works on it in another thread
             if self.cradle.birth.cell != NULL:
                 self.cradle.stage = BY_ITSELF
-        if self.raw == NULL and self.guard == NULL and self.parent is not None and self.state != CLOSED:
+        unmade = self.state == UNBORN or self.state == INITIALISING
+        if unmade and self.raw == NULL and self.guard == NULL and self.parent is not None:
             return [self, self.parent]
         return [self, *self.making]
 

@@ -153,3 +153,14 @@ def test_what_the_library_lacks_is_unsupported_and_harms_nothing(comms2, arrays,
     with pytest.raises(ncclpy.NcclUnsupported, match=symbol):
         testing.run_with_deadline(lambda: call(comms2[0]), 10)
     testing.all_ones(arrays, comms2)
+
+
+def test_who_aborts_a_child_twice_leaves_its_parent(comms2, arrays):
+    with ncclpy.group():
+        children = [comm.split(0) for comm in comms2]
+    for child in children:
+        child.abort()
+    for child in children:
+        child.abort()
+    assert not any(comm.closed for comm in comms2)
+    assert testing.all_ones(arrays, comms2)

@@ -1,7 +1,7 @@
 """Random programs of segments and communicators beside a model that says what must be registered at each step.
 
-python segment_runs.py SEED RUNS: ends with an error at the first seed that fails; prints how often memory was let go of
-that an operation still used.
+python segment_runs.py SEED RUNS: ends with an error at the first seed that fails; prints how often memory was let go
+of that an operation still used.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+from leftovers import is_mapped
 
 import ncclpy
 import testing
-from leftovers import is_mapped
 from ncclpy import memory
 
 COUNT = 64
@@ -105,7 +105,7 @@ class Program:
             assert not any(comm.closed for comm in clique.comms), self.did
             for comm, expected in zip(clique.comms, clique.expected, strict=True):
                 got = {pointer for pointer, _, _ in self.registry.registered(comm)}
-                assert got == expected, (self.did, comm, got ^ expected)
+                assert got == expected, (self.did, comm, got, expected)
 
     # What happens.
 
@@ -155,6 +155,7 @@ class Program:
         for each in clique.family():
             if each in self.cliques:
                 self.cliques.remove(each)
+                each.early = None
                 for stream in each.streams:
                     stream.synchronize(timeout=20)
                     stream.close()

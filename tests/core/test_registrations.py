@@ -11,6 +11,7 @@ import pytest
 import ncclpy
 import testing
 from ncclpy import bindings
+from ncclpy.core.device import using
 
 
 class Memory:
@@ -18,22 +19,24 @@ class Memory:
 
     def __init__(self, device=0, nbytes=4096):
         self.device, self.nbytes = device, nbytes
-        ncclpy.set_device(device)
-        self.pointer = bindings.mem_alloc(nbytes)
+        self.pointer = self._allocate()
+
+    def _allocate(self):
+        with using(self.device):
+            return bindings.mem_alloc(self.nbytes)
 
     def part(self, begin=0, end=None):
         end = self.nbytes if end is None else end
         return ncclpy.Buffer(self.pointer + begin, end - begin, "uint8", device=self.device)
 
-    def is_registered(self, keep=True):
-        """Return whether the engine would refuse to free it. (It tries: with ``keep`` it is allocated again.)"""
+    def is_registered(self):
+        """Return whether the engine refuses to free it; if not, it is allocated again."""
         try:
             bindings.mem_free(self.pointer)
         except ncclpy.NcclError as error:
             assert "registered" in str(error), error
             return True
-        if keep:
-            self.pointer = bindings.mem_alloc(self.nbytes)
+        self.pointer = self._allocate()
         return False
 
     def free(self):
@@ -54,7 +57,7 @@ def test_parts_use_the_registration_of_the_whole(comm1, memory):
     parts = [comm1.register(memory.part(*ends)) for ends in ((0, 4096), (0, 10), (4000, 4096), (77, 78))]
     assert {part.handle for part in parts} == {whole.handle} and whole.handle
     whole.close()
-    comm1.all_reduce(memory.part(0, 64), timeout=None)
+    comm1.all_reduce(memory.part(0, 64))
     for part in parts:
         assert memory.is_registered()
         assert not part.closed
@@ -87,7 +90,7 @@ def test_a_buffer_is_kept_until_its_registration_goes(comm1, host_engine):
     array = np.zeros(1024, np.float32).view(Array)
     kept = weakref.ref(array)
     first = comm1.register(array)
-    part = comm1.register(array[10:20].view(np.ndarray).view(Array).copy() if False else (array.ctypes.data, 10, "float32"))
+    part = comm1.register((array.ctypes.data, 10, "float32"))
     del array
     first.close()
     gc.collect()
@@ -145,6 +148,8 @@ def test_each_communicator_has_its_own(comms2, host_engine):
     assert memory.is_registered()
     both[1].close()
     memory.free()
+    for each in child:
+        each.abort()
 
 
 def test_a_failed_deregistration_is_not_used_again(comm1, memory):

@@ -239,6 +239,49 @@ def test_threads_and_the_communicators_end(host_engine, end):
         memory.free()
 
 
+# Graphs
+
+
+@pytest.mark.parametrize("end", ["graph", "close", "abort"])
+def test_a_graph_keeps_what_it_uses_registered(comm1, memory, end):
+    """NCCL may have taken the registration into the graph; a plan asks at each launch."""
+    registration, other = comm1.register(memory.part(0, 1024)), comm1.register(memory.part(2048, 3072))
+    plan = ncclpy.Plan()
+    with plan.record():
+        comm1.all_reduce(memory.part(64, 128))
+    graph = plan.capture()
+    other.close()
+    registration.close()
+    assert registration.closed
+    assert memory.is_registered()
+    handle = registration.handle
+    graph.launch()
+    with comm1.register(memory.part(0, 8)) as again:
+        assert again.handle == handle
+    for _ in range(2):
+        graph.close() if end == "graph" else getattr(comm1, end)()
+    assert not memory.is_registered()
+
+
+def test_a_plan_alone_keeps_no_registration(comm1, memory):
+    plan = ncclpy.Plan()
+    with comm1.register(memory.part(0, 1024)), plan.record():
+        comm1.all_reduce(memory.part(64, 128))
+    assert not memory.is_registered()
+    del plan
+
+
+def test_a_capture_that_fails_holds_nothing(comm1, memory):
+    registration = comm1.register(memory.part(0, 1024))
+    plan = ncclpy.Plan()
+    with plan.record():
+        comm1.all_reduce(memory.part(64, 128))
+    with ncclpy.faults("call=AllReduce nth=1 do=error:ncclSystemError"), pytest.raises(ncclpy.NcclError):
+        plan.capture()
+    registration.close()
+    assert not memory.is_registered()
+
+
 # Random programs beside a model
 
 

@@ -1,4 +1,4 @@
-"""With ``NCCLPY_HOST_CHECKS=1``, as all tests run, what is nearly always a defect is an error that says what and who."""
+"""With ``NCCLPY_HOST_CHECKS=1``, as all tests run, what is nearly always a defect is an error that says whose."""
 
 import ctypes
 import threading
@@ -65,7 +65,11 @@ def test_registered_memory_is_not_freed(nccl, end):
     (comm,) = nccl.init_all(1)
     pointer = allocate(nccl)
     handle = register(nccl, comm, pointer + 16, 100)
-    words = (f"1024 bytes at {pointer:#x} on device 0", f"100 bytes at {pointer + 16:#x}", "rank 0 of communicator of 1")
+    words = (
+        f"1024 bytes at {pointer:#x} on device 0",
+        f"100 bytes at {pointer + 16:#x}",
+        "rank 0 of communicator of 1",
+    )
     refuses_to_free(nccl, pointer, "ncclCommRegister", "deregister it first", *words)
     getattr(nccl, end)(*([comm, handle] if end == "ncclCommDeregister" else [comm]))
     nccl.ncclMemFree(pointer)
@@ -171,11 +175,9 @@ def test_what_an_operation_uses_is_not_freed(nccl, comm, stream, name):
 @pytest.mark.parametrize("name", ["Send", "Recv", "AllReduce", "AllGather", "ReduceScatter"])
 def test_an_operation_whose_peer_has_not_come(nccl, name):
     """What waiting would not help: each rank frees what the other's absence keeps in use. The far ends count too."""
-    comms = nccl.init_all(2)
-    stream = nccl.driver.stream(1)
+    comms, rank = nccl.init_all(2), 1
     send, recv = allocate(nccl), allocate(nccl)
     shift = 4 * COUNT - 128  # two blocks fit: the second is the last that the operation touches
-    rank = 1
     nccl.driver.use(1)
     stream = nccl.driver.stream(1)
     operations(nccl, comms[rank], rank, stream, None)[name](send + shift, recv + shift)
@@ -341,7 +343,15 @@ def test_of_many_threads_one_registers(nccl, comm):
 def test_a_window_is_registered_once(nccl, comm):
     pointer = allocate(nccl)
     window = window_of(nccl, comm, pointer, 512)
-    refused(INVALID_USAGE, f"100 bytes at {pointer + 500:#x} are registered twice", window_of, nccl, comm, pointer + 500, 100)
+    refused(
+        INVALID_USAGE,
+        f"100 bytes at {pointer + 500:#x} are registered twice",
+        window_of,
+        nccl,
+        comm,
+        pointer + 500,
+        100,
+    )
     window_of(nccl, comm, pointer + 500, 100, flags=0)  # one of another kind
     window_of(nccl, comm, pointer + 512, 100)
     nccl.ncclCommWindowDeregister(comm, window)

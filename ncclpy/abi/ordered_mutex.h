@@ -28,10 +28,10 @@
   LOCK(GRAPH, "a graph's mutex", NCCLPY_ONE(ISSUING) | NCCLPY_STREAMS, 0)                                            \
   LOCK(ISSUING, "a communicator's `issuing_`", NCCLPY_STREAMS, 0)                                                    \
   LOCK(REGISTRY, "the registry of segments", NCCLPY_ONE(IDS) | NCCLPY_ONE(WATCH), 0)                                 \
-  LOCK(STATE, "a communicator's `mutex`", NCCLPY_ONE(WATCH), 0)                                                      \
+  LOCK(STATE, "a communicator's `mutex`", NCCLPY_ONE(CLAIMS) | NCCLPY_ONE(WATCH), 0)                                 \
   LOCK(SEGMENT, "a segment's `mutex`", NCCLPY_ONE(WATCH), 0)                                                         \
   LOCK(DEVICE, "the list of a device's streams", 0, 0)                                                               \
-  LOCK(STREAM, "a stream's mutex", NCCLPY_ONE(CREW), 0)                                                              \
+  LOCK(STREAM, "a stream's mutex", NCCLPY_ONE(CREW) | NCCLPY_ONE(CLAIMS), 0)                                         \
   LOCK(CREW, "the crew's", 0, 0)                                                                                     \
   LOCK(CAPTURES, "captures", 0, 0)                                                                                   \
   LOCK(FATE, "fates", 0, 0)                                                                                          \
@@ -41,6 +41,7 @@
   LOCK(IDS, "unique ids", 0, 0)                                                                                      \
   LOCK(HANDLES, "handles", 0, 0)                                                                                     \
   LOCK(ALLOCATIONS, "allocations", 0, 0)                                                                             \
+  LOCK(CLAIMS, "claims", 0, 0)                                                                                       \
   LOCK(EVENT, "events", 0, 0)                                                                                        \
   LOCK(AWAITED, "who is awaited", 0, 0)                                                                              \
   LOCK(SWEEPER, "the sweeper's", 0, 0)                                                                               \

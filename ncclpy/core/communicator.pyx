@@ -452,12 +452,17 @@ cdef class Communicator(Lifecycle):
         Parameters
         ----------
         buf : buffer
-            The whole allocation or a part of it.
+            The whole allocation or a part of it. A part of what is registered uses that registration: register what
+            is larger first.
 
         Returns
         -------
         Registration
-            Its `close` deregisters the buffer; do that before the memory is freed.
+            Its `close` deregisters the buffer if no other uses its registration; do that before the memory is freed.
+
+        Notes
+        -----
+        Ranges that only overlap are registrations of their own. NCCL finds one for a buffer that lies in it as a whole.
         """
         cdef View view
         check_alive(self)

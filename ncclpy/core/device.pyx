@@ -260,7 +260,10 @@ def allocate(size_t nbytes, device=None):
 
 
 def free(uintptr_t pointer):
-    """Free memory that `allocate` returned (`cuMemFree`); waits for work that uses it."""
+    """Free memory that `allocate` returned (`cuMemFree`); waits for work that uses it.
+
+    With ``NCCLPY_HOST_CHECKS=1`` the host engine refuses memory that a communicator has registered or still uses.
+    """
     cdef CUresult result
     cdef CUstreamCaptureMode mode
     require_driver()

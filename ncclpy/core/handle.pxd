@@ -5,6 +5,7 @@ from ncclpy.abi.locks cimport mutex_t
 from ncclpy.abi.nccl cimport ncclComm_t, ncclResult_t
 from ncclpy.core.birth cimport Cradle
 from ncclpy.core.marks cimport Mark, Marks
+from ncclpy.core.ranges cimport Ranges
 from ncclpy.core.tenant cimport Tenant
 
 # Results of ours beside ncclResult_t, of polling.
@@ -60,6 +61,7 @@ cdef class Handle:
     cdef object resources  # WeakSet of operators, registrations and graphs, closed with the communicator
     cdef dict registered  # buffers that NCCL has registered, by a number; they stay until it lets go of them
     cdef long long registrations  # how many there were
+    cdef Ranges ranges  # what `register` has registered; guarded by its mutex
     cdef object stream  # for memory that has no stream
     cdef size_t scratch  # device memory of the barrier, 0 until used
     # For a recorder: ranks count alike, so that their calls can be laid side by side.

@@ -33,6 +33,7 @@ from ncclpy.core.marks cimport free_marks, mark_begin, mark_end
 from ncclpy.core.missing cimport who_is_missing
 from ncclpy.core.overdue cimport tell_overdue
 from ncclpy.core.overrides cimport guarded_was_in_progress
+from ncclpy.core.ranges cimport Ranges
 from ncclpy.core.state cimport ABORTED, CLOSED, FAILED, FINALIZED, INITIALISING, READY, UNBORN, may_become, shown
 from ncclpy.core.stream cimport Stream, event_behind
 from ncclpy.core.wait cimport FOREVER, now, pause
@@ -86,6 +87,7 @@ cdef class Handle:
         self.resources = weakref.WeakSet()
         self.making = []
         self.registered = {}
+        self.ranges = Ranges()
 
     def __dealloc__(self):
         free_marks(self.marks)

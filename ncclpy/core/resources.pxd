@@ -1,3 +1,4 @@
+from ncclpy.core.handle cimport Handle
 from ncclpy.core.lifecycle cimport Lifecycle
 
 
@@ -18,4 +19,18 @@ cdef class Registration:
     cdef object address  # of the buffer
     cdef object nbytes
     cdef long long kept  # the buffer by the communicator
+    cdef long long range  # that is registered, which may be larger and another one's
     cdef object __weakref__
+
+
+cdef class HeldRanges:
+    cdef Handle comm
+    cdef long long* numbers
+    cdef size_t count
+
+    # Count them no longer. What cannot be asked for until a moment stays registered until the communicator's end.
+    cdef int let_go(self, double until) except -1
+
+
+# The registered ranges of a communicator in which one of the addresses lies: they stay until they are let go.
+cdef HeldRanges hold_ranges(Handle handle, set addresses)

@@ -1,6 +1,7 @@
 """What belongs to one communicator: reduction operators of one's own and registered buffers."""
 
 from libc.stdint cimport uintptr_t
+from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
 from ncclpy.abi.nccl cimport (
@@ -15,9 +16,10 @@ from ncclpy.abi.nccl cimport (
 from ncclpy.core.buffers cimport HOST_MEMORY, View, read_view
 from ncclpy.core.check cimport check
 from ncclpy.core.datatypes cimport BYTES, encoded, name_of
-from ncclpy.core.handle cimport WAS_ABORTED
+from ncclpy.core.handle cimport WAS_ABORTED, Handle, lock_within
 from ncclpy.core.library cimport nccl, require
 from ncclpy.core.progress cimport check_alive
+from ncclpy.core.state cimport ABORTED
 
 import numpy as np
 
@@ -124,24 +126,38 @@ cdef object _plain(object scalar):
 cdef class Registration:
     """Keep a buffer registered with a communicator (`ncclCommRegister`) until `close`.
 
-    `Communicator.register` makes it. The communicator holds the buffer until then; close it before memory is freed.
+    `Communicator.register` makes it. The communicator holds the buffer until then; close it before memory is freed, and
+    when what uses it is done.
+
+    Notes
+    -----
+    A buffer that lies in one that is registered with the communicator already uses that registration: the handle is
+    the same, and the last of them to be closed deregisters it. Until then the communicator holds the buffer that was
+    registered first. A `Graph` counts as well: what a captured operation sends from or receives in stays registered
+    until the graph is closed.
     """
 
     def __init__(self, Lifecycle comm not None, buffer):
         cdef View view
         cdef ncclResult_t result = <ncclResult_t>WAS_ABORTED
+        if self.kept:
+            raise RuntimeError("a Registration is initialised once")
         read_view(buffer, &view, "buffer")
         check_alive(comm)
         require(<void*>nccl.ncclCommRegister, b"ncclCommRegister")
+        self.kept = comm.keep(buffer)  # a registration that is dropped is still one
         with nogil:
             if comm.lock_alive():
-                result = nccl.ncclCommRegister(comm.raw, view.pointer, view.nbytes, &self.raw)
+                result = comm.ranges.register(
+                    comm.raw, view.pointer, view.nbytes, self.kept, &self.raw, &self.range
+                )
                 comm.unlock()
+        if result != ncclSuccess:
+            comm.unkeep(self.kept)
         comm.check_call(result, b"ncclCommRegister")
         self.buffer = buffer
         self.address = <uintptr_t>view.pointer
         self.nbytes = view.nbytes
-        self.kept = comm.keep(buffer)  # a registration that is dropped is still one
         self.comm = comm
         comm.resources.add(self)
 
@@ -152,23 +168,27 @@ cdef class Registration:
 
     @property
     def closed(self):
-        """Whether the buffer is no longer registered."""
+        """Whether `close` was called."""
         return self.comm is None
 
     def close(self):
-        """Deregister the buffer (`ncclCommDeregister`); twice does nothing."""
+        """Deregister the buffer (`ncclCommDeregister`) if nobody else uses its registration; twice does nothing."""
         cdef Lifecycle comm = self.comm
         cdef ncclResult_t result = ncclSuccess
+        cdef bint gone = True
         if comm is None:
             return
         self.comm = self.buffer = None
         require(<void*>nccl.ncclCommDeregister, b"ncclCommDeregister")
         with nogil:
-            if self.raw != NULL and comm.lock_alive():
-                result = nccl.ncclCommDeregister(comm.raw, self.raw)
+            if comm.lock_alive():
+                result = comm.ranges.release(comm.raw, self.range, &gone)
                 comm.unlock()
         check(result, b"ncclCommDeregister", comm.raw)
-        comm.unkeep(self.kept)
+        if gone:
+            comm.unkeep(self.range)
+        if self.kept != self.range:  # else it is what is registered
+            comm.unkeep(self.kept)
 
     def __enter__(self):
         return self
@@ -183,3 +203,51 @@ cdef class Registration:
         if self.comm is None:
             return "<ncclpy.Registration (closed)>"
         return f"<ncclpy.Registration of {self.nbytes} bytes at {self.address:#x} with {self.comm!r}>"
+
+
+cdef class HeldRanges:
+    """Hold registrations beside those who have made them, for what was captured."""
+
+    def __dealloc__(self):
+        free(self.numbers)
+
+    cdef int let_go(self, double until) except -1:
+        cdef size_t i, left = self.count
+        cdef ncclResult_t result = ncclSuccess, one
+        cdef bint gone
+        cdef Handle comm = self.comm
+        cdef bint locked
+        self.count = 0
+        for i in range(left):
+            gone = False
+            with nogil:
+                locked = comm.state != ABORTED and lock_within(&comm.mutex, until)  # an aborted one has nothing left
+                if locked:
+                    one = ncclSuccess
+                    if comm.raw != NULL and comm.state != ABORTED:
+                        one = comm.ranges.release(comm.raw, self.numbers[i], &gone)
+                    if result == ncclSuccess:
+                        result = one
+                    comm.unlock()
+            if gone and one == ncclSuccess:
+                comm.unkeep(self.numbers[i])
+        return check(result, b"ncclCommDeregister", comm.raw)
+
+
+cdef HeldRanges hold_ranges(Handle handle, set addresses):
+    cdef HeldRanges held = HeldRanges()
+    cdef size_t i, count = len(addresses)
+    cdef uintptr_t* wanted = <uintptr_t*>malloc((count + 1) * sizeof(uintptr_t))
+    if wanted == NULL:
+        raise MemoryError
+    for i, address in enumerate(addresses):
+        wanted[i] = address
+    held.comm = handle
+    with nogil:
+        handle.lock()
+        held.numbers = handle.ranges.hold(wanted, count, &held.count)
+        handle.unlock()
+    free(wanted)
+    if held.numbers == NULL:
+        raise MemoryError
+    return held

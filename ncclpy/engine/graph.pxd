@@ -29,6 +29,7 @@ cdef class Graph:
     cdef size_t count
     cdef int remaining
     cdef list own  # streams for CPU memory
+    cdef list held  # registrations of the plan's buffers
     cdef bint waits
     cdef bint launching  # a thread is in launch(); changed with the GIL
     cdef object __weakref__
@@ -38,4 +39,6 @@ cdef class Graph:
     cdef int _enter(self, Recorded plan) except -1
     cdef int _leave(self) except -1
     cdef int _close(self, double deadline) except -1
+    cdef int _hold(self, Recorded plan) except -1
+    cdef int _let_registrations_go(self, double until) except -1
     cdef void free_graphs(self) noexcept

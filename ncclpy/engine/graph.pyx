@@ -22,6 +22,7 @@ from ncclpy.core.library cimport driver, nccl, require_driver
 from ncclpy.core.marks cimport Mark
 from ncclpy.core.operation cimport ALL_REDUCE, raise_issue
 from ncclpy.core.progress cimport wait_stream
+from ncclpy.core.resources cimport HeldRanges, hold_ranges
 from ncclpy.core.stream cimport Stream
 from ncclpy.core.stretch cimport Step, Stretch, make_calls
 from ncclpy.core.wait cimport FOREVER, deadline_after, now, pause
@@ -37,6 +38,14 @@ cdef class Graph:
     """Hold a plan as CUDA graphs, as `Plan.capture` makes them.
 
     It keeps the plan. Close it before the communicators are closed; closing one of them closes the graph as well.
+
+    Notes
+    -----
+    NCCL may take the registration of a buffer into what it captures. So what was registered with `Communicator.register`
+    when the plan was captured stays registered until the graph is closed, also if its `Registration` is closed before.
+    If it was, `close` deregisters it: close the graph then when its launches are done. (A `Plan` calls NCCL anew at
+    each launch, which looks then what is registered.) One that is dropped without `close` leaves the registrations to
+    the communicator's end.
     """
 
     def __init__(self):
@@ -90,7 +99,12 @@ cdef class Graph:
             self.count += 1
         self.nlanes = distinct(self.lanes, self.count, self.borrowed)
         self.plan = plan
-        _capture(plan, self.replays, self.count)
+        self._hold(plan)
+        try:
+            _capture(plan, self.replays, self.count)
+        except BaseException:
+            self._let_registrations_go(now() + _PATIENCE)
+            raise
         for handle in plan.handles:
             (<Handle>handle).resources.add(self)  # closed with the communicator
         return 0
@@ -194,6 +208,26 @@ cdef class Graph:
             with nogil:
                 pause(now() - started)
         self.free_graphs()
+        self._let_registrations_go(deadline)
+        return 0
+
+    cdef int _hold(self, Recorded plan) except -1:
+        cdef size_t i
+        self.held = []
+        buffers = {}
+        for i in range(plan.count):
+            addresses = buffers.setdefault(<Handle>plan.parts[i].step.handle, set())
+            addresses.add(<uintptr_t>plan.parts[i].step.operation.send)
+            addresses.add(<uintptr_t>plan.parts[i].step.operation.recv)
+        for handle, addresses in buffers.items():
+            self.held.append(hold_ranges(handle, addresses))
+        return 0
+
+    cdef int _let_registrations_go(self, double until) except -1:
+        cdef HeldRanges each
+        held, self.held = self.held, []
+        for each in held:
+            each.let_go(until)
         return 0
 
     cdef void free_graphs(self) noexcept:

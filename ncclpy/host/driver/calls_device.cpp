@@ -6,6 +6,7 @@
 #include <string>
 #include <thread>
 
+#include "claims.hpp"
 #include "exports.hpp"
 #include "memory.hpp"
 
@@ -119,6 +120,7 @@ CUresult cuGetErrorString(CUresult error, const char** text) {
   if (text == nullptr) return CUDA_ERROR_INVALID_VALUE;
   const ErrorText* known = find_error(error);
   *text = known == nullptr ? nullptr : known->text;
+  if (error == CUDA_ERROR_ILLEGAL_STATE && !refused_free.empty()) *text = refused_free.c_str();
   if (error == CUDA_ERROR_NO_DEVICE && environment_error() != nullptr) *text = environment_error();
   return known == nullptr ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }

@@ -5,7 +5,11 @@
 // copied from and to, but not set, as with CUDA.
 #include <cstring>
 #include <memory>
+#include <string>
+#include <utility>
+#include <vector>
 
+#include "claims.hpp"
 #include "exports.hpp"
 #include "memory.hpp"
 
@@ -23,6 +27,14 @@ bool fits(const Allocation& allocation, const void* address, size_t bytes) {
   return bytes <= allocation.bytes - offset;
 }
 
+std::shared_ptr<const Claim> claim(const char* function, std::vector<Range> ranges) {
+  return checks ? std::make_shared<const Claim>(Claim::copies, std::move(ranges), std::string(function) + " uses") : nullptr;
+}
+
+Task copy_of(void* to, const void* from, size_t bytes) {
+  return [to, from, bytes, claimed = claim("cuMemcpyAsync", {{to, bytes}, {from, bytes}})] { std::memmove(to, from, bytes); };
+}
+
 CUresult free_tagged(void* base, bool pinned) {
   return driver_call([&]() -> CUresult {
     if (base == nullptr) return CUDA_SUCCESS;
@@ -31,6 +43,10 @@ CUresult free_tagged(void* base, bool pinned) {
     if (in_host_function()) return CUDA_ERROR_NOT_PERMITTED;
     const CUresult unsafe = unsafe_while_capturing();
     if (unsafe != CUDA_SUCCESS) return unsafe;
+    if (checks) {
+      refused_free = Claim::on(found, true);
+      if (!refused_free.empty()) return CUDA_ERROR_ILLEGAL_STATE;
+    }
     synchronize_device(found.device);  // as CUDA: queued work may still use it
     return deallocate(base, pinned) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
   });
@@ -74,16 +90,18 @@ CUresult cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstream 
     if (!to_pageable && !fits(target, to, bytes)) return CUDA_ERROR_INVALID_VALUE;
     if (!from_pageable && !fits(source, from, bytes)) return CUDA_ERROR_INVALID_VALUE;
     if (found.capturing.load(std::memory_order_acquire))
-      return add_step(found, [to, from, bytes] { std::memmove(to, from, bytes); });
+      return capture({found.shared_from_this()}, found.device(), [to, from, bytes] { return copy_of(to, from, bytes); });
     if (from_pageable && !to_pageable && bytes <= staged_bytes) {
       std::unique_ptr<char[]> staged(new char[bytes]);
       std::memcpy(staged.get(), from, bytes);
-      found.enqueue([to, bytes, staged = std::move(staged)] { std::memcpy(to, staged.get(), bytes); });
+      found.enqueue([to, bytes, staged = std::move(staged), claimed = claim("cuMemcpyAsync", {{to, bytes}})] {
+        std::memcpy(to, staged.get(), bytes);
+      });
       return CUDA_SUCCESS;
     }
     const bool wait = to_pageable || from_pageable;
     if (wait && in_host_function()) return CUDA_ERROR_NOT_PERMITTED;
-    const std::uint64_t number = found.enqueue([to, from, bytes] { std::memmove(to, from, bytes); });
+    const std::uint64_t number = found.enqueue(copy_of(to, from, bytes));
     if (wait) found.wait(number);
     return CUDA_SUCCESS;
   });
@@ -95,7 +113,12 @@ CUresult cuMemsetD8Async(CUdeviceptr dst, unsigned char value, size_t bytes, CUs
     void* const to = pointer(dst);
     const Allocation target = allocation_of(to);
     if (target.base == nullptr || !fits(target, to, bytes)) return CUDA_ERROR_INVALID_VALUE;
-    return add_step(found, [to, value, bytes] { std::memset(to, value, bytes); });
+    const auto step = [to, value, bytes]() -> Task {
+      return [to, value, bytes, claimed = claim("cuMemsetD8Async", {{to, bytes}})] { std::memset(to, value, bytes); };
+    };
+    if (found.capturing.load(std::memory_order_acquire)) return capture({found.shared_from_this()}, found.device(), step);
+    found.enqueue(step());
+    return CUDA_SUCCESS;
   });
 }
 

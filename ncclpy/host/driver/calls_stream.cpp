@@ -22,7 +22,7 @@ struct Record {
 };
 
 struct Event {
-  Event(int device, bool timing) : device(device), timing(timing) {}
+  Event(int of_device, bool timed) : device(of_device), timing(timed) {}
 
   std::shared_ptr<Record> latest() {
     std::lock_guard lock(mutex);

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "claims.hpp"
 #include "device.hpp"
 
 namespace ncclpy::host {
@@ -31,6 +32,11 @@ CUresult spoil(Capture& capture, CUresult error) {
   return error;
 }
 
+CUresult illegal() {
+  refused_free.clear();  // it is not what cuGetErrorString is to tell of
+  return CUDA_ERROR_ILLEGAL_STATE;
+}
+
 void add_sorted(std::vector<std::size_t>& nodes, const std::vector<std::size_t>& more) {
   nodes.insert(nodes.end(), more.begin(), more.end());
   std::sort(nodes.begin(), nodes.end());
@@ -43,7 +49,7 @@ CUresult Capture::begin(const std::shared_ptr<Stream>& stream, CUstreamCaptureMo
   std::lock_guard lock(captures_mutex());
   if (stream->kind() == Stream::Kind::legacy) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
   CaptureState& state = stream->capture_state;
-  if (state.capture != nullptr) return CUDA_ERROR_ILLEGAL_STATE;
+  if (state.capture != nullptr) return illegal();
   auto made = std::make_shared<Capture>();
   made->mode_ = mode;
   made->thread_ = std::this_thread::get_id();
@@ -90,7 +96,7 @@ void Capture::give_up(const std::shared_ptr<Stream>& stream) {
 CUresult Capture::end(const std::shared_ptr<Stream>& stream, std::shared_ptr<Graph>* graph) {
   std::lock_guard lock(captures_mutex());
   const std::shared_ptr<Capture> capture = stream->capture_state.capture;
-  if (capture == nullptr) return CUDA_ERROR_ILLEGAL_STATE;
+  if (capture == nullptr) return illegal();
   if (capture->origin_.lock() != stream) return spoil(*capture, CUDA_ERROR_STREAM_CAPTURE_UNMATCHED);
   CUresult result = CUDA_SUCCESS;
   if (capture->mode_ != CU_STREAM_CAPTURE_MODE_RELAXED && !capture->begun_here())

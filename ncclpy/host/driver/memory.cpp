@@ -49,10 +49,10 @@ void enter(const Allocation& made) {
 
 void* allocate_tagged(std::size_t bytes, int device, bool pinned) {
   if (too_much(bytes)) return nullptr;
-  const std::size_t alignment = bytes >= huge_page ? huge_page : alignment;
-  const std::size_t rounded = (bytes + alignment - 1) / alignment * alignment;
+  const std::size_t unit = bytes >= huge_page ? huge_page : alignment;
+  const std::size_t rounded = (bytes + unit - 1) / unit * unit;
   void* base = nullptr;
-  if (posix_memalign(&base, alignment, rounded) != 0) return nullptr;
+  if (posix_memalign(&base, unit, rounded) != 0) return nullptr;
   if (bytes >= huge_page) madvise(base, bytes, MADV_HUGEPAGE);  // a wish: smaller pages do as well
   try {
     enter({base, bytes, device, pinned});

@@ -3,6 +3,7 @@
 
 #include "../driver/device.hpp"
 #include "call.hpp"
+#include "claimed.hpp"
 #include "fault.hpp"
 #include "group.hpp"
 
@@ -23,8 +24,25 @@ ncclResult_t allocate_memory(void** pointer, size_t bytes) {
 
 ncclResult_t free_memory_at(void* pointer) {
   NCCLPY_TRY(fault_at_call(nullptr, -1, "ncclMemFree"));
+  if (checks && pointer != nullptr) {
+    const Allocation known = allocation_of(pointer);
+    const std::string needed = known.base == pointer ? Claim::on(known, false) : "";
+    if (!needed.empty()) return fail(ncclInvalidUsage, "ncclMemFree : %s", needed.c_str());
+  }
   if (pointer != nullptr && !deallocate(pointer))
     return fail(ncclUnhandledCudaError, "ncclMemFree : %p was not allocated by ncclMemAlloc", pointer);
+  return ncclSuccess;
+}
+
+// NCCL counts registrations of one buffer, or of a part of one, and keeps the memory until each was given back; of what
+// overlaps otherwise it makes another registration. Either is nearly always a defect: one was forgotten.
+ncclResult_t check_once(const Comm& comm, const char* function, const Range& wanted) {
+  for (const auto& [handle, known] : comm.registrations) {
+    if (!wanted.overlaps(known.memory, known.bytes)) continue;
+    return fail(ncclInvalidUsage, "%s : %s are registered twice with rank %d of %s, which has %s as %p; deregister those first",
+                function, wanted.text().c_str(), comm.rank, comm.title().c_str(),
+                Range{known.memory, known.bytes}.text().c_str(), handle);
+  }
   return ncclSuccess;
 }
 
@@ -43,9 +61,11 @@ ncclResult_t register_buffer(ncclComm_t handle, void* buffer, size_t bytes, void
                 bytes, buffer, known.bytes, known.base);
   }
   static std::atomic<uintptr_t> next{1};
-  *registration = reinterpret_cast<void*>(next.fetch_add(1));
+  Registration made = {buffer, bytes, checks ? claim_registered(*comm, buffer, bytes, function) : nullptr};
   std::lock_guard lock(comm->mutex);
-  comm->registrations.insert(*registration);
+  if (checks) NCCLPY_TRY(check_once(*comm, function, {buffer, bytes}));
+  *registration = reinterpret_cast<void*>(next.fetch_add(1));
+  comm->registrations.emplace(*registration, std::move(made));
   return ncclSuccess;
 }
 

@@ -8,7 +8,6 @@
 #include <map>
 #include <memory>
 #include <optional>
-#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -23,7 +22,15 @@
 
 namespace ncclpy::host {
 
+class Claim;
 struct Window;
+
+// A buffer that is registered.
+struct Registration {
+  const void* memory;
+  size_t bytes;
+  std::shared_ptr<const Claim> claim;  // with checks
+};
 
 // A PreMulSum operator: the scalar, or where it lies.
 struct UserOperator {
@@ -79,7 +86,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
   Mutex<NCCLPY_LOCK_STATE> mutex;
   Mutex<NCCLPY_LOCK_CONTROL> control;  // one exchange, split or the like at a time
   std::map<int, UserOperator> operators;
-  std::set<void*> registrations;
+  std::map<void*, Registration> registrations;
   std::map<std::vector<int>, int> shrunk_to;  // how often, by the survivors
   uint64_t grown = 0;                         // how often; guarded by control
   bool finalized = false;

@@ -8,6 +8,7 @@
 #include "../driver/exports.hpp"
 #include "../driver/graph.hpp"
 #include "../driver/stream.hpp"
+#include "claimed.hpp"
 #include "collective.hpp"
 #include "fault.hpp"
 #include "one_sided.hpp"
@@ -19,7 +20,7 @@ namespace {
 
 // False if a collective was left.
 template <class Tell>
-bool run_operations(Comm& comm, const Operation* operations, size_t count, Tell tell) {
+bool run_operations(Comm& comm, const Operation* operations, size_t count, Claims* claims, Tell tell) {
   const bool faults = faults_planned.load(std::memory_order_relaxed);
   if (faults && Interruption::has_time()) return false;  // they may hold it up, and each operation is to hear of them once
   for (size_t i = 0; faults && i < count; i++) {
@@ -32,7 +33,10 @@ bool run_operations(Comm& comm, const Operation* operations, size_t count, Tell 
   }
   messages.begin();
   for (size_t i = 0; i < count; i++) {
-    if (operations[i].kind == Operation::put || operations[i].kind == Operation::signal) run_put(comm, operations[i]);
+    if (operations[i].kind != Operation::put && operations[i].kind != Operation::signal) continue;
+    run_put(operations[i]);
+    if (claims != nullptr) claims->targets[i].reset();  // from here on it is the peer's alone
+    give_signal(comm, operations[i]);
   }
   for (size_t i = 0; i < count; i++) {
     if (operations[i].kind != Operation::collective) continue;
@@ -52,22 +56,22 @@ bool run_operations(Comm& comm, const Operation* operations, size_t count, Tell 
   return true;
 }
 
-bool execute(Comm& comm, const Operation* operations, size_t count) {
+bool execute(Comm& comm, const Operation* operations, size_t count, Claims* claims) {
   // Everybody can see what this rank is at.
   RankSlot& slot = comm.segment->slot(comm.rank);
   const auto tell = [&slot](uint64_t deed) { slot.doing[data_side].store(deed, std::memory_order_relaxed); };
   tell(operations[0].deed);
-  if (!run_operations(comm, operations, count, tell)) return false;
+  if (!run_operations(comm, operations, count, claims, tell)) return false;
   slot.done.store(operations[count - 1].deed, std::memory_order_relaxed);
   tell(0);
   return true;
 }
 
 // Runs when the launch's turn has come, unless the communicator has stopped. False if it was left.
-bool run(Comm& comm, uint64_t ticket, const Operation* operations, size_t count) {
+bool run(Comm& comm, uint64_t ticket, const Operation* operations, size_t count, Claims* claims) {
   const Turn turn = comm.queue.enter(ticket);
   if (turn == Turn::left) return false;
-  if (turn == Turn::come && !execute(comm, operations, count)) {
+  if (turn == Turn::come && !execute(comm, operations, count, claims)) {
     comm.queue.end_run();
     return false;
   }
@@ -92,8 +96,9 @@ ncclResult_t record_launch(const Operation& operation, cudaStream_t stream, int 
 ncclResult_t issue_captured(const std::shared_ptr<Comm>& comm, std::vector<Operation> operations,
                             const std::vector<std::shared_ptr<Stream>>& streams) {
   const CUresult captured = capture(streams, comm->device, [comm, operations] {
-    return Task([comm, operations, ticket = comm->queue.take_ticket()] {
-      (void)run(*comm, ticket, operations.data(), operations.size());  // it is not brief, so nobody leaves it
+    auto claims = claim(comm, operations.data(), operations.size());
+    return Task([comm, operations, claims = std::move(claims), ticket = comm->queue.take_ticket()] {
+      (void)run(*comm, ticket, operations.data(), operations.size(), claims.get());  // it is not brief, so nobody leaves it
     });
   });
   if (captured == CUDA_SUCCESS) return ncclSuccess;
@@ -114,6 +119,7 @@ ncclResult_t find_stream(cudaStream_t given, int device, std::shared_ptr<Stream>
 struct Launch {
   std::shared_ptr<Comm> comm;
   std::vector<Operation> operations;
+  std::shared_ptr<Claims> claims;  // of the first stream's task
   std::atomic<size_t> streams_missing{0};
   std::atomic<bool> done{false};
 };
@@ -125,8 +131,11 @@ ncclResult_t issue(const std::shared_ptr<Comm>& comm, const Operation& operation
   NCCLPY_TRY(find_stream(given, comm->device, &stream));
   NCCLPY_TRY(record_launch(operation, given, comm->device));
   if (stream->capturing.load(std::memory_order_acquire)) return issue_captured(comm, {operation}, {stream});
+  auto claims = claim(comm, &operation, 1);
   comm->queue.issue([&](uint64_t ticket) {
-    auto task = [comm, operation, ticket] { return run(*comm, ticket, &operation, 1); };
+    auto task = [comm, operation, claims = std::move(claims), ticket] {
+      return run(*comm, ticket, &operation, 1, claims.get());
+    };
     const bool brief = can_be_left(*comm, operation) && !faults_planned.load(std::memory_order_relaxed);
     stream->enqueue(brief ? Task::brief(std::move(task)) : Task(std::move(task)));
   });
@@ -148,6 +157,7 @@ ncclResult_t issue(const std::shared_ptr<Comm>& comm, std::vector<Operation> ope
   auto launch = std::make_shared<Launch>();
   launch->comm = comm;
   launch->operations = std::move(operations);
+  launch->claims = claim(comm, launch->operations.data(), launch->operations.size());
   launch->streams_missing = streams.size() - 1;
   // NCCL launches on the first stream, which waits for the others, which wait for the end.
   comm->queue.issue([&](uint64_t ticket) {
@@ -163,7 +173,8 @@ ncclResult_t issue(const std::shared_ptr<Comm>& comm, std::vector<Operation> ope
       streams[0]->enqueue([launch, ticket] {
         Comm& one = *launch->comm;
         wait_until(one.queue.bell, [&] { return launch->streams_missing.load() == 0 || one.health.stopped(); });
-        (void)run(one, ticket, launch->operations.data(), launch->operations.size());  // not brief either
+        (void)run(one, ticket, launch->operations.data(), launch->operations.size(), launch->claims.get());  // not brief
+        launch->claims.reset();
         launch->done.store(true);
         one.queue.bell.ring();
       });

@@ -1,8 +1,10 @@
 // The end of communicators, and what can be asked of them.
 #include <utility>
 
+#include "../driver/claims.hpp"
 #include "call.hpp"
 #include "group.hpp"
+#include "window.hpp"
 
 namespace ncclpy::host {
 namespace {
@@ -23,6 +25,14 @@ void depart(const std::shared_ptr<Comm>& comm, bool wait) {
   }
   if (!wait) return;
   for (const auto& one : all) one->queue.drain();
+}
+
+// It is gone: what it had registered may be given back.
+void let_memory_go(Comm& comm) {
+  if (!checks) return;
+  std::lock_guard lock(comm.mutex);
+  for (auto& [handle, registration] : comm.registrations) registration.claim.reset();
+  for (auto& [handle, window] : comm.windows) window->claim.reset();
 }
 
 ncclResult_t finalize(ncclComm_t handle) {
@@ -61,6 +71,7 @@ ncclResult_t destroy(ncclComm_t handle) {
   job.run = [comm] {
     remove_handle(comm->handle);
     depart(comm, true);
+    let_memory_go(*comm);
     if (const auto segment = comm->shared_segment()) segment->slot(comm->rank).left.store(1);
     return ncclSuccess;
   };
@@ -97,6 +108,7 @@ ncclResult_t abort(ncclComm_t handle) {
   remove_handle(handle);
   comm->abort();
   depart(comm, false);
+  let_memory_go(*comm);
   // If it ends because of another rank's death, the end of its process is no news.
   const auto segment = comm->shared_segment();
   if (segment != nullptr && segment->first_dead() >= 0) segment->slot(comm->rank).left.store(1);

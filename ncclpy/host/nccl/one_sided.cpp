@@ -9,9 +9,12 @@
 
 namespace ncclpy::host {
 
-void run_put(Comm& comm, const Operation& operation) {
+void run_put(const Operation& operation) {
   const size_t bytes = operation.count * size_of(operation.dtype);
   if (operation.kind == Operation::put && bytes > 0) std::memmove(operation.recvbuff, operation.sendbuff, bytes);
+}
+
+void give_signal(Comm& comm, const Operation& operation) {
   Segment& segment = *comm.segment;
   segment.channel(comm.rank, operation.root).signals[operation.counter].fetch_add(1, std::memory_order_acq_rel);
   segment.slot(operation.root).bell.ring();

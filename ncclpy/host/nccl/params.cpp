@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "../driver/claims.hpp"
 #include "../driver/device.hpp"
 #include "collective.hpp"
 #include "group.hpp"
@@ -34,6 +35,7 @@ struct Parameter {
 
 const Parameter parameters[] = {
     {"NCCLPY_FAULTS", nullptr, [] { return environment("NCCLPY_FAULTS"); }},
+    {"NCCLPY_HOST_CHECKS", [] { return int32_t(checks); }, nullptr},
     {"NCCLPY_HOST_DEVICES", [] { return int32_t(device_count()); }, nullptr},
     {"NCCLPY_HOST_ENCRYPTION", [] { return int32_t(encryption_mode.load()); }, nullptr},
     {"NCCLPY_HOST_READ_PEERS", [] { return int32_t(may_read_peers()); }, nullptr},

@@ -138,7 +138,7 @@ void* map_table(int descriptor) {
 
 // One table of this process. Its descriptor stays open: that is where the ids lead.
 struct Table {
-  Table(int32_t pid, int descriptor, Place* places) : pid(pid), descriptor(descriptor), places(places) {}
+  Table(int32_t process, int opened, Place* mapped) : pid(process), descriptor(opened), places(mapped) {}
 
   int32_t pid;
   int descriptor;

@@ -9,11 +9,13 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cinttypes>
 #include <cstdio>
 #include <string>
 
 #include "../driver/memory.hpp"
 #include "call.hpp"
+#include "claimed.hpp"
 #include "group.hpp"
 #include "missing.hpp"
 
@@ -71,8 +73,31 @@ ncclResult_t map_part(int rank, int32_t pid, const Offer& offer, Window::Part* p
   return ncclSuccess;
 }
 
+// What is nearly always a defect: windows of several sizes, of which all ranks say the same, and memory in two windows
+// of one kind.
+ncclResult_t check_parts(Comm& comm, const std::vector<Offer>& offers, const Window& window) {
+  const char* const function = "ncclCommWindowRegister";
+  for (int r = 1; r < comm.nranks; r++) {
+    if (offers[size_t(r)].bytes == offers[0].bytes) continue;
+    return fail(ncclInvalidUsage, "%s : the sizes differ: rank 0 registers %" PRIu64 " bytes, rank %d %" PRIu64 " bytes (%s)",
+                function, offers[0].bytes, r, offers[size_t(r)].bytes, comm.title().c_str());
+  }
+  const Offer& mine = offers[size_t(comm.rank)];
+  const Range wanted = {mine.base, mine.bytes};
+  std::lock_guard lock(comm.mutex);
+  for (const auto& [handle, known] : comm.windows) {
+    const Range part = {known->user, known->parts[size_t(comm.rank)].bytes};
+    if (known->flags != window.flags || !part.overlaps(wanted.base, wanted.bytes)) continue;
+    return fail(ncclInvalidUsage, "%s : %s are registered twice with rank %d of %s, which has %s as window %p; deregister that first",
+                function, wanted.text().c_str(), comm.rank, comm.title().c_str(), part.text().c_str(),
+                static_cast<void*>(handle));
+  }
+  return ncclSuccess;
+}
+
 ncclResult_t map_parts(Comm& comm, const std::vector<Offer>& offers, Window* window) {
   Segment& segment = *comm.segment;
+  if (checks) NCCLPY_TRY(check_parts(comm, offers, *window));
   for (int r = 0; r < comm.nranks; r++) {
     const Offer& offer = offers[size_t(r)];
     if (offer.flags != window->flags) {
@@ -112,6 +137,7 @@ ncclResult_t make(Comm& comm, char* memory, size_t bytes, int flags, uint64_t de
   for (int r = 0; r < comm.nranks; r++) {
     if (all[size_t(r)]) return fail(ncclInvalidUsage, "ncclCommWindowRegister : rank %d could not register", r);
   }
+  if (checks) window->claim = claim_registered(comm, memory, bytes, "ncclCommWindowRegister");
   *out = reinterpret_cast<ncclWindow_t>(next.fetch_add(1));
   std::lock_guard lock(comm.mutex);
   comm.windows[*out] = window;

@@ -230,6 +230,16 @@ def test_memory_tells_its_owner(driver):
     refused(INVALID_VALUE, driver.get, "cuPointerGetAttribute", ctypes.c_uint, 2, device)
 
 
+def test_small_memory_takes_little_room(driver):
+    """Aligned as CUDA's, and no more: not to 2 MiB, as large memory is."""
+    count, nbytes = 256, 600
+    pointers = [driver.alloc(nbytes) for _ in range(count)]
+    assert [pointer for pointer in pointers if pointer % 512] == []
+    assert len({pointer >> 21 for pointer in pointers}) < count // 4
+    for pointer in pointers:
+        driver.cuMemFree_v2(pointer)
+
+
 def test_wrong_memory_is_refused(driver):
     device, pinned = driver.alloc(512), driver.pinned(512)
     for wrong in (device + 8, pinned, 0x1000):

@@ -8,9 +8,11 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <cstdio>
+#include <iterator>
+#include <map>
 #include <string>
+#include <utility>
 
 #include "../driver/memory.hpp"
 #include "call.hpp"
@@ -50,6 +52,30 @@ Offer offer_of(char* memory, size_t bytes, int flags) {
   offer.device = identity.st_dev;
   offer.inode = identity.st_ino;
   return offer;
+}
+
+// All windows, by their handles.
+struct Windows {
+  Mutex<NCCLPY_LOCK_HANDLES> mutex;
+  std::map<ncclWindow_t, std::weak_ptr<Window>> by_handle;
+  uintptr_t next = 1;
+};
+
+Windows& windows() {
+  static auto* const all = new Windows;  // never destroyed: used until the process is gone
+  return *all;
+}
+
+ncclWindow_t add_window(const std::shared_ptr<Window>& window) {
+  Windows& all = windows();
+  std::lock_guard lock(all.mutex);
+  // Those that went with their communicators.
+  for (auto at = all.by_handle.begin(); at != all.by_handle.end();) {
+    at = at->second.expired() ? all.by_handle.erase(at) : std::next(at);
+  }
+  const auto handle = reinterpret_cast<ncclWindow_t>(all.next++);
+  all.by_handle[handle] = window;
+  return handle;
 }
 
 ncclResult_t map_part(int rank, int32_t pid, const Offer& offer, Window::Part* part) {
@@ -94,7 +120,6 @@ ncclResult_t map_parts(Comm& comm, const std::vector<Offer>& offers, Window* win
 
 // Collective. Whether it has worked for all is agreed on at the end, so that no rank has a window that others lack.
 ncclResult_t make(Comm& comm, char* memory, size_t bytes, int flags, uint64_t deed, ncclWindow_t* out) {
-  static std::atomic<uintptr_t> next{1};
   std::lock_guard one_at_a_time(comm.control);
   const Making making(comm, deed);
   const Offer mine = offer_of(memory, bytes, flags);
@@ -112,9 +137,10 @@ ncclResult_t make(Comm& comm, char* memory, size_t bytes, int flags, uint64_t de
   for (int r = 0; r < comm.nranks; r++) {
     if (all[size_t(r)]) return fail(ncclInvalidUsage, "ncclCommWindowRegister : rank %d could not register", r);
   }
-  *out = reinterpret_cast<ncclWindow_t>(next.fetch_add(1));
+  const ncclWindow_t handle = add_window(window);
   std::lock_guard lock(comm.mutex);
-  comm.windows[*out] = window;
+  comm.windows[handle] = window;
+  *out = handle;
   return ncclSuccess;
 }
 
@@ -153,8 +179,13 @@ ncclResult_t deregister_window(ncclComm_t handle, ncclWindow_t window) {
   job.comm = comm;
   job.run = [comm, window] {
     comm->queue.drain();
+    if (comm->health.stopped()) comm->queue.await_launches();  // one that was in the middle may still write
+    std::shared_ptr<Window> gone;  // is let go of without the lock
     std::lock_guard lock(comm->mutex);
-    comm->windows.erase(window);
+    const auto entry = comm->windows.find(window);
+    if (entry == comm->windows.end()) return ncclSuccess;
+    gone = std::move(entry->second);
+    comm->windows.erase(entry);
     return ncclSuccess;
   };
   return submit(std::move(job));
@@ -171,6 +202,27 @@ ncclResult_t user_pointer(ncclComm_t handle, ncclWindow_t window, void** pointer
   return ncclSuccess;
 }
 
+// Of the rank's part as this process reaches it: who can register can reach all.
+ncclResult_t part_pointer(ncclWindow_t handle, size_t offset, int rank, void** pointer, const char* function) {
+  NCCLPY_TRY(check_pointer(handle, function, "window"));
+  NCCLPY_TRY(check_pointer(pointer, function, "outPtr"));
+  const std::shared_ptr<Window> window = window_behind(handle);
+  if (window == nullptr) {
+    return fail(ncclInvalidArgument, "%s : %p is no window, or one that was deregistered", function,
+                static_cast<void*>(handle));
+  }
+  if (rank < 0 || size_t(rank) >= window->parts.size()) {
+    return fail(ncclInvalidArgument, "%s : rank %d is not within 0..%zu", function, rank, window->parts.size() - 1);
+  }
+  const Window::Part& part = window->parts[size_t(rank)];
+  if (offset >= part.bytes) {
+    return fail(ncclInvalidArgument, "%s : offset %zu reaches beyond the %zu bytes of rank %d", function, offset,
+                part.bytes, rank);
+  }
+  *pointer = part.base + offset;
+  return ncclSuccess;
+}
+
 }  // namespace
 
 ncclResult_t find_window(Comm& comm, ncclWindow_t handle, const char* function, std::shared_ptr<Window>* window) {
@@ -183,6 +235,13 @@ ncclResult_t find_window(Comm& comm, ncclWindow_t handle, const char* function, 
   }
   *window = found->second;
   return ncclSuccess;
+}
+
+std::shared_ptr<Window> window_behind(ncclWindow_t handle) {
+  Windows& all = windows();
+  std::lock_guard lock(all.mutex);
+  const auto found = all.by_handle.find(handle);
+  return found == all.by_handle.end() ? nullptr : found->second.lock();
 }
 
 bool in_symmetric_window(Comm& comm, const void* memory, size_t bytes) {
@@ -208,6 +267,17 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* memory, size_t bytes,
 
 ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window) {
   return guarded("ncclCommWindowDeregister", [&] { return note_group_error(deregister_window(comm, window)); });
+}
+
+ncclResult_t ncclGetPeerDevicePointer(ncclWindow_t window, size_t offset, int peer, void** pointer) {
+  return guarded("ncclGetPeerDevicePointer",
+                 [&] { return part_pointer(window, offset, peer, pointer, "ncclGetPeerDevicePointer"); });
+}
+
+// All ranks are one team here.
+ncclResult_t ncclGetLsaDevicePointer(ncclWindow_t window, size_t offset, int rank, void** pointer) {
+  return guarded("ncclGetLsaDevicePointer",
+                 [&] { return part_pointer(window, offset, rank, pointer, "ncclGetLsaDevicePointer"); });
 }
 
 ncclResult_t ncclWinGetUserPtr(ncclComm_t comm, ncclWindow_t window, void** pointer) {

@@ -27,6 +27,9 @@ struct Window {
 // The window behind a handle of this communicator, or an error.
 ncclResult_t find_window(Comm& comm, ncclWindow_t handle, const char* function, std::shared_ptr<Window>* window);
 
+// The same in whichever communicator, or nullptr: the functions that find it so are given no communicator.
+std::shared_ptr<Window> window_behind(ncclWindow_t handle);
+
 // Whether the memory lies in a symmetric window of the communicator.
 bool in_symmetric_window(Comm& comm, const void* memory, size_t bytes);
 

@@ -43,11 +43,7 @@ bool run_operations(Comm& comm, const Operation* operations, size_t count, Tell 
     if (operations[i].message()) tell(operations[i].deed);
   }
   messages.finish();
-  for (size_t i = 0; i < count; i++) {
-    if (operations[i].kind != Operation::wait_signal) continue;
-    tell(operations[i].deed);
-    wait_for_signals(comm, operations[i]);
-  }
+  wait_for_signals(comm, operations, count, tell);
   for (size_t i = 0; faults && i < count; i++) fault_in_result(comm, name_of(operations[i]), operations[i]);
   return true;
 }

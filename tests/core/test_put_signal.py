@@ -379,8 +379,15 @@ def test_the_recorder_knows_them(world):
 # Waits that never come to their end by themselves.
 
 
-@pytest.mark.parametrize("way", ["plain", "group", "plan", "stream"])
-@pytest.mark.parametrize("options", [{"timeout": 0.4}, {"config": ncclpy.Config(blocking=False), "timeout": 0.4}], ids=str)
+NONBLOCKING = {"config": ncclpy.Config(blocking=False), "timeout": 0.4}
+
+
+@pytest.mark.parametrize(
+    ("options", "way"),
+    [({"timeout": 0.4}, way) for way in ("plain", "group", "plan", "stream")]
+    + [(NONBLOCKING, way) for way in ("plain", "group", "plan")],
+    ids=str,
+)
 def test_a_signal_that_never_comes(host_engine, way, options):
     with World(3, **options) as world:
         comm, array = world.comms[0], world.arrays[0]
@@ -399,7 +406,7 @@ def test_a_signal_that_never_comes(host_engine, way, options):
                     comm.put_signal(array, world.windows[0], 2)
                     comm.wait_signal([1, 2])
             else:
-                comm.wait_signal([1, 2], stream=stream, timeout=0.4)
+                comm.wait_signal([1, 2], stream=stream)
                 stream.synchronize(20)  # the watcher ends it
                 comm.barrier()
         assert "2 (process" not in str(caught.value)
@@ -472,6 +479,52 @@ def test_a_dead_process_signals_nobody(host_engine):
     assert kind == "NcclRemoteError" and "rank 1" in words and total == 0
 
 
+@pytest.mark.parametrize("end", ["abort", "close"])
+def test_nobody_puts_into_memory_that_was_given_up(world, end):
+    """What is put to a rank that has ended, or has closed its window, goes nowhere."""
+    first, second = world.comms
+    world.arrays[0][:] = 7
+    if end == "abort":
+        second.abort()
+    else:
+        world.windows[1].close()
+    first.signal(0)
+    if end == "abort":
+        first.put_signal(world.arrays[0], world.windows[0], 1)
+    else:
+        with pytest.raises(ncclpy.NcclError, match="rank 1 has deregistered"):
+            first.put_signal(world.arrays[0], world.windows[0], 1)
+    assert not world.arrays[1].any()
+
+
+def test_ranks_end_while_others_put(host_engine):
+    """Puts of megabytes, in one thread, into memory that the other aborts and gives away: it stays as it was."""
+    count = 1 << 19
+    for seed in range(12):
+        choose = random.Random(seed)
+        world = World(2, count, timeout=20)
+        world.arrays[0][:] = 7
+        stop = threading.Event()
+
+        def put(world=world, stop=stop):
+            with pytest.raises((ncclpy.NcclError, ValueError)):
+                while not stop.is_set():
+                    world.comms[0].put_signal(world.arrays[0], world.windows[0], 1)
+                raise ValueError
+
+        thread = threading.Thread(target=put)
+        thread.start()
+        stop.wait(0.01 * choose.random())
+        world.comms[1].abort()
+        world.arrays[1][:] = 3
+        stop.wait(0.02)
+        torn = np.unique(world.arrays[1])
+        stop.set()
+        thread.join()
+        testing.abort_all(world.comms)
+        assert torn.tolist() == [3], seed
+
+
 # Random programs beside a model.
 
 
@@ -492,7 +545,7 @@ PART = 16
 
 
 def random_program(seed, world, model):
-    """A few rounds of puts, of each rank from its first part into its part of another's, and waits for some of them."""
+    """A few rounds of puts, of each rank from its first part into its part of another's, and some of the waits."""
     choose = random.Random(seed)
     n = len(world.comms)
     for _ in range(choose.randint(1, 3)):

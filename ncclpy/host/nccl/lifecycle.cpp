@@ -3,6 +3,7 @@
 
 #include "call.hpp"
 #include "group.hpp"
+#include "window.hpp"
 
 namespace ncclpy::host {
 namespace {
@@ -96,6 +97,7 @@ ncclResult_t abort(ncclComm_t handle) {
   NCCLPY_TRY(find_comm(handle, "ncclCommAbort", &comm));
   remove_handle(handle);
   comm->abort();
+  close_parts(*comm);
   depart(comm, false);
   // If it ends because of another rank's death, the end of its process is no news.
   const auto segment = comm->shared_segment();

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -15,8 +16,18 @@ namespace ncclpy::host {
 
 void run_put(Comm& comm, const Operation& operation) {
   const size_t bytes = operation.count * size_of(operation.dtype);
-  if (operation.kind == Operation::put && bytes > 0) std::memmove(operation.recvbuff, operation.sendbuff, bytes);
   Segment& segment = *comm.segment;
+  if (operation.kind == Operation::put) {
+    if (!operation.gate->enter()) {  // the memory may be somebody else's by now
+      if (segment.slot(operation.root).aborted.load() == 0) {
+        comm.health.set_async(ncclInvalidUsage, "ncclPutSignal : rank " + std::to_string(operation.root) +
+                                                    " has deregistered its part of the window meanwhile");
+      }
+      return;
+    }
+    if (bytes > 0) std::memmove(operation.recvbuff, operation.sendbuff, bytes);
+    operation.gate->leave();
+  }
   segment.channel(comm.rank, operation.root).signals[operation.counter].fetch_add(1, std::memory_order_acq_rel);
   segment.slot(operation.root).bell.ring();
 }

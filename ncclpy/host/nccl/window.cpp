@@ -38,11 +38,12 @@ struct Offer {
   uint64_t offset;     // of the part in the allocation
   uint64_t whole;      // the allocation's size
   uint64_t device, inode;
+  uint64_t gate;  // its number among those of its process
 };
 static_assert(sizeof(Offer) <= exchange_bytes);
 
-Offer offer_of(char* memory, size_t bytes, int flags) {
-  Offer offer = {memory, bytes, flags, -1, 0, 0, 0, 0};
+Offer offer_of(char* memory, size_t bytes, int flags, uint64_t gate) {
+  Offer offer = {memory, bytes, flags, -1, 0, 0, 0, 0, gate};
   const Allocation found = allocation_of(memory);
   struct stat identity;
   if (found.descriptor < 0 || fstat(found.descriptor, &identity) != 0) return offer;
@@ -58,7 +59,8 @@ Offer offer_of(char* memory, size_t bytes, int flags) {
 struct Windows {
   Mutex<NCCLPY_LOCK_HANDLES> mutex;
   std::map<ncclWindow_t, std::weak_ptr<Window>> by_handle;
-  uintptr_t next = 1;
+  std::map<uint64_t, std::weak_ptr<PutGate>> gates;  // by their numbers
+  uint64_t next = 1;
 };
 
 Windows& windows() {
@@ -66,14 +68,32 @@ Windows& windows() {
   return *all;
 }
 
+// Those that went with their communicators.
+template <class Map>
+void forget_expired(Map& map) {
+  for (auto at = map.begin(); at != map.end();) at = at->second.expired() ? map.erase(at) : std::next(at);
+}
+
+uint64_t add_gate(const std::shared_ptr<PutGate>& gate) {
+  Windows& all = windows();
+  std::lock_guard lock(all.mutex);
+  forget_expired(all.gates);
+  all.gates[all.next] = gate;
+  return all.next++;
+}
+
+std::shared_ptr<PutGate> gate_behind(uint64_t number) {
+  Windows& all = windows();
+  std::lock_guard lock(all.mutex);
+  const auto found = all.gates.find(number);
+  return found == all.gates.end() ? nullptr : found->second.lock();
+}
+
 ncclWindow_t add_window(const std::shared_ptr<Window>& window) {
   Windows& all = windows();
   std::lock_guard lock(all.mutex);
-  // Those that went with their communicators.
-  for (auto at = all.by_handle.begin(); at != all.by_handle.end();) {
-    at = at->second.expired() ? all.by_handle.erase(at) : std::next(at);
-  }
-  const auto handle = reinterpret_cast<ncclWindow_t>(all.next++);
+  forget_expired(all.by_handle);
+  const auto handle = reinterpret_cast<ncclWindow_t>(uintptr_t(all.next++));
   all.by_handle[handle] = window;
   return handle;
 }
@@ -93,7 +113,7 @@ ncclResult_t map_part(int rank, int32_t pid, const Offer& offer, Window::Part* p
   close(descriptor);
   if (!same) return fail(ncclSystemError, "%s : memory of rank %d has gone meanwhile", function, rank);
   if (mapping == MAP_FAILED) return fail(ncclSystemError, "%s : mmap of rank %d's memory: %s", function, rank, strerror(errno));
-  *part = {static_cast<char*>(mapping) + offer.offset, offer.bytes, mapping, offer.whole};
+  *part = {static_cast<char*>(mapping) + offer.offset, offer.bytes, mapping, offer.whole, std::make_shared<PutGate>()};
   return ncclSuccess;
 }
 
@@ -111,8 +131,13 @@ ncclResult_t map_parts(Comm& comm, const std::vector<Offer>& offers, Window* win
                   "processes",
                   r);
     }
-    Window::Part part = {offer.base, offer.bytes, nullptr, 0};
-    if (!segment.is_local(r)) NCCLPY_TRY(map_part(r, segment.slot(r).pid, offer, &part));
+    Window::Part part = {offer.base, offer.bytes, nullptr, 0, nullptr};
+    if (!segment.is_local(r)) {
+      NCCLPY_TRY(map_part(r, segment.slot(r).pid, offer, &part));
+    } else {
+      part.gate = gate_behind(offer.gate);
+      if (part.gate == nullptr) return fail(ncclSystemError, "ncclCommWindowRegister : rank %d has gone meanwhile", r);
+    }
     window->parts.push_back(part);
   }
   return ncclSuccess;
@@ -122,7 +147,8 @@ ncclResult_t map_parts(Comm& comm, const std::vector<Offer>& offers, Window* win
 ncclResult_t make(Comm& comm, char* memory, size_t bytes, int flags, uint64_t deed, ncclWindow_t* out) {
   std::lock_guard one_at_a_time(comm.control);
   const Making making(comm, deed);
-  const Offer mine = offer_of(memory, bytes, flags);
+  const auto gate = std::make_shared<PutGate>();
+  const Offer mine = offer_of(memory, bytes, flags, add_gate(gate));
   std::vector<Offer> offers(size_t(comm.nranks));
   NCCLPY_TRY(comm.exchange(&mine, sizeof mine, offers.data()));
   auto window = std::make_shared<Window>();
@@ -184,6 +210,7 @@ ncclResult_t deregister_window(ncclComm_t handle, ncclWindow_t window) {
     std::lock_guard lock(comm->mutex);
     const auto entry = comm->windows.find(window);
     if (entry == comm->windows.end()) return ncclSuccess;
+    entry->second->parts[size_t(comm->rank)].gate->close();
     gone = std::move(entry->second);
     comm->windows.erase(entry);
     return ncclSuccess;
@@ -235,6 +262,11 @@ ncclResult_t find_window(Comm& comm, ncclWindow_t handle, const char* function, 
   }
   *window = found->second;
   return ncclSuccess;
+}
+
+void close_parts(Comm& comm) {
+  std::lock_guard lock(comm.mutex);
+  for (const auto& [handle, window] : comm.windows) window->parts[size_t(comm.rank)].gate->close();
 }
 
 std::shared_ptr<Window> window_behind(ncclWindow_t handle) {

@@ -6,7 +6,7 @@ import gc
 import threading
 import weakref
 
-import ml_dtypes  # noqa: F401  (its types are asked for by name)
+import ml_dtypes
 import numpy as np
 import pytest
 from buffer_checks import rejects

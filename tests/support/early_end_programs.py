@@ -31,18 +31,9 @@ EVENTS = ("interrupt", "interrupt", "alarm", "alarm", "hint", "close", "abort", 
 FAULTS = "error,error:ncclRemoteError,delay:3ms,hang:20ms,hang:200ms,hang"
 SIGNALS = {"interrupt": signal.SIGINT, "alarm": signal.SIGALRM, "hint": signal.SIGUSR1}
 CALLS = (
-    "AllReduce",
-    "AllGather",
-    "ReduceScatter",
-    "AlltoAll",
-    "Broadcast",
-    "Send",
-    "Recv",
-    "CommSplit",
-    "GroupEnd",
-    "PutSignal",
-    "WaitSignal",
-)
+    "AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "Broadcast", "Send", "Recv", "CommSplit", "GroupEnd",
+    "PutSignal", "WaitSignal",
+)  # fmt: skip
 
 
 class Late(Exception):

@@ -339,8 +339,18 @@ cdef class Lifecycle(Handle):
         All ranks do so. What the user has registered stays as it is, windows, their memory and signals that nobody has
         waited for yet; windows and registrations can be closed meanwhile, and so can the communicator. All else raises
         `ValueError` before NCCL is called, which would use memory that it has given back.
+
+        Raises
+        ------
+        ValueError
+            If it has a guard (``timeout=`` or ``abortable=True``), with which it shares memory: NCCL refuses that.
         """
         check_alive(self)
+        if self.guard != NULL:
+            raise ValueError(
+                f"{self!r} shares memory with its guard, and NCCL suspends none that shares; make it without timeout= and "
+                "abortable=True, or nonblocking"
+            )
         require(<void*>nccl.ncclCommSuspend, b"ncclCommSuspend")
         self.become(SUSPENDED)  # first: nobody is to begin anything meanwhile
         try:

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from buffer_checks import rejects
+from windows import World
 
 import ncclpy
 import testing
@@ -29,27 +30,14 @@ class Watched(np.ndarray):
     """An array that can be seen to go."""
 
 
-class World:
-    """Communicators of this process, each with an array that is its part of a window."""
-
-    def __init__(self, nranks, dtype=np.float32, **options):
-        self.comms = ncclpy.Communicator.init_all(range(nranks), **options)
-        for comm in self.comms:
-            comm.wait_ready(30)
-        self.arrays = [np.full(COUNT, comm.rank, dtype).view(Watched) for comm in self.comms]
-        with ncclpy.group():
-            self.windows = [comm.window(array) for comm, array in zip(self.comms, self.arrays, strict=True)]
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        testing.abort_all(self.comms)
+def make_world(nranks, dtype=np.float32, **options):
+    """Return a world whose arrays hold their ranks, and can be seen to go."""
+    return World(nranks, COUNT, lambda rank: np.full(COUNT, rank, dtype).view(Watched), **options)
 
 
 @pytest.fixture
 def world(host_engine):
-    with World(3, timeout=20) as three:
+    with make_world(3, timeout=20) as three:
         yield three
 
 
@@ -66,7 +54,7 @@ def test_parts_of_all_ranks(world):
 
 @pytest.mark.parametrize("dtype", ["complex64", "bool", "int16", "bfloat16", "float64"])
 def test_the_type_is_that_of_the_own_part(host_engine, dtype):
-    with World(2, np.dtype(getattr(ml_dtypes, dtype, dtype))) as world:
+    with make_world(2, np.dtype(getattr(ml_dtypes, dtype, dtype))) as world:
         view = np.asarray(world.windows[0].peer(1))
         assert view.dtype == world.arrays[1].dtype and len(view) == COUNT and (view == world.arrays[1]).all()
 
@@ -153,7 +141,7 @@ def test_a_view_of_memory_that_was_given_back(world):
 
 def test_views_come_and_go_while_windows_are_closed(host_engine):
     """Threads look at parts while their owners close them: each finds the part, or that it is closed."""
-    with World(2, timeout=20) as world:
+    with make_world(2, timeout=20) as world:
         array = np.zeros(COUNT, np.float32)
         over = threading.Event()
         problems = []
@@ -252,9 +240,20 @@ def test_a_view_goes_in_a_forked_child(host_engine):
 
 # Suspended communicators.
 
+UNGUARDED = {"config": ncclpy.Config(blocking=False), "timeout": 20}
+
+
+@pytest.mark.parametrize("options", [{"timeout": 20}, {"abortable": True}], ids=str)
+def test_one_that_shares_memory_with_a_guard_is_not_suspended(host_engine, options):
+    """NCCL refuses what shares its memory; so it is refused before, on every engine."""
+    with make_world(1, **options) as world:
+        with pytest.raises(ValueError, match="shares memory with its guard"):
+            world.comms[0].suspend()
+        world.comms[0].barrier()
+
 
 def test_windows_stay_while_a_communicator_is_suspended(host_engine):
-    with World(2, timeout=20) as world:
+    with make_world(2, **UNGUARDED) as world:
         registrations = [comm.register(np.ones(COUNT)) for comm in world.comms]
         world.comms[0].signal(1)  # waited for when all is back
         view = np.asarray(world.windows[0].peer(1))
@@ -297,7 +296,7 @@ REFUSED = {
 
 def test_what_a_suspended_communicator_refuses(host_engine):
     """Before the engine is called: nothing that it counts is called."""
-    with World(2, timeout=20) as world:
+    with make_world(2, **UNGUARDED) as world:
         plan = ncclpy.Plan()
         with plan.record():
             for comm, array in zip(world.comms, world.arrays, strict=True):
@@ -325,7 +324,7 @@ def test_what_a_suspended_communicator_refuses(host_engine):
 
 @pytest.mark.parametrize("end", ["close", "abort", "windows"])
 def test_the_end_of_a_suspended_communicator(host_engine, end):
-    with World(2, timeout=20) as world:
+    with make_world(2, **UNGUARDED) as world:
 
         def rank(rank):
             comm = world.comms[rank.rank]
@@ -341,7 +340,7 @@ def test_the_end_of_a_suspended_communicator(host_engine, end):
 
 
 def test_a_suspension_that_fails_leaves_it_ready(host_engine):
-    with World(1) as world:
+    with make_world(1) as world:
         comm = world.comms[0]
         with ncclpy.faults("call=CommSuspend do=error"), pytest.raises(ncclpy.NcclError):
             comm.suspend()

@@ -14,7 +14,7 @@ cdef class Window:
     cdef Group group  # in which it was recorded
     cdef View view  # of the buffer
     cdef bint symmetric
-    cdef Kept memory
+    cdef _Kept memory
     cdef long long kept  # the same by the communicator
     cdef object __weakref__
 
@@ -25,7 +25,7 @@ cdef class Window:
 
 
 # The buffer of a window, for its communicator and for those of this process who look at it.
-cdef class Kept:
+cdef class _Kept:
     cdef object buffer
     cdef object __weakref__
 

@@ -37,7 +37,7 @@ from ncclpy.core.types import as_integer
 _parts = weakref.WeakValueDictionary()
 
 
-cdef class Kept:
+cdef class _Kept:
     def __init__(self, buffer):
         self.buffer = buffer
 
@@ -68,7 +68,7 @@ cdef class Window:
         if self.cell == NULL:
             raise MemoryError
         self.background = comm.nonblocking or not comm.owned
-        self.memory = Kept(buffer)
+        self.memory = _Kept(buffer)
         self.view = view
         self.symmetric = symmetric
         self.comm = comm
@@ -116,7 +116,7 @@ cdef class Window:
     @property
     def buffer(self):
         """The buffer that is this rank's part; None when the window is closed."""
-        cdef Kept memory = self.memory
+        cdef _Kept memory = self.memory
         return None if memory is None else memory.buffer
 
     def peer(self, rank, dtype=None):
@@ -146,7 +146,7 @@ cdef class Window:
             If this device does not reach that rank's memory, as it lies on another machine, or NCCL is older.
         """
         cdef Lifecycle comm
-        cdef Part part = Part.__new__(Part)
+        cdef _Part part = _Part.__new__(_Part)
         cdef Buffer made
         cdef View view
         cdef void* pointer = NULL
@@ -176,7 +176,8 @@ cdef class Window:
                 if self.cell[0] != NULL:
                     if host_hold_window != NULL:
                         part.held = host_hold_window(self.cell[0], number)
-                    result = nccl.ncclGetPeerDevicePointer(self.cell[0], 0, number, &pointer)
+                    # Of the last byte: the engine says whether the rank has registered as much.
+                    result = nccl.ncclGetPeerDevicePointer(self.cell[0], view.nbytes - 1, number, &pointer)
                 comm.unlock()
         if <int>result == WAS_ABORTED and comm.state == READY:
             raise ValueError("this window is closed")
@@ -185,9 +186,10 @@ cdef class Window:
             raise NcclUnsupported(
                 f"{self!r}: device {comm.device} does not reach the memory of rank {number}; put_signal does"
             )
+        pointer = <char*>pointer - (view.nbytes - 1)
+        view.pointer = pointer
         if host_engine:
             part.memory = _parts.get((comm.group_name, <uintptr_t>pointer))
-        view.pointer = pointer
         view.readonly = False
         view.framework = NO_FRAMEWORK
         if view.device != HOST_MEMORY:
@@ -256,11 +258,11 @@ cdef class Window:
         return f"<ncclpy.Window {self.handle:#x} of {self.comm!r}>"
 
 
-cdef class Part:
+cdef class _Part:
     """Keep a rank's part of a window where it is, as far as that goes, for those who look at it."""
 
     cdef void* held  # by the host engine
-    cdef Kept memory  # of a rank of this process
+    cdef _Kept memory  # of a rank of this process
 
     def __dealloc__(self):
         if self.held != NULL:

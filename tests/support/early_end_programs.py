@@ -24,6 +24,7 @@ import ncclpy
 PATIENCE = 0.12  # after the last event, what is stuck for so long is aborted
 CLEAN_PATIENCE = 15.0  # where nothing goes wrong
 LIMIT = 8.0  # how long an abort may take to bring all threads back
+PUTS = 30
 COUNTS = (1, 200, 5000, 40_000)
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "ring")
 STYLES = ("plain", "plain", "group", "plan", "stream", "limit", "child", "register", "window", "put", "barrier")
@@ -273,13 +274,14 @@ class Rank:
             window.close()
 
     def do_put(self, step):
-        """Put to the right, wait for the left, in a group or one after the other."""
+        """Put to the right many times, wait for the left, in a group or one after the other."""
         comm, n, count = self.comm, self.comm.nranks, step.count
         memory = self.program.arrays.make(2 * count, float(comm.rank + step.number))
         window = comm.window(memory)
         with ncclpy.group() if step.launches > 2 else contextlib.nullcontext():
-            comm.put_signal(memory[:count], window, (comm.rank + 1) % n, memory[:count].nbytes)
-            comm.wait_signal((comm.rank - 1) % n)
+            for _ in range(PUTS):  # to one that may have ended by now
+                comm.put_signal(memory[:count], window, (comm.rank + 1) % n, memory[:count].nbytes)
+            comm.wait_signal((comm.rank - 1) % n, count=PUTS)
         if not (memory[count:] == (comm.rank - 1) % n + step.number).all():
             raise WrongResult(f"put on {comm!r}: wanted {(comm.rank - 1) % n + step.number}, got {memory[count:][:8]}")
         if step.launches > 1:

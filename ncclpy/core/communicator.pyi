@@ -109,6 +109,29 @@ class Communicator(Lifecycle):
         timeout: float | None = ...,
     ) -> None: ...
     def barrier(self, *, stream: StreamLike = ..., timeout: float | None = ...) -> None: ...
+    def put_signal(
+        self,
+        send: BufferLike,
+        window: Window,
+        peer: int,
+        offset: int = ...,
+        signal: int = ...,
+        *,
+        stream: StreamLike = ...,
+        timeout: float | None = ...,
+    ) -> None: ...
+    def signal(
+        self, peer: int, signal: int = ..., *, stream: StreamLike = ..., timeout: float | None = ...
+    ) -> None: ...
+    def wait_signal(
+        self,
+        peers: int | Sequence[int],
+        signal: int = ...,
+        count: int = ...,
+        *,
+        stream: StreamLike = ...,
+        timeout: float | None = ...,
+    ) -> None: ...
     def pre_mul_sum(self, scalar: float | BufferLike, dtype: DataTypeLike) -> CustomOp: ...
     def register(self, buf: BufferLike) -> Registration: ...
     def window(self, buf: BufferLike, *, symmetric: bool = ..., strict_ordering: bool = ...) -> Window: ...

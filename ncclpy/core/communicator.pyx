@@ -6,6 +6,7 @@ their data are there. What NCCL has no call for (parts of different sizes, the b
 """
 
 from ncclpy.core.buffers cimport View
+from ncclpy.core.one_sided cimport Signals, shape_put, shape_signal, shape_wait
 from ncclpy.core.operation cimport Operation
 from ncclpy.core.parts cimport Spread
 from ncclpy.core.progress cimport check_alive
@@ -22,10 +23,17 @@ from ncclpy.core.shape cimport (
     shape_scatter,
     shape_send,
 )
-from ncclpy.core.start cimport fill_barrier, limit_of, op_code, root_rank, spread_over, start, start_or_lower, start_spread
+from ncclpy.core.start cimport (
+    fill_barrier,
+    op_code,
+    root_rank,
+    spread_over,
+    start,
+    start_bare,
+    start_or_lower,
+    start_spread,
+)
 from ncclpy.core.state cimport READY
-from ncclpy.core.stream cimport as_stream_of
-from ncclpy.core.submit cimport submit
 
 from ncclpy.core.resources import CustomOp, Registration
 from ncclpy.core.types import ReduceOp
@@ -419,15 +427,93 @@ cdef class Communicator(Lifecycle):
             As for `all_gather_v`.
         """
         cdef Operation o
-        cdef double limit = limit_of(self, timeout)
         check_alive(self)
         fill_barrier(&o, &self.scratch, self.device)
-        if stream is None:
-            o.stream = self.own_stream()
-            submit(self, &o, None, None, True, limit)
-        else:
-            o.stream = as_stream_of(stream, self.device)
-            submit(self, &o, None, None, False, limit)
+        start_bare(self, &o, None, stream, timeout)
+
+    def put_signal(self, send, window, peer, offset=0, signal=0, *, stream=None, timeout=None):
+        """Write a buffer into one rank's part of a window, then signal that rank (`ncclPutSignal`, NCCL 2.29.2).
+
+        The peer makes no call for it; it waits for the signal with `wait_signal`.
+
+        Parameters
+        ----------
+        send : buffer
+            What is written. It lies in a symmetric window of this communicator, the same or another one; once the
+            work is done it may be written to again.
+        window : Window
+            Of this communicator.
+        peer : int
+            The rank that is written to.
+        offset : int
+            Where in its part of the window, in bytes.
+        signal : int
+            Which signal. NCCL has one, 0, unless the communicator's `Config` asks for more.
+        stream : optional
+            Where the work is enqueued.
+        timeout : float, optional
+            Seconds for this operation; by default the communicator's, which must be one that can be ended.
+
+        Raises
+        ------
+        ValueError
+            If the buffer does not lie in a symmetric window or does not fit into the peer's, or the window is closed,
+            not made yet or another communicator's.
+        NcclUnsupported
+            If the loaded NCCL is older than 2.29.2, or has no windows between these devices.
+        """
+        cdef View s
+        cdef Operation o
+        if self.state != READY:
+            check_alive(self)
+        shape_put(self, &o, &s, send, window, peer, offset, signal)
+        start(self, &o, &s, send, window, stream, timeout)
+
+    def signal(self, peer, signal=0, *, stream=None, timeout=None):
+        """Signal one rank, behind what was put there before (`ncclSignal`, NCCL 2.29.2).
+
+        Parameters
+        ----------
+        peer : int
+            The rank that is signalled.
+        signal : int
+            Which signal, as for `put_signal`.
+        stream : optional
+            The stream of the puts that it stands behind. By default the signal has been given when the call, or the
+            group's end, returns.
+        timeout : float, optional
+            As for `put_signal`.
+        """
+        cdef Operation o
+        if self.state != READY:
+            check_alive(self)
+        shape_signal(self, &o, peer, signal)
+        start_bare(self, &o, None, stream, timeout)
+
+    def wait_signal(self, peers, signal=0, count=1, *, stream=None, timeout=None):
+        """Wait for signals of other ranks (`ncclWaitSignal`, NCCL 2.29.2). Each is waited for once.
+
+        What a rank has put before it signalled is in this rank's part of the window then.
+
+        Parameters
+        ----------
+        peers : int or sequence of int
+            The ranks that signal, each once.
+        signal : int
+            Which signal, as for `put_signal`.
+        count : int
+            How many signals of each of them.
+        stream : optional
+            Let this stream wait, and not the CPU. By default the call (or the group's end) returns when all have come.
+        timeout : float, optional
+            As for `put_signal`.
+        """
+        cdef Operation o
+        cdef Signals wanted
+        if self.state != READY:
+            check_alive(self)
+        wanted = shape_wait(self, &o, peers, signal, count)
+        start_bare(self, &o, wanted, stream, timeout)
 
     def pre_mul_sum(self, scalar, dtype):
         """Return an operator that multiplies each rank's input by a scalar and sums (`ncclRedOpCreatePreMulSum`).

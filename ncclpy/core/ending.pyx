@@ -10,9 +10,9 @@ from ncclpy.core.group cimport current_group
 from ncclpy.core.handle cimport WAS_ABORTED
 from ncclpy.core.library cimport nccl, require
 from ncclpy.core.progress cimport check_alive, check_not_beneath, finish, wait_stream
-from ncclpy.core.state cimport ABORTED, CLOSED, FAILED, FINALIZED, INITIALISING, READY, is_over
+from ncclpy.core.state cimport ABORTED, CLOSED, FAILED, FINALIZED, INITIALISING, READY, SUSPENDED, is_over
 from ncclpy.core.stream cimport Stream
-from ncclpy.core.upkeep cimport DESTROY, FINALIZE, REVOKE, SUSPEND, UPKEEP, Upkeep
+from ncclpy.core.upkeep cimport DESTROY, FINALIZE, RESUME, REVOKE, SUSPEND, UPKEEP, Upkeep
 from ncclpy.core.wait cimport FOREVER, as_timeout, deadline_after, now, pause
 
 from ncclpy.core import device as _device
@@ -26,7 +26,8 @@ cdef int keep_up(Handle handle, int kind) except -1:
     """Make a call that takes no more than the communicator and a flag, and wait until it is done."""
     cdef Upkeep call = Upkeep()
     cdef str what = UPKEEP[kind]
-    check_alive(handle)
+    if handle.state != SUSPENDED or kind not in (SUSPEND, RESUME):
+        check_alive(handle)
     call.comm, call.kind = handle, kind
     if call.kind == FINALIZE:
         require(<void*>nccl.ncclCommFinalize, b"ncclCommFinalize")
@@ -63,7 +64,7 @@ cdef int give_back(Handle handle, object timeout) except -1:
             _release(handle)
             return 0
         finish(handle, "initialisation", deadline_after(limit))  # NCCL must not lose the child's cell
-    if handle.state == READY or handle.state == FINALIZED:
+    if handle.state in (READY, FINALIZED, SUSPENDED):
         failures += _end(handle, limit)
     elif handle.state == FAILED and (handle.raw != NULL or handle.guard != NULL):
         abort_now(handle, ABORT_DEADLINE)
@@ -109,8 +110,8 @@ cdef list _end(Handle handle, double limit):
     try:
         failures = _release(handle)
     except ValueError:  # a window is still to be made by a group that has not ended: nothing was given back
-        if before == READY:
-            handle.become(READY)  # unless somebody has aborted it meanwhile
+        if before != FINALIZED:
+            handle.become(before)  # unless somebody has aborted it meanwhile
         raise
     call.comm, call.kind, call.finalized = handle, DESTROY, finalized
     call.deadline = deadline
@@ -147,7 +148,7 @@ cdef list _release(Handle handle):
     if handle.scratch:
         pointer, handle.scratch = handle.scratch, 0
         _device.free(pointer)
-    if handle.state != FINALIZED and handle.state != READY:
+    if handle.state not in (FINALIZED, READY, SUSPENDED):
         handle.registered.clear()
     return failures
 

@@ -62,6 +62,7 @@ cdef class Handle:
     cdef dict registered  # buffers that NCCL has registered, by a number; they stay until it lets go of them
     cdef long long registrations  # how many there were
     cdef Ranges ranges  # what `register` has registered; guarded by its mutex
+    cdef dict windows  # by the same number, (address, end) of the symmetric ones
     cdef object stream  # for memory that has no stream
     cdef size_t scratch  # device memory of the barrier, 0 until used
     # For a recorder: ranks count alike, so that their calls can be laid side by side.

@@ -34,7 +34,18 @@ from ncclpy.core.missing cimport who_is_missing
 from ncclpy.core.overdue cimport tell_overdue
 from ncclpy.core.overrides cimport guarded_was_in_progress
 from ncclpy.core.ranges cimport Ranges
-from ncclpy.core.state cimport ABORTED, CLOSED, FAILED, FINALIZED, INITIALISING, READY, UNBORN, may_become, shown
+from ncclpy.core.state cimport (
+    ABORTED,
+    CLOSED,
+    FAILED,
+    FINALIZED,
+    INITIALISING,
+    READY,
+    SUSPENDED,
+    UNBORN,
+    may_become,
+    shown,
+)
 from ncclpy.core.stream cimport Stream, event_behind
 from ncclpy.core.wait cimport FOREVER, now, pause
 
@@ -88,6 +99,7 @@ cdef class Handle:
         self.making = []
         self.registered = {}
         self.ranges = Ranges()
+        self.windows = {}
 
     def __dealloc__(self):
         free_marks(self.marks)
@@ -116,6 +128,8 @@ cdef class Handle:
             raise ValueError(f"{self!r} is closed; make a new communicator")
         if self.state == FINALIZED:
             raise ValueError(f"{self!r} was finalized; only close() is left")
+        if self.state == SUSPENDED:
+            raise ValueError(f"{self!r} is suspended; call resume() first")
         if self.state == FAILED:
             raise NcclError(f"{self!r} was never initialised: its initialisation failed; make a new communicator")
         if self.state == UNBORN:
@@ -444,6 +458,7 @@ cdef class Handle:
 
     cdef int unkeep(self, long long number) except -1:
         self.registered.pop(number, None)
+        self.windows.pop(number, None)
         return 0
 
     cdef int hold(self, list objects, CUstream stream, object what) except -1:

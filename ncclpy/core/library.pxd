@@ -1,5 +1,5 @@
 from ncclpy.abi.driver cimport CUevent, CUresult, CUstream, ncclpy_driver_table
-from ncclpy.abi.nccl cimport ncclComm_t, ncclpy_nccl_table
+from ncclpy.abi.nccl cimport ncclComm_t, ncclWindow_t, ncclpy_nccl_table
 
 # The border: two tables. An entry is NULL until the library is loaded, when the loaded NCCL lacks the symbol, and in a
 # process forked after loading; whoever calls one first says `require(...)`, which loads, or raises and says why. The
@@ -21,6 +21,11 @@ ctypedef CUresult (*EventHelp)(CUevent, double) noexcept nogil
 cdef EventHelp event_help
 # Of the host engine alone, NULL elsewhere: writes who has not come to what a communicator waits for; see `missing`.
 cdef size_t (*host_who_is_missing)(ncclComm_t, char*, size_t) noexcept nogil
+
+# Of the host engine alone: keeps what `ncclGetPeerDevicePointer` gives for a rank where it is, whatever becomes of the
+# window; NULL if there is no such window. What it returns is given back, in any thread.
+cdef void* (*host_hold_window)(ncclWindow_t, int) noexcept nogil
+cdef void (*host_let_window_go)(void*) noexcept nogil
 
 cdef int version_code() except -1
 cdef int missing_nccl(const char* name) except -1

@@ -282,6 +282,7 @@ _HOW_TO_CHOOSE = (
 cdef object _open(places, origin, failed="no NCCL library could be loaded"):
     """Open the first place that is a NCCL, fill the tables and describe it; `failed` begins the error if none is."""
     global _version, host_engine, abort_preempts, stream_wait, event_help, host_who_is_missing
+    global host_hold_window, host_let_window_go
     cdef void* handle
     cdef int code = 0
     cdef const char* error
@@ -312,6 +313,8 @@ cdef object _open(places, origin, failed="no NCCL library could be loaded"):
         host_who_is_missing = <size_t (*)(ncclComm_t, char*, size_t) noexcept nogil>dlsym(
             handle, b"ncclpyHostWhoIsMissing"
         )
+        host_hold_window = <void* (*)(ncclWindow_t, int) noexcept nogil>dlsym(handle, b"ncclpyHostHoldWindow")
+        host_let_window_go = <void (*)(void*) noexcept nogil>dlsym(handle, b"ncclpyHostLetWindowGo")
         engine = "host" if host_engine else "cuda"
         loaded = _loaded_path(path)
         # From here on a forked child is refused.

@@ -12,7 +12,7 @@ from ncclpy.core.handle cimport WAS_ABORTED
 from ncclpy.core.library cimport nccl, require
 from ncclpy.core.overdue cimport tell_overdue
 from ncclpy.core.progress cimport check_alive, finish
-from ncclpy.core.state cimport FINALIZED, INITIALISING, READY, UNBORN, is_over
+from ncclpy.core.state cimport FINALIZED, INITIALISING, READY, SUSPENDED, UNBORN, is_over
 from ncclpy.core.upkeep cimport FINALIZE, RESUME, REVOKE, SUSPEND
 from ncclpy.core.wait cimport FOREVER, as_timeout, deadline_after, now
 
@@ -30,7 +30,7 @@ cdef class Lifecycle(Handle):
 
     def __del__(self):
         # Nothing collective here: the other ranks would have to join in, and who knows where they are.
-        if self.raw == NULL or not self.owned or self.state not in (READY, INITIALISING, FINALIZED):
+        if self.raw == NULL or not self.owned or self.state not in (READY, INITIALISING, FINALIZED, SUSPENDED):
             return
         if nccl.ncclCommDestroy == NULL or warnings is None:
             return  # a forked child, or the interpreter is gone
@@ -258,7 +258,7 @@ cdef class Lifecycle(Handle):
     def async_error(self):
         """Return the `Result` that NCCL has for this communicator now (`ncclCommGetAsyncError`)."""
         cdef ncclResult_t result
-        if self.state not in (READY, INITIALISING, FINALIZED):
+        if self.state not in (READY, INITIALISING, FINALIZED, SUSPENDED):
             check_alive(self)
         require(<void*>nccl.ncclCommGetAsyncError, b"ncclCommGetAsyncError")
         with nogil:
@@ -334,12 +334,38 @@ cdef class Lifecycle(Handle):
             raise
 
     def suspend(self):
-        """Give back the device memory of an idle communicator until `resume` (`ncclCommSuspend`, NCCL 2.29.7)."""
-        keep_up(self, SUSPEND)
+        """Give back the device memory of an idle communicator until `resume` (`ncclCommSuspend`, NCCL 2.29.7).
+
+        All ranks do so. What the user has registered stays as it is, windows, their memory and signals that nobody has
+        waited for yet; windows and registrations can be closed meanwhile, and so can the communicator. All else raises
+        `ValueError` before NCCL is called, which would use memory that it has given back.
+
+        Raises
+        ------
+        ValueError
+            If it has a guard (``timeout=`` or ``abortable=True``), with which it shares memory: NCCL refuses that.
+        """
+        check_alive(self)
+        if self.guard != NULL:
+            raise ValueError(
+                f"{self!r} shares memory with its guard, and NCCL suspends none that shares; make it without timeout= and "
+                "abortable=True, or nonblocking"
+            )
+        require(<void*>nccl.ncclCommSuspend, b"ncclCommSuspend")
+        self.become(SUSPENDED)  # first: nobody is to begin anything meanwhile
+        try:
+            keep_up(self, SUSPEND)
+        except BaseException:
+            self.become(READY)  # unless it was aborted
+            raise
 
     def resume(self):
-        """Take back what `suspend` gave up (`ncclCommResume`, NCCL 2.29.7)."""
+        """Take back what `suspend` gave up (`ncclCommResume`, NCCL 2.29.7); all ranks do so."""
+        if self.state != SUSPENDED and self.owned:  # what is somebody else's may have been suspended by them
+            check_alive(self)
+            raise ValueError(f"{self!r} is not suspended")
         keep_up(self, RESUME)
+        self.become(READY)  # unless it was aborted meanwhile
 
     def memory_stats(self):
         """Return NCCL's device memory of this communicator in bytes (`ncclCommMemStats`, NCCL 2.29.7).
@@ -352,7 +378,8 @@ cdef class Lifecycle(Handle):
         cdef uint64_t value = 0
         cdef ncclCommMemStat_t which
         cdef ncclResult_t result
-        check_alive(self)
+        if self.state != SUSPENDED:
+            check_alive(self)
         require(<void*>nccl.ncclCommMemStats, b"ncclCommMemStats")
         stats = {}
         for number, name in enumerate(("suspendable", "suspended", "persistent", "total")):

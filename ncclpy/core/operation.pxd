@@ -12,6 +12,9 @@ cdef enum:
     SCATTER
     SEND
     RECV
+    PUT_SIGNAL  # to the peer `root`, `offset` bytes into the window that `recv` points to, with signal `op`
+    SIGNAL  # to the peer `root`, signal `op`
+    WAIT_SIGNAL  # `count` descriptors (ncclWaitSignalDesc_t) at `recv`
     WINDOW  # `count` bytes at `send`, flags in `op`; NCCL writes the window to `recv`
     INIT_RANK  # from here on the call makes a communicator
     SPLIT
@@ -40,11 +43,12 @@ cdef struct Birth:
 cdef struct Operation:
     int kind
     int datatype
-    int op
+    int op  # or the signal
     int root  # or the peer
     const void* send
     void* recv
     size_t count
+    size_t offset  # of PUT_SIGNAL alone
     ncclComm_t comm
     cudaStream_t stream
     Birth* birth
@@ -53,7 +57,10 @@ cdef struct Operation:
 
 # Whether a kind of operation has a root or a peer, and whether it has an operator; else nobody has filled that in.
 cdef inline bint has_root(int kind) noexcept nogil:
-    return kind != ALL_REDUCE and kind != ALL_GATHER and kind != REDUCE_SCATTER and kind != ALL_TO_ALL
+    return (
+        kind != ALL_REDUCE and kind != ALL_GATHER and kind != REDUCE_SCATTER and kind != ALL_TO_ALL
+        and kind != WAIT_SIGNAL
+    )
 
 
 cdef inline bint reduces(int kind) noexcept nogil:

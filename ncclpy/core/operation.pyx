@@ -7,6 +7,7 @@ from ncclpy.abi.nccl cimport (
     ncclInvalidArgument,
     ncclRedOp_t,
     ncclUnhandledCudaError,
+    ncclWaitSignalDesc_t,
     ncclWindow_t,
 )
 from ncclpy.core.check cimport raise_nccl
@@ -48,6 +49,17 @@ cdef ncclResult_t issue(const Operation* operation) noexcept nogil:
     elif o.kind == RECV:
         if nccl.ncclRecv != NULL:
             return nccl.ncclRecv(o.recv, o.count, datatype, o.root, o.comm, o.stream)
+    elif o.kind == PUT_SIGNAL:
+        if nccl.ncclPutSignal != NULL:  # of a window that was closed meanwhile the cell is NULL, which NCCL refuses
+            return nccl.ncclPutSignal(
+                o.send, o.count, datatype, o.root, (<ncclWindow_t*>o.recv)[0], o.offset, o.op, 0, 0, o.comm, o.stream
+            )
+    elif o.kind == SIGNAL:
+        if nccl.ncclSignal != NULL:
+            return nccl.ncclSignal(o.root, o.op, 0, 0, o.comm, o.stream)
+    elif o.kind == WAIT_SIGNAL:
+        if nccl.ncclWaitSignal != NULL:
+            return nccl.ncclWaitSignal(<int>o.count, <ncclWaitSignalDesc_t*>o.recv, o.comm, o.stream)
     elif o.kind == WINDOW:
         if nccl.ncclCommWindowRegister != NULL:
             return nccl.ncclCommWindowRegister(o.comm, <void*>o.send, o.count, <ncclWindow_t*>o.recv, o.op)
@@ -100,6 +112,12 @@ cdef const char* function_of(int kind) noexcept nogil:
         return b"ncclSend"
     if kind == RECV:
         return b"ncclRecv"
+    if kind == PUT_SIGNAL:
+        return b"ncclPutSignal"
+    if kind == SIGNAL:
+        return b"ncclSignal"
+    if kind == WAIT_SIGNAL:
+        return b"ncclWaitSignal"
     if kind == WINDOW:
         return b"ncclCommWindowRegister"
     if kind == INIT_RANK:

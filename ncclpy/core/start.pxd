@@ -21,6 +21,9 @@ cdef int start_or_lower(
     Handle comm, Operation* operation, const View* view, object send, object recv, object stream, object timeout
 ) except -1
 
+# The same for what has no buffer of the caller's: with no stream given the call waits. `keeps` is what it needs.
+cdef int start_bare(Handle comm, Operation* operation, object keeps, object stream, object timeout) except -1
+
 # A collective over parts of this communicator, to be filled in; and its start, as a group.
 cdef Spread spread_over(Handle comm)
 cdef int start_spread(Handle comm, Spread spread, object stream, object timeout) except -1

@@ -100,6 +100,16 @@ cdef int start(
     return submit(comm, operation, send, recv, wait_host, limit)
 
 
+cdef int start_bare(Handle comm, Operation* operation, object keeps, object stream, object timeout) except -1:
+    """Submit what has no buffer of the caller's: by default the call waits, on the communicator's own stream."""
+    cdef double limit = limit_of(comm, timeout)
+    if stream is None:
+        operation.stream = comm.own_stream()
+        return submit(comm, operation, None, keeps, True, limit)
+    operation.stream = as_stream_of(stream, comm.device)
+    return submit(comm, operation, None, keeps, False, limit)
+
+
 cdef Spread spread_over(Handle comm):
     """Return a collective over parts of this communicator, to be filled in."""
     return new_spread(comm.device, comm.nranks, comm.rank)

@@ -7,6 +7,7 @@ cdef enum:
     ABORTED = 4
     CLOSED = 5
     FINALIZED = 6
+    SUSPENDED = 7  # or about to be
 
 
 cdef inline bint is_over(int state) noexcept nogil:

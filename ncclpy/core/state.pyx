@@ -1,6 +1,7 @@
 """The states of a communicator, from the call that makes it to its end: the one place that says how they follow.
 
     UNBORN -> INITIALISING -> READY -> FINALIZED -> CLOSED
+                              READY <-> SUSPENDED -> FINALIZED
                                     (and from each of them to ABORTED)
 
 Who moves one asks `Handle.become`, which goes by this table, always with the GIL. It is read without.
@@ -8,7 +9,7 @@ Who moves one asks `Handle.become`, which goes by this table, always with the GI
 
 cdef dict _NAMES = {
     READY: "ready", UNBORN: "not initialised", INITIALISING: "initialising", FAILED: "failed", ABORTED: "aborted",
-    CLOSED: "closed", FINALIZED: "finalized",
+    CLOSED: "closed", FINALIZED: "finalized", SUSPENDED: "suspended",
 }
 
 cdef dict _MOVES = {
@@ -27,11 +28,19 @@ cdef dict _MOVES = {
     ),
     READY: (
         FINALIZED,  # by finalize(), or since it is being closed
+        SUSPENDED,
         CLOSED,  # of somebody else, who goes on with it
+        ABORTED,
+    ),
+    SUSPENDED: (
+        READY,  # resumed, or not suspended after all
+        FINALIZED,  # since it is being closed
+        CLOSED,
         ABORTED,
     ),
     FINALIZED: (
         READY,  # a close that could give nothing back
+        SUSPENDED,  # the same
         CLOSED,
         ABORTED,
     ),

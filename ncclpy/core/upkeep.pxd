@@ -18,7 +18,8 @@ cdef class Upkeep(Call):
     cdef int kind
     cdef bint finalized  # there is nothing left to finalize
     cdef double deadline  # of the finalization that comes before destruction
-    cdef ncclWindow_t window
+    cdef ncclWindow_t* window  # where it stands; emptied before NCCL lets it go
+    cdef object keeps  # that memory
     cdef ncclResult_t result
     cdef char* words  # NCCL's last ones, of the thread that made the call
 

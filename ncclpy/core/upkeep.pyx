@@ -3,7 +3,7 @@
 from libc.stdlib cimport free
 
 from ncclpy.abi.locks cimport mutex_lock, mutex_unlock
-from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclSuccess
+from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclSuccess, ncclWindow_t
 from ncclpy.core.abort cimport ABORT_DEADLINE, end_call
 from ncclpy.core.check cimport keep_words
 from ncclpy.core.device cimport lend_device, take_device_back
@@ -49,6 +49,7 @@ cdef class Upkeep(Call):
         return 0
 
     cdef void _make(self) noexcept nogil:
+        cdef ncclWindow_t window
         self.result = <ncclResult_t>WAS_ABORTED
         if not self.comm.lock_alive():
             return
@@ -61,7 +62,8 @@ cdef class Upkeep(Call):
         elif self.kind == RESUME:
             self.result = nccl.ncclCommResume(self.comm.raw)
         elif self.kind == LET_WINDOW_GO:
-            self.result = nccl.ncclCommWindowDeregister(self.comm.raw, self.window)
+            window, self.window[0] = self.window[0], NULL
+            self.result = nccl.ncclCommWindowDeregister(self.comm.raw, window)
         else:
             self.result = self._destroy()
         self.words = keep_words(self.result)

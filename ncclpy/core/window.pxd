@@ -1,15 +1,34 @@
 from ncclpy.abi.nccl cimport ncclWindow_t
+from ncclpy.core.buffers cimport View
 from ncclpy.core.group cimport Group
+from ncclpy.core.handle cimport Handle
 from ncclpy.core.lifecycle cimport Lifecycle
 
 
 cdef class Window:
     cdef Lifecycle comm
-    cdef ncclWindow_t* cell  # on the heap: NCCL writes it at the end of a group, or in the background
+    # On the heap: NCCL writes it at the end of a group, or in the background. It is emptied under the communicator's
+    # lock when the window goes, so that what was recorded with it finds none.
+    cdef ncclWindow_t* cell
     cdef bint background  # NCCL may write the cell after the call, or the group's end, has returned
     cdef Group group  # in which it was recorded
-    cdef readonly object buffer
-    cdef long long kept  # the buffer by the communicator
+    cdef View view  # of the buffer
+    cdef bint symmetric
+    cdef _Kept memory
+    cdef long long kept  # the same by the communicator
     cdef object __weakref__
 
-    cdef bint recorded(self) noexcept
+    # Whether the group that makes it is still to end; or, with `uses`, the open group has recorded calls that use it.
+    cdef bint recorded(self, bint uses) noexcept
+    # Raise unless a call on this communicator may use it.
+    cdef int check_usable(self, Handle comm) except -1
+
+
+# The buffer of a window, for its communicator and for those of this process who look at it.
+cdef class _Kept:
+    cdef object buffer
+    cdef object __weakref__
+
+
+# Whether memory lies in a symmetric window of a communicator; `first` is looked at before the others.
+cdef bint lies_in_window(Handle comm, Window first, const View* view) except -1

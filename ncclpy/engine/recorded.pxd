@@ -19,6 +19,7 @@ cdef class Recorded:
     cdef list handles
     cdef list held  # buffers
     cdef list operators  # our own, whose numbers NCCL gives to others once they are closed
+    cdef list windows  # that are put into
     cdef list streams  # our own, by which it is seen that one was closed
     cdef list waits  # (handle, stream, seconds) of CPU memory, whose data must be there when a launch returns
     cdef object __weakref__

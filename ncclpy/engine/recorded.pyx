@@ -10,11 +10,13 @@ from ncclpy.core.device cimport context_of
 from ncclpy.core.group cimport check_together
 from ncclpy.core.handle cimport Handle, lock_within
 from ncclpy.core.library cimport nccl, require
+from ncclpy.core.operation cimport reduces
 from ncclpy.core.resources cimport CustomOp
 from ncclpy.core.progress cimport check_alive
 from ncclpy.core.state cimport READY
 from ncclpy.core.stream cimport Stream, owner_of
 from ncclpy.core.wait cimport FOREVER, SLICE, now
+from ncclpy.core.window cimport Window
 from ncclpy.engine.launcher cimport divide, make_whole, run_batch, sort_parts
 from ncclpy.engine.native cimport add, load, sleep_on, wake
 
@@ -79,12 +81,16 @@ cdef class Recorded:
         self.handles = list(group.handles)
         self.operators = []
         for comm in self.handles:
-            numbers = {group.held[i].step.operation.op for i in range(group.count) if group.held[i].step.handle == <PyObject*>comm}
+            numbers = {
+                group.held[i].step.operation.op for i in range(group.count)
+                if group.held[i].step.handle == <PyObject*>comm and reduces(group.held[i].step.operation.kind)
+            }
             for made in list(comm.resources):
                 if type(made) is CustomOp and (<CustomOp>made).number in numbers:
                     self.operators.append(made)
         self.waits = list(dict.fromkeys(group.waits))
         streams = {}
+        windows = {}
         self.parts = <Part*>calloc(group.count, sizeof(Part))
         self.batches = <Batch*>calloc(group.count, sizeof(Batch))
         self.whole.parts = <Part*>malloc(group.count * sizeof(Part))
@@ -99,10 +105,13 @@ cdef class Recorded:
             self.parts[i].step = group.held[i].step
             self.parts[i].context = context_of((<Handle>group.held[i].step.handle).device)
             self.held.append((<object>group.held[i].send, <object>group.held[i].recv))
+            if type(<object>group.held[i].recv) is Window:
+                windows[id(<object>group.held[i].recv)] = <object>group.held[i].recv
             stream = owner_of(group.held[i].step.operation.stream)
             if stream is not None:
                 streams[id(stream)] = stream
         self.streams = list(streams.values())
+        self.windows = list(windows.values())
         sort_parts(self.parts, group.count, True)
         self.nbatches = divide(self.parts, group.count, self.batches, self.jobs, self.lanes)
         for i in range(self.nbatches):
@@ -129,6 +138,9 @@ cdef class Recorded:
         for stream in self.streams:
             if stream.raw == NULL:
                 raise ValueError(f"a stream of this plan, on device {stream.device}, is closed")
+        for window in self.windows:
+            if (<Window>window).comm is None:
+                raise ValueError("a window that this plan puts into is closed")
         for operator in self.operators:
             if (<CustomOp>operator).comm is None:
                 raise ValueError(f"a reduction operator of this plan is closed: {operator!r}")

@@ -18,7 +18,7 @@ from cpython.pythread cimport PyThread_get_thread_ident
 
 from ncclpy.core.datatypes cimport ITEMSIZE
 from ncclpy.core.handle cimport Handle
-from ncclpy.core.operation cimport Operation, function_of, has_root, reduces
+from ncclpy.core.operation cimport WAIT_SIGNAL, Operation, function_of, has_root, reduces
 from ncclpy.core.tap cimport Tap, set_tap
 from ncclpy.engine.native cimport now
 
@@ -46,6 +46,9 @@ _METHODS = {
     "ncclScatter": "scatter",
     "ncclSend": "send",
     "ncclRecv": "recv",
+    "ncclPutSignal": "put_signal",
+    "ncclSignal": "signal",
+    "ncclWaitSignal": "wait_signal",
 }
 
 cdef list _ring = [None] * 2000
@@ -211,7 +214,9 @@ cdef class _Calls(Tap):
     cdef object begin(self, Handle handle, const Operation* operation):
         cdef Entry entry = new_entry()
         entry.operation = operation.kind
-        note_operation(entry, operation, operation.count * ITEMSIZE[operation.datatype])
+        # A wait counts ranks.
+        nbytes = operation.count * ITEMSIZE[operation.datatype] if operation.kind != WAIT_SIGNAL else 0
+        note_operation(entry, operation, nbytes)
         entry.device = handle.device
         entry.rank = handle.rank
         entry.nranks = handle.nranks

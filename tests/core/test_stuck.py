@@ -206,7 +206,6 @@ CALLS = {
     "pre_mul_sum": lambda comm: comm.pre_mul_sum(2, "float32"),
     "register": lambda comm: comm.register(np.ones(4)),
     "split": lambda comm: comm.split(0),
-    "suspend": lambda comm: comm.suspend(),
     "finalize": lambda comm: comm.finalize(),
 }
 
@@ -214,6 +213,12 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS)
 def test_every_call_takes_its_turn_and_ends_with_an_abort(comms2, host_engine, call):
     testing.check_takes_its_turn(comms2, lambda: comms2[1].all_reduce(np.ones(4)), lambda: CALLS[call](comms2[1]))
+
+
+def test_suspend_takes_its_turn_and_ends_with_an_abort(host_engine):
+    """Of one that has no guard: any other is not suspended."""
+    comms = ncclpy.Communicator.init_all([0, 1])
+    testing.check_takes_its_turn(comms, lambda: comms[1].all_reduce(np.ones(4)), comms[1].suspend)
 
 
 def test_memory_stats_lets_other_threads_run(host_engine):

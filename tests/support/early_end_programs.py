@@ -24,13 +24,17 @@ import ncclpy
 PATIENCE = 0.12  # after the last event, what is stuck for so long is aborted
 CLEAN_PATIENCE = 15.0  # where nothing goes wrong
 LIMIT = 8.0  # how long an abort may take to bring all threads back
+PUTS = 30
 COUNTS = (1, 200, 5000, 40_000)
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "ring")
-STYLES = ("plain", "plain", "group", "plan", "stream", "limit", "child", "register", "window", "barrier")
+STYLES = ("plain", "plain", "group", "plan", "stream", "limit", "child", "register", "window", "put", "barrier")
 EVENTS = ("interrupt", "interrupt", "alarm", "alarm", "hint", "close", "abort", "skip", "mismatch", "faults")
 FAULTS = "error,error:ncclRemoteError,delay:3ms,hang:20ms,hang:200ms,hang"
 SIGNALS = {"interrupt": signal.SIGINT, "alarm": signal.SIGALRM, "hint": signal.SIGUSR1}
-CALLS = ("AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "Broadcast", "Send", "Recv", "CommSplit", "GroupEnd")
+CALLS = (
+    "AllReduce", "AllGather", "ReduceScatter", "AlltoAll", "Broadcast", "Send", "Recv", "CommSplit", "GroupEnd",
+    "PutSignal", "WaitSignal",
+)  # fmt: skip
 
 
 class Late(Exception):
@@ -269,6 +273,20 @@ class Rank:
         if step.launches > 1:
             window.close()
 
+    def do_put(self, step):
+        """Put to the right many times, wait for the left, in a group or one after the other."""
+        comm, n, count = self.comm, self.comm.nranks, step.count
+        memory = self.program.arrays.make(2 * count, float(comm.rank + step.number))
+        window = comm.window(memory)
+        with ncclpy.group() if step.launches > 2 else contextlib.nullcontext():
+            for _ in range(PUTS):  # to one that may have ended by now
+                comm.put_signal(memory[:count], window, (comm.rank + 1) % n, memory[:count].nbytes)
+            comm.wait_signal((comm.rank - 1) % n, count=PUTS)
+        if not (memory[count:] == (comm.rank - 1) % n + step.number).all():
+            raise WrongResult(f"put on {comm!r}: wanted {(comm.rank - 1) % n + step.number}, got {memory[count:][:8]}")
+        if step.launches > 1:
+            window.close()
+
     def do_barrier(self, step):
         self.comm.barrier()
 
@@ -336,7 +354,7 @@ class Program:
         self.second = choose.random() < 0.3
         self.steps = [Step(choose, number) for number in range(choose.randint(2, 6))]
         for step in self.steps:
-            if (step.style == "group" and not self.second) or (step.style == "window" and self.processes > 1):
+            if (step.style == "group" and not self.second) or (step.style in ("window", "put") and self.processes > 1):
                 step.style = "plain"  # other processes cannot see an array
         self.events = []
         self.skips, self.mismatches, self.faults, self.victim = {}, {}, None, None

@@ -13,7 +13,9 @@
 #include <cstdlib>
 #include <fstream>
 #include <map>
+#include <memory>
 #include <string>
+#include <utility>
 
 #include "mutex.hpp"
 
@@ -24,9 +26,14 @@ constexpr std::size_t alignment = 512;
 constexpr std::size_t huge_page = std::size_t{2} << 20;
 constexpr std::size_t large_bytes = std::size_t{64} << 20;  // from here on, the machine is asked first whether it has it
 
+struct Entry {
+  Allocation allocation;
+  std::shared_ptr<void> memory;  // whose last owner gives it back to the system
+};
+
 struct Allocations {
   SharedMutex<NCCLPY_LOCK_ALLOCATIONS> mutex;
-  std::map<std::uintptr_t, Allocation> by_base;
+  std::map<std::uintptr_t, Entry> by_base;
   // All allocations ever made lie between these: most foreign addresses are told apart without the lock.
   std::atomic<std::uintptr_t> lowest{UINTPTR_MAX}, highest{0};
 };
@@ -38,11 +45,22 @@ Allocations& allocations() {
 
 bool too_much(std::size_t bytes) { return bytes > total_memory() || (bytes >= large_bytes && bytes > free_memory()); }
 
+void give_back(const Allocation& gone) {
+  if (gone.descriptor < 0) {
+    std::free(gone.base);
+  } else {
+    munmap(gone.base, gone.bytes);
+    close(gone.descriptor);
+  }
+}
+
+// Takes the memory over, also if it throws.
 void enter(const Allocation& made) {
+  std::shared_ptr<void> memory(made.base, [made](void*) { give_back(made); });
   const auto address = reinterpret_cast<std::uintptr_t>(made.base);
   Allocations& all = allocations();
   std::lock_guard lock(all.mutex);
-  all.by_base.emplace(address, made);
+  all.by_base.emplace(address, Entry{made, std::move(memory)});
   if (address < all.lowest.load()) all.lowest.store(address);
   if (address + made.bytes > all.highest.load()) all.highest.store(address + made.bytes);
 }
@@ -54,12 +72,7 @@ void* allocate_tagged(std::size_t bytes, int device, bool pinned) {
   void* base = nullptr;
   if (posix_memalign(&base, unit, rounded) != 0) return nullptr;
   if (bytes >= huge_page) madvise(base, bytes, MADV_HUGEPAGE);  // a wish: smaller pages do as well
-  try {
-    enter({base, bytes, device, pinned});
-  } catch (...) {
-    std::free(base);
-    throw;
-  }
+  enter({base, bytes, device, pinned});
   return base;
 }
 
@@ -80,13 +93,7 @@ void* allocate_shared(std::size_t bytes, int device) {
     close(descriptor);
     return nullptr;
   }
-  try {
-    enter({base, bytes, device, false, descriptor});
-  } catch (...) {
-    munmap(base, bytes);
-    close(descriptor);
-    throw;
-  }
+  enter({base, bytes, device, false, descriptor});
   return base;
 }
 
@@ -94,20 +101,12 @@ void* allocate_pinned(std::size_t bytes, int device) { return allocate_tagged(by
 
 bool deallocate(void* base, bool pinned) {
   Allocations& all = allocations();
-  Allocation gone;
-  {
-    std::lock_guard lock(all.mutex);
-    const auto found = all.by_base.find(reinterpret_cast<std::uintptr_t>(base));
-    if (found == all.by_base.end() || found->second.pinned != pinned) return false;
-    gone = found->second;
-    all.by_base.erase(found);
-  }
-  if (gone.descriptor < 0) {
-    std::free(base);
-  } else {
-    munmap(base, gone.bytes);
-    close(gone.descriptor);
-  }
+  std::shared_ptr<void> gone;  // is let go of without the lock
+  std::lock_guard lock(all.mutex);
+  const auto found = all.by_base.find(reinterpret_cast<std::uintptr_t>(base));
+  if (found == all.by_base.end() || found->second.allocation.pinned != pinned) return false;
+  gone = std::move(found->second.memory);
+  all.by_base.erase(found);
   return true;
 }
 
@@ -119,7 +118,17 @@ Allocation allocation_of(const void* address) {
   auto found = all.by_base.upper_bound(at);
   if (found == all.by_base.begin()) return {};
   --found;
-  return at - found->first < found->second.bytes ? found->second : Allocation{};
+  const Allocation& one = found->second.allocation;
+  return at - found->first < one.bytes ? one : Allocation{};
+}
+
+std::shared_ptr<void> hold_allocation(const void* address) {
+  const Allocation found = allocation_of(address);
+  if (found.base == nullptr) return nullptr;
+  Allocations& all = allocations();
+  std::shared_lock lock(all.mutex);
+  const auto entry = all.by_base.find(reinterpret_cast<std::uintptr_t>(found.base));
+  return entry == all.by_base.end() ? nullptr : entry->second.memory;
 }
 
 std::size_t total_memory() {

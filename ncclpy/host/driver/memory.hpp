@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 
 namespace ncclpy::host {
 
@@ -24,6 +25,9 @@ bool deallocate(void* base, bool pinned = false);
 
 // The allocation that contains an address; its base is nullptr for memory that was not allocated here.
 Allocation allocation_of(const void* address);
+
+// What keeps that allocation's memory where it is, also once it is deallocated; nullptr for memory not allocated here.
+std::shared_ptr<void> hold_allocation(const void* address);
 
 // The machine's memory, in bytes.
 std::size_t total_memory();

@@ -30,14 +30,6 @@ ncclResult_t ncclGetMultimemDevicePointer(ncclWindow_t, size_t, ncclMultimemHand
   return no_device_side("ncclGetMultimemDevicePointer");
 }
 
-ncclResult_t ncclGetLsaDevicePointer(ncclWindow_t, size_t, int, void**) {
-  return no_device_side("ncclGetLsaDevicePointer");
-}
-
-ncclResult_t ncclGetPeerDevicePointer(ncclWindow_t, size_t, int, void**) {
-  return no_device_side("ncclGetPeerDevicePointer");
-}
-
 ncclResult_t ncclGetMultimemDeviceLeInfo(ncclWindow_t, size_t, ncclCftLeId*, size_t*) {
   return no_device_side("ncclGetMultimemDeviceLeInfo");
 }

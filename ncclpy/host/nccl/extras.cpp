@@ -1,13 +1,26 @@
 // What the host engine exports beside NCCL's functions and the driver's: faults, and who is missing.
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <string>
 
+#include "../driver/memory.hpp"
 #include "fault.hpp"
 #include "group.hpp"
 #include "missing.hpp"
+#include "window.hpp"
 
 using namespace ncclpy::host;
+
+namespace {
+
+// Who looks at a rank's part of a window: as long as this is there, it may look.
+struct Look {
+  std::shared_ptr<Window> window;  // with the mappings of other processes' memory
+  std::shared_ptr<void> memory;    // of ncclMemAlloc, of this process
+};
+
+}  // namespace
 
 extern "C" {
 
@@ -28,6 +41,22 @@ __attribute__((visibility("default"))) const char* ncclpyHostFaultsUnfired(void)
   text = faults_unfired();
   return text.c_str();
 }
+
+// Keeps what ncclGetPeerDevicePointer says of a rank where it is, until ncclpyHostLetWindowGo: also once the window is
+// deregistered, and, of a rank of this process, once ncclMemFree was called. NULL if there is no such window or rank.
+__attribute__((visibility("default"))) void* ncclpyHostHoldWindow(ncclWindow_t handle, int rank) {
+  Look* look = nullptr;
+  guarded("ncclpyHostHoldWindow", [&] {
+    const std::shared_ptr<Window> window = window_behind(handle);
+    if (window == nullptr || rank < 0 || size_t(rank) >= window->parts.size()) return ncclSuccess;
+    const Window::Part& part = window->parts[size_t(rank)];
+    look = new Look{window, part.mapping != nullptr ? nullptr : hold_allocation(part.base)};
+    return ncclSuccess;
+  });
+  return look;
+}
+
+__attribute__((visibility("default"))) void ncclpyHostLetWindowGo(void* look) { delete static_cast<Look*>(look); }
 
 // Writes who has come to what `comm` waits for, and who has not, as far as `size` bytes hold it with a zero at the end;
 // returns the length of the whole text, 0 if nothing is waited for. Never waits, also while other threads are stuck in

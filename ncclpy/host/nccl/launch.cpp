@@ -34,9 +34,9 @@ bool run_operations(Comm& comm, const Operation* operations, size_t count, Claim
   messages.begin();
   for (size_t i = 0; i < count; i++) {
     if (operations[i].kind != Operation::put && operations[i].kind != Operation::signal) continue;
-    run_put(operations[i]);
+    const bool put = run_put(comm, operations[i]);
     if (claims != nullptr) claims->targets[i].reset();  // from here on it is the peer's alone
-    give_signal(comm, operations[i]);
+    if (put) give_signal(comm, operations[i]);
   }
   for (size_t i = 0; i < count; i++) {
     if (operations[i].kind != Operation::collective) continue;
@@ -47,11 +47,7 @@ bool run_operations(Comm& comm, const Operation* operations, size_t count, Claim
     if (operations[i].message()) tell(operations[i].deed);
   }
   messages.finish();
-  for (size_t i = 0; i < count; i++) {
-    if (operations[i].kind != Operation::wait_signal) continue;
-    tell(operations[i].deed);
-    wait_for_signals(comm, operations[i]);
-  }
+  wait_for_signals(comm, operations, count, tell);
   for (size_t i = 0; faults && i < count; i++) fault_in_result(comm, name_of(operations[i]), operations[i]);
   return true;
 }

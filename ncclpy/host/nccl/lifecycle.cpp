@@ -107,6 +107,7 @@ ncclResult_t abort(ncclComm_t handle) {
   NCCLPY_TRY(find_comm(handle, "ncclCommAbort", &comm));
   remove_handle(handle);
   comm->abort();
+  close_parts(*comm);
   depart(comm, false);
   let_memory_go(*comm);
   // If it ends because of another rank's death, the end of its process is no news.

@@ -2,16 +2,31 @@
 // waited for, so that every signal is waited for once.
 #include "one_sided.hpp"
 
+#include <algorithm>
 #include <cstring>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "missing.hpp"
 #include "wait.hpp"
 
 namespace ncclpy::host {
 
-void run_put(const Operation& operation) {
+bool run_put(Comm& comm, const Operation& operation) {
+  if (operation.kind != Operation::put) return true;
   const size_t bytes = operation.count * size_of(operation.dtype);
-  if (operation.kind == Operation::put && bytes > 0) std::memmove(operation.recvbuff, operation.sendbuff, bytes);
+  if (!operation.gate->enter()) {  // the memory may be somebody else's by now
+    if (comm.segment->slot(operation.root).aborted.load() == 0) {
+      comm.health.set_async(ncclInvalidUsage, "ncclPutSignal : rank " + std::to_string(operation.root) +
+                                                  " has deregistered its part of the window meanwhile");
+    }
+    return false;
+  }
+  if (bytes > 0) std::memmove(operation.recvbuff, operation.sendbuff, bytes);
+  operation.gate->leave();
+  return true;
 }
 
 void give_signal(Comm& comm, const Operation& operation) {
@@ -20,15 +35,48 @@ void give_signal(Comm& comm, const Operation& operation) {
   segment.slot(operation.root).bell.ring();
 }
 
-void wait_for_signals(Comm& comm, const Operation& operation) {
+namespace {
+
+const std::atomic<uint64_t>& signals_of(Comm& comm, const Operation& wait) {
+  return comm.segment->channel(wait.root, comm.rank).signals[wait.counter];
+}
+
+// The ranks whose signals some of the waits lack, by what has come until now.
+std::vector<int> absent(Comm& comm, const Operation* operations, size_t count) {
+  std::map<std::pair<int, int>, uint64_t> targets = comm.signals_taken;
+  std::vector<int> ranks;
+  for (size_t i = 0; i < count; i++) {
+    const Operation& one = operations[i];
+    if (one.kind != Operation::wait_signal) continue;
+    const uint64_t target = targets[{one.root, one.counter}] += one.count;
+    const bool there = signals_of(comm, one).load(std::memory_order_acquire) >= target;
+    if (!there && std::find(ranks.begin(), ranks.end(), one.root) == ranks.end()) ranks.push_back(one.root);
+  }
+  std::sort(ranks.begin(), ranks.end());
+  return ranks;
+}
+
+}  // namespace
+
+void wait_for_signal(Comm& comm, const Operation* operations, size_t count) {
   Segment& segment = *comm.segment;
-  const std::atomic<uint64_t>& given = segment.channel(operation.root, comm.rank).signals[operation.counter];
-  uint64_t& taken = comm.signals_taken[{operation.root, operation.counter}];
-  const uint64_t target = taken + operation.count;
-  auto there = [&] { return given.load(std::memory_order_acquire) >= target; };
+  const Operation& first = operations[0];
+  const std::atomic<uint64_t>& given = signals_of(comm, first);
+  uint64_t& taken = comm.signals_taken[{first.root, first.counter}];
+  const uint64_t target = taken + first.count;
+  const auto there = [&] { return given.load(std::memory_order_acquire) >= target; };
   Awaited awaited(comm, data_side);
-  if (!there()) awaited.tell({operation.root});
-  wait_until(segment.slot(comm.rank).bell, segment.spin(), [&] { return there() || comm.health.stopped(); });
+  std::vector<int> told;
+  const auto over = [&] {
+    if (there() || comm.health.stopped()) return true;
+    std::vector<int> missing = absent(comm, operations, count);
+    if (missing != told) {
+      told = missing;
+      awaited.tell(std::move(missing));
+    }
+    return false;
+  };
+  if (!segment.spin().until(there)) wait_until(segment.slot(comm.rank).bell, over);
   if (there()) taken = target;
 }
 

@@ -2,7 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 
+#include "put_gate.hpp"
 #include "segment.hpp"
 
 namespace ncclpy::host {
@@ -31,6 +33,7 @@ struct Operation {
   const void* scalar_memory;  // where to read it when the operation runs, if not NULL
   int counter;                // of one-sided calls: which signal
   uint64_t deed;              // which call it was, see deed.hpp
+  std::shared_ptr<PutGate> gate;  // of put: before the peer's part; it keeps the window
   cudaEvent_t launch_event;   // to be recorded when the operation begins, if not NULL
 };
 

@@ -58,6 +58,7 @@ ncclResult_t put(const void* source, size_t count, ncclDataType_t dtype, int pee
   operation.count = count;
   operation.sendbuff = source;
   operation.recvbuff = target.base + offset;
+  operation.gate = std::shared_ptr<PutGate>(window, target.gate.get());
   return submit(comm, operation, stream);
 }
 

@@ -11,7 +11,10 @@
 #include <atomic>
 #include <cinttypes>
 #include <cstdio>
+#include <iterator>
+#include <map>
 #include <string>
+#include <utility>
 
 #include "../driver/memory.hpp"
 #include "call.hpp"
@@ -38,11 +41,12 @@ struct Offer {
   uint64_t offset;     // of the part in the allocation
   uint64_t whole;      // the allocation's size
   uint64_t device, inode;
+  uint64_t gate;  // its number among those of its process
 };
 static_assert(sizeof(Offer) <= exchange_bytes);
 
-Offer offer_of(char* memory, size_t bytes, int flags) {
-  Offer offer = {memory, bytes, flags, -1, 0, 0, 0, 0};
+Offer offer_of(char* memory, size_t bytes, int flags, uint64_t gate) {
+  Offer offer = {memory, bytes, flags, -1, 0, 0, 0, 0, gate};
   const Allocation found = allocation_of(memory);
   struct stat identity;
   if (found.descriptor < 0 || fstat(found.descriptor, &identity) != 0) return offer;
@@ -52,6 +56,49 @@ Offer offer_of(char* memory, size_t bytes, int flags) {
   offer.device = identity.st_dev;
   offer.inode = identity.st_ino;
   return offer;
+}
+
+// All windows, by their handles.
+struct Windows {
+  Mutex<NCCLPY_LOCK_HANDLES> mutex;
+  std::map<ncclWindow_t, std::weak_ptr<Window>> by_handle;
+  std::map<uint64_t, std::weak_ptr<PutGate>> gates;  // by their numbers
+  uint64_t next = 1;
+};
+
+Windows& windows() {
+  static auto* const all = new Windows;  // never destroyed: used until the process is gone
+  return *all;
+}
+
+// Those that went with their communicators.
+template <class Map>
+void forget_expired(Map& map) {
+  for (auto at = map.begin(); at != map.end();) at = at->second.expired() ? map.erase(at) : std::next(at);
+}
+
+uint64_t add_gate(const std::shared_ptr<PutGate>& gate) {
+  Windows& all = windows();
+  std::lock_guard lock(all.mutex);
+  forget_expired(all.gates);
+  all.gates[all.next] = gate;
+  return all.next++;
+}
+
+std::shared_ptr<PutGate> gate_behind(uint64_t number) {
+  Windows& all = windows();
+  std::lock_guard lock(all.mutex);
+  const auto found = all.gates.find(number);
+  return found == all.gates.end() ? nullptr : found->second.lock();
+}
+
+ncclWindow_t add_window(const std::shared_ptr<Window>& window) {
+  Windows& all = windows();
+  std::lock_guard lock(all.mutex);
+  forget_expired(all.by_handle);
+  const auto handle = reinterpret_cast<ncclWindow_t>(uintptr_t(all.next++));
+  all.by_handle[handle] = window;
+  return handle;
 }
 
 ncclResult_t map_part(int rank, int32_t pid, const Offer& offer, Window::Part* part) {
@@ -69,7 +116,7 @@ ncclResult_t map_part(int rank, int32_t pid, const Offer& offer, Window::Part* p
   close(descriptor);
   if (!same) return fail(ncclSystemError, "%s : memory of rank %d has gone meanwhile", function, rank);
   if (mapping == MAP_FAILED) return fail(ncclSystemError, "%s : mmap of rank %d's memory: %s", function, rank, strerror(errno));
-  *part = {static_cast<char*>(mapping) + offer.offset, offer.bytes, mapping, offer.whole};
+  *part = {static_cast<char*>(mapping) + offer.offset, offer.bytes, mapping, offer.whole, std::make_shared<PutGate>()};
   return ncclSuccess;
 }
 
@@ -110,8 +157,13 @@ ncclResult_t map_parts(Comm& comm, const std::vector<Offer>& offers, Window* win
                   "processes",
                   r);
     }
-    Window::Part part = {offer.base, offer.bytes, nullptr, 0};
-    if (!segment.is_local(r)) NCCLPY_TRY(map_part(r, segment.slot(r).pid, offer, &part));
+    Window::Part part = {offer.base, offer.bytes, nullptr, 0, nullptr};
+    if (!segment.is_local(r)) {
+      NCCLPY_TRY(map_part(r, segment.slot(r).pid, offer, &part));
+    } else {
+      part.gate = gate_behind(offer.gate);
+      if (part.gate == nullptr) return fail(ncclSystemError, "ncclCommWindowRegister : rank %d has gone meanwhile", r);
+    }
     window->parts.push_back(part);
   }
   return ncclSuccess;
@@ -119,10 +171,10 @@ ncclResult_t map_parts(Comm& comm, const std::vector<Offer>& offers, Window* win
 
 // Collective. Whether it has worked for all is agreed on at the end, so that no rank has a window that others lack.
 ncclResult_t make(Comm& comm, char* memory, size_t bytes, int flags, uint64_t deed, ncclWindow_t* out) {
-  static std::atomic<uintptr_t> next{1};
   std::lock_guard one_at_a_time(comm.control);
   const Making making(comm, deed);
-  const Offer mine = offer_of(memory, bytes, flags);
+  const auto gate = std::make_shared<PutGate>();
+  const Offer mine = offer_of(memory, bytes, flags, add_gate(gate));
   std::vector<Offer> offers(size_t(comm.nranks));
   NCCLPY_TRY(comm.exchange(&mine, sizeof mine, offers.data()));
   auto window = std::make_shared<Window>();
@@ -138,9 +190,10 @@ ncclResult_t make(Comm& comm, char* memory, size_t bytes, int flags, uint64_t de
     if (all[size_t(r)]) return fail(ncclInvalidUsage, "ncclCommWindowRegister : rank %d could not register", r);
   }
   if (checks) window->claim = claim_registered(comm, memory, bytes, "ncclCommWindowRegister");
-  *out = reinterpret_cast<ncclWindow_t>(next.fetch_add(1));
+  const ncclWindow_t handle = add_window(window);
   std::lock_guard lock(comm.mutex);
-  comm.windows[*out] = window;
+  comm.windows[handle] = window;
+  *out = handle;
   return ncclSuccess;
 }
 
@@ -179,8 +232,15 @@ ncclResult_t deregister_window(ncclComm_t handle, ncclWindow_t window) {
   job.comm = comm;
   job.run = [comm, window] {
     comm->queue.drain();
+    if (comm->health.stopped()) comm->queue.await_launches();  // one that was in the middle may still write
+    std::shared_ptr<Window> gone;  // is let go of without the lock
     std::lock_guard lock(comm->mutex);
-    comm->windows.erase(window);
+    const auto entry = comm->windows.find(window);
+    if (entry == comm->windows.end()) return ncclSuccess;
+    entry->second->parts[size_t(comm->rank)].gate->close();
+    entry->second->claim.reset();  // who looks at a part keeps the window, not the registration
+    gone = std::move(entry->second);
+    comm->windows.erase(entry);
     return ncclSuccess;
   };
   return submit(std::move(job));
@@ -197,6 +257,27 @@ ncclResult_t user_pointer(ncclComm_t handle, ncclWindow_t window, void** pointer
   return ncclSuccess;
 }
 
+// Of the rank's part as this process reaches it: who can register can reach all.
+ncclResult_t part_pointer(ncclWindow_t handle, size_t offset, int rank, void** pointer, const char* function) {
+  NCCLPY_TRY(check_pointer(handle, function, "window"));
+  NCCLPY_TRY(check_pointer(pointer, function, "outPtr"));
+  const std::shared_ptr<Window> window = window_behind(handle);
+  if (window == nullptr) {
+    return fail(ncclInvalidArgument, "%s : %p is no window, or one that was deregistered", function,
+                static_cast<void*>(handle));
+  }
+  if (rank < 0 || size_t(rank) >= window->parts.size()) {
+    return fail(ncclInvalidArgument, "%s : rank %d is not within 0..%zu", function, rank, window->parts.size() - 1);
+  }
+  const Window::Part& part = window->parts[size_t(rank)];
+  if (offset >= part.bytes) {
+    return fail(ncclInvalidArgument, "%s : offset %zu reaches beyond the %zu bytes of rank %d", function, offset,
+                part.bytes, rank);
+  }
+  *pointer = part.base + offset;
+  return ncclSuccess;
+}
+
 }  // namespace
 
 ncclResult_t find_window(Comm& comm, ncclWindow_t handle, const char* function, std::shared_ptr<Window>* window) {
@@ -209,6 +290,18 @@ ncclResult_t find_window(Comm& comm, ncclWindow_t handle, const char* function, 
   }
   *window = found->second;
   return ncclSuccess;
+}
+
+void close_parts(Comm& comm) {
+  std::lock_guard lock(comm.mutex);
+  for (const auto& [handle, window] : comm.windows) window->parts[size_t(comm.rank)].gate->close();
+}
+
+std::shared_ptr<Window> window_behind(ncclWindow_t handle) {
+  Windows& all = windows();
+  std::lock_guard lock(all.mutex);
+  const auto found = all.by_handle.find(handle);
+  return found == all.by_handle.end() ? nullptr : found->second.lock();
 }
 
 bool in_symmetric_window(Comm& comm, const void* memory, size_t bytes) {
@@ -234,6 +327,17 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* memory, size_t bytes,
 
 ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window) {
   return guarded("ncclCommWindowDeregister", [&] { return note_group_error(deregister_window(comm, window)); });
+}
+
+ncclResult_t ncclGetPeerDevicePointer(ncclWindow_t window, size_t offset, int peer, void** pointer) {
+  return guarded("ncclGetPeerDevicePointer",
+                 [&] { return part_pointer(window, offset, peer, pointer, "ncclGetPeerDevicePointer"); });
+}
+
+// All ranks are one team here.
+ncclResult_t ncclGetLsaDevicePointer(ncclWindow_t window, size_t offset, int rank, void** pointer) {
+  return guarded("ncclGetLsaDevicePointer",
+                 [&] { return part_pointer(window, offset, rank, pointer, "ncclGetLsaDevicePointer"); });
 }
 
 ncclResult_t ncclWinGetUserPtr(ncclComm_t comm, ncclWindow_t window, void** pointer) {

@@ -175,8 +175,6 @@ def test_encryption_is_checked_and_reported(nccl):
         ("ncclDevCommCreate", 3),
         ("ncclDevCommDestroy", 2),
         ("ncclGetLsaMultimemDevicePointer", 3),
-        ("ncclGetLsaDevicePointer", 4),
-        ("ncclGetPeerDevicePointer", 4),
         ("ncclGetMultimemDeviceLeInfo", 4),
         ("ncclGetPeerDeviceLeInfo", 5),
     ],

@@ -58,6 +58,7 @@ def test_parts_use_the_registration_of_the_whole(comm1, memory):
     assert {part.handle for part in parts} == {whole.handle} and whole.handle
     whole.close()
     comm1.all_reduce(memory.part(0, 64))
+    ncclpy.synchronize(comm1.device)
     for part in parts:
         assert memory.is_registered()
         assert not part.closed
@@ -256,6 +257,7 @@ def test_a_graph_keeps_what_it_uses_registered(comm1, memory, end):
     assert memory.is_registered()
     handle = registration.handle
     graph.launch()
+    ncclpy.synchronize(comm1.device)
     with comm1.register(memory.part(0, 8)) as again:
         assert again.handle == handle
     for _ in range(2):

@@ -20,6 +20,7 @@ from ncclpy.core.handle cimport WAS_ABORTED, Handle, lock_within
 from ncclpy.core.library cimport nccl, require
 from ncclpy.core.progress cimport check_alive
 from ncclpy.core.state cimport ABORTED
+from ncclpy.core.tenant cimport let_in
 
 import numpy as np
 
@@ -148,6 +149,8 @@ cdef class Registration:
         self.kept = comm.keep(buffer)  # a registration that is dropped is still one
         with nogil:
             if comm.lock_alive():
+                if comm.tenant != NULL:
+                    let_in(comm.tenant, comm.raw)  # what is to be registered anyway comes first, and is shared
                 result = comm.ranges.register(
                     comm.raw, view.pointer, view.nbytes, self.kept, &self.raw, &self.range
                 )

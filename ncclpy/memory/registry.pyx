@@ -14,11 +14,12 @@ from libc.stdint cimport uint64_t, uintptr_t
 from libcpp cimport bool as bool_t
 
 from ncclpy.abi.driver cimport CUDA_ERROR_NOT_READY, CUcontext, CUevent, CUstreamCaptureMode
-from ncclpy.abi.nccl cimport ncclComm_t, ncclResult_t, ncclSuccess
+from ncclpy.abi.nccl cimport ncclComm_t, ncclInvalidUsage, ncclSuccess
 from ncclpy.core.capture cimport relax, restore
 from ncclpy.core.device cimport as_device, context_of, enter_device, leave_device, lend_device, take_device_back
 from ncclpy.core.handle cimport Handle, lock_within
 from ncclpy.core.library cimport driver, nccl, require
+from ncclpy.core.ranges cimport Ranges
 from ncclpy.core.state cimport ABORTED
 from ncclpy.core.tenant cimport Landlord, Tenant, everyone, move_out, set_landlord, settle
 from ncclpy.core.wait cimport FOREVER, as_timeout, begin_thread, deadline_after, name_this_thread, now, pause, wait_for_event
@@ -53,10 +54,11 @@ cdef extern from *:
       resident->home->catch_all(*resident);
     }
 
-    static ncclpy::Resident *ncclpy_new_resident(ncclpy::Segments *home, int device) {
+    static ncclpy::Resident *ncclpy_new_resident(ncclpy::Segments *home, void *ranges, int device) {
       auto *resident = new (std::nothrow) ncclpy::Resident{};
       if (resident == nullptr) return nullptr;
       resident->home = home;
+      resident->ranges = ranges;
       resident->device = device;
       resident->enter = ncclpy_let_in;
       resident->caught = ncclpy_caught;
@@ -82,9 +84,13 @@ cdef extern from *:
         Seen& operator[](size_t)
     cdef cppclass Resident "ncclpy::Resident":  # a Tenant
         pass
+    cdef cppclass Segment "ncclpy::Segment":
+        uintptr_t base
+        size_t bytes
+        uint64_t number
     cdef cppclass Calls "ncclpy::SegmentCalls":
-        int (*add)(void* comm, void* base, size_t nbytes, void** handle) noexcept nogil
-        int (*drop)(void* comm, void* handle) noexcept nogil
+        int (*add)(void* ranges, void* comm, const Segment& segment, long long* range) noexcept nogil
+        void (*drop)(void* ranges, void* comm, long long range) noexcept nogil
         bool_t (*over)(void* event) noexcept nogil
     cdef cppclass Counters "ncclpy::SegmentCounters":
         size_t segments, bytes, leaving, leaving_bytes, registrations
@@ -112,7 +118,7 @@ cdef extern from *:
         bool_t has_leaving() nogil
         void not_freed() nogil
         Counters counters() nogil
-    Resident* new_resident "ncclpy_new_resident"(Segments* home, int device) nogil
+    Resident* new_resident "ncclpy_new_resident"(Segments* home, void* ranges, int device) nogil
     SeenList each_segment "ncclpy_each"(Segments* segments, const Resident* resident) except + nogil
     void free_resident "ncclpy_free_resident"(Resident* resident) nogil
 
@@ -128,14 +134,20 @@ cdef Segments* _segments = NULL  # made at the first use, with the GIL; it lives
 cdef sem_t _bell  # rings when something is on its way out
 
 
-cdef int _add(void* comm, void* base, size_t nbytes, void** handle) noexcept nogil:
+cdef int _add(void* ranges, void* comm, const Segment& segment, long long* range) noexcept nogil:
+    """Register a segment among the communicator's other ranges, whose numbers are positive."""
+    cdef void* raw = NULL
     if nccl.ncclCommRegister == NULL:
-        return 5  # ncclInvalidUsage: it has no registration
-    return <int>nccl.ncclCommRegister(<ncclComm_t>comm, base, nbytes, handle)
+        return ncclInvalidUsage  # a forked child has none
+    return (<Ranges>ranges).register(
+        <ncclComm_t>comm, <void*>segment.base, segment.bytes, -<long long>segment.number, &raw, range
+    )
 
 
-cdef int _drop(void* comm, void* handle) noexcept nogil:
-    return <int>nccl.ncclCommDeregister(<ncclComm_t>comm, handle) if nccl.ncclCommDeregister != NULL else 0
+cdef void _drop(void* ranges, void* comm, long long range) noexcept nogil:
+    cdef bint gone = False
+    if nccl.ncclCommDeregister != NULL:
+        (<Ranges>ranges).release(<ncclComm_t>comm, range, &gone)
 
 
 cdef bool_t _over(void* event) noexcept nogil:
@@ -227,7 +239,7 @@ cdef class _Registrar(Landlord):
             return 0
         tenancy = _Tenancy()
         tenancy.left = True  # until it has joined
-        tenancy.resident = new_resident(_segments, handle.device)
+        tenancy.resident = new_resident(_segments, <void*>handle.ranges, handle.device)
         if tenancy.resident == NULL:
             raise MemoryError
         saved = <uintptr_t>enter_device(handle.device)

@@ -17,12 +17,6 @@
 
 namespace ncclpy {
 
-struct SegmentCalls {
-  int (*add)(void* comm, void* base, size_t bytes, void** handle);  // ncclCommRegister; a result code
-  int (*drop)(void* comm, void* handle);                            // ncclCommDeregister
-  bool (*over)(void* event);                                        // whether the device has come past it
-};
-
 struct Segment {
   uintptr_t base;
   size_t bytes;
@@ -31,6 +25,13 @@ struct Segment {
   bool leaving = false;
   uint64_t number = 0;   // segments are counted as they come
   size_t holders = 0;    // communicators whose operations may use it
+};
+
+struct SegmentCalls {
+  // Have a segment registered, a result code of NCCL's; `range` is what `drop` gives back. Under the communicator's lock.
+  int (*add)(void* ranges, void* comm, const Segment& segment, long long* range);
+  void (*drop)(void* ranges, void* comm, long long range);
+  bool (*over)(void* event);  // whether the device has come past it
 };
 
 enum SegmentState { segment_unknown, segment_leaving, segment_gone };
@@ -54,10 +55,11 @@ struct Resident : ncclpy_tenant {
   struct Entry {
     std::shared_ptr<Segment> segment;
     State state;
-    void* handle;
+    long long range;
   };
 
   Segments* home;
+  void* ranges;  // what its communicator has registered
   int device;
   uint64_t captured_to = 0;                // those up to it may be used by graphs
   std::map<uint64_t, Entry> entries;
@@ -281,7 +283,7 @@ class Segments {
     resident.to_register.reserve(grown(resident.to_register, room));
     resident.to_leave.reserve(grown(resident.to_leave, room));
     resident.fenced.reserve(grown(resident.fenced, room));
-    resident.entries.emplace(segment->number, Resident::Entry{segment, Resident::pending, nullptr});
+    resident.entries.emplace(segment->number, Resident::Entry{segment, Resident::pending, 0});
     resident.to_register.push_back(segment->number);
     ncclpy_tenant_calls(&resident, 1);
   }
@@ -329,11 +331,11 @@ class Segments {
       segment = entry.segment.get();  // kept by the entry, which only who is here takes away
       ++segment->holders;
     }
-    void* handle = nullptr;
-    const int result = calls_.add(comm, reinterpret_cast<void*>(segment->base), segment->bytes, &handle);
+    long long range = 0;
+    const int result = calls_.add(resident.ranges, comm, *segment, &range);
     const Hold hold(mutex_);
     Resident::Entry& entry = resident.entries.find(number)->second;
-    entry.handle = handle;
+    entry.range = range;
     // What was refused is used all the same, so who has it holds it.
     entry.state = result == 0 ? Resident::held : Resident::refused;
     if (result == 0) {
@@ -367,16 +369,16 @@ class Segments {
   }
 
   void deregister(Resident& resident, void* comm, uint64_t number) noexcept {
-    void* handle;
+    long long range;
     bool held;
     {
       const Hold hold(mutex_);
       const auto found = resident.entries.find(number);
       if (found == resident.entries.end()) return;
-      handle = found->second.handle;
+      range = found->second.range;
       held = found->second.state == Resident::held;
     }
-    if (held && handle != nullptr) calls_.drop(comm, handle);
+    if (held) calls_.drop(resident.ranges, comm, range);
     const Hold hold(mutex_);
     const auto found = resident.entries.find(number);
     const std::shared_ptr<Segment> segment = found->second.segment;

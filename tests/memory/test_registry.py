@@ -321,3 +321,42 @@ def test_threads_that_come_and_go(registry, host_engine, comms2):
     assert registry.drain(LONG)
     counters = registry.counters()
     assert (counters["segments"], counters["leaving"]) == (0, 0)
+
+
+def test_register_shares_what_the_registry_has_registered(registry, host_engine, comm1):
+    """NCCL is told of no memory twice, in whichever order; the engine's checks would refuse that."""
+    (buffer,) = segments_of([comm1])
+    pointer = buffer.pointer
+    first = comm1.register(buffer)
+    assert registry.counters()["registrations"] == 1, "its segment comes first"
+    part = comm1.register(ncclpy.Buffer(buffer.pointer + 64, 8, "float32", device=buffer.device, owner=buffer))
+    assert part.handle == first.handle != 0
+    comm1.all_reduce(buffer)
+    synchronize([comm1])
+    assert registry.counters()["refused"] == {}
+    first.close()
+    part.close()
+    assert pointers(registry, comm1) == {pointer}, "the registry has it still"
+    del buffer, first, part
+    assert registry.drain(LONG) and not is_mapped(pointer)
+
+    array = np.ones(COUNT, np.float32)  # now the other way round
+    with comm1.register(array) as registration:
+        registry.add(array.ctypes.data, array.nbytes, comm1.device)
+        comm1.all_reduce(array)
+        assert pointers(registry, comm1) == {array.ctypes.data} and registry.counters()["refused"] == {}
+        assert comm1.register(array[1:]).handle == registration.handle
+    registry.remove(array.ctypes.data)
+
+
+def test_a_refusal_is_counted_and_holds_the_memory_no_less(registry, host_engine, comm1):
+    """A segment that overlaps in part what is registered already is refused, by the engine's checks."""
+    array = np.ones(COUNT, np.float32)
+    with comm1.register(array[: COUNT // 2]):
+        registry.add(array.ctypes.data, array.nbytes, comm1.device)
+        before = registry.counters()["refused"]
+        comm1.all_reduce(array)
+        refused = registry.counters()["refused"]
+        assert sum(refused.values()) == sum(before.values()) + 1
+        assert registry.registered(comm1) == []
+        registry.remove(array.ctypes.data)

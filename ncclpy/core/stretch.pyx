@@ -48,7 +48,7 @@ cdef bint make_calls(Stretch* stretch, double until) noexcept nogil:
         if watched:
             _leave(stretch, result == ncclSuccess)
         if tenants:
-            _follow(stretch, result == ncclSuccess)
+            _follow(stretch, result != ncclInProgress)
         if lent:
             take_device_back()
     stretch.result = result

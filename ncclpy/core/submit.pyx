@@ -118,7 +118,7 @@ cdef inline ncclResult_t _call(
     else:
         result = issue(operation)
     if handle.tenant != NULL:
-        follow(handle.tenant, operation.stream, result == ncclSuccess)
+        follow(handle.tenant, operation.stream, result != ncclInProgress)
     if lent:
         take_device_back()
     handle.unlock()

@@ -38,11 +38,11 @@ cdef void move_out(Tenant* tenant) noexcept nogil:
 
 
 cdef void follow(Tenant* tenant, CUstream stream, bint issued) noexcept nogil:
-    """Put an event behind what was issued; what is captured runs when its graph does, or never."""
+    """Put an event behind what was issued, also by a call that has failed; what is captured runs when its graph does."""
     cdef CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE
     cdef CUcontext saved = NULL
     cdef bint entered = <size_t>stream <= 2  # a default stream is the current device's
-    if not issued:  # NCCL may still do so, or a part of it
+    if not issued:  # NCCL does so in the background
         tenant.unknown = 1
         return
     if entered:

@@ -106,6 +106,16 @@ def test_memory_in_use_goes_when_the_operation_is_over(registry, host_engine, co
     assert registry.counters()["leaving"] == 0
 
 
+def test_a_call_that_is_refused_keeps_nothing(registry, host_engine, comm1):
+    (buffer,) = segments_of([comm1])
+    fault = "rank=0 call=AllReduce do=error:ncclInvalidUsage"
+    with ncclpy.faults(fault), pytest.raises(ncclpy.NcclError, match="invalid usage"):
+        comm1.all_reduce(buffer)
+    assert pointers(registry, comm1) == {buffer.pointer}
+    del buffer
+    assert registry.drain(LONG)
+
+
 def test_what_is_issued_later_does_not_keep_it(registry, comms2):
     """Operations that come one after the other without a pause would keep it for ever."""
     mine, others = segments_of(comms2)

@@ -62,7 +62,7 @@ if _os.environ.get("NCCLPY_DUMP_DIR"):
     from ncclpy.engine import dump_folder as _dump_folder  # noqa: F401
 
 if _typing.TYPE_CHECKING:
-    from ncclpy import bindings, bootstrap
+    from ncclpy import bindings, bootstrap, memory
     from ncclpy import testing as testing
     from ncclpy.process_group import Completion, ProcessGroup, RankState, Recovery, init_process_group
 
@@ -108,6 +108,7 @@ __all__ = [
     "in_flight",
     "init_process_group",
     "library",
+    "memory",
     "recorder",
     "synchronize",
     "use",
@@ -115,7 +116,7 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    if name in ("bindings", "bootstrap", "testing"):
+    if name in ("bindings", "bootstrap", "memory", "testing"):
         import importlib
 
         return importlib.import_module(f"ncclpy.{name}")

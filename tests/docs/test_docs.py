@@ -139,11 +139,12 @@ def test_reference_has_every_public_name():
     for module, block in modules:
         for name in re.findall(r"^\.\. auto(?:class|function|method|property|exception):: (\S+)", block, re.M):
             listed.add(name if name.startswith("ncclpy.") else f"{module}.{name}")
-    modules = {"bindings", "bootstrap", "recorder"}
+    modules = {"bindings", "bootstrap", "memory", "recorder"}
     operators = {"SUM", "PROD", "MAX", "MIN", "AVG"}  # shown as the members of ReduceOp
     public = {f"ncclpy.{name}" for name in set(ncclpy.__all__) - modules - operators}
     public |= {f"ncclpy.bindings.{name}" for name in ncclpy.bindings.__all__}
     public |= {f"ncclpy.bootstrap.{name}" for name in ncclpy.bootstrap.__all__}
+    public |= {f"ncclpy.memory.{name}" for name in ncclpy.memory.__all__}
     public |= {f"ncclpy.testing.{name}" for name in ncclpy.testing.__all__}
     in_class_docstring = {"rank", "nranks", "device"}
     methods = {name for name in dir(ncclpy.Communicator) if not name.startswith("_")} - in_class_docstring

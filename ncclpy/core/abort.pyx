@@ -160,6 +160,8 @@ cdef class _Abort(Call):
             self.failures.append(error)
         for handle in handles:
             try:
+                if handle.tenancy is not None:
+                    handle.tenancy.let_go(handle)
                 _let_graphs_go(handle)
             except BaseException as error:
                 self.failures.append(error)

@@ -99,6 +99,8 @@ cdef list _end(Handle handle, double limit):
             PyErr_CheckSignals()
             with nogil:
                 pause(now() - started)
+        if handle.tenancy is not None:
+            handle.tenancy.wait(handle, deadline)
     except NcclAborted:
         _release(handle)
         return []
@@ -113,6 +115,11 @@ cdef list _end(Handle handle, double limit):
         if before != FINALIZED:
             handle.become(before)  # unless somebody has aborted it meanwhile
         raise
+    except BaseException as error:
+        leave([handle], "close: it was interrupted", error)
+        raise
+    if handle.tenancy is not None:  # behind what can raise: as long as it is in use, the tenant follows it
+        handle.tenancy.close(handle)
     call.comm, call.kind, call.finalized = handle, DESTROY, finalized
     call.deadline = deadline
     # What was issued has its deadline; what NCCL itself does to end a communicator is not counted.

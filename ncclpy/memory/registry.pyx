@@ -7,6 +7,7 @@ time.
 
 import atexit
 import itertools
+import os
 import weakref
 
 from cpython.exc cimport PyErr_CheckSignals
@@ -14,7 +15,7 @@ from libc.stdint cimport uint64_t, uintptr_t
 from libcpp cimport bool as bool_t
 
 from ncclpy.abi.driver cimport CUDA_ERROR_NOT_READY, CUcontext, CUevent, CUstreamCaptureMode
-from ncclpy.abi.nccl cimport ncclComm_t, ncclInvalidUsage, ncclSuccess
+from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclInvalidUsage, ncclResult_t, ncclSuccess
 from ncclpy.core.capture cimport relax, restore
 from ncclpy.core.device cimport as_device, context_of, enter_device, leave_device, lend_device, take_device_back
 from ncclpy.core.handle cimport Handle, lock_within
@@ -22,7 +23,7 @@ from ncclpy.core.library cimport driver, nccl, require
 from ncclpy.core.ranges cimport Ranges
 from ncclpy.core.state cimport ABORTED
 from ncclpy.core.tenant cimport Landlord, Tenant, everyone, move_out, set_landlord, settle
-from ncclpy.core.wait cimport FOREVER, as_timeout, begin_thread, deadline_after, name_this_thread, now, pause, wait_for_event
+from ncclpy.core.wait cimport SLICE, as_timeout, begin_thread, deadline_after, name_this_thread, now, pause, wait_for_event
 
 import logging
 
@@ -106,7 +107,7 @@ cdef extern from *:
     cdef cppclass Segments "ncclpy::Segments":
         Segments(const Calls&) nogil
         int add(uintptr_t base, size_t nbytes, int device, bint owned, uintptr_t* other, size_t* other_bytes) nogil
-        int remove(uintptr_t base) nogil
+        int remove(uintptr_t base, bint owned) nogil
         int state(uintptr_t base, uint64_t number) nogil
         uint64_t number(uintptr_t base) nogil
         bool_t join(Resident* resident) nogil
@@ -116,7 +117,7 @@ cdef extern from *:
         bool_t next_to_free(uintptr_t* base, int* device) nogil
         bool_t can_leave(const Resident* resident) nogil
         bool_t has_leaving() nogil
-        void not_freed() nogil
+        void freed(bool_t well) nogil
         Counters counters() nogil
     Resident* new_resident "ncclpy_new_resident"(Segments* home, void* ranges, int device) nogil
     SeenList each_segment "ncclpy_each"(Segments* segments, const Resident* resident) except + nogil
@@ -161,7 +162,6 @@ cdef class _Tenancy:
     cdef object ref  # of the communicator, weakly: it has this one
     cdef bint left
     cdef tuple place  # in an order that is the same on all ranks, as far as their communicators have names
-    cdef object __weakref__
 
     def __dealloc__(self):
         # One that was never closed may be used by the device for ever; so may what it has.
@@ -171,17 +171,21 @@ cdef class _Tenancy:
 
     cdef int visit(self, Handle handle, double until) except -1:
         """Let out what can leave, unless somebody has the communicator until a moment; note that it has ended."""
-        cdef bint lent
+        cdef bint lent, ended = False
         with nogil:
             if lock_within(&handle.mutex, until):
-                if handle.raw == NULL:
-                    self._leave()
-                elif handle.state != ABORTED:
+                ended = handle.raw == NULL
+                if not ended and handle.state != ABORTED:
                     lent = lend_device(handle.device)
                     _segments.let_out(self.resident[0], <void*>handle.raw)
                     if lent:
                         take_device_back()
                 handle.unlock()
+        # An abort takes the handle away first, and ends what runs after that.
+        if ended and (handle.state != ABORTED or all(thread.done for thread in handle.aborting or ())):
+            self._leave()
+        if self.left and self in _tenancies:
+            _tenancies.remove(self)
         return 0
 
     cdef void _leave(self) noexcept nogil:
@@ -189,44 +193,51 @@ cdef class _Tenancy:
             self.left = True
             _segments.leave(self.resident)
 
-    def close(self):
-        """Deregister everything; the communicator calls this as it is closed, when what was issued is to end."""
-        cdef Handle handle = self.ref()
-        cdef double deadline
-        cdef bint over = True, lent
-        cdef int index
-        if handle is None or self.left:
-            return
-        deadline = deadline_after(handle.limit)
+    # The communicator says who it is: a finaliser may close it when references that do not keep it are void.
+    def wait(self, Handle handle, double until):
+        """Wait for what was issued; the communicator calls this before it is closed. It says nothing of how that ended.
+
+        Who is aborted meanwhile, or has failed, is waited for no longer: what runs there may never end.
+        """
+        cdef CUevent event
+        cdef ncclResult_t result = ncclSuccess
         for index in range(2):
-            if (<Tenant*>self.resident).events[index] != NULL and (
-                wait_for_event(<CUevent>(<Tenant*>self.resident).events[index], deadline) == CUDA_ERROR_NOT_READY
-            ):
-                over = False
+            event = <CUevent>(<Tenant*>self.resident).events[index]
+            while wait_for_event(event, min(now() + SLICE, until)) == CUDA_ERROR_NOT_READY:
+                PyErr_CheckSignals()
+                with nogil:
+                    result = handle.peek()
+                if now() >= until or handle.state == ABORTED or (result != ncclSuccess and result != ncclInProgress):
+                    return
+
+    def close(self, Handle handle):
+        """Deregister everything, if it is out of use; the communicator calls this right before its end."""
+        cdef bint over, lent
         with nogil:
-            handle.lock()
-            if handle.raw == NULL:
-                self._leave()
-            elif over and handle.state != ABORTED and not (<Tenant*>self.resident).unknown:
-                lent = lend_device(handle.device)
-                _segments.deregister_all(self.resident[0], <void*>handle.raw)
-                if lent:
-                    take_device_back()
-                self._leave()
-            handle.unlock()
+            if lock_within(&handle.mutex, now()):  # whoever is inside may wait for other ranks
+                over = _over((<Tenant*>self.resident).events[0]) and _over((<Tenant*>self.resident).events[1])
+                if handle.raw != NULL and over and handle.state != ABORTED and not (<Tenant*>self.resident).unknown:
+                    lent = lend_device(handle.device)
+                    _segments.deregister_all(self.resident[0], <void*>handle.raw)
+                    if lent:
+                        take_device_back()
+                    self._leave()
+                handle.unlock()
+        if self.left and self in _tenancies:
+            _tenancies.remove(self)
         if not self.left:
-            _stay(handle)  # it goes with the communicator, which is about to be destroyed or aborted
+            self.let_go(handle)  # it goes with the communicator, which is about to be destroyed or aborted
+
+    def let_go(self, Handle handle):
+        """Have what it has go when the communicator has ended; it is kept until then, also if nobody else does."""
+        if not self.left and handle not in _ending:
+            _ending.append(handle)
+            sem_post(&_bell)
 
 
 cdef list _tenancies = []  # of communicators that have not ended
-cdef list _ending = []  # communicators that were closed while their operations were under way: looked at until they have
+cdef list _ending = []  # communicators that were aborted, or closed while they were busy: looked at until they have ended
 cdef object _joined = itertools.count()
-
-
-cdef int _stay(Handle handle) except -1:
-    _ending.append(handle)
-    sem_post(&_bell)
-    return 0
 
 
 cdef class _Registrar(Landlord):
@@ -253,7 +264,6 @@ cdef class _Registrar(Landlord):
         tenancy.ref = weakref.ref(handle)
         tenancy.place = (handle.group_name or "", handle.rank, next(_joined))
         handle.tenancy = tenancy
-        handle.resources.add(tenancy)
         _tenancies.append(tenancy)
         _tenancies.sort(key=_place)
         handle.tenant = <Tenant*>tenancy.resident  # from here on its calls let the tenant in
@@ -267,22 +277,34 @@ def _place(_Tenancy tenancy):
 cdef int _open() except -1:
     """Make the registry, for the communicators of today and of later."""
     global _segments
-    cdef Calls calls
     cdef Landlord registrar
     if _segments != NULL:
         return 0
     require(<void*>nccl.ncclMemAlloc, b"ncclMemAlloc")
-    calls.add, calls.drop, calls.over = _add, _drop, _over
     sem_init(&_bell, 0, 0)
-    _segments = new Segments(calls)
+    begin_thread(_reap)  # before there is anything: it may fail, and then the next call tries again
+    atexit.register(_end)
+    os.register_at_fork(after_in_child=_forked)
+    _segments = _none_yet()
     registrar = _Registrar()
     set_landlord(registrar)  # before those of today are asked for: one may come meanwhile
     for comm in everyone():
         if (<Handle>comm).raw != NULL:
             registrar.is_ready(comm)
-    begin_thread(_reap)
-    atexit.register(_end)
     return 0
+
+
+cdef Segments* _none_yet() except NULL:
+    cdef Calls calls
+    calls.add, calls.drop, calls.over = _add, _drop, _over
+    return new Segments(calls)
+
+
+def _forked():
+    """Begin again: another thread may have had the mutex, and the child has no communicators."""
+    global _segments
+    _segments = _none_yet()
+    _tenancies.clear()
 
 
 cdef int enlist(uintptr_t base, size_t nbytes, int device, bint owned) except -1:
@@ -305,7 +327,7 @@ cdef int enlist(uintptr_t base, size_t nbytes, int device, bint owned) except -1
 cdef void dismiss(uintptr_t base) noexcept nogil:
     if nccl.ncclMemFree == NULL or _segments == NULL:  # a forked child has none
         return
-    _segments.remove(base)
+    _segments.remove(base, True)
     _free_some()
     if _segments.has_leaving():
         sem_post(&_bell)
@@ -320,8 +342,7 @@ cdef void _free_some() noexcept nogil:
     while _segments.next_to_free(&base, &device):
         lent = lend_device(device)
         mode = relax()
-        if nccl.ncclMemFree(<void*>base) != ncclSuccess:
-            _segments.not_freed()  # it stays allocated, and nobody has it
+        _segments.freed(nccl.ncclMemFree(<void*>base) == ncclSuccess)  # else it stays allocated, and nobody has it
         restore(mode)
         if lent:
             take_device_back()
@@ -339,14 +360,12 @@ cdef int _visit_all(double patience) except -1:
             continue
         if handle.raw == NULL or _segments.can_leave(tenancy.resident):
             tenancy.visit(handle, now() + patience)
-        if tenancy.left and tenancy in _tenancies:
-            _tenancies.remove(tenancy)
         handle = None
     for handle in list(_ending):
         if handle.raw == NULL:
             (<_Tenancy>handle.tenancy).visit(handle, now() + patience)
-            if (<_Tenancy>handle.tenancy).left and handle in _ending:
-                _ending.remove(handle)
+        if (<_Tenancy>handle.tenancy).left and handle in _ending:
+            _ending.remove(handle)
     handle = None
     with nogil:
         _free_some()
@@ -446,7 +465,7 @@ class SegmentRegistry:
         Raises
         ------
         ValueError
-            If no segment begins there.
+            If no segment begins there that was added.
         NcclTimeout
             If a communicator may still use it; then its memory must not be freed yet. Its communicators are named; abort
             them, or call `drain` later.
@@ -454,31 +473,29 @@ class SegmentRegistry:
         cdef uintptr_t base = _address(pointer)
         cdef uint64_t number
         cdef int state
-        cdef double started = now(), deadline
-        deadline = deadline_after(as_timeout(timeout))
+        cdef double started = now(), deadline = deadline_after(as_timeout(timeout))
         with nogil:
             number = _segments.number(base)
-            state = _segments.remove(base)
+            state = _segments.remove(base, False)
         if state == UNKNOWN:
-            raise ValueError(f"pointer: no segment of the registry begins at {base:#x}")
-        while _segments.state(base, number) != GONE:
-            _visit_all(0.0)
-            if _segments.state(base, number) == GONE:
-                break
-            if now() >= deadline:
-                sem_post(&_bell)
-                holders = ", ".join(repr(comm) for comm in _alive(True))
-                raise NcclTimeout(
-                    f"the segment at {base:#x} was not out of use after {timeout:g} s: {holders or 'a communicator'} may "
-                    "still use it, so it must not be freed yet"
-                )
-            try:
+            raise ValueError(f"pointer: no segment that was added begins at {base:#x} (alloc's goes with its arrays)")
+        try:
+            while True:
+                _visit_all(0.0)
+                if _segments.state(base, number) == GONE:
+                    return
+                if now() >= deadline:
+                    holders = ", ".join(map(repr, _alive(True)))
+                    raise NcclTimeout(
+                        f"the segment at {base:#x} was not out of use after {timeout:g} s: {holders or 'a communicator'} "
+                        "may still use it, so it must not be freed yet"
+                    )
                 PyErr_CheckSignals()
-            except BaseException:
-                sem_post(&_bell)
-                raise
-            with nogil:
-                pause(now() - started)
+                with nogil:
+                    pause(now() - started)
+        except BaseException:
+            sem_post(&_bell)  # the reaper goes on
+            raise
 
     def drain(self, timeout=10.0):
         """Wait until all that was taken away, or is memory of `alloc` that nobody has any more, is gone.
@@ -539,8 +556,7 @@ class SegmentRegistry:
         raise not_copied(self, "each process has its own: SegmentRegistry.default()")
 
     def __repr__(self):
-        counters = self.counters()
-        return f"<ncclpy.memory.SegmentRegistry of {counters['segments']} segments, {counters['bytes']} bytes>"
+        return "<ncclpy.memory.SegmentRegistry of {segments} segments, {bytes} bytes>".format(**self.counters())
 
 
 cdef list _alive(bint held_up):

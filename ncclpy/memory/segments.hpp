@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <set>
 #include <vector>
 
 #include "ncclpy/core/tenant.h"
@@ -63,7 +64,8 @@ struct Resident : ncclpy_tenant {
   int device;
   uint64_t captured_to = 0;                // those up to it may be used by graphs
   std::map<uint64_t, Entry> entries;
-  std::vector<uint64_t> to_register, to_leave, fenced;
+  std::set<uint64_t> to_register;
+  std::vector<uint64_t> to_leave, fenced;
   int fence = -1;                          // the event behind which `fenced` can go
 };
 
@@ -87,6 +89,7 @@ class Segments {
         *other_bytes = found->bytes;
         return segment_overlaps;
       }
+      if (owned) to_free_.reserve(grown(to_free_, by_base_.size() + 1));
       auto segment = std::make_shared<Segment>(Segment{base, bytes, device, owned});
       segment->number = ++numbers_;
       by_base_.emplace(base, segment);
@@ -105,11 +108,13 @@ class Segments {
     }
   }
 
-  // Begins to take a segment away. It is gone at once if no communicator's operations can have used it.
-  SegmentState remove(uintptr_t base) noexcept {
+  // Begins to take a segment away, of ours or of others. It is gone at once if no operation can have used it.
+  SegmentState remove(uintptr_t base, bool owned) noexcept {
     const Hold hold(mutex_);
     const auto found = by_base_.find(base);
-    if (found == by_base_.end() || found->second->leaving) return segment_unknown;
+    if (found == by_base_.end() || found->second->leaving || found->second->owned != owned) {
+      return segment_unknown;
+    }
     const std::shared_ptr<Segment> segment = found->second;
     segment->leaving = true;
     ++leaving_;
@@ -184,7 +189,8 @@ class Segments {
 
   // Deregisters what is to leave and not used any more.
   void let_out(Resident& resident, void* comm) noexcept {
-    while (begin_fence(resident)) {
+    // NCCL may be at work in the background for a call that has returned, without the communicator's lock.
+    while (!resident.unknown && begin_fence(resident)) {
       if (resident.fence >= 0 && !calls_.over(resident.events[resident.fence])) return;
       resident.fence = -1;
       for (const uint64_t number : resident.fenced) deregister(resident, comm, number);
@@ -216,7 +222,6 @@ class Segments {
     const std::shared_ptr<Segment> segment = to_free_.back();
     to_free_.pop_back();
     by_base_.erase(segment->base);
-    --leaving_;
     *base = segment->base;
     *device = segment->device;
     return true;
@@ -235,9 +240,11 @@ class Segments {
     return leaving_ != 0;
   }
 
-  void not_freed() noexcept {
+  // What next_to_free() has given out counts as leaving until then.
+  void freed(bool well) noexcept {
     const Hold hold(mutex_);
-    ++lost_;
+    --leaving_;
+    if (!well) ++lost_;
   }
 
   SegmentCounters counters() noexcept {
@@ -280,22 +287,21 @@ class Segments {
   void expect(Resident& resident, const std::shared_ptr<Segment>& segment) {
     // Room for all that may ever be put there, so that nothing that leaves needs memory.
     const size_t room = resident.entries.size() + 1;
-    resident.to_register.reserve(grown(resident.to_register, room));
     resident.to_leave.reserve(grown(resident.to_leave, room));
     resident.fenced.reserve(grown(resident.fenced, room));
     resident.entries.emplace(segment->number, Resident::Entry{segment, Resident::pending, 0});
-    resident.to_register.push_back(segment->number);
+    resident.to_register.insert(segment->number);
     ncclpy_tenant_calls(&resident, 1);
   }
 
-  static size_t grown(const std::vector<uint64_t>& list, size_t room) {
+  template <class Item>
+  static size_t grown(const std::vector<Item>& list, size_t room) {
     return room <= list.capacity() ? list.capacity() : std::max(room, 2 * list.capacity());
   }
 
   // Takes a pending entry back.
   void forget(Resident& resident, uint64_t number) noexcept {
-    auto& list = resident.to_register;
-    list.erase(std::remove(list.begin(), list.end(), number), list.end());
+    resident.to_register.erase(number);
     resident.entries.erase(number);
   }
 
@@ -309,11 +315,7 @@ class Segments {
       --leaving_;
       return segment_gone;
     }
-    // Its address is taken until it is freed. Without memory for the list it stays for ever.
-    try {
-      to_free_.push_back(found->second);
-    } catch (...) {
-    }
+    to_free_.push_back(found->second);  // its address is taken until it is freed; there is room: see add()
     return segment_gone;
   }
 
@@ -324,7 +326,7 @@ class Segments {
     {
       const Hold hold(mutex_);
       if (resident.to_register.empty()) return false;
-      number = resident.to_register.front();
+      number = *resident.to_register.begin();
       resident.to_register.erase(resident.to_register.begin());
       Resident::Entry& entry = resident.entries.find(number)->second;
       entry.state = Resident::registering;
@@ -353,7 +355,6 @@ class Segments {
   bool begin_fence(Resident& resident) noexcept {
     const Hold hold(mutex_);
     if (!resident.fenced.empty()) return true;
-    if (resident.unknown) return false;  // until an event stands behind what was issued
     // What graphs may use stays as long as the communicator.
     auto& list = resident.to_leave;
     const uint64_t to = resident.captured_to;

@@ -153,6 +153,7 @@ class Program:
 
     def forget(self, clique):
         for each in clique.family():
+            each.early = None  # its parent may have it still
             if each in self.cliques:
                 self.cliques.remove(each)
                 each.early = None

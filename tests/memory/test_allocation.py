@@ -146,6 +146,37 @@ def test_bad_arguments_lose_nothing(registry):
             pickle.dumps(there)
 
 
+def test_a_child_of_a_fork_is_not_held_up(host_engine):
+    """Another thread may have been inside the registry at the fork."""
+    testing.run_python(
+        """
+        import os, signal, threading
+        import ncclpy
+        from ncclpy import memory
+        registry = memory.SegmentRegistry.default()
+        kept = memory.alloc(64, 0)
+        enough = False
+        def churn():
+            while not enough:
+                memory.alloc(64, 0)
+        threads = [threading.Thread(target=churn) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for _ in range(100):
+            child = os.fork()
+            if child == 0:
+                signal.alarm(5)
+                assert registry.counters()["segments"] == 0 and registry.drain(0)
+                kept = None
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+        enough = True
+        for thread in threads:
+            thread.join()
+        """
+    )
+
+
 def test_a_child_of_a_fork_frees_nothing(host_engine):
     """It has its parent's arrays, and no part in their memory."""
     testing.run_python(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -186,7 +188,7 @@ def test_bad_segments_are_refused(registry):
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             registry.add(*arguments)
-    with pytest.raises(ValueError, match="no segment of the registry begins at 0x10"):
+    with pytest.raises(ValueError, match="no segment that was added begins at 0x10"):
         registry.remove(16)
     with pytest.raises(TypeError):
         registry.add("4096", 16)
@@ -370,3 +372,101 @@ def test_a_refusal_is_counted_and_holds_the_memory_no_less(registry, host_engine
         assert sum(refused.values()) == sum(before.values()) + 1
         assert registry.registered(comm1) == []
         registry.remove(array.ctypes.data)
+
+
+def test_memory_of_ours_is_not_taken_away_from_its_arrays(registry, host_engine):
+    allocation = memory.alloc(64, 0)
+    with pytest.raises(ValueError, match="no segment that was added"):
+        registry.remove(allocation.pointer)
+    assert is_mapped(allocation.pointer) and registry.counters()["leaving"] == 0
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_aborted_communicator_that_is_dropped_keeps_nothing(registry, when):
+    comms = ncclpy.Communicator.init_all([0, 1])
+    buffers = segments_of(comms)
+    reduce_all(comms, buffers)
+    synchronize(comms)
+    if when == "before":
+        buffers.clear()
+    for comm in comms:
+        comm.abort()
+    del comm, comms
+    gc.collect()
+    buffers.clear()
+    assert registry.drain(LONG), registry.counters()
+
+
+def test_a_close_keeps_its_deadline_with_segments(registry, host_engine, comms2):
+    (mine, others) = segments_of(comms2)
+    with ncclpy.Stream(0) as stream:
+        comms2[0].all_reduce(mine, stream=stream)
+        started = time.monotonic()
+        with pytest.raises(ncclpy.NcclTimeout):
+            comms2[0].close(timeout=0.1)
+        assert time.monotonic() - started < LONG / 2
+        del mine
+        assert registry.drain(LONG), registry.counters()
+    comms2[1].abort()
+    del others
+
+
+def test_a_close_that_is_interrupted_aborts(registry, host_engine, comms2):
+    (mine, others) = segments_of(comms2)
+
+    def interrupt(*_):
+        raise InterruptedError
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with ncclpy.Stream(0) as stream:
+            comms2[0].all_reduce(mine, stream=stream)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(InterruptedError):
+                comms2[0].close(timeout=LONG)
+            assert "aborted" in repr(comms2[0])
+            del mine
+            assert registry.drain(LONG), registry.counters()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    comms2[1].abort()
+    del others
+
+
+def test_a_close_that_is_refused_leaves_the_segments(registry, comms2):
+    """A communicator that goes on is waited for, before memory that it uses is freed."""
+    buffers = segments_of(comms2)
+    reduce_all(comms2, buffers)
+    windows = []
+    with pytest.raises(RuntimeError, match="enough"), ncclpy.group():
+        windows.append(comms2[0].window(buffers[0]))
+        with pytest.raises(ValueError, match="its group ends"):
+            comms2[0].close()
+        raise RuntimeError("enough")
+    assert pointers(registry, comms2[0]) == {buffers[0].pointer}
+    assert comms2[0] in registry.communicators()
+    reduce_all(comms2, buffers)
+    synchronize(comms2)
+
+
+@pytest.mark.filterwarnings("ignore:unclosed")
+def test_a_finaliser_may_close_its_communicators(registry):
+    """The garbage collector voids references that keep nothing before it calls a finaliser."""
+
+    class Owner:
+        def __init__(self, comms, buffers):
+            self.comms, self.buffers, self.itself = comms, buffers, self
+
+        def __del__(self):
+            testing.close_all(self.comms)
+
+    comms = ncclpy.Communicator.init_all([0, 1])
+    buffers = segments_of(comms)
+    reduce_all(comms, buffers)
+    synchronize(comms)
+    before = registry.counters()["deregistered"]
+    owner = Owner(comms, buffers)
+    del owner, comms, buffers
+    gc.collect()
+    assert registry.counters()["deregistered"] == before + 2
+    assert registry.drain(LONG), registry.counters()

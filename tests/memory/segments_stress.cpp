@@ -1,0 +1,208 @@
+// Threads that bring segments and take them away, beside communicators that come, call, let out and go: a segment is gone
+// when nobody has it registered, each registration has its end, and nothing is lost where memory runs out.
+//
+//   segments_stress SEED ROUNDS
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "ncclpy/memory/segments.hpp"
+
+// Every so many allocations of a thread that asks for it, one fails.
+thread_local unsigned fails_every = 0, allocations = 0;
+
+static void* allocate(size_t size) {
+  if (fails_every && ++allocations % fails_every == 0) throw std::bad_alloc();
+  void* memory = std::malloc(size);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+void* operator new(size_t size) { return allocate(size); }
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, size_t) noexcept { std::free(memory); }
+
+namespace {
+
+constexpr int slots = 24, communicators = 3, devices = 2;
+constexpr size_t bytes = 64;
+
+std::atomic<int> refused{0}, gone{0};
+std::atomic<bool> device_is_busy{false};
+
+int slot_of(uintptr_t base) { return static_cast<int>(base / bytes) - 16; }
+uintptr_t base_of(int slot) { return (slot + 16) * bytes; }
+
+void expect(bool holds, const char* what) {
+  if (!holds) {
+    std::printf("%s\n", what);
+    std::exit(1);
+  }
+}
+
+struct Communicator {
+  std::mutex lock;
+  std::unique_ptr<ncclpy::Resident> resident;
+  std::atomic<int> registered[slots] = {};
+};
+Communicator* all;
+
+bool is_registered(int slot) {
+  for (int i = 0; i < communicators; ++i) {
+    if (all[i].registered[slot]) return true;
+  }
+  return false;
+}
+
+int add(void*, void* comm, const ncclpy::Segment& segment, long long* range) {
+  const int slot = slot_of(segment.base);
+  if (slot % 7 == 3) return 5;
+  static_cast<Communicator*>(comm)->registered[slot]++;
+  *range = slot;
+  return 0;
+}
+void drop(void*, void* comm, long long range) {
+  expect(static_cast<Communicator*>(comm)->registered[range]-- > 0, "dropped twice");
+}
+bool over(void*) { return !device_is_busy; }
+
+void free_some(ncclpy::Segments& segments) {
+  uintptr_t base;
+  int device;
+  while (segments.next_to_free(&base, &device)) {
+    expect(!is_registered(slot_of(base)), "freed while registered");
+    segments.freed(true);
+    gone++;
+  }
+}
+
+// Each thread has slots of its own.
+void bring_and_take(ncclpy::Segments& segments, int seed, int first, int end) {
+  std::mt19937 random(seed);
+  std::vector<bool> there(slots);
+  fails_every = 0;
+  for (int i = 0; i < 600; ++i) {
+    const int slot = first + static_cast<int>(random() % (end - first));
+    const bool owned = slot % 2;
+    const uintptr_t base = base_of(slot);
+    if (!there[slot]) {
+      uintptr_t other;
+      size_t other_bytes;
+      fails_every = random() % 4 ? 0 : 1 + random() % 12;
+      const auto added = segments.add(base, bytes, slot / 2 % devices, owned, &other, &other_bytes);
+      fails_every = 0;
+      there[slot] = added == ncclpy::segment_added;
+      if (added == ncclpy::segment_no_memory) refused++;
+      if (added == ncclpy::segment_overlaps) expect(other == base, "another one's memory");
+    } else {
+      const uint64_t number = segments.number(base);
+      fails_every = 1;  // nothing that leaves needs memory
+      expect(segments.remove(base, !owned) == ncclpy::segment_unknown, "somebody else's was taken away");
+      const auto state = segments.remove(base, owned);
+      fails_every = 0;
+      expect(state != ncclpy::segment_unknown, "it was not there");
+      there[slot] = false;
+      if (!owned && segments.state(base, number) == ncclpy::segment_gone) {
+        expect(!is_registered(slot), "gone while registered");
+        gone++;
+      }
+      if (random() % 2) free_some(segments);
+    }
+  }
+  for (int slot = first; slot < end; ++slot) {
+    if (there[slot]) segments.remove(base_of(slot), slot % 2);
+  }
+}
+
+void communicate(ncclpy::Segments& segments, Communicator& communicator, int seed, std::atomic<bool>& enough) {
+  std::mt19937 random(seed);
+  int event;
+  while (!enough) {
+    std::lock_guard<std::mutex> hold(communicator.lock);
+    ncclpy::Resident* resident = communicator.resident.get();
+    if (resident == nullptr) {
+      auto made = std::make_unique<ncclpy::Resident>();
+      made->home = &segments;
+      made->device = static_cast<int>(random() % devices);
+      made->events[0] = made->events[1] = &event;
+      fails_every = random() % 3 ? 0 : 1 + random() % 20;
+      const bool joined = segments.join(made.get());
+      fails_every = 0;
+      if (joined) communicator.resident = std::move(made);
+      if (!joined) refused++;
+      continue;
+    }
+    fails_every = 1;
+    const unsigned move = random() % 40;
+    if (move == 0) {  // a close, or an abort, which takes registrations with it
+      if (random() % 2) {
+        segments.deregister_all(*resident, &communicator);
+      } else {
+        for (auto& each : communicator.registered) each = 0;
+      }
+      segments.leave(resident);
+      communicator.resident.reset();
+    } else if (move < 3) {
+      segments.catch_all(*resident);
+    } else if (move < 6) {
+      resident->unknown = 1;
+    } else if (move < 25) {
+      if (ncclpy_tenant_wants(resident)) segments.let_in(*resident, &communicator);
+      resident->known = 1;
+      resident->unknown = 0;
+    } else {
+      if (segments.can_leave(resident)) segments.let_out(*resident, &communicator);
+    }
+    fails_every = 0;
+    if (move == 30) device_is_busy = !device_is_busy;
+  }
+}
+
+void round_of(int seed) {
+  ncclpy::Segments segments({add, drop, over});
+  const auto made = std::make_unique<Communicator[]>(communicators);
+  all = made.get();
+  std::atomic<bool> enough{false};
+  std::vector<std::thread> busy, visitors;
+  for (int i = 0; i < communicators; ++i) {
+    busy.emplace_back([&, i] { communicate(segments, all[i], seed + 10 + i, enough); });
+  }
+  for (int i = 0; i < 2; ++i) {
+    visitors.emplace_back([&, i] { bring_and_take(segments, seed + i, i * slots / 2, (i + 1) * slots / 2); });
+  }
+  visitors.emplace_back([&] {
+    for (int i = 0; i < 600; ++i) {
+      segments.counters();
+      segments.each(nullptr, [](uintptr_t, size_t, int) {});
+      free_some(segments);
+    }
+  });
+  for (auto& thread : visitors) thread.join();
+  enough = true;
+  for (auto& thread : busy) thread.join();
+  for (int i = 0; i < communicators; ++i) {
+    Communicator& communicator = all[i];
+    if (communicator.resident == nullptr) continue;
+    segments.deregister_all(*communicator.resident, &communicator);
+    segments.leave(communicator.resident.get());
+  }
+  free_some(segments);
+  const auto counters = segments.counters();
+  expect(!segments.has_leaving() && counters.segments == 0 && counters.leaving == 0, "something has stayed");
+  expect(counters.registrations == 0, "registrations were not counted down");
+  for (int slot = 0; slot < slots; ++slot) expect(!is_registered(slot), "a registration has no end");
+}
+
+}  // namespace
+
+int main(int, char** arguments) {
+  const int seed = std::atoi(arguments[1]), rounds = std::atoi(arguments[2]);
+  for (int i = 0; i < rounds; ++i) round_of(seed + 100 * i);
+  std::printf("%d gone, %d without memory\n", gone.load(), refused.load());
+  return 0;
+}

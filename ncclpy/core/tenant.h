@@ -9,7 +9,7 @@ typedef struct ncclpy_tenant {
   int current;       /* the event that is recorded behind the next call */
   void *events[2];   /* CUevent */
   void *context;     /* CUcontext of the communicator's device */
-  void (*enter)(struct ncclpy_tenant *tenant, void *comm); /* before a call, with a device current */
+  void (*enter)(struct ncclpy_tenant *tenant, void *comm); /* before a call, on the communicator's device */
   void (*caught)(struct ncclpy_tenant *tenant);            /* a call was captured: nobody knows when it runs */
 } ncclpy_tenant;
 

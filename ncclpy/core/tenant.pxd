@@ -11,14 +11,15 @@ cdef extern from "ncclpy/core/tenant.h" nogil:
         void* context
         void (*enter)(Tenant* tenant, void* comm) noexcept nogil
         void (*caught)(Tenant* tenant) noexcept nogil
-    bint _wants "ncclpy_tenant_wants"(const Tenant* tenant)
+    bint wants "ncclpy_tenant_wants"(const Tenant* tenant)
 
 
-# Before a call, and behind it: under the communicator's lock, with a device current.
+# Before a call, and behind it: under the communicator's lock.
 cdef inline void let_in(Tenant* tenant, ncclComm_t comm) noexcept nogil:
-    if _wants(tenant):
-        tenant.enter(tenant, <void*>comm)
+    if wants(tenant):
+        enter(tenant, comm)
 
+cdef void enter(Tenant* tenant, ncclComm_t comm) noexcept nogil
 cdef void follow(Tenant* tenant, CUstream stream, bint issued) noexcept nogil
 
 # Its events, in the current context; False if the driver has none.

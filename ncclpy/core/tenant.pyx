@@ -12,8 +12,10 @@ from ncclpy.abi.driver cimport (
     CU_EVENT_DISABLE_TIMING,
     CU_STREAM_CAPTURE_STATUS_NONE,
     CUDA_SUCCESS,
+    CUstreamCaptureMode,
     CUstreamCaptureStatus,
 )
+from ncclpy.core.capture cimport relax, restore
 from ncclpy.core.library cimport driver
 
 
@@ -35,6 +37,20 @@ cdef void move_out(Tenant* tenant) noexcept nogil:
         if tenant.events[i] != NULL:
             driver.cuEventDestroy_v2(<CUevent>tenant.events[i])
             tenant.events[i] = NULL
+
+
+cdef void enter(Tenant* tenant, ncclComm_t comm) noexcept nogil:
+    """Let it in, on the communicator's device; what it does there disturbs no capture."""
+    cdef CUcontext saved = NULL
+    cdef CUstreamCaptureMode mode
+    if tenant.unknown:  # NCCL works on the communicator in the background: at the next call then
+        return
+    driver.cuCtxGetCurrent(&saved)
+    driver.cuCtxSetCurrent(<CUcontext>tenant.context)
+    mode = relax()
+    tenant.enter(tenant, <void*>comm)
+    restore(mode)
+    driver.cuCtxSetCurrent(saved)
 
 
 cdef void follow(Tenant* tenant, CUstream stream, bint issued) noexcept nogil:

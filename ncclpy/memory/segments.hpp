@@ -193,9 +193,8 @@ class Segments {
     while (!resident.unknown && begin_fence(resident)) {
       if (resident.fence >= 0 && !calls_.over(resident.events[resident.fence])) return;
       resident.fence = -1;
-      for (const uint64_t number : resident.fenced) deregister(resident, comm, number);
-      const Hold hold(mutex_);
-      resident.fenced.clear();
+      uint64_t number;
+      while (take_fenced(resident, &number)) deregister(resident, comm, number);
     }
   }
 
@@ -367,6 +366,15 @@ class Segments {
       resident.known = 0;
     }
     return !resident.fenced.empty();
+  }
+
+  // One by one, as the list may move meanwhile: what comes makes room in it.
+  bool take_fenced(Resident& resident, uint64_t* number) noexcept {
+    const Hold hold(mutex_);
+    if (resident.fenced.empty()) return false;
+    *number = resident.fenced.back();
+    resident.fenced.pop_back();
+    return true;
   }
 
   void deregister(Resident& resident, void* comm, uint64_t number) noexcept {

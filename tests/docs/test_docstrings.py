@@ -67,6 +67,7 @@ MADE_BY_METHODS = (
     ncclpy.Window,
     ncclpy.bindings.CommProperties,
     ncclpy.bindings.Team,
+    ncclpy.memory.Allocation,
 )
 
 

@@ -8,7 +8,7 @@ from ncclpy.core.capture cimport relax, restore
 from ncclpy.core.check cimport check
 from ncclpy.core.device cimport as_device, enter_device, leave_device
 from ncclpy.core.library cimport host_engine, nccl, require
-from ncclpy.memory.registry cimport dismiss, enlist
+from ncclpy.memory.residency cimport dismiss, enlist
 
 import importlib
 import math

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <new>
 #include <set>
 #include <vector>
 
@@ -257,18 +258,19 @@ class Segments {
     return all;
   }
 
-  // Visits live segments; with a resident, those that it has registered.
-  template <class Visit>
-  void each(const Resident* resident, Visit visit) {
+  // Live segments; with a resident, those that it has registered.
+  std::vector<Segment> live(const Resident* resident) {
     const Hold hold(mutex_);
+    std::vector<Segment> found;
     for (const auto& [base, segment] : by_base_) {
       if (segment->leaving) continue;
       if (resident != nullptr) {
         const auto entry = resident->entries.find(segment->number);
         if (entry == resident->entries.end() || entry->second.state != Resident::held) continue;
       }
-      visit(segment->base, segment->bytes, segment->device);
+      found.push_back(*segment);
     }
+    return found;
   }
 
  private:
@@ -407,5 +409,25 @@ class Segments {
   uint64_t added_ = 0, dropped_ = 0, lost_ = 0;
   uint64_t refused_[segment_refusals] = {};
 };
+
+// A communicator's part, which is to join; NULL without memory.
+inline Resident* new_resident(Segments* home, void* ranges, int device) {
+  auto* resident = new (std::nothrow) Resident{};
+  if (resident == nullptr) return nullptr;
+  resident->home = home;
+  resident->ranges = ranges;
+  resident->device = device;
+  resident->enter = [](ncclpy_tenant* tenant, void* comm) {
+    auto* one = static_cast<Resident*>(tenant);
+    one->home->let_in(*one, comm);
+  };
+  resident->caught = [](ncclpy_tenant* tenant) {
+    auto* one = static_cast<Resident*>(tenant);
+    one->home->catch_all(*one);
+  };
+  return resident;
+}
+
+inline void free_resident(Resident* resident) { delete resident; }
 
 }  // namespace ncclpy

@@ -111,7 +111,7 @@ def modules_in_order(room: str) -> list[str]:
         (PACKAGE.parent / "docs" / "design.md").read_text().partition("## The floors")[2].partition("\n```\n\n")[0]
     )
     lines = re.search(rf"^  {room}/.*\n((?:^ {{10,}}.*\n)+)", floors, re.MULTILINE)[1]
-    named = re.findall(r"^ {26}(\w+(?:, \w+)*,?)(?:\.h)?(?=  |$)", lines, re.MULTILINE)
+    named = re.findall(r"^ {26}(\w+(?:, \w+)*,?)(?:\.h(?:pp)?)?(?=  |$)", lines, re.MULTILINE)
     return [name for names in named for name in re.split(", ?", names) if name]
 
 

@@ -1,0 +1,32 @@
+from libc.stdint cimport uintptr_t
+
+from ncclpy.core.handle cimport Handle
+from ncclpy.memory.segments cimport Resident, Segments
+
+# All segments of this process; NULL until the registry is open.
+cdef Segments* segments
+
+
+# What a communicator has in the registry. It is kept by the communicator.
+cdef class Tenancy:
+    cdef Resident* resident
+    cdef object ref  # of the communicator, weakly
+    cdef bint left
+    cdef tuple place  # in an order that is the same on all ranks, as far as their communicators have names
+
+    cdef int visit(self, Handle handle, double until) except -1
+    cdef void _leave(self) noexcept nogil
+
+
+# Have communicators take part, those of today and of later.
+cdef int open_registry() except -1
+# Memory of ncclMemAlloc, or of others, for its communicators to register; and memory of ours out of use: freed when none of
+# them can use it any more. `enlist` with the GIL; `dismiss` with or without it, in whichever thread, and it waits for nobody.
+cdef int enlist(uintptr_t base, size_t nbytes, int device, bint owned) except -1
+cdef void dismiss(uintptr_t base) noexcept nogil
+
+# Go to all communicators that something can leave, in their order, and free what nobody holds.
+cdef int visit_all(double patience) except -1
+cdef void wake_reaper() noexcept nogil
+# The communicators that take part; those alone that something is still to leave, if that is asked for.
+cdef list taking_part(bint held_up)

@@ -1,0 +1,343 @@
+"""The communicators' part in the registry of segments: how they come and go, and how what was taken away leaves them.
+
+`segments.hpp` has the lists, and takes no GIL. Here communicators come in (`Landlord`) and go, and here is who sees to it
+that what was taken away leaves them: whoever waits for that, and the reaper, a thread that has nothing to do most of the
+time.
+"""
+
+import atexit
+import itertools
+import logging
+import os
+import threading
+import weakref
+
+from cpython.exc cimport PyErr_CheckSignals
+from libcpp cimport bool as bool_t
+
+from ncclpy.abi.driver cimport CUDA_ERROR_NOT_READY, CUcontext, CUevent, CUstreamCaptureMode
+from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclInvalidUsage, ncclResult_t, ncclSuccess
+from ncclpy.core.capture cimport relax, restore
+from ncclpy.core.device cimport context_of, enter_device, leave_device, lend_device, take_device_back
+from ncclpy.core.handle cimport lock_within
+from ncclpy.core.library cimport driver, nccl, require
+from ncclpy.core.ranges cimport Ranges
+from ncclpy.core.state cimport ABORTED
+from ncclpy.core.tenant cimport Landlord, Tenant, everyone, move_out, set_landlord, settle
+from ncclpy.core.wait cimport SLICE, begin_thread, name_this_thread, now, wait_for_event
+from ncclpy.memory.segments cimport ADDED, OVERLAPS, Calls, Segment, free_resident, new_resident
+
+cdef extern from "semaphore.h" nogil:
+    ctypedef struct sem_t:
+        pass
+    int sem_init(sem_t*, int, unsigned int)
+    int sem_post(sem_t*)
+    int sem_wait(sem_t*)
+    int sem_trywait(sem_t*)
+
+cdef extern from "unistd.h" nogil:
+    int usleep(unsigned int)
+
+log = logging.getLogger("ncclpy")
+
+# How long the reaper rests between looks, in seconds: while something is about to leave, and while all that is on its
+# way out waits for something else, as the end of a communicator.
+cdef double _BRISK = 0.001
+cdef double _SLOW = 0.05
+cdef double _IDLE = 0.5
+
+segments = NULL  # made at the first use; it lives as long as the process
+cdef bint _is_open = False
+cdef object _opening = threading.RLock()  # again, by a finaliser that runs meanwhile
+cdef sem_t _bell  # rings when something is on its way out
+
+
+cdef int _add(void* ranges, void* comm, const Segment& segment, long long* range) noexcept nogil:
+    """Register a segment among the communicator's other ranges, whose numbers are positive."""
+    cdef void* raw = NULL
+    if nccl.ncclCommRegister == NULL:
+        return ncclInvalidUsage  # a forked child has none
+    return (<Ranges>ranges).register(
+        <ncclComm_t>comm, <void*>segment.base, segment.bytes, -<long long>segment.number, &raw, range
+    )
+
+
+cdef void _drop(void* ranges, void* comm, long long range) noexcept nogil:
+    cdef bint gone = False
+    if nccl.ncclCommDeregister != NULL:
+        (<Ranges>ranges).release(<ncclComm_t>comm, range, &gone)
+
+
+cdef bool_t _over(void* event) noexcept nogil:
+    return driver.cuEventQuery != NULL and driver.cuEventQuery(<CUevent>event) != CUDA_ERROR_NOT_READY
+
+
+cdef class Tenancy:
+    """A communicator's part in the registry: what of it is registered there, until its end."""
+
+    def __dealloc__(self):
+        # One that was never closed may be used by the device for ever; so may what it has.
+        if self.left and self.resident != NULL:
+            move_out(<Tenant*>self.resident)
+            free_resident(self.resident)
+
+    cdef int visit(self, Handle handle, double until) except -1:
+        """Let out what can leave, unless somebody has the communicator until a moment; note that it has ended."""
+        cdef bint lent, ended = False
+        with nogil:
+            if lock_within(&handle.mutex, until):
+                ended = handle.raw == NULL
+                if not ended and handle.state != ABORTED:
+                    lent = lend_device(handle.device)
+                    segments.let_out(self.resident[0], <void*>handle.raw)
+                    if lent:
+                        take_device_back()
+                handle.unlock()
+        # An abort takes the handle away first, and ends what runs after that.
+        if ended and (handle.state != ABORTED or all(thread.done for thread in handle.aborting or ())):
+            self._leave()
+        if self.left and self in _tenancies:
+            _tenancies.remove(self)
+        return 0
+
+    cdef void _leave(self) noexcept nogil:
+        if not self.left:
+            self.left = True
+            segments.leave(self.resident)
+
+    # The communicator says who it is: a finaliser may close it when references that do not keep it are void.
+    def wait(self, Handle handle, double until):
+        """Wait for what was issued; the communicator calls this before it is closed. It says nothing of how that ended.
+
+        Who is aborted meanwhile, or has failed, is waited for no longer: what runs there may never end.
+        """
+        cdef CUevent event
+        cdef ncclResult_t result = ncclSuccess
+        for index in range(2):
+            event = <CUevent>(<Tenant*>self.resident).events[index]
+            while wait_for_event(event, min(now() + SLICE, until)) == CUDA_ERROR_NOT_READY:
+                PyErr_CheckSignals()
+                with nogil:
+                    result = handle.peek()
+                if now() >= until or handle.state == ABORTED or (result != ncclSuccess and result != ncclInProgress):
+                    return
+
+    def close(self, Handle handle):
+        """Deregister everything, if it is out of use; the communicator calls this right before its end."""
+        cdef bint over, lent
+        with nogil:
+            if lock_within(&handle.mutex, now()):  # whoever is inside may wait for other ranks
+                over = _over((<Tenant*>self.resident).events[0]) and _over((<Tenant*>self.resident).events[1])
+                if handle.raw != NULL and over and handle.state != ABORTED and not (<Tenant*>self.resident).unknown:
+                    lent = lend_device(handle.device)
+                    segments.deregister_all(self.resident[0], <void*>handle.raw)
+                    if lent:
+                        take_device_back()
+                    self._leave()
+                handle.unlock()
+        if self.left and self in _tenancies:
+            _tenancies.remove(self)
+        if not self.left:
+            self.let_go(handle)  # it goes with the communicator, which is about to be destroyed or aborted
+
+    def let_go(self, Handle handle):
+        """Have what it has go when the communicator has ended; it is kept until then, also if nobody else does."""
+        if not self.left and handle not in _ending:
+            _ending.append(handle)
+            sem_post(&_bell)
+
+
+cdef list _tenancies = []  # of communicators that have not ended
+cdef list _ending = []  # communicators that were aborted, or closed while they were busy: looked at until they have ended
+cdef object _joined = itertools.count()
+
+
+cdef class _Registrar(Landlord):
+    """Give each communicator that is ready a place in the registry."""
+
+    cdef int is_ready(self, object comm) except -1:
+        cdef Handle handle = comm
+        cdef Tenancy tenancy
+        if not handle.owned or handle.tenant != NULL or nccl.ncclCommRegister == NULL:
+            return 0
+        tenancy = Tenancy()
+        tenancy.left = True  # until it has joined
+        tenancy.resident = new_resident(segments, <void*>handle.ranges, handle.device)
+        if tenancy.resident == NULL:
+            raise MemoryError
+        saved = <uintptr_t>enter_device(handle.device)
+        try:
+            settled = settle(<Tenant*>tenancy.resident, context_of(handle.device))
+        finally:
+            leave_device(<CUcontext>saved)
+        if handle.tenant != NULL:  # whoever opens the registry has asked it in as well
+            move_out(<Tenant*>tenancy.resident)
+            free_resident(tenancy.resident)
+            tenancy.resident = NULL
+            return 0
+        if not settled or not segments.join(tenancy.resident):
+            raise MemoryError
+        tenancy.left = False
+        tenancy.ref = weakref.ref(handle)
+        tenancy.place = (handle.group_name or "", handle.rank, next(_joined))
+        handle.tenancy = tenancy
+        _tenancies.append(tenancy)
+        _tenancies.sort(key=_place)
+        handle.tenant = <Tenant*>tenancy.resident  # from here on its calls let the tenant in
+        return 0
+
+
+def _place(Tenancy tenancy):
+    return tenancy.place
+
+
+cdef int open_registry() except -1:
+    """Make the registry, for the communicators of today and of later."""
+    if _is_open:
+        return 0
+    require(<void*>nccl.ncclMemAlloc, b"ncclMemAlloc")
+    with _opening:  # nobody is to use memory on a communicator that is still to be asked in
+        return 0 if segments != NULL else _open_once()
+
+
+cdef int _open_once() except -1:
+    global segments, _is_open
+    cdef Landlord registrar
+    sem_init(&_bell, 0, 0)
+    begin_thread(_reap)  # before there is anything: it may fail, and then the next call tries again
+    atexit.register(_end)
+    os.register_at_fork(after_in_child=_forked)
+    segments = _none_yet()
+    registrar = _Registrar()
+    set_landlord(registrar)  # before those of today are asked for: one may come meanwhile
+    for comm in everyone():
+        if (<Handle>comm).raw != NULL:
+            registrar.is_ready(comm)
+    _is_open = True
+    return 0
+
+
+cdef Segments* _none_yet() except NULL:
+    cdef Calls calls
+    calls.add, calls.drop, calls.over = _add, _drop, _over
+    return new Segments(calls)
+
+
+def _forked():
+    """Begin again: another thread may have had the mutex, and the child has no communicators."""
+    global segments
+    segments = _none_yet()
+    _tenancies.clear()
+
+
+cdef int enlist(uintptr_t base, size_t nbytes, int device, bint owned) except -1:
+    cdef uintptr_t other = 0
+    cdef size_t other_bytes = 0
+    cdef int added
+    open_registry()
+    with nogil:
+        added = segments.add(base, nbytes, device, owned, &other, &other_bytes)
+    if added == OVERLAPS:
+        raise ValueError(
+            f"pointer: {nbytes} bytes at {base:#x} overlap the segment of {other_bytes} bytes at {other:#x}, which is in "
+            "the registry; segments are disjoint"
+        )
+    if added != ADDED:
+        raise MemoryError
+    return 0
+
+
+cdef void dismiss(uintptr_t base) noexcept nogil:
+    if nccl.ncclMemFree == NULL or segments == NULL:  # a forked child has none
+        return
+    segments.remove(base, True)
+    _free_some()
+    if segments.has_leaving():
+        sem_post(&_bell)
+
+
+cdef void _free_some() noexcept nogil:
+    """Free what nobody holds."""
+    cdef uintptr_t base = 0
+    cdef int device = 0
+    cdef bint lent
+    cdef CUstreamCaptureMode mode
+    while segments.next_to_free(&base, &device):
+        lent = lend_device(device)
+        mode = relax()
+        segments.freed(nccl.ncclMemFree(<void*>base) == ncclSuccess)  # else it stays allocated, and nobody has it
+        restore(mode)
+        if lent:
+            take_device_back()
+
+
+cdef int visit_all(double patience) except -1:
+    """Go to all communicators that something can leave, in their order, and free what nobody holds."""
+    cdef Tenancy tenancy
+    cdef Handle handle
+    for tenancy in list(_tenancies):
+        handle = tenancy.ref()
+        if handle is None:
+            if tenancy in _tenancies:  # its last user has let it go, unclosed: what it has stays
+                _tenancies.remove(tenancy)
+            continue
+        if handle.raw == NULL or segments.can_leave(tenancy.resident):
+            tenancy.visit(handle, now() + patience)
+        handle = None
+    for handle in list(_ending):
+        if handle.raw == NULL:
+            (<Tenancy>handle.tenancy).visit(handle, now() + patience)
+        if (<Tenancy>handle.tenancy).left and handle in _ending:
+            _ending.remove(handle)
+    handle = None
+    with nogil:
+        _free_some()
+    return 0
+
+
+_stopped = False
+
+
+def _end():
+    global _stopped
+    _stopped = True
+    sem_post(&_bell)
+
+
+def _reap():
+    """Sleep until something is on its way out; see to it as long as there is."""
+    cdef double rest
+    name_this_thread(b"ncclpy-reaper")
+    relax()
+    while not _stopped:
+        with nogil:
+            sem_wait(&_bell)
+            while sem_trywait(&_bell) == 0:
+                pass
+        rest = _BRISK
+        while not _stopped and nccl.ncclMemFree != NULL and (segments.has_leaving() or _ending):
+            try:
+                visit_all(0.0)
+            except BaseException:
+                log.exception("the registry of segments could not take a segment away; it tries again")
+                rest = _IDLE
+            with nogil:
+                usleep(<unsigned int>(1e6 * rest))
+                if sem_trywait(&_bell) == 0:
+                    rest = _BRISK
+                else:
+                    rest = min(2 * rest, _SLOW if rest < _SLOW else _IDLE)
+
+
+cdef void wake_reaper() noexcept nogil:
+    sem_post(&_bell)
+
+
+cdef list taking_part(bint held_up):
+    cdef Tenancy tenancy
+    found = []
+    for tenancy in list(_tenancies):
+        comm = tenancy.ref()
+        if comm is not None and not tenancy.left and (not held_up or segments.can_leave(tenancy.resident)):
+            found.append(comm)
+    return found

@@ -1,0 +1,44 @@
+from libc.stdint cimport uint64_t, uintptr_t
+from libcpp cimport bool as bool_t
+from libcpp.vector cimport vector
+
+cdef extern from "ncclpy/memory/segments.hpp" namespace "ncclpy" nogil:
+    cdef cppclass Segment:
+        uintptr_t base
+        size_t bytes
+        int device
+        uint64_t number
+    cdef cppclass Resident:  # a Tenant
+        pass
+    cdef cppclass Calls "ncclpy::SegmentCalls":
+        int (*add)(void* ranges, void* comm, const Segment& segment, long long* range) noexcept nogil
+        void (*drop)(void* ranges, void* comm, long long range) noexcept nogil
+        bool_t (*over)(void* event) noexcept nogil
+    cdef cppclass Counters "ncclpy::SegmentCounters":
+        size_t segments, bytes, leaving, leaving_bytes, registrations
+        uint64_t added, dropped, lost
+        uint64_t* refused
+    cdef enum:
+        REFUSALS "ncclpy::segment_refusals"
+    cdef int ADDED "ncclpy::segment_added"
+    cdef int OVERLAPS "ncclpy::segment_overlaps"
+    cdef int UNKNOWN "ncclpy::segment_unknown"
+    cdef int GONE "ncclpy::segment_gone"
+    cdef cppclass Segments:
+        Segments(const Calls&)
+        int add(uintptr_t base, size_t nbytes, int device, bint owned, uintptr_t* other, size_t* other_bytes)
+        int remove(uintptr_t base, bint owned)
+        int state(uintptr_t base, uint64_t number)
+        uint64_t number(uintptr_t base)
+        bool_t join(Resident* resident)
+        void leave(Resident* resident)
+        void let_out(Resident& resident, void* comm)
+        void deregister_all(Resident& resident, void* comm)
+        bool_t next_to_free(uintptr_t* base, int* device)
+        bool_t can_leave(const Resident* resident)
+        bool_t has_leaving()
+        void freed(bool_t well)
+        Counters counters()
+        vector[Segment] live(const Resident* resident) except +
+    Resident* new_resident(Segments* home, void* ranges, int device)
+    void free_resident(Resident* resident)

@@ -59,6 +59,20 @@ def test_example(name):
     assert LAST_LINES[name] in done.stdout.splitlines()[-1]
 
 
+@pytest.mark.campaign
+def test_elastic_training_waits_for_a_newcomer_that_is_late(host_engine, tmp_path):
+    """A busy machine starts a process in seconds; the others had come to their end by then."""
+    text = (EXAMPLES / "elastic_training.py").read_text()
+    joining = "        group = ncclpy.ProcessGroup.join("
+    assert text.count(joining) == 1
+    (tmp_path / "late.py").write_text(text.replace(joining, "        time.sleep(9)\n" + joining))
+    done = subprocess.run(
+        [sys.executable, "-W", "error", tmp_path / "late.py"], capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode == 0, done.stderr
+    assert LAST_LINES["elastic_training"] in done.stdout.splitlines()[-1]
+
+
 def command(first_words, example):
     """Return the one command of the guide that begins so and starts that example, as printed there."""
     blocks = re.findall(r"^```sh\n(.*?)^```$", GUIDE.read_text(), re.M | re.S)

@@ -27,13 +27,14 @@ cdef bint make_calls(Stretch* stretch, double until) noexcept nogil:
     if not _lock(stretch, until):
         return False
     stretch.failed = stretch.count
-    result = _look(stretch, &watched)
+    result = _look(stretch, &watched, &tenants)
     watched = watched and stretch.watched
     if result == ncclSuccess:
         lent = stretch.count and lend_device((<Handle>step_of(stretch, 0).handle).device)
         if watched:
             _enter(stretch)
-        tenants = stretch.simulated == NULL and _let_in(stretch)
+        if tenants:
+            _let_in(stretch)
         if stretch.grouped:
             result = nccl.ncclGroupStart() if nccl.ncclGroupStart != NULL else <ncclResult_t>NOT_THERE
         if result == ncclSuccess:
@@ -107,7 +108,7 @@ cdef void _unlock(const Stretch* stretch, size_t first) noexcept nogil:
         at += pitch
 
 
-cdef ncclResult_t _look(Stretch* stretch, bint* watched) noexcept nogil:
+cdef ncclResult_t _look(Stretch* stretch, bint* watched, bint* tenants) noexcept nogil:
     """Fill in the communicators, under their locks; WAS_ABORTED if one is not there any more."""
     cdef size_t i
     cdef char* at = stretch.steps
@@ -128,6 +129,8 @@ cdef ncclResult_t _look(Stretch* stretch, bint* watched) noexcept nogil:
             aborted = (<Handle>last).state == ABORTED
             if (<Handle>last).watched:
                 watched[0] = True
+            if (<Handle>last).tenant != NULL and counted:
+                tenants[0] = True
         # A new communicator has no handle yet; but who was to get it may have left before the call could begin.
         if aborted or (comm == NULL and operation.kind < INIT_RANK):
             stretch.failed = i
@@ -170,20 +173,17 @@ cdef void _leave(Stretch* stretch, bint issued) noexcept nogil:
             (<Handle>step.handle).leave_call(step.mark, issued)
 
 
-cdef bint _let_in(Stretch* stretch) noexcept nogil:
-    """Let the communicators' tenants in; return whether there are any."""
+cdef void _let_in(Stretch* stretch) noexcept nogil:
+    """Let the communicators' tenants in."""
     cdef size_t i
     cdef PyObject* last = NULL
     cdef Step* step
-    cdef bint found = False
     for i in range(stretch.count):
         step = step_of(stretch, i)
         if step.handle != last:
             last = step.handle
             if (<Handle>last).tenant != NULL and (<Handle>last).raw != NULL:
                 let_in((<Handle>last).tenant, (<Handle>last).raw)
-                found = True
-    return found
 
 
 cdef void _follow(Stretch* stretch, bint issued) noexcept nogil:

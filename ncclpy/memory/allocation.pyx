@@ -17,6 +17,7 @@ import operator
 import numpy as np
 
 from ncclpy.core.errors import not_copied
+from ncclpy.core.types import as_integer
 
 
 cdef tuple _FRAMEWORKS = ("torch", "cupy", "numpy")
@@ -34,7 +35,6 @@ cdef class _Block:
 
     cdef int fill(self, size_t nbytes, int device) except -1:
         cdef void* pointer = NULL
-        cdef int result
         cdef CUstreamCaptureMode mode
         cdef CUcontext saved
         require(<void*>nccl.ncclMemAlloc, b"ncclMemAlloc")
@@ -43,7 +43,7 @@ cdef class _Block:
             with nogil:
                 mode = relax()
                 try:
-                    result = check(nccl.ncclMemAlloc(&pointer, nbytes), b"ncclMemAlloc", NULL)
+                    check(nccl.ncclMemAlloc(&pointer, nbytes), b"ncclMemAlloc", NULL)
                 finally:
                     restore(mode)
             try:
@@ -185,9 +185,7 @@ def alloc(nbytes, device=None):
     """
     cdef Allocation made = Allocation.__new__(Allocation)
     cdef _Block block = _Block()
-    number = operator.index(nbytes)
-    if not 0 < number < 1 << 62:
-        raise ValueError(f"nbytes: {number} is no size of memory; at least one byte is")
+    number = as_integer(nbytes, "nbytes", 1, (1 << 62) - 1)
     ordinal = as_device(device)
     block.fill(number, ordinal)
     made.hold(block, number, ordinal)

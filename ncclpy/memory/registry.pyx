@@ -11,7 +11,10 @@ from ncclpy.memory.residency cimport Tenancy, enlist, open_registry, segments, t
 from ncclpy.memory.segments cimport GONE, REFUSALS, UNKNOWN, Counters, Resident, Segment
 
 from ncclpy.core.errors import NcclTimeout, not_copied
-from ncclpy.core.types import Result
+from ncclpy.core.types import Result, as_integer
+
+# The highest address, and the largest size.
+cdef object _MOST = 2**64 - 1
 
 
 class SegmentRegistry:
@@ -53,7 +56,7 @@ class SegmentRegistry:
             If it overlaps a segment that is in the registry.
         """
         cdef uintptr_t base = _address(pointer)
-        cdef size_t size = _size(nbytes)
+        cdef size_t size = as_integer(nbytes, "nbytes", 1, _MOST)
         if base + size < base:
             raise ValueError(f"nbytes: {size} bytes at {base:#x} reach beyond the end of memory")
         enlist(base, size, as_device(device), False)
@@ -188,22 +191,7 @@ cdef list _seen(const Resident* resident, object device):
 
 
 cdef uintptr_t _address(object pointer) except? 0:
-    cdef uintptr_t base
-    try:
-        base = pointer
-    except OverflowError:
-        raise ValueError(f"pointer: {pointer} is no address") from None
+    cdef uintptr_t base = as_integer(pointer, "pointer", 0, _MOST)
     if base == 0:
         raise ValueError("pointer: NULL is no memory")
     return base
-
-
-cdef size_t _size(object nbytes) except? 0:
-    cdef size_t size
-    try:
-        size = nbytes
-    except OverflowError:
-        raise ValueError(f"nbytes: {nbytes} is no size") from None
-    if size == 0:
-        raise ValueError("nbytes: a segment has at least one byte")
-    return size

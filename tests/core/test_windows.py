@@ -152,7 +152,9 @@ def test_closing_a_window_keeps_the_deadline(host_engine):
     first, second = np.zeros(COUNT, np.float32), np.zeros(COUNT, np.float32)
     uid = ncclpy.get_unique_id()
     with ncclpy.group():
-        comms = [ncclpy.Communicator.init(2, rank, uid, device=rank, timeout=2) for rank in range(2)]
+        comms = [
+            ncclpy.Communicator.init(2, rank, uid, device=testing.device_of(rank), timeout=2) for rank in range(2)
+        ]
     with ncclpy.group():
         window, _ = [comm.window(array) for comm, array in zip(comms, (first, second), strict=True)]
     with ncclpy.Stream(0) as stream:

@@ -51,7 +51,7 @@ def errors_of(size, body, *, store=None, **options):
 
     def each(rank):
         with_store = options | {"timeout": options.get("timeout", DEADLINE / 2)}
-        group = ncclpy.ProcessGroup(found, rank.rank, size, device=rank.rank, **with_store)
+        group = ncclpy.ProcessGroup(found, rank.rank, size, device=rank.device, **with_store)
         try:
             body(group)
         except ncclpy.NcclError as error:

@@ -77,7 +77,7 @@ def on_another_machine(rank, port, folder):
     import ncclpy
     from ncclpy.bootstrap import TCPStore
 
-    with TCPStore("127.0.0.1", port) as store, ncclpy.ProcessGroup(store, rank.rank, 2, device=rank.rank) as group:
+    with TCPStore("127.0.0.1", port) as store, ncclpy.ProcessGroup(store, rank.rank, 2, device=rank.device) as group:
         group.all_reduce(np.ones(3)).wait(30)
         if rank.rank == 1:
             testing.wait_for(lambda: known.groups()[0]["clock"] is not None, "the comparison")

@@ -31,7 +31,8 @@ class Ranks:
         self.stores = [TCPStore("127.0.0.1", self.served.port) for _ in range(size)]
         options.setdefault("timeout", DEADLINE / 2)
         self.groups = [
-            ncclpy.ProcessGroup(store, rank, size, device=rank, **options) for rank, store in enumerate(self.stores)
+            ncclpy.ProcessGroup(store, rank, size, device=testing.device_of(rank), **options)
+            for rank, store in enumerate(self.stores)
         ]
 
     def each(self, call, ranks=None):

@@ -35,7 +35,8 @@ class World:
     """
 
     def __init__(self, rank, size, store, how):
-        self.rank, self.size, self.device, self.store, self.how = rank, size, rank, store, how
+        self.rank, self.size, self.store, self.how = rank, size, store, how
+        self.device = testing.device_of(rank)
         self.lib = testing.arrays()
         self._meetings = itertools.count()
 

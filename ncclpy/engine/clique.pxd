@@ -16,6 +16,7 @@ cdef class Clique(LaunchOwner):
     cdef readonly str name  # for the recorder: the same in all processes
     cdef int state
     cdef list comms  # in the order of `devices`
+    cdef list begun  # communicators that are being made, for whoever ends that
     cdef list streams
     cdef tuple kept  # both, for launches to hold; None once they are gone
     cdef set launches  # on their way

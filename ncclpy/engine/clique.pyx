@@ -52,6 +52,7 @@ cdef class Clique(LaunchOwner):
         self.nranks = nranks
         self.state = MAKING
         self.comms = []
+        self.begun = []
         self.streams = []
         self.launches = set()
 
@@ -79,9 +80,13 @@ cdef class Clique(LaunchOwner):
                     made.append(comm)
                     (<Communicator>comm).site = self.site  # its line is this thread's
                     self.name = (<Communicator>comm).group_name
+                self.begun = made
+                if self.state == GONE:  # an abort before this has not seen them
+                    raise NcclAborted("the communicators were aborted while they were made")
         except BaseException as failure:  # told to all who wait for it
             error = failure
         self.owner.clique_made(self, made, error)
+        self.begun = []
 
     cdef list ready(self, list comms, list streams):
         """Take over the communicators and the streams for them; return what had waited for that, to be let go of."""
@@ -167,7 +172,7 @@ cdef class Clique(LaunchOwner):
         for launch in list(self.launches):
             (<Launch>launch).end(error)
         self.fail(error)
-        return comms
+        return comms or list(self.begun)
 
     def close(self):
         """Close the communicators; nothing may run on them."""

@@ -444,8 +444,10 @@ Gather the participants of collectives by key and launch each collective when al
                 f"the communicators of devices {list(clique.devices)} were not made within {first.timeout:g} s; where "
                 "there are other nodes, see whether they have come to the same collective"
             ))
-            clique.fail(failure)
+            begun = clique.abort(failure)
             tell_overdue([], failure, False)
+            if begun:
+                abort_aside(begun, str(failure))
         for gathering in late:
             failure = gathering.overdue()
             gathering.end(failure)

@@ -104,9 +104,26 @@ def test_communicators_that_are_not_made_in_time(make_manager, host_engine):
     assert isinstance(error, ncclpy.NcclTimeout) and "key 'k': " in str(error) and "within 0.3 s" in str(error)
     assert seconds < 10
     check_usable(manager, "k", range(2))
-    # What NCCL waits for comes at last, so that nothing is left behind; its communicator is not wanted any more.
-    other = ncclpy.Communicator.init(2, 1, name, device=1)
-    other.abort()
+    no_thread_makes_any()
+
+
+@pytest.mark.parametrize("end", ["close", "abort"])
+@pytest.mark.parametrize("after", [0, 0.001, 0.1])
+def test_communicators_that_are_being_made_end_with_their_manager(make_manager, host_engine, end, after):
+    manager = make_manager()
+    manager.signal_multi_node_ready("k")
+    work = manager.all_reduce(
+        "k", Data(1).input(0), device=0, num_local=1, num_global=2, global_rank=0,
+        communicator_key=ncclpy.Manager.generate_communicator_key(),
+    )  # fmt: skip
+    time.sleep(after)
+    manager.close(timeout=0) if end == "close" else manager.abort("enough")
+    assert isinstance(one_error([work]), ncclpy.NcclAborted)
+    no_thread_makes_any()
+
+
+def no_thread_makes_any():
+    testing.wait_for(lambda: all(thread.name != "ncclpy-init" for thread in threading.enumerate()))
 
 
 def test_a_timeout_of_a_wait_ends_the_wait_only(manager):

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 from group_ranks import DEADLINE
-from group_worlds import Processes, in_threads
+from group_worlds import Processes
 
 import ncclpy
 import testing
@@ -64,9 +64,9 @@ def bool_and_complex(world):
 
 
 @pytest.mark.gpu
-def test_reductions_of_bool_and_complex_tensors():
+def test_reductions_of_bool_and_complex_tensors(run):
     pytest.importorskip("torch")
-    assert in_threads(2, bool_and_complex) == [([True, False, True], [2 + 4j, 1 + 0j])] * 2
+    assert run(bool_and_complex) == [([True, False, True], [2 + 4j, 1 + 0j])] * 2
 
 
 def side_streams(world, rounds, count):
@@ -108,10 +108,9 @@ def side_streams(world, rounds, count):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [1000, 1 << 20])
-def test_works_on_side_streams_with_a_busy_allocator(count):
+def test_works_on_side_streams_with_a_busy_allocator(run, count):
     """Memory of torch that an operation uses is given to nobody else, and comes back."""
     pytest.importorskip("torch")
-    testing.need_devices(2)
-    for wrong, reserved in in_threads(2, side_streams, 300, count):
+    for wrong, reserved in run(side_streams, 300, count):
         assert wrong == 0
         assert reserved < 2 << 30, "what was used was not let go of"

@@ -279,19 +279,22 @@ def test_what_is_given(host_engine):
 def test_fewer_and_more_again(tmp_path):
     """A rank is killed, the others go on, and a new process takes its place."""
     size = 2
-    testing.need_devices(size)
+    testing.need_processes(size)
     code, said = launched(
         tmp_path,
         size,
         """
-        import subprocess, sys
+        import subprocess, sys, testing
+        lib = testing.arrays()
         def total():
-            return float(group.all_reduce(np.full(4, group.rank + 1.0)).result(60)[0])
+            array = lib.make(np.full(4, group.rank + 1.0), group.device)
+            group.all_reduce(lib.argument(array)).wait(60)
+            return float(lib.read(array)[0])
 
         if "JOINS" in os.environ:
             from ncclpy.bootstrap import rendezvous
             place, store = rendezvous()
-            group = ncclpy.ProcessGroup.join(store, timeout=60, device=place.local_rank)
+            group = ncclpy.ProcessGroup.join(store, timeout=60, device=testing.device_of(place.local_rank))
         else:
             group = ncclpy.init_process_group(timeout=60)
             total()

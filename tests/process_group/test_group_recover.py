@@ -31,8 +31,7 @@ class Ranks:
         self.stores = [TCPStore("127.0.0.1", self.served.port) for _ in range(size)]
         options.setdefault("timeout", DEADLINE / 2)
         self.groups = [
-            ncclpy.ProcessGroup(store, rank, size, device=testing.device_of(rank), **options)
-            for rank, store in enumerate(self.stores)
+            ncclpy.ProcessGroup(store, rank, size, device=rank, **options) for rank, store in enumerate(self.stores)
         ]
 
     def each(self, call, ranks=None):
@@ -429,10 +428,14 @@ def test_what_was_before_is_kept_over_several_decisions():
 # Processes.
 
 PROGRAM = """
+import testing
+lib = testing.arrays()
 group = ncclpy.init_process_group(timeout=60)
 rank, size = group.rank, group.size
 def total():
-    return float(group.all_reduce(np.full(4, group.rank + 1.0)).result(60)[0])
+    array = lib.make(np.full(4, group.rank + 1.0), group.device)
+    group.all_reduce(lib.argument(array)).wait(60)
+    return float(lib.read(array)[0])
 total()
 group.store.barrier("all are done", rank, size)
 begun = time.monotonic()
@@ -453,7 +456,7 @@ group.close()
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_after_a_kill(tmp_path, size, victim):
-    testing.need_devices(size)
+    testing.need_processes(size)
     program = PROGRAM.format(victim=victim, dies="os.kill(os.getpid(), signal.SIGKILL)", patience=30)
     code, said = launched(tmp_path, size, program, "--no-kill")
     assert code == 128 + 9, said
@@ -466,7 +469,7 @@ def test_after_a_kill(tmp_path, size, victim):
 def test_after_a_stop(tmp_path):
     """A process that is stopped is lost after the patience of the others, and is told when it goes on."""
     size = 2
-    testing.need_devices(size)
+    testing.need_processes(size)
     stops = "group.store.set('stops', b'%d' % os.getpid()); os.kill(os.getpid(), signal.SIGSTOP)"
     program = PROGRAM.format(victim=1, dies=stops, patience=2).replace(
         "group.close()",
@@ -487,7 +490,9 @@ def test_after_a_stop(tmp_path):
         1,
     )
     program = program.replace(
-        "total()\n        print", "group.all_reduce(np.ones(4), timeout=1).wait(60)\n        print"
+        "total()\n        print",
+        "mine = lib.make(np.ones(4), group.device)\n"
+        "        group.all_reduce(lib.argument(mine), timeout=1).wait(60)\n        print",
     )
     code, said = launched(tmp_path, size, program, "--no-kill")
     assert code == 0, said

@@ -303,7 +303,7 @@ WHAT = {
 
 @pytest.mark.parametrize("what", WHAT)
 def test_what_a_process_does_instead(tmp_path, what):
-    testing.need_devices(2)
+    testing.need_processes(2)
     does, said = WHAT[what]
     program = (
         "import contextlib\ngroup = ncclpy.init_process_group(timeout=60)\n"

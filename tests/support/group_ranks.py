@@ -27,7 +27,7 @@ def run_groups(size, body, *, store=None, **options):
     def run(rank):
         group = None
         try:
-            group = ncclpy.ProcessGroup(store, rank, size, device=testing.device_of(rank), **options)
+            group = ncclpy.ProcessGroup(store, rank, size, device=rank, **options)
             results[rank] = body(group)
             group.close(DEADLINE / 4)
         except BaseException as error:

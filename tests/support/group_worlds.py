@@ -82,6 +82,7 @@ def launched(tmp_path, nranks, program, *options):
         text=True,
         timeout=100,
         cwd="/",
+        env=os.environ | {"PYTHONPATH": testing.with_support()},
     )
     return done.returncode, done.stdout + done.stderr
 
@@ -100,7 +101,7 @@ class Processes:
 
     def run(self, program, *arguments):
         """Call ``program(world, *arguments)``, a function of a module, in each process; return what they return."""
-        testing.need_devices(self.size)
+        testing.need_processes(self.size)
         if not self._started:
             self._start()
         number = next(self._programs)

@@ -196,22 +196,25 @@ _DATATYPES = {dtype: datatype for datatype, dtype in DTYPES.items()}
 
 
 def device_of(rank: int) -> int:
-    """Return the device of a rank of this run: its own, unless ranks share GPUs."""
-    return rank % ncclpy.device_count() if ranks_share_devices() else rank
+    """Return the device of a rank of this run: its own, unless the ranks are processes that share GPUs."""
+    return rank % ncclpy.device_count() if _may_share_devices() else rank
 
 
-def ranks_share_devices() -> bool:
-    """Return whether several ranks may be on one GPU, which NCCL allows from 2.30 where the environment asks for it.
-
-    Few tests need more of two GPUs than two ranks, so most can be run where there is one. Those that name a second
-    device fail there.
-    """
+def _may_share_devices() -> bool:
+    # NCCL allows it from 2.30, where the environment asks for it. Of one process's ranks one may wait for the device
+    # while the other's kernel waits for it, so that is for processes alone.
     return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and ncclpy.library().engine == "cuda"
 
 
+def need_processes(count: int) -> None:
+    """Skip the test unless so many processes can have a device each, or may share those there are."""
+    if not _may_share_devices():
+        need_devices(count)
+
+
 def need_devices(count: int) -> None:
-    """Skip the test if the machine shows fewer devices than it has ranks."""
-    have = ncclpy.device_count() * (4 if ranks_share_devices() else 1)
+    """Skip the test if the machine shows fewer devices."""
+    have = ncclpy.device_count()
     if have < count:
         import pytest
 
@@ -273,7 +276,7 @@ def connect(comms) -> None:
 def communicators(nranks: int, **options):
     """Yield the communicators of `nranks` devices, once, for fixtures; then close what is still open."""
     need_devices(nranks)
-    comms = ncclpy.Communicator.init_all(map(device_of, range(nranks)), **options)
+    comms = ncclpy.Communicator.init_all(range(nranks), **options)
     yield comms
     close_all(comms)
 
@@ -415,7 +418,7 @@ def run_processes(nranks: int, fn, *args, timeout: float = 100.0) -> list:
     `fn` is a function of a module. A child's failure is shown with its traceback; past the deadline every child is
     killed.
     """
-    need_devices(nranks)
+    need_processes(nranks)
     context = multiprocessing.get_context("spawn")
     deadline = time.monotonic() + timeout
     pipes, processes = [], []
@@ -492,10 +495,14 @@ def _child(r, nranks, pipe, fn, args):
         os._exit(1)  # the others may never come: nothing here is worth waiting for
 
 
+def with_support() -> str:
+    """Return the PYTHONPATH with which a program finds what tests share."""
+    return os.pathsep.join(filter(None, [str(SUPPORT), os.environ.get("PYTHONPATH")]))
+
+
 def run_python(code: str, *, timeout: float = 60.0, env: dict | None = None, check: bool = True):
     """Run a snippet in a fresh interpreter outside the source tree and return the `CompletedProcess`."""
-    path = os.pathsep.join(filter(None, [str(SUPPORT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, **(env or {})}  # None takes a variable away
+    environment = {**os.environ, "PYTHONPATH": with_support(), **(env or {})}  # None takes a variable away
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         capture_output=True,

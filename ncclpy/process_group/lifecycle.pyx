@@ -573,8 +573,12 @@ cdef class Lifecycle(BlockOwner):
     def _end(self, bint drained):
         """Give everything back."""
         error = NcclAborted(f"process group {self.name!r} was closed before this was done")
-        self.end_connections(error, drained and self.failure is None)
-        self.end_notices(self.failure is None)
+        cdef bint well = drained and self.failure is None
+        if well:  # now, since NCCL may take seconds to give communicators back, and the others ask where this rank is
+            self.end_notices(True)
+        self.end_connections(error, well)
+        if not well:
+            self.end_notices(self.failure is None)
         if self.tell_thread is not None:  # a process that ends next would take the news with it
             self.tell_thread.join(_TELLS)
         self.pool.close()

@@ -141,12 +141,12 @@ def test_segments():
 
 def one_side_stays_away(rank):
     """Wait for a signal that does not come; return what is said, after how long, and who was freed by the abort."""
-    side = Side(rank, timeout=1.0)
+    side = Side(rank, abortable=True)
     side.comm.barrier()
     if rank.rank == 0:
         began = time.monotonic()
         with pytest.raises(ncclpy.NcclTimeout) as caught:
-            side.comm.wait_signal(1)
+            side.comm.wait_signal(1, timeout=1.0)
         seconds = time.monotonic() - began
         side.comm.abort()
         return str(caught.value), seconds

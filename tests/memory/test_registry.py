@@ -76,6 +76,7 @@ def test_communicators_made_later_have_what_was_there(registry, comms2):
 
 def test_communicators_come_in_an_order_that_ranks_share(registry):
     """By their names, which they have in common."""
+    testing.need_devices(2)
     names = []
     for _ in range(2):
         comms = ncclpy.Communicator.init_all([0, 1])
@@ -383,6 +384,7 @@ def test_memory_of_ours_is_not_taken_away_from_its_arrays(registry, host_engine)
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_aborted_communicator_that_is_dropped_keeps_nothing(registry, when):
+    testing.need_devices(2)
     comms = ncclpy.Communicator.init_all([0, 1])
     buffers = segments_of(comms)
     reduce_all(comms, buffers)
@@ -452,6 +454,7 @@ def test_a_close_that_is_refused_leaves_the_segments(registry, comms2):
 @pytest.mark.filterwarnings("ignore:unclosed")
 def test_a_finaliser_may_close_its_communicators(registry):
     """The garbage collector voids references that keep nothing before it calls a finaliser."""
+    testing.need_devices(2)
 
     class Owner:
         def __init__(self, comms, buffers):

@@ -197,7 +197,8 @@ def nccl_dist_backend_error(world):
 
 
 def test_nccl_dist_backend_error(run):
-    """Both ranks use one device, which NCCL refuses."""
+    """Both ranks use one device, which NCCL refuses unless it is told not to."""
+    testing.need_devices(2)
     errors = run(nccl_dist_backend_error)
     assert any("invalid usage" in error for error in errors), errors
 
@@ -282,6 +283,7 @@ def test_error_detection_and_propagation(run):
 
 
 def test_timeout_dumps(tmp_path):
+    testing.need_devices(2)
     testing.run_python(
         """
         import numpy as np, ncclpy

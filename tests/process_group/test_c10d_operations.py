@@ -168,6 +168,7 @@ def extra_cuda_context(world):
 @pytest.mark.gpu
 def test_extra_cuda_context():
     """Each process has a context on its own device and on no other."""
+    testing.need_devices(2)
     processes = Processes(2)  # new ones: those that others have used may have contexts everywhere
     try:
         found = processes.run(extra_cuda_context)
@@ -200,6 +201,7 @@ def unwaited(world):
 
 def test_unwaited(run):
     """50,000 works that nobody waits for leave nothing behind; 100 bytes of each would be seen."""
+    testing.need_devices(2)  # processes that share one take minutes
     for grown, threads, descriptors in run(unwaited):
         assert grown < 5e6 and threads <= 4 and descriptors <= 4
 

@@ -115,7 +115,7 @@ def program(group, what, together):
         group.all_reduce(one, op="max")
     elif what == "another order":
         group.send(np.ones(3), 1)
-    elif what == "closed":
+    elif what in SLOWLY:
         group.close()
         testing.wait_for(lambda: ended[id(together)], "the others")
         return None
@@ -134,7 +134,9 @@ INSTEAD = {
     "another op": ("all_reduce #1 (float32 x 1,024, max)", Began("all_reduce", 1, "float32", 1024, "max", None)),
     "another order": ("rank 2 is in send #0 to rank 1 (float64 x 3)", Began("send", 0, "float64", 3, None, 1)),
     "closed": ("rank 2 has closed the group after all_reduce #0", None),
+    "closing": ("rank 2 has closed the group after all_reduce #0", None),
 }
+SLOWLY = {"closed": "", "closing": "rank=2 call=CommFinalize do=delay:3s; rank=2 call=CommDestroy do=delay:3s"}
 
 
 @pytest.mark.parametrize("what", INSTEAD)
@@ -143,7 +145,8 @@ def test_what_a_rank_does_instead(host_engine, what):
     said, current = INSTEAD[what]
     together = threading.Barrier(3)
     ended[id(together)] = False
-    errors = run_groups(3, lambda group: program(group, what, together), name="g")
+    with ncclpy.faults(SLOWLY.get(what, "")):
+        errors = run_groups(3, lambda group: program(group, what, together), name="g")
     for error in filter(None, errors):
         assert said in str(error), error
         assert [each.rank for each in error.ranks] == [0, 1, 2] and error.ranks[2].current == current

@@ -331,11 +331,15 @@ cdef class Membership(Lifecycle):
             guests, host = {}, Host(store, self.name)
             if self.rank == 0:
                 guests = host.invite(max(0.0, deadline - now()), wanted)
+            mine = {"handle": self.handle, "guests": list(guests.values()), "uuid": secrets.token_hex(8)}
             try:
-                met = self.notices.gather(
-                    f"admit/{number}", {"handle": self.handle, "guests": list(guests.values()), "uuid": secrets.token_hex(8)},
-                    max(0.0, deadline - now()), wanted,
-                )
+                try:
+                    met = self.notices.gather(f"admit/{number}", mine, max(0.0, deadline - now()), wanted)
+                except NcclAborted:
+                    if self.closed or not self.notices.goes_on(self.handle):
+                        raise
+                    # All have met, and one that has gone on has ended it before this rank had looked.
+                    met = self.notices.gather(f"admit/{number}", mine, max(0.1, deadline - now()), lambda: True)
             except BaseException as error:
                 host.refuse(guests, text_of(error))
                 self.check_usable()

@@ -13,6 +13,7 @@ from group_worlds import launched
 import ncclpy
 import testing
 from ncclpy.bootstrap import FileStore, LocalStore, TCPStore
+from ncclpy.bootstrap.arrivals import Arrivals
 from ncclpy.process_group.guests import Guest, Host
 
 SHORT = 0.5
@@ -93,6 +94,30 @@ def test_two_join_three(host_engine, check):
         thread.join(DEADLINE)
     assert results == [(5, 15, 15)] * 2
     assert not store.keys("ncclpy/joining/default/asks")
+
+
+def test_who_hears_of_the_end_before_it_has_looked_goes_on_with_the_others(host_engine, monkeypatch):
+    """One that has gone on ends what the group was; a rank that is slow in the store has met it all the same."""
+    awaits, slow = Arrivals._await, []
+
+    def await_slowly(self, keys, deadline, number, wanted, instead=None):
+        if self.rank == 1 and "admit/0" in keys[0] and not slow:
+            slow.append(testing.wait_for(lambda: not wanted(), "the news that the group has ended"))
+        return awaits(self, keys, deadline, number, wanted, instead)
+
+    def body(group):
+        if group.rank == 0:
+            threads.append(joins(store, 2, testing.arrays(), results))
+            testing.wait_for(lambda: asks(store), "the third one")
+        group.store.barrier("all are there", group.rank, 2, DEADLINE)
+        assert group.admit() == (2,)
+        return group.rank, group.size, total(group, testing.arrays())
+
+    monkeypatch.setattr(Arrivals, "_await", await_slowly)
+    store, results, threads = LocalStore(), [], []
+    assert run_groups(2, body, store=store) == [(0, 3, 6), (1, 3, 6)]
+    threads[0].join(DEADLINE)
+    assert results == [(2, 3, "default", 6)] and slow
 
 
 def test_to_admit_nobody_leaves_nothing_in_the_store(host_engine):

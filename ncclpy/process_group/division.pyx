@@ -34,7 +34,7 @@ cdef tuple divide(Lifecycle group, object number, list mine, double deadline):
     """
     color = mine[0]
     try:
-        values = group.notices.gather(f"split/{number}", mine, group.timeout, group._wanted())
+        values = group._meet(f"split/{number}", mine, group.timeout)
     except NcclAborted:
         group.check_usable()  # says what has ended it
         raise

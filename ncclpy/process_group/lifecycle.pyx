@@ -171,6 +171,14 @@ cdef class Lifecycle(BlockOwner):
     def _is_wanted(self, number):
         return number == self.number and not self.is_ended()
 
+    def _meet(self, place, value, double seconds):
+        """Return what all ranks bring to a meeting, by rank; the end of a rank that has yet to come ends the group."""
+        self.meetings += 1
+        try:
+            return self.notices.gather(place, value, seconds, self._wanted())
+        finally:
+            self.meetings -= 1
+
     cdef int check_usable(self) except -1:
         check_process()
         if self.connections is None:

@@ -107,7 +107,8 @@ cdef class Membership(Lifecycle):
         cdef Agreement agreement = self.agreement
         if number != self.number or self.is_ended():
             return
-        if not self.pending() and not (agreement is not None and agreement.turn.locked()):  # nothing waits
+        # Unless something waits.
+        if not self.pending() and not self.meetings and not (agreement is not None and agreement.turn.locked()):
             self._gone(number, rank)
             return
         text = f"rank {rank} of process group {self.name!r} is gone: its lease in the store has ended"
@@ -334,7 +335,7 @@ cdef class Membership(Lifecycle):
             mine = {"handle": self.handle, "guests": list(guests.values()), "uuid": secrets.token_hex(8)}
             try:
                 try:
-                    met = self.notices.gather(f"admit/{number}", mine, max(0.0, deadline - now()), wanted)
+                    met = self._meet(f"admit/{number}", mine, max(0.0, deadline - now()))
                 except NcclAborted:
                     if self.closed or not self.notices.goes_on(self.handle):
                         raise

@@ -113,13 +113,14 @@ def test_what_waits_ends_and_then_they_go_on(ranks):
 
 @pytest.mark.parametrize("what", ["admit", "split"])
 def test_a_meeting_to_which_a_rank_cannot_come_any_more_ends(ranks, what):
-    """Nothing is in flight, so that no communicator tells of its death; the group's timeout would take half a minute."""
+    """Nothing is in flight, so no communicator tells of its death; the group's timeout would take half a minute."""
     three = ranks(3)
     assert three.sums() == [6] * 3
     threading.Timer(0.5, three.kill, [1]).start()
     errors = three.each(lambda group: group.admit() if what == "admit" else group.split(0), [0, 2])
     for error in errors:
-        assert isinstance(error, ncclpy.NcclAborted) and "rank 1 of process group 'default' is gone" in str(error), error
+        assert isinstance(error, ncclpy.NcclAborted), error
+        assert "rank 1 of process group 'default' is gone" in str(error)
     assert three.each(lambda group: group.recover(SHORT).survivors, [0, 2]) == [(0, 2)] * 2
     assert three.sums([0, 2]) == [3] * 2
 

@@ -47,6 +47,7 @@ from ncclpy.core.state cimport (
     shown,
 )
 from ncclpy.core.stream cimport Stream, event_behind
+from ncclpy.core.tenant cimport shut_door
 from ncclpy.core.wait cimport FOREVER, now, pause
 
 from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, not_copied, seconds
@@ -102,6 +103,7 @@ cdef class Handle:
         self.windows = {}
 
     def __dealloc__(self):
+        shut_door(self.door)
         free_marks(self.marks)
         mutex_destroy(&self.mutex)
         mutex_destroy(&self.gate)

@@ -2,6 +2,9 @@
 #ifndef NCCLPY_TENANT_H
 #define NCCLPY_TENANT_H
 
+#include <sched.h>
+#include <stdlib.h>
+
 typedef struct ncclpy_tenant {
   int wanted;        /* it wants in before the next call; any thread sets it */
   int known;         /* events[current] stands behind all that was issued; guarded, as what follows, by the communicator */
@@ -16,5 +19,43 @@ typedef struct ncclpy_tenant {
 static inline int ncclpy_tenant_wants(const ncclpy_tenant *tenant) { return __atomic_load_n(&tenant->wanted, __ATOMIC_ACQUIRE); }
 
 static inline void ncclpy_tenant_calls(ncclpy_tenant *tenant, int wanted) { __atomic_store_n(&tenant->wanted, wanted, __ATOMIC_RELEASE); }
+
+/* The way to a communicator for who has no reference to it, and cannot have one without the GIL. Who is within keeps the
+ * communicator's memory; who frees that shuts the door, and waits for those within, who never wait for the GIL. */
+typedef struct ncclpy_door {
+  void *behind; /* the Handle */
+  int within;   /* twice their number, and 1 when it is shut */
+  int kept;     /* the handle has it, and its tenant */
+} ncclpy_door;
+
+static inline ncclpy_door *ncclpy_door_new(void *behind) {
+  ncclpy_door *door = (ncclpy_door *)malloc(sizeof(ncclpy_door));
+  if (door != NULL) {
+    door->behind = behind;
+    door->within = 0;
+    door->kept = 2;
+  }
+  return door;
+}
+
+static inline int ncclpy_door_enter(ncclpy_door *door) {
+  if (door == NULL) return 0;
+  if ((__atomic_fetch_add(&door->within, 2, __ATOMIC_ACQ_REL) & 1) == 0) return 1;
+  __atomic_fetch_sub(&door->within, 2, __ATOMIC_ACQ_REL);
+  return 0;
+}
+
+static inline void ncclpy_door_leave(ncclpy_door *door) { __atomic_fetch_sub(&door->within, 2, __ATOMIC_ACQ_REL); }
+
+static inline void ncclpy_door_free(ncclpy_door *door) {
+  if (door != NULL && __atomic_sub_fetch(&door->kept, 1, __ATOMIC_ACQ_REL) == 0) free(door);
+}
+
+static inline void ncclpy_door_shut(ncclpy_door *door) {
+  if (door == NULL) return;
+  __atomic_fetch_or(&door->within, 1, __ATOMIC_ACQ_REL);
+  while (__atomic_load_n(&door->within, __ATOMIC_ACQUIRE) != 1) sched_yield();
+  ncclpy_door_free(door);
+}
 
 #endif

@@ -12,6 +12,14 @@ cdef extern from "ncclpy/core/tenant.h" nogil:
         void (*enter)(Tenant* tenant, void* comm) noexcept nogil
         void (*caught)(Tenant* tenant) noexcept nogil
     bint wants "ncclpy_tenant_wants"(const Tenant* tenant)
+    # The way to a communicator for who has neither a reference nor the GIL.
+    ctypedef struct Door "ncclpy_door":
+        void* behind
+    Door* new_door "ncclpy_door_new"(void* behind)
+    bint enter_door "ncclpy_door_enter"(Door* door)
+    void leave_door "ncclpy_door_leave"(Door* door)
+    void shut_door "ncclpy_door_shut"(Door* door)
+    void free_door "ncclpy_door_free"(Door* door)
 
 
 # Before a call, and behind it: under the communicator's lock.

@@ -9,6 +9,7 @@ typedef struct ncclpy_tenant {
   int wanted;        /* it wants in before the next call; any thread sets it */
   int known;         /* events[current] stands behind all that was issued; guarded, as what follows, by the communicator */
   int unknown;       /* something was issued behind which no event could be put */
+  int ended;         /* it is about to abort the communicator, without the GIL: the landlord knows why */
   int current;       /* the event that is recorded behind the next call */
   void *events[2];   /* CUevent */
   void *context;     /* CUcontext of the communicator's device */
@@ -19,6 +20,10 @@ typedef struct ncclpy_tenant {
 static inline int ncclpy_tenant_wants(const ncclpy_tenant *tenant) { return __atomic_load_n(&tenant->wanted, __ATOMIC_ACQUIRE); }
 
 static inline void ncclpy_tenant_calls(ncclpy_tenant *tenant, int wanted) { __atomic_store_n(&tenant->wanted, wanted, __ATOMIC_RELEASE); }
+
+static inline int ncclpy_tenant_ended(const ncclpy_tenant *tenant) { return __atomic_load_n(&tenant->ended, __ATOMIC_ACQUIRE); }
+
+static inline void ncclpy_tenant_ends(ncclpy_tenant *tenant) { __atomic_store_n(&tenant->ended, 1, __ATOMIC_RELEASE); }
 
 /* The way to a communicator for who has no reference to it, and cannot have one without the GIL. Who is within keeps the
  * communicator's memory; who frees that shuts the door, and waits for those within, who never wait for the GIL. */

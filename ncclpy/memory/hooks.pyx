@@ -17,7 +17,7 @@ from ncclpy.core.device cimport lend_device, take_device_back
 from ncclpy.core.handle cimport Handle, lock_within
 from ncclpy.core.library cimport abort_preempts, nccl, version_code
 from ncclpy.core.state cimport ABORTED
-from ncclpy.core.tenant cimport enter_door, leave_door
+from ncclpy.core.tenant cimport Tenant, ends, enter_door, leave_door
 from ncclpy.core.wait cimport name_this_thread, now, pause
 from ncclpy.memory.residency cimport has_been_ended, open_registry, segments
 from ncclpy.memory.segments cimport (
@@ -130,6 +130,7 @@ cdef void _visit(uint64_t number) noexcept nogil:
     cdef vector[Resident*] holders
     cdef Resident* resident
     cdef size_t i
+    cdef bint lent
     if not segments.holders(number, &holders):
         return
     for i in range(holders.size()):
@@ -138,7 +139,10 @@ cdef void _visit(uint64_t number) noexcept nogil:
             _let_out(resident)
             leave_door(resident.door)
         elif resident.ending.load() == NOT_ENDED:
-            segments.abandon(resident[0], number)
+            lent = lend_device(resident.device)
+            segments.let_out_dropped(resident[0], number)
+            if lent:
+                take_device_back()
         free_resident(resident)
 
 
@@ -164,6 +168,7 @@ cdef void _end(uint64_t number, uintptr_t base) noexcept nogil:
     for i in range(holders.size()):
         if claims(holders[i]):
             holders[i].ended_for.store(base)
+            ends(<Tenant*>holders[i])
             ours.push_back(holders[i])  # keeps what was kept
         else:
             free_resident(holders[i])

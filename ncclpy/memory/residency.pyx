@@ -198,6 +198,7 @@ cdef class _Registrar(Landlord):
             return 0
         if not settled:
             raise MemoryError
+        tenancy.resident.comm = <void*>handle.raw
         tenancy.resident.door = new_door(<void*>handle)
         if tenancy.resident.door == NULL:
             raise MemoryError
@@ -213,6 +214,10 @@ cdef class _Registrar(Landlord):
         _tenancies.sort(key=_place)
         handle.tenant = <Tenant*>tenancy.resident  # from here on its calls let the tenant in
         return 0
+
+    cdef int was_ended(self, object comm) except -1:
+        cdef Handle handle = comm
+        return _note_ending(handle.tenancy, handle)
 
 
 def _place(Tenancy tenancy):
@@ -313,14 +318,20 @@ cdef int _note_endings() except -1:
     _endings_noted = _endings  # before the look: what comes behind it is looked for again
     for tenancy in list(_tenancies):
         handle = tenancy.ref()
-        if handle is None or tenancy.resident.ending.load() == NOT_ENDED or not handle.become(ABORTED):
-            continue
-        handle.reason = f"its allocator freed the memory at {tenancy.resident.ended_for.load():#x}, which it still used"
-        handle.verdict = NcclTimeout(f"{handle.reason}, and waited for it as long as it may")
-        log.error("%r was aborted: %s", handle, handle.verdict)
-        let_graphs_go(handle)
-        if tenancy.resident.ending.load() == LEFT_BEHIND:
-            log.error("a thread is inside NCCL with %r and cannot be brought back: both are left behind", handle)
+        if handle is not None:
+            _note_ending(tenancy, handle)
+    return 0
+
+
+cdef int _note_ending(Tenancy tenancy, Handle handle) except -1:
+    if tenancy.resident.ending.load() == NOT_ENDED or not handle.become(ABORTED):
+        return 0
+    handle.reason = f"its allocator freed the memory at {tenancy.resident.ended_for.load():#x}, which it still used"
+    handle.verdict = NcclTimeout(f"{handle.reason}, and waited for it as long as it may")
+    log.error("%r was aborted: %s", handle, handle.verdict)
+    let_graphs_go(handle)
+    if tenancy.resident.ending.load() == LEFT_BEHIND:
+        log.error("a thread is inside NCCL with %r and cannot be brought back: both are left behind", handle)
     return 0
 
 

@@ -75,6 +75,8 @@ struct Resident : ncclpy_tenant {
   // far its abort has come, if memory that it uses was to be freed, with that memory.
   enum Ending { not_ended, is_ending, has_ended, left_behind };
   ncclpy_door* door = nullptr;
+  void* comm = nullptr;                        // once that door is shut, and its communicator dropped
+  std::atomic_flag visited = ATOMIC_FLAG_INIT;  // in place of its lock then
   std::atomic<int> kept{1};
   std::atomic<int> ending{not_ended};
   std::atomic<uintptr_t> ended_for{0};
@@ -169,19 +171,19 @@ class Segments {
     return true;
   }
 
-  // Nobody calls a communicator any more, whose last reference is gone: what it was asked for being over, it uses nothing.
-  void abandon(Resident& resident, uint64_t number) noexcept {
-    if (!calls_.over(resident.events[0]) || !calls_.over(resident.events[1])) return;
-    const Hold hold(mutex_);
-    const auto found = resident.entries.find(number);
-    if (found == resident.entries.end()) return;
-    for (auto* list : {&resident.to_leave, &resident.fenced}) {
-      list->erase(std::remove(list->begin(), list->end(), number), list->end());
+  // A communicator was dropped: nobody calls it any more, nor has its lock, and it lives on. What it was asked for being
+  // over, it uses nothing.
+  void let_out_dropped(Resident& resident, uint64_t number) noexcept {
+    if (resident.unknown || !calls_.over(resident.events[0]) || !calls_.over(resident.events[1])) return;
+    if (resident.visited.test_and_set()) return;
+    {
+      const Hold hold(mutex_);
+      for (auto* list : {&resident.to_leave, &resident.fenced}) {
+        list->erase(std::remove(list->begin(), list->end(), number), list->end());
+      }
     }
-    const std::shared_ptr<Segment> segment = found->second.segment;
-    if (found->second.state == Resident::held) --registrations_;
-    resident.entries.erase(found);
-    let_holder_go(*segment);
+    deregister(resident, resident.comm, number);
+    resident.visited.clear();
   }
 
   SegmentState state(uintptr_t base, uint64_t number) noexcept {

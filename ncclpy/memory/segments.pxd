@@ -20,6 +20,7 @@ cdef extern from "ncclpy/memory/segments.hpp" namespace "ncclpy" nogil:
     cdef cppclass Resident:  # a Tenant
         int device
         Door* door
+        void* comm
         Ending ending
         Freed ended_for
     cdef int NOT_ENDED "ncclpy::Resident::not_ended"
@@ -47,7 +48,7 @@ cdef extern from "ncclpy/memory/segments.hpp" namespace "ncclpy" nogil:
         uint64_t give_back(uintptr_t base)
         bool_t has(uintptr_t base, size_t nbytes, int device)
         bool_t holders(uint64_t number, vector[Resident*]* found)
-        void abandon(Resident& resident, uint64_t number)
+        void let_out_dropped(Resident& resident, uint64_t number)
         int state(uintptr_t base, uint64_t number)
         uint64_t number(uintptr_t base)
         bool_t join(Resident* resident)

@@ -1,7 +1,7 @@
 """The shim that follows torch's allocator (`torch_shim.cpp`), built against the installed torch and kept for later.
 
-It is a shared library without Python in it, loaded by ctypes. What it is built from is in its name, so that another torch or
-another compiler has one of its own; processes that build at once do not disturb each other.
+It is a shared library without Python in it, loaded by ctypes. What it is built from is in its name, so that another
+torch or another compiler has one of its own; processes that build at once do not disturb each other.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def find_compiler() -> list[str]:
         if shutil.which(name) is not None:
             return [name]
     raise RuntimeError(
-        "attach('torch', hooks=True) builds a small library against the installed torch, and there is no C++ compiler: "
-        "install one (apt install g++, dnf install gcc-c++, conda install cxx-compiler) or name it in CXX; or attach "
+        "attach('torch', hooks=True) builds a small library against the installed torch, and there is no C++ "
+        "compiler: install one (apt install g++, dnf install gcc-c++, conda install cxx-compiler) or name it in CXX; or attach "
         "without hooks, which builds nothing"
     )
 
@@ -79,7 +79,7 @@ def version_of(compiler: list[str]) -> str:
 
 
 def flags_for(torch: Any) -> list[str]:
-    """Return what the compiler has to know of a torch: where headers and libraries are, and which ABI it was built for."""
+    """Return what the compiler has to know of a torch: where headers and libraries are, and which ABI it has."""
     root = Path(torch.__file__).parent
     includes = list(_torch_includes(root))
     cuda = _cuda_include()
@@ -146,7 +146,7 @@ def compile_shim(compiler: list[str], flags: list[str], target: Path) -> None:
         output = Path(folder, "shim.so")
         for standard in STANDARDS:
             command = [
-                *compiler, f"-std={standard}", "-O1", "-fPIC", "-shared", *flags, str(SOURCE), "-o", str(output),
+                *compiler, f"-std={standard}", "-O1", "-fPIC", "-shared", "-Wfatal-errors", *flags, str(SOURCE), "-o", str(output),
                 "-lc10_cuda", "-lc10", "-Wl,-z,lazy", "-pthread",
             ]  # fmt: skip
             try:
@@ -158,7 +158,7 @@ def compile_shim(compiler: list[str], flags: list[str], target: Path) -> None:
                 return
             said = said or done.stderr or done.stdout
     lines = said.strip().splitlines()
-    last = "\n".join(lines[-SHOWN:])
+    last = "\n".join(lines[-SHOWN:])  # it has stopped at the first error
     hint = ""
     if "cuda_runtime_api.h" in said or "crt/" in said:
         hint = (

@@ -1,7 +1,7 @@
 """Segments of torch's caching allocator, as its own trace hooks tell of them: ``attach("torch", hooks=True)``.
 
-torch calls its hooks in C++, so a small library of ours stands between (`torch_shim.cpp`, built by `torch_build`). What it
-calls is `memory.hooks`, without the GIL.
+torch calls its hooks in C++, so a small library of ours stands between (`torch_shim.cpp`, built by `torch_build`). What
+it calls is `memory.hooks`, without the GIL.
 """
 
 from __future__ import annotations
@@ -25,27 +25,26 @@ _attached: TorchHooks | None = None
 
 #: How the shim counts.
 _COUNTS = ("followed", "expandable", "not_followed", "aborted_for", "kept")
-_TAKEN_IN, _KNOWN, _REFUSED, _GONE = range(4)
 
 
 def attach_hooks(timeout: float = 10.0) -> TorchHooks:
     """Register the segments of torch's caching allocator on each communicator of their device, as they come and go.
 
     Those that are there are taken in as well, and those of private pools (``torch.cuda.MemPool``, CUDA graphs). Each
-    communicator registers with its next call (`ncclCommRegister`). Before torch frees a segment (``empty_cache``, or an
-    allocation for which there is no room) it waits for the operations that communicators were asked for until then, and for
-    nothing else on the device, and has them deregister it (`ncclCommDeregister`).
+    communicator registers with its next call (`ncclCommRegister`). Before torch frees a segment (``empty_cache``, or
+    an allocation for which there is no room) it waits for the operations that communicators were asked for until then,
+    and for nothing else on the device, and has them deregister it (`ncclCommDeregister`).
 
-    The first call of an installation builds a small library with the C++ compiler, ``$CXX`` or ``c++``, and keeps it in
-    ``$XDG_CACHE_HOME/ncclpy``. torch is attached to once a process: a second call returns what the first has, and raises
-    if it asks for another timeout.
+    The first call of an installation builds a small library with the C++ compiler, ``$CXX`` or ``c++``, and keeps it
+    in ``$XDG_CACHE_HOME/ncclpy``. torch is attached to once a process: a second call returns what the first has, and
+    raises if it asks for another timeout.
 
     Parameters
     ----------
     timeout : float
-        Seconds that torch waits, under its allocator's lock, before it frees a segment. Communicators that still use it then
-        are aborted (`ncclCommAbort`): the memory is about to be gone. If one cannot be aborted, the call of torch raises
-        RuntimeError, and the segment is not freed.
+        Seconds that torch waits, under its allocator's lock, before it frees a segment. Communicators that still use
+        it then are aborted (`ncclCommAbort`): the memory is about to be gone. If one cannot be aborted within another
+        10 s, the call of torch raises RuntimeError, and the segment is not freed.
 
     Returns
     -------
@@ -65,7 +64,7 @@ def attach_hooks(timeout: float = 10.0) -> TorchHooks:
     """
     seconds = float(timeout)
     if not 0 <= seconds < math.inf:
-        raise ValueError(f"timeout: torch's allocator is locked meanwhile, so seconds >= 0 and finite, got {timeout!r}")
+        raise ValueError(f"timeout: torch's allocator is locked meanwhile, so a finite number >= 0, got {timeout!r}")
     torch = importlib.import_module("torch")
     with _lock:
         return _attach(torch, seconds)
@@ -76,7 +75,8 @@ def _attach(torch: Any, timeout: float) -> TorchHooks:
     if _attached is not None and not _attached.closed:
         if _attached.timeout != timeout:
             raise ValueError(
-                f"timeout: torch is attached to once a process, and was with timeout={_attached.timeout:g}: close that first"
+                f"timeout: torch is attached to once a process, and was with timeout={_attached.timeout:g}: close that "
+                "first"
             )
         return _attached
     torch.cuda.init()  # its allocator refuses trackers before
@@ -111,9 +111,9 @@ def _check_allocator(torch: Any) -> None:
         )
     if _has_expandable_segments(torch):
         raise ValueError(
-            "torch's allocator has expandable segments, whose pages come and go within a range of addresses; a registration is "
-            "of memory that stays. Turn them off (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False), or attach "
-            "without hooks, which makes a pool of NCCL's memory"
+            "torch's allocator has expandable segments, whose pages come and go within a range of addresses; a "
+            "registration is of memory that stays. Turn them off (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False), "
+            "or attach without hooks"
         )
 
 
@@ -230,9 +230,9 @@ class TorchHooks:
         Returns
         -------
         dict
-            ``followed`` segments; ``expandable`` ones, by their pages, which are left alone; ``not_followed`` because they
-            overlap a segment of others or memory ran out; ``aborted_for``, the segments for which communicators were
-            aborted; ``kept``, those that torch was not let free.
+            ``followed`` segments; ``expandable`` ones, as often as they grew, which are left alone; ``not_followed``
+            because they overlap a segment of others or memory ran out; ``aborted_for``, the segments for which
+            communicators were aborted; ``kept``, how often torch was not let free one.
         """
         count = (ctypes.c_uint64 * len(_COUNTS))()
         _shim.ncclpy_torch_counts(count)

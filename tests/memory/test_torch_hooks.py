@@ -1,4 +1,4 @@
-"""Hooks of torch's allocator, on an allocator that stands for it: what comes is registered, what goes is out of use before."""
+"""Hooks of torch's allocator, on one that stands for it: what comes is registered, what goes is out of use before."""
 
 from __future__ import annotations
 
@@ -189,8 +189,6 @@ def test_past_the_deadline_the_communicator_is_aborted(torch, comms2, caplog, gi
         assert 0.3 <= time.monotonic() - started < 5
         assert not is_mapped(mine.pointer)
         assert hooks.counters()["aborted_for"] == aborted + 1
-        with pytest.raises((ncclpy.NcclTimeout, ncclpy.NcclAborted)):
-            comms2[0].barrier()
         testing.wait_for(lambda: "was aborted: its allocator freed" in caplog.text)
         with pytest.raises(ncclpy.NcclTimeout, match="which it still used"):
             comms2[0].barrier()
@@ -209,7 +207,7 @@ def test_a_thread_inside_a_call_is_brought_back(torch, comms2):
             call = pool.submit(comms2[0].all_reduce, mine)
             testing.wait_for(lambda: faults.fired)
             assert torch.free(mine.pointer, gil=True) is None
-            assert isinstance(call.exception(LONG), (ncclpy.NcclAborted, ncclpy.NcclTimeout))
+            assert isinstance(call.exception(LONG), ncclpy.NcclTimeout)
         for comm in comms2:
             comm.abort()
 

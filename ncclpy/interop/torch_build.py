@@ -64,8 +64,8 @@ def find_compiler() -> list[str]:
             return [name]
     raise RuntimeError(
         "attach('torch', hooks=True) builds a small library against the installed torch, and there is no C++ "
-        "compiler: install one (apt install g++, dnf install gcc-c++, conda install cxx-compiler) or name it in CXX; or attach "
-        "without hooks, which builds nothing"
+        "compiler: install one (apt install g++, dnf install gcc-c++, conda install cxx-compiler) or name it in CXX; or "
+        "attach without hooks, which builds nothing"
     )
 
 
@@ -146,8 +146,8 @@ def compile_shim(compiler: list[str], flags: list[str], target: Path) -> None:
         output = Path(folder, "shim.so")
         for standard in STANDARDS:
             command = [
-                *compiler, f"-std={standard}", "-O1", "-fPIC", "-shared", "-Wfatal-errors", *flags, str(SOURCE), "-o", str(output),
-                "-lc10_cuda", "-lc10", "-Wl,-z,lazy", "-pthread",
+                *compiler, f"-std={standard}", "-O1", "-fPIC", "-shared", "-Wfatal-errors", *flags, str(SOURCE),
+                "-o", str(output), "-lc10_cuda", "-lc10", "-Wl,-z,lazy", "-pthread",
             ]  # fmt: skip
             try:
                 done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)

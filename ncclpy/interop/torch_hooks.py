@@ -1,7 +1,7 @@
 """Segments of torch's caching allocator, as its own trace hooks tell of them: ``attach("torch", hooks=True)``.
 
-torch calls its hooks in C++, so a small library of ours stands between (`torch_shim.cpp`, built by `torch_build`). What
-it calls is `memory.hooks`, without the GIL.
+torch calls its hooks in C++, so a small library of ours stands between (`torch_shim.cpp`, built by `torch_build`).
+What it calls is `memory.hooks`, without the GIL.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def _attach(torch: Any, timeout: float) -> TorchHooks:
     if _attached is not None and not _attached.closed:
         if _attached.timeout != timeout:
             raise ValueError(
-                f"timeout: torch is attached to once a process, and was with timeout={_attached.timeout:g}: close that "
-                "first"
+                f"timeout: torch is attached to once a process, and was with timeout={_attached.timeout:g}: close "
+                "that first"
             )
         return _attached
     torch.cuda.init()  # its allocator refuses trackers before

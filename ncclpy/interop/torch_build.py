@@ -64,8 +64,8 @@ def find_compiler() -> list[str]:
             return [name]
     raise RuntimeError(
         "attach('torch', hooks=True) builds a small library against the installed torch, and there is no C++ "
-        "compiler: install one (apt install g++, dnf install gcc-c++, conda install cxx-compiler) or name it in CXX; or "
-        "attach without hooks, which builds nothing"
+        "compiler: install one (apt install g++, dnf install gcc-c++, conda install cxx-compiler) or name it in CXX; "
+        "or attach without hooks, which builds nothing"
     )
 
 

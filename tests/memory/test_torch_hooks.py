@@ -105,7 +105,7 @@ def test_communicators_of_later_have_them_too(registry, torch, comms2):
         testing.close_all(children)
 
 
-def test_torch_is_attached_to_once(torch):
+def test_torch_is_attached_to_once(registry, torch):
     first = torch_hooks.attach_hooks()
     trackers = torch.trackers()
     assert torch_hooks.attach_hooks() is first
@@ -115,7 +115,9 @@ def test_torch_is_attached_to_once(torch):
     second = torch_hooks.attach_hooks(timeout=3)
     assert second is not first and torch.trackers() == trackers == 1
     first.close()
-    assert not second.closed and "open" in repr(second), "who was closed before does not close the next"
+    assert not second.closed and "open" in repr(second)
+    torch.allocate()
+    assert registry.segments() == torch.segments() != [], "who was closed before does not close the next"
     second.close()
 
 

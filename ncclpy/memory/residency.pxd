@@ -10,6 +10,7 @@ cdef Segments* segments
 # What a communicator has in the registry. It is kept by the communicator.
 cdef class Tenancy:
     cdef Resident* resident
+    cdef void* ranges  # of its handle, kept for as long as the resident
     cdef object ref  # of the communicator, weakly
     cdef bint left
     cdef tuple place  # in an order that is the same on all ranks, as far as their communicators have names
@@ -28,5 +29,7 @@ cdef void dismiss(uintptr_t base) noexcept nogil
 # Go to all communicators that something can leave, in their order, and free what nobody holds.
 cdef int visit_all(double patience) except -1
 cdef void wake_reaper() noexcept nogil
+# Communicators are aborted, or about to be, by who has no GIL: the reaper tells them.
+cdef void has_been_ended() noexcept nogil
 # The communicators that take part; those alone that something is still to leave, if that is asked for.
 cdef list taking_part(bint held_up)

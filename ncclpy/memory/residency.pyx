@@ -13,19 +13,33 @@ import threading
 import weakref
 
 from cpython.exc cimport PyErr_CheckSignals
+from cpython.ref cimport Py_DECREF, Py_INCREF
 from libcpp cimport bool as bool_t
 
 from ncclpy.abi.driver cimport CUDA_ERROR_NOT_READY, CUcontext, CUevent, CUstreamCaptureMode
 from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclInvalidUsage, ncclResult_t, ncclSuccess
+from ncclpy.core.abort cimport let_graphs_go
 from ncclpy.core.capture cimport relax, restore
 from ncclpy.core.device cimport context_of, enter_device, leave_device, lend_device, take_device_back
 from ncclpy.core.handle cimport lock_within
 from ncclpy.core.library cimport driver, nccl, require
 from ncclpy.core.ranges cimport Ranges
 from ncclpy.core.state cimport ABORTED
-from ncclpy.core.tenant cimport Landlord, Tenant, everyone, move_out, set_landlord, settle
+from ncclpy.core.tenant cimport Landlord, Tenant, everyone, free_door, move_out, new_door, set_landlord, settle
 from ncclpy.core.wait cimport SLICE, begin_thread, name_this_thread, now, wait_for_event
-from ncclpy.memory.segments cimport ADDED, OVERLAPS, Calls, Segment, free_resident, new_resident
+from ncclpy.memory.segments cimport (
+    ADDED,
+    IS_ENDING,
+    LEFT_BEHIND,
+    NOT_ENDED,
+    OVERLAPS,
+    Calls,
+    Segment,
+    free_resident,
+    new_resident,
+)
+
+from ncclpy.core.errors import NcclTimeout
 
 cdef extern from "semaphore.h" nogil:
     ctypedef struct sem_t:
@@ -37,6 +51,10 @@ cdef extern from "semaphore.h" nogil:
 
 cdef extern from "unistd.h" nogil:
     int usleep(unsigned int)
+
+cdef extern from *:
+    int __ATOMIC_SEQ_CST
+    int __atomic_fetch_add(int*, int, int) nogil
 
 log = logging.getLogger("ncclpy")
 
@@ -50,6 +68,7 @@ segments = NULL  # made at the first use; it lives as long as the process
 cdef bint _is_open = False
 cdef object _opening = threading.RLock()  # again, by a finaliser that runs meanwhile
 cdef sem_t _bell  # rings when something is on its way out
+cdef int _endings = 0, _endings_noted = 0  # communicators that were aborted without the GIL
 
 
 cdef int _add(void* ranges, void* comm, const Segment& segment, long long* range) noexcept nogil:
@@ -79,6 +98,7 @@ cdef class Tenancy:
         # One that was never closed may be used by the device for ever; so may what it has.
         if self.left and self.resident != NULL:
             move_out(<Tenant*>self.resident)
+            Py_DECREF(<object>self.ranges)
             free_resident(self.resident)
 
     cdef int visit(self, Handle handle, double until) except -1:
@@ -94,6 +114,8 @@ cdef class Tenancy:
                         take_device_back()
                 handle.unlock()
         # An abort takes the handle away first, and ends what runs after that.
+        if self.resident.ending.load() == IS_ENDING:
+            ended = False
         if ended and (handle.state != ABORTED or all(thread.done for thread in handle.aborting or ())):
             self._leave()
         if self.left and self in _tenancies:
@@ -162,21 +184,28 @@ cdef class _Registrar(Landlord):
             return 0
         tenancy = Tenancy()
         tenancy.left = True  # until it has joined
-        tenancy.resident = new_resident(segments, <void*>handle.ranges, handle.device)
+        tenancy.ranges = <void*>handle.ranges
+        tenancy.resident = new_resident(segments, tenancy.ranges, handle.device)
         if tenancy.resident == NULL:
             raise MemoryError
+        Py_INCREF(handle.ranges)  # until nobody comes without the GIL any more: the collector may take the handle apart first
         saved = <uintptr_t>enter_device(handle.device)
         try:
             settled = settle(<Tenant*>tenancy.resident, context_of(handle.device))
         finally:
             leave_device(<CUcontext>saved)
         if handle.tenant != NULL:  # whoever opens the registry has asked it in as well
-            move_out(<Tenant*>tenancy.resident)
-            free_resident(tenancy.resident)
-            tenancy.resident = NULL
             return 0
-        if not settled or not segments.join(tenancy.resident):
+        if not settled:
             raise MemoryError
+        tenancy.resident.comm = <void*>handle.raw
+        tenancy.resident.door = new_door(<void*>handle)
+        if tenancy.resident.door == NULL:
+            raise MemoryError
+        if not segments.join(tenancy.resident):
+            free_door(tenancy.resident.door)  # the handle's part of it
+            raise MemoryError
+        handle.door = tenancy.resident.door
         tenancy.left = False
         tenancy.ref = weakref.ref(handle)
         tenancy.place = (handle.group_name or "", handle.rank, next(_joined))
@@ -185,6 +214,10 @@ cdef class _Registrar(Landlord):
         _tenancies.sort(key=_place)
         handle.tenant = <Tenant*>tenancy.resident  # from here on its calls let the tenant in
         return 0
+
+    cdef int was_ended(self, object comm) except -1:
+        cdef Handle handle = comm
+        return _note_ending(handle.tenancy, handle)
 
 
 def _place(Tenancy tenancy):
@@ -271,10 +304,43 @@ cdef void _free_some() noexcept nogil:
             take_device_back()
 
 
+cdef void has_been_ended() noexcept nogil:
+    global _endings
+    __atomic_fetch_add(&_endings, 1, __ATOMIC_SEQ_CST)
+    sem_post(&_bell)
+
+
+cdef int _note_endings() except -1:
+    """Tell communicators that were aborted without the GIL, and whoever calls them next, that they were."""
+    global _endings_noted
+    cdef Tenancy tenancy
+    cdef Handle handle
+    _endings_noted = _endings  # before the look: what comes behind it is looked for again
+    for tenancy in list(_tenancies):
+        handle = tenancy.ref()
+        if handle is not None:
+            _note_ending(tenancy, handle)
+    return 0
+
+
+cdef int _note_ending(Tenancy tenancy, Handle handle) except -1:
+    if tenancy.resident.ending.load() == NOT_ENDED or not handle.become(ABORTED):
+        return 0
+    handle.reason = f"its allocator freed the memory at {tenancy.resident.ended_for.load():#x}, which it still used"
+    handle.verdict = NcclTimeout(f"{handle.reason}, and waited for it as long as it may")
+    log.error("%r was aborted: %s", handle, handle.verdict)
+    let_graphs_go(handle)
+    if tenancy.resident.ending.load() == LEFT_BEHIND:
+        log.error("a thread is inside NCCL with %r and cannot be brought back: both are left behind", handle)
+    return 0
+
+
 cdef int visit_all(double patience) except -1:
     """Go to all communicators that something can leave, in their order, and free what nobody holds."""
     cdef Tenancy tenancy
     cdef Handle handle
+    if _endings_noted != _endings:
+        _note_endings()
     for tenancy in list(_tenancies):
         handle = tenancy.ref()
         if handle is None:
@@ -315,7 +381,9 @@ def _reap():
             while sem_trywait(&_bell) == 0:
                 pass
         rest = _BRISK
-        while not _stopped and nccl.ncclMemFree != NULL and (segments.has_leaving() or _ending):
+        while not _stopped and nccl.ncclMemFree != NULL and (
+            segments.has_leaving() or _ending or _endings_noted != _endings
+        ):
             try:
                 visit_all(0.0)
             except BaseException:

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -25,6 +26,7 @@ struct Segment {
   int device;
   bool owned;            // ours to free
   bool leaving = false;
+  bool given_back = false;  // by its allocator: no graph that may use it is launched again
   uint64_t number = 0;   // segments are counted as they come
   size_t holders = 0;    // communicators whose operations may use it
 };
@@ -68,6 +70,16 @@ struct Resident : ncclpy_tenant {
   std::set<uint64_t> to_register;
   std::vector<uint64_t> to_leave, fenced;
   int fence = -1;                          // the event behind which `fenced` can go
+
+  // For who comes from an allocator, without the GIL: the way to its handle; who needs this besides its tenancy; and how
+  // far its abort has come, if memory that it uses was to be freed, with that memory.
+  enum Ending { not_ended, is_ending, has_ended, left_behind };
+  ncclpy_door* door = nullptr;
+  void* comm = nullptr;                        // once that door is shut, and its communicator dropped
+  std::atomic_flag visited = ATOMIC_FLAG_INIT;  // in place of its lock then
+  std::atomic<int> kept{1};
+  std::atomic<int> ending{not_ended};
+  std::atomic<uintptr_t> ended_for{0};
 };
 
 class Segments {
@@ -116,19 +128,62 @@ class Segments {
     if (found == by_base_.end() || found->second->leaving || found->second->owned != owned) {
       return segment_unknown;
     }
-    const std::shared_ptr<Segment> segment = found->second;
-    segment->leaving = true;
-    ++leaving_;
+    return begin_leaving(found);
+  }
+
+  // The same for an allocator that is about to free a segment of its own: what may use it is running now, or never. Returns
+  // its number, also if it is on its way out already; 0 if it is gone, or is none of others.
+  uint64_t give_back(uintptr_t base) noexcept {
+    const Hold hold(mutex_);
+    const auto found = by_base_.find(base);
+    if (found == by_base_.end() || found->second->owned) return 0;
+    const uint64_t number = found->second->number;
+    found->second->given_back = true;
+    if (found->second->leaving) return number;
+    return begin_leaving(found) == segment_gone ? 0 : number;
+  }
+
+  // Whether a segment that is not on its way out stands there exactly so; or memory of ours that reaches as far.
+  bool has(uintptr_t base, size_t bytes, int device) noexcept {
+    const Hold hold(mutex_);
+    auto next = by_base_.upper_bound(base);
+    if (next == by_base_.begin()) return false;
+    const Segment& one = *std::prev(next)->second;
+    if (one.leaving || one.device != device) return false;
+    return one.owned ? base - one.base + bytes <= one.bytes : one.base == base && one.bytes == bytes;
+  }
+
+  // The communicators that may use a segment; each is kept until free_resident() is called for it once more.
+  bool holders(uint64_t number, std::vector<Resident*>* found) noexcept {
+    const Hold hold(mutex_);
+    found->clear();
+    try {
+      found->reserve(residents_.size());
+    } catch (...) {
+      return false;
+    }
     for (Resident* resident : residents_) {
-      const auto entry = resident->entries.find(segment->number);
-      if (entry == resident->entries.end()) continue;
-      if (entry->second.state == Resident::pending) {
-        forget(*resident, segment->number);
-      } else if (entry->second.state != Resident::registering) {  // else who registers it sees to it
-        resident->to_leave.push_back(segment->number);  // there is room: see expect()
+      const auto entry = resident->entries.find(number);
+      if (entry == resident->entries.end() || entry->second.state == Resident::pending) continue;
+      ++resident->kept;
+      found->push_back(resident);
+    }
+    return true;
+  }
+
+  // A communicator was dropped: nobody calls it any more, nor has its lock, and it lives on. What it was asked for being
+  // over, it uses nothing.
+  void let_out_dropped(Resident& resident, uint64_t number) noexcept {
+    if (resident.unknown || !calls_.over(resident.events[0]) || !calls_.over(resident.events[1])) return;
+    if (resident.visited.test_and_set()) return;
+    {
+      const Hold hold(mutex_);
+      for (auto* list : {&resident.to_leave, &resident.fenced}) {
+        list->erase(std::remove(list->begin(), list->end(), number), list->end());
       }
     }
-    return segment->holders == 0 ? let_go(found) : segment_leaving;
+    deregister(resident, resident.comm, number);
+    resident.visited.clear();
   }
 
   SegmentState state(uintptr_t base, uint64_t number) noexcept {
@@ -230,9 +285,8 @@ class Segments {
   // Whether there is something that can leave this communicator, should what was issued be over.
   bool can_leave(const Resident* resident) noexcept {
     const Hold hold(mutex_);
-    const uint64_t to = resident->captured_to;
     return !resident->fenced.empty() || std::any_of(resident->to_leave.begin(), resident->to_leave.end(),
-                                                    [to](uint64_t number) { return number > to; });
+                                                    [=](uint64_t number) { return !is_kept(*resident, number); });
   }
   // Whether anything is on its way out.
   bool has_leaving() noexcept {
@@ -306,6 +360,29 @@ class Segments {
     resident.entries.erase(number);
   }
 
+  // Whether a graph may use it that may be launched again.
+  static bool is_kept(const Resident& resident, uint64_t number) noexcept {
+    if (number > resident.captured_to) return false;
+    const auto found = resident.entries.find(number);
+    return found != resident.entries.end() && !found->second.segment->given_back;
+  }
+
+  SegmentState begin_leaving(std::map<uintptr_t, std::shared_ptr<Segment>>::iterator found) noexcept {
+    const std::shared_ptr<Segment> segment = found->second;
+    segment->leaving = true;
+    ++leaving_;
+    for (Resident* resident : residents_) {
+      const auto entry = resident->entries.find(segment->number);
+      if (entry == resident->entries.end()) continue;
+      if (entry->second.state == Resident::pending) {
+        forget(*resident, segment->number);
+      } else if (entry->second.state != Resident::registering) {  // else who registers it sees to it
+        resident->to_leave.push_back(segment->number);  // there is room: see expect()
+      }
+    }
+    return segment->holders == 0 ? let_go(found) : segment_leaving;
+  }
+
   void let_holder_go(Segment& segment) noexcept {
     if (--segment.holders == 0 && segment.leaving) let_go(by_base_.find(segment.base));
   }
@@ -358,8 +435,8 @@ class Segments {
     if (!resident.fenced.empty()) return true;
     // What graphs may use stays as long as the communicator.
     auto& list = resident.to_leave;
-    const uint64_t to = resident.captured_to;
-    const auto first = std::partition(list.begin(), list.end(), [to](uint64_t number) { return number <= to; });
+    const auto first =
+        std::partition(list.begin(), list.end(), [&](uint64_t number) { return is_kept(resident, number); });
     resident.fenced.insert(resident.fenced.end(), first, list.end());
     list.erase(first, list.end());
     if (!resident.fenced.empty() && resident.known) {  // else nothing was issued since the last fence was passed
@@ -428,6 +505,11 @@ inline Resident* new_resident(Segments* home, void* ranges, int device) {
   return resident;
 }
 
-inline void free_resident(Resident* resident) { delete resident; }
+// When the last one who keeps it says so.
+inline void free_resident(Resident* resident) {
+  if (--resident->kept != 0) return;
+  ncclpy_door_free(resident->door);
+  delete resident;
+}
 
 }  // namespace ncclpy

@@ -72,6 +72,11 @@ cdef bool_t _over(void* event) noexcept nogil:
     return driver.cuEventQuery != NULL and driver.cuEventQuery(<CUevent>event) != CUDA_ERROR_NOT_READY
 
 
+cdef void _forget(void* event) noexcept nogil:
+    if driver.cuEventDestroy_v2 != NULL:
+        driver.cuEventDestroy_v2(<CUevent>event)
+
+
 cdef class Tenancy:
     """A communicator's part in the registry: what of it is registered there, until its end."""
 
@@ -219,7 +224,7 @@ cdef int _open_once() except -1:
 
 cdef Segments* _none_yet() except NULL:
     cdef Calls calls
-    calls.add, calls.drop, calls.over = _add, _drop, _over
+    calls.add, calls.drop, calls.over, calls.forget = _add, _drop, _over, _forget
     return new Segments(calls)
 
 
@@ -230,13 +235,18 @@ def _forked():
     _tenancies.clear()
 
 
-cdef int enlist(uintptr_t base, size_t nbytes, int device, bint owned) except -1:
+cdef int enlist(uintptr_t base, size_t nbytes, int device) except -1:
     cdef uintptr_t other = 0
     cdef size_t other_bytes = 0
     cdef int added
     open_registry()
     with nogil:
-        added = segments.add(base, nbytes, device, owned, &other, &other_bytes)
+        added = segments.add(base, nbytes, device, False, &other, &other_bytes, 0)
+    return check_added(added, base, nbytes, other, other_bytes)
+
+
+cdef int check_added(int added, uintptr_t base, size_t nbytes, uintptr_t other, size_t other_bytes) except -1:
+    """Raise if a segment was not added."""
     if added == OVERLAPS:
         raise ValueError(
             f"pointer: {nbytes} bytes at {base:#x} overlap the segment of {other_bytes} bytes at {other:#x}, which is in "
@@ -251,24 +261,24 @@ cdef void dismiss(uintptr_t base) noexcept nogil:
     if nccl.ncclMemFree == NULL or segments == NULL:  # a forked child has none
         return
     segments.remove(base, True)
-    _free_some()
+    free_some()
     if segments.has_leaving():
         sem_post(&_bell)
 
 
-cdef void _free_some() noexcept nogil:
+cdef void free_some() noexcept nogil:
     """Free what nobody holds."""
     cdef uintptr_t base = 0
     cdef int device = 0
     cdef bint lent
-    cdef CUstreamCaptureMode mode
+    cdef CUstreamCaptureMode mode = relax()
+    segments.ask_awaited()
     while segments.next_to_free(&base, &device):
         lent = lend_device(device)
-        mode = relax()
         segments.freed(nccl.ncclMemFree(<void*>base) == ncclSuccess)  # else it stays allocated, and nobody has it
-        restore(mode)
         if lent:
             take_device_back()
+    restore(mode)
 
 
 cdef int visit_all(double patience) except -1:
@@ -291,7 +301,7 @@ cdef int visit_all(double patience) except -1:
             _ending.remove(handle)
     handle = None
     with nogil:
-        _free_some()
+        free_some()
     return 0
 
 

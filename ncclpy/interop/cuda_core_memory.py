@@ -1,0 +1,85 @@
+"""A memory resource of cuda.core over memory that NCCL knows."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+try:
+    from cuda.core import Buffer, MemoryResource
+except ImportError:  # before cuda.core 1.0
+    from cuda.core.experimental import Buffer, MemoryResource
+
+from ncclpy.core import device as device_module
+from ncclpy.core.errors import NcclUnsupported
+from ncclpy.memory.allocator import give, open_allocator, take
+
+
+def source(device: int | None) -> CudaCoreSource:
+    """Return a new resource, of a device or of the current one."""
+    return CudaCoreSource(device)
+
+
+class NcclMemoryResource(MemoryResource):
+    """Memory of `ncclMemAlloc` that stands in the registry; each buffer is a segment."""
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+
+    def allocate(self, size: int, stream: Any = None) -> Any:
+        """Return a buffer of so many bytes. It is there at once, so the stream waits for nothing."""
+        pointer = take(size, self._device)
+        try:
+            try:
+                return Buffer.from_handle(pointer, size, mr=self, stream=stream)
+            except TypeError:  # before cuda.core 1.2
+                return Buffer.from_handle(pointer, size, mr=self)
+        except BaseException:
+            give(pointer, self._device)
+            raise
+
+    def deallocate(self, ptr: Any, size: int, stream: Any = None) -> None:
+        """Give memory back: it is freed behind what the stream has queued, and communicators were asked for."""
+        give(int(ptr), self._device, 0 if stream is None else int(stream.__cuda_stream__()[1]))
+
+    @property
+    def is_device_accessible(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def is_host_accessible(self) -> bool:
+        """False."""
+        return False
+
+    @property
+    def is_managed(self) -> bool:
+        """False."""
+        return False
+
+    @property
+    def device_id(self) -> int:
+        """The ordinal of its device."""
+        return self._device
+
+
+class CudaCoreSource:
+    """What makes and keeps such a resource."""
+
+    def __init__(self, device: int | None) -> None:
+        open_allocator()
+        self.resource = NcclMemoryResource(device_module.current() if device is None else device)
+
+    def inside(self) -> contextlib.AbstractContextManager[Any]:
+        """Refuse: cuda.core has no current resource."""
+        raise NcclUnsupported("cuda.core has no current allocator: pass Attachment.resource to what allocates")
+
+    def empty(self, shape: Any, dtype: Any) -> Any:
+        """Refuse: cuda.core has no arrays."""
+        raise TypeError("cuda.core has buffers, and no arrays")
+
+    def install(self) -> None:
+        """Do nothing: cuda.core has no current resource."""
+
+    def remove(self) -> None:
+        """Do nothing: buffers keep the resource."""

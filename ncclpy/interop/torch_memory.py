@@ -1,0 +1,63 @@
+"""Torch's memory pools over memory that NCCL knows."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from ncclpy.core.errors import NcclUnsupported
+from ncclpy.memory.allocator import ALLOC, FREE, open_allocator
+
+#: Torch's object for our two functions: its pools point to it and do not keep it, nor does what they have allocated.
+_allocators: list[Any] = []
+
+
+def source(device: int | None) -> TorchSource:
+    """Return a new pool of torch's, of a device or of the current one."""
+    return TorchSource(device)
+
+
+def _allocator() -> Any:
+    if not _allocators:
+        _allocators.append(torch.cuda.memory.CUDAPluggableAllocator(open_allocator(), ALLOC, FREE))
+    return _allocators[0].allocator()
+
+
+class TorchSource:
+    """A ``torch.cuda.MemPool``."""
+
+    def __init__(self, device: int | None) -> None:
+        if not torch.cuda.is_available():
+            raise NcclUnsupported("torch finds no GPU here, or was built without CUDA")
+        if not hasattr(torch.cuda, "MemPool"):
+            raise NcclUnsupported(f"torch {torch.__version__} has no torch.cuda.MemPool; 2.6 has")
+        if torch.cuda.get_allocator_backend() != "native":
+            raise NcclUnsupported(
+                f"torch's allocator is {torch.cuda.get_allocator_backend()!r}; pools are part of 'native' "
+                "(PYTORCH_CUDA_ALLOC_CONF, backend)"
+            )
+        torch.cuda.init()
+        self._device = device
+        with torch.cuda.device(torch.cuda.current_device() if device is None else device):
+            open_allocator()
+            self.resource: Any = torch.cuda.MemPool(_allocator())
+
+    def inside(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which this thread's tensors come from the pool."""
+        context: contextlib.AbstractContextManager[Any] = torch.cuda.use_mem_pool(self.resource, self._device)
+        return context
+
+    def empty(self, shape: Any, dtype: Any) -> Any:
+        """Return a tensor."""
+        if isinstance(dtype, str):
+            dtype = getattr(torch, dtype)
+        device = torch.cuda.current_device() if self._device is None else self._device
+        return torch.empty(shape, dtype=dtype, device=f"cuda:{device}")
+
+    def install(self) -> None:
+        """Do nothing: torch replaces no allocator that is in use."""
+
+    def remove(self) -> None:
+        """Do nothing: the pool goes with its last user."""

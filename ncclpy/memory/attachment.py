@@ -1,0 +1,153 @@
+"""Attachments: an allocator of a framework over memory that NCCL knows, without a communicator and without windows."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import threading
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from typing_extensions import Self
+
+from ncclpy.core.errors import NcclUnsupported
+from ncclpy.core.library import library
+from ncclpy.memory.frameworks import Source, framework_of
+
+__all__ = ["Attachment", "attach"]
+
+#: What has been attached and is not closed, by the framework's name.
+_attached: dict[str, Attachment] = {}
+_lock = threading.Lock()
+
+
+def attach(framework: Literal["torch", "cupy", "rmm", "cuda.core"], *, hooks: bool = False) -> Attachment:
+    """Have a framework allocate memory that NCCL knows, on each communicator of its device.
+
+    Nothing is compiled. CuPy and rmm allocate there from now on, until `Attachment.close`. Torch lets nobody replace
+    an allocator that is in use: there what is allocated in `Attachment.use`, or with ``torch.cuda.use_mem_pool`` in
+    `Attachment.resource`, is NCCL's, with expandable segments too; its default pool is left as it is. Of cuda.core
+    `Attachment.resource` is a ``MemoryResource``, which is passed to whoever allocates.
+
+    Parameters
+    ----------
+    framework : {"torch", "cupy", "rmm", "cuda.core"}
+        Whose.
+    hooks : bool, optional
+        Of torch: have its default pool's segments registered too, those of today and of later, through the allocator's
+        own hooks.
+
+    Returns
+    -------
+    Attachment
+
+    Raises
+    ------
+    RuntimeError
+        If the framework is attached already: it is attached once, and again after `Attachment.close`.
+    ImportError
+        If the framework cannot be imported.
+    NcclUnsupported
+        On the host engine; before NCCL 2.19; with `hooks` where there are none. With expandable segments torch's
+        default pool is refused: its segments grow in place, and NCCL has no call for memory that does.
+    ValueError
+        If there is no such framework.
+    """
+    if hooks:
+        made_by_hooks: Attachment = _with_hooks(framework)
+        return made_by_hooks
+    found = framework_of(framework, "attach")
+    with _lock:
+        if framework in _attached:
+            raise RuntimeError(f"{framework} is attached already, by {_attached[framework]!r}; close that one first")
+        made = Attachment(framework, found.source(None))
+        made._install()
+        _attached[framework] = made
+        return made
+
+
+def _with_hooks(framework: str) -> Any:
+    if framework != "torch":
+        raise ValueError(f"hooks: torch's allocator has hooks, {framework!r:.80}'s has none")
+    if library().engine == "host":
+        raise NcclUnsupported("attach: torch's allocator is one of GPUs, and the host engine has none")
+    try:
+        module: Any = importlib.import_module("ncclpy.interop.torch_hooks")
+    except ModuleNotFoundError as error:
+        raise NcclUnsupported(
+            "attach: hooks=True needs ncclpy's module for torch's allocator hooks, which is not built; without it "
+            "a pool is registered: attach('torch'), or memory.pool('torch', comm)"
+        ) from error
+    return module.attach()
+
+
+class Attachment:
+    """A framework's allocator over memory that NCCL knows; `memory.attach` makes it.
+
+    As a context it is closed at the end of the block. Arrays may outlive it: their memory goes when the framework
+    gives it back, as that of `memory.alloc`.
+    """
+
+    def __init__(self, framework: str, source: Source) -> None:
+        self._framework = framework
+        self._source: Source | None = source
+
+    @property
+    def framework(self) -> str:
+        """Whose allocator it is."""
+        return self._framework
+
+    @property
+    def resource(self) -> Any:
+        """The framework's own object; None when closed.
+
+        A ``torch.cuda.MemPool``, a ``cupy.cuda.MemoryPool``, an ``rmm.mr.CallbackMemoryResource`` or a
+        ``cuda.core.MemoryResource``.
+        """
+        source = self._source
+        return None if source is None else source.resource
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was given back by `close`."""
+        return self._source is None
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[Self]:
+        """Return a context in which what this thread allocates comes from here, on the current device.
+
+        Raises
+        ------
+        ValueError
+            If it is closed.
+        NcclUnsupported
+            Of cuda.core, which has no current allocator.
+        """
+        source = self._source
+        if source is None:
+            raise ValueError(f"this attachment of {self._framework} is closed; arrays made in it are as good as ever")
+        with source.inside():
+            yield self
+
+    def _install(self) -> None:
+        if self._source is not None:
+            self._source.install()
+
+    def close(self) -> None:
+        """Have the framework allocate as before; twice does nothing. Arrays keep their memory."""
+        with _lock:
+            source, self._source = self._source, None
+            if source is None:
+                return
+            if _attached.get(self._framework) is self:
+                del _attached[self._framework]
+            source.remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<ncclpy.memory.Attachment of {self._framework}{', closed' if self.closed else ''}>"

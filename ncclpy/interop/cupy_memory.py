@@ -51,7 +51,7 @@ class CupySource:
 
     def empty(self, shape: Any, dtype: Any) -> Any:
         """Return an array."""
-        return cupy.empty(shape, dtype)
+        return cupy.empty(shape, str(getattr(dtype, "name", dtype)).lower())
 
     def install(self) -> None:
         """Have CuPy allocate from the pool, in all threads."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from typing import Any
 
 import torch
@@ -10,8 +11,10 @@ import torch
 from ncclpy.core.errors import NcclUnsupported
 from ncclpy.memory.allocator import ALLOC, FREE, open_allocator
 
-#: Torch's object for our two functions: its pools point to it and do not keep it, nor does what they have allocated.
+#: Torch's object for our two functions.
 _allocators: list[Any] = []
+#: What torch calls NCCL's types where the names differ.
+_NAMES = {"float8e4m3": "float8_e4m3fn", "float8e5m2": "float8_e5m2"}
 
 
 def source(device: int | None) -> TorchSource:
@@ -21,7 +24,10 @@ def source(device: int | None) -> TorchSource:
 
 def _allocator() -> Any:
     if not _allocators:
-        _allocators.append(torch.cuda.memory.CUDAPluggableAllocator(open_allocator(), ALLOC, FREE))
+        made = torch.cuda.memory.CUDAPluggableAllocator(open_allocator(), ALLOC, FREE)
+        # Torch's pools point to it and do not keep it, nor does what they have allocated: it outlives Python.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(made.allocator()))
+        _allocators.append(made)
     return _allocators[0].allocator()
 
 
@@ -51,8 +57,9 @@ class TorchSource:
 
     def empty(self, shape: Any, dtype: Any) -> Any:
         """Return a tensor."""
-        if isinstance(dtype, str):
-            dtype = getattr(torch, dtype)
+        if not isinstance(dtype, torch.dtype):
+            name = str(getattr(dtype, "name", dtype)).lower()
+            dtype = getattr(torch, _NAMES.get(name, name))
         device = torch.cuda.current_device() if self._device is None else self._device
         return torch.empty(shape, dtype=dtype, device=f"cuda:{device}")
 

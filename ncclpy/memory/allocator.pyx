@@ -193,7 +193,7 @@ cdef class Hold:
 
     def __init__(self, number, pointer):
         if segments == NULL or not segments.hold(pointer, number):
-            raise ValueError(f"the segment at {pointer:#x} is no longer there")
+            raise LookupError(f"the segment at {pointer:#x} is no longer there")
         self.base, self.number = pointer, number
 
     def __dealloc__(self):

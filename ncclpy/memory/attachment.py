@@ -18,7 +18,7 @@ __all__ = ["Attachment", "attach"]
 
 #: What has been attached and is not closed, by the framework's name.
 _attached: dict[str, Attachment] = {}
-_lock = threading.Lock()
+_lock = threading.RLock()  # again, by a finaliser that runs meanwhile
 
 
 def attach(framework: Literal["torch", "cupy", "rmm", "cuda.core"], *, hooks: bool = False) -> Attachment:
@@ -82,7 +82,7 @@ def _with_hooks(framework: str) -> Any:
 
 
 class Attachment:
-    """A framework's allocator over memory that NCCL knows; `memory.attach` makes it.
+    """Have a framework allocate memory that NCCL knows, until `close`; `memory.attach` makes it.
 
     As a context it is closed at the end of the block. Arrays may outlive it: their memory goes when the framework
     gives it back, as that of `memory.alloc`.

@@ -68,7 +68,7 @@ def pool(framework: Literal["torch", "cupy", "numpy"], comm_or_group: Any, *, sy
 
 
 class Pool:
-    """Memory of one framework, one device and one communicator; `memory.pool` makes it.
+    """Keep segments of one framework, one device and one communicator together; `memory.pool` makes it.
 
     As a context it may be entered any number of times, and in several threads; it concerns what the thread allocates
     that has entered it. Arrays may outlive the block, the pool and the communicator.
@@ -219,22 +219,28 @@ class Pool:
             timeout = _PATIENCE if self._comm is None or self._comm.timeout is None else self._comm.timeout
         deadline = time.monotonic() + timeout
         comm = self._communicator(deadline)
-        new = [one for one in segments_of(self._number) if one[0] not in self._windows and one[3] == self._device]
+        new = self._new_segments()  # from here on they stay, whatever their framework frees meanwhile
         if comm.nranks > 1:
             before = enter_pool(0)  # what is allocated for this is no part of it
             try:
-                self._compare([nbytes for _, _, nbytes, _ in new], comm.nranks, deadline)
+                self._compare([buffer.nbytes for buffer in new.values()], comm.nranks, deadline)
             finally:
                 enter_pool(before)
         if not new:
             return []
-        made = []
         with Group(timeout=_left(deadline)) if comm.nranks > 1 else Group():
-            for number, base, nbytes, device in new:
-                buffer = Buffer(base, nbytes, "uint8", device=device, owner=Hold(number, base))
-                made.append(comm.window(buffer))
-        self._windows.update((one[0], window) for one, window in zip(new, made, strict=True))
+            made = [comm.window(buffer) for buffer in new.values()]
+        self._windows.update(zip(new, made, strict=True))
         return made
+
+    def _new_segments(self) -> dict[int, Buffer]:
+        """Return the segments that have no window, by their numbers."""
+        new = {}
+        for number, base, nbytes, device in segments_of(self._number):
+            if number not in self._windows and device == self._device:
+                with contextlib.suppress(LookupError):  # it was freed just now
+                    new[number] = Buffer(base, nbytes, "uint8", device=device, owner=Hold(number, base))
+        return new
 
     def _communicator(self, deadline: float) -> Communicator:
         if self._comm is not None:
@@ -325,8 +331,8 @@ def difference(ranks: list[tuple[int, list[int]]]) -> str:
         place = next((i for i, (a, b) in pairs if a != b), min(len(sizes), len(other_sizes)))
         here, there = (f"{each[place]} bytes" if place < len(each) else "none" for each in (sizes, other_sizes))
         return (
-            f"the ranks have allocated different segments: of the {len(sizes)} new ones of rank 0 and the "
-            f"{len(other_sizes)} of rank {rank}, number {place} has {here} on rank 0 and {there} on rank {rank}"
+            f"the ranks have allocated different segments: number {place} has {here} on rank 0 and {there} on rank {rank} "
+            f"(of {len(sizes)} and {len(other_sizes)} that have no window)"
         )
     return "the ranks have sent what does not fit together"
 

@@ -113,7 +113,7 @@ def test_a_world_of_one_needs_no_deadline(comm1, host_engine):
         ({1: [100, 200], 2: [100, 300]}, "number 1 has 200 bytes on rank 0 and 300 bytes on rank 2"),
         (
             {1: [100]},
-            "the 2 new ones of rank 0 and the 1 of rank 1, number 1 has 200 bytes on rank 0 and none on rank 1",
+            "number 1 has 200 bytes on rank 0 and none on rank 1 (of 2 and 1 that have no window)",
         ),
         ({1: [100, 200, 5]}, "number 2 has none on rank 0 and 5 bytes on rank 1"),
         ({2: []}, "number 0 has 100 bytes on rank 0 and none on rank 2"),

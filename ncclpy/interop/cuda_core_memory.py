@@ -5,11 +5,6 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-try:
-    from cuda.core import Buffer, MemoryResource
-except ImportError:  # before cuda.core 1.0
-    from cuda.core.experimental import Buffer, MemoryResource
-
 from ncclpy.core import device as device_module
 from ncclpy.core.errors import NcclUnsupported
 from ncclpy.memory.allocator import give, open_allocator, take
@@ -20,20 +15,30 @@ def source(device: int | None) -> CudaCoreSource:
     return CudaCoreSource(device)
 
 
-class NcclMemoryResource(MemoryResource):
-    """Memory of `ncclMemAlloc` that stands in the registry; each buffer is a segment."""
+def _core() -> Any:
+    try:
+        import cuda.core as core
+    except ImportError:
+        core = None
+    if not hasattr(core, "MemoryResource"):  # before cuda.core 1.0
+        import cuda.core.experimental as core
+    return core
 
-    def __init__(self, device: int) -> None:
-        self._device = device
+
+class _Resource:
+    """What makes a ``MemoryResource`` one of ours; each buffer is a segment."""
+
+    def __init__(self, core: Any, device: int) -> None:
+        self._core, self._device = core, device
 
     def allocate(self, size: int, stream: Any = None) -> Any:
         """Return a buffer of so many bytes. It is there at once, so the stream waits for nothing."""
         pointer = take(size, self._device)
         try:
             try:
-                return Buffer.from_handle(pointer, size, mr=self, stream=stream)
+                return self._core.Buffer.from_handle(pointer, size, mr=self, stream=stream)
             except TypeError:  # before cuda.core 1.2
-                return Buffer.from_handle(pointer, size, mr=self)
+                return self._core.Buffer.from_handle(pointer, size, mr=self)
         except BaseException:
             give(pointer, self._device)
             raise
@@ -67,14 +72,16 @@ class CudaCoreSource:
     """What makes and keeps such a resource."""
 
     def __init__(self, device: int | None) -> None:
+        core = _core()
         open_allocator()
-        self.resource = NcclMemoryResource(device_module.current() if device is None else device)
+        kind = type("NcclMemoryResource", (_Resource, core.MemoryResource), {})
+        self.resource: Any = kind(core, device_module.current() if device is None else device)
 
     def inside(self) -> contextlib.AbstractContextManager[Any]:
         """Refuse: cuda.core has no current resource."""
         raise NcclUnsupported("cuda.core has no current allocator: pass Attachment.resource to what allocates")
 
-    def empty(self, shape: Any, dtype: Any) -> Any:
+    def empty(self, shape: Any, dtype: Any, device: int) -> Any:
         """Refuse: cuda.core has no arrays."""
         raise TypeError("cuda.core has buffers, and no arrays")
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-import rmm
-
 from ncclpy.core import device as device_module
 from ncclpy.memory.allocator import give, open_allocator, take
 
 
 def source(device: int | None) -> RmmSource:
     """Return a new resource, of the current device."""
-    return RmmSource(device)
+    import rmm
+
+    return RmmSource(rmm, device)
 
 
 def _handle(stream: Any) -> int:
@@ -24,7 +24,8 @@ def _handle(stream: Any) -> int:
 class RmmSource:
     """An ``rmm.mr.CallbackMemoryResource``; each allocation is a segment, so a pool of rmm's belongs on top."""
 
-    def __init__(self, device: int | None) -> None:
+    def __init__(self, rmm: Any, device: int | None) -> None:
+        self._rmm = rmm
         self._device = device_module.current() if device is None else device
         open_allocator()
         self.resource: Any = rmm.mr.CallbackMemoryResource(self._allocate, self._deallocate)
@@ -39,23 +40,23 @@ class RmmSource:
     @contextlib.contextmanager
     def inside(self) -> Any:
         """Return a context in which rmm allocates there, in all threads: it knows no other way."""
-        before = rmm.mr.get_current_device_resource()
-        rmm.mr.set_current_device_resource(self.resource)
+        before = self._rmm.mr.get_current_device_resource()
+        self._rmm.mr.set_current_device_resource(self.resource)
         try:
             yield
         finally:
-            rmm.mr.set_current_device_resource(before)
+            self._rmm.mr.set_current_device_resource(before)
 
-    def empty(self, shape: Any, dtype: Any) -> Any:
+    def empty(self, shape: Any, dtype: Any, device: int) -> Any:
         """Refuse: rmm has no arrays."""
         raise TypeError("rmm has buffers, and no arrays")
 
     def install(self) -> None:
         """Have rmm allocate there, on this device."""
-        self._before = rmm.mr.get_current_device_resource()
-        rmm.mr.set_current_device_resource(self.resource)
+        self._before = self._rmm.mr.get_current_device_resource()
+        self._rmm.mr.set_current_device_resource(self.resource)
 
     def remove(self) -> None:
         """Have rmm allocate as before, unless somebody has replaced the resource since."""
-        if rmm.mr.get_current_device_resource() is self.resource:
-            rmm.mr.set_current_device_resource(self._before)
+        if self._rmm.mr.get_current_device_resource() is self.resource:
+            self._rmm.mr.set_current_device_resource(self._before)

@@ -6,8 +6,6 @@ import contextlib
 import ctypes
 from typing import Any
 
-import torch
-
 from ncclpy.core.errors import NcclUnsupported
 from ncclpy.memory.allocator import ALLOC, FREE, open_allocator
 
@@ -19,10 +17,12 @@ _NAMES = {"float8e4m3": "float8_e4m3fn", "float8e5m2": "float8_e5m2"}
 
 def source(device: int | None) -> TorchSource:
     """Return a new pool of torch's, of a device or of the current one."""
-    return TorchSource(device)
+    import torch
+
+    return TorchSource(torch, device)
 
 
-def _allocator() -> Any:
+def _allocator(torch: Any) -> Any:
     if not _allocators:
         made = torch.cuda.memory.CUDAPluggableAllocator(open_allocator(), ALLOC, FREE)
         # Torch's pools point to it and do not keep it, nor does what they have allocated: it outlives Python.
@@ -34,7 +34,7 @@ def _allocator() -> Any:
 class TorchSource:
     """A ``torch.cuda.MemPool``."""
 
-    def __init__(self, device: int | None) -> None:
+    def __init__(self, torch: Any, device: int | None) -> None:
         if not torch.cuda.is_available():
             raise NcclUnsupported("torch finds no GPU here, or was built without CUDA")
         if not hasattr(torch.cuda, "MemPool"):
@@ -45,22 +45,22 @@ class TorchSource:
                 "(PYTORCH_CUDA_ALLOC_CONF, backend)"
             )
         torch.cuda.init()
-        self._device = device
+        self._torch, self._device = torch, device
         with torch.cuda.device(torch.cuda.current_device() if device is None else device):
             open_allocator()
-            self.resource: Any = torch.cuda.MemPool(_allocator())
+            self.resource: Any = torch.cuda.MemPool(_allocator(torch))
 
     def inside(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which this thread's tensors come from the pool."""
-        context: contextlib.AbstractContextManager[Any] = torch.cuda.use_mem_pool(self.resource, self._device)
+        context: contextlib.AbstractContextManager[Any] = self._torch.cuda.use_mem_pool(self.resource, self._device)
         return context
 
-    def empty(self, shape: Any, dtype: Any) -> Any:
+    def empty(self, shape: Any, dtype: Any, device: int) -> Any:
         """Return a tensor."""
+        torch = self._torch
         if not isinstance(dtype, torch.dtype):
             name = str(getattr(dtype, "name", dtype)).lower()
             dtype = getattr(torch, _NAMES.get(name, name))
-        device = torch.cuda.current_device() if self._device is None else self._device
         return torch.empty(shape, dtype=dtype, device=f"cuda:{device}")
 
     def install(self) -> None:

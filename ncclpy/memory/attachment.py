@@ -12,7 +12,7 @@ from typing_extensions import Self
 
 from ncclpy.core.errors import NcclUnsupported
 from ncclpy.core.library import library
-from ncclpy.memory.frameworks import Source, framework_of
+from ncclpy.memory.frameworks import Source, source_of
 
 __all__ = ["Attachment", "attach"]
 
@@ -56,11 +56,10 @@ def attach(framework: Literal["torch", "cupy", "rmm", "cuda.core"], *, hooks: bo
     if hooks:
         made_by_hooks: Attachment = _with_hooks(framework)
         return made_by_hooks
-    found = framework_of(framework, "attach")
     with _lock:
         if framework in _attached:
             raise RuntimeError(f"{framework} is attached already, by {_attached[framework]!r}; close that one first")
-        made = Attachment(framework, found.source(None))
+        made = Attachment(framework, source_of(framework, "attach", None))
         made._install()
         _attached[framework] = made
         return made

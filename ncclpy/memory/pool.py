@@ -23,9 +23,9 @@ from ncclpy.core.library import library
 from ncclpy.core.stream import Stream
 from ncclpy.core.types import DataTypeLike
 from ncclpy.core.window import Window
-from ncclpy.memory.allocation import alloc, empty
+from ncclpy.memory.allocation import alloc
 from ncclpy.memory.allocator import Hold, check_endable, enter_pool, new_pool, segments_of
-from ncclpy.memory.frameworks import Source, framework_of
+from ncclpy.memory.frameworks import Source, source_of
 
 __all__ = ["Pool", "pool"]
 
@@ -89,7 +89,7 @@ class Pool:
             raise NcclUnsupported("pool: symmetric=True needs ncclCommWindowRegister, which NCCL has from 2.27 on")
         self._device: int = comm_or_group.device
         self._framework = framework
-        self._source: Source | None = framework_of(framework, "pool").source(self._device)
+        self._source: Source | None = source_of(framework, "pool", self._device)
         self._symmetric = symmetric
         self._number = new_pool()
         self._entered = threading.local()
@@ -148,9 +148,7 @@ class Pool:
         """
         self._check_open()
         with self._inside() as source:
-            if self._framework == "numpy":
-                return empty(shape, dtype, device=self._device, framework="numpy")
-            return source.empty(shape, dtype)
+            return source.empty(shape, dtype, self._device)
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[Source]:
@@ -283,8 +281,9 @@ class Pool:
                 recv = staged.buffer("int64", got.size, offset=values.nbytes)
                 device_module.copy(staged.pointer, values.ctypes.data, values.nbytes, stream)
                 self._all_gather(send, recv, stream, deadline)
-                device_module.copy(got.ctypes.data, staged.pointer + values.nbytes, got.nbytes, stream)
                 stream.synchronize()  # its end is that of the all-gather, which has a deadline
+                device_module.copy(got.ctypes.data, staged.pointer + values.nbytes, got.nbytes, stream)
+                stream.synchronize()
         if self._comm is not None:
             self._comm.wait_ready()  # raises if that was aborted
         return got
@@ -331,8 +330,8 @@ def difference(ranks: list[tuple[int, list[int]]]) -> str:
         place = next((i for i, (a, b) in pairs if a != b), min(len(sizes), len(other_sizes)))
         here, there = (f"{each[place]} bytes" if place < len(each) else "none" for each in (sizes, other_sizes))
         return (
-            f"the ranks have allocated different segments: number {place} has {here} on rank 0 and {there} on rank {rank} "
-            f"(of {len(sizes)} and {len(other_sizes)} that have no window)"
+            f"the ranks have allocated different segments: number {place} has {here} on rank 0 and {there} on rank "
+            f"{rank} (of {len(sizes)} and {len(other_sizes)} that have no window)"
         )
     return "the ranks have sent what does not fit together"
 

@@ -185,7 +185,7 @@ class Stub:
     def __init__(self):
         self.current = ["its own"]
 
-    def source(self, device):
+    def source(self):
         outer = self
 
         class Source:
@@ -205,7 +205,7 @@ class Stub:
 
 def test_attached_once(monkeypatch):
     stub = Stub()
-    monkeypatch.setattr("ncclpy.memory.attachment.framework_of", lambda name, what: stub)
+    monkeypatch.setattr("ncclpy.memory.attachment.source_of", lambda name, what, device: stub.source())
     attached = memory.attach("cupy")
     assert stub.current == ["its own", "ours"] and attached.resource == "ours" and attached.framework == "cupy"
     with pytest.raises(RuntimeError, match=r"cupy is attached already, by <ncclpy.memory.Attachment of cupy>"):
@@ -223,13 +223,8 @@ def test_attached_once(monkeypatch):
 def test_an_absent_framework_is_named(monkeypatch):
     """Each as it is on a machine with GPUs that has not got the package."""
     monkeypatch.setattr("ncclpy.memory.frameworks.library", lambda: types.SimpleNamespace(engine="cuda"))
-    for framework, module, package in (
-        ("torch", "torch_memory", "torch"),
-        ("cupy", "cupy_memory", "cupy"),
-        ("rmm", "rmm_memory", "rmm"),
-        ("cuda.core", "cuda_core_memory", "cuda"),
-    ):
-        monkeypatch.delitem(sys.modules, f"ncclpy.interop.{module}", raising=False)
+    monkeypatch.setattr("ncclpy.core.device.current", lambda: 0)
+    for framework, package in (("torch", "torch"), ("cupy", "cupy"), ("rmm", "rmm"), ("cuda.core", "cuda")):
         monkeypatch.setitem(sys.modules, package, None)
         with pytest.raises(ImportError, match=f"attach: {framework} cannot be imported here"):
             memory.attach(framework)

@@ -81,12 +81,29 @@ def test_a_free_is_behind_its_stream(functions, registry, host_engine):
     testing.close_all(comms)
 
 
-def test_no_python_runs_there(functions, registry, host_engine):
-    """Threads that never have the GIL allocate and free while this one keeps it."""
+def test_no_python_runs_there(host_engine):
+    """A thread that Python knows nothing of gives memory back, while the GIL is held until it has done so."""
+    testing.run_python(
+        """
+        import ctypes
+        from ncclpy import memory
+        from ncclpy.memory import allocator
+        _, free = allocator.addresses()
+        libc = ctypes.PyDLL(None)  # calls keep the GIL
+        libc.pthread_create.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+        libc.pthread_join.argtypes = [ctypes.c_ulong, ctypes.c_void_p]
+        for _ in range(20):
+            pointer, thread = allocator.take(64, 0), ctypes.c_ulong()
+            assert libc.pthread_create(ctypes.byref(thread), None, free, pointer) == 0
+            assert libc.pthread_join(thread, None) == 0
+        registry = memory.SegmentRegistry.default()
+        assert registry.segments() == [] and registry.drain()
+        """
+    )
+
+
+def test_threads_allocate_at_once(functions, registry, host_engine):
     alloc, free = functions
-    pydll = ctypes.PyDLL(allocator.open_allocator())  # calls with the GIL held: whoever needed it would be stuck
-    held = getattr(pydll, allocator.ALLOC)
-    held.restype, held.argtypes = alloc.restype, alloc.argtypes
     done = []
 
     def churn():
@@ -95,15 +112,12 @@ def test_no_python_runs_there(functions, registry, host_engine):
             free(pointer, 64, 0, None)
         done.append(True)
 
-    threads = [threading.Thread(target=churn) for _ in range(3)]
+    threads = [threading.Thread(target=churn) for _ in range(4)]
     for thread in threads:
         thread.start()
-    pointers = [held(64, 0, None) for _ in range(100)]
     for thread in threads:
         thread.join(30)
-    assert len(done) == 3 and all(pointers)
-    for pointer in pointers:
-        free(pointer, 64, 0, None)
+    assert len(done) == 4
     assert registry.drain()
 
 

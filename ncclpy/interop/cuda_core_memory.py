@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 from ncclpy.core import device as device_module
 from ncclpy.core.errors import NcclUnsupported
-from ncclpy.memory.allocator import give, open_allocator, take
+from ncclpy.memory.allocator import adopt, disown, give, open_allocator, take
 
 
 def source(device: int | None) -> CudaCoreSource:
     """Return a new resource, of a device or of the current one."""
     return CudaCoreSource(device)
+
+
+def source_over(theirs: Any) -> CudaCoreSource:
+    """Return a resource whose memory comes from another one, and is registered."""
+    return CudaCoreSource(None, theirs)
 
 
 def _core() -> Any:
@@ -33,15 +39,18 @@ class _Resource:
 
     def allocate(self, size: int, stream: Any = None) -> Any:
         """Return a buffer of so many bytes. It is there at once, so the stream waits for nothing."""
-        pointer = take(size, self._device)
+        pointer = self._new(size, stream)
         try:
             try:
                 return self._core.Buffer.from_handle(pointer, size, mr=self, stream=stream)
             except TypeError:  # before cuda.core 1.2
                 return self._core.Buffer.from_handle(pointer, size, mr=self)
         except BaseException:
-            give(pointer, self._device)
+            self.deallocate(pointer, size, stream)
             raise
+
+    def _new(self, size: int, stream: Any) -> int:
+        return take(size, self._device)
 
     def deallocate(self, ptr: Any, size: int, stream: Any = None) -> None:
         """Give memory back: it is freed behind what the stream has queued, and communicators were asked for."""
@@ -68,14 +77,38 @@ class _Resource:
         return self._device
 
 
+class _Adopting(_Resource):
+    """What makes a ``MemoryResource`` one that registers what another one allocates."""
+
+    def __init__(self, core: Any, theirs: Any) -> None:
+        super().__init__(core, theirs.device_id)
+        self._theirs = theirs
+        self._buffers: dict[int, Any] = {}  # what theirs has allocated, by address
+
+    def _new(self, size: int, stream: Any) -> int:
+        buffer = self._theirs.allocate(size, stream=stream)
+        pointer = int(buffer.handle)
+        adopt(pointer, max(1, size), self._device)
+        self._buffers[pointer] = buffer
+        return pointer
+
+    def deallocate(self, ptr: Any, size: int, stream: Any = None) -> None:
+        """Give memory back to the other resource, once no communicator uses it any more."""
+        pointer = int(ptr)
+        disown(pointer, functools.partial(self._buffers.pop(pointer).close, stream))
+
+
 class CudaCoreSource:
     """What makes and keeps such a resource."""
 
-    def __init__(self, device: int | None) -> None:
+    def __init__(self, device: int | None, theirs: Any = None) -> None:
         core = _core()
         open_allocator()
-        kind = type("NcclMemoryResource", (_Resource, core.MemoryResource), {})
-        self.resource: Any = kind(core, device_module.current() if device is None else device)
+        kind = type("NcclMemoryResource", (_Resource if theirs is None else _Adopting, core.MemoryResource), {})
+        given = theirs
+        if theirs is None:
+            given = device_module.current() if device is None else device
+        self.resource: Any = kind(core, given)
 
     def inside(self) -> contextlib.AbstractContextManager[Any]:
         """Refuse: cuda.core has no current resource."""

@@ -25,7 +25,7 @@ from ncclpy.core.check cimport check
 from ncclpy.core.device cimport as_device, context_of, switch_back, switch_device
 from ncclpy.core.handle cimport Handle
 from ncclpy.core.library cimport driver, nccl, require
-from ncclpy.memory.residency cimport check_added, free_some, open_registry, segments, wake_reaper
+from ncclpy.memory.residency cimport check_added, enlist, free_some, open_registry, part, segments, wake_reaper
 from ncclpy.memory.segments cimport ADDED, Segment
 
 cdef extern from *:
@@ -155,6 +155,16 @@ def give(uintptr_t pointer, int device, uintptr_t stream=0):
     """Give back what `take` returned: it is freed behind what the stream has queued; `ncclpy_segment_free`."""
     with nogil:
         _give(<void*>pointer, device, <void*>stream)
+
+
+def adopt(uintptr_t pointer, size_t nbytes, device):
+    """Enter memory of others into the registry."""
+    enlist(pointer, nbytes, as_device(device))
+
+
+def disown(uintptr_t pointer, then):
+    """Take it away again; `then` is called when no communicator uses it any more, perhaps in another thread."""
+    part(pointer, then)
 
 
 def new_pool():

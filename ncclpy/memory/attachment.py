@@ -16,12 +16,12 @@ from ncclpy.memory.frameworks import Source, source_of
 
 __all__ = ["Attachment", "attach"]
 
-#: What has been attached and is not closed, by the framework's name.
-_attached: dict[str, Attachment] = {}
+#: What has been attached and is not closed, by the framework's name, or the resource's identity.
+_attached: dict[str | int, Attachment] = {}
 _lock = threading.RLock()  # again, by a finaliser that runs meanwhile
 
 
-def attach(framework: Literal["torch", "cupy", "rmm", "cuda.core"], *, hooks: bool = False) -> Attachment:
+def attach(framework: Literal["torch", "cupy", "rmm", "cuda.core"] | Any, *, hooks: bool = False) -> Attachment:
     """Have a framework allocate memory that NCCL knows, on each communicator of its device.
 
     Nothing is compiled. CuPy and rmm allocate there from now on, until `Attachment.close`. Torch lets nobody replace
@@ -31,8 +31,9 @@ def attach(framework: Literal["torch", "cupy", "rmm", "cuda.core"], *, hooks: bo
 
     Parameters
     ----------
-    framework : {"torch", "cupy", "rmm", "cuda.core"}
-        Whose.
+    framework : {"torch", "cupy", "rmm", "cuda.core"} or cuda.core.MemoryResource
+        Whose. Of a ``MemoryResource`` what is allocated through `Attachment.resource` comes from there, and is
+        registered until it is given back; NCCL may refuse what it cannot use directly, as memory of CUDA's own pools.
     hooks : bool, optional
         Of torch: have its default pool's segments registered too, those of today and of later, through the allocator's
         own hooks.
@@ -57,11 +58,13 @@ def attach(framework: Literal["torch", "cupy", "rmm", "cuda.core"], *, hooks: bo
         made_by_hooks: Attachment = _with_hooks(framework)
         return made_by_hooks
     with _lock:
-        if framework in _attached:
-            raise RuntimeError(f"{framework} is attached already, by {_attached[framework]!r}; close that one first")
-        made = Attachment(framework, source_of(framework, "attach", None))
+        key = framework if isinstance(framework, str) else id(framework)  # the source keeps it
+        if key in _attached:
+            raise RuntimeError(f"{framework} is attached already, by {_attached[key]!r}; close that one first")
+        name = framework if isinstance(framework, str) else type(framework).__name__
+        made = Attachment(name, source_of(framework, "attach", None), key)
         made._install()
-        _attached[framework] = made
+        _attached[key] = made
         return made
 
 
@@ -87,8 +90,9 @@ class Attachment:
     gives it back, as that of `memory.alloc`.
     """
 
-    def __init__(self, framework: str, source: Source) -> None:
+    def __init__(self, framework: str, source: Source, key: str | int) -> None:
         self._framework = framework
+        self._key = key
         self._source: Source | None = source
 
     @property
@@ -138,8 +142,8 @@ class Attachment:
             source, self._source = self._source, None
             if source is None:
                 return
-            if _attached.get(self._framework) is self:
-                del _attached[self._framework]
+            if _attached.get(self._key) is self:
+                del _attached[self._key]
             source.remove()
 
     def __enter__(self) -> Self:

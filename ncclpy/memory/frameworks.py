@@ -62,6 +62,9 @@ class _Numpy:
 
 def source_of(name: object, what: str, device: int | None) -> Source:
     """Return a new allocator of a framework, for a pool or to attach it."""
+    if what == "attach" and hasattr(name, "allocate") and hasattr(name, "deallocate"):
+        over: Source = importlib.import_module("ncclpy.interop.cuda_core_memory").source_over(name)
+        return over
     known = _POOLS if what == "pool" else tuple(_MODULES)
     if name not in known:
         raise ValueError(f"framework: {name!r:.80} is none of {', '.join(map(repr, known))}")

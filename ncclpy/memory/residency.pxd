@@ -26,6 +26,8 @@ cdef int check_added(int added, uintptr_t base, size_t nbytes, uintptr_t other, 
 # Memory of ours that is out of use: it is freed when nobody can use it any more. With the GIL or without it, in whichever
 # thread; and it waits for nobody.
 cdef void dismiss(uintptr_t base) noexcept nogil
+# Take a segment of others away, and call something when nobody can use it any more; with the GIL, and without a wait.
+cdef int part(uintptr_t base, object then) except -1
 # Free what nobody holds.
 cdef void free_some() noexcept nogil
 

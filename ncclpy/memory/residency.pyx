@@ -13,6 +13,7 @@ import threading
 import weakref
 
 from cpython.exc cimport PyErr_CheckSignals
+from libc.stdint cimport uint64_t, uintptr_t
 from libcpp cimport bool as bool_t
 
 from ncclpy.abi.driver cimport CUDA_ERROR_NOT_READY, CUcontext, CUevent, CUstreamCaptureMode
@@ -25,7 +26,7 @@ from ncclpy.core.ranges cimport Ranges
 from ncclpy.core.state cimport ABORTED
 from ncclpy.core.tenant cimport Landlord, Tenant, everyone, move_out, set_landlord, settle
 from ncclpy.core.wait cimport SLICE, begin_thread, name_this_thread, now, wait_for_event
-from ncclpy.memory.segments cimport ADDED, OVERLAPS, Calls, Segment, free_resident, new_resident
+from ncclpy.memory.segments cimport ADDED, GONE, OVERLAPS, UNKNOWN, Calls, Segment, free_resident, new_resident
 
 cdef extern from "semaphore.h" nogil:
     ctypedef struct sem_t:
@@ -233,6 +234,7 @@ def _forked():
     global segments
     segments = _none_yet()
     _tenancies.clear()
+    _parting.clear()
 
 
 cdef int enlist(uintptr_t base, size_t nbytes, int device) except -1:
@@ -302,6 +304,40 @@ cdef int visit_all(double patience) except -1:
     handle = None
     with nogil:
         free_some()
+    return _see_off()
+
+
+cdef list _parting = []  # (base, number, what is called when the segment is gone) of segments of others
+
+
+cdef int part(uintptr_t base, object then) except -1:
+    """Take a segment of others away; `then` is called when nothing uses it any more, by whoever finds that."""
+    cdef uint64_t number
+    cdef int state
+    with nogil:
+        number = segments.number(base)
+        state = segments.remove(base, False)
+    if state == UNKNOWN:
+        raise LookupError(f"no segment that was added begins at {base:#x}")
+    _parting.append((base, number, then))
+    _see_off()
+    if _parting:
+        sem_post(&_bell)
+    return 0
+
+
+cdef int _see_off() except -1:
+    for one in list(_parting):
+        base, number, then = one
+        if segments.state(base, number) == GONE:
+            try:
+                _parting.remove(one)
+            except ValueError:  # another thread has
+                continue
+            try:
+                then()
+            except Exception:
+                log.exception("memory that was taken out of the registry could not be given back")
     return 0
 
 
@@ -325,7 +361,7 @@ def _reap():
             while sem_trywait(&_bell) == 0:
                 pass
         rest = _BRISK
-        while not _stopped and nccl.ncclMemFree != NULL and (segments.has_leaving() or _ending):
+        while not _stopped and nccl.ncclMemFree != NULL and (segments.has_leaving() or _ending or _parting):
             try:
                 visit_all(0.0)
             except BaseException:

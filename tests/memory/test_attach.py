@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
+import time
 import types
 
+import numpy as np
 import pytest
 from leftovers import is_mapped
 
@@ -232,6 +234,72 @@ def test_attached_once(monkeypatch):
     with memory.attach("cupy"):
         assert stub.current == ["its own", "ours"]
     assert stub.current == ["its own"]
+
+
+class TheirBuffer:
+    """A buffer of cuda.core's, over numpy's memory."""
+
+    def __init__(self, pointer, size, owner, mr=None):
+        self.handle, self.size, self.owner, self.mr, self.closed = pointer, size, owner, mr, []
+
+    @staticmethod
+    def from_handle(pointer, size, mr=None, stream=None):
+        return TheirBuffer(pointer, size, None, mr)
+
+    def close(self, stream=None):
+        self.closed.append(stream)
+        if self.mr is not None:
+            self.mr.deallocate(self.handle, self.size, stream=stream)
+
+
+class TheirResource:
+    """A memory resource of cuda.core's."""
+
+    device_id = 0
+
+    def __init__(self):
+        self.made = []
+
+    def allocate(self, size, stream=None):
+        memory = np.zeros(size, np.uint8)
+        self.made.append(TheirBuffer(memory.ctypes.data, size, memory))
+        return self.made[-1]
+
+    def deallocate(self, ptr, size, stream=None):
+        raise AssertionError("their buffer does that")
+
+
+def test_a_resource_of_others_is_registered(monkeypatch, comms2, registry, host_engine):
+    """What it allocates goes back to it when no communicator uses it any more, and nobody waits for that."""
+    core = types.ModuleType("cuda.core")
+    core.Buffer, core.MemoryResource = TheirBuffer, type("MemoryResource", (), {})
+    cuda = types.ModuleType("cuda")
+    cuda.core = core
+    monkeypatch.setitem(sys.modules, "cuda", cuda)
+    monkeypatch.setitem(sys.modules, "cuda.core", core)
+    theirs = TheirResource()
+    attached = memory.attach(theirs)
+    assert isinstance(attached.resource, core.MemoryResource) and attached.framework == "TheirResource"
+    with pytest.raises(RuntimeError, match="attached already"):
+        memory.attach(theirs)
+    buffer = attached.resource.allocate(4000, stream=None)
+    unused = attached.resource.allocate(64, stream=None)
+    assert sorted(registry.segments()) == sorted([(buffer.handle, 4000, 0), (unused.handle, 64, 0)])
+    unused.close("s")
+    first, second = theirs.made
+    assert second.closed == ["s"]
+    attached.close()
+    testing.connect(comms2)
+    thread = threading.Thread(target=lambda: comms2[0].all_reduce((buffer.handle, 1000, "float32")))
+    thread.start()
+    while not registry.registered(comms2[0]):
+        time.sleep(0.001)
+    buffer.close("t")
+    time.sleep(0.1)
+    assert first.closed == []
+    comms2[1].all_reduce(np.ones(1000, np.float32))
+    thread.join(20)
+    assert registry.drain() and first.closed == ["t"]
 
 
 def test_an_absent_framework_is_named(monkeypatch):

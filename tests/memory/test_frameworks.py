@@ -303,6 +303,24 @@ def test_cuda_cores_resource(cuda_core, comm1, registry):
     assert emptied(registry)
 
 
+def test_a_resource_of_cuda_core_is_registered(cuda_core, comm1, registry):
+    device = cuda_core.Device(0)
+    device.set_current()
+    stream = device.create_stream()
+    theirs = device.memory_resource
+    with memory.attach(theirs) as attached:
+        buffer = attached.resource.allocate(1 << 21, stream=stream)
+    pointer = int(buffer.handle)
+    assert registry.segments() == [(pointer, 1 << 21, 0)]
+    stream.sync()
+    testing.write(pointer, np.full(1024, 5, np.float32))
+    comm1.all_reduce((pointer, 1024, "float32"), stream=stream)
+    buffer.close(stream)
+    assert registry.segments() == []
+    stream.sync()
+    assert emptied(registry)
+
+
 def test_rmm_attached(comm1, registry):
     rmm = pytest.importorskip("rmm")
     before = rmm.mr.get_current_device_resource()

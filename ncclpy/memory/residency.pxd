@@ -21,10 +21,16 @@ cdef class Tenancy:
 
 # Have communicators take part, those of today and of later.
 cdef int open_registry() except -1
-# Memory of ncclMemAlloc, or of others, for its communicators to register; and memory of ours out of use: freed when none of
-# them can use it any more. `enlist` with the GIL; `dismiss` with or without it, in whichever thread, and it waits for nobody.
-cdef int enlist(uintptr_t base, size_t nbytes, int device, bint owned) except -1
+# Memory of others, for its communicators to register. What says why a segment was not added raises here.
+cdef int enlist(uintptr_t base, size_t nbytes, int device) except -1
+cdef int check_added(int added, uintptr_t base, size_t nbytes, uintptr_t other, size_t other_bytes) except -1
+# Memory of ours that is out of use: it is freed when nobody can use it any more. With the GIL or without it, in whichever
+# thread; and it waits for nobody.
 cdef void dismiss(uintptr_t base) noexcept nogil
+# Take a segment of others away, and call something when nobody can use it any more; with the GIL, and without a wait.
+cdef int part(uintptr_t base, object then) except -1
+# Free what nobody holds.
+cdef void free_some() noexcept nogil
 
 # Go to all communicators that something can leave, in their order, and free what nobody holds.
 cdef int visit_all(double patience) except -1

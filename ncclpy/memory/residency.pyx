@@ -14,6 +14,7 @@ import weakref
 
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.ref cimport Py_DECREF, Py_INCREF
+from libc.stdint cimport uint64_t, uintptr_t
 from libcpp cimport bool as bool_t
 
 from ncclpy.abi.driver cimport CUDA_ERROR_NOT_READY, CUcontext, CUevent, CUstreamCaptureMode
@@ -29,10 +30,12 @@ from ncclpy.core.tenant cimport Landlord, Tenant, everyone, free_door, move_out,
 from ncclpy.core.wait cimport SLICE, begin_thread, name_this_thread, now, wait_for_event
 from ncclpy.memory.segments cimport (
     ADDED,
+    GONE,
     IS_ENDING,
     LEFT_BEHIND,
     NOT_ENDED,
     OVERLAPS,
+    UNKNOWN,
     Calls,
     Segment,
     free_resident,
@@ -89,6 +92,11 @@ cdef void _drop(void* ranges, void* comm, long long range) noexcept nogil:
 
 cdef bool_t _over(void* event) noexcept nogil:
     return driver.cuEventQuery != NULL and driver.cuEventQuery(<CUevent>event) != CUDA_ERROR_NOT_READY
+
+
+cdef void _forget(void* event) noexcept nogil:
+    if driver.cuEventDestroy_v2 != NULL:
+        driver.cuEventDestroy_v2(<CUevent>event)
 
 
 cdef class Tenancy:
@@ -252,7 +260,7 @@ cdef int _open_once() except -1:
 
 cdef Segments* _none_yet() except NULL:
     cdef Calls calls
-    calls.add, calls.drop, calls.over = _add, _drop, _over
+    calls.add, calls.drop, calls.over, calls.forget = _add, _drop, _over, _forget
     return new Segments(calls)
 
 
@@ -261,15 +269,21 @@ def _forked():
     global segments
     segments = _none_yet()
     _tenancies.clear()
+    _parting.clear()
 
 
-cdef int enlist(uintptr_t base, size_t nbytes, int device, bint owned) except -1:
+cdef int enlist(uintptr_t base, size_t nbytes, int device) except -1:
     cdef uintptr_t other = 0
     cdef size_t other_bytes = 0
     cdef int added
     open_registry()
     with nogil:
-        added = segments.add(base, nbytes, device, owned, &other, &other_bytes)
+        added = segments.add(base, nbytes, device, False, &other, &other_bytes, 0)
+    return check_added(added, base, nbytes, other, other_bytes)
+
+
+cdef int check_added(int added, uintptr_t base, size_t nbytes, uintptr_t other, size_t other_bytes) except -1:
+    """Raise if a segment was not added."""
     if added == OVERLAPS:
         raise ValueError(
             f"pointer: {nbytes} bytes at {base:#x} overlap the segment of {other_bytes} bytes at {other:#x}, which is in "
@@ -284,24 +298,24 @@ cdef void dismiss(uintptr_t base) noexcept nogil:
     if nccl.ncclMemFree == NULL or segments == NULL:  # a forked child has none
         return
     segments.remove(base, True)
-    _free_some()
+    free_some()
     if segments.has_leaving():
         sem_post(&_bell)
 
 
-cdef void _free_some() noexcept nogil:
+cdef void free_some() noexcept nogil:
     """Free what nobody holds."""
     cdef uintptr_t base = 0
     cdef int device = 0
     cdef bint lent
-    cdef CUstreamCaptureMode mode
+    cdef CUstreamCaptureMode mode = relax()
+    segments.ask_awaited()
     while segments.next_to_free(&base, &device):
         lent = lend_device(device)
-        mode = relax()
         segments.freed(nccl.ncclMemFree(<void*>base) == ncclSuccess)  # else it stays allocated, and nobody has it
-        restore(mode)
         if lent:
             take_device_back()
+    restore(mode)
 
 
 cdef void has_been_ended() noexcept nogil:
@@ -357,7 +371,41 @@ cdef int visit_all(double patience) except -1:
             _ending.remove(handle)
     handle = None
     with nogil:
-        _free_some()
+        free_some()
+    return _see_off()
+
+
+cdef list _parting = []  # (base, number, what is called when the segment is gone) of segments of others
+
+
+cdef int part(uintptr_t base, object then) except -1:
+    """Take a segment of others away; `then` is called when nothing uses it any more, by whoever finds that."""
+    cdef uint64_t number
+    cdef int state
+    with nogil:
+        number = segments.number(base)
+        state = segments.remove(base, False)
+    if state == UNKNOWN:
+        raise LookupError(f"no segment that was added begins at {base:#x}")
+    _parting.append((base, number, then))
+    _see_off()
+    if _parting:
+        sem_post(&_bell)
+    return 0
+
+
+cdef int _see_off() except -1:
+    for one in list(_parting):
+        base, number, then = one
+        if segments.state(base, number) == GONE:
+            try:
+                _parting.remove(one)
+            except ValueError:  # another thread has
+                continue
+            try:
+                then()
+            except Exception:
+                log.exception("memory that was taken out of the registry could not be given back")
     return 0
 
 
@@ -382,7 +430,7 @@ def _reap():
                 pass
         rest = _BRISK
         while not _stopped and nccl.ncclMemFree != NULL and (
-            segments.has_leaving() or _ending or _endings_noted != _endings
+            segments.has_leaving() or _ending or _parting or _endings_noted != _endings
         ):
             try:
                 visit_all(0.0)

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <list>
 #include <map>
 #include <memory>
 #include <new>
@@ -25,10 +26,11 @@ struct Segment {
   size_t bytes;
   int device;
   bool owned;            // ours to free
+  uint64_t pool = 0;     // whose it is; 0 if it is no pool's
   bool leaving = false;
   bool given_back = false;  // by its allocator: no graph that may use it is launched again
   uint64_t number = 0;   // segments are counted as they come
-  size_t holders = 0;    // communicators whose operations may use it
+  size_t holders = 0;    // communicators whose operations may use it, windows, and what its device has yet to come past
 };
 
 struct SegmentCalls {
@@ -36,6 +38,7 @@ struct SegmentCalls {
   int (*add)(void* ranges, void* comm, const Segment& segment, long long* range);
   void (*drop)(void* ranges, void* comm, long long range);
   bool (*over)(void* event);  // whether the device has come past it
+  void (*forget)(void* event);
 };
 
 enum SegmentState { segment_unknown, segment_leaving, segment_gone };
@@ -87,7 +90,8 @@ class Segments {
   explicit Segments(const SegmentCalls& calls) : calls_(calls) { ncclpy_mutex_init(&mutex_, NCCLPY_LOCK_SEGMENTS); }
 
   // The overlapping one's address and size go to `other`.
-  SegmentAdded add(uintptr_t base, size_t bytes, int device, bool owned, uintptr_t* other, size_t* other_bytes) noexcept {
+  SegmentAdded add(uintptr_t base, size_t bytes, int device, bool owned, uintptr_t* other, size_t* other_bytes,
+                   uint64_t pool = 0) noexcept {
     const Hold hold(mutex_);
     try {
       auto next = by_base_.lower_bound(base);
@@ -103,7 +107,7 @@ class Segments {
         return segment_overlaps;
       }
       if (owned) to_free_.reserve(grown(to_free_, by_base_.size() + 1));
-      auto segment = std::make_shared<Segment>(Segment{base, bytes, device, owned});
+      auto segment = std::make_shared<Segment>(Segment{base, bytes, device, owned, pool});
       segment->number = ++numbers_;
       by_base_.emplace(base, segment);
       try {
@@ -184,6 +188,55 @@ class Segments {
     }
     deregister(resident, resident.comm, number);
     resident.visited.clear();
+  }
+
+  // Has a segment of ours stay for one that is no communicator, as a window, until `let_go`; false if it is leaving.
+  bool hold(uintptr_t base, uint64_t number) noexcept {
+    const Hold hold(mutex_);
+    const auto found = by_base_.find(base);
+    if (found == by_base_.end() || found->second->number != number || found->second->leaving) return false;
+    ++found->second->holders;
+    return true;
+  }
+  void let_go(uintptr_t base, uint64_t number) noexcept {
+    const Hold hold(mutex_);
+    const auto found = by_base_.find(base);
+    if (found != by_base_.end() && found->second->number == number) let_holder_go(*found->second);
+  }
+
+  // Has a segment of ours, which is to be taken away next, stay until the device has come past an event, and then forget
+  // the event. False if that cannot be noted.
+  bool hold_until(uintptr_t base, void* event) noexcept {
+    const Hold hold(mutex_);
+    const auto found = by_base_.find(base);
+    if (found == by_base_.end() || found->second->leaving || !found->second->owned) return false;
+    try {
+      awaited_.push_back({found->second, event});
+    } catch (...) {
+      return false;
+    }
+    ++found->second->holders;
+    return true;
+  }
+
+  // Looks at those events. The driver is not asked under the mutex: it may be held up.
+  void ask_awaited() noexcept {
+    std::list<Awaited> asked, over;
+    {
+      const Hold hold(mutex_);
+      asked.swap(awaited_);
+    }
+    for (auto one = asked.begin(); one != asked.end();) {
+      const auto next = std::next(one);
+      if (calls_.over(one->event)) over.splice(over.end(), asked, one);
+      one = next;
+    }
+    {
+      const Hold hold(mutex_);
+      awaited_.splice(awaited_.end(), asked);
+      for (const Awaited& one : over) let_holder_go(*one.segment);
+    }
+    for (const Awaited& one : over) calls_.forget(one.event);
   }
 
   SegmentState state(uintptr_t base, uint64_t number) noexcept {
@@ -312,6 +365,17 @@ class Segments {
     return all;
   }
 
+  // Live segments of a pool, as they came.
+  std::vector<Segment> of_pool(uint64_t pool) {
+    const Hold hold(mutex_);
+    std::vector<Segment> found;
+    for (const auto& [base, segment] : by_base_) {
+      if (segment->pool == pool && !segment->leaving) found.push_back(*segment);
+    }
+    std::sort(found.begin(), found.end(), [](const Segment& a, const Segment& b) { return a.number < b.number; });
+    return found;
+  }
+
   // Live segments; with a resident, those that it has registered.
   std::vector<Segment> live(const Resident* resident) {
     const Hold hold(mutex_);
@@ -328,6 +392,11 @@ class Segments {
   }
 
  private:
+  struct Awaited {
+    std::shared_ptr<Segment> segment;
+    void* event;
+  };
+
   class Hold {
    public:
     explicit Hold(ncclpy_mutex& mutex) : mutex_(mutex) { ncclpy_mutex_lock(&mutex_); }
@@ -480,6 +549,7 @@ class Segments {
   std::map<uintptr_t, std::shared_ptr<Segment>> by_base_;
   std::vector<Resident*> residents_;
   std::vector<std::shared_ptr<Segment>> to_free_;
+  std::list<Awaited> awaited_;
   uint64_t numbers_ = 0;
   size_t registrations_ = 0;
   size_t leaving_ = 0;

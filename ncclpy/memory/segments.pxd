@@ -31,6 +31,7 @@ cdef extern from "ncclpy/memory/segments.hpp" namespace "ncclpy" nogil:
         int (*add)(void* ranges, void* comm, const Segment& segment, long long* range) noexcept nogil
         void (*drop)(void* ranges, void* comm, long long range) noexcept nogil
         bool_t (*over)(void* event) noexcept nogil
+        void (*forget)(void* event) noexcept nogil
     cdef cppclass Counters "ncclpy::SegmentCounters":
         size_t segments, bytes, leaving, leaving_bytes, registrations
         uint64_t added, dropped, lost
@@ -43,7 +44,14 @@ cdef extern from "ncclpy/memory/segments.hpp" namespace "ncclpy" nogil:
     cdef int GONE "ncclpy::segment_gone"
     cdef cppclass Segments:
         Segments(const Calls&)
-        int add(uintptr_t base, size_t nbytes, int device, bint owned, uintptr_t* other, size_t* other_bytes)
+        int add(
+            uintptr_t base, size_t nbytes, int device, bint owned, uintptr_t* other, size_t* other_bytes, uint64_t pool
+        )
+        bool_t hold(uintptr_t base, uint64_t number)
+        void let_go(uintptr_t base, uint64_t number)
+        bool_t hold_until(uintptr_t base, void* event)
+        void ask_awaited()
+        vector[Segment] of_pool(uint64_t pool) except +
         int remove(uintptr_t base, bint owned)
         uint64_t give_back(uintptr_t base)
         bool_t has(uintptr_t base, size_t nbytes, int device)

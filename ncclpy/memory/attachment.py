@@ -24,10 +24,10 @@ _lock = threading.RLock()  # again, by a finaliser that runs meanwhile
 def attach(framework: Literal["torch", "cupy", "rmm", "cuda.core"] | Any, *, hooks: bool = False) -> Attachment:
     """Have a framework allocate memory that NCCL knows, on each communicator of its device.
 
-    Nothing is compiled, unless for `hooks`. CuPy and rmm allocate there from now on, until `Attachment.close`. Torch lets nobody replace
-    an allocator that is in use: there what is allocated in `Attachment.use`, or with ``torch.cuda.use_mem_pool`` in
-    `Attachment.resource`, is NCCL's, with expandable segments too; its default pool is left as it is. Of cuda.core
-    `Attachment.resource` is a ``MemoryResource``, which is passed to whoever allocates.
+    Nothing is compiled, unless for `hooks`. CuPy and rmm allocate there from now on, until `Attachment.close`. Torch
+    lets nobody replace an allocator that is in use: there what is allocated in `Attachment.use`, or with
+    ``torch.cuda.use_mem_pool`` in `Attachment.resource`, is NCCL's, with expandable segments too; its default pool is
+    left as it is. Of cuda.core `Attachment.resource` is a ``MemoryResource``, which is passed to whoever allocates.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ def attach(framework: Literal["torch", "cupy", "rmm", "cuda.core"] | Any, *, hoo
         registered until it is given back; NCCL may refuse what it cannot use directly, as memory of CUDA's own pools.
     hooks : bool, optional
         Of torch: have the segments of all its pools registered, those of today and of later, through the allocator's
-        own hooks. A small library is built for that, once an installation (`ncclpy.interop.torch_hooks.attach_hooks`).
+        own hooks. A small library is built for that, once an installation.
 
     Returns
     -------

@@ -1,3 +1,4 @@
+from ncclpy.core.handle cimport Handle
 from ncclpy.core.wait cimport Call
 
 # How long an abort may take before it is left behind.
@@ -23,3 +24,6 @@ cdef int end_call(list handles, Call call, list children, object reason, object 
 
 # Abort what was made by a call for which nobody has waited, and which has returned (`called`), or can be seen to go on.
 cdef int abort_late(list handles, object reason, bint called=*) except -1
+
+# Destroy a communicator's graphs, for which NCCL waits.
+cdef int let_graphs_go(Handle handle) except -1

@@ -117,7 +117,7 @@ cdef int _abort_in_group(list handles, bint guards, list failures, list stuck) e
     return 0 if _is_gone(result) else check(result, b"ncclGroupEnd", NULL)
 
 
-cdef int _let_graphs_go(Handle handle) except -1:
+cdef int let_graphs_go(Handle handle) except -1:
     """Destroy its graphs, with the GIL and without a wait for anybody stuck: NCCL waits for all that refer to it."""
     for each in list(handle.resources):
         if hasattr(each, "_let_go"):
@@ -162,7 +162,7 @@ cdef class _Abort(Call):
             try:
                 if handle.tenancy is not None:
                     handle.tenancy.let_go(handle)
-                _let_graphs_go(handle)
+                let_graphs_go(handle)
             except BaseException as error:
                 self.failures.append(error)
         try:

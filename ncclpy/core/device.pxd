@@ -8,3 +8,5 @@ cdef CUcontext enter_device(int ordinal) except? NULL
 cdef int leave_device(CUcontext saved) except -1
 cdef bint lend_device(int ordinal) noexcept nogil
 cdef void take_device_back() noexcept nogil
+cdef bint switch_device(int ordinal, CUcontext* saved) noexcept nogil
+cdef void switch_back(CUcontext saved) noexcept nogil

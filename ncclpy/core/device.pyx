@@ -150,6 +150,21 @@ cdef void take_device_back() noexcept nogil:
     driver.cuCtxSetCurrent(NULL)
 
 
+cdef bint switch_device(int ordinal, CUcontext* saved) noexcept nogil:
+    """Make a device current, without the GIL; return whether it is. Then `saved` is what to make current again."""
+    saved[0] = NULL
+    if driver.cuCtxGetCurrent == NULL or driver.cuCtxGetCurrent(saved) != 0 or ordinal < 0 or ordinal >= _count:
+        return False
+    # Should two threads come at once it is retained twice: it is never given back.
+    if _contexts[ordinal] == NULL and driver.cuDevicePrimaryCtxRetain(&_contexts[ordinal], ordinal) != 0:
+        return False
+    return saved[0] == _contexts[ordinal] or driver.cuCtxSetCurrent(_contexts[ordinal]) == 0
+
+
+cdef void switch_back(CUcontext saved) noexcept nogil:
+    driver.cuCtxSetCurrent(saved)
+
+
 def current():
     """Return the ordinal of the calling thread's current device."""
     return current_device()

@@ -6,7 +6,7 @@ from ncclpy.abi.nccl cimport ncclComm_t, ncclResult_t
 from ncclpy.core.birth cimport Cradle
 from ncclpy.core.marks cimport Mark, Marks
 from ncclpy.core.ranges cimport Ranges
-from ncclpy.core.tenant cimport Tenant
+from ncclpy.core.tenant cimport Door, Tenant
 
 # Results of ours beside ncclResult_t, of polling.
 cdef enum:
@@ -48,6 +48,7 @@ cdef class Handle:
     # What lives beside it, or NULL, and the object that it is in; they stay as long as this.
     cdef Tenant* tenant
     cdef object tenancy
+    cdef Door* door  # for who comes without the GIL on the tenant's account
     # Where it comes from.
     cdef Cradle cradle  # what it was made in; None of a handle that somebody else made
     cdef object config  # that was asked for, and that children inherit

@@ -47,6 +47,7 @@ from ncclpy.core.state cimport (
     shown,
 )
 from ncclpy.core.stream cimport Stream, event_behind
+from ncclpy.core.tenant cimport has_ended, shut_door, tell_ended
 from ncclpy.core.wait cimport FOREVER, now, pause
 
 from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, not_copied, seconds
@@ -102,6 +103,7 @@ cdef class Handle:
         self.windows = {}
 
     def __dealloc__(self):
+        shut_door(self.door)
         free_marks(self.marks)
         mutex_destroy(&self.mutex)
         mutex_destroy(&self.gate)
@@ -400,6 +402,8 @@ cdef class Handle:
 
     cdef int raise_if_aborted(self, ncclResult_t result, const char* function) except -1:
         """Raise if a call was not made (`WAS_ABORTED`), or failed with the communicator aborted under it."""
+        if self.tenant != NULL and has_ended(self.tenant):
+            tell_ended(self)
         if <int>result == WAS_ABORTED:
             self.check_state()  # says whether it was closed or aborted
             raise self.aborted_error(f"{function.decode()}: {self!r} was aborted")

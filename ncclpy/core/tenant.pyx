@@ -83,6 +83,9 @@ cdef class Landlord:
     cdef int is_ready(self, object handle) except -1:
         raise NotImplementedError
 
+    cdef int was_ended(self, object handle) except -1:
+        raise NotImplementedError
+
 
 cdef Landlord _landlord = None
 cdef object _ready = weakref.WeakSet()
@@ -105,3 +108,9 @@ cdef int tell_ready(object handle) except -1:
     if landlord is not None:
         landlord.is_ready(handle)
     return 0
+
+
+cdef int tell_ended(object handle) except -1:
+    """Have a communicator's state say that its tenant has aborted it, and why."""
+    cdef Landlord landlord = _landlord
+    return 0 if landlord is None else landlord.was_ended(handle)

@@ -1,9 +1,11 @@
-"""Memory that NCCL knows: allocations with an owner, and the registry of segments that communicators register.
+"""Memory that NCCL knows: allocations with an owner, the registry of segments that communicators register, pools.
 
 See docs/memory.md.
 """
 
 from ncclpy.memory.allocation import Allocation, alloc, empty
+from ncclpy.memory.attachment import Attachment, attach
+from ncclpy.memory.pool import Pool, pool
 from ncclpy.memory.registry import SegmentRegistry
 
-__all__ = ["Allocation", "SegmentRegistry", "alloc", "empty"]
+__all__ = ["Allocation", "Attachment", "Pool", "SegmentRegistry", "alloc", "attach", "empty", "pool"]

@@ -2,13 +2,11 @@
 
 from libc.stdint cimport uintptr_t
 
-from ncclpy.abi.driver cimport CUcontext, CUstreamCaptureMode
 from ncclpy.core.buffers cimport Buffer
-from ncclpy.core.capture cimport relax, restore
-from ncclpy.core.check cimport check
-from ncclpy.core.device cimport as_device, enter_device, leave_device
-from ncclpy.core.library cimport host_engine, nccl, require
-from ncclpy.memory.residency cimport dismiss, enlist
+from ncclpy.core.device cimport as_device
+from ncclpy.core.library cimport host_engine
+from ncclpy.memory.allocator cimport new_segment
+from ncclpy.memory.residency cimport dismiss
 
 import importlib
 import math
@@ -32,30 +30,6 @@ cdef class _Block:
         if self.pointer != 0:
             with nogil:
                 dismiss(self.pointer)
-
-    cdef int fill(self, size_t nbytes, int device) except -1:
-        cdef void* pointer = NULL
-        cdef CUstreamCaptureMode mode
-        cdef CUcontext saved
-        require(<void*>nccl.ncclMemAlloc, b"ncclMemAlloc")
-        saved = enter_device(device)
-        try:
-            with nogil:
-                mode = relax()
-                try:
-                    check(nccl.ncclMemAlloc(&pointer, nbytes), b"ncclMemAlloc", NULL)
-                finally:
-                    restore(mode)
-            try:
-                enlist(<uintptr_t>pointer, nbytes, device, True)
-            except BaseException:
-                with nogil:
-                    nccl.ncclMemFree(pointer)
-                raise
-        finally:
-            leave_device(saved)
-        self.pointer = <uintptr_t>pointer
-        return 0
 
 
 cdef class Allocation(Buffer):
@@ -187,7 +161,7 @@ def alloc(nbytes, device=None):
     cdef _Block block = _Block()
     number = as_integer(nbytes, "nbytes", 1, (1 << 62) - 1)
     ordinal = as_device(device)
-    block.fill(number, ordinal)
+    block.pointer = new_segment(number, ordinal)
     made.hold(block, number, ordinal)
     return made
 

@@ -59,7 +59,7 @@ class SegmentRegistry:
         cdef size_t size = as_integer(nbytes, "nbytes", 1, _MOST)
         if base + size < base:
             raise ValueError(f"nbytes: {size} bytes at {base:#x} reach beyond the end of memory")
-        enlist(base, size, as_device(device), False)
+        enlist(base, size, as_device(device))
 
     def remove(self, pointer, *, timeout=10.0):
         """Take a segment away. When this returns no communicator has it registered, and none of them uses it.

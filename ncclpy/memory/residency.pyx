@@ -13,19 +13,36 @@ import threading
 import weakref
 
 from cpython.exc cimport PyErr_CheckSignals
+from cpython.ref cimport Py_DECREF, Py_INCREF
+from libc.stdint cimport uint64_t, uintptr_t
 from libcpp cimport bool as bool_t
 
 from ncclpy.abi.driver cimport CUDA_ERROR_NOT_READY, CUcontext, CUevent, CUstreamCaptureMode
 from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclInvalidUsage, ncclResult_t, ncclSuccess
+from ncclpy.core.abort cimport let_graphs_go
 from ncclpy.core.capture cimport relax, restore
 from ncclpy.core.device cimport context_of, enter_device, leave_device, lend_device, take_device_back
 from ncclpy.core.handle cimport lock_within
 from ncclpy.core.library cimport driver, nccl, require
 from ncclpy.core.ranges cimport Ranges
 from ncclpy.core.state cimport ABORTED
-from ncclpy.core.tenant cimport Landlord, Tenant, everyone, move_out, set_landlord, settle
+from ncclpy.core.tenant cimport Landlord, Tenant, everyone, free_door, move_out, new_door, set_landlord, settle
 from ncclpy.core.wait cimport SLICE, begin_thread, name_this_thread, now, wait_for_event
-from ncclpy.memory.segments cimport ADDED, OVERLAPS, Calls, Segment, free_resident, new_resident
+from ncclpy.memory.segments cimport (
+    ADDED,
+    GONE,
+    IS_ENDING,
+    LEFT_BEHIND,
+    NOT_ENDED,
+    OVERLAPS,
+    UNKNOWN,
+    Calls,
+    Segment,
+    free_resident,
+    new_resident,
+)
+
+from ncclpy.core.errors import NcclTimeout
 
 cdef extern from "semaphore.h" nogil:
     ctypedef struct sem_t:
@@ -37,6 +54,10 @@ cdef extern from "semaphore.h" nogil:
 
 cdef extern from "unistd.h" nogil:
     int usleep(unsigned int)
+
+cdef extern from *:
+    int __ATOMIC_SEQ_CST
+    int __atomic_fetch_add(int*, int, int) nogil
 
 log = logging.getLogger("ncclpy")
 
@@ -50,6 +71,7 @@ segments = NULL  # made at the first use; it lives as long as the process
 cdef bint _is_open = False
 cdef object _opening = threading.RLock()  # again, by a finaliser that runs meanwhile
 cdef sem_t _bell  # rings when something is on its way out
+cdef int _endings = 0, _endings_noted = 0  # communicators that were aborted without the GIL
 
 
 cdef int _add(void* ranges, void* comm, const Segment& segment, long long* range) noexcept nogil:
@@ -72,6 +94,11 @@ cdef bool_t _over(void* event) noexcept nogil:
     return driver.cuEventQuery != NULL and driver.cuEventQuery(<CUevent>event) != CUDA_ERROR_NOT_READY
 
 
+cdef void _forget(void* event) noexcept nogil:
+    if driver.cuEventDestroy_v2 != NULL:
+        driver.cuEventDestroy_v2(<CUevent>event)
+
+
 cdef class Tenancy:
     """A communicator's part in the registry: what of it is registered there, until its end."""
 
@@ -79,6 +106,7 @@ cdef class Tenancy:
         # One that was never closed may be used by the device for ever; so may what it has.
         if self.left and self.resident != NULL:
             move_out(<Tenant*>self.resident)
+            Py_DECREF(<object>self.ranges)
             free_resident(self.resident)
 
     cdef int visit(self, Handle handle, double until) except -1:
@@ -94,6 +122,8 @@ cdef class Tenancy:
                         take_device_back()
                 handle.unlock()
         # An abort takes the handle away first, and ends what runs after that.
+        if self.resident.ending.load() == IS_ENDING:
+            ended = False
         if ended and (handle.state != ABORTED or all(thread.done for thread in handle.aborting or ())):
             self._leave()
         if self.left and self in _tenancies:
@@ -162,21 +192,28 @@ cdef class _Registrar(Landlord):
             return 0
         tenancy = Tenancy()
         tenancy.left = True  # until it has joined
-        tenancy.resident = new_resident(segments, <void*>handle.ranges, handle.device)
+        tenancy.ranges = <void*>handle.ranges
+        tenancy.resident = new_resident(segments, tenancy.ranges, handle.device)
         if tenancy.resident == NULL:
             raise MemoryError
+        Py_INCREF(handle.ranges)  # until nobody comes without the GIL any more: the collector may take the handle apart first
         saved = <uintptr_t>enter_device(handle.device)
         try:
             settled = settle(<Tenant*>tenancy.resident, context_of(handle.device))
         finally:
             leave_device(<CUcontext>saved)
         if handle.tenant != NULL:  # whoever opens the registry has asked it in as well
-            move_out(<Tenant*>tenancy.resident)
-            free_resident(tenancy.resident)
-            tenancy.resident = NULL
             return 0
-        if not settled or not segments.join(tenancy.resident):
+        if not settled:
             raise MemoryError
+        tenancy.resident.comm = <void*>handle.raw
+        tenancy.resident.door = new_door(<void*>handle)
+        if tenancy.resident.door == NULL:
+            raise MemoryError
+        if not segments.join(tenancy.resident):
+            free_door(tenancy.resident.door)  # the handle's part of it
+            raise MemoryError
+        handle.door = tenancy.resident.door
         tenancy.left = False
         tenancy.ref = weakref.ref(handle)
         tenancy.place = (handle.group_name or "", handle.rank, next(_joined))
@@ -185,6 +222,10 @@ cdef class _Registrar(Landlord):
         _tenancies.sort(key=_place)
         handle.tenant = <Tenant*>tenancy.resident  # from here on its calls let the tenant in
         return 0
+
+    cdef int was_ended(self, object comm) except -1:
+        cdef Handle handle = comm
+        return _note_ending(handle.tenancy, handle)
 
 
 def _place(Tenancy tenancy):
@@ -219,7 +260,7 @@ cdef int _open_once() except -1:
 
 cdef Segments* _none_yet() except NULL:
     cdef Calls calls
-    calls.add, calls.drop, calls.over = _add, _drop, _over
+    calls.add, calls.drop, calls.over, calls.forget = _add, _drop, _over, _forget
     return new Segments(calls)
 
 
@@ -228,15 +269,21 @@ def _forked():
     global segments
     segments = _none_yet()
     _tenancies.clear()
+    _parting.clear()
 
 
-cdef int enlist(uintptr_t base, size_t nbytes, int device, bint owned) except -1:
+cdef int enlist(uintptr_t base, size_t nbytes, int device) except -1:
     cdef uintptr_t other = 0
     cdef size_t other_bytes = 0
     cdef int added
     open_registry()
     with nogil:
-        added = segments.add(base, nbytes, device, owned, &other, &other_bytes)
+        added = segments.add(base, nbytes, device, False, &other, &other_bytes, 0)
+    return check_added(added, base, nbytes, other, other_bytes)
+
+
+cdef int check_added(int added, uintptr_t base, size_t nbytes, uintptr_t other, size_t other_bytes) except -1:
+    """Raise if a segment was not added."""
     if added == OVERLAPS:
         raise ValueError(
             f"pointer: {nbytes} bytes at {base:#x} overlap the segment of {other_bytes} bytes at {other:#x}, which is in "
@@ -251,30 +298,63 @@ cdef void dismiss(uintptr_t base) noexcept nogil:
     if nccl.ncclMemFree == NULL or segments == NULL:  # a forked child has none
         return
     segments.remove(base, True)
-    _free_some()
+    free_some()
     if segments.has_leaving():
         sem_post(&_bell)
 
 
-cdef void _free_some() noexcept nogil:
+cdef void free_some() noexcept nogil:
     """Free what nobody holds."""
     cdef uintptr_t base = 0
     cdef int device = 0
     cdef bint lent
-    cdef CUstreamCaptureMode mode
+    cdef CUstreamCaptureMode mode = relax()
+    segments.ask_awaited()
     while segments.next_to_free(&base, &device):
         lent = lend_device(device)
-        mode = relax()
         segments.freed(nccl.ncclMemFree(<void*>base) == ncclSuccess)  # else it stays allocated, and nobody has it
-        restore(mode)
         if lent:
             take_device_back()
+    restore(mode)
+
+
+cdef void has_been_ended() noexcept nogil:
+    global _endings
+    __atomic_fetch_add(&_endings, 1, __ATOMIC_SEQ_CST)
+    sem_post(&_bell)
+
+
+cdef int _note_endings() except -1:
+    """Tell communicators that were aborted without the GIL, and whoever calls them next, that they were."""
+    global _endings_noted
+    cdef Tenancy tenancy
+    cdef Handle handle
+    _endings_noted = _endings  # before the look: what comes behind it is looked for again
+    for tenancy in list(_tenancies):
+        handle = tenancy.ref()
+        if handle is not None:
+            _note_ending(tenancy, handle)
+    return 0
+
+
+cdef int _note_ending(Tenancy tenancy, Handle handle) except -1:
+    if tenancy.resident.ending.load() == NOT_ENDED or not handle.become(ABORTED):
+        return 0
+    handle.reason = f"its allocator freed the memory at {tenancy.resident.ended_for.load():#x}, which it still used"
+    handle.verdict = NcclTimeout(f"{handle.reason}, and waited for it as long as it may")
+    log.error("%r was aborted: %s", handle, handle.verdict)
+    let_graphs_go(handle)
+    if tenancy.resident.ending.load() == LEFT_BEHIND:
+        log.error("a thread is inside NCCL with %r and cannot be brought back: both are left behind", handle)
+    return 0
 
 
 cdef int visit_all(double patience) except -1:
     """Go to all communicators that something can leave, in their order, and free what nobody holds."""
     cdef Tenancy tenancy
     cdef Handle handle
+    if _endings_noted != _endings:
+        _note_endings()
     for tenancy in list(_tenancies):
         handle = tenancy.ref()
         if handle is None:
@@ -291,7 +371,41 @@ cdef int visit_all(double patience) except -1:
             _ending.remove(handle)
     handle = None
     with nogil:
-        _free_some()
+        free_some()
+    return _see_off()
+
+
+cdef list _parting = []  # (base, number, what is called when the segment is gone) of segments of others
+
+
+cdef int part(uintptr_t base, object then) except -1:
+    """Take a segment of others away; `then` is called when nothing uses it any more, by whoever finds that."""
+    cdef uint64_t number
+    cdef int state
+    with nogil:
+        number = segments.number(base)
+        state = segments.remove(base, False)
+    if state == UNKNOWN:
+        raise LookupError(f"no segment that was added begins at {base:#x}")
+    _parting.append((base, number, then))
+    _see_off()
+    if _parting:
+        sem_post(&_bell)
+    return 0
+
+
+cdef int _see_off() except -1:
+    for one in list(_parting):
+        base, number, then = one
+        if segments.state(base, number) == GONE:
+            try:
+                _parting.remove(one)
+            except ValueError:  # another thread has
+                continue
+            try:
+                then()
+            except Exception:
+                log.exception("memory that was taken out of the registry could not be given back")
     return 0
 
 
@@ -315,7 +429,9 @@ def _reap():
             while sem_trywait(&_bell) == 0:
                 pass
         rest = _BRISK
-        while not _stopped and nccl.ncclMemFree != NULL and (segments.has_leaving() or _ending):
+        while not _stopped and nccl.ncclMemFree != NULL and (
+            segments.has_leaving() or _ending or _parting or _endings_noted != _endings
+        ):
             try:
                 visit_all(0.0)
             except BaseException:

@@ -7,7 +7,9 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
+#include <list>
 #include <map>
 #include <memory>
 #include <new>
@@ -24,9 +26,11 @@ struct Segment {
   size_t bytes;
   int device;
   bool owned;            // ours to free
+  uint64_t pool = 0;     // whose it is; 0 if it is no pool's
   bool leaving = false;
+  bool given_back = false;  // by its allocator: no graph that may use it is launched again
   uint64_t number = 0;   // segments are counted as they come
-  size_t holders = 0;    // communicators whose operations may use it
+  size_t holders = 0;    // communicators whose operations may use it, windows, and what its device has yet to come past
 };
 
 struct SegmentCalls {
@@ -34,6 +38,7 @@ struct SegmentCalls {
   int (*add)(void* ranges, void* comm, const Segment& segment, long long* range);
   void (*drop)(void* ranges, void* comm, long long range);
   bool (*over)(void* event);  // whether the device has come past it
+  void (*forget)(void* event);
 };
 
 enum SegmentState { segment_unknown, segment_leaving, segment_gone };
@@ -68,6 +73,16 @@ struct Resident : ncclpy_tenant {
   std::set<uint64_t> to_register;
   std::vector<uint64_t> to_leave, fenced;
   int fence = -1;                          // the event behind which `fenced` can go
+
+  // For who comes from an allocator, without the GIL: the way to its handle; who needs this besides its tenancy; and how
+  // far its abort has come, if memory that it uses was to be freed, with that memory.
+  enum Ending { not_ended, is_ending, has_ended, left_behind };
+  ncclpy_door* door = nullptr;
+  void* comm = nullptr;                        // once that door is shut, and its communicator dropped
+  std::atomic_flag visited = ATOMIC_FLAG_INIT;  // in place of its lock then
+  std::atomic<int> kept{1};
+  std::atomic<int> ending{not_ended};
+  std::atomic<uintptr_t> ended_for{0};
 };
 
 class Segments {
@@ -75,7 +90,8 @@ class Segments {
   explicit Segments(const SegmentCalls& calls) : calls_(calls) { ncclpy_mutex_init(&mutex_, NCCLPY_LOCK_SEGMENTS); }
 
   // The overlapping one's address and size go to `other`.
-  SegmentAdded add(uintptr_t base, size_t bytes, int device, bool owned, uintptr_t* other, size_t* other_bytes) noexcept {
+  SegmentAdded add(uintptr_t base, size_t bytes, int device, bool owned, uintptr_t* other, size_t* other_bytes,
+                   uint64_t pool = 0) noexcept {
     const Hold hold(mutex_);
     try {
       auto next = by_base_.lower_bound(base);
@@ -91,7 +107,7 @@ class Segments {
         return segment_overlaps;
       }
       if (owned) to_free_.reserve(grown(to_free_, by_base_.size() + 1));
-      auto segment = std::make_shared<Segment>(Segment{base, bytes, device, owned});
+      auto segment = std::make_shared<Segment>(Segment{base, bytes, device, owned, pool});
       segment->number = ++numbers_;
       by_base_.emplace(base, segment);
       try {
@@ -116,19 +132,111 @@ class Segments {
     if (found == by_base_.end() || found->second->leaving || found->second->owned != owned) {
       return segment_unknown;
     }
-    const std::shared_ptr<Segment> segment = found->second;
-    segment->leaving = true;
-    ++leaving_;
+    return begin_leaving(found);
+  }
+
+  // The same for an allocator that is about to free a segment of its own: what may use it is running now, or never. Returns
+  // its number, also if it is on its way out already; 0 if it is gone, or is none of others.
+  uint64_t give_back(uintptr_t base) noexcept {
+    const Hold hold(mutex_);
+    const auto found = by_base_.find(base);
+    if (found == by_base_.end() || found->second->owned) return 0;
+    const uint64_t number = found->second->number;
+    found->second->given_back = true;
+    if (found->second->leaving) return number;
+    return begin_leaving(found) == segment_gone ? 0 : number;
+  }
+
+  // Whether a segment that is not on its way out stands there exactly so; or memory of ours that reaches as far.
+  bool has(uintptr_t base, size_t bytes, int device) noexcept {
+    const Hold hold(mutex_);
+    auto next = by_base_.upper_bound(base);
+    if (next == by_base_.begin()) return false;
+    const Segment& one = *std::prev(next)->second;
+    if (one.leaving || one.device != device) return false;
+    return one.owned ? base - one.base + bytes <= one.bytes : one.base == base && one.bytes == bytes;
+  }
+
+  // The communicators that may use a segment; each is kept until free_resident() is called for it once more.
+  bool holders(uint64_t number, std::vector<Resident*>* found) noexcept {
+    const Hold hold(mutex_);
+    found->clear();
+    try {
+      found->reserve(residents_.size());
+    } catch (...) {
+      return false;
+    }
     for (Resident* resident : residents_) {
-      const auto entry = resident->entries.find(segment->number);
-      if (entry == resident->entries.end()) continue;
-      if (entry->second.state == Resident::pending) {
-        forget(*resident, segment->number);
-      } else if (entry->second.state != Resident::registering) {  // else who registers it sees to it
-        resident->to_leave.push_back(segment->number);  // there is room: see expect()
+      const auto entry = resident->entries.find(number);
+      if (entry == resident->entries.end() || entry->second.state == Resident::pending) continue;
+      ++resident->kept;
+      found->push_back(resident);
+    }
+    return true;
+  }
+
+  // A communicator was dropped: nobody calls it any more, nor has its lock, and it lives on. What it was asked for being
+  // over, it uses nothing.
+  void let_out_dropped(Resident& resident, uint64_t number) noexcept {
+    if (resident.unknown || !calls_.over(resident.events[0]) || !calls_.over(resident.events[1])) return;
+    if (resident.visited.test_and_set()) return;
+    {
+      const Hold hold(mutex_);
+      for (auto* list : {&resident.to_leave, &resident.fenced}) {
+        list->erase(std::remove(list->begin(), list->end(), number), list->end());
       }
     }
-    return segment->holders == 0 ? let_go(found) : segment_leaving;
+    deregister(resident, resident.comm, number);
+    resident.visited.clear();
+  }
+
+  // Has a segment of ours stay for one that is no communicator, as a window, until `let_go`; false if it is leaving.
+  bool hold(uintptr_t base, uint64_t number) noexcept {
+    const Hold hold(mutex_);
+    const auto found = by_base_.find(base);
+    if (found == by_base_.end() || found->second->number != number || found->second->leaving) return false;
+    ++found->second->holders;
+    return true;
+  }
+  void let_go(uintptr_t base, uint64_t number) noexcept {
+    const Hold hold(mutex_);
+    const auto found = by_base_.find(base);
+    if (found != by_base_.end() && found->second->number == number) let_holder_go(*found->second);
+  }
+
+  // Has a segment of ours, which is to be taken away next, stay until the device has come past an event, and then forget
+  // the event. False if that cannot be noted.
+  bool hold_until(uintptr_t base, void* event) noexcept {
+    const Hold hold(mutex_);
+    const auto found = by_base_.find(base);
+    if (found == by_base_.end() || found->second->leaving || !found->second->owned) return false;
+    try {
+      awaited_.push_back({found->second, event});
+    } catch (...) {
+      return false;
+    }
+    ++found->second->holders;
+    return true;
+  }
+
+  // Looks at those events. The driver is not asked under the mutex: it may be held up.
+  void ask_awaited() noexcept {
+    std::list<Awaited> asked, over;
+    {
+      const Hold hold(mutex_);
+      asked.swap(awaited_);
+    }
+    for (auto one = asked.begin(); one != asked.end();) {
+      const auto next = std::next(one);
+      if (calls_.over(one->event)) over.splice(over.end(), asked, one);
+      one = next;
+    }
+    {
+      const Hold hold(mutex_);
+      awaited_.splice(awaited_.end(), asked);
+      for (const Awaited& one : over) let_holder_go(*one.segment);
+    }
+    for (const Awaited& one : over) calls_.forget(one.event);
   }
 
   SegmentState state(uintptr_t base, uint64_t number) noexcept {
@@ -230,9 +338,8 @@ class Segments {
   // Whether there is something that can leave this communicator, should what was issued be over.
   bool can_leave(const Resident* resident) noexcept {
     const Hold hold(mutex_);
-    const uint64_t to = resident->captured_to;
     return !resident->fenced.empty() || std::any_of(resident->to_leave.begin(), resident->to_leave.end(),
-                                                    [to](uint64_t number) { return number > to; });
+                                                    [=](uint64_t number) { return !is_kept(*resident, number); });
   }
   // Whether anything is on its way out.
   bool has_leaving() noexcept {
@@ -258,6 +365,17 @@ class Segments {
     return all;
   }
 
+  // Live segments of a pool, as they came.
+  std::vector<Segment> of_pool(uint64_t pool) {
+    const Hold hold(mutex_);
+    std::vector<Segment> found;
+    for (const auto& [base, segment] : by_base_) {
+      if (segment->pool == pool && !segment->leaving) found.push_back(*segment);
+    }
+    std::sort(found.begin(), found.end(), [](const Segment& a, const Segment& b) { return a.number < b.number; });
+    return found;
+  }
+
   // Live segments; with a resident, those that it has registered.
   std::vector<Segment> live(const Resident* resident) {
     const Hold hold(mutex_);
@@ -274,6 +392,11 @@ class Segments {
   }
 
  private:
+  struct Awaited {
+    std::shared_ptr<Segment> segment;
+    void* event;
+  };
+
   class Hold {
    public:
     explicit Hold(ncclpy_mutex& mutex) : mutex_(mutex) { ncclpy_mutex_lock(&mutex_); }
@@ -304,6 +427,29 @@ class Segments {
   void forget(Resident& resident, uint64_t number) noexcept {
     resident.to_register.erase(number);
     resident.entries.erase(number);
+  }
+
+  // Whether a graph may use it that may be launched again.
+  static bool is_kept(const Resident& resident, uint64_t number) noexcept {
+    if (number > resident.captured_to) return false;
+    const auto found = resident.entries.find(number);
+    return found != resident.entries.end() && !found->second.segment->given_back;
+  }
+
+  SegmentState begin_leaving(std::map<uintptr_t, std::shared_ptr<Segment>>::iterator found) noexcept {
+    const std::shared_ptr<Segment> segment = found->second;
+    segment->leaving = true;
+    ++leaving_;
+    for (Resident* resident : residents_) {
+      const auto entry = resident->entries.find(segment->number);
+      if (entry == resident->entries.end()) continue;
+      if (entry->second.state == Resident::pending) {
+        forget(*resident, segment->number);
+      } else if (entry->second.state != Resident::registering) {  // else who registers it sees to it
+        resident->to_leave.push_back(segment->number);  // there is room: see expect()
+      }
+    }
+    return segment->holders == 0 ? let_go(found) : segment_leaving;
   }
 
   void let_holder_go(Segment& segment) noexcept {
@@ -358,8 +504,8 @@ class Segments {
     if (!resident.fenced.empty()) return true;
     // What graphs may use stays as long as the communicator.
     auto& list = resident.to_leave;
-    const uint64_t to = resident.captured_to;
-    const auto first = std::partition(list.begin(), list.end(), [to](uint64_t number) { return number <= to; });
+    const auto first =
+        std::partition(list.begin(), list.end(), [&](uint64_t number) { return is_kept(resident, number); });
     resident.fenced.insert(resident.fenced.end(), first, list.end());
     list.erase(first, list.end());
     if (!resident.fenced.empty() && resident.known) {  // else nothing was issued since the last fence was passed
@@ -403,6 +549,7 @@ class Segments {
   std::map<uintptr_t, std::shared_ptr<Segment>> by_base_;
   std::vector<Resident*> residents_;
   std::vector<std::shared_ptr<Segment>> to_free_;
+  std::list<Awaited> awaited_;
   uint64_t numbers_ = 0;
   size_t registrations_ = 0;
   size_t leaving_ = 0;
@@ -428,6 +575,11 @@ inline Resident* new_resident(Segments* home, void* ranges, int device) {
   return resident;
 }
 
-inline void free_resident(Resident* resident) { delete resident; }
+// When the last one who keeps it says so.
+inline void free_resident(Resident* resident) {
+  if (--resident->kept != 0) return;
+  ncclpy_door_free(resident->door);
+  delete resident;
+}
 
 }  // namespace ncclpy

@@ -2,18 +2,36 @@ from libc.stdint cimport uint64_t, uintptr_t
 from libcpp cimport bool as bool_t
 from libcpp.vector cimport vector
 
+from ncclpy.core.tenant cimport Door
+
 cdef extern from "ncclpy/memory/segments.hpp" namespace "ncclpy" nogil:
     cdef cppclass Segment:
         uintptr_t base
         size_t bytes
         int device
         uint64_t number
+    cdef cppclass Ending "std::atomic<int>":
+        int load()
+        void store(int value)
+        int exchange(int value)
+    cdef cppclass Freed "std::atomic<uintptr_t>":
+        uintptr_t load()
+        void store(uintptr_t value)
     cdef cppclass Resident:  # a Tenant
-        pass
+        int device
+        Door* door
+        void* comm
+        Ending ending
+        Freed ended_for
+    cdef int NOT_ENDED "ncclpy::Resident::not_ended"
+    cdef int IS_ENDING "ncclpy::Resident::is_ending"
+    cdef int HAS_ENDED "ncclpy::Resident::has_ended"
+    cdef int LEFT_BEHIND "ncclpy::Resident::left_behind"
     cdef cppclass Calls "ncclpy::SegmentCalls":
         int (*add)(void* ranges, void* comm, const Segment& segment, long long* range) noexcept nogil
         void (*drop)(void* ranges, void* comm, long long range) noexcept nogil
         bool_t (*over)(void* event) noexcept nogil
+        void (*forget)(void* event) noexcept nogil
     cdef cppclass Counters "ncclpy::SegmentCounters":
         size_t segments, bytes, leaving, leaving_bytes, registrations
         uint64_t added, dropped, lost
@@ -26,8 +44,19 @@ cdef extern from "ncclpy/memory/segments.hpp" namespace "ncclpy" nogil:
     cdef int GONE "ncclpy::segment_gone"
     cdef cppclass Segments:
         Segments(const Calls&)
-        int add(uintptr_t base, size_t nbytes, int device, bint owned, uintptr_t* other, size_t* other_bytes)
+        int add(
+            uintptr_t base, size_t nbytes, int device, bint owned, uintptr_t* other, size_t* other_bytes, uint64_t pool
+        )
+        bool_t hold(uintptr_t base, uint64_t number)
+        void let_go(uintptr_t base, uint64_t number)
+        bool_t hold_until(uintptr_t base, void* event)
+        void ask_awaited()
+        vector[Segment] of_pool(uint64_t pool) except +
         int remove(uintptr_t base, bint owned)
+        uint64_t give_back(uintptr_t base)
+        bool_t has(uintptr_t base, size_t nbytes, int device)
+        bool_t holders(uint64_t number, vector[Resident*]* found)
+        void let_out_dropped(Resident& resident, uint64_t number)
         int state(uintptr_t base, uint64_t number)
         uint64_t number(uintptr_t base)
         bool_t join(Resident* resident)

@@ -150,7 +150,8 @@ def test_reference_has_every_public_name():
     methods = {name for name in dir(ncclpy.Communicator) if not name.startswith("_")} - in_class_docstring
     public |= {f"ncclpy.Communicator.{name}" for name in methods}
     assert public - listed == set(), "missing in docs/api"
-    assert listed - public == {"ncclpy.core.library.Library", "ncclpy.process_group.Began"}  # what others return
+    returned = {"ncclpy.core.library.Library", "ncclpy.process_group.Began", "ncclpy.interop.torch_hooks.TorchHooks"}
+    assert listed - public == returned, "what others return"
 
 
 def test_environment_variables_are_on_their_page():

@@ -68,6 +68,8 @@ MADE_BY_METHODS = (
     ncclpy.bindings.CommProperties,
     ncclpy.bindings.Team,
     ncclpy.memory.Allocation,
+    ncclpy.memory.Attachment,
+    ncclpy.memory.Pool,
 )
 
 

@@ -52,7 +52,7 @@ def test_a_wheel_that_is_right_is_taken(contents, wheel):
     "name",
     [
         "ncclpy/py.typed", "ncclpy/core/window.pyi", "ncclpy/core/window.pxd", "ncclpy/abi/nccl_abi.h", WINDOW,
-        "ncclpy/host/libncclpy_host.so", "ncclpy-0.2.0.dist-info/licenses/LICENSE",
+        "ncclpy/host/libncclpy_host.so", "ncclpy/interop/torch_shim.cpp", "ncclpy-0.2.0.dist-info/licenses/LICENSE",
     ],
 )  # fmt: skip
 def test_what_is_missing_is_told(contents, wheel, name):

@@ -69,9 +69,12 @@ int add(void*, void* comm, const ncclpy::Segment& segment, long long* range) {
 void drop(void*, void* comm, long long range) {
   expect(static_cast<Communicator*>(comm)->registered[range]-- > 0, "dropped twice");
 }
+std::atomic<int> forgotten{0};
 bool over(void*) { return !device_is_busy; }
+void forget(void*) { forgotten++; }
 
 void free_some(ncclpy::Segments& segments) {
+  segments.ask_awaited();
   uintptr_t base;
   int device;
   while (segments.next_to_free(&base, &device)) {
@@ -101,12 +104,23 @@ void bring_and_take(ncclpy::Segments& segments, int seed, int first, int end) {
       if (added == ncclpy::segment_overlaps) expect(other == base, "another one's memory");
     } else {
       const uint64_t number = segments.number(base);
+      // A window is over some, or their allocator's stream has yet to come past an event.
+      const bool held = owned && random() % 3 == 0 && segments.hold(base, number);
+      expect(!segments.hold(base, number + 1), "another one was held");
+      fails_every = random() % 3 ? 0 : 1;
+      if (owned && random() % 3 == 0) segments.hold_until(base, &there);
       fails_every = 1;  // nothing that leaves needs memory
       expect(segments.remove(base, !owned) == ncclpy::segment_unknown, "somebody else's was taken away");
       const auto state = segments.remove(base, owned);
       fails_every = 0;
       expect(state != ncclpy::segment_unknown, "it was not there");
       there[slot] = false;
+      expect(!held || state == ncclpy::segment_leaving, "it went while it was held");
+      if (held) {
+        free_some(segments);
+        expect(segments.state(base, number) == ncclpy::segment_leaving, "it was freed while it was held");
+        segments.let_go(base, number);
+      }
       if (!owned && segments.state(base, number) == ncclpy::segment_gone) {
         expect(!is_registered(slot), "gone while registered");
         gone++;
@@ -164,7 +178,7 @@ void communicate(ncclpy::Segments& segments, Communicator& communicator, int see
 }
 
 void round_of(int seed) {
-  ncclpy::Segments segments({add, drop, over});
+  ncclpy::Segments segments({add, drop, over, forget});
   const auto made = std::make_unique<Communicator[]>(communicators);
   all = made.get();
   std::atomic<bool> enough{false};
@@ -191,6 +205,7 @@ void round_of(int seed) {
     segments.deregister_all(*communicator.resident, &communicator);
     segments.leave(communicator.resident.get());
   }
+  device_is_busy = false;
   free_some(segments);
   const auto counters = segments.counters();
   expect(!segments.has_leaving() && counters.segments == 0 && counters.leaving == 0, "something has stayed");
@@ -203,6 +218,7 @@ void round_of(int seed) {
 int main(int, char** arguments) {
   const int seed = std::atoi(arguments[1]), rounds = std::atoi(arguments[2]);
   for (int i = 0; i < rounds; ++i) round_of(seed + 100 * i);
+  expect(forgotten > rounds, "events are to be met");
   std::printf("%d gone, %d without memory\n", gone.load(), refused.load());
   return 0;
 }

@@ -1,0 +1,63 @@
+"""CuPy's memory pools over memory that NCCL knows."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from ncclpy.core.errors import NcclError, NcclUnsupported
+from ncclpy.memory.allocator import give, open_allocator, take
+
+#: cudaErrorMemoryAllocation, on which CuPy's pool gives back what it has free and asks again.
+_NO_MEMORY = 2
+
+
+def source(device: int | None) -> CupySource:
+    """Return a new pool of CuPy's, of a device or of all."""
+    import cupy
+
+    return CupySource(cupy, device)
+
+
+class CupySource:
+    """A ``cupy.cuda.MemoryPool``."""
+
+    def __init__(self, cupy: Any, device: int | None) -> None:
+        try:
+            cupy.cuda.runtime.getDeviceCount()
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            raise NcclUnsupported(f"CuPy finds no GPU here: {error}") from error
+        self._cupy, self._device = cupy, device
+        open_allocator()
+        functions = cupy.cuda.memory.PythonFunctionAllocator(self._take, give)
+        self.resource: Any = cupy.cuda.MemoryPool(functions.malloc)
+        self._before: Any = None
+
+    def _take(self, nbytes: int, device: int) -> int:
+        try:
+            return take(nbytes, device)
+        except NcclError as error:
+            raise self._cupy.cuda.runtime.CUDARuntimeError(_NO_MEMORY) from error
+
+    @contextlib.contextmanager
+    def inside(self) -> Any:
+        """Return a context in which this thread's arrays come from the pool."""
+        with contextlib.ExitStack() as stack:
+            if self._device is not None:
+                stack.enter_context(self._cupy.cuda.Device(self._device))
+            stack.enter_context(self._cupy.cuda.using_allocator(self.resource.malloc))
+            yield
+
+    def empty(self, shape: Any, dtype: Any, device: int) -> Any:
+        """Return an array."""
+        return self._cupy.empty(shape, str(getattr(dtype, "name", dtype)).lower())
+
+    def install(self) -> None:
+        """Have CuPy allocate from the pool, in all threads."""
+        self._before = self._cupy.cuda.get_allocator()
+        self._cupy.cuda.set_allocator(self.resource.malloc)
+
+    def remove(self) -> None:
+        """Have CuPy allocate as before, unless somebody has replaced the pool since."""
+        if self._cupy.cuda.get_allocator() == self.resource.malloc:
+            self._cupy.cuda.set_allocator(self._before)

@@ -1,0 +1,170 @@
+"""The shim that follows torch's allocator (`torch_shim.cpp`), built against the installed torch and kept for later.
+
+It is a shared library without Python in it, loaded by ctypes. What it is built from is in its name, so that another
+torch or another compiler has one of its own; processes that build at once do not disturb each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import site
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+SOURCE = Path(__file__).with_name("torch_shim.cpp")
+#: Of C++: what torch's headers ask for has changed, and older compilers do not know the later one.
+STANDARDS = ("c++17", "c++20")
+#: How long a compiler may take, in seconds.
+PATIENCE = 600.0
+#: So many of a compiler's last lines are shown.
+SHOWN = 25
+
+
+def built(torch: Any) -> Path:
+    """Return the path of the shim for a torch, which is built first unless that was done before.
+
+    Parameters
+    ----------
+    torch : module
+        The torch that is loaded.
+
+    Raises
+    ------
+    RuntimeError
+        If there is no C++ compiler, or it could not build the shim; the message says what to do about it.
+    """
+    compiler = find_compiler()
+    flags = flags_for(torch)
+    source = SOURCE.read_bytes()
+    parts = [torch.__version__, torch.version.git_version, platform.machine(), version_of(compiler), *compiler, *flags]
+    digest = hashlib.sha256(b"\0".join([*(str(part).encode() for part in parts), source])).hexdigest()[:32]
+    folder = cache_folder()
+    target = folder / f"torch-shim-{digest}.so"
+    if not target.exists():
+        compile_shim(compiler, flags, target)
+    return target
+
+
+def find_compiler() -> list[str]:
+    """Return the command of the C++ compiler: ``$CXX``, or the first of c++, g++ and clang++ that there is."""
+    asked = shlex.split(os.environ.get("CXX", ""))
+    if asked:
+        if shutil.which(asked[0]) is None:
+            raise RuntimeError(f"attach('torch', hooks=True) builds a small library, but CXX={asked[0]} is not there")
+        return asked
+    for name in ("c++", "g++", "clang++"):
+        if shutil.which(name) is not None:
+            return [name]
+    raise RuntimeError(
+        "attach('torch', hooks=True) builds a small library against the installed torch, and there is no C++ "
+        "compiler: install one (apt install g++, dnf install gcc-c++, conda install cxx-compiler) or name it in CXX; "
+        "or attach without hooks, which builds nothing"
+    )
+
+
+def version_of(compiler: list[str]) -> str:
+    """Return where a compiler is and what it says of itself; one that says nothing may still build."""
+    try:
+        done = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return f"{shutil.which(compiler[0])} {done.stdout.partition(chr(10))[0]}"
+
+
+def flags_for(torch: Any) -> list[str]:
+    """Return what the compiler has to know of a torch: where headers and libraries are, and which ABI it has."""
+    root = Path(torch.__file__).parent
+    includes = list(_torch_includes(root))
+    cuda = _cuda_include()
+    if cuda is not None:
+        includes.append(cuda)
+    abi = int(bool(getattr(torch._C, "_GLIBCXX_USE_CXX11_ABI", True)))
+    return [
+        f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
+        *(f"-isystem{include}" for include in includes),
+        f"-L{root / 'lib'}",
+    ]
+
+
+def _torch_includes(root: Path) -> list[str]:
+    try:
+        from torch.utils.cpp_extension import include_paths
+    except Exception:  # it looks for CUDA's compiler, ninja and more, none of which is needed here
+        return [str(root / "include"), str(root / "include" / "torch" / "csrc" / "api" / "include")]
+    return [path for path in include_paths() if os.path.isdir(path)]
+
+
+def _cuda_include() -> str | None:
+    """Return where CUDA's headers are: of a toolkit, or of the packages that torch is installed with."""
+    places = [Path(os.environ[name]) / "include" for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    folders = {*sys.path, *site.getsitepackages(), site.getusersitepackages()}
+    for folder in sorted(folder for folder in folders if folder):
+        places += sorted(Path(folder, "nvidia").glob("*/include"), reverse=True)
+    places += [Path("/usr/local/cuda/include"), Path("/usr/include")]
+    nvcc = shutil.which("nvcc")
+    if nvcc is not None:
+        places.append(Path(nvcc).resolve().parent.parent / "include")
+    found = [place for place in places if (place / "cuda_runtime_api.h").is_file()]
+    # What the runtime's headers include is a package of its own with CUDA 13, into the same folder.
+    whole = [place for place in found if (place / "crt" / "host_defines.h").is_file()]
+    first = next(iter(whole or found), None)
+    return None if first in (None, Path("/usr/include")) else str(first)
+
+
+def cache_folder() -> Path:
+    """Return the folder that shims are kept in, of this user alone; a new one, for this process, if that cannot be."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        folder = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "ncclpy"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+        # What lies there is loaded: nobody else may put anything there.
+        if status.st_uid == os.getuid() and not status.st_mode & 0o022 and os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    except (OSError, RuntimeError):  # no home
+        pass
+    return Path(tempfile.mkdtemp(prefix="ncclpy-"))
+
+
+def compile_shim(compiler: list[str], flags: list[str], target: Path) -> None:
+    """Build the shim and put it in its place in one step, whoever else does the same.
+
+    Raises
+    ------
+    RuntimeError
+        With the compiler's last lines.
+    """
+    said = ""
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as folder:
+        output = Path(folder, "shim.so")
+        for standard in STANDARDS:
+            command = [
+                *compiler, f"-std={standard}", "-O1", "-fPIC", "-shared", "-Wfatal-errors", *flags, str(SOURCE),
+                "-o", str(output), "-lc10_cuda", "-lc10", "-Wl,-z,lazy", "-pthread",
+            ]  # fmt: skip
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+            except (OSError, subprocess.SubprocessError) as error:
+                raise RuntimeError(f"the shim for torch's allocator could not be built: {error}") from error
+            if done.returncode == 0:
+                os.replace(output, target)
+                return
+            said = said or done.stderr or done.stdout
+    lines = said.strip().splitlines()
+    last = "\n".join(lines[-SHOWN:])  # it has stopped at the first error
+    hint = ""
+    if "cuda_runtime_api.h" in said or "crt/" in said:
+        hint = (
+            " CUDA's headers are missing: set CUDA_HOME to a toolkit, or pip install nvidia-cuda-runtime and "
+            "nvidia-cuda-crt of torch's CUDA version."
+        )
+    raise RuntimeError(
+        f"the shim for torch's allocator could not be built by {shlex.join(compiler)}.{hint} Its last lines:\n{last}"
+    )

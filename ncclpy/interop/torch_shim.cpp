@@ -1,0 +1,205 @@
+// What follows torch's caching allocator for ncclpy. It is built against the installed torch when it is asked for, knows
+// of ncclpy only two functions, by their addresses, and stays loaded: trackers cannot be detached.
+//
+// Trackers are called under the allocator's lock of one device, with or without the GIL. No Python runs here, and under the
+// mutex below nobody waits.
+#include <c10/cuda/CUDACachingAllocator.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <exception>
+#include <map>
+#include <mutex>
+#include <new>
+#include <set>
+#include <stdexcept>
+
+namespace {
+
+namespace allocator = c10::cuda::CUDACachingAllocator;
+
+// See ncclpy/memory/hooks.pyx.
+enum TakenIn { taken_in, known, refused };
+using TakeIn = int (*)(uintptr_t base, size_t bytes, int device);
+using TakeOut = int (*)(uintptr_t base, int device, double timeout);
+
+enum Count { followed, expandable, not_followed, ended, kept, counts };
+
+struct State {
+  std::mutex mutex;
+  bool attached = false;      // the tracker is; for good
+  bool open = false;          // segments that come are taken in; those that go are always seen to
+  bool looking_back = false;  // from before the tracker was attached until the segments of before are in
+  bool lost_track = false;    // a segment that went meanwhile could not be noted
+  TakeIn take_in = nullptr;
+  TakeOut take_out = nullptr;
+  double timeout = 0;
+  std::map<uintptr_t, int> ours;  // what was taken in from here, with its device
+  std::set<uintptr_t> gone;       // what went while looking back: a snapshot may still have it
+  uint64_t count[counts] = {};
+};
+
+State& state() {
+  static auto* one = new State;  // never freed: the allocator calls as long as the process lives
+  return *one;
+}
+
+using Hold = std::lock_guard<std::mutex>;
+
+// Under the mutex.
+int take_in(State& one, uintptr_t base, size_t bytes, int device) {
+  bool noted = false;
+  try {
+    noted = one.ours.emplace(base, device).second;
+  } catch (const std::bad_alloc&) {
+    ++one.count[not_followed];
+    return refused;
+  }
+  const int result = one.take_in(base, bytes, device);
+  if (result == taken_in) {
+    ++one.count[followed];
+  } else if (noted) {  // memory of ncclpy's own, perhaps, in a pool of torch's
+    one.ours.erase(base);
+  }
+  if (result == refused) ++one.count[not_followed];
+  return result;
+}
+
+void comes(uintptr_t base, size_t bytes, int device) {
+  State& one = state();
+  const Hold hold(one.mutex);
+  if (one.open) take_in(one, base, bytes, device);
+}
+
+void goes(uintptr_t base, int device) {
+  State& one = state();
+  TakeOut take_out;
+  double timeout;
+  {
+    const Hold hold(one.mutex);
+    one.ours.erase(base);
+    if (one.looking_back) {
+      try {
+        one.gone.insert(base);
+      } catch (const std::bad_alloc&) {
+        one.lost_track = true;
+      }
+    }
+    take_out = one.take_out;
+    timeout = one.timeout;
+  }
+  const int result = take_out(base, device, timeout);  // waits
+  if (result == 0) return;
+  {
+    const Hold hold(one.mutex);
+    ++one.count[result > 0 ? ended : kept];
+  }
+  if (result < 0) {  // the allocator has not freed it yet, and keeps it then
+    char words[200];
+    std::snprintf(words, sizeof words,
+                  "ncclpy: the memory at 0x%llx is not freed: a communicator still uses it after %g s, and could not be "
+                  "aborted either",
+                  static_cast<unsigned long long>(base), timeout);
+    throw std::runtime_error(words);
+  }
+}
+
+void follow(const allocator::TraceEntry& entry) {
+  const auto base = static_cast<uintptr_t>(entry.addr_);
+  switch (entry.action_) {
+    case allocator::TraceEntry::SEGMENT_ALLOC:
+      return comes(base, static_cast<size_t>(entry.size_), static_cast<int>(entry.device_));
+    case allocator::TraceEntry::SEGMENT_FREE:
+      return goes(base, static_cast<int>(entry.device_));
+    case allocator::TraceEntry::SEGMENT_MAP: {  // it grows and shrinks by pages, which no registration does
+      State& one = state();
+      const Hold hold(one.mutex);
+      if (one.open) ++one.count[expandable];
+      return;
+    }
+    default:
+      return;
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// Begins to follow, and to look back; the tracker is attached by the first call that succeeds. Returns 0, or 1 with words.
+int ncclpy_torch_open(uintptr_t take_in, uintptr_t take_out, double timeout, char* words, size_t room) {
+  State& one = state();
+  bool attached;
+  {
+    const Hold hold(one.mutex);
+    one.take_in = reinterpret_cast<TakeIn>(take_in);
+    one.take_out = reinterpret_cast<TakeOut>(take_out);
+    one.timeout = timeout;
+    one.open = one.looking_back = true;
+    attached = one.attached;
+  }
+  if (attached) return 0;
+  try {
+    allocator::attachAllocatorTraceTracker(&follow);  // takes the allocator's locks
+  } catch (const std::exception& error) {
+    std::snprintf(words, room, "%s", error.what());
+    const Hold hold(one.mutex);
+    one.open = one.looking_back = false;
+    return 1;
+  }
+  const Hold hold(one.mutex);
+  one.attached = true;
+  return 0;
+}
+
+// A segment of a snapshot that was made since then, unless it has gone meanwhile: 0 taken in, 1 known, 2 refused, 3 gone.
+int ncclpy_torch_was_there(uintptr_t base, size_t bytes, int device) {
+  State& one = state();
+  const Hold hold(one.mutex);
+  if (!one.open || one.lost_track || one.gone.count(base) != 0) return 3;
+  return take_in(one, base, bytes, device);
+}
+
+void ncclpy_torch_looked_back() {
+  State& one = state();
+  const Hold hold(one.mutex);
+  one.looking_back = one.lost_track = false;
+  one.gone.clear();
+}
+
+// From here on nothing is taken in.
+void ncclpy_torch_close() {
+  State& one = state();
+  const Hold hold(one.mutex);
+  one.open = one.looking_back = one.lost_track = false;
+  one.gone.clear();
+}
+
+// How many segments were taken in from here, and the first of them.
+size_t ncclpy_torch_ours(uintptr_t* bases, int* devices, size_t room) {
+  State& one = state();
+  const Hold hold(one.mutex);
+  size_t i = 0;
+  for (const auto& [base, device] : one.ours) {
+    if (i == room) break;
+    bases[i] = base;
+    devices[i++] = device;
+  }
+  return one.ours.size();
+}
+
+// They are no longer ours to speak of.
+void ncclpy_torch_let_go(uintptr_t base) {
+  State& one = state();
+  const Hold hold(one.mutex);
+  one.ours.erase(base);
+}
+
+void ncclpy_torch_counts(uint64_t* count) {
+  State& one = state();
+  const Hold hold(one.mutex);
+  for (int i = 0; i < counts; ++i) count[i] = one.count[i];
+}
+
+}  // extern "C"

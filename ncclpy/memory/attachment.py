@@ -1,0 +1,152 @@
+"""Attachments: an allocator of a framework over memory that NCCL knows, without a communicator and without windows."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import threading
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from typing_extensions import Self
+
+from ncclpy.core.errors import NcclUnsupported
+from ncclpy.core.library import library
+from ncclpy.memory.frameworks import Source, source_of
+
+__all__ = ["Attachment", "attach"]
+
+#: What has been attached and is not closed, by the framework's name, or the resource's identity.
+_attached: dict[str | int, Attachment] = {}
+_lock = threading.RLock()  # again, by a finaliser that runs meanwhile
+
+
+def attach(framework: Literal["torch", "cupy", "rmm", "cuda.core"] | Any, *, hooks: bool = False) -> Attachment:
+    """Have a framework allocate memory that NCCL knows, on each communicator of its device.
+
+    Nothing is compiled, unless for `hooks`. CuPy and rmm allocate there from now on, until `Attachment.close`. Torch
+    lets nobody replace an allocator that is in use: there what is allocated in `Attachment.use`, or with
+    ``torch.cuda.use_mem_pool`` in `Attachment.resource`, is NCCL's, with expandable segments too; its default pool is
+    left as it is. Of cuda.core `Attachment.resource` is a ``MemoryResource``, which is passed to whoever allocates.
+
+    Parameters
+    ----------
+    framework : {"torch", "cupy", "rmm", "cuda.core"} or cuda.core.MemoryResource
+        Whose. Of a ``MemoryResource`` what is allocated through `Attachment.resource` comes from there, and is
+        registered until it is given back; NCCL may refuse what it cannot use directly, as memory of CUDA's own pools.
+    hooks : bool, optional
+        Of torch: have the segments of all its pools registered, those of today and of later, through the allocator's
+        own hooks. A small library is built for that, once an installation.
+
+    Returns
+    -------
+    Attachment
+        With `hooks` a `ncclpy.interop.torch_hooks.TorchHooks`, which has `close` and is a context too; a second call
+        returns the same one.
+
+    Raises
+    ------
+    RuntimeError
+        If the framework is attached already: it is attached once, and again after `Attachment.close`.
+    ImportError
+        If the framework cannot be imported.
+    NcclUnsupported
+        On the host engine; before NCCL 2.19.
+    ValueError
+        If there is no such framework. With `hooks`, if torch's segments are expandable: they grow in place, and NCCL
+        has no call for memory that does; or if its allocator is not its own.
+    """
+    if hooks:
+        by_hooks: Attachment = _with_hooks(framework)
+        return by_hooks
+    with _lock:
+        key = framework if isinstance(framework, str) else id(framework)  # the source keeps it
+        if key in _attached:
+            raise RuntimeError(f"{framework} is attached already, by {_attached[key]!r}; close that one first")
+        name = framework if isinstance(framework, str) else type(framework).__name__
+        made = Attachment(name, source_of(framework, "attach", None), key)
+        made._install()
+        _attached[key] = made
+        return made
+
+
+def _with_hooks(framework: str) -> Any:
+    if framework != "torch":
+        raise ValueError(f"hooks: torch's allocator has hooks, {framework!r:.80}'s has none")
+    if library().engine == "host":
+        raise NcclUnsupported("attach: torch's allocator is one of GPUs, and the host engine has none")
+    module: Any = importlib.import_module("ncclpy.interop.torch_hooks")  # a floor above
+    return module.attach_hooks()
+
+
+class Attachment:
+    """Have a framework allocate memory that NCCL knows, until `close`; `memory.attach` makes it.
+
+    As a context it is closed at the end of the block. Arrays may outlive it: their memory goes when the framework
+    gives it back, as that of `memory.alloc`.
+    """
+
+    def __init__(self, framework: str, source: Source, key: str | int) -> None:
+        self._framework = framework
+        self._key = key
+        self._source: Source | None = source
+
+    @property
+    def framework(self) -> str:
+        """Whose allocator it is."""
+        return self._framework
+
+    @property
+    def resource(self) -> Any:
+        """The framework's own object; None when closed.
+
+        A ``torch.cuda.MemPool``, a ``cupy.cuda.MemoryPool``, an ``rmm.mr.CallbackMemoryResource`` or a
+        ``cuda.core.MemoryResource``.
+        """
+        source = self._source
+        return None if source is None else source.resource
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was given back by `close`."""
+        return self._source is None
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[Self]:
+        """Return a context in which what this thread allocates comes from here, on the current device.
+
+        Raises
+        ------
+        ValueError
+            If it is closed.
+        NcclUnsupported
+            Of cuda.core, which has no current allocator.
+        """
+        source = self._source
+        if source is None:
+            raise ValueError(f"this attachment of {self._framework} is closed; arrays made in it are as good as ever")
+        with source.inside():
+            yield self
+
+    def _install(self) -> None:
+        if self._source is not None:
+            self._source.install()
+
+    def close(self) -> None:
+        """Have the framework allocate as before; twice does nothing. Arrays keep their memory."""
+        with _lock:
+            source, self._source = self._source, None
+            if source is None:
+                return
+            if _attached.get(self._key) is self:
+                del _attached[self._key]
+            source.remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<ncclpy.memory.Attachment of {self._framework}{', closed' if self.closed else ''}>"

@@ -1,0 +1,81 @@
+"""What knows the frameworks' allocators: a module of `interop` for each, imported when it is asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from ncclpy.core.errors import NcclUnsupported
+from ncclpy.core.library import library
+from ncclpy.memory.allocation import empty
+
+__all__ = ["Source", "source_of"]
+
+#: Their modules in `interop`, which lies above this floor.
+_MODULES = {"torch": "torch_memory", "cupy": "cupy_memory", "rmm": "rmm_memory", "cuda.core": "cuda_core_memory"}
+#: What there are pools for.
+_POOLS = ("torch", "cupy", "numpy")
+
+
+class Source(Protocol):
+    """An allocator of a framework over our segments."""
+
+    resource: Any
+
+    def inside(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which this thread's arrays of the device are allocated there."""
+
+    def empty(self, shape: Any, dtype: Any, device: int) -> Any:
+        """Return an array of the device; in the context."""
+
+    def install(self) -> None:
+        """Make it the framework's allocator, as far as the framework knows such a thing."""
+
+    def remove(self) -> None:
+        """Undo that."""
+
+
+class _Numpy:
+    """Has no allocator: `memory.empty` makes numpy's arrays."""
+
+    resource = None
+
+    def __init__(self) -> None:
+        if library().engine != "host":
+            raise NcclUnsupported("pool: numpy's arrays are in CPU memory, which NCCL on GPUs does not take")
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        yield
+
+    def empty(self, shape: Any, dtype: Any, device: int) -> Any:
+        return empty(shape, dtype, device=device, framework="numpy")
+
+    def install(self) -> None:
+        pass
+
+    def remove(self) -> None:
+        pass
+
+
+def source_of(name: object, what: str, device: int | None) -> Source:
+    """Return a new allocator of a framework, for a pool or to attach it."""
+    if what == "attach" and hasattr(name, "allocate") and hasattr(name, "deallocate"):
+        over: Source = importlib.import_module("ncclpy.interop.cuda_core_memory").source_over(name)
+        return over
+    known = _POOLS if what == "pool" else tuple(_MODULES)
+    if name not in known:
+        raise ValueError(f"framework: {name!r:.80} is none of {', '.join(map(repr, known))}")
+    if name == "numpy":
+        return _Numpy()
+    if library().engine == "host":
+        instead = "memory.pool('numpy', ...) and memory.empty are in its memory"
+        raise NcclUnsupported(f"{what}: {name}'s allocator is one of GPUs, and the host engine has none; {instead}")
+    module: Any = importlib.import_module(f"ncclpy.interop.{_MODULES[str(name)]}")
+    try:
+        source: Source = module.source(device)
+    except ImportError as error:
+        raise ImportError(f"{what}: {name} cannot be imported here: {error}") from error
+    return source

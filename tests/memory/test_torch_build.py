@@ -1,0 +1,149 @@
+"""The shim of torch's hooks is built once for each torch and compiler, and says what is missing where it cannot be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import fake_torch
+import pytest
+from paths import ROOT, SUPPORT
+
+from ncclpy.interop import torch_build
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return fake_torch.build(tmp_path_factory.mktemp("fake"))
+
+
+@pytest.fixture
+def torch(root, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    fake = fake_torch.Fake(root)
+    monkeypatch.setitem(sys.modules, "torch", fake)
+    return fake
+
+
+def kept(tmp_path):
+    return sorted(path.name for path in (tmp_path / "cache" / "ncclpy").iterdir())
+
+
+def test_it_is_built_once_and_kept_for_this_user(torch, tmp_path, monkeypatch):
+    first = torch_build.built(torch)
+    assert first.is_file() and kept(tmp_path) == [first.name], "nothing is left of the building"
+    assert first.parent.stat().st_mode & 0o077 == 0
+    monkeypatch.setattr(torch_build, "compile_shim", lambda *_: pytest.fail("built again"))
+    assert torch_build.built(torch) == first
+
+
+@pytest.mark.parametrize("what", ["torch", "compiler", "source"])
+def test_another_torch_compiler_or_source_has_one_of_its_own(torch, tmp_path, monkeypatch, what):
+    monkeypatch.setattr(torch_build, "compile_shim", lambda compiler, flags, target: target.touch())
+    first = torch_build.built(torch)
+    if what == "torch":
+        torch.version.git_version = "1"
+    elif what == "compiler":
+        monkeypatch.setenv("CXX", f"{torch_build.find_compiler()[0]} -g0")
+    else:
+        changed = tmp_path / "changed.cpp"
+        changed.write_bytes(torch_build.SOURCE.read_bytes() + b"\n")
+        monkeypatch.setattr(torch_build, "SOURCE", changed)
+    assert torch_build.built(torch) != first
+
+
+def test_processes_that_build_at_once_find_a_whole_one(torch, root, tmp_path):
+    """Each loads what it got, which lacks nothing."""
+    script = """
+        import ctypes, sys, fake_torch
+        from pathlib import Path
+        from ncclpy.interop import torch_build
+        torch = fake_torch.Fake(Path(sys.argv[1]))
+        sys.modules["torch"] = torch
+        sys.stdin.readline()
+        path = torch_build.built(torch)
+        torch.load()
+        ctypes.CDLL(str(path)).ncclpy_torch_open
+        print(path)
+        """
+    places = [str(SUPPORT), str(Path(__file__).parent)]
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", "import textwrap; exec(textwrap.dedent('''" + script + "'''))", str(root)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(places)}, cwd="/",
+        )
+        for _ in range(4)
+    ]  # fmt: skip
+    for each in running:
+        each.stdin.write("go\n")
+        each.stdin.flush()
+    said = [each.communicate(timeout=200) for each in running]
+    assert [each.returncode for each in running] == [0] * 4, said
+    assert len({out for out, _ in said}) == 1
+    assert kept(tmp_path) == [Path(said[0][0].strip()).name]
+
+
+def test_without_a_compiler_it_says_what_to_install(torch, tmp_path, monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"no C\+\+ compiler: install one .*CXX.*without hooks"):
+        torch_build.built(torch)
+
+
+def test_a_compiler_that_is_not_there_is_named(torch, monkeypatch):
+    monkeypatch.setenv("CXX", "/nowhere/c++ -pipe")
+    with pytest.raises(RuntimeError, match=r"CXX=/nowhere/c\+\+ is not there"):
+        torch_build.built(torch)
+
+
+def test_what_the_compiler_complains_of_is_shown(torch, tmp_path):
+    broken = tmp_path / "broken"
+    (broken / "include" / "c10" / "cuda").mkdir(parents=True)
+    (broken / "include" / "c10" / "cuda" / "CUDACachingAllocator.h").write_text("#error this torch is broken\n")
+    torch.__file__ = str(broken / "__init__.py")
+    with pytest.raises(RuntimeError, match="this torch is broken"):
+        torch_build.built(torch)
+    assert kept(tmp_path) == []
+
+
+def test_headers_of_cuda_that_are_missing_are_named(torch, tmp_path):
+    lacking = tmp_path / "lacking"
+    (lacking / "include" / "c10" / "cuda").mkdir(parents=True)
+    header = lacking / "include" / "c10" / "cuda" / "CUDACachingAllocator.h"
+    header.write_text("#include <nowhere/cuda_runtime_api.h>\n")
+    torch.__file__ = str(lacking / "__init__.py")
+    with pytest.raises(RuntimeError, match="CUDA_HOME"):
+        torch_build.built(torch)
+
+
+def test_cudas_headers_are_found_beside_torch(tmp_path, monkeypatch):
+    """The packages of CUDA 13 share a folder, and a folder that has all of them is preferred."""
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    for package, headers in (
+        ("cuda_runtime", ["cuda_runtime_api.h"]),
+        ("cu13", ["cuda_runtime_api.h", "crt/host_defines.h"]),
+    ):
+        for header in headers:
+            path = tmp_path / "nvidia" / package / "include" / header
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(torch_build.site, "getsitepackages", list)
+    assert torch_build._cuda_include() == str(tmp_path / "nvidia" / "cu13" / "include")
+
+
+def test_what_others_may_write_to_is_not_loaded_from(torch, tmp_path):
+    folder = tmp_path / "cache" / "ncclpy"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    other = torch_build.cache_folder()
+    assert other != folder and other.stat().st_mode & 0o077 == 0
+    other.rmdir()
+
+
+def test_the_source_is_part_of_the_package():
+    assert torch_build.SOURCE == ROOT / "ncclpy" / "interop" / "torch_shim.cpp" or torch_build.SOURCE.is_file()

@@ -88,7 +88,7 @@ cdef int take_in(uintptr_t base, size_t nbytes, int device) noexcept nogil:
     cdef int added
     if segments == NULL:
         return REFUSED
-    added = segments.add(base, nbytes, device, False, &other, &other_bytes)
+    added = segments.add(base, nbytes, device, False, &other, &other_bytes, 0)
     if added == ADDED:
         return TAKEN_IN
     return KNOWN if added == OVERLAPS and segments.has(base, nbytes, device) else REFUSED

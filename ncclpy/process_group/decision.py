@@ -4,7 +4,8 @@ All that come say so under keys of their own, which end with their processes. Th
 is there who is not known to be gone, or until its time is up, and writes down who goes on, under one key that can be
 written once: so there is one decision for all, and whoever is not in it goes on with nobody. What was decided has a
 name, at which the survivors meet anew; should one die meanwhile, those who meet there decide again, there. So the
-decisions of a group are a chain, and no two halves can both go on.
+decisions of a group are a chain, and no two halves can both go on. Ranks that let new ones in (`admit`) write so under
+the same key, before the first of them goes: who was met and is torn out of it then does not recover alone.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ncclpy.bootstrap.arrivals import set_while_alive
 from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, ranks, seconds, spans
 
-__all__ = ["Past", "Recovery", "decide"]
+__all__ = ["Past", "Recovery", "decide", "decide_to_move"]
 
 #: How often the first of those that have come looks for the others, and how long the others wait at a time; longer
 #: where many ask the store.
@@ -116,7 +117,7 @@ def decide(
     Raises
     ------
     NcclError
-        If too few are left.
+        If too few are left, or the ranks have gone on together with new ones.
     """
     attempt = 0
     while "failed" in (told := _read(store.compare_set(_decided(attempt), None, None)[1])):
@@ -125,7 +126,31 @@ def decide(
         told = _Election(store, name, rank, size, is_lost, min_size, attempt).hold(timeout, wanted)
     if "failed" in told:
         raise NcclError(told["failed"])
+    if "moved" in told:
+        raise NcclError(
+            f"process group {name!r} has gone on with new ranks, and rank {rank} was not with them; it may join them "
+            "as a new one (ProcessGroup.join)"
+        )
     return list(told["members"]), str(told["uuid"])
+
+
+def decide_to_move(store: Store, name: str, rank: int) -> None:
+    """Have all ranks go on together, with new ones: who is not with them then does not go on in another way.
+
+    Raises
+    ------
+    NcclError
+        If others have decided before to go on without some.
+    """
+    attempt = 0
+    moved = json.dumps({"moved": True}).encode()
+    while "failed" in (told := _read(store.compare_set(_decided(attempt), None, moved)[1])):
+        attempt += 1
+    if "moved" not in told:
+        raise NcclError(
+            f"process group {name!r} admits nobody: {ranks(spans(told['members']))} decided to recover it when rank "
+            f"{rank} had met the others"
+        )
 
 
 class _Election:

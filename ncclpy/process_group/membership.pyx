@@ -28,7 +28,7 @@ from ncclpy.core.types import as_integer
 from ncclpy.engine.monitor import call_at
 from ncclpy.engine.recorder import text_of
 from ncclpy.process_group.callers import caller_of
-from ncclpy.process_group.decision import Past, decide
+from ncclpy.process_group.decision import Past, decide, decide_to_move
 from ncclpy.process_group.guests import Guest, Host
 from ncclpy.process_group.handles import claim, give_back, ordered, place_of, store_of
 
@@ -341,6 +341,8 @@ cdef class Membership(Lifecycle):
                         raise
                     # All have met, and one that has gone on has ended it before this rank had looked.
                     met = self.notices.gather(f"admit/{number}", mine, max(0.1, deadline - now()), lambda: True)
+                if met[0]["guests"]:
+                    decide_to_move(self.notices.store, self.name, self.rank)
             except BaseException as error:
                 host.refuse(guests, text_of(error))
                 self.check_usable()

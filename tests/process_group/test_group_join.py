@@ -14,7 +14,9 @@ import ncclpy
 import testing
 from ncclpy.bootstrap import FileStore, LocalStore, TCPStore
 from ncclpy.bootstrap.arrivals import Arrivals
+from ncclpy.process_group import membership
 from ncclpy.process_group.guests import Guest, Host
+from ncclpy.process_group.notices import Notices
 
 SHORT = 0.5
 
@@ -118,6 +120,46 @@ def test_who_hears_of_the_end_before_it_has_looked_goes_on_with_the_others(host_
     assert run_groups(2, body, store=store) == [(0, 3, 6), (1, 3, 6)]
     threads[0].join(DEADLINE)
     assert results == [(2, 3, "default", 6)] and slow
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_who_is_torn_out_of_it_does_not_go_on_alone(host_engine, monkeypatch, who):
+    """The others have gone on with the new one, and wait for it; a half of its own would be the second."""
+    gathers, others_moved = Notices.gather, threading.Event()
+
+    def gather_and_leave(self, name, value, timeout, wanted):
+        met = gathers(self, name, value, timeout, wanted)
+        if name == "admit/0" and self.size == 2 and self.rank == who:
+            assert others_moved.wait(DEADLINE)
+            raise KeyboardInterrupt
+        return met
+
+    def body(group):
+        if group.rank == 0:
+            threads.append(joins(store, 2, testing.arrays(), results))
+            testing.wait_for(lambda: asks(store), "the third one")
+        group.store.barrier("all are there", group.rank, 2, DEADLINE)
+        if group.rank == who:
+            with pytest.raises((KeyboardInterrupt, ncclpy.NcclError)):
+                group.admit()
+            with pytest.raises(ncclpy.NcclError, match=f"gone on with new ranks, and rank {who} was not with them"):
+                group.recover(SHORT)
+            return None
+        with pytest.raises(ncclpy.NcclTimeout):  # the other one has met them, and does not come
+            group.admit(timeout=3)
+        return None
+
+    def decide(*arguments):
+        decides(*arguments)
+        others_moved.set()
+
+    decides = membership.decide_to_move
+    monkeypatch.setattr(membership, "decide_to_move", decide)
+    monkeypatch.setattr(Notices, "gather", gather_and_leave)
+    store, results, threads = LocalStore(), [], []
+    run_groups(2, body, store=store)
+    threads[0].join(DEADLINE)
+    assert len(results) == 1 and isinstance(results[0], ncclpy.NcclError), results
 
 
 def test_to_admit_nobody_leaves_nothing_in_the_store(host_engine):

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import fake_torch
+import torch_stand_in
 import pytest
 from paths import ROOT, SUPPORT
 
@@ -16,13 +16,13 @@ from ncclpy.interop import torch_build
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    return fake_torch.build(tmp_path_factory.mktemp("fake"))
+    return torch_stand_in.build(tmp_path_factory.mktemp("fake"))
 
 
 @pytest.fixture
 def torch(root, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    fake = fake_torch.Fake(root)
+    fake = torch_stand_in.Fake(root)
     monkeypatch.setitem(sys.modules, "torch", fake)
     return fake
 
@@ -57,10 +57,10 @@ def test_another_torch_compiler_or_source_has_one_of_its_own(torch, tmp_path, mo
 def test_processes_that_build_at_once_find_a_whole_one(torch, root, tmp_path):
     """Each loads what it got, which lacks nothing."""
     script = """
-        import ctypes, sys, fake_torch
+        import ctypes, sys, torch_stand_in
         from pathlib import Path
         from ncclpy.interop import torch_build
-        torch = fake_torch.Fake(Path(sys.argv[1]))
+        torch = torch_stand_in.Fake(Path(sys.argv[1]))
         sys.modules["torch"] = torch
         sys.stdin.readline()
         path = torch_build.built(torch)

@@ -9,7 +9,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import fake_torch
+import torch_stand_in
 import numpy as np
 import pytest
 from leftovers import is_mapped
@@ -25,7 +25,7 @@ LONG = 20.0  # that only a hang meets
 
 @pytest.fixture(scope="module")
 def fake(tmp_path_factory):
-    return fake_torch.Fake(fake_torch.build(tmp_path_factory.mktemp("fake"))).load()
+    return torch_stand_in.Fake(torch_stand_in.build(tmp_path_factory.mktemp("fake"))).load()
 
 
 @pytest.fixture(scope="module")
@@ -301,9 +301,9 @@ def test_memory_of_ours_in_a_pool_of_torchs_is_left_alone(registry, torch, comm1
     with torch_hooks.attach_hooks() as hooks:
         counters = hooks.counters()
         allocation = memory.alloc(8192, 0)
-        torch.tell(fake_torch.SEGMENT_ALLOC, allocation.pointer, 8192)
+        torch.tell(torch_stand_in.SEGMENT_ALLOC, allocation.pointer, 8192)
         comm1.all_reduce(allocation.buffer("float32"))
-        torch.tell(fake_torch.SEGMENT_FREE, allocation.pointer, 8192)
+        torch.tell(torch_stand_in.SEGMENT_FREE, allocation.pointer, 8192)
         assert hooks.counters() == counters
         assert pointers(registry, comm1) == {allocation.pointer}
         synchronize([comm1])
@@ -313,9 +313,9 @@ def test_what_overlaps_others_is_counted_and_left_alone(registry, torch):
     with torch_hooks.attach_hooks() as hooks:
         before = hooks.counters()["not_followed"]
         registry.add(0x10000, 4096, 0)
-        torch.tell(fake_torch.SEGMENT_ALLOC, 0x10800, 4096)
+        torch.tell(torch_stand_in.SEGMENT_ALLOC, 0x10800, 4096)
         assert hooks.counters()["not_followed"] == before + 1
-        torch.tell(fake_torch.SEGMENT_FREE, 0x10800, 4096)
+        torch.tell(torch_stand_in.SEGMENT_FREE, 0x10800, 4096)
         assert registry.segments() == [(0x10000, 4096, 0)]
         registry.remove(0x10000)
 
@@ -333,7 +333,7 @@ def test_expandable_segments_are_refused_and_later_ones_left_alone(registry, tor
     monkeypatch.setitem(sys.modules, "torch", torch)
     with torch_hooks.attach_hooks() as hooks:
         before = hooks.counters()["expandable"]
-        torch.tell(fake_torch.SEGMENT_MAP, 0x20000, 4096)
+        torch.tell(torch_stand_in.SEGMENT_MAP, 0x20000, 4096)
         assert hooks.counters()["expandable"] == before + 1 and registry.segments() == []
 
 

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch_stand_in
 import pytest
+import torch_stand_in
 from paths import ROOT, SUPPORT
 
 from ncclpy.interop import torch_build

@@ -9,9 +9,9 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import torch_stand_in
 import numpy as np
 import pytest
+import torch_stand_in
 from leftovers import is_mapped
 
 import ncclpy

@@ -23,12 +23,13 @@ COUNT = 1000
 LONG = 20.0  # that only a hang meets
 
 
-@pytest.fixture(scope="module")
+# One a process: the shim stays loaded, with the first library of its torch, however often this file's tests begin.
+@pytest.fixture(scope="session")
 def fake(tmp_path_factory):
     return torch_stand_in.Fake(torch_stand_in.build(tmp_path_factory.mktemp("fake"))).load()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 

@@ -76,17 +76,28 @@ cdef int _abort_guard(Handle handle) except -1:
     return check(result, b"ncclCommAbort", NULL)
 
 
-cdef bint _abort_one(Handle handle, double until) except -1:
-    """Take the handle away and abort it; False if a thread is inside it that cannot be got out: it stays."""
+cdef bint _abort_one(Handle handle, double until, list taken) except -1:
+    """Take the handle away and abort it; False if a thread is inside it that cannot be got out: it stays.
+
+    Its tenant is told without the GIL: who frees memory may have the GIL, and wait for that. Of several that end as one
+    group those that were taken go to `taken`.
+    """
     cdef ncclResult_t result = ncclSuccess
+    cdef ncclComm_t raw = NULL
+    cdef bint alone = taken is None
     cdef bint locked
     cdef bint goes_on = abort_preempts or handle.nonblocking  # NCCL joins the job of a nonblocking one itself
     with nogil:
         locked = lock_within(&handle.mutex, until + (0 if goes_on else CALL_PATIENCE))
         if locked or goes_on:
-            result = _abort_raw(handle.take_raw())
+            raw = handle.take_raw()
+            result = _abort_raw(raw)
         if locked:
             mutex_unlock(&handle.mutex)
+        if alone and raw != NULL and result == ncclSuccess and handle.tenant != NULL:
+            handle.tenant.over(handle.tenant)
+    if raw != NULL and not alone:
+        taken.append(handle)
     if not _is_gone(result):
         check(result, b"ncclCommAbort", NULL)
     return locked or goes_on
@@ -97,6 +108,7 @@ cdef int _abort_in_group(list handles, bint guards, list failures, list stuck) e
     cdef ncclResult_t result = ncclSuccess
     cdef double until = now() + (PREEMPT_PATIENCE if abort_preempts else ABORT_PATIENCE)  # for all: many may be stuck
     cdef Handle handle
+    taken = [] if len(handles) > 1 else None
     if len(handles) > 1:
         with nogil:
             result = nccl.ncclGroupStart()
@@ -106,7 +118,7 @@ cdef int _abort_in_group(list handles, bint guards, list failures, list stuck) e
             try:
                 if guards:
                     _abort_guard(handle)
-                elif not _abort_one(handle, until):
+                elif not _abort_one(handle, until, taken):
                     stuck.append(handle)
             except NcclError as error:  # the others are to end all the same
                 failures.append(error)
@@ -114,6 +126,10 @@ cdef int _abort_in_group(list handles, bint guards, list failures, list stuck) e
         if len(handles) > 1:
             with nogil:
                 result = nccl.ncclGroupEnd()
+    if taken and result == ncclSuccess:
+        for handle in taken:
+            if handle.tenant != NULL:
+                handle.tenant.over(handle.tenant)
     return 0 if _is_gone(result) else check(result, b"ncclGroupEnd", NULL)
 
 

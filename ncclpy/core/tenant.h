@@ -15,6 +15,7 @@ typedef struct ncclpy_tenant {
   void *context;     /* CUcontext of the communicator's device */
   void (*enter)(struct ncclpy_tenant *tenant, void *comm); /* before a call, on the communicator's device */
   void (*caught)(struct ncclpy_tenant *tenant);            /* a call was captured: nobody knows when it runs */
+  void (*over)(struct ncclpy_tenant *tenant);              /* the communicator was aborted; perhaps not under its lock */
 } ncclpy_tenant;
 
 static inline int ncclpy_tenant_wants(const ncclpy_tenant *tenant) { return __atomic_load_n(&tenant->wanted, __ATOMIC_ACQUIRE); }

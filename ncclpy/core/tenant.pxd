@@ -11,6 +11,7 @@ cdef extern from "ncclpy/core/tenant.h" nogil:
         void* context
         void (*enter)(Tenant* tenant, void* comm) noexcept nogil
         void (*caught)(Tenant* tenant) noexcept nogil
+        void (*over)(Tenant* tenant) noexcept nogil
     bint wants "ncclpy_tenant_wants"(const Tenant* tenant)
     bint has_ended "ncclpy_tenant_ended"(const Tenant* tenant)
     void ends "ncclpy_tenant_ends"(Tenant* tenant)

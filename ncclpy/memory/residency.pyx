@@ -26,7 +26,7 @@ from ncclpy.core.handle cimport lock_within
 from ncclpy.core.library cimport driver, nccl, require
 from ncclpy.core.ranges cimport Ranges
 from ncclpy.core.state cimport ABORTED
-from ncclpy.core.tenant cimport Landlord, Tenant, everyone, free_door, move_out, new_door, set_landlord, settle
+from ncclpy.core.tenant cimport Landlord, Tenant, everyone, free_door, new_door, set_landlord, settle
 from ncclpy.core.wait cimport SLICE, begin_thread, name_this_thread, now, wait_for_event
 from ncclpy.memory.segments cimport (
     ADDED,
@@ -105,7 +105,6 @@ cdef class Tenancy:
     def __dealloc__(self):
         # One that was never closed may be used by the device for ever; so may what it has.
         if self.left and self.resident != NULL:
-            move_out(<Tenant*>self.resident)
             Py_DECREF(<object>self.ranges)
             free_resident(self.resident)
 

@@ -239,6 +239,14 @@ class Segments {
     for (const Awaited& one : over) calls_.forget(one.event);
   }
 
+  // Not before: who came without the GIL may still ask whether they are over.
+  void forget_events(Resident& resident) noexcept {
+    for (void*& event : resident.events) {
+      if (event != nullptr) calls_.forget(event);
+      event = nullptr;
+    }
+  }
+
   SegmentState state(uintptr_t base, uint64_t number) noexcept {
     const Hold hold(mutex_);
     const auto found = by_base_.find(base);
@@ -279,7 +287,11 @@ class Segments {
       if (entry.state == Resident::held) --registrations_;
       if (entry.state != Resident::pending) let_holder_go(*entry.segment);
     }
+    // Somebody may be inside still, whom an abort has not brought back yet: he finds nothing more to do.
     resident->entries.clear();
+    resident->to_register.clear();
+    resident->to_leave.clear();
+    resident->fenced.clear();
     ncclpy_tenant_calls(resident, 0);
   }
 
@@ -468,7 +480,7 @@ class Segments {
 
   // False if there was nothing to register.
   bool register_one(Resident& resident, void* comm) noexcept {
-    Segment* segment;
+    std::shared_ptr<Segment> segment;
     uint64_t number;
     {
       const Hold hold(mutex_);
@@ -477,13 +489,15 @@ class Segments {
       resident.to_register.erase(resident.to_register.begin());
       Resident::Entry& entry = resident.entries.find(number)->second;
       entry.state = Resident::registering;
-      segment = entry.segment.get();  // kept by the entry, which only who is here takes away
+      segment = entry.segment;
       ++segment->holders;
     }
     long long range = 0;
     const int result = calls_.add(resident.ranges, comm, *segment, &range);
     const Hold hold(mutex_);
-    Resident::Entry& entry = resident.entries.find(number)->second;
+    const auto found = resident.entries.find(number);
+    if (found == resident.entries.end()) return false;  // aborted meanwhile
+    Resident::Entry& entry = found->second;
     entry.range = range;
     // What was refused is used all the same, so who has it holds it.
     entry.state = result == 0 ? Resident::held : Resident::refused;
@@ -538,6 +552,7 @@ class Segments {
     if (held) calls_.drop(resident.ranges, comm, range);
     const Hold hold(mutex_);
     const auto found = resident.entries.find(number);
+    if (found == resident.entries.end()) return;  // aborted meanwhile
     const std::shared_ptr<Segment> segment = found->second.segment;
     if (held) --registrations_, ++dropped_;
     resident.entries.erase(found);
@@ -572,12 +587,17 @@ inline Resident* new_resident(Segments* home, void* ranges, int device) {
     auto* one = static_cast<Resident*>(tenant);
     one->home->catch_all(*one);
   };
+  resident->over = [](ncclpy_tenant* tenant) {
+    auto* one = static_cast<Resident*>(tenant);
+    one->home->leave(one);
+  };
   return resident;
 }
 
 // When the last one who keeps it says so.
 inline void free_resident(Resident* resident) {
   if (--resident->kept != 0) return;
+  resident->home->forget_events(*resident);
   ncclpy_door_free(resident->door);
   delete resident;
 }

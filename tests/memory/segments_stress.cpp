@@ -213,10 +213,38 @@ void round_of(int seed) {
   for (int slot = 0; slot < slots; ++slot) expect(!is_registered(slot), "a registration has no end");
 }
 
+// An abort need not wait for who is inside, in the middle of a registration or of its end.
+ncclpy::Segments* aborted_in;
+ncclpy::Resident* aborted;
+
+void abort_inside() { aborted_in->leave(aborted); }
+int add_and_abort(void*, void*, const ncclpy::Segment& segment, long long*) {
+  if (segment.number == 2) abort_inside();
+  return 0;
+}
+void drop_and_abort(void*, void*, long long) { abort_inside(); }
+
+void abort_while_inside(int count) {
+  ncclpy::Segments segments({add_and_abort, drop_and_abort, over, forget});
+  auto made = std::make_unique<ncclpy::Resident>();
+  made->home = aborted_in = &segments, aborted = made.get();
+  uintptr_t other;
+  size_t other_bytes;
+  for (int i = 0; i < count; ++i) segments.add(base_of(i), bytes, 0, false, &other, &other_bytes);
+  expect(segments.join(aborted), "no room");
+  segments.let_in(*aborted, nullptr);
+  for (int i = 0; i < count; ++i) segments.remove(base_of(i), false);
+  segments.let_out(*aborted, nullptr);
+  const auto counters = segments.counters();
+  expect(!segments.has_leaving() && counters.registrations == 0, "an aborted communicator has kept something");
+}
+
 }  // namespace
 
 int main(int, char** arguments) {
   const int seed = std::atoi(arguments[1]), rounds = std::atoi(arguments[2]);
+  abort_while_inside(1);
+  abort_while_inside(3);
   for (int i = 0; i < rounds; ++i) round_of(seed + 100 * i);
   expect(forgotten > rounds, "events are to be met");
   std::printf("%d gone, %d without memory\n", gone.load(), refused.load());

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 from ncclpy.core.errors import NcclError, NcclUnsupported
@@ -19,6 +20,16 @@ def source(device: int | None) -> CupySource:
     return CupySource(cupy, device)
 
 
+def _taker(cupy: Any) -> Callable[[int, int], int]:
+    def allocate(nbytes: int, device: int) -> int:
+        try:
+            return take(nbytes, device)
+        except NcclError as error:
+            raise cupy.cuda.runtime.CUDARuntimeError(_NO_MEMORY) from error
+
+    return allocate
+
+
 class CupySource:
     """A ``cupy.cuda.MemoryPool``."""
 
@@ -29,15 +40,11 @@ class CupySource:
             raise NcclUnsupported(f"CuPy finds no GPU here: {error}") from error
         self._cupy, self._device = cupy, device
         open_allocator()
-        functions = cupy.cuda.memory.PythonFunctionAllocator(self._take, give)
+        # Functions that do not know this object: CuPy's pool is none of those that the garbage collector looks into, so
+        # that it, and all that it has, would be kept for ever by what it keeps itself.
+        functions = cupy.cuda.memory.PythonFunctionAllocator(_taker(cupy), give)
         self.resource: Any = cupy.cuda.MemoryPool(functions.malloc)
         self._before: Any = None
-
-    def _take(self, nbytes: int, device: int) -> int:
-        try:
-            return take(nbytes, device)
-        except NcclError as error:
-            raise self._cupy.cuda.runtime.CUDARuntimeError(_NO_MEMORY) from error
 
     @contextlib.contextmanager
     def inside(self) -> Any:

@@ -71,6 +71,8 @@ def test_example_runs_and_prints_what_it_says(code, needs, tmp_path):
     if needs == "torch" and importlib.util.find_spec("torch") is None:
         pytest.skip("needs torch")
     done = run(code, needs, tmp_path)
+    if ncclpy.library().engine == "cuda" and "NcclUnsupported" in done.stderr and "or newer" in done.stderr:
+        pytest.skip(done.stderr.splitlines()[-1])
     assert done.returncode == 0, done.stdout + done.stderr
     # A comment behind a print says what it prints.
     promised = re.findall(r"^\s*print\(.*\)\s+# (.+)$", code, re.M)

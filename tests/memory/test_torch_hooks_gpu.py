@@ -166,6 +166,7 @@ def test_the_pool_of_a_graph_is_followed(registry, comm):
         assert hooks.counters()["aborted_for"] == aborted
         comm.all_reduce(tensor)
         torch.cuda.synchronize()
+        comm.close()  # it was captured: until then it keeps what it has registered
 
 
 def test_after_close_the_hooks_do_nothing(registry, comm):

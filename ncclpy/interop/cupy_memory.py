@@ -40,8 +40,8 @@ class CupySource:
             raise NcclUnsupported(f"CuPy finds no GPU here: {error}") from error
         self._cupy, self._device = cupy, device
         open_allocator()
-        # Functions that do not know this object: CuPy's pool is none of those that the garbage collector looks into, so
-        # that it, and all that it has, would be kept for ever by what it keeps itself.
+        # Functions that do not know this object: the garbage collector does not look into CuPy's pool, which would be
+        # kept for ever by what it keeps itself, and all that it has with it.
         functions = cupy.cuda.memory.PythonFunctionAllocator(_taker(cupy), give)
         self.resource: Any = cupy.cuda.MemoryPool(functions.malloc)
         self._before: Any = None

@@ -119,9 +119,7 @@ def decide(
     NcclError
         If too few are left, or the ranks have gone on together with new ones.
     """
-    attempt = 0
-    while "failed" in (told := _read(store.compare_set(_decided(attempt), None, None)[1])):
-        attempt += 1
+    attempt, told = _latest(store, None)
     if not told:
         told = _Election(store, name, rank, size, is_lost, min_size, attempt).hold(timeout, wanted)
     if "failed" in told:
@@ -142,10 +140,7 @@ def decide_to_move(store: Store, name: str, rank: int) -> None:
     NcclError
         If others have decided before to go on without some.
     """
-    attempt = 0
-    moved = json.dumps({"moved": True}).encode()
-    while "failed" in (told := _read(store.compare_set(_decided(attempt), None, moved)[1])):
-        attempt += 1
+    _, told = _latest(store, json.dumps({"moved": True}).encode())
     if "moved" not in told:
         raise NcclError(
             f"process group {name!r} admits nobody: {ranks(spans(told['members']))} decided to recover it when rank "
@@ -209,6 +204,14 @@ class _Election:
 
     def _here(self) -> str:
         return f"recover/{self.attempt}/here/"
+
+
+def _latest(store: Store, ours: bytes | None) -> tuple[int, dict[str, Any]]:
+    """Return the number of the first attempt that has not failed, and what was decided in it: else `ours`."""
+    attempt = 0
+    while "failed" in (told := _read(store.compare_set(_decided(attempt), None, ours)[1])):
+        attempt += 1
+    return attempt, told
 
 
 def _decided(attempt: int) -> str:

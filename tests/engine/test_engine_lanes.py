@@ -1,18 +1,14 @@
 """Lanes, driven from C++: one order for launches that are pushed and launches that borrow, and nothing run twice."""
 
-import subprocess
-
 import pytest
-from sanitizers import ROOT, build, flags_of
+from sanitizers import ROOT, build, flags_of, numbers_of
 
 SOURCE = ROOT / "tests/engine/lanes_stress.cpp"
 INCLUDES = [f"-I{ROOT / 'ncclpy'}", f"-I{ROOT}"]
 
 
 def run(program, seed, rounds):
-    ran = subprocess.run([program, str(seed), str(rounds)], capture_output=True, text=True, timeout=250)
-    assert ran.returncode == 0, ran.stdout + ran.stderr[-8000:]
-    callers, passed_on = (int(word) for word in ran.stdout.split() if word.isdigit())
+    callers, passed_on = numbers_of(program, seed, rounds)
     # Some hundreds a round on idle cores; how many depends on who gets the processor.
     assert callers > rounds and passed_on > rounds, "both ways are to be met"
 

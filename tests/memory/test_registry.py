@@ -11,28 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from leftovers import is_mapped
+from segment_checks import LONG, pointers, reduce_all, synchronize
 
 import ncclpy
 import testing
 from ncclpy import memory
 
 COUNT = 1000
-LONG = 20.0  # that only a hang meets
-
-
-def reduce_all(comms, buffers, streams=None):
-    with ncclpy.group():
-        for i, (comm, buffer) in enumerate(zip(comms, buffers, strict=True)):
-            comm.all_reduce(buffer, stream=streams[i] if streams else None)
-
-
-def synchronize(comms):
-    for comm in comms:
-        ncclpy.synchronize(comm.device, timeout=LONG)
-
-
-def pointers(registry, comm):
-    return {pointer for pointer, _, _ in registry.registered(comm)}
 
 
 def segments_of(comms, nbytes=4 * COUNT):

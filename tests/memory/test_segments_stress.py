@@ -1,18 +1,14 @@
 """Segments, driven from C++: nothing is freed while it is registered, and what leaves needs no memory."""
 
-import subprocess
-
 import pytest
-from sanitizers import ROOT, build, flags_of
+from sanitizers import ROOT, build, flags_of, numbers_of
 
 SOURCE = ROOT / "tests/memory/segments_stress.cpp"
 INCLUDES = [f"-I{ROOT}"]
 
 
 def run(program, seed, rounds):
-    ran = subprocess.run([program, str(seed), str(rounds)], capture_output=True, text=True, timeout=250)
-    assert ran.returncode == 0, ran.stdout + ran.stderr[-8000:]
-    gone, without_memory = (int(word) for word in ran.stdout.split() if word.isdigit())
+    gone, without_memory = numbers_of(program, seed, rounds)
     assert gone > rounds and without_memory > rounds, "both are to be met"
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch_stand_in
 from leftovers import is_mapped
+from segment_checks import LONG, pointers, reduce_all, synchronize
 
 import ncclpy
 import testing
@@ -20,7 +21,6 @@ from ncclpy import memory
 from ncclpy.interop import torch_hooks
 
 COUNT = 1000
-LONG = 20.0  # that only a hang meets
 
 
 # One a process: the shim stays loaded, with the first library of its torch, however often this file's tests begin.
@@ -59,21 +59,6 @@ def one_each(torch, comms):
         testing.write(base, np.ones(COUNT, np.float32), comm.device)
         buffers.append(as_buffer(base, comm.device))
     return buffers
-
-
-def reduce_all(comms, buffers, streams=None):
-    with ncclpy.group():
-        for i, (comm, buffer) in enumerate(zip(comms, buffers, strict=True)):
-            comm.all_reduce(buffer, stream=streams[i] if streams else None)
-
-
-def synchronize(comms):
-    for comm in comms:
-        ncclpy.synchronize(comm.device, timeout=LONG)
-
-
-def pointers(registry, comm):
-    return {pointer for pointer, _, _ in registry.registered(comm)}
 
 
 def test_segments_of_before_and_of_later_are_registered_by_the_next_call(registry, torch, comms2):

@@ -53,3 +53,10 @@ def build(program, flags, sources, libraries=()):
             assert done.returncode == 0, done.stderr
     done = compiled(program, *flags, *(target for target, *_ in jobs), *libraries)
     assert done.returncode == 0, done.stderr
+
+
+def numbers_of(program, seed, rounds):
+    """Run a program that was built here, which has to end well; return the numbers among the words that it prints."""
+    ran = subprocess.run([program, str(seed), str(rounds)], capture_output=True, text=True, timeout=250)
+    assert ran.returncode == 0, ran.stdout + ran.stderr[-8000:]
+    return [int(word) for word in ran.stdout.split() if word.isdigit()]

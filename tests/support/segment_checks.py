@@ -1,0 +1,20 @@
+"""What tests of registered segments do with communicators: operations on all of them, and what each has registered."""
+
+import ncclpy
+
+LONG = 20.0  # seconds that only a hang meets
+
+
+def reduce_all(comms, buffers, streams=None):
+    with ncclpy.group():
+        for i, (comm, buffer) in enumerate(zip(comms, buffers, strict=True)):
+            comm.all_reduce(buffer, stream=streams[i] if streams else None)
+
+
+def synchronize(comms):
+    for comm in comms:
+        ncclpy.synchronize(comm.device, timeout=LONG)
+
+
+def pointers(registry, comm):
+    return {pointer for pointer, _, _ in registry.registered(comm)}

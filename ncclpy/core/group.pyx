@@ -15,11 +15,12 @@ from ncclpy.abi.driver cimport CUstream
 from ncclpy.abi.nccl cimport NCCL_UNDEF_FLOAT, NCCLPY_SIM_INFO_MAGIC, ncclInProgress, ncclResult_t, ncclSuccess
 from ncclpy.core cimport tap as _tap
 from ncclpy.core.abort cimport ABORT_DEADLINE, abort_handles, abort_late, end_call, leave
+from ncclpy.core.birth cimport ASKED
 from ncclpy.core.check cimport nccl_error
 from ncclpy.core.config cimport struct_version
 from ncclpy.core.flight cimport hold
 from ncclpy.core.handle cimport count_waits, in_lock_order
-from ncclpy.core.library cimport nccl, require
+from ncclpy.core.library cimport abort_preempts, nccl, require
 from ncclpy.core.operation cimport NOT_THERE, WINDOW, function_of, raise_issue
 from ncclpy.core.overdue cimport begin_whole, end_whole, tell_overdue
 from ncclpy.core.progress cimport born, check_alive, finish, give_up, wait_stream
@@ -416,6 +417,10 @@ cdef int _launch_counted(Group group) except -1:
             _raise_failed(group)
         except BaseException as error:
             leave([child for _, child in group.births if (<Handle>child).is_stray()], "its group failed", error)
+            if abort_preempts:  # as in is_stray()
+                more = []
+                _end_orphans([child for _, child in group.births], more)
+                attach(error, more)
             if calls.failed == group.count:
                 _hold_all(group)
             raise
@@ -465,6 +470,7 @@ cdef int _see_through(Group group) except -1:
     try:
         for child in children:  # all of them before any is waited for: NCCL may write into any of them
             _collect(errors, child, 0, FOREVER, group)
+        _end_orphans(children, errors)
         _bring_up([child for child in children if (<Handle>child).waits or (<Handle>child).nranks == 0], group, errors)
         if group.calls.result == ncclInProgress and not (group.bare and children):  # a child is polled when it is asked
             for handle in handles:
@@ -498,6 +504,18 @@ cdef int _see_through(Group group) except -1:
     return 0
 
 
+cdef int _end_orphans(list children, list errors) except -1:
+    """End what NCCL has made for children that were aborted in the middle of the calls: that abort found nothing."""
+    cdef Handle child
+    orphans = [child for child in children if child.state == ABORTED and child.cradle.stage == ASKED]
+    if orphans:
+        try:
+            abort_late(orphans, "aborted while its group ended")
+        except NcclError as error:
+            errors.append(error)
+    return 0
+
+
 cdef int _bring_up(list children, Group group, list errors) except -1:
     """Poll all children that NCCL is making: each takes its steps only if asked, and one may wait for another."""
     cdef Handle child
@@ -509,6 +527,8 @@ cdef int _bring_up(list children, Group group, list errors) except -1:
         moment = now()
         for child, deadline in making:
             if child.state != INITIALISING:
+                if child.state == ABORTED:
+                    errors.append(child.aborted_error(f"initialisation of {child!r} ended: the communicator was aborted"))
                 continue
             with nogil:
                 result = child.poll_once()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import in_flight
+import leftovers
 import ncclpy
 import testing
 
@@ -348,17 +349,42 @@ def test_several_threads_close_one_communicator(timeout):
     assert not failures
 
 
-def _segments():
-    with open("/proc/self/maps") as maps:
-        return sum("ncclpy-comm" in line for line in maps)
+@pytest.mark.parametrize("together", [False, True], ids=["one by one", "together"])
+@pytest.mark.parametrize("fails", [False, True], ids=["made", "one fails"])
+@pytest.mark.parametrize("options", [{"abortable": True}, {"timeout": 20}, {"config": ncclpy.Config(blocking=False)}])
+def test_an_abort_in_the_middle_of_the_calls_of_a_group_leaves_nothing_behind(options, fails, together):
+    made, before, name = [], leftovers.mappings(), ncclpy.get_unique_id()
+
+    def abort():
+        testing.wait_for(lambda: len(made) == 3)
+        time.sleep(0.1)  # the first call is under way, the others are still to come
+        with ncclpy.group() if together else contextlib.nullcontext():
+            for comm in made:
+                comm.abort()
+
+    aside = threading.Thread(target=abort)
+    rules = "call=CommInitRankConfig rank=0 do=delay:300ms"
+    if fails:
+        rules += "; call=CommInitRankConfig rank=2 do=error"
+    waits = fails or "config" not in options  # else the next call tells
+    with ncclpy.faults(rules), pytest.raises(ncclpy.NcclError) if waits else contextlib.nullcontext():
+        aside.start()
+        with ncclpy.group():
+            for rank in range(3):
+                made.append(ncclpy.Communicator.init(3, rank, name, device=rank, **options))
+    aside.join()
+    for comm in made:  # one that was still to be aborted may have been told that the others were
+        with pytest.raises(ncclpy.NcclError, match="aborted|never initialised"):
+            comm.barrier()
+    assert leftovers.settle(leftovers.mappings, lambda seen: seen <= before) <= before
 
 
 def test_a_failed_birth_leaves_nothing_behind():
-    before = _segments(), len(os.listdir("/proc/self/fd"))
+    before = leftovers.mappings(), leftovers.descriptors()
     for _ in range(5):
         with pytest.raises(ncclpy.NcclError):
             ncclpy.Communicator.init_all([0, 0], timeout=5)
-    assert (_segments(), len(os.listdir("/proc/self/fd"))) <= (before[0], before[1] + 2)
+    assert (leftovers.mappings(), leftovers.descriptors()) <= (before[0], before[1] + 2)
 
 
 def test_a_guard_that_cannot_make_its_communicator_says_why():

@@ -1,6 +1,8 @@
 // The ways to a first communicator: by unique id, and all devices at once.
 #include "init.hpp"
 
+#include <utility>
+
 #include "../driver/device.hpp"
 #include "config.hpp"
 #include "fault.hpp"
@@ -32,6 +34,22 @@ void enter_segment(const std::shared_ptr<Comm>& comm) {
 
 }  // namespace
 
+void depart(const std::shared_ptr<Comm>& comm, bool wait) {
+  const auto segment = comm->shared_segment();
+  if (segment == nullptr) return;
+  std::vector<std::shared_ptr<Comm>> all;
+  {
+    std::lock_guard lock(segment->mutex);
+    // One that was never complete, or that is destroyed twice in a group, must not count for another.
+    if (!std::exchange(comm->counted, false)) return;
+    if (++segment->local_gone < segment->local.size()) return;
+    all.swap(segment->local);
+    segment->local_gone = 0;
+  }
+  if (!wait) return;
+  for (const auto& one : all) one->queue.drain();
+}
+
 ncclResult_t meet(const std::shared_ptr<Comm>& comm, int nranks, int rank, const ncclUniqueId& id) {
   comm->nranks = nranks;
   // A communicator that already has a handle knows its rank, which other threads may be reading.
@@ -62,6 +80,7 @@ ncclResult_t meet(const std::shared_ptr<Comm>& comm, int nranks, int rank, const
     return different;
   }
   enter_segment(comm);
+  if (comm->health.aborted()) depart(comm, false);  // perhaps before it was there to depart from
   if (segment->first_dead() >= 0) comm->lose(segment->first_dead());
   comm->health.set_initialised();
   return ncclSuccess;

@@ -1,31 +1,12 @@
 // The end of communicators, and what can be asked of them.
-#include <utility>
-
 #include "../driver/claims.hpp"
 #include "call.hpp"
 #include "group.hpp"
+#include "init.hpp"
 #include "window.hpp"
 
 namespace ncclpy::host {
 namespace {
-
-// As NCCL: the communicators of one process end together. Whoever destroys the last of them waits for the work that
-// was issued on any of them, so that one thread can destroy its ranks one after the other.
-void depart(const std::shared_ptr<Comm>& comm, bool wait) {
-  const auto segment = comm->shared_segment();
-  if (segment == nullptr) return;
-  std::vector<std::shared_ptr<Comm>> all;
-  {
-    std::lock_guard lock(segment->mutex);
-    // One that was never complete, or that is destroyed twice in a group, must not count for another.
-    if (!std::exchange(comm->counted, false)) return;
-    if (++segment->local_gone < segment->local.size()) return;
-    all.swap(segment->local);
-    segment->local_gone = 0;
-  }
-  if (!wait) return;
-  for (const auto& one : all) one->queue.drain();
-}
 
 // It is gone: what it had registered may be given back.
 void let_memory_go(Comm& comm) {

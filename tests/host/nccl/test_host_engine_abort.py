@@ -51,6 +51,17 @@ def test_abort_ends_a_stuck_nonblocking_init(nccl):
     assert join(in_thread(nccl.ncclCommAbort, comm)) == SUCCESS
 
 
+def test_an_abort_before_the_group_that_makes_it_ends_leaves_nothing_behind(nccl):
+    comm, before = ctypes.c_void_p(), leftovers.mappings()
+    name = nccl.unique_id()
+    nccl.ncclGroupStart()
+    nccl.init_into(comm, 1, name, 0)
+    thread = in_thread(nccl.ncclCommAbort, comm.value)  # of a thread that is in no group
+    assert join(thread) == SUCCESS
+    nccl.library.ncclGroupEnd()
+    assert leftovers.settle(leftovers.mappings, lambda seen: seen <= before) <= before
+
+
 @pytest.mark.parametrize("count", [1, 100_000])
 def test_abort_ends_a_stuck_collective(nccl, streams, count):
     comms = nccl.init_all(3)

@@ -15,15 +15,16 @@ RIVALS = (OURS, "torch.distributed")
 NOTES = [
     "A step of the loop makes 8 gradients of 32 MiB, all-reduces each as soon as it is there, lets the stream "
     "wait for it, adds it to a parameter and drops it; peaks are those of torch's caching allocator over 20 steps.",
-    "The memory of a pair is what its rank 0 has less on its device once the pair is connected.",
+    "The memory of a pair is what its rank 0 has less on its device once the pair is connected. It is not measured where "
+    "ranks share a GPU (fewer GPUs than ranks, NCCL_MULTI_RANK_GPU_ENABLE=1): there it would be both ends'.",
 ]
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """One rival's loop, or the pair if it is None, on so many GPUs."""
+    """One rival's loop, or the pair if it is None, of so many ranks."""
 
-    ngpus: int
+    nranks: int
     rival: str | None
 
     def measure(self) -> list[dict]:
@@ -31,8 +32,8 @@ class Memory:
         processes: list[workers.WorkerProcess] = []
         try:
             with tempfile.TemporaryDirectory() as folder:
-                processes += [workers.WorkerProcess(SIDE) for _ in range(self.ngpus)]
-                what = {"nranks": self.ngpus, "store": str(Path(folder) / "store")}
+                processes += [workers.WorkerProcess(SIDE) for _ in range(self.nranks)]
+                what = {"nranks": self.nranks, "store": str(Path(folder) / "store")}
                 if self.rival is not None:
                     what["rival"] = self.rival
                 asked = [(process, {"rank": rank, **what}) for rank, process in enumerate(processes)]
@@ -57,7 +58,7 @@ class Memory:
         return {
             "operation": operation,
             "rival": self.rival or OURS,
-            "road": f"{self.ngpus} GPUs",
+            "road": f"{self.nranks} ranks",
             "measure": measure,
             "unit": unit,
             "value": value,
@@ -66,4 +67,7 @@ class Memory:
 
 def plan(chosen: argparse.Namespace) -> list[Memory]:
     """Return what is measured in a round."""
-    return [Memory(chosen.gpu, rival) for rival in (*RIVALS, None)]
+    import ncclpy
+
+    measured = RIVALS if ncclpy.device_count() < chosen.gpu else (*RIVALS, None)
+    return [Memory(chosen.gpu, rival) for rival in measured]

@@ -22,8 +22,7 @@ class Side:
         setting.share_library()
         import torch
 
-        self.torch, self.rank, self.nranks, self.store = torch, rank, nranks, store
-        torch.cuda.set_device(rank)
+        self._begin(torch, rank, nranks, store)
         begin = self._ours() if rival == "ncclpy.ProcessGroup" else self._torchs()
         parameters = [torch.zeros(COUNT, device="cuda") for _ in range(BUCKETS)]
         for _ in range(3):
@@ -54,8 +53,7 @@ class Side:
         setting.share_library()
         import torch
 
-        self.torch, self.rank, self.nranks, self.store = torch, rank, nranks, store
-        torch.cuda.set_device(rank)
+        self._begin(torch, rank, nranks, store)
         self._ours()
         tensor = torch.ones(2, device="cuda")
         self.group.all_reduce(tensor).wait(60)
@@ -69,12 +67,17 @@ class Side:
             "made": (time.perf_counter() - started) * 1e3,
         }
 
+    def _begin(self, torch, rank: int, nranks: int, store: str) -> None:
+        self.torch, self.rank, self.nranks, self.store = torch, rank, nranks, store
+        self.device = rank % torch.cuda.device_count()  # NCCL says so if ranks may not share one
+        torch.cuda.set_device(self.device)
+
     def _ours(self):
         import ncclpy
         from ncclpy.bootstrap import FileStore
 
         store = FileStore(self.store)
-        self.group = group = ncclpy.ProcessGroup(store, self.rank, self.nranks, device=self.rank, timeout=60)
+        self.group = group = ncclpy.ProcessGroup(store, self.rank, self.nranks, device=self.device, timeout=60)
         group.connect()
         current = self.torch.cuda.current_stream()
 
@@ -93,7 +96,7 @@ class Side:
             rank=self.rank,
             world_size=self.nranks,
             timeout=datetime.timedelta(seconds=60),
-            device_id=self.torch.device("cuda", self.rank),
+            device_id=self.torch.device("cuda", self.device),
         )
         return lambda gradient: distributed.all_reduce(gradient, async_op=True).wait
 

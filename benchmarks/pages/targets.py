@@ -248,7 +248,20 @@ def _process_group() -> list[Target]:
         (us, "all_reduce 1 GiB", "time"),
         at_least=True,
     )
-    return [*beside, through, *on_cpus, large]
+    peaks = [
+        Target(
+            f"the peak of {kind} memory in a training-like loop is at most what torch.distributed's is",
+            "process_group",
+            "gpu",
+            (us, "2 ranks", f"peak {kind}"),
+            "ratio",
+            1.0,
+            "x",
+            (torch, "2 ranks", f"peak {kind}"),
+        )
+        for kind in ("allocated", "reserved")
+    ]
+    return [*beside, through, *on_cpus, large, *peaks]
 
 
 _STORE = "ncclpy.TCPStore"

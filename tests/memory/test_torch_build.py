@@ -68,7 +68,7 @@ def test_processes_that_build_at_once_find_a_whole_one(torch, root, tmp_path):
         ctypes.CDLL(str(path)).ncclpy_torch_open
         print(path)
         """
-    places = [str(SUPPORT), str(Path(__file__).parent)]
+    places = [str(SUPPORT), str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     running = [
         subprocess.Popen(
             [sys.executable, "-c", "import textwrap; exec(textwrap.dedent('''" + script + "'''))", str(root)],

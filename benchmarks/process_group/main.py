@@ -52,6 +52,8 @@ def run(chosen: argparse.Namespace) -> int:
     command = [*(["--gpu", str(chosen.gpu)] if chosen.gpu else ["--host"]), *results.options(chosen, DEFAULTS)]
     engine = "gpu" if chosen.gpu else "host"
     result = results.new("process_group", command, engine=engine, rounds=chosen.rounds, seed=chosen.seed)
+    if chosen.gpu:
+        result["versions"]["nccl"] = memory.nccl_version()
     measured = [memory] if chosen.gpu else [ON_HOST[name] for name in chosen.only]
     result["notes"] = [note for module in measured for note in module.NOTES]
     plan = [entry for module in measured for entry in module.plan(chosen)]

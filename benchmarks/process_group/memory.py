@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.process_group.pairs import OURS
-from benchmarks.work import workers
+from benchmarks.work import setting, workers
 
 SIDE = "benchmarks.process_group.memory_side"
 RIVALS = (OURS, "torch.distributed")
@@ -63,6 +63,14 @@ class Memory:
             "unit": unit,
             "value": value,
         }
+
+
+def nccl_version() -> str:
+    """Return the version of the NCCL that ncclpy finds: torch's own, unless the environment names another for both."""
+    setting.share_library()
+    import ncclpy
+
+    return ".".join(map(str, ncclpy.library().version))
 
 
 def plan(chosen: argparse.Namespace) -> list[Memory]:

@@ -132,7 +132,7 @@ def section(name: str, result: dict) -> str:
     """Return one result's part of its page."""
     machine, settings = result["machine"], dict(result["settings"])
     where = {"noop": "On a no-op library", "host": "On the host engine"}.get(settings.get("engine"), "On CPUs")
-    if machine["gpus"]:
+    if machine["gpus"] and settings.get("engine") != "host":
         count = settings.get("gpus", len(machine["gpus"]))
         where = f"On {count} GPU{'s' if count != 1 else ''}"
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())

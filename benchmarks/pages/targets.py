@@ -261,7 +261,17 @@ def _process_group() -> list[Target]:
         )
         for kind in ("allocated", "reserved")
     ]
-    return [*beside, through, *on_cpus, large, *peaks]
+    compared = Target(
+        'comparing every call through shared memory (check="always") costs at most 15 us more',
+        "process_group",
+        "host",
+        (us, 'check="always"', "median"),
+        "difference",
+        15.0,
+        "us",
+        (us, 'check="off"', "median"),
+    )
+    return [*beside, through, *on_cpus, large, *peaks, compared]
 
 
 _STORE = "ncclpy.TCPStore"

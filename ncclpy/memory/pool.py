@@ -184,9 +184,10 @@ class Pool:
     def commit(self, timeout: float | None = None) -> list[Window]:
         """Register windows over the segments that have none yet (`ncclCommWindowRegister`); all ranks call it.
 
-        First the ranks compare their lists of those segments, in one small all-gather, so that a difference is an
-        error and not a hang. With a `ProcessGroup` operations of its own that other threads begin meanwhile are in no
-        order with this. Without ``symmetric=True`` it does nothing.
+        First the ranks compare their lists of those segments, so that a difference is an error and not a hang: ranks
+        of a `ProcessGroup` in its store, those of a `Communicator` in one small all-gather. Operations of a group that
+        other threads begin meanwhile are in no order with this, nor are commits of its other pools. Without
+        ``symmetric=True`` it does nothing.
 
         Parameters
         ----------
@@ -204,7 +205,8 @@ class Pool:
             On every rank, if the ranks' lists differ: it names the ranks and both sizes. Nothing is registered, and
             the segments stand in the next commit's list.
         NcclTimeout
-            If a rank has not come in time; the communicator is aborted.
+            If a rank has not come in time. With a `ProcessGroup` it names those that have not, on all that have, and
+            nothing has changed: the next commit meets again. A `Communicator` cannot tell, and is aborted.
         """
         self._check_open()
         if not self._symmetric:
@@ -216,16 +218,17 @@ class Pool:
         if timeout is None:
             timeout = _PATIENCE if self._comm is None or self._comm.timeout is None else self._comm.timeout
         deadline = time.monotonic() + timeout
-        comm = self._communicator(deadline)
+        nranks: int = self._group.size if self._comm is None else self._comm.nranks
         new = self._new_segments()  # from here on they stay, whatever their framework frees meanwhile
-        if comm.nranks > 1:
-            before = enter_pool(0)  # what is allocated for this is no part of it
-            try:
-                self._compare([buffer.nbytes for buffer in new.values()], comm.nranks, deadline)
-            finally:
-                enter_pool(before)
-        if not new:
-            return []
+        before = enter_pool(0)  # what is allocated for this is no part of it
+        try:
+            if nranks > 1:
+                self._compare([buffer.nbytes for buffer in new.values()], nranks, deadline)
+            if not new:
+                return []
+            comm = self._communicator(deadline)
+        finally:
+            enter_pool(before)
         with Group(timeout=_left(deadline)) if comm.nranks > 1 else Group():
             made = [comm.window(buffer) for buffer in new.values()]
         self._windows.update(zip(new, made, strict=True))
@@ -256,7 +259,16 @@ class Pool:
         """Raise on every rank if the ranks have different lists of new segments."""
         listed = np.array(sizes, np.int64)
         digest = np.frombuffer(hashlib.blake2b(listed.tobytes(), digest_size=16).digest(), np.int64)
-        heads = self._gather(np.array([_MAGIC, len(self._windows), len(sizes), *digest], np.int64), nranks, deadline)
+        head = [len(self._windows), len(sizes), *digest.tolist()]
+        if self._comm is None:
+            # In the store, which knows who is absent, and where nothing has to be aborted if somebody is.
+            brought = self._group._commit(head, _left(deadline))
+            if all(each == brought[0] for each in brought):
+                return
+            said = self._group._commit(sizes, _left(deadline))
+            ranks = [(each[0], its) for each, its in zip(brought, said, strict=True)]
+            raise ValueError("pool: " + difference(ranks) + "; nothing was registered")
+        heads = self._gather(self._comm, np.array([_MAGIC, *head], np.int64), deadline)
         strange = [rank for rank in range(nranks) if heads[rank, 0] != _MAGIC]
         if strange:
             raise NcclError(f"pool: rank {strange[0]} is not in a commit of its pool, but in another all-gather")
@@ -265,36 +277,27 @@ class Pool:
         longest = max(1, int(heads[:, 2].max()))
         padded = np.zeros(longest, np.int64)
         padded[: len(sizes)] = sizes
-        lists = self._gather(padded, nranks, deadline)
+        lists = self._gather(self._comm, padded, deadline)
         ranks = [(int(heads[rank, 1]), lists[rank, : heads[rank, 2]].tolist()) for rank in range(nranks)]
         raise ValueError("pool: " + difference(ranks) + "; nothing was registered")
 
-    def _gather(self, values: npt.NDArray[np.int64], nranks: int, deadline: float) -> npt.NDArray[np.int64]:
+    def _gather(self, comm: Communicator, values: npt.NDArray[np.int64], deadline: float) -> npt.NDArray[np.int64]:
         """Return what each rank brings."""
-        got = np.empty((nranks, values.size), np.int64)
+        got = np.empty((comm.nranks, values.size), np.int64)
         if library().engine == "host":
-            self._all_gather(values, got, None, deadline)
+            comm.all_gather(values, got, timeout=_left(deadline))
             return got
-        with alloc(values.nbytes * (nranks + 1), self._device) as staged, Stream(self._device) as stream:
+        with alloc(values.nbytes * (comm.nranks + 1), self._device) as staged, Stream(self._device) as stream:
             with device_module.using(self._device):
                 send = staged.buffer("int64", values.size)
                 recv = staged.buffer("int64", got.size, offset=values.nbytes)
                 device_module.copy(staged.pointer, values.ctypes.data, values.nbytes, stream)
-                self._all_gather(send, recv, stream, deadline)
+                comm.all_gather(send, recv, stream=stream, timeout=_left(deadline))
                 stream.synchronize()  # its end is that of the all-gather, which has a deadline
                 device_module.copy(got.ctypes.data, staged.pointer + values.nbytes, got.nbytes, stream)
                 stream.synchronize()
-        if self._comm is not None:
-            self._comm.wait_ready()  # raises if that was aborted
+        comm.wait_ready()  # raises if that was aborted
         return got
-
-    def _all_gather(self, send: Any, recv: Any, stream: Stream | None, deadline: float) -> None:
-        left = _left(deadline)
-        if self._comm is not None:
-            self._comm.all_gather(send, recv, stream=stream, timeout=left)
-        else:
-            work = self._group.all_gather(send, recv, producer=stream, timeout=left)
-            work.wait(left)
 
     def close(self) -> None:
         """Close the windows and let the framework's pool go; twice does nothing. Arrays keep their memory.

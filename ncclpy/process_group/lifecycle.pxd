@@ -42,7 +42,7 @@ cdef class Lifecycle(BlockOwner):
     cdef list alone  # this rank's sends to itself, or receives, that wait for the other half
     cdef list completions
     cdef list aborts
-    cdef long long children, admissions, meetings
+    cdef long long children, admissions, commits, meetings
     cdef size_t scratch  # device memory of the barrier, 0 until used
     cdef str site
     cdef object abort_thread, tell_thread

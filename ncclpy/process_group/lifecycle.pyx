@@ -133,7 +133,7 @@ cdef class Lifecycle(BlockOwner):
             self.nan_check, self.completions = nan_check, completions
             self.past, self.is_lost = past, is_lost
             self.connections, self.generations, self.alone, self.holder = {}, {}, [], None
-            self.collectives = self.children = self.admissions = 0
+            self.collectives = self.children = self.admissions = self.commits = 0
         del before
         mine = weakref.ref(self)
         notices.listen(
@@ -178,6 +178,20 @@ cdef class Lifecycle(BlockOwner):
             return self.notices.gather(place, value, seconds, self._wanted())
         finally:
             self.meetings -= 1
+
+    def _commit(self, value, double seconds):
+        """Return what all ranks bring to a commit of a pool, by rank; the n-th of one rank meets the n-th of the others."""
+        self.check_usable()
+        number = self.commits  # those that come to nothing count as well: the other ranks may have come
+        self.commits += 1
+        try:
+            brought = self._meet(f"commit/{number}", value, seconds)
+        except NcclAborted:
+            self.check_usable()  # says what has ended it
+            raise
+        if self.rank == 0 and number > 0:  # all have come back from the last one
+            self.notices.arrivals.forget(f"commit/{number - 1}", list(range(self.size)))
+        return brought
 
     cdef int check_usable(self) except -1:
         check_process()

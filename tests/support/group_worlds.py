@@ -99,8 +99,11 @@ class Processes:
         self._store = None
         self._programs = itertools.count()
 
-    def run(self, program, *arguments):
-        """Call ``program(world, *arguments)``, a function of a module, in each process; return what they return."""
+    def run(self, program, *arguments, ends=()):
+        """Call ``program(world, *arguments)``, a function of a module, in each process; return what they return.
+
+        None of the ranks in `ends`, whose processes may end in it.
+        """
         testing.need_processes(self.size)
         if not self._started:
             self._start()
@@ -116,7 +119,7 @@ class Processes:
                     try:
                         results[rank] = pipe.recv()
                     except (EOFError, ConnectionResetError):
-                        results[rank] = (None, "its process has ended")
+                        results[rank] = (None, None if rank in ends else "its process has ended")
             failed = {rank: text for rank, (_, text) in results.items() if text}
             if failed:
                 end = min(end, time.monotonic() + 2)  # one rank's end is the failure of the others: all are told
@@ -127,6 +130,8 @@ class Processes:
         if failed:
             self.close()
             raise AssertionError("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failed.items())))
+        if ends:
+            self.close()
         return [results[rank][0] for rank in range(self.size)]
 
     def _start(self):

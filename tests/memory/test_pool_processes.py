@@ -1,0 +1,440 @@
+"""memory.pool between processes, on any engine; two processes may share a GPU, where the arrays are torch's."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import time
+
+import pytest
+from group_ranks import DEADLINE
+from group_worlds import Processes
+
+import ncclpy
+import testing
+from ncclpy import memory
+
+LONG = DEADLINE / 2  # seconds that only a hang meets
+#: Elements of the gradients of a step: they grow beyond what there was, and shrink.
+SIZES = [1000, 3000, 100_000, 20, 700_000, 1_500_000, 1_500_000, 40_000, 3000, 2_000_000]
+
+
+def framework() -> str:
+    """Return whose arrays the pools of this run make; skip the test if those are missing."""
+    if ncclpy.library().engine == "host":
+        return "numpy"
+    need_torch("MemPool")
+    return "torch"
+
+
+def need_torch(name):
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available() or not hasattr(torch.cuda, name):
+        pytest.skip(f"needs a GPU and torch.cuda.{name}")
+
+
+@pytest.fixture(scope="module")
+def run():
+    """Return a function that has two processes run a program, and returns their results."""
+    framework()
+    processes = Processes(2)
+    yield processes.run
+    processes.close()
+
+
+def reduce(group, array):
+    group.all_reduce(array).wait(LONG)
+
+
+def failure_of(kind, call, *arguments):
+    """Return what the error of a call says, and after how many seconds it came."""
+    began = time.monotonic()
+    with pytest.raises(kind) as caught:
+        call(*arguments)
+    caught.value.with_traceback(None)  # a group keeps the error that has ended it, whose frames would keep the array
+    return str(caught.value), time.monotonic() - began
+
+
+class Frame:
+    """What a program does with the framework of this run, torch on GPUs, numpy elsewhere."""
+
+    def __init__(self, device):
+        self.device = device
+        self.torch = None
+        if framework() == "torch":
+            import torch
+
+            self.torch = torch
+            torch.cuda.set_device(device)
+
+    def side(self):
+        """Return a context whose work goes into another stream than that of before."""
+        if self.torch is None:
+            return contextlib.nullcontext()
+        return self.torch.cuda.stream(self.torch.cuda.Stream(self.device))
+
+    def fill(self, array, value):
+        array.fill_(value) if self.torch is not None else array.fill(value)
+
+    def new(self, count):
+        """Return an array of floats by the framework's own means, of the pool whose block this is in."""
+        if self.torch is None:
+            return memory.empty(count, device=self.device)
+        return self.torch.empty(count, device=f"cuda:{self.device}")
+
+    def pointer(self, array):
+        return array.__array_interface__["data"][0] if self.torch is None else array.data_ptr()
+
+    def found(self, array):
+        """Return the smallest and the largest element, once the current stream has come so far."""
+        return float(array.min()), float(array.max())
+
+    def trim(self):
+        """Have the framework give back what nobody has any more."""
+        gc.collect()
+        if self.torch is not None:
+            self.torch.cuda.synchronize(self.device)
+            self.torch.cuda.empty_cache()
+
+
+def lies_in(pointer, segments):
+    return any(base <= pointer < base + nbytes for base, nbytes, _ in segments)
+
+
+def gone(frame, registry, *, but=()):
+    """Return whether nothing is left: no segment, nothing on its way out, no registration, nothing lost.
+
+    In time: what has failed keeps its arrays until a thread has found the device done with them.
+    """
+    end = time.monotonic() + LONG / 2
+    while True:
+        frame.trim()
+        drained, counters = registry.drain(1.0), registry.counters()
+        names = {"segments", "bytes", "leaving", "registrations", "not_freed"}.difference(but)
+        if drained and not any(counters[name] for name in names):
+            return True
+        if time.monotonic() > end:
+            return drained, counters
+        time.sleep(0.01)
+
+
+def since(before, after):
+    """Return how often something was registered and deregistered meanwhile, and whether NCCL has refused to."""
+    new = {name: after[name] - before[name] for name in ("registered", "deregistered")}
+    return new["registered"], new["deregistered"], after["refused"] == before["refused"]
+
+
+def train(world, group, frame, step_of):
+    """All-reduce gradients of each size on side streams, as `step_of` makes them; return what was found wrong."""
+    wrong = []
+    kept = None
+    for number, count in enumerate(SIZES):
+        with frame.side():
+            gradient = step_of(count)
+            frame.fill(gradient, number + world.rank)
+            reduce(group, gradient)
+            if frame.found(gradient) != (2 * number + 1,) * 2:
+                wrong.append((number, count, frame.found(gradient)))
+            if kept is not None and frame.found(kept) != (2 * number - 1,) * 2:
+                wrong.append((number, "the one before", frame.found(kept)))
+            kept = gradient  # until the next one is done
+        if number == len(SIZES) // 2:
+            frame.trim()
+    return wrong
+
+
+def trains(world):
+    frame, registry = Frame(world.device), memory.SegmentRegistry.default()
+    before, seen, inside = registry.counters(), 0, []
+    with world.group() as group:
+        pool = memory.pool(framework(), group)
+
+        def step(count):
+            nonlocal seen
+            with pool:
+                gradient = frame.new(count)
+            inside.append(lies_in(frame.pointer(gradient), pool.segments))
+            if group.communicator is not None:
+                seen = max(seen, len(registry.registered(group.communicator)))
+            return gradient
+
+        wrong = train(world, group, frame, step)
+        pool.close()
+        clean = gone(frame, registry)
+        counted = since(before, registry.counters())  # by the communicator, which is there still
+    return wrong, all(inside), seen, counted, clean
+
+
+def test_a_training_loop(run):
+    for wrong, inside, seen, (registered, deregistered, willing), clean in run(trains):
+        assert wrong == [] and inside
+        assert clean is True
+        assert registered == deregistered
+        if willing:  # NCCL may refuse memory; then there is less to count
+            # Of numpy each array is a segment; torch's pool divides its own.
+            assert registered >= (len(SIZES) if framework() == "numpy" else 2) and seen >= 1
+
+
+def two_groups(world):
+    """Use one pool's memory on two groups, close one, and go on with the other."""
+    frame, registry = Frame(world.device), memory.SegmentRegistry.default()
+    refused = registry.counters()["refused"]
+    first, second = world.group(name="first"), world.group(name="second")
+    pool = memory.pool(framework(), first)
+
+    def summed(group, array, value):
+        frame.fill(array, value + world.rank)
+        reduce(group, array)
+        return frame.found(array) == (2 * value + 1,) * 2
+
+    def knows(group):
+        return set(pool.segments) <= set(registry.registered(group.communicator))
+
+    with pool:
+        array = frame.new(5000)
+    sums = [summed(first, array, 1), summed(second, array, 2)]
+    known = [knows(first), knows(second)]
+    with pool:  # more than the first segment has room for
+        more = frame.new(10_000_000)
+    sums += [summed(first, more, 3), summed(second, more, 4)]
+    known += [knows(first), knows(second), len(pool.segments) >= 2]
+    world.meet()
+    first.close(LONG)  # the pool was made with this one
+    known.append(knows(second))
+    registrations = registry.counters()["registrations"] == len(registry.registered(second.communicator))
+    sums += [summed(second, array, 5), summed(second, more, 6)]
+    known.append(knows(second))
+    with pool:
+        last = frame.new(20_000_000)
+    sums.append(summed(second, last, 7))
+    known.append(knows(second))
+    del array, more, last
+    pool.close()
+    clean = gone(frame, registry)
+    left = registry.registered(second.communicator)
+    second.close(LONG)
+    return sums, known, registrations, left, clean, registry.counters()["refused"] == refused
+
+
+def test_two_groups_use_one_pool(run):
+    for sums, known, registrations, left, clean, willing in run(two_groups):
+        assert all(sums), sums
+        assert clean is True and left == []
+        if willing:
+            assert all(known) and registrations, known
+
+
+def one_ends(world, how):
+    """Let rank 1 abort, or end its process, while rank 0 waits in an all-reduce; return what that hears and keeps."""
+    frame, registry = Frame(world.device), memory.SegmentRegistry.default()
+    group = world.group(name="one ends")
+    pool = memory.pool(framework(), group)
+    with pool:
+        array = frame.new(5000)
+    frame.fill(array, 1)
+    reduce(group, array)
+    refused = registry.counters()["refused"]
+    comm = group.communicator
+    known = set(pool.segments) <= set(registry.registered(comm)) or bool(refused)
+    frame.trim()
+    world.meet()
+    if world.rank == 1:
+        if how == "exit":
+            time.sleep(0.5)  # so that the other one waits inside
+            os._exit(0)
+        time.sleep(0.5)
+        group.abort("it is enough")
+        said, seconds = "", 0.0
+    else:
+        said, seconds = failure_of(ncclpy.NcclError, reduce, group, array)
+    testing.wait_for(lambda: group.communicator is None or group.communicator.closed, "the abort", LONG)
+    testing.wait_for(lambda: registry.registered(comm) == [], "the end of its registrations", LONG)
+    group.close(LONG)
+    del array
+    # torch's pool keeps what its tensors have given back until it goes, which is looked at behind its end below.
+    freed = gone(frame, registry, but=() if frame.torch is None else ("segments", "bytes"))
+    again = goes_on(world, frame, pool, registry, alone=how == "exit")
+    pool.close()
+    return known, said, seconds, freed, again, gone(frame, registry)
+
+
+def goes_on(world, frame, pool, registry, alone):
+    """Use the same pool on a new group: with the other rank, or, if that has gone, without it."""
+    if alone:
+        group = ncclpy.ProcessGroup(world.store, 0, 1, device=world.device, name="afterwards", timeout=LONG)
+    else:
+        group = world.group(name="afterwards")
+    with group:
+        with pool:
+            array = frame.new(7000)
+        frame.fill(array, 1)
+        reduce(group, array)
+        found = frame.found(array)
+        known = set(pool.segments) <= set(registry.registered(group.communicator))
+        return found, known or bool(registry.counters()["refused"])
+
+
+def check_end(result, total):
+    known, said, seconds, freed, again, clean = result
+    assert known and seconds < LONG / 2
+    assert freed is True
+    assert again == ((total, total), True)
+    assert clean is True
+    return said
+
+
+def test_one_rank_aborts(run):
+    said, _ = [check_end(result, 2.0) for result in run(one_ends, "abort")]
+    assert "it is enough" in said, said
+
+
+def test_one_ranks_process_ends(run):
+    result, _ = run(one_ends, "exit", ends=(1,))
+    assert "rank 1" in check_end(result, 1.0)
+
+
+def compares(world, over):
+    """Commit what the ranks have allocated alike, then what they have not, then nothing more."""
+    frame, registry = Frame(world.device), memory.SegmentRegistry.default()
+    with contextlib.ExitStack() as ends:
+        if over == "group":
+            owner = ends.enter_context(world.group())
+        else:
+            if world.rank == 0:
+                world.store.set("id", bytes(ncclpy.get_unique_id()))
+            unique = ncclpy.UniqueId.from_bytes(world.store.get("id", LONG))
+            options = {"device": world.device, "timeout": LONG}
+            owner = ends.enter_context(ncclpy.Communicator.init(2, world.rank, unique, **options))
+        pool = memory.pool(framework(), owner, symmetric=True)
+        with pool:
+            same = frame.new(5000)
+        before = pool.windows
+        odd = pool.empty(10_000_000 * (1 + world.rank))  # no room for it in what there is
+        nbytes = pool.segments[-1][1]
+        said, seconds = failure_of(ValueError, pool.commit, LONG)
+        kept = len(before) == 1 and pool.windows == before
+        comm = owner if over == "communicator" else owner.communicator
+        window = bool(before[0].handle)
+        frame.fill(same, world.rank + 1)
+        comm.barrier()
+        comm.all_reduce(same)
+        ncclpy.synchronize(world.device)
+        usable = frame.found(same) == (3, 3)
+        comm.barrier()
+        ncclpy.synchronize(world.device)
+        del same, odd
+        pool.close()
+        kept = kept and all(one.closed for one in before)
+        del before
+    return said, seconds, nbytes, kept, window, usable, gone(frame, registry)
+
+
+@pytest.mark.parametrize("over", ["group", "communicator"])
+def test_lists_that_differ(run, over):
+    testing.need_function("ncclCommWindowRegister")
+    found = run(compares, over)
+    sizes = [nbytes for _, _, nbytes, *_ in found]
+    assert sizes[0] < sizes[1]
+    for said, seconds, _, *good, clean in found:
+        assert f"number 0 has {sizes[0]} bytes on rank 0 and {sizes[1]} bytes on rank 1" in said, said
+        assert seconds < LONG / 2
+        assert good == [True] * 3
+        assert clean is True
+
+
+def one_stays_away(world, connected):
+    """Let rank 1 commit only when rank 0 has given up; then both, and use what has become a window."""
+    frame, registry = Frame(world.device), memory.SegmentRegistry.default()
+    with world.group() as group:
+        pool = memory.pool(framework(), group, symmetric=True)
+        if connected:
+            group.barrier().wait(LONG)
+        array = pool.empty(5000)
+        if world.rank == 1:
+            world.meet()
+            said, seconds = failure_of(ncclpy.NcclTimeout, pool.commit, LONG)
+        else:
+            said, seconds = failure_of(ncclpy.NcclTimeout, pool.commit, 1.0)
+            world.meet()
+        unchanged = pool.windows == [] and group.error is None
+        made = pool.commit(LONG)
+        frame.fill(array, world.rank + 1)
+        reduce(group, array)
+        usable = frame.found(array) == (3, 3) and len(made) == 1 and pool.windows == made
+        world.meet()
+        del array, made
+        pool.close()
+    return said, seconds, unchanged, usable, gone(frame, registry)
+
+
+@pytest.mark.parametrize("connected", [True, False])
+def test_a_rank_that_does_not_commit_is_named(run, connected):
+    """Whether or not the group has a communicator by then: it goes on, and so does the pool."""
+    testing.need_function("ncclCommWindowRegister")
+    for said, seconds, *good, clean in run(one_stays_away, connected):
+        assert "rank 1 of 2 did not come to commit" in said, said
+        assert seconds < LONG / 2
+        assert good == [True] * 2
+        assert clean is True
+
+
+def one_ends_before_it_commits(world):
+    frame, registry = Frame(world.device), memory.SegmentRegistry.default()
+    group = world.group()
+    pool = memory.pool(framework(), group, symmetric=True)
+    array = pool.empty(5000)
+    world.meet()
+    if world.rank == 1:
+        os._exit(0)
+    said, seconds = failure_of(ncclpy.NcclError, pool.commit, LONG)
+    group.close(LONG)
+    del array
+    pool.close()
+    return said, seconds, gone(frame, registry)
+
+
+def test_a_rank_that_ends_is_not_waited_for(run):
+    testing.need_function("ncclCommWindowRegister")
+    (said, seconds, clean), _ = run(one_ends_before_it_commits, ends=(1,))
+    assert "rank 1" in said and seconds < LONG / 2, (said, seconds)
+    assert clean is True
+
+
+def trains_under_hooks(world):
+    """Do the same loop with tensors of torch's own pool, whose segments torch tells of; return what became of them."""
+    frame, registry = Frame(world.device), memory.SegmentRegistry.default()
+    seen = 0
+    with world.group() as group:
+        with memory.attach("torch", hooks=True) as hooks:
+
+            def step(count):
+                nonlocal seen
+                gradient = frame.new(count)
+                assert lies_in(frame.pointer(gradient), registry.segments(world.device))
+                if group.communicator is not None:
+                    seen = max(seen, len(registry.registered(group.communicator)))
+                return gradient
+
+            wrong = train(world, group, frame, step)
+            stays = frame.new(5000)
+            frame.fill(stays, world.rank)
+            reduce(group, stays)
+            counters = hooks.counters()
+        left = registry.segments(), registry.registered(group.communicator)
+        outside = frame.new(30_000_000)  # told of to nobody
+        frame.fill(outside, 1 + world.rank)
+        for each in (outside, stays):
+            reduce(group, each)
+        wrong += [found for found in (frame.found(outside), frame.found(stays)) if found not in ((3, 3), (2, 2))]
+        left += registry.segments(), registry.registered(group.communicator)
+    return wrong, seen, counters, left, sum(registry.counters()["refused"].values())
+
+
+@pytest.mark.gpu
+def test_a_training_loop_under_hooks(run):
+    for wrong, seen, counters, left, refused in run(trains_under_hooks):
+        assert wrong == []
+        assert counters["followed"] >= 2 and (seen >= 1 or refused)
+        assert counters["not_followed"] == counters["aborted_for"] == counters["kept"] == 0
+        assert left == ([], [], [], [])

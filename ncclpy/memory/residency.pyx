@@ -265,9 +265,11 @@ cdef Segments* _none_yet() except NULL:
 
 def _forked():
     """Begin again: another thread may have had the mutex, and the child has no communicators."""
-    global segments
+    global segments, _endings_noted
     segments = _none_yet()
+    _endings_noted = _endings  # the parent's, which tells its communicators itself
     _tenancies.clear()
+    _ending.clear()  # another thread may have their locks for ever, and then nobody would ever find that they have ended
     _parting.clear()
 
 

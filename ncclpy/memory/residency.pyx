@@ -269,7 +269,7 @@ def _forked():
     segments = _none_yet()
     _endings_noted = _endings  # the parent's, which tells its communicators itself
     _tenancies.clear()
-    _ending.clear()  # another thread may have their locks for ever, and then nobody would ever find that they have ended
+    _ending.clear()  # another thread may have their locks for ever, and nobody would find that they have ended
     _parting.clear()
 
 

@@ -26,7 +26,7 @@ from ncclpy.core.handle cimport lock_within
 from ncclpy.core.library cimport driver, nccl, require
 from ncclpy.core.ranges cimport Ranges
 from ncclpy.core.state cimport ABORTED
-from ncclpy.core.tenant cimport Landlord, Tenant, everyone, free_door, new_door, set_landlord, settle
+from ncclpy.core.tenant cimport Landlord, Tenant, everyone, free_door, has_ended, new_door, set_landlord, settle
 from ncclpy.core.wait cimport SLICE, begin_thread, name_this_thread, now, wait_for_event
 from ncclpy.memory.segments cimport (
     ADDED,
@@ -339,7 +339,9 @@ cdef int _note_endings() except -1:
 
 
 cdef int _note_ending(Tenancy tenancy, Handle handle) except -1:
-    if tenancy.resident.ending.load() == NOT_ENDED or not handle.become(ABORTED):
+    if tenancy.resident.ending.load() == NOT_ENDED or not has_ended(<Tenant*>tenancy.resident):  # it may be given up yet
+        return 0
+    if not handle.become(ABORTED):
         return 0
     handle.reason = f"its allocator freed the memory at {tenancy.resident.ended_for.load():#x}, which it still used"
     handle.verdict = NcclTimeout(f"{handle.reason}, and waited for it as long as it may")

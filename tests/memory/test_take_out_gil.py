@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 import time
@@ -88,3 +89,48 @@ def test_memory_of_a_communicator_that_was_busy_when_it_was_closed(held, comm1):
         inside.join(10)
         closing.join(10)
     assert freed == [0, 0] and seconds < 3
+
+
+@contextlib.contextmanager
+def no_more_threads():
+    """A stack as large as all addresses, for each thread of C or C++ that is started now."""
+    libc = ctypes.CDLL(None)
+    usual, huge = ((ctypes.c_uint64 * 16)() for _ in range(2))
+    for attributes in (usual, huge):
+        assert libc.pthread_getattr_default_np(attributes) == 0
+    assert libc.pthread_attr_setstacksize(huge, ctypes.c_size_t(1 << 47)) == 0
+    assert libc.pthread_setattr_default_np(huge) == 0
+    try:
+        yield
+    finally:
+        assert libc.pthread_setattr_default_np(usual) == 0
+
+
+def test_an_abort_for_which_there_is_no_thread_at_first(host_engine, comms2, caplog):
+    """The communicator is as it was until its abort can be begun, and the memory is out of use then."""
+    take_in, take_out = hooks.functions()
+    array, other = (np.ones(COUNT, np.float32) for _ in range(2))
+    bring = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)(take_in)
+    free = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_int, ctypes.c_double)(take_out)
+    assert bring(array.ctypes.data, array.nbytes, comms2[0].device) == 0
+    go = threading.Event()
+    freed = []
+
+    def wait_and_free():
+        go.wait(10)
+        freed.append(free(array.ctypes.data, comms2[0].device, 0.1))
+
+    with ncclpy.Stream(comms2[0].device) as stream:
+        comms2[0].all_reduce(array, stream=stream)  # which nobody meets
+        thread = threading.Thread(target=wait_and_free)
+        thread.start()
+        with no_more_threads():
+            go.set()
+            time.sleep(0.5)
+            assert not freed and "was aborted" not in caplog.text
+            comms2[0].all_reduce(other, stream=stream)
+        thread.join(5)
+        assert freed == [1]
+        with pytest.raises(ncclpy.NcclTimeout, match="which it still used"):
+            comms2[0].barrier()
+    comms2[1].abort()

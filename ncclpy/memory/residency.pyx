@@ -339,7 +339,9 @@ cdef int _note_endings() except -1:
 
 
 cdef int _note_ending(Tenancy tenancy, Handle handle) except -1:
-    if tenancy.resident.ending.load() == NOT_ENDED or not has_ended(<Tenant*>tenancy.resident):  # it may be given up yet
+    if tenancy.resident.ending.load() == NOT_ENDED:
+        return 0
+    if not has_ended(<Tenant*>tenancy.resident):  # there may be no thread for it
         return 0
     if not handle.become(ABORTED):
         return 0
@@ -383,11 +385,10 @@ cdef list _parting = []  # (base, number, what is called when the segment is gon
 
 cdef int part(uintptr_t base, object then) except -1:
     """Take a segment of others away; `then` is called when nothing uses it any more, by whoever finds that."""
-    cdef uint64_t number
+    cdef uint64_t number = 0
     cdef int state
     with nogil:
-        number = segments.number(base)
-        state = segments.remove(base, False)
+        state = segments.remove(base, False, &number)
     if state == UNKNOWN:
         raise LookupError(f"no segment that was added begins at {base:#x}")
     _parting.append((base, number, then))

@@ -28,8 +28,8 @@ static inline int ncclpy_tenant_ended(const ncclpy_tenant *tenant) { return __at
 static inline void ncclpy_tenant_ends(ncclpy_tenant *tenant) { __atomic_store_n(&tenant->ended, 1, __ATOMIC_RELEASE); }
 
 /* The way to a communicator for who has no reference to it, and cannot have one without the GIL. Who is within keeps the
- * communicator's memory; who frees that shuts the door, and waits for those within, who never wait for the GIL. A child
- * of a fork has none of its parent's threads: whoever was within then never leaves there, and is not waited for. */
+ * communicator's memory; who frees that shuts the door, and waits for those within, who never wait for the GIL. A
+ * child of a fork has none of its parent's threads: who was within then never leaves there, and is not waited for. */
 typedef struct ncclpy_door {
   void *behind; /* the Handle */
   int within;   /* twice their number, and 1 when it is shut */

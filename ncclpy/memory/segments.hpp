@@ -59,8 +59,8 @@ class Segments {
     }
   }
 
-  // Begins to take a segment away, of ours or of others. It is gone at once if no operation can have used it; later its
-  // number says whether it is, as another one may begin there then.
+  // Begins to take a segment away, of ours or of others. It is gone at once if no operation can have used it; later
+  // its number says whether it is, as another one may begin there then.
   SegmentState remove(uintptr_t base, bool owned, uint64_t* number = nullptr) noexcept {
     const Hold hold(mutex_);
     const auto found = by_base_.find(base);

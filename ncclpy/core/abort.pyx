@@ -10,15 +10,17 @@ communicator; only the host engine's abort brings it back.
 import warnings
 
 from cpython.exc cimport PyErr_CheckSignals
+from libc.stdlib cimport calloc, free
 
 from ncclpy.abi.locks cimport mutex_unlock
-from ncclpy.abi.nccl cimport ncclComm_t, ncclInvalidArgument, ncclResult_t, ncclSuccess
-from ncclpy.core.check cimport check
+from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclInvalidArgument, ncclResult_t, ncclSuccess
+from ncclpy.core.check cimport keep_words, nccl_error
 from ncclpy.core.device cimport lend_device, take_device_back
 from ncclpy.core.handle cimport Handle, lock_within
 from ncclpy.core.library cimport abort_preempts, nccl, require, version_code
 from ncclpy.core.overdue cimport tell_overdue
 from ncclpy.core.state cimport ABORTED, is_over
+from ncclpy.core.tenant cimport Tenant
 from ncclpy.core.wait cimport FOREVER, Call, deadline_after, now
 
 from ncclpy.core.errors import NcclError, attach
@@ -61,76 +63,101 @@ cdef ncclResult_t _abort_raw(ncclComm_t raw) noexcept nogil:
     return nccl.ncclCommAbort(raw)
 
 
-cdef bint _is_gone(ncclResult_t result) noexcept:
+cdef bint _has_failed(ncclResult_t result) noexcept nogil:
+    return result != ncclSuccess and result != ncclInProgress and not _is_gone(result)
+
+
+cdef bint _is_gone(ncclResult_t result) noexcept nogil:
     """Whether a close has destroyed it at this moment: the host engine's stay in reach until then."""
     return abort_preempts and result == ncclInvalidArgument
 
 
-cdef int _abort_guard(Handle handle) except -1:
+cdef struct _Turn:  # of one communicator, or of its guard, in an abort
+    void* handle
+    ncclResult_t result
+    char* words  # NCCL's last ones, if it failed
+    bint taken  # its handle
+    bint stuck  # a thread is inside it that cannot be got out: it stays
+
+
+cdef void _abort_guard(_Turn* turn) noexcept nogil:
     """End what is stuck on a communicator with a guard: on the device, and in a call of it."""
-    cdef ncclResult_t result
-    with nogil:
-        result = _abort_raw(handle.guard_now(True))
-    if _is_gone(result):
-        return 0
-    return check(result, b"ncclCommAbort", NULL)
+    turn.result = _abort_raw((<Handle>turn.handle).guard_now(True))
 
 
-cdef bint _abort_one(Handle handle, double until, list taken) except -1:
-    """Take the handle away and abort it; False if a thread is inside it that cannot be got out: it stays.
+cdef void _abort_one(_Turn* turn, double until) noexcept nogil:
+    """Take the handle away and abort it, unless a thread is inside it that cannot be got out."""
+    cdef void* handle = turn.handle
+    cdef ncclComm_t raw
+    # NCCL joins the job of a nonblocking one itself.
+    cdef bint goes_on = abort_preempts or (<Handle>handle).nonblocking
+    cdef bint locked = lock_within(&(<Handle>handle).mutex, until + (0 if goes_on else CALL_PATIENCE))
+    turn.stuck = not locked and not goes_on
+    if turn.stuck:
+        return
+    raw = (<Handle>handle).take_raw()
+    turn.taken = raw != NULL
+    turn.result = _abort_raw(raw)
+    if locked:
+        mutex_unlock(&(<Handle>handle).mutex)
 
-    Its tenant is told without the GIL: who frees memory may have the GIL, and wait for that. Of several that end as one
-    group those that were taken go to `taken`.
+
+cdef ncclResult_t _abort_all(_Turn* turns, size_t count, bint guards, char** words) noexcept nogil:
+    """Have each its turn, several in one group, and tell tenants of those that have ended; return what the group did.
+
+    All of it is without the GIL: who frees memory that they use may have that, and wait for the last of them.
     """
     cdef ncclResult_t result = ncclSuccess
-    cdef ncclComm_t raw = NULL
-    cdef bint alone = taken is None
-    cdef bint locked
-    cdef bint goes_on = abort_preempts or handle.nonblocking  # NCCL joins the job of a nonblocking one itself
-    with nogil:
-        locked = lock_within(&handle.mutex, until + (0 if goes_on else CALL_PATIENCE))
-        if locked or goes_on:
-            raw = handle.take_raw()
-            result = _abort_raw(raw)
-        if locked:
-            mutex_unlock(&handle.mutex)
-        if alone and raw != NULL and result == ncclSuccess and handle.tenant != NULL:
-            handle.tenant.over(handle.tenant)
-    if raw != NULL and not alone:
-        taken.append(handle)
-    if not _is_gone(result):
-        check(result, b"ncclCommAbort", NULL)
-    return locked or goes_on
+    cdef double until = now() + (PREEMPT_PATIENCE if abort_preempts else ABORT_PATIENCE)  # for all: many may be stuck
+    cdef Tenant* tenant
+    cdef size_t i
+    if count > 1:
+        result = nccl.ncclGroupStart()
+        if result != ncclSuccess:
+            words[0] = keep_words(result)
+            return result
+    for i in range(count):
+        if guards:
+            _abort_guard(&turns[i])
+        else:
+            _abort_one(&turns[i], until)
+        turns[i].words = keep_words(turns[i].result)
+    if count > 1:
+        result = nccl.ncclGroupEnd()
+        words[0] = keep_words(result)
+    for i in range(count if result == ncclSuccess else 0):
+        tenant = (<Handle>turns[i].handle).tenant
+        if turns[i].taken and tenant != NULL and (turns[i].result == ncclSuccess or _is_gone(turns[i].result)):
+            tenant.over(tenant)
+    return result
 
 
 cdef int _abort_in_group(list handles, bint guards, list failures, list stuck) except -1:
-    """Abort all of them, or all their guards, as one NCCL group if there are several."""
-    cdef ncclResult_t result = ncclSuccess
-    cdef double until = now() + (PREEMPT_PATIENCE if abort_preempts else ABORT_PATIENCE)  # for all: many may be stuck
-    cdef Handle handle
-    taken = [] if len(handles) > 1 else None
-    if len(handles) > 1:
-        with nogil:
-            result = nccl.ncclGroupStart()
-        check(result, b"ncclGroupStart", NULL)
+    """Abort all of them, or all their guards, as one NCCL group if there are several; the list keeps them."""
+    cdef ncclResult_t result
+    cdef size_t i, count = len(handles)
+    cdef char* words = NULL
+    cdef _Turn* turns = <_Turn*>calloc(count + 1, sizeof(_Turn))
+    if turns == NULL:
+        raise MemoryError
     try:
-        for handle in handles:
-            try:
-                if guards:
-                    _abort_guard(handle)
-                elif not _abort_one(handle, until, taken):
-                    stuck.append(handle)
-            except NcclError as error:  # the others are to end all the same
-                failures.append(error)
+        for i in range(count):
+            turns[i].handle = <void*>handles[i]
+        with nogil:
+            result = _abort_all(turns, count, guards, &words)
+        for i in range(count):
+            if turns[i].stuck:
+                stuck.append(handles[i])
+            if _has_failed(turns[i].result):  # the others have ended all the same
+                failures.append(nccl_error(turns[i].result, b"ncclCommAbort", turns[i].words))
+        if _has_failed(result):
+            raise nccl_error(result, b"ncclGroupEnd", words)
     finally:
-        if len(handles) > 1:
-            with nogil:
-                result = nccl.ncclGroupEnd()
-    if taken and result == ncclSuccess:
-        for handle in taken:
-            if handle.tenant != NULL:
-                handle.tenant.over(handle.tenant)
-    return 0 if _is_gone(result) else check(result, b"ncclGroupEnd", NULL)
+        for i in range(count):
+            free(turns[i].words)
+        free(turns)
+        free(words)
+    return 0
 
 
 cdef int let_graphs_go(Handle handle) except -1:

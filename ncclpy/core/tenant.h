@@ -4,6 +4,7 @@
 
 #include <sched.h>
 #include <stdlib.h>
+#include <unistd.h>
 
 typedef struct ncclpy_tenant {
   int wanted;        /* it wants in before the next call; any thread sets it */
@@ -27,11 +28,13 @@ static inline int ncclpy_tenant_ended(const ncclpy_tenant *tenant) { return __at
 static inline void ncclpy_tenant_ends(ncclpy_tenant *tenant) { __atomic_store_n(&tenant->ended, 1, __ATOMIC_RELEASE); }
 
 /* The way to a communicator for who has no reference to it, and cannot have one without the GIL. Who is within keeps the
- * communicator's memory; who frees that shuts the door, and waits for those within, who never wait for the GIL. */
+ * communicator's memory; who frees that shuts the door, and waits for those within, who never wait for the GIL. A
+ * child of a fork has none of its parent's threads: who was within then never leaves there, and is not waited for. */
 typedef struct ncclpy_door {
   void *behind; /* the Handle */
   int within;   /* twice their number, and 1 when it is shut */
   int kept;     /* the handle has it, and its tenant */
+  pid_t home;   /* the process whose threads go through it */
 } ncclpy_door;
 
 static inline ncclpy_door *ncclpy_door_new(void *behind) {
@@ -40,6 +43,7 @@ static inline ncclpy_door *ncclpy_door_new(void *behind) {
     door->behind = behind;
     door->within = 0;
     door->kept = 2;
+    door->home = getpid();
   }
   return door;
 }
@@ -60,7 +64,9 @@ static inline void ncclpy_door_free(ncclpy_door *door) {
 static inline void ncclpy_door_shut(ncclpy_door *door) {
   if (door == NULL) return;
   __atomic_fetch_or(&door->within, 1, __ATOMIC_ACQ_REL);
-  while (__atomic_load_n(&door->within, __ATOMIC_ACQUIRE) != 1) sched_yield();
+  if (door->home == getpid()) {
+    while (__atomic_load_n(&door->within, __ATOMIC_ACQUIRE) != 1) sched_yield();
+  }
   ncclpy_door_free(door);
 }
 

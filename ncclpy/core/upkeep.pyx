@@ -83,7 +83,10 @@ cdef class Upkeep(Call):
         elif raw != NULL and nccl.ncclCommAbort != NULL:
             # What has failed cannot be finalized, and must not stay behind.
             nccl.ncclCommAbort(raw)
-        self.comm.take_raw()
+        if abort_preempts:
+            raw = self.comm.take_raw()
+        if raw != NULL and self.comm.tenant != NULL:  # else who aborts it says so
+            self.comm.tenant.over(self.comm.tenant)  # now: who frees its memory may have the GIL, and wait for that
         # The guard is there until its own end: its abort is what brings this thread back.
         guard = self.comm.guard_now(False)
         if guard != NULL and result == ncclSuccess:

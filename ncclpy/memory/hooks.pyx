@@ -38,16 +38,18 @@ cdef extern from *:
     #include <thread>
 
     #include "ncclpy/memory/segments.hpp"
+    #include "nccl_abi.h"
 
     /* Those that one thread aborts together, for the sake of one segment. */
     struct ncclpy_endings {
       std::vector<ncclpy::Resident*> residents;
+      std::vector<ncclComm_t> raws;  // of each its guard first, and then its handle
       bool grouped;
     };
 
     static bool ncclpy_begin(void (*function)(ncclpy_endings*), ncclpy::Resident** residents, size_t count, bool grouped) {
       try {
-        auto* endings = new ncclpy_endings{{residents, residents + count}, grouped};
+        auto* endings = new ncclpy_endings{{residents, residents + count}, std::vector<ncclComm_t>(count), grouped};
         try {
           std::thread(function, endings).detach();
           return true;
@@ -66,6 +68,7 @@ cdef extern from *:
     """
     cdef cppclass Endings "ncclpy_endings":
         vector[Resident*] residents
+        vector[ncclComm_t] raws
         bint grouped
     bint begin "ncclpy_begin"(void (*function)(Endings*) noexcept nogil, Resident** some, size_t count, bint grouped) nogil
     bint claims "ncclpy_claims"(Resident* resident) nogil
@@ -102,6 +105,7 @@ cdef int take_out(uintptr_t base, int device, double timeout) noexcept nogil:
     cdef double started = now(), deadline = started + timeout
     cdef uint64_t number
     cdef int result = OUT_OF_USE
+    cdef bint begun = False
     cdef CUstreamCaptureMode mode
     if segments == NULL or nccl.ncclCommDeregister == NULL:  # a forked child has no communicators
         return OUT_OF_USE
@@ -118,8 +122,9 @@ cdef int take_out(uintptr_t base, int device, double timeout) noexcept nogil:
                 result = STILL_USED
                 break
             result = ENDED
-            _end(number, base)
             deadline = now() + _ABORT
+        if result == ENDED and not begun:
+            begun = _end(number, base)  # again, where there were no more threads
         pause(now() - started)
     restore(mode)
     return result
@@ -159,28 +164,30 @@ cdef void _let_out(Resident* resident) noexcept nogil:
     mutex_unlock(&(<Handle>handle).mutex)
 
 
-cdef void _end(uint64_t number, uintptr_t base) noexcept nogil:
-    """Begin to abort the communicators that hold a segment, together, in a thread that may be left behind."""
-    cdef vector[Resident*] holders, ours
-    cdef size_t i, each
+cdef bint _end(uint64_t number, uintptr_t base) noexcept nogil:
+    """Begin to abort the communicators that hold a segment, together, in a thread that may be left behind.
+
+    False if that could not be begun for all of them; those stay as they are, and can be asked for again.
+    """
+    cdef vector[Resident*] holders
+    cdef size_t i, each, ours = 0, given_up = 0
     if not segments.holders(number, &holders):
-        return
+        return False
     for i in range(holders.size()):
         if claims(holders[i]):
             holders[i].ended_for.store(base)
-            ends(<Tenant*>holders[i])
-            ours.push_back(holders[i])  # keeps what was kept
+            holders[ours] = holders[i]  # in place: there may be no memory for another list. This keeps what was kept
+            ours += 1
         else:
             free_resident(holders[i])
-    if ours.empty():
-        return
-    each = ours.size() if _in_groups else 1
+    each = ours if _in_groups else 1
     i = 0
-    while i < ours.size():
-        if not begin(_abort, &ours[i], each, each > 1):
-            _give_up(&ours[i], each)
+    while i < ours:
+        if not begin(_abort, &holders[i], each, each > 1):
+            _give_up(&holders[i], each)
+            given_up += each
         i += each
-    has_been_ended()
+    return given_up == 0
 
 
 cdef void _give_up(Resident** some, size_t count) noexcept nogil:
@@ -192,24 +199,26 @@ cdef void _give_up(Resident** some, size_t count) noexcept nogil:
 
 cdef void _abort(Endings* endings) noexcept nogil:
     """Abort communicators as `core/abort` does: their guards first, which gets threads out, and then themselves."""
-    cdef vector[ncclComm_t] raws
+    cdef vector[ncclComm_t]* raws = &endings.raws
     cdef Resident* resident
-    cdef ncclComm_t raw
     cdef size_t i
     cdef double until = now() + (_PREEMPT_PATIENCE if abort_preempts else _PATIENCE)
     cdef bint lent
     name_this_thread(b"ncclpy-abort")
     relax()
+    for i in range(endings.residents.size()):
+        ends(<Tenant*>endings.residents[i])  # from here on it is so: without this thread nobody would abort them
+    has_been_ended()
     lent = lend_device(endings.residents[0].device)
     for i in range(endings.residents.size()):
-        raws.push_back(_guard_of(endings.residents[i]))
-    _abort_raws(raws, endings.grouped)
+        raws[0][i] = _guard_of(endings.residents[i])
+    _abort_raws(raws[0], endings.grouped)
     for i in range(endings.residents.size()):
-        raws[i] = _raw_of(endings.residents[i], until)
-    _abort_raws(raws, endings.grouped)
+        raws[0][i] = _raw_of(endings.residents[i], until)
+    _abort_raws(raws[0], endings.grouped)
     for i in range(endings.residents.size()):
         resident = endings.residents[i]
-        if raws[i] != NULL:
+        if raws[0][i] != NULL:
             segments.leave(resident)
             resident.ending.store(HAS_ENDED)
         free_resident(resident)

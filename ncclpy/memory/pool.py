@@ -17,7 +17,7 @@ from typing_extensions import Self
 from ncclpy.core import device as device_module
 from ncclpy.core.buffers import Buffer
 from ncclpy.core.communicator import Communicator
-from ncclpy.core.errors import NcclError, NcclTimeout, NcclUnsupported
+from ncclpy.core.errors import NcclError, NcclTimeout, NcclUnsupported, attach
 from ncclpy.core.group import Group
 from ncclpy.core.library import library
 from ncclpy.core.stream import Stream
@@ -93,7 +93,8 @@ class Pool:
         self._symmetric = symmetric
         self._number = new_pool()
         self._entered = threading.local()
-        self._committing = threading.Lock()
+        self._alone = threading.RLock()  # again, by a signal handler beneath a commit or a close of this thread
+        self._busy = False  # such a commit or close is under way
         self._windows: dict[int, Window] = {}  # by the numbers of their segments, as they came
         self._closed = False
 
@@ -153,7 +154,8 @@ class Pool:
     @contextlib.contextmanager
     def _inside(self) -> Iterator[Source]:
         source = self._source
-        assert source is not None
+        if source is None:  # another thread has closed it just now
+            raise _closed()
         before = enter_pool(self._number)
         try:
             with source.inside():
@@ -204,15 +206,32 @@ class Pool:
         ValueError
             On every rank, if the ranks' lists differ: it names the ranks and both sizes. Nothing is registered, and
             the segments stand in the next commit's list.
+            Also if the pool is closed, by a signal handler in the middle of this too: then no window stays.
         NcclTimeout
             If a rank has not come in time. With a `ProcessGroup` it names those that have not, on all that have, and
             nothing has changed: the next commit meets again. A `Communicator` cannot tell, and is aborted.
+        RuntimeError
+            In a signal handler that runs in the middle of a commit or a close of this pool.
         """
         self._check_open()
         if not self._symmetric:
             return []
-        with self._committing:
-            return self._commit(timeout)
+        with self._alone:
+            if self._busy:
+                raise RuntimeError("pool: this thread is in the middle of another commit of it, or of its close")
+            try:
+                self._busy = True
+                self._check_open()  # another thread may have closed it while this one waited
+                made = self._commit(timeout)
+            except BaseException as error:
+                self._busy = False
+                if self._closed:
+                    attach(error, self._close_windows())
+                raise
+            self._busy = False
+            if self._closed:  # by a signal handler, which has left the windows to this
+                raise attach(_closed(), self._close_windows())
+            return made
 
     def _commit(self, timeout: float | None) -> list[Window]:
         if timeout is None:
@@ -303,18 +322,37 @@ class Pool:
         """Close the windows and let the framework's pool go; twice does nothing. Arrays keep their memory.
 
         All ranks call it, when what uses the windows is over. Windows of a communicator that is closed, or aborted,
-        are gone already.
+        are gone already. If one cannot be closed the others are all the same, and then this raises; a commit in
+        another thread is waited for, one beneath this signal handler closes them at its end.
         """
-        with self._committing:
+        with self._alone:
             self._closed = True
-            windows, self._windows = list(self._windows.values()), {}
             self._source = None
-            for window in windows:
+            if self._busy:  # this is a signal handler, beneath a commit or a close that sees to the windows at its end
+                return
+            try:
+                self._busy = True
+                failures = self._close_windows()
+            finally:
+                self._busy = False
+        if failures:
+            raise attach(failures[0], failures)
+
+    def _close_windows(self) -> list[Exception]:
+        """Close all windows, whatever becomes of one of them, and return the errors."""
+        failures: list[Exception] = []
+        for number, window in list(self._windows.items()):
+            try:
                 window.close()
+            except Exception as error:
+                failures.append(error)
+            if window.closed:  # else the next close of the pool finds it
+                self._windows.pop(number, None)
+        return failures
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ValueError("this pool is closed; arrays made in it before are as good as ever")
+            raise _closed()
 
     def __repr__(self) -> str:
         what = "closed" if self._closed else f"{len(self.segments)} segments, {len(self.windows)} windows"
@@ -337,6 +375,10 @@ def difference(ranks: list[tuple[int, list[int]]]) -> str:
             f"{rank} (of {len(sizes)} and {len(other_sizes)} that have no window)"
         )
     return "the ranks have sent what does not fit together"
+
+
+def _closed() -> ValueError:
+    return ValueError("this pool is closed; arrays made in it before are as good as ever")
 
 
 def _left(deadline: float) -> float:

@@ -82,12 +82,11 @@ class SegmentRegistry:
             them, or call `drain` later.
         """
         cdef uintptr_t base = _address(pointer)
-        cdef uint64_t number
+        cdef uint64_t number = 0
         cdef int state
         cdef double started = now(), deadline = deadline_after(as_timeout(timeout))
         with nogil:
-            number = segments.number(base)
-            state = segments.remove(base, False)
+            state = segments.remove(base, False, &number)
         if state == UNKNOWN:
             raise ValueError(f"pointer: no segment that was added begins at {base:#x} (alloc's goes with its arrays)")
         try:

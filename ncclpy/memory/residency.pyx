@@ -26,7 +26,7 @@ from ncclpy.core.handle cimport lock_within
 from ncclpy.core.library cimport driver, nccl, require
 from ncclpy.core.ranges cimport Ranges
 from ncclpy.core.state cimport ABORTED
-from ncclpy.core.tenant cimport Landlord, Tenant, everyone, free_door, new_door, set_landlord, settle
+from ncclpy.core.tenant cimport Landlord, Tenant, everyone, free_door, has_ended, new_door, set_landlord, settle
 from ncclpy.core.wait cimport SLICE, begin_thread, name_this_thread, now, wait_for_event
 from ncclpy.memory.segments cimport (
     ADDED,
@@ -265,9 +265,11 @@ cdef Segments* _none_yet() except NULL:
 
 def _forked():
     """Begin again: another thread may have had the mutex, and the child has no communicators."""
-    global segments
+    global segments, _endings_noted
     segments = _none_yet()
+    _endings_noted = _endings  # the parent's, which tells its communicators itself
     _tenancies.clear()
+    _ending.clear()  # another thread may have their locks for ever, and nobody would find that they have ended
     _parting.clear()
 
 
@@ -337,7 +339,11 @@ cdef int _note_endings() except -1:
 
 
 cdef int _note_ending(Tenancy tenancy, Handle handle) except -1:
-    if tenancy.resident.ending.load() == NOT_ENDED or not handle.become(ABORTED):
+    if tenancy.resident.ending.load() == NOT_ENDED:
+        return 0
+    if not has_ended(<Tenant*>tenancy.resident):  # there may be no thread for it
+        return 0
+    if not handle.become(ABORTED):
         return 0
     handle.reason = f"its allocator freed the memory at {tenancy.resident.ended_for.load():#x}, which it still used"
     handle.verdict = NcclTimeout(f"{handle.reason}, and waited for it as long as it may")
@@ -379,11 +385,10 @@ cdef list _parting = []  # (base, number, what is called when the segment is gon
 
 cdef int part(uintptr_t base, object then) except -1:
     """Take a segment of others away; `then` is called when nothing uses it any more, by whoever finds that."""
-    cdef uint64_t number
+    cdef uint64_t number = 0
     cdef int state
     with nogil:
-        number = segments.number(base)
-        state = segments.remove(base, False)
+        state = segments.remove(base, False, &number)
     if state == UNKNOWN:
         raise LookupError(f"no segment that was added begins at {base:#x}")
     _parting.append((base, number, then))

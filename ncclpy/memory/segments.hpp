@@ -59,13 +59,15 @@ class Segments {
     }
   }
 
-  // Begins to take a segment away, of ours or of others. It is gone at once if no operation can have used it.
-  SegmentState remove(uintptr_t base, bool owned) noexcept {
+  // Begins to take a segment away, of ours or of others. It is gone at once if no operation can have used it; later
+  // its number says whether it is, as another one may begin there then.
+  SegmentState remove(uintptr_t base, bool owned, uint64_t* number = nullptr) noexcept {
     const Hold hold(mutex_);
     const auto found = by_base_.find(base);
     if (found == by_base_.end() || found->second->leaving || found->second->owned != owned) {
       return segment_unknown;
     }
+    if (number != nullptr) *number = found->second->number;
     return begin_leaving(found);
   }
 
@@ -186,12 +188,6 @@ class Segments {
     const auto found = by_base_.find(base);
     if (found == by_base_.end() || found->second->number != number) return segment_gone;
     return found->second->leaving ? segment_leaving : segment_unknown;
-  }
-
-  uint64_t number(uintptr_t base) noexcept {
-    const Hold hold(mutex_);
-    const auto found = by_base_.find(base);
-    return found == by_base_.end() ? 0 : found->second->number;
   }
 
   // A communicator comes: it is there for segments of later, and has those of before to register.

@@ -53,12 +53,12 @@ cdef extern from "ncclpy/memory/segments.hpp" namespace "ncclpy" nogil:
         void ask_awaited()
         vector[Segment] of_pool(uint64_t pool) except +
         int remove(uintptr_t base, bint owned)
+        int remove(uintptr_t base, bint owned, uint64_t* number)
         uint64_t give_back(uintptr_t base)
         bool_t has(uintptr_t base, size_t nbytes, int device)
         bool_t holders(uint64_t number, vector[Resident*]* found)
         void let_out_dropped(Resident& resident, uint64_t number)
         int state(uintptr_t base, uint64_t number)
-        uint64_t number(uintptr_t base)
         bool_t join(Resident* resident)
         void leave(Resident* resident)
         void let_out(Resident& resident, void* comm)

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <new>
 #include <random>
+#include <set>
 #include <thread>
 #include <vector>
 
@@ -97,13 +98,13 @@ void bring_and_take(ncclpy::Segments& segments, int seed, int first, int end) {
       uintptr_t other;
       size_t other_bytes;
       fails_every = random() % 4 ? 0 : 1 + random() % 12;
-      const auto added = segments.add(base, bytes, slot / 2 % devices, owned, &other, &other_bytes);
+      const auto added = segments.add(base, bytes, slot / 2 % devices, owned, &other, &other_bytes, slot + 1);
       fails_every = 0;
       there[slot] = added == ncclpy::segment_added;
       if (added == ncclpy::segment_no_memory) refused++;
       if (added == ncclpy::segment_overlaps) expect(other == base, "another one's memory");
     } else {
-      const uint64_t number = segments.number(base);
+      const uint64_t number = segments.of_pool(slot + 1).at(0).number;
       // A window is over some, or their allocator's stream has yet to come past an event.
       const bool held = owned && random() % 3 == 0 && segments.hold(base, number);
       expect(!segments.hold(base, number + 1), "another one was held");
@@ -111,9 +112,10 @@ void bring_and_take(ncclpy::Segments& segments, int seed, int first, int end) {
       if (owned && random() % 3 == 0) segments.hold_until(base, &there);
       fails_every = 1;  // nothing that leaves needs memory
       expect(segments.remove(base, !owned) == ncclpy::segment_unknown, "somebody else's was taken away");
-      const auto state = segments.remove(base, owned);
+      uint64_t taken = 0;
+      const auto state = segments.remove(base, owned, &taken);
       fails_every = 0;
-      expect(state != ncclpy::segment_unknown, "it was not there");
+      expect(state != ncclpy::segment_unknown && taken == number, "it was not there");
       there[slot] = false;
       expect(!held || state == ncclpy::segment_leaving, "it went while it was held");
       if (held) {
@@ -239,12 +241,37 @@ void abort_while_inside(int count) {
   expect(!segments.has_leaving() && counters.registrations == 0, "an aborted communicator has kept something");
 }
 
+// Several take away what begins at one address, and comes there again: each segment was taken by one of them.
+void take_away_at_once() {
+  ncclpy::Segments segments({add, drop, over, forget});
+  std::vector<uint64_t> taken[3];
+  std::atomic<uint64_t> added{0};
+  std::vector<std::thread> threads;
+  for (auto& mine : taken) {
+    threads.emplace_back([&] {
+      for (int i = 0; i < 20000; ++i) {
+        uintptr_t other;
+        size_t other_bytes;
+        if (segments.add(base_of(0), bytes, 0, false, &other, &other_bytes) == ncclpy::segment_added) added++;
+        uint64_t number = 0;
+        if (segments.remove(base_of(0), false, &number) != ncclpy::segment_unknown) mine.push_back(number);
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  std::set<uint64_t> all_taken;
+  for (const auto& mine : taken) all_taken.insert(mine.begin(), mine.end());
+  expect(all_taken.size() == added, "taken by two, or by none");
+  expect(*all_taken.begin() == 1 && *all_taken.rbegin() == added, "another's number");
+}
+
 }  // namespace
 
 int main(int, char** arguments) {
   const int seed = std::atoi(arguments[1]), rounds = std::atoi(arguments[2]);
   abort_while_inside(1);
   abort_while_inside(3);
+  take_away_at_once();
   for (int i = 0; i < rounds; ++i) round_of(seed + 100 * i);
   expect(forgotten > rounds, "events are to be met");
   std::printf("%d gone, %d without memory\n", gone.load(), refused.load());

@@ -200,6 +200,117 @@ def test_the_communicators_end_is_that_of_its_windows(registry, host_engine, end
     assert registry.drain() and not is_mapped(pointer)
 
 
+def symmetric_pool(comm, count=3):
+    """A pool over `comm`, with so many windows and their arrays."""
+    pool = memory.pool("numpy", comm, symmetric=True)
+    return pool, [pool.empty(10 + n) for n in range(count)]
+
+
+def test_a_close_that_fails_closes_the_others(comm1, host_engine):
+    class Stubborn:
+        """A window that cannot be closed at first."""
+
+        def __init__(self, window):
+            self.window, self.tried = window, False
+
+        closed = property(lambda self: self.window.closed)
+
+        def close(self):
+            if not self.tried:
+                self.tried = True
+                raise ncclpy.NcclError(f"not {self.window.buffer.nbytes}")
+            self.window.close()
+
+    pool, arrays = symmetric_pool(comm1, 4)
+    windows = pool.commit()
+    pool._windows = {
+        number: Stubborn(window) if n < 2 else window for n, (number, window) in enumerate(pool._windows.items())
+    }
+    with pytest.raises(ncclpy.NcclError, match="not 40") as caught:
+        pool.close()
+    assert caught.value.__notes__ == ["also NcclError: not 44"] and arrays
+    assert [window.closed for window in windows] == [False, False, True, True] and pool.closed
+    pool.close()
+    assert all(window.closed for window in windows)
+
+
+def test_a_pool_that_is_closed_while_a_commit_waits_for_its_turn(comm1, host_engine):
+    pool, arrays = symmetric_pool(comm1)
+    pool._check_open()
+    refused = []
+
+    def commit():
+        with pytest.raises(ValueError, match="closed"):
+            pool.commit()
+        refused.append(True)
+
+    with pool._alone:
+        thread = threading.Thread(target=commit)
+        thread.start()
+        time.sleep(0.1)  # it has seen that the pool is open
+        pool.close()
+    thread.join(10)
+    assert refused and pool.windows == [] and arrays
+
+
+@pytest.mark.parametrize("call", ["close", "commit"])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_signal_handler_in_the_middle_of_a_commit(host_engine, call, late):
+    """It is in the main thread, where handlers run; the other rank comes only when the handler has."""
+    testing.run_python(
+        f"""
+        import signal, threading, time
+        import ncclpy
+        from ncclpy import memory
+        ncclpy.use("host")
+        comms = ncclpy.Communicator.init_all([0, 1], timeout=20)
+        pools = [memory.pool("numpy", comm, symmetric=True) for comm in comms]
+        arrays = [pool.empty(10) for pool in pools]
+        first, said, handled, seen = pools[0], [], threading.Event(), []
+
+        def handler(*_):
+            if not handled.is_set():
+                try:
+                    first.{call}()
+                except RuntimeError as error:
+                    said.append(str(error))
+                handled.set()
+
+        def other():
+            if not {late}:
+                time.sleep(0.3)
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+                handled.wait(10)
+            seen.extend(pools[1].commit())
+
+        signal.signal(signal.SIGUSR1, handler)
+        signal.alarm(30)
+        if {late}:  # beneath the making of windows
+            compare = first._compare
+            def compare_and_raise(*arguments):
+                compare(*arguments)
+                signal.raise_signal(signal.SIGUSR1)
+            first._compare = compare_and_raise
+        thread = threading.Thread(target=other)
+        thread.start()
+        try:
+            made = first.commit()
+        except ValueError as error:
+            assert "closed" in str(error) and "{call}" == "close"
+        else:
+            assert len(made) == 1 and "{call}" == "commit"
+        thread.join()
+        assert len(seen) == 1 and handled.is_set()
+        assert len(first.windows) == ("{call}" == "commit") and first.closed == ("{call}" == "close")
+        assert len(said) == ("{call}" == "commit")
+        for pool in pools:
+            pool.close()
+        for comm in comms:
+            comm.abort()
+        """
+    )
+
+
 def test_a_groups_pool(host_engine):
     store = LocalStore()
 

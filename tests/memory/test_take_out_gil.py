@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import threading
 import time
 
 import numpy as np
 import pytest
 
 import ncclpy
+import testing
 from ncclpy.engine.launcher import abort_aside
 from ncclpy.memory import hooks
 
@@ -44,3 +47,90 @@ def test_memory_of_aborted_communicators_is_out_of_use(held, comms2, together):
     freed = [take_out(array.ctypes.data, comm.device, 1.0) for comm, array in zip(comms2, arrays, strict=True)]
     assert freed == [0, 0]
     assert time.monotonic() - begun < 1
+
+
+def test_memory_of_communicators_whose_group_is_being_aborted(held, comms2):
+    """Whoever aborts them is between two of them, or at the last one, while the thread that frees has the GIL."""
+    take_in, take_out = held
+    arrays = [np.ones(COUNT, np.float32) for _ in comms2]
+    for comm, array in zip(comms2, arrays, strict=True):
+        assert take_in(array.ctypes.data, array.nbytes, comm.device) == 0
+    with ncclpy.group():
+        for comm, array in zip(comms2, arrays, strict=True):
+            comm.all_reduce(ncclpy.Buffer(array.ctypes.data, COUNT, "float32", device=comm.device))
+    with ncclpy.faults("rank=0 call=CommAbort do=delay:300ms") as faults:
+        aborting = abort_aside(list(comms2), "the test")
+        testing.wait_for(lambda: faults.fired)
+        begun = time.monotonic()
+        freed = [take_out(array.ctypes.data, comm.device, 5.0) for comm, array in zip(comms2, arrays, strict=True)]
+        seconds = time.monotonic() - begun
+        aborting.join(10)
+    assert freed == [0, 0] and seconds < 3
+
+
+def test_memory_of_a_communicator_that_was_busy_when_it_was_closed(held, comm1):
+    """Another thread is inside a call of it, so that nothing is deregistered before it is destroyed."""
+    take_in, take_out = held
+    arrays = [np.ones(COUNT, np.float32) for _ in range(2)]
+    buffers = [ncclpy.Buffer(array.ctypes.data, COUNT, "float32", device=comm1.device) for array in arrays]
+    for array in arrays:
+        assert take_in(array.ctypes.data, array.nbytes, comm1.device) == 0
+    comm1.all_reduce(buffers[0])
+    with ncclpy.faults("call=AllReduce do=delay:500ms") as faults, ncclpy.Stream(comm1.device) as stream:
+        inside = threading.Thread(target=comm1.all_reduce, args=(buffers[1],), kwargs={"stream": stream})
+        inside.start()
+        testing.wait_for(lambda: faults.fired)
+        closing = threading.Thread(target=comm1.close)
+        closing.start()
+        time.sleep(0.2)
+        begun = time.monotonic()
+        freed = [take_out(array.ctypes.data, comm1.device, 5.0) for array in arrays]
+        seconds = time.monotonic() - begun
+        inside.join(10)
+        closing.join(10)
+    assert freed == [0, 0] and seconds < 3
+
+
+@contextlib.contextmanager
+def no_more_threads():
+    """A stack as large as all addresses, for each thread of C or C++ that is started now."""
+    libc = ctypes.CDLL(None)
+    usual, huge = ((ctypes.c_uint64 * 16)() for _ in range(2))
+    for attributes in (usual, huge):
+        assert libc.pthread_getattr_default_np(attributes) == 0
+    assert libc.pthread_attr_setstacksize(huge, ctypes.c_size_t(1 << 47)) == 0
+    assert libc.pthread_setattr_default_np(huge) == 0
+    try:
+        yield
+    finally:
+        assert libc.pthread_setattr_default_np(usual) == 0
+
+
+def test_an_abort_for_which_there_is_no_thread_at_first(host_engine, comms2, caplog):
+    """The communicator is as it was until its abort can be begun, and the memory is out of use then."""
+    take_in, take_out = hooks.functions()
+    array, other = (np.ones(COUNT, np.float32) for _ in range(2))
+    bring = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)(take_in)
+    free = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_int, ctypes.c_double)(take_out)
+    assert bring(array.ctypes.data, array.nbytes, comms2[0].device) == 0
+    go = threading.Event()
+    freed = []
+
+    def wait_and_free():
+        go.wait(10)
+        freed.append(free(array.ctypes.data, comms2[0].device, 0.1))
+
+    with ncclpy.Stream(comms2[0].device) as stream:
+        comms2[0].all_reduce(array, stream=stream)  # which nobody meets
+        thread = threading.Thread(target=wait_and_free)
+        thread.start()
+        with no_more_threads():
+            go.set()
+            time.sleep(0.5)
+            assert not freed and "was aborted" not in caplog.text
+            comms2[0].all_reduce(other, stream=stream)
+        thread.join(5)
+        assert freed == [1]
+        with pytest.raises(ncclpy.NcclTimeout, match="which it still used"):
+            comms2[0].barrier()
+    comms2[1].abort()

@@ -33,6 +33,19 @@ CLIENT = """
 """
 
 
+# Stops itself before the thread that watches the server may have begun.
+HASTY = """
+    import os, signal, sys
+    from ncclpy.bootstrap import TCPStore
+    print("ready", flush=True)
+    sys.stdin.readline()
+    store = TCPStore("127.0.0.1", {port}, timeout=60)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    sys.stdin.readline()
+    print(store.add("lives", 1) > 0, flush=True)
+"""
+
+
 @contextlib.contextmanager
 def started(code):
     program = subprocess.Popen(
@@ -75,3 +88,33 @@ def test_whoever_was_stopped_with_all_others_lives_on():
             each.stdin.write("go on\n")
             each.stdin.flush()
             assert told(each) == "True"
+
+
+def test_who_is_stopped_as_soon_as_it_has_come_lives_on():
+    heartbeat, count = 1.5, 6
+
+    def told(program):
+        return testing.run_with_deadline(program.stdout.readline, timeout=60).strip()
+
+    def is_stopped(program):
+        with open(f"/proc/{program.pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] == "T"
+
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(started(SERVER.replace(str(HEARTBEAT), str(heartbeat))))
+        port = told(server)
+        clients = [stack.enter_context(started(HASTY.format(port=port))) for _ in range(count)]
+        assert [told(each) for each in clients] == ["ready"] * count
+        for each in clients:
+            each.stdin.write("come\n")
+            each.stdin.flush()
+        testing.wait_for(lambda: all(map(is_stopped, clients)))
+        os.kill(server.pid, signal.SIGSTOP)
+        time.sleep(2 * heartbeat)
+        for each in [server, *clients]:
+            os.kill(each.pid, signal.SIGCONT)
+        time.sleep(0.5)  # in which who takes the server for gone would say so
+        for each in clients:
+            each.stdin.write("go on\n")
+            each.stdin.flush()
+        assert [told(each) for each in clients] == ["True"] * count

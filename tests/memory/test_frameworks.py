@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import re
 
 import numpy as np
 import pytest
+from group_worlds import launched
 
 import ncclpy
 import testing
@@ -333,3 +335,43 @@ def test_rmm_attached(comm1, registry):
     assert type(rmm.mr.get_current_device_resource()) is type(before)
     del buffer
     assert emptied(registry)
+
+
+#: What NCCL says of a call that uses what is registered: of a segment, with each peer; of a window.
+USED = {"plain": "IPC re(use|gister) buffer|NVLS reuse|Symmetric]", "segments": "IPC re(use|gister) buffer|NVLS reuse",
+        "windows": r"AllReduce \[Symmetric]"}  # fmt: skip
+LOOP = """
+    import sys, torch
+    from ncclpy import memory
+    comm = ncclpy.Communicator.from_env(timeout=60)
+    torch.cuda.set_device(comm.device)
+    kind, pool = {kind!r}, None
+    if kind == "plain":
+        send, recv = (torch.ones(1 << 24, device="cuda") for _ in range(2))
+    else:
+        pool = memory.pool("torch", comm, symmetric=kind == "windows")
+        with pool:
+            send, recv = (torch.ones(1 << 24, device="cuda") for _ in range(2))
+    torch.cuda.synchronize()
+    for _ in range(5):
+        comm.all_reduce(send, recv, stream=torch.cuda.current_stream())
+    torch.cuda.synchronize()
+    assert (recv == 2).all()
+    if pool is not None:
+        pool.close()
+    comm.close()
+    """
+
+
+@pytest.mark.parametrize("kind", USED)
+def test_what_is_registered_is_used(torch, kind, tmp_path, monkeypatch):
+    """NCCL says of each of five calls whether it goes by memory that it knows; of the others it says nothing."""
+    testing.need_processes(2)
+    for name, value in {"": "INFO", "_SUBSYS": "REG,TUNING", "_FILE": str(tmp_path / "said.%p")}.items():
+        monkeypatch.setenv("NCCL_DEBUG" + name, value)
+    code, said = launched(tmp_path, 2, LOOP.format(kind=kind))
+    assert code == 0, said
+    told = "".join(path.read_text() for path in tmp_path.glob("said.*"))  # of its kernels rank 0's alone
+    assert len(re.findall(r"AllReduce.*Bytes ->", told)) >= 5, "NCCL has said nothing of its calls"
+    lines = [line for line in told.splitlines() if re.search(USED[kind], line)]
+    assert len(lines) >= 5 if kind != "plain" else not lines, told[-3000:]

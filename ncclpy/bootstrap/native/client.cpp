@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <utility>
 #include <vector>
 
 #include "clock.hpp"
@@ -290,6 +291,7 @@ void Client::attend() {
 void Client::tick(double time, double away) {
   Lock lock(mutex_);
   if (!lost_.empty()) return;
+  if (!std::exchange(ticked_, true)) away = time;  // before its first look it cannot know how long it did not run
   double heard = heard_;
   while (!heard_.compare_exchange_weak(heard, std::max(heard, std::min(time, heard + away)))) continue;
   if (time - heard_ > heartbeat_) {

@@ -90,6 +90,7 @@ class Client : public std::enable_shared_from_this<Client> {
   size_t out_sent_ = 0;
   bool reading_ = false;  // somebody reads
   bool watched_ = false;  // the keeper is woken by what comes
+  bool ticked_ = false;   // the keeper has looked at it
   double sent_ = 0;
   std::atomic<double> heard_{0};
   std::string in_;  // the reader's

@@ -90,8 +90,9 @@ def test_whoever_was_stopped_with_all_others_lives_on():
             assert told(each) == "True"
 
 
+# Twice the heartbeat here too: on a loaded machine the second may come that much later than the first has stopped.
 def test_who_is_stopped_as_soon_as_it_has_come_lives_on():
-    heartbeat, count = 1.5, 6
+    heartbeat, count = 3.0, 2
 
     def told(program):
         return testing.run_with_deadline(program.stdout.readline, timeout=60).strip()

@@ -9,6 +9,8 @@ import sys
 import textwrap
 import time
 
+import runs
+
 import testing
 
 HEARTBEAT = 5.0
@@ -97,10 +99,6 @@ def test_who_is_stopped_as_soon_as_it_has_come_lives_on():
     def told(program):
         return testing.run_with_deadline(program.stdout.readline, timeout=60).strip()
 
-    def is_stopped(program):
-        with open(f"/proc/{program.pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] == "T"
-
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(started(SERVER.replace(str(HEARTBEAT), str(heartbeat))))
         port = told(server)
@@ -109,7 +107,7 @@ def test_who_is_stopped_as_soon_as_it_has_come_lives_on():
         for each in clients:
             each.stdin.write("come\n")
             each.stdin.flush()
-        testing.wait_for(lambda: all(map(is_stopped, clients)))
+        testing.wait_for(lambda: all(runs.state(each.pid) == "T" for each in clients))
         os.kill(server.pid, signal.SIGSTOP)
         time.sleep(2 * heartbeat)
         for each in [server, *clients]:

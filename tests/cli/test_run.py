@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import runs
@@ -424,7 +423,7 @@ def test_ctrl_z_stops_the_ranks_too(program):
     path, folder = program("note(); time.sleep(1000)")
 
     def states(pids):
-        return {Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] for pid in pids}
+        return {runs.state(pid) for pid in pids}
 
     with runs.started("-n", 2, path, folder) as process:
         pids = [*runs.wait_for_pids(folder, 2), process.pid]

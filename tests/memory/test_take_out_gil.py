@@ -29,15 +29,21 @@ def held(host_engine):
     )
 
 
+def used(take_in, comms):
+    """Return an array for each communicator, which is registered and used by it."""
+    arrays = [np.ones(COUNT, np.float32) for _ in comms]
+    for comm, array in zip(comms, arrays, strict=True):
+        assert take_in(array.ctypes.data, array.nbytes, comm.device) == 0
+    with ncclpy.group():
+        for comm, array in zip(comms, arrays, strict=True):
+            comm.all_reduce(ncclpy.Buffer(array.ctypes.data, COUNT, "float32", device=comm.device))
+    return arrays
+
+
 @pytest.mark.parametrize("together", [False, True])
 def test_memory_of_aborted_communicators_is_out_of_use(held, comms2, together):
     take_in, take_out = held
-    arrays = [np.ones(COUNT, np.float32) for _ in comms2]
-    for comm, array in zip(comms2, arrays, strict=True):
-        assert take_in(array.ctypes.data, array.nbytes, comm.device) == 0
-    with ncclpy.group():
-        for comm, array in zip(comms2, arrays, strict=True):
-            comm.all_reduce(ncclpy.Buffer(array.ctypes.data, COUNT, "float32", device=comm.device))
+    arrays = used(take_in, comms2)
     if together:
         abort_aside(list(comms2), "the test").join()
     else:
@@ -52,12 +58,7 @@ def test_memory_of_aborted_communicators_is_out_of_use(held, comms2, together):
 def test_memory_of_communicators_whose_group_is_being_aborted(held, comms2):
     """Whoever aborts them is between two of them, or at the last one, while the thread that frees has the GIL."""
     take_in, take_out = held
-    arrays = [np.ones(COUNT, np.float32) for _ in comms2]
-    for comm, array in zip(comms2, arrays, strict=True):
-        assert take_in(array.ctypes.data, array.nbytes, comm.device) == 0
-    with ncclpy.group():
-        for comm, array in zip(comms2, arrays, strict=True):
-            comm.all_reduce(ncclpy.Buffer(array.ctypes.data, COUNT, "float32", device=comm.device))
+    arrays = used(take_in, comms2)
     with ncclpy.faults("rank=0 call=CommAbort do=delay:300ms") as faults:
         aborting = abort_aside(list(comms2), "the test")
         testing.wait_for(lambda: faults.fired)

@@ -50,11 +50,16 @@ def of_rank(text, rank):
     return [line.removeprefix(prefix) for line in text.splitlines() if line.startswith(prefix)]
 
 
+def state(pid):
+    """Return the state of a process as the kernel has it: R, S, D, T where it is stopped, Z, X."""
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(") ")[2][0]
+
+
 def alive(pid):
     """Return whether a process runs; a zombie does not."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(") ")[2][0] not in "ZX"
+        return state(pid) not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
 

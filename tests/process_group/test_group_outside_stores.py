@@ -31,9 +31,10 @@ except ncclpy.NcclError:
     pass
 try:
     found = group.recover(10)
-    print("rank", rank, "goes on:", found.survivors, group.all_reduce(np.ones(2)).result(30)[0], flush=True)
+    said = f"rank {{rank}} goes on: {{found.survivors}} {{group.all_reduce(np.ones(2)).result(30)[0]}}"
 except ncclpy.NcclError as error:
-    print("rank", rank, "ends:", type(error).__name__, error, flush=True)
+    said = f"rank {{rank}} ends: {{type(error).__name__}} {{error}}"
+print(said, flush=True)  # in one piece: what other threads log comes by the same pipe
 group.close()
 """
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ncclpy.bootstrap.store import Store, as_key
+from typing import Any
+
+from ncclpy.bootstrap.store import Store, Telling, as_key
 from ncclpy.bootstrap.watch import Change, Watch
 
 __all__ = ["PrefixStore"]
@@ -83,6 +85,9 @@ class PrefixStore(Store):
 
     def _watch(self, prefix: str) -> Watch:
         return _Stripped(self.store._watch(self._under(prefix)), prefix, len(self._before))
+
+    def _tell(self, key: str, rest: bytes, asked: str, source: Any) -> Telling | None:
+        return self.store._tell(self._under(key), rest, self._under(asked), source)
 
     def _close(self) -> None:
         pass

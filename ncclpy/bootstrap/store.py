@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ncclpy.bootstrap.asked import (
     MAX_VALUE,
@@ -47,6 +47,13 @@ __all__ = [
     "as_seconds",
     "names",
 ]
+
+
+class Telling(Protocol):
+    """What a store tells by itself, until it is closed."""
+
+    def close(self) -> None:
+        """Tell nothing any more."""
 
 
 class Store:
@@ -367,6 +374,15 @@ class Store:
                 watch.close()
                 raise
         return watch
+
+    def _tell(self, key: str, rest: bytes, asked: str, source: Any) -> Telling | None:
+        """Have the store itself put what a native source tells under a key, by a thread that needs no GIL.
+
+        It does so at once, once a second if that has changed, and when others change the key `asked`; `rest` is put
+        behind each value. `source` returns a capsule with a native source, see bootstrap/native/teller.hpp. None: this
+        store has no such thread.
+        """
+        return None
 
     def close(self) -> None:
         """Let go of the store; threads that wait in it raise `StoreError`. May be called again."""

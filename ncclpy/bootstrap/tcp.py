@@ -256,6 +256,12 @@ class TCPStore(Store):
             raise self._deaf("watch", time.monotonic())
         return watch
 
+    def _tell(self, key: str, rest: bytes, asked: str, source: Any) -> wire.Telling:
+        try:
+            return wire.Telling(self._client, _utf8(key), rest, _utf8(asked), source)
+        except ConnectionError as error:
+            raise self._gone(error) from None
+
     # The way there.
 
     def _ask(self, what: str, op: int, fields: tuple, deadline: float) -> list[Any]:

@@ -4,6 +4,7 @@
 import threading
 
 from cpython.exc cimport PyErr_CheckSignals
+from cpython.pycapsule cimport PyCapsule_GetPointer
 from cpython.pythread cimport PyThread_get_thread_ident
 from libc.stdint cimport int64_t, uint8_t, uint64_t
 from libcpp cimport bool as cbool
@@ -69,6 +70,12 @@ cdef extern from "native/client.hpp" namespace "ncclpy::store" nogil:
         Status status
         string body
 
+    cdef cppclass Source:
+        pass
+
+    cdef cppclass Teller:
+        Teller(string, string, const Source&) except +
+
     cdef enum class Turn "ncclpy::store::Client::Turn":
         answered
         waiting
@@ -81,6 +88,8 @@ cdef extern from "native/client.hpp" namespace "ncclpy::store" nogil:
         Turn wait(uint64_t, double) except +
         cbool take(uint64_t, Answer&) except +
         void forget(uint64_t, cbool) except +
+        uint64_t tell(const string&, Teller) except +
+        void hush(uint64_t) except +
         void close(const char*, double)
         string lost() except +
 
@@ -289,6 +298,58 @@ cdef class Client:
         if self.made_in == generation():
             with nogil:
                 self.client.get().close(text, patience)
+
+
+cdef class Telling:
+    """What a client tells by itself, also while a thread of the process keeps the GIL, until this is closed.
+
+    Parameters
+    ----------
+    client : Client
+        By which connection.
+    key, rest : bytes
+        What it is put under, and what is put behind each value.
+    asked : bytes
+        A key that others change who want it at once.
+    source : object
+        Its `source` returns a capsule with a native `Source`, which is to live as long as this object.
+    """
+
+    cdef Client client
+    cdef uint64_t number
+    cdef object source
+
+    def __init__(self, Client client not None, bytes key not None, bytes rest not None, bytes asked not None, source):
+        if self.client is not None:
+            raise RuntimeError("a Telling is initialised once")
+        if client.made_in != generation():
+            raise ConnectionError(client.lost())
+        cdef Source* given = <Source*>PyCapsule_GetPointer(source.source(), b"ncclpy.source")
+        cdef Teller* teller = new Teller(key, rest, given[0])
+        cdef string where = asked
+        self.client, self.source = client, source
+        try:
+            with nogil:
+                self.number = client.client.get().tell(where, teller[0])
+        finally:
+            del teller
+        if not self.number:
+            raise ConnectionError(client.lost())
+
+    def __dealloc__(self):
+        self.end()
+
+    def close(self):
+        """Tell nothing any more: what is put under the key from now on stays there."""
+        self.end()
+
+    cdef int end(self) except -1:
+        cdef uint64_t number = self.number
+        self.number = 0
+        if number and self.client.made_in == generation():  # else it goes on in the process that this one is a fork of
+            with nogil:
+                self.client.client.get().hush(number)
+        return 0
 
 
 cdef int encode(Writer& out, tuple fields) except -1:

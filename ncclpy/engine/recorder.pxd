@@ -1,4 +1,5 @@
 from ncclpy.core.operation cimport Operation
+from ncclpy.engine.ledger cimport ncclpy_ledger
 
 
 cdef enum:
@@ -36,15 +37,14 @@ cdef class Entry:
     cdef object key
     cdef str communicator
     cdef object error  # a str, or a Message
+    cdef ncclpy_ledger* ledger  # of the process group, where it is noted; NULL elsewhere
+    cdef long long ticket  # by which that knows it, -1 if there was no memory
+
+    cdef int note(self, ncclpy_ledger* ledger) except -1
+    cdef int done(self, bint well, double moment) except -1
 
 
 cdef Entry new_entry()
-# The first operation of a process group that is begun and not done, and the last that is done; None where there is none.
-cdef tuple standing_of(long long group)
-# The number of the last collective of a process group that is done, None if the ring has none.
-cdef object last_finished(long long group)
-# What an entry says of its operation, by the names of process_group's `Began`; None of None.
-cdef dict began_of(Entry entry)
 # The name of the method that was called.
 cdef str called(Entry entry)
 # Note what an operation calls, and the size of its buffer.

@@ -18,38 +18,29 @@ from cpython.pythread cimport PyThread_get_thread_ident
 
 from ncclpy.core.datatypes cimport ITEMSIZE
 from ncclpy.core.handle cimport Handle
-from ncclpy.core.operation cimport WAIT_SIGNAL, Operation, function_of, has_root, reduces
+from ncclpy.core.operation cimport WAIT_SIGNAL, Operation, has_root, reduces
 from ncclpy.core.tap cimport Tap, set_tap
+from ncclpy.engine.ledger cimport (
+    beside_of,
+    call_of,
+    ncclpy_bits_of,
+    ncclpy_ledger,
+    ncclpy_ledger_begin,
+    ncclpy_ledger_end,
+    ncclpy_ledger_leave,
+    ncclpy_ledger_use,
+    ncclpy_noted,
+)
 from ncclpy.engine.native cimport now
 
 from ncclpy.core import library as _library
-from ncclpy.core.types import DataType, ReduceOp
 from ncclpy.core.types import as_integer as _as_integer
+from ncclpy.engine.ledger import DTYPES, method_name, op_name
 
 # Characters of a key that are shown.
 cdef int _LONG = 300
 
-# By number: asking the enums takes longer than all the rest of an entry.
-_DTYPES = tuple([member.name.lower() for member in DataType])
-_OPS = tuple([member.name.lower() for member in ReduceOp])
 _STATES = ("pending", "launched", "completed", "failed", "called", "captured")
-
-# C name of an operation to the name of its method.
-_METHODS = {
-    "ncclAllReduce": "all_reduce",
-    "ncclBroadcast": "broadcast",
-    "ncclReduce": "reduce",
-    "ncclAllGather": "all_gather",
-    "ncclReduceScatter": "reduce_scatter",
-    "ncclAlltoAll": "all_to_all",
-    "ncclGather": "gather",
-    "ncclScatter": "scatter",
-    "ncclSend": "send",
-    "ncclRecv": "recv",
-    "ncclPutSignal": "put_signal",
-    "ncclSignal": "signal",
-    "ncclWaitSignal": "wait_signal",
-}
 
 cdef list _ring = [None] * 2000
 cdef long long _recorded = 0
@@ -64,14 +55,39 @@ _group_tellers = []
 cdef class Entry:
     """One operation as the recorder knows it."""
 
+    def __dealloc__(self):
+        if self.ledger != NULL:
+            self.done(False, 0.0)
+            ncclpy_ledger_leave(self.ledger)
+
+    cdef int note(self, ncclpy_ledger* ledger) except -1:
+        """Have a process group's ledger know it from now on, as it is."""
+        cdef ncclpy_noted what
+        if self.ledger != NULL:
+            return 0
+        what.sequence, what.count = self.sequence, self.count
+        what.began, what.done = ncclpy_bits_of(self.created), 0
+        what.call = call_of(self.operation, self.datatype, self.is_barrier)
+        what.beside = beside_of(self.op, self.root)
+        self.ticket = ncclpy_ledger_begin(ledger, self.pair, &what)
+        ncclpy_ledger_use(ledger)
+        self.ledger = ledger
+        return 0
+
+    cdef int done(self, bint well, double moment) except -1:
+        """Have that ledger know that it has ended, and whether it was done."""
+        if self.ledger != NULL and self.ticket >= 0:
+            ncclpy_ledger_end(self.ledger, self.pair, self.ticket, well, moment)
+        return 0
+
     def _as_dict(self):
         return {
             "id": self.id,
             "launch": None if self.launch < 0 else self.launch,
             "key": None if self.key is None else show(self.key),
             "operation": called(self),
-            "op": None if self.op < 0 else _op_name(self.op),
-            "dtype": _DTYPES[self.datatype],
+            "op": None if self.op < 0 else op_name(self.op),
+            "dtype": DTYPES[self.datatype],
             "count": self.count,
             "nbytes": self.nbytes,
             "root": None if self.root < 0 else self.root,
@@ -92,11 +108,6 @@ cdef class Entry:
 
 cdef str called(Entry entry):
     return "barrier" if entry.is_barrier else method_name(entry.operation)
-
-
-def method_name(int kind):
-    """Return the method's name of a kind of operation."""
-    return _METHODS.get(function_of(kind).decode(), "operation")
 
 
 def show(key):
@@ -131,10 +142,6 @@ cdef int _pass_on(object error) except -1:
     return 0
 
 
-def _op_name(int code):
-    return _OPS[code] if code < len(_OPS) else f"operator {code}"
-
-
 cdef Entry new_entry():
     """Return a new entry in the ring; the oldest one makes room."""
     global _recorded
@@ -148,54 +155,6 @@ cdef Entry new_entry():
         _ring[_recorded % len(_ring)] = entry
     _recorded += 1
     return entry
-
-
-cdef tuple standing_of(long long group):
-    """Return two entries, as far as the ring reaches; collectives go before what is between two ranks."""
-    cdef Entry entry, found
-    cdef Entry current = None, finished = None, pair = None, last = None
-    cdef long long i, size = len(_ring)
-    for i in range(_recorded - 1, max(-1, _recorded - 1 - size), -1):
-        found = _ring[i % size]
-        if found is None or found.group != group:
-            continue
-        entry = found
-        if entry.state == PENDING or entry.state == LAUNCHED:
-            if not entry.pair:
-                current = entry
-            else:
-                pair = entry
-        elif entry.state == COMPLETED:
-            if not entry.pair and finished is None:
-                finished = entry
-            elif entry.pair and last is None:
-                last = entry
-    return current if current is not None else pair, finished if finished is not None else last
-
-
-cdef object last_finished(long long group):
-    cdef Entry entry
-    cdef long long found = -1
-    for each in _ring:
-        if each is not None:
-            entry = each
-            if entry.group == group and entry.state == COMPLETED and not entry.pair and entry.sequence > found:
-                found = entry.sequence
-    return None if found < 0 else found
-
-
-cdef dict began_of(Entry entry):
-    """Return what an entry says of its operation, as `Began` has it; None of None."""
-    if entry is None:
-        return None
-    return {
-        "operation": called(entry),
-        "seq": entry.sequence,
-        "dtype": _DTYPES[entry.datatype],
-        "count": entry.count,
-        "op": None if entry.op < 0 else _op_name(entry.op),
-        "root": None if entry.root < 0 else entry.root,
-    }
 
 
 cdef void note_operation(Entry entry, const Operation* operation, size_t nbytes) noexcept:

@@ -164,6 +164,7 @@ cdef class Work:
         self.entry.completed = now()
         self.entry.error = words
         self.entry.state = FAILED if error is not None else COMPLETED
+        self.entry.done(error is None, self.entry.completed)
         self.was_launched = swap(&self.phase, self.entry.state) == LAUNCHED
         if load(&self.sleepers):
             wake(&self.phase)
@@ -254,6 +255,7 @@ cdef class Work:
         self.callbacks = self.held = self.output = None
         self.entry.launched = now()
         self.entry.state = CAPTURED
+        self.entry.done(False, 0.0)
         swap(&self.phase, CAPTURED)
         if load(&self.sleepers):
             wake(&self.phase)

@@ -13,7 +13,8 @@ from ncclpy.engine.protocols cimport Awaited
 
 from ncclpy.core.errors import NcclTimeout
 from ncclpy.core.types import ReduceOp
-from ncclpy.engine.recorder import method_name, show
+from ncclpy.engine.ledger import method_name
+from ncclpy.engine.recorder import show
 
 _log = logging.getLogger("ncclpy.manager")
 

@@ -26,7 +26,8 @@ cdef int agree(Lifecycle group, Agreement agreement, Connection connection, Requ
             group.check_usable()
             if request.epoch != group.number:
                 group.refuse_old()
-            request.work.entry.group, request.work.entry.sequence = group.number, group.collectives  # what it waits in
+            request.work.entry.group, request.work.entry.sequence = group.number, group.collectives
+            request.work.entry.note(group.ledger.ledger)  # what it waits in
             agreement.agree(group.collectives, request.brought, request.limit, wanted)
         except NcclError as error:
             if request.epoch != group.number:

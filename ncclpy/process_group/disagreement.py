@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ncclpy.core.errors import ranks, spans
 from ncclpy.core.types import DataType, ReduceOp
-from ncclpy.engine.recorder import method_name
+from ncclpy.engine.ledger import method_name
 
 __all__ = ["Message", "beside", "disagreement", "message_text", "pack", "pack_message", "unpack_message"]
 

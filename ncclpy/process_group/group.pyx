@@ -15,7 +15,7 @@ from ncclpy.core.wait cimport as_timeout, deadline_after
 from ncclpy.engine.callbacks cimport users
 from ncclpy.engine.launcher cimport launch_here
 from ncclpy.engine.monitor cimport ensure_running
-from ncclpy.engine.recorder cimport note_operation
+from ncclpy.engine.recorder cimport CAPTURED, note_operation
 from ncclpy.engine.streams cimport find_producer, record_behind
 from ncclpy.engine.work cimport Work, new_work
 from ncclpy.process_group.agreement cimport Agreement
@@ -33,7 +33,8 @@ from ncclpy.process_group.signature cimport new_signature
 from ncclpy.core.errors import NcclError
 from ncclpy.core.types import ReduceOp, as_integer
 from ncclpy.engine.launcher import abort_aside
-from ncclpy.engine.recorder import method_name, text_of
+from ncclpy.engine.ledger import method_name
+from ncclpy.engine.recorder import text_of
 from ncclpy.process_group.block import Deadline
 from ncclpy.process_group.framework import wait_for_stream
 from ncclpy.process_group.hooks import Tells
@@ -275,6 +276,8 @@ check="off", check_nan=False, high_priority=False, timing=False)
         else:
             work.entry.sequence = self.collectives
             self.collectives += 1
+        if work.entry.state != CAPTURED:  # which never ends
+            work.entry.note(self.ledger.ledger)
         return 0
 
     def barrier(self, *, producer=None, timeout=None):

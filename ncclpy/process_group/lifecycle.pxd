@@ -1,4 +1,5 @@
 from ncclpy.core.communicator cimport Communicator
+from ncclpy.engine.ledger cimport Ledger
 from ncclpy.engine.lock cimport Lock
 from ncclpy.process_group.agreement cimport Agreement
 from ncclpy.process_group.block cimport BlockOwner
@@ -13,6 +14,7 @@ cdef class Lifecycle(BlockOwner):
     # does nothing under the next.
     cdef long long number
     cdef str handle  # by which others know it when they go on together
+    cdef Ledger ledger  # of what was begun under that number
     cdef dict connections  # by label
     cdef dict generations  # by peer: how often their communicator was given back
     cdef object notices

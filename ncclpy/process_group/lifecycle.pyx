@@ -124,11 +124,12 @@ cdef class Lifecycle(BlockOwner):
         # Let go of when the lock is left.
         before = (
             self.notices, self.inquiries, self.agreement, self.nan_check, self.completions, self.past, self.is_lost,
-            self.connections, self.generations, self.alone, self.holder,
+            self.connections, self.generations, self.alone, self.holder, self.ledger,
         )
+        ledger = Ledger()
         with self.lock:
             self.number = number = next_number()  # what was begun since it left has the one between
-            self.rank, self.size = rank, size
+            self.rank, self.size, self.ledger = rank, size, ledger
             self.notices, self.inquiries, self.agreement = notices, inquiries, agreement
             self.nan_check, self.completions = nan_check, completions
             self.past, self.is_lost = past, is_lost
@@ -137,7 +138,7 @@ cdef class Lifecycle(BlockOwner):
         del before
         mine = weakref.ref(self)
         notices.listen(
-            functools.partial(caller_of(mine, "_ended"), number), functools.partial(caller_of(mine, "_gone"), number)
+            functools.partial(caller_of(mine, "_ended"), number), functools.partial(caller_of(mine, "_gone"), number), ledger
         )
 
     def __reduce__(self):

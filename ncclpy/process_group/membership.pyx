@@ -7,9 +7,9 @@ nothing that still comes of the old one (a thread in a call, news of a rank, a w
 
 import contextlib
 import functools
+import json
 import logging
 import secrets
-import time
 import weakref
 from importlib import import_module as _import_module
 
@@ -18,7 +18,6 @@ from cpython.pythread cimport PyThread_get_thread_ident
 from ncclpy.core.library cimport check_process
 from ncclpy.core.wait cimport as_timeout, deadline_after, now
 from ncclpy.engine.callbacks cimport users
-from ncclpy.engine.recorder cimport Entry, began_of, last_finished, standing_of
 from ncclpy.process_group.agreement cimport Agreement
 from ncclpy.process_group.lifecycle cimport next_number
 
@@ -75,17 +74,9 @@ cdef class Membership(Lifecycle):
 
     def _standing(self):
         """Return what this rank does, as JSON knows it."""
-        cdef Entry current, finished
-        cdef double moment = now(), since = 0
-        current, finished = standing_of(self.number)
-        if current is not None:
-            since = moment - current.created
-        elif finished is not None:
-            since = moment - finished.completed
-        known = current is not None or finished is not None
-        return {
-            "current": began_of(current), "finished": began_of(finished), "since": time.time() - since if known else None,
-        }
+        found = json.loads(self.ledger.text())
+        del found["at"]  # now
+        return found
 
     def _beat(self, number):
         """Put what this rank does into the store, every now and then."""
@@ -252,7 +243,7 @@ cdef class Membership(Lifecycle):
                 self._fail(NcclAborted(f"process group {self.name!r} has ended: {text}"), text, self.number, exits=False)
             if self.past is None:
                 is_lost = self.is_lost or self.notices.reports.is_lost
-                self.past = Past(is_lost, list(range(self.size)), self.size, last_finished(self.number))
+                self.past = Past(is_lost, list(range(self.size)), self.size, self.ledger.last_finished())
             while True:
                 members, uuid = self._decide(least, seconds)
                 past = self.past.among(members)

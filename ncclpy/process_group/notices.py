@@ -150,7 +150,7 @@ class Notices:
         return list(json.loads(packed))
 
     def beat(self) -> None:
-        """Put what this rank does into the store, if that has changed, and compare the clocks, if that is due."""
+        """Put what this rank does into the store, unless that does so itself; compare the clocks, if that is due."""
         self.reports.publish()
         self.clocks.look()
 
@@ -159,10 +159,10 @@ class Notices:
         there = self._outer.compare_set(f"{self._place}/made-by/{rank}", None, None)[1]
         return there is not None and int(there) >= self.number
 
-    def listen(self, ended: Callable[[Told], object], gone: Callable[[int], object]) -> None:
+    def listen(self, ended: Callable[[Told], object], gone: Callable[[int], object], source: Any) -> None:
         """Call back, in a thread of its own, once a rank has told that the group has ended, or that a rank is gone.
 
-        Other ranks that ask what this one does are answered there too.
+        Other ranks that ask what this one does are answered there too; `source` tells it where no Python runs.
         """
 
         def take(told: bytes | None) -> None:
@@ -180,6 +180,8 @@ class Notices:
             elif change.key.startswith(_GONE):
                 gone(int(change.key[len(_GONE) :]))
 
+        if self.size > 1:
+            self.reports.begin(source)
         try:
             self._watches.append(self.store.watch(_TOLD, look))
         except StoreError:  # it cannot tell of changes
@@ -279,6 +281,7 @@ class Notices:
         for watch in watches:
             with contextlib.suppress(StoreError):
                 watch.close()
+        self.reports.end()
         if says_so and self.size > 1:
             with contextlib.suppress(StoreError, NcclTimeout):  # whose store is gone tells nobody
                 self.reports.publish(closed=True)

@@ -1,9 +1,10 @@
 """Who does what in a group: each rank puts its standing into the store, and tells it at once when one is in trouble.
 
 Once a second at most, and only if it has changed, a rank's standing goes under a key of its own: that is what the
-others have of one that cannot answer any more. A rank in trouble asks, by counting a number up that all watch; each
-answers under a key of that number. Who does not answer within an instant is looked for: whether its process is there,
-by its lease and, on the same machine, by the system.
+others have of one that cannot answer any more. A store that can do that by itself does so in a thread that needs no
+GIL, and at once when somebody asks, also where a call keeps the GIL. A rank in trouble asks, by counting a number up
+that all watch; each answers under a key of that number. Who does not answer within an instant is looked for: whether
+its process is there, by its lease and, on the same machine, by the system.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import json
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ncclpy.bootstrap.store import Store
+from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.core.errors import NcclTimeout
 from ncclpy.process_group.standing import RankState, pack, unpack
+
+if TYPE_CHECKING:
+    from ncclpy.bootstrap.store import Telling
 
 __all__ = ["ASKED", "Reports", "boot_id"]
 
@@ -64,9 +68,26 @@ class Reports:
         self._told: dict[str, Any] | None = None
         self._closed = False
         self._answered = 0
+        self._telling: Telling | None = None
+
+    def begin(self, source: Any) -> None:
+        """Have the store tell this rank's standing by itself, from a native source of it, if it can."""
+        rest = b"," + pack({"process": _process()})[1:]  # the last of its fields
+        with contextlib.suppress(StoreError):  # what Python tells then says it
+            self._telling = self.store._tell(self._key(self.rank), rest, ASKED, source)
+
+    def end(self) -> None:
+        """Tell nothing by itself any more."""
+        telling, self._telling = self._telling, None
+        if telling is not None:
+            telling.close()
 
     def publish(self, *, closed: bool = False) -> None:
-        """Put this rank's standing into the store, if it has changed."""
+        """Put this rank's standing into the store, if it has changed and the store does not tell it."""
+        if closed:
+            self.end()
+        elif self._telling is not None:
+            return
         standing = self._look()
         if closed:
             self._closed = standing["closed"] = True

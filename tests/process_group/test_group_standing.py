@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import re
 import signal
 import subprocess
@@ -192,30 +194,35 @@ def test_state(arrays, tmp_path, kind):
                 assert found[0].current == Began("broadcast", 1, "float32", 8, None, 0)
 
 
-def test_a_standing_is_published_once_a_second_and_if_it_has_changed(host_engine, monkeypatch):
-    from ncclpy.process_group.reports import Reports
-
-    told, publish = [], Reports.publish
-
-    def noted(self, *, closed=False):
-        before = self._told
-        publish(self, closed=closed)
-        told.append((self.rank, time.monotonic(), self._told is not before))
-
-    monkeypatch.setattr(Reports, "publish", noted)
-
+@pytest.mark.parametrize("kind", ["a thread of the store's tells it", "Python tells it"])
+def test_a_standing_is_published_once_a_second_and_if_it_has_changed(host_engine, kind):
     def body(group):
         for _ in range(125):
             group.all_reduce(np.ones(1)).wait(DEADLINE)
             time.sleep(0.02)
-        time.sleep(2.2)  # in which nothing changes
+        time.sleep(3.5)  # in which nothing changes
+        quiet.append(time.monotonic())
 
-    run_groups(2, body)
+    told, quiet = [], []
+    native = kind != "Python tells it"
+    with TCPStore("127.0.0.1", 0, serve=True) if native else LocalStore() as store:
+        with store.watch("ncclpy/group/", lambda change: told.append((time.monotonic(), change))):
+            run_groups(2, body, store=store)
+            testing.wait_for(lambda: sum(b'"closed"' in (each.value or b"") for _, each in told) == 2, "their last")
     for rank in range(2):
-        times = [moment for each, moment, _ in told if each == rank]
-        changed = [each for who, _, each in told if who == rank]
-        assert len(times) <= (times[-1] - times[0]) + 3, "when the group is made, once a second, and at the end"
-        assert changed[:3] == [True] * 3 and changed[-2:] == [False, True], changed
+        mine = [(moment, each.value) for moment, each in told if each.key.endswith(f"/standing/{rank}")]
+        times = [moment for moment, _ in mine][:-1]
+        read = [json.loads(value) for _, value in mine]
+        done = [(each["current"], each["finished"]) for each in read]
+        assert len(times) <= times[-1] - times[0] + 3, "when the group is made, and once a second"
+        assert times[-1] < min(quiet) - 0.9, "not where nothing changes"
+        assert all(one != other for one, other in itertools.pairwise(done[:-1]))
+        assert done[0] == (None, None) and read[0]["since"] is None
+        finished = [each["seq"] for _, each in done[1:]]
+        assert finished == sorted(finished) and finished[-1] == 124 and len(set(finished)) >= 3
+        for each in read:
+            assert each["process"]["pid"] == os.getpid() and abs(each["at"] - time.time()) < 60
+        assert ["closed" in each for each in read] == [False] * (len(read) - 1) + [True]
 
 
 def test_where_it_only_reports_a_late_operation_says_who_is_late(host_engine):
@@ -302,6 +309,49 @@ WHAT = {
         "rank 1's process has ended, last heard of after all_reduce #0",
     ),
 }
+
+
+def test_what_a_rank_does_is_known_without_the_recorder(host_engine):
+    def body(group):
+        for _ in range(3):
+            group.all_reduce(np.ones(1)).wait(DEADLINE)
+        together.wait(DEADLINE)
+        found = group.state(DEADLINE)
+        together.wait(DEADLINE)
+        return found
+
+    together = threading.Barrier(2)
+    capacity = ncclpy.recorder.snapshot()["capacity"]
+    ncclpy.recorder.resize(0)
+    try:
+        found = run_groups(2, body)
+    finally:
+        ncclpy.recorder.resize(capacity)
+    for states in found:
+        assert [each.finished.seq for each in states] == [2, 2]
+
+
+def test_what_a_rank_has_begun_is_told_while_a_call_keeps_the_gil(tmp_path):
+    testing.need_processes(2)
+    program = (
+        "import ctypes\ngroup = ncclpy.init_process_group(timeout=60)\n" + ARRAYS + "group.all_reduce(two).wait(60)\n"
+        "time.sleep(1.5)  # this much has been told\n"
+        "group.store.set(f'process {group.rank}', str(os.getpid()).encode())\n"
+        "group.store.barrier('all have told', group.rank, 2)\n"
+        "if group.rank == 1:\n"
+        "    group.broadcast(many, root=1), group.all_reduce(two)\n"
+        "    ctypes.PyDLL(None).sleep(60)\n"
+        "time.sleep(0.5)\n"
+        "found = group.state()[1]\n"
+        "print('rank 1 is', found.state, 'after', found.finished, 'in', found.current, found.heard < 5, flush=True)\n"
+        "os.kill(int(group.store.get('process 1')), signal.SIGKILL)\n"
+        "group.abort()\n"
+    )
+    output = launched(tmp_path, 2, program, "--no-kill")[1]
+    said = [line for line in output.splitlines() if "rank 1 is" in line]
+    assert len(said) == 1, output
+    where = r"in (broadcast #1 \(float32 x 1,024, root 1\)|all_reduce #2 \(float64 x 2, sum\)) True"
+    assert re.search("rank 1 is silent after .* " + where, said[0]), said
 
 
 @pytest.mark.parametrize("what", WHAT)

@@ -37,6 +37,11 @@ bool Client::start() {
 
 uint64_t Client::submit(Op op, std::string_view body) {
   Lock lock(mutex_);
+  return ask(op, body);
+}
+
+// Under the mutex.
+uint64_t Client::ask(Op op, std::string_view body) {
   if (!lost_.empty()) return 0;
   Header header;
   header.length = body.size();
@@ -207,6 +212,11 @@ void Client::dispatch(const Header& header, std::string body) {
   }
   const auto at = slots_.find(header.id);
   if (at == slots_.end()) return;  // a sign of life, or what nobody wants any more
+  const auto teller = tellers_.find(header.id);
+  if (teller != tellers_.end()) {
+    if (header.op == Op::change) say(teller->second, now(), true);
+    return;
+  }
   at->second.answers.push_back({header.op, header.status, std::move(body)});
   if (at->second.sleeper != nullptr) at->second.sleeper->notify_one();
 }
@@ -230,6 +240,36 @@ bool Client::take(uint64_t id, Answer& answer) {
   at->second.answers.pop_front();
   if (!at->second.stream) slots_.erase(at);
   return true;
+}
+
+uint64_t Client::tell(const std::string& asked, Teller teller) {
+  Lock lock(mutex_);
+  Writer prefix;
+  prefix.bytes(asked);
+  const uint64_t id = ask(Op::watch, prefix.body);
+  if (id == 0) return 0;
+  say(tellers_.emplace(id, std::move(teller)).first->second, now(), false);
+  tells_ = true;
+  lock.unlock();
+  keeper::look_again();  // it is to tick more often
+  return id;
+}
+
+void Client::hush(uint64_t id) {
+  Lock lock(mutex_);
+  tellers_.erase(id);
+  tells_ = !tellers_.empty();
+  lock.unlock();
+  forget(id, true);
+}
+
+// Puts what a teller has to tell under its key; under the mutex.
+void Client::say(Teller& teller, double time, bool asked) {
+  const std::string value = teller.next(time, asked);
+  if (value.empty()) return;
+  Writer body;
+  body.bytes(teller.key()).bytes(value).integer(0);
+  slots_.erase(ask(Op::set, body.body));  // nobody waits for the answer
 }
 
 void Client::forget(uint64_t id, bool tell) {
@@ -300,6 +340,7 @@ void Client::tick(double time, double away) {
     lose(words);
     return;
   }
+  for (auto& [id, teller] : tellers_) say(teller, time, false);
   if (time - sent_ < heartbeat_ / 4 && time - heard_ < heartbeat_ / 4) return;
   lock.unlock();
   const uint64_t id = submit(Op::ping, "");

@@ -5,9 +5,11 @@
 // unasked, sends signs of life, and notices when the server is gone. None of this needs the GIL.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -17,6 +19,7 @@
 #include "descriptors.hpp"
 #include "frame.hpp"
 #include "mutex.hpp"
+#include "teller.hpp"
 
 namespace ncclpy::store {
 
@@ -48,6 +51,13 @@ class Client : public std::enable_shared_from_this<Client> {
   // Gives a request up: its answer is not wanted any more. `tell` has the server give it up too.
   void forget(uint64_t id, bool tell);
 
+  // Tells something by itself from now on, also when the key `asked` changes; returns the number to end that with, 0
+  // where the connection is lost. Never waits.
+  uint64_t tell(const std::string& asked, Teller teller);
+
+  // Ends it: nothing is told any more when this returns.
+  void hush(uint64_t id);
+
   // Says goodbye, waits a moment for the server to hear it, and lets go. Those who wait find it lost.
   void close(const char* why, double patience);
 
@@ -58,7 +68,8 @@ class Client : public std::enable_shared_from_this<Client> {
   void attend();
   void tick(double time, double away);
   int fd() const { return fd_.get(); }
-  double heartbeat() const { return heartbeat_; }
+  // How often to tick.
+  double pace() const { return tells_ ? std::min(heartbeat_ / 4, Teller::kPace) : heartbeat_ / 4; }
 
  private:
   struct Slot {
@@ -69,6 +80,8 @@ class Client : public std::enable_shared_from_this<Client> {
 
   using Lock = std::unique_lock<Mutex<NCCLPY_LOCK_STORE_CLIENT>>;
 
+  uint64_t ask(Op op, std::string_view body);
+  void say(Teller& teller, double time, bool asked);
   void put_out(std::string_view bytes);
   bool push();
   void lose(std::string why);
@@ -85,6 +98,8 @@ class Client : public std::enable_shared_from_this<Client> {
   std::string lost_;
   uint64_t last_id_ = 0;
   std::unordered_map<uint64_t, Slot> slots_;
+  std::map<uint64_t, Teller> tellers_;      // by the watch of what they are asked by
+  std::atomic<bool> tells_{false};          // whether there are any
   std::unordered_set<Condition*> sleepers_;  // of those who wait while another reads
   std::string out_;
   size_t out_sent_ = 0;

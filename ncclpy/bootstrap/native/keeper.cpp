@@ -75,7 +75,7 @@ void* run(void* argument) {
         next_tick = time + 10;
         for (auto& [pointer, client] : it.clients) {
           all.push_back(client);
-          next_tick = std::min(next_tick, time + client->heartbeat() / 4);
+          next_tick = std::min(next_tick, time + client->pace());
         }
         due = next_tick;
       }
@@ -131,6 +131,13 @@ void remove(Client* client) {
   it.clients.erase(at);
   const uint64_t one = 1;
   if (it.clients.empty() && write(it.news.get(), &one, sizeof one) < 0) {
+    // It is awake.
+  }
+}
+
+void look_again() {
+  const uint64_t one = 1;
+  if (write(keeper().news.get(), &one, sizeof one) < 0) {
     // It is awake.
   }
 }

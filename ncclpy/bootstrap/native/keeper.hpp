@@ -13,6 +13,9 @@ namespace keeper {
 bool add(const std::shared_ptr<Client>& client);
 void remove(Client* client);
 
+// Has the thread look how often clients want to tick, as one has come to want it more often.
+void look_again();
+
 // Has the thread woken by what comes on the connection, or not; `writable`: by room for what is to be sent too.
 void watch(Client* client, bool readable, bool writable);
 

@@ -1,0 +1,113 @@
+// One thread begins and ends operations, as those that have the GIL do; others read what is on its way. Whatever is read
+// belongs together, and never goes back.
+//
+//   ledger_stress SEED ROUNDS
+#include <atomic>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <deque>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "engine/ledger.h"
+
+namespace {
+
+constexpr int reader_count = 2;
+constexpr int operation_count = 2000;
+
+[[noreturn]] void fail(const char* what, uint64_t number) {
+  std::fprintf(stderr, "%s: %llu\n", what, static_cast<unsigned long long>(number));
+  std::_Exit(1);
+}
+
+ncclpy_noted operation(uint64_t number, int pair) {
+  return {number, 3 * number, ncclpy_bits_of(static_cast<double>(number)), 0, number ^ 0x5555, 2 * number + pair};
+}
+
+void check(const ncclpy_noted& found, bool done) {
+  const uint64_t number = found.sequence;
+  if (found.count != 3 * number || found.call != (number ^ 0x5555) || found.beside / 2 != number ||
+      ncclpy_moment_of(found.began) != static_cast<double>(number)) {
+    fail("it is torn", number);
+  }
+  if (done && ncclpy_moment_of(found.done) != static_cast<double>(number) + 0.5) fail("its end is torn", number);
+}
+
+}  // namespace
+
+int main(int, char** argv) {
+  std::mt19937 random(static_cast<unsigned>(std::atoi(argv[1])));
+  std::atomic<long> reads{0}, waits{0};
+  for (int round = 0; round < std::atoi(argv[2]); round++) {
+    ncclpy_ledger* ledger = ncclpy_ledger_new();
+    std::atomic<bool> over{false};
+    std::vector<std::thread> others;
+    for (int i = 0; i < reader_count; i++) {
+      others.emplace_back([&] {
+        uint64_t current = 0, finished = 0;
+        while (!over) {
+          ncclpy_standing found;
+          if (!ncclpy_ledger_read(ledger, &found)) {
+            waits++;
+            continue;
+          }
+          reads++;
+          if (found.has_current) {
+            check(found.current, false);
+            // Pairs are told of only while there is no collective.
+            if (found.current.beside % 2 == 0) {
+              if (found.current.sequence < current) fail("what runs goes back", found.current.sequence);
+              current = found.current.sequence;
+            }
+          }
+          if (found.has_finished && found.finished.beside % 2 == 0) {
+            check(found.finished, true);
+            if (found.finished.sequence < finished) fail("what is done goes back", found.finished.sequence);
+            finished = found.finished.sequence;
+          }
+        }
+      });
+    }
+    std::deque<uint64_t> running, pairs;
+    uint64_t begun = 0, failed = 0;
+    const auto end = [&](size_t which) {
+      const uint64_t number = running[which];
+      running.erase(running.begin() + static_cast<long>(which));
+      const bool done = random() % 8 != 0;
+      failed += !done;
+      ncclpy_ledger_end(ledger, 0, static_cast<int64_t>(number), done, static_cast<double>(number) + 0.5);
+      ncclpy_ledger_end(ledger, 0, static_cast<int64_t>(number), 1, 0);  // what comes later is too late
+    };
+    while (begun < operation_count || !running.empty()) {
+      if (begun < operation_count && random() % 5 < 3) {
+        const ncclpy_noted what = operation(begun, 0);
+        if (ncclpy_ledger_begin(ledger, 0, &what) != static_cast<int64_t>(begun)) fail("its ticket is another's", begun);
+        running.push_back(begun++);
+        if (random() % 16 == 0) {
+          const ncclpy_noted pair = operation(begun, 1);
+          pairs.push_back(static_cast<uint64_t>(ncclpy_ledger_begin(ledger, 1, &pair)));
+        }
+      } else if (!running.empty()) {
+        end(random() % 3 != 0 ? 0 : random() % running.size());  // a few out of their order
+      }
+      if (pairs.size() > 20) {
+        ncclpy_ledger_end(ledger, 1, static_cast<int64_t>(pairs.front()), 0, 0);
+        pairs.pop_front();
+      }
+    }
+    over = true;
+    for (auto& each : others) each.join();
+    ncclpy_standing found;
+    if (!ncclpy_ledger_read(ledger, &found) || (found.has_current && found.current.beside % 2 == 0)) {
+      fail("something runs when all is over", begun);
+    }
+    if (failed == 0 || ledger->rows[0].last == 0 || ledger->rows[0].first != operation_count) fail("ended", failed);
+    ncclpy_ledger_use(ledger);
+    ncclpy_ledger_leave(ledger);
+    ncclpy_ledger_leave(ledger);
+  }
+  std::printf("%ld %ld\n", reads.load(), waits.load());
+}

@@ -1,0 +1,24 @@
+"""What a rank does, driven from C++: who reads it without the GIL never sees it torn, nor going back."""
+
+import pytest
+from sanitizers import ROOT, build, flags_of, numbers_of
+
+SOURCE = ROOT / "tests/engine/ledger_stress.cpp"
+INCLUDES = [f"-I{ROOT / 'ncclpy'}", f"-I{ROOT}"]
+
+
+def run(program, seed, rounds):
+    reads, _ = numbers_of(program, seed, rounds)
+    assert reads > rounds, "it is read while it is written"
+
+
+def test_a_ledger_is_read_whole(tmp_path):
+    build(tmp_path / "ledger", ["-O0", *INCLUDES], [SOURCE])
+    run(tmp_path / "ledger", 1, 20)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+def test_a_ledger_is_read_whole_under_a_sanitizer(sanitizer, tmp_path):
+    build(tmp_path / "ledger", [*INCLUDES, *flags_of(sanitizer, tmp_path)], [SOURCE])
+    run(tmp_path / "ledger", 100, 50)

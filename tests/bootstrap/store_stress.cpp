@@ -125,6 +125,47 @@ void watch(Client& client, std::atomic<bool>& ended) {
   client.forget(id, true);
 }
 
+std::string value_of(Client& client, const std::string& key) {
+  Answer answer;
+  Writer get;
+  get.bytes(key).integer(-1);
+  CHECK(call(client, Op::get, get, answer));
+  std::string_view got;
+  CHECK(Reader(answer.body).bytes(got));
+  return std::string(got);
+}
+
+void ask(Client& client, const std::string& asked) {
+  Answer answer;
+  Writer add;
+  add.bytes(asked).integer(1);
+  CHECK(call(client, Op::add, add, answer));
+}
+
+// What one client tells by itself another hears when it asks, and never once that was ended: its source is gone then.
+void tell(Client& teller, Client& asker, int seed) {
+  const std::string key = "told " + std::to_string(seed), asked = "asked " + std::to_string(seed);
+  for (int round = 0; round < 40; round++) {
+    auto* count = new std::atomic<int>(2 * round);
+    const Source source{count, [](void* what, char* at, size_t room, size_t* lasting) {
+                          const int length = snprintf(at, room, "%d", static_cast<std::atomic<int>*>(what)->load());
+                          *lasting = static_cast<size_t>(length);
+                          return *lasting;
+                        }};
+    const uint64_t id = teller.tell(asked, Teller(key, ".", source));
+    CHECK(id != 0);
+    while (value_of(asker, key) != std::to_string(2 * round) + ".") usleep(100);  // at once
+    *count = 2 * round + 1;
+    ask(asker, asked);
+    while (value_of(asker, key) != std::to_string(2 * round + 1) + ".") usleep(100);
+    if (round % 2) ask(asker, asked);  // which may come in the middle of its end
+    teller.hush(id);
+    delete count;
+    ask(asker, asked);
+    CHECK(value_of(teller, key) == std::to_string(2 * round + 1) + ".");
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -146,6 +187,7 @@ int main() {
   std::thread watcher(watch, std::ref(*clients[0]), std::ref(ended));
   for (int i = 0; i < 9; i++) threads.emplace_back(use, std::ref(*clients[i % 3]), i, false);
   for (int i = 0; i < 4; i++) threads.emplace_back(meet, std::ref(*clients[i % 3]), i, 4);
+  for (int i = 0; i < 2; i++) threads.emplace_back(tell, std::ref(*clients[i]), std::ref(*clients[i + 1]), i);
   for (int i = 0; i < 3; i++) {  // clients that come and go, also while they are used
     others.emplace_back([port, i] {
       for (int turn = 0; turn < 10; turn++) {

@@ -41,10 +41,14 @@ cdef class Entry:
 cdef Entry new_entry()
 # The first operation of a process group that is begun and not done, and the last that is done; None where there is none.
 cdef tuple standing_of(long long group)
+# Likewise of one rank of a communicator of a Manager, which has a name.
+cdef tuple standing_of_rank(str communicator, int rank)
 # The number of the last collective of a process group that is done, None if the ring has none.
 cdef object last_finished(long long group)
 # What an entry says of its operation, by the names of process_group's `Began`; None of None.
 cdef dict began_of(Entry entry)
+# Both, as ranks tell each other what they do.
+cdef dict told_of(Entry current, Entry finished)
 # The name of the method that was called.
 cdef str called(Entry entry)
 # Note what an operation calls, and the size of its buffer.

@@ -152,12 +152,23 @@ cdef Entry new_entry():
 
 cdef tuple standing_of(long long group):
     """Return two entries, as far as the ring reaches; collectives go before what is between two ranks."""
+    return _standing(group, None, -1)
+
+
+cdef tuple standing_of_rank(str communicator, int rank):
+    return _standing(-1, communicator, rank)
+
+
+cdef tuple _standing(long long group, str communicator, int rank):
+    """Return what `standing_of` does, of a process group, or of a rank of a communicator if its name is given."""
     cdef Entry entry, found
     cdef Entry current = None, finished = None, pair = None, last = None
     cdef long long i, size = len(_ring)
     for i in range(_recorded - 1, max(-1, _recorded - 1 - size), -1):
         found = _ring[i % size]
         if found is None or found.group != group:
+            continue
+        if communicator is not None and (found.rank != rank or found.communicator != communicator):
             continue
         entry = found
         if entry.state == PENDING or entry.state == LAUNCHED:
@@ -195,6 +206,19 @@ cdef dict began_of(Entry entry):
         "count": entry.count,
         "op": None if entry.op < 0 else _op_name(entry.op),
         "root": None if entry.root < 0 else entry.root,
+    }
+
+
+cdef dict told_of(Entry current, Entry finished):
+    """Return what a rank does as JSON knows it: what it is in, what it has finished last, since when."""
+    cdef double moment = now(), since = 0
+    if current is not None:
+        since = moment - current.created
+    elif finished is not None:
+        since = moment - finished.completed
+    known = current is not None or finished is not None
+    return {
+        "current": began_of(current), "finished": began_of(finished), "since": time.time() - since if known else None,
     }
 
 

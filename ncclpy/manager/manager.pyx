@@ -302,7 +302,7 @@ Gather the participants of collectives by key and launch each collective when al
     cdef int _make(self, Ensemble clique, Gathering gathering) except -1:
         """Begin to make communicators; outside the lock, since to start a thread is to run Python and to wait."""
         try:
-            clique.meet_in(self.store, gathering)
+            clique.meet_in(self.store, self.gatherings, gathering)
             clique.make(gathering.communicator_key, self.config)
         except BaseException as error:
             if isinstance(error, Exception):

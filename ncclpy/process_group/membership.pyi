@@ -8,7 +8,7 @@ from ncclpy.core.config import Config
 from ncclpy.core.types import DeviceLike
 from ncclpy.process_group.decision import Recovery
 from ncclpy.process_group.lifecycle import Lifecycle
-from ncclpy.process_group.standing import RankState
+from ncclpy.peers.standing import RankState
 
 class Membership(Lifecycle):
     def state(self, timeout: float | None = 1.0) -> tuple[RankState, ...]: ...

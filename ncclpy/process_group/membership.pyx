@@ -18,7 +18,7 @@ from cpython.pythread cimport PyThread_get_thread_ident
 from ncclpy.core.library cimport check_process
 from ncclpy.core.wait cimport as_timeout, deadline_after, now
 from ncclpy.engine.callbacks cimport users
-from ncclpy.engine.recorder cimport Entry, began_of, last_finished, standing_of
+from ncclpy.engine.recorder cimport last_finished, standing_of, told_of
 from ncclpy.process_group.agreement cimport Agreement
 from ncclpy.process_group.lifecycle cimport next_number
 
@@ -75,17 +75,8 @@ cdef class Membership(Lifecycle):
 
     def _standing(self):
         """Return what this rank does, as JSON knows it."""
-        cdef Entry current, finished
-        cdef double moment = now(), since = 0
         current, finished = standing_of(self.number)
-        if current is not None:
-            since = moment - current.created
-        elif finished is not None:
-            since = moment - finished.completed
-        known = current is not None or finished is not None
-        return {
-            "current": began_of(current), "finished": began_of(finished), "since": time.time() - since if known else None,
-        }
+        return told_of(current, finished)
 
     def _beat(self, number):
         """Put what this rank does into the store, every now and then."""

@@ -19,8 +19,8 @@ from group_worlds import launched
 import ncclpy
 import testing
 from ncclpy.bootstrap import FileStore, LocalStore, StoreError, TCPStore
-from ncclpy.process_group.reports import Reports
-from ncclpy.process_group.standing import Began, RankState, as_data, from_data, sentence
+from ncclpy.peers.reports import Reports
+from ncclpy.peers.standing import Began, RankState, as_data, from_data, sentence
 
 # The sentence, word by word.
 
@@ -193,7 +193,7 @@ def test_state(arrays, tmp_path, kind):
 
 
 def test_a_standing_is_published_once_a_second_and_if_it_has_changed(host_engine, monkeypatch):
-    from ncclpy.process_group.reports import Reports
+    from ncclpy.peers.reports import Reports
 
     told, publish = [], Reports.publish
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from ncclpy.bootstrap.store import Store
 from ncclpy.core.errors import NcclTimeout
-from ncclpy.process_group.standing import RankState, pack, unpack
+from ncclpy.peers.standing import RankState, pack, unpack
 
 __all__ = ["ASKED", "Reports", "boot_id"]
 
@@ -72,7 +72,7 @@ class Reports:
             self._closed = standing["closed"] = True
         since = standing.pop("since", None)  # in which a clock's grain shows
         if standing != self._told:
-            self.store.set(self._key(self.rank), self._packed({**standing, "since": since}))
+            self.store.set(self.key(self.rank), self._packed({**standing, "since": since}))
             self._told = standing
             if self._closed and not closed:  # meanwhile, and this has been written over it
                 self._told = None
@@ -129,7 +129,7 @@ class Reports:
 
     def has_closed(self, rank: int) -> bool:
         """Return whether a rank has closed the group."""
-        packed = self.store.compare_set(self._key(rank), None, None)[1]
+        packed = self.store.compare_set(self.key(rank), None, None)[1]
         return bool(_told(packed).get("closed"))
 
     def is_lost(self, rank: int) -> bool:
@@ -146,7 +146,7 @@ class Reports:
 
     def _describe(self, rank: int, *, last: bool) -> RankState:
         """Return why a rank does not answer; without a state while it may be about to."""
-        packed = self.store.compare_set(self._key(rank), None, None)[1]
+        packed = self.store.compare_set(self.key(rank), None, None)[1]
         told = _told(packed)
         if told.get("closed"):
             return unpack(rank, packed, "closed")
@@ -167,7 +167,8 @@ class Reports:
         return pack({**standing, "at": time.time(), "process": _process()})
 
     @staticmethod
-    def _key(rank: int) -> str:
+    def key(rank: int) -> str:
+        """Return the key of what a rank tells now and then."""
         return f"standing/{rank}"
 
     @staticmethod

@@ -84,7 +84,8 @@ Gather the participants of collectives by key and launch each collective when al
     store : Store, optional
         A store that the processes of a ``communicator_key`` have in common, or what `ncclpy.bootstrap.as_store` makes
         one of. They meet there before NCCL, under the collective's deadline, whose error names the ranks that have
-        not come and has them in ``missing``. All of them give one, or none does.
+        not come and has them in ``missing``; later errors say what each rank does, and have it in ``ranks``. All of
+        them give one, or none does.
     """
 
     cdef Lock lock  # of all below

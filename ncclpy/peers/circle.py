@@ -1,7 +1,8 @@
 """The ranks of one communicator, which can be asked through a store what they do.
 
 Each process watches for the question and answers for its ranks; a rank in trouble asks for all, once: what it hears it
-puts into the store, where the others find it when they are in trouble as well, since by then it has ended what it was in.
+puts into the store, where the others find it when they are in trouble as well. By then it has ended what it was in, so
+that they would hear something else.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ _TROUBLE, _SAID = "trouble", "said"
 _OTHERS_ASK = 2.5
 #: How many ranks have left.
 _LEFT = "left"
-#: How often a rank's standing goes into the store, if it has changed; and how often a store is looked into that cannot be
-#: watched, whether somebody asks.
+#: How often a rank's standing goes into the store, if it has changed; and how often a store that cannot be watched is
+#: looked into, whether somebody asks.
 _BEAT, _LOOK = 1.0, 0.2
 
 
 class _Ears:
-    """What hears that somebody asks, and goes with the circle: it is kept by a timer, the circle by its owner alone."""
+    """What hears that somebody asks: it is kept by a timer, which ends it once nobody keeps the circle."""
 
     def __init__(self) -> None:
         self.watch: Watch | None = None
@@ -81,7 +82,8 @@ class Circle:
         self._store, self._name, self._size = store, name, size
         self._look = functools.partial(look, own[0])
         self._reports = [
-            Reports(store, rank, size, functools.partial(look, rank), arrivals.is_gone, arrivals.has_made) for rank in own
+            Reports(store, rank, size, functools.partial(look, rank), arrivals.is_gone, arrivals.has_made)
+            for rank in own
         ]
         self._inquiries = Inquiries(self._inquire, False, f"rank {own[0]} of communicator {name!r}")
         self._ears = _Ears()
@@ -113,7 +115,7 @@ class Circle:
                     each.answer_all(number)
 
     def _beat(self) -> None:
-        """Put what these ranks do into the store, if that has changed; answer who asks, where nothing tells of that."""
+        """Put what these ranks do into the store, if that has changed; look who asks, where nothing tells of it."""
         if self._leaving is not None:
             return
         watched = self._ears.watch is not None

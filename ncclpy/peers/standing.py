@@ -72,12 +72,13 @@ class RankState:
     rank
         Which rank of the group.
     state
-        ``"waits"``: it has begun `current`, which is not done. ``"idle"``: it is in no operation of the group, and
-        its Python runs. ``"closed"``: it has closed the group, or given up the communicator. ``"ended"``: its process has ended. ``"stopped"``: its
-        process is stopped, by SIGSTOP or a debugger. ``"silent"``: it has not answered, but its process lives as far
-        as is known: its Python does not run, as in a call that keeps the GIL. ``"gone"``: the store has lost it: its
-        process has ended, or its machine or the network to it is gone. ``"absent"``: it has not made this group.
-        ``"unknown"``: nobody could say.
+        ``"waits"``: it has begun `current`, which is not done. ``"idle"``: it is in no operation of the
+        group, and its Python runs. ``"closed"``: it has closed the group, or given up the communicator.
+        ``"ended"``: its process has ended. ``"stopped"``: its process is stopped, by SIGSTOP or a debugger.
+        ``"silent"``: it has not answered, but its process lives as far as is known: its Python does not run,
+        as in a call that keeps the GIL. ``"gone"``: the store has lost it: its process has ended, or its
+        machine or the network to it is gone. ``"absent"``: it has not made this group. ``"unknown"``: nobody
+        could say.
     current
         The first operation that it has begun and not finished, None if there is none; of a rank that did not answer,
         when it was heard of last.

@@ -1,6 +1,7 @@
 """The processes of one communicator key in their store.
 
-They meet there before NCCL, which could not say who is absent, and are asked there what they do when one is in trouble.
+They meet there before NCCL, which could not say who is absent, and are asked there what they do when one is in
+trouble.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class Arrivals:
         self.store = store
         self.name, self.rank, self.size = name, rank, size
         self._own = (rank, *also)
-        self._has_made = has_made or self._has_been
+        self.has_made = has_made or self._has_been
         self._leases = True  # the store knows whose process has ended
         for each in self._own:
             if has_made is None:
@@ -223,4 +223,4 @@ class Arrivals:
 
     def is_gone(self, rank: int) -> bool:
         """Return whether a rank has been here and its process has ended, as far as the store knows."""
-        return self._leases and self._has_made(rank) and not self.store.check([self.alive(rank)])
+        return self._leases and self.has_made(rank) and not self.store.check([self.alive(rank)])

@@ -110,7 +110,8 @@ class NcclError(RuntimeError):
     Attributes
     ----------
     ranks : tuple of RankState, or None
-        What each rank of a process group did when this came to be, where that was asked for.
+        What each rank of a process group, or of a Manager that has a store, did when this came to be, where that was
+        asked for.
     """
 
     ranks: tuple[Any, ...] | None = None

@@ -142,6 +142,7 @@ cdef class Clique(LaunchOwner):
         failure = NcclAborted(
             around("the communicator was aborted, since another collective on it failed: ", words_of(error), "")
         )
+        failure.ranks = getattr(error, "ranks", None)
         for other in list(self.launches):
             if other is not launch:
                 (<Launch>other).end(failure)

@@ -13,6 +13,7 @@ from ncclpy.core.operation cimport NOT_THERE, function_of
 from ncclpy.core.overdue cimport tell_overdue
 from ncclpy.core.state cimport ABORTED
 from ncclpy.engine.callbacks cimport errands
+from ncclpy.engine.message cimport ended_by, words_of
 from ncclpy.engine.protocols cimport Together
 from ncclpy.engine.work cimport HAS_FAILED, NOT_FAILING, TO_FAIL, Watched, Work
 
@@ -102,6 +103,22 @@ def without_advice(text):
             if found:
                 return head + then
     return text.rstrip(". ")
+
+
+def add_answer(error, said, states):
+    """Have an error say what the ranks do, in place of its advice to find out, and have it as data.
+
+    Parameters
+    ----------
+    error : Exception
+        Whose key, if it names one, is not asked for its text.
+    said : str
+        The sentence.
+    states : tuple of RankState, or None
+        The data.
+    """
+    error.args = (ended_by(words_of(error), without_advice, f". {said}"),)
+    error.ranks = states
 
 
 cdef object _launch_error(Work work, const Watched* watched):

@@ -1,5 +1,7 @@
 """What a rank does in a process group, as the others are told it: by Python, or by a thread that needs no GIL."""
 
+import json
+
 from cpython.pycapsule cimport PyCapsule_New
 from libc.stdio cimport snprintf
 from libc.time cimport time_t
@@ -158,13 +160,13 @@ cdef class Ledger:
         if self.ledger != NULL:
             ncclpy_ledger_leave(self.ledger)
 
-    def text(self):
-        """Return the standing as JSON."""
+    def standing(self):
+        """Return the standing as JSON knows it: ``current``, ``finished`` and ``since``."""
         cdef char at[_ROOM]
-        cdef size_t lasting, length
-        with nogil:
-            length = _tell(self.ledger, at, sizeof(at), &lasting)
-        return (at[:length] + b"}").decode() if length else "{}"
+        cdef size_t lasting, length = _tell(self.ledger, at, sizeof(at), &lasting)  # with the GIL nobody writes
+        found = json.loads(at[:length] + b"}")
+        del found["at"]  # now
+        return found
 
     def source(self):
         """Return what a store's client tells the standing by, as long as this object lives."""

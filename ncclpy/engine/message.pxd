@@ -13,5 +13,7 @@ cdef class Message:
 cdef object message(str before, object key, str after)
 # A text around another one, which may be a Message.
 cdef object around(str before, object words, str after)
+# A text, which may be a Message, with another end.
+cdef object ended_by(object words, cut, str after)
 # What an error says, as a str or a Message.
 cdef object words_of(object error)

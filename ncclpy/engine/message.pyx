@@ -62,6 +62,17 @@ cdef object around(str before, object words, str after):
     return made
 
 
+cdef object ended_by(object words, cut, str after):
+    """Return a text, whose last part `cut` returns without what is to go, with another end."""
+    cdef Message made, inner
+    if type(words) is not Message:
+        return cut(words) + after
+    inner = words
+    made = Message.__new__(Message)
+    made.before, made.key, made.after = inner.before, inner.key, cut(inner.after) + after
+    return made
+
+
 cdef object words_of(object error):
     """Return what an error says, without asking a key for its text."""
     if isinstance(error, BaseException) and len(error.args) == 1 and type(error.args[0]) is Message:

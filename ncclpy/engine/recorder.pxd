@@ -45,6 +45,8 @@ cdef class Entry:
 
 
 cdef Entry new_entry()
+# What an entry says of its operation, by the names of peers' `Began`.
+cdef dict began_of(Entry entry)
 # The name of the method that was called.
 cdef str called(Entry entry)
 # Note what an operation calls, and the size of its buffer.

@@ -157,6 +157,17 @@ cdef Entry new_entry():
     return entry
 
 
+cdef dict began_of(Entry entry):
+    return {
+        "operation": called(entry),
+        "seq": entry.sequence,
+        "dtype": DTYPES[entry.datatype],
+        "count": entry.count,
+        "op": None if entry.op < 0 else op_name(entry.op),
+        "root": None if entry.root < 0 else entry.root,
+    }
+
+
 cdef void note_operation(Entry entry, const Operation* operation, size_t nbytes) noexcept:
     entry.datatype = operation.datatype
     entry.count = operation.count

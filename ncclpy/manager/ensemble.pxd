@@ -5,9 +5,14 @@ from ncclpy.manager.gathering cimport Gathering
 
 cdef class Ensemble(Clique):
     cdef list waiting  # gatherings that are ready before the communicators are
-    cdef object nodes  # the processes that meet before these are made, or None
+    cdef object nodes  # the processes that these are of, if they have a store; else None
+    cdef dict ledgers  # of what each rank here begins, by rank; None without a store
+    cdef bint meeting  # they have yet to meet there
+    cdef dict gathered  # the Manager's gatherings
+    cdef object __weakref__
 
-    cdef int meet_in(self, object store, Gathering gathering) except -1
+    cdef int meet_in(self, object store, dict gatherings, Gathering gathering) except -1
+    cdef int inquire(self, object error) except -1
     cdef int take(self, Gathering gathering) except -1
     cdef int launch(self, Gathering gathering) except -1
     cdef int _fill(self, Launch launch, Gathering gathering) except -1

@@ -1,5 +1,10 @@
 """The gatherings of one set of devices: they wait for its communicators, and are launched on them."""
 
+import _thread
+import logging
+import time
+import weakref
+
 from libc.string cimport memset
 
 from ncclpy.abi.driver cimport CUstream
@@ -10,12 +15,22 @@ from ncclpy.core.operation cimport Operation
 from ncclpy.core.stream cimport Stream
 from ncclpy.core.wait cimport FOREVER, now
 from ncclpy.engine.clique cimport GONE, MADE
+from ncclpy.engine.ledger cimport Ledger
 from ncclpy.engine.launcher cimport Launch
+from ncclpy.engine.protocols cimport Together
+from ncclpy.engine.recorder cimport began_of
 from ncclpy.engine.work cimport Work
 from ncclpy.manager.gathering cimport Gathering, Participant
 
+from ncclpy.engine.failing import add_answer
+
 # Seconds in which who waits in a store tells who is absent, before the deadline's own error says less.
 cdef double _TELLS = 2.0
+
+# Seconds for the others to hear that communicators were closed; a store that is stuck holds up nobody for longer.
+cdef double _LEAVES = 1.0
+
+_log = logging.getLogger("ncclpy.manager")
 
 
 cdef class Ensemble(Clique):
@@ -24,16 +39,19 @@ cdef class Ensemble(Clique):
     def __cinit__(self, *args):
         self.waiting = []
 
-    cdef int meet_in(self, object store, Gathering gathering) except -1:
+    cdef int meet_in(self, object store, dict gatherings, Gathering gathering) except -1:
         """Have the processes of these communicators meet in a store, if there is one, before they are made."""
         if store is None or len(self.devices) == self.nranks:
             return 0
         from ncclpy.manager.nodes import Nodes  # most Managers need no store
 
-        self.nodes = Nodes(
+        self.gathered, self.meeting = gatherings, True
+        self.ledgers = {rank: Ledger() for rank in self.ranks}
+        self.nodes = nodes = Nodes(
             store, gathering.communicator_key, self.ranks, self.nranks, gathering.timeout, _sayer_of(gathering),
-            _asker_of(self),
+            _asker_of(self), _looker_of(weakref.ref(self)), self.ledgers,
         )
+        self.name = nodes.name
         return 0
 
     def _make(self, unique_id, config):
@@ -46,10 +64,68 @@ cdef class Ensemble(Clique):
                 self.owner.clique_made(self, [], error)
                 return
             finally:
-                self.nodes = None
+                self.meeting = False
         Clique._make(self, unique_id, config)
-        if nodes is not None and self.state == MADE:
-            nodes.forget()
+        if nodes is not None:
+            if self.state == MADE:
+                nodes.forget()
+            else:
+                nodes.leave()
+
+    def standing(self, int rank):
+        """Return what one of the local ranks does, as JSON knows it; also if it waits for others of this process."""
+        cdef Gathering gathering
+        cdef Participant one
+        told = self.ledgers[rank].standing()
+        if told["current"] is None:
+            for gathering in self.waiting + list(self.gathered.values()):
+                if gathering.communicator_key == self.key:
+                    for one in gathering.participants:
+                        if one.global_rank == rank:
+                            # No launch of it has given it a number yet.
+                            told["current"] = began_of(one.work.entry) | {"seq": self.sequence}
+                            told["since"] = time.time() - (now() - one.work.entry.created)
+                            return told
+        return told
+
+    cdef int inquire(self, object error) except -1:
+        """Have an error say what the ranks do, where they have a store; nothing is lost to what goes wrong here."""
+        nodes = self.nodes
+        if nodes is None or self.state != MADE:
+            return 0
+        try:
+            said, states = nodes.ask()
+            if said is not None:
+                add_answer(error, said, states)
+        except KeyboardInterrupt:  # it finds nothing half done later
+            _thread.interrupt_main()
+        except BaseException:
+            _log.warning("communicator %s could not ask what its ranks do", self.name, exc_info=True)
+        return 0
+
+    cdef int launch_failed(self, Together launch, object error) except -1:
+        """Ask what the ranks do first: the end of this one's operation would be the end of theirs."""
+        self.inquire(error)
+        Clique.launch_failed(self, launch, error)
+        self._leave()
+        return 0
+
+    def _leave(self):
+        """Have a thread tell the other processes that these ranks have no communicators any more; return it, or None."""
+        nodes, self.nodes = self.nodes, None
+        return None if nodes is None else nodes.leave()
+
+    def abort(self, error):
+        """Do as every clique, and tell the other processes."""
+        self._leave()
+        return Clique.abort(self, error)
+
+    def close(self):
+        """Tell the other processes, and do as every clique."""
+        leaving = self._leave()
+        Clique.close(self)
+        if leaving is not None:
+            leaving.join(_LEAVES)
 
     cdef list ready(self, list comms, list streams):
         """Take the communicators over and launch what has waited for them; return that, to be let go of."""
@@ -81,7 +157,7 @@ cdef class Ensemble(Clique):
         """Return the gatherings whose timeout has passed while the communicators were being made."""
         cdef Gathering gathering
         cdef double moment = now()
-        if self.nodes is not None:
+        if self.meeting:
             moment -= _TELLS
         return [gathering for gathering in self.waiting if moment - gathering.since >= gathering.timeout]
 
@@ -119,6 +195,8 @@ cdef class Ensemble(Clique):
             participant.work.entry.rank = comm.rank
             participant.work.entry.root = gathering.root
             participant.work.entry.nranks = comm.nranks
+            if self.ledgers is not None:
+                participant.work.entry.note((<Ledger>self.ledgers[comm.rank]).ledger)
             _describe(&operation, gathering, participant, (<Stream>self.streams[i]).raw)
             _add(launch, comm, &operation, participant.work)
         self.sequence += 1
@@ -133,6 +211,16 @@ def _sayer_of(Gathering gathering not None):
 def _asker_of(Ensemble ensemble not None):
     """Return what says whether communicators are still to be made."""
     return lambda: ensemble.state != GONE
+
+
+def _looker_of(reference):
+    """Return what says what a rank of communicators does, without keeping them."""
+
+    def look(rank):
+        ensemble = reference()
+        return Ledger().standing() if ensemble is None else ensemble.standing(rank)
+
+    return look
 
 
 cdef tuple ranks_of(Gathering gathering):

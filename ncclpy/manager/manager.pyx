@@ -84,7 +84,8 @@ Gather the participants of collectives by key and launch each collective when al
     store : Store, optional
         A store that the processes of a ``communicator_key`` have in common, or what `ncclpy.bootstrap.as_store` makes
         one of. They meet there before NCCL, under the collective's deadline, whose error names the ranks that have
-        not come and has them in ``missing``. All of them give one, or none does.
+        not come and has them in ``missing``; later errors say what each rank does, and have it in ``ranks``. All of
+        them give one, or none does.
     """
 
     cdef Lock lock  # of all below
@@ -302,7 +303,7 @@ Gather the participants of collectives by key and launch each collective when al
     cdef int _make(self, Ensemble clique, Gathering gathering) except -1:
         """Begin to make communicators; outside the lock, since to start a thread is to run Python and to wait."""
         try:
-            clique.meet_in(self.store, gathering)
+            clique.meet_in(self.store, self.gatherings, gathering)
             clique.make(gathering.communicator_key, self.config)
         except BaseException as error:
             if isinstance(error, Exception):

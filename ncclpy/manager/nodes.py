@@ -1,14 +1,23 @@
-"""How the processes of one communicator key meet in a store, before NCCL, which could not say who is absent."""
+"""The processes of one communicator key in their store.
+
+They meet there before NCCL, which could not say who is absent, and are asked there what they do when one is in
+trouble.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from ncclpy.bootstrap.arrivals import Arrivals
 from ncclpy.bootstrap.prefix import PrefixStore
 from ncclpy.bootstrap.store import Store
 from ncclpy.core.errors import NcclTimeout
+from ncclpy.engine.ledger import Ledger
+from ncclpy.peers.circle import Circle
+from ncclpy.peers.inquiry import Said
 
 __all__ = ["Nodes"]
 
@@ -35,6 +44,10 @@ class Nodes:
         Returns a text about the collective that is waited for, with its key.
     wanted
         Asked every now and then whether the communicators are still to be made.
+    look
+        Returns what one of the own ranks does, see `Reports`.
+    ledgers
+        Where what they have launched is noted, by rank.
     """
 
     def __init__(
@@ -46,15 +59,20 @@ class Nodes:
         timeout: float,
         say: Callable[[str], object],
         wanted: Callable[[], bool],
+        look: Callable[[int], dict[str, Any]],
+        ledgers: Mapping[int, Ledger],
     ) -> None:
-        self._name = hashlib.blake2b(key, digest_size=4).hexdigest()  # by which communicators and the recorder call it
+        self.name = hashlib.blake2b(key, digest_size=4).hexdigest()  # by which communicators and the recorder call it
         self._store = PrefixStore(f"ncclpy/manager/{key.hex()}", store)
         self._own, self._everyone = own, range(nranks)
-        self._timeout, self._say, self._wanted = timeout, say, wanted
+        self._timeout, self._say, self._wanted, self._look = timeout, say, wanted, look
+        self._ledgers = ledgers
         self._arrivals: Arrivals | None = None
+        self._circle: Circle | None = None
+        self._left = False
 
     def meet(self) -> None:
-        """Wait for all ranks.
+        """Wait for all ranks; from then on they can be asked.
 
         Raises
         ------
@@ -64,8 +82,8 @@ class Nodes:
             If the store is gone.
         """
         first, *more = self._own
-        what = f"to make communicator {self._name!r}"
-        arrivals = Arrivals(self._store, f"what waits for {self._name!r}", first, len(self._everyone), also=more)
+        what = f"to make communicator {self.name!r}"
+        arrivals = Arrivals(self._store, f"what waits for {self.name!r}", first, len(self._everyone), also=more)
         try:
             arrivals.meet(_PLACE, self._everyone, what, b"", lambda come: b"", self._timeout, self._wanted)
         except NcclTimeout as late:
@@ -73,8 +91,22 @@ class Nodes:
             error.missing = late.missing
             raise error from None
         self._arrivals = arrivals
+        circle = Circle(self._store, self.name, self._own, len(self._everyone), self._look, self._ledgers, arrivals)
+        circle.listen()
+        self._circle = circle
+        if self._left:  # meanwhile
+            circle.leave()
 
     def forget(self) -> None:
         """Clear the meeting away: the communicators stand, so that all have come back from it."""
         if self._arrivals is not None and 0 in self._own:
             self._arrivals.forget(_PLACE, self._everyone)
+
+    def ask(self) -> Said:
+        """Return what all ranks do, see `Circle.ask`; (None, None) if they have not met."""
+        return (None, None) if self._circle is None else self._circle.ask()
+
+    def leave(self) -> threading.Thread | None:
+        """Give up the communicators, of which a thread tells the others, see `Circle.leave`."""
+        self._left = True
+        return None if self._circle is None else self._circle.leave()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ncclpy.peers.standing import Began, RankState
 from ncclpy.process_group.completion import Completion
 from ncclpy.process_group.decision import Recovery
 from ncclpy.process_group.group import ProcessGroup
 from ncclpy.process_group.launched import init_process_group
-from ncclpy.process_group.standing import Began, RankState
 
 __all__ = ["Began", "Completion", "ProcessGroup", "RankState", "Recovery", "init_process_group"]

@@ -21,7 +21,7 @@ from ncclpy.core.wait cimport SLICE, deadline_after, now
 from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, ranks, seconds, spans
 from ncclpy.process_group import shared_board
 from ncclpy.process_group.disagreement import disagreement
-from ncclpy.process_group.reports import boot_id
+from ncclpy.peers.reports import boot_id
 from ncclpy.process_group.stored_board import StoredBoard
 
 _WHAT = "to compare the collectives"

@@ -29,13 +29,13 @@ from ncclpy.core.config import Config
 from ncclpy.core.errors import NcclAborted, NcclTimeout, not_copied
 from ncclpy.core.types import as_integer
 from ncclpy.engine import recorder
-from ncclpy.engine.failing import without_advice
+from ncclpy.engine.failing import add_answer, without_advice
 from ncclpy.engine.launcher import abort_aside
 from ncclpy.engine.recorder import text_of
 from ncclpy.engine.streams import StreamPool
 from ncclpy.process_group.callers import caller_of, teller_of
 from ncclpy.process_group.handles import give_back, new_handle
-from ncclpy.process_group.inquiry import Inquiries
+from ncclpy.peers.inquiry import Inquiries
 from ncclpy.process_group.nan import NanCheck
 from ncclpy.process_group.notices import Notices
 
@@ -116,7 +116,8 @@ cdef class Lifecycle(BlockOwner):
         cdef long long number
         cdef int rank = notices.rank, size = notices.size
         cdef Agreement agreement = None
-        inquiries = Inquiries(notices, self.on_error == "report")
+        who = f"rank {rank} of process group {self.name!r}"
+        inquiries = Inquiries(notices.inquire, self.on_error == "report", who)
         if self.check != "off" and size > 1:
             agreement = Agreement(notices, self.timeout, self.check == "first")
         nan_check = NanCheck(rank, self.name, self.device) if self.check_nan else None
@@ -354,8 +355,7 @@ cdef class Lifecycle(BlockOwner):
         """Find out what all ranks do now: an error gets it as a sentence and as data, which this returns as well."""
         said, states = self.inquiries.ask(self._standing)
         if said is not None and said not in text_of(error):
-            error.args = (f"{without_advice(text_of(error))}. {said}",)
-            error.ranks = states
+            add_answer(error, said, states)
         return said, states
 
     def wait_for_pending_works(self, timeout=None):

@@ -6,9 +6,9 @@ from typing_extensions import Self
 from ncclpy.bootstrap import Store
 from ncclpy.core.config import Config
 from ncclpy.core.types import DeviceLike
+from ncclpy.peers.standing import RankState
 from ncclpy.process_group.decision import Recovery
 from ncclpy.process_group.lifecycle import Lifecycle
-from ncclpy.process_group.standing import RankState
 
 class Membership(Lifecycle):
     def state(self, timeout: float | None = 1.0) -> tuple[RankState, ...]: ...

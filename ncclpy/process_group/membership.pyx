@@ -7,7 +7,6 @@ nothing that still comes of the old one (a thread in a call, news of a rank, a w
 
 import contextlib
 import functools
-import json
 import logging
 import secrets
 import weakref
@@ -74,9 +73,7 @@ cdef class Membership(Lifecycle):
 
     def _standing(self):
         """Return what this rank does, as JSON knows it."""
-        found = json.loads(self.ledger.text())
-        del found["at"]  # now
-        return found
+        return self.ledger.standing()
 
     def _beat(self, number):
         """Put what this rank does into the store, every now and then."""

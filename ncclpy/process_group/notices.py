@@ -18,9 +18,9 @@ from ncclpy.bootstrap.watch import Change, Watch
 from ncclpy.core.creation import get_unique_id
 from ncclpy.core.errors import NcclError, NcclTimeout
 from ncclpy.engine.known import note_group
+from ncclpy.peers.reports import ASKED, Reports
+from ncclpy.peers.standing import Began, RankState, as_data, from_data, sentence
 from ncclpy.process_group.clocks import Clocks
-from ncclpy.process_group.reports import ASKED, Reports
-from ncclpy.process_group.standing import Began, RankState, as_data, from_data, sentence
 
 __all__ = ["Notices"]
 

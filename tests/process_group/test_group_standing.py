@@ -21,8 +21,8 @@ from group_worlds import launched
 import ncclpy
 import testing
 from ncclpy.bootstrap import FileStore, LocalStore, StoreError, TCPStore
-from ncclpy.process_group.reports import Reports
-from ncclpy.process_group.standing import Began, RankState, as_data, from_data, sentence
+from ncclpy.peers.reports import Reports
+from ncclpy.peers.standing import Began, RankState, as_data, from_data, sentence
 
 # The sentence, word by word.
 

@@ -11,17 +11,18 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ncclpy.process_group.notices import Notices
-from ncclpy.process_group.standing import Began, RankState
+from ncclpy.peers.standing import Began, RankState
 
 __all__ = ["Inquiries"]
 
-_log = logging.getLogger("ncclpy.process_group")
+_log = logging.getLogger("ncclpy.peers")
 
 #: Seconds for one that is in trouble to hear what the others do, whatever becomes of the store.
 _ASKS = 3.0
 
 Said = tuple[str | None, tuple[RankState, ...] | None]
+#: Finds out what all ranks do, for a rank in an operation; whether each trouble is its own.
+Inquire = Callable[[Began | None, bool], Said]
 
 
 class _Inquiry:
@@ -31,12 +32,11 @@ class _Inquiry:
         self.done = threading.Event()
         self.said: Said = None, None
 
-    def ask(self, notices: Notices, subject: Began | None, alone: bool) -> None:
+    def ask(self, inquire: Inquire, subject: Began | None, alone: bool, who: str) -> None:
         try:
-            self.said = notices.inquire(subject, alone)
+            self.said = inquire(subject, alone)
         except Exception:  # what has failed is to end all the same
-            who = notices.rank, notices.name
-            _log.warning("rank %d of process group %r could not ask what the others do", *who, exc_info=True)
+            _log.warning("%s could not ask what the others do", who, exc_info=True)
         finally:
             self.done.set()
 
@@ -46,14 +46,16 @@ class Inquiries:
 
     Parameters
     ----------
-    notices
-        What the ranks tell each other by.
+    inquire
+        Asks all ranks.
     alone
-        Whether each trouble is this rank's own; else there is one for all, which ends the group.
+        Whether each trouble is this rank's own; else there is one for all, which ends what they belong to.
+    who
+        Who asks, for the log: "rank 3 of process group 'default'".
     """
 
-    def __init__(self, notices: Notices, alone: bool) -> None:
-        self._notices, self._alone = notices, alone
+    def __init__(self, inquire: Inquire, alone: bool, who: str) -> None:
+        self._inquire, self._alone, self._who = inquire, alone, who
         self._now: dict[str, _Inquiry] = {}  # no lock: a signal handler may ask in the middle of this
 
     def ask(self, look: Callable[[], dict[str, Any]]) -> Said:
@@ -70,11 +72,10 @@ class Inquiries:
             try:
                 current = look()["current"]
                 subject = None if current is None else Began(**current)
-                threading.Thread(
-                    target=mine.ask, args=(self._notices, subject, self._alone), name="ncclpy-group-ask", daemon=True
-                ).start()
+                question = self._inquire, subject, self._alone, self._who
+                threading.Thread(target=mine.ask, args=question, name="ncclpy-ask", daemon=True).start()
             except Exception:  # no thread can be started, say
-                _log.warning("rank %d could not ask what the others do", self._notices.rank, exc_info=True)
+                _log.warning("%s could not ask what the others do", self._who, exc_info=True)
                 mine.done.set()
             except BaseException:  # of a signal handler
                 mine.done.set()

@@ -1,4 +1,4 @@
-"""What each rank of a process group was last seen to do, and how that is said to people.
+"""What each rank of a process group, or of a communicator, was last seen to do, and how that is said to people.
 
 A rank's standing is what it has begun last and not finished, what it has finished last, and since when. It travels as
 JSON, with the wall clock: ranks are on several machines.
@@ -65,19 +65,20 @@ class Began:
 
 @dataclass(frozen=True)
 class RankState:
-    """Tell what a rank of a process group does, as far as the others know.
+    """Tell what a rank of a process group, or of a communicator, does, as far as the others know.
 
     Attributes
     ----------
     rank
         Which rank of the group.
     state
-        ``"waits"``: it has begun `current`, which is not done. ``"idle"``: it is in no operation of the group, and
-        its Python runs. ``"closed"``: it has closed the group. ``"ended"``: its process has ended. ``"stopped"``: its
-        process is stopped, by SIGSTOP or a debugger. ``"silent"``: it has not answered, but its process lives as far
-        as is known: its Python does not run, as in a call that keeps the GIL. ``"gone"``: the store has lost it: its
-        process has ended, or its machine or the network to it is gone. ``"absent"``: it has not made this group.
-        ``"unknown"``: nobody could say.
+        ``"waits"``: it has begun `current`, which is not done. ``"idle"``: it is in no operation of the
+        group, and its Python runs. ``"closed"``: it has closed the group, or given up the communicator.
+        ``"ended"``: its process has ended. ``"stopped"``: its process is stopped, by SIGSTOP or a debugger.
+        ``"silent"``: it has not answered, but its process lives as far as is known: its Python does not run,
+        as in a call that keeps the GIL. ``"gone"``: the store has lost it: its process has ended, or its
+        machine or the network to it is gone. ``"absent"``: it has not made this group. ``"unknown"``: nobody
+        could say.
     current
         The first operation that it has begun and not finished, None if there is none; of a rank that did not answer,
         when it was heard of last.
@@ -143,20 +144,25 @@ def _operations(state):
     return ("current", state.current), ("finished", state.finished)
 
 
-def sentence(group: str, states: Sequence[RankState], size: int, subject: Began | None) -> str:
+def sentence(
+    group: str, states: Sequence[RankState], size: int, subject: Began | None, kind: str = "process group"
+) -> str:
     """Return who does what, in one sentence: ranks that do the same are named together.
 
     Parameters
     ----------
     group
-        The group's name.
+        The name of what they belong to.
     states
         Those that are known, by rank.
     size
         How many ranks there are.
     subject
         The operation that it is about, which is not repeated for those that wait in it; None if there is none.
+    kind
+        What they belong to.
     """
+    thing = kind.rpartition(" ")[2]
     clauses: dict[str, tuple[list[int], list[float]]] = {}
     for each in states:
         where = clauses.setdefault(_clause(each, subject), ([], []))
@@ -171,7 +177,7 @@ def sentence(group: str, states: Sequence[RankState], size: int, subject: Began 
             who=who, s="" if several else "s", have="have" if several else "has", are="are" if several else "is",
             do="do" if several else "does",
             process=f"the processes of {who}" if several else f"{who}'s process",
-            since=f" since {seconds(max(durations))}" if durations else "",
+            since=f" since {seconds(max(durations))}" if durations else "", thing=thing,
         )  # fmt: skip
         parts.append(text)
     left = sum(len(members) for members, _ in list(clauses.values())[_MOST_SAID:])
@@ -180,8 +186,8 @@ def sentence(group: str, states: Sequence[RankState], size: int, subject: Began 
     unknown = size - len(states)
     if unknown:
         parts.append(f"of {unknown} more nothing is known")
-    head = f"process group {group!r}" if subject is None else f"{subject} of process group {group!r}"
-    return f"{head}: " + "; ".join(parts)
+    head = "" if subject is None else f"{subject} of "
+    return f"{head}{kind} {group!r}: " + "; ".join(parts)
 
 
 def _clause(state: RankState, subject: Began | None) -> str:
@@ -195,12 +201,12 @@ def _clause(state: RankState, subject: Began | None) -> str:
             if state.finished
             else "{who} {have} begun no operation yet"
         ),
-        "closed": lambda: "{who} {have} closed the group" + last,
+        "closed": lambda: "{who} {have} closed the {thing}" + last,
         "ended": lambda: "{process} {have} ended" + inside,
         "stopped": lambda: "{process} {are} stopped (by SIGSTOP or a debugger)" + inside,
         "silent": lambda: "{who} {do} not answer, and the process lives: its Python does not run" + inside,
         "gone": lambda: "{who} cannot be reached: the process has ended, or its machine or network is gone" + inside,
-        "absent": lambda: "{who} {have} not made this group",
+        "absent": lambda: "{who} {have} not made this {thing}",
     }.get(state.state, lambda: "what {who} {do} is not known" + inside)()
 
 

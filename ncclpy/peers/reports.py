@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.core.errors import NcclTimeout
-from ncclpy.process_group.standing import RankState, pack, unpack
+from ncclpy.peers.standing import RankState, pack, unpack
 
 if TYPE_CHECKING:
     from ncclpy.bootstrap.store import Telling
@@ -74,7 +74,7 @@ class Reports:
         """Have the store tell this rank's standing by itself, from a native source of it, if it can."""
         rest = b"," + pack({"process": _process()})[1:]  # the last of its fields
         with contextlib.suppress(StoreError):  # what Python tells then says it
-            self._telling = self.store._tell(self._key(self.rank), rest, ASKED, source)
+            self._telling = self.store._tell(self.key(self.rank), rest, ASKED, source)
 
     def end(self) -> None:
         """Tell nothing by itself any more."""
@@ -93,7 +93,7 @@ class Reports:
             self._closed = standing["closed"] = True
         since = standing.pop("since", None)  # in which a clock's grain shows
         if standing != self._told:
-            self.store.set(self._key(self.rank), self._packed({**standing, "since": since}))
+            self.store.set(self.key(self.rank), self._packed({**standing, "since": since}))
             self._told = standing
             if self._closed and not closed:  # meanwhile, and this has been written over it
                 self._told = None
@@ -150,7 +150,7 @@ class Reports:
 
     def has_closed(self, rank: int) -> bool:
         """Return whether a rank has closed the group."""
-        packed = self.store.compare_set(self._key(rank), None, None)[1]
+        packed = self.store.compare_set(self.key(rank), None, None)[1]
         return bool(_told(packed).get("closed"))
 
     def is_lost(self, rank: int) -> bool:
@@ -167,7 +167,7 @@ class Reports:
 
     def _describe(self, rank: int, *, last: bool) -> RankState:
         """Return why a rank does not answer; without a state while it may be about to."""
-        packed = self.store.compare_set(self._key(rank), None, None)[1]
+        packed = self.store.compare_set(self.key(rank), None, None)[1]
         told = _told(packed)
         if told.get("closed"):
             return unpack(rank, packed, "closed")
@@ -188,7 +188,8 @@ class Reports:
         return pack({**standing, "at": time.time(), "process": _process()})
 
     @staticmethod
-    def _key(rank: int) -> str:
+    def key(rank: int) -> str:
+        """Return the key of what a rank tells now and then."""
         return f"standing/{rank}"
 
     @staticmethod

@@ -1,0 +1,193 @@
+"""The ranks of one communicator, which can be asked through a store what they do.
+
+Each process watches for the question and answers for its ranks; a rank in trouble asks for all, once: what it hears it
+puts into the store, where the others find it when they are in trouble as well. By then it has ended what it was in, so
+that they would hear something else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ncclpy.bootstrap.arrivals import Arrivals
+from ncclpy.bootstrap.store import Store, StoreError
+from ncclpy.bootstrap.watch import Change, Watch
+from ncclpy.core.errors import NcclError, NcclTimeout
+from ncclpy.engine.ledger import Ledger
+from ncclpy.engine.monitor import call_at
+from ncclpy.peers.inquiry import Inquiries, Said
+from ncclpy.peers.reports import ASKED, Reports
+from ncclpy.peers.standing import Began, as_data, from_data, sentence
+
+__all__ = ["Circle"]
+
+#: Set by the first in trouble, who asks for all; and what it has heard.
+_TROUBLE, _SAID = "trouble", "said"
+#: Seconds for that one to ask.
+_OTHERS_ASK = 2.5
+#: How many ranks have left.
+_LEFT = "left"
+#: How often a rank's standing goes into the store, if it has changed; and how often a store that cannot be watched is
+#: looked into, whether somebody asks.
+_BEAT, _LOOK = 1.0, 0.2
+
+
+class _Ears:
+    """What hears that somebody asks: it is kept by a timer, which ends it once nobody keeps the circle."""
+
+    def __init__(self) -> None:
+        self.watch: Watch | None = None
+
+    def close(self) -> None:
+        watch, self.watch = self.watch, None
+        if watch is not None:
+            with contextlib.suppress(StoreError):
+                watch.close()
+
+
+class Circle:
+    """All ranks of one communicator, as a process sees them that has some of them.
+
+    Parameters
+    ----------
+    store
+        The part of a store that belongs to the communicator.
+    name
+        The communicator's, the same in all processes.
+    own
+        The ranks of this process.
+    size
+        How many ranks there are.
+    look
+        Returns the standing of one of them, see `Reports`.
+    ledgers
+        Where what they have launched is noted, by rank: so much is told also while a call keeps the GIL.
+    arrivals
+        By which they have met.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        own: Sequence[int],
+        size: int,
+        look: Callable[[int], dict[str, Any]],
+        ledgers: Mapping[int, Ledger],
+        arrivals: Arrivals,
+    ) -> None:
+        self._store, self._name, self._size = store, name, size
+        self._look = functools.partial(look, own[0])
+        self._ledgers = ledgers
+        self._reports = [
+            Reports(store, rank, size, functools.partial(look, rank), arrivals.is_gone, arrivals.has_made)
+            for rank in own
+        ]
+        self._inquiries = Inquiries(self._inquire, False, f"rank {own[0]} of communicator {name!r}")
+        self._ears = _Ears()
+        self._published = 0.0
+        self._leaving: threading.Thread | None = None
+
+    def listen(self) -> None:
+        """Tell what these ranks do from now on, now and then and whenever somebody asks."""
+        mine = weakref.ref(self)
+
+        def hear(change: Change) -> None:
+            circle = mine()
+            if circle is not None and change.key == ASKED and change.value is not None:
+                circle._answer(int(change.value))
+
+        try:
+            self._ears.watch = self._store.watch(ASKED, hear)
+        except (StoreError, NcclTimeout):  # it cannot tell of changes
+            for each in self._reports:
+                each.watched = False
+        for each in self._reports:
+            each.begin(self._ledgers[each.rank])
+        self._beat()
+        if self._leaving is not None:  # meanwhile
+            self._ears.close()
+            for each in self._reports:
+                each.end()
+
+    def _answer(self, number: int) -> None:
+        if self._leaving is None:
+            with contextlib.suppress(StoreError, NcclTimeout):
+                for each in self._reports:
+                    each.answer_all(number)
+
+    def _beat(self) -> None:
+        """Put what these ranks do into the store, if that has changed; look who asks, where nothing tells of it."""
+        if self._leaving is not None:
+            return
+        watched = self._ears.watch is not None
+        first = not self._published
+        try:
+            moment = time.monotonic()
+            if moment - self._published >= _BEAT or first:
+                self._published = moment
+                for each in self._reports:
+                    each.publish()
+            if first or not watched:  # before the watch began
+                self._answer(int(self._store.compare_set(ASKED, None, None)[1] or 0))
+        except NcclTimeout:  # the store may be well again
+            pass
+        except (NcclError, ValueError):  # it is gone, or closed: nobody hears any more
+            return
+        call_at(time.monotonic() + (_BEAT if watched else _LOOK), _beater_of(weakref.ref(self), self._ears))
+
+    def ask(self) -> Said:
+        """Return what all ranks do, in a sentence and as data, or None for either; within some seconds in any case."""
+        return self._inquiries.ask(self._look)
+
+    def _inquire(self, subject: Began | None, alone: bool) -> Said:
+        try:
+            if not self._store.compare_set(_TROUBLE, None, b"%d" % self._reports[0].rank)[0]:
+                told = json.loads(self._store.get(_SAID, _OTHERS_ASK))
+                return told["said"], from_data(told["ranks"])
+            found = tuple(self._reports[0].collect())
+            said = sentence(self._name, found, self._size, subject, "communicator")
+            self._store.set(_SAID, json.dumps({"said": said, "ranks": as_data(found)}).encode(errors="replace"))
+        except NcclError as error:  # the store is gone, or the one who asks
+            return f"What the other ranks do is not known: {error}", None
+        return said, found
+
+    def leave(self) -> threading.Thread:
+        """Hear nothing any more; a thread that is returned tells the others that these ranks have left.
+
+        Nobody has to wait for it: should the store be stuck, so is it.
+        """
+        if self._leaving is None:
+            self._leaving = threading.Thread(target=self._leave, name="ncclpy-leave", daemon=True)
+            self._leaving.start()
+        return self._leaving
+
+    def _leave(self) -> None:
+        self._ears.close()
+        with contextlib.suppress(StoreError, NcclTimeout):  # whose store is gone tells nobody
+            for each in self._reports:
+                each.publish(closed=True)
+            if self._store.add(_LEFT, len(self._reports)) == self._size:  # all have: nobody asks any more
+                standings = [Reports.key(rank) for rank in range(self._size)]
+                for key in (*standings, ASKED, _TROUBLE, _SAID, _LEFT):
+                    self._store.delete(key)
+
+
+def _beater_of(circle: weakref.ref[Circle], ears: _Ears) -> Callable[[], None]:
+    """Return what the monitor calls every now and then for a circle, without keeping it."""
+
+    def beat() -> None:
+        found = circle()
+        if found is None:  # dropped, not left
+            ears.close()
+        else:
+            found._beat()
+
+    return beat

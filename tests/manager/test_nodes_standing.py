@@ -1,0 +1,337 @@
+"""Who is wrong: where the processes of a Manager have a store, an error says what the ranks of all of them do."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+import threading
+import time
+
+import numpy as np
+import pytest
+from group_worlds import launched
+
+import ncclpy
+import testing
+from ncclpy.bootstrap import LocalStore, StoreError
+
+#: Three processes, each with a rank; the last one does something else in place of the second collective.
+PROGRAM = """
+import contextlib
+import testing
+from ncclpy.bootstrap import rendezvous
+
+lib = testing.arrays()
+place, store = rendezvous()
+rank, size = place.rank, place.size
+device = testing.device_of(rank)
+if rank == 0:
+    store.set('key', ncclpy.Manager.generate_communicator_key())
+key = store.get('key')
+manager = ncclpy.Manager(timeout=60, store=store)
+
+def reduce(name, count, **options):
+    array = lib.argument(lib.make(np.ones(count, np.float32), device))
+    numbers = {'num_local': 1, 'num_global': size, 'global_rank': rank, 'communicator_key': key}
+    work = manager.all_reduce(name, array, device=device, **numbers, **options)
+    manager.signal_multi_node_ready(name)
+    return work
+
+reduce('first', 2).wait(60)
+time.sleep(1.5)  # a standing is told within a second
+store.set(f'process {rank}', str(os.getpid()).encode())
+store.barrier('all have told', rank, size)
+"""
+
+#: What the other two do then.
+TROUBLE = """
+error = reduce('second', 1024, timeout=1.0 + 0.7 * rank).exception(30)
+states = [each.state for each in error.ranks]
+print('rank', rank, 'has', type(error).__name__, states, '|', error, '|', flush=True)
+store.barrier('both have failed', rank, 2)
+with contextlib.suppress(ProcessLookupError):
+    os.kill(int(store.get('process 2')), signal.SIGKILL)
+manager.close()
+"""
+
+WHAT = {
+    "late": ("time.sleep(40)", "idle", "rank 2 has finished all_reduce #0 and is in no operation since "),
+    "holds the GIL": (
+        "import ctypes\nctypes.PyDLL(None).sleep(40)",
+        "silent",
+        "rank 2 does not answer, and the process lives: its Python does not run, last heard of after all_reduce #0",
+    ),
+    "stopped": (
+        "os.kill(os.getpid(), signal.SIGSTOP)",
+        "stopped",
+        "rank 2's process is stopped (by SIGSTOP or a debugger), last heard of after all_reduce #0",
+    ),
+    "closed": ("manager.close()\ntime.sleep(40)", "closed", "rank 2 has closed the communicator after all_reduce #0"),
+    "killed": (
+        "os.kill(os.getpid(), signal.SIGKILL)",
+        "ended",
+        "rank 2's process has ended, last heard of after all_reduce #0",
+    ),
+    "another operation": (
+        "manager.broadcast_send('cast', lib.argument(lib.make(np.ones(4, np.float32), device)), device=device,\n"
+        "    num_local=1, num_global=3, global_rank=2, root=2, communicator_key=key)\n"
+        "manager.signal_multi_node_ready('cast')\ntime.sleep(40)",
+        "waits",
+        "in broadcast #1 ",  # the host engine tells it too, that sees the difference at once
+    ),
+    "gathers": (
+        "manager.all_reduce('second', lib.argument(lib.make(np.ones(1024, np.float32), device)), device=device,\n"
+        "    num_local=1, num_global=3, global_rank=2, communicator_key=key)\ntime.sleep(40)  # and no signal",
+        "waits",
+        "ranks 0-2 wait in all_reduce #1 since ",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WHAT)
+def test_what_a_process_does_instead(tmp_path, what):
+    """The first in trouble asks; the other one, whose deadline is later, says the same."""
+    testing.need_processes(3)
+    does, state, said = WHAT[what]
+    program = PROGRAM + "if rank == 2:\n" + textwrap.indent(does, "    ") + "\n    os._exit(0)\n" + TROUBLE
+    output = launched(tmp_path, 3, program, "--no-kill")[1]
+    lines = sorted(line for line in output.splitlines() if " has Nccl" in line)
+    assert len(lines) == 2, output
+    for line in lines:
+        kind, text = line.partition(" has ")[2].split(" | ")[:2]
+        assert kind.endswith(f"['waits', 'waits', '{state}']"), line
+        assert said in text, line
+        head, found, tail = text.partition(" of communicator '")
+        subjects = "all_reduce #1 (float32 x 1,024, sum)", "broadcast #1 (float32 x 4, root 2)"
+        assert found and head.endswith(subjects[: 2 if what == "another operation" else 1]), line
+        if what != "gathers":
+            said_of_both = r"[0-9a-f]{8}': ranks 0-1 (wait|are) in all_reduce #1 .*since [0-9.]+ m?s; rank 2"
+            assert re.match(said_of_both, tail), line
+        assert "ncclpy.recorder.dump()" not in text, "advice to find out what is said here"
+    assert len({line.partition(" of communicator '")[2] for line in lines}) == 1, "both say the same"
+
+
+def test_all_who_failed_leave_nothing_behind(tmp_path):
+    """A thread and a watch of each communicator go with it, and what it has told goes with the last of its ranks."""
+    testing.need_processes(2)
+    output = launched(
+        tmp_path,
+        2,
+        PROGRAM
+        + """
+import threading
+assert any(each.name == 'ncclpy-watch' for each in threading.enumerate())
+assert any('standing/' in name for name in store.keys('ncclpy/manager/'))
+store.barrier('all have seen', rank, size)
+manager.close()
+store.barrier('all have closed', rank, size)
+testing.wait_for(lambda: not any('standing/' in name for name in store.keys('ncclpy/manager/')), 'the last to go')
+left = {name.rpartition('/')[0].rpartition('/')[2] for name in store.keys('ncclpy/manager/')}
+assert left <= {'been', 'alive'}, left
+ours = 'ncclpy-watch', 'ncclpy-leave'
+testing.wait_for(lambda: not [each.name for each in threading.enumerate() if each.name in ours], 'threads')
+print('rank', rank, 'has left nothing', flush=True)
+store.barrier('all are done', rank, size)
+""",
+    )[1]
+    assert output.count("has left nothing") == 2, output
+
+
+# Managers as processes, in threads of one: what becomes of the store.
+
+
+class Stuck(LocalStore):
+    """A store in which nothing ends any more once it is stuck, or that is not watched."""
+
+    stuck = False
+    watched = True
+
+    def _compare_set(self, key, expected, desired, deadline):
+        while self.stuck and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return super()._compare_set(key, expected, desired, deadline)
+
+    def _watch(self, prefix):
+        if not self.watched:
+            raise StoreError("this store cannot be watched")
+        return super()._watch(prefix)
+
+
+def one_of(manager, rank, key, name, **options):
+    lib = testing.arrays()
+    array = lib.argument(lib.make(np.ones(4, np.float32), rank))
+    numbers = {"num_local": 1, "num_global": 2, "global_rank": rank, "communicator_key": key}
+    work = manager.all_reduce(name, array, device=rank, **numbers, **options)
+    manager.signal_multi_node_ready(name)
+    return work
+
+
+def one_stays_away(store, meanwhile=lambda: None):
+    """Return the error of a Manager whose other one does not come to the second collective; and both."""
+    testing.need_devices(2)
+    key = ncclpy.Manager.generate_communicator_key()
+    managers = [ncclpy.Manager(timeout=30, store=store) for _ in range(2)]
+    for work in [one_of(manager, rank, key, "first") for rank, manager in enumerate(managers)]:
+        work.wait(30)
+    meanwhile()
+    return one_of(managers[0], 0, key, "second", timeout=0.3).exception(30), managers
+
+
+def close(managers):
+    for manager in managers:
+        manager.close()
+
+
+def test_a_store_that_cannot_be_watched():
+    store = Stuck()
+    store.watched = False
+    error, managers = one_stays_away(store)
+    close(managers)
+    assert [each.state for each in error.ranks] == ["waits", "idle"], error
+    assert "rank 1 has finished all_reduce #0 and is in no operation since" in str(error)
+
+
+def test_a_store_that_is_lost_is_said_to_be():
+    store = LocalStore()
+    error, managers = one_stays_away(store, store.close)
+    close(managers)
+    assert isinstance(error, ncclpy.NcclTimeout) and error.ranks is None
+    assert "its communicator is aborted. What the other ranks do is not known: " in str(error)
+
+
+def test_a_store_that_is_stuck_holds_up_no_abort():
+    store = Stuck(60.0)
+
+    def stick():
+        store.stuck = True
+
+    error, managers = one_stays_away(store, stick)
+    assert isinstance(error, ncclpy.NcclTimeout) and error.ranks is None
+    assert str(error).endswith(
+        "its communicator is aborted. What the other ranks do is not known: the store has not answered within 3 s"
+    )
+    assert managers[0].stats()["communicators"] == 0
+    done = threading.Event()
+    closing = threading.Thread(target=lambda: (close(managers), done.set()), daemon=True)
+    closing.start()
+    assert done.wait(30), "to close does not wait for the store"
+    store.stuck = False
+    closing.join()
+
+
+def test_a_defect_of_the_asking_ends_no_less(monkeypatch, caplog):
+    from ncclpy.peers.circle import Circle
+
+    def torn(*_):
+        raise ZeroDivisionError("of ours")
+
+    monkeypatch.setattr(Circle, "_inquire", torn)
+    error, managers = one_stays_away(LocalStore())
+    close(managers)
+    assert isinstance(error, ncclpy.NcclTimeout) and error.ranks is None
+    assert "rank 0 of communicator" in caplog.text and "could not ask what the others do" in caplog.text
+
+
+class Shy:
+    """A key that is shown by nobody but who reads the error."""
+
+    shown = 0
+
+    def __repr__(self):
+        Shy.shown += 1
+        return "a shy key"
+
+
+def test_others_in_flight_fail_with_the_same_data_and_keys_are_not_shown_before():
+    testing.need_devices(2)
+    store, key, shy = LocalStore(), ncclpy.Manager.generate_communicator_key(), Shy()
+    managers = [ncclpy.Manager(timeout=30, store=store) for _ in range(2)]
+    for work in [one_of(manager, rank, key, "first") for rank, manager in enumerate(managers)]:
+        work.wait(30)
+    works = [one_of(managers[0], 0, key, shy, timeout=0.3), one_of(managers[0], 0, key, "third")]
+    errors = [work.exception(30) for work in works]
+    assert Shy.shown == 0
+    assert [type(error) for error in errors] == [ncclpy.NcclTimeout, ncclpy.NcclAborted]
+    assert errors[0].ranks is errors[1].ranks and [each.state for each in errors[0].ranks] == ["waits", "idle"]
+    said = "key a shy key, was not done within its timeout; its communicator is aborted. all_reduce #1 ("
+    assert said in str(errors[0])
+    assert "rank 1 has finished all_reduce #0 and is in no operation since" in str(errors[1])
+    assert Shy.shown
+    close(managers)
+
+
+def test_a_rank_whose_siblings_have_not_come_waits_for_them():
+    """Of a process with two ranks one has come: the other one is who is missing."""
+    testing.need_devices(3)
+    lib, store, key = testing.arrays(), LocalStore(), ncclpy.Manager.generate_communicator_key()
+    managers = [ncclpy.Manager(timeout=30, store=store) for _ in range(2)]
+
+    def add(manager, rank, name, **options):
+        array = lib.argument(lib.make(np.ones(4, np.float32), rank))
+        numbers = {"num_local": 1 if rank == 0 else 2, "num_global": 3, "global_rank": rank, "communicator_key": key}
+        return manager.all_reduce(name, array, device=rank, **numbers, **options)
+
+    works = [add(managers[min(rank, 1)], rank, "first") for rank in range(3)]
+    for manager in managers:
+        manager.signal_multi_node_ready("first")
+    for work in works:
+        work.wait(30)
+    add(managers[1], 1, "second")
+    managers[1].signal_multi_node_ready("second")
+    late = add(managers[0], 0, "second", timeout=0.3)
+    managers[0].signal_multi_node_ready("second")
+    error = late.exception(30)
+    assert [each.state for each in error.ranks] == ["waits", "waits", "idle"]
+    assert "ranks 0-1 wait in all_reduce #1 since " in str(error), error
+    assert "; rank 2 has finished all_reduce #0 and is in no operation since " in str(error), error
+    for manager in managers:
+        manager.abort("the test ends")
+    close(managers)
+
+
+def test_a_manager_that_is_aborted_while_it_asks():
+    """Nobody waits for the answer then."""
+    store = Stuck(60.0)
+    key = ncclpy.Manager.generate_communicator_key()
+    testing.need_devices(2)
+    managers = [ncclpy.Manager(timeout=30, store=store) for _ in range(2)]
+    for work in [one_of(manager, rank, key, "first") for rank, manager in enumerate(managers)]:
+        work.wait(30)
+    before = [each for each in threading.enumerate() if each.name == "ncclpy-watch"]
+    assert len(before) == 2
+    store.stuck = True
+    work = one_of(managers[0], 0, key, "second", timeout=0.3)
+    testing.wait_for(lambda: any(each.name == "ncclpy-ask" for each in threading.enumerate()), "it to ask")
+    managers[0].abort("enough")
+    assert "enough" in str(work.exception(30))
+    store.stuck = False
+    close(managers)
+    testing.wait_for(lambda: not any(each.is_alive() for each in before), "the watches to end")
+
+
+def test_a_manager_that_is_dropped_leaves_no_watch(host_engine):
+    testing.run_python(
+        """
+        import gc, threading, warnings
+        import numpy as np, ncclpy, testing
+        from ncclpy.bootstrap import LocalStore
+
+        def watches():
+            return [each for each in threading.enumerate() if each.name == "ncclpy-watch"]
+
+        warnings.simplefilter("ignore")  # of communicators that nobody has closed
+        store, key = LocalStore(), ncclpy.Manager.generate_communicator_key()
+        managers = [ncclpy.Manager(timeout=30, store=store) for _ in range(2)]
+        works = []
+        for rank, manager in enumerate(managers):
+            numbers = {"num_local": 1, "num_global": 2, "global_rank": rank, "communicator_key": key}
+            works.append(manager.all_reduce("first", np.ones(4), device=rank, **numbers))
+            manager.signal_multi_node_ready("first")
+        for work in works:
+            work.wait(30)
+        assert len(watches()) == 2
+        del works, work, managers, manager
+        gc.collect()
+        testing.wait_for(lambda: not watches(), "the watches to end")
+        """
+    )

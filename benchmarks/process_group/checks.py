@@ -23,7 +23,7 @@ ROADS = {
     'check="always", by the TCPStore': ["always", False],
 }
 #: Turns of a round, and calls of a turn: the ways take turns, so that what disturbs the machine disturbs all of them.
-TURNS = 10
+TURNS = 4
 CALLS = 300
 #: By the store a call takes a hundred times as long.
 CALLS_BY_STORE = 60

@@ -13,10 +13,12 @@ cdef class Holder:
     cdef dict routes  # by peer
     cdef Mailbox mailbox  # made by the thread, when it first has something to look after
     cdef bint serves  # whether there is a thread
+    cdef bint urgent  # it has to look at what was held back last, also if nobody rings
 
     cdef Route _route_to(self, int rank, int peer)
     cdef bint _fits(self, Request request) except -1
-    cdef tuple _absent(self, Request request, list stored)
+    cdef tuple _absent(self, Request request, dict come, list stored)
+    cdef int _help(self, Lifecycle group, Connection connection, Request request) except -1
 
 
 cdef Holder new_holder(Lifecycle group)

@@ -15,7 +15,7 @@ from ncclpy.abi.nccl cimport ncclInvalidUsage
 from ncclpy.core.operation cimport SEND
 from ncclpy.core.wait cimport now
 from ncclpy.engine.callbacks cimport users
-from ncclpy.engine.clique cimport GONE, MAKING
+from ncclpy.engine.clique cimport GONE, MADE, MAKING
 from ncclpy.engine.launcher cimport launch_here
 from ncclpy.engine.protocols cimport Awaited
 from ncclpy.engine.work cimport stand_by
@@ -35,15 +35,26 @@ _SHORT, _LONG = 0.1e-3, 2e-3
 _MAKING, _WANTED = 10e-3, 0.5
 #: Seconds that the thread stays when nothing is held.
 _LINGERS = 0.2
+#: Seconds that who waits for a message looks for what it meets, before it leaves that to the thread.
+cdef double _HELPS = 60e-6
+#: A limit from which on, in seconds, it may be told of half a second late: no thread is woken for what is held then.
+cdef double _AMPLE = 10.0
 
 
 cdef class _Unmatched(Awaited):
     """What the work of a message waits for."""
 
     cdef int peer
+    cdef Holder holder
+    cdef Lifecycle group
+    cdef Connection connection
+    cdef Request request
 
     cdef str missing(self):
         return f"rank {self.peer} to begin what this meets"
+
+    cdef int may_wait(self) except -1:
+        return self.holder._help(self.group, self.connection, self.request)
 
 
 cdef class Holder:
@@ -62,9 +73,10 @@ cdef class Holder:
     cdef bint _fits(self, Request request) except -1:
         """Return whether all that a request meets is there, and fits; with the group's lock held."""
         cdef Route route
-        cdef list found = []
         for key, peer, mine in request.expected:
             route = self.routes[peer]
+            if key in route.untold:
+                return False
             theirs = route.look(key)
             if theirs is None or (mine[1] == theirs[1] or mine[2:] != theirs[2:]):  # the thread says why
                 return False
@@ -72,8 +84,9 @@ cdef class Holder:
             (<Route>self.routes[peer]).forget(key)
         return True
 
-    cdef tuple _absent(self, Request request, list stored):
-        """Return the first of what a request meets that is not there; None if all is, but for what is in the store."""
+    cdef tuple _absent(self, Request request, dict come, list stored):
+        """Return the first of what a request meets that is not there, None if all is; note what has come, and what to look
+        for in the store."""
         cdef Route route
         for each in request.expected:
             route = self.routes[each[1]]
@@ -81,9 +94,48 @@ cdef class Holder:
                 return each
             if route.state == STORED:
                 stored.append(each)
-            elif route.state != SHARED or route.look(each[0]) is None:
+                continue
+            theirs = route.look(each[0])
+            if theirs is None:
                 return each
+            come[each[0], each[1]] = theirs
         return None
+
+    cdef int _help(self, Lifecycle group, Connection connection, Request request) except -1:
+        """Launch a request that is held, in a thread that waits for it anyway, if what it meets comes within an instant."""
+        cdef Mailbox mailbox = self.mailbox
+        cdef int heard
+        cdef bint launched = False
+        cdef double until
+        if mailbox is None:
+            return 0
+        failure = None
+        until = now() + _HELPS
+        mailbox.watch()
+        while True:
+            heard = mailbox.heard()
+            group.lock.enter()
+            try:
+                if group.holder is not self or not connection.held or connection.held[0] is not request:
+                    break
+                if self._fits(request):
+                    del connection.held[0]
+                    launched = True
+                    connection.take(request)
+            except BaseException as error:
+                failure = error
+            finally:
+                group.lock.leave()
+            if launched or failure is not None or not mailbox.is_rung(heard, until):
+                break
+        mailbox.leave(heard)
+        if launched:
+            launch_here()
+            if connection.held:  # what is behind it
+                mailbox.ring()
+        if failure is not None:
+            request.fail(failure)
+        return 0
 
     def ring(self):
         """Have the thread look; it may be about to begin."""
@@ -109,7 +161,7 @@ cdef class Holder:
                 self.group = None
                 return
             if not heads:
-                mailbox.wait(heard, _LINGERS, True)
+                mailbox.wait(heard, _LINGERS, False)
                 if mailbox.heard() == heard:
                     with group.lock:
                         if not any([one.held for one in group.connections.values()]):
@@ -129,7 +181,7 @@ cdef class Holder:
                 left = self._patience(group, heads, pause)
                 del heads
                 one = None
-                mailbox.wait(heard, left, left > _LONG)
+                mailbox.wait(heard, left, False)
 
     def _tell(self, Lifecycle group, Mailbox mailbox not None):
         """Tell peers what this rank brings, as far as it could not do so in the call; return whether that was something."""
@@ -185,7 +237,7 @@ cdef class Holder:
                 return False
             request = connection.held[0]
             if request.expected:
-                absent = self._absent(request, stored)
+                absent = self._absent(request, theirs, stored)
         if request.since == 0 and connection.state != MAKING:  # as for every operation
             request.since = now()
         if request.expected:
@@ -211,13 +263,7 @@ cdef class Holder:
                 found = store.multi_get(keys, 10.0)
                 for key in keys:
                     store.delete(key)  # it was for this rank alone
-                theirs = {each[:2]: unpack_message(packed) for each, packed in zip(stored, found, strict=True)}
-            with group.lock:
-                for key, peer, _ in request.expected:
-                    route = self.routes[peer]
-                    if route.state == SHARED:
-                        theirs[key, peer] = route.look(key)
-                        route.forget(key)
+                theirs.update({each[:2]: unpack_message(packed) for each, packed in zip(stored, found, strict=True)})
             for key, peer, mine in request.expected:
                 text = beside(mine, theirs[key, peer], group.rank, peer)
                 if text is not None:
@@ -231,6 +277,9 @@ cdef class Holder:
             if not connection.held or connection.held[0] is not request:  # the group has ended
                 return True
             del connection.held[0]
+            for key, peer, _ in request.expected or ():
+                route = self.routes[peer]
+                route.forget(key)
             if error is None:
                 try:
                     connection.take(request)
@@ -271,7 +320,7 @@ cdef Holder new_holder(Lifecycle group):
 cdef bint give(Lifecycle group, Connection connection, Request request) except -1:
     cdef _Unmatched awaited
     cdef Holder holder = group.holder
-    cdef bint at_once = not connection.held and connection.state != GONE
+    cdef bint all_told = True
     cdef int channel, generation = 0
     messages = request.brought.messages if request.point_to_point and request.brought is not None else None
     if not messages and not connection.held:
@@ -293,14 +342,19 @@ cdef bint give(Lifecycle group, Connection connection, Request request) except -
                 channel = 0 if (group.rank < peer) == (kind == SEND) else 1
             key = (channel, number)
             request.expected.append((key, peer, message))
-            at_once = holder._route_to(group.rank, peer).tell(key, message) and at_once
-        if at_once and holder._fits(request):
+            all_told = holder._route_to(group.rank, peer).tell(key, message) and all_told
+        if all_told and not connection.held and connection.state != GONE and holder._fits(request):
             connection.take(request)
             return False
         awaited = _Unmatched.__new__(_Unmatched)
         awaited.peer = messages[0][0]
+        awaited.holder, awaited.group, awaited.connection, awaited.request = holder, group, connection, request
         request.work.gathering = awaited
+    if not connection.held and connection.state == MADE:
+        request.since = now()
     connection.held.append(request)
+    if not all_told or request.limit < _AMPLE:
+        holder.urgent = True
     return True
 
 
@@ -319,7 +373,9 @@ cdef int look_after(Lifecycle group) except -1:
         except BaseException:
             holder.serves, holder.group = False, None
             raise
-    holder.ring()
+    if holder.urgent:  # else its peer's note wakes the thread, if nobody has been faster
+        holder.urgent = False
+        holder.ring()
     return 0
 
 

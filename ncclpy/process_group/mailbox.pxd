@@ -18,6 +18,7 @@ cdef struct Bell:
     char token[16]
     int changes
     int sleepers
+    int watchers  # who look at it awake: as long as there are any, no sleeper has to be woken
 
 
 cdef class Page:
@@ -41,6 +42,10 @@ cdef class Mailbox:
     cdef void ring(self) noexcept
     # Wait until it has been rung since it was `heard`, for so many seconds; `spins` if that is worth a core for an instant.
     cdef int wait(self, int heard, double seconds, bint spins) except -1
+    # Look for an instant whether it is rung, instead of who sleeps, from `watch` to `leave`.
+    cdef void watch(self) noexcept
+    cdef bint is_rung(self, int heard, double until) noexcept
+    cdef void leave(self, int heard) noexcept
     cdef int close(self) except -1
 
 

@@ -75,8 +75,20 @@ cdef class Page:
 cdef void _ring(Bell* bell) noexcept:
     # With the GIL: this waits for nobody, and who gave the GIL up could wait long for it, under a group's lock.
     add(&bell.changes, 1)
-    if word_of(&bell.sleepers):
+    if word_of(&bell.sleepers) and not word_of(&bell.watchers):
         wake_shared(&bell.changes)
+
+
+cdef bint _is_rung(Bell* bell, int heard, double until) noexcept nogil:
+    cdef double begin = now()
+    while word_of(&bell.changes) == heard:
+        if now() >= until:
+            return False
+        if now() - begin > _AT_HAND:
+            sched_yield()
+        else:
+            relax()
+    return True
 
 
 cdef class Mailbox:
@@ -115,22 +127,30 @@ cdef class Mailbox:
 
     cdef int wait(self, int heard, double seconds, bint spins) except -1:
         cdef Bell* bell = self.bell
-        cdef double waited, begin
+        cdef double begin
         with nogil:
             begin = now()
-            while spins and word_of(&bell.changes) == heard:
-                waited = now() - begin
-                if waited > _SPIN or waited > seconds:
-                    break
-                if waited > _AT_HAND:
-                    sched_yield()
-                else:
-                    relax()
-            add(&bell.sleepers, 1)
-            if word_of(&bell.changes) == heard:
-                sleep_shared(&bell.changes, heard, seconds - (now() - begin))
-            add(&bell.sleepers, -1)
+            if not spins or not _is_rung(bell, heard, begin + min(_SPIN, seconds)):
+                add(&bell.sleepers, 1)
+                if word_of(&bell.changes) == heard:
+                    sleep_shared(&bell.changes, heard, seconds - (now() - begin))
+                add(&bell.sleepers, -1)
         return 0
+
+    cdef void watch(self) noexcept:
+        add(&self.bell.watchers, 1)
+
+    cdef bint is_rung(self, int heard, double until) noexcept:
+        cdef bint rung
+        with nogil:
+            rung = _is_rung(self.bell, heard, until)
+        return rung
+
+    cdef void leave(self, int heard) noexcept:
+        cdef Bell* bell = self.bell
+        add(&bell.watchers, -1)
+        if word_of(&bell.changes) != heard:  # who has rung may have seen that somebody watches
+            _ring(bell)
 
     cdef int close(self) except -1:
         """Let no more peers in. What is mapped stays so for who has it."""

@@ -49,7 +49,7 @@ cdef class Route:
         cdef Note note
         found = self.come.get(key)
         # What others wait for is kept for them, what nobody has asked for yet stays where it is bounded.
-        while found is None and self.post.next(&note):
+        while found is None and self.state == SHARED and self.post.next(&note):
             message = (self.rank, note.kind, note.datatype, note.count, note.tag)
             other = (note.channel, note.place)
             self.come[other] = message

@@ -10,10 +10,11 @@ from benchmarks.process_group.pairs import OURS
 from benchmarks.work import workers
 
 SIDE = "benchmarks.process_group.checks_side"
-#: What is timed of each, by the name that the other side knows it by.
+#: What is timed of each, by the name that the other side knows it by; and what a row's road says of it, as promises know
+#: rows by their road.
 OPERATIONS = {
-    "all_reduce": "all-reduce of 8 bytes and the wait for it, 2 processes",
-    "exchange": "a send of 8 bytes there, one back and the waits for them, 2 processes",
+    "all_reduce": ("all-reduce of 8 bytes and the wait for it, 2 processes", ""),
+    "exchange": ("a send of 8 bytes there, one back and the waits for them, 2 processes", ", messages"),
 }
 #: ``check=``, and whether the ranks may share memory.
 ROADS = {
@@ -23,7 +24,7 @@ ROADS = {
     'check="always", by the TCPStore': ["always", False],
 }
 #: Turns of a round, and calls of a turn: the ways take turns, so that what disturbs the machine disturbs all of them.
-TURNS = 4
+TURNS = 10
 CALLS = 300
 #: By the store a call takes a hundred times as long.
 CALLS_BY_STORE = 60
@@ -66,9 +67,9 @@ class Checks:
 
     def _row(self, what: str, road: str, measure: str, value: float) -> dict:
         return {
-            "operation": OPERATIONS[what],
+            "operation": OPERATIONS[what][0],
             "rival": OURS,
-            "road": road,
+            "road": road + OPERATIONS[what][1],
             "measure": measure,
             "unit": "us",
             "value": value,

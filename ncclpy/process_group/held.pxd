@@ -18,6 +18,7 @@ cdef class Holder:
     cdef Route _route_to(self, int rank, int peer)
     cdef bint _fits(self, Request request) except -1
     cdef tuple _absent(self, Request request, dict come, list stored)
+    cdef bint _expects(self)
     cdef int _help(self, Lifecycle group, Connection connection, Request request) except -1
 
 

@@ -78,7 +78,10 @@ cdef class Holder:
             if key in route.untold:
                 return False
             theirs = route.look(key)
-            if theirs is None or (mine[1] == theirs[1] or mine[2:] != theirs[2:]):  # the thread says why
+            if theirs is None:
+                return False
+            if mine[1] == theirs[1] or mine[2:] != theirs[2:]:
+                self.urgent = True  # the thread says why; nobody rings for it any more
                 return False
         for key, peer, _ in request.expected:
             (<Route>self.routes[peer]).forget(key)
@@ -104,14 +107,19 @@ cdef class Holder:
     cdef int _help(self, Lifecycle group, Connection connection, Request request) except -1:
         """Launch a request that is held, in a thread that waits for it anyway, if what it meets comes within an instant."""
         cdef Mailbox mailbox = self.mailbox
-        cdef int heard
-        cdef bint launched = False
+        cdef Connection one
+        cdef int heard, first
+        cdef bint launched = False, others = True
         cdef double until
         if mailbox is None:
             return 0
+        for _, peer, _ in request.expected:
+            if (<Route>self.routes[peer]).state != SHARED:
+                return 0
         failure = None
         until = now() + _HELPS
         mailbox.watch()
+        first = mailbox.heard()
         while True:
             heard = mailbox.heard()
             group.lock.enter()
@@ -121,21 +129,31 @@ cdef class Holder:
                 if self._fits(request):
                     del connection.held[0]
                     launched = True
+                    others = any([one.held for one in group.connections.values()])
+                    mailbox.expect(others)
                     connection.take(request)
             except BaseException as error:
                 failure = error
             finally:
                 group.lock.leave()
-            if launched or failure is not None or not mailbox.is_rung(heard, until):
+            if launched or failure is not None or self.urgent or not mailbox.is_rung(heard, until):
                 break
-        mailbox.leave(heard)
+        mailbox.leave(first if others else mailbox.heard())  # what has come may be for others
         if launched:
             launch_here()
-            if connection.held:  # what is behind it
-                mailbox.ring()
+        if self.urgent or (launched and connection.held):  # for the thread; or what is behind this one
+            self.urgent = False
+            mailbox.ring()
         if failure is not None:
             request.fail(failure)
         return 0
+
+    cdef bint _expects(self):
+        """From here on notes of others wake the thread, if there is one to be woken."""
+        cdef Mailbox mailbox = self.mailbox
+        if mailbox is not None:
+            mailbox.expect(True)
+        return mailbox is not None
 
     def ring(self):
         """Have the thread look; it may be about to begin."""
@@ -157,11 +175,12 @@ cdef class Holder:
             with group.lock:
                 over = group.holder is not self  # the group has ended, or goes on with others
                 heads = [one for one in group.connections.values() if one.held]
+                mailbox.expect(bool(heads))  # before it looks
             if over:
                 self.group = None
                 return
             if not heads:
-                mailbox.wait(heard, _LINGERS, False)
+                mailbox.wait(heard, _LINGERS)
                 if mailbox.heard() == heard:
                     with group.lock:
                         if not any([one.held for one in group.connections.values()]):
@@ -181,7 +200,7 @@ cdef class Holder:
                 left = self._patience(group, heads, pause)
                 del heads
                 one = None
-                mailbox.wait(heard, left, False)
+                mailbox.wait(heard, left)
 
     def _tell(self, Lifecycle group, Mailbox mailbox not None):
         """Tell peers what this rank brings, as far as it could not do so in the call; return whether that was something."""
@@ -343,9 +362,10 @@ cdef bint give(Lifecycle group, Connection connection, Request request) except -
             key = (channel, number)
             request.expected.append((key, peer, message))
             all_told = holder._route_to(group.rank, peer).tell(key, message) and all_told
-        if all_told and not connection.held and connection.state != GONE and holder._fits(request):
-            connection.take(request)
-            return False
+        if all_told and not connection.held and connection.state != GONE:
+            if holder._fits(request) or (holder._expects() and holder._fits(request)):
+                connection.take(request)
+                return False
         awaited = _Unmatched.__new__(_Unmatched)
         awaited.peer = messages[0][0]
         awaited.holder, awaited.group, awaited.connection, awaited.request = holder, group, connection, request
@@ -353,7 +373,7 @@ cdef bint give(Lifecycle group, Connection connection, Request request) except -
     if not connection.held and connection.state == MADE:
         request.since = now()
     connection.held.append(request)
-    if not all_told or request.limit < _AMPLE:
+    if not all_told or request.limit < _AMPLE or connection.state == GONE:
         holder.urgent = True
     return True
 

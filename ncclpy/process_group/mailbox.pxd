@@ -18,6 +18,7 @@ cdef struct Bell:
     char token[16]
     int changes
     int sleepers
+    int expects  # something is held back here: else no note is worth waking anybody for
     int watchers  # who look at it awake: as long as there are any, no sleeper has to be woken
 
 
@@ -40,12 +41,14 @@ cdef class Mailbox:
     cdef dict offered(self)
     cdef int heard(self) noexcept
     cdef void ring(self) noexcept
-    # Wait until it has been rung since it was `heard`, for so many seconds; `spins` if that is worth a core for an instant.
-    cdef int wait(self, int heard, double seconds, bint spins) except -1
+    # Wait until it has been rung since it was `heard`, for so many seconds.
+    cdef int wait(self, int heard, double seconds) except -1
     # Look for an instant whether it is rung, instead of who sleeps, from `watch` to `leave`.
     cdef void watch(self) noexcept
     cdef bint is_rung(self, int heard, double until) noexcept
     cdef void leave(self, int heard) noexcept
+    # Whether notes of others are to wake who sleeps.
+    cdef void expect(self, bint expects) noexcept
     cdef int close(self) except -1
 
 

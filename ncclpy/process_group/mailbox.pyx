@@ -38,10 +38,8 @@ cdef size_t _PAGE = mmap.PAGESIZE
 cdef enum:
     _NOTES = 63  # with the ring's head they fill the smallest page there is
 
-#: Seconds that a rank looks before it gives way in between, and before it sleeps: what it brings has often just been
-#: begun by its peer as well, and to wake a thread takes as long.
+#: Seconds that who watches looks before it gives way in between.
 cdef double _AT_HAND = 4e-6
-cdef double _SPIN = 60e-6
 
 
 cdef struct _Slot:
@@ -73,9 +71,9 @@ cdef class Page:
 
 
 cdef void _ring(Bell* bell) noexcept:
-    # With the GIL: this waits for nobody, and who gave the GIL up could wait long for it, under a group's lock.
+    # With the GIL, as a peer's: this waits for nobody, and who gave it up could wait long for it, under a group's lock.
     add(&bell.changes, 1)
-    if word_of(&bell.sleepers) and not word_of(&bell.watchers):
+    if word_of(&bell.sleepers):
         wake_shared(&bell.changes)
 
 
@@ -125,16 +123,13 @@ cdef class Mailbox:
     cdef void ring(self) noexcept:
         _ring(self.bell)
 
-    cdef int wait(self, int heard, double seconds, bint spins) except -1:
+    cdef int wait(self, int heard, double seconds) except -1:
         cdef Bell* bell = self.bell
-        cdef double begin
+        add(&bell.sleepers, 1)
         with nogil:
-            begin = now()
-            if not spins or not _is_rung(bell, heard, begin + min(_SPIN, seconds)):
-                add(&bell.sleepers, 1)
-                if word_of(&bell.changes) == heard:
-                    sleep_shared(&bell.changes, heard, seconds - (now() - begin))
-                add(&bell.sleepers, -1)
+            if word_of(&bell.changes) == heard:
+                sleep_shared(&bell.changes, heard, seconds)
+        add(&bell.sleepers, -1)
         return 0
 
     cdef void watch(self) noexcept:
@@ -151,6 +146,9 @@ cdef class Mailbox:
         add(&bell.watchers, -1)
         if word_of(&bell.changes) != heard:  # who has rung may have seen that somebody watches
             _ring(bell)
+
+    cdef void expect(self, bint expects) noexcept:
+        swap(&self.bell.expects, expects)
 
     cdef int close(self) except -1:
         """Let no more peers in. What is mapped stays so for who has it."""
@@ -199,7 +197,10 @@ cdef class Post:
         return True
 
     cdef void ring(self) noexcept:
-        _ring(<Bell*>self.door.base)
+        cdef Bell* bell = <Bell*>self.door.base
+        add(&bell.changes, 1)  # before it is looked who wants to know: they look at this when they have said so
+        if word_of(&bell.expects) and word_of(&bell.sleepers) and not word_of(&bell.watchers):
+            wake_shared(&bell.changes)
 
     cdef bint next(self, Note* note) noexcept:
         cdef _Ring* ring = <_Ring*>self.inbox.base

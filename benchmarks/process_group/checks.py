@@ -10,8 +10,8 @@ from benchmarks.process_group.pairs import OURS
 from benchmarks.work import workers
 
 SIDE = "benchmarks.process_group.checks_side"
-#: What is timed of each, by the name that the other side knows it by; and what a row's road says of it, as promises know
-#: rows by their road.
+#: What is timed of each, by the name that the other side knows it by; and what a row's road says of it, as promises
+#: know rows by their road.
 OPERATIONS = {
     "all_reduce": ("all-reduce of 8 bytes and the wait for it, 2 processes", ""),
     "exchange": ("a send of 8 bytes there, one back and the waits for them, 2 processes", ", messages"),
@@ -31,8 +31,8 @@ CALLS_BY_STORE = 60
 NOTES = [
     f"Of comparing calls a round is {TURNS} turns of each check=, one after the other, in the same two processes; its "
     f"sample is the median, or the minimum, of {TURNS * CALLS:,} calls ({TURNS * CALLS_BY_STORE} by the store).",
-    "Of messages one rank sends and then receives, the other receives and then sends, each with its wait: two messages, "
-    "one after the other, are one sample.",
+    "Of messages one rank sends and then receives, the other receives and then sends, each with its wait: two "
+    "messages, one after the other, are one sample.",
 ]
 
 

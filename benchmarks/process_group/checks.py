@@ -10,7 +10,12 @@ from benchmarks.process_group.pairs import OURS
 from benchmarks.work import workers
 
 SIDE = "benchmarks.process_group.checks_side"
-OPERATION = "all-reduce of 8 bytes and the wait for it, 2 processes"
+#: What is timed of each, by the name that the other side knows it by; and what a row's road says of it, as promises
+#: know rows by their road.
+OPERATIONS = {
+    "all_reduce": ("all-reduce of 8 bytes and the wait for it, 2 processes", ""),
+    "exchange": ("a send of 8 bytes there, one back and the waits for them, 2 processes", ", messages"),
+}
 #: ``check=``, and whether the ranks may share memory.
 ROADS = {
     'check="off"': ["off", True],
@@ -25,7 +30,9 @@ CALLS = 300
 CALLS_BY_STORE = 60
 NOTES = [
     f"Of comparing calls a round is {TURNS} turns of each check=, one after the other, in the same two processes; its "
-    f"sample is the median, or the minimum, of {TURNS * CALLS:,} calls ({TURNS * CALLS_BY_STORE} by the store)."
+    f"sample is the median, or the minimum, of {TURNS * CALLS:,} calls ({TURNS * CALLS_BY_STORE} by the store).",
+    "Of messages one rank sends and then receives, the other receives and then sends, each with its wait: two "
+    "messages, one after the other, are one sample.",
 ]
 
 
@@ -43,26 +50,26 @@ class Checks:
                 (process, {"rank": rank, "port": port, "roads": ROADS}) for rank, process in enumerate(processes)
             ]
             workers.ask_all(opened, "open", deadline=workers.FIRST_DEADLINE)
-            taken: dict[str, list[float]] = {road: [] for road in ROADS}
+            taken: dict[tuple[str, str], list[float]] = {(what, road): [] for what in OPERATIONS for road in ROADS}
             for _ in range(TURNS):
-                for road, (_, shares) in ROADS.items():
-                    asked = {"road": road, "times": CALLS if shares else CALLS_BY_STORE}
-                    taken[road] += workers.ask_all([(process, asked) for process in processes], "calls")[0]
+                for (what, road), times in taken.items():
+                    asked = {"what": what, "road": road, "times": CALLS if ROADS[road][1] else CALLS_BY_STORE}
+                    times += workers.ask_all([(process, asked) for process in processes], "calls")[0]
             workers.ask_all([(process, {}) for process in processes], "close")
         finally:
             for process in reversed(processes):  # the first one serves the other
                 process.close()
         return [
-            self._row(road, measure, value(times))
-            for road, times in taken.items()
+            self._row(what, road, measure, value(times))
+            for (what, road), times in taken.items()
             for measure, value in (("median", statistics.median), ("minimum", min))
         ]
 
-    def _row(self, road: str, measure: str, value: float) -> dict:
+    def _row(self, what: str, road: str, measure: str, value: float) -> dict:
         return {
-            "operation": OPERATION,
+            "operation": OPERATIONS[what][0],
             "rival": OURS,
-            "road": road,
+            "road": road + OPERATIONS[what][1],
             "measure": measure,
             "unit": "us",
             "value": value,

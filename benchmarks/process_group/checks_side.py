@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import time
@@ -42,17 +43,33 @@ class Side:
         for road, (check, shares) in roads.items():
             group = ncclpy.ProcessGroup(store, rank, 2, device=rank, name=road, check=check, timeout=PATIENCE)
             self.groups[road] = group
-            with _apart(shares):  # where they compare is settled by the first call
-                self.do_calls(road, WARM)
+            with _apart(shares):  # where they compare is settled by the first calls
+                for what in ("all_reduce", "exchange"):
+                    self.do_calls(what, road, WARM)
 
-    def do_calls(self, road: str, times: int) -> list[float]:
-        """Return how many microseconds each of so many all-reduces took, with the wait for it."""
-        all_reduce, array, clock = self.groups[road].all_reduce, self.array, time.perf_counter
+    def do_calls(self, what: str, road: str, times: int) -> list[float]:
+        """Return how many microseconds each of so many calls took, with the wait for it."""
+        call, clock = getattr(self, f"_{what}")(self.groups[road]), time.perf_counter
         moments = [clock()]
         for _ in range(times):
-            all_reduce(array, op="max").wait(PATIENCE)
+            call()
             moments.append(clock())
         return [(after - before) * 1e6 for before, after in itertools.pairwise(moments)]
+
+    def _all_reduce(self, group):
+        all_reduce, array = group.all_reduce, self.array
+        return lambda: all_reduce(array, op="max").wait(PATIENCE)
+
+    def _exchange(self, group):
+        """Return what sends an array to the other rank and gets one back, or does so the other way round."""
+        first, second = (group.recv, group.send) if group.rank else (group.send, group.recv)
+        array, peer = self.array, 1 - group.rank
+
+        def call():
+            first(array, peer).wait(PATIENCE)
+            second(array, peer).wait(PATIENCE)
+
+        return call
 
     def do_close(self) -> None:
         """Close the groups."""
@@ -62,9 +79,12 @@ class Side:
 
 def _apart(shares: bool):
     """Let this rank take itself for one of a machine that nobody knows, unless it may share memory."""
-    from ncclpy.process_group import agreement
+    from ncclpy.process_group import agreement, route
 
-    return mock.patch.object(agreement, "boot_id", agreement.boot_id if shares else lambda: "")
+    patched = contextlib.ExitStack()
+    for module in () if shares else (agreement, route):
+        patched.enter_context(mock.patch.object(module, "boot_id", lambda: ""))
+    return patched
 
 
 def main() -> None:

@@ -88,7 +88,10 @@ cdef class Awaited:
         raise NotImplementedError
 
     cdef int may_wait(self) except -1:
-        """Raise in a thread that would wait for itself. In one that is about to wait for the work, under no lock."""
+        """Raise in a thread that would wait for itself, and do what takes an instant for the launch to come.
+
+        In a thread that is about to wait for the work, under no lock.
+        """
         return 0
 
 

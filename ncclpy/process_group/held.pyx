@@ -1,9 +1,10 @@
 """Sends and receives that are held back until they were compared with those that they meet.
 
-Who begins one is not to wait: a ring in which all receive first and send then is legal. So both ranks put what they bring
-under keys of their pair in the store, by its number there, and a thread of the group launches it, in its order, once the
-two fit. Those of a block go by the communicator of all ranks, where what one rank sends another meets its receives in
-their order; what comes behind on that communicator is held back with them.
+Who begins one is not to wait: a ring in which all receive first and send then is legal. So both ranks tell each other what
+they bring, by its number between them, and go on. Who finds that the other one has brought its part already launches at
+once, in its own call; what comes first is launched, in its order, by a thread of the group. Those of a block go by the
+communicator of all ranks, where what one rank sends another meets its receives in their order; what comes behind on that
+communicator is held back with them.
 """
 
 import functools
@@ -14,10 +15,12 @@ from ncclpy.abi.nccl cimport ncclInvalidUsage
 from ncclpy.core.operation cimport SEND
 from ncclpy.core.wait cimport now
 from ncclpy.engine.callbacks cimport users
-from ncclpy.engine.clique cimport MAKING
+from ncclpy.engine.clique cimport GONE, MADE, MAKING
 from ncclpy.engine.launcher cimport launch_here
 from ncclpy.engine.protocols cimport Awaited
 from ncclpy.engine.work cimport stand_by
+from ncclpy.process_group.mailbox cimport Mailbox
+from ncclpy.process_group.route cimport SHARED, STORED, Route, channel_text, new_route
 
 from ncclpy.core.errors import NcclError, NcclTimeout, seconds
 from ncclpy.engine.launcher import abort_aside
@@ -26,19 +29,32 @@ from ncclpy.process_group.disagreement import beside, message_text, pack_message
 
 _log = logging.getLogger("ncclpy.process_group")
 
-#: Seconds between two looks for what others bring: at first, and later.
+#: Seconds between two looks into the store for what others bring: at first, and later.
 _SHORT, _LONG = 0.1e-3, 2e-3
+#: Seconds between two looks whether a communicator is made, from which on deadlines count; and whether the group is there.
+_MAKING, _WANTED = 10e-3, 0.5
 #: Seconds that the thread stays when nothing is held.
 _LINGERS = 0.2
+#: Seconds that who waits for a message looks for what it meets, before it leaves that to the thread.
+cdef double _HELPS = 60e-6
+#: A limit from which on, in seconds, it may be told of half a second late: no thread is woken for what is held then.
+cdef double _AMPLE = 10.0
 
 
 cdef class _Unmatched(Awaited):
     """What the work of a message waits for."""
 
     cdef int peer
+    cdef Holder holder
+    cdef Lifecycle group
+    cdef Connection connection
+    cdef Request request
 
     cdef str missing(self):
         return f"rank {self.peer} to begin what this meets"
+
+    cdef int may_wait(self) except -1:
+        return self.holder._help(self.group, self.connection, self.request)
 
 
 cdef class Holder:
@@ -46,91 +62,243 @@ cdef class Holder:
 
     def __init__(self, store):
         self.store = store
-        self.counts, self.untold = {}, []
-        self.bell = threading.Event()
+        self.counts, self.routes = {}, {}
+
+    cdef Route _route_to(self, int rank, int peer):
+        cdef Route route = self.routes.get(peer)
+        if route is None:
+            self.routes[peer] = route = new_route(self.store, rank, peer)
+        return route
+
+    cdef bint _fits(self, Request request) except -1:
+        """Return whether all that a request meets is there, and fits; with the group's lock held."""
+        cdef Route route
+        for key, peer, mine in request.expected:
+            route = self.routes[peer]
+            if key in route.untold:
+                return False
+            theirs = route.look(key)
+            if theirs is None:
+                return False
+            if mine[1] == theirs[1] or mine[2:] != theirs[2:]:
+                self.urgent = True  # the thread says why; nobody rings for it any more
+                return False
+        for key, peer, _ in request.expected:
+            (<Route>self.routes[peer]).forget(key)
+        return True
+
+    cdef tuple _absent(self, Request request, dict come, list stored):
+        """Return the first of what a request meets that is not there, None if all is; note what has come, and what to look
+        for in the store."""
+        cdef Route route
+        for each in request.expected:
+            route = self.routes[each[1]]
+            if each[0] in route.untold:
+                return each
+            if route.state == STORED:
+                stored.append(each)
+                continue
+            theirs = route.look(each[0])
+            if theirs is None:
+                return each
+            come[each[0], each[1]] = theirs
+        return None
+
+    cdef int _help(self, Lifecycle group, Connection connection, Request request) except -1:
+        """Launch a request that is held, in a thread that waits for it anyway, if what it meets comes within an instant."""
+        cdef Mailbox mailbox = self.mailbox
+        cdef Connection one
+        cdef int heard, first
+        cdef bint launched = False, others = True
+        cdef double until
+        if mailbox is None:
+            return 0
+        for _, peer, _ in request.expected:
+            if (<Route>self.routes[peer]).state != SHARED:
+                return 0
+        failure = None
+        until = now() + _HELPS
+        mailbox.watch()
+        first = mailbox.heard()
+        while True:
+            heard = mailbox.heard()
+            group.lock.enter()
+            try:
+                if group.holder is not self or not connection.held or connection.held[0] is not request:
+                    break
+                if self._fits(request):
+                    del connection.held[0]
+                    launched = True
+                    others = any([one.held for one in group.connections.values()])
+                    mailbox.expect(others)
+                    connection.take(request)
+            except BaseException as error:
+                failure = error
+            finally:
+                group.lock.leave()
+            if launched or failure is not None or self.urgent or not mailbox.is_rung(heard, until):
+                break
+        mailbox.leave(first if others else mailbox.heard())  # what has come may be for others
+        if launched:
+            launch_here()
+        if self.urgent or (launched and connection.held):  # for the thread; or what is behind this one
+            self.urgent = False
+            mailbox.ring()
+        if failure is not None:
+            request.fail(failure)
+        return 0
+
+    cdef bint _expects(self):
+        """From here on notes of others wake the thread, if there is one to be woken."""
+        cdef Mailbox mailbox = self.mailbox
+        if mailbox is not None:
+            mailbox.expect(True)
+        return mailbox is not None
+
+    def ring(self):
+        """Have the thread look; it may be about to begin."""
+        cdef Mailbox mailbox = self.mailbox
+        if mailbox is not None:
+            mailbox.ring()
 
     def _serve(self):
         cdef double pause = _SHORT
         cdef Lifecycle group = self.group
         cdef Connection one
+        cdef Mailbox mailbox
+        cdef int heard
+        if self.mailbox is None:
+            self.mailbox = Mailbox(group.size)
+        mailbox = self.mailbox
         while True:
-            self.bell.clear()
+            heard = mailbox.heard()
             with group.lock:
-                over = group.holder is not self  # the group goes on with others
-                untold, self.untold = self.untold, []
+                over = group.holder is not self  # the group has ended, or goes on with others
                 heads = [one for one in group.connections.values() if one.held]
+                mailbox.expect(bool(heads))  # before it looks
             if over:
                 self.group = None
                 return
-            if not heads and not untold:
-                if not self.bell.wait(_LINGERS):
+            if not heads:
+                mailbox.wait(heard, _LINGERS)
+                if mailbox.heard() == heard:
                     with group.lock:
-                        if not self.untold and not any([one.held for one in group.connections.values()]):
+                        if not any([one.held for one in group.connections.values()]):
                             self.serves, self.group = False, None
                             return
                 continue
             moved = False
             try:
-                if untold:
-                    self._tell(group, untold)
+                moved = self._tell(group, mailbox)
                 for one in heads:
                     moved = self._advance(group, one) or moved
             except Exception as error:  # of the store, that is: nobody can be compared with any more
                 for one in heads:
                     self._lose(group, one, error)
-            pause = _SHORT if moved or untold else min(_LONG, 1.5 * pause)
+            pause = _SHORT if moved else min(_LONG, 1.5 * pause)
             if not moved:
-                self.bell.wait(pause)
+                left = self._patience(group, heads, pause)
+                del heads
+                one = None
+                mailbox.wait(heard, left)
 
-    def _tell(self, Lifecycle group, untold):
-        """Put what this rank brings where its peers look."""
+    def _tell(self, Lifecycle group, Mailbox mailbox not None):
+        """Tell peers what this rank brings, as far as it could not do so in the call; return whether that was something."""
+        cdef Route route
+        cdef int state
+        cdef bint moved = False
+        untold = []
+        with group.lock:
+            routes = [route for route in self.routes.values() if route.untold]
+        for route in routes:
+            state = route.state
+            if state != SHARED and state != STORED:
+                state = route.meet(mailbox)
+            with group.lock:
+                moved = moved or state != route.state
+                route.state = state
+                if state == SHARED:
+                    moved = route.tell_again() or moved
+                elif state == STORED:
+                    untold += [(route, key, message) for key, message in route.untold.items()]
+        if untold:
+            self.store.multi_set([
+                ((<Route>each).key_of(key, group.rank), pack_message(message)) for each, key, message in untold
+            ])
+            with group.lock:
+                for route, key, _ in untold:
+                    route.untold.pop(key, None)
+        return moved or bool(untold)
+
+    def _patience(self, Lifecycle group, heads, double pause):
+        """Return for how many seconds nothing has to be looked for but what rings."""
+        cdef Connection one
         cdef Request request
-        self.store.multi_set([
-            (f"{channel}/{number}/{group.rank}", pack_message(message))
-            for request in untold for channel, number, _, message in request.expected
-        ])
+        cdef double left = _WANTED
+        with group.lock:
+            for one in heads:
+                if not one.held:
+                    continue
+                request = one.held[0]
+                left = min(left, _MAKING if request.since == 0 else max(_SHORT, request.since + request.limit - now()))
+                for _, peer, _ in request.expected or ():
+                    if (<Route>self.routes[peer]).state != SHARED:
+                        left = min(left, pause)
+        return left
 
     def _advance(self, Lifecycle group, Connection connection):
         """Launch what is the first to be held on a communicator, if what it meets is there; return whether it is gone."""
         cdef Request request
+        cdef Route route
+        text, error, store, absent, stored, theirs = None, None, self.store, None, [], {}
         with group.lock:
             if not connection.held:
                 return False
             request = connection.held[0]
+            if request.expected:
+                absent = self._absent(request, theirs, stored)
         if request.since == 0 and connection.state != MAKING:  # as for every operation
             request.since = now()
-        text, error, store = None, None, self.store
         if request.expected:
-            keys = [f"{channel}/{number}/{peer}" for channel, number, peer, _ in request.expected]
-            if not store.check(keys):
+            keys = [(<Route>self.routes[peer]).key_of(key, peer) for key, peer, _ in stored]
+            if absent is None and stored and not store.check(keys):
+                absent = [each for each, key in zip(stored, keys, strict=True) if not store.check([key])]
+                if not absent:
+                    return True  # it has come meanwhile
+                absent = absent[0]
+            if absent is not None:
                 if request.since == 0 or now() - request.since < request.limit:
                     return False
-                channel, number, peer, mine = [
-                    each for each, key in zip(request.expected, keys, strict=True) if not store.check([key])
-                ][0]
+                key, peer, mine = absent
                 error = NcclTimeout(
-                    f"rank {group.rank} of process group {group.name!r} brings {message_text(mine, peer)}, number {number} of "
-                    f"{channel[6:]}; rank {peer} has not begun what it meets within {seconds(request.limit)}. NCCL was "
-                    "not called"
+                    f"rank {group.rank} of process group {group.name!r} brings {message_text(mine, peer)}, number {key[1]} of "
+                    f"{channel_text(key[0], group.rank, peer)}; rank {peer} has not begun what it meets within "
+                    f"{seconds(request.limit)}. NCCL was not called"
                 )
                 error.missing = [peer]
                 self._lose(group, connection, error)
                 return True
-            found = store.multi_get(keys, 10.0)
-            for key in keys:
-                store.delete(key)  # it was for this rank alone
-            for (channel, number, peer, mine), packed in zip(request.expected, found, strict=True):
-                text = beside(mine, unpack_message(packed), group.rank, peer)
+            if stored:
+                found = store.multi_get(keys, 10.0)
+                for key in keys:
+                    store.delete(key)  # it was for this rank alone
+                theirs.update({each[:2]: unpack_message(packed) for each, packed in zip(stored, found, strict=True)})
+            for key, peer, mine in request.expected:
+                text = beside(mine, theirs[key, peer], group.rank, peer)
                 if text is not None:
                     error = NcclError(
                         f"process group {group.name!r}: ranks {min(peer, group.rank)} and {max(peer, group.rank)} disagree on "
-                        f"number {number} of {channel[6:]}: {text}. NCCL was not called for it", result=ncclInvalidUsage,
+                        f"number {key[1]} of {channel_text(key[0], group.rank, peer)}: {text}. NCCL was not called for it",
+                        result=ncclInvalidUsage,
                     )
                     break
         with group.lock:
             if not connection.held or connection.held[0] is not request:  # the group has ended
                 return True
             del connection.held[0]
+            for key, peer, _ in request.expected or ():
+                route = self.routes[peer]
+                route.forget(key)
             if error is None:
                 try:
                     connection.take(request)
@@ -171,27 +339,42 @@ cdef Holder new_holder(Lifecycle group):
 cdef bint give(Lifecycle group, Connection connection, Request request) except -1:
     cdef _Unmatched awaited
     cdef Holder holder = group.holder
+    cdef bint all_told = True
+    cdef int channel, generation = 0
     messages = request.brought.messages if request.point_to_point and request.brought is not None else None
     if not messages and not connection.held:
         connection.take(request)
         return False
     if messages:
+        if holder is None:
+            group.holder = holder = new_holder(group)
+        request.expected = []
         if connection.peer >= 0:
-            channel, number = f"check/pair {connection.label!r}", request.work.entry.sequence
-            request.expected = [(channel, number, messages[0][0], messages[0])]
-        else:
-            request.expected = []
-            for message in messages:
-                peer, kind = message[0], message[1]
+            generation = int(connection.label.partition("#")[2] or 0)
+        for message in messages:
+            peer, kind = message[0], message[1]
+            if connection.peer >= 0:
+                channel, number = 2 + generation, request.work.entry.sequence
+            else:
                 number = holder.counts.get((peer, kind), 0)
                 holder.counts[peer, kind] = number + 1
-                way = (group.rank, peer) if kind == SEND else (peer, group.rank)
-                request.expected.append((f"check/blocks from {way[0]} to {way[1]}", number, peer, message))
-        holder.untold.append(request)
+                channel = 0 if (group.rank < peer) == (kind == SEND) else 1
+            key = (channel, number)
+            request.expected.append((key, peer, message))
+            all_told = holder._route_to(group.rank, peer).tell(key, message) and all_told
+        if all_told and not connection.held and connection.state != GONE:
+            if holder._fits(request) or (holder._expects() and holder._fits(request)):
+                connection.take(request)
+                return False
         awaited = _Unmatched.__new__(_Unmatched)
         awaited.peer = messages[0][0]
+        awaited.holder, awaited.group, awaited.connection, awaited.request = holder, group, connection, request
         request.work.gathering = awaited
+    if not connection.held and connection.state == MADE:
+        request.since = now()
     connection.held.append(request)
+    if not all_told or request.limit < _AMPLE or connection.state == GONE:
+        holder.urgent = True
     return True
 
 
@@ -210,7 +393,9 @@ cdef int look_after(Lifecycle group) except -1:
         except BaseException:
             holder.serves, holder.group = False, None
             raise
-    holder.bell.set()
+    if holder.urgent:  # else its peer's note wakes the thread, if nobody has been faster
+        holder.urgent = False
+        holder.ring()
     return 0
 
 

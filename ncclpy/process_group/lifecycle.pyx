@@ -588,6 +588,9 @@ cdef class Lifecycle(BlockOwner):
     cdef int end_notices(self, bint says_so) except -1:
         """Hear nothing of the others any more."""
         cdef Agreement agreement = self.agreement
+        holder, self.holder = self.holder, None  # its memory goes when its thread has left
+        if holder is not None:
+            holder.ring()
         self.notices.close(says_so=says_so)
         if agreement is not None:
             agreement.close()

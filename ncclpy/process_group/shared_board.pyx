@@ -3,22 +3,27 @@
 Each rank has a ring of short notes by number, a digest each, which it writes for every collective; who is ahead of the
 others overwrites its oldest. And it has two places for whole notes, of the comparisons that it waits in: it comes to the
 next but one when all others are at the next, and so through with this one.
-
-The memory has no name (`memfd_create`): it is opened through the first rank's descriptor and ends with the last process
-that has it, however these end.
 """
 
-import fcntl
 import os
-import secrets
-import stat
 
 from libc.stddef cimport size_t
-from libc.stdint cimport uint32_t, uint64_t
-from libc.string cimport memcmp, memcpy
+from libc.stdint cimport uint64_t
+from libc.string cimport memcpy
 
 from ncclpy.core.wait cimport now
 from ncclpy.engine.native cimport add, load as word_of
+from ncclpy.process_group.shared_memory cimport (
+    TOKEN,
+    load_shared as load,
+    map_shared,
+    munmap,
+    sleep_shared,
+    store_shared as store,
+    wake_shared,
+)
+
+from ncclpy.process_group.shared_memory import create as create_memory, reopen
 
 cdef extern from "ncclpy/engine/native.h" nogil:
     void relax "ncclpy_relax"()
@@ -26,43 +31,9 @@ cdef extern from "ncclpy/engine/native.h" nogil:
 cdef extern from "sched.h" nogil:
     int sched_yield()
 
-cdef extern from * nogil:
-    """
-    #include <errno.h>
-    #include <linux/futex.h>
-    #include <stdint.h>
-    #include <sys/mman.h>
-    #include <sys/syscall.h>
-    #include <time.h>
-    #include <unistd.h>
-
-    /* Unlike the words of native.h these are slept on by several processes. */
-    static void ncclpy_board_sleep(int* word, int value, double seconds) {
-      struct timespec t;
-      if (seconds <= 0) return;
-      t.tv_sec = (time_t)seconds;
-      t.tv_nsec = (long)((seconds - (double)t.tv_sec) * 1e9);
-      syscall(SYS_futex, word, FUTEX_WAIT, value, &t, NULL, 0);
-    }
-    static void ncclpy_board_wake(int* word) { syscall(SYS_futex, word, FUTEX_WAKE, 0x7fffffff, NULL, NULL, 0); }
-    static uint64_t ncclpy_board_load(const uint64_t* word) { return __atomic_load_n(word, __ATOMIC_SEQ_CST); }
-    static void ncclpy_board_store(uint64_t* word, uint64_t value) { __atomic_store_n(word, value, __ATOMIC_SEQ_CST); }
-    static void* ncclpy_board_map(int fd, size_t size) {
-      void* at = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-      return at == MAP_FAILED ? NULL : at;
-    }
-    """
-    void sleep_shared "ncclpy_board_sleep"(int* word, int value, double seconds)
-    void wake_shared "ncclpy_board_wake"(int* word)
-    uint64_t load "ncclpy_board_load"(const uint64_t* word)
-    void store "ncclpy_board_store"(uint64_t* word, uint64_t value)
-    void* map_shared "ncclpy_board_map"(int fd, size_t size)
-    int munmap(void* at, size_t size)
-
 cdef enum:
     _RING = 1024
     _HEAD = 4096
-    _TOKEN = 16
     #: What `look` says: not all are there; all bring the same; somebody brings something else, or messages.
     _WAITS = 0
     _ALIKE = 1
@@ -91,7 +62,7 @@ cdef struct _Whole:
 
 
 cdef struct _Head:
-    char token[_TOKEN]
+    char token[TOKEN]
     int changes
     int sleepers
 
@@ -116,17 +87,7 @@ cdef uint64_t digest_of(bytes calls):
 
 def create(size):
     """Return a descriptor of new memory for so many ranks, and the word that it is known by."""
-    fd = os.memfd_create("ncclpy-check", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, _HEAD + size * _stride(size))
-        # Who reads what another one has cut off is killed.
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        token = secrets.token_bytes(_TOKEN)
-        os.pwrite(fd, token, 0)
-        return fd, token
-    except BaseException:
-        os.close(fd)
-        raise
+    return create_memory("ncclpy-check", _HEAD + size * _stride(size))
 
 
 def attach(pid, fd, token, rank, size):
@@ -137,14 +98,8 @@ def attach(pid, fd, token, rank, size):
     OSError
         If it cannot be had, or is another one.
     """
-    own = os.open(f"/proc/{int(pid)}/fd/{int(fd)}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    own = reopen(pid, fd, token, _HEAD + size * _stride(size))
     try:
-        found = os.fstat(own)
-        length = _HEAD + size * _stride(size)
-        # In a container process and descriptor may be another's.
-        is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_size == length
-        if not is_ours or os.pread(own, _TOKEN, 0) != token:
-            raise OSError(f"descriptor {fd} of process {pid} is not the group's")
         return SharedBoard(own, rank, size)
     finally:
         os.close(own)
@@ -166,7 +121,7 @@ cdef class SharedBoard:
             raise RuntimeError("a board is made once")
         self.rank, self.size = rank, size
         self.length = _HEAD + size * _stride(size)
-        self.base = <char*>map_shared(fd, self.length)
+        self.base = <char*>map_shared(fd, 0, self.length)
         if self.base == NULL:
             raise OSError("the group's shared memory cannot be mapped")
 

@@ -27,9 +27,10 @@ def test_every_step_is_measured_as_threads_and_as_processes(tmp_path):
     (made,) = [row for row in rows if row["measure"] == "to make a pair, all at once"]
     assert made["road"] == "2 pairs" and min(made["samples"]) > 0
     assert "### How it grows" in printed and "### pairs" in printed
-    compared = {(row["road"], row["measure"]): row["samples"] for row in rows if row["operation"] == checks.OPERATION}
-    assert compared.keys() == {(road, measure) for road in checks.ROADS for measure in ("median", "minimum")}
-    for road in checks.ROADS:
+    compared = {(row["road"], row["measure"]): row["samples"] for row in rows if row["road"].startswith("check=")}
+    roads = [road + of for _, of in checks.OPERATIONS.values() for road in checks.ROADS]
+    assert compared.keys() == {(road, measure) for road in roads for measure in ("median", "minimum")}
+    for road in roads:
         least, median = compared[road, "minimum"], compared[road, "median"]
         assert len(median) == 2 and all(0 < low <= middle for low, middle in zip(least, median, strict=True))
 

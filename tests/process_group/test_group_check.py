@@ -20,7 +20,7 @@ from group_worlds import launched
 import ncclpy
 import testing
 from ncclpy.bootstrap import FileStore, LocalStore, TCPStore
-from ncclpy.process_group import shared_board
+from ncclpy.process_group import mailbox, shared_board
 
 pytestmark = pytest.mark.usefixtures("host_engine")
 
@@ -36,14 +36,20 @@ def board(request, monkeypatch):
 
 
 def refuse_memory(monkeypatch):
-    attach = shared_board.attach
+    attach, attach_mailbox = shared_board.attach, mailbox.attach
 
     def refused(pid, fd, token, rank, size):
         if rank == size - 1:
             raise OSError("another machine")
         return attach(pid, fd, token, rank, size)
 
+    def refused_mailbox(mine, rank, peer, *offered):
+        if rank > peer:  # one of each two
+            raise OSError("another machine")
+        return attach_mailbox(mine, rank, peer, *offered)
+
     monkeypatch.setattr(shared_board, "attach", refused)
+    monkeypatch.setattr(mailbox, "attach", refused_mailbox)
 
 
 def errors_of(size, body, *, store=None, **options):
@@ -241,7 +247,7 @@ def way(group):
 
 @pytest.mark.parametrize("in_a_block", [False, True])
 @pytest.mark.parametrize("kind", SENT)
-def test_messages_that_do_not_fit(kind, in_a_block):
+def test_messages_that_do_not_fit(board, kind, in_a_block):
     call, first, second = SENT[kind]
 
     def body(group):
@@ -260,7 +266,7 @@ def test_messages_that_do_not_fit(kind, in_a_block):
         ) in told
 
 
-def test_two_that_both_send():
+def test_two_that_both_send(board):
     def body(group):
         group.send(np.ones(1), 1 - group.rank).wait(DEADLINE)
 
@@ -270,7 +276,7 @@ def test_two_that_both_send():
         )
 
 
-def test_a_message_whose_other_half_does_not_come():
+def test_a_message_whose_other_half_does_not_come(board):
     def body(group):
         group.all_reduce(np.ones(1)).wait(DEADLINE)
         if group.rank == 0:
@@ -449,7 +455,7 @@ def test_who_comes_after_another_has_left_does_not_go_on(board):
     run_groups(2, body, check="always", on_error="report")
 
 
-def test_a_message_may_wait_for_its_pair_to_stand():
+def test_a_message_may_wait_for_its_pair_to_stand(board):
     """Its deadline is that of its launch, as without a check."""
 
     def body(group):

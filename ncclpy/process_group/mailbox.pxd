@@ -1,0 +1,69 @@
+from libc.stddef cimport size_t
+from libc.stdint cimport uint64_t
+
+
+# What one rank brings to a message, as it lies in shared memory.
+cdef struct Note:
+    uint64_t number  # in its ring, plus 1: published last, so that a note is read whole or not at all
+    uint64_t place  # in its channel
+    uint64_t count
+    int channel
+    int kind
+    int datatype
+    int tag
+
+
+# The word that a rank sleeps on.
+cdef struct Bell:
+    char token[16]
+    int changes
+    int sleepers
+    int expects  # something is held back here: else no note is worth waking anybody for
+    int watchers  # who look at it awake: as long as there are any, no sleeper has to be woken
+
+
+cdef class Page:
+    cdef char* base
+    cdef size_t length
+
+
+# One rank's: its bell, and a ring of notes of each other rank.
+cdef class Mailbox:
+    cdef int size
+    cdef int fd  # -1 if there is no memory that others could open
+    cdef int owner  # the process that may close it
+    cdef bytes token
+    cdef Page head
+    cdef Bell alone  # the bell where there is no such memory
+    cdef Bell* bell
+
+    # What others need to open it; empty if they cannot.
+    cdef dict offered(self)
+    cdef int heard(self) noexcept
+    cdef void ring(self) noexcept
+    # Wait until it has been rung since it was `heard`, for so many seconds.
+    cdef int wait(self, int heard, double seconds) except -1
+    # Look for an instant whether it is rung, instead of who sleeps, from `watch` to `leave`.
+    cdef void watch(self) noexcept
+    cdef bint is_rung(self, int heard, double until) noexcept
+    cdef void leave(self, int heard) noexcept
+    # Whether notes of others are to wake who sleeps.
+    cdef void expect(self, bint expects) noexcept
+    cdef int close(self) except -1
+
+
+# What two ranks of one machine have between them, as one of them uses it. Its calls are in no order of their own: whoever
+# makes them sees to that.
+cdef class Post:
+    cdef Page inbox
+    cdef Page outbox
+    cdef Page door  # with the other's bell
+    cdef uint64_t written
+    cdef uint64_t read
+
+    # Put a note where the other one looks; False if there is no room.
+    cdef bint put(self, Note* note) noexcept
+    # Have the other one look.
+    cdef void ring(self) noexcept
+    # Take the next note of the other one's; False if there is none.
+    cdef bint next(self, Note* note) noexcept

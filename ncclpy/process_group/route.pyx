@@ -12,8 +12,8 @@ import json
 
 from ncclpy.process_group.mailbox cimport Note
 
+from ncclpy.peers.reports import boot_id
 from ncclpy.process_group import mailbox
-from ncclpy.process_group.reports import boot_id
 
 
 cdef class Route:

@@ -10,10 +10,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from benchmarks.work import worker
+
+if TYPE_CHECKING:
+    from ncclpy.bootstrap.watch import Change
 
 #: The host engine has no more.
 MOST_DEVICES = 1024
@@ -59,6 +63,7 @@ class Side:
         self.pool = ThreadPoolExecutor(nranks)
         counted = _counted(self.asked)
         self.stores = [counted("127.0.0.1", port, timeout=PATIENCE) for _ in range(nranks)]
+        self.stores[0].watch("ncclpy/group/", self._hear)
 
         def stand(rank: int):
             group = self.group_of(self.stores[rank], rank, nranks, device=rank, timeout=PATIENCE)
@@ -139,6 +144,11 @@ class Side:
         for store in self.stores:
             store.close()
         return {"seconds": max(ends) - begin, "heard": heard / self.nranks, "kib": len(notice) / 1024}
+
+    def _hear(self, change: Change) -> None:
+        """Count what the stores tell by themselves: none of their methods is called for it."""
+        if "/standing/" in change.key:
+            next(self.asked)
 
     def _count(self) -> int:
         """Return how many operations were asked of the store so far."""

@@ -35,7 +35,8 @@ from ncclpy.engine.native cimport now
 
 from ncclpy.core import library as _library
 from ncclpy.core.types import as_integer as _as_integer
-from ncclpy.engine.ledger import DTYPES, method_name, op_name
+from ncclpy.engine.ledger import DTYPES as _DTYPES
+from ncclpy.engine.ledger import method_name, op_name
 
 # Characters of a key that are shown.
 cdef int _LONG = 300
@@ -87,7 +88,7 @@ cdef class Entry:
             "key": None if self.key is None else show(self.key),
             "operation": called(self),
             "op": None if self.op < 0 else op_name(self.op),
-            "dtype": DTYPES[self.datatype],
+            "dtype": _DTYPES[self.datatype],
             "count": self.count,
             "nbytes": self.nbytes,
             "root": None if self.root < 0 else self.root,
@@ -161,7 +162,7 @@ cdef dict began_of(Entry entry):
     return {
         "operation": called(entry),
         "seq": entry.sequence,
-        "dtype": DTYPES[entry.datatype],
+        "dtype": _DTYPES[entry.datatype],
         "count": entry.count,
         "op": None if entry.op < 0 else op_name(entry.op),
         "root": None if entry.root < 0 else entry.root,

@@ -290,6 +290,15 @@ ARRAYS = (
     "else:\n"
     "    two, many = np.ones(2), np.ones(1024, np.float32)\n"
 )
+#: Both ranks have told that they have finished a collective, and where their processes are.
+TOLD = (
+    "group = ncclpy.init_process_group(timeout=60)\n"
+    + ARRAYS
+    + "group.all_reduce(two).wait(60)\n"
+    + "time.sleep(1.5)  # a standing is told within a second\n"
+    + "group.store.set(f'process {group.rank}', str(os.getpid()).encode())\n"
+    + "group.store.barrier('all have told', group.rank, 2)\n"
+)
 WHAT = {
     "busy": (
         "while True: pass",
@@ -333,12 +342,9 @@ def test_what_a_rank_does_is_known_without_the_recorder(host_engine):
 
 def test_what_a_rank_has_begun_is_told_while_a_call_keeps_the_gil(tmp_path):
     testing.need_processes(2)
-    program = (
-        "import ctypes\ngroup = ncclpy.init_process_group(timeout=60)\n" + ARRAYS + "group.all_reduce(two).wait(60)\n"
-        "time.sleep(1.5)  # this much has been told\n"
-        "group.store.set(f'process {group.rank}', str(os.getpid()).encode())\n"
-        "group.store.barrier('all have told', group.rank, 2)\n"
+    program = TOLD + (
         "if group.rank == 1:\n"
+        "    import ctypes\n"
         "    group.broadcast(many, root=1), group.all_reduce(two)\n"
         "    ctypes.PyDLL(None).sleep(60)\n"
         "time.sleep(0.5)\n"
@@ -358,13 +364,8 @@ def test_what_a_rank_has_begun_is_told_while_a_call_keeps_the_gil(tmp_path):
 def test_what_a_process_does_instead(tmp_path, what):
     testing.need_processes(2)
     does, said = WHAT[what]
-    program = (
-        "import contextlib\ngroup = ncclpy.init_process_group(timeout=60)\n"
-        + ARRAYS
-        + "group.all_reduce(two).wait(60)\n"
-        "time.sleep(1.5)  # a standing is told within a second\n"
-        "group.store.set(f'process {group.rank}', str(os.getpid()).encode())\n"
-        "group.store.barrier('all have told', group.rank, 2)\n"
+    program = TOLD + (
+        "import contextlib\n"
         "if group.rank == 1:\n" + textwrap.indent(does, "    ") + "\n    os._exit(0)\n"
         "error = group.all_reduce(many, timeout=0.5).exception(60)\n"
         "print('rank', group.rank, 'has', error, error.ranks[1].state, flush=True)\n"

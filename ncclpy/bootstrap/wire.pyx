@@ -3,6 +3,7 @@
 
 import threading
 
+cimport cython
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.pycapsule cimport PyCapsule_GetPointer
 from cpython.pythread cimport PyThread_get_thread_ident
@@ -300,6 +301,7 @@ cdef class Client:
                 self.client.get().close(text, patience)
 
 
+@cython.no_gc_clear  # its end needs both: until then the client uses the source
 cdef class Telling:
     """What a client tells by itself, also while a thread of the process keeps the GIL, until this is closed.
 

@@ -382,7 +382,9 @@ cdef class Launch(Together):
         for i in range(self.count):
             handles[<uintptr_t>self.parts[i].step.handle] = <Handle>self.parts[i].step.handle
         self.failing = True
-        owner.launch_failed(self, error)  # first: nobody is to take the communicators for idle ones
+        if owner.launch_failed(self, error):  # first: nobody is to take the communicators for idle ones
+            self.failing = False  # all works were done in the meantime, which can be seconds
+            return 0
         self.end(error)
         if owner.spares:
             return 0

@@ -1,9 +1,8 @@
 /* What a rank has begun in a process group and not finished, and what it has finished last: written under the GIL, read
    by threads that do not have it and never wait for who writes.
 
-   An operation is noted under a ticket. Those on their way lie in a ring that grows with them; a version that is odd
-   while somebody writes tells readers to look again. No memory that a reader might look at is given back before the
-   ledger is. */
+   Those on their way are a list, in the order in which they have begun; a version that is odd while somebody writes tells
+   readers to look again. Memory that a reader might look at is used again, and given back with the ledger alone. */
 #ifndef NCCLPY_ENGINE_LEDGER_H
 #define NCCLPY_ENGINE_LEDGER_H
 
@@ -21,30 +20,33 @@ typedef struct {
   uint64_t beside; /* operator and root, -1 for none */
 } ncclpy_noted;
 
-enum { NCCLPY_NOTED_WORDS = sizeof(ncclpy_noted) / sizeof(uint64_t) };
+enum { NCCLPY_NOTED_WORDS = sizeof(ncclpy_noted) / sizeof(uint64_t), NCCLPY_NOTES_TOGETHER = 64 };
 
-typedef struct {
-  uint64_t over; /* the ticket of what has ended here, plus 1 */
+/* One that is on its way; or spare, then `after` is the next spare one. */
+typedef struct ncclpy_note {
   ncclpy_noted what;
-} ncclpy_slot;
-
-typedef struct ncclpy_ring {
-  struct ncclpy_ring* before; /* the one that it has replaced */
-  uint64_t mask;
-  ncclpy_slot slots[];
-} ncclpy_ring;
+  struct ncclpy_note *before, *after;
+  uint64_t order; /* how many had begun with it */
+} ncclpy_note;
 
 typedef struct {
-  ncclpy_ring* ring;
-  uint64_t first, next; /* tickets: of the first that is on its way, and of what comes next */
-  uint64_t last;        /* plus 1, of `finished`; 0 if there is none */
+  ncclpy_note *first, *final;
+  uint64_t begun;
+  uint64_t last; /* the order of `finished`, 0 if there is none */
   ncclpy_noted finished;
 } ncclpy_row;
+
+typedef struct ncclpy_notes {
+  struct ncclpy_notes* before;
+  ncclpy_note notes[NCCLPY_NOTES_TOGETHER];
+} ncclpy_notes;
 
 typedef struct {
   int users;
   uint64_t version;
   ncclpy_row rows[2]; /* collectives; what is between two ranks */
+  ncclpy_note* spare;
+  ncclpy_notes* notes;
 } ncclpy_ledger;
 
 /* What a reader finds. */
@@ -76,100 +78,85 @@ static inline void ncclpy_note_copy(ncclpy_noted* to, const ncclpy_noted* from) 
   for (i = 0; i < NCCLPY_NOTED_WORDS; i++) NCCLPY_PUT(out[i], NCCLPY_GET(in[i]));
 }
 
-static inline ncclpy_ring* ncclpy_ring_new(uint64_t size, ncclpy_ring* before) {
-  ncclpy_ring* ring = (ncclpy_ring*)calloc(1, sizeof(ncclpy_ring) + size * sizeof(ncclpy_slot));
-  if (ring != NULL) {
-    ring->before = before;
-    ring->mask = size - 1;
-  }
-  return ring;
-}
-
 /* A ledger with one user; NULL without memory. */
 static inline ncclpy_ledger* ncclpy_ledger_new(void) {
   ncclpy_ledger* ledger = (ncclpy_ledger*)calloc(1, sizeof(ncclpy_ledger));
-  int i;
-  if (ledger == NULL) return NULL;
-  ledger->users = 1;
-  for (i = 0; i < 2; i++) {
-    ledger->rows[i].ring = ncclpy_ring_new(16, NULL);
-    if (ledger->rows[i].ring == NULL) {
-      free(ledger->rows[0].ring);
-      free(ledger);
-      return NULL;
-    }
-  }
+  if (ledger != NULL) ledger->users = 1;
   return ledger;
 }
 
 static inline void ncclpy_ledger_use(ncclpy_ledger* ledger) { __atomic_add_fetch(&ledger->users, 1, __ATOMIC_RELAXED); }
 
 static inline void ncclpy_ledger_leave(ncclpy_ledger* ledger) {
-  int i;
+  ncclpy_notes *notes, *before;
   if (__atomic_sub_fetch(&ledger->users, 1, __ATOMIC_ACQ_REL) != 0) return;
-  for (i = 0; i < 2; i++) {
-    ncclpy_ring* ring = ledger->rows[i].ring;
-    while (ring != NULL) {
-      ncclpy_ring* before = ring->before;
-      free(ring);
-      ring = before;
-    }
+  for (notes = ledger->notes; notes != NULL; notes = before) {
+    before = notes->before;
+    free(notes);
   }
   free(ledger);
 }
 
 static inline void ncclpy_ledger_turn(ncclpy_ledger* ledger) { NCCLPY_PUT(ledger->version, ledger->version + 1); }
 
-/* Notes an operation that begins, by who has the GIL. Returns its ticket; -1 without memory, and it is not noted. */
-static inline int64_t ncclpy_ledger_begin(ncclpy_ledger* ledger, int pair, const ncclpy_noted* what) {
+/* Notes an operation that begins, by who has the GIL. Returns the note; NULL without memory. */
+static inline ncclpy_note* ncclpy_ledger_begin(ncclpy_ledger* ledger, int pair, const ncclpy_noted* what) {
   ncclpy_row* row = &ledger->rows[pair];
-  ncclpy_ring* ring = row->ring;
-  ncclpy_slot* slot;
-  const uint64_t ticket = row->next;
-  if (ticket - row->first > ring->mask) { /* it is full of what is on its way */
-    uint64_t i;
-    ncclpy_ring* wider = ncclpy_ring_new(2 * (ring->mask + 1), ring);
-    if (wider == NULL) return -1;
-    for (i = row->first; i != ticket; i++) {
-      wider->slots[i & wider->mask] = ring->slots[i & ring->mask];
-    }
-    NCCLPY_PUT(row->ring, wider);
-    ring = wider;
+  ncclpy_note* note = ledger->spare;
+  if (note == NULL) {
+    int i;
+    ncclpy_notes* more = (ncclpy_notes*)calloc(1, sizeof(ncclpy_notes));
+    if (more == NULL) return NULL;
+    more->before = ledger->notes;
+    ledger->notes = more;
+    for (i = 0; i < NCCLPY_NOTES_TOGETHER - 1; i++) more->notes[i].after = &more->notes[i + 1];
+    note = more->notes;
   }
-  slot = &ring->slots[ticket & ring->mask];
+  ledger->spare = note->after;
   ncclpy_ledger_turn(ledger);
-  ncclpy_note_copy(&slot->what, what);
-  NCCLPY_PUT(row->next, ticket + 1);
+  ncclpy_note_copy(&note->what, what);
+  note->order = ++row->begun;
+  note->before = row->final;
+  note->after = NULL;
+  if (row->final != NULL) {
+    row->final->after = note;
+  } else {
+    NCCLPY_PUT(row->first, note);
+  }
+  row->final = note;
   ncclpy_ledger_turn(ledger);
-  return (int64_t)ticket;
+  return note;
 }
 
-/* Notes the end of an operation, by who has the GIL, and whether it was `done`: else it has failed, say. */
-static inline void ncclpy_ledger_end(ncclpy_ledger* ledger, int pair, int64_t ticket, int done, double moment) {
+/* Notes the end of an operation, once, by who has the GIL, and whether it was `done`: else it has failed, say. */
+static inline void ncclpy_ledger_end(ncclpy_ledger* ledger, int pair, ncclpy_note* note, int done, double moment) {
   ncclpy_row* row = &ledger->rows[pair];
-  ncclpy_ring* ring = row->ring;
-  ncclpy_slot* slot = &ring->slots[(uint64_t)ticket & ring->mask];
-  const uint64_t over = (uint64_t)ticket + 1;
-  uint64_t first = row->first;
-  if ((uint64_t)ticket - first >= row->next - first || slot->over == over) return; /* it has ended before */
   ncclpy_ledger_turn(ledger);
-  NCCLPY_PUT(slot->over, over);
-  if (done && over > row->last) {
-    NCCLPY_PUT(slot->what.done, ncclpy_bits_of(moment));
-    ncclpy_note_copy(&row->finished, &slot->what);
-    NCCLPY_PUT(row->last, over);
+  if (note->before != NULL) {
+    note->before->after = note->after;
+  } else {
+    NCCLPY_PUT(row->first, note->after);
   }
-  while (first != row->next && ring->slots[first & ring->mask].over == first + 1) first++;
-  NCCLPY_PUT(row->first, first);
+  if (note->after != NULL) {
+    note->after->before = note->before;
+  } else {
+    row->final = note->before;
+  }
+  if (done && note->order > row->last) {
+    NCCLPY_PUT(note->what.done, ncclpy_bits_of(moment));
+    ncclpy_note_copy(&row->finished, &note->what);
+    NCCLPY_PUT(row->last, note->order);
+  }
   ncclpy_ledger_turn(ledger);
+  note->after = ledger->spare;
+  ledger->spare = note;
 }
 
-/* Reads one row, perhaps while it is written: then what it finds is wrong, but lies within the ring. */
+/* Reads one row, perhaps while it is written: then what it finds is wrong, but the ledger's. */
 static inline void ncclpy_row_read(const ncclpy_row* row, ncclpy_standing* found) {
-  const ncclpy_ring* ring = NCCLPY_GET(row->ring);
-  const uint64_t first = NCCLPY_GET(row->first);
-  found->has_current = first != NCCLPY_GET(row->next);  /* the first is one that runs, or `first` would be further */
-  if (found->has_current) ncclpy_note_copy(&found->current, &ring->slots[first & ring->mask].what);
+  const ncclpy_note* first = NCCLPY_GET(row->first);
+  found->has_current = first != NULL;
+  if (first != NULL) ncclpy_note_copy(&found->current, &first->what);
   found->has_finished = NCCLPY_GET(row->last) != 0;
   if (found->has_finished) ncclpy_note_copy(&found->finished, &row->finished);
 }

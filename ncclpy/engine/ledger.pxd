@@ -1,4 +1,4 @@
-from libc.stdint cimport int64_t, uint64_t
+from libc.stdint cimport uint64_t
 
 cdef extern from "ncclpy/engine/ledger.h" nogil:
     ctypedef struct ncclpy_noted:
@@ -15,6 +15,9 @@ cdef extern from "ncclpy/engine/ledger.h" nogil:
         ncclpy_noted current
         ncclpy_noted finished
 
+    ctypedef struct ncclpy_note:
+        pass
+
     ctypedef struct ncclpy_row:
         uint64_t last
         ncclpy_noted finished
@@ -25,8 +28,8 @@ cdef extern from "ncclpy/engine/ledger.h" nogil:
     ncclpy_ledger* ncclpy_ledger_new()
     void ncclpy_ledger_use(ncclpy_ledger* ledger)
     void ncclpy_ledger_leave(ncclpy_ledger* ledger)
-    int64_t ncclpy_ledger_begin(ncclpy_ledger* ledger, int pair, const ncclpy_noted* what)
-    void ncclpy_ledger_end(ncclpy_ledger* ledger, int pair, int64_t ticket, int done, double moment)
+    ncclpy_note* ncclpy_ledger_begin(ncclpy_ledger* ledger, int pair, const ncclpy_noted* what)
+    void ncclpy_ledger_end(ncclpy_ledger* ledger, int pair, ncclpy_note* note, int done, double moment)
     bint ncclpy_ledger_read(const ncclpy_ledger* ledger, ncclpy_standing* standing)
     uint64_t ncclpy_bits_of(double moment)
     double ncclpy_moment_of(uint64_t bits)

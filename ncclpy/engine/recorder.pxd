@@ -1,5 +1,5 @@
 from ncclpy.core.operation cimport Operation
-from ncclpy.engine.ledger cimport ncclpy_ledger
+from ncclpy.engine.ledger cimport ncclpy_ledger, ncclpy_note
 
 
 cdef enum:
@@ -38,7 +38,7 @@ cdef class Entry:
     cdef str communicator
     cdef object error  # a str, or a Message
     cdef ncclpy_ledger* ledger  # of the process group, where it is noted; NULL elsewhere
-    cdef long long ticket  # by which that knows it, -1 if there was no memory
+    cdef ncclpy_note* noted  # by which that knows it, until it has ended
 
     cdef int note(self, ncclpy_ledger* ledger) except -1
     cdef int done(self, bint well, double moment) except -1

@@ -70,15 +70,17 @@ cdef class Entry:
         what.began, what.done = ncclpy_bits_of(self.created), 0
         what.call = call_of(self.operation, self.datatype, self.is_barrier)
         what.beside = beside_of(self.op, self.root)
-        self.ticket = ncclpy_ledger_begin(ledger, self.pair, &what)
+        self.noted = ncclpy_ledger_begin(ledger, self.pair, &what)  # NULL without memory: then nobody is told of it
         ncclpy_ledger_use(ledger)
         self.ledger = ledger
         return 0
 
     cdef int done(self, bint well, double moment) except -1:
         """Have that ledger know that it has ended, and whether it was done."""
-        if self.ledger != NULL and self.ticket >= 0:
-            ncclpy_ledger_end(self.ledger, self.pair, self.ticket, well, moment)
+        cdef ncclpy_note* noted = self.noted
+        if noted != NULL:
+            self.noted = NULL
+            ncclpy_ledger_end(self.ledger, self.pair, noted, well, moment)
         return 0
 
     def _as_dict(self):

@@ -104,8 +104,13 @@ cdef class Ensemble(Clique):
         return 0
 
     cdef int launch_failed(self, Together launch, object error) except -1:
-        """Ask what the ranks do first: the end of this one's operation would be the end of theirs."""
+        """Ask what the ranks do first: the end of this one's operation would be the end of theirs.
+
+        It may be done before they have answered: then nothing has failed but the clock.
+        """
         self.inquire(error)
+        if (<Launch>launch).unsettled == 0:
+            return 1
         Clique.launch_failed(self, launch, error)
         self._leave()
         return 0
@@ -113,7 +118,11 @@ cdef class Ensemble(Clique):
     def _leave(self):
         """Have a thread tell the other processes that these ranks have no communicators any more; return it, or None."""
         nodes, self.nodes = self.nodes, None
-        return None if nodes is None else nodes.leave()
+        try:
+            return None if nodes is None else nodes.leave()
+        except Exception:  # what it is called for is to go on in any case
+            _log.warning("the ranks of communicator %s could not be told to leave", self.name, exc_info=True)
+            return None
 
     def abort(self, error):
         """Do as every clique, and tell the other processes."""

@@ -19,7 +19,7 @@ from typing import Any
 from ncclpy.bootstrap.arrivals import Arrivals
 from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.bootstrap.watch import Change, Watch
-from ncclpy.core.errors import NcclError, NcclTimeout
+from ncclpy.core.errors import NcclError, NcclTimeout, seconds
 from ncclpy.engine.ledger import Ledger
 from ncclpy.engine.monitor import call_at
 from ncclpy.peers.inquiry import Inquiries, Said
@@ -32,6 +32,8 @@ __all__ = ["Circle"]
 _TROUBLE, _SAID = "trouble", "said"
 #: Seconds for that one to ask.
 _OTHERS_ASK = 2.5
+#: Seconds after which what was heard is said to be old.
+_LONG_AGO = 3.0
 #: How many ranks have left.
 _LEFT = "left"
 #: How often a rank's standing goes into the store, if it has changed; and how often a store that cannot be watched is
@@ -93,6 +95,7 @@ class Circle:
         self._inquiries = Inquiries(self._inquire, False, f"rank {own[0]} of communicator {name!r}")
         self._ears = _Ears()
         self._published = 0.0
+        self._over = False
         self._leaving: threading.Thread | None = None
 
     def listen(self) -> None:
@@ -112,20 +115,18 @@ class Circle:
         for each in self._reports:
             each.begin(self._ledgers[each.rank])
         self._beat()
-        if self._leaving is not None:  # meanwhile
-            self._ears.close()
-            for each in self._reports:
-                each.end()
+        if self._over:  # meanwhile
+            self._hear_no_more()
 
     def _answer(self, number: int) -> None:
-        if self._leaving is None:
+        if not self._over:
             with contextlib.suppress(StoreError, NcclTimeout):
                 for each in self._reports:
                     each.answer_all(number)
 
     def _beat(self) -> None:
         """Put what these ranks do into the store, if that has changed; look who asks, where nothing tells of it."""
-        if self._leaving is not None:
+        if self._over:
             return
         watched = self._ears.watch is not None
         first = not self._published
@@ -151,23 +152,38 @@ class Circle:
         try:
             if not self._store.compare_set(_TROUBLE, None, b"%d" % self._reports[0].rank)[0]:
                 told = json.loads(self._store.get(_SAID, _OTHERS_ASK))
-                return told["said"], from_data(told["ranks"])
+                age = time.time() - told["at"]
+                before = f" (so rank {told['rank']} heard it {seconds(age)} ago)" if age > _LONG_AGO else ""
+                return told["said"] + before, from_data(told["ranks"])
             found = tuple(self._reports[0].collect())
             said = sentence(self._name, found, self._size, subject, "communicator")
-            self._store.set(_SAID, json.dumps({"said": said, "ranks": as_data(found)}).encode(errors="replace"))
+            told = {"said": said, "ranks": as_data(found), "rank": self._reports[0].rank, "at": time.time()}
+            self._store.set(_SAID, json.dumps(told).encode(errors="replace"))
         except NcclError as error:  # the store is gone, or the one who asks
             return f"What the other ranks do is not known: {error}", None
         return said, found
 
-    def leave(self) -> threading.Thread:
+    def leave(self) -> threading.Thread | None:
         """Hear nothing any more; a thread that is returned tells the others that these ranks have left.
 
-        Nobody has to wait for it: should the store be stuck, so is it.
+        Nobody has to wait for it: should the store be stuck, so is it. None: there is no thread to be had, or another
+        thread is about to leave.
         """
-        if self._leaving is None:
-            self._leaving = threading.Thread(target=self._leave, name="ncclpy-leave", daemon=True)
-            self._leaving.start()
+        if not self._over:
+            self._over = True
+            thread = threading.Thread(target=self._leave, name="ncclpy-leave", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the others hear of the end of their communicators, or of this process
+                self._hear_no_more()
+                return None
+            self._leaving = thread
         return self._leaving
+
+    def _hear_no_more(self) -> None:
+        self._ears.close()
+        for each in self._reports:
+            each.end()
 
     def _leave(self) -> None:
         self._ears.close()

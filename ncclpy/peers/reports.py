@@ -10,6 +10,7 @@ its process is there, by its lease and, on the same machine, by the system.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import time
@@ -221,6 +222,7 @@ def _namespace() -> str:
         return ""
 
 
+@functools.cache
 def boot_id() -> str:
     """Return what tells this machine, since it was started, from others; empty if nobody knows."""
     return _read("/proc/sys/kernel/random/boot_id").strip()

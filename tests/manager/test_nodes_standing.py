@@ -20,6 +20,9 @@ PROGRAM = """
 import contextlib
 import testing
 from ncclpy.bootstrap import rendezvous
+from ncclpy.peers import reports
+
+reports.PATIENCE = 1.5  # on a machine that is busy an answer may take its time
 
 lib = testing.arrays()
 place, store = rendezvous()
@@ -157,9 +160,9 @@ class Stuck(LocalStore):
         return super()._watch(prefix)
 
 
-def one_of(manager, rank, key, name, **options):
+def one_of(manager, rank, key, name, *, count=4, **options):
     lib = testing.arrays()
-    array = lib.argument(lib.make(np.ones(4, np.float32), rank))
+    array = lib.argument(lib.make(np.ones(count, np.float32), rank))
     numbers = {"num_local": 1, "num_global": 2, "global_rank": rank, "communicator_key": key}
     work = manager.all_reduce(name, array, device=rank, **numbers, **options)
     manager.signal_multi_node_ready(name)
@@ -168,11 +171,7 @@ def one_of(manager, rank, key, name, **options):
 
 def one_stays_away(store, meanwhile=lambda: None):
     """Return the error of a Manager whose other one does not come to the second collective; and both."""
-    testing.need_devices(2)
-    key = ncclpy.Manager.generate_communicator_key()
-    managers = [ncclpy.Manager(timeout=30, store=store) for _ in range(2)]
-    for work in [one_of(manager, rank, key, "first") for rank, manager in enumerate(managers)]:
-        work.wait(30)
+    managers, key = two_managers(store)
     meanwhile()
     return one_of(managers[0], 0, key, "second", timeout=0.3).exception(30), managers
 
@@ -232,6 +231,66 @@ def test_a_defect_of_the_asking_ends_no_less(monkeypatch, caplog):
     assert "rank 0 of communicator" in caplog.text and "could not ask what the others do" in caplog.text
 
 
+def two_managers(store):
+    """Return two Managers as of two processes that have done a collective, and the key by which they do more."""
+    testing.need_devices(2)
+    key = ncclpy.Manager.generate_communicator_key()
+    managers = [ncclpy.Manager(timeout=30, store=store) for _ in range(2)]
+    for work in [one_of(manager, rank, key, "first") for rank, manager in enumerate(managers)]:
+        work.wait(30)
+    return managers, key
+
+
+def test_it_ends_no_less_where_no_thread_can_be_had_to_tell_the_others(monkeypatch):
+    start = threading.Thread.start
+
+    def refused(thread):
+        if thread.name == "ncclpy-leave":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    error, managers = one_stays_away(LocalStore())
+    assert isinstance(error, ncclpy.NcclTimeout) and managers[0].stats()["communicators"] == 0
+    close(managers)
+    managers, key = two_managers(LocalStore())
+    work = one_of(managers[0], 0, key, "second")
+    managers[0].abort("enough")
+    assert "enough" in str(work.exception(30))
+    close(managers)
+
+
+def test_what_is_done_before_the_others_have_answered_has_not_failed():
+    """The other one comes while a stuck store is asked: the communicators go on."""
+    store = Stuck(60.0)
+    managers, key = two_managers(store)
+    store.stuck = True
+    late = one_of(managers[0], 0, key, "second", timeout=0.3)
+    testing.wait_for(lambda: any(each.name == "ncclpy-ask" for each in threading.enumerate()), "it to ask")
+    works = [late, one_of(managers[1], 1, key, "second")]
+    works += [one_of(manager, rank, key, "third") for rank, manager in enumerate(managers)]
+    assert [work.exception(30) for work in works] == [None] * 4
+    time.sleep(3.5)  # it has given the question up
+    store.stuck = False
+    for work in [one_of(manager, rank, key, "fourth") for rank, manager in enumerate(managers)]:
+        work.wait(30)
+    assert [each.stats()["communicators"] for each in managers] == [1, 1]
+    close(managers)
+
+
+def test_an_answer_that_is_old_is_said_to_be(monkeypatch):
+    from ncclpy.peers import circle
+
+    managers, key = two_managers(LocalStore())
+    monkeypatch.setattr(circle, "_LONG_AGO", 0.0)
+    errors = [one_of(managers[0], 0, key, "second", timeout=0.3).exception(30)]
+    # The first one's may still be on the device: with it this one's does not fit, behind its abort it waits.
+    errors.append(one_of(managers[1], 1, key, "second", count=8, timeout=5).exception(30))
+    assert " (so rank 0 heard it " not in str(errors[0])
+    assert re.search(r"rank 1 has finished all_reduce #0 .* \(so rank 0 heard it [0-9.]+ m?s ago\)$", str(errors[1]))
+    close(managers)
+
+
 class Shy:
     """A key that is shown by nobody but who reads the error."""
 
@@ -243,11 +302,8 @@ class Shy:
 
 
 def test_others_in_flight_fail_with_the_same_data_and_keys_are_not_shown_before():
-    testing.need_devices(2)
-    store, key, shy = LocalStore(), ncclpy.Manager.generate_communicator_key(), Shy()
-    managers = [ncclpy.Manager(timeout=30, store=store) for _ in range(2)]
-    for work in [one_of(manager, rank, key, "first") for rank, manager in enumerate(managers)]:
-        work.wait(30)
+    shy = Shy()
+    managers, key = two_managers(LocalStore())
     works = [one_of(managers[0], 0, key, shy, timeout=0.3), one_of(managers[0], 0, key, "third")]
     errors = [work.exception(30) for work in works]
     assert Shy.shown == 0
@@ -292,11 +348,7 @@ def test_a_rank_whose_siblings_have_not_come_waits_for_them():
 def test_a_manager_that_is_aborted_while_it_asks():
     """Nobody waits for the answer then."""
     store = Stuck(60.0)
-    key = ncclpy.Manager.generate_communicator_key()
-    testing.need_devices(2)
-    managers = [ncclpy.Manager(timeout=30, store=store) for _ in range(2)]
-    for work in [one_of(manager, rank, key, "first") for rank, manager in enumerate(managers)]:
-        work.wait(30)
+    managers, key = two_managers(store)
     before = [each for each in threading.enumerate() if each.name == "ncclpy-watch"]
     assert len(before) == 2
     store.stuck = True

@@ -1,0 +1,69 @@
+"""What a store's client tells by itself: what ends it, and what it may not outlive."""
+
+import gc
+import json
+
+from ncclpy.bootstrap import LocalStore, PrefixStore, TCPStore
+from ncclpy.engine.ledger import Ledger
+
+
+class Source:
+    """A ledger that tells when it is gone."""
+
+    gone = 0
+
+    def __init__(self):
+        self.ledger = Ledger()
+
+    def source(self):
+        return self.ledger.source()
+
+    def __del__(self):
+        Source.gone += 1
+
+
+def heard(store, key, asked):
+    """Return what is told when it is asked for, which is what comes to the server before the next answer."""
+    store.delete(key)
+    store.add(asked)
+    store.add("anything")  # behind it on this connection, and what is told comes by another one
+    try:
+        return store.get(key, 0.5)
+    except TimeoutError:
+        return None
+
+
+def test_it_is_told_when_it_is_asked_for_until_it_is_closed():
+    with TCPStore("127.0.0.1", 0, serve=True) as store, TCPStore("127.0.0.1", store.port) as other:
+        telling = PrefixStore("here", store)._tell("key", b',"more":1}', "asked", Source())
+        for _ in range(2):
+            assert json.loads(heard(other, "here/key", "here/asked"))["more"] == 1
+        telling.close()
+        telling.close()
+        assert heard(other, "here/key", "here/asked") is None
+
+
+def test_what_is_dropped_in_a_cycle_tells_nothing_more():
+    before = Source.gone
+    with TCPStore("127.0.0.1", 0, serve=True) as store, TCPStore("127.0.0.1", store.port) as other:
+        cycle = [store._tell("key", b"}", "asked", Source())]
+        cycle.append(cycle)
+        assert heard(other, "key", "asked")
+        del cycle
+        gc.collect()
+        assert Source.gone == before + 1, "its source goes with it"
+        assert heard(other, "key", "asked") is None
+
+
+def test_it_ends_with_its_client():
+    with TCPStore("127.0.0.1", 0, serve=True) as store:
+        other = TCPStore("127.0.0.1", store.port)
+        telling = other._tell("key", b"}", "asked", Source())
+        assert heard(store, "key", "asked")
+        other.close()
+        assert heard(store, "key", "asked") is None
+        telling.close()
+
+
+def test_a_store_without_such_a_thread_has_none():
+    assert LocalStore()._tell("key", b"}", "asked", Source()) is None

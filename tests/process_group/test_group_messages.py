@@ -105,7 +105,7 @@ def counted(world, check):
 @pytest.mark.parametrize("check", ["first", "always"])
 def test_ranks_of_one_machine_that_have_met_do_not_ask_the_store(run, check):
     for rank, (before, asked, came) in enumerate(run(counted, check)):
-        assert 0 < before < 1000
+        assert before > 0, "they have met there"
         assert asked == []
         assert came == [(i + 1 - rank, i - 1 + rank) for i in range(21)]
 

@@ -77,10 +77,11 @@ def one():
         """
 def one():
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        # Again, should it come where Python drops exceptions, as in a callback of a weak reference.
+        signal.setitimer(signal.ITIMER_REAL, 0.01, 1)
         ncclpy.Communicator.init(2, 0, ncclpy.get_unique_id(), device=0, **OPTIONS)
     except Late:
-        pass
+        signal.setitimer(signal.ITIMER_REAL, 0)
 """,
     ),
 }

@@ -83,7 +83,7 @@ def _apart(shares: bool):
 
     patched = contextlib.ExitStack()
     for module in () if shares else (agreement, route):
-        patched.enter_context(mock.patch.object(module, "boot_id", lambda: ""))
+        patched.enter_context(mock.patch.object(module, "BOOT_ID", ""))
     return patched
 
 

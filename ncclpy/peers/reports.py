@@ -10,7 +10,6 @@ its process is there, by its lease and, on the same machine, by the system.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import time
@@ -24,7 +23,7 @@ from ncclpy.peers.standing import RankState, pack, unpack
 if TYPE_CHECKING:
     from ncclpy.bootstrap.store import Telling
 
-__all__ = ["ASKED", "Reports", "boot_id"]
+__all__ = ["ASKED", "BOOT_ID", "Reports"]
 
 #: The key that is counted up by who wants to know.
 ASKED = "told/asked"
@@ -222,14 +221,11 @@ def _namespace() -> str:
         return ""
 
 
-@functools.cache
-def boot_id() -> str:
-    """Return what tells this machine, since it was started, from others; empty if nobody knows."""
-    return _read("/proc/sys/kernel/random/boot_id").strip()
-
+#: What tells this machine, since it was started, from others; empty if nobody knows.
+BOOT_ID = _read("/proc/sys/kernel/random/boot_id").strip()
 
 #: Which processes' numbers mean the same: those of one boot of one machine, and of one container on it.
-_MACHINE = f"{boot_id()} {_namespace()}"
+_MACHINE = f"{BOOT_ID} {_namespace()}"
 
 
 def _stat(pid: int) -> tuple[str, str]:

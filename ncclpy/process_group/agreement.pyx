@@ -21,7 +21,7 @@ from ncclpy.core.wait cimport SLICE, deadline_after, now
 from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, ranks, seconds, spans
 from ncclpy.process_group import shared_board
 from ncclpy.process_group.disagreement import disagreement
-from ncclpy.peers.reports import boot_id
+from ncclpy.peers.reports import BOOT_ID
 from ncclpy.process_group.stored_board import StoredBoard
 
 _WHAT = "to compare the collectives"
@@ -176,7 +176,7 @@ cdef class Agreement:
         """Return the board, once all ranks have come: in shared memory if they can all have that."""
         arrivals, everyone = self.notices.arrivals, list(range(self.size))
         what = f"{_WHAT} of process group {self.name!r}"
-        mine = {"machine": boot_id(), "pid": os.getpid()}
+        mine = {"machine": BOOT_ID, "pid": os.getpid()}
         fd, board = -1, None
         try:
             if self.rank == 0 and mine["machine"]:

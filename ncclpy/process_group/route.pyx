@@ -12,7 +12,7 @@ import json
 
 from ncclpy.process_group.mailbox cimport Note
 
-from ncclpy.peers.reports import boot_id
+from ncclpy.peers.reports import BOOT_ID
 from ncclpy.process_group import mailbox
 
 
@@ -65,7 +65,7 @@ cdef class Route:
         cdef int state = self.state
         store, theirs = self.store, None
         if state == UNMET:
-            offered = {"machine": boot_id()}
+            offered = {"machine": BOOT_ID}
             offered.update(mine.offered())
             store.set(self._place(self.rank, "offers"), json.dumps(offered).encode())
             return OFFERED
@@ -76,7 +76,7 @@ cdef class Route:
             store.delete(self._place(self.peer, "offers"))  # it was for this rank alone
             offered = json.loads(theirs)
             # Both see both, and so come to the same end.
-            if not boot_id() or offered["machine"] != boot_id() or "fd" not in offered or not mine.offered():
+            if not BOOT_ID or offered["machine"] != BOOT_ID or "fd" not in offered or not mine.offered():
                 return STORED
             try:
                 self.opened = mailbox.attach(

@@ -48,7 +48,9 @@ store.barrier('all have told', rank, size)
 
 #: What the other two do then.
 TROUBLE = """
-error = reduce('second', 1024, timeout=1.0 + 0.7 * rank).exception(30)
+work = reduce('second', 1024, timeout=1.0 + 0.7 * rank)
+store.set(f'rank {rank} waits', b'')
+error = work.exception(30)
 states = [each.state for each in error.ranks]
 print('rank', rank, 'has', type(error).__name__, states, '|', error, '|', flush=True)
 store.barrier('both have failed', rank, 2)
@@ -71,7 +73,8 @@ WHAT = {
     ),
     "closed": ("manager.close()\ntime.sleep(40)", "closed", "rank 2 has closed the communicator after all_reduce #0"),
     "killed": (
-        "os.kill(os.getpid(), signal.SIGKILL)",
+        # Its end is seen at once, and nobody waits for a deadline then.
+        "store.get('rank 0 waits')\nstore.get('rank 1 waits')\nos.kill(os.getpid(), signal.SIGKILL)",
         "ended",
         "rank 2's process has ended, last heard of after all_reduce #0",
     ),

@@ -43,6 +43,13 @@ def pytest_report_header():
     return f"ncclpy: engine {library.engine}, NCCL {version}, {ncclpy.device_count()} devices, arrays of {arrays}"
 
 
+def pytest_collection_modifyitems(items):
+    """Give long campaigns the time that they need on a machine that has much else to do."""
+    for item in items:
+        if item.get_closest_marker("campaign") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(testing.LONG + 20))
+
+
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and ncclpy.library().engine != "cuda":
         pytest.skip("needs the cuda engine: NVIDIA GPUs and NCCL")

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from ncclpy.bootstrap.arrivals import Arrivals
@@ -22,7 +23,7 @@ from ncclpy.bootstrap.tcp import TCPStore
 from ncclpy.core.errors import NcclTimeout
 from ncclpy.core.errors import seconds as as_text
 
-__all__ = ["exchange", "rendezvous"]
+__all__ = ["Meeting", "exchange", "rendezvous"]
 
 _LOOPBACK = "127.0.0.1"
 #: The process of a launcher that is the parent, or further up, of all ranks on one machine.
@@ -93,7 +94,37 @@ def _end_of(store: Store) -> PrefixStore:
     return PrefixStore(f"ncclpy/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def exchange(timeout: float | None, make: Callable[[], bytes]) -> tuple[Place, bytes, Callable[[], None]]:
+@dataclass(frozen=True)
+class Meeting:
+    """Tell of a meeting of all that were started with this process.
+
+    Attributes
+    ----------
+    place
+        Which process this is.
+    brought
+        What rank 0 has brought.
+    store
+        A part of the store for what they have in common from then on.
+    arrivals
+        By which they have met.
+    where
+        The key of it.
+    """
+
+    place: Place
+    brought: bytes
+    store: Store
+    arrivals: Arrivals
+    where: str
+
+    def forget(self) -> None:
+        """Clear the meeting away, once no rank can still be on its way to what was brought."""
+        if self.place.rank == 0:
+            self.arrivals.forget(self.where, range(self.place.size))
+
+
+def exchange(timeout: float | None, make: Callable[[], bytes]) -> Meeting:
     """Meet all that were started with this process, which all come to `Communicator.from_env`, with bytes of rank 0's.
 
     Parameters
@@ -103,10 +134,6 @@ def exchange(timeout: float | None, make: Callable[[], bytes]) -> tuple[Place, b
     make
         Returns the bytes; called by rank 0.
 
-    Returns
-    -------
-    Which process this is; the bytes; and what clears the meeting away, once no rank can still be on its way to them.
-
     Raises
     ------
     NcclTimeout
@@ -114,7 +141,7 @@ def exchange(timeout: float | None, make: Callable[[], bytes]) -> tuple[Place, b
         name the same ranks.
     """
     global _meetings
-    place, _ = rendezvous(timeout)
+    place, store = rendezvous(timeout)
     arrivals = _arrivals
     assert arrivals is not None
     _meetings += 1
@@ -122,7 +149,7 @@ def exchange(timeout: float | None, make: Callable[[], bytes]) -> tuple[Place, b
     brought = make() if place.rank == 0 else b""
     what = f"to make communicator {_meetings} of Communicator.from_env"
     met = arrivals.meet(where, everyone, what, brought, _first, as_seconds(timeout, TIMEOUT), lambda: True)
-    return place, met, lambda: arrivals.forget(where, everyone) if place.rank == 0 else None
+    return Meeting(place, met, PrefixStore(f"ncclpy/{where}", store), arrivals, where)
 
 
 def _first(come: list[bytes]) -> bytes:

@@ -16,9 +16,8 @@ from ncclpy.abi.locks cimport mutex_unlock
 from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclInvalidArgument, ncclResult_t, ncclSuccess
 from ncclpy.core.check cimport keep_words, nccl_error
 from ncclpy.core.device cimport lend_device, take_device_back
-from ncclpy.core.handle cimport Handle, lock_within
+from ncclpy.core.handle cimport Handle, lock_within, tell_trouble
 from ncclpy.core.library cimport abort_preempts, nccl, require, version_code
-from ncclpy.core.overdue cimport tell_overdue
 from ncclpy.core.state cimport ABORTED, is_over
 from ncclpy.core.tenant cimport Tenant
 from ncclpy.core.wait cimport FOREVER, Call, deadline_after, now
@@ -294,7 +293,7 @@ cdef int end_quietly(list threads, object reason, object error) except -1:
 
 cdef int leave(list handles, object reason, object error) except -1:
     end_quietly(begin_quietly(handles, reason), reason, error)
-    return tell_overdue(handles, error)
+    return tell_trouble(handles, error)
 
 
 cdef int _leave_behind(list handles, object reason) except -1:
@@ -369,7 +368,7 @@ cdef int end_call(list handles, Call call, list children, object reason, object 
             _leave_behind(stays, reason)
     except Exception as failure:
         attach(error, [failure])
-    return tell_overdue(handles, error)
+    return tell_trouble(handles, error)
 
 
 cdef int abort_handles(list handles, double timeout, object reason) except -1:

@@ -167,15 +167,21 @@ def device_of(place):
 
 
 cdef object from_env(object cls, object device, dict options):
-    # A floor above: found by its name, when the first process asks.
+    cdef Handle made
+    # Floors above: found by their names, when the first process asks.
     launched = _import_module("ncclpy.bootstrap.launched")
     if device is None:
         device = device_of(launched.rendezvous(options["timeout"])[0])
     # Before NCCL, which could not say who is absent.
-    place, unique_id, forget = launched.exchange(options["timeout"], _new_id)
-    comm = cls.init(place.size, place.rank, unique_id, device=device, **options)
-    if (<Handle?>comm).state == READY:  # no rank is still to fetch the id
-        forget()
+    meeting = launched.exchange(options["timeout"], _new_id)
+    place = meeting.place
+    comm = cls.init(place.size, place.rank, meeting.brought, device=device, **options)
+    made = <Handle?>comm
+    if made.state == READY:  # no rank is still to fetch the id
+        meeting.forget()
+    if place.size > 1:
+        made.fellows = _import_module("ncclpy.peers.fellows").fellows_of(comm, meeting)
+        made.told = made.fellows is not None
     return comm
 
 

@@ -18,6 +18,8 @@ from ncclpy.core.wait cimport FOREVER, as_timeout, deadline_after, now, pause
 from ncclpy.core import device as _device
 from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout
 
+# How long the other ranks' being told that this one has left may hold up who closes a communicator.
+cdef double LEAVING = 1.0
 # How long NCCL may take to end a communicator on which nothing runs: half a second, on machines that are not busy.
 cdef double ENDING = 3.0
 
@@ -50,13 +52,25 @@ cdef int abort_now(Handle handle, object timeout) except -1:
     group = current_group()
     if group is not None:
         return group.abort_at_end(handle)
-    return abort_handles(handle.tied(), as_timeout(timeout), "abort")
+    limit = as_timeout(timeout)
+    if handle.fellows is not None:
+        handle.fellows.leave()
+    return abort_handles(handle.tied(), limit, "abort")
 
 
 cdef int give_back(Handle handle, object timeout) except -1:
     """Close it: what hangs on it goes first, and what would wait for ranks that may never come is aborted instead."""
     cdef double limit = handle.limit if timeout is None else as_timeout(timeout)
     check_not_beneath(handle, "close")
+    try:
+        return _give_back(handle, limit)
+    finally:
+        if handle.fellows is not None and is_over(handle.state):
+            handle.fellows.leave()
+            handle.fellows.left(LEAVING)
+
+
+cdef int _give_back(Handle handle, double limit) except -1:
     failures = [] if is_over(handle.state) else _close_all(handle.children)
     if handle.state == INITIALISING:
         if handle.cradle.stage != IN_PARENT:
@@ -123,6 +137,8 @@ cdef list _end(Handle handle, double limit):
     call.comm, call.kind, call.finalized = handle, DESTROY, finalized
     call.deadline = deadline
     # What was issued has its deadline; what NCCL itself does to end a communicator is not counted.
+    if handle.fellows is not None:  # first: whom the end of this one meets in an operation asks why
+        handle.fellows.leave()
     call.see_through("close", FOREVER if deadline == FOREVER else max(0.0, deadline - now()) + ENDING)
     handle.registered.clear()
     if handle.state == ABORTED:

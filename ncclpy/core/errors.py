@@ -20,6 +20,10 @@ __all__ = [
 ]
 
 
+#: What an error says of other ranks where nobody can ask them.
+ADVICE = "A rank is missing or stuck: see which of the other ranks did not make the same call"
+
+
 def not_copied(thing: object, instead: str) -> TypeError:
     """Return the error of pickling or copying what belongs to this process; `instead` says what to do."""
     name = type(thing).__name__
@@ -110,8 +114,8 @@ class NcclError(RuntimeError):
     Attributes
     ----------
     ranks : tuple of RankState, or None
-        What each rank of a process group, or of a Manager that has a store, did when this came to be, where that was
-        asked for.
+        What each rank of a process group, of a Manager that has a store, or of a Communicator that a launcher's
+        processes have made (`Communicator.from_env`) did when this came to be, where that was asked for.
     """
 
     ranks: tuple[Any, ...] | None = None

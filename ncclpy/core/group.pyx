@@ -423,6 +423,8 @@ cdef int _launch_counted(Group group) except -1:
                 attach(error, more)
             if calls.failed == group.count:
                 _hold_all(group)
+            for handle in group.handles:
+                (<Handle>handle).explain(error)
             raise
     if group.simulate:
         group.estimated_time_us = group.info.estimatedTime
@@ -486,8 +488,10 @@ cdef int _see_through(Group group) except -1:
                 wait_stream(
                     handle, <CUstream><uintptr_t>stream, "ncclGroupEnd", _by(group, limit, errors), together
                 )
+                _note_arrival(group, handle)
             except NcclError as error:
                 errors.append(error)
+                handle.explain(error)
     except BaseException as error:  # of a signal handler: whoever raises wants to get out, not to wait for the others
         try:
             leave([tied for handle in together for tied in (<Handle>handle).tied()], "a group was left early", error)
@@ -502,6 +506,16 @@ cdef int _see_through(Group group) except -1:
         attach(errors[0], errors[1:])
         raise errors[0]
     return 0
+
+
+cdef int _note_arrival(Group group, Handle handle) except -1:
+    """Note, for the other ranks, that the data of its last operation are there."""
+    cdef const Operation* last = NULL
+    cdef size_t i
+    for i in range(group.count if handle.told else 0):
+        if group.held[i].step.handle == <PyObject*>handle and group.held[i].step.operation.kind < WINDOW:
+            last = &group.held[i].step.operation
+    return 0 if last == NULL else handle.note_arrival(last)
 
 
 cdef int _end_orphans(list children, list errors) except -1:

@@ -4,7 +4,9 @@ from ncclpy.abi.driver cimport CUstream
 from ncclpy.abi.locks cimport mutex_t
 from ncclpy.abi.nccl cimport ncclComm_t, ncclResult_t
 from ncclpy.core.birth cimport Cradle
+from ncclpy.core.fellows cimport Fellows
 from ncclpy.core.marks cimport Mark, Marks
+from ncclpy.core.operation cimport Operation
 from ncclpy.core.ranges cimport Ranges
 from ncclpy.core.tenant cimport Door, Tenant
 
@@ -69,6 +71,14 @@ cdef class Handle:
     # For a recorder: ranks count alike, so that their calls can be laid side by side.
     cdef str group_name  # the same on all ranks; None if that is not known
     cdef long long sequence  # calls made on it; guarded by its mutex
+    # For the other ranks, where they can ask and be asked.
+    cdef Fellows fellows  # or None
+    cdef bint told  # each call is noted for them
+    cdef Operation latest  # the last call; guarded by the mutex, as is the next
+    cdef double began  # when it was made
+    cdef long long arrived  # the last call whose data were waited for, and came, -1 if there is none; by the GIL
+    cdef double ended  # when they came; by the GIL
+    cdef bint failing  # an error is being raised: what was begun was not finished
     cdef int descendants  # communicators that were made from it, to name the next one
     cdef object __weakref__
 
@@ -86,8 +96,12 @@ cdef class Handle:
     cdef ncclComm_t guard_now(self, bint take) noexcept nogil
     # Around a call of NCCL under the lock, for the watcher; `enter_call` marks the stream as well, `enter` does not.
     cdef void enter(self, double limit) noexcept nogil
-    cdef Mark* enter_call(self, CUstream stream, double limit, int kind) noexcept nogil
+    cdef Mark* enter_call(self, const Operation* operation, double limit) noexcept nogil
     cdef void leave_call(self, Mark* mark, bint issued) noexcept nogil
+    # Note a call for the other ranks, under the lock; and that the data of one are there, with the GIL: another thread
+    # may be stuck under the lock.
+    cdef void note(self, const Operation* operation) noexcept nogil
+    cdef int note_arrival(self, const Operation* operation) except -1
 
     # What NCCL says of it, asked once.
     cdef ncclResult_t poll_once(self) noexcept nogil
@@ -124,6 +138,8 @@ cdef class Handle:
     cdef int raise_if_aborted(self, ncclResult_t result, const char* function) except -1
     cdef object aborted_error(self, object what)
     cdef object timeout_error(self, object what, double waited)
+    # Have an error that the others may have a part in say what they do, where they can be asked.
+    cdef int explain(self, object error) except -1
 
     # What hangs on it: its private stream, buffers that NCCL has registered; and objects that are kept until the
     # communicator and, where one is given, the stream can touch them no more.
@@ -134,6 +150,9 @@ cdef class Handle:
     # The name of one that is made from this one, with a mark of those who belong to it.
     cdef str name_next(self, str mark)
 
+
+# Have the communicators' fellows explain an error, and tell of it, if it is NcclTimeout, who wants to know.
+cdef int tell_trouble(list handles, object error, bint wait=*) except -1
 
 # Take a lock unless that takes until a moment; return whether it was taken.
 cdef bint lock_within(mutex_t* mutex, double until) noexcept nogil

@@ -48,9 +48,9 @@ from ncclpy.core.state cimport (
 )
 from ncclpy.core.stream cimport Stream, event_behind
 from ncclpy.core.tenant cimport has_ended, shut_door, tell_ended
-from ncclpy.core.wait cimport FOREVER, now, pause
+from ncclpy.core.wait cimport FOREVER, now, now_about, pause
 
-from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, not_copied, seconds
+from ncclpy.core.errors import ADVICE, NcclAborted, NcclError, NcclRemoteError, NcclTimeout, not_copied, seconds
 
 cdef extern from "pthread.h" nogil:
     unsigned long pthread_self()
@@ -95,6 +95,7 @@ cdef class Handle:
         self.owned = self.waits = True
         self.limit = self.shortest = FOREVER
         self.rank = self.nranks = self.device = -1
+        self.arrived = -1
         self.children = weakref.WeakSet()
         self.resources = weakref.WeakSet()
         self.making = []
@@ -176,14 +177,24 @@ cdef class Handle:
         self.inside_limit = limit
         self.inside = now()
 
-    cdef Mark* enter_call(self, CUstream stream, double limit, int kind) noexcept nogil:
+    cdef Mark* enter_call(self, const Operation* operation, double limit) noexcept nogil:
         self.enter(limit)
-        return mark_begin(self.marks, stream, limit, kind) if self.marks != NULL else NULL
+        return mark_begin(self.marks, operation, limit) if self.marks != NULL else NULL
 
     cdef void leave_call(self, Mark* mark, bint issued) noexcept nogil:
         self.inside = 0
         if mark != NULL:
             mark_end(self.marks, mark, issued)
+
+    cdef void note(self, const Operation* operation) noexcept nogil:
+        self.latest = operation[0]
+        self.began = now_about()
+        self.failing = False
+
+    cdef int note_arrival(self, const Operation* operation) except -1:
+        self.arrived = max(self.arrived, operation.sequence)
+        self.ended = now_about()
+        return 0
 
     cdef ncclResult_t poll_once(self) noexcept nogil:
         """Ask NCCL once how the communicator is; for a child that NCCL still makes, its parent is asked."""
@@ -415,7 +426,7 @@ cdef class Handle:
         """Return the exception of an operation that met an abort, with the reason that was given for it."""
         if self.verdict is not None:  # not the one that is kept: it would grow with every frame that it passes
             error = type(self.verdict)(f"{what}: {self.verdict}")
-            tell_overdue([self], error)
+            tell_trouble([self], error)
             return error
         return NcclAborted(what if self.reason is None else f"{what} ({self.reason})")
 
@@ -438,13 +449,22 @@ cdef class Handle:
                 "whether their machines reach each other"
             )
         else:
-            advice = "A rank is missing or stuck: see which of the other ranks did not make the same call"
+            advice = ADVICE
         missing = who_is_missing(self.speaker())
         advice = f"{missing}. {advice}" if missing else advice
         return NcclTimeout(
             f"{what} of {described} was not done after {seconds(waited)}; the communicator was aborted. {advice}",
             function=what,
         )
+
+    cdef int explain(self, object error) except -1:
+        if self.fellows is None or isinstance(error, NcclAborted) or not isinstance(error, NcclError):
+            return 0
+        # They are asked once: not for what a rank has got wrong alone and can go on from.
+        if isinstance(error, (NcclTimeout, NcclRemoteError)) or self.state == ABORTED or self.peek() != ncclSuccess:
+            self.failing = True
+            self.fellows.explain(error)
+        return 0
 
     cdef CUstream own_stream(self) except NULL:
         """Return the private stream for memory that has none, made on first use."""
@@ -476,6 +496,14 @@ cdef class Handle:
     cdef str name_next(self, str mark):
         self.descendants += 1
         return None if self.group_name is None else f"{self.group_name}/{self.descendants}{mark}"
+
+
+cdef int tell_trouble(list handles, object error, bint wait=True) except -1:
+    cdef Handle handle
+    if wait:
+        for handle in handles:
+            handle.explain(error)
+    return tell_overdue(handles, error, wait)
 
 
 cdef PyObject** in_lock_order(list handles) except NULL:

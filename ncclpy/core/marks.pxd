@@ -1,14 +1,14 @@
 from ncclpy.abi.driver cimport CUcontext, CUevent, CUstream
+from ncclpy.core.operation cimport Operation
 
 
 # An operation between two events, on the stream that it was given.
 cdef struct Mark:
     CUevent begin
     CUevent end
-    CUstream stream
+    Operation what  # for its stream and its names: its buffers may be gone
     double limit  # seconds between the two
     double began  # when the begin was seen to be reached; 0 before
-    int kind  # of the operation
     bint open  # the operation is being issued: its end is still to be recorded
     bint over
 
@@ -27,8 +27,11 @@ cdef Marks* new_marks(CUcontext context) noexcept nogil
 cdef void free_marks(Marks* marks) noexcept nogil
 
 # Before an operation and behind it. `mark_begin` returns NULL where nothing can be recorded: while a stream captures.
-cdef Mark* mark_begin(Marks* marks, CUstream stream, double limit, int kind) noexcept nogil
+cdef Mark* mark_begin(Marks* marks, const Operation* operation, double limit) noexcept nogil
 cdef void mark_end(Marks* marks, Mark* mark, bint issued) noexcept nogil
 
 # The kind of an operation that is overdue, and the seconds that it had; -1 if none is. What is over is forgotten.
 cdef int find_overdue(Marks* marks, double moment, double* limit) noexcept nogil
+
+# The first operation that the device has not ended, as far as was looked; NULL if there is none.
+cdef const Operation* first_marked(const Marks* marks) noexcept nogil

@@ -68,9 +68,9 @@ cdef bint _grow(Marks* marks) noexcept nogil:
 cdef void _forget_some(Marks* marks) noexcept nogil:
     """Forget the older half if the device has done with it: one question for many marks."""
     cdef size_t half = marks.count // 2, i
-    cdef CUstream stream = marks.ring[marks.first].stream
+    cdef CUstream stream = marks.ring[marks.first].what.stream
     for i in range(half):
-        if marks.ring[(marks.first + i) % marks.capacity].stream != stream:
+        if marks.ring[(marks.first + i) % marks.capacity].what.stream != stream:
             half = i  # they end in their own order only on one stream
             break
     if half and driver.cuEventQuery(marks.ring[(marks.first + half - 1) % marks.capacity].end) != CUDA_ERROR_NOT_READY:
@@ -78,7 +78,8 @@ cdef void _forget_some(Marks* marks) noexcept nogil:
         marks.count -= half
 
 
-cdef Mark* mark_begin(Marks* marks, CUstream stream, double limit, int kind) noexcept nogil:
+cdef Mark* mark_begin(Marks* marks, const Operation* operation, double limit) noexcept nogil:
+    cdef CUstream stream = operation.stream
     cdef CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE
     cdef CUcontext saved = NULL
     cdef Mark* mark = NULL
@@ -94,9 +95,8 @@ cdef Mark* mark_begin(Marks* marks, CUstream stream, double limit, int kind) noe
             _forget_some(marks)
         if marks.count < marks.capacity or (marks.capacity < MANY and not marks.open and _grow(marks)):
             mark = &marks.ring[(marks.first + marks.count) % marks.capacity]
-            mark.stream = stream
+            mark.what = operation[0]
             mark.limit = limit
-            mark.kind = kind
             mark.began = 0
             mark.over = False
             mark.open = True
@@ -115,14 +115,14 @@ cdef void mark_end(Marks* marks, Mark* mark, bint issued) noexcept nogil:
     cdef bint entered = False
     if mark == NULL:
         return
-    if <size_t>mark.stream <= 2:
+    if <size_t>mark.what.stream <= 2:
         driver.cuCtxGetCurrent(&saved)
         entered = saved != marks.context
         if entered:
             driver.cuCtxSetCurrent(marks.context)
     marks.open -= 1
     mark.open = False
-    mark.over = not issued or driver.cuEventRecord(mark.end, mark.stream) != CUDA_SUCCESS
+    mark.over = not issued or driver.cuEventRecord(mark.end, mark.what.stream) != CUDA_SUCCESS
     if entered:
         driver.cuCtxSetCurrent(saved)
 
@@ -141,10 +141,18 @@ cdef int find_overdue(Marks* marks, double moment, double* limit) noexcept nogil
             if driver.cuEventQuery(mark.begin) != CUDA_ERROR_NOT_READY:
                 mark.began = moment
         elif moment - mark.began > mark.limit:
-            found = mark.kind
+            found = mark.what.kind
             limit[0] = mark.limit
             break
     while marks.count and marks.ring[marks.first].over:
         marks.first = (marks.first + 1) % marks.capacity
         marks.count -= 1
     return found
+
+
+cdef const Operation* first_marked(const Marks* marks) noexcept nogil:
+    cdef size_t i
+    for i in range(marks.count):
+        if not marks.ring[(marks.first + i) % marks.capacity].over:
+            return &marks.ring[(marks.first + i) % marks.capacity].what
+    return NULL

@@ -17,10 +17,9 @@ from ncclpy.core.abort cimport begin_abort, begin_quietly, end_quietly, leave, r
 from ncclpy.core.birth cimport BY_ITSELF, IN_PARENT
 from ncclpy.core.check cimport check_driver, nccl_error, raise_nccl
 from ncclpy.core.device cimport context_of
-from ncclpy.core.handle cimport PAST_DEADLINE, SLICE_OVER, WAS_ABORTED, on_main_thread
+from ncclpy.core.handle cimport PAST_DEADLINE, SLICE_OVER, WAS_ABORTED, on_main_thread, tell_trouble
 from ncclpy.core.library cimport require_driver
 from ncclpy.core.marks cimport new_marks
-from ncclpy.core.overdue cimport tell_overdue
 from ncclpy.core.overrides cimport look_up_overrides
 from ncclpy.core.state cimport ABORTED, CLOSED, FAILED, INITIALISING, READY
 from ncclpy.core.wait cimport FOREVER, LEAVE, SLICE, await_stream, deadline_after, now, pause
@@ -131,7 +130,7 @@ cdef int finish(Handle handle, str what, double deadline, double started=0) exce
             leave([handle], f"{what} failed", failure)
             handle.become(FAILED)
         else:
-            tell_overdue([handle], failure)
+            tell_trouble([handle], failure)
         raise failure
 
 
@@ -262,7 +261,7 @@ cdef int _see_what_came(Handle handle, CUresult result, Waiting* waiting, str wh
         Py_XDECREF(waiting.error)
         Py_XDECREF(waiting.aborting)
         end_quietly(threads, what, error)
-        tell_overdue([handle], error)
+        tell_trouble([handle], error)
         raise error
     if handle.state == ABORTED:
         raise handle.aborted_error(f"{what} on {handle!r} did not complete: the communicator was aborted")

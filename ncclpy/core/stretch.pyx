@@ -116,7 +116,7 @@ cdef ncclResult_t _look(Stretch* stretch, bint* watched, bint* tenants) noexcept
     cdef PyObject* last = NULL  # what does not change from one step of a communicator to the next is looked at once
     cdef ncclComm_t comm = NULL
     cdef long long sequence = 0
-    cdef bint aborted = False
+    cdef bint aborted = False, told = False
     cdef int counted = stretch.simulated == NULL
     for i in range(stretch.count):
         operation = &(<Step*>at).operation
@@ -127,6 +127,7 @@ cdef ncclResult_t _look(Stretch* stretch, bint* watched, bint* tenants) noexcept
             comm = (<Handle>last).raw
             sequence = (<Handle>last).sequence
             aborted = (<Handle>last).state == ABORTED
+            told = (<Handle>last).told and counted
             if (<Handle>last).watched:
                 watched[0] = True
             if (<Handle>last).tenant != NULL and counted:
@@ -137,6 +138,8 @@ cdef ncclResult_t _look(Stretch* stretch, bint* watched, bint* tenants) noexcept
             return <ncclResult_t>WAS_ABORTED
         operation.comm = comm
         operation.sequence = sequence
+        if told and operation.kind < WINDOW:
+            (<Handle>last).note(operation)
         sequence += counted if operation.kind < WINDOW else 0
         at += stretch.stride
     if last != NULL:
@@ -158,7 +161,7 @@ cdef void _enter(Stretch* stretch) noexcept nogil:
         ):
             limit = (<Handle>step.handle).limit if stretch.limit < 0 else stretch.limit
             if stretch.marked:
-                step.mark = (<Handle>step.handle).enter_call(step.operation.stream, limit, step.operation.kind)
+                step.mark = (<Handle>step.handle).enter_call(&step.operation, limit)
             else:
                 (<Handle>step.handle).enter(limit)
         before = step

@@ -79,9 +79,12 @@ cdef int _submit_and_wait(Handle handle, Operation* operation, object send, obje
     handle.waiters += 1
     try:
         result = <ncclResult_t>_call_in_turn(handle, operation, True, limit)
-        return _see_to(handle, operation, send, recv, True, limit, result)
+        _see_to(handle, operation, send, recv, True, limit, result)
+        if handle.told:
+            handle.note_arrival(operation)
     finally:
         handle.waiters -= 1
+    return 0
 
 
 cdef inline int _call_in_turn(Handle handle, Operation* operation, bint wait_host, double limit) except? -1:
@@ -105,6 +108,8 @@ cdef inline ncclResult_t _call(
     operation.comm = handle.raw
     operation.sequence = handle.sequence
     handle.sequence += 1
+    if handle.told:
+        handle.note(operation)
     lent = lend_device(handle.device)
     if handle.tenant != NULL and operation.comm != NULL and handle.state != ABORTED:
         let_in(handle.tenant, operation.comm)
@@ -112,7 +117,7 @@ cdef inline ncclResult_t _call(
         result = <ncclResult_t>WAS_ABORTED
     elif handle.watched:
         # Who waits for CPU memory keeps the deadline itself.
-        mark = handle.enter_call(operation.stream, limit, operation.kind) if not wait_host else NULL
+        mark = handle.enter_call(operation, limit) if not wait_host else NULL
         result = issue(operation)
         handle.leave_call(mark, result == ncclSuccess)
     else:
@@ -154,9 +159,10 @@ cdef int _see_to(
             raise_issue(result, operation.kind, handle.raw)
         if wait_host:
             wait_stream(handle, operation.stream, what, deadline_after(limit))
-    except BaseException:
+    except BaseException as error:
         if result == ncclSuccess or result == ncclInProgress:
             handle.hold([send, recv], operation.stream, f"arrays of {what} on {handle!r}")
+        handle.explain(error)
         raise
     return 0
 

@@ -6,6 +6,7 @@ cdef double FOREVER
 cdef double SLICE
 
 cdef double now() noexcept nogil
+cdef double now_about() noexcept nogil
 cdef double as_timeout(object timeout) except? -2.0
 cdef double deadline_after(double timeout) noexcept nogil
 

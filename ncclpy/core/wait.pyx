@@ -21,6 +21,9 @@ cdef extern from "pthread.h" nogil:
     unsigned long pthread_self()
     int pthread_setname_np(unsigned long, const char*)
 
+cdef extern from "<time.h>" nogil:
+    int CLOCK_MONOTONIC_COARSE
+
 cdef extern from "sched.h" nogil:
     int sched_yield()
 
@@ -36,6 +39,13 @@ cdef double now() noexcept nogil:
     """Return the monotonic clock in seconds."""
     cdef timespec t
     clock_gettime(CLOCK_MONOTONIC, &t)
+    return t.tv_sec + t.tv_nsec * 1e-9
+
+
+cdef double now_about() noexcept nogil:
+    """Return the same clock as it was some milliseconds ago at most, at a quarter of the cost."""
+    cdef timespec t
+    clock_gettime(CLOCK_MONOTONIC_COARSE, &t)
     return t.tv_sec + t.tv_nsec * 1e-9
 
 

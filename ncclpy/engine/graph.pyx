@@ -20,7 +20,7 @@ from ncclpy.core.device cimport context_of, enter_device, leave_device
 from ncclpy.core.handle cimport Handle, in_lock_order
 from ncclpy.core.library cimport driver, nccl, require_driver
 from ncclpy.core.marks cimport Mark
-from ncclpy.core.operation cimport ALL_REDUCE, raise_issue
+from ncclpy.core.operation cimport Operation, raise_issue
 from ncclpy.core.progress cimport wait_stream
 from ncclpy.core.resources cimport HeldRanges, hold_ranges
 from ncclpy.core.stream cimport Stream
@@ -112,16 +112,22 @@ cdef class Graph:
     cdef int _enter(self, Recorded plan) except -1:
         """Mark the replays for the watcher, each by a communicator of its device that has a deadline."""
         cdef Handle handle
-        cdef size_t i
+        cdef Operation what
+        cdef size_t i, j
         for i in range(self.count):
             self.replays[i].mark = NULL
             self.replays[i].watched = NULL
             for handle in plan.handles:
                 if handle.watched and handle.device == self.replays[i].device:
                     self.replays[i].watched = <PyObject*>handle
+                    for j in range(plan.count):  # it stands for all of them
+                        if plan.parts[j].step.handle == <PyObject*>handle:
+                            what = plan.parts[j].step.operation
+                            break
+                    what.stream = self.replays[i].stream
                     with nogil:
                         handle.lock()
-                        self.replays[i].mark = handle.enter_call(self.replays[i].stream, handle.limit, ALL_REDUCE)
+                        self.replays[i].mark = handle.enter_call(&what, handle.limit)
                         handle.unlock()
                     break
         return 0

@@ -70,7 +70,7 @@ class Circle:
     look
         Returns the standing of one of them, see `Reports`.
     ledgers
-        Where what they have launched is noted, by rank: so much is told also while a call keeps the GIL.
+        Where what they have launched is noted, by rank, if it is: so much is told also while a call keeps the GIL.
     arrivals
         By which they have met.
     """
@@ -113,7 +113,8 @@ class Circle:
             for each in self._reports:
                 each.watched = False
         for each in self._reports:
-            each.begin(self._ledgers[each.rank])
+            if each.rank in self._ledgers:
+                each.begin(self._ledgers[each.rank])
         self._beat()
         if self._over:  # meanwhile
             self._hear_no_more()

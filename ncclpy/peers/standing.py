@@ -72,7 +72,8 @@ class RankState:
     rank
         Which rank of the group.
     state
-        ``"waits"``: it has begun `current`, which is not done. ``"idle"``: it is in no operation of the
+        ``"waits"``: it has begun `current`, which is not done. ``"launched"``: it has begun `current`; whether that
+        is done is not known, of a communicator without a deadline. ``"idle"``: it is in no operation of the
         group, and its Python runs. ``"closed"``: it has closed the group, or given up the communicator.
         ``"ended"``: its process has ended. ``"stopped"``: its process is stopped, by SIGSTOP or a debugger.
         ``"silent"``: it has not answered, but its process lives as far as is known: its Python does not run,
@@ -109,7 +110,8 @@ def unpack(rank: int, packed: bytes | None, state: str) -> RankState:
         told = json.loads(packed or b"{}")
         moment = time.time()
         current, finished = (None if told.get(key) is None else Began(**told[key]) for key in ("current", "finished"))
-        found = "closed" if told.get("closed") else "waits" if current else "idle"
+        within = "launched" if told.get("launched") else "waits"
+        found = "closed" if told.get("closed") else within if current else "idle"
         since, at = told.get("since"), told.get("at")
         return RankState(
             rank, state or (found if packed else "unknown"), current, finished,
@@ -196,6 +198,7 @@ def _clause(state: RankState, subject: Began | None) -> str:
     inside = _braces(f", last heard of in {state.current}") if state.current else last and f", last heard of{last}"
     return {
         "waits": lambda: _waits(state.current, subject),
+        "launched": lambda: f"{{who}} {{have}} launched {_braces(str(state.current))}, which may be done{{since}}",
         "idle": lambda: (
             f"{{who}} {{have}} finished {_braces(state.finished.name)} and {{are}} in no operation{{since}}"
             if state.finished

@@ -11,6 +11,8 @@ import mortal_arrays
 import pytest
 from paths import SUPPORT
 
+import testing
+
 SCRIPT = SUPPORT / "early_end_runs.py"
 
 
@@ -22,7 +24,7 @@ def test_nothing_touches_freed_memory_or_stays_behind(host_engine, runs):
         capture_output=True,
         text=True,
         cwd="/",
-        timeout=115,
+        timeout=115 if runs == 24 else testing.LONG,
     )
     *failed, sums = (json.loads(line) for line in done.stdout.splitlines())
     assert not failed, f"repeat with `python early_end_runs.py --seeds {failed[0]['seed']}`: {failed[0]}"

@@ -201,7 +201,7 @@ def test_random_programs_of_several_threads(make_manager, seed):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(100)
+        thread.join(testing.LONG if seed else 100)
         assert not thread.is_alive(), "a program does not come to its end"
     assert not failures, failures
 

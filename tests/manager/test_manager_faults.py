@@ -11,6 +11,8 @@ import sys
 import pytest
 from paths import SUPPORT
 
+import testing
+
 SCRIPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "manager_fault_runs.py")
 PROCESSES = 5  # at once: most of the time they wait for deadlines
 
@@ -25,7 +27,7 @@ def test_every_work_ends_whatever_goes_wrong(host_engine, first, cores, runs_eac
             capture_output=True,
             text=True,
             cwd="/",
-            timeout=100,
+            timeout=100 if runs_each < 50 else testing.LONG,
         )
 
     with concurrent.futures.ThreadPoolExecutor(PROCESSES) as pool:

@@ -93,7 +93,7 @@ def test_with_a_lane_for_each_device(tests):
         options = ["-q", "-n", "0", "-p", "no:cacheprovider"]
         sys.exit(pytest.main([*options, {__file__!r}, "-k", {tests!r}]))
         """,
-        timeout=110,
+        timeout=110 if "and" in tests else testing.LONG,
     )
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from paths import SUPPORT
 
+import testing
+
 SCRIPT = Path(__file__).parent / "segment_runs.py"
 
 
@@ -24,7 +26,7 @@ def test_what_is_registered_is_what_should_be(host_engine, seed, runs):
         capture_output=True,
         text=True,
         cwd="/",
-        timeout=100,
+        timeout=100 if runs < 500 else testing.LONG,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert int(done.stdout) > 0, "memory that was in use was let go of"

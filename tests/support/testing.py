@@ -41,6 +41,10 @@ def _may_share_devices() -> bool:
     return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and ncclpy.library().engine == "cuda"
 
 
+#: Seconds for one process of a long campaign: minutes on a machine that has much else to do.
+LONG = 280
+
+
 def need_processes(count: int) -> None:
     """Skip the test unless so many processes can have a device each, or may share those there are."""
     # Of processes that share a GPU only one runs at a time: more than two take too long to wait for each other.

@@ -17,6 +17,8 @@ from host_checks import in_thread, join, start, wait_for
 from nccl_calls import REMOTE, SUM, SYSTEM, NcclError
 from paths import SUPPORT
 
+import testing
+
 HERE = Path(__file__).resolve().parent
 FLOAT32 = 7
 
@@ -30,7 +32,7 @@ def test_kills_at_random_moments(kills):
         env=os.environ | {"PYTHONPATH": str(SUPPORT)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=100 if kills == 10 else testing.LONG,
         cwd="/",
     )
     runs = [json.loads(line) for line in done.stdout.splitlines()]

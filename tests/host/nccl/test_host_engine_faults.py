@@ -31,6 +31,7 @@ from nccl_calls import (
 from paths import SUPPORT
 
 import ncclpy
+import testing
 
 HERE = Path(__file__).resolve().parent
 FLOAT32 = 7
@@ -565,7 +566,7 @@ def test_random_runs_end_in_an_answer(count):
     ]
     runs = []
     for half in halves:
-        said, errors = half.communicate(timeout=110)
+        said, errors = half.communicate(timeout=110 if count == 50 else testing.LONG)
         *mine, left = [json.loads(line) for line in said.splitlines()]
         assert half.returncode == 0 and len(mine) == count // 2, errors
         runs += mine

@@ -1,0 +1,14 @@
+"""The other ranks of a communicator: where its processes have a store in common, somebody above asks them what they do."""
+
+
+cdef class Fellows:
+    """Nobody in particular; who can ask builds on it."""
+
+    cpdef int explain(self, object error) except -1:
+        raise NotImplementedError
+
+    cpdef int leave(self) except -1:
+        raise NotImplementedError
+
+    cpdef int left(self, double seconds) except -1:
+        raise NotImplementedError

@@ -1,0 +1,236 @@
+"""Who is wrong: an error of a Communicator that a launcher's processes have made says what all its ranks do."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+
+import pytest
+from group_worlds import launched
+
+import testing
+
+#: Two processes that have done one collective; then the second one does something else.
+PROGRAM = """
+import contextlib
+import testing
+from ncclpy.bootstrap import rendezvous
+from ncclpy.peers import reports
+
+reports.PATIENCE = 1.5  # on a machine that is busy an answer may take its time
+
+lib = testing.arrays()
+place, store = rendezvous()
+rank, size = place.rank, place.size
+device = testing.device_of(rank)
+options = {'timeout': 60.0}
+comm = None
+
+def make(**options):
+    global comm
+    comm = ncclpy.Communicator.from_env(device=device, **options)
+
+def array(count):
+    return lib.argument(lib.make(np.ones(count, np.float32), device))
+
+def begin():
+    comm.all_reduce(array(2), timeout=30)
+    ncclpy.synchronize(device)
+    time.sleep(1.5)  # a standing is told within a second
+    store.set(f'process {rank}', str(os.getpid()).encode())
+    store.barrier('all have told', rank, size)
+
+def say(error):
+    states = None if error.ranks is None else [each.state for each in error.ranks]
+    print('rank', rank, 'has', type(error).__name__, states, '|', error, '|', flush=True)
+    for other in range(size):
+        if other != rank and other not in waiting:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(store.get(f'process {other}')), signal.SIGKILL)
+
+waiting = range(size - 1)  # all others but the last
+"""
+
+#: What those do then whom the last one keeps waiting: the arrays may be on a GPU, where nobody waits for them.
+TROUBLE = """
+def wait(**options):
+    comm.all_reduce(array(1024), **options)
+    until = time.monotonic() + 30
+    while time.monotonic() < until:  # of what was left on the device the next call tells
+        ncclpy.synchronize(device)
+        time.sleep(0.05)
+        comm.all_reduce(array(3), **options)
+try:
+    store.set(f'rank {rank} waits', b'')
+    wait(timeout=2.0)
+except ncclpy.NcclError as error:
+    failure = error
+if size > 2:
+    store.barrier('all who wait have failed', rank, size - 1)
+say(failure)
+comm.close()
+"""
+
+LATE = "rank {last} has finished all_reduce #0 and is in no operation since "
+AFTER = " after all_reduce #0"
+CLOSED = "rank {last} has closed the communicator" + AFTER
+WHAT = {
+    "late": ("time.sleep(40)", "idle", LATE),
+    "holds the GIL": (
+        "import ctypes\nctypes.PyDLL(None).sleep(40)",
+        "silent",
+        "rank {last} does not answer, and the process lives: its Python does not run, last heard of" + AFTER,
+    ),
+    "stopped": (
+        "os.kill(os.getpid(), signal.SIGSTOP)",
+        "stopped",
+        "rank {last}'s process is stopped (by SIGSTOP or a debugger), last heard of" + AFTER,
+    ),
+    "closed": ("comm.close()\ntime.sleep(40)", "closed", CLOSED),
+    "aborted": ("comm.abort()\ntime.sleep(40)", "closed", CLOSED),
+    "killed": (
+        "store.get('rank 0 waits')\ntime.sleep(0.5)\nos.kill(os.getpid(), signal.SIGKILL)",
+        "ended",
+        "rank {last}'s process has ended, last heard of" + AFTER,
+    ),
+    "another operation": (
+        "comm.broadcast(array(4), root=1, timeout=30)\ntime.sleep(40)",
+        "waits",
+        "in broadcast #1 ",  # the host engine tells it too, that sees the difference at once
+    ),
+}
+
+
+def lines_of(tmp_path, ranks, does, trouble=TROUBLE, made="make(timeout=60)"):
+    """Return what those say whom the last rank keeps waiting: the error's class, the states, and the text."""
+    testing.need_processes(ranks)
+    program = f"{PROGRAM}\n{made}\nbegin()\nif rank == size - 1:\n" + textwrap.indent(does, "    ")
+    output = launched(tmp_path, ranks, program + "\n    os._exit(0)\n" + trouble, "--no-kill")[1]
+    lines = [line.partition(" has ")[2].split(" | ")[:2] for line in output.splitlines() if " has Nccl" in line]
+    assert len(lines) == ranks - 1, output
+    return [(*head.partition(" ")[::2], text) for head, text in lines]
+
+
+@pytest.mark.parametrize("what", WHAT)
+def test_what_a_rank_does_instead(tmp_path, what):
+    does, state, said = WHAT[what]
+    [(_, states, text)] = lines_of(tmp_path, 2, does)
+    assert states == f"['waits', '{state}']", text
+    assert said.format(last=1) in text
+    # Whose end of a difference is seen first says what it is about.
+    subject = r"(broadcast #1 \(float32 x 4, root 1\)|all_reduce #1 \(float32 x 1,024, sum\))"
+    names = rf"\. {subject} of communicator '[0-9a-f]{{8}}': rank 0 (waits|is) in all_reduce #1 "
+    assert re.search(names + r".*since [0-9.]+ m?s; rank 1", text), text
+    assert text.count("broadcast") == 0 or what == "another operation", text
+    assert "see which of the other ranks" not in text, "advice to find out what is said here"
+
+
+def test_all_say_the_same(tmp_path):
+    """Who is first in trouble asks for all, and leaves what it heard to those that come later."""
+    lines = lines_of(tmp_path, 3, *WHAT["late"][:1])
+    texts = {text.partition(". all_reduce #1 (")[2] for _, _, text in lines}
+    assert len(texts) == 1 and "ranks 0-1 wait in all_reduce #1 since" in texts.pop(), lines
+    assert {states for _, states, _ in lines} == {"['waits', 'waits', 'idle']"}
+
+
+GROUP = TROUBLE.replace(
+    "    comm.all_reduce(array(1024), **options)\n",
+    "    with ncclpy.group(**options):\n        comm.all_reduce(array(1024))\n        comm.all_reduce(array(1024))\n",
+)
+
+
+def test_in_a_group_of_calls(tmp_path):
+    [(_, states, text)] = lines_of(tmp_path, 2, "time.sleep(40)", GROUP)
+    assert states == "['waits', 'idle']" and LATE.format(last=1) in text, text
+    assert re.search(r"rank 0 waits in all_reduce #[12] since", text), text
+
+
+def test_with_calls_recorded(tmp_path):
+    """The recorder tells of a call as a whole; it is explained once."""
+    made = "from ncclpy.engine import recorder\nrecorder.record_all()\nmake(timeout=60)"
+    [(_, states, text)] = lines_of(tmp_path, 2, "time.sleep(40)", made=made)
+    assert states == "['waits', 'idle']" and text.count(LATE.format(last=1)) == 1, text
+
+
+def test_a_deadline_that_the_watcher_keeps(tmp_path):
+    """Nobody waits for what is on the stream; the next call says what became of it, and what the others did."""
+    trouble = """
+    stream = ncclpy.Stream(device)
+    first, second = array(1024), array(3)
+    until = time.monotonic() + 30
+    try:
+        comm.all_reduce(first, stream=stream)
+        while time.monotonic() < until:
+            time.sleep(0.5)
+            comm.all_reduce(second, stream=stream)
+    except ncclpy.NcclError as error:
+        say(error)
+    """
+    made = "make(timeout=2.0)"
+    [(kind, states, text)] = lines_of(tmp_path, 2, "time.sleep(40)", textwrap.dedent(trouble), made)
+    assert (kind, states) == ("NcclTimeout", "['waits', 'idle']"), text
+    assert "rank 0 waits in all_reduce #1 since" in text and LATE.format(last=1) in text
+
+
+def test_what_was_launched_without_a_deadline(host_engine, tmp_path):
+    """Whether it is done is not known: there is no mark behind it, and nobody has waited."""
+    program = """
+make()
+stream = ncclpy.Stream(device)
+mine = array(2)
+comm.all_reduce(mine, stream=stream)
+stream.synchronize()
+store.set(f'process {rank}', str(os.getpid()).encode())
+store.barrier('all have told', rank, size)
+if rank == 2:
+    store.get('rank 0 waits')
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)
+if rank == 1:
+    time.sleep(40)
+store.set('rank 0 waits', b'')
+try:
+    comm.all_reduce(array(1024))
+except ncclpy.NcclRemoteError as error:
+    waiting = [0]
+    say(error)
+"""
+    output = launched(tmp_path, 3, PROGRAM + program, "--no-kill")[1]
+    [line] = [line for line in output.splitlines() if " has Nccl" in line]
+    assert "['waits', 'launched', 'ended']" in line, line
+    assert "rank 1 has launched all_reduce #0 (float32 x 2, sum), which may be done since" in line
+
+
+def test_a_store_that_is_lost_is_said_to_be(tmp_path):
+    trouble = "if rank == 0:\n    from ncclpy.bootstrap import launched\n    launched._store.close()\n"
+    wait = TROUBLE.replace("store.set(f'rank {rank} waits', b'')", "pass").replace("say(failure)", "print(\n"
+        "    'rank', rank, 'has', type(failure).__name__, failure.ranks, '|', failure, '|', flush=True)")  # fmt: skip
+    [(kind, states, text)] = lines_of(tmp_path, 2, "time.sleep(8)", trouble + wait)
+    assert (kind, states) == ("NcclTimeout", "None"), text
+    assert "the communicator was aborted" in text and ". What the other ranks do is not known: " in text
+
+
+def test_all_who_have_closed_leave_nothing_behind(tmp_path):
+    """A thread and a watch of each communicator go with it, and what it has told goes with the last of its ranks."""
+    testing.need_processes(2)
+    program = """
+import threading
+make(timeout=60)
+begin()
+ours = 'ncclpy-watch', 'ncclpy-leave'
+assert any(each.name == 'ncclpy-watch' for each in threading.enumerate())
+assert any('standing/' in name for name in store.keys('ncclpy/communicator-1/'))
+store.barrier('all have seen', rank, size)
+comm.close()
+store.barrier('all have closed', rank, size)
+testing.wait_for(lambda: not store.keys('ncclpy/communicator-1/'), 'the last to go')
+testing.wait_for(lambda: not [each.name for each in threading.enumerate() if each.name in ours], 'threads')
+make(timeout=60)
+comm.all_reduce(array(2))
+ncclpy.synchronize(device)
+comm.close()
+print('rank', rank, 'has left nothing', flush=True)
+store.barrier('all are done', rank, size)
+"""
+    output = launched(tmp_path, 2, PROGRAM + program)[1]
+    assert output.count("has left nothing") == 2, output

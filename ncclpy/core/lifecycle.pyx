@@ -93,6 +93,10 @@ cdef class Lifecycle(Handle):
         `ncclpy.bootstrap.environment`), and the id through the store at which these processes meet
         (`ncclpy.bootstrap.rendezvous`). All of them call it, any number of times, each time for a new clique.
 
+        When one of its operations fails later, by a deadline, a dead peer or ranks that do not agree, the error says
+        what each rank does, as they tell each other through that store, and ``error.ranks`` lists it. To ask takes
+        0.3 s where a rank does not answer, and 3 s where the store does not.
+
         Parameters
         ----------
         device : int, optional

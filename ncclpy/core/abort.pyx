@@ -16,7 +16,7 @@ from ncclpy.abi.locks cimport mutex_unlock
 from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclInvalidArgument, ncclResult_t, ncclSuccess
 from ncclpy.core.check cimport keep_words, nccl_error
 from ncclpy.core.device cimport lend_device, take_device_back
-from ncclpy.core.handle cimport Handle, lock_within, tell_trouble
+from ncclpy.core.handle cimport Handle, lock_within, note_failure, tell_trouble
 from ncclpy.core.library cimport abort_preempts, nccl, require, version_code
 from ncclpy.core.state cimport ABORTED, is_over
 from ncclpy.core.tenant cimport Tenant
@@ -292,6 +292,7 @@ cdef int end_quietly(list threads, object reason, object error) except -1:
 
 
 cdef int leave(list handles, object reason, object error) except -1:
+    note_failure(handles, error)
     end_quietly(begin_quietly(handles, reason), reason, error)
     return tell_trouble(handles, error)
 
@@ -355,6 +356,7 @@ cdef int end_call(list handles, Call call, list children, object reason, object 
     if call is not None and not stays:
         ending = _Ending()
         ending.call, ending.children, ending.reason = call, children, reason
+    note_failure(handles, error)
     try:
         threads = begin_quietly(ends, reason)
         if ending is not None:  # before anything is waited for: a signal may come once more

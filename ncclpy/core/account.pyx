@@ -6,16 +6,12 @@ where the communicator has a deadline, whose marks stand behind each operation.
 
 from libc.string cimport memcmp, memset
 
-from ncclpy.abi.driver cimport CUstreamCaptureMode
-from ncclpy.core.capture cimport relax, restore
-from ncclpy.core.handle cimport Handle, lock_within
-from ncclpy.core.marks cimport find_overdue, first_marked
+from ncclpy.abi.nccl cimport ncclSuccess
+from ncclpy.core.handle cimport BROKEN, LOOK_PATIENCE, Handle, lock_within
+from ncclpy.core.marks cimport Mark, first_marked
 from ncclpy.core.operation cimport Operation, has_root, reduces
-from ncclpy.core.state cimport READY
+from ncclpy.core.state cimport ABORTED, FINALIZED, READY, SUSPENDED
 from ncclpy.core.wait cimport now
-
-# How long a look waits for a thread that is inside the communicator, in seconds.
-cdef double PATIENCE = 0.002
 
 cdef enum:
     NOTHING  # no call was made yet
@@ -25,6 +21,9 @@ cdef enum:
 
 _NAMES = (None, "within", "launched", "done")
 
+#: The account of a communicator that was aborted for no error of NCCL's; with the last operation, if that was done.
+GIVEN_UP = ("given up", None, 0.0)
+
 
 def account_of(Handle handle not None):
     """Return what this rank does on a communicator that was told to note that.
@@ -33,23 +32,27 @@ def account_of(Handle handle not None):
     -------
     tuple of (str or None, tuple or None, float)
         ``"within"`` an operation; ``"launched"`` one, of which no end is known; ``"done"`` with all; None before the
-        first. The operation: kind, sequence, data type, count, operator and root (-1 for none). Seconds since then.
+        first; or `GIVEN_UP`. The operation: kind, sequence, data type, count, operator and root (-1 for none). Seconds since then.
     """
     cdef Operation what
     cdef double since = 0, moment, ended = handle.ended
     cdef long long arrived = handle.arrived
     cdef int state
+    # Aborted for no error that it has to tell of.
+    cdef bint given_up = handle.state == ABORTED and not handle.failing and handle.verdict is None
     memset(&what, 0, sizeof(what))
     with nogil:
         state = _look(handle, &what, &since, arrived)
         moment = now()
     if state == DONE and arrived == what.sequence:
         since = max(since, ended)
+    if given_up and state != DONE:
+        return GIVEN_UP
     if state == NOTHING:
         return None, None, 0.0
     op = what.op if reduces(what.kind) else -1
     root = what.root if has_root(what.kind) else -1
-    return _NAMES[state], (what.kind, what.sequence, what.datatype, what.count, op, root), max(0.0, moment - since)
+    return GIVEN_UP[0] if given_up else _NAMES[state], (what.kind, what.sequence, what.datatype, what.count, op, root), max(0.0, moment - since)
 
 
 def name_of(Handle handle not None):
@@ -58,37 +61,33 @@ def name_of(Handle handle not None):
 
 
 cdef int _look(Handle handle, Operation* what, double* since, long long arrived) noexcept nogil:
-    cdef const Operation* marked = NULL
+    cdef const Mark* marked = NULL
     cdef Operation again
-    cdef CUstreamCaptureMode mode
-    cdef double limit
-    cdef int state
-    if not lock_within(&handle.mutex, now() + PATIENCE):  # a call is stuck: what it has noted stands
+    cdef bint broken = handle.failing == BROKEN or handle.peek() != ncclSuccess
+    cdef bint within
+    if handle.state in (READY, FINALIZED, SUSPENDED) and not handle.failing:
+        handle.look_at_marks()
+    if not lock_within(&handle.mutex, now() + LOOK_PATIENCE):  # a call is stuck: what it has noted stands
         while True:
             what[0] = handle.latest
             again = handle.latest
             if memcmp(what, &again, sizeof(again)) == 0:
                 break
         since[0] = handle.began
-        return _state_of(handle, what, arrived)
-    if handle.marks != NULL and handle.sequence:
-        if handle.state == READY and not handle.failing:  # an abort ends operations without doing them
-            mode = relax()
-            find_overdue(handle.marks, now(), &limit)
-            restore(mode)
+        return NOTHING if handle.began == 0 else DONE if arrived == what.sequence else WITHIN
+    if handle.marks != NULL and not broken:
         marked = first_marked(handle.marks)
-    what[0] = handle.latest if marked == NULL else marked[0]
-    since[0] = handle.began
-    state = WITHIN if marked != NULL else _state_of(handle, what, arrived)
+    if marked != NULL:
+        what[0], since[0] = marked.what, marked.made
+    else:
+        what[0], since[0] = handle.latest, handle.began
+    within = handle.waiters or handle.inside != 0 or handle.failing or handle.state == ABORTED
+    within = marked != NULL or (within and (broken or not handle.marked))
     handle.unlock()
-    return state
-
-
-cdef int _state_of(Handle handle, const Operation* what, long long arrived) noexcept nogil:
-    if handle.began == 0:
+    if since[0] == 0:
         return NOTHING
     if arrived == what.sequence:
         return DONE
-    if handle.waiters or handle.inside != 0 or handle.failing or handle.state != READY:
+    if within:
         return WITHIN
-    return DONE if handle.marks != NULL else LAUNCHED
+    return DONE if handle.marked else LAUNCHED

@@ -120,8 +120,10 @@ cdef list _end(Handle handle, double limit):
         return []
     except BaseException as error:
         early = "what was issued did not end" if isinstance(error, NcclError) else "it was interrupted"
-        leave([handle], f"close: {early}", error)
-        _release(handle)
+        try:
+            leave([handle], f"close: {early}", error)
+        finally:  # also if Ctrl-C comes a second time
+            _release(handle)
         raise
     try:
         failures = _release(handle)

@@ -1,3 +1,6 @@
+from typing_extensions import disjoint_base
+
+@disjoint_base
 class Fellows:
     def explain(self, error: BaseException) -> int: ...
     def leave(self) -> int: ...

@@ -19,10 +19,10 @@ from ncclpy.core.birth cimport ASKED
 from ncclpy.core.check cimport nccl_error
 from ncclpy.core.config cimport struct_version
 from ncclpy.core.flight cimport hold
-from ncclpy.core.handle cimport count_waits, in_lock_order
+from ncclpy.core.handle cimport count_waits, in_lock_order, tell_trouble
 from ncclpy.core.library cimport abort_preempts, nccl, require
 from ncclpy.core.operation cimport NOT_THERE, WINDOW, function_of, raise_issue
-from ncclpy.core.overdue cimport begin_whole, end_whole, tell_overdue
+from ncclpy.core.overdue cimport begin_whole, end_whole
 from ncclpy.core.progress cimport born, check_alive, finish, give_up, wait_stream
 from ncclpy.core.state cimport ABORTED, FINALIZED, INITIALISING, READY
 from ncclpy.core.stretch cimport follow_late, make_calls
@@ -367,7 +367,7 @@ cdef int _launch_tapped(Group group, Tap tap) except -1:
                 done = (id(<object>step.handle), <uintptr_t>step.operation.stream) in waited
                 tap.end(noted[i], &step.operation, done, failure)
         if failure is not None:
-            tell_overdue(group.handles + [child for _, child in group.births], failure)
+            tell_trouble(group.handles + [child for _, child in group.births], failure)
     return 0
 
 

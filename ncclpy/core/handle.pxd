@@ -18,6 +18,12 @@ cdef enum:
     LOCK_BUSY = -5
 
 
+# Why operations are not finished.
+cdef enum:
+    LATE = 1  # a deadline has passed, for what has no end
+    BROKEN = 2  # something has failed: what was last begun has an end, and no result
+
+
 cdef class Handle:
     cdef int state  # changed by `become` alone
     cdef ncclComm_t raw
@@ -78,7 +84,8 @@ cdef class Handle:
     cdef double began  # when it was made
     cdef long long arrived  # the last call whose data were waited for, and came, -1 if there is none; by the GIL
     cdef double ended  # when they came; by the GIL
-    cdef bint failing  # an error is being raised: what was begun was not finished
+    cdef bint marked  # it has a mark, or the group that it is of; guarded by the mutex
+    cdef int failing  # an error is being raised, see below: what was begun was not finished
     cdef int descendants  # communicators that were made from it, to name the next one
     cdef object __weakref__
 
@@ -140,6 +147,8 @@ cdef class Handle:
     cdef object timeout_error(self, object what, double waited)
     # Have an error that the others may have a part in say what they do, where they can be asked.
     cdef int explain(self, object error) except -1
+    # Look what the device has ended so far: an abort ends the rest without doing it.
+    cdef void look_at_marks(self) noexcept nogil
 
     # What hangs on it: its private stream, buffers that NCCL has registered; and objects that are kept until the
     # communicator and, where one is given, the stream can touch them no more.
@@ -150,6 +159,9 @@ cdef class Handle:
     # The name of one that is made from this one, with a mark of those who belong to it.
     cdef str name_next(self, str mark)
 
+
+# Note that communicators are to be aborted for what an error says, if it is one of NCCL's.
+cdef int note_failure(list handles, object error) except -1
 
 # Have the communicators' fellows explain an error, and tell of it, if it is NcclTimeout, who wants to know.
 cdef int tell_trouble(list handles, object error, bint wait=*) except -1
@@ -164,5 +176,8 @@ cdef PyObject** in_lock_order(list handles) except NULL
 # Count the waits that calls are made for, of (handle, ...), before they are made; and with -1 when they are over: who
 # closes a communicator waits for them.
 cdef int count_waits(list waits, int by) except -1
+
+# How long a look at what the device has ended waits for a thread that is inside the communicator, in seconds.
+cdef double LOOK_PATIENCE
 
 cdef bint on_main_thread() noexcept nogil

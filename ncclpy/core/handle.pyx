@@ -14,6 +14,7 @@ import weakref
 
 from libc.stdlib cimport malloc
 
+from ncclpy.abi.driver cimport CUstreamCaptureMode
 from ncclpy.abi.locks cimport (
     LOCK_COMM,
     LOCK_GATE,
@@ -26,12 +27,13 @@ from ncclpy.abi.locks cimport (
 )
 from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
 from ncclpy.core.birth cimport ASKED, BY_ITSELF, FROM_GUARD, IN_PARENT, MADE
+from ncclpy.core.capture cimport relax, restore
 from ncclpy.core.check cimport check
 from ncclpy.core.flight cimport hold
 from ncclpy.core.library cimport abort_preempts, nccl, require
-from ncclpy.core.marks cimport free_marks, mark_begin, mark_end
+from ncclpy.core.marks cimport find_overdue, free_marks, mark_begin, mark_end
 from ncclpy.core.missing cimport who_is_missing
-from ncclpy.core.overdue cimport tell_overdue
+from ncclpy.core.overdue cimport in_whole, tell_overdue
 from ncclpy.core.overrides cimport guarded_was_in_progress
 from ncclpy.core.ranges cimport Ranges
 from ncclpy.core.state cimport (
@@ -50,13 +52,15 @@ from ncclpy.core.stream cimport Stream, event_behind
 from ncclpy.core.tenant cimport has_ended, shut_door, tell_ended
 from ncclpy.core.wait cimport FOREVER, now, now_about, pause
 
-from ncclpy.core.errors import ADVICE, NcclAborted, NcclError, NcclRemoteError, NcclTimeout, not_copied, seconds
+from ncclpy.core.errors import ADVICE as _ADVICE
+from ncclpy.core.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, not_copied, seconds
 
 cdef extern from "pthread.h" nogil:
     unsigned long pthread_self()
 
 # How long who takes a handle away waits for who asks NCCL about it.
 cdef double GATE_PATIENCE = 0.2
+cdef double LOOK_PATIENCE = 0.002
 # How long an abort waits for a thread that is polling, which does not take long.
 cdef double LATE_PATIENCE = 1.0
 
@@ -179,7 +183,11 @@ cdef class Handle:
 
     cdef Mark* enter_call(self, const Operation* operation, double limit) noexcept nogil:
         self.enter(limit)
-        return mark_begin(self.marks, operation, limit) if self.marks != NULL else NULL
+        cdef Mark* mark = mark_begin(self.marks, operation, limit) if self.marks != NULL else NULL
+        if mark != NULL:
+            mark.made = self.inside
+            self.marked = True
+        return mark
 
     cdef void leave_call(self, Mark* mark, bint issued) noexcept nogil:
         self.inside = 0
@@ -189,7 +197,8 @@ cdef class Handle:
     cdef void note(self, const Operation* operation) noexcept nogil:
         self.latest = operation[0]
         self.began = now_about()
-        self.failing = False
+        self.failing = 0
+        self.marked = False
 
     cdef int note_arrival(self, const Operation* operation) except -1:
         self.arrived = max(self.arrived, operation.sequence)
@@ -449,7 +458,7 @@ cdef class Handle:
                 "whether their machines reach each other"
             )
         else:
-            advice = ADVICE
+            advice = _ADVICE
         missing = who_is_missing(self.speaker())
         advice = f"{missing}. {advice}" if missing else advice
         return NcclTimeout(
@@ -460,11 +469,23 @@ cdef class Handle:
     cdef int explain(self, object error) except -1:
         if self.fellows is None or isinstance(error, NcclAborted) or not isinstance(error, NcclError):
             return 0
+        if in_whole():  # who calls that does so behind it
+            return 0
         # They are asked once: not for what a rank has got wrong alone and can go on from.
         if isinstance(error, (NcclTimeout, NcclRemoteError)) or self.state == ABORTED or self.peek() != ncclSuccess:
-            self.failing = True
+            note_failure([self], error)
             self.fellows.explain(error)
         return 0
+
+    cdef void look_at_marks(self) noexcept nogil:
+        cdef CUstreamCaptureMode mode
+        cdef double limit
+        if self.marks == NULL or not lock_within(&self.mutex, now() + LOOK_PATIENCE):
+            return
+        mode = relax()
+        find_overdue(self.marks, now(), &limit)
+        restore(mode)
+        self.unlock()
 
     cdef CUstream own_stream(self) except NULL:
         """Return the private stream for memory that has none, made on first use."""
@@ -496,6 +517,17 @@ cdef class Handle:
     cdef str name_next(self, str mark):
         self.descendants += 1
         return None if self.group_name is None else f"{self.group_name}/{self.descendants}{mark}"
+
+
+cdef int note_failure(list handles, object error) except -1:
+    cdef Handle handle
+    for handle in handles:
+        if handle.told and not handle.failing and isinstance(error, NcclError):
+            if handle.state != ABORTED:
+                with nogil:
+                    handle.look_at_marks()
+            handle.failing = LATE if isinstance(error, NcclTimeout) else BROKEN
+    return 0
 
 
 cdef int tell_trouble(list handles, object error, bint wait=True) except -1:

@@ -7,6 +7,7 @@ cdef struct Mark:
     CUevent begin
     CUevent end
     Operation what  # for its stream and its names: its buffers may be gone
+    double made  # when the call was made
     double limit  # seconds between the two
     double began  # when the begin was seen to be reached; 0 before
     bint open  # the operation is being issued: its end is still to be recorded
@@ -33,5 +34,5 @@ cdef void mark_end(Marks* marks, Mark* mark, bint issued) noexcept nogil
 # The kind of an operation that is overdue, and the seconds that it had; -1 if none is. What is over is forgotten.
 cdef int find_overdue(Marks* marks, double moment, double* limit) noexcept nogil
 
-# The first operation that the device has not ended, as far as was looked; NULL if there is none.
-cdef const Operation* first_marked(const Marks* marks) noexcept nogil
+# The first whose operation the device has not ended, as far as was looked; NULL if there is none.
+cdef const Mark* first_marked(const Marks* marks) noexcept nogil

@@ -150,9 +150,9 @@ cdef int find_overdue(Marks* marks, double moment, double* limit) noexcept nogil
     return found
 
 
-cdef const Operation* first_marked(const Marks* marks) noexcept nogil:
+cdef const Mark* first_marked(const Marks* marks) noexcept nogil:
     cdef size_t i
     for i in range(marks.count):
         if not marks.ring[(marks.first + i) % marks.capacity].over:
-            return &marks.ring[(marks.first + i) % marks.capacity].what
+            return &marks.ring[(marks.first + i) % marks.capacity]
     return NULL

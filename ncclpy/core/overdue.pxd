@@ -15,3 +15,4 @@ cdef int tell_overdue(list handles, object error, bint wait=*) except -1
 # Between these, in one thread, nothing is told: whoever calls them tells of the outcome.
 cdef void begin_whole() noexcept nogil
 cdef void end_whole() noexcept nogil
+cdef bint in_whole() noexcept nogil

@@ -44,3 +44,7 @@ cdef void begin_whole() noexcept nogil:
 cdef void end_whole() noexcept nogil:
     global ncclpy_wholes
     ncclpy_wholes -= 1
+
+
+cdef bint in_whole() noexcept nogil:
+    return ncclpy_wholes > 0

@@ -15,10 +15,10 @@ from ncclpy.abi.driver cimport CUresult
 from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
 from ncclpy.core.abort cimport begin_abort, begin_quietly, end_quietly, leave, run_handlers
 from ncclpy.core.birth cimport BY_ITSELF, IN_PARENT
-from ncclpy.core.check cimport check_driver, nccl_error, raise_nccl
+from ncclpy.core.check cimport check_driver, nccl_error
 from ncclpy.core.device cimport context_of
-from ncclpy.core.handle cimport PAST_DEADLINE, SLICE_OVER, WAS_ABORTED, on_main_thread, tell_trouble
-from ncclpy.core.library cimport require_driver
+from ncclpy.core.handle cimport PAST_DEADLINE, SLICE_OVER, WAS_ABORTED, note_failure, on_main_thread, tell_trouble
+from ncclpy.core.library cimport nccl, require_driver
 from ncclpy.core.marks cimport new_marks
 from ncclpy.core.overrides cimport look_up_overrides
 from ncclpy.core.state cimport ABORTED, CLOSED, FAILED, INITIALISING, READY
@@ -237,11 +237,13 @@ cdef int _look(Waiting* waiting) noexcept with gil:
         what = waiting.what.decode()
         if now() - waiting.broken > BROKEN_PATIENCE:  # a rank has died, say, and the kernel waits for it
             failure = nccl_error(handle.peek(), waiting.what, NULL)
+            note_failure([handle], failure)
             threads = begin_abort(handle.tied(), f"{what} failed: {failure}")
         elif now() < waiting.deadline:
             return 0
         else:
             failure = handle.timeout_error(what, now() - waiting.started)
+            note_failure([handle], failure)
             threads = begin_abort(handle.tied(), f"{what} passed its deadline")
     except BaseException as error:
         failure = error
@@ -256,6 +258,7 @@ cdef int _look(Waiting* waiting) noexcept with gil:
 cdef int _see_what_came(Handle handle, CUresult result, Waiting* waiting, str what) except -1:
     """Raise unless the data are there that a stream was waited for."""
     cdef ncclResult_t state
+    cdef const char* words = NULL
     if waiting.error != NULL:
         error, threads = <object>waiting.error, <object>waiting.aborting
         Py_XDECREF(waiting.error)
@@ -274,7 +277,11 @@ cdef int _see_what_came(Handle handle, CUresult result, Waiting* waiting, str wh
     if <int>state == WAS_ABORTED:  # by now nobody can tell
         raise handle.aborted_error(f"{what} on {handle!r} did not complete: the communicator was ended meanwhile")
     if state != ncclSuccess and state != ncclInProgress:
-        return raise_nccl(state, waiting.what, handle.raw)
+        if nccl.ncclGetLastError != NULL:
+            words = nccl.ncclGetLastError(handle.raw)
+        error = nccl_error(state, waiting.what, words)
+        tell_trouble([handle], error)
+        raise error
     return 0
 
 

@@ -9,10 +9,10 @@ from ncclpy.abi.nccl cimport ncclInProgress, ncclResult_t, ncclSuccess
 from ncclpy.core cimport tap as _tap
 from ncclpy.core.device cimport lend_device, take_device_back
 from ncclpy.core.group cimport open_group
-from ncclpy.core.handle cimport LOCK_BUSY, WAS_ABORTED, lock_within
+from ncclpy.core.handle cimport LOCK_BUSY, WAS_ABORTED, lock_within, tell_trouble
 from ncclpy.core.marks cimport Mark
 from ncclpy.core.operation cimport WINDOW, function_of, issue, raise_issue
-from ncclpy.core.overdue cimport begin_whole, end_whole, tell_overdue
+from ncclpy.core.overdue cimport begin_whole, end_whole
 from ncclpy.core.progress cimport check_alive, finish, give_up, wait_stream
 from ncclpy.core.state cimport ABORTED, READY
 from ncclpy.core.tap cimport Tap
@@ -66,7 +66,7 @@ cdef int _submit_tapped(
     except BaseException as error:
         end_whole()
         tap.end(noted, operation, False, error)
-        tell_overdue([handle], error)
+        tell_trouble([handle], error)
         raise
     end_whole()
     return tap.end(noted, operation, wait_host, None)

@@ -127,6 +127,10 @@ cdef class Graph:
                     what.stream = self.replays[i].stream
                     with nogil:
                         handle.lock()
+                        what.sequence = handle.sequence
+                        if handle.told:  # all ranks count their replays then, or none does
+                            handle.sequence += 1
+                            handle.note(&what)
                         self.replays[i].mark = handle.enter_call(&what, handle.limit)
                         handle.unlock()
                     break

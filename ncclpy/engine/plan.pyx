@@ -1,7 +1,7 @@
 """Plans: a group that is recorded once and launched any number of times, by one call or as CUDA graphs."""
 
 from cpython.exc cimport PyErr_CheckSignals
-from cpython.ref cimport Py_INCREF
+from cpython.ref cimport Py_INCREF, PyObject
 from libc.stdint cimport uintptr_t
 from libc.stdlib cimport free
 
@@ -11,10 +11,10 @@ from ncclpy.abi.nccl cimport ncclSuccess
 from ncclpy.core.abort cimport ABORT_DEADLINE, begin_abort, end_quietly
 from ncclpy.core.check cimport driver_error, nccl_error
 from ncclpy.core.group cimport Group, current_group
-from ncclpy.core.handle cimport PAST_DEADLINE, Handle, count_waits
+from ncclpy.core.handle cimport PAST_DEADLINE, Handle, count_waits, note_failure, tell_trouble
 from ncclpy.core.library cimport driver
-from ncclpy.core.operation cimport NOT_THERE, function_of, raise_issue
-from ncclpy.core.overdue cimport begin_whole, end_whole, tell_overdue
+from ncclpy.core.operation cimport NOT_THERE, Operation, function_of, raise_issue
+from ncclpy.core.overdue cimport begin_whole, end_whole
 from ncclpy.core.progress cimport be_watched, wait_stream
 from ncclpy.core.state cimport READY
 from ncclpy.core.wait cimport FOREVER, SLICE, as_timeout, now
@@ -129,6 +129,8 @@ cdef class Plan(Recorded):
                 self._await_lanes()
                 for i in range(self.nbatches):
                     self.note(&self.batches[i], errors, late)
+            if late:
+                note_failure(late, errors[-1])
             ends = begin_abort(late, why)  # before the next launch begins, which is not to wait for its end
         finally:
             for i in range(self.nbatches):
@@ -145,6 +147,7 @@ cdef class Plan(Recorded):
                     continue  # it need not come to an end any more
                 try:
                     wait_stream(handle, <CUstream><uintptr_t>stream, "Plan.launch", deadline, self.handles)
+                    self._note_arrival(handle)
                 except NcclError as error:  # the others are waited for all the same
                     errors.append(error)
         except BaseException as error:  # of a signal handler
@@ -153,8 +156,17 @@ cdef class Plan(Recorded):
         if errors:
             self.hold_arrays()
             for error in errors:
-                tell_overdue(self.handles, error)
+                tell_trouble(self.handles, error)
             raise attach(errors[0], errors[1:])
+
+    cdef int _note_arrival(self, Handle handle) except -1:
+        """Note, for the other ranks, that the data of its last operation are there."""
+        cdef const Operation* last = NULL
+        cdef size_t i
+        for i in range(self.count if handle.told else 0):
+            if self.parts[i].step.handle == <PyObject*>handle:
+                last = &self.parts[i].step.operation
+        return 0 if last == NULL else handle.note_arrival(last)
 
     cdef int _await_lanes(self) except -1:
         """Wait until all lanes have made their calls. One that is stuck in one is freed if a signal handler raises."""

@@ -10,7 +10,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from ncclpy.core.account import account_of, name_of
+from ncclpy.core.account import GIVEN_UP, account_of, name_of
 from ncclpy.core.errors import ADVICE, NcclError
 from ncclpy.core.fellows import Fellows
 from ncclpy.engine.ledger import DTYPES, method_name, op_name
@@ -26,6 +26,14 @@ __all__ = ["Company", "fellows_of"]
 
 _log = logging.getLogger("ncclpy.peers")
 
+#: Seconds in which a store that has not answered is not asked again: several communicators may have failed together.
+_DEAF = 10.0
+
+#: Those of communicators that have not been given up, nor dropped, as far as was looked.
+_circles: set[Circle] = set()
+#: When the launcher's store did not answer last, and what was said then.
+_silent: tuple[float, str] | None = None
+
 
 class Company(Fellows):
     """All ranks of one communicator.
@@ -40,49 +48,70 @@ class Company(Fellows):
 
     def __init__(self, comm: Communicator, meeting: Meeting) -> None:
         rank, size = meeting.place.rank, meeting.place.size
-        name = name_of(comm) or meeting.where
-        mine = weakref.ref(comm)
-        self._name = name
+        self._name = name_of(comm) or meeting.where
         self._leaving: threading.Thread | None = None
+        found = weakref.ref(comm)
+        mine: list[Circle] = []
 
         def look(rank: int) -> dict[str, Any]:
-            comm = mine()
-            return standing_of(None if comm is None else account_of(comm))
+            comm = found()
+            if comm is None and mine:  # dropped: a destructor could not have told
+                leave(mine.pop())
+            return standing_of(GIVEN_UP if comm is None else account_of(comm))
 
-        self._circle = Circle(meeting.store, name, [rank], size, look, {}, meeting.arrivals)
+        self._circle = Circle(meeting.store, self._name, [rank], size, look, {}, meeting.arrivals)
+        mine.append(self._circle)
+        _circles.add(self._circle)
         self._circle.listen()
 
     def explain(self, error: BaseException) -> int:
         """Have an error say what all ranks do, unless it does."""
+        global _silent
         try:
-            said, states = self._circle.ask()
+            said, states = None, None
+            if _silent is not None and time.monotonic() - _silent[0] < _DEAF:
+                said = _silent[1]
+            else:
+                said, states = self._circle.ask()
+                _silent = None if states is not None or said is None else (time.monotonic(), said)
             text = str(error)
             if said is not None and said not in text:
                 error.args = (f"{text.removesuffix(ADVICE).rstrip('. ')}. {said}",)
                 error.ranks = states  # type: ignore[attr-defined]
         except Exception:  # what has failed is to be raised all the same
             _log.warning("communicator %s could not ask what its ranks do", self._name, exc_info=True)
+        except BaseException as interrupt:  # of a signal handler; core raises it in place of the error
+            interrupt.__context__ = error
+            raise
         return 0
 
     def leave(self) -> int:
         """Have a thread tell the others that this rank has no communicator any more."""
         try:
-            self._leaving = self._circle.leave()
+            self._leaving = leave(self._circle)
         except Exception:  # what it is called for is to go on in any case
             _log.warning("the ranks of communicator %s could not be told to leave", self._name, exc_info=True)
         return 0
 
     def left(self, seconds: float) -> int:
         """Wait until they have been told."""
-        if self._leaving is not None:
+        if self._leaving is not None and _silent is None:
             self._leaving.join(seconds)
         return 0
 
 
-def standing_of(account: tuple[Any, ...] | None) -> dict[str, Any]:
+def leave(circle: Circle) -> threading.Thread | None:
+    """Have a thread tell the others that a rank has left, and return it, see `Circle.leave`."""
+    _circles.discard(circle)
+    return circle.leave()
+
+
+def standing_of(account: tuple[Any, ...]) -> dict[str, Any]:
     """Return what a rank does as `Reports` tells it, from the account that its communicator gives."""
     told: dict[str, Any] = {"current": None, "finished": None, "since": None}
-    if account is None or account[0] is None:
+    if account[0] == GIVEN_UP[0]:
+        told["closed"] = True
+    if account[1] is None:
         return told
     state, (kind, sequence, dtype, count, op, root), seconds = account
     began = {
@@ -93,7 +122,7 @@ def standing_of(account: tuple[Any, ...] | None) -> dict[str, Any]:
         "op": None if op < 0 else op_name(op),
         "root": None if root < 0 else root,
     }
-    told["finished" if state == "done" else "current"] = began
+    told["finished" if state in ("done", GIVEN_UP[0]) else "current"] = began
     if state == "launched":
         told["launched"] = True
     told["since"] = time.time() - seconds

@@ -70,7 +70,7 @@ class RankState:
     Attributes
     ----------
     rank
-        Which rank of the group.
+        Which rank of the group, or of the communicator.
     state
         ``"waits"``: it has begun `current`, which is not done. ``"launched"``: it has begun `current`; whether that
         is done is not known, of a communicator without a deadline. ``"idle"``: it is in no operation of the

@@ -101,10 +101,10 @@ WHAT = {
 }
 
 
-def lines_of(tmp_path, ranks, does, trouble=TROUBLE, made="make(timeout=60)"):
+def lines_of(tmp_path, ranks, does, trouble=TROUBLE, made="make(timeout=60)", before=""):
     """Return what those say whom the last rank keeps waiting: the error's class, the states, and the text."""
     testing.need_processes(ranks)
-    program = f"{PROGRAM}\n{made}\nbegin()\nif rank == size - 1:\n" + textwrap.indent(does, "    ")
+    program = f"{PROGRAM}\n{made}\nbegin()\n{before}\nif rank == size - 1:\n" + textwrap.indent(does, "    ")
     output = launched(tmp_path, ranks, program + "\n    os._exit(0)\n" + trouble, "--no-kill")[1]
     lines = [line.partition(" has ")[2].split(" | ")[:2] for line in output.splitlines() if " has Nccl" in line]
     assert len(lines) == ranks - 1, output
@@ -143,6 +143,19 @@ def test_in_a_group_of_calls(tmp_path):
     [(_, states, text)] = lines_of(tmp_path, 2, "time.sleep(40)", GROUP)
     assert states == "['waits', 'idle']" and LATE.format(last=1) in text, text
     assert re.search(r"rank 0 waits in all_reduce #[12] since", text), text
+
+
+PLAN = TROUBLE.replace(
+    "    comm.all_reduce(array(1024), **options)\n",
+    "    plan, mine = ncclpy.Plan(), array(1024)\n    with plan.record():\n        comm.all_reduce(mine)\n"
+    "    plan.launch(**options)\n",
+)
+
+
+def test_in_a_plan(tmp_path):
+    [(_, states, text)] = lines_of(tmp_path, 2, "time.sleep(40)", PLAN)
+    assert states == "['waits', 'idle']" and text.count(LATE.format(last=1)) == 1, text
+    assert "rank 0 waits in all_reduce #1 since" in text
 
 
 def test_with_calls_recorded(tmp_path):
@@ -199,6 +212,84 @@ except ncclpy.NcclRemoteError as error:
     [line] = [line for line in output.splitlines() if " has Nccl" in line]
     assert "['waits', 'launched', 'ended']" in line, line
     assert "rank 1 has launched all_reduce #0 (float32 x 2, sum), which may be done since" in line
+
+
+#: What the second rank is in, and what both do before.
+MOMENTS = {
+    # It is done, and nobody has looked at its mark since: another call has failed.
+    "after what ran on a stream": (
+        "stream = ncclpy.Stream(device)\nmine = array(2)\n"
+        "comm.all_reduce(mine, stream=stream)\nstream.synchronize()\n",
+        "comm.all_reduce(array(3), timeout=1.0)",
+        "time.sleep(40)",
+        "['waits', 'idle']",
+        "rank 0 waits in all_reduce #2 since ",
+        "rank 1 has finished all_reduce #1 and is in no operation since ",
+    ),
+    "aborted in a group": (
+        "",
+        "comm.all_reduce(array(3), timeout=1.0)",
+        "with ncclpy.group():\n    comm.abort()\ntime.sleep(40)",
+        "['waits', 'closed']",
+        "rank 0 waits in all_reduce #1 since ",
+        "rank 1 has closed the communicator",
+    ),
+    "left by a signal handler": (
+        "",
+        "store.get('has left')\ncomm.all_reduce(array(3), timeout=1.0)",
+        "def late(*_):\n    raise KeyError\n"
+        "signal.signal(signal.SIGALRM, late)\nsignal.setitimer(signal.ITIMER_REAL, 0.3)\n"
+        "with contextlib.suppress(KeyError):\n    comm.all_reduce(array(5))\n    ncclpy.synchronize(device)\n"
+        "comm.abort()\nstore.set('has left', b'')\ntime.sleep(40)",
+        "['waits', 'closed']",
+        "rank 0 waits in all_reduce #1 since ",
+        "rank 1 has closed the communicator",
+    ),
+    "dropped": (
+        "",
+        "store.get('is gone')\ncomm.all_reduce(array(3), timeout=1.0)",
+        "del comm\ntime.sleep(2.5)\nstore.set('is gone', b'')\ntime.sleep(40)",
+        "['waits', 'closed']",
+        "rank 0 waits in all_reduce #1 since ",
+        "rank 1 has closed the communicator",
+    ),
+    "a graph": (
+        "plan, mine = ncclpy.Plan(), array(2)\nwith plan.record():\n    comm.all_reduce(mine)\n"
+        "graph = plan.capture()\n"
+        "graph.launch()\nncclpy.synchronize(device)\n",
+        "graph.launch()\nncclpy.synchronize(device)\n"
+        "for _ in range(100):\n    time.sleep(0.1)\n    comm.all_reduce(array(3))",
+        "time.sleep(40)",
+        "['waits', 'idle']",
+        "rank 0 waits in all_reduce #3 since ",  # the capture counts as one
+        "rank 1 has finished all_reduce #2 and is in no operation since ",
+    ),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_what_is_no_call_on_cpu_memory(tmp_path, moment):
+    before, does, instead, states, of_this, of_the_other = MOMENTS[moment]
+    trouble = f"try:\n{textwrap.indent(does, '    ')}\nexcept ncclpy.NcclError as error:\n    say(error)\n"
+    made = "make(timeout=3.0)" if moment == "a graph" else "make(timeout=60)"
+    [(_, found, text)] = lines_of(tmp_path, 2, instead, trouble, made, before=before)
+    assert found == states and of_this in text and of_the_other in text, text
+
+
+def test_ranks_that_do_not_agree_in_a_plan(host_engine, tmp_path):
+    """What has failed is over for the device, and not finished."""
+    trouble = """
+    plan, mine = ncclpy.Plan(), array(2)
+    with plan.record():
+        comm.all_reduce(mine)
+    try:
+        plan.launch()
+    except ncclpy.NcclError as error:
+        say(error)
+    """
+    instead = "with contextlib.suppress(ncclpy.NcclError):\n    comm.broadcast(array(9), root=1)\ntime.sleep(40)"
+    [(_, states, text)] = lines_of(tmp_path, 2, instead, textwrap.dedent(trouble))
+    assert states == "['waits', 'waits']" and "in all_reduce #1 " in text and "in broadcast #1 " in text, text
 
 
 def test_a_store_that_is_lost_is_said_to_be(tmp_path):

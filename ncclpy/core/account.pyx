@@ -32,7 +32,8 @@ def account_of(Handle handle not None):
     -------
     tuple of (str or None, tuple or None, float)
         ``"within"`` an operation; ``"launched"`` one, of which no end is known; ``"done"`` with all; None before the
-        first; or `GIVEN_UP`. The operation: kind, sequence, data type, count, operator and root (-1 for none). Seconds since then.
+        first; or `GIVEN_UP`. The operation: kind, sequence, data type, count, operator and root (-1 for none). Seconds
+        since then.
     """
     cdef Operation what
     cdef double since = 0, moment, ended = handle.ended
@@ -52,7 +53,8 @@ def account_of(Handle handle not None):
         return None, None, 0.0
     op = what.op if reduces(what.kind) else -1
     root = what.root if has_root(what.kind) else -1
-    return GIVEN_UP[0] if given_up else _NAMES[state], (what.kind, what.sequence, what.datatype, what.count, op, root), max(0.0, moment - since)
+    name = GIVEN_UP[0] if given_up else _NAMES[state]
+    return name, (what.kind, what.sequence, what.datatype, what.count, op, root), max(0.0, moment - since)
 
 
 def name_of(Handle handle not None):

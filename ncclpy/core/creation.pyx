@@ -177,11 +177,15 @@ cdef object from_env(object cls, object device, dict options):
     place = meeting.place
     comm = cls.init(place.size, place.rank, meeting.brought, device=device, **options)
     made = <Handle?>comm
-    if made.state == READY:  # no rank is still to fetch the id
-        meeting.forget()
-    if place.size > 1:
-        made.fellows = _import_module("ncclpy.peers.fellows").fellows_of(comm, meeting)
-        made.told = made.fellows is not None
+    try:
+        if made.state == READY:  # no rank is still to fetch the id
+            meeting.forget()
+        if place.size > 1:
+            made.fellows = _import_module("ncclpy.peers.fellows").fellows_of(comm, meeting)
+            made.told = made.fellows is not None
+    except BaseException as error:  # nobody else has it
+        leave([made], "from_env did not return it", error)
+        raise
     return comm
 
 

@@ -25,7 +25,7 @@ from ncclpy.core.operation cimport NOT_THERE, WINDOW, function_of, raise_issue
 from ncclpy.core.overdue cimport begin_whole, end_whole
 from ncclpy.core.progress cimport born, check_alive, finish, give_up, wait_stream
 from ncclpy.core.state cimport ABORTED, FINALIZED, INITIALISING, READY
-from ncclpy.core.stretch cimport follow_late, make_calls
+from ncclpy.core.stretch cimport follow_late, make_calls, note_arrival
 from ncclpy.core.tap cimport Tap
 from ncclpy.core.wait cimport FOREVER, SLICE, Call, as_timeout, deadline_after, now, pause
 
@@ -488,7 +488,7 @@ cdef int _see_through(Group group) except -1:
                 wait_stream(
                     handle, <CUstream><uintptr_t>stream, "ncclGroupEnd", _by(group, limit, errors), together
                 )
-                _note_arrival(group, handle)
+                note_arrival(&group.calls, handle)
             except NcclError as error:
                 errors.append(error)
                 handle.explain(error)
@@ -506,16 +506,6 @@ cdef int _see_through(Group group) except -1:
         attach(errors[0], errors[1:])
         raise errors[0]
     return 0
-
-
-cdef int _note_arrival(Group group, Handle handle) except -1:
-    """Note, for the other ranks, that the data of its last operation are there."""
-    cdef const Operation* last = NULL
-    cdef size_t i
-    for i in range(group.count if handle.told else 0):
-        if group.held[i].step.handle == <PyObject*>handle and group.held[i].step.operation.kind < WINDOW:
-            last = &group.held[i].step.operation
-    return 0 if last == NULL else handle.note_arrival(last)
 
 
 cdef int _end_orphans(list children, list errors) except -1:

@@ -1,6 +1,7 @@
 from cpython.ref cimport PyObject
 
 from ncclpy.abi.nccl cimport ncclResult_t, ncclSimInfo_t
+from ncclpy.core.handle cimport Handle
 from ncclpy.core.marks cimport Mark
 from ncclpy.core.operation cimport Operation
 
@@ -41,3 +42,5 @@ cdef bint make_calls(Stretch* stretch, double until) noexcept nogil
 cdef void poll_calls(Stretch* stretch) noexcept nogil
 # Tell the tenants of calls that NCCL has issued after they had returned; who makes calls without polling does so then.
 cdef void follow_late(const Stretch* stretch) noexcept nogil
+# Note, for the other ranks, that the data of a communicator's last operation of them are there.
+cdef int note_arrival(const Stretch* stretch, Handle handle) except -1

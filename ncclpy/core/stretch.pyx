@@ -235,3 +235,14 @@ cdef void poll_calls(Stretch* stretch) noexcept nogil:
     if stretch.result == ncclSuccess:
         follow_late(stretch)
     stretch.words = keep_words(stretch.result)
+
+
+cdef int note_arrival(const Stretch* stretch, Handle handle) except -1:
+    cdef const Operation* last = NULL
+    cdef size_t i
+    cdef Step* step
+    for i in range(stretch.count if handle.told else 0):
+        step = step_of(stretch, i)
+        if step.handle == <PyObject*>handle and step.operation.kind < WINDOW:
+            last = &step.operation
+    return 0 if last == NULL else handle.note_arrival(last)

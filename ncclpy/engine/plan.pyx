@@ -1,7 +1,7 @@
 """Plans: a group that is recorded once and launched any number of times, by one call or as CUDA graphs."""
 
 from cpython.exc cimport PyErr_CheckSignals
-from cpython.ref cimport Py_INCREF, PyObject
+from cpython.ref cimport Py_INCREF
 from libc.stdint cimport uintptr_t
 from libc.stdlib cimport free
 
@@ -13,10 +13,11 @@ from ncclpy.core.check cimport driver_error, nccl_error
 from ncclpy.core.group cimport Group, current_group
 from ncclpy.core.handle cimport PAST_DEADLINE, Handle, count_waits, note_failure, tell_trouble
 from ncclpy.core.library cimport driver
-from ncclpy.core.operation cimport NOT_THERE, Operation, function_of, raise_issue
+from ncclpy.core.operation cimport NOT_THERE, function_of, raise_issue
 from ncclpy.core.overdue cimport begin_whole, end_whole
 from ncclpy.core.progress cimport be_watched, wait_stream
 from ncclpy.core.state cimport READY
+from ncclpy.core.stretch cimport note_arrival
 from ncclpy.core.wait cimport FOREVER, SLICE, as_timeout, now
 from ncclpy.engine.graph cimport Graph
 from ncclpy.engine.lanes cimport borrow_lanes, give_lanes_back, push_jobs
@@ -105,6 +106,7 @@ cdef class Plan(Recorded):
 
     cdef int _launch(self, double limit) except -1:
         cdef size_t i
+        cdef bint at_once
         cdef CUcontext saved = NULL
         cdef double deadline, begun = now()
         cdef Handle handle
@@ -116,7 +118,8 @@ cdef class Plan(Recorded):
             self.whole.calls.limit = limit
             for i in range(self.nbatches):
                 self.batches[i].calls.limit = limit
-            if borrow_lanes(self.lanes, self.nbatches):
+            at_once = borrow_lanes(self.lanes, self.nbatches)
+            if at_once:
                 with nogil:
                     driver.cuCtxGetCurrent(&saved)
                     run_batch(&self.whole, saved, FOREVER)
@@ -147,7 +150,10 @@ cdef class Plan(Recorded):
                     continue  # it need not come to an end any more
                 try:
                     wait_stream(handle, <CUstream><uintptr_t>stream, "Plan.launch", deadline, self.handles)
-                    self._note_arrival(handle)
+                    if at_once:
+                        note_arrival(&self.whole.calls, handle)
+                    for i in range(0 if at_once else self.nbatches):
+                        note_arrival(&self.batches[i].calls, handle)
                 except NcclError as error:  # the others are waited for all the same
                     errors.append(error)
         except BaseException as error:  # of a signal handler
@@ -158,15 +164,6 @@ cdef class Plan(Recorded):
             for error in errors:
                 tell_trouble(self.handles, error)
             raise attach(errors[0], errors[1:])
-
-    cdef int _note_arrival(self, Handle handle) except -1:
-        """Note, for the other ranks, that the data of its last operation are there."""
-        cdef const Operation* last = NULL
-        cdef size_t i
-        for i in range(self.count if handle.told else 0):
-            if self.parts[i].step.handle == <PyObject*>handle:
-                last = &self.parts[i].step.operation
-        return 0 if last == NULL else handle.note_arrival(last)
 
     cdef int _await_lanes(self) except -1:
         """Wait until all lanes have made their calls. One that is stuck in one is freed if a signal handler raises."""

@@ -276,6 +276,13 @@ def test_what_is_no_call_on_cpu_memory(tmp_path, moment):
     assert found == states and of_this in text and of_the_other in text, text
 
 
+def test_a_plan_over_cpu_memory_is_done_when_it_returns(host_engine, tmp_path):
+    before = "plan, mine = ncclpy.Plan(), np.ones(2)\nwith plan.record():\n    comm.all_reduce(mine)\nplan.launch()\n"
+    trouble = "try:\n    comm.all_reduce(array(3), timeout=1.0)\nexcept ncclpy.NcclError as error:\n    say(error)\n"
+    [(_, states, text)] = lines_of(tmp_path, 2, "time.sleep(40)", trouble, "make(abortable=True)", before)
+    assert states == "['waits', 'idle']" and "rank 1 has finished all_reduce #1 and is in no operation" in text, text
+
+
 def test_ranks_that_do_not_agree_in_a_plan(host_engine, tmp_path):
     """What has failed is over for the device, and not finished."""
     trouble = """

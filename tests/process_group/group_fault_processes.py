@@ -96,6 +96,8 @@ def run(seed):
     victim = choose.choice(VICTIMS)
     plan = Plan(choose, victim=victim if victim in ("stays", "aborts", "absent", "killed") else None)
     of_store = choose.choice(STORES)
+    if of_store == "killed":
+        plan.lose_the_store()
     begun = time.monotonic()
     server, pipe = forked(serve)
     port = int(os.read(pipe, 100))

@@ -35,6 +35,8 @@ def run(seed):
     if plan.slow:
         store.choose, store.watches = random.Random(seed), plan.watches
     loses = choose.random() < 0.1
+    if loses:
+        plan.lose_the_store()
     begun = time.monotonic()
     with ncclpy.faults(plan.rules) as faults:
         ranks = [RandomRank(plan, rank, store, lost=loses) for rank in range(plan.size)]

@@ -23,6 +23,8 @@ BRIEF_ACTIONS = "error,error:ncclRemoteError,delay:3ms,hang:150ms"
 BRIEF_CALLS = ("GetUniqueId", "CommInitRankConfig", "CommSplit", "CommGetAsyncError")
 END_ACTIONS = "delay:3ms,hang:150ms"
 END_CALLS = ("CommAbort", "CommFinalize", "CommDestroy")  # an end that fails leaves everything behind
+#: The longest timeout of a run that deadlines are to end, in seconds.
+LONGEST = 0.6
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "ring", "batch", "barrier", "divide")
 KINDS += ("itself", "uneven")
 
@@ -65,7 +67,7 @@ class Plan:
     def __post_init__(self):
         choose = self.choose
         seed, often = choose.getrandbits(30), choose.choice([NEVER, 0.0001, 0.005, 0.02, 0.1])
-        self.timeout = choose.choice([0.3, 0.6])
+        self.timeout = choose.choice([0.3, LONGEST])
         if self.victim == "aborts" and choose.random() < 0.5:  # nothing but the abort ends it in time
             often, self.timeout = NEVER, 4 * DEADLINE
         rules = [f"random seed={seed} p={often} call={call} do={ACTIONS}" for call in CALLS]
@@ -77,6 +79,10 @@ class Plan:
         self.steps.append(("barrier", 1))  # which ends nowhere unless all have come: who stays has to hear of that
         self.when = choose.randrange(len(self.steps))
         self.slow, self.watches = choose.random() < 0.3, choose.random() < 0.7
+
+    def lose_the_store(self):
+        """Leave it to deadlines to end what waits: nobody hears of an abort any more."""
+        self.timeout = min(self.timeout, LONGEST)
 
 
 class RandomRank:

@@ -15,16 +15,18 @@ from ncclpy.abi.driver cimport CUresult
 from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
 from ncclpy.core.abort cimport begin_abort, begin_quietly, end_quietly, leave, run_handlers
 from ncclpy.core.birth cimport BY_ITSELF, IN_PARENT
-from ncclpy.core.check cimport check_driver, nccl_error
+from ncclpy.core.check cimport check_driver, nccl_error, raise_nccl
 from ncclpy.core.device cimport context_of
 from ncclpy.core.handle cimport PAST_DEADLINE, SLICE_OVER, WAS_ABORTED, note_failure, on_main_thread, tell_trouble
-from ncclpy.core.library cimport nccl, require_driver
+from ncclpy.core.library cimport require_driver
 from ncclpy.core.marks cimport new_marks
 from ncclpy.core.overrides cimport look_up_overrides
 from ncclpy.core.state cimport ABORTED, CLOSED, FAILED, INITIALISING, READY
 from ncclpy.core.wait cimport FOREVER, LEAVE, SLICE, await_stream, deadline_after, now, pause
 from ncclpy.core.tenant cimport tell_ready
 from ncclpy.core.watch cimport look_sooner, watch
+
+from ncclpy.core.errors import NcclError
 
 
 cdef int born(Handle child, ncclResult_t result) except -1:
@@ -258,7 +260,6 @@ cdef int _look(Waiting* waiting) noexcept with gil:
 cdef int _see_what_came(Handle handle, CUresult result, Waiting* waiting, str what) except -1:
     """Raise unless the data are there that a stream was waited for."""
     cdef ncclResult_t state
-    cdef const char* words = NULL
     if waiting.error != NULL:
         error, threads = <object>waiting.error, <object>waiting.aborting
         Py_XDECREF(waiting.error)
@@ -277,11 +278,11 @@ cdef int _see_what_came(Handle handle, CUresult result, Waiting* waiting, str wh
     if <int>state == WAS_ABORTED:  # by now nobody can tell
         raise handle.aborted_error(f"{what} on {handle!r} did not complete: the communicator was ended meanwhile")
     if state != ncclSuccess and state != ncclInProgress:
-        if nccl.ncclGetLastError != NULL:
-            words = nccl.ncclGetLastError(handle.raw)
-        error = nccl_error(state, waiting.what, words)
-        tell_trouble([handle], error)
-        raise error
+        try:
+            raise_nccl(state, waiting.what, handle.raw)
+        except NcclError as error:
+            tell_trouble([handle], error)
+            raise
     return 0
 
 

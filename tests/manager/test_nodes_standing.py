@@ -9,25 +9,16 @@ import time
 
 import numpy as np
 import pytest
-from group_worlds import launched
+from group_worlds import IN_A_STORE, launched
 
 import ncclpy
 import testing
 from ncclpy.bootstrap import LocalStore, StoreError
 
 #: Three processes, each with a rank; the last one does something else in place of the second collective.
-PROGRAM = """
-import contextlib
-import testing
-from ncclpy.bootstrap import rendezvous
-from ncclpy.peers import reports
-
-reports.PATIENCE = 1.5  # on a machine that is busy an answer may take its time
-
-lib = testing.arrays()
-place, store = rendezvous()
-rank, size = place.rank, place.size
-device = testing.device_of(rank)
+PROGRAM = (
+    IN_A_STORE
+    + """
 if rank == 0:
     store.set('key', ncclpy.Manager.generate_communicator_key())
 key = store.get('key')
@@ -45,6 +36,7 @@ time.sleep(1.5)  # a standing is told within a second
 store.set(f'process {rank}', str(os.getpid()).encode())
 store.barrier('all have told', rank, size)
 """
+)
 
 #: What the other two do then.
 TROUBLE = """

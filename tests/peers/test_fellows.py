@@ -6,24 +6,14 @@ import re
 import textwrap
 
 import pytest
-from group_worlds import launched
+from group_worlds import IN_A_STORE, launched
 
 import testing
 
 #: Two processes that have done one collective; then the second one does something else.
-PROGRAM = """
-import contextlib
-import testing
-from ncclpy.bootstrap import rendezvous
-from ncclpy.peers import reports
-
-reports.PATIENCE = 1.5  # on a machine that is busy an answer may take its time
-
-lib = testing.arrays()
-place, store = rendezvous()
-rank, size = place.rank, place.size
-device = testing.device_of(rank)
-options = {'timeout': 60.0}
+PROGRAM = (
+    IN_A_STORE
+    + """
 comm = None
 
 def make(**options):
@@ -50,6 +40,7 @@ def say(error):
 
 waiting = range(size - 1)  # all others but the last
 """
+)
 
 #: What those do then whom the last one keeps waiting: the arrays may be on a GPU, where nobody waits for them.
 TROUBLE = """

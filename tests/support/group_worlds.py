@@ -72,6 +72,22 @@ def in_threads(size, program, *arguments):
     return testing.run_threads(size, rank, DEADLINE)
 
 
+#: How programs for `launched` begin that tell and ask, at the launcher's store, what their ranks do.
+IN_A_STORE = """
+import contextlib
+import testing
+from ncclpy.bootstrap import rendezvous
+from ncclpy.peers import reports
+
+reports.PATIENCE = 1.5  # on a machine that is busy an answer may take its time
+
+lib = testing.arrays()
+place, store = rendezvous()
+rank, size = place.rank, place.size
+device = testing.device_of(rank)
+"""
+
+
 def launched(tmp_path, nranks, program, *options):
     """Run a program on so many ranks by `ncclpy run` and return the exit code and what each line says."""
     path = tmp_path / "program.py"

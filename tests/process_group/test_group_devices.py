@@ -50,6 +50,43 @@ def test_several_nodes():
         assert results == [[3], [1 - rank]] * 3 + [(1 - rank, 1)]
 
 
+def comparing(world, check):
+    """Return what collectives and messages bring where calls are compared, and what is said of calls that differ."""
+    other, results, texts = 1 - world.rank, [], []
+
+    def message(group, count, tag):
+        array = world.array(np.full(count, world.rank + tag, np.float32))
+        world.call(group.recv if world.rank else group.send, array, other, tag).wait(DEADLINE)
+        return float(world.lib.read(array)[0])
+
+    with world.group(check=check) as group:
+        for number in range(4):
+            results.append(float(world.sum(group, np.full(3, world.rank + number, np.float32))[0]))
+            results.append(message(group, 5, number))
+        world.meet()
+    for differs in (
+        lambda group: world.sum(group, np.ones(2 + world.rank, np.float32)),
+        lambda group: message(group, 2, 3 + world.rank),
+    ):
+        group = world.group(check=check)
+        with pytest.raises(ncclpy.NcclError) as raised:
+            differs(group)
+        texts.append(str(raised.value))
+        group.abort()
+        world.meet()
+    return results, texts
+
+
+@pytest.mark.parametrize("check", ["first", "always"])
+def test_calls_are_compared_before_they_are_launched(processes, check):
+    """Memory that the processes share tells what each brings, of arrays on devices too."""
+    for results, texts in processes.run(comparing, check):
+        assert results == [each for number in range(4) for each in (1 + 2 * number, number)]
+        assert "rank 0 brings all_reduce of 2 float32 (sum), rank 1 all_reduce of 3 float32 (sum)" in texts[0]
+        first, second = "send of 2 float32 to rank 1 with tag 3", "recv of 2 float32 from rank 0 with tag 4"
+        assert f"rank 0 brings {first}, rank 1 brings {second}" in texts[1]
+
+
 def bool_and_complex(world):
     import torch
 

@@ -15,6 +15,7 @@ import weakref
 
 from ncclpy.abi.locks cimport mutex_trylock
 from ncclpy.core.abort cimport begin_abort
+from ncclpy.core.handle cimport note_failure
 from ncclpy.core.marks cimport find_overdue
 from ncclpy.core.operation cimport function_of
 from ncclpy.core.state cimport READY, is_over
@@ -155,6 +156,7 @@ cdef int _look_at(Handle handle, bint asked_to_stop) except -1:
 cdef int _end(Handle handle, str what, double waited) except -1:
     """Abort a communicator, and leave word for whoever calls it next."""
     handle.verdict = handle.timeout_error(what, waited)
+    note_failure([handle], handle.verdict)  # what is stuck is known now: the abort ends it on the device
     begin_abort(handle.tied(), f"{what} passed its deadline")
     return 0
 

@@ -84,6 +84,7 @@ def test_errors_are_raised_each_time(manager):
 
 
 def test_bad_timeouts(manager):
+    testing.need_devices(2)
     work = manager.all_reduce(0, Data(1).input(0), device=0, num_local=2)
     for timeout in (-1, float("nan")):
         with pytest.raises(ValueError, match="timeout"):
@@ -229,6 +230,7 @@ def test_a_timer_that_raises_harms_nobody(monkeypatch, manager):
 
 
 def test_a_hook_that_raises_does_not_end_the_monitor(monkeypatch, make_manager):
+    testing.need_devices(2)
     called = threading.Event()
 
     def hook(*error):

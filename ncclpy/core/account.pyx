@@ -69,8 +69,11 @@ cdef int _look(Handle handle, Operation* what, double* since, long long arrived)
     cdef bint within
     if handle.state in (READY, FINALIZED, SUSPENDED) and not handle.failing:
         handle.look_at_marks()
-    if not lock_within(&handle.mutex, now() + LOOK_PATIENCE):  # a call is stuck: what it has noted stands
-        while True:
+    if not lock_within(&handle.mutex, now() + LOOK_PATIENCE):
+        if handle.failing and not broken and handle.unfinished_since != 0:  # its abort takes a while
+            what[0], since[0] = handle.unfinished, handle.unfinished_since
+            return WITHIN
+        while True:  # a call is stuck: what it has noted stands
             what[0] = handle.latest
             again = handle.latest
             if memcmp(what, &again, sizeof(again)) == 0:

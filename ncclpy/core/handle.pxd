@@ -85,6 +85,9 @@ cdef class Handle:
     cdef long long arrived  # the last call whose data were waited for, and came, -1 if there is none; by the GIL
     cdef double ended  # when they came; by the GIL
     cdef bint marked  # it has a mark, or the group that it is of; guarded by the mutex
+    # The first operation that the device was not done with when the marks were last looked at, if it was begun (not 0).
+    cdef Operation unfinished
+    cdef double unfinished_since
     cdef int failing  # an error is being raised, see below: what was begun was not finished
     cdef int descendants  # communicators that were made from it, to name the next one
     cdef object __weakref__

@@ -31,7 +31,7 @@ from ncclpy.core.capture cimport relax, restore
 from ncclpy.core.check cimport check
 from ncclpy.core.flight cimport hold
 from ncclpy.core.library cimport abort_preempts, nccl, require
-from ncclpy.core.marks cimport find_overdue, free_marks, mark_begin, mark_end
+from ncclpy.core.marks cimport find_overdue, first_marked, free_marks, mark_begin, mark_end
 from ncclpy.core.missing cimport who_is_missing
 from ncclpy.core.overdue cimport in_whole, tell_overdue
 from ncclpy.core.overrides cimport guarded_was_in_progress
@@ -480,11 +480,16 @@ cdef class Handle:
     cdef void look_at_marks(self) noexcept nogil:
         cdef CUstreamCaptureMode mode
         cdef double limit
+        cdef const Mark* first
         if self.marks == NULL or not lock_within(&self.mutex, now() + LOOK_PATIENCE):
             return
         mode = relax()
         find_overdue(self.marks, now(), &limit)
         restore(mode)
+        first = first_marked(self.marks)
+        self.unfinished_since = 0 if first == NULL else first.made
+        if first != NULL:
+            self.unfinished = first.what
         self.unlock()
 
     cdef CUstream own_stream(self) except NULL:

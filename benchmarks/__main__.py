@@ -8,6 +8,7 @@ from benchmarks.bootstrap import main as bootstrap
 from benchmarks.collectives import main as collectives
 from benchmarks.collectives import mpi, nccl_tests
 from benchmarks.manager import main as manager
+from benchmarks.memory import main as memory
 from benchmarks.overhead import import_time
 from benchmarks.overhead import main as overhead
 from benchmarks.pages import compare, plot, report
@@ -20,6 +21,7 @@ EXPERIMENTS = {
     "manager": manager,
     "nccl-tests": nccl_tests,
     "collectives": collectives,
+    "memory": memory,
     "mpi": mpi,
     "process_group": process_group,
     "reports": reports,

@@ -4,17 +4,23 @@ With --gpu N on N GPUs: beside nccl-tests (a thread a GPU), torch.distributed an
 its own, one a GPU. Without it on CPUs, through the host engine: beside MPICH and Open MPI (see `mpi`) and
 torch.distributed with gloo, a process a rank. Rivals take turns; a rival that is missing or fails becomes a row that
 says so. A size is that of the larger of a rank's two buffers, and bus bandwidth is counted as nccl-tests does.
+
+With --replayed the sizes given there are measured as CUDA graphs too, beside nccl-tests -G: on GPUs a small call lasts
+as long as its launch, and a graph shows what the device takes.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 import os
 import re
 import shlex
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks.collectives import mpi, nccl_tests
@@ -37,6 +43,8 @@ GPU_CALLS = 50
 #: Of a latency's sample: calls that wait leave the launch queue empty, so that more of them do not fill it.
 LATENCY_CALLS = 200
 CPU_CALLS, CPU_BYTES = 500, 64 << 20
+#: How often a graph of `GPU_CALLS` is launched for a sample: its first launch counts, and with so many costs little.
+GRAPH_LAUNCHES = 20
 #: Up to this size the latency is measured too: a call and the wait for its stream. On CPUs a call waits by itself.
 LATENCY_BYTES = 1 << 20
 DEADLINE = 240
@@ -45,6 +53,8 @@ PLAIN = ("ncclpy", "ncclpy.ProcessGroup", "torch.distributed", "cupy.cuda.nccl")
 REGISTERED = ("ncclpy, registered", "ncclpy, windows")
 NCCL_TESTS = {"nccl-tests": []}
 NCCL_TESTS_REGISTERED = {"nccl-tests -R 1": ["-R", "1"], "nccl-tests -R 2": ["-R", "2"]}
+#: Those whose calls are captured.
+REPLAYED = ("ncclpy", *REGISTERED)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +67,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", type=_size, nargs="+", metavar="SIZE", help="such as 8 4K 64M 1G")
     parser.add_argument("--collectives", nargs="+", default=list(NAMES), choices=NAMES)
     parser.add_argument("--registered", action="store_true", help="also with registered buffers and symmetric windows")
+    parser.add_argument("--replayed", type=_size, nargs="+", metavar="SIZE", help="with --gpu: as CUDA graphs too")
+    parser.add_argument("--without", nargs="+", default=[], choices=PLAIN[1:], help="leave rivals out")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="times that the rivals take turns (default: 5)")
+    parser.add_argument(
+        "--cycles", type=int, default=1, help="with --gpu: samples of a turn; a start of nccl-tests serves them all"
+    )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the result with all samples, after each round"
     )
@@ -89,35 +104,94 @@ def run(chosen: argparse.Namespace) -> int:
     ]
     if gpu:
         result["notes"].append("nccl-tests rounds a rank's share down to 16 bytes: sizes below have no row of it.")
-    sweep = Sweep(gpu, nranks, sizes, chosen.collectives)
+    sweeps = [Sweep(gpu, nranks, sizes, chosen.collectives, chosen.cycles if gpu else 1)]
+    if gpu and chosen.replayed:
+        sizes = sorted(set(chosen.replayed))
+        sweeps.append(Sweep(gpu, nranks, sizes, chosen.collectives, chosen.cycles, GRAPH_LAUNCHES, sweeps[0].failed))
+    result["notes"] += _notes(chosen)
     sides: list[PythonRival | NcclTests | Mpi] = []
-    rivals = [*PLAIN[:1], *(REGISTERED if chosen.registered else ()), *PLAIN[1:]]
     with tempfile.TemporaryDirectory() as folder:
         try:
-            library = _open(rivals, Path(folder), sweep, result, sides)
-            sides += _programs(chosen, library, sweep, result)
+            for sweep in sweeps:
+                library = _open(_rivals(chosen, sweep), Path(folder), sweep, result, sides)
+                sides += _programs(chosen, library, sweep, result)
             for number in range(chosen.rounds):
                 for side in sides:
                     print(f"round {number + 1} of {chosen.rounds}: {side.name}", file=sys.stderr, flush=True)
                     side.sample()
-                result["rows"] = sweep.rows(result["rows"])
+                result["rows"] = rows(sweeps, result["rows"])
                 if chosen.json:
                     results.save(result, chosen.json)
         finally:
             for side in sides:
                 side.close()
     print(report.text(result))
-    return 1 if sweep.failed else 0
+    return 1 if sweeps[0].failed else 0
+
+
+def _notes(chosen: argparse.Namespace) -> list[str]:
+    """Return what a reader has to know of what was measured on GPUs."""
+    if not chosen.gpu:
+        return []
+    notes = [
+        "Calls in a row go through buffers of the largest size, each behind the last one's part, as nccl-tests' do. "
+        "Memory is that of ncclMemAlloc, but for torch.distributed and CuPy.",
+        "nccl-tests has its ranks in threads of one process, the others have a process each.",
+    ]
+    if chosen.replayed:
+        notes.append(
+            f"Replayed: {GPU_CALLS} calls are captured, one after the other, and launched {GRAPH_LAUNCHES} times as a "
+            f"graph, the first time counted, as nccl-tests -G {GRAPH_LAUNCHES} does. What a graph uses NCCL registers "
+            "by itself, where it can, so plain memory too (NCCL_GRAPH_REGISTER)."
+        )
+    if chosen.registered:
+        notes.append(
+            "ncclpy, registered: memory.alloc, so the registry registers it; ncclpy, windows: Communicator.window."
+        )
+        if os.environ.get("NCCL_NVLS_ENABLE") == "0":
+            notes.append(
+                "NVLink multicast was off (NCCL_NVLS_ENABLE=0): what registration is worth to algorithms that use it "
+                "(NVLS), and symmetric kernels with multicast, could not be seen."
+            )
+    return notes
+
+
+def _rivals(chosen: argparse.Namespace, sweep: Sweep) -> list[str]:
+    """Return the names of the Python rivals, the first of which says which library all have to drive."""
+    names = REPLAYED if sweep.launches else (*PLAIN[:1], *REGISTERED, *PLAIN[1:])
+    left_out = {*chosen.without, *(() if chosen.registered else REGISTERED)}
+    return [name for name in names if name not in left_out]
 
 
 class Sweep:
-    """What is measured, and the rows in the making."""
+    """What is measured, and the rows in the making.
 
-    def __init__(self, gpu: bool, nranks: int, sizes: list[int], collectives: list[str]):
+    Attributes
+    ----------
+    cycles : int
+        Samples of a turn.
+    launches : int
+        How often a graph of the calls is launched; 0 where they are made one by one.
+    itemsize, factors : int, dict
+        Of the elements, and what bus bandwidth counts of a byte by collective: known when a rival is open.
+    failed : list of dict
+        Rows of what has failed, perhaps of several sweeps together.
+    """
+
+    def __init__(
+        self,
+        gpu: bool,
+        nranks: int,
+        sizes: list[int],
+        collectives: list[str],
+        cycles: int = 1,
+        launches: int = 0,
+        failed: list[dict] | None = None,
+    ):
         self.gpu, self.nranks, self.sizes, self.collectives = gpu, nranks, sizes, collectives
-        #: Of the elements, and what bus bandwidth counts of a byte by collective: known when a rival is open.
+        self.cycles, self.launches = cycles, launches
         self.itemsize, self.factors = 4 if gpu else 8, {}
-        self.failed: list[dict] = []
+        self.failed: list[dict] = [] if failed is None else failed
         self._rows: dict[tuple, dict] = {}
 
     def calls(self, nbytes: int) -> int:
@@ -130,9 +204,9 @@ class Sweep:
         row = self._rows.setdefault(
             (rival, collective, nbytes, measure),
             {
-                "operation": f"{collective}, {self.nranks} ranks",
+                "operation": f"{collective}, {self.nranks} ranks{', replayed' if self.launches else ''}",
                 "rival": rival,
-                "road": f"{collective} {text_of(nbytes)}",
+                "road": f"{collective} {text_of(nbytes)}{', replayed' if self.launches else ''}",
                 "measure": measure,
                 "unit": "us",
                 "collective": collective,
@@ -149,19 +223,24 @@ class Sweep:
         words = reason.strip().splitlines() or ["no reason"]
         self.failed.append({"rival": rival, "missing": f"failed: {what}: {words[-1].rstrip(':')}"})
 
-    def rows(self, before: list[dict]) -> list[dict]:
-        """Return all rows, collective by collective, with the missing rivals of `before`."""
-        missing = [row for row in before if "missing" in row and row not in self.failed]
+    def rows(self) -> list[dict]:
+        """Return all rows with samples, collective by collective."""
         order = {name: place for place, name in enumerate(self.collectives)}
-        ranked = sorted(self._rows.values(), key=lambda row: (order[row["collective"]], row["bytes"]))
-        return [*ranked, *missing, *self.failed]
+        return sorted(self._rows.values(), key=lambda row: (order[row["collective"]], row["bytes"]))
+
+
+def rows(sweeps: list[Sweep], before: list[dict]) -> list[dict]:
+    """Return the rows of all sweeps, with the missing rivals of `before`."""
+    failed = sweeps[0].failed
+    missing = [row for row in before if "missing" in row and row not in failed]
+    return [*itertools.chain.from_iterable(sweep.rows() for sweep in sweeps), *missing, *failed]
 
 
 class PythonRival:
     """A rival whose ranks are Python processes, one each."""
 
     def __init__(self, name: str, processes: list[workers.WorkerProcess], sweep: Sweep):
-        self.name, self._processes, self._sweep = name, processes, sweep
+        self.name, self.processes, self._sweep = name, processes, sweep
         self._checked: set[tuple[str, int]] = set()
         self._left = list(sweep.collectives)
 
@@ -169,7 +248,7 @@ class PythonRival:
         """Take one sample of everything; a collective that fails is not tried again, nor a rival that is lost."""
         for collective in list(self._left):
             try:
-                for nbytes in self._sweep.sizes:
+                for nbytes in self._sweep.sizes * self._sweep.cycles:
                     self._sample(collective, nbytes)
             except workers.WorkerLost as lost:
                 self._sweep.fail(self.name, collective, str(lost))
@@ -186,24 +265,27 @@ class PythonRival:
             self._ask("check", what)
             self._checked.add((collective, nbytes))
         n = sweep.calls(nbytes)
-        seconds = self._ask("sample", {**what, "n": n, "waiting": False})
+        if sweep.launches:
+            seconds = self._ask("replay", {**what, "n": n, "launches": sweep.launches})
+        else:
+            seconds = self._ask("sample", {**what, "n": n, "waiting": False, "moving": sweep.gpu})
         sweep.add(self.name, collective, nbytes, sum(seconds) / len(seconds) if sweep.gpu else max(seconds))
-        if sweep.gpu and nbytes <= LATENCY_BYTES:
-            seconds = self._ask("sample", {**what, "n": LATENCY_CALLS, "waiting": True})
+        if sweep.gpu and nbytes <= LATENCY_BYTES and not sweep.launches:
+            seconds = self._ask("sample", {**what, "n": LATENCY_CALLS, "waiting": True, "moving": False})
             sweep.add(self.name, collective, nbytes, sum(seconds) / len(seconds), "latency")
 
     def _ask(self, do: str, what: dict) -> list:
-        return workers.ask_all([(process, what) for process in self._processes], do, deadline=DEADLINE)
+        return workers.ask_all([(process, what) for process in self.processes], do, deadline=DEADLINE)
 
     def close(self) -> None:
         """End the processes."""
-        for process in self._processes:
+        for process in self.processes:
             process.close()
-        self._processes = []
+        self.processes = []
 
 
 class NcclTests:
-    """nccl-tests: one run for each collective, over powers of two from the smallest to the largest size."""
+    """nccl-tests: one run for each collective, from the smallest to the largest size in steps that meet all others."""
 
     def __init__(self, name: str, folder: Path, flags: list[str], library: str, sweep: Sweep):
         self.name, self._folder, self._flags, self._sweep = name, folder.resolve(), flags, sweep
@@ -211,17 +293,23 @@ class NcclTests:
         # The library that ncclpy drives, wherever the binaries have been linked.
         paths = [str(Path(library).parent), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
         self._environment = {"LD_LIBRARY_PATH": ":".join(paths)}
-        self._size_of_line = [sweep.sizes[0] << power for power in range(64)]
+        smallest = sweep.sizes[0]
+        powers = [(size // smallest).bit_length() - 1 for size in sweep.sizes]
+        self._power = math.gcd(*powers) or 1
+        self._size_of_line = [smallest << power for power in range(0, powers[-1] + 1, self._power)]
         strangers = [text_of(size) for size in sweep.sizes if size not in self._size_of_line]
         if strangers:
             sweep.fail(name, ", ".join(strangers), "not the smallest size times a power of two")
 
     def sample(self) -> None:
         """Take one sample of everything; a collective that fails is not tried again."""
-        sizes = self._sweep.sizes
+        sweep, sizes = self._sweep, self._sweep.sizes
+        steps = f"-b {sizes[0]} -e {sizes[-1]} -f {1 << self._power} -N {sweep.cycles}"
+        if sweep.launches:
+            steps += f" -G {sweep.launches}"
         for collective in list(self._left):
             binary = self._folder / nccl_tests.BINARIES[collective]
-            flags = f"-b {sizes[0]} -e {sizes[-1]} -f 2 -t {self._sweep.nranks} -g 1 -n {GPU_CALLS} -w 10 -c 1"
+            flags = f"{steps} -t {sweep.nranks} -g 1 -n {GPU_CALLS} -w 10 -c 1"
             command = [str(binary), *flags.split(), *self._flags]
             try:
                 output = nccl_tests.output_of(command, self._environment)
@@ -236,9 +324,9 @@ class NcclTests:
                 self._sweep.fail(self.name, collective, str(error))
                 self._left.remove(collective)
                 continue
-            for asked, (nbytes, values) in zip(self._size_of_line, lines, strict=False):
+            for asked, (nbytes, values) in zip(self._size_of_line * sweep.cycles, lines, strict=False):
                 if nbytes and asked in sizes and values["out of place"]:
-                    self._sweep.add(self.name, collective, asked, values["out of place"] / 1e6)
+                    sweep.add(self.name, collective, asked, values["out of place"] / 1e6)
 
     def close(self) -> None:
         """Do nothing: a run is over when it has printed."""
@@ -269,50 +357,67 @@ class Mpi:
         """Do nothing: a run is over when it has printed."""
 
 
+def _started(name: str, sweep: Sweep) -> tuple[list[workers.WorkerProcess], dict | None, BaseException | None]:
+    """Start a rival's processes; return them, the library that they have found, and what went wrong."""
+    processes: list[workers.WorkerProcess] = []
+    try:
+        processes += [workers.WorkerProcess(SIDE) for _ in range(sweep.nranks)]
+        if name == "torch.distributed":
+            return processes, None, None
+        asked = [(process, {"gpu": sweep.gpu, "nranks": sweep.nranks}) for process in processes]
+        return processes, workers.ask_all(asked, "library", deadline=workers.FIRST_DEADLINE)[0], None
+    except BaseException as failure:
+        return processes, None, failure
+
+
 def _open(rivals: list[str], folder: Path, sweep: Sweep, result: dict, sides: list) -> str:
     """Start and open the Python rivals, ncclpy first; add them to `sides` and return the path of the library."""
+    with ThreadPoolExecutor(len(rivals)) as threads:  # they import frameworks, each for seconds
+        started = list(threads.map(lambda name: _started(name, sweep), rivals))
     library: dict = {}
-    for index, name in enumerate(rivals):
-        processes: list[workers.WorkerProcess] = []
-        try:
-            for _ in range(sweep.nranks):
-                processes.append(workers.WorkerProcess(SIDE))
-            ident = str(folder / f"store{index}")
-            if name != "torch.distributed":
-                asked = [(process, {"gpu": sweep.gpu, "nranks": sweep.nranks}) for process in processes]
-                library = workers.ask_all(asked, "library", deadline=workers.FIRST_DEADLINE)[0]
-                if sweep.gpu and not library["cuda"]:
-                    result["settings"]["engine"] = "host"  # NCCLPY_LIBRARY=host runs the same way over CPU memory
-                    sweep.itemsize = 8
-                result["versions"]["nccl"] = library["version"]
-                sweep.factors = library["factors"]
-                if name != "ncclpy.ProcessGroup":  # whose ranks meet in a store
-                    ident = library["id"]
-            place = {
-                "nranks": sweep.nranks,
-                "gpu": sweep.gpu and library["cuda"],
-                "nbytes": sweep.sizes[-1],
-                "ident": ident,
-                "library": library["path"],
-            }
-            opening = [(process, {"rival": name, "rank": rank, **place}) for rank, process in enumerate(processes)]
-            opened = workers.ask_all(opening, "open", deadline=workers.FIRST_DEADLINE)[0]
-        except BaseException as failure:
+    try:
+        for index, (name, (processes, found, failure)) in enumerate(zip(rivals, started, strict=True)):
+            ident = str(folder / f"store{sweep.launches}.{index}")
+            try:
+                if failure is not None:
+                    raise failure
+                if found is not None:
+                    library = found
+                    if sweep.gpu and not library["cuda"]:
+                        result["settings"]["engine"] = "host"  # NCCLPY_LIBRARY=host runs the same way over CPU memory
+                        sweep.itemsize = 8
+                    result["versions"]["nccl"] = library["version"]
+                    sweep.factors = library["factors"]
+                    if name != "ncclpy.ProcessGroup":  # whose ranks meet in a store
+                        ident = library["id"]
+                place = {
+                    "nranks": sweep.nranks,
+                    "gpu": sweep.gpu and library["cuda"],
+                    "nbytes": sweep.sizes[-1],
+                    "ident": ident,
+                    "library": library["path"],
+                    "streams": bool(library["cuda"] or sweep.launches),
+                }
+                asked = [(process, {"rival": name, "rank": rank, **place}) for rank, process in enumerate(processes)]
+                answer = workers.ask_all(asked, "open", deadline=workers.FIRST_DEADLINE)[0]
+            except workers.WorkerFailed as failed:
+                # Without the first, ncclpy, nobody knows which library the others have to drive.
+                if not library:
+                    raise
+                sweep.fail(name, "start", str(failed))
+                continue
+            if answer["missing"]:
+                result["rows"].append({"rival": name, "missing": answer["missing"]})
+                continue
+            if answer["version"] and answer["version"] != library["version"]:
+                result["versions"][f"nccl of {name}"] = answer["version"]
+            sides.append(PythonRival(name, processes, sweep))
+    finally:
+        measured = [process for side in sides for process in getattr(side, "processes", ())]
+        for processes, _, _ in started:
             for process in processes:
-                process.close()
-            # Without the first, ncclpy, nobody knows which library the others have to drive.
-            if not isinstance(failure, workers.WorkerFailed) or not library:
-                raise
-            sweep.fail(name, "start", str(failure))
-            continue
-        if opened["missing"]:
-            for process in processes:
-                process.close()
-            result["rows"].append({"rival": name, "missing": opened["missing"]})
-            continue
-        if opened["version"] and opened["version"] != library["version"]:
-            result["versions"][f"nccl of {name}"] = opened["version"]
-        sides.append(PythonRival(name, processes, sweep))
+                if process not in measured:
+                    process.close()
     return library["path"]
 
 
@@ -320,6 +425,8 @@ def _programs(chosen: argparse.Namespace, library: str, sweep: Sweep, result: di
     """Return the rivals that are programs of others: nccl-tests on GPUs, MPIs on CPUs."""
     if not sweep.gpu:
         return [Mpi(name, python, sweep) for name, python in mpi.found(chosen, result).items()]
+    if chosen.nccl_tests is None and sweep.launches:
+        return []  # which was said of the calls that are made one by one
     if chosen.nccl_tests is None:
         result["rows"].append({"rival": "nccl-tests", "missing": "not given (--nccl-tests FOLDER)"})
         return []
@@ -334,12 +441,11 @@ def _command(chosen: argparse.Namespace) -> list[str]:
     for option in mpi.RIVALS.values():
         if getattr(chosen, option):
             command += [f"--{option}", "PYTHON"]
-    if chosen.sizes:
-        command += ["--sizes", *map(str, chosen.sizes)]
+    for option in ("sizes", "replayed", "without"):
+        if getattr(chosen, option):
+            command += [f"--{option}", *map(str, getattr(chosen, option))]
     if chosen.collectives != list(NAMES):
         command += ["--collectives", *chosen.collectives]
     if chosen.registered:
         command.append("--registered")
-    if chosen.rounds != ROUNDS:
-        command += ["--rounds", str(chosen.rounds)]
-    return command
+    return [*command, *results.options(chosen, {"rounds": ROUNDS, "cycles": 1})]

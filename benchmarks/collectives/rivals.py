@@ -1,9 +1,9 @@
 """The rivals of the comparison by size, each as one rank of its process: buffers, and a call for every collective.
 
-A rival has a pair of buffers as large as anything that is measured; a call uses the beginning of both. What is sent is
-ones. Each gives ``call(collective, sent, received)``, a function of no arguments that issues one operation, ``sync``,
-which waits for what was issued, and ``reset`` and ``ends``, to see what has arrived. The collectives of ``in_place``
-read what they send from the buffer that receives.
+A rival has a pair of buffers as large as anything that is measured. What is sent is ones. Each gives
+``call(collective, sent, received, first)``, a function of no arguments that issues one operation on the parts of both
+that begin at element `first`; ``sync``, which waits for what was issued; and ``reset`` and ``ends``, to see what has
+arrived at the beginning. The collectives of ``in_place`` read what they send from the buffer that receives.
 """
 
 from __future__ import annotations
@@ -40,14 +40,17 @@ class Place:
         What the ranks meet by: a unique id in hexadecimal, or the path of a file.
     library : str
         The libnccl that a rival has to drive.
+    streams : bool
+        Whether operations of ncclpy's are on a stream and a device's memory; on CPUs else on numpy's arrays.
     """
 
-    def __init__(self, rank: int, nranks: int, gpu: bool, nbytes: int, ident: str, library: str):
+    def __init__(self, rank: int, nranks: int, gpu: bool, nbytes: int, ident: str, library: str, streams: bool):
         self.rank, self.nranks, self.gpu, self.ident, self.library = rank, nranks, gpu, ident, library
         self.dtype = np.dtype(np.float32 if gpu else np.float64)
         self.count = max(nbytes // self.dtype.itemsize, nranks)
         self.following, self.previous = (rank + 1) % nranks, (rank - 1) % nranks
         self.is_root = rank == ROOT
+        self.streams = streams
 
 
 class Ncclpy:
@@ -60,16 +63,22 @@ class Ncclpy:
         from ncclpy.core import device as devices
 
         self.nccl, self.devices, self.place, self.stream = ncclpy, devices, place, None
+        library = ncclpy.library()
+        self.driver = library.path if library.engine == "host" else "libcuda.so.1"
+        self.meeting: Any = None
         self.device = devices.using(place.rank)
         self.device.__enter__()  # for good: this process has one device
         self._connect()
-        if not place.gpu and memory == PLAIN:
+        if not place.streams and memory == PLAIN:
             self.arrays = np.ones(place.count, place.dtype), np.zeros(place.count, place.dtype)
             self.in_place = ("broadcast",)  # as MPI's
             return
         self.stream = ncclpy.Stream(place.rank)
+        self.kept: list[Any] = []
         self.pointers = [self._allocate(memory) for _ in range(2)]
         self._fill(self.pointers[0], place.count, 1.0)
+        if memory == REGISTERED:
+            self._check_registered()
 
     def _connect(self) -> None:
         place = self.place
@@ -80,15 +89,31 @@ class Ncclpy:
         return ".".join(map(str, self.nccl.library().version))
 
     def _allocate(self, memory: int) -> int:
+        """Return memory of NCCL's allocator, as nccl-tests has it; registered by the registry, or as a window."""
         nbytes = self.place.count * self.place.dtype.itemsize
-        if memory == PLAIN:
+        if memory == REGISTERED:
+            from ncclpy.memory import alloc
+
+            self.kept.append(alloc(nbytes, self.place.rank))
+            return self.kept[-1].pointer
+        if memory == PLAIN and not self.nccl.library().has("ncclMemAlloc"):
             return self.devices.allocate(nbytes, self.place.rank)
         pointer = self.nccl.bindings.mem_alloc(nbytes)
-        register = self.comm.window if memory == WINDOW else self.comm.register
-        self.registered = [*getattr(self, "registered", ()), register(self._buffer(pointer))]
-        if memory == WINDOW and not self.registered[-1].handle:
-            raise Missing("NCCL supports no windows here")
+        if memory == WINDOW:
+            self.kept.append(self.comm.window(self._buffer(pointer)))
+            if not self.kept[-1].handle:
+                raise Missing("NCCL supports no windows here")
         return pointer
+
+    def _check_registered(self) -> None:
+        """Make a first call, with which a communicator registers what has come, and see that it did; collective."""
+        from ncclpy.memory import SegmentRegistry
+
+        self.call("all_reduce", 1, 1)()
+        self.sync()
+        registry = SegmentRegistry.default()
+        if len(registry.registered(self.comm)) != len(self.kept):
+            raise Missing(f"NCCL registers none of it here: {registry.counters()['refused']}")
 
     def _buffer(self, pointer: int, count: int | None = None) -> Any:
         count = self.place.count if count is None else count
@@ -101,15 +126,21 @@ class Ncclpy:
             self.devices.copy(pointer + start * part.itemsize, part.ctypes.data, nbytes, self.stream)
             self.sync()
 
-    def _pair(self, sent: int, received: int) -> tuple[Any, Any]:
+    def _pair(self, sent: int, received: int, first: int) -> tuple[Any, ...]:
         if self.stream is None:
-            return self.nccl.Buffer.of(self.arrays[0][:sent]), self.nccl.Buffer.of(self.arrays[1][:received])
-        return self._buffer(self.pointers[0], sent), self._buffer(self.pointers[1], received)
+            return tuple(
+                self.nccl.Buffer.of(array[first : first + count])
+                for array, count in zip(self.arrays, (sent, received), strict=True)
+            )
+        return tuple(
+            self._buffer(pointer + first * self.place.dtype.itemsize, count)
+            for pointer, count in zip(self.pointers, (sent, received), strict=True)
+        )
 
-    def call(self, collective: str, sent: int, received: int) -> Call:
+    def call(self, collective: str, sent: int, received: int, first: int = 0) -> Call:
         comm, place = self.comm, self.place
         stream = None if self.stream is None else self.stream.handle
-        send, recv = self._pair(sent, received)
+        send, recv = self._pair(sent, received, first)
         if collective == "sendrecv":
             group, following, previous = self.nccl.group, place.following, place.previous
 
@@ -131,6 +162,14 @@ class Ncclpy:
     def sync(self) -> None:
         if self.stream is not None:
             self.stream.synchronize()
+
+    def meet(self) -> None:
+        """Return when all ranks have come, on a communicator that has nothing to do with what is measured."""
+        if self.meeting is None:
+            self.meeting = self.comm.split(0), self._buffer(self.devices.allocate(8, self.place.rank), 1)
+        comm, buffer = self.meeting
+        comm.all_reduce(buffer, stream=self.stream.handle)
+        self.sync()
 
     def reset(self, received: int, value: float) -> None:
         if self.stream is None:
@@ -162,10 +201,10 @@ class Group(Ncclpy):
         )
         self.group.connect()
 
-    def call(self, collective: str, sent: int, received: int) -> Call:
+    def call(self, collective: str, sent: int, received: int, first: int = 0) -> Call:
         group, place = self.group, self.place
         producer = None if self.stream is None else self.stream.handle
-        send, recv = self._pair(sent, received)
+        send, recv = self._pair(sent, received, first)
         if collective == "sendrecv":
 
             def exchange() -> Any:
@@ -228,9 +267,9 @@ class Torch:
     def version(self) -> str:
         return ".".join(map(str, self.torch.cuda.nccl.version())) if self.place.gpu else ""
 
-    def call(self, collective: str, sent: int, received: int) -> Call:
+    def call(self, collective: str, sent: int, received: int, first: int = 0) -> Call:
         distributed, place = self.distributed, self.place
-        send, recv = self.pair[0][:sent], self.pair[1][:received]
+        send, recv = self.pair[0][first : first + sent], self.pair[1][first : first + received]
         if collective == "sendrecv":
             operations = [
                 distributed.P2POp(distributed.isend, send, place.following),
@@ -301,12 +340,12 @@ class Cupy:
         code = self.nccl.get_version()
         return f"{code // 10000}.{code // 100 % 100}.{code % 100}"
 
-    def call(self, collective: str, sent: int, received: int) -> Call:
+    def call(self, collective: str, sent: int, received: int, first: int = 0) -> Call:
         comm, place, stream = self.comm, self.place, self.stream.ptr
-        send, recv = (array.data.ptr for array in self.pair)
+        send, recv = (array.data.ptr + first * place.dtype.itemsize for array in self.pair)
         dtype, nranks = setting.FLOAT32, place.nranks
         if collective in ("sendrecv", "all_to_all", "gather", "scatter"):
-            return self._exchange(collective, sent, received)
+            return self._exchange(collective, send, recv, sent, received)
         return {
             "all_reduce": lambda: comm.allReduce(send, recv, sent, dtype, SUM, stream),
             "reduce": lambda: comm.reduce(send, recv, sent, dtype, SUM, ROOT, stream),
@@ -315,9 +354,8 @@ class Cupy:
             "reduce_scatter": lambda: comm.reduceScatter(send, recv, sent // nranks, dtype, SUM, stream),
         }[collective]
 
-    def _exchange(self, collective: str, sent: int, received: int) -> Call:
+    def _exchange(self, collective: str, send: int, recv: int, sent: int, received: int) -> Call:
         comm, nccl, place, stream = self.comm, self.nccl, self.place, self.stream.ptr
-        send, recv = (array.data.ptr for array in self.pair)
         # (pointer, elements, peer) of every send and every receive of this rank.
         if collective == "sendrecv":
             sends, recvs = [(send, sent, place.following)], [(recv, received, place.previous)]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from benchmarks.collectives.graphs import Replay
 from benchmarks.collectives.mpi_side import plan
 from benchmarks.collectives.rivals import OPEN, Place
 from benchmarks.rivals import Missing
@@ -55,35 +58,76 @@ class Side:
         rival.reset(received, 1.0 if sends else 0.0)
         rival.call(collective, sent, received)()
         rival.sync()
-        if collective not in ("reduce", "gather") or place.is_root:
-            wanted = place.nranks if collective in ("all_reduce", "reduce", "reduce_scatter") else 1
-            ends = rival.ends(received)
-            if not (ends == wanted).all():
-                raise RuntimeError(f"rank {place.rank} received {np.unique(ends)} instead of {wanted}")
+        self._look(collective, received)
         # In place a sum goes on growing: of zeros it does not.
         rival.reset(received, 0.0)
 
-    def do_sample(self, collective: str, nbytes: int, n: int, waiting: bool) -> float:
+    def do_sample(self, collective: str, nbytes: int, n: int, waiting: bool, moving: bool) -> float:
         """Return the seconds of one of `n` operations; collective.
 
         They are issued in a row, or each is waited for before the next if `waiting`.
         """
-        place, rival = self.place, self.rival
-        call, sync = rival.call(collective, *plan(collective, nbytes, place.nranks, place.dtype.itemsize)), rival.sync
+        calls, sync = self._calls(collective, nbytes, n, moving), self.rival.sync
         # The ranks have met when this is over.
-        for _ in range(max(2, n // 5)):
+        for call in calls[: max(2, n // 5)]:
             call()
         sync()
         begin = time.perf_counter()
         if waiting:
-            for _ in range(n):
+            for call in calls:
                 call()
                 sync()
         else:
-            for _ in range(n):
+            for call in calls:
                 call()
             sync()
         return (time.perf_counter() - begin) / n
+
+    def do_replay(self, collective: str, nbytes: int, n: int, launches: int) -> float:
+        """Return the seconds of one of `n` operations in a graph that is launched so often; collective.
+
+        As nccl-tests does: the calls go through the buffers, and the first launch counts.
+        """
+        place, rival = self.place, self.rival
+        _, received = plan(collective, nbytes, place.nranks, place.dtype.itemsize)
+        calls = self._calls(collective, nbytes, n, moving=True)
+        rival.reset(received, 0.0)
+        calls[0]()
+        rival.sync()
+        rival.reset(received, 0.0)
+        replay = Replay(rival.driver, rival.stream.handle, calls)
+        try:
+            rival.meet()
+            begin = time.perf_counter()
+            for _ in range(launches):
+                replay.launch()
+            rival.sync()
+            seconds = time.perf_counter() - begin
+        finally:
+            replay.close()
+        self._look(collective, received)
+        return seconds / (n * launches)
+
+    def _calls(self, collective: str, nbytes: int, n: int, moving: bool) -> list[Callable[[], object]]:
+        """Return `n` operations; if `moving`, each behind the last one's part of the buffers, as in nccl-tests.
+
+        There no call finds in the caches what the one before has left, as long as the buffers are larger than those.
+        """
+        place = self.place
+        sent, received = plan(collective, nbytes, place.nranks, place.dtype.itemsize)
+        step = max(sent, received)
+        places = max(1, place.count // step) if moving else 1
+        different = [self.rival.call(collective, sent, received, k * step) for k in range(min(n, places))]
+        return list(itertools.islice(itertools.cycle(different), n))
+
+    def _look(self, collective: str, received: int) -> None:
+        """Raise if something wrong has arrived."""
+        place = self.place
+        if collective not in ("reduce", "gather") or place.is_root:
+            wanted = place.nranks if collective in ("all_reduce", "reduce", "reduce_scatter") else 1
+            ends = self.rival.ends(received)
+            if not (ends == wanted).all():
+                raise RuntimeError(f"rank {place.rank} received {np.unique(ends)} instead of {wanted}")
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ TITLES = {
     "nccl-tests": "Bandwidth beside nccl-tests",
     "collectives": "Every collective by size",
     "registered": "Registered buffers and symmetric windows",
+    "memory": "What registered memory costs",
     "mpi": "The host engine beside MPI",
     "process_group": "What a process group costs",
     "reports": "What telling what ranks do costs",

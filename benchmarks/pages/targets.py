@@ -30,6 +30,9 @@ class Target:
         Whether more is better.
     why : str
         What is known of the reason where it is missed; shown then.
+    roads : tuple of str
+        Where several roads have to keep it: all of them, `row` and `over` having the first. The one that is furthest
+        off counts, and is named.
     """
 
     text: str
@@ -42,6 +45,21 @@ class Target:
     over: tuple[str, str, str] | None = None
     at_least: bool = False
     why: str = ""
+    roads: tuple[str, ...] = ()
+
+    def each(self) -> list[Target]:
+        """Return a target for each of the roads."""
+        if not self.roads:
+            return [self]
+        return [
+            dataclasses.replace(
+                self,
+                row=(self.row[0], road, self.row[2]),
+                over=None if self.over is None else (self.over[0], road, self.over[2]),
+                roads=(),
+            )
+            for road in self.roads
+        ]
 
 
 _C = ("C loop", "ncclAllReduce", "host")
@@ -66,6 +84,10 @@ _MONITOR = (
     "the device and takes the GIL, once a millisecond"
 )
 _ALONE = "a rank that is alone copies for each operation by itself, as it does in the C loop's group"
+_LOOKED_UP = (
+    "NCCL looks for a call's buffers among what it has registered: what the rows of ncclpy.bindings take more, too, "
+    "is its own"
+)
 _BARE = ("ncclpy.bindings", "all_reduce(ints)", "latency")
 _TORCH = ("torch.distributed", "all_reduce(torch tensor), in place", "latency")
 _COMMUNICATOR = "ncclpy.Communicator"
@@ -120,6 +142,50 @@ def _by_size() -> list[Target]:
         rows = (rival, "all_reduce 8 B", "time"), (f"nccl-tests {flag}", "all_reduce 8 B", "time")
         found.append(Target(text, "collectives", "gpu", rows[0], "ratio", 1.05, "x", rows[1]))
     return found
+
+
+def _beside_nccl_tests() -> list[Target]:
+    """What is promised of memory that NCCL knows, beside nccl-tests with the same registration."""
+    large = [f"{2**power} MiB" for power in range(10)] + ["1 GiB"]
+    small = [f"{2**power} B" for power in range(3, 10)] + [f"{2**power} KiB" for power in range(10)]
+    found = []
+    for collective in ("all_reduce", "all_gather", "reduce_scatter"):
+        for rival, flag in (("ncclpy", ""), ("ncclpy, registered", " -R 1"), ("ncclpy, windows", " -R 2")):
+            for words, roads in (
+                ("from 1 MiB to 1 GiB", [f"{collective} {size}" for size in large]),
+                ("below 1 MiB, replayed as graphs", [f"{collective} {size}, replayed" for size in small]),
+            ):
+                text = f"{collective} {words}: {rival} at most 1.05 times the time of nccl-tests{flag}"
+                rows = (rival, roads[0], "time"), (f"nccl-tests{flag}", roads[0], "time")
+                more = {"over": rows[1], "roads": tuple(roads)}
+                found.append(Target(text, "collectives", "gpu", rows[0], "ratio", 1.05, "x", **more))
+    return found
+
+
+def _memory() -> list[Target]:
+    """What is promised of registered memory, beside plain memory and NCCL's own calls."""
+
+    def promise(text: str, row: tuple[str, str, str], limit: float, unit: str, **more: object) -> Target:
+        more = {"how": "value", **more}
+        return Target(text, "memory", "gpu", row, limit=limit, unit=unit, **more)
+
+    found = []
+    for kind, over, why in (
+        ("plain memory", "plain memory, no registry", ""),
+        ("memory.alloc", "plain memory", _LOOKED_UP),
+        ("windows", "plain memory", _LOOKED_UP),
+    ):
+        text = f"host time of Communicator.all_reduce: {kind} at most 1.05 times {over}"
+        rows = (_COMMUNICATOR, kind, "host"), (_COMMUNICATOR, over, "host")
+        found.append(promise(text, rows[0], 1.05, "x", how="ratio", over=rows[1], why=why))
+    for kind in ("memory.alloc", "memory of others"):
+        for count in ("1 communicator", "2 communicators"):
+            road, measure = f"{kind}, {count}", "in all"
+            text = f"a segment ({road}) costs at most 20 us more than NCCL's own calls"
+            over = ("NCCL's own calls", road, measure)
+            found.append(promise(text, ("ncclpy.memory", road, measure), 20.0, "us", how="difference", over=over))
+    row = ("ncclpy.memory.Pool", 'memory.pool("torch")', "reaches ncclpy")
+    return [*found, promise("no allocation from a warm pool of torch's reaches ncclpy", row, 0.0, "of 1,000")]
 
 
 def _manager(engine: str) -> list[Target]:
@@ -427,6 +493,8 @@ TARGETS = [
     *_process_group(),
     *_host_engine(),
     *_by_size(),
+    *_beside_nccl_tests(),
+    *_memory(),
     *(target for engine in ("noop", "host", "gpu") for target in _manager(engine)),
 ]
 
@@ -443,9 +511,19 @@ def judge(result: dict) -> list[dict]:
     for target in TARGETS:
         if target.experiment != result["experiment"] or target.engine != result["settings"].get("engine", ""):
             continue
-        if target.row in rows or target.row[0] in missing:
-            verdict = {key: getattr(target, key) for key in ("text", "limit", "at_least", "unit", "why")}
-            judged.append({**verdict, **_reached(target, rows)})
+        if target.roads and result["settings"].get("gpus") == 1:
+            continue  # who is alone communicates with nobody: a call lasts as long as its launch
+        here = [each for each in target.each() if each.row in rows]
+        if not here and target.row[0] not in missing:
+            continue
+        verdict = {key: getattr(target, key) for key in ("text", "limit", "at_least", "unit", "why")}
+        tried = [(_reached(each, rows), each.row[1]) for each in here or [target]]
+        found = [(reached, road) for reached, road in tried if reached["reached"] is not None]
+        worst = min if target.at_least else max
+        reached, road = worst(found, key=lambda each: each[0]["reached"]) if found else tried[0]
+        if target.roads and found:
+            verdict["text"] += f" ({road} alone)" if len(found) == 1 else f" (of {len(found)}, furthest off: {road})"
+        judged.append({**verdict, **reached})
     return judged
 
 

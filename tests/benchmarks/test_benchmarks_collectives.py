@@ -2,12 +2,15 @@
 
 import argparse
 import json
+import types
 
 import pytest
 from benchmark_runs import run
 
 from benchmarks.collectives import main as collectives
 from benchmarks.collectives import mpi_side, nccl_tests
+from benchmarks.collectives.rivals import Place
+from benchmarks.collectives.side import Side
 from benchmarks.pages import bandwidth, report, targets
 
 HEAD = "#       size         count      type   redop    root     time   algbw   busbw  #wrong\n"
@@ -38,8 +41,8 @@ def test_every_collective_is_measured_on_cpus(tmp_path):
 
 def test_what_runs_on_gpus_runs_on_the_host_engine(tmp_path):
     path = tmp_path / "result.json"
-    nccl_tests_that_print(tmp_path, "all_gather", [0, 16, 32])
-    nccl_tests_that_print(tmp_path, "sendrecv", [8, 16, 32], wrong=3)
+    nccl_tests_that_print(tmp_path, "all_gather", [0, 32])
+    nccl_tests_that_print(tmp_path, "sendrecv", [8, 32], wrong=3)
     printed = run(
         *("collectives", "--gpu", 2, "--registered", "--nccl-tests", tmp_path, "--rounds", 1, "--json", path),
         *("--sizes", "8", "32", "--collectives", "all_gather", "sendrecv", "reduce"),
@@ -63,6 +66,64 @@ def test_what_runs_on_gpus_runs_on_the_host_engine(tmp_path):
     assert "latency, us" in printed
 
 
+def test_calls_are_replayed_beside_nccl_tests(tmp_path):
+    path = tmp_path / "result.json"
+    nccl_tests_that_print(tmp_path, "all_reduce", [8, 2048, 8, 2048])
+    run(
+        *("collectives", "--gpu", 2, "--registered", "--nccl-tests", tmp_path, "--rounds", 1, "--cycles", 2),
+        *("--sizes", "8", "2K", "--replayed", "8", "2K", "--collectives", "all_reduce", "--json", path),
+        *("--without", "ncclpy.ProcessGroup", "torch.distributed", "cupy.cuda.nccl"),
+        NCCLPY_LIBRARY="host",
+    )
+    result = json.loads(path.read_text())
+    samples = {(row["rival"], row["road"]): row["samples"] for row in result["rows"] if row["measure"] == "time"}
+    rivals = (
+        "ncclpy",
+        "ncclpy, registered",
+        "ncclpy, windows",
+        *(f"nccl-tests{flag}" for flag in ("", " -R 1", " -R 2")),
+    )
+    roads = [f"all_reduce {size}{how}" for size in ("8 B", "2 KiB") for how in ("", ", replayed")]
+    assert samples.keys() == {(rival, road) for rival in rivals for road in roads}
+    assert {len(each) for each in samples.values()} == {2}
+    assert samples["nccl-tests -R 1", "all_reduce 2 KiB, replayed"] == [10.0, 10.0]
+    assert "### all_reduce, 2 ranks, replayed" in report.text(result)
+    result["settings"]["engine"] = "gpu"
+    judged = [target["text"] for target in targets.judge(result) if "replayed as graphs: " in target["text"]]
+    assert len(judged) == 3 and all("of 2, furthest off: all_reduce" in text for text in judged)
+
+
+def test_a_run_of_nccl_tests_meets_every_size_in_few_steps(tmp_path):
+    program = tmp_path / nccl_tests.BINARIES["all_reduce"]
+    program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n')
+    program.chmod(0o755)
+    for sizes, launches in (([1 << 20, 4 << 20, 64 << 20], 0), ([8, 512], 20), ([8, 24, 32], 0), ([8], 0)):
+        sweep = collectives.Sweep(True, 2, sizes, ["all_reduce"], 3, launches)
+        collectives.NcclTests("nccl-tests", tmp_path, ["-R", "1"], "libnccl.so", sweep).sample()
+        words = [row["missing"] for row in sweep.failed]
+        assert any("24 B" in each for each in words) == (24 in sizes)
+    assert [call.partition(" -t ")[0] for call in (tmp_path / "calls").read_text().splitlines()] == [
+        "-b 1048576 -e 67108864 -f 4 -N 3",
+        "-b 8 -e 512 -f 64 -N 3 -G 20",
+        "-b 8 -e 32 -f 2 -N 3",
+        "-b 8 -e 8 -f 2 -N 3",
+    ]
+
+
+def side_of_one_rank(count):
+    """Return a rank that is alone and whose calls return where in the buffers they are."""
+    side = Side()
+    side.place = Place(0, 1, True, count * 4, "", "", True)
+    side.rival = types.SimpleNamespace(call=lambda collective, sent, received, first: lambda: first)
+    return side
+
+
+@pytest.mark.parametrize(("moving", "places"), [(True, [0, 2, 4, 0, 2]), (False, [0] * 5)])
+def test_calls_go_through_the_buffers(moving, places):
+    calls = side_of_one_rank(7)._calls("all_reduce", 8, 5, moving)
+    assert [call() for call in calls] == places
+
+
 def test_a_rival_that_dies_is_a_row_and_the_others_go_on():
     sweep = collectives.Sweep(False, 2, [8], ["all_reduce", "reduce"])
 
@@ -76,7 +137,7 @@ def test_a_rival_that_dies_is_a_row_and_the_others_go_on():
     side = collectives.PythonRival("ours", [Dead(), Dead()], sweep)
     side.sample()
     side.sample()
-    assert sweep.rows([]) == [{"rival": "ours", "missing": "failed: all_reduce: Bus error"}]
+    assert collectives.rows([sweep], []) == [{"rival": "ours", "missing": "failed: all_reduce: Bus error"}]
 
 
 @pytest.mark.parametrize(("text", "size"), [("8", 8), ("512K", 512 << 10), ("1g", 1 << 30)])
@@ -133,3 +194,22 @@ def test_the_page_has_times_bandwidths_and_ratios():
     assert promise["kept"] and promise["reached"] == pytest.approx(1.0, abs=1e-3)
     result["rows"][0]["samples"] = [5100.0, 5100.0]
     assert not next(target for target in targets.judge(result) if target["text"] == promise["text"])["kept"]
+
+
+def test_of_several_sizes_the_one_furthest_off_counts():
+    result = {"experiment": "collectives", "settings": {"engine": "gpu"}, "rows": []}
+    for size, ours in (("1 MiB", 10.0), ("16 MiB", 12.0), ("64 MiB", 9.0)):
+        for rival, microseconds in (("ncclpy, windows", ours), ("nccl-tests -R 2", 10.0)):
+            road = f"all_gather {size}"
+            result["rows"].append({"rival": rival, "road": road, "measure": "time", "samples": [microseconds] * 3})
+    (promise,) = targets.judge(result)
+    assert promise["text"].endswith("nccl-tests -R 2 (of 3, furthest off: all_gather 16 MiB)")
+    assert (promise["reached"], promise["kept"]) == (pytest.approx(1.2), False)
+    del result["rows"][3]  # what has nothing beside it is not compared
+    (promise,) = targets.judge(result)
+    assert promise["text"].endswith("(of 2, furthest off: all_gather 1 MiB)") and promise["kept"]
+    del result["rows"][4]
+    (promise,) = targets.judge(result)
+    assert promise["text"].endswith("(all_gather 1 MiB alone)")
+    result["settings"]["gpus"] = 1
+    assert targets.judge(result) == []

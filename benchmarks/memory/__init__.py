@@ -1,0 +1,1 @@
+"""What registered memory costs: calls on it, segments that come and go, allocations from a pool."""

@@ -5,11 +5,14 @@ one rank while all the others wait in an all-reduce of 8 bytes, which then go on
 what NCCL's own way, `ncclCommShrink`, takes on a communicator that is well, and what making a communicator of as many
 ranks anew takes, as recover does; and `recover` of all ranks of a group at once, as threads of one process, to which
 the line a + b n is fitted.
+
+On GPUs a rank is killed, or stopped, so that only a deadline tells; the others go on, and a new process joins them.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import random
 import time
 from pathlib import Path
@@ -26,9 +29,22 @@ KILL = "from the kill to the next finished all-reduce"
 SHRINK = "ncclCommShrink by one rank, and an all-reduce"
 ANEW = "a communicator of one rank less anew, and an all-reduce"
 RECOVER, FIRST = "recover() of a group that is well", "the first all-reduce after it"
+STOP_NOTICED = "from the SIGSTOP to the last survivor's error, a deadline of 2 s"
+STOP = "from the SIGSTOP to the next finished all-reduce, deadline and patience 2 s each"
+JOIN = "from a new process's start to the all-reduce with it"
+JOINED = "of that in join() and the all-reduce"
+#: Seconds in which an operation must be done, and in which a rank must come to recover(), where one is stopped.
+STOPPED_DEADLINE = 2.0
+#: By how a rank is lost: to the error, from that to recover(), to the next all-reduce.
+LOSSES = {"kill": (NOTICED, WHOLE, KILL), "stop": (STOP_NOTICED, WHOLE + " after a SIGSTOP", STOP)}
 NOTES = [
     "A rank's end is noticed by the host engine here, or by its lease in the store, half a second after it.",
     "recover() of threads has every rank's Python in one interpreter on the cores of this machine.",
+]
+GPU_NOTES = [
+    "A rank's end is noticed by its lease in the store, half a second after it; one that is stopped by the deadline, "
+    "which counts from the collective, half a second before the SIGSTOP.",
+    "A process's start includes the import of ncclpy, and that NCCL and CUDA begin in it.",
 ]
 
 
@@ -38,6 +54,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--processes", type=int, nargs="*", metavar="N", help="numbers of ranks, of which one is killed"
     )
     parser.add_argument("--threads", type=int, nargs="*", metavar="N", help="numbers of ranks that recover as threads")
+    parser.add_argument("--gpu", type=int, default=0, metavar="N", help="measure N GPUs instead, 2 at least")
     parser.add_argument("--rounds", type=int, help="fresh processes for every number of ranks (default: %(default)s)")
     parser.add_argument("--seed", type=int, help="of the order in a round, and who is killed (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result with all samples")
@@ -46,11 +63,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(chosen: argparse.Namespace) -> int:
     """Measure, print and write."""
-    settings = {"engine": "host", "rounds": chosen.rounds, "seed": chosen.seed}
-    result = results.new("recovery", results.options(chosen, DEFAULTS), **settings)
-    result["notes"] = NOTES
+    settings = {"engine": "cuda" if chosen.gpu else "host", "rounds": chosen.rounds, "seed": chosen.seed}
+    command = ["--gpu", str(chosen.gpu)] if chosen.gpu else []
+    result = results.new("recovery", command + results.options(chosen, DEFAULTS), **settings)
+    result["notes"] = GPU_NOTES if chosen.gpu else NOTES
     choose = random.Random(chosen.seed)
     cases = [(kill, PROCESSES, n) for n in chosen.processes] + [(together, THREADS, n) for n in chosen.threads]
+    if chosen.gpu:
+        cases = [(functools.partial(lose, how), f"{PROCESSES}, {how}", chosen.gpu) for how in LOSSES]
     rows: dict[tuple[str, str, int], dict] = {}
     for _ in range(chosen.rounds):
         taken = {}
@@ -87,6 +107,45 @@ def kill(nranks: int, victim: int) -> dict[str, float]:
             process.close()
     failed, whole, reduced = (max(each) for each in zip(*moments, strict=True))
     return {NOTICED: failed - at, WHOLE: whole - failed, KILL: reduced - at, SHRINK: shrink, ANEW: anew}
+
+
+def lose(how: str, nranks: int, victim: int, engine: str = "cuda") -> dict[str, float]:
+    """Kill or stop one of so many processes, and have a new one join those that are left; return seconds."""
+    processes: list[workers.WorkerProcess] = []
+    try:
+        processes += [workers.WorkerProcess(SIDE) for _ in range(nranks + 1)]
+        server, *ranks = processes
+        port = server.ask("serve", deadline=workers.FIRST_DEADLINE)
+        place = {"nranks": nranks, "port": port, "engine": engine}
+        standing = [(process, {"rank": rank, **place}) for rank, process in enumerate(ranks)]
+        workers.ask_all(standing, "stand", deadline=workers.FIRST_DEADLINE)
+        at = time.monotonic() + 0.5
+        ranks[victim].send("die", {"at": at, "how": how})
+        left = [process for rank, process in enumerate(ranks) if rank != victim]
+        limits = {"deadline": STOPPED_DEADLINE, "patience": STOPPED_DEADLINE} if how == "stop" else {}
+        moments = workers.ask_all([(process, limits) for process in left], "survive", deadline=workers.FIRST_DEADLINE)
+        ranks[victim].kill()
+        begun = time.monotonic()
+        processes.append(workers.WorkerProcess(SIDE))
+        come = [(processes[-1], {"device": victim, "port": port, "engine": engine})]
+        for process in left:
+            process.send("admit", {})
+        joined = workers.ask_all(come, "join", deadline=workers.FIRST_DEADLINE)[0]
+        for process in left:
+            process.receive("admit", time.monotonic() + workers.DEADLINE)
+        together_again = time.monotonic()
+    finally:
+        for process in reversed(processes):  # the first one serves the others
+            process.close()
+    failed, whole, reduced = (max(each) for each in zip(*moments, strict=True))
+    to_error, to_whole, to_next = LOSSES[how]
+    return {
+        to_error: failed - at,
+        to_whole: whole - failed,
+        to_next: reduced - at,
+        JOIN: together_again - begun,
+        JOINED: joined,
+    }
 
 
 def together(nranks: int, _: int) -> dict[str, float]:

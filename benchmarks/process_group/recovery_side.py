@@ -26,6 +26,7 @@ class Side:
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         threading.stack_size(256 << 10)
+        self.array = None
 
     def do_serve(self) -> int:
         """Serve a store for all ranks; return its port."""
@@ -34,17 +35,17 @@ class Side:
         self.store = TCPStore("127.0.0.1", 0, serve=True)
         return self.store.port
 
-    def do_stand(self, rank: int, nranks: int, port: int) -> None:
+    def do_stand(self, rank: int, nranks: int, port: int, engine: str = "host") -> None:
         """Be one rank, and do a collective."""
-        self.group = _group(rank, nranks, port)
-        self.group.all_reduce(np.ones(1)).wait(PATIENCE)
+        self.group = _group(rank, nranks, port, engine)
+        self._reduce()
 
-    def do_die(self, at: float) -> None:
-        """End this process at a time of the monotonic clock, which is one for all processes of a machine."""
+    def do_die(self, at: float, how: str = "kill") -> None:
+        """End or stop this process at a time of the monotonic clock, which is one for all processes of a machine."""
         time.sleep(max(0.0, at - time.monotonic()))
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
 
-    def do_survive(self) -> list[float]:
+    def do_survive(self, deadline: float = PATIENCE, patience: float = PATIENCE) -> list[float]:
         """Begin a collective and go on without who is gone.
 
         Returns when it failed, when the group was whole again, and when the next collective was done.
@@ -52,13 +53,36 @@ class Side:
         from ncclpy import NcclError
 
         try:
-            self.group.all_reduce(np.ones(1)).wait(PATIENCE)
+            self._reduce(deadline)
         except NcclError:
             failed = time.monotonic()
-        self.group.recover(PATIENCE)
+        self.group.recover(patience)
         whole = time.monotonic()
-        self.group.all_reduce(np.ones(1)).wait(PATIENCE)
+        self._reduce()
         return [failed, whole, time.monotonic()]
+
+    def do_admit(self) -> None:
+        """Let a new process in, and do a collective with it."""
+        while not self.group.admit(PATIENCE):
+            time.sleep(0.001)
+        self._reduce()
+
+    def do_join(self, device: int, port: int, engine: str) -> float:
+        """Join the others, and do a collective with them; return the seconds."""
+        import ncclpy
+
+        store = _store(port, engine)
+        begin = time.perf_counter()
+        self.group = ncclpy.ProcessGroup.join(store, device=device, timeout=PATIENCE)
+        self._reduce()
+        return time.perf_counter() - begin
+
+    def _reduce(self, deadline: float = PATIENCE) -> None:
+        from ncclpy import memory
+
+        if self.array is None:
+            self.array = memory.alloc(8, self.group.device).buffer("float64")  # on either engine
+        self.group.all_reduce(self.array, timeout=deadline).wait(PATIENCE)
 
     def do_shrink(self, excluded: int) -> float:
         """Shrink a communicator of all ranks by NCCL, and do a collective on what is left; return the seconds."""
@@ -105,14 +129,19 @@ class Side:
         return [whole - begin, reduced - whole]
 
 
-def _group(rank: int, nranks: int, port: int):
-    os.environ.setdefault("NCCLPY_HOST_DEVICES", str(min(max(nranks, 8), MOST_DEVICES)))
+def _store(port: int, engine: str):
     import ncclpy
     from ncclpy.bootstrap import TCPStore
 
-    ncclpy.use("host")
-    store = TCPStore("127.0.0.1", port, timeout=PATIENCE)
-    return ncclpy.ProcessGroup(store, rank, nranks, device=rank, timeout=PATIENCE)
+    ncclpy.use(engine)
+    return TCPStore("127.0.0.1", port, timeout=PATIENCE)
+
+
+def _group(rank: int, nranks: int, port: int, engine: str = "host"):
+    os.environ.setdefault("NCCLPY_HOST_DEVICES", str(min(max(nranks, 8), MOST_DEVICES)))
+    import ncclpy
+
+    return ncclpy.ProcessGroup(_store(port, engine), rank, nranks, device=rank, timeout=PATIENCE)
 
 
 def main() -> None:

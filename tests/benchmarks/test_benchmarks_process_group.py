@@ -3,6 +3,7 @@
 import json
 from urllib.parse import quote
 
+import pytest
 from benchmark_runs import run
 
 from benchmarks.pages import targets
@@ -70,3 +71,14 @@ def test_how_fast_a_group_goes_on(tmp_path):
     assert found.keys() == killed | {(recovery.RECOVER, 3), (recovery.FIRST, 3)}
     assert found[recovery.KILL, 2] >= found[recovery.NOTICED, 2] > 0
     assert all(each > 0 for each in found.values())
+
+
+@pytest.mark.parametrize("how", recovery.LOSSES)
+def test_how_fast_a_group_goes_on_without_a_rank_and_with_a_new_one(how):
+    """What is measured on GPUs."""
+    found = recovery.lose(how, 3, 1, "host")
+    to_error, to_whole, to_next = recovery.LOSSES[how]
+    assert found.keys() == {to_error, to_whole, to_next, recovery.JOIN, recovery.JOINED}
+    assert 0 < found[to_error] < found[to_next] and 0 < found[recovery.JOINED] < found[recovery.JOIN]
+    if how == "stop":  # the deadline counts from the collective, half a second before
+        assert found[to_error] > recovery.STOPPED_DEADLINE / 2

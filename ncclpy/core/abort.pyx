@@ -17,6 +17,7 @@ from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclInvalidArgument, nc
 from ncclpy.core.check cimport keep_words, nccl_error
 from ncclpy.core.device cimport lend_device, take_device_back
 from ncclpy.core.handle cimport Handle, lock_within, note_failure, tell_trouble
+from ncclpy.core.kin cimport endings_of
 from ncclpy.core.library cimport abort_preempts, nccl, require, version_code
 from ncclpy.core.state cimport ABORTED, is_over
 from ncclpy.core.tenant cimport Tenant
@@ -230,6 +231,8 @@ cdef list begin_abort(list handles, object reason):
             alive.append(handle)
     if not alive:
         return []
+    for handle in list(alive):  # those that wait in their end for one that will not come there
+        alive += [each for each, _ in endings_of(handle) if (<Handle>each).guard != NULL and each not in alive]
     require(<void*>nccl.ncclCommAbort, b"ncclCommAbort")
     threads = [_Abort(some) for some in ([alive] if version_code() >= 22200 else [[handle] for handle in alive])]
     for handle in alive:

@@ -15,6 +15,7 @@ from ncclpy.core.birth cimport Cradle
 from ncclpy.core.check cimport check
 from ncclpy.core.device cimport as_device, context_of
 from ncclpy.core.handle cimport WAS_ABORTED
+from ncclpy.core.kin cimport note_kin
 from ncclpy.core.library cimport nccl, require, version_code
 from ncclpy.core.operation cimport GROW, INIT_RANK, SHRINK, SPLIT, Birth, Operation
 from ncclpy.core.overrides cimport look_up_overrides
@@ -106,6 +107,7 @@ cdef int _make(Handle parent, Handle made, int kind) except -1:
     """Make the call. `parent` is None for a new clique."""
     cdef Operation operation
     memset(&operation, 0, sizeof(operation))
+    note_kin(made)
     operation.kind = kind
     operation.birth = made.cradle.birth
     return give_birth(parent, made, &operation)

@@ -1,5 +1,7 @@
 """The end of a communicator, and the calls on the way there: each waits for other ranks, under a deadline."""
 
+import logging
+
 from cpython.exc cimport PyErr_CheckSignals
 
 from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
@@ -8,12 +10,13 @@ from ncclpy.core.birth cimport IN_PARENT
 from ncclpy.core.check cimport nccl_error
 from ncclpy.core.group cimport current_group
 from ncclpy.core.handle cimport WAS_ABORTED
-from ncclpy.core.library cimport nccl, require
+from ncclpy.core.kin cimport endings_of, forget_ending, kin_of, note_ending
+from ncclpy.core.library cimport abort_preempts, nccl, require, version_code
 from ncclpy.core.progress cimport check_alive, check_not_beneath, finish, wait_stream
 from ncclpy.core.state cimport ABORTED, CLOSED, FAILED, FINALIZED, INITIALISING, READY, SUSPENDED, is_over
-from ncclpy.core.stream cimport Stream
+from ncclpy.core.stream cimport DeviceWait, Stream
 from ncclpy.core.upkeep cimport DESTROY, FINALIZE, RESUME, REVOKE, SUSPEND, UPKEEP, Upkeep
-from ncclpy.core.wait cimport FOREVER, as_timeout, deadline_after, now, pause
+from ncclpy.core.wait cimport FOREVER, Call, as_timeout, deadline_after, now, pause
 
 from ncclpy.core import device as _device
 from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout
@@ -22,6 +25,76 @@ from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout
 cdef double LEAVING = 1.0
 # How long NCCL may take to end a communicator on which nothing runs: half a second, on machines that are not busy.
 cdef double ENDING = 3.0
+
+# From this release on ncclCommFinalize waits for all ranks of the machine, in a barrier behind what was issued.
+cdef int MEETS_AT_THE_END = 23100
+# How long the end of a communicator may take before it is looked whether it waits for ranks of this process that nobody
+# closes yet: where NCCL does so, and where it is not known to.
+cdef double KIN_PATIENCE = 0.02, STRANGE_PATIENCE = 1.0
+# How often that is looked at, in seconds.
+cdef double LOOK = 0.01
+
+_log = logging.getLogger("ncclpy.core")
+
+
+cdef class Destruction(Upkeep):
+    """Finalize and destroy a communicator, and wait for that: but not for ranks of this process that are still open.
+
+    One thread that closes the communicators of several devices one after the other would wait in the first for ever. So
+    once all is done that was issued, as the device is idle, NCCL is left to its wait; the last of them to be closed sees
+    the others to their end.
+    """
+
+    cdef bint over  # changed with `left` under the GIL, in one step
+    cdef bint left
+
+    cdef int make(self) except -1:
+        Upkeep.make(self)
+        self.over = True
+        if self.left:
+            self.comm.registered.clear()
+            forget_ending(self)
+            if self.result != ncclSuccess and self.comm.aborting is None:
+                error = nccl_error(self.result, b"ncclCommDestroy", self.words)
+                _log.warning("closing %s failed: %s", repr(self.comm), error)  # a log may keep what it is given
+        return 0
+
+    cdef bint wait(self, double deadline) except -1:
+        cdef double started = now()
+        cdef double patience = STRANGE_PATIENCE
+        cdef DeviceWait idle = None
+        if not abort_preempts and version_code() >= MEETS_AT_THE_END:
+            patience = KIN_PATIENCE
+        while not Call.wait(self, min(deadline, max(started + patience, now() + LOOK))):
+            if now() >= deadline:
+                return False
+            if not self.begun or not _are_open(kin_of(self.comm)):
+                continue
+            if idle is None:
+                idle = DeviceWait()
+                idle.device = self.comm.device
+                idle.start("ncclpy-wait")
+            if idle.done and idle.failure is None and not self.over:
+                self.left = True
+                note_ending(self.comm, self)
+                return True
+        return True
+
+    cdef int see_off(self, double deadline) except -1:
+        """Wait for kin whose end has waited for this one."""
+        if _are_open(kin_of(self.comm)):
+            return 0
+        for _, call in endings_of(self.comm):
+            Call.wait(<Call>call, deadline)
+        return 0
+
+
+cdef bint _are_open(list kin) except -1:
+    cdef Handle handle
+    for handle in kin:
+        if handle.owned and handle.state in (READY, SUSPENDED):
+            return True
+    return False
 
 
 cdef int keep_up(Handle handle, int kind) except -1:
@@ -93,7 +166,7 @@ cdef int _give_back(Handle handle, double limit) except -1:
 
 cdef list _end(Handle handle, double limit):
     """Wait for what was issued, give back what hangs on the communicator, and destroy it."""
-    cdef Upkeep call = Upkeep()
+    cdef Destruction call = Destruction()
     cdef double deadline = deadline_after(limit)
     cdef double started = now()
     if not handle.owned:
@@ -142,6 +215,10 @@ cdef list _end(Handle handle, double limit):
     if handle.fellows is not None:  # first: whom the end of this one meets in an operation asks why
         handle.fellows.leave()
     call.see_through("close", FOREVER if deadline == FOREVER else max(0.0, deadline - now()) + ENDING)
+    if call.left:
+        handle.become(CLOSED)
+        return failures
+    call.see_off(now() + ENDING)
     handle.registered.clear()
     if handle.state == ABORTED:
         return failures

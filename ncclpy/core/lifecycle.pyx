@@ -418,6 +418,9 @@ cdef class Lifecycle(Handle):
         ranks that may never come. Closing twice does nothing. A child or a resource that cannot be given back keeps
         nothing else from it; its error is raised in the end.
 
+        NCCL 2.31 and newer end a communicator on all ranks of a machine together. Of ranks in one process each may be closed
+        for itself: NCCL ends the first ones when the last one is closed. Other processes are waited for.
+
         Parameters
         ----------
         timeout : float, optional

@@ -1,4 +1,5 @@
 from ncclpy.abi.driver cimport CUevent, CUstream
+from ncclpy.core.wait cimport Call
 
 cdef CUstream as_stream(object stream) except? NULL
 cdef CUstream as_stream_of(object stream, int device) except? NULL
@@ -15,6 +16,11 @@ cdef class Event:
     cdef readonly int device
     cdef readonly bint timing
     cdef object __weakref__
+
+
+# A wait for everything that is queued on a device, in a thread of its own.
+cdef class DeviceWait(Call):
+    cdef int device
 
 
 cdef Stream owner_of(CUstream raw)

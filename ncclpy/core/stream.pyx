@@ -342,8 +342,7 @@ Own a mark in a stream's order (`cuEventCreate`).
         return f"<ncclpy.Event device={self.device} {state}>"
 
 
-cdef class _DeviceWait(Call):
-    cdef int device
+cdef class DeviceWait(Call):
 
     cdef int make(self) except -1:
         cdef CUcontext saved = enter_device(self.device)
@@ -364,7 +363,7 @@ def synchronize(device=None, timeout=None):
     timeout : float, optional
         Seconds to wait. Past them `NcclTimeout` is raised, and what is queued goes on.
     """
-    cdef _DeviceWait call = _DeviceWait()
+    cdef DeviceWait call = DeviceWait()
     cdef double limit = as_timeout(timeout)
     call.device = as_device(device)
     require_driver()

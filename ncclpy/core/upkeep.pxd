@@ -16,6 +16,7 @@ cdef tuple UPKEEP  # their names, up to RESUME
 cdef class Upkeep(Call):
     cdef Handle comm
     cdef int kind
+    cdef bint begun  # it has the communicator's lock
     cdef bint finalized  # there is nothing left to finalize
     cdef double deadline  # of the finalization that comes before destruction
     cdef ncclWindow_t* window  # where it stands; emptied before NCCL lets it go

@@ -53,6 +53,7 @@ cdef class Upkeep(Call):
         self.result = <ncclResult_t>WAS_ABORTED
         if not self.comm.lock_alive():
             return
+        self.begun = True
         if self.kind == FINALIZE:
             self.result = nccl.ncclCommFinalize(self.comm.raw)
         elif self.kind == REVOKE:

@@ -1,0 +1,13 @@
+from ncclpy.core.handle cimport Handle
+from ncclpy.core.wait cimport Call
+
+# Note a communicator that is made in this process.
+cdef int note_kin(Handle handle) except -1
+# The other ranks of a communicator that live in this process, as far as they are there.
+cdef list kin_of(Handle handle)
+
+# Note that the end of a communicator waits for its kin, and for nobody of ours; and that it is over.
+cdef int note_ending(Handle handle, Call call) except -1
+cdef int forget_ending(Call call) except -1
+# The kin whose end nobody waits for, as (handle, call).
+cdef list endings_of(Handle handle)

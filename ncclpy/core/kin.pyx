@@ -1,0 +1,58 @@
+"""The ranks of one communicator that live in one process, as they end together: see `ending`."""
+
+import os
+import weakref
+
+# Both change under the GIL alone, in one step each.
+cdef dict _known = {}  # a weak reference to each communicator that was made here, by its address
+cdef list _endings = []  # of (handle, call)
+
+
+cdef int note_kin(Handle handle) except -1:
+    key = <size_t><void*>handle
+
+    def gone(reference):
+        if _known.get(key) is reference:  # the address may be another's by now
+            del _known[key]
+
+    _known[key] = weakref.ref(handle, gone)
+    return 0
+
+
+cdef list kin_of(Handle handle):
+    found = []
+    if handle.group_name is None:
+        return found
+    for reference in list(_known.values()):
+        other = reference()
+        if other is not None and other is not handle and (<Handle>other).group_name == handle.group_name:
+            found.append(other)
+    return found
+
+
+cdef int note_ending(Handle handle, Call call) except -1:
+    _endings.append((handle, call))
+    return 0
+
+
+cdef int forget_ending(Call call) except -1:
+    for i in range(len(_endings)):
+        if _endings[i][1] is call:
+            del _endings[i]
+            break
+    return 0
+
+
+cdef list endings_of(Handle handle):
+    return [
+        each for each in list(_endings)
+        if handle.group_name is not None and (<Handle>each[0]).group_name == handle.group_name
+    ]
+
+
+def _forked():
+    _known.clear()
+    del _endings[:]
+
+
+os.register_at_fork(after_in_child=_forked)

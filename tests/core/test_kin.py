@@ -1,0 +1,92 @@
+"""Ranks of one communicator in one process, closed one after the other where NCCL would have the first wait for all."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+
+import numpy as np
+import pytest
+
+import ncclpy
+import testing
+
+#: NCCL before 2.31 does not wait there; a fault plan has the host engine do as if.
+WAITS = "rank=0 call=CommFinalize nth=1 do=delay:{}"
+
+
+@pytest.mark.parametrize("options", [{}, {"timeout": 20}, {"config": ncclpy.Config(blocking=False)}])
+def test_communicators_of_one_thread_are_closed_one_after_the_other(arrays, options):
+    """On NCCL 2.31 and newer, GPUs: the first would wait for the second for ever."""
+    testing.need_devices(2)
+    comms = ncclpy.Communicator.init_all([0, 1], **options)
+    testing.wait_for(lambda: all([comm.is_ready() for comm in comms]), "two communicators")
+    testing.all_ones(arrays, comms)
+    with ncclpy.group():
+        children = [comm.split(0) for comm in comms]
+    testing.wait_for(lambda: all([child.is_ready() for child in children]), "their children")
+    testing.all_ones(arrays, children)
+    testing.run_with_deadline(lambda: [comm.close() for comm in [*children, *comms]], 20)
+    assert all(comm.closed for comm in [*children, *comms])
+
+
+def test_an_end_that_waits_for_a_rank_of_this_process_is_left_to_nccl(host_engine, arrays, comms2):
+    testing.all_ones(arrays, comms2)
+    with ncclpy.faults(WAITS.format("4s")):
+        begun = time.monotonic()
+        comms2[0].close()
+        assert time.monotonic() - begun < 3 and comms2[0].closed
+        comms2[0].close()
+        comms2[0].abort()
+        comms2[1].close()  # and this one sees it to its end
+        assert time.monotonic() - begun > 3.9
+
+
+def test_it_does_not_leave_what_was_issued(host_engine, arrays, comms2):
+    """While an operation may still touch its arrays the end is waited for, whoever is open."""
+    testing.all_ones(arrays, comms2)
+    array = np.ones(3)
+    stream = ncclpy.Stream(0)
+    comms2[0].all_reduce(array, stream=stream)  # rank 1 comes late
+    closing = threading.Thread(target=comms2[0].close)
+    closing.start()
+    closing.join(2)
+    assert closing.is_alive()
+    other = np.ones(3)
+    comms2[1].all_reduce(other)
+    closing.join(20)
+    assert not closing.is_alive() and array[0] == 2
+    stream.close()
+
+
+def test_whoever_is_closed_at_the_same_time_is_waited_for(host_engine, arrays, comms2):
+    testing.all_ones(arrays, comms2)
+    with ncclpy.faults(WAITS.format("3s")):
+        begun = time.monotonic()
+        testing.close_all(comms2)
+        assert time.monotonic() - begun > 2.9
+
+
+def test_an_abort_ends_those_that_wait_for_it(host_engine, arrays):
+    comms = ncclpy.Communicator.init_all([0, 1], timeout=60)
+    testing.all_ones(arrays, comms)
+    with ncclpy.faults("rank=0 call=CommFinalize nth=1 do=hang"):
+        comms[0].close()
+        assert comms[0].closed
+        gone = weakref.ref(comms[0])
+        begun = time.monotonic()
+        comms[1].abort()
+        del comms
+        testing.wait_for(lambda: gc.collect() is not None and gone() is None, "its end")
+        assert time.monotonic() - begun < 15
+
+
+def test_nothing_is_kept_of_communicators_that_are_gone(host_engine):
+    comms = ncclpy.Communicator.init_all([0, 1])
+    gone = [weakref.ref(comm) for comm in comms]
+    testing.close_all(comms)
+    del comms
+    gc.collect()
+    assert [each() for each in gone] == [None, None]

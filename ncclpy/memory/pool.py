@@ -157,8 +157,10 @@ class Pool:
         if source is None:  # another thread has closed it just now
             raise _closed()
         before = enter_pool(self._number)
+        # torch refuses to enter a pool that this thread is in, and counts that as a use of it all the same.
+        entering = contextlib.nullcontext() if before == self._number else source.inside()
         try:
-            with source.inside():
+            with entering:
                 yield source
         finally:
             enter_pool(before)

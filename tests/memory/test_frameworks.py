@@ -74,6 +74,22 @@ def test_torchs_pool(torch, comm1, registry):
     assert emptied(registry, torch)
 
 
+def test_torchs_pool_is_entered_while_this_thread_is_in_it(torch, comm1, registry):
+    """torch itself would refuse that."""
+    pool = memory.pool("torch", comm1)
+    with pool:
+        inner = pool.empty(1000)
+        with pool:
+            nested = torch.ones(1 << 20, device="cuda:0")
+        after = torch.ones(1 << 20, device="cuda:0")
+    outside = torch.ones(1 << 20, device="cuda:0")
+    for each, there in ((inner, True), (nested, True), (after, True), (outside, False)):
+        assert lies_in(each.data_ptr(), each.nbytes, pool.segments) is there
+    pool.close()
+    del inner, nested, after, outside, each
+    assert emptied(registry, torch)
+
+
 def test_torchs_pool_becomes_windows(torch, comm1, registry):
     testing.need_function("ncclCommWindowRegister")
     pool = memory.pool("torch", comm1, symmetric=True)

@@ -113,7 +113,7 @@ def run(chosen: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         try:
             for sweep in sweeps:
-                library = _open(_rivals(chosen, sweep), Path(folder), sweep, result, sides)
+                library = _open(_rivals(chosen, sweep), Path(folder), sweep, result, sides, chosen.registered)
                 sides += _programs(chosen, library, sweep, result)
             for number in range(chosen.rounds):
                 for side in sides:
@@ -146,7 +146,8 @@ def _notes(chosen: argparse.Namespace) -> list[str]:
         )
     if chosen.registered:
         notes.append(
-            "ncclpy, registered: memory.alloc, so the registry registers it; ncclpy, windows: Communicator.window."
+            "ncclpy, registered: memory.alloc, so the registry registers it; ncclpy, windows: Communicator.window. "
+            "NCCL is told to schedule for NVLink (nvlink_centric_sched), as nccl-tests tells it."
         )
         if os.environ.get("NCCL_NVLS_ENABLE") == "0":
             notes.append(
@@ -370,7 +371,7 @@ def _started(name: str, sweep: Sweep) -> tuple[list[workers.WorkerProcess], dict
         return processes, None, failure
 
 
-def _open(rivals: list[str], folder: Path, sweep: Sweep, result: dict, sides: list) -> str:
+def _open(rivals: list[str], folder: Path, sweep: Sweep, result: dict, sides: list, as_nccl_tests: bool) -> str:
     """Start and open the Python rivals, ncclpy first; add them to `sides` and return the path of the library."""
     with ThreadPoolExecutor(len(rivals)) as threads:  # they import frameworks, each for seconds
         started = list(threads.map(lambda name: _started(name, sweep), rivals))
@@ -397,6 +398,7 @@ def _open(rivals: list[str], folder: Path, sweep: Sweep, result: dict, sides: li
                     "ident": ident,
                     "library": library["path"],
                     "streams": bool(library["cuda"] or sweep.launches),
+                    "as_nccl_tests": as_nccl_tests and library["cuda"],
                 }
                 asked = [(process, {"rival": name, "rank": rank, **place}) for rank, process in enumerate(processes)]
                 answer = workers.ask_all(asked, "open", deadline=workers.FIRST_DEADLINE)[0]

@@ -42,15 +42,20 @@ class Place:
         The libnccl that a rival has to drive.
     streams : bool
         Whether operations of ncclpy's are on a stream and a device's memory; on CPUs else on numpy's arrays.
+    as_nccl_tests : bool
+        Whether communicators of ncclpy's have nccl-tests' configuration.
     """
 
-    def __init__(self, rank: int, nranks: int, gpu: bool, nbytes: int, ident: str, library: str, streams: bool):
+    def __init__(
+        self, rank: int, nranks: int, gpu: bool, nbytes: int, ident: str, library: str, streams: bool,
+        as_nccl_tests: bool = False,
+    ):  # fmt: skip
         self.rank, self.nranks, self.gpu, self.ident, self.library = rank, nranks, gpu, ident, library
         self.dtype = np.dtype(np.float32 if gpu else np.float64)
         self.count = max(nbytes // self.dtype.itemsize, nranks)
         self.following, self.previous = (rank + 1) % nranks, (rank - 1) % nranks
         self.is_root = rank == ROOT
-        self.streams = streams
+        self.streams, self.as_nccl_tests = streams, as_nccl_tests
 
 
 class Ncclpy:
@@ -83,7 +88,9 @@ class Ncclpy:
     def _connect(self) -> None:
         place = self.place
         unique_id = self.nccl.UniqueId.from_bytes(bytes.fromhex(place.ident))
-        self.comm = self.nccl.Communicator.init(place.nranks, place.rank, unique_id, device=place.rank)
+        told = place.as_nccl_tests and self.nccl.library().version >= (2, 28, 3)
+        config = self.nccl.Config(nvlink_centric_sched=True) if told else None
+        self.comm = self.nccl.Communicator.init(place.nranks, place.rank, unique_id, device=place.rank, config=config)
 
     def version(self) -> str:
         return ".".join(map(str, self.nccl.library().version))

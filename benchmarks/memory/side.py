@@ -75,7 +75,7 @@ class Side(worker.Worker):
         -------
         dict
             By ``"ours"`` and ``"theirs"``, medians in microseconds: until a segment has come, the next call of each
-            communicator, until it has gone, and all of this. The wait for the call in between is left out: it is one
+            communicator, both of them, and until it has gone. The wait for the call in between is left out: it is one
             for the other rank.
         """
         from ncclpy.memory import SegmentRegistry
@@ -95,7 +95,9 @@ class Side(worker.Worker):
         return {
             way: {
                 what: statistics.median(values) * 1e6
-                for what, values in zip(("comes", "next call", "goes", "in all"), zip(*each, strict=True), strict=True)
+                for what, values in zip(
+                    ("comes", "next call", "comes, with that call", "goes"), zip(*each, strict=True), strict=True
+                )
             }
             for way, each in taken.items()
         }
@@ -114,8 +116,7 @@ class Side(worker.Worker):
         leaves = clock()
         goes(held)
         end = clock()
-        pieces = (there - begin, called - there, end - leaves)
-        return (*pieces, sum(pieces))
+        return there - begin, called - there, called - begin, end - leaves
 
     def _allocated(self, registry) -> tuple:
         """Return how memory of NCCL's allocator comes and goes: ours, and NCCL's own calls."""

@@ -28,7 +28,7 @@ def test_everything_about_memory_is_measured(result):
     for rival in (memory.OURS, memory.THEIRS):
         for kind in ("memory.alloc", "memory of others"):
             for count in ("1 communicator", "2 communicators"):
-                for measure in ("comes", "next call", "goes", "in all"):
+                for measure in ("comes", "next call", "comes, with that call", "goes"):
                     assert min(found.pop((rival, f"{kind}, {count}", measure))) > 0
     # Each of numpy's arrays is a segment, which comes and goes: so the count counts.
     assert found.pop((memory.POOL, 'memory.pool("numpy")', "reaches ncclpy")) == [2.0 * memory.ALLOCATIONS] * 2

@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import os
 import sys
 import threading
 import time
@@ -26,14 +25,14 @@ from ncclpy.process_group.request cimport Request
 
 from ncclpy.core import device as _device
 from ncclpy.core.config import Config
-from ncclpy.core.errors import NcclAborted, NcclTimeout, not_copied
+from ncclpy.core.errors import NcclAborted, NcclRemoteError, NcclTimeout, not_copied
 from ncclpy.core.types import as_integer
-from ncclpy.engine import recorder
 from ncclpy.engine.failing import add_answer, without_advice
 from ncclpy.engine.launcher import abort_aside
 from ncclpy.engine.recorder import text_of
 from ncclpy.engine.streams import StreamPool
 from ncclpy.process_group.callers import caller_of, teller_of
+from ncclpy.process_group.endings import end_process, has_ended, was_ended_by
 from ncclpy.process_group.handles import give_back, new_handle
 from ncclpy.peers.inquiry import Inquiries
 from ncclpy.process_group.nan import NanCheck
@@ -43,8 +42,6 @@ _log = logging.getLogger("ncclpy.process_group")
 
 _CHECK = ("off", "first", "always")
 _ON_ERROR = ("abort", "exit", "exit_now", "report")
-#: With which a process ends whose group has failed, if it asked for that.
-_EXIT_CODE = 70
 _MAIN = "all"
 #: Seconds for the other ranks to be told.
 _TELLS = 1.0
@@ -142,6 +139,10 @@ cdef class Lifecycle(BlockOwner):
             functools.partial(caller_of(mine, "_ended"), number), functools.partial(caller_of(mine, "_gone"), number), ledger
         )
 
+    def _come_from(self, before):
+        """Know what became of ranks before they made this group, see `Notices`."""
+        self.notices.before = before
+
     def __reduce__(self):
         raise not_copied(self, "make one in each process; they meet in a store")
 
@@ -175,9 +176,13 @@ cdef class Lifecycle(BlockOwner):
 
     def _meet(self, place, value, double seconds):
         """Return what all ranks bring to a meeting, by rank; the end of a rank that has yet to come ends the group."""
+        notices = self.notices
         self.meetings += 1
         try:
-            return self.notices.gather(place, value, seconds, self._wanted())
+            return notices.gather(place, value, seconds, self._wanted())
+        except (NcclTimeout, NcclRemoteError) as error:
+            self._explain(error, functools.partial(notices.inquire_at, place))
+            raise
         finally:
             self.meetings -= 1
 
@@ -200,7 +205,7 @@ cdef class Lifecycle(BlockOwner):
         if self.connections is None:
             raise RuntimeError("this ProcessGroup was not initialised")
         if self.failure is not None:
-            raise NcclAborted(f"process group {self.name!r} has ended: {text_of(self.failure)}") from self.failure
+            raise has_ended(self.name, self.failure)
         if self.closed:
             raise ValueError(f"process group {self.name!r} is closed; make a new one")
         return 0
@@ -275,7 +280,7 @@ cdef class Lifecycle(BlockOwner):
             _meeting_of(self.notices, label, members), self.timeout,
         )
         made.spares = self.on_error == "report"
-        made.epoch = number
+        made.epoch, made.members = number, members
         return made
 
     cdef int adopt(self, Communicator comm) except -1:
@@ -299,7 +304,9 @@ cdef class Lifecycle(BlockOwner):
         Raises
         ------
         NcclTimeout
-            If it does not stand in time; once ranks have not come within the group's timeout, it names them.
+            If it does not stand in time; it names who has not come, and says what all ranks do.
+        NcclRemoteError
+            If a rank will not come any more: it has closed the group, or its process has ended.
         """
         cdef Connection one
         cdef double seconds = self.timeout if timeout is None else as_timeout(timeout)
@@ -311,10 +318,14 @@ cdef class Lifecycle(BlockOwner):
         for one in connections:
             while not one.settled.wait(max(0.0, min(0.1, deadline - now()))):
                 if now() >= deadline and not one.settled.is_set():
-                    raise NcclTimeout(
+                    late = NcclTimeout(
                         f"rank {self.rank} of process group {self.name!r}: communicator {one.label!r} of {one.nranks} "
                         f"ranks is not made after {seconds:.3g} s"
                     )
+                    self._explain(late, functools.partial(self.notices.inquire_about, one.label, one.members))
+                    if not one.settled.is_set():  # else it has failed meanwhile, and all have heard why
+                        raise late
+                    break
             if one.failure is not None:
                 raise one.failure.with_traceback(None)
 
@@ -357,6 +368,14 @@ cdef class Lifecycle(BlockOwner):
         if said is not None and said not in text_of(error):
             add_answer(error, said, states)
         return said, states
+
+    def _explain(self, error, inquire):
+        """Have an error that does not end the group say what all ranks do; they are asked by `inquire`, in a thread of its own."""
+        if self.size > 1 and not self.is_ended():
+            who = f"rank {self.rank} of process group {self.name!r}"
+            said, states = Inquiries(inquire, True, who).ask(self._standing)
+            if said is not None:
+                add_answer(error, said, states)
 
     def wait_for_pending_works(self, timeout=None):
         """Wait until all operations that were begun are done; their errors are their works'.
@@ -418,20 +437,19 @@ cdef class Lifecycle(BlockOwner):
 
     def _ended(self, number, told):
         """Take the news from another rank that the group has ended, and what all did then."""
-        error = NcclAborted(f"process group {self.name!r} was ended by {told.text}{'. ' + told.said if told.said else ''}")
+        error = was_ended_by(self.name, told.text, told.said)
         error.ranks = told.states
         planned = self.handle in (told.handles or ())
         self._fail(error, None, number, exits=not planned, calls=not planned)
 
     def _failed(self, error, Connection connection not None):
         """Do as `on_error` says when a connection has failed, or an operation on it."""
-        made = connection.state != MAKING  # else the error says who did not come
         if connection.epoch != self.number:
             return
         if self.on_error != "report":
-            self._fail(error, text_of(error), connection.epoch, connection, asks=made)
+            self._fail(error, text_of(error), connection.epoch, connection, asks=True)
             return
-        if made and not self.is_ended():
+        if not self.is_ended():
             self._inquire(error)
         with self.lock:
             told = not self.is_ended() and connection.epoch == self.number
@@ -463,7 +481,8 @@ cdef class Lifecycle(BlockOwner):
         """
         said = states = None
         try:
-            if asks and self.size > 1 and self.failure is None and self.on_error != "exit_now":
+            wanted = self.failure is None and (not self.closed or self.connections)  # else nobody sees the error
+            if asks and wanted and self.size > 1 and self.on_error != "exit_now":
                 said, states = self._inquire(error)  # before anybody sees the error
         finally:  # also where a signal handler has left the wait
             self._end_by(error, text, number, but, exits, calls, said, states)
@@ -495,9 +514,7 @@ cdef class Lifecycle(BlockOwner):
         comms = []
         others = error
         if type(error) is not NcclAborted:
-            others = NcclAborted(f"process group {self.name!r} has ended: {text_of(error)}")
-            others.ranks = states
-            others.__cause__ = error
+            others = has_ended(self.name, error)
         for one in connections:
             if one is not but:
                 comms += one.abort(others)
@@ -522,16 +539,8 @@ cdef class Lifecycle(BlockOwner):
             time.sleep(0.001)
         try:
             notices.known.wait()
-            print(
-                f"ncclpy: rank {self.rank} of process group {self.name!r} ends its process with status {_EXIT_CODE}, as "
-                f"on_error={self.on_error!r} says: {text_of(error)}",
-                file=sys.stderr,
-            )
-            if self.on_error == "exit":
-                sys.stderr.write(recorder.dump(reason=text_of(error)))
-            sys.stderr.flush()
-        finally:  # stderr may be closed, or full
-            os._exit(_EXIT_CODE)
+        finally:
+            end_process(self.rank, self.name, self.on_error, error)
 
     def close(self, timeout=None):
         """Let what was begun end, and give the communicators back.

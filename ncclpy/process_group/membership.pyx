@@ -69,7 +69,7 @@ cdef class Membership(Lifecycle):
         check_process()
         if self.connections is None:
             raise RuntimeError("this ProcessGroup was not initialised")
-        return tuple(self.notices.reports.collect(as_timeout(timeout)))
+        return self.notices.collect(as_timeout(timeout))
 
     def _standing(self):
         """Return what this rank does, as JSON knows it."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.core.errors import NcclAborted, NcclRemoteError, NcclTimeout, ranks, seconds, spans
 
-__all__ = ["Arrivals", "set_while_alive"]
+__all__ = ["Arrivals", "refuse", "set_while_alive"]
 
 #: How long a wait goes on before it looks whether anybody still wants it; longer where many ask the store.
 _SLICE = 0.3
@@ -36,6 +36,19 @@ def set_while_alive(store: Store, key: str, value: bytes) -> bool:
     except StoreError:
         store.set(key, value)
         return False
+
+
+def refuse(store: Store, place: str, why: str) -> None:
+    """Tell those who meet in a store that they will not, and why, unless they have: who is no rank there may do so."""
+    store.compare_set(_outcome_at(place), None, _failed(why, None))
+
+
+def _outcome_at(place: str) -> str:
+    return f"{place}/outcome"
+
+
+def _failed(text: str, missing: list[int] | None, *, lost: bool = False) -> bytes:
+    return _FAILED + json.dumps({"text": text, "missing": missing, "lost": lost}).encode()
 
 
 class _Lost(Exception):
@@ -87,8 +100,11 @@ class Arrivals:
     is_lost
         Asked with a rank that is missing: why it will not come any more ("it has closed the group"), None while it
         may. By default all are waited for.
+
+    Attributes
+    ----------
     called
-        Who they are, for messages, where their ranks here mean little to people.
+        Who some of them are, for messages, while their ranks here mean little to people; None once they do.
     """
 
     def __init__(
@@ -100,12 +116,12 @@ class Arrivals:
         has_made: Callable[[int], bool] | None = None,
         also: Sequence[int] = (),
         is_lost: Callable[[int], str | None] | None = None,
-        called: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         self.store = store
         self.name, self.rank, self.size = name, rank, size
         self._own = (rank, *also)
-        self._is_lost, self._called = is_lost, called
+        self._is_lost = is_lost
+        self.called: Callable[[Sequence[int]], str] | None = None
         self.has_made = has_made or self._has_been
         self._leases = True  # the store knows whose process has ended
         for each in self._own:
@@ -221,7 +237,7 @@ class Arrivals:
 
     @staticmethod
     def _outcome(place: str) -> str:
-        return f"{place}/outcome"
+        return _outcome_at(place)
 
     @staticmethod
     def alive(rank: int | str) -> str:
@@ -271,7 +287,7 @@ class Arrivals:
 
         `missing` are those that are not there, None if it is for another reason; whether they are `lost`, or late.
         """
-        told = _FAILED + json.dumps({"text": text, "missing": missing, "lost": lost}).encode()
+        told = _failed(text, missing, lost=lost)
         try:
             return self.store.compare_set(self._outcome(place), None, told)[1] or told
         except (StoreError, NcclTimeout):
@@ -292,7 +308,7 @@ class Arrivals:
         return text, missing
 
     def _who(self, members: Sequence[int]) -> str:
-        return self._called(members) if self._called else f"{ranks(spans(members))} of {self.size}"
+        return self.called(members) if self.called else f"{ranks(spans(members))} of {self.size}"
 
     def _forsaken(self, why: dict[int, str], what: str) -> str:
         """Return as text who will not come, and why."""

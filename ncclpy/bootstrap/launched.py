@@ -91,12 +91,15 @@ def rendezvous(timeout: float | None = None) -> tuple[Place, Store]:
 
 
 def process_before(rank: int) -> str:
-    """Return what became of the process of a rank that may have made nothing yet: ``"ended"``, or "" if nothing is known.
+    """Return what became of the process of a rank that may have made nothing yet, as far as it is known.
 
-    It is no reason not to wait for it: the program that has ended may be followed by another of that rank.
+    ``"ended"``, ``"absent"`` if it has not come to the launcher's store, else "". That it has ended is no reason not to
+    wait for it: the program may be followed by another of that rank.
     """
     arrivals = _arrivals
-    return "ended" if arrivals is not None and arrivals.is_gone(rank) else ""
+    if arrivals is None:
+        return ""
+    return "ended" if arrivals.is_gone(rank) else "" if arrivals.has_made(rank) else "absent"
 
 
 def _end_of(store: Store) -> PrefixStore:

@@ -215,7 +215,7 @@ cdef class Connection(Clique):
         cdef Communicator comm = self.comms[0]
         cdef size_t i, last = request.count - 1
         work.limit = moment + request.limit
-        work.allowed = request.limit  # what goes before it on the device is not counted
+        work.allowed = work.given = request.limit  # what goes before it on the device is not counted
         work.gathering = None
         work.entry.communicator = self.name
         work.entry.rank = comm.rank

@@ -101,7 +101,15 @@ cdef class Lifecycle(BlockOwner):
         self.check, self.check_nan = check, check_nan
         self.handle = new_handle(rank, store)
         self.turn = threading.Lock()
-        self._enter(self._notices(store, rank, size))
+        notices = self._notices(store, rank, size)
+        if size > 1:
+            try:
+                notices.compare(check)
+            except ValueError as error:
+                notices.tell(str(error))
+                notices.close()
+                raise
+        self._enter(notices)
         self._beat(self.number)
 
     def _notices(self, store, int rank, int size, place=None):
@@ -362,20 +370,23 @@ cdef class Lifecycle(BlockOwner):
 
     # Its end.
 
-    def _inquire(self, error):
-        """Find out what all ranks do now: an error gets it as a sentence and as data, which this returns as well."""
+    def _inquire(self, error, bint says):
+        """Find out what all ranks do now: an error gets it as data, which this returns, and as a sentence if it `says` so."""
         said, states = self.inquiries.ask(self._standing)
+        if not says:
+            said, error.ranks = None, states
         if said is not None and said not in text_of(error):
             add_answer(error, said, states)
         return said, states
 
-    def _explain(self, error, inquire):
-        """Have an error that does not end the group say what all ranks do; they are asked by `inquire`, in a thread of its own."""
+    def _explain(self, error, inquire, bint says=True):
+        """Do so with an error that does not end the group; the ranks are asked by `inquire`."""
         if self.size > 1 and not self.is_ended():
             who = f"rank {self.rank} of process group {self.name!r}"
             said, states = Inquiries(inquire, True, who).ask(self._standing)
-            if said is not None:
+            if says and said is not None:
                 add_answer(error, said, states)
+            error.ranks = states
 
     def wait_for_pending_works(self, timeout=None):
         """Wait until all operations that were begun are done; their errors are their works'.
@@ -450,7 +461,7 @@ cdef class Lifecycle(BlockOwner):
             self._fail(error, text_of(error), connection.epoch, connection, asks=True)
             return
         if not self.is_ended():
-            self._inquire(error)
+            self._inquire(error, True)
         with self.lock:
             told = not self.is_ended() and connection.epoch == self.number
             if told and connection.state == MAKING:  # its ranks are not where this one is: it is not made again
@@ -473,17 +484,17 @@ cdef class Lifecycle(BlockOwner):
                 main.fail(error)
         self._failed(error, main)
 
-    def _fail(self, error, text, number, Connection but=None, bint exits=True, bint asks=False, bint calls=True):
+    def _fail(self, error, text, number, Connection but=None, bint exits=True, bint asks=False, bint says=True, bint calls=True):
         """End the group with an error, unless it has ended, or has another `number` now; tell the others a text, if any.
 
-        `but` is a connection that sees to its own end. If it `asks`, the error says what all ranks do, and so do the others'.
-        `calls` is whether hooks are called.
+        `but` is a connection that sees to its own end. If it `asks`, the error has what all ranks do, and so do the others';
+        if it `says` so they have it in words too. `calls` is whether hooks are called.
         """
         said = states = None
         try:
             wanted = self.failure is None and (not self.closed or self.connections)  # else nobody sees the error
             if asks and wanted and self.size > 1 and self.on_error != "exit_now":
-                said, states = self._inquire(error)  # before anybody sees the error
+                said, states = self._inquire(error, says)  # before anybody sees the error
         finally:  # also where a signal handler has left the wait
             self._end_by(error, text, number, but, exits, calls, said, states)
 

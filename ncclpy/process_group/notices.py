@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import quote
 
-from ncclpy.bootstrap.arrivals import Arrivals
+from ncclpy.bootstrap.arrivals import Arrivals, refuse
 from ncclpy.bootstrap.prefix import PrefixStore
 from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.bootstrap.watch import Change, Watch
@@ -33,6 +33,8 @@ _GONE = "told/gone/"
 #: Set by the first rank in trouble, who asks for all; and what it has heard. At the group's end, or at a meeting.
 _TROUBLE, _SAID = "trouble", "said"
 _END = "end"
+#: How the first rank compares collectives.
+_CHECK = "check/how"
 #: Seconds for that one to ask, and to tell.
 _OTHERS_ASK = 2.5
 #: So many ranks, the first ones, look who is gone and tell the others: did all, each would hear of each.
@@ -98,8 +100,6 @@ class Notices:
         Returns this rank's standing, see `Reports`.
     place
         Where in the store, for one group; by default the place of all groups of this name.
-    called
-        Who ranks are, for messages, where their numbers here mean little to people.
 
     Attributes
     ----------
@@ -116,7 +116,6 @@ class Notices:
         size: int,
         look: Callable[[], dict[str, Any]],
         place: str | None = None,
-        called: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         self.before: Callable[[int], str] = _nothing_known
         self._parent: tuple[Notices, Sequence[int]] | None = None
@@ -126,7 +125,7 @@ class Notices:
         self.name, self.rank, self.size = name, rank, size
         self.known = note_group(name, self.number, rank, size)
         self.store = PrefixStore(f"{self._place}/{self.number}", store)
-        self.arrivals = Arrivals(self.store, f"process group {name!r}", rank, size, self._has_made, is_lost=self._why_lost, called=called)
+        self.arrivals = Arrivals(self.store, f"process group {name!r}", rank, size, self._has_made, is_lost=self._why_lost)
         self.reports = Reports(self.store, rank, size, look, self.arrivals.is_gone, self._has_made)
         self.clocks = Clocks(self.store, rank, self.known)
         self._over = threading.Event()
@@ -164,6 +163,20 @@ class Notices:
             name, everyone, what, brought, lambda come: b"[" + b",".join(come) + b"]", timeout, wanted
         )
         return list(json.loads(packed))
+
+    def compare(self, check: str) -> None:
+        """Raise ValueError unless all ranks so far compare collectives alike: else they would wait for each other."""
+        mine = f"rank {self.rank} of {self.size} has {check!r}"
+        there = self.store.compare_set(_CHECK, None, json.dumps([check, mine]).encode())[1]
+        theirs, who = json.loads(there or b"[null, null]")
+        if theirs != check:
+            raise ValueError(f"check: all ranks of process group {self.name!r} give the same; {mine}, {who}")
+
+    @staticmethod
+    def refuse(store: Store, place: str, meeting: str, why: str) -> None:
+        """Tell those who meet at a place of a store, for one group, that this rank does not come."""
+        with contextlib.suppress(StoreError, NcclTimeout):
+            refuse(PrefixStore(f"{place}/1", store), meeting, why)
 
     def beat(self) -> None:
         """Put what this rank does into the store, unless that does so itself; compare the clocks, if that is due."""

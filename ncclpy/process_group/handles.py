@@ -72,8 +72,12 @@ def called_of(order: Sequence[str]) -> Callable[[Sequence[int]], str]:
 
     def called(members: Sequence[int]) -> str:
         made = [_read(order[member]).rank for member in members]
-        become = f"those that become {ranks(spans(members))} of {len(order)}"
-        return f"{become} (made as {'rank' if len(made) == 1 else 'ranks'} {', '.join(map(str, made))})"
+        become = f"{ranks(spans(members))} of {len(order)}"
+        if made == list(members):
+            return become
+        return (
+            f"those that become {become} (made as {'rank' if len(made) == 1 else 'ranks'} {', '.join(map(str, made))})"
+        )
 
     return called
 

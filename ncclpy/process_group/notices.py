@@ -43,8 +43,14 @@ _LOOKOUTS = 2
 _SLICE = 0.2
 
 
-#: What is said of who cannot come any more, by its state.
-_LEFT = {"closed": "it has closed the group", "ended": "its process has ended", "gone": "it cannot be reached any more"}
+#: What is said of who cannot come any more, by its state; and how often in a row it has to be found so, a third of a
+#: second apart. Who only just makes its group has no lease for an instant; and of a process that ends all hear by its
+#: lease, which ends the group with what waits there: this is for who hears nothing, as those who look out have ended too.
+_LEFT = {
+    "closed": ("it has closed the group", 2),
+    "ended": ("its process has ended", 5),
+    "gone": ("it cannot be reached any more", 5),
+}
 
 
 def _place_of(name: str) -> str:
@@ -125,7 +131,9 @@ class Notices:
         self.name, self.rank, self.size = name, rank, size
         self.known = note_group(name, self.number, rank, size)
         self.store = PrefixStore(f"{self._place}/{self.number}", store)
-        self.arrivals = Arrivals(self.store, f"process group {name!r}", rank, size, self._has_made, is_lost=self._why_lost)
+        self.arrivals = Arrivals(
+            self.store, f"process group {name!r}", rank, size, self._has_made, is_lost=self._why_lost
+        )
         self.reports = Reports(self.store, rank, size, look, self.arrivals.is_gone, self._has_made)
         self.clocks = Clocks(self.store, rank, self.known)
         self._over = threading.Event()
@@ -198,13 +206,13 @@ class Notices:
         state = self.reports.process_of(rank)
         return state if state in ("ended", "gone", "stopped") else ""
 
-    def _why_lost(self, rank: int) -> str | None:
-        """Return why a rank will not come to a meeting of this group, None if it may."""
+    def _why_lost(self, rank: int) -> tuple[str, int] | None:
+        """Return why a rank will not come to a meeting of this group, None if it may; see `Arrivals`."""
         if self._has_made(rank) or self._parent is None:
             return _LEFT[state] if (state := self.reports.end_of(rank)) else None
         parent, members = self._parent
-        why = parent._why_lost(members[rank])
-        return f"it has closed process group {parent.name!r}" if why == _LEFT["closed"] else why
+        left = parent._why_lost(members[rank])
+        return (f"it has closed process group {parent.name!r}", left[1]) if left == _LEFT["closed"] else left
 
     def collect(self, patience: float | None = None) -> tuple[RankState, ...]:
         """Ask all ranks; return what each does, by rank, see `Reports.collect`."""

@@ -88,7 +88,7 @@ def place_of(uuid: str) -> str:
 
 
 def claim(store: Store, uuid: str, handles: Sequence[str], mine: str, refuses: Callable[[], object]) -> None:
-    """Take a name for these handles, before anything is ended; `refuses` is called if others wait for this one in vain.
+    """Take a name for these handles, before anything is ended; `refuses` is called if others wait for this one.
 
     Raises
     ------

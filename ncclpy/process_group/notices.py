@@ -45,7 +45,7 @@ _SLICE = 0.2
 
 #: What is said of who cannot come any more, by its state; and how often in a row it has to be found so, a third of a
 #: second apart. Who only just makes its group has no lease for an instant; and of a process that ends all hear by its
-#: lease, which ends the group with what waits there: this is for who hears nothing, as those who look out have ended too.
+#: lease, which ends the group with what waits there. This is for those who hear nothing, as who looks out has ended too.
 _LEFT = {
     "closed": ("it has closed the group", 2),
     "ended": ("its process has ended", 5),
@@ -110,8 +110,8 @@ class Notices:
     Attributes
     ----------
     before
-        Asked with a rank that has not made this group: what became of its process, as far as that is known from what
-        it was part of before, ``"ended"``, ``"gone"`` or ``"stopped"``; else "".
+        Asked with a rank that has not made this group: the state of its process, as far as that is known from what it
+        was part of before, ``"ended"``, ``"gone"`` or ``"stopped"``; else "".
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class Notices:
         self.clocks.look()
 
     def part_of(self, parent: Notices, members: Sequence[int]) -> None:
-        """Know these ranks as those of another group that this one is part of; who has left that does not come here."""
+        """Know these ranks as those of a group that this one is part of; who has left that does not come here."""
 
         def before(rank: int) -> str:
             return parent.process_of(members[rank])
@@ -316,7 +316,7 @@ class Notices:
     def inquire_about(
         self, label: str, members: list[int], subject: Began | None, _: bool
     ) -> tuple[str | None, tuple[RankState, ...] | None]:
-        """Do the same for this rank alone, which waits no longer for a communicator, and say who has not come for that."""
+        """Do the same for this rank alone, which waits no longer for a communicator; say who has not come for that."""
         said, states = self.inquire(subject, True)
         with contextlib.suppress(NcclError):
             there = self.arrivals.there(f"communicator/{label}")

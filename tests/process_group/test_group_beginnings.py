@@ -1,4 +1,4 @@
-"""Trouble before a group's first operation, and at its meetings: every rank's error says what each of the others does."""
+"""Trouble before a group's first operation, and at its meetings: errors say what each of the others does."""
 
 from __future__ import annotations
 
@@ -284,7 +284,8 @@ def test_who_would_join_and_compares_in_another_way_is_not_let_in(host_engine):
             assert group.admit() == ()
             time.sleep(0.02)
         assert told == [
-            "check: this process came to join process group 'default' with 'off', its ranks have 'always'; all give the same"
+            "check: this process came to join process group 'default' with 'off', its ranks have 'always'; "
+            "all give the same"
         ]
         assert group.error is None and group.all_reduce(np.ones(1)).result(DEADLINE)[0] == 1
 

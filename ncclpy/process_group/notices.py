@@ -45,7 +45,7 @@ _SLICE = 0.2
 
 #: What is said of who cannot come any more, by its state; and how often in a row it has to be found so, a third of a
 #: second apart. Who only just makes its group has no lease for an instant; and of a process that ends all hear by its
-#: lease, which ends the group with what waits there. This is for those who hear nothing, as who looks out has ended too.
+#: lease, which ends the group with what waits there. This is for who hears nothing, as who looks out has ended.
 _LEFT = {
     "closed": ("it has closed the group", 2),
     "ended": ("its process has ended", 5),

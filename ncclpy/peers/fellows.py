@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from ncclpy.bootstrap.launched import process_before
 from ncclpy.bootstrap.place import environment
 from ncclpy.core.account import GIVEN_UP, account_of, name_of
-from ncclpy.core.errors import ADVICE, NcclError, NcclTimeout
+from ncclpy.core.errors import ADVICE, NcclError, NcclTimeout, ranks, spans
 from ncclpy.core.fellows import Fellows
 from ncclpy.engine.ledger import DTYPES, method_name, op_name
 from ncclpy.peers.circle import Circle
-from ncclpy.peers.standing import RankState, sentence
+from ncclpy.peers.standing import RankState
 
 if TYPE_CHECKING:
     import threading
@@ -33,6 +33,11 @@ _log = logging.getLogger("ncclpy.peers")
 _DEAF = 10.0
 #: Of so many that have not come the store is asked what it knows.
 _LOOKED_FOR = 16
+#: What is said of those by their state, which is all that is known.
+_LITTLE = {
+    "absent": "not come to the launcher's store either",
+    "unknown": "come to the launcher's store, and what became of that process is not known",
+}
 
 #: Those of communicators that have not been given up, nor dropped, as far as was looked.
 _circles: set[Circle] = set()
@@ -148,8 +153,12 @@ def describe_late(late: NcclTimeout) -> None:
         states = tuple(
             RankState(rank, (known.get(rank) or "unknown") if rank in missing else "waits") for rank in range(size)
         )
-        said = sentence("Communicator.from_env", states, size, None, "communicator")
-        late.args = (f"{late}. {said}",)
+        text = str(late)  # which names those whose processes have ended
+        for state, words in _LITTLE.items():
+            who = [each.rank for each in states if each.state == state]
+            if who:
+                text += f"; {ranks(spans(who))} {'has' if len(who) == 1 else 'have'} {words}"
+        late.args = (text,)
         late.ranks = states
     except (NcclError, ValueError, RuntimeError):  # the store may be gone meanwhile
         _log.warning("what the ranks of a communicator do that was not made is not known", exc_info=True)

@@ -87,9 +87,10 @@ if rank != 1:
     ncclpy.Communicator.from_env(timeout=5)
 """))  # fmt: skip
     assert done.returncode == 1
-    words = r"NcclTimeout: (.*) did not come to make communicator 1 of Communicator.from_env within 5 s$"
+    words = r"NcclTimeout: (.*) did not come to make communicator 1 of Communicator.from_env within 5 s; (.*)$"
     # The first to give up has told the other one.
-    assert re.findall(words, done.stderr, re.MULTILINE) == ["rank 1 of 3"] * 2, done.stderr
+    found = ("rank 1 of 3", "rank 1 has not come to the launcher's store either")
+    assert re.findall(words, done.stderr, re.MULTILINE) == [found] * 2, done.stderr
 
 
 def test_who_has_ended_is_told_apart_from_who_does_not_come(host_engine, program):
@@ -110,13 +111,16 @@ else:
     try:
         ncclpy.Communicator.from_env(timeout=5)
     except ncclpy.NcclTimeout as error:
-        print(error.missing, error, flush=True)
+        print(error.missing, error, [each.state for each in error.ranks], flush=True)
     store.barrier("both have told", rank // 3, 2)
     store.set("done", b"")
 """))  # fmt: skip
     said = "[1, 2] ranks 1-2 of 4 did not come to make communicator 1 of Communicator.from_env within 5 s"
     for rank in (0, 3):
-        assert runs.of_rank(done.stdout, rank) == [said + "; rank 1's process has ended"], done.stderr
+        assert runs.of_rank(done.stdout, rank) == [
+            f"{said}; rank 1's process has ended; rank 2 has come to the launcher's store, and what became of that "
+            "process is not known ['waits', 'ended', 'unknown', 'waits']"
+        ], done.stderr
 
 
 def test_too_few_devices_are_told(host_engine, program):

@@ -4,6 +4,7 @@ Each rank puts what it brings under a key of its own, one that goes away with it
 The first of them waits for all, and puts what comes of it under one more key, for which the others wait. So each rank
 makes a few operations however many there are, and waits in slices: it may leave once nobody wants it there any more.
 Whoever leaves early puts the reason under that last key, which can be set once: either all have met, or none has.
+Nobody waits for a rank that has told that it will not come, or whose process has ended, where that can be asked.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ import time
 from collections.abc import Callable, Sequence
 
 from ncclpy.bootstrap.store import Store, StoreError
-from ncclpy.core.errors import NcclAborted, NcclTimeout, ranks, seconds, spans
+from ncclpy.core.errors import NcclAborted, NcclRemoteError, NcclTimeout, ranks, seconds, spans
 
-__all__ = ["Arrivals", "set_while_alive"]
+__all__ = ["Arrivals", "refuse", "set_while_alive"]
 
 #: How long a wait goes on before it looks whether anybody still wants it; longer where many ask the store.
 _SLICE = 0.3
 _SLICE_OF_A_RANK = 0.5e-3
+#: So many of those that are missing are looked for after each of these waits, in turn: it takes some questions each.
+_LOOKS = 8
 
 _MET, _FAILED = b"+", b"-"
 
@@ -33,6 +36,50 @@ def set_while_alive(store: Store, key: str, value: bytes) -> bool:
     except StoreError:
         store.set(key, value)
         return False
+
+
+def refuse(store: Store, place: str, why: str) -> None:
+    """Tell those who meet in a store that they will not, and why, unless they have: who is no rank there may do so."""
+    store.compare_set(_outcome_at(place), None, _failed(why, None))
+
+
+def _outcome_at(place: str) -> str:
+    return f"{place}/outcome"
+
+
+def _failed(text: str, missing: list[int] | None, *, lost: bool = False) -> bytes:
+    return _FAILED + json.dumps({"text": text, "missing": missing, "lost": lost}).encode()
+
+
+class _Lost(Exception):
+    """Ranks that are waited for will not come; why, by rank."""
+
+    def __init__(self, why: dict[int, str]) -> None:
+        super().__init__(why)
+        self.why = why
+
+
+class _Lookout:
+    """Who looks for ranks that are missing at a meeting."""
+
+    def __init__(self, is_lost: Callable[[int], str | None]) -> None:
+        self._is_lost = is_lost
+        self._suspects: dict[int, str] = {}
+        self._turn = 0
+
+    def look(self, missing: Sequence[int]) -> None:
+        """Raise `_Lost` for ranks that were found lost twice: one that only just makes its group has no lease yet."""
+        begin = self._turn % len(missing)
+        some = {*missing[begin : begin + _LOOKS], *(rank for rank in missing if rank in self._suspects)}
+        self._turn = begin + _LOOKS
+        try:
+            found = {rank: why for rank in sorted(some) if (why := self._is_lost(rank)) is not None}
+        except NcclTimeout:  # of the store's, not of the meeting
+            return
+        lost = {rank: why for rank, why in found.items() if rank in self._suspects}
+        if lost:
+            raise _Lost(lost)
+        self._suspects = found
 
 
 class Arrivals:
@@ -50,6 +97,14 @@ class Arrivals:
         Asked with a rank: whether it has been here. By default the store is told so and asked.
     also
         More ranks of this process, which come when this one does.
+    is_lost
+        Asked with a rank that is missing: why it will not come any more ("it has closed the group"), None while it
+        may. By default all are waited for.
+
+    Attributes
+    ----------
+    called
+        Who some of them are, for messages, while their ranks here mean little to people; None once they do.
     """
 
     def __init__(
@@ -60,10 +115,13 @@ class Arrivals:
         size: int,
         has_made: Callable[[int], bool] | None = None,
         also: Sequence[int] = (),
+        is_lost: Callable[[int], str | None] | None = None,
     ) -> None:
         self.store = store
         self.name, self.rank, self.size = name, rank, size
         self._own = (rank, *also)
+        self._is_lost = is_lost
+        self.called: Callable[[Sequence[int]], str] | None = None
         self.has_made = has_made or self._has_been
         self._leases = True  # the store knows whose process has ended
         for each in self._own:
@@ -106,6 +164,15 @@ class Arrivals:
             Seconds; the error names who has not come.
         wanted
             Asked every now and then; the meeting is left once it returns False.
+
+        Raises
+        ------
+        NcclTimeout
+            If not all have come in time.
+        NcclRemoteError
+            If one will not come any more.
+        NcclAborted
+            If nobody wants it any more, here or on another rank that has come.
         """
         deadline = time.monotonic() + timeout
         keys = [self._here(place, member) for member in members]
@@ -118,11 +185,13 @@ class Arrivals:
                 met = _MET + combine(come) if come else None
                 outcome = self.store.compare_set(self._outcome(place), None, met)[1] or b""
             else:
-                outcome = self._await([self._outcome(place)], deadline, len(keys), wanted)[0]
+                outcome = self._await([self._outcome(place)], deadline, len(keys), wanted, first=members[0])[0]
         except StoreError:
             raise  # closed or lost: there is nobody to tell
         except NcclTimeout:
             outcome = self._leave(place, *self._absent(place, members, what, timeout))
+        except _Lost as lost:
+            outcome = self._leave(place, self._forsaken(lost.why, what), sorted(lost.why), lost=True)
         except NcclAborted:
             self._leave(place, left, None)
             raise
@@ -134,6 +203,8 @@ class Arrivals:
         told = json.loads(outcome[len(_FAILED) :])
         if told["missing"] is None:
             raise NcclAborted(told["text"])
+        if told["lost"]:
+            raise NcclRemoteError(told["text"])
         late = NcclTimeout(told["text"])
         late.missing = told["missing"]
         raise late
@@ -166,7 +237,7 @@ class Arrivals:
 
     @staticmethod
     def _outcome(place: str) -> str:
-        return f"{place}/outcome"
+        return _outcome_at(place)
 
     @staticmethod
     def alive(rank: int | str) -> str:
@@ -181,10 +252,20 @@ class Arrivals:
             self.store.set(key, value)
 
     def _await(
-        self, keys: list[str], deadline: float, number: int, wanted: Callable[[], bool], instead: str | None = None
+        self,
+        keys: list[str],
+        deadline: float,
+        number: int,
+        wanted: Callable[[], bool],
+        instead: str | None = None,
+        first: int | None = None,
     ) -> list[bytes]:
-        """Return the values of keys, once all are there; none if there is another key `instead`."""
+        """Return the values of keys, once all are there; none if there is another key `instead`.
+
+        The keys are those of ranks, or what the `first` of them tells.
+        """
         length = _SLICE + number * _SLICE_OF_A_RANK
+        lookout = None if self._is_lost is None else _Lookout(self._is_lost)
         missing = keys
         while wanted():
             if instead is not None and self.store.check([instead]):
@@ -197,11 +278,16 @@ class Arrivals:
                 if left <= length:
                     raise
                 missing = [str(each) for each in error.missing or ()] or keys
+            if lookout is not None:
+                lookout.look([int(key.rpartition("/")[2]) for key in missing] if first is None else [first])
         raise NcclAborted(f"{self.name} has ended")
 
-    def _leave(self, place: str, text: str, missing: list[int] | None) -> bytes:
-        """Tell the others that they will not meet, and why, unless they have met; return what came of it."""
-        told = _FAILED + json.dumps({"text": text, "missing": missing}).encode()
+    def _leave(self, place: str, text: str, missing: list[int] | None, *, lost: bool = False) -> bytes:
+        """Tell the others that they will not meet, and why, unless they have met; return what came of it.
+
+        `missing` are those that are not there, None if it is for another reason; whether they are `lost`, or late.
+        """
+        told = _failed(text, missing, lost=lost)
         try:
             return self.store.compare_set(self._outcome(place), None, told)[1] or told
         except (StoreError, NcclTimeout):
@@ -213,13 +299,21 @@ class Arrivals:
         missing = [member for member in members if member not in there]
         if not missing:
             return f"the {len(members)} ranks that came {what} did not meet within {seconds(timeout)}", missing
-        text = f"{ranks(spans(missing))} of {self.size} did not come {what} within {seconds(timeout)}"
+        text = f"{self._who(missing)} did not come {what} within {seconds(timeout)}"
         gone = [member for member in missing if self.is_gone(member)]
         if len(gone) == 1:
             text += f"; rank {gone[0]}'s process has ended"
         elif gone:
             text += f"; the processes of {ranks(spans(gone))} have ended"
         return text, missing
+
+    def _who(self, members: Sequence[int]) -> str:
+        return self.called(members) if self.called else f"{ranks(spans(members))} of {self.size}"
+
+    def _forsaken(self, why: dict[int, str], what: str) -> str:
+        """Return as text who will not come, and why."""
+        reasons = {reason: [rank for rank in why if why[rank] == reason] for reason in why.values()}
+        return "; ".join(f"{self._who(lost)} will not come {what}: {reason}" for reason, lost in reasons.items())
 
     def is_gone(self, rank: int) -> bool:
         """Return whether a rank has been here and its process has ended, as far as the store knows."""

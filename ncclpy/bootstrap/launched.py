@@ -23,7 +23,7 @@ from ncclpy.bootstrap.tcp import TCPStore
 from ncclpy.core.errors import NcclTimeout
 from ncclpy.core.errors import seconds as as_text
 
-__all__ = ["Meeting", "exchange", "rendezvous"]
+__all__ = ["Meeting", "exchange", "process_before", "rendezvous"]
 
 _LOOPBACK = "127.0.0.1"
 #: The process of a launcher that is the parent, or further up, of all ranks on one machine.
@@ -88,6 +88,18 @@ def rendezvous(timeout: float | None = None) -> tuple[Place, Store]:
         return place, end
     finally:
         _lock.release()
+
+
+def process_before(rank: int) -> str:
+    """Return what became of the process of a rank that may have made nothing yet, as far as it is known.
+
+    ``"ended"``, ``"absent"`` if it has not come to the launcher's store, else "". That it has ended is no reason not to
+    wait for it: the program may be followed by another of that rank.
+    """
+    arrivals = _arrivals
+    if arrivals is None:
+        return ""
+    return "ended" if arrivals.is_gone(rank) else "" if arrivals.has_made(rank) else "absent"
 
 
 def _end_of(store: Store) -> PrefixStore:

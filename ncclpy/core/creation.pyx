@@ -26,6 +26,7 @@ from ncclpy.core.wait cimport FOREVER, as_timeout
 
 from ncclpy.core import device as _device
 from ncclpy.core.config import Config
+from ncclpy.core.errors import NcclTimeout
 from ncclpy.core.group import Group
 from ncclpy.core.library import library as _library
 from ncclpy.core.types import MAX_ADDRESS as _MAX_ADDRESS
@@ -175,7 +176,11 @@ cdef object from_env(object cls, object device, dict options):
     if device is None:
         device = device_of(launched.rendezvous(options["timeout"])[0])
     # Before NCCL, which could not say who is absent.
-    meeting = launched.exchange(options["timeout"], _new_id)
+    try:
+        meeting = launched.exchange(options["timeout"], _new_id)
+    except NcclTimeout as late:
+        _import_module("ncclpy.peers.fellows").describe_late(late)
+        raise
     place = meeting.place
     comm = cls.init(place.size, place.rank, meeting.brought, device=device, **options)
     made = <Handle?>comm

@@ -17,7 +17,7 @@ from ncclpy.engine.message cimport ended_by, words_of
 from ncclpy.engine.protocols cimport Together
 from ncclpy.engine.work cimport HAS_FAILED, NOT_FAILING, TO_FAIL, Watched, Work
 
-from ncclpy.core.errors import NcclAborted, NcclTimeout, NcclUnsupported
+from ncclpy.core.errors import NcclAborted, NcclTimeout, NcclUnsupported, seconds
 
 _ADVICE = (
     "A rank is missing or stuck: see which of the others did not make the same call, with ncclpy.recorder.dump() and "
@@ -90,8 +90,9 @@ cdef object _trouble(Work work, ncclResult_t result):
     missing = "" if handle is None else who_is_missing(handle.speaker())
     missing += ". " if missing else ""
     then = _GOES_ON if launch is not None and launch.is_spared() else _ABORTED
+    limit = f" of {seconds(work.given)}" if work.given > 0 else ""
     return NcclTimeout(work.say(
-        f"was not done within its timeout; {then}. {missing}{_ADVICE}"
+        f"was not done within its timeout{limit}; {then}. {missing}{_ADVICE}"
     ))
 
 

@@ -26,6 +26,7 @@ cdef class Work:
     cdef bint was_launched  # before it came to its end
     cdef readonly int device
     cdef double limit  # the moment by which it has to be done, or launched as long as there is `allowed`
+    cdef double given  # seconds that it has, for its error; 0 if only a moment is known
     cdef double allowed  # seconds from when the device can begin; 0 if the clock of `limit` runs already
     cdef double seconds  # on the device; negative if not known
     cdef Handle handle  # until it is done

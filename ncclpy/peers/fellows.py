@@ -11,10 +11,13 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from ncclpy.core.account import GIVEN_UP, account_of, name_of
-from ncclpy.core.errors import ADVICE, NcclError
+from ncclpy.bootstrap.launched import process_before
+from ncclpy.bootstrap.place import environment
+from ncclpy.core.errors import ADVICE, NcclError, NcclTimeout
 from ncclpy.core.fellows import Fellows
 from ncclpy.engine.ledger import DTYPES, method_name, op_name
 from ncclpy.peers.circle import Circle
+from ncclpy.peers.standing import RankState, sentence
 
 if TYPE_CHECKING:
     import threading
@@ -22,12 +25,14 @@ if TYPE_CHECKING:
     from ncclpy.bootstrap.launched import Meeting
     from ncclpy.core.communicator import Communicator
 
-__all__ = ["Company", "fellows_of"]
+__all__ = ["Company", "describe_late", "fellows_of"]
 
 _log = logging.getLogger("ncclpy.peers")
 
 #: Seconds in which a store that has not answered is not asked again: several communicators may have failed together.
 _DEAF = 10.0
+#: Of so many that have not come the store is asked what it knows.
+_LOOKED_FOR = 16
 
 #: Those of communicators that have not been given up, nor dropped, as far as was looked.
 _circles: set[Circle] = set()
@@ -127,6 +132,27 @@ def standing_of(account: tuple[Any, ...]) -> dict[str, Any]:
         told["launched"] = True
     told["since"] = time.time() - seconds
     return told
+
+
+def describe_late(late: NcclTimeout) -> None:
+    """Have the error of a meeting in `Communicator.from_env` say of each rank what is known, which is little.
+
+    Who has not come there has nothing yet that could be asked: only the launcher's store knows of its process.
+    """
+    try:
+        missing = [rank for rank in late.missing or () if isinstance(rank, int)]
+        if not missing:
+            return
+        known = {rank: process_before(rank) for rank in missing[:_LOOKED_FOR]}
+        size = environment().size
+        states = tuple(
+            RankState(rank, (known.get(rank) or "unknown") if rank in missing else "waits") for rank in range(size)
+        )
+        said = sentence("Communicator.from_env", states, size, None, "communicator")
+        late.args = (f"{late}. {said}",)
+        late.ranks = states
+    except (NcclError, ValueError, RuntimeError):  # the store may be gone meanwhile
+        _log.warning("what the ranks of a communicator do that was not made is not known", exc_info=True)
 
 
 def fellows_of(comm: Communicator, meeting: Meeting) -> Company | None:

@@ -155,7 +155,18 @@ class Reports:
 
     def is_lost(self, rank: int) -> bool:
         """Return whether a rank cannot come any more: its process has ended, or it has closed the group."""
-        return self._is_gone(rank) or self._describe(rank, last=False).state in ("ended", "closed")
+        return self.end_of(rank) != ""
+
+    def end_of(self, rank: int) -> str:
+        """Return the state of a rank that cannot come any more: closed, ended or gone; "" of one that may."""
+        state = self._describe(rank, last=False).state
+        if state not in ("closed", "ended") and self._is_gone(rank):
+            return "gone"
+        return state if state in ("closed", "ended") else ""
+
+    def process_of(self, rank: int) -> str:
+        """Return what is known of a rank's process without asking it: ended, gone, stopped, or something else."""
+        return self._describe(rank, last=True).state
 
     def _wait(self, keys: list[str], seconds: float) -> dict[str, bytes]:
         """Return the values of those keys that are there within so many seconds."""

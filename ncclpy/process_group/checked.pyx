@@ -35,6 +35,7 @@ cdef int agree(Lifecycle group, Agreement agreement, Connection connection, Requ
             if group.is_ended():
                 if error is not agreement.found:
                     group.check_usable()  # says what has ended it
+                error.ranks = getattr(group.failure, "ranks", None)
                 raise
             group.collectives += 1  # on all ranks
             _disagreed(group, connection, error)
@@ -56,8 +57,9 @@ cdef int _disagreed(Lifecycle group, Connection connection, error) except -1:
     cdef bint told = error is agreement.found
     # Where one has gone on its operation stays on the device, for good; where not all have come, nobody knows what they do.
     if group.on_error != "report" or (told and agreement.ends):
-        group._fail(error, text_of(error), connection.epoch, asks=not told)  # which tells what all bring
+        group._fail(error, text_of(error), connection.epoch, asks=True, says=not told)  # its text tells what all bring
         return 0
+    group._explain(error, functools.partial(group.notices.inquire_at, f"check/{group.collectives - 1}"), says=not told)
     if not told:
         abort_aside(connection.abort(error), text_of(error))
     users.give(functools.partial(  # a logger's handlers are the user's

@@ -18,6 +18,7 @@ cdef class Connection(Clique):
     cdef long long epoch  # see `Lifecycle.number`
     cdef int peer  # in the group, of a pair; -1 if it is with all ranks
     cdef int rank  # of this one in it
+    cdef list members  # its ranks in the group
     cdef int attempts  # to give it back
     cdef object making  # the communicator until it is taken over
     cdef object memory  # device memory that a pair has exchanged a byte in

@@ -215,7 +215,7 @@ cdef class Connection(Clique):
         cdef Communicator comm = self.comms[0]
         cdef size_t i, last = request.count - 1
         work.limit = moment + request.limit
-        work.allowed = request.limit  # what goes before it on the device is not counted
+        work.allowed = work.given = request.limit  # what goes before it on the device is not counted
         work.gathering = None
         work.entry.communicator = self.name
         work.entry.rank = comm.rank
@@ -254,10 +254,12 @@ cdef class Connection(Clique):
         return self.state == MADE and not self.late()
 
     cdef int refuse(self) except -1:
-        raise NcclAborted(
+        error = NcclAborted(
             f"process group {self.title!r}: communicator {self.label!r} was not made, and what was begun on it has failed: "
             f"{text_of(self.failure)}"
-        ) from self.failure
+        )
+        error.ranks = getattr(self.failure, "ranks", None)
+        raise error from self.failure
 
 
 def _abort_soon(Communicator comm not None, reason):

@@ -568,6 +568,7 @@ check="off", check_nan=False, high_priority=False, timing=False)
                 timeout=self.timeout, config=self.config, on_error=self.on_error,
                 check=self.check, check_nan=self.nan_check is not None, high_priority=self.high_priority, timing=self.timing,
             )
+            child.notices.part_of(self.notices, list(members))
             if comm is not None:
                 child.adopt(comm)
         except BaseException:

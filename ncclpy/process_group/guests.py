@@ -51,11 +51,13 @@ class Guest(_Door):
         The group's.
     handle
         Of the group of one that this one has.
+    check
+        How it compares collectives, which all ranks do alike.
     """
 
-    def __init__(self, store: Store, name: str, handle: str) -> None:
+    def __init__(self, store: Store, name: str, handle: str, check: str = "off") -> None:
         super().__init__(store, name)
-        self.name, self.handle = name, handle
+        self.name, self.handle, self.check = name, handle, check
         self.number = f"{store.add(f'{self.place}/number'):012d}"
 
     def wait(self, timeout: float) -> tuple[list[str], str]:
@@ -67,6 +69,11 @@ class Guest(_Door):
             told = json.loads(self._await("goes", deadline, timeout))
         finally:
             self.forget(self.number)
+        if "other" in told:
+            raise ValueError(
+                f"check: this process came to join process group {self.name!r} with {self.check!r}, its ranks have "
+                f"{told['other']!r}; all give the same"
+            )
         if "failed" in told:
             raise NcclError(f"process group {self.name!r} has not admitted this process: {told['failed']}")
         return list(told["handles"]), str(told["uuid"])
@@ -78,7 +85,7 @@ class Guest(_Door):
         while True:
             left = deadline - time.monotonic()
             if what == "invited":  # again and again: who has not answered once is forgotten
-                self._put("asks", self.handle.encode())
+                self._put("asks", f"{self.handle} {self.check}".encode())
             try:
                 return self.store.get(self.key(what, self.number), max(0.0, min(_SLICE, left)))
             except NcclTimeout:
@@ -92,8 +99,12 @@ class Guest(_Door):
 class Host(_Door):
     """The first rank of a group, as it admits those who ask."""
 
-    def invite(self, timeout: float, wanted: Callable[[], bool]) -> dict[str, str]:
-        """Return the handles of those who ask and answer, by their numbers; it waits a second for them at most."""
+    def invite(self, timeout: float, wanted: Callable[[], bool], check: str = "off") -> dict[str, str]:
+        """Return the handles of those who ask and answer, by their numbers; it waits a second for them at most.
+
+        Who compares collectives in another way than these ranks, which is `check`, is told so and is not let in: they
+        would wait for each other.
+        """
         asks = self.store.keys(self.key("asks", ""))
         numbers = [key.rpartition("/")[2] for key in asks]
         if not numbers:
@@ -107,9 +118,13 @@ class Host(_Door):
                 break
         guests = {}
         for number in numbers:
-            handle = self.store.compare_set(self.key("asks", number), None, None)[1]
-            if handle is not None and self.store.check([self.key("comes", number)]):
-                guests[number] = handle.decode()
+            asked = self.store.compare_set(self.key("asks", number), None, None)[1]
+            if asked is not None and self.store.check([self.key("comes", number)]):
+                handle, _, theirs = asked.decode().partition(" ")
+                if theirs == check:
+                    guests[number] = handle
+                else:
+                    self._tell({number: handle}, {"other": check})
             else:  # it is gone, or asks again
                 self.store.delete(self.key("invited", number))
                 self.store.delete(self.key("asks", number))

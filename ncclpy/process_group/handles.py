@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from urllib.parse import quote, unquote
 
 from ncclpy.bootstrap import FileStore, LocalStore, PrefixStore, Store, TCPStore
+from ncclpy.core.errors import ranks, spans
 
-__all__ = ["claim", "give_back", "new_handle", "ordered", "place_of", "store_of"]
+__all__ = ["called_of", "claim", "give_back", "new_handle", "ordered", "place_of", "store_of"]
 
 _KIND = "ncclpy"
 
@@ -66,13 +67,24 @@ def ordered(handles: Iterable[str], mine: str) -> list[str]:
     return found
 
 
+def called_of(order: Sequence[str]) -> Callable[[Sequence[int]], str]:
+    """Return what says who those are that become some ranks, by the ranks that their groups were made with."""
+
+    def called(members: Sequence[int]) -> str:
+        made = [_read(order[member]).rank for member in members]
+        become = f"those that become {ranks(spans(members))} of {len(order)}"
+        return f"{become} (made as {'rank' if len(made) == 1 else 'ranks'} {', '.join(map(str, made))})"
+
+    return called
+
+
 def place_of(uuid: str) -> str:
     """Return where in a store those meet who go on under a name that is used once."""
     return f"ncclpy/reconfigure/{quote(uuid, safe='')}"
 
 
-def claim(store: Store, uuid: str, handles: Sequence[str], mine: str) -> None:
-    """Take a name for these handles, before anything is ended.
+def claim(store: Store, uuid: str, handles: Sequence[str], mine: str, refuses: Callable[[], object]) -> None:
+    """Take a name for these handles, before anything is ended; `refuses` is called if others wait for this one in vain.
 
     Raises
     ------
@@ -82,6 +94,8 @@ def claim(store: Store, uuid: str, handles: Sequence[str], mine: str) -> None:
     told = json.dumps(list(handles)).encode()
     there = store.compare_set(f"{place_of(uuid)}/handles", None, told)[1]
     if there != told:
+        if mine in json.loads(there or b"[]"):
+            refuses()
         raise ValueError(
             f"uuid: {uuid!r} was used for other handles, or in another order; each reconfigure() takes a new one, "
             "which is the same on all of its ranks"

@@ -33,8 +33,11 @@ def init_process_group(**options: Any) -> ProcessGroup:
         If not all processes have come in time; the message says which.
     """
     from ncclpy.bootstrap import rendezvous
+    from ncclpy.bootstrap.launched import process_before
 
     place, store = rendezvous(options.get("timeout"))
     if options.get("device") is None:
         options["device"] = device_of(place)
-    return ProcessGroup(store, place.rank, place.size, **options)
+    group = ProcessGroup(store, place.rank, place.size, **options)
+    group._come_from(process_before)
+    return group

@@ -1,4 +1,4 @@
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ class Lifecycle(BlockOwner):
         high_priority: bool = False,
         timing: bool = False,
     ) -> None: ...
+    def _come_from(self, before: Callable[[int], str]) -> None: ...
     @property
     def name(self) -> str: ...
     @property

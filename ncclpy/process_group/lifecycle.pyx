@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import os
 import sys
 import threading
 import time
@@ -26,14 +25,14 @@ from ncclpy.process_group.request cimport Request
 
 from ncclpy.core import device as _device
 from ncclpy.core.config import Config
-from ncclpy.core.errors import NcclAborted, NcclTimeout, not_copied
+from ncclpy.core.errors import NcclAborted, NcclRemoteError, NcclTimeout, not_copied
 from ncclpy.core.types import as_integer
-from ncclpy.engine import recorder
 from ncclpy.engine.failing import add_answer, without_advice
 from ncclpy.engine.launcher import abort_aside
 from ncclpy.engine.recorder import text_of
 from ncclpy.engine.streams import StreamPool
 from ncclpy.process_group.callers import caller_of, teller_of
+from ncclpy.process_group.endings import end_process, has_ended, was_ended_by
 from ncclpy.process_group.handles import give_back, new_handle
 from ncclpy.peers.inquiry import Inquiries
 from ncclpy.process_group.nan import NanCheck
@@ -43,8 +42,6 @@ _log = logging.getLogger("ncclpy.process_group")
 
 _CHECK = ("off", "first", "always")
 _ON_ERROR = ("abort", "exit", "exit_now", "report")
-#: With which a process ends whose group has failed, if it asked for that.
-_EXIT_CODE = 70
 _MAIN = "all"
 #: Seconds for the other ranks to be told.
 _TELLS = 1.0
@@ -104,7 +101,15 @@ cdef class Lifecycle(BlockOwner):
         self.check, self.check_nan = check, check_nan
         self.handle = new_handle(rank, store)
         self.turn = threading.Lock()
-        self._enter(self._notices(store, rank, size))
+        notices = self._notices(store, rank, size)
+        if size > 1:
+            try:
+                notices.compare(check)
+            except ValueError as error:
+                notices.tell(str(error))
+                notices.close()
+                raise
+        self._enter(notices)
         self._beat(self.number)
 
     def _notices(self, store, int rank, int size, place=None):
@@ -142,6 +147,10 @@ cdef class Lifecycle(BlockOwner):
             functools.partial(caller_of(mine, "_ended"), number), functools.partial(caller_of(mine, "_gone"), number), ledger
         )
 
+    def _come_from(self, before):
+        """Know what became of ranks before they made this group, see `Notices`."""
+        self.notices.before = before
+
     def __reduce__(self):
         raise not_copied(self, "make one in each process; they meet in a store")
 
@@ -175,9 +184,13 @@ cdef class Lifecycle(BlockOwner):
 
     def _meet(self, place, value, double seconds):
         """Return what all ranks bring to a meeting, by rank; the end of a rank that has yet to come ends the group."""
+        notices = self.notices
         self.meetings += 1
         try:
-            return self.notices.gather(place, value, seconds, self._wanted())
+            return notices.gather(place, value, seconds, self._wanted())
+        except (NcclTimeout, NcclRemoteError) as error:
+            self._explain(error, functools.partial(notices.inquire_at, place))
+            raise
         finally:
             self.meetings -= 1
 
@@ -200,7 +213,7 @@ cdef class Lifecycle(BlockOwner):
         if self.connections is None:
             raise RuntimeError("this ProcessGroup was not initialised")
         if self.failure is not None:
-            raise NcclAborted(f"process group {self.name!r} has ended: {text_of(self.failure)}") from self.failure
+            raise has_ended(self.name, self.failure)
         if self.closed:
             raise ValueError(f"process group {self.name!r} is closed; make a new one")
         return 0
@@ -275,7 +288,7 @@ cdef class Lifecycle(BlockOwner):
             _meeting_of(self.notices, label, members), self.timeout,
         )
         made.spares = self.on_error == "report"
-        made.epoch = number
+        made.epoch, made.members = number, members
         return made
 
     cdef int adopt(self, Communicator comm) except -1:
@@ -299,7 +312,9 @@ cdef class Lifecycle(BlockOwner):
         Raises
         ------
         NcclTimeout
-            If it does not stand in time; once ranks have not come within the group's timeout, it names them.
+            If it does not stand in time; it names who has not come, and says what all ranks do.
+        NcclRemoteError
+            If a rank will not come any more: it has closed the group, or its process has ended.
         """
         cdef Connection one
         cdef double seconds = self.timeout if timeout is None else as_timeout(timeout)
@@ -311,10 +326,14 @@ cdef class Lifecycle(BlockOwner):
         for one in connections:
             while not one.settled.wait(max(0.0, min(0.1, deadline - now()))):
                 if now() >= deadline and not one.settled.is_set():
-                    raise NcclTimeout(
+                    late = NcclTimeout(
                         f"rank {self.rank} of process group {self.name!r}: communicator {one.label!r} of {one.nranks} "
                         f"ranks is not made after {seconds:.3g} s"
                     )
+                    self._explain(late, functools.partial(self.notices.inquire_about, one.label, one.members))
+                    if not one.settled.is_set():  # else it has failed meanwhile, and all have heard why
+                        raise late
+                    break
             if one.failure is not None:
                 raise one.failure.with_traceback(None)
 
@@ -351,12 +370,23 @@ cdef class Lifecycle(BlockOwner):
 
     # Its end.
 
-    def _inquire(self, error):
-        """Find out what all ranks do now: an error gets it as a sentence and as data, which this returns as well."""
+    def _inquire(self, error, bint says):
+        """Find out what all ranks do now: an error gets it as data, which this returns, and as a sentence if it `says` so."""
         said, states = self.inquiries.ask(self._standing)
+        if not says:
+            said, error.ranks = None, states
         if said is not None and said not in text_of(error):
             add_answer(error, said, states)
         return said, states
+
+    def _explain(self, error, inquire, bint says=True):
+        """Do so with an error that does not end the group; the ranks are asked by `inquire`."""
+        if self.size > 1 and not self.is_ended():
+            who = f"rank {self.rank} of process group {self.name!r}"
+            said, states = Inquiries(inquire, True, who).ask(self._standing)
+            if says and said is not None:
+                add_answer(error, said, states)
+            error.ranks = states
 
     def wait_for_pending_works(self, timeout=None):
         """Wait until all operations that were begun are done; their errors are their works'.
@@ -418,21 +448,20 @@ cdef class Lifecycle(BlockOwner):
 
     def _ended(self, number, told):
         """Take the news from another rank that the group has ended, and what all did then."""
-        error = NcclAborted(f"process group {self.name!r} was ended by {told.text}{'. ' + told.said if told.said else ''}")
+        error = was_ended_by(self.name, told.text, told.said)
         error.ranks = told.states
         planned = self.handle in (told.handles or ())
         self._fail(error, None, number, exits=not planned, calls=not planned)
 
     def _failed(self, error, Connection connection not None):
         """Do as `on_error` says when a connection has failed, or an operation on it."""
-        made = connection.state != MAKING  # else the error says who did not come
         if connection.epoch != self.number:
             return
         if self.on_error != "report":
-            self._fail(error, text_of(error), connection.epoch, connection, asks=made)
+            self._fail(error, text_of(error), connection.epoch, connection, asks=True)
             return
-        if made and not self.is_ended():
-            self._inquire(error)
+        if not self.is_ended():
+            self._inquire(error, True)
         with self.lock:
             told = not self.is_ended() and connection.epoch == self.number
             if told and connection.state == MAKING:  # its ranks are not where this one is: it is not made again
@@ -455,16 +484,17 @@ cdef class Lifecycle(BlockOwner):
                 main.fail(error)
         self._failed(error, main)
 
-    def _fail(self, error, text, number, Connection but=None, bint exits=True, bint asks=False, bint calls=True):
+    def _fail(self, error, text, number, Connection but=None, bint exits=True, bint asks=False, bint says=True, bint calls=True):
         """End the group with an error, unless it has ended, or has another `number` now; tell the others a text, if any.
 
-        `but` is a connection that sees to its own end. If it `asks`, the error says what all ranks do, and so do the others'.
-        `calls` is whether hooks are called.
+        `but` is a connection that sees to its own end. If it `asks`, the error has what all ranks do, and so do the others';
+        if it `says` so they have it in words too. `calls` is whether hooks are called.
         """
         said = states = None
         try:
-            if asks and self.size > 1 and self.failure is None and self.on_error != "exit_now":
-                said, states = self._inquire(error)  # before anybody sees the error
+            wanted = self.failure is None and (not self.closed or self.connections)  # else nobody sees the error
+            if asks and wanted and self.size > 1 and self.on_error != "exit_now":
+                said, states = self._inquire(error, says)  # before anybody sees the error
         finally:  # also where a signal handler has left the wait
             self._end_by(error, text, number, but, exits, calls, said, states)
 
@@ -495,9 +525,7 @@ cdef class Lifecycle(BlockOwner):
         comms = []
         others = error
         if type(error) is not NcclAborted:
-            others = NcclAborted(f"process group {self.name!r} has ended: {text_of(error)}")
-            others.ranks = states
-            others.__cause__ = error
+            others = has_ended(self.name, error)
         for one in connections:
             if one is not but:
                 comms += one.abort(others)
@@ -522,16 +550,8 @@ cdef class Lifecycle(BlockOwner):
             time.sleep(0.001)
         try:
             notices.known.wait()
-            print(
-                f"ncclpy: rank {self.rank} of process group {self.name!r} ends its process with status {_EXIT_CODE}, as "
-                f"on_error={self.on_error!r} says: {text_of(error)}",
-                file=sys.stderr,
-            )
-            if self.on_error == "exit":
-                sys.stderr.write(recorder.dump(reason=text_of(error)))
-            sys.stderr.flush()
-        finally:  # stderr may be closed, or full
-            os._exit(_EXIT_CODE)
+        finally:
+            end_process(self.rank, self.name, self.on_error, error)
 
     def close(self, timeout=None):
         """Let what was begun end, and give the communicators back.

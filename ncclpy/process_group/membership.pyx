@@ -26,9 +26,10 @@ from ncclpy.core.types import as_integer
 from ncclpy.engine.monitor import call_at
 from ncclpy.engine.recorder import text_of
 from ncclpy.process_group.callers import caller_of
+from ncclpy.process_group.notices import Notices
 from ncclpy.process_group.decision import Past, decide, decide_to_move
 from ncclpy.process_group.guests import Guest, Host
-from ncclpy.process_group.handles import claim, give_back, ordered, place_of, store_of
+from ncclpy.process_group.handles import called_of, claim, give_back, ordered, place_of, store_of
 
 _log = logging.getLogger("ncclpy.process_group")
 
@@ -69,7 +70,7 @@ cdef class Membership(Lifecycle):
         check_process()
         if self.connections is None:
             raise RuntimeError("this ProcessGroup was not initialised")
-        return tuple(self.notices.reports.collect(as_timeout(timeout)))
+        return self.notices.collect(as_timeout(timeout))
 
     def _standing(self):
         """Return what this rank does, as JSON knows it."""
@@ -138,7 +139,10 @@ cdef class Membership(Lifecycle):
         Raises
         ------
         TypeError, ValueError
-            If a handle is none, comes twice or is missing, or the uuid was used; then nothing has changed.
+            If a handle is none, comes twice or is missing, the uuid was used, or others have another `check`; then nothing has
+            changed.
+        NcclAborted
+            If another rank has called it with other handles, or in another order, and does not come.
         NcclTimeout
             If ranks have not come in time; it names them. It may be tried again, with another uuid.
 
@@ -157,10 +161,15 @@ cdef class Membership(Lifecycle):
             store = store_of(order[0], self.store, seconds)
             borrowed = None if store is self.store else store
             try:
-                claim(store, uuid, order, self.handle)
+                claim(store, uuid, order, self.handle, functools.partial(
+                    Notices.refuse, store, place_of(uuid), _MEETING, f"{self._known_as()} has called reconfigure() with other "
+                    f"handles, or in another order, for uuid {uuid!r}, and does not come",
+                ))
                 flying = NcclAborted(f"process group {self.name!r} is being reconfigured: this was in flight then")
                 notices = self._notices(store, order.index(self.handle), len(order), place_of(uuid))
+                notices.arrivals.called = called_of(order)
                 try:
+                    self._compare(notices)
                     notices.gather(
                         _MEETING, None, seconds, functools.partial(self._comes, order, now() + min(_PATIENCE, seconds / 2))
                     )
@@ -176,6 +185,7 @@ cdef class Membership(Lifecycle):
                     if ended:
                         self.check_usable()  # says what has ended it
                     raise
+                notices.arrivals.called = None
                 borrowed, self.borrowed = self.borrowed, borrowed
                 try:
                     self._leave(flying, False, order)
@@ -192,14 +202,25 @@ cdef class Membership(Lifecycle):
     def _comes(self, order, moment):
         """Return whether this rank still waits for the others, which hear after a while that it does."""
         if self.failure is None and now() >= moment:
-            self._tell_plan(order)
+            self._tell_plan(order, "waits in reconfigure() to go on as other ranks")
         return self.moves and not self.closed
 
-    cdef int _tell_plan(self, order) except -1:
-        """Tell the ranks of this group that it goes on, or ends for those without a handle among these."""
+    cdef int _tell_plan(self, order, does) except -1:
+        """Tell the ranks of this group what this one does: it goes on, or ends for those without a handle among these."""
         if self.size > 1:
-            self.notices.tell(f"rank {self.rank} of {self.size}: it goes on as other ranks", None, None, order)
+            self.notices.tell(f"rank {self.rank} of {self.size}: it {does}", None, None, order)
         return 0
+
+    def _known_as(self):
+        return f"rank {self.rank} of {self.size} of process group {self.name!r}"
+
+    def _compare(self, notices):
+        """Raise ValueError, also on those who meet there, if this rank compares collectives in another way than they do."""
+        try:
+            notices.compare(self.check)
+        except ValueError as error:
+            notices.arrivals.give_up(_MEETING, str(error))
+            raise
 
     def recover(self, timeout, min_size=1):
         """Go on without the ranks that are gone; all that are left call it, whatever has become of the group.
@@ -319,7 +340,7 @@ cdef class Membership(Lifecycle):
             wanted, store = self._wanted(), self.borrowed or self.store
             guests, host = {}, Host(store, self.name)
             if self.rank == 0:
-                guests = host.invite(max(0.0, deadline - now()), wanted)
+                guests = host.invite(max(0.0, deadline - now()), wanted, self.check)
             mine = {"handle": self.handle, "guests": list(guests.values()), "uuid": secrets.token_hex(8)}
             try:
                 try:
@@ -365,6 +386,8 @@ cdef class Membership(Lifecycle):
 
         Raises
         ------
+        ValueError
+            If the other ranks were given another `check`.
         NcclTimeout
             If nobody has admitted this process in time.
         """
@@ -377,7 +400,7 @@ cdef class Membership(Lifecycle):
                 raise TypeError(f"{given}: a process that joins has none yet")
         group = cls(store, 0, 1, name=f"{name}/joining", timeout=timeout, **options)
         try:
-            handles, uuid = Guest(group.store, name, group.handle).wait(seconds)
+            handles, uuid = Guest(group.store, name, group.handle, group.check).wait(seconds)
             with _Turn(group, "join()"):
                 group.name = name
                 group._stand(
@@ -412,7 +435,7 @@ cdef class Membership(Lifecycle):
             self.between = self.failure
             self.number = next_number()
         if tells:
-            self._tell_plan(handles)
+            self._tell_plan(handles, "goes on as other ranks")
         self.end_notices(False)
         self.end_connections(error, drained)
         self.abort_thread = self.tell_thread = None

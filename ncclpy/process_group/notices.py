@@ -6,17 +6,17 @@ import contextlib
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import quote
 
-from ncclpy.bootstrap.arrivals import Arrivals
+from ncclpy.bootstrap.arrivals import Arrivals, refuse
 from ncclpy.bootstrap.prefix import PrefixStore
 from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.bootstrap.watch import Change, Watch
 from ncclpy.core.creation import get_unique_id
-from ncclpy.core.errors import NcclError, NcclTimeout
+from ncclpy.core.errors import NcclError, NcclTimeout, ranks, spans
 from ncclpy.engine.known import note_group
 from ncclpy.peers.reports import ASKED, Reports
 from ncclpy.peers.standing import Began, RankState, as_data, from_data, sentence
@@ -30,14 +30,21 @@ _log = logging.getLogger("ncclpy.process_group")
 _TOLD = "told/"
 _ENDED = "told/ended"
 _GONE = "told/gone/"
-#: Set by the first rank in trouble: one asks for all.
-_TROUBLE = "trouble"
+#: Set by the first rank in trouble, who asks for all; and what it has heard. At the group's end, or at a meeting.
+_TROUBLE, _SAID = "trouble", "said"
+_END = "end"
+#: How the first rank compares collectives.
+_CHECK = "check/how"
 #: Seconds for that one to ask, and to tell.
 _OTHERS_ASK = 2.5
 #: So many ranks, the first ones, look who is gone and tell the others: did all, each would hear of each.
 _LOOKOUTS = 2
 #: How long a wait in a store that cannot be watched goes on before it looks whether the group was closed, or asked.
 _SLICE = 0.2
+
+
+#: What is said of who cannot come any more, by its state.
+_LEFT = {"closed": "it has closed the group", "ended": "its process has ended", "gone": "it cannot be reached any more"}
 
 
 def _place_of(name: str) -> str:
@@ -93,6 +100,12 @@ class Notices:
         Returns this rank's standing, see `Reports`.
     place
         Where in the store, for one group; by default the place of all groups of this name.
+
+    Attributes
+    ----------
+    before
+        Asked with a rank that has not made this group: what became of its process, as far as that is known from what
+        it was part of before, ``"ended"``, ``"gone"`` or ``"stopped"``; else "".
     """
 
     def __init__(
@@ -104,13 +117,15 @@ class Notices:
         look: Callable[[], dict[str, Any]],
         place: str | None = None,
     ) -> None:
+        self.before: Callable[[int], str] = _nothing_known
+        self._parent: tuple[Notices, Sequence[int]] | None = None
         self._outer, self._place = store, _place_of(name) if place is None else place
         made = store.add(f"{self._place}/made-by/{rank}")
         self.number = made if place is None else 1  # who comes there again, as something went wrong, meets the others
         self.name, self.rank, self.size = name, rank, size
         self.known = note_group(name, self.number, rank, size)
         self.store = PrefixStore(f"{self._place}/{self.number}", store)
-        self.arrivals = Arrivals(self.store, f"process group {name!r}", rank, size, self._has_made)
+        self.arrivals = Arrivals(self.store, f"process group {name!r}", rank, size, self._has_made, is_lost=self._why_lost)
         self.reports = Reports(self.store, rank, size, look, self.arrivals.is_gone, self._has_made)
         self.clocks = Clocks(self.store, rank, self.known)
         self._over = threading.Event()
@@ -149,10 +164,55 @@ class Notices:
         )
         return list(json.loads(packed))
 
+    def compare(self, check: str) -> None:
+        """Raise ValueError unless all ranks so far compare collectives alike: else they would wait for each other."""
+        mine = f"rank {self.rank} of {self.size} has {check!r}"
+        there = self.store.compare_set(_CHECK, None, json.dumps([check, mine]).encode())[1]
+        theirs, who = json.loads(there or b"[null, null]")
+        if theirs != check:
+            raise ValueError(f"check: all ranks of process group {self.name!r} give the same; {mine}, {who}")
+
+    @staticmethod
+    def refuse(store: Store, place: str, meeting: str, why: str) -> None:
+        """Tell those who meet at a place of a store, for one group, that this rank does not come."""
+        with contextlib.suppress(StoreError, NcclTimeout):
+            refuse(PrefixStore(f"{place}/1", store), meeting, why)
+
     def beat(self) -> None:
         """Put what this rank does into the store, unless that does so itself; compare the clocks, if that is due."""
         self.reports.publish()
         self.clocks.look()
+
+    def part_of(self, parent: Notices, members: Sequence[int]) -> None:
+        """Know these ranks as those of another group that this one is part of; who has left that does not come here."""
+
+        def before(rank: int) -> str:
+            return parent.process_of(members[rank])
+
+        self.before, self._parent = before, (parent, members)
+
+    def process_of(self, rank: int) -> str:
+        """Return what became of a rank's process, if something did: ended, gone or stopped; else ""."""
+        if not self._has_made(rank):
+            return self.before(rank)
+        state = self.reports.process_of(rank)
+        return state if state in ("ended", "gone", "stopped") else ""
+
+    def _why_lost(self, rank: int) -> str | None:
+        """Return why a rank will not come to a meeting of this group, None if it may."""
+        if self._has_made(rank) or self._parent is None:
+            return _LEFT[state] if (state := self.reports.end_of(rank)) else None
+        parent, members = self._parent
+        why = parent._why_lost(members[rank])
+        return f"it has closed process group {parent.name!r}" if why == _LEFT["closed"] else why
+
+    def collect(self, patience: float | None = None) -> tuple[RankState, ...]:
+        """Ask all ranks; return what each does, by rank, see `Reports.collect`."""
+        found = self.reports.collect(patience)
+        return tuple(
+            replace(each, state=self.before(each.rank) or each.state) if each.state == "absent" else each
+            for each in found
+        )
 
     def _has_made(self, rank: int) -> bool:
         """Return whether a rank has made this group: its count has come so far."""
@@ -225,16 +285,37 @@ class Notices:
         subject
             The operation that this rank is in.
         alone
-            Whether this rank asks for itself; else one asks for all, and tells them with the group's end.
+            Whether this rank asks for itself; else the group ends, and one asks for all.
         """
+        return self.inquire_at(None if alone else _END, subject, alone)
+
+    def inquire_at(
+        self, place: str | None, subject: Began | None, _: bool
+    ) -> tuple[str | None, tuple[RankState, ...] | None]:
+        """Do the same for what has come to nothing at a place, once for all, such as a meeting that ends no group."""
         try:
-            if not alone and not self.store.compare_set(_TROUBLE, None, b"%d" % self.rank)[0]:
-                told = _read(self.store.get(_ENDED, _OTHERS_ASK))
+            if place is not None and not self.store.compare_set(f"{place}/{_TROUBLE}", None, b"")[0]:
+                told = _read(self.store.get(f"{place}/{_SAID}", _OTHERS_ASK))
                 return told.said, told.states
-            found = tuple(self.reports.collect())
+            found = self.collect()
+            said = sentence(self.name, found, self.size, subject)
+            if place is not None:  # before anybody sees an error: its process may end with that
+                self.store.set(f"{place}/{_SAID}", Told("", said, found).packed())
         except NcclError as error:  # the store is gone, or the one who asks
             return f"What the other ranks do is not known: {error}", None
-        return sentence(self.name, found, self.size, subject), found
+        return said, found
+
+    def inquire_about(
+        self, label: str, members: list[int], subject: Began | None, _: bool
+    ) -> tuple[str | None, tuple[RankState, ...] | None]:
+        """Do the same for this rank alone, which waits no longer for a communicator, and say who has not come for that."""
+        said, states = self.inquire(subject, True)
+        with contextlib.suppress(NcclError):
+            there = self.arrivals.there(f"communicator/{label}")
+            missing = [rank for rank in members if rank not in there and rank != self.rank]
+            if missing and there and said is not None:  # without any they have met
+                said = f"{ranks(spans(missing))} {'has' if len(missing) == 1 else 'have'} not come. {said}"
+        return said, states
 
     def tell(
         self,
@@ -285,6 +366,10 @@ class Notices:
         if says_so and self.size > 1:
             with contextlib.suppress(StoreError, NcclTimeout):  # whose store is gone tells nobody
                 self.reports.publish(closed=True)
+
+
+def _nothing_known(rank: int) -> str:
+    return ""
 
 
 def _read(told: bytes) -> Told:

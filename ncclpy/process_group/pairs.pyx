@@ -6,10 +6,12 @@ that runs on the device. A collective there may wait for a rank that waits for w
 program knows when nothing is under way.
 """
 
+import functools
+
 from ncclpy.core.wait cimport now
 from ncclpy.engine.work cimport stand_by
 
-from ncclpy.core.errors import NcclAborted, NcclTimeout
+from ncclpy.core.errors import NcclAborted, NcclRemoteError, NcclTimeout
 from ncclpy.engine.launcher import abort_aside
 
 
@@ -30,10 +32,14 @@ cdef int _disconnect(Lifecycle group, int peer, pair, double deadline) except -1
     place = f"disconnect/{label}/{one.attempts}"  # one that fails does so for both: each has its outcome
     one.attempts += 1
     what = f"to disconnect pair {label!r} of process group {group.name!r}"
+    notices = group.notices
     try:
-        group.notices.arrivals.meet(place, pair, what, b"", _nothing, max(0.0, deadline - now()), group._wanted())
+        notices.arrivals.meet(place, pair, what, b"", _nothing, max(0.0, deadline - now()), group._wanted())
     except NcclAborted:
         group.check_usable()  # says what has ended it
+        raise
+    except (NcclTimeout, NcclRemoteError) as error:
+        group._explain(error, functools.partial(notices.inquire_at, place))
         raise
     if group.rank == pair[1]:  # the first has put there what this one was the last to read
         group.notices.arrivals.forget(place, pair)

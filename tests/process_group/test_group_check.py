@@ -429,7 +429,7 @@ def test_a_rank_that_does_not_come_is_named(board, met):
             group.barrier()
 
     found = errors_of(3, body, check="always", timeout=DEADLINE / 2 if met else 0.5)
-    what = "to compare collective 1 of process group" if met else "to "  # compare, or to make the communicator
+    what = "to compare collective 1 " if met else "to "  # compare, or to make the communicator
     assert all(f"rank 1 of 3 did not come {what}" in told for told in found), found
 
 

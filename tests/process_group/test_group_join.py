@@ -102,10 +102,10 @@ def test_who_hears_of_the_end_before_it_has_looked_goes_on_with_the_others(host_
     """One that has gone on ends what the group was; a rank that is slow in the store has met it all the same."""
     awaits, slow = Arrivals._await, []
 
-    def await_slowly(self, keys, deadline, number, wanted, instead=None):
+    def await_slowly(self, keys, deadline, number, wanted, *others, **named):
         if self.rank == 1 and "admit/0" in keys[0] and not slow:
             slow.append(testing.wait_for(lambda: not wanted(), "the news that the group has ended"))
-        return awaits(self, keys, deadline, number, wanted, instead)
+        return awaits(self, keys, deadline, number, wanted, *others, **named)
 
     def body(group):
         if group.rank == 0:

@@ -1,0 +1,60 @@
+"""What is said of the end of a process group, and how a process ends that asked for that."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from ncclpy.core.errors import NcclAborted
+from ncclpy.engine import recorder
+from ncclpy.engine.recorder import text_of
+
+__all__ = ["end_process", "has_ended", "was_ended_by"]
+
+#: With which a process ends whose group has failed, if it asked for that.
+_EXIT_CODE = 70
+
+
+def has_ended(name: str, failure: BaseException) -> NcclAborted:
+    """Return the error of who uses a group that has ended, with what its ranks did then.
+
+    Parameters
+    ----------
+    name
+        The group's.
+    failure
+        What has ended it; its text may begin with the group as well, which is named once.
+    """
+    group, text = f"process group {name!r}", text_of(failure)
+    if not text.startswith(f"{group} has ended: "):
+        if text.startswith(f"{group}: "):
+            text = text[len(group) + 2 :]
+        elif text.startswith((f"{group} was ", f"{group} is ")):
+            text = f"it{text[len(group) :]}"
+        text = f"{group} has ended: {text}"
+    error = NcclAborted(text)
+    error.ranks = getattr(failure, "ranks", None)
+    error.__cause__ = failure
+    return error
+
+
+def was_ended_by(name: str, text: str, said: str | None) -> NcclAborted:
+    """Return the error of a group that another rank has ended, which says so and why; and what all did then."""
+    group = f"process group {name!r}"
+    text = text.replace(f": {group}: ", ": ", 1).replace(f" of {group}", "", 1)
+    return NcclAborted(f"{group} was ended by {text}{'. ' + said if said else ''}")
+
+
+def end_process(rank: int, name: str, on_error: str, error: BaseException) -> None:
+    """End this process, as `on_error` asks for."""
+    try:
+        print(
+            f"ncclpy: rank {rank} of process group {name!r} ends its process with status {_EXIT_CODE}, as "
+            f"on_error={on_error!r} says: {text_of(error)}",
+            file=sys.stderr,
+        )
+        if on_error == "exit":
+            sys.stderr.write(recorder.dump(reason=text_of(error)))
+        sys.stderr.flush()
+    finally:  # stderr may be closed, or full
+        os._exit(_EXIT_CODE)

@@ -51,6 +51,8 @@ class Reports:
         Asked with a rank: whether it has made the group, and its lease has ended.
     has_made
         Asked with a rank: whether it has made the group.
+    answer
+        Returns the standing for who asks, if more is known then than is worth telling all the time.
     """
 
     def __init__(
@@ -61,10 +63,12 @@ class Reports:
         look: Callable[[], dict[str, Any]],
         is_gone: Callable[[int], bool],
         has_made: Callable[[int], bool],
+        answer: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
         self.store, self.rank, self.size = store, rank, size
         self.watched = True  # the others hear at once that they are asked
         self._look, self._is_gone, self._has_made = look, is_gone, has_made
+        self._look_for_answer = look if answer is None else answer
         self._told: dict[str, Any] | None = None
         self._closed = False
         self._answered = 0
@@ -106,7 +110,7 @@ class Reports:
         self._answered = max(self._answered, number)
 
     def _answer_one(self, number: int) -> None:
-        self.store.set(self._answer(number, self.rank), self._packed(self._look()))
+        self.store.set(self._answer(number, self.rank), self._packed(self._look_for_answer()))
 
     def collect(self, patience: float | None = None) -> list[RankState]:
         """Ask all ranks; return what each does, by rank.

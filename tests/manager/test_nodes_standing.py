@@ -334,7 +334,7 @@ def test_a_rank_whose_siblings_have_not_come_waits_for_them():
     error = late.exception(30)
     assert [each.state for each in error.ranks] == ["waits", "waits", "idle"]
     assert "ranks 0-1 wait in all_reduce #1 since " in str(error), error
-    assert "; rank 2 has finished all_reduce #0 and is in no operation since " in str(error), error
+    assert ": rank 2 has finished all_reduce #0 and is in no operation since " in str(error), error
     for manager in managers:
         manager.abort("the test ends")
     close(managers)

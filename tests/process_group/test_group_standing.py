@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -12,6 +13,7 @@ import sys
 import textwrap
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,7 +24,8 @@ import ncclpy
 import testing
 from ncclpy.bootstrap import FileStore, LocalStore, StoreError, TCPStore
 from ncclpy.peers.reports import Reports
-from ncclpy.peers.standing import Began, RankState, as_data, from_data, sentence
+from ncclpy.peers.sentence import sentence
+from ncclpy.peers.standing import Began, RankState, as_data, from_data
 
 # The sentence, word by word.
 
@@ -35,7 +38,7 @@ SAID = {
     "all wait": ([RankState(0, "waits", REDUCE, LAST, 31.0)], "rank 0 waits in all_reduce #17 since 31 s"),
     "another call": (
         [RankState(0, "waits", REDUCE, LAST, 30.0), RankState(3, "waits", CAST, LAST, 31.0)],
-        "rank 0 waits in all_reduce #17 since 30 s; rank 3 is in broadcast #17 (float64 x 4, root 1) since 31 s",
+        "rank 3 is in broadcast #17 (float64 x 4, root 1) since 31 s; rank 0 waits in all_reduce #17 since 30 s",
     ),
     "another count": (
         [RankState(3, "waits", Began("all_reduce", 17, "float32", 2048, "sum", None), LAST, 1.0)],
@@ -48,10 +51,36 @@ SAID = {
     "several": (
         [RankState(rank, "waits", REDUCE, LAST, float(rank)) for rank in (0, 1, 2, 4)]
         + [RankState(rank, "idle", None, LAST, 3.0) for rank in (3, 5)],
-        "ranks 0-2, 4 wait in all_reduce #17 since 4 s; ranks 3, 5 have finished all_reduce #16 and are in no "
-        "operation since 3 s",
+        "ranks 3, 5 have finished all_reduce #16 and are in no operation since 3 s; ranks 0-2, 4 wait in all_reduce #17 "
+        "since 4 s",
     ),
     "none yet": ([RankState(1, "idle"), RankState(2, "idle")], "ranks 1-2 have begun no operation yet"),
+    "behind": (
+        [RankState(4, "behind", REDUCE, LAST, 3.0), RankState(5, "behind", CAST, LAST, 3.0)],
+        "rank 4 has begun all_reduce #17, which waits for its stream since 3 s (a kernel, or a copy, before it has not "
+        "ended); rank 5 has begun broadcast #17 (float64 x 4, root 1), which waits for its stream since 3 s (a kernel, or "
+        "a copy, before it has not ended)",
+    ),
+    "elsewhere": (
+        [RankState(4, "elsewhere", CAST, LAST, 3.0, where="tp"), RankState(5, "elsewhere", CAST, None, 3.0, where="{tp}")],
+        "rank 4 has finished all_reduce #16 and is in broadcast #17 (float64 x 4, root 1) of process group 'tp' since 3 s; "
+        "rank 5 has begun no operation yet and is in broadcast #17 (float64 x 4, root 1) of process group '{tp}' since 3 s",
+    ),
+    "meets": (
+        [RankState(rank, "meets", None, LAST, 3.0, where="split()") for rank in (4, 5)],
+        "ranks 4-5 have finished all_reduce #16 and are in split(), which waits for others to come since 3 s",
+    ),
+    "by guilt": (
+        [
+            RankState(0, "waits", REDUCE, LAST), RankState(1, "waits", CAST, LAST), RankState(2, "idle", None, LAST),
+            RankState(3, "closed"), RankState(4, "absent"), RankState(5, "gone"), RankState(6, "silent"),
+            RankState(7, "stopped"), RankState(8, "ended"),
+        ],
+        "rank 8's process has ended; rank 7's process is stopped (by SIGSTOP or a debugger); rank 6 does not answer, and "
+        "the process lives: its Python does not run; rank 5 cannot be reached: the process has ended, or its machine or "
+        "network is gone; rank 4 has not made this group; rank 3 has closed the group; rank 2 has finished all_reduce #16 "
+        "and is in no operation; rank 1 is in broadcast #17 (float64 x 4, root 1); rank 0 waits in all_reduce #17",
+    ),
     "closed": ([RankState(2, "closed", None, LAST, 3.0)], "rank 2 has closed the group after all_reduce #16"),
     "killed": ([RankState(6, "ended")], "rank 6's process has ended"),
     "two killed": (
@@ -87,11 +116,71 @@ def test_a_sentence(what):
     assert from_data(json.loads(json.dumps(as_data(states)))) == tuple(states)
 
 
+def receives(rank, seq=0, step=-1):
+    return RankState(rank, "waits", Began("recv", seq, "uint8", 1, None, rank + step))
+
+
 def test_a_sentence_of_many_ranks_is_one_that_people_read():
-    states = [RankState(rank, "waits", Began("recv", rank, "uint8", 1, None, rank - 1)) for rank in range(1, 1000)]
+    states = [receives(rank, seq=rank) for rank in range(1, 1000)]
     said = sentence("a {b}", states, 1002, None)
     assert said.startswith("process group 'a {b}': rank 1 is in recv #1 from rank 0 (uint8 x 1); rank 2 is in ")
-    assert said.endswith("; 991 more ranks do something else; of 3 more nothing is known")
+    assert said.endswith("; 991 more ranks are in other operations (recv); of 3 more nothing is known")
+
+
+def test_a_sentence_tells_of_all_who_keep_the_others_waiting():
+    states = [receives(rank, seq=rank) for rank in range(1, 1000)]
+    for rank in range(7, 1000, 100):
+        states[rank - 1] = RankState(rank, "ended", states[rank - 1].current)
+    states[98] = RankState(99, "stopped")
+    states[499] = RankState(500, "behind", LAST)
+    states[600:603] = [RankState(rank, "idle", None, replace(LAST, seq=rank)) for rank in (601, 602, 603)]
+    states[700] = RankState(701, "waits", REDUCE)
+    said = sentence("g", states, 1000, REDUCE)
+    # Where each was heard of last would be ten clauses.
+    assert f"the processes of ranks {', '.join(str(7 + 100 * each) for each in range(10))} have ended; rank 99's" in said
+    assert "; rank 500 has begun all_reduce #16 (float32 x 1,024, sum), which waits for its stream (" in said
+    assert said.index("ended") < said.index("stopped") < said.index("rank 500")
+    assert "; rank 601 has finished" in said
+    assert said.endswith(
+        "(uint8 x 1); rank 701 waits in all_reduce #17; 982 more ranks are in other operations (recv); of 1 more nothing is "
+        "known"
+    )
+
+
+def test_a_sentence_counts_those_who_are_left_out_by_what_they_do():
+    states = [RankState(rank, "idle", None, replace(LAST, seq=rank)) for rank in range(9)]
+    states += [RankState(9, "elsewhere", LAST, where="tp"), RankState(10, "meets", where="split()")]
+    states += [RankState(11, "waits", CAST), RankState(12, "launched", LAST), RankState(13, "launched", CAST)]
+    assert sentence("g", states, 14, None).endswith(
+        "; 1 more rank is in no operation; 1 more rank is in an operation of another process group; 1 more rank waits for "
+        "others to come; 1 more rank is in another operation (broadcast); 2 more ranks have launched others, which may be "
+        "done"
+    )
+
+
+def test_a_sentence_says_as_one_what_differs_by_the_peers_alone():
+    states = [RankState(0, "waits", REDUCE), *(receives(rank) for rank in range(1, 13)), RankState(13, "ended")]
+    states += [receives(14), receives(15)]
+    assert sentence("g", states, 16, states[14].current) == (
+        "recv #0 from rank 13 (uint8 x 1) of process group 'g': rank 13's process has ended; rank 0 is in all_reduce #17 "
+        "(float32 x 1,024, sum); ranks 1-12, 15 are in recv #0, each from the rank before it (uint8 x 1); rank 14 waits "
+        "in recv #0 from rank 13"
+    )
+    star = [RankState(rank, "waits", Began("send", 0, "uint8", 1, None, 9 - 2 * rank)) for rank in range(4)]
+    assert sentence("g", star, 4, None).endswith("ranks 0-3 are in send #0 to ranks 3, 5, 7, 9 (uint8 x 1)")
+    assert sentence("g", star[:2], 2, None).endswith(
+        "rank 0 is in send #0 to rank 9 (uint8 x 1); rank 1 is in send #0 to rank 7 (uint8 x 1)"
+    ), "of two people see whom each waits for"
+
+
+def test_a_sentence_names_each_rank_that_keeps_others_waiting():
+    does = [("ended", None), ("idle", None), ("waits", REDUCE)]
+    states = [RankState(rank, *does[rank % 3], LAST) for rank in range(30)]
+    assert sentence("g", states, 30, REDUCE).partition("'g': ")[2] == (
+        "the processes of ranks 0, 3, 6, 9, 12, 15, 18, 21, 24, 27 have ended, last heard of after all_reduce #16; ranks 1, "
+        "4, 7, 10, 13, 16, 19, 22, 25, 28 have finished all_reduce #16 and are in no operation; ranks 2, 5, 8, 11, 14, 17 "
+        "and 4 more wait in all_reduce #17"
+    )
 
 
 def test_what_another_version_has_told_is_not_known():
@@ -103,9 +192,14 @@ def test_what_another_version_has_told_is_not_known():
 
 def program(group, what, together):
     group.all_reduce(np.ones(2)).wait(DEADLINE)
+    part = group.new_group([0, 1, 2]) if what == "another group" else None
+    if part is not None:
+        part.connect(timeout=DEADLINE)
     together.wait(DEADLINE)
     one = np.ones(1024, np.float32)
-    if group.rank < 2:
+    if what == "another root":
+        group.broadcast(one, root=2 if group.rank == 2 else 0, timeout=0.5)
+    elif group.rank < 2:
         group.all_reduce(one, timeout=0.5)
     elif what == "another call":
         group.broadcast(np.ones(4), root=1)
@@ -115,18 +209,33 @@ def program(group, what, together):
         group.all_reduce(np.ones(1024, np.float64))
     elif what == "another op":
         group.all_reduce(one, op="max")
-    elif what == "another order":
+    elif what == "a send first":
         group.send(np.ones(3), 1)
+    elif what == "another order":
+        group.broadcast(np.ones(4), root=2), group.all_reduce(one)
+    elif what == "another group":
+        part.all_reduce(np.ones(3))
+    elif what == "a split":
+        with contextlib.suppress(ncclpy.NcclError):
+            group.split(0)
     elif what in SLOWLY:
         group.close()
         testing.wait_for(lambda: ended[id(together)], "the others")
         return None
     testing.wait_for(lambda: group.error is not None, "the end")
     ended[id(together)] = True
+    if part is not None:
+        part.abort()
+        part.close()
     return group.error
 
 
 ended: dict[int, bool] = {}
+
+ROOTED = Began("broadcast", 1, "float32", 1024, None, 2)
+#: Of those the state is another one than of ranks that wait, or are in nothing.
+STATES = {"closed": "closed", "closing": "closed", "another group": "elsewhere", "a split": "meets"}
+WHERE = {"another group": "g/0", "a split": "split()"}
 
 INSTEAD = {
     "no call": ("rank 2 has finished all_reduce #0 and is in no operation since", None),
@@ -134,7 +243,14 @@ INSTEAD = {
     "another count": ("all_reduce #1 (float32 x 2,048, sum)", Began("all_reduce", 1, "float32", 2048, "sum", None)),
     "another type": ("all_reduce #1 (float64 x 1,024, sum)", Began("all_reduce", 1, "float64", 1024, "sum", None)),
     "another op": ("all_reduce #1 (float32 x 1,024, max)", Began("all_reduce", 1, "float32", 1024, "max", None)),
-    "another order": ("rank 2 is in send #0 to rank 1 (float64 x 3)", Began("send", 0, "float64", 3, None, 1)),
+    "another root": ("rank 2 is in broadcast #1 (float32 x 1,024, root 2)", ROOTED),
+    "another order": ("rank 2 is in broadcast #1 (float64 x 4, root 2)", Began("broadcast", 1, "float64", 4, None, 2)),
+    "another group": (
+        "rank 2 has finished all_reduce #0 and is in all_reduce #0 (float64 x 3, sum) of process group 'g/0' since",
+        Began("all_reduce", 0, "float64", 3, "sum", None),
+    ),
+    "a split": ("rank 2 has finished all_reduce #0 and is in split(), which waits for others to come since", None),
+    "a send first": ("rank 2 is in send #0 to rank 1 (float64 x 3)", Began("send", 0, "float64", 3, None, 1)),
     "closed": ("rank 2 has closed the group after all_reduce #0", None),
     "closing": ("rank 2 has closed the group after all_reduce #0", None),
 }
@@ -152,10 +268,12 @@ def test_what_a_rank_does_instead(host_engine, what):
     for error in filter(None, errors):
         assert said in str(error), error
         assert [each.rank for each in error.ranks] == [0, 1, 2] and error.ranks[2].current == current
-        assert error.ranks[0].current == Began("all_reduce", 1, "float32", 1024, "sum", None)
-        assert re.search(
-            r"of process group 'g': ranks 0-1 (wait|are) in all_reduce #1 (\(.*\) )?since \d", str(error)
-        ), error
+        assert error.ranks[2].state == STATES.get(what, "idle" if current is None else "waits")
+        assert error.ranks[2].where == WHERE.get(what)
+        mine = replace(ROOTED, root=0) if what == "another root" else Began("all_reduce", 1, "float32", 1024, "sum", None)
+        assert error.ranks[0].current == mine
+        told = rf"ranks 0-1 (wait|are) in {mine.name} (\(.*\) )?since \d"
+        assert re.search(rf"of process group 'g': (rank 2 .*; {told}|{told}.*; rank 2 )", str(error)), error
     assert len({str(error).partition(" of process group 'g': ")[2] for error in filter(None, errors)}) == 1
 
 
@@ -238,7 +356,7 @@ def test_where_it_only_reports_a_late_operation_says_who_is_late(host_engine):
     late = threading.Event()
     first, second = run_groups(2, body, on_error="report")
     assert second is None and [each.state for each in first.ranks] == ["waits", "idle"]
-    assert "goes on. all_reduce #1 (float64 x 2, sum) of process group 'default': rank 0 waits in" in str(first)
+    assert "goes on. all_reduce #1 (float64 x 2, sum) of process group 'default': rank 1 has finished" in str(first)
 
 
 def test_a_store_that_is_lost_is_said_to_be(host_engine):

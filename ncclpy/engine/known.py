@@ -120,7 +120,7 @@ def groups() -> list[dict[str, Any]]:
 
 
 def elsewhere(group: KnownGroup) -> dict[str, Any]:
-    """Return what a rank does that is in nothing of a group: what keeps it in others, the longest first; {} is nothing.
+    """Return what a rank does that is in nothing of a group: what has kept it longest in another one, or {}.
 
     Where several ranks of the group are in this process, each is known by its device.
     """

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,8 @@ PATIENCE = 0.3
 PATIENCE_UNWATCHED = 1.2
 #: How long a wait for answers goes on before it looks for those that cannot come.
 _SLICE = 0.05
+#: A store is slow that takes so many seconds for one operation; so many times as long have those more who answer there.
+_SLOW, _AS_SLOW = 0.02, 3
 #: Who have asked before these have gone without.
 _MOST = 64
 
@@ -125,10 +128,12 @@ class Reports:
         StoreError
             If the store is gone.
         """
-        if patience is None:
-            patience = PATIENCE if self.watched else PATIENCE_UNWATCHED
-        deadline = time.monotonic() + patience
+        begun = time.monotonic()
         number = self.store.add(ASKED)
+        took = time.monotonic() - begun
+        if patience is None:  # the others answer through the same store: a slow one is not their silence
+            patience = (PATIENCE if self.watched else PATIENCE_UNWATCHED) + _AS_SLOW * took
+        deadline = begun + patience
         self._answer_one(number)
         states: dict[int, RankState] = {}
         missing = list(range(self.size))
@@ -148,9 +153,18 @@ class Reports:
                 if state.state:
                     states[rank] = state
             missing = [rank for rank in missing if rank not in states]
-        for rank in range(self.size):
-            self.store.delete(self._answer(number, rank))
+        self._clear(number, took > _SLOW)
         return [states[rank] for rank in sorted(states)]
+
+    def _clear(self, number: int, aside: bool) -> None:
+        """Clear the answers to a question away, in a thread where that takes long: what they say is wanted now."""
+        if aside:
+            with contextlib.suppress(RuntimeError):  # there is none to be had
+                threading.Thread(target=self._clear, args=(number, False), name="ncclpy-clear", daemon=True).start()
+                return
+        with contextlib.suppress(StoreError, NcclTimeout):
+            for rank in range(self.size):
+                self.store.delete(self._answer(number, rank))
 
     def has_closed(self, rank: int) -> bool:
         """Return whether a rank has closed the group."""

@@ -1,7 +1,7 @@
 """What all ranks of a process group, or of a communicator, do, said to people in one sentence.
 
-Who keeps the others waiting stands first, and is never left out; those who wait for it stand last, and are counted where
-they would make the sentence one that nobody reads.
+Who keeps the others waiting stands first, and is never left out; those who wait for it stand last, and are counted
+where they would make the sentence one that nobody reads.
 """
 
 from __future__ import annotations
@@ -127,7 +127,9 @@ def _merged(clauses: list[_Clause]) -> list[_Clause]:
         if len(some) >= _ALIKE:
             members = [each for clause in some for each in clause.members]
             clauses = [each for each in clauses if each not in some]
-            clauses.append(_Clause(f"{{who}} {{are}} in {_braces(_of_peers(members))}{{since}}", some[0].order, members))
+            clauses.append(
+                _Clause(f"{{who}} {{are}} in {_braces(_of_peers(members))}{{since}}", some[0].order, members)
+            )
     return _sorted(clauses)
 
 
@@ -171,10 +173,11 @@ def _clause(state: RankState, subject: Began | None) -> tuple[str, int]:
     if state.state not in _COUNTED:
         last = "" if state.finished is None else _braces(f" after {state.finished.name}")
         return _lost(state, last if state.state == "closed" else _heard_last(current, last))
+    called = _braces(state.current.name) if state.current is not None and waits else current
     told = {
         "behind": (
-            f"{{who}} {{have}} begun {_braces(state.current.name) if state.current and waits else current}, which waits "
-            "for {streams}{since} (a kernel, or a copy, before it has not ended)"
+            f"{{who}} {{have}} begun {called}, which waits for {{streams}}{{since}} (a kernel, or a copy, before it has "
+            "not ended)"
         ),
         "launched": f"{{who}} {{have}} launched {current}, which may be done{{since}}",
         "idle": f"{past} and {{are}} in no operation{{since}}" if state.finished else past,

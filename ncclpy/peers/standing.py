@@ -71,7 +71,8 @@ class RankState:
         waits for what was enqueued before on the stream that produces the input. ``"launched"``: it has begun
         `current`; whether that is done is not known, of a communicator without a deadline. ``"idle"``: it is in no
         operation of the group, and its Python runs. ``"elsewhere"``: it is in no operation of the group, but in one of
-        another group. ``"meets"``: likewise, but it waits for other ranks in a call such as `split`. ``"closed"``: it has closed the group, or given up the communicator.
+        another group. ``"meets"``: likewise, but it waits for other ranks in a call such as `split`.
+        ``"closed"``: it has closed the group, or given up the communicator.
         ``"ended"``: its process has ended. ``"stopped"``: its process is stopped, by SIGSTOP or a debugger.
         ``"silent"``: it has not answered, but its process lives as far as is known: its Python does not run,
         as in a call that keeps the GIL. ``"gone"``: the store has lost it: its process has ended, or its
@@ -87,8 +88,8 @@ class RankState:
     heard
         Seconds since it was heard of; None if it never was.
     where
-        The name of the other group of one that is ``"elsewhere"``, the call of one that ``"meets"``: ``"split()"``, also
-        ``"split() of process group 'other'"``. None for others.
+        The name of the other group of one that is ``"elsewhere"``; the call of one that ``"meets"``: ``"split()"``,
+        also ``"split() of process group 'other'"``. None for others.
     """
 
     rank: int

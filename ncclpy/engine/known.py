@@ -67,7 +67,7 @@ class KnownGroup:
         self.ended = monotonic()
         self._error = _words_of(error)
         _failed.append(self)
-        _there.pop(id(self), None)
+        self._go()
         if _Listener.tell is not None:
             _Listener.tell(error, True)
 
@@ -83,7 +83,11 @@ class KnownGroup:
 
     def closed(self) -> None:
         """Forget a group that was closed; one that has failed is told of all the same."""
+        self._go()
+
+    def _go(self) -> None:
         _there.pop(id(self), None)
+        self.look = dict  # what is told of it longer keeps nothing of it
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as a dump has it: JSON's types only."""

@@ -33,7 +33,7 @@ PATIENCE = 0.3
 PATIENCE_UNWATCHED = 1.2
 #: How long a wait for answers goes on before it looks for those that cannot come.
 _SLICE = 0.05
-#: A store is slow that takes so many seconds for one operation; so many times as long have those more who answer there.
+#: A store is slow that takes so many seconds for one operation; who answers there has so many times as long more.
 _SLOW, _AS_SLOW = 0.02, 3
 #: Who have asked before these have gone without.
 _MOST = 64

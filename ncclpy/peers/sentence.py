@@ -176,8 +176,8 @@ def _clause(state: RankState, subject: Began | None) -> tuple[str, int]:
     called = _braces(state.current.name) if state.current is not None and waits else current
     told = {
         "behind": (
-            f"{{who}} {{have}} begun {called}, which waits for {{streams}}{{since}} (a kernel, or a copy, before it has "
-            "not ended)"
+            f"{{who}} {{have}} begun {called}, which waits for {{streams}}{{since}} (a kernel, or a copy, before it "
+            "has not ended)"
         ),
         "launched": f"{{who}} {{have}} launched {current}, which may be done{{since}}",
         "idle": f"{past} and {{are}} in no operation{{since}}" if state.finished else past,

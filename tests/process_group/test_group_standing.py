@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import json
 import os
@@ -13,6 +14,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -82,8 +84,8 @@ INSTEAD = {
     "another count": ("all_reduce #1 (float32 x 2,048, sum)", Began("all_reduce", 1, "float32", 2048, "sum", None)),
     "another type": ("all_reduce #1 (float64 x 1,024, sum)", Began("all_reduce", 1, "float64", 1024, "sum", None)),
     "another op": ("all_reduce #1 (float32 x 1,024, max)", Began("all_reduce", 1, "float32", 1024, "max", None)),
-    "another root": ("rank 2 is in broadcast #1 (float32 x 1,024, root 2)", ROOTED),
-    "another order": ("rank 2 is in broadcast #1 (float64 x 4, root 2)", Began("broadcast", 1, "float64", 4, None, 2)),
+    "another root": ("broadcast #1 (float32 x 1,024, root 2)", ROOTED),
+    "another order": ("broadcast #1 (float64 x 4, root 2)", Began("broadcast", 1, "float64", 4, None, 2)),
     "another group": (
         "rank 2 has finished all_reduce #0 and is in all_reduce #0 (float64 x 3, sum) of process group 'g/0' since",
         Began("all_reduce", 0, "float64", 3, "sum", None),
@@ -270,6 +272,34 @@ def test_a_standing_is_published_once_a_second_and_if_it_has_changed(host_engine
         for each in read:
             assert each["process"]["pid"] == os.getpid() and abs(each["at"] - time.time()) < 60
         assert ["closed" in each for each in read] == [False] * (len(read) - 1) + [True]
+
+
+def test_a_rank_that_shares_no_process_is_looked_for_in_all_groups_of_its_own(host_engine):
+    """Whose group nobody else of this process is in may wait anywhere here, and what began first is told."""
+    with LocalStore() as store, LocalStore() as far:
+        with ncclpy.ProcessGroup(store, 0, 2, name="one", device=0) as one:
+            others = [ncclpy.ProcessGroup(far, 0, 2, name=name, device=1) for name in ("first", "second")]
+            try:
+                assert one.state()[0].state == "idle"
+                others[1].all_reduce(np.ones(2))
+                others[0].broadcast(np.ones(2))
+                mine = one.state()[0]
+                assert (mine.state, mine.where, mine.current.operation) == ("elsewhere", "second", "all_reduce")
+            finally:
+                for other in others:
+                    other.abort()
+                    other.close()
+            assert one.state()[0].state == "idle", "what has ended is nowhere"
+
+
+def test_what_is_known_of_a_failed_group_keeps_nothing_of_it(host_engine):
+    store = LocalStore()
+    with ncclpy.ProcessGroup(store, 0, 1, device=0) as group:
+        group.abort("enough")
+    kept = weakref.ref(store)
+    del group, store
+    gc.collect()
+    testing.wait_for(lambda: gc.collect() >= 0 and kept() is None, "the end of the store")
 
 
 def test_where_it_only_reports_a_late_operation_says_who_is_late(host_engine):

@@ -17,7 +17,8 @@ from ncclpy.core.errors import ADVICE, NcclError, NcclTimeout
 from ncclpy.core.fellows import Fellows
 from ncclpy.engine.ledger import DTYPES, method_name, op_name
 from ncclpy.peers.circle import Circle
-from ncclpy.peers.standing import RankState, sentence
+from ncclpy.peers.sentence import sentence
+from ncclpy.peers.standing import RankState
 
 if TYPE_CHECKING:
     import threading

@@ -27,6 +27,8 @@ _LOOKS = 8
 
 _MET, _FAILED = b"+", b"-"
 
+IsLost = Callable[[int], "tuple[str, int] | None"]
+
 
 def set_while_alive(store: Store, key: str, value: bytes) -> bool:
     """Set a key that goes away with this process, and return True; one that stays where the store cannot do that."""
@@ -62,24 +64,24 @@ class _Lost(Exception):
 class _Lookout:
     """Who looks for ranks that are missing at a meeting."""
 
-    def __init__(self, is_lost: Callable[[int], str | None]) -> None:
+    def __init__(self, is_lost: IsLost) -> None:
         self._is_lost = is_lost
-        self._suspects: dict[int, str] = {}
+        self._suspects: dict[int, int] = {}  # how often in a row each was found lost
         self._turn = 0
 
     def look(self, missing: Sequence[int]) -> None:
-        """Raise `_Lost` for ranks that were found lost twice: one that only just makes its group has no lease yet."""
+        """Raise `_Lost` for ranks that were found lost as often as that takes to be sure."""
         begin = self._turn % len(missing)
         some = {*missing[begin : begin + _LOOKS], *(rank for rank in missing if rank in self._suspects)}
         self._turn = begin + _LOOKS
         try:
-            found = {rank: why for rank in sorted(some) if (why := self._is_lost(rank)) is not None}
+            found = {rank: told for rank in sorted(some) if (told := self._is_lost(rank)) is not None}
         except NcclTimeout:  # of the store's, not of the meeting
             return
-        lost = {rank: why for rank, why in found.items() if rank in self._suspects}
+        self._suspects = {rank: self._suspects.get(rank, 0) + 1 for rank in found}
+        lost = {rank: why for rank, (why, looks) in found.items() if self._suspects[rank] >= looks}
         if lost:
             raise _Lost(lost)
-        self._suspects = found
 
 
 class Arrivals:
@@ -98,8 +100,8 @@ class Arrivals:
     also
         More ranks of this process, which come when this one does.
     is_lost
-        Asked with a rank that is missing: why it will not come any more ("it has closed the group"), None while it
-        may. By default all are waited for.
+        Asked with a rank that is missing: why it will not come any more ("it has closed the group"), and how often in
+        a row it has to be found so; None while it may come. By default all are waited for.
 
     Attributes
     ----------
@@ -115,7 +117,7 @@ class Arrivals:
         size: int,
         has_made: Callable[[int], bool] | None = None,
         also: Sequence[int] = (),
-        is_lost: Callable[[int], str | None] | None = None,
+        is_lost: IsLost | None = None,
     ) -> None:
         self.store = store
         self.name, self.rank, self.size = name, rank, size

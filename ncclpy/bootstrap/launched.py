@@ -93,8 +93,8 @@ def rendezvous(timeout: float | None = None) -> tuple[Place, Store]:
 def process_before(rank: int) -> str:
     """Return what became of the process of a rank that may have made nothing yet, as far as it is known.
 
-    ``"ended"``, ``"absent"`` if it has not come to the launcher's store, else "". That it has ended is no reason not to
-    wait for it: the program may be followed by another of that rank.
+    ``"ended"``, ``"absent"`` if it has not come to the launcher's store, else "". That it has ended is no reason not
+    to wait for it: the program may be followed by another of that rank.
     """
     arrivals = _arrivals
     if arrivals is None:

@@ -10,9 +10,9 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from ncclpy.core.account import GIVEN_UP, account_of, name_of
 from ncclpy.bootstrap.launched import process_before
 from ncclpy.bootstrap.place import environment
+from ncclpy.core.account import GIVEN_UP, account_of, name_of
 from ncclpy.core.errors import ADVICE, NcclError, NcclTimeout
 from ncclpy.core.fellows import Fellows
 from ncclpy.engine.ledger import DTYPES, method_name, op_name

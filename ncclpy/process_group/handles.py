@@ -72,8 +72,12 @@ def called_of(order: Sequence[str]) -> Callable[[Sequence[int]], str]:
 
     def called(members: Sequence[int]) -> str:
         made = [_read(order[member]).rank for member in members]
-        become = f"those that become {ranks(spans(members))} of {len(order)}"
-        return f"{become} (made as {'rank' if len(made) == 1 else 'ranks'} {', '.join(map(str, made))})"
+        become = f"{ranks(spans(members))} of {len(order)}"
+        if made == list(members):
+            return become
+        return (
+            f"those that become {become} (made as {'rank' if len(made) == 1 else 'ranks'} {', '.join(map(str, made))})"
+        )
 
     return called
 
@@ -84,7 +88,7 @@ def place_of(uuid: str) -> str:
 
 
 def claim(store: Store, uuid: str, handles: Sequence[str], mine: str, refuses: Callable[[], object]) -> None:
-    """Take a name for these handles, before anything is ended; `refuses` is called if others wait for this one in vain.
+    """Take a name for these handles, before anything is ended; `refuses` is called if others wait for this one.
 
     Raises
     ------

@@ -12,7 +12,6 @@ from ncclpy.core.abort cimport ABORT_DEADLINE
 from ncclpy.core.communicator cimport Communicator
 from ncclpy.core.device cimport as_device
 from ncclpy.core.library cimport check_process
-from ncclpy.core.start cimport root_rank
 from ncclpy.core.wait cimport as_timeout, deadline_after, now
 from ncclpy.engine.callbacks cimport users
 from ncclpy.engine.clique cimport GONE, MADE, MAKING
@@ -24,7 +23,6 @@ from ncclpy.process_group.connection cimport ConnectionOwner
 from ncclpy.process_group.request cimport Request
 
 from ncclpy.core import device as _device
-from ncclpy.core.config import Config
 from ncclpy.core.errors import NcclAborted, NcclRemoteError, NcclTimeout, not_copied
 from ncclpy.core.types import as_integer
 from ncclpy.engine.failing import add_answer, without_advice
@@ -37,11 +35,10 @@ from ncclpy.process_group.handles import give_back, new_handle
 from ncclpy.peers.inquiry import Inquiries
 from ncclpy.process_group.nan import NanCheck
 from ncclpy.process_group.notices import Notices
+from ncclpy.process_group.options import check_options
 
 _log = logging.getLogger("ncclpy.process_group")
 
-_CHECK = ("off", "first", "always")
-_ON_ERROR = ("abort", "exit", "exit_now", "report")
 _MAIN = "all"
 #: Seconds for the other ranks to be told.
 _TELLS = 1.0
@@ -74,16 +71,7 @@ cdef class Lifecycle(BlockOwner):
         bootstrap = _import_module("ncclpy.bootstrap")
         if not isinstance(store, bootstrap.Store):
             store = bootstrap.as_store(store)
-        if type(name) is not str or not name:
-            raise ValueError(f"name: expected a text of at least one character, got {name!r:.80}")
-        if config is not None and not isinstance(config, Config):
-            raise TypeError(f"config: expected an ncclpy.Config, got {type(config).__name__}")
-        if config is not None and config.blocking is not None and not config.blocking:
-            raise ValueError("config: a process group does not block anyway; leave blocking unset")
-        if on_error not in _ON_ERROR:
-            raise ValueError(f"on_error: expected one of {', '.join(map(repr, _ON_ERROR))}, got {on_error!r}")
-        if check not in _CHECK:
-            raise ValueError(f"check: expected one of {', '.join(map(repr, _CHECK))}, got {check!r}")
+        check_options(name, config, on_error, check)
         if self.connections is not None:
             raise RuntimeError("a ProcessGroup is initialised once")
         rank, size = as_integer(rank, "rank"), as_integer(size, "size")
@@ -299,44 +287,6 @@ cdef class Lifecycle(BlockOwner):
         self._made(made, [comm], None)
         return 0
 
-    def connect(self, peers=None, timeout=None):
-        """Make the communicator now, and wait until it stands.
-
-        Parameters
-        ----------
-        peers : iterable of int, optional
-            Ranks to be connected with for sends and receives as well.
-        timeout : float, optional
-            Seconds to wait; the group's by default. The making itself goes on, within the group's.
-
-        Raises
-        ------
-        NcclTimeout
-            If it does not stand in time; it names who has not come, and says what all ranks do.
-        NcclRemoteError
-            If a rank will not come any more: it has closed the group, or its process has ended.
-        """
-        cdef Connection one
-        cdef double seconds = self.timeout if timeout is None else as_timeout(timeout)
-        cdef double deadline = deadline_after(seconds)
-        self.check_usable()
-        wanted = [root_rank(self.size, peer, "peers") for peer in peers or ()]
-        connections = [self.connection_with(-1)]
-        connections += [self.connection_with(peer) for peer in wanted if peer != self.rank]
-        for one in connections:
-            while not one.settled.wait(max(0.0, min(0.1, deadline - now()))):
-                if now() >= deadline and not one.settled.is_set():
-                    late = NcclTimeout(
-                        f"rank {self.rank} of process group {self.name!r}: communicator {one.label!r} of {one.nranks} "
-                        f"ranks is not made after {seconds:.3g} s"
-                    )
-                    self._explain(late, functools.partial(self.notices.inquire_about, one.label, one.members))
-                    if not one.settled.is_set():  # else it has failed meanwhile, and all have heard why
-                        raise late
-                    break
-            if one.failure is not None:
-                raise one.failure.with_traceback(None)
-
     def _made(self, Connection connection not None, comms, error):
         """Take the outcome of making a communicator, from the thread that has made it."""
         launched, streams = [], []
@@ -370,7 +320,7 @@ cdef class Lifecycle(BlockOwner):
 
     # Its end.
 
-    def _inquire(self, error, bint says):
+    def _inquire(self, error, bint says=True):
         """Find out what all ranks do now: an error gets it as data, which this returns, and as a sentence if it `says` so."""
         said, states = self.inquiries.ask(self._standing)
         if not says:
@@ -461,7 +411,7 @@ cdef class Lifecycle(BlockOwner):
             self._fail(error, text_of(error), connection.epoch, connection, asks=True)
             return
         if not self.is_ended():
-            self._inquire(error, True)
+            self._inquire(error)
         with self.lock:
             told = not self.is_ended() and connection.epoch == self.number
             if told and connection.state == MAKING:  # its ranks are not where this one is: it is not made again

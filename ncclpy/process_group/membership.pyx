@@ -15,10 +15,12 @@ from importlib import import_module as _import_module
 from cpython.pythread cimport PyThread_get_thread_ident
 
 from ncclpy.core.library cimport check_process
+from ncclpy.core.start cimport root_rank
 from ncclpy.core.wait cimport as_timeout, deadline_after, now
 from ncclpy.engine.callbacks cimport users
 from ncclpy.process_group.agreement cimport Agreement
 from ncclpy.process_group.lifecycle cimport next_number
+from ncclpy.process_group.pairs cimport stand
 
 from ncclpy.core.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, ranks, spans
 from ncclpy.core.errors import seconds as as_text
@@ -105,6 +107,27 @@ cdef class Membership(Lifecycle):
             self._fail(NcclRemoteError(text), text, number, asks=True)
             return
         users.give(functools.partial(_log.error, "rank %d goes on, as on_error='report' says, after: %s", self.rank, text))
+
+    def connect(self, peers=None, timeout=None):
+        """Make the communicator now, and wait until it stands.
+
+        Parameters
+        ----------
+        peers : iterable of int, optional
+            Ranks to be connected with for sends and receives as well.
+        timeout : float, optional
+            Seconds to wait; the group's by default. The making itself goes on, within the group's.
+
+        Raises
+        ------
+        NcclTimeout
+            If it does not stand in time; it names who has not come, and says what all ranks do.
+        NcclRemoteError
+            If a rank will not come any more: it has closed the group, or its process has ended.
+        """
+        cdef double seconds = self.timeout if timeout is None else as_timeout(timeout)
+        self.check_usable()
+        stand(self, [root_rank(self.size, peer, "peers") for peer in peers or ()], seconds)
 
     # Going on.
 

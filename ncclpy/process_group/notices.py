@@ -45,8 +45,14 @@ _LOOKOUTS = 2
 _SLICE = 0.2
 
 
-#: What is said of who cannot come any more, by its state.
-_LEFT = {"closed": "it has closed the group", "ended": "its process has ended", "gone": "it cannot be reached any more"}
+#: What is said of who cannot come any more, by its state; and how often in a row it has to be found so, a third of a
+#: second apart. Who only just makes its group has no lease for an instant; and of a process that ends all hear by its
+#: lease, which ends the group with what waits there. This is for those who hear nothing, as who looks out has ended.
+_LEFT = {
+    "closed": ("it has closed the group", 2),
+    "ended": ("its process has ended", 5),
+    "gone": ("it cannot be reached any more", 5),
+}
 
 
 def _place_of(name: str) -> str:
@@ -106,8 +112,8 @@ class Notices:
     Attributes
     ----------
     before
-        Asked with a rank that has not made this group: what became of its process, as far as that is known from what
-        it was part of before, ``"ended"``, ``"gone"`` or ``"stopped"``; else "".
+        Asked with a rank that has not made this group: the state of its process, as far as that is known from what it
+        was part of before, ``"ended"``, ``"gone"`` or ``"stopped"``; else "".
     """
 
     def __init__(
@@ -130,7 +136,9 @@ class Notices:
         self._begun = look
         self.known = note_group(name, self.number, rank, size, device, self._look)
         self.store = PrefixStore(f"{self._place}/{self.number}", store)
-        self.arrivals = Arrivals(self.store, f"process group {name!r}", rank, size, self._has_made, is_lost=self._why_lost)
+        self.arrivals = Arrivals(
+            self.store, f"process group {name!r}", rank, size, self._has_made, is_lost=self._why_lost
+        )
         self.reports = Reports(
             self.store, rank, size, self._look, self.arrivals.is_gone, self._has_made, self._look_around
         )
@@ -211,7 +219,7 @@ class Notices:
         self.clocks.look()
 
     def part_of(self, parent: Notices, members: Sequence[int]) -> None:
-        """Know these ranks as those of another group that this one is part of; who has left that does not come here."""
+        """Know these ranks as those of a group that this one is part of; who has left that does not come here."""
 
         def before(rank: int) -> str:
             return parent.process_of(members[rank])
@@ -225,13 +233,13 @@ class Notices:
         state = self.reports.process_of(rank)
         return state if state in ("ended", "gone", "stopped") else ""
 
-    def _why_lost(self, rank: int) -> str | None:
-        """Return why a rank will not come to a meeting of this group, None if it may."""
+    def _why_lost(self, rank: int) -> tuple[str, int] | None:
+        """Return why a rank will not come to a meeting of this group, None if it may; see `Arrivals`."""
         if self._has_made(rank) or self._parent is None:
             return _LEFT[state] if (state := self.reports.end_of(rank)) else None
         parent, members = self._parent
-        why = parent._why_lost(members[rank])
-        return f"it has closed process group {parent.name!r}" if why == _LEFT["closed"] else why
+        left = parent._why_lost(members[rank])
+        return (f"it has closed process group {parent.name!r}", left[1]) if left == _LEFT["closed"] else left
 
     def collect(self, patience: float | None = None) -> tuple[RankState, ...]:
         """Ask all ranks; return what each does, by rank, see `Reports.collect`."""
@@ -335,7 +343,7 @@ class Notices:
     def inquire_about(
         self, label: str, members: list[int], subject: Began | None, _: bool
     ) -> tuple[str | None, tuple[RankState, ...] | None]:
-        """Do the same for this rank alone, which waits no longer for a communicator, and say who has not come for that."""
+        """Do the same for this rank alone, which waits no longer for a communicator; say who has not come for that."""
         said, states = self.inquire(subject, True)
         with contextlib.suppress(NcclError):
             there = self.arrivals.there(f"communicator/{label}")

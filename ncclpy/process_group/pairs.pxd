@@ -3,6 +3,8 @@ from ncclpy.process_group.lifecycle cimport Lifecycle
 from ncclpy.process_group.request cimport Request
 
 
+# Wait until the communicator with all ranks stands, and those with some peers; it is begun with where there is none.
+cdef int stand(Lifecycle group, list peers, double seconds) except -1
 # Give the communicators of pairs back, by a moment.
 cdef int disconnect(Lifecycle group, list peers, double deadline) except -1
 # Wait until nothing that was begun on a communicator is under way.

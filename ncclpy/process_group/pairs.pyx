@@ -1,4 +1,4 @@
-"""What two ranks have with each other: how their communicators are given back, and a rank's messages to itself.
+"""What two ranks have with each other: how their communicators are waited for and given back, and a rank's messages to itself.
 
 To give a pair back while its group goes on is for the program to ask for, on both ranks. A pair that was idle for long
 could be found out, and both ranks agree on it; but to destroy a communicator gives device memory back, which waits for all
@@ -8,11 +8,33 @@ program knows when nothing is under way.
 
 import functools
 
-from ncclpy.core.wait cimport now
+from ncclpy.core.wait cimport deadline_after, now
 from ncclpy.engine.work cimport stand_by
 
 from ncclpy.core.errors import NcclAborted, NcclRemoteError, NcclTimeout
 from ncclpy.engine.launcher import abort_aside
+
+
+cdef int stand(Lifecycle group, list peers, double seconds) except -1:
+    """Wait until the communicator with all ranks stands, and those with some peers."""
+    cdef Connection one
+    cdef double deadline = deadline_after(seconds)
+    connections = [group.connection_with(-1)]
+    connections += [group.connection_with(peer) for peer in peers if peer != group.rank]
+    for one in connections:
+        while not one.settled.wait(max(0.0, min(0.1, deadline - now()))):
+            if now() >= deadline and not one.settled.is_set():
+                late = NcclTimeout(
+                    f"rank {group.rank} of process group {group.name!r}: communicator {one.label!r} of {one.nranks} "
+                    f"ranks is not made after {seconds:.3g} s"
+                )
+                group._explain(late, functools.partial(group.notices.inquire_about, one.label, one.members))
+                if not one.settled.is_set():  # else it has failed meanwhile, and all have heard why
+                    raise late
+                break
+        if one.failure is not None:
+            raise one.failure.with_traceback(None)
+    return 0
 
 
 cdef int disconnect(Lifecycle group, list peers, double deadline) except -1:

@@ -120,7 +120,7 @@ def test_a_meeting_to_which_a_rank_cannot_come_any_more_ends(ranks, what):
     errors = three.each(lambda group: group.admit() if what == "admit" else group.split(0), [0, 2])
     for error in errors:
         assert isinstance(error, ncclpy.NcclAborted), error
-        assert "rank 1 of process group 'default' is gone" in str(error)
+        assert re.search("rank 1 (of process group 'default' )?is gone", str(error)), error
     assert three.each(lambda group: group.recover(SHORT).survivors, [0, 2]) == [(0, 2)] * 2
     assert three.sums([0, 2]) == [3] * 2
 

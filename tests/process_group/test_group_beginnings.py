@@ -1,0 +1,345 @@
+"""Trouble before a group's first operation, and at its meetings: errors say what each of the others does."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+
+import numpy as np
+import pytest
+from group_ranks import DEADLINE, run_groups
+from group_worlds import launched
+
+import ncclpy
+import testing
+from ncclpy.bootstrap import LocalStore
+from ncclpy.bootstrap.arrivals import Arrivals
+
+#: A timeout that no test waits for.
+LONG = 20 * DEADLINE
+
+
+def states_of(error):
+    return [each.state for each in error.ranks]
+
+
+# A rank that has closed the group, or ended, is not waited for.
+
+WAITS = {
+    "all_reduce": lambda group: group.all_reduce(np.ones(2)).wait(DEADLINE),
+    "connect": lambda group: group.connect(),
+    "split": lambda group: group.split(0),
+    "admit": lambda group: group.admit(),
+    "send": lambda group: group.send(np.ones(2), 1).wait(DEADLINE),
+    "new_group": lambda group: group.new_group([2, 1, 0]).all_reduce(np.ones(2)).wait(DEADLINE),
+}
+
+
+@pytest.mark.parametrize("check", ["off", "always"])
+@pytest.mark.parametrize("what", WAITS)
+def test_who_has_closed_the_group_is_not_waited_for(host_engine, what, check):
+    def body(group):
+        together.wait(DEADLINE)
+        if group.rank == 1:
+            group.close()
+            return None
+        if group.rank == 2 and what == "send":
+            return None
+        begun = time.monotonic()
+        try:
+            WAITS[what](group)
+        except ncclpy.NcclError as error:
+            return error, time.monotonic() - begun
+        finally:
+            left.wait(DEADLINE)
+        return None
+
+    together, left = threading.Barrier(3), threading.Barrier(1 if what == "send" else 2)
+    found = [each for each in run_groups(3, body, timeout=LONG, check=check) if each]
+    assert len(found) == (1 if what == "send" else 2)
+    for error, seconds in found:
+        assert seconds < 5, error
+        assert "rank 1 of 3 will not come to " in str(error) and "it has closed " in str(error), error
+        assert error.ranks is not None and len(error.ranks) == 3
+        if what != "new_group":
+            assert states_of(error)[1] == "closed", error
+
+
+def test_later_calls_say_it_as_well(host_engine):
+    def body(group):
+        together.wait(DEADLINE)
+        if group.rank == 1:
+            group.close()
+            return
+        with pytest.raises(ncclpy.NcclError):
+            group.all_reduce(np.ones(2)).wait(DEADLINE)
+        for call in (lambda: group.all_reduce(np.ones(2)), group.connect, group.admit, lambda: group.split(0)):
+            with pytest.raises(ncclpy.NcclAborted, match="process group 'default' has ended: ") as caught:
+                call()
+            assert states_of(caught.value)[1] == "closed"
+            assert caught.value.ranks is group.error.ranks and caught.value.__cause__ is group.error
+            assert str(caught.value).count("process group 'default'") <= 3, caught.value
+        left.wait(DEADLINE)
+
+    together, left = threading.Barrier(3), threading.Barrier(2)
+    run_groups(3, body, timeout=LONG)
+
+
+def test_where_it_only_reports_who_has_closed_is_not_waited_for_either(host_engine):
+    def body(group):
+        together.wait(DEADLINE)
+        if group.rank == 1:
+            group.close()
+            return None
+        return group.all_reduce(np.ones(2)).exception(DEADLINE)
+
+    together = threading.Barrier(2)
+    error = run_groups(2, body, timeout=LONG, on_error="report")[0]
+    assert isinstance(error, ncclpy.NcclRemoteError) and states_of(error) == ["waits", "closed"]
+
+
+# Who is only late is waited for until the deadline, and is told apart.
+
+
+@pytest.mark.parametrize("what", ["all_reduce", "split", "admit", "connect"])
+def test_who_is_late_is_told_with_what_it_does(host_engine, what):
+    def body(group):
+        group.store.barrier("all have made it", group.rank, 3, DEADLINE)
+        error = None
+        if group.rank != 1:
+            with pytest.raises(ncclpy.NcclError) as caught:
+                WAITS[what](group)
+            error = caught.value
+        together.wait(DEADLINE)
+        return error
+
+    together = threading.Barrier(3)
+    first, second, third = run_groups(3, body, timeout=0.5)
+    assert second is None
+    for error in (first, third):
+        assert "rank 1" in str(error) and "come" in str(error), error
+        assert states_of(error)[1] == "idle" and len(error.ranks) == 3, error
+        assert "rank" in str(error) and "no operation" in str(error), error
+
+
+def test_a_wait_that_is_shorter_says_who_has_not_come(host_engine):
+    def body(group):
+        group.store.barrier("all have made it", group.rank, 2, DEADLINE)
+        if group.rank == 0:
+            with pytest.raises(
+                ncclpy.NcclTimeout, match=r"is not made after 0\.2 s. rank 1 has not come\. "
+            ) as caught:
+                group.connect(timeout=0.2)
+            assert states_of(caught.value) == ["idle", "idle"] and group.error is None
+        together.wait(DEADLINE)
+        group.connect()  # nothing has come of it
+
+    together = threading.Barrier(2)
+    run_groups(2, body)
+
+
+def test_who_has_never_made_the_group_is_told_apart(host_engine):
+    group = ncclpy.ProcessGroup(LocalStore(), 0, 2, device=0, timeout=0.3)
+    error = group.all_reduce(np.ones(2)).exception(DEADLINE)
+    assert error.missing == [1] and states_of(error) == ["waits", "absent"]
+    assert "rank 1 has not made this group" in str(error)
+    group.close()
+
+
+def test_a_suspicion_is_looked_at_again():
+    """One that only just makes its group has no lease for an instant."""
+    store, looks = LocalStore(), []
+
+    def is_lost(rank):
+        looks.append(rank)
+        return None if len(looks) == 2 else ("it is not there", 2)
+
+    arrivals = Arrivals(store, "a clique", 0, 2, is_lost=is_lost)
+    with pytest.raises(ncclpy.NcclRemoteError, match="rank 1 of 2 will not come to meet: it is not there"):
+        arrivals.meet("here", [0, 1], "to meet", b"", lambda come: b"", DEADLINE, lambda: True)
+    assert looks == [1] * 4
+
+
+def test_of_many_that_are_missing_a_few_are_looked_for_at_a_time():
+    store, looks = LocalStore(), []
+    arrivals = Arrivals(store, "a clique", 0, 100, is_lost=lambda rank: looks.append(rank))
+    with pytest.raises(ncclpy.NcclTimeout):
+        arrivals.meet("here", range(100), "to meet", b"", lambda come: b"", 1.0, lambda: True)
+    assert 8 <= len(looks) <= 24 and len(set(looks)) == len(looks)
+
+
+# Processes.
+
+FIRST = """
+import contextlib
+from ncclpy.bootstrap import rendezvous
+if int(os.environ["RANK"]) == 1:
+    BEFORE
+group = ncclpy.init_process_group(timeout=3)
+if MADE:
+    group.store.set(f"process {group.rank}", str(os.getpid()).encode())
+    group.store.barrier("all have made it", group.rank, 2)
+if group.rank == 1:
+    DOES
+    time.sleep(60)
+    os._exit(0)
+error = group.all_reduce(np.ones(2)).exception(60)
+print("rank 0 has", type(error).__name__, error, [each.state for each in error.ranks], flush=True)
+if MADE:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(int(group.store.get("process 1")), signal.SIGKILL)
+os._exit(0)
+"""
+TOLD = {
+    "stopped": ("pass", "os.kill(os.getpid(), signal.SIGSTOP)", "'stopped'", "is stopped (by SIGSTOP or a debugger)"),
+    "holds the GIL": ("pass", "import ctypes; ctypes.PyDLL(None).sleep(30)", "'silent'", "its Python does not run"),
+    "killed": ("pass", "os.kill(os.getpid(), signal.SIGKILL)", "'ended'", "rank 1's process has ended"),
+    "killed before": (
+        "rendezvous(); os.kill(os.getpid(), signal.SIGKILL)",
+        "",
+        "'ended'",
+        "rank 1's process has ended",
+    ),
+    "never there": ("os._exit(0)", "", "'absent'", "rank 1 has not made this group"),
+}
+
+
+@pytest.mark.parametrize("what", TOLD)
+def test_what_a_process_does_before_the_first_operation(host_engine, tmp_path, what):
+    before, does, state, said = TOLD[what]
+    program = FIRST.replace("BEFORE", before).replace("DOES", does or "pass").replace("MADE", str(bool(does)))
+    output = launched(tmp_path, 2, program, "--no-kill")[1]
+    lines = [line for line in output.splitlines() if "rank 0 has " in line]
+    assert len(lines) == 1, output
+    assert state in lines[0] and said in lines[0], output
+
+
+@pytest.mark.parametrize("came", [True, False])
+def test_a_communicator_of_the_environment_says_what_is_known(host_engine, tmp_path, came):
+    program = f"""
+    from ncclpy.bootstrap import rendezvous
+    if int(os.environ["RANK"]) == 1:
+        if {came}:
+            rendezvous()
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(0)
+    try:
+        ncclpy.Communicator.from_env(timeout=2)
+    except ncclpy.NcclTimeout as error:
+        print("rank 0 has", error, [each.state for each in error.ranks], error.missing, flush=True)
+    os._exit(0)
+    """
+    output = launched(tmp_path, 2, program, "--no-kill")[1]
+    line = next(line for line in output.splitlines() if "rank 0 has" in line)
+    assert f"['waits', '{'ended' if came else 'absent'}'] [1]" in line, output
+    assert ("rank 1's process has ended" in line) == came, output
+
+
+# What ranks compare.
+
+
+@pytest.mark.parametrize("check", ["first", "always"])
+def test_a_disagreement_has_what_each_rank_brings(host_engine, check):
+    def body(group):
+        group.all_reduce(np.ones(1)).wait(DEADLINE)
+        with pytest.raises(ncclpy.NcclError) as caught:
+            group.all_reduce(np.ones(2 if group.rank == 1 else 1)).wait(DEADLINE)
+            testing.wait_for(lambda: group.error is not None, "the end")
+            raise group.error
+        testing.wait_for(lambda: group.error is not None, "the end")
+        with pytest.raises(ncclpy.NcclAborted) as later:
+            group.barrier()
+        return caught.value, later.value
+
+    for errors in run_groups(3, body, check=check):
+        for error in errors:
+            assert "the ranks disagree on collective 1" in str(error)
+            assert error.ranks is not None, error
+            assert [each.current.count for each in error.ranks if each.rank == 1] == [2], error.ranks
+            assert "wait in all_reduce" not in str(error), "what they bring is said once"
+
+
+def test_ranks_that_compare_in_another_way_are_told_so(host_engine):
+    store = LocalStore()
+    with ncclpy.ProcessGroup(store, 0, 2, device=0, check="always", timeout=LONG) as first:
+        with pytest.raises(ValueError, match=r"check: .*rank 1 of 2 has 'off', rank 0 of 2 has 'always'"):
+            ncclpy.ProcessGroup(store, 1, 2, device=1, timeout=LONG)
+        testing.wait_for(lambda: first.error is not None, "the news")
+        assert "rank 1 of 2 has 'off', rank 0 of 2 has 'always'" in str(first.error)
+
+
+def test_who_would_join_and_compares_in_another_way_is_not_let_in(host_engine):
+    def guest():
+        try:
+            ncclpy.ProcessGroup.join(store, device=1, timeout=DEADLINE)
+        except ValueError as error:
+            told.append(str(error))
+
+    store, told = LocalStore(), []
+    with ncclpy.ProcessGroup(store, 0, 1, device=0, check="always", timeout=DEADLINE) as group:
+        thread = threading.Thread(target=guest)
+        thread.start()
+        while thread.is_alive():
+            assert group.admit() == ()
+            time.sleep(0.02)
+        assert told == [
+            "check: this process came to join process group 'default' with 'off', its ranks have 'always'; "
+            "all give the same"
+        ]
+        assert group.error is None and group.all_reduce(np.ones(1)).result(DEADLINE)[0] == 1
+
+
+# Going on.
+
+
+def test_who_refuses_to_go_on_tells_those_who_wait(host_engine):
+    store = LocalStore()
+    groups = [ncclpy.ProcessGroup(store, rank, 3, device=rank, timeout=DEADLINE) for rank in range(3)]
+    handles = [group.reconfigure_handle() for group in groups]
+
+    def move(rank):
+        order = handles[::-1] if rank == 0 else handles
+        if rank:
+            testing.wait_for(lambda: store.check(["ncclpy/reconfigure/a/handles"]), "the first one")
+        try:
+            groups[rank].reconfigure(order, uuid="a", timeout=LONG)
+        except (ValueError, ncclpy.NcclError) as error:
+            return error
+        return None
+
+    begun = time.monotonic()
+    found = testing.run_threads(3, lambda each: move(each.rank), DEADLINE)
+    assert time.monotonic() - begun < DEADLINE / 2
+    assert isinstance(found[0], ncclpy.NcclAborted) and [type(each) for each in found[1:]] == [ValueError] * 2
+    assert re.search(
+        "rank [12] of 3 of process group 'default' has called reconfigure.. with other handles", str(found[0])
+    )
+    for group in groups:
+        assert group.error is None
+        group.close()
+
+
+def test_who_does_not_come_to_go_on_is_named_by_what_it_was(host_engine):
+    store = LocalStore()
+    groups = [ncclpy.ProcessGroup(store, rank, 3, device=rank, timeout=DEADLINE) for rank in range(3)]
+    handles = [group.reconfigure_handle() for group in groups]
+    with pytest.raises(ncclpy.NcclTimeout) as caught:
+        groups[0].reconfigure(handles[::-1], uuid="a", timeout=1)
+    assert "those that become ranks 0-1 of 3 (made as ranks 2, 1) did not come" in str(caught.value)
+    told = "was ended by rank 0 of 3: it waits in reconfigure() to go on as other ranks"
+    testing.wait_for(lambda: groups[1].error is not None, "the news")
+    assert told in str(groups[1].error)
+    for group in groups:
+        group.close()
+
+
+def test_a_deadline_is_said(host_engine):
+    def body(group):
+        group.connect()
+        if group.rank == 0:
+            error = group.all_reduce(np.ones(1), timeout=0.25).exception(DEADLINE)
+            assert "was not done within its timeout of 250 ms; " in str(error)
+        testing.wait_for(lambda: group.error is not None, "the end")
+
+    run_groups(2, body)

@@ -6,6 +6,7 @@ import dataclasses
 
 from benchmarks.overhead.road import GROUP
 from benchmarks.pages import summary
+from benchmarks.process_group import losses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,6 +190,41 @@ def _memory() -> list[Target]:
                 found.append(promise(text, ("ncclpy.memory", road, measure), 20.0, "us", how="difference", over=over))
     row = ("ncclpy.memory.Pool", 'memory.pool("torch")', "reaches ncclpy")
     return [*found, promise("no allocation from a warm pool of torch's reaches ncclpy", row, 0.0, "of 1,000")]
+
+
+def _recovery() -> list[Target]:
+    """What is promised of a group whose ranks are lost."""
+
+    def promise(text: str, engine: str, rival: str, nranks: int, operation: str, seconds: float) -> Target:
+        row = (rival, f"{nranks} ranks", operation)
+        return Target(text, "recovery", engine, row, "value", seconds * 1e3, "ms")
+
+    rival = losses.PROCESSES
+    return [
+        promise("8 processes reduce again within 2 s of a kill", "host", rival, 8, losses.KILL, 2.0),
+        *(
+            promise(
+                f"2 GPUs: the other one reduces within 10 s of a SIG{how.upper()}",
+                "gpu",
+                f"{rival}, {how}",
+                2,
+                row,
+                10.0,
+            )
+            for how, (_, _, row) in losses.LOSSES.items()
+        ),
+        *(
+            promise(
+                f"2 GPUs: a new process reduces within 10 s of its start, after a SIG{how.upper()}",
+                "gpu",
+                f"{rival}, {how}",
+                2,
+                losses.JOIN,
+                10.0,
+            )
+            for how in losses.LOSSES
+        ),
+    ]
 
 
 def _manager(engine: str) -> list[Target]:
@@ -498,6 +534,7 @@ TARGETS = [
     *_by_size(),
     *_beside_nccl_tests(),
     *_memory(),
+    *_recovery(),
     *(target for engine in ("noop", "host", "gpu") for target in _manager(engine)),
 ]
 

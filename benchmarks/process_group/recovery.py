@@ -18,25 +18,25 @@ import time
 from pathlib import Path
 
 from benchmarks.pages import report
+from benchmarks.process_group.losses import (
+    ANEW,
+    FIRST,
+    JOIN,
+    JOINED,
+    KILL,
+    LOSSES,
+    NOTICED,
+    PROCESSES,
+    RECOVER,
+    SHRINK,
+    STOPPED_DEADLINE,
+    THREADS,
+    WHOLE,
+)
 from benchmarks.work import results, workers
 
 SIDE = "benchmarks.process_group.recovery_side"
 DEFAULTS = {"processes": [2, 4, 8], "threads": [2, 4, 8, 16, 32, 64, 128, 256], "rounds": 5, "seed": 1}
-PROCESSES, THREADS = "processes, TCPStore", "threads, TCPStore"
-NOTICED = "from the kill to the last survivor's error"
-WHOLE = "from that to the last return of recover()"
-KILL = "from the kill to the next finished all-reduce"
-SHRINK = "ncclCommShrink by one rank, and an all-reduce"
-ANEW = "a communicator of one rank less anew, and an all-reduce"
-RECOVER, FIRST = "recover() of a group that is well", "the first all-reduce after it"
-STOP_NOTICED = "from the SIGSTOP to the last survivor's error, a deadline of 2 s"
-STOP = "from the SIGSTOP to the next finished all-reduce, deadline and patience 2 s each"
-JOIN = "from a new process's start to the all-reduce with it"
-JOINED = "of that in join() and the all-reduce"
-#: Seconds in which an operation must be done, and in which a rank must come to recover(), where one is stopped.
-STOPPED_DEADLINE = 2.0
-#: By how a rank is lost: to the error, from that to recover(), to the next all-reduce.
-LOSSES = {"kill": (NOTICED, WHOLE, KILL), "stop": (STOP_NOTICED, WHOLE + " after a SIGSTOP", STOP)}
 NOTES = [
     "A rank's end is noticed by the host engine here, or by its lease in the store, half a second after it.",
     "recover() of threads has every rank's Python in one interpreter on the cores of this machine.",
@@ -63,7 +63,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(chosen: argparse.Namespace) -> int:
     """Measure, print and write."""
-    settings = {"engine": "cuda" if chosen.gpu else "host", "rounds": chosen.rounds, "seed": chosen.seed}
+    settings = {"engine": "gpu" if chosen.gpu else "host", "rounds": chosen.rounds, "seed": chosen.seed}
     command = ["--gpu", str(chosen.gpu)] if chosen.gpu else []
     result = results.new("recovery", command + results.options(chosen, DEFAULTS), **settings)
     result["notes"] = GPU_NOTES if chosen.gpu else NOTES
@@ -167,7 +167,7 @@ def _row(operation: str, rival: str, nranks: int) -> dict:
         "operation": operation,
         "rival": rival,
         "road": f"{nranks} ranks",
-        "measure": "value",
+        "measure": operation,  # by which a target finds it
         "unit": "ms",
         "ranks": nranks,
         "line": operation == RECOVER,

@@ -1,4 +1,4 @@
-"""What this process's groups are, for dumps: their ranks, since when they are there, and how they have ended.
+"""What this process's groups are: for dumps, and for those who ask where a rank is that is in none of its operations.
 
 A dump has its operations from the recorder. A rank that has begun none is in it all the same by this, and so is one
 whose group has ended before it could begin any.
@@ -15,7 +15,7 @@ from typing import Any
 
 from ncclpy.engine.recorder import add_group_teller, text_of
 
-__all__ = ["KnownGroup", "note_group", "ranks_here", "set_listener"]
+__all__ = ["KnownGroup", "elsewhere", "note_group", "ranks_here", "set_listener"]
 
 #: So many groups are kept in mind after they have failed.
 _FAILED = 50
@@ -43,10 +43,17 @@ class KnownGroup:
         Which group of this name it is, for each rank counted from 1.
     rank, size
         Which of how many this is.
+    device
+        Whose it is.
+    look
+        Returns what the rank does, as it is told to the others.
     """
 
-    def __init__(self, name: str, number: int, rank: int, size: int) -> None:
+    def __init__(
+        self, name: str, number: int, rank: int, size: int, device: int, look: Callable[[], dict[str, Any]]
+    ) -> None:
         self.name, self.number, self.rank, self.size = name, number, rank, size
+        self.device, self.look = device, look
         self.made = monotonic()
         self.ended: float | None = None
         self._error: tuple[str, object] | None = None
@@ -60,7 +67,7 @@ class KnownGroup:
         self.ended = monotonic()
         self._error = _words_of(error)
         _failed.append(self)
-        _there.pop(id(self), None)
+        self._go()
         if _Listener.tell is not None:
             _Listener.tell(error, True)
 
@@ -76,7 +83,11 @@ class KnownGroup:
 
     def closed(self) -> None:
         """Forget a group that was closed; one that has failed is told of all the same."""
+        self._go()
+
+    def _go(self) -> None:
         _there.pop(id(self), None)
+        self.look = dict  # what is told of it longer keeps nothing of it
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as a dump has it: JSON's types only."""
@@ -98,9 +109,11 @@ def _words_of(error: BaseException) -> tuple[str, object]:
     return type(error).__name__, error.args[0] if error.args else ""
 
 
-def note_group(name: str, number: int, rank: int, size: int) -> KnownGroup:
-    """Have dumps tell of a group from now on."""
-    made = KnownGroup(name, number, rank, size)
+def note_group(
+    name: str, number: int, rank: int, size: int, device: int, look: Callable[[], dict[str, Any]]
+) -> KnownGroup:
+    """Have a group known from now on."""
+    made = KnownGroup(name, number, rank, size, device, look)
     _there[id(made)] = made
     return made
 
@@ -110,9 +123,31 @@ def groups() -> list[dict[str, Any]]:
     return [each.as_dict() for each in sorted(_known(), key=lambda each: each.made)]
 
 
-def _known() -> list[KnownGroup]:
+def elsewhere(group: KnownGroup) -> dict[str, Any]:
+    """Return what a rank does that is in nothing of a group: what has kept it longest in another one, or {}.
+
+    Where several ranks of the group are in this process, each is known by its device.
+    """
+    others = [each for each in _there_now() if each is not group]
+    shared = any(each.name == group.name and each.rank != group.rank for each in others)
+    found = []
+    for each in others:
+        if not shared or each.device == group.device:
+            told = each.look()
+            if told.get("current") is not None:
+                found.append({"elsewhere": each.name, "current": told["current"], "since": told["since"]})
+            elif "meets" in told:
+                found.append({"meets": f"{told['meets']} of process group {each.name!r}", "since": told["since"]})
+    return min(found, key=lambda one: float(one["since"]), default={})
+
+
+def _there_now() -> list[KnownGroup]:
     there = [reference() for reference in _there.valuerefs()]  # in one step, whoever makes groups meanwhile
-    return [*list(_failed), *(each for each in there if each is not None)]
+    return [each for each in there if each is not None]
+
+
+def _known() -> list[KnownGroup]:
+    return [*list(_failed), *_there_now()]
 
 
 def ranks_here() -> list[int]:

@@ -16,9 +16,12 @@ typedef struct {
   uint64_t count;
   uint64_t began; /* the bits of a moment of the monotonic clock; so is `done` */
   uint64_t done;
-  uint64_t call; /* kind, data type, whether it is a barrier */
+  uint64_t call; /* kind, data type, whether it is a barrier, NCCLPY_BEHIND */
   uint64_t beside; /* operator and root, -1 for none */
 } ncclpy_noted;
+
+/* In `call`: the device cannot begin it yet, since what produces its input is not through. */
+#define NCCLPY_BEHIND ((uint64_t)1 << 33)
 
 enum { NCCLPY_NOTED_WORDS = sizeof(ncclpy_noted) / sizeof(uint64_t), NCCLPY_NOTES_TOGETHER = 64 };
 
@@ -126,6 +129,15 @@ static inline ncclpy_note* ncclpy_ledger_begin(ncclpy_ledger* ledger, int pair, 
   row->final = note;
   ncclpy_ledger_turn(ledger);
   return note;
+}
+
+/* Notes whether an operation on its way is behind what produces its input, by who has the GIL. */
+static inline void ncclpy_ledger_place(ncclpy_ledger* ledger, ncclpy_note* note, int behind) {
+  const uint64_t call = behind ? note->what.call | NCCLPY_BEHIND : note->what.call & ~NCCLPY_BEHIND;
+  if (call == note->what.call) return;
+  ncclpy_ledger_turn(ledger);
+  NCCLPY_PUT(note->what.call, call);
+  ncclpy_ledger_turn(ledger);
 }
 
 /* Notes the end of an operation, once, by who has the GIL, and whether it was `done`: else it has failed, say. */

@@ -25,10 +25,13 @@ cdef extern from "ncclpy/engine/ledger.h" nogil:
     ctypedef struct ncclpy_ledger:
         ncclpy_row rows[2]
 
+    const uint64_t NCCLPY_BEHIND
+
     ncclpy_ledger* ncclpy_ledger_new()
     void ncclpy_ledger_use(ncclpy_ledger* ledger)
     void ncclpy_ledger_leave(ncclpy_ledger* ledger)
     ncclpy_note* ncclpy_ledger_begin(ncclpy_ledger* ledger, int pair, const ncclpy_noted* what)
+    void ncclpy_ledger_place(ncclpy_ledger* ledger, ncclpy_note* note, int behind)
     void ncclpy_ledger_end(ncclpy_ledger* ledger, int pair, ncclpy_note* note, int done, double moment)
     bint ncclpy_ledger_read(const ncclpy_ledger* ledger, ncclpy_standing* standing)
     uint64_t ncclpy_bits_of(double moment)

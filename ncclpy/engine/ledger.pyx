@@ -85,7 +85,7 @@ cdef int _write(char* at, size_t room, const ncclpy_noted* what) noexcept nogil:
     cdef const char* dtype = b"unknown"
     cdef char reduction[40]
     cdef char number[24]
-    if what.call >> 32:
+    if what.call >> 32 & 1:
         name = b"barrier"
     elif kind < _nkinds:
         name = _kinds[kind]
@@ -136,6 +136,8 @@ cdef size_t _tell(void* ledger, char* at, size_t room, size_t* lasting) noexcept
     at[length] = b","
     length += 1
     length += _write_or_null(at + length, room - length, b"finished", found.has_finished, &found.finished)
+    if found.has_current and found.current.call & NCCLPY_BEHIND:
+        length += snprintf(at + length, room - length, b",\"behind\":true")
     lasting[0] = length
     clock_gettime(CLOCK_REALTIME, &wall)
     real = wall.tv_sec + wall.tv_nsec * 1e-9
@@ -161,7 +163,10 @@ cdef class Ledger:
             ncclpy_ledger_leave(self.ledger)
 
     def standing(self):
-        """Return the standing as JSON knows it: ``current``, ``finished`` and ``since``."""
+        """Return the standing as JSON knows it: ``current``, ``finished`` and ``since``.
+
+        And ``behind``, where what produces the input of the current one is not through.
+        """
         cdef char at[_ROOM]
         cdef size_t lasting, length = _tell(self.ledger, at, sizeof(at), &lasting)  # with the GIL nobody writes
         found = json.loads(at[:length] + b"}")

@@ -549,7 +549,12 @@ cdef int _begin_clock(StreamWorks* row, double moment) except -1:
     cdef Watched* first = &row.works.front()
     cdef Work work = <Work>first.work
     cdef CUevent event = work.ready if work.began == NULL else work.began
-    if work.allowed == 0 or (event != NULL and not _has_come(event)):
+    cdef bint behind
+    if work.allowed == 0:
+        return 0
+    behind = event != NULL and not _has_come(event)
+    work.entry.place(behind)  # now, when this is asked anyway: a call pays nothing for it
+    if behind:
         return 0
     first.limit = work.limit = moment + work.allowed
     work.allowed = 0

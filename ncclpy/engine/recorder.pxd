@@ -42,6 +42,7 @@ cdef class Entry:
 
     cdef int note(self, ncclpy_ledger* ledger) except -1
     cdef int done(self, bint well, double moment) except -1
+    cdef void place(self, bint behind) noexcept
 
 
 cdef Entry new_entry()

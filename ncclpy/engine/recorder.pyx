@@ -28,6 +28,7 @@ from ncclpy.engine.ledger cimport (
     ncclpy_ledger_begin,
     ncclpy_ledger_end,
     ncclpy_ledger_leave,
+    ncclpy_ledger_place,
     ncclpy_ledger_use,
     ncclpy_noted,
 )
@@ -82,6 +83,11 @@ cdef class Entry:
             self.noted = NULL
             ncclpy_ledger_end(self.ledger, self.pair, noted, well, moment)
         return 0
+
+    cdef void place(self, bint behind) noexcept:
+        """Have that ledger know whether the device waits for what produces the input, before it can begin."""
+        if self.noted != NULL:
+            ncclpy_ledger_place(self.ledger, self.noted, behind)
 
     def _as_dict(self):
         return {

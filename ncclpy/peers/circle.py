@@ -24,7 +24,8 @@ from ncclpy.engine.ledger import Ledger
 from ncclpy.engine.monitor import call_at
 from ncclpy.peers.inquiry import Inquiries, Said
 from ncclpy.peers.reports import ASKED, Reports
-from ncclpy.peers.standing import Began, as_data, from_data, sentence
+from ncclpy.peers.sentence import sentence
+from ncclpy.peers.standing import Began, as_data, from_data
 
 __all__ = ["Circle"]
 

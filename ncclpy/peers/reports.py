@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,8 @@ PATIENCE = 0.3
 PATIENCE_UNWATCHED = 1.2
 #: How long a wait for answers goes on before it looks for those that cannot come.
 _SLICE = 0.05
+#: A store is slow that takes so many seconds for one operation; who answers there has so many times as long more.
+_SLOW, _AS_SLOW = 0.02, 3
 #: Who have asked before these have gone without.
 _MOST = 64
 
@@ -51,6 +54,8 @@ class Reports:
         Asked with a rank: whether it has made the group, and its lease has ended.
     has_made
         Asked with a rank: whether it has made the group.
+    answer
+        Returns the standing for who asks, if more is known then than is worth telling all the time.
     """
 
     def __init__(
@@ -61,10 +66,12 @@ class Reports:
         look: Callable[[], dict[str, Any]],
         is_gone: Callable[[int], bool],
         has_made: Callable[[int], bool],
+        answer: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
         self.store, self.rank, self.size = store, rank, size
         self.watched = True  # the others hear at once that they are asked
         self._look, self._is_gone, self._has_made = look, is_gone, has_made
+        self._look_for_answer = look if answer is None else answer
         self._told: dict[str, Any] | None = None
         self._closed = False
         self._answered = 0
@@ -106,7 +113,7 @@ class Reports:
         self._answered = max(self._answered, number)
 
     def _answer_one(self, number: int) -> None:
-        self.store.set(self._answer(number, self.rank), self._packed(self._look()))
+        self.store.set(self._answer(number, self.rank), self._packed(self._look_for_answer()))
 
     def collect(self, patience: float | None = None) -> list[RankState]:
         """Ask all ranks; return what each does, by rank.
@@ -121,10 +128,12 @@ class Reports:
         StoreError
             If the store is gone.
         """
-        if patience is None:
-            patience = PATIENCE if self.watched else PATIENCE_UNWATCHED
-        deadline = time.monotonic() + patience
+        begun = time.monotonic()
         number = self.store.add(ASKED)
+        took = time.monotonic() - begun
+        if patience is None:  # the others answer through the same store: a slow one is not their silence
+            patience = (PATIENCE if self.watched else PATIENCE_UNWATCHED) + _AS_SLOW * took
+        deadline = begun + patience
         self._answer_one(number)
         states: dict[int, RankState] = {}
         missing = list(range(self.size))
@@ -144,9 +153,18 @@ class Reports:
                 if state.state:
                     states[rank] = state
             missing = [rank for rank in missing if rank not in states]
-        for rank in range(self.size):
-            self.store.delete(self._answer(number, rank))
+        self._clear(number, took > _SLOW)
         return [states[rank] for rank in sorted(states)]
+
+    def _clear(self, number: int, aside: bool) -> None:
+        """Clear the answers to a question away, in a thread where that takes long: what they say is wanted now."""
+        if aside:
+            with contextlib.suppress(RuntimeError):  # there is none to be had
+                threading.Thread(target=self._clear, args=(number, False), name="ncclpy-clear", daemon=True).start()
+                return
+        with contextlib.suppress(StoreError, NcclTimeout):
+            for rank in range(self.size):
+                self.store.delete(self._answer(number, rank))
 
     def has_closed(self, rank: int) -> bool:
         """Return whether a rank has closed the group."""

@@ -102,7 +102,7 @@ cdef class Lifecycle(BlockOwner):
 
     def _notices(self, store, int rank, int size, place=None):
         """Return how one of so many ranks meets the others at a place of a store."""
-        return Notices(store, self.name, rank, size, teller_of(weakref.ref(self)), place)
+        return Notices(store, self.name, rank, size, self.device, teller_of(weakref.ref(self)), place)
 
     def _enter(self, notices, past=None, is_lost=None):
         """Be the rank that these notices are of; it has no communicators yet. `recover` knows by `past` what it was before."""

@@ -76,7 +76,7 @@ cdef class Membership(Lifecycle):
 
     def _standing(self):
         """Return what this rank does, as JSON knows it."""
-        return self.ledger.standing()
+        return {} if self.ledger is None else self.ledger.standing()  # another group is asked while this one is made
 
     def _beat(self, number):
         """Put what this rank does into the store, every now and then."""

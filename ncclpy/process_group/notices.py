@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,9 +18,10 @@ from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.bootstrap.watch import Change, Watch
 from ncclpy.core.creation import get_unique_id
 from ncclpy.core.errors import NcclError, NcclTimeout, ranks, spans
-from ncclpy.engine.known import note_group
+from ncclpy.engine.known import elsewhere, note_group
 from ncclpy.peers.reports import ASKED, Reports
-from ncclpy.peers.standing import Began, RankState, as_data, from_data, sentence
+from ncclpy.peers.sentence import sentence
+from ncclpy.peers.standing import Began, RankState, as_data, from_data
 from ncclpy.process_group.clocks import Clocks
 
 __all__ = ["Notices"]
@@ -45,7 +47,7 @@ _SLICE = 0.2
 
 #: What is said of who cannot come any more, by its state; and how often in a row it has to be found so, a third of a
 #: second apart. Who only just makes its group has no lease for an instant; and of a process that ends all hear by its
-#: lease, which ends the group with what waits there. This is for who hears nothing, as who looks out has ended.
+#: lease, which ends the group with what waits there. This is for those who hear nothing, as who looks out has ended.
 _LEFT = {
     "closed": ("it has closed the group", 2),
     "ended": ("its process has ended", 5),
@@ -100,8 +102,8 @@ class Notices:
         The store that all ranks have in common.
     name
         The group's name, the same on all ranks.
-    rank, size
-        Which of how many this is.
+    rank, size, device
+        Which of how many this is, and what it works with.
     look
         Returns this rank's standing, see `Reports`.
     place
@@ -120,6 +122,7 @@ class Notices:
         name: str,
         rank: int,
         size: int,
+        device: int,
         look: Callable[[], dict[str, Any]],
         place: str | None = None,
     ) -> None:
@@ -129,12 +132,16 @@ class Notices:
         made = store.add(f"{self._place}/made-by/{rank}")
         self.number = made if place is None else 1  # who comes there again, as something went wrong, meets the others
         self.name, self.rank, self.size = name, rank, size
-        self.known = note_group(name, self.number, rank, size)
+        self._meetings: list[tuple[str, float]] = []  # this rank is at, and since when
+        self._begun = look
+        self.known = note_group(name, self.number, rank, size, device, self._look)
         self.store = PrefixStore(f"{self._place}/{self.number}", store)
         self.arrivals = Arrivals(
             self.store, f"process group {name!r}", rank, size, self._has_made, is_lost=self._why_lost
         )
-        self.reports = Reports(self.store, rank, size, look, self.arrivals.is_gone, self._has_made)
+        self.reports = Reports(
+            self.store, rank, size, self._look, self.arrivals.is_gone, self._has_made, self._look_around
+        )
         self.clocks = Clocks(self.store, rank, self.known)
         self._over = threading.Event()
         self._watches: list[Watch] = []
@@ -167,9 +174,14 @@ class Notices:
         everyone = list(range(self.size))
         what = f"to {name} of process group {self.name!r}"
         brought = json.dumps(value).encode()
-        packed = self.arrivals.meet(
-            name, everyone, what, brought, lambda come: b"[" + b",".join(come) + b"]", timeout, wanted
-        )
+        meeting = _call_of(name), time.time()
+        self._meetings.append(meeting)
+        try:
+            packed = self.arrivals.meet(
+                name, everyone, what, brought, lambda come: b"[" + b",".join(come) + b"]", timeout, wanted
+            )
+        finally:
+            self._meetings.remove(meeting)
         return list(json.loads(packed))
 
     def compare(self, check: str) -> None:
@@ -185,6 +197,21 @@ class Notices:
         """Tell those who meet at a place of a store, for one group, that this rank does not come."""
         with contextlib.suppress(StoreError, NcclTimeout):
             refuse(PrefixStore(f"{place}/1", store), meeting, why)
+
+    def _look(self) -> dict[str, Any]:
+        """Return this rank's standing in the group; also at which meeting it is, if it is in no operation."""
+        told = self._begun()
+        if told.get("current") is None:
+            for what, since in self._meetings[:1]:
+                told["meets"], told["since"] = what, since
+        return told
+
+    def _look_around(self) -> dict[str, Any]:
+        """Return it for who asks: a rank that does nothing in this group may wait in another one."""
+        told = self._look()
+        if told.get("current") is None and "meets" not in told:
+            told.update(elsewhere(self.known))
+        return told
 
     def beat(self) -> None:
         """Put what this rank does into the store, unless that does so itself; compare the clocks, if that is due."""
@@ -378,6 +405,12 @@ class Notices:
 
 def _nothing_known(rank: int) -> str:
     return ""
+
+
+def _call_of(meeting: str) -> str:
+    """Return what people call a meeting: "split/3" is one of the calls of `split`."""
+    call, numbered, _ = meeting.partition("/")
+    return f"{call}()" if numbered else call
 
 
 def _read(told: bytes) -> Told:

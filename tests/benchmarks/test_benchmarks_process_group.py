@@ -7,7 +7,7 @@ import pytest
 from benchmark_runs import run
 
 from benchmarks.pages import targets
-from benchmarks.process_group import checks, pairs, recovery, standing
+from benchmarks.process_group import checks, losses, pairs, recovery, standing
 from benchmarks.work import workers
 from ncclpy.bootstrap import TCPStore
 
@@ -67,18 +67,18 @@ def test_how_fast_a_group_goes_on(tmp_path):
     run("recovery", "--processes", 2, "--threads", 3, "--rounds", 1, "--json", path)
     rows = json.loads(path.read_text())["rows"]
     found = {(row["operation"], row["ranks"]): row["samples"][0] for row in rows}
-    killed = {(each, 2) for each in (recovery.NOTICED, recovery.WHOLE, recovery.KILL, recovery.SHRINK, recovery.ANEW)}
-    assert found.keys() == killed | {(recovery.RECOVER, 3), (recovery.FIRST, 3)}
-    assert found[recovery.KILL, 2] >= found[recovery.NOTICED, 2] > 0
+    killed = {(each, 2) for each in (losses.NOTICED, losses.WHOLE, losses.KILL, losses.SHRINK, losses.ANEW)}
+    assert found.keys() == killed | {(losses.RECOVER, 3), (losses.FIRST, 3)}
+    assert found[losses.KILL, 2] >= found[losses.NOTICED, 2] > 0
     assert all(each > 0 for each in found.values())
 
 
-@pytest.mark.parametrize("how", recovery.LOSSES)
+@pytest.mark.parametrize("how", losses.LOSSES)
 def test_how_fast_a_group_goes_on_without_a_rank_and_with_a_new_one(how):
     """What is measured on GPUs."""
     found = recovery.lose(how, 3, 1, "host")
-    to_error, to_whole, to_next = recovery.LOSSES[how]
-    assert found.keys() == {to_error, to_whole, to_next, recovery.JOIN, recovery.JOINED}
-    assert 0 < found[to_error] < found[to_next] and 0 < found[recovery.JOINED] < found[recovery.JOIN]
+    to_error, to_whole, to_next = losses.LOSSES[how]
+    assert found.keys() == {to_error, to_whole, to_next, losses.JOIN, losses.JOINED}
+    assert 0 < found[to_error] < found[to_next] and 0 < found[losses.JOINED] < found[losses.JOIN]
     if how == "stop":  # the deadline counts from the collective, half a second before
-        assert found[to_error] > recovery.STOPPED_DEADLINE / 2
+        assert found[to_error] > losses.STOPPED_DEADLINE / 2

@@ -6,7 +6,7 @@ import pytest
 from benchmark_runs import run
 
 from benchmarks.pages import growth, report, summary
-from benchmarks.process_group import recovery, reports
+from benchmarks.process_group import losses, reports
 from benchmarks.work import results
 
 OPERATIONS = {*reports.LINES, reports.HEARD, reports.IDLE, reports.SERVER}
@@ -41,7 +41,7 @@ def test_the_page_on_scale_has_the_line_of_going_on():
     page = (report.PAGE.parent / "scale.md").read_text()
     assert growth.line_table(result) in page, "the table under `Going on without a rank`"
     medians = {
-        row["ranks"]: summary.median(row["samples"]) for row in result["rows"] if row["operation"] == recovery.KILL
+        row["ranks"]: summary.median(row["samples"]) for row in result["rows"] if row["operation"] == losses.KILL
     }
     assert f"8 processes on two cores take {medians[8] / 1e3:.2f} s, 64 take {medians[64] / 1e3:.1f} s" in page
 

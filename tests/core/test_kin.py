@@ -1,4 +1,4 @@
-"""Ranks of one communicator in one process, closed one after the other where NCCL would have the first wait for all."""
+"""Ranks of one communicator in one process, closed one after the other where NCCL has the first one wait for all."""
 
 from __future__ import annotations
 

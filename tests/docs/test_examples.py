@@ -73,6 +73,26 @@ def test_elastic_training_waits_for_a_newcomer_that_is_late(host_engine, tmp_pat
     assert LAST_LINES["elastic_training"] in done.stdout.splitlines()[-1]
 
 
+def test_a_server_that_dies_before_it_has_answered(host_engine, tmp_path):
+    """The others have done that request; whoever is rank 0 then sees that nobody has the answer."""
+    text = (EXAMPLES / "serving_group.py").read_text()
+    answering, killing = "                group.store.set(", "                processes[1 if"
+    assert text.count(answering) == text.count(killing) == 1
+    text = text.replace(
+        answering,
+        "                if number == 30 and group.size == 2:\n                    os.kill(os.getpid(), 9)\n"
+        + answering,
+    )
+    text = text.replace(killing, "                number == REQUESTS // 3 and processes[1 if")  # one of the two alone
+    text = text.replace("import subprocess\n", "import os\nimport subprocess\n")
+    (tmp_path / "dies.py").write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", tmp_path / "dies.py"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert LAST_LINES["serving_group"] in done.stdout.splitlines()[-1]
+
+
 def command(first_words, example):
     """Return the one command of the guide that begins so and starts that example, as printed there."""
     blocks = re.findall(r"^```sh\n(.*?)^```$", GUIDE.read_text(), re.M | re.S)

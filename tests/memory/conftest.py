@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 
 import pytest
+from frames import framework
+from group_worlds import Processes
 
 import testing
 from ncclpy import memory
@@ -24,3 +26,12 @@ def registry():
     after = registry.counters()
     assert (after["segments"], after["bytes"]) == (before["segments"], before["bytes"])
     assert after["not_freed"] == before["not_freed"]
+
+
+@pytest.fixture(scope="module")
+def run():
+    """Return a function that has two processes run a program, and returns their results."""
+    framework()
+    processes = Processes(2)
+    yield processes.run
+    processes.close()

@@ -1,26 +1,33 @@
 """Random programs of segments and communicators beside a model that says what must be registered at each step.
 
 python segment_runs.py SEED RUNS: ends with an error at the first seed that fails; prints how often memory was let go
-of that an operation still used.
+of that an operation still used, and how often that of an allocator to which hooks are attached.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import random
 import sys
+import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
+import torch_stand_in
 from leftovers import is_mapped
 
 import ncclpy
 import testing
 from ncclpy import memory
+from ncclpy.interop import torch_hooks
+from ncclpy.memory import allocator
 
 COUNT = 64
-STEPS = 40
+STEPS = 60
+ODD = 4097  # bytes of what threads allocate in a storm: of which the model knows nothing
 
 
 class Clique:
@@ -54,7 +61,12 @@ class Clique:
 
 
 class Program:
-    def __init__(self, seed):
+    def __init__(self, seed, torch):
+        self.torch = torch
+        self.hooks = None
+        self.torchs = [{}, {}]  # of each device: buffers over segments of torch's, by their addresses
+        self.hooked = 0
+        self.stormy = False
         self.random = random.Random(seed)
         self.registry = memory.SegmentRegistry.default()
         self.cliques = []
@@ -72,10 +84,18 @@ class Program:
             self.operate,
             self.operate,
             self.begin,
+            self.begin,
+            self.begin,
             self.come,
             self.enlist,
             self.dismiss,
             self.drain,
+            self.storm,
+            self.attach,
+            self.torch_allocates,
+            self.torch_allocates,
+            self.torch_frees,
+            self.torch_frees,
         ]
         self.make()
         try:
@@ -87,7 +107,11 @@ class Program:
         finally:
             while self.cliques:
                 self.end(self.cliques[0])
+        if self.hooks is not None:
+            self.hooks.close()
         for device in (0, 1):
+            for pointer in self.torchs[device]:
+                assert self.torch.free(pointer) is None
             for pointer in list(self.foreign[device]):
                 self.registry.remove(pointer)
         pointers = [buffer.pointer for buffers in self.arrays for buffer in buffers]
@@ -104,7 +128,7 @@ class Program:
         for clique in self.cliques:
             assert not any(comm.closed for comm in clique.comms), self.did
             for comm, expected in zip(clique.comms, clique.expected, strict=True):
-                got = {pointer for pointer, _, _ in self.registry.registered(comm)}
+                got = {pointer for pointer, nbytes, _ in self.registry.registered(comm) if nbytes != ODD}
                 assert got == expected, (self.did, comm, got, expected)
 
     # What happens.
@@ -113,7 +137,8 @@ class Program:
         return self.random.choice(self.cliques) if self.cliques else None
 
     def live(self, device):
-        return {buffer.pointer for buffer in self.arrays[device]} | set(self.foreign[device])
+        torchs = set() if self.hooks is None else set(self.torchs[device])
+        return {buffer.pointer for buffer in self.arrays[device]} | set(self.foreign[device]) | torchs
 
     def called(self, clique, ranks=(0, 1)):
         """A call was made: everything that is there is registered."""
@@ -175,7 +200,7 @@ class Program:
             for comm in each.comms:
                 comm.abort()
         assert self.registry.drain(20)
-        assert self.registry.counters()["deregistered"] == deregistered, "an abort asks no peer"
+        assert self.stormy or self.registry.counters()["deregistered"] == deregistered, "an abort asks no peer"
         self.forget(clique)
 
     def allocate(self):
@@ -198,7 +223,7 @@ class Program:
         self.gone(device, pointer)
 
     def gone(self, device, pointer):
-        used = [clique for clique in self.cliques if clique.early is not None and pointer in clique.expected[device]]
+        used = self.users(device, pointer)
         if used and device == 0:
             self.in_use += 1
             assert is_mapped(pointer), self.did
@@ -208,8 +233,14 @@ class Program:
         for clique in self.cliques:
             clique.expected[device].discard(pointer)
 
+    def users(self, device, pointer):
+        """Return the cliques that may be at work on it."""
+        return [clique for clique in self.cliques if clique.early is not None and pointer in clique.expected[device]]
+
     def usable(self):
-        return self.random.choice(self.arrays[0]), self.random.choice(self.arrays[1])
+        """Return a buffer of each device; torch's only as long as hooks see to it that it is not freed in use."""
+        torchs = self.torchs if self.hooks is not None else ({}, {})
+        return tuple(self.random.choice([*self.arrays[device], *torchs[device].values()]) for device in (0, 1))
 
     def operate(self):
         clique = self.pick()
@@ -267,18 +298,98 @@ class Program:
             list(pool.map(visit, [self.random.random(), self.random.random()]))
         assert threading.active_count() < 1000
 
+    def storm(self):
+        """Threads allocate and free by the functions of attachments, beside communicators that come, call and go."""
+        for clique in self.cliques:
+            self.settle(clique)
+        self.stormy, enough = True, threading.Event()
+
+        def churn(device):
+            while not enough.is_set():
+                kept = [allocator.take(ODD, device) for _ in range(3)]
+                mine = memory.alloc(ODD, device)
+                for pointer in kept:
+                    allocator.give(pointer, device)
+                del mine
+                enough.wait(0.0002)
+
+        with ThreadPoolExecutor(2) as pool:
+            churning = [pool.submit(churn, device) for device in (0, 1)]
+            try:
+                for move in self.random.choices([self.make, self.split, self.close, self.abort, self.operate], k=4):
+                    self.did.append(move.__name__)
+                    move()
+                    self.check()
+            finally:
+                enough.set()
+            for each in churning:
+                each.result(20)
+        self.stormy = False
+        assert self.registry.drain(20), (self.did, self.registry.counters())
+
+    def attach(self):
+        """Attach to torch, or close that: then its segments are registered no longer."""
+        if self.hooks is None:
+            self.hooks = torch_hooks.attach_hooks(timeout=20)
+            return
+        for clique in self.cliques:
+            self.settle(clique)
+        self.hooks.close()
+        self.hooks = None
+        for clique in self.cliques:
+            for device in (0, 1):
+                clique.expected[device] -= set(self.torchs[device])
+
+    def torch_allocates(self):
+        device = self.random.randrange(2)
+        pointer = self.torch.allocate(8192, device)
+        self.torchs[device][pointer] = ncclpy.Buffer(pointer, COUNT, "float32", device=device)
+
+    def torch_frees(self):
+        """Its call comes back when nobody uses the segment any more."""
+        device = self.random.randrange(2)
+        if not self.torchs[device]:
+            return
+        pointer = self.random.choice(list(self.torchs[device]))
+        for clique in self.cliques:
+            if clique.early is not None and clique.early[1].pointer == pointer:
+                self.settle(clique)  # rank 1 has yet to ask for it
+        del self.torchs[device][pointer]
+        used = self.users(device, pointer) if device == 0 else []
+        with ThreadPoolExecutor(1) as pool:
+            freed = pool.submit(self.torch.free, pointer)
+            if used:
+                self.hooked += 1
+                self.drain()  # meanwhile
+                assert not freed.done() and is_mapped(pointer), self.did
+            for clique in used:
+                self.settle(clique)
+            assert freed.result(20) is None, self.did
+        for clique in self.cliques:
+            clique.expected[device].discard(pointer)
+        counters = self.hooks.counters() if self.hooks is not None else {}
+        assert not any(counters.get(name) for name in ("not_followed", "aborted_for", "kept")), (self.did, counters)
+
 
 def main(seed, runs):
-    in_use = 0
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder
+        torch = sys.modules["torch"] = torch_stand_in.Fake(torch_stand_in.build(Path(folder))).load()
+        run(torch, seed, runs)
+
+
+def run(torch, seed, runs):
+    in_use = hooked = 0
     for each in range(seed, seed + runs):
-        program = Program(each)
+        program = Program(each, torch)
         try:
             program.run()
         except BaseException:
             print(f"seed {each}: {program.did}", file=sys.stderr)
             raise
         in_use += program.in_use
-    print(in_use)
+        hooked += program.hooked
+    print(in_use, hooked)
 
 
 if __name__ == "__main__":

@@ -3,120 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import time
 
 import pytest
-from group_ranks import DEADLINE
-from group_worlds import Processes
+from frames import LONG, failure_of, frame_of, framework, gone, lies_in
 
 import ncclpy
 import testing
 from ncclpy import memory
 
-LONG = DEADLINE / 2  # seconds that only a hang meets
 #: Elements of the gradients of a step: they grow beyond what there was, and shrink.
 SIZES = [1000, 3000, 100_000, 20, 700_000, 1_500_000, 1_500_000, 40_000, 3000, 2_000_000]
 
 
-def framework() -> str:
-    """Return whose arrays the pools of this run make; skip the test if those are missing."""
-    if ncclpy.library().engine == "host":
-        return "numpy"
-    need_torch("MemPool")
-    return "torch"
-
-
-def need_torch(name):
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available() or not hasattr(torch.cuda, name):
-        pytest.skip(f"needs a GPU and torch.cuda.{name}")
-
-
-@pytest.fixture(scope="module")
-def run():
-    """Return a function that has two processes run a program, and returns their results."""
-    framework()
-    processes = Processes(2)
-    yield processes.run
-    processes.close()
-
-
 def reduce(group, array):
     group.all_reduce(array).wait(LONG)
-
-
-def failure_of(kind, call, *arguments):
-    """Return what the error of a call says, and after how many seconds it came."""
-    began = time.monotonic()
-    with pytest.raises(kind) as caught:
-        call(*arguments)
-    caught.value.with_traceback(None)  # a group keeps the error that has ended it, whose frames would keep the array
-    return str(caught.value), time.monotonic() - began
-
-
-class Frame:
-    """What a program does with the framework of this run, torch on GPUs, numpy elsewhere."""
-
-    def __init__(self, device):
-        self.device = device
-        self.torch = None
-        if framework() == "torch":
-            import torch
-
-            self.torch = torch
-            torch.cuda.set_device(device)
-
-    def side(self):
-        """Return a context whose work goes into another stream than that of before."""
-        if self.torch is None:
-            return contextlib.nullcontext()
-        return self.torch.cuda.stream(self.torch.cuda.Stream(self.device))
-
-    def fill(self, array, value):
-        array.fill_(value) if self.torch is not None else array.fill(value)
-
-    def new(self, count):
-        """Return an array of floats by the framework's own means, of the pool whose block this is in."""
-        if self.torch is None:
-            return memory.empty(count, device=self.device)
-        return self.torch.empty(count, device=f"cuda:{self.device}")
-
-    def pointer(self, array):
-        return array.__array_interface__["data"][0] if self.torch is None else array.data_ptr()
-
-    def found(self, array):
-        """Return the smallest and the largest element, once the current stream has come so far."""
-        return float(array.min()), float(array.max())
-
-    def trim(self):
-        """Have the framework give back what nobody has any more."""
-        gc.collect()
-        if self.torch is not None:
-            self.torch.cuda.synchronize(self.device)
-            self.torch.cuda.empty_cache()
-
-
-def lies_in(pointer, segments):
-    return any(base <= pointer < base + nbytes for base, nbytes, _ in segments)
-
-
-def gone(frame, registry, *, but=()):
-    """Return whether nothing is left: no segment, nothing on its way out, no registration, nothing lost.
-
-    In time: what has failed keeps its arrays until a thread has found the device done with them.
-    """
-    end = time.monotonic() + LONG / 2
-    while True:
-        frame.trim()
-        drained, counters = registry.drain(1.0), registry.counters()
-        names = {"segments", "bytes", "leaving", "registrations", "not_freed"}.difference(but)
-        if drained and not any(counters[name] for name in names):
-            return True
-        if time.monotonic() > end:
-            return drained, counters
-        time.sleep(0.01)
 
 
 def since(before, after):
@@ -145,7 +47,7 @@ def train(world, group, frame, step_of):
 
 
 def trains(world):
-    frame, registry = Frame(world.device), memory.SegmentRegistry.default()
+    frame, registry = frame_of(world.device), memory.SegmentRegistry.default()
     before, seen, inside = registry.counters(), 0, []
     with world.group() as group:
         pool = memory.pool(framework(), group)
@@ -178,7 +80,7 @@ def test_a_training_loop(run):
 
 def two_groups(world):
     """Use one pool's memory on two groups, close one, and go on with the other."""
-    frame, registry = Frame(world.device), memory.SegmentRegistry.default()
+    frame, registry = frame_of(world.device), memory.SegmentRegistry.default()
     refused = registry.counters()["refused"]
     first, second = world.group(name="first"), world.group(name="second")
     pool = memory.pool(framework(), first)
@@ -227,7 +129,7 @@ def test_two_groups_use_one_pool(run):
 
 def one_ends(world, how):
     """Let rank 1 abort, or end its process, while rank 0 waits in an all-reduce; return what that hears and keeps."""
-    frame, registry = Frame(world.device), memory.SegmentRegistry.default()
+    frame, registry = frame_of(world.device), memory.SegmentRegistry.default()
     group = world.group(name="one ends")
     pool = memory.pool(framework(), group)
     with pool:
@@ -296,7 +198,7 @@ def test_one_ranks_process_ends(run):
 
 def compares(world, over):
     """Commit what the ranks have allocated alike, then what they have not, then nothing more."""
-    frame, registry = Frame(world.device), memory.SegmentRegistry.default()
+    frame, registry = frame_of(world.device), memory.SegmentRegistry.default()
     with contextlib.ExitStack() as ends:
         if over == "group":
             owner = ends.enter_context(world.group())
@@ -345,7 +247,7 @@ def test_lists_that_differ(run, over):
 
 def one_stays_away(world, connected):
     """Let rank 1 commit only when rank 0 has given up; then both, and use what has become a window."""
-    frame, registry = Frame(world.device), memory.SegmentRegistry.default()
+    frame, registry = frame_of(world.device), memory.SegmentRegistry.default()
     with world.group() as group:
         pool = memory.pool(framework(), group, symmetric=True)
         if connected:
@@ -380,7 +282,7 @@ def test_a_rank_that_does_not_commit_is_named(run, connected):
 
 
 def one_ends_before_it_commits(world):
-    frame, registry = Frame(world.device), memory.SegmentRegistry.default()
+    frame, registry = frame_of(world.device), memory.SegmentRegistry.default()
     group = world.group()
     pool = memory.pool(framework(), group, symmetric=True)
     array = pool.empty(5000)
@@ -403,7 +305,7 @@ def test_a_rank_that_ends_is_not_waited_for(run):
 
 def trains_under_hooks(world):
     """Do the same loop with tensors of torch's own pool, whose segments torch tells of; return what became of them."""
-    frame, registry = Frame(world.device), memory.SegmentRegistry.default()
+    frame, registry = frame_of(world.device), memory.SegmentRegistry.default()
     seen = 0
     with world.group() as group:
         with memory.attach("torch", hooks=True) as hooks:

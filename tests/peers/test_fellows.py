@@ -116,8 +116,11 @@ def test_what_a_rank_does_instead(tmp_path, what):
     assert said.format(last=1) in text
     # Whose end of a difference is seen first says what it is about.
     subject = r"(broadcast #1 \(float32 x 4, root 1\)|all_reduce #1 \(float32 x 1,024, sum\))"
-    names = rf"\. {subject} of communicator '[0-9a-f]{{8}}': rank 0 (waits|is) in all_reduce #1 "
-    assert re.search(names + r".*since [0-9.]+ m?s; rank 1", text), text
+    where, waits = (
+        rf"\. {subject} of communicator '[0-9a-f]{{8}}': ",
+        r"rank 0 (waits|is) in all_reduce #1 .*since [0-9.]+ m?s",
+    )
+    assert re.search(rf"{where}(rank 1.*; {waits}|{waits}; rank 1)", text), text
     assert text.count("broadcast") == 0 or what == "another operation", text
     assert "see which of the other ranks" not in text, "advice to find out what is said here"
 

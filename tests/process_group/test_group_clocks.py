@@ -14,7 +14,8 @@ def pair(store, ahead, identities=("one", "two")):
     made = []
     for rank, identity in enumerate(identities):
         now = time.monotonic if rank else lambda: time.monotonic() + ahead
-        made.append(clocks.Clocks(store, rank, KnownGroup("g", 1, rank, 2), now, lambda name=identity: name))
+        known = KnownGroup("g", 1, rank, 2, rank, dict)
+        made.append(clocks.Clocks(store, rank, known, now, lambda name=identity: name))
     return made, made[0].listen()
 
 

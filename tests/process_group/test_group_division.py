@@ -169,10 +169,10 @@ def test_who_cannot_make_its_part_is_not_waited_for(host_engine, monkeypatch, co
             raise KeyboardInterrupt("in the middle")
         return values
 
-    def begun(self, store, name, rank, size, look, place=None):
+    def begun(self, store, name, rank, *rest):
         if rank == 1 and "/0:0" in name:
             raise KeyboardInterrupt("in the middle")
-        begin(self, store, name, rank, size, look, place)
+        begin(self, store, name, rank, *rest)
 
     def body(group):
         if connected:

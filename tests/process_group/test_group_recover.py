@@ -179,12 +179,12 @@ def test_who_dies_when_it_was_decided_is_gone_as_well(ranks, monkeypatch):
     four.kill(1)
     died = []
 
-    def torn(store, name, rank, size, look, place=None):
+    def torn(store, name, rank, size, device, look, place=None):
         if rank == 1 and not died:
             died.append(rank)
             four.kill(2)
             raise SystemError("it is gone")
-        return Notices(store, name, rank, size, look, place)
+        return Notices(store, name, rank, size, device, look, place)
 
     monkeypatch.setattr("ncclpy.process_group.lifecycle.Notices", torn)
     found = four.each(recover(), [0, 2, 3])

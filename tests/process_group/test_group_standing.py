@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
 import json
 import os
@@ -12,6 +14,8 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,90 +26,21 @@ import ncclpy
 import testing
 from ncclpy.bootstrap import FileStore, LocalStore, StoreError, TCPStore
 from ncclpy.peers.reports import Reports
-from ncclpy.peers.standing import Began, RankState, as_data, from_data, sentence
-
-# The sentence, word by word.
-
-REDUCE = Began("all_reduce", 17, "float32", 1024, "sum", None)
-LAST = Began("all_reduce", 16, "float32", 1024, "sum", None)
-CAST = Began("broadcast", 17, "float64", 4, None, 1)
-NAME = "all_reduce #17 (float32 x 1,024, sum) of process group 'default': "
-
-SAID = {
-    "all wait": ([RankState(0, "waits", REDUCE, LAST, 31.0)], "rank 0 waits in all_reduce #17 since 31 s"),
-    "another call": (
-        [RankState(0, "waits", REDUCE, LAST, 30.0), RankState(3, "waits", CAST, LAST, 31.0)],
-        "rank 0 waits in all_reduce #17 since 30 s; rank 3 is in broadcast #17 (float64 x 4, root 1) since 31 s",
-    ),
-    "another count": (
-        [RankState(3, "waits", Began("all_reduce", 17, "float32", 2048, "sum", None), LAST, 1.0)],
-        "rank 3 is in all_reduce #17 (float32 x 2,048, sum) since 1 s",
-    ),
-    "no call": (
-        [RankState(5, "idle", None, LAST, 12.0)],
-        "rank 5 has finished all_reduce #16 and is in no operation since 12 s",
-    ),
-    "several": (
-        [RankState(rank, "waits", REDUCE, LAST, float(rank)) for rank in (0, 1, 2, 4)]
-        + [RankState(rank, "idle", None, LAST, 3.0) for rank in (3, 5)],
-        "ranks 0-2, 4 wait in all_reduce #17 since 4 s; ranks 3, 5 have finished all_reduce #16 and are in no "
-        "operation since 3 s",
-    ),
-    "none yet": ([RankState(1, "idle"), RankState(2, "idle")], "ranks 1-2 have begun no operation yet"),
-    "closed": ([RankState(2, "closed", None, LAST, 3.0)], "rank 2 has closed the group after all_reduce #16"),
-    "killed": ([RankState(6, "ended")], "rank 6's process has ended"),
-    "two killed": (
-        [RankState(6, "ended", None, LAST), RankState(7, "ended", None, LAST)],
-        "the processes of ranks 6-7 have ended, last heard of after all_reduce #16",
-    ),
-    "stopped": (
-        [RankState(6, "stopped", CAST, LAST, 9.0)],
-        "rank 6's process is stopped (by SIGSTOP or a debugger), last heard of in broadcast #17 (float64 x 4, root 1)",
-    ),
-    "silent": (
-        [RankState(6, "silent", None, LAST, 9.0)],
-        "rank 6 does not answer, and the process lives: its Python does not run, last heard of after all_reduce #16",
-    ),
-    "gone": (
-        [RankState(6, "gone")],
-        "rank 6 cannot be reached: the process has ended, or its machine or network is gone",
-    ),
-    "absent": ([RankState(7, "absent")], "rank 7 has not made this group"),
-    "unknown": ([RankState(7, "unknown")], "what rank 7 does is not known"),
-    "to a peer": (
-        [RankState(1, "waits", Began("recv", 0, "float32", 4, None, 2), None, 2.0)],
-        "rank 1 is in recv #0 from rank 2 (float32 x 4) since 2 s",
-    ),
-    "a barrier": ([RankState(1, "waits", Began("barrier", 3, "uint8", 1, "max", None))], "rank 1 is in barrier #3"),
-}
-
-
-@pytest.mark.parametrize("what", SAID)
-def test_a_sentence(what):
-    states, said = SAID[what]
-    assert sentence("default", states, len(states), REDUCE) == NAME + said
-    assert from_data(json.loads(json.dumps(as_data(states)))) == tuple(states)
-
-
-def test_a_sentence_of_many_ranks_is_one_that_people_read():
-    states = [RankState(rank, "waits", Began("recv", rank, "uint8", 1, None, rank - 1)) for rank in range(1, 1000)]
-    said = sentence("a {b}", states, 1002, None)
-    assert said.startswith("process group 'a {b}': rank 1 is in recv #1 from rank 0 (uint8 x 1); rank 2 is in ")
-    assert said.endswith("; 991 more ranks do something else; of 3 more nothing is known")
-
-
-def test_what_another_version_has_told_is_not_known():
-    assert from_data([{"rank": 1, "later": 2}]) is None and from_data(7) is None
-
+from ncclpy.peers.standing import Began
 
 # Ranks as threads: what the others do instead.
 
 
 def program(group, what, together):
     group.all_reduce(np.ones(2)).wait(DEADLINE)
+    part = group.new_group([0, 1, 2]) if what == "another group" else None
+    if part is not None:
+        part.connect(timeout=DEADLINE)
     together.wait(DEADLINE)
     one = np.ones(1024, np.float32)
-    if group.rank < 2:
+    if what == "another root":
+        group.broadcast(one, root=2 if group.rank == 2 else 0, timeout=0.5)
+    elif group.rank < 2:
         group.all_reduce(one, timeout=0.5)
     elif what == "another call":
         group.broadcast(np.ones(4), root=1)
@@ -115,18 +50,33 @@ def program(group, what, together):
         group.all_reduce(np.ones(1024, np.float64))
     elif what == "another op":
         group.all_reduce(one, op="max")
-    elif what == "another order":
+    elif what == "a send first":
         group.send(np.ones(3), 1)
+    elif what == "another order":
+        group.broadcast(np.ones(4), root=2), group.all_reduce(one)
+    elif what == "another group":
+        part.all_reduce(np.ones(3))
+    elif what == "a split":
+        with contextlib.suppress(ncclpy.NcclError):
+            group.split(0)
     elif what in SLOWLY:
         group.close()
         testing.wait_for(lambda: ended[id(together)], "the others")
         return None
     testing.wait_for(lambda: group.error is not None, "the end")
     ended[id(together)] = True
+    if part is not None:
+        part.abort()
+        part.close()
     return group.error
 
 
 ended: dict[int, bool] = {}
+
+ROOTED = Began("broadcast", 1, "float32", 1024, None, 2)
+#: Of those the state is another one than of ranks that wait, or are in nothing.
+STATES = {"closed": "closed", "closing": "closed", "another group": "elsewhere", "a split": "meets"}
+WHERE = {"another group": "g/0", "a split": "split()"}
 
 INSTEAD = {
     "no call": ("rank 2 has finished all_reduce #0 and is in no operation since", None),
@@ -134,7 +84,14 @@ INSTEAD = {
     "another count": ("all_reduce #1 (float32 x 2,048, sum)", Began("all_reduce", 1, "float32", 2048, "sum", None)),
     "another type": ("all_reduce #1 (float64 x 1,024, sum)", Began("all_reduce", 1, "float64", 1024, "sum", None)),
     "another op": ("all_reduce #1 (float32 x 1,024, max)", Began("all_reduce", 1, "float32", 1024, "max", None)),
-    "another order": ("rank 2 is in send #0 to rank 1 (float64 x 3)", Began("send", 0, "float64", 3, None, 1)),
+    "another root": ("broadcast #1 (float32 x 1,024, root 2)", ROOTED),
+    "another order": ("broadcast #1 (float64 x 4, root 2)", Began("broadcast", 1, "float64", 4, None, 2)),
+    "another group": (
+        "rank 2 has finished all_reduce #0 and is in all_reduce #0 (float64 x 3, sum) of process group 'g/0' since",
+        Began("all_reduce", 0, "float64", 3, "sum", None),
+    ),
+    "a split": ("rank 2 has finished all_reduce #0 and is in split(), which waits for others to come since", None),
+    "a send first": ("rank 2 is in send #0 to rank 1 (float64 x 3)", Began("send", 0, "float64", 3, None, 1)),
     "closed": ("rank 2 has closed the group after all_reduce #0", None),
     "closing": ("rank 2 has closed the group after all_reduce #0", None),
 }
@@ -152,11 +109,103 @@ def test_what_a_rank_does_instead(host_engine, what):
     for error in filter(None, errors):
         assert said in str(error), error
         assert [each.rank for each in error.ranks] == [0, 1, 2] and error.ranks[2].current == current
-        assert error.ranks[0].current == Began("all_reduce", 1, "float32", 1024, "sum", None)
-        assert re.search(
-            r"of process group 'g': ranks 0-1 (wait|are) in all_reduce #1 (\(.*\) )?since \d", str(error)
-        ), error
+        assert error.ranks[2].state == STATES.get(what, "idle" if current is None else "waits")
+        assert error.ranks[2].where == WHERE.get(what)
+        mine = (
+            replace(ROOTED, root=0) if what == "another root" else Began("all_reduce", 1, "float32", 1024, "sum", None)
+        )
+        assert error.ranks[0].current == mine
+        told = rf"ranks 0-1 (wait|are) in {mine.name} (\(.*\) )?since \d"
+        assert re.search(rf"of process group 'g': (rank 2 .*; {told}|{told}.*; rank 2 )", str(error)), error
     assert len({str(error).partition(" of process group 'g': ")[2] for error in filter(None, errors)}) == 1
+
+
+@pytest.mark.parametrize("kind", ["local", "tcp"])
+def test_who_is_held_up_by_its_own_stream(host_engine, kind):
+    """Rank 1 has called as well, and its stream does not come to it: so is told, by others too, until it does."""
+
+    def body(group):
+        with ncclpy.ProcessGroup(group.store, group.rank, 2, device=group.device, name="second") as second:
+            second.all_reduce(np.ones(2)).wait(DEADLINE)
+            group.barrier().wait(DEADLINE)
+            if group.rank == 1:
+                stream = ncclpy.Stream(group.device)
+                second.all_reduce(np.ones(2)).synchronize(stream)
+                work = group.all_reduce(np.ones(4), producer=stream)
+            else:
+                testing.wait_for(lambda: group.state()[1].state == "behind", "its call")
+                told.append(group.state()[1].current)
+                testing.wait_for(lambda: b'"behind":true' in store.get("ncclpy/group/g/1/standing/1"), "what it tells")
+                second.all_reduce(np.ones(2))
+                testing.wait_for(lambda: group.state()[1].state == "waits", "its stream")
+                work = group.all_reduce(np.ones(4))
+            work.wait(DEADLINE)
+            together.wait(DEADLINE)
+            found = group.state()[1]
+            together.wait(DEADLINE)
+            return found
+
+    told, together = [], threading.Barrier(2)
+    with TCPStore("127.0.0.1", 0, serve=True) if kind == "tcp" else LocalStore() as store:
+        found = run_groups(2, body, store=store, name="g")
+    assert told == [Began("all_reduce", 1, "float64", 4, "sum", None)]
+    assert [(each.state, each.finished) for each in found] == [("idle", told[0])] * 2
+
+
+def test_an_error_names_who_is_held_up_by_its_own_stream(host_engine):
+    def body(group):
+        with ncclpy.ProcessGroup(group.store, group.rank, 2, device=group.device, name="second") as second:
+            second.all_reduce(np.ones(2)).wait(DEADLINE)
+            group.barrier().wait(DEADLINE)
+            if group.rank == 1:
+                stream = ncclpy.Stream(group.device)
+                second.all_reduce(np.ones(2)).synchronize(stream)
+                group.all_reduce(np.ones(4), producer=stream)
+            else:
+                group.all_reduce(np.ones(4), timeout=0.5)
+            testing.wait_for(lambda: group.error is not None, "the end")
+            second.abort()
+            return group.error
+
+    for error in run_groups(2, body, name="g"):
+        assert [each.state for each in error.ranks] == ["waits", "behind"], error
+        assert re.search(
+            r"of process group 'g': rank 1 has begun all_reduce #1, which waits for its stream since \S+ m?s \(a "
+            r"kernel, or a copy, before it has not ended\); rank 0 waits in all_reduce #1 since ",
+            str(error),
+        ), error
+
+
+class Late(LocalStore):
+    """A store in which each operation takes its time, once it does."""
+
+    late = 0.0
+
+    def _look(self):
+        time.sleep(self.late)
+        super()._look()
+
+
+def test_a_store_that_answers_slowly_still_has_the_sentence(host_engine):
+    def body(group):
+        group.all_reduce(np.ones(2)).wait(DEADLINE)
+        together.wait(DEADLINE)
+        store.late = 0.2
+        if group.rank < 4:
+            group.all_reduce(np.ones(2), timeout=0.5)
+        testing.wait_for(lambda: group.error is not None, "the end")
+        together.wait(DEADLINE)
+        store.late = 0.0
+        return group.error
+
+    together, store = threading.Barrier(8), Late()
+    for error in run_groups(8, body, store=store):
+        assert "': ranks 4-7 have finished all_reduce #0 and are in no operation since " in str(error), error
+        assert "; ranks 0-3 wait in all_reduce #1 since " in str(error), error
+        assert [each.state for each in error.ranks] == ["waits"] * 4 + ["idle"] * 4
+    testing.wait_for(
+        lambda: not [key for key in store.keys("") if "/answer/" in key], "the answers to be cleared away"
+    )
 
 
 @pytest.mark.parametrize("kind", ["local", "file", "tcp"])
@@ -225,6 +274,34 @@ def test_a_standing_is_published_once_a_second_and_if_it_has_changed(host_engine
         assert ["closed" in each for each in read] == [False] * (len(read) - 1) + [True]
 
 
+def test_a_rank_that_shares_no_process_is_looked_for_in_all_groups_of_its_own(host_engine):
+    """Whose group nobody else of this process is in may wait anywhere here, and what began first is told."""
+    with LocalStore() as store, LocalStore() as far:
+        with ncclpy.ProcessGroup(store, 0, 2, name="one", device=0) as one:
+            others = [ncclpy.ProcessGroup(far, 0, 2, name=name, device=1) for name in ("first", "second")]
+            try:
+                assert one.state()[0].state == "idle"
+                others[1].all_reduce(np.ones(2))
+                others[0].broadcast(np.ones(2))
+                mine = one.state()[0]
+                assert (mine.state, mine.where, mine.current.operation) == ("elsewhere", "second", "all_reduce")
+            finally:
+                for other in others:
+                    other.abort()
+                    other.close()
+            assert one.state()[0].state == "idle", "what has ended is nowhere"
+
+
+def test_what_is_known_of_a_failed_group_keeps_nothing_of_it(host_engine):
+    store = LocalStore()
+    with ncclpy.ProcessGroup(store, 0, 1, device=0) as group:
+        group.abort("enough")
+    kept = weakref.ref(store)
+    del group, store
+    gc.collect()
+    testing.wait_for(lambda: gc.collect() >= 0 and kept() is None, "the end of the store")
+
+
 def test_where_it_only_reports_a_late_operation_says_who_is_late(host_engine):
     def body(group):
         group.all_reduce(np.ones(2)).wait(DEADLINE)
@@ -238,7 +315,7 @@ def test_where_it_only_reports_a_late_operation_says_who_is_late(host_engine):
     late = threading.Event()
     first, second = run_groups(2, body, on_error="report")
     assert second is None and [each.state for each in first.ranks] == ["waits", "idle"]
-    assert "goes on. all_reduce #1 (float64 x 2, sum) of process group 'default': rank 0 waits in" in str(first)
+    assert "goes on. all_reduce #1 (float64 x 2, sum) of process group 'default': rank 1 has finished" in str(first)
 
 
 def test_a_store_that_is_lost_is_said_to_be(host_engine):

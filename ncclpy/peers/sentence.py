@@ -1,0 +1,218 @@
+"""What all ranks of a process group, or of a communicator, do, said to people in one sentence.
+
+Who keeps the others waiting stands first, and is never left out; those who wait for it stand last, and are counted
+where they would make the sentence one that nobody reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ncclpy.core.errors import ranks, seconds, spans
+from ncclpy.peers.standing import Began, RankState
+
+__all__ = ["sentence"]
+
+#: Groups of ranks that are told of; of more, those are counted that no others wait for.
+_MOST_SAID = 8
+#: So many of them are told of in any case.
+_LEAST_SAID = 3
+#: Spans of ranks that are named of those who are in operations.
+_MOST_SPANS = 6
+#: So many clauses that differ by their peers alone are said as one; of fewer, each says whom it waits for.
+_ALIKE = 3
+
+#: States that no operation explains: the others wait for such a rank, and it is always named.
+_GUILTY = ("ended", "stopped", "silent", "gone", "absent", "closed", "unknown")
+#: Of whom no more than that is said where there are many; the others may all be waited for.
+_MANY = ("elsewhere", "meets", "waits", "launched")
+#: All of them as they are told, but for those who wait in the operation that is asked about: those come last.
+_ORDER = (*_GUILTY, "behind", "idle", "elsewhere", "meets", "waits", "launched")
+#: What is said of those that are only counted, where there is one and where there are several.
+_COUNTED = {
+    "behind": ("waits for its stream", "wait for their streams"),
+    "idle": ("is in no operation", "are in no operation"),
+    "elsewhere": ("is in an operation of another process group", "are in operations of other process groups"),
+    "meets": ("waits for others to come", "wait for others to come"),
+    "waits": ("is in another operation", "are in other operations"),
+    "launched": ("has launched another operation, which may be done", "have launched others, which may be done"),
+}
+
+
+@dataclass
+class _Clause:
+    """Ranks that do the same, and a template of what is said of them."""
+
+    template: str
+    order: int
+    members: list[RankState] = field(default_factory=list)
+
+    @property
+    def state(self) -> str:
+        return self.members[0].state
+
+    @property
+    def first(self) -> int:
+        return min(each.rank for each in self.members)
+
+    def text(self, thing: str) -> str:
+        who = ranks(spans(each.rank for each in self.members), _MOST_SPANS if self.state in _MANY else None)
+        durations = [each.since for each in self.members if each.since is not None]
+        several = len(self.members) > 1
+        return self.template.format(
+            who=who, s="" if several else "s", have="have" if several else "has", are="are" if several else "is",
+            do="do" if several else "does", streams="their streams" if several else "its stream",
+            process=f"the processes of {who}" if several else f"{who}'s process",
+            since=f" since {seconds(max(durations))}" if durations else "", thing=thing,
+        )  # fmt: skip
+
+
+def sentence(
+    group: str, states: Sequence[RankState], size: int, subject: Began | None, kind: str = "process group"
+) -> str:
+    """Return who does what, in one sentence: ranks that do the same are named together.
+
+    Parameters
+    ----------
+    group
+        The name of what they belong to.
+    states
+        Those that are known, by rank.
+    size
+        How many ranks there are.
+    subject
+        The operation that it is about, which is not repeated for those that wait in it; None if there is none.
+    kind
+        What they belong to.
+    """
+    thing = kind.rpartition(" ")[2]
+    guilty = _grouped((each for each in states if each.state not in _COUNTED), lambda each: _clause(each, subject))
+    if len(guilty) > _MOST_SAID:  # where each was heard of last is in the data
+        guilty = _grouped((each for clause in guilty for each in clause.members), lambda each: _lost(each, ""))
+    waiting = _grouped((each for each in states if each.state in _COUNTED), lambda each: _clause(each, subject))
+    asked = [each for each in waiting if each.order == len(_ORDER)]
+    others = _merged([each for each in waiting if each.order < len(_ORDER)])
+    room = max(_LEAST_SAID, _MOST_SAID - len(guilty) - len(asked))
+    parts = [each.text(thing) for each in (*guilty, *others[:room], *asked)]
+    parts += _counted(each for clause in others[room:] for each in clause.members)
+    unknown = size - len(states)
+    if unknown:
+        parts.append(f"of {unknown} more nothing is known")
+    head = "" if subject is None else f"{subject} of "
+    return f"{head}{kind} {group!r}: " + "; ".join(parts)
+
+
+def _grouped(states: Iterable[RankState], say: Callable[[RankState], tuple[str, int]]) -> list[_Clause]:
+    """Return the clauses of ranks, in the order in which they are told."""
+    found: dict[tuple[str, int], _Clause] = {}
+    for each in states:
+        said = say(each)
+        found.setdefault(said, _Clause(*said)).members.append(each)
+    return _sorted(found.values())
+
+
+def _sorted(clauses: Iterable[_Clause]) -> list[_Clause]:
+    return sorted(clauses, key=lambda each: (each.order, each.first))
+
+
+def _merged(clauses: list[_Clause]) -> list[_Clause]:
+    """Say as one what differs by the peers alone, as the receives of a pipeline do."""
+    alike: dict[object, list[_Clause]] = {}
+    for clause in clauses:
+        what = clause.members[0].current
+        if clause.state == "waits" and what is not None and what.operation in ("send", "recv"):
+            alike.setdefault((what.operation, what.seq, what.dtype, what.count), []).append(clause)
+    for some in alike.values():
+        if len(some) >= _ALIKE:
+            members = [each for clause in some for each in clause.members]
+            clauses = [each for each in clauses if each not in some]
+            clauses.append(
+                _Clause(f"{{who}} {{are}} in {_braces(_of_peers(members))}{{since}}", some[0].order, members)
+            )
+    return _sorted(clauses)
+
+
+def _of_peers(states: list[RankState]) -> str:
+    """Return what ranks are in that send to peers, or receive from them, each another one."""
+    pairs = [(each.rank, each.current) for each in states if each.current is not None]
+    what = pairs[0][1]
+    peers = {rank: current.root for rank, current in pairs if current.root is not None}
+    way = "to" if what.operation == "send" else "from"
+    steps = {peer - rank for rank, peer in peers.items()}
+    if steps <= {-1} or steps <= {1}:
+        whom = f", each {way} the rank {'before' if steps == {-1} else 'after'} it"
+    else:
+        whom = f" {way} {ranks(spans(peers.values()), _MOST_SPANS)}"
+    return f"{what.operation} #{what.seq}{whom} ({what.dtype} x {what.count:,})"
+
+
+def _counted(states: Iterable[RankState]) -> list[str]:
+    """Return how many more ranks there are in each state."""
+    left: dict[str, list[RankState]] = {}
+    for each in states:
+        left.setdefault(each.state, []).append(each)
+    parts = []
+    for state in sorted(left, key=_ORDER.index):
+        several = len(left[state]) > 1
+        names = sorted({each.current.operation for each in left[state] if each.current}) if state == "waits" else []
+        which = f" ({', '.join(names)})" if names else ""
+        parts.append(f"{len(left[state])} more {'ranks' if several else 'rank'} {_COUNTED[state][several]}{which}")
+    return parts
+
+
+def _clause(state: RankState, subject: Began | None) -> tuple[str, int]:
+    """Return what a rank does, as a template for as many ranks as do it, and where that is told."""
+    current = "" if state.current is None else _braces(str(state.current))
+    past = "{who} {have} begun no operation yet"
+    if state.finished is not None:
+        past = f"{{who}} {{have}} finished {_braces(state.finished.name)}"
+    waits = state.current is not None and state.current == subject
+    if state.state == "waits":
+        return _waits(state.current, subject), len(_ORDER) if waits else _ORDER.index("waits")
+    if state.state not in _COUNTED:
+        last = "" if state.finished is None else _braces(f" after {state.finished.name}")
+        return _lost(state, last if state.state == "closed" else _heard_last(current, last))
+    called = _braces(state.current.name) if state.current is not None and waits else current
+    told = {
+        "behind": (
+            f"{{who}} {{have}} begun {called}, which waits for {{streams}}{{since}} (a kernel, or a copy, before it "
+            "has not ended)"
+        ),
+        "launched": f"{{who}} {{have}} launched {current}, which may be done{{since}}",
+        "idle": f"{past} and {{are}} in no operation{{since}}" if state.finished else past,
+        "elsewhere": f"{past} and {{are}} in {current} of process group {_braces(repr(state.where))}{{since}}",
+        "meets": f"{past} and {{are}} in {_braces(str(state.where))}, which waits for others to come{{since}}",
+    }
+    return told[state.state], _ORDER.index(state.state)
+
+
+def _heard_last(current: str, last: str) -> str:
+    return f", last heard of in {current}" if current else last and f", last heard of{last}"
+
+
+def _lost(state: RankState, last: str) -> tuple[str, int]:
+    """Return the same of a rank that cannot come, or say so, with what was heard of it last."""
+    told = {
+        "closed": "{who} {have} closed the {thing}",
+        "ended": "{process} {have} ended",
+        "stopped": "{process} {are} stopped (by SIGSTOP or a debugger)",
+        "silent": "{who} {do} not answer, and the process lives: its Python does not run",
+        "gone": "{who} cannot be reached: the process has ended, or its machine or network is gone",
+        "absent": "{who} {have} not made this {thing}",
+    }
+    if state.state not in told:  # of another version, perhaps
+        return "what {who} {do} is not known" + last, _ORDER.index("unknown")
+    return told[state.state] + ("" if state.state == "absent" else last), _ORDER.index(state.state)
+
+
+def _waits(current: Began | None, subject: Began | None) -> str:
+    if current is None:
+        return "{who} wait{s}{since}"
+    if current == subject:
+        return f"{{who}} wait{{s}} in {_braces(current.name)}{{since}}"
+    return f"{{who}} {{are}} in {_braces(str(current))}{{since}}"
+
+
+def _braces(text: str) -> str:
+    return text.replace("{", "{{").replace("}", "}}")

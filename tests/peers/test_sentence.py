@@ -1,0 +1,181 @@
+"""What the ranks of a group do, said in one sentence, word by word."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from ncclpy.peers.sentence import sentence
+from ncclpy.peers.standing import Began, RankState, as_data, from_data
+
+REDUCE = Began("all_reduce", 17, "float32", 1024, "sum", None)
+LAST = Began("all_reduce", 16, "float32", 1024, "sum", None)
+CAST = Began("broadcast", 17, "float64", 4, None, 1)
+NAME = "all_reduce #17 (float32 x 1,024, sum) of process group 'default': "
+
+SAID = {
+    "all wait": ([RankState(0, "waits", REDUCE, LAST, 31.0)], "rank 0 waits in all_reduce #17 since 31 s"),
+    "another call": (
+        [RankState(0, "waits", REDUCE, LAST, 30.0), RankState(3, "waits", CAST, LAST, 31.0)],
+        "rank 3 is in broadcast #17 (float64 x 4, root 1) since 31 s; rank 0 waits in all_reduce #17 since 30 s",
+    ),
+    "another count": (
+        [RankState(3, "waits", Began("all_reduce", 17, "float32", 2048, "sum", None), LAST, 1.0)],
+        "rank 3 is in all_reduce #17 (float32 x 2,048, sum) since 1 s",
+    ),
+    "no call": (
+        [RankState(5, "idle", None, LAST, 12.0)],
+        "rank 5 has finished all_reduce #16 and is in no operation since 12 s",
+    ),
+    "several": (
+        [RankState(rank, "waits", REDUCE, LAST, float(rank)) for rank in (0, 1, 2, 4)]
+        + [RankState(rank, "idle", None, LAST, 3.0) for rank in (3, 5)],
+        "ranks 3, 5 have finished all_reduce #16 and are in no operation since 3 s; ranks 0-2, 4 wait in all_reduce "
+        "#17 since 4 s",
+    ),
+    "none yet": ([RankState(1, "idle"), RankState(2, "idle")], "ranks 1-2 have begun no operation yet"),
+    "behind": (
+        [RankState(4, "behind", REDUCE, LAST, 3.0), RankState(5, "behind", CAST, LAST, 3.0)],
+        "rank 4 has begun all_reduce #17, which waits for its stream since 3 s (a kernel, or a copy, before it has "
+        "not ended); rank 5 has begun broadcast #17 (float64 x 4, root 1), which waits for its stream since 3 s (a "
+        "kernel, or a copy, before it has not ended)",
+    ),
+    "elsewhere": (
+        [
+            RankState(4, "elsewhere", CAST, LAST, 3.0, where="tp"),
+            RankState(5, "elsewhere", CAST, None, 3.0, where="{tp}"),
+        ],
+        "rank 4 has finished all_reduce #16 and is in broadcast #17 (float64 x 4, root 1) of process group 'tp' since "
+        "3 s; rank 5 has begun no operation yet and is in broadcast #17 (float64 x 4, root 1) of process group "
+        "'{tp}' since 3 s",
+    ),
+    "meets": (
+        [RankState(rank, "meets", None, LAST, 3.0, where="split()") for rank in (4, 5)],
+        "ranks 4-5 have finished all_reduce #16 and are in split(), which waits for others to come since 3 s",
+    ),
+    "by guilt": (
+        [
+            RankState(0, "waits", REDUCE, LAST),
+            RankState(1, "waits", CAST, LAST),
+            RankState(2, "idle", None, LAST),
+            RankState(3, "closed"),
+            RankState(4, "absent"),
+            RankState(5, "gone"),
+            RankState(6, "silent"),
+            RankState(7, "stopped"),
+            RankState(8, "ended"),
+        ],
+        "rank 8's process has ended; rank 7's process is stopped (by SIGSTOP or a debugger); rank 6 does not answer, "
+        "and the process lives: its Python does not run; rank 5 cannot be reached: the process has ended, or its "
+        "machine or network is gone; rank 4 has not made this group; rank 3 has closed the group; rank 2 has finished "
+        "all_reduce #16 and is in no operation; rank 1 is in broadcast #17 (float64 x 4, root 1); rank 0 waits in "
+        "all_reduce #17",
+    ),
+    "closed": ([RankState(2, "closed", None, LAST, 3.0)], "rank 2 has closed the group after all_reduce #16"),
+    "killed": ([RankState(6, "ended")], "rank 6's process has ended"),
+    "two killed": (
+        [RankState(6, "ended", None, LAST), RankState(7, "ended", None, LAST)],
+        "the processes of ranks 6-7 have ended, last heard of after all_reduce #16",
+    ),
+    "stopped": (
+        [RankState(6, "stopped", CAST, LAST, 9.0)],
+        "rank 6's process is stopped (by SIGSTOP or a debugger), last heard of in broadcast #17 (float64 x 4, root 1)",
+    ),
+    "silent": (
+        [RankState(6, "silent", None, LAST, 9.0)],
+        "rank 6 does not answer, and the process lives: its Python does not run, last heard of after all_reduce #16",
+    ),
+    "gone": (
+        [RankState(6, "gone")],
+        "rank 6 cannot be reached: the process has ended, or its machine or network is gone",
+    ),
+    "absent": ([RankState(7, "absent")], "rank 7 has not made this group"),
+    "unknown": ([RankState(7, "unknown")], "what rank 7 does is not known"),
+    "to a peer": (
+        [RankState(1, "waits", Began("recv", 0, "float32", 4, None, 2), None, 2.0)],
+        "rank 1 is in recv #0 from rank 2 (float32 x 4) since 2 s",
+    ),
+    "a barrier": ([RankState(1, "waits", Began("barrier", 3, "uint8", 1, "max", None))], "rank 1 is in barrier #3"),
+}
+
+
+@pytest.mark.parametrize("what", SAID)
+def test_a_sentence(what):
+    states, said = SAID[what]
+    assert sentence("default", states, len(states), REDUCE) == NAME + said
+    assert from_data(json.loads(json.dumps(as_data(states)))) == tuple(states)
+
+
+def receives(rank, seq=0, step=-1):
+    return RankState(rank, "waits", Began("recv", seq, "uint8", 1, None, rank + step))
+
+
+def test_a_sentence_of_many_ranks_is_one_that_people_read():
+    states = [receives(rank, seq=rank) for rank in range(1, 1000)]
+    said = sentence("a {b}", states, 1002, None)
+    assert said.startswith("process group 'a {b}': rank 1 is in recv #1 from rank 0 (uint8 x 1); rank 2 is in ")
+    assert said.endswith("; 991 more ranks are in other operations (recv); of 3 more nothing is known")
+
+
+def test_a_sentence_tells_of_all_who_keep_the_others_waiting():
+    states = [receives(rank, seq=rank) for rank in range(1, 1000)]
+    for rank in range(7, 1000, 100):
+        states[rank - 1] = RankState(rank, "ended", states[rank - 1].current)
+    states[98] = RankState(99, "stopped")
+    states[499] = RankState(500, "behind", LAST)
+    states[600:603] = [RankState(rank, "idle", None, replace(LAST, seq=rank)) for rank in (601, 602, 603)]
+    states[700] = RankState(701, "waits", REDUCE)
+    said = sentence("g", states, 1000, REDUCE)
+    # Where each was heard of last would be ten clauses.
+    assert (
+        f"the processes of ranks {', '.join(str(7 + 100 * each) for each in range(10))} have ended; rank 99's" in said
+    )
+    assert "; rank 500 has begun all_reduce #16 (float32 x 1,024, sum), which waits for its stream (" in said
+    assert said.index("ended") < said.index("stopped") < said.index("rank 500")
+    assert "; rank 601 has finished" in said
+    assert said.endswith(
+        "(uint8 x 1); rank 701 waits in all_reduce #17; 982 more ranks are in other operations (recv); of 1 more "
+        "nothing is known"
+    )
+
+
+def test_a_sentence_counts_those_who_are_left_out_by_what_they_do():
+    states = [RankState(rank, "idle", None, replace(LAST, seq=rank)) for rank in range(9)]
+    states += [RankState(9, "elsewhere", LAST, where="tp"), RankState(10, "meets", where="split()")]
+    states += [RankState(11, "waits", CAST), RankState(12, "launched", LAST), RankState(13, "launched", CAST)]
+    assert sentence("g", states, 14, None).endswith(
+        "; 1 more rank is in no operation; 1 more rank is in an operation of another process group; 1 more rank waits "
+        "for others to come; 1 more rank is in another operation (broadcast); 2 more ranks have launched others, "
+        "which may be done"
+    )
+
+
+def test_a_sentence_says_as_one_what_differs_by_the_peers_alone():
+    states = [RankState(0, "waits", REDUCE), *(receives(rank) for rank in range(1, 13)), RankState(13, "ended")]
+    states += [receives(14), receives(15)]
+    assert sentence("g", states, 16, states[14].current) == (
+        "recv #0 from rank 13 (uint8 x 1) of process group 'g': rank 13's process has ended; rank 0 is in all_reduce "
+        "#17 (float32 x 1,024, sum); ranks 1-12, 15 are in recv #0, each from the rank before it (uint8 x 1); rank 14 "
+        "waits in recv #0 from rank 13"
+    )
+    star = [RankState(rank, "waits", Began("send", 0, "uint8", 1, None, 9 - 2 * rank)) for rank in range(4)]
+    assert sentence("g", star, 4, None).endswith("ranks 0-3 are in send #0 to ranks 3, 5, 7, 9 (uint8 x 1)")
+    assert sentence("g", star[:2], 2, None).endswith(
+        "rank 0 is in send #0 to rank 9 (uint8 x 1); rank 1 is in send #0 to rank 7 (uint8 x 1)"
+    ), "of two people see whom each waits for"
+
+
+def test_a_sentence_names_each_rank_that_keeps_others_waiting():
+    does = [("ended", None), ("idle", None), ("waits", REDUCE)]
+    states = [RankState(rank, *does[rank % 3], LAST) for rank in range(30)]
+    assert sentence("g", states, 30, REDUCE).partition("'g': ")[2] == (
+        "the processes of ranks 0, 3, 6, 9, 12, 15, 18, 21, 24, 27 have ended, last heard of after all_reduce #16; "
+        "ranks 1, 4, 7, 10, 13, 16, 19, 22, 25, 28 have finished all_reduce #16 and are in no operation; ranks 2, 5, "
+        "8, 11, 14, 17 and 4 more wait in all_reduce #17"
+    )
+
+
+def test_what_another_version_has_told_is_not_known():
+    assert from_data([{"rank": 1, "later": 2}]) is None and from_data(7) is None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -78,6 +80,31 @@ def same(world):
 
 def test_with_the_same_ranks(run):
     run(same)
+
+
+def held(world):
+    """What rank 0 has begun alone has its array until it has ended."""
+    with world.group() as group:
+        everyone = handles(world, group)
+        world.sum(group, np.ones(1))
+        if world.rank == 0:
+            array = world.array(np.ones(1000, np.float32))
+            gone = weakref.ref(array)
+            work = world.call(group.all_reduce, array)
+            del array
+            gc.collect()
+            assert gone() is not None, "the operation still reads and writes it"
+        world.meet()
+        group.reconfigure(everyone, uuid="with an operation in flight")
+        if world.rank == 0:
+            assert isinstance(work.exception(DEADLINE), ncclpy.NcclAborted)
+            del work
+            testing.wait_for(lambda: gc.collect() is not None and gone() is None, "the end of the array")
+        works(world, group)
+
+
+def test_what_is_in_flight_keeps_its_array_until_it_is_over(run):
+    run(held)
 
 
 def turned(world):

@@ -20,7 +20,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from group_ranks import DEADLINE, run_groups
-from group_worlds import launched
+from group_worlds import TOLD, launched
 
 import ncclpy
 import testing
@@ -359,23 +359,6 @@ def test_a_defect_of_the_report_ends_no_less(host_engine, monkeypatch, caplog):
 
 # Processes.
 
-#: On GPUs, in memory of one; else numpy's.
-ARRAYS = (
-    "if ncclpy.library().engine == 'cuda':\n"
-    "    import torch\n"
-    "    two, many = torch.ones(2, device=group.device), torch.ones(1024, device=group.device)\n"
-    "else:\n"
-    "    two, many = np.ones(2), np.ones(1024, np.float32)\n"
-)
-#: Both ranks have told that they have finished a collective, and where their processes are.
-TOLD = (
-    "group = ncclpy.init_process_group(timeout=60)\n"
-    + ARRAYS
-    + "group.all_reduce(two).wait(60)\n"
-    + "time.sleep(1.5)  # a standing is told within a second\n"
-    + "group.store.set(f'process {group.rank}', str(os.getpid()).encode())\n"
-    + "group.store.barrier('all have told', group.rank, 2)\n"
-)
 WHAT = {
     "busy": (
         "while True: pass",

@@ -103,6 +103,25 @@ def launched(tmp_path, nranks, program, *options):
     return done.returncode, done.stdout + done.stderr
 
 
+#: On GPUs, in memory of one; else numpy's.
+_ARRAYS = (
+    "if ncclpy.library().engine == 'cuda':\n"
+    "    import torch\n"
+    "    two, many = torch.ones(2, device=group.device), torch.ones(1024, device=group.device)\n"
+    "else:\n"
+    "    two, many = np.ones(2), np.ones(1024, np.float32)\n"
+)
+#: Both ranks have told that they have finished a collective, and where their processes are.
+TOLD = (
+    "group = ncclpy.init_process_group(timeout=60)\n"
+    + _ARRAYS
+    + "group.all_reduce(two).wait(60)\n"
+    + "time.sleep(1.5)  # a standing is told within a second\n"
+    + "group.store.set(f'process {group.rank}', str(os.getpid()).encode())\n"
+    + "group.store.barrier('all have told', group.rank, 2)\n"
+)
+
+
 class Processes:
     """Processes that are started once, and run one program after the other.
 

@@ -1,0 +1,42 @@
+"""What is known of a rank on another machine, of whose process the store alone can tell."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+from group_worlds import TOLD, launched
+
+import testing
+
+#: What rank 1 does, its state, and what is said of it.
+AWAY = {
+    "killed": (
+        "os.kill(os.getpid(), signal.SIGKILL)",
+        "gone",
+        "rank 1 cannot be reached: the process has ended, or its machine or network is gone, last heard of after "
+        "all_reduce #0",
+    ),
+    "stopped": ("os.kill(os.getpid(), signal.SIGSTOP)", "silent", "rank 1 does not answer"),
+}
+
+
+@pytest.mark.parametrize("what", AWAY)
+def test_what_a_process_of_another_machine_does_instead(tmp_path, what):
+    """Its number says nothing here: that it is stopped cannot be known, that it is gone says its lease."""
+    testing.need_processes(2)
+    does, state, said = AWAY[what]
+    program = (
+        "from ncclpy.peers import reports\nif os.environ['RANK'] == '1':\n    reports._MACHINE = 'another'\n" + TOLD
+    )
+    program += "if group.rank == 1:\n" + textwrap.indent(does, "    ") + "\n    os._exit(0)\n"
+    program += (
+        "error = group.all_reduce(many, timeout=1.5).exception(60)\n"
+        "print('rank', group.rank, 'has', error, error.ranks[1].state, flush=True)\n"
+        "if error.ranks[1].state == 'silent':\n"
+        "    os.kill(int(group.store.get('process 1')), signal.SIGKILL)\n"
+        "group.close()\n"
+    )
+    output = launched(tmp_path, 2, program, "--no-kill")[1]
+    lines = [line for line in output.splitlines() if "rank 0 has " in line]
+    assert len(lines) == 1 and said in lines[0] and lines[0].endswith(state), output

@@ -36,7 +36,7 @@ _GONE = "told/gone/"
 _TROUBLE, _SAID = "trouble", "said"
 _END = "end"
 #: How the first rank compares collectives.
-_CHECK = "check/how"
+_CHECK = "options/check"
 #: Seconds for that one to ask, and to tell.
 _OTHERS_ASK = 2.5
 #: So many ranks, the first ones, look who is gone and tell the others: did all, each would hear of each.

@@ -1,0 +1,802 @@
+#include "node.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+namespace ncclpy::coordinator {
+
+namespace {
+
+enum Up : uint64_t { kUpFull, kUpBits, kUpJoin, kUpShutDown, kUpClosed, kUpLost, kUpHint, kUpEnd };
+enum Down : uint64_t {
+  kDownBits,
+  kDownNew,
+  kDownMismatch,
+  kDownAfterJoin,
+  kDownOverdue,
+  kDownJoined,
+  kDownAllJoined,
+  kDownGroup,
+  kDownClosing,
+  kDownEnded,
+  kDownEnd,
+};
+
+constexpr uint32_t kNoSlot = UINT32_MAX;
+constexpr size_t kNear = 64;            // names beside one that waits
+constexpr double kLongest = 64;         // times that the patience of a warning grows
+constexpr double kForever = std::numeric_limits<double>::infinity();
+
+void write_parts(Writer& out, const std::vector<Part>& parts) {
+  out.number(parts.size());
+  for (const Part& part : parts) {
+    out.text(part.fixed);
+    part.ranks.write(out);
+  }
+}
+
+void merge(std::vector<Part>& parts, const std::string& fixed, const Bits& ranks) {
+  for (Part& part : parts) {
+    if (part.fixed == fixed) {
+      part.ranks.add(ranks);
+      return;
+    }
+  }
+  parts.push_back({fixed, ranks});
+}
+
+Bits single(uint32_t rank) {
+  Bits made;
+  made.add(rank);
+  return made;
+}
+
+size_t position(const Bits& members, uint32_t rank) {
+  size_t before = 0;
+  for (const uint32_t member : members.list()) {
+    if (member == rank) break;
+    ++before;
+  }
+  return before;
+}
+
+}  // namespace
+
+Node::Node(Place place, size_t cache, double timeout, double stall_after)
+    : place_(std::move(place)), timeout_(timeout), stall_after_(stall_after), slots_(cache) {
+  Bits all;
+  for (uint32_t rank = 0; rank < place_.size; ++rank) all.add(rank);
+  groups_.push_back(all);
+  below_ = single(place_.rank);
+  for (const auto& child : place_.children) below_.add(child.second);
+  closed_.resize(place_.children.size());
+}
+
+// What is looked up.
+
+const Bits* Node::members(const Name& name) const {
+  if (name.first != kSets) return name.first < groups_.size() ? &groups_[name.first] : nullptr;
+  static thread_local Bits found;
+  Reader in(name.second);
+  found = Bits::read(in, place_.size);
+  return in.done() && !found.empty() ? &found : nullptr;
+}
+
+Bits Node::have(uint32_t group, const std::string& key) const {
+  const auto found = entries_.find({group, key});
+  Bits have;
+  if (found == entries_.end()) return have;
+  have = found->second.have;
+  have.add(found->second.hinted);
+  return have;
+}
+
+Node::Entry& Node::entry(const Name& name, double now) {
+  const auto [found, made] = entries_.try_emplace(name);
+  if (made) {
+    found->second.since = now;
+    found->second.patience = stall_after_;
+    found->second.warn = now + stall_after_;
+  }
+  return found->second;
+}
+
+std::string Node::fixed_of(const Name& name, const Entry& entry) const {
+  if (!entry.parts.empty()) return entry.parts.front().fixed;
+  if (entry.have.empty()) return entry.hinted_fixed;
+  const auto slot = by_name_.find(name);
+  return slot == by_name_.end() ? std::string() : slots_[slot->second].fixed;
+}
+
+// What this rank does.
+
+Brought Node::bring(uint32_t group, std::string key, std::string fixed, std::string own, bool joinable, double now) {
+  if (ended_) return Brought::ended;
+  if (closing_) return Brought::closing;
+  if (joining_ || has_joined_) return Brought::joined;
+  Name name{group, std::move(key)};
+  const Bits* const all = members(name);
+  if (all == nullptr || !all->has(place_.rank)) return Brought::no_group;
+  if (mine_.count(name) != 0) return Brought::twice;
+  ++counters.brought;
+  const auto condemned = condemned_.find(name);
+  if (condemned != condemned_.end()) {
+    told.push_back({std::move(condemned->second)});
+    condemned_.erase(condemned);
+    return Brought::taken;
+  }
+  Mine& mine = mine_[name];
+  mine = {std::move(fixed), std::move(own), joinable};
+  add_mine(name, mine, now);
+  return Brought::taken;
+}
+
+void Node::add_mine(const Name& name, const Mine& mine, double now) {
+  const auto cached = by_name_.find(name);
+  if (cached != by_name_.end()) {
+    const Slot& slot = slots_[cached->second];
+    if (slot.fixed == mine.fixed && slot.owns[position(*members(name), place_.rank)] == mine.own) {
+      ++counters.hits;
+      add_bit(cached->second, single(place_.rank), now);
+      return;
+    }
+  }
+  Entry& one = entry(name, now);
+  if (one.have.has(place_.rank)) return;
+  one.joinable = mine.joinable;
+  merge(one.parts, mine.fixed, single(place_.rank));
+  one.owns[place_.rank] = mine.own;
+  one.have.add(place_.rank);
+  complete(name, one);
+}
+
+Brought Node::join() {
+  if (ended_) return Brought::ended;
+  if (joining_ || has_joined_) return Brought::twice;
+  joining_ = true;
+  return Brought::taken;
+}
+
+void Node::shut_down(bool drain, const std::string& reason) {
+  if (!ended_) ask_shut_down(place_.rank, drain, reason);
+}
+
+void Node::launched(uint32_t group) { launching_.erase(group); }
+
+// What comes together here.
+
+void Node::add_bit(uint32_t slot, const Bits& who, double now) {
+  const Name name = slots_[slot].name;
+  Entry& one = entry(name, now);
+  Bits fresh = who;
+  fresh.remove(one.have);
+  one.cached.add(fresh);
+  one.have.add(fresh);
+  complete(name, one);
+}
+
+void Node::complete(const Name& name, Entry& one) {
+  if (one.forwarded || one.have.empty()) return;
+  Bits wanted = *members(name);
+  wanted.keep(below_);
+  if (!one.have.covers(wanted, seen_joined_)) return;
+  one.forwarded = true;
+  if (place_.root) {
+    ready_.push_back(name);
+  } else if (one.parts.empty()) {
+    bits_up_.add(by_name_.at(name));
+  } else {
+    expand(name, one);
+    up_.number(kUpFull);
+    up_.number(name.first);
+    up_.text(name.second);
+    up_.number(one.joinable);
+    write_parts(up_, one.parts);
+    up_.number(one.owns.size());
+    for (const auto& own : one.owns) {
+      up_.number(own.first);
+      up_.text(own.second);
+    }
+  }
+}
+
+void Node::complete_all() {
+  for (auto& each : entries_) complete(each.first, each.second);
+}
+
+// Has ranks that brought what the cache holds bring it in full, beside others that bring something else.
+void Node::expand(const Name& name, Entry& one) {
+  if (one.cached.empty()) return;
+  const Slot& slot = slots_[by_name_.at(name)];
+  merge(one.parts, slot.fixed, one.cached);
+  one.joinable = slot.joinable;
+  const std::vector<uint32_t> all = members(name)->list();
+  for (size_t i = 0; i < all.size() && i < slot.owns.size(); ++i)
+    if (one.cached.has(all[i])) one.owns[all[i]] = slot.owns[i];
+  one.cached.clear();
+}
+
+void Node::hint(const Name& name, const std::string& fixed, const Bits& have, double age, bool overdue) {
+  up_.number(kUpHint);
+  up_.number(name.first);
+  up_.text(name.second);
+  up_.text(fixed);
+  have.write(up_);
+  up_.number(static_cast<uint64_t>(std::max(0.0, age) * 1e3));
+  up_.number(overdue);
+}
+
+void Node::from_child(size_t child, std::string_view frame, double now) {
+  if (ended_) return;
+  counters.bytes_up += frame.size();
+  const Bits& theirs = place_.children.at(child).second;
+  Reader in(frame);
+  const uint64_t seen = in.below(applied_ + 1);
+  while (!in.done()) {
+    switch (in.below(kUpEnd)) {
+      case kUpFull: {
+        Name name;
+        name.first = static_cast<uint32_t>(in.below(uint64_t{kSets} + 1));
+        name.second = in.text();
+        const Bits* const all = members(name);
+        if (all == nullptr) throw Malformed("a set of ranks that nobody has defined");
+        Bits allowed = *all;
+        allowed.keep(theirs);
+        const bool joinable = in.below(2) != 0;
+        std::vector<Part> parts;
+        for (size_t left = in.count(); left > 0; --left) {
+          std::string fixed = in.text();
+          Bits ranks = Bits::read(in, place_.size);
+          if (!allowed.covers(ranks, {})) throw Malformed("an operation of ranks that are not below");
+          parts.push_back({std::move(fixed), std::move(ranks)});
+        }
+        std::map<uint32_t, std::string> owns;
+        for (size_t left = in.count(); left > 0; --left) {
+          const auto rank = static_cast<uint32_t>(in.below(place_.size));
+          if (!allowed.has(rank)) throw Malformed("an operation of ranks that are not below");
+          owns[rank] = in.text();
+        }
+        Entry& one = entry(name, now);
+        if (one.forwarded) break;  // they bring again what this rank has from them
+        one.joinable = joinable;
+        for (Part& part : parts) {
+          part.ranks.remove(one.have);
+          if (part.ranks.empty()) continue;
+          merge(one.parts, part.fixed, part.ranks);
+          one.have.add(part.ranks);
+          for (const uint32_t rank : part.ranks.list()) one.owns[rank] = owns[rank];
+        }
+        if (one.have.empty() && one.hinted.empty()) {
+          entries_.erase(name);
+        } else {
+          complete(name, one);
+        }
+        break;
+      }
+      case kUpBits:
+        for (const uint32_t slot : Bits::read(in, slots_.size()).list()) {
+          if (!slots_[slot].used || seen < slots_[slot].assigned) continue;  // it was another's: they bring it in full
+          Bits who = *members(slots_[slot].name);
+          who.keep(theirs);
+          who.remove(seen_joined_);
+          if (!who.empty()) add_bit(slot, who, now);
+        }
+        break;
+      case kUpJoin: {
+        Bits ranks = Bits::read(in, place_.size);
+        if (!theirs.covers(ranks, {})) throw Malformed("ranks have joined that are not below");
+        note_joined(ranks);
+        break;
+      }
+      case kUpShutDown: {
+        const auto rank = static_cast<int64_t>(in.below(place_.size));
+        const bool drain = in.below(2) != 0;
+        ask_shut_down(rank, drain, in.text());
+        break;
+      }
+      case kUpClosed:
+        closed_[child] = true;
+        break;
+      case kUpLost: {
+        const Bits lost = Bits::read(in, place_.size);
+        tell_lost(lost, in.text());
+        break;
+      }
+      case kUpHint: {
+        Name name;
+        name.first = static_cast<uint32_t>(in.below(uint64_t{kSets} + 1));
+        name.second = in.text();
+        if (members(name) == nullptr) throw Malformed("a set of ranks that nobody has defined");
+        std::string fixed = in.text();
+        const Bits have = Bits::read(in, place_.size);
+        const double age = static_cast<double>(in.below(uint64_t{1} << 52)) * 1e-3;
+        const bool overdue = in.below(2) != 0;
+        if (seen < doubtful_ || have.empty()) break;
+        if (!place_.root) {
+          hint(name, fixed, have, age, overdue);
+          break;
+        }
+        Entry& one = entry(name, now - age);
+        one.hinted.add(have);
+        if (one.hinted_fixed.empty()) one.hinted_fixed = std::move(fixed);
+        one.overdue = one.overdue || overdue;
+        one.warn = std::min(one.warn, std::max(one.since + stall_after_, now));
+        break;
+      }
+      default:
+        throw Malformed("no such record");
+    }
+    if (ended_) return;
+  }
+}
+
+void Node::note_joined(const Bits& ranks) {
+  seen_joined_.add(ranks);
+  if (!place_.root) {
+    up_.number(kUpJoin);
+    ranks.write(up_);
+  } else {
+    send_bits();
+    Writer record;
+    record.number(kDownJoined);
+    ranks.write(record);
+    send_down(std::move(record));
+    if (joined_.covers(groups_[kEverybody], {})) {
+      Writer over;
+      over.number(kDownAllJoined);
+      over.number(ranks.list().back());
+      send_down(std::move(over));
+    }
+  }
+  complete_all();
+}
+
+void Node::ask_shut_down(int64_t rank, bool drain, const std::string& reason) {
+  if (!place_.root) {
+    up_.number(kUpShutDown);
+    up_.number(static_cast<uint64_t>(rank));
+    up_.number(drain);
+    up_.text(reason);
+    return;
+  }
+  if (drain && closing_) return;
+  Writer record;
+  if (drain) {
+    record.number(kDownClosing);
+    record.number(static_cast<uint64_t>(rank));
+  } else {
+    record.number(kDownEnded);
+    record.number(static_cast<uint64_t>(rank) + 1);
+    Bits().write(record);
+  }
+  record.text(reason);
+  send_down(std::move(record));
+}
+
+void Node::tell_lost(const Bits& lost, const std::string& reason) {
+  if (!place_.root) {
+    up_.number(kUpLost);
+    lost.write(up_);
+    up_.text(reason);
+    return;
+  }
+  Writer record;
+  record.number(kDownEnded);
+  record.number(0);
+  lost.write(record);
+  record.text(reason);
+  send_down(std::move(record));
+}
+
+void Node::lost_child(size_t child, const std::string& why) {
+  if (!ended_) tell_lost(single(place_.children.at(child).first), why);
+}
+
+void Node::lost_parent(uint32_t parent, const std::string& why) {
+  if (ended_) return;
+  Writer record;  // those below are told by this rank
+  record.number(kDownEnded);
+  record.number(0);
+  single(parent).write(record);
+  record.text(why);
+  send_down(std::move(record));
+}
+
+// The root's verdicts.
+
+uint32_t Node::find_slot(const Name& name) const {
+  const auto own = by_name_.find(name);
+  if (own != by_name_.end()) return own->second;
+  if (closing_) return kNoSlot;  // who has said that it brings nothing more is not to be asked to bring it again
+  uint32_t oldest = kNoSlot;
+  for (uint32_t i = 0; i < slots_.size(); ++i) {
+    if (!slots_[i].used) return i;
+    if ((oldest == kNoSlot || slots_[i].used_at < slots_[oldest].used_at) && entries_.count(slots_[i].name) == 0)
+      oldest = i;
+  }
+  return oldest;
+}
+
+void Node::judge(const Name& name) {
+  const auto found = entries_.find(name);
+  if (found == entries_.end()) return;
+  Entry& one = found->second;
+  const Bits all = *members(name);
+  Writer record;
+  if (name.first == kSets) {
+    send_bits();
+    record.number(kDownGroup);
+    record.number(groups_.size());
+    all.write(record);
+    send_down(std::move(record));
+    return;
+  }
+  Bits absent = all;
+  absent.keep(joined_);
+  if (one.parts.empty()) {
+    const uint32_t slot = by_name_.at(name);
+    if (slots_[slot].joinable || absent.empty()) {
+      bits_down_.add(slot);
+      return;
+    }
+  }
+  send_bits();
+  expand(name, one);
+  const bool differs = one.parts.size() > 1;
+  if (differs || (!one.joinable && !absent.empty())) {
+    record.number(differs ? kDownMismatch : kDownAfterJoin);
+    record.number(name.first);
+    record.text(name.second);
+    if (differs) {
+      write_parts(record, one.parts);
+    } else {
+      record.text(one.parts.front().fixed);
+    }
+    send_down(std::move(record));
+    return;
+  }
+  const uint32_t slot = find_slot(name);
+  record.number(kDownNew);
+  record.number(name.first);
+  record.text(name.second);
+  record.text(one.parts.front().fixed);
+  record.number(one.joinable);
+  record.number(slot == kNoSlot ? 0 : uint64_t{slot} + 1);
+  for (const uint32_t member : all.list()) record.text(one.owns[member]);
+  send_down(std::move(record));
+}
+
+void Node::send_bits() {
+  if (bits_down_.empty()) return;
+  Writer record;
+  record.number(kDownBits);
+  bits_down_.write(record);
+  bits_down_.clear();
+  send_down(std::move(record));
+}
+
+// The sender goes through its own frames as all others do.
+void Node::send_down(Writer record) {
+  if (down_.empty()) current_ = applied_ + 1;
+  const std::string bytes = record.take();
+  down_.raw(bytes);
+  Reader in(bytes);
+  apply(in, 0);
+}
+
+// What all ranks go through in one order.
+
+void Node::from_parent(std::string_view frame, double now) {
+  if (ended_) return;
+  counters.bytes_down += frame.size();
+  Reader in(frame);
+  if (in.number() != applied_ + 1) throw Malformed("a frame is missing");
+  current_ = applied_ + 1;
+  down.emplace_back(frame);
+  apply(in, now);
+  end_frame();
+}
+
+void Node::apply(Reader& in, double now) {
+  while (!in.done() && !ended_) {
+    Name name;
+    Record record;
+    switch (in.below(kDownEnd)) {
+      case kDownBits:
+        for (const uint32_t number : Bits::read(in, slots_.size()).list()) {
+          Slot& slot = slots_[number];
+          if (!slot.used) throw Malformed("a slot that holds nothing");
+          slot.used_at = current_;
+          run(slot.name, slot.fixed, slot.owns);
+        }
+        break;
+      case kDownNew: {
+        name.first = static_cast<uint32_t>(in.below(groups_.size()));
+        name.second = in.text();
+        Slot filled;
+        filled.fixed = in.text();
+        filled.joinable = in.below(2) != 0;
+        const uint64_t slot = in.below(slots_.size() + 1);
+        for (size_t left = members(name)->count(); left > 0; --left) filled.owns.push_back(in.text());
+        run(name, filled.fixed, filled.owns);
+        if (slot > 0) fill_slot(static_cast<uint32_t>(slot - 1), name, std::move(filled), now);
+        break;
+      }
+      case kDownMismatch:
+        name.first = static_cast<uint32_t>(in.below(groups_.size()));
+        name.second = in.text();
+        record.kind = Kind::mismatch;
+        for (size_t left = in.count(); left > 0; --left) {
+          std::string fixed = in.text();
+          record.parts.push_back({std::move(fixed), Bits::read(in, place_.size)});
+        }
+        finish(name, std::move(record));
+        break;
+      case kDownAfterJoin:
+        name.first = static_cast<uint32_t>(in.below(groups_.size()));
+        name.second = in.text();
+        record.kind = Kind::after_join;
+        record.fixed = in.text();
+        record.have = *members(name);
+        record.have.keep(joined_);
+        finish(name, std::move(record));
+        break;
+      case kDownOverdue:
+        name.first = static_cast<uint32_t>(in.below(uint64_t{kSets} + 1));
+        name.second = in.text();
+        record.kind = Kind::overdue;
+        record.fixed = in.text();
+        record.have = Bits::read(in, place_.size);
+        record.missing = Bits::read(in, place_.size);
+        if (members(name) == nullptr) throw Malformed("a set of ranks that nobody has defined");
+        doubtful_ = current_;
+        if (record.missing.has(place_.rank) && mine_.count(name) == 0) {
+          record.group = name.first;
+          record.key = name.second;
+          entries_.erase(name);
+          condemned_[name] = std::move(record);
+        } else {
+          finish(name, std::move(record));
+        }
+        break;
+      case kDownJoined:
+        joined_.add(Bits::read(in, place_.size));
+        break;
+      case kDownAllJoined:
+        record.kind = Kind::all_joined;
+        record.rank = static_cast<int64_t>(in.below(place_.size));
+        joined_.clear();
+        seen_joined_.clear();
+        has_joined_ = false;
+        telling_.push_back(std::move(record));
+        break;
+      case kDownGroup: {
+        record.kind = Kind::group;
+        record.group = static_cast<uint32_t>(in.number());
+        record.have = Bits::read(in, place_.size);
+        if (record.group != groups_.size() || record.have.empty()) throw Malformed("no such set of ranks");
+        Writer key;
+        record.have.write(key);
+        entries_.erase({kSets, key.bytes()});
+        mine_.erase({kSets, key.bytes()});
+        groups_.push_back(record.have);
+        telling_.push_back(std::move(record));
+        break;
+      }
+      case kDownClosing:
+        record.kind = Kind::closing;
+        record.rank = closer_ = static_cast<int64_t>(in.below(place_.size));
+        record.reason = close_reason_ = in.text();
+        closing_ = true;
+        telling_.push_back(std::move(record));
+        break;
+      case kDownEnded:
+        record.kind = Kind::ended;
+        record.rank = static_cast<int64_t>(in.below(uint64_t{place_.size} + 1)) - 1;
+        record.have = Bits::read(in, place_.size);
+        record.reason = in.text();
+        telling_.push_back(std::move(record));
+        ended_ = true;
+        entries_.clear();
+        mine_.clear();
+        ready_.clear();
+        bits_down_.clear();
+        joining_ = false;
+        break;
+      default:
+        throw Malformed("no such record");
+    }
+  }
+}
+
+// This rank takes part in what runs, also if it has joined.
+void Node::run(const Name& name, const std::string& fixed, const std::vector<std::string>& owns) {
+  ++counters.runs;
+  Record record;
+  record.kind = Kind::run;
+  record.fixed = fixed;
+  record.owns = owns;
+  record.have = *members(name);
+  record.have.keep(joined_);
+  finish(name, std::move(record));
+}
+
+void Node::finish(const Name& name, Record record) {
+  record.group = name.first;
+  record.key = name.second;
+  const Bits* const all = members(name);
+  if (all != nullptr && all->has(place_.rank)) telling_.push_back(std::move(record));
+  const Name gone = name;  // may be the entry's own
+  entries_.erase(gone);
+  mine_.erase(gone);
+}
+
+void Node::fill_slot(uint32_t number, const Name& name, Slot filled, double now) {
+  Slot& slot = slots_[number];
+  const Name before = slot.name;
+  const bool taken = slot.used && before != name;
+  filled.used = true;
+  filled.name = name;
+  filled.assigned = filled.used_at = current_;
+  slot = std::move(filled);
+  if (taken) {
+    by_name_.erase(before);
+    ++counters.evicted;
+  }
+  by_name_[name] = number;
+  if (!taken) return;
+  // Bits for what it held mean nothing any more, wherever they are: who has sent one brings it again, in full.
+  const auto found = entries_.find(before);
+  if (found != entries_.end() && !(found->second.forwarded && !found->second.parts.empty())) {
+    Entry& one = found->second;
+    one.have.remove(one.cached);
+    one.cached.clear();
+    one.forwarded = false;
+    if (one.have.empty() && one.hinted.empty() && mine_.count(before) == 0) entries_.erase(found);
+  }
+  const auto mine = mine_.find(before);
+  if (mine != mine_.end()) add_mine(before, mine->second, now);
+}
+
+// What waits.
+
+Record Node::stalled(const Name& name, const Entry& one, double now) const {
+  Record record;
+  record.kind = Kind::stalled;
+  record.group = name.first;
+  record.key = name.second;
+  record.fixed = fixed_of(name, one);
+  record.have = one.have;
+  record.have.add(one.hinted);
+  record.missing = *members(name);
+  record.missing.remove(record.have);
+  record.missing.remove(joined_);
+  record.seconds = now - one.since;
+  for (const auto& other : entries_) {
+    if (record.near.size() == kNear) break;
+    if (other.first == name || other.second.forwarded || other.first.first != name.first) continue;
+    Bits ranks = other.second.have;
+    ranks.add(other.second.hinted);
+    record.near.push_back({other.first.second, ranks});
+  }
+  return record;
+}
+
+double Node::look(double now) {
+  double next = kForever;
+  std::vector<Name> late;
+  for (auto& each : entries_) {
+    Entry& one = each.second;
+    if (one.forwarded) continue;
+    const double age = now - one.since;
+    const bool is_late = timeout_ > 0 && age >= timeout_;
+    if (place_.root && (is_late || one.overdue)) {
+      late.push_back(each.first);
+      continue;
+    }
+    if (now >= one.warn || (is_late && !one.overdue)) {
+      one.patience = std::min(one.patience * 2, stall_after_ * kLongest);
+      one.warn = now + one.patience;
+      one.overdue = is_late;
+      if (place_.root) {
+        told.push_back({stalled(each.first, one, now)});
+      } else {
+        Bits all = one.have;
+        all.add(one.hinted);
+        hint(each.first, fixed_of(each.first, one), all, age, is_late);
+      }
+    }
+    next = std::min(next, one.warn);
+    if (timeout_ > 0 && !one.overdue) next = std::min(next, one.since + timeout_);
+  }
+  for (const Name& name : late) {
+    const Record record = stalled(name, entries_.at(name), now);
+    Writer out;
+    out.number(kDownOverdue);
+    out.number(name.first);
+    out.text(name.second);
+    out.text(record.fixed);
+    record.have.write(out);
+    record.missing.write(out);
+    send_bits();
+    send_down(std::move(out));
+  }
+  return next;
+}
+
+// What goes.
+
+bool Node::check_joined() {
+  if (!joining_ || !mine_.empty()) return false;
+  joining_ = false;
+  has_joined_ = true;
+  note_joined(single(place_.rank));
+  return true;
+}
+
+bool Node::all_closed() const { return std::find(closed_.begin(), closed_.end(), false) == closed_.end(); }
+
+void Node::end_frame() {
+  applied_ = current_;
+  ++counters.frames;
+  if (telling_.empty()) return;
+  if (place_.root)
+    for (const Record& record : telling_)
+      if (record.kind == Kind::run) launching_[record.group] = 1;
+  told.push_back(std::move(telling_));
+  telling_.clear();
+}
+
+void Node::settle() {
+  do {
+    if (!place_.root) continue;
+    std::deque<Name> later;
+    while (!ready_.empty()) {
+      const Name name = std::move(ready_.front());
+      ready_.pop_front();
+      if (launching_.count(name.first) != 0) {
+        later.push_back(name);
+      } else {
+        judge(name);
+      }
+    }
+    send_bits();
+    ready_ = std::move(later);
+    if (closing_ && !ended_ && all_closed() && ready_.empty()) {
+      Writer record;
+      record.number(kDownEnded);
+      record.number(static_cast<uint64_t>(closer_ + 1));
+      Bits().write(record);
+      record.text(close_reason_);
+      send_down(std::move(record));
+    }
+  } while (check_joined());
+  if (!down_.empty()) {
+    Writer frame;
+    frame.number(current_);
+    down.push_back(frame.take() + down_.take());
+    end_frame();
+  }
+  if (ended_) {
+    up_.take();
+    bits_up_.clear();
+    return;
+  }
+  if (!bits_up_.empty()) {
+    up_.number(kUpBits);
+    bits_up_.write(up_);
+    bits_up_.clear();
+  }
+  if (closing_ && !closed_sent_ && !place_.root && all_closed()) {
+    closed_sent_ = true;
+    up_.number(kUpClosed);
+  }
+  if (!up_.empty()) {
+    Writer frame;
+    frame.number(applied_);
+    up.push_back(frame.take() + up_.take());
+  }
+}
+
+}  // namespace ncclpy::coordinator

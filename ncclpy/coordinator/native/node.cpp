@@ -71,6 +71,7 @@ Node::Node(Place place, size_t cache, double timeout, double stall_after)
   below_ = single(place_.rank);
   for (const auto& child : place_.children) below_.add(child.second);
   closed_.resize(place_.children.size());
+  seen_.resize(place_.children.size());
 }
 
 // What is looked up.
@@ -232,7 +233,11 @@ void Node::from_child(size_t child, std::string_view frame, double now) {
   counters.bytes_up += frame.size();
   const Bits& theirs = place_.children.at(child).second;
   Reader in(frame);
-  const uint64_t seen = in.below(applied_ + 1);
+  const uint64_t seen = seen_[child] = in.below(applied_ + 1);
+  if (!done_.empty()) {
+    const uint64_t all = *std::min_element(seen_.begin(), seen_.end());
+    for (auto done = done_.begin(); done != done_.end();) done = done->second <= all ? done_.erase(done) : std::next(done);
+  }
   while (!in.done()) {
     switch (in.below(kUpEnd)) {
       case kUpFull: {
@@ -257,8 +262,8 @@ void Node::from_child(size_t child, std::string_view frame, double now) {
           if (!allowed.has(rank)) throw Malformed("an operation of ranks that are not below");
           owns[rank] = in.text();
         }
+        if (is_late(name, seen)) break;
         Entry& one = entry(name, now);
-        if (one.forwarded) break;  // they bring again what this rank has from them
         one.joinable = joinable;
         for (Part& part : parts) {
           part.ranks.remove(one.have);
@@ -312,7 +317,7 @@ void Node::from_child(size_t child, std::string_view frame, double now) {
         const Bits have = Bits::read(in, place_.size);
         const double age = static_cast<double>(in.below(uint64_t{1} << 52)) * 1e-3;
         const bool overdue = in.below(2) != 0;
-        if (seen < doubtful_ || have.empty()) break;
+        if (seen < doubtful_ || have.empty() || is_late(name, seen)) break;
         if (!place_.root) {
           hint(name, fixed, have, age, overdue);
           break;
@@ -329,6 +334,14 @@ void Node::from_child(size_t child, std::string_view frame, double now) {
     }
     if (ended_) return;
   }
+}
+
+// They bring again what this rank has from them, as its slot was taken away: it may have ended since.
+bool Node::is_late(const Name& name, uint64_t seen) const {
+  const auto done = done_.find(name);
+  if (done != done_.end() && seen < done->second) return true;
+  const auto found = entries_.find(name);
+  return found != entries_.end() && found->second.forwarded;
 }
 
 void Node::note_joined(const Bits& ranks) {
@@ -628,7 +641,11 @@ void Node::finish(const Name& name, Record record) {
   const Bits* const all = members(name);
   if (all != nullptr && all->has(place_.rank)) telling_.push_back(std::move(record));
   const Name gone = name;  // may be the entry's own
-  entries_.erase(gone);
+  const auto found = entries_.find(gone);
+  if (found != entries_.end()) {
+    if (found->second.again) done_[gone] = current_;
+    entries_.erase(found);
+  }
   mine_.erase(gone);
 }
 
@@ -648,12 +665,13 @@ void Node::fill_slot(uint32_t number, const Name& name, Slot filled, double now)
   if (!taken) return;
   // Bits for what it held mean nothing any more, wherever they are: who has sent one brings it again, in full.
   const auto found = entries_.find(before);
-  if (found != entries_.end() && !(found->second.forwarded && !found->second.parts.empty())) {
+  // That may come when the others are done with it, since what was forwarded in full before stands.
+  if (found != entries_.end()) {
     Entry& one = found->second;
+    one.again = true;
     one.have.remove(one.cached);
     one.cached.clear();
-    one.forwarded = false;
-    if (one.have.empty() && one.hinted.empty() && mine_.count(before) == 0) entries_.erase(found);
+    one.forwarded = one.forwarded && !one.parts.empty();
   }
   const auto mine = mine_.find(before);
   if (mine != mine_.end()) add_mine(before, mine->second, now);

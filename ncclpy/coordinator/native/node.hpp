@@ -120,6 +120,7 @@ class Node {
     bool joinable = true;
     bool forwarded = false;  // upwards, or, at the root, listed in ready_
     bool overdue = false;    // the root was told
+    bool again = false;      // those below may bring it once more, though it was forwarded
     Bits cached;             // who brings what its slot holds
     Bits have;               // all who bring it
     Bits hinted;             // who was said to, where those below are not complete
@@ -160,6 +161,7 @@ class Node {
   void tell_lost(const Bits& lost, const std::string& reason);
   void end_frame();
   bool check_joined();
+  bool is_late(const Name& name, uint64_t seen) const;
   bool all_closed() const;
   Record stalled(const Name& name, const Entry& entry, double now) const;
   std::string fixed_of(const Name& name, const Entry& entry) const;
@@ -182,7 +184,9 @@ class Node {
   bool closing_ = false, closed_sent_ = false, ended_ = false;
   int64_t closer_ = -1;
   std::string close_reason_;
-  std::vector<bool> closed_;  // children
+  std::vector<bool> closed_;     // children
+  std::vector<uint64_t> seen_;   // by children: the last frame that each had gone through
+  std::map<Name, uint64_t> done_;  // of what may be brought once more: the frame that has ended it
   std::deque<Name> ready_;    // at the root: what all have brought
   std::map<uint32_t, int> launching_;
   Writer up_, down_;

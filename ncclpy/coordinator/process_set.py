@@ -1,0 +1,44 @@
+"""Some of a coordinator's ranks, with operations of their own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ncclpy.coordinator.member import Member
+from ncclpy.coordinator.operations import Operations
+from ncclpy.coordinator.session import Session
+from ncclpy.core.errors import NcclAborted
+
+if TYPE_CHECKING:
+    from ncclpy.coordinator.coordinator import Coordinator
+
+__all__ = ["ProcessSet"]
+
+
+class ProcessSet(Operations):
+    """Some of the ranks of a `Coordinator`, with its operations among themselves; `Coordinator.process_set` makes it.
+
+    Its names are its own, and its operations do not wait for those of other sets.
+
+    Attributes
+    ----------
+    ranks : tuple of int
+        Its members among the coordinator's ranks, in their order here.
+    rank, size : int
+        Which of how many this one is in the set.
+    """
+
+    def __init__(self, coordinator: Coordinator, session: Session, member: Member) -> None:
+        self._coordinator, self._session, self._member = coordinator, session, member
+        self.ranks, self.rank, self.size = member.ranks, member.rank, member.size
+
+    def _place(self) -> tuple[Session, Member]:
+        if self._coordinator._current() is not self._session:
+            raise NcclAborted(
+                f"a process set of {len(self.ranks)} ranks has ended: its coordinator goes on with other ranks since then; "
+                "make it anew"
+            )
+        return self._session, self._member
+
+    def __repr__(self) -> str:
+        return f"<ncclpy.ProcessSet {list(self.ranks)} rank {self.rank} of {self.size}>"

@@ -13,6 +13,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
+from ncclpy.bootstrap.prefix import PrefixStore
 from ncclpy.coordinator import ends
 from ncclpy.coordinator.calls import Call
 from ncclpy.coordinator.counts import Counts
@@ -41,9 +42,12 @@ _SLICE = 0.1
 def open_control(
     rank: int, size: int, store: Any, name: str, *, cache: int, timeout: float | None, stall_after: float
 ) -> Any:
-    """Return this rank's end of the control plane."""
-    control = import_module("ncclpy.coordinator.control")
-    return control.Control(rank, size, store, name, cache=cache, timeout=timeout, stall_after=stall_after)
+    """Return this rank's end of the control plane, once all ranks have come and are connected."""
+    connections = import_module("ncclpy.coordinator.connections")
+    return connections.open_control(
+        PrefixStore(name, store), rank, size, name, cache=cache, timeout=timeout, stall_after=stall_after,
+        patience=_BEGINS if timeout is None else timeout,
+    )  # fmt: skip
 
 
 class Options(NamedTuple):
@@ -303,7 +307,8 @@ class Session:
             _FOLLOW[record[0]](self, *record[1:])
         ran = self._run(ready)
         if ran or any(record[0] == "run" for record in frame):
-            self._control.launched()
+            for number in {record[1] for record in frame if record[0] == "run"}:
+                self._control.launched(number)
 
     def _run(self, ready: dict[int, list[Ready]]) -> bool:
         for number, operations in ready.items():

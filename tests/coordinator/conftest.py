@@ -11,6 +11,9 @@ from ncclpy.coordinator import session
 @pytest.fixture(autouse=True)
 def hubs(monkeypatch):
     """Have a control plane of this process stand in for the native one."""
+    import os
+    if os.environ.get("NATIVE"):
+        return None
     made = Hubs()
     monkeypatch.setattr(session, "open_control", made)
     return made

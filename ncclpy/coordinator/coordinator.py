@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -19,7 +20,7 @@ from ncclpy.coordinator.plane import child_of, engine_name, group_over, number_o
 from ncclpy.coordinator.process_set import ProcessSet
 from ncclpy.coordinator.session import Options, Session
 from ncclpy.coordinator.timeline import Timeline
-from ncclpy.core.errors import NcclTimeout, NcclUnsupported, not_copied, seconds
+from ncclpy.core.errors import NcclError, NcclTimeout, NcclUnsupported, not_copied, seconds
 from ncclpy.core.types import as_integer
 from ncclpy.process_group.group import ProcessGroup
 
@@ -34,6 +35,9 @@ class Coordinator(Operations):
 
     Ranks may bring operations in different orders, and from any thread. What does not fit is an error of that operation
     on every rank, in the same words, and the coordinator goes on; a rank that is gone is an error that names it.
+
+    It is a context manager: the end of its block waits until all ranks are there, and an exception in it ends the
+    coordinator on all.
 
     Parameters
     ----------
@@ -206,8 +210,8 @@ class Coordinator(Operations):
         timeout : float, optional
             Seconds to wait for the end; by default the coordinator's, or a minute.
         drain : bool
-            Whether what any rank has brought may still be brought by the others and run. Else it ends at once, with
-            `NcclAborted`; what was launched comes to its end in either case.
+            Whether what all ranks have brought by then still runs, and only the rest ends with `NcclAborted`. What was
+            launched comes to its end in either case.
         reason : str
             Why, for the others.
 
@@ -234,6 +238,12 @@ class Coordinator(Operations):
         if session.left is not None:
             raise session.left
 
+    def _leave(self) -> None:
+        """Wait until all ranks leave their blocks: a part of them may be in the middle of something."""
+        if not self._shut:
+            with contextlib.suppress(NcclError):  # it has ended, and who asks for an end next is told so
+                self._session.leave(_TIMEOUT if self._options.timeout is None else self._options.timeout)
+
     def _end(self) -> None:
         self._shut = True
         if self._timeline is not None:
@@ -246,12 +256,13 @@ class Coordinator(Operations):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is None:
+            self._leave()
             self.shutdown()
         else:
             self.shutdown(drain=False, reason=f"{type(error).__name__}: {error}")
 
     def __del__(self) -> None:
-        if not getattr(self, "_shut", True) and not sys.is_finalizing():
+        if not getattr(self, "_shut", True) and self.error is None and not sys.is_finalizing():
             warnings.warn(f"{self!r}, made at {self._site}, was never shut down", ResourceWarning, source=self, stacklevel=2)
             self._session.trouble(RuntimeError("its coordinator was dropped without shutdown()"))
 

@@ -108,16 +108,17 @@ class Member:
             If one of its names is in flight.
         """
         names = set(call.names)
+        if len(names) < len(call.names):
+            twice = next(name for name in call.names if call.names.count(name) > 1)
+            raise ValueError(f"names: {twice!r} comes twice. Nothing of this call was sent")
         with self._lock:
             taken = names & self._names
-            if not taken and len(names) == len(call.names):
+            if not taken:
                 self._names |= names
                 self._pending[call.key] = call
-                names = set()
-        if names:
-            twice = min(taken) if taken else next(name for name in call.names if call.names.count(name) > 1)
+        if taken:
             raise ValueError(
-                f"name: {twice!r} is in flight on this rank already: a name can be brought again once its operation was "
+                f"name: {min(taken)!r} is in flight on this rank already: a name can be brought again once its operation was "
                 "launched, which waiting for its work tells. Nothing of this call was sent"
             )
         for part in call.parts:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-__all__ = ["BEGINNING", "key_of", "names_of", "shown"]
+__all__ = ["BEGINNING", "LEAVING", "key_of", "names_of", "shown"]
 
-#: The key under which the ranks compare what they were made with, before anything else.
-BEGINNING = b"\x02"
+#: The keys under which the ranks compare what they were made with, before anything else, and wait for each other's end.
+BEGINNING, LEAVING = b"\x02", b"\x03"
 
 _ONE, _SEVERAL = b"\x00", b"\x01"
 _LENGTH = struct.Struct("=I")
@@ -37,7 +37,7 @@ def names_of(key: bytes) -> tuple[str, ...]:
     if key[:1] == _ONE:
         return (key[1:].decode("utf-8", "surrogatepass"),)
     if key[:1] != _SEVERAL:
-        return ("the coordinator's beginning",)
+        return ("the coordinator's beginning" if key == BEGINNING else "the coordinator's end",)
     found, offset = [], 1
     while offset < len(key):
         (length,) = _LENGTH.unpack_from(key, offset)

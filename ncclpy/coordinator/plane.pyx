@@ -250,7 +250,8 @@ cdef class Plane:
         self._fill(&o, BROADCAST, &brought.view)
         o.root = root
         if not brought.is_staged():
-            return self._plain(brought.work, &o)
+            self._plain(brought.work, &o)
+            return None
         carried = self._carry(brought.view.nbytes)
         carried.add(brought.view.pointer, 0, brought.view.nbytes, NULL)
         carried.copy_in(self._before())
@@ -374,7 +375,8 @@ cdef class Plane:
         memset(&o, 0, sizeof(o))
         o.kind, o.datatype = ALL_REDUCE, datatype
         o.send = o.recv = <void*>carried.slot.pointer
-        o.count = offset // ITEMSIZE[datatype]
+        # One alone has no padding: the others may launch it as it is.
+        o.count = members[0][1] if len(members) == 1 else offset // ITEMSIZE[datatype]
         inner = self._inner(carried, ALL_REDUCE, f"{len(members)} fused")
         o.op = self._operator(datatype, op, factor, inner)
         note_operation(inner.entry, &o, offset)

@@ -18,11 +18,11 @@ from ncclpy.coordinator import ends
 from ncclpy.coordinator.calls import Call
 from ncclpy.coordinator.counts import Counts
 from ncclpy.coordinator.member import Member, Ready
-from ncclpy.coordinator.names import BEGINNING, names_of
+from ncclpy.coordinator.names import BEGINNING, LEAVING, names_of
 from ncclpy.coordinator.plane import Plane, aside, part_of
 from ncclpy.coordinator.signature import as_error, unpack_all
 from ncclpy.coordinator.timeline import Timeline
-from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, ranks, seconds, spans
+from ncclpy.core.errors import NcclError, NcclTimeout, ranks, seconds, spans
 from ncclpy.peers.reports import BOOT_ID
 
 __all__ = ["Options", "Session", "open_control"]
@@ -106,8 +106,8 @@ class Session:
         self._closing: tuple[int, str] | None = None
         self._joining: _Wait | None = None
         self._defining: dict[tuple[int, ...], deque[_Wait]] = {}
-        self._began = _Wait()
-        self._over = threading.Event()
+        self._began, self._all_leave = _Wait(), _Wait()
+        self._ending, self._over = threading.Event(), threading.Event()
         self._left: BaseException | None = None
         self._staged = options.engine == "nccl"
         self._members = {0: self._member(0, tuple(range(self.size)), group)}
@@ -198,20 +198,33 @@ class Session:
                 raise
         except BaseException as error:
             call.withdraw(error)
-            if isinstance(error, NcclError) and self.error is not None and not isinstance(error, NcclAborted):
-                raise ends.has_ended(self.name, self.error) from error
+            self._explain(error)
             raise
         self._counts.add(brought=len(call.parts))
         if self.error is not None:  # it ended meanwhile, and may not have known of this
             for late in member.take_all():
                 late.fail(self.error)
 
+    def _explain(self, error: BaseException) -> None:
+        """Raise what has ended the session, if the control plane has refused something for that."""
+        if isinstance(error, NcclError) and error.__cause__ is None and self._ending.wait(_SLICE):
+            assert self.error is not None
+            raise ends.has_ended(self.name, self.error)
+
+    def _ask(self, method: Callable[..., None], *arguments: Any) -> None:
+        """Ask the control plane for something; raise what has ended it."""
+        try:
+            method(*arguments)
+        except NcclError as error:
+            self._explain(error)
+            raise
+
     def join(self, timeout: float | None) -> int:
         """Bring nothing more until all ranks have joined; return the last one."""
         with self._lock:
             self.check()
             self._joining = joining = _Wait()
-        self._control.join()
+        self._ask(self._control.join)
         if not self._wait(joining, timeout):
             raise NcclTimeout(
                 f"coordinator {self.name!r}: not all ranks have joined within {seconds(timeout or 0.0)}; rank {self.rank} has, "
@@ -225,7 +238,7 @@ class Session:
         with self._lock:
             self.check()
             self._defining.setdefault(members, deque()).append(waiting)
-        self._control.define(members)
+        self._ask(self._control.define, members)
         if not self._wait(waiting, timeout):
             raise NcclTimeout(
                 f"coordinator {self.name!r}: not all of {ranks(spans(members))} have called process_set() with these ranks "
@@ -234,6 +247,12 @@ class Session:
         if isinstance(waiting.value, BaseException):
             raise waiting.value
         return waiting.value
+
+    def leave(self, timeout: float) -> None:
+        """Wait until all ranks do so, or it has ended: what others still do among themselves goes on."""
+        if self.error is None and self._closing is None:
+            self._control.bring(0, LEAVING, b"", b"", False)
+            self._wait(self._all_leave, timeout)
 
     def shut_down(self, drain: bool, reason: str) -> None:
         """Ask for the end, on all ranks."""
@@ -295,8 +314,8 @@ class Session:
         for record in frame:
             if record[0] == "run":
                 _, number, key, fixed, owns, absent = record
-                if number == 0 and key == BEGINNING:
-                    self._began.tell(tuple(owns))
+                if number == 0 and key in _OURS:
+                    (self._began if key == BEGINNING else self._all_leave).tell(tuple(owns))
                     continue
                 member = self._members.get(number)
                 if member is not None:
@@ -329,6 +348,8 @@ class Session:
             self._fail(member, key, as_error(names_of(key), brought, member.label))
 
     def _fail(self, member: Member, key: bytes, error: BaseException) -> None:
+        if member.number == 0 and key == LEAVING:  # who waits for that goes on to the end itself
+            self._all_leave.tell(None)
         call = member.take(key)
         if call is not None:
             call.fail(error)
@@ -377,10 +398,10 @@ class Session:
 
     def _ended(self, rank: int, lost: Sequence[int], reason: str) -> None:
         error = ends.ended(self.name, rank, lost, reason)
+        self._end(error)
         if lost or rank < 0:  # what runs waits for them
             for member in list(self._members.values()):
                 member.fail(error)
-        self._end(error)
 
     # The end.
 
@@ -390,6 +411,7 @@ class Session:
             if self.error is not None:
                 return
             self.error = error
+        self._ending.set()
         for member in list(self._members.values()):
             for call in member.take_all():
                 call.fail(error)
@@ -404,6 +426,9 @@ class Session:
         self._control.close()
         self._over.set()
 
+
+#: What is no operation of the user's.
+_OURS = (BEGINNING, LEAVING)
 
 _FOLLOW: dict[str, Callable[..., None]] = {
     "mismatch": Session._mismatch,

@@ -25,7 +25,7 @@ class Hub:
         self.frame = []
         self.held = False  # rank 0 has yet to launch what it was told last
         self.closing = None
-        self.ended = False
+        self.ended = self.over = False
         self.closed = set()
         self.frames = 0
 
@@ -36,10 +36,11 @@ class Hub:
         self.flush()
 
     def flush(self):
-        if self.frame and (not self.held or self.frame[-1][0] == "ended"):
+        if self.frame and not self.held:
             frame, self.frame = self.frame, []
             self.held = any(record[0] == "run" for record in frame)
             self.frames += 1
+            self.over = any(record[0] == "ended" for record in frame)
             for queue in self.queues:
                 queue.append(list(frame))
             self.changed.notify_all()
@@ -70,15 +71,11 @@ class Hub:
     def look_at_all(self):
         for group, key in list(self.brought):
             self.look(group, key)
-        if self.closing is not None and not self.pending():
-            self.end(self.closing[0], (), self.closing[1])
-
-    def pending(self):
-        return [where for where, ranks in self.brought.items() if any(ranks.values())]
 
     def end(self, rank, lost, reason):
         if not self.ended:
             self.ended = True
+            self.held = self.held and not lost
             self.tell(("ended", rank, tuple(lost), reason))
             self.changed.notify_all()
 
@@ -121,10 +118,6 @@ class FakeControl:
         with hub.changed:
             if hub.ended or self.rank in hub.closed:
                 raise NcclAborted("the control plane has ended")
-            if hub.closing is not None and not any(
-                hub.brought.get((group, key), {}).get(rank) for rank in hub.groups[group]
-            ):
-                raise NcclAborted("the control plane is closing")
             ranks = hub.brought.setdefault((group, key), {})
             ranks.setdefault(self.rank, deque()).append((fixed, own, joinable, time.monotonic()))
             hub.look(group, key)
@@ -137,7 +130,7 @@ class FakeControl:
             while True:
                 if hub.queues[self.rank]:
                     return hub.queues[self.rank].popleft()
-                if hub.ended or self.rank in hub.closed:
+                if hub.over or self.rank in hub.closed:
                     return None
                 if time.monotonic() >= end:
                     return []
@@ -159,10 +152,10 @@ class FakeControl:
         with hub.changed:
             hub.joined.add(self.rank)
             hub.last = self.rank
-            hub.look_at_all()
             if len(hub.joined) == hub.size:
                 hub.joined.clear()
                 hub.tell(("all_joined", hub.last))
+            hub.look_at_all()
 
     def define(self, ranks):
         hub = self._hub
@@ -185,7 +178,7 @@ class FakeControl:
             elif hub.closing is None:
                 hub.closing = self.rank, reason
                 hub.tell(("closing", self.rank, reason))
-                hub.look_at_all()
+                hub.end(self.rank, (), reason)  # what all have brought is told by now
 
     def have(self, group, key):
         hub = self._hub

@@ -462,6 +462,9 @@ void Node::judge(const Name& name) {
     record.number(name.first);
     record.text(name.second);
     if (differs) {
+      std::sort(one.parts.begin(), one.parts.end(), [](const Part& a, const Part& b) {
+        return a.ranks.list().front() < b.ranks.list().front();  // not by who came first
+      });
       write_parts(record, one.parts);
     } else {
       record.text(one.parts.front().fixed);

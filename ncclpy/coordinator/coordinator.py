@@ -28,13 +28,16 @@ __all__ = ["Coordinator"]
 
 #: Seconds for the others to come, and for what is launched to end.
 _TIMEOUT = 600.0
+#: Seconds for an end that was asked for.
+_ENDS = 60.0
 
 
 class Coordinator(Operations):
     """Work with other ranks by names: what all have brought under one name runs, in one order on all ranks.
 
-    Ranks may bring operations in different orders, and from any thread. What does not fit is an error of that operation
-    on every rank, in the same words, and the coordinator goes on; a rank that is gone is an error that names it.
+    Ranks may bring operations in different orders, and from any thread. What does not fit is an error of that
+    operation on every rank, in the same words, and the coordinator goes on; a rank that is gone is an error that names
+    it.
 
     It is a context manager: the end of its block waits until all ranks are there, and an exception in it ends the
     coordinator on all.
@@ -42,17 +45,19 @@ class Coordinator(Operations):
     Parameters
     ----------
     transport : ProcessGroup, or (Store, int, int)
-        Who the ranks are: a group, or where they meet and which of how many this is. The coordinator makes a group of its
-        own over it, so that its operations are in no order with others of that group.
+        Who the ranks are: a group, or where they meet and which of how many this is. The coordinator makes a group of
+        its own over it, so that its operations are in no order with others of that group. Over a store its device is
+        the current one.
     engine : str
-        What works with the data: ``"auto"`` is the library that is loaded, ``"nccl"`` or ``"host"`` that one and no other.
+        What works with the data: ``"auto"`` is the library that is loaded, ``"nccl"`` or ``"host"`` that one and no
+        other.
     fusion_bytes : int
         The most that is copied together, of small arrays that are launched at once; 0 is none. The same on all ranks.
     cache : int
         How many operations the ranks know by a number instead of a name.
     timeout : float, optional
-        Seconds in which all ranks have to bring an operation that one of them has brought, and in which it must be done
-        then. None is without end for the former; a group's own, or ten minutes, for the latter.
+        Seconds in which all ranks have to bring an operation that one of them has brought, and in which it must be
+        done then. None is without end for the former; a group's own, or ten minutes, for the latter.
     stall_after : float
         Seconds after which rank 0 warns of an operation that some have not brought, by the logger
         ``ncclpy.coordinator``.
@@ -147,7 +152,7 @@ class Coordinator(Operations):
         return self._session.error
 
     def join(self, timeout: float | None = None) -> int:
-        """Bring nothing more, and wait until all ranks have joined; meanwhile others' all-reduces go on without this one.
+        """Bring nothing more, and wait until all ranks have joined; meanwhile others' all-reduces go on.
 
         Parameters
         ----------
@@ -188,7 +193,8 @@ class Coordinator(Operations):
         if self.rank not in members:
             session.check()
             return None
-        return ProcessSet(self, session, session.define(members, self._options.timeout if timeout is None else timeout))
+        member = session.define(members, self._options.timeout if timeout is None else timeout)
+        return ProcessSet(self._current, session, member)
 
     def stats(self) -> dict[str, Any]:
         """Return what was done so far.
@@ -196,9 +202,9 @@ class Coordinator(Operations):
         Returns
         -------
         dict
-            ``operations`` by kind and their ``bytes``, ``launches``, of them ``fused_launches`` with ``fused`` operations;
-            ``brought``, ``pending`` (waiting for other ranks), ``frames`` of the control plane; ``disagreements``,
-            ``overdue``, ``stalls``; and what the control plane counts.
+            ``operations`` by kind and their ``bytes``, ``launches``, of them ``fused_launches`` with ``fused``
+            operations; ``brought``, ``pending`` (waiting for other ranks), ``frames`` of the control plane;
+            ``disagreements``, ``overdue``, ``stalls``; and what the control plane counts.
         """
         return {**self._session.counters(), **self._counts.as_dict(), "pending": self._session.pending}
 
@@ -222,7 +228,9 @@ class Coordinator(Operations):
         """
         if self._shut:
             return
-        limit = timeout if timeout is not None else self._options.timeout if self._options.timeout is not None else 60.0
+        limit = _ENDS if self._options.timeout is None else self._options.timeout
+        if timeout is not None:
+            limit = timeout
         end = time.monotonic() + limit
         session = self._session
         session.shut_down(drain, reason)
@@ -232,7 +240,8 @@ class Coordinator(Operations):
             over = session.wait_until_over(max(1.0, end - time.monotonic()))
             self._end()
             raise NcclTimeout(
-                f"coordinator {self.name!r}: it has not ended within {seconds(limit)}: {session.pending} operations were pending"
+                f"coordinator {self.name!r}: it has not ended within {seconds(limit)}: {session.pending} operations "
+                "were pending"
             )
         self._end()
         if session.left is not None:
@@ -263,14 +272,17 @@ class Coordinator(Operations):
 
     def __del__(self) -> None:
         if not getattr(self, "_shut", True) and self.error is None and not sys.is_finalizing():
-            warnings.warn(f"{self!r}, made at {self._site}, was never shut down", ResourceWarning, source=self, stacklevel=2)
+            said = f"{self!r}, made at {self._site}, was never shut down"
+            warnings.warn(said, ResourceWarning, source=self, stacklevel=2)
             self._session.trouble(RuntimeError("its coordinator was dropped without shutdown()"))
 
     def __reduce__(self) -> Any:
         raise not_copied(self, "make one in each process")
 
     def __repr__(self) -> str:
-        state = "shut down" if self._shut else "ended" if self.error is not None else f"{self._session.pending} pending"
+        state = f"{self._session.pending} pending"
+        if self._shut or self.error is not None:
+            state = "shut down" if self._shut else "ended"
         return f"<ncclpy.Coordinator {self.name!r} rank {self.rank} of {self.size} {state}>"
 
 
@@ -297,7 +309,9 @@ def _transport_of(transport: Any) -> tuple[ProcessGroup | None, Any]:
     if isinstance(transport, ProcessGroup):
         return transport, None
     if type(transport).__module__.partition(".")[0] == "mpi4py":
-        raise NcclUnsupported("transport: an MPI communicator is not taken yet; pass a ProcessGroup, or (store, rank, size)")
+        raise NcclUnsupported(
+            "transport: an MPI communicator is not taken yet; pass a ProcessGroup, or (store, rank, size)"
+        )
     if isinstance(transport, tuple) and len(transport) == 3:
         bootstrap = import_module("ncclpy.bootstrap")
         store, rank, size = transport

@@ -39,7 +39,11 @@ def test_a_trace_has_the_phases_of_each_operation(tmp_path):
         assert {event["pid"] for event in events} == {rank}
         rows = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
         assert set(names) | {"rows", "bad", "end"} == set(rows)
-        for name, phases in (("b", ["negotiate", "fuse", "run"]), ("rows", ["negotiate", "run"]), ("bad", ["negotiate"])):
+        for name, phases in (
+            ("b", ["negotiate", "fuse", "run"]),
+            ("rows", ["negotiate", "run"]),
+            ("bad", ["negotiate"]),
+        ):
             found = [event for event in events if event["tid"] == rows[name] and event["ph"] == "X"]
             assert [event["name"] for event in found if event["name"] != "wait for data"] == phases
             assert all(event["dur"] >= 0 and event["args"]["operation"] == name for event in found)

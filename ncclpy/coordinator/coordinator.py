@@ -21,7 +21,7 @@ from ncclpy.coordinator.process_set import ProcessSet
 from ncclpy.coordinator.session import Options, Session
 from ncclpy.coordinator.timeline import Timeline
 from ncclpy.core.errors import NcclError, NcclTimeout, NcclUnsupported, not_copied, seconds
-from ncclpy.core.types import as_integer
+from ncclpy.core.types import DeviceLike, as_integer
 from ncclpy.process_group.group import ProcessGroup
 
 __all__ = ["Coordinator"]
@@ -46,8 +46,7 @@ class Coordinator(Operations):
     ----------
     transport : ProcessGroup, or (Store, int, int)
         Who the ranks are: a group, or where they meet and which of how many this is. The coordinator makes a group of
-        its own over it, so that its operations are in no order with others of that group. Over a store its device is
-        the current one.
+        its own over it, so that its operations are in no order with others of that group.
     engine : str
         What works with the data: ``"auto"`` is the library that is loaded, ``"nccl"`` or ``"host"`` that one and no
         other.
@@ -62,7 +61,10 @@ class Coordinator(Operations):
         Seconds after which rank 0 warns of an operation that some have not brought, by the logger
         ``ncclpy.coordinator``.
     timeline : path, optional
-        A file for what becomes of each operation, as a Chrome trace.
+        A file for what becomes of each operation, as a Chrome trace: of rank 0, or, if there is a ``{rank}`` in it, a
+        file for each rank.
+    device : int, optional
+        Over a store, the ordinal of this rank's device; by default the current one.
 
     Attributes
     ----------
@@ -82,6 +84,7 @@ class Coordinator(Operations):
         timeout: float | None = None,
         stall_after: float = 60.0,
         timeline: str | os.PathLike[str] | None = None,
+        device: DeviceLike = None,
     ) -> None:
         self._shut = True  # until there is something to shut down
         self._site = _site()
@@ -93,7 +96,7 @@ class Coordinator(Operations):
         self._group, self._meeting = _transport_of(transport)
         self._counts = Counts()
         self._timeline: Timeline | None = None
-        self._path = timeline
+        self._path, self._device, self._process = timeline, device, os.getpid()
         self._begin()
         self._shut = False
 
@@ -103,16 +106,20 @@ class Coordinator(Operations):
         """Meet the others, as the ranks that the transport has now."""
         options = self._options
         timing = self._path is not None
-        self._epoch = None if self._group is None else number_of(self._group)
+        epoch = None if self._group is None else number_of(self._group)
         if self._group is not None:
             group = child_of(self._group, options.timeout, timing)
         else:
             store, rank, size = self._meeting
             limit = _TIMEOUT if options.timeout is None else options.timeout
-            group = group_over(store, rank, size, name="coordinator", timeout=limit, timing=timing)
+            group = group_over(
+                store, rank, size, device=self._device, name="coordinator", timeout=limit, timing=timing
+            )
         self.rank, self.size, self.name = group.rank, group.size, group.name
         if self._path is not None and self._timeline is None:
-            self._timeline = Timeline(self._path, self.rank)
+            path = os.fspath(self._path)
+            if "{rank}" in path or self.rank == 0:
+                self._timeline = Timeline(path.replace("{rank}", str(self.rank)), self.rank)
         try:
             control = _session.open_control(
                 group.rank, group.size, store_of(group), "control",
@@ -127,16 +134,18 @@ class Coordinator(Operations):
         except BaseException as error:
             self._session.shut_down(False, f"rank {self.rank} could not begin: {error}")
             raise
+        self._epoch = epoch
         here = [rank for rank, machine in enumerate(machines) if machine == machines[self.rank]]
         self.local_rank, self.local_size = here.index(self.rank), len(here)
 
     def _current(self) -> Session:
         """Return the session that the ranks are in now: another one once the group goes on with others."""
+        if os.getpid() != self._process:
+            raise RuntimeError("this Coordinator was made by the process that this one was forked from; make one here")
         if self._group is None or number_of(self._group) == self._epoch or self._shut:
             return self._session
         with self._turn:
             if number_of(self._group) != self._epoch:
-                self._group.seq  # noqa: B018 - raises if it was never made
                 self._session.trouble(RuntimeError("its process group goes on with other ranks"))
                 self._session.wait_until_over(_TIMEOUT)
                 self._begin()
@@ -226,7 +235,7 @@ class Coordinator(Operations):
         NcclTimeout
             If it has not ended in time.
         """
-        if self._shut:
+        if self._shut or os.getpid() != self._process:
             return
         limit = _ENDS if self._options.timeout is None else self._options.timeout
         if timeout is not None:
@@ -271,7 +280,9 @@ class Coordinator(Operations):
             self.shutdown(drain=False, reason=f"{type(error).__name__}: {error}")
 
     def __del__(self) -> None:
-        if not getattr(self, "_shut", True) and self.error is None and not sys.is_finalizing():
+        if getattr(self, "_shut", True) or os.getpid() != self._process or sys.is_finalizing():
+            return
+        if self.error is None:
             said = f"{self!r}, made at {self._site}, was never shut down"
             warnings.warn(said, ResourceWarning, source=self, stacklevel=2)
             self._session.trouble(RuntimeError("its coordinator was dropped without shutdown()"))

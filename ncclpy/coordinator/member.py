@@ -158,7 +158,9 @@ class Member:
 
     def run(self, operations: Sequence[Ready]) -> None:
         """Launch what all ranks have brought, those of one frame; here as far as nothing has to wait."""
-        steps = plan([(each.signatures, len(each.absent)) for each in operations], self._fusion_bytes, self._large, self._staged)
+        steps = plan(
+            [(each.signatures, len(each.absent)) for each in operations], self._fusion_bytes, self._large, self._staged
+        )
         self._turns.add(_Launch(self, step, operations) for step in steps)
 
     def launch(self, step: Step, operations: Sequence[Ready]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import struct
@@ -30,6 +31,8 @@ T = TypeVar("T")
 
 _log = logging.getLogger("ncclpy.coordinator")
 
+#: How a reason begins if not all ranks may have launched what all have brought.
+_TORN = "\0"
 #: Seconds that the thread that reads sleeps at a time, while nothing comes.
 _LONG = 3600.0
 #: Seconds for all ranks to come to the beginning, unless a timeout is given.
@@ -292,10 +295,8 @@ class Session:
     def trouble(self, error: BaseException) -> None:
         """End the session on all ranks, as a launch of this rank's has failed, or what runs has."""
         if self.error is None:
-            try:
-                self._control.shutdown(False, f"rank {self.rank}: {error}")
-            except NcclError:  # it ends already
-                pass
+            with contextlib.suppress(NcclError):  # it ends already
+                self._control.shutdown(False, f"{_TORN}{error}")
 
     # What the control plane says.
 
@@ -412,9 +413,10 @@ class Session:
         self._closing = rank, reason
 
     def _ended(self, rank: int, lost: Sequence[int], reason: str) -> None:
-        error = ends.ended(self.name, rank, lost, reason)
+        torn = reason.startswith(_TORN)
+        error = ends.ended(self.name, rank, lost, reason.removeprefix(_TORN))
         self._end(error)
-        if lost or rank < 0:  # what runs waits for them
+        if lost or torn or rank < 0:  # what runs waits for what will not come
             for member in list(self._members.values()):
                 member.fail(error)
 

@@ -162,7 +162,7 @@ def _check_scales(signature: Signature, op: int) -> None:
             f"prescale, postscale: sums and averages are scaled, not {ReduceOp(op).name.lower()}: scale the array"
         )
     if "float" not in signature.dtype and "complex" not in signature.dtype:
-        raise ValueError(f"prescale, postscale: an array of {signature.dtype} has no fractions: convert it, or scale it")
+        raise ValueError(f"prescale, postscale: {signature.dtype} has no fractions: convert the array, or scale it")
 
 
 class Broadcast(Call):
@@ -244,7 +244,8 @@ class AllToAll(Call):
                 counts = [as_integer(count, "send_counts", 0, 2**63 - 1) for count in send_counts]
                 if len(counts) != size or sum(counts) != rows:
                     raise ValueError(
-                        f"send_counts: expected {size} counts, one a rank, whose sum is the array's {rows} rows, got {counts}"
+                        f"send_counts: expected {size} counts, one a rank, whose sum is the array's {rows} rows, got "
+                        f"{counts}"
                     )
         except BaseException as error:
             part.withdraw(error)
@@ -297,4 +298,3 @@ class AllReduceSparse(Call):
         for part, (sent, places) in zip(self.parts, self._sum.parts(), strict=True):
             plane.gather_parts(part, sent, places)
         return None
-

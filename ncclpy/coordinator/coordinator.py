@@ -21,20 +21,23 @@ from ncclpy.coordinator.process_set import ProcessSet
 from ncclpy.coordinator.session import Options, Session
 from ncclpy.coordinator.timeline import Timeline
 from ncclpy.core.errors import NcclError, NcclTimeout, NcclUnsupported, not_copied, seconds
-from ncclpy.core.types import as_integer
+from ncclpy.core.types import DeviceLike, as_integer
 from ncclpy.process_group.group import ProcessGroup
 
 __all__ = ["Coordinator"]
 
 #: Seconds for the others to come, and for what is launched to end.
 _TIMEOUT = 600.0
+#: Seconds for an end that was asked for.
+_ENDS = 60.0
 
 
 class Coordinator(Operations):
     """Work with other ranks by names: what all have brought under one name runs, in one order on all ranks.
 
-    Ranks may bring operations in different orders, and from any thread. What does not fit is an error of that operation
-    on every rank, in the same words, and the coordinator goes on; a rank that is gone is an error that names it.
+    Ranks may bring operations in different orders, and from any thread. What does not fit is an error of that
+    operation on every rank, in the same words, and the coordinator goes on; a rank that is gone is an error that names
+    it.
 
     It is a context manager: the end of its block waits until all ranks are there, and an exception in it ends the
     coordinator on all.
@@ -42,22 +45,26 @@ class Coordinator(Operations):
     Parameters
     ----------
     transport : ProcessGroup, or (Store, int, int)
-        Who the ranks are: a group, or where they meet and which of how many this is. The coordinator makes a group of its
-        own over it, so that its operations are in no order with others of that group.
+        Who the ranks are: a group, or where they meet and which of how many this is. The coordinator makes a group of
+        its own over it, so that its operations are in no order with others of that group.
     engine : str
-        What works with the data: ``"auto"`` is the library that is loaded, ``"nccl"`` or ``"host"`` that one and no other.
+        What works with the data: ``"auto"`` is the library that is loaded, ``"nccl"`` or ``"host"`` that one and no
+        other.
     fusion_bytes : int
         The most that is copied together, of small arrays that are launched at once; 0 is none. The same on all ranks.
     cache : int
         How many operations the ranks know by a number instead of a name.
     timeout : float, optional
-        Seconds in which all ranks have to bring an operation that one of them has brought, and in which it must be done
-        then. None is without end for the former; a group's own, or ten minutes, for the latter.
+        Seconds in which all ranks have to bring an operation that one of them has brought, and in which it must be
+        done then. None is without end for the former; a group's own, or ten minutes, for the latter.
     stall_after : float
         Seconds after which rank 0 warns of an operation that some have not brought, by the logger
         ``ncclpy.coordinator``.
     timeline : path, optional
-        A file for what becomes of each operation, as a Chrome trace.
+        A file for what becomes of each operation, as a Chrome trace: of rank 0, or, if there is a ``{rank}`` in it, a
+        file for each rank.
+    device : int, optional
+        Over a store, the ordinal of this rank's device; by default the current one.
 
     Attributes
     ----------
@@ -77,6 +84,7 @@ class Coordinator(Operations):
         timeout: float | None = None,
         stall_after: float = 60.0,
         timeline: str | os.PathLike[str] | None = None,
+        device: DeviceLike = None,
     ) -> None:
         self._shut = True  # until there is something to shut down
         self._site = _site()
@@ -88,7 +96,7 @@ class Coordinator(Operations):
         self._group, self._meeting = _transport_of(transport)
         self._counts = Counts()
         self._timeline: Timeline | None = None
-        self._path = timeline
+        self._path, self._device, self._process = timeline, device, os.getpid()
         self._begin()
         self._shut = False
 
@@ -98,16 +106,20 @@ class Coordinator(Operations):
         """Meet the others, as the ranks that the transport has now."""
         options = self._options
         timing = self._path is not None
-        self._epoch = None if self._group is None else number_of(self._group)
+        epoch = None if self._group is None else number_of(self._group)
         if self._group is not None:
             group = child_of(self._group, options.timeout, timing)
         else:
             store, rank, size = self._meeting
             limit = _TIMEOUT if options.timeout is None else options.timeout
-            group = group_over(store, rank, size, name="coordinator", timeout=limit, timing=timing)
+            group = group_over(
+                store, rank, size, device=self._device, name="coordinator", timeout=limit, timing=timing
+            )
         self.rank, self.size, self.name = group.rank, group.size, group.name
         if self._path is not None and self._timeline is None:
-            self._timeline = Timeline(self._path, self.rank)
+            path = os.fspath(self._path)
+            if "{rank}" in path or self.rank == 0:
+                self._timeline = Timeline(path.replace("{rank}", str(self.rank)), self.rank)
         try:
             control = _session.open_control(
                 group.rank, group.size, store_of(group), "control",
@@ -122,16 +134,18 @@ class Coordinator(Operations):
         except BaseException as error:
             self._session.shut_down(False, f"rank {self.rank} could not begin: {error}")
             raise
+        self._epoch = epoch
         here = [rank for rank, machine in enumerate(machines) if machine == machines[self.rank]]
         self.local_rank, self.local_size = here.index(self.rank), len(here)
 
     def _current(self) -> Session:
         """Return the session that the ranks are in now: another one once the group goes on with others."""
+        if os.getpid() != self._process:
+            raise RuntimeError("this Coordinator was made by the process that this one was forked from; make one here")
         if self._group is None or number_of(self._group) == self._epoch or self._shut:
             return self._session
         with self._turn:
             if number_of(self._group) != self._epoch:
-                self._group.seq  # noqa: B018 - raises if it was never made
                 self._session.trouble(RuntimeError("its process group goes on with other ranks"))
                 self._session.wait_until_over(_TIMEOUT)
                 self._begin()
@@ -147,7 +161,7 @@ class Coordinator(Operations):
         return self._session.error
 
     def join(self, timeout: float | None = None) -> int:
-        """Bring nothing more, and wait until all ranks have joined; meanwhile others' all-reduces go on without this one.
+        """Bring nothing more, and wait until all ranks have joined; meanwhile others' all-reduces go on.
 
         Parameters
         ----------
@@ -188,7 +202,8 @@ class Coordinator(Operations):
         if self.rank not in members:
             session.check()
             return None
-        return ProcessSet(self, session, session.define(members, self._options.timeout if timeout is None else timeout))
+        member = session.define(members, self._options.timeout if timeout is None else timeout)
+        return ProcessSet(self._current, session, member)
 
     def stats(self) -> dict[str, Any]:
         """Return what was done so far.
@@ -196,9 +211,9 @@ class Coordinator(Operations):
         Returns
         -------
         dict
-            ``operations`` by kind and their ``bytes``, ``launches``, of them ``fused_launches`` with ``fused`` operations;
-            ``brought``, ``pending`` (waiting for other ranks), ``frames`` of the control plane; ``disagreements``,
-            ``overdue``, ``stalls``; and what the control plane counts.
+            ``operations`` by kind and their ``bytes``, ``launches``, of them ``fused_launches`` with ``fused``
+            operations; ``brought``, ``pending`` (waiting for other ranks), ``frames`` of the control plane;
+            ``disagreements``, ``overdue``, ``stalls``; and what the control plane counts.
         """
         return {**self._session.counters(), **self._counts.as_dict(), "pending": self._session.pending}
 
@@ -220,9 +235,11 @@ class Coordinator(Operations):
         NcclTimeout
             If it has not ended in time.
         """
-        if self._shut:
+        if self._shut or os.getpid() != self._process:
             return
-        limit = timeout if timeout is not None else self._options.timeout if self._options.timeout is not None else 60.0
+        limit = _ENDS if self._options.timeout is None else self._options.timeout
+        if timeout is not None:
+            limit = timeout
         end = time.monotonic() + limit
         session = self._session
         session.shut_down(drain, reason)
@@ -232,7 +249,8 @@ class Coordinator(Operations):
             over = session.wait_until_over(max(1.0, end - time.monotonic()))
             self._end()
             raise NcclTimeout(
-                f"coordinator {self.name!r}: it has not ended within {seconds(limit)}: {session.pending} operations were pending"
+                f"coordinator {self.name!r}: it has not ended within {seconds(limit)}: {session.pending} operations "
+                "were pending"
             )
         self._end()
         if session.left is not None:
@@ -262,15 +280,20 @@ class Coordinator(Operations):
             self.shutdown(drain=False, reason=f"{type(error).__name__}: {error}")
 
     def __del__(self) -> None:
-        if not getattr(self, "_shut", True) and self.error is None and not sys.is_finalizing():
-            warnings.warn(f"{self!r}, made at {self._site}, was never shut down", ResourceWarning, source=self, stacklevel=2)
+        if getattr(self, "_shut", True) or os.getpid() != self._process or sys.is_finalizing():
+            return
+        if self.error is None:
+            said = f"{self!r}, made at {self._site}, was never shut down"
+            warnings.warn(said, ResourceWarning, source=self, stacklevel=2)
             self._session.trouble(RuntimeError("its coordinator was dropped without shutdown()"))
 
     def __reduce__(self) -> Any:
         raise not_copied(self, "make one in each process")
 
     def __repr__(self) -> str:
-        state = "shut down" if self._shut else "ended" if self.error is not None else f"{self._session.pending} pending"
+        state = f"{self._session.pending} pending"
+        if self._shut or self.error is not None:
+            state = "shut down" if self._shut else "ended"
         return f"<ncclpy.Coordinator {self.name!r} rank {self.rank} of {self.size} {state}>"
 
 
@@ -297,7 +320,9 @@ def _transport_of(transport: Any) -> tuple[ProcessGroup | None, Any]:
     if isinstance(transport, ProcessGroup):
         return transport, None
     if type(transport).__module__.partition(".")[0] == "mpi4py":
-        raise NcclUnsupported("transport: an MPI communicator is not taken yet; pass a ProcessGroup, or (store, rank, size)")
+        raise NcclUnsupported(
+            "transport: an MPI communicator is not taken yet; pass a ProcessGroup, or (store, rank, size)"
+        )
     if isinstance(transport, tuple) and len(transport) == 3:
         bootstrap = import_module("ncclpy.bootstrap")
         store, rank, size = transport

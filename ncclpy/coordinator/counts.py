@@ -7,6 +7,11 @@ from typing import Any
 
 __all__ = ["Counts"]
 
+_NUMBERS = (
+    *("brought", "frames", "launches", "fused", "fused_launches", "bytes"),
+    *("disagreements", "overdue", "stalls"),
+)
+
 
 class Counts:
     """Numbers that several threads add to.
@@ -20,9 +25,7 @@ class Counts:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.operations: dict[str, int] = {}
-        self._numbers = dict.fromkeys(
-            ("brought", "frames", "launches", "fused", "fused_launches", "bytes", "disagreements", "overdue", "stalls"), 0
-        )
+        self._numbers = dict.fromkeys(_NUMBERS, 0)
 
     def add(self, **numbers: int) -> None:
         """Add to numbers by their names."""
@@ -30,10 +33,10 @@ class Counts:
             for name, number in numbers.items():
                 self._numbers[name] += number
 
-    def launched(self, kind: str, nbytes: int) -> None:
-        """Note an operation that was launched."""
+    def launched(self, kind: str, number: int, nbytes: int) -> None:
+        """Note operations that are launched, of so many bytes together."""
         with self._lock:
-            self.operations[kind] = self.operations.get(kind, 0) + 1
+            self.operations[kind] = self.operations.get(kind, 0) + number
             self._numbers["bytes"] += nbytes
 
     def as_dict(self) -> dict[str, Any]:

@@ -14,8 +14,8 @@ __all__ = ["after_join", "ended", "has_ended", "overdue", "stall"]
 def after_join(what: str, key: bytes, absent: Sequence[int]) -> NcclError:
     """Return the error of an operation that means nothing without the ranks that have joined."""
     return NcclError(
-        f"{what} {shown(names_of(key))}: {ranks(spans(absent))} {_has(absent)} joined and will bring nothing more; only "
-        "all-reduces go on without them. None of the others has begun it",
+        f"{what} {shown(names_of(key))}: {ranks(spans(absent))} {_has(absent)} joined and will bring nothing more; "
+        "only all-reduces go on without them. None of the others has begun it",
         result=Result.INVALID_USAGE,
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from ncclpy.coordinator.brought import Brought
 from ncclpy.coordinator.calls import Call
 from ncclpy.coordinator.counts import Counts
 from ncclpy.coordinator.plan import Step, plan, reduction
@@ -19,6 +20,9 @@ from ncclpy.core.types import Result
 
 __all__ = ["Member", "Ready", "Watcher"]
 
+#: Arrays from this size on are launched by themselves: to copy them takes longer than a launch, as measured.
+_LARGE_ON_HOST = 64 << 10
+_LARGE_ON_DEVICES = 4 << 20
 #: Seconds for one look whether a communicator stands.
 _SLICE = 0.1
 
@@ -72,7 +76,11 @@ class Member:
     fusion_bytes
         See `Coordinator`.
     watcher
-        Who is told of launches, held weakly by nobody.
+        Who is told of launches.
+    staged
+        Whether arrays of CPU memory are copied to the device.
+    counts
+        What is added to.
     """
 
     def __init__(
@@ -90,6 +98,7 @@ class Member:
         self.number, self.ranks, self.rank, self.size = number, ranks, rank, len(ranks)
         self.plane, self.label = plane, label
         self._fusion_bytes, self._staged = fusion_bytes, staged
+        self._large = min(fusion_bytes // 4, _LARGE_ON_DEVICES if staged else _LARGE_ON_HOST)
         self._counts, self._watcher = counts, watcher
         self._lock = threading.Lock()
         self._pending: dict[bytes, Call] = {}
@@ -118,8 +127,8 @@ class Member:
                 self._pending[call.key] = call
         if taken:
             raise ValueError(
-                f"name: {min(taken)!r} is in flight on this rank already: a name can be brought again once its operation was "
-                "launched, which waiting for its work tells. Nothing of this call was sent"
+                f"name: {min(taken)!r} is in flight on this rank already: a name can be brought again once its "
+                "operation was launched, which waiting for its work tells. Nothing of this call was sent"
             )
         for part in call.parts:
             part.wait_for(self.label, self.rank, self.ranks, partial(self.have, self.number, call.key))
@@ -149,7 +158,9 @@ class Member:
 
     def run(self, operations: Sequence[Ready]) -> None:
         """Launch what all ranks have brought, those of one frame; here as far as nothing has to wait."""
-        steps = plan([(each.signatures, len(each.absent)) for each in operations], self._fusion_bytes, self._staged)
+        steps = plan(
+            [(each.signatures, len(each.absent)) for each in operations], self._fusion_bytes, self._large, self._staged
+        )
         self._turns.add(_Launch(self, step, operations) for step in steps)
 
     def launch(self, step: Step, operations: Sequence[Ready]) -> None:
@@ -157,7 +168,10 @@ class Member:
         first = step.parts[0]
         ready = operations[first.operation]
         calls = [operations[part.operation].call for part in step.parts]
-        brought = [None if call is None else call.parts[part.place] for call, part in zip(calls, step.parts, strict=True)]
+        brought = [
+            None if call is None else call.parts[part.place] for call, part in zip(calls, step.parts, strict=True)
+        ]
+        self._tell(step, [part for part in brought if part is not None])
         try:
             carried = self._begin(step, ready, brought)
         except BaseException as error:
@@ -170,14 +184,16 @@ class Member:
             if not isinstance(error, _Meaningless):
                 self._watcher.trouble(failure)
             return
-        nbytes = [part.nbytes for part in brought if part is not None]
-        for part, size in zip(step.parts, nbytes, strict=False):
-            self._counts.launched(part.signature.kind.name.lower(), size)
-        fused = len(step.parts) > 1
-        self._counts.add(launches=1, fused=len(step.parts) * fused, fused_launches=int(fused))
-        self._watcher.launched([part for part in brought if part is not None], fused)
         if carried is not None:
             self._turns.put_first(_CopyOut(self, carried))
+
+    def _tell(self, step: Step, brought: Sequence[Brought]) -> None:
+        fused = len(step.parts) > 1
+        if brought:  # else this rank has joined
+            name = step.parts[0].signature.kind.name.lower()
+            self._counts.launched(name, len(brought), sum(part.nbytes for part in brought))
+        self._counts.add(launches=1, fused=len(step.parts) * fused, fused_launches=int(fused))
+        self._watcher.launched(brought, fused)
 
     def _begin(self, step: Step, ready: Ready, brought: Sequence[Any]) -> Carried | None:
         signature = step.parts[0].signature
@@ -190,7 +206,7 @@ class Member:
         if not step.fused and brought[0] is not None:
             self.plane.all_reduce(brought[0], op, factor)
             return None
-        members = [(part, each.signature.count) for part, each in zip(brought, step.parts, strict=True)]
+        members = [(part, each.signature.elements) for part, each in zip(brought, step.parts, strict=True)]
         return self.plane.fuse(members, signature.datatype, op, factor)
 
     def copied_out(self, carried: Carried) -> None:
@@ -228,7 +244,8 @@ class _Meaningless(NcclError):
 
 
 def _not_launched(error: BaseException) -> NcclError:
-    made = NcclError(f"an operation that all ranks have brought could not be launched: {type(error).__name__}: {error}")
+    what = f"{type(error).__name__}: {error}"
+    made = NcclError(f"an operation that all ranks have brought could not be launched: {what}")
     made.__cause__ = error
     return made
 

@@ -7,13 +7,16 @@ from collections.abc import Sequence
 
 __all__ = ["BEGINNING", "LEAVING", "key_of", "names_of", "shown"]
 
-#: The keys under which the ranks compare what they were made with, before anything else, and wait for each other's end.
+#: The keys under which the ranks compare what they were made with, before anything else, and wait for each other at
+#: the end.
 BEGINNING, LEAVING = b"\x02", b"\x03"
 
 _ONE, _SEVERAL = b"\x00", b"\x01"
 _LENGTH = struct.Struct("=I")
 #: Characters of a name that are shown.
 _LONG = 120
+#: Names that are shown.
+_MANY = 4
 
 
 def key_of(names: Sequence[str]) -> bytes:
@@ -49,6 +52,9 @@ def names_of(key: bytes) -> tuple[str, ...]:
 
 def shown(names: Sequence[str]) -> str:
     """Return names as text for people; long ones, and long lists, are cut."""
-    texts = [repr(name) if len(name) <= _LONG else f"{name[:_LONG]!r}... ({len(name)} characters)" for name in names[:4]]
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return ", ".join(texts) + more
+    more = f" and {len(names) - _MANY} more" if len(names) > _MANY else ""
+    return ", ".join(map(_shown, names[:_MANY])) + more
+
+
+def _shown(name: str) -> str:
+    return repr(name) if len(name) <= _LONG else f"{name[:_LONG]!r}... ({len(name)} characters)"

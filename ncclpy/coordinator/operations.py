@@ -32,8 +32,8 @@ class Operations:
         """Bring an array that is reduced over all ranks, in place.
 
         It runs once every rank has brought an operation of this name, in one order on all ranks, whatever the order in
-        which they are brought. The input need not be ready: the launch waits for the array's current stream, and what is
-        launched behind it on this set's stream waits too.
+        which they are brought. The input need not be ready: the launch waits for the array's current stream, and what
+        is launched behind it on this set's stream waits too.
 
         Parameters
         ----------
@@ -50,8 +50,8 @@ class Operations:
         Returns
         -------
         Work
-            Its result is the array. If ranks disagree, its error is an `NcclError`, the same on all, that names each value
-            and the ranks which brought it.
+            Its result is the array. If ranks disagree, its error is an `NcclError`, the same on all, that names each
+            value and the ranks which brought it.
 
         Raises
         ------
@@ -62,8 +62,8 @@ class Operations:
 
         Notes
         -----
-        Ranks that have joined bring what changes nothing: zeros, or the identity of the operator. An average divides by the
-        others.
+        Ranks that have joined bring what changes nothing: zeros, or the identity of the operator. An average divides
+        by the others.
         """
         session, member = self._place()
         call = AllReduce((name,), (array,), op, session.device, member.size, prescale, postscale)
@@ -89,7 +89,8 @@ class Operations:
         """
         names, arrays = tuple(names), tuple(arrays)
         if not names or len(names) != len(arrays):
-            raise ValueError(f"names, arrays: expected as many of both, at least one, got {len(names)} and {len(arrays)}")
+            both = f"{len(names)} and {len(arrays)}"
+            raise ValueError(f"names, arrays: expected as many of both, at least one, got {both}")
         session, member = self._place()
         call = AllReduce(names, arrays, op, session.device, member.size)
         session.bring(member, call)
@@ -103,8 +104,8 @@ class Operations:
         name : str
             As for `all_reduce`.
         array : array
-            Of numpy, torch or CuPy. First dimensions may differ between ranks, and may be 0; the others are the same. An
-            array without dimensions is one row.
+            Of numpy, torch or CuPy. First dimensions may differ between ranks, and may be 0; the others are the same.
+            An array without dimensions is one row.
 
         Returns
         -------

@@ -10,9 +10,6 @@ from ncclpy.core.types import DataType, ReduceOp
 
 __all__ = ["Part", "Step", "plan", "reduction"]
 
-#: An array of at least this part of `fusion_bytes` is not copied: the copies would cost more than the launch.
-LARGE = 4
-
 _NO_FACTOR = 1.0
 
 
@@ -52,11 +49,13 @@ class Step(NamedTuple):
     absent: int
 
 
-def plan(operations: Sequence[tuple[Sequence[Signature], int]], fusion_bytes: int, staged: bool) -> list[Step]:
+def plan(
+    operations: Sequence[tuple[Sequence[Signature], int]], fusion_bytes: int, large: int, staged: bool
+) -> list[Step]:
     """Return the launches of a frame's operations, in their order.
 
-    An all-reduce joins the first launch before it that has its type, operator, scales and memory, and room: not only the
-    one just before it.
+    An all-reduce joins the first launch before it that has its type, operator, scales and memory, and room: not only
+    the one just before it.
 
     Parameters
     ----------
@@ -64,6 +63,8 @@ def plan(operations: Sequence[tuple[Sequence[Signature], int]], fusion_bytes: in
         The signatures of the arrays that each brings, and how many ranks are absent from it.
     fusion_bytes
         The most that is copied together; 0 to copy nothing that need not be.
+    large
+        An array of so many bytes is not copied: the copies would take longer than a launch of its own.
     staged
         Whether arrays of CPU memory have to be copied to the device in any case.
     """
@@ -76,8 +77,8 @@ def plan(operations: Sequence[tuple[Sequence[Signature], int]], fusion_bytes: in
             part = Part(number, place, signature)
             key = None
             if signature.kind is Kind.ALL_REDUCE:
-                nbytes = signature.count * DataType(signature.datatype).itemsize
-                if nbytes * LARGE < fusion_bytes:
+                nbytes = signature.elements * DataType(signature.datatype).itemsize
+                if nbytes < large and nbytes < fusion_bytes:
                     key = signature._replace(shape=(), dtype="", unit=1), absent
                     found = open_ones.get(key)
                     if found is not None and sizes[found] + nbytes <= fusion_bytes:
@@ -123,8 +124,8 @@ def reduction(signature: Signature, size: int, absent: int) -> tuple[int, float 
         kind = DataType(signature.datatype)
         if kind.name.startswith(("INT", "UINT")):
             raise ValueError(
-                f"the average of {signature.dtype} arrays after {absent} of {size} ranks have joined: integers cannot be "
-                "divided by the ranks that are left; sum them, and divide the result"
+                f"the average of {signature.dtype} arrays after {absent} of {size} ranks have joined: integers cannot "
+                "be divided by the ranks that are left; sum them, and divide the result"
             )
         op = ReduceOp.SUM
         factor /= size - absent

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from ncclpy.coordinator.member import Member
 from ncclpy.coordinator.operations import Operations
 from ncclpy.coordinator.session import Session
 from ncclpy.core.errors import NcclAborted
-
-if TYPE_CHECKING:
-    from ncclpy.coordinator.coordinator import Coordinator
 
 __all__ = ["ProcessSet"]
 
@@ -28,15 +25,15 @@ class ProcessSet(Operations):
         Which of how many this one is in the set.
     """
 
-    def __init__(self, coordinator: Coordinator, session: Session, member: Member) -> None:
-        self._coordinator, self._session, self._member = coordinator, session, member
+    def __init__(self, current: Callable[[], Session], session: Session, member: Member) -> None:
+        self._current, self._session, self._member = current, session, member
         self.ranks, self.rank, self.size = member.ranks, member.rank, member.size
 
     def _place(self) -> tuple[Session, Member]:
-        if self._coordinator._current() is not self._session:
+        if self._current() is not self._session:
             raise NcclAborted(
-                f"a process set of {len(self.ranks)} ranks has ended: its coordinator goes on with other ranks since then; "
-                "make it anew"
+                f"a process set of {len(self.ranks)} ranks has ended: its coordinator goes on with other ranks since "
+                "then; make it anew"
             )
         return self._session, self._member
 

@@ -1,7 +1,8 @@
-"""A coordinator between two changes of its ranks: the control plane, who reads it, and the sets that run what it says."""
+"""A coordinator between two changes of its ranks: the control plane, who reads it, and the sets that run it."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import struct
@@ -11,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from ncclpy.bootstrap.prefix import PrefixStore
 from ncclpy.coordinator import ends
@@ -27,8 +28,12 @@ from ncclpy.peers.reports import BOOT_ID
 
 __all__ = ["Options", "Session", "open_control"]
 
+T = TypeVar("T")
+
 _log = logging.getLogger("ncclpy.coordinator")
 
+#: How a reason begins if not all ranks may have launched what all have brought.
+_TORN = "\0"
 #: Seconds that the thread that reads sleeps at a time, while nothing comes.
 _LONG = 3600.0
 #: Seconds for all ranks to come to the beginning, unless a timeout is given.
@@ -64,16 +69,28 @@ class Options(NamedTuple):
         return struct.pack("=q", self.fusion_bytes) + self.engine.encode()
 
 
-class _Wait:
+class _Wait(Generic[T]):
     """What a thread waits for that a record tells."""
 
     def __init__(self) -> None:
         self.there = threading.Event()
-        self.value: Any = None
+        self._value: T | None = None
+        self._error: BaseException | None = None
 
-    def tell(self, value: Any) -> None:
-        self.value = value
+    def tell(self, value: T) -> None:
+        self._value = value
         self.there.set()
+
+    def fail(self, error: BaseException) -> None:
+        self._error = error
+        self.there.set()
+
+    def result(self) -> T:
+        """Return what was told, or raise."""
+        if self._error is not None:
+            raise self._error
+        assert self._value is not None
+        return self._value
 
 
 class Session:
@@ -104,9 +121,10 @@ class Session:
         self._control, self._options, self._counts, self._timeline = control, options, counts, timeline
         self._lock = threading.Lock()
         self._closing: tuple[int, str] | None = None
-        self._joining: _Wait | None = None
-        self._defining: dict[tuple[int, ...], deque[_Wait]] = {}
-        self._began, self._all_leave = _Wait(), _Wait()
+        self._joining: _Wait[int] | None = None
+        self._defining: dict[tuple[int, ...], deque[_Wait[Member]]] = {}
+        self._began: _Wait[tuple[bytes, ...]] = _Wait()
+        self._all_leave: _Wait[tuple[bytes, ...]] = _Wait()
         self._ending, self._over = threading.Event(), threading.Event()
         self._left: BaseException | None = None
         self._staged = options.engine == "nccl"
@@ -153,16 +171,14 @@ class Session:
             have = set(self._control.have(0, BEGINNING))
             missing = [rank for rank in range(self.size) if rank not in have]
             error = NcclTimeout(
-                f"coordinator {self.name!r}: {ranks(spans(missing))} did not come within {seconds(limit)}, as far as rank "
-                f"{self.rank} knows"
+                f"coordinator {self.name!r}: {ranks(spans(missing))} did not come within {seconds(limit)}, as far as "
+                f"rank {self.rank} knows"
             )
             error.missing = missing
             raise error
-        if isinstance(self._began.value, BaseException):
-            raise self._began.value
-        return self._began.value
+        return self._began.result()
 
-    def _wait(self, what: _Wait, timeout: float | None) -> bool:
+    def _wait(self, what: _Wait[Any], timeout: float | None) -> bool:
         """Wait for a record; raise if the session ends first."""
         end = None if timeout is None else time.monotonic() + timeout
         while not what.there.wait(_SLICE if end is None else min(_SLICE, max(0.0, end - time.monotonic()))):
@@ -182,7 +198,9 @@ class Session:
             rank, reason = self._closing
             raise ends.has_ended(self.name, ends.ended(self.name, rank, (), reason))
         if self._joining is not None:
-            raise ValueError(f"coordinator {self.name!r}: rank {self.rank} has joined; it brings nothing until all have")
+            raise ValueError(
+                f"coordinator {self.name!r}: rank {self.rank} has joined; it brings nothing until all have"
+            )
 
     def bring(self, member: Member, call: Call) -> None:
         """Bring an operation; it is withdrawn if that raises."""
@@ -223,30 +241,28 @@ class Session:
         """Bring nothing more until all ranks have joined; return the last one."""
         with self._lock:
             self.check()
-            self._joining = joining = _Wait()
+            self._joining = joining = _Wait[int]()
         self._ask(self._control.join)
         if not self._wait(joining, timeout):
             raise NcclTimeout(
-                f"coordinator {self.name!r}: not all ranks have joined within {seconds(timeout or 0.0)}; rank {self.rank} has, "
-                "and brings nothing until they have"
+                f"coordinator {self.name!r}: not all ranks have joined within {seconds(timeout or 0.0)}; rank "
+                f"{self.rank} has, and brings nothing until they have"
             )
-        return joining.value
+        return joining.result()
 
     def define(self, members: tuple[int, ...], timeout: float | None) -> Member:
         """Return this rank in a new process set, once all of its members have asked for it."""
-        waiting = _Wait()
+        waiting = _Wait[Member]()
         with self._lock:
             self.check()
             self._defining.setdefault(members, deque()).append(waiting)
         self._ask(self._control.define, members)
         if not self._wait(waiting, timeout):
             raise NcclTimeout(
-                f"coordinator {self.name!r}: not all of {ranks(spans(members))} have called process_set() with these ranks "
-                f"within {seconds(timeout or 0.0)}"
+                f"coordinator {self.name!r}: not all of {ranks(spans(members))} have called process_set() with these "
+                f"ranks within {seconds(timeout or 0.0)}"
             )
-        if isinstance(waiting.value, BaseException):
-            raise waiting.value
-        return waiting.value
+        return waiting.result()
 
     def leave(self, timeout: float) -> None:
         """Wait until all ranks do so, or it has ended: what others still do among themselves goes on."""
@@ -283,10 +299,8 @@ class Session:
     def trouble(self, error: BaseException) -> None:
         """End the session on all ranks, as a launch of this rank's has failed, or what runs has."""
         if self.error is None:
-            try:
-                self._control.shutdown(False, f"rank {self.rank}: {error}")
-            except NcclError:  # it ends already
-                pass
+            with contextlib.suppress(NcclError):  # it ends already
+                self._control.shutdown(False, f"{_TORN}{error}")
 
     # What the control plane says.
 
@@ -340,7 +354,7 @@ class Session:
 
     def _mismatch(self, number: int, key: bytes, brought: Sequence[tuple[bytes, Sequence[int]]]) -> None:
         if number == 0 and key == BEGINNING:
-            self._began.tell(_different_options(self.name, brought))
+            self._began.fail(_different_options(self.name, brought))
             return
         self._counts.add(disagreements=1)
         member = self._members.get(number)
@@ -349,7 +363,7 @@ class Session:
 
     def _fail(self, member: Member, key: bytes, error: BaseException) -> None:
         if member.number == 0 and key == LEAVING:  # who waits for that goes on to the end itself
-            self._all_leave.tell(None)
+            self._all_leave.tell(())
         call = member.take(key)
         if call is not None:
             call.fail(error)
@@ -366,7 +380,14 @@ class Session:
             self._fail(member, key, ends.overdue(_what(fixed), key, have, missing, self._options.timeout))
 
     def _stalled(
-        self, number: int, key: bytes, fixed: bytes, have: Sequence[int], missing: Sequence[int], waited: float, near: Any
+        self,
+        number: int,
+        key: bytes,
+        fixed: bytes,
+        have: Sequence[int],
+        missing: Sequence[int],
+        waited: float,
+        near: Any,
     ) -> None:
         self._counts.add(stalls=1)
         where = f"coordinator {self.name!r}" + (f", process set {number}" if number else "")
@@ -383,23 +404,24 @@ class Session:
         if self.rank not in members:
             return
         waiting = self._defining.get(members)
-        made: Any
+        mine: _Wait[Member] = waiting.popleft() if waiting else _Wait()  # nobody waits who has come too late for that
         try:
             group = part_of(self.group, f"{self.group.name}/set {number}", list(members))
             made = self._members[number] = self._member(number, members, group)
         except BaseException as error:
-            made = error
+            mine.fail(error)
             self.trouble(error)
-        if waiting:
-            waiting.popleft().tell(made)
+        else:
+            mine.tell(made)
 
     def _closes(self, rank: int, reason: str) -> None:
         self._closing = rank, reason
 
     def _ended(self, rank: int, lost: Sequence[int], reason: str) -> None:
-        error = ends.ended(self.name, rank, lost, reason)
+        torn = reason.startswith(_TORN)
+        error = ends.ended(self.name, rank, lost, reason.removeprefix(_TORN))
         self._end(error)
-        if lost or rank < 0:  # what runs waits for them
+        if lost or torn or rank < 0:  # what runs waits for what will not come
             for member in list(self._members.values()):
                 member.fail(error)
 

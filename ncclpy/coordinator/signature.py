@@ -1,4 +1,4 @@
-"""What an operation is, as bytes that all ranks have to bring alike, and in words how those of different ranks differ."""
+"""What an operation is: as bytes, which all ranks have to bring alike, and in words, where they differ."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import enum
 import functools
 import struct
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 from ncclpy.core.errors import NcclError, listed, spans
@@ -70,15 +71,13 @@ class Signature(NamedTuple):
     rows: int = -1
 
     @property
-    def count(self) -> int:
+    def elements(self) -> int:
         """Return how many elements of NCCL's are in an array of this shape."""
-        count = self.unit
-        for size in self.shape:
-            count *= size
-        return count
+        return self.unit * prod(self.shape)
 
 
-#: kind, data type, unit, op, root, counted, on_device, which scales, the two, rows, bytes of the type's name, dimensions.
+#: kind, data type, unit, op, root, counted, on_device, which scales, the two, rows, length of the type's name,
+#: dimensions.
 _HEAD = struct.Struct("=BBIiiBBBddqBB")
 _LENGTH = struct.Struct("=I")
 _COUNTED = (None, False, True)

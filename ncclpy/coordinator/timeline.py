@@ -28,7 +28,7 @@ class Timeline:
     """
 
     def __init__(self, path: str | os.PathLike[str], rank: int) -> None:
-        self._file: TextIO = open(path, "w", encoding="utf-8")  # noqa: SIM115 - closed by its thread
+        self._file: TextIO = open(path, "w", encoding="utf-8")
         self._rank = rank
         self._rows: dict[str, int] = {}
         self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
@@ -92,7 +92,8 @@ class Timeline:
     # The file.
 
     def _write(self) -> None:
-        head = {"ph": "M", "name": "process_name", "pid": self._rank, "tid": 0, "ts": 0, "args": {"name": f"rank {self._rank}"}}
+        named = {"name": f"rank {self._rank}"}
+        head = {"ph": "M", "name": "process_name", "pid": self._rank, "tid": 0, "ts": 0, "args": named}
         with self._file as file:
             file.write("[\n" + json.dumps(head))
             while (event := self._queue.get()) is not None:

@@ -25,9 +25,9 @@ class Turn(Protocol):
 class Turns:
     """A queue of steps that are taken in their order, by one thread at a time.
 
-    To wake a thread costs more than a launch. So who brings steps takes them himself, up to the first that would have to
-    wait, for a communicator that is being made, say: from there on a thread of the queue's own goes on, and other sets'
-    steps are not held up.
+    To wake a thread costs more than a launch. So who brings steps takes them himself, up to the first that would have
+    to wait, for a communicator that is being made, say: from there on a thread of the queue's own goes on, and other
+    sets' steps are not held up.
 
     Parameters
     ----------

@@ -169,7 +169,7 @@ _MADE = {
 
 
 def maker_of(array):
-    """Return how to make and add arrays of the package that one comes from, None if nobody knows: `room(shape, like)`."""
+    """Return how to make and add arrays of the package that one comes from, None if nobody knows."""
     make = by_package(type(array), _MADE)
     return None if make is None else make()
 

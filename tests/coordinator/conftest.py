@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 from fake_control import Hubs
 
@@ -17,3 +19,12 @@ def hubs(monkeypatch):
     made = Hubs()
     monkeypatch.setattr(session, "open_control", made)
     return made
+
+
+@pytest.fixture
+def no_collection():
+    """Keep memory of earlier tests from being freed in the middle of one, which waits for its whole device."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()

@@ -65,11 +65,13 @@ def test_every_value_is_told_to_every_rank(odd, said):
 
 
 def test_all_that_differs_is_listed():
-    errors = bring_differently([
-        lambda c: c.all_reduce("x", np.ones(4, np.float32)),
-        lambda c: c.all_reduce("x", np.ones(3), "max"),
-        lambda c: c.all_reduce("x", np.ones(4, np.int32), "max"),
-    ])
+    errors = bring_differently(
+        [
+            lambda c: c.all_reduce("x", np.ones(4, np.float32)),
+            lambda c: c.all_reduce("x", np.ones(3), "max"),
+            lambda c: c.all_reduce("x", np.ones(4, np.int32), "max"),
+        ]
+    )
     text = str(errors[0])
     assert "dtype float32 on rank 0, float64 on rank 1, int32 on rank 2" in text
     assert "op sum on rank 0, max on ranks 1-2; " in text
@@ -154,7 +156,7 @@ def test_signatures_as_bytes():
     assert unpack(pack(signature)) == signature
     several = (signature, Signature(Kind.BARRIER), Signature(Kind.ALL_TO_ALL, "int8", counted=False, shape=()))
     assert unpack_all(pack_all(several)) == several
-    assert signature.count == 2 * 3 * 2**40
+    assert signature.elements == 2 * 3 * 2**40
 
 
 def test_a_sentence():

@@ -95,12 +95,17 @@ def test_a_shutdown_ends_what_waits_with_who_asked_and_why(drain):
 
 
 def test_an_exception_in_a_block_ends_it_for_all():
+    brought = threading.Event()
+
     def body(coordinator):
         if coordinator.rank == 0:
             with pytest.raises(KeyError), coordinator:
+                brought.wait(DEADLINE)
                 raise KeyError("lost")
             return ""
-        return str(coordinator.all_reduce("x", np.ones(1)).exception(DEADLINE))
+        work = coordinator.all_reduce("x", np.ones(1))
+        brought.set()
+        return str(work.exception(DEADLINE))
 
     def whole(coordinator):
         text = body(coordinator)
@@ -112,9 +117,11 @@ def test_an_exception_in_a_block_ends_it_for_all():
 
 
 def test_a_rank_that_is_gone_is_named(hubs):
+    ready = threading.Barrier(3)
+
     def body(coordinator):
         works = [coordinator.all_reduce(f"{i}", np.ones(1)) for i in range(3)] if coordinator.rank else []
-        coordinator.barrier("ready").wait(DEADLINE)
+        ready.wait(DEADLINE)
         if coordinator.rank == 0:
             next(each for each in hubs.controls if each.rank == 0).lose(0)
         for work in works:

@@ -28,27 +28,27 @@ def shape_of(steps):
 def test_a_plan_looks_ahead():
     gather = Signature(Kind.ALL_GATHER, "float32", 7)
     operations = [((one(3),), 0), ((gather,), 0), ((one(3, op=2),), 0), ((one(5),), 0), ((one(3, op=2),), 0)]
-    assert shape_of(plan(operations, 1 << 20, False)) == [[(0, 0), (3, 0)], [(1, 0)], [(2, 0), (4, 0)]]
+    assert shape_of(plan(operations, 1 << 20, 1 << 18, False)) == [[(0, 0), (3, 0)], [(1, 0)], [(2, 0), (4, 0)]]
 
 
 def test_a_plan_keeps_apart_what_differs():
     different = [one(3), one(3, datatype=8), one(3, op=3), one(3, prescale=0.5), one(3, on_device=True)]
-    steps = plan([((each,), 0) for each in different], 1 << 20, False)
+    steps = plan([((each,), 0) for each in different], 1 << 20, 1 << 18, False)
     assert shape_of(steps) == [[(i, 0)] for i in range(5)] and not any(step.fused for step in steps)
-    assert len(plan([((one(3),), 0), ((one(3),), 1)], 1 << 20, False)) == 2  # a rank has joined in between
+    assert len(plan([((one(3),), 0), ((one(3),), 1)], 1 << 20, 1 << 18, False)) == 2  # a rank has joined in between
 
 
 def test_a_plan_has_limits():
     small, large = one(100), one(256)  # of 4 bytes each
-    steps = plan([((small,), 0)] * 5 + [((large,), 0)] + [((small,), 0)], 4096, False)
+    steps = plan([((small,), 0)] * 5 + [((large,), 0)] + [((small,), 0)], 4096, 1024, False)
     assert [len(step.parts) for step in steps] == [6, 1] and shape_of(steps)[1] == [(5, 0)]
-    assert [len(step.parts) for step in plan([((small,), 0)] * 12, 4096, False)] == [10, 2]
-    assert [step.fused for step in plan([((small,), 0)] * 2, 0, False)] == [False, False]
-    assert [step.fused for step in plan([((small,), 0)] * 2, 0, True)] == [True, True]  # staged, one by one
+    assert [len(step.parts) for step in plan([((small,), 0)] * 12, 4096, 1024, False)] == [10, 2]
+    assert [step.fused for step in plan([((small,), 0)] * 2, 0, 0, False)] == [False, False]
+    assert [step.fused for step in plan([((small,), 0)] * 2, 0, 0, True)] == [True, True]  # staged, one by one
 
 
 def test_operations_that_are_brought_together_are_members_each():
-    steps = plan([((one(1), one(2, datatype=8), one(3)), 0), ((one(4),), 0)], 1 << 20, False)
+    steps = plan([((one(1), one(2, datatype=8), one(3)), 0), ((one(4),), 0)], 1 << 20, 1 << 18, False)
     assert shape_of(steps) == [[(0, 0), (0, 2), (1, 0)], [(0, 1)]]
 
 

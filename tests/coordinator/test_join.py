@@ -23,7 +23,7 @@ def test_all_reduces_go_on_without_a_rank(op, dtype):
         array = np.array([2 + rank, 100 - rank], dtype)
         work = coordinator.all_reduce("x", array, op)
         if op == "average" and dtype != np.float32:
-            with pytest.raises(ncclpy.NcclError, match="average of .*integers cannot be divided by the ranks"):
+            with pytest.raises(ncclpy.NcclError, match="integers cannot be divided by the ranks"):
                 work.wait(DEADLINE)
         else:
             work.wait(DEADLINE)

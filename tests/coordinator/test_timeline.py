@@ -21,31 +21,22 @@ def test_a_trace_has_the_phases_of_each_operation(tmp_path):
         bad.exception(DEADLINE)
         coordinator.barrier("end").wait(DEADLINE)
 
-    # One file a rank; here each writes the same way into its own.
-    def whole(coordinator):
-        body(coordinator)
-
-    from ncclpy.coordinator import Coordinator
-    from ncclpy.coordinator import coordinator as module
-
-    made = module.Timeline
-    try:
-        module.Timeline = lambda path, rank: made(f"{path}.{rank}", rank)
-        run_coordinators(2, whole, timeline=tmp_path / "trace")
-    finally:
-        module.Timeline = made
+    run_coordinators(2, body, timeline=tmp_path / "trace.{rank}")
     for rank in range(2):
         events = json.loads((tmp_path / f"trace.{rank}").read_text())
         assert {event["pid"] for event in events} == {rank}
         rows = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
         assert set(names) | {"rows", "bad", "end"} == set(rows)
-        for name, phases in (("b", ["negotiate", "fuse", "run"]), ("rows", ["negotiate", "run"]), ("bad", ["negotiate"])):
+        for name, phases in (
+            ("b", ["negotiate", "fuse", "run"]),
+            ("rows", ["negotiate", "run"]),
+            ("bad", ["negotiate"]),
+        ):
             found = [event for event in events if event["tid"] == rows[name] and event["ph"] == "X"]
             assert [event["name"] for event in found if event["name"] != "wait for data"] == phases
             assert all(event["dur"] >= 0 and event["args"]["operation"] == name for event in found)
             moments = [event["ts"] for event in found]
             assert moments == sorted(moments)
-    assert Coordinator
 
 
 def test_stats():

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from group_ranks import DEADLINE
+
 import ncclpy
 import testing
-from group_ranks import DEADLINE
 from ncclpy.bootstrap import LocalStore
 from ncclpy.coordinator import Coordinator
 from ncclpy.core import device as device_module

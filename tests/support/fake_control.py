@@ -54,6 +54,8 @@ class Hub:
         if not have or len(have) + len(absent) < len(members):
             return
         taken = {rank: ranks[rank].popleft() for rank in have}
+        if not any(ranks.values()):
+            del self.brought[group, key]
         self.warned.discard((group, key))
         values = {}
         for rank in have:
@@ -121,7 +123,6 @@ class FakeControl:
             ranks = hub.brought.setdefault((group, key), {})
             ranks.setdefault(self.rank, deque()).append((fixed, own, joinable, time.monotonic()))
             hub.look(group, key)
-            hub.look_at_all()
 
     def next(self, timeout):
         hub = self._hub
@@ -201,7 +202,7 @@ class FakeControl:
 
 
 class Hubs:
-    """What stands in for `open_control`: the n-th coordinator of one rank over a store meets the n-th of the others."""
+    """What stands in for `open_control`: the n-th coordinator of a rank in a place meets the n-th of the others."""
 
     def __init__(self):
         self._lock = threading.Lock()

@@ -35,7 +35,6 @@ class Side:
 
         ncclpy.use("host")
         store = self.store or TCPStore("127.0.0.1", port)
-        ncclpy.Device(rank).use() if hasattr(ncclpy, "Device") else None
         self.group = None
         if over == "group":
             self.group = ncclpy.ProcessGroup(store, rank, size, device=rank, timeout=PATIENCE)
@@ -47,17 +46,16 @@ class Side:
         self.arrays = {}
 
     def do_latency(self, times: int, last: int) -> list[float]:
-        """Bring one small array so often, this rank last or not; return the moments of bringing and of the launch."""
+        """Bring one small array so often, this rank last or not; return how long each took, from there to its data."""
         coordinator, array = self.coordinator, np.ones(2, np.float32)
-        moments = []
+        taken = []
         for _ in range(times):
             if self.rank == last:
                 time.sleep(0.001)  # all others have brought theirs
-            brought = time.monotonic()
-            work = coordinator.all_reduce("latency", array, "max")
-            work.wait(PATIENCE)
-            moments += [brought, launched_at(work), time.monotonic()]
-        return moments
+            brought = time.perf_counter()
+            coordinator.all_reduce("latency", array, "max").wait(PATIENCE)
+            taken.append(time.perf_counter() - brought)
+        return taken
 
     def do_prepare(self, model: str) -> int:
         """Have the gradients of a model; return how many bytes they are."""
@@ -92,13 +90,6 @@ class Side:
         self.coordinator.shutdown(PATIENCE)
         if self.group is not None:
             self.group.close()
-
-
-def launched_at(work) -> float:
-    """Return when a work was launched, by the monotonic clock."""
-    from ncclpy.coordinator.brought import moments_of
-
-    return moments_of(work)[1]
 
 
 def main() -> None:

@@ -38,10 +38,14 @@ def data(step, rank):
     return inputs, inputs.sum(1, keepdim=True)
 
 
-def train(rank, store, results):
+def made(seed):
+    torch.manual_seed(seed)
+    return Branches()
+
+
+def train(rank, model, store, results):
     device = torch.device("cuda", rank) if CUDA else torch.device("cpu")
-    torch.manual_seed(rank)  # another model on each rank, until they are made alike
-    model = Branches().to(device)
+    model = model.to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     order = list(range(BRANCHES))
     with ncclpy.Coordinator((store, rank, RANKS), device=rank) as coordinator:
@@ -58,8 +62,7 @@ def train(rank, store, results):
 
 def alone():
     """Train on all ranks' data in one process."""
-    torch.manual_seed(0)
-    model = Branches()
+    model = made(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     for step in range(STEPS):
         inputs, wanted = (torch.cat(each) for each in zip(*(data(step, rank) for rank in range(RANKS)), strict=True))
@@ -71,7 +74,8 @@ def alone():
 
 def main():
     store, results = LocalStore(), {}
-    threads = [threading.Thread(target=train, args=(rank, store, results)) for rank in range(RANKS)]
+    models = [made(rank) for rank in range(RANKS)]  # which differ, until they are made alike
+    threads = [threading.Thread(target=train, args=(rank, models[rank], store, results)) for rank in range(RANKS)]
     for each in threads:
         each.start()
     for each in threads:

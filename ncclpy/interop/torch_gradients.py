@@ -150,7 +150,6 @@ class GradientAverage:
         RuntimeError
             If parameters have gradients of fewer passes than a step has.
         """
-        torch = self._torch
         with self._lock:
             short = [key for key, seen in self._seen.items() if seen < self._passes]
             fresh = [key for key in self._parameters if key not in self._seen]
@@ -180,9 +179,7 @@ class GradientAverage:
             parameter = self._parameters[key]
             if parameter.grad is not None and parameter.grad.is_sparse:
                 indices, values = result
-                parameter.grad = torch.sparse_coo_tensor(
-                    torch.as_tensor(indices), torch.as_tensor(values) / self._coordinator.size, parameter.grad.shape
-                )
+                parameter.grad = self._sparse_of(indices, values / self._coordinator.size, parameter)
             elif each.copy is not None:
                 parameter.grad.copy_(each.copy)
         if failure is not None:
@@ -191,12 +188,12 @@ class GradientAverage:
     def _zeros(self, key: str, parameter: Any) -> Any:
         torch = self._torch
         if key in self._sparse:
-            return torch.sparse_coo_tensor(
-                torch.zeros((1, 0), dtype=torch.int64, device=parameter.device),
-                torch.zeros((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device),
-                parameter.shape,
-            )
+            indices = torch.zeros((1, 0), dtype=torch.int64, device=parameter.device)
+            return self._sparse_of(indices, parameter.detach().new_zeros((0, *parameter.shape[1:])), parameter)
         return torch.zeros_like(parameter)
+
+    def _sparse_of(self, indices: Any, values: Any, parameter: Any) -> Any:
+        return self._torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=True)
 
     def close(self) -> None:
         """Take the hooks away; what is on its way is waited for."""

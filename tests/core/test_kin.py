@@ -92,7 +92,7 @@ def test_nothing_is_kept_of_communicators_that_are_gone(host_engine):
     assert [each() for each in gone] == [None, None]
 
 
-#: With the version that the host engine has, and ends as strict as NCCL's, a close would meet all ranks of the process.
+#: With its version, and ends as strict as NCCL's, a close on the host engine would meet all ranks of the process.
 STRICT = {"NCCLPY_HOST_STRICT_ENDS": "1"}
 BEGIN = """
 import faulthandler, threading, time, warnings

@@ -1,3 +1,4 @@
+from ncclpy.abi.nccl cimport ncclComm_t
 from ncclpy.core.handle cimport Handle
 from ncclpy.core.wait cimport Call
 
@@ -24,6 +25,9 @@ cdef int end_call(list handles, Call call, list children, object reason, object 
 
 # Abort what was made by a call for which nobody has waited, and which has returned (`called`), or can be seen to go on.
 cdef int abort_late(list handles, object reason, bint called=*) except -1
+
+# Have NCCL forget what a communicator has registered, under its lock, before it is destroyed or aborted.
+cdef void drop_ranges(void* handle, ncclComm_t raw) noexcept nogil
 
 # Destroy a communicator's graphs, for which NCCL waits.
 cdef int let_graphs_go(Handle handle) except -1

@@ -17,8 +17,9 @@ from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclInvalidArgument, nc
 from ncclpy.core.check cimport keep_words, nccl_error
 from ncclpy.core.device cimport lend_device, take_device_back
 from ncclpy.core.handle cimport Handle, lock_within, note_failure, tell_trouble
-from ncclpy.core.kin cimport endings_of
+from ncclpy.core.kin cimport endings_of, is_freed, tell_kin
 from ncclpy.core.library cimport abort_preempts, nccl, require, version_code
+from ncclpy.core.ranges cimport Range, deregister_all
 from ncclpy.core.state cimport ABORTED, is_over
 from ncclpy.core.tenant cimport Tenant
 from ncclpy.core.wait cimport FOREVER, Call, deadline_after, now
@@ -78,11 +79,38 @@ cdef struct _Turn:  # of one communicator, or of its guard, in an abort
     char* words  # NCCL's last ones, if it failed
     bint taken  # its handle
     bint stuck  # a thread is inside it that cannot be got out: it stays
+    bint freed  # see `kin.is_freed`
 
 
 cdef void _abort_guard(_Turn* turn) noexcept nogil:
     """End what is stuck on a communicator with a guard: on the device, and in a call of it."""
-    turn.result = _abort_raw((<Handle>turn.handle).guard_now(True))
+    cdef ncclComm_t guard = (<Handle>turn.handle).guard_now(True)
+    if guard != NULL:
+        (<Handle>turn.handle).flagged = True
+    turn.result = _abort_raw(guard)
+
+
+cdef void drop_ranges(void* handle, ncclComm_t raw) noexcept nogil:
+    """Deregister what a communicator has registered that is about to be destroyed or aborted; under its lock.
+
+    The host engine asks nobody for that, and may be stuck in a call that its abort is to bring back.
+    """
+    cdef size_t count
+    cdef Range* taken
+    if abort_preempts or raw == NULL or nccl.ncclCommDeregister == NULL:
+        return
+    taken = (<Handle>handle).ranges.take_all(&count)
+    deregister_all(raw, taken, count, (<Handle>handle).flagged)
+
+
+cdef void _drop_ranges(_Turn* turn, double until) noexcept nogil:
+    """The same for an abort, before its group begins: within a group NCCL would put off a part of it."""
+    cdef void* handle = turn.handle
+    cdef bint goes_on = (<Handle>handle).nonblocking
+    if not turn.freed or not lock_within(&(<Handle>handle).mutex, until + (0 if goes_on else CALL_PATIENCE)):
+        return
+    drop_ranges(handle, (<Handle>handle).raw)
+    mutex_unlock(&(<Handle>handle).mutex)
 
 
 cdef void _abort_one(_Turn* turn, double until) noexcept nogil:
@@ -111,6 +139,8 @@ cdef ncclResult_t _abort_all(_Turn* turns, size_t count, bint guards, char** wor
     cdef double until = now() + (PREEMPT_PATIENCE if abort_preempts else ABORT_PATIENCE)  # for all: many may be stuck
     cdef Tenant* tenant
     cdef size_t i
+    for i in range(0 if guards or abort_preempts else count):
+        _drop_ranges(&turns[i], until)
     if count > 1:
         result = nccl.ncclGroupStart()
         if result != ncclSuccess:
@@ -143,6 +173,7 @@ cdef int _abort_in_group(list handles, bint guards, list failures, list stuck) e
     try:
         for i in range(count):
             turns[i].handle = <void*>handles[i]
+            turns[i].freed = is_freed(handles[i], handles)
         with nogil:
             result = _abort_all(turns, count, guards, &words)
         for i in range(count):
@@ -227,6 +258,7 @@ cdef list begin_abort(list handles, object reason):
         if not handle.become(ABORTED):
             continue
         handle.reason = reason
+        tell_kin(handle)
         if (handle.raw != NULL or handle.guard != NULL or handle.is_in_parent()) and handle.owned:
             alive.append(handle)
     if not alive:
@@ -306,6 +338,7 @@ cdef int _leave_behind(list handles, object reason) except -1:
     for handle in handles:
         if handle.become(ABORTED):
             handle.reason = reason
+            tell_kin(handle)
     if handles:
         warnings.warn(
             f"a thread is inside NCCL with {handles!r} and cannot be brought back ({reason}): both are left behind. A "

@@ -10,7 +10,7 @@ from ncclpy.core.birth cimport IN_PARENT
 from ncclpy.core.check cimport nccl_error
 from ncclpy.core.group cimport current_group
 from ncclpy.core.handle cimport WAS_ABORTED
-from ncclpy.core.kin cimport endings_of, forget_ending, kin_of, note_ending
+from ncclpy.core.kin cimport endings_of, forget_ending, is_freed, kin_of, note_ending
 from ncclpy.core.library cimport abort_preempts, nccl, require, version_code
 from ncclpy.core.progress cimport check_alive, check_not_beneath, finish, wait_stream
 from ncclpy.core.state cimport ABORTED, CLOSED, FAILED, FINALIZED, INITIALISING, READY, SUSPENDED, is_over
@@ -42,7 +42,7 @@ cdef class Destruction(Upkeep):
 
     One thread that closes the communicators of several devices one after the other would wait in the first for ever. So
     once all is done that was issued, as the device is idle, NCCL is left to its wait; the last of them to be closed sees
-    the others to their end.
+    the others to their end. Where one was aborted, who never comes, this one is aborted as well.
     """
 
     cdef bint over  # changed with `left` under the GIL, in one step
@@ -63,18 +63,24 @@ cdef class Destruction(Upkeep):
         cdef double started = now()
         cdef double patience = STRANGE_PATIENCE
         cdef DeviceWait idle = None
-        if not abort_preempts and version_code() >= MEETS_AT_THE_END:
+        cdef bint bereft
+        if _kin_is_met():
             patience = KIN_PATIENCE
         while not Call.wait(self, min(deadline, max(started + patience, now() + LOOK))):
             if now() >= deadline:
                 return False
-            if not self.begun or not _are_open(kin_of(self.comm)):
+            bereft = self.comm.bereft and not self.alone and _kin_is_met()
+            if not self.begun or not (bereft or _are_open(kin_of(self.comm))):
                 continue
             if idle is None:
                 idle = DeviceWait()
                 idle.device = self.comm.device
                 idle.start("ncclpy-wait")
             if idle.done and idle.failure is None and not self.over:
+                if bereft:
+                    abort_handles([self.comm], ABORT_DEADLINE, "close: another rank of this process was aborted")
+                    if Call.wait(self, now() + ENDING):
+                        return True
                 self.left = True
                 note_ending(self.comm, self)
                 return True
@@ -87,6 +93,11 @@ cdef class Destruction(Upkeep):
         for _, call in endings_of(self.comm):
             Call.wait(<Call>call, deadline)
         return 0
+
+
+cdef bint _kin_is_met() except -1:
+    """Whether the end of a communicator waits for its ranks of this process."""
+    return not abort_preempts and version_code() >= MEETS_AT_THE_END
 
 
 cdef bint _are_open(list kin) except -1:
@@ -188,6 +199,12 @@ cdef list _end(Handle handle, double limit):
                 pause(now() - started)
         if handle.tenancy is not None:
             handle.tenancy.wait(handle, deadline)
+        # An aborted rank does not come to where NCCL's end of this one waits for it. An abort waits for nobody, nor for
+        # what was issued: that has to be over.
+        call.alone = handle.bereft and _kin_is_met()
+        if call.alone:
+            call.apart = is_freed(handle, [handle])
+            _wait_for_device(handle, deadline, started)
     except NcclAborted:
         _release(handle)
         return []
@@ -238,6 +255,15 @@ cdef int _wait_for_own_stream(Handle handle, double deadline) except -1:
     except NcclError:  # it has failed, or was revoked: what it has is given back all the same
         if handle.state != FINALIZED:
             raise
+    return 0
+
+
+cdef int _wait_for_device(Handle handle, double deadline, double started) except -1:
+    cdef DeviceWait idle = DeviceWait()
+    idle.device = handle.device
+    idle.start("ncclpy-wait")
+    if not idle.wait(deadline):
+        raise handle.timeout_error("close", now() - started)
     return 0
 
 

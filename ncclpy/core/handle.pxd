@@ -28,6 +28,7 @@ cdef class Handle:
     cdef int state  # changed by `become` alone
     cdef ncclComm_t raw
     cdef ncclComm_t guard  # whose abort ends this communicator's calls, or NULL
+    cdef bint flagged  # that guard was aborted: what NCCL still does for this one waits for nobody
     cdef mutex_t mutex
     cdef mutex_t gate  # see take_raw
     cdef bint nonblocking  # NCCL's calls may return ncclInProgress
@@ -41,6 +42,10 @@ cdef class Handle:
     cdef double limit  # seconds that any wait of this communicator may take; FOREVER for none
     cdef int waiters  # threads that wait for its private stream, or are about to
     cdef bint main_waits  # the main thread is one of them, so that a signal handler may run beneath that wait
+    # Of its other ranks in this process: an abort of this one alone frees it (`kin.is_freed`), for who has no GIL; one was
+    # aborted.
+    cdef bint apart
+    cdef bint bereft
     # Its end before its time.
     cdef int troubled  # a call of the engine's has failed: no other of its is made
     cdef object reason  # why it was aborted

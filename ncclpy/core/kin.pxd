@@ -5,6 +5,10 @@ from ncclpy.core.wait cimport Call
 cdef int note_kin(Handle handle) except -1
 # The other ranks of a communicator that live in this process, as far as they are there.
 cdef list kin_of(Handle handle)
+# Have them know that it was aborted.
+cdef int tell_kin(Handle handle) except -1
+# Whether an abort of all these frees this one, and NCCL can be had to close its connections before.
+cdef bint is_freed(Handle handle, list these) except -1
 
 # Note that the end of a communicator waits for its kin, and for nobody of ours; and that it is over.
 cdef int note_ending(Handle handle, Call call) except -1

@@ -30,6 +30,29 @@ cdef list kin_of(Handle handle):
     return found
 
 
+cdef int tell_kin(Handle handle) except -1:
+    for each in kin_of(handle):
+        (<Handle>each).bereft = True
+    return 0
+
+
+cdef bint is_freed(Handle handle, list these) except -1:
+    """NCCL frees the ranks of one process together, with the last of them, and so the proxies that communicators share.
+
+    To close connections without the abort of a guard, it waits for the proxy's thread, and so for kin.
+    """
+    cdef Handle other
+    cdef bint guarded = handle.flagged or handle.guard != NULL
+    if handle.config is not None and handle.config.split_share:
+        return False
+    if handle.bereft and not guarded:
+        return False
+    for other in kin_of(handle):
+        if (other.raw != NULL or other.guard != NULL) and not (guarded and other in these):
+            return False
+    return True
+
+
 cdef int note_ending(Handle handle, Call call) except -1:
     _endings.append((handle, call))
     return 0

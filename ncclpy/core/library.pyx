@@ -288,6 +288,7 @@ cdef object _open(places, origin, failed="no NCCL library could be loaded"):
     cdef const char* error
     cdef const char* name
     cdef int (*get_version)(int*) noexcept nogil
+    cdef int (*preempts)() noexcept nogil
     searched = []
     for path, why in places:
         encoded = os.fsencode(path)
@@ -307,7 +308,9 @@ cdef object _open(places, origin, failed="no NCCL library could be loaded"):
             searched.append(f"  {path} ({why}): NCCL {code} is older than the oldest supported, 2.16")
             continue
         _version = code
-        host_engine = abort_preempts = dlsym(handle, HOST_MARK) != NULL
+        host_engine = dlsym(handle, HOST_MARK) != NULL
+        preempts = <int (*)() noexcept nogil>dlsym(handle, b"ncclpyHostAbortPreempts")
+        abort_preempts = preempts != NULL and preempts() != 0
         stream_wait = <StreamWait>dlsym(handle, b"ncclpyHostStreamWait")
         event_help = <EventHelp>dlsym(handle, b"ncclpyHostEventHelp")
         host_who_is_missing = <size_t (*)(ncclComm_t, char*, size_t) noexcept nogil>dlsym(

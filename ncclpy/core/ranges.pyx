@@ -12,8 +12,12 @@ unless the old one is still registered.
 from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memmove
 
-from ncclpy.abi.nccl cimport ncclSuccess, ncclSystemError
+from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess, ncclSystemError
 from ncclpy.core.library cimport nccl
+from ncclpy.core.wait cimport now, pause
+
+# How long NCCL may take to close a communicator's connections.
+cdef double CLOSING = 10.0
 
 
 cdef class Ranges:
@@ -79,6 +83,13 @@ cdef class Ranges:
         memmove(&self.known[i], &self.known[i + 1], (self.count - i) * sizeof(Range))
         return nccl.ncclCommDeregister(comm, raw) if raw != NULL else ncclSuccess
 
+    cdef Range* take_all(self, size_t* count) noexcept nogil:
+        cdef Range* taken = self.known
+        count[0] = self.count
+        self.known = NULL
+        self.count = self.capacity = 0
+        return taken
+
     cdef long long* hold(self, const uintptr_t* addresses, size_t naddresses, size_t* held) noexcept nogil:
         cdef size_t i, j
         cdef long long* numbers = <long long*>malloc((self.count + 1) * sizeof(long long))
@@ -93,3 +104,34 @@ cdef class Ranges:
                     held[0] += 1
                     break
         return numbers
+
+
+cdef void deregister_all(ncclComm_t comm, Range* taken, size_t count, bint flagged) noexcept nogil:
+    """Deregister what NCCL itself would deregister too late, and free the list; what goes wrong is nobody's concern.
+
+    Where the memory was used between processes, to deregister asks a proxy of the peer's. The end of a communicator frees
+    what it reaches proxies by, and then deregisters what is left (NCCL 2.28 to 2.32; SIGSEGV).
+
+    Nor may a peer be asked any more. With the abort flag up NCCL sends the first word of each request, and the peer's
+    proxy takes the words of ten for a request that it then carries out. So the connections are closed first, and NCCL
+    drops its side alone: finalizing does that, which meets nobody once the flag is up (`flagged`), and so does revoking,
+    which raises it. What NCCL has finalized or revoked before refuses, and has none. NCCL before 2.28.7 has no such
+    call for a communicator without a guard: there the peers are asked.
+    """
+    cdef ncclResult_t result = ncclSuccess, state
+    cdef double started = now()
+    cdef size_t i, left = 0
+    for i in range(count):
+        if taken[i].raw != NULL:
+            taken[left].raw = taken[i].raw
+            left += 1
+    if left > 0 and flagged and nccl.ncclCommFinalize != NULL:
+        result = nccl.ncclCommFinalize(comm)
+    elif left > 0 and not flagged and nccl.ncclCommRevoke != NULL:
+        result = nccl.ncclCommRevoke(comm, 0)
+    while result == ncclInProgress and now() < started + CLOSING:
+        pause(now() - started)
+        result = state if nccl.ncclCommGetAsyncError(comm, &state) == ncclSuccess else ncclSuccess
+    for i in range(left if result != ncclInProgress else 0):  # else NCCL is at work on it
+        nccl.ncclCommDeregister(comm, taken[i].raw)
+    free(taken)

@@ -18,6 +18,8 @@ cdef class Upkeep(Call):
     cdef int kind
     cdef bint begun  # it has the communicator's lock
     cdef bint finalized  # there is nothing left to finalize
+    cdef bint alone  # ranks that a finalization would wait for do not come: it is aborted instead
+    cdef bint apart  # and NCCL frees it then
     cdef double deadline  # of the finalization that comes before destruction
     cdef ncclWindow_t* window  # where it stands; emptied before NCCL lets it go
     cdef object keeps  # that memory
@@ -27,5 +29,6 @@ cdef class Upkeep(Call):
     cdef int see_through(self, str what, double limit) except -1
     cdef void _make(self) noexcept nogil
     cdef ncclResult_t _destroy(self) noexcept nogil
+    cdef ncclResult_t _abort(self) noexcept nogil
     cdef ncclResult_t _give_back(self, ncclComm_t raw) noexcept nogil
     cdef ncclResult_t _poll(self, ncclComm_t raw, ncclResult_t result, double deadline) noexcept nogil

@@ -4,7 +4,7 @@ from libc.stdlib cimport free
 
 from ncclpy.abi.locks cimport mutex_lock, mutex_unlock
 from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclSuccess, ncclWindow_t
-from ncclpy.core.abort cimport ABORT_DEADLINE, end_call
+from ncclpy.core.abort cimport ABORT_DEADLINE, drop_ranges, end_call
 from ncclpy.core.check cimport keep_words
 from ncclpy.core.device cimport lend_device, take_device_back
 from ncclpy.core.flight cimport hold
@@ -74,11 +74,15 @@ cdef class Upkeep(Call):
         """Finalize, which waits for what this communicator has issued, and destroy; then the guard."""
         cdef ncclResult_t result = ncclSuccess
         cdef ncclComm_t raw, guard
+        if self.alone:
+            return self._abort()
         if not self.finalized and nccl.ncclCommFinalize != NULL:
             result = self._poll(self.comm.raw, nccl.ncclCommFinalize(self.comm.raw), self.deadline)
         # NULL after an abort. NCCL would free it twice if it were aborted while it is destroyed; the host engine would
         # not, and brings this thread back from it.
         raw = self.comm.raw if abort_preempts else self.comm.take_raw()
+        if result != ncclInProgress:  # else NCCL is at work on it
+            drop_ranges(<void*>self.comm, raw)  # what was in use when it was closed, or whose user has let it drop
         if raw != NULL and result == ncclSuccess:
             result = self._give_back(raw)
         elif raw != NULL and nccl.ncclCommAbort != NULL:
@@ -100,6 +104,23 @@ cdef class Upkeep(Call):
         else:
             nccl.ncclCommAbort(guard)
         self.comm.guard_now(True)
+        return result
+
+    cdef ncclResult_t _abort(self) noexcept nogil:
+        """End a communicator whose operations are over: the guard first, as in every abort."""
+        cdef ncclResult_t result
+        cdef ncclComm_t raw, guard = self.comm.guard_now(True)
+        if guard != NULL:
+            self.comm.flagged = True
+            nccl.ncclCommAbort(guard)
+        raw = self.comm.take_raw()
+        if raw == NULL:
+            return <ncclResult_t>WAS_ABORTED
+        if self.apart:
+            drop_ranges(<void*>self.comm, raw)
+        result = nccl.ncclCommAbort(raw)
+        if self.comm.tenant != NULL:
+            self.comm.tenant.over(self.comm.tenant)
         return result
 
     cdef ncclResult_t _give_back(self, ncclComm_t raw) noexcept nogil:

@@ -6,13 +6,14 @@ import contextlib
 import importlib
 import threading
 from collections.abc import Iterator
-from typing import Any, Literal
-
-from typing_extensions import Self
+from typing import TYPE_CHECKING, Any, Literal
 
 from ncclpy.core.errors import NcclUnsupported
 from ncclpy.core.library import library
 from ncclpy.memory.frameworks import Source, source_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["Attachment", "attach"]
 

@@ -16,6 +16,7 @@ from ncclpy.core.capture cimport relax, restore
 from ncclpy.core.device cimport lend_device, take_device_back
 from ncclpy.core.handle cimport Handle, lock_within
 from ncclpy.core.library cimport abort_preempts, nccl, version_code
+from ncclpy.core.ranges cimport Range, deregister_all
 from ncclpy.core.state cimport ABORTED
 from ncclpy.core.tenant cimport Tenant, ends, enter_door, leave_door
 from ncclpy.core.wait cimport name_this_thread, now, pause
@@ -40,16 +41,24 @@ cdef extern from *:
     #include "ncclpy/memory/segments.hpp"
     #include "nccl_abi.h"
 
+    struct ncclpy_taken {
+      void* ranges;
+      size_t count;
+      bool flagged;
+    };
+
     /* Those that one thread aborts together, for the sake of one segment. */
     struct ncclpy_endings {
       std::vector<ncclpy::Resident*> residents;
       std::vector<ncclComm_t> raws;  // of each its guard first, and then its handle
       bool grouped;
+      std::vector<ncclpy_taken> taken;  // of each what it has registered
     };
 
     static bool ncclpy_begin(void (*function)(ncclpy_endings*), ncclpy::Resident** residents, size_t count, bool grouped) {
       try {
-        auto* endings = new ncclpy_endings{{residents, residents + count}, std::vector<ncclComm_t>(count), grouped};
+        auto* endings = new ncclpy_endings{{residents, residents + count}, std::vector<ncclComm_t>(count), grouped,
+                                           std::vector<ncclpy_taken>(count)};
         try {
           std::thread(function, endings).detach();
           return true;
@@ -66,10 +75,15 @@ cdef extern from *:
     }
     static void ncclpy_forget(ncclpy_endings* endings) { delete endings; }
     """
+    cdef cppclass Taken "ncclpy_taken":
+        void* ranges
+        size_t count
+        bint flagged
     cdef cppclass Endings "ncclpy_endings":
         vector[Resident*] residents
         vector[ncclComm_t] raws
         bint grouped
+        vector[Taken] taken
     bint begin "ncclpy_begin"(void (*function)(Endings*) noexcept nogil, Resident** some, size_t count, bint grouped) nogil
     bint claims "ncclpy_claims"(Resident* resident) nogil
     void forget "ncclpy_forget"(Endings* endings) nogil
@@ -214,7 +228,9 @@ cdef void _abort(Endings* endings) noexcept nogil:
         raws[0][i] = _guard_of(endings.residents[i])
     _abort_raws(raws[0], endings.grouped)
     for i in range(endings.residents.size()):
-        raws[0][i] = _raw_of(endings.residents[i], until)
+        raws[0][i] = _raw_of(endings.residents[i], until, &endings.taken[i])
+    for i in range(endings.residents.size()):  # before the group begins, as in `core/abort`
+        deregister_all(raws[0][i], <Range*>endings.taken[i].ranges, endings.taken[i].count, endings.taken[i].flagged)
     _abort_raws(raws[0], endings.grouped)
     for i in range(endings.residents.size()):
         resident = endings.residents[i]
@@ -232,12 +248,18 @@ cdef ncclComm_t _guard_of(Resident* resident) noexcept nogil:
     cdef ncclComm_t guard = NULL
     if enter_door(resident.door):
         guard = (<Handle>resident.door.behind).guard_now(True)
+        if guard != NULL:
+            (<Handle>resident.door.behind).flagged = True
         leave_door(resident.door)
     return guard
 
 
-cdef ncclComm_t _raw_of(Resident* resident, double until) noexcept nogil:
-    """Take the handle away; NULL if somebody else has, who ends it then, or a thread is inside that cannot be got out."""
+cdef ncclComm_t _raw_of(Resident* resident, double until, Taken* taken) noexcept nogil:
+    """Take the handle away; NULL if somebody else has, who ends it then, or a thread is inside that cannot be got out.
+
+    What NCCL is to deregister before it is aborted goes to `taken`; nothing where the abort does not free it, or is
+    the host engine's (see `core/abort`).
+    """
     cdef ncclComm_t raw = NULL
     cdef double started = now()
     cdef bint locked = False
@@ -249,6 +271,9 @@ cdef ncclComm_t _raw_of(Resident* resident, double until) noexcept nogil:
             if locked or abort_preempts or (<Handle>handle).nonblocking:
                 raw = (<Handle>handle).take_raw()
                 resident.ending.store(IS_ENDING if raw != NULL else NOT_ENDED)
+                if raw != NULL and locked and not abort_preempts and (<Handle>handle).apart:
+                    taken.ranges = (<Handle>handle).ranges.take_all(&taken.count)
+                    taken.flagged = (<Handle>handle).flagged
             else:
                 resident.ending.store(LEFT_BEHIND)
             if locked:

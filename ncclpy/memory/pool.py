@@ -8,11 +8,10 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import Self
 
 from ncclpy.core import device as device_module
 from ncclpy.core.buffers import Buffer
@@ -26,6 +25,9 @@ from ncclpy.core.window import Window
 from ncclpy.memory.allocation import alloc
 from ncclpy.memory.allocator import Hold, check_endable, enter_pool, new_pool, segments_of
 from ncclpy.memory.frameworks import Source, source_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["Pool", "pool"]
 

@@ -23,6 +23,7 @@ from ncclpy.core.abort cimport let_graphs_go
 from ncclpy.core.capture cimport relax, restore
 from ncclpy.core.device cimport context_of, enter_device, leave_device, lend_device, take_device_back
 from ncclpy.core.handle cimport lock_within
+from ncclpy.core.kin cimport is_freed, tell_kin
 from ncclpy.core.library cimport driver, nccl, require
 from ncclpy.core.ranges cimport Ranges
 from ncclpy.core.state cimport ABORTED
@@ -213,6 +214,7 @@ cdef class _Registrar(Landlord):
             free_door(tenancy.resident.door)  # the handle's part of it
             raise MemoryError
         handle.door = tenancy.resident.door
+        handle.apart = is_freed(handle, [handle])  # all its ranks have come by now
         tenancy.left = False
         tenancy.ref = weakref.ref(handle)
         tenancy.place = (handle.group_name or "", handle.rank, next(_joined))
@@ -345,6 +347,7 @@ cdef int _note_ending(Tenancy tenancy, Handle handle) except -1:
         return 0
     if not handle.become(ABORTED):
         return 0
+    tell_kin(handle)
     handle.reason = f"its allocator freed the memory at {tenancy.resident.ended_for.load():#x}, which it still used"
     handle.verdict = NcclTimeout(f"{handle.reason}, and waited for it as long as it may")
     log.error("%r was aborted: %s", handle, handle.verdict)

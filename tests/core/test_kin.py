@@ -90,3 +90,99 @@ def test_nothing_is_kept_of_communicators_that_are_gone(host_engine):
     del comms
     gc.collect()
     assert [each() for each in gone] == [None, None]
+
+
+#: With its version, and ends as strict as NCCL's, a close on the host engine would meet all ranks of the process.
+STRICT = {"NCCLPY_HOST_STRICT_ENDS": "1"}
+BEGIN = """
+import faulthandler, threading, time, warnings
+import numpy as np
+import ncclpy, testing
+
+faulthandler.dump_traceback_later(50, exit=True)
+warnings.simplefilter("ignore")  # of faults that have not happened
+comms = ncclpy.Communicator.init_all([0, 1], **{options})
+testing.wait_for(lambda: all([comm.is_ready() for comm in comms]))
+with ncclpy.group():
+    for comm in comms:
+        comm.all_reduce(np.ones(3))
+never = ncclpy.faults("rank=1 call=CommFinalize nth=1+ do=hang")
+"""
+OPTIONS = ["{}", "{'abortable': True}", "{'config': ncclpy.Config(blocking=False)}"]
+
+
+def run_strictly(code, options="{}"):
+    done = testing.run_python(BEGIN.replace("{options}", options) + code, env=STRICT)
+    assert done.stdout == "closed\n", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_who_is_closed_does_not_wait_for_a_rank_that_was_aborted(host_engine, options):
+    """On NCCL 2.31 and newer, GPUs: its end waits for all ranks of the machine, for ever."""
+    code = """
+array = np.ones(3)
+kept = comms[1].register(array)
+begun = time.monotonic()
+with never as faults:
+    comms[0].abort()
+    comms[0] = None  # nor is it known any more
+    comms[1].close()
+    assert not faults.fired, faults.fired
+assert time.monotonic() - begun < 5
+try:
+    comms[1].barrier()
+except ValueError as error:
+    print("closed" if "is closed" in str(error) else error)
+"""
+    run_strictly(code, options)
+
+
+@pytest.mark.parametrize("options", OPTIONS[1:])
+def test_an_abort_ends_the_close_of_the_others(host_engine, options):
+    code = """
+with never as faults:
+    closing = threading.Thread(target=comms[1].close)
+    closing.start()
+    testing.wait_for(lambda: faults.fired)
+    comms[0].abort()
+    closing.join(15)
+    assert not closing.is_alive()
+print("closed" if comms[1].closed else comms)
+"""
+    run_strictly(code, options)
+
+
+def test_before_an_abort_all_is_over_that_was_issued(host_engine):
+    code = """
+others = ncclpy.Communicator.init_all([0, 1])
+stream = ncclpy.Stream(1)
+array = np.ones(3)
+others[1].all_reduce(array, stream=stream)  # rank 0 comes late
+comms[0].abort()
+closing = threading.Thread(target=comms[1].close)
+closing.start()
+closing.join(1)
+assert closing.is_alive()
+others[0].all_reduce(np.ones(3))
+closing.join(15)
+assert not closing.is_alive() and array[0] == 2
+print("closed" if comms[1].closed else comms)
+"""
+    run_strictly(code)
+
+
+def test_that_wait_has_the_deadline_of_the_close(host_engine):
+    code = """
+others = ncclpy.Communicator.init_all([0, 1])
+others[1].all_reduce(np.ones(3), stream=ncclpy.Stream(1))  # rank 0 never comes
+comms[0].abort()
+begun = time.monotonic()
+try:
+    comms[1].close(timeout=1)
+except ncclpy.NcclTimeout:
+    assert time.monotonic() - begun < 10
+    print("closed" if comms[1].closed else comms, flush=True)
+for comm in others:
+    comm.abort()
+"""
+    run_strictly(code, OPTIONS[1])

@@ -137,6 +137,24 @@ def test_only_interop_imports_frameworks(path):
     assert not found
 
 
+def test_typing_extensions_are_for_type_checkers_alone():
+    """They are no dependency, and there wherever the tests' requirements are installed."""
+    rooms = [name for name in FLOORS if (PACKAGE / name).is_dir() and (PACKAGE / name / "__init__.py").exists()]
+    code = f"""
+    import importlib, pkgutil, sys
+    sys.modules["typing_extensions"] = None
+    for room in {rooms}:
+        package = importlib.import_module("ncclpy." + room)
+        for found in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+            try:
+                importlib.import_module(found.name)
+            except ImportError as error:
+                assert error.name != "typing_extensions", found.name
+                print(found.name, error)
+    """
+    assert "typing_extensions" not in testing.run_python(code).stdout
+
+
 @pytest.mark.parametrize("room", ["host", "bootstrap/native"])
 def test_what_is_native_knows_neither_python_nor_cuda(room):
     files = [path for suffix in ("cpp", "hpp", "c", "h") for path in (PACKAGE / room).rglob(f"*.{suffix}")]

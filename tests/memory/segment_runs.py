@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch_stand_in
-from leftovers import is_mapped
+from leftovers import is_allocated, is_mapped
 
 import ncclpy
 import testing
@@ -122,7 +122,8 @@ class Program:
         for name in ("segments", "leaving", "registrations", "not_freed"):
             assert after[name] == before[name], (name, before, after)
         assert after["registered"] - before["registered"] >= after["deregistered"] - before["deregistered"]
-        assert not any(map(is_mapped, pointers))
+        left = [pointer for pointer in pointers if is_allocated(pointer)]
+        assert not left, left
 
     def check(self):
         for clique in self.cliques:

@@ -252,7 +252,7 @@ MOMENTS = {
     "dropped": (
         "",
         "store.get('is gone')\ncomm.all_reduce(array(3), timeout=1.0)\nlook(timeout=1.0)",
-        "del comm\ntime.sleep(2.5)\nstore.set('is gone', b'')\ntime.sleep(40)",
+        "del comm\ntime.sleep(4)\nstore.set('is gone', b'')\ntime.sleep(40)",
         "['waits', 'closed']",
         "rank 0 waits in all_reduce #1 since ",
         "rank 1 has closed the communicator",

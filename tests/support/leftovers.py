@@ -61,6 +61,23 @@ def settle(look, settled, patience=2.0):
 
 def is_mapped(pointer):
     """Return whether there is memory at an address of this process, on the host engine."""
+    return mapped_as(pointer) is not None
+
+
+def is_allocated(pointer):
+    """Return whether ncclMemAlloc's memory is at an address, on the host engine.
+
+    What a program has freed may soon be something else's, as a new thread's stack: to be unmapped is more than can be
+    asked where threads come and go.
+    """
+    return "ncclpy-memory" in (mapped_as(pointer) or "")
+
+
+def mapped_as(pointer):
+    """Return the line of /proc/self/maps that an address is in, or None."""
     with open("/proc/self/maps") as maps:
-        ranges = [line.split()[0].split("-") for line in maps]
-    return any(int(low, 16) <= pointer < int(high, 16) for low, high in ranges)
+        for line in maps:
+            low, high = line.split()[0].split("-")
+            if int(low, 16) <= pointer < int(high, 16):
+                return line.strip()
+    return None

@@ -4,6 +4,7 @@
 #include "../driver/device.hpp"
 #include "call.hpp"
 #include "claimed.hpp"
+#include "ends.hpp"
 #include "fault.hpp"
 #include "group.hpp"
 
@@ -74,6 +75,7 @@ ncclResult_t deregister_buffer(ncclComm_t handle, void* registration) {
   NCCLPY_TRY(find_comm(handle, "ncclCommDeregister", &comm));
   if (registration == nullptr) return ncclSuccess;
   std::lock_guard lock(comm->mutex);
+  check_request(*comm);
   if (comm->registrations.erase(registration) == 0)
     return fail(ncclInvalidUsage, "Deregister: Could not find handle %p", registration);
   return ncclSuccess;

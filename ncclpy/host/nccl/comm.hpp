@@ -90,6 +90,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
   std::map<std::vector<int>, int> shrunk_to;  // how often, by the survivors
   uint64_t grown = 0;                         // how often; guarded by control
   bool finalized = false;
+  bool disconnected = false;  // its end has begun, or it was revoked: with strict_ends, NCCL asks no peer any more
   bool counted = false;  // among segment->local; guarded by its mutex
   std::map<ncclWindow_t, std::shared_ptr<Window>> windows;
 

@@ -5,6 +5,7 @@
 
 #include "../driver/device.hpp"
 #include "config.hpp"
+#include "ends.hpp"
 #include "fault.hpp"
 #include "group.hpp"
 #include "watch.hpp"
@@ -46,6 +47,7 @@ void depart(const std::shared_ptr<Comm>& comm, bool wait) {
     all.swap(segment->local);
     segment->local_gone = 0;
   }
+  if (all.size() == 1) check_end(*comm);
   if (!wait) return;
   for (const auto& one : all) one->queue.drain();
 }

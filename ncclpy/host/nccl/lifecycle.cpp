@@ -1,6 +1,7 @@
 // The end of communicators, and what can be asked of them.
 #include "../driver/claims.hpp"
 #include "call.hpp"
+#include "ends.hpp"
 #include "group.hpp"
 #include "init.hpp"
 #include "window.hpp"
@@ -16,10 +17,16 @@ void let_memory_go(Comm& comm) {
   for (auto& [handle, window] : comm.windows) window->claim.reset();
 }
 
+void disconnect(Comm& comm) {
+  std::lock_guard lock(comm.mutex);
+  comm.disconnected = true;
+}
+
 ncclResult_t finalize(ncclComm_t handle) {
   if (handle == nullptr) return ncclSuccess;
   std::shared_ptr<Comm> comm;
   NCCLPY_TRY(find_comm(handle, "ncclCommFinalize", &comm));
+  disconnect(*comm);
   NCCLPY_TRY(comm->health.ensure_ready());
   {
     std::lock_guard lock(comm->mutex);
@@ -71,7 +78,7 @@ ncclResult_t revoke(ncclComm_t handle, int flags) {
     std::lock_guard lock(comm->mutex);
     if (comm->finalized)
       return fail(ncclInvalidArgument, "%s : comm was finalized or revoked before", function);
-    comm->finalized = true;
+    comm->finalized = comm->disconnected = true;
   }
   Job job;
   job.comm = comm;

@@ -12,6 +12,7 @@
 #include "../driver/claims.hpp"
 #include "../driver/device.hpp"
 #include "collective.hpp"
+#include "ends.hpp"
 #include "group.hpp"
 
 namespace ncclpy::host {
@@ -39,6 +40,7 @@ const Parameter parameters[] = {
     {"NCCLPY_HOST_DEVICES", [] { return int32_t(device_count()); }, nullptr},
     {"NCCLPY_HOST_ENCRYPTION", [] { return int32_t(encryption_mode.load()); }, nullptr},
     {"NCCLPY_HOST_READ_PEERS", [] { return int32_t(may_read_peers()); }, nullptr},
+    {"NCCLPY_HOST_STRICT_ENDS", [] { return int32_t(strict_ends); }, nullptr},
 };
 
 const Parameter* find(const char* key) {

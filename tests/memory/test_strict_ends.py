@@ -1,0 +1,139 @@
+"""Communicators that end with memory registered, on an engine that ends the process where NCCL would not survive that.
+
+Each rank is a process of its own, since NCCL frees those of one process together.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import time
+
+import numpy as np
+import pytest
+
+import ncclpy
+import testing
+from ncclpy import memory
+from ncclpy.memory import hooks
+
+COUNT = 4096
+WAYS = ["abort", "abort while it runs", "a deadline", "its allocator frees", "both in a group", "close", "close early"]
+
+
+def registered(comm):
+    """Have buffers registered in all ways, more than NCCL's peers take half requests for; return what keeps them."""
+    arrays = [memory.empty(COUNT, device=comm.device, framework="numpy") for _ in range(12)]
+    own = [np.ones(COUNT, np.float32) for _ in range(3)]
+    registrations = [comm.register(array) for array in own]
+    for array in arrays + own:
+        array[:] = 1
+        comm.all_reduce(array)
+        assert array[0] == comm.nranks
+    return arrays, own, registrations
+
+
+def freed_by_its_allocator(comm):
+    """A segment of an allocator's is given back while an operation that never ends uses it."""
+    take_in, take_out = hooks.functions()
+    array = np.ones(COUNT, np.float32)
+    assert (
+        ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)(take_in)(
+            array.ctypes.data, array.nbytes, comm.device
+        )
+        == 0
+    )
+    stream = ncclpy.Stream(comm.device)
+    comm.all_reduce(array, stream=stream)
+    take_out = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t, ctypes.c_int, ctypes.c_double)(take_out)
+    assert take_out(array.ctypes.data, comm.device, 0.2) == 1  # aborted
+    testing.wait_for(lambda: comm.closed)
+
+
+def ends(rank, way, options):
+    comm = rank.init(**options)
+    testing.wait_for(comm.is_ready)
+    registry = memory.SegmentRegistry.default()
+    kept = registered(comm)
+    assert registry.counters()["registrations"] >= 12
+    before = registry.counters()["deregistered"]
+    if way == "abort":
+        comm.abort()
+    elif way == "abort while it runs":
+        if rank.rank == 0:
+            comm.all_reduce(kept[0][0], stream=ncclpy.Stream(comm.device))
+            time.sleep(0.1)
+        comm.abort()
+    elif way == "a deadline":
+        if rank.rank == 0:
+            with pytest.raises(ncclpy.NcclTimeout):
+                comm.all_reduce(kept[0][0], timeout=0.3)
+        else:
+            time.sleep(1)
+            comm.abort()
+    elif way == "its allocator frees":
+        if rank.rank == 0:
+            freed_by_its_allocator(comm)
+        else:
+            time.sleep(1)
+            comm.abort()
+    elif way == "both in a group":
+        other = rank.init(**options)
+        testing.wait_for(other.is_ready)
+        more = registered(other)
+        with ncclpy.group():
+            comm.abort()
+            other.abort()
+        del more
+    else:
+        if way == "close early":  # what was registered is not given back: nobody has the registrations any more
+            kept = kept[:2]
+            gc.collect()
+        comm.close()
+    if not way.startswith("close"):
+        assert registry.counters()["deregistered"] == before, "an abort forgets"
+    assert comm.closed
+    kept = None
+    assert registry.drain(10)
+    return registry.counters()["registrations"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "options",
+    [{"timeout": 30}, {"config": ncclpy.Config(blocking=False)}, {}],
+    ids=["guarded", "nonblocking", "neither"],
+)
+def test_nothing_is_left_to_ncclcommabort(host_engine, monkeypatch, way, options):
+    if way == "a deadline" and not options:
+        pytest.skip("a communicator that nobody can end has none")
+    monkeypatch.setenv("NCCLPY_HOST_STRICT_ENDS", "1")
+    assert testing.run_processes(2, ends, way, options) == [0, 0]
+
+
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_a_strict_engine_says_so(host_engine, value):
+    code = """
+    import ctypes, ncclpy
+    engine = ctypes.CDLL(ncclpy.library().path)
+    print(engine.ncclpyHostAbortPreempts())
+    """
+    done = testing.run_python(code, env={"NCCLPY_HOST_STRICT_ENDS": value})
+    assert done.stdout.split() == [str(1 - int(value))]
+
+
+def leaves(rank):
+    """As NCCL's own functions are called: with what they do nobody else has a part."""
+    from ncclpy import bindings
+
+    comm = rank.init()
+    array = np.ones(4)
+    bindings.comm_register(comm.handle, array.ctypes.data, array.nbytes)
+    bindings.comm_abort(comm.handle)
+
+
+def test_a_strict_engine_ends_the_process(host_engine, monkeypatch):
+    monkeypatch.setenv("NCCLPY_HOST_STRICT_ENDS", "1")
+    with pytest.raises(AssertionError, match="died with exit code -6"):
+        testing.run_processes(2, leaves)
+    monkeypatch.delenv("NCCLPY_HOST_STRICT_ENDS")

@@ -2,6 +2,10 @@ from ncclpy.core.buffers cimport View
 from ncclpy.engine.work cimport Work
 
 
+# Whether CPU memory is not the device's, so that its data are copied there, and what is copied has streams of its own.
+cdef bint copies_apart() noexcept
+
+
 # What this rank brings to an operation.
 cdef class Brought:
     cdef readonly Work work

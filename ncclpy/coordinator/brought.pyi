@@ -6,6 +6,9 @@ from typing_extensions import disjoint_base
 from ncclpy.core.types import BufferLike, OpLike
 from ncclpy.engine.work import Work
 
+def is_as_on_gpus() -> bool: ...
+def work_as_on_gpus(wanted: bool = True) -> None: ...
+
 @disjoint_base
 class Brought:
     def __init__(

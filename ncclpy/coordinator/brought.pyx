@@ -17,6 +17,24 @@ from ncclpy.engine.work cimport Work, new_work
 
 from ncclpy.core.errors import ranks, spans
 
+cdef bint _as_on_gpus = False
+
+
+cdef bint copies_apart() noexcept:
+    return _as_on_gpus or not host_engine
+
+
+def work_as_on_gpus(bint wanted=True):
+    """Have the host engine copy CPU memory to its devices too, as one has to with GPUs: so that this can be tested."""
+    global _as_on_gpus
+    _as_on_gpus = wanted
+
+
+def is_as_on_gpus():
+    """Return whether CPU memory is copied to devices."""
+    require_driver()
+    return copies_apart()
+
 
 cdef class Brought:
     """One array's part in a named operation.
@@ -80,7 +98,7 @@ cdef class Brought:
                 raise
 
     cdef bint is_staged(self) noexcept:
-        return self.view.device == HOST_MEMORY and not host_engine
+        return self.view.device == HOST_MEMORY and self.array is not None and copies_apart()
 
     @property
     def dtype(self):
@@ -95,7 +113,7 @@ cdef class Brought:
     @property
     def unit(self):
         """So many of those are one element."""
-        return max(1, self.view.unit)
+        return max(<size_t>1, self.view.unit)
 
     @property
     def count(self):

@@ -15,7 +15,7 @@ from ncclpy.core.parts cimport Spread, new_spread
 from ncclpy.core.shape cimport shape_all_gather, shape_all_to_all, shape_reduce_scatter
 from ncclpy.core.start cimport fill_barrier
 from ncclpy.core.stream cimport Stream
-from ncclpy.coordinator.brought cimport Brought
+from ncclpy.coordinator.brought cimport Brought, copies_apart
 from ncclpy.coordinator.slots cimport Carried, Slot, new_carried
 from ncclpy.engine.callbacks cimport users
 from ncclpy.engine.clique cimport MADE, MAKING
@@ -412,7 +412,7 @@ cdef class Plane:
     cdef int _streams(self) except -1:
         # On the host engine the copies are the CPU's, as the launch is: nothing is gained by a stream beside it, and who
         # waits for a work can do what stands on its stream.
-        if self.streams is None and not host_engine:
+        if self.streams is None and copies_apart():
             self.streams = Stream(self.group.device), Stream(self.group.device)
         return 0
 

@@ -16,6 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from ncclpy.bootstrap.prefix import PrefixStore
 from ncclpy.coordinator import ends
+from ncclpy.coordinator.brought import is_as_on_gpus
 from ncclpy.coordinator.calls import Call
 from ncclpy.coordinator.counts import Counts
 from ncclpy.coordinator.member import Member, Ready
@@ -127,7 +128,7 @@ class Session:
         self._all_leave: _Wait[tuple[bytes, ...]] = _Wait()
         self._ending, self._over = threading.Event(), threading.Event()
         self._left: BaseException | None = None
-        self._staged = options.engine == "nccl"
+        self._staged = is_as_on_gpus()
         self._members = {0: self._member(0, tuple(range(self.size)), group)}
         self._reader = threading.Thread(target=self._read, name="ncclpy-coordinator", daemon=True)
         self._reader.start()

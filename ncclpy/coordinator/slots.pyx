@@ -148,14 +148,15 @@ cdef class Carried(Together):
         failed = load(&self.inner.phase) == FAILED
         if failed:  # what was to be sent is held until it was copied all the same
             stream = self.before
-        n = len(self.works)
+        works = list(self.works)  # who settles all of them empties the other one
+        n = len(works)
         watched = <Watched*>malloc((n + 1) * sizeof(Watched))
         if watched == NULL:
             raise MemoryError
         try:
             make_room(n)
             self.unsettled = n
-            for i, work in enumerate(self.works):
+            for i, work in enumerate(works):
                 if work.done == NULL:
                     work.timed = False  # how long it takes is the launch's to know
                     work.done = take_event(work.device, False)
@@ -165,7 +166,7 @@ cdef class Carried(Together):
                 self.carries[i].event = work.done
             if self.slot.free == NULL:
                 self.slot.free = take_event(self.slot.device, False)
-            for work in self.works:  # nothing fails from here on
+            for work in works:  # nothing fails from here on
                 Py_INCREF(work)
                 work.launch = self
             if failed:
@@ -174,7 +175,7 @@ cdef class Carried(Together):
             saved = enter_device(self.slot.device)
             with nogil:
                 result = CUDA_SUCCESS
-                if stream != self.inner.stream and not failed:
+                if self.inner.done != NULL and stream != self.inner.stream and not failed:  # else of empty parts alone
                     result = driver.cuStreamWaitEvent(stream, self.inner.done, CU_EVENT_WAIT_DEFAULT)
                 for i in range(n):
                     one = &self.carries[i]
@@ -194,7 +195,7 @@ cdef class Carried(Together):
                     result = driver.cuEventRecord(self.slot.free, stream)
             leave_device(saved)
             self.slot.used = True
-            for i, work in enumerate(self.works):
+            for i, work in enumerate(works):
                 watched[i].work = <PyObject*>work
                 watched[i].kind = work.entry.operation
                 watched[i].seen = 0
@@ -244,6 +245,8 @@ cdef class Carried(Together):
     cdef int fail(self, object error) except -1:
         """Fail all works that are not done; what runs on the communicator is for its owner to end."""
         cdef Work work
+        if self.inner is not None and self.inner.error is not None:  # which says more than that a communicator is gone
+            error = self.inner.error
         for work in self.members():
             work.settle(error)
             if work.launch is None:

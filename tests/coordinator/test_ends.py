@@ -183,10 +183,13 @@ def _no_memory(call, plane, owns, absent):
 
 
 def test_a_coordinator_that_is_dropped_says_so():
+    meet = threading.Barrier(2)
+
     def rank(number, store, found):
         with device_module.using(number):
             coordinator = Coordinator((store, number, 2))
             coordinator.barrier("x").wait(DEADLINE)
+            meet.wait(DEADLINE)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 if number == 0:

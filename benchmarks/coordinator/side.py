@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import time
@@ -45,17 +46,22 @@ class Side:
         self.rank, self.size = rank, size
         self.arrays = {}
 
-    def do_latency(self, times: int, last: int) -> list[float]:
-        """Bring one small array so often, this rank last or not; return how long each took, from there to its data."""
+    def do_latency(self, times: int, last: int) -> list[list[float]]:
+        """Bring one small array so often, this rank last or not.
+
+        Return when each was brought, launched and waited for, by the machine's monotonic clock.
+        """
+        from ncclpy import recorder
+
         coordinator, array = self.coordinator, np.ones(2, np.float32)
-        taken = []
+        waited = []
         for _ in range(times):
             if self.rank == last:
                 time.sleep(0.001)  # all others have brought theirs
-            brought = time.perf_counter()
             coordinator.all_reduce("latency", array, "max").wait(PATIENCE)
-            taken.append(time.perf_counter() - brought)
-        return taken
+            waited.append(time.monotonic())
+        entries = [each for each in json.loads(recorder.dump())["entries"] if "latency" in str(each["key"])][-times:]
+        return [[each["created"], each["launched"], end] for each, end in zip(entries, waited, strict=True)]
 
     def do_prepare(self, model: str) -> int:
         """Have the gradients of a model; return how many bytes they are."""

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ncclpy.core.errors import NcclUnsupported
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from ncclpy.coordinator import Coordinator
     from ncclpy.engine.work import Work
 
 __all__ = ["GradientAverage", "average_gradients"]
+
+
+class Coordinator(Protocol):
+    """What is asked of a coordinator, or a process set of one: named sums of all ranks."""
+
+    size: int
+
+    def all_reduce(self, name: str, array: Any, op: str) -> Work:
+        """Bring an array that is reduced in place."""
+
+    def all_reduce_sparse(self, name: str, indices: Any, values: Any) -> Work:
+        """Bring entries of a sparse array that is summed."""
+
 
 _TYPES = {"fp16": "float16", "bf16": "bfloat16"}
 
@@ -89,14 +101,17 @@ class GradientAverage:
         if not self._parameters:
             raise ValueError(f"model: no parameter of this {type(model).__name__} needs a gradient")
         if not hasattr(next(iter(self._parameters.values())), "register_post_accumulate_grad_hook"):
-            raise NcclUnsupported(f"torch {torch.__version__} has no hooks behind the accumulation of gradients; 2.1 has")
+            raise NcclUnsupported(
+                f"torch {torch.__version__} has no hooks behind the accumulation of gradients; 2.1 has"
+            )
         self._lock = threading.Lock()  # a GPU's gradients are accumulated by a thread of torch's
         self._seen: dict[str, int] = {}
         self._sent: dict[str, _Sent] = {}
         self._failure: Exception | None = None
         self._sparse = {key for key, parameter in self._parameters.items() if _is_sparse(model, parameter)}
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._hook(key)) for key, parameter in self._parameters.items()
+            parameter.register_post_accumulate_grad_hook(self._hook(key))
+            for key, parameter in self._parameters.items()
         ]
         if optimizer is not None:
             self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self.synchronize()))
@@ -129,7 +144,9 @@ class GradientAverage:
                     copy = gradient.detach().to(self._type)
                 elif not gradient.is_contiguous():
                     copy = gradient.detach().contiguous()
-                sent = _Sent(self._coordinator.all_reduce(key, gradient.detach() if copy is None else copy, "avg"), copy)
+                sent = _Sent(
+                    self._coordinator.all_reduce(key, gradient.detach() if copy is None else copy, "avg"), copy
+                )
         except Exception as error:
             # Torch's engine would turn it into another error, perhaps in another thread: synchronize() raises it.
             with self._lock:
@@ -216,4 +233,6 @@ class GradientAverage:
 
 def _is_sparse(model: Any, parameter: Any) -> bool:
     """Return whether a parameter's gradients are sparse, as those of an embedding may be."""
-    return any(getattr(each, "sparse", False) and getattr(each, "weight", None) is parameter for each in model.modules())
+    return any(
+        getattr(each, "sparse", False) and getattr(each, "weight", None) is parameter for each in model.modules()
+    )

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from ncclpy.coordinator import Coordinator
+    from ncclpy.engine.work import Work
 
 __all__ = ["broadcast_parameters"]
 
 _TENSOR = "tensor"
+
+
+class Coordinator(Protocol):
+    """What is asked of a coordinator, or a process set of one: named broadcasts."""
+
+    rank: int
+
+    def broadcast(self, name: str, array: Any, root: int) -> Work:
+        """Bring an array that receives the root's."""
 
 
 def broadcast_parameters(what: Any, coordinator: Coordinator, *, root: int = 0, name: str = "parameters") -> None:

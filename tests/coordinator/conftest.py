@@ -14,6 +14,7 @@ from ncclpy.coordinator import session
 def hubs(monkeypatch):
     """Have a control plane of this process stand in for the native one."""
     import os
+
     if os.environ.get("NATIVE"):
         return None
     made = Hubs()

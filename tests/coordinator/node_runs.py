@@ -66,7 +66,9 @@ class Program:
         self.net = Net(rng, size, rng.randint(1, 4), rng.choice([0, 1, 2, 3, 8]))
         self.names = rng.sample(NAMES, rng.randint(1, len(NAMES)))
         self.groups = {0: tuple(range(size))}
-        self.wanted = [tuple(sorted(rng.sample(range(size), rng.randint(1, size)))) for _ in range(rng.choice([0, 0, 1, 3]))]
+        self.wanted = [
+            tuple(sorted(rng.sample(range(size), rng.randint(1, size)))) for _ in range(rng.choice([0, 0, 1, 3]))
+        ]
         self.joins = rng.random() < 0.4
         self.rounds = [rng.randint(1, 6)] * size
         if self.joins:  # some run out of data before others

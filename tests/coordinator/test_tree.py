@@ -22,7 +22,9 @@ def test_every_rank_is_below_the_root_once(seed):
         parts = [tree.below(child) for child in tree.children[rank]]
         assert sorted([rank, *(each for part in parts for each in part)]) == list(tree.below(rank))
         assert len(tree.children[rank]) <= 16
-    crossings = [rank for rank, parent in enumerate(tree.parents) if parent is not None and machines[rank] != machines[parent]]
+    crossings = [
+        rank for rank, parent in enumerate(tree.parents) if parent is not None and machines[rank] != machines[parent]
+    ]
     assert len(crossings) == len(set(machines)) - 1, "of each machine one rank speaks with others"
 
 

@@ -16,7 +16,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ncclpy.bootstrap.address import listen, resolve
 from ncclpy.bootstrap.arrivals import Arrivals
@@ -238,7 +238,7 @@ def _call(
     place: dict, mine: dict, rank: int, parent: int, deadline: float, wanted: Callable[[], bool]
 ) -> socket.socket:
     """Return a connection to the rank above, by the first way on which it proves to be that."""
-    ways: list[tuple[socket.AddressFamily, object]] = []
+    ways: list[tuple[socket.AddressFamily, Any]] = []
     if place["machine"] == mine["machine"]:
         ways.append((socket.AF_UNIX, bytes.fromhex(place["local"])))
     for host, port in place.get("addresses", []):

@@ -1,4 +1,4 @@
-"""Who speaks to whom on the control plane: ranks of one machine among themselves, and one of each with other machines."""
+"""Who speaks to whom on the control plane: ranks of one machine among themselves, one of each with other machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch's users find here: gradients that are averaged while a backward pass runs, parameters alike on all ranks."""
+"""What torch's users find here: gradients averaged while a backward pass runs, parameters alike on all ranks."""
 
 from ncclpy.interop.torch_gradients import GradientAverage, average_gradients
 from ncclpy.interop.torch_parameters import broadcast_parameters

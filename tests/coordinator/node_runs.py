@@ -1,4 +1,4 @@
-"""Random programs over the nodes of a tree, with frames that take their time, beside a model of what must come of them.
+"""Random programs over the nodes of a tree, with frames that take their time, beside a model of what must come of it.
 
 python node_runs.py SEED RUNS: ends with an error at the first seed that fails; prints what was hit in the caches, what
 was put out of them, and how many programs had joins, sets of ranks, and an end.

@@ -12,7 +12,7 @@ import threading
 import time
 
 import pytest
-from group_worlds import LocalStore, in_threads
+from group_worlds import in_threads
 
 import testing
 from ncclpy.bootstrap import PrefixStore, TCPStore

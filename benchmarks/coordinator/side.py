@@ -36,13 +36,12 @@ class Side:
 
         ncclpy.use("host")
         store = self.store or TCPStore("127.0.0.1", port)
-        self.group = None
+        self.group, self.met = None, store
         if over == "group":
             self.group = ncclpy.ProcessGroup(store, rank, size, device=rank, timeout=PATIENCE)
-        from ncclpy.core import device
-
-        with device.using(rank):
-            self.coordinator = ncclpy.Coordinator(self.group or (store, rank, size))
+            self.coordinator = ncclpy.Coordinator(self.group)
+        else:
+            self.coordinator = ncclpy.Coordinator((store, rank, size), device=rank)
         self.rank, self.size = rank, size
         self.arrays = {}
 
@@ -87,13 +86,27 @@ class Side:
             taken.append(time.perf_counter() - began)
         return taken
 
-    def do_stats(self) -> dict:
-        """Return what the coordinator has counted."""
-        return {key: value for key, value in self.coordinator.stats().items() if isinstance(value, (int, float))}
+    def do_flat(self, times: int) -> list[float]:
+        """Reduce as many bytes at once, by a process group; return the seconds of each time."""
+        if not hasattr(self, "other"):
+            import ncclpy
+
+            self.other = ncclpy.ProcessGroup(
+                self.met, self.rank, self.size, device=self.rank, name="flat", timeout=PATIENCE
+            )
+        flat, taken = np.ones(sum(array.size for array in self.arrays.values()), np.float32), []
+        for _ in range(times):
+            self.other.barrier().wait(PATIENCE)
+            began = time.perf_counter()
+            self.other.all_reduce(flat, op="max").wait(PATIENCE)
+            taken.append(time.perf_counter() - began)
+        return taken
 
     def do_close(self) -> None:
         """End it."""
         self.coordinator.shutdown(PATIENCE)
+        if hasattr(self, "other"):
+            self.other.close()
         if self.group is not None:
             self.group.close()
 

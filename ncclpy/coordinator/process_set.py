@@ -20,7 +20,7 @@ class ProcessSet(Operations):
     Attributes
     ----------
     ranks : tuple of int
-        Its members among the coordinator's ranks, in their order here.
+        Its members among the coordinator's ranks.
     rank, size : int
         Which of how many this one is in the set.
     """

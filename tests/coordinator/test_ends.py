@@ -143,7 +143,7 @@ def test_what_runs_with_a_rank_that_is_gone_ends(hubs):
 
     def body(coordinator):
         if coordinator.rank == 1:
-            coordinator._session.everyone.run = lambda operations: None
+            coordinator._session.everyone.run = lambda operations, then: None
         coordinator.all_reduce("warm", np.ones(1))
         work = coordinator.all_reduce("x", np.ones(1 << 16))
         if coordinator.rank == 1:

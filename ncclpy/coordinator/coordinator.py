@@ -161,7 +161,7 @@ class Coordinator(Operations):
         return self._session.error
 
     def join(self, timeout: float | None = None) -> int:
-        """Bring nothing more, and wait until all ranks have joined; meanwhile others' all-reduces go on.
+        """Join the ranks that bring nothing more, and wait for all; meanwhile others' all-reduces go on.
 
         Parameters
         ----------

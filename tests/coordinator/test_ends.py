@@ -25,7 +25,8 @@ def test_what_is_not_brought_in_time_is_an_error_for_all():
     def body(coordinator):
         if coordinator.rank != 1:
             work = coordinator.all_reduce("grad", np.ones(2))
-            with pytest.raises(ncclpy.NcclTimeout, match=r"is pending after 0.05 s; it waits for ranks? .*1 to bring it"):
+            waits = r"is pending after 0.05 s; it waits for ranks? .*1 to bring it"
+            with pytest.raises(ncclpy.NcclTimeout, match=waits):
                 work.wait(0.05)
             error = work.exception(DEADLINE)
             assert isinstance(error, ncclpy.NcclTimeout) and error.missing == [1]

@@ -161,7 +161,7 @@ class Coordinator(Operations):
         return self._session.error
 
     def join(self, timeout: float | None = None) -> int:
-        """Bring nothing more, and wait until all ranks have joined; meanwhile others' all-reduces go on.
+        """Join the ranks that bring nothing more, and wait for all; meanwhile others' all-reduces go on.
 
         Parameters
         ----------
@@ -186,7 +186,7 @@ class Coordinator(Operations):
         Parameters
         ----------
         ranks : iterable of int
-            Its members; they are numbered in this order.
+            Its members, in any order; in the set they are numbered in the order of the coordinator's ranks.
         timeout : float, optional
             Seconds for the others; by default the coordinator's.
 
@@ -196,7 +196,7 @@ class Coordinator(Operations):
             None on ranks that do not belong to it, which need not call it.
         """
         session = self._current()
-        members = tuple(as_integer(rank, "ranks") for rank in ranks)
+        members = tuple(sorted(as_integer(rank, "ranks") for rank in ranks))
         if not members or len(set(members)) != len(members) or not all(0 <= rank < self.size for rank in members):
             raise ValueError(f"ranks: expected different ranks of {self.size}, at least one, got {list(members)}")
         if self.rank not in members:

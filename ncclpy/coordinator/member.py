@@ -156,12 +156,15 @@ class Member:
 
     # Launches.
 
-    def run(self, operations: Sequence[Ready]) -> None:
-        """Launch what all ranks have brought, those of one frame; here as far as nothing has to wait."""
+    def run(self, operations: Sequence[Ready], then: Callable[[int], None]) -> None:
+        """Launch what all ranks have brought, those of one frame; here as far as nothing has to wait.
+
+        Then ``then(number)`` is called, with the set's.
+        """
         steps = plan(
             [(each.signatures, len(each.absent)) for each in operations], self._fusion_bytes, self._large, self._staged
         )
-        self._turns.add(_Launch(self, step, operations) for step in steps)
+        self._turns.add([*(_Launch(self, step, operations) for step in steps), _Told(then, self.number)])
 
     def launch(self, step: Step, operations: Sequence[Ready]) -> None:
         """Launch one step of a plan."""
@@ -262,6 +265,19 @@ class _Launch(Turn):
     def take(self) -> None:
         self._member.await_communicator()
         self._member.launch(self._step, self._operations)
+
+
+class _Told(Turn):
+    """What is said when all of a frame was launched."""
+
+    def __init__(self, then: Callable[[int], None], number: int) -> None:
+        self._then, self._number = then, number
+
+    def is_ready(self) -> bool:
+        return True
+
+    def take(self) -> None:
+        self._then(self._number)
 
 
 class _CopyOut(Turn):

@@ -29,7 +29,7 @@ class Operations:
         prescale: float | None = None,
         postscale: float | None = None,
     ) -> Work:
-        """Bring an array that is reduced over all ranks, in place.
+        """Give an array that is reduced over all ranks, in place.
 
         It runs once every rank has brought an operation of this name, in one order on all ranks, whatever the order in
         which they are brought. The input need not be ready: the launch waits for the array's current stream, and what
@@ -71,7 +71,7 @@ class Operations:
         return call.work
 
     def grouped_all_reduce(self, names: Sequence[str], arrays: Sequence[BufferLike], op: OpLike = SUM) -> list[Work]:
-        """Bring arrays that are reduced together: all of them, or, where something does not fit, none.
+        """Give arrays that are reduced together: all of them, or, where something does not fit, none.
 
         Parameters
         ----------
@@ -97,7 +97,7 @@ class Operations:
         return [part.work for part in call.parts]
 
     def all_gather(self, name: str, array: BufferLike) -> Work:
-        """Bring an array that all ranks get, one behind the other along the first dimension.
+        """Give an array that all ranks get, one behind the other along the first dimension.
 
         Parameters
         ----------
@@ -118,7 +118,7 @@ class Operations:
         return call.work
 
     def broadcast(self, name: str, array: BufferLike, root: int = 0) -> Work:
-        """Bring an array that receives the root's, in place.
+        """Give an array that receives the root's, in place.
 
         Parameters
         ----------
@@ -138,7 +138,7 @@ class Operations:
         return call.work
 
     def reduce_scatter(self, name: str, array: BufferLike, op: OpLike = SUM) -> Work:
-        """Bring an array that is reduced over all ranks, of which each gets some rows.
+        """Give an array that is reduced over all ranks, of which each gets some rows.
 
         Parameters
         ----------
@@ -160,7 +160,7 @@ class Operations:
         return call.work
 
     def all_to_all(self, name: str, array: BufferLike, send_counts: Sequence[int] | None = None) -> Work:
-        """Bring rows for every rank, and get those that all bring for this one.
+        """Give rows for every rank, and get those that all bring for this one.
 
         Parameters
         ----------
@@ -183,7 +183,7 @@ class Operations:
         return call.work
 
     def barrier(self, name: str) -> Work:
-        """Bring nothing: its work is done when all ranks have brought it.
+        """Give nothing: its work is done when all ranks have brought it.
 
         Parameters
         ----------
@@ -201,7 +201,7 @@ class Operations:
         return call.work
 
     def all_reduce_sparse(self, name: str, indices: BufferLike, values: BufferLike) -> Work:
-        """Bring entries of a sparse array that is summed over all ranks.
+        """Give entries of a sparse array that is summed over all ranks.
 
         Parameters
         ----------

@@ -17,10 +17,19 @@ class ProcessSet(Operations):
 
     Its names are its own, and its operations do not wait for those of other sets.
 
+    Parameters
+    ----------
+    current : callable
+        Returns what the coordinator's ranks are in now.
+    session : Session
+        What they were in when this was made.
+    member : Member
+        This rank in it.
+
     Attributes
     ----------
     ranks : tuple of int
-        Its members among the coordinator's ranks, in their order here.
+        Its members among the coordinator's ranks.
     rank, size : int
         Which of how many this one is in the set.
     """

@@ -267,7 +267,7 @@ class Session:
 
     def leave(self, timeout: float) -> None:
         """Wait until all ranks do so, or it has ended: what others still do among themselves goes on."""
-        if self.error is None and self._closing is None:
+        if self.error is None and self._closing is None and self._joining is None:
             self._control.bring(0, LEAVING, b"", b"", False)
             self._wait(self._all_leave, timeout)
 
@@ -326,32 +326,33 @@ class Session:
         """Do what one frame says."""
         self._counts.add(frames=1)
         ready: dict[int, list[Ready]] = {}
+        elsewhere = set()  # sets that launch, of which this rank's part is done
         for record in frame:
             if record[0] == "run":
                 _, number, key, fixed, owns, absent = record
                 if number == 0 and key in _OURS:
                     (self._began if key == BEGINNING else self._all_leave).tell(tuple(owns))
+                    elsewhere.add(number)
                     continue
                 member = self._members.get(number)
                 if member is not None:
                     gone = tuple(rank for rank in absent if rank in member.ranks)
                     ready.setdefault(number, []).append(Ready(member.take(key), unpack_all(fixed), tuple(owns), gone))
+                else:
+                    elsewhere.add(number)
                 continue
             self._run(ready)
             _FOLLOW[record[0]](self, *record[1:])
-        ran = self._run(ready)
-        if ran or any(record[0] == "run" for record in frame):
-            for number in {record[1] for record in frame if record[0] == "run"}:
-                self._control.launched(number)
+        self._run(ready)
+        for number in elsewhere:
+            self._control.launched(number)
 
-    def _run(self, ready: dict[int, list[Ready]]) -> bool:
+    def _run(self, ready: dict[int, list[Ready]]) -> None:
         for number, operations in ready.items():
             if self._timeline is not None:
                 self._timeline.negotiated([each.call for each in operations if each.call is not None])
-            self._members[number].run(operations)
-        ran = bool(ready)
+            self._members[number].run(operations, self._control.launched)
         ready.clear()
-        return ran
 
     def _mismatch(self, number: int, key: bytes, brought: Sequence[tuple[bytes, Sequence[int]]]) -> None:
         if number == 0 and key == BEGINNING:

@@ -25,7 +25,8 @@ def test_what_is_not_brought_in_time_is_an_error_for_all():
     def body(coordinator):
         if coordinator.rank != 1:
             work = coordinator.all_reduce("grad", np.ones(2))
-            with pytest.raises(ncclpy.NcclTimeout, match=r"is pending after 0.05 s; it waits for rank 1 to bring it"):
+            waits = r"is pending after 0.05 s; it waits for ranks? .*1 to bring it"
+            with pytest.raises(ncclpy.NcclTimeout, match=waits):
                 work.wait(0.05)
             error = work.exception(DEADLINE)
             assert isinstance(error, ncclpy.NcclTimeout) and error.missing == [1]
@@ -143,7 +144,7 @@ def test_what_runs_with_a_rank_that_is_gone_ends(hubs):
 
     def body(coordinator):
         if coordinator.rank == 1:
-            coordinator._session.everyone.run = lambda operations: None
+            coordinator._session.everyone.run = lambda operations, then: None
         coordinator.all_reduce("warm", np.ones(1))
         work = coordinator.all_reduce("x", np.ones(1 << 16))
         if coordinator.rank == 1:
@@ -215,7 +216,7 @@ def test_a_coordinator_that_is_dropped_says_so():
 
 
 def test_ranks_that_do_not_come():
-    with pytest.raises(ncclpy.NcclTimeout, match="rank 1 did not come within 200 ms") as raised:
+    with pytest.raises(ncclpy.NcclTimeout, match=r"rank 1 .*did not come .*within 200 ms") as raised:
         Coordinator((LocalStore(), 0, 2), timeout=0.2)
     assert raised.value.missing == [1]
 

@@ -77,9 +77,9 @@ def held_up(hubs, go_on):
     control = next(each for each in hubs.controls if each.rank == 0)
     launched = control.launched
 
-    def wait():
+    def wait(number):
         go_on.wait(DEADLINE)
-        launched()
+        launched(number)
 
     control.launched = wait
 

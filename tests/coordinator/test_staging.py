@@ -65,7 +65,7 @@ def test_an_end_in_the_middle(hubs):
     def body(coordinator):
         coordinator.all_reduce("warm", np.ones(4)).wait(DEADLINE)
         if coordinator.rank == 1:
-            coordinator._session.everyone.run = lambda operations: None
+            coordinator._session.everyone.run = lambda operations, then: None
         meet.wait(DEADLINE)
         works = [coordinator.all_reduce(f"{i}", np.ones(1 << 12)) for i in range(10)]
         meet.wait(DEADLINE)

@@ -31,9 +31,9 @@ FLOORS = {
     "manager": 4,
     "process_group": 4,
     "coordinator": 5,
-    "interop": 4,
-    "cli": 6,
-    "testing": 6,
+    "interop": 6,
+    "cli": 7,
+    "testing": 7,
 }
 FACE = "ncclpy"  # the names only
 USERS = ("cli", "testing")  # of the face; no other room is

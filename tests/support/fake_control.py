@@ -23,7 +23,7 @@ class Hub:
         self.joined, self.last = set(), None
         self.defined = {}
         self.frame = []
-        self.held = False  # rank 0 has yet to launch what it was told last
+        self.held = set()  # sets of which rank 0 has yet to launch what it was told last
         self.closing = None
         self.ended = self.over = False
         self.closed = set()
@@ -36,9 +36,14 @@ class Hub:
         self.flush()
 
     def flush(self):
-        if self.frame and not self.held:
-            frame, self.frame = self.frame, []
-            self.held = any(record[0] == "run" for record in frame)
+        frame, rest = [], []
+        for record in self.frame:
+            of_set = record[0] in ("run", "mismatch", "after_join", "overdue")
+            waits = record[1] in self.held if of_set else bool(rest)
+            (rest if waits or any(each[0] == "ended" for each in rest) else frame).append(record)
+        self.frame = rest
+        if frame:
+            self.held |= {record[1] for record in frame if record[0] == "run"}
             self.frames += 1
             self.over = any(record[0] == "ended" for record in frame)
             for queue in self.queues:
@@ -77,7 +82,8 @@ class Hub:
     def end(self, rank, lost, reason):
         if not self.ended:
             self.ended = True
-            self.held = self.held and not lost
+            if lost:
+                self.held.clear()
             self.tell(("ended", rank, tuple(lost), reason))
             self.changed.notify_all()
 
@@ -141,11 +147,11 @@ class FakeControl:
                 else:
                     hub.changed.wait(min(1.0, max(0.0, end - time.monotonic())))
 
-    def launched(self):
+    def launched(self, group):
         hub = self._hub
         if self.rank == 0:
             with hub.changed:
-                hub.held = False
+                hub.held.discard(group)
                 hub.flush()
 
     def join(self):

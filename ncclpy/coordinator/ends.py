@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 
 from ncclpy.coordinator.names import names_of, shown
@@ -9,6 +10,10 @@ from ncclpy.core.errors import NcclAborted, NcclError, NcclRemoteError, NcclTime
 from ncclpy.core.types import Result
 
 __all__ = ["after_join", "ended", "has_ended", "overdue", "stall"]
+
+
+#: So many names are shown beside one, of this likeness at least, as `difflib` has it.
+_ALIKE, _LIKENESS = 6, 0.75
 
 
 def after_join(what: str, key: bytes, absent: Sequence[int]) -> NcclError:
@@ -59,15 +64,20 @@ def stall(
     waited: float,
     near: Sequence[tuple[bytes, Sequence[int]]],
 ) -> str:
-    """Return the sentence of an operation that not all ranks have brought for long, beside what is called alike."""
+    """Return the sentence of an operation that not all ranks have brought for long, beside what is called alike.
+
+    `near` are others that wait, by their keys, and who has brought them.
+    """
     name = shown(names_of(key))
     text = (
         f"{what} {name}: {ranks(spans(missing))} {_has(missing)} not brought it after {seconds(waited)}; "
         f"{ranks(spans(have))} {_wait(have)}"
     )
-    if not near:
+    others = {shown(names_of(other)): who for other, who in near}
+    alike = difflib.get_close_matches(name, others, n=_ALIKE, cutoff=_LIKENESS)
+    if not alike:
         return text
-    beside = [(name, have), *((shown(names_of(other)), who) for other, who in near)]
+    beside = [(name, have), *((other, others[other]) for other in alike)]
     width = max(len(each) for each, _ in beside)
     lines = "".join(f"\n    {each:<{width}}  brought by {ranks(spans(who))}" for each, who in beside)
     return f"{text}. Names that are nearly the same:{lines}"

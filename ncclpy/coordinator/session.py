@@ -267,6 +267,9 @@ class Session:
 
     def leave(self, timeout: float) -> None:
         """Wait until all ranks do so, or it has ended: what others still do among themselves goes on."""
+        joining = self._joining
+        if joining is not None:  # a join whose deadline has passed: until all have joined nothing can be brought
+            self._wait(joining, timeout)
         if self.error is None and self._closing is None and self._joining is None:
             self._control.bring(0, LEAVING, b"", b"", False)
             self._wait(self._all_leave, timeout)
@@ -287,8 +290,13 @@ class Session:
 
     def counters(self) -> dict[str, Any]:
         """Return what the control plane counts."""
-        counters = getattr(self._control, "counters", None)
-        return {} if counters is None else dict(counters())
+        counted = self._control.counters()
+        return {
+            "cache_hits": counted["hits"],
+            "cache_evictions": counted["evicted"],
+            "bytes_up": counted["bytes_up"],
+            "bytes_down": counted["bytes_down"],
+        }
 
     # What the others hear of launches.
 

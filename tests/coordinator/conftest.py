@@ -5,20 +5,38 @@ from __future__ import annotations
 import gc
 
 import pytest
-from fake_control import Hubs
 
 from ncclpy.coordinator import session
 
 
-@pytest.fixture(autouse=True)
-def hubs(monkeypatch):
-    """Have a control plane of this process stand in for the native one."""
-    import os
+class Watched:
+    """One rank's end of the control plane, of which a method can be another one's."""
 
-    if os.environ.get("NATIVE"):
-        return None
-    made = Hubs()
-    monkeypatch.setattr(session, "open_control", made)
+    def __init__(self, control):
+        self.control = control
+
+    def __getattr__(self, name):
+        return getattr(self.control, name)
+
+
+class Controls(list):
+    """The control planes that were opened in a test."""
+
+    def lose(self, rank):
+        """Cut a rank off from all others, as if its process had ended."""
+        next(each for each in self if each.rank == rank).control.close()
+
+
+@pytest.fixture
+def controls(monkeypatch):
+    """The ends of control planes of this test, which can be cut off."""
+    made, real = Controls(), session.open_control
+
+    def opened(*arguments, **options):
+        made.append(Watched(real(*arguments, **options)))
+        return made[-1]
+
+    monkeypatch.setattr(session, "open_control", opened)
     return made
 
 

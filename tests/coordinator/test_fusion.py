@@ -11,6 +11,7 @@ from coordinator_ranks import run_coordinators
 from group_ranks import DEADLINE
 
 import ncclpy
+import testing
 from ncclpy.coordinator.plan import plan, reduction
 from ncclpy.coordinator.signature import Kind, Signature
 
@@ -72,9 +73,9 @@ def test_the_average_of_integers_needs_all_ranks():
         reduction(one(1, op=4, datatype=2), 4, 1)
 
 
-def held_up(hubs, go_on):
+def held_up(controls, go_on):
     """Have rank 0 give no leave for the next frame until something was set: what is brought meanwhile is one frame."""
-    control = next(each for each in hubs.controls if each.rank == 0)
+    control = next(each for each in controls if each.rank == 0)
     launched = control.launched
 
     def wait(number):
@@ -84,21 +85,25 @@ def held_up(hubs, go_on):
     control.launched = wait
 
 
-def bring_at_once(coordinator, hubs, meet, go_on, bring):
+def bring_at_once(coordinator, controls, meet, go_on, bring):
     """Call ``bring()`` on all ranks so that all it brings is one frame."""
     if coordinator.rank == 0:
-        held_up(hubs, go_on)
+        held_up(controls, go_on)
     meet.wait(DEADLINE)
     first = coordinator.all_reduce("first", np.ones(1))
     first.wait(DEADLINE)
     works = bring()
     meet.wait(DEADLINE)
-    go_on.set()
+    if coordinator.rank == 0:  # where all of it has to have come
+        control = next(each for each in controls if each.rank == 0)
+        keys = list(coordinator._session.everyone._pending)
+        testing.wait_for(lambda: all(len(control.have(0, key)) == coordinator.size for key in keys), "all to be there")
+        go_on.set()
     return works
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_small_arrays_are_one_launch(hubs, size):
+def test_small_arrays_are_one_launch(controls, size):
     meet, go_on = threading.Barrier(size), threading.Event()
     counts = [0, 1, 3, 17, 1000, 64, 5]
 
@@ -110,7 +115,7 @@ def test_small_arrays_are_one_launch(hubs, size):
         def bring():
             return {i: coordinator.all_reduce(f"array {i}", arrays[i]) for i in order}
 
-        works = bring_at_once(coordinator, hubs, meet, go_on, bring)
+        works = bring_at_once(coordinator, controls, meet, go_on, bring)
         for i, work in works.items():
             assert work.result(DEADLINE) is arrays[i]
         coordinator.barrier("done").wait(DEADLINE)
@@ -123,7 +128,7 @@ def test_small_arrays_are_one_launch(hubs, size):
         assert stats["fused"] == 21 and stats["fused_launches"] == 3 and stats["launches"] == 5
 
 
-def test_large_arrays_are_as_they_are(hubs):
+def test_large_arrays_are_as_they_are(controls):
     meet, go_on = threading.Barrier(2), threading.Event()
 
     def body(coordinator):
@@ -132,7 +137,7 @@ def test_large_arrays_are_as_they_are(hubs):
         def bring():
             return [coordinator.all_reduce(str(i), array, "average") for i, array in enumerate(arrays)]
 
-        for work in bring_at_once(coordinator, hubs, meet, go_on, bring):
+        for work in bring_at_once(coordinator, controls, meet, go_on, bring):
             work.wait(DEADLINE)
         return arrays, coordinator.stats()
 
@@ -141,7 +146,7 @@ def test_large_arrays_are_as_they_are(hubs):
         assert stats["fused"] == 2 and stats["launches"] == 4
 
 
-def test_the_buffers_are_used_in_turn_and_grow(hubs):
+def test_the_buffers_are_used_in_turn_and_grow(controls):
     def body(coordinator):
         for step in range(12):
             names = [f"{i}" for i in range(4)]

@@ -58,7 +58,7 @@ def test_a_scale_and_a_join():
     assert run_coordinators(2, body) == [1, 1]
 
 
-def test_an_end_in_the_middle(hubs):
+def test_an_end_in_the_middle(controls):
     """What is copied in is held until that is over, and every work ends."""
     meet = threading.Barrier(2)
 
@@ -70,7 +70,7 @@ def test_an_end_in_the_middle(hubs):
         works = [coordinator.all_reduce(f"{i}", np.ones(1 << 12)) for i in range(10)]
         meet.wait(DEADLINE)
         if coordinator.rank == 1:
-            hubs.controls[0].lose(1)
+            controls.lose(1)
         errors = [work.exception(DEADLINE) for work in works if coordinator.rank == 0]
         assert all(isinstance(error, ncclpy.NcclError) for error in errors)
         coordinator.shutdown(DEADLINE)

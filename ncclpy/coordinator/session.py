@@ -267,7 +267,10 @@ class Session:
 
     def leave(self, timeout: float) -> None:
         """Wait until all ranks do so, or it has ended: what others still do among themselves goes on."""
-        if self.error is None and self._closing is None and self._joining is None:
+        joining = self._joining
+        if joining is not None:  # its own wait for that was left
+            self._wait(joining, timeout)
+        if self.error is None and self._closing is None:
             self._control.bring(0, LEAVING, b"", b"", False)
             self._wait(self._all_leave, timeout)
 

@@ -32,6 +32,8 @@ class Hub:
     # Under the lock.
 
     def tell(self, record):
+        if self.over:
+            return
         self.frame.append(record)
         self.flush()
 
@@ -45,7 +47,7 @@ class Hub:
         if frame:
             self.held |= {record[1] for record in frame if record[0] == "run"}
             self.frames += 1
-            self.over = any(record[0] == "ended" for record in frame)
+            self.over |= any(record[0] == "ended" for record in frame)
             for queue in self.queues:
                 queue.append(list(frame))
             self.changed.notify_all()

@@ -268,7 +268,7 @@ class Session:
     def leave(self, timeout: float) -> None:
         """Wait until all ranks do so, or it has ended: what others still do among themselves goes on."""
         joining = self._joining
-        if joining is not None:  # a join whose deadline has passed: until all have joined nothing can be brought
+        if joining is not None:  # its own wait for that was left; until then nothing can be brought
             self._wait(joining, timeout)
         if self.error is None and self._closing is None and self._joining is None:
             self._control.bring(0, LEAVING, b"", b"", False)

@@ -129,7 +129,7 @@ def test_a_rank_that_is_gone_is_named(controls):
             error = work.exception(DEADLINE)
             assert isinstance(error, ncclpy.NcclRemoteError) and error.ranks == (0,)
             assert "rank 0 is gone" in str(error)
-        with pytest.raises(ncclpy.NcclAborted, match="rank 0 is gone|its control plane is closed"):
+        with pytest.raises(ncclpy.NcclAborted, match=r"rank 0 is gone|its control plane is closed"):
             while True:
                 coordinator.barrier("again").wait(DEADLINE)
                 time.sleep(0.01)

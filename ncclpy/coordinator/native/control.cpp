@@ -204,6 +204,10 @@ bool Control::read(Link& link, std::vector<char>& scratch, double time) {
   if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return true;
   const int failed = n < 0 ? errno : 0;
   const Lock lock(mutex_);
+  if (stopping_) {  // what still comes is for nobody; but a connection that is closed over it would lose the goodbye
+    if (n <= 0) link.fd.close();
+    return n > 0;
+  }
   if (n <= 0) {
     lose(link, link.goodbye ? "has closed its coordinator"
                : failed != 0 && failed != ECONNRESET ? std::string("cannot be reached: ") + strerror(failed)
@@ -255,6 +259,7 @@ void Control::run() {
   std::vector<size_t> which;
   const double beat = options_.silence / 6;
   double last = now(), give_up = 0;
+  bool hushed = false;
   for (;;) {
     double until = 0;
     {
@@ -289,9 +294,13 @@ void Control::run() {
       }
       if (stopping_) {
         if (give_up == 0) give_up = time + kFarewell;
-        if (!unsent || time >= give_up) {
+        if (!unsent && !hushed) {
+          hushed = true;
+          for (Link& link : links_)
+            if (link.fd) shutdown(link.fd.get(), SHUT_WR);
+        }
+        if (which.empty() || time >= give_up) {  // the others have heard it, or are given up
           for (Link& link : links_) link.fd.close();
-          stopped_ = true;
           return;
         }
         until = std::min(until, give_up);

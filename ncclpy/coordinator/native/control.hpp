@@ -88,7 +88,7 @@ class Control : public std::enable_shared_from_this<Control> {
   store::Descriptor nudge_;
   std::deque<std::vector<Record>> told_;
   double asleep_until_ = 0;  // of the thread
-  bool running_ = false, stopping_ = false, stopped_ = false;
+  bool running_ = false, stopping_ = false;
   pthread_t thread_{};
 };
 

@@ -41,6 +41,8 @@ _LONG = 3600.0
 _BEGINS = 300.0
 #: Seconds for what is launched to end, when the coordinator does.
 _DRAINS = 60.0
+#: Seconds for the record to be read that says why the control plane has ended: it is there by then.
+_TOLD = 10.0
 #: How long a wait goes on before it looks whether the session has ended.
 _SLICE = 0.1
 
@@ -226,7 +228,7 @@ class Session:
 
     def _explain(self, error: BaseException) -> None:
         """Raise what has ended the session, if the control plane has refused something for that."""
-        if isinstance(error, NcclError) and error.__cause__ is None and self._ending.wait(_SLICE):
+        if isinstance(error, NcclError) and error.__cause__ is None and self._ending.wait(_TOLD):
             assert self.error is not None
             raise ends.has_ended(self.name, self.error)
 

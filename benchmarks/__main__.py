@@ -7,6 +7,7 @@ import sys
 from benchmarks.bootstrap import main as bootstrap
 from benchmarks.collectives import main as collectives
 from benchmarks.collectives import mpi, nccl_tests
+from benchmarks.coordinator import main as coordinator
 from benchmarks.manager import main as manager
 from benchmarks.memory import main as memory
 from benchmarks.overhead import import_time
@@ -26,6 +27,7 @@ EXPERIMENTS = {
     "process_group": process_group,
     "reports": reports,
     "recovery": recovery,
+    "coordinator": coordinator,
     "scale": scale,
     "bootstrap": bootstrap,
     "import": import_time,

@@ -64,6 +64,7 @@ if _os.environ.get("NCCLPY_DUMP_DIR"):
 if _typing.TYPE_CHECKING:
     from ncclpy import bindings, bootstrap, memory
     from ncclpy import testing as testing
+    from ncclpy.coordinator import Coordinator, ProcessSet
     from ncclpy.process_group import Completion, ProcessGroup, RankState, Recovery, init_process_group
 
 __all__ = [
@@ -77,6 +78,7 @@ __all__ = [
     "Communicator",
     "Completion",
     "Config",
+    "Coordinator",
     "CustomOp",
     "DataType",
     "Event",
@@ -90,6 +92,7 @@ __all__ = [
     "NcclUnsupported",
     "Plan",
     "ProcessGroup",
+    "ProcessSet",
     "RankState",
     "Recovery",
     "ReduceOp",
@@ -130,6 +133,10 @@ def __getattr__(name: str):
         from ncclpy import process_group
 
         return getattr(process_group, name)
+    if name in ("Coordinator", "ProcessSet"):
+        from ncclpy import coordinator
+
+        return getattr(coordinator, name)
     if name == "__version__":
         from importlib.metadata import version
 

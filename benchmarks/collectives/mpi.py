@@ -116,14 +116,18 @@ def _reason(python: Path) -> str:
 
 def run_mpi(python: Path, nranks: int, operations: list, *, slowest: bool = False) -> list[float]:
     """Return the seconds of every ``(collective, bytes, iterations)``, of rank 0 or of the slowest rank."""
-    launcher = [python.parent / "mpiexec", "-n", str(nranks)]
+    options = json.dumps({"operations": operations, "slowest": slowest})
+    return json.loads(output_of(python, nranks, [SIDE, "mpi", options]))
+
+
+def output_of(python: Path, nranks: int, program: list) -> str:
+    """Return the last line that the ranks of a program print."""
     environment = {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     }
-    options = json.dumps({"operations": operations, "slowest": slowest})
-    return json.loads(_output([*launcher, python, SIDE, "mpi", options], environment))
+    return _output([python.parent / "mpiexec", "-n", str(nranks), python, *program], environment)
 
 
 def _threads(nranks: int, operations: list) -> list[float]:

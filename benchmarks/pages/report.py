@@ -26,6 +26,7 @@ TITLES = {
     "memory": "What registered memory costs",
     "mpi": "The host engine beside MPI",
     "process_group": "What a process group costs",
+    "coordinator": "What it takes that ranks agree",
     "reports": "What telling what ranks do costs",
     "recovery": "How fast a group goes on",
     "scale": "What grows with ranks",

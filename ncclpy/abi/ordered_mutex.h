@@ -49,8 +49,9 @@
   /* Those of stores. */                                                                                             \
   LOCK(STORE_CLIENT, "a store's client's", NCCLPY_ONE(STORE_KEEPER) | NCCLPY_ONE(STORE_DESCRIPTORS), 0)              \
   LOCK(STORE_KEEPER, "the keeper's", NCCLPY_ONE(STORE_DESCRIPTORS), 0)                                               \
+  LOCK(COORDINATOR, "a coordinator's control plane's", NCCLPY_ONE(STORE_DESCRIPTORS), 0)                             \
   LOCK(STORE_DESCRIPTORS, "descriptors of stores", 0, 0)                                                             \
-  LOCK(STORE_LINES, "a store's server's lines for the log", 0, 0)
+  LOCK(STORE_LINES, "a store's server's lines for the log", 0, 0)                                                   
 
 #define NCCLPY_LOCK_NUMBER(name, words, under, how) NCCLPY_LOCK_##name,
 typedef enum { NCCLPY_LOCKS(NCCLPY_LOCK_NUMBER) NCCLPY_LOCK_COUNT } ncclpy_lock;

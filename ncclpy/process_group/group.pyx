@@ -158,7 +158,7 @@ check="off", check_nan=False, high_priority=False, timing=False)
             connection = self.connection_with(peer)
             if peer >= 0:
                 request.steps[0].root = 1 - connection.rank  # as that communicator knows the peer
-            self._submit(connection, request)
+            self.submit(connection, request)
         except BaseException as error:  # the recorder is not to show it as pending
             work.withdraw(error)
             raise
@@ -191,7 +191,7 @@ check="off", check_nan=False, high_priority=False, timing=False)
             request.brought = new_signature()
         return request
 
-    cdef int _submit(self, Connection connection, Request request) except -1:
+    cdef int submit(self, Connection connection, Request request) except -1:
         """Number a request and give it to its communicator, unless the group has ended."""
         cdef bint taken = False, held = False, pair = request.point_to_point
         cdef Agreement agreement = self.agreement
@@ -345,7 +345,7 @@ check="off", check_nan=False, high_priority=False, timing=False)
             return self._capture(-1, block.request)
         stream = self.pool.of(self.device, 0)
         block.record(stream.raw)
-        self._submit(self.connection_with(-1), block.request)
+        self.submit(self.connection_with(-1), block.request)
         return 0
 
     def all_reduce_sparse(self, indices, values, *, producer=None, timeout=None):
@@ -513,7 +513,7 @@ check="off", check_nan=False, high_priority=False, timing=False)
         if len(set(members)) != len(members) or not members:
             raise ValueError(f"ranks: expected different ranks, at least one, got {members}")
         self.check_usable()
-        number = self._next_child()
+        number = self.next_child()
         if self.rank not in members:
             return None
         return self._child(f"{self.name}/{number}", members)
@@ -544,7 +544,7 @@ check="off", check_nan=False, high_priority=False, timing=False)
         if PyThread_get_thread_ident() in self.blocks:
             raise ValueError("split() within coalescing(): leave the block first")
         mine = [None if color is None else as_integer(color, "color"), as_integer(key, "key"), can_divide(self)]
-        number = self._next_child()
+        number = self.next_child()
         name = f"{self.name}/{number}:{mine[0]}"
         try:
             members, comm = divide(self, number, mine, deadline)
@@ -554,7 +554,7 @@ check="off", check_nan=False, high_priority=False, timing=False)
                 self.notices.tell_part(name, f"rank {self.rank} of process group {self.name!r} did not make it: {error}")
             raise
 
-    cdef long long _next_child(self):
+    cdef long long next_child(self):
         """Number a part of the group; all ranks ask for them in the same order."""
         self.children += 1
         return self.children - 1

@@ -62,11 +62,15 @@ class SparseSum:
         """Return what does not fit between the ranks, the same text on each, or None; once all have told."""
         words = self.heard.tolist()
         ranks = [words[_WORDS * rank : _WORDS * rank + _WORDS] for rank in range(self._size)]
-        self._counts = [each[0] for each in ranks]
+        self.expect([each[0] for each in ranks])
         for rank, each in enumerate(ranks):
             if each[1:] != ranks[0][1:]:
                 return f"rank {rank} brings {_shown(each)}, rank 0 brings {_shown(ranks[0])}"
         return None
+
+    def expect(self, counts):
+        """Know how many entries each rank brings."""
+        self._counts = counts
 
     def parts(self):
         """Return the pairs of what this rank sends and the list of places for what each rank sends."""
@@ -162,6 +166,12 @@ _MADE = {
     "cupy": lambda: _CuPy(sys.modules["cupy"]),
     "torch": _Torch,
 }
+
+
+def maker_of(array):
+    """Return how to make and add arrays of the package that one comes from, None if nobody knows."""
+    make = by_package(type(array), _MADE)
+    return None if make is None else make()
 
 
 def _arrays_of(indices, values):

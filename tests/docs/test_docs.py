@@ -17,6 +17,7 @@ import pytest
 from paths import ROOT, SUPPORT, TESTS
 
 import ncclpy
+import ncclpy.interop.torch
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
@@ -147,6 +148,7 @@ def test_reference_has_every_public_name():
     public |= {f"ncclpy.bindings.{name}" for name in ncclpy.bindings.__all__}
     public |= {f"ncclpy.bootstrap.{name}" for name in ncclpy.bootstrap.__all__}
     public |= {f"ncclpy.memory.{name}" for name in ncclpy.memory.__all__}
+    public |= {f"ncclpy.interop.torch.{name}" for name in ncclpy.interop.torch.__all__}
     public |= {f"ncclpy.testing.{name}" for name in ncclpy.testing.__all__}
     in_class_docstring = {"rank", "nranks", "device"}
     methods = {name for name in dir(ncclpy.Communicator) if not name.startswith("_")} - in_class_docstring

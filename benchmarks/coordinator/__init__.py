@@ -1,0 +1,1 @@
+"""Named collectives: what negotiation takes, and the gradients of models in any order."""

@@ -1,0 +1,133 @@
+"""What it takes that ranks agree: from the last bring to the launch, and the gradients of models in any order.
+
+Ranks are processes of this machine on the host engine, over a TCPStore or a process group. The gradients of a model
+are brought in an order of each rank's own, and by one grouped call; beside them one flat all-reduce of the same bytes
+by a process group, and the same arrays one by one through mpi4py, given as for `mpi`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from benchmarks.collectives import mpi
+from benchmarks.coordinator.models import MODELS
+from benchmarks.pages import report
+from benchmarks.work import results, workers
+
+OURS = "ncclpy.Coordinator"
+SIDE = "benchmarks.coordinator.side"
+MPI_SIDE = Path(__file__).with_name("mpi_side.py")
+DEFAULTS = {"ranks": 2, "rounds": 5, "models": list(MODELS)}
+#: Calls of a round whose moments are looked at: fewer than the recorder keeps.
+CALLS = 500
+#: Steps of a round, and those before that.
+STEPS, WARM = 4, 2
+WAYS = ("store", "group")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this experiment's options."""
+    for name, option in mpi.RIVALS.items():
+        parser.add_argument(f"--{option}", type=Path, metavar="PYTHON", help=f"a Python with mpi4py and {name}")
+    parser.add_argument("--ranks", type=int, metavar="N", help="how many processes (default: %(default)s)")
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), help="whose gradients (default: all)")
+    parser.add_argument("--rounds", type=int, help="fresh processes for every row (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result with all samples")
+    parser.set_defaults(**DEFAULTS)
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Measure in turns, print and write."""
+    command = results.options(chosen, DEFAULTS)
+    for option in mpi.RIVALS.values():
+        if getattr(chosen, option):
+            command += [f"--{option}", "PYTHON"]
+    result = results.new("coordinator", command, engine="host", rounds=chosen.rounds, ranks=chosen.ranks)
+    result["notes"] = [
+        f"From the last bring to the launch: {CALLS} all-reduces of 8 bytes a round, one after the other; one rank "
+        "brings each a millisecond after the others. Moments are the recorder's, of one clock; of each call the last "
+        "launch counts.",
+        f"Gradients: {STEPS} steps a round behind {WARM} that are not counted, from a barrier to the end of the last "
+        "work on rank 0; float32, the maximum, in place. What mpi4py reduces it reduces in one order on all ranks.",
+    ]
+    mpis = mpi.found(chosen, result)
+    rows: dict[tuple[str, str, str], dict] = {}
+    for number in range(chosen.rounds):
+        for way in WAYS:
+            _take(rows, _ours(chosen, way))
+        for rival, python in mpis.items():
+            _take(rows, _mpi(chosen, rival, python))
+        print(f"round {number + 1} of {chosen.rounds}", flush=True)
+    result["rows"] += list(rows.values())
+    if chosen.json:
+        results.save(result, chosen.json)
+    print(report.text(result))
+    return 0
+
+
+def _take(rows: dict[tuple[str, str, str], dict], found: list[dict]) -> None:
+    for row in found:
+        samples = row.pop("samples")
+        key = row["operation"], row["rival"], row["road"]
+        rows.setdefault(key, {**row, "samples": []})["samples"] += samples
+
+
+def _row(operation: str, rival: str, road: str, samples: list[float]) -> dict:
+    return {"operation": operation, "rival": rival, "road": road, "measure": "time", "unit": "us", "samples": samples}
+
+
+def _ours(chosen: argparse.Namespace, way: str) -> list[dict]:
+    """Return what one coordinator takes, in fresh processes."""
+    size, found = chosen.ranks, []
+    processes: list[workers.WorkerProcess] = []
+    try:
+        processes += [workers.WorkerProcess(SIDE) for _ in range(size)]
+        port = processes[0].ask("serve", deadline=workers.FIRST_DEADLINE)
+        opened = [
+            (process, {"rank": rank, "size": size, "port": port, "over": way})
+            for rank, process in enumerate(processes)
+        ]
+        workers.ask_all(opened, "open", deadline=workers.FIRST_DEADLINE)
+
+        def ask(do: str, **parameters: object) -> list:
+            return workers.ask_all([(process, dict(parameters)) for process in processes], do)
+
+        for last in (0, size - 1):
+            ask("latency", times=CALLS // 5, last=last)
+            moments = ask("latency", times=CALLS, last=last)
+            samples = [(max(mine[1] for mine in call) - call[last][0]) * 1e6 for call in zip(*moments, strict=True)]
+            road = f"over a {way}, rank {last} last"
+            found.append(_row(f"from the last bring to the launch, {size} processes", OURS, road, samples))
+        for model in chosen.models:
+            nbytes = ask("prepare", model=model)[0]
+            operation = f"the gradients of {model}, {nbytes >> 20} MiB, {size} processes"
+            for road, do in (
+                (f"in any order, over a {way}", {"do": "step", "grouped": False}),
+                (f"grouped, over a {way}", {"do": "step", "grouped": True}),
+                ("one flat all-reduce of a group", {"do": "flat"}),
+            ):
+                ask(times=WARM, **do)
+                samples = [seconds * 1e6 for seconds in ask(times=STEPS, **do)[0]]
+                found.append(_row(operation, OURS, road, samples))
+        ask("close")
+    finally:
+        for process in reversed(processes):  # the first one serves the others
+            process.close()
+    return found
+
+
+def _mpi(chosen: argparse.Namespace, rival: str, python: Path) -> list[dict]:
+    """Return what the same arrays take one by one."""
+    options = json.dumps({model: MODELS[model]() for model in chosen.models} | {"steps": STEPS, "warm": WARM})
+    found = json.loads(mpi.output_of(python, chosen.ranks, [MPI_SIDE, options]))
+    return [
+        _row(
+            f"the gradients of {model}, {sum(MODELS[model]()) * 4 >> 20} MiB, {chosen.ranks} processes",
+            f"mpi4py, {rival}",
+            "one by one",
+            [seconds * 1e6 for seconds in samples],
+        )
+        for model, samples in found.items()
+    ]

@@ -1,0 +1,490 @@
+# distutils: language = c++
+"""One rank's end of the control plane, and its part in the tree by itself. What they do is in native/, without the GIL."""
+
+import threading
+
+from cpython.exc cimport PyErr_CheckSignals
+from cpython.pythread cimport PyThread_get_thread_ident
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libcpp cimport bool as cbool
+from libcpp.deque cimport deque
+from libcpp.memory cimport make_shared, shared_ptr
+from libcpp.string cimport string
+from libcpp.utility cimport pair
+from libcpp.vector cimport vector
+
+from ncclpy.core.errors import NcclAborted
+
+cdef extern from "<string_view>" namespace "std" nogil:
+    cdef cppclass string_view:
+        string_view(const char*, size_t)
+
+cdef extern from "ncclpy/bootstrap/native/clock.hpp" namespace "ncclpy::store" nogil:
+    double now()
+
+cdef extern from "ncclpy/bootstrap/native/descriptors.hpp" namespace "ncclpy::store" nogil:
+    int generation()
+
+cdef extern from "native/node.hpp" namespace "ncclpy::coordinator" nogil:
+    const uint32_t kSets
+
+    cdef cppclass Bits:
+        void add(size_t)
+        vector[uint32_t] list() except +
+        void write(Writer&) except +
+
+    cdef cppclass Writer:
+        string take() except +
+
+    cdef enum class Kind:
+        run
+        mismatch
+        after_join
+        overdue
+        stalled
+        all_joined
+        group
+        closing
+        ended
+
+    cdef struct Part:
+        string fixed
+        Bits ranks
+
+    cdef struct Neighbour:
+        string key
+        Bits ranks
+
+    cdef cppclass Record:
+        Kind kind
+        uint32_t group
+        string key
+        string fixed
+        vector[string] owns
+        vector[Part] parts
+        vector[Neighbour] near
+        Bits have
+        Bits missing
+        double seconds
+        int64_t rank
+        string reason
+
+    cdef enum class Brought:
+        taken
+        twice
+        closing
+        joined
+        ended
+        no_group
+
+    cdef cppclass Counters:
+        uint64_t brought
+        uint64_t runs
+        uint64_t hits
+        uint64_t frames
+        uint64_t evicted
+        uint64_t bytes_up
+        uint64_t bytes_down
+
+    cdef cppclass Place:
+        uint32_t rank
+        uint32_t size
+        cbool root
+        vector[pair[uint32_t, Bits]] children
+
+    cdef cppclass NativeNode "ncclpy::coordinator::Node":
+        NativeNode(Place, size_t, double, double) except +
+        Brought bring(uint32_t, string, string, string, cbool, double) except +
+        Brought join() except +
+        void shut_down(cbool, const string&) except +
+        void launched(uint32_t) except +
+        void from_child(size_t, string_view, double) except +ValueError
+        void from_parent(string_view, double) except +ValueError
+        void lost_child(size_t, const string&) except +
+        void lost_parent(uint32_t, const string&) except +
+        deque[string] up
+        deque[string] down
+        deque[vector[Record]] told
+        double look(double) except +
+        void settle() except +
+        cbool pending()
+        Counters counters
+
+cdef extern from "native/control.hpp" namespace "ncclpy::coordinator" nogil:
+    cdef cppclass Options:
+        size_t cache
+        double timeout
+        double stall_after
+        double silence
+
+    cdef cppclass Peer:
+        uint32_t rank
+        int fd
+
+    cdef enum class Next "ncclpy::coordinator::Control::Next":
+        frame
+        nothing
+        over
+
+    cdef cppclass NativeControl "ncclpy::coordinator::Control":
+        NativeControl(const Place&, const Options&, Peer, const vector[int]&) except +
+        cbool start() except +
+        Brought bring(uint32_t, string, string, string, cbool) except +
+        Brought join() except +
+        void shut_down(cbool, const string&) except +
+        void launched(uint32_t) except +
+        Bits have(uint32_t, const string&) except +
+        Counters counters() except +
+        Next next(vector[Record]&, double) except +
+        void close(cbool)
+
+cdef dict _NAMES = {
+    <int>Kind.run: "run", <int>Kind.mismatch: "mismatch", <int>Kind.after_join: "after_join", <int>Kind.overdue: "overdue",
+    <int>Kind.stalled: "stalled", <int>Kind.all_joined: "all_joined", <int>Kind.group: "group",
+    <int>Kind.closing: "closing", <int>Kind.ended: "ended",
+}
+
+# How long a wait goes on before Python may look at signals, which only the main thread runs handlers of.
+cdef double _SLICE = 0.1, _LONG_SLICE = 60.0
+
+
+cdef tuple _ranks(Bits& bits):
+    return tuple(bits.list())
+
+
+cdef tuple _record(Record& record):
+    """Return a record as the coordinator reads it: its kind, and what belongs to that."""
+    name = _NAMES[<int>record.kind]
+    if record.kind == Kind.run:
+        owns = tuple([<bytes>own for own in record.owns])
+        return name, record.group, <bytes>record.key, <bytes>record.fixed, owns, _ranks(record.have)
+    if record.kind == Kind.mismatch:
+        parts = tuple([(<bytes>part.fixed, _ranks(part.ranks)) for part in record.parts])
+        return name, record.group, <bytes>record.key, parts
+    if record.kind == Kind.after_join:
+        return name, record.group, <bytes>record.key, <bytes>record.fixed, _ranks(record.have)
+    if record.kind == Kind.overdue:
+        return name, record.group, <bytes>record.key, <bytes>record.fixed, _ranks(record.have), _ranks(record.missing)
+    if record.kind == Kind.stalled:
+        near = tuple([(<bytes>each.key, _ranks(each.ranks)) for each in record.near])
+        return (
+            name, record.group, <bytes>record.key, <bytes>record.fixed, _ranks(record.have), _ranks(record.missing),
+            record.seconds, near,
+        )
+    if record.kind == Kind.all_joined:
+        return name, record.rank
+    if record.kind == Kind.group:
+        return name, record.group, _ranks(record.have)
+    if record.kind == Kind.closing:
+        return name, record.rank, (<bytes>record.reason).decode(errors="replace")
+    return name, record.rank, _ranks(record.have), (<bytes>record.reason).decode(errors="replace")
+
+
+cdef list _records(vector[Record]& records):
+    return [_record(record) for record in records]
+
+
+cdef Place _place(uint32_t rank, uint32_t size, bint root, children) except *:
+    cdef Place place
+    cdef pair[uint32_t, Bits] child
+    place.rank, place.size, place.root = rank, size, root
+    for number, below in children:
+        child = pair[uint32_t, Bits]()
+        child.first = number
+        for each in below:
+            child.second.add(each)
+        place.children.push_back(child)
+    return place
+
+
+cdef string _set_key(tuple ranks) except *:
+    """Return what a new set of ranks is agreed on by."""
+    cdef Bits members
+    cdef Writer out
+    for rank in ranks:
+        members.add(rank)
+    members.write(out)
+    return out.take()
+
+
+cdef int _check(Brought brought, str what) except -1:
+    if brought == Brought.taken:
+        return 0
+    if brought == Brought.twice:
+        raise ValueError(f"{what}: this rank has it in flight already")
+    if brought == Brought.joined:
+        raise ValueError(f"{what}: this rank has joined, and brings nothing until all have")
+    if brought == Brought.no_group:
+        raise ValueError(f"{what}: this rank does not belong to that set of ranks")
+    raise NcclAborted(f"{what}: the coordinator " + ("is shutting down" if brought == Brought.closing else "has ended"))
+
+
+cdef dict _counted(Counters& counters):
+    return {
+        "brought": counters.brought, "runs": counters.runs, "hits": counters.hits, "frames": counters.frames,
+        "evicted": counters.evicted, "bytes_up": counters.bytes_up, "bytes_down": counters.bytes_down,
+    }
+
+
+cdef class Control:
+    """One rank's end of the control plane, with its connections and its thread.
+
+    Parameters
+    ----------
+    rank, size : int
+        Which of how many ranks this is.
+    parent : (int, int) or None
+        The rank above this one and the descriptor of a stream socket to it, which is taken over; None at the root.
+    children : list of (int, tuple of int, int)
+        Each rank below, all ranks below that one and itself, and a descriptor.
+    cache : int
+        How many operations are remembered, the same on all ranks.
+    timeout : float
+        Seconds after which what not all ranks have brought is an error for all; 0 is never.
+    stall_after : float
+        Seconds after which the root tells of it.
+    silence : float
+        Seconds after which a rank that says nothing counts as lost.
+    """
+
+    cdef readonly int rank
+    cdef readonly int size
+    cdef shared_ptr[NativeControl] control
+    cdef int made_in
+    cdef unsigned long main_thread
+
+    def __cinit__(
+        self, int rank, int size, parent, list children not None, *, size_t cache, double timeout, double stall_after,
+        double silence=30.0
+    ):
+        cdef Options options
+        cdef Peer above
+        cdef vector[int] fds
+        cdef Place place = _place(rank, size, parent is None, [(each[0], each[1]) for each in children])
+        options.cache, options.timeout, options.stall_after, options.silence = cache, timeout, stall_after, silence
+        above.rank, above.fd = parent or (0, -1)
+        for each in children:
+            fds.push_back(each[2])
+        self.rank, self.size = rank, size
+        self.made_in = generation()
+        self.main_thread = threading.main_thread().ident
+        self.control = make_shared[NativeControl](place, options, above, fds)
+        if not self.control.get().start():
+            raise OSError("no thread, or no descriptor, can be had for a coordinator; see ulimit -u and ulimit -n")
+
+    def __dealloc__(self):
+        if self.control.get() == NULL:
+            return
+        if self.made_in != generation():
+            new shared_ptr[NativeControl](self.control)  # kept for ever: a fork's child may not touch it
+            return
+        with nogil:
+            self.control.get().close(False)
+
+    cdef int _look(self) except -1:
+        if self.made_in != generation():
+            raise RuntimeError("the coordinator belongs to the process that this one is a fork of")
+        return 0
+
+    def bring(self, uint32_t group, bytes key not None, bytes fixed not None, bytes own not None, bint joinable):
+        """Bring an operation; what is agreed on of it `next` returns.
+
+        Parameters
+        ----------
+        group : int
+            The number of a set of ranks; 0 is all.
+        key : bytes
+            By which the ranks' parts are found.
+        fixed : bytes
+            What has to be the same on all of them.
+        own : bytes
+            What only this rank brings.
+        joinable : bool
+            Whether it means something where ranks have joined.
+        """
+        cdef Brought brought
+        cdef string name = key, same = fixed, mine = own
+        self._look()
+        with nogil:
+            brought = self.control.get().bring(group, name, same, mine, joinable)
+        _check(brought, repr(key.decode(errors="replace")))
+
+    def define(self, tuple ranks not None):
+        """Bring a new set of ranks, of which this is one."""
+        cdef Brought brought
+        cdef string key = _set_key(ranks)
+        self._look()
+        with nogil:
+            brought = self.control.get().bring(kSets, key, string(), string(), False)
+        _check(brought, f"the set of ranks {ranks}")
+
+    def join(self):
+        """Bring nothing more until all ranks have joined; what this rank has brought is waited for first."""
+        cdef Brought brought
+        self._look()
+        with nogil:
+            brought = self.control.get().join()
+        _check(brought, "join")
+
+    def shutdown(self, bint drain, str reason not None):
+        """End the control plane of all ranks: at once, or behind what all of them have brought until then."""
+        cdef string words = reason.encode(errors="replace")
+        self._look()
+        with nogil:
+            self.control.get().shut_down(drain, words)
+
+    def launched(self, uint32_t group):
+        """Tell that the operations of a set that a frame had are on their way: what came meanwhile may follow."""
+        self._look()
+        with nogil:
+            self.control.get().launched(group)
+
+    def have(self, uint32_t group, bytes key not None):
+        """Return which ranks are known here to have brought an operation that waits."""
+        cdef string name = key
+        cdef Bits found
+        self._look()
+        with nogil:
+            found = self.control.get().have(group, name)
+        return _ranks(found)
+
+    def counters(self):
+        """Return what was counted here, by names."""
+        cdef Counters counted
+        self._look()
+        with nogil:
+            counted = self.control.get().counters()
+        return _counted(counted)
+
+    def next(self, double timeout):
+        """Return the next frame's records, which are waited for; [] if none comes in time, None once all is over."""
+        cdef vector[Record] records
+        cdef double deadline = now() + timeout, until
+        cdef double slice = _SLICE if PyThread_get_thread_ident() == self.main_thread else _LONG_SLICE
+        cdef Next found
+        self._look()
+        while True:
+            until = min(deadline, now() + slice)
+            with nogil:
+                found = self.control.get().next(records, until)
+            if found == Next.frame:
+                return _records(records)
+            if found == Next.over:
+                return None
+            PyErr_CheckSignals()
+            if now() >= deadline:
+                return []
+
+    def close(self):
+        """Take leave of the other ranks, for which this one is lost unless all have ended."""
+        if self.made_in != generation():
+            return
+        with nogil:
+            self.control.get().close(True)
+
+
+cdef class Node:
+    """A rank's part in the tree without connections: what goes is taken by who plays the others.
+
+    Parameters
+    ----------
+    rank, size : int
+        Which of how many ranks this is.
+    root : bool
+        Whether nobody is above it.
+    children : list of (int, tuple of int)
+        Each rank below, and all ranks below that one and itself.
+    cache, timeout, stall_after
+        As for `Control`.
+    """
+
+    cdef NativeNode* node
+
+    def __cinit__(
+        self, int rank, int size, bint root, list children not None, *, size_t cache, double timeout=0.0,
+        double stall_after=60.0
+    ):
+        self.node = new NativeNode(_place(rank, size, root, children), cache, timeout, stall_after)
+
+    def __dealloc__(self):
+        del self.node
+
+    def bring(self, uint32_t group, bytes key not None, bytes fixed not None, bytes own=b"", bint joinable=True, double time=0.0):
+        """Bring an operation."""
+        cdef Brought brought = self.node.bring(group, key, fixed, own, joinable, time)
+        self.node.settle()
+        _check(brought, repr(key))
+
+    def define(self, tuple ranks not None, double time=0.0):
+        """Bring a new set of ranks."""
+        cdef Brought brought = self.node.bring(kSets, _set_key(ranks), string(), string(), False, time)
+        self.node.settle()
+        _check(brought, f"the set of ranks {ranks}")
+
+    def join(self):
+        """Bring nothing more until all have joined."""
+        cdef Brought brought = self.node.join()
+        self.node.settle()
+        _check(brought, "join")
+
+    def shutdown(self, bint drain, bytes reason not None):
+        """End it for all."""
+        self.node.shut_down(drain, reason)
+        self.node.settle()
+
+    def launched(self, uint32_t group):
+        """Tell that a frame's operations are on their way."""
+        self.node.launched(group)
+        self.node.settle()
+
+    def from_child(self, size_t child, bytes frame not None, double time=0.0):
+        """Take a frame from below; ValueError if it is none."""
+        self.node.from_child(child, string_view(<const char*>frame, len(frame)), time)
+        self.node.settle()
+
+    def from_parent(self, bytes frame not None, double time=0.0):
+        """Take a frame from above; ValueError if it is none."""
+        self.node.from_parent(string_view(<const char*>frame, len(frame)), time)
+        self.node.settle()
+
+    def lost_child(self, size_t child):
+        """Lose the connection to a child."""
+        self.node.lost_child(child, b"has ended")
+        self.node.settle()
+
+    def lost_parent(self, uint32_t rank):
+        """Lose the connection to the parent."""
+        self.node.lost_parent(rank, b"has ended")
+        self.node.settle()
+
+    def look(self, double time):
+        """Have it tell of what waits for long; return when to look again."""
+        next = self.node.look(time)
+        self.node.settle()
+        return next
+
+    def up(self):
+        """Take the frames that go upwards."""
+        frames = [<bytes>frame for frame in self.node.up]
+        self.node.up.clear()
+        return frames
+
+    def down(self):
+        """Take the frames that go downwards, to each child."""
+        frames = [<bytes>frame for frame in self.node.down]
+        self.node.down.clear()
+        return frames
+
+    def told(self):
+        """Take what this rank is told, frame by frame."""
+        frames = [_records(frame) for frame in self.node.told]
+        self.node.told.clear()
+        return frames
+
+    def pending(self):
+        """Return whether anything waits here."""
+        return self.node.pending()
+
+    def counters(self):
+        """Return what was counted here, by names."""
+        return _counted(self.node.counters)

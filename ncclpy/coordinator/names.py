@@ -1,0 +1,60 @@
+"""Names of operations, any text, as keys of the control plane."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+__all__ = ["BEGINNING", "LEAVING", "key_of", "names_of", "shown"]
+
+#: The keys under which the ranks compare what they were made with, before anything else, and wait for each other at
+#: the end.
+BEGINNING, LEAVING = b"\x02", b"\x03"
+
+_ONE, _SEVERAL = b"\x00", b"\x01"
+_LENGTH = struct.Struct("=I")
+#: Characters of a name that are shown.
+_LONG = 120
+#: Names that are shown.
+_MANY = 4
+
+
+def key_of(names: Sequence[str]) -> bytes:
+    """Return the key of an operation, or of several that are brought together."""
+    packed = [_bytes_of(name) for name in names]
+    if len(packed) == 1:
+        return _ONE + packed[0]
+    return _SEVERAL + b"".join(_LENGTH.pack(len(each)) + each for each in packed)
+
+
+def _bytes_of(name: str) -> bytes:
+    if type(name) is not str:
+        if not isinstance(name, str):
+            raise TypeError(f"name: expected a text, got {type(name).__name__}")
+        name = str(name)
+    return name.encode("utf-8", "surrogatepass")
+
+
+def names_of(key: bytes) -> tuple[str, ...]:
+    """Return the names that a key stands for."""
+    if key[:1] == _ONE:
+        return (key[1:].decode("utf-8", "surrogatepass"),)
+    if key[:1] != _SEVERAL:
+        return ("the coordinator's beginning" if key == BEGINNING else "the coordinator's end",)
+    found, offset = [], 1
+    while offset < len(key):
+        (length,) = _LENGTH.unpack_from(key, offset)
+        offset += _LENGTH.size
+        found.append(key[offset : offset + length].decode("utf-8", "surrogatepass"))
+        offset += length
+    return tuple(found)
+
+
+def shown(names: Sequence[str]) -> str:
+    """Return names as text for people; long ones, and long lists, are cut."""
+    more = f" and {len(names) - _MANY} more" if len(names) > _MANY else ""
+    return ", ".join(map(_shown, names[:_MANY])) + more
+
+
+def _shown(name: str) -> str:
+    return repr(name) if len(name) <= _LONG else f"{name[:_LONG]!r}... ({len(name)} characters)"

@@ -1,0 +1,197 @@
+// A rank's place in the tree by which the ranks agree which operations all of them have brought, and in which order.
+//
+// What a rank brings goes up once everybody below has brought it too, so that the root hears of an operation when all
+// ranks are there, from each of its children once; what is to run comes down in frames that are the same for all. An
+// operation that was agreed on before is a bit in both directions: its slot in a cache that all ranks change alike, as
+// they go through the same frames. Nothing here waits, reads a clock or knows of connections: bytes go in and come out.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "wire.hpp"
+
+namespace ncclpy::coordinator {
+
+// The set of all ranks; and the one by which new sets are agreed on, whose keys are their members.
+constexpr uint32_t kEverybody = 0;
+constexpr uint32_t kSets = UINT32_MAX;
+
+enum class Kind {
+  run,
+  mismatch,
+  after_join,
+  overdue,
+  stalled,
+  all_joined,
+  group,
+  closing,
+  ended,
+};
+
+// What some of the ranks have brought under one name.
+struct Part {
+  std::string fixed;
+  Bits ranks;
+};
+
+struct Neighbour {
+  std::string key;
+  Bits ranks;
+};
+
+// What a rank is told.
+struct Record {
+  Kind kind{};
+  uint32_t group = 0;
+  std::string key;
+  std::string fixed;
+  std::vector<std::string> owns;  // by members
+  std::vector<Part> parts;
+  std::vector<Neighbour> near;
+  Bits have, missing;  // of an operation that waits; `have` holds the absent of one that runs, and who is lost at the end
+  double seconds = 0;
+  int64_t rank = -1;
+  std::string reason;
+};
+
+enum class Brought { taken, twice, closing, joined, ended, no_group };
+
+struct Counters {
+  uint64_t brought = 0, runs = 0, hits = 0, frames = 0, evicted = 0, bytes_up = 0, bytes_down = 0;
+};
+
+// How far this rank is from the root, and who is below it.
+struct Place {
+  uint32_t rank = 0, size = 1;
+  bool root = true;
+  std::vector<std::pair<uint32_t, Bits>> children;  // each with its rank, and all ranks below it and itself
+};
+
+class Node {
+ public:
+  Node(Place place, size_t cache, double timeout, double stall_after);
+
+  // What this rank does.
+  Brought bring(uint32_t group, std::string key, std::string fixed, std::string own, bool joinable, double now);
+  Brought join();
+  void shut_down(bool drain, const std::string& reason);
+  // The operations of this set that a frame had are on their way: at the root, what has come meanwhile may follow.
+  void launched(uint32_t group);
+
+  // What has come; throws Malformed.
+  void from_child(size_t child, std::string_view frame, double now);
+  void from_parent(std::string_view frame, double now);
+  void lost_child(size_t child, const std::string& why);
+  void lost_parent(uint32_t parent, const std::string& why);
+
+  // What is to go: frames upwards, and downwards to all children, in their order.
+  std::deque<std::string> up, down;
+  // Of this rank's own, by frames.
+  std::deque<std::vector<Record>> told;
+
+  // Warns of what waits for long; returns when to look again, or infinity.
+  double look(double now);
+  // Puts together what is to go; after each of the above.
+  void settle();
+
+  bool ended() const { return ended_; }
+  bool pending() const { return !entries_.empty() || !mine_.empty() || joining_; }
+  Bits have(uint32_t group, const std::string& key) const;
+  Counters counters;
+
+ private:
+  using Name = std::pair<uint32_t, std::string>;
+
+  struct Mine {
+    std::string fixed, own;
+    bool joinable = false;
+  };
+
+  struct Entry {
+    double since = 0;
+    double warn = 0;         // when to tell of it
+    double patience = 0;     // until the next time
+    bool joinable = true;
+    bool forwarded = false;  // upwards, or, at the root, listed in ready_
+    bool overdue = false;    // the root was told
+    bool again = false;      // those below may bring it once more, though it was forwarded
+    Bits cached;             // who brings what its slot holds
+    Bits have;               // all who bring it
+    Bits hinted;             // who was said to, where those below are not complete
+    std::string hinted_fixed;
+    std::vector<Part> parts;
+    std::map<uint32_t, std::string> owns;
+  };
+
+  struct Slot {
+    bool used = false;
+    Name name;
+    std::string fixed;
+    bool joinable = true;
+    std::vector<std::string> owns;
+    uint64_t assigned = 0;  // the frame since which it holds this
+    uint64_t used_at = 0;   // the frame of its last use
+  };
+
+  const Bits* members(const Name& name) const;
+  bool is_member(uint32_t group) const;
+  Entry& entry(const Name& name, double now);
+  void add_mine(const Name& name, const Mine& mine, double now);
+  void add_bit(uint32_t slot, const Bits& who, double now);
+  void complete(const Name& name, Entry& entry);
+  void complete_all();
+  void expand(const Name& name, Entry& entry);
+  void hint(const Name& name, const std::string& fixed, const Bits& have, double age, bool overdue);
+  void judge(const Name& name);
+  uint32_t find_slot(const Name& name) const;
+  void send_down(Writer record);
+  void send_bits();
+  void apply(Reader& frame, double now);
+  void run(const Name& name, const std::string& fixed, const std::vector<std::string>& owns);
+  void finish(const Name& name, Record record);
+  void fill_slot(uint32_t slot, const Name& name, Slot filled, double now);
+  void note_joined(const Bits& ranks);
+  void ask_shut_down(int64_t rank, bool drain, const std::string& reason);
+  void tell_lost(const Bits& lost, const std::string& reason);
+  void end_frame();
+  bool check_joined();
+  bool is_late(const Name& name, uint64_t seen) const;
+  bool all_closed() const;
+  Record stalled(const Name& name, const Entry& entry, double now) const;
+  std::string fixed_of(const Name& name, const Entry& entry) const;
+
+  const Place place_;
+  Bits below_;  // this rank and all below it
+  const double timeout_, stall_after_;
+  std::vector<Bits> groups_;
+  std::map<Name, Entry> entries_;
+  std::map<Name, Mine> mine_;
+  std::map<Name, Record> condemned_;  // what has failed for want of this rank
+  std::vector<Slot> slots_;
+  std::map<Name, uint32_t> by_name_;
+  uint64_t applied_ = 0;   // the number of the last frame downwards
+  uint64_t current_ = 0;   // of the one that is put together, or gone through
+  uint64_t doubtful_ = 0;  // hints of who had not seen this frame may be of what is over
+  Bits joined_;            // as all ranks know it, by the frames
+  Bits seen_joined_;       // and who of those below has said so since
+  bool joining_ = false, has_joined_ = false;
+  bool closing_ = false, closed_sent_ = false, ended_ = false;
+  int64_t closer_ = -1;
+  std::string close_reason_;
+  std::vector<bool> closed_;     // children
+  std::vector<uint64_t> seen_;   // by children: the last frame that each had gone through
+  std::map<Name, uint64_t> done_;  // of what may be brought once more: the frame that has ended it
+  std::deque<Name> ready_;    // at the root: what all have brought
+  std::map<uint32_t, int> launching_;
+  Writer up_, down_;
+  Bits bits_up_, bits_down_;
+  std::vector<Record> telling_;
+};
+
+}  // namespace ncclpy::coordinator

@@ -1,0 +1,422 @@
+// What the root decides, what all ranks go through in one order, and what goes from a rank.
+#include <algorithm>
+#include <limits>
+
+#include "node.hpp"
+#include "records.hpp"
+
+namespace ncclpy::coordinator {
+
+namespace {
+
+constexpr size_t kNear = 64;     // names beside one that waits
+constexpr double kLongest = 64;  // times that the patience of a warning grows
+constexpr double kForever = std::numeric_limits<double>::infinity();
+
+}  // namespace
+
+// The root's verdicts.
+
+uint32_t Node::find_slot(const Name& name) const {
+  const auto own = by_name_.find(name);
+  if (own != by_name_.end()) return own->second;
+  if (closing_) return kNoSlot;  // who has said that it brings nothing more is not to be asked to bring it again
+  uint32_t oldest = kNoSlot;
+  for (uint32_t i = 0; i < slots_.size(); ++i) {
+    if (!slots_[i].used) return i;
+    if ((oldest == kNoSlot || slots_[i].used_at < slots_[oldest].used_at) && entries_.count(slots_[i].name) == 0)
+      oldest = i;
+  }
+  return oldest;
+}
+
+void Node::judge(const Name& name) {
+  const auto found = entries_.find(name);
+  if (found == entries_.end()) return;
+  Entry& one = found->second;
+  const Bits all = *members(name);
+  Writer record;
+  if (name.first == kSets) {
+    send_bits();
+    record.number(kDownGroup);
+    record.number(groups_.size());
+    all.write(record);
+    send_down(std::move(record));
+    return;
+  }
+  Bits absent = all;
+  absent.keep(joined_);
+  if (one.parts.empty()) {
+    const uint32_t slot = by_name_.at(name);
+    if (slots_[slot].joinable || absent.empty()) {
+      bits_down_.add(slot);
+      return;
+    }
+  }
+  send_bits();
+  expand(name, one);
+  const bool differs = one.parts.size() > 1;
+  if (differs || (!one.joinable && !absent.empty())) {
+    record.number(differs ? kDownMismatch : kDownAfterJoin);
+    record.number(name.first);
+    record.text(name.second);
+    if (differs) {
+      std::sort(one.parts.begin(), one.parts.end(), [](const Part& a, const Part& b) {
+        return a.ranks.list().front() < b.ranks.list().front();  // not by who came first
+      });
+      write_parts(record, one.parts);
+    } else {
+      record.text(one.parts.front().fixed);
+    }
+    send_down(std::move(record));
+    return;
+  }
+  const uint32_t slot = find_slot(name);
+  record.number(kDownNew);
+  record.number(name.first);
+  record.text(name.second);
+  record.text(one.parts.front().fixed);
+  record.number(one.joinable);
+  record.number(slot == kNoSlot ? 0 : uint64_t{slot} + 1);
+  for (const uint32_t member : all.list()) record.text(one.owns[member]);
+  send_down(std::move(record));
+}
+
+void Node::send_bits() {
+  if (bits_down_.empty()) return;
+  Writer record;
+  record.number(kDownBits);
+  bits_down_.write(record);
+  bits_down_.clear();
+  send_down(std::move(record));
+}
+
+// The sender goes through its own frames as all others do.
+void Node::send_down(Writer record) {
+  if (down_.empty()) current_ = applied_ + 1;
+  const std::string bytes = record.take();
+  down_.raw(bytes);
+  Reader in(bytes);
+  apply(in, 0);
+}
+
+// What all ranks go through in one order.
+
+void Node::from_parent(std::string_view frame, double now) {
+  if (ended_) return;
+  counters.bytes_down += frame.size();
+  Reader in(frame);
+  if (in.number() != applied_ + 1) throw Malformed("a frame is missing");
+  current_ = applied_ + 1;
+  down.emplace_back(frame);
+  apply(in, now);
+  end_frame();
+}
+
+void Node::apply(Reader& in, double now) {
+  while (!in.done() && !ended_) {
+    Name name;
+    Record record;
+    switch (in.below(kDownEnd)) {
+      case kDownBits:
+        for (const uint32_t number : Bits::read(in, slots_.size()).list()) {
+          Slot& slot = slots_[number];
+          if (!slot.used) throw Malformed("a slot that holds nothing");
+          slot.used_at = current_;
+          run(slot.name, slot.fixed, slot.owns);
+        }
+        break;
+      case kDownNew: {
+        name.first = static_cast<uint32_t>(in.below(groups_.size()));
+        name.second = in.text();
+        Slot filled;
+        filled.fixed = in.text();
+        filled.joinable = in.below(2) != 0;
+        const uint64_t slot = in.below(slots_.size() + 1);
+        for (size_t left = members(name)->count(); left > 0; --left) filled.owns.push_back(in.text());
+        run(name, filled.fixed, filled.owns);
+        if (slot > 0) fill_slot(static_cast<uint32_t>(slot - 1), name, std::move(filled), now);
+        break;
+      }
+      case kDownMismatch:
+        name.first = static_cast<uint32_t>(in.below(groups_.size()));
+        name.second = in.text();
+        record.kind = Kind::mismatch;
+        for (size_t left = in.count(); left > 0; --left) {
+          std::string fixed = in.text();
+          record.parts.push_back({std::move(fixed), Bits::read(in, place_.size)});
+        }
+        finish(name, std::move(record));
+        break;
+      case kDownAfterJoin:
+        name.first = static_cast<uint32_t>(in.below(groups_.size()));
+        name.second = in.text();
+        record.kind = Kind::after_join;
+        record.fixed = in.text();
+        record.have = *members(name);
+        record.have.keep(joined_);
+        finish(name, std::move(record));
+        break;
+      case kDownOverdue:
+        name.first = static_cast<uint32_t>(in.below(uint64_t{kSets} + 1));
+        name.second = in.text();
+        record.kind = Kind::overdue;
+        record.fixed = in.text();
+        record.have = Bits::read(in, place_.size);
+        record.missing = Bits::read(in, place_.size);
+        if (members(name) == nullptr) throw Malformed("a set of ranks that nobody has defined");
+        doubtful_ = current_;
+        if (record.missing.has(place_.rank) && mine_.count(name) == 0) {
+          record.group = name.first;
+          record.key = name.second;
+          entries_.erase(name);
+          condemned_[name] = std::move(record);
+        } else {
+          finish(name, std::move(record));
+        }
+        break;
+      case kDownJoined:
+        joined_.add(Bits::read(in, place_.size));
+        break;
+      case kDownAllJoined:
+        record.kind = Kind::all_joined;
+        record.rank = static_cast<int64_t>(in.below(place_.size));
+        joined_.clear();
+        seen_joined_.clear();
+        has_joined_ = false;
+        telling_.push_back(std::move(record));
+        break;
+      case kDownGroup: {
+        record.kind = Kind::group;
+        record.group = static_cast<uint32_t>(in.number());
+        record.have = Bits::read(in, place_.size);
+        if (record.group != groups_.size() || record.have.empty()) throw Malformed("no such set of ranks");
+        Writer key;
+        record.have.write(key);
+        entries_.erase({kSets, key.bytes()});
+        mine_.erase({kSets, key.bytes()});
+        groups_.push_back(record.have);
+        telling_.push_back(std::move(record));
+        break;
+      }
+      case kDownClosing:
+        record.kind = Kind::closing;
+        record.rank = closer_ = static_cast<int64_t>(in.below(place_.size));
+        record.reason = close_reason_ = in.text();
+        closing_ = true;
+        telling_.push_back(std::move(record));
+        break;
+      case kDownEnded:
+        record.kind = Kind::ended;
+        record.rank = static_cast<int64_t>(in.below(uint64_t{place_.size} + 1)) - 1;
+        record.have = Bits::read(in, place_.size);
+        record.reason = in.text();
+        telling_.push_back(std::move(record));
+        ended_ = true;
+        entries_.clear();
+        mine_.clear();
+        ready_.clear();
+        bits_down_.clear();
+        joining_ = false;
+        break;
+      default:
+        throw Malformed("no such record");
+    }
+  }
+}
+
+// This rank takes part in what runs, also if it has joined.
+void Node::run(const Name& name, const std::string& fixed, const std::vector<std::string>& owns) {
+  ++counters.runs;
+  Record record;
+  record.kind = Kind::run;
+  record.fixed = fixed;
+  record.owns = owns;
+  record.have = *members(name);
+  record.have.keep(joined_);
+  finish(name, std::move(record));
+}
+
+void Node::finish(const Name& name, Record record) {
+  record.group = name.first;
+  record.key = name.second;
+  const Bits* const all = members(name);
+  if (all != nullptr && all->has(place_.rank)) telling_.push_back(std::move(record));
+  const Name gone = name;  // may be the entry's own
+  const auto found = entries_.find(gone);
+  if (found != entries_.end()) {
+    if (found->second.again) done_[gone] = current_;
+    entries_.erase(found);
+  }
+  mine_.erase(gone);
+}
+
+void Node::fill_slot(uint32_t number, const Name& name, Slot filled, double now) {
+  Slot& slot = slots_[number];
+  const Name before = slot.name;
+  const bool taken = slot.used && before != name;
+  filled.used = true;
+  filled.name = name;
+  filled.assigned = filled.used_at = current_;
+  slot = std::move(filled);
+  if (taken) {
+    by_name_.erase(before);
+    ++counters.evicted;
+  }
+  by_name_[name] = number;
+  if (!taken) return;
+  // Bits for what it held mean nothing any more, wherever they are: who has sent one brings it again, in full.
+  const auto found = entries_.find(before);
+  // That may come when the others are done with it, since what was forwarded in full before stands.
+  if (found != entries_.end()) {
+    Entry& one = found->second;
+    one.again = true;
+    one.have.remove(one.cached);
+    one.cached.clear();
+    one.forwarded = one.forwarded && !one.parts.empty();
+  }
+  const auto mine = mine_.find(before);
+  if (mine != mine_.end()) add_mine(before, mine->second, now);
+}
+
+// What waits.
+
+Record Node::stalled(const Name& name, const Entry& one, double now) const {
+  Record record;
+  record.kind = Kind::stalled;
+  record.group = name.first;
+  record.key = name.second;
+  record.fixed = fixed_of(name, one);
+  record.have = one.have;
+  record.have.add(one.hinted);
+  record.missing = *members(name);
+  record.missing.remove(record.have);
+  record.missing.remove(joined_);
+  record.seconds = now - one.since;
+  for (const auto& other : entries_) {
+    if (record.near.size() == kNear) break;
+    if (other.first == name || other.second.forwarded || other.first.first != name.first) continue;
+    Bits ranks = other.second.have;
+    ranks.add(other.second.hinted);
+    record.near.push_back({other.first.second, ranks});
+  }
+  return record;
+}
+
+double Node::look(double now) {
+  double next = kForever;
+  std::vector<Name> late;
+  for (auto& each : entries_) {
+    Entry& one = each.second;
+    if (one.forwarded) continue;
+    const double age = now - one.since;
+    const bool is_late = timeout_ > 0 && age >= timeout_;
+    if (place_.root && (is_late || one.overdue)) {
+      late.push_back(each.first);
+      continue;
+    }
+    if (now >= one.warn || (is_late && !one.overdue)) {
+      one.patience = std::min(one.patience * 2, stall_after_ * kLongest);
+      one.warn = now + one.patience;
+      one.overdue = is_late;
+      if (place_.root) {
+        told.push_back({stalled(each.first, one, now)});
+      } else {
+        Bits all = one.have;
+        all.add(one.hinted);
+        hint(each.first, fixed_of(each.first, one), all, age, is_late);
+      }
+    }
+    next = std::min(next, one.warn);
+    if (timeout_ > 0 && !one.overdue) next = std::min(next, one.since + timeout_);
+  }
+  for (const Name& name : late) {
+    const Record record = stalled(name, entries_.at(name), now);
+    Writer out;
+    out.number(kDownOverdue);
+    out.number(name.first);
+    out.text(name.second);
+    out.text(record.fixed);
+    record.have.write(out);
+    record.missing.write(out);
+    send_bits();
+    send_down(std::move(out));
+  }
+  return next;
+}
+
+// What goes.
+
+bool Node::check_joined() {
+  if (!joining_ || !mine_.empty()) return false;
+  joining_ = false;
+  has_joined_ = true;
+  note_joined(single(place_.rank));
+  return true;
+}
+
+bool Node::all_closed() const { return std::find(closed_.begin(), closed_.end(), false) == closed_.end(); }
+
+void Node::end_frame() {
+  applied_ = current_;
+  ++counters.frames;
+  if (telling_.empty()) return;
+  if (place_.root)
+    for (const Record& record : telling_)
+      if (record.kind == Kind::run) launching_[record.group] = 1;
+  told.push_back(std::move(telling_));
+  telling_.clear();
+}
+
+void Node::settle() {
+  do {
+    if (!place_.root) continue;
+    std::deque<Name> later;
+    while (!ready_.empty()) {
+      const Name name = std::move(ready_.front());
+      ready_.pop_front();
+      if (launching_.count(name.first) != 0) {
+        later.push_back(name);
+      } else {
+        judge(name);
+      }
+    }
+    send_bits();
+    ready_ = std::move(later);
+    if (closing_ && !ended_ && all_closed() && ready_.empty()) {
+      Writer record;
+      record.number(kDownEnded);
+      record.number(static_cast<uint64_t>(closer_ + 1));
+      Bits().write(record);
+      record.text(close_reason_);
+      send_down(std::move(record));
+    }
+  } while (check_joined());
+  if (!down_.empty()) {
+    Writer frame;
+    frame.number(current_);
+    down.push_back(frame.take() + down_.take());
+    end_frame();
+  }
+  if (ended_) {
+    up_.take();
+    bits_up_.clear();
+    return;
+  }
+  if (!bits_up_.empty()) {
+    up_.number(kUpBits);
+    bits_up_.write(up_);
+    bits_up_.clear();
+  }
+  if (closing_ && !closed_sent_ && !place_.root && all_closed()) {
+    closed_sent_ = true;
+    up_.number(kUpClosed);
+  }
+  if (!up_.empty()) {
+    Writer frame;
+    frame.number(applied_);
+    up.push_back(frame.take() + up_.take());
+  }
+}
+
+}  // namespace ncclpy::coordinator

@@ -1,0 +1,496 @@
+"""The data of one process set: its group of ranks, and the launches of what all of them have brought."""
+
+import math
+
+from libc.string cimport memset
+
+from ncclpy.abi.driver cimport CUstream
+from ncclpy.core.buffers cimport View, read_view
+from ncclpy.core.communicator cimport Communicator
+from ncclpy.core.datatypes cimport ITEMSIZE, encoded
+from ncclpy.core.library cimport host_engine, require_driver
+from ncclpy.core.lower cimport Lowered, lacks, lower
+from ncclpy.core.operation cimport ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER, Operation
+from ncclpy.core.parts cimport Spread, new_spread
+from ncclpy.core.shape cimport shape_all_gather, shape_all_to_all, shape_reduce_scatter
+from ncclpy.core.start cimport fill_barrier
+from ncclpy.core.stream cimport Stream
+from ncclpy.coordinator.brought cimport Brought, copies_apart
+from ncclpy.coordinator.slots cimport Carried, Slot, new_carried
+from ncclpy.engine.callbacks cimport users
+from ncclpy.engine.clique cimport MADE, MAKING
+from ncclpy.engine.recorder cimport note_operation
+from ncclpy.engine.streams cimport find_producer, record_behind, wait_behind
+from ncclpy.engine.work cimport Work, new_work
+from ncclpy.process_group.connection cimport Connection
+from ncclpy.process_group.group cimport ProcessGroup
+from ncclpy.process_group.request cimport Request, new_request
+
+import numpy as np
+
+from ncclpy.core import device as _device
+from ncclpy.core.types import DataType, ReduceOp
+
+cdef enum:
+    SUM = 0
+    PROD = 1
+    MAX = 2
+    MIN = 3
+    AVG = 4
+    _ALIGNED = 16  # where each array begins in a slot, in bytes: what is copied at once
+    _MOST_OPERATORS = 64
+
+cdef tuple _FLOATS = (
+    DataType.FLOAT16, DataType.FLOAT32, DataType.FLOAT64, DataType.BFLOAT16, DataType.FLOAT8E4M3, DataType.FLOAT8E5M2,
+)
+
+
+def group_over(store, int rank, int size, *, device=None, str name, timeout=600.0, config=None, bint high_priority=False,
+               bint timing=False):
+    """Return a process group of the coordinator's own."""
+    return ProcessGroup(
+        store, rank, size, device=device, name=name, timeout=timeout, config=config, high_priority=high_priority,
+        timing=timing,
+    )
+
+
+def child_of(ProcessGroup group not None, timeout, bint timing=False):
+    """Return a group of all ranks of another one, which call this alike, and whose operations are in no order with its.
+
+    Returns
+    -------
+    ProcessGroup
+        It ends for itself alone, whatever the other one does when something fails.
+    """
+    group.check_usable()
+    cdef long long number = group.next_child()
+    child = ProcessGroup(
+        group.notices.store, group.rank, group.size, device=group.device, name=f"{group.name}/coordinator {number}",
+        timeout=group.timeout if timeout is None else timeout, config=group.config, high_priority=group.high_priority,
+        timing=timing,
+    )
+    child.notices.part_of(group.notices, list(range(group.size)))
+    return child
+
+
+def part_of(ProcessGroup group not None, str name, members):
+    """Return the group of some ranks of the coordinator's own one, of which this is one."""
+    child = ProcessGroup(
+        group.notices.store, members.index(group.rank), len(members), device=group.device, name=name,
+        timeout=group.timeout, config=group.config, high_priority=group.high_priority, timing=group.timing,
+    )
+    child.notices.part_of(group.notices, list(members))
+    return child
+
+
+def store_of(ProcessGroup group not None):
+    """Return the part of the store that belongs to a group."""
+    return group.notices.store
+
+
+def number_of(ProcessGroup group not None):
+    """Return what a group's number is now: it has another one each time that it goes on with others."""
+    return group.number
+
+
+def engine_name():
+    """Return which library is loaded, as `Coordinator` knows it: "nccl" or "host"."""
+    require_driver()
+    return "host" if host_engine else "nccl"
+
+
+def identity(int datatype, int op):
+    """Return the element that changes no result of an operator, as bytes; None where it is zero in all bits."""
+    kind = DataType(datatype)
+    if op in (SUM, AVG):
+        return None
+    if op == PROD:
+        return encoded(1, kind, "identity")
+    low = op == MAX  # nothing is below it
+    if kind in _FLOATS:
+        if kind is DataType.FLOAT8E4M3:
+            return encoded(-448.0 if low else 448.0, kind, "identity")
+        return encoded(-math.inf if low else math.inf, kind, "identity")
+    bits = 8 * kind.itemsize
+    if kind in (DataType.UINT8, DataType.UINT32, DataType.UINT64):
+        return encoded(0 if low else 2**bits - 1, kind, "identity")
+    return encoded(-(2 ** (bits - 1)) if low else 2 ** (bits - 1) - 1, kind, "identity")
+
+
+def is_float(int datatype):
+    """Return whether a data type has fractions, so that it can be scaled."""
+    return DataType(datatype) in _FLOATS
+
+
+cdef class Plane:
+    """One rank's part in the communicator of a process set.
+
+    One thread at a time launches.
+
+    Parameters
+    ----------
+    group : ProcessGroup
+        The set's own.
+    """
+
+    cdef readonly ProcessGroup group
+    cdef Connection connection
+    cdef dict operators  # (data type, factor) -> [operator, the last work that uses it]
+    cdef list slots
+    cdef Py_ssize_t turn
+    cdef object streams  # for copies, beside those of the group
+    cdef size_t scratch  # of the barrier
+
+    def __init__(self, ProcessGroup group not None):
+        self.group = group
+        self.operators, self.slots, self.streams = {}, [], None
+        self.connection = group.connection_with(-1)
+
+    def stands(self):
+        """Return whether the communicator is there, or will never be."""
+        return self.connection.state != MAKING
+
+    def wait(self, double seconds):
+        """Wait until it is, or so long; return whether it is."""
+        return self.connection.settled.wait(seconds)
+
+    cdef Communicator _comm(self):
+        """Return the communicator; raise if it is gone."""
+        cdef Connection connection = self.connection
+        if connection.state != MADE or not connection.comms:
+            self.group.check_usable()
+            connection.refuse()
+        return connection.comms[0]
+
+    cdef int _submit(self, Work work, const Operation* operation, Lowered lowered) except -1:
+        """Launch an operation, or what stands for it, for a work."""
+        cdef ProcessGroup group = self.group
+        cdef Request request = new_request(work, group.timeout)
+        request.epoch = group.number
+        if lowered is None:
+            request.add(operation)
+        else:
+            request.add_all(lowered)
+        work.gathering = None
+        group.submit(self.connection, request)
+        return 0
+
+    cdef int _plain(self, Work work, const Operation* operation) except -1:
+        cdef Lowered lowered = None
+        if lacks(operation.kind):
+            lowered = lower(operation, self.group.rank, self.group.size, None, None)
+        return self._submit(work, operation, lowered)
+
+    cdef int _spread(self, Work work, Spread spread) except -1:
+        return self._submit(
+            work, &spread.operation,
+            lower(&spread.operation, self.group.rank, self.group.size, spread.sends, spread.recvs),
+        )
+
+    cdef int _operator(self, int datatype, int op, object factor, Work work) except -1:
+        """Return the number of an operator, of one that multiplies the input first if there is a factor."""
+        cdef Communicator comm
+        if factor is None:
+            return op
+        comm = self._comm()
+        found = self.operators.pop((datatype, factor), None)
+        if found is None:
+            found = [comm.pre_mul_sum(factor, DataType(datatype)), None]
+        found[1] = work
+        self.operators[datatype, factor] = found
+        if len(self.operators) > _MOST_OPERATORS:
+            oldest = next(iter(self.operators))
+            if (<Work>self.operators[oldest][1]).is_settled():  # no launch of it is on its way to NCCL
+                self.operators.pop(oldest)[0].close()
+        return found[0].handle
+
+    # What the operations are over.
+
+    cdef int _fill(self, Operation* o, int kind, const View* view) except -1:
+        memset(o, 0, sizeof(Operation))
+        o.kind, o.datatype, o.count = kind, view.datatype, view.count
+        o.send = o.recv = view.pointer
+        return 0
+
+    cdef Spread _parts(self):
+        return new_spread(self.group.device, self.group.size, self.group.rank)
+
+    cdef int _wait_for_room(self, object result) except -1:
+        """Let the communicator wait for what its memory was last used for, by the framework that it is of."""
+        cdef View view
+        cdef CUstream stream
+        read_view(result, &view, "result")
+        if find_producer(&view, self.group.device, None, &stream):
+            wait_behind(self.connection.stream, self.group.device, stream)
+        return 0
+
+    # Launches. Each returns what is to be copied out behind it, or None.
+
+    def all_reduce(self, Brought brought not None, int op, factor):
+        """Launch an all-reduce in place."""
+        cdef Operation o
+        self._comm()
+        self._fill(&o, ALL_REDUCE, &brought.view)
+        o.op = self._operator(o.datatype, op, factor, brought.work)
+        self._plain(brought.work, &o)
+
+    def barrier(self, Brought brought not None):
+        """Launch an all-reduce of a byte."""
+        cdef Operation o
+        self._comm()
+        memset(&o, 0, sizeof(o))
+        fill_barrier(&o, &self.scratch, self.group.device)
+        self._plain(brought.work, &o)
+
+    def broadcast(self, Brought brought not None, int root):
+        """Launch a broadcast in place."""
+        cdef Operation o
+        cdef Carried carried
+        self._comm()
+        self._fill(&o, BROADCAST, &brought.view)
+        o.root = root
+        if not brought.is_staged():
+            self._plain(brought.work, &o)
+            return None
+        carried = self._carry(brought.view.nbytes)
+        carried.add(brought.view.pointer, 0, brought.view.nbytes, NULL)
+        carried.copy_in(self._before())
+        o.send = o.recv = <void*>carried.slot.pointer
+        self._plain(self._inner(carried, BROADCAST, brought.name), &o)
+        carried.add(brought.view.pointer, 0, brought.view.nbytes, NULL)
+        carried.works.append(brought.work)
+        return carried
+
+    def gather(self, Brought brought not None, counts, result):
+        """Launch a gather of parts of so many elements, by rank, into a new array."""
+        cdef Operation o
+        cdef View s, r
+        cdef Spread spread
+        cdef Carried carried = None
+        cdef Work work = brought.work
+        self._comm()
+        sent, into = brought.array, result
+        if brought.is_staged():
+            carried, work, sent, into, scale = self._staged(brought, ALL_GATHER, result, True)
+            counts = [scale * count for count in counts]
+        else:
+            self._wait_for_room(result)
+            work.held = (brought.array, result)
+        if counts[0] and counts.count(counts[0]) == len(counts):
+            shape_all_gather(&o, &s, &r, sent, into, self.group.device, self.group.size)
+            self._plain(work, &o)
+        else:
+            spread = self._parts()
+            spread.all_gather_v(sent, into, counts)
+            self._spread(work, spread)
+        return self._back(carried, brought, result)
+
+    def gather_parts(self, Brought brought not None, sent, list places):
+        """Launch a gather of one part a rank, each into its own place."""
+        cdef Spread spread = self._parts()
+        self._comm()
+        self._wait_for_room(places[0])
+        spread.all_gather(sent, places)
+        brought.work.held = (brought.array, sent, places)
+        self._spread(brought.work, spread)
+
+    def scatter(self, Brought brought not None, int op, factor, counts, result):
+        """Launch a reduction of which each rank gets the part of so many elements."""
+        cdef Operation o
+        cdef View s, r
+        cdef Spread spread
+        cdef Carried carried = None
+        cdef Work work = brought.work
+        self._comm()
+        sent, into = brought.array, result
+        if brought.is_staged():
+            carried, work, sent, into, _ = self._staged(brought, REDUCE_SCATTER, result, False)
+        else:
+            self._wait_for_room(result)
+            work.held = (brought.array, result)
+        if counts[0] and counts.count(counts[0]) == len(counts):
+            shape_reduce_scatter(&o, &s, &r, sent, into, self.group.device, self.group.size)
+            o.op = self._operator(o.datatype, op, factor, work)
+            self._plain(work, &o)
+        else:
+            spread = self._parts()
+            spread.reduce_scatter_v(sent, into, counts)
+            spread.operation.op = self._operator(spread.operation.datatype, op, factor, work)
+            self._spread(work, spread)
+        return self._back(carried, brought, result)
+
+    def exchange(self, Brought brought not None, send_counts, recv_counts, bint even, result):
+        """Launch an exchange of parts of so many elements; `even` if all parts of all ranks have one size, not 0."""
+        cdef Operation o
+        cdef View s, r
+        cdef Spread spread
+        cdef Carried carried = None
+        cdef Work work = brought.work
+        self._comm()
+        sent, into = brought.array, result
+        if brought.is_staged():
+            carried, work, sent, into, scale = self._staged(brought, ALL_TO_ALL, result, True)
+            send_counts, recv_counts = [scale * n for n in send_counts], [scale * n for n in recv_counts]
+        else:
+            self._wait_for_room(result)
+            work.held = (brought.array, result)
+        if even:
+            shape_all_to_all(&o, &s, &r, sent, into, self.group.device, self.group.size)
+            self._plain(work, &o)
+        else:
+            spread = self._parts()
+            spread.all_to_all_v(sent, into, send_counts, recv_counts)
+            self._spread(work, spread)
+        return self._back(carried, brought, result)
+
+    def fuse(self, list members, int datatype, int op, factor):
+        """Launch one all-reduce of several arrays, copied together.
+
+        Parameters
+        ----------
+        members : list of (Brought or None, int)
+            Each with how many elements of `datatype` it has; None if this rank has joined and brings what changes nothing.
+
+        Returns
+        -------
+        Carried
+        """
+        cdef Operation o
+        cdef Brought brought
+        cdef Carried carried
+        cdef Work inner
+        cdef size_t offset = 0, count
+        self._comm()
+        offsets = []
+        for _, count in members:
+            offsets.append(offset)
+            offset += (count * ITEMSIZE[datatype] + _ALIGNED - 1) // _ALIGNED * _ALIGNED
+        carried = self._carry(offset)
+        for (brought, count), place in zip(members, offsets, strict=True):
+            if brought is not None:
+                carried.add(brought.view.pointer, place, brought.view.nbytes, brought.work.ready)
+            else:
+                self._add_identity(carried, place, count, datatype, op)
+        carried.copy_in(self._before())
+        memset(&o, 0, sizeof(o))
+        o.kind, o.datatype = ALL_REDUCE, datatype
+        o.send = o.recv = <void*>carried.slot.pointer
+        # One alone has no padding: the others may launch it as it is.
+        o.count = members[0][1] if len(members) == 1 else offset // ITEMSIZE[datatype]
+        inner = self._inner(carried, ALL_REDUCE, f"{len(members)} fused")
+        o.op = self._operator(datatype, op, factor, inner)
+        note_operation(inner.entry, &o, offset)
+        self._plain(inner, &o)
+        for (brought, _), place in zip(members, offsets, strict=True):
+            if brought is not None:
+                carried.add(brought.view.pointer, place, brought.view.nbytes, NULL)
+                carried.works.append(brought.work)
+        return carried
+
+    # Slots.
+
+    cdef int _add_identity(self, Carried carried, size_t place, size_t count, int datatype, int op) except -1:
+        cdef View view
+        element = identity(datatype, op)
+        if element is None:
+            return carried.add(NULL, place, count * ITEMSIZE[datatype], NULL)
+        pattern = np.frombuffer(element * count, np.uint8)
+        read_view(pattern, &view, "identity")
+        carried.kept.append(pattern)
+        return carried.add(view.pointer, place, view.nbytes, NULL)
+
+    cdef CUstream _before(self) except? NULL:
+        """Return the stream on which data are copied in."""
+        self._streams()
+        return self.connection.stream if self.streams is None else (<Stream>self.streams[0]).raw
+
+    cdef CUstream _behind(self) except? NULL:
+        """Return the stream on which they are copied out."""
+        self._streams()
+        return self.connection.stream if self.streams is None else (<Stream>self.streams[1]).raw
+
+    cdef int _streams(self) except -1:
+        # On the host engine the copies are the CPU's, as the launch is: nothing is gained by a stream beside it, and who
+        # waits for a work can do what stands on its stream.
+        if self.streams is None and copies_apart():
+            self.streams = Stream(self.group.device), Stream(self.group.device)
+        return 0
+
+    cdef Carried _carry(self, size_t nbytes):
+        """Return a launch through the slot whose turn it is."""
+        cdef Slot slot
+        if not self.slots:
+            self.slots = [Slot(self.group.device), Slot(self.group.device)]
+        slot = self.slots[self.turn]
+        self.turn = (self.turn + 1) % len(self.slots)
+        slot.take(max(<size_t>1, nbytes), self._before())
+        return new_carried(slot, self._comm(), self._before(), self._behind())
+
+    cdef Work _inner(self, Carried carried, int kind, str name):
+        """Return the work of a launch that others' works come behind."""
+        cdef Work inner = new_work(kind, self.group.device)
+        inner.entry.key = name
+        inner.timed = self.group.timing
+        inner.held = carried.kept
+        if self.streams is not None:
+            record_behind(inner, self._before())
+        carried.inner = inner
+        return inner
+
+    cdef tuple _staged(self, Brought brought, int kind, object result, bint as_bytes):
+        """Return a launch, its work, what is sent and what receives in the slot, and by how much counts are multiplied."""
+        cdef View view
+        cdef size_t place = (brought.view.nbytes + _ALIGNED - 1) // _ALIGNED * _ALIGNED
+        cdef Carried carried
+        read_view(result, &view, "result")
+        carried = self._carry(place + view.nbytes)
+        carried.add(brought.view.pointer, 0, brought.view.nbytes, NULL)
+        carried.copy_in(self._before())
+        work = self._inner(carried, kind, brought.name)
+        start = carried.slot.pointer
+        if as_bytes:
+            scale = brought.view.unit * ITEMSIZE[brought.view.datatype]
+            return carried, work, (start, brought.view.nbytes, "uint8"), (start + place, view.nbytes, "uint8"), scale
+        dtype = DataType(brought.view.datatype)
+        return carried, work, (start, brought.view.count, dtype), (start + place, view.count, dtype), 1
+
+    cdef Carried _back(self, Carried carried, Brought brought, object result):
+        """Have a staged result copied out into its array."""
+        cdef View view
+        cdef size_t place
+        if carried is None:
+            return None
+        read_view(result, &view, "result")
+        place = (brought.view.nbytes + _ALIGNED - 1) // _ALIGNED * _ALIGNED
+        carried.add(view.pointer, place, view.nbytes, NULL)
+        carried.works.append(brought.work)
+        brought.work.held = (brought.array, result)
+        return carried
+
+    # The end.
+
+    def fail(self, error):
+        """End it with an error: what runs there fails, the communicator is aborted. The others end theirs themselves."""
+        self.group._fail(error, None, None, exits=False)
+
+    def close(self, timeout):
+        """Let what was launched end, and give everything back."""
+        cdef Slot slot
+        cdef bint drained = False
+        try:
+            self.group.close(timeout)
+            drained = self.group.error is None
+        finally:
+            self.operators = {}
+            slots, self.slots = self.slots, []
+            scratch, self.scratch = self.scratch, 0
+            if drained:  # else something may still write there
+                for slot in slots:
+                    slot.close()
+                if scratch:
+                    _device.free(scratch)
+
+
+def aside(task):
+    """Have `task()` run in a thread for callbacks of users."""
+    users.give(task)

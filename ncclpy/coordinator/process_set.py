@@ -1,0 +1,50 @@
+"""Some of a coordinator's ranks, with operations of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ncclpy.coordinator.member import Member
+from ncclpy.coordinator.operations import Operations
+from ncclpy.coordinator.session import Session
+from ncclpy.core.errors import NcclAborted
+
+__all__ = ["ProcessSet"]
+
+
+class ProcessSet(Operations):
+    """Some of the ranks of a `Coordinator`, with its operations among themselves; `Coordinator.process_set` makes it.
+
+    Its names are its own, and its operations do not wait for those of other sets.
+
+    Parameters
+    ----------
+    current : callable
+        Returns what the coordinator's ranks are in now.
+    session : Session
+        What they were in when this was made.
+    member : Member
+        This rank in it.
+
+    Attributes
+    ----------
+    ranks : tuple of int
+        Its members among the coordinator's ranks.
+    rank, size : int
+        Which of how many this one is in the set.
+    """
+
+    def __init__(self, current: Callable[[], Session], session: Session, member: Member) -> None:
+        self._current, self._session, self._member = current, session, member
+        self.ranks, self.rank, self.size = member.ranks, member.rank, member.size
+
+    def _place(self) -> tuple[Session, Member]:
+        if self._current() is not self._session:
+            raise NcclAborted(
+                f"a process set of {len(self.ranks)} ranks has ended: its coordinator goes on with other ranks since "
+                "then; make it anew"
+            )
+        return self._session, self._member
+
+    def __repr__(self) -> str:
+        return f"<ncclpy.ProcessSet {list(self.ranks)} rank {self.rank} of {self.size}>"

@@ -1,0 +1,118 @@
+"""A trace of what becomes of each operation, for Chrome's and Perfetto's viewers."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+__all__ = ["Timeline"]
+
+
+class Timeline:
+    """Write a JSON array of events, as they come, by a thread that sleeps in between.
+
+    Each operation is a row of phases: *negotiate*, until all ranks have brought it; *fuse*, until it is copied and
+    launched with others; *wait for data*, until the device can begin; *run*.
+
+    Parameters
+    ----------
+    path
+        Of the file, which is written anew.
+    rank
+        Whose it is: the process number of the trace.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], rank: int) -> None:
+        self._file: TextIO = open(path, "w", encoding="utf-8")
+        self._rank = rank
+        self._rows: dict[str, int] = {}
+        self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._negotiated: dict[int, float] = {}
+        self._fused: set[int] = set()
+        self._thread = threading.Thread(target=self._write, name="ncclpy-timeline", daemon=True)
+        self._thread.start()
+
+    # What is told.
+
+    def watch(self, parts: Sequence[Any]) -> None:
+        """Know of what this rank brings; its works will tell when they are done."""
+        for part in parts:
+            part.time_it()
+            part.work.add_done_callback(_Done(self, part))
+
+    def negotiated(self, calls: Sequence[Any]) -> None:
+        """Note that all ranks have brought these."""
+        moment = time.monotonic()
+        with self._lock:
+            for call in calls:
+                for part in call.parts:
+                    self._negotiated[id(part)] = moment
+
+    def launched(self, parts: Sequence[Any], fused: bool) -> None:
+        """Note that these were launched together."""
+        if fused:
+            with self._lock:
+                self._fused.update(map(id, parts))
+
+    def done(self, part: Any, work: Any) -> None:
+        """Write down what became of an operation."""
+        with self._lock:
+            negotiated = self._negotiated.pop(id(part), None)
+            fused = id(part) in self._fused
+            self._fused.discard(id(part))
+            row = self._rows.setdefault(part.name, len(self._rows) + 1)
+            new = len(self._rows) == row
+        created, launched, completed = part.moments
+        if new:
+            self._put("M", "thread_name", row, 0.0, args={"name": part.name})
+        completed = completed or time.monotonic()
+        self._phase(part.name, "negotiate", row, created, negotiated or completed)
+        if negotiated is None or work.state != "completed":
+            return
+        if fused:
+            self._phase(part.name, "fuse", row, negotiated, launched)
+        begins = completed - (work.duration or 0.0)
+        begins = max(launched, begins) if work.duration is not None else launched
+        if begins > launched:
+            self._phase(part.name, "wait for data", row, launched, begins)
+        self._phase(part.name, "run", row, begins, completed)
+
+    def _phase(self, name: str, phase: str, row: int, begin: float, end: float) -> None:
+        self._put("X", phase, row, begin, dur=max(0.0, end - begin) * 1e6, args={"operation": name})
+
+    def _put(self, kind: str, name: str, row: int, moment: float, **more: Any) -> None:
+        self._queue.put({"ph": kind, "name": name, "pid": self._rank, "tid": row, "ts": moment * 1e6, **more})
+
+    # The file.
+
+    def _write(self) -> None:
+        named = {"name": f"rank {self._rank}"}
+        head = {"ph": "M", "name": "process_name", "pid": self._rank, "tid": 0, "ts": 0, "args": named}
+        with self._file as file:
+            file.write("[\n" + json.dumps(head))
+            while (event := self._queue.get()) is not None:
+                file.write(",\n" + json.dumps(event))
+                if self._queue.empty():
+                    file.flush()
+            file.write("\n]\n")
+
+    def close(self) -> None:
+        """Write what is left, and end the array."""
+        self._queue.put(None)
+        self._thread.join()
+
+
+class _Done:
+    """A callback of a work."""
+
+    def __init__(self, timeline: Timeline, part: Any) -> None:
+        self._timeline, self._part = timeline, part
+
+    def __call__(self, work: Any) -> None:
+        self._timeline.done(self._part, work)

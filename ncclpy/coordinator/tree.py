@@ -1,0 +1,55 @@
+"""Who speaks to whom on the control plane: ranks of one machine among themselves, one of each with other machines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["Tree"]
+
+#: How many a rank has directly below it on its machine, and as many machines.
+_FAN = 8
+
+
+class Tree:
+    """Parents and children of all ranks; rank 0 is the root.
+
+    Of each machine the lowest rank speaks with other machines, whose tree these form. Both trees are as deep as the
+    logarithm of their sizes.
+
+    Parameters
+    ----------
+    machines
+        What tells each rank's machine from others, by rank.
+    """
+
+    def __init__(self, machines: Sequence[str]) -> None:
+        places: dict[str, list[int]] = {}
+        for rank, machine in enumerate(machines):
+            places.setdefault(machine, []).append(rank)
+        leaders = [ranks[0] for ranks in places.values()]
+        self.parents: list[int | None] = [None] * len(machines)
+        for ranks in (leaders, *places.values()):
+            for position, rank in enumerate(ranks):
+                if position:
+                    self.parents[rank] = ranks[(position - 1) // _FAN]
+        self.children: list[list[int]] = [[] for _ in machines]
+        for rank, parent in enumerate(self.parents):
+            if parent is not None:
+                self.children[parent].append(rank)
+
+    def below(self, rank: int) -> tuple[int, ...]:
+        """Return a rank and all that are below it."""
+        found = [rank]
+        for each in found:
+            found += self.children[each]
+        return tuple(sorted(found))
+
+    def depth(self) -> int:
+        """Return how many steps the farthest rank is from the root."""
+        deepest = 0
+        for rank in range(len(self.parents)):
+            steps, at = 0, self.parents[rank]
+            while at is not None:
+                steps, at = steps + 1, self.parents[at]
+            deepest = max(deepest, steps)
+        return deepest

@@ -1,0 +1,252 @@
+"""The control plane between processes: how they meet, and what the others hear of one that is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from group_worlds import in_threads
+
+import testing
+from ncclpy.bootstrap import PrefixStore, TCPStore
+from ncclpy.coordinator import connections
+from ncclpy.core.errors import NcclAborted, NcclTimeout
+
+DEADLINE = 30
+
+
+def control_of(store, rank, size, **options):
+    options = {"cache": 16, "timeout": None, "stall_after": 60.0, "patience": DEADLINE} | options
+    return connections.open_control(PrefixStore("control", store), rank, size, "test", **options)
+
+
+def all_of(size, body, **options):
+    """Call ``body(control)`` for each rank in a thread; return what they return."""
+
+    def rank(world):
+        control = control_of(world.store, world.rank, size, **options)
+        try:
+            return body(control)
+        finally:
+            world.meet()
+            control.close()
+
+    return in_threads(size, rank)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 12])
+def test_ranks_agree(size):
+    def body(control):
+        heard = []
+        for turn in range(20):
+            control.bring(0, b"x", b"fixed", b"%d" % control.rank, True)
+            heard += control.next(DEADLINE)
+            control.launched(0)
+            assert heard[turn][:4] == ("run", 0, b"x", b"fixed")
+        return heard
+
+    told = all_of(size, body)
+    assert all(each == told[0] for each in told)
+    assert told[0][0][4] == tuple(b"%d" % rank for rank in range(size))
+
+
+def test_machines_speak_by_addresses(monkeypatch):
+    """Ranks that are taken for several machines' find each other without names that only one machine knows."""
+    families = []
+    real = connections._sharpen
+    monkeypatch.setattr(connections, "_sharpen", lambda line: (families.append(line.family), real(line)))
+    machines = iter(["a", "b", "a", "b"])
+    lock = threading.Lock()
+    monkeypatch.setattr(connections, "_machine", lambda: next(machines))
+    with lock:
+        told = all_of(4, lambda control: (control.bring(0, b"x", b"A", b"", True), control.next(DEADLINE))[1])
+    assert all(each[0][0] == "run" for each in told)
+    assert families.count(socket.AF_UNIX) == 4 and len(families) == 6, "two ends each of two and one"
+
+
+def test_who_does_not_come_is_named():
+    def rank(world):
+        if world.rank == 2:
+            return None
+        with pytest.raises(NcclTimeout, match="rank 2 of 4 did not come to connect coordinator 'test'") as late:
+            control_of(world.store, world.rank, 4, patience=1.0)
+        return late.value.missing
+
+    assert in_threads(4, rank) == [[2], [2], None, [2]]
+
+
+def test_a_wait_that_nobody_wants_ends():
+    began = time.monotonic()
+
+    def rank(world):
+        wanted = (lambda: time.monotonic() < began + 0.3) if world.rank == 0 else (lambda: True)
+        with pytest.raises(NcclAborted):
+            control_of(world.store, world.rank, 3, wanted=wanted)
+
+    in_threads(2, rank)
+    assert time.monotonic() - began < 10
+
+
+def test_who_does_not_know_the_secret_is_hung_up_on(monkeypatch):
+    """And holds nobody up: neither one that says something wrong nor one that says nothing."""
+    monkeypatch.setattr(connections, "_HANDSHAKE", 0.5)
+    strangers = []
+    real = connections._Ears.hear
+
+    def hear(ears, children, deadline, wanted):
+        for each in ears._sockets if children else []:
+            for says in (b"", b"x" * 200):
+                stranger = socket.socket(each.family, socket.SOCK_STREAM)
+                strangers.append(stranger)
+                stranger.connect(each.getsockname())
+                stranger.sendall(says)
+        return real(ears, children, deadline, wanted)
+
+    monkeypatch.setattr(connections._Ears, "hear", hear)
+    told = all_of(2, lambda control: (control.bring(0, b"x", b"A", b"", True), control.next(DEADLINE))[1])
+    assert told[0] == told[1] and len(strangers) >= 4
+    for stranger in strangers:
+        with stranger, contextlib.suppress(ConnectionResetError):
+            stranger.settimeout(10)
+            while stranger.recv(100):
+                pass
+
+
+PROGRAM = """
+import os, signal, sys, time
+from ncclpy.bootstrap import PrefixStore, TCPStore
+from ncclpy.coordinator.connections import open_control
+from ncclpy.core.errors import NcclAborted
+port, rank, size, does, silence = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], float(sys.argv[5])
+store = TCPStore("127.0.0.1", port)
+control = open_control(PrefixStore("control", store), rank, size, "test", cache=16, timeout=None, stall_after=60.0,
+                       patience=30, silence=silence)
+control.bring(0, b"first", b"A", b"", True)
+assert control.next(30)[0][0] == "run"
+store.barrier("ready", rank, size)
+if rank == int(sys.argv[6]):
+    store.set("since", repr(time.time()).encode())
+    if does == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if does == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if does == "close":
+        control.close()
+        time.sleep(30)
+try:
+    control.bring(0, b"second", b"A", b"", True)
+except NcclAborted:  # that was heard of before
+    pass
+told = control.next(30)
+print("told", time.time() - float(store.get("since")), told, control.next(1), flush=True)
+"""
+
+
+@pytest.mark.parametrize("who", [0, 1, 9])
+@pytest.mark.parametrize(
+    ("does", "silence", "reason", "within"),
+    [
+        ("kill", 30.0, "has ended, or its machine", 10.0),
+        ("close", 30.0, "has closed its coordinator", 10.0),
+        ("stop", 3.0, "has been silent for 3 s", 20.0),
+    ],
+)
+def test_all_hear_who_is_gone(who, does, silence, reason, within):
+    """The root, a rank with others below it, and one without: its neighbours name it, and the rest after them."""
+    size = 12
+    with TCPStore("127.0.0.1", 0, serve=True) as store:
+        arguments = [[str(store.port), str(rank), str(size), does, str(silence), str(who)] for rank in range(size)]
+        started = [
+            subprocess.Popen([sys.executable, "-c", PROGRAM, *each], stdout=subprocess.PIPE, text=True, cwd="/")
+            for each in arguments
+        ]
+        try:
+            said = [each.communicate(timeout=60)[0] for rank, each in enumerate(started) if rank != who]
+        finally:
+            for each in started:
+                each.kill()
+                each.communicate()
+    for text in said:
+        found = re.search(r"told (\S+) \[\('ended', -1, (\(.*?\)), '(.*?)'\)\] None", text)
+        assert found, text
+        assert found[2] == f"({who},)" and found[3] == reason
+        assert float(found[1]) < within
+
+
+IDLE = """
+import resource, threading, time
+from ncclpy.bootstrap import LocalStore
+from ncclpy.coordinator.connections import open_control
+store, spent = LocalStore(), []
+
+def rank(number):
+    control = open_control(store, number, 2, "test", cache=16, timeout=None, stall_after=60.0, patience=30)
+    control.bring(0, b"x", b"A", b"", True)
+    control.next(30)
+    control.launched(0)
+    store.barrier("ready", number, 2)
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    assert control.next(12.0) == []
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    store.barrier("done", number, 2)
+    control.close()
+    spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+
+threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+for each in threads:
+    each.start()
+for each in threads:
+    each.join()
+print(*spent)
+"""
+
+
+def test_a_plane_without_work_costs_nothing():
+    """Two ranks of a process that idle for 12 s, signs of life included: some wake-ups, and no polling."""
+    done = testing.run_python(IDLE)
+    spent = list(map(float, done.stdout.split()))
+    assert len(spent) == 2 and max(spent) < 12 * 0.002, "0.1% of a core for each rank"
+
+
+def test_no_thread_and_no_descriptor_is_left():
+    all_of(3, lambda control: None)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        all_of(3, lambda control: (control.bring(0, b"x", b"A", b"", True), control.next(DEADLINE)))
+    testing.wait_for(lambda: len(os.listdir("/proc/self/fd")) <= before, "descriptors to be closed")
+
+    def names():
+        found = []
+        for task in os.listdir("/proc/self/task"):
+            try:
+                with open(f"/proc/self/task/{task}/comm") as file:
+                    found.append(file.read().strip())
+            except FileNotFoundError:
+                pass
+        return found
+
+    testing.wait_for(lambda: "ncclpy-coord" not in names(), "threads to end")
+
+
+@pytest.mark.campaign
+def test_a_hundred_thousand_steps_take_no_more_memory():
+    def body(control):
+        sizes = []
+        for turn in range(100_000):
+            control.bring(0, b"x" if turn % 10 else b"y%d" % (turn % 1000), b"A", b"", True)
+            assert control.next(DEADLINE)[0][0] == "run"
+            control.launched(0)
+            if turn % 20_000 == 19_999:
+                with open("/proc/self/statm") as file:
+                    sizes.append(int(file.read().split()[1]) * 4096)
+        return sizes
+
+    for sizes in all_of(2, body):
+        assert sizes[-1] - sizes[0] < 2 << 20

@@ -1,0 +1,265 @@
+"""How operations and coordinators end before their time: with the same words on every rank, and no work forgotten."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import time
+import warnings
+
+import numpy as np
+import pytest
+from coordinator_ranks import run_coordinators
+from group_ranks import DEADLINE
+
+import ncclpy
+from ncclpy.bootstrap import LocalStore
+from ncclpy.coordinator import Coordinator
+from ncclpy.core import device as device_module
+
+
+def test_what_is_not_brought_in_time_is_an_error_for_all():
+    ended = threading.Barrier(3)
+
+    def body(coordinator):
+        if coordinator.rank != 1:
+            work = coordinator.all_reduce("grad", np.ones(2))
+            waits = r"is pending after 0.05 s; it waits for ranks? .*1 to bring it"
+            with pytest.raises(ncclpy.NcclTimeout, match=waits):
+                work.wait(0.05)
+            error = work.exception(DEADLINE)
+            assert isinstance(error, ncclpy.NcclTimeout) and error.missing == [1]
+            assert "all_reduce 'grad': rank 1 did not bring it within 300 ms, ranks 0, 2 did" in str(error)
+        ended.wait(DEADLINE)
+        array = np.ones(1)
+        coordinator.all_reduce("after", array).wait(DEADLINE)
+        return array[0]
+
+    assert run_coordinators(3, body, timeout=0.3) == [3.0] * 3
+
+
+def test_stalls_are_told_of_beside_names_that_are_alike(caplog):
+    caplog.set_level(logging.WARNING, "ncclpy.coordinator")
+
+    def body(coordinator):
+        mine = coordinator.all_reduce("layer/1/weight" if coordinator.rank else "layer/1/weights", np.ones(1))
+        deadline = time.monotonic() + DEADLINE
+        while len(caplog.records) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        other = coordinator.all_reduce("layer/1/weights" if coordinator.rank else "layer/1/weight", np.ones(1))
+        mine.wait(DEADLINE)
+        other.wait(DEADLINE)
+        return coordinator.stats()["stalls"]
+
+    assert run_coordinators(2, body, stall_after=0.2)[0] >= 2
+    text = "\n".join(record.getMessage() for record in caplog.records)
+    assert "all_reduce 'layer/1/weights': rank 1 has not brought it after 2" in text and "rank 0 waits for it" in text
+    assert "\n    'layer/1/weights'  brought by rank 0\n    'layer/1/weight'   brought by rank 1" in text
+
+
+@pytest.mark.parametrize("drain", [True, False])
+def test_a_shutdown_ends_what_waits_with_who_asked_and_why(drain):
+    called = [threading.Event(), threading.Event()]
+    ready = threading.Barrier(3)
+
+    def body(coordinator):
+        rank = coordinator.rank
+        done = np.ones(2)
+        coordinator.all_reduce("done", done).wait(DEADLINE)
+        if rank == 2:
+            ready.wait(DEADLINE)
+            coordinator.shutdown(DEADLINE, drain=drain, reason="the data are bad")
+            with pytest.raises(ncclpy.NcclAborted, match="does nothing more"):
+                coordinator.barrier("x")
+            coordinator.shutdown()  # which it is
+            return None
+        works = [coordinator.all_reduce("x", np.ones(2)), coordinator.barrier("y")]
+        works[0].add_done_callback(lambda work: called[rank].set())
+        ready.wait(DEADLINE)
+        errors = [work.exception(DEADLINE) for work in works]
+        assert errors[0] is errors[1] is coordinator.error
+        assert called[rank].wait(DEADLINE)
+        for call in (
+            lambda: coordinator.all_reduce("z", np.ones(1)),
+            lambda: coordinator.join(1),
+            lambda: coordinator.process_set([0, 1, 2], 1),
+        ):
+            with pytest.raises(ncclpy.NcclAborted, match="shut down by rank 2: the data are bad") as raised:
+                call()
+            assert raised.value.__cause__ is coordinator.error
+        coordinator.shutdown(DEADLINE)
+        return str(errors[0])
+
+    texts = run_coordinators(3, body, shut=False)
+    assert texts[0] == texts[1] == "coordinator 'coordinator' was shut down by rank 2: the data are bad"
+
+
+def test_an_exception_in_a_block_ends_it_for_all():
+    brought = threading.Event()
+
+    def body(coordinator):
+        if coordinator.rank == 0:
+            with pytest.raises(KeyError), coordinator:
+                brought.wait(DEADLINE)
+                raise KeyError("lost")
+            return ""
+        work = coordinator.all_reduce("x", np.ones(1))
+        brought.set()
+        return str(work.exception(DEADLINE))
+
+    def whole(coordinator):
+        text = body(coordinator)
+        coordinator.shutdown(DEADLINE)
+        return text
+
+    _, text = run_coordinators(2, whole, shut=False)
+    assert "shut down by rank 0: KeyError: 'lost'" in text
+
+
+def test_a_rank_that_is_gone_is_named(controls):
+    ready = threading.Barrier(3)
+
+    def body(coordinator):
+        works = [coordinator.all_reduce(f"{i}", np.ones(1)) for i in range(3)] if coordinator.rank else []
+        ready.wait(DEADLINE)
+        if coordinator.rank == 0:
+            controls.lose(0)
+        for work in works:
+            error = work.exception(DEADLINE)
+            assert isinstance(error, ncclpy.NcclRemoteError) and error.ranks == (0,)
+            assert "rank 0 is gone" in str(error)
+        with pytest.raises(ncclpy.NcclAborted, match=r"rank 0 is gone|its control plane is closed"):
+            while True:
+                coordinator.barrier("again").wait(DEADLINE)
+                time.sleep(0.01)
+        coordinator.shutdown(DEADLINE)
+        return True
+
+    assert run_coordinators(3, body, shut=False) == [True] * 3
+
+
+def test_what_runs_with_a_rank_that_is_gone_ends(controls):
+    """Rank 1 does not launch what all have brought, as its process has died in between."""
+
+    def body(coordinator):
+        if coordinator.rank == 1:
+            coordinator._session.everyone.run = lambda operations, then: None
+        coordinator.all_reduce("warm", np.ones(1))
+        work = coordinator.all_reduce("x", np.ones(1 << 16))
+        if coordinator.rank == 1:
+            time.sleep(0.2)
+            controls.lose(1)
+        else:
+            error = work.exception(DEADLINE)
+            assert isinstance(error, ncclpy.NcclAborted) and "rank 1 is gone" in str(error)
+        coordinator.shutdown(DEADLINE)
+        return True
+
+    assert run_coordinators(2, body, shut=False) == [True] * 2
+
+
+def test_a_launch_that_fails_ends_it_for_all(monkeypatch):
+    from ncclpy.coordinator import calls
+
+    def body(coordinator):
+        if coordinator.rank == 0:
+            monkeypatch.setattr(calls.AllGather, "launch", _no_memory)
+        coordinator.barrier("ready").wait(DEADLINE)
+        error = coordinator.all_gather("x", np.ones(3)).exception(DEADLINE)
+        later = coordinator.error
+        deadline = time.monotonic() + DEADLINE
+        while later is None and time.monotonic() < deadline:
+            later = coordinator.error
+        coordinator.shutdown(DEADLINE)
+        return str(error), str(later)
+
+    for error, later in run_coordinators(2, body, shut=False):
+        assert "could not be launched: MemoryError" in later
+        assert "MemoryError" in error
+
+
+def _no_memory(call, plane, owns, absent):
+    raise MemoryError("no room for the result")
+
+
+def test_a_coordinator_that_is_dropped_says_so():
+    meet = threading.Barrier(2)
+
+    def rank(number, store, found):
+        with device_module.using(number):
+            coordinator = Coordinator((store, number, 2))
+            coordinator.barrier("x").wait(DEADLINE)
+            meet.wait(DEADLINE)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                if number == 0:
+                    del coordinator
+                    gc.collect()
+                    found.append([str(each.message) for each in caught if each.category is ResourceWarning])
+                else:
+                    try:
+                        found.append(str(coordinator.barrier("y").exception(DEADLINE)))
+                    except ncclpy.NcclAborted as error:
+                        found.append(str(error))
+                    coordinator.shutdown(DEADLINE)
+
+    store, found = LocalStore(), []
+    threads = [threading.Thread(target=rank, args=(number, store, found)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE)
+    said = next(each for each in found if isinstance(each, list))
+    assert len(said) == 1 and "was never shut down" in said[0]
+    assert "dropped without shutdown" in next(each for each in found if isinstance(each, str))
+
+
+def test_ranks_that_do_not_come():
+    with pytest.raises(ncclpy.NcclTimeout, match=r"rank 1 .*did not come .*within 200 ms") as raised:
+        Coordinator((LocalStore(), 0, 2), timeout=0.2)
+    assert raised.value.missing == [1]
+
+
+@pytest.mark.parametrize(
+    "options, error, said",
+    [
+        ({"engine": "mpi"}, ncclpy.NcclUnsupported, "MPI does not carry"),
+        ({"engine": "gloo"}, ValueError, "expected 'auto'"),
+        ({"engine": "nccl"}, ncclpy.NcclUnsupported, "'nccl' was asked for, and 'host' is loaded"),
+        ({"fusion_bytes": -1}, ValueError, "fusion_bytes"),
+    ],
+)
+def test_options_are_checked(host_engine, options, error, said):
+    with pytest.raises(error, match=said):
+        Coordinator((LocalStore(), 0, 1), **options)
+
+
+@pytest.mark.parametrize(
+    "transport, error, said",
+    [
+        (None, TypeError, "expected a ProcessGroup or"),
+        ((LocalStore(), 2, 2), ValueError, "rank 2 of 2"),
+        ((LocalStore(), 0), TypeError, "expected a ProcessGroup or"),
+    ],
+)
+def test_transports_are_checked(transport, error, said):
+    with pytest.raises(error, match=said):
+        Coordinator(transport)
+
+
+def test_nothing_is_left_behind():
+    def body(coordinator):
+        part = coordinator.process_set([0, 1], DEADLINE)
+        part.barrier("x").wait(DEADLINE)
+        coordinator.grouped_all_reduce(["a", "b"], [np.ones(1), np.ones(2)])
+        return True
+
+    run_coordinators(2, body)
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        left = [thread.name for thread in threading.enumerate() if thread.name.startswith("ncclpy-coordinator")]
+        if not left:
+            break
+        time.sleep(0.01)
+    assert not left

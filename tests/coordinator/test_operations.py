@@ -1,0 +1,291 @@
+"""Every named operation, against numpy, in whatever order ranks bring it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+
+import ml_dtypes
+import numpy as np
+import pytest
+from coordinator_ranks import run_coordinators
+from group_ranks import DEADLINE
+
+import ncclpy
+
+N = 3
+
+
+@pytest.fixture(params=["store", "group"])
+def over(request):
+    return request.param
+
+
+def values(rank, shape=6, dtype=np.float32):
+    return (np.arange(np.prod(shape)).reshape(shape) % 5 + 1 + rank).astype(dtype)
+
+
+@pytest.mark.parametrize("op", ["sum", "average", "avg", "min", "max", "prod", ncclpy.SUM])
+def test_all_reduce(op, over):
+    def body(coordinator):
+        array = values(coordinator.rank, (2, 3))
+        work = coordinator.all_reduce("gradient", array, op)
+        assert work.result(DEADLINE) is array
+        return array
+
+    stacked = np.stack([values(rank, (2, 3)) for rank in range(N)])
+    reduce = {"average": np.mean, "avg": np.mean, "min": np.min, "max": np.max, "prod": np.prod}.get(op, np.sum)
+    for result in run_coordinators(N, body, over=over):
+        np.testing.assert_allclose(result, reduce(stacked, axis=0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("prescale, postscale, op", [(0.5, None, "sum"), (None, 0.25, "average"), (2.0, 3.0, "sum")])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16, np.complex64])
+def test_scales(prescale, postscale, op, dtype):
+    def body(coordinator):
+        array = values(coordinator.rank, dtype=dtype)
+        coordinator.all_reduce("x", array, op, prescale=prescale, postscale=postscale).wait(DEADLINE)
+        return array
+
+    total = sum(values(rank, dtype=np.complex128) for rank in range(2)) * (prescale or 1) * (postscale or 1)
+    if op == "average":
+        total /= 2
+    for result in run_coordinators(2, body):
+        assert result.dtype == dtype
+        np.testing.assert_allclose(result.astype(np.complex128), total, rtol=1e-2)
+
+
+def test_scales_are_for_sums_of_fractions():
+    def body(coordinator):
+        with pytest.raises(ValueError, match="sums and averages are scaled, not max"):
+            coordinator.all_reduce("x", np.ones(2), "max", prescale=2)
+        with pytest.raises(ValueError, match="int32 has no fractions"):
+            coordinator.all_reduce("x", np.ones(2, np.int32), postscale=0.5)
+        with pytest.raises(ValueError, match="finite"):
+            coordinator.all_reduce("x", np.ones(2), postscale=float("nan"))
+        return coordinator.stats()["brought"]
+
+    assert run_coordinators(2, body) == [0, 0]
+
+
+def test_all_gather_of_rows_that_differ():
+    def body(coordinator):
+        rank = coordinator.rank
+        found = []
+        for step in range(4):  # first dimensions change from step to step, and may be 0
+            rows = (rank * step + step) % 4
+            found.append(coordinator.all_gather("rows", values(rank, (rows, 2))).result(DEADLINE))
+        scalars = coordinator.all_gather("scalar", np.array(rank, np.int16)).result(DEADLINE)
+        same = coordinator.all_gather("same", values(rank, (2, 2))).result(DEADLINE)
+        empty = coordinator.all_gather("empty", np.empty((0, 3))).result(DEADLINE)
+        return found, scalars, same, empty
+
+    for found, scalars, same, empty in run_coordinators(N, body):
+        for step, result in enumerate(found):
+            wanted = [values(rank, ((rank * step + step) % 4, 2)) for rank in range(N)]
+            np.testing.assert_array_equal(result, np.concatenate(wanted))
+        assert scalars.dtype == np.int16 and scalars.tolist() == [0, 1, 2]
+        np.testing.assert_array_equal(same, np.concatenate([values(rank, (2, 2)) for rank in range(N)]))
+        assert empty.shape == (0, 3)
+
+
+def test_broadcast():
+    def body(coordinator):
+        array = values(coordinator.rank, 4, np.int64)
+        if coordinator.rank == 2:
+            array.flags.writeable = False  # the root only sends
+        return coordinator.broadcast("weights", array, root=2).result(DEADLINE)
+
+    for result in run_coordinators(N, body):
+        np.testing.assert_array_equal(result, values(2, 4))
+
+
+@pytest.mark.parametrize("rows", [6, 7, 2])
+def test_reduce_scatter_gives_the_first_ranks_a_row_more(rows):
+    def body(coordinator):
+        return coordinator.reduce_scatter("x", values(coordinator.rank, (rows, 2)), "sum").result(DEADLINE)
+
+    total = sum(values(rank, (rows, 2)) for rank in range(N))
+    for result, wanted in zip(run_coordinators(N, body), np.array_split(total, N), strict=True):
+        np.testing.assert_array_equal(result, wanted)
+
+
+def test_all_to_all():
+    def body(coordinator):
+        rank = coordinator.rank
+        even = coordinator.all_to_all("even", values(10 * rank, (N, 2))).result(DEADLINE)
+        counts = [(rank + other) % 3 for other in range(N)]
+        uneven, received = coordinator.all_to_all(
+            "uneven", np.full((sum(counts), 1), rank, np.int8), send_counts=counts
+        ).result(DEADLINE)
+        with pytest.raises(ValueError, match="cannot be divided by 3 ranks"):
+            coordinator.all_to_all("x", np.ones(4))
+        with pytest.raises(ValueError, match="whose sum is the array's 4 rows"):
+            coordinator.all_to_all("x", np.ones(4), [1, 1, 1])
+        return even, uneven, received
+
+    for rank, (even, uneven, received) in enumerate(run_coordinators(N, body)):
+        np.testing.assert_array_equal(even, np.stack([values(10 * other, (N, 2))[rank] for other in range(N)]))
+        assert received == tuple((other + rank) % 3 for other in range(N))
+        assert uneven.ravel().tolist() == [other for other in range(N) for _ in range((other + rank) % 3)]
+
+
+def test_barrier():
+    come = [threading.Event() for _ in range(2)]
+
+    def body(coordinator):
+        if coordinator.rank == 1:
+            come[0].wait(DEADLINE)
+        work = coordinator.barrier("here")
+        if coordinator.rank == 0:
+            assert not work.is_completed()
+            come[0].set()
+        return work.result(DEADLINE)
+
+    assert run_coordinators(2, body) == [None, None]
+
+
+def test_all_reduce_sparse():
+    def body(coordinator):
+        rank = coordinator.rank
+        indices = np.arange(rank, rank + rank + 1, dtype=np.int64)
+        work = coordinator.all_reduce_sparse("embedding", indices, np.ones((rank + 1, 2), np.float32))
+        return work.result(DEADLINE)
+
+    for indices, sums in run_coordinators(N, body):
+        assert indices.tolist() == [0, 1, 2, 3, 4]
+        assert sums[:, 0].tolist() == [1, 1, 2, 1, 1] and sums.shape == (5, 2)
+
+
+def test_grouped_all_reduce():
+    def body(coordinator):
+        arrays = [values(coordinator.rank, n, dtype) for n, dtype in ((3, np.float32), (5, np.int32), (1, np.float32))]
+        with pytest.raises(ValueError, match="expected as many of both"):
+            coordinator.grouped_all_reduce(["a"], arrays)
+        with pytest.raises(ValueError, match="'a' comes twice"):
+            coordinator.grouped_all_reduce(["a", "a"], arrays[:2])
+        works = coordinator.grouped_all_reduce(["a", "b", "c"], arrays)
+        for work, array in zip(works, arrays, strict=True):
+            assert work.result(DEADLINE) is array
+        return arrays
+
+    for arrays in run_coordinators(2, body):
+        for array, n in zip(arrays, (3, 5, 1), strict=True):
+            np.testing.assert_array_equal(array, values(0, n) + values(1, n))
+
+
+def test_any_order_on_any_rank_and_thread():
+    names = [f"layer/{i}" for i in range(40)]
+
+    def body(coordinator):
+        order = random.Random(coordinator.rank).sample(names, len(names))
+        arrays = {name: values(coordinator.rank, 50 + len(name)) for name in names}
+        works = {}
+
+        def bring(part):
+            for name in part:
+                works[name] = coordinator.all_reduce(name, arrays[name])
+
+        threads = [threading.Thread(target=bring, args=(order[i::3],)) for i in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for name in names:
+            works[name].wait(DEADLINE)
+        return arrays, coordinator.stats()
+
+    for arrays, stats in run_coordinators(N, body):
+        for name in names:
+            np.testing.assert_array_equal(arrays[name], sum(values(rank, 50 + len(name)) for rank in range(N)))
+        assert stats["brought"] == 40 and stats["operations"] == {"all_reduce": 40} and stats["pending"] == 0
+
+
+def test_works_are_awaited_and_call_back():
+    def body(coordinator):
+        array = values(coordinator.rank)
+        called = threading.Event()
+
+        async def go():
+            work = coordinator.all_reduce("x", array)
+            work.add_done_callback(lambda work: called.set())
+            return await work
+
+        assert asyncio.run(go()) is array
+        assert called.wait(DEADLINE)
+        return array
+
+    for result in run_coordinators(2, body):
+        np.testing.assert_array_equal(result, values(0) + values(1))
+
+
+@pytest.mark.parametrize("name", ["", "\0", "a\0b", "градиент/層", "\ud800", "x" * 5000])
+def test_any_text_is_a_name(name):
+    def body(coordinator):
+        array = np.ones(3)
+        coordinator.all_reduce(name, array).wait(DEADLINE)
+        other = coordinator.all_reduce(name + "\0", np.ones(3))  # another one
+        other.wait(DEADLINE)
+        with pytest.raises(TypeError, match="name: expected a text"):
+            coordinator.all_reduce(b"x", array)
+        return array.tolist()
+
+    assert run_coordinators(2, body) == [[2.0] * 3] * 2
+
+
+def test_what_does_not_fit_is_refused_here():
+    def body(coordinator):
+        with pytest.raises(TypeError, match="cannot take memory"):
+            coordinator.all_reduce("x", "text")
+        frozen = np.ones(3)
+        frozen.flags.writeable = False
+        with pytest.raises(ValueError, match="read-only"):
+            coordinator.all_reduce("x", frozen)
+        with pytest.raises(ValueError, match="root: rank 5 does not exist"):
+            coordinator.broadcast("x", np.ones(3), root=5)
+        with pytest.raises(TypeError, match="the result is a new array"):
+            coordinator.all_gather("x", ncclpy.Buffer.of(np.ones(3)))
+        with pytest.raises(ValueError, match="avg of bool"):
+            coordinator.all_reduce("x", np.ones(3, bool), "average")
+        with pytest.raises(ValueError, match="first dimension"):
+            coordinator.reduce_scatter("x", np.array(1.0))
+        flags = np.array([coordinator.rank == 0, False])
+        coordinator.all_reduce("x", flags).wait(DEADLINE)
+        return coordinator.stats()["brought"], flags.tolist()
+
+    assert run_coordinators(2, body) == [(1, [True, False])] * 2
+
+
+def test_a_coordinator_and_its_group_do_not_meet():
+    def body(coordinator):
+        group = coordinator._group
+        array, other = values(coordinator.rank), values(coordinator.rank)
+        if coordinator.rank == 0:  # the other order than on rank 1
+            work, begun = coordinator.all_reduce("x", array), group.all_reduce(other)
+        else:
+            begun, work = group.all_reduce(other), coordinator.all_reduce("x", array)
+        work.wait(DEADLINE)
+        begun.wait(DEADLINE)
+        return group.seq, array, other
+
+    for seq, array, other in run_coordinators(2, body, over="group"):
+        assert seq == 1
+        np.testing.assert_array_equal(array, other)
+
+
+def test_local_ranks():
+    def body(coordinator):
+        return coordinator.rank, coordinator.size, coordinator.local_rank, coordinator.local_size
+
+    assert run_coordinators(2, body) == [(0, 2, 0, 2), (1, 2, 1, 2)]
+
+
+def test_one_rank_alone():
+    def body(coordinator):
+        array = np.ones(3)
+        coordinator.all_reduce("x", array, "average").wait(DEADLINE)
+        gathered = coordinator.all_gather("y", array).result(DEADLINE)
+        return array.tolist(), gathered.tolist(), coordinator.join(DEADLINE)
+
+    assert run_coordinators(1, body) == [([1.0] * 3, [1.0] * 3, 0)]

@@ -1,0 +1,111 @@
+"""Some of the ranks, with operations of their own."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from coordinator_ranks import run_coordinators
+from group_ranks import DEADLINE
+
+import ncclpy
+
+
+def test_sets_of_some_ranks():
+    def body(coordinator):
+        rank = coordinator.rank
+        mine = [0, 2] if rank in (0, 2) else [3, 1]
+        part = coordinator.process_set(mine, DEADLINE)
+        assert part.ranks == tuple(sorted(mine)) and part.size == 2 and part.ranks[part.rank] == rank
+        array, whole = np.full(3, 10.0**rank), np.ones(1)
+        works = [part.all_reduce("x", array), coordinator.all_reduce("x", whole)]  # names are a set's own
+        for work in works:
+            work.wait(DEADLINE)
+        gathered = part.all_gather("g", np.array([rank])).result(DEADLINE)
+        part.broadcast("b", array, root=1).wait(DEADLINE)
+        return array[0], whole[0], gathered.tolist(), part.barrier("c").result(DEADLINE)
+
+    results = run_coordinators(4, body)
+    assert [each[0] for each in results] == [101.0, 1010.0, 101.0, 1010.0]
+    assert [each[1] for each in results] == [4.0] * 4
+    assert [each[2] for each in results] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+
+
+def test_others_need_not_call_it():
+    def body(coordinator):
+        if coordinator.rank == 2:
+            return coordinator.process_set([0, 1])  # which they may
+        if coordinator.rank == 3:
+            return None
+        part = coordinator.process_set([0, 1], DEADLINE)
+        array = np.ones(1)
+        part.all_reduce("x", array).wait(DEADLINE)
+        return array[0]
+
+    def whole(coordinator):
+        result = body(coordinator)
+        coordinator.barrier("all").wait(DEADLINE)
+        return result
+
+    assert run_coordinators(4, whole) == [2.0, 2.0, None, None]
+
+
+def test_sets_do_not_hold_each_other_up():
+    late = threading.Event()
+
+    def body(coordinator):
+        first = coordinator.process_set([0, 1], DEADLINE)
+        second = coordinator.process_set([1, 0], DEADLINE)  # another one
+        assert first.rank == second.rank
+        slow, fast = np.ones(2), np.ones(2)
+        if coordinator.rank == 1:
+            second.all_reduce("fast", fast).wait(DEADLINE)
+            late.set()
+            work = first.all_reduce("slow", slow)
+        else:
+            work = first.all_reduce("slow", slow)
+            second.all_reduce("fast", fast).wait(DEADLINE)
+            assert late.wait(DEADLINE)
+        work.wait(DEADLINE)
+        return fast.tolist() + slow.tolist()
+
+    assert run_coordinators(2, body) == [[2.0] * 4] * 2
+
+
+def test_ranks_of_a_set_are_checked():
+    def body(coordinator):
+        for ranks in ([], [0, 0], [0, 5], [-1]):
+            with pytest.raises(ValueError, match="expected different ranks of 2"):
+                coordinator.process_set(ranks)
+        return True
+
+    assert run_coordinators(2, body) == [True, True]
+
+
+def test_members_that_do_not_come():
+    def body(coordinator):
+        if coordinator.rank == 0:
+            with pytest.raises(ncclpy.NcclTimeout, match="not all of ranks 0-1 have called process_set"):
+                coordinator.process_set([0, 1], 0.2)
+        coordinator.barrier("all").wait(DEADLINE)
+        return True
+
+    assert run_coordinators(2, body) == [True, True]
+
+
+def test_a_disagreement_names_the_set_and_the_ranks_of_all():
+    def body(coordinator):
+        if coordinator.rank == 0:
+            return ""
+        part = coordinator.process_set([1, 2], DEADLINE)
+        return str(part.all_reduce("x", np.ones(coordinator.rank)).exception(DEADLINE))
+
+    def whole(coordinator):
+        result = body(coordinator)
+        coordinator.barrier("all").wait(DEADLINE)
+        return result
+
+    _, first, second = run_coordinators(3, whole)
+    assert first == second
+    assert "process set 1 disagree on all_reduce 'x': shape (1,) on rank 1, (2,) on rank 2" in first

@@ -1,0 +1,53 @@
+"""The trace of what becomes of operations, and the numbers."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+from coordinator_ranks import run_coordinators
+from group_ranks import DEADLINE
+
+
+def test_a_trace_has_the_phases_of_each_operation(tmp_path):
+    names = ['a "name"\n', "b", "层\0", "\ud800"]
+
+    def body(coordinator):
+        works = coordinator.grouped_all_reduce(names, [np.ones(10) for _ in names])
+        works.append(coordinator.all_gather("rows", np.ones((3, 2))))
+        for work in works:
+            work.wait(DEADLINE)
+        bad = coordinator.all_reduce("bad", np.ones(1 + coordinator.rank))
+        bad.exception(DEADLINE)
+        coordinator.barrier("end").wait(DEADLINE)
+
+    run_coordinators(2, body, timeline=tmp_path / "trace.{rank}")
+    for rank in range(2):
+        events = json.loads((tmp_path / f"trace.{rank}").read_text())
+        assert {event["pid"] for event in events} == {rank}
+        rows = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
+        assert set(names) | {"rows", "bad", "end"} == set(rows)
+        for name, phases in (
+            ("b", ["negotiate", "fuse", "run"]),
+            ("rows", ["negotiate", "run"]),
+            ("bad", ["negotiate"]),
+        ):
+            found = [event for event in events if event["tid"] == rows[name] and event["ph"] == "X"]
+            assert [event["name"] for event in found if event["name"] != "wait for data"] == phases
+            assert all(event["dur"] >= 0 and event["args"]["operation"] == name for event in found)
+            moments = [event["ts"] for event in found]
+            assert moments == sorted(moments)
+
+
+def test_stats():
+    def body(coordinator):
+        coordinator.all_reduce("a", np.ones(4, np.float32)).wait(DEADLINE)
+        coordinator.barrier("b").wait(DEADLINE)
+        coordinator.all_reduce("c", np.ones(1 + coordinator.rank)).exception(DEADLINE)
+        coordinator.barrier("d").wait(DEADLINE)
+        return coordinator.stats()
+
+    for stats in run_coordinators(2, body):
+        assert stats["operations"] == {"all_reduce": 1, "barrier": 2} and stats["bytes"] == 16
+        assert stats["brought"] == 4 and stats["disagreements"] == 1 and stats["launches"] == 3
+        assert stats["pending"] == 0 and stats["frames"] >= 4 and stats["cache_hits"] == 0

@@ -155,7 +155,7 @@ print("told", time.time() - float(store.get("since")), told, control.next(1), fl
     [
         ("kill", 30.0, "has ended, or its machine", 10.0),
         ("close", 30.0, "has closed its coordinator", 10.0),
-        ("stop", 3.0, "has been silent for 3 s", 20.0),
+        ("stop", 5.0, "has been silent for 5 s", 30.0),
     ],
 )
 def test_all_hear_who_is_gone(who, does, silence, reason, within):

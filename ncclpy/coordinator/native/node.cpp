@@ -43,6 +43,7 @@ Node::Entry& Node::entry(const Name& name, double now) {
     found->second.since = now;
     found->second.patience = stall_after_;
     found->second.warn = now + stall_after_;
+    due_ = std::min({due_, found->second.warn, timeout_ > 0 ? now + timeout_ : found->second.warn});
   }
   return found->second;
 }
@@ -128,7 +129,7 @@ void Node::complete(const Name& name, Entry& one) {
   if (!one.have.covers(wanted, seen_joined_)) return;
   one.forwarded = true;
   if (place_.root) {
-    ready_.push_back(name);
+    ready_[name.first].push_back(name);
   } else if (one.parts.empty()) {
     bits_up_.add(by_name_.at(name));
   } else {
@@ -271,6 +272,7 @@ void Node::from_child(size_t child, std::string_view frame, double now) {
         if (one.hinted_fixed.empty()) one.hinted_fixed = std::move(fixed);
         one.overdue = one.overdue || overdue;
         one.warn = std::min(one.warn, std::max(one.since + stall_after_, now));
+        due_ = std::min(due_, overdue ? now : one.warn);
         break;
       }
       default:

@@ -17,17 +17,22 @@ constexpr double kForever = std::numeric_limits<double>::infinity();
 
 // The root's verdicts.
 
-uint32_t Node::find_slot(const Name& name) const {
+uint32_t Node::find_slot(const Name& name) {
   const auto own = by_name_.find(name);
   if (own != by_name_.end()) return own->second;
   if (closing_) return kNoSlot;  // who has said that it brings nothing more is not to be asked to bring it again
-  uint32_t oldest = kNoSlot;
-  for (uint32_t i = 0; i < slots_.size(); ++i) {
-    if (!slots_[i].used) return i;
-    if ((oldest == kNoSlot || slots_[i].used_at < slots_[oldest].used_at) && entries_.count(slots_[i].name) == 0)
-      oldest = i;
+  if (used_ < slots_.size()) return used_;
+  // Round by round, as a hand of a clock: what was used since it came by last has another round.
+  for (size_t looks = 2 * slots_.size(); looks > 0; --looks) {
+    hand_ = static_cast<uint32_t>((hand_ + 1) % slots_.size());
+    Slot& slot = slots_[hand_];
+    if (slot.touched) {
+      slot.touched = false;
+    } else if (entries_.count(slot.name) == 0) {
+      return hand_;
+    }
   }
-  return oldest;
+  return kNoSlot;
 }
 
 void Node::judge(const Name& name) {
@@ -122,7 +127,7 @@ void Node::apply(Reader& in, double now) {
         for (const uint32_t number : Bits::read(in, slots_.size()).list()) {
           Slot& slot = slots_[number];
           if (!slot.used) throw Malformed("a slot that holds nothing");
-          slot.used_at = current_;
+          slot.touched = true;
           run(slot.name, slot.fixed, slot.owns);
         }
         break;
@@ -257,7 +262,8 @@ void Node::fill_slot(uint32_t number, const Name& name, Slot filled, double now)
   const bool taken = slot.used && before != name;
   filled.used = true;
   filled.name = name;
-  filled.assigned = filled.used_at = current_;
+  filled.assigned = current_;
+  if (!slot.used) used_ = std::max(used_, number + 1);
   slot = std::move(filled);
   if (taken) {
     by_name_.erase(before);
@@ -304,6 +310,7 @@ Record Node::stalled(const Name& name, const Entry& one, double now) const {
 }
 
 double Node::look(double now) {
+  if (now < due_) return due_;
   double next = kForever;
   std::vector<Name> late;
   for (auto& each : entries_) {
@@ -342,6 +349,7 @@ double Node::look(double now) {
     send_bits();
     send_down(std::move(out));
   }
+  due_ = next;
   return next;
 }
 
@@ -371,18 +379,16 @@ void Node::end_frame() {
 void Node::settle() {
   do {
     if (!place_.root) continue;
-    std::deque<Name> later;
-    while (!ready_.empty()) {
-      const Name name = std::move(ready_.front());
-      ready_.pop_front();
-      if (launching_.count(name.first) != 0) {
-        later.push_back(name);
-      } else {
-        judge(name);
+    for (auto set = ready_.begin(); set != ready_.end();) {
+      if (launching_.count(set->first) != 0) {
+        ++set;
+        continue;
       }
+      const std::deque<Name> names = std::move(set->second);
+      set = ready_.erase(set);
+      for (const Name& name : names) judge(name);
     }
     send_bits();
-    ready_ = std::move(later);
     if (closing_ && !ended_ && all_closed() && ready_.empty()) {
       Writer record;
       record.number(kDownEnded);

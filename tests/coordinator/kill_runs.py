@@ -6,6 +6,7 @@ the last rank's knowing of it, in seconds.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -60,12 +61,8 @@ def rank_of(rank, seed, port, told):
         end = time.monotonic() + HEARS
         while coordinator.error is None and time.monotonic() < end:
             time.sleep(0.001)
-        os.write(
-            told,
-            bytes([rank])
-            + repr((time.monotonic(), getattr(coordinator.error, "ranks", None), str(error))).encode()
-            + b"\n",
-        )
+        lost = getattr(coordinator.error, "ranks", None)
+        os.write(told, bytes([rank]) + json.dumps([time.monotonic(), lost, str(error)]).encode())
         coordinator.shutdown(PATIENCE)
 
 
@@ -105,8 +102,8 @@ def run(seed):
                 if rank == killed:
                     continue
                 assert text[:1] == bytes([rank]), f"rank {rank} has ended without a word"
-                moment, lost, error = eval(text[1:], {})
-                assert lost == (killed,), f"rank {rank}: {killed} was killed, and {lost} are named: {error}"
+                moment, lost, error = json.loads(text[1:])
+                assert lost == [killed], f"rank {rank}: {killed} was killed, and {lost} are named: {error}"
                 longest = max(longest, moment - since)
             return longest
         finally:

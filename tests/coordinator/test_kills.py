@@ -11,7 +11,7 @@ import pytest
 
 import testing
 
-SCRIPT = Path(__file__).parent / "kill_runs.py"
+SCRIPT = Path(__file__).parent / "killed_ranks.py"
 
 
 @pytest.mark.parametrize(("seed", "runs"), [(1, 5), pytest.param(10_000, 120, marks=[pytest.mark.campaign])])

@@ -227,6 +227,7 @@ void Node::from_child(size_t child, std::string_view frame, double now) {
       case kUpBits:
         for (const uint32_t slot : Bits::read(in, slots_.size()).list()) {
           if (!slots_[slot].used || seen < slots_[slot].assigned) continue;  // it was another's: they bring it in full
+          if (was_done(slots_[slot].name, seen)) continue;
           Bits who = *members(slots_[slot].name);
           who.keep(theirs);
           who.remove(seen_joined_);
@@ -282,10 +283,15 @@ void Node::from_child(size_t child, std::string_view frame, double now) {
   }
 }
 
+// Who says so had not heard yet that it has ended.
+bool Node::was_done(const Name& name, uint64_t seen) const {
+  const auto done = done_.find(name);
+  return done != done_.end() && seen < done->second;
+}
+
 // They bring again what this rank has from them, as its slot was taken away: it may have ended since.
 bool Node::is_late(const Name& name, uint64_t seen) const {
-  const auto done = done_.find(name);
-  if (done != done_.end() && seen < done->second) return true;
+  if (was_done(name, seen)) return true;
   const auto found = entries_.find(name);
   return found != entries_.end() && found->second.forwarded;
 }

@@ -162,6 +162,7 @@ class Node {
   void end_frame();
   bool check_joined();
   bool is_late(const Name& name, uint64_t seen) const;
+  bool was_done(const Name& name, uint64_t seen) const;
   bool all_closed() const;
   Record stalled(const Name& name, const Entry& entry, double now) const;
   std::string fixed_of(const Name& name, const Entry& entry) const;

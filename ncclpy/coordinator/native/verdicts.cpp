@@ -10,6 +10,7 @@ namespace ncclpy::coordinator {
 namespace {
 
 constexpr size_t kNear = 64;     // names beside one that waits
+constexpr size_t kTold = 16;     // that wait, at a time
 constexpr double kLongest = 64;  // times that the patience of a warning grows
 constexpr double kForever = std::numeric_limits<double>::infinity();
 
@@ -171,6 +172,7 @@ void Node::apply(Reader& in, double now) {
         record.missing = Bits::read(in, place_.size);
         if (members(name) == nullptr) throw Malformed("a set of ranks that nobody has defined");
         doubtful_ = current_;
+        if (!place_.children.empty()) done_[name] = current_;  // what crosses this on its way up is of what is over
         if (record.missing.has(place_.rank) && mine_.count(name) == 0) {
           record.group = name.first;
           record.key = name.second;
@@ -313,6 +315,7 @@ double Node::look(double now) {
   if (now < due_) return due_;
   double next = kForever;
   std::vector<Name> late;
+  std::vector<Record> waiting;
   for (auto& each : entries_) {
     Entry& one = each.second;
     if (one.forwarded) continue;
@@ -326,8 +329,10 @@ double Node::look(double now) {
       one.patience = std::min(one.patience * 2, stall_after_ * kLongest);
       one.warn = now + one.patience;
       one.overdue = is_late;
-      if (place_.root) {
-        told.push_back({stalled(each.first, one, now)});
+      if (place_.root && waiting.size() == kTold) {
+        one.patience /= 2;  // its turn comes
+      } else if (place_.root) {
+        waiting.push_back(stalled(each.first, one, now));
       } else {
         Bits all = one.have;
         all.add(one.hinted);
@@ -337,6 +342,7 @@ double Node::look(double now) {
     next = std::min(next, one.warn);
     if (timeout_ > 0 && !one.overdue) next = std::min(next, one.since + timeout_);
   }
+  if (!waiting.empty()) told.push_back(std::move(waiting));
   for (const Name& name : late) {
     const Record record = stalled(name, entries_.at(name), now);
     Writer out;

@@ -1,7 +1,7 @@
 """Processes with a coordinator, one of which is killed at any moment, after some were stopped for a while.
 
-python kill_runs.py SEED RUNS: ends with an error at the first seed that fails; prints the longest time from a kill to
-the last rank's knowing of it, in seconds.
+python killed_ranks.py SEED RUNS: ends with an error at the first seed that fails; prints the longest time from a kill
+to the last rank's knowing of it, in seconds.
 """
 
 from __future__ import annotations

@@ -33,6 +33,8 @@ cdef extern from "native/node.hpp" namespace "ncclpy::coordinator" nogil:
         vector[uint32_t] list() except +
         void write(Writer&) except +
 
+    Bits read_bits "ncclpy::coordinator::Bits::read_all"(string_view, size_t) except +ValueError
+
     cdef cppclass Writer:
         string take() except +
 
@@ -226,6 +228,16 @@ cdef dict _counted(Counters& counters):
     }
 
 
+def ranks_of_set(bytes key not None, int size):
+    """Return the ranks that a new set of so many ranks is agreed on by, from its key."""
+    cdef Bits members = read_bits(string_view(<const char*>key, len(key)), size)
+    return _ranks(members)
+
+
+#: The number under which new sets are agreed on.
+SETS = int(kSets)
+
+
 cdef class Control:
     """One rank's end of the control plane, with its connections and its thread.
 
@@ -286,7 +298,9 @@ cdef class Control:
             raise RuntimeError("the coordinator belongs to the process that this one is a fork of")
         return 0
 
-    def bring(self, uint32_t group, bytes key not None, bytes fixed not None, bytes own not None, bint joinable):
+    def bring(
+        self, uint32_t group, bytes key not None, bytes fixed not None, bytes own not None, bint joinable, list sent=None
+    ):
         """Bring an operation; what is agreed on of it `next` returns.
 
         Parameters
@@ -301,13 +315,19 @@ cdef class Control:
             What only this rank brings.
         joinable : bool
             Whether it means something where ranks have joined.
+        sent : list, optional
+            Gets an entry once the others have it. What a handler of signals raises comes later: it may look as if this
+            call had failed.
         """
         cdef Brought brought
         cdef string name = key, same = fixed, mine = own
         self._look()
         with nogil:
             brought = self.control.get().bring(group, name, same, mine, joinable)
-        _check(brought, repr(key.decode(errors="replace")))
+        if brought != Brought.taken:
+            _check(brought, repr(key.decode(errors="replace")))
+        elif sent is not None:
+            sent.append(True)
 
     def define(self, tuple ranks not None):
         """Bring a new set of ranks, of which this is one."""

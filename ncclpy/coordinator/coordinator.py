@@ -92,6 +92,9 @@ class Coordinator(Operations):
         fusion_bytes = as_integer(fusion_bytes, "fusion_bytes", 0, 2**40)
         cache = as_integer(cache, "cache", 0)
         timeout = None if timeout is None else float(timeout)
+        for name, value in (("timeout", timeout), ("stall_after", float(stall_after))):
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}: expected more than 0 seconds, got {value}")
         self._options = Options(_engine_of(engine), fusion_bytes, cache, timeout, float(stall_after))
         self._group, self._meeting = _transport_of(transport)
         self._counts = Counts()
@@ -256,11 +259,17 @@ class Coordinator(Operations):
         if session.left is not None:
             raise session.left
 
-    def _leave(self) -> None:
-        """Wait until all ranks leave their blocks: a part of them may be in the middle of something."""
-        if not self._shut:
-            with contextlib.suppress(NcclError):  # it has ended, and who asks for an end next is told so
-                self._session.leave(_TIMEOUT if self._options.timeout is None else self._options.timeout)
+    def _leave(self) -> str:
+        """Wait until all ranks leave their blocks: a part of them may be in the middle of something.
+
+        Return why the coordinator ends although they do not; "" if they do.
+        """
+        if self._shut:
+            return ""
+        limit, all_leave = _TIMEOUT if self._options.timeout is None else self._options.timeout, True
+        with contextlib.suppress(NcclError):  # it has ended, and who asks for an end next is told so
+            all_leave = self._session.leave(limit)
+        return "" if all_leave else f"it has waited {seconds(limit)} at the end of its block for the others' ends"
 
     def _end(self) -> None:
         self._shut = True
@@ -274,8 +283,7 @@ class Coordinator(Operations):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is None:
-            self._leave()
-            self.shutdown()
+            self.shutdown(reason=self._leave())
         else:
             self.shutdown(drain=False, reason=f"{type(error).__name__}: {error}")
 

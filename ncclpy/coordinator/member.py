@@ -12,7 +12,7 @@ from ncclpy.coordinator.calls import Call
 from ncclpy.coordinator.counts import Counts
 from ncclpy.coordinator.plan import Step, plan, reduction
 from ncclpy.coordinator.plane import Plane
-from ncclpy.coordinator.signature import Signature
+from ncclpy.coordinator.signature import Kind, Signature
 from ncclpy.coordinator.slots import Carried
 from ncclpy.coordinator.turns import Turn, Turns
 from ncclpy.core.errors import NcclError
@@ -161,10 +161,23 @@ class Member:
 
         Then ``then(number)`` is called, with the set's.
         """
+        operations = [each for each in operations if self._has_meaning(each)]
         steps = plan(
             [(each.signatures, len(each.absent)) for each in operations], self._fusion_bytes, self._large, self._staged
         )
         self._turns.add([*(_Launch(self, step, operations) for step in steps), _Told(then, self.number)])
+
+    def _has_meaning(self, ready: Ready) -> bool:
+        """Return whether NCCL can do all of an operation; else, on all ranks alike, none of it is begun."""
+        try:
+            for signature in ready.signatures:
+                if signature.kind is Kind.ALL_REDUCE:
+                    reduction(signature, self.size, len(ready.absent))
+        except ValueError as error:
+            if ready.call is not None:
+                ready.call.fail(_Meaningless(str(error), result=Result.INVALID_USAGE))
+            return False
+        return True
 
     def launch(self, step: Step, operations: Sequence[Ready]) -> None:
         """Launch one step of a plan."""

@@ -13,6 +13,8 @@ BEGINNING, LEAVING = b"\x02", b"\x03"
 
 _ONE, _SEVERAL = b"\x00", b"\x01"
 _LENGTH = struct.Struct("=I")
+#: Bytes that a name may have.
+_LONGEST = 1 << 20
 #: Characters of a name that are shown.
 _LONG = 120
 #: Names that are shown.
@@ -22,6 +24,8 @@ _MANY = 4
 def key_of(names: Sequence[str]) -> bytes:
     """Return the key of an operation, or of several that are brought together."""
     packed = [_bytes_of(name) for name in names]
+    if max(map(len, packed), default=0) > _LONGEST:
+        raise ValueError(f"name: {max(map(len, packed)):,} bytes; a name may have {_LONGEST:,}")
     if len(packed) == 1:
         return _ONE + packed[0]
     return _SEVERAL + b"".join(_LENGTH.pack(len(each)) + each for each in packed)

@@ -8,7 +8,6 @@ import socket
 import struct
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
@@ -18,9 +17,10 @@ from ncclpy.bootstrap.prefix import PrefixStore
 from ncclpy.coordinator import ends
 from ncclpy.coordinator.brought import is_as_on_gpus
 from ncclpy.coordinator.calls import Call
+from ncclpy.coordinator.control import SETS, ranks_of_set
 from ncclpy.coordinator.counts import Counts
 from ncclpy.coordinator.member import Member, Ready
-from ncclpy.coordinator.names import BEGINNING, LEAVING, names_of
+from ncclpy.coordinator.names import BEGINNING, LEAVING, key_of, names_of
 from ncclpy.coordinator.plane import Plane, aside, part_of
 from ncclpy.coordinator.signature import as_error, unpack_all
 from ncclpy.coordinator.timeline import Timeline
@@ -58,6 +58,9 @@ def open_control(
     )  # fmt: skip
 
 
+_PACKED = struct.Struct("=qqd")
+
+
 class Options(NamedTuple):
     """How a coordinator works; the same on all ranks."""
 
@@ -69,7 +72,8 @@ class Options(NamedTuple):
 
     def packed(self) -> bytes:
         """Return what has to be the same, for the beginning."""
-        return struct.pack("=q", self.fusion_bytes) + self.engine.encode()
+        timeout = -1.0 if self.timeout is None else self.timeout
+        return _PACKED.pack(self.fusion_bytes, self.cache, timeout) + self.engine.encode()
 
 
 class _Wait(Generic[T]):
@@ -77,6 +81,7 @@ class _Wait(Generic[T]):
 
     def __init__(self) -> None:
         self.there = threading.Event()
+        self.is_all = True  # what it says came from all ranks
         self._value: T | None = None
         self._error: BaseException | None = None
 
@@ -125,7 +130,7 @@ class Session:
         self._lock = threading.Lock()
         self._closing: tuple[int, str] | None = None
         self._joining: _Wait[int] | None = None
-        self._defining: dict[tuple[int, ...], deque[_Wait[Member]]] = {}
+        self._defining: dict[tuple[int, ...], _Wait[Member]] = {}
         self._began: _Wait[tuple[bytes, ...]] = _Wait()
         self._all_leave: _Wait[tuple[bytes, ...]] = _Wait()
         self._ending, self._over = threading.Event(), threading.Event()
@@ -168,7 +173,7 @@ class Session:
             If some do not come.
         """
         machine = (BOOT_ID or socket.gethostname()).encode()
-        self._control.bring(0, BEGINNING, self._options.packed(), machine, False)
+        self._ask(self._control.bring, 0, BEGINNING, self._options.packed(), machine, False)
         limit = self._options.timeout if self._options.timeout is not None else _BEGINS
         if not self._wait(self._began, limit):
             have = set(self._control.have(0, BEGINNING))
@@ -207,17 +212,21 @@ class Session:
 
     def bring(self, member: Member, call: Call) -> None:
         """Bring an operation; it is withdrawn if that raises."""
+        sent: list[bool] = []
         try:
             self.check()
             member.note(call)
             if self._timeline is not None:
                 self._timeline.watch(call.parts)
             try:
-                self._control.bring(member.number, call.key, call.fixed, call.own, call.joinable)
+                self._control.bring(member.number, call.key, call.fixed, call.own, call.joinable, sent)
             except BaseException:
-                member.take(call.key)
+                if not sent:
+                    member.take(call.key)
                 raise
         except BaseException as error:
+            if sent:  # of a handler of signals: the others have it, so it goes on, and keeps its arrays
+                raise
             call.withdraw(error)
             self._explain(error)
             raise
@@ -243,9 +252,13 @@ class Session:
     def join(self, timeout: float | None) -> int:
         """Bring nothing more until all ranks have joined; return the last one."""
         with self._lock:
-            self.check()
-            self._joining = joining = _Wait[int]()
-        self._ask(self._control.join)
+            joining = self._joining
+            asks = joining is None
+            if joining is None:
+                self.check()
+                joining = self._joining = _Wait[int]()
+        if asks:  # else it was left, by its deadline or a handler of signals, and is waited for again
+            self._ask(self._control.join)
         if not self._wait(joining, timeout):
             raise NcclTimeout(
                 f"coordinator {self.name!r}: not all ranks have joined within {seconds(timeout or 0.0)}; rank "
@@ -255,11 +268,12 @@ class Session:
 
     def define(self, members: tuple[int, ...], timeout: float | None) -> Member:
         """Return this rank in a new process set, once all of its members have asked for it."""
-        waiting = _Wait[Member]()
         with self._lock:
             self.check()
-            self._defining.setdefault(members, deque()).append(waiting)
-        self._ask(self._control.define, members)
+            found = self._defining.get(members)
+            waiting = found or self._defining.setdefault(members, _Wait[Member]())
+        if found is None:  # else a wait for it was left, or another thread's goes on: it is the same set
+            self._ask(self._control.define, members)
         if not self._wait(waiting, timeout):
             raise NcclTimeout(
                 f"coordinator {self.name!r}: not all of {ranks(spans(members))} have called process_set() with these "
@@ -267,14 +281,18 @@ class Session:
             )
         return waiting.result()
 
-    def leave(self, timeout: float) -> None:
-        """Wait until all ranks do so, or it has ended: what others still do among themselves goes on."""
+    def leave(self, timeout: float) -> bool:
+        """Wait until all ranks do so, or it has ended: what others still do among themselves goes on.
+
+        Return whether that is so in time.
+        """
         joining = self._joining
         if joining is not None:  # its own wait for that was left; until then nothing can be brought
             self._wait(joining, timeout)
         if self.error is None and self._closing is None and self._joining is None:
-            self._control.bring(0, LEAVING, b"", b"", False)
-            self._wait(self._all_leave, timeout)
+            self._ask(self._control.bring, 0, LEAVING, b"", b"", False)
+            return self._wait(self._all_leave, timeout) and self._all_leave.is_all
+        return True
 
     def shut_down(self, drain: bool, reason: str) -> None:
         """Ask for the end, on all ranks."""
@@ -347,7 +365,10 @@ class Session:
                 member = self._members.get(number)
                 if member is not None:
                     gone = tuple(rank for rank in absent if rank in member.ranks)
-                    ready.setdefault(number, []).append(Ready(member.take(key), unpack_all(fixed), tuple(owns), gone))
+                    call = member.take(key)
+                    if call is None and self.rank not in gone and self.error is None:
+                        raise RuntimeError(f"{names_of(key)} is to run, and rank {self.rank} has not brought it")
+                    ready.setdefault(number, []).append(Ready(call, unpack_all(fixed), tuple(owns), gone))
                 else:
                     elsewhere.add(number)
                 continue
@@ -375,6 +396,7 @@ class Session:
 
     def _fail(self, member: Member, key: bytes, error: BaseException) -> None:
         if member.number == 0 and key == LEAVING:  # who waits for that goes on to the end itself
+            self._all_leave.is_all = False
             self._all_leave.tell(())
         call = member.take(key)
         if call is not None:
@@ -387,6 +409,15 @@ class Session:
 
     def _overdue(self, number: int, key: bytes, fixed: bytes, have: Sequence[int], missing: Sequence[int]) -> None:
         self._counts.add(overdue=1)
+        if number == SETS:
+            asked = ranks_of_set(key, self.size)
+            waiting = self._defining.pop(asked, None)
+            if waiting is not None:
+                waiting.fail(ends.overdue("process_set", key_of([str(asked)]), have, missing, self._options.timeout))
+            return
+        if number == 0 and key == BEGINNING:
+            self._began.fail(ends.overdue("", key, have, missing, self._options.timeout))
+            return
         member = self._members.get(number)
         if member is not None:
             self._fail(member, key, ends.overdue(_what(fixed), key, have, missing, self._options.timeout))
@@ -402,9 +433,16 @@ class Session:
         near: Any,
     ) -> None:
         self._counts.add(stalls=1)
-        where = f"coordinator {self.name!r}" + (f", process set {number}" if number else "")
-        text = ends.stall(_what(fixed), key, have, missing, waited, near)
-        aside(partial(_log.warning, "%s: %s", where, text))  # a logger's handlers are the user's
+        if number == 0 and key == LEAVING:  # who is at its end waits for others at work
+            return
+        where = f"coordinator {self.name!r}"
+        if number == SETS:
+            what, key, near = "process_set", key_of([str(ranks_of_set(key, self.size))]), ()
+        else:
+            what = "operation" if number == 0 and key in _OURS else _what(fixed)
+            where += f", process set {number}" if number else ""
+        # Aside, since a logger's handlers are the user's, and to look for names that are alike takes its time.
+        aside(partial(_warn, where, what, key, have, missing, waited, near))
 
     def _all_joined(self, last: int) -> None:
         joining, self._joining = self._joining, None
@@ -415,8 +453,7 @@ class Session:
         members = tuple(members)
         if self.rank not in members:
             return
-        waiting = self._defining.get(members)
-        mine: _Wait[Member] = waiting.popleft() if waiting else _Wait()  # nobody waits who has come too late for that
+        mine = self._defining.pop(members) if members in self._defining else _Wait[Member]()
         try:
             group = part_of(self.group, f"{self.group.name}/set {number}", list(members))
             made = self._members[number] = self._member(number, members, group)
@@ -476,6 +513,10 @@ _FOLLOW: dict[str, Callable[..., None]] = {
 }
 
 
+def _warn(where: str, *stalled: Any) -> None:
+    _log.warning("%s: %s", where, ends.stall(*stalled))
+
+
 def _what(fixed: bytes) -> str:
     signatures = unpack_all(fixed)
     return signatures[0].kind.name.lower() if signatures else "operation"
@@ -484,8 +525,10 @@ def _what(fixed: bytes) -> str:
 def _different_options(name: str, brought: Sequence[tuple[bytes, Sequence[int]]]) -> ValueError:
     said = []
     for thing, of in (
-        ("fusion_bytes", lambda packed: str(struct.unpack_from("=q", packed)[0])),
-        ("engine", lambda packed: packed[8:].decode()),
+        ("fusion_bytes", lambda packed: str(_PACKED.unpack_from(packed)[0])),
+        ("cache", lambda packed: str(_PACKED.unpack_from(packed)[1])),
+        ("timeout", lambda packed: seconds(t) if (t := _PACKED.unpack_from(packed)[2]) >= 0 else "none"),
+        ("engine", lambda packed: packed[_PACKED.size :].decode()),
     ):
         values: dict[str, list[int]] = {}
         for packed, who in brought:

@@ -169,7 +169,7 @@ def _words(signature: Signature) -> dict[str, str]:
 
 
 def _scale(value: float | None) -> str:
-    return "none" if value is None else f"{value:g}"
+    return "none" if value is None else repr(value)
 
 
 def _shape(shape: tuple[int, ...]) -> str:
@@ -210,20 +210,24 @@ def as_error(names: Sequence[str], brought: Sequence[tuple[bytes, Sequence[int]]
     """
     unpacked = [(unpack_all(packed), tuple(ranks)) for packed, ranks in brought]
     said = []
-    for place, name in enumerate(names):
-        each = [(signatures[place], ranks) for signatures, ranks in unpacked]
+    count = max(len(signatures) for signatures, _ in unpacked)
+    for place in range(count):
+        name = names[place] if len(names) == count else names[0]
+        each = [(signatures[place], ranks) for signatures, ranks in unpacked if place < len(signatures)]
         text = differences(each)
         if text:
             kinds = {signature.kind for signature, _ in each}
             what = kinds.pop().name.lower() if len(kinds) == 1 else "operation"
             said.append(f"{what} {name!r}: {text}")
+    if not said:
+        said = [f"{', '.join(map(repr, names[:4]))}, in something that has no words"]
     head = "" if len(names) == 1 else f"of {len(names)} operations that were brought together, "
     error = NcclError(
         f"the ranks of {where} disagree on {head}{'. '.join(said)}. None of them has begun it",
         result=Result.INVALID_USAGE,
     )
     error.ranks = tuple(
-        Brought(ranks, signatures if len(names) > 1 else signatures[0]) for signatures, ranks in unpacked
+        Brought(ranks, signatures if len(signatures) > 1 else signatures[0]) for signatures, ranks in unpacked
     )
     return error
 

@@ -114,7 +114,14 @@ class GradientAverage:
             for key, parameter in self._parameters.items()
         ]
         if optimizer is not None:
-            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self.synchronize()))
+            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._before_step()))
+        self._is_done = False  # synchronize() was called for this step
+
+    def _before_step(self) -> None:
+        done, self._is_done = self._is_done, False
+        if not done:  # else by the program itself, to clip them, say
+            self.synchronize()
+            self._is_done = False
 
     def _hook(self, key: str) -> Any:
         def accumulated(parameter: Any) -> None:
@@ -158,7 +165,8 @@ class GradientAverage:
     def synchronize(self) -> None:
         """Wait until every parameter's ``grad`` is the average, and begin the next step.
 
-        A parameter that got no gradient in this step counts as zeros: other ranks may have used it.
+        All ranks do so equally often. With an optimiser its step does that, unless it was done since the last one. A
+        parameter that got no gradient in this step counts as zeros: other ranks may have used it.
 
         Raises
         ------
@@ -176,15 +184,14 @@ class GradientAverage:
                 f"synchronize() after {max(self._seen[key] for key in short)} of {self._passes} backward passes: the "
                 "gradients go out with the last one"
             )
-        if failure is None:
-            for key in [*short, *fresh]:
-                parameter = self._parameters[key]
-                if parameter.grad is None:
-                    parameter.grad = self._zeros(key, parameter)
-                self._bring(key, parameter)
-            with self._lock:
-                failure, self._failure = self._failure, None
+        for key in [*short, *fresh]:  # also where one has failed: the others wait for them
+            parameter = self._parameters[key]
+            if parameter.grad is None:
+                parameter.grad = self._zeros(key, parameter)
+            self._bring(key, parameter)
+        self._is_done = True
         with self._lock:
+            failure, self._failure = failure or self._failure, None
             sent, self._sent = self._sent, {}
             self._seen.clear()
         for key, each in sent.items():  # all of them, also where one fails: arrays are in use until then
@@ -213,7 +220,7 @@ class GradientAverage:
         return self._torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=True)
 
     def close(self) -> None:
-        """Take the hooks away; what is on its way is waited for."""
+        """Take the hooks away; what is on its way is waited for, as by `synchronize`, if something is."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

@@ -73,9 +73,18 @@ def _broadcast(tensors: dict[str, Any], coordinator: Coordinator, root: int) -> 
 def _broadcast_state(torch: Any, optimizer: Any, coordinator: Coordinator, root: int, name: str) -> None:
     tensors: list[Any] = []
     state = optimizer.state_dict()
-    text = json.dumps(_packed(torch, state, tensors)).encode() if coordinator.rank == root else b""
-    length = torch.tensor([len(text)], dtype=torch.int64)
+    text, wrong = b"", None
+    if coordinator.rank == root:
+        try:
+            text = json.dumps(_packed(torch, state, tensors)).encode()
+        except TypeError as error:
+            wrong = error
+    length = torch.tensor([-1 if wrong else len(text)], dtype=torch.int64)
     coordinator.broadcast(f"{name}/length", length, root).wait()
+    if wrong is not None:
+        raise wrong
+    if length[0] < 0:
+        raise TypeError(f"rank {root}, the root, cannot send its optimiser's state, as its error says")
     packed = torch.zeros(int(length[0]), dtype=torch.uint8)
     if coordinator.rank == root:
         packed[:] = torch.frombuffer(bytearray(text), dtype=torch.uint8)

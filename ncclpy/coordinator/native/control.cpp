@@ -130,7 +130,8 @@ void Control::close(bool wait) {
         push(link);
       }
     }
-    if (joins) running_ = false;
+    if (running_ && !wait) pthread_detach(thread_);
+    running_ = false;
     news_.notify_all();
     nudge();
   }
@@ -237,6 +238,7 @@ bool Control::read(Link& link, std::vector<char>& scratch, double time) {
       } else {
         node_.from_child(static_cast<size_t>(link.child), frame, time);
       }
+      node_.settle();  // what goes upwards says which frame it was written behind
     } catch (const std::exception& error) {
       wrong = error.what();
     }
@@ -249,7 +251,15 @@ bool Control::read(Link& link, std::vector<char>& scratch, double time) {
 
 void* Control::main(void* self) {
   const std::unique_ptr<std::shared_ptr<Control>> kept(static_cast<std::shared_ptr<Control>*>(self));
-  (*kept)->run();
+  Control& control = **kept;
+  try {
+    control.run();
+  } catch (const std::exception&) {  // memory is out, say: for this rank it is over, and so for the others
+    const Lock lock(control.mutex_);
+    control.stopping_ = true;
+    for (Link& link : control.links_) link.fd.close();
+    control.news_.notify_all();
+  }
   return nullptr;
 }
 

@@ -43,6 +43,7 @@ Node::Entry& Node::entry(const Name& name, double now) {
     found->second.since = now;
     found->second.patience = stall_after_;
     found->second.warn = now + stall_after_;
+    due_ = std::min({due_, found->second.warn, timeout_ > 0 ? now + timeout_ : found->second.warn});
   }
   return found->second;
 }
@@ -128,7 +129,7 @@ void Node::complete(const Name& name, Entry& one) {
   if (!one.have.covers(wanted, seen_joined_)) return;
   one.forwarded = true;
   if (place_.root) {
-    ready_.push_back(name);
+    ready_[name.first].push_back(name);
   } else if (one.parts.empty()) {
     bits_up_.add(by_name_.at(name));
   } else {
@@ -226,6 +227,7 @@ void Node::from_child(size_t child, std::string_view frame, double now) {
       case kUpBits:
         for (const uint32_t slot : Bits::read(in, slots_.size()).list()) {
           if (!slots_[slot].used || seen < slots_[slot].assigned) continue;  // it was another's: they bring it in full
+          if (was_done(slots_[slot].name, seen)) continue;
           Bits who = *members(slots_[slot].name);
           who.keep(theirs);
           who.remove(seen_joined_);
@@ -271,6 +273,7 @@ void Node::from_child(size_t child, std::string_view frame, double now) {
         if (one.hinted_fixed.empty()) one.hinted_fixed = std::move(fixed);
         one.overdue = one.overdue || overdue;
         one.warn = std::min(one.warn, std::max(one.since + stall_after_, now));
+        due_ = std::min(due_, overdue ? now : one.warn);
         break;
       }
       default:
@@ -280,10 +283,15 @@ void Node::from_child(size_t child, std::string_view frame, double now) {
   }
 }
 
+// Who says so had not heard yet that it has ended.
+bool Node::was_done(const Name& name, uint64_t seen) const {
+  const auto done = done_.find(name);
+  return done != done_.end() && seen < done->second;
+}
+
 // They bring again what this rank has from them, as its slot was taken away: it may have ended since.
 bool Node::is_late(const Name& name, uint64_t seen) const {
-  const auto done = done_.find(name);
-  if (done != done_.end() && seen < done->second) return true;
+  if (was_done(name, seen)) return true;
   const auto found = entries_.find(name);
   return found != entries_.end() && found->second.forwarded;
 }

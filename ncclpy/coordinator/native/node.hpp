@@ -136,7 +136,7 @@ class Node {
     bool joinable = true;
     std::vector<std::string> owns;
     uint64_t assigned = 0;  // the frame since which it holds this
-    uint64_t used_at = 0;   // the frame of its last use
+    bool touched = false;   // used since the hand has come by
   };
 
   const Bits* members(const Name& name) const;
@@ -149,7 +149,7 @@ class Node {
   void expand(const Name& name, Entry& entry);
   void hint(const Name& name, const std::string& fixed, const Bits& have, double age, bool overdue);
   void judge(const Name& name);
-  uint32_t find_slot(const Name& name) const;
+  uint32_t find_slot(const Name& name);
   void send_down(Writer record);
   void send_bits();
   void apply(Reader& frame, double now);
@@ -162,6 +162,7 @@ class Node {
   void end_frame();
   bool check_joined();
   bool is_late(const Name& name, uint64_t seen) const;
+  bool was_done(const Name& name, uint64_t seen) const;
   bool all_closed() const;
   Record stalled(const Name& name, const Entry& entry, double now) const;
   std::string fixed_of(const Name& name, const Entry& entry) const;
@@ -174,6 +175,8 @@ class Node {
   std::map<Name, Mine> mine_;
   std::map<Name, Record> condemned_;  // what has failed for want of this rank
   std::vector<Slot> slots_;
+  uint32_t used_ = 0;  // of them, from the first on
+  uint32_t hand_ = 0;  // at the root: where it looks for one that was not used for long
   std::map<Name, uint32_t> by_name_;
   uint64_t applied_ = 0;   // the number of the last frame downwards
   uint64_t current_ = 0;   // of the one that is put together, or gone through
@@ -187,8 +190,9 @@ class Node {
   std::vector<bool> closed_;     // children
   std::vector<uint64_t> seen_;   // by children: the last frame that each had gone through
   std::map<Name, uint64_t> done_;  // of what may be brought once more: the frame that has ended it
-  std::deque<Name> ready_;    // at the root: what all have brought
+  std::map<uint32_t, std::deque<Name>> ready_;  // at the root: what all have brought, by sets
   std::map<uint32_t, int> launching_;
+  double due_ = 0;  // before then nothing that waits is late
   Writer up_, down_;
   Bits bits_up_, bits_down_;
   std::vector<Record> telling_;

@@ -10,6 +10,7 @@ namespace ncclpy::coordinator {
 namespace {
 
 constexpr size_t kNear = 64;     // names beside one that waits
+constexpr size_t kTold = 16;     // that wait, at a time
 constexpr double kLongest = 64;  // times that the patience of a warning grows
 constexpr double kForever = std::numeric_limits<double>::infinity();
 
@@ -17,17 +18,22 @@ constexpr double kForever = std::numeric_limits<double>::infinity();
 
 // The root's verdicts.
 
-uint32_t Node::find_slot(const Name& name) const {
+uint32_t Node::find_slot(const Name& name) {
   const auto own = by_name_.find(name);
   if (own != by_name_.end()) return own->second;
   if (closing_) return kNoSlot;  // who has said that it brings nothing more is not to be asked to bring it again
-  uint32_t oldest = kNoSlot;
-  for (uint32_t i = 0; i < slots_.size(); ++i) {
-    if (!slots_[i].used) return i;
-    if ((oldest == kNoSlot || slots_[i].used_at < slots_[oldest].used_at) && entries_.count(slots_[i].name) == 0)
-      oldest = i;
+  if (used_ < slots_.size()) return used_;
+  // Round by round, as a hand of a clock: what was used since it came by last has another round.
+  for (size_t looks = 2 * slots_.size(); looks > 0; --looks) {
+    hand_ = static_cast<uint32_t>((hand_ + 1) % slots_.size());
+    Slot& slot = slots_[hand_];
+    if (slot.touched) {
+      slot.touched = false;
+    } else if (entries_.count(slot.name) == 0) {
+      return hand_;
+    }
   }
-  return oldest;
+  return kNoSlot;
 }
 
 void Node::judge(const Name& name) {
@@ -122,7 +128,7 @@ void Node::apply(Reader& in, double now) {
         for (const uint32_t number : Bits::read(in, slots_.size()).list()) {
           Slot& slot = slots_[number];
           if (!slot.used) throw Malformed("a slot that holds nothing");
-          slot.used_at = current_;
+          slot.touched = true;
           run(slot.name, slot.fixed, slot.owns);
         }
         break;
@@ -166,6 +172,7 @@ void Node::apply(Reader& in, double now) {
         record.missing = Bits::read(in, place_.size);
         if (members(name) == nullptr) throw Malformed("a set of ranks that nobody has defined");
         doubtful_ = current_;
+        if (!place_.children.empty()) done_[name] = current_;  // what crosses this on its way up is of what is over
         if (record.missing.has(place_.rank) && mine_.count(name) == 0) {
           record.group = name.first;
           record.key = name.second;
@@ -257,7 +264,8 @@ void Node::fill_slot(uint32_t number, const Name& name, Slot filled, double now)
   const bool taken = slot.used && before != name;
   filled.used = true;
   filled.name = name;
-  filled.assigned = filled.used_at = current_;
+  filled.assigned = current_;
+  if (!slot.used) used_ = std::max(used_, number + 1);
   slot = std::move(filled);
   if (taken) {
     by_name_.erase(before);
@@ -304,8 +312,10 @@ Record Node::stalled(const Name& name, const Entry& one, double now) const {
 }
 
 double Node::look(double now) {
+  if (now < due_) return due_;
   double next = kForever;
   std::vector<Name> late;
+  std::vector<Record> waiting;
   for (auto& each : entries_) {
     Entry& one = each.second;
     if (one.forwarded) continue;
@@ -319,8 +329,10 @@ double Node::look(double now) {
       one.patience = std::min(one.patience * 2, stall_after_ * kLongest);
       one.warn = now + one.patience;
       one.overdue = is_late;
-      if (place_.root) {
-        told.push_back({stalled(each.first, one, now)});
+      if (place_.root && waiting.size() == kTold) {
+        one.patience /= 2;  // its turn comes
+      } else if (place_.root) {
+        waiting.push_back(stalled(each.first, one, now));
       } else {
         Bits all = one.have;
         all.add(one.hinted);
@@ -330,6 +342,7 @@ double Node::look(double now) {
     next = std::min(next, one.warn);
     if (timeout_ > 0 && !one.overdue) next = std::min(next, one.since + timeout_);
   }
+  if (!waiting.empty()) told.push_back(std::move(waiting));
   for (const Name& name : late) {
     const Record record = stalled(name, entries_.at(name), now);
     Writer out;
@@ -342,6 +355,7 @@ double Node::look(double now) {
     send_bits();
     send_down(std::move(out));
   }
+  due_ = next;
   return next;
 }
 
@@ -371,18 +385,16 @@ void Node::end_frame() {
 void Node::settle() {
   do {
     if (!place_.root) continue;
-    std::deque<Name> later;
-    while (!ready_.empty()) {
-      const Name name = std::move(ready_.front());
-      ready_.pop_front();
-      if (launching_.count(name.first) != 0) {
-        later.push_back(name);
-      } else {
-        judge(name);
+    for (auto set = ready_.begin(); set != ready_.end();) {
+      if (launching_.count(set->first) != 0) {
+        ++set;
+        continue;
       }
+      const std::deque<Name> names = std::move(set->second);
+      set = ready_.erase(set);
+      for (const Name& name : names) judge(name);
     }
     send_bits();
-    ready_ = std::move(later);
     if (closing_ && !ended_ && all_closed() && ready_.empty()) {
       Writer record;
       record.number(kDownEnded);

@@ -147,6 +147,11 @@ class Bits {
     for (const uint64_t run : runs) out.number(run);
   }
 
+  static Bits read_all(std::string_view bytes, size_t limit) {
+    Reader in(bytes);
+    return read(in, limit);
+  }
+
   // Numbers below `limit`.
   static Bits read(Reader& in, size_t limit) {
     Bits found;

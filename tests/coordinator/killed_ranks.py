@@ -1,0 +1,136 @@
+"""Processes with a coordinator, one of which is killed at any moment, after some were stopped for a while.
+
+python killed_ranks.py SEED RUNS: ends with an error at the first seed that fails; prints the longest time from a kill
+to the last rank's knowing of it, in seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+
+import numpy as np
+
+import ncclpy
+from ncclpy.bootstrap import LocalStore, TCPStore
+
+SIZE = 4
+#: Seconds for everything; and how long ranks may take to hear of the end of one, on a machine that is busy.
+PATIENCE, HEARS = 60, 20
+
+
+def work(coordinator, seed, told):
+    """Sum under names in an order of this rank's own, for ever; return the error that ends it."""
+    rng = random.Random(seed * SIZE + coordinator.rank)
+    sizes = random.Random(seed)
+    arrays = {f"array {i}": np.ones(sizes.choice([1, 100, 5000, 100_000])) for i in range(sizes.randint(1, 12))}
+    step = 0
+    try:
+        while True:
+            names = rng.sample(list(arrays), len(arrays))
+            for array in arrays.values():
+                array[:] = step
+            works = []
+            for name in names:
+                works.append((name, coordinator.all_reduce(name, arrays[name])))
+                if rng.random() < 0.1:
+                    time.sleep(rng.random() * 0.005)
+            gathered = coordinator.all_gather("rows", np.full(coordinator.rank + 1, step)).result(PATIENCE)
+            assert len(gathered) == SIZE * (SIZE + 1) // 2 and (gathered == step).all()
+            for name, each in works:
+                assert (each.result(PATIENCE) == SIZE * step).all(), name
+            step += 1
+            if step == 1:
+                os.write(told, b"!")
+    except ncclpy.NcclError as error:
+        for _, each in works:
+            each.exception(PATIENCE)  # every work comes to its end
+        return error
+
+
+def rank_of(rank, seed, port, told):
+    """Be a rank, in a process of its own; return whether the error names who was killed."""
+    with TCPStore("127.0.0.1", port) as store:
+        coordinator = ncclpy.Coordinator((store, rank, SIZE), device=rank, timeout=PATIENCE)
+        error = work(coordinator, seed, told)
+        end = time.monotonic() + HEARS
+        while coordinator.error is None and time.monotonic() < end:
+            time.sleep(0.001)
+        lost = getattr(coordinator.error, "ranks", None)
+        os.write(told, bytes([rank]) + json.dumps([time.monotonic(), lost, str(error)]).encode())
+        coordinator.shutdown(PATIENCE)
+
+
+def run(seed):
+    """Kill one rank; return after how many seconds the last of the others knew."""
+    rng = random.Random(seed)
+    with TCPStore("127.0.0.1", 0, serve=True) as store:
+        pids, pipes = [], []
+        for rank in range(SIZE):
+            reading, told = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    rank_of(rank, seed, store.port, told)
+                    os._exit(0)
+                except BaseException:
+                    traceback.print_exc()
+                    os._exit(1)
+            os.close(told)
+            pids.append(pid)
+            pipes.append(open(reading, "rb"))
+        try:
+            for pipe in pipes:
+                assert pipe.read(1) == b"!", "a rank has not begun"
+            for _ in range(rng.randint(0, 3)):
+                time.sleep(rng.random() * 0.05)
+                stopped = rng.choice(pids)
+                os.kill(stopped, signal.SIGSTOP)
+                time.sleep(rng.random() * 0.1)
+                os.kill(stopped, signal.SIGCONT)
+            time.sleep(rng.random() * 0.1)
+            killed, since = rng.randrange(SIZE), time.monotonic()
+            os.kill(pids[killed], signal.SIGKILL)
+            longest = 0.0
+            for rank, pipe in enumerate(pipes):
+                text = pipe.read()
+                if rank == killed:
+                    continue
+                assert text[:1] == bytes([rank]), f"rank {rank} has ended without a word"
+                moment, lost, error = json.loads(text[1:])
+                assert lost == [killed], f"rank {rank}: {killed} was killed, and {lost} are named: {error}"
+                longest = max(longest, moment - since)
+            return longest
+        finally:
+            for pid in pids:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+                os.waitpid(pid, 0)
+            for pipe in pipes:
+                pipe.close()
+
+
+def main(seed, runs):
+    ncclpy.use("host")
+    LocalStore()  # what is imported late is there before the forks
+    from ncclpy.coordinator import connections  # noqa: F401
+
+    longest = 0.0
+    for each in range(seed, seed + runs):
+        try:
+            longest = max(longest, run(each))
+        except BaseException:
+            print(f"seed {each}", file=sys.stderr)
+            raise
+    print(longest)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,28 @@
+"""A process with a coordinator that is killed at any moment: every work of the others ends, and the end names it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import testing
+
+SCRIPT = Path(__file__).parent / "killed_ranks.py"
+
+
+@pytest.mark.parametrize(("seed", "runs"), [(1, 5), pytest.param(10_000, 120, marks=[pytest.mark.campaign])])
+def test_all_others_know_who_was_killed(host_engine, seed, runs):
+    done = subprocess.run(
+        [sys.executable, SCRIPT, str(seed), str(runs)],
+        env=os.environ | {"PYTHONPATH": testing.with_support()},
+        capture_output=True,
+        text=True,
+        cwd="/",
+        timeout=100 if runs < 100 else testing.LONG,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert float(done.stdout) > 0

@@ -23,6 +23,7 @@ from ncclpy.bootstrap.arrivals import Arrivals
 from ncclpy.coordinator.control import Control
 from ncclpy.coordinator.tree import Tree
 from ncclpy.core.errors import NcclAborted, NcclTimeout, ranks, seconds, spans
+from ncclpy.peers.reports import BOOT_ID
 
 if TYPE_CHECKING:
     from ncclpy.bootstrap.store import Store
@@ -106,12 +107,7 @@ def _combine(brought: list[bytes]) -> bytes:
 
 def _machine() -> str:
     """Return what tells this machine from others; as for NCCL, a variable may divide one."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-    except OSError:
-        boot = socket.gethostname()
-    return f"{boot} {os.environ.get('NCCL_HOSTID', '')}".strip()
+    return f"{BOOT_ID or socket.gethostname()} {os.environ.get('NCCL_HOSTID', '')}".strip()
 
 
 def _own_addresses(store: Store) -> list[str]:

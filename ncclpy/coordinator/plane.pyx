@@ -266,16 +266,10 @@ cdef class Plane:
         cdef Operation o
         cdef View s, r
         cdef Spread spread
-        cdef Carried carried = None
-        cdef Work work = brought.work
-        self._comm()
-        sent, into = brought.array, result
-        if brought.is_staged():
-            carried, work, sent, into, scale = self._staged(brought, ALL_GATHER, result, True)
-            counts = [scale * count for count in counts]
-        else:
-            self._wait_for_room(result)
-            work.held = (brought.array, result)
+        cdef Carried carried
+        cdef Work work
+        carried, work, sent, into, scale = self._places(brought, ALL_GATHER, result, True)
+        counts = [scale * count for count in counts]
         if counts[0] and counts.count(counts[0]) == len(counts):
             shape_all_gather(&o, &s, &r, sent, into, self.group.device, self.group.size)
             self._plain(work, &o)
@@ -299,15 +293,9 @@ cdef class Plane:
         cdef Operation o
         cdef View s, r
         cdef Spread spread
-        cdef Carried carried = None
-        cdef Work work = brought.work
-        self._comm()
-        sent, into = brought.array, result
-        if brought.is_staged():
-            carried, work, sent, into, _ = self._staged(brought, REDUCE_SCATTER, result, False)
-        else:
-            self._wait_for_room(result)
-            work.held = (brought.array, result)
+        cdef Carried carried
+        cdef Work work
+        carried, work, sent, into, _ = self._places(brought, REDUCE_SCATTER, result, False)
         if counts[0] and counts.count(counts[0]) == len(counts):
             shape_reduce_scatter(&o, &s, &r, sent, into, self.group.device, self.group.size)
             o.op = self._operator(o.datatype, op, factor, work)
@@ -324,16 +312,10 @@ cdef class Plane:
         cdef Operation o
         cdef View s, r
         cdef Spread spread
-        cdef Carried carried = None
-        cdef Work work = brought.work
-        self._comm()
-        sent, into = brought.array, result
-        if brought.is_staged():
-            carried, work, sent, into, scale = self._staged(brought, ALL_TO_ALL, result, True)
-            send_counts, recv_counts = [scale * n for n in send_counts], [scale * n for n in recv_counts]
-        else:
-            self._wait_for_room(result)
-            work.held = (brought.array, result)
+        cdef Carried carried
+        cdef Work work
+        carried, work, sent, into, scale = self._places(brought, ALL_TO_ALL, result, True)
+        send_counts, recv_counts = [scale * n for n in send_counts], [scale * n for n in recv_counts]
         if even:
             shape_all_to_all(&o, &s, &r, sent, into, self.group.device, self.group.size)
             self._plain(work, &o)
@@ -453,6 +435,15 @@ cdef class Plane:
             return carried, work, (start, brought.view.nbytes, "uint8"), (start + place, view.nbytes, "uint8"), scale
         dtype = DataType(brought.view.datatype)
         return carried, work, (start, brought.view.count, dtype), (start + place, view.count, dtype), 1
+
+    cdef tuple _places(self, Brought brought, int kind, object result, bint as_bytes):
+        """Return the same, also for an array that need not be staged: its data are sent from where they are."""
+        self._comm()
+        if brought.is_staged():
+            return self._staged(brought, kind, result, as_bytes)
+        self._wait_for_room(result)
+        brought.work.held = (brought.array, result)
+        return None, brought.work, brought.array, result, 1
 
     cdef Carried _back(self, Carried carried, Brought brought, object result):
         """Have a staged result copied out into its array."""

@@ -10,11 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib import import_module
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from ncclpy.bootstrap.prefix import PrefixStore
-from ncclpy.coordinator import ends
+from ncclpy.coordinator import connections, ends
 from ncclpy.coordinator.brought import is_as_on_gpus
 from ncclpy.coordinator.calls import Call
 from ncclpy.coordinator.control import SETS, ranks_of_set
@@ -51,7 +50,6 @@ def open_control(
     rank: int, size: int, store: Any, name: str, *, cache: int, timeout: float | None, stall_after: float
 ) -> Any:
     """Return this rank's end of the control plane, once all ranks have come and are connected."""
-    connections = import_module("ncclpy.coordinator.connections")
     return connections.open_control(
         PrefixStore(name, store), rank, size, name, cache=cache, timeout=timeout, stall_after=stall_after,
         patience=_BEGINS if timeout is None else timeout,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import socket
 import subprocess
@@ -14,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from group_worlds import in_threads
+from leftovers import descriptors, threads
 
 import testing
 from ncclpy.bootstrap import LocalStore, PrefixStore, TCPStore
@@ -221,22 +221,11 @@ def test_a_plane_without_work_costs_nothing():
 
 def test_no_thread_and_no_descriptor_is_left():
     all_of(3, lambda control: None)
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     for _ in range(3):
         all_of(3, lambda control: (control.bring(0, b"x", b"A", b"", True), control.next(DEADLINE)))
-    testing.wait_for(lambda: len(os.listdir("/proc/self/fd")) <= before, "descriptors to be closed")
-
-    def names():
-        found = []
-        for task in os.listdir("/proc/self/task"):
-            try:
-                with open(f"/proc/self/task/{task}/comm") as file:
-                    found.append(file.read().strip())
-            except FileNotFoundError:
-                pass
-        return found
-
-    testing.wait_for(lambda: "ncclpy-coord" not in names(), "threads to end")
+    testing.wait_for(lambda: descriptors() <= before, "descriptors to be closed")
+    testing.wait_for(lambda: "ncclpy-coord" not in threads(), "threads to end")
 
 
 @pytest.mark.campaign

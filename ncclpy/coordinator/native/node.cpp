@@ -263,7 +263,7 @@ void Node::from_child(size_t child, std::string_view frame, double now) {
         const Bits have = Bits::read(in, place_.size);
         const double age = static_cast<double>(in.below(uint64_t{1} << 52)) * 1e-3;
         const bool overdue = in.below(2) != 0;
-        if (seen < doubtful_ || have.empty() || is_late(name, seen)) break;
+        if (have.empty() || is_late(name, seen)) break;
         if (!place_.root) {
           hint(name, fixed, have, age, overdue);
           break;

@@ -140,7 +140,6 @@ class Node {
   };
 
   const Bits* members(const Name& name) const;
-  bool is_member(uint32_t group) const;
   Entry& entry(const Name& name, double now);
   void add_mine(const Name& name, const Mine& mine, double now);
   void add_bit(uint32_t slot, const Bits& who, double now);
@@ -180,7 +179,6 @@ class Node {
   std::map<Name, uint32_t> by_name_;
   uint64_t applied_ = 0;   // the number of the last frame downwards
   uint64_t current_ = 0;   // of the one that is put together, or gone through
-  uint64_t doubtful_ = 0;  // hints of who had not seen this frame may be of what is over
   Bits joined_;            // as all ranks know it, by the frames
   Bits seen_joined_;       // and who of those below has said so since
   bool joining_ = false, has_joined_ = false;

@@ -171,7 +171,6 @@ void Node::apply(Reader& in, double now) {
         record.have = Bits::read(in, place_.size);
         record.missing = Bits::read(in, place_.size);
         if (members(name) == nullptr) throw Malformed("a set of ranks that nobody has defined");
-        doubtful_ = current_;
         if (!place_.children.empty()) done_[name] = current_;  // what crosses this on its way up is of what is over
         if (record.missing.has(place_.rank) && mine_.count(name) == 0) {
           record.group = name.first;

@@ -45,7 +45,6 @@ class Reader {
   explicit Reader(std::string_view bytes) : left_(bytes) {}
 
   bool done() const { return left_.empty(); }
-  size_t left() const { return left_.size(); }
 
   uint64_t number() {
     uint64_t value = 0;
@@ -122,7 +121,6 @@ class Bits {
     }
     return true;
   }
-  bool operator==(const Bits& other) const { return covers(other, {}) && other.covers(*this, {}); }
   std::vector<uint32_t> list() const {
     std::vector<uint32_t> found;
     for (size_t i = 0; i < words_.size(); ++i)

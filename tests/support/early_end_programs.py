@@ -158,12 +158,12 @@ class Rank:
             self.comm = self.born(
                 ncclpy.Communicator.init(p.nranks, self.rank, p.uids[0], device=self.rank, **p.options)
             )
-        self.comm.wait_ready(5)
+        self.comm.wait_ready(p.birth_limit)
         if p.second:
             self.other = self.born(
                 ncclpy.Communicator.init(p.nranks, self.rank, p.uids[1], device=self.rank, **p.options)
             )
-            self.other.wait_ready(5)
+            self.other.wait_ready(p.birth_limit)
         p.note_birth()
 
     def run(self):
@@ -243,14 +243,14 @@ class Rank:
     def do_limit(self, step):
         operation = self.operation(step)
         if self.program.endable and operation.kind != "ring":
-            operation.call(timeout=step.limit if self.program.disturbed else 10.0)
+            operation.call(timeout=step.limit if self.program.disturbed else CLEAN_PATIENCE)
         else:
             operation.call()
         operation.check()
 
     def do_child(self, step):
         child = self.born(self.comm.split(0, key=self.rank))
-        child.wait_ready(5)
+        child.wait_ready(self.program.birth_limit)
         operation = self.operation(step, child)
         operation.call()
         operation.check()
@@ -300,7 +300,7 @@ class Alone(Rank):
 
     def birth(self):
         for comm in self.program.family:
-            comm.wait_ready(5)
+            comm.wait_ready(self.birth_limit)
         self.made += self.program.family
         self.program.note_birth()
 
@@ -369,6 +369,7 @@ class Program:
             self.options = {"timeout": 0.3}  # a birth that hangs by a fault is ended by its deadline alone
         if not self.disturbed and self.options.get("timeout", 20) < 20:
             self.options["timeout"] = 20.0  # a busy machine is no early end
+        self.birth_limit = 5.0 if self.disturbed else CLEAN_PATIENCE  # processes that start late are none either
         self.endable = bool({"timeout", "abortable", "config"} & set(self.options))
         self.ranks_here = [r for r in range(self.nranks) if r % self.processes == process]
         self.uids = [ncclpy.get_unique_id() for _ in range(2 if self.second else 1)] if uids is None else uids

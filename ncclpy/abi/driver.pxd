@@ -13,6 +13,10 @@ cdef extern from "driver_abi.h" nogil:
     ctypedef CUgraph_st* CUgraph
     ctypedef struct CUgraphExec_st
     ctypedef CUgraphExec_st* CUgraphExec
+    ctypedef struct CUmod_st
+    ctypedef CUmod_st* CUmodule
+    ctypedef struct CUfunc_st
+    ctypedef CUfunc_st* CUfunction
     ctypedef struct CUuuid:
         char bytes[16]
     ctypedef void (*CUhostFn)(void*) noexcept nogil
@@ -128,3 +132,6 @@ cdef extern from "driver_abi.h" nogil:
         CUresult (*cuMemsetD8Async)(CUdeviceptr, unsigned char, size_t, CUstream) noexcept nogil
         CUresult (*cuMemGetInfo_v2)(size_t*, size_t*) noexcept nogil
         CUresult (*cuPointerGetAttribute)(void*, CUpointer_attribute, CUdeviceptr) noexcept nogil
+        CUresult (*cuModuleLoadData)(CUmodule*, const void*) noexcept nogil
+        CUresult (*cuModuleGetFunction)(CUfunction*, CUmodule, const char*) noexcept nogil
+        CUresult (*cuLaunchKernel)(CUfunction, unsigned int, unsigned int, unsigned int, unsigned int, unsigned int, unsigned int, unsigned int, CUstream, void**, void**) noexcept nogil

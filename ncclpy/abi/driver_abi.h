@@ -16,6 +16,8 @@ typedef struct CUstream_st* CUstream;
 typedef struct CUevent_st* CUevent;
 typedef struct CUgraph_st* CUgraph;
 typedef struct CUgraphExec_st* CUgraphExec;
+typedef struct CUmod_st* CUmodule;
+typedef struct CUfunc_st* CUfunction;
 typedef struct {
   char bytes[16];
 } CUuuid;
@@ -146,7 +148,11 @@ typedef enum {
   X(CUresult, cuMemcpyAsync, (CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstream stream)) \
   X(CUresult, cuMemsetD8Async, (CUdeviceptr dst, unsigned char value, size_t bytes, CUstream stream)) \
   X(CUresult, cuMemGetInfo_v2, (size_t* free, size_t* total)) \
-  X(CUresult, cuPointerGetAttribute, (void* value, CUpointer_attribute attribute, CUdeviceptr pointer))
+  X(CUresult, cuPointerGetAttribute, (void* value, CUpointer_attribute attribute, CUdeviceptr pointer)) \
+  /* kernels */ \
+  X(CUresult, cuModuleLoadData, (CUmodule* module, const void* image)) \
+  X(CUresult, cuModuleGetFunction, (CUfunction* function, CUmodule module, const char* name)) \
+  X(CUresult, cuLaunchKernel, (CUfunction function, unsigned int gridX, unsigned int gridY, unsigned int gridZ, unsigned int blockX, unsigned int blockY, unsigned int blockZ, unsigned int sharedBytes, CUstream stream, void** parameters, void** extra))
 
 typedef struct {
 #define NCCLPY_DECLARE_POINTER(ret, name, params) ret(*name) params;

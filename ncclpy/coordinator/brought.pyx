@@ -1,21 +1,22 @@
 """What this rank brings to an operation: the array, the work that its caller has, and an event behind its producer."""
 
+from cpython.buffer cimport PyBUF_READ, PyBUF_WRITE
+from cpython.memoryview cimport PyMemoryView_FromMemory
 from libc.string cimport memset
 
 from ncclpy.abi.driver cimport CUstream
 from ncclpy.core.buffers cimport HOST_MEMORY, View, read_view
+from ncclpy.core.datatypes cimport BYTES
 from ncclpy.core.library cimport host_engine, require_driver
 from ncclpy.core.operation cimport Operation
-from ncclpy.core.shape cimport elements, type_name, writable
+from ncclpy.core.shape cimport cannot_reduce, elements, type_name, writable
 from ncclpy.core.start cimport own_op_code
 from ncclpy.core.stream cimport is_captured
 from ncclpy.engine.monitor cimport ensure_running
-from ncclpy.engine.protocols cimport Awaited
-from ncclpy.engine.recorder cimport note_operation
+from ncclpy.engine.native cimport change, now
+from ncclpy.engine.recorder cimport LAUNCHED, PENDING, note_operation
 from ncclpy.engine.streams cimport find_producer, record_behind
 from ncclpy.engine.work cimport Work, new_work
-
-from ncclpy.core.errors import ranks, spans
 
 cdef bint _as_on_gpus = False
 
@@ -34,6 +35,28 @@ def is_as_on_gpus():
     """Return whether CPU memory is copied to devices."""
     require_driver()
     return copies_apart()
+
+
+def memory_of(array):
+    """Return the bytes of an array in CPU memory, which keep nothing alive."""
+    cdef View view
+    read_view(array, &view, "array")
+    return _bytes_of(&view)
+
+
+cdef object _bytes_of(const View* view):
+    if view.nbytes == 0:
+        return memoryview(bytearray())
+    if view.device != HOST_MEMORY:
+        raise ValueError(f"array: it is on device {view.device}, not in CPU memory")
+    return PyMemoryView_FromMemory(<char*>view.pointer, view.nbytes, PyBUF_READ if view.readonly else PyBUF_WRITE)
+
+
+cdef Brought new_brought(int kind, int device, str name, object array, bint receives, Remembered known, Py_ssize_t place):
+    """Return a `Brought` of an array that was known, mostly, when it was brought last."""
+    cdef Brought made = Brought.__new__(Brought)
+    made._look_at(kind, device, name, array, receives, None if known is None else (<tuple>known.types[place])[3])
+    return made
 
 
 cdef class Brought:
@@ -60,7 +83,11 @@ cdef class Brought:
         The array's; of a `Buffer` its count.
     """
 
-    def __init__(self, int kind, int device, str name, array, bint receives=False):
+    def __init__(self, int kind, int device, str name not None, array, bint receives=False):
+        self._look_at(kind, device, name, array, receives, None)
+
+    cdef int _look_at(self, int kind, int device, str name, object array, bint receives, tuple known) except -1:
+        """Be what is brought; `known` is the shape that it will have had, if it was brought before."""
         cdef Operation noted
         cdef CUstream stream
         require_driver()
@@ -75,9 +102,12 @@ cdef class Brought:
             if receives:
                 writable(&self.view, "array")
             shape = getattr(array, "shape", None)
-            self.shape = (elements(&self.view),) if shape is None else tuple(map(int, shape))
+            if known is not None and isinstance(shape, tuple) and shape == known:
+                self.shape = known  # with numbers of Python's own
+            else:
+                self.shape = (elements(&self.view),) if shape is None else tuple(map(int, shape))
         ensure_running(device)
-        self.array, self.name = array, name
+        self.array, self.name, self.receives = array, name, receives
         self.work = new_work(kind, device)
         self.work.entry.key = name
         self.work.held = self.work.output = array
@@ -96,6 +126,7 @@ cdef class Brought:
             except BaseException as error:  # the recorder is not to show it as pending
                 self.work.withdraw(error)
                 raise
+        return 0
 
     cdef bint is_staged(self) noexcept:
         return self.view.device == HOST_MEMORY and self.array is not None and copies_apart()
@@ -137,6 +168,8 @@ cdef class Brought:
 
     def op_code(self, op, int size):
         """Return the operator's number for this array, checked."""
+        if self.view.flavour >= BYTES:
+            raise cannot_reduce(&self.view, f"array of {self.name!r}")
         code = own_op_code(op, &self.view, size, "a coordinator")
         self.work.entry.op = code
         return code
@@ -144,14 +177,6 @@ cdef class Brought:
     def result_in(self, output, maker=None):
         """Have the work result in an array, or in what `maker()` returns when it is asked for."""
         self.work.output, self.work.maker = output, maker
-
-    def wait_for(self, str where, int rank, members, have):
-        """Have the work say who has not come; ``have()`` returns the ranks that this one knows to have brought it."""
-        cdef _Gathering gathering = _Gathering.__new__(_Gathering)
-        gathering.members, gathering.have = members, have
-        self.work.entry.communicator = where
-        self.work.entry.rank, self.work.entry.nranks = rank, len(members)
-        self.work.gathering = gathering
 
     def time_it(self):
         """Have the work know how long it takes on the device."""
@@ -161,6 +186,24 @@ cdef class Brought:
     def moments(self):
         """When it was brought, launched and done, by the monotonic clock; 0 for what has not come."""
         return self.work.entry.created, self.work.entry.launched, self.work.entry.completed
+
+    def memory(self):
+        """Return its bytes in CPU memory, which keep nothing alive."""
+        return _bytes_of(&self.view)
+
+    def begin(self):
+        """Note that it is on its way, by what is no stream of the device's."""
+        self.work.gathering = None
+        self.work.entry.launched = now()
+        change(&self.work.entry.state, PENDING, LAUNCHED)
+
+    def finish(self):
+        """Bring the work to its end, with its result; under no lock, as arrays of the user's may go."""
+        if self.work.timed:  # by the device, which knows nothing of it
+            self.work.timed = False
+            self.work.seconds = now() - self.work.entry.launched
+        self.work.settle(None)
+        self.work.tidy()
 
     def fail(self, error):
         """Bring the work to its end; under no lock, as arrays of the user's may go."""
@@ -172,14 +215,44 @@ cdef class Brought:
         self.work.withdraw(error)
 
 
-cdef class _Gathering(Awaited):
-    """The ranks that a work waits for."""
+cdef class Remembered:
+    """What an all-reduce was when it was brought last under its names: mostly it is the same again.
 
-    cdef object members, have
+    Parameters
+    ----------
+    names : tuple of str
+        Of the arrays.
+    parts : list of Brought
+        The arrays.
+    op : object
+        The operator, as the caller names it.
+    key, fixed : bytes
+        What stands for them, and for the signatures, in the control plane.
+    """
 
-    cdef str missing(self):
-        have = set(self.have())
-        absent = [rank for rank in self.members if rank not in have]
-        if not absent:
-            return "its launch; all ranks have brought it"
-        return f"{ranks(spans(absent))} to bring it, as far as this rank knows"
+    def __init__(self, tuple names not None, list parts not None, op, bytes key not None, bytes fixed not None):
+        cdef Brought part
+        self.names, self.op, self.key, self.fixed = names, op, key, fixed
+        self.code = (<Brought>parts[0]).work.entry.op
+        self.types = [
+            (part.view.datatype, part.view.unit, part.view.device, part.shape, part.view.flavour) for part in parts
+        ]
+
+    cdef bint is_of(self, list parts, op) except -1:
+        """Return whether arrays, of these names, are brought as the last ones were; then they have their operator."""
+        cdef Brought part
+        cdef tuple known
+        cdef Py_ssize_t i
+        if op is not self.op and not (type(op) is str and op == self.op):
+            return False
+        for i in range(len(parts)):
+            part, known = parts[i], self.types[i]
+            if (
+                part.view.datatype != <int>known[0] or part.view.unit != <size_t>known[1]
+                or part.view.device != <int>known[2] or (part.shape is not known[3] and part.shape != <tuple>known[3])
+                or part.view.flavour != <int>known[4]
+            ):
+                return False
+        for part in parts:
+            part.work.entry.op = self.code
+        return True

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import hmac
 import json
+import math
 import os
 import secrets
 import socket
@@ -28,7 +29,7 @@ from ncclpy.peers.reports import BOOT_ID
 if TYPE_CHECKING:
     from ncclpy.bootstrap.store import Store
 
-__all__ = ["open_control"]
+__all__ = ["machine", "open_control"]
 
 #: Seconds after which who has connected and says nothing is left; and between two looks whether anybody still waits.
 _HANDSHAKE, _SLICE = 5.0, 0.1
@@ -76,7 +77,7 @@ def open_control(
     with contextlib.ExitStack() as stack:
         ears = _Ears(store, size)
         stack.callback(ears.close)
-        mine = json.dumps({"machine": _machine(), **ears.told}).encode()
+        mine = json.dumps({"machine": machine(), **ears.told}).encode()
         arrivals = Arrivals(store, f"coordinator {name!r}", rank, size)
         met = arrivals.meet("meet", range(size), f"to connect coordinator {name!r}", mine, _combine, patience, wanted)
         places = json.loads(met)
@@ -105,7 +106,7 @@ def _combine(brought: list[bytes]) -> bytes:
     return b"[" + b",".join(brought) + b"]"
 
 
-def _machine() -> str:
+def machine() -> str:
     """Return what tells this machine from others; as for NCCL, a variable may divide one."""
     return f"{BOOT_ID or socket.gethostname()} {os.environ.get('NCCL_HOSTID', '')}".strip()
 
@@ -129,9 +130,12 @@ def _proof(token: bytes, who: bytes, nonce: bytes) -> bytes:
     return hmac.new(token, who + nonce, hashlib.sha256).digest()
 
 
-def _receive(line: socket.socket, length: int) -> bytes:
+def _receive(line: socket.socket, length: int, deadline: float = math.inf) -> bytes:
+    """Return so many bytes, each piece of which comes within the connection's timeout, and all by a deadline."""
     got = b""
     while len(got) < length:
+        if time.monotonic() >= deadline:
+            raise OSError("the other end takes too long")
         more = line.recv(length - len(got))
         if not more:
             raise OSError("the other end has closed the connection")
@@ -191,7 +195,7 @@ class _Ears:
             line.settimeout(_HANDSHAKE)
             nonce = secrets.token_bytes(_NONCE)
             line.sendall(nonce)
-            told = _receive(line, 4 + _NONCE + _PROOF)
+            told = _receive(line, 4 + _NONCE + _PROOF, time.monotonic() + _HANDSHAKE)
             rank, theirs, proof = int.from_bytes(told[:4], "little"), told[4 : 4 + _NONCE], told[4 + _NONCE :]
             if rank not in children or not hmac.compare_digest(proof, _proof(self._token, told[:4], nonce)):
                 raise OSError("it does not belong here")

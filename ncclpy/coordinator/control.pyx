@@ -1,6 +1,7 @@
 # distutils: language = c++
 """One rank's end of the control plane, and its part in the tree by itself. What they do is in native/, without the GIL."""
 
+import os
 import threading
 
 from cpython.exc cimport PyErr_CheckSignals
@@ -12,12 +13,26 @@ from libcpp.memory cimport make_shared, shared_ptr
 from libcpp.string cimport string
 from libcpp.utility cimport pair
 from libcpp.vector cimport vector
+from posix.time cimport timespec
 
 from ncclpy.core.errors import NcclAborted
 
 cdef extern from "<string_view>" namespace "std" nogil:
     cdef cppclass string_view:
         string_view(const char*, size_t)
+
+cdef extern from "<poll.h>" nogil:
+    cdef struct pollfd:
+        int fd
+        short events
+        short revents
+
+    const short POLLIN
+    int ppoll(pollfd*, unsigned long, const timespec*, const void*)
+
+cdef extern from "<sys/prctl.h>" nogil:
+    const int PR_SET_TIMERSLACK
+    int prctl(int, unsigned long, unsigned long, unsigned long, unsigned long)
 
 cdef extern from "ncclpy/bootstrap/native/clock.hpp" namespace "ncclpy::store" nogil:
     double now()
@@ -110,6 +125,7 @@ cdef extern from "native/node.hpp" namespace "ncclpy::coordinator" nogil:
         double look(double) except +
         void settle() except +
         cbool pending()
+        size_t condemned()
         Counters counters
 
 cdef extern from "native/control.hpp" namespace "ncclpy::coordinator" nogil:
@@ -131,7 +147,8 @@ cdef extern from "native/control.hpp" namespace "ncclpy::coordinator" nogil:
     cdef cppclass NativeControl "ncclpy::coordinator::Control":
         NativeControl(const Place&, const Options&, Peer, const vector[int]&) except +
         cbool start() except +
-        Brought bring(uint32_t, string, string, string, cbool) except +
+        Brought bring(uint32_t, const string&, const string&, const string&, cbool) except +
+        cbool try_bring(uint32_t, const string&, const string&, const string&, cbool, Brought&) except +
         Brought join() except +
         void shut_down(cbool, const string&) except +
         void launched(uint32_t) except +
@@ -228,6 +245,31 @@ cdef dict _counted(Counters& counters):
     }
 
 
+def be_punctual():
+    """Have this thread's sleeps end when they are to, and not up to 50 us later, as the kernel likes to have it."""
+    prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
+
+
+def await_readable(descriptors, double seconds):
+    """Sleep until one of these descriptors has something to read, or so long; return those that have.
+
+    To the microsecond, and with descriptors of any number: Python's own polls count milliseconds, its select no further
+    than 1023.
+    """
+    cdef vector[pollfd] polled
+    cdef pollfd each
+    cdef timespec limit
+    cdef int ready
+    for descriptor in descriptors:
+        each.fd, each.events, each.revents = descriptor, POLLIN, 0
+        polled.push_back(each)
+    limit.tv_sec = <long>seconds
+    limit.tv_nsec = <long>((seconds - limit.tv_sec) * 1e9)
+    with nogil:
+        ready = ppoll(polled.data(), polled.size(), &limit, NULL)
+    return [one.fd for one in polled if one.revents] if ready > 0 else []
+
+
 def ranks_of_set(bytes key not None, int size):
     """Return the ranks that a new set of so many ranks is agreed on by, from its key."""
     cdef Bits members = read_bits(string_view(<const char*>key, len(key)), size)
@@ -246,7 +288,8 @@ cdef class Control:
     rank, size : int
         Which of how many ranks this is.
     parent : (int, int) or None
-        The rank above this one and the descriptor of a stream socket to it, which is taken over; None at the root.
+        The rank above this one and the descriptor of a stream socket to it, which is taken over, also where this raises;
+        None at the root.
     children : list of (int, tuple of int, int)
         Each rank below, all ranks below that one and itself, and a descriptor.
     cache : int
@@ -266,21 +309,29 @@ cdef class Control:
     cdef unsigned long main_thread
 
     def __cinit__(
-        self, int rank, int size, parent, list children not None, *, size_t cache, double timeout, double stall_after,
+        self, int rank, int size, parent, list children not None, *, cache, double timeout, double stall_after,
         double silence=30.0
     ):
         cdef Options options
+        cdef Place place
         cdef Peer above
         cdef vector[int] fds
-        cdef Place place = _place(rank, size, parent is None, [(each[0], each[1]) for each in children])
-        options.cache, options.timeout, options.stall_after, options.silence = cache, timeout, stall_after, silence
         above.rank, above.fd = parent or (0, -1)
         for each in children:
             fds.push_back(each[2])
         self.rank, self.size = rank, size
         self.made_in = generation()
         self.main_thread = threading.main_thread().ident
-        self.control = make_shared[NativeControl](place, options, above, fds)
+        try:
+            options.cache, options.timeout, options.stall_after, options.silence = cache, timeout, stall_after, silence
+            place = _place(rank, size, parent is None, [(each[0], each[1]) for each in children])
+            self.control = make_shared[NativeControl](place, options, above, fds)
+        except BaseException:  # a cache that no memory is large enough for, say: nobody else has the connections
+            if above.fd >= 0:
+                os.close(above.fd)
+            for fd in fds:
+                os.close(fd)
+            raise
         if not self.control.get().start():
             raise OSError("no thread, or no descriptor, can be had for a coordinator; see ulimit -u and ulimit -n")
 
@@ -322,8 +373,10 @@ cdef class Control:
         cdef Brought brought
         cdef string name = key, same = fixed, mine = own
         self._look()
-        with nogil:
-            brought = self.control.get().bring(group, name, same, mine, joinable)
+        # With the GIL, if nobody is in the way: to give it up for microseconds is to wait for whoever takes it.
+        if not self.control.get().try_bring(group, name, same, mine, joinable, brought):
+            with nogil:
+                brought = self.control.get().bring(group, name, same, mine, joinable)
         if brought != Brought.taken:
             _check(brought, repr(key.decode(errors="replace")))
         elif sent is not None:
@@ -504,6 +557,10 @@ cdef class Node:
     def pending(self):
         """Return whether anything waits here."""
         return self.node.pending()
+
+    def condemned(self):
+        """Return of how many operations it knows that they have failed for want of this rank, which has not brought them."""
+        return self.node.condemned()
 
     def counters(self):
         """Return what was counted here, by names."""

@@ -14,9 +14,12 @@ from types import TracebackType
 from typing import Any
 
 from ncclpy.coordinator import session as _session
+from ncclpy.coordinator.carriers import Both, Carrier, OfGroup
 from ncclpy.coordinator.counts import Counts
+from ncclpy.coordinator.entrance import Entrance
+from ncclpy.coordinator.member import Member
 from ncclpy.coordinator.operations import Operations
-from ncclpy.coordinator.plane import child_of, engine_name, group_over, number_of, store_of
+from ncclpy.coordinator.plane import aside, child_of, engine_name, group_over, number_of, store_of
 from ncclpy.coordinator.process_set import ProcessSet
 from ncclpy.coordinator.session import Options, Session
 from ncclpy.coordinator.timeline import Timeline
@@ -28,8 +31,8 @@ __all__ = ["Coordinator"]
 
 #: Seconds for the others to come, and for what is launched to end.
 _TIMEOUT = 600.0
-#: Seconds for an end that was asked for.
-_ENDS = 60.0
+#: Seconds for an end that was asked for; and for what has ended to be in the timeline.
+_ENDS, _TELLS = 60.0, 5.0
 
 
 class Coordinator(Operations):
@@ -44,16 +47,20 @@ class Coordinator(Operations):
 
     Parameters
     ----------
-    transport : ProcessGroup, or (Store, int, int)
-        Who the ranks are: a group, or where they meet and which of how many this is. The coordinator makes a group of
-        its own over it, so that its operations are in no order with others of that group.
+    transport : ProcessGroup, or (Store, int, int), or mpi4py.MPI.Intracomm
+        Who the ranks are: a group, where they meet and which of how many this is, or an MPI communicator, whose ranks
+        all make it together. The coordinator makes a group, or communicators, of its own over it, so that its
+        operations are in no order with others there.
     engine : str
-        What works with the data: ``"auto"`` is the library that is loaded, ``"nccl"`` or ``"host"`` that one and no
-        other.
+        What works with the data: ``"nccl"`` or ``"host"`` is the library that is loaded and no other, ``"mpi"`` are
+        collectives of MPI, over such a communicator alone. ``"auto"`` is the library; over MPI it chooses for each
+        array: NCCL for device memory and MPI for CPU memory, or, where the host engine is loaded, that engine if all
+        ranks are on one machine and MPI if they are not; and MPI alone where ranks have to share devices.
     fusion_bytes : int
         The most that is copied together, of small arrays that are launched at once; 0 is none. The same on all ranks.
     cache : int
-        How many operations the ranks know by a number instead of a name.
+        How many operations the ranks know by a number instead of a name, and each rank by what was brought last. Where
+        a step has more names than that, each is as if it were new.
     timeout : float, optional
         Seconds in which all ranks have to bring an operation that one of them has brought, and in which it must be
         done then. None is without end for the former; a group's own, or ten minutes, for the latter.
@@ -62,9 +69,15 @@ class Coordinator(Operations):
         ``ncclpy.coordinator``.
     timeline : path, optional
         A file for what becomes of each operation, as a Chrome trace: of rank 0, or, if there is a ``{rank}`` in it, a
-        file for each rank.
+        file for each rank. Where it cannot be written the logger ``ncclpy.coordinator`` says so once, and nothing else
+        changes.
     device : int, optional
-        Over a store, the ordinal of this rank's device; by default the current one.
+        Over a store or MPI, the ordinal of this rank's device; by default the current one, or over MPI, where ranks of
+        one machine would share that, as many as this one is among them.
+    mpi_alone : bool
+        Over MPI, that nothing else in this process calls MPI as long as the coordinator is there, and that it is the
+        only one. A thread of its own makes all calls, so that then ``MPI_THREAD_SERIALIZED`` will do; by default
+        ``MPI_THREAD_MULTIPLE`` is needed, as anybody may call MPI at any time.
 
     Attributes
     ----------
@@ -85,6 +98,7 @@ class Coordinator(Operations):
         stall_after: float = 60.0,
         timeline: str | os.PathLike[str] | None = None,
         device: DeviceLike = None,
+        mpi_alone: bool = False,
     ) -> None:
         self._shut = True  # until there is something to shut down
         self._site = _site()
@@ -95,51 +109,90 @@ class Coordinator(Operations):
         for name, value in (("timeout", timeout), ("stall_after", float(stall_after))):
             if value is not None and not value > 0:
                 raise ValueError(f"{name}: expected more than 0 seconds, got {value}")
-        self._options = Options(_engine_of(engine), fusion_bytes, cache, timeout, float(stall_after))
+        self._comm = transport if _is_of_mpi(transport) else None
         self._group, self._meeting = _transport_of(transport)
+        chosen = _engine_of(engine, self._comm is not None)
+        self._options = Options(chosen, fusion_bytes, cache, timeout, float(stall_after))
+        self._mpi_alone = mpi_alone
         self._counts = Counts()
         self._timeline: Timeline | None = None
         self._path, self._device, self._process = timeline, device, os.getpid()
-        self._begin()
+        try:
+            self._begin()
+        except BaseException:
+            self._end()
+            raise
         self._shut = False
 
     # Its life.
 
     def _begin(self) -> None:
         """Meet the others, as the ranks that the transport has now."""
-        options = self._options
-        timing = self._path is not None
         epoch = None if self._group is None else number_of(self._group)
+        if self._path is not None and self._timeline is None:
+            rank = self._group.rank if self._group is not None else self._meeting[1]
+            path = os.fspath(self._path)
+            if "{rank}" in path or rank == 0:
+                self._timeline = Timeline(path.replace("{rank}", str(rank)), rank)
+        with contextlib.ExitStack() as undo:  # what is there already, if something raises
+            carrier, control = self._meet(undo) if self._comm is None else self._meet_over_mpi(undo)
+            self.rank, self.size, self.name = control.rank, control.size, carrier.name
+            session = Session(carrier.name, control, carrier, self._options, self._counts, self._timeline)
+            undo.pop_all()  # the session's by now
+            try:
+                machines = session.begin()
+                here = [rank for rank, machine in enumerate(machines) if machine == machines[self.rank]]
+                self.local_rank, self.local_size = here.index(self.rank), len(here)
+                self._entrance = self._entrance_of(session, session.everyone, epoch)
+                self._session, self._epoch = session, epoch
+            except BaseException as error:
+                session.abandon(f"rank {self.rank} could not begin: {error}")
+                raise
+
+    def _meet(self, undo: contextlib.ExitStack) -> tuple[Carrier, Any]:
+        """Return what carries the data, and this rank's end of the control plane; have `undo` close them."""
+        options, timing = self._options, self._path is not None
         if self._group is not None:
             group = child_of(self._group, options.timeout, timing)
         else:
             store, rank, size = self._meeting
-            limit = _TIMEOUT if options.timeout is None else options.timeout
-            group = group_over(
-                store, rank, size, device=self._device, name="coordinator", timeout=limit, timing=timing
-            )
-        self.rank, self.size, self.name = group.rank, group.size, group.name
-        if self._path is not None and self._timeline is None:
-            path = os.fspath(self._path)
-            if "{rank}" in path or self.rank == 0:
-                self._timeline = Timeline(path.replace("{rank}", str(self.rank)), self.rank)
-        try:
-            control = _session.open_control(
-                group.rank, group.size, store_of(group), "control",
-                cache=options.cache, timeout=options.timeout, stall_after=options.stall_after,
-            )  # fmt: skip
-        except BaseException:
-            group.close(0)
-            raise
-        self._session = Session(group.name, control, group, options, self._counts, self._timeline)
-        try:
-            machines = self._session.begin()
-        except BaseException as error:
-            self._session.shut_down(False, f"rank {self.rank} could not begin: {error}")
-            raise
-        self._epoch = epoch
-        here = [rank for rank, machine in enumerate(machines) if machine == machines[self.rank]]
-        self.local_rank, self.local_size = here.index(self.rank), len(here)
+            group = self._group_over(store, rank, size, self._device)
+        undo.callback(group.close, 0)
+        control = _session.open_control(
+            group.rank, group.size, store_of(group), "control",
+            cache=options.cache, timeout=options.timeout, stall_after=options.stall_after,
+        )  # fmt: skip
+        undo.callback(control.close)
+        return OfGroup(group), control
+
+    def _meet_over_mpi(self, undo: contextlib.ExitStack) -> tuple[Carrier, Any]:
+        options, limit = self._options, self._limit
+        device = None if self._device is None else as_integer(self._device, "device", 0)
+        meeting = _interop().meet(self._comm, options.engine, engine_name(), device, self._mpi_alone, limit)
+        undo.callback(meeting.end, False)
+        self._options = options._replace(engine=meeting.engine)
+        group = None
+        if meeting.engine != "mpi":
+            group = self._group_over(meeting.store(), meeting.rank, meeting.size, meeting.device)
+            undo.callback(group.close, 0)
+        control = meeting.control(cache=options.cache, timeout=options.timeout, stall_after=options.stall_after)
+        undo.callback(control.close)
+        if group is None:
+            return meeting.carrier("coordinator", limit), control
+        if meeting.engine == "both":
+            return Both(OfGroup(group), meeting.carrier(group.name, limit)), control
+        return OfGroup(group, meeting.end), control
+
+    def _group_over(self, store: Any, rank: int, size: int, device: DeviceLike) -> ProcessGroup:
+        return group_over(
+            store, rank, size, device=device, name="coordinator", timeout=self._limit,
+            timing=self._path is not None,
+        )  # fmt: skip
+
+    @property
+    def _limit(self) -> float:
+        """Seconds for the others to come, and for an operation."""
+        return _TIMEOUT if self._options.timeout is None else self._options.timeout
 
     def _current(self) -> Session:
         """Return the session that the ranks are in now: another one once the group goes on with others."""
@@ -154,9 +207,16 @@ class Coordinator(Operations):
                 self._begin()
         return self._session
 
-    def _place(self) -> tuple[Session, Any]:
-        session = self._current()
-        return session, session.everyone
+    def _entrance_of(self, session: Session, member: Member, epoch: int | None) -> Entrance:
+        """Return where operations of one of its sets are brought, while its group has the ranks that it has now."""
+        entrance = session.entrance(member)
+        if self._group is not None and epoch is not None:
+            entrance.follow(self._group, epoch)
+        return entrance
+
+    def _enter_anew(self) -> Entrance:
+        self._current()
+        return self._entrance
 
     @property
     def error(self) -> BaseException | None:
@@ -198,7 +258,7 @@ class Coordinator(Operations):
         ProcessSet or None
             None on ranks that do not belong to it, which need not call it.
         """
-        session = self._current()
+        session, epoch = self._current(), self._epoch
         members = tuple(sorted(as_integer(rank, "ranks") for rank in ranks))
         if not members or len(set(members)) != len(members) or not all(0 <= rank < self.size for rank in members):
             raise ValueError(f"ranks: expected different ranks of {self.size}, at least one, got {list(members)}")
@@ -206,7 +266,7 @@ class Coordinator(Operations):
             session.check()
             return None
         member = session.define(members, self._options.timeout if timeout is None else timeout)
-        return ProcessSet(self._current, session, member)
+        return ProcessSet(self._current, session, self._entrance_of(session, member, epoch))
 
     def stats(self) -> dict[str, Any]:
         """Return what was done so far.
@@ -266,7 +326,7 @@ class Coordinator(Operations):
         """
         if self._shut:
             return ""
-        limit, all_leave = _TIMEOUT if self._options.timeout is None else self._options.timeout, True
+        limit, all_leave = self._limit, True
         with contextlib.suppress(NcclError):  # it has ended, and who asks for an end next is told so
             all_leave = self._session.leave(limit)
         return "" if all_leave else f"it has waited {seconds(limit)} at the end of its block for the others' ends"
@@ -274,6 +334,9 @@ class Coordinator(Operations):
     def _end(self) -> None:
         self._shut = True
         if self._timeline is not None:
+            told = threading.Event()
+            aside(told.set)  # behind what the works that are done tell the timeline, in the same thread
+            told.wait(_TELLS)
             self._timeline.close()
 
     def __enter__(self) -> Coordinator:
@@ -292,8 +355,8 @@ class Coordinator(Operations):
             return
         if self.error is None:
             said = f"{self!r}, made at {self._site}, was never shut down"
-            warnings.warn(said, ResourceWarning, source=self, stacklevel=2)
             self._session.trouble(RuntimeError("its coordinator was dropped without shutdown()"))
+            warnings.warn(said, ResourceWarning, source=self, stacklevel=2)  # which may be an error
 
     def __reduce__(self) -> Any:
         raise not_copied(self, "make one in each process")
@@ -310,27 +373,37 @@ def _site() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def _engine_of(engine: str) -> str:
-    """Return which engine works with the data, "nccl" or "host"."""
+def _interop() -> Any:
+    """Return what knows mpi4py. That floor lies above this one: it is found when somebody has such a communicator."""
+    return import_module("ncclpy.interop.mpi_coordinator")
+
+
+def _is_of_mpi(transport: Any) -> bool:
+    """Return whether it is an MPI communicator, or of a class that is made from one."""
+    bases = type(transport).__mro__
+    from_mpi = any(str(base.__module__).partition(".")[0] == "mpi4py" for base in bases)
+    return from_mpi and bool(_interop().is_communicator(transport))
+
+
+def _engine_of(engine: str, over_mpi: bool) -> str:
+    """Return which engine works with the data: "nccl", "host" or "mpi"; over MPI that may be "auto" still."""
     if engine not in ("auto", "nccl", "host", "mpi"):
         raise ValueError(f"engine: expected 'auto', 'nccl', 'host' or 'mpi', got {engine!r}")
-    if engine == "mpi":
-        raise NcclUnsupported("engine: MPI does not carry a coordinator's data yet; use 'auto'")
+    if engine == "mpi" and not over_mpi:
+        raise ValueError("engine: MPI carries the data of ranks of an MPI communicator: pass one as the transport")
     loaded = engine_name()
-    if engine not in ("auto", loaded):
+    if engine not in ("auto", "mpi", loaded):
         how = "NCCLPY_LIBRARY=host chooses the host engine" if engine == "host" else "NCCLPY_LIBRARY=cuda chooses NCCL"
         raise NcclUnsupported(f"engine: {engine!r} was asked for, and {loaded!r} is loaded, one for all; {how}")
-    return loaded
+    return engine if over_mpi else loaded
 
 
 def _transport_of(transport: Any) -> tuple[ProcessGroup | None, Any]:
-    """Return the group, or the store with rank and size."""
+    """Return the group, or the store, if there is one, with rank and size."""
     if isinstance(transport, ProcessGroup):
         return transport, None
-    if type(transport).__module__.partition(".")[0] == "mpi4py":
-        raise NcclUnsupported(
-            "transport: an MPI communicator is not taken yet; pass a ProcessGroup, or (store, rank, size)"
-        )
+    if _is_of_mpi(transport):
+        return None, (None, transport.rank, transport.size)
     if isinstance(transport, tuple) and len(transport) == 3:
         bootstrap = import_module("ncclpy.bootstrap")
         store, rank, size = transport
@@ -340,4 +413,7 @@ def _transport_of(transport: Any) -> tuple[ProcessGroup | None, Any]:
         if size < 1 or not 0 <= rank < size:
             raise ValueError(f"transport: rank {rank} of {size}: expected size >= 1 and 0 <= rank < size")
         return None, (store, rank, size)
-    raise TypeError(f"transport: expected a ProcessGroup or (store, rank, size), got {type(transport).__name__}")
+    raise TypeError(
+        "transport: expected a ProcessGroup, (store, rank, size) or an mpi4py communicator, got "
+        f"{type(transport).__name__}"
+    )

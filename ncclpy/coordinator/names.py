@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-__all__ = ["BEGINNING", "LEAVING", "key_of", "names_of", "shown"]
+__all__ = ["BEGINNING", "LEAVING", "as_name", "key_of", "names_of", "shown"]
 
 #: The keys under which the ranks compare what they were made with, before anything else, and wait for each other at
 #: the end.
@@ -31,12 +31,17 @@ def key_of(names: Sequence[str]) -> bytes:
     return _SEVERAL + b"".join(_LENGTH.pack(len(each)) + each for each in packed)
 
 
+def as_name(name: str) -> str:
+    """Return a name as a text of Python's own; raise `TypeError` if it is none."""
+    if type(name) is str:
+        return name
+    if not isinstance(name, str):
+        raise TypeError(f"name: expected a text, got {type(name).__name__}")
+    return str.__str__(name)
+
+
 def _bytes_of(name: str) -> bytes:
-    if type(name) is not str:
-        if not isinstance(name, str):
-            raise TypeError(f"name: expected a text, got {type(name).__name__}")
-        name = str(name)
-    return name.encode("utf-8", "surrogatepass")
+    return as_name(name).encode("utf-8", "surrogatepass")
 
 
 def names_of(key: bytes) -> tuple[str, ...]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ncclpy.coordinator.calls import AllGather, AllReduce, AllReduceSparse, AllToAll, Barrier, Broadcast, ReduceScatter
-from ncclpy.coordinator.member import Member
-from ncclpy.coordinator.session import Session
+from ncclpy.coordinator.call import AllReduce
+from ncclpy.coordinator.calls import AllGather, AllReduceSparse, AllToAll, Barrier, Broadcast, ReduceScatter
+from ncclpy.coordinator.entrance import Entrance
 from ncclpy.core.types import SUM, BufferLike, OpLike
 from ncclpy.engine.work import Work
 
@@ -16,9 +16,16 @@ __all__ = ["Operations"]
 class Operations:
     """Methods that bring operations; `Coordinator` and `ProcessSet` are the classes to use."""
 
-    def _place(self) -> tuple[Session, Member]:
-        """Return where operations are brought; raise if nothing can be any more."""
+    _entrance: Entrance
+
+    def _enter_anew(self) -> Entrance:
+        """Return another entrance, as this one is out of date; raise if there is none."""
         raise NotImplementedError
+
+    def _way(self) -> Entrance:
+        """Return where operations are brought."""
+        entrance = self._entrance
+        return self._enter_anew() if entrance.is_outdated() else entrance
 
     def all_reduce(
         self,
@@ -45,7 +52,7 @@ class Operations:
             ``"sum"``, ``"average"`` (or ``"avg"``), ``"min"``, ``"max"`` or ``"prod"``.
         prescale, postscale : float, optional
             What the input and the result are multiplied by, of sums and averages of floats: both at once, before the
-            sum.
+            sum. Their product is to be a number of the array's type, neither infinite there nor, unless it is 0, zero.
 
         Returns
         -------
@@ -65,10 +72,10 @@ class Operations:
         Ranks that have joined bring what changes nothing: zeros, or the identity of the operator. An average divides
         by the others.
         """
-        session, member = self._place()
-        call = AllReduce((name,), (array,), op, session.device, member.size, prescale, postscale)
-        session.bring(member, call)
-        return call.work
+        entrance = self._entrance
+        if entrance.is_outdated():
+            entrance = self._enter_anew()
+        return entrance.all_reduce(name, array, op, prescale, postscale)
 
     def grouped_all_reduce(self, names: Sequence[str], arrays: Sequence[BufferLike], op: OpLike = SUM) -> list[Work]:
         """Give arrays that are reduced together: all of them, or, where something does not fit, none.
@@ -91,9 +98,10 @@ class Operations:
         if not names or len(names) != len(arrays):
             both = f"{len(names)} and {len(arrays)}"
             raise ValueError(f"names, arrays: expected as many of both, at least one, got {both}")
-        session, member = self._place()
-        call = AllReduce(names, arrays, op, session.device, member.size)
-        session.bring(member, call)
+        entrance = self._way()
+        member = entrance.member
+        call = AllReduce(names, arrays, op, entrance.device, member.size, member.memory)
+        entrance.bring(call)
         return [part.work for part in call.parts]
 
     def all_gather(self, name: str, array: BufferLike) -> Work:
@@ -112,9 +120,9 @@ class Operations:
         Work
             Its result is a new array, of the same package.
         """
-        session, member = self._place()
-        call = AllGather(name, array, session.device)
-        session.bring(member, call)
+        entrance = self._way()
+        call = AllGather(name, array, entrance.device)
+        entrance.bring(call)
         return call.work
 
     def broadcast(self, name: str, array: BufferLike, root: int = 0) -> Work:
@@ -132,9 +140,9 @@ class Operations:
         Work
             Its result is the array.
         """
-        session, member = self._place()
-        call = Broadcast(name, array, root, session.device, member.rank, member.size)
-        session.bring(member, call)
+        entrance = self._way()
+        call = Broadcast(name, array, root, entrance.device, entrance.member.rank, entrance.member.size)
+        entrance.bring(call)
         return call.work
 
     def reduce_scatter(self, name: str, array: BufferLike, op: OpLike = SUM) -> Work:
@@ -154,9 +162,9 @@ class Operations:
         Work
             Its result is a new array, this rank's rows.
         """
-        session, member = self._place()
-        call = ReduceScatter(name, array, op, session.device, member.rank, member.size)
-        session.bring(member, call)
+        entrance = self._way()
+        call = ReduceScatter(name, array, op, entrance.device, entrance.member.rank, entrance.member.size)
+        entrance.bring(call)
         return call.work
 
     def all_to_all(self, name: str, array: BufferLike, send_counts: Sequence[int] | None = None) -> Work:
@@ -177,9 +185,9 @@ class Operations:
             Its result is a new array, the rows in the order of the ranks that they come from. With `send_counts` it is
             ``(array, recv_counts)``, with how many came from each.
         """
-        session, member = self._place()
-        call = AllToAll(name, array, send_counts, session.device, member.rank, member.size)
-        session.bring(member, call)
+        entrance = self._way()
+        call = AllToAll(name, array, send_counts, entrance.device, entrance.member.rank, entrance.member.size)
+        entrance.bring(call)
         return call.work
 
     def barrier(self, name: str) -> Work:
@@ -195,9 +203,9 @@ class Operations:
         Work
             Its result is None.
         """
-        session, member = self._place()
-        call = Barrier(name, session.device)
-        session.bring(member, call)
+        entrance = self._way()
+        call = Barrier(name, entrance.device)
+        entrance.bring(call)
         return call.work
 
     def all_reduce_sparse(self, name: str, indices: BufferLike, values: BufferLike) -> Work:
@@ -215,7 +223,7 @@ class Operations:
         Work
             Its result is ``(indices, values)``: each index once, in their order, and the sums.
         """
-        session, member = self._place()
-        call = AllReduceSparse(name, indices, values, session.device, member.size)
-        session.bring(member, call)
+        entrance = self._way()
+        call = AllReduceSparse(name, indices, values, entrance.device, entrance.member.size)
+        entrance.bring(call)
         return call.work

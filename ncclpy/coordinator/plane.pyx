@@ -1,11 +1,12 @@
 """The data of one process set: its group of ranks, and the launches of what all of them have brought."""
 
 import math
+from collections import deque
 
 from libc.string cimport memset
 
-from ncclpy.abi.driver cimport CUstream
-from ncclpy.core.buffers cimport View, read_view
+from ncclpy.abi.driver cimport CUDA_SUCCESS, CUstream
+from ncclpy.core.buffers cimport HOST_MEMORY, View, read_view
 from ncclpy.core.communicator cimport Communicator
 from ncclpy.core.datatypes cimport ITEMSIZE, encoded
 from ncclpy.core.library cimport host_engine, require_driver
@@ -15,10 +16,13 @@ from ncclpy.core.parts cimport Spread, new_spread
 from ncclpy.core.shape cimport shape_all_gather, shape_all_to_all, shape_reduce_scatter
 from ncclpy.core.start cimport fill_barrier
 from ncclpy.core.stream cimport Stream
+from ncclpy.core.wait cimport deadline_after, wait_for_event
 from ncclpy.coordinator.brought cimport Brought, copies_apart
-from ncclpy.coordinator.slots cimport Carried, Slot, new_carried
+from ncclpy.coordinator.copier cimport Copier, copier_of
+from ncclpy.coordinator.slots cimport MOMENT, Carried, Slot, new_carried
 from ncclpy.engine.callbacks cimport users
 from ncclpy.engine.clique cimport MADE, MAKING
+from ncclpy.engine.launcher cimport Launch
 from ncclpy.engine.recorder cimport note_operation
 from ncclpy.engine.streams cimport find_producer, record_behind, wait_behind
 from ncclpy.engine.work cimport Work, new_work
@@ -39,6 +43,7 @@ cdef enum:
     AVG = 4
     _ALIGNED = 16  # where each array begins in a slot, in bytes: what is copied at once
     _MOST_OPERATORS = 64
+    _AT_FIRST = 1 << 20  # bytes of a slot on GPUs, until it grows
 
 cdef tuple _FLOATS = (
     DataType.FLOAT16, DataType.FLOAT32, DataType.FLOAT64, DataType.BFLOAT16, DataType.FLOAT8E4M3, DataType.FLOAT8E5M2,
@@ -117,6 +122,13 @@ def identity(int datatype, int op):
     return encoded(-(2 ** (bits - 1)) if low else 2 ** (bits - 1) - 1, kind, "identity")
 
 
+def holds(double factor, int datatype):
+    """Return whether a type of floats has a number for a factor that is neither infinite nor, unless that is 0, zero."""
+    kind = DataType(datatype)
+    infinite = encoded(math.inf, kind, "factor")
+    return encoded(abs(factor), kind, "factor") not in (infinite, bytes(0 if factor == 0 else kind.itemsize))
+
+
 def is_float(int datatype):
     """Return whether a data type has fractions, so that it can be scaled."""
     return DataType(datatype) in _FLOATS
@@ -137,22 +149,33 @@ cdef class Plane:
     cdef Connection connection
     cdef dict operators  # (data type, factor) -> [operator, the last work that uses it]
     cdef list slots
+    cdef object beginning  # what is copied for a launch that is to be made, a Carried or None
+    cdef object carrying  # what goes through them and is not done, the oldest first
     cdef Py_ssize_t turn
+    cdef Copier copier
     cdef object streams  # for copies, beside those of the group
     cdef size_t scratch  # of the barrier
 
     def __init__(self, ProcessGroup group not None):
         self.group = group
         self.operators, self.slots, self.streams = {}, [], None
+        self.copier = copier_of(group.device)
+        self.carrying = deque()
         self.connection = group.connection_with(-1)
+        if copies_apart():  # memory may be slow to come where launches of other ranks of this process wait for this one
+            self._have_slots(_AT_FIRST)
 
     def stands(self):
         """Return whether the communicator is there, or will never be."""
         return self.connection.state != MAKING
 
-    def wait(self, double seconds):
-        """Wait until it is, or so long; return whether it is."""
-        return self.connection.settled.wait(seconds)
+    def is_free(self):
+        """Return whether CPU memory that is copied in next waits for no other rank; this waits a moment for that."""
+        cdef Slot slot
+        if host_engine or self.connection.state != MADE:  # there one step of a stream copies, and nobody waits
+            return True
+        slot = self.slots[self.turn] if self.slots else None
+        return slot is None or not slot.used or wait_for_event(slot.free, deadline_after(MOMENT)) == CUDA_SUCCESS
 
     cdef Communicator _comm(self):
         """Return the communicator; raise if it is gone."""
@@ -173,6 +196,7 @@ cdef class Plane:
             request.add_all(lowered)
         work.gathering = None
         group.submit(self.connection, request)
+        self.beginning = None
         return 0
 
     cdef int _plain(self, Work work, const Operation* operation) except -1:
@@ -252,13 +276,15 @@ cdef class Plane:
         if not brought.is_staged():
             self._plain(brought.work, &o)
             return None
-        carried = self._carry(brought.view.nbytes)
-        carried.add(brought.view.pointer, 0, brought.view.nbytes, NULL)
-        carried.copy_in(self._before())
-        o.send = o.recv = <void*>carried.slot.pointer
-        self._plain(self._inner(carried, BROADCAST, brought.name), &o)
-        carried.add(brought.view.pointer, 0, brought.view.nbytes, NULL)
+        carried = self._carry(brought.view.nbytes, host_engine)
+        self._inner(carried, BROADCAST, brought.name)
+        carried.add(brought.view.pointer, 0, brought.view.nbytes)
         carried.works.append(brought.work)
+        self._copy_in(carried)
+        o.send = o.recv = <void*>carried.slot.pointer
+        self._plain(carried.inner, &o)
+        carried.add(brought.view.pointer, 0, brought.view.nbytes)
+        carried.waits = not carried.together
         return carried
 
     def gather(self, Brought brought not None, counts, result):
@@ -278,15 +304,6 @@ cdef class Plane:
             spread.all_gather_v(sent, into, counts)
             self._spread(work, spread)
         return self._back(carried, brought, result)
-
-    def gather_parts(self, Brought brought not None, sent, list places):
-        """Launch a gather of one part a rank, each into its own place."""
-        cdef Spread spread = self._parts()
-        self._comm()
-        self._wait_for_room(places[0])
-        spread.all_gather(sent, places)
-        brought.work.held = (brought.array, sent, places)
-        self._spread(brought.work, spread)
 
     def scatter(self, Brought brought not None, int op, factor, counts, result):
         """Launch a reduction of which each rank gets the part of so many elements."""
@@ -325,8 +342,8 @@ cdef class Plane:
             self._spread(work, spread)
         return self._back(carried, brought, result)
 
-    def fuse(self, list members, int datatype, int op, factor):
-        """Launch one all-reduce of several arrays, copied together.
+    def fuse(self, list members, int datatype, int op, factor, bint on_device):
+        """Launch one all-reduce of several arrays, copied together; `on_device` if they are in device memory.
 
         Parameters
         ----------
@@ -347,26 +364,28 @@ cdef class Plane:
         for _, count in members:
             offsets.append(offset)
             offset += (count * ITEMSIZE[datatype] + _ALIGNED - 1) // _ALIGNED * _ALIGNED
-        carried = self._carry(offset)
+        carried = self._carry(offset, host_engine or on_device)
+        inner = self._inner(carried, ALL_REDUCE, f"{len(members)} fused")
+        memset(&o, 0, sizeof(o))
+        o.op = self._operator(datatype, op, factor, inner)  # before there are copies that would have to end
         for (brought, count), place in zip(members, offsets, strict=True):
             if brought is not None:
-                carried.add(brought.view.pointer, place, brought.view.nbytes, brought.work.ready)
+                carried.add(brought.view.pointer, place, brought.view.nbytes)
+                carried.follow(brought.work)
+                carried.works.append(brought.work)
             else:
                 self._add_identity(carried, place, count, datatype, op)
-        carried.copy_in(self._before())
-        memset(&o, 0, sizeof(o))
+        self._copy_in(carried)
         o.kind, o.datatype = ALL_REDUCE, datatype
         o.send = o.recv = <void*>carried.slot.pointer
         # One alone has no padding: the others may launch it as it is.
         o.count = members[0][1] if len(members) == 1 else offset // ITEMSIZE[datatype]
-        inner = self._inner(carried, ALL_REDUCE, f"{len(members)} fused")
-        o.op = self._operator(datatype, op, factor, inner)
         note_operation(inner.entry, &o, offset)
         self._plain(inner, &o)
         for (brought, _), place in zip(members, offsets, strict=True):
             if brought is not None:
-                carried.add(brought.view.pointer, place, brought.view.nbytes, NULL)
-                carried.works.append(brought.work)
+                carried.add(brought.view.pointer, place, brought.view.nbytes)
+                carried.waits = carried.waits or (brought.view.device == HOST_MEMORY and not carried.together)
         return carried
 
     # Slots.
@@ -375,11 +394,12 @@ cdef class Plane:
         cdef View view
         element = identity(datatype, op)
         if element is None:
-            return carried.add(NULL, place, count * ITEMSIZE[datatype], NULL)
+            return carried.add(NULL, place, count * ITEMSIZE[datatype])
         pattern = np.frombuffer(element * count, np.uint8)
         read_view(pattern, &view, "identity")
         carried.kept.append(pattern)
-        return carried.add(view.pointer, place, view.nbytes, NULL)
+        carried.together = host_engine
+        return carried.add(view.pointer, place, view.nbytes)
 
     cdef CUstream _before(self) except? NULL:
         """Return the stream on which data are copied in."""
@@ -398,15 +418,27 @@ cdef class Plane:
             self.streams = Stream(self.group.device), Stream(self.group.device)
         return 0
 
-    cdef Carried _carry(self, size_t nbytes):
-        """Return a launch through the slot whose turn it is."""
+    cdef int _have_slots(self, size_t nbytes) except -1:
+        cdef Slot slot
+        self.slots = [Slot(self.group.device), Slot(self.group.device)]
+        if nbytes:
+            for slot in self.slots:
+                slot.take(nbytes, self._before())
+        return 0
+
+    cdef Carried _carry(self, size_t nbytes, bint together):
+        """Return a launch through the slot whose turn it is; `together` if the device reaches what is copied."""
         cdef Slot slot
         if not self.slots:
-            self.slots = [Slot(self.group.device), Slot(self.group.device)]
+            self._have_slots(0)
         slot = self.slots[self.turn]
         self.turn = (self.turn + 1) % len(self.slots)
         slot.take(max(<size_t>1, nbytes), self._before())
-        return new_carried(slot, self._comm(), self._before(), self._behind())
+        carried = new_carried(slot, self._comm(), self.copier, together, self._before(), self._behind())
+        while self.carrying and self.carrying[0].is_over():
+            self.carrying.popleft()
+        self.carrying.append(carried)
+        return carried
 
     cdef Work _inner(self, Carried carried, int kind, str name):
         """Return the work of a launch that others' works come behind."""
@@ -414,10 +446,21 @@ cdef class Plane:
         inner.entry.key = name
         inner.timed = self.group.timing
         inner.held = carried.kept
-        if self.streams is not None:
-            record_behind(inner, self._before())
         carried.inner = inner
+        self.beginning = carried
         return inner
+
+    cdef int _copy_in(self, Carried carried) except -1:
+        carried.copy_in(self._before())
+        if self.streams is not None:
+            record_behind(carried.inner, self._before())
+        return 0
+
+    def abandon(self, error):
+        """Fail the launch that could not be made; what is being copied for it is held until that is over."""
+        carried, self.beginning = self.beginning, None
+        if carried is not None:
+            carried.abandon(error)
 
     cdef tuple _staged(self, Brought brought, int kind, object result, bint as_bytes):
         """Return a launch, its work, what is sent and what receives in the slot, and by how much counts are multiplied."""
@@ -425,10 +468,11 @@ cdef class Plane:
         cdef size_t place = (brought.view.nbytes + _ALIGNED - 1) // _ALIGNED * _ALIGNED
         cdef Carried carried
         read_view(result, &view, "result")
-        carried = self._carry(place + view.nbytes)
-        carried.add(brought.view.pointer, 0, brought.view.nbytes, NULL)
-        carried.copy_in(self._before())
+        carried = self._carry(place + view.nbytes, host_engine)
         work = self._inner(carried, kind, brought.name)
+        carried.add(brought.view.pointer, 0, brought.view.nbytes)
+        carried.works.append(brought.work)
+        self._copy_in(carried)
         start = carried.slot.pointer
         if as_bytes:
             scale = brought.view.unit * ITEMSIZE[brought.view.datatype]
@@ -453,8 +497,8 @@ cdef class Plane:
             return None
         read_view(result, &view, "result")
         place = (brought.view.nbytes + _ALIGNED - 1) // _ALIGNED * _ALIGNED
-        carried.add(view.pointer, place, view.nbytes, NULL)
-        carried.works.append(brought.work)
+        carried.add(view.pointer, place, view.nbytes)
+        carried.waits = not carried.together
         brought.work.held = (brought.array, result)
         return carried
 
@@ -462,6 +506,16 @@ cdef class Plane:
 
     def fail(self, error):
         """End it with an error: what runs there fails, the communicator is aborted. The others end theirs themselves."""
+        cdef Launch launch
+        cdef Carried carried
+        cdef Work work
+        # Before the group does: that would say of itself that it has ended, and its user knows of no group.
+        for launch in list(self.connection.launches):
+            launch.end(error)
+        for carried in list(self.carrying):
+            for work in carried.members():
+                if work.launch is carried:  # else its launch has failed just now, and it ends with what is copied in
+                    work.settle(error)
         self.group._fail(error, None, None, exits=False)
 
     def close(self, timeout):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ncclpy.coordinator.member import Member
+from ncclpy.coordinator.entrance import Entrance
 from ncclpy.coordinator.operations import Operations
 from ncclpy.coordinator.session import Session
 from ncclpy.core.errors import NcclAborted
@@ -23,8 +23,8 @@ class ProcessSet(Operations):
         Returns what the coordinator's ranks are in now.
     session : Session
         What they were in when this was made.
-    member : Member
-        This rank in it.
+    entrance : Entrance
+        This rank's way into it.
 
     Attributes
     ----------
@@ -34,17 +34,18 @@ class ProcessSet(Operations):
         Which of how many this one is in the set.
     """
 
-    def __init__(self, current: Callable[[], Session], session: Session, member: Member) -> None:
-        self._current, self._session, self._member = current, session, member
+    def __init__(self, current: Callable[[], Session], session: Session, entrance: Entrance) -> None:
+        self._current, self._session, self._entrance = current, session, entrance
+        member = entrance.member
         self.ranks, self.rank, self.size = member.ranks, member.rank, member.size
 
-    def _place(self) -> tuple[Session, Member]:
+    def _enter_anew(self) -> Entrance:
         if self._current() is not self._session:
             raise NcclAborted(
                 f"a process set of {len(self.ranks)} ranks has ended: its coordinator goes on with other ranks since "
                 "then; make it anew"
             )
-        return self._session, self._member
+        return self._entrance  # its coordinator has ended, with the session that this one was made in
 
     def __repr__(self) -> str:
         return f"<ncclpy.ProcessSet {list(self.ranks)} rank {self.rank} of {self.size}>"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 import struct
 import threading
 import time
@@ -15,16 +14,18 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from ncclpy.bootstrap.prefix import PrefixStore
 from ncclpy.coordinator import connections, ends
 from ncclpy.coordinator.brought import is_as_on_gpus
-from ncclpy.coordinator.calls import Call
+from ncclpy.coordinator.carriers import Carrier
 from ncclpy.coordinator.control import SETS, ranks_of_set
 from ncclpy.coordinator.counts import Counts
-from ncclpy.coordinator.member import Member, Ready
+from ncclpy.coordinator.entrance import Entrance, Gate
+from ncclpy.coordinator.member import Member
 from ncclpy.coordinator.names import BEGINNING, LEAVING, key_of, names_of
-from ncclpy.coordinator.plane import Plane, aside, part_of
+from ncclpy.coordinator.pending import Pending
+from ncclpy.coordinator.plan import Ready
+from ncclpy.coordinator.plane import aside
 from ncclpy.coordinator.signature import as_error, unpack_all
 from ncclpy.coordinator.timeline import Timeline
 from ncclpy.core.errors import NcclError, NcclTimeout, ranks, seconds, spans
-from ncclpy.peers.reports import BOOT_ID
 
 __all__ = ["Options", "Session", "open_control"]
 
@@ -42,8 +43,8 @@ _BEGINS = 300.0
 _DRAINS = 60.0
 #: Seconds for the record to be read that says why the control plane has ended: it is there by then.
 _TOLD = 10.0
-#: How long a wait goes on before it looks whether the session has ended.
-_SLICE = 0.1
+#: How long a wait goes on before it looks whether the session has ended; or is about to.
+_SLICE, _SOON = 0.1, 0.01
 
 
 def open_control(
@@ -80,6 +81,7 @@ class _Wait(Generic[T]):
     def __init__(self) -> None:
         self.there = threading.Event()
         self.is_all = True  # what it says came from all ranks
+        self.asking, self.is_asked = threading.Lock(), False  # whether the control plane was asked for it
         self._value: T | None = None
         self._error: BaseException | None = None
 
@@ -108,8 +110,8 @@ class Session:
         The coordinator's.
     control
         This rank's end of the control plane.
-    group
-        The coordinator's own process group, of all ranks.
+    carrier
+        What carries the data, of all ranks.
     options
         See `Options`.
     counts
@@ -119,33 +121,46 @@ class Session:
     """
 
     def __init__(
-        self, name: str, control: Any, group: Any, options: Options, counts: Counts, timeline: Timeline | None
+        self,
+        name: str,
+        control: Any,
+        carrier: Carrier,
+        options: Options,
+        counts: Counts,
+        timeline: Timeline | None,
     ) -> None:
         self.name, self.rank, self.size = name, control.rank, control.size
-        self.group, self.device = group, group.device
+        self.carrier, self.device = carrier, carrier.device
         self.error: NcclError | None = None
         self._control, self._options, self._counts, self._timeline = control, options, counts, timeline
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a handler of signals may come back here
         self._closing: tuple[int, str] | None = None
+        # What is waited for; and what was told when nobody waited any more, for those who ask again.
         self._joining: _Wait[int] | None = None
+        self._joined: _Wait[int] | None = None
         self._defining: dict[tuple[int, ...], _Wait[Member]] = {}
+        self._defined: dict[tuple[int, ...], _Wait[Member]] = {}
         self._began: _Wait[tuple[bytes, ...]] = _Wait()
         self._all_leave: _Wait[tuple[bytes, ...]] = _Wait()
         self._ending, self._over = threading.Event(), threading.Event()
         self._left: BaseException | None = None
+        self._orderly = False  # all ranks have ended it
         self._staged = is_as_on_gpus()
-        self._members = {0: self._member(0, tuple(range(self.size)), group)}
+        self._gate = Gate()
+        self._members = {0: self._member(0, tuple(range(self.size)), carrier)}
         self._reader = threading.Thread(target=self._read, name="ncclpy-coordinator", daemon=True)
         self._reader.start()
 
-    def _member(self, number: int, members: tuple[int, ...], group: Any) -> Member:
+    def _member(self, number: int, members: tuple[int, ...], carrier: Carrier) -> Member:
         label = f"coordinator {self.name!r}" + (f", process set {number}" if number else "")
+        pending = Pending(label, members.index(self.rank), members, number)
+        pending.have = self._control.have
         made = Member(
-            number, members, members.index(self.rank), Plane(group), label, self._options.fusion_bytes, self._staged,
-            self._counts, self,
+            pending, carrier.plane(), self._options.fusion_bytes, self._staged and carrier.for_devices, self._counts,
+            self.trouble, self._options.cache, carrier.host_plane(), carrier.for_devices,
+            None if self._timeline is None else self._timeline.launched,
         )  # fmt: skip
-        made.have = self._control.have
-        group.on_abort(self.trouble)
+        carrier.on_abort(self.trouble)
         return made
 
     @property
@@ -153,10 +168,14 @@ class Session:
         """This rank in the set of all ranks."""
         return self._members[0]
 
+    def entrance(self, member: Member) -> Entrance:
+        """Return the way of operations into one of its sets."""
+        return Entrance(self, member, self._gate, self._control, self._counts, self._timeline)
+
     @property
     def pending(self) -> int:
         """How many operations wait for other ranks."""
-        return sum(member.pending for member in list(self._members.values()))
+        return sum(len(member.pending) for member in list(self._members.values()))
 
     # The beginning.
 
@@ -170,8 +189,8 @@ class Session:
         NcclTimeout
             If some do not come.
         """
-        machine = (BOOT_ID or socket.gethostname()).encode()
-        self._ask(self._control.bring, 0, BEGINNING, self._options.packed(), machine, False)
+        machine = connections.machine()
+        self._ask(self._control.bring, 0, BEGINNING, self._options.packed(), machine.encode(), False)
         limit = self._options.timeout if self._options.timeout is not None else _BEGINS
         if not self._wait(self._began, limit):
             have = set(self._control.have(0, BEGINNING))
@@ -207,76 +226,83 @@ class Session:
             raise ValueError(
                 f"coordinator {self.name!r}: rank {self.rank} has joined; it brings nothing until all have"
             )
+        if self._joined is not None:  # its own wait for that was left, and it goes on: that was told to it
+            with self._lock:
+                self._joined = None
+                self._set_gate()
 
-    def bring(self, member: Member, call: Call) -> None:
-        """Bring an operation; it is withdrawn if that raises."""
-        sent: list[bool] = []
-        try:
-            self.check()
-            member.note(call)
-            if self._timeline is not None:
-                self._timeline.watch(call.parts)
-            try:
-                self._control.bring(member.number, call.key, call.fixed, call.own, call.joinable, sent)
-            except BaseException:
-                if not sent:
-                    member.take(call.key)
-                raise
-        except BaseException as error:
-            if sent:  # of a handler of signals: the others have it, so it goes on, and keeps its arrays
-                raise
-            call.withdraw(error)
-            self._explain(error)
-            raise
-        self._counts.add(brought=len(call.parts))
-        if self.error is not None:  # it ended meanwhile, and may not have known of this
-            for late in member.take_all():
+    def _set_gate(self) -> None:
+        """Have operations go out without a look at this, or not; with the lock held."""
+        why_not = (self.error, self._closing, self._joining, self._joined)
+        self._gate.shut = any(each is not None for each in why_not)
+
+    def fail_late(self, member: Member) -> None:
+        """Fail what was brought while the session ended, which may not have known of it."""
+        if self.error is not None:
+            for late in member.pending.take_all():
                 late.fail(self.error)
 
-    def _explain(self, error: BaseException) -> None:
-        """Raise what has ended the session, if the control plane has refused something for that."""
-        if isinstance(error, NcclError) and error.__cause__ is None and self._ending.wait(_TOLD):
-            assert self.error is not None
-            raise ends.has_ended(self.name, self.error)
+    def explain(self, error: BaseException) -> None:
+        """Raise what has ended the session, or is about to, if the control plane has refused something for that."""
+        if not isinstance(error, NcclError) or error.__cause__ is not None:
+            return
+        end = time.monotonic() + _TOLD
+        while not self._ending.wait(_SOON) and self._closing is None and time.monotonic() < end:
+            pass
+        if self.error is not None or self._closing is not None:
+            self.check()
 
     def _ask(self, method: Callable[..., None], *arguments: Any) -> None:
         """Ask the control plane for something; raise what has ended it."""
         try:
             method(*arguments)
         except NcclError as error:
-            self._explain(error)
+            self.explain(error)
             raise
+
+    def _ask_once(self, what: _Wait[Any], method: Callable[..., None], *arguments: Any) -> None:
+        """Ask the control plane for what is waited for, unless somebody has."""
+        with what.asking:
+            if not what.is_asked and not what.there.is_set():
+                with contextlib.suppress(ValueError):  # a handler of signals came between that call and the next line
+                    self._ask(method, *arguments)
+                what.is_asked = True
 
     def join(self, timeout: float | None) -> int:
         """Bring nothing more until all ranks have joined; return the last one."""
         with self._lock:
-            joining = self._joining
-            asks = joining is None
+            joining = self._joined or self._joining  # it was left, by its deadline or a handler of signals
             if joining is None:
                 self.check()
                 joining = self._joining = _Wait[int]()
-        if asks:  # else it was left, by its deadline or a handler of signals, and is waited for again
-            self._ask(self._control.join)
+                self._set_gate()
+        self._ask_once(joining, self._control.join)
         if not self._wait(joining, timeout):
             raise NcclTimeout(
                 f"coordinator {self.name!r}: not all ranks have joined within {seconds(timeout or 0.0)}; rank "
                 f"{self.rank} has, and brings nothing until they have"
             )
+        with self._lock:
+            if self._joined is joining:
+                self._joined = None
+                self._set_gate()
         return joining.result()
 
     def define(self, members: tuple[int, ...], timeout: float | None) -> Member:
         """Return this rank in a new process set, once all of its members have asked for it."""
         with self._lock:
             self.check()
-            found = self._defining.get(members)
-            waiting = found or self._defining.setdefault(members, _Wait[Member]())
-        if found is None:  # else a wait for it was left, or another thread's goes on: it is the same set
-            self._ask(self._control.define, members)
+            # If a wait for it was left, or another thread's goes on, it is the same set.
+            waiting = self._defined.get(members) or self._defining.setdefault(members, _Wait[Member]())
+        self._ask_once(waiting, self._control.define, members)
         if not self._wait(waiting, timeout):
             raise NcclTimeout(
                 f"coordinator {self.name!r}: not all of {ranks(spans(members))} have called process_set() with these "
                 f"ranks within {seconds(timeout or 0.0)}"
             )
+        with self._lock:
+            if self._defined.get(members) is waiting:
+                del self._defined[members]
         return waiting.result()
 
     def leave(self, timeout: float) -> bool:
@@ -288,7 +314,7 @@ class Session:
         if joining is not None:  # its own wait for that was left; until then nothing can be brought
             self._wait(joining, timeout)
         if self.error is None and self._closing is None and self._joining is None:
-            self._ask(self._control.bring, 0, LEAVING, b"", b"", False)
+            self._ask_once(self._all_leave, self._control.bring, 0, LEAVING, b"", b"", False)
             return self._wait(self._all_leave, timeout) and self._all_leave.is_all
         return True
 
@@ -297,8 +323,18 @@ class Session:
         if self.error is None:
             self._control.shutdown(drain, reason)
 
+    def abandon(self, reason: str) -> None:
+        """Ask for the end, as it could not begin, and wait until all was given back: also where nobody answers."""
+        with contextlib.suppress(NcclError):  # it ends already
+            self.shut_down(False, reason)
+        if not self.wait_until_over(_TOLD):
+            self._control.close()
+            self.wait_until_over(_TOLD)
+
     def wait_until_over(self, timeout: float | None) -> bool:
         """Wait until it has ended and all was given back; return whether that is so in time."""
+        if threading.current_thread() is self._reader:  # a finaliser asks, in the thread that is to give it back
+            return True
         return self._over.wait(timeout)
 
     @property
@@ -317,11 +353,6 @@ class Session:
         }
 
     # What the others hear of launches.
-
-    def launched(self, parts: Sequence[Any], fused: bool) -> None:
-        """Note that arrays were launched together."""
-        if self._timeline is not None:
-            self._timeline.launched(parts, fused)
 
     def trouble(self, error: BaseException) -> None:
         """End the session on all ranks, as a launch of this rank's has failed, or what runs has."""
@@ -350,7 +381,7 @@ class Session:
 
     def _follow(self, frame: Sequence[tuple]) -> None:
         """Do what one frame says."""
-        self._counts.add(frames=1)
+        self._counts.add("frames")
         ready: dict[int, list[Ready]] = {}
         elsewhere = set()  # sets that launch, of which this rank's part is done
         for record in frame:
@@ -362,11 +393,11 @@ class Session:
                     continue
                 member = self._members.get(number)
                 if member is not None:
-                    gone = tuple(rank for rank in absent if rank in member.ranks)
-                    call = member.take(key)
-                    if call is None and self.rank not in gone and self.error is None:
+                    gone = tuple(rank for rank in absent if rank in member.ranks) if absent else ()
+                    each = member.pending.ready(key, fixed, owns, gone)
+                    if each.call is None and self.rank not in gone and self.error is None:
                         raise RuntimeError(f"{names_of(key)} is to run, and rank {self.rank} has not brought it")
-                    ready.setdefault(number, []).append(Ready(call, unpack_all(fixed), tuple(owns), gone))
+                    ready.setdefault(number, []).append(each)
                 else:
                     elsewhere.add(number)
                 continue
@@ -387,7 +418,7 @@ class Session:
         if number == 0 and key == BEGINNING:
             self._began.fail(_different_options(self.name, brought))
             return
-        self._counts.add(disagreements=1)
+        self._counts.add("disagreements")
         member = self._members.get(number)
         if member is not None:
             self._fail(member, key, as_error(names_of(key), brought, member.label))
@@ -396,22 +427,29 @@ class Session:
         if member.number == 0 and key == LEAVING:  # who waits for that goes on to the end itself
             self._all_leave.is_all = False
             self._all_leave.tell(())
-        call = member.take(key)
+        call = member.pending.take(key)
         if call is not None:
             call.fail(error)
 
+    def _fail_set(self, key: bytes, error_of: Callable[[bytes], NcclError]) -> None:
+        """Fail who waits for a set, if this rank has asked for it; the error is of a name for the set."""
+        asked = ranks_of_set(key, self.size)
+        waiting = self._defining.pop(asked, None)
+        if waiting is not None:
+            waiting.fail(error_of(key_of([str(asked)])))
+
     def _after_join(self, number: int, key: bytes, fixed: bytes, absent: Sequence[int]) -> None:
+        if number == SETS:
+            self._fail_set(key, lambda name: ends.after_join("process_set", name, absent))
+            return
         member = self._members.get(number)
         if member is not None:
             self._fail(member, key, ends.after_join(_what(fixed), key, absent))
 
     def _overdue(self, number: int, key: bytes, fixed: bytes, have: Sequence[int], missing: Sequence[int]) -> None:
-        self._counts.add(overdue=1)
+        self._counts.add("overdue")
         if number == SETS:
-            asked = ranks_of_set(key, self.size)
-            waiting = self._defining.pop(asked, None)
-            if waiting is not None:
-                waiting.fail(ends.overdue("process_set", key_of([str(asked)]), have, missing, self._options.timeout))
+            self._fail_set(key, lambda name: ends.overdue("process_set", name, have, missing, self._options.timeout))
             return
         if number == 0 and key == BEGINNING:
             self._began.fail(ends.overdue("", key, have, missing, self._options.timeout))
@@ -430,7 +468,7 @@ class Session:
         waited: float,
         near: Any,
     ) -> None:
-        self._counts.add(stalls=1)
+        self._counts.add("stalls")
         if number == 0 and key == LEAVING:  # who is at its end waits for others at work
             return
         where = f"coordinator {self.name!r}"
@@ -443,18 +481,24 @@ class Session:
         aside(partial(_warn, where, what, key, have, missing, waited, near))
 
     def _all_joined(self, last: int) -> None:
-        joining, self._joining = self._joining, None
+        with self._lock:
+            joining, self._joining = self._joining, None
+            self._joined = joining
+            self._set_gate()
         if joining is not None:
             joining.tell(last)
 
     def _group(self, number: int, members: Sequence[int]) -> None:
         members = tuple(members)
         if self.rank not in members:
+            self.carrier.pass_by(members)
             return
-        mine = self._defining.pop(members) if members in self._defining else _Wait[Member]()
+        with self._lock:
+            mine = self._defining.pop(members)
+            self._defined[members] = mine
         try:
-            group = part_of(self.group, f"{self.group.name}/set {number}", list(members))
-            made = self._members[number] = self._member(number, members, group)
+            part = self.carrier.part(f"{self.carrier.name}/set {number}", members)
+            made = self._members[number] = self._member(number, members, part)
         except BaseException as error:
             mine.fail(error)
             self.trouble(error)
@@ -462,13 +506,16 @@ class Session:
             mine.tell(made)
 
     def _closes(self, rank: int, reason: str) -> None:
-        self._closing = rank, reason
+        with self._lock:
+            self._closing = rank, reason
+            self._set_gate()
 
     def _ended(self, rank: int, lost: Sequence[int], reason: str) -> None:
         torn = reason.startswith(_TORN)
         error = ends.ended(self.name, rank, lost, reason.removeprefix(_TORN))
         self._end(error)
-        if lost or torn or rank < 0:  # what runs waits for what will not come
+        self._orderly = not (lost or torn or rank < 0)
+        if not self._orderly:  # what runs waits for what will not come
             for member in list(self._members.values()):
                 member.fail(error)
 
@@ -480,9 +527,10 @@ class Session:
             if self.error is not None:
                 return
             self.error = error
+            self._set_gate()
         self._ending.set()
         for member in list(self._members.values()):
-            for call in member.take_all():
+            for call in member.pending.take_all():
                 call.fail(error)
 
     def _give_back(self) -> None:
@@ -493,6 +541,10 @@ class Session:
             except Exception as error:
                 self._left = error
         self._control.close()
+        try:
+            self.carrier.end(self._orderly)
+        except Exception as error:
+            self._left = error
         self._over.set()
 
 

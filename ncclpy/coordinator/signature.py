@@ -12,7 +12,16 @@ from typing import NamedTuple
 from ncclpy.core.errors import NcclError, listed, spans
 from ncclpy.core.types import ReduceOp, Result
 
-__all__ = ["Kind", "Signature", "as_error", "differences", "pack", "pack_all", "unpack", "unpack_all"]
+__all__ = [
+    "Kind",
+    "Signature",
+    "as_error",
+    "differences",
+    "pack",
+    "pack_all",
+    "unpack",
+    "unpack_all",
+]
 
 
 class Kind(enum.IntEnum):

@@ -1,6 +1,7 @@
 from libc.stdint cimport uintptr_t
 
 from ncclpy.abi.driver cimport CUevent, CUstream
+from ncclpy.coordinator.copier cimport Copier, Copy
 from ncclpy.core.handle cimport Handle
 from ncclpy.engine.protocols cimport Together
 from ncclpy.engine.work cimport Work
@@ -11,18 +12,28 @@ cdef class Slot:
     cdef readonly int device
     cdef uintptr_t pointer
     cdef size_t capacity
+    cdef list outgrown  # memory of before it grew
     cdef CUevent free  # recorded behind its last use; NULL before the first
     cdef bint used
 
     cdef int take(self, size_t nbytes, CUstream stream) except -1
 
 
-# What is copied before or behind the launch.
-cdef struct Carry:
-    void* at
-    size_t offset
-    size_t nbytes
-    CUevent event  # before: what produces it, or NULL; behind: the work's own, recorded behind the copy, or NULL
+# An event behind what produces some of the input: the last one of each stream, as far as one thread has recorded it.
+cdef struct Producer:
+    CUstream stream
+    unsigned long thread
+    long long number  # of the work that it is of: a thread makes them in their order
+    CUevent event
+
+
+# An event that several works share.
+cdef class Lender:
+    cdef int device
+    cdef CUevent event
+
+
+cdef double MOMENT
 
 
 # A launch in a slot's memory: its data are copied in, and out again.
@@ -32,16 +43,22 @@ cdef class Carried(Together):
     cdef Work inner
     cdef CUstream before, behind
     cdef list works
+    cdef bint waits  # CPU memory is copied out: who asks for that waits until the launch is over
     cdef set loose
     cdef size_t unsettled
-    cdef Carry* carries
+    cdef Copier copier
+    cdef Copy* copies
     cdef size_t count
     cdef size_t capacity
+    cdef Producer* producers
+    cdef size_t nproducers
+    cdef bint together  # the device reaches all of the memory
     cdef readonly object kept
 
-    cdef int add(self, void* at, size_t offset, size_t nbytes, CUevent event) except -1
+    cdef int add(self, void* at, size_t offset, size_t nbytes) except -1
+    cdef int follow(self, Work work) except -1
     cdef int copy_in(self, CUstream stream) except -1
     cdef list members(self)
 
 
-cdef Carried new_carried(Slot slot, Handle comm, CUstream before, CUstream behind)
+cdef Carried new_carried(Slot slot, Handle comm, Copier copier, bint together, CUstream before, CUstream behind)

@@ -10,21 +10,26 @@ from libc.stdlib cimport free, malloc, realloc
 
 from ncclpy.abi.driver cimport CU_EVENT_WAIT_DEFAULT, CUDA_SUCCESS, CUcontext, CUdeviceptr, CUevent, CUresult, CUstream
 from ncclpy.abi.nccl cimport ncclSuccess
+from ncclpy.coordinator.copier cimport Copier, Copy
 from ncclpy.core.check cimport check_driver
 from ncclpy.core.device cimport enter_device, leave_device
 from ncclpy.core.library cimport driver
-from ncclpy.core.wait cimport FOREVER, wait_for_event
+from ncclpy.core.wait cimport FOREVER, deadline_after, wait_for_event
 from ncclpy.engine.callbacks cimport users
 from ncclpy.engine.events cimport give_event, take_event
 from ncclpy.engine.monitor cimport hand_over, make_room
 from ncclpy.engine.native cimport change, load, now, wake
-from ncclpy.engine.recorder cimport FAILED, LAUNCHED, PENDING
+from ncclpy.engine.recorder cimport COMPLETED, FAILED, LAUNCHED, PENDING
 from ncclpy.engine.work cimport Watched, Work
 
 from ncclpy.core import device as _device
 
 cdef extern from "Python.h":
     Py_ssize_t Py_REFCNT(PyObject*)
+
+# How long who launches waits for copies of CPU memory himself: a driver's call for one comes back when all before it is
+# done, and where that is a launch, whoever waits needs the other ranks.
+cdef double MOMENT = 1e-3
 
 #: Memory is taken in pieces of at least this size.
 _LEAST = 1 << 16
@@ -34,7 +39,7 @@ cdef class Slot:
     """Device memory for one launch at a time, which grows as it is needed."""
 
     def __init__(self, int device):
-        self.device = device
+        self.device, self.outgrown = device, []
 
     cdef int take(self, size_t nbytes, CUstream stream) except -1:
         """Have so much memory, and let a stream wait until its last use is over."""
@@ -42,8 +47,13 @@ cdef class Slot:
         cdef CUcontext saved
         cdef size_t wanted
         if nbytes > self.capacity:
-            self.close()
-            wanted = max(_LEAST, 1 << (nbytes - 1).bit_length()) if nbytes < (1 << 26) else nbytes
+            # To wait until nothing uses the memory, as to free it does on GPUs, would be to wait for other ranks in the
+            # thread that hears of their ends. It grows by half at least, so what is left behind is at most twice of
+            # what is used.
+            wanted = max(_LEAST, nbytes, self.capacity + self.capacity // 2)
+            if self.pointer:
+                self.outgrown.append(self.pointer)
+                self.pointer = self.capacity = 0
             self.pointer = _device.allocate(wanted, self.device)
             self.capacity = wanted
             saved = enter_device(self.device)
@@ -62,18 +72,36 @@ cdef class Slot:
         if self.used:
             wait_for_event(self.free, FOREVER)
             self.used = False
-        pointer, self.pointer, self.capacity = self.pointer, 0, 0
-        if pointer:
-            _device.free(pointer)
+        pointers, self.outgrown = [*self.outgrown, self.pointer], []
+        self.pointer = self.capacity = 0
+        for pointer in pointers:
+            if pointer:
+                _device.free(pointer)
 
     def __dealloc__(self):
         if self.free != NULL:
             give_event(self.device, False, self.free)
 
 
-cdef Carried new_carried(Slot slot, Handle comm, CUstream before, CUstream behind):
+cdef Lender new_lender(int device):
+    cdef Lender lender = Lender.__new__(Lender)
+    lender.device = device
+    lender.event = take_event(device, False)
+    return lender
+
+
+cdef class Lender:
+    """An event that several works share: it goes with the last of them."""
+
+    def __dealloc__(self):
+        if self.event != NULL:
+            give_event(self.device, False, self.event)
+
+
+cdef Carried new_carried(Slot slot, Handle comm, Copier copier, bint together, CUstream before, CUstream behind):
     cdef Carried carried = Carried.__new__(Carried)
     carried.slot, carried.comm, carried.before, carried.behind = slot, comm, before, behind
+    carried.copier, carried.together = copier, together
     carried.works, carried.kept = [], []
     return carried
 
@@ -82,64 +110,85 @@ cdef class Carried(Together):
     """A launch in a slot, and what is copied there and back."""
 
     def __dealloc__(self):
-        free(self.carries)
+        free(self.copies)
+        free(self.producers)
 
-    cdef int add(self, void* at, size_t offset, size_t nbytes, CUevent event) except -1:
+    cdef int add(self, void* at, size_t offset, size_t nbytes) except -1:
+        """Add what is to be copied next, in or out."""
         cdef size_t capacity
-        cdef Carry* grown
+        cdef Copy* grown
         if self.count == self.capacity:
             capacity = 2 * self.capacity + 8
-            grown = <Carry*>realloc(self.carries, capacity * sizeof(Carry))
+            grown = <Copy*>realloc(self.copies, capacity * sizeof(Copy))
             if grown == NULL:
                 raise MemoryError
-            self.carries, self.capacity = grown, capacity
-        self.carries[self.count].at = at
-        self.carries[self.count].offset = offset
-        self.carries[self.count].nbytes = nbytes
-        self.carries[self.count].event = event
+            self.copies, self.capacity = grown, capacity
+        self.copies[self.count].at = <uintptr_t>at
+        self.copies[self.count].offset = offset
+        self.copies[self.count].nbytes = nbytes
         self.count += 1
+        return 0
+
+    cdef int follow(self, Work work) except -1:
+        """Have what is copied in wait for what produces the input of a work.
+
+        Of one stream and one thread the last event stands for those before it: each wait costs a call of the driver.
+        """
+        cdef size_t i
+        cdef Producer* one
+        cdef Producer* grown
+        if work.ready == NULL:
+            return 0
+        for i in range(self.nproducers):
+            one = &self.producers[i]
+            if one.stream == work.producer and one.thread == work.entry.thread:
+                if one.number < work.entry.id:
+                    one.number, one.event = work.entry.id, work.ready
+                return 0
+        grown = <Producer*>realloc(self.producers, (self.nproducers + 1) * sizeof(Producer))
+        if grown == NULL:
+            raise MemoryError
+        self.producers = grown
+        one = &grown[self.nproducers]
+        one.stream, one.thread, one.number, one.event = work.producer, work.entry.thread, work.entry.id, work.ready
+        self.nproducers += 1
         return 0
 
     cdef int copy_in(self, CUstream stream) except -1:
         """Copy what was added into the slot; then forget it, as what is copied out is added next."""
         cdef CUresult result = CUDA_SUCCESS
-        cdef Carry* one
         cdef size_t i
         cdef CUcontext saved = enter_device(self.slot.device)
         with nogil:
-            for i in range(self.count):
-                one = &self.carries[i]
-                if one.event != NULL:
-                    result = driver.cuStreamWaitEvent(stream, one.event, CU_EVENT_WAIT_DEFAULT)
-                if result == CUDA_SUCCESS and one.nbytes:
-                    if one.at == NULL:
-                        result = driver.cuMemsetD8Async(
-                            <CUdeviceptr>(self.slot.pointer + one.offset), 0, one.nbytes, stream
-                        )
-                    else:
-                        result = driver.cuMemcpyAsync(
-                            <CUdeviceptr>(self.slot.pointer + one.offset), <CUdeviceptr>one.at, one.nbytes, stream
-                        )
+            for i in range(self.nproducers):
+                result = driver.cuStreamWaitEvent(stream, self.producers[i].event, CU_EVENT_WAIT_DEFAULT)
                 if result != CUDA_SUCCESS:
                     break
+            if result == CUDA_SUCCESS:
+                result = self.copier.run(self.copies, self.count, self.slot.pointer, True, self.together, stream)
         leave_device(saved)
-        self.count = 0
+        self.count = self.nproducers = 0
         return check_driver(result, b"cuMemcpyAsync")
 
     def is_launched(self):
         """Return whether the launch was made, or has failed: then `copy_out` waits for nobody."""
         return load(&self.inner.phase) != PENDING
 
-    def copy_out(self):
-        """Copy the results out behind the launch, and leave the works to the monitor; it waits for the launch.
+    def is_passed(self):
+        """Return whether `copy_out` waits for no other rank; this waits a moment for that."""
+        return self.is_launched() and (not self.waits or self.inner._wait_for(COMPLETED, deadline_after(MOMENT)))
 
-        What was added by then is a piece a work, in their order.
-        """
+    def is_over(self):
+        """Return whether all of its works have come to their end."""
+        return not self.works and not self.loose
+
+    def copy_out(self):
+        """Copy the results out behind the launch, and leave the works to the monitor; it waits for the launch."""
         cdef CUresult result
         cdef size_t i, n
         cdef Work work
-        cdef Carry* one
         cdef Watched* watched
+        cdef Lender lender
         cdef double moment
         cdef CUcontext saved
         cdef bint failed
@@ -154,16 +203,16 @@ cdef class Carried(Together):
         if watched == NULL:
             raise MemoryError
         try:
+            lender = new_lender(self.slot.device)
             make_room(n)
             self.unsettled = n
-            for i, work in enumerate(works):
+            for work in works:
                 if work.done == NULL:
                     work.timed = False  # how long it takes is the launch's to know
-                    work.done = take_event(work.device, False)
+                    work.lender, work.borrows, work.done = lender, True, lender.event
                 work.stream, work.handle = stream, self.comm
                 work.gathering = None
                 work.entry.launch = self.inner.entry.launch
-                self.carries[i].event = work.done
             if self.slot.free == NULL:
                 self.slot.free = take_event(self.slot.device, False)
             for work in works:  # nothing fails from here on
@@ -177,15 +226,12 @@ cdef class Carried(Together):
                 result = CUDA_SUCCESS
                 if self.inner.done != NULL and stream != self.inner.stream and not failed:  # else of empty parts alone
                     result = driver.cuStreamWaitEvent(stream, self.inner.done, CU_EVENT_WAIT_DEFAULT)
+                if result == CUDA_SUCCESS and not failed:
+                    result = self.copier.run(self.copies, self.count, self.slot.pointer, False, self.together, stream)
+                if result == CUDA_SUCCESS:
+                    result = driver.cuEventRecord(lender.event, stream)
                 for i in range(n):
-                    one = &self.carries[i]
-                    if result == CUDA_SUCCESS and one.nbytes and not failed:
-                        result = driver.cuMemcpyAsync(
-                            <CUdeviceptr>one.at, <CUdeviceptr>(self.slot.pointer + one.offset), one.nbytes, stream
-                        )
-                    if result == CUDA_SUCCESS:
-                        result = driver.cuEventRecord(one.event, stream)
-                    watched[i].event = one.event
+                    watched[i].event = lender.event
                     watched[i].stream = stream
                     watched[i].limit = FOREVER  # the launch has one
                     watched[i].result = ncclSuccess
@@ -210,6 +256,13 @@ cdef class Carried(Together):
                 hand_over(watched, n)
         finally:
             free(watched)
+
+    def abandon(self, error):
+        """Fail a launch that was not made; the monitor holds the works until all that was to be copied in is copied."""
+        self.inner.settle(error)
+        self.inner.tidy()
+        self.count = 0
+        self.copy_out()
 
     def end(self, error):
         """Fail all works that are not done, of which the monitor may know nothing."""

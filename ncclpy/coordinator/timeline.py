@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import queue
 import threading
@@ -12,12 +14,17 @@ from typing import Any, TextIO
 
 __all__ = ["Timeline"]
 
+_log = logging.getLogger("ncclpy.coordinator")
+
 
 class Timeline:
     """Write a JSON array of events, as they come, by a thread that sleeps in between.
 
     Each operation is a row of phases: *negotiate*, until all ranks have brought it; *fuse*, until it is copied and
     launched with others; *wait for data*, until the device can begin; *run*.
+
+    A file that cannot be written, as on a full disk, is warned of once, by the logger ``ncclpy.coordinator``, and is
+    left as it is then: what it would have told of goes on.
 
     Parameters
     ----------
@@ -28,8 +35,8 @@ class Timeline:
     """
 
     def __init__(self, path: str | os.PathLike[str], rank: int) -> None:
-        self._file: TextIO = open(path, "w", encoding="utf-8")
-        self._rank = rank
+        self._path, self._rank = path, rank
+        self._gone = False  # it could not be written
         self._rows: dict[str, int] = {}
         self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -87,20 +94,31 @@ class Timeline:
         self._put("X", phase, row, begin, dur=max(0.0, end - begin) * 1e6, args={"operation": name})
 
     def _put(self, kind: str, name: str, row: int, moment: float, **more: Any) -> None:
-        self._queue.put({"ph": kind, "name": name, "pid": self._rank, "tid": row, "ts": moment * 1e6, **more})
+        if not self._gone:
+            self._queue.put({"ph": kind, "name": name, "pid": self._rank, "tid": row, "ts": moment * 1e6, **more})
 
     # The file.
 
     def _write(self) -> None:
+        try:
+            with open(self._path, "w", encoding="utf-8") as file:
+                self._write_events(file)
+        except OSError as error:
+            self._gone = True
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    self._queue.get_nowait()
+            _log.warning("the timeline %s of rank %d ends here: %s", os.fspath(self._path), self._rank, error)
+
+    def _write_events(self, file: TextIO) -> None:
         named = {"name": f"rank {self._rank}"}
         head = {"ph": "M", "name": "process_name", "pid": self._rank, "tid": 0, "ts": 0, "args": named}
-        with self._file as file:
-            file.write("[\n" + json.dumps(head))
-            while (event := self._queue.get()) is not None:
-                file.write(",\n" + json.dumps(event))
-                if self._queue.empty():
-                    file.flush()
-            file.write("\n]\n")
+        file.write("[\n" + json.dumps(head))
+        while (event := self._queue.get()) is not None:
+            file.write(",\n" + json.dumps(event))
+            if self._queue.empty():
+                file.flush()
+        file.write("\n]\n")
 
     def close(self) -> None:
         """Write what is left, and end the array."""

@@ -22,4 +22,5 @@ cdef int grow(
 ) except -1
 cdef list init_all(object cls, object devices, dict options)
 cdef object from_env(object cls, object device, dict options)
+cdef object from_mpi(object cls, object comm, object device, dict options)
 cdef object grow_id(Handle parent)

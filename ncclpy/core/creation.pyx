@@ -196,6 +196,13 @@ cdef object from_env(object cls, object device, dict options):
     return comm
 
 
+cdef object from_mpi(object cls, object comm, object device, dict options):
+    # A floor above, as in from_env.
+    meeting = _import_module("ncclpy.interop.mpi_meeting")
+    unique_id, device = meeting.exchange(comm, device, options["timeout"], _new_id)
+    return cls.init(comm.size, comm.rank, unique_id, device=device, **options)
+
+
 cdef int take_over(Handle made, object pointer) except -1:
     """Wrap an `ncclComm_t` that somebody else owns."""
     cdef uintptr_t address = as_integer(pointer, "pointer", 0, _MAX_ADDRESS)

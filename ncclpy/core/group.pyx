@@ -46,6 +46,11 @@ cdef PyObject* open_group() noexcept nogil:
     return ncclpy_current_group
 
 
+def in_group():
+    """Return whether the calling thread has a group open: what it calls is then made when the group ends."""
+    return ncclpy_current_group != NULL
+
+
 cdef Group current_group():
     """Return the outermost group of the calling thread, or None."""
     if ncclpy_current_group == NULL:

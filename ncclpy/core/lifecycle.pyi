@@ -1,6 +1,6 @@
 from collections.abc import Iterable
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from typing_extensions import Self
 
@@ -28,6 +28,16 @@ class Lifecycle(Handle):
         cls,
         *,
         device: DeviceLike = ...,
+        config: Config | None = ...,
+        timeout: float | None = ...,
+        abortable: bool | None = ...,
+    ) -> Self: ...
+    @classmethod
+    def from_mpi(
+        cls,
+        comm: Any,
+        device: int | None = ...,
+        *,
         config: Config | None = ...,
         timeout: float | None = ...,
         abortable: bool | None = ...,

@@ -126,6 +126,49 @@ cdef class Lifecycle(Handle):
         return _creation.from_env(cls, device, options)
 
     @classmethod
+    def from_mpi(cls, comm, device=None, *, config=None, timeout=None, abortable=None):
+        """Make this rank's communicator with all ranks of an mpi4py communicator, which all call this.
+
+        The ranks are numbered as there. They meet on a duplicate of it, which is freed again; MPI is called by this
+        thread alone. Nothing of it is needed afterwards.
+
+        Parameters
+        ----------
+        comm : mpi4py.MPI.Intracomm
+            ``MPI.COMM_WORLD``, or a part of it.
+        device : int, optional
+            The device's ordinal. By default the current one or, where another rank of the machine has that too, the one
+            of this rank's number among the ranks of its machine.
+        config : Config, optional
+            As in `init`.
+        timeout : float, optional
+            Seconds for the ranks to meet, 300 by default; and as in `init`.
+        abortable : bool, optional
+            As in `init`.
+
+        Returns
+        -------
+        Communicator
+
+        Raises
+        ------
+        ModuleNotFoundError
+            If there is no mpi4py.
+        TypeError
+            If `comm` is no communicator of mpi4py's with one group.
+        RuntimeError
+            If MPI is not initialised, or is finalised already.
+        ValueError
+            If a machine has fewer devices than ranks; on all of them.
+        NcclRemoteError
+            If another rank could not take part, which raises why.
+        NcclTimeout
+            If not all ranks have come in time. MPI does not tell which.
+        """
+        options = {"config": config, "timeout": timeout, "abortable": abortable}
+        return _creation.from_mpi(cls, comm, device, options)
+
+    @classmethod
     def init_all(cls, devices=None, *, config=None, timeout=None, abortable=None):
         """Make a clique of communicators for several devices of this process, from one thread.
 

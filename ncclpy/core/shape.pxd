@@ -13,7 +13,7 @@ cdef int writable(const View* view, str argument) except -1
 cdef int same_type(const View* view, const View* like, str argument, str other) except -1
 cdef int fits(const View* view, size_t times, const View* unit, str argument, str other, str what) except -1
 cdef int op_number(object op, const View* view, int nranks) except -1
-cdef object cannot_reduce(const View* view)
+cdef object cannot_reduce(const View* view, str argument=*)
 
 # One a collective: read and check its buffers, and fill in kind, data type, pointers and count of the operation. The
 # root or peer, the operator, the stream and the communicator are the caller's. A view is filled in if its buffer is

@@ -105,9 +105,9 @@ cdef int op_number(object op, const View* view, int nranks) except -1:
     return code
 
 
-cdef object cannot_reduce(const View* view):
+cdef object cannot_reduce(const View* view, str argument="send"):
     return TypeError(
-        f"send: NCCL cannot reduce {type_name(view)}, it has no such data type; calls that only move data take it. "
+        f"{argument}: NCCL cannot reduce {type_name(view)}, it has no such data type; calls that only move data take it. "
         f"NCCL's are {', '.join(member.name.lower() for member in DataType)}"
     )
 

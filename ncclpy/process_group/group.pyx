@@ -395,7 +395,7 @@ check="off", check_nan=False, high_priority=False, timing=False)
         brought = SparseSum(indices, values, self.size)
         if self.nan_check is not None:  # before the others rely on this rank
             self.nan_check.refuse(values, "all_reduce_sparse")
-        told = self.all_gather(brought.told, brought.heard, timeout=timeout)
+        told = self.all_gather(*brought.words(), timeout=timeout)
         try:
             told.wait()
             if number != self.number:

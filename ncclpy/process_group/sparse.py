@@ -6,6 +6,7 @@ what else has to fit; then the indices and the values of all go to all in one la
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from typing import Any
@@ -54,13 +55,17 @@ class SparseSum:
         self._entry = tuple(map(int, values.shape[1:]))
         rows, dtype = -1 if self._rows is None else self._rows, int(Buffer.of(values).dtype)
         self._sent = indices.reshape(-1), values.reshape(-1)
-        #: What this rank tells the others, and room for what all tell, in the memory of the arrays.
-        self.told = self._arrays.numbers([self._count, rows, math.prod(self._entry), dtype], indices)
-        self.heard = self._arrays.room(_WORDS * size, indices)
+        self._words = [self._count, rows, math.prod(self._entry), dtype]
+
+    def words(self):
+        """Return what this rank tells the others, and room for what all tell, in the memory of the arrays."""
+        like = self._sent[0]
+        self._heard = self._arrays.room(_WORDS * self._size, like)
+        return self._arrays.numbers(self._words, like), self._heard
 
     def disagreement(self):
         """Return what does not fit between the ranks, the same text on each, or None; once all have told."""
-        words = self.heard.tolist()
+        words = self._heard.tolist()
         ranks = [words[_WORDS * rank : _WORDS * rank + _WORDS] for rank in range(self._size)]
         self.expect([each[0] for each in ranks])
         for rank, each in enumerate(ranks):
@@ -74,14 +79,18 @@ class SparseSum:
 
     def parts(self):
         """Return the pairs of what this rank sends and the list of places for what each rank sends."""
-        rows = 1 if self._rows is None else self._rows
-        entry = math.prod(self._entry)
-        self._gathered = [
-            _pieces(self._arrays.room(each * sum(self._counts), like), [each * count for count in self._counts])
-            for each, like in zip((rows, entry), self._sent, strict=True)
-        ]
-        sent, self._sent = self._sent, None
-        return list(zip(sent, self._gathered, strict=True))
+        sent = self._sent
+        return [(each, _pieces(whole, counts)) for each, (counts, whole) in zip(sent, self.rooms(), strict=True)]
+
+    def rooms(self):
+        """Return pairs, for the indices and the values: how many numbers each rank sends, and the place for all."""
+        made, widths = [], (1 if self._rows is None else self._rows, math.prod(self._entry))
+        for each, like in zip(widths, self._sent, strict=True):
+            counts = [each * count for count in self._counts]
+            made.append((counts, self._arrays.room(sum(counts), like)))
+        self._gathered = [_pieces(whole, counts) for counts, whole in made]
+        self._sent = None
+        return made
 
     def __call__(self):
         """Return the indices, each once, and the sums of their values, once all is there."""
@@ -94,6 +103,12 @@ class SparseSum:
             self._made.setdefault("sum", (indices.reshape(-1) if self._rows is None else indices, values))
             self._gathered = None
         return self._made["sum"]
+
+
+@contextlib.contextmanager
+def _on(device, stream):
+    with device, stream:
+        yield
 
 
 def _pieces(whole, counts):
@@ -114,6 +129,10 @@ class _NumpyLike:
     def __init__(self, package):
         self.package = package
 
+    def here(self, like):
+        """Return a context, to be entered once, in which rooms are made as they would be on this thread's stream."""
+        return contextlib.nullcontext()
+
     def numbers(self, numbers, like):
         return self.package.asarray(numbers, dtype=like.dtype)
 
@@ -132,6 +151,11 @@ class _NumpyLike:
 
 
 class _CuPy(_NumpyLike):
+    def here(self, like):
+        cuda = self.package.cuda
+        with like.device:
+            return _on(like.device, cuda.get_current_stream())
+
     def sum(self, indices, values, count):
         total = super().sum(indices, values, count)
         # What was gathered was allocated on the stream of the call, which may be another one.
@@ -140,6 +164,12 @@ class _CuPy(_NumpyLike):
 
 
 class _Torch:
+    def here(self, like):
+        if not like.is_cuda:
+            return contextlib.nullcontext()
+        cuda = sys.modules["torch"].cuda
+        return cuda.stream(cuda.current_stream(like.device))
+
     def numbers(self, numbers, like):
         return like.new_tensor(numbers)
 

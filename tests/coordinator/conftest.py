@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 
 import pytest
+from coordinator_ranks import MPI_ENGINE
 
 from ncclpy.coordinator import session
 
@@ -28,7 +29,14 @@ class Controls(list):
 
 
 @pytest.fixture
-def controls(monkeypatch):
+def ranks_are_threads():
+    """What the test needs, as its ranks share objects."""
+    if MPI_ENGINE:
+        pytest.skip("the ranks are processes, over MPI")
+
+
+@pytest.fixture
+def controls(monkeypatch, ranks_are_threads):
     """The ends of control planes of this test, which can be cut off."""
     made, real = Controls(), session.open_control
 

@@ -68,7 +68,7 @@ def test_machines_speak_by_addresses(monkeypatch):
     monkeypatch.setattr(connections, "_sharpen", lambda line: (families.append(line.family), real(line)))
     machines = iter(["a", "b", "a", "b"])
     lock = threading.Lock()
-    monkeypatch.setattr(connections, "_machine", lambda: next(machines))
+    monkeypatch.setattr(connections, "machine", lambda: next(machines))
     with lock:
         told = all_of(4, lambda control: (control.bring(0, b"x", b"A", b"", True), control.next(DEADLINE))[1])
     assert all(each[0][0] == "run" for each in told)
@@ -121,6 +121,34 @@ def test_who_does_not_know_the_secret_is_hung_up_on(monkeypatch):
             stranger.settimeout(10)
             while stranger.recv(100):
                 pass
+
+
+def test_who_says_little_and_often_holds_nobody_up(monkeypatch):
+    """The limit is for all that is to be said."""
+    monkeypatch.setattr(connections, "_HANDSHAKE", 0.5)
+    real, over, dripping = connections._Ears.hear, threading.Event(), []
+
+    def drip(stranger):
+        with stranger, contextlib.suppress(OSError):
+            while not over.wait(0.2):
+                stranger.sendall(b"x")
+
+    def hear(ears, children, deadline, wanted):
+        if children:
+            stranger = socket.socket(ears._sockets[0].family, socket.SOCK_STREAM)
+            stranger.connect(ears._sockets[0].getsockname())
+            dripping.append(threading.Thread(target=drip, args=(stranger,)))
+            dripping[-1].start()
+        return real(ears, children, deadline, wanted)
+
+    monkeypatch.setattr(connections._Ears, "hear", hear)
+    began = time.monotonic()
+    told = all_of(2, lambda control: (control.bring(0, b"x", b"A", b"", True), control.next(DEADLINE))[1])
+    took = time.monotonic() - began
+    over.set()
+    for thread in dripping:
+        thread.join(DEADLINE)
+    assert told[0] == told[1] and dripping and took < 8  # 52 bytes would take 10 s
 
 
 PROGRAM = """

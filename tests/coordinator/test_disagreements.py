@@ -112,7 +112,7 @@ def test_of_other_operations(brings, said):
     assert len({str(error) for error in errors}) == 1
 
 
-def test_a_name_in_flight_is_refused_and_nothing_is_sent():
+def test_a_name_in_flight_is_refused_and_nothing_is_sent(ranks_are_threads):
     meet = threading.Barrier(2)
 
     def body(coordinator):

@@ -12,8 +12,9 @@ from group_ranks import DEADLINE
 
 import ncclpy
 import testing
-from ncclpy.coordinator.plan import plan, reduction
-from ncclpy.coordinator.signature import Kind, Signature
+from ncclpy.coordinator.plan import Ready, plan
+from ncclpy.coordinator.reductions import reduction
+from ncclpy.coordinator.signature import Kind, Signature, pack_all
 
 DTYPES = (np.float32, np.float64, np.int32)
 
@@ -22,34 +23,45 @@ def one(count, op=0, datatype=7, **more):
     return Signature(Kind.ALL_REDUCE, "float32", datatype, op=op, shape=(count,), **more)
 
 
-def shape_of(steps):
-    return [[(part.operation, part.place) for part in step.parts] for step in steps]
+def planned(operations, *limits):
+    """Return the steps, each of which has the number of each array's operation, and which one of that it is."""
+    ready = [Ready(None, pack_all(signatures), (), tuple(range(absent))) for signatures, absent in operations]
+    return plan(ready, *limits), ready
+
+
+def shape_of(planned):
+    steps, ready = planned
+    return [
+        [(ready.index(each), place) for each, place in zip(step.operations, step.places, strict=True)]
+        for step in steps
+    ]
 
 
 def test_a_plan_looks_ahead():
     gather = Signature(Kind.ALL_GATHER, "float32", 7)
     operations = [((one(3),), 0), ((gather,), 0), ((one(3, op=2),), 0), ((one(5),), 0), ((one(3, op=2),), 0)]
-    assert shape_of(plan(operations, 1 << 20, 1 << 18, False)) == [[(0, 0), (3, 0)], [(1, 0)], [(2, 0), (4, 0)]]
+    assert shape_of(planned(operations, 1 << 20, 1 << 18, False)) == [[(0, 0), (3, 0)], [(1, 0)], [(2, 0), (4, 0)]]
 
 
 def test_a_plan_keeps_apart_what_differs():
     different = [one(3), one(3, datatype=8), one(3, op=3), one(3, prescale=0.5), one(3, on_device=True)]
-    steps = plan([((each,), 0) for each in different], 1 << 20, 1 << 18, False)
-    assert shape_of(steps) == [[(i, 0)] for i in range(5)] and not any(step.fused for step in steps)
-    assert len(plan([((one(3),), 0), ((one(3),), 1)], 1 << 20, 1 << 18, False)) == 2  # a rank has joined in between
+    steps = planned([((each,), 0) for each in different], 1 << 20, 1 << 18, False)
+    assert shape_of(steps) == [[(i, 0)] for i in range(5)] and not any(step.fused for step in steps[0])
+    steps, _ = planned([((one(3),), 0), ((one(3),), 1)], 1 << 20, 1 << 18, False)
+    assert len(steps) == 2  # a rank has joined in between
 
 
 def test_a_plan_has_limits():
     small, large = one(100), one(256)  # of 4 bytes each
-    steps = plan([((small,), 0)] * 5 + [((large,), 0)] + [((small,), 0)], 4096, 1024, False)
-    assert [len(step.parts) for step in steps] == [6, 1] and shape_of(steps)[1] == [(5, 0)]
-    assert [len(step.parts) for step in plan([((small,), 0)] * 12, 4096, 1024, False)] == [10, 2]
-    assert [step.fused for step in plan([((small,), 0)] * 2, 0, 0, False)] == [False, False]
-    assert [step.fused for step in plan([((small,), 0)] * 2, 0, 0, True)] == [True, True]  # staged, one by one
+    steps = planned([((small,), 0)] * 5 + [((large,), 0)] + [((small,), 0)], 4096, 1024, False)
+    assert [len(step) for step in steps[0]] == [6, 1] and shape_of(steps)[1] == [(5, 0)]
+    assert [len(step) for step in planned([((small,), 0)] * 12, 4096, 1024, False)[0]] == [10, 2]
+    assert [step.fused for step in planned([((small,), 0)] * 2, 0, 0, False)[0]] == [False, False]
+    assert [step.fused for step in planned([((small,), 0)] * 2, 0, 0, True)[0]] == [True, True]  # staged, one by one
 
 
 def test_operations_that_are_brought_together_are_members_each():
-    steps = plan([((one(1), one(2, datatype=8), one(3)), 0), ((one(4),), 0)], 1 << 20, 1 << 18, False)
+    steps = planned([((one(1), one(2, datatype=8), one(3)), 0), ((one(4),), 0)], 1 << 20, 1 << 18, False)
     assert shape_of(steps) == [[(0, 0), (0, 2), (1, 0)], [(0, 1)]]
 
 
@@ -96,7 +108,7 @@ def bring_at_once(coordinator, controls, meet, go_on, bring):
     meet.wait(DEADLINE)
     if coordinator.rank == 0:  # where all of it has to have come
         control = next(each for each in controls if each.rank == 0)
-        keys = list(coordinator._session.everyone._pending)
+        keys = coordinator._session.everyone.pending.keys()
         testing.wait_for(lambda: all(len(control.have(0, key)) == coordinator.size for key in keys), "all to be there")
         go_on.set()
     return works
@@ -197,7 +209,7 @@ def test_ranks_that_fuse_differently_are_told():
 
     def rank(number):
         try:
-            ncclpy.coordinator.Coordinator((store, number, 2), fusion_bytes=100 + number)
+            ncclpy.Coordinator((store, number, 2), device=testing.device_of(number), fusion_bytes=100 + number)
         except ValueError as error:
             errors[number] = str(error)
 

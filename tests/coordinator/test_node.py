@@ -138,3 +138,38 @@ def test_the_root_tells_of_what_waits_and_ends_it():
     middle.bring(0, b"x", b"A")
     assert middle.told() == [[("overdue", 0, b"x", b"A", (2,), (0, 1))]]
     assert not leaf.pending() and not root.pending()
+    assert middle.condemned() == 1  # y
+
+
+def test_what_fails_for_want_of_a_rank_does_not_grow_for_ever():
+    """The latest are told when the rank brings them; of what was forgotten it is as if it were the first time."""
+    root = Node(0, 2, True, [(1, (1,))], cache=8, timeout=10)
+    leaf = Node(1, 2, False, [], cache=8, timeout=10)
+    sizes = []
+    for turn in range(20_000):
+        root.bring(0, b"%d" % turn, b"A", time=20.0 * turn)
+        root.look(20.0 * turn + 11)
+        for frame in root.down():
+            leaf.from_parent(frame, 20.0 * turn + 11)
+        root.told()
+        sizes.append(leaf.condemned())
+    assert sizes[999] == 1000 and 1000 < sizes[-1] <= sizes[10_000] < 5000
+    leaf.bring(0, b"19999", b"A")
+    assert leaf.told()[0][0][:3] == ("overdue", 0, b"19999") and leaf.condemned() == sizes[-1] - 1
+    leaf.bring(0, b"0", b"A")
+    assert leaf.told() == [] and leaf.pending()
+    root.bring(0, b"0", b"A")
+    for frame in leaf.up():
+        root.from_child(0, frame)
+    assert root.told()[-1][0][:3] == ("run", 0, b"0")
+    long = bytes(1 << 20)
+    for turn in range(3):
+        root.bring(0, long + b"%d" % turn, b"A", time=1e6)
+    root.look(2e6)
+    for frame in root.down():
+        leaf.from_parent(frame, 2e6)
+    assert leaf.condemned() == 1  # the last one, however long it is
+    root.shutdown(False, b"")
+    for frame in root.down():
+        leaf.from_parent(frame)
+    assert leaf.condemned() == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import threading
 
@@ -13,6 +14,7 @@ from coordinator_ranks import run_coordinators
 from group_ranks import DEADLINE
 
 import ncclpy
+from ncclpy.coordinator import connections
 
 N = 3
 
@@ -67,6 +69,52 @@ def test_scales_are_for_sums_of_fractions():
         return coordinator.stats()["brought"]
 
     assert run_coordinators(2, body) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scales", "said"),
+    [
+        (np.float32, {"prescale": 1e300}, "float32 does not hold: it would be infinite"),
+        (np.float32, {"postscale": -1e39}, "infinite"),
+        (np.float32, {"prescale": 1e-46}, "multiplied by 1e-46, which float32 does not hold: it would be zero"),
+        (np.float32, {"prescale": 1e-300, "postscale": 1e-300}, "zero"),
+        (np.float64, {"prescale": 1e200, "postscale": 1e200}, "infinite"),
+        (np.float16, {"prescale": 65536}, "float16 does not hold: it would be infinite"),
+        (np.float16, {"prescale": 4e-8, "op": "average"}, "divided by up to 2 ranks, which float16 .* zero"),
+        (ml_dtypes.bfloat16, {"prescale": 1e39}, "bfloat16 does not hold"),
+        (ml_dtypes.float8_e4m3fn, {"prescale": 1e4}, "float8e4m3 does not hold: it would be infinite"),
+        (np.complex64, {"prescale": 1e39}, "complex64 does not hold"),
+    ],
+)
+def test_a_scale_is_a_number_of_the_arrays_type(dtype, scales, said):
+    def body(coordinator):
+        with pytest.raises(ValueError, match=said):
+            coordinator.all_reduce("x", np.ones(2, dtype), **scales)
+        return coordinator.stats()["brought"]
+
+    assert run_coordinators(2, body) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "prescale", "postscale", "wanted"),
+    [
+        (np.float32, 1e300, 1e-300, 2),  # both at once
+        (np.float32, 0, None, 0),
+        (np.float32, 3e38, 0, 0),
+        (np.float32, 1e38, None, 2e38),
+        (np.float32, -(2.0**-149), None, -(2.0**-148)),
+        (np.float16, 2.0**-24, None, 2.0**-23),
+        (ml_dtypes.float8_e4m3fn, 16, None, 32),
+    ],
+)
+def test_scales_at_the_ends(dtype, prescale, postscale, wanted):
+    def body(coordinator):
+        array = np.ones(2, dtype)
+        coordinator.all_reduce("x", array, prescale=prescale, postscale=postscale).wait(DEADLINE)
+        return array.astype(float).tolist()
+
+    for found in run_coordinators(2, body):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
 def test_all_gather_of_rows_that_differ():
@@ -131,7 +179,7 @@ def test_all_to_all():
         assert uneven.ravel().tolist() == [other for other in range(N) for _ in range((other + rank) % 3)]
 
 
-def test_barrier():
+def test_barrier(ranks_are_threads):
     come = [threading.Event() for _ in range(2)]
 
     def body(coordinator):
@@ -144,6 +192,30 @@ def test_barrier():
         return work.result(DEADLINE)
 
     assert run_coordinators(2, body) == [None, None]
+
+
+class Name(str):
+    __slots__ = ()
+
+    def __hash__(self):
+        raise AssertionError("no code of the name's class runs")
+
+
+def test_names_of_a_class_of_texts():
+    def body(coordinator):
+        array, name = np.ones(2), Name("x")
+        coordinator.all_reduce(name, array).wait(DEADLINE)
+        [work] = coordinator.grouped_all_reduce([name], [array])
+        work.wait(DEADLINE)
+        coordinator.all_gather(name, array).wait(DEADLINE)
+        coordinator.barrier(name).wait(DEADLINE)
+        coordinator.broadcast(name, array).wait(DEADLINE)
+        for wrong in (("a", "b"), (), 3, None):
+            with pytest.raises(TypeError, match="name: expected a text"):
+                coordinator.all_reduce(wrong, array)
+        return array[0]
+
+    assert run_coordinators(2, body) == [4.0, 4.0]
 
 
 def test_all_reduce_sparse():
@@ -238,6 +310,9 @@ def test_what_does_not_fit_is_refused_here():
     def body(coordinator):
         with pytest.raises(TypeError, match="cannot take memory"):
             coordinator.all_reduce("x", "text")
+        for call in (coordinator.all_reduce, coordinator.reduce_scatter):
+            with pytest.raises(TypeError, match="array of 'pixels': NCCL cannot reduce uint16"):
+                call("pixels", np.ones(3, np.uint16))
         frozen = np.ones(3)
         frozen.flags.writeable = False
         with pytest.raises(ValueError, match="read-only"):
@@ -257,7 +332,50 @@ def test_what_does_not_fit_is_refused_here():
     assert run_coordinators(2, body) == [(1, [True, False])] * 2
 
 
-def test_a_coordinator_and_its_group_do_not_meet():
+def test_an_array_that_is_written_is_under_one_name_at_a_time(ranks_are_threads):
+    """Rank 0 brings what rank 1 brings later, so that all of it is in flight."""
+    meet = threading.Barrier(2)
+
+    def body(coordinator):
+        array, other, empty = np.ones((4, 2)), np.ones((4, 2)), np.ones((0, 2))
+        bring = {
+            "sum": lambda: coordinator.all_reduce("sum", array),
+            "rows": lambda: coordinator.all_gather("rows", other),
+            "part": lambda: coordinator.reduce_scatter("part", other),
+            "mine": lambda: coordinator.broadcast("mine", other if coordinator.rank == 0 else other.copy(), root=0),
+            "nothing": lambda: coordinator.all_reduce("nothing", empty),
+            "no more": lambda: coordinator.all_reduce("no more", empty),
+        }
+        if coordinator.rank == 1:
+            meet.wait(DEADLINE)
+        works = [each() for each in bring.values()]
+        if coordinator.rank == 0:
+            for call in (
+                lambda: coordinator.all_reduce("again", array),
+                lambda: coordinator.all_gather("again", array),
+                lambda: coordinator.broadcast("again", array, root=1),
+            ):
+                with pytest.raises(ValueError, match=r"that of 'again' is in flight .* as that of 'sum'.* was sent"):
+                    call()
+            with pytest.raises(ValueError, match=r"that of 'x' is in flight .* as that of '(rows|part|mine)'"):
+                coordinator.all_reduce("x", other)
+            with pytest.raises(ValueError, match=r"that of 'b' is in flight .* as that of 'a'"):
+                coordinator.grouped_all_reduce(["a", "b"], [twice := np.ones(2), twice])
+            assert coordinator.stats()["brought"] == coordinator.stats()["pending"] == 6
+            meet.wait(DEADLINE)
+        for work in works:
+            work.wait(DEADLINE)
+        coordinator.all_reduce("again", array).wait(DEADLINE)
+        for name in ("a", "b", "x"):  # nothing of them is left
+            coordinator.all_reduce(name, other).wait(DEADLINE)
+        coordinator.barrier("done").wait(DEADLINE)
+        assert coordinator._session.everyone.pending.sizes() == (0, 0, 0)
+        return array[0, 0], other[0, 0]
+
+    assert run_coordinators(2, body) == [(4.0, 8.0)] * 2
+
+
+def test_a_coordinator_and_its_group_do_not_meet(host_engine, ranks_are_threads):
     def body(coordinator):
         group = coordinator._group
         array, other = values(coordinator.rank), values(coordinator.rank)
@@ -279,6 +397,16 @@ def test_local_ranks():
         return coordinator.rank, coordinator.size, coordinator.local_rank, coordinator.local_size
 
     assert run_coordinators(2, body) == [(0, 2, 0, 2), (1, 2, 1, 2)]
+
+
+def test_a_machine_may_be_divided(monkeypatch):
+    """What decides who speaks to whom decides who is local: here each rank takes itself for a machine of its own."""
+    monkeypatch.setattr(connections, "machine", lambda: f"{os.getpid()} {threading.get_ident()}")
+
+    def body(coordinator):
+        return coordinator.local_rank, coordinator.local_size
+
+    assert run_coordinators(2, body) == [(0, 1)] * 2
 
 
 def test_one_rank_alone():

@@ -51,7 +51,7 @@ def test_others_need_not_call_it():
     assert run_coordinators(4, whole) == [2.0, 2.0, None, None]
 
 
-def test_sets_do_not_hold_each_other_up():
+def test_sets_do_not_hold_each_other_up(ranks_are_threads):
     late = threading.Event()
 
     def body(coordinator):

@@ -1,4 +1,7 @@
-"""Random programs of several ranks against numpy: orders, sizes, types, sets, groups, errors and joins."""
+"""Random programs of several ranks against numpy: orders, sizes, types, sets, groups, errors and joins.
+
+On GPUs half of the arrays are torch's, in device memory, and half numpy's.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from coordinator_ranks import run_coordinators
 from group_ranks import DEADLINE
 
 import ncclpy
+import testing
 
 DTYPES = (np.float32, np.float64, np.int32, np.uint8)
 REDUCE = {"sum": np.sum, "max": np.max, "min": np.min}
@@ -21,13 +25,25 @@ def data(seed, rank, shape, dtype):
     return np.random.default_rng([zlib.crc32(seed.encode()), rank]).integers(0, 20, shape).astype(dtype)
 
 
+def placed(array, device):
+    """Return an array in a device's memory."""
+    import torch
+
+    return torch.from_numpy(array).to(f"cuda:{device}")
+
+
+def read(result):
+    return result if isinstance(result, np.ndarray) or result is None else result.cpu().numpy()
+
+
 class Program:
     """What all ranks do, made from a seed: each step brings some operations, each rank in its own order."""
 
     def __init__(self, seed):
         self.random = random.Random(seed)
         self.seed = seed
-        self.size = self.random.randint(1, 4)
+        self.size = self.random.randint(1, min(4, ncclpy.device_count()))
+        self.places = [False, True] if ncclpy.library().engine == "cuda" else [False]
         self.steps = [self.step(number) for number in range(self.random.randint(1, 6))]
 
     def step(self, number):
@@ -46,6 +62,7 @@ class Program:
             "dtype": self.random.choice(DTYPES),
             "op": self.random.choice(list(REDUCE)),
             "root": self.random.randrange(self.size),
+            "on_device": self.random.choice(self.places),
             "odd": self.random.randrange(self.size),
             "rows": [self.random.randint(0, 5) for _ in range(self.size)],
             "counts": [[self.random.randint(0, 3) for _ in range(self.size)] for _ in range(self.size)],
@@ -67,6 +84,8 @@ class Program:
     def bring(self, coordinator, what):
         rank, name = coordinator.rank, what["name"]
         arrays = self.of(what, rank)
+        if what["on_device"]:
+            arrays = [placed(array, testing.device_of(rank)) for array in arrays]
         if what["kind"] == "grouped":
             names = [f"{name} of {i}" for i in range(len(arrays))]
             return coordinator.grouped_all_reduce(names, arrays, what["op"])
@@ -93,7 +112,7 @@ class Program:
                 result, received = result
                 assert list(received) == [each[rank] for each in what["counts"]]
             if wanted is not None:
-                np.testing.assert_array_equal(result, wanted, f"{what} {i}")
+                np.testing.assert_array_equal(read(result), wanted, f"{what} {i}")
         return ""
 
     def wanted(self, what, rank):

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
+import re
+import threading
 
 import numpy as np
+import pytest
 from coordinator_ranks import run_coordinators
 from group_ranks import DEADLINE
+
+import testing
 
 
 def test_a_trace_has_the_phases_of_each_operation(tmp_path):
@@ -37,6 +44,26 @@ def test_a_trace_has_the_phases_of_each_operation(tmp_path):
             assert all(event["dur"] >= 0 and event["args"]["operation"] == name for event in found)
             moments = [event["ts"] for event in found]
             assert moments == sorted(moments)
+
+
+@pytest.mark.parametrize("path", ["/dev/full", "/no/such/folder/trace"])
+def test_a_trace_that_cannot_be_written_is_warned_of_once(path, caplog, monkeypatch):
+    caplog.set_level(logging.WARNING, "ncclpy.coordinator")
+    died = []
+    monkeypatch.setattr(threading, "excepthook", died.append)
+
+    def body(coordinator):
+        for step in range(30):
+            array = np.ones(4)
+            coordinator.all_reduce("x", array).wait(DEADLINE)
+            coordinator.all_reduce("y" * 5000, np.ones(2)).wait(DEADLINE)
+            assert array[0] == 2, step
+        testing.wait_for(lambda: caplog.records, "a warning")
+
+    run_coordinators(2, body, timeline=path)
+    assert len(caplog.records) == 1 and not died
+    assert path in caplog.text and re.search("No space left|No such file", caplog.text)
+    assert path not in [os.path.realpath(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")]
 
 
 def test_stats():

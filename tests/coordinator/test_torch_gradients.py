@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 
 import pytest
 from coordinator_ranks import run_coordinators
@@ -116,6 +117,8 @@ def test_what_is_sent_may_be_shorter(compression, tolerance):
     assert torch.allclose(first, wanted, atol=tolerance) and not torch.equal(first, wanted)
 
 
+# torch 2.11 says so where anybody makes a sparse tensor without having asked for its checks, or not.
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
 def test_sparse_gradients():
     def body(coordinator):
         device = device_of(coordinator.rank)
@@ -158,6 +161,53 @@ def test_an_optimisers_state_is_made_like_the_roots():
 
     first, second = run_coordinators(2, body)
     assert torch.equal(first[0], second[0]) and first[1:] == second[1:] == ([4, 4], 0.2, (0.9, 0.999))
+
+
+def test_tied_weights():
+    def body(coordinator):
+        device = device_of(coordinator.rank)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)).to(device)
+        model[1].weight = model[0].weight
+        with torch.no_grad():
+            model[0].weight.fill_(1.0 + coordinator.rank)
+        if coordinator.rank == 0:
+            time.sleep(0.05)  # the other one has brought all of it
+        broadcast_parameters(model, coordinator, root=0)
+        return model[1].weight is model[0].weight, float(model[1].weight.detach().sum())
+
+    assert run_coordinators(2, body) == [(True, 9.0)] * 2
+
+
+def test_a_step_behind_one_that_has_failed_or_was_left_out():
+    """It is of averages, as every step is."""
+
+    def body(coordinator):
+        rank, device = coordinator.rank, device_of(coordinator.rank)
+        weight = torch.nn.Parameter(torch.zeros(1, device=device))
+        model = torch.nn.ParameterList([weight])
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        average = average_gradients(model, coordinator, optimizer=optimizer)
+        coordinator.barrier("both").wait(DEADLINE)
+        (weight * (1.0 + rank)).sum().backward()
+        average.synchronize()  # and that step is left out
+        optimizer.zero_grad()
+        (weight * (1.0 + rank)).sum().backward()
+        optimizer.step()
+        assert float(weight.detach()) == -1.5
+
+        model.append(torch.nn.Parameter(torch.zeros(1 + rank, device=device)))  # the ranks disagree about this one
+        wrong = average_gradients(model, coordinator, optimizer=optimizer, name="wrong")
+        average.close()
+        for _ in range(2):
+            optimizer.zero_grad()
+            (weight * (1.0 + rank)).sum().backward()
+            with pytest.raises(ncclpy.NcclError, match="wrong/1"):
+                optimizer.step()
+        assert float(weight.detach()) == -1.5
+        wrong.close()
+        return True
+
+    assert run_coordinators(2, body) == [True, True]
 
 
 def test_models_that_differ_are_an_error_on_all_ranks():

@@ -6,6 +6,7 @@ device memory wrapped in `ncclpy.Buffer`. Which one it is, is decided in `arrays
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 
@@ -124,9 +125,24 @@ class DeviceMemory:
 
     def __init__(self, nbytes: int, device: int):
         self.pointer = device_module.allocate(max(nbytes, 1), device)
+        _allocated.add(self.pointer)
 
     def __del__(self):
+        _allocated.discard(self.pointer)
         device_module.free(self.pointer)
+
+
+_allocated: set[int] = set()
+
+
+def free_garbage() -> None:
+    """Free the memory of arrays that nobody can reach.
+
+    To free memory waits for all that runs on its device. A later collection may be another test's, in the thread of a
+    rank: there it would wait for an operation that only this rank's next call ends.
+    """
+    if _allocated:
+        gc.collect()
 
 
 class RawArrays:

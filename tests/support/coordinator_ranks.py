@@ -1,6 +1,12 @@
-"""Coordinators whose ranks are threads of this process, over a store for threads."""
+"""Coordinators whose ranks are threads of this process, over a store for threads; or processes, over MPI.
+
+Where NCCLPY_TEST_MPI names an engine, the tests run in the processes that mpirun has started, each of which is a rank
+of every coordinator: see test_coordinator_mpi.py.
+"""
 
 from __future__ import annotations
+
+import os
 
 from group_ranks import DEADLINE
 
@@ -10,12 +16,16 @@ from ncclpy.bootstrap import LocalStore
 from ncclpy.coordinator import Coordinator
 from ncclpy.core import device as device_module
 
+MPI_ENGINE = os.environ.get("NCCLPY_TEST_MPI")
+
 
 def run_coordinators(size, body, *, over="store", shut=True, **options):
     """Call ``body(coordinator)`` for each rank in a thread of its own and return what they return.
 
     Over ``"store"`` or ``"group"``. They are shut down afterwards, or, when a rank fails, ended for all.
     """
+    if MPI_ENGINE:
+        return _over_mpi(size, body, shut, {"engine": MPI_ENGINE, "timeout": DEADLINE} | options)
     testing.need_devices(size)
     store = LocalStore()
 
@@ -34,3 +44,26 @@ def _with(coordinator, body, shut):
         return body(coordinator)
     with coordinator:
         return body(coordinator)
+
+
+def _over_mpi(size, body, shut, options):
+    """Do the same as one of the processes of MPI; all of them return what those that are ranks do."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    assert size <= world.size
+    comm = world.Split(0 if world.rank < size else MPI.UNDEFINED, world.rank)
+    value = error = None
+    if comm != MPI.COMM_NULL:
+        try:
+            value = _with(Coordinator(comm, **options), body, shut)
+        except Exception as failed:
+            error = failed
+        comm.Free()
+    said = "" if error is None else f"{type(error).__name__}: {error}"
+    told = world.allgather((said, None if error else value))[:size]
+    if error is not None:
+        raise error
+    wrong = [f"rank {rank}: {what}" for rank, (what, _) in enumerate(told) if what]
+    assert not wrong, wrong
+    return [value for _, value in told]

@@ -1,6 +1,6 @@
 #include "control.hpp"
 
-#include <poll.h>
+#include <sched.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -11,6 +11,7 @@
 #include <cstring>
 #include <exception>
 #include <mutex>
+#include <thread>
 
 #include "ncclpy/bootstrap/native/clock.hpp"
 
@@ -24,6 +25,15 @@ constexpr uint32_t kGoodbye = UINT32_MAX;  // in the place of a length; 0 is a s
 constexpr uint32_t kLongest = 1u << 30;
 constexpr size_t kScratch = 64 << 10;
 constexpr double kFarewell = 1.0;  // seconds for what is still to be sent at the end
+// Seconds in which operations that are brought one after the other go together: a frame costs a call of the system here
+// and wakes who receives it, which takes longer than to bring a few more.
+constexpr double kTogether = 40e-6;
+// Who brings one operation after the other is not disturbed for so long by one who takes what has come, and the GIL.
+constexpr double kUndisturbed = 500e-6;
+// Seconds behind an operation in which who waits for the answer stays awake, as to wake up takes as long as all else: half
+// of a millisecond, and longer where there are cores for that.
+constexpr double kAwake = 500e-6, kAwakeWithCores = 3e-3;
+constexpr unsigned kManyCores = 8;
 
 void put_length(std::string& out, uint32_t length) {
   for (int shift = 0; shift < 32; shift += 8) out.push_back(static_cast<char>(length >> shift));
@@ -38,7 +48,9 @@ uint32_t length_at(const char* bytes) {
 }  // namespace
 
 Control::Control(const Place& place, const Options& options, Peer parent, const std::vector<int>& children)
-    : options_(options), node_(place, options.cache, options.timeout, options.stall_after) {
+    : options_(options),
+      many_cores_(std::thread::hardware_concurrency() >= kManyCores),
+      node_(place, options.cache, options.timeout, options.stall_after) {
   const double time = now();
   if (parent.fd >= 0) {
     Link& link = links_.emplace_back();
@@ -66,17 +78,47 @@ bool Control::start() {
 
 // What this rank does.
 
-Brought Control::bring(uint32_t group, std::string key, std::string fixed, std::string own, bool joinable) {
+Brought Control::bring(uint32_t group, const std::string& key, const std::string& fixed, const std::string& own,
+                       bool joinable) {
   const Lock lock(mutex_);
+  return take(group, key, fixed, own, joinable);
+}
+
+bool Control::try_bring(uint32_t group, const std::string& key, const std::string& fixed, const std::string& own,
+                        bool joinable, Brought& brought) {
+  const Lock lock(mutex_, std::try_to_lock);
+  if (!lock.owns_lock()) return false;
+  brought = take(group, key, fixed, own, joinable);
+  return true;
+}
+
+Brought Control::take(uint32_t group, const std::string& key, const std::string& fixed, const std::string& own,
+                      bool joinable) {
   const double time = now();
-  const Brought brought =
-      node_.bring(group, std::move(key), std::move(fixed), std::move(own), joinable, time);
-  if (brought == Brought::taken) flush(time);
+  before_last_ = last_brought_;
+  last_brought_ = time;
+  const Brought brought = node_.bring(group, key, fixed, own, joinable, time);
+  if (brought != Brought::taken) return brought;
+  if (time - brought_ >= kTogether) {
+    brought_ = time;
+    flush(time);
+    if (asleep_ && readers_ > 0) nudge();  // to be awake when the answer comes
+  } else if (due_ == 0) {  // who attends tells of what has come by then; or who launches, when he has
+    due_ = brought_ + kTogether;
+    if (attending_ && asleep_until_ > due_) nudge();
+  }
   return brought;
+}
+
+// Puts together what was brought and not told of yet, before anything else changes: what is said of slots is said of what
+// they hold now.
+void Control::gathered() {
+  if (due_ != 0) node_.settle();
 }
 
 Brought Control::join() {
   const Lock lock(mutex_);
+  gathered();
   const Brought joined = node_.join();
   flush(now());
   return joined;
@@ -84,12 +126,14 @@ Brought Control::join() {
 
 void Control::shut_down(bool drain, const std::string& reason) {
   const Lock lock(mutex_);
+  gathered();
   node_.shut_down(drain, reason);
   flush(now());
 }
 
 void Control::launched(uint32_t group) {
   const Lock lock(mutex_);
+  gathered();
   node_.launched(group);
   flush(now());
 }
@@ -104,17 +148,55 @@ Counters Control::counters() {
   return node_.counters;
 }
 
+bool Control::is_in_burst(double time) const {
+  return time - before_last_ < 2 * kTogether && time - last_brought_ < kTogether && time - told_since_ < kUndisturbed;
+}
+
 Control::Next Control::next(std::vector<Record>& records, double until) {
   Lock lock(mutex_);
-  while (told_.empty()) {
-    if (node_.ended() || stopping_) return Next::over;
-    const double left = until - now();
-    if (left <= 0) return Next::nothing;
-    news_.wait_for(lock, std::chrono::duration<double>(std::min(left, 3600.0)));
+  ++readers_;
+  if (attending_) nudge();  // the thread, which leaves it to this one
+  Next found = Next::nothing;
+  for (;;) {
+    const double time = now();
+    const bool bursts = !told_.empty() && is_in_burst(time);
+    if (!told_.empty() && !bursts) {
+      records = std::move(told_.front());
+      told_.pop_front();
+      told_since_ = time;
+      found = Next::frame;
+      break;
+    }
+    if (told_.empty() && (node_.ended() || stopping_)) {
+      found = Next::over;
+      break;
+    }
+    const double left = until - time;
+    if (left <= 0 && !bursts) break;
+    if (attending_ || !running_) {
+      news_.wait_for(lock, std::chrono::duration<double>(bursts ? kTogether : std::min(left, 3600.0)));
+      continue;
+    }
+    attending_ = true;
+    lock.unlock();
+    try {
+      step(bursts ? time + kTogether : until, true);
+    } catch (...) {
+      lock.lock();
+      attending_ = false;
+      --readers_;
+      throw;
+    }
+    lock.lock();
+    attending_ = asleep_ = false;
   }
-  records = std::move(told_.front());
-  told_.pop_front();
-  return Next::frame;
+  --readers_;
+  attended_ = now();
+  if (readers_ > 0 || stopping_) {
+    news_.notify_all();
+    relief_.notify_all();
+  }
+  return found;
 }
 
 void Control::close(bool wait) {
@@ -133,6 +215,7 @@ void Control::close(bool wait) {
     if (running_ && !wait) pthread_detach(thread_);
     running_ = false;
     news_.notify_all();
+    relief_.notify_all();
     nudge();
   }
   if (joins) pthread_join(thread_, nullptr);
@@ -140,7 +223,9 @@ void Control::close(bool wait) {
 
 // What goes; with the mutex.
 
-void Control::flush(double time) {
+void Control::flush(double time, bool attends) {
+  bool tells = false;
+  due_ = 0;
   node_.settle();
   for (Link& link : links_) {
     for (const std::string& frame : link.child < 0 ? node_.up : node_.down) say(link, frame, time);
@@ -149,13 +234,17 @@ void Control::flush(double time) {
   node_.up.clear();
   node_.down.clear();
   if (!node_.told.empty()) {
+    if (told_.empty()) told_since_ = time;
     for (auto& frame : node_.told) told_.push_back(std::move(frame));
     node_.told.clear();
-    news_.notify_all();
+    tells = true;
   }
-  if (node_.ended()) news_.notify_all();
+  if (tells || node_.ended()) {
+    news_.notify_all();
+    if (attending_ && readers_ > 0 && !attends) nudge();  // who attends is one who waits for it
+  }
   const double soon = options_.timeout > 0 ? std::min(options_.timeout, options_.stall_after) : options_.stall_after;
-  if (asleep_until_ > time + soon + 1e-3 && node_.pending()) nudge();
+  if (attending_ && asleep_until_ > time + soon + 1e-3 && node_.pending()) nudge();
 }
 
 void Control::say(Link& link, std::string_view frame, double time) {
@@ -210,12 +299,14 @@ bool Control::read(Link& link, std::vector<char>& scratch, double time) {
     return n > 0;
   }
   if (n <= 0) {
+    gathered();
     lose(link, link.goodbye ? "has closed its coordinator"
                : failed != 0 && failed != ECONNRESET ? std::string("cannot be reached: ") + strerror(failed)
                                                      : "has ended, or its machine");
-    flush(time);
+    flush(time, true);
     return false;
   }
+  gathered();
   link.heard = time;
   link.in.append(scratch.data(), static_cast<size_t>(n));
   size_t at = 0;
@@ -245,7 +336,7 @@ bool Control::read(Link& link, std::vector<char>& scratch, double time) {
   }
   link.in.erase(0, at);
   if (!wrong.empty()) lose(link, "has sent what is no frame of the control plane: " + wrong);
-  flush(time);
+  flush(time, true);
   return wrong.empty();
 }
 
@@ -263,75 +354,131 @@ void* Control::main(void* self) {
   return nullptr;
 }
 
+// The thread's.
+
 void Control::run() {
-  std::vector<char> scratch(kScratch);
-  std::vector<pollfd> polled;
-  std::vector<size_t> which;
+  attend();
+  say_goodbye();
+}
+
+// Does what waiting for frames does, while nobody has done so for long.
+void Control::attend() {
   const double beat = options_.silence / 6;
-  double last = now(), give_up = 0;
+  for (;;) {
+    {
+      Lock lock(mutex_);
+      while (!stopping_ && (attending_ || readers_ > 0 || now() - attended_ < beat))
+        relief_.wait_for(lock, std::chrono::duration<double>(std::min(beat, 3600.0)));
+      while (stopping_ && attending_) relief_.wait_for(lock, std::chrono::duration<double>(kFarewell));
+      attending_ = true;
+      if (stopping_) return;
+    }
+    step(now() + beat, false);
+    const Lock lock(mutex_);
+    attending_ = asleep_ = false;
+    if (readers_ > 0) news_.notify_all();
+  }
+}
+
+// Sends what is still to be sent, and waits until the others have heard it, or are given up.
+void Control::say_goodbye() {
+  const double give_up = now() + kFarewell;
   bool hushed = false;
   for (;;) {
-    double until = 0;
     {
       const Lock lock(mutex_);
       const double time = now();
-      if (time - last > 2 * beat) {  // this process was stopped, or its machine: the others may have spoken meanwhile
-        for (Link& link : links_) link.heard = std::max(link.heard, time - beat);
+      flush(time, true);
+      bool there = false, unsent = false;
+      for (const Link& link : links_) {
+        there = there || link.fd;
+        unsent = unsent || (link.fd && !link.broken && !link.out.empty());
       }
-      last = time;
-      until = std::min(time + beat, node_.look(time));
-      for (Link& link : links_) {
-        if (!link.fd) continue;
-        if (time - link.said >= beat) say(link, {}, time);
-        if (time - link.heard >= options_.silence && !node_.ended()) {
-          char words[64];
-          snprintf(words, sizeof(words), "has been silent for %.0f s", time - link.heard);
-          lose(link, words);
-        }
+      if (!there || time >= give_up) {
+        for (Link& link : links_) link.fd.close();
+        return;
       }
-      flush(time);
-      bool unsent = false;
-      polled.clear();
-      which.clear();
-      polled.push_back({nudge_.get(), POLLIN, 0});
-      for (size_t i = 0; i < links_.size(); ++i) {
-        Link& link = links_[i];
-        if (!link.fd) continue;
-        const bool writes = !link.broken && !link.out.empty();
-        unsent = unsent || writes;
-        polled.push_back({link.fd.get(), static_cast<short>(POLLIN | (writes ? POLLOUT : 0)), 0});
-        which.push_back(i);
+      if (!unsent && !hushed) {
+        hushed = true;
+        for (Link& link : links_)
+          if (link.fd) shutdown(link.fd.get(), SHUT_WR);
       }
-      if (stopping_) {
-        if (give_up == 0) give_up = time + kFarewell;
-        if (!unsent && !hushed) {
-          hushed = true;
-          for (Link& link : links_)
-            if (link.fd) shutdown(link.fd.get(), SHUT_WR);
-        }
-        if (which.empty() || time >= give_up) {  // the others have heard it, or are given up
-          for (Link& link : links_) link.fd.close();
-          return;
-        }
-        until = std::min(until, give_up);
-      }
-      asleep_until_ = until;
     }
-    const int ready = poll(polled.data(), polled.size(), store::milliseconds_until(until));
-    if (ready <= 0) continue;
+    step(give_up, false);
+  }
+}
+
+// Waits for what comes, or until then, and goes through it. One at a time is here, without the mutex. Who reads does not
+// wait if there is something to read.
+void Control::step(double until, bool reads) {
+  const double beat = options_.silence / 6;
+  double awake = 0;
+  {
+    const Lock lock(mutex_);
     const double time = now();
-    if (polled[0].revents != 0) {
-      uint64_t nudges = 0;
-      if (::read(nudge_.get(), &nudges, sizeof(nudges)) < 0) nudges = 0;
+    if (scratch_.empty()) {
+      scratch_.resize(kScratch);
+      last_ = time;
     }
-    for (size_t i = 1; i < polled.size(); ++i) {
-      Link& link = links_[which[i - 1]];
-      if ((polled[i].revents & POLLOUT) != 0) {
-        const Lock lock(mutex_);
-        push(link);
+    if (time - last_ > 2 * beat) {  // this process was stopped, or its machine: the others may have spoken meanwhile
+      for (Link& link : links_) link.heard = std::max(link.heard, time - beat);
+    }
+    last_ = time;
+    until = std::min({until, time + beat, node_.look(time)});
+    for (Link& link : links_) {
+      if (!link.fd) continue;
+      if (time - link.said >= beat) say(link, {}, time);
+      if (time - link.heard >= options_.silence && !node_.ended()) {
+        char words[64];
+        snprintf(words, sizeof(words), "has been silent for %.0f s", time - link.heard);
+        lose(link, words);
       }
-      if ((polled[i].revents & ~POLLOUT) != 0) read(link, scratch, time);
     }
+    if (due_ == 0 || time >= due_) flush(time, true);
+    if (due_ != 0) until = std::min(until, due_);
+    if (reads && !told_.empty() && !is_in_burst(time)) return;
+    polled_.clear();
+    which_.clear();
+    polled_.push_back({nudge_.get(), POLLIN, 0});
+    for (size_t i = 0; i < links_.size(); ++i) {
+      Link& link = links_[i];
+      if (!link.fd) continue;
+      const bool writes = !link.broken && !link.out.empty();
+      polled_.push_back({link.fd.get(), static_cast<short>(POLLIN | (writes ? POLLOUT : 0)), 0});
+      which_.push_back(i);
+    }
+    asleep_until_ = until;
+    asleep_ = true;
+    if (reads && node_.pending()) {
+      awake = std::min(until, last_brought_ + (many_cores_ ? kAwakeWithCores : kAwake));
+      asleep_ = awake <= time;
+    }
+  }
+  int ready = 0;
+  while (ready == 0 && now() < awake) {
+    ready = poll(polled_.data(), polled_.size(), 0);
+    if (ready == 0) sched_yield();
+  }
+  if (ready == 0 && awake > 0) {  // from here on whoever brings something wakes it
+    const Lock lock(mutex_);
+    asleep_ = true;
+  }
+  const double left = std::min(std::max(0.0, until - now()), 60.0);
+  const timespec patience = {static_cast<time_t>(left), static_cast<long>(std::fmod(left, 1.0) * 1e9)};
+  if (ready == 0) ready = ppoll(polled_.data(), polled_.size(), &patience, nullptr);
+  if (ready <= 0) return;
+  const double time = now();
+  if (polled_[0].revents != 0) {
+    uint64_t nudges = 0;
+    if (::read(nudge_.get(), &nudges, sizeof(nudges)) < 0) nudges = 0;
+  }
+  for (size_t i = 1; i < polled_.size(); ++i) {
+    Link& link = links_[which_[i - 1]];
+    if ((polled_[i].revents & POLLOUT) != 0) {
+      const Lock lock(mutex_);
+      push(link);
+    }
+    if ((polled_[i].revents & ~POLLOUT) != 0) read(link, scratch_, time);
   }
 }
 

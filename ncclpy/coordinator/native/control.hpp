@@ -1,9 +1,11 @@
 // A rank's end of the control plane: its node, connections to its parent and its children, and a thread that reads them.
 //
-// Who brings an operation sends what is to go upwards himself; what comes is gone through by the thread, which needs no
-// GIL. While nothing is brought it wakes for signs of life alone.
+// Who brings an operation sends what is to go upwards himself. What comes is gone through by whoever waits for the next
+// frame, as he will have to wake for it in any case; a thread does so while nobody has waited for long, and at the end.
+// While nothing is brought both wake for signs of life alone.
 #pragma once
 
+#include <poll.h>
 #include <pthread.h>
 
 #include <atomic>
@@ -41,7 +43,12 @@ class Control : public std::enable_shared_from_this<Control> {
   // Returns false where no thread can be started.
   bool start();
 
-  Brought bring(uint32_t group, std::string key, std::string fixed, std::string own, bool joinable);
+  Brought bring(uint32_t group, const std::string& key, const std::string& fixed, const std::string& own, bool joinable);
+
+  // The same where nobody is in the way; else it returns false, and nothing has been done.
+  bool try_bring(uint32_t group, const std::string& key, const std::string& fixed, const std::string& own, bool joinable,
+                 Brought& brought);
+
   Brought join();
   void shut_down(bool drain, const std::string& reason);
   void launched(uint32_t group);
@@ -61,7 +68,7 @@ class Control : public std::enable_shared_from_this<Control> {
     uint32_t rank = 0;
     int child = -1;  // its number; -1 for the parent
     store::Descriptor fd;
-    std::string in;   // the thread's
+    std::string in;   // of who attends
     std::string out;
     size_t sent = 0;
     double heard = 0, said = 0;
@@ -73,7 +80,13 @@ class Control : public std::enable_shared_from_this<Control> {
 
   static void* main(void* self);
   void run();
-  void flush(double now);
+  void attend();
+  void say_goodbye();
+  void step(double until, bool reads);
+  bool is_in_burst(double now) const;
+  Brought take(uint32_t group, const std::string& key, const std::string& fixed, const std::string& own, bool joinable);
+  void gathered();
+  void flush(double now, bool attends = false);
   void push(Link& link);
   void say(Link& link, std::string_view frame, double now);
   bool read(Link& link, std::vector<char>& scratch, double now);
@@ -81,13 +94,28 @@ class Control : public std::enable_shared_from_this<Control> {
   void nudge();
 
   const Options options_;
+  const bool many_cores_;
   store::Mutex<NCCLPY_LOCK_COORDINATOR> mutex_;
-  store::Condition news_;
+  store::Condition news_;    // for who waits for frames
+  store::Condition relief_;  // for the thread: nobody attends
   Node node_;
   std::vector<Link> links_;
   store::Descriptor nudge_;
   std::deque<std::vector<Record>> told_;
-  double asleep_until_ = 0;  // of the thread
+  double asleep_until_ = 0;  // who attends
+  bool asleep_ = false;      // or is about to be
+  double attended_ = -1e9;   // when somebody who waits for frames did so last
+  size_t readers_ = 0;       // who waits for frames
+  bool attending_ = false;   // somebody does, in poll or on the way there
+  // Of who attends.
+  std::vector<char> scratch_;
+  std::vector<pollfd> polled_;
+  std::vector<size_t> which_;
+  double last_ = 0;
+  double last_brought_ = 0, before_last_ = 0;
+  double told_since_ = 0;    // when the first frame came that nobody has taken
+  double brought_ = 0;       // when the last operation that was brought was told of at once
+  double due_ = 0;           // when those since are, 0 for none
   bool running_ = false, stopping_ = false;
   pthread_t thread_{};
 };

@@ -8,11 +8,11 @@
 namespace ncclpy::coordinator {
 
 Node::Node(Place place, size_t cache, double timeout, double stall_after)
-    : place_(std::move(place)), timeout_(timeout), stall_after_(stall_after), slots_(cache) {
+    : place_(std::move(place)), self_(single(place_.rank)), timeout_(timeout), stall_after_(stall_after), slots_(cache) {
   Bits all;
   for (uint32_t rank = 0; rank < place_.size; ++rank) all.add(rank);
   groups_.push_back(all);
-  below_ = single(place_.rank);
+  below_ = self_;
   for (const auto& child : place_.children) below_.add(child.second);
   closed_.resize(place_.children.size());
   seen_.resize(place_.children.size());
@@ -20,12 +20,12 @@ Node::Node(Place place, size_t cache, double timeout, double stall_after)
 
 // What is looked up.
 
-const Bits* Node::members(const Name& name) const {
-  if (name.first != kSets) return name.first < groups_.size() ? &groups_[name.first] : nullptr;
-  static thread_local Bits found;
+Members Node::members(const Name& name) const {
+  if (name.first != kSets) return Members(name.first < groups_.size() ? &groups_[name.first] : nullptr);
   Reader in(name.second);
-  found = Bits::read(in, place_.size);
-  return in.done() && !found.empty() ? &found : nullptr;
+  Bits found = Bits::read(in, place_.size);
+  if (!in.done()) found.clear();
+  return Members(std::move(found));
 }
 
 Bits Node::have(uint32_t group, const std::string& key) const {
@@ -62,19 +62,16 @@ Brought Node::bring(uint32_t group, std::string key, std::string fixed, std::str
   if (closing_) return Brought::closing;
   if (joining_ || has_joined_) return Brought::joined;
   Name name{group, std::move(key)};
-  const Bits* const all = members(name);
-  if (all == nullptr || !all->has(place_.rank)) return Brought::no_group;
+  const Members all = members(name);
+  if (!all || !all->has(place_.rank)) return Brought::no_group;
   if (mine_.count(name) != 0) return Brought::twice;
   ++counters.brought;
-  const auto condemned = condemned_.find(name);
-  if (condemned != condemned_.end()) {
-    told.push_back({std::move(condemned->second)});
-    condemned_.erase(condemned);
+  if (Record condemned; condemned_.size() > 0 && condemned_.take(name, condemned)) {
+    told.push_back({std::move(condemned)});
     return Brought::taken;
   }
-  Mine& mine = mine_[name];
-  mine = {std::move(fixed), std::move(own), joinable};
-  add_mine(name, mine, now);
+  const auto added = mine_.emplace(name, Mine{std::move(fixed), std::move(own), joinable}).first;
+  add_mine(added->first, added->second, now);
   return Brought::taken;
 }
 
@@ -84,7 +81,7 @@ void Node::add_mine(const Name& name, const Mine& mine, double now) {
     const Slot& slot = slots_[cached->second];
     if (slot.fixed == mine.fixed && slot.owns[position(*members(name), place_.rank)] == mine.own) {
       ++counters.hits;
-      add_bit(cached->second, single(place_.rank), now);
+      add_bit(cached->second, self_, now);
       return;
     }
   }
@@ -113,20 +110,16 @@ void Node::launched(uint32_t group) { launching_.erase(group); }
 // What comes together here.
 
 void Node::add_bit(uint32_t slot, const Bits& who, double now) {
-  const Name name = slots_[slot].name;
+  const Name& name = slots_[slot].name;
   Entry& one = entry(name, now);
-  Bits fresh = who;
-  fresh.remove(one.have);
-  one.cached.add(fresh);
-  one.have.add(fresh);
+  one.cached.add_unknown(who, one.have);
+  one.have.add(who);
   complete(name, one);
 }
 
 void Node::complete(const Name& name, Entry& one) {
   if (one.forwarded || one.have.empty()) return;
-  Bits wanted = *members(name);
-  wanted.keep(below_);
-  if (!one.have.covers(wanted, seen_joined_)) return;
+  if (!one.have.covers(*members(name), below_, seen_joined_)) return;
   one.forwarded = true;
   if (place_.root) {
     ready_[name.first].push_back(name);
@@ -189,8 +182,8 @@ void Node::from_child(size_t child, std::string_view frame, double now) {
         Name name;
         name.first = static_cast<uint32_t>(in.below(uint64_t{kSets} + 1));
         name.second = in.text();
-        const Bits* const all = members(name);
-        if (all == nullptr) throw Malformed("a set of ranks that nobody has defined");
+        const Members all = members(name);
+        if (!all) throw Malformed("a set of ranks that nobody has defined");
         Bits allowed = *all;
         allowed.keep(theirs);
         const bool joinable = in.below(2) != 0;
@@ -258,7 +251,7 @@ void Node::from_child(size_t child, std::string_view frame, double now) {
         Name name;
         name.first = static_cast<uint32_t>(in.below(uint64_t{kSets} + 1));
         name.second = in.text();
-        if (members(name) == nullptr) throw Malformed("a set of ranks that nobody has defined");
+        if (!members(name)) throw Malformed("a set of ranks that nobody has defined");
         std::string fixed = in.text();
         const Bits have = Bits::read(in, place_.size);
         const double age = static_cast<double>(in.below(uint64_t{1} << 52)) * 1e-3;

@@ -8,9 +8,11 @@
 
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -66,6 +68,46 @@ struct Counters {
   uint64_t brought = 0, runs = 0, hits = 0, frames = 0, evicted = 0, bytes_up = 0, bytes_down = 0;
 };
 
+// The ranks of a set: of one that is known, or read from what a new set is agreed on by. It stands for false if there is
+// no such set.
+class Members {
+ public:
+  explicit Members(const Bits* known) : known_(known) {}
+  explicit Members(Bits read) : read_(std::move(read)) {}
+
+  explicit operator bool() const { return known_ != nullptr || !read_.empty(); }
+  const Bits& operator*() const { return known_ != nullptr ? *known_ : read_; }
+  const Bits* operator->() const { return &**this; }
+
+ private:
+  Bits read_;
+  const Bits* known_ = nullptr;
+};
+
+// What has failed for want of this rank, for it to hear when it brings that. Of names that it never brings the oldest are
+// forgotten: should they come after all, they wait for the others as what is new does.
+class Condemned {
+ public:
+  using Name = std::pair<uint32_t, std::string>;
+
+  void add(const Name& name, Record record);
+  // Returns whether there was such a record.
+  bool take(const Name& name, Record& record);
+  void clear();
+  size_t size() const { return records_.size(); }
+
+ private:
+  struct Kept {
+    Record record;
+    uint64_t turn = 0;
+  };
+
+  std::map<Name, Kept> records_;
+  std::map<uint64_t, Name> by_turn_;
+  uint64_t turns_ = 0;
+  size_t bytes_ = 0;
+};
+
 // How far this rank is from the root, and who is below it.
 struct Place {
   uint32_t rank = 0, size = 1;
@@ -103,10 +145,15 @@ class Node {
   bool ended() const { return ended_; }
   bool pending() const { return !entries_.empty() || !mine_.empty() || joining_; }
   Bits have(uint32_t group, const std::string& key) const;
+  size_t condemned() const { return condemned_.size(); }
   Counters counters;
 
  private:
   using Name = std::pair<uint32_t, std::string>;
+
+  struct NameHash {
+    size_t operator()(const Name& name) const { return std::hash<std::string>()(name.second) + name.first; }
+  };
 
   struct Mine {
     std::string fixed, own;
@@ -139,7 +186,7 @@ class Node {
     bool touched = false;   // used since the hand has come by
   };
 
-  const Bits* members(const Name& name) const;
+  Members members(const Name& name) const;
   Entry& entry(const Name& name, double now);
   void add_mine(const Name& name, const Mine& mine, double now);
   void add_bit(uint32_t slot, const Bits& who, double now);
@@ -167,16 +214,17 @@ class Node {
   std::string fixed_of(const Name& name, const Entry& entry) const;
 
   const Place place_;
+  const Bits self_;
   Bits below_;  // this rank and all below it
   const double timeout_, stall_after_;
   std::vector<Bits> groups_;
   std::map<Name, Entry> entries_;
-  std::map<Name, Mine> mine_;
-  std::map<Name, Record> condemned_;  // what has failed for want of this rank
+  std::unordered_map<Name, Mine, NameHash> mine_;
+  Condemned condemned_;
   std::vector<Slot> slots_;
   uint32_t used_ = 0;  // of them, from the first on
   uint32_t hand_ = 0;  // at the root: where it looks for one that was not used for long
-  std::map<Name, uint32_t> by_name_;
+  std::unordered_map<Name, uint32_t, NameHash> by_name_;
   uint64_t applied_ = 0;   // the number of the last frame downwards
   uint64_t current_ = 0;   // of the one that is put together, or gone through
   Bits joined_;            // as all ranks know it, by the frames

@@ -11,6 +11,8 @@ namespace {
 
 constexpr size_t kNear = 64;     // names beside one that waits
 constexpr size_t kTold = 16;     // that wait, at a time
+constexpr size_t kCondemned = 1 << 20;  // bytes of records that are kept for names which may never come
+constexpr size_t kOfOne = 512;          // of a record's own, beside its texts
 constexpr double kLongest = 64;  // times that the patience of a warning grows
 constexpr double kForever = std::numeric_limits<double>::infinity();
 
@@ -42,7 +44,9 @@ void Node::judge(const Name& name) {
   Entry& one = found->second;
   const Bits all = *members(name);
   Writer record;
-  if (name.first == kSets) {
+  Bits absent = all;
+  absent.keep(joined_);
+  if (name.first == kSets && absent.empty()) {
     send_bits();
     record.number(kDownGroup);
     record.number(groups_.size());
@@ -50,8 +54,6 @@ void Node::judge(const Name& name) {
     send_down(std::move(record));
     return;
   }
-  Bits absent = all;
-  absent.keep(joined_);
   if (one.parts.empty()) {
     const uint32_t slot = by_name_.at(name);
     if (slots_[slot].joinable || absent.empty()) {
@@ -155,8 +157,9 @@ void Node::apply(Reader& in, double now) {
         finish(name, std::move(record));
         break;
       case kDownAfterJoin:
-        name.first = static_cast<uint32_t>(in.below(groups_.size()));
+        name.first = static_cast<uint32_t>(in.below(uint64_t{kSets} + 1));
         name.second = in.text();
+        if (!members(name)) throw Malformed("a set of ranks that nobody has defined");
         record.kind = Kind::after_join;
         record.fixed = in.text();
         record.have = *members(name);
@@ -170,13 +173,13 @@ void Node::apply(Reader& in, double now) {
         record.fixed = in.text();
         record.have = Bits::read(in, place_.size);
         record.missing = Bits::read(in, place_.size);
-        if (members(name) == nullptr) throw Malformed("a set of ranks that nobody has defined");
+        if (!members(name)) throw Malformed("a set of ranks that nobody has defined");
         if (!place_.children.empty()) done_[name] = current_;  // what crosses this on its way up is of what is over
         if (record.missing.has(place_.rank) && mine_.count(name) == 0) {
           record.group = name.first;
           record.key = name.second;
           entries_.erase(name);
-          condemned_[name] = std::move(record);
+          condemned_.add(name, std::move(record));
         } else {
           finish(name, std::move(record));
         }
@@ -223,6 +226,7 @@ void Node::apply(Reader& in, double now) {
         mine_.clear();
         ready_.clear();
         bits_down_.clear();
+        condemned_.clear();
         joining_ = false;
         break;
       default:
@@ -246,8 +250,8 @@ void Node::run(const Name& name, const std::string& fixed, const std::vector<std
 void Node::finish(const Name& name, Record record) {
   record.group = name.first;
   record.key = name.second;
-  const Bits* const all = members(name);
-  if (all != nullptr && all->has(place_.rank)) telling_.push_back(std::move(record));
+  const Members all = members(name);
+  if (all && all->has(place_.rank)) telling_.push_back(std::move(record));
   const Name gone = name;  // may be the entry's own
   const auto found = entries_.find(gone);
   if (found != entries_.end()) {
@@ -284,6 +288,44 @@ void Node::fill_slot(uint32_t number, const Name& name, Slot filled, double now)
   }
   const auto mine = mine_.find(before);
   if (mine != mine_.end()) add_mine(before, mine->second, now);
+}
+
+// What has failed without this rank.
+
+namespace {
+
+size_t size_of(const Condemned::Name& name, const Record& record) {
+  return 3 * name.second.size() + record.fixed.size() + kOfOne;  // the name is in two maps and in the record
+}
+
+}  // namespace
+
+void Condemned::add(const Name& name, Record record) {
+  Record before;
+  take(name, before);
+  bytes_ += size_of(name, record);
+  by_turn_[++turns_] = name;
+  records_[name] = {std::move(record), turns_};
+  while (bytes_ > kCondemned && records_.size() > 1) {
+    const Name oldest = by_turn_.begin()->second;
+    take(oldest, before);
+  }
+}
+
+bool Condemned::take(const Name& name, Record& record) {
+  const auto found = records_.find(name);
+  if (found == records_.end()) return false;
+  record = std::move(found->second.record);
+  bytes_ -= size_of(name, record);
+  by_turn_.erase(found->second.turn);
+  records_.erase(found);
+  return true;
+}
+
+void Condemned::clear() {
+  records_.clear();
+  by_turn_.clear();
+  bytes_ = 0;
 }
 
 // What waits.

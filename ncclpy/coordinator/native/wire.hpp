@@ -112,13 +112,21 @@ class Bits {
     for (const uint64_t word : words_) found += static_cast<size_t>(__builtin_popcountll(word));
     return found;
   }
+  // Adds what is in `other` and not in `known`.
+  void add_unknown(const Bits& other, const Bits& known) {
+    grow(other.words_.size());
+    for (size_t i = 0; i < other.words_.size(); ++i) words_[i] |= other.words_[i] & ~known.word(i);
+  }
   // Are all of `wanted` in this or in `also`?
   bool covers(const Bits& wanted, const Bits& also) const {
-    for (size_t i = 0; i < wanted.words_.size(); ++i) {
-      const uint64_t mine = i < words_.size() ? words_[i] : 0;
-      const uint64_t others = i < also.words_.size() ? also.words_[i] : 0;
-      if ((wanted.words_[i] & ~mine & ~others) != 0) return false;
-    }
+    for (size_t i = 0; i < wanted.words_.size(); ++i)
+      if ((wanted.words_[i] & ~word(i) & ~also.word(i)) != 0) return false;
+    return true;
+  }
+  // The same of what is in both `wanted` and `among`.
+  bool covers(const Bits& wanted, const Bits& among, const Bits& also) const {
+    for (size_t i = 0; i < wanted.words_.size(); ++i)
+      if ((wanted.words_[i] & among.word(i) & ~word(i) & ~also.word(i)) != 0) return false;
     return true;
   }
   std::vector<uint32_t> list() const {
@@ -163,6 +171,7 @@ class Bits {
   }
 
  private:
+  uint64_t word(size_t i) const { return i < words_.size() ? words_[i] : 0; }
   void grow(size_t words) {
     if (words_.size() < words) words_.resize(words);
   }

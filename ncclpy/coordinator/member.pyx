@@ -1,0 +1,292 @@
+"""This rank as a member of one process set: what it has brought there, and the launches of that."""
+
+from ncclpy.coordinator.brought cimport Brought
+from ncclpy.coordinator.call cimport Call, Memory
+from ncclpy.coordinator.counts cimport Counts
+from ncclpy.coordinator.pending cimport Pending
+from ncclpy.coordinator.plan cimport Ready, Step, plan
+from ncclpy.coordinator.slots cimport Carried
+from ncclpy.coordinator.turns cimport Turn, Turns
+
+from ncclpy.coordinator.reductions import reduction
+from ncclpy.coordinator.signature import Kind
+from ncclpy.core.errors import NcclError
+from ncclpy.core.types import Result
+
+# Arrays from this size on are launched by themselves: to copy them takes longer than a launch, as measured.
+cdef long long _LARGE_ON_HOST = 64 << 10
+cdef long long _LARGE_ON_DEVICES = 16 << 20
+# So much is copied together on GPUs: while it is reduced, the next ones are copied in, and the last ones out.
+cdef long long _TOGETHER_ON_DEVICES = 32 << 20
+
+cdef object _ALL_REDUCE = Kind.ALL_REDUCE, _BARRIER = Kind.BARRIER
+cdef list _kept = []  # arrays that may be copied for ever
+cdef dict _NAMES = {kind: kind.name.lower() for kind in Kind}
+
+
+cdef class Member:
+    """This rank in one process set.
+
+    Parameters
+    ----------
+    pending : Pending
+        What this rank has brought and not launched; it knows which set that is.
+    plane : Plane
+        The set's data.
+    fusion_bytes : int
+        See `Coordinator`.
+    staged : bool
+        Whether arrays of CPU memory are copied to the device.
+    counts : Counts
+        What is added to.
+    trouble : callable
+        ``trouble(error)`` is called with an error of a launch, for which the other ranks would wait for ever.
+    cache : int
+        How many names, alone or together, are remembered.
+    host_plane : Plane, optional
+        The data of arrays in CPU memory, where they go another way.
+    for_devices : bool
+        Whether arrays in device memory are taken.
+    on_launch : callable, optional
+        ``on_launch(parts, fused)`` is called with arrays that are launched together.
+    """
+
+    def __init__(
+        self, Pending pending not None, plane, long long fusion_bytes, bint staged, Counts counts not None, trouble,
+        Py_ssize_t cache, host_plane=None, bint for_devices=True, on_launch=None
+    ):
+        self.pending, self.label = pending, pending.label
+        self.number, self.ranks, self.rank, self.size = (
+            pending.number, pending.members, pending.rank, len(pending.members)
+        )
+        self.plane, self.host_plane, self.for_devices = plane, host_plane, for_devices
+        self.fusion_bytes = min(fusion_bytes, _TOGETHER_ON_DEVICES) if staged else fusion_bytes
+        self.staged = staged and host_plane is None
+        self.large = min(fusion_bytes // 4, _LARGE_ON_DEVICES if staged else _LARGE_ON_HOST)
+        self.counts, self.trouble, self.on_launch = counts, trouble, on_launch
+        self.memory = Memory(cache)
+        self.turns = Turns(f"ncclpy-coordinator-{self.number}", trouble)
+
+    # What is brought.
+
+    cdef int note(self, Call call) except -1:
+        """Know what this rank is about to bring.
+
+        Raises
+        ------
+        ValueError
+            If one of its names is in flight, or one of its arrays that would be written or is, or an array is where
+            nothing carries it.
+        """
+        if not self.for_devices and any(part.on_device for part in call.parts):
+            raise ValueError(
+                f"array: {call.names[0]!r} is in device memory, and MPI carries the data of this coordinator, which "
+                "takes CPU memory. Nothing of this call was sent"
+            )
+        return self.pending.enter(call)
+
+    # Launches.
+
+    def run(self, list operations not None, then):
+        """Launch what all ranks have brought, those of one frame; here as far as nothing has to wait.
+
+        Then ``then(number)`` is called, with the set's.
+        """
+        cdef Ready ready
+        cdef Step step
+        cdef list turns = []
+        for ready in operations:
+            if not ready.packed.has_meaning:
+                operations = [each for each in operations if self._has_meaning(each)]
+                break
+        for step in plan(operations, self.fusion_bytes, self.large, self.staged):
+            turns.append(_launch(self, step))
+        turns.append(_told(then, self.number))
+        self.turns.add(turns)
+
+    cdef bint _has_meaning(self, Ready ready) except -1:
+        """Return whether NCCL can do all of an operation; else, on all ranks alike, none of it is begun."""
+        if ready.packed.has_meaning:
+            return True
+        try:
+            for signature in ready.packed.signatures:
+                if signature.kind is _ALL_REDUCE:
+                    reduction(signature, self.size, len(ready.absent))
+        except ValueError as error:
+            if ready.call is not None:
+                ready.call.fail(_Meaningless(str(error), result=Result.INVALID_USAGE))
+            return False
+        return True
+
+    cdef int _launch(self, Step step) except -1:
+        """Launch one step of a plan."""
+        cdef list brought = step.brought()
+        cdef Call call
+        try:
+            self._count(step, brought)
+            carried = self._begin(step, brought[0])
+        except BaseException as error:
+            failure = error if isinstance(error, NcclError) else _not_launched(error)
+            try:
+                self._plane_of(step).abandon(failure)  # first: arrays are not to go that are being copied
+            except BaseException as another:  # then nobody knows when they have been
+                _kept.append(brought)
+                self.trouble(another)
+            for part in brought:
+                if part is not None:
+                    part.fail(failure)
+            call = (<Ready>step.operations[0]).call
+            if call is not None and len(brought) == 1 and not step.fused:
+                call.fail(failure)
+            if not isinstance(error, _Meaningless):
+                self.trouble(failure)
+            return 0
+        if carried is not None:
+            for each in reversed(carried if isinstance(carried, list) else [carried]):
+                self.turns.put_first(_copy_out(self, each))
+        return 0
+
+    cdef int _count(self, Step step, list brought) except -1:
+        cdef Brought part
+        cdef long long there = 0, nbytes = 0
+        for part in brought:
+            if part is not None:
+                there += 1
+                nbytes += <long long>part.view.nbytes
+        if there:  # else this rank has joined
+            self.counts.launched(_NAMES[step.signature.kind], there, nbytes)
+        self.counts.add("launches", 1)
+        if len(brought) > 1:
+            self.counts.add("fused", len(brought))
+            self.counts.add("fused_launches", 1)
+        if self.on_launch is not None:
+            self.on_launch([part for part in brought if part is not None], len(brought) > 1)
+        return 0
+
+    cdef object _plane_of(self, Step step):
+        """Return what carries the data of a step."""
+        if self.host_plane is None or step.signature.on_device:
+            return self.plane
+        return self.host_plane
+
+    cdef object _begin(self, Step step, Brought first):
+        """Launch a step; return what is to be copied out behind it, or None."""
+        cdef Ready ready = step.operations[0]
+        plane, signature, factor = self._plane_of(step), step.signature, None
+        op = signature.op
+        if op < 0 or (ready.call is not None and not ready.call.joinable):
+            return None if ready.call is None else ready.call.launch(plane, ready.owns, step.absent)
+        if not ready.packed.has_meaning:
+            try:
+                op, factor = reduction(signature, self.size, step.absent)
+            except ValueError as error:
+                raise _Meaningless(str(error), result=Result.INVALID_USAGE) from None
+        if not step.fused and first is not None:
+            plane.all_reduce(first, op, factor)
+            return None
+        return plane.fuse(step.members(), signature.datatype, op, factor, signature.on_device)
+
+    cdef int _copied_out(self, Carried carried) except -1:
+        """Leave what was launched through a slot to the monitor."""
+        try:
+            carried.copy_out()
+        except BaseException as error:
+            failure = error if isinstance(error, NcclError) else _not_launched(error)
+            carried.end(failure)
+            self.trouble(failure)
+        return 0
+
+    cdef bint _can_launch(self, Step step) except -1:
+        """Return whether a step's communicator is there, or never will be, and its copies wait for no other rank.
+
+        Those of CPU memory for a launch would wait for one before it, and so for others.
+        """
+        plane, first = self._plane_of(step), step.signature
+        if not plane.stands():
+            return False
+        copies = (step.fused or self.staged) and not first.on_device and first.kind is not _BARRIER
+        return not copies or plane.is_free()
+
+    # The end.
+
+    def fail(self, error):
+        """End what runs there with an error."""
+        for plane in (self.plane, self.host_plane):
+            if plane is not None:
+                plane.fail(error)
+
+    def close(self, double timeout):
+        """Let what was launched end, and give everything back."""
+        if not self.turns.end(timeout):  # its thread may be in the middle of a launch, with memory of a plane's
+            self.fail(NcclError(f"{self.label}: launches wait for other ranks after {timeout:.3g} s, when it ends"))
+        try:
+            if self.host_plane is not None:
+                self.host_plane.close(timeout)
+        finally:
+            self.plane.close(timeout)
+
+
+class _Meaningless(NcclError):
+    """An operation that no rank can launch, as all of them know alike."""
+
+
+cdef object _not_launched(error):
+    what = f"{type(error).__name__}: {error}"
+    made = NcclError(f"an operation that all ranks have brought could not be launched: {what}")
+    made.__cause__ = error
+    return made
+
+
+cdef _Launch _launch(Member member, Step step):
+    cdef _Launch made = _Launch.__new__(_Launch)
+    made.member, made.step = member, step
+    return made
+
+
+cdef class _Launch(Turn):
+    """A step of a plan."""
+
+    cdef Member member
+    cdef Step step
+
+    cdef bint is_ready(self) except -1:
+        return self.member._can_launch(self.step)
+
+    cdef int take(self) except -1:
+        return self.member._launch(self.step)
+
+
+cdef _Told _told(then, int number):
+    cdef _Told made = _Told.__new__(_Told)
+    made.then, made.number = then, number
+    return made
+
+
+cdef class _Told(Turn):
+    """What is said when all of a frame was launched."""
+
+    cdef object then
+    cdef int number
+
+    cdef int take(self) except -1:
+        self.then(self.number)
+        return 0
+
+
+cdef _CopyOut _copy_out(Member member, carried):
+    cdef _CopyOut made = _CopyOut.__new__(_CopyOut)
+    made.member, made.carried = member, carried
+    return made
+
+
+cdef class _CopyOut(Turn):
+    """What is copied out behind a launch, once that was made."""
+
+    cdef Member member
+    cdef object carried
+
+    cdef bint is_ready(self) except -1:
+        return self.carried.is_passed()
+
+    cdef int take(self) except -1:
+        return self.member._copied_out(self.carried)

@@ -1,0 +1,96 @@
+"""What all-reduces, and other reductions, come to: operators, scales, and what NCCL is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+from ncclpy.coordinator.plane import holds
+from ncclpy.coordinator.signature import Kind, Signature, pack_all
+from ncclpy.core.types import AVG, DataType, ReduceOp, as_op
+
+if TYPE_CHECKING:
+    from ncclpy.coordinator.brought import Brought
+
+__all__ = ["op_of", "pack_reductions", "reduction", "signature_of"]
+
+_NO_FACTOR = 1.0
+
+
+def signature_of(kind: Kind, part: Brought, shape: tuple[int, ...], **more: Any) -> Signature:
+    """Return what an array has in common with those of other ranks."""
+    return Signature(kind, part.dtype, part.datatype, part.unit, on_device=part.on_device, shape=shape, **more)
+
+
+def op_of(op: Any) -> Any:
+    """Return an operator by a name of the library's."""
+    return AVG if type(op) is str and op.lower() == "average" else op
+
+
+def _scale(value: Any, argument: str) -> float | None:
+    if value is None:
+        return None
+    number = float(value)
+    if not isfinite(number):
+        raise ValueError(f"{argument}: expected a finite number, got {value!r}")
+    return number
+
+
+def pack_reductions(parts: Sequence[Brought], op: Any, size: int, prescale: Any, postscale: Any) -> bytes:
+    """Return the signatures of all-reduces as bytes; raise where something does not fit."""
+    op, prescale, postscale = op_of(op), _scale(prescale, "prescale"), _scale(postscale, "postscale")
+    signatures = []
+    for part in parts:
+        code = part.op_code(op, size)
+        signature = signature_of(Kind.ALL_REDUCE, part, part.shape, op=code, prescale=prescale, postscale=postscale)
+        if prescale is not None or postscale is not None:
+            _check_scales(signature, as_op(op), size)
+        signatures.append(signature)
+    return pack_all(signatures)
+
+
+def _check_scales(signature: Signature, op: int, size: int) -> None:
+    if op not in (ReduceOp.SUM, ReduceOp.AVG):
+        raise ValueError(
+            f"prescale, postscale: sums and averages are scaled, not {ReduceOp(op).name.lower()}: scale the array"
+        )
+    if "float" not in signature.dtype and "complex" not in signature.dtype:
+        raise ValueError(f"prescale, postscale: {signature.dtype} has no fractions: convert the array, or scale it")
+    factor = (1.0 if signature.prescale is None else signature.prescale) * (
+        1.0 if signature.postscale is None else signature.postscale
+    )
+    vanishes = factor == 0 and 0 not in (signature.prescale, signature.postscale)
+    # An average divides by those that have not joined: by one at least.
+    divisors = (1,) if op == ReduceOp.SUM else (1, size)
+    if vanishes or not all(holds(factor / divisor, signature.datatype) for divisor in divisors):
+        raise ValueError(
+            f"prescale, postscale: inputs would be multiplied by {factor:g}"
+            + (f", and that divided by up to {size} ranks" if op != ReduceOp.SUM else "")
+            + f", which {signature.dtype} does not hold: it would be {'zero' if abs(factor) < 1 else 'infinite'}"
+        )
+
+
+def reduction(signature: Signature, size: int, absent: int) -> tuple[int, float | None]:
+    """Return NCCL's operator, and what each input is multiplied by first, if it is.
+
+    Raises
+    ------
+    ValueError
+        If there is none: an average of integers is NCCL's own, which divides by all ranks.
+    """
+    op, factor = signature.op, _NO_FACTOR
+    if signature.prescale is not None:
+        factor *= signature.prescale
+    if signature.postscale is not None:
+        factor *= signature.postscale
+    if op == ReduceOp.AVG and (absent or factor != _NO_FACTOR):
+        kind = DataType(signature.datatype)
+        if kind.name.startswith(("INT", "UINT")):
+            raise ValueError(
+                f"the average of {signature.dtype} arrays after {absent} of {size} ranks have joined: integers cannot "
+                "be divided by the ranks that are left; sum them, and divide the result"
+            )
+        op = ReduceOp.SUM
+        factor /= size - absent
+    return int(op), None if factor == _NO_FACTOR else factor

@@ -1,0 +1,22 @@
+# One step of a queue.
+cdef class Turn:
+    cdef bint is_ready(self) except -1
+    cdef int take(self) except -1
+
+
+# Steps that are taken in their order.
+cdef class Turns:
+    cdef str name
+    cdef object trouble
+    cdef object steps  # a deque
+    cdef object changed
+    cdef object thread
+    cdef int taker
+    cdef bint ended
+
+    cdef int add(self, list steps) except -1
+    cdef bint _is_ready(self, Turn step) except -1
+    cdef int _take(self, Turn step) except -1
+    cdef int put_first(self, Turn step) except -1
+    cdef int _leave_to_thread(self) except -1
+    cdef int _wait_for(self, Turn step) except -1

@@ -1,0 +1,151 @@
+"""What is asked for again, as its wait was left: joins and process sets, which are the same ones then."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from coordinator_ranks import run_coordinators
+from group_ranks import DEADLINE
+
+import ncclpy
+import testing
+
+pytestmark = pytest.mark.usefixtures("ranks_are_threads")
+
+
+def leave_a_join(coordinator, left, told):
+    """Join, and leave the wait for the others before they do so."""
+    with pytest.raises(ncclpy.NcclTimeout, match="not all ranks have joined"):
+        coordinator.join(0.05)
+    left.set()
+    assert told.wait(DEADLINE)
+    testing.wait_for(lambda: coordinator._session._joined is not None, "the news")
+
+
+def test_a_join_that_all_have_made_meanwhile():
+    """Rank 0's wait ends early, rank 1 joins then: whoever asks again hears of that one, and no other begins."""
+    left, told = threading.Event(), threading.Event()
+
+    def body(coordinator):
+        if coordinator.rank == 0:
+            leave_a_join(coordinator, left, told)
+            last = coordinator.join(DEADLINE)
+        else:
+            assert left.wait(DEADLINE)
+            last = coordinator.join(DEADLINE)
+            told.set()
+        array = np.full(1, 2.0 * coordinator.rank)
+        coordinator.all_reduce("both", array, "avg").wait(DEADLINE)
+        return last, array[0], coordinator.join(DEADLINE) in (0, 1)
+
+    assert run_coordinators(2, body) == [(1, 1.0, True)] * 2
+
+
+def test_who_goes_on_behind_a_join_joins_anew():
+    left, told = threading.Event(), threading.Event()
+
+    def body(coordinator):
+        if coordinator.rank == 0:
+            leave_a_join(coordinator, left, told)
+            coordinator.all_reduce("x", np.ones(1)).wait(DEADLINE)
+            with pytest.raises(ncclpy.NcclTimeout, match="not all ranks have joined"):
+                coordinator.join(0.05)
+            left.set()
+            return coordinator.join(DEADLINE)
+        assert left.wait(DEADLINE)
+        coordinator.join(DEADLINE)
+        left.clear()
+        told.set()
+        coordinator.all_reduce("x", np.ones(1)).wait(DEADLINE)
+        assert left.wait(DEADLINE)
+        return coordinator.join(DEADLINE)
+
+    assert run_coordinators(2, body) == [1, 1]
+
+
+def test_a_set_that_all_have_asked_for_meanwhile():
+    left, made = threading.Event(), threading.Event()
+
+    def body(coordinator):
+        if coordinator.rank == 0:
+            with pytest.raises(ncclpy.NcclTimeout, match="not all of ranks 0-1 have called process_set"):
+                coordinator.process_set([0, 1], 0.05)
+            left.set()
+            assert made.wait(DEADLINE)
+            testing.wait_for(lambda: coordinator._session._defined, "the set")
+            part = coordinator.process_set([0, 1], DEADLINE)
+        else:
+            assert left.wait(DEADLINE)
+            part = coordinator.process_set([0, 1], DEADLINE)
+            made.set()
+        array = np.ones(1)
+        part.all_reduce("x", array).wait(DEADLINE)
+        other = coordinator.process_set([0, 1], DEADLINE)
+        other.all_reduce("x", array).wait(DEADLINE)
+        assert not coordinator._session._defined
+        return array[0]
+
+    assert run_coordinators(2, body) == [4.0, 4.0]
+
+
+def test_a_set_with_a_rank_that_has_joined_is_an_error():
+    joins = threading.Event()
+
+    def body(coordinator):
+        if coordinator.rank == 1:
+            joins.set()
+            return coordinator.join(DEADLINE)
+        assert joins.wait(DEADLINE)
+        with pytest.raises(ncclpy.NcclError, match=r"process_set '\(0, 1\)': rank 1 has joined"):
+            coordinator.process_set([1, 0], DEADLINE)
+        return coordinator.join(DEADLINE)
+
+    assert run_coordinators(2, body) == [0, 0]
+
+
+class Interrupts:
+    """A control plane whose method is interrupted as a signal's handler would do it: before it, or behind it."""
+
+    def __init__(self, method, behind):
+        self.method, self.behind, self.calls = method, behind, 0
+
+    def __call__(self, *arguments):
+        self.calls += 1
+        if self.behind or self.calls > 1:
+            self.method(*arguments)
+        if self.calls == 1:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["before", "behind"])
+def test_a_call_that_was_interrupted_is_made_again(controls, behind):
+    def body(coordinator):
+        control = coordinator._session._control
+        if coordinator.rank == 0:
+            control.define = Interrupts(control.define, behind)
+            with pytest.raises(KeyboardInterrupt):
+                coordinator.process_set([0, 1], DEADLINE)
+            control.join = Interrupts(control.join, behind)
+        array = np.ones(1)
+        coordinator.process_set([0, 1], DEADLINE).all_reduce("x", array).wait(DEADLINE)
+        if coordinator.rank == 0:
+            with pytest.raises(KeyboardInterrupt):
+                coordinator.join(DEADLINE)
+        coordinator.join(DEADLINE)
+        return array[0]
+
+    assert run_coordinators(2, body) == [2.0, 2.0]
+
+
+def test_the_end_of_a_block_that_was_interrupted(controls):
+    def body(coordinator):
+        control = coordinator._session._control
+        if coordinator.rank == 0:
+            control.bring = Interrupts(control.bring, True)
+            with pytest.raises(KeyboardInterrupt):
+                coordinator._session.leave(DEADLINE)
+        return coordinator._session.leave(DEADLINE)
+
+    assert run_coordinators(2, body) == [True, True]

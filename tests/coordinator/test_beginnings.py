@@ -1,0 +1,113 @@
+"""A coordinator that cannot begin leaves nothing: no thread, no descriptor, no group."""
+
+from __future__ import annotations
+
+import gc
+import operator
+import os
+import threading
+import time
+
+import pytest
+from coordinator_ranks import run_coordinators
+from leftovers import LASTING_MANAGER, descriptors, python_threads, settle, threads
+
+import ncclpy
+import testing
+from ncclpy.bootstrap import LocalStore
+from ncclpy.coordinator import Coordinator, carriers, connections, session
+
+
+def groups():
+    """Return how many process groups are neither closed nor gone."""
+    found = [each for each in gc.get_objects() if type(each) is ncclpy.ProcessGroup]
+    return sum(not repr(each).endswith(" closed>") for each in found)
+
+
+def look():
+    """Return how many threads, groups and descriptors there are.
+
+    An error that a rank has raised has frames in its traceback by which it is reached itself: what they hold, and what
+    a thread that is about to end holds still, only a collection behind that end lets go of.
+    """
+    gc.collect()
+    native = [name for name in threads(LASTING_MANAGER) if name.startswith(("ncclpy-coord", "ncclpy-timel"))]
+    own = [name for name in python_threads() if name.startswith("ncclpy")]
+    return len(native + own), groups(), descriptors()
+
+
+@pytest.fixture
+def nothing_left(host_engine):
+    """Fail the test if something is left; what lasts from a process's first coordinator on was there before."""
+    run_coordinators(2, lambda coordinator: None)
+    testing.wait_for(lambda: look() == (time.sleep(0.1), look())[1], "what has ended to be gone")
+    before = look()
+    yield
+    left = settle(look, lambda seen: all(map(operator.le, seen, before)))
+    assert all(map(operator.le, left, before)), f"{left} threads, groups and descriptors, and {before} before"
+
+
+def refused(size, wrong, error, **options):
+    """Have all ranks fail to make a coordinator, with options of their own; return what they said."""
+    store, said = LocalStore(), [None] * size
+
+    def rank(number):
+        with pytest.raises(error) as raised:
+            Coordinator((store, number, size), device=number, **options | wrong(number))
+        said[number] = str(raised.value)
+
+    each = [threading.Thread(target=rank, args=(number,)) for number in range(size)]
+    for thread in each:
+        thread.start()
+    for thread in each:
+        thread.join(60)
+    return said
+
+
+def test_options_that_differ(nothing_left, tmp_path):
+    said = refused(
+        2, lambda rank: {"cache": rank, "timeline": tmp_path / f"{rank} {{rank}}"}, ValueError, fusion_bytes=5
+    )
+    assert said[0] == said[1] and "cache 0 on rank 0, 1 on rank 1" in said[0]
+
+
+def test_ranks_that_do_not_come(nothing_left, tmp_path):
+    with pytest.raises(ncclpy.NcclTimeout):
+        Coordinator((LocalStore(), 0, 2), timeout=0.2, timeline=tmp_path / "trace")
+
+
+def silent(mine):
+    raise KeyError("nobody has come")
+
+
+def test_a_rank_that_comes_and_says_nothing(nothing_left, tmp_path, monkeypatch):
+    """They are connected, and no record tells of the end."""
+    monkeypatch.setattr(session, "_TOLD", 0.5)
+    monkeypatch.setattr(session.Session, "begin", silent)
+    monkeypatch.setattr(session.Session, "shut_down", lambda mine, drain, reason: None)
+    said = refused(2, lambda rank: {}, KeyError, timeline=tmp_path / "trace {rank}")
+    assert said == ["'nobody has come'"] * 2
+
+
+@pytest.mark.parametrize("cache", [2**60, 2**70])
+def test_a_control_plane_that_cannot_be_made(nothing_left, tmp_path, monkeypatch, cache):
+    """For want of memory, say; the connections stand by then, and belong to nobody else."""
+    real = connections.open_control
+    monkeypatch.setattr(
+        connections, "open_control", lambda *meet, **options: real(*meet, **options | {"cache": cache})
+    )
+    refused(3, lambda rank: {}, (MemoryError, OverflowError, RuntimeError), timeline=tmp_path / "trace {rank}")
+
+
+def test_a_plane_that_cannot_be_made(nothing_left, tmp_path, monkeypatch):
+    def plane(carrier):
+        raise MemoryError("no plane")
+
+    monkeypatch.setattr(carriers.OfGroup, "plane", plane)
+    assert refused(2, lambda rank: {}, MemoryError, timeline=tmp_path / "trace {rank}") == ["no plane"] * 2
+
+
+def test_a_parent_that_cannot_be_called(nothing_left, monkeypatch):
+    """Those below this rank have called already, and hang up."""
+    monkeypatch.setattr(connections._Ears, "hear", lambda ears, children, deadline, wanted: os.open("/no/such", 0))
+    refused(3, lambda rank: {}, (FileNotFoundError, ncclpy.NcclError), timeout=2.0)

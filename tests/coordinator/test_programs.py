@@ -1,0 +1,231 @@
+"""Programs of several ranks that hypothesis makes, and makes small where they fail, compared with numpy.
+
+Each step has operations of all ranks or of a set, which each rank brings in an order of its own and from several
+threads. Names come again from step to step. In the end ranks have more or less data than others and join, and some
+programs are shut down while others wait. `test_random_programs` has more of everything, and no small examples.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from coordinator_ranks import run_coordinators
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import ncclpy
+
+NAMES = ["a", "", "\0", "a\0", "слой/層", "\ud800", "x" * 300]
+DTYPES = [np.float32, np.int64, np.uint8, np.float16]
+OPS = {"sum": np.sum, "max": np.max, "min": np.min}
+#: Seconds for what waits: where it comes to that a program is wrong, and there will be smaller ones.
+DEADLINE = 8
+#: Seconds for a campaign; what does not fit on a slow machine is left out, and said.
+CAMPAIGN = 100
+
+
+class Operation(NamedTuple):
+    place: int  # 0: all ranks, else one of the sets
+    name: str
+    kind: str
+    op: str
+    dtype: type
+    rows: list[int]  # by ranks; for what has to be the same the first one's
+    width: int
+    who: int  # the root, or who brings something else
+
+    def array(self, step, rank, rows):
+        values = np.arange(rows * self.width).reshape(rows, self.width)
+        return ((values * 7 + step * 3 + rank * 5 + len(self.name)) % 23).astype(self.dtype)
+
+
+class Program(NamedTuple):
+    size: int
+    options: dict
+    sets: list[list[int]]
+    steps: list[tuple[list[Operation], list[list[int]], list[int]]]  # with each rank's order, and how many threads
+    extras: list[int]
+    ends: int | None  # who shuts it down while the others wait
+    drains: bool
+
+
+KINDS = ["all_reduce", "all_gather", "broadcast", "reduce_scatter", "all_to_all", "barrier", "differs", "grouped"]
+
+
+@st.composite
+def programs(draw):
+    size = draw(st.integers(1, 4))
+    ranks = st.integers(0, size - 1)
+    sets = draw(st.lists(st.lists(ranks, min_size=1, unique=True).map(sorted), max_size=2, unique_by=tuple))
+    operation = st.builds(
+        Operation,
+        place=st.integers(0, len(sets)),
+        name=st.sampled_from(NAMES),
+        kind=st.sampled_from(KINDS),
+        op=st.sampled_from(list(OPS)),
+        dtype=st.sampled_from(DTYPES),
+        rows=st.lists(st.integers(0, 5), min_size=size, max_size=size),
+        width=st.sampled_from([1, 0, 3, 2000]),
+        who=st.integers(0, 3),
+    )
+    steps = []
+    for _ in range(draw(st.integers(0, 3))):
+        operations = draw(st.lists(operation, min_size=1, max_size=8, unique_by=lambda each: (each.place, each.name)))
+        orders = [draw(st.permutations(range(len(operations)))) for _ in range(size)]
+        steps.append((operations, orders, [draw(st.integers(1, 3)) for _ in range(size)]))
+    options = {"fusion_bytes": draw(st.sampled_from([64 << 20, 0, 500])), "cache": draw(st.sampled_from([1024, 0, 2]))}
+    options["timeout"] = DEADLINE / 2
+    extras = draw(st.lists(st.integers(0, 3), min_size=size, max_size=size))
+    return Program(size, options, sets, steps, extras, draw(st.none() | ranks), draw(st.booleans()))
+
+
+def members_of(program, operation):
+    return list(range(program.size)) if operation.place == 0 else program.sets[operation.place - 1]
+
+
+def brought(program, step, operation, rank):
+    """Return the arrays that a rank brings."""
+    members, rows = members_of(program, operation), operation.rows[0]
+    if operation.kind == "all_gather":
+        rows = operation.rows[rank]
+    if operation.kind == "all_to_all":
+        rows *= len(members)
+    array = operation.array(step, rank, rows)
+    if operation.kind == "differs" and rank == members[operation.who % len(members)]:
+        array = array[None]
+    return [array, array[:1].copy()] if operation.kind == "grouped" else [array]
+
+
+def bring(place, program, step, operation, rank):
+    members, name, arrays = members_of(program, operation), operation.name, brought(program, step, operation, rank)
+    if operation.kind == "broadcast":
+        return [place.broadcast(name, arrays[0], operation.who % len(members))]
+    if operation.kind == "reduce_scatter":
+        return [place.reduce_scatter(name, arrays[0], operation.op)]
+    if operation.kind == "barrier":
+        return [place.barrier(name)]
+    if operation.kind == "grouped":
+        return place.grouped_all_reduce([name, f"{name} 2"], arrays, operation.op)
+    if operation.kind in ("all_gather", "all_to_all"):
+        return [getattr(place, operation.kind)(name, arrays[0])]
+    return [place.all_reduce(name, arrays[0], operation.op)]
+
+
+def wanted(program, step, operation, rank):
+    """Return what each work results in."""
+    members = members_of(program, operation)
+    mine, everyone = members.index(rank), [brought(program, step, operation, each) for each in members]
+    if operation.kind == "barrier":
+        return [None]
+    if operation.kind == "broadcast":
+        return everyone[operation.who % len(members)]
+    if operation.kind == "all_gather":
+        return [np.concatenate([each[0] for each in everyone])]
+    if operation.kind == "all_to_all":
+        return [np.concatenate([np.array_split(each[0], len(members))[mine] for each in everyone])]
+    totals = [
+        OPS[operation.op](np.stack(each), axis=0).astype(operation.dtype) for each in zip(*everyone, strict=True)
+    ]
+    return [np.array_split(totals[0], len(members))[mine]] if operation.kind == "reduce_scatter" else totals
+
+
+def check(program, step, operation, rank, works):
+    if operation.kind == "differs" and len(members_of(program, operation)) > 1:
+        error = works[0].exception(DEADLINE)
+        assert isinstance(error, ncclpy.NcclError) and "disagree" in str(error), error
+        return str(error)
+    for work, right in zip(works, wanted(program, step, operation, rank), strict=True):
+        result = work.result(DEADLINE)
+        if right is not None:
+            np.testing.assert_array_equal(result, right, f"step {step}: {operation}")
+    return ""
+
+
+def play(program, coordinator):
+    """Be a rank; return what has to be the same on all."""
+    rank, said = coordinator.rank, []
+    places = [coordinator]
+    places += [coordinator.process_set(each, DEADLINE) if rank in each else None for each in program.sets]
+    for step, (operations, orders, threads) in enumerate(program.steps):
+        order = [i for i in orders[rank] if rank in members_of(program, operations[i])]
+        works, failed = {}, []
+
+        def go(part, step=step, operations=operations, works=works, failed=failed):
+            try:
+                for i in part:
+                    works[i] = bring(places[operations[i].place], program, step, operations[i], rank)
+            except BaseException as error:
+                failed.append(error)
+
+        others = [threading.Thread(target=go, args=(order[i :: threads[rank]],)) for i in range(1, threads[rank])]
+        for each in others:
+            each.start()
+        go(order[:: threads[rank]])
+        for each in others:
+            each.join()
+        if failed:
+            raise failed[0]
+        for i in sorted(works):
+            text = check(program, step, operations[i], rank, works[i])
+            said += [text] * (operations[i].place == 0)
+    for extra in range(program.extras[rank]):
+        array = np.full(5, 7.0)
+        coordinator.all_reduce(f"extra {extra}", array, "average").wait(DEADLINE)
+        np.testing.assert_allclose(array, 7)
+    said.append(coordinator.join(DEADLINE))
+    if program.ends is not None:
+        if rank == program.ends:
+            coordinator.shutdown(DEADLINE, drain=program.drains, reason="of its own")
+        else:
+            try:
+                work = coordinator.barrier("never")
+            except ncclpy.NcclAborted as error:  # which it had heard of
+                assert "of its own" in str(error)
+            else:
+                assert "of its own" in str(work.exception(DEADLINE))
+    return said
+
+
+def run(program):
+    wrong = None
+    try:
+        found = run_coordinators(program.size, lambda coordinator: play(program, coordinator), **program.options)
+        assert all(each == found[0] for each in found), found
+    except Exception:  # which rank fails first, and how, is a matter of time: hypothesis is to take it for one failure
+        wrong = traceback.format_exc()
+    if wrong is not None:
+        raise AssertionError(wrong)
+
+
+profile = settings(
+    deadline=None, database=None, print_blob=False, suppress_health_check=list(HealthCheck), derandomize=True
+)  # fmt: skip
+
+
+@pytest.mark.timeout(400)  # hypothesis makes a program that fails smaller for up to five minutes
+@settings(profile, max_examples=120)
+@given(program=programs())
+def test_a_program(host_engine, program):
+    run(program)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(CAMPAIGN + 400)
+def test_many_programs(host_engine):
+    end, done = time.monotonic() + CAMPAIGN, []
+
+    @settings(profile, max_examples=1000, derandomize=False)
+    @given(program=programs())
+    def many(program):
+        if time.monotonic() < end:
+            run(program)
+            done.append(1)
+
+    many()
+    print(f"{len(done)} programs")
+    assert len(done) > 100

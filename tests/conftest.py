@@ -22,6 +22,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # In the background of a script. Children would inherit it, and no Ctrl-C would end one.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+from array_libs import free_garbage
+
 import ncclpy
 import testing
 
@@ -62,6 +64,7 @@ def nothing_left_behind():
     if ncclpy.library().engine == "host":
         for device in range(ncclpy.device_count()):
             ncclpy.synchronize(device, timeout=20)
+    free_garbage()
 
 
 @pytest.fixture

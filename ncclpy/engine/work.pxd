@@ -17,6 +17,8 @@ cdef class Work:
     cdef int phase  # PENDING to FAILED or CAPTURED, see recorder; slept on
     cdef int sleepers
     cdef CUevent done  # recorded behind the operation once it is launched
+    cdef object lender  # whose event that is, if it is not this one's
+    cdef bint borrows  # whether there is one
     cdef CUevent began  # with timing only
     cdef CUevent ready  # recorded behind what produces the input, or NULL
     cdef CUstream stream

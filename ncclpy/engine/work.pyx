@@ -542,7 +542,7 @@ cdef class Work:
         return asyncio.wrap_future(self.future()).__await__()
 
     def __dealloc__(self):
-        if self.done != NULL:
+        if self.done != NULL and not self.borrows:
             give_event(self.device, self.timed, self.done)
         if self.ready != NULL:
             give_event(self.device, False, self.ready)

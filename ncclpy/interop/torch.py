@@ -1,6 +1,17 @@
-"""What torch's users find here: gradients averaged while a backward pass runs, parameters alike on all ranks."""
+"""What torch's users find here: a backend of torch.distributed; gradients averaged while a backward pass runs.
+
+To import this registers the backend. It is registered when torch is imported, too, where ncclpy is installed.
+"""
 
 from ncclpy.interop.torch_gradients import GradientAverage, average_gradients
 from ncclpy.interop.torch_parameters import broadcast_parameters
+from ncclpy.interop.torch_recovery import backend_of, recover
+from ncclpy.interop.torch_registration import register
 
-__all__ = ["GradientAverage", "average_gradients", "broadcast_parameters"]
+__all__ = ["GradientAverage", "average_gradients", "backend_of", "broadcast_parameters", "recover"]
+
+try:
+    register()
+except ModuleNotFoundError as error:  # of torch: the names here are for those, too, who read about them without it
+    if (error.name or "").startswith("ncclpy"):
+        raise

@@ -1,24 +1,75 @@
-"""The shim that follows torch's allocator (`torch_shim.cpp`), built against the installed torch and kept for later.
+"""What is built against the installed torch, and kept for later: small shared libraries of one source each.
 
-It is a shared library without Python in it, loaded by ctypes. What it is built from is in its name, so that another
-torch or another compiler has one of its own; processes that build at once do not disturb each other.
+One follows torch's allocator (`torch_shim.cpp`): it has no Python in it and is loaded by ctypes. The other stands
+between torch's C++ and the backend for torch.distributed (`torch_backend.cpp`) and is an extension module. What a
+library is built from is in its name, so that another torch or another compiler has one of its own; of processes that
+want one at once, as the ranks of a node do, one builds and the others wait for it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import platform
 import shlex
 import shutil
 import site
+import stat
 import subprocess
 import sys
+import sysconfig
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 SOURCE = Path(__file__).with_name("torch_shim.cpp")
+
+
+class Part(NamedTuple):
+    """Tell what is built, and what is said where it cannot be.
+
+    Attributes
+    ----------
+    name
+        What its file is called.
+    source
+        The file in C++; None is `SOURCE`.
+    options
+        For the compiler.
+    what, asked, without
+        For errors: what it is, what has asked for it, and what goes without it.
+    """
+
+    name: str
+    source: Path | None
+    options: tuple[str, ...]
+    what: str
+    asked: str
+    without: str
+
+
+ALLOCATOR = Part(
+    "torch-shim",
+    None,
+    ("-lc10_cuda", "-lc10", "-Wl,-z,lazy", "-pthread"),
+    "the shim for torch's allocator",
+    "attach('torch', hooks=True)",
+    "or attach without hooks, which builds nothing",
+)
+BACKEND = Part(
+    "torch-backend",
+    Path(__file__).with_name("torch_backend.cpp"),
+    (
+        "-fvisibility=hidden", f"-isystem{sysconfig.get_path('include')}", "-ltorch_python", "-ltorch_cpu", "-ltorch",
+        "-lc10", "-pthread",
+    ),
+    "the extension for torch.distributed",
+    "init_process_group('ncclpy')",
+    "or use ncclpy.ProcessGroup, which builds nothing",
+)  # fmt: skip
 #: Of C++: what torch's headers ask for has changed, and older compilers do not know the later one.
 STANDARDS = ("c++17", "c++20")
 #: How long a compiler may take, in seconds.
@@ -27,45 +78,62 @@ PATIENCE = 600.0
 SHOWN = 25
 
 
-def built(torch: Any) -> Path:
-    """Return the path of the shim for a torch, which is built first unless that was done before.
+def built(torch: Any, part: Part = ALLOCATOR) -> Path:
+    """Return the path of a library for a torch, which is built first unless that was done before.
 
     Parameters
     ----------
     torch : module
         The torch that is loaded.
+    part : Part
+        Which one.
 
     Raises
     ------
     RuntimeError
-        If there is no C++ compiler, or it could not build the shim; the message says what to do about it.
+        If there is no C++ compiler, or it could not build it; the message says what to do about it.
     """
-    compiler = find_compiler()
-    flags = flags_for(torch)
-    source = SOURCE.read_bytes()
+    compiler = find_compiler(part)
+    flags = [*flags_for(torch), *part.options]
+    source = (part.source or SOURCE).read_bytes()
     parts = [torch.__version__, torch.version.git_version, platform.machine(), version_of(compiler), *compiler, *flags]
     digest = hashlib.sha256(b"\0".join([*(str(part).encode() for part in parts), source])).hexdigest()[:32]
     folder = cache_folder()
-    target = folder / f"torch-shim-{digest}.so"
+    target = folder / f"{part.name}-{digest}.so"
     if not target.exists():
-        compile_shim(compiler, flags, target)
+        with _alone(target.with_suffix(".lock")):
+            if not target.exists():  # nobody has built it meanwhile
+                compile_shim(compiler, flags, target, part)
     return target
 
 
-def find_compiler() -> list[str]:
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Have other processes wait that build the same; where files cannot be locked they build it too."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # who waits for it finds what was built, and who comes now does, too
+        os.close(lock)
+
+
+def find_compiler(part: Part = ALLOCATOR) -> list[str]:
     """Return the command of the C++ compiler: ``$CXX``, or the first of c++, g++ and clang++ that there is."""
     asked = shlex.split(os.environ.get("CXX", ""))
     if asked:
         if shutil.which(asked[0]) is None:
-            raise RuntimeError(f"attach('torch', hooks=True) builds a small library, but CXX={asked[0]} is not there")
+            raise RuntimeError(f"{part.asked} builds a small library, but CXX={asked[0]} is not there")
         return asked
     for name in ("c++", "g++", "clang++"):
         if shutil.which(name) is not None:
             return [name]
     raise RuntimeError(
-        "attach('torch', hooks=True) builds a small library against the installed torch, and there is no C++ "
+        f"{part.asked} builds a small library against the installed torch, and there is no C++ "
         "compiler: install one (apt install g++, dnf install gcc-c++, conda install cxx-compiler) or name it in CXX; "
-        "or attach without hooks, which builds nothing"
+        f"{part.without}"
     )
 
 
@@ -119,22 +187,34 @@ def _cuda_include() -> str | None:
 
 
 def cache_folder() -> Path:
-    """Return the folder that shims are kept in, of this user alone; a new one, for this process, if that cannot be."""
+    """Return the folder that shims are kept in, of this user alone.
+
+    It is in the user's cache, else one of the user's among the temporary files; a new one, for this process, if that
+    cannot be either.
+    """
     base = os.environ.get("XDG_CACHE_HOME", "")
-    try:
+    with contextlib.suppress(OSError, RuntimeError):  # no home
         folder = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "ncclpy"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
-        # What lies there is loaded: nobody else may put anything there.
-        if status.st_uid == os.getuid() and not status.st_mode & 0o022 and os.access(folder, os.W_OK | os.X_OK):
+        if _is_ours(folder.stat(), folder):
             return folder
-    except (OSError, RuntimeError):  # no home
-        pass
+    with contextlib.suppress(OSError):
+        folder = Path(tempfile.gettempdir()) / f"ncclpy-{os.getuid()}"
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        status = folder.lstat()  # anybody may put a link there
+        if stat.S_ISDIR(status.st_mode) and _is_ours(status, folder):
+            return folder
     return Path(tempfile.mkdtemp(prefix="ncclpy-"))
 
 
-def compile_shim(compiler: list[str], flags: list[str], target: Path) -> None:
-    """Build the shim and put it in its place in one step, whoever else does the same.
+def _is_ours(status: os.stat_result, folder: Path) -> bool:
+    """Return whether nobody else may put anything in a folder: what lies there is loaded."""
+    return status.st_uid == os.getuid() and not status.st_mode & 0o022 and os.access(folder, os.W_OK | os.X_OK)
+
+
+def compile_shim(compiler: list[str], flags: list[str], target: Path, part: Part = ALLOCATOR) -> None:
+    """Build a library and put it in its place in one step, whoever else does the same.
 
     Raises
     ------
@@ -146,13 +226,13 @@ def compile_shim(compiler: list[str], flags: list[str], target: Path) -> None:
         output = Path(folder, "shim.so")
         for standard in STANDARDS:
             command = [
-                *compiler, f"-std={standard}", "-O1", "-fPIC", "-shared", "-Wfatal-errors", *flags, str(SOURCE),
-                "-o", str(output), "-lc10_cuda", "-lc10", "-Wl,-z,lazy", "-pthread",
+                *compiler, f"-std={standard}", "-O1", "-fPIC", "-shared", "-Wfatal-errors", str(part.source or SOURCE),
+                "-o", str(output), *flags,
             ]  # fmt: skip
             try:
                 done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
             except (OSError, subprocess.SubprocessError) as error:
-                raise RuntimeError(f"the shim for torch's allocator could not be built: {error}") from error
+                raise RuntimeError(f"{part.what} could not be built: {error}") from error
             if done.returncode == 0:
                 os.replace(output, target)
                 return
@@ -165,6 +245,4 @@ def compile_shim(compiler: list[str], flags: list[str], target: Path) -> None:
             " CUDA's headers are missing: set CUDA_HOME to a toolkit, or pip install nvidia-cuda-runtime and "
             "nvidia-cuda-crt of torch's CUDA version."
         )
-    raise RuntimeError(
-        f"the shim for torch's allocator could not be built by {shlex.join(compiler)}.{hint} Its last lines:\n{last}"
-    )
+    raise RuntimeError(f"{part.what} could not be built by {shlex.join(compiler)}.{hint} Its last lines:\n{last}")

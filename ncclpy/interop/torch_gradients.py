@@ -108,6 +108,7 @@ class GradientAverage:
         self._seen: dict[str, int] = {}
         self._sent: dict[str, _Sent] = {}
         self._failure: Exception | None = None
+        self._is_done = False  # synchronize() was called for this step
         self._sparse = {key for key, parameter in self._parameters.items() if _is_sparse(model, parameter)}
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(key))
@@ -115,17 +116,16 @@ class GradientAverage:
         ]
         if optimizer is not None:
             self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._before_step()))
-        self._is_done = False  # synchronize() was called for this step
 
     def _before_step(self) -> None:
-        done, self._is_done = self._is_done, False
-        if not done:  # else by the program itself, to clip them, say
+        if not self._is_done:  # else by the program itself, to clip them, say
             self.synchronize()
-            self._is_done = False
+        self._is_done = False
 
     def _hook(self, key: str) -> Any:
         def accumulated(parameter: Any) -> None:
             with self._lock:
+                self._is_done = False  # a step that was synchronised has been left out
                 seen = self._seen[key] = self._seen.get(key, 0) + 1
             if seen == self._passes:
                 self._bring(key, parameter)
@@ -189,25 +189,27 @@ class GradientAverage:
             if parameter.grad is None:
                 parameter.grad = self._zeros(key, parameter)
             self._bring(key, parameter)
-        self._is_done = True
         with self._lock:
             failure, self._failure = failure or self._failure, None
             sent, self._sent = self._sent, {}
             self._seen.clear()
         for key, each in sent.items():  # all of them, also where one fails: arrays are in use until then
             try:
-                result = each.work.result()
+                self._take(self._parameters[key], each)
             except Exception as error:
                 failure = failure or error
-                continue
-            parameter = self._parameters[key]
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                indices, values = result
-                parameter.grad = self._sparse_of(indices, values / self._coordinator.size, parameter)
-            elif each.copy is not None:
-                parameter.grad.copy_(each.copy)
         if failure is not None:
             raise failure
+        self._is_done = True
+
+    def _take(self, parameter: Any, sent: _Sent) -> None:
+        """Wait for an average, and have the parameter's gradient be it."""
+        result = sent.work.result()
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            indices, values = result
+            parameter.grad = self._sparse_of(indices, values / self._coordinator.size, parameter)
+        elif sent.copy is not None:
+            parameter.grad.copy_(sent.copy)
 
     def _zeros(self, key: str, parameter: Any) -> Any:
         torch = self._torch

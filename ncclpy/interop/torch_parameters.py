@@ -60,8 +60,14 @@ def broadcast_parameters(what: Any, coordinator: Coordinator, *, root: int = 0, 
 
 def _broadcast(tensors: dict[str, Any], coordinator: Coordinator, root: int) -> None:
     begun = []
+    seen = set()
     for key, tensor in tensors.items():
         plain = tensor.detach()
+        # Weights that are tied are listed under each of their names, and are one tensor: it goes once, on all ranks.
+        place = (plain.data_ptr(), plain.device, plain.dtype, plain.shape, plain.stride())
+        if plain.numel() and place in seen:
+            continue
+        seen.add(place)
         sent = plain if plain.is_contiguous() else plain.contiguous()
         begun.append((coordinator.broadcast(key, sent, root), plain, sent))
     for work, plain, sent in begun:

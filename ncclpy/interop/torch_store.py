@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -23,10 +25,59 @@ _MAX_VALUE = 8 << 20
 _LOCKS = "\0ncclpy/lock/"
 # A key that torch cannot take is text with a lone surrogate, which has no UTF-8.
 _ESCAPED = "\0ncclpy/hex/"
+#: Seconds for calls to come back when the process ends.
+_LEAVES = 5.0
 #: How long a wait sleeps between two looks, in seconds: at first, and at most.
 _FIRST, _LAST = 0.0005, 0.02
 # What list_keys of torch's FileStore makes of two keys of its own, of which it cuts off a letter.
 _NOT_KEYS = ("efcount/", "leanup/")
+
+
+class _Exit:
+    """The end of the process, for threads that are in a call of torch's.
+
+    Torch gives up the GIL there. Python ends a daemon thread that asks for it back once the interpreter has ended, by
+    unwinding its stack: through C++ that allows no such thing, and the process would be aborted. So such threads are
+    waited for, and make no further calls.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._has_begun = False
+
+    def enter(self) -> None:
+        """Begin a call; once the end has begun a daemon thread ends here."""
+        with self._lock:
+            if self._has_begun and threading.current_thread().daemon:
+                raise SystemExit
+            self._inside += 1
+
+    def leave(self) -> None:
+        """End a call."""
+        with self._lock:
+            self._inside -= 1
+
+    def begin(self) -> None:
+        """Wait for the calls that others are in; they are short, as none of them waits for a key."""
+        self._has_begun = True
+        deadline = time.monotonic() + _LEAVES
+        while self._inside and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+
+_exit = _Exit()
+atexit.register(_exit.begin)
+
+
+def _forked() -> None:
+    """Begin anew in a child, which has none of the other threads."""
+    global _exit
+    _exit = _Exit()
+    atexit.register(_exit.begin)
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def adapt(obj: object) -> Store | None:
@@ -86,12 +137,15 @@ class TorchStore(Store):
 
         if self._closed:
             raise StoreError(f"{self} was closed while it was in use")
+        _exit.enter()
         try:
             return call(*args)
         except DistNetworkError as error:
             raise StoreLost(f"{self}: {error}") from error
         except (RuntimeError, ValueError) as error:
             raise StoreError(f"{self}: {error}") from error
+        finally:
+            _exit.leave()
 
     def _name(self, key: str) -> str:
         try:

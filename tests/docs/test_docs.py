@@ -1,8 +1,9 @@
 """Run every Python example of the README and of docs/ on the host engine, each in a process of its own.
 
-A block whose first line is ```` ```python {torch} ```` needs torch, ```` ```python {gpu} ```` GPUs and whatever it
-imports. Where these are missing, the block is compiled and not run. ```` ```python {test} ```` is a file of tests like
-these here, which must pass, and ```` ```python {ranks} ```` a program for two ranks of `ncclpy run`.
+A block whose first line is ```` ```python {torch} ```` or ```` ```python {jax} ```` needs that package,
+```` ```python {gpu} ```` GPUs and whatever it imports. Where these are missing, the block is compiled and not run.
+```` ```python {test} ```` is a file of tests like these here, which must pass, and ```` ```python {ranks} ```` a
+program for two ranks of `ncclpy run`.
 """
 
 import ast
@@ -18,6 +19,7 @@ from paths import ROOT, SUPPORT, TESTS
 
 import ncclpy
 import ncclpy.interop.torch
+from ncclpy.interop import cupy_nccl, jax, nccl4py, pynccl
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
@@ -29,7 +31,7 @@ def examples():
         for number, match in enumerate(BLOCK.finditer(page.read_text())):
             if match["needs"] == "test":
                 continue  # these begin together
-            marks = {None: (), "ranks": (), "torch": (), "gpu": (pytest.mark.gpu,)}[match["needs"]]
+            marks = {None: (), "ranks": (), "torch": (), "jax": (), "gpu": (pytest.mark.gpu,)}[match["needs"]]
             yield pytest.param(match["code"], match["needs"], id=f"{page.name}-{number}", marks=marks)
 
 
@@ -69,8 +71,8 @@ def test_examples_of_tests_pass(tmp_path):
 
 @pytest.mark.parametrize(("code", "needs"), list(examples()))
 def test_example_runs_and_prints_what_it_says(code, needs, tmp_path):
-    if needs == "torch" and importlib.util.find_spec("torch") is None:
-        pytest.skip("needs torch")
+    if needs in ("torch", "jax") and importlib.util.find_spec(needs) is None:
+        pytest.skip(f"needs {needs}")
     done = run(code, needs, tmp_path)
     if ncclpy.library().engine == "cuda" and "NcclUnsupported" in done.stderr and "or newer" in done.stderr:
         pytest.skip(done.stderr.splitlines()[-1])
@@ -150,6 +152,9 @@ def test_reference_has_every_public_name():
     public |= {f"ncclpy.memory.{name}" for name in ncclpy.memory.__all__}
     public |= {f"ncclpy.interop.torch.{name}" for name in ncclpy.interop.torch.__all__}
     public |= {f"ncclpy.testing.{name}" for name in ncclpy.testing.__all__}
+    for module in cupy_nccl, jax, nccl4py, pynccl:
+        own = [each for name in module.__all__ if callable(each := getattr(module, name))]
+        public |= {f"{module.__name__}.{each.__name__}" for each in own if each.__module__ == module.__name__}
     in_class_docstring = {"rank", "nranks", "device"}
     methods = {name for name in dir(ncclpy.Communicator) if not name.startswith("_")} - in_class_docstring
     public |= {f"ncclpy.Communicator.{name}" for name in methods}

@@ -35,11 +35,16 @@ OPEN_MPI = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
 LAUNCHED = {"with_mpi", "from_env", "who_is_missing"}
+#: What those of clusters need, and what they print in the end.
+CLUSTERS = {
+    "with_dask": ("distributed", "2 workers, means [10.5 11.5 12.5]"),
+    "with_ray": ("ray", "3 actors, weights [ 1.  -2.   0.5]"),
+}
 
 
 def test_every_example_is_run_and_listed():
     there = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert there == set(LAST_LINES) | LAUNCHED
+    assert there == set(LAST_LINES) | LAUNCHED | set(CLUSTERS)
     page = (ROOT / "docs" / "examples.md").read_text()
     assert [name for name in sorted(there) if f"(../examples/{name}.py)" not in page] == []
 
@@ -58,6 +63,34 @@ def test_example(name):
     )
     assert done.returncode == 0, done.stderr
     assert LAST_LINES[name] in done.stdout.splitlines()[-1]
+
+
+@pytest.mark.launchers
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_example_of_a_cluster(host_engine, name, tmp_path):
+    """Each starts a cluster of its own here, which takes some 10 s."""
+    module, last = CLUSTERS[name]
+    needs(module)
+    process = subprocess.Popen(
+        [sys.executable, EXAMPLES / f"{name}.py"],
+        cwd=tmp_path,
+        env=os.environ | {"RAY_AUTH_MODE": "disabled"},  # or it writes a token into the home folder
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=150)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        pytest.fail(f"{name} did not end in 150 s\n{out}\n{err}")
+    assert process.returncode == 0, out + err
+    assert out.splitlines()[-1] == last, out + err
+    if name == "with_ray":
+        assert out.count("rank 3 of 4 is dead") == 3 and "lost: [3] [3] [3]" in out, out
 
 
 @pytest.mark.campaign

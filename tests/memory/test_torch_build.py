@@ -41,7 +41,7 @@ def test_it_is_built_once_and_kept_for_this_user(torch, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("what", ["torch", "compiler", "source"])
 def test_another_torch_compiler_or_source_has_one_of_its_own(torch, tmp_path, monkeypatch, what):
-    monkeypatch.setattr(torch_build, "compile_shim", lambda compiler, flags, target: target.touch())
+    monkeypatch.setattr(torch_build, "compile_shim", lambda compiler, flags, target, part: target.touch())
     first = torch_build.built(torch)
     if what == "torch":
         torch.version.git_version = "1"
@@ -136,13 +136,66 @@ def test_cudas_headers_are_found_beside_torch(tmp_path, monkeypatch):
     assert torch_build._cuda_include() == str(tmp_path / "nvidia" / "cu13" / "include")
 
 
-def test_what_others_may_write_to_is_not_loaded_from(torch, tmp_path):
+def test_of_processes_that_want_one_at_once_one_builds(torch, root, tmp_path):
+    """The others wait, and take what it has built."""
+    script = """if True:
+        import os, sys, time, torch_stand_in
+        from pathlib import Path
+        from ncclpy.interop import torch_build
+
+        def compile_shim(compiler, flags, target, part):
+            Path(target.parent, f"by-{os.getpid()}").touch()
+            time.sleep(1)
+            target.touch()
+
+        torch_build.compile_shim = compile_shim
+        sys.stdin.readline()
+        print(torch_build.built(torch_stand_in.Fake(Path(sys.argv[1]))))
+        """
+    places = [str(SUPPORT), str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(places)}, cwd="/",
+        )
+        for _ in range(3)
+    ]  # fmt: skip
+    for each in running:
+        each.stdin.write("go\n")
+        each.stdin.flush()
+    found = {each.communicate(timeout=100)[0] for each in running}
+    assert [each.returncode for each in running] == [0] * 3 and len(found) == 1
+    builders, libraries = kept(tmp_path)[:-1], kept(tmp_path)[-1:]
+    assert len(builders) == 1 and builders[0].startswith("by-") and libraries[0].endswith(".so")
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """Return where temporary files are."""
+    place = tmp_path / "temporary"
+    place.mkdir()
+    monkeypatch.setattr(torch_build.tempfile, "tempdir", str(place))
+    return place
+
+
+def test_what_others_may_write_to_is_not_loaded_from(torch, tmp_path, elsewhere):
     folder = tmp_path / "cache" / "ncclpy"
     folder.mkdir(parents=True)
     folder.chmod(0o777)
     other = torch_build.cache_folder()
-    assert other != folder and other.stat().st_mode & 0o077 == 0
-    other.rmdir()
+    assert other.parent == elsewhere and other.stat().st_mode & 0o077 == 0
+    assert torch_build.cache_folder() == other, "the next process is to find what this one builds"
+    other.chmod(0o777)
+    third = torch_build.cache_folder()
+    assert third != other and third.parent == elsewhere and third.stat().st_mode & 0o077 == 0
+
+
+def test_a_link_of_somebody_is_not_followed(torch, tmp_path, elsewhere):
+    folder = tmp_path / "cache"
+    folder.touch()  # there can be no folder of ours
+    (elsewhere / f"ncclpy-{os.getuid()}").symlink_to(tmp_path)
+    found = torch_build.cache_folder()
+    assert not found.is_symlink() and found.parent == elsewhere
 
 
 def test_the_source_is_part_of_the_package():

@@ -19,6 +19,11 @@ class Mutex : public std::mutex {
     std::mutex::lock();
     ncclpy_lock_taken(place, this);
   }
+  bool try_lock() {  // waits for nobody, so in any order
+    if (!std::mutex::try_lock()) return false;
+    ncclpy_lock_taken(place, this);
+    return true;
+  }
   void unlock() {
     ncclpy_lock_left(place, this);
     std::mutex::unlock();

@@ -1,0 +1,52 @@
+"""Workers of Dask as the ranks of a communicator, which meet at a store that the client serves.
+
+python examples/with_dask.py
+"""
+
+import secrets
+
+import numpy as np
+from dask.distributed import Client, LocalCluster
+
+import ncclpy
+from ncclpy.bootstrap import TCPStore
+
+SIZE = 2
+
+
+def column_means(rank, size, host, port, token, rows):
+    """Return the means of all ranks' rows together; the task of one worker."""
+    ncclpy.use("host")  # on GPUs: leave it out, and pass arrays of CuPy
+    with TCPStore(host, port, token=token, timeout=60) as store:
+        unique_id = store.gather("unique id", rank, size, bytes(ncclpy.get_unique_id()) if rank == 0 else b"", 60)[0]
+        with ncclpy.Communicator.init(size, rank, unique_id, device=rank, timeout=60) as comm:
+            sums = np.append(rows.sum(axis=0), len(rows))
+            comm.all_reduce(sums)
+    return sums[:-1] / sums[-1]
+
+
+def main():
+    """Start a cluster here; to use another one, give its address to the client."""
+    token = secrets.token_hex(16)
+    with (
+        LocalCluster(n_workers=SIZE, threads_per_worker=1, dashboard_address=None) as cluster,
+        Client(cluster) as client,
+        # For workers on other machines: this one's name in place of 127.0.0.1.
+        TCPStore("127.0.0.1", 0, serve=True, token=token) as store,
+    ):
+        client.wait_for_workers(SIZE, timeout=60)
+        addresses = sorted(client.scheduler_info()["workers"])[:SIZE]
+        parts = np.array_split(np.arange(24.0).reshape(8, 3), SIZE)
+        # All must run at a time: each task is for one worker, and none is a repetition of another.
+        tasks = [
+            client.submit(
+                column_means, rank, SIZE, store.host, store.port, token, parts[rank], workers=[address], pure=False
+            )
+            for rank, address in enumerate(addresses)
+        ]
+        means = client.gather(tasks)
+        print(f"{len(means)} workers, means", means[0])
+
+
+if __name__ == "__main__":
+    main()

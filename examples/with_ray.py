@@ -1,0 +1,76 @@
+"""Actors of Ray as the ranks of a process group, which meet at a store that the driver serves.
+
+Four actors average their gradients. Then one is killed, the others say so, and go on as three.
+
+python examples/with_ray.py
+"""
+
+import secrets
+
+import numpy as np
+import ray
+
+import ncclpy
+from ncclpy.bootstrap import TCPStore
+
+SIZE = 4
+TARGET = np.array([1.0, -2.0, 0.5])
+
+
+@ray.remote
+class Worker:
+    """One rank: it keeps a group and a model."""
+
+    def __init__(self, rank, size, host, port, token):
+        ncclpy.use("host")  # on GPUs: leave it out, pass device=0, the one GPU that the actor sees, and arrays of CuPy
+        self.store = TCPStore(host, port, token=token, timeout=60)
+        self.group = ncclpy.ProcessGroup(self.store, rank, size, device=rank, timeout=60)
+        self.random = np.random.default_rng(rank)
+        self.model = np.zeros(3)
+
+    def train(self, steps):
+        """Go on for some steps; return the model."""
+        for _ in range(steps):
+            inputs = self.random.normal(size=(32, 3))
+            gradient = 2 * inputs.T @ (inputs @ (self.model - TARGET)) / len(inputs)
+            self.group.all_reduce(gradient, op="avg").wait()
+            self.model -= 0.1 * gradient
+        return self.model
+
+    def recover(self):
+        """Agree with the others who is left; return who is lost."""
+        return self.group.recover(timeout=30, min_size=2).lost
+
+    def close(self):
+        """Leave the group; all do so."""
+        self.group.close()
+        self.store.close()
+
+
+def main():
+    """Start the actors, and kill one of them."""
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    token = secrets.token_hex(16)
+    # Other machines can reach this address, so a token is needed. The driver outlives the actors.
+    with TCPStore(ray.util.get_node_ip_address(), 0, serve=True, token=token) as store:
+        # With GPUs: Worker.options(num_gpus=1)
+        workers = [
+            Worker.options(num_cpus=0).remote(rank, SIZE, store.host, store.port, token) for rank in range(SIZE)
+        ]
+        ray.get([worker.train.remote(20) for worker in workers], timeout=120)
+        ray.kill(workers.pop())
+        for result in [worker.train.remote(1) for worker in workers]:
+            try:
+                ray.get(result, timeout=60)
+            except ncclpy.NcclError as error:  # Ray's, which is of the actor's class too
+                print(error.cause)
+        lost = ray.get([worker.recover.remote() for worker in workers], timeout=60)
+        print("lost:", *map(list, lost))
+        models = ray.get([worker.train.remote(40) for worker in workers], timeout=120)
+        ray.get([worker.close.remote() for worker in workers], timeout=60)
+    ray.shutdown()
+    print(f"{len(models)} actors, weights", models[0].round(1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,286 @@
+"""Collectives of JAX's arrays as functions: an array goes in, and a new one comes out.
+
+JAX's arrays never change, so nothing can be received into one: `Communicator` refuses that. Here what is received gets
+memory of its own, and JAX is handed that memory through DLPack once the data are there. So these are for arrays
+outside of `jax.jit`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ncclpy.core.communicator import Communicator
+from ncclpy.core.errors import NcclError
+from ncclpy.core.group import Group, in_group
+from ncclpy.core.library import library
+from ncclpy.core.stream import Stream
+from ncclpy.core.types import SUM, OpLike, Result
+from ncclpy.memory.allocation import alloc
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "send",
+    "send_recv",
+]
+
+#: What XLA wants of CPU memory that it takes over without a copy, in bytes.
+_ALIGNMENT = 64
+
+
+def all_reduce(comm: Communicator, array: Any, op: OpLike = SUM, *, timeout: float | None = None) -> Any:
+    """Reduce the arrays of all ranks, and return the result on all.
+
+    Parameters
+    ----------
+    comm
+        The communicator.
+    array
+        This rank's; of one device, that of the communicator.
+    op
+        The operator.
+    timeout
+        Seconds; by default the communicator's own.
+
+    Returns
+    -------
+    jax.Array
+        A new one, of the same shape.
+    """
+    array = _given(array)
+    return _received(comm, array.shape, array.dtype, lambda recv, on: comm.all_reduce(array, recv, op, **on), timeout)
+
+
+def reduce(comm: Communicator, array: Any, op: OpLike = SUM, root: int = 0, *, timeout: float | None = None) -> Any:
+    """Reduce the arrays of all ranks, and return the result on one.
+
+    Parameters
+    ----------
+    comm, array, op
+        As for `all_reduce`.
+    root
+        The rank that receives it.
+    timeout
+        As for `all_reduce`.
+
+    Returns
+    -------
+    jax.Array or None
+        None on the others.
+    """
+    array = _given(array)
+    made = _received(
+        comm, array.shape, array.dtype, lambda recv, on: comm.reduce(array, recv, op, root, **on), timeout
+    )
+    return made if comm.rank == root else None  # elsewhere nothing was written
+
+
+def broadcast(comm: Communicator, array: Any, root: int = 0, *, timeout: float | None = None) -> Any:
+    """Return one rank's array on all.
+
+    Parameters
+    ----------
+    comm
+        The communicator.
+    array
+        The root's; on the others one of the same shape and type, whose values do not matter.
+    root
+        The rank whose array it is.
+    timeout
+        As for `all_reduce`.
+    """
+    array = _given(array)
+    return _received(comm, array.shape, array.dtype, lambda recv, on: comm.broadcast(array, recv, root, **on), timeout)
+
+
+def all_gather(comm: Communicator, array: Any, *, timeout: float | None = None) -> Any:
+    """Return the arrays of all ranks, by rank along a new first axis.
+
+    Parameters
+    ----------
+    comm, array, timeout
+        As for `all_reduce`; all of one shape.
+    """
+    array = _given(array)
+    shape = (comm.nranks, *array.shape)
+    return _received(comm, shape, array.dtype, lambda recv, on: comm.all_gather(array, recv, **on), timeout)
+
+
+def reduce_scatter(comm: Communicator, array: Any, op: OpLike = SUM, *, timeout: float | None = None) -> Any:
+    """Reduce the arrays of all ranks, and return this rank's part of the result, along the first axis.
+
+    Parameters
+    ----------
+    comm, array, op, timeout
+        As for `all_reduce`; the first axis is as many times as long as there are ranks.
+    """
+    array = _given(array)
+    shape = (_part(comm, array), *array.shape[1:])
+    return _received(comm, shape, array.dtype, lambda recv, on: comm.reduce_scatter(array, recv, op, **on), timeout)
+
+
+def all_to_all(comm: Communicator, array: Any, *, timeout: float | None = None) -> Any:
+    """Send each rank its part of the first axis, and return what all have sent, in their order.
+
+    Parameters
+    ----------
+    comm, array, timeout
+        As for `all_reduce`; the first axis is a multiple of the number of ranks.
+    """
+    array = _given(array)
+    _part(comm, array)
+    return _received(comm, array.shape, array.dtype, lambda recv, on: comm.all_to_all(array, recv, **on), timeout)
+
+
+def send(comm: Communicator, array: Any, peer: int, *, timeout: float | None = None) -> None:
+    """Send an array to a rank, which calls `recv`; it returns when that is done.
+
+    Parameters
+    ----------
+    comm, array, timeout
+        As for `all_reduce`.
+    peer
+        The rank.
+    """
+    array = _given(array)
+    _done(comm, lambda on: comm.send(array, peer, **on), timeout)
+
+
+def recv(comm: Communicator, shape: Sequence[int], dtype: Any, peer: int, *, timeout: float | None = None) -> Any:
+    """Return the array that a rank sends.
+
+    Parameters
+    ----------
+    comm, timeout
+        As for `all_reduce`.
+    shape, dtype
+        Its shape and data type, which are not sent.
+    peer
+        The rank.
+    """
+    return _received(comm, tuple(shape), np.dtype(dtype), lambda recv, on: comm.recv(recv, peer, **on), timeout)
+
+
+def send_recv(comm: Communicator, array: Any, to: int, source: int, *, timeout: float | None = None) -> Any:
+    """Send an array to one rank, and return the one that another sends, which has its shape and type.
+
+    Parameters
+    ----------
+    comm, array, timeout
+        As for `all_reduce`.
+    to
+        The rank that receives this one's.
+    source
+        The rank whose is returned.
+    """
+    array = _given(array)
+
+    def both(recv: Any, on: dict[str, Any]) -> None:
+        with Group():
+            comm.send(array, to, **on)
+            comm.recv(recv, source, **on)
+
+    return _received(comm, array.shape, array.dtype, both, timeout)
+
+
+def _jax() -> Any:
+    try:
+        import jax
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            f"ncclpy.interop.jax returns arrays of JAX, which cannot be imported: {error}. Install it (pip install "
+            "jax), or use ncclpy.Communicator, which needs no framework",
+            name="jax",
+        ) from error
+    return jax
+
+
+def _given(array: Any) -> Any:
+    """Return what is sent as an array of JAX's that has its values, on one device."""
+    jax = _jax()
+    if isinstance(array, jax.core.Tracer):
+        raise TypeError(
+            f"array: {array!r:.80} has no values yet: call ncclpy outside of jax.jit, jax.grad and the like"
+        )
+    array = jax.numpy.asarray(array)
+    if len(array.devices()) != 1:
+        raise ValueError(
+            f"array: it is spread over {len(array.devices())} devices, and a communicator is of one; pass the parts, "
+            "array.addressable_shards[i].data"
+        )
+    return array
+
+
+def _part(comm: Communicator, array: Any) -> int:
+    """Return how much of the first axis each rank gets."""
+    if not array.shape or array.shape[0] % comm.nranks:
+        raise ValueError(f"array: the first axis of shape {array.shape} cannot be divided among {comm.nranks} ranks")
+    return int(array.shape[0]) // comm.nranks
+
+
+def _received(
+    comm: Communicator,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    call: Callable[[Any, dict[str, Any]], object],
+    timeout: float | None,
+) -> Any:
+    """Make a call that receives into new memory, and return that as an array of JAX's."""
+    jax = _jax()
+    if library().engine == "host":
+        room = np.empty(int(np.prod(shape)) * dtype.itemsize + _ALIGNMENT, np.uint8)
+        start = -room.ctypes.data % _ALIGNMENT
+        made = room[start : start + room.size - _ALIGNMENT].view(dtype).reshape(shape)
+        _done(comm, functools.partial(call, made), timeout)
+        # DLPack knows none of the types that numpy has from ml_dtypes.
+        return jax.dlpack.from_dlpack(made) if dtype.isbuiltin == 1 else jax.numpy.asarray(made)
+    return _of_device(jax, comm, shape, dtype, call, timeout)
+
+
+def _of_device(
+    jax: Any,
+    comm: Communicator,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    call: Callable[[Any, dict[str, Any]], object],
+    timeout: float | None,
+) -> Any:
+    """Do as `_received` does, in memory of the communicator's device."""
+    count = int(np.prod(shape))
+    memory = alloc(max(1, count * dtype.itemsize), comm.device)
+    buffer = memory.buffer(dtype, count)
+    _done(comm, functools.partial(call, buffer), timeout)
+    return jax.dlpack.from_dlpack(buffer).reshape(shape)
+
+
+def _done(comm: Communicator, call: Callable[[dict[str, Any]], object], timeout: float | None) -> None:
+    """Make a call, and wait until it is done."""
+    if in_group():
+        raise RuntimeError(
+            "ncclpy.interop.jax returns what was received, and within a group nothing is before its end; call it "
+            "outside, or the communicator's methods with memory of your own"
+        )
+    options = {} if timeout is None else {"timeout": timeout}
+    if library().engine == "host":
+        call(options)  # which returns when CPU memory has the data, or raises
+        return
+    with Stream(comm.device) as stream:
+        call({"stream": stream, **options})
+        try:
+            stream.synchronize()
+        except BaseException:
+            comm.abort()  # or it would write into memory that is nobody's
+            raise
+    # The stream goes on when what was on it is aborted.
+    found = comm.async_error()
+    if found != Result.SUCCESS:
+        raise NcclError(f"{comm!r} has failed while an array of JAX was on its way", result=int(found))

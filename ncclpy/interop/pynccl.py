@@ -1,0 +1,593 @@
+"""The shape of vLLM's ``PyNcclCommunicator``, over ncclpy: a communicator of tensors beside a group of the CPU's.
+
+A program changes ``from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator`` into
+``from ncclpy.interop.pynccl import PyNcclCommunicator``. vLLM is not needed, and torch is imported by the first one
+that is made. On the host engine it is for tensors of the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from ncclpy.bootstrap.adapters import as_store
+from ncclpy.bootstrap.asked import TIMEOUT
+from ncclpy.core.communicator import Communicator
+from ncclpy.core.creation import get_unique_id
+from ncclpy.core.device import current, device_count
+from ncclpy.core.errors import LibraryNotFound, NcclUnsupported
+from ncclpy.core.library import library
+from ncclpy.core.library import use as use_library
+from ncclpy.core.types import ReduceOp, UniqueId, as_integer, as_op
+from ncclpy.core.window import Window
+from ncclpy.interop import open_groups
+
+__all__ = ["PyNcclCommunicator"]
+
+_log = logging.getLogger("ncclpy")
+
+#: Seconds for an abort, as vLLM gives it: past them it is left behind.
+_ABORT = 5.0
+_MEETING = "ncclpy/pynccl"
+#: What torch calls operators that have another name here.
+_OPERATORS = {"PRODUCT": "PROD"}
+
+
+def _torch() -> Any:
+    try:
+        import torch
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            f"PyNcclCommunicator is for tensors of torch, which cannot be imported: {error}. Install it (pip install "
+            "torch), or use ncclpy.Communicator, which needs no framework",
+            name="torch",
+        ) from error
+    return torch
+
+
+class PyNcclCommunicator:
+    """One rank's communicator for tensors, as vLLM's class of that name.
+
+    It is disabled in a world of one rank, where VLLM_DISABLE_PYNCCL is set, and where no NCCL is found, which a
+    warning of the log ``ncclpy`` explains. What is called of a disabled one does nothing and returns None, as in vLLM.
+
+    Parameters
+    ----------
+    group
+        By which the ranks meet: a ``torch.distributed`` group that is not of NCCL's backend, None for the default one;
+        an object with ``rank``, ``world_size`` and ``broadcast_obj(obj, src)``, as vLLM's ``StatelessProcessGroup``;
+        or ``(store, rank, world_size)`` with a store of ncclpy's or one that `ncclpy.bootstrap.as_store` takes.
+    device
+        Where the tensors are: a ``torch.device``, its name, or the ordinal of a GPU; None is the current GPU. On the
+        host engine tensors are the CPU's, and an ordinal chooses the engine's device; without one it has the rank's
+        number.
+    library_path
+        The library to use, as `ncclpy.use` takes it, where none is loaded yet.
+    timeout
+        Seconds that any wait may take, from the meeting on, as of `ncclpy.Communicator.init`; of all ranks or of none.
+        A meeting by a group of torch's or a stateless one has that group's own deadline.
+
+    Attributes
+    ----------
+    rank, world_size : int
+        This rank and their number.
+    group
+        As it was given.
+    available : bool
+        Whether there is a communicator.
+    disabled : bool
+        Whether calls do nothing; it may be set, and `change_state` does.
+    device : torch.device
+        Where its tensors are.
+    stream
+        The stream of calls that name none; None is torch's current one.
+    comm : Communicator
+        The communicator, of ncclpy.
+    unique_id : UniqueId
+        By which the ranks have met.
+    nccl_version : int
+        The version of NCCL as a number: 23203 is 2.32.3.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        If there is no torch.
+    ValueError
+        If a group of torch's is of NCCL's backend; if there is no such device.
+    NcclTimeout
+        If not all ranks have come within `timeout`.
+    """
+
+    def __init__(
+        self, group: Any, device: Any, library_path: str | None = None, *, timeout: float | None = None
+    ) -> None:
+        torch = _torch()
+        self.group = group
+        self.rank, self.world_size = _place_in(group)
+        if not self._begin(library_path):
+            return
+        mine = bytes(get_unique_id()) if self.rank == 0 else b""
+        self._connect(torch, _exchanged(torch, group, self.rank, self.world_size, mine, timeout), device, timeout)
+
+    @classmethod
+    def from_unique_id_bytes(
+        cls,
+        unique_id_bytes: bytes,
+        rank: int,
+        world_size: int,
+        device: Any,
+        library_path: str | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> PyNcclCommunicator:
+        """Make one without a group, of an id that the program has brought to all ranks.
+
+        Parameters
+        ----------
+        unique_id_bytes
+            The 128 bytes of `ncclpy.get_unique_id`, called on one of them.
+        rank, world_size
+            This rank and their number.
+        device, library_path, timeout
+            As for the class.
+        """
+        torch = _torch()
+        made = cls.__new__(cls)
+        made.group = None
+        made.rank, made.world_size = as_integer(rank, "rank"), as_integer(world_size, "world_size")
+        if made._begin(library_path):
+            made._connect(torch, unique_id_bytes, device, timeout)
+        return made
+
+    def _begin(self, library_path: str | None) -> bool:
+        """Return whether there is to be a communicator."""
+        self.available, self.disabled = False, True
+        self.stream: Any = None
+        self.device: Any = None
+        self._windows: list[Window] = []
+        self._suspended = False
+        if self.world_size == 1 or os.environ.get("VLLM_DISABLE_PYNCCL", "").strip().lower() in ("1", "true"):
+            return False
+        if library_path is not None:
+            use_library(library_path)
+        try:
+            major, minor, patch = library().version
+        except LibraryNotFound as error:
+            _log.warning("PyNcclCommunicator of rank %s is disabled: %s", self.rank, error)
+            return False
+        self.nccl_version = major * 10000 + minor * 100 + patch
+        return True
+
+    def _connect(self, torch: Any, unique_id: bytes, device: Any, timeout: float | None) -> None:
+        self.unique_id = UniqueId.from_bytes(unique_id)
+        self.device, ordinal = _device_of(torch, device, self.rank)
+        self.comm = Communicator.init(self.world_size, self.rank, self.unique_id, device=ordinal, timeout=timeout)
+        self.available, self.disabled = True, False
+        try:
+            # What keeps ranks from each other is to be seen here, and not in the middle of the program.
+            self.all_reduce(torch.zeros(1, device=self.device))
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()
+        except BaseException:
+            self.destroy()
+            raise
+
+    def __repr__(self) -> str:
+        state = "disabled" if self.disabled else f"on {self.device}"
+        return f"<PyNcclCommunicator rank {self.rank} of {self.world_size}, {state}>"
+
+    def destroy(self) -> None:
+        """End it at once, in 5 s at most, whatever runs on it; twice does nothing."""
+        if self.available:
+            self.available, self.disabled = False, True
+            self._windows.clear()
+            self.comm.abort(_ABORT)
+
+    def _mine(self, tensor: Any, argument: str) -> Any:
+        if tensor.device != self.device:
+            raise ValueError(
+                f"{argument}: the tensor is on {tensor.device}, and this communicator works on {self.device}"
+            )
+        return tensor
+
+    def _on(self, stream: Any) -> Any:
+        return self.stream if stream is None else stream
+
+    def all_reduce(self, in_tensor: Any, out_tensor: Any = None, op: Any = None, stream: Any = None) -> Any:
+        """Reduce what all ranks send; return the tensor that has received it.
+
+        Parameters
+        ----------
+        in_tensor
+            What this rank sends.
+        out_tensor
+            What receives the result; a new one by default.
+        op
+            A ``torch.distributed.ReduceOp``, or what else names an operator; a sum by default.
+        stream
+            The stream; torch's current one by default.
+        """
+        if self.disabled:
+            return None
+        self._mine(in_tensor, "in_tensor")
+        if out_tensor is None:
+            out_tensor = _torch().empty_like(in_tensor)
+        self.comm.all_reduce(in_tensor, self._mine(out_tensor, "out_tensor"), _operator(op), stream=self._on(stream))
+        return out_tensor
+
+    def all_gather(self, output_tensor: Any, input_tensor: Any, stream: Any = None) -> None:
+        """Receive on each rank what all send, one behind the other.
+
+        Parameters
+        ----------
+        output_tensor
+            What receives.
+        input_tensor
+            What this rank sends.
+        stream
+            The stream; torch's current one by default.
+        """
+        if self.disabled:
+            return
+        self._mine(output_tensor, "output_tensor")
+        self.comm.all_gather(self._mine(input_tensor, "input_tensor"), output_tensor, stream=self._on(stream))
+
+    def all_gatherv(self, output_tensor: Any, input_tensor: Any, sizes: list[int], stream: Any = None) -> None:
+        """Receive on each rank what all send, of each as many rows as `sizes` says.
+
+        Parameters
+        ----------
+        output_tensor
+            What receives, ``sum(sizes)`` rows.
+        input_tensor
+            What this rank sends, ``sizes[rank]`` rows.
+        sizes
+            The number of rows of each rank.
+        stream
+            The stream; torch's current one by default.
+        """
+        if self.disabled:
+            return
+        counts = self._counts(self._mine(output_tensor, "output_tensor"), "output_tensor", sizes)
+        self.comm.all_gather_v(
+            self._mine(input_tensor, "input_tensor"), output_tensor, counts, stream=self._on(stream)
+        )
+
+    def reduce_scatter(self, output_tensor: Any, input_tensor: Any, op: Any = None, stream: Any = None) -> None:
+        """Reduce what all ranks send; each receives its part.
+
+        Parameters
+        ----------
+        output_tensor
+            What receives this rank's part.
+        input_tensor
+            What this rank sends.
+        op
+            As for `all_reduce`.
+        stream
+            The stream; torch's current one by default.
+        """
+        if self.disabled:
+            return
+        self._mine(output_tensor, "output_tensor")
+        send = self._mine(input_tensor, "input_tensor")
+        self.comm.reduce_scatter(send, output_tensor, _operator(op), stream=self._on(stream))
+
+    def reduce_scatterv(
+        self, output_tensor: Any, input_tensor: Any, sizes: list[int], op: Any = None, stream: Any = None
+    ) -> None:
+        """Reduce what all ranks send; each receives as many rows as `sizes` says.
+
+        Parameters
+        ----------
+        output_tensor
+            What receives this rank's part, ``sizes[rank]`` rows.
+        input_tensor
+            What this rank sends, ``sum(sizes)`` rows.
+        sizes
+            The number of rows of each rank.
+        op
+            As for `all_reduce`.
+        stream
+            The stream; torch's current one by default.
+        """
+        if self.disabled:
+            return
+        counts = self._counts(self._mine(input_tensor, "input_tensor"), "input_tensor", sizes)
+        self._mine(output_tensor, "output_tensor")
+        self.comm.reduce_scatter_v(input_tensor, output_tensor, counts, _operator(op), stream=self._on(stream))
+
+    def reduce(self, output_tensor: Any, input_tensor: Any, root: int, op: Any = None, stream: Any = None) -> None:
+        """Reduce what all ranks send; the root receives it.
+
+        Parameters
+        ----------
+        output_tensor
+            What receives on the root; not used elsewhere.
+        input_tensor
+            What this rank sends.
+        root
+            The rank that receives.
+        op
+            As for `all_reduce`.
+        stream
+            The stream; torch's current one by default.
+        """
+        if self.disabled:
+            return
+        receives = self._mine(output_tensor, "output_tensor") if root == self.rank else None
+        send = self._mine(input_tensor, "input_tensor")
+        self.comm.reduce(send, receives, _operator(op), root, stream=self._on(stream))
+
+    def scatter(self, output_tensor: Any, input_tensor: Any, sizes: list[int], root: int, stream: Any = None) -> None:
+        """Send each rank its rows of the root's tensor, as many as `sizes` says.
+
+        Parameters
+        ----------
+        output_tensor
+            What receives, ``sizes[rank]`` rows.
+        input_tensor
+            What the root sends, ``sum(sizes)`` rows; not used elsewhere.
+        sizes
+            The number of rows of each rank.
+        root
+            The rank that sends.
+        stream
+            The stream; torch's current one by default.
+        """
+        if self.disabled:
+            return
+        self._mine(output_tensor, "output_tensor")
+        if root != self.rank:
+            self.comm.scatter([], output_tensor, root, stream=self._on(stream))
+            return
+        self._counts(self._mine(input_tensor, "input_tensor"), "input_tensor", sizes)
+        self.comm.scatter(list(input_tensor.split(list(sizes))), output_tensor, root, stream=self._on(stream))
+
+    def _counts(self, whole: Any, argument: str, sizes: list[int]) -> list[int]:
+        """Return the elements of each rank's rows."""
+        if len(sizes) != self.world_size:
+            raise ValueError(f"sizes: {len(sizes)} numbers for {self.world_size} ranks: {list(sizes)}")
+        rows = whole.shape[0]
+        if sum(sizes) != rows:
+            raise ValueError(f"sizes: {list(sizes)} are {sum(sizes)} rows, and {argument} has {rows}")
+        row = whole.numel() // rows if rows else 0
+        return [size * row for size in sizes]
+
+    def send(self, tensor: Any, dst: int, stream: Any = None) -> None:
+        """Send a tensor to a rank.
+
+        Parameters
+        ----------
+        tensor
+            What is sent.
+        dst
+            The rank.
+        stream
+            The stream; torch's current one by default.
+        """
+        if not self.disabled:
+            self.comm.send(self._mine(tensor, "tensor"), dst, stream=self._on(stream))
+
+    def recv(self, tensor: Any, src: int, stream: Any = None) -> None:
+        """Receive a tensor from a rank.
+
+        Parameters
+        ----------
+        tensor
+            What receives.
+        src
+            The rank.
+        stream
+            The stream; torch's current one by default.
+        """
+        if not self.disabled:
+            self.comm.recv(self._mine(tensor, "tensor"), src, stream=self._on(stream))
+
+    def broadcast(self, tensor: Any, src: int, stream: Any = None) -> None:
+        """Send one rank's tensor to all.
+
+        Parameters
+        ----------
+        tensor
+            What is sent or receives.
+        src
+            The rank that sends.
+        stream
+            The stream; torch's current one by default.
+        """
+        if not self.disabled:
+            self.comm.broadcast(self._mine(tensor, "tensor"), root=src, stream=self._on(stream))
+
+    def group_start(self) -> None:
+        """Begin a group of this thread: its calls are launched together by `group_end`."""
+        open_groups.start()
+
+    def group_end(self) -> None:
+        """Launch the calls of the group that this thread has begun."""
+        open_groups.end("group_end")
+
+    def batch_isend_irecv(self, p2p_ops: list[Any], stream: Any = None) -> None:
+        """Launch sends and receives together.
+
+        Parameters
+        ----------
+        p2p_ops
+            Objects of ``torch.distributed.P2POp``, or what has their ``op``, ``tensor`` and ``group_peer``.
+        stream
+            The stream; torch's current one by default.
+        """
+        if self.disabled:
+            return
+        ways = {"isend": self.send, "send": self.send, "irecv": self.recv, "recv": self.recv}
+        calls = [ways.get(getattr(each.op, "__name__", "")) for each in p2p_ops]
+        if None in calls:
+            wrong = p2p_ops[calls.index(None)].op
+            raise ValueError(f"p2p_ops: expected torch.distributed.isend and irecv, got {wrong!r}")
+        from ncclpy.core.group import Group
+
+        with Group():
+            for call, each in zip(calls, p2p_ops, strict=True):
+                assert call is not None
+                call(each.tensor, each.group_peer, stream)
+
+    def register_comm_window(self, tensor: Any) -> Window:
+        """Register a tensor's memory as a window; all ranks do so.
+
+        Parameters
+        ----------
+        tensor
+            On GPUs of memory that NCCL has allocated: `ncclpy.memory`.
+
+        Returns
+        -------
+        Window
+            What `deregister_comm_window` takes. It is kept until then.
+        """
+        return self._window(tensor)
+
+    def register_comm_window_raw(self, ptr: int, size: int) -> Window:
+        """Register memory as a window; all ranks do so.
+
+        Parameters
+        ----------
+        ptr
+            Its address.
+        size
+            Its bytes.
+        """
+        return self._window((ptr, size, "uint8"))
+
+    def _window(self, buffer: Any) -> Window:
+        if not self.available:
+            raise RuntimeError(f"{self!r} has no communicator to register memory with; look at `available` first")
+        window = self.comm.window(buffer)
+        self._windows.append(window)
+        return window
+
+    def deregister_comm_window(self, window: Window | None) -> None:
+        """Give a window back; all ranks do so.
+
+        Parameters
+        ----------
+        window
+            What was returned; None does nothing.
+        """
+        if window is not None:
+            window.close()
+            self._windows = [each for each in self._windows if each is not window]
+
+    def suspend(self) -> None:
+        """Give back the device memory of a communicator that is idle, until `resume`; all ranks do so.
+
+        Nothing happens where there is none, or where NCCL is older than 2.29.7. One with a deadline keeps its memory,
+        which NCCL shares with what guards it: `ValueError` says so.
+        """
+        if self.available and not self._suspended:
+            with contextlib.suppress(NcclUnsupported):
+                self.comm.suspend()
+                self._suspended = True
+
+    def resume(self) -> None:
+        """Take back what `suspend` gave up; all ranks do so. One that is not suspended stays as it is."""
+        if self.available and self._suspended:
+            self.comm.resume()
+            self._suspended = False
+
+    @contextlib.contextmanager
+    def change_state(self, enable: bool | None = None, stream: Any = None) -> Iterator[None]:
+        """Enable or disable it, and choose its stream, in a ``with`` block.
+
+        Parameters
+        ----------
+        enable
+            Whether it is enabled; by default, if there is a communicator.
+        stream
+            The stream of calls that name none; by default as before.
+        """
+        before = self.disabled, self.stream
+        self.disabled = not (self.available if enable is None else enable and self.available)
+        self.stream = self._on(stream)
+        try:
+            yield
+        finally:
+            self.disabled, self.stream = before
+
+
+def _operator(op: Any) -> int:
+    if op is None:
+        return ReduceOp.SUM
+    # torch's operators are an enum of C++ and a class around it, which both say their name.
+    name = getattr(op, "name", None)
+    if name is None and type(op).__module__.partition(".")[0] == "torch":
+        name = str(getattr(op, "op", op)).rpartition(".")[2]
+    if isinstance(name, str):
+        return as_op(_OPERATORS.get(name, name))
+    return as_op(op)
+
+
+def _place_in(group: Any) -> tuple[int, int]:
+    """Return this rank and how many there are."""
+    if isinstance(group, tuple):
+        if len(group) != 3:
+            raise TypeError(f"group: a tuple stands for (store, rank, world_size), got {len(group)} items")
+        return as_integer(group[1], "rank"), as_integer(group[2], "world_size")
+    if hasattr(group, "broadcast_obj"):
+        return as_integer(group.rank, "group.rank"), as_integer(group.world_size, "group.world_size")
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "group: torch.distributed has no process group yet; call torch.distributed.init_process_group('gloo') "
+            "first, or pass (store, rank, world_size)"
+        )
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            "group: expected a torch.distributed group, an object with rank, world_size and broadcast_obj, or (store, "
+            f"rank, world_size), got {type(group).__module__}.{type(group).__qualname__}"
+        )
+    if str(dist.get_backend(group)) == "nccl":
+        raise ValueError(
+            "group: this one is of torch's NCCL backend; pass one of the CPU's, "
+            "torch.distributed.new_group(backend='gloo') say"
+        )
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+def _exchanged(torch: Any, group: Any, rank: int, size: int, mine: bytes, timeout: float | None) -> bytes:
+    """Return what rank 0 has brought."""
+    if isinstance(group, tuple):
+        # The name of a meeting that is over may be used again, so there may be several communicators.
+        return as_store(group[0]).gather(_MEETING, rank, size, mine, TIMEOUT if timeout is None else timeout)[0]
+    if hasattr(group, "broadcast_obj"):
+        return bytes(group.broadcast_obj(mine if rank == 0 else None, src=0))
+    import torch.distributed as dist
+
+    tensor = torch.zeros(UniqueId.SIZE, dtype=torch.uint8)
+    if rank == 0:
+        tensor.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
+    dist.broadcast(tensor, src=dist.get_process_group_ranks(group)[0], group=group)
+    return bytes(tensor.tolist())
+
+
+def _device_of(torch: Any, device: Any, rank: int) -> tuple[Any, int]:
+    """Return where the tensors are, and the ordinal of the device for NCCL."""
+    host = library().engine == "host"
+    if isinstance(device, str):
+        device = torch.device(device)
+    if isinstance(device, torch.device):
+        if device.type != ("cpu" if host else "cuda"):
+            raise ValueError(
+                f"device: tensors on {device} cannot be communicated by the {library().engine} engine; it takes those "
+                f"on {'the CPU' if host else 'GPUs'}"
+            )
+        ordinal = device.index
+    else:
+        ordinal = None if device is None else as_integer(device, "device")
+    if host:
+        return torch.device("cpu"), rank % device_count() if ordinal is None else ordinal
+    ordinal = current() if ordinal is None else ordinal
+    return torch.device("cuda", ordinal), ordinal

@@ -1,0 +1,515 @@
+// A backend of torch.distributed whose operations are methods of a Python object, and works that are: for releases of torch
+// whose own Backend cannot be derived from in Python. It is built against the installed torch when it is first asked for.
+//
+// Both hold their Python object, so that it cannot die before them. Torch calls them with or without the GIL.
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
+#include <torch/version.h>
+
+#include <cxxabi.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#define TORCH_IS_AT_LEAST(major, minor) \
+  (TORCH_VERSION_MAJOR > (major) || (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
+// Methods that torch 2.6, the oldest release, may lack are not marked `override`: later ones call them all the same.
+
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+using Lists = std::vector<Tensors>;
+using Started = c10::intrusive_ptr<c10d::Work>;
+using Future = c10::ivalue::Future;
+
+// The end of the process. Python ends a thread that asks for the GIL then, by unwinding its stack, and neither objects here
+// nor torch's frames allow that: they would abort the process. So such a thread stays where it is, without the GIL.
+std::atomic<bool> has_ended{false};
+std::thread::id ender;  // who ends the process: it goes on
+constexpr auto kEnds = std::chrono::seconds(2);
+
+[[noreturn]] void stay() {
+  for (;;) pause();
+}
+
+// Without the GIL: have other threads stay while the process ends. If it has not, somebody may be waiting for them.
+void stay_at_the_end() {
+  if (!has_ended || std::this_thread::get_id() == ender || PyGILState_Check()) return;
+  const auto until = std::chrono::steady_clock::now() + kEnds;
+  while (std::chrono::steady_clock::now() < until) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  if (!Py_IsInitialized()) stay();
+}
+
+// Holds the GIL.
+class Gil {
+ public:
+  Gil() {
+    stay_at_the_end();
+    try {
+      held_.emplace();
+    } catch (const abi::__forced_unwind&) {
+      stay();
+    }
+  }
+  ~Gil() {
+    held_.reset();
+    stay_at_the_end();
+  }
+
+ private:
+  std::optional<py::gil_scoped_acquire> held_;
+};
+
+// Calls without the GIL.
+template <class Callable>
+void without_gil(const Callable& callable) {
+  PyThreadState* const state = PyEval_SaveThread();
+  std::exception_ptr raised;
+  try {
+    callable();
+  } catch (const abi::__forced_unwind&) {
+    stay();
+  } catch (...) {
+    raised = std::current_exception();
+  }
+  try {
+    PyEval_RestoreThread(state);
+  } catch (const abi::__forced_unwind&) {
+    stay();
+  }
+  if (raised) std::rethrow_exception(raised);
+}
+
+// Calls Python, where a thread may be ended; nothing of ours is between it and the place where it is held back then.
+PyObject* call_raw(PyObject* callable, PyObject* arguments) {
+  try {
+    return PyObject_CallObject(callable, arguments);
+  } catch (const abi::__forced_unwind&) {
+    stay();
+  }
+}
+
+template <class Object, class... Arguments>
+py::object call(const Object& object, const char* name, Arguments&&... arguments) {
+  const py::object method = object.attr(name);
+  const py::tuple given = py::make_tuple(std::forward<Arguments>(arguments)...);
+  PyObject* const result = call_raw(method.ptr(), given.ptr());
+  if (!result) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(result);
+}
+
+// A Python object that is let go of with the GIL; not at all once Python has ended.
+class Held {
+ public:
+  explicit Held(py::object object) : object_(std::move(object)) {}
+  Held(const Held&) = delete;
+  Held& operator=(const Held&) = delete;
+  ~Held() {
+    if (!Py_IsInitialized() || (has_ended && std::this_thread::get_id() != ender && !PyGILState_Check())) {
+      object_.release();
+      return;
+    }
+    const Gil gil;
+    object_ = py::object();
+  }
+
+  py::object attr(const char* name) const { return object_.attr(name); }
+  const py::object& get() const { return object_; }
+
+ private:
+  py::object object_;
+};
+
+double seconds(std::chrono::milliseconds timeout) { return timeout.count() * 1e-3; }
+
+// What Python is given for an argument: of a timeout the seconds, or None where the caller has given none.
+py::object given(std::chrono::milliseconds timeout) {
+  return timeout < std::chrono::milliseconds(0) ? py::object(py::none()) : py::float_(seconds(timeout));
+}
+
+// Of an operator its number, and of a pre-multiplied sum that and the factor: torch's enum costs Python microseconds.
+py::object given(const c10d::ReduceOp& op) {
+  const int which = static_cast<int>(static_cast<c10d::ReduceOp::RedOpType>(op));
+  if (which != c10d::ReduceOp::PREMUL_SUM) return py::int_(which);
+  return py::make_tuple(which, py::cast(op).attr("__getstate__")()[py::int_(1)]);
+}
+
+Tensors flat(const Lists& lists) {
+  Tensors all;
+  for (const Tensors& each : lists) all.insert(all.end(), each.begin(), each.end());
+  return all;
+}
+
+template <class T>
+const T& given(const T& other) {
+  return other;
+}
+
+// A range of torch's profiler, which ends once.
+class Range {
+ public:
+  explicit Range(std::function<void()> end) : end_(std::move(end)) {}
+  void end() { std::call_once(once_, end_); }
+
+ private:
+  std::function<void()> end_;
+  std::once_flag once_;
+};
+
+class ForwardedWork : public c10d::Work {
+ public:
+  // Where torch's profiler runs, its range begins here: before the operation does.
+  ForwardedWork(int rank, c10d::OpType type, const char* title, const std::optional<Tensors>& inputs)
+      : Work(rank, type, title, inputs) {}
+
+  // With the GIL, before anybody else has it: what was begun.
+  void begin(py::object work) {
+    python_ = std::make_unique<Held>(std::move(work));
+    if (!recordFunctionEndCallback_) return;
+    range_ = std::make_shared<Range>(std::move(recordFunctionEndCallback_));
+    call(*python_, "when_done", py::cpp_function([range = range_](const py::object&, const py::object&) { range->end(); }));
+  }
+
+  bool wait(std::chrono::milliseconds timeout) override {
+    {
+      const Gil gil;
+      call(*python_, "wait", seconds(timeout));
+    }
+    if (range_) range_->end();  // the profiler may be asked before a thread has told it
+    return true;
+  }
+  bool isCompleted() override { return ask<bool>("is_completed"); }
+  bool isSuccess() const override { return ask<bool>("is_success"); }
+  void synchronize() override {
+    const Gil gil;
+    call(*python_, "synchronize");
+  }
+  void abort() override {
+    const Gil gil;
+    call(*python_, "abort");
+  }
+  void blockCurrentStream() { synchronize(); }
+  Tensors result() override { return ask<Tensors>("result"); }
+  float getDuration() const override { return ask<float>("duration"); }
+  uint64_t getSequencenumber() const override { return ask<uint64_t>("sequence_number"); }
+  int sourceRank() const override { return ask<int>("source_rank"); }
+
+  std::exception_ptr exception() const override {
+    const Gil gil;
+    const py::object text = call(*python_, "failure");
+    if (text.is_none()) return nullptr;
+    return failure(text.cast<std::string>());
+  }
+
+  // Python tells of the end by `done`, with the tensors or with the text of an error: an exception that Python sets in a
+  // future is a value like any other to C++, which would go on with it.
+  c10::intrusive_ptr<Future> getFuture() override {
+    std::vector<c10::Device> devices;
+    {
+      const std::lock_guard<std::mutex> hold(mutex_);
+      if (future_) return future_;
+    }
+    const Gil gil;
+    for (const py::handle each : call(*python_, "future_devices")) devices.push_back(each.cast<c10::Device>());
+    auto made = c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()), std::move(devices));
+    {
+      const std::lock_guard<std::mutex> hold(mutex_);  // nobody waits for the GIL under it
+      if (future_) return future_;
+      future_ = made;
+    }
+    const auto fail = [made](const std::exception_ptr& raised) { without_gil([&] { made->setErrorIfNeeded(raised); }); };
+    const auto tell = [made, fail](const py::object& tensors, const py::object& error) {
+      try {  // whatever happens the future is to end
+        if (!error.is_none()) return fail(failure(error.cast<std::string>()));
+        const c10::IValue value(tensors.cast<Tensors>());
+        without_gil([&] { made->markCompleted(value); });
+      } catch (const std::exception& raised) {
+        fail(failure(raised.what()));
+      }
+    };
+    try {
+      call(*python_, "when_done", py::cpp_function(tell));
+    } catch (const std::exception& raised) {
+      {
+        const std::lock_guard<std::mutex> hold(mutex_);
+        future_.reset();  // who asks again is to see the error too, or gets one that ends
+      }
+      fail(failure(raised.what()));
+      throw;
+    }
+    return made;
+  }
+
+  py::object python() const { return python_->get(); }
+
+ private:
+  // As what torch's users know; a future hands it on to them.
+  static std::exception_ptr failure(std::string text) {
+    return std::make_exception_ptr(c10::DistBackendError(std::move(text)));
+  }
+
+  template <class T>
+  T ask(const char* name) const {
+    const Gil gil;
+    return call(*python_, name).template cast<T>();
+  }
+
+  std::unique_ptr<Held> python_;
+  std::shared_ptr<Range> range_;
+  std::mutex mutex_;
+  c10::intrusive_ptr<Future> future_;
+};
+
+#if TORCH_IS_AT_LEAST(2, 8)
+// What torch copies before it splits a group: its own class cannot be copied from Python.
+struct ForwardedOptions : c10d::Backend::Options {
+  explicit ForwardedOptions(std::chrono::milliseconds timeout) : Options("ncclpy", timeout) {}
+};
+#endif
+
+class ForwardedBackend : public c10d::Backend {
+ public:
+  ForwardedBackend(int rank, int size, py::object backend) : Backend(rank, size), python_(std::move(backend)) {}
+
+  const std::string getBackendName() const override { return "ncclpy"; }
+  bool supportsCoalescing() const override { return true; }
+  bool supportsSplitting() const override {
+    const Gil gil;
+    return python_.attr("supports_splitting").cast<bool>();
+  }
+
+  Started broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+    return begin({c10d::OpType::BROADCAST, "ncclpy:broadcast"}, tensors, "broadcast", tensors, options.rootRank, options.timeout);
+  }
+  Started allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    return begin({c10d::OpType::ALLREDUCE, "ncclpy:all_reduce"}, tensors, "allreduce", tensors, options.reduceOp, options.timeout);
+  }
+  Started allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    return begin({c10d::OpType::ALLREDUCE, "ncclpy:all_reduce"}, tensors, "allreduce", tensors, options.reduceOp, options.timeout);
+  }
+  Started allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
+    return begin({c10d::OpType::ALLREDUCE_COALESCED, "ncclpy:all_reduce"}, tensors, "allreduce_coalesced", tensors, options.reduceOp, options.timeout);
+  }
+  Started reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
+    return begin({c10d::OpType::REDUCE, "ncclpy:reduce"}, tensors, "reduce", tensors, options.reduceOp, options.rootRank, options.timeout);
+  }
+  Started allgather(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
+    return begin({c10d::OpType::ALLGATHER, "ncclpy:all_gather"}, inputs, "allgather", outputs, inputs, options.timeout);
+  }
+  Started _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
+    return begin({c10d::OpType::_ALLGATHER_BASE, "ncclpy:_all_gather_base"}, Tensors{input}, "all_gather_single", output, input, options.timeout);
+  }
+  Started allgather_coalesced(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
+    return begin({c10d::OpType::ALLGATHER_COALESCED, "ncclpy:all_gather"}, inputs, "allgather_coalesced", outputs, inputs, options.timeout);
+  }
+  Started allgather_into_tensor_coalesced(
+      Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
+    return begin({c10d::OpType::ALLGATHER_COALESCED, "ncclpy:all_gather_into_tensor_coalesced"}, inputs, "all_gather_single_coalesced", outputs, inputs, options.timeout);
+  }
+  Started gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
+    return begin({c10d::OpType::GATHER, "ncclpy:gather"}, inputs, "gather", outputs, inputs, options.rootRank, options.timeout);
+  }
+  Started scatter(Tensors& outputs, Lists& inputs, const c10d::ScatterOptions& options) override {
+    return begin({c10d::OpType::SCATTER, "ncclpy:scatter"}, flat(inputs), "scatter", outputs, inputs, options.rootRank, options.timeout);
+  }
+  Started reduce_scatter(Tensors& outputs, Lists& inputs, const c10d::ReduceScatterOptions& options) override {
+    return begin({c10d::OpType::REDUCE_SCATTER, "ncclpy:reduce_scatter"}, flat(inputs), "reduce_scatter", outputs, inputs, options.reduceOp, options.timeout);
+  }
+  Started _reduce_scatter_base(
+      at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
+    return begin({c10d::OpType::_REDUCE_SCATTER_BASE, "ncclpy:_reduce_scatter_base"}, Tensors{input}, "reduce_scatter_single", output, input, options.reduceOp, options.timeout);
+  }
+  Started reduce_scatter_tensor_coalesced(
+      Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override {
+    return begin({c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED, "ncclpy:reduce_scatter_tensor_coalesced"}, inputs, "reduce_scatter_single_coalesced", outputs, inputs, options.reduceOp, options.timeout);
+  }
+  Started alltoall_base(
+      at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits,
+      const c10d::AllToAllOptions& options) override {
+    return begin({c10d::OpType::ALLTOALL_BASE, "ncclpy:all_to_all"}, Tensors{input}, "all_to_all_single", output, input, output_splits, input_splits, options.timeout);
+  }
+  Started alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
+    return begin({c10d::OpType::ALLTOALL, "ncclpy:all_to_all"}, inputs, "alltoall", outputs, inputs, options.timeout);
+  }
+  Started send(Tensors& tensors, int peer, int tag) override { return begin({c10d::OpType::SEND, "ncclpy:send"}, tensors, "send", tensors, peer, tag); }
+  Started recv(Tensors& tensors, int peer, int tag) override { return begin({c10d::OpType::RECV, "ncclpy:recv"}, tensors, "recv", tensors, peer, tag); }
+  Started recvAnysource(Tensors& tensors, int tag) override { return begin({c10d::OpType::RECVANYSOURCE, "ncclpy:recvAnySource"}, tensors, "recv_anysource", tensors, tag); }
+  Started barrier(const c10d::BarrierOptions& options) override {
+    {
+      const Gil gil;
+      prefer_bound();
+    }
+    if (options.device) {
+      prefer(*options.device);
+    } else if (!options.device_ids.empty()) {
+      prefer(at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(options.device_ids[0])));
+    }
+    return begin({c10d::OpType::BARRIER, "ncclpy:barrier"}, Tensors{}, "barrier", options.timeout);
+  }
+
+  void monitoredBarrier(const c10d::BarrierOptions& options, bool all) override {
+    tell("monitored_barrier", options.timeout, all);
+  }
+  void startCoalescing() override { tell("start_coalescing"); }
+  Started endCoalescing() override { return begin({c10d::OpType::COALESCED, "ncclpy:coalesced"}, Tensors{}, "end_coalescing"); }
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override {
+    const Gil gil;
+    return call(python_, "sequence_number").cast<uint64_t>();
+  }
+  void setTimeout(std::chrono::milliseconds timeout) { tell("set_timeout", timeout); }
+  void eagerConnectSingleDevice(at::Device device) override { tell("connect", device); }
+  void waitForPendingWorks() override { tell("wait_for_pending_works"); }
+#if TORCH_IS_AT_LEAST(2, 7)
+  c10d::ErrorType getError() override {
+    const Gil gil;
+    return static_cast<c10d::ErrorType>(call(python_, "error_type").cast<int>());
+  }
+#endif
+  void abort() { tell("abort"); }
+  void shutdown() { tell("shutdown"); }
+
+#if TORCH_IS_AT_LEAST(2, 8)
+  c10::intrusive_ptr<Options> getBackendOptions() override { return options(); }
+  c10::intrusive_ptr<ForwardedOptions> options() {
+    const Gil gil;
+    return c10::make_intrusive<ForwardedOptions>(std::chrono::milliseconds(call(python_, "timeout_ms").cast<int64_t>()));
+  }
+  // All ranks of this one call it, those outside of the new one with its ranks: nobody waits for anybody here.
+  c10::intrusive_ptr<Backend> split(
+      const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+      const c10::intrusive_ptr<Options>& options) override {
+    const Gil gil;
+    const py::object made = call(python_, "split", store, ranks, options->timeout.count() * 1e-3, options->group_name);
+    if (made.is_none()) return nullptr;
+    auto part = made.cast<c10::intrusive_ptr<ForwardedBackend>>();
+    if (getBoundDeviceId()) part->prefer(*getBoundDeviceId());  // torch binds its own half alone
+    return part;
+  }
+#endif
+
+  py::object python() const { return python_.get(); }
+
+ private:
+  struct Kind {
+    c10d::OpType type;
+    const char* title;  // in torch's profiler
+  };
+
+  template <class... Arguments>
+  Started begin(Kind kind, const Tensors& inputs, const char* name, const Arguments&... arguments) {
+    auto work = c10::make_intrusive<ForwardedWork>(rank_, kind.type, kind.title, inputs);
+    const Gil gil;
+    prefer_bound();
+    work->begin(call(python_, name, given(arguments)...));
+    return work;
+  }
+  template <class... Arguments>
+  void tell(const char* name, const Arguments&... arguments) {
+    const Gil gil;
+    prefer_bound();
+    call(python_, name, given(arguments)...);
+  }
+
+  // On which GPU a group works that is made before a tensor of one has told.
+  void prefer(const at::Device& device) {
+    if (device.is_cpu() || !device.has_index()) return;
+    const Gil gil;
+    call(python_, "prefer", device);
+  }
+  // With the GIL: torch binds a group to a device after its backend was made.
+  void prefer_bound() {
+    if (bound_ || !getBoundDeviceId()) return;
+    bound_ = true;
+    prefer(*getBoundDeviceId());
+  }
+
+  Held python_;
+  bool bound_ = false;
+};
+
+// Torch resolves lazy conjugations and negations before an operation, into copies that a backend then receives into: c10d's
+// operations do not say that they write. So for groups of this backend, which knows what to do, tensors are passed as they are.
+bool is_ours(const torch::jit::Stack& stack, size_t arguments) {
+  c10::intrusive_ptr<c10d::ProcessGroup> group;
+  std::optional<c10::DeviceType> device;
+  for (size_t i = stack.size() - arguments; i < stack.size(); ++i) {
+    const c10::IValue& value = stack[i];
+    if (value.isTensor() && value.toTensor().defined()) device = value.toTensor().device().type();
+    if (value.isTensorList() && value.toTensorList().size() > 0) device = value.toTensorVector()[0].device().type();
+    if (value.isObject() && value.type()->str() == "__torch__.torch.classes.c10d.ProcessGroup") {
+      group = value.toCustomClass<c10d::ProcessGroup>();
+    }
+  }
+  return group && device && dynamic_cast<ForwardedBackend*>(group->getBackend(*device).get()) != nullptr;
+}
+
+template <c10::DispatchKey key>
+void pass_lazy(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const size_t arguments = op.schema().arguments().size();
+  if (!is_ours(*stack, arguments)) {  // as torch does
+    for (size_t i = stack->size() - arguments; i < stack->size(); ++i) {
+      c10::IValue& value = (*stack)[i];
+      if (value.isTensor() && value.toTensor().defined()) {
+        value = value.toTensor().resolve_conj().resolve_neg();
+      } else if (value.isTensorList()) {
+        Tensors tensors = value.toTensorVector();
+        for (at::Tensor& each : tensors) each = each.resolve_conj().resolve_neg();
+        value = tensors;
+      }
+    }
+  }
+  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, key), stack);
+}
+
+template <c10::DispatchKey key>
+void pass_all(torch::Library& library) {
+  for (const char* name :
+       {"broadcast_", "allreduce_", "allreduce_coalesced_", "reduce_", "allgather_", "_allgather_base_",
+        "allgather_coalesced_", "allgather_into_tensor_coalesced_", "gather_", "scatter_", "reduce_scatter_",
+        "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_", "alltoall_", "alltoall_base_", "send", "recv_"}) {
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&pass_lazy<key>>());
+  }
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(c10d, Conjugate, library) { pass_all<c10::DispatchKey::Conjugate>(library); }
+TORCH_LIBRARY_IMPL(c10d, Negative, library) { pass_all<c10::DispatchKey::Negative>(library); }
+
+PYBIND11_MODULE(ncclpy_torch_backend, module) {
+  module.def("end_process", [] {
+    ender = std::this_thread::get_id();
+    has_ended = true;
+    // Who has left before is in torch's frames, and asks for the GIL there.
+    without_gil([] { std::this_thread::sleep_for(std::chrono::milliseconds(20)); });
+  });
+#if TORCH_IS_AT_LEAST(2, 8)
+  py::class_<ForwardedOptions, c10d::Backend::Options, c10::intrusive_ptr<ForwardedOptions>>(module, "ForwardedOptions")
+      .def("__deepcopy__", [](const ForwardedOptions& options, const py::dict&) {
+        return c10::make_intrusive<ForwardedOptions>(options);
+      });
+#endif
+  py::class_<ForwardedWork, c10d::Work, c10::intrusive_ptr<ForwardedWork>>(module, "ForwardedWork")
+      .def_property_readonly("python", &ForwardedWork::python);
+  py::class_<ForwardedBackend, c10d::Backend, c10::intrusive_ptr<ForwardedBackend>>(module, "ForwardedBackend")
+      .def(py::init<int, int, py::object>())
+      // Asked of ranks outside of a group that is made while the world's device is known: nothing waits for them here.
+      .def("perform_nocolor_split", [](ForwardedBackend&, const c10::Device&) {})
+#if TORCH_IS_AT_LEAST(2, 8)
+      .def_property_readonly("options", &ForwardedBackend::options)
+#endif
+      .def_property_readonly("python", &ForwardedBackend::python);
+}

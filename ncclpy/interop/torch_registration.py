@@ -1,0 +1,93 @@
+"""How torch.distributed gets to know the backend "ncclpy", and makes one of each process group."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ncclpy.core import library
+from ncclpy.core.device import device_count
+from ncclpy.interop.torch_backend import TorchBackend
+from ncclpy.interop.torch_extension import wrapped
+from ncclpy.interop.torch_store import TorchStore
+from ncclpy.interop.torch_work import backend_error
+
+if TYPE_CHECKING:
+    from ncclpy.process_group.group import ProcessGroup
+
+__all__ = ["create", "register"]
+
+NAME = "ncclpy"
+
+
+def register() -> None:
+    """Have ``init_process_group("ncclpy")`` know this backend, of CPU memory and GPUs."""
+    from torch.distributed import Backend
+
+    Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def create(theirs: Any, options: Mapping[str, Any] | None) -> Any:
+    """Return the backend of a process group that torch makes.
+
+    Parameters
+    ----------
+    theirs : torch.distributed.distributed_c10d._DistributedBackendOptions
+        Store, rank, size, timeout and name of the group, and the ranks of the world in it.
+    options : mapping, optional
+        What was given as ``pg_options``: options of `ncclpy.ProcessGroup` (``{"check": "first"}``).
+    """
+    if options is not None and not isinstance(options, Mapping):
+        raise TypeError(
+            "pg_options: backend 'ncclpy' takes a mapping of options of ncclpy.ProcessGroup, got "
+            f"{type(options).__name__}"
+        )
+    ranks = list(theirs.global_ranks_in_group) or list(range(theirs.group_size))
+    return _made(
+        theirs.store,
+        theirs.group_rank,
+        ranks,
+        theirs.timeout.total_seconds(),
+        str(theirs.group_id),
+        dict(options or {}),
+    )
+
+
+def _made(store: Any, rank: int, ranks: list[int], timeout: float, name: str, options: dict[str, Any]) -> Any:
+    _choose_engine()
+    on_gpu = library.library().engine == "cuda"
+
+    def make(device: Any) -> ProcessGroup:
+        from ncclpy.process_group.group import ProcessGroup
+
+        ordinal = device.index if on_gpu else _host_device(ranks[rank])
+        given = {"name": name, "timeout": timeout, **options, "device": ordinal}
+        return ProcessGroup(TorchStore(store, min(timeout, 300.0)), rank, len(ranks), **given)
+
+    def split(their_store: Any, members: list[int], seconds: float, group_name: str) -> Any:
+        if rank not in members:
+            return None
+        their_ranks = [ranks[each] for each in members]
+        return _made(their_store, members.index(rank), their_ranks, seconds, group_name, options)
+
+    try:
+        return wrapped(rank, len(ranks), TorchBackend(make, on_gpu, timeout, split, store, options))
+    except RuntimeError as error:
+        raise backend_error(error) from error
+
+
+def _choose_engine() -> None:
+    """Have the host engine run where torch has no GPU, unless somebody has chosen."""
+    if library.loaded() is None and not os.environ.get("NCCLPY_LIBRARY"):
+        import torch
+
+        if not torch.cuda.is_available():
+            library.use("host")
+
+
+@functools.cache
+def _host_device(rank: int) -> int:
+    """Return the device of the host engine for a rank of the world: any, as they all are the same memory."""
+    return int(os.environ.get("LOCAL_RANK") or rank) % device_count()

@@ -1,0 +1,163 @@
+"""Tensors as the group's operations take them: contiguous memory of the engine's, with the tensor's values."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+__all__ = ["Staging", "are_even", "bring", "times"]
+
+
+@contextlib.contextmanager
+def _plainly(tensor: Any) -> Iterator[Any]:
+    """Give a tensor that may be written, if it is a parameter or was made under inference mode as well."""
+    import torch
+
+    with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
+        yield tensor if tensor.is_sparse else tensor.detach()  # a sparse one is to get the other's parts
+
+
+def bring(made: Any, tensor: Any) -> None:
+    """Copy what was received to its place, on the current stream."""
+    if made.is_cuda and not made.is_sparse:
+        import torch
+
+        made.record_stream(torch.cuda.current_stream(made.device))  # not that on which it was allocated
+    with _plainly(tensor) as place:
+        place.copy_(made)
+
+
+def times(tensor: Any, factor: Any) -> Any:
+    """Return a contiguous tensor times a factor, of the tensor's type."""
+    import torch
+
+    made = tensor.new_empty(tensor.shape)
+    with _plainly(made) as place:
+        torch.mul(tensor, _number(factor), out=place)
+    return made
+
+
+def _number(factor: Any) -> Any:
+    """Return a factor that leaves a tensor its type; one of no dimension may lie in CPU memory."""
+    return factor.reshape(()) if hasattr(factor, "reshape") else factor
+
+
+def are_even(tensor: Any, parts: Sequence[Any]) -> bool:
+    """Return whether all parts have as many elements as a tensor, of its type."""
+    count, dtype = tensor.numel(), tensor.dtype
+    return all(part.numel() == count and part.dtype == dtype for part in parts)
+
+
+class Staging:
+    """Copies that stand for tensors during one operation, and what is to be done when it has ended.
+
+    Most tensors need none. A copy stands for one that is not contiguous, whose memory holds other values than the
+    tensor has (lazy negation and conjugation), or that lies in CPU memory where the engine reaches GPUs only.
+
+    Parameters
+    ----------
+    device : torch.device or None
+        Where tensors of CPU memory are copied to; None where the engine works on CPU memory.
+
+    Attributes
+    ----------
+    after : list of callable
+        To be called in this order when the operation has ended well: they bring what was received to its place.
+    """
+
+    __slots__ = ("after", "device")
+
+    def __init__(self, device: Any = None) -> None:
+        self.device = device
+        self.after: list[Callable[[], object]] = []
+
+    def is_plain(self, tensor: Any) -> bool:
+        """Return whether a tensor needs no copy."""
+        if not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
+            return False
+        return self.device is None or tensor.device.type != "cpu"
+
+    def sent(self, tensor: Any) -> Any:
+        """Return what is to be sent for a tensor."""
+        return tensor if self.is_plain(tensor) else self._copied(tensor)
+
+    def received(self, tensor: Any) -> Any:
+        """Return what is to receive for a tensor."""
+        if self.is_plain(tensor):
+            return tensor
+        made = tensor.new_empty(tensor.shape, device=self.device or tensor.device)
+        self.after.append(lambda: bring(made, tensor))
+        return made
+
+    def both(self, tensor: Any) -> Any:
+        """Return what is to be sent for a tensor, and to receive for it."""
+        if self.is_plain(tensor):
+            return tensor
+        made = self._copied(tensor)
+        self.after.append(lambda: bring(made, tensor))
+        return made
+
+    def all_sent(self, tensors: Sequence[Any]) -> list[Any]:
+        """Return what is to be sent for each of several."""
+        return [self.sent(tensor) for tensor in tensors]
+
+    def all_received(self, tensors: Sequence[Any]) -> list[Any]:
+        """Return what is to receive for each of several."""
+        return [self.received(tensor) for tensor in tensors]
+
+    def flat_sent(self, parts: Sequence[Any]) -> Any:
+        """Return one tensor of what is to be sent for several of one size."""
+        made = self._adjacent(parts)
+        if made is None:
+            made = self._new_flat(parts)
+            with _plainly(made) as place:
+                for each, part in zip(place.chunk(len(parts)), parts, strict=True):
+                    each.view(part.shape).copy_(part)
+        return made
+
+    def flat_received(self, parts: Sequence[Any]) -> Any:
+        """Return one tensor that is to receive for several of one size."""
+        made = self._adjacent(parts)
+        if made is not None:
+            return made
+        made = self._new_flat(parts)
+
+        def bring_all() -> None:
+            for each, part in zip(made.chunk(len(parts)), parts, strict=True):
+                bring(each.view(part.shape), part)
+
+        self.after.append(bring_all)
+        return made
+
+    def _new_flat(self, parts: Sequence[Any]) -> Any:
+        first = parts[0]
+        return first.new_empty(len(parts) * first.numel(), device=self.device or first.device)
+
+    def _adjacent(self, parts: Sequence[Any]) -> Any:
+        """Return a tensor of the memory of several that lie one behind the other in it, None if they do not."""
+        first = parts[0]
+        storage, start, count = first.untyped_storage().data_ptr(), first.storage_offset(), first.numel()
+        for i, part in enumerate(parts):
+            if not self.is_plain(part) or part.storage_offset() != start + i * count:
+                return None
+            if part.untyped_storage().data_ptr() != storage:
+                return None
+        return first.detach().as_strided((len(parts) * count,), (1,), start)
+
+    def scaled(self, tensor: Any, factor: Any, into: Any) -> Any:
+        """Return a tensor times a factor, to be reduced in place and then brought `into` another, if there is one."""
+        if self.device is not None and tensor.device.type == "cpu":
+            made = self._copied(tensor)
+            made.mul_(_number(factor))
+        else:
+            made = times(tensor, factor)
+        if into is not None:
+            self.after.append(lambda: bring(made, into))
+        return made
+
+    def _copied(self, tensor: Any) -> Any:
+        made = tensor.new_empty(tensor.shape, device=self.device or tensor.device)
+        with _plainly(made) as place:
+            place.copy_(tensor)
+        return made

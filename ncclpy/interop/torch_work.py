@@ -1,0 +1,222 @@
+"""What an operation of the torch backend returns, before torch's own Work stands around it."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ncclpy.core.errors import NcclError
+
+if TYPE_CHECKING:
+    from ncclpy.engine.work import Work
+
+__all__ = ["TorchWork", "backend_error"]
+
+
+def backend_error(error: BaseException) -> BaseException:
+    """Return an error of ncclpy as torch's users know it: a ``DistBackendError`` with its text, caused by it."""
+    if not isinstance(error, NcclError):
+        return error
+    from torch.distributed import DistBackendError
+
+    made: BaseException = DistBackendError(str(error))
+    made.__cause__ = error
+    return made
+
+
+@functools.cache
+def _stream_of(device: int) -> Any:
+    """Return the stream that futures are completed on: torch has 32 for all that ask, over and over again."""
+    import torch
+
+    return torch.cuda.Stream(device)
+
+
+class TorchWork:
+    """An operation that was begun, with the tensors that it leaves its result in.
+
+    Parameters
+    ----------
+    begun : ncclpy.Work
+        The operation.
+    outputs : sequence of torch.Tensor
+        What torch's `Work.result` and its future give.
+    after : list of callable
+        What is to be done once it has ended well, before anybody sees the result.
+    blocks : bool
+        Whether waiting for it is waiting in the CPU: its data are in CPU memory, or it has none (a barrier). Else a
+        wait lets the current stream wait.
+    sequence : int
+        How many collectives its group had begun before it.
+    source : int
+        The rank that it receives from, -1 if there is not one.
+    """
+
+    __slots__ = ("_after", "_begun", "_blocks", "_done", "_failure", "_lock", "_outputs", "_sequence", "_source")
+
+    def __init__(
+        self,
+        begun: Work,
+        outputs: Sequence[Any],
+        after: Sequence[Callable[[], object]],
+        blocks: bool,
+        sequence: int = 0,
+        source: int = -1,
+    ) -> None:
+        self._begun, self._outputs, self._blocks = begun, outputs, blocks
+        self._sequence, self._source = sequence, source
+        self._after = after
+        self._lock = threading.Lock() if after else None
+        self._failure: Exception | None = None  # of what was to be done after it
+        self._done: Any = None  # an event, where what is to be done after it was enqueued on a stream
+
+    def wait(self, seconds: float = 0.0) -> None:
+        """Wait for it as torch's works do, the CPU only where `blocks` says so or a number of seconds is given.
+
+        Raises
+        ------
+        DistBackendError
+            If it has failed, or is not done in so many seconds; then it goes on.
+        """
+        try:
+            if self._blocks or seconds > 0:
+                self._begun.wait(seconds if seconds > 0 else None)
+                if self._lock is not None:
+                    self._finish()
+            else:
+                self.synchronize()
+        except NcclError as error:
+            raise backend_error(error) from error
+
+    def synchronize(self) -> None:
+        """Let the current stream wait for it, and for what is to be done after it."""
+        if self._blocks:
+            self.wait()
+            return
+        import torch
+
+        try:
+            self._begun.synchronize(torch.cuda.current_stream(self._begun.device).cuda_stream)
+        except NcclError as error:
+            raise backend_error(error) from error
+        if self._lock is not None:
+            self._finish()
+
+    def _finish(self) -> None:
+        """Do what is to be done after it, once, whoever comes first; the others wait for that, and see its error.
+
+        On a GPU the current stream of everybody waits for it.
+        """
+        assert self._lock is not None
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure.with_traceback(None)  # it would grow with every caller
+            try:
+                for each in self._after:
+                    each()
+                if self._after and self._is_on_gpu():
+                    self._note_done()
+            except Exception as error:
+                self._after, self._failure = (), error
+                raise
+            self._after = ()  # not before: a signal's handler may raise, and the next caller begins again
+        if self._done is not None:
+            import torch
+
+            torch.cuda.current_stream(self._begun.device).wait_event(self._done)
+
+    def _is_on_gpu(self) -> bool:
+        return not self._blocks or any(each.is_cuda for each in self._outputs)
+
+    def _note_done(self) -> None:
+        """Note where the current stream is; the CPU waits for that if it waits for the operation."""
+        import torch
+
+        self._done = torch.cuda.current_stream(self._begun.device).record_event()
+        if self._blocks:
+            self._done.synchronize()
+
+    def is_completed(self) -> bool:
+        """Return whether it has ended, well or not; what is to be done after it is done by then."""
+        if not self._begun.is_completed():
+            return False
+        if self._lock is not None and self._begun.state == "completed":
+            try:
+                self._finish()
+            except Exception:
+                return True  # that is its error now
+            return self._done is None or bool(self._done.query())
+        return True
+
+    def is_success(self) -> bool:
+        """Return whether it has ended well."""
+        return self.is_completed() and self._begun.state == "completed" and self._failure is None
+
+    def failure(self) -> str | None:
+        """Return the text of its error, None if it has none or has not ended."""
+        error = (self._begun.exception() or self._failure) if self.is_completed() else None
+        return None if error is None else str(error)
+
+    def result(self) -> Sequence[Any]:
+        """Return the tensors that have received."""
+        return self._outputs
+
+    def abort(self) -> None:
+        """Refuse: an operation ends with its group."""
+        from torch.distributed import DistBackendError
+
+        raise DistBackendError("one operation cannot be aborted alone: abort its process group")
+
+    def duration(self) -> float:
+        """Return the milliseconds that it took, if its group was made with ``timing=True``; else -1."""
+        seconds = self._begun.duration
+        return -1.0 if seconds is None else seconds * 1e3
+
+    def sequence_number(self) -> int:
+        """Return how many collectives its group had begun before it."""
+        return self._sequence
+
+    def source_rank(self) -> int:
+        """Return the rank that it receives from."""
+        return self._source
+
+    def future_devices(self) -> list[Any]:
+        """Return the devices whose streams a future of it has to do with."""
+        if self._blocks:
+            return []
+        import torch
+
+        return [torch.device("cuda", self._begun.device)]
+
+    def when_done(self, tell: Callable[[Any, str | None], object]) -> None:
+        """Call ``tell(tensors, None)``, or ``tell(None, text)`` of an error, once it has ended, in another thread.
+
+        Of data on a GPU it is called at once, with a stream current that waits for the operation: what a callback of
+        torch's future enqueues comes behind it.
+        """
+        if self._blocks:
+            self._begun.add_done_callback(lambda begun: self._tell(tell, begun))
+            return
+        import torch
+
+        with torch.cuda.stream(_stream_of(self._begun.device)):
+            try:
+                self.synchronize()
+            except Exception as error:
+                tell(None, str(error))
+                return
+            tell(list(self._outputs), None)
+
+    def _tell(self, tell: Callable[[Any, str | None], object], begun: Work) -> None:
+        try:
+            error = begun.exception()
+            if error is None and self._lock is not None:
+                self._finish()
+        except Exception as failure:  # of a copy; whoever waits for the future is not to wait for ever
+            error = failure
+        if error is not None:
+            tell(None, str(error))
+        else:
+            tell(list(self._outputs), None)

@@ -1,0 +1,36 @@
+"""Fixtures of the torch backend's tests."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch", reason="needs torch")
+
+from torch_ranks import Ranks
+
+from ncclpy.interop.torch_build import find_compiler
+
+
+@pytest.fixture(scope="session")
+def extension():
+    """Build the extension once, before ranks do so at once."""
+    find_compiler()
+    from ncclpy.interop.torch_extension import wrapped
+
+    return wrapped
+
+
+@pytest.fixture(scope="session")
+def ranks2(extension):
+    """Return two ranks of torch.distributed, processes that run programs."""
+    two = Ranks(2)
+    yield two
+    two.clear()
+
+
+@pytest.fixture(scope="session")
+def ranks4(extension):
+    """Return four ranks of torch.distributed, processes that run programs."""
+    four = Ranks(4)
+    yield four
+    four.clear()

@@ -1,0 +1,536 @@
+"""How groups of the torch backend begin, fail and end, and what their works and futures tell of it."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import gc
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import testing
+from ncclpy.interop.torch import backend_of
+from ncclpy.interop.torch_backend import TorchBackend, _Together
+from ncclpy.interop.torch_tensors import bring
+from ncclpy.interop.torch_work import TorchWork, _stream_of
+
+CPU = torch.device("cpu")
+
+
+def error_of(call):
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def groups(rank, size):
+    found = []
+    half = dist.new_group([1, 3])
+    if rank in (1, 3):
+        tensor = torch.full((2,), float(rank))
+        dist.all_reduce(tensor, group=half)
+        found += [dist.get_rank(half), tensor.tolist(), half.group_name != ""]
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    tensor = torch.full((1,), float(rank))
+    dist.all_reduce(tensor, group=mesh.get_group("b"))
+    if half is not dist.GroupMember.NON_GROUP_MEMBER:
+        dist.destroy_process_group(half)
+    return [*found, tensor.item(), dist.get_backend()]
+
+
+def test_groups_and_meshes(ranks4):
+    assert ranks4.run(groups) == [
+        [1.0, "ncclpy"],
+        [0, [4.0, 4.0], True, 1.0, "ncclpy"],
+        [5.0, "ncclpy"],
+        [1, [4.0, 4.0], True, 5.0, "ncclpy"],
+    ]
+
+
+def devices(rank, size):
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    dist.barrier()
+    return tensor.tolist(), sorted(each.type for each in dist.group.WORLD._device_types)
+
+
+@pytest.mark.parametrize("backend", ["ncclpy", "cpu:ncclpy,cuda:ncclpy", "cpu:ncclpy", "NCCLPY"])
+def test_names_of_backends(ranks2, backend):
+    found, types = ranks2.run(devices, backend=backend)[0]
+    assert found == [2.0, 2.0] and types == (["cpu"] if backend == "cpu:ncclpy" else ["cpu", "cuda"])
+
+
+def beside_gloo(rank, size):
+    over = [dist.new_group(backend=each) for each in ("gloo", "ncclpy")]
+    tensor = torch.ones(1)
+    for group in over:
+        dist.all_reduce(tensor, group=group)
+    return tensor.item()
+
+
+def test_beside_gloo(ranks2):
+    assert ranks2.run(beside_gloo, backend="gloo") == [4.0, 4.0]
+
+
+def options(rank, size):
+    backend = dist.group.WORLD._get_backend(CPU)
+    before = backend._get_sequence_number_for_group()
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    work.wait()
+    return before, backend._get_sequence_number_for_group(), work._get_duration() >= 0, backend.supports_coalescing
+
+
+def test_options_of_the_group(ranks2):
+    assert ranks2.run(options, pg_options={"timing": True, "check": "first"}) == [(0, 1, True, True)] * 2
+    with pytest.raises(AssertionError, match="mapping of options"):
+        ranks2.run(options, pg_options=3)
+
+
+def late(rank, size, how):
+    limit = datetime.timedelta(seconds=0.5)
+    dist.barrier()  # which connects: that takes as long as the group says
+    if rank == 1:
+        until = time.monotonic() + 20
+        while backend_of().group.error is None and time.monotonic() < until:
+            time.sleep(0.01)
+        return error_of(lambda: dist.all_reduce(torch.ones(1)))
+    if how == "call":
+        call = dist.AllreduceOptions()
+        call.timeout = limit
+        return error_of(lambda: dist.group.WORLD.allreduce([torch.ones(1)], call).wait())
+    if how == "barrier":
+        return error_of(lambda: dist.barrier(timeout=limit))
+    if how == "monitored":
+        return error_of(lambda: dist.group.WORLD.monitored_barrier(limit))
+    dist.distributed_c10d._get_default_group().set_timeout(limit)
+    return error_of(lambda: dist.all_reduce(torch.ones(1)))
+
+
+@pytest.mark.parametrize("how", ["call", "barrier", "monitored", "group"])
+def test_a_deadline_names_who_is_missing(ranks2, how):
+    first, second = ranks2.run(late, how)
+    assert first.startswith("DistBackendError: ") and "rank 1" in first
+    assert second.startswith("DistBackendError: ") and "rank 0" in second
+
+
+def waits(rank, size):
+    if rank == 1:
+        time.sleep(1)
+    work = dist.all_reduce(tensor := torch.ones(1), async_op=True)
+    said = error_of(lambda: work.wait(datetime.timedelta(seconds=0.1))) if rank == 0 else None
+    work.wait()  # it has gone on
+    return said and said[:17], tensor.item()
+
+
+def test_the_timeout_of_a_wait_ends_the_wait_alone(ranks2):
+    assert ranks2.run(waits) == [("DistBackendError:", 2.0), (None, 2.0)]
+
+
+def disagree(rank, size):
+    tensor = torch.ones(2 if rank else 3)
+    future = dist.all_reduce(tensor, async_op=True).get_future()
+    seen = []
+    # To C++ what Python sets in a future as an exception is a value, with which DDP's reducer ends the process.
+    chained = future.then(lambda each: seen.append("called") or each.value())
+    return error_of(future.wait), error_of(chained.wait), error_of(lambda: dist.all_reduce(tensor))
+
+
+def test_a_future_fails_with_its_operation(ranks2):
+    for said in ranks2.run(disagree):
+        assert all("2 float32" in each and "3 float32" in each for each in said[:2]), said
+        assert said[0].startswith("DistBackendError") and said[2].startswith("DistBackendError")
+
+
+def fails_in_backward(rank, size):
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    if rank == 1:
+        dist.group.WORLD.abort()
+        return "aborted"
+    return error_of(lambda: model(torch.ones(1, 2)).sum().backward())
+
+
+def test_ddps_backward_raises_what_has_ended_the_group(ranks2):
+    first, second = ranks2.run(fails_in_backward)
+    assert "rank 1" in first and "aborted" in first and second == "aborted"
+
+
+def fails_after(rank, size):
+    def breaks():
+        raise OverflowError("no room")
+
+    backend = backend_of()
+    begun = backend.group.barrier()
+    works = [TorchWork(begun, [], (breaks,), True) for _ in range(2)]
+    found = [error_of(works[0].wait) for _ in range(2)]
+    found += [works[0].is_completed(), works[0].is_success(), works[0].failure()]
+    begun.wait()
+    return [*found, works[1].is_completed(), works[1].is_success(), works[1].failure(), error_of(works[1].synchronize)]
+
+
+def test_everybody_sees_what_has_failed_after_an_operation(ranks2):
+    said = "OverflowError: no room"
+    assert ranks2.run(fails_after)[0] == [said, said, True, False, "no room", True, False, "no room", said]
+
+
+def odd_results(rank, size):
+    backend = backend_of()
+    backend.barrier = lambda timeout: TorchWork(backend.group.barrier(), ["no tensor"], (), True)
+    future = dist.group.WORLD.barrier().get_future()
+    return error_of(future.wait)
+
+
+def test_a_future_ends_whatever_comes(ranks2):
+    assert all(said.startswith("DistBackendError: ") for said in ranks2.run(odd_results))
+
+
+def refuses_once(rank, size):
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    inner, asked = work.python, []
+
+    class Refuses:
+        def when_done(self, tell):
+            asked.append(1)
+            if len(asked) == 1:
+                raise OverflowError("not now")
+            inner.when_done(tell)
+
+        def __getattr__(self, name):
+            return getattr(inner, name)
+
+    backend = backend_of()
+    backend.barrier = lambda timeout: Refuses()
+    wrapped = dist.group.WORLD.barrier()
+    first = error_of(wrapped.get_future)
+    wrapped.get_future().wait()
+    return first
+
+
+def test_a_future_that_was_refused_can_be_asked_for_again(ranks2):
+    assert ranks2.run(refuses_once) == ["OverflowError: not now"] * 2
+
+
+def after_an_abort(rank, size):
+    dist.barrier()
+    dist.group.WORLD.abort()
+    batch = [dist.P2POp(dist.isend, torch.ones(1), 1 - rank), dist.P2POp(dist.irecv, torch.ones(1), 1 - rank)]
+    return error_of(lambda: dist.batch_isend_irecv(batch))
+
+
+def test_a_batch_after_an_abort_raises_torchs_error(ranks2):
+    for said in ranks2.run(after_an_abort):
+        assert said.startswith("DistBackendError: "), said
+
+
+def test_a_block_waits_in_the_cpu_if_one_of_it_does():
+    class Block:
+        def __enter__(self):
+            return None
+
+    for kinds, blocks in {(): True, (False,): False, (True,): True, (True, False): True, (False, True): True}.items():
+        together = _Together(Block())
+        for each in kinds:
+            together.note(each)
+        assert together.blocks == blocks
+
+
+class Stream:
+    """A stream of a GPU that notes what is enqueued on it, and is its own event."""
+
+    cuda_stream, is_done = 0, False
+
+    def __init__(self, device=0):
+        self.device, self.enqueued = device, []
+
+    def record_event(self):
+        self.enqueued.append("event")
+        return self
+
+    def wait_event(self, event):
+        self.enqueued.append(("wait", event))
+
+    def query(self):
+        return self.is_done
+
+
+class Begun:
+    """An operation on a GPU that is done."""
+
+    device, state = 0, "completed"
+
+    def is_completed(self):
+        return True
+
+    def wait(self, seconds):
+        pass
+
+    def synchronize(self, stream):
+        pass
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """Have torch take streams that note what is enqueued; the last of the list is current."""
+    made = [Stream()]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: made[-1])
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+
+    @contextlib.contextmanager
+    def current(stream):
+        made.append(stream)
+        yield
+        made.pop()
+
+    monkeypatch.setattr(torch.cuda, "stream", current)
+    _stream_of.cache_clear()
+    yield made
+    _stream_of.cache_clear()
+
+
+def test_everybody_on_a_gpu_comes_behind_what_is_copied_after_an_operation(streams):
+    seen = []
+    work = TorchWork(Begun(), [], (lambda: streams[-1].enqueued.append("copy"),), False)
+    work.when_done(lambda tensors, error: seen.append(streams[-1]))
+    copied = seen[0]
+    assert copied.enqueued[:2] == ["copy", "event"]
+    assert not work.is_completed()  # it is enqueued only
+    for wait in (lambda: work.wait(1.0), work.wait, work.synchronize):
+        streams.append(Stream())
+        wait()
+        assert streams.pop().enqueued == [("wait", copied)]
+    copied.is_done = True
+    assert work.is_completed() and work.is_success()
+
+
+def test_futures_of_a_gpu_share_a_stream(streams):
+    seen = []
+    for _ in range(3):
+        TorchWork(Begun(), [], (), False).when_done(lambda tensors, error: seen.append(streams[-1]))
+    assert seen[0] is seen[1] is seen[2] and seen[0] is not streams[0]
+
+
+def test_a_copy_on_a_gpu_is_known_to_its_memory(streams):
+    class Made:
+        is_cuda, is_sparse, device = True, False, 0
+
+        def record_stream(self, stream):
+            self.stream = stream
+
+    made, place = Made(), torch.zeros(2)
+    with pytest.raises(TypeError, match="Made"):
+        bring(made, place)  # torch does not know the class
+    assert made.stream is streams[-1]
+
+
+DAEMON = """
+    import os, sys, threading, time, torch, torch.distributed as dist, ncclpy.interop.torch
+
+    rank, folder, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    dist.init_process_group("ncclpy", store=dist.FileStore(folder + "/" + how, 2), rank=rank, world_size=2)
+    if how != "connect":
+        dist.barrier()
+    entered = threading.Event()
+
+    def waits():
+        entered.set()
+        dist.barrier()
+
+    def polls():
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        while not work.is_completed():
+            entered.set()
+
+    if rank == 0:
+        threading.Thread(target=polls if how == "poll" else waits, daemon=True).start()
+        entered.wait()
+        time.sleep(0.3)
+    else:
+        sys.stdin.read()
+        os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("how", ["wait", "poll", "connect"])
+def test_a_daemon_thread_in_a_work_does_not_abort_the_process(extension, tmp_path, how):
+    command = [sys.executable, "-c", textwrap.dedent(DAEMON)]
+    with subprocess.Popen([*command, "1", str(tmp_path), how], stdin=subprocess.PIPE, cwd=tmp_path) as peer:
+        try:
+            one = subprocess.run(
+                [*command, "0", str(tmp_path), how], capture_output=True, text=True, timeout=60, cwd=tmp_path
+            )
+        finally:
+            peer.kill()
+    assert one.returncode == 0 and "terminate" not in one.stderr, one.stderr
+
+
+def callbacks(rank, size):
+    order = []
+
+    def again(future):
+        inner = torch.full((2,), 1.0)
+        dist.all_reduce(inner)  # waits, in a callback
+        order.append(threading.current_thread() is threading.main_thread())
+        return future.value()[0] + inner
+
+    work = dist.all_reduce(torch.full((2,), float(rank)), async_op=True)
+    return work.get_future().then(again).wait().tolist(), order
+
+
+def test_callbacks_of_futures_may_wait_for_collectives(ranks2):
+    assert ranks2.run(callbacks) == [([3.0, 3.0], [False])] * 2
+
+
+def forgotten(rank, size):
+    tensors = [torch.ones(1000) for _ in range(50)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    del works[::2]  # nobody has these: neither torch's half nor Python's
+    gc.collect()
+    for work in works:
+        assert work.wait() and work.is_completed() and work.is_success() and len(work.result()) == 1
+    dist.barrier()
+    return {tensor.sum().item() for tensor in tensors}
+
+
+def test_works_that_nobody_keeps(ranks2):
+    assert ranks2.run(forgotten) == [{2000.0}, {2000.0}]
+
+
+def profiled(rank, size):
+    tensor = torch.ones(3)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        dist.all_reduce(tensor)
+        dist.broadcast(tensor, 0)
+        dist.barrier()
+        if rank == 0:
+            dist.send(tensor, 1)
+        else:
+            dist.recv(tensor, 0)
+    return sorted(event.name for event in profile.events() if event.name.startswith("ncclpy:"))
+
+
+def test_ranges_of_the_profiler(ranks2):
+    both = ["ncclpy:all_reduce", "ncclpy:barrier", "ncclpy:broadcast"]
+    assert ranks2.run(profiled) == [[*both, "ncclpy:send"], [*both, "ncclpy:recv"]]
+
+
+def ended(rank, size):
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    world = dist.group.WORLD
+    dist.destroy_process_group()
+    return work.is_completed(), error_of(lambda: world.allreduce([torch.ones(1)]).wait())
+
+
+def test_what_was_begun_is_done_when_a_group_is_destroyed(ranks2):
+    for completed, said in ranks2.run(ended):
+        assert completed and "closed" in said
+
+
+def divided(rank, size):
+    """Split the world, as if it were of GPUs: without any torch refuses."""
+    world = dist.group.WORLD
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.accelerator, "is_available", lambda: True)
+        patch.setattr(torch.accelerator, "current_accelerator", lambda *_: CPU)
+        world.bound_device_id = torch.device("cpu", 0)
+        part = dist.split_group(world, [[0, 2], [1, 3]], timeout=datetime.timedelta(seconds=7))
+        again = dist.split_group(world, [[3, 1]])
+    found = []
+    for group in (part, again):
+        if group is not None:
+            dist.all_reduce(tensor := torch.full((2,), float(rank)), group=group)
+            found.append((dist.get_rank(group), tensor.tolist()))
+    return found, backend_of(part).timeout_ms(), world._get_backend(CPU).options._timeout.total_seconds()
+
+
+def test_split_group(ranks4):
+    limit = datetime.timedelta(seconds=20)
+    for rank, (found, timeout, of_world) in enumerate(ranks4.run(divided, timeout=limit)):
+        expected = (rank // 2, [2.0, 2.0] if rank % 2 == 0 else [4.0, 4.0])
+        assert found == [expected] * (1 + rank % 2) and timeout == 7000 and of_world == 20
+
+
+def as_on_gpus(made):
+    """Return a backend whose group waits for the first operation, and the devices that it is made for."""
+    devices = []
+
+    def make(device):
+        devices.append(device)
+        return made
+
+    return TorchBackend(make, True, 1.0, None, None), devices
+
+
+class Group:
+    """What a barrier asks of a process group."""
+
+    seq = 3
+
+    def barrier(self, **_):
+        return None
+
+    def close(self):
+        pass
+
+
+def test_a_barrier_makes_the_group_on_the_device_that_is_named(extension, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for how, expected in (("device", 3), ("device_ids", 2), ("bound", 1), ("both", 3), ("none", 0)):
+        backend, devices = as_on_gpus(Group())
+        group = extension(0, 1, backend)
+        options = dist.BarrierOptions()
+        if how in ("device", "both"):
+            options.device = torch.device("cuda", 3)
+        if how == "device_ids":
+            options.device_ids = [2]
+        if how in ("bound", "both"):
+            world = dist.ProcessGroup(dist.HashStore(), 0, 1)
+            world.bound_device_id = torch.device("cuda", 1)
+            world._register_backend(CPU, dist.ProcessGroup.BackendType.CUSTOM, group)
+        assert group._get_sequence_number_for_group() == 0 and devices == [], "a question makes no group"
+        group.barrier(options)
+        assert devices == [torch.device("cuda", expected)], how
+        assert group._get_sequence_number_for_group() == 3
+
+
+@pytest.mark.parametrize("end", ["abort", "shutdown"])
+def test_a_group_that_has_ended_before_its_first_use_is_not_made(end):
+    backend, devices = as_on_gpus(Group())
+    getattr(backend, end)()
+    assert "has ended" in error_of(lambda: backend.barrier(None)) and devices == []
+
+
+def test_detail_is_torchs_own_check():
+    said = testing.run_python(
+        """
+        import os, torch, torch.distributed as dist, torch.multiprocessing as mp, ncclpy.interop.torch
+
+        def rank(number, port):
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(number), WORLD_SIZE="2")
+            dist.init_process_group("ncclpy")
+            assert ncclpy.interop.torch.backend_of().group.size == 2
+            dist.all_reduce(torch.ones(2))
+            try:
+                dist.all_reduce(torch.ones(2)) if number else dist.broadcast(torch.ones(3), 0)
+            except RuntimeError as error:
+                print(str(error)[:300].replace(chr(10), " "), flush=True)
+            dist.destroy_process_group()
+
+        import socket
+        with socket.socket() as one:
+            one.bind(("127.0.0.1", 0))
+            port = str(one.getsockname()[1])
+        mp.start_processes(rank, (port,), nprocs=2, start_method="fork")
+        """,
+        env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
+    )
+    assert said.stdout.count("Detected mismatch between collectives on ranks") == 2, said.stdout + said.stderr

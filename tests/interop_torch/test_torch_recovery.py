@@ -1,0 +1,159 @@
+"""A job goes on without the rank that has died, and says which; a user's test shows the same without a death."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import multiprocessing
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch_ranks import DEADLINE
+
+import ncclpy
+import testing
+from ncclpy.interop.torch import backend_of, recover
+
+STEPS, DIES_IN, WHO = 8, 3, 2
+
+
+def train(rank, step_of, on_error):
+    """Train for `STEPS` steps; return the losses, and what is known of a failure."""
+    torch.manual_seed(0)
+    module = nn.Linear(8, 1)
+    model, step, losses, said = DistributedDataParallel(module), 0, [], None
+    while step < STEPS:
+        try:
+            optimizer = torch.optim.SGD(module.parameters(), 0.005)
+            optimizer.zero_grad()
+            step_of(step)
+            loss = (model(torch.ones(4, 8) * (rank + 1)) - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+        except RuntimeError as error:
+            said = on_error(error)
+            if said is None:
+                return None
+            model = DistributedDataParallel(module)  # it sends rank 0's parameters to all
+            continue
+        losses.append(loss.item())
+        step += 1
+    return losses, said, dist.get_world_size()
+
+
+def job(rank, size, path, pipe):
+    os.environ["LOCAL_RANK"] = str(rank)
+    dist.init_process_group("ncclpy", store=dist.FileStore(path, size), rank=rank, world_size=size)
+    died = 0.0
+
+    def step_of(step):
+        if step == DIES_IN and rank == WHO and dist.get_world_size() == size:
+            pipe.send(time.monotonic())
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_error(error):
+        nonlocal died
+        found = recover(timeout=5)
+        died = time.monotonic()
+        return str(error), found
+
+    found = train(rank, step_of, on_error)
+    dist.destroy_process_group()
+    pipe.send((*found, died))
+
+
+def test_three_go_on_without_the_fourth(extension, tmp_path):
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for rank in range(4):
+        ours, theirs = context.Pipe()
+        processes.append(context.Process(target=job, args=(rank, 4, str(tmp_path / "store"), theirs), daemon=True))
+        pipes.append(ours)
+        processes[-1].start()
+    found = []
+    try:
+        for pipe in pipes:
+            assert pipe.poll(DEADLINE), "a rank has not ended"
+            found.append(pipe.recv())
+    finally:
+        for process in processes:
+            process.join(5)
+            process.kill()
+    killed = found.pop(WHO)
+    for losses, (said, recovery), size, resumed in found:
+        assert size == 3 and recovery.survivors == (0, 1, 3) and recovery.lost == (WHO,)
+        assert "rank 2 of 4 is dead" in said, said
+        assert len(losses) == STEPS and losses[-1] < losses[0]
+        print(f"{resumed - killed:.3f} s from the kill to the new world")
+        assert resumed - killed < 20  # 2 s on a machine that has nothing else to do
+
+
+def in_a_unit_test(rank, size):
+    plan = f"rank={WHO} call=AllReduce nth=5 do=error:ncclRemoteError"
+    with ncclpy.faults(plan) if rank == WHO else contextlib.nullcontext():
+
+        def on_error(error):
+            if rank == WHO:  # this rank has had its fault, and leaves
+                backend_of().group.close()
+                return None
+            return recover(timeout=1)
+
+        return train(rank, lambda step: None, on_error)
+
+
+def test_the_same_in_a_users_test(ranks4):
+    found = ranks4.run(in_a_unit_test)
+    assert found.pop(WHO) is None
+    for losses, recovery, size in found:
+        assert size == 3 and recovery.lost == (WHO,) and losses[-1] < losses[0]
+
+
+def options_of(rank, size):
+    """Recover with what the world was made with; of the CPU alone it cannot be bound to a device."""
+    given, begin = {}, dist.init_process_group
+
+    def init(*arguments, device_id=None, **options):
+        given.update(options, device_id=device_id)
+        begin(*arguments, **options)
+
+    dist.barrier()
+    dist.group.WORLD.bound_device_id = torch.device("cpu", 0)
+    if rank == WHO:
+        backend_of().group.close()
+        return None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "init_process_group", init)
+        recover(timeout=1)
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    work.wait()
+    return given["device_id"], given["pg_options"], work._get_duration() >= 0, backend_of().timeout_ms()
+
+
+def test_options_and_device_stay(ranks4):
+    limit = datetime.timedelta(seconds=21)
+    found = ranks4.run(options_of, pg_options={"timing": True}, timeout=limit)
+    assert found.pop(WHO) is None
+    assert found == [(torch.device("cpu", 0), {"timing": True}, True, 21_000)] * 3
+
+
+def test_recover_under_torchs_own_check():
+    said = testing.run_python(
+        """
+        import torch, torch.distributed as dist
+        from ncclpy.interop.torch import backend_of, recover
+        dist.init_process_group("ncclpy", store=dist.HashStore(), rank=0, world_size=1)
+        assert hasattr(dist.group.WORLD._get_backend(torch.device("cpu")), "wrapped_pg")
+        backend_of().group.abort("a test")
+        print(recover(timeout=1).survivors)
+        dist.all_reduce(torch.ones(2))
+        dist.destroy_process_group()
+        """,
+        env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
+    )
+    assert said.stdout == "(0,)\n"

@@ -1,0 +1,69 @@
+"""Torch finds the backend by itself, at next to no cost, and without ever being in a program's way."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+from paths import ROOT
+
+import testing
+
+ENTRY = ROOT / "_ncclpy_torch.py"
+
+
+def entry():
+    spec = importlib.util.spec_from_file_location("entry_of_ncclpy", ENTRY)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_it_registers_and_imports_nothing_of_ours():
+    said = testing.run_python(
+        f"""
+        import importlib.util, sys, time
+        import torch, torch.distributed as dist
+        dist.Backend._plugins.pop("NCCLPY", None)
+        before = set(sys.modules)
+        began = time.perf_counter()
+        spec = importlib.util.spec_from_file_location("entry_of_ncclpy", {str(ENTRY)!r})
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        module.register()
+        took = time.perf_counter() - began
+        assert "NCCLPY" in dist.Backend._plugins and dist.Backend("ncclpy") == "ncclpy"
+        assert dist.Backend.default_device_backend_map["cpu"] == "gloo"
+        assert dist.Backend.default_device_backend_map["cuda"] == "nccl"
+        print(set(sys.modules) - before, took * 1e3, "ms")
+        assert not [name for name in set(sys.modules) - before if name.startswith(("ncclpy", "numpy"))]
+        assert took < 0.1
+        """,
+        env={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+    )
+    assert said.stdout.startswith("set()"), said.stdout
+
+
+def test_it_never_raises(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.distributed", None)  # an import of it raises
+    assert entry().register() is None
+
+
+def test_a_group_of_one_that_only_the_entry_has_registered():
+    testing.run_python(
+        f"""
+        import importlib.util, sys
+        spec = importlib.util.spec_from_file_location("entry_of_ncclpy", {str(ENTRY)!r})
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        module.register()
+        assert "ncclpy" not in sys.modules
+        import torch, torch.distributed as dist
+        dist.init_process_group("ncclpy", store=dist.HashStore(), rank=0, world_size=1)
+        tensor = torch.ones(2)
+        dist.all_reduce(tensor)
+        assert "ncclpy" in sys.modules and tensor.tolist() == [1, 1]
+        dist.destroy_process_group()
+        """,
+        env={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "NCCLPY_LIBRARY": None},
+    )

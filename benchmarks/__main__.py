@@ -10,15 +10,17 @@ from benchmarks.collectives import mpi, nccl_tests
 from benchmarks.coordinator import main as coordinator
 from benchmarks.manager import main as manager
 from benchmarks.memory import main as memory
-from benchmarks.overhead import import_time
+from benchmarks.overhead import import_time, instructions
 from benchmarks.overhead import main as overhead
 from benchmarks.pages import compare, plot, report
 from benchmarks.process_group import main as process_group
 from benchmarks.process_group import recovery, reports
 from benchmarks.scale import main as scale
+from benchmarks.torch_backend import main as torch_backend
 
 EXPERIMENTS = {
     "overhead": overhead,
+    "instructions": instructions,
     "manager": manager,
     "nccl-tests": nccl_tests,
     "collectives": collectives,
@@ -28,6 +30,7 @@ EXPERIMENTS = {
     "reports": reports,
     "recovery": recovery,
     "coordinator": coordinator,
+    "torch": torch_backend,
     "scale": scale,
     "bootstrap": bootstrap,
     "import": import_time,

@@ -120,14 +120,20 @@ def run_mpi(python: Path, nranks: int, operations: list, *, slowest: bool = Fals
     return json.loads(output_of(python, nranks, [SIDE, "mpi", options]))
 
 
-def output_of(python: Path, nranks: int, program: list) -> str:
-    """Return the last line that the ranks of a program print."""
+def output_of(python: Path, nranks: int, program: list, *, runs: Path | None = None) -> str:
+    """Return the last line that the ranks of a program print.
+
+    `runs` is another Python whose mpi4py is to use this one's MPI.
+    """
     environment = {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     }
-    return _output([python.parent / "mpiexec", "-n", str(nranks), python, *program], environment)
+    if runs is not None:
+        libraries = sorted((python.parent.parent / "lib").glob("libmpi.so.*"), key=lambda path: len(path.name))
+        environment["MPI4PY_LIBMPI"] = str(libraries[0])
+    return _output([python.parent / "mpiexec", "-n", str(nranks), runs or python, *program], environment)
 
 
 def _threads(nranks: int, operations: list) -> list[float]:

@@ -1,17 +1,23 @@
 """What it takes that ranks agree: from the last bring to the launch, and the gradients of models in any order.
 
-Ranks are processes of this machine on the host engine, over a TCPStore or a process group. The gradients of a model
-are brought in an order of each rank's own, and by one grouped call; beside them one flat all-reduce of the same bytes
-by a process group, and the same arrays one by one through mpi4py, given as for `mpi`.
+Ranks are processes of this machine, on the host engine or with --gpu on GPUs, over a TCPStore or a process group. The
+gradients of a model are brought in an order of each rank's own, and by one grouped call; beside them one flat
+all-reduce of the same bytes by a process group, and the same arrays one by one: through mpi4py, given as for `mpi`, or
+by torch.distributed on GPUs. Over each MPI that is given, if mpi4py is here too, a coordinator as well, whose data the
+host engine carries or MPI does. With --scale instead how an agreement grows with ranks and names.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import sys
+import tempfile
 from pathlib import Path
 
 from benchmarks.collectives import mpi
+from benchmarks.coordinator import scale
 from benchmarks.coordinator.models import MODELS
 from benchmarks.pages import report
 from benchmarks.work import results, workers
@@ -19,18 +25,24 @@ from benchmarks.work import results, workers
 OURS = "ncclpy.Coordinator"
 SIDE = "benchmarks.coordinator.side"
 MPI_SIDE = Path(__file__).with_name("mpi_side.py")
+OVER_MPI = "benchmarks.coordinator.over_mpi"
 DEFAULTS = {"ranks": 2, "rounds": 5, "models": list(MODELS)}
 #: Calls of a round whose moments are looked at: fewer than the recorder keeps.
 CALLS = 500
 #: Steps of a round, and those before that.
 STEPS, WARM = 4, 2
 WAYS = ("store", "group")
+#: What carries the data over MPI.
+ENGINES = {"auto": "the host engine", "mpi": "MPI"}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add this experiment's options."""
     for name, option in mpi.RIVALS.items():
         parser.add_argument(f"--{option}", type=Path, metavar="PYTHON", help=f"a Python with mpi4py and {name}")
+    parser.add_argument("--gpu", action="store_true", help="on GPUs, a process each")
+    parser.add_argument("--scale", action="store_true", help="how an agreement grows with ranks and names")
+    parser.add_argument("--most-ranks", type=int, metavar="N", default=128, help="for --scale (default: %(default)s)")
     parser.add_argument("--ranks", type=int, metavar="N", help="how many processes (default: %(default)s)")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), help="whose gradients (default: all)")
     parser.add_argument("--rounds", type=int, help="fresh processes for every row (default: %(default)s)")
@@ -40,25 +52,34 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(chosen: argparse.Namespace) -> int:
     """Measure in turns, print and write."""
-    command = results.options(chosen, DEFAULTS)
+    if chosen.scale:
+        return scale.run(chosen)
+    command = [*(["--gpu"] if chosen.gpu else []), *results.options(chosen, DEFAULTS)]
     for option in mpi.RIVALS.values():
         if getattr(chosen, option):
             command += [f"--{option}", "PYTHON"]
-    result = results.new("coordinator", command, engine="host", rounds=chosen.rounds, ranks=chosen.ranks)
+    engine = "gpu" if chosen.gpu else "host"
+    result = results.new("coordinator", command, engine=engine, rounds=chosen.rounds, ranks=chosen.ranks)
     result["notes"] = [
         f"From the last bring to the launch: {CALLS} all-reduces of 8 bytes a round, one after the other; one rank "
         "brings each a millisecond after the others. Moments are the recorder's, of one clock; of each call the last "
         "launch counts.",
         f"Gradients: {STEPS} steps a round behind {WARM} that are not counted, from a barrier to the end of the last "
-        "work on rank 0; float32, the maximum, in place. What mpi4py reduces it reduces in one order on all ranks.",
+        "work on rank 0; float32, the maximum, in place. What a rival reduces it reduces in one order on all ranks.",
     ]
     mpis = mpi.found(chosen, result)
+    has_mpi4py = importlib.util.find_spec("mpi4py") is not None
+    if mpis and not has_mpi4py:
+        result["rows"].append({"rival": OURS, "missing": "over MPI: mpi4py is not installed beside ncclpy"})
     rows: dict[tuple[str, str, str], dict] = {}
     for number in range(chosen.rounds):
         for way in WAYS:
             _take(rows, _ours(chosen, way))
         for rival, python in mpis.items():
             _take(rows, _mpi(chosen, rival, python))
+            if has_mpi4py:
+                for engine in ENGINES:
+                    _take(rows, _over_mpi(chosen, rival, python, engine))
         print(f"round {number + 1} of {chosen.rounds}", flush=True)
     result["rows"] += list(rows.values())
     if chosen.json:
@@ -78,17 +99,29 @@ def _row(operation: str, rival: str, road: str, samples: list[float]) -> dict:
     return {"operation": operation, "rival": rival, "road": road, "measure": "time", "unit": "us", "samples": samples}
 
 
+_LATENCY = "from the last bring to the launch, {} processes"
+
+
+def _latencies(moments: list, last: int) -> list[float]:
+    """Return the microseconds from when one rank brings to the last launch, from what each rank has seen."""
+    return [(max(mine[1] for mine in call) - call[last][0]) * 1e6 for call in zip(*moments, strict=True)]
+
+
+def _gradients(model: str, size: int) -> str:
+    return f"the gradients of {model}, {sum(MODELS[model]()) * 4 >> 20} MiB, {size} processes"
+
+
 def _ours(chosen: argparse.Namespace, way: str) -> list[dict]:
     """Return what one coordinator takes, in fresh processes."""
     size, found = chosen.ranks, []
     processes: list[workers.WorkerProcess] = []
+    folder = tempfile.TemporaryDirectory()
     try:
         processes += [workers.WorkerProcess(SIDE) for _ in range(size)]
+        begun = [(process, {"gpu": chosen.gpu, "size": size}) for process in processes]
+        workers.ask_all(begun, "begin", deadline=workers.FIRST_DEADLINE)
         port = processes[0].ask("serve", deadline=workers.FIRST_DEADLINE)
-        opened = [
-            (process, {"rank": rank, "size": size, "port": port, "over": way})
-            for rank, process in enumerate(processes)
-        ]
+        opened = [(process, {"rank": rank, "port": port, "over": way}) for rank, process in enumerate(processes)]
         workers.ask_all(opened, "open", deadline=workers.FIRST_DEADLINE)
 
         def ask(do: str, **parameters: object) -> list:
@@ -97,22 +130,26 @@ def _ours(chosen: argparse.Namespace, way: str) -> list[dict]:
         for last in (0, size - 1):
             ask("latency", times=CALLS // 5, last=last)
             moments = ask("latency", times=CALLS, last=last)
-            samples = [(max(mine[1] for mine in call) - call[last][0]) * 1e6 for call in zip(*moments, strict=True)]
             road = f"over a {way}, rank {last} last"
-            found.append(_row(f"from the last bring to the launch, {size} processes", OURS, road, samples))
+            found.append(_row(_LATENCY.format(size), OURS, road, _latencies(moments, last)))
         for model in chosen.models:
-            nbytes = ask("prepare", model=model)[0]
-            operation = f"the gradients of {model}, {nbytes >> 20} MiB, {size} processes"
-            for road, do in (
-                (f"in any order, over a {way}", {"do": "step", "grouped": False}),
-                (f"grouped, over a {way}", {"do": "step", "grouped": True}),
-                ("one flat all-reduce of a group", {"do": "flat"}),
-            ):
+            ask("prepare", model=model)
+            operation = _gradients(model, size)
+            roads: list[tuple[str, str, dict]] = [
+                (OURS, f"{model}: in any order, over a {way}", {"do": "step", "grouped": False}),
+                (OURS, f"{model}: grouped, over a {way}", {"do": "step", "grouped": True}),
+                (OURS, f"{model}: one flat all-reduce, beside a {way}", {"do": "flat"}),
+            ]
+            if chosen.gpu:
+                rival = {"do": "rival", "path": str(Path(folder.name, "rival"))}
+                roads.append(("torch.distributed", f"{model}: one by one, beside a {way}", rival))
+            for who, road, do in roads:
                 ask(times=WARM, **do)
                 samples = [seconds * 1e6 for seconds in ask(times=STEPS, **do)[0]]
-                found.append(_row(operation, OURS, road, samples))
+                found.append(_row(operation, who, road, samples))
         ask("close")
     finally:
+        folder.cleanup()
         for process in reversed(processes):  # the first one serves the others
             process.close()
     return found
@@ -124,10 +161,26 @@ def _mpi(chosen: argparse.Namespace, rival: str, python: Path) -> list[dict]:
     found = json.loads(mpi.output_of(python, chosen.ranks, [MPI_SIDE, options]))
     return [
         _row(
-            f"the gradients of {model}, {sum(MODELS[model]()) * 4 >> 20} MiB, {chosen.ranks} processes",
+            _gradients(model, chosen.ranks),
             f"mpi4py, {rival}",
-            "one by one",
+            f"{model}: one by one",
             [seconds * 1e6 for seconds in samples],
         )
         for model, samples in found.items()
     ]
+
+
+def _over_mpi(chosen: argparse.Namespace, rival: str, python: Path, engine: str) -> list[dict]:
+    """Return what a coordinator over MPI takes."""
+    options = {"engine": engine, "models": chosen.models, "steps": STEPS, "warm": WARM, "calls": CALLS}
+    program = ["-c", workers.START, OVER_MPI, json.dumps(options)]
+    output = mpi.output_of(python, chosen.ranks, program, runs=Path(sys.executable))
+    measured, rows, road = json.loads(output), [], f"over {rival}, data by {ENGINES[engine]}"
+    for last, moments in measured["latency"].items():
+        samples = _latencies(moments, int(last))
+        rows.append(_row(_LATENCY.format(chosen.ranks), OURS, f"{road}, rank {last} last", samples))
+    for what, taken in measured["models"].items():
+        model = what.partition(":")[0]
+        samples = [seconds * 1e6 for seconds in taken]
+        rows.append(_row(_gradients(model, chosen.ranks), OURS, f"{what}, {road}", samples))
+    return rows

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import random
 import time
+from typing import Any
 
 import numpy as np
 
 from benchmarks.coordinator.models import MODELS
-from benchmarks.work import worker
+from benchmarks.work import setting, worker
 
 #: Seconds for everything that waits.
 PATIENCE = 60
@@ -21,6 +23,20 @@ class Side:
 
     store = None
 
+    def do_begin(self, gpu: bool, size: int) -> None:
+        """Choose the engine: GPUs, or the host engine."""
+        self.torch, self.size = None, size
+        if gpu:
+            setting.share_library()
+            import torch
+
+            self.torch = torch
+            return
+        os.environ["NCCLPY_HOST_DEVICES"] = str(max(8, size))
+        import ncclpy
+
+        ncclpy.use("host")
+
     def do_serve(self) -> int:
         """Serve a store for all ranks; return its port."""
         from ncclpy.bootstrap import TCPStore
@@ -28,13 +44,21 @@ class Side:
         self.store = TCPStore("127.0.0.1", 0, serve=True)
         return self.store.port
 
-    def do_open(self, rank: int, size: int, port: int, over: str) -> None:
-        """Make a coordinator over a store or a process group."""
-        os.environ["NCCLPY_HOST_DEVICES"] = str(max(8, size))
+    def do_open(self, rank: int, port: int, over: str, engine: str = "auto") -> None:
+        """Make a coordinator over a store, a process group or MPI."""
         import ncclpy
         from ncclpy.bootstrap import TCPStore
 
-        ncclpy.use("host")
+        size = self.size
+        if over == "mpi":
+            from mpi4py import MPI
+
+            self.group = None
+            self.coordinator = ncclpy.Coordinator(MPI.COMM_WORLD, engine=engine, device=rank)
+            self.rank, self.arrays = rank, {}
+            return
+        if self.torch is not None:
+            self.torch.cuda.set_device(rank)
         store = self.store or TCPStore("127.0.0.1", port)
         self.group, self.met = None, store
         if over == "group":
@@ -42,8 +66,13 @@ class Side:
             self.coordinator = ncclpy.Coordinator(self.group)
         else:
             self.coordinator = ncclpy.Coordinator((store, rank, size), device=rank)
-        self.rank, self.size = rank, size
-        self.arrays = {}
+        self.rank, self.arrays = rank, {}
+
+    def _ones(self, count: int) -> Any:
+        """Return an array of float32: of numpy's on the host engine, of torch's on GPUs."""
+        if self.torch is None:
+            return np.ones(count, np.float32)
+        return self.torch.ones(count, device=f"cuda:{self.rank}")
 
     def do_latency(self, times: int, last: int) -> list[list[float]]:
         """Bring one small array so often, this rank last or not.
@@ -52,7 +81,7 @@ class Side:
         """
         from ncclpy import recorder
 
-        coordinator, array = self.coordinator, np.ones(2, np.float32)
+        coordinator, array = self.coordinator, self._ones(2)
         waited = []
         for _ in range(times):
             if self.rank == last:
@@ -62,10 +91,9 @@ class Side:
         entries = [each for each in json.loads(recorder.dump())["entries"] if "latency" in str(each["key"])][-times:]
         return [[each["created"], each["launched"], end] for each, end in zip(entries, waited, strict=True)]
 
-    def do_prepare(self, model: str) -> int:
-        """Have the gradients of a model; return how many bytes they are."""
-        self.arrays = {f"{model}/{i}": np.ones(count, np.float32) for i, count in enumerate(MODELS[model]())}
-        return sum(array.nbytes for array in self.arrays.values())
+    def do_prepare(self, model: str) -> None:
+        """Have the gradients of a model."""
+        self.arrays = {f"{model}/{i}": self._ones(count) for i, count in enumerate(MODELS[model]())}
 
     def do_step(self, times: int, grouped: bool) -> list[float]:
         """Average all gradients, brought in an order of this rank's own; return the seconds of each time."""
@@ -94,7 +122,7 @@ class Side:
             self.other = ncclpy.ProcessGroup(
                 self.met, self.rank, self.size, device=self.rank, name="flat", timeout=PATIENCE
             )
-        flat, taken = np.ones(sum(array.size for array in self.arrays.values()), np.float32), []
+        flat, taken = self._ones(sum(len(array) for array in self.arrays.values())), []
         for _ in range(times):
             self.other.barrier().wait(PATIENCE)
             began = time.perf_counter()
@@ -102,8 +130,31 @@ class Side:
             taken.append(time.perf_counter() - began)
         return taken
 
+    def do_rival(self, times: int, path: str) -> list[float]:
+        """Reduce the same arrays one by one with torch.distributed; return the seconds of each time."""
+        from torch import distributed
+
+        torch = self.torch
+        if not distributed.is_initialized():
+            distributed.init_process_group(
+                "nccl", init_method=f"file://{path}", rank=self.rank, world_size=self.size,
+                timeout=datetime.timedelta(seconds=PATIENCE), device_id=torch.device("cuda", self.rank),
+            )  # fmt: skip
+        taken, arrays = [], list(self.arrays.values())
+        for _ in range(times):
+            distributed.barrier()
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for array in arrays:
+                distributed.all_reduce(array, distributed.ReduceOp.MAX)
+            torch.cuda.synchronize()
+            taken.append(time.perf_counter() - began)
+        return taken
+
     def do_close(self) -> None:
         """End it."""
+        if self.torch is not None and self.torch.distributed.is_initialized():
+            self.torch.distributed.destroy_process_group()
         self.coordinator.shutdown(PATIENCE)
         if hasattr(self, "other"):
             self.other.close()

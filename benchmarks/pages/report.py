@@ -19,6 +19,7 @@ PAGE = ROOT / "docs" / "performance.md"
 #: The pages behind it, in the folder of its name.
 TITLES = {
     "overhead": "What a call costs",
+    "instructions": "How many instructions a call takes",
     "manager": "What the Manager costs",
     "nccl-tests": "Bandwidth beside nccl-tests",
     "collectives": "Every collective by size",
@@ -27,6 +28,7 @@ TITLES = {
     "mpi": "The host engine beside MPI",
     "process_group": "What a process group costs",
     "coordinator": "What it takes that ranks agree",
+    "torch": "The backend of torch.distributed",
     "reports": "What telling what ranks do costs",
     "recovery": "How fast a group goes on",
     "scale": "What grows with ranks",

@@ -2,66 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from benchmarks.overhead.road import GROUP
 from benchmarks.pages import summary
+from benchmarks.pages.target import Target
 from benchmarks.process_group import losses
-
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """One promise.
-
-    Attributes
-    ----------
-    text : str
-        The promise in words.
-    experiment, engine : str
-        Which results it speaks of; the engine is "" where an experiment has only one.
-    row : tuple
-        ``(rival, road, measure)`` of the row that has to keep it.
-    how : str
-        ``"value"``, ``"ratio"`` or ``"difference"``; the latter two round by round against `over`.
-    limit : float
-        The value may not be above it (below it, with `at_least`).
-    over : tuple, optional
-        The row to compare with.
-    at_least : bool
-        Whether more is better.
-    why : str
-        What is known of the reason where it is missed; shown then.
-    roads : tuple of str
-        Where several roads have to keep it: all of them, `row` and `over` having the first. The one that is furthest
-        off counts, and is named.
-    """
-
-    text: str
-    experiment: str
-    engine: str
-    row: tuple[str, str, str]
-    how: str
-    limit: float
-    unit: str
-    over: tuple[str, str, str] | None = None
-    at_least: bool = False
-    why: str = ""
-    roads: tuple[str, ...] = ()
-
-    def each(self) -> list[Target]:
-        """Return a target for each of the roads."""
-        if not self.roads:
-            return [self]
-        return [
-            dataclasses.replace(
-                self,
-                row=(self.row[0], road, self.row[2]),
-                over=None if self.over is None else (self.over[0], road, self.over[2]),
-                roads=(),
-            )
-            for road in self.roads
-        ]
-
 
 _C = ("C loop", "ncclAllReduce", "host")
 _BINDINGS = ("ncclpy.bindings", "all_reduce(ints)", "host")
@@ -190,6 +134,68 @@ def _memory() -> list[Target]:
                 found.append(promise(text, ("ncclpy.memory", road, measure), 20.0, "us", how="difference", over=over))
     row = ("ncclpy.memory.Pool", 'memory.pool("torch")', "reaches ncclpy")
     return [*found, promise("no allocation from a warm pool of torch's reaches ncclpy", row, 0.0, "of 1,000")]
+
+
+def _coordinator() -> list[Target]:
+    """What is promised of named operations."""
+    ours, found = "ncclpy.Coordinator", []
+
+    def promise(text: str, engine: str, road: str, how: str, limit: float, unit: str, **more: object) -> None:
+        found.append(Target(text, "coordinator", engine, (ours, road, "time"), how, limit, unit, **more))
+
+    for engine in ("host", "gpu"):
+        for way in ("store", "group"):
+            for rank in (0, 1):
+                road = f"over a {way}, rank {rank} last"
+                text = f"from the last bring to the launch, {road}: at most 100 us"
+                promise(text, engine, road, "value", 100.0, "us", why=_WAKES)
+    for model, count in (("ResNet-50", 161), ("GPT-2", 148)):
+        for way in ("store", "group"):
+            flat = (ours, f"{model}: one flat all-reduce, beside a {way}", "time")
+            road = f"{model}: in any order, over a {way}"
+            text = f"{road}: at most 0.65 times mpi4py's one by one"
+            for rival in ("MPICH", "Open MPI"):
+                over = (f"mpi4py, {rival}", f"{model}: one by one", "time")
+                promise(f"{text}, {rival}", "host", road, "ratio", 0.65, "x", over=over, why=_MEMORY_BOUND)
+            limit = 5.0 * count + 200.0
+            text = f"{road}: at most {limit:,.0f} us more than one flat all-reduce"
+            promise(text, "gpu", road, "difference", limit, "us", over=flat, why=_INTERPRETED)
+            over = ("torch.distributed", f"{model}: one by one, beside a {way}", "time")
+            promise(f"{road}: no longer than torch.distributed one by one", "gpu", road, "ratio", 1.0, "x", over=over)
+            road = f"{model}: grouped, over a {way}"
+            text = f"{road}: at most 0.5 times torch.distributed one by one"
+            promise(text, "gpu", road, "ratio", 0.5, "x", over=over)
+            text = f"{road}: at most 1.25 times one flat all-reduce"
+            promise(text, "gpu", road, "ratio", 1.25, "x", over=flat, why=_INTERPRETED)
+    return found
+
+
+def _torch() -> list[Target]:
+    """What is promised of the backend of torch.distributed."""
+    found = []
+
+    def promise(engine: str, rival: str, operation: str, measure: str, limit: float, words: str) -> None:
+        ours, theirs = ('torch.distributed, "ncclpy"', operation, measure), (rival, operation, measure)
+        text = f"{words} through torch.distributed: at most {limit:g} times that of {rival.split()[-1]}"
+        found.append(Target(text, "torch", engine, ours, "ratio", limit, "x", over=theirs))
+
+    gloo, nccl = 'torch.distributed, "gloo"', 'torch.distributed, "nccl"'
+    promise("host", gloo, "all_reduce of 8 B", "latency", 0.15, "an all-reduce of 8 bytes")
+    promise("host", gloo, "all_reduce of 64 MiB", "latency", 0.5, "an all-reduce of 64 MiB")
+    promise("gpu", nccl, "all_reduce of 8 B", "host", 0.75, "the host's time of an all-reduce of 8 bytes")
+    promise("gpu", nccl, "all_reduce of 8 B", "latency", 0.8, "the latency of an all-reduce of 8 bytes")
+    for way in ("DDP", "FSDP2"):
+        promise("gpu", nccl, way, "time", 1.01, f"a step of a transformer under {way}")
+        promise("gpu", nccl, way, "memory", 1.0, f"the peak of memory under {way}")
+    promise("host", gloo, "DDP, communication", "time", 0.6, "what communication takes of a step under DDP")
+    return found
+
+
+_WAKES = "two threads wake one after the other, that of the root and the other rank's, which takes most of it."
+_MEMORY_BOUND = "one flat all-reduce takes as long as mpi4py does one by one: memory does, on two cores."
+_INTERPRETED = (
+    "to bring an array and to launch it are some 12 and 10 us of Python on that machine, under the GIL, as is its end."
+)
 
 
 def _recovery() -> list[Target]:
@@ -535,6 +541,8 @@ TARGETS = [
     *_beside_nccl_tests(),
     *_memory(),
     *_recovery(),
+    *_coordinator(),
+    *_torch(),
     *(target for engine in ("noop", "host", "gpu") for target in _manager(engine)),
 ]
 

@@ -1,0 +1,1 @@
+"""The backend of torch.distributed beside torch's own."""

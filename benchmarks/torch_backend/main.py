@@ -1,0 +1,160 @@
+"""The backend "ncclpy" of torch.distributed beside torch's own: gloo on CPUs, or with --gpu nccl.
+
+Every round has fresh processes for each backend, in an order of its own. An all-reduce of few bytes and one of many,
+and what the `ncclpy.ProcessGroup` below the backend takes for the same tensors. With --training the steps of a
+transformer of 100 million parameters under DDP and FSDP2 instead, and the same steps without communication.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import random
+import tempfile
+from pathlib import Path
+
+from benchmarks.pages import report
+from benchmarks.work import results, workers
+
+SIDE = "benchmarks.torch_backend.side"
+DEFAULTS = {"ranks": 2, "rounds": 5, "sizes": [8, 64 << 20], "layers": 12, "seed": 1}
+#: Backends by whether they are on GPUs; ours is the first.
+BACKENDS = {False: ("ncclpy", "gloo"), True: ("ncclpy", "nccl")}
+RIVALS = {
+    "ncclpy": 'torch.distributed, "ncclpy"',
+    "gloo": 'torch.distributed, "gloo"',
+    "nccl": 'torch.distributed, "nccl"',
+}
+GROUP = "ncclpy.ProcessGroup"
+#: Bytes that a sample of many calls moves, and the calls of one of few bytes.
+BYTES, CALLS = 256 << 20, 400
+#: Steps of a training, and those before them.
+STEPS, WARM = 4, 2
+DEADLINE = 300
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this experiment's options."""
+    parser.add_argument("--gpu", action="store_true", help="on GPUs, a process each, beside nccl")
+    parser.add_argument("--training", action="store_true", help="steps of a transformer instead of single calls")
+    parser.add_argument("--ranks", type=int, metavar="N", help="how many processes (default: %(default)s)")
+    parser.add_argument("--sizes", type=int, nargs="+", metavar="BYTES", help="of single calls (default: 8 B, 64 MiB)")
+    parser.add_argument("--layers", type=int, metavar="N", help="of the transformer (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, help="fresh processes for every row (default: %(default)s)")
+    parser.add_argument("--seed", type=int, help="of the order in a round (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result with all samples")
+    parser.set_defaults(**DEFAULTS)
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Measure in turns, print and write."""
+    flags = [f"--{name}" for name in ("gpu", "training") if getattr(chosen, name)]
+    engine = "gpu" if chosen.gpu else "host"
+    command = [*flags, *results.options(chosen, DEFAULTS)]
+    result = results.new("torch", command, engine=engine, rounds=chosen.rounds, ranks=chosen.ranks)
+    result["notes"] = _notes(chosen)
+    if importlib.util.find_spec("torch") is None:
+        result["rows"] = [{"rival": rival, "missing": "torch is not installed"} for rival in RIVALS.values()]
+        print(report.text(result))
+        return 0
+    order = random.Random(chosen.seed)
+    rows: dict[tuple, dict] = {}
+    for number in range(chosen.rounds):
+        backends = BACKENDS[chosen.gpu]
+        for backend in order.sample(backends, len(backends)):
+            for row in _training(chosen, backend) if chosen.training else _calls(chosen, backend):
+                samples = row.pop("samples")
+                key = row["operation"], row["rival"], row["road"], row["measure"]
+                rows.setdefault(key, {**row, "samples": []})["samples"] += samples
+        print(f"round {number + 1} of {chosen.rounds}", flush=True)
+    result["rows"] = sorted(rows.values(), key=lambda row: row["operation"])
+    if chosen.json:
+        results.save(result, chosen.json)
+    print(report.text(result))
+    return 0
+
+
+def _notes(chosen: argparse.Namespace) -> list[str]:
+    if chosen.training:
+        return [
+            f"A sample is the median of {STEPS} steps behind {WARM} that are not counted, on rank 0, of a fixed "
+            "batch; without communication: the same under no_sync()."
+        ]
+    return [
+        f"A sample is the median of the calls in a row of one pair of processes on rank 0: {CALLS} of few bytes, "
+        f"{BYTES >> 20} MiB of many. Host time is the call's with async_op=True, which is waited for before the next; "
+        "latency is that of a call which waits, and on GPUs for the device.",
+    ]
+
+
+class _Ranks:
+    """Processes that are one group."""
+
+    def __init__(self, chosen: argparse.Namespace, backend: str) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.processes = [workers.WorkerProcess(SIDE) for _ in range(chosen.ranks)]
+        path = str(Path(self.folder.name, "store"))
+        asked = [
+            (process, {"backend": backend, "rank": rank, "size": chosen.ranks, "path": path, "gpu": chosen.gpu})
+            for rank, process in enumerate(self.processes)
+        ]
+        workers.ask_all(asked, "open", deadline=workers.FIRST_DEADLINE)
+
+    def ask(self, do: str, **parameters: object) -> list:
+        return workers.ask_all([(process, dict(parameters)) for process in self.processes], do, deadline=DEADLINE)
+
+    def __enter__(self) -> _Ranks:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None:
+                self.ask("close")
+        finally:
+            for process in reversed(self.processes):
+                process.close()
+            self.folder.cleanup()
+
+
+def _row(operation: str, rival: str, road: str, measure: str, seconds: float, unit: str = "us") -> dict:
+    scale = {"us": 1e6, "ms": 1e3, "MiB": 1.0}[unit]
+    samples = [seconds * scale]
+    return {"operation": operation, "rival": rival, "road": road, "measure": measure, "unit": unit, "samples": samples}
+
+
+def _calls(chosen: argparse.Namespace, backend: str) -> list[dict]:
+    """Return what single calls take over one backend."""
+    found = []
+    with _Ranks(chosen, backend) as ranks:
+        for nbytes in chosen.sizes:
+            operation = f"all_reduce, {_size(nbytes)}, {chosen.ranks} processes"
+            times = CALLS if nbytes < 1 << 16 else max(3, BYTES // nbytes)
+            layers = {RIVALS[backend]: "torch"} | ({GROUP: "group"} if backend == "ncclpy" else {})
+            for rival, layer in layers.items():
+                ranks.ask("calls", nbytes=nbytes, times=max(3, times // 4), layer=layer)
+                host, latency = ranks.ask("calls", nbytes=nbytes, times=times, layer=layer)[0]
+                road = f"all_reduce of {_size(nbytes)}"
+                found.append(_row(operation, rival, road, "host", host))
+                found.append(_row(operation, rival, road, "latency", latency))
+    return found
+
+
+def _training(chosen: argparse.Namespace, backend: str) -> list[dict]:
+    """Return what steps of a training take over one backend."""
+    found = []
+    operation = f"a step of a transformer of 100 million parameters, {chosen.ranks} processes"
+    for way in ("DDP", "FSDP2"):
+        with _Ranks(chosen, backend) as ranks:
+            step, alone, peak = ranks.ask("training", way=way, layers=chosen.layers, steps=STEPS, warm=WARM)[0]
+        found.append(_row(operation, RIVALS[backend], way, "time", step, "ms"))
+        if alone is not None:
+            found.append(_row(operation, RIVALS[backend], f"{way}, without communication", "time", alone, "ms"))
+            share = max(0.0, step - alone)
+            found.append(_row(operation, RIVALS[backend], f"{way}, communication", "time", share, "ms"))
+        if peak:
+            found.append(_row(operation, RIVALS[backend], way, "memory", peak / 2**20, "MiB"))
+    return found
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes} B"

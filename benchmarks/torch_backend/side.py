@@ -1,0 +1,131 @@
+"""The child side: one rank of a group of torch.distributed."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.work import worker
+
+#: Seconds for everything that waits.
+PATIENCE = 120
+#: Of the transformer: words, width, heads; of a rank's batch: words of an example, examples, by whether on GPUs. With
+#: twelve layers these are 100 million parameters.
+WORDS, WIDTH, HEADS = 20_000, 768, 12
+LENGTH, EXAMPLES = {False: 16, True: 512}, {False: 1, True: 8}
+
+
+class Side:
+    """Answer requests; each method that a request can name starts with ``do_``."""
+
+    def do_open(self, backend: str, rank: int, size: int, path: str, gpu: bool) -> None:
+        """Make the world."""
+        os.environ["LOCAL_RANK"] = str(rank)
+        if not gpu:
+            os.environ["NCCLPY_LIBRARY"] = "host"
+        import torch
+        from torch import distributed
+
+        if not gpu:
+            torch.set_num_threads(1)
+        self.torch, self.dist, self.gpu, self.rank = torch, distributed, gpu, rank
+        self.device = torch.device("cuda", rank) if gpu else torch.device("cpu")
+        if gpu:
+            torch.cuda.set_device(rank)
+        given: dict[str, Any] = {"device_id": self.device} if gpu else {}
+        distributed.init_process_group(
+            backend, init_method=f"file://{path}", rank=rank, world_size=size,
+            timeout=datetime.timedelta(seconds=PATIENCE), **given,
+        )  # fmt: skip
+
+    def _sync(self) -> None:
+        if self.gpu:
+            self.torch.cuda.synchronize()
+
+    def _call(self, layer: str, tensor: Any) -> Callable[[], Any]:
+        """Return what begins an all-reduce and returns its work."""
+        if layer == "torch":
+            return lambda: self.dist.all_reduce(tensor, async_op=True)
+        from ncclpy.interop.torch import backend_of
+
+        group = backend_of(None).group
+        return lambda: group.all_reduce(tensor)
+
+    def do_calls(self, nbytes: int, times: int, layer: str) -> tuple[float, float]:
+        """Return the seconds of a call, and those of one that waits; medians."""
+        tensor = self.torch.zeros(max(1, nbytes // 4), dtype=self.torch.float32, device=self.device)
+        call = self._call(layer, tensor)
+        call().wait()
+        self.dist.barrier()
+        self._sync()
+        host, latency = [], []
+        for _ in range(times):
+            began = time.perf_counter()
+            work = call()
+            host.append(time.perf_counter() - began)
+            work.wait()
+            self._sync()
+            latency.append(time.perf_counter() - began)
+        return statistics.median(host), statistics.median(latency)
+
+    def _model(self, layers: int) -> Any:
+        torch = self.torch
+        torch.manual_seed(0)
+        layer = torch.nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, dropout=0.0, batch_first=True)
+        encoder = torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        parts = (torch.nn.Embedding(WORDS, WIDTH), encoder)
+        return torch.nn.Sequential(*parts).to(self.device)
+
+    def do_training(self, way: str, layers: int, steps: int, warm: int) -> tuple[float, float | None, int]:
+        """Return the seconds of a step, those without communication where that is possible, and the peak of memory."""
+        torch = self.torch
+        model = self._model(layers)
+        words = torch.randint(WORDS, (EXAMPLES[self.gpu], LENGTH[self.gpu]), device=self.device)
+        if way == "DDP":
+            trained = torch.nn.parallel.DistributedDataParallel(model, device_ids=[self.rank] if self.gpu else None)
+        else:
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.fsdp import fully_shard
+
+            mesh = init_device_mesh(self.device.type, (self.dist.get_world_size(),))
+            for each in model[1].layers:
+                fully_shard(each, mesh=mesh)
+            trained = fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.SGD(trained.parameters(), 1e-4)
+        if self.gpu:
+            torch.cuda.reset_peak_memory_stats()
+
+        def step() -> None:
+            optimizer.zero_grad()
+            trained(words).square().mean().backward()
+            optimizer.step()
+
+        def timed(together: Callable[[], Any]) -> float:
+            taken = []
+            for _ in range(warm + steps):
+                self.dist.barrier()
+                self._sync()
+                began = time.perf_counter()
+                with together():
+                    step()
+                self._sync()
+                taken.append(time.perf_counter() - began)
+            return statistics.median(taken[warm:])
+
+        with_others = timed(contextlib.nullcontext)
+        alone = timed(trained.no_sync) if way == "DDP" else None
+        return with_others, alone, torch.cuda.max_memory_allocated() if self.gpu else 0
+
+    def do_close(self) -> None:
+        """End it."""
+        self.dist.destroy_process_group()
+
+
+def main() -> None:
+    """Serve a `Side`."""
+    worker.serve(Side())

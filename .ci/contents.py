@@ -16,7 +16,9 @@ from pathlib import Path, PurePosixPath
 ROOT = Path(__file__).resolve().parent.parent
 SHIPPED = (".py", ".pyi", ".pxd", ".h", ".typed")
 #: What is built where it is used, against what is installed there.
-SOURCES = {"ncclpy/interop/torch_shim.cpp"}
+SOURCES = {"ncclpy/interop/torch_backend.cpp", "ncclpy/interop/torch_shim.cpp"}
+#: What lies beside the package.
+BESIDE = {"_ncclpy_torch.py"}
 HOST_ENGINE = "ncclpy/host/libncclpy_host.so"
 #: Below ncclpy-VERSION.dist-info: what belongs there, and what an installer or auditwheel may add.
 METADATA = {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
@@ -30,7 +32,7 @@ def expected():
     """Return the names of all files that belong below ncclpy/, extension modules as plain .so."""
     names = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ncclpy").rglob("*") if path.suffix in SHIPPED}
     modules = {path.relative_to(ROOT).with_suffix(".so").as_posix() for path in (ROOT / "ncclpy").rglob("*.pyx")}
-    return names | modules | SOURCES | {HOST_ENGINE}
+    return names | modules | SOURCES | BESIDE | {HOST_ENGINE}
 
 
 def dynamic_tags(library):

@@ -284,7 +284,7 @@ class ForwardedBackend : public c10d::Backend {
   ForwardedBackend(int rank, int size, py::object backend) : Backend(rank, size), python_(std::move(backend)) {}
 
   const std::string getBackendName() const override { return "ncclpy"; }
-  bool supportsCoalescing() const override { return true; }
+  bool supportsCoalescing() const { return true; }
   bool supportsSplitting() const override {
     const Gil gil;
     return python_.attr("supports_splitting").cast<bool>();
@@ -333,7 +333,7 @@ class ForwardedBackend : public c10d::Backend {
   }
   Started reduce_scatter_tensor_coalesced(
       Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override {
-    return begin({c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED, "ncclpy:reduce_scatter_tensor_coalesced"}, inputs, "reduce_scatter_single_coalesced", outputs, inputs, options.reduceOp, options.timeout);
+    return begin({c10d::OpType::COALESCED, "ncclpy:reduce_scatter_tensor_coalesced"}, inputs, "reduce_scatter_single_coalesced", outputs, inputs, options.reduceOp, options.timeout);
   }
   Started alltoall_base(
       at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits,
@@ -511,5 +511,12 @@ PYBIND11_MODULE(ncclpy_torch_backend, module) {
 #if TORCH_IS_AT_LEAST(2, 8)
       .def_property_readonly("options", &ForwardedBackend::options)
 #endif
+      .def_property_readonly("mem_allocator", [](const ForwardedBackend& backend) { return backend.python().attr("mem_allocator"); })
+      .def("register_mem_pool", [](const ForwardedBackend& backend, const py::object& pool, bool symmetric) {
+        call(backend.python(), "register_mem_pool", pool, symmetric);
+      }, py::arg("pool"), py::arg("symm") = false)
+      .def("deregister_mem_pool", [](const ForwardedBackend& backend, const py::object& pool) {
+        call(backend.python(), "deregister_mem_pool", pool);
+      }, py::arg("pool"))
       .def_property_readonly("python", &ForwardedBackend::python);
 }

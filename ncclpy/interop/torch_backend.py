@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ncclpy.core.errors import NcclAborted, NcclError, NcclUnsupported
 from ncclpy.core.types import ReduceOp
+from ncclpy.interop import torch_memory
 from ncclpy.interop.torch_reductions import operator_of
 from ncclpy.interop.torch_tensors import Staging, are_even, bring, times
 from ncclpy.interop.torch_work import TorchWork, backend_error
@@ -160,6 +161,33 @@ class TorchBackend:
         together.after += staging.after
         together.note(blocks)
         return TorchWork(begun, outputs, (), blocks, self.group.seq, source)
+
+    # Memory that NCCL knows, by torch's names for it.
+
+    @property
+    def mem_allocator(self) -> Any:
+        """Torch's allocator for a ``torch.cuda.MemPool``: what it gives is registered on every communicator here."""
+        import torch
+
+        if not self._on_gpu:
+            raise NcclUnsupported("mem_allocator: torch's memory pools are of GPUs, and this group is on the host engine")
+        return torch_memory.allocator(torch)
+
+    def register_mem_pool(self, pool: Any, symmetric: bool = False) -> None:
+        """Look whether a pool is one of `mem_allocator`, whose memory is registered already."""
+        if pool.allocator is not self.mem_allocator:
+            raise NcclUnsupported(
+                "register_mem_pool: only pools over this backend's mem_allocator; "
+                "`ncclpy.memory.attach('torch', hooks=True)` registers what other pools of torch have"
+            )
+        if symmetric:
+            raise NcclUnsupported(
+                "register_mem_pool: symm=True needs all ranks' lists of segments compared, which "
+                "`ncclpy.memory.pool('torch', backend_of(group).group, symmetric=True)` does"
+            )
+
+    def deregister_mem_pool(self, pool: Any) -> None:
+        """Do nothing: memory is deregistered when it is freed, and not before."""
 
     # Many as one.
 

@@ -22,7 +22,8 @@ def source(device: int | None) -> TorchSource:
     return TorchSource(torch, device)
 
 
-def _allocator(torch: Any) -> Any:
+def allocator(torch: Any) -> Any:
+    """Return torch's allocator of memory that NCCL knows, for a ``torch.cuda.MemPool``."""
     if not _allocators:
         made = torch.cuda.memory.CUDAPluggableAllocator(open_allocator(), ALLOC, FREE)
         # Torch's pools point to it and do not keep it, nor does what they have allocated: it outlives Python.
@@ -48,7 +49,7 @@ class TorchSource:
         self._torch, self._device = torch, device
         with torch.cuda.device(torch.cuda.current_device() if device is None else device):
             open_allocator()
-            self.resource: Any = torch.cuda.MemPool(_allocator(torch))
+            self.resource: Any = torch.cuda.MemPool(allocator(torch))
 
     def inside(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which this thread's tensors come from the pool."""

@@ -2,13 +2,16 @@
 
 ``python tests/interop_torch/c10d_suite.py ncclpy --ranks 4 --out ncclpy.json [PATTERN ...]``. Torch's module decides
 by the variable BACKEND, when it is imported, which tests a backend is skipped in. It is imported as if for gloo, whose
-tests are to pass on CPUs, and told afterwards which backend to make: so none passes by being skipped.
+tests are to pass on CPUs, and told afterwards which backend to make: so none passes by being skipped. With ``--gpu`` it
+believes to the end that it tests nccl, and what it makes is made over the other backend. ``--shard 2/8`` is one of
+eight parts, which can run beside each other.
 """
 
 from __future__ import annotations
 
 import argparse
 import fnmatch
+import functools
 import json
 import os
 import sys
@@ -17,12 +20,16 @@ import time
 import unittest
 from pathlib import Path
 
+#: What `load` was given, for processes that are spawned.
+_SPAWNED = "NCCLPY_C10D_SUITE"
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
 
-def load(backend: str, ranks: int):
+def load(backend: str, ranks: int, gpu: bool = False):
     """Return the class of tests, for so many ranks of a backend."""
-    os.environ.update(BACKEND="gloo", WORLD_SIZE=str(ranks), TEMP_DIR=tempfile.mkdtemp(prefix="c10d-"))
+    os.environ.update(BACKEND="nccl" if gpu else "gloo", WORLD_SIZE=str(ranks))
+    if _SPAWNED not in os.environ:
+        os.environ["TEMP_DIR"] = tempfile.mkdtemp(prefix="c10d-")
     os.environ.setdefault("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "60")
     for name in ("barrier", "test_dir"):
         Path(os.environ["TEMP_DIR"], name).mkdir(exist_ok=True)
@@ -32,25 +39,51 @@ def load(backend: str, ranks: int):
 
     import ncclpy.interop.torch  # noqa: F401
 
-    distributed_test.BACKEND = backend
-    for features in distributed_test.DistTestCases.backend_feature.values():
-        if "gloo" in features:
-            features.add(backend)
-    for lists in ("PROFILING", "CUDA_PROFILING", "SEND_RECV_PROFILING"):
-        getattr(distributed_test, f"{lists}_SUPPORTED_BACKENDS").append(backend)
+    if gpu:
+        _make_instead_of_nccl(torch.distributed, backend)
+    else:
+        _add(distributed_test, backend)
 
     class Suite(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
         def setUp(self):
             super().setUp()
-            # Forked, as an import of torch in each rank would take most of the time; no library is loaded here.
-            self._start_processes(torch.multiprocessing.get_context("fork").Process)
+            # Forked, as an import of torch in each rank would take most of the time; no library is loaded here. But
+            # torch's module begins CUDA where there is one, which no forked process could use.
+            self._start_processes(torch.multiprocessing.get_context("spawn" if gpu else "fork").Process)
 
         def run_test(self, test_name, parent_pipe):
-            if test_name.startswith("test_accumulate_gradients"):
+            if not gpu and test_name.startswith("test_accumulate_gradients"):
                 distributed_test.BACKEND = "gloo"  # these choose by it whether the model is on a GPU
             super().run_test(test_name, parent_pipe)
 
+    Suite.__qualname__ = "Suite"  # by which a spawned process finds it
     return Suite
+
+
+def _add(module, backend: str) -> None:
+    """Add a backend to what torch's tests of gloo know."""
+    module.BACKEND = backend
+    for features in module.DistTestCases.backend_feature.values():
+        if "gloo" in features:
+            features.add(backend)
+    for lists in ("PROFILING", "CUDA_PROFILING", "SEND_RECV_PROFILING"):
+        getattr(module, f"{lists}_SUPPORTED_BACKENDS").append(backend)
+
+
+def _make_instead_of_nccl(dist, backend: str) -> None:
+    """Have the functions that make groups make them over a backend where nccl is asked for."""
+
+    def instead(function):
+        @functools.wraps(function)
+        def made(*args, **kwargs):
+            if kwargs.get("backend") == "nccl":
+                kwargs["backend"] = backend
+            return function(*(backend if each == "nccl" else each for each in args), **kwargs)
+
+        return made
+
+    for name in ("init_process_group", "new_group"):
+        setattr(dist, name, instead(getattr(dist, name)))
 
 
 class Written(unittest.TextTestResult):
@@ -90,12 +123,21 @@ def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("backend")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--shard", default="1/1")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--failed-of", type=Path, nargs="*", help="what these have written: only what failed there")
     parser.add_argument("patterns", nargs="*", default=["*"])
     asked = parser.parse_args(argv)
-    suite = load(asked.backend, asked.ranks)
+    suite = globals()["Suite"] = load(asked.backend, asked.ranks, asked.gpu)
+    os.environ[_SPAWNED] = json.dumps([asked.backend, asked.ranks, asked.gpu])
     names = unittest.TestLoader().getTestCaseNames(suite)
     chosen = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in asked.patterns)]
+    if asked.failed_of is not None:
+        found = {name: each for path in asked.failed_of for name, each in json.loads(path.read_text()).items()}
+        chosen = [name for name in chosen if name in found and found[name]["outcome"] == FAILED]
+    part, parts = map(int, asked.shard.split("/"))
+    chosen = chosen[part - 1 :: parts]
     result = unittest.TextTestRunner(verbosity=2, resultclass=Written, stream=sys.stderr).run(
         unittest.TestSuite(suite(name) for name in chosen)
     )
@@ -103,5 +145,7 @@ def main(argv=None) -> int:
     return 0
 
 
+if __name__ == "__mp_main__":
+    Suite = load(*json.loads(os.environ[_SPAWNED]))
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,4 +1,7 @@
-"""Short trainings by torch's ways to train on several ranks: their losses fall, and are those over gloo."""
+"""Short trainings by torch's ways to train on several ranks: their losses fall, and are those over gloo.
+
+They are on torch's default device: test_torch_gpu.py runs them on GPUs, beside nccl.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,12 @@ class Model(nn.Module):
         return self.second(hidden) + (self.sometimes(hidden) if uses else 0)
 
 
+def seeded(number):
+    return torch.Generator(torch.get_default_device()).manual_seed(number)
+
+
 def batch(rank, step, count=6):
-    made = torch.Generator().manual_seed(100 * step + rank)
+    made = seeded(100 * step + rank)
     return torch.randint(0, 20, (count,), generator=made), torch.randn(count, 4, generator=made)
 
 
@@ -121,7 +128,7 @@ def fsdp(rank, size):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (size,))
+    mesh = init_device_mesh(torch.get_default_device().type, (size,))
     model = Model()
     for layer in (model.first, model.second):
         fully_shard(layer, mesh=mesh)
@@ -138,12 +145,12 @@ def tensor_parallel(rank, size):
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("data", "tensor"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, size // 2), mesh_dim_names=("data", "tensor"))
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     found = []
-    inputs = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    inputs = torch.randn(6, 8, generator=seeded(1))
     for _ in range(STEPS):
         optimizer.zero_grad()
         loss = (model(inputs) - 1).square().mean()
@@ -165,10 +172,10 @@ def pipeline(rank, size):
 
     torch.manual_seed(rank)
     stage_module = nn.Linear(8, 8)
-    stage = PipelineStage(stage_module, rank, size, torch.device("cpu"))
+    stage = PipelineStage(stage_module, rank, size, torch.get_default_device())
     schedule = Schedule1F1B(stage, 4, loss_fn=lambda made, wanted: (made - wanted).square().mean())
     optimizer = torch.optim.SGD(stage_module.parameters(), 0.05)
-    inputs = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+    inputs = torch.randn(8, 8, generator=seeded(1))
     found = []
     for _ in range(STEPS):
         optimizer.zero_grad()

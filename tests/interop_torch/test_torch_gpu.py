@@ -1,0 +1,285 @@
+"""The torch backend on GPUs, a process each, beside torch's nccl: collectives, trainings, graphs, ends."""
+
+from __future__ import annotations
+
+import datetime
+import time
+
+import pytest
+import test_torch_collectives as collectives
+import test_torch_training as training
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ncclpy.interop.torch
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def two_gpus():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+
+
+def on_gpu(rank, size, program, *arguments):
+    """Run a program of CPUs with a GPU of this rank as torch's default device, and bring what it finds to the CPU."""
+    torch.cuda.set_device(rank)
+    torch.set_default_device(torch.device("cuda", rank))
+    try:
+        found = program(rank, size, *arguments)
+        torch.cuda.synchronize()
+        return on_cpu(found)
+    finally:
+        torch.set_default_device(None)
+
+
+def on_cpu(found):
+    if isinstance(found, torch.Tensor):
+        return found.cpu()
+    if isinstance(found, dict):
+        return {name: on_cpu(each) for name, each in found.items()}
+    return [on_cpu(each) for each in found] if isinstance(found, (list, tuple)) else found
+
+
+def as_over_nccl(ranks, program, *arguments, falls=True, rel=1e-4):
+    ours = ranks.run(on_gpu, program, *arguments)
+    theirs = ranks.run(on_gpu, program, *arguments, backend="nccl")
+    assert ours == [pytest.approx(each, rel=rel) for each in theirs]
+    if falls:
+        assert all(found[-1] < found[0] for found in ours)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("program", [collectives.reductions, collectives.moves, collectives.exchanges])
+def test_collectives_are_nccls(ranks2, program, dtype):
+    ours, theirs = (ranks2.run(on_gpu, program, dtype, backend=backend) for backend in ("ncclpy", "nccl"))
+    collectives.same(ours, theirs)
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+@pytest.mark.parametrize("sparse", [False, True])
+def test_ddp(ranks2, options, sparse):
+    if sparse and options:
+        pytest.skip("sparse gradients are met once")
+    # nccl refuses sparse gradients where its library is older than torch wants: those over gloo on CPUs instead.
+    if sparse:
+        ours = ranks2.run(on_gpu, training.ddp, options, True, None)
+        theirs = ranks2.run(training.ddp, options, True, None, backend="gloo")
+        assert all(each[-1] < each[0] for each in ours) and len(ours[0]) == len(theirs[0])
+        return
+    as_over_nccl(ranks2, training.ddp, options, False, None)
+
+
+@pytest.mark.parametrize("hook", ["powerSGD", "fp16"])
+def test_ddp_with_hooks(ranks2, hook):
+    as_over_nccl(ranks2, training.ddp, {}, False, hook, rel=1e-2)
+
+
+@pytest.mark.parametrize("divide", [True, False])
+def test_ddp_joined_by_ranks_with_fewer_batches(ranks2, divide):
+    as_over_nccl(ranks2, training.uneven, divide)
+
+
+@pytest.mark.parametrize("program", [training.zero, training.fsdp, training.pipeline])
+def test_training(ranks2, program):
+    as_over_nccl(ranks2, program)
+
+
+def test_tensors_and_layers_over_a_mesh(ranks2):
+    as_over_nccl(ranks2, training.tensor_parallel)
+
+
+@pytest.mark.parametrize("compiled", [None, "aot_eager", "inductor"])
+def test_functional_collectives_also_compiled(ranks2, compiled):
+    as_over_nccl(ranks2, training.functional, compiled, falls=False)
+
+
+def test_collectives_with_gradients(ranks2):
+    as_over_nccl(ranks2, training.with_gradients, falls=False)
+
+
+def batch_norm(rank, size):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4))
+    model = DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(model))
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    inputs, found = torch.randn(5 + rank, 3, 8, 8, generator=training.seeded(rank)), []
+    for _ in range(training.STEPS):
+        optimizer.zero_grad()
+        loss = (model(inputs) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def test_batch_norm_over_ranks_whose_batches_differ(ranks2):
+    as_over_nccl(ranks2, batch_norm)
+
+
+def made_with_device_id(rank, size, backend, path):
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend, store=dist.FileStore(path, size), rank=rank, world_size=size, device_id=device,
+        timeout=datetime.timedelta(seconds=30),
+    )  # fmt: skip
+    found = []
+    tensor = torch.full((4,), rank + 1.0, device=device)
+    dist.all_reduce(tensor)
+    found.append(tensor.tolist())
+    for ranks in ([[0, 1]], [[0], [1]]):
+        child = dist.split_group(split_ranks=ranks, timeout=datetime.timedelta(seconds=20))
+        tensor = torch.full((4,), rank + 1.0, device=device)
+        dist.all_reduce(tensor, group=child)
+        found.append((tensor.tolist(), dist.get_world_size(child), dist.get_rank(child)))
+    child = dist.new_group([1, 0])
+    dist.broadcast(tensor, src=1, group=child)
+    found.append(tensor.tolist())
+    dist.barrier(device_ids=[rank])
+    return found
+
+
+@pytest.mark.parametrize("backend", ["ncclpy", "cpu:ncclpy,cuda:ncclpy"])
+def test_eager_making_and_splitting(ranks2, tmp_path, backend):
+    ours = ranks2.run(made_with_device_id, backend, str(tmp_path / "ours"), backend=None)
+    theirs = ranks2.run(made_with_device_id, "nccl", str(tmp_path / "theirs"), backend=None)
+    assert ours == theirs
+    assert ours[0][0] == [3.0] * 4
+
+
+def on_streams(rank, size):
+    """Collectives beside computation on a stream of their own; what was used is freed at once."""
+    side, total = torch.cuda.Stream(), torch.zeros(1 << 20)
+    for step in range(30):
+        with torch.cuda.stream(side):
+            tensor = torch.full((1 << 20,), float(rank + step))
+            work = dist.all_reduce(tensor, async_op=True)
+            work.wait()
+            tensor *= 2
+        torch.cuda.current_stream().wait_stream(side)
+        total += tensor
+        tensor.record_stream(torch.cuda.current_stream())
+        del tensor
+        torch.empty(1 << 20).fill_(-1.0)  # may take memory that was freed
+    works, tensors = [], [torch.full((3, 5), float(rank + i))[:, ::2] for i in range(8)]  # not contiguous
+    for tensor in tensors:
+        works.append(dist.all_reduce(tensor, async_op=True))
+    for work in works:
+        work.get_future().wait()
+    return [total.unique().tolist(), [tensor.unique().tolist() for tensor in tensors]]
+
+
+def test_streams(ranks2):
+    ours, theirs = ranks2.run(on_gpu, on_streams), ranks2.run(on_gpu, on_streams, backend="nccl")
+    assert ours == theirs
+    assert ours[0][0] == [sum(2 * (2.0 * step + 1) for step in range(30))]
+
+
+def captured(rank, size):
+    tensor, gathered = torch.zeros(1000), torch.zeros(1000 * size)
+    dist.all_reduce(tensor)  # communicators are made before a capture
+    dist.all_gather_into_tensor(gathered, tensor)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tensor += 1
+        work = dist.all_reduce(tensor, async_op=True)
+        work.wait()
+        dist.all_gather_into_tensor(gathered, tensor)
+        gathered *= 2
+    tensor.fill_(rank)
+    found = []
+    for _ in range(3):
+        graph.replay()
+        torch.cuda.synchronize()
+        found.append((tensor.unique().tolist(), gathered.unique().tolist()))
+    graph.reset()
+    return found
+
+
+def test_a_graph_is_replayed(ranks2):
+    ours, theirs = ranks2.run(on_gpu, captured), ranks2.run(on_gpu, captured, backend="nccl")
+    assert ours == theirs
+    assert [each[0] for each in ours[0]] == [[3.0], [8.0], [18.0]]
+
+
+def cpu_and_gpu(rank, size):
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    there, here = torch.full((3,), rank + 1.0, device=device), torch.full((3,), rank + 2.0)
+    works = [dist.all_reduce(there, async_op=True), dist.all_reduce(here, async_op=True)]
+    for work in works:
+        work.wait()
+    objects = [None] * size
+    dist.all_gather_object(objects, {"rank": rank})
+    dist.barrier()
+    return there.tolist(), here.tolist(), objects
+
+
+def test_tensors_of_cpus_and_gpus(ranks2):
+    found = ranks2.run(cpu_and_gpu)
+    assert found == [([3.0] * 3, [5.0] * 3, [{"rank": 0}, {"rank": 1}])] * 2
+
+
+def left_alone(rank, size):
+    torch.cuda.set_device(rank)
+    tensor = torch.zeros(10, device="cuda")
+    dist.all_reduce(tensor)
+    torch.cuda.synchronize()
+    began, said = time.monotonic(), ""
+    if rank == 0:
+        try:
+            dist.all_reduce(tensor, async_op=True).wait(timeout=datetime.timedelta(seconds=2))
+            torch.cuda.synchronize()
+        except dist.DistBackendError as error:
+            said = str(error)
+    else:
+        time.sleep(4)
+    return said, time.monotonic() - began
+
+
+def test_a_rank_that_does_not_come_is_named(ranks2):
+    (said, took), _ = ranks2.run(left_alone)
+    assert "rank 1" in said and took < 10, (said, took)
+
+
+def recovered(rank, size):
+    """Both ranks go on after a collective that timed out."""
+    torch.cuda.set_device(rank)
+    tensor = torch.ones(10, device="cuda")
+    dist.all_reduce(tensor)
+    if rank == 0:
+        with pytest.raises(dist.DistBackendError):
+            dist.all_reduce(tensor, async_op=True).wait(timeout=datetime.timedelta(seconds=2))
+            torch.cuda.synchronize()
+    else:
+        time.sleep(3)
+    new = ncclpy.interop.torch.recover()
+    tensor = torch.full((10,), rank + 1.0, device="cuda")
+    dist.all_reduce(tensor, group=new)
+    return tensor.unique().tolist()
+
+
+def test_recovery(ranks2):
+    assert ranks2.run(recovered) == [[3.0]] * 2
+
+
+def pooled(rank, size):
+    """Tensors of a pool over NCCL's memory, by torch's own words."""
+    torch.cuda.set_device(rank)
+    backend = dist.group.WORLD._get_backend(torch.device("cuda"))
+    pool = torch.cuda.MemPool(backend.mem_allocator)
+    with torch.cuda.use_mem_pool(pool):
+        tensor = torch.full((1 << 20,), rank + 1.0, device="cuda")
+    backend.register_mem_pool(pool)
+    dist.all_reduce(tensor)
+    torch.cuda.synchronize()
+    found = tensor.unique().tolist()
+    backend.deregister_mem_pool(pool)
+    return found
+
+
+def test_pools_of_torch(ranks2):
+    assert ranks2.run(pooled) == [[3.0]] * 2

@@ -300,7 +300,7 @@ class Alone(Rank):
 
     def birth(self):
         for comm in self.program.family:
-            comm.wait_ready(self.birth_limit)
+            comm.wait_ready(self.program.birth_limit)
         self.made += self.program.family
         self.program.note_birth()
 

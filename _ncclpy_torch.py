@@ -10,6 +10,8 @@ def register():
     try:
         from torch.distributed import Backend
 
+        if hasattr(Backend, "NCCLPY"):
+            return
         Backend.register_backend("ncclpy", _create, extended_api=True, devices=["cpu", "cuda"])
     except Exception:  # a torch without torch.distributed, say
         pass

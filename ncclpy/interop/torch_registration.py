@@ -23,9 +23,11 @@ NAME = "ncclpy"
 
 
 def register() -> None:
-    """Have ``init_process_group("ncclpy")`` know this backend, of CPU memory and GPUs."""
+    """Have ``init_process_group("ncclpy")`` know this backend, of CPU memory and GPUs, unless it does already."""
     from torch.distributed import Backend
 
+    if hasattr(Backend, NAME.upper()):  # by the entry point, when torch was imported; torch 2.6 refuses a second time
+        return
     Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
 
 

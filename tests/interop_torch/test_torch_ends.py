@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import inspect
 import gc
 import subprocess
 import sys
@@ -108,6 +109,9 @@ def late(rank, size, how):
         call.timeout = limit
         return error_of(lambda: dist.group.WORLD.allreduce([torch.ones(1)], call).wait())
     if how == "barrier":
+        if "timeout" not in inspect.signature(dist.barrier).parameters:  # before torch 2.12
+            dist.distributed_c10d._get_default_group().set_timeout(limit)
+            return error_of(dist.barrier)
         return error_of(lambda: dist.barrier(timeout=limit))
     if how == "monitored":
         return error_of(lambda: dist.group.WORLD.monitored_barrier(limit))

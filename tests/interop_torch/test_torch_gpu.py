@@ -60,17 +60,13 @@ def test_collectives_are_nccls(ranks2, program, dtype):
 
 
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
-@pytest.mark.parametrize("sparse", [False, True])
-def test_ddp(ranks2, options, sparse):
-    if sparse and options:
-        pytest.skip("sparse gradients are met once")
-    # nccl refuses sparse gradients where its library is older than torch wants: those over gloo on CPUs instead.
-    if sparse:
-        ours = ranks2.run(on_gpu, training.ddp, options, True, None)
-        theirs = ranks2.run(training.ddp, options, True, None, backend="gloo")
-        assert all(each[-1] < each[0] for each in ours) and len(ours[0]) == len(theirs[0])
-        return
+def test_ddp(ranks2, options):
     as_over_nccl(ranks2, training.ddp, options, False, None)
+
+
+def test_ddp_with_sparse_gradients(ranks2):
+    """On the CPU over gloo the same model begins elsewhere: torch draws other numbers there."""
+    assert all(found[-1] < found[0] for found in ranks2.run(on_gpu, training.ddp, {}, True, None))
 
 
 @pytest.mark.parametrize("hook", ["powerSGD", "fp16"])
@@ -246,24 +242,31 @@ def test_a_rank_that_does_not_come_is_named(ranks2):
 
 
 def recovered(rank, size):
-    """Both ranks go on after a collective that timed out."""
+    """Both ranks go on after a collective that one of them had no time to wait for."""
     torch.cuda.set_device(rank)
     tensor = torch.ones(10, device="cuda")
     dist.all_reduce(tensor)
+    torch.cuda.synchronize()
+    said = ""
     if rank == 0:
-        with pytest.raises(dist.DistBackendError):
+        try:
             dist.all_reduce(tensor, async_op=True).wait(timeout=datetime.timedelta(seconds=2))
             torch.cuda.synchronize()
+        except dist.DistBackendError as error:
+            said = str(error)
     else:
         time.sleep(3)
-    new = ncclpy.interop.torch.recover()
+    ncclpy.interop.torch.recover(20)
     tensor = torch.full((10,), rank + 1.0, device="cuda")
-    dist.all_reduce(tensor, group=new)
-    return tensor.unique().tolist()
+    dist.all_reduce(tensor)
+    torch.cuda.synchronize()
+    return said, tensor.unique().tolist()
 
 
 def test_recovery(ranks2):
-    assert ranks2.run(recovered) == [[3.0]] * 2
+    (said, summed), (nothing, also) = ranks2.run(recovered)
+    assert "rank 1" in said and not nothing
+    assert summed == also == [3.0]
 
 
 def pooled(rank, size):

@@ -170,7 +170,9 @@ class TorchBackend:
         import torch
 
         if not self._on_gpu:
-            raise NcclUnsupported("mem_allocator: torch's memory pools are of GPUs, and this group is on the host engine")
+            raise NcclUnsupported(
+                "mem_allocator: torch's memory pools are of GPUs, and this group is on the host engine"
+            )
         return torch_memory.allocator(torch)
 
     def register_mem_pool(self, pool: Any, symmetric: bool = False) -> None:

@@ -2,8 +2,8 @@
 
 ``python tests/interop_torch/c10d_suite.py ncclpy --ranks 4 --out ncclpy.json [PATTERN ...]``. Torch's module decides
 by the variable BACKEND, when it is imported, which tests a backend is skipped in. It is imported as if for gloo, whose
-tests are to pass on CPUs, and told afterwards which backend to make: so none passes by being skipped. With ``--gpu`` it
-believes to the end that it tests nccl, and what it makes is made over the other backend. ``--shard 2/8`` is one of
+tests are to pass on CPUs, and told afterwards which backend to make: so none passes by being skipped. With ``--gpu``
+it believes to the end that it tests nccl, and what it makes is made over the other backend. ``--shard 2/8`` is one of
 eight parts, which can run beside each other.
 """
 

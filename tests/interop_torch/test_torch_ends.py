@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import inspect
 import gc
+import inspect
 import subprocess
 import sys
 import textwrap

@@ -73,9 +73,11 @@ class TorchBackend:
 
     Parameters
     ----------
+    rank, size : int
+        This rank's number, and how many there are: to be asked for them would make the group.
     make : callable
-        Called with a torch.device or None, returns the `ProcessGroup`. On GPUs that waits for the first operation,
-        whose tensors say on which device this rank works.
+        Called with a torch.device, or None for one of its choice, returns the `ProcessGroup`. On GPUs that waits for
+        the first operation, whose tensors say on which device this rank works.
     on_gpu : bool
         Whether the engine works on GPUs: tensors in CPU memory are staged on one then.
     timeout : float
@@ -92,6 +94,8 @@ class TorchBackend:
 
     def __init__(
         self,
+        rank: int,
+        size: int,
         make: Callable[[Any], ProcessGroup],
         on_gpu: bool,
         timeout: float,
@@ -99,6 +103,7 @@ class TorchBackend:
         store: Any,
         options: Mapping[str, Any] | None = None,
     ) -> None:
+        self.rank, self.size = rank, size
         self._make, self._on_gpu = make, on_gpu
         self._making = threading.Lock()
         self._made: ProcessGroup | None = None if on_gpu else make(None)
@@ -125,8 +130,10 @@ class TorchBackend:
                 import torch
 
                 if device is None or device.type == "cpu":
-                    device = self._preferred or torch.device("cuda", torch.cuda.current_device())
-                self._made, self._device = self._make(device), device
+                    device = self._preferred
+                made = self._make(device)
+                self._device = device or torch.device("cuda", made.device)
+                self._made = made  # behind it: other threads look at this one without the lock
             return self._made
 
     def prefer(self, device: Any) -> None:
@@ -156,11 +163,11 @@ class TorchBackend:
         blocks = not self._on_gpu or like.device.type == "cpu"
         together = self._block() if self._blocks else None
         if together is None:
-            return TorchWork(begun, outputs, staging.after, blocks, self.group.seq, source)
+            return TorchWork(begun, outputs, staging.after, blocks, self.group, source)
         together.outputs += outputs
         together.after += staging.after
         together.note(blocks)
-        return TorchWork(begun, outputs, (), blocks, self.group.seq, source)
+        return TorchWork(begun, outputs, (), blocks, self.group, source)
 
     # Memory that NCCL knows, by torch's names for it.
 
@@ -176,16 +183,16 @@ class TorchBackend:
         return torch_memory.allocator(torch)
 
     def register_mem_pool(self, pool: Any, symmetric: bool = False) -> None:
-        """Look whether a pool is one of `mem_allocator`, whose memory is registered already."""
-        if pool.allocator is not self.mem_allocator:
-            raise NcclUnsupported(
-                "register_mem_pool: only pools over this backend's mem_allocator; "
-                "`ncclpy.memory.attach('torch', hooks=True)` registers what other pools of torch have"
-            )
+        """Look whether a pool's memory is registered already, as that of pools over `mem_allocator` is."""
         if symmetric:
             raise NcclUnsupported(
                 "register_mem_pool: symm=True needs all ranks' lists of segments compared, which "
                 "`ncclpy.memory.pool('torch', backend_of(group).group, symmetric=True)` does"
+            )
+        if not torch_memory.holds(pool):
+            raise NcclUnsupported(
+                "register_mem_pool: what pools over this backend's mem_allocator allocate is registered then; "
+                "`ncclpy.memory.attach('torch', hooks=True)` registers what other pools of torch have"
             )
 
     def deregister_mem_pool(self, pool: Any) -> None:
@@ -218,7 +225,7 @@ class TorchBackend:
         if together is None:
             raise RuntimeError("end_coalescing: this thread is in no block")
         together.block.__exit__(None, None, None)
-        return TorchWork(together.begun, together.outputs, together.after, together.blocks, self.group.seq)
+        return TorchWork(together.begun, together.outputs, together.after, together.blocks, self.group)
 
     @contextlib.contextmanager
     def _as_one(self, timeout: float | None) -> Iterator[list[TorchWork]]:
@@ -227,7 +234,7 @@ class TorchBackend:
         together = self._block()
         if together is not None:
             yield works
-            works.append(TorchWork(together.begun, [], (), together.blocks, self.group.seq))
+            works.append(TorchWork(together.begun, [], (), together.blocks, self.group))
             return
         self.start_coalescing(timeout)
         try:
@@ -244,7 +251,7 @@ class TorchBackend:
         """Send the root's tensor to all."""
         tensor = _only(tensors, "tensors")
         staging = self._staging(tensor)
-        held = staging.sent(tensor) if root == self.group.rank else staging.received(tensor)
+        held = staging.sent(tensor) if root == self.rank else staging.received(tensor)
         begun = self.group.broadcast(held, root=root, timeout=self._limit(timeout))
         return self._work(begun, tensors, staging, tensor)
 
@@ -296,7 +303,7 @@ class TorchBackend:
         tensor = _only(tensors, "tensors")
         staging = self._staging(tensor)
         reduction, factor = operator_of(op)
-        is_root = root == self.group.rank
+        is_root = root == self.rank
         if factor is not None:
             held = staging.scaled(tensor, factor, tensor if is_root else None)
         else:
@@ -308,7 +315,7 @@ class TorchBackend:
     def allgather(self, outputs: list[list[Any]], inputs: list[Any], timeout: float | None) -> TorchWork:
         """Gather a part of each rank, which may differ in size, as a tensor for each."""
         sent, parts = _only(inputs, "inputs"), _only(outputs, "outputs")
-        _count(parts, self.group.size, "outputs")
+        _count(parts, self.size, "outputs")
         staging = self._staging(sent)
         # Parts of one size are what other ranks may gather in one tensor: it is to be the same launch.
         held = staging.flat_received(parts) if are_even(sent, parts) else staging.all_received(parts)
@@ -324,7 +331,7 @@ class TorchBackend:
 
     def allgather_coalesced(self, outputs: list[list[Any]], inputs: list[Any], timeout: float | None) -> TorchWork:
         """Gather several parts of each rank; ``outputs[rank][i]`` is the i-th of a rank."""
-        _count(outputs, self.group.size, "outputs")
+        _count(outputs, self.size, "outputs")
         with self._as_one(timeout) as works:
             for i, sent in enumerate(inputs):
                 self.allgather([[each[i] for each in outputs]], [sent], None)
@@ -341,7 +348,7 @@ class TorchBackend:
     def gather(self, outputs: list[list[Any]], inputs: list[Any], root: int, timeout: float | None) -> TorchWork:
         """Gather a part of each rank on the root, as a tensor for each."""
         sent = _only(inputs, "inputs")
-        parts = _only(outputs, "outputs") if root == self.group.rank else []
+        parts = _only(outputs, "outputs") if root == self.rank else []
         staging = self._staging(sent)
         begun = self.group.gather(staging.sent(sent), staging.all_received(parts), root, timeout=self._limit(timeout))
         return self._work(begun, parts, staging, sent)
@@ -350,7 +357,7 @@ class TorchBackend:
     def scatter(self, outputs: list[Any], inputs: list[list[Any]], root: int, timeout: float | None) -> TorchWork:
         """Send each rank its part of the root's list."""
         output = _only(outputs, "outputs")
-        parts = _only(inputs, "inputs") if root == self.group.rank else []
+        parts = _only(inputs, "inputs") if root == self.rank else []
         staging = self._staging(output)
         begun = self.group.scatter(
             staging.all_sent(parts), staging.received(output), root, timeout=self._limit(timeout)
@@ -361,7 +368,7 @@ class TorchBackend:
     def reduce_scatter(self, outputs: list[Any], inputs: list[list[Any]], op: Any, timeout: float | None) -> TorchWork:
         """Reduce a list of parts, which may differ in size, and leave each rank its own."""
         output, parts = _only(outputs, "outputs"), _only(inputs, "inputs")
-        _count(parts, self.group.size, "inputs")
+        _count(parts, self.size, "inputs")
         staging = self._staging(output)
         reduction, factor = operator_of(op)
         if factor is not None:
@@ -394,7 +401,7 @@ class TorchBackend:
     ) -> TorchWork:
         """Send a part of one tensor to each rank, by rows if there are numbers of those."""
         staging = self._staging(sent)
-        size = self.group.size
+        size = self.size
         if output_rows or sent_rows:
             counts = _elements(sent, sent_rows, size, "input"), _elements(output, output_rows, size, "output")
         else:  # counts nevertheless: other ranks may pass numbers of rows, and it is to be the same launch
@@ -407,8 +414,8 @@ class TorchBackend:
     @_operation
     def alltoall(self, outputs: list[Any], inputs: list[Any], timeout: float | None) -> TorchWork:
         """Send a tensor to each rank."""
-        _count(outputs, self.group.size, "outputs")
-        _count(inputs, self.group.size, "inputs")
+        _count(outputs, self.size, "outputs")
+        _count(inputs, self.size, "inputs")
         staging = self._staging(inputs[0])
         begun = self.group.all_to_all(
             staging.all_sent(inputs), staging.all_received(outputs), timeout=self._limit(timeout)
@@ -425,7 +432,7 @@ class TorchBackend:
             self._begin_with(None)
             producer = torch.cuda.current_stream(self._device)
         begun = self.group.barrier(producer=producer, timeout=self._limit(timeout))
-        return TorchWork(begun, [], (), True, self.group.seq)
+        return TorchWork(begun, [], (), True, self.group)
 
     @_operation
     def monitored_barrier(self, timeout: float | None, wait_all_ranks: bool) -> None:

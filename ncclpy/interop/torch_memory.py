@@ -8,6 +8,7 @@ from typing import Any
 
 from ncclpy.core.errors import NcclUnsupported
 from ncclpy.memory.allocator import ALLOC, FREE, open_allocator
+from ncclpy.memory.registry import SegmentRegistry
 
 #: Torch's object for our two functions.
 _allocators: list[Any] = []
@@ -30,6 +31,12 @@ def allocator(torch: Any) -> Any:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(made.allocator()))
         _allocators.append(made)
     return _allocators[0].allocator()
+
+
+def holds(pool: Any) -> bool:
+    """Return whether all memory of a ``torch.cuda.MemPool`` is known, and so registered on every communicator."""
+    known = {pointer for pointer, _, _ in SegmentRegistry.default().segments()}
+    return all(segment["address"] in known for segment in pool.snapshot())
 
 
 class TorchSource:

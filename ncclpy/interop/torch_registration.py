@@ -64,7 +64,10 @@ def _made(store: Any, rank: int, ranks: list[int], timeout: float, name: str, op
     def make(device: Any) -> ProcessGroup:
         from ncclpy.process_group.group import ProcessGroup
 
-        ordinal = device.index if on_gpu else _host_device(ranks[rank])
+        if device is not None:
+            ordinal = device.index
+        else:
+            ordinal = _gpu(ranks[rank]) if on_gpu else _host_device(ranks[rank])
         given = {"name": name, "timeout": timeout, **options, "device": ordinal}
         return ProcessGroup(TorchStore(store, min(timeout, 300.0)), rank, len(ranks), **given)
 
@@ -75,7 +78,7 @@ def _made(store: Any, rank: int, ranks: list[int], timeout: float, name: str, op
         return _made(their_store, members.index(rank), their_ranks, seconds, group_name, options)
 
     try:
-        return wrapped(rank, len(ranks), TorchBackend(make, on_gpu, timeout, split, store, options))
+        return wrapped(rank, len(ranks), TorchBackend(rank, len(ranks), make, on_gpu, timeout, split, store, options))
     except RuntimeError as error:
         raise backend_error(error) from error
 
@@ -87,6 +90,14 @@ def _choose_engine() -> None:
 
         if not torch.cuda.is_available():
             library.use("host")
+
+
+def _gpu(rank: int) -> int:
+    """Return the GPU of a rank of the world that no tensor has told of: torch's current one, if that was chosen."""
+    import torch
+
+    chosen: int = torch.cuda.current_device()
+    return chosen or int(os.environ.get("LOCAL_RANK") or rank) % torch.cuda.device_count()  # as torch's nccl does
 
 
 @functools.cache

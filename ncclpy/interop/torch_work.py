@@ -7,10 +7,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ncclpy.core.errors import NcclError
+from ncclpy.core.errors import NcclError, NcclTimeout
 
 if TYPE_CHECKING:
     from ncclpy.engine.work import Work
+    from ncclpy.process_group.group import ProcessGroup
 
 __all__ = ["TorchWork", "backend_error"]
 
@@ -48,13 +49,15 @@ class TorchWork:
     blocks : bool
         Whether waiting for it is waiting in the CPU: its data are in CPU memory, or it has none (a barrier). Else a
         wait lets the current stream wait.
-    sequence : int
-        How many collectives its group had begun before it.
+    group : ncclpy.ProcessGroup
+        Its group.
     source : int
         The rank that it receives from, -1 if there is not one.
     """
 
-    __slots__ = ("_after", "_begun", "_blocks", "_done", "_failure", "_lock", "_outputs", "_sequence", "_source")
+    __slots__ = (
+        "_after", "_begun", "_blocks", "_done", "_failure", "_group", "_lock", "_outputs", "_sequence", "_source",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -62,11 +65,11 @@ class TorchWork:
         outputs: Sequence[Any],
         after: Sequence[Callable[[], object]],
         blocks: bool,
-        sequence: int = 0,
+        group: ProcessGroup,
         source: int = -1,
     ) -> None:
         self._begun, self._outputs, self._blocks = begun, outputs, blocks
-        self._sequence, self._source = sequence, source
+        self._group, self._sequence, self._source = group, group.seq, source
         self._after = after
         self._lock = threading.Lock() if after else None
         self._failure: Exception | None = None  # of what was to be done after it
@@ -78,17 +81,25 @@ class TorchWork:
         Raises
         ------
         DistBackendError
-            If it has failed, or is not done in so many seconds; then it goes on.
+            If it has failed, or is not done in so many seconds; then it goes on, and the text says what all ranks do.
         """
         try:
             if self._blocks or seconds > 0:
-                self._begun.wait(seconds if seconds > 0 else None)
+                self._wait_here(seconds)
                 if self._lock is not None:
                     self._finish()
             else:
                 self.synchronize()
         except NcclError as error:
             raise backend_error(error) from error
+
+    def _wait_here(self, seconds: float) -> None:
+        try:
+            self._begun.wait(seconds if seconds > 0 else None)
+        except NcclTimeout as error:
+            if not self._begun.is_completed():  # else it is its own error, which says all
+                self._group.explain(error)
+            raise
 
     def synchronize(self) -> None:
         """Let the current stream wait for it, and for what is to be done after it."""

@@ -338,6 +338,20 @@ cdef class Lifecycle(BlockOwner):
                 add_answer(error, said, states)
             error.ranks = states
 
+    def explain(self, error):
+        """Add to an error what all ranks do now, as the errors that end the group have it.
+
+        For a wait that has ended before its work did: `Work.wait` with a timeout asks nobody, as the work goes on.
+
+        Parameters
+        ----------
+        error : NcclError
+            Its text gets a sentence more, and its attribute `ranks` the ranks' states; nothing if the group has ended,
+            or has one rank. To ask takes as long as the store takes to answer, 3 s at most.
+        """
+        if self.notices is not None:
+            self._explain(error, self.notices.inquire)
+
     def wait_for_pending_works(self, timeout=None):
         """Wait until all operations that were begun are done; their errors are their works'.
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import testing
 from ncclpy.interop.torch import backend_of
 from ncclpy.interop.torch_backend import TorchBackend, _Together
+from ncclpy.interop.torch_registration import _gpu
 from ncclpy.interop.torch_tensors import bring
 from ncclpy.interop.torch_work import TorchWork, _stream_of
 
@@ -132,11 +133,13 @@ def waits(rank, size):
     work = dist.all_reduce(tensor := torch.ones(1), async_op=True)
     said = error_of(lambda: work.wait(datetime.timedelta(seconds=0.1))) if rank == 0 else None
     work.wait()  # it has gone on
-    return said and said[:17], tensor.item()
+    return said, tensor.item()
 
 
 def test_the_timeout_of_a_wait_ends_the_wait_alone(ranks2):
-    assert ranks2.run(waits) == [("DistBackendError:", 2.0), (None, 2.0)]
+    (said, mine), others = ranks2.run(waits)
+    assert said.startswith("DistBackendError: all_reduce") and "after 0.1 s" in said and "rank 1" in said
+    assert mine == 2 and others == (None, 2)
 
 
 def disagree(rank, size):
@@ -174,7 +177,7 @@ def fails_after(rank, size):
 
     backend = backend_of()
     begun = backend.group.barrier()
-    works = [TorchWork(begun, [], (breaks,), True) for _ in range(2)]
+    works = [TorchWork(begun, [], (breaks,), True, Group()) for _ in range(2)]
     found = [error_of(works[0].wait) for _ in range(2)]
     found += [works[0].is_completed(), works[0].is_success(), works[0].failure()]
     begun.wait()
@@ -188,7 +191,7 @@ def test_everybody_sees_what_has_failed_after_an_operation(ranks2):
 
 def odd_results(rank, size):
     backend = backend_of()
-    backend.barrier = lambda timeout: TorchWork(backend.group.barrier(), ["no tensor"], (), True)
+    backend.barrier = lambda timeout: TorchWork(backend.group.barrier(), ["no tensor"], (), True, backend.group)
     future = dist.group.WORLD.barrier().get_future()
     return error_of(future.wait)
 
@@ -302,7 +305,7 @@ def streams(monkeypatch):
 
 def test_everybody_on_a_gpu_comes_behind_what_is_copied_after_an_operation(streams):
     seen = []
-    work = TorchWork(Begun(), [], (lambda: streams[-1].enqueued.append("copy"),), False)
+    work = TorchWork(Begun(), [], (lambda: streams[-1].enqueued.append("copy"),), False, Group())
     work.when_done(lambda tensors, error: seen.append(streams[-1]))
     copied = seen[0]
     assert copied.enqueued[:2] == ["copy", "event"]
@@ -318,7 +321,7 @@ def test_everybody_on_a_gpu_comes_behind_what_is_copied_after_an_operation(strea
 def test_futures_of_a_gpu_share_a_stream(streams):
     seen = []
     for _ in range(3):
-        TorchWork(Begun(), [], (), False).when_done(lambda tensors, error: seen.append(streams[-1]))
+        TorchWork(Begun(), [], (), False, Group()).when_done(lambda tensors, error: seen.append(streams[-1]))
     assert seen[0] is seen[1] is seen[2] and seen[0] is not streams[0]
 
 
@@ -470,13 +473,13 @@ def as_on_gpus(made):
         devices.append(device)
         return made
 
-    return TorchBackend(make, True, 1.0, None, None), devices
+    return TorchBackend(0, 1, make, True, 1.0, None, None), devices
 
 
 class Group:
     """What a barrier asks of a process group."""
 
-    seq = 3
+    seq, device = 3, 0
 
     def barrier(self, **_):
         return None
@@ -487,8 +490,7 @@ class Group:
 
 def test_a_barrier_makes_the_group_on_the_device_that_is_named(extension, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    for how, expected in (("device", 3), ("device_ids", 2), ("bound", 1), ("both", 3), ("none", 0)):
+    for how, expected in (("device", 3), ("device_ids", 2), ("bound", 1), ("both", 3)):
         backend, devices = as_on_gpus(Group())
         group = extension(0, 1, backend)
         options = dist.BarrierOptions()
@@ -504,6 +506,74 @@ def test_a_barrier_makes_the_group_on_the_device_that_is_named(extension, monkey
         group.barrier(options)
         assert devices == [torch.device("cuda", expected)], how
         assert group._get_sequence_number_for_group() == 3
+
+
+@pytest.mark.parametrize(
+    ("current", "local", "expected"), [(0, None, 1), (0, "0", 0), (0, "2", 0), (1, "0", 1)], ids=str
+)
+def test_a_barrier_of_which_nothing_tells_the_gpu_is_on_that_of_the_rank(monkeypatch, current, local, expected):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local is not None:
+        monkeypatch.setenv("LOCAL_RANK", local)
+    assert _gpu(5) == expected
+
+
+class FirstDevice(Exception):
+    """What a group is made for."""
+
+
+class OnGpu:
+    """A tensor of GPU 1, as far as an operation looks before the group is made."""
+
+    device, dtype, is_sparse = torch.device("cuda", 1), torch.float32, False
+
+    def numel(self):
+        return 4
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("broadcast", [["t"], 0]),
+        ("allreduce", [["t"], 0]),
+        ("reduce", [["t"], 0, 0]),
+        ("allgather", [[["t"]], ["t"]]),
+        ("all_gather_single", ["t", "t"]),
+        ("gather", [[["t"]], ["t"], 0]),
+        ("scatter", [["t"], [["t"]], 0]),
+        ("reduce_scatter", [["t"], [["t"]], 0]),
+        ("reduce_scatter_single", ["t", "t", 0]),
+        ("all_to_all_single", ["t", "t", [], []]),
+        ("alltoall", [["t"], ["t"]]),
+        ("send", [["t"], 0]),
+        ("recv", [["t"], 0]),
+    ],
+)
+def test_the_first_tensor_tells_on_which_gpu_the_group_is(name, arguments):
+    """Not torch's current device, which may be another one."""
+
+    def make(device):
+        raise FirstDevice(device)
+
+    def placed(argument):
+        if isinstance(argument, list):
+            return [placed(each) for each in argument]
+        return OnGpu() if argument == "t" else argument
+
+    backend = TorchBackend(0, 1, make, True, 1.0, None, None)
+    with pytest.raises(FirstDevice) as found:
+        getattr(backend, name)(*placed(arguments), None)
+    assert found.value.args == (torch.device("cuda", 1),)
+
+
+def test_pools_of_torch_are_of_gpus(ranks2):
+    assert "host engine" in ranks2.run(pool_of_cpu)[0]
+
+
+def pool_of_cpu(rank, size):
+    return error_of(lambda: backend_of().mem_allocator)
 
 
 @pytest.mark.parametrize("end", ["abort", "shutdown"])

@@ -140,10 +140,12 @@ def made_with_device_id(rank, size, backend, path):
 
 @pytest.mark.parametrize("backend", ["ncclpy", "cpu:ncclpy,cuda:ncclpy"])
 def test_eager_making_and_splitting(ranks2, tmp_path, backend):
-    ours = ranks2.run(made_with_device_id, backend, str(tmp_path / "ours"), backend=None)
-    theirs = ranks2.run(made_with_device_id, "nccl", str(tmp_path / "theirs"), backend=None)
-    assert ours == theirs
-    assert ours[0][0] == [3.0] * 4
+    """Not beside nccl, which ends its process here."""
+    for rank, found in enumerate(ranks2.run(made_with_device_id, backend, str(tmp_path / "store"), backend=None)):
+        summed, together, alone, sent = found
+        assert summed == [3.0] * 4
+        assert together == ([3.0] * 4, 2, rank) and alone == ([rank + 1.0] * 4, 1, 0)
+        assert sent == [2.0] * 4
 
 
 def on_streams(rank, size):
@@ -160,7 +162,7 @@ def on_streams(rank, size):
         tensor.record_stream(torch.cuda.current_stream())
         del tensor
         torch.empty(1 << 20).fill_(-1.0)  # may take memory that was freed
-    works, tensors = [], [torch.full((3, 5), float(rank + i))[:, ::2] for i in range(8)]  # not contiguous
+    works, tensors = [], [torch.full((3, 5), float(rank + i)) for i in range(8)]
     for tensor in tensors:
         works.append(dist.all_reduce(tensor, async_op=True))
     for work in works:
@@ -172,6 +174,19 @@ def test_streams(ranks2):
     ours, theirs = ranks2.run(on_gpu, on_streams), ranks2.run(on_gpu, on_streams, backend="nccl")
     assert ours == theirs
     assert ours[0][0] == [sum(2 * (2.0 * step + 1) for step in range(30))]
+
+
+def strided(rank, size):
+    tensors = [torch.full((3, 5), float(rank + i))[:, ::2] for i in range(8)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    for work in works:
+        work.wait()
+    return [tensor.unique().tolist() for tensor in tensors]
+
+
+def test_tensors_that_are_not_contiguous(ranks2):
+    """Nccl refuses them."""
+    assert ranks2.run(on_gpu, strided) == [[[2.0 * i + 1] for i in range(8)]] * 2
 
 
 def captured(rank, size):

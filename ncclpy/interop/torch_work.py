@@ -109,7 +109,8 @@ class TorchWork:
         import torch
 
         try:
-            self._begun.synchronize(torch.cuda.current_stream(self._begun.device).cuda_stream)
+            # No object is made of the stream: it is on the way of every collective.
+            self._begun.synchronize(torch._C._cuda_getCurrentRawStream(self._begun.device))
         except NcclError as error:
             raise backend_error(error) from error
         if self._lock is not None:

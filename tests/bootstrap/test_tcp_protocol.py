@@ -357,7 +357,7 @@ def test_noise(served):
 
 @pytest.mark.campaign
 def test_noise_for_a_minute(served):
-    first, end = random.randrange(1 << 32), time.monotonic() + 60
+    first, end = random.randrange(1 << 32), time.monotonic() + testing.share(60)
     print(f"seeds from {first}")
     while time.monotonic() < end:
         run_noise(served, range(first, first + 500))

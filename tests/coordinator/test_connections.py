@@ -258,13 +258,15 @@ def test_no_thread_and_no_descriptor_is_left():
 
 @pytest.mark.campaign
 def test_a_hundred_thousand_steps_take_no_more_memory():
+    steps = testing.share(100_000)
+
     def body(control):
         sizes = []
-        for turn in range(100_000):
+        for turn in range(steps):
             control.bring(0, b"x" if turn % 10 else b"y%d" % (turn % 1000), b"A", b"", True)
             assert control.next(DEADLINE)[0][0] == "run"
             control.launched(0)
-            if turn % 20_000 == 19_999:
+            if (turn + 1) % (steps // 5) == 0:
                 with open("/proc/self/statm") as file:
                     sizes.append(int(file.read().split()[1]) * 4096)
         return sizes

@@ -3,6 +3,8 @@
 import pytest
 from sanitizers import ROOT, build, flags_of, numbers_of
 
+import testing
+
 NATIVE = ROOT / "ncclpy/coordinator/native"
 SOURCES = [
     ROOT / "tests/coordinator/control_stress.cpp",
@@ -26,4 +28,4 @@ def test_ranks_of_several_threads(tmp_path):
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_ranks_of_several_threads_under_a_sanitizer(sanitizer, tmp_path):
     build(tmp_path / "control", [*INCLUDES, *flags_of(sanitizer, tmp_path)], SOURCES)
-    run(tmp_path / "control", 100, 40)
+    run(tmp_path / "control", 100, testing.share(40))

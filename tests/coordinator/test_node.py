@@ -7,10 +7,13 @@ import random
 import node_runs
 import pytest
 
+import testing
 from ncclpy.coordinator.control import Node
 
 
-@pytest.mark.parametrize(("seed", "runs"), [(1, 1500), pytest.param(100_000, 20_000, marks=[pytest.mark.campaign])])
+@pytest.mark.parametrize(
+    ("seed", "runs"), [(1, 1500), pytest.param(100_000, testing.share(20_000), marks=[pytest.mark.campaign])]
+)
 def test_all_ranks_hear_the_same_in_one_order(seed, runs, capsys):
     node_runs.main(seed, runs)
     hits, evicted, joins, sets = map(int, capsys.readouterr().out.split())
@@ -33,7 +36,9 @@ def damage(rng, frame):
     return bytes(frame)
 
 
-@pytest.mark.parametrize(("seed", "runs"), [(1, 400), pytest.param(50_000, 10_000, marks=[pytest.mark.campaign])])
+@pytest.mark.parametrize(
+    ("seed", "runs"), [(1, 400), pytest.param(50_000, testing.share(10_000), marks=[pytest.mark.campaign])]
+)
 def test_what_is_no_frame_is_an_error_or_means_something_else(seed, runs):
     refused = 0
     for each in range(seed, seed + runs):

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ncclpy
+import testing
 
 NAMES = ["a", "", "\0", "a\0", "слой/層", "\ud800", "x" * 300]
 DTYPES = [np.float32, np.int64, np.uint8, np.float16]
@@ -26,7 +27,7 @@ OPS = {"sum": np.sum, "max": np.max, "min": np.min}
 #: Seconds for what waits: where it comes to that a program is wrong, and there will be smaller ones.
 DEADLINE = 8
 #: Seconds for a campaign; what does not fit on a slow machine is left out, and said.
-CAMPAIGN = 100
+CAMPAIGN = testing.share(100)
 
 
 class Operation(NamedTuple):
@@ -228,4 +229,4 @@ def test_many_programs(host_engine):
 
     many()
     print(f"{len(done)} programs")
-    assert len(done) > 100
+    assert len(done) > CAMPAIGN

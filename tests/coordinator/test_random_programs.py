@@ -168,5 +168,5 @@ def test_a_random_program(seed):
 @pytest.mark.timeout(600)
 def test_many_random_programs():
     first = int(os.environ.get("NCCLPY_TEST_SEED", random.randrange(10**6)))
-    for seed in range(first, first + 300):
+    for seed in range(first, first + testing.share(300)):
         run(seed, over=("store", "group")[seed % 2], fusion_bytes=(64 << 20, 2000, 0)[seed % 3])

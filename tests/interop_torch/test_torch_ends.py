@@ -289,6 +289,7 @@ def streams(monkeypatch):
     """Have torch take streams that note what is enqueued; the last of the list is current."""
     made = [Stream()]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: made[-1])
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: id(made[-1]), raising=False)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
 
     @contextlib.contextmanager

@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).parent / "segment_runs.py"
 
 @pytest.mark.parametrize(
     ("seed", "runs"),
-    [(1, 60), *(pytest.param(10_000 * i, 500, marks=[pytest.mark.campaign]) for i in range(1, 5))],
+    [(1, 60), *(pytest.param(10_000 * i, 500, marks=[pytest.mark.campaign]) for i in range(1, 1 + testing.share(4)))],
 )
 def test_what_is_registered_is_what_should_be(host_engine, seed, runs):
     done = subprocess.run(

@@ -12,12 +12,16 @@ from pathlib import Path
 import pytest
 from paths import SUPPORT
 
+import testing
+
 SCRIPT = Path(__file__).parent / "group_recovery_runs.py"
 #: At once: most of the time they wait for deadlines.
 PROCESSES = 4
 
 
-@pytest.mark.parametrize("runs_each", [3, pytest.param(25, marks=[pytest.mark.campaign, pytest.mark.timeout(650)])])
+@pytest.mark.parametrize(
+    "runs_each", [3, pytest.param(testing.share(25), marks=[pytest.mark.campaign, pytest.mark.timeout(650)])]
+)
 def test_survivors_agree_whoever_comes_and_goes(host_engine, runs_each):
     def process(number):
         return subprocess.run(
@@ -26,7 +30,7 @@ def test_survivors_agree_whoever_comes_and_goes(host_engine, runs_each):
             capture_output=True,
             text=True,
             cwd="/",
-            timeout=110 if runs_each < 10 else 600,
+            timeout=110 if runs_each == 3 else 600,
         )
 
     with concurrent.futures.ThreadPoolExecutor(PROCESSES) as pool:

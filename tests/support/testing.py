@@ -43,6 +43,13 @@ def _may_share_devices() -> bool:
 
 #: Seconds for one process of a long campaign: minutes on a machine that has much else to do.
 LONG = 280
+#: What part of a campaign runs: `.ci/run`, which is to be quick, says a quarter.
+SHARE = float(os.environ.get("NCCLPY_TEST_SHARE", "1"))
+
+
+def share(amount: int) -> int:
+    """Return how many of so many runs, or seconds, of a campaign are to be."""
+    return max(1, round(amount * SHARE))
 
 
 def need_processes(count: int) -> None:

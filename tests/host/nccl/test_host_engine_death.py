@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 FLOAT32 = 7
 
 
-@pytest.mark.parametrize("kills", [10, pytest.param(100, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("kills", [10, pytest.param(testing.share(100), marks=pytest.mark.campaign)])
 def test_kills_at_random_moments(kills):
     seed = int(os.environ.get("NCCLPY_TEST_SEED", random.SystemRandom().randrange(10**6)))
     shared = leftovers.shared_memory()

@@ -550,7 +550,7 @@ class TestFace:
             pass
 
 
-@pytest.mark.parametrize("count", [50, pytest.param(500, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("count", [50, pytest.param(2 * testing.share(250), marks=pytest.mark.campaign)])
 def test_random_runs_end_in_an_answer(count):
     seed = int(os.environ.get("NCCLPY_TEST_SEED", random.SystemRandom().randrange(10**6)))
     halves = [

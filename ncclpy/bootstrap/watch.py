@@ -18,8 +18,9 @@ __all__ = ["Change", "Queue", "Watch"]
 
 log = logging.getLogger("ncclpy")
 
-#: How long a wait goes on before Python may look at signals.
-SLICE = 0.1
+#: How long a wait goes on before Python may look at signals; and where it looks at none, in other threads than the main
+#: one: who closes a watch wakes them.
+SLICE, LONG_SLICE = 0.1, 10.0
 
 
 class Change(NamedTuple):
@@ -53,8 +54,9 @@ class Watch:
             If the store's server is gone.
         """
         deadline = time.monotonic() + as_seconds(timeout, math.inf)
+        length = SLICE if threading.current_thread() is threading.main_thread() else LONG_SLICE
         while True:
-            found = self._next(min(deadline, time.monotonic() + SLICE))
+            found = self._next(min(deadline, time.monotonic() + length))
             if found is not None:
                 return found or None
             if time.monotonic() >= deadline:

@@ -226,11 +226,15 @@ cdef string _set_key(tuple ranks) except *:
     return out.take()
 
 
+class Asked(ValueError):
+    """What this rank has brought already, and is not agreed on."""
+
+
 cdef int _check(Brought brought, str what) except -1:
     if brought == Brought.taken:
         return 0
     if brought == Brought.twice:
-        raise ValueError(f"{what}: this rank has it in flight already")
+        raise Asked(f"{what}: this rank has it in flight already")
     if brought == Brought.joined:
         raise ValueError(f"{what}: this rank has joined, and brings nothing until all have")
     if brought == Brought.no_group:
@@ -397,6 +401,8 @@ cdef class Control:
         self._look()
         with nogil:
             brought = self.control.get().join()
+        if brought == Brought.joined:
+            raise Asked("join: this rank has joined")
         _check(brought, "join")
 
     def shutdown(self, bint drain, str reason not None):

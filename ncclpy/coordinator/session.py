@@ -15,7 +15,7 @@ from ncclpy.bootstrap.prefix import PrefixStore
 from ncclpy.coordinator import connections, ends
 from ncclpy.coordinator.brought import is_as_on_gpus
 from ncclpy.coordinator.carriers import Carrier
-from ncclpy.coordinator.control import SETS, ranks_of_set
+from ncclpy.coordinator.control import SETS, Asked, ranks_of_set
 from ncclpy.coordinator.counts import Counts
 from ncclpy.coordinator.entrance import Entrance, Gate
 from ncclpy.coordinator.member import Member
@@ -264,7 +264,7 @@ class Session:
         """Ask the control plane for what is waited for, unless somebody has."""
         with what.asking:
             if not what.is_asked and not what.there.is_set():
-                with contextlib.suppress(ValueError):  # a handler of signals came between that call and the next line
+                with contextlib.suppress(Asked):  # a handler of signals came between that call and the next line
                     self._ask(method, *arguments)
                 what.is_asked = True
 

@@ -11,6 +11,7 @@
 #include <cxxabi.h>
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <exception>
@@ -93,19 +94,35 @@ void without_gil(const Callable& callable) {
 }
 
 // Calls Python, where a thread may be ended; nothing of ours is between it and the place where it is held back then.
-PyObject* call_raw(PyObject* callable, PyObject* arguments) {
+PyObject* call_raw(PyObject* name, PyObject* const* arguments, size_t count) {
   try {
-    return PyObject_CallObject(callable, arguments);
+    return PyObject_VectorcallMethod(name, arguments, count | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
   } catch (const abi::__forced_unwind&) {
     stay();
   }
 }
 
+// Python remembers where a class has what it is asked for by an interned name alone.
+PyObject* interned(const char* name) {
+  PyObject* const found = PyUnicode_InternFromString(name);
+  if (!found) throw py::error_already_set();
+  return found;
+}
+
+PyObject* self_of(const py::object& object) { return object.ptr(); }
+
 template <class Object, class... Arguments>
 py::object call(const Object& object, const char* name, Arguments&&... arguments) {
-  const py::object method = object.attr(name);
-  const py::tuple given = py::make_tuple(std::forward<Arguments>(arguments)...);
-  PyObject* const result = call_raw(method.ptr(), given.ptr());
+  const auto method = py::reinterpret_steal<py::object>(interned(name));
+  const std::array<py::object, sizeof...(arguments)> given = {
+      py::reinterpret_steal<py::object>(py::detail::make_caster<Arguments>::cast(
+          std::forward<Arguments>(arguments), py::return_value_policy::automatic_reference, nullptr))...};
+  std::array<PyObject*, sizeof...(arguments) + 2> raw = {nullptr, self_of(object)};  // the first is Python's to use
+  for (size_t i = 0; i < given.size(); ++i) {
+    if (!given[i]) throw py::error_already_set();
+    raw[i + 2] = given[i].ptr();
+  }
+  PyObject* const result = call_raw(method.ptr(), raw.data() + 1, given.size() + 1);
   if (!result) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(result);
 }
@@ -131,6 +148,8 @@ class Held {
  private:
   py::object object_;
 };
+
+PyObject* self_of(const Held& held) { return held.get().ptr(); }
 
 double seconds(std::chrono::milliseconds timeout) { return timeout.count() * 1e-3; }
 

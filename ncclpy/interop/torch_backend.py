@@ -160,7 +160,7 @@ class TorchBackend:
 
     def _work(self, begun: Work, outputs: Sequence[Any], staging: Staging, like: Any, source: int = -1) -> TorchWork:
         """Return what stands for an operation that was begun on tensors `like` this one."""
-        blocks = not self._on_gpu or like.device.type == "cpu"
+        blocks = not self._on_gpu or like.is_cpu
         together = self._block() if self._blocks else None
         if together is None:
             return TorchWork(begun, outputs, staging.after, blocks, self.group, source)

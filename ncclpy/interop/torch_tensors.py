@@ -76,7 +76,7 @@ class Staging:
         """Return whether a tensor needs no copy."""
         if not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
             return False
-        return self.device is None or tensor.device.type != "cpu"
+        return self.device is None or not tensor.is_cpu
 
     def sent(self, tensor: Any) -> Any:
         """Return what is to be sent for a tensor."""
@@ -147,7 +147,7 @@ class Staging:
 
     def scaled(self, tensor: Any, factor: Any, into: Any) -> Any:
         """Return a tensor times a factor, to be reduced in place and then brought `into` another, if there is one."""
-        if self.device is not None and tensor.device.type == "cpu":
+        if self.device is not None and tensor.is_cpu:
             made = self._copied(tensor)
             made.mul_(_number(factor))
         else:

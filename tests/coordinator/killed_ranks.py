@@ -6,6 +6,7 @@ to the last rank's knowing of it, in seconds.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -25,7 +26,7 @@ PATIENCE, HEARS = 60, 20
 
 
 def work(coordinator, seed, told):
-    """Sum under names in an order of this rank's own, for ever; return the error that ends it."""
+    """Sum under names in an order of this rank's own, for ever; return the error that ends it, and its works'."""
     rng = random.Random(seed * SIZE + coordinator.rank)
     sizes = random.Random(seed)
     arrays = {f"array {i}": np.ones(sizes.choice([1, 100, 5000, 100_000])) for i in range(sizes.randint(1, 12))}
@@ -48,21 +49,28 @@ def work(coordinator, seed, told):
             if step == 1:
                 os.write(told, b"!")
     except ncclpy.NcclError as error:
-        for _, each in works:
-            each.exception(PATIENCE)  # every work comes to its end
-        return error
+        ends = [each.exception(PATIENCE) for _, each in works]  # every work comes to its end
+        return error, {str(each) for each in ends if each is not None}
 
 
 def rank_of(rank, seed, port, told):
-    """Be a rank, in a process of its own; return whether the error names who was killed."""
-    with TCPStore("127.0.0.1", port) as store:
-        coordinator = ncclpy.Coordinator((store, rank, SIZE), device=rank, timeout=PATIENCE)
-        error = work(coordinator, seed, told)
+    """Be a rank, in a process of its own, over a store or a process group; tell what has ended it."""
+    with contextlib.ExitStack() as open_ones:
+        store = over = open_ones.enter_context(TCPStore("127.0.0.1", port))
+        options = {}
+        if seed % 2:
+            over = ncclpy.ProcessGroup(store, rank, SIZE, device=rank, timeout=PATIENCE)
+            open_ones.callback(over.abort)
+        else:
+            over, options["device"] = (store, rank, SIZE), rank
+        coordinator = ncclpy.Coordinator(over, timeout=PATIENCE, **options)
+        error, of_works = work(coordinator, seed, told)
         end = time.monotonic() + HEARS
         while coordinator.error is None and time.monotonic() < end:
             time.sleep(0.001)
         lost = getattr(coordinator.error, "ranks", None)
-        os.write(told, bytes([rank]) + json.dumps([time.monotonic(), lost, str(error)]).encode())
+        found = [time.monotonic(), lost, str(error), sorted(of_works)]
+        os.write(told, bytes([rank]) + json.dumps(found).encode())
         coordinator.shutdown(PATIENCE)
 
 
@@ -102,8 +110,10 @@ def run(seed):
                 if rank == killed:
                     continue
                 assert text[:1] == bytes([rank]), f"rank {rank} has ended without a word"
-                moment, lost, error = json.loads(text[1:])
+                moment, lost, error, of_works = json.loads(text[1:])
                 assert lost == [killed], f"rank {rank}: {killed} was killed, and {lost} are named: {error}"
+                for said in of_works:
+                    assert f"rank {killed}" in said, f"rank {rank}: {killed} was killed, and a work says: {said}"
                 longest = max(longest, moment - since)
             return longest
         finally:

@@ -149,3 +149,33 @@ def test_the_end_of_a_block_that_was_interrupted(controls):
         return coordinator._session.leave(DEADLINE)
 
     assert run_coordinators(2, body) == [True, True]
+
+
+def test_a_set_that_is_asked_for_while_another_thread_joins(controls):
+    """It was not asked for: who calls is told so, and waits for nobody."""
+    refused = threading.Event()
+
+    def body(coordinator):
+        session, plane = coordinator._session, coordinator._session._control
+        if coordinator.rank == 0:
+            joins = threading.Thread(target=coordinator.join, args=(DEADLINE,))
+
+            def late(members):
+                joins.start()
+                testing.wait_for(lambda: session._joining is not None and session._joining.is_asked, "the join")
+                return plane.control.define(members)
+
+            plane.define = late
+            with pytest.raises(ValueError, match="has joined"):
+                coordinator.process_set([0, 1], DEADLINE)
+            del plane.define
+            refused.set()
+            joins.join()
+        else:
+            assert refused.wait(DEADLINE)
+            coordinator.join(DEADLINE)
+        array = np.ones(2)
+        coordinator.process_set([0, 1], DEADLINE).all_reduce("x", array).wait(DEADLINE)
+        return array[0]
+
+    assert run_coordinators(2, body) == [2, 2]

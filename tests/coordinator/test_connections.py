@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -240,11 +241,76 @@ print(*spent)
 """
 
 
+def test_who_keeps_the_gil_is_not_taken_for_lost(tmp_path):
+    """Signs of life need no Python: here rank 1's is away for longer than a silence may be."""
+    program = """
+        import ctypes, sys, time
+        from ncclpy.bootstrap import FileStore
+        from ncclpy.coordinator.connections import open_control
+        rank, size = int(sys.argv[1]), 3
+        store = FileStore(sys.argv[2])
+        options = dict(cache=16, timeout=None, stall_after=60.0, patience=30, silence=1.0)
+        control = open_control(store, rank, size, "test", **options)
+        control.bring(0, b"first", b"A", b"", True)
+        assert control.next(30)[0][0] == "run"
+        control.launched(0)
+        store.barrier("ready", rank, size)
+        if rank == 1:
+            ctypes.PyDLL(None).sleep(4)
+        control.bring(0, b"second", b"A", b"", True)
+        told = control.next(30)
+        assert told[0][0] == "run", told
+        store.barrier("done", rank, size)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    started = [subprocess.Popen([*command, str(rank), str(tmp_path / "store")], cwd="/") for rank in range(3)]
+    assert [each.wait(60) for each in started] == [0, 0, 0]
+
+
 def test_a_plane_without_work_costs_nothing():
     """Two ranks of a process that idle for 12 s, signs of life included: some wake-ups, and no polling."""
     done = testing.run_python(IDLE)
     spent = list(map(float, done.stdout.split()))
     assert len(spent) == 2 and max(spent) < 12 * 0.002, "0.1% of a core for each rank"
+
+
+COORDINATORS_IDLE = """
+import contextlib, resource, threading, time
+import numpy as np
+import ncclpy
+from ncclpy.bootstrap import LocalStore
+store, meeting, over = LocalStore(), threading.Barrier(3), {over!r}
+
+def rank(number):
+    with contextlib.ExitStack() as stack:
+        place, options = (store, number, 2), dict(device=number)
+        if over == "group":
+            place, options = stack.enter_context(ncclpy.ProcessGroup(store, number, 2, device=number)), {{}}
+        coordinator = stack.enter_context(ncclpy.Coordinator(place, **options))
+        coordinator.all_reduce("x", np.ones(3)).wait(30)
+        meeting.wait(30)
+        meeting.wait(60)
+
+threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+for each in threads:
+    each.start()
+meeting.wait(30)
+time.sleep(2)  # what stays awake behind an operation
+before = resource.getrusage(resource.RUSAGE_SELF)
+time.sleep(12)
+after = resource.getrusage(resource.RUSAGE_SELF)
+meeting.wait(30)
+for each in threads:
+    each.join()
+print(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+"""
+
+
+@pytest.mark.parametrize("over", ["store", "group"])
+def test_coordinators_without_work_cost_nothing(over):
+    """Likewise, with all that is about a plane: readers, groups and what watches over them."""
+    spent = float(testing.run_python(COORDINATORS_IDLE.format(over=over)).stdout)
+    assert spent < 2 * 12 * 0.001, "0.1% of a core for each rank"
 
 
 def test_no_thread_and_no_descriptor_is_left():

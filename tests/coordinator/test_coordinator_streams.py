@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
 import threading
+import time
 import weakref
 
 import numpy as np
@@ -32,7 +34,7 @@ class Streamed:
         }
 
 
-def run(body):
+def run(body, **options):
     """Call ``body(coordinator, sides, gate, meet)`` on two ranks; rank 0 has a gate."""
     meeting = threading.Barrier(2)
 
@@ -57,7 +59,7 @@ def run(body):
             meeting.abort()
             raise
 
-    return run_coordinators(2, one)
+    return run_coordinators(2, one, **options)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -82,6 +84,26 @@ def test_an_operation_waits_for_its_producer_on_the_device(fused):
         return [set(RAW.read(side.memory).tolist()) for side in (first, second)]
 
     assert run(body) == [[{4}, {6}]] * 2
+
+
+def test_a_trace_shows_what_waits_for_its_data(tmp_path):
+    def body(coordinator, sides, gate, meet):
+        first, *_ = sides
+        if gate is not None:
+            gate.shut(first.stream)
+        first.fill(2)
+        work = coordinator.all_reduce("late", Streamed(first))
+        if gate is not None:
+            work.synchronize(sides[1].stream)
+            time.sleep(0.2)
+            gate.open()
+        work.wait(DEADLINE)
+
+    run(body, timeline=tmp_path / "trace.{rank}")
+    events = json.loads((tmp_path / "trace.0").read_text())
+    found = {each["name"]: each["dur"] for each in events if each.get("args", {}).get("operation") == "late"}
+    assert list(found) == ["negotiate", "wait for data", "run"]
+    assert found["wait for data"] > 0.15e6 > found["run"], "microseconds"
 
 
 def test_a_process_set_goes_on_beside_what_is_not_ready():

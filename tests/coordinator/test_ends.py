@@ -95,6 +95,50 @@ def test_a_shutdown_ends_what_waits_with_who_asked_and_why(drain):
     assert texts[0] == texts[1] == "coordinator 'coordinator' was shut down by rank 2: the data are bad"
 
 
+def test_two_ranks_that_shut_down_at_once_are_one_end_and_no_callback_is_lost():
+    together = threading.Barrier(3)
+
+    def body(coordinator):
+        called, told = [], threading.Event()
+
+        def note(work):
+            called.append(work)
+            if len(called) == 100:
+                told.set()
+
+        works = [coordinator.all_reduce(f"{coordinator.rank}/{i}", np.ones(2)) for i in range(100)]
+        for work in works:
+            work.add_done_callback(note)
+        together.wait(DEADLINE)
+        if coordinator.rank < 2:
+            coordinator.shutdown(DEADLINE, reason=f"rank {coordinator.rank} says so")
+        texts = {str(work.exception(DEADLINE)) for work in works}
+        assert told.wait(DEADLINE) and {id(work) for work in called} == {id(work) for work in works}
+        coordinator.shutdown(DEADLINE)
+        return texts
+
+    first, *others = run_coordinators(3, body, shut=False)
+    assert others == [first] * 2 and len(first) == 1
+    assert any(f"shut down by rank {rank}: rank {rank} says so" in text for rank in (0, 1) for text in first)
+
+
+def test_what_all_have_brought_runs_before_a_shutdown_that_drains():
+    """Its first operation waits for a communicator to be made: mostly it is not launched yet when rank 2 ends all."""
+    brought = threading.Barrier(3)
+
+    def body(coordinator):
+        array = np.ones(2)
+        work = coordinator.all_reduce("all", array)
+        brought.wait(DEADLINE)
+        if coordinator.rank == 2:
+            coordinator.shutdown(DEADLINE, reason="enough")
+        assert work.exception(DEADLINE) is None
+        coordinator.shutdown(DEADLINE)
+        return array.tolist()
+
+    assert run_coordinators(3, body, shut=False) == [[3, 3]] * 3
+
+
 def test_an_exception_in_a_block_ends_it_for_all():
     brought = threading.Event()
 

@@ -85,6 +85,36 @@ def test_what_cannot_be_meant_after_a_join():
     assert run_coordinators(2, body) == [0, 0]
 
 
+def test_what_was_agreed_on_before_a_join_is_looked_at_anew():
+    """What the caches have of a gather, a sparse sum and a set's all-reduce is of more ranks than are left."""
+
+    def body(coordinator):
+        rank = coordinator.rank
+        part = coordinator.process_set([0, 1], DEADLINE)
+
+        def gathered():
+            return coordinator.all_gather("rows", np.full(rank + 1, rank)).result(DEADLINE).tolist()
+
+        def sparse():
+            return coordinator.all_reduce_sparse("sparse", np.array([rank]), np.ones((1, 2)))
+
+        for _ in range(3):
+            assert gathered() == [0, 1, 1]
+            sparse().result(DEADLINE)
+            part.all_reduce("of the set", np.ones(2)).wait(DEADLINE)
+        if rank == 1:
+            return coordinator.join(DEADLINE), gathered()
+        for call in (gathered, lambda: sparse().result(DEADLINE)):
+            with pytest.raises(ncclpy.NcclError, match="rank 1 has joined"):
+                call()
+        array = np.full(3, 5.0)
+        part.all_reduce("of the set", array, "average").wait(DEADLINE)
+        assert (array == 5).all()
+        return coordinator.join(DEADLINE), gathered()
+
+    assert run_coordinators(2, body) == [(0, [0, 1, 1])] * 2
+
+
 def test_after_all_have_joined_all_go_on():
     def body(coordinator):
         for _ in range(3):

@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).parent / "killed_ranks.py"
 
 
 @pytest.mark.parametrize(
-    ("seed", "runs"), [(1, 5), pytest.param(10_000, testing.share(120), marks=[pytest.mark.campaign])]
+    ("seed", "runs"), [(1, 5), pytest.param(10_000, testing.share(300), marks=[pytest.mark.campaign])]
 )
 def test_all_others_know_who_was_killed(host_engine, seed, runs):
     done = subprocess.run(

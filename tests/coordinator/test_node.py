@@ -178,3 +178,13 @@ def test_what_fails_for_want_of_a_rank_does_not_grow_for_ever():
     for frame in root.down():
         leaf.from_parent(frame)
     assert leaf.condemned() == 0
+
+
+def test_a_stall_is_told_of_again_and_again_with_longer_pauses():
+    root = Node(0, 2, True, [(1, (1,))], cache=8, timeout=1000, stall_after=1)
+    root.bring(0, b"x", b"A", time=0.0)
+    told = []
+    for second in range(1, 64):
+        root.look(float(second))
+        told += [second for frame in root.told() for record in frame if record[0] == "stalled"]
+    assert told == [1, 3, 7, 15, 31, 63]

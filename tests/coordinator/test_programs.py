@@ -7,6 +7,7 @@ programs are shut down while others wait. `test_random_programs` has more of eve
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import traceback
@@ -47,6 +48,7 @@ class Operation(NamedTuple):
 
 class Program(NamedTuple):
     size: int
+    over: str
     options: dict
     sets: list[list[int]]
     steps: list[tuple[list[Operation], list[list[int]], list[int]]]  # with each rank's order, and how many threads
@@ -60,7 +62,7 @@ KINDS = ["all_reduce", "all_gather", "broadcast", "reduce_scatter", "all_to_all"
 
 @st.composite
 def programs(draw):
-    size = draw(st.integers(1, 4))
+    size = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
     ranks = st.integers(0, size - 1)
     sets = draw(st.lists(st.lists(ranks, min_size=1, unique=True).map(sorted), max_size=2, unique_by=tuple))
     operation = st.builds(
@@ -82,7 +84,8 @@ def programs(draw):
     options = {"fusion_bytes": draw(st.sampled_from([64 << 20, 0, 500])), "cache": draw(st.sampled_from([1024, 0, 2]))}
     options["timeout"] = DEADLINE / 2
     extras = draw(st.lists(st.integers(0, 3), min_size=size, max_size=size))
-    return Program(size, options, sets, steps, extras, draw(st.none() | ranks), draw(st.booleans()))
+    over, ends, drains = draw(st.sampled_from(["store", "group"])), draw(st.none() | ranks), draw(st.booleans())
+    return Program(size, over, options, sets, steps, extras, ends, drains)
 
 
 def members_of(program, operation):
@@ -195,7 +198,8 @@ def play(program, coordinator):
 def run(program):
     wrong = None
     try:
-        found = run_coordinators(program.size, lambda coordinator: play(program, coordinator), **program.options)
+        play_it = functools.partial(play, program)
+        found = run_coordinators(program.size, play_it, over=program.over, **program.options)
         assert all(each == found[0] for each in found), found
     except Exception:  # which rank fails first, and how, is a matter of time: hypothesis is to take it for one failure
         wrong = traceback.format_exc()

@@ -247,3 +247,26 @@ def use(store, rank, body):
     with ncclpy.ProcessGroup(store, rank, 2, device=1, timeout=DEADLINE) as group:
         group.connect()
         body(group)
+
+
+def test_the_error_of_a_wait_that_was_too_short_is_explained_when_asked():
+    arrived = threading.Event()
+
+    def body(group):
+        group.all_reduce(np.ones(2)).wait(DEADLINE)
+        if group.rank == 1:
+            assert arrived.wait(DEADLINE)
+        work = group.all_reduce(np.ones(3))
+        if group.rank == 1:
+            return work.wait(DEADLINE), None
+        with pytest.raises(ncclpy.NcclTimeout) as found:
+            work.wait(0.05)
+        plain = str(found.value)
+        group.explain(found.value)
+        arrived.set()
+        work.wait(DEADLINE)
+        return plain, found.value
+
+    (plain, error), _ = run_groups(2, body)
+    assert "rank 1" not in plain and error.ranks[1].rank == 1
+    assert str(error).startswith(plain) and "rank 1" in str(error)[len(plain) :]

@@ -18,8 +18,8 @@ __all__ = ["Change", "Queue", "Watch"]
 
 log = logging.getLogger("ncclpy")
 
-#: How long a wait goes on before Python may look at signals; and where it looks at none, in other threads than the main
-#: one: who closes a watch wakes them.
+#: How long a wait goes on before Python may look at signals; and where it looks at none, in other threads than the
+#: main one: who closes a watch wakes them.
 SLICE, LONG_SLICE = 0.1, 10.0
 
 

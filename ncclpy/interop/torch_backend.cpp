@@ -198,6 +198,10 @@ class ForwardedWork : public c10d::Work {
     python_ = std::make_unique<Held>(std::move(work));
     if (!recordFunctionEndCallback_) return;
     range_ = std::make_shared<Range>(std::move(recordFunctionEndCallback_));
+    if (py::len(call(*python_, "future_devices")) != 0) {
+      range_->end();  // on a GPU it is how long the call takes: to wait there for the end would be part of a capture
+      return;
+    }
     call(*python_, "when_done", py::cpp_function([range = range_](const py::object&, const py::object&) { range->end(); }));
   }
 

@@ -18,7 +18,7 @@ from ncclpy.core.types import ReduceOp
 from ncclpy.interop import torch_memory
 from ncclpy.interop.torch_reductions import operator_of
 from ncclpy.interop.torch_tensors import Staging, are_even, bring, times
-from ncclpy.interop.torch_work import TorchWork, backend_error
+from ncclpy.interop.torch_work import PartWork, TorchWork, backend_error
 
 if TYPE_CHECKING:
     from ncclpy.engine.work import Work
@@ -46,14 +46,31 @@ def _operation(method: T) -> T:
 
 
 class _Together:
-    """Operations of one thread that are one launch: a block of the process group, and what torch is to know of it."""
+    """Operations of one thread that are one launch: a block of the process group, and what torch is to know of it.
 
-    def __init__(self, block: Block) -> None:
-        self.block = block
-        self.begun: Work = block.__enter__()
+    The block is opened by the first tensor, which tells on which GPU the group is.
+    """
+
+    def __init__(self, limit: float | None) -> None:
+        self._limit = limit
+        self.block: Block | None = None
+        self.begun: Work
         self.outputs: list[Any] = []
         self.after: list[Callable[[], object]] = []
+        self.work: TorchWork | None = None  # of all of them, once the block is over
         self._kinds: set[bool] = set()
+
+    def open(self, group: ProcessGroup) -> Block:
+        """Open the block, if it is not."""
+        if self.block is None:
+            self.block = group.coalescing(self._limit)
+            self.begun = self.block.__enter__()
+        return self.block
+
+    def leave(self, error: BaseException) -> None:
+        """Launch nothing of it: its works fail."""
+        if self.block is not None:
+            self.block.__exit__(type(error), error, None)
 
     def note(self, blocks: bool) -> None:
         """Note of an operation whether waiting for it is waiting in the CPU."""
@@ -150,7 +167,14 @@ class TorchBackend:
         """Return what stages the tensors of an operation, of which this is one."""
         if self._made is None:
             self._begin_with(tensor.device)
+        if self._blocks:
+            self._open_block()
         return Staging(self._device)
+
+    def _open_block(self) -> None:
+        together = self._block()
+        if together is not None:
+            together.open(self.group)
 
     def _limit(self, timeout: float | None) -> float | None:
         """Return what an operation is told of its timeout."""
@@ -167,7 +191,7 @@ class TorchBackend:
         together.outputs += outputs
         together.after += staging.after
         together.note(blocks)
-        return TorchWork(begun, outputs, (), blocks, self.group, source)
+        return PartWork(together, begun, outputs, blocks, self.group, source)
 
     # Memory that NCCL knows, by torch's names for it.
 
@@ -209,14 +233,13 @@ class TorchBackend:
         """Begin a block: what this thread begins until `end_coalescing` is one launch."""
         self.drop_coalescing()  # torch does not end a block that an exception has left
         limit = self._timeout if timeout is None else timeout
-        self._blocks[threading.get_ident()] = _Together(self.group.coalescing(limit))
+        self._blocks[threading.get_ident()] = _Together(limit)
 
     def drop_coalescing(self) -> None:
         """End the block that this thread is in, if it is in one, and launch nothing of it: its works fail."""
         left = self._blocks.pop(threading.get_ident(), None)
         if left is not None:
-            error = NcclAborted("its coalescing block was left by an exception, or begun anew")
-            left.block.__exit__(type(error), error, None)
+            left.leave(NcclAborted("its coalescing block was left by an exception, or begun anew"))
 
     @_operation
     def end_coalescing(self) -> TorchWork:
@@ -224,8 +247,10 @@ class TorchBackend:
         together = self._blocks.pop(threading.get_ident(), None)
         if together is None:
             raise RuntimeError("end_coalescing: this thread is in no block")
-        together.block.__exit__(None, None, None)
-        return TorchWork(together.begun, together.outputs, together.after, together.blocks, self.group)
+        together.open(self.group).__exit__(None, None, None)
+        work = TorchWork(together.begun, together.outputs, together.after, together.blocks, self.group)
+        together.work = work
+        return work
 
     @contextlib.contextmanager
     def _as_one(self, timeout: float | None) -> Iterator[list[TorchWork]]:
@@ -234,13 +259,14 @@ class TorchBackend:
         together = self._block()
         if together is not None:
             yield works
-            works.append(TorchWork(together.begun, [], (), together.blocks, self.group))
+            together.open(self.group)
+            works.append(PartWork(together, together.begun, [], together.blocks, self.group))
             return
         self.start_coalescing(timeout)
         try:
             yield works
         except BaseException as error:
-            self._blocks.pop(threading.get_ident()).block.__exit__(type(error), error, None)
+            self._blocks.pop(threading.get_ident()).leave(error)
             raise
         works.append(self.end_coalescing())
 
@@ -431,6 +457,8 @@ class TorchBackend:
 
             self._begin_with(None)
             producer = torch.cuda.current_stream(self._device)
+        if self._blocks:
+            self._open_block()
         begun = self.group.barrier(producer=producer, timeout=self._limit(timeout))
         return TorchWork(begun, [], (), True, self.group)
 

@@ -60,6 +60,13 @@ def create(theirs: Any, options: Mapping[str, Any] | None) -> Any:
 def _made(store: Any, rank: int, ranks: list[int], timeout: float, name: str, options: dict[str, Any]) -> Any:
     _choose_engine()
     on_gpu = library.library().engine == "cuda"
+    if on_gpu:
+        # There the group is made by the first operation, and some ranks may have none: how often it was made each rank
+        # has to know of all the same, where names come again in a store.
+        import torch.distributed
+
+        number = store.add(f"ncclpy/made/{name}/{rank}", 1)
+        store = torch.distributed.PrefixStore(f"ncclpy/{number}", store)
 
     def make(device: Any) -> ProcessGroup:
         from ncclpy.process_group.group import ProcessGroup
@@ -93,11 +100,18 @@ def _choose_engine() -> None:
 
 
 def _gpu(rank: int) -> int:
-    """Return the GPU of a rank of the world that no tensor has told of: torch's current one, if that was chosen."""
+    """Return the GPU of a rank of the world that no tensor has told of.
+
+    Torch's current one if that was chosen; the only one that this process has tensors on; else its rank's, as torch's
+    nccl does.
+    """
     import torch
 
-    chosen: int = torch.cuda.current_device()
-    return chosen or int(os.environ.get("LOCAL_RANK") or rank) % torch.cuda.device_count()  # as torch's nccl does
+    chosen, count = int(torch.cuda.current_device()), int(torch.cuda.device_count())
+    if chosen:
+        return chosen
+    used = [device for device in range(count) if torch.cuda.memory_reserved(device)]
+    return used[0] if len(used) == 1 else int(os.environ.get("LOCAL_RANK") or rank) % count
 
 
 @functools.cache

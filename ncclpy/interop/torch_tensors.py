@@ -23,7 +23,9 @@ def bring(made: Any, tensor: Any) -> None:
     if made.is_cuda and not made.is_sparse:
         import torch
 
-        made.record_stream(torch.cuda.current_stream(made.device))  # not that on which it was allocated
+        for each in (made, tensor):  # not that on which they were allocated
+            if each.is_cuda:
+                each.record_stream(torch.cuda.current_stream(made.device))
     with _plainly(tensor) as place:
         place.copy_(made)
 

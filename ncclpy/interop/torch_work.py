@@ -27,9 +27,12 @@ def backend_error(error: BaseException) -> BaseException:
     return made
 
 
-@functools.cache
-def _stream_of(device: int) -> Any:
-    """Return the stream that futures are completed on: torch has 32 for all that ask, over and over again."""
+@functools.lru_cache(64)
+def _stream_of(device: int, group: str, source: int) -> Any:
+    """Return the stream that futures of a group, or of what comes from a rank of it, are completed on.
+
+    What one of them waits for is not to hold up the others. Torch has 32 for all that ask, over and over again.
+    """
     import torch
 
     return torch.cuda.Stream(device)
@@ -56,7 +59,8 @@ class TorchWork:
     """
 
     __slots__ = (
-        "_after", "_begun", "_blocks", "_done", "_failure", "_group", "_lock", "_outputs", "_sequence", "_source",
+        "_after", "_begun", "_blocks", "_done", "_explained", "_failure", "_group", "_lock", "_outputs", "_sequence",
+        "_source",
     )  # fmt: skip
 
     def __init__(
@@ -72,6 +76,7 @@ class TorchWork:
         self._group, self._sequence, self._source = group, group.seq, source
         self._after = after
         self._lock = threading.Lock() if after else None
+        self._explained = False
         self._failure: Exception | None = None  # of what was to be done after it
         self._done: Any = None  # an event, where what is to be done after it was enqueued on a stream
 
@@ -97,9 +102,16 @@ class TorchWork:
         try:
             self._begun.wait(seconds if seconds > 0 else None)
         except NcclTimeout as error:
-            if not self._begun.is_completed():  # else it is its own error, which says all
-                self._group.explain(error)
+            if self._begun.is_completed():  # just now; if it has failed, its own error says all
+                self._begun.wait()
+                return
+            if not self._explained:  # once: who looks again and again is not to ask all ranks each time
+                self._explained = True
+                self._explain(error)
             raise
+
+    def _explain(self, error: NcclError) -> None:
+        self._group.explain(error)
 
     def synchronize(self) -> None:
         """Let the current stream wait for it, and for what is to be done after it."""
@@ -213,7 +225,7 @@ class TorchWork:
             return
         import torch
 
-        with torch.cuda.stream(_stream_of(self._begun.device)):
+        with torch.cuda.stream(_stream_of(self._begun.device, self._group.name, self._source)):
             try:
                 self.synchronize()
             except Exception as error:
@@ -232,3 +244,26 @@ class TorchWork:
             tell(None, str(error))
         else:
             tell(list(self._outputs), None)
+
+
+class PartWork(TorchWork):
+    """An operation of a block: it is launched, and done, with all that are."""
+
+    __slots__ = ("_together",)
+
+    def __init__(
+        self, together: Any, begun: Work, outputs: Sequence[Any], blocks: bool, group: ProcessGroup, source: int = -1
+    ) -> None:
+        super().__init__(begun, outputs, (), blocks, group, source)
+        self._together = together
+
+    def wait(self, seconds: float = 0.0) -> None:
+        """Wait for all of them; within the block for nothing, as torch's calls that are not asynchronous do there."""
+        if self._together.work is not None:
+            self._together.work.wait(seconds)
+        elif self._begun.is_completed():  # it was left
+            super().wait(seconds)
+
+    def synchronize(self) -> None:
+        """Do so with the current stream."""
+        self.wait()

@@ -41,6 +41,7 @@ def load(backend: str, ranks: int, gpu: bool = False):
 
     if gpu:
         _make_instead_of_nccl(torch.distributed, backend)
+        _profiled(distributed_test, backend)
     else:
         _add(distributed_test, backend)
 
@@ -66,6 +67,11 @@ def _add(module, backend: str) -> None:
     for features in module.DistTestCases.backend_feature.values():
         if "gloo" in features:
             features.add(backend)
+    _profiled(module, backend)
+
+
+def _profiled(module, backend: str) -> None:
+    """Have torch's tests look at what its profiler says of a backend."""
     for lists in ("PROFILING", "CUDA_PROFILING", "SEND_RECV_PROFILING"):
         getattr(module, f"{lists}_SUPPORTED_BACKENDS").append(backend)
 

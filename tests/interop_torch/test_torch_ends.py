@@ -11,12 +11,15 @@ import sys
 import textwrap
 import threading
 import time
+import types
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 import testing
+from ncclpy.interop import torch_registration
 from ncclpy.interop.torch import backend_of
 from ncclpy.interop.torch_backend import TorchBackend, _Together
 from ncclpy.interop.torch_registration import _gpu
@@ -239,12 +242,8 @@ def test_a_batch_after_an_abort_raises_torchs_error(ranks2):
 
 
 def test_a_block_waits_in_the_cpu_if_one_of_it_does():
-    class Block:
-        def __enter__(self):
-            return None
-
     for kinds, blocks in {(): True, (False,): False, (True,): True, (True, False): True, (False, True): True}.items():
-        together = _Together(Block())
+        together = _Together(None)
         for each in kinds:
             together.note(each)
         assert together.blocks == blocks
@@ -324,6 +323,8 @@ def test_futures_of_a_gpu_share_a_stream(streams):
     for _ in range(3):
         TorchWork(Begun(), [], (), False, Group()).when_done(lambda tensors, error: seen.append(streams[-1]))
     assert seen[0] is seen[1] is seen[2] and seen[0] is not streams[0]
+    TorchWork(Begun(), [], (), False, Group(), source=1).when_done(lambda tensors, error: seen.append(streams[-1]))
+    assert seen[3] not in seen[:3], "what comes from a rank may come late"
 
 
 def test_a_copy_on_a_gpu_is_known_to_its_memory(streams):
@@ -480,7 +481,7 @@ def as_on_gpus(made):
 class Group:
     """What a barrier asks of a process group."""
 
-    seq, device = 3, 0
+    seq, device, name = 3, 0, "group"
 
     def barrier(self, **_):
         return None
@@ -515,10 +516,13 @@ def test_a_barrier_makes_the_group_on_the_device_that_is_named(extension, monkey
 def test_a_barrier_of_which_nothing_tells_the_gpu_is_on_that_of_the_rank(monkeypatch, current, local, expected):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     if local is not None:
         monkeypatch.setenv("LOCAL_RANK", local)
     assert _gpu(5) == expected
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: int(device == 0))
+    assert _gpu(5) == current, "where its tensors are"
 
 
 class FirstDevice(Exception):
@@ -550,9 +554,14 @@ class OnGpu:
         ("alltoall", [["t"], ["t"]]),
         ("send", [["t"], 0]),
         ("recv", [["t"], 0]),
+        ("allreduce_coalesced", [["t"], 0]),
+        ("allgather_coalesced", [[["t"]], ["t"]]),
+        ("all_gather_single_coalesced", [["t"], ["t"]]),
+        ("reduce_scatter_single_coalesced", [["t"], ["t"], 0]),
     ],
 )
-def test_the_first_tensor_tells_on_which_gpu_the_group_is(name, arguments):
+@pytest.mark.parametrize("together", [False, True])
+def test_the_first_tensor_tells_on_which_gpu_the_group_is(name, arguments, together):
     """Not torch's current device, which may be another one."""
 
     def make(device):
@@ -564,6 +573,8 @@ def test_the_first_tensor_tells_on_which_gpu_the_group_is(name, arguments):
         return OnGpu() if argument == "t" else argument
 
     backend = TorchBackend(0, 1, make, True, 1.0, None, None)
+    if together:
+        backend.start_coalescing()
     with pytest.raises(FirstDevice) as found:
         getattr(backend, name)(*placed(arguments), None)
     assert found.value.args == (torch.device("cuda", 1),)
@@ -609,3 +620,69 @@ def test_detail_is_torchs_own_check():
         env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
     )
     assert said.stdout.count("Detected mismatch between collectives on ranks") == 2, said.stdout + said.stderr
+
+
+def in_a_block(rank, size):
+    group, tensors = dist.group.WORLD, [torch.full((2,), rank + 1.0) for _ in range(2)]
+    strided = torch.full((2, 4), rank + 1.0)[:, ::2]
+    with _coalescing_manager(group, CPU, async_ops=True):
+        dist.broadcast(tensors[0], src=1)  # torch waits for it
+        work = dist.broadcast(strided, src=1, async_op=True)
+        before = strided.unique().tolist()
+    work.wait()  # behind the block: for all of it
+    return before, strided.unique().tolist(), tensors[0].tolist()
+
+
+def test_works_of_a_block_are_waited_for_with_it(ranks2):
+    assert ranks2.run(in_a_block) == [([rank + 1.0], [2.0], [2.0] * 2) for rank in range(2)]
+
+
+def polled(rank, size):
+    if rank == 0:
+        work, asked = dist.all_reduce(torch.ones(1), async_op=True), []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(TorchWork, "_explain", lambda self, error: asked.append(error))
+            for _ in range(5):
+                error_of(lambda: work.wait(datetime.timedelta(seconds=0.01)))
+        work.wait()
+        return len(asked)
+    time.sleep(0.5)
+    dist.all_reduce(torch.ones(1))
+    return 1
+
+
+def test_who_looks_again_and_again_asks_the_others_once(ranks2):
+    assert ranks2.run(polled) == [1, 1]
+
+
+def test_the_profiler_waits_for_no_gpu(extension):
+    """A range of a GPU's operation ends with the call: to wait for more would be part of a graph that is captured."""
+
+    class OnGpuWork:
+        def future_devices(self):
+            return [torch.device("cuda", 0)]
+
+        def when_done(self, tell):
+            raise AssertionError("it is not to be asked")
+
+    class Backend:
+        def allreduce(self, tensors, op, timeout):
+            return OnGpuWork()
+
+    group = extension(0, 1, Backend())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        work = group.allreduce([torch.ones(2)], dist.AllreduceOptions())
+    assert [event.name for event in profile.events() if event.name.startswith("ncclpy:")] == ["ncclpy:all_reduce"]
+    del work
+
+
+def test_a_group_that_some_ranks_never_use_is_the_same_when_it_is_made_again(monkeypatch):
+    """On GPUs, where the first operation makes it: how often it was made is counted when torch makes it."""
+    monkeypatch.setattr(torch_registration.library, "library", lambda: types.SimpleNamespace(engine="cuda"))
+    monkeypatch.setattr(torch_registration, "wrapped", lambda rank, size, backend: backend)
+    store = dist.HashStore()
+    for number in (1, 2):
+        for rank in range(2):
+            made = torch_registration._made(store, rank, [0, 1], 1.0, "0", {})
+            made.store.set(f"{rank}", f"{number}")
+        assert store.get(f"ncclpy/{number}/0") == store.get(f"ncclpy/{number}/1") == str(number).encode()

@@ -194,8 +194,8 @@ def _torch() -> list[Target]:
 _WAKES = "two threads wake one after the other, that of the root and the other rank's, which takes most of it"
 _MEMORY_BOUND = "one flat all-reduce takes as long as mpi4py does one by one: memory does, on two cores"
 _INTERPRETED = (
-    "to bring an array, to launch it and to end its work take some 19 us on that machine, one after the other under the "
-    "GIL, and 7 us where many are brought at once"
+    "to bring an array, to launch it and to end its work take some 19 us on that machine, one after the other under "
+    "the GIL, and 7 us where many are brought at once"
 )
 
 

@@ -154,8 +154,12 @@ def flags_for(torch: Any) -> list[str]:
     if cuda is not None:
         includes.append(cuda)
     abi = int(bool(getattr(torch._C, "_GLIBCXX_USE_CXX11_ABI", True)))
+    # By these pybind11 tells whether two modules know each other's classes: older releases of torch have them of the
+    # compiler that it was built by.
+    known = {part: getattr(torch._C, f"_PYBIND11_{part}", None) for part in ("COMPILER_TYPE", "STDLIB", "BUILD_ABI")}
     return [
         f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
+        *(f'-DPYBIND11_{part}="{value}"' for part, value in known.items() if value),
         *(f"-isystem{include}" for include in includes),
         f"-L{root / 'lib'}",
     ]

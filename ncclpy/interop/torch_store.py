@@ -25,6 +25,8 @@ _MAX_VALUE = 8 << 20
 _LOCKS = "\0ncclpy/lock/"
 # A key that torch cannot take is text with a lone surrogate, which has no UTF-8.
 _ESCAPED = "\0ncclpy/hex/"
+# Of each folder the keys that were made in it, a line each, where torch cannot list keys (before 2.10).
+_MADE = "\0ncclpy/made/"
 #: Seconds for calls to come back when the process ends.
 _LEAVES = 5.0
 #: How long a wait sleeps between two looks, in seconds: at first, and at most.
@@ -127,6 +129,7 @@ class TorchStore(Store):
             self._theirs = theirs.clone()
         except (RuntimeError, NotImplementedError, AttributeError):
             self._theirs = theirs  # one that cannot be had twice
+        self._lists = hasattr(self._theirs, "list_keys")
 
     def __repr__(self) -> str:
         return f"as_store({self._shown})"
@@ -211,9 +214,10 @@ class TorchStore(Store):
         name = self._name(key)
         if value:
             self._ask(self._theirs.set, name, self._value(key, value))
-            return
-        with self._locked(name, deadline):  # to compare_set of torch's, an empty value and an absent key are the same
-            self._ask(self._theirs.set, name, value)
+        else:
+            with self._locked(name, deadline):  # to compare_set of torch's, an empty value and no key are the same
+                self._ask(self._theirs.set, name, value)
+        self._note(name)
 
     def _get(self, key: str, deadline: float) -> bytes | None:
         name = self._name(key)
@@ -223,7 +227,9 @@ class TorchStore(Store):
         name = self._name(key)
         # Before torch's server sees what it cannot read as a number, or what overflows there without a word.
         summed(self, key, self._read(name), number)
-        return int(self._ask(self._theirs.add, name, number))
+        total = int(self._ask(self._theirs.add, name, number))
+        self._note(name)
+        return total
 
     def _compare_set(
         self, key: str, expected: bytes | None, desired: bytes | None, deadline: float
@@ -241,12 +247,14 @@ class TorchStore(Store):
                 now = bytes(self._ask(self._theirs.compare_set, name, found or b"", self._value(key, desired)))
                 # Somebody may have set the same without the lock: then that was after this.
                 if now == desired:
+                    self._note(name)
                     return True, desired
 
     def _append(self, key: str, value: bytes, deadline: float) -> None:
         name = self._name(key)
         if value and self._theirs.has_extended_api():
             self._ask(self._theirs.append, name, self._value(key, value))
+            self._note(name)
             return
         while True:
             found = self._read(name)
@@ -276,9 +284,25 @@ class TorchStore(Store):
             self._ask(self._theirs.delete_key, name)
             return there
 
+    def _note(self, name: str) -> None:
+        """Note that a key is there, where torch cannot list keys."""
+        if self._lists:
+            return
+        book, line = self._name(_MADE + name.rpartition("/")[0]), f"{name.encode().hex()}\n".encode()
+        if line not in (self._read(book) or b""):
+            self._ask(self._theirs.append, book, line)  # twice if another does so now
+
+    def _noted(self, prefix: str) -> list[str]:
+        """Return the keys of a folder that were noted, and are there."""
+        if not prefix.endswith("/"):
+            raise StoreError(f"{self}: this release of torch cannot list keys; noted are those of a folder, 'name/'")
+        lines = (self._read(self._name(_MADE + prefix[:-1])) or b"").decode().split()
+        names = [bytes.fromhex(line).decode() for line in dict.fromkeys(lines)]
+        return [name for name in names if self._ask(self._theirs.check, [name])]
+
     def _keys(self, prefix: str, deadline: float) -> list[str]:
         found = []
-        for name in self._ask(self._theirs.list_keys):
+        for name in self._ask(self._theirs.list_keys) if self._lists else self._noted(prefix):
             if name.startswith(_ESCAPED):
                 name = bytes.fromhex(name[len(_ESCAPED) :]).decode("utf-8", "surrogatepass")
             if name.startswith(prefix) and not name.startswith(_LOCKS):

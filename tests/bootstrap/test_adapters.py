@@ -5,9 +5,13 @@ import datetime
 import subprocess
 
 import foreign_stores
+import numpy as np
 import pytest
 
+import ncclpy
+import testing
 from ncclpy.bootstrap import LocalStore, StoreError, StoreLost, as_store
+from ncclpy.interop.torch_store import TorchStore
 
 
 def test_a_store_is_returned_as_it_is():
@@ -37,6 +41,55 @@ def test_other_things_of_torch_are_refused(torch_store):
 
     with pytest.raises(TypeError, match=r"got torch\.Tensor"):
         as_store(torch.zeros(1))
+
+
+class Old:
+    """A store of torch's that cannot list its keys, as none could before torch 2.10."""
+
+    def __init__(self, theirs):
+        self._theirs = theirs
+
+    def __getattr__(self, name):
+        if name in ("list_keys", "clone"):
+            raise AttributeError(name)
+        return getattr(self._theirs, name)
+
+
+def test_keys_where_torch_cannot_list_them():
+    dist = pytest.importorskip("torch.distributed")
+    with TorchStore(Old(dist.HashStore()), 5) as store:
+        store.set("folder/b", b"1")
+        store.add("folder/n", 2)
+        store.set("folder/b", b"2")
+        store.compare_set("folder/c", None, b"3")
+        store.append("folder/d", b"4")
+        store.set("folder/deeper/e", b"5")
+        store.delete("folder/d")
+        assert sorted(store.keys("folder/")) == ["folder/b", "folder/c", "folder/n"]
+        assert store.keys("folder/deeper/") == ["folder/deeper/e"] and store.keys("none/") == []
+        with pytest.raises(StoreError, match="cannot list keys"):
+            store.keys("fol")
+
+
+def test_a_group_where_torch_cannot_list_keys(host_engine):
+    """It says who has not come, and goes on."""
+    dist = pytest.importorskip("torch.distributed")
+    theirs = Old(dist.HashStore())
+
+    def rank(each):
+        number = each.rank
+        with ncclpy.ProcessGroup(TorchStore(theirs, 20), number, 2, device=number, timeout=20) as group:
+            group.all_reduce(np.ones(2)).wait(20)
+            if number == 1:
+                testing.wait_for(lambda: group.error is not None, "the end")
+            else:
+                with pytest.raises(ncclpy.NcclTimeout, match="rank 1"):
+                    group.all_reduce(np.ones(2), timeout=0.3).wait(20)
+            found = group.recover(20)
+            group.all_reduce(np.ones(2)).wait(20)
+            return found.survivors
+
+    assert testing.run_threads(2, rank, 30) == [(0, 1)] * 2
 
 
 def test_values_in_torchs_store_are_torchs(torch_store):

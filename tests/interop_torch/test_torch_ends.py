@@ -91,7 +91,12 @@ def options(rank, size):
     before = backend._get_sequence_number_for_group()
     work = dist.all_reduce(torch.ones(1), async_op=True)
     work.wait()
-    return before, backend._get_sequence_number_for_group(), work._get_duration() >= 0, backend.supports_coalescing
+    return (
+        before,
+        backend._get_sequence_number_for_group(),
+        work._get_duration() >= 0,
+        getattr(backend, "supports_coalescing", True),
+    )
 
 
 def test_options_of_the_group(ranks2):

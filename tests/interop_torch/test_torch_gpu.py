@@ -234,21 +234,25 @@ def test_tensors_of_cpus_and_gpus(ranks2):
     assert found == [([3.0] * 3, [5.0] * 3, [{"rank": 0}, {"rank": 1}])] * 2
 
 
-def left_alone(rank, size):
+def wait_in_vain(rank):
+    """Have rank 0 wait for an all-reduce for 2 s, which rank 1 does not come to meanwhile; return what that raises."""
     torch.cuda.set_device(rank)
     tensor = torch.zeros(10, device="cuda")
     dist.all_reduce(tensor)
     torch.cuda.synchronize()
-    began, said = time.monotonic(), ""
-    if rank == 0:
-        try:
-            dist.all_reduce(tensor, async_op=True).wait(timeout=datetime.timedelta(seconds=2))
-            torch.cuda.synchronize()
-        except dist.DistBackendError as error:
-            said = str(error)
-    else:
+    if rank == 1:
         time.sleep(4)
-    return said, time.monotonic() - began
+        return ""
+    try:
+        dist.all_reduce(tensor, async_op=True).wait(timeout=datetime.timedelta(seconds=2))
+        torch.cuda.synchronize()
+    except dist.DistBackendError as error:
+        return str(error)
+
+
+def left_alone(rank, size):
+    began = time.monotonic()
+    return wait_in_vain(rank), time.monotonic() - began
 
 
 def test_a_rank_that_does_not_come_is_named(ranks2):
@@ -258,19 +262,7 @@ def test_a_rank_that_does_not_come_is_named(ranks2):
 
 def recovered(rank, size):
     """Both ranks go on after a collective that one of them had no time to wait for."""
-    torch.cuda.set_device(rank)
-    tensor = torch.ones(10, device="cuda")
-    dist.all_reduce(tensor)
-    torch.cuda.synchronize()
-    said = ""
-    if rank == 0:
-        try:
-            dist.all_reduce(tensor, async_op=True).wait(timeout=datetime.timedelta(seconds=2))
-            torch.cuda.synchronize()
-        except dist.DistBackendError as error:
-            said = str(error)
-    else:
-        time.sleep(3)
+    said = wait_in_vain(rank)
     ncclpy.interop.torch.recover(20)
     tensor = torch.full((10,), rank + 1.0, device="cuda")
     dist.all_reduce(tensor)

@@ -314,7 +314,10 @@ class Session:
         if joining is not None:  # its own wait for that was left; until then nothing can be brought
             self._wait(joining, timeout)
         if self.error is None and self._closing is None and self._joining is None:
-            self._ask_once(self._all_leave, self._control.bring, 0, LEAVING, b"", b"", False)
+            try:
+                self._ask_once(self._all_leave, self._control.bring, 0, LEAVING, b"", b"", False)
+            except ValueError:  # another thread has joined meanwhile: that is told to it
+                return True
             return self._wait(self._all_leave, timeout) and self._all_leave.is_all
         return True
 

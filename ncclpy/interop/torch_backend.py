@@ -58,13 +58,16 @@ class _Together:
         self.outputs: list[Any] = []
         self.after: list[Callable[[], object]] = []
         self.work: TorchWork | None = None  # of all of them, once the block is over
+        self.thread = threading.get_ident()  # whose block it is
+        self.told: list[Callable[[TorchWork], object]] = []  # what is asked for before there is that one
         self._kinds: set[bool] = set()
 
     def open(self, group: ProcessGroup) -> Block:
         """Open the block, if it is not."""
         if self.block is None:
-            self.block = group.coalescing(self._limit)
-            self.begun = self.block.__enter__()
+            block = group.coalescing(self._limit)
+            self.begun = block.__enter__()
+            self.block = block
         return self.block
 
     def leave(self, error: BaseException) -> None:
@@ -250,6 +253,8 @@ class TorchBackend:
         together.open(self.group).__exit__(None, None, None)
         work = TorchWork(together.begun, together.outputs, together.after, together.blocks, self.group)
         together.work = work
+        for each in together.told:
+            each(work)
         return work
 
     @contextlib.contextmanager
@@ -460,7 +465,11 @@ class TorchBackend:
         if self._blocks:
             self._open_block()
         begun = self.group.barrier(producer=producer, timeout=self._limit(timeout))
-        return TorchWork(begun, [], (), True, self.group)
+        together = self._block() if self._blocks else None
+        if together is None:
+            return TorchWork(begun, [], (), True, self.group)
+        together.note(True)
+        return PartWork(together, begun, [], True, self.group)
 
     @_operation
     def monitored_barrier(self, timeout: float | None, wait_all_ranks: bool) -> None:

@@ -102,16 +102,16 @@ def _choose_engine() -> None:
 def _gpu(rank: int) -> int:
     """Return the GPU of a rank of the world that no tensor has told of.
 
-    Torch's current one if that was chosen; the only one that this process has tensors on; else its rank's, as torch's
-    nccl does.
+    Torch's current one if that was chosen; that of LOCAL_RANK; the only one that this process has tensors on; else its
+    rank's, as torch's nccl does.
     """
     import torch
 
     chosen, count = int(torch.cuda.current_device()), int(torch.cuda.device_count())
-    if chosen:
-        return chosen
+    if chosen or os.environ.get("LOCAL_RANK"):
+        return chosen or int(os.environ["LOCAL_RANK"]) % count
     used = [device for device in range(count) if torch.cuda.memory_reserved(device)]
-    return used[0] if len(used) == 1 else int(os.environ.get("LOCAL_RANK") or rank) % count
+    return used[0] if len(used) == 1 else rank % count
 
 
 @functools.cache

@@ -212,12 +212,12 @@ class TorchStore(Store):
 
     def _set(self, key: str, value: bytes, deadline: float) -> None:
         name = self._name(key)
+        self._note(name, deadline)
         if value:
             self._ask(self._theirs.set, name, self._value(key, value))
         else:
             with self._locked(name, deadline):  # to compare_set of torch's, an empty value and no key are the same
                 self._ask(self._theirs.set, name, value)
-        self._note(name)
 
     def _get(self, key: str, deadline: float) -> bytes | None:
         name = self._name(key)
@@ -227,14 +227,15 @@ class TorchStore(Store):
         name = self._name(key)
         # Before torch's server sees what it cannot read as a number, or what overflows there without a word.
         summed(self, key, self._read(name), number)
-        total = int(self._ask(self._theirs.add, name, number))
-        self._note(name)
-        return total
+        self._note(name, deadline)
+        return int(self._ask(self._theirs.add, name, number))
 
     def _compare_set(
         self, key: str, expected: bytes | None, desired: bytes | None, deadline: float
     ) -> tuple[bool, bytes | None]:
         name = self._name(key)
+        if desired is not None:
+            self._note(name, deadline)
         with self._locked(name, deadline):
             while True:
                 found = self._read(name)
@@ -247,14 +248,13 @@ class TorchStore(Store):
                 now = bytes(self._ask(self._theirs.compare_set, name, found or b"", self._value(key, desired)))
                 # Somebody may have set the same without the lock: then that was after this.
                 if now == desired:
-                    self._note(name)
                     return True, desired
 
     def _append(self, key: str, value: bytes, deadline: float) -> None:
         name = self._name(key)
         if value and self._theirs.has_extended_api():
+            self._note(name, deadline)
             self._ask(self._theirs.append, name, self._value(key, value))
-            self._note(name)
             return
         while True:
             found = self._read(name)
@@ -282,15 +282,22 @@ class TorchStore(Store):
         with self._locked(name, deadline):
             there = self._read(name) is not None  # a file's delete_key does not tell
             self._ask(self._theirs.delete_key, name)
-            return there
+        self._note(name, deadline, False)
+        return there
 
-    def _note(self, name: str) -> None:
-        """Note that a key is there, where torch cannot list keys."""
+    def _note(self, name: str, deadline: float, there: bool = True) -> None:
+        """Note that a key is about to be there, or is no more, where torch cannot list keys."""
         if self._lists:
             return
         book, line = self._name(_MADE + name.rpartition("/")[0]), f"{name.encode().hex()}\n".encode()
-        if line not in (self._read(book) or b""):
-            self._ask(self._theirs.append, book, line)  # twice if another does so now
+        with self._locked(book, deadline):
+            found = self._read(book) or b""
+            if there and line not in found:
+                self._ask(self._theirs.set, book, found + line)
+            elif not there and found == line:
+                self._ask(self._theirs.delete_key, book)
+            elif not there and line in found:
+                self._ask(self._theirs.set, book, found.replace(line, b""))
 
     def _noted(self, prefix: str) -> list[str]:
         """Return the keys of a folder that were noted, and are there."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,10 @@ if TYPE_CHECKING:
     from ncclpy.engine.work import Work
     from ncclpy.process_group.group import ProcessGroup
 
-__all__ = ["TorchWork", "backend_error"]
+__all__ = ["PartWork", "TorchWork", "backend_error"]
+
+#: Seconds between two looks whether another thread's block is over.
+_LOOKS = 1e-3
 
 
 def backend_error(error: BaseException) -> BaseException:
@@ -257,13 +262,55 @@ class PartWork(TorchWork):
         super().__init__(begun, outputs, (), blocks, group, source)
         self._together = together
 
+    def _whole(self) -> TorchWork | None:
+        """Return the work of all of them; None while the block is open, and if it was left."""
+        whole: TorchWork | None = self._together.work
+        return whole
+
     def wait(self, seconds: float = 0.0) -> None:
         """Wait for all of them; within the block for nothing, as torch's calls that are not asynchronous do there."""
-        if self._together.work is not None:
-            self._together.work.wait(seconds)
-        elif self._begun.is_completed():  # it was left
+        end = time.monotonic() + seconds if seconds > 0 else math.inf
+        while self._whole() is None and not self._begun.is_completed():
+            if threading.get_ident() == self._together.thread:
+                return
+            if time.monotonic() >= end:
+                raise backend_error(NcclTimeout(f"its coalescing block is still open after {seconds:.3g} s"))
+            time.sleep(_LOOKS)
+        whole = self._whole()
+        if whole is not None:
+            whole.wait(seconds)
+        else:  # it was left, or fails as it ends
             super().wait(seconds)
 
     def synchronize(self) -> None:
         """Do so with the current stream."""
         self.wait()
+
+    def is_completed(self) -> bool:
+        """Return whether all of them have ended."""
+        whole = self._whole()
+        return super().is_completed() if whole is None else whole.is_completed()
+
+    def is_success(self) -> bool:
+        """Return whether all of them have ended well."""
+        whole = self._whole()
+        return whole is not None and whole.is_success()
+
+    def failure(self) -> str | None:
+        """Return the text of their error."""
+        whole = self._whole()
+        return super().failure() if whole is None else whole.failure()
+
+    def when_done(self, tell: Callable[[Any, str | None], object]) -> None:
+        """Do so once all of them have ended; within the block this is noted."""
+
+        def told(whole: TorchWork) -> None:
+            whole.when_done(lambda _, error: tell(None if error else list(self._outputs), error))
+
+        whole = self._whole()
+        if whole is not None:
+            told(whole)
+        elif self._begun.is_completed():  # it was left
+            super().when_done(tell)
+        else:
+            self._together.told.append(told)

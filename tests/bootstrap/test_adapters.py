@@ -89,7 +89,7 @@ def test_a_group_where_torch_cannot_list_keys(host_engine):
             group.all_reduce(np.ones(2)).wait(20)
             return found.survivors
 
-    assert testing.run_threads(2, rank, 30) == [(0, 1)] * 2
+    assert testing.run_threads(2, rank, 60) == [(0, 1)] * 2
 
 
 def test_values_in_torchs_store_are_torchs(torch_store):

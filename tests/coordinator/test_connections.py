@@ -249,14 +249,14 @@ def test_who_keeps_the_gil_is_not_taken_for_lost(tmp_path):
         from ncclpy.coordinator.connections import open_control
         rank, size = int(sys.argv[1]), 3
         store = FileStore(sys.argv[2])
-        options = dict(cache=16, timeout=None, stall_after=60.0, patience=30, silence=1.0)
+        options = dict(cache=16, timeout=None, stall_after=60.0, patience=30, silence=2.0)
         control = open_control(store, rank, size, "test", **options)
         control.bring(0, b"first", b"A", b"", True)
         assert control.next(30)[0][0] == "run"
         control.launched(0)
         store.barrier("ready", rank, size)
         if rank == 1:
-            ctypes.PyDLL(None).sleep(4)
+            ctypes.PyDLL(None).sleep(6)
         control.bring(0, b"second", b"A", b"", True)
         told = control.next(30)
         assert told[0][0] == "run", told
@@ -264,7 +264,11 @@ def test_who_keeps_the_gil_is_not_taken_for_lost(tmp_path):
     """
     command = [sys.executable, "-c", textwrap.dedent(program)]
     started = [subprocess.Popen([*command, str(rank), str(tmp_path / "store")], cwd="/") for rank in range(3)]
-    assert [each.wait(60) for each in started] == [0, 0, 0]
+    try:
+        assert [each.wait(60) for each in started] == [0, 0, 0]
+    finally:
+        for each in started:
+            each.kill()
 
 
 def test_a_plane_without_work_costs_nothing():
@@ -296,13 +300,16 @@ for each in threads:
     each.start()
 meeting.wait(30)
 time.sleep(2)  # what stays awake behind an operation
-before = resource.getrusage(resource.RUSAGE_SELF)
-time.sleep(12)
-after = resource.getrusage(resource.RUSAGE_SELF)
+spent = []
+for _ in range(3):
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    time.sleep(4)
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
 meeting.wait(30)
 for each in threads:
     each.join()
-print(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+print(min(spent))
 """
 
 
@@ -310,7 +317,7 @@ print(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
 def test_coordinators_without_work_cost_nothing(over):
     """Likewise, with all that is about a plane: readers, groups and what watches over them."""
     spent = float(testing.run_python(COORDINATORS_IDLE.format(over=over)).stdout)
-    assert spent < 2 * 12 * 0.001, "0.1% of a core for each rank"
+    assert spent < 2 * 4 * 0.001, "0.1% of a core for each rank"
 
 
 def test_no_thread_and_no_descriptor_is_left():

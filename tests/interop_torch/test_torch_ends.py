@@ -136,10 +136,12 @@ def test_a_deadline_names_who_is_missing(ranks2, how):
 
 
 def waits(rank, size):
+    store = dist.distributed_c10d._get_default_store()
     if rank == 1:
-        time.sleep(1)
+        store.wait(["go on"])
     work = dist.all_reduce(tensor := torch.ones(1), async_op=True)
     said = error_of(lambda: work.wait(datetime.timedelta(seconds=0.1))) if rank == 0 else None
+    store.set("go on", "")
     work.wait()  # it has gone on
     return said, tensor.item()
 
@@ -627,31 +629,55 @@ def test_detail_is_torchs_own_check():
     assert said.stdout.count("Detected mismatch between collectives on ranks") == 2, said.stdout + said.stderr
 
 
-def in_a_block(rank, size):
+def in_a_block(rank, size, how):
     group, tensors = dist.group.WORLD, [torch.full((2,), rank + 1.0) for _ in range(2)]
     strided = torch.full((2, 4), rank + 1.0)[:, ::2]
     with _coalescing_manager(group, CPU, async_ops=True):
         dist.broadcast(tensors[0], src=1)  # torch waits for it
         work = dist.broadcast(strided, src=1, async_op=True)
-        before = strided.unique().tolist()
-    work.wait()  # behind the block: for all of it
-    return before, strided.unique().tolist(), tensors[0].tolist()
+        dist.barrier()
+        early = work.get_future()
+        before = strided.unique().tolist(), work.is_completed()
+    held = early.wait() if how == "future" else work.get_future().wait() if how == "late future" else None
+    if held is None:
+        work.wait()  # behind the block: for all of it
+    return before, strided.unique().tolist(), tensors[0].tolist(), work.is_completed(), work.is_success()
 
 
-def test_works_of_a_block_are_waited_for_with_it(ranks2):
-    assert ranks2.run(in_a_block) == [([rank + 1.0], [2.0], [2.0] * 2) for rank in range(2)]
+@pytest.mark.parametrize("how", ["wait", "future", "late future"])
+def test_works_of_a_block_are_waited_for_with_it(ranks2, how):
+    expected = [2.0], [2.0] * 2, True, True
+    assert ranks2.run(in_a_block, how) == [(([rank + 1.0], False), *expected) for rank in range(2)]
+
+
+def of_another_thread(rank, size):
+    group, tensor, seen = dist.group.WORLD, torch.full((2,), rank + 1.0), []
+    with _coalescing_manager(group, CPU, async_ops=True):
+        work = dist.broadcast(tensor, src=1, async_op=True)
+        waits = threading.Thread(target=lambda: (work.wait(), seen.append(tensor.tolist())))
+        waits.start()
+        waits.join(0.1)
+        assert not seen
+    waits.join()
+    return seen
+
+
+def test_another_thread_waits_for_a_block(ranks2):
+    assert ranks2.run(of_another_thread) == [[[2.0] * 2]] * 2
 
 
 def polled(rank, size):
+    store = dist.distributed_c10d._get_default_store()
     if rank == 0:
         work, asked = dist.all_reduce(torch.ones(1), async_op=True), []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(TorchWork, "_explain", lambda self, error: asked.append(error))
             for _ in range(5):
                 error_of(lambda: work.wait(datetime.timedelta(seconds=0.01)))
+        store.set("go on", "")
         work.wait()
         return len(asked)
-    time.sleep(0.5)
+    store.wait(["go on"])
     dist.all_reduce(torch.ones(1))
     return 1
 

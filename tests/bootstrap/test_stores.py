@@ -305,8 +305,9 @@ def test_nobody_leaves_a_barrier_before_all_have_come(made, pool):
 
 
 def test_who_is_absent_is_named(made, pool):
+    other = made.another()  # which may take longer than the first one waits
     first = pool.submit(made.store.barrier, "name", 1, 6, 0.4)
-    second = pool.submit(made.another().barrier, "name", 3, 6, 1.0)
+    second = pool.submit(other.barrier, "name", 3, 6, 1.0)
     with pytest.raises(ncclpy.NcclTimeout, match=r"ranks 0, 2, 4-5 of 6 .*name' within 400 ms") as caught:
         first.result(LONG)
     assert caught.value.missing == [0, 2, 4, 5]

@@ -174,10 +174,12 @@ class TorchBackend:
             self._open_block()
         return Staging(self._device)
 
-    def _open_block(self) -> None:
+    def _open_block(self) -> _Together | None:
+        """Return the block that this thread is in, which is open from now on; None if it is in none."""
         together = self._block()
         if together is not None:
             together.open(self.group)
+        return together
 
     def _limit(self, timeout: float | None) -> float | None:
         """Return what an operation is told of its timeout."""
@@ -462,10 +464,8 @@ class TorchBackend:
 
             self._begin_with(None)
             producer = torch.cuda.current_stream(self._device)
-        if self._blocks:
-            self._open_block()
+        together = self._open_block()
         begun = self.group.barrier(producer=producer, timeout=self._limit(timeout))
-        together = self._block() if self._blocks else None
         if together is None:
             return TorchWork(begun, [], (), True, self.group)
         together.note(True)

@@ -26,12 +26,45 @@ void Bell::sleep(uint32_t seen) {
   syscall(SYS_futex, &rung, FUTEX_WAIT, seen, &patience, nullptr, 0);
 }
 
+// A core that comes back later than this has been another rank's for an operation, or another program's.
+constexpr std::chrono::microseconds late{8};
+
+// Let the calling thread go on on the next of its cores, and leave it as free as it was.
+static void change_core() {
+  cpu_set_t may, next;
+  const int here = sched_getcpu();
+  if (here < 0 || sched_getaffinity(0, sizeof may, &may) != 0 || CPU_COUNT(&may) < 2) return;
+  int core = here;
+  do core = (core + 1) % CPU_SETSIZE;
+  while (!CPU_ISSET(core, &may));
+  CPU_ZERO(&next);
+  CPU_SET(core, &next);
+  if (core != here && sched_setaffinity(0, sizeof next, &next) == 0) sched_setaffinity(0, sizeof may, &may);
+}
+
 Spin::Spin(int ranks) {
   static const int cores = [] {
     cpu_set_t set;
     return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
   }();
   looks_ = ranks <= cores ? most : 0;
+}
+
+void Spin::yield() {
+  if (looks_.load(std::memory_order_relaxed) == 0) {  // there is no core to go to
+    sched_yield();
+    return;
+  }
+  const auto began = std::chrono::steady_clock::now();
+  sched_yield();
+  const auto ended = std::chrono::steady_clock::now();
+  if (ended - began <= late) return;
+  const int needed = late_needed_.load(std::memory_order_relaxed);
+  if (late_.fetch_add(1, std::memory_order_relaxed) + 1 < needed) return;
+  late_.store(0, std::memory_order_relaxed);
+  late_needed_.store(std::min(2 * needed, many_late), std::memory_order_relaxed);
+  // Not both of two that share a core: they would meet on the other.
+  if (ended.time_since_epoch().count() / 16 % 2 == 0) change_core();
 }
 
 }  // namespace ncclpy::host

@@ -34,6 +34,10 @@ struct Bell {
 
 // Spinning for as long as has paid lately. Two ranks that share a core, though another one is free, can only wait for
 // each other in vain: the one that looks holds up the one it looks for. Several threads may use the same one.
+//
+// Such ranks stay where they are while they give the core to each other, and each operation takes the time of both. A
+// sleep does not help everywhere: to Linux in a virtual machine, a core that idles is one that the host has taken away, and
+// who wakes is not put there. So whoever has got the core back late some times goes to another one by itself.
 class Spin {
  public:
   // With more ranks than cores, spinning only delays the others: not one look.
@@ -45,7 +49,7 @@ class Spin {
     const int looks = looks_.load(std::memory_order_relaxed);
     for (int i = 0; i < looks; i++) {
       if (done()) {
-        if (i > 0) looks_.store(std::min(2 * looks, most), std::memory_order_relaxed);
+        if (i > 0) note_hit(looks);
         return true;
       }
       relax();
@@ -54,9 +58,23 @@ class Spin {
     return false;
   }
 
+  // Give the core away, or go to another one.
+  void yield();
+
  private:
   static constexpr int fewest = 16, most = 1024;
+  static constexpr int few_late = 2, many_late = 256;
+
+  void note_hit(int looks) {
+    looks_.store(std::min(2 * looks, most), std::memory_order_relaxed);
+    if (late_.load(std::memory_order_relaxed) == 0) return;
+    late_.store(0, std::memory_order_relaxed);
+    late_needed_.store(few_late, std::memory_order_relaxed);
+  }
+
   std::atomic<int> looks_;
+  std::atomic<int> late_{0};                // how often the core came back late since a look was last in time
+  std::atomic<int> late_needed_{few_late};  // to go
 };
 
 // How often the core is given away before the first sleep. A rank that shares it needs a few microseconds to come to
@@ -65,12 +83,7 @@ constexpr int yields = 100;
 
 // Returns when `done()` is true. `done` is asked again after every ring of `bell`, so it covers abort as well.
 template <class Done>
-void wait_until(Bell& bell, Done done) {
-  // Giving the core away lets a rank run that shares it; sleeping costs two system calls and a wake-up.
-  for (int i = 0; i < yields; i++) {
-    if (done()) return;
-    sched_yield();
-  }
+void sleep_until(Bell& bell, Done done) {
   // `done` may do work and report that: a true answer counts, and is not asked for again.
   bool answer = done();
   while (!answer) {
@@ -85,10 +98,26 @@ void wait_until(Bell& bell, Done done) {
   }
 }
 
+// The same, after giving the core away: that lets a rank run that shares it, and a sleep costs two system calls and a
+// wake-up.
+template <class Done>
+void wait_until(Bell& bell, Done done) {
+  for (int i = 0; i < yields; i++) {
+    if (done()) return;
+    sched_yield();
+  }
+  sleep_until(bell, done);
+}
+
 // The same, after spinning.
 template <class Done>
 void wait_until(Bell& bell, Spin& spin, Done done) {
-  if (!spin.until(done)) wait_until(bell, done);
+  if (spin.until(done)) return;
+  for (int i = 0; i < yields; i++) {
+    if (done()) return;
+    spin.yield();
+  }
+  sleep_until(bell, done);
 }
 
 }  // namespace ncclpy::host

@@ -105,10 +105,13 @@ void run(const Reduction& r) {
     if constexpr (SCALE) {
       const Acc scale = scalar_of<T>(r.scalars[0]);
       for (size_t i = 0; i < n; i++) acc[i] = Prod::apply(E::load(first[i]), scale);
+    } else if (r.inputs > 1) {  // the first two at once: one pass through the accumulator less
+      const T* second = static_cast<const T*>(r.input[1]) + begin;
+      for (size_t i = 0; i < n; i++) acc[i] = Op::apply(E::load(first[i]), E::load(second[i]));
     } else {
       for (size_t i = 0; i < n; i++) acc[i] = E::load(first[i]);
     }
-    for (int k = 1; k < r.inputs; k++) {
+    for (int k = SCALE ? 1 : 2; k < r.inputs; k++) {
       const T* next = static_cast<const T*>(r.input[k]) + begin;
       if constexpr (SCALE) {
         const Acc scale = scalar_of<T>(r.scalars[k]);

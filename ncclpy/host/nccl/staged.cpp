@@ -1,6 +1,6 @@
 // Collectives among processes: the data pass through the segment in steps that stay in the cache.
 //
-// In each step a rank writes to its own step buffer, all ranks pass the gate, and everyone reads what it needs. There
+// In each step a rank writes to its own step buffer what others need, all ranks pass the gate, and everyone reads. There
 // are two of each buffer: what is read after gate s is written again after gate s + 1 at the earliest, when all have
 // finished reading. An abort may come at any gate, since nobody touches another rank's own memory.
 #include <algorithm>
@@ -76,30 +76,37 @@ class Staged {
     }
   }
 
-  // Step buffers hold a part for each rank; `finish(at, n, step, part)` makes this rank's result of them.
+  // Step buffers hold a part for each other rank; `finish(at, n, step, part)` makes this rank's result of them.
   template <class Finish>
   void by_parts(Finish finish) {
     const size_t part = part_of_step(nranks_);
     for (size_t step = 0, at = 0; at < bytes_; step++, at += part) {
       const size_t n = std::min(part, bytes_ - at);
-      for (size_t r = 0; r < nranks_; r++) copy(input(rank_, step) + r * part, send_ + r * bytes_ + at, n);
+      for (size_t r = 0; r < nranks_; r++) {
+        if (r != rank_) copy(input(rank_, step) + r * part, send_ + r * bytes_ + at, n);
+      }
       if (!gate()) return;
       finish(at, n, step, part);
     }
+  }
+
+  // What rank `r` has for this one in such a step.
+  const char* part_from(size_t r, size_t at, size_t step, size_t part) {
+    return r == rank_ ? send_ + r * bytes_ + at : input(r, step) + rank_ * part;
   }
 
   void all_to_all() {
     by_parts([&](size_t at, size_t n, size_t step, size_t part) {
       for (size_t i = 0; i < nranks_; i++) {
         const size_t r = (rank_ + i) % nranks_;
-        copy(recv_ + r * bytes_ + at, input(r, step) + rank_ * part, n);
+        copy(recv_ + r * bytes_ + at, part_from(r, at, step, part), n);
       }
     });
   }
 
   void reduce_scatter() {
     by_parts([&](size_t at, size_t n, size_t step, size_t part) {
-      reduce_pieces(comm_, parity_, [&](int r) { return input(size_t(r), step) + rank_ * part; }, n / element_,
+      reduce_pieces(comm_, parity_, [&](int r) { return part_from(size_t(r), at, step, part); }, n / element_,
                     {recv_ + at});
     });
   }
@@ -107,26 +114,34 @@ class Staged {
   // After gate s each rank reduces its range of step s; after gate s + 1 the results of step s can be collected.
   void reduce_everything() {
     const bool collects = mine_.kind == Collective::all_reduce || at_root_;
+    const bool tells = mine_.kind == Collective::all_reduce || !at_root_;
     const size_t steps = (bytes_ + step_bytes - 1) / step_bytes;
     for (size_t step = 0; step <= steps; step++) {
       const size_t at = step * step_bytes;
       const size_t n = step < steps ? std::min(step_bytes, bytes_ - at) : 0;
-      copy(input(rank_, step), send_ + at, n);
+      const auto [begin, end] = range(rank_, n);
+      copy(input(rank_, step), send_ + at, begin);
+      copy(input(rank_, step) + end, send_ + at + end, n - end);
       if (!gate()) return;
-      if (n > 0) {
-        const auto [begin, end] = range(rank_, n);
-        const size_t first = begin;
-        reduce_pieces(comm_, parity_, [&](int r) { return input(size_t(r), step) + first; }, (end - begin) / element_,
-                      {result(rank_, step)});
-      }
+      if (n > 0) reduce_range(step, at, begin, end, collects, tells);
       if (step > 0 && collects) collect(step - 1);
     }
+  }
+
+  void reduce_range(size_t step, size_t at, size_t begin, size_t end, bool collects, bool tells) {
+    std::vector<void*> outputs;
+    if (collects) outputs.push_back(recv_ + at + begin);
+    if (tells) outputs.push_back(result(rank_, step));
+    const auto piece = [&, first = begin](int r) -> const char* {
+      return size_t(r) == rank_ ? send_ + at + first : input(size_t(r), step) + first;
+    };
+    reduce_pieces(comm_, parity_, piece, (end - begin) / element_, std::move(outputs));
   }
 
   void collect(size_t step) {
     const size_t at = step * step_bytes;
     const size_t n = std::min(step_bytes, bytes_ - at);
-    for (size_t i = 0; i < nranks_; i++) {
+    for (size_t i = 1; i < nranks_; i++) {
       const size_t r = (rank_ + i) % nranks_;
       const auto [begin, end] = range(r, n);
       copy(recv_ + at + begin, result(r, step), end - begin);

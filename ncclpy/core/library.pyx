@@ -281,7 +281,7 @@ _HOW_TO_CHOOSE = (
 
 cdef object _open(places, origin, failed="no NCCL library could be loaded"):
     """Open the first place that is a NCCL, fill the tables and describe it; `failed` begins the error if none is."""
-    global _version, host_engine, abort_preempts, stream_wait, event_help, host_who_is_missing
+    global _version, host_engine, abort_preempts, stream_wait, event_help, event_tell, host_who_is_missing
     global host_hold_window, host_let_window_go
     cdef void* handle
     cdef int code = 0
@@ -313,6 +313,7 @@ cdef object _open(places, origin, failed="no NCCL library could be loaded"):
         abort_preempts = preempts != NULL and preempts() != 0
         stream_wait = <StreamWait>dlsym(handle, b"ncclpyHostStreamWait")
         event_help = <EventHelp>dlsym(handle, b"ncclpyHostEventHelp")
+        event_tell = <EventTell>dlsym(handle, b"ncclpyHostEventTell")
         host_who_is_missing = <size_t (*)(ncclComm_t, char*, size_t) noexcept nogil>dlsym(
             handle, b"ncclpyHostWhoIsMissing"
         )

@@ -25,7 +25,7 @@ from ncclpy.abi.locks cimport LOCK_MONITOR, mutex_init, mutex_lock, mutex_t, mut
 from ncclpy.abi.nccl cimport ncclResult_t, ncclSuccess
 from ncclpy.core.device cimport context_of
 from ncclpy.core.handle cimport Handle
-from ncclpy.core.library cimport driver, event_help
+from ncclpy.core.library cimport driver, event_help, event_tell
 from ncclpy.core.state cimport ABORTED
 from ncclpy.core.wait cimport FOREVER, Call
 from ncclpy.engine cimport protocols
@@ -84,6 +84,7 @@ _PATIENCE = 2.0
 cdef struct StreamWorks:
     deque[Watched] works
     double soonest  # no later than the first deadline among them
+    bint told  # the host engine rings when the first of them has ended
 
 
 # What lanes hand over. Its guard is its mutex.
@@ -290,7 +291,7 @@ cdef class _Defect:
 cdef void _watch(double next_round) noexcept nogil:
     """Return when there is something to do with the GIL: works have ended, a round or a timer is due, or a ring."""
     cdef int seen
-    cdef double began = now(), waited, moment, nap
+    cdef double began = now(), waited, moment
     cdef double rest  # how long what nobody waits for is left alone now
     while True:
         seen = load(&bell)
@@ -325,15 +326,14 @@ cdef void _watch(double next_round) noexcept nogil:
         if moment >= next_round:
             return
         waited = moment - began
-        if waited < 100e-6 and is_expecting():  # else nobody gains by it: who waits asks for himself at first
+        if event_tell != NULL:
+            listen(seen, min(next_round, _signs.next_timer, attention, _be_told(moment)) - moment)
+        elif waited < 100e-6 and is_expecting():  # else nobody gains by it: who waits asks for himself at first
             sched_yield()
-        elif event_help == NULL and not _is_asked_for():
+        elif not _is_asked_for():
             doze(rest)
         elif waited < 1:
-            nap = 20e-6 if waited < 0.1 else 50e-6
-            if event_help != NULL:  # the cores that it would wake up on are those that do the work
-                nap = max(nap, min(waited / 16, 1e-3))
-            sleep_on(&_watching.nap, 0, nap)  # who rings need not wake it from that
+            sleep_on(&_watching.nap, 0, 20e-6 if waited < 0.1 else 50e-6)  # who rings need not wake it from that
         else:
             listen(seen, 500e-6)
 
@@ -374,6 +374,35 @@ cdef bint _is_row_asked_for(StreamWorks* row, size_t most) noexcept nogil:
     return _is_told_at_once(&row.works.back())
 
 
+cdef inline bint _is_left_alone(StreamWorks* row, double moment) noexcept nogil:
+    """Return whether not to ask for a row: it would have a thread come, where whoever waits may be about to do the work."""
+    return (
+        moment - (<Work>row.works.front().work).entry.launched < _TOGETHER and not _is_row_asked_for(row, 1)
+    )
+
+
+cdef double _be_told(double moment) noexcept nogil:
+    """Have the host engine ring when the first work of a stream ends, instead of asking on the cores that do the work.
+
+    Return when to look at the latest.
+    """
+    cdef unordered_map[uintptr_t, StreamWorks].iterator it = _watching.streams.begin()
+    cdef StreamWorks* row
+    cdef double soonest = FOREVER
+    while it != _watching.streams.end():
+        row = &dereference(it).second
+        if row.told:
+            pass
+        elif _is_left_alone(row, moment):
+            soonest = min(soonest, (<Work>row.works.front().work).entry.launched + _TOGETHER)
+        elif event_tell(row.works.front().event, ring) == CUDA_ERROR_NOT_READY:
+            row.told = True
+        else:
+            return moment
+        preincrement(it)
+    return soonest
+
+
 cdef inline bint _has_callbacks(const Watched* one) noexcept nogil:
     return <PyObject*>(<Work>one.work).callbacks != <PyObject*>None  # looked at, not touched: no GIL is needed
 
@@ -395,7 +424,7 @@ cdef void _take_in() noexcept nogil:
             continue
         row = &_watching.streams[<uintptr_t>one.stream]
         if row.works.empty():
-            row.soonest = one.limit
+            row.soonest, row.told = one.limit, False
         elif one.limit < row.soonest:
             row.soonest = one.limit
         row.works.push_back(one)
@@ -424,6 +453,7 @@ cdef void _ask() noexcept nogil:
                 one.driver, one.seen = result, now()
                 _watching.ended.push_back(one)
                 row.works.pop_front()
+                row.told = False
                 n -= 1
         if row.works.empty():
             it = _watching.streams.erase(it)
@@ -442,8 +472,8 @@ cdef size_t _ended_of(StreamWorks* row, CUresult* result) noexcept nogil:
     result[0] = CUDA_SUCCESS
     if load(&(<Work>first.work).phase) == COMPLETED or driver.cuEventQuery == NULL:
         return 1
-    if event_help != NULL and now() - (<Work>first.work).entry.launched < _TOGETHER and not _is_row_asked_for(row, 1):
-        return 0  # to ask would have a thread come, where whoever waits may be about to do the work
+    if event_help != NULL and _is_left_alone(row, now()):
+        return 0
     result[0] = driver.cuEventQuery(first.event)
     if result[0] == CUDA_ERROR_NOT_READY:
         return 0

@@ -236,6 +236,25 @@ void Stream::wait(std::uint64_t number) {
   find_thread(lock);  // for what this helper leaves over
 }
 
+bool Stream::ask(std::uint64_t number, void (*tell)()) {
+  std::unique_lock lock(mutex_);
+  if (reached(number)) return true;
+  asked_.emplace_back(number, tell);
+  find_thread(lock);
+  return false;
+}
+
+// With the lock.
+void Stream::tell_who_asked() {
+  for (std::size_t i = asked_.size(); i-- > 0;) {
+    const auto [number, tell] = asked_[i];
+    if (!reached(number)) continue;
+    asked_[i] = asked_.back();
+    asked_.pop_back();
+    tell();
+  }
+}
+
 std::uint64_t Stream::append(Task task) {
   const std::uint64_t number = queued_.load(std::memory_order_relaxed) + 1;
   if (!task.is_brief()) last_long_ = number;
@@ -327,6 +346,7 @@ bool Stream::run_first(std::unique_lock<StreamMutex>& lock) {
     }  // what the task owned is gone before anyone learns that it is done
     lock.lock();
     finished_.store(finished_.load(std::memory_order_relaxed) + 1, std::memory_order_release);
+    tell_who_asked();
   }
   running_.store(false, std::memory_order_release);
   if (waiting_ > 0) progress_.notify_all();

@@ -20,6 +20,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "crew.hpp"
@@ -83,6 +84,9 @@ class Stream : public std::enable_shared_from_this<Stream> {
   void wait(std::uint64_t number);
   // Run what this thread's Interruption lets it leave; whether that was all up to the task with this number.
   bool help(std::uint64_t number);
+  // Whether the task with this number is done. If not, `tell` is called as soon as it is, once, by whoever has run it: it
+  // must not call the engine. Throws std::bad_alloc.
+  bool ask(std::uint64_t number, void (*tell)());
 
   std::atomic<bool> capturing{false};
   CaptureState capture_state;  // guarded by the mutex of all captures, in graph.cpp
@@ -95,6 +99,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   void leave_to_sweeper(std::unique_lock<StreamMutex>& lock);
   void note_return(std::uint64_t number);
   void be_eager();
+  void tell_who_asked();
   bool run_first(std::unique_lock<StreamMutex>& lock);
   bool runnable() const { return !running_.load(std::memory_order_relaxed) && !queue_.empty(); }
   template <class Condition>
@@ -110,6 +115,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   std::atomic<bool> running_{false};          // a task is being run, by the thread or by a helper
   std::uint64_t fenced_ = 0;                  // the legacy stream's number that this stream has already waited for
   int waiting_ = 0;                           // how many sleep on progress_
+  std::vector<std::pair<std::uint64_t, void (*)()>> asked_;  // who is to be told of which task
   bool attended_ = false;                     // a thread is here, or on its way
   std::uint64_t last_long_ = 0;               // number of the last task that is not brief
   bool lazy_ = false;

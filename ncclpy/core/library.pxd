@@ -19,9 +19,11 @@ ctypedef CUresult (*StreamWait)(CUstream, double (*)(void*) noexcept nogil, void
 cdef StreamWait stream_wait
 ctypedef CUresult (*EventHelp)(CUevent, double) noexcept nogil
 cdef EventHelp event_help
-# The same of who wants to be told when an event is ready, instead of asking: by a call of `tell`.
-ctypedef CUresult (*EventTell)(CUevent, void (*tell)() noexcept nogil) noexcept nogil
+# The same of who wants to be told when an event is ready, instead of asking: by a call of `tell`; or of who sleeps until
+# then, for so many seconds at most.
+ctypedef CUresult (*EventTell)(CUevent, void (*tell)(void*) noexcept nogil, void* argument) noexcept nogil
 cdef EventTell event_tell
+cdef EventHelp event_await
 # Of the host engine alone, NULL elsewhere: writes who has not come to what a communicator waits for; see `missing`.
 cdef size_t (*host_who_is_missing)(ncclComm_t, char*, size_t) noexcept nogil
 

@@ -281,8 +281,8 @@ _HOW_TO_CHOOSE = (
 
 cdef object _open(places, origin, failed="no NCCL library could be loaded"):
     """Open the first place that is a NCCL, fill the tables and describe it; `failed` begins the error if none is."""
-    global _version, host_engine, abort_preempts, stream_wait, event_help, event_tell, host_who_is_missing
-    global host_hold_window, host_let_window_go
+    global _version, host_engine, abort_preempts, stream_wait, event_help, event_tell, event_await
+    global host_who_is_missing, host_hold_window, host_let_window_go
     cdef void* handle
     cdef int code = 0
     cdef const char* error
@@ -314,6 +314,7 @@ cdef object _open(places, origin, failed="no NCCL library could be loaded"):
         stream_wait = <StreamWait>dlsym(handle, b"ncclpyHostStreamWait")
         event_help = <EventHelp>dlsym(handle, b"ncclpyHostEventHelp")
         event_tell = <EventTell>dlsym(handle, b"ncclpyHostEventTell")
+        event_await = <EventHelp>dlsym(handle, b"ncclpyHostEventAwait")
         host_who_is_missing = <size_t (*)(ncclComm_t, char*, size_t) noexcept nogil>dlsym(
             handle, b"ncclpyHostWhoIsMissing"
         )

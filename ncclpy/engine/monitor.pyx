@@ -84,7 +84,7 @@ _PATIENCE = 2.0
 cdef struct StreamWorks:
     deque[Watched] works
     double soonest  # no later than the first deadline among them
-    bint told  # the host engine rings when the first of them has ended
+    void* told  # one of them at whose end the host engine rings
 
 
 # What lanes hand over. Its guard is its mutex.
@@ -381,26 +381,44 @@ cdef inline bint _is_left_alone(StreamWorks* row, double moment) noexcept nogil:
     )
 
 
+cdef void _ring(void* nothing) noexcept nogil:
+    ring()
+
+
 cdef double _be_told(double moment) noexcept nogil:
-    """Have the host engine ring when the first work of a stream ends, instead of asking on the cores that do the work.
+    """Have the host engine ring at the end of works, instead of asking on the cores that do the work.
+
+    Of a stream, at the end of the first that is to be told of at once, or of the last: each look takes a core from those
+    who do the work, and all ranks wait for them. Who sleeps in the engine is woken by it, and nobody else.
 
     Return when to look at the latest.
     """
     cdef unordered_map[uintptr_t, StreamWorks].iterator it = _watching.streams.begin()
     cdef StreamWorks* row
+    cdef Watched* one
     cdef double soonest = FOREVER
     while it != _watching.streams.end():
         row = &dereference(it).second
-        if row.told:
+        one = _first_told_at_once(row)
+        if row.told == <void*>one.work or load(&(<Work>one.work).attended):
             pass
         elif _is_left_alone(row, moment):
             soonest = min(soonest, (<Work>row.works.front().work).entry.launched + _TOGETHER)
-        elif event_tell(row.works.front().event, ring) == CUDA_ERROR_NOT_READY:
-            row.told = True
+        elif event_tell(one.event, _ring, NULL) == CUDA_ERROR_NOT_READY:
+            row.told = <void*>one.work
         else:
             return moment
         preincrement(it)
     return soonest
+
+
+cdef Watched* _first_told_at_once(StreamWorks* row) noexcept nogil:
+    """Return the first work of a stream that is to be told of at once, the last if there is none."""
+    cdef size_t i
+    for i in range(min(_LOOKED_AT, row.works.size())):
+        if _is_told_at_once(&row.works[i]):
+            return &row.works[i]
+    return &row.works.back()
 
 
 cdef inline bint _has_callbacks(const Watched* one) noexcept nogil:
@@ -424,7 +442,7 @@ cdef void _take_in() noexcept nogil:
             continue
         row = &_watching.streams[<uintptr_t>one.stream]
         if row.works.empty():
-            row.soonest, row.told = one.limit, False
+            row.soonest, row.told = one.limit, NULL
         elif one.limit < row.soonest:
             row.soonest = one.limit
         row.works.push_back(one)
@@ -453,7 +471,8 @@ cdef void _ask() noexcept nogil:
                 one.driver, one.seen = result, now()
                 _watching.ended.push_back(one)
                 row.works.pop_front()
-                row.told = False
+                if row.told == <void*>one.work:
+                    row.told = NULL
                 n -= 1
         if row.works.empty():
             it = _watching.streams.erase(it)

@@ -16,6 +16,7 @@ cdef enum:
 cdef class Work:
     cdef int phase  # PENDING to FAILED or CAPTURED, see recorder; slept on
     cdef int sleepers
+    cdef int attended  # how many sleep in the host engine until it is done, and bring it to its end
     cdef CUevent done  # recorded behind the operation once it is launched
     cdef object lender  # whose event that is, if it is not this one's
     cdef bint borrows  # whether there is one

@@ -21,12 +21,12 @@ from ncclpy.core.buffers cimport HOST_MEMORY, NO_FRAMEWORK, View, read_view
 from ncclpy.core.capture cimport relax, restore
 from ncclpy.core.check cimport check_driver
 from ncclpy.core.device cimport enter_device, leave_device
-from ncclpy.core.library cimport driver, event_help, require_driver
+from ncclpy.core.library cimport driver, event_await, event_help, event_tell, require_driver
 from ncclpy.core.state cimport ABORTED
 from ncclpy.core.stream cimport as_stream, is_captured
 from ncclpy.core.wait cimport FOREVER, as_timeout, deadline_after
 from ncclpy.engine cimport protocols
-from ncclpy.engine.callbacks cimport begin_callback, end_callback, hurry, step_aside, users
+from ncclpy.engine.callbacks cimport begin_callback, end_callback, hurry, ring, step_aside, users
 from ncclpy.engine.events cimport give_event, take_event
 from ncclpy.engine.lock cimport is_quiet
 from ncclpy.engine.message cimport is_plain, message, words_of
@@ -377,11 +377,19 @@ cdef class Work:
                 return False
             step_aside()
             slice = _SHORT_SLICE if attend() else _SLICE
-            add(&self.sleepers, 1)
-            hurry()
-            with nogil:
-                sleep_on(&self.phase, seen, min(slice, deadline - now()))
-            add(&self.sleepers, -1)
+            if seen == LAUNCHED and event_await != NULL:  # the host engine wakes who waits, and nobody else
+                add(&self.attended, 1)
+                with nogil:
+                    mode = relax()
+                    event_await(self.done, min(slice, deadline - now()))
+                    restore(mode)
+                add(&self.attended, -1)
+            else:
+                add(&self.sleepers, 1)
+                hurry()
+                with nogil:
+                    sleep_on(&self.phase, seen, min(slice, deadline - now()))
+                add(&self.sleepers, -1)
             PyErr_CheckSignals()
             self._look()  # the monitor may be busy
             require_driver()  # a forked child is told here
@@ -505,6 +513,8 @@ cdef class Work:
             self.callbacks.append(callback)
             self.has_listeners = True
             hurry()
+            if event_tell != NULL:  # the monitor has the host engine ring at the end of works that it is to tell of
+                ring()
             return
         self._call(callback)
 

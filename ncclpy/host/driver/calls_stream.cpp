@@ -209,13 +209,25 @@ extern "C" __attribute__((visibility("default"))) CUresult ncclpyHostEventHelp(C
 
 // As cuEventQuery; and if it is not ready, `tell` is called once it is, by a thread of the engine's or of its users'. It must
 // not call the engine. So nobody needs to ask again and again, on the cores that do the work. No call of CUDA's.
-extern "C" __attribute__((visibility("default"))) CUresult ncclpyHostEventTell(CUevent event, void (*tell)(void)) {
+extern "C" __attribute__((visibility("default"))) CUresult ncclpyHostEventTell(CUevent event, void (*tell)(void*), void* argument) {
   return event_call(event, [&](Event& found) -> CUresult {
     const std::shared_ptr<Record> record = found.latest();
     const CUresult unsafe = unsafe_to_ask(record);
     if (unsafe != CUDA_SUCCESS) return unsafe;
     if (record == nullptr || record->point.reached()) return CUDA_SUCCESS;
-    return record->point.stream->ask(record->point.number, tell) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+    return record->point.stream->ask(record->point.number, tell, argument) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+  });
+}
+
+// As cuEventQuery, and sleeps until it is ready or so many seconds are over. No call of CUDA's.
+extern "C" __attribute__((visibility("default"))) CUresult ncclpyHostEventAwait(CUevent event, double seconds) {
+  return event_call(event, [&](Event& found) -> CUresult {
+    if (in_host_function()) return CUDA_ERROR_NOT_PERMITTED;
+    const std::shared_ptr<Record> record = found.latest();
+    const CUresult unsafe = unsafe_to_ask(record);
+    if (unsafe != CUDA_SUCCESS) return unsafe;
+    if (record == nullptr || record->point.reached()) return CUDA_SUCCESS;
+    return record->point.stream->sleep_until(record->point.number, seconds) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
   });
 }
 

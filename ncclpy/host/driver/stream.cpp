@@ -236,22 +236,41 @@ void Stream::wait(std::uint64_t number) {
   find_thread(lock);  // for what this helper leaves over
 }
 
-bool Stream::ask(std::uint64_t number, void (*tell)()) {
+bool Stream::ask(std::uint64_t number, void (*tell)(void*), void* argument) {
   std::unique_lock lock(mutex_);
   if (reached(number)) return true;
-  asked_.emplace_back(number, tell);
+  asked_.push_back({number, tell, argument});
   find_thread(lock);
+  return false;
+}
+
+bool Stream::sleep_until(std::uint64_t number, double seconds) {
+  // Its own, not progress_: who waits for the last of many tasks is not woken by each.
+  struct {
+    Condition told;
+    bool done = false;
+  } sleeper;
+  const auto tell = [](void* argument) {
+    auto& one = *static_cast<decltype(sleeper)*>(argument);
+    one.done = true;
+    one.told.notify_one();
+  };
+  if (ask(number, tell, &sleeper)) return true;
+  std::unique_lock lock(mutex_);
+  if (sleeper.told.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return sleeper.done; })) return true;
+  const auto mine = [&](const Asked& one) { return one.argument == &sleeper; };
+  asked_.erase(std::remove_if(asked_.begin(), asked_.end(), mine), asked_.end());
   return false;
 }
 
 // With the lock.
 void Stream::tell_who_asked() {
   for (std::size_t i = asked_.size(); i-- > 0;) {
-    const auto [number, tell] = asked_[i];
-    if (!reached(number)) continue;
+    const Asked one = asked_[i];
+    if (!reached(one.number)) continue;
     asked_[i] = asked_.back();
     asked_.pop_back();
-    tell();
+    one.tell(one.argument);
   }
 }
 

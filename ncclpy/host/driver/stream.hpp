@@ -20,7 +20,6 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
-#include <utility>
 #include <vector>
 
 #include "crew.hpp"
@@ -86,7 +85,9 @@ class Stream : public std::enable_shared_from_this<Stream> {
   bool help(std::uint64_t number);
   // Whether the task with this number is done. If not, `tell` is called as soon as it is, once, by whoever has run it: it
   // must not call the engine. Throws std::bad_alloc.
-  bool ask(std::uint64_t number, void (*tell)());
+  bool ask(std::uint64_t number, void (*tell)(void*), void* argument);
+  // Sleep until the task with this number is done, for so many seconds at most; whether it is. Throws std::bad_alloc.
+  bool sleep_until(std::uint64_t number, double seconds);
 
   std::atomic<bool> capturing{false};
   CaptureState capture_state;  // guarded by the mutex of all captures, in graph.cpp
@@ -105,6 +106,12 @@ class Stream : public std::enable_shared_from_this<Stream> {
   template <class Condition>
   bool spin(std::unique_lock<StreamMutex>& lock, Condition condition);
 
+  struct Asked {
+    std::uint64_t number;
+    void (*tell)(void*);
+    void* argument;
+  };
+
   const int device_;
   const Kind kind_;
   StreamMutex mutex_;                         // guards what follows; the atomics are written under it, read anywhere
@@ -115,7 +122,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   std::atomic<bool> running_{false};          // a task is being run, by the thread or by a helper
   std::uint64_t fenced_ = 0;                  // the legacy stream's number that this stream has already waited for
   int waiting_ = 0;                           // how many sleep on progress_
-  std::vector<std::pair<std::uint64_t, void (*)()>> asked_;  // who is to be told of which task
+  std::vector<Asked> asked_;                  // who is to be told of which task
   bool attended_ = false;                     // a thread is here, or on its way
   std::uint64_t last_long_ = 0;               // number of the last task that is not brief
   bool lazy_ = false;

@@ -18,6 +18,8 @@ NCCLPY_DRIVER_FUNCTIONS(DECLARE)
 }
 
 extern "C" CUresult ncclpyHostEventHelp(CUevent event, double seconds);
+extern "C" CUresult ncclpyHostEventAwait(CUevent event, double seconds);
+extern "C" CUresult ncclpyHostEventTell(CUevent event, void (*tell)(void*), void* argument);
 
 #define CHECK(condition) \
   do { \

@@ -95,7 +95,8 @@ void puts_and_signals(ncclComm_t comm, int rank, int n, CUstream stream) {
   OK(cuStreamDestroy_v2(other));
 }
 
-// Callers run what they wait for and leave it again after an instant, one or two at a time; ranks come at any moment.
+// Callers run what they wait for and leave it again after an instant, or sleep until it is done, one or two at a time, and
+// are told of it; ranks come at any moment.
 void helps(ncclComm_t comm, int rank, int n, CUstream stream) {
   std::minstd_rand same(7), mine(unsigned(rank) + 1);
   CUevent event;
@@ -110,15 +111,22 @@ void helps(ncclComm_t comm, int rank, int n, CUstream stream) {
     OK(cuEventRecord(event, stream));
     const auto help = [event](unsigned seed) {
       std::minstd_rand random(seed);
+      const auto wait = random() % 2 == 0 ? ncclpyHostEventHelp : ncclpyHostEventAwait;
       CUresult result = CUDA_ERROR_NOT_READY;
-      while (result == CUDA_ERROR_NOT_READY) result = ncclpyHostEventHelp(event, double(random() % 4) * 40e-6);
+      while (result == CUDA_ERROR_NOT_READY) result = wait(event, double(random() % 4) * 40e-6);
       OK(result);
     };
+    std::atomic<int> told{0};
+    const auto tell = [](void* count) { ++*static_cast<std::atomic<int>*>(count); };
+    const CUresult asked = ncclpyHostEventTell(event, tell, &told);
+    CHECK(asked == CUDA_ERROR_NOT_READY || asked == CUDA_SUCCESS);
     std::thread other;
     if (round % 5 == 0) other = std::thread(help, unsigned(mine()));
     help(unsigned(mine()));
     if (other.joinable()) other.join();
     for (float value : z) CHECK(value == float(n * (n + 1) / 2));
+    while (asked == CUDA_ERROR_NOT_READY && told == 0) sched_yield();  // its word goes with this round
+    CHECK(told == (asked == CUDA_ERROR_NOT_READY ? 1 : 0));
   }
   OK(cuEventDestroy_v2(event));
 }

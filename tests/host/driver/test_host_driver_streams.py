@@ -296,6 +296,74 @@ def test_a_destroyed_event_still_orders_what_waits_for_it(driver):
     assert log == ["first", "second"]
 
 
+Tell = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+def engine_call(driver, name, event, *arguments):
+    """Call what only the host engine has; return its result."""
+    function = getattr(driver.library, name)
+    function.argtypes = [ctypes.c_void_p, *map(type, arguments)]
+    return function(event, *arguments)
+
+
+@host_only
+def test_who_asks_to_be_told_is_told_once(driver):
+    stream, event, told = driver.stream(), driver.event(), []
+    tell = Tell(told.append)
+    with Gate(driver, stream) as gate:
+        driver.cuEventRecord(event, stream)
+        gate.reached()
+        assert engine_call(driver, "ncclpyHostEventTell", event, tell, ctypes.c_void_p(7)) == NOT_READY
+        driver.later(stream, lambda: None)  # what comes behind has nothing to do with it
+        assert told == []
+    driver.cuStreamSynchronize(stream)
+    assert told == [7]
+    assert engine_call(driver, "ncclpyHostEventTell", event, tell, ctypes.c_void_p(8)) == 0
+    driver.later(stream, lambda: None)
+    driver.cuStreamSynchronize(stream)
+    assert told == [7]
+
+
+@host_only
+def test_each_is_told_at_its_event(driver):
+    stream, events, told = driver.stream(), [driver.event() for _ in range(3)], []
+    tell = Tell(told.append)
+    with Gate(driver, stream) as gate:
+        for number, event in enumerate(events):
+            driver.later(stream, lambda number=number: told.append(f"run {number}"))
+            driver.cuEventRecord(event, stream)
+        gate.reached()
+        for number in (2, 1):
+            argument = ctypes.c_void_p(number)
+            assert engine_call(driver, "ncclpyHostEventTell", events[number], tell, argument) == NOT_READY
+    driver.cuStreamSynchronize(stream)
+    assert told == ["run 0", "run 1", 1, "run 2", 2]
+
+
+@host_only
+def test_who_sleeps_until_an_event_wakes_at_it_or_in_time(driver):
+    stream, event = driver.stream(), driver.event()
+    with Gate(driver, stream) as gate:
+        driver.cuEventRecord(event, stream)
+        gate.reached()
+        assert engine_call(driver, "ncclpyHostEventAwait", event, ctypes.c_double(0.01)) == NOT_READY
+        found = []
+        sleeper = in_thread(
+            lambda: found.append(engine_call(driver, "ncclpyHostEventAwait", event, ctypes.c_double(60)))
+        )
+    assert joined(sleeper) and found == [0]
+    assert engine_call(driver, "ncclpyHostEventAwait", event, ctypes.c_double(60)) == 0
+
+
+@host_only
+def test_no_host_function_sleeps_until_an_event(driver):
+    stream, event, found = driver.stream(), driver.event(), []
+    driver.cuEventRecord(event, stream)
+    driver.later(stream, lambda: found.append(engine_call(driver, "ncclpyHostEventAwait", event, ctypes.c_double(1))))
+    driver.cuStreamSynchronize(stream)
+    assert found == [NOT_PERMITTED]
+
+
 def test_elapsed_time(driver):
     stream, start, end = driver.stream(), driver.event(), driver.event()
     refused(INVALID_HANDLE, driver.get, "cuEventElapsedTime", ctypes.c_float, start, end)

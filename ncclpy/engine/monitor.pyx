@@ -16,8 +16,6 @@ from cpython.ref cimport Py_DECREF, PyObject
 from cython.operator cimport dereference, preincrement
 from libc.stdint cimport uintptr_t
 from libc.stdlib cimport free
-from libcpp.deque cimport deque
-from libcpp.unordered_map cimport unordered_map
 from libcpp.vector cimport vector
 
 from ncclpy.abi.driver cimport CUDA_ERROR_NOT_READY, CUDA_SUCCESS, CUcontext, CUevent, CUresult
@@ -49,6 +47,16 @@ from ncclpy.engine.lock cimport begin_quiet, end_quiet
 from ncclpy.engine.native cimport load, now, sharp_timers, sleep_on, swap
 from ncclpy.engine.protocols cimport Deputy
 from ncclpy.engine.recorder cimport COMPLETED, PENDING
+from ncclpy.engine.rows cimport (
+    TOGETHER,
+    Rows,
+    StreamWorks,
+    be_told,
+    ended_of,
+    has_callbacks,
+    is_asked_for,
+    is_told_at_once,
+)
 from ncclpy.engine.work cimport TO_FAIL, Watched, Work
 
 cdef extern from "sched.h" nogil:
@@ -60,17 +68,10 @@ cdef extern from "Python.h":
 # How often communicators and deadlines are looked after while works are on their way.
 cdef double _ROUND = 0.02
 
-# How long works that have ended well, and that nobody sleeps on or wants to be called for, may wait for others: each
-# time that the thread takes the GIL costs those who have it.
-cdef double _TOGETHER = 200e-6
-
 # And while so many launches come in that time, on GPUs: there each look and each time that the GIL is taken cost who
 # launches more than the monitor, 20 us and more.
 cdef double _LONG_TOGETHER = 1e-3
 cdef int _MANY = 8
-
-# So many works of a stream are looked at for somebody who waits.
-cdef size_t _LOOKED_AT = 256
 
 # How long the thread stays awake when nothing is left to watch; only where cores are plenty, since waking an idle one
 # can take 200 us.
@@ -78,13 +79,6 @@ cdef double _spin = 500e-6 if len(os.sched_getaffinity(0)) >= 8 else 0
 
 # What the thread leaves behind at exit has so long to end.
 _PATIENCE = 2.0
-
-
-# Works of one stream in their order; they end in it.
-cdef struct StreamWorks:
-    deque[Watched] works
-    double soonest  # no later than the first deadline among them
-    void* told  # one of them at whose end the host engine rings
 
 
 # What lanes hand over. Its guard is its mutex.
@@ -96,7 +90,7 @@ cdef struct Inbox:
 
 # What is watched. Its guard is to be the monitor's thread; once that has ended, whoever stands in for it has the GIL.
 cdef struct Watching:
-    unordered_map[uintptr_t, StreamWorks] streams
+    Rows streams
     vector[Watched] ended  # to be completed, with the GIL
     double ended_at  # when the first of them was found
     int heard  # how the bell stood when the inbox was emptied last
@@ -161,7 +155,7 @@ cdef void hand_over(const Watched* some, size_t count) noexcept nogil:
     cdef bint hurries = False
     mutex_lock(&_inbox.mutex)
     for i in range(count):
-        hurries |= _is_told_at_once(&some[i])  # before the monitor can take it: then it may be gone
+        hurries |= is_told_at_once(&some[i])  # before the monitor can take it: then it may be gone
         _inbox.works.push_back(some[i])
     _inbox.coming -= count
     mutex_unlock(&_inbox.mutex)
@@ -295,10 +289,10 @@ cdef void _watch(double next_round) noexcept nogil:
     cdef double rest  # how long what nobody waits for is left alone now
     while True:
         seen = load(&bell)
-        rest = _LONG_TOGETHER if event_help == NULL and seen - _watching.heard > _MANY else _TOGETHER
+        rest = _LONG_TOGETHER if event_help == NULL and seen - _watching.heard > _MANY else TOGETHER
         if seen != _watching.heard:  # else the inbox is left to those who fill it
             _watching.heard = seen
-            if not _is_asked_for():
+            if not is_asked_for(&_watching.streams):
                 # To look at once would disturb who launches, in the driver and by taking the GIL; or who does the work on
                 # the host engine, and completes it.
                 doze(rest)
@@ -327,10 +321,10 @@ cdef void _watch(double next_round) noexcept nogil:
             return
         waited = moment - began
         if event_tell != NULL:
-            listen(seen, min(next_round, _signs.next_timer, attention, _be_told(moment)) - moment)
+            listen(seen, min(next_round, _signs.next_timer, attention, be_told(&_watching.streams, moment)) - moment)
         elif waited < 100e-6 and is_expecting():  # else nobody gains by it: who waits asks for himself at first
             sched_yield()
-        elif not _is_asked_for():
+        elif not is_asked_for(&_watching.streams):
             doze(rest)
         elif waited < 1:
             sleep_on(&_watching.nap, 0, 20e-6 if waited < 0.1 else 50e-6)  # who rings need not wake it from that
@@ -342,87 +336,9 @@ cdef bint _is_awaited() noexcept nogil:
     """Return whether a work that has ended has failed, or somebody waits for it."""
     cdef size_t i
     for i in range(_watching.ended.size()):
-        if _is_told_at_once(&_watching.ended[i]):
+        if is_told_at_once(&_watching.ended[i]):
             return True
     return False
-
-
-cdef bint _is_told_at_once(const Watched* one) noexcept nogil:
-    """Return whether it has failed, or somebody waits for it in his sleep."""
-    return (
-        one.result != ncclSuccess or one.driver != CUDA_SUCCESS
-        or load(&(<Work>one.work).sleepers) or _has_callbacks(one)
-    )
-
-
-cdef bint _is_asked_for() noexcept nogil:
-    """Return whether somebody waits for what runs."""
-    cdef unordered_map[uintptr_t, StreamWorks].iterator it = _watching.streams.begin()
-    while it != _watching.streams.end():
-        if _is_row_asked_for(&dereference(it).second, _LOOKED_AT):
-            return True
-        preincrement(it)
-    return False
-
-
-cdef bint _is_row_asked_for(StreamWorks* row, size_t most) noexcept nogil:
-    """Return whether somebody waits for the last work of a stream, or for one of so many at its front."""
-    cdef size_t i
-    for i in range(min(most, row.works.size())):
-        if _is_told_at_once(&row.works[i]):
-            return True
-    return _is_told_at_once(&row.works.back())
-
-
-cdef inline bint _is_left_alone(StreamWorks* row, double moment) noexcept nogil:
-    """Return whether not to ask for a row: it would have a thread come, where whoever waits may be about to do the work."""
-    return (
-        moment - (<Work>row.works.front().work).entry.launched < _TOGETHER and not _is_row_asked_for(row, 1)
-    )
-
-
-cdef void _ring(void* nothing) noexcept nogil:
-    ring()
-
-
-cdef double _be_told(double moment) noexcept nogil:
-    """Have the host engine ring at the end of works, instead of asking on the cores that do the work.
-
-    Of a stream, at the end of the first that is to be told of at once, or of the last: each look takes a core from those
-    who do the work, and all ranks wait for them. Who sleeps in the engine is woken by it, and nobody else.
-
-    Return when to look at the latest.
-    """
-    cdef unordered_map[uintptr_t, StreamWorks].iterator it = _watching.streams.begin()
-    cdef StreamWorks* row
-    cdef Watched* one
-    cdef double soonest = FOREVER
-    while it != _watching.streams.end():
-        row = &dereference(it).second
-        one = _first_told_at_once(row)
-        if row.told == <void*>one.work or load(&(<Work>one.work).attended):
-            pass
-        elif _is_left_alone(row, moment):
-            soonest = min(soonest, (<Work>row.works.front().work).entry.launched + _TOGETHER)
-        elif event_tell(one.event, _ring, NULL) == CUDA_ERROR_NOT_READY:
-            row.told = <void*>one.work
-        else:
-            return moment
-        preincrement(it)
-    return soonest
-
-
-cdef Watched* _first_told_at_once(StreamWorks* row) noexcept nogil:
-    """Return the first work of a stream that is to be told of at once, the last if there is none."""
-    cdef size_t i
-    for i in range(min(_LOOKED_AT, row.works.size())):
-        if _is_told_at_once(&row.works[i]):
-            return &row.works[i]
-    return &row.works.back()
-
-
-cdef inline bint _has_callbacks(const Watched* one) noexcept nogil:
-    return <PyObject*>(<Work>one.work).callbacks != <PyObject*>None  # looked at, not touched: no GIL is needed
 
 
 cdef void _take_in() noexcept nogil:
@@ -446,7 +362,7 @@ cdef void _take_in() noexcept nogil:
         elif one.limit < row.soonest:
             row.soonest = one.limit
         row.works.push_back(one)
-        calls |= _has_callbacks(&one)
+        calls |= has_callbacks(&one)
     _inbox.works.clear()
     mutex_unlock(&_inbox.mutex)
     if calls:
@@ -455,7 +371,7 @@ cdef void _take_in() noexcept nogil:
 
 cdef void _ask() noexcept nogil:
     """Move what has ended from the fronts of the streams to `ended`."""
-    cdef unordered_map[uintptr_t, StreamWorks].iterator it = _watching.streams.begin()
+    cdef Rows.iterator it = _watching.streams.begin()
     cdef StreamWorks* row
     cdef Watched one
     cdef CUresult result
@@ -463,7 +379,7 @@ cdef void _ask() noexcept nogil:
     while it != _watching.streams.end():
         row = &dereference(it).second
         while not row.works.empty():
-            n = _ended_of(row, &result)
+            n = ended_of(row, &result)
             if n == 0:
                 break
             while n:
@@ -478,34 +394,6 @@ cdef void _ask() noexcept nogil:
             it = _watching.streams.erase(it)
         else:
             preincrement(it)
-
-
-cdef size_t _ended_of(StreamWorks* row, CUresult* result) noexcept nogil:
-    """Return how many works at the front of a stream are known to have ended, with the result of the first.
-
-    The driver is asked as seldom as it can be: a thread that launches waits for it meanwhile. What has ended on a stream
-    has ended in its order.
-    """
-    cdef Watched* first = &row.works.front()
-    cdef size_t ended = 0, runs = row.works.size(), middle
-    result[0] = CUDA_SUCCESS
-    if load(&(<Work>first.work).phase) == COMPLETED or driver.cuEventQuery == NULL:
-        return 1
-    if event_help != NULL and _is_left_alone(row, now()):
-        return 0
-    result[0] = driver.cuEventQuery(first.event)
-    if result[0] == CUDA_ERROR_NOT_READY:
-        return 0
-    if result[0] != CUDA_SUCCESS or event_help != NULL:
-        return 1
-    middle = runs - 1
-    while runs - ended > 1:
-        if driver.cuEventQuery(row.works[middle].event) == CUDA_SUCCESS:
-            ended = middle
-        else:
-            runs = middle
-        middle = ended + (runs - ended) // 2
-    return ended + 1
 
 
 cdef int _complete() except -1:
@@ -573,7 +461,7 @@ cdef int _look_after() except -1:
     cdef Work work
     cdef double moment = now()
     fronts, overdue = [], []
-    cdef unordered_map[uintptr_t, StreamWorks].iterator it = _watching.streams.begin()
+    cdef Rows.iterator it = _watching.streams.begin()
     while it != _watching.streams.end():
         row = &dereference(it).second
         fronts.append(<Work>row.works.front().work)

@@ -1,6 +1,10 @@
 // The ways in which the data of a collective move. Whichever it is, all ranks have arrived and agree on the operation.
 #pragma once
 
+#include <algorithm>
+#include <utility>
+#include <vector>
+
 #include "comm.hpp"
 #include "operation.hpp"
 
@@ -34,6 +38,12 @@ void run_pulled(Comm& comm, int parity);
 bool may_read_peers();
 // Whether this rank's process is able to read the others' as well, which need not be mutual.
 bool can_read_peers(Segment& segment, int rank);
+
+// The bytes of so many that rank `r` reduces: whole cache lines, so also whole elements.
+inline std::pair<size_t, size_t> part_of(size_t bytes, int r, int nranks) {
+  const size_t lines = size_t(nranks) * 64, each = (bytes + lines - 1) / lines * 64;
+  return {std::min(bytes, size_t(r) * each), std::min(bytes, size_t(r + 1) * each)};
+}
 
 // Reduces one piece of everybody's input, in rank order. `input(r)` is rank r's piece.
 template <class Input>

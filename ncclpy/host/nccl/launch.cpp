@@ -40,6 +40,7 @@ bool run_operations(Comm& comm, const Operation* operations, size_t count, Claim
   }
   for (size_t i = 0; i < count; i++) {
     if (operations[i].kind != Operation::collective) continue;
+    if (comm.health.stopped()) break;  // perhaps in the middle of the one before: others may still wait for its gates
     tell(operations[i].deed);
     if (!run_collective(comm, operations[i])) return false;
   }

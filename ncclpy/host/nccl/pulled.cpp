@@ -1,8 +1,9 @@
-// Collectives that only copy, among processes that may read each other's memory: the kernel copies once, from where
-// the sender has it to where the receiver wants it (process_vm_readv), instead of twice through the segment.
+// Collectives of large blocks among processes that may read each other's memory: the kernel copies once, from where the
+// sender has it to where the receiver wants it (process_vm_readv), instead of twice through the segment; or to where the
+// receiver reduces it, in pieces that stay in the cache.
 //
 // All ranks have arrived, each pulls what it needs, and none leaves before all have it. A rank that aborts does not
-// arrive at the second gate, or takes that back, so nobody takes what was read from it for a result. Only one that dies
+// arrive at the last gate, or takes that back, so nobody takes what was read from it for a result. Only one that dies
 // there has arrived while others still read: its memory is gone, and they say so themselves.
 #include <errno.h>
 #include <stdlib.h>
@@ -21,6 +22,9 @@ constexpr size_t pull_bytes = 4 << 20;
 
 // From here on one copy by the kernel, which has to pin pages, takes less time than two copies through the cache.
 constexpr size_t least_block = 128 << 10;
+// And of what is reduced, which passes through the cache either way: from here on it takes less time on idle cores. On
+// busy ones what counts is that ranks wait for each other three times, not at each step.
+constexpr size_t least_reduced = 1 << 20;
 
 ssize_t read_from(int pid, void* to, const void* source, size_t bytes) {
   const iovec here = {to, bytes}, there = {const_cast<void*>(source), bytes};
@@ -33,7 +37,8 @@ class Pulled {
       : comm_(comm), parity_(parity), nranks_(comm.nranks), rank_(comm.rank), mine_(record(comm.rank)),
         bytes_(mine_.count * size_of(mine_.dtype)) {}
 
-  void run() {
+  // Whether this rank has done its part, or what it has not done is no other's concern.
+  bool run() {
     const size_t me = size_t(rank_);
     switch (mine_.kind) {
       case Collective::broadcast: pull(mine_.root, 0, 0); break;
@@ -43,8 +48,11 @@ class Pulled {
       case Collective::gather:
         if (rank_ == mine_.root) from_all([&](int r) { return pull(r, 0, size_t(r)); });
         break;
-      default: break;
+      case Collective::reduce_scatter: reduce(me * bytes_, bytes_, static_cast<char*>(mine_.recv)); break;
+      case Collective::all_reduce: return all_reduce();
+      case Collective::reduce: break;  // staged
     }
+    return true;
   }
 
  private:
@@ -58,18 +66,57 @@ class Pulled {
     }
   }
 
-  // Copies a block of what `peer` sends to a block of what this rank receives. False when there is no use in going on.
+  // Each rank reduces its range and has the others' from them. It writes to its own range while they read its theirs, and
+  // then the other way round; so buffers may be in place.
+  bool all_reduce() {
+    const auto [first, last] = part_of(bytes_, rank_, nranks_);
+    char* const recv = static_cast<char*>(mine_.recv);
+    if (!reduce(first, last - first, recv + first)) {
+      comm_.health.set_lost(last_error());  // others wait for its range: it comes to no gate any more
+      return false;
+    }
+    if (comm_.rendezvous.pass_data() != Passage::open) return false;
+    for (int i = 1; i < nranks_; i++) {
+      const int peer = (rank_ + i) % nranks_;
+      const auto [begin, end] = part_of(bytes_, peer, nranks_);
+      if (!copy_from(peer, static_cast<const char*>(record(peer).recv) + begin, recv + begin, end - begin)) break;
+    }
+    return true;
+  }
+
+  // Reduces `bytes` of what all send, from `at` on, in pieces that stay in the cache. False as for `copy_from`.
+  bool reduce(size_t at, size_t bytes, char* to) {
+    char* const pieces = comm_.segment->step_input(rank_, 0);
+    const size_t most = std::max<size_t>(64, step_bytes / size_t(nranks_ - 1) / 64 * 64);
+    const auto piece = [&](int r) { return pieces + size_t(r - (r > rank_ ? 1 : 0)) * most; };
+    for (size_t done = 0; done < bytes; done += most) {
+      const size_t n = std::min(most, bytes - done);
+      const auto source = [&](int r) { return static_cast<const char*>(record(r).send) + at + done; };
+      for (int i = 1; i < nranks_; i++) {
+        const int peer = (rank_ + i) % nranks_;
+        if (!copy_from(peer, source(peer), piece(peer), n)) return false;
+      }
+      reduce_pieces(comm_, parity_, [&](int r) { return r == rank_ ? source(r) : piece(r); },
+                    n / size_of(mine_.dtype), {to + done});
+    }
+    return true;
+  }
+
+  // Copies a block of what `peer` sends to a block of what this rank receives. False as for `copy_from`.
   bool pull(int peer, size_t from, size_t to) {
     const char* source = static_cast<const char*>(record(peer).send) + from * bytes_;
     char* target = static_cast<char*>(mine_.recv) + to * bytes_;
-    if (peer == rank_) {
-      if (target != source) memcpy(target, source, bytes_);
-      return true;
-    }
-    for (size_t done = 0; done < bytes_;) {
+    if (peer != rank_) return copy_from(peer, source, target, bytes_);
+    if (target != source) memcpy(target, source, bytes_);
+    return true;
+  }
+
+  // Copies from a peer's memory. False when there is no use in going on.
+  bool copy_from(int peer, const char* source, char* target, size_t bytes) {
+    for (size_t done = 0; done < bytes;) {
       if (comm_.health.stopped()) return false;
       const ssize_t n = read_from(comm_.segment->slot(peer).pid, target + done, source + done,
-                                  std::min(pull_bytes, bytes_ - done));
+                                  std::min(pull_bytes, bytes - done));
       if (n <= 0) return complain(peer, source + done, errno);
       done += size_t(n);
     }
@@ -117,9 +164,11 @@ bool can_read_peers(Segment& segment, int rank) {
 
 bool is_pulled(Comm& comm, int parity) {
   const Record& mine = comm.segment->slot(comm.rank).record[parity];
-  if (mine.count * size_of(mine.dtype) < least_block || mine.kind == Collective::all_reduce ||
-      mine.kind == Collective::reduce || mine.kind == Collective::reduce_scatter)
-    return false;
+  const size_t bytes = mine.count * size_of(mine.dtype);
+  if (mine.kind == Collective::reduce) return false;
+  const bool reduces = mine.kind == Collective::all_reduce || mine.kind == Collective::reduce_scatter;
+  const size_t block = mine.kind == Collective::all_reduce ? bytes / size_t(comm.nranks) : bytes;
+  if (block < (reduces ? least_reduced : least_block)) return false;
   for (int r = 0; r < comm.nranks; r++) {
     if (!comm.segment->slot(r).record[parity].reads_peers) return false;
   }
@@ -127,8 +176,7 @@ bool is_pulled(Comm& comm, int parity) {
 }
 
 void run_pulled(Comm& comm, int parity) {
-  Pulled(comm, parity).run();
-  comm.rendezvous.pass_data();
+  if (Pulled(comm, parity).run()) comm.rendezvous.pass_data();
 }
 
 }  // namespace ncclpy::host

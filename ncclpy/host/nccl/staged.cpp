@@ -119,7 +119,7 @@ class Staged {
     for (size_t step = 0; step <= steps; step++) {
       const size_t at = step * step_bytes;
       const size_t n = step < steps ? std::min(step_bytes, bytes_ - at) : 0;
-      const auto [begin, end] = range(rank_, n);
+      const auto [begin, end] = part_of(n, comm_.rank, comm_.nranks);
       copy(input(rank_, step), send_ + at, begin);
       copy(input(rank_, step) + end, send_ + at + end, n - end);
       if (!gate()) return;
@@ -143,15 +143,9 @@ class Staged {
     const size_t n = std::min(step_bytes, bytes_ - at);
     for (size_t i = 1; i < nranks_; i++) {
       const size_t r = (rank_ + i) % nranks_;
-      const auto [begin, end] = range(r, n);
+      const auto [begin, end] = part_of(n, int(r), comm_.nranks);
       copy(recv_ + at + begin, result(r, step), end - begin);
     }
-  }
-
-  // The bytes of a step of `n` bytes that rank `r` reduces: whole cache lines, so also whole elements.
-  std::pair<size_t, size_t> range(size_t r, size_t n) const {
-    const size_t each = (n + nranks_ * 64 - 1) / (nranks_ * 64) * 64;
-    return {std::min(n, r * each), std::min(n, (r + 1) * each)};
   }
 
   Comm& comm_;

@@ -71,7 +71,7 @@ class Rank:
 
     def step(self, comm):
         nccl, kind = self.nccl, self.random.randrange(5)
-        count = self.random.choice([1, 300, 5000, 200_000])
+        count = self.random.choice([1, 300, 5000, 200_000, 1_200_000])
         x, y = np.ones(count * self.nranks, np.float32), np.empty(count * self.nranks, np.float32)
         self.buffers = x, y  # they must outlive what the stream does with them after an error
         if kind == 0:

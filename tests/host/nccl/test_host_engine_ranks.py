@@ -74,3 +74,11 @@ def test_sizes_around_the_boundaries(run, nranks, boundary):
         run(bodies.every_reduction, counts, (FLOAT32,))
     else:
         run(bodies.every_reduction, counts[-2:], (FLOAT32,))
+
+
+@pytest.mark.parametrize("processes", ["reading peers"], indirect=True)
+@pytest.mark.parametrize(("nranks", "placement"), [(2, [0, 1]), (3, [0, 1, 0])], ids=["processes", "mix"])
+def test_reductions_around_what_ranks_read_of_each_other(run, nranks):
+    block = (1 << 20) // 4
+    run(bodies.every_reduction, [block - 1, nranks * block + 1], (FLOAT32,))
+    run(bodies.every_reduction, [2 * block + 33], (FLOAT16,))

@@ -53,7 +53,7 @@ Record record_of(const Operation& operation) {
   record.send = operation.sendbuff;
   record.recv = operation.recvbuff;
   record.scalar = operation.scalar;
-  record.reads_peers = false;
+  record.reads_peers = record.is_crowded = false;
   if (operation.scalar_memory != nullptr) std::memcpy(&record.scalar, operation.scalar_memory, size_of(operation.dtype));
   return record;
 }
@@ -126,6 +126,7 @@ bool run_collective(Comm& comm, const Operation& operation) {
   if (!small) {
     if (!comm.reads_peers) comm.reads_peers = can_read_peers(segment, comm.rank);
     mine.reads_peers = *comm.reads_peers;
+    mine.is_crowded = segment.spin().is_crowded();
   }
   segment.slot(comm.rank).record[parity] = mine;
   if (small) contribute_small(comm, mine, parity);

@@ -22,8 +22,9 @@ constexpr size_t pull_bytes = 4 << 20;
 
 // From here on one copy by the kernel, which has to pin pages, takes less time than two copies through the cache.
 constexpr size_t least_block = 128 << 10;
-// And of what is reduced, which passes through the cache either way: from here on it takes less time on idle cores. On
-// busy ones what counts is that ranks wait for each other three times, not at each step.
+// And of what is reduced, which passes through the cache either way, with more ranks than cores: what counts then is that
+// ranks wait for each other three times, not at each step. With a core for each it would only be faster for memory that is
+// in their caches, and half as fast again for gradients that come from memory one by one.
 constexpr size_t least_reduced = 1 << 20;
 
 ssize_t read_from(int pid, void* to, const void* source, size_t bytes) {
@@ -169,10 +170,13 @@ bool is_pulled(Comm& comm, int parity) {
   const bool reduces = mine.kind == Collective::all_reduce || mine.kind == Collective::reduce_scatter;
   const size_t block = mine.kind == Collective::all_reduce ? bytes / size_t(comm.nranks) : bytes;
   if (block < (reduces ? least_reduced : least_block)) return false;
+  bool crowded = false;  // to any of them: all are to choose alike
   for (int r = 0; r < comm.nranks; r++) {
-    if (!comm.segment->slot(r).record[parity].reads_peers) return false;
+    const Record& record = comm.segment->slot(r).record[parity];
+    if (!record.reads_peers) return false;
+    crowded |= record.is_crowded;
   }
-  return true;
+  return crowded || !reduces;
 }
 
 void run_pulled(Comm& comm, int parity) {

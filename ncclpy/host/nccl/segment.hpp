@@ -36,6 +36,7 @@ struct Record {
   void* recv;
   uint64_t scalar;
   bool reads_peers;  // see can_read_peers
+  bool is_crowded;   // where this rank is, there are more ranks than cores
 };
 
 // Counts arrivals of all ranks over all generations; generation g is open when g * nranks have arrived.

@@ -51,7 +51,7 @@ Spin::Spin(int ranks) {
 }
 
 void Spin::yield() {
-  if (looks_.load(std::memory_order_relaxed) == 0) {  // there is no core to go to
+  if (is_crowded()) {  // there is no core to go to
     sched_yield();
     return;
   }

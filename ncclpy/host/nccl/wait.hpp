@@ -58,6 +58,8 @@ class Spin {
     return false;
   }
 
+  // Whether there are more ranks than cores.
+  bool is_crowded() const { return looks_.load(std::memory_order_relaxed) == 0; }
   // Give the core away, or go to another one.
   void yield();
 

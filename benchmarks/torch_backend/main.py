@@ -78,7 +78,8 @@ def _notes(chosen: argparse.Namespace) -> list[str]:
     if chosen.training:
         return [
             f"A sample is the median of {STEPS} steps behind {WARM} that are not counted, on rank 0, of a fixed "
-            "batch; without communication: the same under no_sync()."
+            "batch; without communication: the same under no_sync(); with buckets that are not sent: gradients are "
+            "copied to DDP's buckets and back, which is torch's part of what communication takes."
         ]
     return [
         f"A sample is the median of the calls in a row of one pair of processes on rank 0: {CALLS} of few bytes, "
@@ -142,15 +143,15 @@ def _calls(chosen: argparse.Namespace, backend: str) -> list[dict]:
 def _training(chosen: argparse.Namespace, backend: str) -> list[dict]:
     """Return what steps of a training take over one backend."""
     found = []
-    operation = f"a step of a transformer of 100 million parameters, {chosen.ranks} processes"
     for way in ("DDP", "FSDP2"):
         with _Ranks(chosen, backend) as ranks:
-            step, alone, peak = ranks.ask("training", way=way, layers=chosen.layers, steps=STEPS, warm=WARM)[0]
-        found.append(_row(operation, RIVALS[backend], way, "time", step, "ms"))
-        if alone is not None:
-            found.append(_row(operation, RIVALS[backend], f"{way}, without communication", "time", alone, "ms"))
-            share = max(0.0, step - alone)
-            found.append(_row(operation, RIVALS[backend], f"{way}, communication", "time", share, "ms"))
+            taken, peak, count = ranks.ask("training", way=way, layers=chosen.layers, steps=STEPS, warm=WARM)[0]
+        operation = f"a step of a transformer of {count / 1e6:.0f} million parameters, {chosen.ranks} processes"
+        if "without communication" in taken:
+            taken["communication"] = max(0.0, taken[""] - taken["without communication"])
+        for what, seconds in taken.items():
+            road = ", ".join(filter(None, (way, what)))
+            found.append(_row(operation, RIVALS[backend], road, "time", seconds, "ms"))
         if peak:
             found.append(_row(operation, RIVALS[backend], way, "memory", peak / 2**20, "MiB"))
     return found

@@ -81,8 +81,8 @@ class Side:
         parts = (torch.nn.Embedding(WORDS, WIDTH), encoder)
         return torch.nn.Sequential(*parts).to(self.device)
 
-    def do_training(self, way: str, layers: int, steps: int, warm: int) -> tuple[float, float | None, int]:
-        """Return the seconds of a step, those without communication where that is possible, and the peak of memory."""
+    def do_training(self, way: str, layers: int, steps: int, warm: int) -> tuple[dict[str, float], int, int]:
+        """Return the seconds of a step by what it does of communication, the peak of memory, and the parameters."""
         torch = self.torch
         model = self._model(layers)
         words = torch.randint(WORDS, (EXAMPLES[self.gpu], LENGTH[self.gpu]), device=self.device)
@@ -100,30 +100,42 @@ class Side:
         if self.gpu:
             torch.cuda.reset_peak_memory_stats()
 
-        def step() -> None:
-            optimizer.zero_grad()
-            trained(words).square().mean().backward()
-            optimizer.step()
-
-        def timed(together: Callable[[], Any]) -> float:
+        def timed(trained: Any, together: Callable[[], Any] = contextlib.nullcontext) -> float:
             taken = []
             for _ in range(warm + steps):
                 self.dist.barrier()
                 self._sync()
                 began = time.perf_counter()
                 with together():
-                    step()
+                    optimizer.zero_grad()
+                    trained(words).square().mean().backward()
+                    optimizer.step()
                 self._sync()
                 taken.append(time.perf_counter() - began)
             return statistics.median(taken[warm:])
 
-        with_others = timed(contextlib.nullcontext)
-        alone = timed(trained.no_sync) if way == "DDP" else None
-        return with_others, alone, torch.cuda.max_memory_allocated() if self.gpu else 0
+        taken = {"": timed(trained)}
+        peak = torch.cuda.max_memory_allocated() if self.gpu else 0
+        if way == "DDP":
+            taken["without communication"] = timed(trained, trained.no_sync)
+            silent = torch.nn.parallel.DistributedDataParallel(model, device_ids=[self.rank] if self.gpu else None)
+            # Torch reads a hook's annotations, which are text here: a lambda has none.
+            silent.register_comm_hook(None, lambda _, bucket: _sent(bucket.buffer()))
+            taken["with buckets that are not sent"] = timed(silent)
+        return taken, peak, sum(each.numel() for each in model.parameters())
 
     def do_close(self) -> None:
         """End it."""
         self.dist.destroy_process_group()
+
+
+def _sent(buffer: Any) -> Any:
+    """Return what a hook of DDP's does for a bucket that it has reduced."""
+    import torch
+
+    done: torch.futures.Future[Any] = torch.futures.Future()
+    done.set_result(buffer)
+    return done
 
 
 def main() -> None:

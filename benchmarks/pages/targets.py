@@ -174,10 +174,12 @@ def _torch() -> list[Target]:
     """What is promised of the backend of torch.distributed."""
     found = []
 
-    def promise(engine: str, rival: str, operation: str, measure: str, limit: float, words: str) -> None:
+    def promise(
+        engine: str, rival: str, operation: str, measure: str, limit: float, words: str, why: str = ""
+    ) -> None:
         ours, theirs = ('torch.distributed, "ncclpy"', operation, measure), (rival, operation, measure)
         text = f"{words} through torch.distributed: at most {limit:g} times that of {rival.split()[-1]}"
-        found.append(Target(text, "torch", engine, ours, "ratio", limit, "x", over=theirs))
+        found.append(Target(text, "torch", engine, ours, "ratio", limit, "x", over=theirs, why=why))
 
     gloo, nccl = 'torch.distributed, "gloo"', 'torch.distributed, "nccl"'
     promise("host", gloo, "all_reduce of 8 B", "latency", 0.15, "an all-reduce of 8 bytes")
@@ -187,12 +189,19 @@ def _torch() -> list[Target]:
     for way in ("DDP", "FSDP2"):
         promise("gpu", nccl, way, "time", 1.01, f"a step of a transformer under {way}")
         promise("gpu", nccl, way, "memory", 1.0, f"the peak of memory under {way}")
-    promise("host", gloo, "DDP, communication", "time", 0.6, "what communication takes of a step under DDP")
+    promise("host", gloo, "DDP, communication", "time", 0.6, "what communication takes of a step under DDP", _BUCKETS)
     return found
 
 
 _WAKES = "two threads wake one after the other, that of the root and the other rank's, which takes most of it"
-_MEMORY_BOUND = "one flat all-reduce takes as long as mpi4py does one by one: memory does, on two cores"
+_MEMORY_BOUND = (
+    "one flat all-reduce alone takes nearly as much of mpi4py's time: memory does, on two cores; and each of the 46 "
+    "large gradients has a beginning and an end of its own"
+)
+_BUCKETS = (
+    "a third of it is torch's own, copies to DDP's buckets and back, as the row of buckets that are not sent shows; "
+    "what is sent competes with the computing for the cores, of which two had four ranks"
+)
 _INTERPRETED = (
     "to bring an array, to launch it and to end its work take some 19 us on that machine, one after the other under "
     "the GIL, and 7 us where many are brought at once"

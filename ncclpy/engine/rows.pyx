@@ -62,8 +62,8 @@ cdef void _ring(void* nothing) noexcept nogil:
 cdef double be_told(Rows* rows, double moment) noexcept nogil:
     """Have the host engine ring at the end of works, instead of asking on the cores that do the work.
 
-    Of a stream, at the end of the first that is to be told of at once, or of the last: each look takes a core from those
-    who do the work, and all ranks wait for them. Who sleeps in the engine is woken by it, and nobody else.
+    Of a stream, at the end of the first that is to be told of at once, or of one that was the last: each look takes a core
+    from those who do the work, and all ranks wait for them. Who sleeps in the engine until a work has ended sees to it.
 
     Return when to look at the latest.
     """
@@ -74,29 +74,29 @@ cdef double be_told(Rows* rows, double moment) noexcept nogil:
     cdef double soonest = FOREVER
     while it != rows.end():
         row = &dereference(it).second
-        one = _first_told_at_once(row)
-        if row.told == <void*>one.work or load(&(<Work>one.work).attended):
-            pass
-        elif _is_left_alone(row, moment):
+        one = _to_be_told_of(row)
+        if _is_left_alone(row, moment):
             soonest = min(soonest, (<Work>row.works.front().work).entry.launched + TOGETHER)
-        else:
+        elif one != NULL and row.told != <void*>one.work:
             result = event_tell(one.event, _ring, NULL)
-            if result == CUDA_SUCCESS:
+            if result == CUDA_SUCCESS and driver.cuEventQuery(row.works.front().event) != CUDA_ERROR_NOT_READY:
                 return moment
             if result == CUDA_ERROR_NOT_READY:
                 row.told = <void*>one.work
-            else:  # no memory, say
+            else:  # no memory, say, or several streams under one name
                 soonest = min(soonest, moment + TOGETHER)
         preincrement(it)
     return soonest
 
 
-cdef Watched* _first_told_at_once(StreamWorks* row) noexcept nogil:
-    """Return the first work of a stream that is to be told of at once, the last if there is none."""
+cdef Watched* _to_be_told_of(StreamWorks* row) noexcept nogil:
+    """Return the first work of a stream that is to be told of at once; else the last, unless one is told of already."""
     cdef size_t i
     for i in range(min(_LOOKED_AT, row.works.size())):
-        if is_told_at_once(&row.works[i]):
+        if is_told_at_once(&row.works[i]) and not load(&(<Work>row.works[i].work).attended):
             return &row.works[i]
+    if row.told != NULL or load(&(<Work>row.works.back().work).attended):
+        return NULL
     return &row.works.back()
 
 

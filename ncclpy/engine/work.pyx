@@ -51,6 +51,14 @@ cdef double _HELPS = 1e-3
 # How long a wait sleeps before Python may look at signals; and where it has to do the monitor's part as well.
 cdef double _SLICE = 0.1
 cdef double _SHORT_SLICE = 200e-6
+cdef double _ENGINE_SLICE = 20e-3
+
+
+cdef void _call_monitor() noexcept nogil:
+    """Have the monitor look at once at who waits for what."""
+    hurry()
+    if event_tell != NULL:  # it may sleep until the host engine rings at the end of a work
+        ring()
 
 
 cdef int attend() except -1:
@@ -67,7 +75,7 @@ cdef int stand_by() except -1:
     """Let others go on for an instant: callbacks, of which this may be one, the monitor, and Python's signal handlers."""
     step_aside()
     if not attend():
-        hurry()
+        _call_monitor()
         time.sleep(_SHORT_SLICE)
     PyErr_CheckSignals()
     return 0
@@ -343,7 +351,7 @@ cdef class Work:
     cdef int _wait_for(self, int state, double deadline) except -1:
         """Wait until it has come to `state` or beyond; return whether it has."""
         cdef double begun = now(), until, slice
-        cdef bint helped = False
+        cdef bint helped = False, told = False
         cdef CUstreamCaptureMode mode
         cdef int seen
         cdef Awaited awaited = self.gathering
@@ -377,16 +385,19 @@ cdef class Work:
                 return False
             step_aside()
             slice = _SHORT_SLICE if attend() else _SLICE
-            if seen == LAUNCHED and event_await != NULL:  # the host engine wakes who waits, and nobody else
+            if seen == LAUNCHED and event_await != NULL and not told:  # the host engine wakes who waits, and nobody else
                 add(&self.attended, 1)
                 with nogil:
                     mode = relax()
-                    event_await(self.done, min(slice, deadline - now()))
+                    # Whoever fails it before its time wakes nobody here.
+                    told = event_await(self.done, min(slice, _ENGINE_SLICE, deadline - now())) != CUDA_ERROR_NOT_READY
                     restore(mode)
                 add(&self.attended, -1)
+                if not told:  # the monitor may be all that it has now
+                    ring()
             else:
                 add(&self.sleepers, 1)
-                hurry()
+                _call_monitor()
                 with nogil:
                     sleep_on(&self.phase, seen, min(slice, deadline - now()))
                 add(&self.sleepers, -1)
@@ -512,9 +523,7 @@ cdef class Work:
                 self.callbacks = fresh
             self.callbacks.append(callback)
             self.has_listeners = True
-            hurry()
-            if event_tell != NULL:  # the monitor has the host engine ring at the end of works that it is to tell of
-                ring()
+            _call_monitor()
             return
         self._call(callback)
 

@@ -240,7 +240,10 @@ bool Stream::ask(std::uint64_t number, void (*tell)(void*), void* argument) {
   std::unique_lock lock(mutex_);
   if (reached(number)) return true;
   asked_.push_back({number, tell, argument});
-  find_thread(lock);
+  try {
+    find_thread(lock);
+  } catch (const std::exception&) {  // no thread, nor one for the sweeper: whoever waits looks again, and may do the work
+  }
   return false;
 }
 

@@ -73,7 +73,7 @@ class Pulled {
     const auto [first, last] = part_of(bytes_, rank_, nranks_);
     char* const recv = static_cast<char*>(mine_.recv);
     if (!reduce(first, last - first, recv + first)) {
-      comm_.health.set_lost(last_error());  // others wait for its range: it comes to no gate any more
+      stay_away();
       return false;
     }
     if (comm_.rendezvous.pass_data() != Passage::open) return false;
@@ -83,6 +83,14 @@ class Pulled {
       if (!copy_from(peer, static_cast<const char*>(record(peer).recv) + begin, recv + begin, end - begin)) break;
     }
     return true;
+  }
+
+  // Others wait at a gate for this rank's range, which they will not get: it comes to none any more.
+  void stay_away() {
+    if (comm_.health.stopped()) return;
+    if (comm_.health.async() == ncclSuccess)
+      comm_.health.set_async(ncclRemoteError, "a rank has left in the middle of an AllReduce, of " + comm_.title());
+    comm_.health.set_revoked();
   }
 
   // Reduces `bytes` of what all send, from `at` on, in pieces that stay in the cache. False as for `copy_from`.
@@ -125,8 +133,8 @@ class Pulled {
   }
 
   bool complain(int peer, const char* source, int error) {
+    if (comm_.segment->slot(peer).left.load(std::memory_order_acquire)) return false;  // it aborted, and went on
     if (error == ESRCH) {
-      if (comm_.segment->slot(peer).left.load(std::memory_order_acquire)) return false;  // it aborted before it ended
       // It has died, perhaps after it arrived where all meet next: then that gate opens, and this must be known by then.
       comm_.segment->bury(peer);
       break_comms(*comm_.segment, peer);

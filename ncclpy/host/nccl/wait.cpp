@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <climits>
+#include <cstring>
 #include <ctime>
 #include <linux/futex.h>
 #include <sched.h>
@@ -39,7 +40,10 @@ static void change_core() {
   while (!CPU_ISSET(core, &may));
   CPU_ZERO(&next);
   CPU_SET(core, &next);
-  if (core != here && sched_setaffinity(0, sizeof next, &next) == 0) sched_setaffinity(0, sizeof may, &may);
+  if (core == here || sched_setaffinity(0, sizeof next, &next) != 0) return;
+  if (sched_setaffinity(0, sizeof may, &may) == 0) return;
+  std::memset(&may, 0xff, sizeof may);  // those are not its any more: whatever it has now
+  sched_setaffinity(0, sizeof may, &may);
 }
 
 Spin::Spin(int ranks) {

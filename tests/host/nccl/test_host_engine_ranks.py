@@ -83,9 +83,11 @@ def crowded(processes):
     """Have all processes share a core: with more ranks than cores data move in another way."""
     had = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(had)})  # they begin when they are needed
-    crowd = Processes()
-    yield crowd
-    os.sched_setaffinity(0, had)
+    try:
+        crowd = Processes()
+        yield crowd
+    finally:
+        os.sched_setaffinity(0, had)
     crowd.close()
 
 

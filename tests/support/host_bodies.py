@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import mmap
 import time
 
 import ml_dtypes
@@ -403,3 +404,34 @@ def every_bit_pattern(rank, code):
             # Signs of zeros count as well.
             zero = (got == 0) & (expected == 0)
             assert (np.signbit(got[zero]) == np.signbit(expected[zero])).all() or op in (MAX, MIN)
+
+
+def revoked_in_the_middle(rank, nbytes, times, after):
+    """Rank 0 revokes while large sums run and frees its memory at once; what is left of the communicator is split."""
+    nccl, driver = rank.nccl, rank.nccl.driver
+    memory = mmap.mmap(-1, nbytes)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    comm = nccl.init(rank.nranks, rank.uid, rank.rank, None)
+    for _ in range(times):
+        nccl.ncclAllReduce(address, address, nbytes // 4, 7, SUM, comm, rank.stream)
+    if rank.rank == 0:
+        time.sleep(after)
+        nccl.ncclCommRevoke(comm, 0)
+        driver.cuStreamSynchronize(rank.stream)
+        memory.close()
+    else:
+        time.sleep(0.2)  # long after the memory has gone
+        state = ctypes.c_int()
+        nccl.ncclCommGetAsyncError(comm, ctypes.byref(state))
+        assert state.value == 0
+        nccl.ncclCommRevoke(comm, 0)
+        driver.cuStreamSynchronize(rank.stream)
+        memory.close()
+    child = ctypes.c_void_p()
+    nccl.ncclCommSplit(comm, 0, rank.rank, ctypes.byref(child), None)
+    one, sums = np.ones(4, np.float32), np.zeros(4, np.float32)
+    nccl.ncclAllReduce(pointer(one), pointer(sums), 4, 7, SUM, child, rank.stream)
+    rank.synchronize()
+    assert sums.tolist() == [rank.nranks] * 4
+    nccl.ncclCommDestroy(child)
+    nccl.ncclCommDestroy(comm)

@@ -239,10 +239,13 @@ void Stream::wait(std::uint64_t number) {
 bool Stream::ask(std::uint64_t number, void (*tell)(void*), void* argument) {
   std::unique_lock lock(mutex_);
   if (reached(number)) return true;
-  asked_.push_back({number, tell, argument});
+  const auto same = [&](const Asked& one) {
+    return one.number == number && one.tell == tell && one.argument == argument;
+  };
+  if (std::none_of(asked_.begin(), asked_.end(), same)) asked_.push_back({number, tell, argument});
   try {
     find_thread(lock);
-  } catch (const std::exception&) {  // no thread, nor one for the sweeper: whoever waits looks again, and may do the work
+  } catch (const std::exception&) {  // no thread, nor one for the sweeper: whoever asks next finds one, perhaps
   }
   return false;
 }
@@ -306,7 +309,15 @@ void Stream::find_thread(std::unique_lock<StreamMutex>& lock) {
 void Stream::leave_to_sweeper(std::unique_lock<StreamMutex>& lock) {
   const bool known = std::exchange(swept_, true);
   lock.unlock();
-  if (!known) sweep_later(shared_from_this());
+  if (known) return;
+  try {
+    sweep_later(shared_from_this());
+  } catch (const std::exception&) {  // no thread for it
+    lock.lock();
+    swept_ = false;
+    lock.unlock();
+    throw;
+  }
 }
 
 // A caller waits for a task. Whether the thread or this caller runs it says nothing of how soon the caller has come: a

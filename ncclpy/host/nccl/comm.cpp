@@ -134,6 +134,7 @@ void Comm::abort() {
 }
 
 void Comm::revoke() {
+  if (const auto met = shared_segment()) met->slot(rank).revoked.store(1, std::memory_order_release);
   health.set_revoked();
   ring();
   queue.await_launches();

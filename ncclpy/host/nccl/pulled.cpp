@@ -13,6 +13,7 @@
 #include <algorithm>
 
 #include "collective.hpp"
+#include "wait.hpp"
 
 namespace ncclpy::host {
 namespace {
@@ -85,12 +86,10 @@ class Pulled {
     return true;
   }
 
-  // Others wait at a gate for this rank's range, which they will not get: it comes to none any more.
+  // Others wait at a gate for this rank's range, which they will not get. It comes to none, as one that waits at a gate
+  // for a peer that has gone: until a death, an abort or a revoke ends it.
   void stay_away() {
-    if (comm_.health.stopped()) return;
-    if (comm_.health.async() == ncclSuccess)
-      comm_.health.set_async(ncclRemoteError, "a rank has left in the middle of an AllReduce, of " + comm_.title());
-    comm_.health.set_revoked();
+    wait_until(comm_.segment->header().bell, [this] { return comm_.health.stopped(); });
   }
 
   // Reduces `bytes` of what all send, from `at` on, in pieces that stay in the cache. False as for `copy_from`.
@@ -133,13 +132,16 @@ class Pulled {
   }
 
   bool complain(int peer, const char* source, int error) {
-    if (comm_.segment->slot(peer).left.load(std::memory_order_acquire)) return false;  // it aborted, and went on
+    const RankSlot& slot = comm_.segment->slot(peer);
+    if (slot.left.load(std::memory_order_acquire)) return false;  // it aborted before it ended
     if (error == ESRCH) {
       // It has died, perhaps after it arrived where all meet next: then that gate opens, and this must be known by then.
       comm_.segment->bury(peer);
       break_comms(*comm_.segment, peer);
       return false;
     }
+    // What it sends may have been freed since.
+    if (slot.aborted.load(std::memory_order_acquire) || slot.revoked.load(std::memory_order_acquire)) return false;
     fail(ncclSystemError, "rank %d cannot read the buffer of rank %d at %p: %s", rank_, peer,
          static_cast<const void*>(source), strerror(error));
     comm_.health.set_async(ncclSystemError, last_error());

@@ -86,6 +86,7 @@ struct alignas(128) RankSlot {
   std::atomic<uint32_t> dead{0};  // the process has ended before that
   // For who_is_missing, which only reads them: words of deed.hpp, and the generations of the gates.
   std::atomic<uint32_t> aborted{0};
+  std::atomic<uint32_t> revoked{0};
   std::atomic<uint64_t> called{0};  // the last call
   std::atomic<uint64_t> done{0};    // the last operation that has run
   std::atomic<uint64_t> doing[sides];

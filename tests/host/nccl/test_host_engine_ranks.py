@@ -97,3 +97,9 @@ def test_reductions_around_what_ranks_on_one_core_read_of_each_other(nccl, crowd
     block = (1 << 20) // 4
     for counts, code in (([block - 1, nranks * block + 1], FLOAT32), ([2 * block + 33], FLOAT16)):
         crowded.run(nccl, nranks, bodies.every_reduction, counts, (code,), placement=placement)
+
+
+@pytest.mark.parametrize("processes", ["reading peers"], indirect=True)
+def test_who_reads_of_a_rank_that_revokes_waits_as_at_a_gate(nccl, crowded):
+    for turn in range(10):  # at another moment each time
+        crowded.run(nccl, 2, bodies.revoked_in_the_middle, 64 << 20, 20, turn * 0.007, placement=[0, 1])

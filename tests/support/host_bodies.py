@@ -408,7 +408,7 @@ def every_bit_pattern(rank, code):
 
 def revoked_in_the_middle(rank, nbytes, times, after):
     """Rank 0 revokes while large sums run and frees its memory at once; what is left of the communicator is split."""
-    nccl, driver = rank.nccl, rank.nccl.driver
+    nccl = rank.nccl
     memory = mmap.mmap(-1, nbytes)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     comm = nccl.init(rank.nranks, rank.uid, rank.rank, None)
@@ -416,17 +416,14 @@ def revoked_in_the_middle(rank, nbytes, times, after):
         nccl.ncclAllReduce(address, address, nbytes // 4, 7, SUM, comm, rank.stream)
     if rank.rank == 0:
         time.sleep(after)
-        nccl.ncclCommRevoke(comm, 0)
-        driver.cuStreamSynchronize(rank.stream)
-        memory.close()
     else:
-        time.sleep(0.2)  # long after the memory has gone
+        time.sleep(0.2)  # until long after the memory of rank 0 has gone
         state = ctypes.c_int()
         nccl.ncclCommGetAsyncError(comm, ctypes.byref(state))
         assert state.value == 0
-        nccl.ncclCommRevoke(comm, 0)
-        driver.cuStreamSynchronize(rank.stream)
-        memory.close()
+    nccl.ncclCommRevoke(comm, 0)
+    rank.synchronize()
+    memory.close()
     child = ctypes.c_void_p()
     nccl.ncclCommSplit(comm, 0, rank.rank, ctypes.byref(child), None)
     one, sums = np.ones(4, np.float32), np.zeros(4, np.float32)

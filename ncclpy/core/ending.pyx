@@ -52,7 +52,7 @@ cdef class Destruction(Upkeep):
         Upkeep.make(self)
         self.over = True
         if self.left:
-            self.comm.registered.clear()
+            self.comm.unkeep_all()
             forget_ending(self)
             if self.result != ncclSuccess and self.comm.aborting is None:
                 error = nccl_error(self.result, b"ncclCommDestroy", self.words)
@@ -236,7 +236,7 @@ cdef list _end(Handle handle, double limit):
         handle.become(CLOSED)
         return failures
     call.see_off(now() + ENDING)
-    handle.registered.clear()
+    handle.unkeep_all()
     if handle.state == ABORTED:
         return failures
     handle.become(CLOSED)
@@ -277,7 +277,7 @@ cdef list _release(Handle handle):
         pointer, handle.scratch = handle.scratch, 0
         _device.free(pointer)
     if handle.state not in (FINALIZED, READY, SUSPENDED):
-        handle.registered.clear()
+        handle.unkeep_all()
     return failures
 
 

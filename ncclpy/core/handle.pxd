@@ -163,6 +163,7 @@ cdef class Handle:
     cdef CUstream own_stream(self) except NULL
     cdef long long keep(self, object buffer) except -1
     cdef int unkeep(self, long long number) except -1
+    cdef int unkeep_all(self) except -1
     cdef int hold(self, list objects, CUstream stream, object what) except -1
     # The name of one that is made from this one, with a mark of those who belong to it.
     cdef str name_next(self, str mark)

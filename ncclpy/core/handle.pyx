@@ -507,8 +507,18 @@ cdef class Handle:
         return self.registrations
 
     cdef int unkeep(self, long long number) except -1:
-        self.registered.pop(number, None)
+        """Let a registered buffer go, or, where an abort is under way, have it go with that: until then it is in use."""
         self.windows.pop(number, None)
+        if self.state == ABORTED and self.aborting is None and (self.raw != NULL or self.guard != NULL):
+            return 0  # the abort is about to begin: the buffer goes with this object, which that keeps
+        buffer = self.registered.pop(number, None)
+        if buffer is None or self.aborting is None:
+            return 0
+        return hold([buffer], self.aborting, f"a registered buffer of {self!r}")
+
+    cdef int unkeep_all(self) except -1:
+        for number in list(self.registered):
+            self.unkeep(number)
         return 0
 
     cdef int hold(self, list objects, CUstream stream, object what) except -1:

@@ -1,5 +1,6 @@
 """However a wait ends, nobody's memory is written by an operation that was given other memory, and nothing is left."""
 
+import threading
 import time
 
 import numpy as np
@@ -61,6 +62,35 @@ def test_interrupts_and_handlers_in_every_wait(name, timeout):
     done = run(in_flight.INTERRUPTED.replace("CALL", in_flight.BLOCKING[name]), timeout)
     assert done.stdout.startswith("ended after")
     assert float(done.stdout.split()[-1]) < 5  # 0.2 s on a machine that is not busy
+
+
+@pytest.mark.parametrize("way", ["register", "window"])
+@pytest.mark.parametrize("closes", ["the communicator", "what it has made"])
+def test_what_is_registered_stays_while_an_abort_is_under_way(way, closes):
+    class Watched(np.ndarray):
+        def __del__(self):
+            gone.append(time.monotonic())
+
+    lasts = 0.03
+    for _ in range(10):  # the second close comes before the abort has begun, or not
+        gone = []
+        comm = ncclpy.Communicator.init_all([0])[0]
+        array = np.zeros(1024, np.float32).view(Watched)
+        kept = getattr(comm, way)(array)
+        with ncclpy.faults(f"call=CommAbort do=delay:{lasts}s"):
+            begun = time.monotonic()
+            aborting = threading.Thread(target=comm.abort)
+            aborting.start()
+            while "aborted" not in repr(comm):
+                time.sleep(0)
+            (comm if closes == "the communicator" else kept).close()
+            del array, kept
+            aborting.join()
+        del comm
+        deadline = time.monotonic() + 10
+        while not gone and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert gone[0] - begun >= lasts
 
 
 def test_what_is_registered_stays_although_its_handle_is_dropped(comm1):

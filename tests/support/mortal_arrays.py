@@ -81,7 +81,8 @@ class MortalArrays:
             self._others = [ref for ref in self._others if ref() is not None]
             found = [
                 f"an array of {life.block.nbytes - 2 * GUARD} bytes was written after its end: "
-                f"{int((life.block != PATTERN).sum())} bytes, now {life.block[GUARD:-GUARD].view(np.float64)[:4]}"
+                f"{int((life.block != PATTERN).sum())} bytes, from byte {int((life.block != PATTERN).argmax()) - GUARD} on, "
+                f"now {life.block.view(np.float64)[(life.block != PATTERN).reshape(-1, 8).any(1)][:4]}"
                 for life in self._dead
                 if life.is_touched()
             ]

@@ -196,11 +196,11 @@ Outcome launch(Contents& contents) {
 
 ncclResult_t end_in_background(Contents contents) {
   auto shared = std::make_shared<Contents>(std::move(contents));
-  for (const auto& comm : shared->comms()) comm->health.set_async(ncclInProgress);
+  for (const auto& comm : shared->comms()) comm->health.begin_progress();
   shared->begin_jobs();
   auto work = [shared] {
     const Outcome outcome = launch(*shared);
-    for (const auto& comm : shared->comms()) comm->health.set_async(outcome.result, outcome.text);
+    for (const auto& comm : shared->comms()) comm->health.end_progress(outcome.result, outcome.text);
     shared->end_jobs();
   };
   const ncclResult_t started = guarded("ncclGroupEnd", [&] {
@@ -209,7 +209,7 @@ ncclResult_t end_in_background(Contents contents) {
     return ncclInProgress;
   });
   if (started == ncclInProgress) return started;
-  for (const auto& comm : shared->comms()) comm->health.set_async(started, last_error());
+  for (const auto& comm : shared->comms()) comm->health.end_progress(started, last_error());
   shared->end_jobs();
   return started;
 }

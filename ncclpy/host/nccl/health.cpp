@@ -7,6 +7,21 @@ namespace ncclpy::host {
 
 void Health::set_async(ncclResult_t result, const std::string& text) {
   std::lock_guard lock(mutex_);
+  set_async_locked(result, text);
+}
+
+void Health::begin_progress() {
+  std::lock_guard lock(mutex_);
+  in_progress_++;
+  set_async_locked(ncclInProgress, {});
+}
+
+void Health::end_progress(ncclResult_t result, const std::string& text) {
+  std::lock_guard lock(mutex_);
+  if (--in_progress_ == 0 || result != ncclSuccess) set_async_locked(result, text);
+}
+
+void Health::set_async_locked(ncclResult_t result, const std::string& text) {
   // A rank that has died does not come back, whatever else is reported later.
   if (async_.load(std::memory_order_relaxed) == ncclRemoteError && !forgiven_) return;
   // What was in progress is over; an error that came meanwhile stays.

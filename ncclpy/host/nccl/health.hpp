@@ -35,6 +35,9 @@ class Health {
   // A fault: in progress for so many polls, or, with 0, for so long.
   void pretend_busy(uint64_t polls, double seconds);
   void set_async(ncclResult_t result, const std::string& text = {});
+  // A call goes on in the background, and has ended. While others still do, it is in progress.
+  void begin_progress();
+  void end_progress(ncclResult_t result, const std::string& text);
   std::string async_text();
   // NCCL's rule before any use: not while something is in progress, not after an error.
   ncclResult_t ensure_ready();
@@ -76,9 +79,12 @@ class Health {
   Fate& fate() { return *fate_; }
 
  private:
+  void set_async_locked(ncclResult_t result, const std::string& text);
+
   Mutex<NCCLPY_LOCK_STATE> mutex_;  // guards the text, and changes of what is not atomic
   std::atomic<ncclResult_t> async_{ncclSuccess};
   std::string async_text_;
+  int in_progress_ = 0;  // calls in the background; guarded by mutex_
   std::atomic<bool> initialised_{false};
   std::shared_ptr<Fate> fate_ = std::make_shared<Fate>();
   std::atomic<const Health*> parent_{nullptr};

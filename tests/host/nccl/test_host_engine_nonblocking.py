@@ -67,6 +67,28 @@ def test_nonblocking_life(nccl, streams):
         assert nccl.ncclCommDestroy(comm) == SUCCESS
 
 
+def test_it_is_in_progress_until_all_calls_are_over(nccl, streams):
+    uid, comms = nccl.unique_id(), [ctypes.c_void_p() for _ in range(2)]
+    for rank, comm in enumerate(comms):
+        nccl.driver.use(rank)
+        nccl.init_into(comm, 2, uid, rank, NONBLOCKING)
+    assert [wait_ready(nccl, comm) for comm in comms] == [SUCCESS, SUCCESS]
+    memory, windows = np.ones(10), [ctypes.c_void_p() for _ in comms]
+    for comm, window in zip(comms, windows, strict=True):
+        nccl.ncclCommWindowRegister(comm, bodies.pointer(memory), memory.nbytes, ctypes.byref(window), 0)
+    assert [wait_ready(nccl, comm) for comm in comms] == [SUCCESS, SUCCESS]
+
+    children = [ctypes.c_void_p() for _ in comms]
+    nccl.ncclCommSplit(comms[0], 0, 0, ctypes.byref(children[0]), None)
+    assert nccl.ncclCommWindowDeregister(comms[0], windows[0]) == IN_PROGRESS
+    time.sleep(0.05)  # this has nothing to wait for; the split waits for the other rank
+    assert nccl.async_error(comms[0]) == IN_PROGRESS
+    nccl.ncclCommSplit(comms[1], 0, 1, ctypes.byref(children[1]), None)
+    assert [wait_ready(nccl, comm) for comm in comms] == [SUCCESS, SUCCESS]
+    for comm in children + comms:
+        nccl.ncclCommAbort(comm)
+
+
 def test_nonblocking_init_that_fails(nccl):
     uid = nccl.unique_id()
     comms = [ctypes.c_void_p(), ctypes.c_void_p()]

@@ -70,6 +70,10 @@ void rank_body(const ncclUniqueId& id, int rank, int n) {
   puts_and_signals(comm, rank, n, stream);
   replays(comm, rank, n, stream);
   helps(comm, rank, n, stream);
+  for (unsigned seed = 0; seed < 16; seed++) {
+    OK(ncclCommSplit(comm, 0, rank, &child, nullptr));
+    left_and_aborted(child, rank, n, stream, seed);
+  }
   suspensions(comm, stream);
   shrink_and_grow(comm, rank, n, stream);
   OK(ncclCommFinalize(comm));

@@ -52,6 +52,7 @@ inline void sleep_us(unsigned microseconds) { std::this_thread::sleep_for(std::c
 void puts_and_signals(ncclComm_t comm, int rank, int n, CUstream stream);
 void replays(ncclComm_t comm, int rank, int n, CUstream stream);
 void helps(ncclComm_t comm, int rank, int n, CUstream stream);
+void left_and_aborted(ncclComm_t comm, int rank, int n, CUstream stream, unsigned seed);
 void suspensions(ncclComm_t comm, CUstream stream);
 void shrink_and_grow(ncclComm_t comm, int rank, int n, CUstream stream);
 // With threads of their own.

@@ -95,6 +95,42 @@ void puts_and_signals(ncclComm_t comm, int rank, int n, CUstream stream) {
   OK(cuStreamDestroy_v2(other));
 }
 
+// Operations of all kinds that can be left, of as much as can and a little more; false if one was refused. `x` is this rank's,
+// `y` and `z` are as long as all together.
+bool leavable(int kind, size_t count, const float* x, float* y, float* z, ncclComm_t comm, int rank, int n, CUstream stream) {
+  const int right = (rank + 1) % n, left = (rank + n - 1) % n;
+  bool fine = true;
+  const auto call = [&fine](ncclResult_t result) { fine = fine && result == ncclSuccess; };
+  if (kind == 0) {
+    call(ncclAllReduce(x, y, count, ncclFloat32, ncclSum, comm, stream));
+    call(ncclBroadcast(y, z, count, ncclFloat32, 0, comm, stream));
+  } else if (kind == 1) {
+    call(ncclAllGather(x, y, count, ncclFloat32, comm, stream));
+    call(ncclReduceScatter(y, z, count, ncclFloat32, ncclSum, comm, stream));
+  } else if (kind == 2) {
+    call(ncclGroupStart());
+    call(ncclSend(x, count, ncclFloat32, right, comm, stream));
+    call(ncclRecv(z, count, ncclFloat32, left, comm, stream));
+    call(ncclAllReduce(x, y, count, ncclFloat32, ncclMax, comm, stream));
+    call(ncclSend(x, 1 + count / 3, ncclFloat32, right, comm, stream));
+    call(ncclRecv(y + count, 1 + count / 3, ncclFloat32, left, comm, stream));
+    call(ncclGroupEnd());
+  } else {
+    // Around the ring, one after the other.
+    if (rank > 0) call(ncclRecv(z, count, ncclFloat32, left, comm, stream));
+    call(ncclSend(rank > 0 ? z : x, count, ncclFloat32, right, comm, stream));
+    if (rank == 0) call(ncclRecv(z, count, ncclFloat32, left, comm, stream));
+  }
+  return fine;
+}
+
+// What `leavable` has in `z` afterwards, of ranks whose `x` is their number plus one.
+float left_by(int kind, int rank, int n) {
+  if (kind == 0) return float(n * (n + 1) / 2);
+  if (kind == 1) return float(n * (rank + 1));
+  return kind == 2 ? float((rank + n - 1) % n + 1) : 1.0f;
+}
+
 // Callers run what they wait for and leave it again after an instant, or sleep until it is done, one or two at a time, and
 // are told of it; ranks come at any moment.
 void helps(ncclComm_t comm, int rank, int n, CUstream stream) {
@@ -102,12 +138,12 @@ void helps(ncclComm_t comm, int rank, int n, CUstream stream) {
   CUevent event;
   OK(cuEventCreate(&event, CU_EVENT_DISABLE_TIMING));
   for (int round = 0; round < 150; round++) {
-    const size_t count = same() % 8 == 0 ? 3000 : 1 + same() % 300;  // some are not to be left
-    std::vector<float> x(count, float(rank + 1)), y(count), z(count);
+    const size_t most = round % 8 == 0 ? 400000 : round % 3 == 0 ? 30000 : 300;  // some are not to be left
+    const size_t count = 1 + same() % most;
+    const int kind = int(same() % 4);
+    std::vector<float> x(count, float(rank + 1)), y(count * size_t(n)), z(count * size_t(n));
     if (mine() % 8 == 0) sleep_us(unsigned(mine() % 400));
-    OK(ncclAllReduce(x.data(), y.data(), count, ncclFloat32, ncclSum, comm, stream));
-    if (same() % 3 == 0) OK(ncclAllReduce(y.data(), z.data(), count, ncclFloat32, ncclMax, comm, stream));
-    else OK(ncclBroadcast(y.data(), z.data(), count, ncclFloat32, round % n, comm, stream));
+    CHECK(leavable(kind, count, x.data(), y.data(), z.data(), comm, rank, n, stream));
     OK(cuEventRecord(event, stream));
     const auto help = [event](unsigned seed) {
       std::minstd_rand random(seed);
@@ -124,7 +160,7 @@ void helps(ncclComm_t comm, int rank, int n, CUstream stream) {
     if (round % 5 == 0) other = std::thread(help, unsigned(mine()));
     help(unsigned(mine()));
     if (other.joinable()) other.join();
-    for (float value : z) CHECK(value == float(n * (n + 1) / 2));
+    for (size_t i = 0; i < count; i++) CHECK(z[i] == left_by(kind, rank, n));
     while (asked == CUDA_ERROR_NOT_READY && told == 0) sched_yield();  // its word goes with this round
     CHECK(told == (asked == CUDA_ERROR_NOT_READY ? 1 : 0));
   }
@@ -373,6 +409,40 @@ void broken_off(int n, unsigned seed) {
     worker.join();
     OK(cuStreamDestroy_v2(stream));
   });
+}
+
+// A rank leaves what it is in, aborts and has its memory back, at any moment; the others still want what it sends.
+void left_and_aborted(ncclComm_t comm, int rank, int n, CUstream stream, unsigned seed) {
+  std::minstd_rand same(seed), mine(seed * 64 + unsigned(rank) + 1);
+  const size_t count = seed % 2 == 0 ? 66000 + same() % 64000 : 1 + same() % 3000;  // with messages that are offered, or not
+  const int kind = int(seed % 4), quits = int(same() % unsigned(n));
+  std::vector<float> x(count, float(rank + 1)), y(count * size_t(n)), z(count * size_t(n));
+  CUevent event;
+  OK(cuEventCreate(&event, CU_EVENT_DISABLE_TIMING));
+  bool fine = true;
+  for (int round = 0; fine && round < 40; round++) {
+    if (mine() % 4 == 0) sleep_us(unsigned(mine() % 200));
+    std::fill(z.begin(), z.end(), 0.0f);
+    fine = leavable(kind, count, x.data(), y.data(), z.data(), comm, rank, n, stream);
+    OK(cuEventRecord(event, stream));
+    CUresult result = CUDA_ERROR_NOT_READY;
+    const auto until = std::chrono::steady_clock::now() + std::chrono::microseconds(rank == quits ? mine() % 300 : 30000);
+    do result = ncclpyHostEventHelp(event, double(mine() % 4) * 20e-6);
+    while (result == CUDA_ERROR_NOT_READY && std::chrono::steady_clock::now() < until);
+    if (rank == quits && (round == 39 || result != CUDA_SUCCESS)) break;
+    ncclResult_t state;
+    if (result != CUDA_SUCCESS || ncclCommGetAsyncError(comm, &state) != 0 || state != ncclSuccess) break;
+    // It may be over because the communicator is.
+    for (size_t i = 0; fine && i < count; i++) CHECK(z[i] == left_by(kind, rank, n));
+  }
+  OK(ncclCommAbort(comm));
+  for (auto* memory : {&x, &y, &z}) {
+    std::fill(memory->begin(), memory->end(), -1.0f);
+    std::vector<float>().swap(*memory);
+  }
+  sleep_us(2000);
+  OK(cuStreamSynchronize(stream));
+  OK(cuEventDestroy_v2(event));
 }
 
 // Only one rank launches: its replay waits until the abort.

@@ -432,3 +432,44 @@ def revoked_in_the_middle(rank, nbytes, times, after):
     assert sums.tolist() == [rank.nranks] * 4
     nccl.ncclCommDestroy(child)
     nccl.ncclCommDestroy(comm)
+
+
+def sender_revokes_in_the_middle(rank, nbytes, times, after, done):
+    """Rank 0 revokes while rank 1 reads, overwrites what it sends and makes a file: what has arrived is right."""
+    nccl, driver = rank.nccl, rank.nccl.driver
+    large = np.ones((1, nbytes) if rank.rank == 0 else (times, nbytes), np.int8)
+    small = np.zeros(4, np.int8)  # it has to receive as well, or it would send pieces
+    comm = nccl.init(rank.nranks, rank.uid, rank.rank, None)
+    events = [driver.event() for _ in range(times)]
+    for i, event in enumerate(events):
+        nccl.ncclGroupStart()
+        if rank.rank == 0:
+            nccl.ncclSend(pointer(large), nbytes, 0, 1, comm, rank.stream)
+            nccl.ncclRecv(pointer(small), 4, 0, 1, comm, rank.stream)
+        else:
+            nccl.ncclRecv(pointer(large[i]), nbytes, 0, 0, comm, rank.stream)
+            nccl.ncclSend(pointer(small), 4, 0, 0, comm, rank.stream)
+        nccl.ncclGroupEnd()
+        driver.cuEventRecord(event, rank.stream)
+    arrived = None
+    if rank.rank == 0:
+        while not driver.ready("cuEventQuery", events[0]):
+            time.sleep(0.0005)
+        time.sleep(after)
+        nccl.ncclCommRevoke(comm, 0)
+        large[:, nbytes // 4 * 3 :] = 7  # what is read last
+        large.fill(7)
+        done.touch()
+    else:
+        while not done.exists():
+            time.sleep(0.01)
+        time.sleep(0.05)  # for what is being read
+        assert nccl.async_error(comm) == 0
+        arrived = sum(driver.ready("cuEventQuery", event) for event in events)
+        assert (large[:arrived] == 1).all()
+        nccl.ncclCommRevoke(comm, 0)
+    rank.synchronize()
+    nccl.ncclCommDestroy(comm)
+    for event in events:
+        driver.cuEventDestroy_v2(event)
+    return arrived

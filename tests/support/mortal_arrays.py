@@ -32,6 +32,14 @@ class _Life:
         whole = self.overwritten and (self.block != PATTERN).any()
         return bool(whole or (self.block[:GUARD] != PATTERN).any() or (self.block[-GUARD:] != PATTERN).any())
 
+    def what_was_written(self):
+        written = self.block != PATTERN
+        return (
+            f"an array of {self.block.nbytes - 2 * GUARD} bytes was written after its end: "
+            f"{int(written.sum())} bytes, from byte {int(written.argmax()) - GUARD} on, now "
+            f"{self.block.view(np.float64)[written.reshape(-1, 8).any(1)][:4]}"
+        )
+
 
 class MortalArrays:
     """Make arrays, and tell which of the dead have been touched and how many are alive.
@@ -79,13 +87,7 @@ class MortalArrays:
                     self._kept += life.block.nbytes
             self._lives = [life for life in self._lives if life.ref() is not None]
             self._others = [ref for ref in self._others if ref() is not None]
-            found = [
-                f"an array of {life.block.nbytes - 2 * GUARD} bytes was written after its end: "
-                f"{int((life.block != PATTERN).sum())} bytes, from byte {int((life.block != PATTERN).argmax()) - GUARD} on, "
-                f"now {life.block.view(np.float64)[(life.block != PATTERN).reshape(-1, 8).any(1)][:4]}"
-                for life in self._dead
-                if life.is_touched()
-            ]
+            found = [life.what_was_written() for life in self._dead if life.is_touched()]
             while self._dead and (found or self._kept > KEPT or len(self._dead) > 300):
                 self._kept -= self._dead.popleft().block.nbytes
             return found

@@ -10,7 +10,7 @@
 // come back after all. What is not waited for at once makes the stream eager again.
 //
 // A caller that cannot wait to the end may help with brief tasks: those that wait for nobody, or that it can leave in
-// the middle. What it leaves is a thread's, which runs it from its beginning.
+// the middle. What it leaves is a thread's, which calls it again.
 //
 // A task may block for as long as it likes: it holds up its own stream and whoever waits for that, nothing else.
 // A task must not throw, and must not rely on the calling thread or on its current device.

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "collective.hpp"
+#include "peer_memory.hpp"
 
 namespace ncclpy::host {
 namespace {
@@ -71,6 +72,11 @@ bool has_root(Collective kind) {
          kind == Collective::scatter;
 }
 
+// The other kinds have a block for each rank in one of their buffers or both.
+bool has_equal_buffers(Collective kind) {
+  return kind == Collective::all_reduce || kind == Collective::reduce || kind == Collective::broadcast;
+}
+
 // In words, and no more than the call was given: "AllReduce of 3 float32 (sum)", "Broadcast of 8 int8 (root 1)".
 std::string described(const Record& record) {
   static const char* const operators[] = {"sum", "prod", "max", "min", "avg", "premulsum"};
@@ -108,36 +114,57 @@ void run_alone(const Record& record) {
 
 }  // namespace
 
-bool can_be_left(const Comm& comm, const Operation& operation) {
-  return operation.kind == Operation::collective &&
-         is_small(operation.collective_kind, operation.dtype, operation.count, comm.nranks);
+bool takes_little(const Comm& comm, const Operation& operation, size_t* bytes) {
+  if (operation.kind != Operation::collective && !operation.message()) return false;
+  const bool has_blocks = operation.kind == Operation::collective && !has_equal_buffers(operation.collective_kind);
+  const size_t unit = size_of(operation.dtype) * size_t(has_blocks ? comm.nranks : 1);
+  if (operation.count > *bytes / unit) return false;
+  *bytes -= operation.count * unit;
+  return true;
 }
 
-bool run_collective(Comm& comm, const Operation& operation) {
+namespace {
+
+// Describes this rank's collective to the others, and waits for theirs. Ended if they do not agree.
+Passage meet(Comm& comm, const Operation& operation, Course& course) {
   Record mine = record_of(operation);
-  if (comm.nranks == 1) {
-    run_alone(mine);
-    return true;
-  }
   Segment& segment = *comm.segment;
   // What a rank leaves for this collective may be read until the next one has begun: hence two of each.
-  const int parity = int(comm.collectives_done++ & 1);
+  course.parity = int(comm.collectives_done++ & 1);
   const bool small = is_small(mine.kind, mine.dtype, mine.count, comm.nranks);
   if (!small) {
-    if (!comm.reads_peers) comm.reads_peers = can_read_peers(segment, comm.rank);
-    mine.reads_peers = *comm.reads_peers;
+    mine.reads_peers = reads_peers(comm);
     mine.is_crowded = segment.spin().is_crowded();
   }
-  segment.slot(comm.rank).record[parity] = mine;
-  if (small) contribute_small(comm, mine, parity);
+  segment.slot(comm.rank).record[course.parity] = mine;
+  if (small) contribute_small(comm, mine, course.parity);
   const Passage passage = comm.rendezvous.pass_data();
   if (passage == Passage::left) comm.collectives_done--;
-  if (passage != Passage::open) return passage == Passage::ended;
-  if (!check_agreement(comm, parity)) return true;
-  if (small) run_small(comm, parity);
-  else if (segment.one_process()) run_direct(comm, parity);
-  else if (is_pulled(comm, parity)) run_pulled(comm, parity);
-  else run_staged(comm, parity);
+  if (passage != Passage::open) return passage;
+  course.met = check_agreement(comm, course.parity);
+  return course.met ? Passage::open : Passage::ended;
+}
+
+}  // namespace
+
+bool run_collective(Comm& comm, const Operation& operation, Course& course) {
+  if (comm.nranks == 1) {
+    run_alone(record_of(operation));
+    return true;
+  }
+  if (!course.met) {
+    const Passage passage = meet(comm, operation, course);
+    if (passage != Passage::open) return passage == Passage::ended;
+  }
+  if (is_small(operation.collective_kind, operation.dtype, operation.count, comm.nranks)) {
+    run_small(comm, course.parity);
+  } else if (comm.segment->one_process()) {
+    run_direct(comm, course.parity);
+  } else if (is_pulled(comm, course.parity)) {
+    return run_pulled(comm, course);
+  } else {
+    return run_staged(comm, course);
+  }
   return true;
 }
 

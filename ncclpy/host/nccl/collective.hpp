@@ -15,10 +15,23 @@ const char* name_of(const Operation& operation);
 
 const char* type_name(ncclDataType_t dtype);
 
-// Runs a collective, in whichever thread the stream has. False if that has left it: then it is to run again.
-bool run_collective(Comm& comm, const Operation& operation);
-// Whether it can be left, which is where run_collective takes it for small: once all ranks have come none waits again.
-bool can_be_left(const Comm& comm, const Operation& operation);
+// With more in a launch, counting each rank's larger buffers, the time in which nobody can leave counts for more than a thread
+// that comes for it.
+constexpr size_t brief_bytes = 1 << 20;
+
+// How far a collective has come that a thread has left.
+struct Course {
+  bool met = false;  // all ranks have come, and agree
+  int parity = 0;    // of the records
+  size_t step = 0;   // steps over, as the way of its data counts them
+};
+
+// Runs a collective, in whichever thread the stream has. False if that has left it: then it is to run again, from where
+// `course` says.
+bool run_collective(Comm& comm, const Operation& operation, Course& course);
+// Whether who is to leave it soon may run it, as it needs no more than so many bytes, which are taken off. What lies between two
+// gates, or a message that is being copied, is not left.
+bool takes_little(const Comm& comm, const Operation& operation, size_t* bytes);
 
 // Contributions so small that every rank leaves its own in the segment before it arrives: no second rendezvous.
 bool is_small(Collective kind, ncclDataType_t dtype, size_t count, int nranks);
@@ -28,16 +41,12 @@ void run_small(Comm& comm, int parity);
 // All ranks are threads of one process: everyone reads and writes the others' buffers.
 void run_direct(Comm& comm, int parity);
 
-// Ranks are spread over processes: the data pass through the segment in steps.
-void run_staged(Comm& comm, int parity);
+// Ranks are spread over processes: the data pass through the segment in steps. False if it was left.
+bool run_staged(Comm& comm, Course& course);
 
-// As that, without reductions and where each rank may read the memory of all others: one copy instead of two.
+// As that, of large blocks, and where each rank may read the memory of all others: one copy instead of two.
 bool is_pulled(Comm& comm, int parity);
-void run_pulled(Comm& comm, int parity);
-// Whether the environment lets a process read the others': NCCLPY_HOST_READ_PEERS, true unless 0.
-bool may_read_peers();
-// Whether this rank's process is able to read the others' as well, which need not be mutual.
-bool can_read_peers(Segment& segment, int rank);
+bool run_pulled(Comm& comm, Course& course);
 
 // The bytes of so many that rank `r` reduces: whole cache lines, so also whole elements.
 inline std::pair<size_t, size_t> part_of(size_t bytes, int r, int nranks) {

@@ -18,62 +18,100 @@
 namespace ncclpy::host {
 namespace {
 
-// False if a collective was left.
-template <class Tell>
-bool run_operations(Comm& comm, const Operation* operations, size_t count, Claims* claims, Tell tell) {
+// How far a launch has come, which a thread may leave and another one go on with.
+struct Progress {
+  explicit Progress(Comm& comm) : messages(comm) {}
+
+  bool begun = false;
+  Messages messages;
+  size_t collective = 0;  // the operation that is the first not run, of the collectives
+  Course course;          // of that
+};
+
+// What happens once. False if nothing of the launch is to run.
+bool begin_operations(Comm& comm, const Operation* operations, size_t count, Claims* claims, Progress& progress) {
   const bool faults = faults_planned.load(std::memory_order_relaxed);
-  if (faults && Interruption::has_time()) return false;  // they may hold it up, and each operation is to hear of them once
   for (size_t i = 0; faults && i < count; i++) {
     // An operation that does not run takes those of its launch with it, as a kernel would.
-    if (!fault_in_run(comm, name_of(operations[i]))) return true;
+    if (!fault_in_run(comm, name_of(operations[i]))) return false;
   }
-  Messages messages(comm);
+  progress.begun = true;
   for (size_t i = 0; i < count; i++) {
-    if (operations[i].message()) messages.add(operations[i]);
+    if (operations[i].message()) progress.messages.add(operations[i]);
   }
-  messages.begin();
+  progress.messages.advance();
   for (size_t i = 0; i < count; i++) {
     if (operations[i].kind != Operation::put && operations[i].kind != Operation::signal) continue;
     const bool put = run_put(comm, operations[i]);
     if (claims != nullptr) claims->targets[i].reset();  // from here on it is the peer's alone
     if (put) give_signal(comm, operations[i]);
   }
-  for (size_t i = 0; i < count; i++) {
+  return true;
+}
+
+// False if it was left.
+template <class Tell>
+bool run_operations(Comm& comm, const Operation* operations, size_t count, Claims* claims, Progress& progress, Tell tell) {
+  const bool faults = faults_planned.load(std::memory_order_relaxed);
+  if (progress.begun) {
+    progress.messages.advance();
+  } else {
+    if (faults && Interruption::has_time()) return false;  // they may hold it up, and are to be heard of once
+    if (!begin_operations(comm, operations, count, claims, progress)) return true;
+  }
+  for (size_t& i = progress.collective; i < count; i++) {
     if (operations[i].kind != Operation::collective) continue;
     if (comm.health.stopped()) break;  // perhaps in the middle of the one before: others may still wait for its gates
     tell(operations[i].deed);
-    if (!run_collective(comm, operations[i])) return false;
+    if (!run_collective(comm, operations[i], progress.course)) {
+      progress.messages.retract();
+      return false;
+    }
+    progress.course = {};
   }
   for (size_t i = count; i-- > 0;) {
     if (operations[i].message()) tell(operations[i].deed);
   }
-  messages.finish();
+  if (!progress.messages.finish()) return false;
   wait_for_signals(comm, operations, count, tell);
   for (size_t i = 0; faults && i < count; i++) fault_in_result(comm, name_of(operations[i]), operations[i]);
   return true;
 }
 
-bool execute(Comm& comm, const Operation* operations, size_t count, Claims* claims) {
+bool execute(Comm& comm, const Operation* operations, size_t count, Claims* claims, Progress& progress) {
   // Everybody can see what this rank is at.
   RankSlot& slot = comm.segment->slot(comm.rank);
   const auto tell = [&slot](uint64_t deed) { slot.doing[data_side].store(deed, std::memory_order_relaxed); };
   tell(operations[0].deed);
-  if (!run_operations(comm, operations, count, claims, tell)) return false;
+  if (!run_operations(comm, operations, count, claims, progress, tell)) return false;
   slot.done.store(operations[count - 1].deed, std::memory_order_relaxed);
   tell(0);
   return true;
 }
 
 // Runs when the launch's turn has come, unless the communicator has stopped. False if it was left.
-bool run(Comm& comm, uint64_t ticket, const Operation* operations, size_t count, Claims* claims) {
+bool run(Comm& comm, uint64_t ticket, const Operation* operations, size_t count, Claims* claims, Progress& progress) {
   const Turn turn = comm.queue.enter(ticket);
   if (turn == Turn::left) return false;
-  if (turn == Turn::come && !execute(comm, operations, count, claims)) {
+  if (turn == Turn::come && !execute(comm, operations, count, claims, progress)) {
+    comm.segment->slot(comm.rank).doing[data_side].store(0, std::memory_order_relaxed);  // perhaps nobody comes back to it
     comm.queue.end_run();
     return false;
   }
   comm.queue.leave(ticket);
   return true;
+}
+
+// Whether who waits for them may run them, and leave them.
+bool are_brief(const Comm& comm, const Operation* operations, size_t count) {
+  if (faults_planned.load(std::memory_order_relaxed)) return false;
+  size_t left = brief_bytes;  // of all together
+  return std::all_of(operations, operations + count, [&](const Operation& one) { return takes_little(comm, one, &left); });
+}
+
+template <class Function>
+Task task_of(bool is_brief, Function&& function) {
+  return is_brief ? Task::brief(std::forward<Function>(function)) : Task(std::forward<Function>(function));
 }
 
 // The launch is complete when the stream has come to it. A default stream is that of the communicator's device.
@@ -95,7 +133,8 @@ ncclResult_t issue_captured(const std::shared_ptr<Comm>& comm, std::vector<Opera
   const CUresult captured = capture(streams, comm->device, [comm, operations] {
     auto claims = claim(comm, operations.data(), operations.size());
     return Task([comm, operations, claims = std::move(claims), ticket = comm->queue.take_ticket()] {
-      (void)run(*comm, ticket, operations.data(), operations.size(), claims.get());  // it is not brief, so nobody leaves it
+      Progress progress(*comm);  // it is not brief, so nobody leaves it
+      (void)run(*comm, ticket, operations.data(), operations.size(), claims.get(), progress);
     });
   });
   if (captured == CUDA_SUCCESS) return ncclSuccess;
@@ -114,9 +153,12 @@ ncclResult_t find_stream(cudaStream_t given, int device, std::shared_ptr<Stream>
 
 // Operations that run together, and the streams that wait for each other around them.
 struct Launch {
+  explicit Launch(const std::shared_ptr<Comm>& one) : comm(one), progress(*one) {}
+
   std::shared_ptr<Comm> comm;
   std::vector<Operation> operations;
   std::shared_ptr<Claims> claims;  // of the first stream's task
+  Progress progress;               // likewise
   std::atomic<size_t> streams_missing{0};
   std::atomic<bool> done{false};
 };
@@ -130,11 +172,10 @@ ncclResult_t issue(const std::shared_ptr<Comm>& comm, const Operation& operation
   if (stream->capturing.load(std::memory_order_acquire)) return issue_captured(comm, {operation}, {stream});
   auto claims = claim(comm, &operation, 1);
   comm->queue.issue([&](uint64_t ticket) {
-    auto task = [comm, operation, claims = std::move(claims), ticket] {
-      return run(*comm, ticket, &operation, 1, claims.get());
-    };
-    const bool brief = can_be_left(*comm, operation) && !faults_planned.load(std::memory_order_relaxed);
-    stream->enqueue(brief ? Task::brief(std::move(task)) : Task(std::move(task)));
+    stream->enqueue(task_of(are_brief(*comm, &operation, 1),
+                            [comm, operation, claims = std::move(claims), ticket, progress = Progress(*comm)]() mutable {
+                              return run(*comm, ticket, &operation, 1, claims.get(), progress);
+                            }));
   });
   return ncclSuccess;
 }
@@ -151,11 +192,11 @@ ncclResult_t issue(const std::shared_ptr<Comm>& comm, std::vector<Operation> ope
   for (const auto& stream : streams) {
     if (stream->capturing.load(std::memory_order_acquire)) return issue_captured(comm, std::move(operations), streams);
   }
-  auto launch = std::make_shared<Launch>();
-  launch->comm = comm;
+  auto launch = std::make_shared<Launch>(comm);
   launch->operations = std::move(operations);
   launch->claims = claim(comm, launch->operations.data(), launch->operations.size());
   launch->streams_missing = streams.size() - 1;
+  const bool is_brief = streams.size() == 1 && are_brief(*comm, launch->operations.data(), launch->operations.size());
   // NCCL launches on the first stream, which waits for the others, which wait for the end.
   comm->queue.issue([&](uint64_t ticket) {
     try {
@@ -167,14 +208,16 @@ ncclResult_t issue(const std::shared_ptr<Comm>& comm, std::vector<Operation> ope
           wait_until(one.queue.bell, [&] { return launch->done.load() || one.health.stopped(); });
         });
       }
-      streams[0]->enqueue([launch, ticket] {
+      streams[0]->enqueue(task_of(is_brief, [launch, ticket] {
         Comm& one = *launch->comm;
         wait_until(one.queue.bell, [&] { return launch->streams_missing.load() == 0 || one.health.stopped(); });
-        (void)run(one, ticket, launch->operations.data(), launch->operations.size(), launch->claims.get());  // not brief
+        if (!run(one, ticket, launch->operations.data(), launch->operations.size(), launch->claims.get(), launch->progress))
+          return false;
         launch->claims.reset();
         launch->done.store(true);
         one.queue.bell.ring();
-      });
+        return true;
+      }));
     } catch (...) {  // there is no thread for one of the streams: the others must not wait for what never comes
       launch->done.store(true);
       comm->queue.bell.ring();

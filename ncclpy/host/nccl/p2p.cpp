@@ -1,7 +1,11 @@
-// Point-to-point messages: read in place between threads, in pieces through the segment between processes.
+// Point-to-point messages. What a rank sends is offered, and the receiver reads it where it lies: between threads, and between
+// processes if it is much and the kernel lets one read the other. What is little, or cannot be read, passes in pieces through
+// the segment.
 //
-// Channel::state between threads, for the k-th message of the channel: 4k idle; 4k + 1 offered; 4k + 2 taken, the
-// receiver is copying; then 4(k + 1). A sender that aborts turns 4k + 1 into 4k + 3 and nobody follows.
+// Channel::state, for the k-th message of the channel that is offered: 4k idle; 4k + 1 offered; 4k + 2 taken, the receiver is
+// copying; then 4(k + 1). A sender that takes its offer back turns it into 4k again. Between threads it waits for a receiver
+// that is copying. Between processes it does not, as that could take for ever: to read what has been given back does no harm,
+// and a receiver that finds its message no longer taken has not received it.
 #include "p2p.hpp"
 
 #include <algorithm>
@@ -10,11 +14,16 @@
 
 #include "collective.hpp"
 #include "missing.hpp"
+#include "peer_memory.hpp"
 
 namespace ncclpy::host {
 namespace {
-constexpr int many_looks = 64;  // before the first sleep, see wait_until
-enum : uint64_t { idle, offered, taken, withdrawn, states };
+constexpr int many_looks = 64;  // who waits longer says for whom
+enum : uint64_t { idle, offered, taken, states = 4 };
+
+// From here on one copy by the kernel takes less time than two through the cache; what is less fits into the channel, and a
+// send of it need not wait for the receiver.
+constexpr size_t least_offered = channel_slots * piece_bytes;
 }
 
 void Messages::add(const Operation& operation) {
@@ -38,21 +47,22 @@ bool Messages::finished() const {
   return std::all_of(lines_.begin(), lines_.end(), [](const Line& line) { return line.finished(); });
 }
 
-void Messages::finish() {
+bool Messages::finish() {
   Bell& bell = comm_.segment->slot(comm_.rank).bell;
   Awaited awaited(comm_, data_side);
   while (!finished()) {
     int looks = 0;
     wait_until(bell, comm_.segment->spin(), [&] {
-      if (advance() || comm_.health.stopped()) return true;
+      if (advance() || comm_.health.stopped() || Interruption::wants_out()) return true;
       if (++looks == many_looks) awaited.tell(peers());  // once it is going to last
       return false;
     });
-    if (comm_.health.stopped()) {
-      for (Line& line : lines_) withdraw(line);
-      return;
-    }
+    const bool stopped = comm_.health.stopped();
+    if (finished() || !(stopped || Interruption::wants_out())) continue;
+    retract();
+    return stopped;
   }
+  return true;
 }
 
 // Those that this rank still waits for.
@@ -66,7 +76,6 @@ std::vector<int> Messages::peers() const {
   return found;
 }
 
-// Does what can be done now; whether that was anything.
 bool Messages::advance() {
   bool moved = false;
   for (Line& line : lines_) {
@@ -75,22 +84,48 @@ bool Messages::advance() {
   return moved;
 }
 
-bool Messages::advance(Line& line) {
-  if (line.direct) return line.sends ? send_direct(line) : receive_direct(line);
-  return line.sends ? send_pieces(line) : receive_pieces(line);
+bool Messages::advance(Line& line) { return line.sends ? send(line) : receive(line); }
+
+bool Messages::send(Line& line) {
+  Message& message = line.now();
+  if (message.place == never && message.done == 0) {  // once: its place must not become that of another message
+    message.offers = line.local || (message.bytes >= least_offered && saves_to_offer() &&
+                                    !channel(line).refused.load(std::memory_order_relaxed));
+  }
+  return message.offers ? offer(line) : send_pieces(line);
 }
 
-bool Messages::send_direct(Line& line) {
+// Whether this rank has else to do than to copy what it sends. If not, it copies pieces while the receiver copies them out.
+bool Messages::saves_to_offer() const {
+  const auto receives = [](const Line& line) { return !line.sends && !line.local && !line.finished(); };
+  return comm_.segment->spin().is_crowded() || std::any_of(lines_.begin(), lines_.end(), receives);
+}
+
+bool Messages::receive(Line& line) {
+  if (line.local) return receive_offered(line);
+  // Pieces that were sent before something was offered are seen by whoever sees the offer.
+  const bool is_offered = channel(line).state.load(std::memory_order_acquire) % states == offered;
+  return receive_pieces(line) || (is_offered && receive_offered(line));
+}
+
+bool Messages::offer(Line& line) {
   Channel& way = channel(line);
   Message& message = line.now();
   const uint64_t state = way.state.load(std::memory_order_acquire);
   if (state % states != idle) return false;
   if (!message.started) {
-    way.data = message.source;
-    way.offer = message.kind;
+    if (message.place == never) {  // else it was taken back, and who took it may be reading this
+      way.data = message.source;
+      way.offer = message.kind;
+      message.place = state;
+    }
     message.started = true;
     way.state.store(state + offered, std::memory_order_release);
     tell(line.peer);
+    return true;
+  }
+  if (state == message.place) {  // the receiver has given it back
+    message.started = message.offers = false;
     return true;
   }
   if (!(way.wanted == message.kind)) complain(line, message.kind, way.wanted);
@@ -98,19 +133,47 @@ bool Messages::send_direct(Line& line) {
   return true;
 }
 
-bool Messages::receive_direct(Line& line) {
+bool Messages::receive_offered(Line& line) {
   Channel& way = channel(line);
   Message& message = line.now();
   uint64_t state = way.state.load(std::memory_order_acquire);
   if (state % states != offered) return false;
-  if (!way.state.compare_exchange_strong(state, state - offered + taken, std::memory_order_acq_rel)) return false;
-  if (way.offer == message.kind) std::memmove(message.target, way.data, message.bytes);
-  else complain(line, way.offer, message.kind);
+  const uint64_t place = state - offered;
+  if (!line.local && !reads_peers(comm_)) return refuse(line, state, place);
+  if (!way.state.compare_exchange_strong(state, place + taken, std::memory_order_acq_rel)) return false;
+  const MessageKind sent = way.offer;
   way.wanted = message.kind;
-  way.state.store(state - offered + states, std::memory_order_release);
+  if (sent == message.kind && !copy_offered(line, place)) return false;
+  state = place + taken;
+  if (!way.state.compare_exchange_strong(state, place + states, std::memory_order_acq_rel)) return false;
+  if (!(sent == message.kind)) complain(line, sent, message.kind);
   tell(line.peer);
   line.at++;
   return true;
+}
+
+// Gives back what it cannot read.
+bool Messages::refuse(Line& line, uint64_t state, uint64_t place) {
+  Channel& way = channel(line);
+  way.refused.store(1, std::memory_order_relaxed);
+  if (!way.state.compare_exchange_strong(state, place, std::memory_order_acq_rel)) return false;
+  tell(line.peer);
+  return true;
+}
+
+// False if not all of it was copied.
+bool Messages::copy_offered(Line& line, uint64_t place) {
+  Channel& way = channel(line);
+  Message& message = line.now();
+  if (line.local) {
+    std::memmove(message.target, way.data, message.bytes);
+    return true;
+  }
+  const auto is_taken = [&] { return way.state.load(std::memory_order_acquire) == place + taken; };
+  return copy_from_peer(comm_, line.peer, way.data, message.target, message.bytes, is_taken, [&](const void*, int error) {
+    // Of its own memory the peer can still make pieces.
+    if (is_taken() && !has_gone(comm_, line.peer, error)) refuse(line, place + taken, place);
+  });
 }
 
 bool Messages::send_pieces(Line& line) {
@@ -153,14 +216,23 @@ bool Messages::receive_pieces(Line& line) {
   return true;
 }
 
-// Takes back what is offered; what a peer has taken is waited for, since it is being copied at this moment.
-void Messages::withdraw(Line& line) {
-  if (!line.sends || !line.direct || line.finished() || !line.now().started) return;
+void Messages::retract() {
+  for (Line& line : lines_) {
+    if (line.sends && !line.finished() && line.now().offers && line.now().started) retract(line);
+  }
+}
+
+void Messages::retract(Line& line) {
   Channel& way = channel(line);
-  uint64_t state = way.state.load(std::memory_order_acquire);
-  if (state % states == offered && way.state.compare_exchange_strong(state, state - offered + withdrawn)) return;
-  wait_until(comm_.segment->slot(comm_.rank).bell,
-             [&] { return way.state.load(std::memory_order_acquire) % states != taken; });
+  Message& message = line.now();
+  uint64_t state = message.place + offered;
+  if (way.state.compare_exchange_strong(state, message.place, std::memory_order_acq_rel)) {
+    message.started = false;
+    return;
+  }
+  const auto is_taken = [&] { return way.state.load(std::memory_order_acquire) == message.place + taken; };
+  if (line.local) return wait_until(comm_.segment->slot(comm_.rank).bell, [&] { return !is_taken(); });
+  if (state == message.place + taken && way.state.compare_exchange_strong(state, message.place)) message.started = false;
 }
 
 void Messages::complain(const Line& line, const MessageKind& sent, const MessageKind& wanted) {

@@ -1,4 +1,5 @@
-// Sends and receives of one launch, which progress together in whatever order the peers are ready.
+// Sends and receives of one launch, which progress together in whatever order the peers are ready. A thread may leave them and
+// another one go on.
 #pragma once
 
 #include <vector>
@@ -13,40 +14,51 @@ class Messages {
 
   // Adds a send or a receive; those between the same two ranks keep their order. No bytes are no message, as in NCCL.
   void add(const Operation& operation);
-  // Offers what can be offered without waiting, so that peers need not wait for what this rank does next.
-  void begin() { advance(); }
-  // Returns when all messages are through, or, after an abort, when no peer touches their memory any more.
-  void finish();
+  // Does what can be done without waiting, so that peers need not wait for what this rank does next. Whether that was
+  // anything.
+  bool advance();
+  // Returns when all messages are through, or, after an abort, when no peer touches their memory any more. False if it was
+  // left; then, too, none does.
+  bool finish();
+  // Takes back what is offered, until advance() offers it again.
+  void retract();
 
  private:
+  static constexpr uint64_t never = ~uint64_t(0);
   struct Message {
     const void* source;
     void* target;  // of a receive
     MessageKind kind;
     size_t bytes;
     size_t done = 0;
-    bool started = false;
+    bool started = false;           // offered, or, of pieces received, some are
+    bool offers = false;            // instead of passing in pieces, of a send
+    uint64_t place = never;         // the channel's state before the offer
   };
   // The messages with one peer in one direction.
   struct Line {
     int peer;
     bool sends;
-    bool direct;  // the peer is a thread of this process
+    bool local;  // the peer is a thread of this process
     std::vector<Message> messages;
     size_t at = 0;
     bool finished() const { return at == messages.size(); }
     Message& now() { return messages[at]; }
   };
 
-  bool advance();
   bool advance(Line& line);
-  bool send_direct(Line& line);
-  bool receive_direct(Line& line);
+  bool saves_to_offer() const;
+  bool send(Line& line);
+  bool receive(Line& line);
+  bool offer(Line& line);
+  bool receive_offered(Line& line);
+  bool copy_offered(Line& line, uint64_t place);
+  bool refuse(Line& line, uint64_t state, uint64_t place);
   bool send_pieces(Line& line);
   bool receive_pieces(Line& line);
   bool finished() const;
   std::vector<int> peers() const;
-  void withdraw(Line& line);
+  void retract(Line& line);
   void complain(const Line& line, const MessageKind& sent, const MessageKind& wanted);
   Channel& channel(const Line& line) {
     return line.sends ? comm_.segment->channel(comm_.rank, line.peer) : comm_.segment->channel(line.peer, comm_.rank);

@@ -14,6 +14,7 @@
 #include "collective.hpp"
 #include "ends.hpp"
 #include "group.hpp"
+#include "peer_memory.hpp"
 
 namespace ncclpy::host {
 namespace {

@@ -5,21 +5,16 @@
 // All ranks have arrived, each pulls what it needs, and none leaves before all have it. A rank that aborts does not
 // arrive at the last gate, or takes that back, so nobody takes what was read from it for a result. Only one that dies
 // there has arrived while others still read: its memory is gone, and they say so themselves.
-#include <errno.h>
-#include <stdlib.h>
 #include <string.h>
-#include <sys/uio.h>
 
 #include <algorithm>
 
 #include "collective.hpp"
+#include "peer_memory.hpp"
 #include "wait.hpp"
 
 namespace ncclpy::host {
 namespace {
-
-// Between two looks at whether the communicator was aborted.
-constexpr size_t pull_bytes = 4 << 20;
 
 // From here on one copy by the kernel, which has to pin pages, takes less time than two copies through the cache.
 constexpr size_t least_block = 128 << 10;
@@ -27,11 +22,6 @@ constexpr size_t least_block = 128 << 10;
 // ranks wait for each other three times, not at each step. With a core for each it would only be faster for memory that is
 // in their caches, and half as fast again for gradients that come from memory one by one.
 constexpr size_t least_reduced = 1 << 20;
-
-ssize_t read_from(int pid, void* to, const void* source, size_t bytes) {
-  const iovec here = {to, bytes}, there = {const_cast<void*>(source), bytes};
-  return process_vm_readv(pid, &here, 1, &there, 1, 0);
-}
 
 class Pulled {
  public:
@@ -119,33 +109,13 @@ class Pulled {
     return true;
   }
 
-  // Copies from a peer's memory. False when there is no use in going on.
+  // False when there is no use in going on.
   bool copy_from(int peer, const char* source, char* target, size_t bytes) {
-    for (size_t done = 0; done < bytes;) {
-      if (comm_.health.stopped()) return false;
-      const ssize_t n = read_from(comm_.segment->slot(peer).pid, target + done, source + done,
-                                  std::min(pull_bytes, bytes - done));
-      if (n <= 0) return complain(peer, source + done, errno);
-      done += size_t(n);
-    }
-    return true;
-  }
-
-  bool complain(int peer, const char* source, int error) {
-    const RankSlot& slot = comm_.segment->slot(peer);
-    if (slot.left.load(std::memory_order_acquire)) return false;  // it aborted before it ended
-    if (error == ESRCH) {
-      // It has died, perhaps after it arrived where all meet next: then that gate opens, and this must be known by then.
-      comm_.segment->bury(peer);
-      break_comms(*comm_.segment, peer);
-      return false;
-    }
-    // What it sends may have been freed since.
-    if (slot.aborted.load(std::memory_order_acquire) || slot.revoked.load(std::memory_order_acquire)) return false;
-    fail(ncclSystemError, "rank %d cannot read the buffer of rank %d at %p: %s", rank_, peer,
-         static_cast<const void*>(source), strerror(error));
-    comm_.health.set_async(ncclSystemError, last_error());
-    return false;
+    return copy_from_peer(comm_, peer, source, target, bytes, [] { return true; }, [&](const void* at, int error) {
+      if (has_gone(comm_, peer, error)) return;
+      fail(ncclSystemError, "rank %d cannot read the buffer of rank %d at %p: %s", rank_, peer, at, strerror(error));
+      comm_.health.set_async(ncclSystemError, last_error());
+    });
   }
 
   Comm& comm_;
@@ -155,23 +125,6 @@ class Pulled {
 };
 
 }  // namespace
-
-bool may_read_peers() {
-  const char* text = getenv("NCCLPY_HOST_READ_PEERS");
-  return text == nullptr || strcmp(text, "0") != 0;
-}
-
-bool can_read_peers(Segment& segment, int rank) {
-  if (!may_read_peers()) return false;
-  for (int r = 0; r < segment.nranks(); r++) {
-    const RankSlot& peer = segment.slot(r);
-    uint64_t process = 0;
-    if (r != rank && (read_from(peer.pid, &process, peer.beacon, sizeof process) != ssize_t(sizeof process) ||
-                      process != peer.process))
-      return false;
-  }
-  return true;
-}
 
 bool is_pulled(Comm& comm, int parity) {
   const Record& mine = comm.segment->slot(comm.rank).record[parity];
@@ -189,8 +142,12 @@ bool is_pulled(Comm& comm, int parity) {
   return crowded || !reduces;
 }
 
-void run_pulled(Comm& comm, int parity) {
-  if (Pulled(comm, parity).run()) comm.rendezvous.pass_data();
+// It is left at the last gate alone: what can be left is too little for those that have another.
+bool run_pulled(Comm& comm, Course& course) {
+  static_assert(brief_bytes <= least_reduced, "a reduction is not run a second time");
+  if (course.step == 0 && !Pulled(comm, course.parity).run()) return true;
+  course.step = 1;
+  return comm.rendezvous.pass_data() != Passage::left;
 }
 
 }  // namespace ncclpy::host

@@ -18,7 +18,7 @@
 namespace ncclpy::host {
 namespace {
 
-constexpr uint64_t magic = 0x3267657379706c63;  // "clpyseg2"
+constexpr uint64_t magic = 0x3367657379706c63;  // "clpyseg3"
 
 constexpr size_t page = 4096;
 
@@ -33,8 +33,8 @@ struct Layout {
     const size_t n = size_t(nranks);
     slots = aligned(sizeof(Header));
     channels = slots + aligned(n * sizeof(RankSlot));
-    small = channels + aligned(n * n * sizeof(Channel));
     // Pages of what follows take memory only when they are used.
+    small = channels + aligned(n * n * sizeof(Channel));
     steps = small + aligned(n * 2 * inline_bytes);
     pieces = steps + n * 4 * step_bytes;
     end = pieces + n * n * channel_slots * piece_bytes;

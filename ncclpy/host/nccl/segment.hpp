@@ -35,7 +35,7 @@ struct Record {
   const void* send;
   void* recv;
   uint64_t scalar;
-  bool reads_peers;  // see can_read_peers
+  bool reads_peers;  // see peer_memory.hpp
   bool is_crowded;   // where this rank is, there are more ranks than cores
 };
 
@@ -58,8 +58,12 @@ struct Gate {
 
 // Bytes of one rank's contribution to an exchange among all ranks (split, unique ids).
 constexpr size_t exchange_bytes = 192;
-// Largest contribution that travels inside the segment, together with the description of the operation.
-constexpr size_t inline_bytes = 2048;
+// Largest contribution that travels inside the segment, together with the description of the operation; with more ranks less,
+// as each may have to read those of all.
+constexpr size_t inline_bytes = 32 << 10;
+inline size_t most_inline(int nranks) {
+  return std::clamp<size_t>(2 * inline_bytes / size_t(nranks) / 64 * 64, 2048, inline_bytes);
+}
 
 // Where the first survivor of a shrink tells the others how to meet.
 struct Notice {
@@ -108,23 +112,24 @@ struct MessageKind {
   bool operator==(const MessageKind& other) const { return count == other.count && dtype == other.dtype; }
 };
 
+// Pieces in flight on a channel between processes, and their size: small enough to stay in the cache.
+constexpr size_t channel_slots = 16;
+constexpr size_t piece_bytes = 16 << 10;
+
 // The way of messages from one rank to another, see p2p.cpp, and of its signals, see one_sided.cpp.
 struct alignas(64) Channel {
-  // Between threads of one process: the sender offers its buffer, the receiver copies from it.
+  // The sender offers its buffer, the receiver copies from it.
   std::atomic<uint64_t> state{0};
   const void* data = nullptr;
   MessageKind offer;
-  MessageKind wanted;  // what the receiver takes
-  // Between processes: pieces pass through a ring of slots.
+  MessageKind wanted;                // what the receiver takes
+  std::atomic<uint32_t> refused{0};  // it cannot read the sender's memory: no more offers
+  // Or pieces pass through a ring of slots.
   alignas(64) std::atomic<uint64_t> written{0};  // pieces, counted over the channel's life
-  MessageKind messages[4];                       // that the piece in this slot belongs to
+  MessageKind messages[channel_slots];           // that the piece in this slot belongs to
   alignas(64) std::atomic<uint64_t> read{0};
   std::atomic<uint64_t> signals[signal_counters] = {};  // ever given
 };
-
-// Pieces in flight on a channel between processes, and their size: small enough to stay in the cache.
-constexpr size_t channel_slots = 4;
-constexpr size_t piece_bytes = 64 << 10;
 
 // A rank's buffer for collectives between processes: twice the step's input, twice its result.
 constexpr size_t step_bytes = 256 << 10;
@@ -164,7 +169,7 @@ class Segment {
 
   // Memory: what is always there, as one rank's part; what a rank's data pass through, as far as it was ever touched;
   // and giving the latter back, when no rank uses it.
-  size_t fixed_bytes() const { return steps_at_ / size_t(nranks_); }
+  size_t fixed_bytes() const { return small_at_ / size_t(nranks_); }
   size_t buffer_bytes(int rank) const;
   void release_buffers(int rank);
 
@@ -200,9 +205,10 @@ class Segment {
   size_t local_gone = 0;
 
  private:
-  // Calls `use(memory, bytes)` for the rank's step buffers and the pieces on their way to it.
+  // Calls `use(memory, bytes)` for the rank's small and step buffers and the pieces on their way to it.
   template <class Use>
   void for_buffers(int rank, Use use) const {
+    use(memory_ + small_at_ + size_t(rank) * 2 * inline_bytes, 2 * inline_bytes);
     use(memory_ + steps_at_ + size_t(rank) * 4 * step_bytes, 4 * step_bytes);
     const size_t ring = channel_slots * piece_bytes;
     for (int from = 0; from < nranks_; from++)

@@ -23,7 +23,7 @@ size_t blocks_of(Collective kind, int nranks) { return has_blocks(kind) ? size_t
 }  // namespace
 
 bool is_small(Collective kind, ncclDataType_t dtype, size_t count, int nranks) {
-  return count <= inline_bytes / size_of(dtype) / blocks_of(kind, nranks);
+  return count <= most_inline(nranks) / size_of(dtype) / blocks_of(kind, nranks);
 }
 
 void contribute_small(Comm& comm, const Record& record, int parity) {

@@ -2,7 +2,8 @@
 //
 // In each step a rank writes to its own step buffer what others need, all ranks pass the gate, and everyone reads. There
 // are two of each buffer: what is read after gate s is written again after gate s + 1 at the earliest, when all have
-// finished reading. An abort may come at any gate, since nobody touches another rank's own memory.
+// finished reading. An abort may come at any gate, since nobody touches another rank's own memory. So may
+// a thread's leave: who goes on begins before that gate, and does again what was done there.
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -14,27 +15,35 @@ namespace {
 
 class Staged {
  public:
-  Staged(Comm& comm, int parity)
-      : comm_(comm), segment_(*comm.segment), parity_(parity), nranks_(size_t(comm.nranks)), rank_(size_t(comm.rank)),
-        mine_(segment_.slot(comm.rank).record[parity]), element_(size_of(mine_.dtype)),
+  Staged(Comm& comm, Course& course)
+      : comm_(comm), segment_(*comm.segment), parity_(course.parity), course_(course), nranks_(size_t(comm.nranks)),
+        rank_(size_t(comm.rank)), mine_(segment_.slot(comm.rank).record[parity_]), element_(size_of(mine_.dtype)),
         send_(static_cast<const char*>(mine_.send)), recv_(static_cast<char*>(mine_.recv)),
         bytes_(mine_.count * element_), root_(size_t(mine_.root)), at_root_(comm.rank == mine_.root) {}
 
-  void run() {
+  // False if it was left.
+  bool run() {
     switch (mine_.kind) {
       case Collective::all_reduce:
-      case Collective::reduce: return reduce_everything();
-      case Collective::reduce_scatter: return reduce_scatter();
-      case Collective::broadcast: return broadcast();
-      case Collective::all_gather: return gather(true);
-      case Collective::gather: return gather(at_root_);
-      case Collective::scatter: return scatter();
-      case Collective::all_to_all: return all_to_all();
+      case Collective::reduce: reduce_everything(); break;
+      case Collective::reduce_scatter: reduce_scatter(); break;
+      case Collective::broadcast: broadcast(); break;
+      case Collective::all_gather: gather(true); break;
+      case Collective::gather: gather(at_root_); break;
+      case Collective::scatter: scatter(); break;
+      case Collective::all_to_all: all_to_all(); break;
     }
+    return !left_;
   }
 
  private:
-  bool gate() { return comm_.rendezvous.pass_data() == Passage::open; }
+  // Whether all have come to the gate of this step.
+  bool gate(size_t step) {
+    course_.step = step;
+    const Passage passage = comm_.rendezvous.pass_data();
+    left_ = passage == Passage::left;
+    return passage == Passage::open;
+  }
   char* input(size_t rank, size_t step) { return segment_.step_input(int(rank), int(step & 1)); }
   char* result(size_t rank, size_t step) { return segment_.step_result(int(rank), int(step & 1)); }
   void copy(void* to, const void* from, size_t bytes) {
@@ -44,19 +53,19 @@ class Staged {
   static size_t part_of_step(size_t parts) { return std::max<size_t>(64, step_bytes / parts / 64 * 64); }
 
   void broadcast() {
-    for (size_t step = 0, at = 0; at < bytes_; step++, at += step_bytes) {
+    for (size_t step = course_.step, at = step * step_bytes; at < bytes_; step++, at += step_bytes) {
       const size_t n = std::min(step_bytes, bytes_ - at);
       if (at_root_) copy(input(rank_, step), send_ + at, n);
-      if (!gate()) return;
+      if (!gate(step)) return;
       copy(recv_ + at, at_root_ ? send_ + at : input(root_, step), n);
     }
   }
 
   void gather(bool collects) {
-    for (size_t step = 0, at = 0; at < bytes_; step++, at += step_bytes) {
+    for (size_t step = course_.step, at = step * step_bytes; at < bytes_; step++, at += step_bytes) {
       const size_t n = std::min(step_bytes, bytes_ - at);
       copy(input(rank_, step), send_ + at, n);
-      if (!gate()) return;
+      if (!gate(step)) return;
       for (size_t i = 0; collects && i < nranks_; i++) {
         const size_t r = (rank_ + i) % nranks_;
         copy(recv_ + r * bytes_ + at, r == rank_ ? send_ + at : input(r, step), n);
@@ -66,12 +75,12 @@ class Staged {
 
   // The root lays each rank's part of the step into that rank's buffer.
   void scatter() {
-    for (size_t step = 0, at = 0; at < bytes_; step++, at += step_bytes) {
+    for (size_t step = course_.step, at = step * step_bytes; at < bytes_; step++, at += step_bytes) {
       const size_t n = std::min(step_bytes, bytes_ - at);
       for (size_t r = 0; at_root_ && r < nranks_; r++) {
         if (r != rank_) copy(input(r, step), send_ + r * bytes_ + at, n);
       }
-      if (!gate()) return;
+      if (!gate(step)) return;
       copy(recv_ + at, at_root_ ? send_ + rank_ * bytes_ + at : input(rank_, step), n);
     }
   }
@@ -80,12 +89,12 @@ class Staged {
   template <class Finish>
   void by_parts(Finish finish) {
     const size_t part = part_of_step(nranks_);
-    for (size_t step = 0, at = 0; at < bytes_; step++, at += part) {
+    for (size_t step = course_.step, at = step * part; at < bytes_; step++, at += part) {
       const size_t n = std::min(part, bytes_ - at);
       for (size_t r = 0; r < nranks_; r++) {
         if (r != rank_) copy(input(rank_, step) + r * part, send_ + r * bytes_ + at, n);
       }
-      if (!gate()) return;
+      if (!gate(step)) return;
       finish(at, n, step, part);
     }
   }
@@ -116,13 +125,13 @@ class Staged {
     const bool collects = mine_.kind == Collective::all_reduce || at_root_;
     const bool tells = mine_.kind == Collective::all_reduce || !at_root_;
     const size_t steps = (bytes_ + step_bytes - 1) / step_bytes;
-    for (size_t step = 0; step <= steps; step++) {
+    for (size_t step = course_.step; step <= steps; step++) {
       const size_t at = step * step_bytes;
       const size_t n = step < steps ? std::min(step_bytes, bytes_ - at) : 0;
       const auto [begin, end] = part_of(n, comm_.rank, comm_.nranks);
       copy(input(rank_, step), send_ + at, begin);
       copy(input(rank_, step) + end, send_ + at + end, n - end);
-      if (!gate()) return;
+      if (!gate(step)) return;
       if (n > 0) reduce_range(step, at, begin, end, collects, tells);
       if (step > 0 && collects) collect(step - 1);
     }
@@ -151,6 +160,8 @@ class Staged {
   Comm& comm_;
   Segment& segment_;
   const int parity_;
+  Course& course_;
+  bool left_ = false;
   const size_t nranks_, rank_;
   const Record& mine_;
   const size_t element_;
@@ -162,6 +173,6 @@ class Staged {
 
 }  // namespace
 
-void run_staged(Comm& comm, int parity) { Staged(comm, parity).run(); }
+bool run_staged(Comm& comm, Course& course) { return Staged(comm, course).run(); }
 
 }  // namespace ncclpy::host

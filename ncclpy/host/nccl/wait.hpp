@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 
 #include "../driver/interruption.hpp"
@@ -82,6 +83,9 @@ class Spin {
 // How often the core is given away before the first sleep. A rank that shares it needs a few microseconds to come to
 // its gate, which is what a sleep and a wake-up cost; with many ranks a round through all of them takes as many yields.
 constexpr int yields = 100;
+// With a core for each rank, it is given away for as long as a rank is busy with a megabyte: on a virtual machine to wake a core
+// takes half of that.
+constexpr std::chrono::microseconds yield_for{300};
 
 // Returns when `done()` is true. `done` is asked again after every ring of `bell`, so it covers abort as well.
 template <class Done>
@@ -115,9 +119,13 @@ void wait_until(Bell& bell, Done done) {
 template <class Done>
 void wait_until(Bell& bell, Spin& spin, Done done) {
   if (spin.until(done)) return;
-  for (int i = 0; i < yields; i++) {
+  const auto until = std::chrono::steady_clock::now() + (spin.is_crowded() ? std::chrono::microseconds(0) : yield_for);
+  for (int i = 1;; i++) {
     if (done()) return;
     spin.yield();
+    if (i % 16 != 0) continue;
+    Interruption::attend();  // others may keep the core for long
+    if (i >= yields && std::chrono::steady_clock::now() >= until) break;
   }
   sleep_until(bell, done);
 }

@@ -49,7 +49,7 @@ def grow_id(nccl, comm):
 
 def ranks_sum(rank, comm):
     """Return (rank, size, sum of the parent's ranks) of a communicator, computed by it."""
-    value = np.full(3000, rank.rank, np.float32)
+    value = np.full(30000, rank.rank, np.float32)  # more than travels with the description of the operation
     rank.nccl.ncclAllReduce(value.ctypes.data, value.ctypes.data, value.size, FLOAT32, SUM, comm, rank.stream)
     rank.synchronize()
     assert len(set(value)) == 1

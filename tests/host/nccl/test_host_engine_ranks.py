@@ -60,19 +60,25 @@ def test_every_number_of_ranks(run, nranks):
         run(bodies.splits)
 
 
-# Bytes: what travels inside the segment, a piece of a message, a block that
-# the kernel copies between processes, a step of a staged collective.
-BOUNDARIES = {"inline": 2048, "piece": 64 << 10, "pulled": 128 << 10, "step": 256 << 10}
+# Bytes: what travels inside the segment, of so many ranks; a piece of a message; a block that the kernel copies
+# between processes; a step of a staged collective, or a message that is offered; what a caller runs who may leave it.
+BOUNDARIES = {
+    "inline": lambda nranks: min(32 << 10, (64 << 10) // nranks // 64 * 64),
+    "piece": lambda _: 16 << 10,
+    "pulled": lambda _: 128 << 10,
+    "step": lambda _: 256 << 10,
+    "brief": lambda _: 1 << 20,
+}
 
 
 @pytest.mark.parametrize("boundary", BOUNDARIES)
 @pytest.mark.parametrize(("nranks", "placement"), worlds((2, 3, 5), long={2, 5}))
 def test_sizes_around_the_boundaries(run, nranks, boundary):
-    nbytes = BOUNDARIES[boundary]
+    nbytes = BOUNDARIES[boundary](nranks)
     counts = sorted({nbytes // 4 + more for more in (-1, 0, 1)} | {nbytes // 4 // nranks + more for more in (0, 1)})
     run(bodies.every_copy, counts, (FLOAT32,))
     run(bodies.all_pairs, [4 * count for count in counts])
-    if boundary != "step":
+    if boundary not in ("step", "brief"):
         run(bodies.every_reduction, counts, (FLOAT32,))
     else:
         run(bodies.every_reduction, counts[-2:], (FLOAT32,))
@@ -103,3 +109,11 @@ def test_reductions_around_what_ranks_on_one_core_read_of_each_other(nccl, crowd
 def test_who_reads_of_a_rank_that_revokes_waits_as_at_a_gate(nccl, crowded):
     for turn in range(10):  # at another moment each time
         crowded.run(nccl, 2, bodies.revoked_in_the_middle, 64 << 20, 20, turn * 0.007, placement=[0, 1])
+
+
+@pytest.mark.parametrize("processes", ["reading peers"], indirect=True)
+def test_what_is_read_of_a_rank_that_revokes_meanwhile_has_not_arrived(nccl, processes, tmp_path):
+    for turn in range(10):
+        body, done = bodies.sender_revokes_in_the_middle, tmp_path / str(turn)
+        _, arrived = processes.run(nccl, 2, body, 64 << 20, 5, turn * 0.004, done)
+        assert arrived >= 1

@@ -126,12 +126,11 @@ bool takes_little(const Comm& comm, const Operation& operation, size_t* bytes) {
 namespace {
 
 // Describes this rank's collective to the others, and waits for theirs. Ended if they do not agree.
-Passage meet(Comm& comm, const Operation& operation, Course& course) {
+Passage meet(Comm& comm, const Operation& operation, bool small, Course& course) {
   Record mine = record_of(operation);
   Segment& segment = *comm.segment;
   // What a rank leaves for this collective may be read until the next one has begun: hence two of each.
   course.parity = int(comm.collectives_done++ & 1);
-  const bool small = is_small(mine.kind, mine.dtype, mine.count, comm.nranks);
   if (!small) {
     mine.reads_peers = reads_peers(comm);
     mine.is_crowded = segment.spin().is_crowded();
@@ -152,11 +151,12 @@ bool run_collective(Comm& comm, const Operation& operation, Course& course) {
     run_alone(record_of(operation));
     return true;
   }
+  const bool small = is_small(operation.collective_kind, operation.dtype, operation.count, comm.nranks);
   if (!course.met) {
-    const Passage passage = meet(comm, operation, course);
+    const Passage passage = meet(comm, operation, small, course);
     if (passage != Passage::open) return passage == Passage::ended;
   }
-  if (is_small(operation.collective_kind, operation.dtype, operation.count, comm.nranks)) {
+  if (small) {
     run_small(comm, course.parity);
   } else if (comm.segment->one_process()) {
     run_direct(comm, course.parity);

@@ -83,10 +83,10 @@ bool execute(Comm& comm, const Operation* operations, size_t count, Claims* clai
   RankSlot& slot = comm.segment->slot(comm.rank);
   const auto tell = [&slot](uint64_t deed) { slot.doing[data_side].store(deed, std::memory_order_relaxed); };
   tell(operations[0].deed);
-  if (!run_operations(comm, operations, count, claims, progress, tell)) return false;
-  slot.done.store(operations[count - 1].deed, std::memory_order_relaxed);
-  tell(0);
-  return true;
+  const bool done = run_operations(comm, operations, count, claims, progress, tell);
+  if (done) slot.done.store(operations[count - 1].deed, std::memory_order_relaxed);
+  tell(0);  // also where it was left, to which perhaps nobody comes back
+  return done;
 }
 
 // Runs when the launch's turn has come, unless the communicator has stopped. False if it was left.
@@ -94,7 +94,6 @@ bool run(Comm& comm, uint64_t ticket, const Operation* operations, size_t count,
   const Turn turn = comm.queue.enter(ticket);
   if (turn == Turn::left) return false;
   if (turn == Turn::come && !execute(comm, operations, count, claims, progress)) {
-    comm.segment->slot(comm.rank).doing[data_side].store(0, std::memory_order_relaxed);  // perhaps nobody comes back to it
     comm.queue.end_run();
     return false;
   }

@@ -15,6 +15,7 @@ import threading
 
 from cpython.pythread cimport PyThread_get_thread_ident
 
+from ncclpy.core.library cimport event_tell
 from ncclpy.core.wait cimport FOREVER, begin_thread, name_this_thread
 from ncclpy.engine.native cimport add, load, now, sharp_timers, sleep_on, swap, wake, wake_one
 
@@ -48,6 +49,14 @@ cdef double _spin = 500e-6 if len(os.sched_getaffinity(0)) >= 8 else 0
 # the monitor, which has called it and is about to give it back: to wait for it there would be one more sleep.
 cdef double _LIGHTLY = 1.0
 cdef double _COURTESY = 50e-6
+
+
+cdef double _nap(double waited) noexcept nogil:
+    """Return how long light sleep is without a look, after so long."""
+    if event_tell != NULL:  # the host engine: the operation, and what the program computes meanwhile, want these cores
+        return max(20e-6, waited / 16)
+    return 20e-6 if waited < 0.1 else 50e-6
+
 
 # What is left at exit has so long to end.
 _PATIENCE = 2.0
@@ -214,7 +223,7 @@ cdef class Crew:
             if moment - awake < _spin:
                 sched_yield()
             elif self is users and expected and moment - awake < _LIGHTLY:
-                sleep_on(&self.word, seen, 20e-6 if moment - awake < 0.1 else 50e-6)
+                sleep_on(&self.word, seen, _nap(moment - awake))
             else:
                 add(&self.asleep, 1)
                 if load(&_expected) == expected:  # whoever expects later sees that this one sleeps

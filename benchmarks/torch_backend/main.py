@@ -142,10 +142,11 @@ def _calls(chosen: argparse.Namespace, backend: str) -> list[dict]:
 
 def _training(chosen: argparse.Namespace, backend: str) -> list[dict]:
     """Return what steps of a training take over one backend."""
-    found = []
-    for way in ("DDP", "FSDP2"):
-        with _Ranks(chosen, backend) as ranks:
-            taken, peak, count = ranks.ask("training", way=way, layers=chosen.layers, steps=STEPS, warm=WARM)[0]
+    found, answers = [], {}
+    with _Ranks(chosen, backend) as ranks:
+        for way in ("DDP", "FSDP2"):
+            answers[way] = ranks.ask("training", way=way, layers=chosen.layers, steps=STEPS, warm=WARM)[0]
+    for way, (taken, peak, count) in answers.items():
         operation = f"a step of a transformer of {count / 1e6:.0f} million parameters, {chosen.ranks} processes"
         if "without communication" in taken:
             taken["communication"] = max(0.0, taken[""] - taken["without communication"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import os
 import statistics
 import time
@@ -84,6 +85,9 @@ class Side:
     def do_training(self, way: str, layers: int, steps: int, warm: int) -> tuple[dict[str, float], int, int]:
         """Return the seconds of a step by what it does of communication, the peak of memory, and the parameters."""
         torch = self.torch
+        gc.collect()  # of a training before
+        if self.gpu:
+            torch.cuda.empty_cache()
         model = self._model(layers)
         words = torch.randint(WORDS, (EXAMPLES[self.gpu], LENGTH[self.gpu]), device=self.device)
         if way == "DDP":

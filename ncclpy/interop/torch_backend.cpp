@@ -1,15 +1,14 @@
 // A backend of torch.distributed whose operations are methods of a Python object, and works that are: for releases of torch
 // whose own Backend cannot be derived from in Python. It is built against the installed torch when it is first asked for.
 //
-// Both hold their Python object, so that it cannot die before them. Torch calls them with or without the GIL.
+// Both hold their Python object, so that it cannot die before them. Torch calls them with or without the GIL. What needs
+// nothing of the Python layer (one dense tensor where the engine reaches it, no block, no timeout of its own) is begun on the
+// process group at once: it is most of what is called, and the layer takes as long as the group.
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 #include <torch/version.h>
-
-#include <cxxabi.h>
-#include <unistd.h>
 
 #include <array>
 #include <atomic>
@@ -24,6 +23,8 @@
 #include <utility>
 #include <vector>
 
+#include "torch_python.hpp"
+
 #define TORCH_IS_AT_LEAST(major, minor) \
   (TORCH_VERSION_MAJOR > (major) || (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
 // Methods that torch 2.6, the oldest release, may lack are not marked `override`: later ones call them all the same.
@@ -34,122 +35,7 @@ using Tensors = std::vector<at::Tensor>;
 using Lists = std::vector<Tensors>;
 using Started = c10::intrusive_ptr<c10d::Work>;
 using Future = c10::ivalue::Future;
-
-// The end of the process. Python ends a thread that asks for the GIL then, by unwinding its stack, and neither objects here
-// nor torch's frames allow that: they would abort the process. So such a thread stays where it is, without the GIL.
-std::atomic<bool> has_ended{false};
-std::thread::id ender;  // who ends the process: it goes on
-constexpr auto kEnds = std::chrono::seconds(2);
-
-[[noreturn]] void stay() {
-  for (;;) pause();
-}
-
-// Without the GIL: have other threads stay while the process ends. If it has not, somebody may be waiting for them.
-void stay_at_the_end() {
-  if (!has_ended || std::this_thread::get_id() == ender || PyGILState_Check()) return;
-  const auto until = std::chrono::steady_clock::now() + kEnds;
-  while (std::chrono::steady_clock::now() < until) std::this_thread::sleep_for(std::chrono::milliseconds(10));
-  if (!Py_IsInitialized()) stay();
-}
-
-// Holds the GIL.
-class Gil {
- public:
-  Gil() {
-    stay_at_the_end();
-    try {
-      held_.emplace();
-    } catch (const abi::__forced_unwind&) {
-      stay();
-    }
-  }
-  ~Gil() {
-    held_.reset();
-    stay_at_the_end();
-  }
-
- private:
-  std::optional<py::gil_scoped_acquire> held_;
-};
-
-// Calls without the GIL.
-template <class Callable>
-void without_gil(const Callable& callable) {
-  PyThreadState* const state = PyEval_SaveThread();
-  std::exception_ptr raised;
-  try {
-    callable();
-  } catch (const abi::__forced_unwind&) {
-    stay();
-  } catch (...) {
-    raised = std::current_exception();
-  }
-  try {
-    PyEval_RestoreThread(state);
-  } catch (const abi::__forced_unwind&) {
-    stay();
-  }
-  if (raised) std::rethrow_exception(raised);
-}
-
-// Calls Python, where a thread may be ended; nothing of ours is between it and the place where it is held back then.
-PyObject* call_raw(PyObject* name, PyObject* const* arguments, size_t count) {
-  try {
-    return PyObject_VectorcallMethod(name, arguments, count | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
-  } catch (const abi::__forced_unwind&) {
-    stay();
-  }
-}
-
-// Python remembers where a class has what it is asked for by an interned name alone.
-PyObject* interned(const char* name) {
-  PyObject* const found = PyUnicode_InternFromString(name);
-  if (!found) throw py::error_already_set();
-  return found;
-}
-
-PyObject* self_of(const py::object& object) { return object.ptr(); }
-
-template <class Object, class... Arguments>
-py::object call(const Object& object, const char* name, Arguments&&... arguments) {
-  const auto method = py::reinterpret_steal<py::object>(interned(name));
-  const std::array<py::object, sizeof...(arguments)> given = {
-      py::reinterpret_steal<py::object>(py::detail::make_caster<Arguments>::cast(
-          std::forward<Arguments>(arguments), py::return_value_policy::automatic_reference, nullptr))...};
-  std::array<PyObject*, sizeof...(arguments) + 2> raw = {nullptr, self_of(object)};  // the first is Python's to use
-  for (size_t i = 0; i < given.size(); ++i) {
-    if (!given[i]) throw py::error_already_set();
-    raw[i + 2] = given[i].ptr();
-  }
-  PyObject* const result = call_raw(method.ptr(), raw.data() + 1, given.size() + 1);
-  if (!result) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(result);
-}
-
-// A Python object that is let go of with the GIL; not at all once Python has ended.
-class Held {
- public:
-  explicit Held(py::object object) : object_(std::move(object)) {}
-  Held(const Held&) = delete;
-  Held& operator=(const Held&) = delete;
-  ~Held() {
-    if (!Py_IsInitialized() || (has_ended && std::this_thread::get_id() != ender && !PyGILState_Check())) {
-      object_.release();
-      return;
-    }
-    const Gil gil;
-    object_ = py::object();
-  }
-
-  py::object attr(const char* name) const { return object_.attr(name); }
-  const py::object& get() const { return object_; }
-
- private:
-  py::object object_;
-};
-
-PyObject* self_of(const Held& held) { return held.get().ptr(); }
+using c10d::kUnsetTimeout;
 
 double seconds(std::chrono::milliseconds timeout) { return timeout.count() * 1e-3; }
 
@@ -187,28 +73,67 @@ class Range {
   std::once_flag once_;
 };
 
+// The Python layer of a backend, a `TorchBackend`, and the process group below it.
+class Layer {
+ public:
+  explicit Layer(py::object backend) : python(std::move(backend)) {}
+
+  // With the GIL: whether an operation may go to the group itself. It may not before there is one, nor while blocks are open.
+  bool is_open() {
+    if (!direct_) {
+      py::object found = call(python, "direct");
+      if (found.is_none()) return false;
+      if (!direct_) direct_.emplace(std::move(found));  // another thread may have been faster
+    }
+    return PyDict_Size(at(1)) == 0;
+  }
+
+  // From `TorchBackend.direct`, once it was open: borrowed.
+  PyObject* group() const { return at(0); }
+  PyObject* operator_of(c10d::ReduceOp::RedOpType which) const { return PyTuple_GetItem(at(2), which); }
+  PyObject* stream_of() const { return at(3); }  // None on CPUs
+  PyObject* own_error() const { return at(4); }
+
+  const Held python;
+
+ private:
+  PyObject* at(Py_ssize_t i) const { return PyTuple_GET_ITEM(direct_->get().ptr(), i); }
+
+  std::optional<Held> direct_;
+};
+
 class ForwardedWork : public c10d::Work {
  public:
   // Where torch's profiler runs, its range begins here: before the operation does.
   ForwardedWork(int rank, c10d::OpType type, const char* title, const std::optional<Tensors>& inputs)
       : Work(rank, type, title, inputs) {}
 
+  // With the GIL: what the group itself has begun.
+  ForwardedWork(int rank, c10d::OpType type, std::shared_ptr<Layer> layer, py::object begun, Tensors outputs, int source)
+      : Work(rank, type), layer_(std::move(layer)), begun_(std::in_place, std::move(begun)), outputs_(std::move(outputs)),
+        source_(source) {
+    static PyObject* const seq = interned("seq");
+    const auto number = py::reinterpret_steal<py::object>(PyObject_GetAttr(layer_->group(), seq));
+    if (!number) throw py::error_already_set();
+    sequence_ = number.cast<uint64_t>();
+  }
+
   // With the GIL, before anybody else has it: what was begun.
   void begin(py::object work) {
     python_ = std::make_unique<Held>(std::move(work));
     if (!recordFunctionEndCallback_) return;
     range_ = std::make_shared<Range>(std::move(recordFunctionEndCallback_));
-    if (py::len(call(*python_, "future_devices")) != 0) {
+    if (py::len(call(python(), "future_devices")) != 0) {
       range_->end();  // on a GPU it is how long the call takes: to wait there for the end would be part of a capture
       return;
     }
-    call(*python_, "when_done", py::cpp_function([range = range_](const py::object&, const py::object&) { range->end(); }));
+    call(python(), "when_done", py::cpp_function([range = range_](const py::object&, const py::object&) { range->end(); }));
   }
 
   bool wait(std::chrono::milliseconds timeout) override {
     {
       const Gil gil;
-      call(*python_, "wait", seconds(timeout));
+      if (timeout != kNoTimeout || !waits_at_once()) call(python(), "wait", seconds(timeout));
     }
     if (range_) range_->end();  // the profiler may be asked before a thread has told it
     return true;
@@ -217,21 +142,21 @@ class ForwardedWork : public c10d::Work {
   bool isSuccess() const override { return ask<bool>("is_success"); }
   void synchronize() override {
     const Gil gil;
-    call(*python_, "synchronize");
+    if (!waits_at_once()) call(python(), "synchronize");
   }
   void abort() override {
     const Gil gil;
-    call(*python_, "abort");
+    call(python(), "abort");
   }
   void blockCurrentStream() { synchronize(); }
   Tensors result() override { return ask<Tensors>("result"); }
   float getDuration() const override { return ask<float>("duration"); }
-  uint64_t getSequencenumber() const override { return ask<uint64_t>("sequence_number"); }
-  int sourceRank() const override { return ask<int>("source_rank"); }
+  uint64_t getSequencenumber() const override { return begun_ ? sequence_ : ask<uint64_t>("sequence_number"); }
+  int sourceRank() const override { return begun_ ? source_ : ask<int>("source_rank"); }
 
   std::exception_ptr exception() const override {
     const Gil gil;
-    const py::object text = call(*python_, "failure");
+    const py::object text = call(python(), "failure");
     if (text.is_none()) return nullptr;
     return failure(text.cast<std::string>());
   }
@@ -245,7 +170,7 @@ class ForwardedWork : public c10d::Work {
       if (future_) return future_;
     }
     const Gil gil;
-    for (const py::handle each : call(*python_, "future_devices")) devices.push_back(each.cast<c10::Device>());
+    for (const py::handle each : call(python(), "future_devices")) devices.push_back(each.cast<c10::Device>());
     auto made = c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()), std::move(devices));
     {
       const std::lock_guard<std::mutex> hold(mutex_);  // nobody waits for the GIL under it
@@ -263,7 +188,7 @@ class ForwardedWork : public c10d::Work {
       }
     };
     try {
-      call(*python_, "when_done", py::cpp_function(tell));
+      call(python(), "when_done", py::cpp_function(tell));
     } catch (const std::exception& raised) {
       {
         const std::lock_guard<std::mutex> hold(mutex_);
@@ -275,9 +200,39 @@ class ForwardedWork : public c10d::Work {
     return made;
   }
 
-  py::object python() const { return python_->get(); }
+  // With the GIL: the `TorchWork`, which is made now if nobody has asked for it.
+  const py::object& python() const {
+    if (!python_) {
+      py::object made = call(layer_->python, "stand_for", begun_->get(), outputs_, source_, sequence_);
+      if (!python_) python_ = std::make_unique<Held>(std::move(made));
+    }
+    return python_->get();
+  }
 
  private:
+  // With the GIL: let the current stream wait, or this thread where data are in CPU memory. False if it has failed: then a
+  // `TorchWork` raises its error as torch knows it.
+  bool waits_at_once() const {
+    static PyObject* const wait = interned("wait");
+    static PyObject* const synchronize = interned("synchronize");
+    if (python_) return false;
+    py::object done;
+    if (layer_->stream_of() == Py_None) {
+      done = call_known(wait, begun_->get().ptr());
+    } else {
+      static PyObject* const device = interned("device");
+      const auto where = py::reinterpret_steal<py::object>(PyObject_GetAttr(begun_->get().ptr(), device));
+      PyObject* given[] = {nullptr, where.ptr()};
+      const auto stream = py::reinterpret_steal<py::object>(
+          PyObject_Vectorcall(layer_->stream_of(), given + 1, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
+      if (stream) done = call_known(synchronize, begun_->get().ptr(), stream.ptr());
+    }
+    if (done) return true;
+    if (!PyErr_ExceptionMatches(layer_->own_error())) throw py::error_already_set();
+    PyErr_Clear();
+    return false;
+  }
+
   // As what torch's users know; a future hands it on to them.
   static std::exception_ptr failure(std::string text) {
     return std::make_exception_ptr(c10::DistBackendError(std::move(text)));
@@ -286,10 +241,15 @@ class ForwardedWork : public c10d::Work {
   template <class T>
   T ask(const char* name) const {
     const Gil gil;
-    return call(*python_, name).template cast<T>();
+    return call(python(), name).template cast<T>();
   }
 
-  std::unique_ptr<Held> python_;
+  mutable std::unique_ptr<Held> python_;
+  std::shared_ptr<Layer> layer_;  // of these only what was begun at once has any
+  std::optional<Held> begun_;
+  Tensors outputs_;
+  int source_ = -1;
+  uint64_t sequence_ = 0;
   std::shared_ptr<Range> range_;
   std::mutex mutex_;
   c10::intrusive_ptr<Future> future_;
@@ -304,7 +264,8 @@ struct ForwardedOptions : c10d::Backend::Options {
 
 class ForwardedBackend : public c10d::Backend {
  public:
-  ForwardedBackend(int rank, int size, py::object backend) : Backend(rank, size), python_(std::move(backend)) {}
+  ForwardedBackend(int rank, int size, py::object backend)
+      : Backend(rank, size), layer_(std::make_shared<Layer>(std::move(backend))), python_(layer_->python) {}
 
   const std::string getBackendName() const override { return "ncclpy"; }
   bool supportsCoalescing() const { return true; }
@@ -314,9 +275,11 @@ class ForwardedBackend : public c10d::Backend {
   }
 
   Started broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+    if (auto work = at_once({c10d::OpType::BROADCAST, only(tensors), options.timeout}, "broadcast", only(tensors), nullptr, static_cast<int>(options.rootRank))) return work;
     return begin({c10d::OpType::BROADCAST, "ncclpy:broadcast"}, tensors, "broadcast", tensors, options.rootRank, options.timeout);
   }
   Started allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    if (auto work = at_once({c10d::OpType::ALLREDUCE, only(tensors), options.timeout}, "all_reduce", only(tensors), nullptr, options.reduceOp)) return work;
     return begin({c10d::OpType::ALLREDUCE, "ncclpy:all_reduce"}, tensors, "allreduce", tensors, options.reduceOp, options.timeout);
   }
   Started allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override {
@@ -326,12 +289,14 @@ class ForwardedBackend : public c10d::Backend {
     return begin({c10d::OpType::ALLREDUCE_COALESCED, "ncclpy:all_reduce"}, tensors, "allreduce_coalesced", tensors, options.reduceOp, options.timeout);
   }
   Started reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
+    if (auto work = at_once({c10d::OpType::REDUCE, only(tensors), options.timeout}, "reduce", only(tensors), nullptr, options.reduceOp, static_cast<int>(options.rootRank))) return work;
     return begin({c10d::OpType::REDUCE, "ncclpy:reduce"}, tensors, "reduce", tensors, options.reduceOp, options.rootRank, options.timeout);
   }
   Started allgather(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
     return begin({c10d::OpType::ALLGATHER, "ncclpy:all_gather"}, inputs, "allgather", outputs, inputs, options.timeout);
   }
   Started _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
+    if (auto work = at_once({c10d::OpType::_ALLGATHER_BASE, output, options.timeout}, "all_gather", input, output)) return work;
     return begin({c10d::OpType::_ALLGATHER_BASE, "ncclpy:_all_gather_base"}, Tensors{input}, "all_gather_single", output, input, options.timeout);
   }
   Started allgather_coalesced(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
@@ -352,6 +317,7 @@ class ForwardedBackend : public c10d::Backend {
   }
   Started _reduce_scatter_base(
       at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
+    if (auto work = at_once({c10d::OpType::_REDUCE_SCATTER_BASE, output, options.timeout}, "reduce_scatter", input, output, options.reduceOp)) return work;
     return begin({c10d::OpType::_REDUCE_SCATTER_BASE, "ncclpy:_reduce_scatter_base"}, Tensors{input}, "reduce_scatter_single", output, input, options.reduceOp, options.timeout);
   }
   Started reduce_scatter_tensor_coalesced(
@@ -366,8 +332,14 @@ class ForwardedBackend : public c10d::Backend {
   Started alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
     return begin({c10d::OpType::ALLTOALL, "ncclpy:all_to_all"}, inputs, "alltoall", outputs, inputs, options.timeout);
   }
-  Started send(Tensors& tensors, int peer, int tag) override { return begin({c10d::OpType::SEND, "ncclpy:send"}, tensors, "send", tensors, peer, tag); }
-  Started recv(Tensors& tensors, int peer, int tag) override { return begin({c10d::OpType::RECV, "ncclpy:recv"}, tensors, "recv", tensors, peer, tag); }
+  Started send(Tensors& tensors, int peer, int tag) override {
+    if (auto work = at_once({c10d::OpType::SEND, only(tensors)}, "send", only(tensors), peer, tag)) return work;
+    return begin({c10d::OpType::SEND, "ncclpy:send"}, tensors, "send", tensors, peer, tag);
+  }
+  Started recv(Tensors& tensors, int peer, int tag) override {
+    if (auto work = at_once({c10d::OpType::RECV, only(tensors), kUnsetTimeout, peer}, "recv", only(tensors), peer, tag)) return work;
+    return begin({c10d::OpType::RECV, "ncclpy:recv"}, tensors, "recv", tensors, peer, tag);
+  }
   Started recvAnysource(Tensors& tensors, int tag) override { return begin({c10d::OpType::RECVANYSOURCE, "ncclpy:recvAnySource"}, tensors, "recv_anysource", tensors, tag); }
   Started barrier(const c10d::BarrierOptions& options) override {
     {
@@ -392,7 +364,10 @@ class ForwardedBackend : public c10d::Backend {
     const Gil gil;
     return call(python_, "sequence_number").cast<uint64_t>();
   }
-  void setTimeout(std::chrono::milliseconds timeout) { tell("set_timeout", timeout); }
+  void setTimeout(std::chrono::milliseconds timeout) {
+    has_timeout_ = true;
+    tell("set_timeout", timeout);
+  }
   void eagerConnectSingleDevice(at::Device device) override { tell("connect", device); }
   void waitForPendingWorks() override { tell("wait_for_pending_works"); }
 #if TORCH_IS_AT_LEAST(2, 7)
@@ -459,7 +434,64 @@ class ForwardedBackend : public c10d::Backend {
     prefer(*getBoundDeviceId());
   }
 
-  Held python_;
+  struct Plain {
+    c10d::OpType type;
+    const at::Tensor& output;
+    std::chrono::milliseconds timeout = kUnsetTimeout;
+    int source = -1;
+  };
+
+  // What the group itself has begun; null if the Python layer is to.
+  template <class... Arguments>
+  Started at_once(const Plain& asked, const char* name, const Arguments&... arguments) {
+    if (has_timeout_ || asked.timeout != kUnsetTimeout || at::hasCallbacks() || !(is_plain(arguments) && ...)) {
+      return nullptr;
+    }
+    const Gil gil;
+    if (!layer_->is_open() || !(reaches(arguments) && ...)) return nullptr;
+    const std::array<py::object, sizeof...(arguments)> given = {plain(arguments)...};
+    const auto method = py::reinterpret_steal<py::object>(interned(name));
+    py::object begun = std::apply(
+        [&](const auto&... each) { return call_known(method.ptr(), layer_->group(), each.ptr()...); }, given);
+    if (!begun) raise_as_torch_knows();
+    return c10::make_intrusive<ForwardedWork>(rank_, asked.type, layer_, std::move(begun), Tensors{asked.output}, asked.source);
+  }
+
+  // With the GIL, and an error of Python's.
+  [[noreturn]] void raise_as_torch_knows() {
+    py::error_already_set error;
+    if (error.matches(layer_->own_error())) call(python_, "fail", error.value());
+    throw error;
+  }
+
+  static const at::Tensor& only(const Tensors& tensors) {
+    static const at::Tensor none;
+    return tensors.size() == 1 ? tensors[0] : none;
+  }
+
+  // Whether nothing has to stand for an argument.
+  static bool is_plain(const at::Tensor& tensor) {
+    return tensor.defined() && tensor.layout() == at::kStrided && tensor.is_contiguous() && !tensor.is_neg() && !tensor.is_conj();
+  }
+  static bool is_plain(const c10d::ReduceOp& op) { return static_cast<c10d::ReduceOp::RedOpType>(op) <= c10d::ReduceOp::MAX; }
+  static bool is_plain(int) { return true; }
+  static bool is_plain(std::nullptr_t) { return true; }
+
+  // Whether the engine reaches what it is.
+  bool reaches(const at::Tensor& tensor) const { return tensor.is_cpu() == (layer_->stream_of() == Py_None); }
+  template <class Other>
+  bool reaches(const Other&) const {
+    return true;
+  }
+
+  py::object plain(const at::Tensor& tensor) const { return py::cast(tensor); }
+  py::object plain(const c10d::ReduceOp& op) const { return py::reinterpret_borrow<py::object>(layer_->operator_of(op)); }
+  py::object plain(int number) const { return py::int_(number); }
+  py::object plain(std::nullptr_t) const { return py::none(); }
+
+  std::shared_ptr<Layer> layer_;
+  const Held& python_;
+  std::atomic<bool> has_timeout_{false};  // that was set since, for what begins
   bool bound_ = false;
 };
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ncclpy.core.errors import NcclAborted, NcclError, NcclUnsupported
 from ncclpy.core.types import ReduceOp
 from ncclpy.interop import torch_memory
-from ncclpy.interop.torch_reductions import operator_of
+from ncclpy.interop.torch_reductions import OPERATORS, operator_of
 from ncclpy.interop.torch_tensors import Staging, are_even, bring, times
 from ncclpy.interop.torch_work import PartWork, TorchWork, backend_error
 
@@ -197,6 +197,35 @@ class TorchBackend:
         together.after += staging.after
         together.note(blocks)
         return PartWork(together, begun, outputs, blocks, self.group, source)
+
+    # What torch's C++ begins on the group itself: operations for which there is nothing to do here.
+
+    def direct(self) -> tuple[Any, ...] | None:
+        """Return what that takes, None until there is a group.
+
+        Returns
+        -------
+        tuple
+            The group, the blocks that are open, the operators by torch's number, what returns the number of a device's
+            current stream (None on CPUs), and what our errors are.
+        """
+        if self._made is None:
+            return None
+        stream_of = None
+        if self._on_gpu:
+            import torch
+
+            stream_of = torch._C._cuda_getCurrentRawStream
+        return self._made, self._blocks, OPERATORS, stream_of, NcclError
+
+    def stand_for(self, begun: Work, outputs: Sequence[Any], source: int, sequence: int) -> TorchWork:
+        """Return what stands for an operation that was begun so."""
+        return TorchWork(begun, outputs, (), not self._on_gpu, self.group, source, sequence)
+
+    @_operation
+    def fail(self, error: NcclError) -> None:
+        """Raise what the group has refused it with."""
+        raise error
 
     # Memory that NCCL knows, by torch's names for it.
 

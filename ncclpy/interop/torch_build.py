@@ -37,6 +37,8 @@ class Part(NamedTuple):
         What its file is called.
     source
         The file in C++; None is `SOURCE`.
+    headers
+        Names of files beside it that it includes.
     options
         For the compiler.
     what, asked, without
@@ -45,6 +47,7 @@ class Part(NamedTuple):
 
     name: str
     source: Path | None
+    headers: tuple[str, ...]
     options: tuple[str, ...]
     what: str
     asked: str
@@ -54,6 +57,7 @@ class Part(NamedTuple):
 ALLOCATOR = Part(
     "torch-shim",
     None,
+    (),
     ("-lc10_cuda", "-lc10", "-Wl,-z,lazy", "-pthread"),
     "the shim for torch's allocator",
     "attach('torch', hooks=True)",
@@ -62,6 +66,7 @@ ALLOCATOR = Part(
 BACKEND = Part(
     "torch-backend",
     Path(__file__).with_name("torch_backend.cpp"),
+    ("torch_python.hpp",),
     (
         "-fvisibility=hidden", f"-isystem{sysconfig.get_path('include')}", "-ltorch_python", "-ltorch_cpu", "-ltorch",
         "-lc10", "-pthread",
@@ -95,9 +100,10 @@ def built(torch: Any, part: Part = ALLOCATOR) -> Path:
     """
     compiler = find_compiler(part)
     flags = [*flags_for(torch), *part.options]
-    source = (part.source or SOURCE).read_bytes()
+    file = part.source or SOURCE
+    sources = [path.read_bytes() for path in (file, *map(file.with_name, part.headers))]
     parts = [torch.__version__, torch.version.git_version, platform.machine(), version_of(compiler), *compiler, *flags]
-    digest = hashlib.sha256(b"\0".join([*(str(part).encode() for part in parts), source])).hexdigest()[:32]
+    digest = hashlib.sha256(b"\0".join([*(str(part).encode() for part in parts), *sources])).hexdigest()[:32]
     folder = cache_folder()
     target = folder / f"{part.name}-{digest}.so"
     if not target.exists():

@@ -7,10 +7,10 @@ from typing import Any
 from ncclpy.core.errors import NcclUnsupported
 from ncclpy.core.types import ReduceOp
 
-__all__ = ["operator_of"]
+__all__ = ["OPERATORS", "operator_of"]
 
 #: By the number that c10d gives them (Types.hpp).
-_OPERATORS = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PROD, ReduceOp.MIN, ReduceOp.MAX)
+OPERATORS = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PROD, ReduceOp.MIN, ReduceOp.MAX)
 _BITWISE = {5: "BAND", 6: "BOR", 7: "BXOR"}
 
 
@@ -29,8 +29,8 @@ def operator_of(theirs: Any) -> tuple[ReduceOp, Any]:
     """
     if type(theirs) is tuple:
         return ReduceOp.SUM, theirs[1]
-    if theirs < len(_OPERATORS):
-        return _OPERATORS[theirs], None
+    if theirs < len(OPERATORS):
+        return OPERATORS[theirs], None
     raise NcclUnsupported(
         f"op: NCCL has no reduction by {_BITWISE.get(theirs, theirs)}; of bits there is none at all: send them as "
         "bool tensors, for which SUM is 'any' and MIN is 'all', or all_gather them and reduce here"

@@ -61,6 +61,8 @@ class TorchWork:
         Its group.
     source : int
         The rank that it receives from, -1 if there is not one.
+    sequence : int, optional
+        How many collectives the group had begun then; by default by now.
     """
 
     __slots__ = (
@@ -76,9 +78,11 @@ class TorchWork:
         blocks: bool,
         group: ProcessGroup,
         source: int = -1,
+        sequence: int | None = None,
     ) -> None:
         self._begun, self._outputs, self._blocks = begun, outputs, blocks
-        self._group, self._sequence, self._source = group, group.seq, source
+        self._group, self._source = group, source
+        self._sequence = group.seq if sequence is None else sequence
         self._after = after
         self._lock = threading.Lock() if after else None
         self._explained = False

@@ -93,10 +93,11 @@ def _make_instead_of_nccl(dist, backend: str) -> None:
 
 
 class Written(unittest.TextTestResult):
-    """Results by name, and the text of what failed."""
+    """Results by name, and the text of what failed, in a file after each test: a run that is ended is not in vain."""
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, path, *args, **kwargs):
         super().__init__(*args, **kwargs)
+        self._path = path
         self.found: dict[str, dict[str, object]] = {}
         self._began = 0.0
 
@@ -107,6 +108,10 @@ class Written(unittest.TextTestResult):
     def _note(self, test, outcome, text=""):
         took = round(time.monotonic() - self._began, 2)
         self.found[test._testMethodName] = {"outcome": outcome, "seconds": took, "text": text}
+        self.write()
+
+    def write(self):
+        self._path.write_text(json.dumps(self.found, indent=1, sort_keys=True))
 
     def addSuccess(self, test):  # noqa: N802
         self._note(test, PASSED)
@@ -144,10 +149,11 @@ def main(argv=None) -> int:
         chosen = [name for name in chosen if name in found and found[name]["outcome"] == FAILED]
     part, parts = map(int, asked.shard.split("/"))
     chosen = chosen[part - 1 :: parts]
-    result = unittest.TextTestRunner(verbosity=2, resultclass=Written, stream=sys.stderr).run(
+    results = functools.partial(Written, asked.out)
+    result = unittest.TextTestRunner(verbosity=2, resultclass=results, stream=sys.stderr).run(
         unittest.TestSuite(suite(name) for name in chosen)
     )
-    asked.out.write_text(json.dumps(result.found, indent=1, sort_keys=True))
+    result.write()
     return 0
 
 

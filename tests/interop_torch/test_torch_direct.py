@@ -1,0 +1,214 @@
+"""Operations that torch's C++ begins on the process group itself, and those that it leaves to the Python layer."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch_ranks import error_of
+
+import ncclpy
+from ncclpy.interop.torch import backend_of
+
+METHODS = (
+    "broadcast", "allreduce", "reduce", "all_gather_single", "reduce_scatter_single", "send", "recv", "stand_for",
+)  # fmt: skip
+
+
+def noted():
+    """Return a list of the layer's methods that are called from now on."""
+    backend, passed = backend_of(), []
+
+    def note(name, method, *arguments):
+        passed.append(name)
+        return method(*arguments)
+
+    for name in METHODS:
+        setattr(backend, name, functools.partial(note, name, getattr(backend, name)))
+    return passed
+
+
+def plain(rank, size):
+    passed, found = noted(), []
+    tensor = torch.full((4,), float(rank + 1))
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    found.append(tensor.tolist())
+    dist.broadcast(tensor.add_(rank), 1)
+    found.append(tensor.tolist())
+    dist.reduce(tensor, 0)
+    found.append(tensor.tolist() if rank == 0 else None)
+    parts, part = torch.empty(8), torch.full((4,), float(rank))
+    dist.all_gather_into_tensor(parts, part)
+    found.append(parts.tolist())
+    dist.reduce_scatter_tensor(part, parts, dist.ReduceOp.AVG)
+    found.append(part.tolist())
+    if rank == 0:
+        dist.send(part, 1, tag=3)
+    else:
+        dist.recv(part.zero_(), 0, tag=3)
+    return passed, [*found, part.tolist()]
+
+
+def test_plain_tensors_go_to_the_group_at_once(ranks2):
+    (_, first), (_, second) = found = ranks2.run(plain)
+    assert [passed for passed, _ in found] == [[], []]
+    assert first[:2] == second[:2] == [[2.0] * 4, [3.0] * 4]
+    assert first[2] == [6.0] * 4
+    assert [each[3] for each in (first, second)] == [[0.0] * 4 + [1.0] * 4] * 2
+    assert (first[4], second[4], second[5]) == ([0.0] * 4, [1.0] * 4, [0.0] * 4)
+
+
+def odd(rank, size):
+    passed, found = noted(), []
+
+    def went(call):
+        call()
+        found.append(passed.copy())
+        passed.clear()
+
+    group = dist.group.WORLD
+    complex_numbers = torch.ones(2, dtype=torch.complex64)
+    went(lambda: dist.all_reduce(torch.ones(4, 2)[:, 0]))
+    went(lambda: dist.all_reduce(torch._neg_view(torch.ones(2))))
+    went(lambda: group.broadcast([complex_numbers.conj()], dist.BroadcastOptions()).wait())
+    went(lambda: dist.all_reduce(torch.ones(2).to_sparse()))
+    went(lambda: dist.all_reduce(torch.ones(2), dist._make_nccl_premul_sum(2.0)))
+    went(lambda: dist.all_gather_into_tensor(torch.ones(4, 2)[:, 0], torch.ones(2)))
+    options = dist.AllreduceOptions()
+    options.timeout = datetime.timedelta(seconds=20)
+    went(lambda: group.allreduce([torch.ones(2)], options).wait())
+
+    with torch.profiler.profile():
+        went(lambda: dist.all_reduce(torch.ones(2)))
+    went(lambda: dist.all_reduce(torch.ones(2)))
+    group.set_timeout(datetime.timedelta(seconds=20))
+    went(lambda: dist.all_reduce(torch.ones(2)))
+    return found
+
+
+def test_the_others_go_through_the_layer(ranks2):
+    reduced = ["allreduce"]
+    expected = [reduced, reduced, ["broadcast"], reduced, reduced, ["all_gather_single"]]
+    expected += [reduced, reduced, [], reduced]
+    assert ranks2.run(odd) == [expected] * 2
+
+
+def in_a_block(rank, size):
+    passed = noted()
+    group, backend = dist.group.WORLD, dist.group.WORLD._get_backend(torch.device("cpu"))
+    tensors = [torch.ones(2) * each for each in range(3)]
+    dist.all_reduce(tensors[2])
+    group._start_coalescing(torch.device("cpu"))
+    backend.allreduce(tensors[:1])
+    backend.allreduce(tensors[1:2])
+    group._end_coalescing(torch.device("cpu")).wait()
+    return passed, backend_of().group.seq, [each.tolist() for each in tensors]
+
+
+def test_operations_of_a_block_are_of_the_block(ranks2):
+    expected = (["allreduce", "allreduce"], 2, [[0.0] * 2, [2.0] * 2, [4.0] * 2])
+    assert ranks2.run(in_a_block) == [expected] * 2
+
+
+def what_works_tell(rank, size):
+    passed = noted()
+    work = dist.all_reduce(tensor := torch.ones(2), async_op=True)
+    work.wait()
+    work.wait()
+    number = work._get_sequence_number() if hasattr(work, "_get_sequence_number") else 1
+    asked = passed.copy()
+    told = [work.is_completed(), work.is_success(), [each.tolist() for each in work.result()]]
+    value = [each.tolist() for each in work.get_future().wait()]
+    dist.all_reduce(torch.ones(1))
+    message = dist.isend(tensor, 1) if rank == 0 else dist.irecv(tensor, 0)
+    message.wait()
+    source = message._source_rank()
+    later = work._get_sequence_number() if hasattr(work, "_get_sequence_number") else 1
+    return asked, told, value, passed, (number, later), source
+
+
+def test_what_a_work_tells_when_it_is_asked(ranks2):
+    tensors = [[2.0, 2.0]]
+    for rank, found in enumerate(ranks2.run(what_works_tell)):
+        assert found == ([], [True, True, tensors], tensors, ["stand_for"], (1, 1), 0 if rank else -1)
+
+
+def raised_by(call):
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, type(error.__cause__).__name__
+    return None
+
+
+def after_an_abort(rank, size):
+    dist.all_reduce(torch.ones(1))
+    store = dist.distributed_c10d._get_default_store()
+    begun = dist.all_reduce(torch.ones(1), async_op=True) if rank == 0 else None
+    if rank == 0:
+        store.set("begun", "")
+        found = [raised_by(begun.wait), raised_by(begun.wait), begun.is_completed(), begun.is_success()]
+    else:
+        store.wait(["begun"])
+        dist.group.WORLD.abort()
+        found = []
+    return found, raised_by(lambda: dist.all_reduce(torch.ones(1)))
+
+
+def test_errors_are_torchs(ranks2):
+    (waited, refused), (_, aborted) = ranks2.run(after_an_abort)
+    failed = ("DistBackendError", "NcclAborted")
+    assert waited == [failed, failed, True, False]
+    assert refused is not None and refused[0] == aborted[0] == "DistBackendError"
+
+
+def wrong(rank, size):
+    said = error_of(lambda: dist.all_gather_into_tensor(torch.ones(3), torch.ones(2)))
+    dist.all_reduce(tensor := torch.ones(1))
+    return said, tensor.item()
+
+
+def test_what_does_not_fit_is_the_groups_error(ranks2):
+    for said, after in ranks2.run(wrong):
+        assert said.startswith("ValueError: "), said
+        assert after == 2
+
+
+def over_its_time(rank, size):
+    dist.all_reduce(torch.ones(1))
+    with backend_of().group.deadline(0.2):
+        begun = dist.all_reduce(torch.ones(1), async_op=True) if rank == 0 else None
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["given up"])
+        return None
+    try:
+        return error_of(begun.wait)
+    finally:
+        store.set("given up", "")
+
+
+def test_a_deadline_of_the_group_is_that_of_what_it_begins(ranks2):
+    said, _ = ranks2.run(over_its_time)
+    assert said.startswith("DistBackendError: all_reduce") and "rank 1" in said
+
+
+@pytest.mark.parametrize("operator", [dist.ReduceOp.BAND, dist.ReduceOp.BXOR], ids=["and", "xor"])
+def test_operators_that_nccl_has_not_are_refused(ranks2, operator):
+    for said in ranks2.run(refused, operator):
+        assert "NCCL has no reduction by" in said
+
+
+def refused(rank, size, operator):
+    return error_of(lambda: dist.all_reduce(torch.ones(1, dtype=torch.int32), operator))
+
+
+def test_operators_by_torchs_number():
+    from ncclpy.interop.torch_reductions import OPERATORS
+
+    theirs = {"SUM": "SUM", "AVG": "AVG", "PROD": "PRODUCT", "MIN": "MIN", "MAX": "MAX"}
+    for i, ours in enumerate(OPERATORS):
+        assert int(getattr(dist.ReduceOp, theirs[ncclpy.ReduceOp(ours).name])) == i

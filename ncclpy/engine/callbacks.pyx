@@ -48,15 +48,8 @@ cdef double _spin = 500e-6 if len(os.sched_getaffinity(0)) >= 8 else 0
 # How long it sleeps lightly after that while works with callbacks are on their way, and how long it leaves the GIL to
 # the monitor, which has called it and is about to give it back: to wait for it there would be one more sleep.
 cdef double _LIGHTLY = 1.0
+cdef double _LIGHTLY_ON_HOST = 1e-3  # the operation, and what the program computes meanwhile, want these cores
 cdef double _COURTESY = 50e-6
-
-
-cdef double _nap(double waited) noexcept nogil:
-    """Return how long light sleep is without a look, after so long."""
-    if event_tell != NULL:  # the host engine: the operation, and what the program computes meanwhile, want these cores
-        return max(20e-6, waited / 16)
-    return 20e-6 if waited < 0.1 else 50e-6
-
 
 # What is left at exit has so long to end.
 _PATIENCE = 2.0
@@ -217,13 +210,14 @@ cdef class Crew:
     cdef void _rest(self, int seen, double seconds) noexcept nogil:
         """Sleep until a task comes, or for so long; lightly at first, and while callbacks are expected."""
         cdef double began = now(), awake = began, moment = began
+        cdef double lightly = _LIGHTLY if event_tell == NULL else _LIGHTLY_ON_HOST
         cdef int expected
         while load(&self.word) == seen and moment - began < seconds:
             expected = load(&_expected)
             if moment - awake < _spin:
                 sched_yield()
-            elif self is users and expected and moment - awake < _LIGHTLY:
-                sleep_on(&self.word, seen, _nap(moment - awake))
+            elif self is users and expected and moment - awake < lightly:
+                sleep_on(&self.word, seen, 20e-6 if moment - awake < 0.1 else 50e-6)
             else:
                 add(&self.asleep, 1)
                 if load(&_expected) == expected:  # whoever expects later sees that this one sleeps

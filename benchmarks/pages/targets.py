@@ -199,7 +199,7 @@ _MEMORY_BOUND = (
     "large gradients has a beginning and an end of its own"
 )
 _BUCKETS = (
-    "a third of it is torch's own, copies to DDP's buckets and back, as the row of buckets that are not sent shows; "
+    "nearly half of it is torch's own, copies to DDP's buckets and back, as the row of buckets that are not sent shows; "
     "what is sent competes with the computing for the cores, of which two had four ranks"
 )
 _INTERPRETED = (

@@ -1,4 +1,4 @@
-"""The page that users read first: ten figures beside those of what they use today, and three pictures.
+"""The page that users read first: for each kind of user a few figures beside what they use today, and pictures.
 
 Which figures is said here; what they are comes from the results. A line whose result is not there is left out.
 """
@@ -14,9 +14,12 @@ from benchmarks.pages.markdown import number, table
 
 HEAD = """# Performance
 
-What ncclpy costs beside what you use today, in ten lines. The tables behind them, with quartiles, machines, versions
-and the commands that repeat them, are a page a benchmark, [below](#all-tables). These pages are written by
-`python -m benchmarks report` from the raw samples in `benchmarks/results`; edit those, not this.
+What ncclpy costs beside what you use today: find that, and read its table. The tables behind them, with quartiles,
+machines and versions, are a page a benchmark, [below](#all-tables). These pages are written by `python -m benchmarks
+report` from the raw samples in `benchmarks/results`; edit those, not this.
+
+A call is the CPU's time until it returns, of 8 bytes and with a process a GPU unless the line says otherwise. Less is
+better, but for bandwidth. Below each table are the commands that measure it on your machine, in a clone of ours.
 """
 
 #: A row of a result: its rival, its road and what was measured of it.
@@ -72,28 +75,68 @@ _US, _ROW = "ncclpy.Communicator", "all_reduce(torch tensor)"
 _TORCH = ("torch.distributed", "all_reduce(torch tensor), in place")
 _C_GROUP = ("C loop", "a group from one thread")
 
-LINES = [
-    Line("A call on a torch tensor, in place", GPUS, (_US, f"{_ROW}, in place", "host"), (*_TORCH, "host"),
-         "`torch.distributed`"),
-    Line("The same, until the sum is there", GPUS, (_US, f"{_ROW}, in place", "latency"), (*_TORCH, "latency"),
-         "`torch.distributed`"),
-    Line("A call on a torch tensor", GPUS, (_US, _ROW, "host"), ("nccl4py Communicator", "allreduce(torch tensor)",
-         "host"), "nccl4py"),
-    Line("A call on a torch tensor", GPUS, (_US, _ROW, "host"), ("ctypes (pynccl style)", _ROW, "host"),
-         "ctypes, as vLLM's pynccl"),
-    Line("A call on a CuPy array", GPUS, (_US, "all_reduce(cupy array)", "host"), ("cupy.cuda.nccl",
-         "allReduce(ints)", "host"), "`cupy.cuda.nccl`, given pointers"),
-    Line("A call on a prepared `Buffer`", GPUS, (_US, "all_reduce(prepared buffer)", "host"), ("C loop",
-         "ncclAllReduce", "host"), "a loop in C"),
-    Line("1 GiB, bus bandwidth", "nccl-tests-4", ("ncclpy perf", "all_reduce 1G", "out of place"), ("nccl-tests",
-         "all_reduce 1G", "out of place"), "nccl-tests"),
-    Line("One process for all 4 GPUs: the Manager, 200 in a row, each", "manager-gpu4", ("ncclpy.Manager",
-         "one thread", "repeated"), (*_C_GROUP, "repeated"), "a group a time in C"),
-    Line("Without a GPU, 2 processes", CPUS, ("ncclpy", "all_reduce 8 B", "time"), ("torch.distributed",
-         "all_reduce 8 B", "time"), "`torch.distributed` (gloo)"),
-    Line("Without a GPU, 2 processes, 64 MiB", CPUS, ("ncclpy", "all_reduce 64 MiB", "time"), ("MPICH",
-         "all_reduce 64 MiB", "time"), "MPICH"),
-]  # fmt: skip
+_OURS, _NCCL, _GLOO = (f'torch.distributed, "{name}"' for name in ("ncclpy", "nccl", "gloo"))
+_SMALL = "all_reduce of 8 B"
+
+#: By what somebody uses today.
+LINES = {
+    "torch.distributed": [
+        Line("`dist.all_reduce`, 2 GPUs", "torch-gpu2", (_OURS, _SMALL, "host"), (_NCCL, _SMALL, "host"), '"nccl"'),
+        Line("The same, until the sum is there", "torch-gpu2", (_OURS, _SMALL, "latency"), (_NCCL, _SMALL, "latency"),
+             '"nccl"'),
+        Line("A step under DDP, 100 million parameters, 2 GPUs", "torch-training-gpu2", (_OURS, "DDP", "time"),
+             (_NCCL, "DDP", "time"), '"nccl"'),
+        Line("A step under FSDP2, of the same", "torch-training-gpu2", (_OURS, "FSDP2", "time"),
+             (_NCCL, "FSDP2", "time"), '"nccl"'),
+        Line("`dist.all_reduce` without a GPU, 2 processes, until the sum is there", "torch",
+             (_OURS, _SMALL, "latency"), (_GLOO, _SMALL, "latency"), '"gloo"'),
+        Line("A step under DDP without a GPU, 30 million parameters, 4 processes", "torch-training",
+             (_OURS, "DDP", "time"), (_GLOO, "DDP", "time"), '"gloo"'),
+        Line("A `Communicator`'s call in its place, 4 GPUs", GPUS, (_US, f"{_ROW}, in place", "host"),
+             (*_TORCH, "host"), '"nccl"'),
+    ],
+    "NCCL from Python: nccl4py, pynccl, ctypes": [
+        Line("A call on a torch tensor", GPUS, (_US, _ROW, "host"), ("nccl4py Communicator", "allreduce(torch tensor)",
+             "host"), "nccl4py"),
+        Line("The same, until the sum is there", GPUS, (_US, _ROW, "latency"), ("nccl4py Communicator",
+             "allreduce(torch tensor)", "latency"), "nccl4py"),
+        Line("A call on a torch tensor", GPUS, (_US, _ROW, "host"), ("ctypes (pynccl style)", _ROW, "host"),
+             "ctypes, as vLLM's pynccl"),
+        Line("A call on a prepared `Buffer`", GPUS, (_US, "all_reduce(prepared buffer)", "host"), ("C loop",
+             "ncclAllReduce", "host"), "a loop in C"),
+        Line("1 GiB, bus bandwidth", "nccl-tests-4", ("ncclpy perf", "all_reduce 1G", "out of place"), ("nccl-tests",
+             "all_reduce 1G", "out of place"), "nccl-tests"),
+    ],
+    "CuPy": [
+        Line("A call on a CuPy array", GPUS, (_US, "all_reduce(cupy array)", "host"), ("cupy.cuda.nccl",
+             "allReduce(ints)", "host"), "`cupy.cuda.nccl`, given pointers"),
+        Line("A call on a CuPy array", GPUS, (_US, "all_reduce(cupy array)", "host"), ("nccl4py Communicator",
+             "allreduce(cupy array)", "host"), "nccl4py"),
+    ],
+    "one process for several GPUs": [
+        Line("The Manager, 200 in a row, each", "manager-gpu4", ("ncclpy.Manager", "one thread", "repeated"),
+             (*_C_GROUP, "repeated"), "a group a time in C"),
+        Line("A plan, 200 in a row, each", "manager-gpu4", ("ncclpy.Plan", "Plan.launch", "repeated"),
+             (*_C_GROUP, "repeated"), "a group a time in C"),
+    ],
+    "MPI": [
+        Line("An all-reduce, 2 processes", CPUS, ("ncclpy", "all_reduce 8 B", "time"), ("Open MPI", "all_reduce 8 B",
+             "time"), "Open MPI"),
+        Line("64 MiB, 2 processes", CPUS, ("ncclpy", "all_reduce 64 MiB", "time"), ("Open MPI", "all_reduce 64 MiB",
+             "time"), "Open MPI"),
+        Line("8 bytes, 8 processes on two cores", "mpi", ("ncclpy processes", "all_reduce 8 B 8 ranks", "time"),
+             ("Open MPI", "all_reduce 8 B 8 ranks", "time"), "Open MPI"),
+        Line("ResNet-50's gradients, in any order, 2 processes", "coordinator", ("ncclpy.Coordinator",
+             "ResNet-50: in any order, over a group", "time"), ("mpi4py, MPICH", "ResNet-50: one by one", "time"),
+             "mpi4py over MPICH, one by one in one order"),
+    ],
+    "Python without a GPU": [
+        Line("An all-reduce, 2 processes", CPUS, ("ncclpy", "all_reduce 8 B", "time"), ("torch.distributed",
+             "all_reduce 8 B", "time"), "`torch.distributed` (gloo)"),
+        Line("64 MiB, 2 processes", CPUS, ("ncclpy", "all_reduce 64 MiB", "time"), ("torch.distributed",
+             "all_reduce 64 MiB", "time"), "`torch.distributed` (gloo)"),
+    ],
+}  # fmt: skip
 
 COSTLY = [
     Line(
@@ -214,20 +257,29 @@ def bars(picture: Picture, found: dict[str, dict]) -> tuple[dict[str, list[float
 
 
 def _lines(found: dict[str, dict]) -> list[str]:
-    body = [[line.text, ours, f"{theirs}, {line.name}", ratio] for line, ours, theirs, ratio in _figures(LINES, found)]
-    if not body:
-        return []
-    where = ""
-    if GPUS in found:
-        machine, versions = found[GPUS]["machine"], found[GPUS]["versions"]
-        gpu, date = machine["gpus"][0].partition(",")[0], found[GPUS]["date"]
-        where = f", on {len(machine['gpus'])} {gpu} with NCCL {versions['nccl']}, {date}"
-    head = ["what", "ncclpy", "beside it", "ncclpy / beside"]
-    return [
-        textwrap.fill(f"All-reduce of 8 bytes, a process a GPU, unless the line says otherwise{where}:", 119) + "\n",
-        f"{table(head, body)}\n",
-        "A call is the CPU's time until it returns. Less is better, but for bandwidth.\n",
-    ]
+    parts = []
+    for used, lines in LINES.items():
+        figures = _figures(lines, found)
+        if not figures:
+            continue
+        body = [[line.text, ours, f"{theirs}, {line.name}", ratio] for line, ours, theirs, ratio in figures]
+        parts += [f"## If you use {used}\n", f"{table(['what', 'ncclpy', 'beside it', 'ncclpy / beside'], body)}\n"]
+        results = [found[name] for name in dict.fromkeys(line.result for line, *_ in figures)]
+        parts.append("".join(f"- `{_command(result)}`, here {_where(result)}\n" for result in results))
+    return parts
+
+
+def _command(result: dict) -> str:
+    """Return what repeats a result, without the environment that it had."""
+    command = result["command"]
+    return str(command[command.index("python -m") :])
+
+
+def _where(result: dict) -> str:
+    machine = result["machine"]
+    gpus = machine["gpus"]
+    on = f"{len(gpus)} {gpus[0].partition(',')[0]}" if gpus else f"{machine['cores']} cores"
+    return f"on {on}, {result['date']}"
 
 
 def _costly(found: dict[str, dict]) -> list[str]:

@@ -199,8 +199,8 @@ _MEMORY_BOUND = (
     "large gradients has a beginning and an end of its own"
 )
 _BUCKETS = (
-    "nearly half of it is torch's own, copies to DDP's buckets and back, as the row of buckets that are not sent shows; "
-    "what is sent competes with the computing for the cores, of which two had four ranks"
+    "nearly half of it is torch's own, copies to DDP's buckets and back, as the row of buckets that are not sent "
+    "shows; what is sent competes with the computing for the cores, of which two had four ranks"
 )
 _INTERPRETED = (
     "to bring an array, to launch it and to end its work take some 19 us on that machine, one after the other under "

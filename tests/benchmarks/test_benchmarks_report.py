@@ -39,7 +39,12 @@ def test_every_result_has_its_tables():
 
 
 def test_the_first_page_is_read_in_two_minutes():
-    assert len(lines_of("performance.md")) == 1 + 10  # a head and ten lines: every line's result is there
+    # For each kind of user a head and a few lines: every line's result is there, and the command that repeats it.
+    assert len(lines_of("performance.md")) == sum(1 + len(lines) for lines in front.LINES.values())
+    assert max(map(len, front.LINES.values())) <= 7
+    for name in {line.result for lines in front.LINES.values() for line in lines}:
+        command = dict(FOUND)[f"{name}.json"]["command"]
+        assert f"- `python -m {command.partition('python -m ')[2]}`" in PAGES["performance.md"]
     assert pictures_of("performance.md") == [f"{picture.name}.png" for picture in front.PICTURES]
     assert len(front.PICTURES) <= 3
     found = {name.removesuffix(".json"): result for name, result in FOUND}

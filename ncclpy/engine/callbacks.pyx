@@ -211,9 +211,11 @@ cdef class Crew:
         """Sleep until a task comes, or for so long; lightly at first, and while callbacks are expected."""
         cdef double began = now(), awake = began, moment = began
         cdef double lightly = _LIGHTLY if event_tell == NULL else _LIGHTLY_ON_HOST
-        cdef int expected
+        cdef int expected, known = load(&_expected)
         while load(&self.word) == seen and moment - began < seconds:
             expected = load(&_expected)
+            if event_tell != NULL and expected != known:  # light sleep anew for each, without the busy part of it
+                known, awake = expected, moment - _spin
             if moment - awake < _spin:
                 sched_yield()
             elif self is users and expected and moment - awake < lightly:
@@ -223,7 +225,8 @@ cdef class Crew:
                 if load(&_expected) == expected:  # whoever expects later sees that this one sleeps
                     sleep_on(&self.word, seen, seconds - (moment - began))
                 add(&self.asleep, -1)
-                awake = now()
+                if event_tell == NULL:
+                    awake = now()
             moment = now()
         while load(&attending) and now() - moment < _COURTESY:
             sched_yield()

@@ -60,6 +60,7 @@ cdef class Work:
     cdef int _refuse_if_captured(self) except -1
     cdef int _join(self, CUstream stream) except -1
     cdef bint _look(self) except -1
+    cdef int _ask(self, double until, double pause) except -1
     cdef bint _healthy(self) except -1
     cdef int _wait_for(self, int state, double deadline) except -1
     cdef int _must_end(self, object timeout) except -1

@@ -41,10 +41,13 @@ cdef extern from "Python.h":
 cdef extern from "sched.h" nogil:
     int sched_yield()
 
-# How long a wait asks the device itself before it sleeps until the monitor tells: on a GPU, whose end wakes nobody, that is
-# 50 us later; the host engine wakes who sleeps, and wants the core.
-cdef double _EAGER = 1e-3
-cdef double _EAGER_ON_HOST = 100e-6
+# How long a wait asks the device itself before it sleeps until the monitor tells.
+cdef double _EAGER = 100e-6
+
+# How long after that on GPUs, whose end wakes nobody (the monitor tells 50 us later), and how often: to ask takes 1.5 us of
+# a lock that each launch needs.
+cdef double _PATIENT = 1e-3
+cdef double _BETWEEN = 10e-6
 
 # How long a wait does the work itself, where that is possible, before it leaves it to the stream's thread: it has to be
 # called away in time by signals and by what ends the work.
@@ -352,8 +355,7 @@ cdef class Work:
 
     cdef int _wait_for(self, int state, double deadline) except -1:
         """Wait until it has come to `state` or beyond; return whether it has."""
-        cdef double begun = now(), until, slice
-        cdef double eager = begun + (_EAGER if event_help == NULL else _EAGER_ON_HOST)
+        cdef double begun = now(), slice
         cdef bint helped = False, told = False
         cdef CUstreamCaptureMode mode
         cdef int seen
@@ -371,22 +373,17 @@ cdef class Work:
                     restore(mode)
                 self._look()
                 continue
-            if seen == LAUNCHED and now() < eager:
-                with nogil:
-                    mode = relax()
-                    until = min(eager, deadline)
-                    while (
-                        load(&self.phase) == LAUNCHED
-                        and driver.cuEventQuery(self.done) == CUDA_ERROR_NOT_READY
-                        and now() < until
-                    ):
-                        sched_yield()
-                    restore(mode)
+            if seen == LAUNCHED and now() - begun < _EAGER:
+                self._ask(min(begun + _EAGER, deadline), 0)
                 if self._look():
                     break
             if now() >= deadline:
                 return False
             step_aside()
+            if seen == LAUNCHED and event_help == NULL and now() - begun < _PATIENT:
+                self._ask(min(begun + _PATIENT, deadline), _BETWEEN)
+                if self._look():
+                    break
             slice = _SHORT_SLICE if attend() else _SLICE
             if seen == LAUNCHED and event_await != NULL and not told:  # the host engine wakes who waits, and nobody else
                 add(&self.attended, 1)
@@ -408,6 +405,22 @@ cdef class Work:
             self._look()  # the monitor may be busy
             require_driver()  # a forked child is told here
         return True
+
+    cdef int _ask(self, double until, double pause) except -1:
+        """Ask the device whether it is done: till it is, till somebody has settled it, or till a moment."""
+        cdef CUstreamCaptureMode mode
+        cdef double moment, last
+        with nogil:
+            mode = relax()
+            while load(&self.phase) == LAUNCHED and driver.cuEventQuery(self.done) == CUDA_ERROR_NOT_READY:
+                last = moment = now()
+                while moment < until and moment - last <= pause:
+                    sched_yield()
+                    moment = now()
+                if moment >= until:
+                    break
+            restore(mode)
+        return 0
 
     cdef int _must_end(self, object timeout) except -1:
         cdef double seconds = as_timeout(timeout)

@@ -11,7 +11,6 @@
 #include <torch/version.h>
 
 #include <array>
-#include <atomic>
 #include <chrono>
 #include <exception>
 #include <functional>
@@ -78,14 +77,18 @@ class Layer {
  public:
   explicit Layer(py::object backend) : python(std::move(backend)) {}
 
-  // With the GIL: whether an operation may go to the group itself. It may not before there is one, nor while blocks are open.
+  // With the GIL: whether an operation may go to the group itself. It may not before there is one, nor while blocks are open,
+  // nor with another timeout than the group's.
   bool is_open() {
     if (!direct_) {
       py::object found = call(python, "direct");
       if (found.is_none()) return false;
       if (!direct_) direct_.emplace(std::move(found));  // another thread may have been faster
     }
-    return PyDict_Size(at(1)) == 0;
+    static PyObject* const timeout = interned("changed_timeout");
+    const auto changed = py::reinterpret_steal<py::object>(PyObject_GetAttr(python.get().ptr(), timeout));
+    if (!changed) throw py::error_already_set();
+    return changed.is_none() && PyDict_Size(at(1)) == 0;
   }
 
   // From `TorchBackend.direct`, once it was open: borrowed.
@@ -101,6 +104,13 @@ class Layer {
 
   std::optional<Held> direct_;
 };
+
+// With the GIL, and an error of Python's: raises it, as torch knows it if it is ours.
+[[noreturn]] void raise_as_torch_knows(const Layer& layer) {
+  py::error_already_set error;
+  if (error.matches(layer.own_error())) call(layer.python, "fail", error.value());
+  throw error;
+}
 
 class ForwardedWork : public c10d::Work {
  public:
@@ -210,8 +220,7 @@ class ForwardedWork : public c10d::Work {
   }
 
  private:
-  // With the GIL: let the current stream wait, or this thread where data are in CPU memory. False if it has failed: then a
-  // `TorchWork` raises its error as torch knows it.
+  // With the GIL: let the current stream wait, or this thread where data are in CPU memory. False if a `TorchWork` has to.
   bool waits_at_once() const {
     static PyObject* const wait = interned("wait");
     static PyObject* const synchronize = interned("synchronize");
@@ -227,10 +236,8 @@ class ForwardedWork : public c10d::Work {
           PyObject_Vectorcall(layer_->stream_of(), given + 1, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
       if (stream) done = call_known(synchronize, begun_->get().ptr(), stream.ptr());
     }
-    if (done) return true;
-    if (!PyErr_ExceptionMatches(layer_->own_error())) throw py::error_already_set();
-    PyErr_Clear();
-    return false;
+    if (!done) raise_as_torch_knows(*layer_);  // it need not be the operation's: a signal's handler may have raised it
+    return true;
   }
 
   // As what torch's users know; a future hands it on to them.
@@ -275,7 +282,7 @@ class ForwardedBackend : public c10d::Backend {
   }
 
   Started broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    if (auto work = at_once({c10d::OpType::BROADCAST, only(tensors), options.timeout}, "broadcast", only(tensors), nullptr, static_cast<int>(options.rootRank))) return work;
+    if (auto work = at_once({c10d::OpType::BROADCAST, only(tensors), options.timeout}, "broadcast", only(tensors), nullptr, options.rootRank)) return work;
     return begin({c10d::OpType::BROADCAST, "ncclpy:broadcast"}, tensors, "broadcast", tensors, options.rootRank, options.timeout);
   }
   Started allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
@@ -289,7 +296,7 @@ class ForwardedBackend : public c10d::Backend {
     return begin({c10d::OpType::ALLREDUCE_COALESCED, "ncclpy:all_reduce"}, tensors, "allreduce_coalesced", tensors, options.reduceOp, options.timeout);
   }
   Started reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
-    if (auto work = at_once({c10d::OpType::REDUCE, only(tensors), options.timeout}, "reduce", only(tensors), nullptr, options.reduceOp, static_cast<int>(options.rootRank))) return work;
+    if (auto work = at_once({c10d::OpType::REDUCE, only(tensors), options.timeout}, "reduce", only(tensors), nullptr, options.reduceOp, options.rootRank)) return work;
     return begin({c10d::OpType::REDUCE, "ncclpy:reduce"}, tensors, "reduce", tensors, options.reduceOp, options.rootRank, options.timeout);
   }
   Started allgather(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
@@ -364,10 +371,7 @@ class ForwardedBackend : public c10d::Backend {
     const Gil gil;
     return call(python_, "sequence_number").cast<uint64_t>();
   }
-  void setTimeout(std::chrono::milliseconds timeout) {
-    has_timeout_ = true;
-    tell("set_timeout", timeout);
-  }
+  void setTimeout(std::chrono::milliseconds timeout) { tell("set_timeout", timeout); }
   void eagerConnectSingleDevice(at::Device device) override { tell("connect", device); }
   void waitForPendingWorks() override { tell("wait_for_pending_works"); }
 #if TORCH_IS_AT_LEAST(2, 7)
@@ -444,7 +448,7 @@ class ForwardedBackend : public c10d::Backend {
   // What the group itself has begun; null if the Python layer is to.
   template <class... Arguments>
   Started at_once(const Plain& asked, const char* name, const Arguments&... arguments) {
-    if (has_timeout_ || asked.timeout != kUnsetTimeout || at::hasCallbacks() || !(is_plain(arguments) && ...)) {
+    if (asked.timeout != kUnsetTimeout || at::hasCallbacks() || !(is_plain(arguments) && ...)) {
       return nullptr;
     }
     const Gil gil;
@@ -453,15 +457,8 @@ class ForwardedBackend : public c10d::Backend {
     const auto method = py::reinterpret_steal<py::object>(interned(name));
     py::object begun = std::apply(
         [&](const auto&... each) { return call_known(method.ptr(), layer_->group(), each.ptr()...); }, given);
-    if (!begun) raise_as_torch_knows();
+    if (!begun) raise_as_torch_knows(*layer_);
     return c10::make_intrusive<ForwardedWork>(rank_, asked.type, layer_, std::move(begun), Tensors{asked.output}, asked.source);
-  }
-
-  // With the GIL, and an error of Python's.
-  [[noreturn]] void raise_as_torch_knows() {
-    py::error_already_set error;
-    if (error.matches(layer_->own_error())) call(python_, "fail", error.value());
-    throw error;
   }
 
   static const at::Tensor& only(const Tensors& tensors) {
@@ -474,7 +471,7 @@ class ForwardedBackend : public c10d::Backend {
     return tensor.defined() && tensor.layout() == at::kStrided && tensor.is_contiguous() && !tensor.is_neg() && !tensor.is_conj();
   }
   static bool is_plain(const c10d::ReduceOp& op) { return static_cast<c10d::ReduceOp::RedOpType>(op) <= c10d::ReduceOp::MAX; }
-  static bool is_plain(int) { return true; }
+  static bool is_plain(int64_t) { return true; }
   static bool is_plain(std::nullptr_t) { return true; }
 
   // Whether the engine reaches what it is.
@@ -486,12 +483,11 @@ class ForwardedBackend : public c10d::Backend {
 
   py::object plain(const at::Tensor& tensor) const { return py::cast(tensor); }
   py::object plain(const c10d::ReduceOp& op) const { return py::reinterpret_borrow<py::object>(layer_->operator_of(op)); }
-  py::object plain(int number) const { return py::int_(number); }
+  py::object plain(int64_t number) const { return py::int_(number); }
   py::object plain(std::nullptr_t) const { return py::none(); }
 
   std::shared_ptr<Layer> layer_;
   const Held& python_;
-  std::atomic<bool> has_timeout_{false};  // that was set since, for what begins
   bool bound_ = false;
 };
 

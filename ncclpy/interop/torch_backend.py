@@ -128,7 +128,7 @@ class TorchBackend:
         self._making = threading.Lock()
         self._made: ProcessGroup | None = None if on_gpu else make(None)
         self._given = timeout
-        self._timeout: float | None = None  # of what begins, where it was changed
+        self.changed_timeout: float | None = None  # of what begins, where it was changed
         self._device: Any = None
         self._blocks: dict[int, _Together] = {}  # that are open, by thread; mostly none is
         self._preferred: Any = None  # the device for a group that no tensor has told of one
@@ -185,7 +185,7 @@ class TorchBackend:
         """Return what an operation is told of its timeout."""
         if self._blocks and self._block() is not None:
             return None  # it is that of all of them
-        return self._timeout if timeout is None else timeout
+        return self.changed_timeout if timeout is None else timeout
 
     def _work(self, begun: Work, outputs: Sequence[Any], staging: Staging, like: Any, source: int = -1) -> TorchWork:
         """Return what stands for an operation that was begun on tensors `like` this one."""
@@ -222,10 +222,9 @@ class TorchBackend:
         """Return what stands for an operation that was begun so."""
         return TorchWork(begun, outputs, (), not self._on_gpu, self.group, source, sequence)
 
-    @_operation
     def fail(self, error: NcclError) -> None:
-        """Raise what the group has refused it with."""
-        raise error
+        """Raise as torch's what the group has refused it with, or its work has failed with."""
+        raise backend_error(error) from error
 
     # Memory that NCCL knows, by torch's names for it.
 
@@ -266,7 +265,7 @@ class TorchBackend:
     def start_coalescing(self, timeout: float | None = None) -> None:
         """Begin a block: what this thread begins until `end_coalescing` is one launch."""
         self.drop_coalescing()  # torch does not end a block that an exception has left
-        limit = self._timeout if timeout is None else timeout
+        limit = self.changed_timeout if timeout is None else timeout
         self._blocks[threading.get_ident()] = _Together(limit)
 
     def drop_coalescing(self) -> None:
@@ -536,7 +535,7 @@ class TorchBackend:
 
     def set_timeout(self, seconds: float) -> None:
         """Give what begins from now on another timeout."""
-        self._given = self._timeout = seconds
+        self._given = self.changed_timeout = seconds
 
     def timeout_ms(self) -> int:
         """Return the group's timeout in milliseconds."""

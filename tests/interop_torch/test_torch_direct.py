@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import datetime
 import functools
+import gc
+import signal
+import threading
+import weakref
 
 import pytest
 import torch
@@ -32,6 +36,7 @@ def noted():
 
 
 def plain(rank, size):
+    dist.barrier()  # on GPUs the first operation makes the group
     passed, found = noted(), []
     tensor = torch.full((4,), float(rank + 1))
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
@@ -84,7 +89,7 @@ def odd(rank, size):
     with torch.profiler.profile():
         went(lambda: dist.all_reduce(torch.ones(2)))
     went(lambda: dist.all_reduce(torch.ones(2)))
-    group.set_timeout(datetime.timedelta(seconds=20))
+    backend_of().set_timeout(20.0)
     went(lambda: dist.all_reduce(torch.ones(2)))
     return found
 
@@ -113,12 +118,96 @@ def test_operations_of_a_block_are_of_the_block(ranks2):
     assert ranks2.run(in_a_block) == [expected] * 2
 
 
+def beside_a_block(rank, size):
+    dist.barrier()
+    group, backend = dist.group.WORLD, dist.group.WORLD._get_backend(torch.device("cpu"))
+    tensors, passed = [torch.ones(2), torch.full((2,), 5.0)], noted()
+    group._start_coalescing(torch.device("cpu"))
+    backend.allreduce(tensors[:1])
+    other = threading.Thread(target=lambda: backend.allreduce(tensors[1:]).wait())
+    other.start()
+    other.join(20)
+    seen = [other.is_alive(), *[each.tolist() for each in tensors]]  # the other's is done, the block's is not begun
+    group._end_coalescing(torch.device("cpu")).wait()
+    return passed, seen, tensors[0].tolist()
+
+
+def test_a_block_is_of_its_thread(ranks2):
+    expected = (["allreduce", "allreduce"], [False, [1.0] * 2, [10.0] * 2], [2.0] * 2)
+    assert ranks2.run(beside_a_block) == [expected] * 2
+
+
+def asked_by_two(rank, size):
+    """Wait for a work, and ask another thread for its result meanwhile."""
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    if rank == 1:
+        store.wait(["both are in it"])
+    work, told = dist.all_reduce(torch.ones(2), async_op=True), []
+    if rank == 0:
+        asks = threading.Thread(target=lambda: told.extend([work.is_completed(), len(work.result())]))
+        waits = threading.Thread(target=work.wait)
+        waits.start()
+        asks.start()
+        asks.join(20)
+        store.set("both are in it", "")
+        waits.join(20)
+        told.append(waits.is_alive())
+    work.wait()
+    return told, work.result()[0].tolist()
+
+
+def test_a_work_is_asked_while_another_thread_waits_for_it(ranks2):
+    assert ranks2.run(asked_by_two) == [([False, 1, False], [2.0] * 2), ([], [2.0] * 2)]
+
+
+def called_away(rank, size):
+    """Wait for what the other rank never begins, till a signal's handler raises an error of ours."""
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    if rank == 1:
+        store.wait(["called away"])
+        return None
+
+    def handler(*_):
+        raise ncclpy.NcclTimeout("the handler's")
+
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        return error_of(lambda: dist.all_reduce(torch.ones(2)))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        store.set("called away", "")
+
+
+def test_what_a_signals_handler_raises_ends_the_wait(ranks2):
+    assert ranks2.run(called_away) == ["DistBackendError: the handler's", None]
+
+
+def refused_and_let_go(rank, size):
+    dist.all_reduce(torch.ones(1))
+    dist.group.WORLD.abort()
+    backend = weakref.ref(backend_of())
+    gc.collect()
+    gc.disable()
+    try:
+        said = error_of(lambda: dist.all_reduce(torch.ones(1)))
+        dist.destroy_process_group()
+        return said.partition(":")[0], backend() is None
+    finally:
+        gc.enable()
+
+
+def test_a_refused_operation_keeps_nothing(ranks2):
+    assert ranks2.run(refused_and_let_go) == [("DistBackendError", True)] * 2
+
+
 def what_works_tell(rank, size):
     passed = noted()
     work = dist.all_reduce(tensor := torch.ones(2), async_op=True)
     work.wait()
     work.wait()
-    number = work._get_sequence_number() if hasattr(work, "_get_sequence_number") else 1
     asked = passed.copy()
     told = [work.is_completed(), work.is_success(), [each.tolist() for each in work.result()]]
     value = [each.tolist() for each in work.get_future().wait()]
@@ -126,14 +215,15 @@ def what_works_tell(rank, size):
     message = dist.isend(tensor, 1) if rank == 0 else dist.irecv(tensor, 0)
     message.wait()
     source = message._source_rank()
-    later = work._get_sequence_number() if hasattr(work, "_get_sequence_number") else 1
-    return asked, told, value, passed, (number, later), source
+    later = dist.all_reduce(torch.ones(1), async_op=True)
+    later.wait()
+    return asked, told, value, passed[:1], [each.python.sequence_number() for each in (work, later)], source
 
 
 def test_what_a_work_tells_when_it_is_asked(ranks2):
     tensors = [[2.0, 2.0]]
     for rank, found in enumerate(ranks2.run(what_works_tell)):
-        assert found == ([], [True, True, tensors], tensors, ["stand_for"], (1, 1), 0 if rank else -1)
+        assert found == ([], [True, True, tensors], tensors, ["stand_for"], [1, 3], 0 if rank else -1)
 
 
 def raised_by(call):
@@ -163,6 +253,16 @@ def test_errors_are_torchs(ranks2):
     failed = ("DistBackendError", "NcclAborted")
     assert waited == [failed, failed, True, False]
     assert refused is not None and refused[0] == aborted[0] == "DistBackendError"
+
+
+@pytest.mark.parametrize("call", ["broadcast", "reduce"])
+def test_a_root_of_more_than_32_bits_does_not_exist(ranks2, call):
+    for said in ranks2.run(far_root, call):
+        assert said.startswith("ValueError: root: rank 4294967296"), said
+
+
+def far_root(rank, size, call):
+    return error_of(lambda: getattr(dist, call)(torch.ones(1), 1 << 32))
 
 
 def wrong(rank, size):

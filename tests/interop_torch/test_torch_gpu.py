@@ -7,6 +7,7 @@ import time
 
 import pytest
 import test_torch_collectives as collectives
+import test_torch_direct as direct
 import test_torch_training as training
 import torch
 import torch.distributed as dist
@@ -50,6 +51,10 @@ def as_over_nccl(ranks, program, *arguments, falls=True, rel=1e-4):
     assert ours == [pytest.approx(each, rel=rel) for each in theirs]
     if falls:
         assert all(found[-1] < found[0] for found in ours)
+
+
+def test_plain_tensors_go_to_the_group_at_once(ranks2):
+    assert [passed for passed, _ in ranks2.run(on_gpu, direct.plain)] == [[], []]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16], ids=str)

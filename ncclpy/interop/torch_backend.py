@@ -18,11 +18,10 @@ from ncclpy.core.types import ReduceOp
 from ncclpy.interop import torch_memory
 from ncclpy.interop.torch_reductions import OPERATORS, operator_of
 from ncclpy.interop.torch_tensors import Staging, are_even, bring, times
-from ncclpy.interop.torch_work import PartWork, TorchWork, backend_error
+from ncclpy.interop.torch_work import PartWork, Together, TorchWork, backend_error
 
 if TYPE_CHECKING:
     from ncclpy.engine.work import Work
-    from ncclpy.process_group.block import Block
     from ncclpy.process_group.group import ProcessGroup
 
 __all__ = ["TorchBackend"]
@@ -43,46 +42,6 @@ def _operation(method: T) -> T:
             raise backend_error(error) from error
 
     return begin  # type: ignore[return-value]
-
-
-class _Together:
-    """Operations of one thread that are one launch: a block of the process group, and what torch is to know of it.
-
-    The block is opened by the first tensor, which tells on which GPU the group is.
-    """
-
-    def __init__(self, limit: float | None) -> None:
-        self._limit = limit
-        self.block: Block | None = None
-        self.begun: Work
-        self.outputs: list[Any] = []
-        self.after: list[Callable[[], object]] = []
-        self.work: TorchWork | None = None  # of all of them, once the block is over
-        self.thread = threading.get_ident()  # whose block it is
-        self.told: list[Callable[[TorchWork], object]] = []  # what is asked for before there is that one
-        self._kinds: set[bool] = set()
-
-    def open(self, group: ProcessGroup) -> Block:
-        """Open the block, if it is not."""
-        if self.block is None:
-            block = group.coalescing(self._limit)
-            self.begun = block.__enter__()
-            self.block = block
-        return self.block
-
-    def leave(self, error: BaseException) -> None:
-        """Launch nothing of it: its works fail."""
-        if self.block is not None:
-            self.block.__exit__(type(error), error, None)
-
-    def note(self, blocks: bool) -> None:
-        """Note of an operation whether waiting for it is waiting in the CPU."""
-        self._kinds.add(blocks)
-
-    @property
-    def blocks(self) -> bool:
-        """Whether waiting for all of them is."""
-        return self._kinds != {False}
 
 
 class TorchBackend:
@@ -130,7 +89,7 @@ class TorchBackend:
         self._given = timeout
         self.changed_timeout: float | None = None  # of what begins, where it was changed
         self._device: Any = None
-        self._blocks: dict[int, _Together] = {}  # that are open, by thread; mostly none is
+        self._blocks: dict[int, Together] = {}  # that are open, by thread; mostly none is
         self._preferred: Any = None  # the device for a group that no tensor has told of one
         self._over = False  # ended before it was made
         self.split, self.store, self.options = split, store, dict(options or {})
@@ -174,7 +133,7 @@ class TorchBackend:
             self._open_block()
         return Staging(self._device)
 
-    def _open_block(self) -> _Together | None:
+    def _open_block(self) -> Together | None:
         """Return the block that this thread is in, which is open from now on; None if it is in none."""
         together = self._block()
         if together is not None:
@@ -257,7 +216,7 @@ class TorchBackend:
 
     # Many as one.
 
-    def _block(self) -> _Together | None:
+    def _block(self) -> Together | None:
         """Return the block that this thread is in."""
         return self._blocks.get(threading.get_ident())
 
@@ -266,7 +225,7 @@ class TorchBackend:
         """Begin a block: what this thread begins until `end_coalescing` is one launch."""
         self.drop_coalescing()  # torch does not end a block that an exception has left
         limit = self.changed_timeout if timeout is None else timeout
-        self._blocks[threading.get_ident()] = _Together(limit)
+        self._blocks[threading.get_ident()] = Together(limit)
 
     def drop_coalescing(self) -> None:
         """End the block that this thread is in, if it is in one, and launch nothing of it: its works fail."""

@@ -13,9 +13,10 @@ from ncclpy.core.errors import NcclError, NcclTimeout
 
 if TYPE_CHECKING:
     from ncclpy.engine.work import Work
+    from ncclpy.process_group.block import Block
     from ncclpy.process_group.group import ProcessGroup
 
-__all__ = ["PartWork", "TorchWork", "backend_error"]
+__all__ = ["PartWork", "Together", "TorchWork", "backend_error"]
 
 #: Seconds between two looks whether another thread's block is over.
 _LOOKS = 1e-3
@@ -255,21 +256,66 @@ class TorchWork:
             tell(list(self._outputs), None)
 
 
+class Together:
+    """Operations of one thread that are one launch: a block of the process group, and what torch is to know of it.
+
+    The block is opened by the first tensor, which tells on which GPU the group is.
+    """
+
+    def __init__(self, limit: float | None) -> None:
+        self._limit = limit
+        self.block: Block | None = None
+        self.begun: Work
+        self.outputs: list[Any] = []
+        self.after: list[Callable[[], object]] = []
+        self.work: TorchWork | None = None  # of all of them, once the block is over
+        self.thread = threading.get_ident()  # whose block it is
+        self.told: list[Callable[[TorchWork], object]] = []  # what is asked for before there is that one
+        self._kinds: set[bool] = set()
+
+    def open(self, group: ProcessGroup) -> Block:
+        """Open the block, if it is not."""
+        if self.block is None:
+            block = group.coalescing(self._limit)
+            self.begun = block.__enter__()
+            self.block = block
+        return self.block
+
+    def leave(self, error: BaseException) -> None:
+        """Launch nothing of it: its works fail."""
+        if self.block is not None:
+            self.block.__exit__(type(error), error, None)
+
+    def note(self, blocks: bool) -> None:
+        """Note of an operation whether waiting for it is waiting in the CPU."""
+        self._kinds.add(blocks)
+
+    @property
+    def blocks(self) -> bool:
+        """Whether waiting for all of them is."""
+        return self._kinds != {False}
+
+
 class PartWork(TorchWork):
     """An operation of a block: it is launched, and done, with all that are."""
 
     __slots__ = ("_together",)
 
     def __init__(
-        self, together: Any, begun: Work, outputs: Sequence[Any], blocks: bool, group: ProcessGroup, source: int = -1
+        self,
+        together: Together,
+        begun: Work,
+        outputs: Sequence[Any],
+        blocks: bool,
+        group: ProcessGroup,
+        source: int = -1,
     ) -> None:
         super().__init__(begun, outputs, (), blocks, group, source)
         self._together = together
 
     def _whole(self) -> TorchWork | None:
         """Return the work of all of them; None while the block is open, and if it was left."""
-        whole: TorchWork | None = self._together.work
-        return whole
+        return self._together.work
 
     def wait(self, seconds: float = 0.0) -> None:
         """Wait for all of them; within the block for nothing, as torch's calls that are not asynchronous do there."""

@@ -19,8 +19,7 @@ from torch_ranks import Group, error_of
 
 import testing
 from ncclpy.interop.torch import backend_of
-from ncclpy.interop.torch_backend import _Together
-from ncclpy.interop.torch_work import TorchWork
+from ncclpy.interop.torch_work import Together, TorchWork
 
 CPU = torch.device("cpu")
 
@@ -238,7 +237,7 @@ def test_a_batch_after_an_abort_raises_torchs_error(ranks2):
 
 def test_a_block_waits_in_the_cpu_if_one_of_it_does():
     for kinds, blocks in {(): True, (False,): False, (True,): True, (True, False): True, (False, True): True}.items():
-        together = _Together(None)
+        together = Together(None)
         for each in kinds:
             together.note(each)
         assert together.blocks == blocks

@@ -1,9 +1,14 @@
 from cpython.ref cimport PyObject
 
+from ncclpy.abi.driver cimport CUstream
 from ncclpy.abi.nccl cimport ncclSimInfo_t
 from ncclpy.core.handle cimport Handle
 from ncclpy.core.operation cimport Operation
 from ncclpy.core.stretch cimport Step, Stretch
+
+
+cdef enum:
+    FEW = 4  # operations for which a group needs no memory of its own
 
 
 # One operation, and what it keeps alive until its group ends: owned references, that of the step's handle as well.
@@ -15,12 +20,16 @@ cdef struct Held:
 
 cdef class Group:
     cdef Held* held  # the operations
+    cdef Held[FEW] few
     cdef size_t count
     cdef size_t capacity
     cdef PyObject* recent  # the communicator of the last operation
     cdef list handles  # every communicator of the group, once
     cdef list births  # (index of the operation, the communicator that it makes)
     cdef list waits  # (handle, stream as int, seconds) of host memory, whose data must be there when the group ends
+    cdef PyObject* awaited  # the last of them
+    cdef CUstream awaited_stream
+    cdef double awaited_limit
     cdef bint blocks  # something in it waits for other ranks: it is made in a thread of its own
     cdef bint watched  # a communicator of it has a deadline that the watcher keeps
     cdef bint bare  # one call alone, without ncclGroupStart and ncclGroupEnd
@@ -37,6 +46,7 @@ cdef class Group:
 
     cdef int finish(self) except -1
     cdef int meet(self, Handle handle) except -1
+    cdef int wait_for(self, Handle handle, CUstream stream, double limit) except -1
     cdef int drop(self, size_t mark) noexcept
     cdef int abort_at_end(self, Handle handle) except -1
     cdef int record(self, Handle handle, const Operation* operation, object send, object recv) except -1
@@ -47,5 +57,5 @@ cdef class Group:
 # The outermost group of the calling thread, borrowed, or NULL; and the same as an object, or None.
 cdef PyObject* open_group() noexcept nogil
 cdef Group current_group()
-# Raise unless NCCL takes the communicators in one group; those of `newborn`, by id, are not made yet.
+# Raise unless NCCL takes the communicators in one group; those of `newborn`, by id (None are none), are not made yet.
 cdef int check_together(list handles, set newborn) except -1

@@ -10,6 +10,7 @@ from cpython.exc cimport PyErr_CheckSignals
 from cpython.ref cimport Py_DECREF, Py_INCREF, Py_XDECREF, PyObject
 from libc.stdint cimport uintptr_t
 from libc.stdlib cimport free, realloc
+from libc.string cimport memcpy
 
 from ncclpy.abi.driver cimport CUstream
 from ncclpy.abi.nccl cimport NCCL_UNDEF_FLOAT, NCCLPY_SIM_INFO_MAGIC, ncclInProgress, ncclResult_t, ncclSuccess
@@ -80,10 +81,12 @@ cdef class Group:
     def __cinit__(self, bint simulate=False, timeout=None):
         self.simulate = simulate
         self.limit = as_timeout(timeout)
+        self.held, self.capacity = self.few, FEW
 
     def __dealloc__(self):
         self.drop(0)
-        free(self.held)
+        if self.held != self.few:
+            free(self.held)
         free(self.calls.words)
 
     cdef int record(self, Handle handle, const Operation* operation, object send, object recv) except -1:
@@ -120,14 +123,22 @@ cdef class Group:
                 return True
         return False
 
+    cdef int wait_for(self, Handle handle, CUstream stream, double limit) except -1:
+        """Have the group's end wait for a stream, on which data are in CPU memory."""
+        if self.awaited != <PyObject*>handle or self.awaited_stream != stream or self.awaited_limit != limit:
+            self.waits.append((handle, <uintptr_t>stream, limit))
+            self.awaited, self.awaited_stream, self.awaited_limit = <PyObject*>handle, stream, limit
+        return 0
+
     def _grow(self):
         """Make room for more operations."""
-        cdef size_t capacity = self.capacity * 2 if self.capacity else 64
-        cdef void* grown = realloc(self.held, capacity * sizeof(Held))
+        cdef size_t capacity = max(self.capacity * 2, <size_t>64)
+        cdef Held* grown = <Held*>realloc(NULL if self.held == self.few else self.held, capacity * sizeof(Held))
         if grown == NULL:
             raise MemoryError
-        self.held = <Held*>grown
-        self.capacity = capacity
+        if self.held == self.few:
+            memcpy(grown, self.few, self.count * sizeof(Held))
+        self.held, self.capacity = grown, capacity
 
     cdef int meet(self, Handle handle) except -1:
         """Note another communicator. The lists are made here: an empty group costs next to nothing."""
@@ -182,7 +193,7 @@ cdef class Group:
                 self.finish()
         finally:
             aborts = self.aborts
-            self.recent = NULL
+            self.recent = self.awaited = NULL
             self.handles = self.births = self.waits = self.aborts = None
             self.drop(0)
             Py_DECREF(self)
@@ -234,7 +245,7 @@ cdef int _forget(Group group, size_t mark) except -1:
         if <object>group.held[i].step.handle not in group.handles:
             group.handles.append(<object>group.held[i].step.handle)
     group.waits = [wait for wait in group.waits if wait[0] in group.handles]
-    group.recent = NULL
+    group.recent = group.awaited = NULL
     return 0
 
 
@@ -242,7 +253,7 @@ cdef int check_together(list handles, set newborn) except -1:
     """Raise for a communicator that cannot be used, and for a mixture that NCCL takes in no group."""
     cdef Handle handle
     for handle in handles:
-        if handle.state != READY and id(handle) not in newborn:
+        if handle.state != READY and (newborn is None or id(handle) not in newborn):
             check_alive(handle)
         if handle.in_background() != (<Handle>handles[0]).in_background() and handle.owned:
             raise ValueError(
@@ -400,14 +411,15 @@ cdef int _launch_counted(Group group) except -1:
             group.info.magic = NCCLPY_SIM_INFO_MAGIC
             group.info.version = struct_version()
             group.info.estimatedTime = NCCL_UNDEF_FLOAT
-        check_together(group.handles, {id(born) for _, born in group.births})
+        check_together(group.handles, {id(born) for _, born in group.births} if group.births else None)
         if group.limit != FOREVER:
             for handle in group.handles:
                 (<Handle>handle).check_endable("group(timeout=)")
         if group.blocks:
             _call_aside(group)
         else:
-            locked = in_lock_order(group.handles)
+            if nlocked > 1:  # else the steps stand in that order
+                locked = in_lock_order(group.handles)
             _make_in_turn(group, locked, nlocked)
     except BaseException:
         for _, child in group.births:
@@ -471,14 +483,16 @@ cdef double _by(Group group, double limit, list errors) noexcept:
 cdef int _see_through(Group group) except -1:
     """Wait for all members, whatever becomes of each; raise the first error with the others as notes."""
     cdef Handle handle, child
-    cdef list errors = [], handles = list(group.handles)
-    children = [child for _, child in group.births]
-    together = children + handles
+    cdef list errors = [], children = [], handles = group.handles, together = handles
+    if group.births:  # most have none, and each list costs a small group a hundredth of its time
+        children = [child for _, child in group.births]
+        together = children + handles
     try:
-        for child in children:  # all of them before any is waited for: NCCL may write into any of them
-            _collect(errors, child, 0, FOREVER, group)
-        _end_orphans(children, errors)
-        _bring_up([child for child in children if (<Handle>child).waits or (<Handle>child).nranks == 0], group, errors)
+        if children:
+            for child in children:  # all of them before any is waited for: NCCL may write into any of them
+                _collect(errors, child, 0, FOREVER, group)
+            _end_orphans(children, errors)
+            _bring_up([each for each in children if (<Handle>each).waits or (<Handle>each).nranks == 0], group, errors)
         if group.calls.result == ncclInProgress and not (group.bare and children):  # a child is polled when it is asked
             for handle in handles:
                 if handle.state == READY or handle.state == FINALIZED:  # a close waits for this
@@ -488,7 +502,7 @@ cdef int _see_through(Group group) except -1:
             if not errors:
                 with nogil:
                     follow_late(&group.calls)
-        for handle, stream, limit in dict.fromkeys(group.waits):
+        for handle, stream, limit in group.waits if len(group.waits) < 2 else dict.fromkeys(group.waits):
             try:
                 wait_stream(
                     handle, <CUstream><uintptr_t>stream, "ncclGroupEnd", _by(group, limit, errors), together

@@ -1,7 +1,6 @@
 """Calls of one communicator: made at once, or recorded by the group that is open in this thread."""
 
 from cpython.exc cimport PyErr_CheckSignals
-from libc.stdint cimport uintptr_t
 
 from ncclpy.abi.driver cimport CUstream
 from ncclpy.abi.locks cimport LOCK_COMM, lock_wanted
@@ -34,7 +33,7 @@ cdef int submit(
         group = <Group>open_group()
         group.record(handle, operation, send, recv)
         if wait_host:
-            group.waits.append((handle, <uintptr_t>operation.stream, limit))
+            group.wait_for(handle, operation.stream, limit)
         if operation.kind == WINDOW:
             group.blocks = True
         group.watched = group.watched or handle.watched

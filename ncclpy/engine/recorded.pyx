@@ -76,7 +76,7 @@ cdef class Recorded:
         cdef Handle comm
         if self.count:
             raise RuntimeError("this plan was recorded meanwhile; make another one")
-        check_together(group.handles, set())  # now: launched by several threads they would not meet in a group
+        check_together(group.handles, None)  # now: launched by several threads they would not meet in a group
         self.held = []
         self.handles = list(group.handles)
         self.operators = []

@@ -135,7 +135,7 @@ Passage meet(Comm& comm, const Operation& operation, bool small, Course& course)
     mine.reads_peers = reads_peers(comm);
     mine.is_crowded = segment.spin().is_crowded();
   }
-  segment.slot(comm.rank).record[course.parity] = mine;
+  static_cast<Record&>(segment.slot(comm.rank).record[course.parity]) = mine;
   if (small) contribute_small(comm, mine, course.parity);
   const Passage passage = comm.rendezvous.pass_data();
   if (passage == Passage::left) comm.collectives_done--;

@@ -15,6 +15,8 @@
 namespace ncclpy::host {
 namespace {
 
+constexpr size_t least_pending = 4;  // that a group has room for at first
+
 struct Pending {
   std::shared_ptr<Comm> comm;
   Operation operation;
@@ -161,7 +163,11 @@ ncclResult_t sort_by_comm(const std::vector<Pending>& pending, std::vector<Share
     for (Share& known : *shares) {
       if (known.comm == one.comm) share = &known;
     }
-    if (share == nullptr) share = &shares->emplace_back(Share{one.comm, {}, {}});
+    if (share == nullptr) {
+      share = &shares->emplace_back(Share{one.comm, {}, {}});
+      share->operations.reserve(pending.size());  // mostly it is the only one
+      share->streams.reserve(pending.size());
+    }
     share->operations.push_back(one.operation);
     share->streams.push_back(one.stream);
   }
@@ -277,6 +283,7 @@ ncclResult_t submit(const std::shared_ptr<Comm>& comm, const Operation& asked, c
     return end_in_background(std::move(single));
   }
   NCCLPY_TRY(join(*comm, false));
+  if (group.contents.operations.empty()) group.contents.operations.reserve(least_pending);
   group.contents.operations.push_back({comm, operation, stream});
   return ncclSuccess;
 }

@@ -30,17 +30,12 @@ void Messages::add(const Operation& operation) {
   const size_t bytes = operation.count * size_of(operation.dtype);
   if (bytes == 0) return;
   const bool sends = operation.kind == Operation::send;
-  Line* line = nullptr;
+  const Message message{operation.sendbuff, operation.recvbuff, {operation.count, uint64_t(operation.dtype)}, bytes};
   for (Line& known : lines_) {
-    if (known.peer == operation.root && known.sends == sends) line = &known;
+    if (known.peer == operation.root && known.sends == sends) return known.more.push_back(message);
   }
-  if (line == nullptr) {
-    lines_.push_back(
-        {operation.root, sends, comm_.segment->same_process(operation.root, comm_.rank), {}});
-    line = &lines_.back();
-  }
-  line->messages.push_back(
-      {operation.sendbuff, operation.recvbuff, {operation.count, uint64_t(operation.dtype)}, bytes});
+  if (lines_.empty()) lines_.reserve(2);  // an exchange with a neighbour
+  lines_.push_back({operation.root, sends, comm_.segment->same_process(operation.root, comm_.rank), message, {}});
 }
 
 bool Messages::finished() const {
@@ -179,14 +174,18 @@ bool Messages::copy_offered(Line& line, uint64_t place) {
 bool Messages::send_pieces(Line& line) {
   Channel& way = channel(line);
   Message& message = line.now();
-  const uint64_t written = way.written.load(std::memory_order_relaxed);
-  if (written - way.read.load(std::memory_order_acquire) == channel_slots) return false;
+  const uint64_t written = way.written;
+  if (written - way.seen_read == channel_slots) {  // the receiver writes there with each piece: it is not read with each
+    way.seen_read = way.read.load(std::memory_order_acquire);
+    if (written - way.seen_read == channel_slots) return false;
+  }
   const size_t slot = written % channel_slots;
   const size_t n = std::min(piece_bytes, message.bytes - message.done);
-  std::memcpy(comm_.segment->piece(comm_.rank, line.peer, slot),
+  std::memcpy(comm_.segment->piece(comm_.rank, line.peer, slot, n),
               static_cast<const char*>(message.source) + message.done, n);
-  way.messages[slot] = message.kind;
-  way.written.store(written + 1, std::memory_order_release);
+  way.pieces[slot].message = message.kind;
+  way.written = written + 1;
+  way.pieces[slot].number.store(written + 1, std::memory_order_release);
   tell(line.peer);
   message.done += n;
   if (message.done == message.bytes) line.at++;
@@ -197,14 +196,14 @@ bool Messages::receive_pieces(Line& line) {
   Channel& way = channel(line);
   Message& message = line.now();
   const uint64_t read = way.read.load(std::memory_order_relaxed);
-  if (read == way.written.load(std::memory_order_acquire)) return false;
   const size_t slot = read % channel_slots;
-  const MessageKind sent = way.messages[slot];
+  if (way.pieces[slot].number.load(std::memory_order_acquire) != read + 1) return false;
+  const MessageKind sent = way.pieces[slot].message;
   const size_t sent_bytes = sent.count * size_of(ncclDataType_t(sent.dtype));
   const size_t n = std::min(piece_bytes, sent_bytes - message.done);
   // A message of another kind is read to its end all the same, so that the next one is found where it begins.
   if (sent == message.kind) {
-    std::memcpy(static_cast<char*>(message.target) + message.done, comm_.segment->piece(line.peer, comm_.rank, slot), n);
+    std::memcpy(static_cast<char*>(message.target) + message.done, comm_.segment->piece(line.peer, comm_.rank, slot, n), n);
   } else if (!message.started) {
     complain(line, sent, message.kind);
   }

@@ -39,11 +39,12 @@ class Messages {
   struct Line {
     int peer;
     bool sends;
-    bool local;  // the peer is a thread of this process
-    std::vector<Message> messages;
+    bool local;     // the peer is a thread of this process
+    Message first;  // most have no more
+    std::vector<Message> more;
     size_t at = 0;
-    bool finished() const { return at == messages.size(); }
-    Message& now() { return messages[at]; }
+    bool finished() const { return at > more.size(); }
+    Message& now() { return at == 0 ? first : more[at - 1]; }
   };
 
   bool advance(Line& line);

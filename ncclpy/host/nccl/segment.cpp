@@ -18,7 +18,7 @@
 namespace ncclpy::host {
 namespace {
 
-constexpr uint64_t magic = 0x3367657379706c63;  // "clpyseg3"
+constexpr uint64_t magic = 0x3467657379706c63;  // "clpyseg4"
 
 constexpr size_t page = 4096;
 

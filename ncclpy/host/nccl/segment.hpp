@@ -39,6 +39,13 @@ struct Record {
   bool is_crowded;   // where this rank is, there are more ranks than cores
 };
 
+// Where a record lies, with room for a contribution of a few bytes: who reads the one has the other with it, as processors
+// fetch cache lines in pairs; and nothing that the rank goes on writing is in those.
+constexpr size_t little_bytes = 64;
+struct alignas(128) PlacedRecord : Record {
+  alignas(64) char little[little_bytes];
+};
+
 // Counts arrivals of all ranks over all generations; generation g is open when g * nranks have arrived.
 struct Gate {
   std::atomic<uint64_t> arrivals{0};
@@ -95,8 +102,8 @@ struct alignas(128) RankSlot {
   std::atomic<uint64_t> done{0};    // the last operation that has run
   std::atomic<uint64_t> doing[sides];
   std::atomic<uint64_t> arrived[sides];
-  Record record[2];      // by parity of the data generation: the next one may be written while this one is read
-  Bell bell;             // point-to-point news for this rank
+  PlacedRecord record[2];  // by parity of the data generation: the next one may be written while this one is read
+  Bell bell;               // point-to-point news for this rank
   char exchange[2][exchange_bytes];
   Notice notice;
 };
@@ -116,6 +123,14 @@ struct MessageKind {
 constexpr size_t channel_slots = 16;
 constexpr size_t piece_bytes = 16 << 10;
 
+// A piece in the ring: all that the receiver reads of few bytes is one cache line.
+constexpr size_t piece_little_bytes = 40;
+struct alignas(64) PieceSlot {
+  std::atomic<uint64_t> number{0};  // of the piece that is here, from 1 on
+  MessageKind message;              // that it belongs to
+  char little[piece_little_bytes];
+};
+
 // The way of messages from one rank to another, see p2p.cpp, and of its signals, see one_sided.cpp.
 struct alignas(64) Channel {
   // The sender offers its buffer, the receiver copies from it.
@@ -124,9 +139,10 @@ struct alignas(64) Channel {
   MessageKind offer;
   MessageKind wanted;                // what the receiver takes
   std::atomic<uint32_t> refused{0};  // it cannot read the sender's memory: no more offers
-  // Or pieces pass through a ring of slots.
-  alignas(64) std::atomic<uint64_t> written{0};  // pieces, counted over the channel's life
-  MessageKind messages[channel_slots];           // that the piece in this slot belongs to
+  // Or pieces, counted over the channel's life, pass through a ring.
+  alignas(64) uint64_t written = 0;  // this line is the sender's alone
+  uint64_t seen_read = 0;            // what `read` was when the ring was full, or at first
+  PieceSlot pieces[channel_slots];
   alignas(64) std::atomic<uint64_t> read{0};
   std::atomic<uint64_t> signals[signal_counters] = {};  // ever given
 };
@@ -158,12 +174,16 @@ class Segment {
   Header& header() { return *reinterpret_cast<Header*>(memory_); }
   RankSlot& slot(int rank) { return reinterpret_cast<RankSlot*>(memory_ + slots_at_)[rank]; }
   Channel& channel(int from, int to) { return reinterpret_cast<Channel*>(memory_ + channels_at_)[from * nranks_ + to]; }
-  // A small buffer of `rank`, by parity of its collectives.
-  char* small(int rank, int parity) { return memory_ + small_at_ + (size_t(rank) * 2 + size_t(parity)) * inline_bytes; }
+  // A small buffer of `rank` for so many bytes, by parity of its collectives.
+  char* small(int rank, int parity, size_t bytes) {
+    if (bytes <= little_bytes) return slot(rank).record[parity].little;
+    return memory_ + small_at_ + (size_t(rank) * 2 + size_t(parity)) * inline_bytes;
+  }
   // The step buffers of `rank`, by parity of the step.
   char* step_input(int rank, int parity) { return step(rank, parity); }
   char* step_result(int rank, int parity) { return step(rank, 2 + parity); }
-  char* piece(int from, int to, size_t slot) {
+  char* piece(int from, int to, size_t slot, size_t bytes) {
+    if (bytes <= piece_little_bytes) return channel(from, to).pieces[slot].little;
     return memory_ + pieces_at_ + ((size_t(from) * size_t(nranks_) + size_t(to)) * channel_slots + slot) * piece_bytes;
   }
 

@@ -20,6 +20,10 @@ bool contributes(const Record& record, int rank) {
 // Bytes of a contribution; as a count of blocks so that a huge count does not overflow.
 size_t blocks_of(Collective kind, int nranks) { return has_blocks(kind) ? size_t(nranks) : 1; }
 
+size_t contributed_bytes(const Record& record, int nranks) {
+  return record.count * size_of(record.dtype) * blocks_of(record.kind, nranks);
+}
+
 }  // namespace
 
 bool is_small(Collective kind, ncclDataType_t dtype, size_t count, int nranks) {
@@ -28,8 +32,8 @@ bool is_small(Collective kind, ncclDataType_t dtype, size_t count, int nranks) {
 
 void contribute_small(Comm& comm, const Record& record, int parity) {
   if (!contributes(record, comm.rank)) return;
-  std::memcpy(comm.segment->small(comm.rank, parity), record.send,
-              record.count * size_of(record.dtype) * blocks_of(record.kind, comm.nranks));
+  const size_t bytes = contributed_bytes(record, comm.nranks);
+  std::memcpy(comm.segment->small(comm.rank, parity, bytes), record.send, bytes);
 }
 
 void run_small(Comm& comm, int parity) {
@@ -37,7 +41,8 @@ void run_small(Comm& comm, int parity) {
   const Record& mine = segment.slot(comm.rank).record[parity];
   const size_t bytes = mine.count * size_of(mine.dtype);
   const size_t my_block = has_blocks(mine.kind) ? size_t(comm.rank) * bytes : 0;
-  auto input = [&](int r) { return segment.small(r, parity) + my_block; };
+  const size_t contributed = contributed_bytes(mine, comm.nranks);
+  auto input = [&](int r) { return segment.small(r, parity, contributed) + my_block; };
   char* recv = static_cast<char*>(mine.recv);
   switch (mine.kind) {
     case Collective::reduce:

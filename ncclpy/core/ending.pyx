@@ -145,7 +145,7 @@ cdef int abort_now(Handle handle, object timeout) except -1:
 cdef int give_back(Handle handle, object timeout) except -1:
     """Close it: what hangs on it goes first, and what would wait for ranks that may never come is aborted instead."""
     cdef double limit = handle.limit if timeout is None else as_timeout(timeout)
-    check_not_beneath(handle, "close")
+    check_not_beneath(handle, b"close")
     try:
         return _give_back(handle, limit)
     finally:
@@ -249,7 +249,7 @@ cdef int _wait_for_own_stream(Handle handle, double deadline) except -1:
     if handle.stream is None:
         return 0
     try:
-        return wait_stream(handle, (<Stream>handle.stream).raw, "close", deadline)
+        return wait_stream(handle, (<Stream>handle.stream).raw, b"close", deadline)
     except NcclTimeout:
         raise
     except NcclError:  # it has failed, or was revoked: what it has is given back all the same

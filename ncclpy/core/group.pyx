@@ -505,7 +505,7 @@ cdef int _see_through(Group group) except -1:
         for handle, stream, limit in group.waits if len(group.waits) < 2 else dict.fromkeys(group.waits):
             try:
                 wait_stream(
-                    handle, <CUstream><uintptr_t>stream, "ncclGroupEnd", _by(group, limit, errors), together
+                    handle, <CUstream><uintptr_t>stream, b"ncclGroupEnd", _by(group, limit, errors), together
                 )
                 note_arrival(&group.calls, handle)
             except NcclError as error:

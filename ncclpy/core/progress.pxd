@@ -12,8 +12,8 @@ cdef int check_alive(Handle handle) except -1
 # Wait until it has left ncclInProgress. `started` is when the wait began, if that was before now.
 cdef int finish(Handle handle, str what, double deadline, double started=*) except -1
 # Wait for what was issued on a stream. If a signal handler raises, `together` is aborted; by default this one.
-cdef int wait_stream(Handle handle, CUstream stream, str what, double deadline, list together=*) except -1
+cdef int wait_stream(Handle handle, CUstream stream, const char* what, double deadline, list together=*) except -1
 # Refuse a wait in a signal handler for what the interrupted wait, beneath it, would have to do.
-cdef int check_not_beneath(Handle handle, str what) except -1
+cdef int check_not_beneath(Handle handle, const char* what) except -1
 # Abort after a deadline and say what was waited for.
 cdef int give_up(Handle handle, str what, double waited) except -1

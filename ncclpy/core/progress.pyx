@@ -11,7 +11,7 @@ import time
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.ref cimport Py_INCREF, Py_XDECREF, PyObject
 
-from ncclpy.abi.driver cimport CUresult
+from ncclpy.abi.driver cimport CUDA_SUCCESS, CUresult
 from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
 from ncclpy.core.abort cimport begin_abort, begin_quietly, end_quietly, leave, run_handlers
 from ncclpy.core.birth cimport BY_ITSELF, IN_PARENT
@@ -257,9 +257,13 @@ cdef int _look(Waiting* waiting) noexcept with gil:
     return 0
 
 
-cdef int _see_what_came(Handle handle, CUresult result, Waiting* waiting, str what) except -1:
-    """Raise unless the data are there that a stream was waited for."""
-    cdef ncclResult_t state
+cdef int _see_what_came(Handle handle, CUresult result, ncclResult_t state, Waiting* waiting) except -1:
+    """Raise unless the data are there that a stream was waited for; `state` is what the communicator said then."""
+    if result == CUDA_SUCCESS and (state == ncclSuccess or state == ncclInProgress) and (
+        waiting.error == NULL and handle.state != ABORTED and not handle.revoked
+    ):
+        return 0
+    what = waiting.what.decode()
     if waiting.error != NULL:
         error, threads = <object>waiting.error, <object>waiting.aborting
         Py_XDECREF(waiting.error)
@@ -272,9 +276,6 @@ cdef int _see_what_came(Handle handle, CUresult result, Waiting* waiting, str wh
     check_driver(result, b"cuStreamSynchronize")
     if handle.revoked:
         raise handle.aborted_error(f"{what} on {handle!r} did not complete: the communicator was revoked")
-    # Whoever is told that the data are there must not find others: ranks that disagree, or a rank that has died.
-    with nogil:
-        state = handle.poll_once()
     if <int>state == WAS_ABORTED:  # by now nobody can tell
         raise handle.aborted_error(f"{what} on {handle!r} did not complete: the communicator was ended meanwhile")
     if state != ncclSuccess and state != ncclInProgress:
@@ -286,19 +287,21 @@ cdef int _see_what_came(Handle handle, CUresult result, Waiting* waiting, str wh
     return 0
 
 
-cdef int wait_stream(Handle handle, CUstream stream, str what, double deadline, list together=None) except -1:
+cdef int wait_stream(
+    Handle handle, CUstream stream, const char* what, double deadline, list together=None
+) except -1:
     """Wait until a stream has run dry and raise the communicator's error, if it has one by then.
 
     Past the deadline the communicator is aborted and NcclTimeout raised. If a signal handler raises, `together`
     (by default this one) is aborted.
     """
     cdef CUresult result
+    cdef ncclResult_t state = ncclSuccess
     cdef Waiting waiting
     require_driver()
-    name = what.encode()
     waiting.handle = <PyObject*>handle
     waiting.together = NULL if together is None else <PyObject*>together
-    waiting.what = name
+    waiting.what = what
     waiting.deadline = deadline
     waiting.started = now()
     waiting.next = min(waiting.started + SLICE, deadline)
@@ -312,17 +315,20 @@ cdef int wait_stream(Handle handle, CUstream stream, str what, double deadline, 
     try:
         with nogil:
             result = await_stream(stream, _tick, &waiting)
+            # Whoever is told that the data are there must not find others: ranks that disagree, or a rank that has died.
+            if result == CUDA_SUCCESS and waiting.error == NULL:
+                state = handle.poll_once()
         if waiting.main:
             handle.main_waits = False
-        return _see_what_came(handle, result, &waiting, what)
+        return _see_what_came(handle, result, state, &waiting)
     finally:
         handle.waiters -= 1
 
 
-cdef int check_not_beneath(Handle handle, str what) except -1:
+cdef int check_not_beneath(Handle handle, const char* what) except -1:
     if handle.main_waits and on_main_thread():
         raise RuntimeError(
-            f"{what}: this signal handler has interrupted a wait for {handle!r} and cannot wait for it itself; "
+            f"{what.decode()}: this signal handler has interrupted a wait for {handle!r} and cannot wait for it itself; "
             "abort() ends it here, or have the handler raise or set a flag, and act when the call has returned"
         )
     return 0

@@ -147,20 +147,20 @@ cdef int _see_to(
     Handle handle, Operation* operation, object send, object recv, bint wait_host, double limit, ncclResult_t result
 ) except -1:
     """Wait for an operation as far as its caller does, and hold its arrays if that ends early."""
-    cdef str what = function_of(operation.kind).decode()
+    cdef const char* what = function_of(operation.kind)
     try:
         if result == ncclInProgress:
-            finish(handle, what, deadline_after(limit))
+            finish(handle, what.decode(), deadline_after(limit))
             if handle.tenant != NULL:
                 _follow_late(handle, operation.stream)
         elif result != ncclSuccess:
-            handle.raise_if_aborted(result, function_of(operation.kind))
+            handle.raise_if_aborted(result, what)
             raise_issue(result, operation.kind, handle.raw)
         if wait_host:
             wait_stream(handle, operation.stream, what, deadline_after(limit))
     except BaseException as error:
         if result == ncclSuccess or result == ncclInProgress:
-            handle.hold([send, recv], operation.stream, f"arrays of {what} on {handle!r}")
+            handle.hold([send, recv], operation.stream, f"arrays of {what.decode()} on {handle!r}")
         handle.explain(error)
         raise
     return 0

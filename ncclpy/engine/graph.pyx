@@ -192,7 +192,7 @@ cdef class Graph:
             for handle, _, limit in plan.waits:
                 for i in range(self.count):
                     if self.replays[i].device == (<Handle>handle).device:
-                        wait_stream(handle, self.replays[i].stream, "Graph.launch", deadline_after(limit))
+                        wait_stream(handle, self.replays[i].stream, b"Graph.launch", deadline_after(limit))
 
     @property
     def closed(self):

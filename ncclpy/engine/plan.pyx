@@ -149,7 +149,7 @@ cdef class Plan(Recorded):
                 if errors and (deadline == FOREVER or handle.state != READY):
                     continue  # it need not come to an end any more
                 try:
-                    wait_stream(handle, <CUstream><uintptr_t>stream, "Plan.launch", deadline, self.handles)
+                    wait_stream(handle, <CUstream><uintptr_t>stream, b"Plan.launch", deadline, self.handles)
                     if at_once:
                         note_arrival(&self.whole.calls, handle)
                     for i in range(0 if at_once else self.nbatches):

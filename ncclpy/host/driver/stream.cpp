@@ -25,6 +25,7 @@ struct DeviceStreams {
   std::shared_ptr<Stream> legacy;
   Mutex<NCCLPY_LOCK_DEVICE> mutex;
   std::vector<std::weak_ptr<Stream>> others;  // may be destroyed and still have work
+  std::atomic<bool> some_block{false};        // one of them was ever of those that the legacy stream waits for
 };
 
 // Nothing here is ever destroyed: threads may run until the process is gone.
@@ -55,6 +56,7 @@ std::shared_ptr<Stream> make_stream(int device, Stream::Kind kind) {
     others.pop_back();
   }
   others.push_back(stream);
+  if (kind == Stream::Kind::blocking) streams.some_block.store(true, std::memory_order_release);
   return stream;
 }
 
@@ -143,6 +145,7 @@ std::vector<Point> Stream::predecessors() const {
     add(*streams.legacy);
     return points;
   }
+  if (!streams.some_block.load(std::memory_order_acquire)) return points;
   std::lock_guard lock(streams.mutex);
   for (const auto& other : streams.others) {
     const auto stream = other.lock();
@@ -370,14 +373,10 @@ bool Stream::run_first(std::unique_lock<StreamMutex>& lock) {
   lock.unlock();
   ncclpy_lock_none(NCCLPY_LOCK_CONTROL, "it runs a task of a stream");
   const bool done = first();
+  if (done) first.clear();  // what the task owned is gone before anyone learns that it is done
   lock.lock();
   if (done) {
-    {
-      const Task task = std::move(first);
-      queue_.pop_front();
-      lock.unlock();
-    }  // what the task owned is gone before anyone learns that it is done
-    lock.lock();
+    queue_.pop_front();
     finished_.store(finished_.load(std::memory_order_relaxed) + 1, std::memory_order_release);
     tell_who_asked();
   }

@@ -51,8 +51,10 @@ class Task {
   Task(const Task&) = delete;
   Task& operator=(const Task&) = delete;
   Task& operator=(Task&&) = delete;
-  ~Task() {
-    if (act_ != nullptr) act_(Action::destroy, storage_, nullptr);
+  ~Task() { clear(); }
+  // Destroys the function; there is none to call any more.
+  void clear() {
+    if (act_ != nullptr) std::exchange(act_, nullptr)(Action::destroy, storage_, nullptr);
   }
 
   bool operator()() { return act_(Action::call, storage_, nullptr); }

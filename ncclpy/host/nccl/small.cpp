@@ -33,7 +33,15 @@ bool is_small(Collective kind, ncclDataType_t dtype, size_t count, int nranks) {
 void contribute_small(Comm& comm, const Record& record, int parity) {
   if (!contributes(record, comm.rank)) return;
   const size_t bytes = contributed_bytes(record, comm.nranks);
-  std::memcpy(comm.segment->small(comm.rank, parity, bytes), record.send, bytes);
+  char* const here = comm.segment->small(comm.rank, parity, bytes);
+  const char* const send = static_cast<const char*>(record.send);
+  if (record.kind != Collective::all_to_all && record.kind != Collective::scatter) {
+    std::memcpy(here, send, bytes);
+    return;
+  }
+  const size_t block = bytes / size_t(comm.nranks), mine = size_t(comm.rank) * block;  // which nobody else reads
+  std::memcpy(here, send, mine);
+  std::memcpy(here + mine + block, send + mine + block, bytes - mine - block);
 }
 
 void run_small(Comm& comm, int parity) {
@@ -44,6 +52,11 @@ void run_small(Comm& comm, int parity) {
   const size_t contributed = contributed_bytes(mine, comm.nranks);
   auto input = [&](int r) { return segment.small(r, parity, contributed) + my_block; };
   char* recv = static_cast<char*>(mine.recv);
+  // What this rank gives itself it has nearer, and in place there already.
+  const auto take = [&](int r, char* target) {
+    const char* source = r == comm.rank ? static_cast<const char*>(mine.send) + my_block : input(r);
+    if (source != target) std::memmove(target, source, bytes);
+  };
   switch (mine.kind) {
     case Collective::reduce:
       if (comm.rank != mine.root) return;
@@ -51,13 +64,13 @@ void run_small(Comm& comm, int parity) {
     case Collective::all_reduce:
     case Collective::reduce_scatter: return reduce_pieces(comm, parity, input, mine.count, {recv});
     case Collective::broadcast:
-    case Collective::scatter: std::memcpy(recv, input(mine.root), bytes); return;
+    case Collective::scatter: take(mine.root, recv); return;
     case Collective::gather:
       if (comm.rank != mine.root) return;
       [[fallthrough]];
     case Collective::all_gather:
     case Collective::all_to_all:
-      for (int r = 0; r < comm.nranks; r++) std::memcpy(recv + size_t(r) * bytes, input(r), bytes);
+      for (int r = 0; r < comm.nranks; r++) take(r, recv + size_t(r) * bytes);
       return;
   }
 }

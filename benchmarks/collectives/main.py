@@ -60,6 +60,7 @@ REPLAYED = ("ncclpy", *REGISTERED)
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add this experiment's options."""
     parser.add_argument("--gpu", type=int, default=0, metavar="N", help="real NCCL on N GPUs, one process a GPU")
+    parser.add_argument("--apart", action="store_true", help="with --gpu: each rank as if on a host of its own")
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="ranks on CPUs (default: 2)")
     parser.add_argument("--nccl-tests", type=Path, metavar="FOLDER", help="where the *_perf binaries are, for --gpu")
     for name, option in mpi.RIVALS.items():
@@ -94,6 +95,7 @@ def run(chosen: argparse.Namespace) -> int:
         _command(chosen),
         engine="gpu" if gpu else "host",
         **({"gpus": nranks} if gpu else {"ranks": nranks}),
+        **({"hosts": nranks} if chosen.apart else {}),
         rounds=chosen.rounds,
     )
     result["notes"] = [
@@ -105,6 +107,7 @@ def run(chosen: argparse.Namespace) -> int:
     if gpu:
         result["notes"].append("nccl-tests rounds a rank's share down to 16 bytes: sizes below have no row of it.")
     sweeps = [Sweep(gpu, nranks, sizes, chosen.collectives, chosen.cycles if gpu else 1)]
+    sweeps[0].apart = chosen.apart
     if gpu and chosen.replayed:
         sizes = sorted(set(chosen.replayed))
         sweeps.append(Sweep(gpu, nranks, sizes, chosen.collectives, chosen.cycles, GRAPH_LAUNCHES, sweeps[0].failed))
@@ -138,6 +141,11 @@ def _notes(chosen: argparse.Namespace) -> list[str]:
         "Memory is that of ncclMemAlloc, but for torch.distributed and CuPy.",
         "nccl-tests has its ranks in threads of one process, the others have a process each.",
     ]
+    if chosen.apart:
+        notes.append(
+            "Each rank has an NCCL_HOSTID of its own and NCCL_NET=Socket: NCCL takes them for ranks on different hosts "
+            "and goes through the loopback device, where it would use NVLink. nccl-tests cannot, in one process."
+        )
     if chosen.replayed:
         notes.append(
             f"Replayed: {GPU_CALLS} calls are captured, one after the other, and launched {GRAPH_LAUNCHES} times as a "
@@ -173,6 +181,8 @@ class Sweep:
         Samples of a turn.
     launches : int
         How often a graph of the calls is launched; 0 where they are made one by one.
+    apart : bool
+        Whether each rank is to believe that it has a host of its own.
     itemsize, factors : int, dict
         Of the elements, and what bus bandwidth counts of a byte by collective: known when a rival is open.
     failed : list of dict
@@ -191,9 +201,14 @@ class Sweep:
     ):
         self.gpu, self.nranks, self.sizes, self.collectives = gpu, nranks, sizes, collectives
         self.cycles, self.launches = cycles, launches
+        self.apart = False
         self.itemsize, self.factors = 4 if gpu else 8, {}
         self.failed: list[dict] = [] if failed is None else failed
         self._rows: dict[tuple, dict] = {}
+
+    def variables(self, rank: int) -> dict[str, str]:
+        """Return what a rank's environment has more than others'."""
+        return {"NCCL_HOSTID": f"host{rank}", "NCCL_NET": "Socket"} if self.apart else {}
 
     def calls(self, nbytes: int) -> int:
         """Return the operations of a sample."""
@@ -362,7 +377,7 @@ def _started(name: str, sweep: Sweep) -> tuple[list[workers.WorkerProcess], dict
     """Start a rival's processes; return them, the library that they have found, and what went wrong."""
     processes: list[workers.WorkerProcess] = []
     try:
-        processes += [workers.WorkerProcess(SIDE) for _ in range(sweep.nranks)]
+        processes += [workers.WorkerProcess(SIDE, sweep.variables(rank)) for rank in range(sweep.nranks)]
         if name == "torch.distributed":
             return processes, None, None
         asked = [(process, {"gpu": sweep.gpu, "nranks": sweep.nranks}) for process in processes]
@@ -438,6 +453,8 @@ def _programs(chosen: argparse.Namespace, library: str, sweep: Sweep, result: di
 
 def _command(chosen: argparse.Namespace) -> list[str]:
     command = ["--gpu", str(chosen.gpu)] if chosen.gpu else ["--ranks", str(chosen.ranks)]
+    if chosen.apart:
+        command.append("--apart")
     if chosen.nccl_tests:
         command += ["--nccl-tests", "FOLDER"]
     for option in mpi.RIVALS.values():

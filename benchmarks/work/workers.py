@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import selectors
 import subprocess
 import sys
@@ -34,9 +35,9 @@ class WorkerLost(WorkerFailed):
 
 
 class WorkerProcess:
-    """One child; `ask` is a call of what the ``main()`` of `module` serves."""
+    """One child; `ask` is a call of what the ``main()`` of `module` serves. `variables` are of its environment alone."""
 
-    def __init__(self, module: str = "benchmarks.work.worker"):
+    def __init__(self, module: str = "benchmarks.work.worker", variables: dict[str, str] | None = None):
         self._errors = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(
             [sys.executable, "-c", START, module],
@@ -45,6 +46,7 @@ class WorkerProcess:
             stderr=self._errors,
             text=True,
             cwd=tempfile.gettempdir(),
+            env=os.environ | (variables or {}),
         )
 
     def ask(self, do: str, *, deadline: float = DEADLINE, **parameters: object):

@@ -21,8 +21,9 @@ cdef class Clique(LaunchOwner):
     cdef tuple kept  # both, for launches to hold; None once they are gone
     cdef set launches  # on their way
     cdef long long sequence
-    cdef unsigned long long[32] familiar  # signatures of what has run here; the first so many
+    cdef unsigned long long* familiar  # signatures of what has run here, by their hashes; 0 is a free place
     cdef size_t nfamiliar
+    cdef size_t capacity
     cdef CliqueOwner owner
     cdef str site
 
@@ -31,6 +32,8 @@ cdef class Clique(LaunchOwner):
     cdef Launch begin(self)
     cdef int start(self, Launch launch, const Operation* operation) except -1
     cdef bint knows(self, unsigned long long signature) noexcept
+    cdef int learn(self, unsigned long long signature) noexcept
+    cdef size_t _place_of(self, unsigned long long signature) noexcept
     cdef int forget(self, Launch launch) except -1
 
 

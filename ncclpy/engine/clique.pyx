@@ -3,6 +3,9 @@
 import logging
 import threading
 
+from libc.stdlib cimport calloc, free
+from libc.string cimport memset
+
 from ncclpy.core.abort cimport ABORT_DEADLINE
 from ncclpy.core.capture cimport relax
 from ncclpy.core.communicator cimport Communicator
@@ -17,9 +20,10 @@ from ncclpy.core.group import Group
 from ncclpy.core.types import UniqueId
 from ncclpy.engine.launcher import abort_aside
 
-# So many signatures are remembered; with more, later ones stay with the lanes.
+# So many signatures are remembered; then all are forgotten, and each goes through its lane once more.
 cdef enum:
-    _MANY = 32
+    _FEW = 32
+    _MANY = 1024
 
 _log = logging.getLogger("ncclpy.engine")
 
@@ -55,6 +59,9 @@ cdef class Clique(LaunchOwner):
         self.begun = []
         self.streams = []
         self.launches = set()
+
+    def __dealloc__(self):
+        free(self.familiar)
 
     def make(self, unique_id, config):
         """Make the communicators, in a thread of its own: other nodes may be late.
@@ -116,11 +123,35 @@ cdef class Clique(LaunchOwner):
         return launch.start(self.knows(launch.signature))
 
     cdef bint knows(self, unsigned long long signature) noexcept:
-        cdef size_t i
-        for i in range(self.nfamiliar):
-            if self.familiar[i] == signature:
-                return True
-        return False
+        return self.nfamiliar != 0 and self.familiar[self._place_of(signature)] == signature
+
+    cdef int learn(self, unsigned long long signature) noexcept:
+        """Remember a signature of what has run here; without memory it stays with the lanes."""
+        cdef size_t i, before = self.capacity
+        cdef unsigned long long* old = self.familiar
+        if self.nfamiliar == _MANY:
+            memset(self.familiar, 0, self.capacity * sizeof(unsigned long long))
+            self.nfamiliar = 0
+        elif 2 * self.nfamiliar >= before:  # half of it is free, so that a search ends soon
+            self.familiar = <unsigned long long*>calloc(max(2 * before, <size_t>_FEW), sizeof(unsigned long long))
+            if self.familiar == NULL:
+                self.familiar = old
+                return 0
+            self.capacity = max(2 * before, <size_t>_FEW)
+            for i in range(before):
+                if old[i] != 0:
+                    self.familiar[self._place_of(old[i])] = old[i]
+            free(old)
+        self.familiar[self._place_of(signature)] = signature
+        self.nfamiliar += 1
+        return 0
+
+    cdef size_t _place_of(self, unsigned long long signature) noexcept:
+        """Return where a signature is, or the free place where it belongs."""
+        cdef size_t i = <size_t>((signature * 0x9E3779B97F4A7C15ULL) >> 32) & (self.capacity - 1)  # Fibonacci hashing
+        while self.familiar[i] != 0 and self.familiar[i] != signature:
+            i = (i + 1) & (self.capacity - 1)
+        return i
 
     cdef int forget(self, Launch launch) except -1:
         """Forget a launch that could not be started."""
@@ -131,9 +162,8 @@ cdef class Clique(LaunchOwner):
         """Note that all works of a launch are done."""
         cdef Launch done = launch
         self.launches.discard(launch)
-        if not done.failing and not self.knows(done.signature) and self.nfamiliar < _MANY:
-            self.familiar[self.nfamiliar] = done.signature
-            self.nfamiliar += 1
+        if not done.failing and not self.knows(done.signature):
+            self.learn(done.signature)
         return 0
 
     cdef int launch_failed(self, Together launch, object error) except -1:
@@ -195,9 +225,9 @@ cdef unsigned long long signature_of(const Operation* o) noexcept:
     while nbytes:
         nbytes >>= 1
         size += 1
-    # 5 bits, 7, 5, 8, and 32 for the root.
+    # 5 bits, 7, 5, 8, one that makes it another number than 0, and 32 for the root.
     return (
-        o.kind | <unsigned long long>size << 5 | <unsigned long long>o.datatype << 12
+        1ULL << 31 | o.kind | <unsigned long long>size << 5 | <unsigned long long>o.datatype << 12
         | <unsigned long long>(o.op & 0xFF) << 17 | <unsigned long long><unsigned int>root << 32
     )
 

@@ -56,7 +56,7 @@ cdef class Request:
             return signature_of(self.steps)
         for i in range(self.count):  # FNV's step
             all_of_them = (all_of_them ^ signature_of(&self.steps[i])) * 1099511628211ULL
-        return all_of_them
+        return all_of_them | 1ULL << 31  # never 0
 
 
 cdef Request new_request(Work work, double limit):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import signal
 import threading
@@ -270,3 +271,48 @@ def test_the_error_of_a_wait_that_was_too_short_is_explained_when_asked():
     (plain, error), _ = run_groups(2, body)
     assert "rank 1" not in plain and error.ranks[1].rank == 1
     assert str(error).startswith(plain) and "rank 1" in str(error)[len(plain) :]
+
+
+def time_of_lanes():
+    """Return the seconds that threads that launch for others have run."""
+    found = 0
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it has ended
+            if (thread / "comm").read_text() == "ncclpy-lane\n":
+                found += int((thread / "schedstat").read_text().split()[0])
+    return found * 1e-9
+
+
+def test_what_has_run_once_is_launched_by_its_caller(arrays):
+    """However many shapes a program has, another thread wakes for what is new alone; very many are new once more."""
+    dtypes = (np.int8, np.uint8, np.int32, np.int64, np.float16, np.float32, np.float64)
+    kinds = [
+        (call, dtype, op, 2**k)
+        for call in ("all_reduce", "reduce", "reduce_scatter")
+        for dtype in dtypes
+        for op in ("sum", "max", "min", "prod")
+        for k in range(13)
+    ]
+    assert len(kinds) > 1024
+
+    def body(group):
+        calls = []
+        for call, dtype, op, n in kinds:
+            part = arrays.argument(arrays.make(np.ones(n, dtype), group.device))
+            calls.append(functools.partial(getattr(group, call), part, part, op=op))
+
+        def time_of(some):
+            time.sleep(0.05)  # until they sleep
+            before = time_of_lanes()
+            for call in some:
+                call().wait(DEADLINE)
+            return time_of_lanes() - before
+
+        few = calls[:300]
+        found = [time_of(few), time_of(few)]
+        time_of(calls)
+        return [*found, time_of(calls[-100:]), time_of(few), time_of(few)]
+
+    new, known, last, forgotten, learnt = run_groups(1, body)[0]
+    assert known < new / 20 and last < new / 20
+    assert forgotten > new / 5 and learnt < new / 20

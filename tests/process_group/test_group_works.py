@@ -311,7 +311,7 @@ def test_what_has_run_once_is_launched_by_its_caller(arrays):
         few = calls[:300]
         found = [time_of(few), time_of(few)]
         time_of(calls)
-        return [*found, time_of(calls[-100:]), time_of(few), time_of(few)]
+        return [*found, time_of(calls[-50:]), time_of(few), time_of(few)]
 
     new, known, last, forgotten, learnt = run_groups(1, body)[0]
     assert known < new / 20 and last < new / 20

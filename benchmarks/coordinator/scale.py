@@ -16,7 +16,7 @@ from benchmarks.pages import report
 from benchmarks.work import results, workers
 
 SIDE = "benchmarks.coordinator.scale_side"
-RANKS, NAMES = [2, 4, 8, 16, 32, 64, 128], [10, 100, 1000, 10_000]
+RANKS, NAMES = [2, 4, 8, 16, 32, 64, 128, 256], [10, 100, 1000, 10_000]
 OURS = "ncclpy's control plane"
 WAY, SHARED = "an agreement, a core a rank", "an agreement, all ranks in one process"
 NEW, KNOWN = "names that are new", "names that are known"

@@ -89,6 +89,9 @@ def _size(text: str) -> int:
 def run(chosen: argparse.Namespace) -> int:
     """Measure in turns, print and write; return 1 if a rival that is there failed."""
     gpu, nranks = bool(chosen.gpu), chosen.gpu or chosen.ranks
+    if chosen.apart and not gpu:
+        print("python -m benchmarks collectives: --apart is of NCCL's ranks: give --gpu N too", file=sys.stderr)
+        return 2
     sizes = sorted(set(chosen.sizes or map(_size, SIZES[gpu])))
     result = results.new(
         "collectives",
@@ -107,10 +110,11 @@ def run(chosen: argparse.Namespace) -> int:
     if gpu:
         result["notes"].append("nccl-tests rounds a rank's share down to 16 bytes: sizes below have no row of it.")
     sweeps = [Sweep(gpu, nranks, sizes, chosen.collectives, chosen.cycles if gpu else 1)]
-    sweeps[0].apart = chosen.apart
     if gpu and chosen.replayed:
         sizes = sorted(set(chosen.replayed))
         sweeps.append(Sweep(gpu, nranks, sizes, chosen.collectives, chosen.cycles, GRAPH_LAUNCHES, sweeps[0].failed))
+    for sweep in sweeps:
+        sweep.apart = chosen.apart
     result["notes"] += _notes(chosen)
     sides: list[PythonRival | NcclTests | Mpi] = []
     with tempfile.TemporaryDirectory() as folder:

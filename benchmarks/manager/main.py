@@ -129,8 +129,9 @@ def _measure(chosen: argparse.Namespace, order: random.Random, table: Table, res
                 process.ask("pending", count=count)
                 plan.append(lambda process=process: process.ask("sample", measure="beside_pending"))
             large = LARGE if chosen.large is None and opened["engine"] == "gpu" else chosen.large
-            if opened["devices"] < 2:
-                large = None  # over which bus?
+            if large and opened["devices"] < 2:
+                table.miss("bus bandwidth", "one device has no bus between its ranks")
+                large = None
             if large:
                 plan.append(lambda: main.ask("large", nbytes=large))
             if opened["engine"] == "gpu":

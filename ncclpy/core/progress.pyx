@@ -316,7 +316,8 @@ cdef int wait_stream(
         with nogil:
             result = await_stream(stream, _tick, &waiting)
             # Whoever is told that the data are there must not find others: ranks that disagree, or a rank that has died.
-            if result == CUDA_SUCCESS and waiting.error == NULL:
+            # Not behind an abort, which may still have the communicator's lock.
+            if result == CUDA_SUCCESS and waiting.error == NULL and handle.state != ABORTED and not handle.revoked:
                 state = handle.poll_once()
         if waiting.main:
             handle.main_waits = False

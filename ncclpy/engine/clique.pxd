@@ -22,8 +22,8 @@ cdef class Clique(LaunchOwner):
     cdef set launches  # on their way
     cdef long long sequence
     cdef unsigned long long* familiar  # signatures of what has run here, by their hashes; 0 is a free place
-    cdef size_t nfamiliar
     cdef size_t capacity
+    cdef size_t nreplaced
     cdef CliqueOwner owner
     cdef str site
 
@@ -33,7 +33,8 @@ cdef class Clique(LaunchOwner):
     cdef int start(self, Launch launch, const Operation* operation) except -1
     cdef bint knows(self, unsigned long long signature) noexcept
     cdef int learn(self, unsigned long long signature) noexcept
-    cdef size_t _place_of(self, unsigned long long signature) noexcept
+    cdef bint _put(self, unsigned long long signature) noexcept
+    cdef size_t _first_place(self, unsigned long long signature) noexcept
     cdef int forget(self, Launch launch) except -1
 
 

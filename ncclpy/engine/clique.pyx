@@ -20,10 +20,11 @@ from ncclpy.core.group import Group
 from ncclpy.core.types import UniqueId
 from ncclpy.engine.launcher import abort_aside
 
-# So many signatures are remembered; then all are forgotten, and each goes through its lane once more.
+# The table of signatures: its size at first and at most, and at how many places each may be.
 cdef enum:
     _FEW = 32
-    _MANY = 1024
+    _MOST = 2048
+    _WAYS = 4
 
 _log = logging.getLogger("ncclpy.engine")
 
@@ -123,35 +124,46 @@ cdef class Clique(LaunchOwner):
         return launch.start(self.knows(launch.signature))
 
     cdef bint knows(self, unsigned long long signature) noexcept:
-        return self.nfamiliar != 0 and self.familiar[self._place_of(signature)] == signature
+        cdef size_t i, first = self._first_place(signature)
+        for i in range(_WAYS if self.capacity else 0):
+            if self.familiar[first + i] == signature:
+                return True
+        return False
 
     cdef int learn(self, unsigned long long signature) noexcept:
-        """Remember a signature of what has run here; without memory it stays with the lanes."""
-        cdef size_t i, before = self.capacity
-        cdef unsigned long long* old = self.familiar
-        if self.nfamiliar == _MANY:
-            memset(self.familiar, 0, self.capacity * sizeof(unsigned long long))
-            self.nfamiliar = 0
-        elif 2 * self.nfamiliar >= before:  # half of it is free, so that a search ends soon
-            self.familiar = <unsigned long long*>calloc(max(2 * before, <size_t>_FEW), sizeof(unsigned long long))
-            if self.familiar == NULL:
-                self.familiar = old
+        """Remember a signature of what has run here; in a full table it takes another one's place."""
+        cdef size_t i, before
+        cdef unsigned long long* old
+        cdef unsigned long long* grown
+        while not self._put(signature):
+            before = self.capacity
+            grown = NULL
+            if before < _MOST:
+                grown = <unsigned long long*>calloc(max(2 * before, <size_t>_FEW), sizeof(unsigned long long))
+            if grown == NULL:
+                if before:
+                    self.familiar[self._first_place(signature) + self.nreplaced % _WAYS] = signature
+                    self.nreplaced += 1
                 return 0
-            self.capacity = max(2 * before, <size_t>_FEW)
+            old, self.familiar, self.capacity = self.familiar, grown, max(2 * before, <size_t>_FEW)
             for i in range(before):
                 if old[i] != 0:
-                    self.familiar[self._place_of(old[i])] = old[i]
+                    self._put(old[i])
             free(old)
-        self.familiar[self._place_of(signature)] = signature
-        self.nfamiliar += 1
         return 0
 
-    cdef size_t _place_of(self, unsigned long long signature) noexcept:
-        """Return where a signature is, or the free place where it belongs."""
-        cdef size_t i = <size_t>((signature * 0x9E3779B97F4A7C15ULL) >> 32) & (self.capacity - 1)  # Fibonacci hashing
-        while self.familiar[i] != 0 and self.familiar[i] != signature:
-            i = (i + 1) & (self.capacity - 1)
-        return i
+    cdef bint _put(self, unsigned long long signature) noexcept:
+        """Put a signature where there is room for it; return whether there is."""
+        cdef size_t i, first = self._first_place(signature)
+        for i in range(_WAYS if self.capacity else 0):
+            if self.familiar[first + i] == 0:
+                self.familiar[first + i] = signature
+                return True
+        return False
+
+    cdef size_t _first_place(self, unsigned long long signature) noexcept:
+        """Return the first of the places at which a signature may be; the capacity is a power of two."""
+        return <size_t>((signature * 0x9E3779B97F4A7C15ULL) >> 32) & (self.capacity - 1) & ~<size_t>(_WAYS - 1)
 
     cdef int forget(self, Launch launch) except -1:
         """Forget a launch that could not be started."""

@@ -99,8 +99,10 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     segment->take_pulses();
     if (segment->first_dead() >= nranks) abort();
     segment->buffer_bytes(rank);
-    segment->small(rank, 1)[0] = 1;
-    segment->piece(rank, rank, channel_slots - 1)[piece_bytes - 1] = 1;
+    segment->small(rank, 1, inline_bytes)[0] = 1;
+    segment->small(rank, 1, little_bytes)[little_bytes - 1] = 1;
+    segment->piece(rank, rank, channel_slots - 1, piece_little_bytes)[piece_little_bytes - 1] = 1;
+    segment->piece(rank, rank, channel_slots - 1, piece_bytes)[piece_bytes - 1] = 1;
     segment->end_meeting();
   }
   segment.reset();

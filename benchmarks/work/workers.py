@@ -35,7 +35,7 @@ class WorkerLost(WorkerFailed):
 
 
 class WorkerProcess:
-    """One child; `ask` is a call of what the ``main()`` of `module` serves. `variables` are of its environment alone."""
+    """One child; `ask` is a call of what the ``main()`` of `module` serves. `variables` are for its environment."""
 
     def __init__(self, module: str = "benchmarks.work.worker", variables: dict[str, str] | None = None):
         self._errors = tempfile.TemporaryFile("w+")

@@ -109,12 +109,11 @@ def run(chosen: argparse.Namespace) -> int:
     ]
     if gpu:
         result["notes"].append("nccl-tests rounds a rank's share down to 16 bytes: sizes below have no row of it.")
-    sweeps = [Sweep(gpu, nranks, sizes, chosen.collectives, chosen.cycles if gpu else 1)]
+    sweeps = [Sweep(gpu, nranks, sizes, chosen.collectives, chosen.cycles if gpu else 1, apart=chosen.apart)]
     if gpu and chosen.replayed:
         sizes = sorted(set(chosen.replayed))
-        sweeps.append(Sweep(gpu, nranks, sizes, chosen.collectives, chosen.cycles, GRAPH_LAUNCHES, sweeps[0].failed))
-    for sweep in sweeps:
-        sweep.apart = chosen.apart
+        replayed = (chosen.collectives, chosen.cycles, GRAPH_LAUNCHES, sweeps[0].failed)
+        sweeps.append(Sweep(gpu, nranks, sizes, *replayed, apart=chosen.apart))
     result["notes"] += _notes(chosen)
     sides: list[PythonRival | NcclTests | Mpi] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -202,10 +201,10 @@ class Sweep:
         cycles: int = 1,
         launches: int = 0,
         failed: list[dict] | None = None,
+        apart: bool = False,
     ):
         self.gpu, self.nranks, self.sizes, self.collectives = gpu, nranks, sizes, collectives
-        self.cycles, self.launches = cycles, launches
-        self.apart = False
+        self.cycles, self.launches, self.apart = cycles, launches, apart
         self.itemsize, self.factors = 4 if gpu else 8, {}
         self.failed: list[dict] = [] if failed is None else failed
         self._rows: dict[tuple, dict] = {}

@@ -42,7 +42,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{option}", type=Path, metavar="PYTHON", help=f"a Python with mpi4py and {name}")
     parser.add_argument("--gpu", action="store_true", help="on GPUs, a process each")
     parser.add_argument("--scale", action="store_true", help="how an agreement grows with ranks and names")
-    parser.add_argument("--most-ranks", type=int, metavar="N", default=256, help="for --scale (default: %(default)s)")
+    most = scale.RANKS[-1]
+    parser.add_argument("--most-ranks", type=int, metavar="N", default=most, help="for --scale (default: %(default)s)")
     parser.add_argument("--ranks", type=int, metavar="N", help="how many processes (default: %(default)s)")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), help="whose gradients (default: all)")
     parser.add_argument("--rounds", type=int, help="fresh processes for every row (default: %(default)s)")

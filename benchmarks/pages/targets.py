@@ -188,8 +188,7 @@ def _torch() -> list[Target]:
     promise("gpu", nccl, "all_reduce of 8 B", "latency", 0.8, "the latency of an all-reduce of 8 bytes")
     for way in ("DDP", "FSDP2"):
         promise("gpu", nccl, way, "time", 1.01, f"a step of a transformer under {way}")
-        # The same, as far as samples of five digits tell.
-        promise("gpu", nccl, way, "memory", 1.0001, f"the peak of memory under {way}")
+        promise("gpu", nccl, way, "memory", 1.0, f"the peak of memory under {way}", _DIGITS)
     promise("host", gloo, "DDP, communication", "time", 0.6, "what communication takes of a step under DDP", _BUCKETS)
     return found
 
@@ -199,6 +198,7 @@ _MEMORY_BOUND = (
     "one flat all-reduce alone takes nearly as much of mpi4py's time: memory does, on two cores; and each of the 46 "
     "large gradients has a beginning and an end of its own"
 )
+_DIGITS = "samples have five digits, of which the last is a tenth of a MiB"
 _BUCKETS = (
     "nearly half of it is torch's own, copies to DDP's buckets and back, as the row of buckets that are not sent "
     "shows; what is sent competes with the computing for the cores, of which two had four ranks"

@@ -257,27 +257,28 @@ cdef int _look(Waiting* waiting) noexcept with gil:
     return 0
 
 
+cdef object _not_complete(Handle handle, const Waiting* waiting, str became):
+    return handle.aborted_error(
+        f"{waiting.what.decode()} on {handle!r} did not complete: the communicator was {became}"
+    )
+
+
 cdef int _see_what_came(Handle handle, CUresult result, ncclResult_t state, Waiting* waiting) except -1:
     """Raise unless the data are there that a stream was waited for; `state` is what the communicator said then."""
-    if result == CUDA_SUCCESS and (state == ncclSuccess or state == ncclInProgress) and (
-        waiting.error == NULL and handle.state != ABORTED and not handle.revoked
-    ):
-        return 0
-    what = waiting.what.decode()
     if waiting.error != NULL:
         error, threads = <object>waiting.error, <object>waiting.aborting
         Py_XDECREF(waiting.error)
         Py_XDECREF(waiting.aborting)
-        end_quietly(threads, what, error)
+        end_quietly(threads, waiting.what.decode(), error)
         tell_trouble([handle], error)
         raise error
     if handle.state == ABORTED:
-        raise handle.aborted_error(f"{what} on {handle!r} did not complete: the communicator was aborted")
+        raise _not_complete(handle, waiting, "aborted")
     check_driver(result, b"cuStreamSynchronize")
     if handle.revoked:
-        raise handle.aborted_error(f"{what} on {handle!r} did not complete: the communicator was revoked")
+        raise _not_complete(handle, waiting, "revoked")
     if <int>state == WAS_ABORTED:  # by now nobody can tell
-        raise handle.aborted_error(f"{what} on {handle!r} did not complete: the communicator was ended meanwhile")
+        raise _not_complete(handle, waiting, "ended meanwhile")
     if state != ncclSuccess and state != ncclInProgress:
         try:
             raise_nccl(state, waiting.what, handle.raw)
@@ -315,8 +316,8 @@ cdef int wait_stream(
     try:
         with nogil:
             result = await_stream(stream, _tick, &waiting)
-            # Whoever is told that the data are there must not find others: ranks that disagree, or a rank that has died.
-            # Not behind an abort, which may still have the communicator's lock.
+            # Whoever is told that the data are there must not find others: ranks that disagree, or a rank that has
+            # died. Not behind an abort, which may still have the communicator's lock.
             if result == CUDA_SUCCESS and waiting.error == NULL and handle.state != ABORTED and not handle.revoked:
                 state = handle.poll_once()
         if waiting.main:
@@ -329,7 +330,7 @@ cdef int wait_stream(
 cdef int check_not_beneath(Handle handle, const char* what) except -1:
     if handle.main_waits and on_main_thread():
         raise RuntimeError(
-            f"{what.decode()}: this signal handler has interrupted a wait for {handle!r} and cannot wait for it itself; "
-            "abort() ends it here, or have the handler raise or set a flag, and act when the call has returned"
+            f"{what.decode()}: this signal handler has interrupted a wait for {handle!r} and cannot wait for it "
+            "itself; abort() ends it here, or have the handler raise or set a flag, and act when the call has returned"
         )
     return 0

@@ -33,8 +33,9 @@ cdef class Clique(LaunchOwner):
     cdef int start(self, Launch launch, const Operation* operation) except -1
     cdef bint knows(self, unsigned long long signature) noexcept
     cdef int learn(self, unsigned long long signature) noexcept
-    cdef bint _put(self, unsigned long long signature) noexcept
-    cdef size_t _first_place(self, unsigned long long signature) noexcept
+    cdef bint _grow(self) noexcept
+    cdef unsigned long long* _place_with(self, unsigned long long signature, unsigned long long wanted) noexcept
+    cdef unsigned long long* _places_of(self, unsigned long long signature) noexcept
     cdef int forget(self, Launch launch) except -1
 
 

@@ -4,7 +4,6 @@ import logging
 import threading
 
 from libc.stdlib cimport calloc, free
-from libc.string cimport memset
 
 from ncclpy.core.abort cimport ABORT_DEADLINE
 from ncclpy.core.capture cimport relax
@@ -124,46 +123,54 @@ cdef class Clique(LaunchOwner):
         return launch.start(self.knows(launch.signature))
 
     cdef bint knows(self, unsigned long long signature) noexcept:
-        cdef size_t i, first = self._first_place(signature)
-        for i in range(_WAYS if self.capacity else 0):
-            if self.familiar[first + i] == signature:
-                return True
-        return False
+        return self._place_with(signature, signature) != NULL
 
     cdef int learn(self, unsigned long long signature) noexcept:
         """Remember a signature of what has run here; in a full table it takes another one's place."""
-        cdef size_t i, before
-        cdef unsigned long long* old
-        cdef unsigned long long* grown
-        while not self._put(signature):
-            before = self.capacity
-            grown = NULL
-            if before < _MOST:
-                grown = <unsigned long long*>calloc(max(2 * before, <size_t>_FEW), sizeof(unsigned long long))
-            if grown == NULL:
-                if before:
-                    self.familiar[self._first_place(signature) + self.nreplaced % _WAYS] = signature
-                    self.nreplaced += 1
-                return 0
-            old, self.familiar, self.capacity = self.familiar, grown, max(2 * before, <size_t>_FEW)
-            for i in range(before):
-                if old[i] != 0:
-                    self._put(old[i])
-            free(old)
+        cdef unsigned long long* place = self._place_with(signature, 0)
+        while place == NULL and self._grow():
+            place = self._place_with(signature, 0)
+        if place == NULL and self.capacity:
+            place = self._places_of(signature) + self.nreplaced % _WAYS
+            self.nreplaced += 1
+        if place != NULL:
+            place[0] = signature
         return 0
 
-    cdef bint _put(self, unsigned long long signature) noexcept:
-        """Put a signature where there is room for it; return whether there is."""
-        cdef size_t i, first = self._first_place(signature)
-        for i in range(_WAYS if self.capacity else 0):
-            if self.familiar[first + i] == 0:
-                self.familiar[first + i] = signature
-                return True
-        return False
+    cdef bint _grow(self) noexcept:
+        """Double the table; return whether that may be and there was memory for it."""
+        cdef size_t i, before = self.capacity, capacity = 2 * before if before else _FEW
+        cdef unsigned long long* old = self.familiar
+        cdef unsigned long long* place
+        cdef unsigned long long* grown = NULL
+        if capacity <= _MOST:
+            grown = <unsigned long long*>calloc(capacity, sizeof(unsigned long long))
+        if grown == NULL:
+            return False
+        self.familiar, self.capacity = grown, capacity
+        for i in range(before):
+            place = self._place_with(old[i], 0) if old[i] else NULL
+            if place != NULL:
+                place[0] = old[i]
+        free(old)
+        return True
 
-    cdef size_t _first_place(self, unsigned long long signature) noexcept:
+    cdef unsigned long long* _place_with(self, unsigned long long signature, unsigned long long wanted) noexcept:
+        """Return the place with this in it, of those at which a signature may be; NULL if there is none."""
+        cdef size_t i
+        cdef unsigned long long* places
+        if self.capacity == 0:
+            return NULL
+        places = self._places_of(signature)
+        for i in range(_WAYS):
+            if places[i] == wanted:
+                return places + i
+        return NULL
+
+    cdef unsigned long long* _places_of(self, unsigned long long signature) noexcept:
         """Return the first of the places at which a signature may be; the capacity is a power of two."""
-        return <size_t>((signature * 0x9E3779B97F4A7C15ULL) >> 32) & (self.capacity - 1) & ~<size_t>(_WAYS - 1)
+        cdef size_t hashed = <size_t>((signature * 0x9E3779B97F4A7C15ULL) >> 32)
+        return self.familiar + (hashed & (self.capacity - 1) & ~<size_t>(_WAYS - 1))
 
     cdef int forget(self, Launch launch) except -1:
         """Forget a launch that could not be started."""

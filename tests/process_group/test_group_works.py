@@ -133,12 +133,12 @@ def test_what_a_rank_sends_to_itself_has_one_tag(host_engine, first):
     run_groups(1, body)
 
 
-def streams_time():
-    """Return for how many seconds threads of streams have run."""
+def time_of(threads):
+    """Return for how many seconds threads have run whose names begin so."""
     total = 0
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-            if (task / "comm").read_text().startswith("ncclpy-dev"):
+            if (task / "comm").read_text().startswith(threads):
                 total += int((task / "schedstat").read_text().split()[0])
     return total * 1e-9
 
@@ -153,10 +153,10 @@ def test_who_waits_does_the_work(host_engine, large):
         end = time.monotonic() + DEADLINE / 3
         alone = 0  # how many times in a row
         while True:
-            begun, before = time.monotonic(), streams_time()
+            begun, before = time.monotonic(), time_of("ncclpy-dev")
             for _ in range(1000):
                 group.all_reduce(array).wait(DEADLINE)
-            share = (streams_time() - before) / (time.monotonic() - begun)
+            share = (time_of("ncclpy-dev") - before) / (time.monotonic() - begun)
             alone = alone + 1 if share < 0.005 else 0
             if alone == 4:
                 return
@@ -273,16 +273,6 @@ def test_the_error_of_a_wait_that_was_too_short_is_explained_when_asked():
     assert str(error).startswith(plain) and "rank 1" in str(error)[len(plain) :]
 
 
-def time_of_lanes():
-    """Return the seconds that threads that launch for others have run."""
-    found = 0
-    for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-            if (thread / "comm").read_text() == "ncclpy-lane\n":
-                found += int((thread / "schedstat").read_text().split()[0])
-    return found * 1e-9
-
-
 def test_what_has_run_once_is_launched_by_its_caller(arrays):
     """However many shapes a program has, another thread wakes for what is new alone; of very many for some more."""
     dtypes = (np.int8, np.uint8, np.int32, np.int64, np.float16, np.float32, np.float64)
@@ -301,15 +291,15 @@ def test_what_has_run_once_is_launched_by_its_caller(arrays):
             part = arrays.argument(arrays.make(np.ones(n, dtype), group.device))
             calls.append(functools.partial(getattr(group, call), part, part, op=op))
 
-        def time_of(some):
+        def lanes_for(some):
             time.sleep(0.05)  # until they sleep
-            before = time_of_lanes()
+            before = time_of("ncclpy-lane")
             for call in some:
                 call().wait(DEADLINE)
-            return time_of_lanes() - before
+            return time_of("ncclpy-lane") - before
 
         few = calls[:300]
-        return [time_of(few), time_of(few), time_of(calls), time_of(calls)]
+        return [lanes_for(few), lanes_for(few), lanes_for(calls), lanes_for(calls)]
 
     few, few_again, all_of_them, all_again = run_groups(1, body)[0]
     if few == 0:

@@ -126,7 +126,7 @@ cdef class Member:
             self._count(step, brought)
             carried = self._begin(step, brought[0])
         except BaseException as error:
-            failure = error if isinstance(error, NcclError) else _not_launched(error)
+            failure = self._plane_of(step).cause_of(error) if isinstance(error, NcclError) else _not_launched(error)
             try:
                 self._plane_of(step).abandon(failure)  # first: arrays are not to go that are being copied
             except BaseException as another:  # then nobody knows when they have been

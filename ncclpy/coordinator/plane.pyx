@@ -19,7 +19,7 @@ from ncclpy.core.stream cimport Stream
 from ncclpy.core.wait cimport deadline_after, wait_for_event
 from ncclpy.coordinator.brought cimport Brought, copies_apart
 from ncclpy.coordinator.copier cimport Copier, copier_of
-from ncclpy.coordinator.slots cimport MOMENT, Carried, Slot, new_carried
+from ncclpy.coordinator.slots cimport MOMENT, Carried, Ending, Slot, new_carried
 from ncclpy.engine.callbacks cimport users
 from ncclpy.engine.clique cimport MADE, MAKING
 from ncclpy.engine.launcher cimport Launch
@@ -151,6 +151,7 @@ cdef class Plane:
     cdef list slots
     cdef object beginning  # what is copied for a launch that is to be made, a Carried or None
     cdef object carrying  # what goes through them and is not done, the oldest first
+    cdef Ending ending
     cdef Py_ssize_t turn
     cdef Copier copier
     cdef object streams  # for copies, beside those of the group
@@ -161,6 +162,7 @@ cdef class Plane:
         self.operators, self.slots, self.streams = {}, [], None
         self.copier = copier_of(group.device)
         self.carrying = deque()
+        self.ending = Ending()
         self.connection = group.connection_with(-1)
         if copies_apart():  # memory may be slow to come where launches of other ranks of this process wait for this one
             self._have_slots(_AT_FIRST)
@@ -434,7 +436,9 @@ cdef class Plane:
         slot = self.slots[self.turn]
         self.turn = (self.turn + 1) % len(self.slots)
         slot.take(max(<size_t>1, nbytes), self._before())
-        carried = new_carried(slot, self._comm(), self.copier, together, self._before(), self._behind())
+        carried = new_carried(
+            slot, self.ending, self._comm(), self.copier, together, self._before(), self._behind()
+        )
         while self.carrying and self.carrying[0].is_over():
             self.carrying.popleft()
         self.carrying.append(carried)
@@ -504,12 +508,18 @@ cdef class Plane:
 
     # The end.
 
+    def cause_of(self, error):
+        """Return what has ended this, if that is behind an error; else the error."""
+        return self.ending.cause_of(error)
+
     def fail(self, error):
         """End it with an error: what runs there fails, the communicator is aborted. The others end theirs themselves."""
         cdef Launch launch
         cdef Carried carried
         cdef Work work
         # Before the group does: that would say of itself that it has ended, and its user knows of no group.
+        if self.ending.error is None:
+            self.ending.error = error
         for launch in list(self.connection.launches):
             launch.end(error)
         for carried in list(self.carrying):

@@ -33,12 +33,20 @@ cdef class Lender:
     cdef CUevent event
 
 
+# What has ended all that goes through the slots of a plane; None while nothing has.
+cdef class Ending:
+    cdef object error
+
+    cdef object cause_of(self, object error)
+
+
 cdef double MOMENT
 
 
 # A launch in a slot's memory: its data are copied in, and out again.
 cdef class Carried(Together):
     cdef Slot slot
+    cdef Ending ending
     cdef Handle comm
     cdef Work inner
     cdef CUstream before, behind
@@ -61,4 +69,6 @@ cdef class Carried(Together):
     cdef list members(self)
 
 
-cdef Carried new_carried(Slot slot, Handle comm, Copier copier, bint together, CUstream before, CUstream behind)
+cdef Carried new_carried(
+    Slot slot, Ending ending, Handle comm, Copier copier, bint together, CUstream before, CUstream behind
+)

@@ -23,6 +23,7 @@ from ncclpy.engine.recorder cimport COMPLETED, FAILED, LAUNCHED, PENDING
 from ncclpy.engine.work cimport Watched, Work
 
 from ncclpy.core import device as _device
+from ncclpy.core.errors import NcclAborted
 
 cdef extern from "Python.h":
     Py_ssize_t Py_REFCNT(PyObject*)
@@ -98,9 +99,18 @@ cdef class Lender:
             give_event(self.device, False, self.event)
 
 
-cdef Carried new_carried(Slot slot, Handle comm, Copier copier, bint together, CUstream before, CUstream behind):
+cdef class Ending:
+
+    cdef object cause_of(self, object error):
+        """Return what is behind an error: who is in the middle of a launch then sees that the communicator is gone."""
+        return self.error if self.error is not None and isinstance(error, NcclAborted) else error
+
+
+cdef Carried new_carried(
+    Slot slot, Ending ending, Handle comm, Copier copier, bint together, CUstream before, CUstream behind
+):
     cdef Carried carried = Carried.__new__(Carried)
-    carried.slot, carried.comm, carried.before, carried.behind = slot, comm, before, behind
+    carried.slot, carried.ending, carried.comm, carried.before, carried.behind = slot, ending, comm, before, behind
     carried.copier, carried.together = copier, together
     carried.works, carried.kept = [], []
     return carried
@@ -295,11 +305,15 @@ cdef class Carried(Together):
         self.loose.discard(<uintptr_t><PyObject*>work)
         return 0
 
+    cdef object cause_of(self, object error):
+        if self.inner is not None and self.inner.error is not None:  # which says more than that a communicator is gone
+            error = self.inner.error
+        return self.ending.cause_of(error)
+
     cdef int fail(self, object error) except -1:
         """Fail all works that are not done; what runs on the communicator is for its owner to end."""
         cdef Work work
-        if self.inner is not None and self.inner.error is not None:  # which says more than that a communicator is gone
-            error = self.inner.error
+        error = self.cause_of(error)
         for work in self.members():
             work.settle(error)
             if work.launch is None:

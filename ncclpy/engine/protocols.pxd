@@ -8,6 +8,7 @@ cdef class Together:
     cdef int fail(self, object error) except -1
     cdef int loosen(self, object work) except -1
     cdef int forget(self, object work) except -1
+    cdef object cause_of(self, object error)
     cdef bint is_spared(self) noexcept
 
 

@@ -34,6 +34,10 @@ cdef class Together:
         """Know a work no more that was loosened. Called where `settled` is, and like that one."""
         raise NotImplementedError
 
+    cdef object cause_of(self, object error):
+        """Return what is behind an error: who sees that a communicator is gone may not know why. In any thread."""
+        return error
+
     cdef bint is_spared(self) noexcept:
         """Return whether its communicators stay as they are when it fails. In any thread, under any lock."""
         return False

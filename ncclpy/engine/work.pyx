@@ -333,6 +333,7 @@ cdef class Work:
         """Ask the device, if it is launched; return whether it is done."""
         cdef CUresult result
         cdef CUstreamCaptureMode mode
+        cdef Together launch = self.launch
         if load(&self.phase) != LAUNCHED:
             return self.is_settled()
         require_driver()
@@ -342,7 +343,8 @@ cdef class Work:
             restore(mode)
         if load(&self.phase) == LAUNCHED and result == CUDA_SUCCESS and self._healthy():
             if self.handle is not None and self.handle.state == ABORTED:
-                self.settle(NcclAborted(self.say(f"did not complete: {self.handle!r} was aborted")))
+                error = NcclAborted(self.say(f"did not complete: {self.handle!r} was aborted"))
+                self.settle(error if launch is None else launch.cause_of(error))
             else:
                 self.settle(None)
             self.tidy()

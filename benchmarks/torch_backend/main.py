@@ -1,8 +1,9 @@
 """The backend "ncclpy" of torch.distributed beside torch's own: gloo on CPUs, or with --gpu nccl.
 
-Every round has fresh processes for each backend, in an order of its own. An all-reduce of few bytes and one of many,
-and what the `ncclpy.ProcessGroup` below the backend takes for the same tensors. With --training the steps of a
-transformer of 100 million parameters under DDP and FSDP2 instead, and the same steps without communication.
+Every round has fresh processes, in which the backends, a group each, take turns in an order of the round's own: an
+all-reduce of few bytes and one of many, and what the `ncclpy.ProcessGroup` below the backend takes for the same. With
+--training the steps of a transformer of 100 million parameters under DDP and FSDP2 instead, and the same steps without
+communication; there each backend has its own processes.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.pages import report
+from benchmarks.torch_backend import side
 from benchmarks.work import results, workers
 
-SIDE = "benchmarks.torch_backend.side"
+SIDE = side.__name__
 DEFAULTS = {"ranks": 2, "rounds": 5, "sizes": [8, 64 << 20], "layers": 12, "seed": 1}
 #: Backends by whether they are on GPUs; ours is the first.
 BACKENDS = {False: ("ncclpy", "gloo"), True: ("ncclpy", "nccl")}
@@ -60,12 +62,11 @@ def run(chosen: argparse.Namespace) -> int:
     order = random.Random(chosen.seed)
     rows: dict[tuple, dict] = {}
     for number in range(chosen.rounds):
-        backends = BACKENDS[chosen.gpu]
-        for backend in order.sample(backends, len(backends)):
-            for row in _training(chosen, backend) if chosen.training else _calls(chosen, backend):
-                samples = row.pop("samples")
-                key = row["operation"], row["rival"], row["road"], row["measure"]
-                rows.setdefault(key, {**row, "samples": []})["samples"] += samples
+        mixed = order.sample(BACKENDS[chosen.gpu], len(BACKENDS[chosen.gpu]))
+        for row in _training(chosen, mixed) if chosen.training else _calls(chosen, mixed):
+            samples = row.pop("samples")
+            key = row["operation"], row["rival"], row["road"], row["measure"]
+            rows.setdefault(key, {**row, "samples": []})["samples"] += samples
         print(f"round {number + 1} of {chosen.rounds}", flush=True)
     result["rows"] = sorted(rows.values(), key=lambda row: row["operation"])
     if chosen.json:
@@ -83,20 +84,21 @@ def _notes(chosen: argparse.Namespace) -> list[str]:
         ]
     return [
         f"A sample is the median of the calls in a row of one pair of processes on rank 0: {CALLS} of few bytes, "
-        f"{BYTES >> 20} MiB of many. Host time is the call's with async_op=True, which is waited for before the next; "
-        "latency is that of a call which waits, and on GPUs for the device.",
+        f"{BYTES >> 20} MiB of many, in {side.TURNS} turns with the other backend in the same processes. Host time is "
+        "the call's with async_op=True, which is waited for before the next; latency is that of a call which waits, "
+        "and on GPUs for the device.",
     ]
 
 
 class _Ranks:
     """Processes that are one group."""
 
-    def __init__(self, chosen: argparse.Namespace, backend: str) -> None:
+    def __init__(self, chosen: argparse.Namespace, backends: list[str]) -> None:
         self.folder = tempfile.TemporaryDirectory()
         self.processes = [workers.WorkerProcess(SIDE) for _ in range(chosen.ranks)]
         path = str(Path(self.folder.name, "store"))
         asked = [
-            (process, {"backend": backend, "rank": rank, "size": chosen.ranks, "path": path, "gpu": chosen.gpu})
+            (process, {"backends": backends, "rank": rank, "size": chosen.ranks, "path": path, "gpu": chosen.gpu})
             for rank, process in enumerate(self.processes)
         ]
         workers.ask_all(asked, "open", deadline=workers.FIRST_DEADLINE)
@@ -123,27 +125,30 @@ def _row(operation: str, rival: str, road: str, measure: str, seconds: float, un
     return {"operation": operation, "rival": rival, "road": road, "measure": measure, "unit": unit, "samples": samples}
 
 
-def _calls(chosen: argparse.Namespace, backend: str) -> list[dict]:
-    """Return what single calls take over one backend."""
+def _calls(chosen: argparse.Namespace, backends: list[str]) -> list[dict]:
+    """Return what single calls take over all backends, in one pair of processes."""
     found = []
-    with _Ranks(chosen, backend) as ranks:
+    ways = {RIVALS[each]: (each, "torch") for each in backends} | {GROUP: ("ncclpy", "group")}
+    with _Ranks(chosen, backends) as ranks:
         for nbytes in chosen.sizes:
+            road = f"all_reduce of {_size(nbytes)}"
             operation = f"all_reduce, {_size(nbytes)}, {chosen.ranks} processes"
-            times = CALLS if nbytes < 1 << 16 else max(3, BYTES // nbytes)
-            layers = {RIVALS[backend]: "torch"} | ({GROUP: "group"} if backend == "ncclpy" else {})
-            for rival, layer in layers.items():
-                ranks.ask("calls", nbytes=nbytes, times=max(3, times // 4), layer=layer)
-                host, latency = ranks.ask("calls", nbytes=nbytes, times=times, layer=layer)[0]
-                road = f"all_reduce of {_size(nbytes)}"
+            times = CALLS if nbytes < 1 << 16 else max(side.TURNS, BYTES // nbytes)
+            taken = ranks.ask("calls", nbytes=nbytes, times=times, ways=list(ways.values()))[0]
+            for rival, (host, latency) in zip(ways, taken, strict=True):
                 found.append(_row(operation, rival, road, "host", host))
                 found.append(_row(operation, rival, road, "latency", latency))
     return found
 
 
-def _training(chosen: argparse.Namespace, backend: str) -> list[dict]:
-    """Return what steps of a training take over one backend."""
+def _training(chosen: argparse.Namespace, backends: list[str]) -> list[dict]:
+    """Return what steps of a training take over the backends, one after the other."""
+    return [row for each in backends for row in _training_over(chosen, each)]
+
+
+def _training_over(chosen: argparse.Namespace, backend: str) -> list[dict]:
     found, answers = [], {}
-    with _Ranks(chosen, backend) as ranks:
+    with _Ranks(chosen, [backend]) as ranks:
         for way in ("DDP", "FSDP2"):
             answers[way] = ranks.ask("training", way=way, layers=chosen.layers, steps=STEPS, warm=WARM)[0]
     for way, (taken, peak, count) in answers.items():

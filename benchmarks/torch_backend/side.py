@@ -15,6 +15,8 @@ from benchmarks.work import worker
 
 #: Seconds for everything that waits.
 PATIENCE = 120
+#: In how many turns the ways of a sample take their calls.
+TURNS = 8
 #: Of the transformer: words, width, heads; of a rank's batch: words of an example, examples, by whether on GPUs. With
 #: twelve layers these are 100 million parameters.
 WORDS, WIDTH, HEADS = 20_000, 768, 12
@@ -24,8 +26,8 @@ LENGTH, EXAMPLES = {False: 16, True: 512}, {False: 1, True: 8}
 class Side:
     """Answer requests; each method that a request can name starts with ``do_``."""
 
-    def do_open(self, backend: str, rank: int, size: int, path: str, gpu: bool) -> None:
-        """Make the world."""
+    def do_open(self, backends: list[str], rank: int, size: int, path: str, gpu: bool) -> None:
+        """Make the world with the first backend, and a group of all ranks with each of the others."""
         os.environ["LOCAL_RANK"] = str(rank)
         if not gpu:
             os.environ["NCCLPY_LIBRARY"] = "host"
@@ -39,31 +41,47 @@ class Side:
         if gpu:
             torch.cuda.set_device(rank)
         given: dict[str, Any] = {"device_id": self.device} if gpu else {}
+        patience = datetime.timedelta(seconds=PATIENCE)
         distributed.init_process_group(
-            backend, init_method=f"file://{path}", rank=rank, world_size=size,
-            timeout=datetime.timedelta(seconds=PATIENCE), **given,
-        )  # fmt: skip
+            backends[0], init_method=f"file://{path}", rank=rank, world_size=size, timeout=patience, **given
+        )
+        self.groups = {backends[0]: distributed.group.WORLD}
+        for each in backends[1:]:
+            self.groups[each] = distributed.new_group(backend=each, timeout=patience)
 
     def _sync(self) -> None:
         if self.gpu:
             self.torch.cuda.synchronize()
 
-    def _call(self, layer: str, tensor: Any) -> Callable[[], Any]:
+    def _call(self, backend: str, layer: str, tensor: Any) -> Callable[[], Any]:
         """Return what begins an all-reduce and returns its work."""
+        group = self.groups[backend]
         if layer == "torch":
-            return lambda: self.dist.all_reduce(tensor, async_op=True)
+            return lambda: self.dist.all_reduce(tensor, group=group, async_op=True)
         from ncclpy.interop.torch import backend_of
 
-        group = backend_of(None).group
-        return lambda: group.all_reduce(tensor)
+        below = backend_of(group).group
+        return lambda: below.all_reduce(tensor)
 
-    def do_calls(self, nbytes: int, times: int, layer: str) -> tuple[float, float]:
-        """Return the seconds of a call, and those of one that waits; medians."""
+    def do_calls(self, nbytes: int, times: int, ways: list[tuple[str, str]]) -> list[tuple[float, float]]:
+        """Return the seconds of a call, and those of one that waits; medians, for each way: a backend and a layer.
+
+        The ways take turns: what else happens on the machine meanwhile happens to all of them.
+        """
         tensor = self.torch.zeros(max(1, nbytes // 4), dtype=self.torch.float32, device=self.device)
-        call = self._call(layer, tensor)
-        call().wait()
-        self.dist.barrier()
-        self._sync()
+        calls = [self._call(backend, layer, tensor) for backend, layer in ways]
+        taken: list[tuple[list[float], list[float]]] = [([], []) for _ in ways]
+        for turn in range(TURNS + 1):
+            for call, kept in zip(calls, taken, strict=True):
+                call().wait()
+                self.dist.barrier()
+                self._sync()
+                some = self._some(call, max(1, times // TURNS))
+                for found, more in zip(kept, some, strict=True):
+                    found += more if turn else ()  # the first turn is to warm up
+        return [(statistics.median(host), statistics.median(latency)) for host, latency in taken]
+
+    def _some(self, call: Callable[[], Any], times: int) -> tuple[list[float], list[float]]:
         host, latency = [], []
         for _ in range(times):
             began = time.perf_counter()
@@ -72,7 +90,7 @@ class Side:
             work.wait()
             self._sync()
             latency.append(time.perf_counter() - began)
-        return statistics.median(host), statistics.median(latency)
+        return host, latency
 
     def _model(self, layers: int) -> Any:
         torch = self.torch

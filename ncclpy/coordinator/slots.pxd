@@ -50,9 +50,7 @@ cdef class Carried(Together):
     cdef Handle comm
     cdef Work inner
     cdef CUstream before, behind
-    cdef list works
     cdef bint waits  # CPU memory is copied out: who asks for that waits until the launch is over
-    cdef set loose
     cdef size_t unsettled
     cdef Copier copier
     cdef Copy* copies
@@ -66,7 +64,6 @@ cdef class Carried(Together):
     cdef int add(self, void* at, size_t offset, size_t nbytes) except -1
     cdef int follow(self, Work work) except -1
     cdef int copy_in(self, CUstream stream) except -1
-    cdef list members(self)
 
 
 cdef Carried new_carried(

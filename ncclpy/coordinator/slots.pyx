@@ -190,7 +190,7 @@ cdef class Carried(Together):
 
     def is_over(self):
         """Return whether all of its works have come to their end."""
-        return not self.works and not self.loose
+        return not self.has_members()
 
     def copy_out(self):
         """Copy the results out behind the launch, and leave the works to the monitor; it waits for the launch."""
@@ -287,22 +287,6 @@ cdef class Carried(Together):
                 if Py_REFCNT(<PyObject*>one) <= 2:  # the list's and this loop's: it would go here, and with it what is the user's
                     users.give(works.clear)
                     break
-        return 0
-
-    cdef list members(self):
-        return self.works + [<Work><PyObject*><uintptr_t>address for address in self.loose or ()]
-
-    cdef int loosen(self, object work) except -1:
-        if self.loose is None:
-            self.loose = set()
-        if (<Work>work).launch is self:
-            if work in self.works:
-                self.works.remove(work)
-            self.loose.add(<uintptr_t><PyObject*>work)
-        return 0
-
-    cdef int forget(self, object work) except -1:
-        self.loose.discard(<uintptr_t><PyObject*>work)
         return 0
 
     cdef object cause_of(self, object error):

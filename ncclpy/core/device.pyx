@@ -132,6 +132,11 @@ cdef int leave_device(CUcontext saved) except -1:
     return 0
 
 
+cdef int return_device(int ordinal, CUcontext saved) except -1:
+    """Do so behind `enter_device` where nothing but the driver was called meanwhile: mostly there is nothing to do."""
+    return 0 if saved == context_of(ordinal) else leave_device(saved)
+
+
 cdef bint lend_device(int ordinal) noexcept nogil:
     """Make a device current in a thread that has none; return whether it was, for `take_device_back` to undo it.
 

@@ -42,8 +42,6 @@ cdef class Launch(Together):
     cdef int lane  # where there is only one part
     cdef Batch whole  # all parts, for one thread
     cdef Batch* batches  # one a lane, if there are several
-    cdef list works
-    cdef set loose  # addresses of works that it knows and does not keep, None if there are none
     cdef size_t unsettled
     cdef LaunchOwner owner
     cdef object kept  # communicators and streams, until all lanes are done with them
@@ -56,7 +54,6 @@ cdef class Launch(Together):
     cdef int start(self, bint here) except -1
     cdef size_t _find_lanes(self) except 0
     cdef int end(self, object error) except -1
-    cdef list members(self)
 
 
 # An empty launch on communicators of this owner.

@@ -353,25 +353,6 @@ cdef class Launch(Together):
             work.settle(error)
         return 0
 
-    cdef list members(self):
-        """Return the works that have yet to come to their end, those that it does not keep as well."""
-        return self.works + [<Work><PyObject*><uintptr_t>address for address in self.loose or ()]
-
-    cdef int loosen(self, object work) except -1:
-        """Know a work from now on without keeping it."""
-        if self.loose is None:
-            self.loose = set()  # to make one may run the garbage collector, and with it anything
-        if (<Work>work).launch is self:
-            if work in self.works:
-                self.works.remove(work)
-            self.loose.add(<uintptr_t><PyObject*>work)
-        return 0
-
-    cdef int forget(self, object work) except -1:
-        """Know a work no more that was loosened."""
-        self.loose.discard(<uintptr_t><PyObject*>work)
-        return 0
-
     cdef int fail(self, object error) except -1:
         """Fail all works with one error and abort their communicators: their siblings wait for them on the device."""
         cdef size_t i

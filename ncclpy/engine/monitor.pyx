@@ -68,10 +68,11 @@ cdef extern from "Python.h":
 # How often communicators and deadlines are looked after while works are on their way.
 cdef double _ROUND = 0.02
 
-# How long what nobody waits for is left alone while more launches than so many come in that time, on GPUs: there each
-# look and each time that the GIL is taken cost who launches more than the monitor, 20 us and more.
+# How long what nobody waits for is left alone while launches come faster than that, on GPUs: there each look and each time
+# that the GIL is taken cost who launches more than the monitor, 20 us and more.
 cdef double _LONG_TOGETHER = 1e-3
-cdef int _MANY = 8
+cdef double _FAST = 100e-6
+cdef int _FEW = 2  # launches, which tell of no pace
 
 # How long the thread stays awake when nothing is left to watch; only where cores are plenty, since waking an idle one
 # can take 200 us.
@@ -94,9 +95,7 @@ cdef struct Watching:
     vector[Watched] ended  # to be completed, with the GIL
     double ended_at  # when the first of them was found
     int heard  # how the bell stood when the inbox was emptied last
-    int counted  # how it stood when launches were counted last
-    double counted_at
-    bint are_many  # whether they were many then
+    double heard_at  # when that was
     int nap  # nobody changes or wakes this word
     bint at_home
 
@@ -131,8 +130,7 @@ cdef Inbox _inbox
 mutex_init(&_inbox.mutex, LOCK_MONITOR)
 _inbox.coming = 0
 cdef Watching _watching
-_watching.at_home, _watching.ended_at, _watching.heard, _watching.nap = False, 0, -1, 0
-_watching.counted, _watching.counted_at, _watching.are_many = 0, 0, False
+_watching.at_home, _watching.ended_at, _watching.heard, _watching.heard_at, _watching.nap = False, 0, -1, 0, 0
 cdef Signs _signs
 _signs.home = NULL
 _signs.next_round, _signs.next_timer, _signs.stop = 0, FOREVER, False
@@ -293,9 +291,9 @@ cdef void _watch(double next_round) noexcept nogil:
     cdef double rest  # how long what nobody waits for is left alone now
     while True:
         seen = load(&bell)
-        rest = _LONG_TOGETHER if event_help == NULL and _come_many(seen) else TOGETHER
+        rest = _LONG_TOGETHER if event_help == NULL and _come_fast(seen) else TOGETHER
         if seen != _watching.heard:  # else the inbox is left to those who fill it
-            _watching.heard = seen
+            _watching.heard, _watching.heard_at = seen, now()
             if not is_asked_for(&_watching.streams):
                 # To look at once would disturb who launches, in the driver and by taking the GIL; or who does the work on
                 # the host engine, and completes it.
@@ -336,16 +334,10 @@ cdef void _watch(double next_round) noexcept nogil:
             listen(seen, 500e-6)
 
 
-cdef bint _come_many(int seen) noexcept nogil:
-    """Return whether more than `_MANY` launches come in `_LONG_TOGETHER`: since the last look, or as they did lately.
-
-    A look each `TOGETHER` sees few of them, and would go on seeing few.
-    """
-    cdef double moment = now(), span = moment - _watching.counted_at
-    if span >= _LONG_TOGETHER:
-        _watching.are_many = seen - _watching.counted > _MANY * span / _LONG_TOGETHER
-        _watching.counted, _watching.counted_at = seen, moment
-    return _watching.are_many or seen - _watching.heard > _MANY
+cdef bint _come_fast(int seen) noexcept nogil:
+    """Return whether launches come fast, by those since the inbox was emptied last: it may have been a short while."""
+    cdef int come = seen - _watching.heard
+    return come > _FEW and now() - _watching.heard_at < come * _FAST
 
 
 cdef bint _is_awaited() noexcept nogil:

@@ -1,11 +1,19 @@
+from cpython.ref cimport PyObject
+
 # What rooms of the engine ask of those that are built on them. Each method is called with the GIL; its docstring says
 # in which thread and under which lock.
 
 
 # What the works of one launch report to.
 cdef class Together:
+    cdef list works  # that it keeps until they are done
+    cdef PyObject* loose  # one that it knows and does not keep, or NULL
+    cdef set more_loose  # the addresses of more of them, None if there are none
+
     cdef int settled(self, object work) except -1
     cdef int fail(self, object error) except -1
+    cdef list members(self)
+    cdef bint has_members(self) noexcept
     cdef int loosen(self, object work) except -1
     cdef int forget(self, object work) except -1
     cdef object cause_of(self, object error)

@@ -5,6 +5,9 @@ communicators that it ran on and on to who keeps them, the lower room calls a me
 and the upper one builds on that class. Each method is called with the GIL.
 """
 
+from cpython.ref cimport PyObject
+from libc.stdint cimport uintptr_t
+
 
 cdef class Together:
     """What the works of one launch share: they report to it, and one that fails takes the others with it.
@@ -26,13 +29,38 @@ cdef class Together:
         """
         raise NotImplementedError
 
+    cdef list members(self):
+        """Return the works that have yet to come to their end, those that it does not keep as well."""
+        found = list(self.works)
+        if self.loose != NULL:
+            found.append(<object>self.loose)
+        if self.more_loose is not None:
+            for address in self.more_loose:
+                found.append(<object><PyObject*><uintptr_t>address)
+        return found
+
+    cdef bint has_members(self) noexcept:
+        return bool(self.works) or self.loose != NULL or bool(self.more_loose)
+
     cdef int loosen(self, object work) except -1:
         """Know a work from now on without keeping it; `forget` comes before it goes. In a caller's thread."""
-        raise NotImplementedError
+        if self.loose == NULL:
+            self.loose = <PyObject*>work
+        else:
+            if self.more_loose is None:
+                self.more_loose = set()  # to make one may run the garbage collector, and with it anything
+            self.more_loose.add(<uintptr_t><PyObject*>work)
+        if work in self.works:
+            self.works.remove(work)
+        return 0
 
     cdef int forget(self, object work) except -1:
         """Know a work no more that was loosened. Called where `settled` is, and like that one."""
-        raise NotImplementedError
+        if self.loose == <PyObject*>work:
+            self.loose = NULL
+        elif self.more_loose is not None:
+            self.more_loose.discard(<uintptr_t><PyObject*>work)
+        return 0
 
     cdef object cause_of(self, object error):
         """Return what is behind an error: who sees that a communicator is gone may not know why. In any thread."""

@@ -2,6 +2,7 @@ from cpython.ref cimport PyObject
 
 from ncclpy.abi.driver cimport CUevent, CUresult, CUstream
 from ncclpy.abi.nccl cimport ncclResult_t
+from ncclpy.core.buffers cimport HOST_MEMORY, NO_FRAMEWORK, View
 from ncclpy.core.handle cimport Handle
 from ncclpy.engine.protocols cimport Awaited, Together
 from ncclpy.engine.recorder cimport Entry
@@ -25,6 +26,7 @@ cdef class Work:
     cdef CUstream stream
     cdef CUstream producer  # whose work `ready` stands for, if there is just one such stream
     cdef bint has_producer
+    cdef bint by_stream  # whether it has one array, and that lives by a stream: see `goes_by_streams`
     cdef bint timed
     cdef bint was_launched  # before it came to its end
     cdef readonly int device
@@ -53,6 +55,7 @@ cdef class Work:
     cdef int tidy(self) except -1
     cdef int let_go(self) except -1
     cdef int loosen(self, CUstream stream) except -1
+    cdef bint _all_go_by_streams(self) except -1
     cdef bint is_shared(self) noexcept
     cdef object say(self, str what)
     cdef bint is_settled(self) noexcept
@@ -84,6 +87,12 @@ cdef int attend() except -1
 
 # What who waits for works of others does between two looks.
 cdef int stand_by() except -1
+
+# Whether memory that an array gives back is used next by what is enqueued behind on its own stream. So it is where a framework
+# says which stream is current, or the array its own: their allocators keep that order. CPU memory, and that of a `Buffer`, of
+# which nobody knows, is anybody's the moment that it is free.
+cdef inline bint goes_by_streams(const View* view) noexcept:
+    return view.framework != NO_FRAMEWORK and view.device != HOST_MEMORY
 
 # A pending work with its entry in the recorder.
 cdef Work new_work(int kind, int device)

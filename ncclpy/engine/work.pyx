@@ -17,10 +17,10 @@ from ncclpy.abi.driver cimport (
     CUresult,
     CUstreamCaptureMode,
 )
-from ncclpy.core.buffers cimport HOST_MEMORY, NO_FRAMEWORK, View, read_view
+from ncclpy.core.buffers cimport View, read_view
 from ncclpy.core.capture cimport relax, restore
 from ncclpy.core.check cimport check_driver
-from ncclpy.core.device cimport enter_device, leave_device
+from ncclpy.core.device cimport enter_device, leave_device, return_device
 from ncclpy.core.library cimport driver, event_await, event_help, event_tell, require_driver
 from ncclpy.core.state cimport ABORTED
 from ncclpy.core.stream cimport as_stream, is_captured
@@ -91,25 +91,21 @@ cdef bint _alone(PyObject* value) noexcept:
     return value != <PyObject*>None and Py_REFCNT(value) == 1
 
 
-cdef bint _goes_by_streams(object arrays) except -1:
-    """Return whether memory that one of these gives back is used next by what is enqueued behind on its own stream.
-
-    So it is where a framework says which stream is current, or the array its own: their allocators keep that order. CPU
-    memory, and that of a `Buffer`, of which nobody knows, is anybody's the moment that it is free.
-    """
+cdef bint _go_by_streams(object arrays, object but) except -1:
+    """Return whether all of these do, which are arrays, None, or lists of such; `but` was looked at before."""
     cdef View view
-    if arrays is None:
+    if arrays is None or arrays is but:
         return True
     if isinstance(arrays, (list, tuple)):
         for each in arrays:
-            if not _goes_by_streams(each):
+            if not _go_by_streams(each, but):
                 return False
         return True
     try:
         read_view(arrays, &view, "array")
     except Exception:  # it was read before; whatever has become of it, it stays
         return False
-    return view.framework != NO_FRAMEWORK and view.device != HOST_MEMORY
+    return goes_by_streams(&view)
 
 
 cdef Work new_work(int kind, int device):
@@ -222,7 +218,7 @@ cdef class Work:
         if (
             self.loose or not self.has_producer or _one_name(stream) != _one_name(self.producer)
             or stream == CU_STREAM_PER_THREAD  # another one in each thread
-            or not _goes_by_streams(self.held) or not _goes_by_streams(self.output)
+            or not (self.by_stream or self._all_go_by_streams())
             or self.loose or self.over or load(&self.phase) != LAUNCHED  # another thread was here meanwhile
         ):
             return 0
@@ -230,6 +226,8 @@ cdef class Work:
         launch = self.launch
         if launch is not None:
             launch.loosen(self)
+            if self.launch is not launch:  # it came to its end meanwhile
+                launch.forget(self)
         protocols.deputy.loosen(self)
         if not self.over:  # else the monitor has given its reference back just now
             self.lent = True
@@ -237,6 +235,9 @@ cdef class Work:
         held, self.held = self.held, None
         del held  # here finalisers may run
         return 0
+
+    cdef bint _all_go_by_streams(self) except -1:
+        return _go_by_streams(self.output, None) and _go_by_streams(self.held, self.output)
 
     def __del__(self):
         # Whoever drops the last reference to a work that runs leaves it to the monitor, without its result.
@@ -488,7 +489,7 @@ cdef class Work:
             saved = enter_device(self.device)  # whose default stream is meant
             with nogil:
                 result = driver.cuStreamWaitEvent(raw, self.done, CU_EVENT_WAIT_DEFAULT)
-            leave_device(saved)
+            return_device(self.device, saved)
             check_driver(result, b"cuStreamWaitEvent")
             self.loosen(raw)
         elif self.error is not None:

@@ -72,10 +72,23 @@ class Range {
   std::once_flag once_;
 };
 
+// Methods of a process group. They are made with the GIL.
+struct Methods {
+  PyObject* const broadcast = interned("broadcast");
+  PyObject* const all_reduce = interned("all_reduce");
+  PyObject* const reduce = interned("reduce");
+  PyObject* const all_gather = interned("all_gather");
+  PyObject* const reduce_scatter = interned("reduce_scatter");
+  PyObject* const send = interned("send");
+  PyObject* const recv = interned("recv");
+};
+
 // The Python layer of a backend, a `TorchBackend`, and the process group below it.
 class Layer {
  public:
   explicit Layer(py::object backend) : python(std::move(backend)) {}
+
+  const Methods methods;
 
   // With the GIL: whether an operation may go to the group itself. It may not before there is one, nor while blocks are open,
   // nor with another timeout than the group's.
@@ -229,8 +242,7 @@ class ForwardedWork : public c10d::Work {
     if (layer_->stream_of() == Py_None) {
       done = call_known(wait, begun_->get().ptr());
     } else {
-      static PyObject* const device = interned("device");
-      const auto where = py::reinterpret_steal<py::object>(PyObject_GetAttr(begun_->get().ptr(), device));
+      const py::int_ where(outputs_[0].get_device());
       PyObject* given[] = {nullptr, where.ptr()};
       const auto stream = py::reinterpret_steal<py::object>(
           PyObject_Vectorcall(layer_->stream_of(), given + 1, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
@@ -282,11 +294,11 @@ class ForwardedBackend : public c10d::Backend {
   }
 
   Started broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    if (auto work = at_once({c10d::OpType::BROADCAST, only(tensors), options.timeout}, "broadcast", only(tensors), nullptr, options.rootRank)) return work;
+    if (auto work = at_once({c10d::OpType::BROADCAST, only(tensors), options.timeout}, &Methods::broadcast, only(tensors), nullptr, options.rootRank)) return work;
     return begin({c10d::OpType::BROADCAST, "ncclpy:broadcast"}, tensors, "broadcast", tensors, options.rootRank, options.timeout);
   }
   Started allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    if (auto work = at_once({c10d::OpType::ALLREDUCE, only(tensors), options.timeout}, "all_reduce", only(tensors), nullptr, options.reduceOp)) return work;
+    if (auto work = at_once({c10d::OpType::ALLREDUCE, only(tensors), options.timeout}, &Methods::all_reduce, only(tensors), nullptr, options.reduceOp)) return work;
     return begin({c10d::OpType::ALLREDUCE, "ncclpy:all_reduce"}, tensors, "allreduce", tensors, options.reduceOp, options.timeout);
   }
   Started allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override {
@@ -296,14 +308,14 @@ class ForwardedBackend : public c10d::Backend {
     return begin({c10d::OpType::ALLREDUCE_COALESCED, "ncclpy:all_reduce"}, tensors, "allreduce_coalesced", tensors, options.reduceOp, options.timeout);
   }
   Started reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
-    if (auto work = at_once({c10d::OpType::REDUCE, only(tensors), options.timeout}, "reduce", only(tensors), nullptr, options.reduceOp, options.rootRank)) return work;
+    if (auto work = at_once({c10d::OpType::REDUCE, only(tensors), options.timeout}, &Methods::reduce, only(tensors), nullptr, options.reduceOp, options.rootRank)) return work;
     return begin({c10d::OpType::REDUCE, "ncclpy:reduce"}, tensors, "reduce", tensors, options.reduceOp, options.rootRank, options.timeout);
   }
   Started allgather(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
     return begin({c10d::OpType::ALLGATHER, "ncclpy:all_gather"}, inputs, "allgather", outputs, inputs, options.timeout);
   }
   Started _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
-    if (auto work = at_once({c10d::OpType::_ALLGATHER_BASE, output, options.timeout}, "all_gather", input, output)) return work;
+    if (auto work = at_once({c10d::OpType::_ALLGATHER_BASE, output, options.timeout}, &Methods::all_gather, input, output)) return work;
     return begin({c10d::OpType::_ALLGATHER_BASE, "ncclpy:_all_gather_base"}, Tensors{input}, "all_gather_single", output, input, options.timeout);
   }
   Started allgather_coalesced(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
@@ -324,7 +336,7 @@ class ForwardedBackend : public c10d::Backend {
   }
   Started _reduce_scatter_base(
       at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
-    if (auto work = at_once({c10d::OpType::_REDUCE_SCATTER_BASE, output, options.timeout}, "reduce_scatter", input, output, options.reduceOp)) return work;
+    if (auto work = at_once({c10d::OpType::_REDUCE_SCATTER_BASE, output, options.timeout}, &Methods::reduce_scatter, input, output, options.reduceOp)) return work;
     return begin({c10d::OpType::_REDUCE_SCATTER_BASE, "ncclpy:_reduce_scatter_base"}, Tensors{input}, "reduce_scatter_single", output, input, options.reduceOp, options.timeout);
   }
   Started reduce_scatter_tensor_coalesced(
@@ -340,11 +352,11 @@ class ForwardedBackend : public c10d::Backend {
     return begin({c10d::OpType::ALLTOALL, "ncclpy:all_to_all"}, inputs, "alltoall", outputs, inputs, options.timeout);
   }
   Started send(Tensors& tensors, int peer, int tag) override {
-    if (auto work = at_once({c10d::OpType::SEND, only(tensors)}, "send", only(tensors), peer, tag)) return work;
+    if (auto work = at_once({c10d::OpType::SEND, only(tensors)}, &Methods::send, only(tensors), peer, tag)) return work;
     return begin({c10d::OpType::SEND, "ncclpy:send"}, tensors, "send", tensors, peer, tag);
   }
   Started recv(Tensors& tensors, int peer, int tag) override {
-    if (auto work = at_once({c10d::OpType::RECV, only(tensors), kUnsetTimeout, peer}, "recv", only(tensors), peer, tag)) return work;
+    if (auto work = at_once({c10d::OpType::RECV, only(tensors), kUnsetTimeout, peer}, &Methods::recv, only(tensors), peer, tag)) return work;
     return begin({c10d::OpType::RECV, "ncclpy:recv"}, tensors, "recv", tensors, peer, tag);
   }
   Started recvAnysource(Tensors& tensors, int tag) override { return begin({c10d::OpType::RECVANYSOURCE, "ncclpy:recvAnySource"}, tensors, "recv_anysource", tensors, tag); }
@@ -402,6 +414,9 @@ class ForwardedBackend : public c10d::Backend {
   }
 #endif
 
+  // With the GIL. Of who looks for a backend to split a new group of "nccl" from, and would give it this one, not.
+  bool is_split_by_caller() const { return !is_called_by("_get_split_source") && supportsSplitting(); }
+
   py::object python() const { return python_.get(); }
 
  private:
@@ -447,16 +462,15 @@ class ForwardedBackend : public c10d::Backend {
 
   // What the group itself has begun; null if the Python layer is to.
   template <class... Arguments>
-  Started at_once(const Plain& asked, const char* name, const Arguments&... arguments) {
+  Started at_once(const Plain& asked, PyObject* const Methods::* method, const Arguments&... arguments) {
     if (asked.timeout != kUnsetTimeout || at::hasCallbacks() || !(is_plain(arguments) && ...)) {
       return nullptr;
     }
     const Gil gil;
     if (!layer_->is_open() || !(reaches(arguments) && ...)) return nullptr;
     const std::array<py::object, sizeof...(arguments)> given = {plain(arguments)...};
-    const auto method = py::reinterpret_steal<py::object>(interned(name));
     py::object begun = std::apply(
-        [&](const auto&... each) { return call_known(method.ptr(), layer_->group(), each.ptr()...); }, given);
+        [&](const auto&... each) { return call_known(layer_->methods.*method, layer_->group(), each.ptr()...); }, given);
     if (!begun) raise_as_torch_knows(*layer_);
     return c10::make_intrusive<ForwardedWork>(rank_, asked.type, layer_, std::move(begun), Tensors{asked.output}, asked.source);
   }
@@ -559,6 +573,7 @@ PYBIND11_MODULE(ncclpy_torch_backend, module) {
       .def(py::init<int, int, py::object>())
       // Asked of ranks outside of a group that is made while the world's device is known: nothing waits for them here.
       .def("perform_nocolor_split", [](ForwardedBackend&, const c10::Device&) {})
+      .def_property_readonly("supports_splitting", &ForwardedBackend::is_split_by_caller)
 #if TORCH_IS_AT_LEAST(2, 8)
       .def_property_readonly("options", &ForwardedBackend::options)
 #endif

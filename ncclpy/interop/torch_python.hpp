@@ -11,6 +11,7 @@
 #include <chrono>
 #include <exception>
 #include <optional>
+#include <string>
 #include <thread>
 #include <utility>
 
@@ -112,6 +113,14 @@ py::object call(const Object& object, const char* name, Arguments&&... arguments
       [&](const auto&... each) { return call_known(method.ptr(), self_of(object), each.ptr()...); }, given);
   if (!result) throw py::error_already_set();
   return result;
+}
+
+// Whether the Python function that is running has this name.
+bool is_called_by(const char* name) {
+  PyFrameObject* const frame = PyEval_GetFrame();
+  if (!frame) return false;
+  const auto code = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
+  return code.attr("co_name").cast<std::string>() == name;
 }
 
 // A Python object that is let go of with the GIL; not at all once Python has ended.

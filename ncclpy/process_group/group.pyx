@@ -17,7 +17,7 @@ from ncclpy.engine.launcher cimport launch_here
 from ncclpy.engine.monitor cimport ensure_running
 from ncclpy.engine.recorder cimport CAPTURED, note_operation
 from ncclpy.engine.streams cimport find_producer, record_behind
-from ncclpy.engine.work cimport Work, new_work
+from ncclpy.engine.work cimport Work, goes_by_streams, new_work
 from ncclpy.process_group.agreement cimport Agreement
 from ncclpy.process_group.block cimport Block, new_block
 from ncclpy.process_group.captured cimport capture
@@ -136,6 +136,7 @@ check="off", check_nan=False, high_priority=False, timing=False)
         request.epoch = number
         work = request.work
         work.held, work.output = held, output
+        work.by_stream = (held is output or output is None) and type(held) is not tuple and goes_by_streams(view)
         note_operation(work.entry, operation, view.nbytes)
         work.entry.tag, work.entry.is_barrier = max(tag, -1), tag == _BARRIER
         if lowered is None:

@@ -14,7 +14,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _coalescing_manager
+from torch.distributed.distributed_c10d import _coalescing_manager, _get_split_source
 from torch_ranks import Group, error_of
 
 import testing
@@ -360,12 +360,15 @@ def divided(rank, size):
         if group is not None:
             dist.all_reduce(tensor := torch.full((2,), float(rank)), group=group)
             found.append((dist.get_rank(group), tensor.tolist()))
-    return found, backend_of(part).timeout_ms(), world._get_backend(CPU).options._timeout.total_seconds()
+    # A new group of nccl's is split by nccl from the world's backend, if that can be: not from this one.
+    sources = world._get_backend(CPU).supports_splitting, _get_split_source(world)
+    return found, backend_of(part).timeout_ms(), world._get_backend(CPU).options._timeout.total_seconds(), sources
 
 
 def test_split_group(ranks4):
     limit = datetime.timedelta(seconds=20)
-    for rank, (found, timeout, of_world) in enumerate(ranks4.run(divided, timeout=limit)):
+    for rank, (found, timeout, of_world, sources) in enumerate(ranks4.run(divided, timeout=limit)):
+        assert sources == (True, None)
         expected = (rank // 2, [2.0, 2.0] if rank % 2 == 0 else [4.0, 4.0])
         assert found == [expected] * (1 + rank % 2) and timeout == 7000 and of_world == 20
 

@@ -140,14 +140,34 @@ def made_with_device_id(rank, size, backend, path):
     dist.broadcast(tensor, src=1, group=child)
     found.append(tensor.tolist())
     dist.barrier(device_ids=[rank])
-    return found
+    return [*found, summed_over_nccl(rank)]
+
+
+def summed_over_nccl(rank):
+    """Return a sum over a group of nccl's in a world of this backend, which torch would have nccl split from it."""
+    tensor = torch.full((4,), rank + 1.0, device=torch.device("cuda", rank))
+    theirs = dist.new_group(backend="nccl")
+    dist.all_reduce(tensor, group=theirs)
+    dist.all_reduce(tensor)
+    torch.cuda.synchronize()
+    dist.destroy_process_group(theirs)
+    return tensor.tolist()
+
+
+def beside_nccl(rank, size):
+    return summed_over_nccl(rank)
+
+
+def test_a_group_of_nccl_in_this_world(ranks2):
+    assert ranks2.run(on_gpu, beside_nccl) == [[6.0] * 4] * 2
 
 
 @pytest.mark.parametrize("backend", ["ncclpy", "cpu:ncclpy,cuda:ncclpy"])
 def test_eager_making_and_splitting(ranks2, tmp_path, backend):
     """Not beside nccl, which ends its process here."""
     for rank, found in enumerate(ranks2.run(made_with_device_id, backend, str(tmp_path / "store"), backend=None)):
-        summed, together, alone, sent = found
+        summed, together, alone, sent, beside = found
+        assert beside == [6.0] * 4
         assert summed == [3.0] * 4
         assert together == ([3.0] * 4, 2, rank) and alone == ([rank + 1.0] * 4, 1, 0)
         assert sent == [2.0] * 4

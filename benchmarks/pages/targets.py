@@ -199,8 +199,8 @@ _MEMORY_BOUND = (
     "large gradients has a beginning and an end of its own"
 )
 _SAME = (
-    "both launch the same kernel and end in torch.cuda.synchronize(), which takes 6 us with nothing to wait for; of the "
-    "call's 20 us the process group below takes 11 and torch's own layer 5"
+    "both launch the same kernel and end in torch.cuda.synchronize(), which takes 6 us with nothing to wait for; of "
+    "the call's 20 us the process group below takes 11 and torch's own layer 5"
 )
 _DIGITS = "samples have five digits, of which the last is a tenth of a MiB"
 _BUCKETS = (

@@ -60,6 +60,9 @@ class Plane(Protocol):
     def abandon(self, error: BaseException) -> None:
         """Fail a launch that could not be made; what is being copied for it is held until that is over."""
 
+    def cause_of(self, error: BaseException) -> BaseException:
+        """Return what has ended this, if an error is of that; else the error."""
+
     def fail(self, error: BaseException) -> None:
         """End what runs there with an error."""
 

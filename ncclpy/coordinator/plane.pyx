@@ -509,7 +509,7 @@ cdef class Plane:
     # The end.
 
     def cause_of(self, error):
-        """Return what has ended this, if that is behind an error; else the error."""
+        """Return what has ended this, if an error is of that; else the error."""
         return self.ending.cause_of(error)
 
     def fail(self, error):

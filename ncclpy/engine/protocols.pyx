@@ -48,7 +48,9 @@ cdef class Together:
             self.loose = <PyObject*>work
         else:
             if self.more_loose is None:
-                self.more_loose = set()  # to make one may run the garbage collector, and with it anything
+                fresh = set()  # to make one may run the garbage collector, and with it other threads
+                if self.more_loose is None:
+                    self.more_loose = fresh
             self.more_loose.add(<uintptr_t><PyObject*>work)
         if work in self.works:
             self.works.remove(work)

@@ -276,6 +276,10 @@ class MpiPlane:
     def abandon(self, error: BaseException) -> None:
         """Nothing is being copied when a launch has failed."""
 
+    def cause_of(self, error: BaseException) -> BaseException:
+        """Return what has ended this, if an error is of that; else the error."""
+        return self._error if self._error is not None and isinstance(error, NcclAborted) else error
+
     def fail(self, error: BaseException) -> None:
         """End what runs there with an error; MPI cannot be called back, so its memory is kept until it has done."""
         with self._changed:

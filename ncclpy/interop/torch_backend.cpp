@@ -72,7 +72,7 @@ class Range {
   std::once_flag once_;
 };
 
-// Methods of a process group. They are made with the GIL.
+// Methods of a process group, whose names Python keeps for good.
 struct Methods {
   PyObject* const broadcast = interned("broadcast");
   PyObject* const all_reduce = interned("all_reduce");
@@ -571,7 +571,7 @@ PYBIND11_MODULE(ncclpy_torch_backend, module) {
       .def_property_readonly("python", &ForwardedWork::python);
   py::class_<ForwardedBackend, c10d::Backend, c10::intrusive_ptr<ForwardedBackend>>(module, "ForwardedBackend")
       .def(py::init<int, int, py::object>())
-      // Asked of ranks outside of a group that is made while the world's device is known: nothing waits for them here.
+      // Asked by torch 2.6 of ranks outside of a group that is split: nothing waits for them here.
       .def("perform_nocolor_split", [](ForwardedBackend&, const c10::Device&) {})
       .def_property_readonly("supports_splitting", &ForwardedBackend::is_split_by_caller)
 #if TORCH_IS_AT_LEAST(2, 8)

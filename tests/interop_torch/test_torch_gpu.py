@@ -164,7 +164,7 @@ def test_a_group_of_nccl_in_this_world(ranks2):
 
 @pytest.mark.parametrize("backend", ["ncclpy", "cpu:ncclpy,cuda:ncclpy"])
 def test_eager_making_and_splitting(ranks2, tmp_path, backend):
-    """Not beside nccl, which ends its process here."""
+    """Not as over nccl: a world of nccl's ends its process here."""
     for rank, found in enumerate(ranks2.run(made_with_device_id, backend, str(tmp_path / "store"), backend=None)):
         summed, together, alone, sent, beside = found
         assert beside == [6.0] * 4

@@ -76,7 +76,7 @@ class Side:
                 call().wait()
                 self.dist.barrier()
                 self._sync()
-                some = self._some(call, max(1, times // TURNS))
+                some = self._some(call, times // TURNS)
                 for found, more in zip(kept, some, strict=True):
                     found += more if turn else ()  # the first turn is to warm up
         return [(statistics.median(host), statistics.median(latency)) for host, latency in taken]

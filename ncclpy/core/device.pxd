@@ -6,7 +6,6 @@ cdef int known_devices() except -1
 cdef int as_device(object device) except -2
 cdef CUcontext enter_device(int ordinal) except? NULL
 cdef int leave_device(CUcontext saved) except -1
-cdef int return_device(int ordinal, CUcontext saved) except -1
 cdef bint lend_device(int ordinal) noexcept nogil
 cdef void take_device_back() noexcept nogil
 cdef bint switch_device(int ordinal, CUcontext* saved) noexcept nogil

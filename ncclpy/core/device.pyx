@@ -127,14 +127,12 @@ cdef CUcontext enter_device(int ordinal) except? NULL:
 
 
 cdef int leave_device(CUcontext saved) except -1:
-    """Restore what was current before `enter_device`."""
-    check_driver(driver.cuCtxSetCurrent(saved), b"cuCtxSetCurrent")
+    """Restore what was current before `enter_device`; mostly it is current."""
+    cdef CUcontext current = NULL
+    check_driver(driver.cuCtxGetCurrent(&current), b"cuCtxGetCurrent")
+    if current != saved:
+        check_driver(driver.cuCtxSetCurrent(saved), b"cuCtxSetCurrent")
     return 0
-
-
-cdef int return_device(int ordinal, CUcontext saved) except -1:
-    """Do so behind `enter_device` where nothing but the driver was called meanwhile: mostly there is nothing to do."""
-    return 0 if saved == context_of(ordinal) else leave_device(saved)
 
 
 cdef bint lend_device(int ordinal) noexcept nogil:

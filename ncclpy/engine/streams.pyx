@@ -7,7 +7,7 @@ communicator that has several ranks on a device would get a stream for each.
 from ncclpy.abi.driver cimport CU_EVENT_WAIT_DEFAULT, CUDA_SUCCESS, CUcontext, CUevent, CUresult, CUstream
 from ncclpy.core.buffers cimport HOST_MEMORY, View, current_stream
 from ncclpy.core.check cimport check_driver
-from ncclpy.core.device cimport enter_device, return_device
+from ncclpy.core.device cimport enter_device, leave_device
 from ncclpy.core.library cimport driver, require_driver
 from ncclpy.core.stream cimport Stream, as_stream
 from ncclpy.engine.events cimport give_event, take_event
@@ -85,6 +85,6 @@ cdef int _record(int device, CUevent event, CUstream stream, CUstream waits, bin
         result = driver.cuEventRecord(event, stream)
         if result == CUDA_SUCCESS and wait:
             result = driver.cuStreamWaitEvent(waits, event, CU_EVENT_WAIT_DEFAULT)
-    return_device(device, saved)
+    leave_device(saved)
     check_driver(result, b"cuEventRecord")
     return 0

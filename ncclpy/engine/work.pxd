@@ -55,7 +55,6 @@ cdef class Work:
     cdef int tidy(self) except -1
     cdef int let_go(self) except -1
     cdef int loosen(self, CUstream stream) except -1
-    cdef bint _all_go_by_streams(self) except -1
     cdef bint is_shared(self) noexcept
     cdef object say(self, str what)
     cdef bint is_settled(self) noexcept

@@ -20,7 +20,7 @@ from ncclpy.abi.driver cimport (
 from ncclpy.core.buffers cimport View, read_view
 from ncclpy.core.capture cimport relax, restore
 from ncclpy.core.check cimport check_driver
-from ncclpy.core.device cimport enter_device, leave_device, return_device
+from ncclpy.core.device cimport enter_device, leave_device
 from ncclpy.core.library cimport driver, event_await, event_help, event_tell, require_driver
 from ncclpy.core.state cimport ABORTED
 from ncclpy.core.stream cimport as_stream, is_captured
@@ -218,7 +218,7 @@ cdef class Work:
         if (
             self.loose or not self.has_producer or _one_name(stream) != _one_name(self.producer)
             or stream == CU_STREAM_PER_THREAD  # another one in each thread
-            or not (self.by_stream or self._all_go_by_streams())
+            or not (self.by_stream or (_go_by_streams(self.output, None) and _go_by_streams(self.held, self.output)))
             or self.loose or self.over or load(&self.phase) != LAUNCHED  # another thread was here meanwhile
         ):
             return 0
@@ -235,9 +235,6 @@ cdef class Work:
         held, self.held = self.held, None
         del held  # here finalisers may run
         return 0
-
-    cdef bint _all_go_by_streams(self) except -1:
-        return _go_by_streams(self.output, None) and _go_by_streams(self.held, self.output)
 
     def __del__(self):
         # Whoever drops the last reference to a work that runs leaves it to the monitor, without its result.
@@ -489,7 +486,7 @@ cdef class Work:
             saved = enter_device(self.device)  # whose default stream is meant
             with nogil:
                 result = driver.cuStreamWaitEvent(raw, self.done, CU_EVENT_WAIT_DEFAULT)
-            return_device(self.device, saved)
+            leave_device(saved)
             check_driver(result, b"cuStreamWaitEvent")
             self.loosen(raw)
         elif self.error is not None:

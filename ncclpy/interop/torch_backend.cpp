@@ -414,7 +414,7 @@ class ForwardedBackend : public c10d::Backend {
   }
 #endif
 
-  // With the GIL. Of who looks for a backend to split a new group of "nccl" from, and would give it this one, not.
+  // With the GIL: not for who looks for what a new group of "nccl" is to split from, and would give nccl this backend.
   bool is_split_by_caller() const { return !is_called_by("_get_split_source") && supportsSplitting(); }
 
   py::object python() const { return python_.get(); }

@@ -140,10 +140,10 @@ def made_with_device_id(rank, size, backend, path):
     dist.broadcast(tensor, src=1, group=child)
     found.append(tensor.tolist())
     dist.barrier(device_ids=[rank])
-    return [*found, summed_over_nccl(rank)]
+    return [*found, summed_over_nccl(rank, size)]
 
 
-def summed_over_nccl(rank):
+def summed_over_nccl(rank, size):
     """Return a sum over a group of nccl's in a world of this backend, which torch would have nccl split from it."""
     tensor = torch.full((4,), rank + 1.0, device=torch.device("cuda", rank))
     theirs = dist.new_group(backend="nccl")
@@ -154,12 +154,8 @@ def summed_over_nccl(rank):
     return tensor.tolist()
 
 
-def beside_nccl(rank, size):
-    return summed_over_nccl(rank)
-
-
 def test_a_group_of_nccl_in_this_world(ranks2):
-    assert ranks2.run(on_gpu, beside_nccl) == [[6.0] * 4] * 2
+    assert ranks2.run(on_gpu, summed_over_nccl) == [[6.0] * 4] * 2
 
 
 @pytest.mark.parametrize("backend", ["ncclpy", "cpu:ncclpy,cuda:ncclpy"])

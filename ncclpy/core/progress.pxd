@@ -1,6 +1,23 @@
-from ncclpy.abi.driver cimport CUstream
+from cpython.ref cimport PyObject
+
+from ncclpy.abi.driver cimport CUresult, CUstream
 from ncclpy.abi.nccl cimport ncclResult_t
 from ncclpy.core.handle cimport Handle
+
+# A wait for a stream, as its tick sees it.
+cdef struct Waiting:
+    PyObject* handle
+    PyObject* together  # a list: what is aborted if a signal handler raises
+    const char* what
+    double deadline
+    double started
+    double next
+    bint main  # this is the main thread
+    double broken  # since when the communicator has an error, FOREVER if it has none
+    PyObject* error  # an owned reference: why the wait is to end early
+    PyObject* aborting  # an owned reference: the threads that see to it
+    CUresult result  # what the driver said of the stream
+    ncclResult_t state  # and then NCCL of the communicator
 
 # Take over what NCCL has made, is making, or failed to make; wait for nothing.
 cdef int born(Handle child, ncclResult_t result) except -1
@@ -13,6 +30,11 @@ cdef int check_alive(Handle handle) except -1
 cdef int finish(Handle handle, str what, double deadline, double started=*) except -1
 # Wait for what was issued on a stream. If a signal handler raises, `together` is aborted; by default this one.
 cdef int wait_stream(Handle handle, CUstream stream, const char* what, double deadline, list together=*) except -1
+# Its parts, for who makes a call before it and gives the GIL up once: refuse a wait that cannot be; wait, which changes
+# nothing of Python's; and raise unless the data are there.
+cdef int begin_wait(Waiting* waiting, Handle handle, const char* what, double deadline, list together) except -1
+cdef void make_wait(Waiting* waiting, CUstream stream) noexcept nogil
+cdef int end_wait(Waiting* waiting) except -1
 # Refuse a wait in a signal handler for what the interrupted wait, beneath it, would have to do.
 cdef int check_not_beneath(Handle handle, const char* what) except -1
 # Abort after a deadline and say what was waited for.

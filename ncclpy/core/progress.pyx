@@ -165,19 +165,6 @@ cdef extern from * nogil:
 # How long the device may take to end what runs on a communicator that has failed.
 cdef double BROKEN_PATIENCE = 1.0
 
-# A wait for a stream, as its tick sees it.
-cdef struct Waiting:
-    PyObject* handle
-    PyObject* together  # a list: what is aborted if a signal handler raises
-    const char* what
-    double deadline
-    double started
-    double next
-    bint main  # this is the main thread
-    double broken  # since when the communicator has an error, FOREVER if it has none
-    PyObject* error  # an owned reference: why the wait is to end early
-    PyObject* aborting  # an owned reference: the threads that see to it
-
 # Python's end kills threads that want the GIL, in the middle of what they do: from then on a wait does without.
 cdef bint _exiting = False
 cdef int _looking = 0
@@ -263,8 +250,9 @@ cdef object _not_complete(Handle handle, const Waiting* waiting, str became):
     )
 
 
-cdef int _see_what_came(Handle handle, CUresult result, ncclResult_t state, Waiting* waiting) except -1:
-    """Raise unless the data are there that a stream was waited for; `state` is what the communicator said then."""
+cdef int end_wait(Waiting* waiting) except -1:
+    cdef Handle handle = <Handle>waiting.handle
+    cdef ncclResult_t state = waiting.state
     if waiting.error != NULL:
         error, threads = <object>waiting.error, <object>waiting.aborting
         Py_XDECREF(waiting.error)
@@ -274,7 +262,7 @@ cdef int _see_what_came(Handle handle, CUresult result, ncclResult_t state, Wait
         raise error
     if handle.state == ABORTED:
         raise _not_complete(handle, waiting, "aborted")
-    check_driver(result, b"cuStreamSynchronize")
+    check_driver(waiting.result, b"cuStreamSynchronize")
     if handle.revoked:
         raise _not_complete(handle, waiting, "revoked")
     if <int>state == WAS_ABORTED:  # by now nobody can tell
@@ -288,17 +276,7 @@ cdef int _see_what_came(Handle handle, CUresult result, ncclResult_t state, Wait
     return 0
 
 
-cdef int wait_stream(
-    Handle handle, CUstream stream, const char* what, double deadline, list together=None
-) except -1:
-    """Wait until a stream has run dry and raise the communicator's error, if it has one by then.
-
-    Past the deadline the communicator is aborted and NcclTimeout raised. If a signal handler raises, `together`
-    (by default this one) is aborted.
-    """
-    cdef CUresult result
-    cdef ncclResult_t state = ncclSuccess
-    cdef Waiting waiting
+cdef int begin_wait(Waiting* waiting, Handle handle, const char* what, double deadline, list together) except -1:
     require_driver()
     waiting.handle = <PyObject*>handle
     waiting.together = NULL if together is None else <PyObject*>together
@@ -309,20 +287,40 @@ cdef int wait_stream(
     waiting.main = on_main_thread()
     waiting.broken = FOREVER
     waiting.error = waiting.aborting = NULL
-    check_not_beneath(handle, what)
+    waiting.state = ncclSuccess
+    return check_not_beneath(handle, what)
+
+
+cdef void make_wait(Waiting* waiting, CUstream stream) noexcept nogil:
     if waiting.main:
-        handle.main_waits = True
+        (<Handle>waiting.handle).main_waits = True
+    waiting.result = await_stream(stream, _tick, waiting)
+    # Whoever is told that the data are there must not find others: ranks that disagree, or a rank that has died. Not behind
+    # an abort, which may still have the communicator's lock.
+    if (
+        waiting.result == CUDA_SUCCESS and waiting.error == NULL and (<Handle>waiting.handle).state != ABORTED
+        and not (<Handle>waiting.handle).revoked
+    ):
+        waiting.state = (<Handle>waiting.handle).poll_once()
+    if waiting.main:
+        (<Handle>waiting.handle).main_waits = False
+
+
+cdef int wait_stream(
+    Handle handle, CUstream stream, const char* what, double deadline, list together=None
+) except -1:
+    """Wait until a stream has run dry and raise the communicator's error, if it has one by then.
+
+    Past the deadline the communicator is aborted and NcclTimeout raised. If a signal handler raises, `together`
+    (by default this one) is aborted.
+    """
+    cdef Waiting waiting
+    begin_wait(&waiting, handle, what, deadline, together)
     handle.waiters += 1  # until all is known: who closes the communicator destroys it then
     try:
         with nogil:
-            result = await_stream(stream, _tick, &waiting)
-            # Whoever is told that the data are there must not find others: ranks that disagree, or a rank that has
-            # died. Not behind an abort, which may still have the communicator's lock.
-            if result == CUDA_SUCCESS and waiting.error == NULL and handle.state != ABORTED and not handle.revoked:
-                state = handle.poll_once()
-        if waiting.main:
-            handle.main_waits = False
-        return _see_what_came(handle, result, state, &waiting)
+            make_wait(&waiting, stream)
+        return end_wait(&waiting)
     finally:
         handle.waiters -= 1
 

@@ -12,7 +12,16 @@ from ncclpy.core.handle cimport LOCK_BUSY, WAS_ABORTED, lock_within, tell_troubl
 from ncclpy.core.marks cimport Mark
 from ncclpy.core.operation cimport WINDOW, function_of, issue, raise_issue
 from ncclpy.core.overdue cimport begin_whole, end_whole
-from ncclpy.core.progress cimport check_alive, finish, give_up, wait_stream
+from ncclpy.core.progress cimport (
+    Waiting,
+    begin_wait,
+    check_alive,
+    end_wait,
+    finish,
+    give_up,
+    make_wait,
+    wait_stream,
+)
 from ncclpy.core.state cimport ABORTED, READY
 from ncclpy.core.tap cimport Tap
 from ncclpy.core.tenant cimport follow, let_in
@@ -73,12 +82,27 @@ cdef int _submit_tapped(
 
 cdef int _submit_and_wait(Handle handle, Operation* operation, object send, object recv, double limit) except -1:
     """Make a call on CPU memory. It counts as one that is waited for before it is made: a close does not get between."""
+    cdef ncclResult_t result
+    cdef Waiting waiting
     if handle.state != READY:  # another thread may have begun to close it while the buffers were looked at
         check_alive(handle)
     handle.waiters += 1
     try:
-        result = <ncclResult_t>_call_in_turn(handle, operation, True, limit)
-        _see_to(handle, operation, send, recv, True, limit, result)
+        begin_wait(&waiting, handle, function_of(operation.kind), deadline_after(limit), None)
+        with nogil:  # once for both: to give it up and to have it back takes as long as the rest
+            result = _call(handle, operation, True, limit, 0)
+            if result == ncclSuccess:
+                make_wait(&waiting, operation.stream)
+        if result == ncclSuccess:
+            try:
+                end_wait(&waiting)
+            except BaseException as error:
+                _have_left(handle, operation, send, recv, error)
+                raise
+        else:
+            if <int>result == LOCK_BUSY:
+                result = <ncclResult_t>_call_later(handle, operation, True, limit)
+            _see_to(handle, operation, send, recv, True, limit, result)
         if handle.told:
             handle.note_arrival(operation)
     finally:
@@ -160,9 +184,18 @@ cdef int _see_to(
             wait_stream(handle, operation.stream, what, deadline_after(limit))
     except BaseException as error:
         if result == ncclSuccess or result == ncclInProgress:
-            handle.hold([send, recv], operation.stream, f"arrays of {what.decode()} on {handle!r}")
-        handle.explain(error)
+            _have_left(handle, operation, send, recv, error)
+        else:
+            handle.explain(error)
         raise
+    return 0
+
+
+cdef int _have_left(Handle handle, Operation* operation, object send, object recv, object error) except -1:
+    """Hold the arrays of an operation that runs, perhaps, though its wait has ended."""
+    what = function_of(operation.kind).decode()
+    handle.hold([send, recv], operation.stream, f"arrays of {what} on {handle!r}")
+    handle.explain(error)
     return 0
 
 

@@ -2,13 +2,35 @@
 // those of the standard library.
 #pragma once
 
+#include <sched.h>
+
+#include <atomic>
 #include <condition_variable>
 #include <mutex>
 #include <shared_mutex>
 
 #include "ordered_mutex.h"
+#include "thread.hpp"
 
 namespace ncclpy::host {
+
+// For what is done in an instant, without a call that may wait: half of what the standard library's costs.
+class Brief {
+ public:
+  void lock() {
+    for (int looks = 1; taken_.exchange(true, std::memory_order_acquire); ++looks) {
+      if (looks % 64 == 0) {
+        sched_yield();  // to who has it, perhaps
+      } else {
+        relax();
+      }
+    }
+  }
+  void unlock() { taken_.store(false, std::memory_order_release); }
+
+ private:
+  std::atomic<bool> taken_{false};
+};
 
 #if NCCLPY_DEBUG_LOCKS
 
@@ -38,6 +60,8 @@ class Ordered : Base {
 template <ncclpy_lock place>
 using Mutex = Ordered<place, std::mutex>;
 template <ncclpy_lock place>
+using BriefMutex = Ordered<place, Brief>;
+template <ncclpy_lock place>
 using SharedMutex = Ordered<place, std::shared_mutex>;
 using Condition = std::condition_variable_any;
 
@@ -45,6 +69,8 @@ using Condition = std::condition_variable_any;
 
 template <ncclpy_lock>
 using Mutex = std::mutex;
+template <ncclpy_lock>
+using BriefMutex = Brief;
 template <ncclpy_lock>
 using SharedMutex = std::shared_mutex;
 using Condition = std::condition_variable;

@@ -55,4 +55,13 @@ inline void relax() {
 #endif
 }
 
+// Has a cache line come that is soon written, so that whoever writes does not wait for it.
+inline void expect_writing([[maybe_unused]] const void* memory) {
+#if defined(__x86_64__)
+  asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(memory)));
+#else
+  __builtin_prefetch(memory, 1);
+#endif
+}
+
 }  // namespace ncclpy::host

@@ -89,11 +89,14 @@ std::string described(const Record& record) {
   return text + ")";
 }
 
-// All ranks see the same records, so all of them skip an operation that does not fit.
-bool check_agreement(Comm& comm, int parity) {
-  const Record& first = comm.segment->slot(0).record[parity];
+// All who meet see the same records, so all of them skip an operation that does not fit. One that is gone was passed by all who
+// have met there: they did agree.
+bool check_agreement(Comm& comm, uint64_t number) {
+  Record first, other;
+  const int place = place_of(number);
+  if (!comm.segment->slot(0).placed[place].read(number, &first)) return true;
   for (int r = 1; r < comm.nranks; r++) {
-    const Record& other = comm.segment->slot(r).record[parity];
+    if (!comm.segment->slot(r).placed[place].read(number, &other)) return true;
     if (same(first, other)) continue;
     fail(ncclInvalidUsage, "the ranks do not agree: rank 0 calls %s, rank %d calls %s (%s)", described(first).c_str(), r,
          described(other).c_str(), comm.title().c_str());
@@ -125,26 +128,58 @@ bool takes_little(const Comm& comm, const Operation& operation, size_t* bytes) {
 
 namespace {
 
-// Describes this rank's collective to the others, and waits for theirs. Ended if they do not agree.
+// Whether it cannot go on before the others have come. One that can, of few bytes, has no news of the others' disagreement
+// before its next collective.
+bool needs_others(const Operation& operation, int rank) {
+  const bool one_gives = operation.collective_kind == Collective::broadcast || operation.collective_kind == Collective::scatter;
+  return one_gives ? rank != operation.root : operation.receives(rank);
+}
+
+// Describes this rank's collective to the others, and waits for theirs if it needs them. Ended if they do not agree.
 Passage meet(Comm& comm, const Operation& operation, bool small, Course& course) {
-  Record mine = record_of(operation);
-  Segment& segment = *comm.segment;
-  // What a rank leaves for this collective may be read until the next one has begun: hence two of each.
-  course.parity = int(comm.collectives_done++ & 1);
-  if (!small) {
-    mine.reads_peers = reads_peers(comm);
-    mine.is_crowded = segment.spin().is_crowded();
+  const size_t bytes = small ? contributed_small(comm, operation) : 0;
+  if (!comm.rendezvous.is_waiting()) {
+    const Passage passage = comm.rendezvous.await_room(bytes, comm, check_agreement);
+    if (passage != Passage::open) return passage;
+    Record mine = record_of(operation);
+    if (!small) {
+      mine.reads_peers = reads_peers(comm);
+      mine.is_crowded = comm.segment->spin().is_crowded();
+    }
+    course.place = comm.rendezvous.next_place();
+    comm.segment->slot(comm.rank).placed[course.place].write(mine);
+    if (small) contribute_small(comm, mine, course.place, bytes);
+    if (small && !needs_others(operation, comm.rank)) {
+      comm.rendezvous.go_on();
+      expect_small(comm, comm.rendezvous.next_place(), bytes);
+      course.met = true;
+      return Passage::open;
+    }
   }
-  static_cast<Record&>(segment.slot(comm.rank).record[course.parity]) = mine;
-  if (small) contribute_small(comm, mine, course.parity);
-  const Passage passage = comm.rendezvous.pass_data();
-  if (passage == Passage::left) comm.collectives_done--;
-  if (passage != Passage::open) return passage;
-  course.met = check_agreement(comm, course.parity);
-  return course.met ? Passage::open : Passage::ended;
+  Rendezvous& rendezvous = comm.rendezvous;
+  const Passage passage = small ? rendezvous.meet(comm, check_agreement) : rendezvous.meet_at_gate(comm, check_agreement);
+  course.met = passage == Passage::open;
+  expect_small(comm, comm.rendezvous.next_place(), bytes);
+  return passage;
+}
+
+// The data of one for which all that is needed is there. False if it was left.
+bool move_data(Comm& comm, bool small, Course& course) {
+  if (small) {
+    run_small(comm, course.place);
+  } else if (comm.segment->one_process()) {
+    run_direct(comm, course.place);
+  } else if (is_pulled(comm, course.place)) {
+    return run_pulled(comm, course);
+  } else {
+    return run_staged(comm, course);
+  }
+  return true;
 }
 
 }  // namespace
+
+Passage await_all_passed(Comm& comm) { return comm.rendezvous.await_all_passed(comm, check_agreement); }
 
 bool run_collective(Comm& comm, const Operation& operation, Course& course) {
   if (comm.nranks == 1) {
@@ -156,15 +191,8 @@ bool run_collective(Comm& comm, const Operation& operation, Course& course) {
     const Passage passage = meet(comm, operation, small, course);
     if (passage != Passage::open) return passage == Passage::ended;
   }
-  if (small) {
-    run_small(comm, course.parity);
-  } else if (comm.segment->one_process()) {
-    run_direct(comm, course.parity);
-  } else if (is_pulled(comm, course.parity)) {
-    return run_pulled(comm, course);
-  } else {
-    return run_staged(comm, course);
-  }
+  if (!move_data(comm, small, course)) return false;
+  comm.rendezvous.pass();
   return true;
 }
 

@@ -22,7 +22,7 @@ constexpr size_t brief_bytes = 1 << 20;
 // How far a collective has come that a thread has left.
 struct Course {
   bool met = false;  // all ranks have come, and agree
-  int parity = 0;    // of the records
+  int place = 0;     // of the records
   size_t step = 0;   // steps over, as the way of its data counts them
 };
 
@@ -33,19 +33,25 @@ bool run_collective(Comm& comm, const Operation& operation, Course& course);
 // gates, or a message that is being copied, is not left.
 bool takes_little(const Comm& comm, const Operation& operation, size_t* bytes);
 
-// Contributions so small that every rank leaves its own in the segment before it arrives: no second rendezvous.
+// Waits until the others have read what this rank has left for them in the segment. Ended if they do not agree on it.
+Passage await_all_passed(Comm& comm);
+
+// Contributions so small that every rank leaves its own in the segment with its description: no second rendezvous. The bytes of
+// a rank's own.
 bool is_small(Collective kind, ncclDataType_t dtype, size_t count, int nranks);
-void contribute_small(Comm& comm, const Record& record, int parity);
-void run_small(Comm& comm, int parity);
+size_t contributed_small(const Comm& comm, const Operation& operation);
+void contribute_small(Comm& comm, const Record& record, int place, size_t bytes);
+void expect_small(Comm& comm, int place, size_t bytes);
+void run_small(Comm& comm, int place);
 
 // All ranks are threads of one process: everyone reads and writes the others' buffers.
-void run_direct(Comm& comm, int parity);
+void run_direct(Comm& comm, int place);
 
 // Ranks are spread over processes: the data pass through the segment in steps. False if it was left.
 bool run_staged(Comm& comm, Course& course);
 
 // As that, of large blocks, and where each rank may read the memory of all others: one copy instead of two.
-bool is_pulled(Comm& comm, int parity);
+bool is_pulled(Comm& comm, int place);
 bool run_pulled(Comm& comm, Course& course);
 
 // The bytes of so many that rank `r` reduces: whole cache lines, so also whole elements.
@@ -56,15 +62,15 @@ inline std::pair<size_t, size_t> part_of(size_t bytes, int r, int nranks) {
 
 // Reduces one piece of everybody's input, in rank order. `input(r)` is rank r's piece.
 template <class Input>
-void reduce_pieces(Comm& comm, int parity, Input input, size_t count, std::vector<void*> outputs) {
+void reduce_pieces(Comm& comm, int place, Input input, size_t count, std::vector<void*> outputs) {
   if (count == 0) return;
   std::vector<const void*> inputs;
   std::vector<uint64_t> scalars;
   for (int r = 0; r < comm.nranks; r++) {
     inputs.push_back(input(r));
-    scalars.push_back(comm.segment->slot(r).record[parity].scalar);
+    scalars.push_back(comm.segment->slot(r).record(place).scalar);
   }
-  const Record& mine = comm.segment->slot(comm.rank).record[parity];
+  const Record& mine = comm.segment->slot(comm.rank).record(place);
   reduce({mine.dtype, mine.op, comm.nranks, inputs.data(), int(outputs.size()), outputs.data(), count, scalars.data()});
 }
 

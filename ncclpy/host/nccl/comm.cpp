@@ -131,6 +131,7 @@ void Comm::abort() {
   if (const auto met = shared_segment()) met->slot(rank).aborted.store(1, std::memory_order_release);
   ring();
   queue.await_all();
+  rendezvous.take_back();
 }
 
 void Comm::revoke() {
@@ -138,6 +139,7 @@ void Comm::revoke() {
   health.set_revoked();
   ring();
   queue.await_launches();
+  rendezvous.take_back();
 }
 
 std::string death_notice(Segment& segment, int rank) {

@@ -96,7 +96,6 @@ class Comm : public std::enable_shared_from_this<Comm> {
 
   // The stream tasks' own state, handed from one task to the next in issue order.
   std::map<std::pair<int, int>, uint64_t> signals_taken;  // by peer and counter
-  uint64_t collectives_done = 0;
   std::optional<bool> reads_peers;  // see peer_memory.hpp, once it was asked
 
  private:

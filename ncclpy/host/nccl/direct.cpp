@@ -15,8 +15,8 @@ namespace {
 
 class Direct {
  public:
-  Direct(Comm& comm, int parity)
-      : comm_(comm), segment_(*comm.segment), parity_(parity), nranks_(comm.nranks), rank_(comm.rank), mine_(record(comm.rank)),
+  Direct(Comm& comm, int place)
+      : comm_(comm), segment_(*comm.segment), place_(place), nranks_(comm.nranks), rank_(comm.rank), mine_(record(comm.rank)),
         element_(size_of(mine_.dtype)), bytes_(mine_.count * element_) {}
 
   void run() {
@@ -37,7 +37,7 @@ class Direct {
   }
 
  private:
-  const Record& record(int rank) { return segment_.slot(rank).record[parity_]; }
+  const Record& record(int rank) { return segment_.slot(rank).record(place_); }
   // Each rank begins with another peer, so that they do not all read the same one.
   int from(int i) const { return (rank_ + i) % nranks_; }
   char* block(const void* base, int index) const {
@@ -69,21 +69,21 @@ class Direct {
   void reduce_scatter() { reduce_at(size_t(rank_) * bytes_, mine_.count, {mine_.recv}); }
 
   void reduce_at(size_t offset, size_t count, std::vector<void*> outputs) {
-    reduce_pieces(comm_, parity_, [&](int r) { return static_cast<const char*>(record(r).send) + offset; }, count,
+    reduce_pieces(comm_, place_, [&](int r) { return static_cast<const char*>(record(r).send) + offset; }, count,
                   std::move(outputs));
   }
 
   Comm& comm_;
   Segment& segment_;
-  const int parity_, nranks_, rank_;
+  const int place_, nranks_, rank_;
   const Record& mine_;
   const size_t element_, bytes_;
 };
 
 }  // namespace
 
-void run_direct(Comm& comm, int parity) {
-  Direct(comm, parity).run();
+void run_direct(Comm& comm, int place) {
+  Direct(comm, place).run();
   // Nobody leaves while others read its buffers. All have arrived, so this wait ends by itself.
   comm.rendezvous.pass_data_surely();
 }

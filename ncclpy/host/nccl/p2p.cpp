@@ -186,6 +186,7 @@ bool Messages::send_pieces(Line& line) {
   way.pieces[slot].message = message.kind;
   way.written = written + 1;
   way.pieces[slot].number.store(written + 1, std::memory_order_release);
+  expect_writing(&way.pieces[way.written % channel_slots]);
   tell(line.peer);
   message.done += n;
   if (message.done == message.bytes) line.at++;

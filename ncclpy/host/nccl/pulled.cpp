@@ -25,8 +25,8 @@ constexpr size_t least_reduced = 1 << 20;
 
 class Pulled {
  public:
-  Pulled(Comm& comm, int parity)
-      : comm_(comm), parity_(parity), nranks_(comm.nranks), rank_(comm.rank), mine_(record(comm.rank)),
+  Pulled(Comm& comm, int place)
+      : comm_(comm), place_(place), nranks_(comm.nranks), rank_(comm.rank), mine_(record(comm.rank)),
         bytes_(mine_.count * size_of(mine_.dtype)) {}
 
   // Whether this rank has done its part, or what it has not done is no other's concern.
@@ -48,7 +48,7 @@ class Pulled {
   }
 
  private:
-  const Record& record(int rank) { return comm_.segment->slot(rank).record[parity_]; }
+  const Record& record(int rank) { return comm_.segment->slot(rank).record(place_); }
 
   // Each rank begins with another peer, so that they do not all read the same one.
   template <class Pull>
@@ -94,7 +94,7 @@ class Pulled {
         const int peer = (rank_ + i) % nranks_;
         if (!copy_from(peer, source(peer), piece(peer), n)) return false;
       }
-      reduce_pieces(comm_, parity_, [&](int r) { return r == rank_ ? source(r) : piece(r); },
+      reduce_pieces(comm_, place_, [&](int r) { return r == rank_ ? source(r) : piece(r); },
                     n / size_of(mine_.dtype), {to + done});
     }
     return true;
@@ -119,15 +119,15 @@ class Pulled {
   }
 
   Comm& comm_;
-  const int parity_, nranks_, rank_;
+  const int place_, nranks_, rank_;
   const Record& mine_;
   const size_t bytes_;
 };
 
 }  // namespace
 
-bool is_pulled(Comm& comm, int parity) {
-  const Record& mine = comm.segment->slot(comm.rank).record[parity];
+bool is_pulled(Comm& comm, int place) {
+  const Record& mine = comm.segment->slot(comm.rank).record(place);
   const size_t bytes = mine.count * size_of(mine.dtype);
   if (mine.kind == Collective::reduce) return false;
   const bool reduces = mine.kind == Collective::all_reduce || mine.kind == Collective::reduce_scatter;
@@ -135,7 +135,7 @@ bool is_pulled(Comm& comm, int parity) {
   if (block < (reduces ? least_reduced : least_block)) return false;
   bool crowded = false;  // to any of them: all are to choose alike
   for (int r = 0; r < comm.nranks; r++) {
-    const Record& record = comm.segment->slot(r).record[parity];
+    const Record& record = comm.segment->slot(r).record(place);
     if (!record.reads_peers) return false;
     crowded |= record.is_crowded;
   }
@@ -145,7 +145,7 @@ bool is_pulled(Comm& comm, int parity) {
 // It is left at the last gate alone: what can be left is too little for those that have another.
 bool run_pulled(Comm& comm, Course& course) {
   static_assert(brief_bytes <= least_reduced, "a reduction is not run a second time");
-  if (course.step == 0 && !Pulled(comm, course.parity).run()) return true;
+  if (course.step == 0 && !Pulled(comm, course.place).run()) return true;
   course.step = 1;
   return comm.rendezvous.pass_data() != Passage::left;
 }

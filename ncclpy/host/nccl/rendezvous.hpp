@@ -1,4 +1,12 @@
-// Where the ranks of a communicator wait for each other: at the gates of the shared memory, and with words to exchange.
+// Where the ranks of a communicator wait for each other: by the records of their collectives, at the gates of the shared
+// memory, and with words to exchange.
+//
+// Collectives are numbered. A rank describes its next one by a record and the number behind it, in the next of its places, and
+// has what it contributes beside the record if that is small. A rank that needs nothing of the others, as the root of a
+// broadcast, goes on then. The others wait until all have described theirs, and see whether they agree. A rank has passed a
+// collective when it needs nothing more of it. What all have left for it is there until all have passed it: nobody writes to a
+// place before. Who went on looks later whether all agree, at what is still there. What is gone has been passed by those who
+// met there, so they did agree.
 #pragma once
 
 #include "health.hpp"
@@ -12,6 +20,9 @@ enum class Passage {
   left,   // by this thread, which goes its way: the rank has not come
 };
 
+// Whether the ranks agree on a collective that all have described.
+using Agree = bool (*)(Comm& comm, uint64_t number);
+
 class Rendezvous {
  public:
   explicit Rendezvous(const Health& health) : health_(health) {}
@@ -20,6 +31,28 @@ class Rendezvous {
     segment_ = &segment;
     rank_ = rank;
   }
+
+  // The place of the next collective's record.
+  int next_place() const { return place_of(described_ + 1); }
+  // Waits until that may be written, and a small buffer of so many bytes with it. Ended also if the ranks have not agreed on a
+  // collective that this one did not wait in.
+  Passage await_room(size_t bytes, Comm& comm, Agree agree);
+  // It is written: tells the others, and goes on.
+  void go_on();
+  // It is written: tells the others, and waits for theirs. Ended also if they do not agree. Who has left goes on with waiting:
+  // the others may have read what is there.
+  Passage meet(Comm& comm, Agree agree);
+  // The same where ranks touch each other's memory then: as the gate is opened by the last to come, either all go through,
+  // whatever ends one of them, or none does.
+  Passage meet_at_gate(Comm& comm, Agree agree);
+  bool is_waiting() const { return waiting_; }
+  // This rank has stopped, and nothing of it runs any more: its record is none if it waits for the others'.
+  void take_back();
+  // This rank needs nothing more of what it has described last. Who waits for that in its sleep hears of it when the rank comes
+  // to the next one: it is ahead of that.
+  void pass();
+  // Waits until all others are through with what this rank has described; all ranks do so.
+  Passage await_all_passed(Comm& comm, Agree agree);
 
   // Passes the gate of the data together with all other ranks.
   Passage pass_data() { return pass(segment_->header().data, data_generation_, data_side); }
@@ -30,14 +63,36 @@ class Rendezvous {
   bool exchange(const void* mine, size_t bytes, void* all);
 
  private:
+  // Which collective a rank has described in the place of one.
+  uint64_t number_of(int rank, uint64_t number) const {
+    return segment_->slot(rank).placed[place_of(number)].number.load(std::memory_order_acquire);
+  }
+  void describe();
+  Passage await_all_described(Comm& comm, Agree agree);
+  Passage met(Passage passage, Comm& comm, Agree agree);
+  // Whether it went on from a collective without having seen that all agree; not the one in which it waits.
+  bool is_ahead() const { return agreed_ + (waiting_ ? 1 : 0) < described_; }
+  // Goes through what all have described meanwhile, as far as they agree. False if they do not.
+  bool catch_up(Comm& comm, Agree agree);
+  // Waits until all have passed one collective, or, with less patience, another one before it.
+  Passage await_passed(uint64_t wanted, uint64_t needed, Comm& comm, Agree agree);
+
   Passage pass(Gate& gate, uint64_t& generation, Side side);
-  void note_arrival(Side side, uint64_t generation);
+  void arrive(Side side);
+  void leave(Side side) { arrivals_[side]--; }
 
   const Health& health_;
   Segment* segment_ = nullptr;
   int rank_ = 0;
-  uint64_t data_generation_ = 0;  // the stream tasks' own, handed from one to the next in the order of their issue
+  // The stream tasks' own, handed from one to the next in the order of their issue.
+  uint64_t described_ = 0;   // the last collective that this rank has described
+  bool waiting_ = false;     // for the others' descriptions of that
+  uint64_t agreed_ = 0;      // the last one on which all have agreed, as far as it knows
+  uint64_t all_passed_ = 0;  // the last one that all have passed, as far as it knows
+  uint64_t data_generation_ = 0;
+  // Of those who exchange words.
   uint64_t control_generation_ = 0;
+  uint64_t arrivals_[sides] = {};
 };
 
 }  // namespace ncclpy::host

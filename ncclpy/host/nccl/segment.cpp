@@ -18,7 +18,7 @@
 namespace ncclpy::host {
 namespace {
 
-constexpr uint64_t magic = 0x3467657379706c63;  // "clpyseg4"
+constexpr uint64_t magic = 0x3567657379706c63;  // "clpyseg5"
 
 constexpr size_t page = 4096;
 
@@ -35,7 +35,7 @@ struct Layout {
     channels = slots + aligned(n * sizeof(RankSlot));
     // Pages of what follows take memory only when they are used.
     small = channels + aligned(n * n * sizeof(Channel));
-    steps = small + aligned(n * 2 * inline_bytes);
+    steps = small + aligned(n * small_buffers * inline_bytes);
     pieces = steps + n * 4 * step_bytes;
     end = pieces + n * n * channel_slots * piece_bytes;
   }
@@ -95,7 +95,29 @@ ncclResult_t map_segment(std::unique_ptr<Meeting> meeting, int nranks, std::shar
   return ncclSuccess;
 }
 
+// The words that a record is copied by, one by one.
+typedef uint64_t __attribute__((may_alias)) Word;
+constexpr size_t record_words = sizeof(Record) / sizeof(Word);
+static_assert(sizeof(Record) % sizeof(Word) == 0);
+
 }  // namespace
+
+void PlacedRecord::write(const Record& from) {
+  const Word* const words = reinterpret_cast<const Word*>(&from);
+  Word* const here = reinterpret_cast<Word*>(&record);
+  number.store(0, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_release);
+  for (size_t i = 0; i < record_words; i++) __atomic_store_n(here + i, words[i], __ATOMIC_RELAXED);
+}
+
+bool PlacedRecord::read(uint64_t which, Record* to) const {
+  if (number.load(std::memory_order_acquire) != which) return false;
+  const Word* const here = reinterpret_cast<const Word*>(&record);
+  Word* const words = reinterpret_cast<Word*>(to);
+  for (size_t i = 0; i < record_words; i++) words[i] = __atomic_load_n(here + i, __ATOMIC_RELAXED);
+  std::atomic_thread_fence(std::memory_order_acquire);
+  return number.load(std::memory_order_relaxed) == which;
+}
 
 Segment::Segment(char* memory, size_t bytes, int nranks, std::unique_ptr<Meeting> meeting)
     : meeting_(std::move(meeting)), memory_(memory), bytes_(bytes), nranks_(nranks), spin_(nranks) {

@@ -21,13 +21,15 @@ namespace ncclpy::host {
 
 class Comm;
 
-enum class Collective : uint32_t {
+enum class Collective : uint8_t {
   all_reduce, reduce, broadcast, all_gather, reduce_scatter, all_to_all, gather, scatter
 };
 
 // A rank's description of its next collective, read by all ranks once all have arrived.
 struct Record {
   Collective kind;
+  bool reads_peers;  // see peer_memory.hpp
+  bool is_crowded;   // where this rank is, there are more ranks than cores
   ncclDataType_t dtype;
   Operator op;
   int32_t root;
@@ -35,16 +37,28 @@ struct Record {
   const void* send;
   void* recv;
   uint64_t scalar;
-  bool reads_peers;  // see peer_memory.hpp
-  bool is_crowded;   // where this rank is, there are more ranks than cores
 };
 
 // Where a record lies, with room for a contribution of a few bytes: who reads the one has the other with it, as processors
 // fetch cache lines in pairs; and nothing that the rank goes on writing is in those.
 constexpr size_t little_bytes = 64;
-struct alignas(128) PlacedRecord : Record {
+struct alignas(128) PlacedRecord {
+  Record record;
+  uint64_t passed;                  // which collective the rank was through with then
+  std::atomic<uint64_t> number{0};  // of the collective, from 1 on; written last
   alignas(64) char little[little_bytes];
+
+  // Another rank may be reading, of a collective that needs it no more, and finds that the number has changed.
+  void write(const Record& from);
+  // False if another one is here, or comes meanwhile.
+  bool read(uint64_t which, Record* to) const;
 };
+static_assert(sizeof(PlacedRecord) == 128);
+
+// A rank's places for records, which come round. So many collectives a rank may be ahead of others, where it needs nothing of
+// them.
+constexpr size_t places = 8;
+inline int place_of(uint64_t number) { return int(number % places); }
 
 // Counts arrivals of all ranks over all generations; generation g is open when g * nranks have arrived.
 struct Gate {
@@ -68,6 +82,7 @@ constexpr size_t exchange_bytes = 192;
 // Largest contribution that travels inside the segment, together with the description of the operation; with more ranks less,
 // as each may have to read those of all.
 constexpr size_t inline_bytes = 32 << 10;
+constexpr size_t small_buffers = 2;
 inline size_t most_inline(int nranks) {
   return std::clamp<size_t>(2 * inline_bytes / size_t(nranks) / 64 * 64, 2048, inline_bytes);
 }
@@ -102,8 +117,10 @@ struct alignas(128) RankSlot {
   std::atomic<uint64_t> done{0};    // the last operation that has run
   std::atomic<uint64_t> doing[sides];
   std::atomic<uint64_t> arrived[sides];
-  PlacedRecord record[2];  // by parity of the data generation: the next one may be written while this one is read
-  Bell bell;               // point-to-point news for this rank
+  PlacedRecord placed[places];
+  alignas(64) std::atomic<uint64_t> passed{0};  // the last collective for which this rank needs nothing more
+  Bell bell;                                    // point-to-point news for this rank
+  const Record& record(int place) const { return placed[place].record; }
   char exchange[2][exchange_bytes];
   Notice notice;
 };
@@ -161,6 +178,7 @@ struct Header {
   alignas(128) Gate control;
   alignas(128) Gate data;
   alignas(128) Bell bell;  // news that concern all ranks: a gate has opened
+  std::atomic<uint32_t> short_of_room{0};  // ranks that wait until others have passed a collective
 };
 
 class Segment {
@@ -174,10 +192,11 @@ class Segment {
   Header& header() { return *reinterpret_cast<Header*>(memory_); }
   RankSlot& slot(int rank) { return reinterpret_cast<RankSlot*>(memory_ + slots_at_)[rank]; }
   Channel& channel(int from, int to) { return reinterpret_cast<Channel*>(memory_ + channels_at_)[from * nranks_ + to]; }
-  // A small buffer of `rank` for so many bytes, by parity of its collectives.
-  char* small(int rank, int parity, size_t bytes) {
-    if (bytes <= little_bytes) return slot(rank).record[parity].little;
-    return memory_ + small_at_ + (size_t(rank) * 2 + size_t(parity)) * inline_bytes;
+  // A small buffer of `rank` for so many bytes, by the place of the record. Of more than a few bytes there are two, which stay
+  // in the cache.
+  char* small(int rank, int place, size_t bytes) {
+    if (bytes <= little_bytes) return slot(rank).placed[place].little;
+    return memory_ + small_at_ + (size_t(rank) * small_buffers + size_t(place) % small_buffers) * inline_bytes;
   }
   // The step buffers of `rank`, by parity of the step.
   char* step_input(int rank, int parity) { return step(rank, parity); }
@@ -228,7 +247,7 @@ class Segment {
   // Calls `use(memory, bytes)` for the rank's small and step buffers and the pieces on their way to it.
   template <class Use>
   void for_buffers(int rank, Use use) const {
-    use(memory_ + small_at_ + size_t(rank) * 2 * inline_bytes, 2 * inline_bytes);
+    use(memory_ + small_at_ + size_t(rank) * small_buffers * inline_bytes, small_buffers * inline_bytes);
     use(memory_ + steps_at_ + size_t(rank) * 4 * step_bytes, 4 * step_bytes);
     const size_t ring = channel_slots * piece_bytes;
     for (int from = 0; from < nranks_; from++)

@@ -12,10 +12,8 @@ bool has_blocks(Collective kind) {
   return kind == Collective::reduce_scatter || kind == Collective::all_to_all || kind == Collective::scatter;
 }
 
-bool contributes(const Record& record, int rank) {
-  const bool one_root = record.kind == Collective::broadcast || record.kind == Collective::scatter;
-  return !one_root || rank == record.root;
-}
+// Of so many bytes the cache lines are fetched one collective ahead.
+constexpr size_t most_expected = 1024;
 
 // Bytes of a contribution; as a count of blocks so that a huge count does not overflow.
 size_t blocks_of(Collective kind, int nranks) { return has_blocks(kind) ? size_t(nranks) : 1; }
@@ -30,10 +28,14 @@ bool is_small(Collective kind, ncclDataType_t dtype, size_t count, int nranks) {
   return count <= most_inline(nranks) / size_of(dtype) / blocks_of(kind, nranks);
 }
 
-void contribute_small(Comm& comm, const Record& record, int parity) {
-  if (!contributes(record, comm.rank)) return;
-  const size_t bytes = contributed_bytes(record, comm.nranks);
-  char* const here = comm.segment->small(comm.rank, parity, bytes);
+size_t contributed_small(const Comm& comm, const Operation& operation) {
+  if (!operation.sends(comm.rank)) return 0;
+  return operation.count * size_of(operation.dtype) * blocks_of(operation.collective_kind, comm.nranks);
+}
+
+void contribute_small(Comm& comm, const Record& record, int place, size_t bytes) {
+  if (bytes == 0) return;
+  char* const here = comm.segment->small(comm.rank, place, bytes);
   const char* const send = static_cast<const char*>(record.send);
   if (record.kind != Collective::all_to_all && record.kind != Collective::scatter) {
     std::memcpy(here, send, bytes);
@@ -44,13 +46,19 @@ void contribute_small(Comm& comm, const Record& record, int parity) {
   std::memcpy(here + mine + block, send + mine + block, bytes - mine - block);
 }
 
-void run_small(Comm& comm, int parity) {
+void expect_small(Comm& comm, int place, size_t bytes) {
+  if (bytes <= little_bytes || bytes > most_expected) return;
+  const char* const next = comm.segment->small(comm.rank, place, bytes);
+  for (size_t at = 0; at < bytes; at += 64) expect_writing(next + at);
+}
+
+void run_small(Comm& comm, int place) {
   Segment& segment = *comm.segment;
-  const Record& mine = segment.slot(comm.rank).record[parity];
+  const Record& mine = segment.slot(comm.rank).record(place);
   const size_t bytes = mine.count * size_of(mine.dtype);
   const size_t my_block = has_blocks(mine.kind) ? size_t(comm.rank) * bytes : 0;
   const size_t contributed = contributed_bytes(mine, comm.nranks);
-  auto input = [&](int r) { return segment.small(r, parity, contributed) + my_block; };
+  auto input = [&](int r) { return segment.small(r, place, contributed) + my_block; };
   char* recv = static_cast<char*>(mine.recv);
   // What this rank gives itself it has nearer, and in place there already.
   const auto take = [&](int r, char* target) {
@@ -62,7 +70,7 @@ void run_small(Comm& comm, int parity) {
       if (comm.rank != mine.root) return;
       [[fallthrough]];
     case Collective::all_reduce:
-    case Collective::reduce_scatter: return reduce_pieces(comm, parity, input, mine.count, {recv});
+    case Collective::reduce_scatter: return reduce_pieces(comm, place, input, mine.count, {recv});
     case Collective::broadcast:
     case Collective::scatter: take(mine.root, recv); return;
     case Collective::gather:

@@ -16,8 +16,8 @@ namespace {
 class Staged {
  public:
   Staged(Comm& comm, Course& course)
-      : comm_(comm), segment_(*comm.segment), parity_(course.parity), course_(course), nranks_(size_t(comm.nranks)),
-        rank_(size_t(comm.rank)), mine_(segment_.slot(comm.rank).record[parity_]), element_(size_of(mine_.dtype)),
+      : comm_(comm), segment_(*comm.segment), place_(course.place), course_(course), nranks_(size_t(comm.nranks)),
+        rank_(size_t(comm.rank)), mine_(segment_.slot(comm.rank).record(place_)), element_(size_of(mine_.dtype)),
         send_(static_cast<const char*>(mine_.send)), recv_(static_cast<char*>(mine_.recv)),
         bytes_(mine_.count * element_), root_(size_t(mine_.root)), at_root_(comm.rank == mine_.root) {}
 
@@ -115,7 +115,7 @@ class Staged {
 
   void reduce_scatter() {
     by_parts([&](size_t at, size_t n, size_t step, size_t part) {
-      reduce_pieces(comm_, parity_, [&](int r) { return part_from(size_t(r), at, step, part); }, n / element_,
+      reduce_pieces(comm_, place_, [&](int r) { return part_from(size_t(r), at, step, part); }, n / element_,
                     {recv_ + at});
     });
   }
@@ -144,7 +144,7 @@ class Staged {
     const auto piece = [&, first = begin](int r) -> const char* {
       return size_t(r) == rank_ ? send_ + at + first : input(size_t(r), step) + first;
     };
-    reduce_pieces(comm_, parity_, piece, (end - begin) / element_, std::move(outputs));
+    reduce_pieces(comm_, place_, piece, (end - begin) / element_, std::move(outputs));
   }
 
   void collect(size_t step) {
@@ -159,7 +159,7 @@ class Staged {
 
   Comm& comm_;
   Segment& segment_;
-  const int parity_;
+  const int place_;
   Course& course_;
   bool left_ = false;
   const size_t nranks_, rank_;

@@ -1,5 +1,6 @@
 // Suspending a communicator: the memory through which its data pass goes back to the system until it is resumed.
 #include "call.hpp"
+#include "collective.hpp"
 #include "group.hpp"
 #include "missing.hpp"
 
@@ -27,6 +28,7 @@ ncclResult_t change(ncclComm_t handle, const char* function, bool suspends, int 
       return fail(ncclInvalidUsage, "%s : communicator is %s suspended", function, suspends ? "already" : "not");
     }
     comm->queue.drain();
+    if (await_all_passed(*comm) != Passage::open) return comm->stop_reason("the other ranks");
     NCCLPY_TRY(meet_all(*comm, deed));
     if (suspends) comm->segment->release_buffers(comm->rank);
     comm->health.set_suspended(suspends);

@@ -24,6 +24,10 @@ struct Bell {
     // Both sides have a fence: either the ringer sees the sleeper, or the sleeper sees the new data. While nobody sleeps,
     // a bell is only read, so that its cache line need not travel.
     std::atomic_thread_fence(std::memory_order_seq_cst);
+    ring_behind_fence();
+  }
+  // The same for who has had one behind the change.
+  void ring_behind_fence() {
     if (sleepers.load(std::memory_order_relaxed) == 0) return;
     rung.fetch_add(1, std::memory_order_seq_cst);
     wake();
@@ -53,7 +57,7 @@ class Spin {
         if (i > 0) note_hit(looks);
         return true;
       }
-      relax();
+      for (int k = 0; k < 4; k++) relax();
     }
     if (looks > fewest) looks_.store(looks / 2, std::memory_order_relaxed);
     return false;

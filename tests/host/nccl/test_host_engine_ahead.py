@@ -1,0 +1,181 @@
+"""Who only gives, as the root of a small broadcast, goes on before the others have come, but not for ever."""
+
+import random
+import threading
+import time
+
+import host_bodies as bodies
+import numpy as np
+import pytest
+from host_checks import blocked, in_thread, join
+from nccl_calls import INVALID_USAGE, SUM, NcclError
+
+FLOAT32 = 7
+#: How many collectives a rank may be ahead, by the bytes that it gives with each.
+AHEAD = {8: 8, 4096: 2}
+
+
+def gather_one(nccl, comm, stream, value, received, root):
+    sent = np.full(1, value, np.float32)
+    nccl.ncclGather(bodies.pointer(sent), bodies.pointer(received), 1, FLOAT32, root, comm, stream)
+    nccl.driver.cuStreamSynchronize(stream)
+
+
+def broadcast(nccl, comm, stream, array, root, count=None):
+    p = bodies.pointer(array)
+    nccl.ncclBroadcast(p, p, len(array) if count is None else count, FLOAT32, root, comm, stream)
+
+
+@pytest.mark.parametrize("nbytes", AHEAD)
+def test_the_root_of_a_broadcast_goes_on(nccl, streams, nbytes):
+    comms, ahead = nccl.init_all(2), AHEAD[nbytes]
+    arrays = [np.full(nbytes // 4, float(i), np.float32) for i in range(ahead + 1)]
+    for array in arrays[:ahead]:
+        broadcast(nccl, comms[0], streams[0], array, 0)
+        nccl.driver.cuStreamSynchronize(streams[0])  # nobody else has come
+    broadcast(nccl, comms[0], streams[0], arrays[ahead], 0)
+    waiting = in_thread(nccl.driver.cuStreamSynchronize, streams[0])
+    assert blocked(waiting)  # there is room for no more
+    kept = [array.copy() for array in arrays]
+    for array in arrays[:ahead]:
+        array.fill(-1)  # the root's own again
+    for expected in kept:
+        received = np.empty_like(expected)
+        broadcast(nccl, comms[1], streams[1], received, 0)
+        nccl.driver.cuStreamSynchronize(streams[1])
+        assert (received == expected).all()
+    join(waiting)
+    for comm in comms:
+        nccl.ncclCommDestroy(comm)
+
+
+def test_all_who_give_to_a_root_go_on_and_go_through(nccl, streams):
+    """Who is ahead of the root waits for it alone, and not for another who has given all that it has to."""
+    comms, rounds = nccl.init_all(3), 100
+    received = [np.empty(3, np.float32) for _ in range(rounds)]
+
+    def give(rank):
+        for i in range(rounds):
+            gather_one(nccl, comms[rank], streams[rank], 10.0 * i + rank, received[i], 0)
+
+    givers = [in_thread(give, rank) for rank in (1, 2)]
+    assert all(blocked(giver) for giver in givers)
+    for i in range(rounds):
+        gather_one(nccl, comms[0], streams[0], 10.0 * i, received[i], 0)
+    for giver in givers:
+        join(giver)
+    assert all((each == [10.0 * i, 10.0 * i + 1, 10.0 * i + 2]).all() for i, each in enumerate(received))
+    for comm in comms:
+        nccl.ncclCommDestroy(comm)
+
+
+def test_who_went_on_hears_of_a_disagreement_later(nccl, streams):
+    comms = nccl.init_all(2)
+    arrays = [np.full(4, float(rank), np.float32) for rank in range(2)]
+    broadcast(nccl, comms[0], streams[0], arrays[0], 0, count=4)
+    nccl.driver.cuStreamSynchronize(streams[0])
+    broadcast(nccl, comms[1], streams[1], arrays[1], 0, count=3)
+    nccl.driver.cuStreamSynchronize(streams[1])
+    assert nccl.async_error(comms[1]) == INVALID_USAGE and (arrays[1] == 1).all()
+    assert nccl.async_error(comms[0]) == 0  # it has not looked yet
+    p = bodies.pointer(arrays[0])
+    nccl.ncclAllReduce(p, p, 4, FLOAT32, SUM, comms[0], streams[0])
+    nccl.driver.cuStreamSynchronize(streams[0])
+    assert nccl.async_error(comms[0]) == INVALID_USAGE and (arrays[0] == 0).all()
+    assert "rank 0 calls Broadcast of 4 float32 (root 0), rank 1 calls Broadcast of 3" in nccl.last_error(comms[0])
+    for comm in comms:
+        nccl.ncclCommAbort(comm)
+
+
+@pytest.mark.parametrize("how", ["ncclCommDestroy", "ncclCommAbort"])
+def test_what_was_given_is_there_when_the_giver_has_gone(nccl, streams, how):
+    comms = nccl.init_all(2)
+    sent = [np.arange(8 // 4, dtype=np.float32) + i for i in range(3)]
+    for array in sent:
+        broadcast(nccl, comms[0], streams[0], array, 0)
+    nccl.driver.cuStreamSynchronize(streams[0])
+    gone = in_thread(getattr(nccl, how), comms[0])
+    join(gone)
+    for expected in sent:
+        received = np.empty_like(expected)
+        broadcast(nccl, comms[1], streams[1], received, 0)
+        nccl.driver.cuStreamSynchronize(streams[1])
+        assert (received == expected).all()
+    # What follows waits for the rank that has gone.
+    p = bodies.pointer(received)
+    nccl.ncclAllReduce(p, p, len(received), FLOAT32, SUM, comms[1], streams[1])
+    waiting = in_thread(nccl.driver.cuStreamSynchronize, streams[1])
+    assert blocked(waiting)
+    nccl.ncclCommAbort(comms[1])
+    join(waiting)
+
+
+def test_an_abort_ends_the_wait_for_room(nccl, streams):
+    comms = nccl.init_all(2)
+    array = np.ones(2, np.float32)
+    for _ in range(AHEAD[8] + 1):
+        broadcast(nccl, comms[0], streams[0], array, 0)
+    waiting = in_thread(nccl.driver.cuStreamSynchronize, streams[0])
+    assert blocked(waiting)
+    nccl.ncclCommAbort(comms[0])
+    join(waiting)
+    nccl.ncclCommAbort(comms[1])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_sequence_with_any_roots_gives_what_it_should(nccl, streams, seed):
+    """Four ranks with pauses of their own; every kind that somebody is ahead in, and some that all meet in."""
+    nranks, rounds = 4, 300
+    comms = nccl.init_all(nranks)
+    plan = random.Random(seed)
+    steps = [
+        (
+            plan.choice("broadcast gather scatter reduce all_reduce".split()),
+            plan.randrange(nranks),
+            plan.choice(counts),
+        )
+        for counts in [(1, 2, 16, 17, 500, 1500, 40_000)] * rounds
+    ]
+    errors = []
+
+    def run(rank):
+        pauses = random.Random(seed * nranks + rank)
+        for i, (kind, root, count) in enumerate(steps):
+            if pauses.random() < 0.02:
+                time.sleep(pauses.random() * 0.003)
+            value = np.arange(count, dtype=np.float32) % 7 + i % 100
+            sent = np.concatenate([value + r for r in range(nranks)]) if kind == "scatter" else value + rank
+            received = np.zeros(count * (nranks if kind == "gather" else 1), np.float32)
+            s, r, comm, stream = bodies.pointer(sent), bodies.pointer(received), comms[rank], streams[rank]
+            if kind == "broadcast":
+                nccl.ncclBroadcast(s, r, count, FLOAT32, root, comm, stream)
+                expected = value + root
+            elif kind == "gather":
+                nccl.ncclGather(s, r, count, FLOAT32, root, comm, stream)
+                expected = np.concatenate([value + other for other in range(nranks)]) if rank == root else received * 0
+            elif kind == "scatter":
+                nccl.ncclScatter(s, r, count, FLOAT32, root, comm, stream)
+                expected = value + rank
+            elif kind == "reduce":
+                nccl.ncclReduce(s, r, count, FLOAT32, SUM, root, comm, stream)
+                expected = nranks * value + sum(range(nranks)) if rank == root else received * 0
+            elif kind == "all_reduce":
+                nccl.ncclAllReduce(s, r, count, FLOAT32, SUM, comm, stream)
+                expected = nranks * value + sum(range(nranks))
+            nccl.driver.cuStreamSynchronize(stream)
+            sent.fill(-1)  # its own again
+            if not (received == expected).all():
+                errors.append((rank, i, kind, root, count))
+                return
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(nranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors and not any(thread.is_alive() for thread in threads)
+    for comm in comms:
+        try:
+            nccl.ncclCommDestroy(comm)
+        except NcclError as error:
+            raise AssertionError(str(error)) from error

@@ -2,8 +2,9 @@
 
 Objects are told apart by their exact type, once; the answer is cached. No framework is imported: an object of a
 framework can only come from one that is already there. The road of each kind is the cheapest that its owner offers:
-numpy's C API, DLPack's C exchange API (torch since 2.10), attributes (CuPy, older torch, cuda.core), then the
-``__cuda_array_interface__`` and ``__dlpack__`` protocols (JAX by the latter).
+numpy's C API, a function that was built for the type (torch, where its extension is loaded), DLPack's C exchange API
+(torch since 2.10), attributes (CuPy, older torch, cuda.core), then the ``__cuda_array_interface__`` and ``__dlpack__``
+protocols (JAX by the latter).
 """
 
 import math
@@ -19,7 +20,6 @@ from ncclpy.abi.dlpack cimport (
     DLManagedTensorVersioned,
     DLPACK_FLAG_BITMASK_READ_ONLY,
     DLPACK_MAJOR_KNOWN,
-    DLPackExchangeAPIHeader,
     DLTensor,
     kDLCPU,
     kDLCUDA,
@@ -34,6 +34,7 @@ from ncclpy.abi.driver cimport (
     CUdeviceptr,
 )
 from ncclpy.abi.nccl cimport ncclUint8
+from ncclpy.abi.tensor_reader cimport NCCLPY_ON_CPU, ncclpy_read_tensor
 from ncclpy.core.datatypes cimport (
     COMPLEX,
     ITEMSIZE,
@@ -49,6 +50,7 @@ from ncclpy.core.datatypes cimport (
 from ncclpy.core.device cimport as_device
 from ncclpy.core.exports cimport dlpack_capsule, numpy_view, typestr
 from ncclpy.core.library cimport driver, host_engine, require_driver
+from ncclpy.core.readers cimport Reader, exchange_api_of, reader_of
 
 import numpy as np
 
@@ -77,7 +79,8 @@ cdef class _Road:
     """How objects of one type are read."""
 
     cdef int kind
-    cdef const DLPackExchangeAPI* api
+    cdef Reader reader  # comes before the kind's own way
+    cdef const DLPackExchangeAPI* api  # or NULL
     cdef object is_neg, is_conj  # torch's methods, or None
     cdef bint torch  # it has torch's attributes
 
@@ -93,6 +96,7 @@ cdef int read_view(object obj, View* view, str argument) except -1:
     """Fill `view` from any object that stands for memory; `argument` names it in errors."""
     cdef _Road road
     cdef int kind
+    cdef ncclpy_read_tensor tensor
     view.framework = NO_FRAMEWORK
     view.readonly = False
     view.device = UNKNOWN_DEVICE
@@ -105,6 +109,8 @@ cdef int read_view(object obj, View* view, str argument) except -1:
         road = _recent_road
     else:
         road = _remember(obj, argument)
+    if road.reader.read != NULL and road.reader.read(<void*>obj, &tensor) == 0:
+        return _read_natively(&tensor, road, view, argument)
     kind = road.kind
     if kind == BY_EXCHANGE_API:
         return _read_exchange_api(obj, road, view, argument)
@@ -146,6 +152,8 @@ cdef _Road _road_of(object obj, str argument):
     """Decide once how objects of this type are read."""
     cdef _Road road = _Road()
     kind = type(obj)
+    road.reader = reader_of(kind)
+    road.api = exchange_api_of(kind)
     road.torch = hasattr(kind, "data_ptr")
     road.is_neg = _method(kind, "is_neg")
     road.is_conj = _method(kind, "is_conj")
@@ -157,7 +165,7 @@ cdef _Road _road_of(object obj, str argument):
         road.kind = BY_BUFFER
     elif isinstance(obj, tuple):
         road.kind = BY_TUPLE
-    elif _take_exchange_api(kind, road):
+    elif road.api != NULL:
         road.kind = BY_EXCHANGE_API
     elif kind.__module__.partition(".")[0] == "torch" and hasattr(kind, "data_ptr"):
         road.kind = BY_TORCH
@@ -185,19 +193,13 @@ cdef object _method(object kind, str name):
     return method if callable(method) else None
 
 
-cdef bint _take_exchange_api(object kind, _Road road) except -1:
-    """Find a version of the type's exchange API whose layout is known and that gives a DLTensor without copying."""
-    cdef const DLPackExchangeAPIHeader* header
-    capsule = getattr(kind, "__dlpack_c_exchange_api__", None)
-    if capsule is None or not PyCapsule_IsValid(capsule, b"dlpack_exchange_api"):
-        return False
-    header = <const DLPackExchangeAPIHeader*>PyCapsule_GetPointer(capsule, b"dlpack_exchange_api")
-    while header != NULL and header.version.major > DLPACK_MAJOR_KNOWN:
-        header = header.prev_api
-    if header == NULL or (<const DLPackExchangeAPI*>header).dltensor_from_py_object_no_sync == NULL:
-        return False
-    road.api = <const DLPackExchangeAPI*>header
-    return True
+cdef inline int _read_natively(const ncclpy_read_tensor* tensor, _Road road, View* view, str argument) except -1:
+    """Take what the function that was built for the type has read; it knows no lazy view and nothing that has gaps."""
+    view.framework = EXCHANGE_API if road.api != NULL else TORCH
+    view.api = road.api
+    view.device = HOST_MEMORY if tensor.device == NCCLPY_ON_CPU else tensor.device
+    view.pointer = tensor.data
+    return _set_type(view, of_dlpack(tensor.code, tensor.bits, 1, argument), tensor.count, argument)
 
 
 cdef int _read_numpy(cnp.ndarray array, View* view, str argument) except -1:

@@ -1,0 +1,4 @@
+from collections.abc import Iterable
+from typing import Any
+
+def read_by(kinds: Iterable[type], capsule: Any) -> None: ...

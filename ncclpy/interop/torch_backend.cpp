@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "torch_python.hpp"
+#include "torch_reader.hpp"
 
 #define TORCH_IS_AT_LEAST(major, minor) \
   (TORCH_VERSION_MAJOR > (major) || (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
@@ -555,6 +556,7 @@ TORCH_LIBRARY_IMPL(c10d, Conjugate, library) { pass_all<c10::DispatchKey::Conjug
 TORCH_LIBRARY_IMPL(c10d, Negative, library) { pass_all<c10::DispatchKey::Negative>(library); }
 
 PYBIND11_MODULE(ncclpy_torch_backend, module) {
+  module.def("tensor_reader", &tensor_reader);
   module.def("end_process", [] {
     ender = std::this_thread::get_id();
     has_ended = true;

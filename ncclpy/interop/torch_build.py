@@ -38,7 +38,7 @@ class Part(NamedTuple):
     source
         The file in C++; None is `SOURCE`.
     headers
-        Names of files beside it that it includes.
+        What it includes of ours, seen from its folder.
     options
         For the compiler.
     what, asked, without
@@ -66,7 +66,7 @@ ALLOCATOR = Part(
 BACKEND = Part(
     "torch-backend",
     Path(__file__).with_name("torch_backend.cpp"),
-    ("torch_python.hpp",),
+    ("torch_python.hpp", "torch_reader.hpp", "../abi/tensor_reader.h"),
     (
         "-fvisibility=hidden", f"-isystem{sysconfig.get_path('include')}", "-ltorch_python", "-ltorch_cpu", "-ltorch",
         "-lc10", "-pthread",
@@ -101,7 +101,7 @@ def built(torch: Any, part: Part = ALLOCATOR) -> Path:
     compiler = find_compiler(part)
     flags = [*flags_for(torch), *part.options]
     file = part.source or SOURCE
-    sources = [path.read_bytes() for path in (file, *map(file.with_name, part.headers))]
+    sources = [path.read_bytes() for path in (file, *map(file.parent.joinpath, part.headers))]
     parts = [torch.__version__, torch.version.git_version, platform.machine(), version_of(compiler), *compiler, *flags]
     digest = hashlib.sha256(b"\0".join([*(str(part).encode() for part in parts), *sources])).hexdigest()[:32]
     folder = cache_folder()

@@ -212,7 +212,8 @@ def _on_gpus(rivals: list[str], gpus: int, rounds: int, order: random.Random, ta
 def _opened(processes: list[workers.WorkerProcess], module: str, table: Table) -> list[tuple[str, dict]]:
     """Open a rival in all processes at once and return ``(rival's name, road)`` for each road that works."""
     try:
-        answers = workers.ask_all([(process, {"rival": module}) for process in processes], "open")
+        asked = [(process, {"rival": module}) for process in processes]
+        answers = workers.ask_all(asked, "open", deadline=workers.FIRST_DEADLINE)  # one of them may run a compiler
         answer = answers[0]
         table.notes.update(dict.fromkeys(answer["notes"]))
         if answer["missing"]:

@@ -471,7 +471,7 @@ TARGETS = [
             ("C loop", f"{GROUP} x ncclAllReduce in a group", "host"),
             why=why,
         )
-        for kind, why in (("prepared buffer", ""), ("torch tensor", _EXCHANGE))
+        for kind, why in (("prepared buffer", ""), ("torch tensor", _EXCHANGE), ("torch tensor, read natively", ""))
     ),
     *(
         Target(

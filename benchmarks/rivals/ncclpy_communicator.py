@@ -1,11 +1,12 @@
 """ncclpy.Communicator: arrays, prepared buffers and groups."""
 
 from benchmarks.overhead.road import Road, python_group, python_road, timed
-from benchmarks.rivals import Missing, arrays
+from benchmarks.rivals import Missing, arrays, native_tensors
 from benchmarks.work.setting import COUNT, FLOAT32, Setting
 
 NAME = "ncclpy.Communicator"
 OUT_OF_PLACE = "all_reduce(send, recv, stream=stream)"
+TENSOR, NATIVE = "torch tensor", "torch tensor, read natively"
 
 
 def open(setting: Setting) -> list[Road]:
@@ -24,25 +25,22 @@ def open(setting: Setting) -> list[Road]:
 def roads(ncclpy, communicator, setting: Setting) -> list[Road]:
     """Return the roads through `communicator`, for every kind of buffer and stream."""
     pairs = _pairs(ncclpy, setting)
+    natively = native_tensors.reading(setting) if TENSOR in pairs else None
+    if natively is not None:
+        pairs[NATIVE] = pairs[TENSOR]
     all_reduce = communicator.all_reduce
     found = []
     for kind, (send, recv, pointer) in pairs.items():
         names = {"all_reduce": all_reduce, "send": send, "recv": recv, "stream": setting.stream}
-        found.append(python_road(setting, f"all_reduce({kind})", OUT_OF_PLACE, result=pointer, **names))
-        if kind == "int tuple":
-            continue
-        found.append(python_road(setting, f"all_reduce({kind}), in place", "all_reduce(recv, stream=stream)", **names))
-        if setting.sync is None or kind != "prepared buffer":
+        roads = [python_road(setting, f"all_reduce({kind})", OUT_OF_PLACE, result=pointer, **names)]
+        if kind != "int tuple":
+            name = f"all_reduce({kind}), in place"
+            roads.append(python_road(setting, name, "all_reduce(recv, stream=stream)", **names))
+        if kind != "int tuple" and (setting.sync is None or kind != "prepared buffer"):
             # Where something runs, a prepared buffer would go to the default stream, which nobody here waits for.
-            found.append(
-                python_road(
-                    setting,
-                    f"all_reduce({kind}), stream=None",
-                    "all_reduce(send, recv)",
-                    result=pointer,
-                    **names,
-                )
-            )
+            name = f"all_reduce({kind}), stream=None"
+            roads.append(python_road(setting, name, "all_reduce(send, recv)", result=pointer, **names))
+        found += map(natively, roads) if kind == NATIVE else roads
     stream = ncclpy.Stream(setting.device)
     send, recv, _ = pairs["prepared buffer"]
     found.append(
@@ -57,22 +55,21 @@ def roads(ncclpy, communicator, setting: Setting) -> list[Road]:
             stream=stream,
         )
     )
-    for kind in ("prepared buffer", "torch tensor", "numpy array"):
+    for kind in ("prepared buffer", TENSOR, NATIVE, "numpy array"):
         if kind in pairs:
             send, recv, pointer = pairs[kind]
-            found.append(
-                python_group(
-                    setting,
-                    f"all_reduce({kind}) in group()",
-                    OUT_OF_PLACE,
-                    result=pointer,
-                    group=ncclpy.group,
-                    all_reduce=all_reduce,
-                    send=send,
-                    recv=recv,
-                    stream=setting.stream,
-                )
+            road = python_group(
+                setting,
+                f"all_reduce({kind}) in group()",
+                OUT_OF_PLACE,
+                result=pointer,
+                group=ncclpy.group,
+                all_reduce=all_reduce,
+                send=send,
+                recv=recv,
+                stream=setting.stream,
             )
+            found.append(natively(road) if kind == NATIVE else road)
     setting.notes.append(f"{NAME}: a group is sent to NCCL when it ends; an empty one makes no call of the library.")
     empty = timed(setting, "with group(): pass", group=ncclpy.group)
     found.append(Road("with group(): pass", "empty group", empty, reduces=0, groups=0))
@@ -92,7 +89,7 @@ def _pairs(ncclpy, setting: Setting) -> dict:
     }
     torch = arrays.torch_pair(setting)
     if torch is not None:
-        pairs["torch tensor"] = (*torch, torch[1].data_ptr())
+        pairs[TENSOR] = (*torch, torch[1].data_ptr())
     cupy = arrays.cupy_pair(setting)
     if cupy is not None:
         pairs["cupy array"] = (*cupy, cupy[1].data.ptr)

@@ -45,7 +45,9 @@ def is_read_natively(tensor):
 def outcome(tensor):
     """Return all that can be seen of how a tensor was read, or the error."""
     try:
-        buffer = ncclpy.Buffer.of(tensor)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # older releases warn once of a fake tensor's address
+            buffer = ncclpy.Buffer.of(tensor)
     except Exception as error:
         return type(error), str(error)
     try:
@@ -197,7 +199,9 @@ def test_plain_tensors_are_read_natively(native, what):
     tensor = PLAIN[what]() if what in PLAIN else with_dtype(what)
     found = outcome(tensor)
     assert isinstance(found[0], int), found
-    assert is_read_natively(tensor)
+    # DLPack has these types since torch has its exchange API, about.
+    known = not what.startswith("float8") or hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+    assert is_read_natively(tensor) == known
     assert found == native(lambda: outcome(tensor))
     assert not native(lambda: is_read_natively(tensor))
 

@@ -12,6 +12,10 @@ from pathlib import Path
 import Cython
 from Cython.Compiler import Main, Options
 
+#: Before it, what an attribute held went before the attribute had its new value. To let go of a tensor gives the GIL
+#: up: another thread found the dying object there, took a reference to it and had it die twice.
+OLDEST = (3, 3, 1)
+
 
 def read_dependencies(output):
     """Return what an output was made from, as Cython noted it beside the output; none if it was never made."""
@@ -54,6 +58,14 @@ def translate(root, source, output):
 def main():
     """Translate what is not current, and write the one depfile that ninja reads."""
     root, depfile, *names = sys.argv[1:]
+    if tuple(map(int, re.findall(r"\d+", Cython.__version__)[:3])) < OLDEST:
+        wanted = ".".join(map(str, OLDEST))
+        print(
+            f"ncclpy is built by Cython {wanted} or newer, and this is {Cython.__version__}: with older ones objects "
+            "are freed that another thread still finds. pip install --upgrade Cython, or build in pip's isolation",
+            file=sys.stderr,
+        )
+        return 1
     sources, outputs = names[: len(names) // 2], [Path(name) for name in names[len(names) // 2 :]]
     Options.fast_fail = True
     pairs = zip(sources, outputs, strict=True)

@@ -75,8 +75,8 @@ WHAT = {
         "manager.broadcast_send('cast', lib.argument(lib.make(np.ones(4, np.float32), device)), device=device,\n"
         "    num_local=1, num_global=3, global_rank=2, root=2, communicator_key=key)\n"
         "manager.signal_multi_node_ready('cast')\ntime.sleep(40)",
-        "waits",
-        "in broadcast #1 ",  # the host engine tells it too, that sees the difference at once
+        "idle",  # a root waits for nobody
+        "rank 2 has finished broadcast #1 and is in no operation since ",
     ),
     "gathers": (
         "manager.all_reduce('second', lib.argument(lib.make(np.ones(1024, np.float32), device)), device=device,\n"

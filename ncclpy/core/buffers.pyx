@@ -152,7 +152,6 @@ cdef _Road _road_of(object obj, str argument):
     """Decide once how objects of this type are read."""
     cdef _Road road = _Road()
     kind = type(obj)
-    road.reader = reader_of(kind)
     road.api = exchange_api_of(kind)
     road.torch = hasattr(kind, "data_ptr")
     road.is_neg = _method(kind, "is_neg")
@@ -185,6 +184,7 @@ cdef _Road _road_of(object obj, str argument):
             "array, an object with __cuda_array_interface__ or __dlpack__, a cuda.core Buffer, an ncclpy.Buffer, or "
             "(pointer, count, dtype)"
         )
+    road.reader = reader_of(kind)  # kept for good, so only of what can be read
     return road
 
 

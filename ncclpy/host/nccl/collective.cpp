@@ -89,8 +89,8 @@ std::string described(const Record& record) {
   return text + ")";
 }
 
-// All who meet see the same records, so all of them skip an operation that does not fit. One that is gone was passed by all who
-// have met there: they did agree.
+// All who meet see the same records, so all of them skip an operation that does not fit, and what follows. One that is gone was
+// passed by all: they did agree.
 bool check_agreement(Comm& comm, uint64_t number) {
   Record first, other;
   const int place = place_of(number);
@@ -156,8 +156,8 @@ Passage meet(Comm& comm, const Operation& operation, bool small, Course& course)
       return Passage::open;
     }
   }
-  Rendezvous& rendezvous = comm.rendezvous;
-  const Passage passage = small ? rendezvous.meet(comm, check_agreement) : rendezvous.meet_at_gate(comm, check_agreement);
+  const Passage passage =
+      small ? comm.rendezvous.meet(comm, check_agreement) : comm.rendezvous.meet_at_gate(comm, check_agreement);
   course.met = passage == Passage::open;
   expect_small(comm, comm.rendezvous.next_place(), bytes);
   return passage;

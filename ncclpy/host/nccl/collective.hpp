@@ -1,4 +1,5 @@
-// The ways in which the data of a collective move. Whichever it is, all ranks have arrived and agree on the operation.
+// The ways in which the data of a collective move. Whichever it is, all ranks have come and agree on the operation, unless this
+// one needs nothing of them.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +22,7 @@ constexpr size_t brief_bytes = 1 << 20;
 
 // How far a collective has come that a thread has left.
 struct Course {
-  bool met = false;  // all ranks have come, and agree
+  bool met = false;  // all that is needed is there: mostly all ranks have come, and agree
   int place = 0;     // of the records
   size_t step = 0;   // steps over, as the way of its data counts them
 };

@@ -8,6 +8,9 @@
 #include "wait.hpp"
 
 namespace ncclpy::host {
+namespace {
+constexpr int few_looks = 64;  // so often who waits for room asks for more than it needs
+}
 
 // Not taken back by an abort: the rank has come, and nothing follows. Nor where a thread leaves: another one comes.
 void Rendezvous::arrive(Side side) {
@@ -30,27 +33,72 @@ void Rendezvous::describe() {
   expect_writing(next.little);
 }
 
+// First described and then passed: whoever writes over what this rank has seen agree has seen it himself.
 void Rendezvous::go_on() {
-  segment_->slot(rank_).passed.store(described_ + 1, std::memory_order_release);  // needed or not, it looks at nothing any more
   describe();
-  segment_->header().bell.ring_behind_fence();
+  segment_->slot(rank_).passed.store(described_, std::memory_order_release);
+  segment_->header().bell.ring();
+}
+
+template <class Done>
+Passage Rendezvous::pass(Gate& gate, uint64_t& generation, Side side, Done done) {
+  const uint64_t target = ++generation * uint64_t(segment_->nranks());
+  Bell& bell = segment_->header().bell;
+  arrive(side);
+  if (gate.arrive(target)) {
+    bell.ring();
+    return Passage::open;
+  }
+  // A revoked communicator can still be split: only its data stop.
+  const auto ended = [&] { return side == data_side ? health_.stopped() : health_.ended(); };
+  wait_until(bell, segment_->spin(),
+             [&] { return gate.open(target) || ended() || Interruption::wants_out() || done(); });
+  if (gate.open(target) || !gate.withdraw(target)) return Passage::open;
+  generation--;
+  leave(side);
+  return ended() ? Passage::ended : Passage::left;
 }
 
 Passage Rendezvous::meet(Comm& comm, Agree agree) {
   if (!std::exchange(waiting_, true)) describe();
-  return met(await_all_described(comm, agree), comm, agree);
+  const Passage passage = await_all_described(comm, agree);
+  if (passage != Passage::open) return passage;
+  waiting_ = false;
+  return agree_on_all(comm, agree) ? Passage::open : Passage::ended;
 }
 
 Passage Rendezvous::meet_at_gate(Comm& comm, Agree agree) {
   if (!std::exchange(waiting_, true)) {
     describe();
-    segment_->header().bell.ring_behind_fence();  // one that was ahead waits for this, and not at the gate
+    segment_->header().bell.ring_behind_fence();
   }
-  if (is_ahead()) {  // at the gate it would not hear of the others' disagreement, who do not come then
-    const Passage passage = await_all_described(comm, agree);
-    if (passage != Passage::open) return passage;
+  // Who does not agree may not come to the gate: he has called for less, or has ended what came before.
+  bool agreed = true;
+  int looks = 0;
+  const Passage passage = pass(segment_->header().data, data_generation_, data_side, [&] {
+    if (++looks > few_looks) agreed = !do_not_agree(comm, agree);
+    return !agreed;
+  });
+  if (passage != Passage::open) {
+    if (!agreed) waiting_ = false;
+    return agreed ? passage : Passage::ended;
   }
-  return met(pass_data(), comm, agree);
+  waiting_ = false;
+  return agree_on_all(comm, agree) ? Passage::open : Passage::ended;
+}
+
+bool Rendezvous::all_have(uint64_t number) const {
+  for (int rank = 0; rank < segment_->nranks(); rank++) {
+    if (number_of(rank, number) < number) return false;
+  }
+  return true;
+}
+
+bool Rendezvous::do_not_agree(Comm& comm, Agree agree) const {
+  for (uint64_t number = agreed_ + 1; number <= described_ && all_have(number); number++) {
+    if (!agree(comm, number)) return true;
+  }
+  return false;
 }
 
 // While it waits it looks at what it went on from: who did not agree then does not come.
@@ -79,39 +127,39 @@ Passage Rendezvous::await_all_described(Comm& comm, Agree agree) {
     return come || !agreed || health_.stopped() || Interruption::wants_out();
   });
   if (come) return Passage::open;
+  if (!agreed) waiting_ = false;
   return !agreed || health_.stopped() ? Passage::ended : Passage::left;
 }
 
-// What follows when all have described theirs.
-Passage Rendezvous::met(Passage passage, Comm& comm, Agree agree) {
-  if (passage != Passage::open) return passage;
-  waiting_ = false;
+// When all have described theirs. What they do not agree on is not passed, and ends all that follows.
+bool Rendezvous::agree_on_all(Comm& comm, Agree agree) {
   uint64_t passed = described_;
   for (int rank = 0; rank < segment_->nranks(); rank++) {
     passed = std::min(passed, segment_->slot(rank).placed[place_of(described_)].passed);
   }
   all_passed_ = std::max(all_passed_, passed);
-  while (agreed_ < described_) {
-    if (!agree(comm, agreed_ + 1)) return Passage::ended;
-    agreed_++;
+  for (; agreed_ < described_; agreed_++) {
+    if (agree(comm, agreed_ + 1)) continue;
+    waiting_ = false;
+    return false;
   }
-  return Passage::open;
+  return true;
 }
 
-// Who comes later waits in vain, as for a rank that has not come. Who has come has all that it needs.
+// Who comes later waits in vain, as for a rank that has not come. Who has come has all that it needs. Of a child that ends with
+// this one the record stays: what it gives is there all the same.
 void Rendezvous::take_back() {
   if (waiting_) segment_->slot(rank_).placed[place_of(described_)].number.store(0, std::memory_order_relaxed);
 }
 
-void Rendezvous::pass() { segment_->slot(rank_).passed.store(described_, std::memory_order_release); }
+void Rendezvous::pass() {
+  Header& header = segment_->header();
+  segment_->slot(rank_).passed.store(described_, std::memory_order_release);
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // who sleeps until it is seen, or sees this
+  if (header.short_of_room.load(std::memory_order_relaxed) != 0) header.bell.ring_behind_fence();
+}
 
 bool Rendezvous::catch_up(Comm& comm, Agree agree) {
-  const auto all_have = [&](uint64_t number) {
-    for (int rank = 0; rank < segment_->nranks(); rank++) {
-      if (number_of(rank, number) < number) return false;
-    }
-    return true;
-  };
   while (is_ahead() && all_have(agreed_ + 1)) {
     if (!agree(comm, agreed_ + 1)) return false;
     agreed_++;
@@ -128,45 +176,37 @@ Passage Rendezvous::await_room(size_t bytes, Comm& comm, Agree agree) {
 }
 
 Passage Rendezvous::await_all_passed(Comm& comm, Agree agree) {
-  segment_->header().bell.ring();  // who waits here for this rank may not have heard that it has passed the last
   return await_passed(described_, described_, comm, agree);
 }
 
 Passage Rendezvous::await_passed(uint64_t wanted, uint64_t needed, Comm& comm, Agree agree) {
   Header& header = segment_->header();
   bool agreed = true;
+  // What others have passed is read before what they have described is compared: it may be gone afterwards.
   const auto have_passed = [&](uint64_t number) {
-    agreed = catch_up(comm, agree);
     uint64_t passed = described_;
-    for (int rank = 0; rank < segment_->nranks() && passed >= number; rank++) {
+    for (int rank = 0; rank < segment_->nranks(); rank++) {
       if (rank != rank_) passed = std::min(passed, segment_->slot(rank).passed.load(std::memory_order_acquire));
     }
+    agreed = catch_up(comm, agree);
     all_passed_ = std::max(all_passed_, passed);
-    return !agreed || passed >= number;
+    return !agreed || all_passed_ >= number;
   };
-  header.short_of_room.fetch_add(1, std::memory_order_seq_cst);
-  wait_until(header.bell, segment_->spin(), [&] { return have_passed(wanted) || health_.stopped() || Interruption::wants_out(); });
-  header.short_of_room.fetch_sub(1, std::memory_order_relaxed);
+  if (!have_passed(needed)) {
+    header.short_of_room.fetch_add(1, std::memory_order_seq_cst);
+    int looks = 0;
+    wait_until(header.bell, segment_->spin(), [&] {
+      return have_passed(++looks < few_looks ? wanted : needed) || health_.stopped() || Interruption::wants_out();
+    });
+    header.short_of_room.fetch_sub(1, std::memory_order_relaxed);
+  }
   if (!agreed) return Passage::ended;
   if (all_passed_ >= needed) return Passage::open;
   return health_.stopped() ? Passage::ended : Passage::left;
 }
 
-Passage Rendezvous::pass(Gate& gate, uint64_t& generation, Side side) {
-  const uint64_t target = ++generation * uint64_t(segment_->nranks());
-  Bell& bell = segment_->header().bell;
-  arrive(side);
-  if (gate.arrive(target)) {
-    bell.ring();
-    return Passage::open;
-  }
-  // A revoked communicator can still be split: only its data stop.
-  const auto ended = [&] { return side == data_side ? health_.stopped() : health_.ended(); };
-  wait_until(bell, segment_->spin(), [&] { return gate.open(target) || ended() || Interruption::wants_out(); });
-  if (gate.open(target) || !gate.withdraw(target)) return Passage::open;
-  generation--;
-  leave(side);
-  return ended() ? Passage::ended : Passage::left;
+Passage Rendezvous::pass_data() {
+  return pass(segment_->header().data, data_generation_, data_side, [] { return false; });
 }
 
 void Rendezvous::pass_data_surely() {
@@ -181,7 +221,8 @@ void Rendezvous::pass_data_surely() {
 bool Rendezvous::exchange(const void* mine, size_t bytes, void* all) {
   const int parity = int((control_generation_ + 1) & 1);
   std::memcpy(segment_->slot(rank_).exchange[parity], mine, bytes);
-  if (pass(segment_->header().control, control_generation_, control_side) != Passage::open) return false;
+  const auto never = [] { return false; };
+  if (pass(segment_->header().control, control_generation_, control_side, never) != Passage::open) return false;
   for (int r = 0; r < segment_->nranks(); r++) {
     std::memcpy(static_cast<char*>(all) + size_t(r) * bytes, segment_->slot(r).exchange[parity], bytes);
   }

@@ -5,8 +5,8 @@
 // has what it contributes beside the record if that is small. A rank that needs nothing of the others, as the root of a
 // broadcast, goes on then. The others wait until all have described theirs, and see whether they agree. A rank has passed a
 // collective when it needs nothing more of it. What all have left for it is there until all have passed it: nobody writes to a
-// place before. Who went on looks later whether all agree, at what is still there. What is gone has been passed by those who
-// met there, so they did agree.
+// place before. Who went on looks later whether all agree, at what is still there. What is gone has been passed by all: by
+// those who met there, who did agree, or, where nobody did, by one who has compared it.
 #pragma once
 
 #include "health.hpp"
@@ -48,14 +48,13 @@ class Rendezvous {
   bool is_waiting() const { return waiting_; }
   // This rank has stopped, and nothing of it runs any more: its record is none if it waits for the others'.
   void take_back();
-  // This rank needs nothing more of what it has described last. Who waits for that in its sleep hears of it when the rank comes
-  // to the next one: it is ahead of that.
+  // This rank needs nothing more of what it has described last.
   void pass();
   // Waits until all others are through with what this rank has described; all ranks do so.
   Passage await_all_passed(Comm& comm, Agree agree);
 
   // Passes the gate of the data together with all other ranks.
-  Passage pass_data() { return pass(segment_->header().data, data_generation_, data_side); }
+  Passage pass_data();
   // The same where all others are known to come without waiting for anything else.
   void pass_data_surely();
   // Gives `bytes` to every rank and collects everyone's, in rank order. At most exchange_bytes; blocks. False if it
@@ -67,9 +66,12 @@ class Rendezvous {
   uint64_t number_of(int rank, uint64_t number) const {
     return segment_->slot(rank).placed[place_of(number)].number.load(std::memory_order_acquire);
   }
+  bool all_have(uint64_t number) const;
+  // Whether those who have all described something are known not to agree on it.
+  bool do_not_agree(Comm& comm, Agree agree) const;
   void describe();
   Passage await_all_described(Comm& comm, Agree agree);
-  Passage met(Passage passage, Comm& comm, Agree agree);
+  bool agree_on_all(Comm& comm, Agree agree);
   // Whether it went on from a collective without having seen that all agree; not the one in which it waits.
   bool is_ahead() const { return agreed_ + (waiting_ ? 1 : 0) < described_; }
   // Goes through what all have described meanwhile, as far as they agree. False if they do not.
@@ -77,7 +79,9 @@ class Rendezvous {
   // Waits until all have passed one collective, or, with less patience, another one before it.
   Passage await_passed(uint64_t wanted, uint64_t needed, Comm& comm, Agree agree);
 
-  Passage pass(Gate& gate, uint64_t& generation, Side side);
+  // Ended also when `done()` is true, which is asked again and again.
+  template <class Done>
+  Passage pass(Gate& gate, uint64_t& generation, Side side, Done done);
   void arrive(Side side);
   void leave(Side side) { arrivals_[side]--; }
 

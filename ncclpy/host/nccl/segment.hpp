@@ -25,7 +25,7 @@ enum class Collective : uint8_t {
   all_reduce, reduce, broadcast, all_gather, reduce_scatter, all_to_all, gather, scatter
 };
 
-// A rank's description of its next collective, read by all ranks once all have arrived.
+// A rank's description of its next collective.
 struct Record {
   Collective kind;
   bool reads_peers;  // see peer_memory.hpp
@@ -110,7 +110,8 @@ struct alignas(128) RankSlot {
   const void* beacon = nullptr;   // where that process has the same number
   std::atomic<uint32_t> left{0};  // the communicator was destroyed: what its process does is nobody's concern any more
   std::atomic<uint32_t> dead{0};  // the process has ended before that
-  // For who_is_missing, which only reads them: words of deed.hpp, and the generations of the gates.
+  // For who_is_missing, which only reads them: words of deed.hpp, and how often the rank has described something or has come to
+  // a gate.
   std::atomic<uint32_t> aborted{0};
   std::atomic<uint32_t> revoked{0};
   std::atomic<uint64_t> called{0};  // the last call
@@ -119,7 +120,7 @@ struct alignas(128) RankSlot {
   std::atomic<uint64_t> arrived[sides];
   PlacedRecord placed[places];
   alignas(64) std::atomic<uint64_t> passed{0};  // the last collective for which this rank needs nothing more
-  Bell bell;                                    // point-to-point news for this rank
+  alignas(64) Bell bell;                        // point-to-point news for this rank
   const Record& record(int place) const { return placed[place].record; }
   char exchange[2][exchange_bytes];
   Notice notice;
@@ -177,7 +178,7 @@ struct Header {
   GrowBoard grow;
   alignas(128) Gate control;
   alignas(128) Gate data;
-  alignas(128) Bell bell;  // news that concern all ranks: a gate has opened
+  alignas(128) Bell bell;  // news that concern all ranks: all have come, or somebody has passed what others wait for
   std::atomic<uint32_t> short_of_room{0};  // ranks that wait until others have passed a collective
 };
 

@@ -1,5 +1,5 @@
 // Collectives of little data: every rank's contribution lies in the segment when all have arrived, and every rank makes
-// its own result out of them. One rendezvous in all, among threads and among processes.
+// its own result out of them. One rendezvous in all, among threads and among processes, and none for who only gives.
 #include <cstring>
 
 #include "collective.hpp"

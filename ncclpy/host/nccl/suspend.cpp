@@ -11,6 +11,13 @@ namespace {
 ncclResult_t meet_all(Comm& comm, uint64_t deed) {
   std::lock_guard one_at_a_time(comm.control);
   const Making making(comm, deed);
+  // What was revoked is read by nobody any more.
+  if (!comm.health.revoked() && await_all_passed(comm) != Passage::open) {
+    const ncclResult_t met = comm.health.async();
+    if (met == ncclSuccess || met == ncclInProgress) return comm.stop_reason("the other ranks");
+    set_last_error(comm.health.async_text());
+    return met;
+  }
   const char nothing = 0;
   std::vector<char> all(size_t(comm.nranks));
   return comm.exchange(&nothing, 1, all.data());
@@ -28,7 +35,6 @@ ncclResult_t change(ncclComm_t handle, const char* function, bool suspends, int 
       return fail(ncclInvalidUsage, "%s : communicator is %s suspended", function, suspends ? "already" : "not");
     }
     comm->queue.drain();
-    if (await_all_passed(*comm) != Passage::open) return comm->stop_reason("the other ranks");
     NCCLPY_TRY(meet_all(*comm, deed));
     if (suspends) comm->segment->release_buffers(comm->rank);
     comm->health.set_suspended(suspends);

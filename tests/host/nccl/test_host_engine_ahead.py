@@ -87,6 +87,84 @@ def test_who_went_on_hears_of_a_disagreement_later(nccl, streams):
         nccl.ncclCommAbort(comm)
 
 
+def test_ranks_that_call_for_little_and_for_much_all_hear_of_it(nccl, streams):
+    """Who calls for much meets the others at a gate, to which who does not agree does not come."""
+    comms = nccl.init_all(3)
+    arrays = [np.ones(count, np.float32) for count in (4, 100_000, 100_000)]
+    for rank, (comm, array) in enumerate(zip(comms, arrays, strict=True)):
+        p = bodies.pointer(array)
+        nccl.ncclAllReduce(p, p, len(array), FLOAT32, SUM, comm, streams[rank])
+    for stream in streams[:3]:
+        join(in_thread(nccl.driver.cuStreamSynchronize, stream))
+    for comm, array in zip(comms, arrays, strict=True):
+        assert nccl.async_error(comm) == INVALID_USAGE and (array == 1).all()
+        nccl.ncclCommAbort(comm)
+
+
+def test_what_follows_a_disagreement_waits_for_nobody(nccl, streams):
+    comms = nccl.init_all(2)
+    arrays = [np.full(300_000, float(rank), np.float32) for rank in range(2)]
+    for rank, comm in enumerate(comms):
+        broadcast(nccl, comm, streams[rank], arrays[rank], 0, count=4 + rank)
+        p = bodies.pointer(arrays[rank])
+        nccl.ncclAllReduce(p, p, 300_000, FLOAT32, SUM, comm, streams[rank])
+    for stream in streams[:2]:
+        join(in_thread(nccl.driver.cuStreamSynchronize, stream))
+    for rank, comm in enumerate(comms):
+        assert nccl.async_error(comm) == INVALID_USAGE and (arrays[rank] == rank).all()
+        nccl.ncclCommAbort(comm)
+
+
+@pytest.mark.parametrize("nbytes", AHEAD)
+def test_room_comes_with_what_others_have_passed(nccl, streams, nbytes):
+    """Also to who sleeps, and from who comes to nothing else for a while."""
+    comms, ahead = nccl.init_all(2), AHEAD[nbytes]
+    array = np.ones(nbytes // 4, np.float32)
+    for _ in range(ahead + 1):
+        broadcast(nccl, comms[0], streams[0], array, 0)
+    waiting = in_thread(nccl.driver.cuStreamSynchronize, streams[0])
+    assert blocked(waiting)
+    received = np.zeros_like(array)
+    broadcast(nccl, comms[1], streams[1], received, 0)
+    nccl.driver.cuStreamSynchronize(streams[1])
+    join(waiting)
+    for comm in comms:
+        nccl.ncclCommAbort(comm)
+
+
+def test_two_who_both_give_hear_that_they_do_not_agree(nccl, streams):
+    comms = nccl.init_all(2)
+    array = np.ones(2, np.float32)
+
+    def give(rank):
+        for _ in range(3 * AHEAD[8]):
+            broadcast(nccl, comms[rank], streams[rank], array, rank)
+            nccl.driver.cuStreamSynchronize(streams[rank])
+            if nccl.async_error(comms[rank]) != 0:
+                return True
+        return False
+
+    assert all([join(giver) for giver in [in_thread(give, rank) for rank in range(2)]])
+    for comm in comms:
+        nccl.ncclCommAbort(comm)
+
+
+def test_a_suspension_waits_until_what_was_given_is_read(nccl, streams):
+    comms = nccl.init_all(2)
+    sent, received = np.arange(1000, dtype=np.float32), np.zeros(1000, np.float32)
+    broadcast(nccl, comms[0], streams[0], sent, 0)
+    nccl.driver.cuStreamSynchronize(streams[0])
+    suspending = in_thread(nccl.ncclCommSuspend, comms[0], 1)
+    assert blocked(suspending)
+    broadcast(nccl, comms[1], streams[1], received, 0)
+    nccl.driver.cuStreamSynchronize(streams[1])
+    assert (received == sent).all()
+    nccl.ncclCommSuspend(comms[1], 1)
+    join(suspending)
+    for comm in comms:
+        nccl.ncclCommAbort(comm)
+
+
 @pytest.mark.parametrize("how", ["ncclCommDestroy", "ncclCommAbort"])
 def test_what_was_given_is_there_when_the_giver_has_gone(nccl, streams, how):
     comms = nccl.init_all(2)

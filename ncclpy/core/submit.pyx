@@ -51,7 +51,7 @@ cdef int submit(
         return _submit_tapped(_tap.tap, handle, operation, send, recv, wait_host, limit)
     if wait_host:
         return _submit_and_wait(handle, operation, send, recv, limit)
-    result = <ncclResult_t>_call_in_turn(handle, operation, False, limit)
+    result = <ncclResult_t>_call_in_turn(handle, operation, limit)
     if result != ncclSuccess:
         return _see_to(handle, operation, send, recv, False, limit, result)
     return 0
@@ -68,7 +68,7 @@ cdef int _submit_tapped(
         if wait_host:
             _submit_and_wait(handle, operation, send, recv, limit)
         else:
-            result = <ncclResult_t>_call_in_turn(handle, operation, False, limit)
+            result = <ncclResult_t>_call_in_turn(handle, operation, limit)
             if result != ncclSuccess:
                 _see_to(handle, operation, send, recv, False, limit, result)
     except BaseException as error:
@@ -110,12 +110,12 @@ cdef int _submit_and_wait(Handle handle, Operation* operation, object send, obje
     return 0
 
 
-cdef inline int _call_in_turn(Handle handle, Operation* operation, bint wait_host, double limit) except? -1:
+cdef inline int _call_in_turn(Handle handle, Operation* operation, double limit) except? -1:
     """Make a call at once, or when the threads before this one are through with the communicator."""
     cdef ncclResult_t result
     with nogil:
-        result = _call(handle, operation, wait_host, limit, 0)
-    return <int>result if <int>result != LOCK_BUSY else _call_later(handle, operation, wait_host, limit)
+        result = _call(handle, operation, False, limit, 0)
+    return <int>result if <int>result != LOCK_BUSY else _call_later(handle, operation, False, limit)
 
 
 cdef inline ncclResult_t _call(

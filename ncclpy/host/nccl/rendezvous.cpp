@@ -139,9 +139,7 @@ bool Rendezvous::agree_on_all(Comm& comm, Agree agree) {
   }
   all_passed_ = std::max(all_passed_, passed);
   for (; agreed_ < described_; agreed_++) {
-    if (agree(comm, agreed_ + 1)) continue;
-    waiting_ = false;
-    return false;
+    if (!agree(comm, agreed_ + 1)) return false;
   }
   return true;
 }

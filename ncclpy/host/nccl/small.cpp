@@ -18,8 +18,8 @@ constexpr size_t most_expected = 1024;
 // Bytes of a contribution; as a count of blocks so that a huge count does not overflow.
 size_t blocks_of(Collective kind, int nranks) { return has_blocks(kind) ? size_t(nranks) : 1; }
 
-size_t contributed_bytes(const Record& record, int nranks) {
-  return record.count * size_of(record.dtype) * blocks_of(record.kind, nranks);
+size_t contributed_bytes(Collective kind, ncclDataType_t dtype, size_t count, int nranks) {
+  return count * size_of(dtype) * blocks_of(kind, nranks);
 }
 
 }  // namespace
@@ -30,7 +30,7 @@ bool is_small(Collective kind, ncclDataType_t dtype, size_t count, int nranks) {
 
 size_t contributed_small(const Comm& comm, const Operation& operation) {
   if (!operation.sends(comm.rank)) return 0;
-  return operation.count * size_of(operation.dtype) * blocks_of(operation.collective_kind, comm.nranks);
+  return contributed_bytes(operation.collective_kind, operation.dtype, operation.count, comm.nranks);
 }
 
 void contribute_small(Comm& comm, const Record& record, int place, size_t bytes) {
@@ -57,7 +57,7 @@ void run_small(Comm& comm, int place) {
   const Record& mine = segment.slot(comm.rank).record(place);
   const size_t bytes = mine.count * size_of(mine.dtype);
   const size_t my_block = has_blocks(mine.kind) ? size_t(comm.rank) * bytes : 0;
-  const size_t contributed = contributed_bytes(mine, comm.nranks);
+  const size_t contributed = contributed_bytes(mine.kind, mine.dtype, mine.count, comm.nranks);
   auto input = [&](int r) { return segment.small(r, place, contributed) + my_block; };
   char* recv = static_cast<char*>(mine.recv);
   // What this rank gives itself it has nearer, and in place there already.

@@ -7,6 +7,7 @@ import time
 import host_bodies as bodies
 import numpy as np
 import pytest
+from driver_calls import Gate
 from host_checks import blocked, in_thread, join
 from nccl_calls import INVALID_USAGE, SUM, NcclError
 
@@ -104,10 +105,13 @@ def test_ranks_that_call_for_little_and_for_much_all_hear_of_it(nccl, streams):
 def test_what_follows_a_disagreement_waits_for_nobody(nccl, streams):
     comms = nccl.init_all(2)
     arrays = [np.full(300_000, float(rank), np.float32) for rank in range(2)]
+    gates = [Gate(nccl.driver, stream) for stream in streams[:2]]  # who has heard of it refuses the next call
     for rank, comm in enumerate(comms):
         broadcast(nccl, comm, streams[rank], arrays[rank], 0, count=4 + rank)
         p = bodies.pointer(arrays[rank])
         nccl.ncclAllReduce(p, p, 300_000, FLOAT32, SUM, comm, streams[rank])
+    for gate in gates:
+        gate.open()
     for stream in streams[:2]:
         join(in_thread(nccl.driver.cuStreamSynchronize, stream))
     for rank, comm in enumerate(comms):

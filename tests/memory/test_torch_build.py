@@ -23,7 +23,7 @@ def root(tmp_path_factory):
 def torch(root, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     fake = torch_stand_in.Fake(root)
-    monkeypatch.setitem(sys.modules, "torch", fake)
+    fake.stand_in(monkeypatch)
     return fake
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -37,7 +36,7 @@ def cache(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def torch(fake, cache, registry, host_engine, monkeypatch):
     """The fake, whose segments go with the test."""
-    monkeypatch.setitem(sys.modules, "torch", fake)
+    fake.stand_in(monkeypatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     yield fake
     fake.expandable, fake.backend, fake.on_snapshot = False, "native", None
@@ -316,7 +315,7 @@ def test_expandable_segments_are_refused_and_later_ones_left_alone(registry, tor
     with pytest.raises(ValueError, match="expandable segments"):
         torch_hooks.attach_hooks()
     monkeypatch.undo()
-    monkeypatch.setitem(sys.modules, "torch", torch)
+    torch.stand_in(monkeypatch)
     with torch_hooks.attach_hooks() as hooks:
         before = hooks.counters()["expandable"]
         torch.tell(torch_stand_in.SEGMENT_MAP, 0x20000, 4096)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+import sys
 import types
 from pathlib import Path
 
@@ -45,6 +46,11 @@ class Fake(types.ModuleType):
             memory_snapshot=self.memory_snapshot,
             memory=types.SimpleNamespace(_snapshot=self._snapshot),
         )
+
+    def stand_in(self, monkeypatch):
+        """Be what a test imports as torch, also where the process has a real one and knows the folders of that."""
+        monkeypatch.setitem(sys.modules, "torch", self)
+        monkeypatch.setitem(sys.modules, "torch.utils.cpp_extension", None)
 
     def load(self):
         path = Path(self.__file__).parent / "lib"

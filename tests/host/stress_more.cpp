@@ -102,8 +102,10 @@ bool leavable(int kind, size_t count, const float* x, float* y, float* z, ncclCo
   bool fine = true;
   const auto call = [&fine](ncclResult_t result) { fine = fine && result == ncclSuccess; };
   if (kind == 0) {
-    call(ncclAllReduce(x, y, count, ncclFloat32, ncclSum, comm, stream));
-    call(ncclBroadcast(y, z, count, ncclFloat32, int(count % size_t(n)), comm, stream));
+    const int root = int(count % size_t(n));
+    if (count % 4 < 2) call(ncclAllReduce(x, y, count, ncclFloat32, ncclSum, comm, stream));
+    else call(ncclReduce(x, y, count, ncclFloat32, ncclSum, root, comm, stream));
+    call(ncclBroadcast(y, z, count, ncclFloat32, root, comm, stream));
   } else if (kind == 1) {
     call(ncclAllGather(x, y, count, ncclFloat32, comm, stream));
     call(ncclReduceScatter(y, z, count, ncclFloat32, ncclSum, comm, stream));

@@ -1,4 +1,5 @@
 // Running one collective: all ranks describe theirs, and when all have arrived the data move.
+#include <chrono>
 #include <cstring>
 #include <string>
 
@@ -54,7 +55,7 @@ Record record_of(const Operation& operation) {
   record.send = operation.sendbuff;
   record.recv = operation.recvbuff;
   record.scalar = operation.scalar;
-  record.reads_peers = record.is_crowded = false;
+  record.reads_peers = record.pulls = false;
   if (operation.scalar_memory != nullptr) std::memcpy(&record.scalar, operation.scalar_memory, size_of(operation.dtype));
   return record;
 }
@@ -144,7 +145,7 @@ Passage meet(Comm& comm, const Operation& operation, bool small, Course& course)
     Record mine = record_of(operation);
     if (!small) {
       mine.reads_peers = reads_peers(comm);
-      mine.is_crowded = comm.segment->spin().is_crowded();
+      mine.pulls = comm.rank == 0 && mine.reads_peers && wants_pulled(comm, mine);
     }
     course.place = comm.rendezvous.next_place();
     comm.segment->slot(comm.rank).placed[course.place].write(mine);
@@ -167,12 +168,18 @@ Passage meet(Comm& comm, const Operation& operation, bool small, Course& course)
 bool move_data(Comm& comm, bool small, Course& course) {
   if (small) {
     run_small(comm, course.place);
-  } else if (comm.segment->one_process()) {
+    return true;
+  }
+  if (comm.segment->one_process()) {
     run_direct(comm, course.place);
-  } else if (is_pulled(comm, course.place)) {
-    return run_pulled(comm, course);
-  } else {
-    return run_staged(comm, course);
+    return true;
+  }
+  using Clock = std::chrono::steady_clock;
+  const bool pulled = is_pulled(comm, course.place), whole = course.step == 0;
+  const auto began = Clock::now();
+  if (!(pulled ? run_pulled(comm, course) : run_staged(comm, course))) return false;
+  if (whole && !comm.health.stopped()) {  // else it was left, or ended early
+    note_way(comm, course.place, pulled, std::chrono::duration<double>(Clock::now() - began).count());
   }
   return true;
 }

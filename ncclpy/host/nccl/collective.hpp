@@ -51,8 +51,11 @@ void run_direct(Comm& comm, int place);
 // Ranks are spread over processes: the data pass through the segment in steps. False if it was left.
 bool run_staged(Comm& comm, Course& course);
 
-// As that, of large blocks, and where each rank may read the memory of all others: one copy instead of two.
+// As that, of large blocks, and where each rank may read the memory of all others: one copy instead of two. Whether rank 0
+// wants it, where it can be; whether it is so; and what it took if it was rank 0's choice.
+bool wants_pulled(Comm& comm, const Record& record);
 bool is_pulled(Comm& comm, int place);
+void note_way(Comm& comm, int place, bool pulled, double seconds);
 bool run_pulled(Comm& comm, Course& course);
 
 // The bytes of so many that rank `r` reduces: whole cache lines, so also whole elements.

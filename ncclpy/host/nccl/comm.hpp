@@ -19,6 +19,7 @@
 #include "queue.hpp"
 #include "rendezvous.hpp"
 #include "segment.hpp"
+#include "ways.hpp"
 
 namespace ncclpy::host {
 
@@ -97,6 +98,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
   // The stream tasks' own state, handed from one task to the next in issue order.
   std::map<std::pair<int, int>, uint64_t> signals_taken;  // by peer and counter
   std::optional<bool> reads_peers;  // see peer_memory.hpp, once it was asked
+  Ways ways;
 
  private:
   void ring();

@@ -16,12 +16,28 @@
 namespace ncclpy::host {
 namespace {
 
-// From here on one copy by the kernel, which has to pin pages, takes less time than two copies through the cache.
-constexpr size_t least_block = 128 << 10;
+// For less it is never worth while: the kernel has to pin pages.
+constexpr size_t least_block = 64 << 10;
+// From here on one copy by the kernel mostly takes less time than two copies through the cache.
+constexpr size_t likely_block = 128 << 10;
 // And of what is reduced, which passes through the cache either way, with more ranks than cores: what counts then is that
-// ranks wait for each other three times, not at each step. With a core for each it would only be faster for memory that is
-// in their caches, and half as fast again for gradients that come from memory one by one.
-constexpr size_t least_reduced = 1 << 20;
+// ranks wait for each other three times, not at each step.
+constexpr size_t likely_reduced = 1 << 20;
+
+bool reduces(Collective kind) {
+  return kind == Collective::all_reduce || kind == Collective::reduce_scatter || kind == Collective::reduce;
+}
+
+// The bytes that a rank has to do with at once, by which a way is chosen.
+size_t block_of(const Comm& comm, const Record& record) {
+  const size_t bytes = record.count * size_of(record.dtype);
+  return record.kind == Collective::all_reduce ? bytes / size_t(comm.nranks) : bytes;
+}
+
+bool can_be_pulled(const Comm& comm, const Record& record) { return block_of(comm, record) >= least_block; }
+
+// What is next, as Course::step has it.
+enum : size_t { data, middle_gate, last_gate, away };
 
 class Pulled {
  public:
@@ -29,8 +45,8 @@ class Pulled {
       : comm_(comm), place_(place), nranks_(comm.nranks), rank_(comm.rank), mine_(record(comm.rank)),
         bytes_(mine_.count * size_of(mine_.dtype)) {}
 
-  // Whether this rank has done its part, or what it has not done is no other's concern.
-  bool run() {
+  // Everything up to a gate, which it returns; or `away`, if others wait in vain for what this rank was to do.
+  size_t run() {
     const size_t me = size_t(rank_);
     switch (mine_.kind) {
       case Collective::broadcast: pull(mine_.root, 0, 0); break;
@@ -41,10 +57,26 @@ class Pulled {
         if (rank_ == mine_.root) from_all([&](int r) { return pull(r, 0, size_t(r)); });
         break;
       case Collective::reduce_scatter: reduce(me * bytes_, bytes_, static_cast<char*>(mine_.recv)); break;
-      case Collective::all_reduce: return all_reduce();
-      case Collective::reduce: break;  // staged
+      case Collective::all_reduce: {
+        const auto [first, last] = part_of(bytes_, rank_, nranks_);
+        return reduce(first, last - first, static_cast<char*>(mine_.recv) + first) ? middle_gate : away;
+      }
+      case Collective::reduce:
+        if (rank_ == mine_.root) reduce(0, bytes_, static_cast<char*>(mine_.recv));
+        break;
     }
-    return true;
+    return last_gate;
+  }
+
+  // Of an all-reduce: each rank has reduced its range, and has the others' from them now. It wrote to its own range while they
+  // read its theirs, and does it the other way round here; so buffers may be in place.
+  void collect() {
+    char* const recv = static_cast<char*>(mine_.recv);
+    for (int i = 1; i < nranks_; i++) {
+      const int peer = (rank_ + i) % nranks_;
+      const auto [begin, end] = part_of(bytes_, peer, nranks_);
+      if (!copy_from(peer, static_cast<const char*>(record(peer).recv) + begin, recv + begin, end - begin)) break;
+    }
   }
 
  private:
@@ -56,30 +88,6 @@ class Pulled {
     for (int i = 0; i < nranks_; i++) {
       if (!pull((rank_ + i) % nranks_)) return;
     }
-  }
-
-  // Each rank reduces its range and has the others' from them. It writes to its own range while they read its theirs, and
-  // then the other way round; so buffers may be in place.
-  bool all_reduce() {
-    const auto [first, last] = part_of(bytes_, rank_, nranks_);
-    char* const recv = static_cast<char*>(mine_.recv);
-    if (!reduce(first, last - first, recv + first)) {
-      stay_away();
-      return false;
-    }
-    if (comm_.rendezvous.pass_data() != Passage::open) return false;
-    for (int i = 1; i < nranks_; i++) {
-      const int peer = (rank_ + i) % nranks_;
-      const auto [begin, end] = part_of(bytes_, peer, nranks_);
-      if (!copy_from(peer, static_cast<const char*>(record(peer).recv) + begin, recv + begin, end - begin)) break;
-    }
-    return true;
-  }
-
-  // Others wait at a gate for this rank's range, which they will not get. It comes to none, as one that waits at a gate
-  // for a peer that has gone: until a death, an abort or a revoke ends it.
-  void stay_away() {
-    wait_until(comm_.segment->header().bell, [this] { return comm_.health.stopped(); });
   }
 
   // Reduces `bytes` of what all send, from `at` on, in pieces that stay in the cache. False as for `copy_from`.
@@ -126,28 +134,44 @@ class Pulled {
 
 }  // namespace
 
-bool is_pulled(Comm& comm, int place) {
-  const Record& mine = comm.segment->slot(comm.rank).record(place);
-  const size_t bytes = mine.count * size_of(mine.dtype);
-  if (mine.kind == Collective::reduce) return false;
-  const bool reduces = mine.kind == Collective::all_reduce || mine.kind == Collective::reduce_scatter;
-  const size_t block = mine.kind == Collective::all_reduce ? bytes / size_t(comm.nranks) : bytes;
-  if (block < (reduces ? least_reduced : least_block)) return false;
-  bool crowded = false;  // to any of them: all are to choose alike
-  for (int r = 0; r < comm.nranks; r++) {
-    const Record& record = comm.segment->slot(r).record(place);
-    if (!record.reads_peers) return false;
-    crowded |= record.is_crowded;
-  }
-  return crowded || !reduces;
+bool wants_pulled(Comm& comm, const Record& record) {
+  if (comm.segment->one_process() || !can_be_pulled(comm, record)) return false;
+  const size_t block = block_of(comm, record);
+  const bool likely =
+      reduces(record.kind) ? block >= likely_reduced && comm.segment->spin().is_crowded() : block >= likely_block;
+  return comm.ways.pulls(record.kind, block, likely);
 }
 
-// It is left at the last gate alone: what can be left is too little for those that have another.
+bool is_pulled(Comm& comm, int place) {
+  if (!comm.segment->slot(0).record(place).pulls) return false;
+  for (int r = 0; r < comm.nranks; r++) {
+    if (!comm.segment->slot(r).record(place).reads_peers) return false;
+  }
+  return true;
+}
+
+void note_way(Comm& comm, int place, bool pulled, double seconds) {
+  const Record& mine = comm.segment->slot(comm.rank).record(place);
+  if (comm.rank != 0 || !can_be_pulled(comm, mine)) return;
+  comm.ways.took(mine.kind, block_of(comm, mine), pulled, seconds);
+}
+
+// It is left at gates alone.
 bool run_pulled(Comm& comm, Course& course) {
-  static_assert(brief_bytes <= least_reduced, "a reduction is not run a second time");
-  if (course.step == 0 && !Pulled(comm, course.place).run()) return true;
-  course.step = 1;
-  return comm.rendezvous.pass_data() != Passage::left;
+  Pulled pulled(comm, course.place);
+  if (course.step == data) course.step = pulled.run();
+  if (course.step == middle_gate) {
+    const Passage passage = comm.rendezvous.pass_data();
+    if (passage != Passage::open) return passage == Passage::ended;
+    pulled.collect();
+    course.step = last_gate;
+  }
+  if (course.step == last_gate) return comm.rendezvous.pass_data() != Passage::left;
+  // Others wait at a gate for this rank's range, which they will not get. It comes to none, as one that waits at a gate
+  // for a peer that has gone: until a death, an abort or a revoke ends it.
+  const auto ended = [&] { return comm.health.stopped(); };
+  wait_until(comm.segment->header().bell, [&] { return ended() || Interruption::wants_out(); });
+  return ended();
 }
 
 }  // namespace ncclpy::host

@@ -29,7 +29,7 @@ enum class Collective : uint8_t {
 struct Record {
   Collective kind;
   bool reads_peers;  // see peer_memory.hpp
-  bool is_crowded;   // where this rank is, there are more ranks than cores
+  bool pulls;        // of rank 0, for all: see ways.hpp
   ncclDataType_t dtype;
   Operator op;
   int32_t root;

@@ -61,14 +61,14 @@ def test_every_number_of_ranks(run, nranks):
 
 
 # Bytes: what lies beside a record, or beside a message's kind; what travels inside the segment, of so many ranks; a
-# piece of a message; a block that the kernel copies between processes; a step of a staged collective, or a message
+# piece of a message; a block that the kernel may copy between processes; a step of a staged collective, or a message
 # that is offered; what a caller runs who may leave it.
 BOUNDARIES = {
     "little": lambda _: 64,
     "little piece": lambda _: 40,
     "inline": lambda nranks: min(32 << 10, (64 << 10) // nranks // 64 * 64),
     "piece": lambda _: 16 << 10,
-    "pulled": lambda _: 128 << 10,
+    "pulled": lambda _: 64 << 10,
     "step": lambda _: 256 << 10,
     "brief": lambda _: 1 << 20,
 }

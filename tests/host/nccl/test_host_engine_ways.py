@@ -1,0 +1,60 @@
+"""Large collectives among processes go the faster of two ways, with the same results."""
+
+import subprocess
+
+import host_bodies as bodies
+import pytest
+from host_ranks import Processes
+from sanitizers import ROOT, build
+
+FLOAT16 = 6
+
+
+@pytest.fixture(scope="module")
+def ways(tmp_path_factory):
+    program = tmp_path_factory.mktemp("ways") / "ways"
+    build(program, [], [ROOT / "tests/host/ways.cpp", ROOT / "ncclpy/host/nccl/ways.cpp"])
+
+    def run(prefers, *rows):
+        """Return how many collectives of each row (number, seconds of each way) went the second."""
+        command = [program, str(int(prefers)), *(str(each) for row in rows for each in row)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        return [int(line) for line in done.stdout.split()]
+
+    return run
+
+
+@pytest.mark.parametrize("prefers", [False, True])
+def test_the_faster_way_is_taken_and_the_other_costs_little(ways, prefers):
+    (second,) = ways(prefers, (3000, 100, 50))
+    assert 2900 < second < 3000
+    (second,) = ways(prefers, (3000, 10, 100))
+    assert 0 < second * 90 < 0.03 * 3000 * 10 + 10 * 90, "tries are rare where they cost much"
+
+
+def test_ways_that_take_the_same_are_both_taken(ways):
+    (second,) = ways(False, (3000, 50, 50))
+    assert 0 < second < 3000
+
+
+def test_it_changes_with_the_machine(ways):
+    assert ways(True, (1000, 100, 90), (1000, 20, 90), (1000, 400, 90))[1:] == pytest.approx([60, 950], abs=60)
+    first, second = ways(False, (2000, 50, 200), (1000, 400, 200))
+    assert first < 40 and second > 950, "at once, where what was better has become worse than the other was"
+
+
+def test_it_begins_with_what_is_likely(ways):
+    assert ways(True, (3, 1, 1)) == [3]
+    assert ways(False, (3, 1, 1)) == [0]
+
+
+@pytest.mark.parametrize("nranks", [2, 3])
+def test_both_ways_lead_to_the_same_results(nccl, nranks):
+    """Each operation so often that both have been tried, and one chosen."""
+    processes = Processes()
+    try:
+        for count in (40_000, 140_001):
+            processes.run(nccl, nranks, bodies.every_reduction, [count], (FLOAT16,))
+            processes.run(nccl, nranks, bodies.every_copy, [count] * 5, (FLOAT16,))
+    finally:
+        processes.close()

@@ -149,14 +149,7 @@ class Ncclpy:
         stream = None if self.stream is None else self.stream.handle
         send, recv = self._pair(sent, received, first)
         if collective == "sendrecv":
-            group, following, previous = self.nccl.group, place.following, place.previous
-
-            def exchange() -> None:
-                with group():
-                    comm.send(send, following, stream=stream)
-                    comm.recv(recv, previous, stream=stream)
-
-            return exchange
+            return lambda: comm.sendrecv(send, place.following, recv, place.previous, stream=stream)
         function = getattr(comm, collective)
         if collective in self.in_place:
             return lambda: function(recv, stream=stream)

@@ -79,6 +79,16 @@ class Communicator(Lifecycle):
     ) -> None: ...
     def send(self, buf: BufferLike, peer: int, *, stream: StreamLike = ..., timeout: float | None = ...) -> None: ...
     def recv(self, buf: BufferLike, peer: int, *, stream: StreamLike = ..., timeout: float | None = ...) -> None: ...
+    def sendrecv(
+        self,
+        send: BufferLike,
+        dest: int,
+        recv: BufferLike,
+        source: int,
+        *,
+        stream: StreamLike = ...,
+        timeout: float | None = ...,
+    ) -> None: ...
     def all_gather_v(
         self,
         send: BufferLike,

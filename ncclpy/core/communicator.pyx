@@ -31,6 +31,7 @@ from ncclpy.core.start cimport (
     start,
     start_bare,
     start_or_lower,
+    start_pair,
     start_spread,
 )
 from ncclpy.core.state cimport READY
@@ -320,7 +321,7 @@ cdef class Communicator(Lifecycle):
         if self.state != READY:
             check_alive(self)
         o.root = root_rank(self.nranks, peer, "peer")
-        shape_send(&o, &s, buf, self.device)
+        shape_send(&o, &s, buf, "buf", self.device)
         start(self, &o, &s, buf, None, stream, timeout)
 
     def recv(self, buf, peer, *, stream=None, timeout=None):
@@ -342,8 +343,32 @@ cdef class Communicator(Lifecycle):
         if self.state != READY:
             check_alive(self)
         o.root = root_rank(self.nranks, peer, "peer")
-        shape_recv(&o, &r, buf, self.device)
+        shape_recv(&o, &r, buf, "buf", self.device)
         start(self, &o, &r, None, buf, stream, timeout)
+
+    def sendrecv(self, send, dest, recv, source, *, stream=None, timeout=None):
+        """Send to one rank and receive from one, the same or another: `ncclSend` and `ncclRecv` in a group of their own.
+
+        Parameters
+        ----------
+        send, recv : buffer
+            What is sent, and where the data arrive, of any sizes and types; they must not overlap.
+        dest, source : int
+            The rank that receives, and the one that sends. What they call, `sendrecv` or not, must be as much.
+        stream : optional
+            Where the work is enqueued.
+        timeout : float, optional
+            Seconds for this operation; by default the communicator's, which must be one that can be ended.
+        """
+        cdef View s, r
+        cdef Operation there, here
+        if self.state != READY:
+            check_alive(self)
+        there.root = root_rank(self.nranks, dest, "dest")
+        here.root = root_rank(self.nranks, source, "source")
+        shape_send(&there, &s, send, "send", self.device)
+        shape_recv(&here, &r, recv, "recv", self.device)
+        start_pair(self, &there, &s, send, &here, &r, recv, stream, timeout)
 
     def all_gather_v(self, send, recv, counts, *, stream=None, timeout=None):
         """Collect parts of different sizes on all ranks: a group of broadcasts.

@@ -13,27 +13,24 @@ from libc.stdlib cimport free, realloc
 from libc.string cimport memcpy
 
 from ncclpy.abi.driver cimport CUstream
-from ncclpy.abi.nccl cimport NCCL_UNDEF_FLOAT, NCCLPY_SIM_INFO_MAGIC, ncclInProgress, ncclResult_t, ncclSuccess
+from ncclpy.abi.nccl cimport NCCL_UNDEF_FLOAT, NCCLPY_SIM_INFO_MAGIC, ncclInProgress, ncclSuccess
 from ncclpy.core cimport tap as _tap
 from ncclpy.core.abort cimport ABORT_DEADLINE, abort_handles, abort_late, end_call, leave
-from ncclpy.core.birth cimport ASKED
 from ncclpy.core.check cimport nccl_error
 from ncclpy.core.config cimport struct_version
 from ncclpy.core.flight cimport hold
 from ncclpy.core.handle cimport count_waits, in_lock_order, tell_trouble
 from ncclpy.core.library cimport abort_preempts, nccl, require
+from ncclpy.core.members cimport adopt, await_member, bring_up, end_orphans, patience
 from ncclpy.core.operation cimport NOT_THERE, WINDOW, function_of, raise_issue
 from ncclpy.core.overdue cimport begin_whole, end_whole
-from ncclpy.core.progress cimport born, check_alive, finish, give_up, wait_stream
-from ncclpy.core.state cimport ABORTED, FINALIZED, INITIALISING, READY
+from ncclpy.core.progress cimport Waiting, begin_wait, check_alive, end_wait, give_up, make_wait, wait_stream
+from ncclpy.core.state cimport ABORTED, FINALIZED, READY
 from ncclpy.core.stretch cimport follow_late, make_calls, note_arrival
 from ncclpy.core.tap cimport Tap
-from ncclpy.core.wait cimport FOREVER, SLICE, Call, as_timeout, deadline_after, now, pause
+from ncclpy.core.wait cimport FOREVER, SLICE, Call, as_timeout, deadline_after, now
 
 from ncclpy.core.errors import NcclError, attach, not_copied
-
-# How long the other members of a group that has failed may take, where they have no deadline of their own.
-cdef double GROUP_PATIENCE = 5.0
 
 cdef extern from *:
     """
@@ -277,13 +274,18 @@ cdef bint _make_calls(Group group, PyObject** locked, size_t nlocked, double unt
     return make_calls(calls, until)
 
 
-cdef int _make_in_turn(Group group, PyObject** locked, size_t nlocked) except -1:
-    """Make the calls when other threads are through with the communicators; handlers run meanwhile."""
+cdef int _make_in_turn(Group group, PyObject** locked, size_t nlocked, Waiting* waiting) except -1:
+    """Make the calls when other threads are through with the communicators; handlers run meanwhile.
+
+    And wait, if `waiting` is given and they are made: the GIL is given up once for both, as for a single call.
+    """
     cdef bint made
     cdef double started = now(), deadline = started + _limit_of(group, group.handles)
     while True:
         with nogil:
             made = _make_calls(group, locked, nlocked, min(now() + SLICE, deadline))
+            if made and waiting != NULL and group.calls.result == ncclSuccess:
+                make_wait(waiting, group.awaited_stream)
         if made:
             return 0
         PyErr_CheckSignals()
@@ -403,6 +405,8 @@ cdef int _launch_counted(Group group) except -1:
     cdef PyObject** locked = NULL
     cdef size_t nlocked = len(group.handles)
     cdef Stretch* calls = &group.calls
+    cdef Waiting wait
+    cdef Waiting* waiting = NULL
     try:
         require(<void*>nccl.ncclGroupStart, b"ncclGroupStart")
         if group.simulate:
@@ -420,7 +424,11 @@ cdef int _launch_counted(Group group) except -1:
         else:
             if nlocked > 1:  # else the steps stand in that order
                 locked = in_lock_order(group.handles)
-            _make_in_turn(group, locked, nlocked)
+            if len(group.waits) == 1 and not group.simulate:
+                handle, _, limit = group.waits[0]
+                begin_wait(&wait, handle, b"ncclGroupEnd", _by(group, limit, None), group.handles)
+                waiting = &wait
+            _make_in_turn(group, locked, nlocked, waiting)
     except BaseException:
         for _, child in group.births:
             child.unborn()
@@ -436,7 +444,7 @@ cdef int _launch_counted(Group group) except -1:
             leave([child for _, child in group.births if (<Handle>child).is_stray()], "its group failed", error)
             if abort_preempts:  # as in is_stray()
                 more = []
-                _end_orphans([child for _, child in group.births], more)
+                end_orphans([child for _, child in group.births], more)
                 attach(error, more)
             if calls.failed == group.count:
                 _hold_all(group)
@@ -447,7 +455,7 @@ cdef int _launch_counted(Group group) except -1:
         group.estimated_time_us = group.info.estimatedTime
         return 0
     if group.births or group.waits or calls.result == ncclInProgress:
-        _see_through(group)
+        _see_through(group, waiting if calls.result == ncclSuccess else NULL)
     return 0
 
 
@@ -469,19 +477,15 @@ cdef int _raise_failed(Group group) except -1:
     raise nccl_error(calls.result, b"ncclGroupSimulateEnd" if group.simulate else b"ncclGroupEnd", calls.words)
 
 
-cdef double _patience(Group group, double limit, list errors) noexcept:
-    """Return the seconds of a wait: its own, and not for ever once another member has failed."""
-    if group.limit != FOREVER:
-        limit = group.limit
-    return GROUP_PATIENCE if errors and limit == FOREVER else limit
-
-
 cdef double _by(Group group, double limit, list errors) noexcept:
-    return deadline_after(_patience(group, limit, errors))
+    return deadline_after(patience(group.limit, limit, errors))
 
 
-cdef int _see_through(Group group) except -1:
-    """Wait for all members, whatever becomes of each; raise the first error with the others as notes."""
+cdef int _see_through(Group group, Waiting* waited) except -1:
+    """Wait for all members, whatever becomes of each; raise the first error with the others as notes.
+
+    `waited` is a wait, the only one for CPU memory, that was made with the calls.
+    """
     cdef Handle handle, child
     cdef list errors = [], children = [], handles = group.handles, together = handles
     if group.births:  # most have none, and each list costs a small group a hundredth of its time
@@ -490,23 +494,26 @@ cdef int _see_through(Group group) except -1:
     try:
         if children:
             for child in children:  # all of them before any is waited for: NCCL may write into any of them
-                _collect(errors, child, 0, FOREVER, group)
-            _end_orphans(children, errors)
-            _bring_up([each for each in children if (<Handle>each).waits or (<Handle>each).nranks == 0], group, errors)
+                adopt(errors, child, group.calls.result)
+            end_orphans(children, errors)
+            bring_up([each for each in children if (<Handle>each).waits or (<Handle>each).nranks == 0], group.limit, errors)
         if group.calls.result == ncclInProgress and not (group.bare and children):  # a child is polled when it is asked
             for handle in handles:
                 if handle.state == READY or handle.state == FINALIZED:  # a close waits for this
                     if not children:
                         handle.was_in_progress()
-                    _collect(errors, handle, 1, _by(group, handle.limit, errors), group)
+                    await_member(errors, handle, _by(group, handle.limit, errors))
             if not errors:
                 with nogil:
                     follow_late(&group.calls)
         for handle, stream, limit in group.waits if len(group.waits) < 2 else dict.fromkeys(group.waits):
             try:
-                wait_stream(
-                    handle, <CUstream><uintptr_t>stream, b"ncclGroupEnd", _by(group, limit, errors), together
-                )
+                if waited != NULL:
+                    end_wait(waited)
+                else:
+                    wait_stream(
+                        handle, <CUstream><uintptr_t>stream, b"ncclGroupEnd", _by(group, limit, errors), together
+                    )
                 note_arrival(&group.calls, handle)
             except NcclError as error:
                 errors.append(error)
@@ -524,72 +531,6 @@ cdef int _see_through(Group group) except -1:
         _hold_all(group)
         attach(errors[0], errors[1:])
         raise errors[0]
-    return 0
-
-
-cdef int _end_orphans(list children, list errors) except -1:
-    """End what NCCL has made for children that were aborted in the middle of the calls: that abort found nothing."""
-    cdef Handle child
-    orphans = [child for child in children if child.state == ABORTED and child.cradle.stage == ASKED]
-    if orphans:
-        try:
-            abort_late(orphans, "aborted while its group ended")
-        except NcclError as error:
-            errors.append(error)
-    return 0
-
-
-cdef int _bring_up(list children, Group group, list errors) except -1:
-    """Poll all children that NCCL is making: each takes its steps only if asked, and one may wait for another."""
-    cdef Handle child
-    cdef ncclResult_t result
-    cdef double started = now(), moment
-    making = [(child, started + _patience(group, child.limit, errors)) for child in children]
-    while True:
-        still, late = [], []
-        moment = now()
-        for child, deadline in making:
-            if child.state != INITIALISING:
-                if child.state == ABORTED:
-                    errors.append(child.aborted_error(f"initialisation of {child!r} ended: the communicator was aborted"))
-                continue
-            with nogil:
-                result = child.poll_once()
-            if result != ncclInProgress:
-                _collect(errors, child, 1, moment, group, started)
-            elif moment >= deadline:
-                late.append(child)
-            else:
-                still.append((child, min(deadline, _by(group, child.limit, errors))) if errors else (child, deadline))
-        if late:
-            _give_up(late, errors, started)
-        if not still:
-            return 0
-        making = still
-        with nogil:
-            pause(now() - started)
-        PyErr_CheckSignals()
-
-
-cdef int _give_up(list late, list errors, double started) except -1:
-    """Abort what has passed its deadline, together: the abort of one alone would be an error of NCCL to the others."""
-    cdef Handle child
-    failures = [child.timeout_error("initialisation", now() - started) for child in late]
-    tied = [each for child in late for each in child.tied()]
-    leave(tied, "initialisation passed its deadline", failures[0])
-    errors += failures
-    return 0
-
-
-cdef int _collect(list errors, Handle handle, int step, double deadline, Group group, double started=0) except -1:
-    """Adopt a child (step 0) or wait for a communicator (step 1), and note its error."""
-    try:
-        if step == 0:
-            born(handle, group.calls.result)
-        else:
-            finish(handle, "initialisation" if handle.state == INITIALISING else "ncclGroupEnd", deadline, started)
-    except NcclError as error:
-        errors.append(error)
     return 0
 
 

@@ -4,8 +4,10 @@ from ncclpy.abi.driver cimport CUcontext
 from ncclpy.abi.nccl cimport (
     ncclConfig_t,
     ncclDataType_t,
+    ncclInProgress,
     ncclInvalidArgument,
     ncclRedOp_t,
+    ncclSuccess,
     ncclUnhandledCudaError,
     ncclWaitSignalDesc_t,
     ncclWindow_t,
@@ -49,6 +51,9 @@ cdef ncclResult_t issue(const Operation* operation) noexcept nogil:
     elif o.kind == RECV:
         if nccl.ncclRecv != NULL:
             return nccl.ncclRecv(o.recv, o.count, datatype, o.root, o.comm, o.stream)
+    elif o.kind == PAIR:
+        if nccl.ncclSend != NULL and nccl.ncclRecv != NULL and nccl.ncclGroupStart != NULL:
+            return _issue_pair(o)
     elif o.kind == PUT_SIGNAL:
         if nccl.ncclPutSignal != NULL:  # of a window that was closed meanwhile the cell is NULL, which NCCL refuses
             return nccl.ncclPutSignal(
@@ -66,6 +71,20 @@ cdef ncclResult_t issue(const Operation* operation) noexcept nogil:
     else:
         return _issue_birth(o)
     return <ncclResult_t>NOT_THERE
+
+
+cdef ncclResult_t _issue_pair(const Operation* o) noexcept nogil:
+    """Make two calls; of what one of them refuses the group's end launches nothing, and says the same."""
+    cdef const Operation* r = o.receive
+    cdef ncclResult_t result, ended
+    result = nccl.ncclGroupStart()
+    if result != ncclSuccess:
+        return result
+    result = nccl.ncclSend(o.send, o.count, <ncclDataType_t>o.datatype, o.root, o.comm, o.stream)
+    if result == ncclSuccess or result == ncclInProgress:
+        result = nccl.ncclRecv(r.recv, r.count, <ncclDataType_t>r.datatype, r.root, o.comm, o.stream)
+    ended = nccl.ncclGroupEnd()
+    return ended if result == ncclSuccess or result == ncclInProgress else result
 
 
 cdef ncclResult_t _issue_birth(const Operation* o) noexcept nogil:
@@ -112,6 +131,8 @@ cdef const char* function_of(int kind) noexcept nogil:
         return b"ncclSend"
     if kind == RECV:
         return b"ncclRecv"
+    if kind == PAIR:
+        return b"ncclGroupEnd"
     if kind == PUT_SIGNAL:
         return b"ncclPutSignal"
     if kind == SIGNAL:

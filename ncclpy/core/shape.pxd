@@ -42,5 +42,5 @@ cdef bint shape_gather(
 cdef bint shape_scatter(
     Operation* o, View* s, View* r, object send, object recv, int device, int nranks, bint is_root
 ) except -1
-cdef bint shape_send(Operation* o, View* s, object buf, int device) except -1
-cdef bint shape_recv(Operation* o, View* r, object buf, int device) except -1
+cdef bint shape_send(Operation* o, View* s, object buf, str argument, int device) except -1
+cdef bint shape_recv(Operation* o, View* r, object buf, str argument, int device) except -1

@@ -249,13 +249,13 @@ cdef bint shape_scatter(
     return _fill(o, SCATTER, r, s.pointer, r.pointer, r.count)
 
 
-cdef bint shape_send(Operation* o, View* s, object buf, int device) except -1:
-    read_on_device(buf, s, "buf", device)
+cdef bint shape_send(Operation* o, View* s, object buf, str argument, int device) except -1:
+    read_on_device(buf, s, argument, device)
     _fill(o, SEND, s, s.pointer, NULL, s.count)
     return False
 
 
-cdef bint shape_recv(Operation* o, View* r, object buf, int device) except -1:
-    read_on_device(buf, r, "buf", device)
-    writable(r, "buf")
+cdef bint shape_recv(Operation* o, View* r, object buf, str argument, int device) except -1:
+    read_on_device(buf, r, argument, device)
+    writable(r, argument)
     return _fill(o, RECV, r, NULL, r.pointer, r.count)

@@ -20,6 +20,11 @@ cdef int start(
 cdef int start_or_lower(
     Handle comm, Operation* operation, const View* view, object send, object recv, object stream, object timeout
 ) except -1
+# The same for a send and the receive that belongs to it.
+cdef int start_pair(
+    Handle comm, Operation* there, const View* sent, object send, Operation* here, const View* received, object recv,
+    object stream, object timeout
+) except -1
 
 # The same for what has no buffer of the caller's: with no stream given the call waits. `keeps` is what it needs.
 cdef int start_bare(Handle comm, Operation* operation, object keeps, object stream, object timeout) except -1

@@ -2,17 +2,18 @@
 
 from cpython.long cimport PyLong_AsLongAndOverflow
 
+from ncclpy.abi.driver cimport CUstream
 from ncclpy.abi.nccl cimport ncclUint8
 from ncclpy.core.buffers cimport HOST_MEMORY, current_stream
 from ncclpy.core.datatypes cimport BOOLEAN, BYTES
 from ncclpy.core.lower cimport Lowered, lacks, lower
-from ncclpy.core.operation cimport ALL_REDUCE
+from ncclpy.core.operation cimport ALL_REDUCE, PAIR
 from ncclpy.core.parts cimport new_spread
 from ncclpy.core.progress cimport be_watched
 from ncclpy.core.resources cimport CustomOp
 from ncclpy.core.shape cimport cannot_reduce, op_number, type_name
 from ncclpy.core.stream cimport as_stream_of
-from ncclpy.core.submit cimport submit
+from ncclpy.core.submit cimport makes_pairs, submit
 from ncclpy.core.wait cimport as_timeout
 
 from ncclpy.core import device as _device
@@ -84,20 +85,47 @@ cdef double limit_of(Handle comm, object timeout) except? -1:
     return limit
 
 
+cdef inline int _choose_stream(
+    Handle comm, const View* view, object stream, CUstream* chosen, bint* wait_host
+) except -1:
+    """Find the stream to work on, and whether the data are in CPU memory that has none."""
+    wait_host[0] = False
+    if stream is not None:
+        chosen[0] = as_stream_of(stream, comm.device)
+    elif view.device == HOST_MEMORY:
+        chosen[0] = comm.own_stream()
+        wait_host[0] = True
+    else:
+        current_stream(view, comm.device, chosen)
+    return 0
+
+
 cdef int start(
     Handle comm, Operation* operation, const View* view, object send, object recv, object stream, object timeout
 ) except -1:
     """Choose the stream and submit."""
-    cdef bint wait_host = False
+    cdef bint wait_host
     cdef double limit = comm.limit if timeout is None else limit_of(comm, timeout)
-    if stream is not None:
-        operation.stream = as_stream_of(stream, comm.device)
-    elif view.device == HOST_MEMORY:
-        operation.stream = comm.own_stream()
-        wait_host = True
-    else:
-        current_stream(view, comm.device, &operation.stream)
+    _choose_stream(comm, view, stream, &operation.stream, &wait_host)
     return submit(comm, operation, send, recv, wait_host, limit)
+
+
+cdef int start_pair(
+    Handle comm, Operation* there, const View* sent, object send, Operation* here, const View* received, object recv,
+    object stream, object timeout
+) except -1:
+    """Submit a send and a receive: as one call, or as a group where each goes its own way or is to be told of."""
+    cdef bint wait_send, wait_recv
+    cdef double limit = comm.limit if timeout is None else limit_of(comm, timeout)
+    _choose_stream(comm, sent, stream, &there.stream, &wait_send)
+    _choose_stream(comm, received, stream, &here.stream, &wait_recv)
+    if there.stream == here.stream and wait_send == wait_recv and makes_pairs():
+        there.kind, there.receive = PAIR, here
+        return submit(comm, there, send, recv, wait_send, limit)
+    with Group(timeout=timeout):
+        submit(comm, there, send, None, wait_send, limit)
+        submit(comm, here, None, recv, wait_recv, limit)
+    return 0
 
 
 cdef int start_bare(Handle comm, Operation* operation, object keeps, object stream, object timeout) except -1:

@@ -9,8 +9,9 @@ from ncclpy.core cimport tap as _tap
 from ncclpy.core.device cimport lend_device, take_device_back
 from ncclpy.core.group cimport open_group
 from ncclpy.core.handle cimport LOCK_BUSY, WAS_ABORTED, lock_within, tell_trouble
+from ncclpy.core.library cimport nccl
 from ncclpy.core.marks cimport Mark
-from ncclpy.core.operation cimport WINDOW, function_of, issue, raise_issue
+from ncclpy.core.operation cimport PAIR, WINDOW, function_of, issue, raise_issue
 from ncclpy.core.overdue cimport begin_whole, end_whole
 from ncclpy.core.progress cimport (
     Waiting,
@@ -26,6 +27,13 @@ from ncclpy.core.state cimport ABORTED, READY
 from ncclpy.core.tap cimport Tap
 from ncclpy.core.tenant cimport follow, let_in
 from ncclpy.core.wait cimport SLICE, deadline_after, now
+
+
+cdef bint makes_pairs() noexcept:
+    return (
+        open_group() == NULL and _tap.tap is None
+        and nccl.ncclGroupStart != NULL and nccl.ncclSend != NULL and nccl.ncclRecv != NULL
+    )
 
 
 cdef int submit(
@@ -104,10 +112,14 @@ cdef int _submit_and_wait(Handle handle, Operation* operation, object send, obje
                 result = <ncclResult_t>_call_later(handle, operation, True, limit)
             _see_to(handle, operation, send, recv, True, limit, result)
         if handle.told:
-            handle.note_arrival(operation)
+            handle.note_arrival(_last_of(operation))
     finally:
         handle.waiters -= 1
     return 0
+
+
+cdef inline const Operation* _last_of(const Operation* operation) noexcept nogil:
+    return operation.receive if operation.kind == PAIR else operation
 
 
 cdef inline int _call_in_turn(Handle handle, Operation* operation, double limit) except? -1:
@@ -131,8 +143,11 @@ cdef inline ncclResult_t _call(
     operation.comm = handle.raw
     operation.sequence = handle.sequence
     handle.sequence += 1
+    if operation.kind == PAIR:
+        operation.receive.comm, operation.receive.sequence = operation.comm, handle.sequence
+        handle.sequence += 1
     if handle.told:
-        handle.note(operation)
+        handle.note(_last_of(operation))
     lent = lend_device(handle.device)
     if handle.tenant != NULL and operation.comm != NULL and handle.state != ABORTED:
         let_in(handle.tenant, operation.comm)
@@ -140,7 +155,7 @@ cdef inline ncclResult_t _call(
         result = <ncclResult_t>WAS_ABORTED
     elif handle.watched:
         # Who waits for CPU memory keeps the deadline itself.
-        mark = handle.enter_call(operation, limit) if not wait_host else NULL
+        mark = handle.enter_call(_last_of(operation), limit) if not wait_host else NULL
         result = issue(operation)
         handle.leave_call(mark, result == ncclSuccess)
     else:
@@ -183,7 +198,8 @@ cdef int _see_to(
         if wait_host:
             wait_stream(handle, operation.stream, what, deadline_after(limit))
     except BaseException as error:
-        if result == ncclSuccess or result == ncclInProgress:
+        # A group's end may fail half way.
+        if result == ncclSuccess or result == ncclInProgress or operation.kind == PAIR:
             _have_left(handle, operation, send, recv, error)
         else:
             handle.explain(error)

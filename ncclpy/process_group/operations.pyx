@@ -341,7 +341,7 @@ cdef class Operations:
         cdef int number
         o.root = root_rank(self.size, peer, "peer")
         number = as_integer(tag, "tag", 0)
-        shape_send(&o, &s, buf, self.device)
+        shape_send(&o, &s, buf, "buf", self.device)
         return self.begin(&o, None, &s, buf, None, producer, timeout, number)
 
     def recv(self, buf, peer, tag=0, *, producer=None, timeout=None):
@@ -370,7 +370,7 @@ cdef class Operations:
             raise NcclUnsupported("peer: NCCL cannot receive from any source; name the rank that sends")
         o.root = root_rank(self.size, peer, "peer")
         number = as_integer(tag, "tag", 0)
-        shape_recv(&o, &r, buf, self.device)
+        shape_recv(&o, &r, buf, "buf", self.device)
         return self.begin(&o, None, &r, buf, buf, producer, timeout, number)
 
     # Several at once, in a block of `coalescing`, which is the group's.

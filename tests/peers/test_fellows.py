@@ -143,6 +143,24 @@ def test_in_a_group_of_calls(tmp_path):
     assert re.search(r"rank 0 waits in all_reduce #[12] since", text), text
 
 
+PAIR = TROUBLE.replace(
+    "    comm.all_reduce(array(1024), **options)\n",
+    "    comm.sendrecv(array(1024), 1, array(512), 1, **options)\n",
+)
+
+
+def test_in_a_send_and_receive(tmp_path):
+    """They count as the two calls that they are, whichever way they are made."""
+    does = "with ncclpy.group():\n    comm.send(array(512), 0)\n    comm.recv(array(1024), 0)\ntime.sleep(40)"
+    [(_, states, text)] = lines_of(tmp_path, 2, "time.sleep(40)", PAIR)
+    assert states == "['waits', 'idle']" and LATE.format(last=1) in text, text
+    assert "recv #2 from rank 1 (float32 x 512) of communicator" in text, text
+    assert "rank 0 waits in recv #2 from rank 1 since" in text, text
+    [(_, states, text)] = lines_of(tmp_path, 2, does, PAIR)
+    assert states == "['waits', 'idle']", text
+    assert "rank 1 has finished recv #2 from rank 0 and is in no" in text and "waits in all_reduce #3 since" in text
+
+
 PLAN = TROUBLE.replace(
     "    comm.all_reduce(array(1024), **options)\n",
     "    plan, mine = ncclpy.Plan(), array(1024)\n    with plan.record():\n        comm.all_reduce(mine)\n"

@@ -15,17 +15,17 @@
 namespace ncclpy::host {
 namespace {
 
-constexpr size_t least_pending = 4;  // that a group has room for at first
+constexpr size_t least_operations = 2;  // that a group has room for at first: an exchange with a neighbour
 
-struct Pending {
+// What one communicator does in the group.
+struct Share {
   std::shared_ptr<Comm> comm;
-  Operation operation;
-  cudaStream_t stream;
+  std::vector<Operation> operations;
 };
 
 struct Contents {
   std::vector<Job> jobs;
-  std::vector<Pending> operations;
+  std::vector<Share> shares;  // one a communicator, in the order of their first operations
 
   // Those for which a job in the background is not over.
   Mutex<NCCLPY_LOCK_GROUP> mutex;
@@ -33,12 +33,21 @@ struct Contents {
 
   Contents() = default;
   Contents(Contents&& other) noexcept
-      : jobs(std::move(other.jobs)), operations(std::move(other.operations)), worked_on(std::move(other.worked_on)) {}
+      : jobs(std::move(other.jobs)), shares(std::move(other.shares)), worked_on(std::move(other.worked_on)) {}
   Contents& operator=(Contents&& other) noexcept {
     jobs = std::move(other.jobs);
-    operations = std::move(other.operations);
+    shares = std::move(other.shares);
     worked_on = std::move(other.worked_on);
     return *this;
+  }
+
+  void add(const std::shared_ptr<Comm>& comm, Operation operation) {
+    // Mostly it is that of the last one.
+    auto share = std::find_if(shares.rbegin(), shares.rend(), [&](const Share& known) { return known.comm == comm; });
+    if (share != shares.rend()) return share->operations.push_back(std::move(operation));
+    shares.push_back({comm, {}});
+    shares.back().operations.reserve(least_operations);
+    shares.back().operations.push_back(std::move(operation));
   }
 
   void begin_jobs() {
@@ -71,7 +80,7 @@ struct Contents {
       all.push_back(comm);
     };
     for (const Job& job : jobs) add(job.comm);
-    for (const Pending& pending : operations) add(pending.comm);
+    for (const Share& share : shares) add(share.comm);
     return all;
   }
 };
@@ -150,45 +159,20 @@ ncclResult_t check_messages_to_self(const std::vector<Operation>& operations, in
   return ncclSuccess;
 }
 
-// What one communicator does in the group.
-struct Share {
-  std::shared_ptr<Comm> comm;
-  std::vector<Operation> operations;
-  std::vector<cudaStream_t> streams;
-};
-
-ncclResult_t sort_by_comm(const std::vector<Pending>& pending, std::vector<Share>* shares) {
-  for (const Pending& one : pending) {
-    Share* share = nullptr;
-    for (Share& known : *shares) {
-      if (known.comm == one.comm) share = &known;
-    }
-    if (share == nullptr) {
-      const bool is_first = shares->empty();
-      share = &shares->emplace_back(Share{one.comm, {}, {}});
-      if (is_first) {  // mostly it is the only one
-        share->operations.reserve(pending.size());
-        share->streams.reserve(pending.size());
-      }
-    }
-    share->operations.push_back(one.operation);
-    share->streams.push_back(one.stream);
-  }
-  for (const Share& share : *shares) NCCLPY_TRY(check_messages_to_self(share.operations, share.comm->rank));
+ncclResult_t check_messages_to_self(const std::vector<Share>& shares) {
+  for (const Share& share : shares) NCCLPY_TRY(check_messages_to_self(share.operations, share.comm->rank));
   return ncclSuccess;
 }
 
-ncclResult_t issue_operations(const std::vector<Pending>& pending) {
-  std::vector<Share> shares;
-  NCCLPY_TRY(sort_by_comm(pending, &shares));
-  for (Share& share : shares) NCCLPY_TRY(issue(share.comm, std::move(share.operations), share.streams));
+ncclResult_t issue_operations(std::vector<Share>& shares) {
+  NCCLPY_TRY(check_messages_to_self(shares));
+  for (Share& share : shares) NCCLPY_TRY(issue(share.comm, std::move(share.operations)));
   return ncclSuccess;
 }
 
 // The communicators work side by side: the slowest one counts.
-ncclResult_t simulate(const std::vector<Pending>& pending, ncclSimInfo_t* simulation) {
-  std::vector<Share> shares;
-  NCCLPY_TRY(sort_by_comm(pending, &shares));
+ncclResult_t simulate(const std::vector<Share>& shares, ncclSimInfo_t* simulation) {
+  NCCLPY_TRY(check_messages_to_self(shares));
   double microseconds = 0.0;
   for (const Share& share : shares) microseconds = std::max(microseconds, estimate(share.operations, share.comm->nranks));
   set_estimated_time(simulation, microseconds);
@@ -200,7 +184,7 @@ Outcome launch(Contents& contents) {
     Outcome outcome = run_jobs(contents);
     if (outcome.result != ncclSuccess) return outcome;
   }
-  return outcome_of([&] { return issue_operations(contents.operations); });
+  return outcome_of([&] { return issue_operations(contents.shares); });
 }
 
 ncclResult_t end_in_background(Contents contents) {
@@ -254,8 +238,8 @@ ncclResult_t group_end(ncclSimInfo_t* simulation) {
   }
   if (ended.error == ncclSuccess && simulation != nullptr) {
     ended.error = check_sim_info(simulation);
-    if (ended.error == ncclSuccess) ended.error = simulate(ended.contents.operations, simulation);
-    ended.contents.operations.clear();
+    if (ended.error == ncclSuccess) ended.error = simulate(ended.contents.shares, simulation);
+    ended.contents.shares.clear();
   }
   if (ended.error != ncclSuccess) {
     for (Job& job : ended.contents.jobs) {
@@ -266,28 +250,27 @@ ncclResult_t group_end(ncclSimInfo_t* simulation) {
     }
     return ended.error;
   }
-  if (ended.contents.jobs.empty() && ended.contents.operations.empty()) return ncclSuccess;
+  if (ended.contents.jobs.empty() && ended.contents.shares.empty()) return ncclSuccess;
   if (ended.blocking == 0) return end_in_background(std::move(ended.contents));
   const Outcome outcome = launch(ended.contents);
   if (outcome.result != ncclSuccess) set_last_error(outcome.text);
   return outcome.result;
 }
 
-ncclResult_t submit(const std::shared_ptr<Comm>& comm, const Operation& asked, cudaStream_t stream) {
-  Operation operation = asked;
+ncclResult_t submit(const std::shared_ptr<Comm>& comm, Operation operation, cudaStream_t stream) {
+  operation.stream = stream;
   operation.deed = comm->note_call(deed_of(operation));
   if (group.depth == 0) {
     if (comm->blocking()) {
       if (operation.message()) NCCLPY_TRY(check_messages_to_self({operation}, comm->rank));
-      return issue(comm, operation, stream);
+      return issue(comm, operation);
     }
     Contents single;
-    single.operations.push_back({comm, operation, stream});
+    single.add(comm, std::move(operation));
     return end_in_background(std::move(single));
   }
   NCCLPY_TRY(join(*comm, false));
-  if (group.contents.operations.empty()) group.contents.operations.reserve(least_pending);
-  group.contents.operations.push_back({comm, operation, stream});
+  group.contents.add(comm, std::move(operation));
   return ncclSuccess;
 }
 

@@ -114,15 +114,15 @@ Task task_of(bool is_brief, Function&& function) {
 }
 
 // The launch is complete when the stream has come to it. A default stream is that of the communicator's device.
-ncclResult_t record_launch(const Operation& operation, cudaStream_t stream, int device) {
+ncclResult_t record_launch(const Operation& operation, int device) {
   if (operation.launch_event == nullptr) return ncclSuccess;
   const CUcontext before = current_context();
   set_current_context(context_of(device));
-  const CUresult recorded = cuEventRecord(operation.launch_event, stream);
+  const CUresult recorded = cuEventRecord(operation.launch_event, operation.stream);
   set_current_context(before);
   if (recorded == CUDA_SUCCESS) return ncclSuccess;
   return fail(ncclUnhandledCudaError, "launchCompletionEvent %p cannot be recorded on stream %p",
-              static_cast<void*>(operation.launch_event), static_cast<void*>(stream));
+              static_cast<void*>(operation.launch_event), static_cast<void*>(operation.stream));
 }
 
 // Into a graph instead of the streams: each launch of the graph is a launch of these operations, with its own place in
@@ -164,10 +164,10 @@ struct Launch {
 
 }  // namespace
 
-ncclResult_t issue(const std::shared_ptr<Comm>& comm, const Operation& operation, cudaStream_t given) {
+ncclResult_t issue(const std::shared_ptr<Comm>& comm, const Operation& operation) {
   std::shared_ptr<Stream> stream;
-  NCCLPY_TRY(find_stream(given, comm->device, &stream));
-  NCCLPY_TRY(record_launch(operation, given, comm->device));
+  NCCLPY_TRY(find_stream(operation.stream, comm->device, &stream));
+  NCCLPY_TRY(record_launch(operation, comm->device));
   if (stream->capturing.load(std::memory_order_acquire)) return issue_captured(comm, {operation}, {stream});
   auto claims = claim(comm, &operation, 1);
   comm->queue.issue([&](uint64_t ticket) {
@@ -179,15 +179,15 @@ ncclResult_t issue(const std::shared_ptr<Comm>& comm, const Operation& operation
   return ncclSuccess;
 }
 
-ncclResult_t issue(const std::shared_ptr<Comm>& comm, std::vector<Operation> operations,
-                   const std::vector<cudaStream_t>& given) {
+ncclResult_t issue(const std::shared_ptr<Comm>& comm, std::vector<Operation> operations) {
   std::vector<std::shared_ptr<Stream>> streams;
-  for (cudaStream_t one : given) {
+  for (size_t i = 0; i < operations.size(); i++) {
+    if (i > 0 && operations[i].stream == operations[i - 1].stream) continue;
     std::shared_ptr<Stream> stream;
-    NCCLPY_TRY(find_stream(one, comm->device, &stream));
+    NCCLPY_TRY(find_stream(operations[i].stream, comm->device, &stream));
     if (std::find(streams.begin(), streams.end(), stream) == streams.end()) streams.push_back(std::move(stream));
   }
-  for (size_t i = 0; i < operations.size(); i++) NCCLPY_TRY(record_launch(operations[i], given[i], comm->device));
+  for (const Operation& operation : operations) NCCLPY_TRY(record_launch(operation, comm->device));
   for (const auto& stream : streams) {
     if (stream->capturing.load(std::memory_order_acquire)) return issue_captured(comm, std::move(operations), streams);
   }

@@ -10,8 +10,7 @@
 namespace ncclpy::host {
 
 // Puts the operations on their streams as one launch. Does not block.
-ncclResult_t issue(const std::shared_ptr<Comm>& comm, std::vector<Operation> operations,
-                   const std::vector<cudaStream_t>& streams);
-ncclResult_t issue(const std::shared_ptr<Comm>& comm, const Operation& operation, cudaStream_t stream);
+ncclResult_t issue(const std::shared_ptr<Comm>& comm, std::vector<Operation> operations);
+ncclResult_t issue(const std::shared_ptr<Comm>& comm, const Operation& operation);
 
 }  // namespace ncclpy::host

@@ -1,0 +1,198 @@
+"""`sendrecv`: a send and a receive that need each other, as one call."""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+import numpy as np
+import pytest
+
+import conformance
+import ncclpy
+import testing
+
+LONG = 60.0
+
+
+@pytest.fixture(params=conformance.worlds(), ids="{}ranks".format)
+def comms(request):
+    yield from testing.communicators(request.param)
+
+
+def in_threads(comms, call):
+    testing.run_threads(len(comms), lambda rank: call(rank.rank, comms[rank.rank]), comms=comms)
+
+
+def in_one_group(comms, call):
+    def body():
+        with ncclpy.group():
+            for rank, comm in enumerate(comms):
+                call(rank, comm)
+
+    testing.run_with_deadline(body)
+
+
+@pytest.mark.parametrize("each", [in_threads, in_one_group])
+@pytest.mark.parametrize("count", [1, 1000, 100_000])
+def test_around_a_ring(comms, arrays, each, count):
+    """Every rank sends its number to the next one, so often as nobody else."""
+    n = len(comms)
+    sends = [arrays.make(np.full(count + r, r + 1, np.float32), comm.device) for r, comm in enumerate(comms)]
+    recvs = [arrays.make(np.zeros(count + (r - 1) % n, np.float32), comm.device) for r, comm in enumerate(comms)]
+
+    def call(r, comm):
+        comm.sendrecv(arrays.argument(sends[r]), (r + 1) % n, arrays.argument(recvs[r]), (r - 1) % n)
+
+    each(comms, call)
+    for r, recv in enumerate(recvs):
+        assert (arrays.read(recv) == (r - 1) % n + 1).all()
+
+
+def test_two_types_and_sizes(host_engine, comms2):
+    """What goes is one thing, and what comes another."""
+    there, back = np.arange(3, dtype=np.int8), np.arange(5.0)
+    first, second = np.empty(5), np.empty(3, np.int8)
+    with ncclpy.group():
+        comms2[0].sendrecv(there, 1, first, 1)
+        comms2[1].sendrecv(back, 0, second, 0)
+    assert first.tolist() == back.tolist() and second.tolist() == there.tolist()
+
+
+def test_it_meets_a_send_and_a_receive(host_engine, comms2):
+    here, there = np.array([1.0]), np.array([2.0])
+    got = [np.zeros(1), np.zeros(1)]
+
+    def call(rank, comm):
+        if rank == 0:
+            comm.sendrecv(here, 1, got[0], 1)
+            return
+        with ncclpy.group():
+            comm.recv(got[1], 0)
+            comm.send(there, 0)
+
+    in_threads(comms2, call)
+    assert got[0] == 2 and got[1] == 1
+
+
+def test_to_oneself(comm1, arrays):
+    send, recv = arrays.make(np.arange(4.0), comm1.device), arrays.make(np.zeros(4), comm1.device)
+    comm1.sendrecv(arrays.argument(send), 0, arrays.argument(recv), 0)
+    ncclpy.synchronize(comm1.device, timeout=LONG)
+    assert arrays.read(recv).tolist() == [0, 1, 2, 3]
+
+
+def test_in_a_group_it_is_two_calls(host_engine, comm1):
+    send, recv = np.ones(2), np.zeros(2)
+    with pytest.raises(KeyError):
+        with ncclpy.group() as group:
+            comm1.sendrecv(send, 0, recv, 0)
+            assert "2 calls recorded" in repr(group)
+            raise KeyError
+    assert recv.tolist() == [0, 0], "nothing was launched"
+    with ncclpy.group():
+        comm1.sendrecv(send, 0, recv, 0)
+        assert recv.tolist() == [0, 0]
+    assert recv.tolist() == [1, 1]
+
+
+def test_a_plan_has_it(host_engine, comm1):
+    send, recv = np.ones(2), np.zeros(2)
+    plan = ncclpy.Plan()
+    with plan.record():
+        comm1.sendrecv(send, 0, recv, 0)
+    for value in (3.0, 4.0):
+        send[:] = value
+        plan.launch()
+        ncclpy.synchronize(comm1.device, timeout=LONG)
+        assert recv.tolist() == [value, value]
+
+
+def test_memory_with_and_without_a_stream(host_engine, comm1):
+    """One of the two is to be waited for, and the other goes on its stream: the call waits for what it must."""
+    pointer = ncclpy.core.device.allocate(16, comm1.device)
+    there = ncclpy.Buffer(pointer, 2, "float64", device=comm1.device)
+    testing.write(pointer, np.array([5.0, 6.0]), comm1.device)
+    here = np.zeros(2)
+    comm1.sendrecv(there, 0, here, 0)
+    assert here.tolist() == [5, 6]
+    ncclpy.core.device.free(pointer)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (lambda a, b: (a, 2, b, 0), "dest: rank 2 does not exist"),
+        (lambda a, b: (a, 0, b, -1), "source: rank -1 does not exist"),
+        (lambda a, b: (a[::2], 0, b, 0), "send: "),
+        (lambda a, b: (a, 0, b[::2], 0), "recv: "),
+        (lambda a, b: (a, 0, np.broadcast_to(b, (4,)), 0), "recv: "),
+    ],
+)
+def test_what_does_not_fit(host_engine, comm1, arguments, words):
+    a, b = np.zeros(4), np.zeros(4)
+    with pytest.raises((TypeError, ValueError), match=words):
+        comm1.sendrecv(*arguments(a, b))
+    comm1.sendrecv(a, 0, b, 0)
+
+
+def test_a_read_only_receiver(host_engine, comm1):
+    closed = np.zeros(2)
+    closed.flags.writeable = False
+    with pytest.raises(ValueError, match="recv: "):
+        comm1.sendrecv(np.ones(2), 0, closed, 0)
+    comm1.sendrecv(closed, 0, np.ones(2), 0)
+
+
+def test_nobody_comes(host_engine):
+    """The deadline ends it, says what it was, and what may still be written to is held."""
+    comms = ncclpy.Communicator.init_all([0, 1], timeout=0.2)
+    send, recv = np.ones(100_000), np.zeros(100_000)
+    with pytest.raises(ncclpy.NcclTimeout, match="ncclGroupEnd"):
+        comms[0].sendrecv(send, 1, recv, 1)
+    assert comms[0].closed or not comms[0].is_ready()
+    for comm in comms:
+        comm.abort()
+
+
+def test_two_that_do_not_agree(host_engine, comms2):
+    def call(rank, comm):
+        with pytest.raises(ncclpy.NcclError, match="the ranks do not agree"):
+            comm.sendrecv(np.ones(2), 1 - rank, np.zeros(2 + rank), 1 - rank)
+            comm.sendrecv(np.ones(2), 1 - rank, np.zeros(2), 1 - rank)  # who sent the right amount hears of it later
+
+    in_threads(comms2, call)
+    for comm in comms2:
+        comm.abort()
+
+
+def test_a_refused_call_launches_nothing(host_engine, comm1):
+    """The fault refuses the receive: the group's end launches the send neither, and says the same."""
+    send, recv = np.ones(2), np.zeros(2)
+    with ncclpy.faults("rank=0 call=Recv do=error"):
+        with pytest.raises(ncclpy.NcclError):
+            comm1.sendrecv(send, 0, recv, 0)
+    assert recv.tolist() == [0, 0]
+    comm1.sendrecv(send, 0, recv, 0)
+    assert recv.tolist() == [1, 1]
+
+
+def test_nonblocking_communicators(host_engine):
+    config = ncclpy.Config(blocking=False)
+    with ncclpy.group():
+        comms = ncclpy.Communicator.init_all([0, 1], config=config)
+    for comm in comms:
+        comm.wait_ready(LONG)
+    got = [np.zeros(3), np.zeros(3)]
+
+    in_threads(comms, lambda rank, comm: comm.sendrecv(np.full(3, rank + 1.0), 1 - rank, got[rank], 1 - rank))
+    assert got[0].tolist() == [2, 2, 2] and got[1].tolist() == [1, 1, 1]
+    for comm in comms:
+        comm.close()
+
+
+def test_nothing_is_kept(host_engine, comm1):
+    send, recv = np.ones(2), np.zeros(2)
+    comm1.sendrecv(send, 0, recv, 0)
+    gc.collect()
+    assert sys.getrefcount(send) == 2 and sys.getrefcount(recv) == 2

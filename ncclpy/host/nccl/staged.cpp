@@ -24,8 +24,9 @@ class Staged {
   // False if it was left.
   bool run() {
     switch (mine_.kind) {
-      case Collective::all_reduce:
-      case Collective::reduce: reduce_everything(); break;
+      case Collective::all_reduce: reduce_everything(); break;
+      // Of two, to hand the root half of the result costs more than to let it make all of it.
+      case Collective::reduce: nranks_ == 2 ? reduce_at_root() : reduce_everything(); break;
       case Collective::reduce_scatter: reduce_scatter(); break;
       case Collective::broadcast: broadcast(); break;
       case Collective::all_gather: gather(true); break;
@@ -70,6 +71,17 @@ class Staged {
         const size_t r = (rank_ + i) % nranks_;
         copy(recv_ + r * bytes_ + at, r == rank_ ? send_ + at : input(r, step), n);
       }
+    }
+  }
+
+  void reduce_at_root() {
+    for (size_t step = course_.step, at = step * step_bytes; at < bytes_; step++, at += step_bytes) {
+      const size_t n = std::min(step_bytes, bytes_ - at);
+      if (!at_root_) copy(input(rank_, step), send_ + at, n);
+      if (!gate(step)) return;
+      if (!at_root_) continue;
+      const auto part = [&](int r) { return size_t(r) == rank_ ? send_ + at : input(size_t(r), step); };
+      reduce_pieces(comm_, place_, part, n / element_, {recv_ + at});
     }
   }
 

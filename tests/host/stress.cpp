@@ -298,14 +298,21 @@ void kernels() {
   const uint64_t scalars[3] = {random(), random(), random()};
   auto agree = [&](int dtype, Operator op, size_t words) {
     std::vector<uint64_t> first;
+    const size_t element = size_of(ncclDataType_t(dtype)), count = words * 8 / element - 3;
     for (auto copy : copies) {
-      std::vector<uint64_t> result(words);
-      void* output = result.data();
-      const size_t count = words * 8 / size_of(ncclDataType_t(dtype)) - 3;
-      copy({ncclDataType_t(dtype), op, 3, inputs, 1, &output, count, scalars});
-      unify_nans(result, dtype);
-      if (first.empty()) first = result;
-      CHECK(first == result);
+      for (const size_t ahead : {0, 5}) {  // elements, so that lines of the cache are met from both sides
+        const bool past_caches = ahead != 0;
+        std::vector<char> memory(words * 8 + 128, 'x');
+        void* output = memory.data() + ahead * element;
+        copy({ncclDataType_t(dtype), op, 3, inputs, 1, &output, count, scalars, past_caches});
+        CHECK(std::count(memory.begin(), memory.begin() + long(ahead * element), 'x') == long(ahead * element));
+        CHECK(std::count(memory.end() - 64, memory.end(), 'x') == 64);
+        std::vector<uint64_t> result(words);
+        std::memcpy(result.data(), output, count * element);
+        unify_nans(result, dtype);
+        if (first.empty()) first = result;
+        CHECK(first == result);
+      }
     }
     return first;
   };

@@ -195,6 +195,13 @@ def every_reduction(rank, counts, codes):
                         check_reductions(rank, comm, count, code, op, in_place)
 
 
+def large_sums(rank, count):
+    """Of bytes, in place and not."""
+    with rank.communicator() as comm:
+        for in_place in (False, True):
+            check_reductions(rank, comm, count, DTYPES.index(np.int8), SUM, in_place)
+
+
 def every_copy(rank, counts, codes):
     with rank.communicator() as comm:
         for count in counts:

@@ -8,6 +8,7 @@
 
 #include "comm.hpp"
 #include "operation.hpp"
+#include "past_caches.hpp"
 
 namespace ncclpy::host {
 
@@ -64,9 +65,10 @@ inline std::pair<size_t, size_t> part_of(size_t bytes, int r, int nranks) {
   return {std::min(bytes, size_t(r) * each), std::min(bytes, size_t(r + 1) * each)};
 }
 
-// Reduces one piece of everybody's input, in rank order. `input(r)` is rank r's piece.
+// Reduces one piece of everybody's input, in rank order. `input(r)` is rank r's piece; `whole` are the bytes of a result of which
+// the outputs are a part, 0 if somebody is to find it in a cache.
 template <class Input>
-void reduce_pieces(Comm& comm, int place, Input input, size_t count, std::vector<void*> outputs) {
+void reduce_pieces(Comm& comm, int place, Input input, size_t count, std::vector<void*> outputs, size_t whole) {
   if (count == 0) return;
   std::vector<const void*> inputs;
   std::vector<uint64_t> scalars;
@@ -75,7 +77,8 @@ void reduce_pieces(Comm& comm, int place, Input input, size_t count, std::vector
     scalars.push_back(comm.segment->slot(r).record(place).scalar);
   }
   const Record& mine = comm.segment->slot(comm.rank).record(place);
-  reduce({mine.dtype, mine.op, comm.nranks, inputs.data(), int(outputs.size()), outputs.data(), count, scalars.data()});
+  reduce({mine.dtype, mine.op, comm.nranks, inputs.data(), int(outputs.size()), outputs.data(), count, scalars.data(),
+          whole >= least_past_caches});
 }
 
 }  // namespace ncclpy::host

@@ -70,7 +70,7 @@ class Direct {
 
   void reduce_at(size_t offset, size_t count, std::vector<void*> outputs) {
     reduce_pieces(comm_, place_, [&](int r) { return static_cast<const char*>(record(r).send) + offset; }, count,
-                  std::move(outputs));
+                  std::move(outputs), bytes_);
   }
 
   Comm& comm_;

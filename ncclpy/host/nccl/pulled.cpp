@@ -92,6 +92,7 @@ class Pulled {
 
   // Reduces `bytes` of what all send, from `at` on, in pieces that stay in the cache. False as for `copy_from`.
   bool reduce(size_t at, size_t bytes, char* to) {
+    const size_t whole = mine_.kind == Collective::all_reduce ? 0 : bytes;  // of that others want the result
     char* const pieces = comm_.segment->step_input(rank_, 0);
     const size_t most = std::max<size_t>(64, step_bytes / size_t(nranks_ - 1) / 64 * 64);
     const auto piece = [&](int r) { return pieces + size_t(r - (r > rank_ ? 1 : 0)) * most; };
@@ -103,7 +104,7 @@ class Pulled {
         if (!copy_from(peer, source(peer), piece(peer), n)) return false;
       }
       reduce_pieces(comm_, place_, [&](int r) { return r == rank_ ? source(r) : piece(r); },
-                    n / size_of(mine_.dtype), {to + done});
+                    n / size_of(mine_.dtype), {to + done}, whole);
     }
     return true;
   }

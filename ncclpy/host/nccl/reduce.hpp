@@ -24,6 +24,7 @@ struct Reduction {
   void* const* output;
   size_t count;
   const uint64_t* scalars;
+  bool past_caches = false;  // the outputs are part of so much that nobody finds them in a cache, see past_caches.hpp
 };
 
 // An output may be one of the inputs; otherwise they do not overlap.

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "floats.hpp"
+#include "past_caches.hpp"
 #include "reduce.hpp"
 
 namespace ncclpy::host {
@@ -86,6 +87,11 @@ A divide(A a, int n) {
   else return A(uint64_t(a) / uint64_t(n));
 }
 
+void copy_out(void* to, const void* from, size_t bytes, bool past_caches) {
+  if (past_caches) copy_past_caches(to, from, bytes);
+  else std::memcpy(to, from, bytes);
+}
+
 template <class T>
 typename Element<T>::Acc scalar_of(uint64_t bits) {
   T value;
@@ -124,13 +130,14 @@ void run(const Reduction& r) {
       for (size_t i = 0; i < n; i++) acc[i] = divide(acc[i], r.inputs);
     }
     if constexpr (std::is_same_v<T, Acc>) {
-      for (int k = 0; k < r.outputs; k++) std::memcpy(static_cast<T*>(r.output[k]) + begin, acc, n * sizeof(T));
+      for (int k = 0; k < r.outputs; k++) copy_out(static_cast<T*>(r.output[k]) + begin, acc, n * sizeof(T), r.past_caches);
     } else {
       alignas(64) T result[large_block / sizeof(Acc)];
       for (size_t i = 0; i < n; i++) E::store(acc[i], result[i]);
-      for (int k = 0; k < r.outputs; k++) std::memcpy(static_cast<T*>(r.output[k]) + begin, result, n * sizeof(T));
+      for (int k = 0; k < r.outputs; k++) copy_out(static_cast<T*>(r.output[k]) + begin, result, n * sizeof(T), r.past_caches);
     }
   }
+  if (r.past_caches) finish_past_caches();
 }
 
 // Sums and products that wrap around have the same bits with and without a sign: one instance serves both.

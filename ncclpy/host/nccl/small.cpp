@@ -70,7 +70,7 @@ void run_small(Comm& comm, int place) {
       if (comm.rank != mine.root) return;
       [[fallthrough]];
     case Collective::all_reduce:
-    case Collective::reduce_scatter: return reduce_pieces(comm, place, input, mine.count, {recv});
+    case Collective::reduce_scatter: return reduce_pieces(comm, place, input, mine.count, {recv}, 0);
     case Collective::broadcast:
     case Collective::scatter: take(mine.root, recv); return;
     case Collective::gather:

@@ -34,6 +34,7 @@ class Staged {
       case Collective::scatter: scatter(); break;
       case Collective::all_to_all: all_to_all(); break;
     }
+    if (past_caches_) finish_past_caches();
     return !left_;
   }
 
@@ -45,10 +46,21 @@ class Staged {
     left_ = passage == Passage::left;
     return passage == Passage::open;
   }
+  // The bytes of what this rank receives.
+  size_t whole_result() const {
+    const bool has_all = mine_.kind == Collective::all_gather || mine_.kind == Collective::all_to_all || mine_.kind == Collective::gather;
+    return has_all ? nranks_ * bytes_ : bytes_;
+  }
   char* input(size_t rank, size_t step) { return segment_.step_input(int(rank), int(step & 1)); }
   char* result(size_t rank, size_t step) { return segment_.step_result(int(rank), int(step & 1)); }
   void copy(void* to, const void* from, size_t bytes) {
     if (to != from) std::memcpy(to, from, bytes);
+  }
+  // The same to the caller's memory.
+  void deliver(void* to, const void* from, size_t bytes) {
+    if (to == from) return;
+    if (past_caches_) copy_past_caches(to, from, bytes);
+    else std::memcpy(to, from, bytes);
   }
   // The largest whole number of cache lines of which `parts` fit into a step buffer; at least one.
   static size_t part_of_step(size_t parts) { return std::max<size_t>(64, step_bytes / parts / 64 * 64); }
@@ -58,7 +70,7 @@ class Staged {
       const size_t n = std::min(step_bytes, bytes_ - at);
       if (at_root_) copy(input(rank_, step), send_ + at, n);
       if (!gate(step)) return;
-      copy(recv_ + at, at_root_ ? send_ + at : input(root_, step), n);
+      deliver(recv_ + at, at_root_ ? send_ + at : input(root_, step), n);
     }
   }
 
@@ -69,7 +81,7 @@ class Staged {
       if (!gate(step)) return;
       for (size_t i = 0; collects && i < nranks_; i++) {
         const size_t r = (rank_ + i) % nranks_;
-        copy(recv_ + r * bytes_ + at, r == rank_ ? send_ + at : input(r, step), n);
+        deliver(recv_ + r * bytes_ + at, r == rank_ ? send_ + at : input(r, step), n);
       }
     }
   }
@@ -81,7 +93,7 @@ class Staged {
       if (!gate(step)) return;
       if (!at_root_) continue;
       const auto part = [&](int r) { return size_t(r) == rank_ ? send_ + at : input(size_t(r), step); };
-      reduce_pieces(comm_, place_, part, n / element_, {recv_ + at});
+      reduce_pieces(comm_, place_, part, n / element_, {recv_ + at}, bytes_);
     }
   }
 
@@ -93,7 +105,7 @@ class Staged {
         if (r != rank_) copy(input(r, step), send_ + r * bytes_ + at, n);
       }
       if (!gate(step)) return;
-      copy(recv_ + at, at_root_ ? send_ + rank_ * bytes_ + at : input(rank_, step), n);
+      deliver(recv_ + at, at_root_ ? send_ + rank_ * bytes_ + at : input(rank_, step), n);
     }
   }
 
@@ -120,7 +132,7 @@ class Staged {
     by_parts([&](size_t at, size_t n, size_t step, size_t part) {
       for (size_t i = 0; i < nranks_; i++) {
         const size_t r = (rank_ + i) % nranks_;
-        copy(recv_ + r * bytes_ + at, part_from(r, at, step, part), n);
+        deliver(recv_ + r * bytes_ + at, part_from(r, at, step, part), n);
       }
     });
   }
@@ -128,7 +140,7 @@ class Staged {
   void reduce_scatter() {
     by_parts([&](size_t at, size_t n, size_t step, size_t part) {
       reduce_pieces(comm_, place_, [&](int r) { return part_from(size_t(r), at, step, part); }, n / element_,
-                    {recv_ + at});
+                    {recv_ + at}, bytes_);
     });
   }
 
@@ -156,7 +168,7 @@ class Staged {
     const auto piece = [&, first = begin](int r) -> const char* {
       return size_t(r) == rank_ ? send_ + at + first : input(size_t(r), step) + first;
     };
-    reduce_pieces(comm_, place_, piece, (end - begin) / element_, std::move(outputs));
+    reduce_pieces(comm_, place_, piece, (end - begin) / element_, std::move(outputs), 0);
   }
 
   void collect(size_t step) {
@@ -165,7 +177,7 @@ class Staged {
     for (size_t i = 1; i < nranks_; i++) {
       const size_t r = (rank_ + i) % nranks_;
       const auto [begin, end] = part_of(n, int(r), comm_.nranks);
-      copy(recv_ + at + begin, result(r, step), end - begin);
+      deliver(recv_ + at + begin, result(r, step), end - begin);
     }
   }
 
@@ -181,6 +193,7 @@ class Staged {
   char* const recv_;
   const size_t bytes_, root_;
   const bool at_root_;
+  const bool past_caches_ = whole_result() >= least_past_caches;
 };
 
 }  // namespace

@@ -7,7 +7,7 @@ import pytest
 from host_ranks import Processes
 from sanitizers import ROOT, build
 
-FLOAT16 = 6
+FLOAT16, INT8 = 6, 0
 
 
 @pytest.fixture(scope="module")
@@ -56,5 +56,18 @@ def test_both_ways_lead_to_the_same_results(nccl, nranks):
         for count in (40_000, 140_001):
             processes.run(nccl, nranks, bodies.every_reduction, [count], (FLOAT16,))
             processes.run(nccl, nranks, bodies.every_copy, [count] * 5, (FLOAT16,))
+    finally:
+        processes.close()
+
+
+@pytest.mark.parametrize("placement", [[0, 0], [0, 1]], ids=["threads", "processes"])
+@pytest.mark.parametrize("reads", [0, 1])
+def test_what_goes_past_the_caches_arrives(nccl, monkeypatch, placement, reads):
+    monkeypatch.setenv("NCCLPY_HOST_READ_PEERS", str(reads))
+    processes = Processes()
+    try:
+        for count in (4_200_001, 8_400_000):  # a part of the result, and all of it, are 8 MiB and more
+            processes.run(nccl, 2, bodies.every_copy, [count], (INT8,), placement=placement)
+            processes.run(nccl, 2, bodies.large_sums, count, placement=placement)
     finally:
         processes.close()

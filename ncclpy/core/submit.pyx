@@ -9,7 +9,7 @@ from ncclpy.core cimport tap as _tap
 from ncclpy.core.device cimport lend_device, take_device_back
 from ncclpy.core.group cimport open_group
 from ncclpy.core.handle cimport LOCK_BUSY, WAS_ABORTED, lock_within, tell_trouble
-from ncclpy.core.library cimport nccl
+from ncclpy.core.library cimport host_engine, nccl
 from ncclpy.core.marks cimport Mark
 from ncclpy.core.operation cimport PAIR, WINDOW, function_of, issue, raise_issue
 from ncclpy.core.overdue cimport begin_whole, end_whole
@@ -119,7 +119,9 @@ cdef int _submit_and_wait(Handle handle, Operation* operation, object send, obje
 
 
 cdef inline const Operation* _last_of(const Operation* operation) noexcept nogil:
-    return operation.receive if operation.kind == PAIR else operation
+    if operation.kind == PAIR:
+        return operation.receive
+    return operation
 
 
 cdef inline int _call_in_turn(Handle handle, Operation* operation, double limit) except? -1:
@@ -148,7 +150,7 @@ cdef inline ncclResult_t _call(
         handle.sequence += 1
     if handle.told:
         handle.note(_last_of(operation))
-    lent = lend_device(handle.device)
+    lent = not host_engine and lend_device(handle.device)  # which takes a communicator's for what goes on its streams
     if handle.tenant != NULL and operation.comm != NULL and handle.state != ABORTED:
         let_in(handle.tenant, operation.comm)
     if operation.comm == NULL or handle.state == ABORTED:

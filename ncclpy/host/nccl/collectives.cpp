@@ -66,7 +66,8 @@ ncclResult_t check_buffers(const char* name, const Operation& operation, int ran
   return ncclSuccess;
 }
 
-ncclResult_t enqueue(const Request& request, Comm& comm, cudaStream_t stream) {
+ncclResult_t enqueue(const Request& request, const std::shared_ptr<Comm>& shared, cudaStream_t stream) {
+  Comm& comm = *shared;
   NCCLPY_TRY(comm.health.ensure_open(request.name));
   NCCLPY_TRY(check_values(request, comm));
   Operation operation = {};
@@ -81,7 +82,7 @@ ncclResult_t enqueue(const Request& request, Comm& comm, cudaStream_t stream) {
   NCCLPY_TRY(parse_coll_config(request.config, comm.config, &operation.launch_event));
   if (request.count == 0 && request.kind == Operation::collective) return ncclSuccess;
   if (request.count != 0) NCCLPY_TRY(check_buffers(request.name, operation, comm.rank));
-  return submit(comm.shared_from_this(), operation, stream);
+  return submit(shared, operation, stream);
 }
 
 ncclResult_t call(const Request& request, ncclComm_t handle, cudaStream_t stream) {
@@ -89,7 +90,7 @@ ncclResult_t call(const Request& request, ncclComm_t handle, cudaStream_t stream
     std::shared_ptr<Comm> comm;
     const ncclResult_t found = find_comm(handle, request.name, &comm);
     if (found != ncclSuccess) return note_group_error(found);
-    ncclResult_t result = enqueue(request, *comm, stream);
+    ncclResult_t result = enqueue(request, comm, stream);
     if (result != ncclSuccess && result != ncclInProgress && !comm->blocking())
       comm->health.set_async(result, last_error());
     note_group_error(result);

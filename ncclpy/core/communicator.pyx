@@ -349,6 +349,8 @@ cdef class Communicator(Lifecycle):
     def sendrecv(self, send, dest, recv, source, *, stream=None, timeout=None):
         """Send to one rank and receive from one, the same or another: `ncclSend` and `ncclRecv` in a group of their own.
 
+        Errors are those of the group: they name `ncclGroupEnd`.
+
         Parameters
         ----------
         send, recv : buffer

@@ -274,10 +274,11 @@ cdef bint _make_calls(Group group, PyObject** locked, size_t nlocked, double unt
     return make_calls(calls, until)
 
 
-cdef int _make_in_turn(Group group, PyObject** locked, size_t nlocked, Waiting* waiting) except -1:
+cdef int _make_in_turn(Group group, PyObject** locked, size_t nlocked, Waiting* waiting, CUstream stream) except -1:
     """Make the calls when other threads are through with the communicators; handlers run meanwhile.
 
-    And wait, if `waiting` is given and they are made: the GIL is given up once for both, as for a single call.
+    And wait for the stream, if `waiting` is given and they are made: the GIL is given up once for both, as for a single
+    call.
     """
     cdef bint made
     cdef double started = now(), deadline = started + _limit_of(group, group.handles)
@@ -285,12 +286,16 @@ cdef int _make_in_turn(Group group, PyObject** locked, size_t nlocked, Waiting* 
         with nogil:
             made = _make_calls(group, locked, nlocked, min(now() + SLICE, deadline))
             if made and waiting != NULL and group.calls.result == ncclSuccess:
-                make_wait(waiting, group.awaited_stream)
+                make_wait(waiting, stream)
         if made:
             return 0
         PyErr_CheckSignals()
         if now() >= deadline:
             give_up(<Handle>group.handles[0], "ncclGroupEnd", now() - started)
+        if waiting != NULL:  # it has its own time, which begins with the calls
+            begin_wait(
+                waiting, <Handle>waiting.handle, waiting.what, now() + (waiting.deadline - waiting.started), group.handles
+            )
 
 
 cdef double _limit_of(Group group, list concerned) noexcept:
@@ -407,6 +412,7 @@ cdef int _launch_counted(Group group) except -1:
     cdef Stretch* calls = &group.calls
     cdef Waiting wait
     cdef Waiting* waiting = NULL
+    cdef CUstream stream = NULL
     try:
         require(<void*>nccl.ncclGroupStart, b"ncclGroupStart")
         if group.simulate:
@@ -425,10 +431,11 @@ cdef int _launch_counted(Group group) except -1:
             if nlocked > 1:  # else the steps stand in that order
                 locked = in_lock_order(group.handles)
             if len(group.waits) == 1 and not group.simulate:
-                handle, _, limit = group.waits[0]
+                handle, awaited, limit = group.waits[0]
+                stream = <CUstream><uintptr_t>awaited
                 begin_wait(&wait, handle, b"ncclGroupEnd", _by(group, limit, None), group.handles)
                 waiting = &wait
-            _make_in_turn(group, locked, nlocked, waiting)
+            _make_in_turn(group, locked, nlocked, waiting, stream)
     except BaseException:
         for _, child in group.births:
             child.unborn()

@@ -14,7 +14,7 @@ cdef enum:
     RECV
     PUT_SIGNAL  # to the peer `root`, `offset` bytes into the window that `recv` points to, with signal `op`
     SIGNAL  # to the peer `root`, signal `op`
-    PAIR  # a send, and the receive that it points to, in a group of their own: made at once, and never recorded
+    SENDRECV  # a send, and the receive that it points to, in a group of their own: made at once, and never recorded
     WAIT_SIGNAL  # `count` descriptors (ncclWaitSignalDesc_t) at `recv`
     WINDOW  # `count` bytes at `send`, flags in `op`; NCCL writes the window to `recv`
     INIT_RANK  # from here on the call makes a communicator
@@ -53,7 +53,7 @@ cdef struct Operation:
     ncclComm_t comm
     cudaStream_t stream
     Birth* birth
-    Operation* receive  # of PAIR alone
+    Operation* receive  # of SENDRECV alone
     long long sequence  # which call of its communicator it was, once it is made
 
 

@@ -51,7 +51,7 @@ cdef ncclResult_t issue(const Operation* operation) noexcept nogil:
     elif o.kind == RECV:
         if nccl.ncclRecv != NULL:
             return nccl.ncclRecv(o.recv, o.count, datatype, o.root, o.comm, o.stream)
-    elif o.kind == PAIR:
+    elif o.kind == SENDRECV:
         if nccl.ncclSend != NULL and nccl.ncclRecv != NULL and nccl.ncclGroupStart != NULL:
             return _issue_pair(o)
     elif o.kind == PUT_SIGNAL:
@@ -131,7 +131,7 @@ cdef const char* function_of(int kind) noexcept nogil:
         return b"ncclSend"
     if kind == RECV:
         return b"ncclRecv"
-    if kind == PAIR:
+    if kind == SENDRECV:
         return b"ncclGroupEnd"
     if kind == PUT_SIGNAL:
         return b"ncclPutSignal"

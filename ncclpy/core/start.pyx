@@ -7,7 +7,7 @@ from ncclpy.abi.nccl cimport ncclUint8
 from ncclpy.core.buffers cimport HOST_MEMORY, current_stream
 from ncclpy.core.datatypes cimport BOOLEAN, BYTES
 from ncclpy.core.lower cimport Lowered, lacks, lower
-from ncclpy.core.operation cimport ALL_REDUCE, PAIR
+from ncclpy.core.operation cimport ALL_REDUCE, SENDRECV
 from ncclpy.core.parts cimport new_spread
 from ncclpy.core.progress cimport be_watched
 from ncclpy.core.resources cimport CustomOp
@@ -120,7 +120,7 @@ cdef int start_pair(
     _choose_stream(comm, sent, stream, &there.stream, &wait_send)
     _choose_stream(comm, received, stream, &here.stream, &wait_recv)
     if there.stream == here.stream and wait_send == wait_recv and makes_pairs():
-        there.kind, there.receive = PAIR, here
+        there.kind, there.receive = SENDRECV, here
         return submit(comm, there, send, recv, wait_send, limit)
     with Group(timeout=timeout):
         submit(comm, there, send, None, wait_send, limit)

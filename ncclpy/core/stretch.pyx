@@ -9,7 +9,7 @@ from ncclpy.abi.locks cimport LOCK_COMM, lock_wanted
 from ncclpy.core.check cimport keep_words
 from ncclpy.core.device cimport lend_device, take_device_back
 from ncclpy.core.handle cimport PAST_DEADLINE, WAS_ABORTED, Handle, lock_within
-from ncclpy.core.library cimport nccl
+from ncclpy.core.library cimport host_engine, nccl
 from ncclpy.core.operation cimport INIT_RANK, NOT_THERE, WINDOW, issue
 from ncclpy.core.state cimport ABORTED
 from ncclpy.core.tenant cimport follow, let_in
@@ -30,7 +30,7 @@ cdef bint make_calls(Stretch* stretch, double until) noexcept nogil:
     result = _look(stretch, &watched, &tenants)
     watched = watched and stretch.watched
     if result == ncclSuccess:
-        lent = stretch.count and lend_device((<Handle>step_of(stretch, 0).handle).device)
+        lent = not host_engine and stretch.count and lend_device((<Handle>step_of(stretch, 0).handle).device)
         if watched:
             _enter(stretch)
         if tenants:

@@ -9,7 +9,7 @@ cdef int check_makes(Group group, str what) except -1
 cdef int submit(
     Handle handle, Operation* operation, object send, object recv, bint wait_host, double limit
 ) except -1
-# Whether a send and a receive can be made as one call, a PAIR, now: in no group, and with nobody to be told of each.
+# Whether a send and a receive can be made as one call, a SENDRECV, now: in no group, and with nobody to be told of each.
 cdef bint makes_pairs() noexcept
 # The same for a call that waits for other ranks: it is made in a thread of its own.
 cdef int make_alone(Handle handle, Operation* operation, object send, object recv) except -1

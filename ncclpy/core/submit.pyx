@@ -11,7 +11,7 @@ from ncclpy.core.group cimport open_group
 from ncclpy.core.handle cimport LOCK_BUSY, WAS_ABORTED, lock_within, tell_trouble
 from ncclpy.core.library cimport host_engine, nccl
 from ncclpy.core.marks cimport Mark
-from ncclpy.core.operation cimport PAIR, WINDOW, function_of, issue, raise_issue
+from ncclpy.core.operation cimport SENDRECV, WINDOW, function_of, issue, raise_issue
 from ncclpy.core.overdue cimport begin_whole, end_whole
 from ncclpy.core.progress cimport (
     Waiting,
@@ -119,7 +119,7 @@ cdef int _submit_and_wait(Handle handle, Operation* operation, object send, obje
 
 
 cdef inline const Operation* _last_of(const Operation* operation) noexcept nogil:
-    if operation.kind == PAIR:
+    if operation.kind == SENDRECV:
         return operation.receive
     return operation
 
@@ -145,12 +145,12 @@ cdef inline ncclResult_t _call(
     operation.comm = handle.raw
     operation.sequence = handle.sequence
     handle.sequence += 1
-    if operation.kind == PAIR:
+    if operation.kind == SENDRECV:
         operation.receive.comm, operation.receive.sequence = operation.comm, handle.sequence
         handle.sequence += 1
     if handle.told:
         handle.note(_last_of(operation))
-    lent = not host_engine and lend_device(handle.device)  # which takes a communicator's for what goes on its streams
+    lent = not host_engine and lend_device(handle.device)  # the host engine asks the stream, or the communicator
     if handle.tenant != NULL and operation.comm != NULL and handle.state != ABORTED:
         let_in(handle.tenant, operation.comm)
     if operation.comm == NULL or handle.state == ABORTED:
@@ -201,7 +201,7 @@ cdef int _see_to(
             wait_stream(handle, operation.stream, what, deadline_after(limit))
     except BaseException as error:
         # A group's end may fail half way.
-        if result == ncclSuccess or result == ncclInProgress or operation.kind == PAIR:
+        if result == ncclSuccess or result == ncclInProgress or operation.kind == SENDRECV:
             _have_left(handle, operation, send, recv, error)
         else:
             handle.explain(error)

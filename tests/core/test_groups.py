@@ -488,3 +488,36 @@ def test_single_calls_that_disagree_raise_on_both_ranks(host_engine, comms2):
     assert all("do not agree" in str(error) for error in errors.values())
     for comm in comms2:
         comm.abort()
+
+
+def test_what_is_left_of_a_group_waits_for_its_own_stream(host_engine):
+    """A group in it was given up, whose stream is another."""
+    (here,), (there,) = (ncclpy.Communicator.init_all([device]) for device in (0, 1))
+    send, recv = np.ones(3), np.zeros(3)
+    with ncclpy.faults("call=AllReduce at=run nth=1 do=delay:300ms"):
+        with ncclpy.group():
+            here.all_reduce(send, recv)
+            with pytest.raises(KeyError), ncclpy.group():
+                there.all_reduce(send)
+                raise KeyError
+        assert recv.tolist() == [1, 1, 1]
+    here.close()
+    there.close()
+
+
+def test_a_wait_has_its_own_time(host_engine):
+    """However long the group's calls have waited for another thread that was inside the communicator."""
+    (comm,) = ncclpy.Communicator.init_all([0], timeout=2.0)
+    with (
+        ncclpy.Stream(0) as stream,
+        ncclpy.faults("call=Broadcast do=delay:1500ms; call=AllReduce at=run do=delay:1200ms") as faults,
+    ):
+        inside = threading.Thread(target=lambda: comm.broadcast(np.ones(2), stream=stream))
+        inside.start()
+        testing.wait_for(lambda: faults.fired)
+        begun = time.monotonic()
+        with ncclpy.group():
+            comm.all_reduce(np.ones(2))
+        assert time.monotonic() - begun > 2.0, "longer than the deadline of each"
+        inside.join()
+    comm.close()

@@ -64,10 +64,6 @@ bool same(const Record& a, const Record& b) {
   return a.kind == b.kind && a.dtype == b.dtype && a.op == b.op && a.root == b.root && a.count == b.count;
 }
 
-bool reduces(Collective kind) {
-  return kind == Collective::all_reduce || kind == Collective::reduce || kind == Collective::reduce_scatter;
-}
-
 bool has_root(Collective kind) {
   return kind == Collective::reduce || kind == Collective::broadcast || kind == Collective::gather ||
          kind == Collective::scatter;
@@ -145,7 +141,7 @@ Passage meet(Comm& comm, const Operation& operation, bool small, Course& course)
     Record mine = record_of(operation);
     if (!small) {
       mine.reads_peers = reads_peers(comm);
-      mine.pulls = comm.rank == 0 && mine.reads_peers && wants_pulled(comm, mine);
+      mine.pulls = mine.reads_peers && wants_pulled(comm, mine);
     }
     course.place = comm.rendezvous.next_place();
     comm.segment->slot(comm.rank).placed[course.place].write(mine);
@@ -175,10 +171,13 @@ bool move_data(Comm& comm, bool small, Course& course) {
     return true;
   }
   using Clock = std::chrono::steady_clock;
-  const bool pulled = is_pulled(comm, course.place), whole = course.step == 0;
+  const bool pulled = is_pulled(comm, course.place);
   const auto began = Clock::now();
-  if (!(pulled ? run_pulled(comm, course) : run_staged(comm, course))) return false;
-  if (whole && !comm.health.stopped()) {  // else it was left, or ended early
+  if (!(pulled ? run_pulled(comm, course) : run_staged(comm, course))) {
+    course.left = true;
+    return false;
+  }
+  if (!course.left && !comm.health.stopped()) {
     note_way(comm, course.place, pulled, std::chrono::duration<double>(Clock::now() - began).count());
   }
   return true;

@@ -21,11 +21,16 @@ const char* type_name(ncclDataType_t dtype);
 // that comes for it.
 constexpr size_t brief_bytes = 1 << 20;
 
+inline bool reduces(Collective kind) {
+  return kind == Collective::all_reduce || kind == Collective::reduce || kind == Collective::reduce_scatter;
+}
+
 // How far a collective has come that a thread has left.
 struct Course {
   bool met = false;  // all that is needed is there: mostly all ranks have come, and agree
   int place = 0;     // of the records
   size_t step = 0;   // steps over, as the way of its data counts them
+  bool left = false;  // while its data moved
 };
 
 // Runs a collective, in whichever thread the stream has. False if that has left it: then it is to run again, from where
@@ -52,8 +57,8 @@ void run_direct(Comm& comm, int place);
 // Ranks are spread over processes: the data pass through the segment in steps. False if it was left.
 bool run_staged(Comm& comm, Course& course);
 
-// As that, of large blocks, and where each rank may read the memory of all others: one copy instead of two. Whether rank 0
-// wants it, where it can be; whether it is so; and what it took if it was rank 0's choice.
+// As that, of large blocks, and where each rank may read the memory of all others: one copy instead of two. Whether this
+// rank wants it, if it decides for all; whether it is so; and what it took, for who has decided.
 bool wants_pulled(Comm& comm, const Record& record);
 bool is_pulled(Comm& comm, int place);
 void note_way(Comm& comm, int place, bool pulled, double seconds);

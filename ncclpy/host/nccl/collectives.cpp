@@ -78,11 +78,12 @@ ncclResult_t enqueue(const Request& request, const std::shared_ptr<Comm>& shared
   operation.count = request.count;
   operation.sendbuff = request.sendbuff;
   operation.recvbuff = request.recvbuff;
+  operation.stream = stream;
   NCCLPY_TRY(resolve_operator(request, comm, &operation));
   NCCLPY_TRY(parse_coll_config(request.config, comm.config, &operation.launch_event));
   if (request.count == 0 && request.kind == Operation::collective) return ncclSuccess;
   if (request.count != 0) NCCLPY_TRY(check_buffers(request.name, operation, comm.rank));
-  return submit(shared, operation, stream);
+  return submit(shared, operation);
 }
 
 ncclResult_t call(const Request& request, ncclComm_t handle, cudaStream_t stream) {

@@ -257,8 +257,7 @@ ncclResult_t group_end(ncclSimInfo_t* simulation) {
   return outcome.result;
 }
 
-ncclResult_t submit(const std::shared_ptr<Comm>& comm, Operation operation, cudaStream_t stream) {
-  operation.stream = stream;
+ncclResult_t submit(const std::shared_ptr<Comm>& comm, Operation operation) {
   operation.deed = comm->note_call(deed_of(operation));
   if (group.depth == 0) {
     if (comm->blocking()) {

@@ -29,7 +29,7 @@ ncclResult_t group_end(ncclSimInfo_t* simulation = nullptr);
 // An error of a call inside a group spoils the group; returns `result`.
 ncclResult_t note_group_error(ncclResult_t result);
 
-ncclResult_t submit(const std::shared_ptr<Comm>& comm, Operation operation, cudaStream_t stream);
+ncclResult_t submit(const std::shared_ptr<Comm>& comm, Operation operation);
 ncclResult_t submit(Job job);
 
 // The body of an exported function: what C++ throws becomes a result code.

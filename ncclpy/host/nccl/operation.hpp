@@ -35,7 +35,7 @@ struct Operation {
   uint64_t deed;              // which call it was, see deed.hpp
   std::shared_ptr<PutGate> gate;  // of put: before the peer's part; it keeps the window
   cudaEvent_t launch_event;   // to be recorded when the operation begins, if not NULL
-  cudaStream_t stream;
+  cudaStream_t stream;        // of the caller's; a default one is that of the communicator's device
 };
 
 }  // namespace ncclpy::host

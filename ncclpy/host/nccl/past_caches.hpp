@@ -2,7 +2,6 @@
 // before anybody reads them: without that a result that comes from memory and goes there moves a third less.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -15,13 +14,13 @@ namespace ncclpy::host {
 // Of so many bytes, all of a rank's result, little is in a cache when it is complete.
 constexpr size_t least_past_caches = 8 << 20;
 
-// As memcpy; `finish_past_caches` is to follow before another thread is told of it. Internal to each file that uses it, as one
-// is compiled for several instruction sets.
+// As memcpy; `finish_past_caches` is to follow before another thread is told of it. Internal to each file that uses it, and
+// calling nothing that is not, as one is compiled for several instruction sets.
 static inline void copy_past_caches(void* to, const void* from, size_t bytes) {
 #ifdef __SSE2__
   char* target = static_cast<char*>(to);
   const char* source = static_cast<const char*>(from);
-  const size_t head = std::min(bytes, size_t(-reinterpret_cast<uintptr_t>(target)) % 64);
+  const size_t to_line = size_t(-reinterpret_cast<uintptr_t>(target)) % 64, head = to_line < bytes ? to_line : bytes;
   std::memcpy(target, source, head);
   target += head, source += head, bytes -= head;
   for (; bytes >= 64; bytes -= 64, target += 64, source += 64) {

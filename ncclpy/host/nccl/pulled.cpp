@@ -3,7 +3,8 @@
 // receiver reduces it, in pieces that stay in the cache.
 //
 // All ranks have arrived, each pulls what it needs, and none leaves before all have it. A rank that aborts does not
-// arrive at the last gate, or takes that back, so nobody takes what was read from it for a result. Only one that dies
+// arrive at the last gate, or takes that back, so nobody takes what was read from it for a result; or it comes last, when all
+// have read. Only one that dies
 // there has arrived while others still read: its memory is gone, and they say so themselves.
 #include <string.h>
 
@@ -18,14 +19,21 @@ namespace {
 
 // For less it is never worth while: the kernel has to pin pages.
 constexpr size_t least_block = 64 << 10;
-// From here on one copy by the kernel mostly takes less time than two copies through the cache.
-constexpr size_t likely_block = 128 << 10;
-// And of what is reduced, which passes through the cache either way, with more ranks than cores: what counts then is that
-// ranks wait for each other three times, not at each step.
+// From here on one copy by the kernel mostly takes less time than two copies through the cache, and from there on always.
+constexpr size_t likely_block = 128 << 10, sure_block = 1 << 20;
+// And of what is reduced, which passes through the cache either way. An all-reduce has its results read once more: there it is
+// likely with more ranks than cores alone, where what counts is that ranks wait for each other three times, not at each step.
 constexpr size_t likely_reduced = 1 << 20;
 
-bool reduces(Collective kind) {
-  return kind == Collective::all_reduce || kind == Collective::reduce_scatter || kind == Collective::reduce;
+// Who measures and decides: one who receives. Who only gives may be through long before the others are.
+int decider_of(const Comm& comm, const Record& record) {
+  switch (record.kind) {
+    case Collective::reduce:
+    case Collective::gather: return record.root;
+    case Collective::broadcast:
+    case Collective::scatter: return (record.root + 1) % comm.nranks;
+    default: return 0;
+  }
 }
 
 // The bytes that a rank has to do with at once, by which a way is chosen.
@@ -33,6 +41,8 @@ size_t block_of(const Comm& comm, const Record& record) {
   const size_t bytes = record.count * size_of(record.dtype);
   return record.kind == Collective::all_reduce ? bytes / size_t(comm.nranks) : bytes;
 }
+
+bool is_sure(Collective kind, size_t block) { return !reduces(kind) && block >= sure_block; }
 
 bool can_be_pulled(const Comm& comm, const Record& record) { return block_of(comm, record) >= least_block; }
 
@@ -136,15 +146,18 @@ class Pulled {
 }  // namespace
 
 bool wants_pulled(Comm& comm, const Record& record) {
-  if (comm.segment->one_process() || !can_be_pulled(comm, record)) return false;
+  if (comm.rank != decider_of(comm, record) || comm.segment->one_process() || !can_be_pulled(comm, record)) return false;
   const size_t block = block_of(comm, record);
-  const bool likely =
-      reduces(record.kind) ? block >= likely_reduced && comm.segment->spin().is_crowded() : block >= likely_block;
+  if (is_sure(record.kind, block)) return true;
+  const bool likely = !reduces(record.kind) ? block >= likely_block
+                                            : block >= likely_reduced && (record.kind != Collective::all_reduce ||
+                                                                          comm.segment->spin().is_crowded());
   return comm.ways.pulls(record.kind, block, likely);
 }
 
 bool is_pulled(Comm& comm, int place) {
-  if (!comm.segment->slot(0).record(place).pulls) return false;
+  const int decider = decider_of(comm, comm.segment->slot(comm.rank).record(place));  // all have the same root by now
+  if (!comm.segment->slot(decider).record(place).pulls) return false;
   for (int r = 0; r < comm.nranks; r++) {
     if (!comm.segment->slot(r).record(place).reads_peers) return false;
   }
@@ -153,11 +166,11 @@ bool is_pulled(Comm& comm, int place) {
 
 void note_way(Comm& comm, int place, bool pulled, double seconds) {
   const Record& mine = comm.segment->slot(comm.rank).record(place);
-  if (comm.rank != 0 || !can_be_pulled(comm, mine)) return;
+  if (comm.rank != decider_of(comm, mine) || !can_be_pulled(comm, mine) || is_sure(mine.kind, block_of(comm, mine))) return;
   comm.ways.took(mine.kind, block_of(comm, mine), pulled, seconds);
 }
 
-// It is left at gates alone.
+// It is left at gates alone, and where it stays away from them.
 bool run_pulled(Comm& comm, Course& course) {
   Pulled pulled(comm, course.place);
   if (course.step == data) course.step = pulled.run();

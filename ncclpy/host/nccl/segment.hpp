@@ -29,7 +29,7 @@ enum class Collective : uint8_t {
 struct Record {
   Collective kind;
   bool reads_peers;  // see peer_memory.hpp
-  bool pulls;        // of rank 0, for all: see ways.hpp
+  bool pulls;        // of the rank that decides, for all: see ways.hpp
   ncclDataType_t dtype;
   Operator op;
   int32_t root;

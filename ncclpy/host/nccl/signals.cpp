@@ -41,6 +41,7 @@ ncclResult_t put(const void* source, size_t count, ncclDataType_t dtype, int pee
   if (size_of(dtype) == 0) return fail(ncclInvalidArgument, "%s : invalid type %d", function, dtype);
   Operation operation = {};
   operation.kind = Operation::put;
+  operation.stream = stream;
   NCCLPY_TRY(find_counter(*comm, function, index, context, &operation.counter));
   if (flags != 0) return fail(ncclInvalidArgument, "%s : flags %u is invalid (must be 0)", function, flags);
   std::shared_ptr<Window> window;
@@ -59,7 +60,7 @@ ncclResult_t put(const void* source, size_t count, ncclDataType_t dtype, int pee
   operation.sendbuff = source;
   operation.recvbuff = target.base + offset;
   operation.gate = std::shared_ptr<PutGate>(window, target.gate.get());
-  return submit(comm, operation, stream);
+  return submit(comm, operation);
 }
 
 ncclResult_t signal(int peer, int index, int context, unsigned flags, ncclComm_t handle, cudaStream_t stream) {
@@ -69,10 +70,11 @@ ncclResult_t signal(int peer, int index, int context, unsigned flags, ncclComm_t
   NCCLPY_TRY(check_peer(*comm, function, peer));
   Operation operation = {};
   operation.kind = Operation::signal;
+  operation.stream = stream;
   operation.root = peer;
   NCCLPY_TRY(find_counter(*comm, function, index, context, &operation.counter));
   if (flags != 0) return fail(ncclInvalidArgument, "%s : flags %u is invalid (must be 0)", function, flags);
-  return submit(comm, operation, stream);
+  return submit(comm, operation);
 }
 
 ncclResult_t wait(int number, const ncclWaitSignalDesc_t* wanted, ncclComm_t handle, cudaStream_t stream) {
@@ -88,6 +90,7 @@ ncclResult_t wait(int number, const ncclWaitSignalDesc_t* wanted, ncclComm_t han
     NCCLPY_TRY(check_peer(*comm, function, wanted[i].peer));
     Operation operation = {};
     operation.kind = Operation::wait_signal;
+    operation.stream = stream;
     operation.root = wanted[i].peer;
     operation.count = size_t(wanted[i].opCnt);
     NCCLPY_TRY(find_counter(*comm, function, wanted[i].sigIdx, wanted[i].ctx, &operation.counter));
@@ -95,7 +98,7 @@ ncclResult_t wait(int number, const ncclWaitSignalDesc_t* wanted, ncclComm_t han
   }
   // One launch, however many are waited for.
   group_start();
-  for (const Operation& operation : operations) note_group_error(submit(comm, operation, stream));
+  for (const Operation& operation : operations) note_group_error(submit(comm, operation));
   return group_end();
 }
 

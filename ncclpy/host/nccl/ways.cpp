@@ -7,8 +7,9 @@
 namespace ncclpy::host {
 namespace {
 
-// How often in a row a way is tried. The first one finds caches as the other way has left them, and does not count.
-constexpr int tries = 3;
+// How often in a row a way is tried. The first one finds caches as the other way has left them, and does not count. What is so
+// much that caches do not matter is known at the second time.
+constexpr int tries_of(int size) { return size < 22 ? 3 : 2; }
 // So often in a row the better way is taken, at least and at most, before the other one is tried.
 constexpr double fewest = 100, most = 3000;
 // A way that has become so much worse than the other one was is not taken to the end of its row.
@@ -27,15 +28,17 @@ Ways::Known* Ways::find(Collective kind, size_t bytes) {
 }
 
 void Ways::Known::go_on() {
-  const bool before = way, both_known = seconds[0] > 0 && seconds[1] > 0;
-  trying = !(trying && both_known);
+  const bool before = way;
+  trying = !trying;
   if (trying) {
     way = !way;
-    left = tries;
-  } else {
-    way = seconds[1] < seconds[0];
-    const double loss = seconds[!way] / seconds[way] - 1;
-    left = int(std::clamp(50 * tries * loss, fewest, most));
+    left = tries_of(size);
+  } else if (costs[0] > 0 && costs[1] > 0) {
+    way = costs[1] < costs[0];
+    left = int(std::clamp(50 * tries_of(size) * (costs[!way] / costs[way] - 1), fewest, most));
+  } else {  // none could be measured to the end, or one alone
+    way = costs[0] > 0 || costs[1] > 0 ? costs[1] > 0 : prefers;
+    left = int(fewest);
   }
   settling = way != before;
 }
@@ -43,7 +46,7 @@ void Ways::Known::go_on() {
 bool Ways::pulls(Collective kind, size_t bytes, bool prefers) {
   Known* known = find(kind, bytes);
   if (known == nullptr) {
-    known_.push_back({kind, size_class(bytes), prefers, tries, true});
+    known_.push_back({kind, size_class(bytes), prefers, prefers, tries_of(size_class(bytes))});
     known = &known_.back();
   }
   if (known->left == 0) known->go_on();
@@ -54,11 +57,14 @@ bool Ways::pulls(Collective kind, size_t bytes, bool prefers) {
 void Ways::took(Collective kind, size_t bytes, bool pulled, double seconds) {
   Known* known = find(kind, bytes);
   if (known == nullptr || known->way != pulled) return;  // it could not be as was wanted
+  const bool first = known->trying && known->left == tries_of(known->size) - 2;  // that counts, of those that try
   if (std::exchange(known->settling, false)) return;
   // One that was held up, by another program say, counts for little; several in a row do not.
-  double& mean = known->seconds[pulled];
-  mean = mean == 0 ? seconds : (mean + std::min(seconds, 2 * mean)) / 2;
-  if (!known->trying && mean > too_bad * known->seconds[!pulled]) known->left = 0;
+  double& cost = known->costs[pulled];
+  const double now = seconds / double(bytes);
+  if (cost == 0 || first || now < cost) cost = now;
+  else if (!known->trying) cost += (std::min(now, 2 * cost) - cost) / 8;
+  if (!known->trying && known->costs[!pulled] > 0 && cost > too_bad * known->costs[!pulled]) known->left = 0;
 }
 
 }  // namespace ncclpy::host

@@ -3,7 +3,7 @@
 // Which takes less time depends on the operation, its size and the number of ranks, and on the machine: how far its cores are
 // from each other, and how long the kernel takes for a page. A virtual machine's cores are moved while a program runs, and what
 // was twice as fast may then take four times as long. So both ways are tried, the better one is taken, and the other one now
-// and then, which costs a fiftieth of the time at most. The result is the same, bit for bit.
+// and then, which costs about a fiftieth of the time. The result is the same, bit for bit.
 #pragma once
 
 #include <vector>
@@ -12,7 +12,7 @@
 
 namespace ncclpy::host {
 
-// Of one communicator, at rank 0, which decides for all.
+// Of one communicator, at a rank that decides for all.
 class Ways {
  public:
   // Whether the next one is to be pulled. `prefers` is what it begins with, before anything is known.
@@ -25,16 +25,16 @@ class Ways {
   struct Known {
     Collective kind;
     int size;
-    bool way;                // that is taken now,
-    int left;                // so often yet
-    bool trying;             // to learn what it takes, and not because it is the better one
-    bool settling = true;    // it has just been changed to
-    double seconds[2] = {};  // that each way took of late; 0 is not known
+    bool prefers;
+    bool way;               // that is taken now,
+    int left;               // so often yet
+    bool trying = false;    // to learn what it takes, and not because it is the better one
+    bool settling = true;   // it has just been changed to
+    double costs[2] = {};   // seconds a byte that each way takes, when nothing holds it up; 0 is not known
 
     void go_on();  // what is taken next, and how often
   };
   Known* find(Collective kind, size_t bytes);
-
 
   std::vector<Known> known_;
 };

@@ -43,6 +43,13 @@ def test_it_changes_with_the_machine(ways):
     assert first < 40 and second > 950, "at once, where what was better has become worse than the other was"
 
 
+def test_what_cannot_be_measured_does_not_go_to_and_fro(ways):
+    """Nor is it taken where the other can be."""
+    assert ways(False, (3000, 0, 0))[0] < 150
+    assert ways(True, (3000, 0, 0))[0] > 2850
+    assert ways(True, (3000, 50, 0))[0] < 150
+
+
 def test_it_begins_with_what_is_likely(ways):
     assert ways(True, (3, 1, 1)) == [3]
     assert ways(False, (3, 1, 1)) == [0]

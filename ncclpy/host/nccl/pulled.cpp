@@ -21,8 +21,8 @@ namespace {
 constexpr size_t least_block = 64 << 10;
 // From here on one copy by the kernel mostly takes less time than two copies through the cache, and from there on always.
 constexpr size_t likely_block = 128 << 10, sure_block = 1 << 20;
-// And of what is reduced, which passes through the cache either way. An all-reduce has its results read once more: there it is
-// likely with more ranks than cores alone, where what counts is that ranks wait for each other three times, not at each step.
+// And of what is reduced, which passes through the cache either way: of a reduce-scatter, where ranks read all that they need at
+// once; of others with more ranks than cores, where what counts is that ranks wait for each other less often.
 constexpr size_t likely_reduced = 1 << 20;
 
 // Who measures and decides: one who receives. Who only gives may be through long before the others are.
@@ -150,7 +150,7 @@ bool wants_pulled(Comm& comm, const Record& record) {
   const size_t block = block_of(comm, record);
   if (is_sure(record.kind, block)) return true;
   const bool likely = !reduces(record.kind) ? block >= likely_block
-                                            : block >= likely_reduced && (record.kind != Collective::all_reduce ||
+                                            : block >= likely_reduced && (record.kind == Collective::reduce_scatter ||
                                                                           comm.segment->spin().is_crowded());
   return comm.ways.pulls(record.kind, block, likely);
 }

@@ -12,6 +12,8 @@ namespace {
 constexpr int tries_of(int size) { return size < 22 ? 3 : 2; }
 // So often in a row the better way is taken, at least and at most, before the other one is tried.
 constexpr double fewest = 100, most = 3000;
+// At first less often: what has been learnt then may be what it takes to find pages.
+int at_first(int rows) { return rows < 5 ? 8 << 2 * rows : int(most); }
 // A way that has become so much worse than the other one was is not taken to the end of its row.
 constexpr double too_bad = 1.25;
 
@@ -35,7 +37,8 @@ void Ways::Known::go_on() {
     left = tries_of(size);
   } else if (costs[0] > 0 && costs[1] > 0) {
     way = costs[1] < costs[0];
-    left = int(std::clamp(50 * tries_of(size) * (costs[!way] / costs[way] - 1), fewest, most));
+    const double worth = 50 * tries_of(size) * (costs[!way] / costs[way] - 1);
+    left = std::min(int(std::clamp(worth, fewest, most)), at_first(rows++));
   } else {  // none could be measured to the end, or one alone
     way = costs[0] > 0 || costs[1] > 0 ? costs[1] > 0 : prefers;
     left = int(fewest);

@@ -154,8 +154,8 @@ COSTLY = [
         (*_C_GROUP, "until enqueued"),
     ),
     Line(
-        "A *small broadcast without a GPU*, 8 bytes over 2 processes: {ours}, Open MPI {theirs}. The root waits until "
-        "all ranks have come, so that ranks that disagree are told.",
+        "A *small broadcast without a GPU*, 8 bytes over 2 processes: {ours}, Open MPI {theirs}. A call can end "
+        "early, looks whether all ranks agree, and gives the GIL up for that.",
         CPUS,
         ("ncclpy", "broadcast 8 B", "time"),
         ("Open MPI", "broadcast 8 B", "time"),

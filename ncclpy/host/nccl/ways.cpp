@@ -12,7 +12,8 @@ namespace {
 constexpr int tries_of(int size) { return size < 22 ? 3 : 2; }
 // So often in a row the better way is taken, at least and at most, before the other one is tried.
 constexpr double fewest = 100, most = 3000;
-// At first less often: what has been learnt then may be what it takes to find pages.
+// At first less often: what has been learnt then may be what it takes to find pages. And before the first try: a program of a
+// few operations is to lose nothing by it.
 int at_first(int rows) { return rows < 5 ? 8 << 2 * rows : int(most); }
 // A way that has become so much worse than the other one was is not taken to the end of its row.
 constexpr double too_bad = 1.25;
@@ -49,7 +50,7 @@ void Ways::Known::go_on() {
 bool Ways::pulls(Collective kind, size_t bytes, bool prefers) {
   Known* known = find(kind, bytes);
   if (known == nullptr) {
-    known_.push_back({kind, size_class(bytes), prefers, prefers, tries_of(size_class(bytes))});
+    known_.push_back({kind, size_class(bytes), prefers, prefers, at_first(0)});
     known = &known_.back();
   }
   if (known->left == 0) known->go_on();

@@ -30,7 +30,7 @@ class Ways {
     int left;               // so often yet
     bool trying = false;    // to learn what it takes, and not because it is the better one
     bool settling = true;   // it has just been changed to
-    int rows = 0;           // so often the better one was chosen
+    int rows = 1;           // so often it was, the one that is preferred at first
     double costs[2] = {};   // seconds a byte that each way takes, when nothing holds it up; 0 is not known
 
     void go_on();  // what is taken next, and how often

@@ -1,5 +1,4 @@
 // Running one collective: all ranks describe theirs, and when all have arrived the data move.
-#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <string>
@@ -87,20 +86,6 @@ std::string described(const Record& record) {
   return text + ")";
 }
 
-bool agree_or_fail(Comm& comm, const Record& first, int rank, const Record& other, int other_rank) {
-  if (same(first, other)) return true;
-  fail(ncclInvalidUsage, "the ranks do not agree: rank %d calls %s, rank %d calls %s (%s)", rank, described(first).c_str(),
-       other_rank, described(other).c_str(), comm.title().c_str());
-  comm.health.set_async(ncclInvalidUsage, last_error());
-  return false;
-}
-
-// A rank and its root, whose record stays until this rank has passed it.
-bool check_agreement_with(Comm& comm, uint64_t number, int rank) {
-  const int place = place_of(number), low = std::min(rank, comm.rank), high = std::max(rank, comm.rank);
-  return agree_or_fail(comm, comm.segment->slot(low).record(place), low, comm.segment->slot(high).record(place), high);
-}
-
 // All who meet see the same records, so all of them skip an operation that does not fit, and what follows. One that is gone was
 // passed by all: they did agree.
 bool check_agreement(Comm& comm, uint64_t number) {
@@ -109,7 +94,11 @@ bool check_agreement(Comm& comm, uint64_t number) {
   if (!comm.segment->slot(0).placed[place].read(number, &first)) return true;
   for (int r = 1; r < comm.nranks; r++) {
     if (!comm.segment->slot(r).placed[place].read(number, &other)) return true;
-    if (!agree_or_fail(comm, first, 0, other, r)) return false;
+    if (same(first, other)) continue;
+    fail(ncclInvalidUsage, "the ranks do not agree: rank 0 calls %s, rank %d calls %s (%s)", described(first).c_str(), r,
+         described(other).c_str(), comm.title().c_str());
+    comm.health.set_async(ncclInvalidUsage, last_error());
+    return false;
   }
   return true;
 }
@@ -136,18 +125,12 @@ bool takes_little(const Comm& comm, const Operation& operation, size_t* bytes) {
 
 namespace {
 
-bool one_gives(const Operation& operation) {
-  return operation.collective_kind == Collective::broadcast || operation.collective_kind == Collective::scatter;
-}
-
 // Whether it cannot go on before the others have come. One that can, of few bytes, has no news of the others' disagreement
 // before its next collective.
 bool needs_others(const Operation& operation, int rank) {
-  return one_gives(operation) ? rank != operation.root : operation.receives(rank);
+  const bool one_gives = operation.collective_kind == Collective::broadcast || operation.collective_kind == Collective::scatter;
+  return one_gives ? rank != operation.root : operation.receives(rank);
 }
-
-// Whether it needs the root alone. Of two ranks that is all others, with whom it meets.
-bool needs_root(const Operation& operation, int nranks) { return one_gives(operation) && nranks > 2; }
 
 // Describes this rank's collective to the others, and waits for theirs if it needs them. Ended if they do not agree.
 Passage meet(Comm& comm, const Operation& operation, bool small, Course& course) {
@@ -170,12 +153,8 @@ Passage meet(Comm& comm, const Operation& operation, bool small, Course& course)
       return Passage::open;
     }
   }
-  Rendezvous& rendezvous = comm.rendezvous;
   const Passage passage =
-      !small ? rendezvous.meet_at_gate(comm, check_agreement)
-      : needs_root(operation, comm.nranks)
-          ? rendezvous.meet_root(operation.root, comm, check_agreement_with, check_agreement)
-          : rendezvous.meet(comm, check_agreement);
+      small ? comm.rendezvous.meet(comm, check_agreement) : comm.rendezvous.meet_at_gate(comm, check_agreement);
   course.met = passage == Passage::open;
   expect_small(comm, comm.rendezvous.next_place(), bytes);
   return passage;

@@ -61,20 +61,10 @@ Passage Rendezvous::pass(Gate& gate, uint64_t& generation, Side side, Done done)
 
 Passage Rendezvous::meet(Comm& comm, Agree agree) {
   if (!std::exchange(waiting_, true)) describe();
-  const Passage passage = await_described(0, segment_->nranks(), comm, agree);
+  const Passage passage = await_all_described(comm, agree);
   if (passage != Passage::open) return passage;
   waiting_ = false;
   return agree_on_all(comm, agree) ? Passage::open : Passage::ended;
-}
-
-// Others may come later, and agree or not: that is seen as by who goes on. Of those who pass without having compared all, each
-// agrees with its root; so where two roots are meant there are two roots, and whoever writes over what they have left looks first.
-Passage Rendezvous::meet_root(int root, Comm& comm, AgreeWith agree_with, Agree agree) {
-  if (!std::exchange(waiting_, true)) describe();
-  const Passage passage = await_described(root, root + 1, comm, agree);
-  if (passage != Passage::open) return passage;
-  waiting_ = false;
-  return agree_with(comm, described_, root) ? Passage::open : Passage::ended;
 }
 
 Passage Rendezvous::meet_at_gate(Comm& comm, Agree agree) {
@@ -112,15 +102,15 @@ bool Rendezvous::do_not_agree(Comm& comm, Agree agree) const {
 }
 
 // While it waits it looks at what it went on from: who did not agree then does not come.
-Passage Rendezvous::await_described(int first, int last, Comm& comm, Agree agree) {
+Passage Rendezvous::await_all_described(Comm& comm, Agree agree) {
   Header& header = segment_->header();
-  int rank = first;
+  int rank = 0;
   const auto all_have = [&] {
-    for (; rank < last; rank++) {
+    for (; rank < segment_->nranks(); rank++) {
       if (number_of(rank, described_) != described_) return false;
     }
     // Those that were there first may have been taken back.
-    for (rank = first; rank < last; rank++) {
+    for (rank = 0; rank < segment_->nranks(); rank++) {
       if (number_of(rank, described_) != described_) return false;
     }
     return true;
@@ -131,11 +121,9 @@ Passage Rendezvous::await_described(int first, int last, Comm& comm, Agree agree
     return Passage::open;
   }
   bool agreed = true;
-  // Who waits for all has looked at theirs; who waits for one does so before it sleeps.
-  int looks = last - first == segment_->nranks() ? few_looks : 0;
   wait_until(header.bell, segment_->spin(), [&] {
     come = all_have();
-    if (!come && is_ahead() && ++looks > few_looks) agreed = catch_up(comm, agree);
+    if (!come && is_ahead()) agreed = catch_up(comm, agree);
     return come || !agreed || health_.stopped() || Interruption::wants_out();
   });
   if (come) return Passage::open;

@@ -3,8 +3,7 @@
 //
 // Collectives are numbered. A rank describes its next one by a record and the number behind it, in the next of its places, and
 // has what it contributes beside the record if that is small. A rank that needs nothing of the others, as the root of a
-// broadcast, goes on then; one that needs a root alone waits for that one, and sees whether the two agree. The others wait until
-// all have described theirs, and see whether they agree. A rank has passed a
+// broadcast, goes on then. The others wait until all have described theirs, and see whether they agree. A rank has passed a
 // collective when it needs nothing more of it. What all have left for it is there until all have passed it: nobody writes to a
 // place before. Who went on looks later whether all agree, at what is still there. What is gone has been passed by all: by
 // those who met there, who did agree, or, where nobody did, by one who has compared it.
@@ -23,8 +22,6 @@ enum class Passage {
 
 // Whether the ranks agree on a collective that all have described.
 using Agree = bool (*)(Comm& comm, uint64_t number);
-// Whether this rank agrees with another on one that both have described.
-using AgreeWith = bool (*)(Comm& comm, uint64_t number, int rank);
 
 class Rendezvous {
  public:
@@ -45,10 +42,7 @@ class Rendezvous {
   // It is written: tells the others, and waits for theirs. Ended also if they do not agree. Who has left goes on with waiting:
   // the others may have read what is there.
   Passage meet(Comm& comm, Agree agree);
-  // It is written: tells the others, and waits for the root's alone. Ended also if the two do not agree, or if it is found
-  // meanwhile that the ranks have not agreed before.
-  Passage meet_root(int root, Comm& comm, AgreeWith agree_with, Agree agree);
-  // The same as meet() where ranks touch each other's memory then: as the gate is opened by the last to come, either all go through,
+  // The same where ranks touch each other's memory then: as the gate is opened by the last to come, either all go through,
   // whatever ends one of them, or none does.
   Passage meet_at_gate(Comm& comm, Agree agree);
   bool is_waiting() const { return waiting_; }
@@ -76,8 +70,7 @@ class Rendezvous {
   // Whether those who have all described something are known not to agree on it.
   bool do_not_agree(Comm& comm, Agree agree) const;
   void describe();
-  // Waits until ranks from `first` to before `last` have described what this one has described last.
-  Passage await_described(int first, int last, Comm& comm, Agree agree);
+  Passage await_all_described(Comm& comm, Agree agree);
   bool agree_on_all(Comm& comm, Agree agree);
   // Whether it went on from a collective without having seen that all agree; not the one in which it waits.
   bool is_ahead() const { return agreed_ + (waiting_ ? 1 : 0) < described_; }

@@ -34,6 +34,12 @@ static inline void copy_past_caches(void* to, const void* from, size_t bytes) {
 #endif
 }
 
+// To memory that is part of so much, or not.
+static inline void copy_out(void* to, const void* from, size_t bytes, bool past_caches) {
+  if (past_caches) copy_past_caches(to, from, bytes);
+  else std::memcpy(to, from, bytes);
+}
+
 // These stores keep no order with others, also not with one that tells of them.
 static inline void finish_past_caches() {
 #ifdef __SSE2__

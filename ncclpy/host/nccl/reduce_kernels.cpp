@@ -87,11 +87,6 @@ A divide(A a, int n) {
   else return A(uint64_t(a) / uint64_t(n));
 }
 
-void copy_out(void* to, const void* from, size_t bytes, bool past_caches) {
-  if (past_caches) copy_past_caches(to, from, bytes);
-  else std::memcpy(to, from, bytes);
-}
-
 template <class T>
 typename Element<T>::Acc scalar_of(uint64_t bits) {
   T value;

@@ -58,9 +58,7 @@ class Staged {
   }
   // The same to the caller's memory.
   void deliver(void* to, const void* from, size_t bytes) {
-    if (to == from) return;
-    if (past_caches_) copy_past_caches(to, from, bytes);
-    else std::memcpy(to, from, bytes);
+    if (to != from) copy_out(to, from, bytes, past_caches_);
   }
   // The largest whole number of cache lines of which `parts` fit into a step buffer; at least one.
   static size_t part_of_step(size_t parts) { return std::max<size_t>(64, step_bytes / parts / 64 * 64); }

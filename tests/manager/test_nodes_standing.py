@@ -52,6 +52,9 @@ with contextlib.suppress(ProcessLookupError):
 manager.close()
 """
 
+#: The ranks' disagreement is seen at once, while the root may still be in its broadcast: they come when it is over.
+AFTER_THE_CAST = "store.get('rank 2 has cast')\n"
+
 WHAT = {
     "late": ("time.sleep(40)", "idle", "rank 2 has finished all_reduce #0 and is in no operation since "),
     "holds the GIL": (
@@ -72,10 +75,12 @@ WHAT = {
         "rank 2's process has ended, last heard of after all_reduce #0",
     ),
     "another operation": (
-        "manager.broadcast_send('cast', lib.argument(lib.make(np.ones(4, np.float32), device)), device=device,\n"
+        "work = manager.broadcast_send('cast', lib.argument(lib.make(np.ones(4, np.float32), device)), device=device,\n"
         "    num_local=1, num_global=3, global_rank=2, root=2, communicator_key=key)\n"
-        "manager.signal_multi_node_ready('cast')\ntime.sleep(40)",
-        "idle",  # a root waits for nobody
+        "manager.signal_multi_node_ready('cast')\n"
+        "work.wait(60)  # a root waits for nobody\n"
+        "store.set('rank 2 has cast', b'')\ntime.sleep(40)",
+        "idle",
         "rank 2 has finished broadcast #1 and is in no operation since ",
     ),
     "gathers": (
@@ -92,7 +97,8 @@ def test_what_a_process_does_instead(tmp_path, what):
     """The first in trouble asks; the other one, whose deadline is later, says the same."""
     testing.need_processes(3)
     does, state, said = WHAT[what]
-    program = PROGRAM + "if rank == 2:\n" + textwrap.indent(does, "    ") + "\n    os._exit(0)\n" + TROUBLE
+    program = PROGRAM + "if rank == 2:\n" + textwrap.indent(does, "    ") + "\n    os._exit(0)\n"
+    program += (AFTER_THE_CAST if what == "another operation" else "") + TROUBLE
     output = launched(tmp_path, 3, program, "--no-kill")[1]
     lines = sorted(line for line in output.splitlines() if " has Nccl" in line)
     assert len(lines) == 2, output

@@ -75,7 +75,8 @@ WHAT = {
         "rank 2's process has ended, last heard of after all_reduce #0",
     ),
     "another operation": (
-        "work = manager.broadcast_send('cast', lib.argument(lib.make(np.ones(4, np.float32), device)), device=device,\n"
+        "array = lib.argument(lib.make(np.ones(4, np.float32), device))\n"
+        "work = manager.broadcast_send('cast', array, device=device,\n"
         "    num_local=1, num_global=3, global_rank=2, root=2, communicator_key=key)\n"
         "manager.signal_multi_node_ready('cast')\n"
         "work.wait(60)  # a root waits for nobody\n"

@@ -14,6 +14,17 @@ namespace ncclpy::host {
 // Of so many bytes, all of a rank's result, little is in a cache when it is complete.
 constexpr size_t least_past_caches = 8 << 20;
 
+// One cache line, to where one begins.
+static inline void copy_line_past_caches(void* to, const void* from) {
+#ifdef __SSE2__
+  __m128i line[4];
+  std::memcpy(line, from, sizeof line);
+  for (int i = 0; i < 4; i++) _mm_stream_si128(static_cast<__m128i*>(to) + i, line[i]);
+#else
+  std::memcpy(to, from, 64);
+#endif
+}
+
 // As memcpy; `finish_past_caches` is to follow before another thread is told of it. Internal to each file that uses it, and
 // calling nothing that is not, as one is compiled for several instruction sets.
 static inline void copy_past_caches(void* to, const void* from, size_t bytes) {
@@ -23,11 +34,7 @@ static inline void copy_past_caches(void* to, const void* from, size_t bytes) {
   const size_t to_line = size_t(-reinterpret_cast<uintptr_t>(target)) % 64, head = to_line < bytes ? to_line : bytes;
   std::memcpy(target, source, head);
   target += head, source += head, bytes -= head;
-  for (; bytes >= 64; bytes -= 64, target += 64, source += 64) {
-    __m128i line[4];
-    std::memcpy(line, source, sizeof line);
-    for (int i = 0; i < 4; i++) _mm_stream_si128(reinterpret_cast<__m128i*>(target) + i, line[i]);
-  }
+  for (; bytes >= 64; bytes -= 64, target += 64, source += 64) copy_line_past_caches(target, source);
   std::memcpy(target, source, bytes);
 #else
   std::memcpy(to, from, bytes);

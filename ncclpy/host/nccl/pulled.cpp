@@ -21,9 +21,11 @@ namespace {
 constexpr size_t least_block = 64 << 10;
 // From here on one copy by the kernel mostly takes less time than two copies through the cache, and from there on always.
 constexpr size_t likely_block = 128 << 10, sure_block = 1 << 20;
-// And of what is reduced, which passes through the cache either way: of a reduce-scatter, where ranks read all that they need at
-// once; of others with more ranks than cores, where what counts is that ranks wait for each other less often.
+// And of what is reduced, which passes through the cache either way: of two ranks; of a reduce-scatter, where ranks read all that
+// they need at once; of others with more ranks than cores, where what counts is that ranks wait for each other less often.
 constexpr size_t likely_reduced = 1 << 20;
+// Of two ranks, what each reduces at a time while both do. Who does it alone takes as much as is read at once.
+constexpr size_t piece_of_both = 512 << 10;
 
 // Who measures and decides: one who receives. Who only gives may be through long before the others are.
 int decider_of(const Comm& comm, const Record& record) {
@@ -102,18 +104,23 @@ class Pulled {
 
   // Reduces `bytes` of what all send, from `at` on, in pieces that stay in the cache. False as for `copy_from`.
   bool reduce(size_t at, size_t bytes, char* to) {
-    const size_t whole = mine_.kind == Collective::all_reduce ? 0 : bytes;  // of that others want the result
     char* const pieces = comm_.segment->step_input(rank_, 0);
-    const size_t most = std::max<size_t>(64, step_bytes / size_t(nranks_ - 1) / 64 * 64);
-    const auto piece = [&](int r) { return pieces + size_t(r - (r > rank_ ? 1 : 0)) * most; };
+    // What the only peer sends is read to where the result is to be, and reduced there: that is in the cache then, and the calls
+    // of the kernel are as large as may be.
+    const bool in_result = nranks_ == 2 && to != static_cast<const char*>(mine_.send) + at;
+    const size_t in_pieces = std::max<size_t>(64, step_bytes / size_t(nranks_ - 1) / 64 * 64);
+    const size_t most = !in_result ? in_pieces : mine_.kind == Collective::reduce ? read_bytes : piece_of_both;
+    // What has just been read there, or others want next, stays in the caches.
+    const size_t whole = in_result || mine_.kind == Collective::all_reduce ? 0 : bytes;
     for (size_t done = 0; done < bytes; done += most) {
       const size_t n = std::min(most, bytes - done);
       const auto source = [&](int r) { return static_cast<const char*>(record(r).send) + at + done; };
+      const auto here = [&](int r) { return in_result ? to + done : pieces + size_t(r - (r > rank_ ? 1 : 0)) * most; };
       for (int i = 1; i < nranks_; i++) {
         const int peer = (rank_ + i) % nranks_;
-        if (!copy_from(peer, source(peer), piece(peer), n)) return false;
+        if (!copy_from(peer, source(peer), here(peer), n)) return false;
       }
-      reduce_pieces(comm_, place_, [&](int r) { return r == rank_ ? source(r) : piece(r); },
+      reduce_pieces(comm_, place_, [&](int r) -> const char* { return r == rank_ ? source(r) : here(r); },
                     n / size_of(mine_.dtype), {to + done}, whole);
     }
     return true;
@@ -149,10 +156,11 @@ bool wants_pulled(Comm& comm, const Record& record) {
   if (comm.rank != decider_of(comm, record) || comm.segment->one_process() || !can_be_pulled(comm, record)) return false;
   const size_t block = block_of(comm, record);
   if (is_sure(record.kind, block)) return true;
-  const bool likely = !reduces(record.kind) ? block >= likely_block
-                                            : block >= likely_reduced && (record.kind == Collective::reduce_scatter ||
-                                                                          comm.segment->spin().is_crowded());
-  return comm.ways.pulls(record.kind, block, likely);
+  const auto likely = [&] {
+    if (!reduces(record.kind)) return block >= likely_block;
+    return block >= likely_reduced && (comm.nranks == 2 || record.kind == Collective::reduce_scatter || comm.segment->spin().is_crowded());
+  };
+  return comm.ways.pulls(record.kind, block, likely());
 }
 
 bool is_pulled(Comm& comm, int place) {

@@ -94,10 +94,45 @@ typename Element<T>::Acc scalar_of(uint64_t bits) {
   return Element<T>::load(value);
 }
 
+// The commonest case, two inputs and one output, takes no accumulator. The output may be one of the inputs.
+template <class T, class Op>
+void combine(const T* first, const T* second, T* out, size_t count) {
+  using E = Element<T>;
+#pragma GCC ivdep
+  for (size_t i = 0; i < count; i++) E::store(Op::apply(E::load(first[i]), E::load(second[i])), out[i]);
+}
+
+// The same, past the caches.
+template <class T, class Op>
+void combine_past_caches(const T* first, const T* second, T* out, size_t count) {
+  constexpr size_t line = 64 / sizeof(T);
+  const size_t to_line = size_t(-reinterpret_cast<uintptr_t>(out)) % 64 / sizeof(T), head = to_line < count ? to_line : count;
+  combine<T, Op>(first, second, out, head);
+  size_t done = head;
+  for (; count - done >= line; done += line) {
+    alignas(64) T result[line];
+    combine<T, Op>(first + done, second + done, result, line);
+    copy_line_past_caches(out + done, result);
+  }
+  combine<T, Op>(first + done, second + done, out + done, count - done);
+  finish_past_caches();
+}
+
+template <class T>
+bool is_aligned(const void* at) {
+  return reinterpret_cast<uintptr_t>(at) % sizeof(T) == 0;
+}
+
 template <class T, class Op, bool SCALE>
 void run(const Reduction& r) {
   using E = Element<T>;
   using Acc = typename E::Acc;
+  if constexpr (!SCALE) {
+    if (r.inputs == 2 && r.outputs == 1 && r.op != Operator::avg && is_aligned<T>(r.output[0])) {
+      const auto combined = r.past_caches ? combine_past_caches<T, Op> : combine<T, Op>;
+      return combined(static_cast<const T*>(r.input[0]), static_cast<const T*>(r.input[1]), static_cast<T*>(r.output[0]), r.count);
+    }
+  }
   alignas(64) Acc acc[large_block / sizeof(Acc)];
   const size_t block = (r.count < least_of_large_blocks / sizeof(Acc) ? small_block : large_block) / sizeof(Acc);
   for (size_t begin = 0; begin < r.count; begin += block) {

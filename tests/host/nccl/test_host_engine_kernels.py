@@ -13,13 +13,15 @@ import subprocess
 
 import pytest
 from paths import ROOT
+from sanitizers import KERNELS, build
 
 FOLDER = ROOT / "ncclpy/host/nccl"
-SOURCE = FOLDER / "reduce_kernels.cpp"
 COMPILER = shlex.split(os.environ.get("CXX", "g++"))
 #: Sum, product, maximum, minimum and the sum of products for 12 types. What wraps around is shared with unsigned types
 #: by three signed ones, but for their sum: an average needs it signed.
 INSTANCES = 12 * 5 - 3 * 2
+#: The first four of two inputs at once.
+COMBINED = 12 * 4 - 3
 
 
 def build_flags():
@@ -42,13 +44,13 @@ def records(nodes):
 
 
 def lines_with(text):
-    return {n for n, line in enumerate(SOURCE.read_text().splitlines(), 1) if text in line}
+    return {n for n, line in enumerate(KERNELS.read_text().splitlines(), 1) if text in line}
 
 
 def compile_kernels(flags, folder, record):
     """Compile the kernels with a record of some kind."""
     command = [*COMPILER, "-std=c++17", *flags, "-DNCCLPY_KERNELS=kernels", f"-I{FOLDER.parents[1] / 'abi'}"]
-    command += ["-c", SOURCE, "-o", folder / "kernels.o", record]
+    command += ["-c", KERNELS, "-o", folder / "kernels.o", record]
     environment = {**os.environ, "CCACHE_DISABLE": "1"}  # a cached object comes without its record
     subprocess.run(list(map(str, command)), check=True, timeout=120, cwd=folder, env=environment)
 
@@ -63,7 +65,7 @@ def loops(flags, folder):
         where = record.get("location", {})
         said = "".join(part for part in record.get("message", ()) if isinstance(part, str))
         assert not said.startswith("applying unroll and jam"), "two inputs in one loop: it is not vectorised"
-        if not where.get("file", "").endswith(SOURCE.name) or where["line"] not in over_elements:
+        if not where.get("file", "").endswith(KERNELS.name) or where["line"] not in over_elements:
             continue
         if said.startswith(("loop vectorized", "couldn't vectorize loop")):
             key = record["function"], where["line"]
@@ -86,7 +88,7 @@ records_of_gcc = pytest.mark.skipif(
 def test_no_reduction_loop_is_left_unvectorised(tmp_path):
     """The short sister: GCC's list of lines, which does not say of which type and operator each entry is."""
     compile_kernels(build_flags()["avx512"], tmp_path, f"-fopt-info-vec-all={tmp_path / 'said'}")
-    entries = re.findall(rf"{SOURCE.name}:(\d+):\d+: (\w+): +(.*)", (tmp_path / "said").read_text())
+    entries = re.findall(rf"{KERNELS.name}:(\d+):\d+: (\w+): +(.*)", (tmp_path / "said").read_text())
     over_elements = lines_with("for (size_t i = 0")
     whole = {int(line) for line, _, said in entries if said.startswith("loop vectorized using 64 byte vectors")}
     missed = {int(line) for line, kind, said in entries if kind == "missed" and said == "couldn't vectorize loop"}
@@ -101,8 +103,21 @@ def test_no_reduction_loop_is_left_unvectorised(tmp_path):
 @pytest.mark.parametrize("instructions", ["avx2", "avx512"])
 def test_every_reduction_loop_is_vectorised(instructions, tmp_path):
     found = loops(build_flags()[instructions], tmp_path)
-    assert len({name for name, _ in found}) == INSTANCES
+    names = {name for name, _ in found}
+    for function, instances in ("run<", INSTANCES), ("combine<", COMBINED):
+        assert len([name for name in names if f" {function}" in f" {name}"]) == instances, function
     scalar = {(name, line) for (name, line), vectorised in found.items() if not vectorised}
     # No instruction set divides vectors of integers: once for each element of an average, not for each input.
     assert {line for _, line in scalar} == lines_with("= divide(")
     assert not [name for name, _ in scalar if re.search("run<(SmallFloat|float|double)", name)]
+
+
+def test_two_inputs_are_combined_as_any_number_is(tmp_path):
+    """Where no accumulator is taken: a program compares all copies of the loops. To compile them takes 10 s."""
+    program = tmp_path / "kernels"
+    sources = [ROOT / "tests/host/kernels.cpp", KERNELS, FOLDER / "reduce.cpp"]
+    build(program, ["-O2", "-ftree-vectorize"], sources)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    cases = 12 * 5 * 6 * 3 * 4  # types, operators, counts, in place or not, ways
+    assert int(done.stdout) in (cases, 2 * cases, 3 * cases), "of each copy that this processor runs"

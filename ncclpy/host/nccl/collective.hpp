@@ -25,6 +25,12 @@ inline bool reduces(Collective kind) {
   return kind == Collective::all_reduce || kind == Collective::reduce || kind == Collective::reduce_scatter;
 }
 
+// The bytes of what a rank receives, if it does.
+inline size_t result_bytes(const Record& record, int nranks) {
+  const bool has_all = record.kind == Collective::all_gather || record.kind == Collective::all_to_all || record.kind == Collective::gather;
+  return record.count * size_of(record.dtype) * size_t(has_all ? nranks : 1);
+}
+
 // How far a collective has come that a thread has left.
 struct Course {
   bool met = false;  // all that is needed is there: mostly all ranks have come, and agree

@@ -46,11 +46,6 @@ class Staged {
     left_ = passage == Passage::left;
     return passage == Passage::open;
   }
-  // The bytes of what this rank receives.
-  size_t whole_result() const {
-    const bool has_all = mine_.kind == Collective::all_gather || mine_.kind == Collective::all_to_all || mine_.kind == Collective::gather;
-    return has_all ? nranks_ * bytes_ : bytes_;
-  }
   char* input(size_t rank, size_t step) { return segment_.step_input(int(rank), int(step & 1)); }
   char* result(size_t rank, size_t step) { return segment_.step_result(int(rank), int(step & 1)); }
   void copy(void* to, const void* from, size_t bytes) {
@@ -191,7 +186,7 @@ class Staged {
   char* const recv_;
   const size_t bytes_, root_;
   const bool at_root_;
-  const bool past_caches_ = whole_result() >= least_past_caches;
+  const bool past_caches_ = result_bytes(mine_, comm_.nranks) >= least_past_caches;
 };
 
 }  // namespace

@@ -1,6 +1,6 @@
-// Two inputs to one output, which take no accumulator, against two outputs, which do: the same bits, for each copy of the loops
-// that this processor runs, for every data type and operator, wherever the operands lie, in place and not, past the caches and
-// not; and nothing beside the output is written. Prints how many were compared.
+// One output, to which a result goes at once, against two, which are copies of one: the same bits, for each copy of the loops that
+// this processor runs, for every data type and operator, of two inputs and of more, wherever the operands lie, in place and not,
+// past the caches and not; and nothing beside the output is written. Prints how many were compared.
 #include <cstdio>
 #include <cstring>
 #include <random>
@@ -22,6 +22,7 @@ using Bytes = std::vector<unsigned char>;
 using Kernels = void (*)(const Reduction&);
 
 constexpr size_t guard = 128;
+constexpr int most_inputs = 5;
 std::mt19937_64 numbers(1);
 
 // Without infinities and NaNs: which of two NaNs is kept is for the compiler to say.
@@ -34,33 +35,37 @@ Bytes finite(size_t bytes, size_t element) {
 struct Case {
   ncclDataType_t dtype;
   Operator op;
-  size_t count, offsets[3];  // bytes, of both inputs and of the output
-  int in_place;              // which input is the output, or -1
+  size_t count;
+  int inputs;
+  size_t offsets[most_inputs + 1];  // bytes, of the inputs and of the output
+  int in_place;                     // which input is the output, or -1
   bool past_caches;
 };
 
 bool is_right(Kernels kernels, const Case& c) {
   const size_t element = size_of(c.dtype), bytes = c.count * element;
-  const Bytes values[2] = {finite(bytes, element), finite(bytes, element)};
-  Bytes memory[3];
-  void* at[3];
-  for (int k = 0; k < 3; k++) {
+  Bytes values[most_inputs], memory[most_inputs + 1];
+  void* at[most_inputs + 1];
+  const void *inputs[most_inputs], *fresh[most_inputs];
+  for (int k = 0; k <= c.inputs; k++) {
     memory[k].assign(guard + 64 + bytes + guard, 0x5a);
     unsigned char* line = memory[k].data() + guard;
     line += (64 - reinterpret_cast<uintptr_t>(line) % 64) % 64;
     at[k] = line - 64 + c.offsets[k];
-    if (k < 2 && bytes > 0) std::memcpy(at[k], values[k].data(), bytes);
+    if (k == c.inputs) break;
+    values[k] = finite(bytes, element);
+    if (bytes > 0) std::memcpy(at[k], values[k].data(), bytes);
+    inputs[k] = at[k];
+    fresh[k] = values[k].data();
   }
-  int out = c.in_place < 0 ? 2 : c.in_place;
+  const int out = c.in_place < 0 ? c.inputs : c.in_place;
   const Bytes before = memory[out];
-  const void* inputs[2] = {at[0], at[1]};
-  const uint64_t scalars[2] = {};
-  kernels({c.dtype, c.op, 2, inputs, 1, &at[out], c.count, scalars, c.past_caches});
+  kernels({c.dtype, c.op, c.inputs, inputs, 1, &at[out], c.count, nullptr, c.past_caches});
 
   Bytes expected[2] = {Bytes(bytes + 1), Bytes(bytes + 1)};
-  const void* fresh[2] = {values[0].data(), values[1].data()};
   void* outputs[2] = {expected[0].data(), expected[1].data()};
-  kernels({c.dtype, c.op, 2, fresh, 2, outputs, c.count, scalars, false});
+  kernels({c.dtype, c.op, c.inputs, fresh, 2, outputs, c.count, nullptr, c.past_caches});
+  if (expected[0] != expected[1]) return false;
   if (bytes > 0 && std::memcmp(at[out], outputs[0], bytes) != 0) return false;
   const size_t begin = size_t(static_cast<unsigned char*>(at[out]) - memory[out].data());
   return std::memcmp(memory[out].data(), before.data(), begin) == 0 &&
@@ -83,18 +88,20 @@ int main() {
       const size_t element = size_of(ncclDataType_t(dtype));
       for (Operator op : {Operator::sum, Operator::prod, Operator::max, Operator::min, Operator::avg}) {
         for (size_t count : {size_t(0), size_t(1), 63 / element, 64 / element, size_t(130), size_t(1000)}) {
-          for (int in_place = -1; in_place < 2; in_place++) {
-            for (int way = 0; way < 4; way++) {
-              const bool past_caches = way & 1, aligned = way & 2;
-              Case c = {ncclDataType_t(dtype), op, count, {}, in_place, past_caches};
-              for (size_t& offset : c.offsets) offset = aligned ? numbers() % (64 / element) * element : numbers() % 64;
-              if (is_right(copies[copy], c)) {
-                compared++;
-                continue;
+          for (int inputs : {2, 3, 5}) {
+            for (int in_place = -1; in_place < inputs; in_place++) {
+              for (int way = 0; way < 4; way++) {
+                const bool past_caches = way & 1, aligned = way & 2;
+                Case c = {ncclDataType_t(dtype), op, count, inputs, {}, in_place, past_caches};
+                for (size_t& offset : c.offsets) offset = aligned ? numbers() % (64 / element) * element : numbers() % 64;
+                if (is_right(copies[copy], c)) {
+                  compared++;
+                  continue;
+                }
+                std::fprintf(stderr, "copy %zu type %d operator %d count %zu inputs %d in place %d past caches %d aligned %d\n", copy,
+                             dtype, int(op), count, inputs, in_place, int(past_caches), int(aligned));
+                return 1;
               }
-              std::fprintf(stderr, "copy %zu type %d operator %d count %zu offsets %zu %zu %zu in place %d past caches %d\n", copy,
-                           dtype, int(op), count, c.offsets[0], c.offsets[1], c.offsets[2], in_place, int(past_caches));
-              return 1;
             }
           }
         }

@@ -94,78 +94,93 @@ typename Element<T>::Acc scalar_of(uint64_t bits) {
   return Element<T>::load(value);
 }
 
-// The commonest case, two inputs and one output, takes no accumulator. The output may be one of the inputs.
-template <class T, class Op>
-void combine(const T* first, const T* second, T* out, size_t count) {
-  using E = Element<T>;
+// What the accumulator has, or the first input, and the last one. The output may be one of the inputs.
+template <class T, class Op, class First>
+void combine(const First* first, const T* last, T* out, size_t count) {
 #pragma GCC ivdep
-  for (size_t i = 0; i < count; i++) E::store(Op::apply(E::load(first[i]), E::load(second[i])), out[i]);
+  for (size_t i = 0; i < count; i++) {
+    Element<T>::store(Op::apply(Element<First>::load(first[i]), Element<T>::load(last[i])), out[i]);
+  }
 }
 
-// The same, past the caches.
-template <class T, class Op>
-void combine_past_caches(const T* first, const T* second, T* out, size_t count) {
+// The same, past the caches, to where an element may lie.
+template <class T, class Op, class First>
+void combine_past_caches(const First* first, const T* last, T* out, size_t count) {
   constexpr size_t line = 64 / sizeof(T);
   const size_t to_line = size_t(-reinterpret_cast<uintptr_t>(out)) % 64 / sizeof(T), head = to_line < count ? to_line : count;
-  combine<T, Op>(first, second, out, head);
+  combine<T, Op>(first, last, out, head);
   size_t done = head;
   for (; count - done >= line; done += line) {
     alignas(64) T result[line];
-    combine<T, Op>(first + done, second + done, result, line);
+    combine<T, Op>(first + done, last + done, result, line);
     copy_line_past_caches(out + done, result);
   }
-  combine<T, Op>(first + done, second + done, out + done, count - done);
-  finish_past_caches();
+  combine<T, Op>(first + done, last + done, out + done, count - done);
 }
 
-template <class T>
-bool is_aligned(const void* at) {
-  return reinterpret_cast<uintptr_t>(at) % sizeof(T) == 0;
-}
-
-template <class T, class Op, bool SCALE>
-void run(const Reduction& r) {
+// Two inputs and one output in one go. Of more inputs all but the last meet in an accumulator, and more outputs are copies of the
+// first, or, past the caches, of a result that is in one: block by block.
+template <class T, class Op>
+void fold(const Reduction& r) {
   using E = Element<T>;
   using Acc = typename E::Acc;
-  if constexpr (!SCALE) {
-    if (r.inputs == 2 && r.outputs == 1 && r.op != Operator::avg && is_aligned<T>(r.output[0])) {
-      const auto combined = r.past_caches ? combine_past_caches<T, Op> : combine<T, Op>;
-      return combined(static_cast<const T*>(r.input[0]), static_cast<const T*>(r.input[1]), static_cast<T*>(r.output[0]), r.count);
+  const bool at_output = r.outputs == 1 || !r.past_caches;
+  const bool past_caches = r.outputs == 1 && r.past_caches && reinterpret_cast<uintptr_t>(r.output[0]) % sizeof(T) == 0;
+  const auto finish = [&](const auto* first, const T* last, T* out, size_t n) {
+    if (past_caches) combine_past_caches<T, Op>(first, last, out, n);
+    else combine<T, Op>(first, last, out, n);
+  };
+  alignas(64) Acc acc[large_block / sizeof(Acc)];
+  alignas(64) T result[large_block / sizeof(Acc)];
+  const size_t largest = (r.count < least_of_large_blocks / sizeof(Acc) ? small_block : large_block) / sizeof(Acc);
+  const size_t block = r.inputs == 2 && r.outputs == 1 ? r.count : largest;
+  for (size_t begin = 0; begin < r.count; begin += block) {
+    const size_t n = r.count - begin < block ? r.count - begin : block;
+    const auto input = [&](int k) { return static_cast<const T*>(r.input[k]) + begin; };
+    T* const out = at_output ? static_cast<T*>(r.output[0]) + begin : result;
+    const T *first = input(0), *second = input(1);
+    if (r.inputs == 2) {
+      finish(first, second, out, n);
+    } else {
+      for (size_t i = 0; i < n; i++) acc[i] = Op::apply(E::load(first[i]), E::load(second[i]));
+      for (int k = 2; k < r.inputs - 1; k++) {
+        const T* next = input(k);
+        for (size_t i = 0; i < n; i++) acc[i] = Op::apply(acc[i], E::load(next[i]));
+      }
+      finish(acc, input(r.inputs - 1), out, n);
+    }
+    for (int k = at_output ? 1 : 0; k < r.outputs; k++) {
+      copy_out(static_cast<T*>(r.output[k]) + begin, out, n * sizeof(T), r.past_caches);
     }
   }
+  if (r.past_caches) finish_past_caches();
+}
+
+// Sums that are scaled: each input before, or the result after.
+template <class T, bool BEFORE>
+void fold_scaled(const Reduction& r) {
+  using E = Element<T>;
+  using Acc = typename E::Acc;
   alignas(64) Acc acc[large_block / sizeof(Acc)];
   const size_t block = (r.count < least_of_large_blocks / sizeof(Acc) ? small_block : large_block) / sizeof(Acc);
   for (size_t begin = 0; begin < r.count; begin += block) {
     const size_t n = r.count - begin < block ? r.count - begin : block;
-    const T* first = static_cast<const T*>(r.input[0]) + begin;
-    if constexpr (SCALE) {
-      const Acc scale = scalar_of<T>(r.scalars[0]);
-      for (size_t i = 0; i < n; i++) acc[i] = Prod::apply(E::load(first[i]), scale);
-    } else if (r.inputs > 1) {  // the first two at once: one pass through the accumulator less
-      const T* second = static_cast<const T*>(r.input[1]) + begin;
-      for (size_t i = 0; i < n; i++) acc[i] = Op::apply(E::load(first[i]), E::load(second[i]));
-    } else {
-      for (size_t i = 0; i < n; i++) acc[i] = E::load(first[i]);
-    }
-    for (int k = SCALE ? 1 : 2; k < r.inputs; k++) {
+    for (int k = 0; k < r.inputs; k++) {
       const T* next = static_cast<const T*>(r.input[k]) + begin;
-      if constexpr (SCALE) {
-        const Acc scale = scalar_of<T>(r.scalars[k]);
-        for (size_t i = 0; i < n; i++) acc[i] = Op::apply(acc[i], Prod::apply(E::load(next[i]), scale));
+      const Acc scale = BEFORE ? scalar_of<T>(r.scalars[k]) : Acc(1);
+      const auto scaled = [&](size_t i) { return BEFORE ? Prod::apply(E::load(next[i]), scale) : E::load(next[i]); };
+      if (k == 0) {
+        for (size_t i = 0; i < n; i++) acc[i] = scaled(i);
       } else {
-        for (size_t i = 0; i < n; i++) acc[i] = Op::apply(acc[i], E::load(next[i]));
+        for (size_t i = 0; i < n; i++) acc[i] = Sum::apply(acc[i], scaled(i));
       }
     }
-    if (r.op == Operator::avg) {
+    if constexpr (!BEFORE) {
       for (size_t i = 0; i < n; i++) acc[i] = divide(acc[i], r.inputs);
     }
-    if constexpr (std::is_same_v<T, Acc>) {
-      for (int k = 0; k < r.outputs; k++) copy_out(static_cast<T*>(r.output[k]) + begin, acc, n * sizeof(T), r.past_caches);
-    } else {
-      alignas(64) T result[large_block / sizeof(Acc)];
-      for (size_t i = 0; i < n; i++) E::store(acc[i], result[i]);
-      for (int k = 0; k < r.outputs; k++) copy_out(static_cast<T*>(r.output[k]) + begin, result, n * sizeof(T), r.past_caches);
-    }
+    alignas(64) T result[large_block / sizeof(Acc)];
+    for (size_t i = 0; i < n; i++) E::store(acc[i], result[i]);
+    for (int k = 0; k < r.outputs; k++) copy_out(static_cast<T*>(r.output[k]) + begin, result, n * sizeof(T), r.past_caches);
   }
   if (r.past_caches) finish_past_caches();
 }
@@ -192,12 +207,12 @@ template <class T>
 void run_operator(const Reduction& r) {
   using Wraps = typename Wrapping<T>::type;
   switch (r.op) {
-    case Operator::sum: return run<Wraps, Sum, false>(r);
-    case Operator::prod: return run<Wraps, Prod, false>(r);
-    case Operator::max: return run<T, Max, false>(r);
-    case Operator::min: return run<T, Min, false>(r);
-    case Operator::avg: return run<T, Sum, false>(r);
-    case Operator::premulsum: return run<Wraps, Sum, true>(r);
+    case Operator::sum: return fold<Wraps, Sum>(r);
+    case Operator::prod: return fold<Wraps, Prod>(r);
+    case Operator::max: return fold<T, Max>(r);
+    case Operator::min: return fold<T, Min>(r);
+    case Operator::avg: return fold_scaled<T, false>(r);
+    case Operator::premulsum: return fold_scaled<Wraps, true>(r);
   }
 }
 

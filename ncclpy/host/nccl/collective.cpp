@@ -86,6 +86,11 @@ std::string described(const Record& record) {
   return text + ")";
 }
 
+bool is_same_as(Comm& comm, uint64_t number, int rank) {
+  const int place = place_of(number);
+  return same(comm.segment->slot(comm.rank).record(place), comm.segment->slot(rank).record(place));
+}
+
 // All who meet see the same records, so all of them skip an operation that does not fit, and what follows. One that is gone was
 // passed by all: they did agree.
 bool check_agreement(Comm& comm, uint64_t number) {
@@ -125,11 +130,15 @@ bool takes_little(const Comm& comm, const Operation& operation, size_t* bytes) {
 
 namespace {
 
-// Whether it cannot go on before the others have come. One that can, of few bytes, has no news of the others' disagreement
-// before its next collective.
+// Whether all that there is to receive is the root's.
+bool one_gives(const Operation& operation) {
+  return operation.collective_kind == Collective::broadcast || operation.collective_kind == Collective::scatter;
+}
+
+// Whether it cannot go on before others have come. One that can, of few bytes, has no news of a disagreement before its next
+// collective.
 bool needs_others(const Operation& operation, int rank) {
-  const bool one_gives = operation.collective_kind == Collective::broadcast || operation.collective_kind == Collective::scatter;
-  return one_gives ? rank != operation.root : operation.receives(rank);
+  return one_gives(operation) ? rank != operation.root : operation.receives(rank);
 }
 
 // Describes this rank's collective to the others, and waits for theirs if it needs them. Ended if they do not agree.
@@ -153,8 +162,10 @@ Passage meet(Comm& comm, const Operation& operation, bool small, Course& course)
       return Passage::open;
     }
   }
-  const Passage passage =
-      small ? comm.rendezvous.meet(comm, check_agreement) : comm.rendezvous.meet_at_gate(comm, check_agreement);
+  Rendezvous& rendezvous = comm.rendezvous;
+  const Passage passage = !small                 ? rendezvous.meet_at_gate(comm, check_agreement)
+                          : one_gives(operation) ? rendezvous.meet_root(operation.root, comm, is_same_as, check_agreement)
+                                                 : rendezvous.meet(comm, check_agreement);
   course.met = passage == Passage::open;
   expect_small(comm, comm.rendezvous.next_place(), bytes);
   return passage;

@@ -33,7 +33,7 @@ void Rendezvous::describe() {
   expect_writing(next.little);
 }
 
-// First described and then passed: whoever writes over what this rank has seen agree has seen it himself.
+// First described and then passed: who sees that it has passed can see what it has described.
 void Rendezvous::go_on() {
   describe();
   segment_->slot(rank_).passed.store(described_, std::memory_order_release);
@@ -61,10 +61,23 @@ Passage Rendezvous::pass(Gate& gate, uint64_t& generation, Side side, Done done)
 
 Passage Rendezvous::meet(Comm& comm, Agree agree) {
   if (!std::exchange(waiting_, true)) describe();
-  const Passage passage = await_all_described(comm, agree);
+  const Passage passage = await_described(comm, agree, [] { return false; });
   if (passage != Passage::open) return passage;
   waiting_ = false;
   return agree_on_all(comm, agree) ? Passage::open : Passage::ended;
+}
+
+// Who does not agree with the root waits for all, and hears then.
+Passage Rendezvous::meet_root(int root, Comm& comm, SameAs same, Agree agree) {
+  if (!std::exchange(waiting_, true)) describe();
+  bool root_has = false;
+  const Passage passage = await_described(comm, agree, [&] {
+    if (!root_has && number_of(root, described_) == described_) root_has = same(comm, described_, root);
+    return root_has;
+  });
+  if (passage != Passage::open) return passage;
+  waiting_ = false;
+  return root_has || agree_on_all(comm, agree) ? Passage::open : Passage::ended;
 }
 
 Passage Rendezvous::meet_at_gate(Comm& comm, Agree agree) {
@@ -87,22 +100,25 @@ Passage Rendezvous::meet_at_gate(Comm& comm, Agree agree) {
   return agree_on_all(comm, agree) ? Passage::open : Passage::ended;
 }
 
+// While a rank writes over what it has passed, its place has no number.
 bool Rendezvous::all_have(uint64_t number) const {
   for (int rank = 0; rank < segment_->nranks(); rank++) {
-    if (number_of(rank, number) < number) return false;
+    if (number_of(rank, number) >= number) continue;
+    if (segment_->slot(rank).passed.load(std::memory_order_acquire) < number) return false;
   }
   return true;
 }
 
-bool Rendezvous::do_not_agree(Comm& comm, Agree agree) const {
+bool Rendezvous::do_not_agree(Comm& comm, Agree agree) {
   for (uint64_t number = agreed_ + 1; number <= described_ && all_have(number); number++) {
-    if (!agree(comm, number)) return true;
+    if (!agrees(number, comm, agree)) return true;
   }
   return false;
 }
 
 // While it waits it looks at what it went on from: who did not agree then does not come.
-Passage Rendezvous::await_all_described(Comm& comm, Agree agree) {
+template <class Enough>
+Passage Rendezvous::await_described(Comm& comm, Agree agree, Enough enough) {
   Header& header = segment_->header();
   int rank = 0;
   const auto all_have = [&] {
@@ -115,15 +131,16 @@ Passage Rendezvous::await_all_described(Comm& comm, Agree agree) {
     }
     return true;
   };
-  bool come = all_have();
-  if (come) {
+  if (all_have()) {  // who comes last tells those who sleep
     header.bell.ring_behind_fence();
     return Passage::open;
   }
-  bool agreed = true;
+  bool come = enough(), agreed = true;
+  if (come) return Passage::open;
+  int looks = 0;
   wait_until(header.bell, segment_->spin(), [&] {
-    come = all_have();
-    if (!come && is_ahead()) agreed = catch_up(comm, agree);
+    come = all_have() || enough();
+    if (!come && is_ahead() && ++looks > few_looks) agreed = catch_up(comm, agree);
     return come || !agreed || health_.stopped() || Interruption::wants_out();
   });
   if (come) return Passage::open;
@@ -137,10 +154,10 @@ bool Rendezvous::agree_on_all(Comm& comm, Agree agree) {
   for (int rank = 0; rank < segment_->nranks(); rank++) {
     passed = std::min(passed, segment_->slot(rank).placed[place_of(described_)].passed);
   }
-  all_passed_ = std::max(all_passed_, passed);
   for (; agreed_ < described_; agreed_++) {
-    if (!agree(comm, agreed_ + 1)) return false;
+    if (!agrees(agreed_ + 1, comm, agree)) return false;
   }
+  all_passed_ = std::max(all_passed_, passed);
   return true;
 }
 
@@ -159,13 +176,14 @@ void Rendezvous::pass() {
 
 bool Rendezvous::catch_up(Comm& comm, Agree agree) {
   while (is_ahead() && all_have(agreed_ + 1)) {
-    if (!agree(comm, agreed_ + 1)) return false;
+    if (!agrees(agreed_ + 1, comm, agree)) return false;
     agreed_++;
   }
   return true;
 }
 
 Passage Rendezvous::await_room(size_t bytes, Comm& comm, Agree agree) {
+  if (disagreed_) return Passage::ended;
   const uint64_t next = described_ + 1, depth = bytes <= little_bytes ? places : small_buffers;
   if (next <= all_passed_ + depth) return Passage::open;
   // Room for some more at once: to look at what others write costs both.
@@ -174,7 +192,7 @@ Passage Rendezvous::await_room(size_t bytes, Comm& comm, Agree agree) {
 }
 
 Passage Rendezvous::await_all_passed(Comm& comm, Agree agree) {
-  return await_passed(described_, described_, comm, agree);
+  return disagreed_ ? Passage::ended : await_passed(described_, described_, comm, agree);
 }
 
 Passage Rendezvous::await_passed(uint64_t wanted, uint64_t needed, Comm& comm, Agree agree) {
@@ -187,7 +205,7 @@ Passage Rendezvous::await_passed(uint64_t wanted, uint64_t needed, Comm& comm, A
       if (rank != rank_) passed = std::min(passed, segment_->slot(rank).passed.load(std::memory_order_acquire));
     }
     agreed = catch_up(comm, agree);
-    all_passed_ = std::max(all_passed_, passed);
+    all_passed_ = std::max(all_passed_, std::min(passed, agreed_));
     return !agreed || all_passed_ >= number;
   };
   if (!have_passed(needed)) {

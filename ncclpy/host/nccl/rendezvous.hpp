@@ -3,10 +3,11 @@
 //
 // Collectives are numbered. A rank describes its next one by a record and the number behind it, in the next of its places, and
 // has what it contributes beside the record if that is small. A rank that needs nothing of the others, as the root of a
-// broadcast, goes on then. The others wait until all have described theirs, and see whether they agree. A rank has passed a
-// collective when it needs nothing more of it. What all have left for it is there until all have passed it: nobody writes to a
-// place before. Who went on looks later whether all agree, at what is still there. What is gone has been passed by all: by
-// those who met there, who did agree, or, where nobody did, by one who has compared it.
+// broadcast, goes on then; one that needs the root alone does when that has described the same. The others wait until all have
+// described theirs, and see whether they agree. A rank has passed a collective when it needs nothing more of it. What all have
+// left for it is there until all have passed it, and who writes over it has seen that they agreed: he looks, at what is still
+// there, before he counts it as passed. So what is gone was agreed on. Who finds that the ranks do not agree passes nothing from
+// then on; so the records that say so stay, and all others, who may have gone on, find them as well.
 #pragma once
 
 #include "health.hpp"
@@ -20,8 +21,10 @@ enum class Passage {
   left,   // by this thread, which goes its way: the rank has not come
 };
 
-// Whether the ranks agree on a collective that all have described.
+// Whether the ranks agree on a collective that all have described; if not, they are told.
 using Agree = bool (*)(Comm& comm, uint64_t number);
+// Whether what another rank has described, and still has there, is this one's.
+using SameAs = bool (*)(Comm& comm, uint64_t number, int rank);
 
 class Rendezvous {
  public:
@@ -42,7 +45,9 @@ class Rendezvous {
   // It is written: tells the others, and waits for theirs. Ended also if they do not agree. Who has left goes on with waiting:
   // the others may have read what is there.
   Passage meet(Comm& comm, Agree agree);
-  // The same where ranks touch each other's memory then: as the gate is opened by the last to come, either all go through,
+  // The same, but it is enough that the root's is there, if that is the same.
+  Passage meet_root(int root, Comm& comm, SameAs same, Agree agree);
+  // As meet(), where ranks touch each other's memory then: as the gate is opened by the last to come, either all go through,
   // whatever ends one of them, or none does.
   Passage meet_at_gate(Comm& comm, Agree agree);
   bool is_waiting() const { return waiting_; }
@@ -67,10 +72,17 @@ class Rendezvous {
     return segment_->slot(rank).placed[place_of(number)].number.load(std::memory_order_acquire);
   }
   bool all_have(uint64_t number) const;
+  // Whether all agree on what they have all described. If not, that is for good.
+  bool agrees(uint64_t number, Comm& comm, Agree agree) {
+    if (!agree(comm, number)) disagreed_ = true;
+    return !disagreed_;
+  }
   // Whether those who have all described something are known not to agree on it.
-  bool do_not_agree(Comm& comm, Agree agree) const;
+  bool do_not_agree(Comm& comm, Agree agree);
   void describe();
-  Passage await_all_described(Comm& comm, Agree agree);
+  // Waits until all have described what this rank has described last, or `enough()`.
+  template <class Enough>
+  Passage await_described(Comm& comm, Agree agree, Enough enough);
   bool agree_on_all(Comm& comm, Agree agree);
   // Whether it went on from a collective without having seen that all agree; not the one in which it waits.
   bool is_ahead() const { return agreed_ + (waiting_ ? 1 : 0) < described_; }
@@ -92,7 +104,8 @@ class Rendezvous {
   uint64_t described_ = 0;   // the last collective that this rank has described
   bool waiting_ = false;     // for the others' descriptions of that
   uint64_t agreed_ = 0;      // the last one on which all have agreed, as far as it knows
-  uint64_t all_passed_ = 0;  // the last one that all have passed, as far as it knows
+  bool disagreed_ = false;   // on the next one
+  uint64_t all_passed_ = 0;  // the last one that all have passed and agreed on, as far as it knows
   uint64_t data_generation_ = 0;
   // Of those who exchange words.
   uint64_t control_generation_ = 0;

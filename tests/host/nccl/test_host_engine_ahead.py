@@ -120,6 +120,127 @@ def test_what_follows_a_disagreement_waits_for_nobody(nccl, streams):
 
 
 @pytest.mark.parametrize("nbytes", AHEAD)
+def test_who_receives_waits_for_the_root_alone(nccl, streams, nbytes):
+    comms, ahead = nccl.init_all(3), AHEAD[nbytes]
+    sent = [np.full(nbytes // 4, float(i), np.float32) for i in range(ahead)]
+    received = [np.zeros_like(each) for each in sent]
+    for i in range(ahead):
+        broadcast(nccl, comms[0], streams[0], sent[i], 0)
+        broadcast(nccl, comms[1], streams[1], received[i], 0)
+        nccl.driver.cuStreamSynchronize(streams[1])  # the third has not come
+        nccl.driver.cuStreamSynchronize(streams[0])
+        assert (received[i] == i).all()
+    for i in range(ahead):
+        late = np.zeros_like(received[0])
+        broadcast(nccl, comms[2], streams[2], late, 0)
+        nccl.driver.cuStreamSynchronize(streams[2])
+        assert (late == i).all()
+    for comm in comms:
+        nccl.ncclCommDestroy(comm)
+
+
+def all_hear(nccl, comms, streams):
+    arrays = [np.zeros(4, np.float32) for _ in comms]
+    for rank, comm in enumerate(comms):
+        if nccl.async_error(comm) == 0:
+            p = bodies.pointer(arrays[rank])
+            nccl.ncclAllReduce(p, p, 4, FLOAT32, SUM, comm, streams[rank])
+    for rank, comm in enumerate(comms):
+        join(in_thread(nccl.driver.cuStreamSynchronize, streams[rank]))
+        assert nccl.async_error(comm) == INVALID_USAGE
+        nccl.ncclCommAbort(comm)
+
+
+def test_who_does_not_agree_with_the_root_hears_at_once(nccl, streams):
+    """And who does, with its next call."""
+    comms = nccl.init_all(3)
+    arrays = [np.full(4, float(rank), np.float32) for rank in range(3)]
+    for rank in range(3):
+        broadcast(nccl, comms[rank], streams[rank], arrays[rank], 0, count=4 - (rank == 2))
+        nccl.driver.cuStreamSynchronize(streams[rank])
+    assert [nccl.async_error(comm) for comm in comms] == [0, 0, INVALID_USAGE]
+    assert [array[0] for array in arrays] == [0, 0, 2]
+    all_hear(nccl, comms, streams)
+
+
+def test_two_roots_and_who_follows_one_of_them_hear(nccl, streams):
+    comms = nccl.init_all(3)
+    array = np.ones(4, np.float32)
+    for rank, root in (0, 0), (2, 0), (1, 1):
+        broadcast(nccl, comms[rank], streams[rank], array, root)
+        nccl.driver.cuStreamSynchronize(streams[rank])
+        assert nccl.async_error(comms[rank]) == 0
+    all_hear(nccl, comms, streams)
+
+
+def test_who_waits_for_a_root_hears_that_it_does_not_come(nccl, streams):
+    """It has ended over what came before, which the one who waits had gone on from."""
+    comms = nccl.init_all(3)
+    array = np.ones(4, np.float32)
+    broadcast(nccl, comms[0], streams[0], array, 0)
+    broadcast(nccl, comms[1], streams[1], np.zeros(4, np.float32), 0)
+    for rank in range(2):
+        nccl.driver.cuStreamSynchronize(streams[rank])
+    broadcast(nccl, comms[0], streams[0], np.zeros(4, np.float32), 2)
+    waiting = in_thread(nccl.driver.cuStreamSynchronize, streams[0])
+    assert blocked(waiting)
+    broadcast(nccl, comms[2], streams[2], array, 0, count=3)  # of the first
+    nccl.driver.cuStreamSynchronize(streams[2])
+    join(waiting)
+    assert [nccl.async_error(comms[rank]) for rank in (0, 2)] == [INVALID_USAGE] * 2
+    all_hear(nccl, comms, streams)
+
+
+@pytest.mark.parametrize("wrong", [1, 2])
+@pytest.mark.parametrize("nbytes", AHEAD)
+def test_what_is_queued_behind_a_disagreement_has_no_wrong_data(nccl, streams, nbytes, wrong):
+    """Who has found it runs nothing more; so the others, who go on for a while, find it too."""
+    comms, count, rounds = nccl.init_all(3), nbytes // 4, 20
+    received = np.zeros((3, rounds, count), np.float32)
+    for i in range(rounds):
+        received[0, i] = i + 1
+    gates = [Gate(nccl.driver, stream) for stream in streams[:3]]  # who has heard of it refuses the next call
+    for rank, comm in enumerate(comms):
+        for i in range(rounds):
+            broadcast(nccl, comm, streams[rank], received[rank, i], 0, count=count - (rank == wrong and i == 0))
+    for gate in gates:
+        gate.open()
+    for rank, comm in enumerate(comms):
+        join(in_thread(nccl.driver.cuStreamSynchronize, streams[rank]))
+        assert nccl.async_error(comm) == INVALID_USAGE
+    got = received[3 - wrong]
+    numbers = np.arange(1, rounds + 1)[:, None]
+    assert ((got == numbers) | (got == 0)).all() and (got[AHEAD[nbytes] :] == 0).all()
+    assert (received[wrong] == 0).all() and (received[0] == numbers).all()
+    for comm in comms:
+        nccl.ncclCommAbort(comm)
+
+
+@pytest.mark.parametrize("nbytes", AHEAD)
+def test_who_has_found_a_disagreement_runs_nothing_more(nccl, streams, nbytes):
+    """Also where it agrees with the root, and others who have not come cannot tell it again."""
+    comms, count = nccl.init_all(3), nbytes // 4
+    rounds = AHEAD[nbytes]
+    received = np.zeros((3, rounds, count), np.float32)
+    received[0] = 1
+    late = None
+    gates = [Gate(nccl.driver, stream) for stream in streams[:3]]
+    for rank, comm in enumerate(comms):
+        for i in range(rounds):
+            if rank == 1 and i == 1:
+                late = Gate(nccl.driver, streams[1])
+            broadcast(nccl, comm, streams[rank], received[rank, i], 0, count=count - (rank == 2 and i == 0))
+    for gate in gates:
+        gate.open()
+    join(in_thread(nccl.driver.cuStreamSynchronize, streams[0]))  # there is room for all that it gives
+    join(in_thread(nccl.driver.cuStreamSynchronize, streams[2]))
+    assert nccl.async_error(comms[2]) == INVALID_USAGE and (received[2] == 0).all()
+    late.open()
+    all_hear(nccl, comms, streams)
+    assert ((received[1] == 0) | (received[1] == 1)).all()
+
+
+@pytest.mark.parametrize("nbytes", AHEAD)
 def test_room_comes_with_what_others_have_passed(nccl, streams, nbytes):
     """Also to who sleeps, and from who comes to nothing else for a while."""
     comms, ahead = nccl.init_all(2), AHEAD[nbytes]

@@ -91,8 +91,10 @@ bool is_same_as(Comm& comm, uint64_t number, int rank) {
   return same(comm.segment->slot(comm.rank).record(place), comm.segment->slot(rank).record(place));
 }
 
+}  // namespace
+
 // All who meet see the same records, so all of them skip an operation that does not fit, and what follows. One that is gone was
-// passed by all: they did agree.
+// compared by who has written over it.
 bool check_agreement(Comm& comm, uint64_t number) {
   Record first, other;
   const int place = place_of(number);
@@ -107,6 +109,8 @@ bool check_agreement(Comm& comm, uint64_t number) {
   }
   return true;
 }
+
+namespace {
 
 // A communicator of one rank: its input, through the operator.
 void run_alone(const Record& record) {
@@ -195,6 +199,8 @@ bool move_data(Comm& comm, bool small, Course& course) {
 }
 
 }  // namespace
+
+bool finds_disagreement(Comm& comm) { return comm.rendezvous.finds_disagreement(comm, check_agreement); }
 
 Passage await_all_passed(Comm& comm) { return comm.rendezvous.await_all_passed(comm, check_agreement); }
 

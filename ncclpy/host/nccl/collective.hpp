@@ -46,6 +46,12 @@ bool run_collective(Comm& comm, const Operation& operation, Course& course);
 // gates, or a message that is being copied, is not left.
 bool takes_little(const Comm& comm, const Operation& operation, size_t* bytes);
 
+// Whether the ranks agree on a collective that all have described. If not, the communicator has an error that says what they call,
+// and the calling thread as well.
+bool check_agreement(Comm& comm, uint64_t number);
+// Whether a rank finds, or has found, that they have not agreed on one from which it went on: others do not come to anything then.
+// The stream tasks' own.
+bool finds_disagreement(Comm& comm);
 // Waits until the others have read what this rank has left for them in the segment. Ended if they do not agree on it.
 Passage await_all_passed(Comm& comm);
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "../driver/handles.hpp"
+#include "collective.hpp"
 
 namespace ncclpy::host {
 
@@ -153,8 +154,16 @@ void Comm::lose(int dead_rank) {
   if (health.set_lost(death_notice(*shared_segment(), dead_rank))) ring();
 }
 
+ncclResult_t Comm::exchange(const void* mine, size_t bytes, void* all) {
+  return rendezvous.exchange(mine, bytes, all, *this, check_agreement) ? ncclSuccess : stop_reason("the other ranks");
+}
+
 ncclResult_t Comm::stop_reason(const char* waited_for) {
   if (health.ends_with_parent()) return parent->stop_reason(waited_for);
+  if (!health.ended() && health.async() == ncclInvalidUsage) {  // the ranks have not agreed
+    set_last_error(health.async_text());
+    return ncclInvalidUsage;
+  }
   const auto met = shared_segment();
   if (health.aborted() || met == nullptr || met->first_dead() < 0)
     return fail(ncclInternalError, "rank %d was aborted while it waited for %s", rank, waited_for);

@@ -73,9 +73,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
   void set_segment(std::shared_ptr<Segment> joined);
   std::shared_ptr<Segment> shared_segment();
   // Gives `bytes` to every rank and collects everyone's, in rank order. At most exchange_bytes; blocks.
-  ncclResult_t exchange(const void* mine, size_t bytes, void* all) {
-    return rendezvous.exchange(mine, bytes, all) ? ncclSuccess : stop_reason("the other ranks");
-  }
+  ncclResult_t exchange(const void* mine, size_t bytes, void* all);
 
   // A call is made: the word for it, which everybody can see from now on.
   uint64_t note_call(Deed deed);

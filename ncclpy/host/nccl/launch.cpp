@@ -56,6 +56,7 @@ bool run_operations(Comm& comm, const Operation* operations, size_t count, Claim
   if (progress.begun) {
     progress.messages.advance();
   } else {
+    if (comm.rendezvous.has_disagreed()) return true;  // others do not come to it
     if (faults && Interruption::has_time()) return false;  // they may hold it up, and are to be heard of once
     if (!begin_operations(comm, operations, count, claims, progress)) return true;
   }

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "collective.hpp"
 #include "missing.hpp"
 #include "wait.hpp"
 
@@ -68,7 +69,7 @@ void wait_for_signal(Comm& comm, const Operation* operations, size_t count) {
   Awaited awaited(comm, data_side);
   std::vector<int> told;
   const auto over = [&] {
-    if (there() || comm.health.stopped()) return true;
+    if (there() || comm.health.stopped() || finds_disagreement(comm)) return true;
     std::vector<int> missing = absent(comm, operations, count);
     if (missing != told) {
       told = missing;

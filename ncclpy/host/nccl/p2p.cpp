@@ -49,10 +49,11 @@ bool Messages::finish() {
     int looks = 0;
     wait_until(bell, comm_.segment->spin(), [&] {
       if (advance() || comm_.health.stopped() || Interruption::wants_out()) return true;
-      if (++looks == many_looks) awaited.tell(peers());  // once it is going to last
-      return false;
+      if (++looks < many_looks) return false;
+      if (looks == many_looks) awaited.tell(peers());  // once it is going to last
+      return finds_disagreement(comm_);
     });
-    const bool stopped = comm_.health.stopped();
+    const bool stopped = comm_.health.stopped() || comm_.rendezvous.has_disagreed();
     if (finished() || !(stopped || Interruption::wants_out())) continue;
     retract();
     return stopped;

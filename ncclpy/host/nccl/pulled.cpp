@@ -4,8 +4,7 @@
 //
 // All ranks have arrived, each pulls what it needs, and none leaves before all have it. A rank that aborts does not
 // arrive at the last gate, or takes that back, so nobody takes what was read from it for a result; or it comes last, when all
-// have read. Only one that dies
-// there has arrived while others still read: its memory is gone, and they say so themselves.
+// have read. Only one that dies there has arrived while others still read: its memory is gone, and they say so themselves.
 #include <string.h>
 
 #include <algorithm>
@@ -105,8 +104,8 @@ class Pulled {
   // Reduces `bytes` of what all send, from `at` on, in pieces that stay in the cache. False as for `copy_from`.
   bool reduce(size_t at, size_t bytes, char* to) {
     char* const pieces = comm_.segment->step_input(rank_, 0);
-    // What the only peer sends is read to where the result is to be, and reduced there: that is in the cache then, and the calls
-    // of the kernel are as large as may be.
+    // What the only peer sends is read to where the result is to be, and reduced there: nothing else is thrown out of the caches,
+    // and the calls of the kernel may be large.
     const bool in_result = nranks_ == 2 && to != static_cast<const char*>(mine_.send) + at;
     const size_t in_pieces = std::max<size_t>(64, step_bytes / size_t(nranks_ - 1) / 64 * 64);
     const size_t most = !in_result ? in_pieces : mine_.kind == Collective::reduce ? read_bytes : piece_of_both;
@@ -159,11 +158,9 @@ bool wants_pulled(Comm& comm, const Record& record) {
   if (comm.rank != decider_of(comm, record) || comm.segment->one_process() || !can_be_pulled(comm, record)) return false;
   const size_t block = block_of(comm, record);
   if (is_sure(record.kind, block)) return true;
-  const auto likely = [&] {
-    if (!reduces(record.kind)) return block >= likely_block;
-    return block >= likely_reduced && (comm.nranks == 2 || record.kind == Collective::reduce_scatter || comm.segment->spin().is_crowded());
-  };
-  return comm.ways.pulls(record.kind, block, likely());
+  const bool suits = comm.nranks == 2 || record.kind == Collective::reduce_scatter || comm.segment->spin().is_crowded();
+  const bool likely = reduces(record.kind) ? suits && block >= likely_reduced : block >= likely_block;
+  return comm.ways.pulls(record.kind, block, likely);
 }
 
 bool is_pulled(Comm& comm, int place) {

@@ -14,8 +14,8 @@ namespace ncclpy::host {
 // The operators as the data path knows them; PreMulSum multiplies input k by scalars[k] first.
 enum class Operator : uint32_t { sum, prod, max, min, avg, premulsum };
 
-// One reduction of `count` elements: of two inputs and more, but for premulsum. `scalars` (bits of the data type, one a rank) is
-// read for that only.
+// One reduction of `count` elements, of two inputs and more; avg and premulsum take one as well. `scalars` (bits of the data type,
+// one a rank) is read for premulsum only.
 struct Reduction {
   ncclDataType_t dtype;
   Operator op;

@@ -118,8 +118,8 @@ void combine_past_caches(const First* first, const T* last, T* out, size_t count
   combine<T, Op>(first + done, last + done, out + done, count - done);
 }
 
-// Two inputs and one output in one go. Of more inputs all but the last meet in an accumulator, and more outputs are copies of the
-// first, or, past the caches, of a result that is in one: block by block.
+// Two inputs and one output in one go. Otherwise block by block: of more inputs all but the last meet in an accumulator, and more
+// outputs are copies of the first, or, when they go past the caches, of a block that stays there.
 template <class T, class Op>
 void fold(const Reduction& r) {
   using E = Element<T>;
@@ -131,7 +131,11 @@ void fold(const Reduction& r) {
     else combine<T, Op>(first, last, out, n);
   };
   alignas(64) Acc acc[large_block / sizeof(Acc)];
-  alignas(64) T result[large_block / sizeof(Acc)];
+  constexpr bool same = std::is_same_v<T, Acc>;
+  alignas(64) T rounded[same ? 1 : large_block / sizeof(Acc)];
+  T* result;
+  if constexpr (same) result = acc;
+  else result = rounded;
   const size_t largest = (r.count < least_of_large_blocks / sizeof(Acc) ? small_block : large_block) / sizeof(Acc);
   const size_t block = r.inputs == 2 && r.outputs == 1 ? r.count : largest;
   for (size_t begin = 0; begin < r.count; begin += block) {

@@ -70,14 +70,14 @@ Passage Rendezvous::meet(Comm& comm, Agree agree) {
 // Who does not agree with the root waits for all, and hears then.
 Passage Rendezvous::meet_root(int root, Comm& comm, SameAs same, Agree agree) {
   if (!std::exchange(waiting_, true)) describe();
-  bool root_has = false;
+  bool root_agrees = false;
   const Passage passage = await_described(comm, agree, [&] {
-    if (!root_has && number_of(root, described_) == described_) root_has = same(comm, described_, root);
-    return root_has;
+    if (number_of(root, described_) == described_) root_agrees = same(comm, described_, root);
+    return root_agrees;
   });
   if (passage != Passage::open) return passage;
   waiting_ = false;
-  return root_has || agree_on_all(comm, agree) ? Passage::open : Passage::ended;
+  return root_agrees || agree_on_all(comm, agree) ? Passage::open : Passage::ended;
 }
 
 Passage Rendezvous::meet_at_gate(Comm& comm, Agree agree) {
@@ -89,8 +89,10 @@ Passage Rendezvous::meet_at_gate(Comm& comm, Agree agree) {
   bool agreed = true;
   int looks = 0;
   const Passage passage = pass(segment_->header().data, data_generation_, data_side, [&] {
-    if (++looks > few_looks) agreed = !do_not_agree(comm, agree);
-    return !agreed;
+    if (++looks <= few_looks || !do_not_agree(comm, agree)) return false;
+    disagree();
+    agreed = false;
+    return true;
   });
   if (passage != Passage::open) {
     if (!agreed) waiting_ = false;
@@ -109,9 +111,22 @@ bool Rendezvous::all_have(uint64_t number) const {
   return true;
 }
 
-bool Rendezvous::do_not_agree(Comm& comm, Agree agree) {
+bool Rendezvous::agrees(uint64_t number, Comm& comm, Agree agree) {
+  if (agree(comm, number)) return true;
+  disagree();
+  return false;
+}
+
+// Others may wait for what this rank does not come to, and find the reason when they look.
+void Rendezvous::disagree() {
+  disagreed_ = true;
+  for (int rank = 0; rank < segment_->nranks(); rank++) segment_->slot(rank).bell.ring();
+  segment_->header().bell.ring();
+}
+
+bool Rendezvous::do_not_agree(Comm& comm, Agree agree) const {
   for (uint64_t number = agreed_ + 1; number <= described_ && all_have(number); number++) {
-    if (!agrees(number, comm, agree)) return true;
+    if (!agree(comm, number)) return true;
   }
   return false;
 }
@@ -121,7 +136,7 @@ template <class Enough>
 Passage Rendezvous::await_described(Comm& comm, Agree agree, Enough enough) {
   Header& header = segment_->header();
   int rank = 0;
-  const auto all_have = [&] {
+  const auto all_are_here = [&] {
     for (; rank < segment_->nranks(); rank++) {
       if (number_of(rank, described_) != described_) return false;
     }
@@ -131,7 +146,7 @@ Passage Rendezvous::await_described(Comm& comm, Agree agree, Enough enough) {
     }
     return true;
   };
-  if (all_have()) {  // who comes last tells those who sleep
+  if (all_are_here()) {  // who comes last tells those who sleep
     header.bell.ring_behind_fence();
     return Passage::open;
   }
@@ -139,8 +154,8 @@ Passage Rendezvous::await_described(Comm& comm, Agree agree, Enough enough) {
   if (come) return Passage::open;
   int looks = 0;
   wait_until(header.bell, segment_->spin(), [&] {
-    come = all_have() || enough();
-    if (!come && is_ahead() && ++looks > few_looks) agreed = catch_up(comm, agree);
+    come = all_are_here() || enough();
+    if (!come && ++looks > few_looks) agreed = catch_up(comm, agree);
     return come || !agreed || health_.stopped() || Interruption::wants_out();
   });
   if (come) return Passage::open;
@@ -205,7 +220,7 @@ Passage Rendezvous::await_passed(uint64_t wanted, uint64_t needed, Comm& comm, A
       if (rank != rank_) passed = std::min(passed, segment_->slot(rank).passed.load(std::memory_order_acquire));
     }
     agreed = catch_up(comm, agree);
-    all_passed_ = std::max(all_passed_, std::min(passed, agreed_));
+    all_passed_ = std::max(all_passed_, std::min<uint64_t>(passed, agreed_));
     return !agreed || all_passed_ >= number;
   };
   if (!have_passed(needed)) {
@@ -234,11 +249,12 @@ void Rendezvous::pass_data_surely() {
   wait_until(bell, segment_->spin(), [&] { return gate.open(target); });
 }
 
-bool Rendezvous::exchange(const void* mine, size_t bytes, void* all) {
+bool Rendezvous::exchange(const void* mine, size_t bytes, void* all, Comm& comm, Agree agree) {
   const int parity = int((control_generation_ + 1) & 1);
   std::memcpy(segment_->slot(rank_).exchange[parity], mine, bytes);
-  const auto never = [] { return false; };
-  if (pass(segment_->header().control, control_generation_, control_side, never) != Passage::open) return false;
+  int looks = 0;
+  const auto disagree = [&] { return ++looks > few_looks && do_not_agree(comm, agree); };
+  if (pass(segment_->header().control, control_generation_, control_side, disagree) != Passage::open) return false;
   for (int r = 0; r < segment_->nranks(); r++) {
     std::memcpy(static_cast<char*>(all) + size_t(r) * bytes, segment_->slot(r).exchange[parity], bytes);
   }

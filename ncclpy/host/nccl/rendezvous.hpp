@@ -5,9 +5,9 @@
 // has what it contributes beside the record if that is small. A rank that needs nothing of the others, as the root of a
 // broadcast, goes on then; one that needs the root alone does when that has described the same. The others wait until all have
 // described theirs, and see whether they agree. A rank has passed a collective when it needs nothing more of it. What all have
-// left for it is there until all have passed it, and who writes over it has seen that they agreed: he looks, at what is still
-// there, before he counts it as passed. So what is gone was agreed on. Who finds that the ranks do not agree passes nothing from
-// then on; so the records that say so stay, and all others, who may have gone on, find them as well.
+// left for it is there until all have passed it, and who writes over it has compared it: who went on looks at what is there before
+// he counts it as passed by all. So what is gone was agreed on, and what was not agreed on stays, and all find it. Who has found it
+// runs nothing that comes behind it.
 #pragma once
 
 #include "health.hpp"
@@ -45,7 +45,7 @@ class Rendezvous {
   // It is written: tells the others, and waits for theirs. Ended also if they do not agree. Who has left goes on with waiting:
   // the others may have read what is there.
   Passage meet(Comm& comm, Agree agree);
-  // The same, but it is enough that the root's is there, if that is the same.
+  // The same, but it is enough that the root has described the same.
   Passage meet_root(int root, Comm& comm, SameAs same, Agree agree);
   // As meet(), where ranks touch each other's memory then: as the gate is opened by the last to come, either all go through,
   // whatever ends one of them, or none does.
@@ -63,8 +63,12 @@ class Rendezvous {
   // The same where all others are known to come without waiting for anything else.
   void pass_data_surely();
   // Gives `bytes` to every rank and collects everyone's, in rank order. At most exchange_bytes; blocks. False if it
-  // ended before.
-  bool exchange(const void* mine, size_t bytes, void* all);
+  // ended before, also because the ranks have not agreed on a collective: who has found that does not come.
+  bool exchange(const void* mine, size_t bytes, void* all, Comm& comm, Agree agree);
+
+  // Whether this rank has found that they do not agree; and whether it finds that now, at what it went on from.
+  bool has_disagreed() const { return disagreed_; }
+  bool finds_disagreement(Comm& comm, Agree agree) { return disagreed_ || !catch_up(comm, agree); }
 
  private:
   // Which collective a rank has described in the place of one.
@@ -73,12 +77,10 @@ class Rendezvous {
   }
   bool all_have(uint64_t number) const;
   // Whether all agree on what they have all described. If not, that is for good.
-  bool agrees(uint64_t number, Comm& comm, Agree agree) {
-    if (!agree(comm, number)) disagreed_ = true;
-    return !disagreed_;
-  }
-  // Whether those who have all described something are known not to agree on it.
-  bool do_not_agree(Comm& comm, Agree agree);
+  bool agrees(uint64_t number, Comm& comm, Agree agree);
+  void disagree();
+  // Whether those who have all described something are known not to agree on it. Any thread may ask.
+  bool do_not_agree(Comm& comm, Agree agree) const;
   void describe();
   // Waits until all have described what this rank has described last, or `enough()`.
   template <class Enough>
@@ -91,6 +93,13 @@ class Rendezvous {
   // Waits until all have passed one collective, or, with less patience, another one before it.
   Passage await_passed(uint64_t wanted, uint64_t needed, Comm& comm, Agree agree);
 
+  // Written by one thread at a time, and read by others.
+  struct Count {
+    std::atomic<uint64_t> value{0};
+    operator uint64_t() const { return value.load(std::memory_order_relaxed); }
+    void operator++(int) { value.store(*this + 1, std::memory_order_relaxed); }
+  };
+
   // Ended also when `done()` is true, which is asked again and again.
   template <class Done>
   Passage pass(Gate& gate, uint64_t& generation, Side side, Done done);
@@ -101,9 +110,9 @@ class Rendezvous {
   Segment* segment_ = nullptr;
   int rank_ = 0;
   // The stream tasks' own, handed from one to the next in the order of their issue.
-  uint64_t described_ = 0;   // the last collective that this rank has described
+  Count described_;          // the last collective that this rank has described
   bool waiting_ = false;     // for the others' descriptions of that
-  uint64_t agreed_ = 0;      // the last one on which all have agreed, as far as it knows
+  Count agreed_;             // the last one on which all have agreed, as far as it knows
   bool disagreed_ = false;   // on the next one
   uint64_t all_passed_ = 0;  // the last one that all have passed and agreed on, as far as it knows
   uint64_t data_generation_ = 0;

@@ -12,11 +12,9 @@ ncclResult_t meet_all(Comm& comm, uint64_t deed) {
   std::lock_guard one_at_a_time(comm.control);
   const Making making(comm, deed);
   // What was revoked is read by nobody any more.
-  if (!comm.health.revoked() && await_all_passed(comm) != Passage::open) {
-    const ncclResult_t met = comm.health.async();
-    if (met == ncclSuccess || met == ncclInProgress) return comm.stop_reason("the other ranks");
-    set_last_error(comm.health.async_text());
-    return met;
+  if (!comm.health.revoked()) {
+    // What has stopped may still be about to leave the rendezvous.
+    if (comm.health.stopped() || await_all_passed(comm) != Passage::open) return comm.stop_reason("the other ranks");
   }
   const char nothing = 0;
   std::vector<char> all(size_t(comm.nranks));

@@ -22,6 +22,10 @@ def gather_one(nccl, comm, stream, value, received, root):
     nccl.driver.cuStreamSynchronize(stream)
 
 
+def synchronize(nccl, stream):
+    join(in_thread(nccl.driver.cuStreamSynchronize, stream))
+
+
 def broadcast(nccl, comm, stream, array, root, count=None):
     p = bodies.pointer(array)
     nccl.ncclBroadcast(p, p, len(array) if count is None else count, FLOAT32, root, comm, stream)
@@ -140,19 +144,19 @@ def test_who_receives_waits_for_the_root_alone(nccl, streams, nbytes):
 
 
 def all_hear(nccl, comms, streams):
-    arrays = [np.zeros(4, np.float32) for _ in comms]
+    arrays = [np.ones(4, np.float32) for _ in comms]
     for rank, comm in enumerate(comms):
         if nccl.async_error(comm) == 0:
             p = bodies.pointer(arrays[rank])
             nccl.ncclAllReduce(p, p, 4, FLOAT32, SUM, comm, streams[rank])
     for rank, comm in enumerate(comms):
-        join(in_thread(nccl.driver.cuStreamSynchronize, streams[rank]))
-        assert nccl.async_error(comm) == INVALID_USAGE
+        synchronize(nccl, streams[rank])
+        assert nccl.async_error(comm) == INVALID_USAGE and (arrays[rank] == 1).all()
         nccl.ncclCommAbort(comm)
 
 
 def test_who_does_not_agree_with_the_root_hears_at_once(nccl, streams):
-    """And who does, with its next call."""
+    """And who does, when it has to wait for others."""
     comms = nccl.init_all(3)
     arrays = [np.full(4, float(rank), np.float32) for rank in range(3)]
     for rank in range(3):
@@ -211,7 +215,7 @@ def test_what_is_queued_behind_a_disagreement_has_no_wrong_data(nccl, streams, n
     got = received[3 - wrong]
     numbers = np.arange(1, rounds + 1)[:, None]
     assert ((got == numbers) | (got == 0)).all() and (got[AHEAD[nbytes] :] == 0).all()
-    assert (received[wrong] == 0).all() and (received[0] == numbers).all()
+    assert (received[wrong] == 0).all(), "nor what comes behind what it has found"
     for comm in comms:
         nccl.ncclCommAbort(comm)
 
@@ -222,7 +226,7 @@ def test_who_has_found_a_disagreement_runs_nothing_more(nccl, streams, nbytes):
     comms, count = nccl.init_all(3), nbytes // 4
     rounds = AHEAD[nbytes]
     received = np.zeros((3, rounds, count), np.float32)
-    received[0] = 1
+    received[0] = sent = np.arange(1, rounds + 1)[:, None]
     late = None
     gates = [Gate(nccl.driver, stream) for stream in streams[:3]]
     for rank, comm in enumerate(comms):
@@ -232,12 +236,98 @@ def test_who_has_found_a_disagreement_runs_nothing_more(nccl, streams, nbytes):
             broadcast(nccl, comm, streams[rank], received[rank, i], 0, count=count - (rank == 2 and i == 0))
     for gate in gates:
         gate.open()
-    join(in_thread(nccl.driver.cuStreamSynchronize, streams[0]))  # there is room for all that it gives
-    join(in_thread(nccl.driver.cuStreamSynchronize, streams[2]))
+    synchronize(nccl, streams[0])  # there is room for all that it gives
+    synchronize(nccl, streams[2])
     assert nccl.async_error(comms[2]) == INVALID_USAGE and (received[2] == 0).all()
     late.open()
     all_hear(nccl, comms, streams)
-    assert ((received[1] == 0) | (received[1] == 1)).all()
+    assert ((received[1] == 0) | (received[1] == sent)).all()
+
+
+def disagree_on_a_broadcast(nccl, comms, streams, wait=True):
+    """Ranks 0 and 1 go on from it."""
+    arrays = [np.ones(4, np.float32) for _ in comms]
+    for rank, comm in enumerate(comms):
+        broadcast(nccl, comm, streams[rank], arrays[rank], 0, count=4 - (rank == 2))
+        if wait:
+            synchronize(nccl, streams[rank])
+            assert nccl.async_error(comm) == (INVALID_USAGE if rank == 2 else 0)
+    return arrays
+
+
+def test_a_message_from_who_has_found_a_disagreement_is_not_waited_for(nccl, streams):
+    comms = nccl.init_all(3)
+    arrays = disagree_on_a_broadcast(nccl, comms, streams)
+    nccl.ncclRecv(bodies.pointer(arrays[1]), 4, FLOAT32, 2, comms[1], streams[1])
+    synchronize(nccl, streams[1])
+    assert nccl.async_error(comms[1]) == INVALID_USAGE and (arrays[1] == 1).all()
+    assert "rank 2 calls Broadcast of 3" in nccl.last_error(comms[1])
+    for comm in comms:
+        nccl.ncclCommAbort(comm)
+
+
+def test_who_waits_for_a_message_hears_of_a_disagreement(nccl, streams):
+    """It sleeps by then."""
+    comms = nccl.init_all(3)
+    arrays = [np.ones(4, np.float32) for _ in comms]
+    for rank in range(2):
+        broadcast(nccl, comms[rank], streams[rank], arrays[rank], 0)
+        synchronize(nccl, streams[rank])
+    nccl.ncclRecv(bodies.pointer(arrays[1]), 4, FLOAT32, 2, comms[1], streams[1])
+    waiting = in_thread(nccl.driver.cuStreamSynchronize, streams[1])
+    assert blocked(waiting)
+    broadcast(nccl, comms[2], streams[2], arrays[2], 0, count=3)
+    synchronize(nccl, streams[2])
+    join(waiting)
+    assert [nccl.async_error(comm) for comm in comms[1:]] == [INVALID_USAGE] * 2
+    for comm in comms:
+        nccl.ncclCommAbort(comm)
+
+
+def test_a_message_queued_behind_a_disagreement_is_not_sent(nccl, streams):
+    comms = nccl.init_all(3)
+    gates = [Gate(nccl.driver, stream) for stream in streams[:3]]
+    arrays = disagree_on_a_broadcast(nccl, comms, streams, wait=False)
+    received = np.zeros(4, np.float32)
+    nccl.ncclSend(bodies.pointer(arrays[2]), 4, FLOAT32, 1, comms[2], streams[2])
+    nccl.ncclRecv(bodies.pointer(received), 4, FLOAT32, 2, comms[1], streams[1])
+    for gate in gates:
+        gate.open()
+    for stream in streams[:3]:
+        synchronize(nccl, stream)
+    assert [nccl.async_error(comm) for comm in comms[1:]] == [INVALID_USAGE] * 2 and (received == 0).all()
+    for comm in comms:
+        nccl.ncclCommAbort(comm)
+
+
+def test_a_split_behind_a_disagreement_says_so(nccl, streams):
+    """Where the one that has found it is refused the call."""
+    comms = nccl.init_all(3)
+    disagree_on_a_broadcast(nccl, comms, streams)
+    said = []
+
+    def split(rank):
+        with pytest.raises(NcclError, match="the ranks do not agree") as caught:
+            nccl.split(comms[rank], 0, rank)
+        said.append(caught.value)
+
+    for splitter in [in_thread(split, rank) for rank in range(3)]:
+        join(splitter)
+    assert len(said) == 3
+    for comm in comms:
+        nccl.ncclCommAbort(comm)
+
+
+def test_who_receives_a_scatter_waits_for_the_root_alone(nccl, streams):
+    comms = nccl.init_all(3)
+    sent, received = np.arange(3, dtype=np.float32), np.zeros(3, np.float32)
+    for rank in range(3):
+        p = bodies.pointer(received[rank:])
+        nccl.ncclScatter(bodies.pointer(sent), p, 1, FLOAT32, 0, comms[rank], streams[rank])
+        synchronize(nccl, streams[rank])  # those behind it have not come
+        assert received[rank] == rank
+    for comm in comms:
+        nccl.ncclCommDestroy(comm)
 
 
 @pytest.mark.parametrize("nbytes", AHEAD)

@@ -115,7 +115,7 @@ def test_one_output_is_what_two_are(tmp_path):
     """It is written at once, and they are copies: a program compares them. To compile all that takes 10 s."""
     program = tmp_path / "kernels"
     sources = [ROOT / "tests/host/kernels.cpp", KERNELS, FOLDER / "reduce.cpp"]
-    build(program, ["-O2", "-ftree-vectorize"], sources)
+    build(program, build_flags()["baseline"], sources)
     done = subprocess.run([program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     cases = 12 * 5 * 6 * (3 + 4 + 6) * 4  # types, operators, counts, in place or not of so many inputs, ways

@@ -200,6 +200,10 @@ bool move_data(Comm& comm, bool small, Course& course) {
 
 }  // namespace
 
+ncclResult_t exchange(Comm& comm, const void* mine, size_t bytes, void* all) {
+  return comm.rendezvous.exchange(mine, bytes, all, comm, check_agreement) ? ncclSuccess : comm.stop_reason("the other ranks");
+}
+
 bool finds_disagreement(Comm& comm) { return comm.rendezvous.finds_disagreement(comm, check_agreement); }
 
 Passage await_all_passed(Comm& comm) { return comm.rendezvous.await_all_passed(comm, check_agreement); }

@@ -49,6 +49,8 @@ bool takes_little(const Comm& comm, const Operation& operation, size_t* bytes);
 // Whether the ranks agree on a collective that all have described. If not, the communicator has an error that says what they call,
 // and the calling thread as well.
 bool check_agreement(Comm& comm, uint64_t number);
+// Gives `bytes` to every rank and collects everyone's, in rank order. At most exchange_bytes; blocks.
+ncclResult_t exchange(Comm& comm, const void* mine, size_t bytes, void* all);
 // Whether a rank finds, or has found, that they have not agreed on one from which it went on: others do not come to anything then.
 // The stream tasks' own.
 bool finds_disagreement(Comm& comm);

@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "../driver/handles.hpp"
-#include "collective.hpp"
 
 namespace ncclpy::host {
 
@@ -152,10 +151,6 @@ std::string death_notice(Segment& segment, int rank) {
 
 void Comm::lose(int dead_rank) {
   if (health.set_lost(death_notice(*shared_segment(), dead_rank))) ring();
-}
-
-ncclResult_t Comm::exchange(const void* mine, size_t bytes, void* all) {
-  return rendezvous.exchange(mine, bytes, all, *this, check_agreement) ? ncclSuccess : stop_reason("the other ranks");
 }
 
 ncclResult_t Comm::stop_reason(const char* waited_for) {

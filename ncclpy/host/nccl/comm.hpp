@@ -72,8 +72,6 @@ class Comm : public std::enable_shared_from_this<Comm> {
   ncclResult_t stop_reason(const char* waited_for);
   void set_segment(std::shared_ptr<Segment> joined);
   std::shared_ptr<Segment> shared_segment();
-  // Gives `bytes` to every rank and collects everyone's, in rank order. At most exchange_bytes; blocks.
-  ncclResult_t exchange(const void* mine, size_t bytes, void* all);
 
   // A call is made: the word for it, which everybody can see from now on.
   uint64_t note_call(Deed deed);

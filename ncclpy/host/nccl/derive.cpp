@@ -4,6 +4,7 @@
 
 #include "../driver/device.hpp"
 #include "call.hpp"
+#include "collective.hpp"
 #include "config.hpp"
 #include "fault.hpp"
 #include "group.hpp"
@@ -71,7 +72,7 @@ ncclResult_t meet_in_split(const std::shared_ptr<Comm>& parent, const std::share
   const Making making(*parent, deed);
   const Membership mine = {color, key};
   std::vector<Membership> all(size_t(parent->nranks));
-  NCCLPY_TRY(parent->exchange(&mine, sizeof mine, all.data()));
+  NCCLPY_TRY(exchange(*parent, &mine, sizeof mine, all.data()));
   int rank = 0, nranks = 0, leader = -1;
   ncclUniqueId id = {};
   ncclResult_t made = ncclSuccess;
@@ -80,7 +81,7 @@ ncclResult_t meet_in_split(const std::shared_ptr<Comm>& parent, const std::share
     if (leader == parent->rank) made = create_unique_id(&id);
   }
   std::vector<ncclUniqueId> ids(size_t(parent->nranks));
-  ncclResult_t result = parent->exchange(&id, sizeof id, ids.data());
+  ncclResult_t result = exchange(*parent, &id, sizeof id, ids.data());
   if (result == ncclSuccess) result = made;
   if (result == ncclSuccess && child != nullptr) result = meet(child, nranks, rank, ids[size_t(leader)]);
   if (result == ncclSuccess) return result;

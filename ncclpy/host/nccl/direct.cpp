@@ -4,7 +4,6 @@
 // belongs, so that an element is read once from each input and written once to each output. In place nothing is in the
 // way: a rank's range of an input is read by that rank alone, before it overwrites it.
 #include <algorithm>
-#include <cstring>
 #include <utility>
 #include <vector>
 
@@ -35,6 +34,10 @@ class Direct {
       case Collective::scatter: return copy(mine_.recv, block(record(mine_.root).send, rank_));
     }
   }
+  // Before others are told.
+  void finish() const {
+    if (past_caches_) finish_past_caches();
+  }
 
  private:
   const Record& record(int rank) { return segment_.slot(rank).record(place_); }
@@ -44,7 +47,7 @@ class Direct {
     return static_cast<char*>(const_cast<void*>(base)) + size_t(index) * bytes_;
   }
   void copy(void* to, const void* source) const {
-    if (to != source) std::memcpy(to, source, bytes_);
+    if (to != source) copy_out(to, source, bytes_, past_caches_);
   }
 
   void all_reduce() {
@@ -78,12 +81,15 @@ class Direct {
   const int place_, nranks_, rank_;
   const Record& mine_;
   const size_t element_, bytes_;
+  const bool past_caches_ = result_bytes(mine_, nranks_) >= least_past_caches;
 };
 
 }  // namespace
 
 void run_direct(Comm& comm, int place) {
-  Direct(comm, place).run();
+  Direct direct(comm, place);
+  direct.run();
+  direct.finish();
   // Nobody leaves while others read its buffers. All have arrived, so this wait ends by itself.
   comm.rendezvous.pass_data_surely();
 }

@@ -24,8 +24,10 @@ void Health::end_progress(ncclResult_t result, const std::string& text) {
 void Health::set_async_locked(ncclResult_t result, const std::string& text) {
   // A rank that has died does not come back, whatever else is reported later.
   if (async_.load(std::memory_order_relaxed) == ncclRemoteError && !forgiven_) return;
-  // What was in progress is over; an error that came meanwhile stays.
-  if (result == ncclSuccess && async_.load(std::memory_order_relaxed) != ncclInProgress) return;
+  // What was in progress is over; an error that came meanwhile, or before, stays.
+  const ncclResult_t now = async_.load(std::memory_order_relaxed);
+  if (result == ncclSuccess && now != ncclInProgress) return;
+  if (result == ncclInProgress && now != ncclSuccess) return;
   if (!text.empty()) async_text_ = text;
   async_.store(result, std::memory_order_release);
 }

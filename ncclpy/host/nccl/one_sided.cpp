@@ -67,6 +67,7 @@ void wait_for_signal(Comm& comm, const Operation* operations, size_t count) {
   const uint64_t target = taken + first.count;
   const auto there = [&] { return given.load(std::memory_order_acquire) >= target; };
   Awaited awaited(comm, data_side);
+  const Rendezvous::Lookout lookout(comm.rendezvous);
   std::vector<int> told;
   const auto over = [&] {
     if (there() || comm.health.stopped() || finds_disagreement(comm)) return true;

@@ -45,6 +45,7 @@ bool Messages::finished() const {
 bool Messages::finish() {
   Bell& bell = comm_.segment->slot(comm_.rank).bell;
   Awaited awaited(comm_, data_side);
+  const Rendezvous::Lookout lookout(comm_.rendezvous);
   while (!finished()) {
     int looks = 0;
     wait_until(bell, comm_.segment->spin(), [&] {

@@ -27,7 +27,7 @@ void Rendezvous::describe() {
   record.number.store(described_, std::memory_order_release);
   // Of two who come last at least one sees the other, and rings; and whoever falls asleep is seen, or sees this.
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  if (header.short_of_room.load(std::memory_order_relaxed) != 0) header.bell.ring_behind_fence();
+  if (header.short_of_room.load(std::memory_order_relaxed) != 0) ring_all();
   PlacedRecord& next = slot.placed[next_place()];
   expect_writing(&next);
   expect_writing(next.little);
@@ -119,7 +119,11 @@ bool Rendezvous::agrees(uint64_t number, Comm& comm, Agree agree) {
 
 // Others may wait for what this rank does not come to, and find the reason when they look.
 void Rendezvous::disagree() {
-  disagreed_ = true;
+  disagreed_.store(true, std::memory_order_relaxed);
+  ring_all();
+}
+
+void Rendezvous::ring_all() {
   for (int rank = 0; rank < segment_->nranks(); rank++) segment_->slot(rank).bell.ring();
   segment_->header().bell.ring();
 }
@@ -198,7 +202,7 @@ bool Rendezvous::catch_up(Comm& comm, Agree agree) {
 }
 
 Passage Rendezvous::await_room(size_t bytes, Comm& comm, Agree agree) {
-  if (disagreed_) return Passage::ended;
+  if (has_disagreed()) return Passage::ended;
   const uint64_t next = described_ + 1, depth = bytes <= little_bytes ? places : small_buffers;
   if (next <= all_passed_ + depth) return Passage::open;
   // Room for some more at once: to look at what others write costs both.
@@ -207,7 +211,7 @@ Passage Rendezvous::await_room(size_t bytes, Comm& comm, Agree agree) {
 }
 
 Passage Rendezvous::await_all_passed(Comm& comm, Agree agree) {
-  return disagreed_ ? Passage::ended : await_passed(described_, described_, comm, agree);
+  return has_disagreed() ? Passage::ended : await_passed(described_, described_, comm, agree);
 }
 
 Passage Rendezvous::await_passed(uint64_t wanted, uint64_t needed, Comm& comm, Agree agree) {
@@ -252,8 +256,15 @@ void Rendezvous::pass_data_surely() {
 bool Rendezvous::exchange(const void* mine, size_t bytes, void* all, Comm& comm, Agree agree) {
   const int parity = int((control_generation_ + 1) & 1);
   std::memcpy(segment_->slot(rank_).exchange[parity], mine, bytes);
-  int looks = 0;
-  const auto disagree = [&] { return ++looks > few_looks && do_not_agree(comm, agree); };
+  // Before it comes, too: others who have not looked yet are not to take it for one who has not found it.
+  int looks = few_looks;
+  const auto disagree = [&] {
+    if (++looks <= few_looks || health_.revoked() || !do_not_agree(comm, agree)) return false;
+    ring_all();
+    return true;
+  };
+  if (disagree()) return false;
+  looks = 0;
   if (pass(segment_->header().control, control_generation_, control_side, disagree) != Passage::open) return false;
   for (int r = 0; r < segment_->nranks(); r++) {
     std::memcpy(static_cast<char*>(all) + size_t(r) * bytes, segment_->slot(r).exchange[parity], bytes);

@@ -67,8 +67,24 @@ class Rendezvous {
   bool exchange(const void* mine, size_t bytes, void* all, Comm& comm, Agree agree);
 
   // Whether this rank has found that they do not agree; and whether it finds that now, at what it went on from.
-  bool has_disagreed() const { return disagreed_; }
-  bool finds_disagreement(Comm& comm, Agree agree) { return disagreed_ || !catch_up(comm, agree); }
+  bool has_disagreed() const { return disagreed_.load(std::memory_order_relaxed); }
+  bool finds_disagreement(Comm& comm, Agree agree) { return has_disagreed() || !catch_up(comm, agree); }
+
+  // While this rank waits for something else than a meeting: whoever describes what it went on from wakes it up to look at that.
+  class Lookout {
+   public:
+    explicit Lookout(Rendezvous& rendezvous) : header_(rendezvous.is_ahead() ? &rendezvous.segment_->header() : nullptr) {
+      if (header_ != nullptr) header_->short_of_room.fetch_add(1, std::memory_order_seq_cst);
+    }
+    ~Lookout() {
+      if (header_ != nullptr) header_->short_of_room.fetch_sub(1, std::memory_order_relaxed);
+    }
+    Lookout(const Lookout&) = delete;
+    Lookout& operator=(const Lookout&) = delete;
+
+   private:
+    Header* const header_;
+  };
 
  private:
   // Which collective a rank has described in the place of one.
@@ -79,6 +95,7 @@ class Rendezvous {
   // Whether all agree on what they have all described. If not, that is for good.
   bool agrees(uint64_t number, Comm& comm, Agree agree);
   void disagree();
+  void ring_all();
   // Whether those who have all described something are known not to agree on it. Any thread may ask.
   bool do_not_agree(Comm& comm, Agree agree) const;
   void describe();
@@ -113,7 +130,7 @@ class Rendezvous {
   Count described_;          // the last collective that this rank has described
   bool waiting_ = false;     // for the others' descriptions of that
   Count agreed_;             // the last one on which all have agreed, as far as it knows
-  bool disagreed_ = false;   // on the next one
+  std::atomic<bool> disagreed_{false};  // on the next one
   uint64_t all_passed_ = 0;  // the last one that all have passed and agreed on, as far as it knows
   uint64_t data_generation_ = 0;
   // Of those who exchange words.

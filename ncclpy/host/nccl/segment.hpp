@@ -179,7 +179,7 @@ struct Header {
   alignas(128) Gate control;
   alignas(128) Gate data;
   alignas(128) Bell bell;  // news that concern all ranks: all have come, or somebody has passed what others wait for
-  std::atomic<uint32_t> short_of_room{0};  // ranks that wait until others have passed a collective
+  std::atomic<uint32_t> short_of_room{0};  // ranks that wait until others have passed a collective, or look out for what they call
 };
 
 class Segment {

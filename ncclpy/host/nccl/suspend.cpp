@@ -18,7 +18,7 @@ ncclResult_t meet_all(Comm& comm, uint64_t deed) {
   }
   const char nothing = 0;
   std::vector<char> all(size_t(comm.nranks));
-  return comm.exchange(&nothing, 1, all.data());
+  return exchange(comm, &nothing, 1, all.data());
 }
 
 ncclResult_t change(ncclComm_t handle, const char* function, bool suspends, int flags) {

@@ -19,6 +19,7 @@
 #include "../driver/memory.hpp"
 #include "call.hpp"
 #include "claimed.hpp"
+#include "collective.hpp"
 #include "group.hpp"
 #include "missing.hpp"
 
@@ -176,7 +177,7 @@ ncclResult_t make(Comm& comm, char* memory, size_t bytes, int flags, uint64_t de
   const auto gate = std::make_shared<PutGate>();
   const Offer mine = offer_of(memory, bytes, flags, add_gate(gate));
   std::vector<Offer> offers(size_t(comm.nranks));
-  NCCLPY_TRY(comm.exchange(&mine, sizeof mine, offers.data()));
+  NCCLPY_TRY(exchange(comm, &mine, sizeof mine, offers.data()));
   auto window = std::make_shared<Window>();
   window->user = memory;
   window->flags = flags;
@@ -184,7 +185,7 @@ ncclResult_t make(Comm& comm, char* memory, size_t bytes, int flags, uint64_t de
   const std::string text = last_error();
   const char failed = result != ncclSuccess;
   std::vector<char> all(size_t(comm.nranks));
-  NCCLPY_TRY(comm.exchange(&failed, 1, all.data()));
+  NCCLPY_TRY(exchange(comm, &failed, 1, all.data()));
   if (failed) return fail(result, "%s", text.c_str());
   for (int r = 0; r < comm.nranks; r++) {
     if (all[size_t(r)]) return fail(ncclInvalidUsage, "ncclCommWindowRegister : rank %d could not register", r);

@@ -1,5 +1,6 @@
 """Who only gives, as the root of a small broadcast, goes on before the others have come, but not for ever."""
 
+import contextlib
 import random
 import threading
 import time
@@ -146,8 +147,8 @@ def test_who_receives_waits_for_the_root_alone(nccl, streams, nbytes):
 def all_hear(nccl, comms, streams):
     arrays = [np.ones(4, np.float32) for _ in comms]
     for rank, comm in enumerate(comms):
-        if nccl.async_error(comm) == 0:
-            p = bodies.pointer(arrays[rank])
+        p = bodies.pointer(arrays[rank])
+        with contextlib.suppress(NcclError):  # it has heard
             nccl.ncclAllReduce(p, p, 4, FLOAT32, SUM, comm, streams[rank])
     for rank, comm in enumerate(comms):
         synchronize(nccl, streams[rank])
@@ -280,6 +281,26 @@ def test_who_waits_for_a_message_hears_of_a_disagreement(nccl, streams):
     synchronize(nccl, streams[2])
     join(waiting)
     assert [nccl.async_error(comm) for comm in comms[1:]] == [INVALID_USAGE] * 2
+    for comm in comms:
+        nccl.ncclCommAbort(comm)
+
+
+@pytest.mark.parametrize("also", ["nothing", "split"])
+def test_who_sleeps_hears_of_one_who_goes_on(nccl, streams, also):
+    """Each is a root, and nobody waits in the broadcast."""
+    comms = nccl.init_all(2)
+    array = np.ones(4, np.float32)
+    broadcast(nccl, comms[0], streams[0], array, 0)
+    nccl.ncclRecv(bodies.pointer(array), 4, FLOAT32, 1, comms[0], streams[0])
+    waiting = in_thread(nccl.driver.cuStreamSynchronize, streams[0])
+    assert blocked(waiting)
+    broadcast(nccl, comms[1], streams[1], array, 1)
+    synchronize(nccl, streams[1])
+    if also == "split":
+        with pytest.raises(NcclError, match="the ranks do not agree"):
+            nccl.split(comms[1], 0, 1)
+    join(waiting)
+    assert nccl.async_error(comms[0]) == INVALID_USAGE
     for comm in comms:
         nccl.ncclCommAbort(comm)
 

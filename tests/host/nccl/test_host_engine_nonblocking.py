@@ -5,6 +5,7 @@ import time
 
 import host_bodies as bodies
 import numpy as np
+from driver_calls import Gate
 from host_checks import refused, wait_ready
 from nccl_calls import (
     IN_PROGRESS,
@@ -86,6 +87,31 @@ def test_it_is_in_progress_until_all_calls_are_over(nccl, streams):
     nccl.ncclCommSplit(comms[1], 0, 1, ctypes.byref(children[1]), None)
     assert [wait_ready(nccl, comm) for comm in comms] == [SUCCESS, SUCCESS]
     for comm in children + comms:
+        nccl.ncclCommAbort(comm)
+
+
+def test_an_error_stays_where_a_group_ends_behind_it(nccl, streams):
+    """To issue the group is a success, and nothing of it runs."""
+    uid, comms = nccl.unique_id(), [ctypes.c_void_p() for _ in range(2)]
+    for rank, comm in enumerate(comms):
+        nccl.driver.use(rank)
+        nccl.init_into(comm, 2, uid, rank, NONBLOCKING)
+    assert [wait_ready(nccl, comm) for comm in comms] == [SUCCESS, SUCCESS]
+    values = [np.ones(4, np.float32) for _ in comms]
+    pointers = [bodies.pointer(value) for value in values]
+    with Gate(nccl.driver, streams[1]):
+        for rank, comm in enumerate(comms):
+            nccl.ncclBroadcast(pointers[rank], pointers[rank], 4 - rank, 7, 0, comm, streams[rank])
+        assert [wait_ready(nccl, comm) for comm in comms] == [SUCCESS, SUCCESS]
+        nccl.ncclGroupStart()
+        nccl.ncclAllReduce(pointers[1], pointers[1], 4, 7, SUM, comms[1], streams[1])
+    nccl.driver.cuStreamSynchronize(streams[1])
+    assert nccl.async_error(comms[1]) == INVALID_USAGE
+    nccl.ncclGroupEnd()
+    assert wait_ready(nccl, comms[1]) == INVALID_USAGE
+    nccl.driver.cuStreamSynchronize(streams[1])
+    assert (values[1] == 1).all()
+    for comm in comms:
         nccl.ncclCommAbort(comm)
 
 

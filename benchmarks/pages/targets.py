@@ -22,10 +22,6 @@ _ONE_COPY = (
     "MPICH has the kernel copy straight from process to process, once, and so does ncclpy: both are near what memory "
     "allows, and nothing can be so much faster"
 )
-_ROOT_WAITS = (
-    "those who receive wait until all ranks have come, so that ranks that disagree are told at once; MPI's wait for "
-    "the root alone"
-)
 _MONITOR = (
     "two events and a stream that waits, which cost 0.1 times in C; an entry of the recorder; and a monitor that asks "
     "the device and takes the GIL, once a millisecond"
@@ -71,8 +67,7 @@ def _host_engine() -> list[Target]:
         (8, 0.5, "half of MPICH's time"),
     ):
         for road in small:
-            why = _ROOT_WAITS if road.startswith("broadcast") else ""
-            found.append(_beside(text, ours, limit, "MPICH", f"{road} {nranks} ranks", why))
+            found.append(_beside(text, ours, limit, "MPICH", f"{road} {nranks} ranks"))
     return found
 
 

@@ -9,18 +9,9 @@
 
 #include "nccl/reduce.hpp"
 
-namespace ncclpy::host {
-void reduce_baseline(const Reduction& reduction);
-#if defined(__x86_64__)
-void reduce_avx2(const Reduction& reduction);
-void reduce_avx512(const Reduction& reduction);
-#endif
-}  // namespace ncclpy::host
-
 namespace {
 using namespace ncclpy::host;
 using Bytes = std::vector<unsigned char>;
-using Kernels = void (*)(const Reduction&);
 
 constexpr size_t guard = 128;
 constexpr int most_inputs = 5;
@@ -99,13 +90,7 @@ bool is_right(Kernels kernels, const Case& c) {
 }  // namespace
 
 int main() {
-  std::vector<Kernels> copies = {reduce_baseline};
-#if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) copies.push_back(reduce_avx2);
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq"))
-    copies.push_back(reduce_avx512);
-#endif
+  const std::vector<Kernels> copies = usable_kernels();
   size_t compared = 0;
   for (size_t copy = 0; copy < copies.size(); copy++) {
     for (int dtype = 0; dtype < ncclNumTypes; dtype++) {

@@ -18,14 +18,6 @@
 
 #include "nccl/reduce.hpp"
 
-namespace ncclpy::host {
-void reduce_baseline(const Reduction& reduction);
-#if defined(__x86_64__)
-void reduce_avx2(const Reduction& reduction);
-void reduce_avx512(const Reduction& reduction);
-#endif
-}  // namespace ncclpy::host
-
 namespace {
 
 // Everything that ranks do together, on a communicator of their own.
@@ -288,12 +280,7 @@ void kernels() {
   for (auto& words : input) {
     for (size_t i = 0; i < many; i++) words.push_back(random());
   }
-  std::vector<void (*)(const Reduction&)> copies = {reduce_baseline};
-#if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2")) copies.push_back(reduce_avx2);
-  if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-    copies.push_back(reduce_avx512);
-#endif
+  const auto copies = usable_kernels();
   const void* inputs[3] = {input[0].data(), input[1].data(), input[2].data()};
   const uint64_t scalars[3] = {random(), random(), random()};
   auto agree = [&](int dtype, Operator op, size_t words) {

@@ -12,17 +12,11 @@ std::string who(const Comm& comm) { return "rank " + std::to_string(comm.rank) +
 
 // How many blocks of `count` elements the operation has on its side.
 size_t blocks_sent(const Operation& operation, int nranks) {
-  if (operation.kind != Operation::collective) return 1;
-  const Collective kind = operation.collective_kind;
-  const bool many = kind == Collective::reduce_scatter || kind == Collective::all_to_all || kind == Collective::scatter;
-  return many ? size_t(nranks) : 1;
+  return operation.kind == Operation::collective ? blocks_sent(operation.collective_kind, nranks) : 1;
 }
 
 size_t blocks_received(const Operation& operation, int nranks) {
-  if (operation.kind != Operation::collective) return 1;
-  const Collective kind = operation.collective_kind;
-  const bool many = kind == Collective::all_gather || kind == Collective::all_to_all || kind == Collective::gather;
-  return many ? size_t(nranks) : 1;
+  return operation.kind == Operation::collective ? blocks_received(operation.collective_kind, nranks) : 1;
 }
 
 std::string words_of(const Comm& comm, const Operation& operation) {

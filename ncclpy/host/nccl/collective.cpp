@@ -91,8 +91,6 @@ bool is_same_as(Comm& comm, uint64_t number, int rank) {
   return same(comm.segment->slot(comm.rank).record(place), comm.segment->slot(rank).record(place));
 }
 
-}  // namespace
-
 // All who meet see the same records, so all of them skip an operation that does not fit, and what follows. One that is gone was
 // compared by who has written over it.
 bool check_agreement(Comm& comm, uint64_t number) {
@@ -109,8 +107,6 @@ bool check_agreement(Comm& comm, uint64_t number) {
   }
   return true;
 }
-
-namespace {
 
 // A communicator of one rank: its input, through the operator.
 void run_alone(const Record& record) {

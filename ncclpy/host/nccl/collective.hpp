@@ -25,10 +25,19 @@ inline bool reduces(Collective kind) {
   return kind == Collective::all_reduce || kind == Collective::reduce || kind == Collective::reduce_scatter;
 }
 
-// The bytes of what a rank receives, if it does.
-inline size_t result_bytes(const Record& record, int nranks) {
-  const bool has_all = record.kind == Collective::all_gather || record.kind == Collective::all_to_all || record.kind == Collective::gather;
-  return record.count * size_of(record.dtype) * size_t(has_all ? nranks : 1);
+// Blocks of `count` elements in a buffer of who sends, and of who receives.
+inline size_t blocks_sent(Collective kind, int nranks) {
+  const bool many = kind == Collective::reduce_scatter || kind == Collective::all_to_all || kind == Collective::scatter;
+  return many ? size_t(nranks) : 1;
+}
+inline size_t blocks_received(Collective kind, int nranks) {
+  const bool many = kind == Collective::all_gather || kind == Collective::all_to_all || kind == Collective::gather;
+  return many ? size_t(nranks) : 1;
+}
+
+// Whether what a rank receives is so much that nobody finds it in a cache.
+inline bool goes_past_caches(const Record& record, int nranks) {
+  return record.count * size_of(record.dtype) * blocks_received(record.kind, nranks) >= least_past_caches;
 }
 
 // How far a collective has come that a thread has left.
@@ -46,9 +55,6 @@ bool run_collective(Comm& comm, const Operation& operation, Course& course);
 // gates, or a message that is being copied, is not left.
 bool takes_little(const Comm& comm, const Operation& operation, size_t* bytes);
 
-// Whether the ranks agree on a collective that all have described. If not, the communicator has an error that says what they call,
-// and the calling thread as well.
-bool check_agreement(Comm& comm, uint64_t number);
 // Gives `bytes` to every rank and collects everyone's, in rank order. At most exchange_bytes; blocks.
 ncclResult_t exchange(Comm& comm, const void* mine, size_t bytes, void* all);
 // Whether a rank finds, or has found, that they have not agreed on one from which it went on: others do not come to anything then.

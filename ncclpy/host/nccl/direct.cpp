@@ -81,7 +81,7 @@ class Direct {
   const int place_, nranks_, rank_;
   const Record& mine_;
   const size_t element_, bytes_;
-  const bool past_caches_ = result_bytes(mine_, nranks_) >= least_past_caches;
+  const bool past_caches_ = goes_past_caches(mine_, nranks_);
 };
 
 }  // namespace

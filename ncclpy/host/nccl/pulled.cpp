@@ -131,7 +131,7 @@ class Pulled {
     char* target = static_cast<char*>(mine_.recv) + to * bytes_;
     if (peer != rank_) return copy_from(peer, source, target, bytes_);
     if (target == source) return true;
-    const bool past_caches = result_bytes(mine_, nranks_) >= least_past_caches;
+    const bool past_caches = goes_past_caches(mine_, nranks_);
     copy_out(target, source, bytes_, past_caches);
     if (past_caches) finish_past_caches();
     return true;

@@ -9,24 +9,19 @@ void reduce_avx2(const Reduction& reduction);
 void reduce_avx512(const Reduction& reduction);
 #endif
 
-namespace {
-
-using Kernels = void (*)(const Reduction&);
-
-Kernels choose() {
+std::vector<Kernels> usable_kernels() {
+  std::vector<Kernels> found = {reduce_baseline};
 #if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx2")) found.push_back(reduce_avx2);
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("avx512dq"))
-    return reduce_avx512;
-  if (__builtin_cpu_supports("avx2")) return reduce_avx2;
+    found.push_back(reduce_avx512);
 #endif
-  return reduce_baseline;
+  return found;
 }
 
-}  // namespace
-
 void reduce(const Reduction& reduction) {
-  static const Kernels kernels = choose();
+  static const Kernels kernels = usable_kernels().back();
   kernels(reduction);
 }
 

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "abi.hpp"
 
@@ -28,7 +29,11 @@ struct Reduction {
   bool past_caches = false;  // the outputs are part of so much that nobody finds them in a cache, see past_caches.hpp
 };
 
-// An output may be one of the inputs; otherwise they do not overlap.
+// The copies of the loops, one for each instruction set, that this processor runs; the fastest is the last.
+using Kernels = void (*)(const Reduction&);
+std::vector<Kernels> usable_kernels();
+
+// By the fastest. An output may be one of the inputs; otherwise they do not overlap.
 void reduce(const Reduction& reduction);
 
 // Bytes of one element; 0 for a value that is no data type.

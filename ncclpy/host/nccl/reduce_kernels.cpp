@@ -16,6 +16,11 @@ namespace {
 constexpr size_t small_block = 8 << 10, large_block = 32 << 10;
 constexpr size_t least_of_large_blocks = 1 << 20;
 
+template <class Acc>
+size_t block_of(size_t count) {
+  return (count < least_of_large_blocks / sizeof(Acc) ? small_block : large_block) / sizeof(Acc);
+}
+
 // What an element is accumulated in, and how it gets there and back.
 template <class T>
 struct Element {
@@ -136,8 +141,7 @@ void fold(const Reduction& r) {
   T* result;
   if constexpr (same) result = acc;
   else result = rounded;
-  const size_t largest = (r.count < least_of_large_blocks / sizeof(Acc) ? small_block : large_block) / sizeof(Acc);
-  const size_t block = r.inputs == 2 && r.outputs == 1 ? r.count : largest;
+  const size_t block = r.inputs == 2 && r.outputs == 1 ? r.count : block_of<Acc>(r.count);
   for (size_t begin = 0; begin < r.count; begin += block) {
     const size_t n = r.count - begin < block ? r.count - begin : block;
     const auto input = [&](int k) { return static_cast<const T*>(r.input[k]) + begin; };
@@ -166,7 +170,7 @@ void fold_scaled(const Reduction& r) {
   using E = Element<T>;
   using Acc = typename E::Acc;
   alignas(64) Acc acc[large_block / sizeof(Acc)];
-  const size_t block = (r.count < least_of_large_blocks / sizeof(Acc) ? small_block : large_block) / sizeof(Acc);
+  const size_t block = block_of<Acc>(r.count);
   for (size_t begin = 0; begin < r.count; begin += block) {
     const size_t n = r.count - begin < block ? r.count - begin : block;
     for (int k = 0; k < r.inputs; k++) {

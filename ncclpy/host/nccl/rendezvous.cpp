@@ -254,18 +254,18 @@ void Rendezvous::pass_data_surely() {
 }
 
 bool Rendezvous::exchange(const void* mine, size_t bytes, void* all, Comm& comm, Agree agree) {
-  const int parity = int((control_generation_ + 1) & 1);
-  std::memcpy(segment_->slot(rank_).exchange[parity], mine, bytes);
-  // Before it comes, too: others who have not looked yet are not to take it for one who has not found it.
-  int looks = few_looks;
-  const auto disagree = [&] {
-    if (++looks <= few_looks || health_.revoked() || !do_not_agree(comm, agree)) return false;
+  const auto finds_disagreement = [&] {
+    if (health_.revoked() || !do_not_agree(comm, agree)) return false;
     ring_all();
     return true;
   };
-  if (disagree()) return false;
-  looks = 0;
-  if (pass(segment_->header().control, control_generation_, control_side, disagree) != Passage::open) return false;
+  // Before it comes, too: others who have not looked yet are not to take it for one who has not found it.
+  if (finds_disagreement()) return false;
+  const int parity = int((control_generation_ + 1) & 1);
+  std::memcpy(segment_->slot(rank_).exchange[parity], mine, bytes);
+  int looks = 0;
+  const auto gives_up = [&] { return ++looks > few_looks && finds_disagreement(); };
+  if (pass(segment_->header().control, control_generation_, control_side, gives_up) != Passage::open) return false;
   for (int r = 0; r < segment_->nranks(); r++) {
     std::memcpy(static_cast<char*>(all) + size_t(r) * bytes, segment_->slot(r).exchange[parity], bytes);
   }

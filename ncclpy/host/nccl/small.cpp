@@ -7,25 +7,18 @@
 namespace ncclpy::host {
 namespace {
 
-// Whether a rank's contribution holds a block for each rank.
-bool has_blocks(Collective kind) {
-  return kind == Collective::reduce_scatter || kind == Collective::all_to_all || kind == Collective::scatter;
-}
-
 // Of so many bytes the cache lines are fetched one collective ahead.
 constexpr size_t most_expected = 1024;
 
-// Bytes of a contribution; as a count of blocks so that a huge count does not overflow.
-size_t blocks_of(Collective kind, int nranks) { return has_blocks(kind) ? size_t(nranks) : 1; }
-
 size_t contributed_bytes(Collective kind, ncclDataType_t dtype, size_t count, int nranks) {
-  return count * size_of(dtype) * blocks_of(kind, nranks);
+  return count * size_of(dtype) * blocks_sent(kind, nranks);
 }
 
 }  // namespace
 
 bool is_small(Collective kind, ncclDataType_t dtype, size_t count, int nranks) {
-  return count <= most_inline(nranks) / size_of(dtype) / blocks_of(kind, nranks);
+  // Divided, so that a huge count does not overflow.
+  return count <= most_inline(nranks) / size_of(dtype) / blocks_sent(kind, nranks);
 }
 
 size_t contributed_small(const Comm& comm, const Operation& operation) {
@@ -56,7 +49,7 @@ void run_small(Comm& comm, int place) {
   Segment& segment = *comm.segment;
   const Record& mine = segment.slot(comm.rank).record(place);
   const size_t bytes = mine.count * size_of(mine.dtype);
-  const size_t my_block = has_blocks(mine.kind) ? size_t(comm.rank) * bytes : 0;
+  const size_t my_block = blocks_sent(mine.kind, comm.nranks) > 1 ? size_t(comm.rank) * bytes : 0;
   const size_t contributed = contributed_bytes(mine.kind, mine.dtype, mine.count, comm.nranks);
   auto input = [&](int r) { return segment.small(r, place, contributed) + my_block; };
   char* recv = static_cast<char*>(mine.recv);

@@ -186,7 +186,7 @@ class Staged {
   char* const recv_;
   const size_t bytes_, root_;
   const bool at_root_;
-  const bool past_caches_ = result_bytes(mine_, comm_.nranks) >= least_past_caches;
+  const bool past_caches_ = goes_past_caches(mine_, comm_.nranks);
 };
 
 }  // namespace

@@ -19,6 +19,15 @@ from nccl_calls import (
 NONBLOCKING = Config(blocking=0)
 
 
+def two_ranks(nccl):
+    uid, comms = nccl.unique_id(), [ctypes.c_void_p() for _ in range(2)]
+    for rank, comm in enumerate(comms):
+        nccl.driver.use(rank)
+        nccl.init_into(comm, 2, uid, rank, NONBLOCKING)
+    assert [wait_ready(nccl, comm) for comm in comms] == [SUCCESS, SUCCESS]
+    return comms
+
+
 def test_nonblocking_life(nccl, streams):
     uid = nccl.unique_id()
     first = ctypes.c_void_p()
@@ -69,11 +78,7 @@ def test_nonblocking_life(nccl, streams):
 
 
 def test_it_is_in_progress_until_all_calls_are_over(nccl, streams):
-    uid, comms = nccl.unique_id(), [ctypes.c_void_p() for _ in range(2)]
-    for rank, comm in enumerate(comms):
-        nccl.driver.use(rank)
-        nccl.init_into(comm, 2, uid, rank, NONBLOCKING)
-    assert [wait_ready(nccl, comm) for comm in comms] == [SUCCESS, SUCCESS]
+    comms = two_ranks(nccl)
     memory, windows = np.ones(10), [ctypes.c_void_p() for _ in comms]
     for comm, window in zip(comms, windows, strict=True):
         nccl.ncclCommWindowRegister(comm, bodies.pointer(memory), memory.nbytes, ctypes.byref(window), 0)
@@ -92,11 +97,7 @@ def test_it_is_in_progress_until_all_calls_are_over(nccl, streams):
 
 def test_an_error_stays_where_a_group_ends_behind_it(nccl, streams):
     """To issue the group is a success, and nothing of it runs."""
-    uid, comms = nccl.unique_id(), [ctypes.c_void_p() for _ in range(2)]
-    for rank, comm in enumerate(comms):
-        nccl.driver.use(rank)
-        nccl.init_into(comm, 2, uid, rank, NONBLOCKING)
-    assert [wait_ready(nccl, comm) for comm in comms] == [SUCCESS, SUCCESS]
+    comms = two_ranks(nccl)
     values = [np.ones(4, np.float32) for _ in comms]
     pointers = [bodies.pointer(value) for value in values]
     with Gate(nccl.driver, streams[1]):

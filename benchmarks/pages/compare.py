@@ -7,7 +7,8 @@ Rows of the same name are paired. A row is better or worse if both of these hold
 - the ratio is further from 1 than --threshold. Two runs differ in more than the rounds of one run show: memory lies
   elsewhere, the clock of a core or a GPU is another one. Two runs of the same program tell how large to make it.
 
-A row with fewer than 4 samples on a side is not judged: so few separate by chance. Less is better, but for bandwidth.
+A row with fewer than 4 samples on a side is not judged: so few separate by chance. Less is better, but for bandwidths
+and for what is done in a second.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SEED = 1
 #: With 4 samples a side, all of one above all of the other is chance in 3% of the cases; with 3, in 10%.
 FEWEST = 4
 #: Units of which more is better.
-MORE_IS_BETTER = ("GB/s",)
+MORE_IS_BETTER = ("GB/s", "1000/s")
 #: What names a row in its result.
 NAME = ("operation", "rival", "road", "measure", "unit")
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks.pages import plot, summary, targets
 from benchmarks.pages.markdown import number, table
+from benchmarks.work import results
 
 HEAD = """# Performance
 
@@ -264,8 +265,8 @@ def _lines(found: dict[str, dict]) -> list[str]:
             continue
         body = [[line.text, ours, f"{theirs}, {line.name}", ratio] for line, ours, theirs, ratio in figures]
         parts += [f"## If you use {used}\n", f"{table(['what', 'ncclpy', 'beside it', 'ncclpy / beside'], body)}\n"]
-        results = [found[name] for name in dict.fromkeys(line.result for line, *_ in figures)]
-        parts.append("".join(f"- `{_command(result)}`, here {_where(result)}\n" for result in results))
+        kept = [found[name] for name in dict.fromkeys(line.result for line, *_ in figures)]
+        parts.append("".join(f"- `{_command(result)}`, here {_where(result)}\n" for result in kept))
     return parts
 
 
@@ -276,9 +277,8 @@ def _command(result: dict) -> str:
 
 
 def _where(result: dict) -> str:
-    machine = result["machine"]
-    gpus = machine["gpus"]
-    on = f"{len(gpus)} {gpus[0].partition(',')[0]}" if gpus else f"{machine['cores']} cores"
+    gpus = results.gpus_used(result)
+    on = f"{len(gpus)} {gpus[0].partition(',')[0]}" if gpus else f"{result['machine']['cores']} cores"
     return f"on {on}, {result['date']}"
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks.pages import bandwidth, compare, growth, summary
 from benchmarks.pages.markdown import number, size
+from benchmarks.work import results
 
 #: Pictures are as wide as the text of the site (736 pixels), and a little sharper.
 SITE_WIDTH, SITE_DPI = 5.5, 200
@@ -221,9 +222,8 @@ def _spread(samples: list[list[float]]) -> tuple[list[float], list[list[float]]]
 
 
 def _where(result: dict) -> str:
-    machine = result.get("machine", {})
-    gpus = machine.get("gpus", [])
-    on = f"{result['settings'].get('gpus', len(gpus))} x {gpus[0].partition(',')[0]}" if gpus else "CPU"
+    gpus = results.gpus_used(result)
+    on = f"{len(gpus)} x {gpus[0].partition(',')[0]}" if gpus else "CPU"
     return f"{result['experiment']} on {on}, {result.get('date', '')}"
 
 

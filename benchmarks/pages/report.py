@@ -137,7 +137,7 @@ def section(name: str, result: dict) -> str:
     machine, settings = result["machine"], dict(result["settings"])
     where = {"noop": "On a no-op library", "host": "On the host engine"}.get(settings.get("engine"), "On CPUs")
     if machine["gpus"] and settings.get("engine") != "host":
-        count = settings.get("gpus", len(machine["gpus"]))
+        count = len(results.gpus_used(result))
         where = f"On {count} GPU{'s' if count != 1 else ''}"
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
     gpus = f", {len(machine['gpus'])} x {machine['gpus'][0]}" if machine["gpus"] else ", no GPU"

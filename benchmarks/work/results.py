@@ -55,6 +55,12 @@ def _environment() -> list[str]:
     ]
 
 
+def gpus_used(result: dict) -> list[str]:
+    """Return the GPUs that a result was measured on: its machine may have more of them than it used."""
+    gpus, settings = result["machine"]["gpus"], result["settings"]
+    return list(gpus[: settings.get("gpus", settings.get("ranks", len(gpus)))])
+
+
 def save(result: dict, path: Path) -> None:
     """Write `result`, a row a line; samples keep five digits, more than any of them is good for."""
     for row in result["rows"]:

@@ -63,9 +63,10 @@ def test_a_certain_difference_below_the_threshold_is_the_same():
     assert verdict(a, b, threshold=0.01) == "worse"
 
 
-def test_of_bandwidth_more_is_better():
-    assert verdict(noisy(300, 1), noisy(360, 2), "GB/s") == "better"
-    assert verdict(noisy(360, 1), noisy(300, 2), "GB/s") == "worse"
+@pytest.mark.parametrize("unit", ["GB/s", "1000/s"])
+def test_of_bandwidth_and_of_what_is_done_in_a_second_more_is_better(unit):
+    assert verdict(noisy(300, 1), noisy(360, 2), unit) == "better"
+    assert verdict(noisy(360, 1), noisy(300, 2), unit) == "worse"
 
 
 @pytest.mark.parametrize("n", [1, 3])

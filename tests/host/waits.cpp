@@ -1,5 +1,6 @@
 // Gives the core away as a rank does that waits, and gets it back late each time; prints how often it has gone to another
 // core, or what was wrong with that. Arguments: how many ranks there are, and "pinned" if it has one core alone.
+// Or, with "know" and the cores of each rank ("0,1 1"), prints whether there are fewer cores than ranks anywhere.
 #include <dlfcn.h>
 #include <sched.h>
 
@@ -7,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <vector>
 
 #include "nccl/wait.hpp"
 
@@ -34,7 +36,23 @@ extern "C" int sched_setaffinity(pid_t thread, size_t bytes, const cpu_set_t* ma
   return real(thread, bytes, mask);
 }
 
+static int know(int count, char** arguments) {
+  std::vector<cpu_set_t> of_ranks(count);
+  for (int rank = 0; rank < count; rank++) {
+    CPU_ZERO(&of_ranks[rank]);
+    for (char* core = std::strtok(arguments[rank], ","); core != nullptr; core = std::strtok(nullptr, ","))
+      CPU_SET(std::atoi(core), &of_ranks[rank]);
+  }
+  for (int ranks : {1, 1 << 20}) {  // whatever was thought before
+    ncclpy::host::Spin spin(ranks);
+    spin.know(of_ranks);
+    std::puts(spin.is_crowded() ? "crowded" : "a core each");
+  }
+  return 0;
+}
+
 int main(int count, char** arguments) {
+  if (count > 2 && std::strcmp(arguments[1], "know") == 0) return know(count - 2, arguments + 2);
   if (count > 2 && std::strcmp(arguments[2], "pinned") == 0) {
     cpu_set_t one;
     CPU_ZERO(&one);

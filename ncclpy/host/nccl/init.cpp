@@ -76,6 +76,7 @@ ncclResult_t meet(const std::shared_ptr<Comm>& comm, int nranks, int rank, const
         "the other ranks: " + std::to_string(came) + " of " + std::to_string(nranks) + " had come";
     return comm->stop_reason(others.c_str());
   }
+  segment->know_cores();
   const ncclResult_t different = check_duplicates(*segment);
   if (different != ncclSuccess) {
     segment->slot(rank).left.store(1);

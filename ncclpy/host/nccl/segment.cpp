@@ -18,7 +18,7 @@
 namespace ncclpy::host {
 namespace {
 
-constexpr uint64_t magic = 0x3567657379706c63;  // "clpyseg5"
+constexpr uint64_t magic = 0x3667657379706c63;  // "clpyseg6"
 
 constexpr size_t page = 4096;
 
@@ -143,6 +143,13 @@ void Segment::end_meeting() {
   if (ended != nullptr) ended->end(complete() ? Phase::served : Phase::given_up);
 }
 
+void Segment::know_cores() {
+  std::vector<cpu_set_t> cores;
+  cores.reserve(size_t(nranks_));
+  for (int rank = 0; rank < nranks_; rank++) cores.push_back(slot(rank).cores);
+  spin_.know(cores);
+}
+
 size_t Segment::buffer_bytes(int rank) const {
   size_t pages = 0;
   for_buffers(rank, [&](char* memory, size_t bytes) {
@@ -219,6 +226,7 @@ ncclResult_t join_segment(const ncclUniqueId& id, int nranks, int rank, int devi
   slot.process = this_process();
   beacon.store(slot.process);
   slot.beacon = &beacon;
+  slot.cores = own_cores();
   slot.present.store(1, std::memory_order_release);
   Header& header = (*segment)->header();
   header.attached.fetch_add(1, std::memory_order_acq_rel);

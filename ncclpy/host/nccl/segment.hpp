@@ -102,12 +102,13 @@ struct GrowBoard {
 
 struct alignas(128) RankSlot {
   std::atomic<uint32_t> claimed{0};
-  std::atomic<uint32_t> present{0};  // the rank has written the next five and its place is taken
+  std::atomic<uint32_t> present{0};  // the rank has written the next six and its place is taken
   int32_t device = 0;
   int32_t pid = 0;
   uint64_t start = 0;    // of the process, see watch.hpp
   uint64_t process = 0;  // random for each process, so that a reused pid is not mistaken for a neighbour
   const void* beacon = nullptr;   // where that process has the same number
+  cpu_set_t cores{};              // that the rank may use
   std::atomic<uint32_t> left{0};  // the communicator was destroyed: what its process does is nobody's concern any more
   std::atomic<uint32_t> dead{0};  // the process has ended before that
   // For who_is_missing, which only reads them: words of deed.hpp, and how often the rank has described something or has come to
@@ -221,6 +222,8 @@ class Segment {
   bool is_local(int rank);
   bool same_process(int a, int b) { return slot(a).process == slot(b).process; }
 
+  // All ranks are here: which cores each has is known.
+  void know_cores();
   // All ranks are here, or never will be: the unique id has served.
   void end_meeting();
 

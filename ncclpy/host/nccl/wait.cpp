@@ -1,6 +1,7 @@
-// The futex behind Bell, and the machine's core count.
+// The futex behind Bell, and the cores of the ranks.
 #include "wait.hpp"
 
+#include <algorithm>
 #include <chrono>
 #include <climits>
 #include <cstring>
@@ -46,12 +47,42 @@ static void change_core() {
   sched_setaffinity(0, sizeof may, &may);
 }
 
+cpu_set_t own_cores() {
+  cpu_set_t cores;
+  if (sched_getaffinity(0, sizeof cores, &cores) != 0) std::memset(&cores, 0xff, sizeof cores);
+  return cores;
+}
+
+// Whether some ranks have fewer cores than they are: all of them, or those that have no core outside of some set.
+static bool are_crowded(const std::vector<cpu_set_t>& of_ranks) {
+  std::vector<cpu_set_t> sets;  // each once: threads of a process mostly have the same
+  cpu_set_t all;
+  CPU_ZERO(&all);
+  for (const cpu_set_t& cores : of_ranks) {
+    CPU_OR(&all, &all, &cores);
+    const auto same = [&](const cpu_set_t& one) { return CPU_EQUAL(&one, &cores) != 0; };
+    if (std::none_of(sets.begin(), sets.end(), same)) sets.push_back(cores);
+  }
+  sets.push_back(all);
+  return std::any_of(sets.begin(), sets.end(), [&](const cpu_set_t& set) {
+    const auto within = [&](const cpu_set_t& cores) {
+      cpu_set_t shared;
+      CPU_AND(&shared, &cores, &set);
+      return CPU_EQUAL(&shared, &cores) != 0;
+    };
+    return std::count_if(of_ranks.begin(), of_ranks.end(), within) > CPU_COUNT(&set);
+  });
+}
+
 Spin::Spin(int ranks) {
-  static const int cores = [] {
-    cpu_set_t set;
-    return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
-  }();
-  looks_ = ranks <= cores ? most : 0;
+  const cpu_set_t cores = own_cores();
+  looks_ = ranks <= CPU_COUNT(&cores) ? most : 0;
+}
+
+void Spin::know(const std::vector<cpu_set_t>& of_ranks) {
+  // The ranks of one process find the same, and the first may spin when the last one comes here.
+  const bool crowded = are_crowded(of_ranks);
+  if (crowded != is_crowded()) looks_.store(crowded ? 0 : most, std::memory_order_relaxed);
 }
 
 void Spin::yield() {

@@ -10,6 +10,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <vector>
 
 #include "../driver/interruption.hpp"
 #include "../driver/thread.hpp"
@@ -37,6 +38,9 @@ struct Bell {
   void sleep(uint32_t seen);
 };
 
+// The cores that the calling thread may use; all that can be named if that cannot be found out.
+cpu_set_t own_cores();
+
 // Spinning for as long as has paid lately. Two ranks that share a core, though another one is free, can only wait for
 // each other in vain: the one that looks holds up the one it looks for. Several threads may use the same one.
 //
@@ -45,8 +49,11 @@ struct Bell {
 // who wakes is not put there. So whoever has got the core back late some times goes to another one by itself.
 class Spin {
  public:
-  // With more ranks than cores, spinning only delays the others: not one look.
+  // With more ranks than cores, spinning only delays the others: not one look. Until the ranks are known, all are taken to
+  // have this thread's cores.
   explicit Spin(int ranks);
+  // The cores that each of the ranks may use: launchers give each a core of its own.
+  void know(const std::vector<cpu_set_t>& of_ranks);
 
   // Whether `done()` has become true.
   template <class Done>

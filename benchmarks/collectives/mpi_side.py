@@ -29,9 +29,17 @@ def plan(collective: str, nbytes: int, nranks: int, itemsize: int = 8) -> tuple[
     return whole, whole
 
 
+def warm_ups(iterations: int) -> int:
+    """Return how many calls go before those that are timed, of every rival alike.
+
+    Two processes that were asleep may be woken on one core, and take a millisecond to have one each.
+    """
+    return 2 if iterations < 100 else 1000
+
+
 def measure(call, barrier, iterations: int) -> float:
     """Return the seconds of one of `iterations` calls in a row."""
-    for _ in range(2 if iterations < 100 else 1000):
+    for _ in range(warm_ups(iterations)):
         call()
     barrier()
     begin = time.perf_counter()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.collectives.graphs import Replay
-from benchmarks.collectives.mpi_side import plan
+from benchmarks.collectives.mpi_side import plan, warm_ups
 from benchmarks.collectives.rivals import OPEN, Place
 from benchmarks.rivals import Missing
 from benchmarks.work import setting, worker
@@ -69,7 +69,7 @@ class Side:
         """
         calls, sync = self._calls(collective, nbytes, n, moving), self.rival.sync
         # The ranks have met when this is over.
-        for call in calls[: max(2, n // 5)]:
+        for call in itertools.islice(itertools.cycle(calls), warm_ups(n)):
             call()
         sync()
         begin = time.perf_counter()

@@ -144,10 +144,7 @@ void Segment::end_meeting() {
 }
 
 void Segment::know_cores() {
-  std::vector<cpu_set_t> cores;
-  cores.reserve(size_t(nranks_));
-  for (int rank = 0; rank < nranks_; rank++) cores.push_back(slot(rank).cores);
-  spin_.know(cores);
+  spin_.know(nranks_, [this](int rank) -> const cpu_set_t& { return slot(rank).cores; });
 }
 
 size_t Segment::buffer_bytes(int rank) const {

@@ -1,7 +1,6 @@
 // The futex behind Bell, and the cores of the ranks.
 #include "wait.hpp"
 
-#include <algorithm>
 #include <chrono>
 #include <climits>
 #include <cstring>
@@ -53,25 +52,28 @@ cpu_set_t own_cores() {
   return cores;
 }
 
-// Whether some ranks have fewer cores than they are: all of them, or those that have no core outside of some set.
-static bool are_crowded(const std::vector<cpu_set_t>& of_ranks) {
-  std::vector<cpu_set_t> sets;  // each once: threads of a process mostly have the same
+using CoresOf = std::function<const cpu_set_t&(int)>;
+
+// Whether more ranks than a set has cores have no other core.
+static bool are_too_many(const cpu_set_t& set, int ranks, const CoresOf& cores_of) {
+  int within = 0;
+  for (int rank = 0; rank < ranks; rank++) {
+    cpu_set_t shared;
+    CPU_AND(&shared, &cores_of(rank), &set);
+    within += CPU_EQUAL(&shared, &cores_of(rank)) != 0;
+  }
+  return within > CPU_COUNT(&set);
+}
+
+static bool are_crowded(int ranks, const CoresOf& cores_of) {
   cpu_set_t all;
   CPU_ZERO(&all);
-  for (const cpu_set_t& cores : of_ranks) {
-    CPU_OR(&all, &all, &cores);
-    const auto same = [&](const cpu_set_t& one) { return CPU_EQUAL(&one, &cores) != 0; };
-    if (std::none_of(sets.begin(), sets.end(), same)) sets.push_back(cores);
+  for (int rank = 0; rank < ranks; rank++) {
+    CPU_OR(&all, &all, &cores_of(rank));
+    const bool same = rank > 0 && CPU_EQUAL(&cores_of(rank), &cores_of(rank - 1));  // as threads of a process mostly have
+    if (!same && are_too_many(cores_of(rank), ranks, cores_of)) return true;
   }
-  sets.push_back(all);
-  return std::any_of(sets.begin(), sets.end(), [&](const cpu_set_t& set) {
-    const auto within = [&](const cpu_set_t& cores) {
-      cpu_set_t shared;
-      CPU_AND(&shared, &cores, &set);
-      return CPU_EQUAL(&shared, &cores) != 0;
-    };
-    return std::count_if(of_ranks.begin(), of_ranks.end(), within) > CPU_COUNT(&set);
-  });
+  return are_too_many(all, ranks, cores_of);
 }
 
 Spin::Spin(int ranks) {
@@ -79,9 +81,9 @@ Spin::Spin(int ranks) {
   looks_ = ranks <= CPU_COUNT(&cores) ? most : 0;
 }
 
-void Spin::know(const std::vector<cpu_set_t>& of_ranks) {
+void Spin::know(int ranks, const CoresOf& cores_of) {
   // The ranks of one process find the same, and the first may spin when the last one comes here.
-  const bool crowded = are_crowded(of_ranks);
+  const bool crowded = are_crowded(ranks, cores_of);
   if (crowded != is_crowded()) looks_.store(crowded ? 0 : most, std::memory_order_relaxed);
 }
 

@@ -10,7 +10,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <vector>
+#include <functional>
 
 #include "../driver/interruption.hpp"
 #include "../driver/thread.hpp"
@@ -52,8 +52,8 @@ class Spin {
   // With more ranks than cores, spinning only delays the others: not one look. Until the ranks are known, all are taken to
   // have this thread's cores.
   explicit Spin(int ranks);
-  // The cores that each of the ranks may use: launchers give each a core of its own.
-  void know(const std::vector<cpu_set_t>& of_ranks);
+  // The cores that each of the ranks may use: launchers may give each a core of its own.
+  void know(int ranks, const std::function<const cpu_set_t&(int)>& cores_of);
 
   // Whether `done()` has become true.
   template <class Done>

@@ -7,8 +7,9 @@ import time
 
 import numpy as np
 import pytest
-import testing
 from sanitizers import ROOT, build, compiled
+
+import testing
 
 CORES = len(os.sched_getaffinity(0))
 

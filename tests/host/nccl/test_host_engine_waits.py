@@ -96,7 +96,7 @@ def test_ranks_that_are_bound_wait_by_the_cores_that_all_have(tmp_path, monkeypa
     monkeypatch.setenv("LD_PRELOAD", f"{os.environ.get('LD_PRELOAD', '')} {library}".strip())
     first, second = sorted(os.sched_getaffinity(0))[:2]
     _, most = testing.run_processes(2, most_yields, [first, second if bound == "to a core each" else first])
-    # With fewer cores than ranks, a rank gives its core away some 100 times and sleeps; else for 300 us, in which more go.
+    # With fewer cores than ranks the core is given away some 100 times, and then a rank sleeps; else for 300 us.
     if bound == "to a core each":
         assert most > 200
     else:

@@ -83,6 +83,10 @@ class Side:
             sync()
         return (time.perf_counter() - begin) / n
 
+    def do_samples(self, operations: list[dict]) -> list[float]:
+        """Return the seconds of one operation of each sample, taken in a row; collective."""
+        return [self.do_sample(**operation) for operation in operations]
+
     def do_replay(self, collective: str, nbytes: int, n: int, launches: int) -> float:
         """Return the seconds of one of `n` operations in a graph that is launched so often; collective.
 

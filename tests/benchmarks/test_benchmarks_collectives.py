@@ -140,6 +140,44 @@ def test_a_rival_that_dies_is_a_row_and_the_others_go_on():
     assert collectives.rows([sweep], []) == [{"rival": "ours", "missing": "failed: all_reduce: Bus error"}]
 
 
+class Answering:
+    """A rank that can do everything but one collective, and notes what it was asked."""
+
+    def __init__(self, rank, cannot):
+        self.rank, self.cannot, self.asked = rank, cannot, []
+
+    def send(self, do, parameters):
+        self.asked.append((do, parameters))
+
+    def receive(self, do, until):
+        parameters = self.asked[-1][1]
+        operations = parameters.get("operations", [parameters])
+        if do == "check":
+            return None
+        if self.cannot in [operation["collective"] for operation in operations]:
+            raise collectives.workers.WorkerFailed(f"no {self.cannot}")
+        seconds = [operation["nbytes"] * (self.rank + 1) / 1e6 for operation in operations]
+        return seconds if do == "samples" else seconds[0]
+
+
+def test_on_cpus_all_samples_are_taken_in_a_row_and_what_fails_is_found_one_by_one():
+    sweep = collectives.Sweep(False, 2, [8, 64], ["all_reduce", "reduce"])
+    sweep.factors = {"all_reduce": 1.0, "reduce": 1.0}
+    ranks = [Answering(rank, cannot="reduce") for rank in range(2)]
+    side = collectives.PythonRival("ours", ranks, sweep)
+    for _ in range(3):
+        side.sample()
+    # Of the slowest rank, by operation.
+    assert {row["road"]: row["samples"] for row in sweep.rows()} == {
+        "all_reduce 8 B": [16.0] * 3,
+        "all_reduce 64 B": [128.0] * 3,
+    }
+    assert sweep.failed == [{"rival": "ours", "missing": "failed: reduce: no reduce"}]
+    for rank in ranks:
+        assert [do for do, _ in rank.asked].count("check") == 4
+        assert [do for do, _ in rank.asked][-2:] == ["samples"] * 2
+
+
 @pytest.mark.parametrize(("text", "size"), [("8", 8), ("512K", 512 << 10), ("1g", 1 << 30)])
 def test_sizes_are_read(text, size):
     assert collectives._size(text) == size

@@ -265,18 +265,26 @@ class PythonRival:
 
     def sample(self) -> None:
         """Take one sample of everything; a collective that fails is not tried again, nor a rival that is lost."""
-        for collective in [] if self._sample_in_a_row() else list(self._left):
-            try:
-                for nbytes in self._sweep.sizes * self._sweep.cycles:
-                    self._sample(collective, nbytes)
-            except workers.WorkerLost as lost:
-                self._sweep.fail(self.name, collective, str(lost))
-                self._left.clear()
-                self.close()
+        collective = "a run"
+        try:
+            if not self._left or self._sample_in_a_row():
                 return
-            except workers.WorkerFailed as failed:
-                self._sweep.fail(self.name, collective, str(failed))
-                self._left.remove(collective)
+            for collective in list(self._left):
+                self._sample_sizes(collective)
+        except workers.WorkerLost as lost:
+            self._sweep.fail(self.name, collective, str(lost))
+            self._left.clear()
+            self.close()
+
+    def _sample_sizes(self, collective: str) -> None:
+        try:
+            for nbytes in self._sweep.sizes * self._sweep.cycles:
+                self._sample(collective, nbytes)
+        except workers.WorkerLost:
+            raise
+        except workers.WorkerFailed as failed:
+            self._sweep.fail(self.name, collective, str(failed))
+            self._left.remove(collective)
 
     def _sample_in_a_row(self) -> bool:
         """Take one sample of everything without a pause, on CPUs; return whether that was so and nothing has failed.
@@ -292,7 +300,9 @@ class PythonRival:
             for cell in cells:
                 self._check(*cell)
             seconds = self._ask("samples", {"operations": [self._in_a_row(*cell) for cell in cells]})
-        except (workers.WorkerLost, workers.WorkerFailed):
+        except workers.WorkerLost:
+            raise
+        except workers.WorkerFailed:
             return False
         for cell, *of_ranks in zip(cells, *seconds, strict=True):
             self._sweep.add(self.name, *cell, max(of_ranks))

@@ -30,7 +30,7 @@ def plan(collective: str, nbytes: int, nranks: int, itemsize: int = 8) -> tuple[
 
 
 def warm_ups(iterations: int) -> int:
-    """Return how many calls go before those that are timed, of every rival alike.
+    """Return how many calls go before those that are timed, of every rival on CPUs alike.
 
     Two processes that were asleep may be woken on one core, and take a millisecond to have one each.
     """

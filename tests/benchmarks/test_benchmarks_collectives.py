@@ -137,7 +137,7 @@ def test_a_rival_that_dies_is_a_row_and_the_others_go_on():
     side = collectives.PythonRival("ours", [Dead(), Dead()], sweep)
     side.sample()
     side.sample()
-    assert collectives.rows([sweep], []) == [{"rival": "ours", "missing": "failed: all_reduce: Bus error"}]
+    assert collectives.rows([sweep], []) == [{"rival": "ours", "missing": "failed: a run: Bus error"}]
 
 
 class Answering:

@@ -48,13 +48,14 @@ static void change_core() {
 
 cpu_set_t own_cores() {
   cpu_set_t cores;
-  if (sched_getaffinity(0, sizeof cores, &cores) != 0) std::memset(&cores, 0xff, sizeof cores);
+  if (sched_getaffinity(0, sizeof cores, &cores) != 0) CPU_ZERO(&cores);
   return cores;
 }
 
 using CoresOf = std::function<const cpu_set_t&(int)>;
 
-// Whether more ranks than a set has cores have no other core.
+// Whether more ranks than a set has cores have no other core. Asked of each rank's set and of all together: what launchers give
+// are sets that are apart, the same, or within each other.
 static bool are_too_many(const cpu_set_t& set, int ranks, const CoresOf& cores_of) {
   int within = 0;
   for (int rank = 0; rank < ranks; rank++) {

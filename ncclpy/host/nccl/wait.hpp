@@ -38,7 +38,7 @@ struct Bell {
   void sleep(uint32_t seen);
 };
 
-// The cores that the calling thread may use; all that can be named if that cannot be found out.
+// The cores that the calling thread may use; none if that cannot be found out, with which ranks count as too many.
 cpu_set_t own_cores();
 
 // Spinning for as long as has paid lately. Two ranks that share a core, though another one is free, can only wait for

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import statistics
 import subprocess
 import time
 
@@ -68,11 +69,11 @@ long counted_yields(void) { return __atomic_exchange_n(&yields, 0, __ATOMIC_RELA
 """
 
 
-def most_yields(rank, cores):
-    """Return how often the core was given away at most in one wait of rank 1 for what comes 2 ms late."""
+def yields_of_waits(rank, cores):
+    """Return how often the core was given away in each wait of rank 1 for what comes 2 ms late."""
     os.sched_setaffinity(0, {cores[rank.rank]})
     comm = rank.init()
-    values, most = np.zeros(1), 0
+    values, yields = np.zeros(1), []
     for turn in range(30):
         comm.barrier()
         ctypes.CDLL(None).counted_yields()
@@ -80,9 +81,9 @@ def most_yields(rank, cores):
             time.sleep(2e-3)
             values[:] = turn
         comm.broadcast(values)
-        most = max(most, ctypes.CDLL(None).counted_yields())
+        yields.append(ctypes.CDLL(None).counted_yields())
         assert values[0] == turn
-    return most
+    return yields
 
 
 @pytest.mark.skipif(CORES < 2, reason="needs two cores")
@@ -95,9 +96,9 @@ def test_ranks_that_are_bound_wait_by_the_cores_that_all_have(tmp_path, monkeypa
     assert made.returncode == 0, made.stderr
     monkeypatch.setenv("LD_PRELOAD", f"{os.environ.get('LD_PRELOAD', '')} {library}".strip())
     first, second = sorted(os.sched_getaffinity(0))[:2]
-    _, most = testing.run_processes(2, most_yields, [first, second if bound == "to a core each" else first])
+    _, yields = testing.run_processes(2, yields_of_waits, [first, second if bound == "to a core each" else first])
     # With fewer cores than ranks the core is given away some 100 times, and then a rank sleeps; else for 300 us.
     if bound == "to a core each":
-        assert most > 200
+        assert max(yields) > 128
     else:
-        assert 16 <= most <= 200
+        assert 16 <= statistics.median(yields) <= 128

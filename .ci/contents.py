@@ -23,6 +23,7 @@ SOURCES = {
 #: What lies beside the package.
 BESIDE = {"_ncclpy_torch.py"}
 HOST_ENGINE = "ncclpy/host/libncclpy_host.so"
+CYTHON_SHARED = "ncclpy/_cython_shared.so"
 #: Below ncclpy-VERSION.dist-info: what belongs there, and what an installer or auditwheel may add.
 METADATA = {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
 ADDED = {"INSTALLER", "REQUESTED", "direct_url.json"}
@@ -35,7 +36,7 @@ def expected():
     """Return the names of all files that belong below ncclpy/, extension modules as plain .so."""
     names = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ncclpy").rglob("*") if path.suffix in SHIPPED}
     modules = {path.relative_to(ROOT).with_suffix(".so").as_posix() for path in (ROOT / "ncclpy").rglob("*.pyx")}
-    return names | modules | SOURCES | BESIDE | {HOST_ENGINE}
+    return names | modules | SOURCES | BESIDE | {HOST_ENGINE, CYTHON_SHARED}
 
 
 def dynamic_tags(library):

@@ -43,7 +43,7 @@ def _may_share_devices() -> bool:
 
 #: Seconds for one process of a long campaign: minutes on a machine that has much else to do.
 LONG = 280
-#: What part of a campaign runs: `.ci/run`, which is to be quick, says a quarter.
+#: What part of a campaign runs: `.ci/run full`, which is to be quick, says a tenth.
 SHARE = float(os.environ.get("NCCLPY_TEST_SHARE", "1"))
 
 

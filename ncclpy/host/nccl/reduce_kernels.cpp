@@ -74,14 +74,14 @@ struct Prod {
 struct Max {
   template <class A>
   static A apply(A a, A b) {
-    return (a > b) | (b != b) ? a : b;
+    return ((a > b) | (b != b)) ? a : b;
   }
 };
 
 struct Min {
   template <class A>
   static A apply(A a, A b) {
-    return (a < b) | (b != b) ? a : b;
+    return ((a < b) | (b != b)) ? a : b;
   }
 };
 

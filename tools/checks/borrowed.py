@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
-import pytest
-from paths import ROOT
+from .source import Problem, sources
 
 CLASS = re.compile(r"cdef class (\w+)(?:\((\w+)\))?:")
 MEMBER = re.compile(r"    cdef (?:readonly |public )?(_?[A-Z]\w*) (\w+(?:, \w+)*)$")
@@ -20,6 +20,19 @@ FUNCTION = re.compile(r"(?: {4})?(?:cdef|cpdef|def) [^=]*\(")
 NAMED = re.compile(r"\b(_?[A-Z]\w*) (\w+)(?= not None|[,)=]| =|$)")
 CALLED = re.compile(r"\b(\w+)\.(\w+)\.(\w+)\(")
 SET_TO_NONE = re.compile(r"((?:[\w., ]+ = )+)(?:.*, )?None$")
+
+
+def check(root: Path) -> Iterator[Problem]:
+    """Yield each call through a member that is set to None somewhere."""
+    texts = {path: path.read_text() for path in sources(root, "pxd", "pyx")}
+    declared = Declared(texts)
+    if not declared.given_up:
+        raise ValueError("no member is set to None anywhere: the sources are not understood any more")
+    for path, text in texts.items():
+        for line, called in declared.borrowed(text):
+            yield Problem(
+                path, line, f"calls {called} of what may be set to None meanwhile: give it a local name first"
+            )
 
 
 class Declared:
@@ -76,58 +89,12 @@ class Declared:
             known |= {name: kind for kind, name in NAMED.findall(line) if kind in self.members}
             yield line, known
 
-    def borrowed(self, text: str) -> list[str]:
-        """Return the lines that call a method through a member that may be set to None meanwhile."""
+    def borrowed(self, text: str) -> list[tuple[int, str]]:
+        """Return the lines that call a method through a member that may be set to None, with their numbers."""
         return [
-            line.strip()
-            for line, known in self.lines(text)
+            (number, f"{name}.{member}.{method}")
+            for number, (line, known) in enumerate(self.lines(text), 1)
             for name, member, method in CALLED.findall(line)
             if method in self.methods and (owner := self.declares(known.get(name, ""), member))
             if (owner, member) in self.given_up
         ]
-
-
-@pytest.fixture(scope="module")
-def sources():
-    package = ROOT / "ncclpy"
-    return {
-        str(path.relative_to(ROOT)): path.read_text()
-        for kind in ("pxd", "pyx")
-        for path in sorted(package.rglob(f"*.{kind}"))
-    }
-
-
-def test_what_may_be_set_to_none_is_called_by_a_local_name(sources):
-    declared = Declared(sources)
-    assert {("Work", "gathering"), ("Work", "launch"), ("Work", "handle")} <= declared.given_up
-    found = {path: declared.borrowed(text) for path, text in sources.items()}
-    assert not {path: lines for path, lines in found.items() if lines}
-
-
-WORK = """
-cdef class Awaited:
-    cdef str missing(self):
-        pass
-
-cdef class Work:
-    cdef Awaited awaited
-    cdef Awaited kept
-
-    cdef int tidy(self) except -1:
-        self.awaited = None
-
-    def wait(self):
-        self.kept.missing()
-        {}
-
-cdef int other(Work work) except -1:
-    {}
-"""
-
-
-@pytest.mark.parametrize(
-    "here, there", [("self.awaited.missing()", "pass"), ("pass", "return work.awaited.missing()")]
-)
-def test_what_is_called_by_a_borrowed_reference_is_found(here, there):
-    text = WORK.format(here, there)
-    assert Declared({"work.pyx": text}).borrowed(text) == [here if there == "pass" else there]

@@ -1,0 +1,81 @@
+"""tools/cythonize.py, .ci/contents.py and .ci/processor_flags.py do what the build and the releases rely on."""
+
+import json
+import os
+import re
+import runpy
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+from ncclpy.core import search
+
+
+def cythonize(folder):
+    command = [sys.executable, ROOT / "tools/cythonize.py", folder, "made.d", "a.pyx", "b.pyx", "a.c", "b.cpp"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+
+
+def test_cythonize_translates_only_what_changed(tmp_path):
+    (tmp_path / "a.pxd").write_text("cdef int add(int a, int b)\n")
+    (tmp_path / "a.pyx").write_text("cdef int add(int a, int b):\n    return a + b\n")
+    (tmp_path / "b.pyx").write_text(
+        "cdef class Holder:\n    cdef object held\n    cdef int clear(self) except -1:\n        self.held = None\n"
+    )
+    for source in tmp_path.iterdir():
+        os.utime(source, (1, 1))
+    made = [tmp_path / "a.c", tmp_path / "b.cpp"]
+    assert cythonize(tmp_path).returncode == 0
+    before = [path.stat().st_mtime_ns for path in made]
+    os.utime(tmp_path / "a.pxd")
+    assert cythonize(tmp_path).returncode == 0
+    after = [path.stat().st_mtime_ns for path in made]
+    assert after[0] > before[0] and after[1] == before[1]
+
+    # An attribute has its new value before the old one goes, or another thread finds an object there that is dying.
+    text = made[1].read_text()
+    assert "__Pyx_DECREF_SET(__pyx_v_self->held, Py_None)" in text
+    macro = re.search(r"#define __Pyx_DECREF_SET\(r, v\)(.*?)\} while", text, re.DOTALL)[1]
+    assert macro.index("r = v") < macro.index("DECREF(tmp)")
+
+    (tmp_path / "b.pyx").write_text("def nothing(:\n")
+    done = cythonize(tmp_path)
+    assert done.returncode != 0 and "b.pyx:1:" in done.stderr and not made[1].exists()
+
+
+def elf(text, tag):
+    """Return a 64-bit ELF file of one dynamic section with one tag, and some text."""
+    head = b"\x7fELF\x02\x01" + bytes(26) + struct.pack("<QQIHHH", 64, 0, 0, 64, 56, 1) + bytes(6)
+    program = struct.pack("<IIQQQQQQ", 2, 0, 120, 0, 0, 32, 32, 8)
+    return head + program + struct.pack("<QQQQ", tag, 1, 0, 0) + b"\0" + text + b"\0"
+
+
+def test_contents_of_wheel_are_complete_and_of_no_machine():
+    contents = runpy.run_path(str(ROOT / ".ci/contents.py"))
+    complaints, (rpath, soname) = contents["complaints"], (contents["RPATH"], 14)
+    names = contents["expected"]() | {f"ncclpy-0.2.0.dist-info/{name}" for name in contents["METADATA"]}
+    right = dict.fromkeys(names, lambda: elf(b"ncclpy/core/window.pyx", soname))
+    assert list(complaints(right)) == []
+    window = "ncclpy/core/window.so"
+    assert list(complaints({name: read for name, read in right.items() if name != window})) == [f"{window} is missing"]
+    assert list(complaints({**right, "tests/test_x.py": None})) == ["tests/test_x.py does not belong there"]
+    assert list(complaints({**right, window: lambda: elf(b"", rpath)})) == [f"{window} has an RPATH"]
+    (complaint,) = complaints({**right, window: lambda: elf(b"/home/me/ncclpy/core/window.pyx", soname)})
+    assert complaint == f"{window} holds paths of the machine that built it: /home/me/ncclpy/core/window.pyx"
+    needed = 1
+    assert needed in contents["dynamic_tags"](Path(search.host_engine_path()).read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("file", "flags", "status"),
+    [("reduce_kernels.cpp", "-O2 -mavx2", 0), ("reduce.cpp", "-O2 -m64", 0), ("reduce.cpp", "-march=native", 1)],
+)
+def test_processor_flags_outside_of_kernels_are_refused(tmp_path, file, flags, status):
+    path = tmp_path / "compile_commands.json"
+    path.write_text(json.dumps([{"file": file, "command": f"g++ {flags} -c {file}"}]))
+    done = subprocess.run([sys.executable, ROOT / ".ci/processor_flags.py", path], capture_output=True, timeout=30)
+    assert done.returncode == status

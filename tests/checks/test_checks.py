@@ -1,0 +1,179 @@
+"""Each check of tools/checks finds what it is for in a small tree, and nothing in one that is right."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+from paths import ROOT
+
+LAYERS = """
+[layers]
+core = 1
+engine = 2
+cli = 7
+[public]
+users = ["cli"]
+[modules]
+ordered = ["core"]
+"""
+DESIGN = f"""
+```
+ncclpy/
+  core/              1  some words
+{" " * 26}low, middle                first
+{" " * 26}high                       last
+tests/
+```
+"""
+LAYERED = {
+    "tools/checks/layers.toml": LAYERS, "docs/design.md": DESIGN, "ncclpy/__init__.py": "", "ncclpy/core/low.pyx": "",
+    "ncclpy/core/middle.py": "", "ncclpy/core/high.pyx": "", "ncclpy/engine/work.pyx": "", "ncclpy/cli/main.py": "",
+}  # fmt: skip
+NATIVE = {"ncclpy/host/nccl/comm.hpp": "", "ncclpy/bootstrap/native/wire.hpp": ""}
+BORROWED = """
+cdef class Awaited:
+    cdef str missing(self):
+        pass
+
+cdef class Work:
+    cdef Awaited awaited
+    cdef Awaited kept
+
+    cdef int tidy(self) except -1:
+        self.awaited = None
+
+    def wait(self):
+        self.kept.missing()
+        {}
+
+cdef int other(Work work) except -1:
+    {}
+"""
+QUERY = "driver.cuEventQuery(e)\n"
+
+#: Check, a tree that is right, the files that are different, and what is found: path, line and some words.
+CASES = [
+    ("layers", LAYERED, {}, []),
+    ("layers", LAYERED, {"ncclpy/engine/work.pyx": "from ncclpy.core.low cimport (\n    a,\n    b)\n"}, []),
+    ("layers", LAYERED, {"ncclpy/cli/main.py": "import ncclpy\n"}, []),
+    ("layers", LAYERED, {"ncclpy/__init__.py": "from ncclpy.engine.work import Work\n"}, []),
+    (
+        "layers", LAYERED, {"ncclpy/core/high.pyx": "\nfrom ncclpy.engine.work cimport Work\n"},
+        ["ncclpy/core/high.pyx:2: core (layer 1) uses engine (layer 2): ncclpy.engine"],
+    ),
+    (
+        "layers", LAYERED, {"ncclpy/core/middle.py": "def f():\n    from .. import engine\n"},
+        ["ncclpy/core/middle.py:2: core (layer 1) uses engine (layer 2): ncclpy.engine"],
+    ),
+    (
+        "layers", LAYERED, {"ncclpy/core/middle.py": "import ncclpy\n"},
+        ["ncclpy/core/middle.py:1: core uses ncclpy, which is one of the public names"],
+    ),
+    (
+        "layers", LAYERED, {"ncclpy/engine/work.pyx": "from .lock cimport Lock\n"},
+        ["ncclpy/engine/work.pyx:1: cimports .lock"],
+    ),
+    ("layers", LAYERED, {"ncclpy/new/one.py": ""}, ["ncclpy/new:1: has no layer"]),
+    (
+        "layers", LAYERED, {"tools/checks/layers.toml": LAYERS.replace("engine", "motor")},
+        ["ncclpy/engine:1: has no layer", "tools/checks/layers.toml:1: names motor"],
+    ),
+    ("layers", LAYERED, {"ncclpy/core/high.pyx": "from ncclpy.core cimport low, middle\n"}, []),
+    (
+        "layers", LAYERED, {"ncclpy/core/middle.py": "from ncclpy.core import (\n    high,\n)\n"},
+        ["ncclpy/core/middle.py:1: uses ncclpy.core.high, which docs/design.md lists after middle"],
+    ),
+    ("layers", LAYERED, {"ncclpy/core/other.pyi": ""}, ["ncclpy/core/other.pyi:1: is not in the tree"]),
+    (
+        "layers", LAYERED, {"docs/design.md": DESIGN.replace("low, ", "low, lower, ")},
+        ["docs/design.md:1: lists lower as a module of core"],
+    ),
+    ("foreign", {"ncclpy/interop/jax.py": "import jax.numpy\n", "ncclpy/core/low.pyx": "import torchless\n"}, {}, []),
+    ("foreign", {"ncclpy/core/low.pyx": "import torch.cuda\n"}, {}, ["ncclpy/core/low.pyx:1: imports torch.cuda"]),
+    (
+        "foreign", {"ncclpy/cli/main.py": "def f():\n    from cuda import core\n"}, {},
+        ["ncclpy/cli/main.py:2: imports cuda.core"],
+    ),
+    ("foreign", {"ncclpy/core/low.py": "import pickle\n"}, {}, []),
+    *(
+        ("foreign", {f"ncclpy/{package}/a.py": "import pickle\n"}, {}, [f"ncclpy/{package}/a.py:1: imports pickle"])
+        for package in ("bootstrap", "interop", "cli")
+    ),
+    ("includes", NATIVE, {"ncclpy/host/nccl/group.hpp": '#include "comm.hpp"\n#include <vector>\n'}, []),
+    ("includes", NATIVE, {"ncclpy/core/low.h": "#include <Python.h>\n"}, []),
+    ("includes", NATIVE, {"ncclpy/host/a.h": "\n# include <Python.h>\n"}, ["ncclpy/host/a.h:2: includes Python.h"]),
+    (
+        "includes", NATIVE, {"ncclpy/bootstrap/native/wire.hpp": '#include "cuda_runtime.h"\n'},
+        ["ncclpy/bootstrap/native/wire.hpp:1: includes cuda_runtime.h"],
+    ),
+    (
+        "includes", NATIVE,
+        {
+            "ncclpy/host/nccl/comm.hpp": '#include "group.hpp"\n',
+            "ncclpy/host/nccl/group.cpp": '#include "nccl/comm.hpp"\n#include "group.hpp"\n',
+            "ncclpy/host/nccl/group.hpp": "",
+        },
+        [
+            "ncclpy/host/nccl/group.cpp:1: includes in a circle: nccl/group -> nccl/comm -> nccl/group",
+            "ncclpy/host/nccl/comm.hpp:1: includes in a circle: nccl/comm -> nccl/group -> nccl/comm",
+        ],
+    ),
+    (
+        "includes", NATIVE,
+        {"ncclpy/host/crew.hpp": '#include "stream.hpp"\n', "ncclpy/host/stream.hpp": '#include "crew.hpp"\n'},
+        [],
+    ),
+    ("gil", {"ncclpy/a.pyx": f"def f():\n    with nogil:\n        g()\n        {QUERY}"}, {}, []),
+    ("gil", {"ncclpy/a.pyx": f"cdef int f(\n    int a,\n) noexcept nogil:\n    {QUERY}"}, {}, []),
+    ("gil", {"ncclpy/a.pyx": "def f():\n    driver.cuCtxGetCurrent(e)\n"}, {}, []),
+    ("gil", {"ncclpy/a.pyx": f"def f():\n    {QUERY}"}, {}, ["ncclpy/a.pyx:2: calls cuEventQuery with the GIL held"]),
+    (
+        "gil", {"ncclpy/a.pyx": f"def f():\n    with nogil:\n        g()\n    {QUERY}"}, {},
+        ["ncclpy/a.pyx:4: calls cuEventQuery with the GIL held"],
+    ),
+    ("borrowed", {"ncclpy/work.pyx": BORROWED.format("pass", "pass")}, {}, []),
+    (
+        "borrowed", {"ncclpy/work.pyx": BORROWED.format("self.awaited.missing()", "pass")}, {},
+        ["ncclpy/work.pyx:15: calls self.awaited.missing"],
+    ),
+    (
+        "borrowed", {"ncclpy/work.pyx": BORROWED.format("pass", "return work.awaited.missing()")}, {},
+        ["ncclpy/work.pyx:18: calls work.awaited.missing"],
+    ),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tools_on_the_path():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT)
+        yield
+
+
+@pytest.mark.parametrize(("name", "right", "different", "words"), CASES)
+def test_check_finds_what_is_wrong_alone(tmp_path, name, right, different, words):
+    for path, text in {**right, **different}.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    found = importlib.import_module(f"tools.checks.{name}").check(tmp_path)
+    told = [f"{path.relative_to(tmp_path)}:{line}: {message}" for path, line, message in found]
+    assert all(any(one.startswith(start) for one in told) for start in words), told
+    assert all(one.startswith(tuple(words)) for one in told), told
+
+
+@pytest.mark.parametrize("name", ["borrowed", "foreign", "gil", "includes"])
+def test_check_without_sources_raises(tmp_path, name):
+    with pytest.raises((FileNotFoundError, ValueError)):
+        list(importlib.import_module(f"tools.checks.{name}").check(tmp_path))
+
+
+def test_command_with_problem_prints_its_place_and_fails(tmp_path, capsys, monkeypatch):
+    main = importlib.import_module("tools.checks.__main__")
+    (tmp_path / "ncclpy").mkdir()
+    (tmp_path / "ncclpy/a.pyx").write_text(f"def f():\n    {QUERY}")
+    monkeypatch.setattr(main, "ROOT", tmp_path)
+    assert main.main(["gil"]) == 1
+    assert capsys.readouterr().out.startswith("ncclpy/a.pyx:2: calls cuEventQuery")
+    (tmp_path / "ncclpy/a.pyx").write_text("")
+    assert main.main(["gil"]) == 0

@@ -75,16 +75,30 @@ def in_threads(size, program, *arguments):
 #: How programs for `launched` begin that tell and ask, at the launcher's store, what their ranks do.
 IN_A_STORE = """
 import contextlib
+import json
 import testing
 from ncclpy.bootstrap import rendezvous
-from ncclpy.peers import reports
+from ncclpy.peers import circle, reports
 
+ASKED = reports.ASKED
 reports.PATIENCE = 1.5  # on a machine that is busy an answer may take its time
+circle._BEAT = 0.02
 
 lib = testing.arrays()
 place, store = rendezvous()
 rank, size = place.rank, place.size
 device = testing.device_of(rank)
+
+def have_told(prefix, ask=True):
+    # What all have finished is in the store: at once where one asks, else within a second, or when the circle says.
+    store.barrier('all have finished', rank, size)
+    def told():
+        return [name for name in store.keys(prefix) if '/standing/' in name and json.loads(store.get(name))['finished']]
+    if ask and rank == 0:
+        store.add(next(name for name in store.keys(prefix) if '/standing/' in name).partition('standing/')[0] + ASKED)
+    testing.wait_for(lambda: len(told()) == size, 'what they have finished')
+    store.set(f'process {rank}', str(os.getpid()).encode())
+    store.barrier('all have told', rank, size)
 """
 
 

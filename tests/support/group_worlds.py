@@ -80,7 +80,6 @@ import testing
 from ncclpy.bootstrap import rendezvous
 from ncclpy.peers import circle, reports
 
-ASKED = reports.ASKED
 reports.PATIENCE = 1.5  # on a machine that is busy an answer may take its time
 circle._BEAT = 0.02
 
@@ -93,9 +92,11 @@ def have_told(prefix, ask=True):
     # What all have finished is in the store: at once where one asks, else within a second, or when the circle says.
     store.barrier('all have finished', rank, size)
     def told():
-        return [name for name in store.keys(prefix) if '/standing/' in name and json.loads(store.get(name))['finished']]
+        names = [name for name in store.keys(prefix) if '/standing/' in name]
+        return [name for name in names if json.loads(store.get(name))['finished']]
     if ask and rank == 0:
-        store.add(next(name for name in store.keys(prefix) if '/standing/' in name).partition('standing/')[0] + ASKED)
+        [place] = {name.partition('standing/')[0] for name in store.keys(prefix) if '/standing/' in name}
+        store.add(place + reports.ASKED)
     testing.wait_for(lambda: len(told()) == size, 'what they have finished')
     store.set(f'process {rank}', str(os.getpid()).encode())
     store.barrier('all have told', rank, size)
@@ -125,13 +126,19 @@ _ARRAYS = (
     "else:\n"
     "    two, many = np.ones(2), np.ones(1024, np.float32)\n"
 )
-#: Both ranks have told that they have finished a collective, and where their processes are.
+#: Both ranks have told that they have finished a collective, at once since one asks, and where their processes are.
 TOLD = (
+    "import json, testing\n"
     "group = ncclpy.init_process_group(timeout=60)\n"
     + _ARRAYS
     + "group.all_reduce(two).wait(60)\n"
-    + "time.sleep(1.5)  # a standing is told within a second\n"
-    + "group.store.set(f'process {group.rank}', str(os.getpid()).encode())\n"
+    + "group.store.barrier('all have finished', group.rank, 2)\n"
+    + "if group.rank == 0:\n"
+    + "    group.state()\n"
+    + "def told():\n"
+    + "    names = [name for name in group.store.keys('ncclpy/group/') if '/standing/' in name]\n"
+    + "    return [name for name in names if json.loads(group.store.get(name))['finished']]\n"
+    + "testing.wait_for(lambda: len(told()) == 2, 'what they have finished')\n"
     + "group.store.barrier('all have told', group.rank, 2)\n"
 )
 

@@ -165,9 +165,8 @@ def _run(path):
 
 
 if __name__ == "__main__":
+    import encodings.idna  # noqa: F401
     import gc
-
-    import encodings.idna
 
     import numpy  # noqa: F401
 

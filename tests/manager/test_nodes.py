@@ -221,7 +221,7 @@ def test_a_rank_whose_process_has_ended_is_told_apart(host_engine):
 
 def test_a_store_that_is_lost_ends_the_wait():
     testing.need_devices(2)
-    served = TCPStore("127.0.0.1", 0, serve=True)
+    served = TCPStore("127.0.0.1", 0, serve=True, linger=0)
     with TCPStore("127.0.0.1", served.port) as store, ncclpy.Manager(timeout=40, store=store) as manager:
         work = one_of(manager, 0, 2, ncclpy.Manager.generate_communicator_key())
         testing.wait_for(lambda: any("/here/" in key for key in served.keys("ncclpy/manager/")), "it to come")

@@ -66,7 +66,11 @@ WHAT = {
         "stopped",
         "rank 2's process is stopped (by SIGSTOP or a debugger), last heard of after all_reduce #0",
     ),
-    "closed": ("manager.close()\nbegins()\ntime.sleep(40)", "closed", "rank 2 has closed the communicator after all_reduce #0"),
+    "closed": (
+        "manager.close()\nbegins()\ntime.sleep(40)",
+        "closed",
+        "rank 2 has closed the communicator after all_reduce #0",
+    ),
     "killed": (
         # Its end is seen at once, and nobody waits for a deadline then.
         "begins()\nstore.get('rank 0 waits')\nstore.get('rank 1 waits')\nos.kill(os.getpid(), signal.SIGKILL)",
@@ -85,7 +89,8 @@ WHAT = {
     ),
     "gathers": (
         "manager.all_reduce('second', lib.argument(lib.make(np.ones(1024, np.float32), device)), device=device,\n"
-        "    num_local=1, num_global=3, global_rank=2, communicator_key=key)\nbegins()\ntime.sleep(40)  # and no signal",
+        "    num_local=1, num_global=3, global_rank=2, communicator_key=key)\n"
+        "begins()\ntime.sleep(40)  # and no signal",
         "waits",
         "ranks 0-2 wait in all_reduce #1 since ",
     ),

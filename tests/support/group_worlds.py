@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import multiprocessing.connection
 import os
 import subprocess
@@ -191,12 +190,13 @@ class Processes:
         return [results[rank][0] for rank in range(self.size)]
 
     def _start(self):
-        context = multiprocessing.get_context("spawn")
+        context = testing.process_context()
         self._store = TCPStore("127.0.0.1", 0, serve=True, linger=0)
         for rank in range(self.size):
             ours, theirs = context.Pipe()
+            arguments = (dict(os.environ), _serve, rank, self.size, self._store.port, theirs)
             process = context.Process(
-                target=_serve, args=(rank, self.size, self._store.port, theirs), name=f"rank {rank}", daemon=True
+                target=testing.with_environment, args=arguments, name=f"rank {rank}", daemon=True
             )
             process.start()
             theirs.close()

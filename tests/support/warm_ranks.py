@@ -54,6 +54,7 @@ def run_ranks(folder, size, program, *, only=None, timeout=100.0):
             "TORCHELASTIC_RUN_ID": name,
             "WORLD_SIZE": str(size),
             "LOCAL_WORLD_SIZE": str(size),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])),
         }
         environments = [{**os.environ, **common, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(size)]
         codes = _order(str(path), [*zip(environments, map(str, outputs), strict=True)], only, timeout)

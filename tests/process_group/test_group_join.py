@@ -146,7 +146,7 @@ def test_who_is_torn_out_of_it_does_not_go_on_alone(host_engine, monkeypatch, wh
                 group.recover(SHORT)
             return None
         with pytest.raises(ncclpy.NcclTimeout):  # the other one has met them, and does not come
-            group.admit(timeout=3)
+            group.admit(timeout=1)
         return None
 
     def decide(*arguments):

@@ -14,12 +14,14 @@ from paths import SUPPORT
 import testing
 
 SCRIPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "manager_fault_runs.py")
-PROCESSES = 5  # at once: most of the time they wait for deadlines
 
 
-@pytest.mark.parametrize("runs_each", [8, pytest.param(50, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(
+    ("processes", "runs_each"),  # at once: most of the time they wait for deadlines
+    [(2, 5), pytest.param(5, 8, marks=pytest.mark.slow), pytest.param(5, 50, marks=pytest.mark.campaign)],
+)
 @pytest.mark.parametrize(("first", "cores"), [(0, 2), (1000, 9)])
-def test_every_work_ends_whatever_goes_wrong(host_engine, first, cores, runs_each):
+def test_every_work_ends_whatever_goes_wrong(host_engine, first, cores, processes, runs_each):
     def process(number):
         return subprocess.run(
             [sys.executable, SCRIPT, str(first + 100 * number), str(runs_each), str(cores)],
@@ -30,8 +32,8 @@ def test_every_work_ends_whatever_goes_wrong(host_engine, first, cores, runs_eac
             timeout=100 if runs_each < 50 else testing.LONG,
         )
 
-    with concurrent.futures.ThreadPoolExecutor(PROCESSES) as pool:
-        ended = list(pool.map(process, range(PROCESSES)))
+    with concurrent.futures.ThreadPoolExecutor(processes) as pool:
+        ended = list(pool.map(process, range(processes)))
     seen = clean = 0
     fired = set()
     for done in ended:
@@ -55,5 +57,5 @@ def test_every_work_ends_whatever_goes_wrong(host_engine, first, cores, runs_eac
             assert after == before
             clean += 1
     assert clean, "no process in which all ends have succeeded"
-    assert seen > PROCESSES * runs_each / 2
-    assert len(fired) > min(20, PROCESSES * runs_each / 4), fired  # of many kinds
+    assert seen > processes * runs_each / 2
+    assert len(fired) > min(20, processes * runs_each / 4), fired  # of many kinds

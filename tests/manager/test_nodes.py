@@ -27,14 +27,14 @@ def devices_a_node(nodes):
     return each
 
 
-def add(manager, rank, each, key, name, lib, value=None):
+def add(manager, rank, each, key, name, lib, **options):
     """Add all local participants of an all-reduce, in any order; return works and arrays."""
     nodes = rank.nranks
     works, arrays = [], []
     local = list(range(rank.rank * each, (rank.rank + 1) * each))
     random.shuffle(local)
     for device in local:
-        array = lib.make(np.full(1000, device + 1.0 if value is None else value, np.float32), device)
+        array = lib.make(np.full(1000, device + 1.0, np.float32), device)
         works.append(
             manager.all_reduce(
                 name,
@@ -44,6 +44,7 @@ def add(manager, rank, each, key, name, lib, value=None):
                 num_global=nodes * each,
                 communicator_key=key,
                 global_rank=device,
+                **options,
             )
         )
         arrays.append(array)
@@ -122,7 +123,7 @@ def test_a_root_on_another_node():
 def one_stays_away(rank, each):
     be_a_node(rank)
     lib, key = testing.arrays(), bytes(rank.unique_id())
-    manager = ncclpy.Manager(timeout=4 if rank.rank == 0 else 40)
+    manager = ncclpy.Manager(timeout=40)
     works, _ = add(manager, rank, each, key, "first", lib)
     manager.signal_multi_node_ready("first")
     for work in works:
@@ -134,12 +135,12 @@ def one_stays_away(rank, each):
         manager.close()
         return "stayed away"
     begun = time.monotonic()
-    works, _ = add(manager, rank, each, key, "second", lib)
+    works, _ = add(manager, rank, each, key, "second", lib, timeout=0.5)
     manager.signal_multi_node_ready("second")
     errors = [work.exception(20) for work in works]
     assert all(isinstance(error, ncclpy.NcclTimeout) for error in errors), errors
     assert "'second'" in str(errors[0])
-    assert time.monotonic() - begun > 3.5, "before its deadline"
+    assert time.monotonic() - begun > 0.45, "before its deadline"
     rank.unique_id()
     assert manager.stats()["communicators"] == 0
     manager.close()
@@ -220,7 +221,7 @@ def test_a_rank_whose_process_has_ended_is_told_apart(host_engine):
 
 def test_a_store_that_is_lost_ends_the_wait():
     testing.need_devices(2)
-    served = TCPStore("127.0.0.1", 0, serve=True)
+    served = TCPStore("127.0.0.1", 0, serve=True, linger=0)
     with TCPStore("127.0.0.1", served.port) as store, ncclpy.Manager(timeout=40, store=store) as manager:
         work = one_of(manager, 0, 2, ncclpy.Manager.generate_communicator_key())
         testing.wait_for(lambda: any("/here/" in key for key in served.keys("ncclpy/manager/")), "it to come")

@@ -10,11 +10,13 @@ import time
 
 import numpy as np
 import pytest
-from group_worlds import IN_A_STORE, launched
+from group_worlds import IN_A_STORE
+from warm_ranks import run_ranks
 
 import ncclpy
 import testing
 from ncclpy.bootstrap import LocalStore, StoreError
+from ncclpy.peers import inquiry
 
 #: Three processes, each with a rank; the last one does something else in place of the second collective.
 PROGRAM = (
@@ -33,44 +35,45 @@ def reduce(name, count, **options):
     return work
 
 reduce('first', 2).wait(60)
-time.sleep(1.5)  # a standing is told within a second
-store.set(f'process {rank}', str(os.getpid()).encode())
-store.barrier('all have told', rank, size)
+
+def begins():  # what rank 2 does instead, before the others' short deadlines
+    store.set('it has begun', b'')
 """
 )
+TOLD = "have_told('ncclpy/manager/')\n"
 
 #: What the other two do then.
 TROUBLE = """
-work = reduce('second', 1024, timeout=1.0 + 0.7 * rank)
+store.get('it has begun')
+work = reduce('second', 1024, timeout=0.5 + 0.3 * rank)
 store.set(f'rank {rank} waits', b'')
 error = work.exception(30)
 states = [each.state for each in error.ranks]
 print('rank', rank, 'has', type(error).__name__, states, '|', error, '|', flush=True)
 store.barrier('both have failed', rank, 2)
-with contextlib.suppress(ProcessLookupError):
-    os.kill(int(store.get('process 2')), signal.SIGKILL)
 manager.close()
 """
 
-#: The ranks' disagreement is seen at once, while the root may still be in its broadcast: they come when it is over.
-AFTER_THE_CAST = "store.get('rank 2 has cast')\n"
-
 WHAT = {
-    "late": ("time.sleep(40)", "idle", "rank 2 has finished all_reduce #0 and is in no operation since "),
+    "late": ("begins()\ntime.sleep(40)", "idle", "rank 2 has finished all_reduce #0 and is in no operation since "),
     "holds the GIL": (
-        "import ctypes\nctypes.PyDLL(None).sleep(40)",
+        "import ctypes\nsleep = ctypes.PyDLL(None).sleep\nbegins()\nsleep(40)",
         "silent",
         "rank 2 does not answer, and the process lives: its Python does not run, last heard of after all_reduce #0",
     ),
     "stopped": (
-        "os.kill(os.getpid(), signal.SIGSTOP)",
+        "begins()\nos.kill(os.getpid(), signal.SIGSTOP)",
         "stopped",
         "rank 2's process is stopped (by SIGSTOP or a debugger), last heard of after all_reduce #0",
     ),
-    "closed": ("manager.close()\ntime.sleep(40)", "closed", "rank 2 has closed the communicator after all_reduce #0"),
+    "closed": (
+        "manager.close()\nbegins()\ntime.sleep(40)",
+        "closed",
+        "rank 2 has closed the communicator after all_reduce #0",
+    ),
     "killed": (
         # Its end is seen at once, and nobody waits for a deadline then.
-        "store.get('rank 0 waits')\nstore.get('rank 1 waits')\nos.kill(os.getpid(), signal.SIGKILL)",
+        "begins()\nstore.get('rank 0 waits')\nstore.get('rank 1 waits')\nos.kill(os.getpid(), signal.SIGKILL)",
         "ended",
         "rank 2's process has ended, last heard of after all_reduce #0",
     ),
@@ -80,13 +83,14 @@ WHAT = {
         "    num_local=1, num_global=3, global_rank=2, root=2, communicator_key=key)\n"
         "manager.signal_multi_node_ready('cast')\n"
         "work.wait(60)  # a root waits for nobody\n"
-        "store.set('rank 2 has cast', b'')\ntime.sleep(40)",
+        "begins()\ntime.sleep(40)",
         "idle",
         "rank 2 has finished broadcast #1 and is in no operation since ",
     ),
     "gathers": (
         "manager.all_reduce('second', lib.argument(lib.make(np.ones(1024, np.float32), device)), device=device,\n"
-        "    num_local=1, num_global=3, global_rank=2, communicator_key=key)\ntime.sleep(40)  # and no signal",
+        "    num_local=1, num_global=3, global_rank=2, communicator_key=key)\n"
+        "begins()\ntime.sleep(40)  # and no signal",
         "waits",
         "ranks 0-2 wait in all_reduce #1 since ",
     ),
@@ -98,9 +102,12 @@ def test_what_a_process_does_instead(tmp_path, what):
     """The first in trouble asks; the other one, whose deadline is later, says the same."""
     testing.need_processes(3)
     does, state, said = WHAT[what]
-    program = PROGRAM + "if rank == 2:\n" + textwrap.indent(does, "    ") + "\n    os._exit(0)\n"
-    program += (AFTER_THE_CAST if what == "another operation" else "") + TROUBLE
-    output = launched(tmp_path, 3, program, "--no-kill")[1]
+    program = PROGRAM + TOLD + "if rank == 2:\n" + textwrap.indent(does, "    ") + "\n    os._exit(0)\n" + TROUBLE
+    if what == "killed":  # its end is seen long before any deadline
+        program = program.replace("timeout=0.5", "timeout=30")
+    if state == "silent":  # which is waited for as long as it takes to be sure
+        program = program.replace("reports.PATIENCE = 1.5", "reports.PATIENCE = 0.3")
+    output = run_ranks(tmp_path, 3, program, only=[0, 1])[1]
     lines = sorted(line for line in output.splitlines() if " has Nccl" in line)
     assert len(lines) == 2, output
     for line in lines:
@@ -120,7 +127,7 @@ def test_what_a_process_does_instead(tmp_path, what):
 def test_all_who_failed_leave_nothing_behind(tmp_path):
     """A thread and a watch of each communicator go with it, and what it has told goes with the last of its ranks."""
     testing.need_processes(2)
-    output = launched(
+    output = run_ranks(
         tmp_path,
         2,
         PROGRAM
@@ -201,7 +208,8 @@ def test_a_store_that_is_lost_is_said_to_be():
     assert "its communicator is aborted. What the other ranks do is not known: " in str(error)
 
 
-def test_a_store_that_is_stuck_holds_up_no_abort():
+def test_a_store_that_is_stuck_holds_up_no_abort(monkeypatch):
+    monkeypatch.setattr(inquiry, "_ASKS", 0.25)
     store = Stuck(60.0)
 
     def stick():
@@ -210,7 +218,7 @@ def test_a_store_that_is_stuck_holds_up_no_abort():
     error, managers = one_stays_away(store, stick)
     assert isinstance(error, ncclpy.NcclTimeout) and error.ranks is None
     assert str(error).endswith(
-        "its communicator is aborted. What the other ranks do is not known: the store has not answered within 3 s"
+        "its communicator is aborted. What the other ranks do is not known: the store has not answered within 0.25 s"
     )
     assert managers[0].stats()["communicators"] == 0
     done = threading.Event()
@@ -263,8 +271,9 @@ def test_it_ends_no_less_where_no_thread_can_be_had_to_tell_the_others(monkeypat
     close(managers)
 
 
-def test_what_is_done_before_the_others_have_answered_has_not_failed():
+def test_what_is_done_before_the_others_have_answered_has_not_failed(monkeypatch):
     """The other one comes while a stuck store is asked: the communicators go on."""
+    monkeypatch.setattr(inquiry, "_ASKS", 1.2)
     store = Stuck(60.0)
     managers, key = two_managers(store)
     store.stuck = True
@@ -273,7 +282,7 @@ def test_what_is_done_before_the_others_have_answered_has_not_failed():
     works = [late, one_of(managers[1], 1, key, "second")]
     works += [one_of(manager, rank, key, "third") for rank, manager in enumerate(managers)]
     assert [work.exception(30) for work in works] == [None] * 4
-    time.sleep(3.5)  # it has given the question up
+    time.sleep(1.3)  # it has given the question up
     store.stuck = False
     for work in [one_of(manager, rank, key, "fourth") for rank, manager in enumerate(managers)]:
         work.wait(30)
@@ -288,7 +297,7 @@ def test_an_answer_that_is_old_is_said_to_be(monkeypatch):
     monkeypatch.setattr(circle, "_LONG_AGO", 0.0)
     errors = [one_of(managers[0], 0, key, "second", timeout=0.3).exception(30)]
     # The first one's may still be on the device: with it this one's does not fit, behind its abort it waits.
-    errors.append(one_of(managers[1], 1, key, "second", count=8, timeout=5).exception(30))
+    errors.append(one_of(managers[1], 1, key, "second", count=8, timeout=1).exception(30))
     assert " (so rank 0 heard it " not in str(errors[0])
     assert re.search(r"rank 1 has finished all_reduce #0 .* \(so rank 0 heard it [0-9.]+ m?s ago\)$", str(errors[1]))
     close(managers)

@@ -6,7 +6,8 @@ import re
 import textwrap
 
 import pytest
-from group_worlds import IN_A_STORE, launched
+from group_worlds import IN_A_STORE
+from warm_ranks import run_ranks
 
 import ncclpy
 import testing
@@ -27,17 +28,11 @@ def array(count):
 def begin():
     comm.all_reduce(array(2), timeout=30)
     ncclpy.synchronize(device)
-    time.sleep(1.5)  # a standing is told within a second
-    store.set(f'process {rank}', str(os.getpid()).encode())
-    store.barrier('all have told', rank, size)
+    have_told('ncclpy/communicator-1/', ask=False)
 
 def say(error):
     states = None if error.ranks is None else [each.state for each in error.ranks]
     print('rank', rank, 'has', type(error).__name__, states, '|', error, '|', flush=True)
-    for other in range(size):
-        if other != rank and other not in waiting:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(store.get(f'process {other}')), signal.SIGKILL)
 
 def look(**options):
     until = time.monotonic() + 30
@@ -46,9 +41,13 @@ def look(**options):
         time.sleep(0.05)
         comm.all_reduce(array(3), **options)
 
-waiting = range(size - 1)  # all others but the last
+def begins():  # what this rank does instead, before the others' short deadlines
+    store.set('it has begun', b'')
 """
 )
+
+#: Both make a communicator whose operations all have a short deadline, which is one of its making as well.
+SOON = "store.barrier('all are there', rank, size)\nmake(timeout=1.0)"
 
 #: What those do then whom the last one keeps waiting: the arrays may be on a GPU, where nobody waits for them.
 TROUBLE = """
@@ -56,8 +55,9 @@ def wait(**options):
     comm.all_reduce(array(1024), **options)
     look(**options)
 try:
+    store.get('it has begun')
     store.set(f'rank {rank} waits', b'')
-    wait(timeout=2.0)
+    wait(timeout=patience)
 except ncclpy.NcclError as error:
     failure = error
 if size > 2:
@@ -66,41 +66,43 @@ say(failure)
 comm.close()
 """
 
+SLEEPS = "begins()\ntime.sleep(40)"
 LATE = "rank {last} has finished all_reduce #0 and is in no operation since "
 AFTER = " after all_reduce #0"
 CLOSED = "rank {last} has closed the communicator" + AFTER
 WHAT = {
-    "late": ("time.sleep(40)", "idle", LATE),
+    "late": (SLEEPS, "idle", LATE),
     "holds the GIL": (
-        "import ctypes\nctypes.PyDLL(None).sleep(40)",
+        "import ctypes\nsleep = ctypes.PyDLL(None).sleep\nbegins()\nsleep(40)",
         "silent",
         "rank {last} does not answer, and the process lives: its Python does not run, last heard of" + AFTER,
     ),
     "stopped": (
-        "os.kill(os.getpid(), signal.SIGSTOP)",
+        "begins()\nos.kill(os.getpid(), signal.SIGSTOP)",
         "stopped",
         "rank {last}'s process is stopped (by SIGSTOP or a debugger), last heard of" + AFTER,
     ),
-    "closed": ("comm.close()\ntime.sleep(40)", "closed", CLOSED),
-    "aborted": ("comm.abort()\ntime.sleep(40)", "closed", CLOSED),
+    "closed": ("comm.close()\n" + SLEEPS, "closed", CLOSED),
+    "aborted": ("comm.abort()\n" + SLEEPS, "closed", CLOSED),
     "killed": (
-        "store.get('rank 0 waits')\ntime.sleep(0.5)\nos.kill(os.getpid(), signal.SIGKILL)",
+        "begins()\nstore.get('rank 0 waits')\ntime.sleep(0.1)\nos.kill(os.getpid(), signal.SIGKILL)",
         "ended",
         "rank {last}'s process has ended, last heard of" + AFTER,
     ),
     "another operation": (
-        "comm.broadcast(array(4), root=1, timeout=30)\ntime.sleep(40)",  # a root waits for nobody
+        "comm.broadcast(array(4), root=1, timeout=30)\n" + SLEEPS,  # a root waits for nobody
         "idle",
         "rank {last} has finished broadcast #1 and is in no operation since ",
     ),
 }
 
 
-def lines_of(tmp_path, ranks, does, trouble=TROUBLE, made="make(timeout=60)", before=""):
+def lines_of(tmp_path, ranks, does, trouble=TROUBLE, made="make(timeout=60)", before="", patience=0.4):
     """Return what those say whom the last rank keeps waiting: the error's class, the states, and the text."""
     testing.need_processes(ranks)
-    program = f"{PROGRAM}\n{made}\nbegin()\n{before}\nif rank == size - 1:\n" + textwrap.indent(does, "    ")
-    output = launched(tmp_path, ranks, program + "\n    os._exit(0)\n" + trouble, "--no-kill")[1]
+    program = f"{PROGRAM}\npatience = {patience}\n{made}\nbegin()\n{before}\nif rank == size - 1:\n"
+    program += textwrap.indent(does, "    ") + "\n    os._exit(0)\n" + trouble
+    output = run_ranks(tmp_path, ranks, program, only=range(ranks - 1))[1]
     lines = [line.partition(" has ")[2].split(" | ")[:2] for line in output.splitlines() if " has Nccl" in line]
     assert len(lines) == ranks - 1, output
     return [(*head.partition(" ")[::2], text) for head, text in lines]
@@ -109,7 +111,11 @@ def lines_of(tmp_path, ranks, does, trouble=TROUBLE, made="make(timeout=60)", be
 @pytest.mark.parametrize("what", WHAT)
 def test_what_a_rank_does_instead(tmp_path, what):
     does, state, said = WHAT[what]
-    [(_, states, text)] = lines_of(tmp_path, 2, does)
+    # The end of a process is noticed long before the deadline; all else has begun before that begins.
+    patience = 30 if what == "killed" else 0.4
+    # Who is silent is waited for as long as it takes to be sure.
+    before = "reports.PATIENCE = 0.3" if state == "silent" else ""
+    [(_, states, text)] = lines_of(tmp_path, 2, does, patience=patience, before=before)
     assert states == f"['waits', '{state}']", text
     assert said.format(last=1) in text
     # Whose end of a difference is seen first says what it is about.
@@ -138,7 +144,7 @@ GROUP = TROUBLE.replace(
 
 
 def test_in_a_group_of_calls(tmp_path):
-    [(_, states, text)] = lines_of(tmp_path, 2, "time.sleep(40)", GROUP)
+    [(_, states, text)] = lines_of(tmp_path, 2, SLEEPS, GROUP)
     assert states == "['waits', 'idle']" and LATE.format(last=1) in text, text
     assert re.search(r"rank 0 waits in all_reduce #[12] since", text), text
 
@@ -151,12 +157,15 @@ PAIR = TROUBLE.replace(
 
 def test_in_a_send_and_receive(tmp_path):
     """They count as the two calls that they are, whichever way they are made."""
-    does = "with ncclpy.group():\n    comm.send(array(512), 0)\n    comm.recv(array(1024), 0)\ntime.sleep(40)"
-    [(_, states, text)] = lines_of(tmp_path, 2, "time.sleep(40)", PAIR)
+    does = "with ncclpy.group():\n    comm.send(array(512), 0)\n    comm.recv(array(1024), 0)\n" + SLEEPS
+    [(_, states, text)] = lines_of(tmp_path, 2, SLEEPS, PAIR)
     assert states == "['waits', 'idle']" and LATE.format(last=1) in text, text
     assert "recv #2 from rank 1 (float32 x 512) of communicator" in text, text
     assert "rank 0 waits in recv #2 from rank 1 since" in text, text
-    [(_, states, text)] = lines_of(tmp_path, 2, does, PAIR)
+    done = PAIR.replace("    store.get('it has begun')\n", "").replace(
+        "1, **options)\n", "1, timeout=30)\n    store.get('it has begun')\n"
+    )
+    [(_, states, text)] = lines_of(tmp_path, 2, does, done)
     assert states == "['waits', 'idle']", text
     assert "rank 1 has finished recv #2 from rank 0 and is in no" in text and "waits in all_reduce #3 since" in text
 
@@ -169,7 +178,7 @@ PLAN = TROUBLE.replace(
 
 
 def test_in_a_plan(tmp_path):
-    [(_, states, text)] = lines_of(tmp_path, 2, "time.sleep(40)", PLAN)
+    [(_, states, text)] = lines_of(tmp_path, 2, SLEEPS, PLAN)
     assert states == "['waits', 'idle']" and text.count(LATE.format(last=1)) == 1, text
     assert "rank 0 waits in all_reduce #1 since" in text
 
@@ -177,7 +186,7 @@ def test_in_a_plan(tmp_path):
 def test_with_calls_recorded(tmp_path):
     """The recorder tells of a call as a whole; it is explained once."""
     made = "from ncclpy.engine import recorder\nrecorder.record_all()\nmake(timeout=60)"
-    [(_, states, text)] = lines_of(tmp_path, 2, "time.sleep(40)", made=made)
+    [(_, states, text)] = lines_of(tmp_path, 2, SLEEPS, made=made)
     assert states == "['waits', 'idle']" and text.count(LATE.format(last=1)) == 1, text
 
 
@@ -186,7 +195,9 @@ def test_a_deadline_that_the_watcher_keeps(tmp_path, abort):
     """Nobody waits for what is on the stream; the next call says what became of it, and what the others did."""
     if abort != "at once" and ncclpy.library().engine != "host":
         pytest.skip("needs the host engine: an abort that is told to take a while")
-    slow = "" if abort == "at once" else "slow = ncclpy.faults('call=CommAbort nth=2 do=delay:2s')\nslow.__enter__()\n"
+    slow = (
+        "" if abort == "at once" else "slow = ncclpy.faults('call=CommAbort nth=2 do=delay:0.5s')\nslow.__enter__()\n"
+    )
     trouble = """
     stream = ncclpy.Stream(device)
     first, second = array(1024), array(3)
@@ -194,13 +205,13 @@ def test_a_deadline_that_the_watcher_keeps(tmp_path, abort):
     try:
         comm.all_reduce(first, stream=stream)
         while time.monotonic() < until:
-            time.sleep(0.5)
+            time.sleep(0.1)
             comm.all_reduce(second, stream=stream)
     except ncclpy.NcclError as error:
         say(error)
     """
-    made = "make(timeout=2.0)"
-    [(kind, states, text)] = lines_of(tmp_path, 2, "time.sleep(40)", slow + textwrap.dedent(trouble), made)
+    made = SOON
+    [(kind, states, text)] = lines_of(tmp_path, 2, SLEEPS, slow + textwrap.dedent(trouble), made)
     assert (kind, states) == ("NcclTimeout", "['waits', 'idle']"), text
     assert "rank 0 waits in all_reduce #1 since" in text and LATE.format(last=1) in text
 
@@ -213,11 +224,10 @@ stream = ncclpy.Stream(device)
 mine = array(2)
 comm.all_reduce(mine, stream=stream)
 stream.synchronize()
-store.set(f'process {rank}', str(os.getpid()).encode())
-store.barrier('all have told', rank, size)
+store.barrier('all are done', rank, size)
 if rank == 2:
     store.get('rank 0 waits')
-    time.sleep(0.5)
+    time.sleep(0.1)
     os.kill(os.getpid(), signal.SIGKILL)
 if rank == 1:
     time.sleep(40)
@@ -225,10 +235,9 @@ store.set('rank 0 waits', b'')
 try:
     comm.all_reduce(array(1024))
 except ncclpy.NcclRemoteError as error:
-    waiting = [0]
     say(error)
 """
-    output = launched(tmp_path, 3, PROGRAM + program, "--no-kill")[1]
+    output = run_ranks(tmp_path, 3, PROGRAM + program, only=[0])[1]
     [line] = [line for line in output.splitlines() if " has Nccl" in line]
     assert "['waits', 'launched', 'ended']" in line, line
     assert "rank 1 has launched all_reduce #0 (float32 x 2, sum), which may be done since" in line
@@ -240,35 +249,36 @@ MOMENTS = {
     "after what ran on a stream": (
         "stream = ncclpy.Stream(device)\nmine = array(2)\n"
         "comm.all_reduce(mine, stream=stream)\nstream.synchronize()\n",
-        "comm.all_reduce(array(3), timeout=1.0)\nlook(timeout=1.0)",
-        "time.sleep(40)",
+        "store.get('it has begun')\ncomm.all_reduce(array(3), timeout=patience)\nlook(timeout=patience)",
+        SLEEPS,
         "['waits', 'idle']",
         "rank 0 waits in all_reduce #2 since ",
         "rank 1 has finished all_reduce #1 and is in no operation since ",
     ),
     "aborted in a group": (
         "",
-        "comm.all_reduce(array(3), timeout=1.0)\nlook(timeout=1.0)",
-        "with ncclpy.group():\n    comm.abort()\ntime.sleep(40)",
+        "store.get('it has begun')\ncomm.all_reduce(array(3), timeout=patience)\nlook(timeout=patience)",
+        "with ncclpy.group():\n    comm.abort()\n" + SLEEPS,
         "['waits', 'closed']",
         "rank 0 waits in all_reduce #1 since ",
         "rank 1 has closed the communicator",
     ),
     "left by a signal handler": (
         "",
-        "store.get('has left')\ncomm.all_reduce(array(3), timeout=1.0)\nlook(timeout=1.0)",
+        "store.get('it has begun')\ncomm.all_reduce(array(3), timeout=patience)\nlook(timeout=patience)",
         "def late(*_):\n    raise KeyError\n"
-        "signal.signal(signal.SIGALRM, late)\nsignal.setitimer(signal.ITIMER_REAL, 0.3)\n"
+        "signal.signal(signal.SIGALRM, late)\nsignal.setitimer(signal.ITIMER_REAL, 0.1)\n"
         "with contextlib.suppress(KeyError):\n    comm.all_reduce(array(5))\n    ncclpy.synchronize(device)\n"
-        "comm.abort()\nstore.set('has left', b'')\ntime.sleep(40)",
+        "comm.abort()\n" + SLEEPS,
         "['waits', 'closed']",
         "rank 0 waits in all_reduce #{} since ",  # on GPUs rank 1 has sent its half of the first
         "rank 1 has closed the communicator",
     ),
     "dropped": (
         "",
-        "store.get('is gone')\ncomm.all_reduce(array(3), timeout=1.0)\nlook(timeout=1.0)",
-        "del comm\ntime.sleep(4)\nstore.set('is gone', b'')\ntime.sleep(40)",
+        "store.get('it has begun')\ncomm.all_reduce(array(3), timeout=patience)\nlook(timeout=patience)",
+        "del comm\nmine = 'ncclpy/communicator-1/standing/1'\n"
+        "testing.wait_for(lambda: b'\"closed\":true' in store.get(mine), 'it to be told')\n" + SLEEPS,
         "['waits', 'closed']",
         "rank 0 waits in all_reduce #1 since ",
         "rank 1 has closed the communicator",
@@ -279,7 +289,7 @@ MOMENTS = {
         "graph.launch()\nncclpy.synchronize(device)\n",
         "graph.launch()\nncclpy.synchronize(device)\n"
         "for _ in range(100):\n    time.sleep(0.1)\n    comm.all_reduce(array(3))",
-        "time.sleep(40)",
+        SLEEPS,
         "['waits', 'idle']",
         "rank 0 waits in all_reduce #3 since ",  # the capture counts as one
         "rank 1 has finished all_reduce #2 and is in no operation since ",
@@ -291,7 +301,7 @@ MOMENTS = {
 def test_what_is_no_call_on_cpu_memory(tmp_path, moment):
     before, does, instead, states, of_this, of_the_other = MOMENTS[moment]
     trouble = f"try:\n{textwrap.indent(does, '    ')}\nexcept ncclpy.NcclError as error:\n    say(error)\n"
-    made = "make(timeout=3.0)" if moment == "a graph" else "make(timeout=60)"
+    made = SOON if moment == "a graph" else "make(timeout=60)"
     [(_, found, text)] = lines_of(tmp_path, 2, instead, trouble, made, before=before)
     of_this = of_this.format(1 if ncclpy.library().engine == "host" else 2)
     assert found == states and of_this in text and of_the_other in text, text
@@ -299,8 +309,10 @@ def test_what_is_no_call_on_cpu_memory(tmp_path, moment):
 
 def test_a_plan_over_cpu_memory_is_done_when_it_returns(host_engine, tmp_path):
     before = "plan, mine = ncclpy.Plan(), np.ones(2)\nwith plan.record():\n    comm.all_reduce(mine)\nplan.launch()\n"
-    trouble = "try:\n    comm.all_reduce(array(3), timeout=1.0)\nexcept ncclpy.NcclError as error:\n    say(error)\n"
-    [(_, states, text)] = lines_of(tmp_path, 2, "time.sleep(40)", trouble, "make(abortable=True)", before)
+    trouble = (
+        "try:\n    comm.all_reduce(array(3), timeout=patience)\nexcept ncclpy.NcclError as error:\n    say(error)\n"
+    )
+    [(_, states, text)] = lines_of(tmp_path, 2, SLEEPS, trouble, "make(abortable=True)", before)
     assert states == "['waits', 'idle']" and "rank 1 has finished all_reduce #1 and is in no operation" in text, text
 
 
@@ -322,9 +334,12 @@ def test_ranks_that_do_not_agree_in_a_plan(host_engine, tmp_path):
 
 def test_a_store_that_is_lost_is_said_to_be(tmp_path):
     trouble = "if rank == 0:\n    from ncclpy.bootstrap import launched\n    launched._store.close()\n"
-    wait = TROUBLE.replace("store.set(f'rank {rank} waits', b'')", "pass").replace("say(failure)", "print(\n"
+    wait = TROUBLE.replace("    store.set(f'rank {rank} waits', b'')\n", "").replace(
+        "    store.get('it has begun')\n", ""
+    )
+    wait = wait.replace("say(failure)", "print(\n"
         "    'rank', rank, 'has', type(failure).__name__, failure.ranks, '|', failure, '|', flush=True)")  # fmt: skip
-    [(kind, states, text)] = lines_of(tmp_path, 2, "time.sleep(8)", trouble + wait)
+    [(kind, states, text)] = lines_of(tmp_path, 2, SLEEPS, trouble + wait)
     assert (kind, states) == ("NcclTimeout", "None"), text
     assert "the communicator was aborted" in text and ". What the other ranks do is not known: " in text
 
@@ -351,5 +366,5 @@ comm.close()
 print('rank', rank, 'has left nothing', flush=True)
 store.barrier('all are done', rank, size)
 """
-    output = launched(tmp_path, 2, PROGRAM + program)[1]
+    output = run_ranks(tmp_path, 2, PROGRAM + program)[1]
     assert output.count("has left nothing") == 2, output

@@ -9,11 +9,11 @@ import time
 import numpy as np
 import pytest
 from group_ranks import DEADLINE, run_groups
-from group_worlds import launched
+from warm_ranks import run_ranks
 
 import ncclpy
 import testing
-from ncclpy.bootstrap import LocalStore
+from ncclpy.bootstrap import LocalStore, arrivals
 from ncclpy.bootstrap.arrivals import Arrivals
 
 #: A timeout that no test waits for.
@@ -38,7 +38,9 @@ WAITS = {
 
 @pytest.mark.parametrize("check", ["off", "always"])
 @pytest.mark.parametrize("what", WAITS)
-def test_who_has_closed_the_group_is_not_waited_for(host_engine, what, check):
+def test_who_has_closed_the_group_is_not_waited_for(host_engine, what, check, monkeypatch):
+    monkeypatch.setattr(arrivals, "_SLICE", 0.05)  # several are waited for to be sure
+
     def body(group):
         together.wait(DEADLINE)
         if group.rank == 1:
@@ -147,53 +149,54 @@ def test_who_has_never_made_the_group_is_told_apart(host_engine):
     group.close()
 
 
-def test_a_suspicion_is_looked_at_again():
+def test_a_suspicion_is_looked_at_again(monkeypatch):
     """One that only just makes its group has no lease for an instant."""
+    monkeypatch.setattr(arrivals, "_SLICE", 0.02)
     store, looks = LocalStore(), []
 
     def is_lost(rank):
         looks.append(rank)
         return None if len(looks) == 2 else ("it is not there", 2)
 
-    arrivals = Arrivals(store, "a clique", 0, 2, is_lost=is_lost)
+    clique = Arrivals(store, "a clique", 0, 2, is_lost=is_lost)
     with pytest.raises(ncclpy.NcclRemoteError, match="rank 1 of 2 will not come to meet: it is not there"):
-        arrivals.meet("here", [0, 1], "to meet", b"", lambda come: b"", DEADLINE, lambda: True)
+        clique.meet("here", [0, 1], "to meet", b"", lambda come: b"", DEADLINE, lambda: True)
     assert looks == [1] * 4
 
 
-def test_of_many_that_are_missing_a_few_are_looked_for_at_a_time():
+def test_of_many_that_are_missing_a_few_are_looked_for_at_a_time(monkeypatch):
+    monkeypatch.setattr(arrivals, "_SLICE", 0.1)
     store, looks = LocalStore(), []
-    arrivals = Arrivals(store, "a clique", 0, 100, is_lost=lambda rank: looks.append(rank))
+    clique = Arrivals(store, "a clique", 0, 100, is_lost=lambda rank: looks.append(rank))
     with pytest.raises(ncclpy.NcclTimeout):
-        arrivals.meet("here", range(100), "to meet", b"", lambda come: b"", 1.0, lambda: True)
+        clique.meet("here", range(100), "to meet", b"", lambda come: b"", 0.35, lambda: True)
     assert 8 <= len(looks) <= 24 and len(set(looks)) == len(looks)
 
 
 # Processes.
 
 FIRST = """
-import contextlib
 from ncclpy.bootstrap import rendezvous
 if int(os.environ["RANK"]) == 1:
     BEFORE
-group = ncclpy.init_process_group(timeout=3)
+group = ncclpy.init_process_group(timeout=1)
 if MADE:
-    group.store.set(f"process {group.rank}", str(os.getpid()).encode())
-    group.store.barrier("all have made it", group.rank, 2)
+    group.store.barrier("all have made it", group.rank, 2, 60)
 if group.rank == 1:
+    group.store.set("has begun", b"")
     DOES
     time.sleep(60)
     os._exit(0)
+if MADE:
+    group.store.get("has begun", 60)
+    time.sleep(0.2)
 error = group.all_reduce(np.ones(2)).exception(60)
 print("rank 0 has", type(error).__name__, error, [each.state for each in error.ranks], flush=True)
-if MADE:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(int(group.store.get("process 1")), signal.SIGKILL)
 os._exit(0)
 """
 TOLD = {
     "stopped": ("pass", "os.kill(os.getpid(), signal.SIGSTOP)", "'stopped'", "is stopped (by SIGSTOP or a debugger)"),
-    "holds the GIL": ("pass", "import ctypes; ctypes.PyDLL(None).sleep(30)", "'silent'", "its Python does not run"),
+    "holds the GIL": ("pass", "import ctypes; ctypes.PyDLL(None).sleep(60)", "'silent'", "its Python does not run"),
     "killed": ("pass", "os.kill(os.getpid(), signal.SIGKILL)", "'ended'", "rank 1's process has ended"),
     "killed before": (
         "rendezvous(); os.kill(os.getpid(), signal.SIGKILL)",
@@ -209,7 +212,7 @@ TOLD = {
 def test_what_a_process_does_before_the_first_operation(host_engine, tmp_path, what):
     before, does, state, said = TOLD[what]
     program = FIRST.replace("BEFORE", before).replace("DOES", does or "pass").replace("MADE", str(bool(does)))
-    output = launched(tmp_path, 2, program, "--no-kill")[1]
+    output = run_ranks(tmp_path, 2, program, only=[0])[1]
     lines = [line for line in output.splitlines() if "rank 0 has " in line]
     assert len(lines) == 1, output
     assert state in lines[0] and said in lines[0], output
@@ -225,12 +228,12 @@ def test_a_communicator_of_the_environment_says_what_is_known(host_engine, tmp_p
             os.kill(os.getpid(), signal.SIGKILL)
         os._exit(0)
     try:
-        ncclpy.Communicator.from_env(timeout=2)
+        ncclpy.Communicator.from_env(timeout=1)
     except ncclpy.NcclTimeout as error:
         print("rank 0 has", error, [each.state for each in error.ranks], error.missing, flush=True)
     os._exit(0)
     """
-    output = launched(tmp_path, 2, program, "--no-kill")[1]
+    output = run_ranks(tmp_path, 2, program, only=[0])[1]
     line = next(line for line in output.splitlines() if "rank 0 has" in line)
     assert f"['waits', '{'ended' if came else 'absent'}'] [1]" in line, output
     assert ("rank 1's process has ended" in line) == came, output
@@ -325,7 +328,7 @@ def test_who_does_not_come_to_go_on_is_named_by_what_it_was(host_engine):
     groups = [ncclpy.ProcessGroup(store, rank, 3, device=rank, timeout=DEADLINE) for rank in range(3)]
     handles = [group.reconfigure_handle() for group in groups]
     with pytest.raises(ncclpy.NcclTimeout) as caught:
-        groups[0].reconfigure(handles[::-1], uuid="a", timeout=1)
+        groups[0].reconfigure(handles[::-1], uuid="a", timeout=0.5)
     assert "those that become ranks 0-1 of 3 (made as ranks 2, 1) did not come" in str(caught.value)
     told = "was ended by rank 0 of 3: it waits in reconfigure() to go on as other ranks"
     testing.wait_for(lambda: groups[1].error is not None, "the news")

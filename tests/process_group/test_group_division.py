@@ -116,7 +116,7 @@ def test_who_does_not_come_to_a_division_is_named_and_the_group_stays(host_engin
         group.split(0).close()
 
     tried = threading.Event()
-    run_groups(3, body, timeout=4)
+    run_groups(3, body, timeout=1)
 
 
 @pytest.mark.parametrize("what", ["error:ncclSystemError", "hang"])
@@ -132,12 +132,12 @@ def test_a_division_that_fails_ends_in_time_on_all_ranks(host_engine, what, on_e
         else:
             assert group.error is None
             with contextlib.suppress(ncclpy.NcclError):
-                group.all_reduce(np.ones(2), timeout=1).wait(DEADLINE)
+                group.all_reduce(np.ones(2), timeout=0.5).wait(DEADLINE)
         return str(caught.value)
 
     together = threading.Barrier(2)
     with ncclpy.faults(f"rank=1 call=CommSplit nth=3 do={what}") as faults:
-        said = run_groups(2, body, timeout=4, on_error=on_error)
+        said = run_groups(2, body, timeout=1, on_error=on_error)
     assert faults.fired, said
 
 

@@ -14,20 +14,25 @@ import pytest
 from paths import SUPPORT
 
 HERE = Path(__file__).parent
-#: At once: most of the time they wait for deadlines.
-PROCESSES = 5
 EVENTS = {"stays", "aborts", "absent", "slow store"}
 OF_THREADS = {"lost store"}
 OF_PROCESSES = {"killed", "killed at once", "stopped", "stopped for long", "store stopped", "store killed"}
 
 
-@pytest.mark.parametrize("runs_each", [3, pytest.param(50, marks=[pytest.mark.campaign, pytest.mark.timeout(450)])])
+@pytest.mark.parametrize(
+    ("processes", "runs_each"),  # at once: most of the time they wait for deadlines
+    [
+        (2, 1),
+        pytest.param(5, 3, marks=pytest.mark.slow),
+        pytest.param(5, 50, marks=[pytest.mark.campaign, pytest.mark.timeout(450)]),
+    ],
+)
 @pytest.mark.parametrize(
     ("script", "events"),
     [("group_fault_runs.py", EVENTS | OF_THREADS), ("group_fault_processes.py", EVENTS | OF_PROCESSES)],
     ids=["threads", "processes"],
 )
-def test_every_work_ends_once_whatever_goes_wrong(host_engine, script, events, runs_each):
+def test_every_work_ends_once_whatever_goes_wrong(host_engine, script, events, processes, runs_each):
     def process(number):
         return subprocess.run(
             [sys.executable, HERE / script, str(100 * number), str(runs_each)],
@@ -38,8 +43,8 @@ def test_every_work_ends_once_whatever_goes_wrong(host_engine, script, events, r
             timeout=400,
         )
 
-    with concurrent.futures.ThreadPoolExecutor(PROCESSES) as pool:
-        ended = list(pool.map(process, range(PROCESSES)))
+    with concurrent.futures.ThreadPoolExecutor(processes) as pool:
+        ended = list(pool.map(process, range(processes)))
     fired, outcomes, happened = set(), set(), set()
     for done in ended:
         assert done.returncode == 0, done.stderr[-3000:]
@@ -52,7 +57,9 @@ def test_every_work_ends_once_whatever_goes_wrong(host_engine, script, events, r
             outcomes |= run["outcomes"].keys()
             happened |= set(run["events"])
         assert left == {"native": [], "threads": [], "shm": []}
-    assert {"result", "NcclTimeout", "NcclAborted"} <= outcomes
+    assert outcomes
+    if runs_each >= 3:
+        assert {"result", "NcclTimeout", "NcclAborted"} <= outcomes
     if runs_each >= 10:
         assert happened == events
         assert len(fired) >= 8, fired  # of many kinds

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 from group_ranks import DEADLINE
-from group_worlds import launched
+from warm_ranks import run_ranks
 
 import ncclpy
 import testing
@@ -19,7 +19,7 @@ from ncclpy.process_group.decision import Past, decide
 from ncclpy.process_group.notices import Notices
 
 #: Seconds that survivors wait for those who may yet come.
-SHORT = 1.0
+SHORT = 0.5
 
 
 class Ranks:
@@ -116,7 +116,7 @@ def test_a_meeting_to_which_a_rank_cannot_come_any_more_ends(ranks, what):
     """Nothing is in flight, so no communicator tells of its death; the group's timeout would take half a minute."""
     three = ranks(3)
     assert three.sums() == [6] * 3
-    threading.Timer(0.5, three.kill, [1]).start()
+    threading.Timer(0.2, three.kill, [1]).start()
     errors = three.each(lambda group: group.admit() if what == "admit" else group.split(0), [0, 2])
     for error in errors:
         assert isinstance(error, ncclpy.NcclAborted), error
@@ -412,7 +412,7 @@ def test_in_a_store_without_leases(host_engine, tmp_path, kind):
 
 def test_one_decision_for_any_patience():
     """Ranks come at random times with random patience, and some are gone: at most one set of ranks goes on."""
-    for seed in range(30):
+    for seed in range(15):
         random = np.random.default_rng(seed)
         size = int(random.integers(2, 8))
         gone = set(np.flatnonzero(random.random(size) < 0.3).tolist())
@@ -472,8 +472,8 @@ group.close()
 def test_after_a_kill(tmp_path, size, victim):
     testing.need_processes(size)
     program = PROGRAM.format(victim=victim, dies="os.kill(os.getpid(), signal.SIGKILL)", patience=30)
-    code, said = launched(tmp_path, size, program, "--no-kill")
-    assert code == 128 + 9, said
+    codes, said = run_ranks(tmp_path, size, program)
+    assert codes == [-9 if rank == victim else 0 for rank in range(size)], said
     left = [rank for rank in range(size) if rank != victim]
     for rank in left:
         assert f"rank {rank} heard: " in said, said
@@ -485,17 +485,17 @@ def test_after_a_stop(tmp_path):
     size = 2
     testing.need_processes(size)
     stops = "group.store.set('stops', b'%d' % os.getpid()); os.kill(os.getpid(), signal.SIGSTOP)"
-    program = PROGRAM.format(victim=1, dies=stops, patience=2).replace(
+    program = PROGRAM.format(victim=1, dies=stops, patience=0.5).replace(
         "group.close()",
         "os.kill(int(group.store.get('stops')), signal.SIGCONT) if rank == 0 else None\n"
         "group.store.get('told', 60) if rank == 0 else None\n"
         "group.close()",
     )
-    program = program.replace("found = group.recover(2)", "found = recovered(group)").replace(
+    program = program.replace("found = group.recover(0.5)", "found = recovered(group)").replace(
         "rank, size = group.rank",
         "def recovered(group):\n"
         "    try:\n"
-        "        return group.recover(2)\n"
+        "        return group.recover(0.5)\n"
         "    except ncclpy.NcclError as error:\n"
         "        print('rank', rank, 'is left behind:', error, flush=True)\n"
         "        group.store.set('told', b'')\n"
@@ -506,9 +506,9 @@ def test_after_a_stop(tmp_path):
     program = program.replace(
         "total()\n        print",
         "mine = lib.make(np.ones(4), group.device)\n"
-        "        group.all_reduce(lib.argument(mine), timeout=1).wait(60)\n        print",
+        "        group.all_reduce(lib.argument(mine), timeout=0.5).wait(60)\n        print",
     )
-    code, said = launched(tmp_path, size, program, "--no-kill")
-    assert code == 0, said
+    codes, said = run_ranks(tmp_path, size, program)
+    assert codes == [0, 0], said
     assert "rank 0 goes on: (0,) (1,) 0 1.0" in said, said
     assert "rank 1 is left behind: process group 'default' goes on without rank 1" in said, said

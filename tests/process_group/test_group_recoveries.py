@@ -15,14 +15,17 @@ from paths import SUPPORT
 import testing
 
 SCRIPT = Path(__file__).parent / "group_recovery_runs.py"
-#: At once: most of the time they wait for deadlines.
-PROCESSES = 4
 
 
 @pytest.mark.parametrize(
-    "runs_each", [3, pytest.param(testing.share(25), marks=[pytest.mark.campaign, pytest.mark.timeout(650)])]
+    ("processes", "runs_each"),  # at once: most of the time they wait for deadlines
+    [
+        (2, 1),
+        pytest.param(4, 3, marks=pytest.mark.slow),
+        pytest.param(4, testing.share(25), marks=[pytest.mark.campaign, pytest.mark.timeout(650)]),
+    ],
 )
-def test_survivors_agree_whoever_comes_and_goes(host_engine, runs_each):
+def test_survivors_agree_whoever_comes_and_goes(host_engine, processes, runs_each):
     def process(number):
         return subprocess.run(
             [sys.executable, SCRIPT, str(1000 * number + 7), str(runs_each)],
@@ -30,11 +33,11 @@ def test_survivors_agree_whoever_comes_and_goes(host_engine, runs_each):
             capture_output=True,
             text=True,
             cwd="/",
-            timeout=110 if runs_each == 3 else 600,
+            timeout=110 if runs_each <= 3 else 600,
         )
 
-    with concurrent.futures.ThreadPoolExecutor(PROCESSES) as pool:
-        ended = list(pool.map(process, range(PROCESSES)))
+    with concurrent.futures.ThreadPoolExecutor(processes) as pool:
+        ended = list(pool.map(process, range(processes)))
     outcomes, recoveries, memberships = set(), 0, 0
     for done in ended:
         assert done.returncode == 0, done.stderr[-3000:]

@@ -9,8 +9,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -20,13 +18,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from group_ranks import DEADLINE, run_groups
-from group_worlds import TOLD, launched
+from group_worlds import TOLD
+from warm_ranks import run_ranks
 
 import ncclpy
 import testing
 from ncclpy.bootstrap import FileStore, LocalStore, StoreError, TCPStore
+from ncclpy.peers import inquiry, reports
 from ncclpy.peers.reports import Reports
 from ncclpy.peers.standing import Began
+from ncclpy.process_group import lifecycle, membership
 
 # Ranks as threads: what the others do instead.
 
@@ -95,7 +96,7 @@ INSTEAD = {
     "closed": ("rank 2 has closed the group after all_reduce #0", None),
     "closing": ("rank 2 has closed the group after all_reduce #0", None),
 }
-SLOWLY = {"closed": "", "closing": "rank=2 call=CommFinalize do=delay:3s; rank=2 call=CommDestroy do=delay:3s"}
+SLOWLY = {"closed": "", "closing": "rank=2 call=CommFinalize do=delay:0.9s; rank=2 call=CommDestroy do=delay:0.5s"}
 
 
 @pytest.mark.parametrize("what", INSTEAD)
@@ -186,16 +187,17 @@ class Late(LocalStore):
         super()._look()
 
 
-def test_a_store_that_answers_slowly_still_has_the_sentence(host_engine):
+@pytest.mark.parametrize("late", [0.05, pytest.param(0.2, marks=pytest.mark.slow)])
+def test_a_store_that_answers_slowly_still_has_the_sentence(host_engine, late):
     def body(group):
         group.all_reduce(np.ones(2)).wait(DEADLINE)
         together.wait(DEADLINE)
-        store.late = 0.2
+        store.late = late
         if group.rank < 4:
             group.all_reduce(np.ones(2), timeout=0.5)
         testing.wait_for(lambda: group.error is not None, "the end")
         together.wait(DEADLINE)
-        store.late = 0.0
+        store.late = late
         return group.error
 
     together, store = threading.Barrier(8), Late()
@@ -241,17 +243,21 @@ def test_state(arrays, tmp_path, kind):
             assert found[0].state == "waits" and found[0].current == Began("all_reduce", 1, "float32", 8, "sum", None)
 
 
-@pytest.mark.parametrize("kind", ["a thread of the store's tells it", "Python tells it"])
-def test_a_standing_is_published_once_a_second_and_if_it_has_changed(host_engine, kind):
+@pytest.mark.parametrize(
+    "kind", [pytest.param("a thread of the store's tells it", marks=pytest.mark.slow), "Python tells it"]
+)
+def test_a_standing_is_published_now_and_then_and_if_it_has_changed(host_engine, kind, monkeypatch):
     def body(group):
         for _ in range(125):
             group.all_reduce(np.ones(1)).wait(DEADLINE)
-            time.sleep(0.02)
-        time.sleep(3.5)  # in which nothing changes
+            time.sleep(0.02 * pace)
+        time.sleep(3.5 * pace)  # in which nothing changes
         quiet.append(time.monotonic())
 
     told, quiet = [], []
     native = kind != "Python tells it"
+    pace = 1.0 if native else 0.25
+    monkeypatch.setattr(membership, "_BEAT", pace)
     with TCPStore("127.0.0.1", 0, serve=True) if native else LocalStore() as store:
         with store.watch("ncclpy/group/", lambda change: told.append((time.monotonic(), change))):
             run_groups(2, body, store=store)
@@ -261,8 +267,8 @@ def test_a_standing_is_published_once_a_second_and_if_it_has_changed(host_engine
         times = [moment for moment, _ in mine][:-1]
         read = [json.loads(value) for _, value in mine]
         done = [(each["current"], each["finished"]) for each in read]
-        assert len(times) <= times[-1] - times[0] + 3, "when the group is made, and once a second"
-        assert times[-1] < min(quiet) - 0.9, "not where nothing changes"
+        assert len(times) <= (times[-1] - times[0]) / pace + 3, "when the group is made, and once a pace"
+        assert times[-1] < min(quiet) - 0.9 * pace, "not where nothing changes"
         assert all(one != other for one, other in itertools.pairwise(done[:-1]))
         assert done[0] == (None, None) and read[0]["since"] is None
         finished = [each["seq"] for _, each in done[1:]]
@@ -272,22 +278,23 @@ def test_a_standing_is_published_once_a_second_and_if_it_has_changed(host_engine
         assert ["closed" in each for each in read] == [False] * (len(read) - 1) + [True]
 
 
-def test_a_rank_that_shares_no_process_is_looked_for_in_all_groups_of_its_own(host_engine):
+def test_a_rank_that_shares_no_process_is_looked_for_in_all_groups_of_its_own(host_engine, monkeypatch):
     """Whose group nobody else of this process is in may wait anywhere here, and what began first is told."""
+    monkeypatch.setattr(reports, "PATIENCE", 0.05)  # the other ranks never come
     with LocalStore() as store, LocalStore() as far:
         with ncclpy.ProcessGroup(store, 0, 2, name="one", device=0) as one:
             others = [ncclpy.ProcessGroup(far, 0, 2, name=name, device=1) for name in ("first", "second")]
             try:
-                assert one.state()[0].state == "idle"
+                assert one.state(0.1)[0].state == "idle"
                 others[1].all_reduce(np.ones(2))
                 others[0].broadcast(np.ones(2))
-                mine = one.state()[0]
+                mine = one.state(0.1)[0]
                 assert (mine.state, mine.where, mine.current.operation) == ("elsewhere", "second", "all_reduce")
             finally:
                 for other in others:
                     other.abort()
                     other.close()
-            assert one.state()[0].state == "idle", "what has ended is nowhere"
+            assert one.state(0.1)[0].state == "idle", "what has ended is nowhere"
 
 
 def test_what_is_known_of_a_failed_group_keeps_nothing_of_it(host_engine):
@@ -359,20 +366,20 @@ def test_a_defect_of_the_report_ends_no_less(host_engine, monkeypatch, caplog):
 
 WHAT = {
     "busy": (
-        "while True: pass",
+        "begins()\nwhile True: pass",
         "rank 1 has finished all_reduce #0 and is in",
     ),
     "holds the GIL": (
-        "import ctypes\nctypes.PyDLL(None).sleep(60)",
+        "import ctypes\nsleep = ctypes.PyDLL(None).sleep\nbegins()\nsleep(60)",
         "rank 1 does not answer, and the process lives: its Python does not run, last heard of after all_reduce #0",
     ),
     "stopped": (
-        "os.kill(os.getpid(), signal.SIGSTOP)",
+        "begins()\nos.kill(os.getpid(), signal.SIGSTOP)",
         "rank 1's process is stopped (by SIGSTOP or a debugger), last heard of after all_reduce #0",
     ),
-    "left": ("group.close()\ntime.sleep(60)", "rank 1 has closed the group after all_reduce #0"),
+    "left": ("group.close()\nbegins()\ntime.sleep(60)", "rank 1 has closed the group after all_reduce #0"),
     "killed": (
-        "os.kill(os.getpid(), signal.SIGKILL)",
+        "begins()\nos.kill(os.getpid(), signal.SIGKILL)",
         "rank 1's process has ended, last heard of after all_reduce #0",
     ),
 }
@@ -404,14 +411,16 @@ def test_what_a_rank_has_begun_is_told_while_a_call_keeps_the_gil(tmp_path):
         "if group.rank == 1:\n"
         "    import ctypes\n"
         "    group.broadcast(many, root=1), group.all_reduce(two)\n"
-        "    ctypes.PyDLL(None).sleep(60)\n"
-        "time.sleep(0.5)\n"
+        "    sleep = ctypes.PyDLL(None).sleep\n"
+        "    group.store.set('has begun', b'')\n"
+        "    sleep(60)\n"
+        "group.store.get('has begun')\n"
+        "time.sleep(0.3)  # until the call has begun\n"
         "found = group.state()[1]\n"
         "print('rank 1 is', found.state, 'after', found.finished, 'in', found.current, found.heard < 5, flush=True)\n"
-        "os.kill(int(group.store.get('process 1')), signal.SIGKILL)\n"
-        "group.abort()\n"
+        "os._exit(0)\n"
     )
-    output = launched(tmp_path, 2, program, "--no-kill")[1]
+    output = run_ranks(tmp_path, 2, program, only=[0])[1]
     said = [line for line in output.splitlines() if "rank 1 is" in line]
     assert len(said) == 1, output
     where = r"in (broadcast #1 \(float32 x 1,024, root 1\)|all_reduce #2 \(float64 x 2, sum\)) True"
@@ -423,15 +432,14 @@ def test_what_a_process_does_instead(tmp_path, what):
     testing.need_processes(2)
     does, said = WHAT[what]
     program = TOLD + (
-        "import contextlib\n"
+        "begins = lambda: group.store.set('has begun', b'')\n"
         "if group.rank == 1:\n" + textwrap.indent(does, "    ") + "\n    os._exit(0)\n"
+        "group.store.get('has begun')\n"
         "error = group.all_reduce(many, timeout=0.5).exception(60)\n"
         "print('rank', group.rank, 'has', error, error.ranks[1].state, flush=True)\n"
-        "with contextlib.suppress(ProcessLookupError):\n"
-        "    os.kill(int(group.store.get('process 1')), signal.SIGKILL)\n"
         "group.close()\n"
     )
-    output = launched(tmp_path, 2, program, "--no-kill")[1]
+    output = run_ranks(tmp_path, 2, program, only=[0])[1]
     lines = [line for line in output.splitlines() if "rank 0 has " in line]
     assert len(lines) == 1, output
     for line in lines:
@@ -441,11 +449,10 @@ def test_what_a_process_does_instead(tmp_path, what):
 
 def test_a_death_is_noticed_where_nothing_else_tells(host_engine, tmp_path):
     """A receive from a rank that lives waits for another that has died: its lease tells, long before the deadline."""
-    path = tmp_path / "program.py"
-    path.write_text(
-        textwrap.dedent("""
-        import os, signal, time
-        import numpy as np, ncclpy
+    program = """
+        from ncclpy.process_group import membership
+
+        membership._BEAT = 0.1
         group = ncclpy.init_process_group(timeout=60)
         group.all_reduce(np.ones(2)).wait(60)
         group.connect(peers=[1 - group.rank] if group.rank < 2 else [])
@@ -458,43 +465,31 @@ def test_a_death_is_noticed_where_nothing_else_tells(host_engine, tmp_path):
         error = group.recv(np.ones(4), 1).exception(60)
         print('rank 0 after', time.monotonic() - begun, 'has', type(error).__name__, error, flush=True)
         os._exit(0)
-        """)
-    )
-    with subprocess.Popen(
-        [sys.executable, "-m", "ncclpy", "run", "--no-kill", "-n", "3", "--", sys.executable, str(path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd="/",
-    ) as process:
-        try:
-            for line in process.stdout:
-                if "rank 0 after" in line:
-                    break
-        finally:
-            process.terminate()
-            process.wait(60)
+        """
+    line = run_ranks(tmp_path, 3, program, only=[0])[1]
     assert float(re.search("rank 0 after ([0-9.]+)", line)[1]) < DEADLINE / 2
     assert "rank 2 of process group 'default' is gone: its lease in the store has ended" in line, line
     assert "rank 2's process has ended" in line, line
 
 
 def test_a_rank_that_ends_after_all_is_done_harms_nobody(host_engine, tmp_path):
-    output = launched(
+    output = run_ranks(
         tmp_path,
         3,
         """
+        from ncclpy.process_group import membership
+
+        membership._BEAT = 0.1
         group = ncclpy.init_process_group(timeout=60)
         group.all_reduce(np.ones(2)).wait(60)
         group.store.barrier('all are done', group.rank, 3)
         if group.rank == 2:
             os._exit(0)
-        time.sleep(1.5)
+        time.sleep(0.5)  # several times as long as after which one looks who is there
         assert group.error is None, group.error
         print('rank', group.rank, 'is well', flush=True)
         group.close()
         """,
-        "--no-kill",
     )[1]
     assert output.count("is well") == 2, output
 
@@ -522,14 +517,16 @@ class Stuck(LocalStore):
         return super()._compare_set(key, expected, desired, deadline)
 
 
-def test_a_store_that_is_stuck_holds_up_no_abort(host_engine):
+def test_a_store_that_is_stuck_holds_up_no_abort(host_engine, monkeypatch):
+    monkeypatch.setattr(inquiry, "_ASKS", 0.25)
+    monkeypatch.setattr(lifecycle, "_TELLS", 0.25)
     store = Stuck(20.0)
     with ncclpy.ProcessGroup(store, 0, 2, name="stuck") as group:
         store.stuck = True
         begin = time.monotonic()
         group.abort("enough")
         assert time.monotonic() - begin < 10 and "enough" in str(group.error)
-        assert "is not known: the store has not answered within 3 s" in str(group.error)
+        assert "is not known: the store has not answered within 0.25 s" in str(group.error)
         store.stuck = False
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import multiprocessing.connection
 import os
 import subprocess
@@ -75,16 +74,31 @@ def in_threads(size, program, *arguments):
 #: How programs for `launched` begin that tell and ask, at the launcher's store, what their ranks do.
 IN_A_STORE = """
 import contextlib
+import json
 import testing
 from ncclpy.bootstrap import rendezvous
-from ncclpy.peers import reports
+from ncclpy.peers import circle, reports
 
 reports.PATIENCE = 1.5  # on a machine that is busy an answer may take its time
+circle._BEAT = 0.02
 
 lib = testing.arrays()
 place, store = rendezvous()
 rank, size = place.rank, place.size
 device = testing.device_of(rank)
+
+def have_told(prefix, ask=True):
+    # What all have finished is in the store: at once where one asks, else within a second, or when the circle says.
+    store.barrier('all have finished', rank, size)
+    def told():
+        names = [name for name in store.keys(prefix) if '/standing/' in name]
+        return [name for name in names if json.loads(store.get(name))['finished']]
+    if ask and rank == 0:
+        [place] = {name.partition('standing/')[0] for name in store.keys(prefix) if '/standing/' in name}
+        store.add(place + reports.ASKED)
+    testing.wait_for(lambda: len(told()) == size, 'what they have finished')
+    store.set(f'process {rank}', str(os.getpid()).encode())
+    store.barrier('all have told', rank, size)
 """
 
 
@@ -111,13 +125,19 @@ _ARRAYS = (
     "else:\n"
     "    two, many = np.ones(2), np.ones(1024, np.float32)\n"
 )
-#: Both ranks have told that they have finished a collective, and where their processes are.
+#: Both ranks have told that they have finished a collective, at once since one asks, and where their processes are.
 TOLD = (
+    "import json, testing\n"
     "group = ncclpy.init_process_group(timeout=60)\n"
     + _ARRAYS
     + "group.all_reduce(two).wait(60)\n"
-    + "time.sleep(1.5)  # a standing is told within a second\n"
-    + "group.store.set(f'process {group.rank}', str(os.getpid()).encode())\n"
+    + "group.store.barrier('all have finished', group.rank, 2)\n"
+    + "if group.rank == 0:\n"
+    + "    group.state()\n"
+    + "def told():\n"
+    + "    names = [name for name in group.store.keys('ncclpy/group/') if '/standing/' in name]\n"
+    + "    return [name for name in names if json.loads(group.store.get(name))['finished']]\n"
+    + "testing.wait_for(lambda: len(told()) == 2, 'what they have finished')\n"
     + "group.store.barrier('all have told', group.rank, 2)\n"
 )
 
@@ -170,12 +190,13 @@ class Processes:
         return [results[rank][0] for rank in range(self.size)]
 
     def _start(self):
-        context = multiprocessing.get_context("spawn")
+        context = testing.process_context()
         self._store = TCPStore("127.0.0.1", 0, serve=True, linger=0)
         for rank in range(self.size):
             ours, theirs = context.Pipe()
+            arguments = (dict(os.environ), _serve, rank, self.size, self._store.port, theirs)
             process = context.Process(
-                target=_serve, args=(rank, self.size, self._store.port, theirs), name=f"rank {rank}", daemon=True
+                target=testing.with_environment, args=arguments, name=f"rank {rank}", daemon=True
             )
             process.start()
             theirs.close()

@@ -15,6 +15,7 @@ import textwrap
 import threading
 import time
 import traceback
+from multiprocessing import forkserver
 
 import numpy as np
 from array_libs import DTYPES as DTYPES
@@ -258,6 +259,39 @@ def run_threads(nranks: int, fn, timeout: float = 60.0, comms=()) -> list:
     return results
 
 
+def process_context():
+    """Return the context of multiprocessing in which processes of tests begin.
+
+    They are forks of a server that has imported numpy, pytest and this, and begun nothing: in each of them that would
+    take a third of a second of processor time. Its environment is that of when it began, see `with_environment`.
+    """
+    # Without PYTHONSAFEPATH it would take the sources in the current folder for the package.
+    if ncclpy.library().engine == "cuda" or sys.version_info < (3, 11):
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["numpy", "pytest", "testing"])
+    began = {"PYTHONPATH": with_support(), "PYTHONSAFEPATH": "1"}
+    before = {name: os.environ.get(name) for name in began}
+    os.environ.update(began)
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+    return context
+
+
+def with_environment(environment: dict, fn, *args):
+    """Call a function in a process of `process_context`, with the environment of the process that has begun it."""
+    for name in set(os.environ) - set(environment):
+        del os.environ[name]
+    os.environ.update(environment)
+    return fn(*args)
+
+
 def run_processes(nranks: int, fn, *args, timeout: float = 100.0) -> list:
     """Call ``fn(rank, *args)`` once a rank, each in a process of its own, and return the results in rank order.
 
@@ -265,12 +299,13 @@ def run_processes(nranks: int, fn, *args, timeout: float = 100.0) -> list:
     killed.
     """
     need_processes(nranks)
-    context = multiprocessing.get_context("spawn")
+    context = process_context()
     deadline = time.monotonic() + timeout
     pipes, processes = [], []
     for r in range(nranks):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_child, args=(r, nranks, theirs, fn, args), name=f"rank {r}", daemon=True)
+        arguments = (dict(os.environ), _child, r, nranks, theirs, fn, args)
+        process = context.Process(target=with_environment, args=arguments, name=f"rank {r}", daemon=True)
         process.start()
         theirs.close()
         pipes.append(ours)

@@ -1,0 +1,184 @@
+"""Ranks as `ncclpy run` starts them, in forks of a process that has imported numpy and ncclpy: ready in an instant.
+
+A Python that starts, and imports both, takes a quarter of a second of processor time; the launcher is one more. The
+fork has what a rank of the launcher has in its environment, and runs its program as ``__main__``.
+That the launcher itself starts ranks that meet is what its own tests are for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import secrets
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import traceback
+from pathlib import Path
+
+_warm: subprocess.Popen | None = None
+
+
+def run_ranks(folder, size, program, *, only=None, timeout=100.0):
+    """Run a program, text with numpy and ncclpy imported, as so many ranks; return their exit codes and what they say.
+
+    Parameters
+    ----------
+    folder
+        Where program and output go: a test's `tmp_path`.
+    size, program
+        How many ranks there are, and what each runs.
+    only
+        The ranks that end by themselves, by default all: the others are killed when these have ended.
+    timeout
+        Seconds after which all are killed, and the test fails.
+    """
+    from ncclpy.bootstrap import TCPStore
+
+    path = Path(folder) / "program.py"
+    path.write_text("import os, signal, time\nimport numpy as np, ncclpy\n" + textwrap.dedent(program))
+    token, name = secrets.token_hex(8), secrets.token_hex(4)
+    outputs = [Path(folder) / f"output-{rank}" for rank in range(size)]
+    for each in outputs:
+        each.unlink(missing_ok=True)
+    with TCPStore("127.0.0.1", 0, serve=True, token=token, linger=0) as store:
+        common = {
+            "NCCLPY_STORE": f"127.0.0.1:{store.port}",
+            "NCCLPY_STORE_TOKEN": token,
+            "NCCLPY_RUN_ID": name,
+            "TORCHELASTIC_RUN_ID": name,
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])),
+        }
+        environments = [{**os.environ, **common, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(size)]
+        codes = _order(str(path), [*zip(environments, map(str, outputs), strict=True)], only, timeout)
+    said = "".join(each.read_text(errors="replace") for each in outputs)
+    assert codes is not None, f"not done after {timeout} s:\n{said}"
+    return codes, said
+
+
+def _order(path, ranks, only, timeout):
+    """Have the warm process run a program once a rank; return the exit codes, None if they were not done in time."""
+    process = _started()
+    process.stdin.write(json.dumps([path, ranks, sorted(range(len(ranks)) if only is None else only)]) + "\n")
+    process.stdin.flush()
+    pids = json.loads(process.stdout.readline())
+    if select.select([process.stdout], [], [], timeout)[0]:
+        return json.loads(process.stdout.readline())
+    for pid in pids:  # the warm process reaps one only when the order is done: none of these numbers is another's
+        os.kill(pid, signal.SIGKILL)
+    process.stdout.readline()
+    return None
+
+
+def _started():
+    global _warm
+    if _warm is None or _warm.poll() is not None:
+        _warm = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/"
+        )
+        atexit.register(_end, _warm)
+    return _warm
+
+
+def _end(process):
+    process.stdin.close()
+    process.stdout.close()
+    process.wait(30)
+
+
+# What follows runs in the warm process.
+
+
+def _serve():
+    """Read orders and fork; return in a fork what it is to run, else None at the end."""
+    while line := sys.stdin.readline():
+        path, ranks, only = json.loads(line)
+        pids = []
+        for environment, output in ranks:
+            pid = os.fork()
+            if pid == 0:
+                _become(environment, output)
+                return path
+            pids.append(pid)
+        _say(pids)
+        _say(_end_of(pids, only))
+    return None
+
+
+def _say(answer):
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+def _end_of(pids, only):
+    """Return the exit codes of processes, of which all but some are killed when those have ended."""
+    left, killed = {pids[rank] for rank in only}, False
+    ended = set()
+    while len(ended) < len(pids):
+        # Seen, and not reaped: a number that is in nobody's hands could be another process's when a test kills it.
+        for pid in pids:
+            if pid not in ended and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                ended.add(pid)
+        if left <= ended and not killed:
+            killed = True
+            for pid in set(pids) - ended:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.002)
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+
+
+def _become(environment, output):
+    os.environ.clear()
+    os.environ.update(environment)
+    for descriptor, (name, flags) in enumerate(
+        ((os.devnull, os.O_RDONLY), (output, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
+    ):
+        opened = os.open(name, flags, 0o600)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    os.dup2(1, 2)
+    sys.stdin = open(0, closefd=False)
+    sys.stdout.reconfigure(write_through=True)
+
+
+def _run(path):
+    """Run a program to its end; then leave, without the interpreter's own end, which would touch all its memory."""
+    code = 0
+    sys.argv = [path]
+    try:
+        exec(compile(Path(path).read_text(), path, "exec"), {"__name__": "__main__", "__file__": path})
+        threading._shutdown()  # the threads that are waited for
+    except SystemExit as left:
+        code = 0 if left.code is None else left.code if isinstance(left.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    import encodings.idna  # noqa: F401
+    import gc
+
+    import numpy  # noqa: F401
+
+    import ncclpy.bootstrap.launched
+    import ncclpy.host
+    import ncclpy.peers.fellows
+    import ncclpy.process_group  # noqa: F401
+    import testing  # noqa: F401
+
+    gc.collect()
+    gc.freeze()  # a collection in a fork would touch, and so copy, all of this
+    found = _serve()
+    if found is not None:
+        _run(found)

@@ -64,8 +64,8 @@ def test_every_number_of_ranks(run, nranks):
 
 
 # Bytes: what lies beside a record, or beside a message's kind; what travels inside the segment, of so many ranks; a
-# piece of a message; a block that the kernel may copy between processes; and large ones: a step of a staged collective,
-# or a message that is offered; what a caller runs who may leave it.
+# piece of a message; a block that the kernel may copy between processes; and large ones: a step of a staged
+# collective, or a message that is offered; what a caller runs who may leave it.
 BOUNDARIES = {
     "little": lambda _: 64,
     "little piece": lambda _: 40,

@@ -22,6 +22,10 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # In the background of a script. Children would inherit it, and no Ctrl-C would end one.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN or "PYTEST_XDIST_WORKER" in os.environ:
+    # Under nohup it stays without effect here, but children begin with the default: `ncclpy run` leaves one alone that
+    # is ignored. A worker is such a child, and does not see that the first process ran under nohup.
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
 
 from array_libs import free_garbage
 

@@ -391,6 +391,26 @@ def test_signals_are_passed_on(program, name, code, more):
     runs.wait_until_gone(pids)
 
 
+def test_sighup_that_was_ignored_stays_so(program):
+    """As under nohup, for the launcher and for its processes."""
+    path, folder = program("""
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    note()
+signal.sigwait({signal.SIGUSR1})
+print("told SIGUSR1")
+""")
+    had = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which a process that begins inherits
+    with runs.started("-n", 1, path, folder) as process:
+        signal.signal(signal.SIGHUP, had)
+        pids = runs.wait_for_pids(folder, 1)
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGUSR1)
+        assert process.communicate(timeout=runs.TIMEOUT) == ("[0] told SIGUSR1\n", "")
+        assert process.returncode == 0
+    runs.wait_until_gone(pids)
+
+
 def test_who_ignores_sigterm_is_killed_after_the_grace(program):
     path, folder = program("signal.signal(signal.SIGTERM, signal.SIG_IGN); note(); time.sleep(1000)")
     with runs.started("-n", 2, "--grace", 0.5, path, folder) as process:

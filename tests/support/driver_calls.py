@@ -1,4 +1,7 @@
-"""The CUDA driver calls of ``driver_abi.h`` through ctypes, for tests: a result that is not success raises."""
+"""The CUDA driver calls of ``driver_abi.h`` through ctypes, for tests: a result that is not success raises.
+
+pytest is imported where it is needed: to import it takes half of the time of a process that begins with this.
+"""
 
 import ctypes
 import functools
@@ -6,11 +9,10 @@ import os
 import re
 import threading
 
-import pytest
 from paths import ROOT
 
 PATH = os.environ.get("NCCLPY_TEST_DRIVER")
-host_only = pytest.mark.skipif(PATH is not None, reason="about the host engine alone")
+REAL_DRIVER = PATH is not None
 if PATH is None:
     from ncclpy.core.search import host_engine_path
 
@@ -151,6 +153,8 @@ def opened():
 
 
 def refused(code, call, *arguments):
+    import pytest
+
     with pytest.raises(DriverError) as error:
         call(*arguments)
     assert error.value.code == code, error.value

@@ -23,13 +23,15 @@ from driver_calls import (
     OUT_OF_MEMORY,
     PATH,
     PER_THREAD,
+    REAL_DRIVER,
     Gate,
-    host_only,
     in_thread,
     joined,
     refused,
 )
 from paths import SUPPORT
+
+host_only = pytest.mark.skipif(REAL_DRIVER, reason="about the host engine alone")
 
 
 def run_python(code, **environment):

@@ -16,12 +16,14 @@ from driver_calls import (
     NOT_PERMITTED,
     NOT_READY,
     PER_THREAD,
+    REAL_DRIVER,
     Gate,
-    host_only,
     in_thread,
     joined,
     refused,
 )
+
+host_only = pytest.mark.skipif(REAL_DRIVER, reason="about the host engine alone")
 
 # Streams
 

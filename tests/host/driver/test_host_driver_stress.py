@@ -18,7 +18,7 @@ def run(program):
 
 def test_threads(tmp_path):
     engine = host_engine_path()
-    build(tmp_path / "stress", [], [DRIVER], [engine, f"-Wl,-rpath,{os.path.dirname(engine)}"])
+    build(tmp_path / "stress", ["-O0", "-g0"], [DRIVER], [engine, f"-Wl,-rpath,{os.path.dirname(engine)}"])
     run(tmp_path / "stress")
 
 

@@ -11,12 +11,27 @@ from nccl_calls import MAX, SUM
 SMALL = [1, 3, 100]
 COPIES = list(range(12))
 LARGE_TYPES = [0, 7, 9]
-EIGHT = pytest.param(8, marks=pytest.mark.campaign)  # where all types are met: as long as the others together
+EIGHT = {8}  # where all types are met: as long as the others together
 
 
-# Where the ranks run: every rank a thread, every rank a process, or two threads in each process.
-@pytest.fixture(params=["threads", "processes", "mixed"])
+def worlds(*numbers, long=()):
+    """Parametrise by where the ranks run, each world once: as threads, a process each, or two threads in each process.
+
+    A number in `long` is met in campaigns only. Of more than three ranks those with a process each are slow.
+    """
+    found = []
+    for n in [*numbers, *long]:
+        for place in ("threads", "processes", "mixed")[: min(n, 3)]:
+            slow = (place == "processes" and n > 3) or (place == "mixed" and n != 4)
+            marks = [pytest.mark.campaign] if n in long else [pytest.mark.slow] * slow
+            found.append(pytest.param(place, n, id=f"{place}-{n}", marks=marks))
+    return pytest.mark.parametrize(("run", "nranks"), found, indirect=["run"])
+
+
+@pytest.fixture
 def run(request, nccl, processes):
+    """Return a function that runs a body as so many ranks."""
+
     def run(nranks, body, *arguments):
         if request.param == "threads":
             return as_threads(nccl, nranks, body, *arguments)
@@ -26,24 +41,24 @@ def run(request, nccl, processes):
     return run
 
 
-@pytest.mark.parametrize("nranks", [1, 2, 3, 4, EIGHT])
+@worlds(1, 2, 3, 4, long=EIGHT)
 def test_reductions(run, nranks):
     run(nranks, bodies.every_reduction, SMALL, COPIES)
     run(nranks, bodies.every_reduction, [3001], LARGE_TYPES)
 
 
-@pytest.mark.parametrize("nranks", [1, 2, 3, 4, EIGHT])
+@worlds(1, 2, 3, 4, long=EIGHT)
 def test_copies(run, nranks):
     run(nranks, bodies.every_copy, [*SMALL, 3001], COPIES)
 
 
-@pytest.mark.parametrize("nranks", [2, 3])
+@worlds(2, 3)
 def test_large(run, nranks):
     run(nranks, bodies.every_reduction, [300_007], [7])
     run(nranks, bodies.every_copy, [300_007], [7])
 
 
-@pytest.mark.parametrize("nranks", [1, 2, 4])
+@worlds(1, 2, 4)
 def test_pre_mul_sum(run, nranks):
     run(nranks, bodies.pre_mul_sum, [1, 100, 5000])
 
@@ -53,23 +68,23 @@ def test_small_floats_round_as_ml_dtypes_does(nccl, code):
     as_threads(nccl, 2, bodies.every_bit_pattern, code)
 
 
-@pytest.mark.parametrize("nranks", [1, 2, 3, EIGHT])
+@worlds(1, 2, 3, long=EIGHT)
 def test_messages(run, nranks):
     run(nranks, bodies.all_pairs, [1, 0, 1000, 300_001, 17])
 
 
-@pytest.mark.parametrize("nranks", [2, 4])
+@worlds(2, 4)
 def test_ring(run, nranks):
     run(nranks, bodies.ring, 10)
     run(nranks, bodies.ring, 200_000)
 
 
-@pytest.mark.parametrize("nranks", [2, 4, 8])
+@worlds(2, 4, 8)
 def test_split(run, nranks):
     run(nranks, bodies.splits)
 
 
-@pytest.mark.parametrize("nranks", [2, 4])
+@worlds(2, 4)
 def test_order_over_streams(run, nranks):
     run(nranks, bodies.many_operations, 100)
 

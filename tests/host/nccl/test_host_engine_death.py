@@ -23,7 +23,14 @@ HERE = Path(__file__).resolve().parent
 FLOAT32 = 7
 
 
-@pytest.mark.parametrize("kills", [10, pytest.param(testing.share(100), marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(
+    "kills",
+    [
+        2,
+        pytest.param(10, marks=pytest.mark.slow),
+        pytest.param(testing.share(100), id="campaign", marks=pytest.mark.campaign),
+    ],
+)
 def test_kills_at_random_moments(kills):
     seed = int(os.environ.get("NCCLPY_TEST_SEED", random.SystemRandom().randrange(10**6)))
     shared = leftovers.shared_memory()
@@ -32,7 +39,7 @@ def test_kills_at_random_moments(kills):
         env=os.environ | {"PYTHONPATH": str(SUPPORT)},
         capture_output=True,
         text=True,
-        timeout=100 if kills == 10 else testing.LONG,
+        timeout=100 if kills <= 10 else testing.LONG,
         cwd="/",
     )
     runs = [json.loads(line) for line in done.stdout.splitlines()]
@@ -112,7 +119,7 @@ def test_an_end_breaks_only_the_communicators_that_it_belonged_to(nccl, comms, s
     assert results.tolist() == [4.0] * 4
 
 
-@pytest.mark.parametrize("attempt", range(5))
+@pytest.mark.parametrize("attempt", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 5))])
 def test_a_rank_that_dies_while_others_read_its_memory(nccl, streams, attempt):
     """It has arrived where all meet who have read, but not everybody has read from it: a race, so several times."""
     count = 128 << 20
@@ -230,8 +237,12 @@ def test_waiting_costs_no_cpu(nccl):
             time.sleep(seconds)
             after = resource.getrusage(resource.RUSAGE_SELF)
             return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        # What a wake-up takes is the machine's affair, and others keep it busy: the quietest of three looks counts.
-        say(min(used_in(2) for _ in range(3)))
+        # What a wake-up takes is the machine's affair, and others keep it busy: the quietest look counts.
+        used = 1.0
+        for _ in range(12):
+            used = min(used, used_in(0.5) / 0.5)
+            if used < 0.01: break
+        say(used)
         for comm in comms: nccl.ncclCommAbort(comm)
         """,
         uid,
@@ -241,7 +252,7 @@ def test_waiting_costs_no_cpu(nccl):
     waiting.communicate()
     other.communicate("go\n")
     assert (waiting.returncode, other.returncode) == (0, 0)
-    assert used < 0.02, f"{used / 2:.1%} of a core while waiting"
+    assert used < 0.01, f"{used:.1%} of a core while waiting"
 
 
 def test_no_more_threads_is_an_error_and_not_the_end():

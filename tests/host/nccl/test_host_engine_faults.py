@@ -129,12 +129,12 @@ def test_a_split_without_a_configuration_keeps_the_name(nccl, plan):
 
 
 def test_an_operation_that_runs_late(nccl, comms, streams, plan, fired):
-    plan("rank=3 call=AllReduce at=run do=delay:1s")
+    plan("rank=3 call=AllReduce at=run do=delay:400ms")
     begin = time.monotonic()
     values = reduce_all(nccl, comms, streams)
-    assert time.monotonic() - begin < 1, "the call itself returns at once"
+    assert not nccl.driver.ready("cuStreamQuery", streams[3]), "the call itself returns at once"
     synchronize(nccl, streams)
-    assert time.monotonic() - begin >= 1
+    assert time.monotonic() - begin >= 0.4
     assert all((value == 4).all() for value in values)
     assert fired() == ["rank 3 AllReduce #1 run: delay"]
 
@@ -550,7 +550,14 @@ class TestFace:
             pass
 
 
-@pytest.mark.parametrize("count", [50, pytest.param(2 * testing.share(250), marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(
+    "count",
+    [
+        12,
+        pytest.param(50, marks=pytest.mark.slow),
+        pytest.param(2 * testing.share(250), id="campaign", marks=pytest.mark.campaign),
+    ],
+)
 def test_random_runs_end_in_an_answer(count):
     seed = int(os.environ.get("NCCLPY_TEST_SEED", random.SystemRandom().randrange(10**6)))
     halves = [
@@ -566,7 +573,7 @@ def test_random_runs_end_in_an_answer(count):
     ]
     runs = []
     for half in halves:
-        said, errors = half.communicate(timeout=110 if count == 50 else testing.LONG)
+        said, errors = half.communicate(timeout=110 if count <= 50 else testing.LONG)
         *mine, left = [json.loads(line) for line in said.splitlines()]
         assert half.returncode == 0 and len(mine) == count // 2, errors
         runs += mine
@@ -579,5 +586,6 @@ def test_random_runs_end_in_an_answer(count):
     kinds = {line.split(": ")[1].split()[0] for run in runs for line in run["fired"]}
     if count == 500:  # a few runs may do without one of them
         assert kinds == {"error", "busy", "delay", "hang", "corrupt"}, "every fault has been at work"
-    assert sum(bool(run["fired"]) for run in runs) > count / 5
-    assert sum(set(run["outcomes"]) == {"right"} for run in runs) > count / 5
+    enough = count / 5 if count >= 50 else 0  # of a few it may be one
+    assert sum(bool(run["fired"]) for run in runs) > enough
+    assert sum(set(run["outcomes"]) == {"right"} for run in runs) > enough

@@ -46,10 +46,17 @@ def lines_with(text):
     return {n for n, line in enumerate(KERNELS.read_text().splitlines(), 1) if text in line}
 
 
-def compile_kernels(flags, folder, record):
+def compile_kernels(flags, folder, record, source=KERNELS):
     """Compile the kernels with a record of some kind."""
-    command = [*COMPILER, "-std=c++17", *flags, "-DNCCLPY_KERNELS=kernels", f"-I{FOLDER.parents[1] / 'abi'}"]
-    command += ["-c", KERNELS, "-o", folder / "kernels.o", record]
+    command = [
+        *COMPILER,
+        "-std=c++17",
+        *flags,
+        "-DNCCLPY_KERNELS=kernels",
+        f"-I{FOLDER}",
+        f"-I{FOLDER.parents[1] / 'abi'}",
+    ]
+    command += ["-c", source, "-o", folder / "kernels.o", record]
     environment = {**os.environ, "CCACHE_DISABLE": "1"}  # a cached object comes without its record
     subprocess.run(list(map(str, command)), check=True, timeout=120, cwd=folder, env=environment)
 
@@ -84,14 +91,22 @@ records_of_gcc = pytest.mark.skipif(
 
 
 @records_of_gcc
-def test_no_reduction_loop_is_left_unvectorised(tmp_path):
+@pytest.mark.parametrize(
+    "types", [pytest.param(r"\w+", id="all", marks=pytest.mark.slow), pytest.param("int32_t", id="one")]
+)
+def test_no_reduction_loop_is_left_unvectorised(types, tmp_path):
     """The short sister: GCC's list of lines, which does not say of which type and operator each entry is."""
-    compile_kernels(build_flags()["avx512"], tmp_path, f"-fopt-info-vec-all={tmp_path / 'said'}")
+    source = tmp_path / KERNELS.name
+    source.write_text(re.sub(rf"\n    case ncc\w+: return run_operator<(?!({types})>).*", "", KERNELS.read_text()))
+    compile_kernels(build_flags()["avx512"], tmp_path, f"-fopt-info-vec-all={tmp_path / 'said'}", source)
     entries = re.findall(rf"{KERNELS.name}:(\d+):\d+: (\w+): +(.*)", (tmp_path / "said").read_text())
     over_elements = lines_with("for (size_t i = 0")
     whole = {int(line) for line, _, said in entries if said.startswith("loop vectorized using 64 byte vectors")}
     missed = {int(line) for line, kind, said in entries if kind == "missed" and said == "couldn't vectorize loop"}
-    assert len(over_elements) > 4 and over_elements <= whole
+    vectors = over_elements
+    if types == "int32_t":  # what is accumulated in its own type is copied
+        vectors = vectors - lines_with("E::store(acc[i], result[i])") - lines_with("= divide(")
+    assert len(vectors) > 4 and vectors <= whole
     assert over_elements & missed == lines_with("= divide("), "only averages of integers divide one by one"
 
 
@@ -111,8 +126,9 @@ def test_every_reduction_loop_is_vectorised(instructions, tmp_path):
     assert not [name for name, _ in scalar if re.search("fold_scaled<(SmallFloat|float|double)", name)]
 
 
+@pytest.mark.slow  # 10 s for the compiler
 def test_one_output_is_what_two_are(tmp_path):
-    """It is written at once, and they are copies: a program compares them. To compile all that takes 10 s."""
+    """It is written at once, and they are copies: a program compares them."""
     program = tmp_path / "kernels"
     sources = [ROOT / "tests/host/kernels.cpp", KERNELS, FOLDER / "reduce.cpp"]
     build(program, build_flags()["baseline"], sources)

@@ -219,12 +219,13 @@ def rerun(program):
     check(program, as_threads(Nccl(host_engine_path()), program[0], execute, program))
 
 
-def every(few, many):
-    """Return parameters: so many examples, and many more in campaigns."""
-    return pytest.mark.parametrize("examples", [few, pytest.param(many, marks=pytest.mark.campaign)])
+def every(few, some, many):
+    """Return parameters: so many examples, more among what is slow, and many more in campaigns."""
+    more = pytest.param(some, marks=pytest.mark.slow), pytest.param(many, marks=pytest.mark.campaign)
+    return pytest.mark.parametrize("examples", [few, *more])
 
 
-@every(150, 500)
+@every(40, 150, 500)
 def test_threads(nccl, examples):
     @settings(profile, max_examples=EXAMPLES or examples)
     @given(program=programs(5))
@@ -235,7 +236,7 @@ def test_threads(nccl, examples):
     run()
 
 
-@every(60, 200)
+@every(15, 60, 200)
 @pytest.mark.parametrize("placement", ["processes", "mix"])
 def test_processes(nccl, processes, placement, examples):
     @settings(profile, max_examples=EXAMPLES or examples)

@@ -7,6 +7,7 @@ import os
 import host_bodies as bodies
 import pytest
 from host_ranks import Processes
+from nccl_calls import AVG, SUM
 
 FLOAT16, FLOAT32, INT64, INT8 = 6, 7, 4, 0
 MOST = 16
@@ -31,7 +32,7 @@ PLACEMENTS = {
 }
 
 
-def worlds(numbers, long):
+def worlds(numbers, long, slow=()):
     """Return parameters (number of ranks, placement), each world once; numbers in `long` are met in campaigns only."""
     seen = set()
     found = []
@@ -39,7 +40,7 @@ def worlds(numbers, long):
         for name, place in PLACEMENTS.items():
             if tuple(place(n)) not in seen:
                 seen.add(tuple(place(n)))
-                marks = [pytest.mark.campaign] if n in long else []
+                marks = [pytest.mark.campaign] if n in long else [pytest.mark.slow] if (n, name) in slow else []
                 found.append(pytest.param(n, place(n), id=f"{n}-{name}", marks=marks))
     return found
 
@@ -51,7 +52,9 @@ def run(nccl, processes, nranks, placement):
 
 
 @pytest.mark.parametrize("processes", ["reading peers"], indirect=True)
-@pytest.mark.parametrize(("nranks", "placement"), worlds(range(1, MOST + 1), long={6, 7, *range(9, 16)}))
+@pytest.mark.parametrize(
+    ("nranks", "placement"), worlds(range(1, MOST + 1), {6, 7, *range(9, 16)}, {(8, "processes"), (16, "processes")})
+)
 def test_every_number_of_ranks(run, nranks):
     run(bodies.every_reduction, (1, 1000), (FLOAT16, INT64))
     run(bodies.every_copy, (1, 1000), (INT8,))
@@ -61,30 +64,51 @@ def test_every_number_of_ranks(run, nranks):
 
 
 # Bytes: what lies beside a record, or beside a message's kind; what travels inside the segment, of so many ranks; a
-# piece of a message; a block that the kernel may copy between processes; a step of a staged collective, or a message
-# that is offered; what a caller runs who may leave it.
+# piece of a message; a block that the kernel may copy between processes; and large ones: a step of a staged
+# collective, or a message that is offered; what a caller runs who may leave it.
 BOUNDARIES = {
     "little": lambda _: 64,
     "little piece": lambda _: 40,
     "inline": lambda nranks: min(32 << 10, (64 << 10) // nranks // 64 * 64),
     "piece": lambda _: 16 << 10,
     "pulled": lambda _: 64 << 10,
-    "step": lambda _: 256 << 10,
-    "brief": lambda _: 1 << 20,
 }
+
+
+LARGE = {"step": lambda _: 256 << 10, "brief": lambda _: 1 << 20}
+
+
+def check_around(run, nranks, nbytes, reduced):
+    """Have all sizes beside a boundary copied and sent, and some of them reduced."""
+    counts = sorted({nbytes // 4 + more for more in (-1, 0, 1)} | {nbytes // 4 // nranks + more for more in (0, 1)})
+    run(bodies.every_copy, counts, (FLOAT32,))
+    run(bodies.all_pairs, [4 * count for count in counts])
+    run(bodies.every_reduction, counts[reduced], (FLOAT32,))
 
 
 @pytest.mark.parametrize("boundary", BOUNDARIES)
 @pytest.mark.parametrize(("nranks", "placement"), worlds((2, 3, 5), long={2, 5}))
 def test_sizes_around_the_boundaries(run, nranks, boundary):
-    nbytes = BOUNDARIES[boundary](nranks)
-    counts = sorted({nbytes // 4 + more for more in (-1, 0, 1)} | {nbytes // 4 // nranks + more for more in (0, 1)})
-    run(bodies.every_copy, counts, (FLOAT32,))
-    run(bodies.all_pairs, [4 * count for count in counts])
-    if boundary not in ("step", "brief"):
-        run(bodies.every_reduction, counts, (FLOAT32,))
-    else:
-        run(bodies.every_reduction, counts[-2:], (FLOAT32,))
+    check_around(run, nranks, BOUNDARIES[boundary](nranks), slice(None))
+
+
+def large():
+    """Return parameters (processes, number of ranks, placement, boundary), most of which are slow."""
+    quick = [("reading peers", "3-mix", "brief"), ("not reading peers", "3-processes", "step")]
+    found = []
+    for world in worlds((2, 3, 5), long={2, 5}):
+        for how in ("reading peers", "not reading peers"):
+            for boundary in LARGE:
+                marks = world.marks or [pytest.mark.slow] * ((how, world.id, boundary) not in quick)
+                found.append(
+                    pytest.param(how, *world.values, boundary, id=f"{how}-{world.id}-{boundary}", marks=marks)
+                )
+    return found
+
+
+@pytest.mark.parametrize(("processes", "nranks", "placement", "boundary"), large(), indirect=["processes"])
+def test_sizes_around_the_large_boundaries(run, nranks, boundary):
+    check_around(run, nranks, LARGE[boundary](nranks), slice(-2, None))
 
 
 @pytest.fixture
@@ -101,22 +125,32 @@ def crowded(processes):
 
 
 @pytest.mark.parametrize("processes", ["reading peers"], indirect=True)
-@pytest.mark.parametrize(("nranks", "placement"), [(2, [0, 1]), (3, [0, 1, 0])], ids=["processes", "mix"])
+@pytest.mark.parametrize(
+    ("nranks", "placement"),
+    [pytest.param(2, [0, 1], id="processes"), pytest.param(3, [0, 1, 0], id="mix", marks=pytest.mark.slow)],
+)
 def test_reductions_around_what_ranks_on_one_core_read_of_each_other(nccl, crowded, nranks, placement):
     block = (1 << 20) // 4
     for counts, code in (([block - 1, nranks * block + 1], FLOAT32), ([2 * block + 33], FLOAT16)):
-        crowded.run(nccl, nranks, bodies.every_reduction, counts, (code,), placement=placement)
+        crowded.run(nccl, nranks, bodies.every_reduction, counts, (code,), (SUM, AVG), placement=placement)
 
 
+# At another moment each time.
+@pytest.mark.parametrize(
+    "turns", [range(0, 10, 5), pytest.param(range(10), marks=pytest.mark.slow)], ids=["some", "all"]
+)
 @pytest.mark.parametrize("processes", ["reading peers"], indirect=True)
-def test_who_reads_of_a_rank_that_revokes_waits_as_at_a_gate(nccl, crowded):
-    for turn in range(10):  # at another moment each time
+def test_who_reads_of_a_rank_that_revokes_waits_as_at_a_gate(nccl, crowded, turns):
+    for turn in turns:
         crowded.run(nccl, 2, bodies.revoked_in_the_middle, 64 << 20, 20, turn * 0.007, placement=[0, 1])
 
 
+@pytest.mark.parametrize(
+    "turns", [range(0, 10, 5), pytest.param(range(10), marks=pytest.mark.slow)], ids=["some", "all"]
+)
 @pytest.mark.parametrize("processes", ["reading peers"], indirect=True)
-def test_what_is_read_of_a_rank_that_revokes_meanwhile_has_not_arrived(nccl, processes, tmp_path):
-    for turn in range(10):
+def test_what_is_read_of_a_rank_that_revokes_meanwhile_has_not_arrived(nccl, processes, tmp_path, turns):
+    for turn in turns:
         body, done = bodies.sender_revokes_in_the_middle, tmp_path / str(turn)
         _, arrived = processes.run(nccl, 2, body, 64 << 20, 5, turn * 0.004, done)
         assert arrived >= 1

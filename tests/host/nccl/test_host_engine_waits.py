@@ -19,7 +19,11 @@ CORES = len(os.sched_getaffinity(0))
 def waits(tmp_path_factory):
     program = tmp_path_factory.mktemp("waits") / "waits"
     engine = ROOT / "ncclpy/host"
-    build(program, [], [ROOT / "tests/host/waits.cpp", engine / "nccl/wait.cpp", engine / "driver/interruption.cpp"])
+    build(
+        program,
+        ["-O0", "-g0"],
+        [ROOT / "tests/host/waits.cpp", engine / "nccl/wait.cpp", engine / "driver/interruption.cpp"],
+    )
 
     def run(*arguments):
         command = [program, *map(str, arguments)]

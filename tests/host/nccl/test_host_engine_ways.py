@@ -13,7 +13,7 @@ FLOAT16, INT8 = 6, 0
 @pytest.fixture(scope="module")
 def ways(tmp_path_factory):
     program = tmp_path_factory.mktemp("ways") / "ways"
-    build(program, [], [ROOT / "tests/host/ways.cpp", ROOT / "ncclpy/host/nccl/ways.cpp"])
+    build(program, ["-O0", "-g0"], [ROOT / "tests/host/ways.cpp", ROOT / "ncclpy/host/nccl/ways.cpp"])
 
     def run(prefers, *rows):
         """Return how many collectives of each row (number, seconds of each way) went the second."""
@@ -56,7 +56,7 @@ def test_it_begins_with_what_is_likely(ways):
     assert ways(False, (11, 1, 1)) == [3], "and then tries the other"
 
 
-@pytest.mark.parametrize("nranks", [2, 3])
+@pytest.mark.parametrize("nranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_both_ways_lead_to_the_same_results(nccl, nranks):
     """Each operation so often that both have been tried, and one chosen."""
     processes = Processes()
@@ -68,8 +68,15 @@ def test_both_ways_lead_to_the_same_results(nccl, nranks):
         processes.close()
 
 
-@pytest.mark.parametrize("placement", [[0, 0], [0, 1]], ids=["threads", "processes"])
-@pytest.mark.parametrize("reads", [0, 1])
+@pytest.mark.parametrize(
+    ("reads", "placement"),
+    [
+        pytest.param(1, [0, 1], id="1-processes"),
+        pytest.param(0, [0, 1], id="0-processes", marks=pytest.mark.slow),
+        pytest.param(0, [0, 0], id="0-threads", marks=pytest.mark.slow),
+        pytest.param(1, [0, 0], id="1-threads", marks=pytest.mark.slow),
+    ],
+)
 def test_what_goes_past_the_caches_arrives(nccl, monkeypatch, placement, reads):
     monkeypatch.setenv("NCCLPY_HOST_READ_PEERS", str(reads))
     processes = Processes()

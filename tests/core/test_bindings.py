@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from abi_source import nccl_functions, snake_case
-from recorder import Recorded, compile_recorder, link_recorder
+from recorder import Recorded, link_recorder, shared_recorder
 
 from ncclpy import SUM, DataType, Result, bindings, synchronize
 
@@ -61,12 +61,12 @@ SPECIAL = {
 
 @pytest.fixture(scope="module")
 def recorder_object(tmp_path_factory):
-    return compile_recorder(tmp_path_factory.mktemp("recorder"))
+    return shared_recorder(tmp_path_factory)[0]
 
 
 @pytest.fixture(scope="module")
-def library(recorder_object):
-    return link_recorder(recorder_object, recorder_object.parent)
+def library(tmp_path_factory):
+    return shared_recorder(tmp_path_factory)[1]
 
 
 @pytest.fixture(scope="module")

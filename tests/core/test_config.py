@@ -7,7 +7,7 @@ import pickle
 
 import numpy as np
 import pytest
-from recorder import Recorded, compile_recorder, link_recorder
+from recorder import Recorded, shared_recorder
 
 from ncclpy.core.config import CollConfig, Config
 
@@ -57,8 +57,7 @@ REDUCE = ["all_reduce_config", 1, 2, 3, 7, 0, 4096, 0]
 
 @pytest.fixture(scope="module")
 def recorded_by_version(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("recorder")
-    library = link_recorder(compile_recorder(folder), folder)
+    _, library = shared_recorder(tmp_path_factory)
     children: dict[int, Recorded] = {}
 
     def get(version):

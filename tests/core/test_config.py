@@ -108,7 +108,12 @@ def test_a_field_of_a_call_reaches_its_place(recorded_by_version, name, c_name, 
 RELEASES = sorted({21602} | {row[2] for row in CONFIG + COLL_CONFIG if row[2] > 21600})
 
 
-@pytest.mark.parametrize("version", RELEASES)
+QUICK = (21602, 21701, 22703, 23102, 23203)  # for all but one of which others here start a process too
+
+
+@pytest.mark.parametrize(
+    "version", [pytest.param(each, marks=[] if each in QUICK else [pytest.mark.slow]) for each in RELEASES]
+)
 @pytest.mark.parametrize(
     ("call", "kind", "rows"), [(INIT, "config", CONFIG), (REDUCE, "coll_config", COLL_CONFIG)], ids=["init", "call"]
 )

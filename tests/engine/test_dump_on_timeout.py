@@ -74,7 +74,12 @@ def test_what_the_signs_stand_for(tmp_path):
 
 @pytest.mark.parametrize(
     ("pattern", "word"),
-    [("rank-%q.json", "%q"), ("rank-%", "'%'"), ("folder/", "is a folder"), (".", "is a folder")],
+    [
+        ("rank-%q.json", "%q"),
+        ("folder/", "is a folder"),
+        pytest.param("rank-%", "'%'", marks=pytest.mark.slow),
+        pytest.param(".", "is a folder", marks=pytest.mark.slow),
+    ],
 )
 def test_a_pattern_that_is_wrong_is_warned_of_at_import(tmp_path, pattern, word):
     _, errors = run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import zlib
@@ -61,6 +62,12 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("campaign") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(testing.LONG + 20))
+
+
+def pytest_collection_finish():
+    """Keep what is there before the first test out of the collections that tests ask for, and of Python's own."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item):

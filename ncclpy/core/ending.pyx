@@ -23,14 +23,16 @@ from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout
 
 # How long the other ranks' being told that this one has left may hold up who closes a communicator.
 cdef double LEAVING = 1.0
-# How long NCCL may take to end a communicator on which nothing runs: half a second, on machines that are not busy.
-cdef double ENDING = 3.0
+# How long NCCL may take to end a communicator on which nothing runs: half a second, on machines that are not busy. For
+# Python, so that a test can have less.
+_ENDING = 3.0
 
 # From this release on ncclCommFinalize waits for all ranks of the machine, in a barrier behind what was issued.
 cdef int MEETS_AT_THE_END = 23100
 # How long the end of a communicator may take before it is looked whether it waits for ranks of this process that nobody
 # closes yet: where NCCL does so, and where it is not known to.
-cdef double KIN_PATIENCE = 0.02, STRANGE_PATIENCE = 1.0
+cdef double KIN_PATIENCE = 0.02
+_STRANGE_PATIENCE = 1.0
 # How often that is looked at, in seconds.
 cdef double LOOK = 0.01
 
@@ -61,7 +63,7 @@ cdef class Destruction(Upkeep):
 
     cdef bint wait(self, double deadline) except -1:
         cdef double started = now()
-        cdef double patience = STRANGE_PATIENCE
+        cdef double patience = _STRANGE_PATIENCE
         cdef DeviceWait idle = None
         cdef bint bereft
         if _kin_is_met():
@@ -79,7 +81,7 @@ cdef class Destruction(Upkeep):
             if idle.done and idle.failure is None and not self.over:
                 if bereft:
                     abort_handles([self.comm], ABORT_DEADLINE, "close: another rank of this process was aborted")
-                    if Call.wait(self, now() + ENDING):
+                    if Call.wait(self, now() + <double>_ENDING):
                         return True
                 self.left = True
                 note_ending(self.comm, self)
@@ -231,11 +233,11 @@ cdef list _end(Handle handle, double limit):
     # What was issued has its deadline; what NCCL itself does to end a communicator is not counted.
     if handle.fellows is not None:  # first: whom the end of this one meets in an operation asks why
         handle.fellows.leave()
-    call.see_through("close", FOREVER if deadline == FOREVER else max(0.0, deadline - now()) + ENDING)
+    call.see_through("close", FOREVER if deadline == FOREVER else max(0.0, deadline - now()) + <double>_ENDING)
     if call.left:
         handle.become(CLOSED)
         return failures
-    call.see_off(now() + ENDING)
+    call.see_off(now() + <double>_ENDING)
     handle.unkeep_all()
     if handle.state == ABORTED:
         return failures

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from abi_source import nccl_functions, snake_case
-from recorder import Recorded, compile_recorder, link_recorder
+from recorder import Recorded, link_recorder, shared_recorder
 
 from ncclpy import SUM, DataType, Result, bindings, synchronize
 
@@ -61,12 +61,12 @@ SPECIAL = {
 
 @pytest.fixture(scope="module")
 def recorder_object(tmp_path_factory):
-    return compile_recorder(tmp_path_factory.mktemp("recorder"))
+    return shared_recorder(tmp_path_factory)[0]
 
 
 @pytest.fixture(scope="module")
-def library(recorder_object):
-    return link_recorder(recorder_object, recorder_object.parent)
+def library(tmp_path_factory):
+    return shared_recorder(tmp_path_factory)[1]
 
 
 @pytest.fixture(scope="module")
@@ -248,10 +248,13 @@ def test_a_wrong_argument_is_refused(recorded, function, args, kind, words):
     assert reply["seen"] == before, "NCCL was called"
 
 
-OLD_VERSIONS = sorted({function.since for function in FUNCTIONS.values()})
+OLD_VERSIONS = sorted({function.since for function in FUNCTIONS.values()})[:-1]
+QUICK = (OLD_VERSIONS[0], OLD_VERSIONS[len(OLD_VERSIONS) // 2], OLD_VERSIONS[-1])
 
 
-@pytest.mark.parametrize("version", OLD_VERSIONS[:-1])
+@pytest.mark.parametrize(
+    "version", [pytest.param(each, marks=[] if each in QUICK else [pytest.mark.slow]) for each in OLD_VERSIONS]
+)
 def test_a_missing_function_names_its_release(recorder_object, tmp_path, version):
     lacking = {function.name: function.since for function in FUNCTIONS.values() if function.since > version}
     child = Recorded(link_recorder(recorder_object, tmp_path, sorted(lacking)), version)

@@ -7,7 +7,7 @@ import pickle
 
 import numpy as np
 import pytest
-from recorder import Recorded, compile_recorder, link_recorder
+from recorder import Recorded, shared_recorder
 
 from ncclpy.core.config import CollConfig, Config
 
@@ -57,8 +57,7 @@ REDUCE = ["all_reduce_config", 1, 2, 3, 7, 0, 4096, 0]
 
 @pytest.fixture(scope="module")
 def recorded_by_version(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("recorder")
-    library = link_recorder(compile_recorder(folder), folder)
+    _, library = shared_recorder(tmp_path_factory)
     children: dict[int, Recorded] = {}
 
     def get(version):
@@ -109,7 +108,12 @@ def test_a_field_of_a_call_reaches_its_place(recorded_by_version, name, c_name, 
 RELEASES = sorted({21602} | {row[2] for row in CONFIG + COLL_CONFIG if row[2] > 21600})
 
 
-@pytest.mark.parametrize("version", RELEASES)
+QUICK = (21602, 21701, 22703, 23102, 23203)  # for all but one of which others here start a process too
+
+
+@pytest.mark.parametrize(
+    "version", [pytest.param(each, marks=[] if each in QUICK else [pytest.mark.slow]) for each in RELEASES]
+)
 @pytest.mark.parametrize(
     ("call", "kind", "rows"), [(INIT, "config", CONFIG), (REDUCE, "coll_config", COLL_CONFIG)], ids=["init", "call"]
 )

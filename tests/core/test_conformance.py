@@ -33,7 +33,7 @@ def test_one_thread_group(comms, arrays, collective):
     assert not wrong, conformance.report(wrong)
 
 
-@pytest.mark.parametrize("nranks", conformance.worlds(long=(4, 8)))
+@pytest.mark.parametrize("nranks", [1, 2, pytest.param(3, marks=pytest.mark.slow), *conformance.worlds((4, 8))[3:]])
 def test_processes(nranks):
     found = testing.run_processes(nranks, conformance.run_process, timeout=110)
     wrong = [message for messages in found for message in messages]

@@ -197,6 +197,7 @@ def fail_in_the_middle(rank):
     return rank.rank
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_shows_its_traceback():
     with pytest.raises(AssertionError, match=r"(?s)rank 1.*fail_in_the_middle.*KeyError: 'lost'"):
         testing.run_processes(2, fail_in_the_middle, timeout=40)

@@ -11,10 +11,17 @@ import numpy as np
 import pytest
 
 import ncclpy
+import ncclpy.core.ending
 import testing
 
 #: NCCL before 2.31 does not wait there; a fault plan has the host engine do as if.
 WAITS = "rank=0 call=CommFinalize nth=1 do=delay:{}"
+
+
+@pytest.fixture
+def look_early(monkeypatch):
+    """Look after a tenth of a second, not after a second, whether an end waits for ranks of this process."""
+    monkeypatch.setattr(ncclpy.core.ending, "_STRANGE_PATIENCE", 0.1)
 
 
 @pytest.mark.parametrize("options", [{}, {"timeout": 20}, {"config": ncclpy.Config(blocking=False)}])
@@ -32,19 +39,19 @@ def test_communicators_of_one_thread_are_closed_one_after_the_other(arrays, opti
     assert all(comm.closed for comm in [*children, *comms])
 
 
-def test_an_end_that_waits_for_a_rank_of_this_process_is_left_to_nccl(host_engine, arrays, comms2):
+def test_an_end_that_waits_for_a_rank_of_this_process_is_left_to_nccl(host_engine, arrays, comms2, look_early):
     testing.all_ones(arrays, comms2)
-    with ncclpy.faults(WAITS.format("4s")):
+    with ncclpy.faults(WAITS.format("1500ms")):
         begun = time.monotonic()
         comms2[0].close()
-        assert time.monotonic() - begun < 3 and comms2[0].closed
+        assert time.monotonic() - begun < 1.3 and comms2[0].closed
         comms2[0].close()
         comms2[0].abort()
         comms2[1].close()  # and this one sees it to its end
-        assert time.monotonic() - begun > 3.9
+        assert time.monotonic() - begun > 1.4
 
 
-def test_it_does_not_leave_what_was_issued(host_engine, arrays, comms2):
+def test_it_does_not_leave_what_was_issued(host_engine, arrays, comms2, look_early):
     """While an operation may still touch its arrays the end is waited for, whoever is open."""
     testing.all_ones(arrays, comms2)
     array = np.ones(3)
@@ -52,7 +59,7 @@ def test_it_does_not_leave_what_was_issued(host_engine, arrays, comms2):
     comms2[0].all_reduce(array, stream=stream)  # rank 1 comes late
     closing = threading.Thread(target=comms2[0].close)
     closing.start()
-    closing.join(2)
+    closing.join(0.5)
     assert closing.is_alive()
     other = np.ones(3)
     comms2[1].all_reduce(other)
@@ -61,15 +68,15 @@ def test_it_does_not_leave_what_was_issued(host_engine, arrays, comms2):
     stream.close()
 
 
-def test_whoever_is_closed_at_the_same_time_is_waited_for(host_engine, arrays, comms2):
+def test_a_rank_that_is_closed_at_the_same_time_is_waited_for(host_engine, arrays, comms2, look_early):
     testing.all_ones(arrays, comms2)
-    with ncclpy.faults(WAITS.format("3s")):
+    with ncclpy.faults(WAITS.format("800ms")):
         begun = time.monotonic()
         testing.close_all(comms2)
-        assert time.monotonic() - begun > 2.9
+        assert time.monotonic() - begun > 0.7
 
 
-def test_an_abort_ends_those_that_wait_for_it(host_engine, arrays):
+def test_an_abort_ends_those_that_wait_for_it(host_engine, arrays, look_early):
     comms = ncclpy.Communicator.init_all([0, 1], timeout=60)
     testing.all_ones(arrays, comms)
     with ncclpy.faults("rank=0 call=CommFinalize nth=1 do=hang"):
@@ -161,7 +168,7 @@ others[1].all_reduce(array, stream=stream)  # rank 0 comes late
 comms[0].abort()
 closing = threading.Thread(target=comms[1].close)
 closing.start()
-closing.join(1)
+closing.join(0.3)
 assert closing.is_alive()
 others[0].all_reduce(np.ones(3))
 closing.join(15)
@@ -178,7 +185,7 @@ others[1].all_reduce(np.ones(3), stream=ncclpy.Stream(1))  # rank 0 never comes
 comms[0].abort()
 begun = time.monotonic()
 try:
-    comms[1].close(timeout=1)
+    comms[1].close(timeout=0.3)
 except ncclpy.NcclTimeout:
     assert time.monotonic() - begun < 10
     print("closed" if comms[1].closed else comms, flush=True)
@@ -197,10 +204,10 @@ def test_who_waits_does_not_wait_for_an_abort(host_engine, comm1):
             comm1.all_reduce(np.ones(4), np.zeros(4))
         ended.append(time.monotonic())
 
-    with ncclpy.faults("call=AllReduce nth=1 at=run do=delay:300ms; call=CommAbort do=hang:2s"):
+    with ncclpy.faults("call=AllReduce nth=1 at=run do=delay:200ms; call=CommAbort do=hang:1200ms"):
         waiting = threading.Thread(target=wait, daemon=True)
         waiting.start()
         time.sleep(0.1)
         comm1.abort()
     waiting.join(10)
-    assert ended and time.monotonic() - ended[0] > 1
+    assert ended and time.monotonic() - ended[0] > 0.4

@@ -205,7 +205,9 @@ assert seen == 0, seen
 """
 
 
-@pytest.mark.parametrize("name", ONCE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if "clique" in name else []) for name in ONCE]
+)
 def test_what_is_cut_short_leaves_no_mapping(name):
     end = "\nseen = leftovers.settle(leftovers.mappings, lambda seen: seen == 0, 5.0)\nassert seen == 0, seen"
     testing.run_python(PRELUDE + CUT_SHORT + ONCE[name] + end, timeout=30, env={"NCCLPY_LIBRARY": "host"})

@@ -151,7 +151,7 @@ def test_the_host_engine_that_does_not_start_is_not_taken_for_a_driver():
     assert said.startswith("the host engine refuses to start") and "NCCLPY_HOST_DEVICES" in said and "'many'" in said
 
 
-@pytest.mark.parametrize("choice", ["host", "HOST", "Host"])
+@pytest.mark.parametrize("choice", ["Host", pytest.param("HOST", marks=pytest.mark.slow)])
 def test_the_host_engine_in_any_case(choice):
     code = f"""
     import ncclpy, os

@@ -12,8 +12,11 @@ from paths import SUPPORT, TESTS
 
 import ncclpy
 
+SINCE_2_28 = ("ncclAlltoAll", "ncclGather", "ncclScatter")
+LACKING = ("ncclCommShrink", "ncclCommGrow", "ncclCommRevoke", "ncclCommSuspend")
 
-def run_without(functions, folder, tests, cores=2):
+
+def run_without(functions, folder, *tests, cores=2):
     """Run tests on a host engine in which these functions have names that nobody looks up; return what was printed."""
     image = Path(ncclpy.library().path).read_bytes()
     for name in functions:
@@ -27,7 +30,7 @@ import os, sys
 os.sched_getaffinity = lambda pid: set(range({cores}))
 import ncclpy, pytest
 assert ncclpy.library().engine == "host" and not any(map(ncclpy.library().has, {functions}))
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", {str(TESTS / tests)!r}]))
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *{[str(TESTS / each) for each in tests]}]))
 """
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -41,19 +44,23 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", {str(TESTS / tests)!r}]))
     return done.stdout
 
 
+def check_names(said):
+    """Whatever a test wants to see refused is refused, in words: none was skipped."""
+    assert not any(f"needs a library without {name}" in said for name in LACKING), said
+
+
+def test_what_is_not_there_is_made_of_sends_and_receives_or_named(host_engine, tmp_path):
+    sent = [f"manager/test_manager_collectives.py::test_{name}" for name in ("all_to_all", "gather", "scatter")]
+    sent += ["core/test_conformance_variants.py::test_aggregated_cases_in_one_group"]
+    check_names(run_without((*SINCE_2_28, *LACKING), tmp_path, *sent, "core/test_derived.py"))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("cores", [2, 9], ids=["devices share lanes", "a lane a device"])
 def test_the_manager_sends_and_receives_instead(host_engine, tmp_path, cores):
-    since_2_28 = ("ncclAlltoAll", "ncclGather", "ncclScatter")
-    run_without(since_2_28, tmp_path, "manager/test_manager_collectives.py", cores)
+    run_without(SINCE_2_28, tmp_path, "manager/test_manager_collectives.py", cores=cores)
 
 
-@pytest.mark.parametrize("way", ["aggregated_cases_in_one_group", "split_communicators"])
-def test_a_communicator_sends_and_receives_instead(host_engine, tmp_path, way):
-    since_2_28 = ("ncclAlltoAll", "ncclGather", "ncclScatter")
-    run_without(since_2_28, tmp_path, f"core/test_conformance_variants.py::test_{way}")
-
-
-def test_a_communicator_names_what_is_not_there(host_engine, tmp_path):
-    lacking = ("ncclCommShrink", "ncclCommGrow", "ncclCommRevoke", "ncclCommSuspend")
-    said = run_without(lacking, tmp_path, "core/test_derived.py")
-    assert not any(f"needs a library without {name}" in said for name in lacking), said
+@pytest.mark.slow
+def test_a_communicator_sends_and_receives_instead(host_engine, tmp_path):
+    run_without(SINCE_2_28, tmp_path, "core/test_conformance_variants.py::test_split_communicators")

@@ -73,10 +73,9 @@ def rings(rank):
     return came
 
 
-def test_puts():
+def test_puts(found):
     testing.need_function("ncclPutSignal")
-    found = testing.run_processes(2, rings)
-    for rank, came in enumerate(found):
+    for rank, came in enumerate(found["ncclPutSignal"]):
         assert came == [[10 * number + 1 - rank] for number in range(8)]
 
 
@@ -96,10 +95,9 @@ def parts_of_the_other(rank):
     return found
 
 
-def test_parts_of_peers():
+def test_parts_of_peers(found):
     testing.need_function("ncclGetPeerDevicePointer")
-    found = testing.run_processes(2, parts_of_the_other)
-    for rank, (theirs, mine, nbytes) in enumerate(found):
+    for rank, (theirs, mine, nbytes) in enumerate(found["ncclGetPeerDevicePointer"]):
         assert theirs == [2 - rank]
         assert mine == sorted([rank + 1, 101 - rank])
         assert nbytes == 8 * COUNT
@@ -130,9 +128,22 @@ def segments(rank):
     return sums, seen, registry.counters()
 
 
-def test_segments():
-    found = testing.run_processes(2, segments)
-    for sums, seen, counters in found:
+def every_program(rank):
+    """Return what each program has found, by the function that it needs."""
+    programs = {"ncclPutSignal": rings, "ncclGetPeerDevicePointer": parts_of_the_other, "ncclMemAlloc": segments}
+    return {need: program(rank) for need, program in programs.items() if ncclpy.library().has(need)}
+
+
+@pytest.fixture(scope="module")
+def found():
+    """Return what two processes have found, by the function that was needed: all programs come after each other."""
+    first, second = testing.run_processes(2, every_program)
+    return {need: (first[need], second[need]) for need in first}
+
+
+def test_segments(found):
+    testing.need_function("ncclMemAlloc")
+    for sums, seen, counters in found["ncclMemAlloc"]:
         assert sums == [[1], [3], [5], [7]]
         assert seen == [[(True, 4 * COUNT)]] * 5
         assert (counters["registered"], counters["deregistered"], counters["segments"]) == (5, 5, 0)
@@ -146,11 +157,12 @@ def one_side_stays_away(rank):
     if rank.rank == 0:
         began = time.monotonic()
         with pytest.raises(ncclpy.NcclTimeout) as caught:
-            side.comm.wait_signal(1, timeout=1.0)
+            side.comm.wait_signal(1, timeout=0.5)
         seconds = time.monotonic() - began
         side.comm.abort()
+        rank.unique_id()
         return str(caught.value), seconds
-    time.sleep(3)
+    rank.unique_id()  # rank 0 has come there
     threading.Thread(target=side.comm.abort, daemon=True).start()
     return None
 

@@ -51,8 +51,20 @@ def run_with(way, setting, folder, code):
     return run(f"assert {name!r} not in os.environ\n" + code, NCCL_CONF_FILE=str(folder / "nccl.conf"))
 
 
-@pytest.mark.parametrize("way", ["environment", "configuration file"])
-@pytest.mark.parametrize("setting", LOST)
+# Where a setting comes from makes no difference to what is lost by it.
+FROM_A_FILE = "NCCL_COMM_BLOCKING=1"
+
+
+@pytest.mark.parametrize(
+    ("way", "setting"),
+    [
+        *(("environment", setting) for setting in LOST),
+        *(
+            pytest.param("configuration file", setting, marks=[] if setting == FROM_A_FILE else [pytest.mark.slow])
+            for setting in LOST
+        ),
+    ],
+)
 def test_an_override_is_said_once(way, setting, tmp_path):
     run_with(
         way,

@@ -13,12 +13,10 @@ LATE = r"""
 #include <pthread.h>
 #include <stdlib.h>
 #include <unistd.h>
-#include <atomic>
-static std::atomic<int> count;
 struct Job { void* (*run)(void*); void* argument; };
 static void* late(void* given) {
   Job job = *static_cast<Job*>(given);
-  usleep(400000);
+  usleep(200000);
   return job.run(job.argument);
 }
 extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* how, void* (*run)(void*), void* data) noexcept {

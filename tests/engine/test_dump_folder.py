@@ -51,7 +51,7 @@ def test_a_group_that_is_aborted_is_dumped_once(tmp_path):
         print(os.getpid(), files()[0])
         written = os.stat(os.path.join(FOLDER, files()[0])).st_mtime_ns
         group.abort("again")
-        time.sleep(0.4)
+        time.sleep(0.25)
         assert os.stat(os.path.join(FOLDER, files()[0])).st_mtime_ns == written
         begins = "NcclAborted: process group 'default' was aborted by rank 1: enough. process group 'default': "
         assert found["reason"].startswith(begins), found["reason"]
@@ -172,7 +172,7 @@ def test_a_folder_that_cannot_be_written_is_told_once_and_harms_nothing(tmp_path
             group = alone(name, rank=0, size=3, timeout=0.2)
             error = group.all_reduce(np.ones(4)).exception(30)
             assert isinstance(error, ncclpy.NcclTimeout), error
-            time.sleep(0.4)
+            time.sleep(0.2)
             group.close()
         """,
         tmp_path / "file",
@@ -214,7 +214,13 @@ STUCK = {
 }
 
 
-@pytest.mark.parametrize("where", STUCK)
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param(where, marks=[] if where in ("in a collective", "in Python") else [pytest.mark.slow])
+        for where in STUCK
+    ],
+)
 def test_sigusr2_dumps_whatever_the_main_thread_is_in_and_it_goes_on(tmp_path, where):
     code = f"{BEGIN}\ngroup = alone(timeout=60)\nprint('ready', flush=True)\n{STUCK[where]}"
     env = os.environ | {"NCCLPY_LIBRARY": "host", "NCCLPY_DUMP_DIR": str(tmp_path)}
@@ -235,7 +241,7 @@ def test_sigusr2_dumps_whatever_the_main_thread_is_in_and_it_goes_on(tmp_path, w
             process.kill()
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.slow)])
 def test_a_handler_of_the_program_is_left_alone(tmp_path, when):
     code = """
     import os, signal, sys

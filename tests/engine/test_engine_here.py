@@ -98,7 +98,7 @@ def test_ctrl_c_ends_a_call_that_the_main_thread_is_in(host_engine):
             work.wait(30)
         time.sleep(0.01)
         with ncclpy.faults("rank=1 call=AllReduce do=hang") as faults:
-            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
             try:
                 for work in add("stuck"):
                     work.wait()
@@ -207,6 +207,7 @@ def test_random_programs_of_several_threads(make_manager, seed):
     assert not failures, failures
 
 
+@pytest.mark.slow
 def test_random_programs_with_a_lane_for_each_device():
     some_devices(3)
     testing.run_python(

@@ -13,6 +13,7 @@ def run(program, seed, rounds):
     assert callers > rounds and passed_on > rounds, "both ways are to be met"
 
 
+@pytest.mark.slow
 def test_lanes_keep_one_order(tmp_path):
     build(tmp_path / "lanes", ["-O0", *INCLUDES], [SOURCE])
     run(tmp_path / "lanes", 1, 10)

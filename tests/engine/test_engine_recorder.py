@@ -107,7 +107,7 @@ def test_resizing_while_others_record(manager):
 
     thread = threading.Thread(target=resize, daemon=True)
     thread.start()
-    step, end = 0, time.monotonic() + 2  # the other thread seldom lets go of the GIL: a step may take long
+    step, end = 0, time.monotonic() + 0.7  # the other thread seldom lets go of the GIL: a step may take long
     while time.monotonic() < end:
         sum_works(manager, step, range(n))[1]()
         step += 1

@@ -26,7 +26,7 @@ HANG = "rank=1 call=AllReduce at=run do=hang"
 def test_the_states_of_a_work(manager, host_engine):
     sum_works(manager, "warm", range(2))[1]()
     data = Data(2)
-    with ncclpy.faults("rank=1 call=AllReduce at=run do=hang:2000ms"):
+    with ncclpy.faults("rank=1 call=AllReduce at=run do=hang:500ms"):
         work = manager.all_reduce("k", data.input(0), device=0, num_local=2)
         assert work.state == "pending" and not work.is_completed() and work.device == 0
         assert "all_reduce" in repr(work) and "pending" in repr(work)
@@ -173,7 +173,7 @@ class Watched(np.ndarray):
 
 def test_buffers_are_kept_until_the_work_is_done_and_not_longer(manager, host_engine):
     sum_works(manager, "warm", range(2))[1]()
-    with ncclpy.faults("rank=1 call=AllReduce at=run do=hang:2000ms"):
+    with ncclpy.faults("rank=1 call=AllReduce at=run do=hang:500ms"):
         sends = [np.ones(5).view(Watched) for _ in range(2)]
         recvs = [np.zeros(5) for _ in range(2)]
         alive = [weakref.ref(send) for send in sends]

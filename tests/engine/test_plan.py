@@ -433,7 +433,7 @@ def test_after_a_pause_the_calling_thread_launches_for_all(host_engine):
     )
 
 
-def late(devices, timeout_of_comms=2.0, **options):
+def late(devices, timeout_of_comms=1.0, **options):
     """Launch a plan on lanes, with some ranks in progress for longer than the deadline; return the error's text.
 
     The devices' own threads launch only right behind another launch, which is tried until it is so.
@@ -481,14 +481,18 @@ def late(devices, timeout_of_comms=2.0, **options):
     return done.stdout
 
 
-@pytest.mark.parametrize("devices", [[0], [1, 2], [0, 1, 3]], ids=str)
+@pytest.mark.parametrize(
+    "devices",
+    [pytest.param([0], marks=pytest.mark.slow), [1, 2], pytest.param([0, 1, 3], marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_all_communicators_that_are_late_are_aborted(host_engine, devices):
     """The error says who was late first, its notes who besides; those in time stay as they are."""
-    assert "not done after 2 s" in late(devices)
+    assert "not done after 1 s" in late(devices)
 
 
 def test_a_deadline_of_one_launch(host_engine):
-    assert "not done after 2.5 s" in late([1, 2], timeout_of_comms=30.0, timeout=2.5)
+    assert "not done after 1.2 s" in late([1, 2], timeout_of_comms=30.0, timeout=1.2)
 
 
 def test_a_deadline_of_one_launch_is_refused_by_communicators_that_cannot_be_ended(ranks):

@@ -6,6 +6,7 @@ of that an operation still used, and how often that of an allocator to which hoo
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
@@ -372,10 +373,13 @@ class Program:
         assert not any(counters.get(name) for name in ("not_followed", "aborted_for", "kept")), (self.did, counters)
 
 
-def main(seed, runs):
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["XDG_CACHE_HOME"] = folder
-        torch = sys.modules["torch"] = torch_stand_in.Fake(torch_stand_in.build(Path(folder))).load()
+def main(seed, runs, root=None):
+    """Run so many programs; `root` is that of a stand-in for torch, which is built otherwise."""
+    with contextlib.ExitStack() as ends:
+        if root is None:
+            folder = os.environ["XDG_CACHE_HOME"] = ends.enter_context(tempfile.TemporaryDirectory())
+            root = torch_stand_in.build(Path(folder))
+        torch = sys.modules["torch"] = torch_stand_in.Fake(root).load()
         run(torch, seed, runs)
 
 
@@ -394,4 +398,4 @@ def run(torch, seed, runs):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), *map(Path, sys.argv[3:]))

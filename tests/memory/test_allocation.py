@@ -162,7 +162,7 @@ def test_a_child_of_a_fork_is_not_held_up(host_engine):
         threads = [threading.Thread(target=churn) for _ in range(3)]
         for thread in threads:
             thread.start()
-        for _ in range(100):
+        for _ in range(40):
             child = os.fork()
             if child == 0:
                 signal.alarm(5)

@@ -278,7 +278,7 @@ def test_a_signal_handler_in_the_middle_of_a_commit(host_engine, call, late):
 
         def other():
             if not {late}:
-                time.sleep(0.3)
+                time.sleep(0.15)
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
                 handled.wait(10)
             seen.extend(pools[1].commit())

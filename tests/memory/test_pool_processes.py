@@ -257,7 +257,7 @@ def one_stays_away(world, connected):
             world.meet()
             said, seconds = failure_of(ncclpy.NcclTimeout, pool.commit, LONG)
         else:
-            said, seconds = failure_of(ncclpy.NcclTimeout, pool.commit, 1.0)
+            said, seconds = failure_of(ncclpy.NcclTimeout, pool.commit, 0.5)
             world.meet()
         unchanged = pool.windows == [] and group.error is None
         made = pool.commit(LONG)

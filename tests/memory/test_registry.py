@@ -14,6 +14,7 @@ from leftovers import is_mapped
 from segment_checks import LONG, pointers, reduce_all, synchronize
 
 import ncclpy
+import ncclpy.core.ending
 import testing
 from ncclpy import memory
 
@@ -384,7 +385,8 @@ def test_an_aborted_communicator_that_is_dropped_keeps_nothing(registry, when):
     assert registry.drain(LONG), registry.counters()
 
 
-def test_a_close_keeps_its_deadline_with_segments(registry, host_engine, comms2):
+def test_a_close_keeps_its_deadline_with_segments(registry, host_engine, comms2, monkeypatch):
+    monkeypatch.setattr(ncclpy.core.ending, "_ENDING", 0.2)
     (mine, others) = segments_of(comms2)
     with ncclpy.Stream(0) as stream:
         comms2[0].all_reduce(mine, stream=stream)

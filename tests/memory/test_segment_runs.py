@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch_stand_in
 from paths import SUPPORT
 
 import testing
@@ -17,12 +18,17 @@ SCRIPT = Path(__file__).parent / "segment_runs.py"
 
 @pytest.mark.parametrize(
     ("seed", "runs"),
-    [(1, 60), *(pytest.param(10_000 * i, 500, marks=[pytest.mark.campaign]) for i in range(1, 1 + testing.share(4)))],
+    [
+        (1, 24),
+        pytest.param(1, 60, marks=[pytest.mark.slow]),
+        *(pytest.param(10_000 * i, 500, marks=[pytest.mark.campaign]) for i in range(1, 1 + testing.share(4))),
+    ],
 )
-def test_what_is_registered_is_what_should_be(host_engine, seed, runs):
+def test_what_is_registered_is_what_should_be(host_engine, tmp_path_factory, seed, runs):
+    root, cache = torch_stand_in.shared(tmp_path_factory)
     done = subprocess.run(
-        [sys.executable, SCRIPT, str(seed), str(runs)],
-        env=os.environ | {"PYTHONPATH": str(SUPPORT)},
+        [sys.executable, SCRIPT, str(seed), str(runs), root],
+        env=os.environ | {"PYTHONPATH": str(SUPPORT), "XDG_CACHE_HOME": str(cache)},
         capture_output=True,
         text=True,
         cwd="/",

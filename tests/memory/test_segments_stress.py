@@ -12,6 +12,7 @@ def run(program, seed, rounds):
     assert gone > rounds and without_memory > rounds, "both are to be met"
 
 
+@pytest.mark.slow
 def test_segments_beside_communicators(tmp_path):
     build(tmp_path / "segments", ["-O0", *INCLUDES], [SOURCE])
     run(tmp_path / "segments", 1, 5)

@@ -16,7 +16,7 @@ from ncclpy.interop import torch_build
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    return torch_stand_in.build(tmp_path_factory.mktemp("fake"))
+    return torch_stand_in.shared(tmp_path_factory)[0]
 
 
 @pytest.fixture
@@ -31,7 +31,10 @@ def kept(tmp_path):
     return sorted(path.name for path in (tmp_path / "cache" / "ncclpy").iterdir())
 
 
-def test_it_is_built_once_and_kept_for_this_user(torch, tmp_path, monkeypatch):
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_it_is_built_once_and_kept_for_this_user(torch, tmp_path, monkeypatch, real):
+    if not real:
+        monkeypatch.setattr(torch_build, "compile_shim", lambda compiler, flags, target, part: target.touch())
     first = torch_build.built(torch)
     assert first.is_file() and kept(tmp_path) == [first.name], "nothing is left of the building"
     assert first.parent.stat().st_mode & 0o077 == 0
@@ -54,6 +57,7 @@ def test_another_torch_compiler_or_source_has_one_of_its_own(torch, tmp_path, mo
     assert torch_build.built(torch) != first
 
 
+@pytest.mark.slow
 def test_processes_that_build_at_once_find_a_whole_one(torch, root, tmp_path):
     """Each loads what it got, which lacks nothing."""
     script = """
@@ -145,7 +149,7 @@ def test_of_processes_that_want_one_at_once_one_builds(torch, root, tmp_path):
 
         def compile_shim(compiler, flags, target, part):
             Path(target.parent, f"by-{os.getpid()}").touch()
-            time.sleep(1)
+            time.sleep(0.5)
             target.touch()
 
         torch_build.compile_shim = compile_shim

@@ -25,12 +25,12 @@ COUNT = 1000
 # One a process: the shim stays loaded, with the first library of its torch, however often this file's tests begin.
 @pytest.fixture(scope="session")
 def fake(tmp_path_factory):
-    return torch_stand_in.Fake(torch_stand_in.build(tmp_path_factory.mktemp("fake"))).load()
+    return torch_stand_in.Fake(torch_stand_in.shared(tmp_path_factory)[0]).load()
 
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
+    return torch_stand_in.shared(tmp_path_factory)[1]
 
 
 @pytest.fixture(autouse=True)

@@ -44,7 +44,11 @@ def test_a_loop_on_two_groups(run, kind, steps):
 @pytest.mark.parametrize(
     ("seed", "count"),
     # On GPUs half a minute: most loops make communicators anew.
-    [(100, 12), *(pytest.param(1000 * i, 40, marks=[pytest.mark.campaign]) for i in range(1, 4))],
+    [
+        (100, 4),
+        pytest.param(100, 12, marks=[pytest.mark.slow]),
+        *(pytest.param(1000 * i, 40, marks=[pytest.mark.campaign]) for i in range(1, 4)),
+    ],
 )
 def test_random_loops(run, seed, count):
     """Memory of torch comes by hooks in one loop and from a pool in the next, in one process."""
@@ -58,7 +62,9 @@ def test_random_loops(run, seed, count):
     assert ncclpy.library().engine == "host" or {"replay", "pool_of_its_own"} <= done
 
 
-@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind in KINDS["host"] else []) for kind in SOURCES]
+)
 def test_an_abort_with_segments_registered(kind, tmp_path):
     """Also the processes come to their ends, by themselves and with no error."""
     testing.need_processes(2)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paths import ROOT, SUPPORT
+from shared_builds import built_once
 
 
 def compile_recorder(folder: Path) -> Path:
@@ -47,6 +48,12 @@ def link_recorder(recorder: Path, folder: Path, lacking: list[str] | None = None
     script.write_text("{ global: *; local: " + (hidden or "none;") + " };\n")
     _compiler("-shared", recorder, "-o", library, f"-Wl,--version-script={script}", "-ldl")
     return library
+
+
+def shared_recorder(factory) -> tuple[Path, Path]:
+    """Return an object file and the library of it that this run's tests share."""
+    folder = built_once(factory, "recorder", lambda folder: link_recorder(compile_recorder(folder), folder))
+    return folder / "recorder.o", folder / "librecorder.so"
 
 
 def _compiler(*args: str | Path) -> None:

@@ -9,6 +9,7 @@ import types
 from pathlib import Path
 
 from sanitizers import COMPILER
+from shared_builds import built_once
 
 HERE = Path(__file__).parent
 SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP = 3, 4, 5
@@ -28,6 +29,14 @@ def build(folder: Path) -> Path:
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=100, check=False)
         assert done.returncode == 0, done.stderr
     return root
+
+
+def shared(factory) -> tuple[Path, Path]:
+    """Return the root of a package that this run's tests share, and a folder for what is built against it."""
+    folder = built_once(factory, "torch_stand_in", build)
+    cache = folder / "cache"
+    cache.mkdir(exist_ok=True)
+    return folder / "torch", cache
 
 
 class Fake(types.ModuleType):

@@ -1,6 +1,7 @@
 """Cython for one folder's modules in one process: cythonize.py ROOT DEPFILE MODULE.pyx… OUTPUT.c|.cpp…
 
 cythonize.py --shared OUTPUT.c writes the module that holds what Cython would otherwise put into each of the others.
+With --lines before all that, the C says of each line which one of the .pyx it is, so that gcov counts those.
 
 Cython needs 0.7 s before it reads its first line, as long as most modules take: a process for each module, which is
 what meson's own support for Cython starts, doubles the time. Modules whose output is newer than everything it was
@@ -49,7 +50,7 @@ def is_current(output):
         return False
 
 
-def translate(root, source, output):
+def translate(root, source, output, lines=False):
     """Write a module's C or C++; return whether that went well."""
     options = Options.CompilationOptions(
         Options.default_options,
@@ -60,6 +61,7 @@ def translate(root, source, output):
         compiler_directives=dict(DIRECTIVES),
         shared_utility_qualified_name=None if str(source).endswith(UNSHARED) else SHARED,
         depfile=True,
+        emit_linenums=lines,
     )
     well = Main.compile(str(source), options).num_errors == 0
     if not well:
@@ -78,7 +80,8 @@ def write_shared(output):
 
 def main():
     """Translate what is not current, and write the one depfile that ninja reads."""
-    root, depfile, *names = sys.argv[1:]
+    lines = sys.argv[1] == "--lines"
+    root, depfile, *names = sys.argv[2 if lines else 1 :]
     if tuple(map(int, re.findall(r"\d+", Cython.__version__)[:3])) < OLDEST:
         wanted = ".".join(map(str, OLDEST))
         print(
@@ -92,7 +95,7 @@ def main():
     sources, outputs = names[: len(names) // 2], [Path(name) for name in names[len(names) // 2 :]]
     Options.fast_fail = True
     pairs = zip(sources, outputs, strict=True)
-    well = [is_current(output) or translate(root, source, output) for source, output in pairs]
+    well = [is_current(output) or translate(root, source, output, lines) for source, output in pairs]
     if not all(well):
         return 1
     made_from = sorted({name for output in outputs for name in read_dependencies(output)})

@@ -62,6 +62,20 @@ def test_ranks_agree(size):
     assert told[0][0][4] == tuple(b"%d" % rank for rank in range(size))
 
 
+def test_an_answer_that_is_there_in_a_burst_is_heard_without_a_sign_of_life():
+    """What is brought soon behind another operation is told of a little later, and then nothing else has to come."""
+
+    def body(control):
+        began = time.monotonic()
+        for _ in range(100):
+            control.bring(0, b"x", b"fixed", b"", True)
+            assert control.next(DEADLINE)[0][0] == "run"
+            control.launched(0)
+        return time.monotonic() - began
+
+    assert all_of(1, body, silence=1000.0)[0] < DEADLINE / 2
+
+
 def test_machines_speak_by_addresses(monkeypatch):
     """Ranks that are taken for several machines' find each other without names that only one machine knows."""
     families = []

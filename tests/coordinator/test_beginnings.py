@@ -39,11 +39,16 @@ def look():
 @pytest.fixture
 def nothing_left(host_engine):
     """Fail the test if something is left; what lasts from a process's first coordinator on was there before."""
-    run_coordinators(2, lambda coordinator: None)
-    testing.wait_for(lambda: look() == (time.sleep(0.1), look())[1], "what has ended to be gone")
-    before = look()
-    yield
-    left = settle(look, lambda seen: all(map(operator.le, seen, before)))
+    gc.collect()
+    gc.freeze()  # each look goes through all that has been made since
+    try:
+        run_coordinators(2, lambda coordinator: None)
+        testing.wait_for(lambda: look() == (time.sleep(0.1), look())[1], "what has ended to be gone")
+        before = look()
+        yield
+        left = settle(look, lambda seen: all(map(operator.le, seen, before)))
+    finally:
+        gc.unfreeze()
     assert all(map(operator.le, left, before)), f"{left} threads, groups and descriptors, and {before} before"
 
 
@@ -110,4 +115,4 @@ def test_a_plane_that_cannot_be_made(nothing_left, tmp_path, monkeypatch):
 def test_a_parent_that_cannot_be_called(nothing_left, monkeypatch):
     """Those below this rank have called already, and hang up."""
     monkeypatch.setattr(connections._Ears, "hear", lambda ears, children, deadline, wanted: os.open("/no/such", 0))
-    refused(3, lambda rank: {}, (FileNotFoundError, ncclpy.NcclError), timeout=2.0)
+    refused(3, lambda rank: {}, (FileNotFoundError, ncclpy.NcclError), timeout=0.7)

@@ -62,6 +62,20 @@ def test_ranks_agree(size):
     assert told[0][0][4] == tuple(b"%d" % rank for rank in range(size))
 
 
+def test_an_answer_that_is_there_in_a_burst_is_heard_without_a_sign_of_life():
+    """What is brought soon behind another operation is told of a little later, and then nothing else has to come."""
+
+    def body(control):
+        began = time.monotonic()
+        for _ in range(100):
+            control.bring(0, b"x", b"fixed", b"", True)
+            assert control.next(DEADLINE)[0][0] == "run"
+            control.launched(0)
+        return time.monotonic() - began
+
+    assert all_of(1, body, silence=1000.0)[0] < DEADLINE / 2
+
+
 def test_machines_speak_by_addresses(monkeypatch):
     """Ranks that are taken for several machines' find each other without names that only one machine knows."""
     families = []
@@ -153,92 +167,87 @@ def test_who_says_little_and_often_holds_nobody_up(monkeypatch):
 
 
 PROGRAM = """
-import os, signal, sys, time
-from ncclpy.bootstrap import LocalStore, PrefixStore, TCPStore
+import os, signal, sys, threading, time
+from ncclpy.bootstrap import PrefixStore, TCPStore
 from ncclpy.coordinator.connections import open_control
 from ncclpy.core.errors import NcclAborted
-port, rank, size, does, silence = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], float(sys.argv[5])
-store = TCPStore("127.0.0.1", port)
-control = open_control(PrefixStore("control", store), rank, size, "test", cache=16, timeout=None, stall_after=60.0,
-                       patience=30, silence=silence)
-control.bring(0, b"first", b"A", b"", True)
-assert control.next(30)[0][0] == "run"
-store.barrier("ready", rank, size)
-if rank == int(sys.argv[6]):
-    store.set("since", repr(time.time()).encode())
-    if does == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if does == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    if does == "close":
-        control.close()
-        time.sleep(30)
-try:
-    control.bring(0, b"second", b"A", b"", True)
-except NcclAborted:  # that was heard of before
-    pass
-told = control.next(30)
-print("told", time.time() - float(store.get("since")), told, control.next(1), flush=True)
+port, size, who, does, silence = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], float(sys.argv[5])
+
+def be(rank):
+    store = TCPStore("127.0.0.1", port)
+    control = open_control(PrefixStore("control", store), rank, size, "test", cache=16, timeout=None, stall_after=60.0,
+                           patience=30, silence=silence)
+    control.bring(0, b"first", b"A", b"", True)
+    assert control.next(30)[0][0] == "run"
+    store.barrier("ready", rank, size)
+    if rank == who:
+        store.set("since", repr(time.time()).encode())
+        if does == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if does == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if does == "close":
+            control.close()
+            time.sleep(60)
+    try:
+        control.bring(0, b"second", b"A", b"", True)
+    except NcclAborted:  # that was heard of before
+        pass
+    told = control.next(30)
+    text = f"told {time.time() - float(store.get('since'))} {told} {control.next(1)}\\n"
+    os.write(1, text.encode())
+
+threads = [threading.Thread(target=be, args=(int(rank),)) for rank in sys.argv[6:]]
+for each in threads:
+    each.start()
+for each in threads:
+    each.join()
 """
+
+SILENT = ("stop", 2.0, "has been silent for 2 s", 30.0)
+ENDED = ("kill", 30.0, "has ended, or its machine", 10.0)
+CLOSED = ("close", 30.0, "has closed its coordinator", 10.0)
 
 
 @pytest.mark.parametrize("who", [0, 1, 9])
 @pytest.mark.parametrize(
     ("does", "silence", "reason", "within"),
-    [
-        ("kill", 30.0, "has ended, or its machine", 10.0),
-        ("close", 30.0, "has closed its coordinator", 10.0),
-        ("stop", 5.0, "has been silent for 5 s", 30.0),
-    ],
+    [ENDED, CLOSED, pytest.param(*SILENT, marks=pytest.mark.slow)],
+    ids=["kill", "close", "stop"],
 )
 def test_all_hear_who_is_gone(who, does, silence, reason, within):
-    """The root, a rank with others below it, and one without: its neighbours name it, and the rest after them."""
-    size = 12
+    """The root, a rank with others below it, and one without: its neighbours name it, and the rest after them.
+
+    All the others are threads of one process.
+    """
+    hear_who_is_gone(12, who, does, silence, reason, within)
+
+
+def test_all_hear_who_is_silent():
+    hear_who_is_gone(4, 1, "stop", 1.0, "has been silent for 1 s", 30.0)
+
+
+def hear_who_is_gone(size, who, does, silence, reason, within):
+    """Have one rank of a process of its own go in some way; check that all others are told of it, and of no other."""
+    others = [rank for rank in range(size) if rank != who]
     with TCPStore("127.0.0.1", 0, serve=True) as store:
-        arguments = [[str(store.port), str(rank), str(size), does, str(silence), str(who)] for rank in range(size)]
+        command = [sys.executable, "-c", PROGRAM, *map(str, (store.port, size, who, does, silence))]
         started = [
-            subprocess.Popen([sys.executable, "-c", PROGRAM, *each], stdout=subprocess.PIPE, text=True, cwd="/")
-            for each in arguments
+            subprocess.Popen([*command, *map(str, ranks)], stdout=subprocess.PIPE, text=True, cwd="/")
+            for ranks in (others, [who])
         ]
         try:
-            said = [each.communicate(timeout=60)[0] for rank, each in enumerate(started) if rank != who]
+            said = started[0].communicate(timeout=60)[0].splitlines()
         finally:
             for each in started:
                 each.kill()
                 each.communicate()
+    assert len(said) == len(others), said
     for text in said:
         found = re.search(r"told (\S+) \[\('ended', -1, (\(.*?\)), '(.*?)'\)\] None", text)
         assert found, text
         assert found[2] == f"({who},)" and found[3] == reason
         assert float(found[1]) < within
-
-
-IDLE = """
-import resource, threading, time
-from ncclpy.bootstrap import LocalStore
-from ncclpy.coordinator.connections import open_control
-store, spent = LocalStore(), []
-
-def rank(number):
-    control = open_control(store, number, 2, "test", cache=16, timeout=None, stall_after=60.0, patience=30)
-    control.bring(0, b"x", b"A", b"", True)
-    control.next(30)
-    control.launched(0)
-    store.barrier("ready", number, 2)
-    before = resource.getrusage(resource.RUSAGE_SELF)
-    assert control.next(12.0) == []
-    after = resource.getrusage(resource.RUSAGE_SELF)
-    store.barrier("done", number, 2)
-    control.close()
-    spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-
-threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
-for each in threads:
-    each.start()
-for each in threads:
-    each.join()
-print(*spent)
-"""
 
 
 def test_who_keeps_the_gil_is_not_taken_for_lost(tmp_path):
@@ -247,47 +256,52 @@ def test_who_keeps_the_gil_is_not_taken_for_lost(tmp_path):
         import ctypes, sys, time
         from ncclpy.bootstrap import FileStore
         from ncclpy.coordinator.connections import open_control
-        rank, size = int(sys.argv[1]), 3
+        rank, size = int(sys.argv[1]), 2
         store = FileStore(sys.argv[2])
-        options = dict(cache=16, timeout=None, stall_after=60.0, patience=30, silence=2.0)
+        options = dict(cache=16, timeout=None, stall_after=60.0, patience=30, silence=1.0)
         control = open_control(store, rank, size, "test", **options)
         control.bring(0, b"first", b"A", b"", True)
         assert control.next(30)[0][0] == "run"
         control.launched(0)
         store.barrier("ready", rank, size)
         if rank == 1:
-            ctypes.PyDLL(None).sleep(6)
+            ctypes.PyDLL(None).sleep(2)
         control.bring(0, b"second", b"A", b"", True)
         told = control.next(30)
         assert told[0][0] == "run", told
         store.barrier("done", rank, size)
     """
     command = [sys.executable, "-c", textwrap.dedent(program)]
-    started = [subprocess.Popen([*command, str(rank), str(tmp_path / "store")], cwd="/") for rank in range(3)]
+    started = [subprocess.Popen([*command, str(rank), str(tmp_path / "store")], cwd="/") for rank in range(2)]
     try:
-        assert [each.wait(60) for each in started] == [0, 0, 0]
+        assert [each.wait(60) for each in started] == [0, 0]
     finally:
         for each in started:
             each.kill()
 
 
-def test_a_plane_without_work_costs_nothing():
-    """Two ranks of a process that idle for 12 s, signs of life included: some wake-ups, and no polling."""
-    done = testing.run_python(IDLE)
-    spent = list(map(float, done.stdout.split()))
-    assert len(spent) == 2 and max(spent) < 12 * 0.002, "0.1% of a core for each rank"
-
-
-COORDINATORS_IDLE = """
+IDLE = """
 import contextlib, resource, threading, time
 import numpy as np
 import ncclpy
 from ncclpy.bootstrap import LocalStore
+from ncclpy.coordinator.connections import open_control
 store, meeting, over = LocalStore(), threading.Barrier(3), {over!r}
 
 def rank(number):
     with contextlib.ExitStack() as stack:
         place, options = (store, number, 2), dict(device=number)
+        if over == "plane":
+            control = open_control(store, number, 2, "test", cache=16, timeout=None, stall_after=60.0, patience=30)
+            stack.callback(control.close)
+            control.bring(0, b"x", b"A", b"", True)
+            control.next(30)
+            control.launched(0)
+            meeting.wait(30)
+            waiting = threading.Thread(target=control.next, args=(60.0,), daemon=True)
+            waiting.start()
+            meeting.wait(60)
+            return
         if over == "group":
             place, options = stack.enter_context(ncclpy.ProcessGroup(store, number, 2, device=number)), {{}}
         coordinator = stack.enter_context(ncclpy.Coordinator(place, **options))
@@ -299,25 +313,39 @@ threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
 for each in threads:
     each.start()
 meeting.wait(30)
-time.sleep(2)  # what stays awake behind an operation
-spent = []
-for _ in range(3):
+# What stays awake behind an operation is over after a while, and a machine may be busy: the quietest look counts.
+least = 1.0
+for _ in range(10):
     before = resource.getrusage(resource.RUSAGE_SELF)
-    time.sleep(4)
+    time.sleep({seconds})
     after = resource.getrusage(resource.RUSAGE_SELF)
-    spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    least = min(least, spent / {seconds})
+    if least < {enough}:
+        break
+print(least, flush=True)
 meeting.wait(30)
 for each in threads:
     each.join()
-print(min(spent))
 """
 
 
-@pytest.mark.parametrize("over", ["store", "group"])
-def test_coordinators_without_work_cost_nothing(over):
-    """Likewise, with all that is about a plane: readers, groups and what watches over them."""
-    spent = float(testing.run_python(COORDINATORS_IDLE.format(over=over)).stdout)
-    assert spent < 2 * 4 * 0.001, "0.1% of a core for each rank"
+@pytest.mark.parametrize(
+    ("over", "seconds"),
+    [
+        ("group", 1.0),
+        pytest.param("plane", 12.0, marks=pytest.mark.slow),
+        pytest.param("store", 4.0, marks=pytest.mark.slow),
+        pytest.param("group", 4.0, marks=pytest.mark.slow),
+    ],
+)
+def test_what_has_no_work_costs_nothing(over, seconds):
+    """Two ranks of a process that idle, signs of life included: some wake-ups, and no polling.
+
+    Of a plane alone; of coordinators, with all that is about a plane: readers, groups and what watches over them.
+    """
+    enough = 2 * 0.001  # 0.1% of a core for each rank
+    assert float(testing.run_python(IDLE.format(over=over, seconds=seconds, enough=enough)).stdout) < enough
 
 
 def test_no_thread_and_no_descriptor_is_left():

@@ -19,8 +19,9 @@ def run(program, seed, rounds):
     assert total > 100 * rounds and 0 < torn < rounds
 
 
+@pytest.mark.slow  # the compiler, for most of it
 def test_ranks_of_several_threads(tmp_path):
-    build(tmp_path / "control", ["-O1", *INCLUDES], SOURCES)
+    build(tmp_path / "control", ["-O0", "-g0", *INCLUDES], SOURCES)
     run(tmp_path / "control", 1, 12)
 
 

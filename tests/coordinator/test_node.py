@@ -12,7 +12,12 @@ from ncclpy.coordinator.control import Node
 
 
 @pytest.mark.parametrize(
-    ("seed", "runs"), [(1, 1500), pytest.param(100_000, testing.share(20_000), marks=[pytest.mark.campaign])]
+    ("seed", "runs"),
+    [
+        (1, 200),
+        pytest.param(201, 1500, marks=pytest.mark.slow),
+        pytest.param(100_000, testing.share(20_000), marks=[pytest.mark.campaign]),
+    ],
 )
 def test_all_ranks_hear_the_same_in_one_order(seed, runs, capsys):
     node_runs.main(seed, runs)

@@ -213,10 +213,14 @@ profile = settings(
 
 
 @pytest.mark.timeout(400)  # hypothesis makes a program that fails smaller for up to five minutes
-@settings(profile, max_examples=120)
-@given(program=programs())
-def test_a_program(host_engine, program):
-    run(program)
+@pytest.mark.parametrize("examples", [20, pytest.param(120, marks=pytest.mark.slow)])
+def test_a_program(host_engine, examples):
+    @settings(profile, max_examples=examples)
+    @given(program=programs())
+    def some(program):
+        run(program)
+
+    some()
 
 
 @pytest.mark.campaign

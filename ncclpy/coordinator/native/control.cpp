@@ -436,7 +436,10 @@ void Control::step(double until, bool reads) {
     }
     if (due_ == 0 || time >= due_) flush(time, true);
     if (due_ != 0) until = std::min(until, due_);
-    if (reads && !told_.empty() && !is_in_burst(time)) return;
+    if (reads && !told_.empty()) {
+      if (!is_in_burst(time)) return;
+      until = std::min(until, time + kTogether);  // for more; nothing need come that would end the wait
+    }
     polled_.clear();
     which_.clear();
     polled_.push_back({nudge_.get(), POLLIN, 0});

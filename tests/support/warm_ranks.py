@@ -67,6 +67,7 @@ def run_ranks(folder, size, program, *, only=None, timeout=100.0):
 def run_program(path, variables, timeout=100.0):
     """Run a program in its folder, where each warning is an error; return its exit code and what it says."""
     output = Path(path).with_suffix(".output")
+    output.unlink(missing_ok=True)
     [code] = _order(str(path), [({**os.environ, **variables}, str(output))], None, timeout, strict=True) or [None]
     return code, output.read_text(errors="replace")
 

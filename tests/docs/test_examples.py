@@ -55,7 +55,10 @@ def needs(*modules):
             pytest.skip(f"needs {module}")
 
 
-@pytest.mark.parametrize("name", sorted(LAST_LINES))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name == "elastic_training")) for name in sorted(LAST_LINES)],
+)
 def test_example(name):
     needs(*(["torch"] if "torch" in name or name == "ordered_by_nobody" or ncclpy.library().engine == "cuda" else []))
     done = subprocess.run(
@@ -91,6 +94,18 @@ def test_example_of_a_cluster(host_engine, name, tmp_path):
     assert out.splitlines()[-1] == last, out + err
     if name == "with_ray":
         assert out.count("rank 3 of 4 is dead") == 3 and "lost: [3] [3] [3]" in out, out
+
+
+def test_elastic_training_whose_steps_take_less_time(host_engine, tmp_path):
+    text = (EXAMPLES / "elastic_training.py").read_text()
+    computing = "time.sleep(0.02)  # as a model"
+    assert text.count(computing) == 1
+    (tmp_path / "quick.py").write_text(text.replace(computing, "time.sleep(0.001)  # as a model"))
+    done = subprocess.run(
+        [sys.executable, "-W", "error", tmp_path / "quick.py"], capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode == 0, done.stderr
+    assert LAST_LINES["elastic_training"] in done.stdout.splitlines()[-1]
 
 
 @pytest.mark.campaign
@@ -186,7 +201,7 @@ def test_who_is_missing(tmp_path, capsys):
     folder = tmp_path / "new"
     processes = [
         subprocess.Popen(
-            [sys.executable, EXAMPLES / "who_is_missing.py", folder, "3"],
+            [sys.executable, EXAMPLES / "who_is_missing.py", folder, "1"],
             env=os.environ | {"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

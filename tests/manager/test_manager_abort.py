@@ -201,7 +201,7 @@ def test_buffers_of_aborted_work_live_as_long_as_the_device_may_write(make_manag
         def __del__(self):
             freed.append(self.shape)
 
-    with ncclpy.faults("rank=1 call=AllReduce at=run do=hang; call=CommAbort do=hang:2000ms") as faults:
+    with ncclpy.faults("rank=1 call=AllReduce at=run do=hang; call=CommAbort do=hang:700ms") as faults:
         works = [
             manager.all_reduce("k", np.ones(10 + r).view(Watched)[:10], np.ones(10), device=r, num_local=2)
             for r in range(2)

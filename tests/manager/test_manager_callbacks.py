@@ -318,7 +318,7 @@ def test_asyncio(manager):
 
 def test_the_event_loop_goes_on_meanwhile(manager, host_engine):
     async def main():
-        with ncclpy.faults("rank=1 call=AllReduce at=run do=hang:1500ms"):
+        with ncclpy.faults("rank=1 call=AllReduce at=run do=hang:400ms"):
             works, _ = sum_works(manager, "k", range(2))
             ticks = 0
             waiting = asyncio.gather(*works)

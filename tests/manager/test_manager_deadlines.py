@@ -167,9 +167,9 @@ def test_a_stall_is_logged_once(make_manager, caplog):
 
 def test_no_stall_without_a_reason(make_manager, caplog):
     n = some_devices(2)
-    manager = make_manager(warn_after=1.0)
+    manager = make_manager(warn_after=0.6)
     with caplog.at_level(logging.WARNING, logger="ncclpy.manager"):
-        for step in range(40):  # together longer than that, none of them alone
+        for step in range(20):  # together longer than that, none of them alone
             sum_works(manager, step, range(n))[1]()
             time.sleep(0.05)
     assert not caplog.records
@@ -184,7 +184,7 @@ def test_stats(manager, host_engine):
         "started": 3,
     }  # fmt: skip
     assert manager.stats() == wanted
-    with ncclpy.faults("rank=1 call=AllReduce at=run do=hang:2000ms"):
+    with ncclpy.faults("rank=1 call=AllReduce at=run do=hang:800ms"):
         _, check = sum_works(manager, 4, range(2))
         assert manager.stats() == wanted | {"in_flight": 1, "started": 4}
         check()
@@ -214,7 +214,7 @@ def test_busy_communicators_are_not_closed(make_manager, host_engine):
     manager = make_manager(max_communicators=1)
     _, check = sum_works(manager, "warm", (0, 1))
     check()
-    with ncclpy.faults("rank=1 call=AllReduce at=run do=hang:3000ms nth=1"):
+    with ncclpy.faults("rank=1 call=AllReduce at=run do=hang:1500ms nth=1"):
         works, check = sum_works(manager, "busy", (0, 1))
         sum_works(manager, "other", (2, 3))[1]()
         assert not works[1].is_completed(), "this machine was too slow for the test: the busy ones are idle"
@@ -281,7 +281,7 @@ def test_close_drains_what_was_launched_and_fails_what_was_not(make_manager, hos
     check()
     data = Data(2)
     waiting = manager.all_reduce("waiting", data.input(0), device=0, num_local=2)
-    with ncclpy.faults("rank=1 call=AllReduce at=run do=hang:2000ms"):
+    with ncclpy.faults("rank=1 call=AllReduce at=run do=hang:500ms"):
         _, check = sum_works(manager, "k", range(2))
         _, seconds = timed(manager.close)
     assert 0.1 < seconds < DEADLINE
@@ -401,7 +401,7 @@ def test_reset_waits_for_the_abort(make_manager, host_engine):
     manager = make_manager()
     _, check = sum_works(manager, "warm", range(2))
     check()
-    with ncclpy.faults("rank=0 call=CommAbort do=hang:2000ms"):
+    with ncclpy.faults("rank=0 call=CommAbort do=hang:800ms"):
         manager.abort()
         with pytest.raises(ncclpy.NcclTimeout, match="not aborted"):
             manager.reset(timeout=0.05)

@@ -79,7 +79,10 @@ def test_two_managers_on_the_same_devices(make_manager):
 
 @pytest.mark.parametrize(
     "tests",
-    ["(overlapping_sets and -0) or two_managers", pytest.param("overlapping_sets", marks=pytest.mark.campaign)],
+    [
+        pytest.param("(overlapping_sets and -0) or two_managers", marks=pytest.mark.slow),
+        pytest.param("overlapping_sets", marks=pytest.mark.campaign),
+    ],
     ids=["few", "all"],  # which the expression must not find
 )
 def test_with_a_lane_for_each_device(tests):

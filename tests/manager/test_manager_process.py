@@ -105,8 +105,8 @@ def test_fork_while_a_thread_adds():
     array = lib.argument(lib.make(np.ones(4, np.float32), 0))  # no framework can make one in a forked child
     thread = threading.Thread(target=work_on, daemon=True)
     thread.start()
-    time.sleep(0.5)
-    for _ in range(20):
+    time.sleep(0.1)
+    for _ in range(8):
         pid = os.fork()
         if pid == 0:
             try:  # whatever lock the other thread held at the fork
@@ -140,7 +140,7 @@ def test_fork_while_the_lock_is_held():
 
         def __eq__(self, other):
             inside.set()
-            time.sleep(1)
+            time.sleep(0.4)
             return False
 
     array = lib.argument(lib.make(np.ones(4, np.float32), 0))
@@ -292,7 +292,8 @@ def test_a_wait_at_exit_for_what_fails_ends(host_engine):
     assert done.stdout.split() == ["NcclError", "NcclTimeout"]
 
 
-def test_works_that_nobody_waits_for_are_reclaimed():
+@pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_works_that_nobody_waits_for_are_reclaimed(few):
     some_devices(2)
     done, _ = run(
         """
@@ -312,12 +313,12 @@ def test_works_that_nobody_waits_for_are_reclaimed():
     def resident():
         return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-    burst(3000)
+    burst(1500 if FEW else 3000)
     gc.collect()
     memory = resident()
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
-    burst(5000, watched=2000)
+    burst(1500 if FEW else 5000, watched=500 if FEW else 2000)
     deadline = time.monotonic() + 30
     while (len(alive) or manager.stats()["in_flight"]) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -325,15 +326,16 @@ def test_works_that_nobody_waits_for_are_reclaimed():
     grown = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert grown < 2_000_000, grown  # the recorder's 2,000 entries, whose keys are traced only now
-    burst(25_000)  # 50,000 works
-    gc.collect()
-    more = resident() - memory
-    assert more < 16_000_000, more
+    if not FEW:
+        burst(25_000)  # 50,000 works
+        gc.collect()
+        more = resident() - memory
+        assert more < 16_000_000, more
     while manager.stats()["in_flight"] and time.monotonic() < deadline + 60:  # the last one of device 0
         time.sleep(0.01)
     assert manager.stats()["in_flight"] == 0 and manager.stats()["gathering"] == 0
     manager.close()
-    """,
+    """.replace("FEW", str(few)),
         timeout=100,
     )
     assert done.stderr == ""
@@ -360,7 +362,7 @@ def test_what_waits_for_its_communicators_is_launched_to_the_last():
 
 
 def test_adding_does_not_slow_with_the_keys_that_wait():
-    """100,000 keys pending at once: adding does not look at them, and all can be aborted."""
+    """50,000 keys pending at once: adding does not look at them, and all can be aborted."""
     some_devices(2)
     run(
         """
@@ -376,10 +378,10 @@ def test_adding_does_not_slow_with_the_keys_that_wait():
 
     works = []
     early = min(adds(number * 1000, 1000) for number in range(5))
-    adds(5000, 95_000)
-    late = min(adds(100_000 + number * 1000, 1000) for number in range(5))
-    assert len(manager.pending()) == 105_000
-    assert late < 10 * early, (early, late)  # 40 times as many wait
+    adds(5000, 45_000)
+    late = min(adds(50_000 + number * 1000, 1000) for number in range(5))
+    assert len(manager.pending()) == 55_000
+    assert late < 10 * early, (early, late)  # 20 times as many wait
     begun = time.monotonic()
     manager.abort("enough")
     assert time.monotonic() - begun < 5
@@ -400,7 +402,7 @@ def test_an_idle_process_sleeps():
     pending = add("pending", 1, timeout=60)  # a deadline far away costs nothing to speak of either
     time.sleep(0.2)
     begun, wall = time.process_time(), time.monotonic()
-    time.sleep(2)
+    time.sleep(1)
     used = (time.process_time() - begun) / (time.monotonic() - wall)
     assert used < 0.005, f"{used:.2%} of a core"
     manager.close()

@@ -111,7 +111,7 @@ def test_the_others_are_told_before_close_returns(arrays, monkeypatch):
 
     class Slow(LocalStore):
         def _compare_set(self, *args):
-            time.sleep(0.2)
+            time.sleep(0.1)
             return super()._compare_set(*args)
 
     monkeypatch.setattr("ncclpy.process_group.lifecycle._TELLS", DEADLINE)
@@ -165,7 +165,7 @@ def test_a_deadline_ends_the_group_on_all_ranks(arrays, how):
 
     together = threading.Barrier(2)
     # Seconds in which the communicator has to stand, too.
-    assert run_groups(2, body, timeout=3 if how == "group" else DEADLINE / 2) == [True, True]
+    assert run_groups(2, body, timeout=1 if how == "group" else DEADLINE / 2) == [True, True]
 
 
 def test_a_deadline_entered_twice_ends_with_the_outer_block(host_engine):

@@ -355,10 +355,10 @@ def test_the_monitor_leaves_captured_operations_alone():
         side.warm(array)
         with Graph(side.stream) as graph:
             with side.capture(graph):
-                side.all_reduce(array, timeout=1.5)
+                side.all_reduce(array, timeout=0.5)
             if side.group.rank == 0:
                 graph.launch(wait=False)
-            time.sleep(2.2)
+            time.sleep(0.8)
             assert side.group.error is None
             if side.group.rank == 1:
                 graph.launch(wait=False)

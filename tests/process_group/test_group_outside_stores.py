@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 import textwrap
 
 import foreign_stores
 import pytest
+from warm_ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("host_engine")
 
 PROGRAM = """
-import os, signal, sys, time
-import numpy as np, ncclpy
 from ncclpy.bootstrap import TCPStore
-rank, size = int(sys.argv[1]), 3
+rank, size = int(os.environ["RANK"]), 3
 {store}
 group = ncclpy.ProcessGroup(store, rank, size, device=rank, timeout=30)
 group.all_reduce(np.ones(2)).wait(30)
-time.sleep(1.5)  # until each has told once what it does
+group.state()  # each tells what it does
 group.barrier().wait(30)
 if rank == 0:
-    time.sleep(0.5)
+    time.sleep(0.2)
     os.kill(os.getpid(), signal.SIGKILL)
 try:
     group.all_reduce(np.ones(2)).wait(30)
@@ -40,15 +37,9 @@ group.close()
 
 
 def run(tmp_path, store):
-    path = tmp_path / "program.py"
-    path.write_text(PROGRAM.format(store=textwrap.dedent(store)))
-    command = [sys.executable, path]
-    started = [
-        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd="/")
-        for rank in range(3)
-    ]
-    said = [process.communicate(timeout=60)[0] for process in started]
-    assert [process.returncode for process in started] == [-9, 0, 0], said
+    """Return what the ranks say."""
+    codes, said = run_ranks(tmp_path, 3, PROGRAM.format(store=textwrap.dedent(store)))
+    assert codes == [-9, 0, 0], said
     return said
 
 
@@ -69,8 +60,8 @@ def test_a_store_within_a_rank_ends_with_it(tmp_path):
         """,
     )
     for rank in (1, 2):
-        assert f"rank {rank} ends: NcclError rank {rank} of process group 'default' cannot recover it" in said[rank]
-        assert "Have the store outlive each rank: in the launcher (ncclpy run), or Redis" in said[rank]
+        assert f"rank {rank} ends: NcclError rank {rank} of process group 'default' cannot recover it" in said
+        assert "Have the store outlive each rank: in the launcher (ncclpy run), or Redis" in said
 
 
 def test_with_redis_any_rank_may_die(tmp_path):
@@ -80,4 +71,4 @@ def test_with_redis_any_rank_may_die(tmp_path):
     with foreign_stores.redis_server(tmp_path) as path:
         said = run(tmp_path, f"import redis\nstore = redis.Redis(unix_socket_path={str(path)!r})")
     for rank in (1, 2):
-        assert f"rank {rank} goes on: (1, 2) 2.0" in said[rank], said
+        assert f"rank {rank} goes on: (1, 2) 2.0" in said, said

@@ -119,14 +119,14 @@ def test_deadlines_begin_when_the_device_could(timing):
         meet()
         if gate is not None:
             gate.shut(side.stream)
-            with group.deadline(2):
+            with group.deadline(1):
                 works = [group.all_reduce(side.buffer, producer=side.stream)]
-                works.append(group.all_reduce(second.buffer, producer=second.stream, timeout=1.9))
+                works.append(group.all_reduce(second.buffer, producer=second.stream, timeout=0.95))
                 with group.coalescing() as work:
                     group.all_reduce(second.buffer, producer=second.stream)
                     group.all_reduce(side.buffer, producer=side.stream)
                 works.append(work)
-            time.sleep(2.5)
+            time.sleep(1.3)
             states = [work.state for work in works]
             gate.open()
             assert group.error is None and states == ["launched"] * 3

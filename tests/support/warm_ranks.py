@@ -19,6 +19,7 @@ import textwrap
 import threading
 import time
 import traceback
+import warnings
 from pathlib import Path
 
 _warm: subprocess.Popen | None = None
@@ -63,10 +64,18 @@ def run_ranks(folder, size, program, *, only=None, timeout=100.0):
     return codes, said
 
 
-def _order(path, ranks, only, timeout):
+def run_program(path, variables, timeout=100.0):
+    """Run a program in its folder, where each warning is an error; return its exit code and what it says."""
+    output = Path(path).with_suffix(".output")
+    output.unlink(missing_ok=True)
+    [code] = _order(str(path), [({**os.environ, **variables}, str(output))], None, timeout, strict=True) or [None]
+    return code, output.read_text(errors="replace")
+
+
+def _order(path, ranks, only, timeout, strict=False):
     """Have the warm process run a program once a rank; return the exit codes, None if they were not done in time."""
     process = _started()
-    process.stdin.write(json.dumps([path, ranks, sorted(range(len(ranks)) if only is None else only)]) + "\n")
+    process.stdin.write(json.dumps([path, ranks, sorted(range(len(ranks)) if only is None else only), strict]) + "\n")
     process.stdin.flush()
     pids = json.loads(process.stdout.readline())
     if select.select([process.stdout], [], [], timeout)[0]:
@@ -99,12 +108,15 @@ def _end(process):
 def _serve():
     """Read orders and fork; return in a fork what it is to run, else None at the end."""
     while line := sys.stdin.readline():
-        path, ranks, only = json.loads(line)
+        path, ranks, only, strict = json.loads(line)
         pids = []
         for environment, output in ranks:
             pid = os.fork()
             if pid == 0:
                 _become(environment, output)
+                if strict:
+                    os.chdir(Path(path).parent)
+                    warnings.simplefilter("error")
                 return path
             pids.append(pid)
         _say(pids)

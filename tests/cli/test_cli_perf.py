@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import pty
 import signal
@@ -64,21 +65,25 @@ def placements():
     """Yield each way to place ranks for each collective; what is left to campaigns differs by the collective alone."""
     for line in ("-t 4", "-t 2 -g 2", "-g 4 --processes", "-t 2 -g 2 --processes"):
         for collective in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "sendrecv", "gather"):
-            quick = "processes" not in line or (collective, line[:2]) in {("all_reduce", "-t"), ("sendrecv", "-g")}
-            yield pytest.param(collective, line, marks=[] if quick else [pytest.mark.campaign])
+            slow = (collective, line[:2]) in {("all_reduce", "-t"), ("sendrecv", "-g")}
+            marks = [] if "processes" not in line else [pytest.mark.slow] if slow else [pytest.mark.campaign]
+            yield pytest.param(collective, line, marks=marks)
+    yield "all_reduce", "-g 2 --processes"
 
 
 @pytest.mark.parametrize(("collective", "line"), list(placements()))
 def test_threads_and_processes(collective, line, capsys):
-    testing.need_devices(4)
+    options = line.split()
+    count = math.prod(int(options[options.index(flag) + 1]) for flag in ("-t", "-g") if flag in options)
+    testing.need_devices(count)
     status, rows, output = perf(capsys, f"{collective} -b 64 -e 256K -f 64 -n 3 -m 2 {line}")
     assert status == 0, output
     assert_right(rows, 3)
     pids = {words[words.index("Pid") + 1] for words in map(str.split, output.splitlines()) if "Pid" in words}
-    assert len(pids) == (4 if "processes" in line else 1)
+    assert len(pids) == (count if "processes" in line else 1)
 
 
-@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter"])
+@pytest.mark.parametrize("collective", ["all_reduce", pytest.param("reduce_scatter", marks=pytest.mark.slow)])
 def test_all_types_and_operators(collective, capsys):
     testing.need_devices(3)
     status, rows, output = perf(capsys, f"{collective} -b 3K -e 3K -n 1 -g 3 -d all -o all")
@@ -203,10 +208,10 @@ def test_a_rank_that_does_not_come_ends_at_the_deadline(capsys, monkeypatch, tmp
     with monkeypatch.context() as patch:
         patch.setattr(Endpoint, "calls", lambda self, *args: [] if self.rank == 1 else right(self, *args))
         start = time.monotonic()
-        assert main(["perf", *f"all_reduce -b 1K -e 1K -n 1 -t 2 -T 2 --json {path}".split()]) == 1
+        assert main(["perf", *f"all_reduce -b 1K -e 1K -n 1 -t 2 -T 0.7 --json {path}".split()]) == 1
         assert time.monotonic() - start < 20
     said = capsys.readouterr().err
-    assert "NcclTimeout" in said and "2 s" in said and "worker 0 of 2" in said
+    assert "NcclTimeout" in said and "0.7 s" in said and "worker 0 of 2" in said
     assert "the communicators were made" in said
     assert "NcclTimeout" in json.loads(path.read_text())["errors"][0]
     assert perf(capsys, "all_reduce -b 1K -e 1K -n 1 -t 2")[0] == 0, "the process is still good for another run"
@@ -243,13 +248,13 @@ def test_a_process_that_dies_ends_all(capsys, monkeypatch):
 
     monkeypatch.setattr(Report, "row", kill)
     start = time.monotonic()
-    assert main(["perf", *"all_reduce -b 1M -e 64M -n 50 -f 2 -g 2 --processes -T 60".split()]) == 1
+    assert main(["perf", *"all_reduce -b 64K -e 4M -n 20 -f 2 -g 2 --processes -T 60".split()]) == 1
     assert time.monotonic() - start < 30
     said = capsys.readouterr().err
     assert "worker 1" in said and "SIGKILL" in said
 
 
-@pytest.mark.parametrize("line", ["-g 2", "-t 2", "-g 2 --processes"])
+@pytest.mark.parametrize("line", [pytest.param("-g 2", marks=pytest.mark.slow), "-t 2", "-g 2 --processes"])
 def test_ctrl_c_ends_cleanly(line):
     testing.need_devices(2)
     command = [*PERF, *f"all_reduce -b 1M -e 1M -n 100000000 -c 0 {line}".split()]
@@ -389,9 +394,8 @@ def test_no_tqdm_is_said():
     assert "tqdm" in shown and "ncclpy[perf]" in shown
 
 
-def test_a_plot(tmp_path):
+def test_a_plot(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "figure.svg"
-    done = outside(f"ncclpy perf all_reduce -b 8 -e 1K -f 2 -n 1 --plot {path}")
-    assert done.returncode == 0, done.stderr
+    assert perf(capsys, f"all_reduce -b 8 -e 1K -f 2 -n 1 --plot {path}")[0] == 0
     assert "bus bandwidth" in path.read_text()

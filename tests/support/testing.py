@@ -266,8 +266,8 @@ def process_context():
     They are forks of a server that has imported numpy, pytest and this, and begun nothing: in each of them that would
     take a third of a second of processor time. Its environment is that of when it began, see `with_environment`.
     """
-    # Without PYTHONSAFEPATH it would take the sources in the current folder for the package.
-    if ncclpy.library().engine == "cuda" or sys.version_info < (3, 11):
+    # Without PYTHONSAFEPATH it would take sources in the current folder for the package. LD_PRELOAD is for new ones.
+    if ncclpy.library().engine == "cuda" or sys.version_info < (3, 11) or "LD_PRELOAD" in os.environ:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["numpy", "pytest", "testing"])

@@ -29,7 +29,7 @@ SETUP = """
 
 def run(code, **options):
     begun = time.monotonic()
-    done = testing.run_python(SETUP + code, **options)
+    done = testing.run_python(SETUP + code, **options, warm=True)
     return done, time.monotonic() - begun
 
 

@@ -215,7 +215,8 @@ def test_a_rank_whose_process_has_ended_is_told_apart(host_engine):
         assert error.missing == [1, 2], error
         assert str(error).startswith("key 'step 0': ranks 1-2 of 3 did not come to make communicator '"), error
         assert str(error).endswith(" within 500 ms; rank 1's process has ended"), error
-        """
+        """,
+        warm=True,
     )
 
 

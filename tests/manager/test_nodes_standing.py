@@ -399,5 +399,6 @@ def test_a_manager_that_is_dropped_leaves_no_watch(host_engine):
         del works, work, managers, manager
         gc.collect()
         testing.wait_for(lambda: not watches(), "the watches to end")
-        """
+        """,
+        warm=True,
     )

@@ -530,7 +530,8 @@ def test_ctrl_c_ends_the_wait_and_the_group():
         group.close()
         thread.join()
         assert "KeyboardInterrupt" in told[0], told
-        """
+        """,
+        warm=True,
     )
 
 

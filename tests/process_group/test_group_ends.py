@@ -421,6 +421,7 @@ def test_a_process_ends_also_where_stderr_cannot_be_written(on_error, stderr):
         time.sleep(30)
         """,
         check=False,
+        warm=True,
     )
     assert done.returncode == 70
 
@@ -438,6 +439,7 @@ def test_a_process_may_end_with_its_group(on_error):
         time.sleep(60)
         """,
         check=False,
+        warm=True,
     )
     assert done.returncode == 70
     assert f"as on_error={on_error!r} says" in done.stderr and "rank 1" in done.stderr

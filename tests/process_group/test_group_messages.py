@@ -309,7 +309,8 @@ def test_ctrl_c_while_a_message_is_waited_for():
             work.wait(50)
             thread.join()
         assert got[0] == 7, got
-        """
+        """,
+        warm=True,
     )
 
 
@@ -381,5 +382,6 @@ def test_a_forked_child_leaves_its_parents_mailbox_alone():
         talk(group)
         group.close()
         thread.join()
-        """
+        """,
+        warm=True,
     )

@@ -88,6 +88,7 @@ def test_without_a_launcher():
             print(error)
         """,
         env={"RANK": None, "WORLD_SIZE": None},
+        warm=True,
     ).stdout
     assert "ncclpy run" in said
 
@@ -127,7 +128,8 @@ def test_a_fork_cannot_use_it_and_a_group_that_is_dropped_harms_nobody():
         again = ncclpy.ProcessGroup(store, 0, 1, device=0)
         again.all_reduce(np.ones(3)).wait(30)
         again.close()
-        """
+        """,
+        warm=True,
     )
 
 
@@ -154,5 +156,6 @@ def test_a_rank_whose_process_has_ended_before_it_came_is_told_apart():
                 said = str(group.all_reduce(np.ones(2)).exception(60))
         assert said.startswith("ranks 1-2 of 3 did not come"), said
         assert " within 500 ms; rank 1's process has ended. " in said, said
-        """
+        """,
+        warm=True,
     )

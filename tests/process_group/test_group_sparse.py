@@ -205,7 +205,8 @@ def test_a_wait_that_is_left_ends_the_group(host_engine):
         testing.wait_for(lambda: groups[1].error is not None)
         for group in groups:
             group.close()
-        """
+        """,
+        warm=True,
     )
 
 

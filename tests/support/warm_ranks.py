@@ -15,6 +15,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -25,7 +26,7 @@ from pathlib import Path
 _warm: subprocess.Popen | None = None
 
 
-def run_ranks(folder, size, program, *, only=None, timeout=100.0):
+def run_ranks(folder, size, program, *, only=None, timeout=100.0, variables=None):
     """Run a program, text with numpy and ncclpy imported, as so many ranks; return their exit codes and what they say.
 
     Parameters
@@ -38,6 +39,8 @@ def run_ranks(folder, size, program, *, only=None, timeout=100.0):
         The ranks that end by themselves, by default all: the others are killed when these have ended.
     timeout
         Seconds after which all are killed, and the test fails.
+    variables
+        More of the environment; what is read at the import, as NCCLPY_DUMP_DIR, was read before.
     """
     from ncclpy.bootstrap import TCPStore
 
@@ -57,8 +60,10 @@ def run_ranks(folder, size, program, *, only=None, timeout=100.0):
             "LOCAL_WORLD_SIZE": str(size),
             "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])),
         }
+        common |= variables or {}
         environments = [{**os.environ, **common, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(size)]
-        codes = _order(str(path), [*zip(environments, map(str, outputs), strict=True)], only, timeout)
+        ranks = [(environment, str(output), None) for environment, output in zip(environments, outputs, strict=True)]
+        codes = _order(str(path), ranks, only, timeout)
     said = "".join(each.read_text(errors="replace") for each in outputs)
     assert codes is not None, f"not done after {timeout} s:\n{said}"
     return codes, said
@@ -68,14 +73,27 @@ def run_program(path, variables, timeout=100.0):
     """Run a program in its folder, where each warning is an error; return its exit code and what it says."""
     output = Path(path).with_suffix(".output")
     output.unlink(missing_ok=True)
-    [code] = _order(str(path), [({**os.environ, **variables}, str(output))], None, timeout, strict=True) or [None]
+    [code] = _order(str(path), [({**os.environ, **variables}, str(output), None)], None, timeout, how="strict") or [
+        None
+    ]
     return code, output.read_text(errors="replace")
 
 
-def _order(path, ranks, only, timeout, strict=False):
+def run_snippet(code, environment, timeout):
+    """Run a program to the end of its interpreter; return exit code, output and errors. See `testing.run_python`."""
+    with tempfile.TemporaryDirectory() as folder:
+        path, output, errors = (Path(folder) / name for name in ("program.py", "output", "errors"))
+        path.write_text(code)
+        codes = _order(str(path), [(environment, str(output), str(errors))], None, timeout, how="whole")
+        said = output.read_text(errors="replace"), errors.read_text(errors="replace")
+    assert codes is not None, f"not done after {timeout} s:\n{said[0]}\n{said[1]}"
+    return codes[0], *said
+
+
+def _order(path, ranks, only, timeout, how=""):
     """Have the warm process run a program once a rank; return the exit codes, None if they were not done in time."""
     process = _started()
-    process.stdin.write(json.dumps([path, ranks, sorted(range(len(ranks)) if only is None else only), strict]) + "\n")
+    process.stdin.write(json.dumps([path, ranks, sorted(range(len(ranks)) if only is None else only), how]) + "\n")
     process.stdin.flush()
     pids = json.loads(process.stdout.readline())
     if select.select([process.stdout], [], [], timeout)[0]:
@@ -106,18 +124,18 @@ def _end(process):
 
 
 def _serve():
-    """Read orders and fork; return in a fork what it is to run, else None at the end."""
+    """Read orders and fork; return in a fork what it is to run, and how, else None at the end."""
     while line := sys.stdin.readline():
-        path, ranks, only, strict = json.loads(line)
+        path, ranks, only, how = json.loads(line)
         pids = []
-        for environment, output in ranks:
+        for environment, output, errors in ranks:
             pid = os.fork()
             if pid == 0:
-                _become(environment, output)
-                if strict:
+                _become(environment, output, errors)
+                if how == "strict":
                     os.chdir(Path(path).parent)
                     warnings.simplefilter("error")
-                return path
+                return path, how
             pids.append(pid)
         _say(pids)
         _say(_end_of(pids, only))
@@ -146,16 +164,13 @@ def _end_of(pids, only):
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
 
 
-def _become(environment, output):
+def _become(environment, output, errors):
     os.environ.clear()
     os.environ.update(environment)
-    for descriptor, (name, flags) in enumerate(
-        ((os.devnull, os.O_RDONLY), (output, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
-    ):
-        opened = os.open(name, flags, 0o600)
+    for descriptor, name in enumerate((os.devnull, output, errors or output)):
+        opened = os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(opened, descriptor)
         os.close(opened)
-    os.dup2(1, 2)
     sys.stdin = open(0, closefd=False)
     sys.stdout.reconfigure(write_through=True)
 
@@ -193,4 +208,9 @@ if __name__ == "__main__":
     gc.freeze()  # a collection in a fork would touch, and so copy, all of this
     found = _serve()
     if found is not None:
-        _run(found)
+        program, how = found
+        if how == "whole":
+            sys.argv = ["-c"]
+            exec(compile(Path(program).read_text(), program, "exec"), vars())
+        else:
+            _run(program)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -233,10 +234,13 @@ def test_who_waits_for_the_lock_of_a_store_that_is_closed_is_told(path):
         fcntl.flock(holder, fcntl.LOCK_EX)  # a process that is stopped, say
         waiting = [pool.submit(store.set, "a", b"1") for _ in range(4)]
         time.sleep(0.2)
-        store.close()
+        closing = threading.Thread(target=store.close)  # which waits for the lock for a while
+        closing.start()
         for each in waiting:
             with pytest.raises(StoreError, match="was closed"):
                 each.result(LONG)
+        fcntl.flock(holder, fcntl.LOCK_UN)
+        closing.join()
 
 
 def test_a_folder_that_somebody_has_taken_away_is_told_at_once(path):

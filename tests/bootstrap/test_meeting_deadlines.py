@@ -10,22 +10,32 @@ import ncclpy
 
 LONG = 20.0  # that only a hang meets
 
-# The deadlines are long, and the tests therefore too: a loaded machine may stop any thread for a second.
+# The deadlines are long, since a loaded machine may stop any thread for a second: stores of all kinds at a time.
 
 
-@pytest.fixture(params=["local", "file", "tcp"])
-def made(request, tmp_path):
-    with KINDS[request.param](tmp_path) as made:
-        yield made
+def with_each_kind(folder, check):
+    """Call ``check(made, pool)`` for stores of each kind at the same time."""
+
+    def of_kind(kind):
+        (folder / kind).mkdir()
+        with KINDS[kind](folder / kind) as made, ThreadPoolExecutor(8) as pool:
+            check(made, pool)
+
+    with ThreadPoolExecutor(3) as pool:
+        checks = {kind: pool.submit(of_kind, kind) for kind in ("local", "file", "tcp")}
+    failed = {kind: each.exception() for kind, each in checks.items() if each.exception() is not None}
+    assert not failed, failed
 
 
-@pytest.fixture
-def pool():
-    with ThreadPoolExecutor(8) as pool:
-        yield pool
+def test_all_who_wait_as_long_name_who_is_absent_and_not_each_other(tmp_path):
+    with_each_kind(tmp_path, check_all_name_who_is_absent)
 
 
-def test_all_who_wait_as_long_name_who_is_absent_and_not_each_other(made, pool):
+def test_who_has_left_is_named_where_nobody_else_is_absent(tmp_path):
+    with_each_kind(tmp_path, check_who_has_left_is_named)
+
+
+def check_all_name_who_is_absent(made, pool):
     stores = [made.store, made.another(), made.another(), made.another()]
     waiting = [pool.submit(each.barrier, "name", rank, 5, 2.0) for rank, each in enumerate(stores, 1)]
     for each in waiting:
@@ -40,7 +50,7 @@ def test_all_who_wait_as_long_name_who_is_absent_and_not_each_other(made, pool):
     assert caught.value.missing == [0, 2, 3, 4]
 
 
-def test_who_has_left_is_named_where_nobody_else_is_absent(made, pool):
+def check_who_has_left_is_named(made, pool):
     long = pool.submit(made.store.barrier, "name", 0, 3, 2.5)
     time.sleep(0.3)
     for rank in 1, 2:

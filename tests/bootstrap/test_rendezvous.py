@@ -48,7 +48,7 @@ def test_a_fork_does_not_wait_for_a_thread_that_it_does_not_have():
     child = os.fork()
     if child == 0:
         try:
-            rendezvous(timeout=1)
+            rendezvous(timeout=0.4)
         except ncclpy.NcclTimeout as error:
             os._exit(0 if "no store answers" in str(error) else 1)
         os._exit(2)

@@ -50,10 +50,10 @@ def test_a_thread_that_waits_sleeps(serve, pool):
 
     found = [pool.submit(body) for _ in range(4)]  # one reads, the others are woken by it
     testing.wait_for(lambda: len(waiting) == 4)
-    time.sleep(0.5)
+    time.sleep(0.3)
     before = [woken(task) for task in waiting]
-    time.sleep(2)
-    assert max(after - first for after, first in zip(map(woken, waiting), before, strict=True)) < 10
+    time.sleep(1)
+    assert max(after - first for after, first in zip(map(woken, waiting), before, strict=True)) < 5
     store.set("a", b"1")
     assert [each.result(LONG) for each in found] == [b"1"] * 4
 

@@ -83,7 +83,7 @@ def test_a_killed_server_is_known_to_those_who_wait_and_to_those_who_ask_later(p
 
 def test_a_stopped_server_is_lost_after_the_heartbeat(programs):
     server, port = served_elsewhere(programs)
-    with TCPStore("127.0.0.1", port, timeout=60, heartbeat=1.0) as client:
+    with TCPStore("127.0.0.1", port, timeout=60, heartbeat=0.7) as client:
         client.set("a", b"1")
         os.kill(server.pid, signal.SIGSTOP)
         with pytest.raises(StoreLost, match="nothing was heard of it"):
@@ -103,7 +103,7 @@ def test_who_serves_waits_at_its_end_for_those_who_have_not_left(programs):
     server, port = served_elsewhere(programs, linger=LONG * 2)
     client = TCPStore("127.0.0.1", port, timeout=LONG)
     server.stdin.close()
-    time.sleep(0.5)
+    time.sleep(0.2)
     client.set("a", b"the server's program has ended, and still serves")
     assert server.poll() is None
     client.close()
@@ -182,7 +182,7 @@ def test_the_others_of_a_barrier_are_told_who_was_killed(serve, programs, pool):
         """)
     waiting = pool.submit(store.barrier, "name", 0, 4, 60)
     assert line(program) == "ready"
-    time.sleep(0.5)
+    time.sleep(0.2)
     program.kill()
     with pytest.raises(StoreError, match="rank 2 had come, and its process has ended"):
         waiting.result(LONG)
@@ -193,33 +193,22 @@ def test_a_host_that_is_lost_is_known_after_the_heartbeat(serve, programs):
     store = serve(heartbeat=1.0)
     program = rank(programs, store.port)
     watch = store.watch("alive")
-    time.sleep(2.2)
+    time.sleep(1.2)
     assert store.check(["alive"]), "the keeper has sent signs of life"
     os.kill(program.pid, signal.SIGSTOP)
     assert watch.next(LONG) == ("alive", None)
 
 
-#: A call of 2.3 s or more, on a machine of whatever speed, in which no other thread gets the GIL.
-_BUSY = """
-import math, re, time
-def busy(letters):
-    began = time.time()
-    re.match("(a+)+$", "a" * letters + "b")
-    return time.time() - began
-letters = 20 + math.ceil(math.log2(2.5 / min(busy(20) for _ in range(5))))
-while (taken := busy(letters)) < 2.3:  # the five above were held up by others
-    letters += 1
-print("busy", taken, flush=True)
-"""
-BUSY = f"exec({_BUSY!r})"  # in one line
+#: A call of 1.5 s in which no other thread gets the GIL.
+BUSY = 'import ctypes; ctypes.PyDLL(None).usleep(1_500_000); print("over", flush=True)'
 
 
 def test_a_client_that_never_gives_the_gil_up_is_not_taken_for_dead(serve, programs):
-    store = serve(heartbeat=2.0)
+    store = serve(heartbeat=1.0)
     watch = store.watch("alive")
     program = rank(programs, store.port, end=BUSY + '; store.set("after", b"1"); time.sleep(100)')
     assert watch.next(LONG) == ("alive", b"1")
-    assert line(program).startswith("busy ")
+    assert line(program) == "over"
     assert store.get("after", LONG) == b"1"
     with pytest.raises(ncclpy.NcclTimeout):
         watch.next(0.1)
@@ -240,7 +229,7 @@ def test_a_server_whose_process_never_gives_the_gil_up_serves(programs):
         assert line(server) == "now"
         time.sleep(0.1)
         started = time.monotonic()
-        for _ in range(100):
+        for _ in range(50):
             client.add("n", 1)
-        taken = time.monotonic() - started
-        assert taken < float(line(server).removeprefix("busy ")) / 2
+        assert time.monotonic() - started < 1.5 / 2
+        assert line(server) == "over"

@@ -82,7 +82,7 @@ def test_another_version_hears_which_one_is_spoken(served):
     "said", [b"", b"NC", wire.greeting(), wire.greeting() + bytes(31)], ids=["nothing", "NC", "greeting", "almost"]
 )
 def test_who_says_nothing_or_not_all_is_let_go_of(caplog, said):
-    with TCPStore("127.0.0.1", 0, serve=True, token=TOKEN, linger=0, heartbeat=1.0) as served:
+    with TCPStore("127.0.0.1", 0, serve=True, token=TOKEN, linger=0, heartbeat=0.3) as served:
         with wire.connect(served.port) as it:
             it.sendall(said)
             assert wire.ended(it)

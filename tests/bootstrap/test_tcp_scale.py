@@ -50,7 +50,7 @@ MEET = """
 
 
 def test_clients_meet():
-    assert testing.run_python(MEET.format(clients=400)).stdout == "met\n"
+    assert testing.run_python(MEET.format(clients=200)).stdout == "met\n"
 
 
 @pytest.mark.campaign
@@ -76,7 +76,7 @@ def test_a_server_without_descriptors_says_so_and_goes_on():
                 more = [pool.submit(TCPStore, "127.0.0.1", {served.port}) for _ in range(20)]
                 stores.append(more[0].result())
                 import time
-                time.sleep(0.5)
+                time.sleep(0.3)
                 for store in stores:
                     store.close()
                 for each in more[1:]:

@@ -13,10 +13,10 @@ CLIENT = ("client", "descriptors", "keeper")
 SOURCES = [ROOT / "tests/bootstrap/store_stress.cpp", *sorted(NATIVE.glob("*.cpp"))]
 
 
-# It takes the time of its compilation, and of 300 forks beside busy threads.
+@pytest.mark.slow  # its compilation, and 300 forks beside busy threads
 def test_a_child_makes_clients_whatever_its_parent_s_threads_were_at(tmp_path):
     sources = [ROOT / "tests/bootstrap/store_fork.cpp", *(NATIVE / f"{name}.cpp" for name in CLIENT)]
-    build(tmp_path / "fork", ["-O0", f"-I{NATIVE}"], sources)
+    build(tmp_path / "fork", ["-O0", "-g0", f"-I{NATIVE}"], sources)
     assert subprocess.run([tmp_path / "fork"], timeout=100).returncode == 0
 
 

@@ -51,7 +51,7 @@ def test_what_is_dropped_in_a_cycle_tells_nothing_more():
         del cycle
         gc.collect()
         assert Source.gone == before + 1, "its source goes with it"
-        assert heard(other, "key", "asked", 0.5) is None
+        assert heard(other, "key", "asked", 0.25) is None
 
 
 def test_it_ends_with_its_client():
@@ -60,7 +60,7 @@ def test_it_ends_with_its_client():
         telling = other._tell("key", b"}", "asked", Source())
         assert heard(store, "key", "asked")
         other.close()
-        assert heard(store, "key", "asked", 0.5) is None
+        assert heard(store, "key", "asked", 0.25) is None
         telling.close()
 
 

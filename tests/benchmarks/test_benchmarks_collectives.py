@@ -26,11 +26,11 @@ def nccl_tests_that_print(folder, name, sizes, microseconds=10.0, wrong=0):
 
 def test_every_collective_is_measured_on_cpus(tmp_path):
     path = tmp_path / "result.json"
-    run("collectives", "--sizes", "8", "1K", "--rounds", 1, "--json", path)
+    run("collectives", "--sizes", "8", "--rounds", 1, "--json", path)
     result = json.loads(path.read_text())
     rows = [row for row in result["rows"] if "samples" in row]
     assert {row["road"] for row in rows if row["rival"] == "ncclpy"} == {
-        f"{name} {size}" for name in collectives.NAMES for size in ("8 B", "1 KiB")
+        f"{name} {size}" for name in collectives.NAMES for size in ("8 B",)
     }
     assert {row["measure"] for row in rows} == {"time"}
     missing = {row["rival"]: row["missing"] for row in result["rows"] if "missing" in row}
@@ -39,6 +39,7 @@ def test_every_collective_is_measured_on_cpus(tmp_path):
     assert {"torch.distributed"} <= missing.keys() | {row["rival"] for row in rows}
 
 
+@pytest.mark.slow
 def test_what_runs_on_gpus_runs_on_the_host_engine(tmp_path):
     path = tmp_path / "result.json"
     nccl_tests_that_print(tmp_path, "all_gather", [0, 32])
@@ -66,6 +67,7 @@ def test_what_runs_on_gpus_runs_on_the_host_engine(tmp_path):
     assert "latency, us" in printed
 
 
+@pytest.mark.slow
 def test_calls_are_replayed_beside_nccl_tests(tmp_path):
     path = tmp_path / "result.json"
     nccl_tests_that_print(tmp_path, "all_reduce", [8, 2048, 8, 2048])

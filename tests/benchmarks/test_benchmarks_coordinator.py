@@ -20,10 +20,10 @@ def test_the_models_are_those_of_their_papers():
 def test_how_it_grows(tmp_path, monkeypatch):
     monkeypatch.setattr(scale, "NAMES", [10, 100])  # no matter in the other process, where nothing is counted
     path = tmp_path / "result.json"
-    scale.run(argparse.Namespace(rounds=1, most_ranks=16, json=path))
+    scale.run(argparse.Namespace(rounds=1, most_ranks=4, json=path))
     result = json.loads(path.read_text())
     found = {(row["operation"], row["road"]) for row in result["rows"] if min(row["samples"]) > 0}
-    ways = {(way, f"{n} ranks") for way in (scale.WAY, scale.SHARED) for n in (2, 4, 8, 16)}
+    ways = {(way, f"{n} ranks") for way in (scale.WAY, scale.SHARED) for n in (2, 4)}
     assert found == ways | {(each, f"{n} names") for each in (scale.NEW, scale.KNOWN) for n in (10, 100)}
     assert sum("times what that says" in note for note in result["notes"]) == 3
 
@@ -36,6 +36,7 @@ def test_what_grows_faster_is_said(power, verdict):
     assert all(verdict in said for said in scale.judged(rows, ranks))
 
 
+@pytest.mark.slow
 def test_every_way_is_measured(tmp_path):
     path = tmp_path / "result.json"
     printed = run("coordinator", "--rounds", 1, "--models", "ResNet-50", "--json", path)

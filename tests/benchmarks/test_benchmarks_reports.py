@@ -12,6 +12,7 @@ from benchmarks.work import results
 OPERATIONS = {*reports.LINES, reports.HEARD, reports.IDLE, reports.SERVER}
 
 
+@pytest.mark.slow
 def test_every_number_of_ranks_is_measured(tmp_path):
     path = tmp_path / "result.json"
     printed = run("reports", "--ranks", 2, 3, "--rounds", 1, "--json", path)

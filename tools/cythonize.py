@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 import Cython
-from Cython.Build.SharedModule import generate_shared_module
 from Cython.Compiler import Main, Options
 
 #: Before it, what an attribute held went before the attribute had its new value. To let go of a tensor gives the GIL
@@ -71,6 +70,8 @@ def translate(root, source, output, lines=False):
 
 def write_shared(output):
     """Write the C of the module that all others share."""
+    from Cython.Build.SharedModule import generate_shared_module  # older releases, which are refused, have none
+
     options = Options.CompilationOptions(
         Options.default_options, language_level=3, shared_c_file_path=output, module_name=SHARED
     )

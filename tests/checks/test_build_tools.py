@@ -47,6 +47,17 @@ def test_cythonize_translates_only_what_changed(tmp_path):
     assert done.returncode != 0 and "b.pyx:1:" in done.stderr and not made[1].exists()
 
 
+def test_cythonize_refuses_cython_that_is_too_old(tmp_path):
+    program = f"""
+import Cython, runpy, sys
+Cython.__version__ = "3.3.0"
+sys.argv = ["cythonize.py", ".", "made.d", "a.pyx", "a.c"]
+runpy.run_path({str(ROOT / "tools/cythonize.py")!r}, run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "Cython 3.3.1 or newer, and this is 3.3.0" in done.stderr, done.stderr
+
+
 def elf(text, tag):
     """Return a 64-bit ELF file of one dynamic section with one tag, and some text."""
     head = b"\x7fELF\x02\x01" + bytes(26) + struct.pack("<QQIHHH", 64, 0, 0, 64, 56, 1) + bytes(6)

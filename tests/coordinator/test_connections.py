@@ -334,7 +334,7 @@ for each in threads:
     ("over", "seconds"),
     [
         ("group", 1.0),
-        pytest.param("plane", 12.0, marks=pytest.mark.slow),
+        pytest.param("plane", 5.0, marks=pytest.mark.slow),
         pytest.param("store", 4.0, marks=pytest.mark.slow),
         pytest.param("group", 4.0, marks=pytest.mark.slow),
     ],

@@ -85,38 +85,43 @@ def test_the_average_of_integers_needs_all_ranks():
         reduction(one(1, op=4, datatype=2), 4, 1)
 
 
-def held_up(controls, go_on):
-    """Have rank 0 give no leave for the next frame until something was set: what is brought meanwhile is one frame."""
-    control = next(each for each in controls if each.rank == 0)
-    launched = control.launched
+def held_up(control):
+    """Have rank 0 give no leave for the next frame until the function is called that is returned.
 
-    def wait(number):
-        go_on.wait(DEADLINE)
-        launched(number)
+    What is brought meanwhile is one frame. Who launches goes on: it is the one that hears what the others bring.
+    """
+    held, launched = [], control.launched
+    control.launched = held.append
 
-    control.launched = wait
+    def release():
+        testing.wait_for(lambda: held, "the first launch")
+        control.launched = launched
+        for number in held:
+            launched(number)
+
+    return release
 
 
-def bring_at_once(coordinator, controls, meet, go_on, bring):
+def bring_at_once(coordinator, controls, meet, bring):
     """Call ``bring()`` on all ranks so that all it brings is one frame."""
     if coordinator.rank == 0:
-        held_up(controls, go_on)
+        control = next(each for each in controls if each.rank == 0)
+        release = held_up(control)
     meet.wait(DEADLINE)
     first = coordinator.all_reduce("first", np.ones(1))
     first.wait(DEADLINE)
     works = bring()
     meet.wait(DEADLINE)
     if coordinator.rank == 0:  # where all of it has to have come
-        control = next(each for each in controls if each.rank == 0)
         keys = coordinator._session.everyone.pending.keys()
         testing.wait_for(lambda: all(len(control.have(0, key)) == coordinator.size for key in keys), "all to be there")
-        go_on.set()
+        release()
     return works
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_small_arrays_are_one_launch(controls, size):
-    meet, go_on = threading.Barrier(size), threading.Event()
+    meet = threading.Barrier(size)
     counts = [0, 1, 3, 17, 1000, 64, 5]
 
     def body(coordinator):
@@ -127,7 +132,7 @@ def test_small_arrays_are_one_launch(controls, size):
         def bring():
             return {i: coordinator.all_reduce(f"array {i}", arrays[i]) for i in order}
 
-        works = bring_at_once(coordinator, controls, meet, go_on, bring)
+        works = bring_at_once(coordinator, controls, meet, bring)
         for i, work in works.items():
             assert work.result(DEADLINE) is arrays[i]
         coordinator.barrier("done").wait(DEADLINE)
@@ -141,7 +146,7 @@ def test_small_arrays_are_one_launch(controls, size):
 
 
 def test_large_arrays_are_as_they_are(controls):
-    meet, go_on = threading.Barrier(2), threading.Event()
+    meet = threading.Barrier(2)
 
     def body(coordinator):
         arrays = [np.full(n, 1 + coordinator.rank, np.float32) for n in (1024, 10, 1024, 20)]
@@ -149,7 +154,7 @@ def test_large_arrays_are_as_they_are(controls):
         def bring():
             return [coordinator.all_reduce(str(i), array, "average") for i, array in enumerate(arrays)]
 
-        for work in bring_at_once(coordinator, controls, meet, go_on, bring):
+        for work in bring_at_once(coordinator, controls, meet, bring):
             work.wait(DEADLINE)
         return arrays, coordinator.stats()
 

@@ -21,7 +21,10 @@ OLDEST = (3, 3, 1)
 #: Where all modules find Cython's own functions: compiled once, they cost gcc a fifth less time than in each module.
 SHARED = "ncclpy._cython_shared"
 #: On the path of every call: gcc inlines what a module has of its own, which is 2% of the instructions of a call.
-UNSHARED = tuple(f"ncclpy/core/{name}.pyx" for name in ("communicator", "group", "start", "stretch", "submit"))
+UNSHARED = tuple(
+    f"ncclpy/core/{name}.pyx"
+    for name in ("buffers", "communicator", "group", "members", "shape", "start", "stream", "stretch", "submit")
+)
 #: Without methods for pickle: the classes hold pointers and locks, so that Python itself refuses to pickle them; those
 #: that can be pickled have a __reduce__ of their own. Cython's two methods a class are a tenth of the C.
 DIRECTIVES = {"auto_pickle": False}

@@ -429,7 +429,7 @@ def test_who_ignores_sigterm_is_killed_after_the_grace(program):
 @pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
 def test_who_is_asked_to_end_does_not_wait_for_a_reader_without_end(program, name):
     path, folder = program("note(); sys.stdout.write('x' * 1000 + '\\n'); print('flood\\n' * 10**6); time.sleep(1000)")
-    with runs.started("-n", 2, "--grace", 0.3, path, folder) as process:  # whose output nobody reads
+    with runs.started("-n", 2, "--grace", 0.3, path, folder) as process:  # its output is not read
         pids = runs.wait_for_pids(folder, 2)
         time.sleep(0.5)
         process.send_signal(signal.Signals[name])

@@ -82,7 +82,7 @@ WHAT = {
         "work = manager.broadcast_send('cast', array, device=device,\n"
         "    num_local=1, num_global=3, global_rank=2, root=2, communicator_key=key)\n"
         "manager.signal_multi_node_ready('cast')\n"
-        "work.wait(60)  # a root waits for nobody\n"
+        "work.wait(60)  # a root does not wait for the other ranks\n"
         "begins()\ntime.sleep(40)",
         "idle",
         "rank 2 has finished broadcast #1 and is in no operation since ",

@@ -90,7 +90,7 @@ WHAT = {
         "rank {last}'s process has ended, last heard of" + AFTER,
     ),
     "another operation": (
-        "comm.broadcast(array(4), root=1, timeout=30)\n" + SLEEPS,  # a root waits for nobody
+        "comm.broadcast(array(4), root=1, timeout=30)\n" + SLEEPS,  # a root does not wait for the other ranks
         "idle",
         "rank {last} has finished broadcast #1 and is in no operation since ",
     ),
@@ -113,7 +113,7 @@ def test_what_a_rank_does_instead(tmp_path, what):
     does, state, said = WHAT[what]
     # The end of a process is noticed long before the deadline; all else has begun before that begins.
     patience = 30 if what == "killed" else 0.4
-    # Who is silent is waited for as long as it takes to be sure.
+    # The asking rank waits for a silent one until it is sure.
     before = "reports.PATIENCE = 0.3" if state == "silent" else ""
     [(_, states, text)] = lines_of(tmp_path, 2, does, patience=patience, before=before)
     assert states == f"['waits', '{state}']", text

@@ -201,7 +201,7 @@ def unwaited(world, thousands):
 
 @pytest.mark.parametrize(("thousands", "seen"), [(5, 500), pytest.param(50, 100, marks=pytest.mark.slow)])
 def test_unwaited(run, thousands, seen):
-    """Works that nobody waits for leave nothing behind; so many bytes of each would be seen."""
+    """Works that are never waited for leave nothing behind; so many bytes of each would be seen."""
     testing.need_devices(2)  # processes that share one take minutes
     for grown, threads, descriptors in run(unwaited, thousands):
         assert grown < 1000 * thousands * seen and threads <= 4 and descriptors <= 4

@@ -485,7 +485,7 @@ def test_a_rank_that_ends_after_all_is_done_harms_nobody(host_engine, tmp_path):
         group.store.barrier('all are done', group.rank, 3)
         if group.rank == 2:
             os._exit(0)
-        time.sleep(0.5)  # several times as long as after which one looks who is there
+        time.sleep(0.5)  # several times the period after which a waiting rank looks which ranks are there
         assert group.error is None, group.error
         print('rank', group.rank, 'is well', flush=True)
         group.close()

@@ -44,7 +44,7 @@ def all_sleep(comm):
 
 def survives(comm):
     try:
-        comm.all_reduce(np.ones(3))  # whoever is in it has a communicator
+        comm.all_reduce(np.ones(3))  # a rank that is in it has a communicator
         comm.all_reduce(np.ones(3))
     except ncclpy.NcclRemoteError as error:
         return "rank 1 of 2 is dead" in str(error)

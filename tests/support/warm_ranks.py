@@ -152,7 +152,7 @@ def _end_of(pids, only):
     left, killed = {pids[rank] for rank in only}, False
     ended = set()
     while len(ended) < len(pids):
-        # Seen, and not reaped: a number that is in nobody's hands could be another process's when a test kills it.
+        # Seen, and not reaped: the number of a reaped process could be another one's when a test kills it.
         for pid in pids:
             if pid not in ended and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 ended.add(pid)

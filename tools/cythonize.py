@@ -8,6 +8,7 @@ what meson's own support for Cython starts, doubles the time. Modules whose outp
 made from are left alone, so that ninja, which looks at the outputs again, compiles only what has changed.
 """
 
+import gc
 import re
 import sys
 from pathlib import Path
@@ -98,6 +99,7 @@ def main():
         return 0 if write_shared(depfile) else 1
     sources, outputs = names[: len(names) // 2], [Path(name) for name in names[len(names) // 2 :]]
     Options.fast_fail = True
+    gc.disable()  # a quarter of Cython's time; what it would have freed is 250 MB
     pairs = zip(sources, outputs, strict=True)
     well = [is_current(output) or translate(root, source, output, lines) for source, output in pairs]
     if not all(well):

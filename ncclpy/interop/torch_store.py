@@ -179,6 +179,13 @@ class TorchStore(Store):
         found = bytes(self._ask(self._theirs.compare_set, name, self._nothing, self._nothing))
         return None if found == self._nothing else found
 
+    def _finish(self, name: str) -> None:
+        """Wait until the server has carried out what this connection has sent.
+
+        TCPStore's `set` and `append` return once they have sent: another client may read before the server has.
+        """
+        self._ask(self._theirs.check, [name])
+
     def _until(self, look: Callable[[], T | None], deadline: float) -> T | None:
         """Return what `look` returns once that is not None, or None at the deadline."""
         pause = _FIRST
@@ -215,6 +222,7 @@ class TorchStore(Store):
         self._note(name, deadline)
         if value:
             self._ask(self._theirs.set, name, self._value(key, value))
+            self._finish(name)
         else:
             with self._locked(name, deadline):  # to compare_set of torch's, an empty value and no key are the same
                 self._ask(self._theirs.set, name, value)
@@ -255,6 +263,7 @@ class TorchStore(Store):
         if value and self._theirs.has_extended_api():
             self._note(name, deadline)
             self._ask(self._theirs.append, name, self._value(key, value))
+            self._finish(name)
             return
         while True:
             found = self._read(name)

@@ -2,7 +2,10 @@
 
 import contextlib
 import datetime
+import signal
 import subprocess
+import sys
+import threading
 
 import foreign_stores
 import numpy as np
@@ -140,6 +143,38 @@ def redis():
     if foreign_stores.REDIS_SERVER is None:
         pytest.skip("needs redis-server")
     return pytest.importorskip("redis")
+
+
+@pytest.mark.parametrize("call", ["set", "append"])
+def test_torch_write_returns_when_the_server_has_carried_it_out(call):
+    """TCPStore's own calls return once they have sent: another client could read before the server has."""
+    dist = pytest.importorskip("torch.distributed")
+    program = (
+        "import torch.distributed as dist\nstore = dist.TCPStore('127.0.0.1', 0, is_master=True)\nprint(store.port)"
+    )
+    server = subprocess.Popen(
+        [sys.executable, "-u", "-c", f"{program}\ninput()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd="/",
+    )
+    try:
+        port = int(server.stdout.readline())
+        with as_store(dist.TCPStore("127.0.0.1", port, timeout=datetime.timedelta(seconds=20))) as store:
+            store.set("key", b"a")
+            server.send_signal(signal.SIGSTOP)
+            writing = threading.Thread(target=getattr(store, call), args=("key", b"b"), daemon=True)
+            writing.start()
+            writing.join(0.3)
+            assert writing.is_alive()  # the server stands still
+            server.send_signal(signal.SIGCONT)
+            writing.join(20)
+            assert not writing.is_alive()
+            assert store.get("key") == {"set": b"b", "append": b"ab"}[call]
+    finally:
+        server.kill()
+        server.communicate()
 
 
 def test_values_in_redis_are_rediss(redis, tmp_path):

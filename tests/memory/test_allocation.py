@@ -7,7 +7,7 @@ import pickle
 
 import numpy as np
 import pytest
-from leftovers import is_mapped
+from leftovers import is_allocated
 
 import ncclpy
 import testing
@@ -27,11 +27,11 @@ def test_memory_goes_with_the_last_array_that_has_it(registry, host_engine):
     made.close()
     assert made.closed
     del array
-    assert registry.segments(1) and is_mapped(pointer)
+    assert registry.segments(1) and is_allocated(pointer)
     part[:] = 2  # it is all there
     del part
     assert registry.drain() and registry.segments(1) == []
-    assert not is_mapped(pointer)
+    assert not is_allocated(pointer)
 
 
 def test_who_reads_the_address_keeps_the_object(registry):
@@ -101,10 +101,10 @@ def test_dlpack_keeps_the_memory(host_engine, registry):
     array = np.from_dlpack(made)
     pointer = made.pointer
     del made
-    assert array.nbytes == 256 and is_mapped(pointer) and len(registry.segments()) == 1
+    assert array.nbytes == 256 and is_allocated(pointer) and len(registry.segments()) == 1
     array[:] = 1
     del array
-    assert registry.drain() and not is_mapped(pointer)
+    assert registry.drain() and not is_allocated(pointer)
 
 
 @pytest.mark.parametrize("nbytes", [0, -1, 1 << 62])

@@ -10,7 +10,7 @@ import types
 
 import numpy as np
 import pytest
-from leftovers import is_mapped
+from leftovers import is_allocated
 
 import ncclpy
 import testing
@@ -40,7 +40,7 @@ def test_what_they_allocate_is_in_the_registry(comm1, functions, registry, host_
     assert (pointer, 5000, 0) in registry.registered(comm1)
     free(pointer, 5000, 0, None)
     assert registry.segments(0) == []
-    assert registry.drain() and not is_mapped(pointer)
+    assert registry.drain() and not is_allocated(pointer)
 
 
 def test_more_than_there_is_is_null(functions, registry, host_engine):
@@ -72,12 +72,12 @@ def test_a_free_is_behind_its_stream(functions, registry, host_engine):
         behind = alloc(64, 0, None)  # no communicator uses it
         with ncclpy.core.device.using(0):
             free(behind, 64, 0, stream.handle)
-        assert not registry.drain(0.2) and is_mapped(behind)
+        assert not registry.drain(0.2) and is_allocated(behind)
         second = memory.alloc(4000, 1)
         comms[1].all_reduce(second.buffer("int32"), stream=other)
         stream.synchronize()
         other.synchronize()
-        assert registry.drain() and not is_mapped(behind)
+        assert registry.drain() and not is_allocated(behind)
     free(pointer, 1 << 16, 0, None)
     del second
     testing.close_all(comms)

@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from leftovers import is_mapped
+from leftovers import is_allocated
 
 import ncclpy
 import testing
@@ -178,10 +178,10 @@ def test_a_window_holds_its_segment(comm1, registry, host_engine):
         array = memory.empty(5000)
     pointer = array.__array_interface__["data"][0]
     del array
-    assert not registry.drain(0.2) and is_mapped(pointer) and pool.segments == []
+    assert not registry.drain(0.2) and is_allocated(pointer) and pool.segments == []
     assert registry.counters()["leaving"] == 1 and len(pool.windows) == 1
     pool.close()
-    assert registry.drain() and not is_mapped(pointer)
+    assert registry.drain() and not is_allocated(pointer)
 
 
 @pytest.mark.parametrize("end", ["close", "abort"])
@@ -197,7 +197,7 @@ def test_the_communicators_end_is_that_of_its_windows(registry, host_engine, end
     pool.close()
     del pool
     gc.collect()
-    assert registry.drain() and not is_mapped(pointer)
+    assert registry.drain() and not is_allocated(pointer)
 
 
 def symmetric_pool(comm, count=3):

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from leftovers import is_mapped
+from leftovers import is_allocated
 from segment_checks import LONG, pointers, reduce_all, synchronize
 
 import ncclpy
@@ -85,13 +85,13 @@ def test_memory_in_use_goes_when_the_operation_is_over(registry, host_engine, co
         assert not registry.drain(0.1)
         counters = registry.counters()
         assert (counters["leaving"], counters["leaving_bytes"]) == (1, 4 * COUNT)
-        assert is_mapped(pointer)
+        assert is_allocated(pointer)
         testing.write(others.pointer, np.full(COUNT, 5, np.float32), 1)
         comms2[1].all_reduce(others, stream=other)
         for each in (stream, other):
             each.synchronize()
     assert registry.drain()
-    assert not is_mapped(pointer)
+    assert not is_allocated(pointer)
     assert registry.counters()["leaving"] == 0
 
 
@@ -203,9 +203,9 @@ def test_an_abort_frees_what_a_stuck_operation_had(registry, host_engine, comms2
     with ncclpy.Stream(0) as stream:
         comms2[0].all_reduce(mine, stream=stream)
         del mine
-        assert not registry.drain(0.05) and is_mapped(pointer)
+        assert not registry.drain(0.05) and is_allocated(pointer)
         comms2[0].abort()
-        assert registry.drain(LONG) and not is_mapped(pointer)
+        assert registry.drain(LONG) and not is_allocated(pointer)
     comms2[1].abort()
     del others
 
@@ -229,7 +229,7 @@ def test_a_communicator_that_is_in_a_call_holds_up_nobody(registry, host_engine,
         comms2[0].abort()
         call.result(LONG)
     del buffers[:]
-    assert registry.drain(LONG) and not is_mapped(pointer)
+    assert registry.drain(LONG) and not is_allocated(pointer)
     comms2[1].abort()
 
 
@@ -251,13 +251,13 @@ def test_what_a_graph_may_use_stays_as_long_as_the_communicator(registry, host_e
     del buffers, buffer, plan, graph, late
     gc.collect()
     assert not registry.drain(0.1)
-    assert is_mapped(pointer)
+    assert is_allocated(pointer)
     assert registry.counters()["leaving"] == 2, "those that came behind the capture have gone"
     del extra
     for comm in comms2:
         comm.close()
     assert registry.drain(LONG)
-    assert not is_mapped(pointer) and not is_mapped(other)
+    assert not is_allocated(pointer) and not is_allocated(other)
 
 
 def test_nonblocking_communicators_take_part(registry, host_engine):
@@ -338,7 +338,7 @@ def test_register_shares_what_the_registry_has_registered(registry, host_engine,
     part.close()
     assert pointers(registry, comm1) == {pointer}, "the registry has it still"
     del buffer, first, part
-    assert registry.drain(LONG) and not is_mapped(pointer)
+    assert registry.drain(LONG) and not is_allocated(pointer)
 
     array = np.ones(COUNT, np.float32)  # now the other way round
     with comm1.register(array) as registration:
@@ -366,7 +366,7 @@ def test_memory_of_ours_is_not_taken_away_from_its_arrays(registry, host_engine)
     allocation = memory.alloc(64, 0)
     with pytest.raises(ValueError, match="no segment that was added"):
         registry.remove(allocation.pointer)
-    assert is_mapped(allocation.pointer) and registry.counters()["leaving"] == 0
+    assert is_allocated(allocation.pointer) and registry.counters()["leaving"] == 0
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

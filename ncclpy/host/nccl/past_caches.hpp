@@ -42,7 +42,7 @@ static inline void copy_past_caches(void* to, const void* from, size_t bytes) {
 }
 
 // To memory that is part of so much, or not.
-static inline void copy_out(void* to, const void* from, size_t bytes, bool past_caches) {
+[[gnu::noinline]] static inline void copy_out(void* to, const void* from, size_t bytes, bool past_caches) {
   if (past_caches) copy_past_caches(to, from, bytes);
   else std::memcpy(to, from, bytes);
 }

@@ -99,41 +99,43 @@ typename Element<T>::Acc scalar_of(uint64_t bits) {
   return Element<T>::load(value);
 }
 
-// What the accumulator has, or the first input, and the last one. The output may be one of the inputs.
-template <class T, class Op, class First>
-void combine(const First* first, const T* last, T* out, size_t count) {
+// Combines two inputs, of which one may be the accumulator. The output may be one of the inputs. Never inlined: one copy of
+// the loop serves all callers, and the compiler takes half the time.
+template <class Op, class First, class Second, class Out>
+[[gnu::noinline]] void combine(const First* first, const Second* second, Out* out, size_t count) {
 #pragma GCC ivdep
   for (size_t i = 0; i < count; i++) {
-    Element<T>::store(Op::apply(Element<First>::load(first[i]), Element<T>::load(last[i])), out[i]);
+    Element<Out>::store(Op::apply(Element<First>::load(first[i]), Element<Second>::load(second[i])), out[i]);
   }
 }
 
 // The same, past the caches, to where an element may lie.
-template <class T, class Op, class First>
-void combine_past_caches(const First* first, const T* last, T* out, size_t count) {
+template <class Op, class First, class T>
+[[gnu::noinline]] void combine_past_caches(const First* first, const T* second, T* out, size_t count) {
   constexpr size_t line = 64 / sizeof(T);
   const size_t to_line = size_t(-reinterpret_cast<uintptr_t>(out)) % 64 / sizeof(T), head = to_line < count ? to_line : count;
-  combine<T, Op>(first, last, out, head);
+  combine<Op>(first, second, out, head);
   size_t done = head;
   for (; count - done >= line; done += line) {
     alignas(64) T result[line];
-    combine<T, Op>(first + done, last + done, result, line);
+    for (size_t i = 0; i < line; i++) {
+      Element<T>::store(Op::apply(Element<First>::load(first[done + i]), Element<T>::load(second[done + i])), result[i]);
+    }
     copy_line_past_caches(out + done, result);
   }
-  combine<T, Op>(first + done, last + done, out + done, count - done);
+  combine<Op>(first + done, second + done, out + done, count - done);
 }
 
 // Two inputs and one output in one go. Otherwise block by block: of more inputs all but the last meet in an accumulator, and more
 // outputs are copies of the first, or, when they go past the caches, of a block that stays there.
 template <class T, class Op>
 void fold(const Reduction& r) {
-  using E = Element<T>;
-  using Acc = typename E::Acc;
+  using Acc = typename Element<T>::Acc;
   const bool at_output = r.outputs == 1 || !r.past_caches;
   const bool past_caches = r.outputs == 1 && r.past_caches && reinterpret_cast<uintptr_t>(r.output[0]) % sizeof(T) == 0;
   const auto finish = [&](const auto* first, const T* last, T* out, size_t n) {
-    if (past_caches) combine_past_caches<T, Op>(first, last, out, n);
-    else combine<T, Op>(first, last, out, n);
+    if (past_caches) combine_past_caches<Op>(first, last, out, n);
+    else combine<Op>(first, last, out, n);
   };
   alignas(64) Acc acc[large_block / sizeof(Acc)];
   constexpr bool same = std::is_same_v<T, Acc>;
@@ -146,49 +148,16 @@ void fold(const Reduction& r) {
     const size_t n = r.count - begin < block ? r.count - begin : block;
     const auto input = [&](int k) { return static_cast<const T*>(r.input[k]) + begin; };
     T* const out = at_output ? static_cast<T*>(r.output[0]) + begin : result;
-    const T *first = input(0), *second = input(1);
     if (r.inputs == 2) {
-      finish(first, second, out, n);
+      finish(input(0), input(1), out, n);
     } else {
-      for (size_t i = 0; i < n; i++) acc[i] = Op::apply(E::load(first[i]), E::load(second[i]));
-      for (int k = 2; k < r.inputs - 1; k++) {
-        const T* next = input(k);
-        for (size_t i = 0; i < n; i++) acc[i] = Op::apply(acc[i], E::load(next[i]));
-      }
-      finish(acc, input(r.inputs - 1), out, n);
+      combine<Op>(input(0), input(1), acc, n);
+      for (int k = 2; k < r.inputs - 1; k++) combine<Op>(static_cast<const Acc*>(acc), input(k), acc, n);
+      finish(static_cast<const Acc*>(acc), input(r.inputs - 1), out, n);
     }
     for (int k = at_output ? 1 : 0; k < r.outputs; k++) {
       copy_out(static_cast<T*>(r.output[k]) + begin, out, n * sizeof(T), r.past_caches);
     }
-  }
-  if (r.past_caches) finish_past_caches();
-}
-
-// Sums that are scaled: each input before, or the result after.
-template <class T, bool BEFORE>
-void fold_scaled(const Reduction& r) {
-  using E = Element<T>;
-  using Acc = typename E::Acc;
-  alignas(64) Acc acc[large_block / sizeof(Acc)];
-  const size_t block = block_of<Acc>(r.count);
-  for (size_t begin = 0; begin < r.count; begin += block) {
-    const size_t n = r.count - begin < block ? r.count - begin : block;
-    for (int k = 0; k < r.inputs; k++) {
-      const T* next = static_cast<const T*>(r.input[k]) + begin;
-      const Acc scale = BEFORE ? scalar_of<T>(r.scalars[k]) : Acc(1);
-      const auto scaled = [&](size_t i) { return BEFORE ? Prod::apply(E::load(next[i]), scale) : E::load(next[i]); };
-      if (k == 0) {
-        for (size_t i = 0; i < n; i++) acc[i] = scaled(i);
-      } else {
-        for (size_t i = 0; i < n; i++) acc[i] = Sum::apply(acc[i], scaled(i));
-      }
-    }
-    if constexpr (!BEFORE) {
-      for (size_t i = 0; i < n; i++) acc[i] = divide(acc[i], r.inputs);
-    }
-    alignas(64) T result[large_block / sizeof(Acc)];
-    for (size_t i = 0; i < n; i++) E::store(acc[i], result[i]);
-    for (int k = 0; k < r.outputs; k++) copy_out(static_cast<T*>(r.output[k]) + begin, result, n * sizeof(T), r.past_caches);
   }
   if (r.past_caches) finish_past_caches();
 }
@@ -211,6 +180,56 @@ struct Wrapping<int64_t> {
   using type = uint64_t;
 };
 
+// An average: the sum, in the accumulator, divided at the end.
+template <class T>
+void fold_average(const Reduction& r) {
+  using E = Element<typename Wrapping<T>::type>;
+  using Acc = typename E::Acc;
+  using Divided = typename Element<T>::Acc;
+  using Wraps = typename Wrapping<T>::type;
+  alignas(64) Acc acc[large_block / sizeof(Acc)];
+  alignas(64) T result[large_block / sizeof(Acc)];
+  const size_t block = block_of<Acc>(r.count);
+  for (size_t begin = 0; begin < r.count; begin += block) {
+    const size_t n = r.count - begin < block ? r.count - begin : block;
+    const auto input = [&](int k) { return static_cast<const Wraps*>(r.input[k]) + begin; };
+    if (r.inputs == 1) {
+      for (size_t i = 0; i < n; i++) acc[i] = E::load(input(0)[i]);
+    } else {
+      combine<Sum>(input(0), input(1), acc, n);
+      for (int k = 2; k < r.inputs; k++) combine<Sum>(static_cast<const Acc*>(acc), input(k), acc, n);
+    }
+    for (size_t i = 0; i < n; i++) Element<T>::store(divide(Divided(acc[i]), r.inputs), result[i]);
+    for (int k = 0; k < r.outputs; k++) copy_out(static_cast<T*>(r.output[k]) + begin, result, n * sizeof(T), r.past_caches);
+  }
+  if (r.past_caches) finish_past_caches();
+}
+
+// A sum of inputs that are each multiplied by a number of their own before.
+template <class T>
+void fold_premultiplied(const Reduction& r) {
+  using E = Element<T>;
+  using Acc = typename E::Acc;
+  alignas(64) Acc acc[large_block / sizeof(Acc)];
+  alignas(64) T result[large_block / sizeof(Acc)];
+  const size_t block = block_of<Acc>(r.count);
+  for (size_t begin = 0; begin < r.count; begin += block) {
+    const size_t n = r.count - begin < block ? r.count - begin : block;
+    for (int k = 0; k < r.inputs; k++) {
+      const T* next = static_cast<const T*>(r.input[k]) + begin;
+      const Acc scale = scalar_of<T>(r.scalars[k]);
+      if (k == 0) {
+        for (size_t i = 0; i < n; i++) acc[i] = Prod::apply(E::load(next[i]), scale);
+      } else {
+        for (size_t i = 0; i < n; i++) acc[i] = Sum::apply(acc[i], Prod::apply(E::load(next[i]), scale));
+      }
+    }
+    for (size_t i = 0; i < n; i++) E::store(acc[i], result[i]);
+    for (int k = 0; k < r.outputs; k++) copy_out(static_cast<T*>(r.output[k]) + begin, result, n * sizeof(T), r.past_caches);
+  }
+  if (r.past_caches) finish_past_caches();
+}
+
 template <class T>
 void run_operator(const Reduction& r) {
   using Wraps = typename Wrapping<T>::type;
@@ -219,8 +238,8 @@ void run_operator(const Reduction& r) {
     case Operator::prod: return fold<Wraps, Prod>(r);
     case Operator::max: return fold<T, Max>(r);
     case Operator::min: return fold<T, Min>(r);
-    case Operator::avg: return fold_scaled<T, false>(r);
-    case Operator::premulsum: return fold_scaled<Wraps, true>(r);
+    case Operator::avg: return fold_average<T>(r);
+    case Operator::premulsum: return fold_premultiplied<Wraps>(r);
   }
 }
 

@@ -117,10 +117,9 @@ cdef class Handle:
         raise not_copied(self, "pass bytes(unique_id) to the other process, and let each make its own with init()")
 
     def __repr__(self):
-        return (
-            f"<ncclpy.{type(self).__name__} rank {self.rank} of {self.nranks} on device {self.device}"
-            f"{shown(self.state)}>"
-        )
+        # A child that is being made has no rank yet.
+        place = f"rank {self.rank} of {self.nranks} " if self.nranks > 0 else ""
+        return f"<ncclpy.{type(self).__name__} {place}on device {self.device}{shown(self.state)}>"
 
     cdef bint become(self, int to) except -1:
         if not may_become(self.state, to):
@@ -453,7 +452,7 @@ cdef class Handle:
         described = repr(self)
         if self.state == INITIALISING:
             advice = (
-                f"Not all {self.nranks} ranks have joined: see whether each was started, with a rank of its own, this "
+                f"Not all {f'{self.nranks} ' if self.nranks > 0 else ''}ranks have joined: see whether each was started, with a rank of its own, this "
                 "unique id and this number of ranks, whether all of them or none pass timeout= or abortable=True, and "
                 "whether their machines reach each other"
             )

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import os
 import signal
 import subprocess
 import sys
@@ -164,6 +165,7 @@ def test_torch_write_returns_when_the_server_has_carried_it_out(call):
         with as_store(dist.TCPStore("127.0.0.1", port, timeout=datetime.timedelta(seconds=20))) as store:
             store.set("key", b"a")
             server.send_signal(signal.SIGSTOP)
+            os.waitpid(server.pid, os.WUNTRACED)  # until all its threads stand still
             writing = threading.Thread(target=getattr(store, call), args=("key", b"b"), daemon=True)
             writing.start()
             writing.join(0.3)

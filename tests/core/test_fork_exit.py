@@ -239,6 +239,7 @@ def test_the_end_waits_a_moment_for_a_launch_in_its_callers_thread(host_engine):
             if not all((array == 2).all() for array in arrays):
                 os._exit(7)
 
+        os.sched_getaffinity = lambda pid: {0, 1}  # one lane: of several, each that still starts would make a call
         import numpy as np, ncclpy
         comms = ncclpy.Communicator.init_all([0, 1])
         arrays = [np.ones(4, np.float32) for _ in comms]
@@ -249,7 +250,9 @@ def test_the_end_waits_a_moment_for_a_launch_in_its_callers_thread(host_engine):
                 comm.all_reduce(array, stream=stream)
         faults = ncclpy.faults("call=GroupEnd nth=1 do=delay:300ms").__enter__()
         threading.Thread(target=plan.launch, daemon=True).start()
+        end = time.monotonic() + 20
         while not faults.fired:
+            assert time.monotonic() < end, "the launch has not called ncclGroupEnd"
             time.sleep(0.001)
         """
     )

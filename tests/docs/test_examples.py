@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from foreign_stores import free_port
 from paths import ROOT
 
 import ncclpy
@@ -184,8 +185,9 @@ def test_mpirun(tmp_path, example):
     assert run(str(mpirun), command("mpirun", example), tmp_path) == "4 ranks, sum 10.0\n"
 
 
-def test_torchrun(tmp_path):
+def test_torchrun(tmp_path, monkeypatch):
     needs("torch")
+    monkeypatch.setenv("PET_MASTER_PORT", str(free_port()))  # the default port may be another program's
     out = run(f"{sys.executable} -m torch.distributed.run", command("torchrun", "from_env"), tmp_path)
     assert "4 ranks, sum 10.0\n" in out
 

@@ -27,7 +27,8 @@ def test_a_first_operation_of_its_kind_does_not_hold_up_who_adds(make_manager, h
             )
             testing.wait_for(lambda fired=faults: fired.fired, "the call")
             if "timeout" not in options:
-                assert [work.state for work in works] == ["pending"] * 2
+                # With a lane for each device rank 0's call has been made by then; rank 1's has not.
+                assert works[1].state == "pending"
                 manager.abort()
             assert isinstance(one_error(works), (ncclpy.NcclAborted, ncclpy.NcclTimeout))
             testing.run_with_deadline(manager.reset, DEADLINE)

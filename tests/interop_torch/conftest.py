@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("torch", reason="needs torch")
+torch = pytest.importorskip("torch", reason="needs torch")
 
 from torch_ranks import Ranks
 
-from ncclpy.interop.torch_build import find_compiler
+from ncclpy.interop import torch_build, torch_extension
 
 
 @pytest.fixture(scope="session")
 def extension():
     """Build the extension once, before ranks do so at once."""
-    find_compiler()
-    from ncclpy.interop.torch_extension import wrapped
-
-    return wrapped
+    torch_build.find_compiler()
+    torch_build.built(torch, torch_build.BACKEND)
+    return torch_extension.wrapped
 
 
 @pytest.fixture(scope="session")

@@ -164,8 +164,9 @@ def test_a_deadline_ends_the_group_on_all_ranks(arrays, how):
         return "all_reduce on device 0" in str(error)
 
     together = threading.Barrier(2)
-    # Seconds in which the communicator has to stand, too.
-    assert run_groups(2, body, timeout=1 if how == "group" else DEADLINE / 2) == [True, True]
+    # Seconds in which the communicator has to stand, too; NCCL takes some for its first one on a GPU.
+    shortest = 1 if ncclpy.library().engine == "host" else 8
+    assert run_groups(2, body, timeout=shortest if how == "group" else DEADLINE / 2) == [True, True]
 
 
 def test_a_deadline_entered_twice_ends_with_the_outer_block(host_engine):

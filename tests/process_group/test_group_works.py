@@ -250,7 +250,7 @@ def use(store, rank, body):
         body(group)
 
 
-def test_the_error_of_a_wait_that_was_too_short_is_explained_when_asked():
+def test_the_error_of_a_wait_that_was_too_short_is_explained_when_asked(host_engine):
     arrived = threading.Event()
 
     def body(group):

@@ -35,8 +35,8 @@ def descriptors() -> int:
 
 
 def shared_memory() -> list[str]:
-    """Return the names in /dev/shm that are not other programs', which come and go beside a test."""
-    return sorted(name for name in os.listdir("/dev/shm") if "nccl" in name)
+    """Return ncclpy's names in /dev/shm, of which there should be none; NCCL's own come and go beside a test."""
+    return sorted(name for name in os.listdir("/dev/shm") if "ncclpy" in name)
 
 
 def mappings() -> int:

@@ -572,8 +572,15 @@ def test_random_runs_end_in_an_answer(count):
         for first in (seed, seed + count // 2)
     ]
     runs = []
-    for half in halves:
-        said, errors = half.communicate(timeout=110 if count <= 50 else testing.LONG)
+    answers = []
+    try:
+        for half in halves:
+            answers.append(half.communicate(timeout=110 if count <= 50 else testing.LONG))
+    finally:
+        for half in halves[len(answers) :]:
+            half.kill()
+            half.communicate()
+    for half, (said, errors) in zip(halves, answers, strict=True):
         *mine, left = [json.loads(line) for line in said.splitlines()]
         assert half.returncode == 0 and len(mine) == count // 2, errors
         runs += mine

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="needs torch")
+pytest.importorskip("torch", reason="needs torch")
 
+import torch
 from torch_ranks import Ranks
 
 from ncclpy.interop import torch_build, torch_extension

@@ -113,7 +113,7 @@ def test_no_reduction_loop_is_left_unvectorised(types, tmp_path):
     missed = {int(line) for line, kind, said in entries if kind == "missed" and said == "couldn't vectorize loop"}
     vectors = over_elements
     if types == "int32_t":  # what is accumulated in its own type is copied
-        vectors -= (
+        vectors = vectors - (
             lines_with("E::store(acc[i], result[i])")
             | lines_with("E::load(input(0)[i])")
             | lines_with("divide(Divided(")

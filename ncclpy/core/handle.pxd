@@ -24,8 +24,16 @@ cdef enum:
     BROKEN = 2  # something has failed: what was last begun has an end, and no result
 
 
+# Of whom the ends of operations are believed, see engine.fence; others carry how often the process had stood still when
+# the other ranks were asked last.
+cdef enum:
+    BELIEVED = -1
+    FENCED = -2
+
+
 cdef class Handle:
     cdef int state  # changed by `become` alone
+    cdef int contact  # BELIEVED, FENCED or a count
     cdef ncclComm_t raw
     cdef ncclComm_t guard  # whose abort ends this communicator's calls, or NULL
     cdef bint flagged  # that guard was aborted: what NCCL still does for this one waits for nobody

@@ -96,6 +96,7 @@ cdef class Handle:
         mutex_init(&self.mutex, LOCK_COMM)
         mutex_init(&self.gate, LOCK_GATE)
         self.state = UNBORN
+        self.contact = BELIEVED
         self.owned = self.waits = True
         self.limit = self.shortest = FOREVER
         self.rank = self.nranks = self.device = -1

@@ -367,7 +367,7 @@ cdef class Launch(Together):
             self.failing = False  # all works were done in the meantime, which can be seconds
             return 0
         self.end(error)
-        if owner.spares:
+        if owner.spares or owner.aborts:
             return 0
         words = words_of(error)  # the abort is not to wait for a key to show itself
         abort_aside(list(handles.values()), f"a launch failed: {words}" if type(words) is str else "a launch failed")

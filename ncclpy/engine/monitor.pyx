@@ -43,6 +43,7 @@ from ncclpy.engine.callbacks cimport (
     users,
 )
 from ncclpy.engine.failing cimport have_failed
+from ncclpy.engine.fence cimport note_turn, tell_of_stops
 from ncclpy.engine.lock cimport begin_quiet, end_quiet
 from ncclpy.engine.native cimport load, now, sharp_timers, sleep_on, swap
 from ncclpy.engine.protocols cimport Deputy
@@ -116,6 +117,7 @@ cdef class _Agenda:
     cdef list timers
     cdef long long timers_made
     cdef list last  # works that may have the last references to objects of users
+    cdef list doubted  # works whose ends were seen and are not believed yet
     cdef Call thread  # the monitor's
     cdef bint gone  # it has ended, at exit
 
@@ -124,6 +126,7 @@ cdef class _Agenda:
         self.soonest = FOREVER
         self.timers = []
         self.last = []
+        self.doubted = []
 
 
 cdef Inbox _inbox
@@ -230,7 +233,9 @@ cdef int _attend() except -1:
     begin_quiet()
     swap(&attending, 1)
     try:
+        tell_of_stops()
         _complete()
+        _look_at_doubted()
         if _watching.streams.size() and now() >= _signs.next_round:
             _signs.next_round = now() + _ROUND
             _look_after()
@@ -240,6 +245,8 @@ cdef int _attend() except -1:
             errands.give(heapq.heappop(_agenda.timers)[2])
         look_after_crews()
         _signs.next_timer = min(_agenda.soonest, _agenda.timers[0][0] if _agenda.timers else FOREVER)
+        if _agenda.doubted:
+            _signs.next_timer = min(_signs.next_timer, now() + _ROUND)
     except BaseException as error:  # a defect of ours must not end the thread on which all waits rely
         errands.give(_Defect(error))
     finally:
@@ -291,6 +298,7 @@ cdef void _watch(double next_round) noexcept nogil:
     cdef double rest  # how long what nobody waits for is left alone now
     while True:
         seen = load(&bell)
+        note_turn(now(), _watching.streams.size() > 0)
         rest = _LONG_TOGETHER if event_help == NULL and _come_fast(seen) else TOGETHER
         if seen != _watching.heard:  # else the inbox is left to those who fill it
             _watching.heard, _watching.heard_at = seen, now()
@@ -430,8 +438,16 @@ cdef int _end(Watched* watched) except -1:
         if watched.result != ncclSuccess or watched.driver != CUDA_SUCCESS:
             have_failed(work, watched, ncclSuccess)
         elif not _check_health(work):
+            if work.is_doubted():
+                _agenda.doubted.append(work)
+                return 0
             work.settle(None)
             work.entry.completed = watched.seen
+    return _is_over(work)
+
+
+cdef int _is_over(Work work) except -1:
+    """Let go of a work that lane and device are done with."""
     work.over = True
     if work.failing == TO_FAIL:  # whoever fails it lets go of it then
         return 0
@@ -439,6 +455,22 @@ cdef int _end(Watched* watched) except -1:
         work.let_go()
     else:
         _agenda.last.append(work)
+    return 0
+
+
+cdef int _look_at_doubted() except -1:
+    """Look again at works whose ends were not believed: they have failed by now, or are done."""
+    cdef Work work
+    if not _agenda.doubted:
+        return 0
+    doubted, _agenda.doubted = _agenda.doubted, []
+    for work in doubted:
+        if not work.is_settled() and not _check_health(work):
+            if work.is_doubted():
+                _agenda.doubted.append(work)
+                continue
+            work.settle(None)
+        _is_over(work)
     return 0
 
 
@@ -583,6 +615,7 @@ def _forked():
     _watching.heard = -1
     _agenda.timers.clear()
     _agenda.unlaunched.clear()
+    _agenda.doubted.clear()
 
 
 os.register_at_fork(after_in_child=_forked)

@@ -23,6 +23,7 @@ cdef class Together:
 # Whose communicators a launch runs on.
 cdef class LaunchOwner:
     cdef bint spares  # what fails is told alone: nothing is aborted
+    cdef bint aborts  # it sees to the aborts itself, when the other ranks have heard, or does without
     cdef int launch_done(self, Together launch) except -1
     cdef int launch_failed(self, Together launch, object error) except -1
 

@@ -47,6 +47,8 @@ cdef class Work:
     cdef bint loose  # its arrays were let go of while it runs
     cdef bint lent  # the user alone keeps it: the reference that the monitor would give back was given back then
     cdef bint has_listeners  # callbacks of users, who may ask for the result
+    # Threads that see its end: the last one that has let a stream wait for it, and the last that waits for it itself.
+    cdef unsigned long reader, waiter
     cdef Entry entry
     cdef object __weakref__
 
@@ -64,6 +66,7 @@ cdef class Work:
     cdef bint _look(self) except -1
     cdef int _ask(self, double until, double pause) except -1
     cdef bint _healthy(self) except -1
+    cdef bint is_doubted(self) noexcept
     cdef int _wait_for(self, int state, double deadline) except -1
     cdef int _must_end(self, object timeout) except -1
 

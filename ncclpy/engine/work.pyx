@@ -5,6 +5,7 @@ import time
 from _weakref import getweakrefcount as _getweakrefcount
 
 from cpython.exc cimport PyErr_CheckSignals, PyErr_SetObject, PyErr_WriteUnraisable
+from cpython.pythread cimport PyThread_get_thread_ident
 from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
 
 from ncclpy.abi.driver cimport (
@@ -28,6 +29,7 @@ from ncclpy.core.wait cimport FOREVER, as_timeout, deadline_after
 from ncclpy.engine cimport protocols
 from ncclpy.engine.callbacks cimport begin_callback, end_callback, hurry, ring, step_aside, users
 from ncclpy.engine.events cimport give_event, take_event
+from ncclpy.engine.fence cimport is_doubted
 from ncclpy.engine.lock cimport is_quiet
 from ncclpy.engine.message cimport is_plain, message, words_of
 from ncclpy.engine.native cimport add, load, now, sleep_on, swap, wake
@@ -339,7 +341,7 @@ cdef class Work:
             mode = relax()  # this thread may be capturing a stream
             result = driver.cuEventQuery(self.done)
             restore(mode)
-        if load(&self.phase) == LAUNCHED and result == CUDA_SUCCESS and self._healthy():
+        if load(&self.phase) == LAUNCHED and result == CUDA_SUCCESS and self._healthy() and not self.is_doubted():
             if self.handle is not None and self.handle.state == ABORTED:
                 error = NcclAborted(self.say(f"did not complete: {self.handle!r} was aborted"))
                 self.settle(error if launch is None else launch.cause_of(error))
@@ -347,6 +349,10 @@ cdef class Work:
                 self.settle(None)
             self.tidy()
         return self.is_settled()
+
+    cdef bint is_doubted(self) noexcept:
+        """Return whether its end is not to be believed now; it is looked at again, or fails. Behind the look at the device."""
+        return self.handle is not None and is_doubted(self.handle, self.entry.launched)
 
     cdef bint _healthy(self) except -1:
         """Return whether NCCL has nothing to say against the result; else the monitor finds out what it is."""
@@ -363,6 +369,8 @@ cdef class Work:
         require_driver()
         if awaited is not None:
             awaited.may_wait()
+        if state == COMPLETED:
+            self.waiter = PyThread_get_thread_ident()
         while load(&self.phase) < state:
             seen = load(&self.phase)
             if seen == LAUNCHED and event_help != NULL and not helped:
@@ -488,6 +496,7 @@ cdef class Work:
                 result = driver.cuStreamWaitEvent(raw, self.done, CU_EVENT_WAIT_DEFAULT)
             leave_device(saved)
             check_driver(result, b"cuStreamWaitEvent")
+            self.reader = PyThread_get_thread_ident()
             self.loosen(raw)
         elif self.error is not None:
             raise self.error.with_traceback(None)

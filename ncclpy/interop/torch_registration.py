@@ -75,8 +75,11 @@ def _made(store: Any, rank: int, ranks: list[int], timeout: float, name: str, op
             ordinal = device.index
         else:
             ordinal = _gpu(ranks[rank]) if on_gpu else _host_device(ranks[rank])
-        given = {"name": name, "timeout": timeout, **options, "device": ordinal}
-        return ProcessGroup(TorchStore(store, min(timeout, 300.0)), rank, len(ranks), **given)
+        # Torch's programs read tensors by streams, which go on after an abort: nothing is aborted unless asked for.
+        given = {"name": name, "timeout": timeout, "on_error": "exit", **options, "device": ordinal}
+        made = ProcessGroup(TorchStore(store, min(timeout, 300.0)), rank, len(ranks), **given)
+        made.translate = backend_error
+        return made
 
     def split(their_store: Any, members: list[int], seconds: float, group_name: str) -> Any:
         if rank not in members:

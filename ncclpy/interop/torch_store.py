@@ -106,6 +106,11 @@ def connect(address: str | None, port: int | None, timeout: float) -> Store:
     return TorchStore(theirs, timeout)
 
 
+def _first_words(error: BaseException) -> str:
+    """Return what an error of torch's says, without the frames of C++ behind that."""
+    return str(error).split("\nException raised from ", 1)[0].split("\nframe #", 1)[0].strip()
+
+
 class TorchStore(Store):
     """Keep keys in a store of torch's, of which this has a client of its own.
 
@@ -144,9 +149,9 @@ class TorchStore(Store):
         try:
             return call(*args)
         except DistNetworkError as error:
-            raise StoreLost(f"{self}: {error}") from error
+            raise StoreLost(f"{self}: {_first_words(error)}") from None
         except (RuntimeError, ValueError) as error:
-            raise StoreError(f"{self}: {error}") from error
+            raise StoreError(f"{self}: {_first_words(error)}") from None
         finally:
             _exit.leave()
 

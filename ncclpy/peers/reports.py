@@ -24,7 +24,7 @@ from ncclpy.peers.standing import RankState, pack, unpack
 if TYPE_CHECKING:
     from ncclpy.bootstrap.store import Telling
 
-__all__ = ["ASKED", "BOOT_ID", "Reports"]
+__all__ = ["ASKED", "BOOT_ID", "MACHINE", "Reports", "process", "process_state"]
 
 #: The key that is counted up by who wants to know.
 ASKED = "told/asked"
@@ -79,7 +79,7 @@ class Reports:
 
     def begin(self, source: Any) -> None:
         """Have the store tell this rank's standing by itself, from a native source of it, if it can."""
-        rest = b"," + pack({"process": _process()})[1:]  # the last of its fields
+        rest = b"," + pack({"process": process()})[1:]  # the last of its fields
         with contextlib.suppress(StoreError):  # what Python tells then says it
             self._telling = self.store._tell(self.key(self.rank), rest, ASKED, source)
 
@@ -203,7 +203,7 @@ class Reports:
         if not self._has_made(rank):
             return RankState(rank, "absent" if last else "")
         here = told.get("process")
-        state = _process_state(here["pid"], here["start"]) if here and here.get("machine") == _MACHINE else None
+        state = process_state(here["pid"], here["start"]) if here and here.get("machine") == MACHINE else None
         if state == "lives":
             return unpack(rank, packed, "silent") if last else RankState(rank, "")
         if state is not None:
@@ -214,7 +214,7 @@ class Reports:
 
     @staticmethod
     def _packed(standing: dict[str, Any]) -> bytes:
-        return pack({**standing, "at": time.time(), "process": _process()})
+        return pack({**standing, "at": time.time(), "process": process()})
 
     @staticmethod
     def key(rank: int) -> str:
@@ -254,7 +254,7 @@ def _namespace() -> str:
 BOOT_ID = _read("/proc/sys/kernel/random/boot_id").strip()
 
 #: Which processes' numbers mean the same: those of one boot of one machine, and of one container on it.
-_MACHINE = f"{BOOT_ID} {_namespace()}"
+MACHINE = f"{BOOT_ID} {_namespace()}"
 
 
 def _stat(pid: int) -> tuple[str, str]:
@@ -263,12 +263,13 @@ def _stat(pid: int) -> tuple[str, str]:
     return (fields[0], fields[19]) if len(fields) > 19 else ("", "")
 
 
-def _process() -> dict[str, Any]:
+def process() -> dict[str, Any]:
+    """Return by which data other processes know this one."""
     pid = os.getpid()
-    return {"machine": _MACHINE, "pid": pid, "start": _stat(pid)[1]}
+    return {"machine": MACHINE, "pid": pid, "start": _stat(pid)[1]}
 
 
-def _process_state(pid: int, start: str) -> str:
+def process_state(pid: int, start: str) -> str:
     """Return whether a process of this machine lives, is stopped, or has ended."""
     state, since = _stat(pid)
     if since != start or state in ("Z", "X", ""):

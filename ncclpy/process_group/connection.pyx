@@ -14,7 +14,9 @@ from ncclpy.core.state cimport UNBORN
 from ncclpy.core.stream cimport Stream
 from ncclpy.core.wait cimport FOREVER, deadline_after, now
 from ncclpy.engine.clique cimport GONE, MADE
+from ncclpy.engine.fence cimport believe, fence, stops
 from ncclpy.engine.launcher cimport Launch
+from ncclpy.engine.native cimport load
 from ncclpy.engine.protocols cimport LaunchOwner, Together
 from ncclpy.engine.work cimport Work
 
@@ -111,6 +113,8 @@ cdef class Connection(Clique):
     cdef int call(self, Communicator comm) except -1:
         """Give a communicator that was made for this its name; from here on its deadlines are the monitor's."""
         comm.site = self.site  # its line is another thread's, or another group's
+        if comm.nranks > 1:
+            believe(comm, load(&stops))  # all ranks have met just now
         self.name = f"{self.title} {comm.group_name}"
         comm.limit = comm.shortest = FOREVER
         return 0
@@ -242,6 +246,35 @@ cdef class Connection(Clique):
             if work is None or work.over:
                 self.overdue.discard(reference)
         return len(self.overdue)
+
+    cdef int fence(self) except -1:
+        """Believe no end of an operation any more."""
+        cdef Communicator comm
+        for comm in self.comms:
+            fence(comm)
+        return 0
+
+    cdef int believe(self, int seen) except -1:
+        """Believe them again: no rank has ended the group, as was found out after this process had stood still so often."""
+        cdef Communicator comm
+        for comm in self.comms:
+            believe(comm, seen)
+        return 0
+
+    cdef int note_readers(self, set readers) except -1:
+        """Collect the threads that have a stream wait for what runs, and wait for none of it themselves."""
+        cdef Work work
+        waiters = set()
+        for launch in list(self.launches):
+            for work in (<Launch>launch).members():
+                if work.is_settled():
+                    continue
+                if work.reader:
+                    readers.add(work.reader)
+                if work.waiter:
+                    waiters.add(work.waiter)
+        readers -= waiters  # their wait raises the error
+        return 0
 
     cdef Py_ssize_t pending(self) except -1:
         return len(self.waiting) + len(self.held) + len(self.launches) + self.late()

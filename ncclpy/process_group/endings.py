@@ -5,17 +5,26 @@ from __future__ import annotations
 import os
 import sys
 
-from ncclpy.core.errors import NcclAborted
+from ncclpy.core.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout
 from ncclpy.engine import recorder
 from ncclpy.engine.recorder import text_of
 
-__all__ = ["end_process", "has_ended", "was_ended_by"]
+__all__ = ["end_process", "has_ended", "same_class", "was_ended_by"]
 
 #: With which a process ends whose group has failed, if it asked for that.
 _EXIT_CODE = 70
 
 
-def has_ended(name: str, failure: BaseException) -> NcclAborted:
+#: What has ended a group is the same exception on all ranks if it is one of these.
+_SAME = {kind.__name__: kind for kind in (NcclTimeout, NcclRemoteError)}
+
+
+def same_class(failure: BaseException) -> type[NcclError]:
+    """Return the class of what all ranks raise whose operations have failed with a group."""
+    return _SAME.get(type(failure).__name__, NcclAborted)
+
+
+def has_ended(name: str, failure: BaseException, kind: type[NcclError] = NcclAborted) -> NcclError:
     """Return the error of who uses a group that has ended, with what its ranks did then.
 
     Parameters
@@ -24,6 +33,8 @@ def has_ended(name: str, failure: BaseException) -> NcclAborted:
         The group's.
     failure
         What has ended it; its text may begin with the group as well, which is named once.
+    kind
+        The class.
     """
     group, text = f"process group {name!r}", text_of(failure)
     if not text.startswith(f"{group} has ended: "):
@@ -32,17 +43,20 @@ def has_ended(name: str, failure: BaseException) -> NcclAborted:
         elif text.startswith((f"{group} was ", f"{group} is ")):
             text = f"it{text[len(group) :]}"
         text = f"{group} has ended: {text}"
-    error = NcclAborted(text)
+    error = kind(text)
     error.ranks = getattr(failure, "ranks", None)
     error.__cause__ = failure
     return error
 
 
-def was_ended_by(name: str, text: str, said: str | None) -> NcclAborted:
-    """Return the error of a group that another rank has ended, which says so and why; and what all did then."""
+def was_ended_by(name: str, text: str, said: str | None, kind: str) -> NcclError:
+    """Return the error of a group that another rank has ended, which says so and why; and what all did then.
+
+    It is of the class that the other rank has raised, `kind`, if that says what has happened.
+    """
     group = f"process group {name!r}"
     text = text.replace(f": {group}: ", ": ", 1).replace(f" of {group}", "", 1)
-    return NcclAborted(f"{group} was ended by {text}{'. ' + said if said else ''}")
+    return _SAME.get(kind, NcclAborted)(f"{group} was ended by {text}{'. ' + said if said else ''}")
 
 
 def end_process(rank: int, name: str, on_error: str, error: BaseException) -> None:

@@ -48,6 +48,9 @@ cdef class Lifecycle(BlockOwner):
     cdef size_t scratch  # device memory of the barrier, 0 until used
     cdef str site
     cdef object abort_thread, tell_thread
+    cdef unsigned long maker  # the thread that has made it
+    cdef set enders  # threads that are in abort(), close(), recover() or reconfigure()
+    cdef public object translate  # an exception as the framework above raises it, or None
     cdef object __weakref__
 
     cdef bint is_ended(self) noexcept
@@ -56,6 +59,7 @@ cdef class Lifecycle(BlockOwner):
     # Raise for what was begun by what this group was before it was reconfigured.
     cdef int refuse_old(self) except -1
     cdef int end_connections(self, error, bint drained) except -1
+    cdef int _abort_later(self, notices, telling, list comms, reason) except -1
     cdef int end_notices(self, bint says_so) except -1
     cdef str label_of(self, int peer)
     # The communicator with all ranks (-1), or the one with a peer; it is begun with if there is none.

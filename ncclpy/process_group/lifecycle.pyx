@@ -15,7 +15,9 @@ from ncclpy.core.library cimport check_process
 from ncclpy.core.wait cimport as_timeout, deadline_after, now
 from ncclpy.engine.callbacks cimport users
 from ncclpy.engine.clique cimport GONE, MADE, MAKING
+from ncclpy.engine.fence cimport stops
 from ncclpy.engine.launcher cimport launch_here
+from ncclpy.engine.native cimport load
 from ncclpy.engine.protocols cimport LaunchOwner
 from ncclpy.engine.work cimport stand_by
 from ncclpy.process_group.agreement cimport Agreement
@@ -23,14 +25,17 @@ from ncclpy.process_group.connection cimport ConnectionOwner
 from ncclpy.process_group.request cimport Request
 
 from ncclpy.core import device as _device
-from ncclpy.core.errors import NcclAborted, NcclRemoteError, NcclTimeout, not_copied
+from ncclpy.core.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, not_copied
 from ncclpy.core.types import as_integer
+from ncclpy.engine import fence
 from ncclpy.engine.failing import add_answer, without_advice
 from ncclpy.engine.launcher import abort_aside
+from ncclpy.engine.monitor import call_at
+from ncclpy.engine.readers import raise_in_readers
 from ncclpy.engine.recorder import text_of
 from ncclpy.engine.streams import StreamPool
 from ncclpy.process_group.callers import caller_of, teller_of
-from ncclpy.process_group.endings import end_process, has_ended, was_ended_by
+from ncclpy.process_group.endings import end_process, has_ended, same_class, was_ended_by
 from ncclpy.process_group.handles import give_back, new_handle
 from ncclpy.peers.inquiry import Inquiries
 from ncclpy.process_group.nan import NanCheck
@@ -42,6 +47,10 @@ _log = logging.getLogger("ncclpy.process_group")
 _MAIN = "all"
 #: Seconds for the other ranks to be told.
 _TELLS = 1.0
+#: The same for a process that ends then.
+_EXITS = 3.0
+#: How often a rank that has stood still asks a store that does not answer.
+_ASKS_AGAIN = 1.0
 
 cdef long long _groups = 0  # that were made
 
@@ -83,8 +92,10 @@ cdef class Lifecycle(BlockOwner):
         self.config, self.on_error, self.timing, self.high_priority = config, on_error, timing, high_priority
         frame = sys._getframe(0)
         self.site = f"{frame.f_code.co_filename}:{frame.f_lineno}, by its ProcessGroup"
+        self.maker = threading.get_ident()
         self.pool = StreamPool(high_priority)
         self.deadlines, self.blocks = {}, {}
+        self.enders = set()
         self.completions, self.aborts = [], []
         self.check, self.check_nan = check, check_nan
         self.handle = new_handle(rank, store)
@@ -131,6 +142,8 @@ cdef class Lifecycle(BlockOwner):
             self.collectives = self.children = self.admissions = self.commits = 0
         del before
         mine = weakref.ref(self)
+        if size > 1:
+            fence.listen(self)
         notices.listen(
             functools.partial(caller_of(mine, "_ended"), number), functools.partial(caller_of(mine, "_gone"), number), ledger
         )
@@ -276,6 +289,7 @@ cdef class Lifecycle(BlockOwner):
             _meeting_of(self.notices, label, members), self.timeout,
         )
         made.spares = self.on_error == "report"
+        made.aborts = not made.spares
         made.epoch, made.members = number, members
         return made
 
@@ -403,16 +417,18 @@ cdef class Lifecycle(BlockOwner):
         error = NcclAborted(f"process group {self.name!r} was aborted by rank {self.rank}: {text}")
         if isinstance(reason, BaseException):
             error.__cause__ = reason
+        self.enders.add(threading.get_ident())
         try:
             self._fail(error, text, None, exits=False, asks=True)
             if self.tell_thread is not None:
                 self.tell_thread.join(_TELLS)
         finally:  # who leaves a meeting before the others have heard is only one rank less
             self.moves = False
+            self.enders.discard(threading.get_ident())
 
     def _ended(self, number, told):
         """Take the news from another rank that the group has ended, and what all did then."""
-        error = was_ended_by(self.name, told.text, told.said)
+        error = was_ended_by(self.name, told.text, told.said, told.kind)
         error.ranks = told.states
         planned = self.handle in (told.handles or ())
         self._fail(error, None, number, exits=not planned, calls=not planned)
@@ -476,46 +492,90 @@ cdef class Lifecycle(BlockOwner):
             hooks = self.aborts  # later ones are called as they come
             if but is not None:
                 but.state = GONE
+        comms, readers = [] if but is None else list(but.comms), set()
+        for one in connections if but is None or but in connections else [*connections, but]:
+            one.fence()
+            one.note_readers(readers)
         notices.known.failed(error)
         exits = exits and self.on_error in ("exit", "exit_now")
         if exits and self.on_error == "exit_now":
             self._exit(error, notices)
         telling = None
         if text is not None:
-            told = f"rank {self.rank} of {self.size}: {without_advice(text) if said else text}", said, states
+            told = (
+                f"rank {self.rank} of {self.size}: {without_advice(text) if said else text}", said, states, None,
+                type(error).__name__,
+            )
             telling = threading.Thread(target=notices.tell, args=told, name="ncclpy-group-end", daemon=True)
             telling.start()
             self.tell_thread = telling
-        comms = []
         others = error
         if type(error) is not NcclAborted:
-            others = has_ended(self.name, error)
+            others = has_ended(self.name, error, same_class(error))
         for one in connections:
             if one is not but:
                 comms += one.abort(others)
         for request in alone:
             (<Request>request).fail(others)
-        if comms:
-            self.abort_thread = abort_aside(comms, text_of(error))
+        if not exits:
+            readers.discard(threading.get_ident())
+            readers -= self.enders  # they hear of it by what they are in
+            raise_in_readers(readers, self.maker, error if self.translate is None else self.translate(error))
+            self._abort_later(notices, telling, comms, text_of(error))
         for hook in hooks if calls else ():
             users.give(functools.partial(hook, error))
         if exits:
-            threading.Thread(target=self._exit, args=(error, notices, telling, but), name="ncclpy-group-exit").start()
+            threading.Thread(
+                target=self._exit, args=(error, notices, telling, but, comms), name="ncclpy-group-exit"
+            ).start()
 
-    def _exit(self, error, notices, telling=None, Connection but=None):
-        """End the process, as `on_error` asks for; once the others were told and the communicators are aborted."""
-        cdef double deadline = now() + ABORT_DEADLINE
-        for thread in (telling, self.abort_thread):
-            if thread is not None:
-                thread.join(ABORT_DEADLINE)
-        if telling is not None and notices.goes_on(self.handle):
-            return  # another rank has ended it on purpose, and that is what this one has seen
+    cdef int _abort_later(self, notices, telling, list comms, reason) except -1:
+        """Abort communicators once all ranks have heard that the group ends, in a thread of its own."""
+        thread = threading.Thread(
+            target=_abort_when_heard, args=(notices, telling, comms, reason), name="ncclpy-group-abort", daemon=True
+        )
+        thread.start()
+        self.abort_thread = thread  # others join it
+        return 0
+
+    def _exit(self, error, notices, telling=None, Connection but=None, comms=()):
+        """End the process, as `on_error` asks for, once the others were told.
+
+        Nothing is aborted before: of an abort the neighbours get wrong data, and this process may go on with some. What
+        the device waits for ends with the process.
+        """
+        cdef double deadline = now() + _EXITS
+        if telling is not None:
+            telling.join(_EXITS)
+            if notices.goes_on(self.handle):  # another rank has ended it on purpose, and that is what this one has seen
+                self._abort_later(notices, None, list(comms), text_of(error))
+                return
+        notices.confirm()
         while but is not None and but.launches and now() < deadline:
             time.sleep(0.001)
         try:
             notices.known.wait()
         finally:
             end_process(self.rank, self.name, self.on_error, error)
+
+    def ask_after_stop(self):
+        """Find out whether the group was ended while this process stood still, and believe the ends of operations again if not."""
+        cdef Connection one
+        cdef int seen = load(&stops)
+        cdef long long number = self.number
+        notices = self.notices
+        if notices is None or self.size == 1 or self.is_ended():
+            return
+        try:
+            told = notices.told()
+        except (NcclError, ValueError):
+            call_at(now() + _ASKS_AGAIN, functools.partial(caller_of(weakref.ref(self), "ask_after_stop")))
+            return
+        if told is not None:
+            self._ended(number, told)
+            return
+        for one in list(self.connections.values()) if number == self.number else ():
+            one.believe(seen)
 
     def close(self, timeout=None):
         """Let what was begun end, and give the communicators back.
@@ -539,11 +599,18 @@ cdef class Lifecycle(BlockOwner):
                 return
             self.closed = True
         pending = 0
+        self.enders.add(threading.get_ident())
         try:
             drained = self.failure is not None or self._drain(deadline)
             pending = self.pending()
+            if not drained:
+                text = f"rank {self.rank} of {self.size}: it closed the group before {pending} operations were done"
+                self.notices.tell(text)
         finally:
-            self._end(drained)
+            try:
+                self._end(drained)
+            finally:
+                self.enders.discard(threading.get_ident())
         if not drained:
             raise NcclTimeout(
                 f"rank {self.rank} of process group {self.name!r}: {pending} operations were not done {seconds:.3g} s "
@@ -564,9 +631,12 @@ cdef class Lifecycle(BlockOwner):
                 one.close()
             elif one.alive:
                 comms += one.abort(error)
-        thread = abort_aside(comms, text_of(error)) if comms else self.abort_thread
-        if thread is not None:
-            thread.join(ABORT_DEADLINE + 1)
+        if comms:
+            for one in connections:
+                one.fence()
+            self._abort_later(self.notices, self.tell_thread, comms, text_of(error))
+        if self.abort_thread is not None:
+            self.abort_thread.join(ABORT_DEADLINE + 1)
         return 0
 
     cdef int end_notices(self, bint says_so) except -1:
@@ -638,6 +708,15 @@ cdef class _Owner(ConnectionOwner):
     cdef int connection_failed(self, Connection connection, object error) except -1:
         self.group._failed(error, connection)
         return 0
+
+
+def _abort_when_heard(notices, telling, comms, reason):
+    if telling is not None:
+        telling.join(_TELLS)
+    notices.confirm()
+    notices.wait_until_confirmed()
+    if comms:
+        abort_aside(comms, reason).join()
 
 
 def _meeting_of(notices, label, members):

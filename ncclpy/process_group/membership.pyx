@@ -90,19 +90,19 @@ cdef class Membership(Lifecycle):
             return
         call_at(now() + _BEAT, functools.partial(caller_of(weakref.ref(self), "_beat"), number))
 
-    def _gone(self, number, rank):
-        """Take the news that a rank's lease has ended: what still waits in a while waits for it."""
-        call_at(now() + _GRACE, functools.partial(caller_of(weakref.ref(self), "_without"), number, rank))
+    def _gone(self, number, rank, why):
+        """Take the news that a rank is gone, and why: what still waits in a while waits for it."""
+        call_at(now() + _GRACE, functools.partial(caller_of(weakref.ref(self), "_without"), number, rank, why))
 
-    def _without(self, number, rank):
+    def _without(self, number, rank, why):
         cdef Agreement agreement = self.agreement
         if number != self.number or self.is_ended():
             return
         # Unless something waits.
         if not self.pending() and not self.meetings and not (agreement is not None and agreement.turn.locked()):
-            self._gone(number, rank)
+            self._gone(number, rank, why)
             return
-        text = f"rank {rank} of process group {self.name!r} is gone: its lease in the store has ended"
+        text = f"rank {rank} of process group {self.name!r} is gone: {why}"
         if self.on_error != "report":
             self._fail(NcclRemoteError(text), text, number, asks=True)
             return
@@ -564,10 +564,12 @@ cdef class _Turn:
     def __enter__(self):
         if not self.group.turn.acquire(False):
             raise RuntimeError(f"{self.what}: another thread reconfigures process group {self.group.name!r} already")
+        self.group.enders.add(PyThread_get_thread_ident())
         self.group.moves = True
 
     def __exit__(self, *_):
         self.group.moves = False
+        self.group.enders.discard(PyThread_get_thread_ident())
         self.group.turn.release()
 
 

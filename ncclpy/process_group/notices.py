@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +20,8 @@ from ncclpy.bootstrap.watch import Change, Watch
 from ncclpy.core.creation import get_unique_id
 from ncclpy.core.errors import NcclError, NcclTimeout, ranks, spans
 from ncclpy.engine.known import elsewhere, note_group
-from ncclpy.peers.reports import ASKED, Reports
+from ncclpy.peers.processes import tell_of_end
+from ncclpy.peers.reports import ASKED, MACHINE, Reports, process, process_state
 from ncclpy.peers.sentence import sentence
 from ncclpy.peers.standing import Began, RankState, as_data, from_data
 from ncclpy.process_group.clocks import Clocks
@@ -35,6 +37,15 @@ _GONE = "told/gone/"
 #: Set by the first rank in trouble, who asks for all; and what it has heard. At the group's end, or at a meeting.
 _TROUBLE, _SAID = "trouble", "said"
 _END = "end"
+#: Set by each rank once it has heard of the end.
+_HEARD = "heard/"
+#: Which processes of this machine have the group's ranks, a line each: rank, process, when that was started.
+_PROCESSES = f"processes/{quote(MACHINE, safe='')}"
+#: So many times a rank looks there for others, a second apart, besides when a communicator is made.
+_LOOKS = 5
+#: Seconds between two looks at those that have not; and for how long one is waited for that is stopped, or that lives.
+_HEARS = 0.1
+_STOPPED, _LIVES = 1.0, 5.0
 #: How the first rank compares collectives.
 _CHECK = "options/check"
 #: Seconds for that one to ask, and to tell.
@@ -71,12 +82,15 @@ class Told:
         What its ranks did then, in a sentence and as data.
     handles
         Those of the groups that go on together, if this is why.
+    kind
+        The name of the exception's class on the rank that tells it: all ranks raise the same.
     """
 
     text: str
     said: str | None = None
     states: tuple[RankState, ...] | None = None
     handles: Iterable[str] | None = None
+    kind: str = ""
 
     def packed(self) -> bytes:
         """Return it as it travels."""
@@ -85,6 +99,7 @@ class Told:
             "said": self.said,
             "ranks": None if self.states is None else as_data(self.states),
             "handles": None if self.handles is None else list(self.handles),
+            "kind": self.kind,
         }
         return json.dumps(told).encode(errors="replace")
 
@@ -145,6 +160,9 @@ class Notices:
         self.clocks = Clocks(self.store, rank, self.known)
         self._over = threading.Event()
         self._watches: list[Watch] = []
+        self._processes: dict[int, Callable[[], object]] = {}  # what ends the watch over each rank's, by rank
+        self._gone: Callable[[int, str], object] = _nobody_told
+        self._looks = _LOOKS
 
     def unique_id(self, label: str, members: list[int], timeout: float, wanted: Callable[[], bool]) -> bytes:
         """Meet the other ranks of a communicator under the deadline, and return the id that the first of them makes.
@@ -168,6 +186,7 @@ class Notices:
         """Clear away what a communicator was made by: it stands, so that all of its ranks have had that."""
         if self.rank == members[0]:
             self.arrivals.forget(f"communicator/{label}", members)
+        self._watch_processes()
 
     def gather(self, name: str, value: object, timeout: float, wanted: Callable[[], bool]) -> list[object]:
         """Return what all ranks of the group bring to a meeting, by rank; it may be anything that JSON knows."""
@@ -217,6 +236,8 @@ class Notices:
         """Put what this rank does into the store, unless that does so itself; compare the clocks, if that is due."""
         self.reports.publish()
         self.clocks.look()
+        if self._looks > 0:
+            self._watch_processes()
 
     def part_of(self, parent: Notices, members: Sequence[int]) -> None:
         """Know these ranks as those of a group that this one is part of; who has left that does not come here."""
@@ -254,7 +275,33 @@ class Notices:
         there = self._outer.compare_set(f"{self._place}/made-by/{rank}", None, None)[1]
         return there is not None and int(there) >= self.number
 
-    def listen(self, ended: Callable[[Told], object], gone: Callable[[int], object], source: Any) -> None:
+    def _tell_process(self) -> None:
+        """Tell the ranks on this machine which process this is."""
+        mine = process()
+        with contextlib.suppress(StoreError, NcclTimeout):
+            self.store.append(_PROCESSES, f"{self.rank} {mine['pid']} {mine['start']}\n".encode())
+
+    def _watch_processes(self) -> None:
+        """Watch over the processes on this machine of ranks that have told theirs, beside this one."""
+        if self.size == 1 or self._over.is_set():
+            return
+        self._looks -= 1
+        with contextlib.suppress(StoreError, NcclTimeout, ValueError):
+            told = self.store.compare_set(_PROCESSES, None, None)[1] or b""
+            for line in told.decode().splitlines():
+                rank, pid, start = line.split()
+                if int(pid) != os.getpid() and int(rank) not in self._processes:
+                    self._watch_process(int(rank), int(pid), start)
+
+    def _watch_process(self, rank: int, pid: int, start: str) -> None:
+        def ended() -> None:
+            if not self._over.is_set():
+                self._gone(rank, f"its process, {pid}, has ended")
+
+        self._processes[rank] = _nothing_to_end
+        self._processes[rank] = tell_of_end(pid, lambda: process_state(pid, start) != "ended", ended)
+
+    def listen(self, ended: Callable[[Told], object], gone: Callable[[int, str], object], source: Any) -> None:
         """Call back, in a thread of its own, once a rank has told that the group has ended, or that a rank is gone.
 
         Other ranks that ask what this one does are answered there too; `source` tells it where no Python runs.
@@ -273,10 +320,12 @@ class Notices:
                 with contextlib.suppress(StoreError, NcclTimeout):
                     self.reports.answer_all(int(change.value))
             elif change.key.startswith(_GONE):
-                gone(int(change.key[len(_GONE) :]))
+                gone(int(change.key[len(_GONE) :]), "its lease in the store has ended")
 
+        self._gone = gone
         if self.size > 1:
             self.reports.begin(source)
+            self._tell_process()
         try:
             self._watches.append(self.store.watch(_TOLD, look))
         except StoreError:  # it cannot tell of changes
@@ -358,6 +407,7 @@ class Notices:
         said: str | None = None,
         states: tuple[RankState, ...] | None = None,
         handles: Iterable[str] | None = None,
+        kind: str = "",
     ) -> None:
         """Tell all ranks that the group has ended, unless another one was faster; the store may be gone.
 
@@ -369,8 +419,45 @@ class Notices:
             What each rank does, as far as this one knows: in a sentence, and as data.
         handles
             Those of the groups that go on together, if this is why.
+        kind
+            The name of the exception's class.
         """
-        self._tell(self.store, self.name, Told(text, said, states, handles))
+        self._tell(self.store, self.name, Told(text, said, states, handles, kind))
+
+    def told(self) -> Told | None:
+        """Return what a rank has told of the group's end; None while nothing has ended it."""
+        there = self.store.compare_set(_ENDED, None, None)[1]
+        return None if there is None else _read(there)
+
+    def confirm(self) -> None:
+        """Tell that this rank has heard of the end, and believes no end of an operation that it sees from now on."""
+        with contextlib.suppress(StoreError, NcclTimeout):
+            self.store.set(f"{_HEARD}{self.rank}", b"1")
+
+    def wait_until_confirmed(self) -> None:
+        """Wait until the other ranks have heard of the end as well, those that can: then communicators may be aborted.
+
+        Of a rank that is not there any more nobody waits for; for one that is stopped a second, and for one that lives
+        and does not answer longer, as another thread may keep it from that.
+        """
+        begun = time.monotonic()
+        missing = [rank for rank in range(self.size) if rank != self.rank]
+        try:
+            while missing:
+                waited = time.monotonic() - begun
+                keys = [f"{_HEARD}{rank}" for rank in missing]
+                with contextlib.suppress(NcclTimeout):
+                    self.store.wait(keys, _HEARS)
+                    return
+                missing = [rank for rank in missing if not self.store.check([f"{_HEARD}{rank}"])]
+                missing = [rank for rank in missing if waited < _patience_with(self._condition_of(rank))]
+        except (StoreError, NcclTimeout):  # the others find out by themselves, within that time
+            time.sleep(max(0.0, _STOPPED - (time.monotonic() - begun)))
+
+    def _condition_of(self, rank: int) -> str:
+        if not self._has_made(rank):
+            return "absent"
+        return "gone" if self.arrivals.is_gone(rank) else self.reports.process_of(rank)
 
     def goes_on(self, handle: str) -> bool:
         """Return whether the group has ended here because it goes on with others, of whom this rank is one."""
@@ -393,6 +480,9 @@ class Notices:
         """Hear nothing any more; the others are told, if asked, that this rank has closed the group."""
         self.known.closed()
         self._over.set()
+        processes, self._processes = self._processes, {}
+        for stop in processes.values():
+            stop()
         watches, self._watches = self._watches, []
         for watch in watches:
             with contextlib.suppress(StoreError):
@@ -401,6 +491,21 @@ class Notices:
         if says_so and self.size > 1:
             with contextlib.suppress(StoreError, NcclTimeout):  # whose store is gone tells nobody
                 self.reports.publish(closed=True)
+
+
+def _patience_with(condition: str) -> float:
+    """Return how many seconds to wait for a rank to hear of the end."""
+    if condition in ("ended", "gone", "closed", "absent"):
+        return 0.0
+    return _STOPPED if condition == "stopped" else _LIVES
+
+
+def _nothing_to_end() -> None:
+    pass
+
+
+def _nobody_told(rank: int, why: str) -> None:
+    pass
 
 
 def _nothing_known(rank: int) -> str:
@@ -417,6 +522,6 @@ def _read(told: bytes) -> Told:
     try:
         found = json.loads(told)
         states = None if found["ranks"] is None else from_data(found["ranks"])
-        return Told(str(found["text"]), found["said"], states, found["handles"])
+        return Told(str(found["text"]), found["said"], states, found["handles"], str(found.get("kind", "")))
     except (ValueError, KeyError, TypeError):  # of another version
         return Told(told.decode(errors="replace"))

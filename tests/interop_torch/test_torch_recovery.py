@@ -49,7 +49,13 @@ def train(rank, step_of, on_error):
 
 def job(rank, size, path, pipe):
     os.environ["LOCAL_RANK"] = str(rank)
-    dist.init_process_group("ncclpy", store=dist.FileStore(path, size), rank=rank, world_size=size)
+    dist.init_process_group(
+        "ncclpy",
+        store=dist.FileStore(path, size),
+        rank=rank,
+        world_size=size,
+        pg_options={"on_error": "abort"},
+    )
     died = 0.0
 
     def step_of(step):
@@ -140,7 +146,7 @@ def test_options_and_device_stay(ranks4):
     limit = datetime.timedelta(seconds=21)
     found = ranks4.run(options_of, pg_options={"timing": True}, timeout=limit)
     assert found.pop(WHO) is None
-    assert found == [(torch.device("cpu", 0), {"timing": True}, True, 21_000)] * 3
+    assert found == [(torch.device("cpu", 0), {"on_error": "abort", "timing": True}, True, 21_000)] * 3
 
 
 def test_recover_under_torchs_own_check():

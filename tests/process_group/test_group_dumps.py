@@ -147,7 +147,7 @@ def test_a_rank_that_does_not_come_writes_its_dump_when_it_hears_of_the_end(rank
         """,
     )
     assert dumps[0]["reason"].startswith("NcclTimeout: ")
-    assert dumps[1]["reason"].startswith("NcclAborted: process group 'default' was ended by rank 0 of 2: ")
+    assert dumps[1]["reason"].startswith("NcclTimeout: process group 'default' was ended by rank 0 of 2: ")
     assert dumps[0]["clock"] == dumps[1]["clock"]
     head, *lines = part(said)
     assert re.fullmatch(r"the ranks part at sequence 1 of communicator default \w+ \(2 ranks\)", head)

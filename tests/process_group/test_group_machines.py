@@ -28,7 +28,7 @@ def test_what_a_process_of_another_machine_does_instead(tmp_path, what):
     testing.need_processes(2)
     does, state, said = AWAY[what]
     program = (
-        "from ncclpy.peers import reports\nif os.environ['RANK'] == '1':\n    reports._MACHINE = 'another'\n" + TOLD
+        "from ncclpy.peers import reports\nif os.environ['RANK'] == '1':\n    reports.MACHINE = 'another'\n" + TOLD
     )
     does = "group.store.set('has begun', b'')\n" + does
     program += "if group.rank == 1:\n" + textwrap.indent(does, "    ") + "\n    os._exit(0)\n"

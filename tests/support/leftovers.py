@@ -8,11 +8,11 @@ import threading
 import time
 
 #: Threads of which a process has one from the first need on: of the host engine, and the watcher of deadlines.
-LASTING = {"ncclpy-soon", "ncclpy-sweep", "ncclpy-watch", "ncclpy-watcher"}
+LASTING = {"ncclpy-soon", "ncclpy-sweep", "ncclpy-watch", "ncclpy-watcher", "ncclpy-processe"}
 #: Threads of the Manager, which stay as well.
 LASTING_MANAGER = LASTING | {"ncclpy-monitor", "ncclpy-lane", "ncclpy-callback", "ncclpy-errand"}
 #: Threads that Python lists, and that stay.
-STAYING = {"ncclpy-callback", "ncclpy-errand"}
+STAYING = {"ncclpy-callback", "ncclpy-errand", "ncclpy-processes"}
 
 
 def threads(lasting=LASTING) -> list[str]:

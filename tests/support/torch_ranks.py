@@ -85,7 +85,13 @@ class Ranks:
         return answers
 
     def run(self, program, *arguments, backend="ncclpy", deadline=DEADLINE, **options):
-        """Return what ``program(rank, size, *arguments)`` returns in each rank, a function of a module."""
+        """Return what ``program(rank, size, *arguments)`` returns in each rank, a function of a module.
+
+        Groups that fail raise here: by default their processes would end.
+        """
+        given = options.get("pg_options")
+        if "ncclpy" in backend.lower() and (given is None or isinstance(given, dict)):
+            options["pg_options"] = {"on_error": "abort", **(given or {})}
         if not self._processes:
             self._start()
         number = next(self._numbers)

@@ -1,0 +1,16 @@
+from ncclpy.core.handle cimport Handle
+
+# How often this process was found to have stood still while operations ran.
+cdef int stops
+
+# Whether the end of an operation that was launched at a moment may be that of a torn one, so that it is no success.
+cdef bint is_doubted(Handle handle, double launched) noexcept nogil
+# Note that the monitor runs; whether something was in flight when it did so last.
+cdef void note_turn(double moment, bint watching) noexcept nogil
+# Have those told that the process has stood still, if it has since they were told last. With the GIL.
+cdef int tell_of_stops() except -1
+
+# Believe no end on a communicator any more: other ranks may abort it.
+cdef int fence(Handle handle) except -1
+# Believe them unless the process stands still after it was found to have stopped so often.
+cdef int believe(Handle handle, int seen) except -1

@@ -1,0 +1,74 @@
+"""Which ends of operations may be believed.
+
+A kernel of NCCL that sees its communicator's abort flag leaves its wait, and passes on to the next rank what it has. So
+a rank whose neighbour aborts sees its own operation end like any other, with wrong data. Where ranks have a channel
+beside NCCL they therefore abort in two steps: first all hear that the communicator ends, and each stops to believe ends
+that it sees from then on; only then does a rank abort (docs/failures.md). A communicator without such a channel is believed always.
+
+A process that stands still (SIGSTOP, a machine that sleeps) hears nothing, and the others do not wait for it for ever.
+When it goes on it believes nothing before it has asked.
+"""
+
+import weakref
+
+from ncclpy.core.handle cimport BELIEVED, FENCED, Handle
+from ncclpy.engine.callbacks cimport errands, ring
+from ncclpy.engine.native cimport add, load, now
+
+# Other ranks wait for a silent one for a second at least. Who has been still for half of that asks.
+cdef double _STILL = 0.5
+
+cdef int stops = 0
+cdef double _turn = 0  # when the monitor has run last
+cdef int _told = 0
+cdef object _listeners = weakref.WeakSet()
+
+
+cdef bint is_doubted(Handle handle, double launched) noexcept nogil:
+    cdef double moment
+    if handle.contact == BELIEVED:
+        return False
+    if handle.contact == FENCED:
+        return True
+    moment = now()
+    if moment - max(_turn, launched) > _STILL:
+        note_turn(moment, True)
+    return handle.contact != load(&stops)
+
+
+cdef void note_turn(double moment, bint watching) noexcept nogil:
+    global _turn
+    if watching and moment - _turn > _STILL:
+        add(&stops, 1)
+        ring()
+    _turn = moment
+
+
+cdef int tell_of_stops() except -1:
+    global _told
+    if load(&stops) == _told:
+        return 0
+    _told = load(&stops)
+    errands.give(_tell_all)
+    return 0
+
+
+cdef int fence(Handle handle) except -1:
+    handle.contact = FENCED
+    return 0
+
+
+cdef int believe(Handle handle, int seen) except -1:
+    if handle.contact != FENCED:
+        handle.contact = seen
+    return 0
+
+
+def _tell_all():
+    for listener in list(_listeners):
+        listener.ask_after_stop()
+
+
+def listen(listener):
+    """Have ``listener.ask_after_stop()`` called, in a thread for errands, when the process has stood still."""
+    _listeners.add(listener)

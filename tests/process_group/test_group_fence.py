@@ -1,0 +1,139 @@
+"""Ends of operations that are seen while a group ends: what is not known to be whole is no success."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from group_ranks import run_groups
+
+import ncclpy
+import testing
+from ncclpy.bootstrap import FileStore
+from ncclpy.process_group.notices import Notices, Told
+
+DEADLINE = 20.0
+ENDED = "ncclpy/group/default/1/told/ended"
+
+STOPPED = """
+import os, sys
+import numpy as np, ncclpy
+from ncclpy.bootstrap import FileStore
+
+ncclpy.use("host")
+group = ncclpy.ProcessGroup(FileStore(sys.argv[1]), 1, 2, device=1, timeout=20)
+array = np.ones(4)
+group.all_reduce(array).wait(20)
+work = group.all_reduce(array)
+print("begun", flush=True)
+sys.stdin.readline()
+error = work.exception(20)
+print(type(error).__name__, error, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_rank_that_was_stopped_asks_before_it_takes_an_end_for_success(host_engine, tmp_path, ended):
+    """While it stands still the others may end the group and abort, after which its operation ends like any other."""
+    path = tmp_path / "store"
+    child = subprocess.Popen(
+        [sys.executable, "-c", STOPPED, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/"
+    )
+    try:
+        group = ncclpy.ProcessGroup(FileStore(path), 0, 2, device=0, timeout=DEADLINE)
+        group.all_reduce(array := np.ones(4)).wait(DEADLINE)
+        comm = group.communicator
+        assert child.stdout.readline() == "begun\n"
+        child.send_signal(signal.SIGSTOP)
+        os.waitpid(child.pid, os.WUNTRACED)
+        if ended:
+            FileStore(path).compare_set(ENDED, None, Told("rank 0 of 2: a test").packed())
+        stream = ncclpy.Stream(0)
+        comm.all_reduce(array, stream=stream)  # so that the operation of the other rank ends
+        time.sleep(0.7)  # less than what the others wait for a rank that is stopped
+        child.stdin.write("go on\n")
+        child.stdin.flush()
+        child.send_signal(signal.SIGCONT)
+        said = child.stdout.readline()
+        assert said.startswith("NcclAborted process group 'default' was ended" if ended else "NoneType None"), said
+    finally:
+        child.kill()
+        child.communicate()
+    group.abort("the test is over")
+    group.close()
+
+
+def test_abort_waits_until_the_other_rank_has_heard(host_engine, monkeypatch):
+    hears, confirm = threading.Event(), Notices.confirm
+
+    def late(self):
+        if self.rank == 1:
+            assert hears.wait(DEADLINE)
+        confirm(self)
+
+    monkeypatch.setattr(Notices, "confirm", late)
+    ended = threading.Barrier(2)
+
+    def body(group):
+        group.all_reduce(np.ones(4)).wait(DEADLINE)
+        comm = group.communicator
+        ended.wait(DEADLINE)
+        if group.rank == 0:
+            group.abort("a test")
+        testing.wait_for(lambda: group.error is not None, "the news")
+        ended.wait(DEADLINE)
+        time.sleep(0.3)
+        before = comm.closed
+        ended.wait(DEADLINE)
+        hears.set()
+        testing.wait_for(lambda: comm.closed, "the abort")
+        return before
+
+    assert run_groups(2, body) == [False, False]
+
+
+def test_thread_that_waits_by_a_stream_is_told_before_the_abort(host_engine):
+    """It waits for nothing of ncclpy's: the error is raised where it is."""
+
+    def body(group):
+        group.all_reduce(array := np.ones(4)).wait(DEADLINE)
+        if group.rank == 1:
+            testing.wait_for(lambda: group.error is not None, "the news")
+            return "NcclTimeout"
+        work = group.all_reduce(array, timeout=0.3)
+        work.synchronize()
+        try:
+            end = time.monotonic() + DEADLINE
+            while time.monotonic() < end:
+                time.sleep(0.001)
+        except ncclpy.NcclError as error:
+            assert error is group.error
+            return type(error).__name__
+        return "nothing was raised"
+
+    assert run_groups(2, body) == ["NcclTimeout"] * 2
+
+
+def test_thread_that_waits_itself_is_told_once(host_engine):
+    def body(group):
+        group.all_reduce(array := np.ones(4)).wait(DEADLINE)
+        if group.rank == 1:
+            testing.wait_for(lambda: group.error is not None, "the news")
+            return True
+        work = group.all_reduce(array, timeout=0.3)
+        work.synchronize()
+        with pytest.raises(ncclpy.NcclTimeout):
+            work.wait(DEADLINE)
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:  # a second error would be raised here
+            time.sleep(0.001)
+        return True
+
+    assert run_groups(2, body) == [True, True]

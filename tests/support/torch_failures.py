@@ -1,0 +1,105 @@
+"""A torch program of which one rank fails; run as `torch_failures.py CASE FOLDER`, with torchrun's variables.
+
+A case is ``what-where-behind``: what rank 2 does (kill, raise, absent, stop), where (loop: in a training loop; log: in
+one that reads its loss; last: before the last collective), and what the others do behind it (nothing, barrier, sync,
+destroy). Each other rank prints "RESULT" and a number if it gets that far.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ncclpy.interop.torch import recover
+
+AT, STEPS = 3, 8
+#: The rank that fails: neither the first, which serves the store, nor one beside it where there are several.
+WHO = min(2, int(os.environ.get("WORLD_SIZE", "4")) - 1)
+
+
+def fail(what, folder):
+    with open(f"{folder}/stamp", "w") as file:
+        file.write(str(time.time()))
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if what == "raise":
+        raise RuntimeError("boom")
+    time.sleep(100)
+    os._exit(0)
+
+
+def run(case, folder):
+    what, where, behind = case.split("-")
+    rank = int(os.environ["RANK"])
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    option = os.environ.get("ON_ERROR")
+    dist.init_process_group(
+        "ncclpy",
+        timeout=datetime.timedelta(seconds=60),
+        device_id=device if on_gpu else None,
+        pg_options={"on_error": option} if option else None,
+    )
+    dist.barrier()  # which connects: that takes as long as the group says
+    dist.distributed_c10d._get_default_group().set_timeout(datetime.timedelta(seconds=float(os.environ["LIMIT"])))
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)).to(device)
+    model = DistributedDataParallel(module, device_ids=[rank] if on_gpu else None)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    batch = torch.randn(16, 64, device=device)
+    for step in range(STEPS):
+        if rank == WHO and where != "last" and step == AT:
+            fail(what, folder)
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if where == "log":
+            loss.item()
+    if rank == WHO and where == "last":
+        if on_gpu:
+            torch.cuda.synchronize()
+        fail(what, folder)
+    tensor = torch.full((1,), rank + 1.0, device=device)
+    dist.all_reduce(tensor)
+    if behind == "barrier":
+        dist.barrier()
+    if behind == "sync" and on_gpu:
+        torch.cuda.synchronize()
+    print("RESULT", tensor.item(), flush=True)
+    if behind == "destroy":
+        dist.destroy_process_group()
+        print("DESTROYED", flush=True)
+
+
+def run_and_recover(case, folder):
+    """The same in a program that goes on with those that are left, and sums anew."""
+    try:
+        run(case, folder)
+    except RuntimeError as error:
+        if "boom" in str(error):
+            raise
+        print("TOLD", str(error).replace("\n", " "), file=sys.stderr, flush=True)
+        found = recover(timeout=5)
+        tensor = torch.full((1,), dist.get_rank() + 1.0, device="cuda" if torch.cuda.is_available() else "cpu")
+        dist.all_reduce(tensor)
+        print("RECOVERED", tensor.item(), found.lost, flush=True)
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    (run_and_recover if os.environ.get("ON_ERROR") == "abort" else run)(*sys.argv[1:])

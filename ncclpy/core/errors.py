@@ -160,6 +160,11 @@ class NcclRemoteError(NcclError):
     """Report that another rank or the network failed (`ncclRemoteError`)."""
 
 
+def same_class_as(kind: str) -> type[NcclError]:
+    """Return the class of the exception that all ranks raise, by the name of the one that the first has raised."""
+    return {"NcclTimeout": NcclTimeout, "NcclRemoteError": NcclRemoteError}.get(kind, NcclAborted)
+
+
 class NcclUnsupported(NcclError):
     """Report something that the loaded NCCL does not have; the message names the version that does."""
 

@@ -408,7 +408,7 @@ cdef int _before(const Part* a, const Part* b, bint by_lane) except -1:
     return first < second or (first == second and a.step.handle < b.step.handle)
 
 
-def abort_aside(handles, reason):
+def abort_aside(handles, reason, others=()):
     """Abort communicators together in a thread of their own, which nobody waits for.
 
     Parameters
@@ -417,18 +417,23 @@ def abort_aside(handles, reason):
         Those that are aborted or closed already are passed over.
     reason : str
         For the warning, should NCCL not come back.
+    others : list of threading.Thread
+        Threads that abort more, which this one waits for.
 
     Returns
     -------
     threading.Thread
     """
-    thread = threading.Thread(target=_abort, args=(handles, reason), name="ncclpy-abort-aside", daemon=True)
+    thread = threading.Thread(target=_abort, args=(handles, reason, others), name="ncclpy-abort-aside", daemon=True)
     thread.start()
     return thread
 
 
-def _abort(handles, reason):
+def _abort(handles, reason, others):
     try:
-        abort_handles(handles, ABORT_DEADLINE, reason)
+        if handles:
+            abort_handles(handles, ABORT_DEADLINE, reason)
+        for thread in others:
+            thread.join()
     except Exception:  # nobody waits for this thread
         _log.warning("aborting %s failed (%s)", handles, reason, exc_info=True)

@@ -9,6 +9,7 @@ cdef class Ensemble(Clique):
     cdef dict ledgers  # of what each rank here begins, by rank; None without a store
     cdef bint meeting  # they have yet to meet there
     cdef dict gathered  # the Manager's gatherings
+    cdef readonly object ending  # the thread that aborts the communicators once all have heard, if it does
     cdef object __weakref__
 
     cdef int meet_in(self, object store, dict gatherings, Gathering gathering) except -1

@@ -2,6 +2,7 @@
 
 import _thread
 import logging
+import threading
 import time
 import weakref
 
@@ -15,20 +16,31 @@ from ncclpy.core.operation cimport Operation
 from ncclpy.core.stream cimport Stream
 from ncclpy.core.wait cimport FOREVER, now
 from ncclpy.engine.clique cimport GONE, MADE
+from ncclpy.engine.fence cimport believe, stops
+from ncclpy.engine.fence cimport fence as fence_handle
 from ncclpy.engine.ledger cimport Ledger
 from ncclpy.engine.launcher cimport Launch
+from ncclpy.engine.native cimport load
 from ncclpy.engine.protocols cimport Together
 from ncclpy.engine.recorder cimport began_of
 from ncclpy.engine.work cimport Work
 from ncclpy.manager.gathering cimport Gathering, Participant
 
+from ncclpy.core.errors import NcclError, same_class_as
+from ncclpy.engine import fence
 from ncclpy.engine.failing import add_answer
+from ncclpy.engine.launcher import abort_aside
+from ncclpy.engine.monitor import call_at
+from ncclpy.engine.recorder import text_of
 
 # Seconds in which who waits in a store tells who is absent, before the deadline's own error says less.
 cdef double _TELLS = 2.0
 
 # Seconds for the others to hear that communicators were closed; a store that is stuck holds up nobody for longer.
 cdef double _LEAVES = 1.0
+
+# How often a process that has stood still asks a store that does not answer.
+cdef double _ASKS_AGAIN = 1.0
 
 _log = logging.getLogger("ncclpy.manager")
 
@@ -49,8 +61,10 @@ cdef class Ensemble(Clique):
         self.ledgers = {rank: Ledger() for rank in self.ranks}
         self.nodes = nodes = Nodes(
             store, gathering.communicator_key, self.ranks, self.nranks, gathering.timeout, _sayer_of(gathering),
-            _asker_of(self), _looker_of(weakref.ref(self)), self.ledgers,
+            _asker_of(self), _looker_of(weakref.ref(self)), self.ledgers, _teller_of(weakref.ref(self)),
         )
+        self.aborts = True
+        fence.listen(self)
         self.name = nodes.name
         return 0
 
@@ -112,8 +126,57 @@ cdef class Ensemble(Clique):
         if (<Launch>launch).unsettled == 0:
             return 1
         Clique.launch_failed(self, launch, error)
-        self._leave()
+        if self.aborts:
+            # The error's text may name a key, which only its readers have shown.
+            kind = type(error).__name__
+            self._end(list(self.comms), f"its operation failed with {kind}", kind)
+        else:
+            self._leave()
         return 0
+
+    def ended(self, text, kind):
+        """Take the news that another process has ended the communicators: what runs on them fails here as well."""
+        if self.state == GONE:
+            return
+        error = same_class_as(kind)(f"communicator {self.name!r} was ended by {text}")
+        self.inquire(error)
+        if self.state == GONE:  # meanwhile
+            return
+        self.owner.clique_lost(self)
+        self._end(Clique.abort(self, error), None, None)
+
+    def ask_after_stop(self):
+        """Find out whether the communicators were ended while this process stood still; believe them again if not."""
+        cdef Communicator comm
+        cdef int seen = load(&stops)
+        nodes = self.nodes
+        if nodes is None or self.state != MADE:
+            return
+        try:
+            ended = nodes.is_ended()
+        except (NcclError, ValueError):
+            call_at(now() + _ASKS_AGAIN, _again(weakref.ref(self)))
+            return
+        if not ended:
+            for comm in list(self.comms):
+                believe(comm, seen)
+
+    def _end(self, comms, text, kind):
+        """Abort communicators once all processes have heard that they end, in a thread of its own."""
+        for comm in comms:
+            fence_off(comm)
+        nodes, self.nodes = self.nodes, None
+        thread = threading.Thread(
+            target=_abort_when_heard, args=(nodes, comms, text, kind), name="ncclpy-manager-abort", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError:  # there is none to be had; an abort would need one, too
+            _log.warning("the communicators of %s could not be aborted", self.name, exc_info=True)
+            self.nodes = nodes
+            self._leave()
+            return
+        self.ending = thread
 
     def _leave(self):
         """Have a thread tell the other processes that these ranks have no communicators any more; return it, or None."""
@@ -125,9 +188,15 @@ cdef class Ensemble(Clique):
             return None
 
     def abort(self, error):
-        """Do as every clique, and tell the other processes."""
-        self._leave()
-        return Clique.abort(self, error)
+        """Do as every clique, and tell the other processes, which hear of it before anything is aborted.
+
+        Where there are some, this does that itself, in the thread ``ending``, and returns nothing to be aborted.
+        """
+        if not self.aborts or self.state != MADE or self.nodes is None:
+            self._leave()
+            return Clique.abort(self, error)
+        self._end(Clique.abort(self, error), text_of(error), type(error).__name__)
+        return []
 
     def close(self):
         """Tell the other processes, and do as every clique."""
@@ -138,7 +207,11 @@ cdef class Ensemble(Clique):
 
     cdef list ready(self, list comms, list streams):
         """Take the communicators over and launch what has waited for them; return that, to be let go of."""
+        cdef Communicator comm
         Clique.ready(self, comms, streams)
+        if self.aborts:
+            for comm in comms:
+                believe(comm, load(&stops))  # all have met just now
         waiting, self.waiting = self.waiting, []
         for gathering in waiting:
             self.launch(gathering)
@@ -210,6 +283,43 @@ cdef class Ensemble(Clique):
             _add(launch, comm, &operation, participant.work)
         self.sequence += 1
         return 0
+
+
+def _abort_when_heard(nodes, comms, text, kind):
+    if nodes is not None:
+        if text is not None:
+            nodes.end(text, kind)
+        nodes.wait_until_heard()
+    if comms:
+        abort_aside(comms, text or "another process has ended them").join()
+    if nodes is not None:
+        nodes.leave()
+
+
+def fence_off(Communicator comm not None):
+    fence_handle(comm)
+
+
+def _again(reference):
+    """Return what asks once more, without keeping the communicators."""
+
+    def ask():
+        ensemble = reference()
+        if ensemble is not None:
+            ensemble.ask_after_stop()
+
+    return ask
+
+
+def _teller_of(reference):
+    """Return what tells communicators that they were ended, without keeping them."""
+
+    def tell(text, kind):
+        ensemble = reference()
+        if ensemble is not None:
+            ensemble.ended(text, kind)
+
+    return tell
 
 
 def _sayer_of(Gathering gathering not None):

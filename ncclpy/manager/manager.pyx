@@ -513,7 +513,7 @@ Gather the participants of collectives by key and launch each collective when al
             for gathering in gatherings.values():
                 gathering.end(error)
                 gathering.let_go()
-            self.abort_thread = abort_aside(comms, text)
+            self.abort_thread = abort_aside(comms, text, _endings_of(cliques.values()))
         finally:
             self.aborting -= 1
 
@@ -588,7 +588,8 @@ Gather the participants of collectives by key and launch each collective when al
             self.cliques = {}
         for clique in busy:
             comms += clique.abort(NcclAborted(f"the Manager was closed, {why}"))
-        thread = abort_aside(comms, "the Manager was closed") if comms else self.abort_thread
+        endings = _endings_of(busy)
+        thread = abort_aside(comms, "the Manager was closed", endings) if comms or endings else self.abort_thread
         for clique in idle:
             clique.close()
         if thread is not None:
@@ -661,3 +662,8 @@ def _sweeper_of(reference):
             manager._sweep()
 
     return sweep
+
+
+cdef list _endings_of(cliques):
+    """Return the threads that abort communicators once all processes have heard."""
+    return [clique.ending for clique in cliques if clique.ending is not None]

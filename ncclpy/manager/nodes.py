@@ -48,6 +48,8 @@ class Nodes:
         Returns what one of the own ranks does, see `Reports`.
     ledgers
         Where what they have launched is noted, by rank.
+    ended
+        Called once another process has ended the communicators, see `Circle`.
     """
 
     def __init__(
@@ -61,12 +63,13 @@ class Nodes:
         wanted: Callable[[], bool],
         look: Callable[[int], dict[str, Any]],
         ledgers: Mapping[int, Ledger],
+        ended: Callable[[str, str], object],
     ) -> None:
         self.name = hashlib.blake2b(key, digest_size=4).hexdigest()  # by which communicators and the recorder call it
         self._store = PrefixStore(f"ncclpy/manager/{key.hex()}", store)
         self._own, self._everyone = own, range(nranks)
         self._timeout, self._say, self._wanted, self._look = timeout, say, wanted, look
-        self._ledgers = ledgers
+        self._ledgers, self._ended = ledgers, ended
         self._arrivals: Arrivals | None = None
         self._circle: Circle | None = None
         self._left = False
@@ -91,7 +94,9 @@ class Nodes:
             error.missing = late.missing
             raise error from None
         self._arrivals = arrivals
-        circle = Circle(self._store, self.name, self._own, len(self._everyone), self._look, self._ledgers, arrivals)
+        circle = Circle(
+            self._store, self.name, self._own, len(self._everyone), self._look, self._ledgers, arrivals, self._ended
+        )
         circle.listen()
         self._circle = circle
         if self._left:  # meanwhile
@@ -105,6 +110,21 @@ class Nodes:
     def ask(self) -> Said:
         """Return what all ranks do, see `Circle.ask`; (None, None) if they have not met."""
         return (None, None) if self._circle is None else self._circle.ask()
+
+    def is_ended(self) -> bool:
+        """Return whether a process has ended the communicators."""
+        return self._circle is not None and self._circle.told() is not None
+
+    def end(self, text: str, kind: str) -> None:
+        """Tell the other processes that the communicators end, and why."""
+        if self._circle is not None:
+            self._circle.end(text, kind)
+
+    def wait_until_heard(self) -> None:
+        """Tell that this process has heard of the end, and wait until the others have: then it may abort."""
+        if self._circle is not None:
+            self._circle.confirmation.confirm()
+            self._circle.confirmation.wait()
 
     def leave(self) -> threading.Thread | None:
         """Give up the communicators, of which a thread tells the others, see `Circle.leave`."""

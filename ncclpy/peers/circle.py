@@ -22,6 +22,7 @@ from ncclpy.bootstrap.watch import Change, Watch
 from ncclpy.core.errors import NcclError, NcclTimeout, seconds
 from ncclpy.engine.ledger import Ledger
 from ncclpy.engine.monitor import call_at
+from ncclpy.peers.confirmation import Confirmation
 from ncclpy.peers.inquiry import Inquiries, Said
 from ncclpy.peers.reports import ASKED, Reports
 from ncclpy.peers.sentence import sentence
@@ -35,6 +36,9 @@ _TROUBLE, _SAID = "trouble", "said"
 _OTHERS_ASK = 2.5
 #: Seconds after which what was heard is said to be old.
 _LONG_AGO = 3.0
+#: Set by the first rank that ends the communicator, with why; what it and the question are below, which all watch.
+_ENDED = "told/ended"
+_TOLD = "told/"
 #: How many ranks have left.
 _LEFT = "left"
 #: How often a rank's standing goes into the store, if it has changed; and how often a store that cannot be watched is
@@ -74,6 +78,9 @@ class Circle:
         Where what they have launched is noted, by rank, if it is: so much is told also while a call keeps the GIL.
     arrivals
         By which they have met.
+    ended
+        Called, in a thread that is not to be held up, once another process has ended the communicator: with why and
+        with the name of its exception's class.
     """
 
     def __init__(
@@ -85,6 +92,7 @@ class Circle:
         look: Callable[[int], dict[str, Any]],
         ledgers: Mapping[int, Ledger],
         arrivals: Arrivals,
+        ended: Callable[[str, str], object],
     ) -> None:
         self._store, self._name, self._size = store, name, size
         self._look = functools.partial(look, own[0])
@@ -94,6 +102,8 @@ class Circle:
             for rank in own
         ]
         self._inquiries = Inquiries(self._inquire, False, f"rank {own[0]} of communicator {name!r}")
+        self._arrivals, self._ended = arrivals, ended
+        self.confirmation = Confirmation(store, own, size, self._condition_of)
         self._ears = _Ears()
         self._published = 0.0
         self._over = False
@@ -105,11 +115,15 @@ class Circle:
 
         def hear(change: Change) -> None:
             circle = mine()
-            if circle is not None and change.key == ASKED and change.value is not None:
+            if circle is None or change.value is None:
+                return
+            if change.key == ASKED:
                 circle._answer(int(change.value))
+            elif change.key == _ENDED:
+                circle._hear_of_end(change.value)
 
         try:
-            self._ears.watch = self._store.watch(ASKED, hear)
+            self._ears.watch = self._store.watch(_TOLD, hear)
         except (StoreError, NcclTimeout):  # it cannot tell of changes
             for each in self._reports:
                 each.watched = False
@@ -140,6 +154,7 @@ class Circle:
                     each.publish()
             if first or not watched:  # before the watch began
                 self._answer(int(self._store.compare_set(ASKED, None, None)[1] or 0))
+                self._hear_of_end(self.told())
         except NcclTimeout:  # the store may be well again
             pass
         except (NcclError, ValueError):  # it is gone, or closed: nobody hears any more
@@ -164,6 +179,28 @@ class Circle:
         except NcclError as error:  # the store is gone, or the one who asks
             return f"What the other ranks do is not known: {error}", None
         return said, found
+
+    def end(self, text: str, kind: str) -> None:
+        """Tell the other processes that the communicator ends, and why, unless another one was faster."""
+        with contextlib.suppress(StoreError, NcclTimeout):
+            told = {"text": text, "kind": kind, "rank": self._reports[0].rank}
+            self._store.compare_set(_ENDED, None, json.dumps(told).encode(errors="replace"))
+
+    def told(self) -> bytes | None:
+        """Return what a process has told of the communicator's end, None while none has ended it."""
+        return self._store.compare_set(_ENDED, None, None)[1]
+
+    def _hear_of_end(self, told: bytes | None) -> None:
+        if told is None or self._over:
+            return
+        found = json.loads(told)
+        if found["rank"] != self._reports[0].rank:
+            self._ended(f"rank {found['rank']} of {self._size}: {found['text']}", found["kind"])
+
+    def _condition_of(self, rank: int) -> str:
+        if not self._arrivals.has_made(rank):
+            return "absent"
+        return "gone" if self._arrivals.is_gone(rank) else self._reports[0].process_of(rank)
 
     def leave(self) -> threading.Thread | None:
         """Hear nothing any more; a thread that is returned tells the others that these ranks have left.
@@ -194,7 +231,8 @@ class Circle:
                 each.publish(closed=True)
             if self._store.add(_LEFT, len(self._reports)) == self._size:  # all have: nobody asks any more
                 standings = [Reports.key(rank) for rank in range(self._size)]
-                for key in (*standings, ASKED, _TROUBLE, _SAID, _LEFT):
+                heard = [Confirmation.key(rank) for rank in range(self._size)]
+                for key in (*standings, *heard, ASKED, _ENDED, _TROUBLE, _SAID, _LEFT):
                     self._store.delete(key)
 
 

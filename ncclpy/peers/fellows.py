@@ -69,7 +69,7 @@ class Company(Fellows):
                 leave(mine.pop())
             return standing_of(GIVEN_UP if comm is None else account_of(comm))
 
-        self._circle = Circle(meeting.store, self._name, [rank], size, look, {}, meeting.arrivals)
+        self._circle = Circle(meeting.store, self._name, [rank], size, look, {}, meeting.arrivals, _not_told)
         mine.append(self._circle)
         _circles.add(self._circle)
         self._circle.listen()
@@ -171,3 +171,7 @@ def fellows_of(comm: Communicator, meeting: Meeting) -> Company | None:
     except (NcclError, RuntimeError, OSError):
         _log.warning("what the ranks of %r do will not be known to each other", comm, exc_info=True)
         return None
+
+
+def _not_told(text: str, kind: str) -> None:
+    """A Communicator's processes end each by themselves."""

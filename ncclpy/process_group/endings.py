@@ -5,23 +5,14 @@ from __future__ import annotations
 import os
 import sys
 
-from ncclpy.core.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout
+from ncclpy.core.errors import NcclAborted, NcclError, same_class_as
 from ncclpy.engine import recorder
 from ncclpy.engine.recorder import text_of
 
-__all__ = ["end_process", "has_ended", "same_class", "was_ended_by"]
+__all__ = ["end_process", "has_ended", "was_ended_by"]
 
 #: With which a process ends whose group has failed, if it asked for that.
 _EXIT_CODE = 70
-
-
-#: What has ended a group is the same exception on all ranks if it is one of these.
-_SAME = {kind.__name__: kind for kind in (NcclTimeout, NcclRemoteError)}
-
-
-def same_class(failure: BaseException) -> type[NcclError]:
-    """Return the class of what all ranks raise whose operations have failed with a group."""
-    return _SAME.get(type(failure).__name__, NcclAborted)
 
 
 def has_ended(name: str, failure: BaseException, kind: type[NcclError] = NcclAborted) -> NcclError:
@@ -56,7 +47,7 @@ def was_ended_by(name: str, text: str, said: str | None, kind: str) -> NcclError
     """
     group = f"process group {name!r}"
     text = text.replace(f": {group}: ", ": ", 1).replace(f" of {group}", "", 1)
-    return _SAME.get(kind, NcclAborted)(f"{group} was ended by {text}{'. ' + said if said else ''}")
+    return same_class_as(kind)(f"{group} was ended by {text}{'. ' + said if said else ''}")
 
 
 def end_process(rank: int, name: str, on_error: str, error: BaseException) -> None:

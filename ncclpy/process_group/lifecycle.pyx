@@ -25,7 +25,7 @@ from ncclpy.process_group.connection cimport ConnectionOwner
 from ncclpy.process_group.request cimport Request
 
 from ncclpy.core import device as _device
-from ncclpy.core.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, not_copied
+from ncclpy.core.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, not_copied, same_class_as
 from ncclpy.core.types import as_integer
 from ncclpy.engine import fence
 from ncclpy.engine.failing import add_answer, without_advice
@@ -35,7 +35,7 @@ from ncclpy.engine.readers import raise_in_readers
 from ncclpy.engine.recorder import text_of
 from ncclpy.engine.streams import StreamPool
 from ncclpy.process_group.callers import caller_of, teller_of
-from ncclpy.process_group.endings import end_process, has_ended, same_class, was_ended_by
+from ncclpy.process_group.endings import end_process, has_ended, was_ended_by
 from ncclpy.process_group.handles import give_back, new_handle
 from ncclpy.peers.inquiry import Inquiries
 from ncclpy.process_group.nan import NanCheck
@@ -511,7 +511,7 @@ cdef class Lifecycle(BlockOwner):
             self.tell_thread = telling
         others = error
         if type(error) is not NcclAborted:
-            others = has_ended(self.name, error, same_class(error))
+            others = has_ended(self.name, error, same_class_as(type(error).__name__))
         for one in connections:
             if one is not but:
                 comms += one.abort(others)

@@ -20,6 +20,7 @@ from ncclpy.bootstrap.watch import Change, Watch
 from ncclpy.core.creation import get_unique_id
 from ncclpy.core.errors import NcclError, NcclTimeout, ranks, spans
 from ncclpy.engine.known import elsewhere, note_group
+from ncclpy.peers.confirmation import Confirmation
 from ncclpy.peers.processes import tell_of_end
 from ncclpy.peers.reports import ASKED, MACHINE, Reports, process, process_state
 from ncclpy.peers.sentence import sentence
@@ -37,8 +38,6 @@ _GONE = "told/gone/"
 #: Set by the first rank in trouble, who asks for all; and what it has heard. At the group's end, or at a meeting.
 _TROUBLE, _SAID = "trouble", "said"
 _END = "end"
-#: Set by each rank once it has heard of the end.
-_HEARD = "heard/"
 #: Which processes of this machine have the group's ranks, a line each: rank, process, when that was started.
 _PROCESSES = f"processes/{quote(MACHINE, safe='')}"
 #: So many times a rank looks there for others, a second apart, besides when a communicator is made.
@@ -158,6 +157,7 @@ class Notices:
             self.store, rank, size, self._look, self.arrivals.is_gone, self._has_made, self._look_around
         )
         self.clocks = Clocks(self.store, rank, self.known)
+        self._confirmation = Confirmation(self.store, (rank,), size, self._condition_of)
         self._over = threading.Event()
         self._watches: list[Watch] = []
         self._processes: dict[int, Callable[[], object]] = {}  # what ends the watch over each rank's, by rank
@@ -430,29 +430,12 @@ class Notices:
         return None if there is None else _read(there)
 
     def confirm(self) -> None:
-        """Tell that this rank has heard of the end, and believes no end of an operation that it sees from now on."""
-        with contextlib.suppress(StoreError, NcclTimeout):
-            self.store.set(f"{_HEARD}{self.rank}", b"1")
+        """Tell that this rank has heard of the end, see `Confirmation`."""
+        self._confirmation.confirm()
 
     def wait_until_confirmed(self) -> None:
-        """Wait until the other ranks have heard of the end as well, those that can: then communicators may be aborted.
-
-        Of a rank that is not there any more nobody waits for; for one that is stopped a second, and for one that lives
-        and does not answer longer, as another thread may keep it from that.
-        """
-        begun = time.monotonic()
-        missing = [rank for rank in range(self.size) if rank != self.rank]
-        try:
-            while missing:
-                waited = time.monotonic() - begun
-                keys = [f"{_HEARD}{rank}" for rank in missing]
-                with contextlib.suppress(NcclTimeout):
-                    self.store.wait(keys, _HEARS)
-                    return
-                missing = [rank for rank in missing if not self.store.check([f"{_HEARD}{rank}"])]
-                missing = [rank for rank in missing if waited < _patience_with(self._condition_of(rank))]
-        except (StoreError, NcclTimeout):  # the others find out by themselves, within that time
-            time.sleep(max(0.0, _STOPPED - (time.monotonic() - begun)))
+        """Wait until the other ranks have, those that can."""
+        self._confirmation.wait()
 
     def _condition_of(self, rank: int) -> str:
         if not self._has_made(rank):
@@ -491,13 +474,6 @@ class Notices:
         if says_so and self.size > 1:
             with contextlib.suppress(StoreError, NcclTimeout):  # whose store is gone tells nobody
                 self.reports.publish(closed=True)
-
-
-def _patience_with(condition: str) -> float:
-    """Return how many seconds to wait for a rank to hear of the end."""
-    if condition in ("ended", "gone", "closed", "absent"):
-        return 0.0
-    return _STOPPED if condition == "stopped" else _LIVES
 
 
 def _nothing_to_end() -> None:

@@ -170,10 +170,10 @@ class Stuck(LocalStore):
         return super()._watch(prefix)
 
 
-def one_of(manager, rank, key, name, *, count=4, **options):
+def one_of(manager, rank, key, name, *, count=4, size=2, **options):
     lib = testing.arrays()
     array = lib.argument(lib.make(np.ones(count, np.float32), rank))
-    numbers = {"num_local": 1, "num_global": 2, "global_rank": rank, "communicator_key": key}
+    numbers = {"num_local": 1, "num_global": size, "global_rank": rank, "communicator_key": key}
     work = manager.all_reduce(name, array, device=rank, **numbers, **options)
     manager.signal_multi_node_ready(name)
     return work
@@ -244,10 +244,15 @@ def test_a_defect_of_the_asking_ends_no_less(monkeypatch, caplog):
 
 def two_managers(store):
     """Return two Managers as of two processes that have done a collective, and the key by which they do more."""
-    testing.need_devices(2)
+    return some_managers(store, 2)
+
+
+def some_managers(store, size):
+    """Return so many."""
+    testing.need_devices(size)
     key = ncclpy.Manager.generate_communicator_key()
-    managers = [ncclpy.Manager(timeout=30, store=store) for _ in range(2)]
-    for work in [one_of(manager, rank, key, "first") for rank, manager in enumerate(managers)]:
+    managers = [ncclpy.Manager(timeout=30, store=store) for _ in range(size)]
+    for work in [one_of(manager, rank, key, "first", size=size) for rank, manager in enumerate(managers)]:
         work.wait(30)
     return managers, key
 
@@ -293,13 +298,15 @@ def test_what_is_done_before_the_others_have_answered_has_not_failed(monkeypatch
 def test_an_answer_that_is_old_is_said_to_be(monkeypatch):
     from ncclpy.peers import circle
 
-    managers, key = two_managers(LocalStore())
+    managers, key = some_managers(LocalStore(), 3)
     monkeypatch.setattr(circle, "_LONG_AGO", 0.0)
-    errors = [one_of(managers[0], 0, key, "second", timeout=0.3).exception(30)]
-    # The first one's may still be on the device: with it this one's does not fit, behind its abort it waits.
-    errors.append(one_of(managers[1], 1, key, "second", count=8, timeout=1).exception(30))
+    works = [one_of(managers[rank], rank, key, "second", size=3, timeout=0.3 + 30 * rank) for rank in range(2)]
+    errors = [work.exception(30) for work in works]
+    assert [type(error) for error in errors] == [ncclpy.NcclTimeout] * 2, "also of the one whose deadline is far"
     assert " (so rank 0 heard it " not in str(errors[0])
-    assert re.search(r"rank 1 has finished all_reduce #0 .* \(so rank 0 heard it [0-9.]+ m?s ago\)$", str(errors[1]))
+    assert re.search(
+        r"rank 2 has finished all_reduce #0 .* \(so rank 0 heard it (less than )?[0-9.]+ m?s ago\)$", str(errors[1])
+    )
     close(managers)
 
 

@@ -18,14 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from foreign_stores import free_port
-
 PROGRAM = Path(__file__).with_name("torch_failures.py")
 SIZE = int(os.environ.get("FAILURE_RANKS", "4"))  # 2 where there are two GPUs
 WHO = min(2, SIZE - 1)
 WHATS = ("kill", "raise", "absent", "stop")
 WHERES = ("loop", "log", "last")
 BEHINDS = ("nothing", "barrier", "sync", "destroy")
+#: Below the ports that the system gives to others; each run has one of its own, as several may run at once.
+PORTS = itertools.count(12_000 + os.getpid() % 1000 * 20)
 #: What those that go on sum.
 LEFT = f"RECOVERED {SIZE * (SIZE - 1) / 2} ({WHO},)"
 
@@ -59,7 +59,7 @@ class Survivor:
 def run_case(case: str, on_error: str = "", limit: float = 4.0, patience: float = 100.0) -> list[Survivor]:
     """Return what became of the other ranks."""
     with tempfile.TemporaryDirectory(prefix="torch-failure-") as folder:
-        port = free_port()
+        port = next(PORTS)
         processes = []
         for rank in range(SIZE):
             environment = {

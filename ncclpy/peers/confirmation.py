@@ -1,0 +1,79 @@
+"""How ranks tell each other that they have heard of the end of a group, before any of them aborts its communicators.
+
+A rank that has confirmed believes no end of an operation that it sees from then on (engine.fence): an abort of another
+rank may be what has ended it, with wrong data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+
+from ncclpy.bootstrap.store import Store, StoreError
+from ncclpy.core.errors import NcclTimeout
+
+__all__ = ["Confirmation"]
+
+_HEARD = "heard/"
+#: Seconds between two looks at those that have not confirmed; and for how long one is waited for that is stopped, or
+#: that lives.
+_LOOKS = 0.1
+_STOPPED, _LIVES = 1.0, 5.0
+
+
+class Confirmation:
+    """What the ranks of one group have confirmed.
+
+    Parameters
+    ----------
+    store
+        The part of a store that belongs to the group.
+    own
+        The ranks of this process.
+    size
+        How many ranks there are.
+    condition_of
+        Asked with a rank that has not confirmed: what is known of its process, in the words of `RankState.state`.
+    """
+
+    def __init__(self, store: Store, own: Sequence[int], size: int, condition_of: Callable[[int], str]) -> None:
+        self._store, self._own, self._condition_of = store, own, condition_of
+        self._others = [rank for rank in range(size) if rank not in own]
+
+    def confirm(self) -> None:
+        """Tell that this rank has heard of the end, and believes no end of an operation that it sees from now on."""
+        with contextlib.suppress(StoreError, NcclTimeout):
+            for rank in self._own:
+                self._store.set(self.key(rank), b"1")
+
+    def wait(self) -> None:
+        """Wait until the other ranks have confirmed, those that can: then communicators may be aborted.
+
+        A rank whose process has ended is not waited for; one that is stopped for a second, and one that lives and does
+        not answer for longer, as another thread may keep it from that.
+        """
+        begun = time.monotonic()
+        missing = self._others
+        try:
+            while missing:
+                waited = time.monotonic() - begun
+                with contextlib.suppress(NcclTimeout):
+                    self._store.wait([self.key(rank) for rank in missing], _LOOKS)
+                    return
+                missing = [rank for rank in missing if not self._store.check([self.key(rank)])]
+                missing = [rank for rank in missing if waited < _patience_with(self._condition_of(rank))]
+        except (StoreError, NcclTimeout):  # the others find out by themselves, within that time
+            time.sleep(max(0.0, _STOPPED - (time.monotonic() - begun)))
+
+    @staticmethod
+    def key(rank: int) -> str:
+        """Return under which key a rank confirms."""
+        return f"{_HEARD}{rank}"
+
+
+def _patience_with(condition: str) -> float:
+    """Return how many seconds to wait for a rank."""
+    if condition in ("ended", "gone", "closed", "absent"):
+        return 0.0
+    return _STOPPED if condition == "stopped" else _LIVES

@@ -54,17 +54,26 @@ class Confirmation:
         not answer for longer, as another thread may keep it from that.
         """
         begun = time.monotonic()
+        if not self.wait_shortly(_LIVES):  # the others find out by themselves, within that time
+            time.sleep(max(0.0, _STOPPED - (time.monotonic() - begun)))
+
+    def wait_shortly(self, limit: float) -> bool:
+        """Wait as `wait` does for so many seconds at most; return False if the store is gone.
+
+        The process of a rank that serves the store takes it along when it ends.
+        """
+        begun = time.monotonic()
         missing = self._others
         try:
-            while missing:
-                waited = time.monotonic() - begun
+            while missing and (waited := time.monotonic() - begun) < limit:
                 with contextlib.suppress(NcclTimeout):
                     self._store.wait([self.key(rank) for rank in missing], _LOOKS)
-                    return
+                    return True
                 missing = [rank for rank in missing if not self._store.check([self.key(rank)])]
                 missing = [rank for rank in missing if waited < _patience_with(self._condition_of(rank))]
-        except (StoreError, NcclTimeout):  # the others find out by themselves, within that time
-            time.sleep(max(0.0, _STOPPED - (time.monotonic() - begun)))
+        except (StoreError, NcclTimeout):
+            return False
+        return True
 
     @staticmethod
     def key(rank: int) -> str:

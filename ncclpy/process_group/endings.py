@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 
 from ncclpy.core.errors import NcclAborted, NcclError, same_class_as
 from ncclpy.engine import recorder
@@ -53,13 +52,13 @@ def was_ended_by(name: str, text: str, said: str | None, kind: str) -> NcclError
 def end_process(rank: int, name: str, on_error: str, error: BaseException) -> None:
     """End this process, as `on_error` asks for."""
     try:
-        print(
-            f"ncclpy: rank {rank} of process group {name!r} ends its process with status {_EXIT_CODE}, as "
-            f"on_error={on_error!r} says: {text_of(error)}",
-            file=sys.stderr,
-        )
-        if on_error == "exit":
-            sys.stderr.write(recorder.dump(reason=text_of(error)))
-        sys.stderr.flush()
+        # Not sys.stderr: torch's hook for exceptions puts another one there while it shows one.
+        with open(2, "w", errors="backslashreplace", closefd=False) as stderr:
+            stderr.write(
+                f"ncclpy: rank {rank} of process group {name!r} ends its process with status {_EXIT_CODE}, as "
+                f"on_error={on_error!r} says: {text_of(error)}\n"
+            )
+            if on_error == "exit":
+                stderr.write(recorder.dump(reason=text_of(error)))
     finally:  # stderr may be closed, or full
         os._exit(_EXIT_CODE)

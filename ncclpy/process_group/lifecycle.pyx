@@ -49,6 +49,8 @@ _MAIN = "all"
 _TELLS = 1.0
 #: The same for a process that ends then.
 _EXITS = 3.0
+#: How long such a process waits for the others to hear of it.
+_HEARS = 1.0
 #: How often a rank that has stood still asks a store that does not answer.
 _ASKS_AGAIN = 1.0
 
@@ -545,12 +547,19 @@ cdef class Lifecycle(BlockOwner):
         the device waits for ends with the process.
         """
         cdef double deadline = now() + _EXITS
-        if telling is not None:
-            telling.join(_EXITS)
-            if notices.goes_on(self.handle):  # another rank has ended it on purpose, and that is what this one has seen
-                self._abort_later(notices, None, list(comms), text_of(error))
-                return
-        notices.confirm()
+        cdef bint goes_on = False
+        try:
+            if telling is not None:
+                telling.join(_EXITS)
+                goes_on = notices.goes_on(self.handle)
+            if not goes_on:
+                notices.confirm()
+                notices.wait_until_confirmed(_HEARS)  # with this process the store may end, in which the others read why
+        except Exception:  # the process ends in any case
+            _log.debug("rank %d could not wait until the others have heard of the end", self.rank, exc_info=True)
+        if goes_on:  # another rank has ended it on purpose, and that is what this one has seen
+            self._abort_later(notices, None, list(comms), text_of(error))
+            return
         while but is not None and but.launches and now() < deadline:
             time.sleep(0.001)
         try:

@@ -102,6 +102,12 @@ cdef class Membership(Lifecycle):
         if not self.pending() and not self.meetings and not (agreement is not None and agreement.turn.locked()):
             self._gone(number, rank, why)
             return
+        told = None
+        with contextlib.suppress(NcclError, ValueError):  # it may be gone since the group has ended: then that is why
+            told = self.notices.told()
+        if told is not None:
+            self._ended(number, told)
+            return
         text = f"rank {rank} of process group {self.name!r} is gone: {why}"
         if self.on_error != "report":
             self._fail(NcclRemoteError(text), text, number, asks=True)

@@ -90,7 +90,7 @@ class Ranks:
         Groups that fail raise here: by default their processes would end.
         """
         given = options.get("pg_options")
-        if "ncclpy" in backend.lower() and (given is None or isinstance(given, dict)):
+        if backend is not None and "ncclpy" in backend.lower() and (given is None or isinstance(given, dict)):
             options["pg_options"] = {"on_error": "abort", **(given or {})}
         if not self._processes:
             self._start()

@@ -26,7 +26,7 @@ from ncclpy.engine.recorder cimport began_of
 from ncclpy.engine.work cimport Work
 from ncclpy.manager.gathering cimport Gathering, Participant
 
-from ncclpy.core.errors import NcclError, same_class_as
+from ncclpy.core.errors import NcclError, NcclTimeout, same_class_as
 from ncclpy.engine import fence
 from ncclpy.engine.failing import add_answer
 from ncclpy.engine.launcher import abort_aside
@@ -152,11 +152,17 @@ cdef class Ensemble(Clique):
         nodes = self.nodes
         if nodes is None or self.state != MADE:
             return
+        ended = False
         try:
             ended = nodes.is_ended()
-        except (NcclError, ValueError):
+        except NcclTimeout:
             call_at(now() + _ASKS_AGAIN, _again(weakref.ref(self)))
             return
+        except (NcclError, ValueError):  # there is nothing to ask any more: the program is to go on
+            _log.warning(
+                "the ranks of communicator %s have stood still, and cannot ask whether it was ended meanwhile: they take "
+                "what they see for success", self.name, exc_info=True,
+            )
         if not ended:
             for comm in list(self.comms):
                 believe(comm, seen)

@@ -575,11 +575,17 @@ cdef class Lifecycle(BlockOwner):
         notices = self.notices
         if notices is None or self.size == 1 or self.is_ended():
             return
+        told = None
         try:
             told = notices.told()
-        except (NcclError, ValueError):
+        except NcclTimeout:
             call_at(now() + _ASKS_AGAIN, functools.partial(caller_of(weakref.ref(self), "ask_after_stop")))
             return
+        except (NcclError, ValueError) as error:  # there is nothing to ask any more: the program is to go on
+            users.give(functools.partial(
+                _log.warning, "rank %d of process group %r has stood still, and cannot ask whether the group was ended "
+                "meanwhile: it takes what it sees for success (%s)", self.rank, self.name, error,
+            ))
         if told is not None:
             self._ended(number, told)
             return
@@ -723,8 +729,8 @@ def _abort_when_heard(notices, telling, comms, reason):
     if telling is not None:
         telling.join(_TELLS)
     notices.confirm()
-    notices.wait_until_confirmed()
     if comms:
+        notices.wait_until_confirmed()
         abort_aside(comms, reason).join()
 
 

@@ -8,5 +8,6 @@ cdef class Membership(Lifecycle):
     cdef int _torn(self, failure, notices, past, is_lost) except -1
     cdef int _go_on(self) except -1
     cdef int _tell_plan(self, order, does) except -1
+    cdef int _confirm(self, bint drained) except -1
     cdef int _leave(self, error, bint drained, handles) except -1
     cdef int _check_movable(self, str what) except -1

@@ -19,6 +19,7 @@ from ncclpy.core.start cimport root_rank
 from ncclpy.core.wait cimport as_timeout, deadline_after, now
 from ncclpy.engine.callbacks cimport users
 from ncclpy.process_group.agreement cimport Agreement
+from ncclpy.process_group.connection cimport Connection
 from ncclpy.process_group.lifecycle cimport next_number
 from ncclpy.process_group.pairs cimport stand
 
@@ -465,9 +466,20 @@ cdef class Membership(Lifecycle):
             self.number = next_number()
         if tells:
             self._tell_plan(handles, "goes on as other ranks")
+        self._confirm(drained)
         self.end_notices(False)
         self.end_connections(error, drained)
         self.abort_thread = self.tell_thread = None
+        return 0
+
+    cdef int _confirm(self, bint drained) except -1:
+        """Tell those who end what the group is that this rank knows: it hears nothing of that any more."""
+        cdef Connection one
+        if not drained:
+            for one in list(self.connections.values()):
+                one.fence()
+        if self.size > 1:
+            self.notices.confirm()
         return 0
 
     cdef object _stand(
@@ -519,6 +531,7 @@ cdef class Membership(Lifecycle):
         if notices is not None:
             with contextlib.suppress(NcclError, ValueError):
                 if self.notices is not notices:
+                    self._confirm(False)
                     self.end_notices(False)
                     self.end_connections(error, False)
                     self._enter(notices, past, is_lost)

@@ -24,7 +24,7 @@ class _Watcher:
         self._thread = threading.Thread(target=self._run, name="ncclpy-processes", daemon=True)
         self._thread.start()
 
-    def add(self, descriptor: int, tell: Callable[[], object]) -> Callable[[], None]:
+    def add(self, descriptor: int, tell: Callable[[], object]) -> Callable[[], object]:
         with self._lock:
             self._told[descriptor] = tell
             self._poll.register(descriptor, select.EPOLLIN)

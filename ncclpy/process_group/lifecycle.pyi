@@ -13,6 +13,7 @@ from ncclpy.process_group.block import BlockOwner
 
 @disjoint_base
 class Lifecycle(BlockOwner):
+    translate: Callable[[BaseException], BaseException] | None
     def __init__(
         self,
         store: Store | Any,

@@ -7,6 +7,8 @@ cdef int stops
 cdef bint is_doubted(Handle handle, double launched) noexcept nogil
 # Note that the monitor runs; whether something was in flight when it did so last.
 cdef void note_turn(double moment, bint watching) noexcept nogil
+# Note that the monitor has heard of a launch, perhaps late: it had nothing to watch, and the process stood still behind it.
+cdef void note_launch(double launched, double moment) noexcept nogil
 # Have those told that the process has stood still, if it has since they were told last. With the GIL.
 cdef int tell_of_stops() except -1
 

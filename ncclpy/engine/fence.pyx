@@ -44,6 +44,10 @@ cdef void note_turn(double moment, bint watching) noexcept nogil:
     _turn = moment
 
 
+cdef void note_launch(double launched, double moment) noexcept nogil:
+    note_turn(moment, launched > _turn and moment - launched > _STILL)
+
+
 cdef int tell_of_stops() except -1:
     global _told
     if load(&stops) == _told:

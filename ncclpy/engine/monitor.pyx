@@ -43,7 +43,7 @@ from ncclpy.engine.callbacks cimport (
     users,
 )
 from ncclpy.engine.failing cimport have_failed
-from ncclpy.engine.fence cimport note_turn, tell_of_stops
+from ncclpy.engine.fence cimport note_launch, note_turn, tell_of_stops
 from ncclpy.engine.lock cimport begin_quiet, end_quiet
 from ncclpy.engine.native cimport load, now, sharp_timers, sleep_on, swap
 from ncclpy.engine.protocols cimport Deputy
@@ -298,7 +298,8 @@ cdef void _watch(double next_round) noexcept nogil:
     cdef double rest  # how long what nobody waits for is left alone now
     while True:
         seen = load(&bell)
-        note_turn(now(), _watching.streams.size() > 0)
+        if _watching.streams.size():  # else it may have slept
+            note_turn(now(), True)
         rest = _LONG_TOGETHER if event_help == NULL and _come_fast(seen) else TOGETHER
         if seen != _watching.heard:  # else the inbox is left to those who fill it
             _watching.heard, _watching.heard_at = seen, now()
@@ -363,6 +364,7 @@ cdef void _take_in() noexcept nogil:
     cdef Watched one
     cdef StreamWorks* row
     cdef bint calls = False
+    cdef double moment = now()
     if not _watching.at_home and _signs.home != NULL and driver.cuCtxSetCurrent != NULL:
         _watching.at_home = True
         driver.cuCtxSetCurrent(_signs.home)
@@ -379,6 +381,7 @@ cdef void _take_in() noexcept nogil:
             row.soonest = one.limit
         row.works.push_back(one)
         calls |= has_callbacks(&one)
+        note_launch((<Work>one.work).entry.launched, moment)
     _inbox.works.clear()
     mutex_unlock(&_inbox.mutex)
     if calls:

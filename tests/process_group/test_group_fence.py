@@ -31,6 +31,8 @@ group = ncclpy.ProcessGroup(FileStore(sys.argv[1]), 1, 2, device=1, timeout=20)
 array = np.ones(4)
 group.all_reduce(array).wait(20)
 work = group.all_reduce(array)
+while work.state == "pending":
+    pass
 print("begun", flush=True)
 sys.stdin.readline()
 error = work.exception(20)

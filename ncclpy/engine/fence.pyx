@@ -3,7 +3,8 @@
 A kernel of NCCL that sees its communicator's abort flag leaves its wait, and passes on to the next rank what it has. So
 a rank whose neighbour aborts sees its own operation end like any other, with wrong data. Where ranks have a channel
 beside NCCL they therefore abort in two steps: first all hear that the communicator ends, and each stops to believe ends
-that it sees from then on; only then does a rank abort (docs/failures.md). A communicator without such a channel is believed always.
+that it sees from then on; only then does a rank abort (docs/guides/failures.md). A communicator
+without such a channel is always believed.
 
 A process that stands still (SIGSTOP, a machine that sleeps) hears nothing, and the others do not wait for it for ever.
 When it goes on it believes nothing before it has asked.
@@ -15,7 +16,7 @@ from ncclpy.core.handle cimport BELIEVED, FENCED, Handle
 from ncclpy.engine.callbacks cimport errands, ring
 from ncclpy.engine.native cimport add, load, now
 
-# Other ranks wait for a silent one for a second at least. Who has been still for half of that asks.
+# Other ranks wait for a silent rank for a second at least. A process that was stopped for half of that asks the store.
 cdef double _STILL = 0.5
 
 cdef int stops = 0

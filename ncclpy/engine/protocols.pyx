@@ -86,8 +86,8 @@ cdef class LaunchOwner:
     cdef int launch_failed(self, Together launch, object error) except -1:
         """See to it that nobody takes the communicators of a failed launch for idle ones; they are aborted next.
 
-        Those of who `spares` them are not, and what else runs on them goes on; one that `aborts` sees to that itself. Return whether all works of the launch
-        were done in the meantime: then nothing is aborted.
+        An owner that `spares` them aborts none, and what else runs on them goes on; one that `aborts` does so itself, later.
+        Return whether all works of the launch were done in the meantime: then nothing is aborted.
 
         Called where `Together.fail` is, and like that one, before the works of the launch fail.
         """

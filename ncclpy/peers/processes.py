@@ -92,7 +92,7 @@ def _nothing() -> None:
 
 
 def _forked() -> None:
-    """In the child the thread does not exist, and nobody asks for the parent's peers."""
+    """Begin anew in the child: the watching thread is the parent's."""
     global _watcher, _lock
     _watcher, _lock = None, threading.Lock()
 

@@ -369,8 +369,6 @@ cdef class Work:
         require_driver()
         if awaited is not None:
             awaited.may_wait()
-        if state == COMPLETED:
-            self.waiter = PyThread_get_thread_ident()
         while load(&self.phase) < state:
             seen = load(&self.phase)
             if seen == LAUNCHED and event_help != NULL and not helped:
@@ -433,7 +431,13 @@ cdef class Work:
     cdef int _must_end(self, object timeout) except -1:
         cdef double seconds = as_timeout(timeout)
         cdef Awaited awaited
-        if not self._wait_for(COMPLETED, deadline_after(seconds)):
+        cdef bint ended
+        self.waiter = PyThread_get_thread_ident()
+        try:
+            ended = self._wait_for(COMPLETED, deadline_after(seconds))
+        finally:
+            self.waiter = 0  # it may read by a stream from here on
+        if not ended:
             state, awaited = self.state, self.gathering  # it may end, and give that up, while a key shows itself
             missing = "" if awaited is None else f"; it waits for {awaited.missing()}"
             raise NcclTimeout(self.say(f"is {state} after {seconds:.3g} s{missing}"))

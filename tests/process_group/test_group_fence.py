@@ -139,3 +139,22 @@ def test_thread_that_waits_itself_is_told_once(host_engine):
         return True
 
     assert run_groups(2, body) == [True, True]
+
+
+def test_thread_that_has_left_its_wait_is_told_as_a_reader(host_engine):
+    def body(group):
+        group.all_reduce(array := np.ones(4)).wait(DEADLINE)
+        if group.rank == 1:
+            testing.wait_for(lambda: group.error is not None, "the news")
+            return "NcclTimeout"
+        work = group.all_reduce(array, timeout=0.5)
+        work.synchronize()
+        with pytest.raises(ncclpy.NcclTimeout, match=r"after 0\.05 s"):
+            work.wait(0.05)
+        with pytest.raises(ncclpy.NcclTimeout) as caught:
+            end = time.monotonic() + DEADLINE
+            while time.monotonic() < end:
+                time.sleep(0.001)
+        return type(caught.value).__name__
+
+    assert run_groups(2, body) == ["NcclTimeout"] * 2

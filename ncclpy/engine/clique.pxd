@@ -37,6 +37,8 @@ cdef class Clique(LaunchOwner):
     cdef unsigned long long* _place_with(self, unsigned long long signature, unsigned long long wanted) noexcept
     cdef unsigned long long* _places_of(self, unsigned long long signature) noexcept
     cdef int forget(self, Launch launch) except -1
+    cdef int fence(self) except -1
+    cdef int believe(self, int seen) except -1
 
 
 # What NCCL's choice of a way depends on: two operations of one signature take the same connections.

@@ -10,6 +10,7 @@ from ncclpy.core.capture cimport relax
 from ncclpy.core.communicator cimport Communicator
 from ncclpy.core.datatypes cimport ITEMSIZE
 from ncclpy.core.operation cimport has_root
+from ncclpy.engine.fence cimport believe, fence
 from ncclpy.engine.launcher cimport Launch, new_launch
 from ncclpy.engine.message cimport around, words_of
 
@@ -171,6 +172,20 @@ cdef class Clique(LaunchOwner):
         """Return the first of the places at which a signature may be; the capacity is a power of two."""
         cdef size_t hashed = <size_t>((signature * 0x9E3779B97F4A7C15ULL) >> 32)
         return self.familiar + (hashed & (self.capacity - 1) & ~<size_t>(_WAYS - 1))
+
+    cdef int fence(self) except -1:
+        """Believe no end of an operation any more."""
+        cdef Communicator comm
+        for comm in self.comms:
+            fence(comm)
+        return 0
+
+    cdef int believe(self, int seen) except -1:
+        """Believe them again: they were not ended when this process had been stopped so often."""
+        cdef Communicator comm
+        for comm in self.comms:
+            believe(comm, seen)
+        return 0
 
     cdef int forget(self, Launch launch) except -1:
         """Forget a launch that could not be started."""

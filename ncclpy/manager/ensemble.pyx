@@ -16,8 +16,7 @@ from ncclpy.core.operation cimport Operation
 from ncclpy.core.stream cimport Stream
 from ncclpy.core.wait cimport FOREVER, now
 from ncclpy.engine.clique cimport GONE, MADE
-from ncclpy.engine.fence cimport believe, stops
-from ncclpy.engine.fence cimport fence as fence_handle
+from ncclpy.engine.fence cimport stops
 from ncclpy.engine.ledger cimport Ledger
 from ncclpy.engine.launcher cimport Launch
 from ncclpy.engine.native cimport load
@@ -125,6 +124,8 @@ cdef class Ensemble(Clique):
         self.inquire(error)
         if (<Launch>launch).unsettled == 0:
             return 1
+        if self.aborts:
+            self.fence()
         Clique.launch_failed(self, launch, error)
         if self.aborts:
             # The error's text may name a key, which only its readers have shown.
@@ -142,12 +143,12 @@ cdef class Ensemble(Clique):
         self.inquire(error)
         if self.state == GONE:  # meanwhile
             return
+        self.fence()
         self.owner.clique_lost(self)
         self._end(Clique.abort(self, error), None, None)
 
     def ask_after_stop(self):
         """Find out whether the communicators were ended while this process stood still; believe them again if not."""
-        cdef Communicator comm
         cdef int seen = load(&stops)
         nodes = self.nodes
         if nodes is None or self.state != MADE:
@@ -164,13 +165,10 @@ cdef class Ensemble(Clique):
                 "what they see for success", self.name, exc_info=True,
             )
         if not ended:
-            for comm in list(self.comms):
-                believe(comm, seen)
+            self.believe(seen)
 
     def _end(self, comms, text, kind):
         """Abort communicators once all processes have heard that they end, in a thread of its own."""
-        for comm in comms:
-            fence_off(comm)
         nodes, self.nodes = self.nodes, None
         thread = threading.Thread(
             target=_abort_when_heard, args=(nodes, comms, text, kind), name="ncclpy-manager-abort", daemon=True
@@ -201,6 +199,7 @@ cdef class Ensemble(Clique):
         if not self.aborts or self.state != MADE or self.nodes is None:
             self._leave()
             return Clique.abort(self, error)
+        self.fence()
         self._end(Clique.abort(self, error), text_of(error), type(error).__name__)
         return []
 
@@ -213,11 +212,9 @@ cdef class Ensemble(Clique):
 
     cdef list ready(self, list comms, list streams):
         """Take the communicators over and launch what has waited for them; return that, to be let go of."""
-        cdef Communicator comm
         Clique.ready(self, comms, streams)
         if self.aborts:
-            for comm in comms:
-                believe(comm, load(&stops))  # all have met just now
+            self.believe(load(&stops))  # all have met just now
         waiting, self.waiting = self.waiting, []
         for gathering in waiting:
             self.launch(gathering)
@@ -300,10 +297,6 @@ def _abort_when_heard(nodes, comms, text, kind):
         abort_aside(comms, text or "another process has ended them").join()
     if nodes is not None:
         nodes.leave()
-
-
-def fence_off(Communicator comm not None):
-    fence_handle(comm)
 
 
 def _again(reference):

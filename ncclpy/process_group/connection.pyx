@@ -14,7 +14,7 @@ from ncclpy.core.state cimport UNBORN
 from ncclpy.core.stream cimport Stream
 from ncclpy.core.wait cimport FOREVER, deadline_after, now
 from ncclpy.engine.clique cimport GONE, MADE
-from ncclpy.engine.fence cimport believe, fence, stops
+from ncclpy.engine.fence cimport believe, stops
 from ncclpy.engine.launcher cimport Launch
 from ncclpy.engine.native cimport load
 from ncclpy.engine.protocols cimport LaunchOwner, Together
@@ -246,20 +246,6 @@ cdef class Connection(Clique):
             if work is None or work.over:
                 self.overdue.discard(reference)
         return len(self.overdue)
-
-    cdef int fence(self) except -1:
-        """Believe no end of an operation any more."""
-        cdef Communicator comm
-        for comm in self.comms:
-            fence(comm)
-        return 0
-
-    cdef int believe(self, int seen) except -1:
-        """Believe them again: no rank has ended the group, as was found out after this process had stood still so often."""
-        cdef Communicator comm
-        for comm in self.comms:
-            believe(comm, seen)
-        return 0
 
     cdef int note_readers(self, set readers) except -1:
         """Collect the threads that have a stream wait for what runs, and wait for none of it themselves."""

@@ -59,7 +59,8 @@ def test_every_work_ends_once_whatever_goes_wrong(host_engine, script, events, p
         assert left == {"native": [], "threads": [], "shm": []}
     assert outcomes
     if runs_each >= 3:
-        assert {"result", "NcclTimeout", "NcclAborted"} <= outcomes
+        assert {"result", "NcclTimeout"} <= outcomes
     if runs_each >= 10:
+        assert {"NcclAborted", "NcclRemoteError"} <= outcomes  # where a rank aborts by itself, and where one dies
         assert happened == events
         assert len(fired) >= 8, fired  # of many kinds

@@ -16,6 +16,9 @@ if not os.environ.get("NCCLPY_LIBRARY") and not os.path.exists("/dev/nvidiactl")
 # What is nearly always a defect is an error of the host engine's, in the processes of tests too.
 os.environ.setdefault("NCCLPY_HOST_CHECKS", "1")
 
+# An abort completes the operations of other ranks with wrong data, as on GPUs.
+os.environ.setdefault("NCCLPY_HOST_ABORT_CORRUPTS", "1")
+
 # numpy's threads for linear algebra, of which there is none here, spin for a while in each process that begins: 0.1 s
 # of processor time, and hundreds of processes begin.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

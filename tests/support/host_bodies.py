@@ -8,7 +8,7 @@ import time
 
 import ml_dtypes
 import numpy as np
-from nccl_calls import AVG, MAX, MIN, PROD, SCALAR_DEVICE, SCALAR_HOST, SUM, NcclError
+from nccl_calls import AVG, MAX, MIN, PROD, SCALAR_DEVICE, SCALAR_HOST, SUCCESS, SUM, NcclError
 
 DTYPES = [
     np.int8,
@@ -377,18 +377,34 @@ def wrong_size(rank):
     return code
 
 
-def abort_stuck_collective(rank):
-    """All ranks but the last wait in a large all-reduce until each aborts."""
+def abort_stuck_collective(rank, count):
+    """The last rank never calls, and rank 0 aborts, whose memory stays as it was; those between get wrong data.
+
+    So does the last rank, where it calls afterwards.
+    """
     nccl = rank.nccl
     comm = nccl.init(rank.nranks, rank.uid, rank.rank)
-    value = np.ones(500_000, np.float32)
+    value = np.ones(count, np.float32)
+
+    def all_reduce():
+        nccl.ncclAllReduce(pointer(value), pointer(value), count, 7, SUM, comm, rank.stream)
+
     if rank.rank < rank.nranks - 1:
-        nccl.ncclAllReduce(pointer(value), pointer(value), 500_000, 7, SUM, comm, rank.stream)
+        all_reduce()
+    if rank.rank == 0:
         time.sleep(0.2)
         assert not nccl.driver.ready("cuStreamQuery", rank.stream)
-    nccl.ncclCommAbort(comm)
+        nccl.ncclCommAbort(comm)
+        rank.synchronize()
+        assert (value == 1).all()
+        return
+    if rank.rank == rank.nranks - 1:
+        time.sleep(0.4)
+        all_reduce()
     rank.synchronize()
-    assert (value == 1).all()
+    assert nccl.async_error(comm) == SUCCESS
+    assert (value != 1).all() and (value != rank.nranks).all()
+    nccl.ncclCommAbort(comm)
 
 
 def abort_stuck_messages(rank):
@@ -405,6 +421,28 @@ def abort_stuck_messages(rank):
         assert not nccl.driver.ready("cuStreamQuery", rank.stream)
     nccl.ncclCommAbort(comm)
     rank.synchronize()
+
+
+def receive_from_aborted(rank):
+    """Rank 0 aborts in a group of messages; rank 1's side of one that was not sent completes with wrong data."""
+    nccl = rank.nccl
+    comm = nccl.init(rank.nranks, rank.uid, rank.rank)
+    value, sent, wrong = np.ones(500_000, np.float32), np.ones(500_000, np.float32), np.full(10, 1, np.float32)
+    if rank.rank == 0:
+        nccl.ncclGroupStart()
+        nccl.ncclSend(pointer(sent), 500_000, 7, 1, comm, rank.stream)
+        nccl.ncclRecv(pointer(wrong), 10, 7, 1, comm, rank.stream)
+        nccl.ncclGroupEnd()
+        time.sleep(0.2)
+        nccl.ncclCommAbort(comm)
+        return
+    time.sleep(0.4)
+    nccl.ncclRecv(pointer(value), 500_000, 7, 0, comm, rank.stream)
+    nccl.ncclSend(pointer(wrong), 10, 7, 0, comm, rank.stream)
+    rank.synchronize()
+    assert (value != 1).any()
+    assert nccl.async_error(comm) == SUCCESS
+    nccl.ncclCommAbort(comm)
 
 
 def every_bit_pattern(rank, code):

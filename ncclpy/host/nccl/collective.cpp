@@ -3,7 +3,9 @@
 #include <cstring>
 #include <string>
 
+#include "broken_off.hpp"
 #include "collective.hpp"
+#include "corruption.hpp"
 #include "peer_memory.hpp"
 
 namespace ncclpy::host {
@@ -171,27 +173,35 @@ Passage meet(Comm& comm, const Operation& operation, bool small, Course& course)
   return passage;
 }
 
-// The data of one for which all that is needed is there. False if it was left.
-bool move_data(Comm& comm, bool small, Course& course) {
+// The data of one for which all that is needed is there.
+Passage move_data(Comm& comm, bool small, Course& course) {
   if (small) {
     run_small(comm, course.place);
-    return true;
+    return Passage::open;
   }
   if (comm.segment->one_process()) {
     run_direct(comm, course.place);
-    return true;
+    return Passage::open;
   }
   using Clock = std::chrono::steady_clock;
   const bool pulled = is_pulled(comm, course.place);
   const auto began = Clock::now();
-  if (!(pulled ? run_pulled(comm, course) : run_staged(comm, course))) {
-    course.left = true;
-    return false;
-  }
-  if (!course.left && !comm.health.stopped()) {
+  const Passage passage = pulled ? run_pulled(comm, course) : run_staged(comm, course);
+  if (passage == Passage::left) course.left = true;
+  if (passage == Passage::open && !course.left) {
     note_way(comm, course.place, pulled, std::chrono::duration<double>(Clock::now() - began).count());
   }
-  return true;
+  return passage;
+}
+
+// It is over without the others' data, and so it is for the next rank.
+void complete_corrupted(Comm& comm, const Operation& operation) {
+  if (operation.receives(comm.rank)) {
+    const size_t blocks = blocks_received(operation.collective_kind, comm.nranks);
+    overwrite(operation.recvbuff, operation.count * size_of(operation.dtype) * blocks);
+  }
+  count_broken_off(*comm.segment, comm.rank, 1);
+  comm.rendezvous.ring_all();
 }
 
 }  // namespace
@@ -210,12 +220,14 @@ bool run_collective(Comm& comm, const Operation& operation, Course& course) {
     return true;
   }
   const bool small = is_small(operation.collective_kind, operation.dtype, operation.count, comm.nranks);
-  if (!course.met) {
-    const Passage passage = meet(comm, operation, small, course);
-    if (passage != Passage::open) return passage == Passage::ended;
+  Passage passage = course.met ? Passage::open : meet(comm, operation, small, course);
+  if (passage == Passage::open) passage = move_data(comm, small, course);
+  switch (passage) {
+    case Passage::open: comm.rendezvous.pass(); break;
+    case Passage::ended: break_off(comm, &operation, 1); break;
+    case Passage::corrupted: complete_corrupted(comm, operation); break;
+    case Passage::left: return false;
   }
-  if (!move_data(comm, small, course)) return false;
-  comm.rendezvous.pass();
   return true;
 }
 

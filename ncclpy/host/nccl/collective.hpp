@@ -74,15 +74,15 @@ void run_small(Comm& comm, int place);
 // All ranks are threads of one process: everyone reads and writes the others' buffers.
 void run_direct(Comm& comm, int place);
 
-// Ranks are spread over processes: the data pass through the segment in steps. False if it was left.
-bool run_staged(Comm& comm, Course& course);
+// Ranks are spread over processes: the data pass through the segment in steps.
+Passage run_staged(Comm& comm, Course& course);
 
 // As that, of large blocks, and where each rank may read the memory of all others: one copy instead of two. Whether this
 // rank wants it, if it decides for all; whether it is so; and what it took, for who has decided.
 bool wants_pulled(Comm& comm, const Record& record);
 bool is_pulled(Comm& comm, int place);
 void note_way(Comm& comm, int place, bool pulled, double seconds);
-bool run_pulled(Comm& comm, Course& course);
+Passage run_pulled(Comm& comm, Course& course);
 
 // The bytes of so many that rank `r` reduces: whole cache lines, so also whole elements.
 inline std::pair<size_t, size_t> part_of(size_t bytes, int r, int nranks) {

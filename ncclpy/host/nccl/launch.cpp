@@ -8,6 +8,7 @@
 #include "../driver/exports.hpp"
 #include "../driver/graph.hpp"
 #include "../driver/stream.hpp"
+#include "broken_off.hpp"
 #include "claimed.hpp"
 #include "collective.hpp"
 #include "fault.hpp"
@@ -62,7 +63,10 @@ bool run_operations(Comm& comm, const Operation* operations, size_t count, Claim
   }
   for (size_t& i = progress.collective; i < count; i++) {
     if (operations[i].kind != Operation::collective) continue;
-    if (comm.health.stopped()) break;  // perhaps in the middle of the one before: others may still wait for its gates
+    if (comm.health.stopped()) {  // perhaps in the middle of the one before: others may still wait for its gates
+      break_off(comm, &operations[i], 1);
+      continue;
+    }
     tell(operations[i].deed);
     if (!run_collective(comm, operations[i], progress.course)) {
       progress.messages.retract();
@@ -98,6 +102,7 @@ bool run(Comm& comm, uint64_t ticket, const Operation* operations, size_t count,
     comm.queue.end_run();
     return false;
   }
+  if (turn == Turn::stopped) break_off(comm, operations, count);
   comm.queue.leave(ticket);
   return true;
 }

@@ -12,7 +12,9 @@
 #include <cstring>
 #include <string>
 
+#include "broken_off.hpp"
 #include "collective.hpp"
+#include "corruption.hpp"
 #include "missing.hpp"
 #include "peer_memory.hpp"
 
@@ -57,9 +59,16 @@ bool Messages::finish() {
     const bool stopped = comm_.health.stopped() || comm_.rendezvous.has_disagreed();
     if (finished() || !(stopped || Interruption::wants_out())) continue;
     retract();
+    if (stopped) break_off();
     return stopped;
   }
   return true;
+}
+
+void Messages::break_off() {
+  for (const Line& line : lines_) {
+    if (!line.finished()) break_off_messages(comm_, line.peer, line.sends, line.more.size() + 1 - line.at);
+  }
 }
 
 // Those that this rank still waits for.
@@ -81,7 +90,17 @@ bool Messages::advance() {
   return moved;
 }
 
-bool Messages::advance(Line& line) { return line.sends ? send(line) : receive(line); }
+bool Messages::advance(Line& line) { return (line.sends ? send(line) : receive(line)) || complete_corrupted(line); }
+
+bool Messages::complete_corrupted(Line& line) {
+  Channel& way = channel(line);
+  if (!take_broken_off(line.sends ? way.broken_receives : way.broken_sends)) return false;
+  Message& message = line.now();
+  if (line.sends && message.offers && message.started) retract(line);
+  if (!line.sends) overwrite(message.target, message.bytes);
+  line.at++;
+  return true;
+}
 
 bool Messages::send(Line& line) {
   Message& message = line.now();

@@ -57,6 +57,9 @@ class Messages {
   bool refuse(Line& line, uint64_t state, uint64_t place);
   bool send_pieces(Line& line);
   bool receive_pieces(Line& line);
+  // Whether the peer has broken the message off, which is over then: see corruption.hpp.
+  bool complete_corrupted(Line& line);
+  void break_off();
   bool finished() const;
   std::vector<int> peers() const;
   void retract(Line& line);

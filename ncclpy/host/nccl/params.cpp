@@ -12,6 +12,7 @@
 #include "../driver/claims.hpp"
 #include "../driver/device.hpp"
 #include "collective.hpp"
+#include "corruption.hpp"
 #include "ends.hpp"
 #include "group.hpp"
 #include "peer_memory.hpp"
@@ -37,6 +38,7 @@ struct Parameter {
 
 const Parameter parameters[] = {
     {"NCCLPY_FAULTS", nullptr, [] { return environment("NCCLPY_FAULTS"); }},
+    {"NCCLPY_HOST_ABORT_CORRUPTS", [] { return int32_t(abort_corrupts); }, nullptr},
     {"NCCLPY_HOST_CHECKS", [] { return int32_t(checks); }, nullptr},
     {"NCCLPY_HOST_DEVICES", [] { return int32_t(device_count()); }, nullptr},
     {"NCCLPY_HOST_ENCRYPTION", [] { return int32_t(encryption_mode.load()); }, nullptr},

@@ -41,7 +41,8 @@ bool has_gone(Comm& comm, int peer, int error) {
     return true;
   }
   // What it sends may have been freed since.
-  return slot.aborted.load(std::memory_order_acquire) || slot.revoked.load(std::memory_order_acquire);
+  return slot.aborted.load(std::memory_order_acquire) || slot.revoked.load(std::memory_order_acquire) ||
+         slot.broken_off.load(std::memory_order_acquire) > 0;
 }
 
 }  // namespace ncclpy::host

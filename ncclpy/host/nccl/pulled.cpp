@@ -179,21 +179,19 @@ void note_way(Comm& comm, int place, bool pulled, double seconds) {
 }
 
 // It is left at gates alone, and where it stays away from them.
-bool run_pulled(Comm& comm, Course& course) {
+Passage run_pulled(Comm& comm, Course& course) {
   Pulled pulled(comm, course.place);
   if (course.step == data) course.step = pulled.run();
   if (course.step == middle_gate) {
     const Passage passage = comm.rendezvous.pass_data();
-    if (passage != Passage::open) return passage == Passage::ended;
+    if (passage != Passage::open) return passage;
     pulled.collect();
     course.step = last_gate;
   }
-  if (course.step == last_gate) return comm.rendezvous.pass_data() != Passage::left;
+  if (course.step == last_gate) return comm.rendezvous.pass_data();
   // Others wait at a gate for this rank's range, which they will not get. It comes to none, as one that waits at a gate
   // for a peer that has gone: until a death, an abort or a revoke ends it.
-  const auto ended = [&] { return comm.health.stopped(); };
-  wait_until(comm.segment->header().bell, [&] { return ended() || Interruption::wants_out(); });
-  return ended();
+  return comm.rendezvous.stay_away();
 }
 
 }  // namespace ncclpy::host

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <utility>
 
+#include "corruption.hpp"
 #include "wait.hpp"
 
 namespace ncclpy::host {
@@ -51,12 +52,14 @@ Passage Rendezvous::pass(Gate& gate, uint64_t& generation, Side side, Done done)
   }
   // A revoked communicator can still be split: only its data stop.
   const auto ended = [&] { return side == data_side ? health_.stopped() : health_.ended(); };
+  const auto corrupted = [&] { return side == data_side && is_corrupted(*segment_, rank_, described_); };
   wait_until(bell, segment_->spin(),
-             [&] { return gate.open(target) || ended() || Interruption::wants_out() || done(); });
+             [&] { return gate.open(target) || ended() || corrupted() || Interruption::wants_out() || done(); });
   if (gate.open(target) || !gate.withdraw(target)) return Passage::open;
   generation--;
   leave(side);
-  return ended() ? Passage::ended : Passage::left;
+  if (ended()) return Passage::ended;
+  return corrupted() ? Passage::corrupted : Passage::left;
 }
 
 Passage Rendezvous::meet(Comm& comm, Agree agree) {
@@ -95,7 +98,7 @@ Passage Rendezvous::meet_at_gate(Comm& comm, Agree agree) {
     return true;
   });
   if (passage != Passage::open) {
-    if (!agreed) waiting_ = false;
+    if (!agreed || passage == Passage::corrupted) waiting_ = false;
     return agreed ? passage : Passage::ended;
   }
   waiting_ = false;
@@ -157,14 +160,18 @@ Passage Rendezvous::await_described(Comm& comm, Agree agree, Enough enough) {
   bool come = enough(), agreed = true;
   if (come) return Passage::open;
   int looks = 0;
+  const auto corrupted = [&] { return is_corrupted(*segment_, rank_, described_); };
   wait_until(header.bell, segment_->spin(), [&] {
     come = all_are_here() || enough();
     if (!come && ++looks > few_looks) agreed = catch_up(comm, agree);
-    return come || !agreed || health_.stopped() || Interruption::wants_out();
+    return come || !agreed || health_.stopped() || corrupted() || Interruption::wants_out();
   });
   if (come) return Passage::open;
   if (!agreed) waiting_ = false;
-  return !agreed || health_.stopped() ? Passage::ended : Passage::left;
+  if (!agreed || health_.stopped()) return Passage::ended;
+  if (!corrupted()) return Passage::left;
+  waiting_ = false;
+  return Passage::corrupted;
 }
 
 // When all have described theirs. What they do not agree on is not passed, and ends all that follows.
@@ -207,14 +214,16 @@ Passage Rendezvous::await_room(size_t bytes, Comm& comm, Agree agree) {
   if (next <= all_passed_ + depth) return Passage::open;
   // Room for some more at once: to look at what others write costs both.
   const uint64_t needed = next - depth;
-  return await_passed(needed + depth / 2 - 1, needed, comm, agree);
+  const Passage passage = await_passed(needed + depth / 2 - 1, needed, next, comm, agree);
+  if (passage == Passage::corrupted) described_++;  // for this rank alone: it has completed, and the next one has its number
+  return passage;
 }
 
 Passage Rendezvous::await_all_passed(Comm& comm, Agree agree) {
-  return has_disagreed() ? Passage::ended : await_passed(described_, described_, comm, agree);
+  return has_disagreed() ? Passage::ended : await_passed(described_, described_, 0, comm, agree);
 }
 
-Passage Rendezvous::await_passed(uint64_t wanted, uint64_t needed, Comm& comm, Agree agree) {
+Passage Rendezvous::await_passed(uint64_t wanted, uint64_t needed, uint64_t next, Comm& comm, Agree agree) {
   Header& header = segment_->header();
   bool agreed = true;
   // What others have passed is read before what they have described is compared: it may be gone afterwards.
@@ -227,21 +236,31 @@ Passage Rendezvous::await_passed(uint64_t wanted, uint64_t needed, Comm& comm, A
     all_passed_ = std::max(all_passed_, std::min<uint64_t>(passed, agreed_));
     return !agreed || all_passed_ >= number;
   };
+  const auto corrupted = [&] { return is_corrupted(*segment_, rank_, next); };
   if (!have_passed(needed)) {
     header.short_of_room.fetch_add(1, std::memory_order_seq_cst);
     int looks = 0;
     wait_until(header.bell, segment_->spin(), [&] {
-      return have_passed(++looks < few_looks ? wanted : needed) || health_.stopped() || Interruption::wants_out();
+      return have_passed(++looks < few_looks ? wanted : needed) || health_.stopped() || corrupted() ||
+             Interruption::wants_out();
     });
     header.short_of_room.fetch_sub(1, std::memory_order_relaxed);
   }
   if (!agreed) return Passage::ended;
   if (all_passed_ >= needed) return Passage::open;
-  return health_.stopped() ? Passage::ended : Passage::left;
+  if (health_.stopped()) return Passage::ended;
+  return corrupted() ? Passage::corrupted : Passage::left;
 }
 
 Passage Rendezvous::pass_data() {
   return pass(segment_->header().data, data_generation_, data_side, [] { return false; });
+}
+
+Passage Rendezvous::stay_away() {
+  const auto corrupted = [&] { return is_corrupted(*segment_, rank_, described_); };
+  wait_until(segment_->header().bell, [&] { return health_.stopped() || corrupted() || Interruption::wants_out(); });
+  if (health_.stopped()) return Passage::ended;
+  return corrupted() ? Passage::corrupted : Passage::left;
 }
 
 void Rendezvous::pass_data_surely() {

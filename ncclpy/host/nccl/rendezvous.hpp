@@ -19,6 +19,7 @@ enum class Passage {
   open,
   ended,  // before the gate opened
   left,   // by this thread, which goes its way: the rank has not come
+  corrupted,  // without the others, as another rank's abort ends a collective on GPUs: see corruption.hpp
 };
 
 // Whether the ranks agree on a collective that all have described; if not, they are told.
@@ -58,9 +59,14 @@ class Rendezvous {
   // Waits until all others are through with what this rank has described; all ranks do so.
   Passage await_all_passed(Comm& comm, Agree agree);
 
+  // Wakes all that wait on this communicator, in all processes.
+  void ring_all();
+
   // Passes the gate of the data together with all other ranks.
   Passage pass_data();
-  // The same where all others are known to come without waiting for anything else.
+  // Waits for the end where this rank cannot do its part of the collective, so it does not come to the gate.
+  Passage stay_away();
+  // As pass_data(), where all others are known to come without waiting for anything else.
   void pass_data_surely();
   // Gives `bytes` to every rank and collects everyone's, in rank order. At most exchange_bytes; blocks. False if it
   // ended before, also because the ranks have not agreed on a collective: who has found that does not come.
@@ -95,7 +101,6 @@ class Rendezvous {
   // Whether all agree on what they have all described. If not, that is for good.
   bool agrees(uint64_t number, Comm& comm, Agree agree);
   void disagree();
-  void ring_all();
   // Whether those who have all described something are known not to agree on it. Any thread may ask.
   bool do_not_agree(Comm& comm, Agree agree) const;
   void describe();
@@ -107,8 +112,9 @@ class Rendezvous {
   bool is_ahead() const { return agreed_ + (waiting_ ? 1 : 0) < described_; }
   // Goes through what all have described meanwhile, as far as they agree. False if they do not.
   bool catch_up(Comm& comm, Agree agree);
-  // Waits until all have passed one collective, or, with less patience, another one before it.
-  Passage await_passed(uint64_t wanted, uint64_t needed, Comm& comm, Agree agree);
+  // Waits until all have passed one collective, or, with less patience, another one before it. `next` is the collective that is
+  // to be described then, or 0.
+  Passage await_passed(uint64_t wanted, uint64_t needed, uint64_t next, Comm& comm, Agree agree);
 
   // Written by one thread at a time, and read by others.
   struct Count {

@@ -115,6 +115,8 @@ struct alignas(128) RankSlot {
   // a gate.
   std::atomic<uint32_t> aborted{0};
   std::atomic<uint32_t> revoked{0};
+  // Collectives that this rank has not completed, and other ranks may, with wrong data: see corruption.hpp.
+  std::atomic<uint64_t> broken_off{0};
   std::atomic<uint64_t> called{0};  // the last call
   std::atomic<uint64_t> done{0};    // the last operation that has run
   std::atomic<uint64_t> doing[sides];
@@ -158,6 +160,8 @@ struct alignas(64) Channel {
   MessageKind offer;
   MessageKind wanted;                // what the receiver takes
   std::atomic<uint32_t> refused{0};  // it cannot read the sender's memory: no more offers
+  // Messages that one side has broken off, and the other may complete: see corruption.hpp.
+  std::atomic<uint32_t> broken_sends{0}, broken_receives{0};
   // Or pieces, counted over the channel's life, pass through a ring.
   alignas(64) uint64_t written = 0;  // this line is the sender's alone
   uint64_t seen_read = 0;            // what `read` was when the ring was full, or at first

@@ -21,8 +21,7 @@ class Staged {
         send_(static_cast<const char*>(mine_.send)), recv_(static_cast<char*>(mine_.recv)),
         bytes_(mine_.count * element_), root_(size_t(mine_.root)), at_root_(comm.rank == mine_.root) {}
 
-  // False if it was left.
-  bool run() {
+  Passage run() {
     switch (mine_.kind) {
       case Collective::all_reduce: reduce_everything(); break;
       // Of two, to hand the root half of the result costs more than to let it make all of it.
@@ -35,16 +34,15 @@ class Staged {
       case Collective::all_to_all: all_to_all(); break;
     }
     if (past_caches_) finish_past_caches();
-    return !left_;
+    return passage_;
   }
 
  private:
   // Whether all have come to the gate of this step.
   bool gate(size_t step) {
     course_.step = step;
-    const Passage passage = comm_.rendezvous.pass_data();
-    left_ = passage == Passage::left;
-    return passage == Passage::open;
+    passage_ = comm_.rendezvous.pass_data();
+    return passage_ == Passage::open;
   }
   char* input(size_t rank, size_t step) { return segment_.step_input(int(rank), int(step & 1)); }
   char* result(size_t rank, size_t step) { return segment_.step_result(int(rank), int(step & 1)); }
@@ -178,7 +176,7 @@ class Staged {
   Segment& segment_;
   const int place_;
   Course& course_;
-  bool left_ = false;
+  Passage passage_ = Passage::open;
   const size_t nranks_, rank_;
   const Record& mine_;
   const size_t element_;
@@ -191,6 +189,6 @@ class Staged {
 
 }  // namespace
 
-bool run_staged(Comm& comm, Course& course) { return Staged(comm, course).run(); }
+Passage run_staged(Comm& comm, Course& course) { return Staged(comm, course).run(); }
 
 }  // namespace ncclpy::host

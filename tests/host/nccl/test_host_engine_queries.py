@@ -122,7 +122,7 @@ def test_parameters_by_key(nccl):
     table, length = ctypes.POINTER(ctypes.c_char_p)(), ctypes.c_int()
     nccl.ncclParamGetAllParameterKeys(ctypes.byref(table), ctypes.byref(length))
     keys = [table[i] for i in range(length.value)]
-    engines = ("CHECKS", "DEVICES", "ENCRYPTION", "READ_PEERS", "STRICT_ENDS")
+    engines = ("ABORT_CORRUPTS", "CHECKS", "DEVICES", "ENCRYPTION", "READ_PEERS", "STRICT_ENDS")
     assert keys == [b"NCCLPY_FAULTS", *(f"NCCLPY_HOST_{name}".encode() for name in engines)]
     value = ctypes.c_char_p()
     for key in keys:

@@ -18,6 +18,7 @@ def processes(request):
     """Processes that see 16 devices; this process only makes the ids."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NCCLPY_HOST_DEVICES", str(MOST))
+        patch.setenv("NCCLPY_HOST_ABORT_CORRUPTS", "0")  # what has arrived when a rank revokes is to be right
         patch.setenv("NCCLPY_HOST_READ_PEERS", str(int(request.param == "reading peers")))
         processes = Processes()
         yield processes

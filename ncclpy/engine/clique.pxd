@@ -38,6 +38,8 @@ cdef class Clique(LaunchOwner):
     cdef unsigned long long* _places_of(self, unsigned long long signature) noexcept
     cdef int forget(self, Launch launch) except -1
     cdef int fence(self) except -1
+    cdef int note_readers(self, set readers) except -1
+    cdef int tell_readers(self, set readers, object error) except -1
     cdef int believe(self, int seen) except -1
 
 

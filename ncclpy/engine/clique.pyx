@@ -13,12 +13,14 @@ from ncclpy.core.operation cimport has_root
 from ncclpy.engine.fence cimport believe, fence
 from ncclpy.engine.launcher cimport Launch, new_launch
 from ncclpy.engine.message cimport around, words_of
+from ncclpy.engine.work cimport Work
 
 from ncclpy.core.creation import get_unique_id
 from ncclpy.core.errors import NcclAborted
 from ncclpy.core.group import Group
 from ncclpy.core.types import UniqueId
 from ncclpy.engine.launcher import abort_aside
+from ncclpy.engine.readers import raise_in_readers
 
 # The table of signatures: its size at first and at most, and at how many places each may be.
 cdef enum:
@@ -185,6 +187,27 @@ cdef class Clique(LaunchOwner):
         cdef Communicator comm
         for comm in self.comms:
             believe(comm, seen)
+        return 0
+
+    cdef int note_readers(self, set readers) except -1:
+        """Collect the threads that have a stream wait for what runs, and wait for none of it themselves."""
+        cdef Work work
+        waiters = set()
+        for launch in list(self.launches):
+            for work in (<Launch>launch).members():
+                if work.is_settled():
+                    continue
+                if work.reader:
+                    readers.add(work.reader)
+                if work.waiter:
+                    waiters.add(work.waiter)
+        readers -= waiters  # their wait raises the error
+        return 0
+
+    cdef int tell_readers(self, set readers, object error) except -1:
+        """Have an error raised in such threads, before the communicators are aborted; not in the one that ends them."""
+        readers.discard(threading.get_ident())
+        raise_in_readers(readers, 0, error)
         return 0
 
     cdef int forget(self, Launch launch) except -1:

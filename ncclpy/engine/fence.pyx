@@ -27,6 +27,8 @@ cdef object _listeners = weakref.WeakSet()
 
 cdef bint is_doubted(Handle handle, double launched) noexcept nogil:
     cdef double moment
+    if handle.fenced:  # another rank of this process was aborted: between those no store is needed
+        return True
     if handle.contact == BELIEVED:
         return False
     if handle.contact == FENCED:

@@ -22,7 +22,7 @@ def raise_in_readers(readers: Iterable[int], maker: int, error: BaseException) -
     """Have an error raised in threads, by their idents.
 
     Python does not know some threads, such as torch's for backward passes: in their place the thread that has made
-    the group is told, or the main thread if that one has ended.
+    the group is told, or the main thread if that one has ended or is not known (0).
     """
     # Dummies are threads that Python has only seen: they may come back from it at any moment.
     known = {thread.ident for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}

@@ -126,7 +126,10 @@ cdef class Ensemble(Clique):
             return 1
         if self.aborts:
             self.fence()
+        readers = set()
+        self.note_readers(readers)
         Clique.launch_failed(self, launch, error)
+        self.tell_readers(readers, error)
         if self.aborts:
             # The error's text may name a key, which only its readers have shown.
             kind = type(error).__name__
@@ -139,13 +142,16 @@ cdef class Ensemble(Clique):
         """Take the news that another process has ended the communicators: what runs on them fails here as well."""
         if self.state == GONE:
             return
-        error = same_class_as(kind)(f"communicator {self.name!r} was ended by {text}")
+        error = same_class_as(kind)(f"communicator {self.name!r} was ended{text}")
         self.inquire(error)
         if self.state == GONE:  # meanwhile
             return
         self.fence()
+        readers = set()
+        self.note_readers(readers)
+        self.tell_readers(readers, error)
         self.owner.clique_lost(self)
-        self._end(Clique.abort(self, error), None, None)
+        self._end(Clique.abort(self, error), text.lstrip(": "), kind)
 
     def ask_after_stop(self):
         """Find out whether the communicators were ended while this process stood still; believe them again if not."""
@@ -196,6 +202,9 @@ cdef class Ensemble(Clique):
 
         Where there are some, this does that itself, in the thread ``ending``, and returns nothing to be aborted.
         """
+        readers = set()
+        self.note_readers(readers)
+        self.tell_readers(readers, error)
         if not self.aborts or self.state != MADE or self.nodes is None:
             self._leave()
             return Clique.abort(self, error)
@@ -290,11 +299,10 @@ cdef class Ensemble(Clique):
 
 def _abort_when_heard(nodes, comms, text, kind):
     if nodes is not None:
-        if text is not None:
-            nodes.end(text, kind)
+        nodes.end(text, kind)
         nodes.wait_until_heard()
     if comms:
-        abort_aside(comms, text or "another process has ended them").join()
+        abort_aside(comms, text).join()
     if nodes is not None:
         nodes.leave()
 

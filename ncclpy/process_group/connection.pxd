@@ -31,7 +31,6 @@ cdef class Connection(Clique):
     cdef CUstream stream
     cdef set overdue  # weak references to works that have failed and that the device may not be done with, of an owner that goes on
 
-    cdef int note_readers(self, set readers) except -1
     # How many of those there are.
     cdef Py_ssize_t late(self) except -1
     # How many operations wait for it or are under way on it.

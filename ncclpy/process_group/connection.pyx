@@ -247,21 +247,6 @@ cdef class Connection(Clique):
                 self.overdue.discard(reference)
         return len(self.overdue)
 
-    cdef int note_readers(self, set readers) except -1:
-        """Collect the threads that have a stream wait for what runs, and wait for none of it themselves."""
-        cdef Work work
-        waiters = set()
-        for launch in list(self.launches):
-            for work in (<Launch>launch).members():
-                if work.is_settled():
-                    continue
-                if work.reader:
-                    readers.add(work.reader)
-                if work.waiter:
-                    waiters.add(work.waiter)
-        readers -= waiters  # their wait raises the error
-        return 0
-
     cdef Py_ssize_t pending(self) except -1:
         return len(self.waiting) + len(self.held) + len(self.launches) + self.late()
 

@@ -15,12 +15,10 @@ import time
 from pathlib import Path
 
 if "RANK" not in os.environ or len(sys.argv) < 2:
-    sys.exit(
-        "usage: who_is_missing.py FOLDER [SECONDS], started by torchrun or with RANK, WORLD_SIZE and LOCAL_RANK set"
-    )
+    sys.exit("usage: who_is_missing.py FOLDER [SECONDS], started by torchrun")
 folder, seconds = Path(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 10.0
 os.environ.setdefault("NCCLPY_DUMP_ON_TIMEOUT", str(folder / "rank-%r.json"))  # before ncclpy is imported
-rank, size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 import numpy as np  # noqa: E402
 
@@ -50,19 +48,6 @@ def dump_on_signals(*signals):
     threading.Thread(target=serve, daemon=True).start()
 
 
-def exchange(path):
-    """Return the unique id that rank 0 has written into the file."""
-    if rank == 0:
-        path.with_suffix(".unfinished").write_bytes(bytes(ncclpy.get_unique_id()))
-        path.with_suffix(".unfinished").rename(path)
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"rank 0 has not written {path}")
-        time.sleep(0.01)
-    return path.read_bytes()
-
-
 def work(comm):
     array = np.ones(4)
     if ncclpy.library().engine == "cuda":
@@ -80,8 +65,7 @@ def work(comm):
 folder.mkdir(parents=True, exist_ok=True)
 dump_on_signals(signal.SIGUSR1, signal.SIGTERM)
 try:
-    unique_id = exchange(folder / "unique-id")
-    with ncclpy.Communicator.init(size, rank, unique_id, device=local, timeout=60) as comm:
+    with ncclpy.Communicator.from_env(timeout=60) as comm:
         work(comm)
 except Exception as error:
     dump(f"{type(error).__name__}: {error}")

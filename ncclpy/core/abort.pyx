@@ -17,7 +17,7 @@ from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclInvalidArgument, nc
 from ncclpy.core.check cimport keep_words, nccl_error
 from ncclpy.core.device cimport lend_device, take_device_back
 from ncclpy.core.handle cimport Handle, lock_within, note_failure, tell_trouble
-from ncclpy.core.kin cimport endings_of, is_freed, tell_kin
+from ncclpy.core.kin cimport endings_of, fence_kin, is_freed, let_waits_end, tell_kin
 from ncclpy.core.library cimport abort_preempts, nccl, require, version_code
 from ncclpy.core.ranges cimport Range, deregister_all
 from ncclpy.core.state cimport ABORTED, is_over
@@ -214,6 +214,7 @@ cdef class _Abort(Call):
         cdef Handle handle = self.handles[0]
         cdef bint lent = lend_device(handle.device)
         try:
+            self._tell()
             self._end(self.handles)
             late = [handle for handle in self.handles if handle.take_late(False)]
             if late:
@@ -221,6 +222,19 @@ cdef class _Abort(Call):
         finally:
             if lent:
                 take_device_back()
+        return 0
+
+    cdef int _tell(self) except -1:
+        """Have the other ranks hear of it first: an abort may complete their operations with wrong data."""
+        cdef Handle handle
+        for handle in self.handles:
+            fence_kin(handle)
+            if handle.fellows is None:
+                continue
+            try:
+                handle.fellows.end(str(handle.reason), handle.failed_as or "NcclAborted")
+            except BaseException as error:
+                self.failures.append(error)
         return 0
 
     cdef int _end(self, list handles) except -1:
@@ -272,6 +286,18 @@ cdef list begin_abort(list handles, object reason):
     for thread in threads:
         start_or_run(thread)
     return threads
+
+
+def abort_for(Handle handle not None, object error):
+    """Abort a communicator for what another rank has told of it; its calls raise an error of this class from now on."""
+    if is_over(handle.state):
+        return
+    let_waits_end([handle])
+    if is_over(handle.state):  # meanwhile
+        return
+    handle.verdict = error
+    note_failure([handle], error)
+    begin_abort(handle.tied(), str(error))
 
 
 cdef int start_or_run(Call call) except -1:

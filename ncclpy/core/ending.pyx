@@ -139,9 +139,11 @@ cdef int abort_now(Handle handle, object timeout) except -1:
     if group is not None:
         return group.abort_at_end(handle)
     limit = as_timeout(timeout)
-    if handle.fellows is not None:
-        handle.fellows.leave()
-    return abort_handles(handle.tied(), limit, "abort")
+    try:
+        return abort_handles(handle.tied(), limit, "abort")
+    finally:
+        if handle.fellows is not None:
+            handle.fellows.leave()
 
 
 cdef int give_back(Handle handle, object timeout) except -1:

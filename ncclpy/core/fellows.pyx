@@ -4,7 +4,16 @@
 cdef class Fellows:
     """Nobody in particular; who can ask builds on it."""
 
+    cpdef Fellows of_part(self, object comm):
+        raise NotImplementedError
+
     cpdef int explain(self, object error) except -1:
+        raise NotImplementedError
+
+    cpdef int end(self, str text, str kind) except -1:
+        raise NotImplementedError
+
+    cpdef bint has_ended(self) except -1:
         raise NotImplementedError
 
     cpdef int leave(self) except -1:

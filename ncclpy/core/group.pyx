@@ -24,7 +24,16 @@ from ncclpy.core.library cimport abort_preempts, nccl, require
 from ncclpy.core.members cimport adopt, await_member, bring_up, end_orphans, patience
 from ncclpy.core.operation cimport NOT_THERE, WINDOW, function_of, raise_issue
 from ncclpy.core.overdue cimport begin_whole, end_whole
-from ncclpy.core.progress cimport Waiting, begin_wait, check_alive, end_wait, give_up, make_wait, wait_stream
+from ncclpy.core.progress cimport (
+    Waiting,
+    begin_wait,
+    check_alive,
+    end_wait,
+    forget_wait,
+    give_up,
+    make_wait,
+    wait_stream,
+)
 from ncclpy.core.state cimport ABORTED, FINALIZED, READY
 from ncclpy.core.stretch cimport follow_late, make_calls, note_arrival
 from ncclpy.core.tap cimport Tap
@@ -395,22 +404,24 @@ cdef int _launch_tapped(Group group, Tap tap) except -1:
 
 
 cdef int _launch_and_wait(Group group) except -1:
+    cdef Waiting waiting
     if not group.waits:
-        return _launch_counted(group)
+        return _launch_counted(group, NULL)
     waits = group.waits
     count_waits(waits, 1)
     try:
-        return _launch_counted(group)
+        return _launch_counted(group, &waiting)
     finally:
+        forget_wait(&waiting, <Handle>waits[0][0])
         count_waits(waits, -1)
 
 
-cdef int _launch_counted(Group group) except -1:
+cdef int _launch_counted(Group group, Waiting* wait) except -1:
+    """Make the calls and wait for them; for one stream with `wait`, which is given where there is something to wait for."""
     cdef Handle child
     cdef PyObject** locked = NULL
     cdef size_t nlocked = len(group.handles)
     cdef Stretch* calls = &group.calls
-    cdef Waiting wait
     cdef Waiting* waiting = NULL
     cdef CUstream stream = NULL
     try:
@@ -433,8 +444,8 @@ cdef int _launch_counted(Group group) except -1:
             if len(group.waits) == 1 and not group.simulate:
                 handle, awaited, limit = group.waits[0]
                 stream = <CUstream><uintptr_t>awaited
-                begin_wait(&wait, handle, b"ncclGroupEnd", _by(group, limit, None), group.handles)
-                waiting = &wait
+                begin_wait(wait, handle, b"ncclGroupEnd", _by(group, limit, None), group.handles)
+                waiting = wait
             _make_in_turn(group, locked, nlocked, waiting, stream)
     except BaseException:
         for _, child in group.births:

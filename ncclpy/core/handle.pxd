@@ -9,6 +9,7 @@ from ncclpy.core.marks cimport Mark, Marks
 from ncclpy.core.operation cimport Operation
 from ncclpy.core.ranges cimport Ranges
 from ncclpy.core.tenant cimport Door, Tenant
+from ncclpy.core.wait cimport Waiting
 
 # Results of ours beside ncclResult_t, of polling.
 cdef enum:
@@ -48,12 +49,15 @@ cdef class Handle:
     # How it is waited for.
     cdef bint waits  # init, split and the like return only when NCCL is done
     cdef double limit  # seconds that any wait of this communicator may take; FOREVER for none
+    cdef Waiting* waits_now  # the last one that has begun; by the GIL
     cdef int waiters  # threads that wait for its private stream, or are about to
     cdef bint main_waits  # the main thread is one of them, so that a signal handler may run beneath that wait
     # Of its other ranks in this process: an abort of this one alone frees it (`kin.is_freed`), for who has no GIL; one was
     # aborted.
     cdef bint apart
     cdef bint bereft
+    cdef bint fenced  # one is about to be aborted: no end of an operation is a success any more
+    cdef object abort_of_kin  # and the error of such an operation
     # Its end before its time.
     cdef int troubled  # a call of the engine's has failed: no other of its is made
     cdef object reason  # why it was aborted
@@ -101,6 +105,7 @@ cdef class Handle:
     # The first operation that the device was not done with when the marks were last looked at, if it was begun (not 0).
     cdef Operation unfinished
     cdef double unfinished_since
+    cdef str failed_as  # the name of the class of what has failed, or None
     cdef int failing  # an error is being raised, see below: what was begun was not finished
     cdef int descendants  # communicators that were made from it, to name the next one
     cdef object __weakref__
@@ -165,6 +170,9 @@ cdef class Handle:
     cdef int explain(self, object error) except -1
     # Look what the device has ended so far: an abort ends the rest without doing it.
     cdef void look_at_marks(self) noexcept nogil
+    # See which waits have what they wait for, before an abort of another rank may seem to bring it; whether all have.
+    # With the GIL.
+    cdef bint look_at_waits(self) noexcept
 
     # What hangs on it: its private stream, buffers that NCCL has registered; and objects that are kept until the
     # communicator and, where one is given, the stream can touch them no more.

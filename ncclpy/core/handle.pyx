@@ -50,7 +50,7 @@ from ncclpy.core.state cimport (
 )
 from ncclpy.core.stream cimport Stream, event_behind
 from ncclpy.core.tenant cimport has_ended, shut_door, tell_ended
-from ncclpy.core.wait cimport FOREVER, now, now_about, pause
+from ncclpy.core.wait cimport FOREVER, has_run_dry, now, now_about, pause
 
 from ncclpy.core.errors import ADVICE as _ADVICE
 from ncclpy.core.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, not_copied, seconds
@@ -492,6 +492,21 @@ cdef class Handle:
             self.unfinished = first.what
         self.unlock()
 
+    cdef bint look_at_waits(self) noexcept:
+        cdef bint all_have = True
+        cdef Waiting* one = NULL if self.fenced else self.waits_now
+        while one != NULL:
+            one.whole = has_run_dry(one.stream)
+            all_have = all_have and one.whole
+            one = one.following
+        if self.fenced or self.waits_now == NULL or self.peek() == ncclSuccess:
+            return all_have
+        one = self.waits_now  # what has failed ends as well
+        while one != NULL:
+            one.whole = False
+            one = one.following
+        return True
+
     cdef CUstream own_stream(self) except NULL:
         """Return the private stream for memory that has none, made on first use."""
         if self.stream is None:
@@ -537,6 +552,8 @@ cdef class Handle:
 cdef int note_failure(list handles, object error) except -1:
     cdef Handle handle
     for handle in handles:
+        if isinstance(error, NcclError):
+            handle.failed_as = type(error).__name__
         if handle.told and not handle.failing and isinstance(error, NcclError):
             if handle.state != ABORTED:
                 with nogil:

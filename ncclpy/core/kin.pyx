@@ -1,7 +1,16 @@
 """The ranks of one communicator that live in one process, as they end together: see `ending`."""
 
 import os
+import time
 import weakref
+
+from ncclpy.core.wait cimport now
+
+from ncclpy.core.errors import same_class_as
+
+# What another rank has just completed ends here as well within so many seconds; and between two looks at it.
+cdef double _ENDS = 0.01
+cdef double _LOOKS = 0.0005
 
 # Both change under the GIL alone, in one step each.
 cdef dict _known = {}  # a weak reference to each communicator that was made here, by its address
@@ -33,6 +42,37 @@ cdef list kin_of(Handle handle):
 cdef int tell_kin(Handle handle) except -1:
     for each in kin_of(handle):
         (<Handle>each).bereft = True
+    return 0
+
+
+cdef int fence_kin(Handle handle) except -1:
+    cdef Handle other
+    kin = kin_of(handle)
+    let_waits_end(kin)
+    for each in kin:
+        other = <Handle>each
+        if other.abort_of_kin is None:
+            other.abort_of_kin = same_class_as(handle.failed_as or "")(
+                f"rank {handle.rank} of the same communicator was aborted, which may end an operation with wrong data: "
+                f"{handle.reason}"
+            )
+        other.fenced = True
+    return 0
+
+
+cdef int let_waits_end(list handles) except -1:
+    """See which waits of communicators have what they wait for; give those an instant that are about to have it."""
+    cdef Handle handle
+    cdef double until = now() + _ENDS
+    cdef bint all_have = False
+    while not all_have:
+        all_have = True
+        for handle in handles:
+            all_have = handle.look_at_waits() and all_have
+        if now() >= until:
+            break
+        if not all_have:
+            time.sleep(_LOOKS)
     return 0
 
 

@@ -4,7 +4,7 @@ import warnings
 
 from libc.stdint cimport uint64_t, uintptr_t
 
-from ncclpy.abi.nccl cimport ncclCommMemStat_t, ncclInProgress, ncclResult_t
+from ncclpy.abi.nccl cimport ncclCommMemStat_t, ncclInProgress, ncclResult_t, ncclSuccess
 from ncclpy.core cimport creation as _creation
 from ncclpy.core.abort cimport ABORT_DEADLINE, begin_abort, end_abort
 from ncclpy.core.ending cimport abort_now, give_back, keep_up
@@ -303,7 +303,11 @@ cdef class Lifecycle(Handle):
         return None if self.limit == FOREVER else self.limit
 
     def async_error(self):
-        """Return the `Result` that NCCL has for this communicator now (`ncclCommGetAsyncError`)."""
+        """Return the `Result` that NCCL has for this communicator now (`ncclCommGetAsyncError`).
+
+        Once another of its ranks in this process was aborted it is `Result.REMOTE_ERROR`: an operation that has ended
+        since may have wrong data, which NCCL does not know.
+        """
         cdef ncclResult_t result
         if self.state not in (READY, INITIALISING, FINALIZED, SUSPENDED):
             check_alive(self)
@@ -312,6 +316,8 @@ cdef class Lifecycle(Handle):
             result = self.poll_once()
         if <int>result < 0:
             check_alive(self)
+        if result == ncclSuccess and self.fenced:
+            return Result.REMOTE_ERROR
         try:
             return Result(<int>result)
         except ValueError:  # a code of a newer NCCL

@@ -3,21 +3,7 @@ from cpython.ref cimport PyObject
 from ncclpy.abi.driver cimport CUresult, CUstream
 from ncclpy.abi.nccl cimport ncclResult_t
 from ncclpy.core.handle cimport Handle
-
-# A wait for a stream, as its tick sees it.
-cdef struct Waiting:
-    PyObject* handle
-    PyObject* together  # a list: what is aborted if a signal handler raises
-    const char* what
-    double deadline
-    double started
-    double next
-    bint main  # this is the main thread
-    double broken  # since when the communicator has an error, FOREVER if it has none
-    PyObject* error  # an owned reference: why the wait is to end early
-    PyObject* aborting  # an owned reference: the threads that see to it
-    CUresult result  # what the driver said of the stream
-    ncclResult_t state  # and then NCCL of the communicator
+from ncclpy.core.wait cimport Waiting
 
 # Take over what NCCL has made, is making, or failed to make; wait for nothing.
 cdef int born(Handle child, ncclResult_t result) except -1
@@ -35,6 +21,8 @@ cdef int wait_stream(Handle handle, CUstream stream, const char* what, double de
 cdef int begin_wait(Waiting* waiting, Handle handle, const char* what, double deadline, list together) except -1
 cdef void make_wait(Waiting* waiting, CUstream stream) noexcept nogil
 cdef int end_wait(Waiting* waiting) except -1
+# What `begin_wait` has noted of it: always, before the memory of the wait goes.
+cdef void forget_wait(Waiting* waiting, Handle handle) noexcept
 # Refuse a wait in a signal handler for what the interrupted wait, beneath it, would have to do.
 cdef int check_not_beneath(Handle handle, const char* what) except -1
 # Abort after a deadline and say what was waited for.

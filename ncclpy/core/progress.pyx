@@ -10,6 +10,7 @@ import time
 
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.ref cimport Py_INCREF, Py_XDECREF, PyObject
+from libc.string cimport strcmp
 
 from ncclpy.abi.driver cimport CUDA_SUCCESS, CUresult
 from ncclpy.abi.nccl cimport ncclInProgress, ncclSuccess
@@ -74,6 +75,14 @@ cdef int _grown(Handle child) except -1:
     if child.guard != NULL:
         be_watched(child, child.limit)
     tell_ready(child)
+    # Those that a grown one has more do not know the store.
+    if child.parent is not None and child.parent.fellows is not None and 1 < child.nranks <= child.parent.nranks:
+        try:
+            child.fellows = child.parent.fellows.of_part(child)
+            child.told = child.fellows is not None
+        except BaseException as error:  # of a signal handler
+            leave([child], "the call that made it did not return it", error)
+            raise
     return 0
 
 
@@ -250,6 +259,13 @@ cdef object _not_complete(Handle handle, const Waiting* waiting, str became):
     )
 
 
+cdef int raise_if_fenced(Handle handle, const char* what) except -1:
+    """Raise where another rank was aborted: what ends now may have wrong data. A close hands out no data."""
+    if handle.fenced and strcmp(what, b"close") != 0:
+        raise type(handle.abort_of_kin)(f"{what.decode()} on {handle!r} did not complete: {handle.abort_of_kin}")
+    return 0
+
+
 cdef int end_wait(Waiting* waiting) except -1:
     cdef Handle handle = <Handle>waiting.handle
     cdef ncclResult_t state = waiting.state
@@ -260,11 +276,16 @@ cdef int end_wait(Waiting* waiting) except -1:
         end_quietly(threads, waiting.what.decode(), error)
         tell_trouble([handle], error)
         raise error
+    if waiting.whole:
+        return 0
     if handle.state == ABORTED:
         raise _not_complete(handle, waiting, "aborted")
     check_driver(waiting.result, b"cuStreamSynchronize")
     if handle.revoked:
         raise _not_complete(handle, waiting, "revoked")
+    raise_if_fenced(handle, waiting.what)
+    if handle.fellows is not None and handle.fellows.has_ended():  # an abort of another rank may be what has ended it
+        raise _not_complete(handle, waiting, "aborted")
     if <int>state == WAS_ABORTED:  # by now nobody can tell
         raise _not_complete(handle, waiting, "ended meanwhile")
     if state != ncclSuccess and state != ncclInProgress:
@@ -288,12 +309,26 @@ cdef int begin_wait(Waiting* waiting, Handle handle, const char* what, double de
     waiting.broken = FOREVER
     waiting.error = waiting.aborting = NULL
     waiting.state = ncclSuccess
-    return check_not_beneath(handle, what)
+    waiting.stream, waiting.whole = NULL, False
+    check_not_beneath(handle, what)
+    raise_if_fenced(handle, what)
+    forget_wait(waiting, handle)  # it may begin anew
+    waiting.following, handle.waits_now = handle.waits_now, waiting
+    return 0
+
+
+cdef void forget_wait(Waiting* waiting, Handle handle) noexcept:
+    cdef Waiting** place = &handle.waits_now
+    while place[0] != NULL and place[0] != waiting:
+        place = &place[0].following
+    if place[0] == waiting:
+        place[0] = waiting.following
 
 
 cdef void make_wait(Waiting* waiting, CUstream stream) noexcept nogil:
     if waiting.main:
         (<Handle>waiting.handle).main_waits = True
+    waiting.stream = stream
     waiting.result = await_stream(stream, _tick, waiting)
     # Whoever is told that the data are there must not find others: ranks that disagree, or a rank that has died. Not behind
     # an abort, which may still have the communicator's lock.
@@ -322,6 +357,7 @@ cdef int wait_stream(
             make_wait(&waiting, stream)
         return end_wait(&waiting)
     finally:
+        forget_wait(&waiting, handle)
         handle.waiters -= 1
 
 

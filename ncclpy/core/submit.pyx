@@ -18,6 +18,7 @@ from ncclpy.core.progress cimport (
     begin_wait,
     check_alive,
     end_wait,
+    forget_wait,
     finish,
     give_up,
     make_wait,
@@ -114,6 +115,7 @@ cdef int _submit_and_wait(Handle handle, Operation* operation, object send, obje
         if handle.told:
             handle.note_arrival(_last_of(operation))
     finally:
+        forget_wait(&waiting, handle)
         handle.waiters -= 1
     return 0
 

@@ -1,4 +1,7 @@
+from cpython.ref cimport PyObject
+
 from ncclpy.abi.driver cimport CUevent, CUresult, CUstream
+from ncclpy.abi.nccl cimport ncclResult_t
 
 cdef double FOREVER
 
@@ -18,6 +21,27 @@ cdef void pause(double waited) noexcept nogil
 ctypedef double (*Tick)(void*) noexcept nogil
 cdef double LEAVE
 cdef CUresult await_stream(CUstream stream, Tick tick, void* argument) noexcept nogil
+
+# A wait of a communicator for a stream, as its tick sees it.
+cdef struct Waiting:
+    PyObject* handle
+    PyObject* together  # a list: what is aborted if a signal handler raises
+    const char* what
+    double deadline
+    double started
+    double next
+    bint main  # this is the main thread
+    double broken  # since when the communicator has an error, FOREVER if it has none
+    PyObject* error  # an owned reference: why the wait is to end early
+    PyObject* aborting  # an owned reference: the threads that see to it
+    CUstream stream  # once it is waited for
+    bint whole  # the stream had run dry before another rank's abort began
+    Waiting* following  # the communicator's next one
+    CUresult result  # what the driver said of the stream
+    ncclResult_t state  # and then NCCL of the communicator
+
+# Whether a stream is known to have run dry; not of a default one, which is another one in each context.
+cdef bint has_run_dry(CUstream stream) noexcept nogil
 
 # Wait for a stream, an event or (by `everything`) the current device; signal handlers run meanwhile. Returns
 # CUDA_ERROR_NOT_READY past the deadline: nothing but the wait has ended then.

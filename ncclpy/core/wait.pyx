@@ -13,7 +13,7 @@ import time
 from cpython.exc cimport PyErr_CheckSignals
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, nanosleep, timespec
 
-from ncclpy.abi.driver cimport CUDA_ERROR_NOT_READY
+from ncclpy.abi.driver cimport CUDA_ERROR_NOT_READY, CUDA_SUCCESS
 from ncclpy.core.capture cimport relax
 from ncclpy.core.library cimport driver, stream_wait
 
@@ -26,6 +26,10 @@ cdef extern from "<time.h>" nogil:
 
 cdef extern from "sched.h" nogil:
     int sched_yield()
+
+# NULL, CU_STREAM_LEGACY and CU_STREAM_PER_THREAD.
+cdef enum:
+    _LAST_DEFAULT = 2
 
 # Threads that were started and have not begun; changed with the GIL.
 cdef int _beginning = 0
@@ -102,6 +106,10 @@ cdef CUresult await_stream(CUstream stream, Tick tick, void* argument) noexcept 
                 return result
             due = now() + seconds
         pause(now() - started)
+
+
+cdef bint has_run_dry(CUstream stream) noexcept nogil:
+    return <size_t>stream > _LAST_DEFAULT and driver.cuStreamQuery(stream) == CUDA_SUCCESS
 
 
 ctypedef CUresult (*Ask)(void*) noexcept nogil

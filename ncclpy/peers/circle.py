@@ -19,11 +19,12 @@ from typing import Any
 from ncclpy.bootstrap.arrivals import Arrivals
 from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.bootstrap.watch import Change, Watch
-from ncclpy.core.errors import NcclError, NcclTimeout, seconds
+from ncclpy.core.errors import NcclError, NcclRemoteError, NcclTimeout, seconds
 from ncclpy.engine.ledger import Ledger
 from ncclpy.engine.monitor import call_at
 from ncclpy.peers.confirmation import Confirmation
 from ncclpy.peers.inquiry import Inquiries, Said
+from ncclpy.peers.processes import PeerProcesses
 from ncclpy.peers.reports import ASKED, Reports
 from ncclpy.peers.sentence import sentence
 from ncclpy.peers.standing import Began, as_data, from_data
@@ -44,15 +45,20 @@ _LEFT = "left"
 #: How often a rank's standing goes into the store, if it has changed; and how often a store that cannot be watched is
 #: looked into, whether somebody asks.
 _BEAT, _LOOK = 1.0, 0.2
+#: So many times in a row that goes along with a look which processes of this machine have the other ranks; and how
+#: many seconds after the end of one the communicator ends, if an operation waits then: it may yet be done.
+_LOOKS, _GRACE = 5, 1.0
 
 
 class _Ears:
-    """What hears that somebody asks: it is kept by a timer, which ends it once nobody keeps the circle."""
+    """What hears of the other ranks: it is kept by a timer, which ends it once the circle is dropped."""
 
-    def __init__(self) -> None:
+    def __init__(self, processes: PeerProcesses) -> None:
         self.watch: Watch | None = None
+        self.processes = processes
 
     def close(self) -> None:
+        self.processes.close()
         watch, self.watch = self.watch, None
         if watch is not None:
             with contextlib.suppress(StoreError):
@@ -79,8 +85,8 @@ class Circle:
     arrivals
         By which they have met.
     ended
-        Called, in a thread that is not to be held up, once another process has ended the communicator: with why and
-        with the name of its exception's class.
+        Called, in a thread that is not to be held up, once another process has ended the communicator, or has ended
+        itself while an operation waits: with why and with the name of the exception's class.
     """
 
     def __init__(
@@ -95,6 +101,7 @@ class Circle:
         ended: Callable[[str, str], object],
     ) -> None:
         self._store, self._name, self._size = store, name, size
+        self._own, self._look_at = own, look
         self._look = functools.partial(look, own[0])
         self._ledgers = ledgers
         self._reports = [
@@ -104,7 +111,9 @@ class Circle:
         self._inquiries = Inquiries(self._inquire, False, f"rank {own[0]} of communicator {name!r}")
         self._arrivals, self._ended = arrivals, ended
         self.confirmation = Confirmation(store, own, size, self._condition_of)
-        self._ears = _Ears()
+        mine = weakref.ref(self)
+        self._ears = _Ears(PeerProcesses(store, own, lambda rank, why: _call(mine, Circle._gone, rank, why)))
+        self._looks = _LOOKS
         self._published = 0.0
         self._over = False
         self._leaving: threading.Thread | None = None
@@ -130,6 +139,7 @@ class Circle:
         for each in self._reports:
             if each.rank in self._ledgers:
                 each.begin(self._ledgers[each.rank])
+        self._ears.processes.tell()
         self._beat()
         if self._over:  # meanwhile
             self._hear_no_more()
@@ -152,6 +162,9 @@ class Circle:
                 self._published = moment
                 for each in self._reports:
                     each.publish()
+                if self._looks > 0:
+                    self._looks -= 1
+                    self._ears.processes.look()
             if first or not watched:  # before the watch began
                 self._answer(int(self._store.compare_set(ASKED, None, None)[1] or 0))
                 self._hear_of_end(self.told())
@@ -190,12 +203,38 @@ class Circle:
         """Return what a process has told of the communicator's end, None while none has ended it."""
         return self._store.compare_set(_ENDED, None, None)[1]
 
-    def _hear_of_end(self, told: bytes | None) -> None:
+    def look_for_end(self) -> bool:
+        """Look whether another process has ended the communicator; if so, take it as heard of, and return True."""
+        return self._hear_of_end(self.told())
+
+    def _hear_of_end(self, told: bytes | None) -> bool:
         if told is None or self._over:
-            return
+            return False
         found = json.loads(told)
         if found["rank"] != self._reports[0].rank:
-            self._ended(f"rank {found['rank']} of {self._size}: {found['text']}", found["kind"])
+            self._ended(f" by rank {found['rank']} of {self._size}: {found['text']}", found["kind"])
+            return True
+        return False
+
+    def _gone(self, rank: int, why: str) -> None:
+        mine = weakref.ref(self)
+        call_at(time.monotonic() + _GRACE, lambda: _call(mine, Circle._end_without, rank, why))
+
+    def _end_without(self, rank: int, why: str) -> None:
+        """End the communicator without a rank whose process has ended, once an operation waits."""
+        if self._over:
+            return
+        with contextlib.suppress(NcclError, ValueError):  # the store may be gone with that process
+            if self._reports[0].has_closed(rank) or self.look_for_end():
+                return
+        if any(self._waits(each) for each in self._own):
+            self._ended(f": rank {rank} of {self._size} is gone: {why}", NcclRemoteError.__name__)
+        else:
+            self._gone(rank, why)
+
+    def _waits(self, rank: int) -> bool:
+        standing = self._look_at(rank)
+        return standing["current"] is not None and not standing.get("launched")
 
     def _condition_of(self, rank: int) -> str:
         if not self._arrivals.has_made(rank):
@@ -232,8 +271,16 @@ class Circle:
             if self._store.add(_LEFT, len(self._reports)) == self._size:  # all have: nobody asks any more
                 standings = [Reports.key(rank) for rank in range(self._size)]
                 heard = [Confirmation.key(rank) for rank in range(self._size)]
+                self._ears.processes.forget()
                 for key in (*standings, *heard, ASKED, _ENDED, _TROUBLE, _SAID, _LEFT):
                     self._store.delete(key)
+
+
+def _call(circle: weakref.ref[Circle], method: Callable[..., object], *arguments: object) -> None:
+    """Call a method of a circle, unless it was dropped."""
+    found = circle()
+    if found is not None:
+        method(found, *arguments)
 
 
 def _beater_of(circle: weakref.ref[Circle], ears: _Ears) -> Callable[[], None]:

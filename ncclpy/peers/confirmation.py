@@ -7,6 +7,7 @@ rank may be what has ended it, with wrong data.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -14,6 +15,8 @@ from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.core.errors import NcclTimeout
 
 __all__ = ["Confirmation"]
+
+_log = logging.getLogger("ncclpy.peers")
 
 _HEARD = "heard/"
 #: Seconds between two looks at those that have not confirmed; and for how long one is waited for that is stopped, or
@@ -55,6 +58,11 @@ class Confirmation:
         """
         begun = time.monotonic()
         if not self.wait_shortly(_LIVES):  # the others find out by themselves, within that time
+            _log.warning(
+                "rank %d aborts a communicator and cannot tell the others, as the store is gone: their operations "
+                "that end from now on may have wrong data",
+                self._own[0],
+            )
             time.sleep(max(0.0, _STOPPED - (time.monotonic() - begun)))
 
     def wait_shortly(self, limit: float) -> bool:

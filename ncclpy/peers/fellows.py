@@ -9,11 +9,15 @@ import logging
 import time
 import weakref
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
+from ncclpy.bootstrap.arrivals import Arrivals
 from ncclpy.bootstrap.launched import process_before
 from ncclpy.bootstrap.place import environment
+from ncclpy.bootstrap.prefix import PrefixStore
+from ncclpy.core.abort import abort_for
 from ncclpy.core.account import GIVEN_UP, account_of, name_of
-from ncclpy.core.errors import ADVICE, NcclError, NcclTimeout, ranks, spans
+from ncclpy.core.errors import ADVICE, NcclError, NcclTimeout, ranks, same_class_as, spans
 from ncclpy.core.fellows import Fellows
 from ncclpy.engine.ledger import DTYPES, method_name, op_name
 from ncclpy.peers.circle import Circle
@@ -21,8 +25,10 @@ from ncclpy.peers.standing import RankState
 
 if TYPE_CHECKING:
     import threading
+    from collections.abc import Callable
 
     from ncclpy.bootstrap.launched import Meeting
+    from ncclpy.bootstrap.store import Store
     from ncclpy.core.communicator import Communicator
 
 __all__ = ["Company", "describe_late", "fellows_of"]
@@ -31,6 +37,9 @@ _log = logging.getLogger("ncclpy.peers")
 
 #: Seconds in which a store that has not answered is not asked again: several communicators may have failed together.
 _DEAF = 10.0
+#: Seconds that a rank may have stood still before it asks the store whether the communicator has ended meanwhile, and
+#: takes no end of an operation for a success until it knows: the others wait for a stopped rank for a second.
+_STILL = 0.5
 #: Of so many that have not come the store is asked what it knows.
 _LOOKED_FOR = 16
 #: What is said of those by their state, which is all that is known.
@@ -52,13 +61,22 @@ class Company(Fellows):
     ----------
     comm
         This rank's.
-    meeting
-        Where they have met.
+    store
+        The part of a store that belongs to the communicator.
+    rank, size
+        Which of how many this is.
+    arrivals
+        By which they have met.
+    name
+        What the communicator is called, if that is not known.
     """
 
-    def __init__(self, comm: Communicator, meeting: Meeting) -> None:
-        rank, size = meeting.place.rank, meeting.place.size
-        self._name = name_of(comm) or meeting.where
+    def __init__(
+        self, comm: Communicator, store: Store, rank: int, size: int, arrivals: Arrivals | None = None, name: str = ""
+    ) -> None:
+        self._store, self._name = store, name_of(comm) or name
+        if arrivals is None:
+            arrivals = Arrivals(store, f"communicator {self._name!r}", rank, size)
         self._leaving: threading.Thread | None = None
         found = weakref.ref(comm)
         mine: list[Circle] = []
@@ -69,10 +87,22 @@ class Company(Fellows):
                 leave(mine.pop())
             return standing_of(GIVEN_UP if comm is None else account_of(comm))
 
-        self._circle = Circle(meeting.store, self._name, [rank], size, look, {}, meeting.arrivals, _not_told)
+        def ended(text: str, kind: str) -> None:
+            comm = found()
+            if comm is not None:
+                abort_for(comm, same_class_as(kind)(f"communicator {self._name!r} was aborted{text}"))
+
+        self._asked = time.monotonic()
+        self._ended = ended
+        self._circle = Circle(store, self._name, [rank], size, look, {}, arrivals, ended)
         mine.append(self._circle)
         _circles.add(self._circle)
         self._circle.listen()
+
+    def of_part(self, comm: Communicator) -> Company | None:
+        """Return the ranks of a communicator that was made of some of these."""
+        store = PrefixStore(f"part/{quote(name_of(comm) or '', safe='')}", self._store)
+        return _company(comm, lambda: Company(comm, store, comm.rank, comm.nranks))
 
     def explain(self, error: BaseException) -> int:
         """Have an error say what all ranks do, unless it does."""
@@ -94,6 +124,33 @@ class Company(Fellows):
             interrupt.__context__ = error
             raise
         return 0
+
+    def end(self, text: str, kind: str) -> int:
+        """Tell the others why the communicator ends, and wait until they have heard: then this rank may abort it."""
+        self._circle.end(text.removeprefix(f"communicator {self._name!r} was aborted: "), kind)
+        self._circle.confirmation.confirm()
+        self._circle.confirmation.wait()
+        return 0
+
+    def has_ended(self) -> bool:
+        """Return whether another rank has ended the communicator.
+
+        The store is asked where this process may have stood still since the last answer: it has heard nothing then.
+        """
+        if time.monotonic() - self._asked < _STILL:
+            return False
+        try:
+            return self._circle.look_for_end()
+        except (NcclError, ValueError):  # the program is to go on
+            _log.warning(
+                "a rank of communicator %s cannot ask whether it was aborted meanwhile: it takes the end of an "
+                "operation for a success",
+                self._name,
+                exc_info=True,
+            )
+            return False
+        finally:
+            self._asked = time.monotonic()
 
     def leave(self) -> int:
         """Have a thread tell the others that this rank has no communicator any more."""
@@ -166,12 +223,15 @@ def describe_late(late: NcclTimeout) -> None:
 
 def fellows_of(comm: Communicator, meeting: Meeting) -> Company | None:
     """Return the ranks of a communicator; None where they cannot be asked, which is no reason to have none."""
+    place = meeting.place
+    return _company(
+        comm, lambda: Company(comm, meeting.store, place.rank, place.size, meeting.arrivals, meeting.where)
+    )
+
+
+def _company(comm: Communicator, make: Callable[[], Company]) -> Company | None:
     try:
-        return Company(comm, meeting)
+        return make()
     except (NcclError, RuntimeError, OSError):
         _log.warning("what the ranks of %r do will not be known to each other", comm, exc_info=True)
         return None
-
-
-def _not_told(text: str, kind: str) -> None:
-    """A Communicator's processes end each by themselves."""

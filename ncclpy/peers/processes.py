@@ -6,12 +6,77 @@ One thread waits for all of them. Where the system has no such descriptors nothi
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from urllib.parse import quote
 
-__all__ = ["tell_of_end"]
+from ncclpy.bootstrap.store import Store, StoreError
+from ncclpy.core.errors import NcclTimeout
+from ncclpy.peers.reports import MACHINE, process, process_state
+
+__all__ = ["PeerProcesses"]
+
+#: Which processes of this machine have ranks of a group, a line each: rank, process, when that was started.
+_PROCESSES = f"processes/{quote(MACHINE, safe='')}"
+
+
+class PeerProcesses:
+    """The processes of this machine that have the other ranks of a group.
+
+    Parameters
+    ----------
+    store
+        The part of a store that belongs to the group.
+    own
+        The ranks of this process.
+    gone
+        Called with a rank whose process has ended, and with a text that says so; in a thread that must not block.
+    """
+
+    def __init__(self, store: Store, own: Sequence[int], gone: Callable[[int, str], object]) -> None:
+        self._store, self._own, self._gone = store, own, gone
+        self._watched: dict[int, Callable[[], object]] = {}  # by rank, what ends the watch
+        self._over = False
+
+    def tell(self) -> None:
+        """Tell the others which process has this one's ranks."""
+        mine = process()
+        lines = "".join(f"{rank} {mine['pid']} {mine['start']}\n" for rank in self._own)
+        with contextlib.suppress(StoreError, NcclTimeout):
+            self._store.append(_PROCESSES, lines.encode())
+
+    def look(self) -> None:
+        """Watch over those that have told theirs, and are not watched yet."""
+        if self._over:
+            return
+        with contextlib.suppress(StoreError, NcclTimeout, ValueError):
+            told = self._store.compare_set(_PROCESSES, None, None)[1] or b""
+            for line in told.decode().splitlines():
+                rank, pid, start = line.split()
+                if int(pid) != os.getpid() and int(rank) not in self._watched:
+                    self._watch(int(rank), int(pid), start)
+
+    def forget(self) -> None:
+        """Clear away what was told: no rank looks any more."""
+        self._store.delete(_PROCESSES)
+
+    def close(self) -> None:
+        """Watch no more."""
+        self._over = True
+        watched, self._watched = self._watched, {}
+        for stop in watched.values():
+            stop()
+
+    def _watch(self, rank: int, pid: int, start: str) -> None:
+        def ended() -> None:
+            if not self._over:
+                self._gone(rank, f"its process, {pid}, has ended")
+
+        self._watched[rank] = _nothing
+        self._watched[rank] = tell_of_end(pid, lambda: process_state(pid, start) != "ended", ended)
 
 
 class _Watcher:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -21,8 +20,8 @@ from ncclpy.core.creation import get_unique_id
 from ncclpy.core.errors import NcclError, NcclTimeout, ranks, spans
 from ncclpy.engine.known import elsewhere, note_group
 from ncclpy.peers.confirmation import Confirmation
-from ncclpy.peers.processes import tell_of_end
-from ncclpy.peers.reports import ASKED, MACHINE, Reports, process, process_state
+from ncclpy.peers.processes import PeerProcesses
+from ncclpy.peers.reports import ASKED, Reports
 from ncclpy.peers.sentence import sentence
 from ncclpy.peers.standing import Began, RankState, as_data, from_data
 from ncclpy.process_group.clocks import Clocks
@@ -38,13 +37,8 @@ _GONE = "told/gone/"
 #: Set by the first rank in trouble, who asks for all; and what it has heard. At the group's end, or at a meeting.
 _TROUBLE, _SAID = "trouble", "said"
 _END = "end"
-#: Which processes of this machine have the group's ranks, a line each: rank, process, when that was started.
-_PROCESSES = f"processes/{quote(MACHINE, safe='')}"
 #: So many times a rank looks there for others, a second apart, besides when a communicator is made.
 _LOOKS = 5
-#: Seconds between two looks at those that have not; and for how long one is waited for that is stopped, or that lives.
-_HEARS = 0.1
-_STOPPED, _LIVES = 1.0, 5.0
 #: How the first rank compares collectives.
 _CHECK = "options/check"
 #: Seconds for that one to ask, and to tell.
@@ -160,7 +154,7 @@ class Notices:
         self._confirmation = Confirmation(self.store, (rank,), size, self._condition_of)
         self._over = threading.Event()
         self._watches: list[Watch] = []
-        self._processes: dict[int, Callable[[], object]] = {}  # what ends the watch over each rank's, by rank
+        self._processes = PeerProcesses(self.store, (rank,), lambda rank, why: self._gone(rank, why))
         self._gone: Callable[[int, str], object] = _nobody_told
         self._looks = _LOOKS
 
@@ -275,31 +269,11 @@ class Notices:
         there = self._outer.compare_set(f"{self._place}/made-by/{rank}", None, None)[1]
         return there is not None and int(there) >= self.number
 
-    def _tell_process(self) -> None:
-        """Tell the ranks on this machine which process this is."""
-        mine = process()
-        with contextlib.suppress(StoreError, NcclTimeout):
-            self.store.append(_PROCESSES, f"{self.rank} {mine['pid']} {mine['start']}\n".encode())
-
     def _watch_processes(self) -> None:
         """Watch over the processes on this machine of ranks that have told theirs, beside this one."""
-        if self.size == 1 or self._over.is_set():
-            return
-        self._looks -= 1
-        with contextlib.suppress(StoreError, NcclTimeout, ValueError):
-            told = self.store.compare_set(_PROCESSES, None, None)[1] or b""
-            for line in told.decode().splitlines():
-                rank, pid, start = line.split()
-                if int(pid) != os.getpid() and int(rank) not in self._processes:
-                    self._watch_process(int(rank), int(pid), start)
-
-    def _watch_process(self, rank: int, pid: int, start: str) -> None:
-        def ended() -> None:
-            if not self._over.is_set():
-                self._gone(rank, f"its process, {pid}, has ended")
-
-        self._processes[rank] = _nothing_to_end
-        self._processes[rank] = tell_of_end(pid, lambda: process_state(pid, start) != "ended", ended)
+        if self.size > 1 and not self._over.is_set():
+            self._looks -= 1
+            self._processes.look()
 
     def listen(self, ended: Callable[[Told], object], gone: Callable[[int, str], object], source: Any) -> None:
         """Call back, in a thread of its own, once a rank has told that the group has ended, or that a rank is gone.
@@ -325,7 +299,7 @@ class Notices:
         self._gone = gone
         if self.size > 1:
             self.reports.begin(source)
-            self._tell_process()
+            self._processes.tell()
         try:
             self._watches.append(self.store.watch(_TOLD, look))
         except StoreError:  # it cannot tell of changes
@@ -466,9 +440,7 @@ class Notices:
         """Hear nothing any more; the others are told, if asked, that this rank has closed the group."""
         self.known.closed()
         self._over.set()
-        processes, self._processes = self._processes, {}
-        for stop in processes.values():
-            stop()
+        self._processes.close()
         watches, self._watches = self._watches, []
         for watch in watches:
             with contextlib.suppress(StoreError):
@@ -477,10 +449,6 @@ class Notices:
         if says_so and self.size > 1:
             with contextlib.suppress(StoreError, NcclTimeout):  # whose store is gone tells nobody
                 self.reports.publish(closed=True)
-
-
-def _nothing_to_end() -> None:
-    pass
 
 
 def _nobody_told(rank: int, why: str) -> None:

@@ -123,11 +123,12 @@ def test_what_is_registered_stays_although_its_handle_is_dropped(comm1):
 
 
 def test_an_abort_that_a_group_was_asked_for_happens_whatever_becomes_of_its_block():
-    a, b, c = ncclpy.Communicator.init_all([0, 1, 2])
+    a = ncclpy.Communicator.init_all([0])[0]
     with pytest.raises(KeyError), ncclpy.group():
         a.abort()
         raise KeyError
     assert a.closed
+    b, c = ncclpy.Communicator.init_all([0, 1])
     with ncclpy.faults("call=AllReduce nth=1 do=error"), pytest.raises(ncclpy.NcclError), ncclpy.group():
         b.abort()
         c.all_reduce(np.ones(3))
@@ -142,8 +143,14 @@ def test_a_deadline_of_one_operation():
     assert comms[0].closed and not comms[1].closed
     with pytest.raises(ncclpy.NcclAborted, match="passed its deadline"):
         comms[0].barrier()
+    testing.abort_all(comms)
+
+
+def test_deadline_of_a_group_of_calls():
+    comms = ncclpy.Communicator.init_all([0, 1], abortable=True)
     with pytest.raises(ncclpy.NcclTimeout), ncclpy.group(timeout=0.2):
         comms[1].all_reduce(np.ones(3))
+    assert comms[1].closed and not comms[0].closed
     testing.abort_all(comms)
 
 

@@ -471,10 +471,11 @@ def test_nobody_puts_into_memory_that_was_given_up(world, end):
         second.abort()
     else:
         world.windows[1].close()
-    first.signal(0)
     if end == "abort":
-        first.put_signal(world.arrays[0], world.windows[0], 1)
+        with pytest.raises(ncclpy.NcclAborted, match="rank 1 of the same communicator was aborted"):
+            first.put_signal(world.arrays[0], world.windows[0], 1)
     else:
+        first.signal(0)
         with pytest.raises(ncclpy.NcclError, match="rank 1 has deregistered"):
             first.put_signal(world.arrays[0], world.windows[0], 1)
     assert not world.arrays[1].any()

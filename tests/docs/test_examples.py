@@ -201,10 +201,12 @@ def test_who_is_missing(tmp_path, capsys):
     """Those that come dump at their deadline, the one that does not on SIGUSR1; `ncclpy trace` names it."""
     testing.need_devices(3)
     folder = tmp_path / "new"
+    variables = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"}
+    variables["MASTER_PORT"] = str(free_port())
     processes = [
         subprocess.Popen(
             [sys.executable, EXAMPLES / "who_is_missing.py", folder, "1"],
-            env=os.environ | {"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": str(rank)},
+            env=os.environ | variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -216,7 +218,7 @@ def test_who_is_missing(tmp_path, capsys):
         outputs = [process.communicate(timeout=60)[0] for process in processes[:2]]
         assert [process.returncode for process in processes[:2]] == [1, 1], outputs
         assert all("NcclTimeout" in output for output in outputs), outputs
-        assert sorted(path.name for path in folder.iterdir()) == ["rank-0.json", "rank-1.json", "unique-id"]
+        assert sorted(path.name for path in folder.iterdir()) == ["rank-0.json", "rank-1.json"]
         processes[2].send_signal(signal.SIGUSR1)
         testing.wait_for(lambda: dumps[2].exists() and dumps[2].read_text().endswith("}\n"), "the third dump")
         assert '"reason": "SIGUSR1"' in dumps[2].read_text()

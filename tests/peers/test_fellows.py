@@ -83,7 +83,6 @@ WHAT = {
         "rank {last}'s process is stopped (by SIGSTOP or a debugger), last heard of" + AFTER,
     ),
     "closed": ("comm.close()\n" + SLEEPS, "closed", CLOSED),
-    "aborted": ("comm.abort()\n" + SLEEPS, "closed", CLOSED),
     "killed": (
         "begins()\nstore.get('rank 0 waits')\ntime.sleep(0.1)\nos.kill(os.getpid(), signal.SIGKILL)",
         "ended",
@@ -255,25 +254,6 @@ MOMENTS = {
         "rank 0 waits in all_reduce #2 since ",
         "rank 1 has finished all_reduce #1 and is in no operation since ",
     ),
-    "aborted in a group": (
-        "",
-        "store.get('it has begun')\ncomm.all_reduce(array(3), timeout=patience)\nlook(timeout=patience)",
-        "with ncclpy.group():\n    comm.abort()\n" + SLEEPS,
-        "['waits', 'closed']",
-        "rank 0 waits in all_reduce #1 since ",
-        "rank 1 has closed the communicator",
-    ),
-    "left by a signal handler": (
-        "",
-        "store.get('it has begun')\ncomm.all_reduce(array(3), timeout=patience)\nlook(timeout=patience)",
-        "def late(*_):\n    raise KeyError\n"
-        "signal.signal(signal.SIGALRM, late)\nsignal.setitimer(signal.ITIMER_REAL, 0.1)\n"
-        "with contextlib.suppress(KeyError):\n    comm.all_reduce(array(5))\n    ncclpy.synchronize(device)\n"
-        "comm.abort()\n" + SLEEPS,
-        "['waits', 'closed']",
-        "rank 0 waits in all_reduce #{} since ",  # on GPUs rank 1 has sent its half of the first
-        "rank 1 has closed the communicator",
-    ),
     "dropped": (
         "",
         "store.get('it has begun')\ncomm.all_reduce(array(3), timeout=patience)\nlook(timeout=patience)",
@@ -303,8 +283,32 @@ def test_what_is_no_call_on_cpu_memory(tmp_path, moment):
     trouble = f"try:\n{textwrap.indent(does, '    ')}\nexcept ncclpy.NcclError as error:\n    say(error)\n"
     made = SOON if moment == "a graph" else "make(timeout=60)"
     [(_, found, text)] = lines_of(tmp_path, 2, instead, trouble, made, before=before)
-    of_this = of_this.format(1 if ncclpy.library().engine == "host" else 2)
     assert found == states and of_this in text and of_the_other in text, text
+
+
+#: How the second rank aborts, and what the first one is told.
+ABORTS = {
+    "by itself": ("begins()\ntime.sleep(0.2)\ncomm.abort()\n", "abort"),
+    "in a group": ("begins()\ntime.sleep(0.2)\nwith ncclpy.group():\n    comm.abort()\n", "aborted in a group"),
+    "by a signal handler": (
+        "def late(*_):\n    raise KeyError\n"
+        "signal.signal(signal.SIGALRM, late)\nsignal.setitimer(signal.ITIMER_REAL, 0.1)\n"
+        "with contextlib.suppress(KeyError):\n    comm.all_reduce(array(5))\n    ncclpy.synchronize(device)\n"
+        "comm.abort()\n",
+        "",  # on GPUs the wait was ended that was not the communicator's
+    ),
+}
+
+
+@pytest.mark.parametrize("how", ABORTS)
+def test_abort_on_one_rank_ends_the_communicator_on_all(tmp_path, how):
+    """At once, whatever the deadline; and before the abort, which may complete an operation with wrong data."""
+    instead, why = ABORTS[how]
+    does = "store.get('it has begun')\ncomm.all_reduce(array(3))\nlook()"
+    trouble = f"try:\n{textwrap.indent(does, '    ')}\nexcept ncclpy.NcclError as error:\n    say(error)\n"
+    [(kind, _, text)] = lines_of(tmp_path, 2, instead + SLEEPS, trouble, "make(timeout=30)")
+    assert kind == "NcclAborted", text
+    assert re.search(rf"communicator '[0-9a-f]{{8}}' was aborted by rank 1 of 2: .*{why}", text), text
 
 
 def test_a_plan_over_cpu_memory_is_done_when_it_returns(host_engine, tmp_path):

@@ -42,7 +42,14 @@ class Late(Exception):
 
 
 class WrongResult(Exception):
-    pass
+    is_of_an_abort = False
+
+
+def wrong_result(text, values):
+    """Return the error of a wrong result, which knows whether the host engine has written it for an aborted rank."""
+    error = WrongResult(f"{text}, got {values[:8]}")
+    error.is_of_an_abort = bool((np.ascontiguousarray(values).view(np.uint8) == 0x5A).any())
+    return error
 
 
 ENDS = (ncclpy.NcclError, KeyboardInterrupt, Late)
@@ -133,7 +140,7 @@ class Operation:
 
     def check(self):
         if not (self.recv == self.wanted).all():
-            raise WrongResult(f"{self.kind} on {self.comm!r}: wanted {self.wanted}, got {self.recv[:8]}")
+            raise wrong_result(f"{self.kind} on {self.comm!r}: wanted {self.wanted}", self.recv)
 
 
 class Rank:
@@ -177,7 +184,10 @@ class Rank:
             self.outcome = "right"
         except WrongResult as error:
             self.outcome = "wrong"
-            if not self.program.skips:  # the next call of a rank that has left one out may meet the others' last one
+            if self.program.processes > 1 and self.program.disturbed and error.is_of_an_abort:
+                # Ranks with nothing but a unique id in common hear of no abort in another process.
+                self.outcome = "NcclAborted"
+            elif not self.program.skips:  # the next call of a rank that has left one out may meet the others' last one
                 self.program.problems.append(f"rank {self.rank}: {error}")
         except BaseException as error:
             self.outcome = type(error).__name__
@@ -283,7 +293,7 @@ class Rank:
                 comm.put_signal(memory[:count], window, (comm.rank + 1) % n, memory[:count].nbytes)
             comm.wait_signal((comm.rank - 1) % n, count=PUTS)
         if not (memory[count:] == (comm.rank - 1) % n + step.number).all():
-            raise WrongResult(f"put on {comm!r}: wanted {(comm.rank - 1) % n + step.number}, got {memory[count:][:8]}")
+            raise wrong_result(f"put on {comm!r}: wanted {(comm.rank - 1) % n + step.number}", memory[count:])
         if step.launches > 1:
             window.close()
 

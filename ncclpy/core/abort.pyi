@@ -1,0 +1,3 @@
+from ncclpy.core.handle import Handle
+
+def abort_for(handle: Handle, error: BaseException) -> None: ...

@@ -1,0 +1,185 @@
+"""No wrong number from a Communicator: an abort of one rank completes other ranks' operations with wrong data."""
+
+from __future__ import annotations
+
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from test_fellows import PROGRAM
+from warm_ranks import run_ranks
+
+import ncclpy
+import testing
+
+#: Three ranks; the last one never makes the second call. Prints how the call has ended.
+CALLS = (
+    PROGRAM
+    + """
+make(timeout=60)
+begin()
+
+def call(**options):
+    begun, memory = time.monotonic(), lib.make(np.ones(8, np.float32), device)
+    try:
+        comm.all_reduce(lib.argument(memory), **options)
+        comm.barrier()  # on GPUs the first call only begins
+    except ncclpy.NcclError as error:
+        seconds = round(time.monotonic() - begun, 1)
+        print('rank', rank, 'raised', type(error).__name__, '|', error, '|', seconds, flush=True)
+    else:
+        print('rank', rank, 'got', lib.read(memory)[0], flush=True)
+"""
+)
+
+
+def lines_of(tmp_path, program, only=(0, 1), ranks=3):
+    testing.need_processes(ranks)
+    output = run_ranks(tmp_path, ranks, CALLS + program, only=list(only))[1]
+    lines = [line for line in output.splitlines() if " raised " in line or " got " in line]
+    assert len(lines) == len(only), output
+    assert not [line for line in lines if " got " in line], output
+    return lines
+
+
+def test_deadline_of_one_rank_is_an_error_on_all(tmp_path):
+    """The other rank waits for a minute; it hears of the first one's end before that aborts."""
+    program = """
+if rank == 2:
+    time.sleep(40)
+call(timeout=1.0 if rank == 0 else 60)
+"""
+    for line in lines_of(tmp_path, program):
+        assert "raised NcclTimeout" in line and "rank 2 has finished" in line, line
+        assert float(line.rpartition("|")[2]) < 5, line
+
+
+@pytest.mark.parametrize("made", ["split(0, key=-rank)", "shrink(exclude=[3])"])
+def test_deadline_on_a_part_of_a_communicator_is_an_error_on_all_of_its_ranks(tmp_path, made):
+    """Its other ranks are told as those of the whole one."""
+    program = f"""
+whole = comm
+if rank < 3:
+    comm = whole.{made}
+elif {made.startswith("split")}:
+    whole.split(None)
+last = 2 if comm.rank == rank else 0
+if rank in (last, 3):
+    time.sleep(40)
+call(timeout=1.0 if comm.rank == 0 else 60)
+"""
+    # `split` has numbered them the other way around.
+    only = (1, 2) if made.startswith("split") else (0, 1)
+    for line in lines_of(tmp_path, program, only, 4):
+        assert "raised NcclTimeout" in line and float(line.rpartition("|")[2]) < 5, line
+        assert "rank 2 has begun no operation yet" in line, line
+
+
+def test_rank_that_calls_after_an_abort_is_refused(tmp_path):
+    program = """
+if rank == 2:
+    store.get('rank 0 has failed')
+    time.sleep(0.3)
+call(timeout=1.0 if rank == 0 else 60)
+if rank == 0:
+    store.set('rank 0 has failed', b'')
+"""
+    lines = lines_of(tmp_path, program, only=(0, 1, 2))
+    assert all("raised NcclTimeout" in line for line in lines), lines
+
+
+def test_death_is_known_before_the_deadline(tmp_path):
+    program = """
+if rank == 2:
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGKILL)
+call(timeout=60)
+"""
+    for line in lines_of(tmp_path, program):
+        assert "raised NcclRemoteError" in line, line
+        assert "rank 2" in line and float(line.rpartition("|")[2]) < 10, line
+
+
+def test_rank_that_was_stopped_asks_before_it_returns(tmp_path):
+    """It is stopped in the operation, and the others do not wait for it: its operation has ended when it goes on."""
+    program = """
+if rank == 2:
+    store.get('rank 1 may go on')
+    os._exit(0)
+if rank == 1:
+    pid = os.getpid()
+    threading.Thread(target=lambda: (time.sleep(0.3), os.kill(pid, signal.SIGSTOP)), daemon=True).start()
+    store.set('process 1', str(pid).encode())
+else:
+    pid = int(store.get('process 1'))
+call(timeout=1.0 if rank == 0 else 60)
+if rank == 0:
+    time.sleep(1.0)
+    os.kill(pid, signal.SIGCONT)
+    time.sleep(1.0)
+    store.set('rank 1 may go on', b'')
+"""
+    for line in lines_of(tmp_path, program.replace("threading.", "__import__('threading').")):
+        assert "raised NcclTimeout" in line, line
+
+
+def run_beside(function):
+    """Run a function in a thread; return what joins it and returns its exception."""
+    ended = []
+
+    def body():
+        try:
+            function()
+        except ncclpy.NcclError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+
+    def join():
+        thread.join(20)
+        assert not thread.is_alive()
+        return ended[0] if ended else None
+
+    return join
+
+
+@pytest.fixture
+def comms3(host_engine):
+    comms = ncclpy.Communicator.init_all([0, 1, 2], timeout=30)
+    yield comms
+    testing.abort_all(comms)
+
+
+def test_ranks_of_one_process_hear_of_an_abort_without_a_store(comms3):
+    values = np.ones(4)
+    waits = run_beside(lambda: comms3[1].all_reduce(values))
+    with pytest.raises(ncclpy.NcclTimeout):
+        comms3[0].all_reduce(np.ones(4), timeout=0.5)
+    assert type(waits()) is ncclpy.NcclTimeout
+    with pytest.raises(ncclpy.NcclTimeout, match="rank 0 of the same communicator was aborted"):
+        comms3[2].all_reduce(np.ones(4))
+    assert comms3[1].async_error() == ncclpy.Result.REMOTE_ERROR
+
+
+def test_explicit_abort_is_an_abort_on_the_ranks_of_the_process(comms3):
+    waits = [run_beside(lambda rank=rank: comms3[rank].all_reduce(np.ones(4))) for rank in (0, 1)]
+    time.sleep(0.2)  # both wait for rank 2
+    comms3[0].abort()
+    assert [type(wait()) for wait in waits] == [ncclpy.NcclAborted] * 2
+    with pytest.raises(ncclpy.NcclAborted, match="rank 0 of the same communicator was aborted"):
+        comms3[1].all_reduce(np.ones(4))
+
+
+def test_what_was_complete_before_an_abort_is_a_result(host_engine):
+    """However late the thread that waits comes to look: here it has the GIL back only behind the abort."""
+    for _ in range(50):
+        comms = ncclpy.Communicator.init_all([0, 1])
+        values = np.ones(4)
+        waits = run_beside(lambda values=values, comms=comms: comms[1].all_reduce(values))
+        comms[0].all_reduce(np.ones(4))
+        comms[0].abort()
+        assert waits() is None and (values == 2).all()
+        comms[1].abort()

@@ -99,7 +99,7 @@ class Company(Fellows):
         _circles.add(self._circle)
         self._circle.listen()
 
-    def of_part(self, comm: Communicator) -> Company | None:
+    def of_part(self, comm: Any) -> Company | None:
         """Return the ranks of a communicator that was made of some of these."""
         store = PrefixStore(f"part/{quote(name_of(comm) or '', safe='')}", self._store)
         return _company(comm, lambda: Company(comm, store, comm.rank, comm.nranks))

@@ -34,6 +34,7 @@ import numpy as np
 
 from ncclpy.core import device as _device
 from ncclpy.core.types import DataType, ReduceOp
+from ncclpy.engine.recorder import text_of
 
 cdef enum:
     SUM = 0
@@ -526,7 +527,7 @@ cdef class Plane:
             for work in carried.members():
                 if work.launch is carried:  # else its launch has failed just now, and it ends with what is copied in
                     work.settle(error)
-        self.group._fail(error, None, None, exits=False)
+        self.group._fail(error, text_of(error), None, exits=False, asked=True)
 
     def close(self, timeout):
         """Let what was launched end, and give everything back."""

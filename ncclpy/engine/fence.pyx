@@ -48,7 +48,8 @@ cdef void note_turn(double moment, bint watching) noexcept nogil:
 
 
 cdef void note_launch(double launched, double moment) noexcept nogil:
-    note_turn(moment, launched > _turn and moment - launched > _STILL)
+    # It may have been launched before the last turn and handed over behind it.
+    note_turn(moment, moment - max(_turn, launched) > _STILL)
 
 
 cdef int tell_of_stops() except -1:

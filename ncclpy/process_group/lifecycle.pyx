@@ -466,11 +466,12 @@ cdef class Lifecycle(BlockOwner):
                 main.fail(error)
         self._failed(error, main)
 
-    def _fail(self, error, text, number, Connection but=None, bint exits=True, bint asks=False, bint says=True, bint calls=True):
+    def _fail(self, error, text, number, Connection but=None, bint exits=True, bint asks=False, bint says=True, bint calls=True, bint asked=False):
         """End the group with an error, unless it has ended, or has another `number` now; tell the others a text, if any.
 
         `but` is a connection that sees to its own end. If it `asks`, the error has what all ranks do, and so do the others';
-        if it `says` so they have it in words too. `calls` is whether hooks are called.
+        if it `says` so they have it in words too. `calls` is whether hooks are called; `asked`, whether the others take the text
+        only if they ask, as they hear of the end in another way.
         """
         said = states = None
         try:
@@ -478,9 +479,9 @@ cdef class Lifecycle(BlockOwner):
             if asks and wanted and self.size > 1 and self.on_error != "exit_now":
                 said, states = self._inquire(error, says)  # before anybody sees the error
         finally:  # also where a signal handler has left the wait
-            self._end_by(error, text, number, but, exits, calls, said, states)
+            self._end_by(error, text, number, but, exits, calls, said, states, asked)
 
-    def _end_by(self, error, text, number, Connection but, bint exits, bint calls, said, states):
+    def _end_by(self, error, text, number, Connection but, bint exits, bint calls, said, states, bint asked):
         """End the group with an error as `_fail` does, which knows by now what the ranks do, or that nobody does."""
         cdef Connection one
         with self.lock:
@@ -506,7 +507,7 @@ cdef class Lifecycle(BlockOwner):
         if text is not None:
             told = (
                 f"rank {self.rank} of {self.size}: {without_advice(text) if said else text}", said, states, None,
-                type(error).__name__,
+                type(error).__name__, asked,
             )
             telling = threading.Thread(target=notices.tell, args=told, name="ncclpy-group-end", daemon=True)
             telling.start()

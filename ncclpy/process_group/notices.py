@@ -77,6 +77,8 @@ class Told:
         Those of the groups that go on together, if this is why.
     kind
         The name of the exception's class on the rank that tells it: all ranks raise the same.
+    asked
+        Whether only a rank takes it that asks, as it has stood still; the others hear of the end in another way.
     """
 
     text: str
@@ -84,6 +86,7 @@ class Told:
     states: tuple[RankState, ...] | None = None
     handles: Iterable[str] | None = None
     kind: str = ""
+    asked: bool = False
 
     def packed(self) -> bytes:
         """Return it as it travels."""
@@ -93,6 +96,7 @@ class Told:
             "ranks": None if self.states is None else as_data(self.states),
             "handles": None if self.handles is None else list(self.handles),
             "kind": self.kind,
+            "asked": self.asked,
         }
         return json.dumps(told).encode(errors="replace")
 
@@ -282,8 +286,8 @@ class Notices:
         """
 
         def take(told: bytes | None) -> None:
-            if told is not None and not self._over.is_set():
-                ended(_read(told))
+            if told is not None and not self._over.is_set() and not (found := _read(told)).asked:
+                ended(found)
 
         def look(change: Change) -> None:
             if self._over.is_set() or change.value is None:
@@ -382,6 +386,7 @@ class Notices:
         states: tuple[RankState, ...] | None = None,
         handles: Iterable[str] | None = None,
         kind: str = "",
+        asked: bool = False,
     ) -> None:
         """Tell all ranks that the group has ended, unless another one was faster; the store may be gone.
 
@@ -395,8 +400,10 @@ class Notices:
             Those of the groups that go on together, if this is why.
         kind
             The name of the exception's class.
+        asked
+            Whether only ranks take it that ask.
         """
-        self._tell(self.store, self.name, Told(text, said, states, handles, kind))
+        self._tell(self.store, self.name, Told(text, said, states, handles, kind, asked))
 
     def told(self) -> Told | None:
         """Return what a rank has told of the group's end; None while nothing has ended it."""
@@ -469,6 +476,7 @@ def _read(told: bytes) -> Told:
     try:
         found = json.loads(told)
         states = None if found["ranks"] is None else from_data(found["ranks"])
-        return Told(str(found["text"]), found["said"], states, found["handles"], str(found.get("kind", "")))
+        kind, asked = str(found.get("kind", "")), bool(found.get("asked", False))
+        return Told(str(found["text"]), found["said"], states, found["handles"], kind, asked)
     except (ValueError, KeyError, TypeError):  # of another version
         return Told(told.decode(errors="replace"))

@@ -16,6 +16,7 @@ from group_ranks import run_groups
 import ncclpy
 import testing
 from ncclpy.bootstrap import FileStore
+from ncclpy.coordinator.plane import Plane, store_of
 from ncclpy.process_group.notices import Notices, Told
 
 DEADLINE = 20.0
@@ -41,7 +42,7 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("ended", [True, False])
+@pytest.mark.parametrize("ended", ["on all ranks", "for those that ask", None])
 def test_rank_that_was_stopped_asks_before_it_takes_an_end_for_success(host_engine, tmp_path, ended):
     """While it stands still the others may end the group and abort, after which its operation ends like any other."""
     path = tmp_path / "store"
@@ -56,7 +57,8 @@ def test_rank_that_was_stopped_asks_before_it_takes_an_end_for_success(host_engi
         child.send_signal(signal.SIGSTOP)
         os.waitpid(child.pid, os.WUNTRACED)
         if ended:
-            FileStore(path).compare_set(ENDED, None, Told("rank 0 of 2: a test").packed())
+            told = Told("rank 0 of 2: a test", asked=ended == "for those that ask")
+            FileStore(path).compare_set(ENDED, None, told.packed())
         stream = ncclpy.Stream(0)
         comm.all_reduce(array, stream=stream)  # so that the operation of the other rank ends
         time.sleep(0.7)  # less than what the others wait for a rank that is stopped
@@ -70,6 +72,26 @@ def test_rank_that_was_stopped_asks_before_it_takes_an_end_for_success(host_engi
         child.communicate()
     group.abort("the test is over")
     group.close()
+
+
+def test_end_that_is_told_to_ranks_that_ask_ends_no_other(host_engine):
+    """A coordinator's ranks hear of its end by its control plane; only one that has stood still asks the store."""
+    told = threading.Barrier(2)
+
+    def body(group):
+        group.all_reduce(np.ones(4)).wait(DEADLINE)
+        if group.rank == 0:
+            Plane(group).fail(ncclpy.NcclRemoteError("a test"))
+            testing.wait_for(lambda: b"a test" in bytes(store_of(group).compare_set("told/ended", None, None)[1] or b""), "it")
+        told.wait(DEADLINE)
+        time.sleep(0.3)
+        before = group.error
+        if group.rank == 1:
+            group.ask_after_stop()
+        assert type(group.error) is ncclpy.NcclRemoteError
+        return before is None
+
+    assert run_groups(2, body) == [False, True]
 
 
 def test_abort_waits_until_the_other_rank_has_heard(host_engine, monkeypatch):

@@ -32,6 +32,7 @@ from ncclpy.core.progress cimport (
     forget_wait,
     give_up,
     make_wait,
+    raise_if_fenced,
     wait_stream,
 )
 from ncclpy.core.state cimport ABORTED, FINALIZED, READY
@@ -443,6 +444,7 @@ cdef int _launch_counted(Group group, Waiting* wait) except -1:
                 locked = in_lock_order(group.handles)
             if len(group.waits) == 1 and not group.simulate:
                 handle, awaited, limit = group.waits[0]
+                raise_if_fenced(handle, b"ncclGroupEnd")
                 stream = <CUstream><uintptr_t>awaited
                 begin_wait(wait, handle, b"ncclGroupEnd", _by(group, limit, None), group.handles)
                 waiting = wait

@@ -21,6 +21,8 @@ cdef int wait_stream(Handle handle, CUstream stream, const char* what, double de
 cdef int begin_wait(Waiting* waiting, Handle handle, const char* what, double deadline, list together) except -1
 cdef void make_wait(Waiting* waiting, CUstream stream) noexcept nogil
 cdef int end_wait(Waiting* waiting) except -1
+# Raise where another rank of this process was aborted: before a call that waits, and before its data are handed out.
+cdef int raise_if_fenced(Handle handle, const char* what) except -1
 # What `begin_wait` has noted of it: always, before the memory of the wait goes.
 cdef void forget_wait(Waiting* waiting, Handle handle) noexcept
 # Refuse a wait in a signal handler for what the interrupted wait, beneath it, would have to do.

@@ -311,7 +311,6 @@ cdef int begin_wait(Waiting* waiting, Handle handle, const char* what, double de
     waiting.state = ncclSuccess
     waiting.stream, waiting.whole = NULL, False
     check_not_beneath(handle, what)
-    raise_if_fenced(handle, what)
     forget_wait(waiting, handle)  # it may begin anew
     waiting.following, handle.waits_now = handle.waits_now, waiting
     return 0

@@ -22,6 +22,7 @@ from ncclpy.core.progress cimport (
     finish,
     give_up,
     make_wait,
+    raise_if_fenced,
     wait_stream,
 )
 from ncclpy.core.state cimport ABORTED, READY
@@ -95,6 +96,7 @@ cdef int _submit_and_wait(Handle handle, Operation* operation, object send, obje
     cdef Waiting waiting
     if handle.state != READY:  # another thread may have begun to close it while the buffers were looked at
         check_alive(handle)
+    raise_if_fenced(handle, function_of(operation.kind))
     handle.waiters += 1
     try:
         begin_wait(&waiting, handle, function_of(operation.kind), deadline_after(limit), None)

@@ -29,7 +29,11 @@ nccl.library.ncclpyHostFaultsFired.restype = ctypes.c_char_p
 
 
 class WrongResult(Exception):
-    pass
+    """Tells whether the host engine has written the result where another rank was aborted."""
+
+    def __init__(self, text, values):
+        super().__init__(text)
+        self.is_of_an_abort = bool((values.view(np.uint8) == 0x5A).any())
 
 
 class Rank:
@@ -57,7 +61,8 @@ class Rank:
         except NcclError as error:
             self.outcome = f"{error.code} {error.text}"
         except WrongResult as error:
-            self.outcome = f"wrong {error}"
+            # NCCL tells no other rank of an abort.
+            self.outcome = "beside an abort" if error.is_of_an_abort else f"wrong {error}"
 
     def ready(self):
         while (code := nccl.async_error(self.comm)) == IN_PROGRESS:
@@ -107,7 +112,7 @@ class Rank:
         nccl.driver.cuStreamSynchronize(self.stream)
         self.ready()
         if not (y[: len(want)] == want).all():
-            raise WrongResult(f"{kind} with {count} elements")
+            raise WrongResult(f"{kind} with {count} elements", y[: len(want)])
 
 
 def on_threads(functions):

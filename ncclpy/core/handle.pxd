@@ -101,6 +101,7 @@ cdef class Handle:
     cdef double began  # when it was made
     cdef long long arrived  # the last call whose data were waited for, and came, -1 if there is none; by the GIL
     cdef double ended  # when they came; by the GIL
+    cdef bint unissued  # NCCL has returned an error from it; guarded by the mutex
     cdef bint marked  # it has a mark, or the group that it is of; guarded by the mutex
     # The first operation that the device was not done with when the marks were last looked at, if it was begun (not 0).
     cdef Operation unfinished

@@ -191,6 +191,7 @@ cdef class Handle:
 
     cdef void leave_call(self, Mark* mark, bint issued) noexcept nogil:
         self.inside = 0
+        self.unissued = not issued
         if mark != NULL:
             mark_end(self.marks, mark, issued)
 
@@ -198,7 +199,7 @@ cdef class Handle:
         self.latest = operation[0]
         self.began = now_about()
         self.failing = 0
-        self.marked = False
+        self.marked = self.unissued = False
 
     cdef int note_arrival(self, const Operation* operation) except -1:
         self.arrived = max(self.arrived, operation.sequence)

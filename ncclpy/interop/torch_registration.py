@@ -15,11 +15,15 @@ from ncclpy.interop.torch_store import TorchStore
 from ncclpy.interop.torch_work import backend_error
 
 if TYPE_CHECKING:
+    import datetime
+
     from ncclpy.process_group.group import ProcessGroup
 
 __all__ = ["create", "register"]
 
 NAME = "ncclpy"
+#: Seconds that an operation may take, as with nccl, where a program does not say; torch gives other backends 30 minutes.
+_DEADLINE = 600.0
 
 
 def register() -> None:
@@ -40,21 +44,31 @@ def create(theirs: Any, options: Mapping[str, Any] | None) -> Any:
         Store, rank, size, timeout and name of the group, and the ranks of the world in it.
     options : mapping, optional
         What was given as ``pg_options``: options of `ncclpy.ProcessGroup` (``{"check": "first"}``).
+        A ``"timeout"`` is in seconds, and stands for torch's.
     """
     if options is not None and not isinstance(options, Mapping):
         raise TypeError(
             "pg_options: backend 'ncclpy' takes a mapping of options of ncclpy.ProcessGroup, got "
             f"{type(options).__name__}"
         )
+    given = dict(options or {})
+    timeout = float(given["timeout"]) if "timeout" in given else _deadline(theirs.timeout)
     ranks = list(theirs.global_ranks_in_group) or list(range(theirs.group_size))
     return _made(
         theirs.store,
         theirs.group_rank,
         ranks,
-        theirs.timeout.total_seconds(),
+        timeout,
         str(theirs.group_id),
-        dict(options or {}),
+        given,
     )
+
+
+def _deadline(theirs: datetime.timedelta) -> float:
+    """Return the seconds that an operation may take, by the timeout of a group of torch's."""
+    from torch.distributed import constants
+
+    return _DEADLINE if theirs == constants.default_pg_timeout else float(theirs.total_seconds())
 
 
 def _made(store: Any, rank: int, ranks: list[int], timeout: float, name: str, options: dict[str, Any]) -> Any:
@@ -76,7 +90,7 @@ def _made(store: Any, rank: int, ranks: list[int], timeout: float, name: str, op
         else:
             ordinal = _gpu(ranks[rank]) if on_gpu else _host_device(ranks[rank])
         # Torch's programs read tensors by streams, which go on after an abort: nothing is aborted unless asked for.
-        given = {"name": name, "timeout": timeout, "on_error": "exit", **options, "device": ordinal}
+        given = {"name": name, "on_error": "exit", **options, "timeout": timeout, "device": ordinal}
         made = ProcessGroup(TorchStore(store, min(timeout, 300.0)), rank, len(ranks), **given)
         made.translate = backend_error
         return made
@@ -85,7 +99,8 @@ def _made(store: Any, rank: int, ranks: list[int], timeout: float, name: str, op
         if rank not in members:
             return None
         their_ranks = [ranks[each] for each in members]
-        return _made(their_store, members.index(rank), their_ranks, seconds, group_name, options)
+        more = {name: value for name, value in options.items() if name != "timeout"}
+        return _made(their_store, members.index(rank), their_ranks, seconds, group_name, more)
 
     try:
         return wrapped(rank, len(ranks), TorchBackend(rank, len(ranks), make, on_gpu, timeout, split, store, options))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 
+import pytest
 from paths import ROOT
 
 import testing
@@ -42,6 +43,30 @@ def test_it_registers_and_imports_nothing_of_ours():
         env={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
     )
     assert said.stdout.startswith("set()"), said.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "seconds"),
+    [
+        ("", 600),  # torch gives its default for backends that it does not know
+        ("timeout=datetime.timedelta(seconds=7)", 7),
+        ("pg_options={'timeout': 1800}", 1800),
+        ("pg_options={'timeout': 9}, timeout=datetime.timedelta(seconds=7)", 9),
+    ],
+)
+def test_deadline_of_a_group_is_nccls_unless_it_is_given(arguments, seconds):
+    testing.run_python(
+        f"""
+        import datetime
+        import torch, torch.distributed as dist
+        from ncclpy.interop.torch import backend_of
+        dist.init_process_group("ncclpy", store=dist.HashStore(), rank=0, world_size=1, {arguments})
+        dist.all_reduce(torch.ones(2))
+        found = backend_of().timeout_ms(), backend_of().group.timeout
+        assert found == ({seconds} * 1000, {seconds}), found
+        dist.destroy_process_group()
+        """
+    )
 
 
 def test_it_never_raises(monkeypatch):

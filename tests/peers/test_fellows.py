@@ -154,6 +154,17 @@ PAIR = TROUBLE.replace(
 )
 
 
+def test_call_that_an_abort_has_brought_back_is_not_finished(host_engine, tmp_path):
+    """As the first send of two ranks on GPUs, which connects them: NCCL is stuck in it."""
+    made = "make(timeout=60)\nhangs = ncclpy.faults('rank=0 call=GroupEnd do=hang')"
+    trouble = TROUBLE.replace(
+        "    comm.all_reduce(array(1024), **options)\n",
+        "    with hangs, ncclpy.group(**options):\n        comm.send(array(4), 1)\n        comm.recv(array(4), 1)\n",
+    )
+    [(_, states, text)] = lines_of(tmp_path, 2, SLEEPS, trouble, made)
+    assert states == "['waits', 'idle']" and "rank 0 waits in recv #2 from rank 1 since" in text, text
+
+
 def test_in_a_send_and_receive(tmp_path):
     """They count as the two calls that they are, whichever way they are made."""
     does = "with ncclpy.group():\n    comm.send(array(512), 0)\n    comm.recv(array(1024), 0)\n" + SLEEPS

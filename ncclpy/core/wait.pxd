@@ -61,6 +61,7 @@ cdef class Call:
     cdef object failure
     cdef bytes name
     cdef readonly bint done
+    cdef bint serves  # it is no call of NCCL's, but a thread that waits for work as long as the process lives
 
     cdef int make(self) except -1  # by those who know what to call; without the GIL as far as it may block
     cdef int start(self, str name) except -1  # whoever starts it and is interrupted has started it

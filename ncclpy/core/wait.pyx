@@ -27,6 +27,39 @@ cdef extern from "<time.h>" nogil:
 cdef extern from "sched.h" nogil:
     int sched_yield()
 
+cdef extern from *:
+    """
+    #include <stdio.h>
+    #include <stdlib.h>
+    #include <unistd.h>
+
+    /* Threads that are inside a call of NCCL which may never return. */
+    static int ncclpy_calls = 0;
+
+    /* Ends the process where such a thread still runs: it uses what the destructors of NCCL and CUDA are about to free. */
+    static void ncclpy_leave_at_once(int status, void* unused) {
+      (void)unused;
+      if (__atomic_load_n(&ncclpy_calls, __ATOMIC_SEQ_CST) == 0) return;
+      fflush(NULL);
+      _exit(status);
+    }
+
+    /* Called last in Python, so that this handler comes before all destructors. */
+    static void ncclpy_leave_before_destructors(void) {
+    #ifdef __GLIBC__
+      on_exit(ncclpy_leave_at_once, NULL);
+    #else
+      (void)ncclpy_leave_at_once;
+    #endif
+    }
+    """
+    int ncclpy_calls
+    void ncclpy_leave_before_destructors()
+
+cdef extern from * nogil:
+    int __atomic_add_fetch(int*, int, int)
+    const int __ATOMIC_SEQ_CST
+
 # NULL, CU_STREAM_LEGACY and CU_STREAM_PER_THREAD.
 cdef enum:
     _LAST_DEFAULT = 2
@@ -177,11 +210,12 @@ def _end_of_process():
     cdef double end = now() + 1.0
     while _beginning > 0 and now() < end:
         time.sleep(0.0005)
+    ncclpy_leave_before_destructors()
 
 
 def _forked():
-    global _beginning
-    _beginning = 0
+    global _beginning, ncclpy_calls
+    _beginning = ncclpy_calls = 0
 
 
 os.register_at_fork(after_in_child=_forked)
@@ -213,10 +247,14 @@ cdef class Call:
     def _run(self):
         name_this_thread(self.name)
         relax()
+        if not self.serves:
+            __atomic_add_fetch(&ncclpy_calls, 1, __ATOMIC_SEQ_CST)
         try:
             self.make()
         except BaseException as error:  # carried to who waits
             self.failure = error
+        if not self.serves:
+            __atomic_add_fetch(&ncclpy_calls, -1, __ATOMIC_SEQ_CST)
         self.done = True
         self.ended.release()
 

@@ -90,6 +90,9 @@ cdef int watch(Handle handle) except -1:
 cdef class _Watcher(Call):
     """The watcher's thread, which looks until nothing is left to watch."""
 
+    def __cinit__(self):
+        self.serves = True
+
     cdef int make(self) except -1:
         global _watching
         try:

@@ -219,6 +219,9 @@ def call_at(double when, callback):
 cdef class _Thread(Call):
     """The monitor's thread, which runs until the process ends."""
 
+    def __cinit__(self):
+        self.serves = True
+
     cdef int make(self) except -1:
         sharp_timers()
         while not _signs.stop:

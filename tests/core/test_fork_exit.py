@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 
 import pytest
@@ -127,6 +128,29 @@ def test_exit_with_peers_that_never_came():
         env={"NCCLPY_HOST_DEVICES": "2"},
     )
     assert (done.stdout, done.stderr) == ("leaving\n", "")
+
+
+@pytest.mark.parametrize("stuck", [True, False])
+def test_exit_runs_no_destructors_under_a_thread_inside_nccl(stuck):
+    """NCCL's and CUDA's would free what that thread uses: SIGSEGV, now and then. The status and the output stay."""
+    done = testing.run_python(
+        f"""
+        import ctypes, sys, threading, time, ncclpy
+        libc = ctypes.CDLL(None)
+        libc.on_exit(libc.abort, None)  # as a destructor of a library that was loaded before
+        def init():
+            ncclpy.Communicator.init(2, 0, ncclpy.get_unique_id(), device=0)
+        if {stuck}:
+            threading.Thread(target=init, daemon=True).start()
+            time.sleep(0.5)
+        sys.stdout.write("leaving")
+        sys.exit(3)
+        """,
+        timeout=30,
+        env={"NCCLPY_HOST_DEVICES": "2"},
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (3 if stuck else -signal.SIGABRT, "leaving"), done.stderr
 
 
 def test_exit_in_the_middle_of_an_operation():

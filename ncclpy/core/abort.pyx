@@ -7,6 +7,7 @@ the lock is free, and the communicator itself can be aborted. Without a guard a 
 communicator; only the host engine's abort brings it back.
 """
 
+import logging
 import warnings
 
 from cpython.exc cimport PyErr_CheckSignals
@@ -16,8 +17,8 @@ from ncclpy.abi.locks cimport mutex_unlock
 from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclInvalidArgument, ncclResult_t, ncclSuccess
 from ncclpy.core.check cimport keep_words, nccl_error
 from ncclpy.core.device cimport lend_device, take_device_back
-from ncclpy.core.handle cimport Handle, lock_within, note_failure, tell_trouble
-from ncclpy.core.kin cimport endings_of, fence_kin, is_freed, let_waits_end, tell_kin
+from ncclpy.core.handle cimport BELIEVED, Handle, lock_within, note_failure, tell_trouble
+from ncclpy.core.kin cimport endings_of, fence_kin, is_freed, kin_of, let_waits_end, tell_kin
 from ncclpy.core.library cimport abort_preempts, nccl, require, version_code
 from ncclpy.core.ranges cimport Range, deregister_all
 from ncclpy.core.state cimport ABORTED, is_over
@@ -32,6 +33,10 @@ cdef extern from *:
     static __thread int ncclpy_in_handlers = 0;
     """
     int ncclpy_in_handlers
+
+_log = logging.getLogger("ncclpy.core")
+
+cdef bint _warned = False
 
 ABORT_DEADLINE = 10.0
 
@@ -199,6 +204,21 @@ cdef int let_graphs_go(Handle handle) except -1:
     return 0
 
 
+cdef int _warn_of_others(Handle handle) except -1:
+    """Warn, once, of an abort after a failure of which ranks of other processes hear nothing."""
+    global _warned
+    told = handle.contact != BELIEVED or len(kin_of(handle)) + 1 >= handle.nranks
+    if told or _warned or handle.failed_as is None or handle.state != ABORTED:
+        return 0
+    _warned = True
+    _log.warning(
+        "%r was aborted, and ranks of other processes are not told, as they have no store in common with it: an operation "
+        "of theirs that ends from now on may have wrong data (Communicator.from_env, a process group or a Manager with "
+        "a store tells them)", handle,
+    )
+    return 0
+
+
 cdef class _Abort(Call):
     """Abort communicators in a thread of its own, and keep what became of that."""
 
@@ -230,6 +250,7 @@ cdef class _Abort(Call):
         for handle in self.handles:
             fence_kin(handle)
             if handle.fellows is None:
+                _warn_of_others(handle)
                 continue
             try:
                 handle.fellows.end(str(handle.reason), handle.failed_as or "NcclAborted")

@@ -495,12 +495,14 @@ cdef class Handle:
 
     cdef bint look_at_waits(self) noexcept:
         cdef bint all_have = True
-        cdef Waiting* one = NULL if self.fenced else self.waits_now
+        # Its own abort ends them as well.
+        cdef bint ends = self.fenced or self.state == ABORTED
+        cdef Waiting* one = NULL if ends else self.waits_now
         while one != NULL:
             one.whole = has_run_dry(one.stream)
             all_have = all_have and one.whole
             one = one.following
-        if self.fenced or self.waits_now == NULL or self.peek() == ncclSuccess:
+        if ends or self.waits_now == NULL or self.peek() == ncclSuccess:
             return all_have
         one = self.waits_now  # what has failed ends as well
         while one != NULL:

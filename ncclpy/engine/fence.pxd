@@ -3,12 +3,11 @@ from ncclpy.core.handle cimport Handle
 # How often this process was found to have stood still while operations ran.
 cdef int stops
 
-# Whether the end of an operation that was launched at a moment may be that of a torn one, so that it is no success.
-cdef bint is_doubted(Handle handle, double launched) noexcept nogil
-# Note that the monitor runs; whether something was in flight when it did so last.
-cdef void note_turn(double moment, bint watching) noexcept nogil
-# Note that the monitor has heard of a launch, perhaps late: it had nothing to watch, and the process stood still behind it.
-cdef void note_launch(double launched, double moment) noexcept nogil
+# Whether the end of an operation may be that of a torn one, so that it is no success.
+cdef bint is_doubted(Handle handle) noexcept nogil
+# Note that the monitor runs. It does so before each of these moments, FOREVER where no communicator needs that.
+cdef void note_turn(double moment) noexcept nogil
+cdef double next_turn() noexcept nogil
 # Have those told that the process has stood still, if it has since they were told last. With the GIL.
 cdef int tell_of_stops() except -1
 

@@ -13,43 +13,45 @@ When it goes on it believes nothing before it has asked.
 import weakref
 
 from ncclpy.core.handle cimport BELIEVED, FENCED, Handle
+from ncclpy.core.wait cimport FOREVER
 from ncclpy.engine.callbacks cimport errands, ring
 from ncclpy.engine.native cimport add, load, now
 
 # Other ranks wait for a silent rank for a second at least. A process that was stopped for half of that asks the store.
 cdef double _STILL = 0.5
 
+# How often the monitor has a turn, also where nothing is in flight: what is launched after a stop may have ended during it.
+cdef double _TURNS = 0.2
+
 cdef int stops = 0
-cdef double _turn = 0  # when the monitor has run last
+cdef double _turn = 0  # when the monitor has run last; 0 while no communicator needs that
 cdef int _told = 0
 cdef object _listeners = weakref.WeakSet()
 
 
-cdef bint is_doubted(Handle handle, double launched) noexcept nogil:
-    cdef double moment
+cdef bint is_doubted(Handle handle) noexcept nogil:
     if handle.fenced:  # another rank of this process was aborted: between those no store is needed
         return True
     if handle.contact == BELIEVED:
         return False
     if handle.contact == FENCED:
         return True
-    moment = now()
-    if moment - max(_turn, launched) > _STILL:
-        note_turn(moment, True)
+    note_turn(now())
     return handle.contact != load(&stops)
 
 
-cdef void note_turn(double moment, bint watching) noexcept nogil:
+cdef void note_turn(double moment) noexcept nogil:
     global _turn
-    if watching and moment - _turn > _STILL:
+    if _turn == 0:  # no communicator needs it
+        return
+    if moment - _turn > _STILL:
         add(&stops, 1)
         ring()
     _turn = moment
 
 
-cdef void note_launch(double launched, double moment) noexcept nogil:
-    # It may have been launched before the last turn and handed over behind it.
-    note_turn(moment, moment - max(_turn, launched) > _STILL)
+cdef double next_turn() noexcept nogil:
+    return _turn + _TURNS if _turn != 0 else FOREVER
 
 
 cdef int tell_of_stops() except -1:
@@ -79,4 +81,8 @@ def _tell_all():
 
 def listen(listener):
     """Have ``listener.ask_after_stop()`` called, in a thread for errands, when the process has stood still."""
+    global _turn
+    if _turn == 0:
+        _turn = now()
+        ring()
     _listeners.add(listener)

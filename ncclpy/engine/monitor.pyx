@@ -43,7 +43,7 @@ from ncclpy.engine.callbacks cimport (
     users,
 )
 from ncclpy.engine.failing cimport have_failed
-from ncclpy.engine.fence cimport note_launch, note_turn, tell_of_stops
+from ncclpy.engine.fence cimport next_turn, note_turn, tell_of_stops
 from ncclpy.engine.lock cimport begin_quiet, end_quiet
 from ncclpy.engine.native cimport load, now, sharp_timers, sleep_on, swap
 from ncclpy.engine.protocols cimport Deputy
@@ -301,8 +301,7 @@ cdef void _watch(double next_round) noexcept nogil:
     cdef double rest  # how long what nobody waits for is left alone now
     while True:
         seen = load(&bell)
-        if _watching.streams.size():  # else it may have slept
-            note_turn(now(), True)
+        note_turn(now())
         rest = _LONG_TOGETHER if event_help == NULL and _come_fast(seen) else TOGETHER
         if seen != _watching.heard:  # else the inbox is left to those who fill it
             _watching.heard, _watching.heard_at = seen, now()
@@ -327,7 +326,7 @@ cdef void _watch(double next_round) noexcept nogil:
             if moment - began < _spin:
                 sched_yield()
             else:
-                listen(seen, min(_signs.next_timer, attention) - moment)
+                listen(seen, min(_signs.next_timer, attention, next_turn()) - moment)
             if load(&bell) != seen:
                 began = now()
             continue
@@ -384,7 +383,6 @@ cdef void _take_in() noexcept nogil:
             row.soonest = one.limit
         row.works.push_back(one)
         calls |= has_callbacks(&one)
-        note_launch((<Work>one.work).entry.launched, moment)
     _inbox.works.clear()
     mutex_unlock(&_inbox.mutex)
     if calls:

@@ -352,7 +352,7 @@ cdef class Work:
 
     cdef bint is_doubted(self) noexcept:
         """Return whether its end is not to be believed now; it is looked at again, or fails. Behind the look at the device."""
-        return self.handle is not None and is_doubted(self.handle, self.entry.launched)
+        return self.handle is not None and is_doubted(self.handle)
 
     cdef bint _healthy(self) except -1:
         """Return whether NCCL has nothing to say against the result; else the monitor finds out what it is."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["create", "register"]
 
 NAME = "ncclpy"
-#: Seconds that an operation may take, as with nccl, where a program does not say; torch gives other backends 30 minutes.
+#: Seconds that an operation may take by default, as with nccl; torch gives other backends 30 minutes.
 _DEADLINE = 600.0
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 
 from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.core.errors import NcclTimeout
 
-__all__ = ["Confirmation"]
+__all__ = ["TELLS", "Confirmation", "Patience"]
 
 _log = logging.getLogger("ncclpy.peers")
 
@@ -23,6 +24,43 @@ _HEARD = "heard/"
 #: that lives.
 _LOOKS = 0.1
 _STOPPED, _LIVES = 1.0, 5.0
+#: Seconds between two looks after which a rank that is stopped counts as stopped anew.
+_GAP = 3 * _LOOKS
+#: Seconds for the end to be in the store, before the wait for confirmations begins.
+TELLS = _LIVES
+
+
+class Patience:
+    """How long the ranks are waited for that have not confirmed.
+
+    A rank whose process has ended is not; one that is stopped, for a second of that: when it goes on it asks before it
+    believes an end (`engine.fence`). Others for five seconds, in which they were not stopped.
+
+    Parameters
+    ----------
+    begun
+        When the wait has begun.
+    """
+
+    def __init__(self, begun: float) -> None:
+        self._begun = begun
+        self._stopped: dict[int, tuple[float, float]] = {}  # when it was first seen so, and last
+        self._stood: dict[int, float] = {}  # seconds of earlier stops
+
+    def has_for(self, rank: int, condition: str, moment: float) -> bool:
+        """Return whether a rank is still waited for, by the condition of its process now (`RankState.state`)."""
+        if condition in ("ended", "gone", "closed", "absent"):
+            return False
+        if condition == "stopped":
+            first, last = self._stopped.get(rank, (moment, moment))
+            if moment - last > _GAP:  # this process has stood still itself: it may be another stop
+                first = moment
+            self._stopped[rank] = first, moment
+            return moment - first < _STOPPED
+        if rank in self._stopped:
+            first, last = self._stopped.pop(rank)
+            self._stood[rank] = self._stood.get(rank, 0.0) + last - first + _LOOKS
+        return moment - self._begun - self._stood.get(rank, 0.0) < _LIVES
 
 
 class Confirmation:
@@ -51,13 +89,9 @@ class Confirmation:
                 self._store.set(self.key(rank), b"1")
 
     def wait(self) -> None:
-        """Wait until the other ranks have confirmed, those that can: then communicators may be aborted.
-
-        A rank whose process has ended is not waited for; one that is stopped for a second, and one that lives and does
-        not answer for longer, as another thread may keep it from that.
-        """
+        """Wait until the other ranks have confirmed, those that can: then communicators may be aborted."""
         begun = time.monotonic()
-        if not self.wait_shortly(_LIVES):  # the others find out by themselves, within that time
+        if not self.wait_shortly(math.inf):  # the others find out by themselves, within that time
             _log.warning(
                 "rank %d aborts a communicator and cannot tell the others, as the store is gone: their operations "
                 "that end from now on may have wrong data",
@@ -71,14 +105,15 @@ class Confirmation:
         The process of a rank that serves the store takes it along when it ends.
         """
         begun = time.monotonic()
-        missing = self._others
+        missing, patience = self._others, Patience(begun)
         try:
-            while missing and (waited := time.monotonic() - begun) < limit:
+            while missing and time.monotonic() - begun < limit:
                 with contextlib.suppress(NcclTimeout):
                     self._store.wait([self.key(rank) for rank in missing], _LOOKS)
                     return True
                 missing = [rank for rank in missing if not self._store.check([self.key(rank)])]
-                missing = [rank for rank in missing if waited < _patience_with(self._condition_of(rank))]
+                moment = time.monotonic()
+                missing = [rank for rank in missing if patience.has_for(rank, self._condition_of(rank), moment)]
         except (StoreError, NcclTimeout):
             return False
         return True
@@ -87,10 +122,3 @@ class Confirmation:
     def key(rank: int) -> str:
         """Return under which key a rank confirms."""
         return f"{_HEARD}{rank}"
-
-
-def _patience_with(condition: str) -> float:
-    """Return how many seconds to wait for a rank."""
-    if condition in ("ended", "gone", "closed", "absent"):
-        return 0.0
-    return _STOPPED if condition == "stopped" else _LIVES

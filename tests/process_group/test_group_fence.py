@@ -82,7 +82,9 @@ def test_end_that_is_told_to_ranks_that_ask_ends_no_other(host_engine):
         group.all_reduce(np.ones(4)).wait(DEADLINE)
         if group.rank == 0:
             Plane(group).fail(ncclpy.NcclRemoteError("a test"))
-            testing.wait_for(lambda: b"a test" in bytes(store_of(group).compare_set("told/ended", None, None)[1] or b""), "it")
+            testing.wait_for(
+                lambda: b"a test" in bytes(store_of(group).compare_set("told/ended", None, None)[1] or b""), "it"
+            )
         told.wait(DEADLINE)
         time.sleep(0.3)
         before = group.error

@@ -99,7 +99,7 @@ class Crew(abc.ABC):
                 )
             worker, what, value = message
             if what == "error":
-                raise WorkerError(f"worker {worker} of {self.size} failed:\n{self._with_others(worker, value)}")
+                raise WorkerError(self._with_others(worker, value))
             if what == "done":
                 working.discard(worker)
             elif what == "exchange":
@@ -117,11 +117,15 @@ class Crew(abc.ABC):
                 show(what, value)
 
     def _with_others(self, first: int, text: str) -> str:
-        """Wait a moment for the errors of others: one may say why the first failed."""
-        texts = [text]
+        """Wait a moment for the errors of others, and return all of them: one may say why the first failed."""
+        errors = [(first, text)]
         deadline = time.monotonic() + 0.5
         while (left := deadline - time.monotonic()) > 0:
             message = self.receive(left)
             if message is not None and message[1] == "error" and message[0] != first:
-                texts.append(f"worker {message[0]}:\n{message[2]}")
-        return "\n".join(texts)
+                errors.append((message[0], message[2]))
+        # A rank hears that another one is about to abort before that one has told of its error.
+        errors.sort(key=lambda error: "NcclAborted: " in error[1])
+        (worker, said), *others = errors
+        texts = [f"worker {worker} of {self.size} failed:\n{said}"]
+        return "\n".join(texts + [f"worker {worker}:\n{said}" for worker, said in others])

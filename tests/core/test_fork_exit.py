@@ -244,6 +244,7 @@ def test_a_thread_that_fails_frees_the_others(late):
             comm.barrier()
         finally:
             left.append(rank.rank)
+            comm.abort()
 
     with pytest.raises(KeyError, match="lost"):
         testing.run_threads(2, rank, timeout=40)

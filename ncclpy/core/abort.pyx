@@ -18,7 +18,7 @@ from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclInvalidArgument, nc
 from ncclpy.core.check cimport keep_words, nccl_error
 from ncclpy.core.device cimport lend_device, take_device_back
 from ncclpy.core.handle cimport BELIEVED, Handle, lock_within, note_failure, tell_trouble
-from ncclpy.core.kin cimport endings_of, fence_kin, is_freed, kin_of, let_waits_end, tell_kin
+from ncclpy.core.kin cimport endings_of, fence_kin, is_freed, kin_of, tell_kin
 from ncclpy.core.library cimport abort_preempts, nccl, require, version_code
 from ncclpy.core.ranges cimport Range, deregister_all
 from ncclpy.core.state cimport ABORTED, is_over
@@ -248,12 +248,18 @@ cdef class _Abort(Call):
         """Have the other ranks hear of it first: an abort may complete their operations with wrong data."""
         cdef Handle handle
         for handle in self.handles:
-            fence_kin(handle)
-            if handle.fellows is None:
-                _warn_of_others(handle)
-                continue
             try:
-                handle.fellows.end(str(handle.reason), handle.failed_as or "NcclAborted")
+                fence_kin(handle)
+                if handle.fellows is None:
+                    _warn_of_others(handle)
+                else:
+                    handle.fellows.tell(str(handle.reason), handle.failed_as or "NcclAborted")
+            except BaseException as error:
+                self.failures.append(error)
+        for handle in self.handles:  # all are told by now: another rank may have these in another order
+            try:
+                if handle.fellows is not None:
+                    handle.fellows.wait_until_heard()
             except BaseException as error:
                 self.failures.append(error)
         return 0
@@ -312,9 +318,6 @@ cdef list begin_abort(list handles, object reason):
 def abort_for(Handle handle not None, object error):
     """Abort a communicator for what another rank has told of it; its calls raise an error of this class from now on."""
     if is_over(handle.state):
-        return
-    let_waits_end([handle])
-    if is_over(handle.state):  # meanwhile
         return
     handle.verdict = error
     note_failure([handle], error)

@@ -87,7 +87,7 @@ cdef int _look(Handle handle, Operation* what, double* since, long long arrived)
     else:
         what[0], since[0] = handle.latest, handle.began
     within = handle.waiters or handle.inside != 0 or handle.failing or handle.state == ABORTED
-    # A call that an abort has brought back has its mark behind it, and no end.
+    # A call that an abort has brought back has passed its mark and has not run.
     within = marked != NULL or (within and (broken or not handle.marked or handle.unissued))
     handle.unlock()
     if since[0] == 0:

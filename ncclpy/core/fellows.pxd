@@ -5,9 +5,10 @@ cdef class Fellows:
     # Have an error of an operation say what the ranks do; in the thread that raises it, under no lock of ours. It takes
     # some seconds at most, and raises what a signal handler does, nothing else.
     cpdef int explain(self, object error) except -1
-    # Tell them why the communicator is about to be aborted, and wait until they have heard of it, those that can; in the
+    # Tell them why the communicator is about to be aborted; and wait until they have heard of it, those that can. In the
     # thread that aborts it.
-    cpdef int end(self, str text, str kind) except -1
+    cpdef int tell(self, str text, str kind) except -1
+    cpdef int wait_until_heard(self) except -1
     # Whether one of them has ended it, as far as that is known or has to be asked: before a result is handed out.
     cpdef bint has_ended(self) except -1
     # Tell them that this rank gives the communicator up, and go on; a wait for that to have been told.

@@ -10,7 +10,10 @@ cdef class Fellows:
     cpdef int explain(self, object error) except -1:
         raise NotImplementedError
 
-    cpdef int end(self, str text, str kind) except -1:
+    cpdef int tell(self, str text, str kind) except -1:
+        raise NotImplementedError
+
+    cpdef int wait_until_heard(self) except -1:
         raise NotImplementedError
 
     cpdef bint has_ended(self) except -1:

@@ -437,6 +437,9 @@ cdef int _launch_counted(Group group, Waiting* wait) except -1:
         if group.limit != FOREVER:
             for handle in group.handles:
                 (<Handle>handle).check_endable("group(timeout=)")
+        if not group.simulate:
+            for handle, _, _ in group.waits:
+                raise_if_fenced(<Handle>handle, b"ncclGroupEnd")
         if group.blocks:
             _call_aside(group)
         else:
@@ -444,7 +447,6 @@ cdef int _launch_counted(Group group, Waiting* wait) except -1:
                 locked = in_lock_order(group.handles)
             if len(group.waits) == 1 and not group.simulate:
                 handle, awaited, limit = group.waits[0]
-                raise_if_fenced(handle, b"ncclGroupEnd")
                 stream = <CUstream><uintptr_t>awaited
                 begin_wait(wait, handle, b"ncclGroupEnd", _by(group, limit, None), group.handles)
                 waiting = wait

@@ -49,14 +49,14 @@ cdef class Handle:
     # How it is waited for.
     cdef bint waits  # init, split and the like return only when NCCL is done
     cdef double limit  # seconds that any wait of this communicator may take; FOREVER for none
-    cdef Waiting* waits_now  # the last one that has begun; by the GIL
+    cdef Waiting* waits_now  # the waits under way, the newest first; by the GIL
     cdef int waiters  # threads that wait for its private stream, or are about to
     cdef bint main_waits  # the main thread is one of them, so that a signal handler may run beneath that wait
     # Of its other ranks in this process: an abort of this one alone frees it (`kin.is_freed`), for who has no GIL; one was
     # aborted.
     cdef bint apart
     cdef bint bereft
-    cdef bint fenced  # one is about to be aborted: no end of an operation is a success any more
+    cdef bint fenced  # another rank of this process is about to be aborted: no end of an operation is a success any more
     cdef object abort_of_kin  # and the error of such an operation
     # Its end before its time.
     cdef int troubled  # a call of the engine's has failed: no other of its is made
@@ -101,7 +101,7 @@ cdef class Handle:
     cdef double began  # when it was made
     cdef long long arrived  # the last call whose data were waited for, and came, -1 if there is none; by the GIL
     cdef double ended  # when they came; by the GIL
-    cdef bint unissued  # NCCL has returned an error from it; guarded by the mutex
+    cdef bint unissued  # NCCL has returned an error from the last call; guarded by the mutex
     cdef bint marked  # it has a mark, or the group that it is of; guarded by the mutex
     # The first operation that the device was not done with when the marks were last looked at, if it was begun (not 0).
     cdef Operation unfinished
@@ -171,8 +171,8 @@ cdef class Handle:
     cdef int explain(self, object error) except -1
     # Look what the device has ended so far: an abort ends the rest without doing it.
     cdef void look_at_marks(self) noexcept nogil
-    # See which waits have what they wait for, before an abort of another rank may seem to bring it; whether all have.
-    # With the GIL.
+    # Note in each wait whether its stream has run dry, so that its data do not come from the abort that follows; return
+    # whether all have. With the GIL.
     cdef bint look_at_waits(self) noexcept
 
     # What hangs on it: its private stream, buffers that NCCL has registered; and objects that are kept until the

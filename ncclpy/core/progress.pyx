@@ -276,6 +276,8 @@ cdef int end_wait(Waiting* waiting) except -1:
         end_quietly(threads, waiting.what.decode(), error)
         tell_trouble([handle], error)
         raise error
+    if handle.fellows is not None and handle.fellows.has_ended():  # an abort of another rank may be what has ended it
+        raise _not_complete(handle, waiting, "aborted")
     if waiting.whole:
         return 0
     if handle.state == ABORTED:
@@ -284,8 +286,6 @@ cdef int end_wait(Waiting* waiting) except -1:
     if handle.revoked:
         raise _not_complete(handle, waiting, "revoked")
     raise_if_fenced(handle, waiting.what)
-    if handle.fellows is not None and handle.fellows.has_ended():  # an abort of another rank may be what has ended it
-        raise _not_complete(handle, waiting, "aborted")
     if <int>state == WAS_ABORTED:  # by now nobody can tell
         raise _not_complete(handle, waiting, "ended meanwhile")
     if state != ncclSuccess and state != ncclInProgress:

@@ -36,7 +36,7 @@ cdef struct Waiting:
     PyObject* aborting  # an owned reference: the threads that see to it
     CUstream stream  # once it is waited for
     bint whole  # the stream had run dry before another rank's abort began
-    Waiting* following  # the communicator's next one
+    Waiting* following  # of the same communicator, that began before this one
     CUresult result  # what the driver said of the stream
     ncclResult_t state  # and then NCCL of the communicator
 

@@ -40,7 +40,8 @@ cdef extern from *:
     static void ncclpy_leave_at_once(int status, void* unused) {
       (void)unused;
       if (__atomic_load_n(&ncclpy_calls, __ATOMIC_SEQ_CST) == 0) return;
-      fflush(NULL);
+      fflush(stdout); /* not all: a thread that reads stdin holds its lock */
+      fflush(stderr);
       _exit(status);
     }
 

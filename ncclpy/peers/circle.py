@@ -47,7 +47,7 @@ _LEFT = "left"
 _BEAT, _LOOK = 1.0, 0.2
 #: So many times in a row that goes along with a look which processes of this machine have the other ranks; and how
 #: many seconds after the end of one the communicator ends, if an operation waits then: it may yet be done.
-_LOOKS, _GRACE = 5, 1.0
+_LOOKS, _GRACE = 5, 0.7
 
 
 class _Ears:
@@ -216,25 +216,26 @@ class Circle:
             return True
         return False
 
-    def _gone(self, rank: int, why: str) -> None:
+    def _gone(self, rank: int, why: str, waiting: object = None) -> None:
         mine = weakref.ref(self)
-        call_at(time.monotonic() + _GRACE, lambda: _call(mine, Circle._end_without, rank, why))
+        call_at(time.monotonic() + _GRACE, lambda: _call(mine, Circle._end_without, rank, why, waiting))
 
-    def _end_without(self, rank: int, why: str) -> None:
-        """End the communicator without a rank whose process has ended, once an operation waits."""
+    def _end_without(self, rank: int, why: str, waiting: object) -> None:
+        """End the communicator without a rank whose process has ended, once one operation waits from look to look."""
         if self._over:
             return
         with contextlib.suppress(NcclError, ValueError):  # the store may be gone with that process
             if self._reports[0].has_closed(rank) or self.look_for_end():
                 return
-        if any(self._waits(each) for each in self._own):
+        waits = [self._awaited(each) for each in self._own]
+        if waits == waiting and any(waits):
             self._ended(f": rank {rank} of {self._size} is gone: {why}", NcclRemoteError.__name__)
         else:
-            self._gone(rank, why)
+            self._gone(rank, why, waits)
 
-    def _waits(self, rank: int) -> bool:
+    def _awaited(self, rank: int) -> object:
         standing = self._look_at(rank)
-        return standing["current"] is not None and not standing.get("launched")
+        return None if standing.get("launched") else standing["current"]
 
     def _condition_of(self, rank: int) -> str:
         if not self._arrivals.has_made(rank):

@@ -81,16 +81,18 @@ class Confirmation:
     def __init__(self, store: Store, own: Sequence[int], size: int, condition_of: Callable[[int], str]) -> None:
         self._store, self._own, self._condition_of = store, own, condition_of
         self._others = [rank for rank in range(size) if rank not in own]
+        self._begun = 0.0  # when this process has confirmed
 
     def confirm(self) -> None:
         """Tell that this rank has heard of the end, and believes no end of an operation that it sees from now on."""
+        self._begun = time.monotonic()
         with contextlib.suppress(StoreError, NcclTimeout):
             for rank in self._own:
                 self._store.set(self.key(rank), b"1")
 
     def wait(self) -> None:
         """Wait until the other ranks have confirmed, those that can: then communicators may be aborted."""
-        begun = time.monotonic()
+        begun = self._begun or time.monotonic()
         if not self.wait_shortly(math.inf):  # the others find out by themselves, within that time
             _log.warning(
                 "rank %d aborts a communicator and cannot tell the others, as the store is gone: their operations "
@@ -105,7 +107,7 @@ class Confirmation:
         The process of a rank that serves the store takes it along when it ends.
         """
         begun = time.monotonic()
-        missing, patience = self._others, Patience(begun)
+        missing, patience = self._others, Patience(self._begun or begun)
         try:
             while missing and time.monotonic() - begun < limit:
                 with contextlib.suppress(NcclTimeout):

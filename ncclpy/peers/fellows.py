@@ -88,12 +88,12 @@ class Company(Fellows):
             return standing_of(GIVEN_UP if comm is None else account_of(comm))
 
         def ended(text: str, kind: str) -> None:
+            self._heard = True
             comm = found()
             if comm is not None:
                 abort_for(comm, same_class_as(kind)(f"communicator {self._name!r} was aborted{text}"))
 
-        self._asked = time.monotonic()
-        self._ended = ended
+        self._asked, self._heard = time.monotonic(), False
         self._circle = Circle(store, self._name, [rank], size, look, {}, arrivals, ended)
         mine.append(self._circle)
         _circles.add(self._circle)
@@ -125,10 +125,14 @@ class Company(Fellows):
             raise
         return 0
 
-    def end(self, text: str, kind: str) -> int:
-        """Tell the others why the communicator ends, and wait until they have heard: then this rank may abort it."""
+    def tell(self, text: str, kind: str) -> int:
+        """Tell the others why the communicator ends, and that this rank believes no end of an operation any more."""
         self._circle.end(text.removeprefix(f"communicator {self._name!r} was aborted: "), kind)
         self._circle.confirmation.confirm()
+        return 0
+
+    def wait_until_heard(self) -> int:
+        """Wait until the others have heard, those that can: then this rank may abort the communicator."""
         self._circle.confirmation.wait()
         return 0
 
@@ -137,10 +141,13 @@ class Company(Fellows):
 
         The store is asked where this process may have stood still since the last answer: it has heard nothing then.
         """
-        if time.monotonic() - self._asked < _STILL:
+        if self._heard:
+            return True
+        moment = time.monotonic()
+        if moment - self._asked < _STILL:
             return False
         try:
-            return self._circle.look_for_end()
+            ended = self._circle.look_for_end()
         except (NcclError, ValueError):  # the program is to go on
             _log.warning(
                 "a rank of communicator %s cannot ask whether it was aborted meanwhile: it takes the end of an "
@@ -148,9 +155,9 @@ class Company(Fellows):
                 self._name,
                 exc_info=True,
             )
-            return False
-        finally:
-            self._asked = time.monotonic()
+            ended = False
+        self._asked = moment  # not behind the answer: the process may have stood still since
+        return ended
 
     def leave(self) -> int:
         """Have a thread tell the others that this rank has no communicator any more."""

@@ -76,7 +76,9 @@ class PeerProcesses:
                 self._gone(rank, f"its process, {pid}, has ended")
 
         self._watched[rank] = _nothing
-        self._watched[rank] = tell_of_end(pid, lambda: process_state(pid, start) != "ended", ended)
+        stop = self._watched[rank] = tell_of_end(pid, lambda: process_state(pid, start) != "ended", ended)
+        if self._over:  # meanwhile
+            stop()
 
 
 class _Watcher:

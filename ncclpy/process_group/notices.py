@@ -439,7 +439,9 @@ class Notices:
 
     def _tell(self, store: Store, name: str, told: Told) -> None:
         try:
-            store.compare_set(_ENDED, None, told.packed())
+            first, there = store.compare_set(_ENDED, None, told.packed())
+            if not first and there is not None and not told.asked and _read(there).asked:
+                store.set(_ENDED, told.packed())  # of what all are to hear
         except (StoreError, NcclTimeout) as error:
             _log.warning("rank %d could not tell that group %r has ended (%s): %s", self.rank, name, told.text, error)
 

@@ -94,7 +94,10 @@ bool Messages::advance(Line& line) { return (line.sends ? send(line) : receive(l
 
 bool Messages::complete_corrupted(Line& line) {
   Channel& way = channel(line);
-  if (!take_broken_off(line.sends ? way.broken_receives : way.broken_sends)) return false;
+  std::atomic<uint32_t>& broken_off = line.sends ? way.broken_receives : way.broken_sends;
+  if (broken_off.load(std::memory_order_acquire) == 0) return false;
+  if (line.sends ? send(line) : receive(line)) return true;  // the peer's side of this one has come before
+  if (!take_broken_off(broken_off)) return false;
   Message& message = line.now();
   if (line.sends && message.offers && message.started) retract(line);
   if (!line.sends) overwrite(message.target, message.bytes);

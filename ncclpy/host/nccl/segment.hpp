@@ -115,7 +115,7 @@ struct alignas(128) RankSlot {
   // a gate.
   std::atomic<uint32_t> aborted{0};
   std::atomic<uint32_t> revoked{0};
-  // Collectives that this rank has not completed, and other ranks may, with wrong data: see corruption.hpp.
+  // Collectives behind `passed` that this rank has called and will never complete; others may, with wrong data: corruption.hpp.
   std::atomic<uint64_t> broken_off{0};
   std::atomic<uint64_t> called{0};  // the last call
   std::atomic<uint64_t> done{0};    // the last operation that has run

@@ -59,7 +59,8 @@ cdef int tell_of_stops() except -1:
     if load(&stops) == _told:
         return 0
     _told = load(&stops)
-    errands.give(_tell_all)
+    for listener in list(_listeners):  # each by itself: a store may not answer
+        errands.give(listener.ask_after_stop)
     return 0
 
 
@@ -72,11 +73,6 @@ cdef int believe(Handle handle, int seen) except -1:
     if handle.contact != FENCED:
         handle.contact = seen
     return 0
-
-
-def _tell_all():
-    for listener in list(_listeners):
-        listener.ask_after_stop()
 
 
 def listen(listener):

@@ -10,12 +10,13 @@ from importlib import import_module as _import_module
 
 from ncclpy.core.abort cimport ABORT_DEADLINE
 from ncclpy.core.communicator cimport Communicator
+from ncclpy.core.handle cimport Handle
 from ncclpy.core.device cimport as_device
 from ncclpy.core.library cimport check_process
 from ncclpy.core.wait cimport as_timeout, deadline_after, now
-from ncclpy.engine.callbacks cimport users
+from ncclpy.engine.callbacks cimport errands, users
 from ncclpy.engine.clique cimport GONE, MADE, MAKING
-from ncclpy.engine.fence cimport stops
+from ncclpy.engine.fence cimport is_doubted, stops
 from ncclpy.engine.launcher cimport launch_here
 from ncclpy.engine.native cimport load
 from ncclpy.engine.protocols cimport LaunchOwner
@@ -323,6 +324,9 @@ cdef class Lifecycle(BlockOwner):
         launch_here()
         del launched
         if error is None and wanted:
+            for comm in comms:
+                if is_doubted(<Handle>comm):  # it was not there yet when the others were asked about a stop
+                    errands.give(self.ask_after_stop)
             connection.settled.set()
             return
         if error is not None:

@@ -124,8 +124,8 @@ class Crew(abc.ABC):
             message = self.receive(left)
             if message is not None and message[1] == "error" and message[0] != first:
                 errors.append((message[0], message[2]))
-        # A rank hears that another one is about to abort before that one has told of its error.
-        errors.sort(key=lambda error: "NcclAborted: " in error[1])
+        # A rank may hear that another one aborts before that one has told of its error.
+        errors.sort(key=lambda error: any(word in error[1] for word in ("NcclAborted: ", "Result.REMOTE_ERROR")))
         (worker, said), *others = errors
         texts = [f"worker {worker} of {self.size} failed:\n{said}"]
         return "\n".join(texts + [f"worker {worker}:\n{said}" for worker, said in others])

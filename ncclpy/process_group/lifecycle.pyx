@@ -38,7 +38,7 @@ from ncclpy.engine.streams import StreamPool
 from ncclpy.process_group.callers import caller_of, teller_of
 from ncclpy.process_group.endings import end_process, has_ended, was_ended_by
 from ncclpy.process_group.handles import give_back, new_handle
-from ncclpy.peers.confirmation import TELLS
+from ncclpy.peers.confirmation import TELLS as _TOLD_WITHIN
 from ncclpy.peers.inquiry import Inquiries
 from ncclpy.process_group.nan import NanCheck
 from ncclpy.process_group.notices import Notices
@@ -733,7 +733,7 @@ cdef class _Owner(ConnectionOwner):
 
 def _abort_when_heard(notices, telling, comms, reason):
     if telling is not None:
-        telling.join(TELLS)
+        telling.join(_TOLD_WITHIN)
     notices.confirm()
     if comms:
         notices.wait_until_confirmed()

@@ -9,7 +9,6 @@ cdef list kin_of(Handle handle)
 cdef int tell_kin(Handle handle) except -1
 # Have them take no end of an operation for a success any more: before this one is aborted, in the thread that does it.
 cdef int fence_kin(Handle handle) except -1
-cdef int let_waits_end(list handles) except -1
 # Whether an abort of all these frees this one, and NCCL can be had to close its connections before.
 cdef bint is_freed(Handle handle, list these) except -1
 

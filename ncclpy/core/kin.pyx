@@ -48,7 +48,7 @@ cdef int tell_kin(Handle handle) except -1:
 cdef int fence_kin(Handle handle) except -1:
     cdef Handle other
     kin = kin_of(handle)
-    let_waits_end(kin)
+    _let_waits_end(kin)
     for each in kin:
         other = <Handle>each
         if other.abort_of_kin is None:
@@ -60,7 +60,7 @@ cdef int fence_kin(Handle handle) except -1:
     return 0
 
 
-cdef int let_waits_end(list handles) except -1:
+cdef int _let_waits_end(list handles) except -1:
     """See which waits of communicators have what they wait for; give those an instant that are about to have it."""
     cdef Handle handle
     cdef double until = now() + _ENDS

@@ -2,12 +2,11 @@
 #include "claims.hpp"
 
 #include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <mutex>
 #include <set>
 
 #include "mutex.hpp"
+#include "switches.hpp"
 
 namespace ncclpy::host {
 
@@ -25,10 +24,7 @@ Book& book() {
 
 }  // namespace
 
-const bool checks = [] {
-  const char* const text = getenv("NCCLPY_HOST_CHECKS");
-  return text != nullptr && *text != 0 && std::strcmp(text, "0") != 0;
-}();
+const bool checks = is_on("NCCLPY_HOST_CHECKS");
 
 thread_local std::string refused_free;
 

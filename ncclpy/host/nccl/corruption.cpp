@@ -1,8 +1,9 @@
 // Operations that end with wrong data, as another rank's abort ends them on GPUs.
 #include "corruption.hpp"
 
-#include <cstdlib>
 #include <cstring>
+
+#include "../driver/switches.hpp"
 
 namespace ncclpy::host {
 namespace {
@@ -12,10 +13,7 @@ constexpr int wrong_byte = 0x5a;
 
 }  // namespace
 
-const bool abort_corrupts = [] {
-  const char* const text = std::getenv("NCCLPY_HOST_ABORT_CORRUPTS");
-  return text != nullptr && *text != 0 && std::strcmp(text, "0") != 0;
-}();
+const bool abort_corrupts = is_on("NCCLPY_HOST_ABORT_CORRUPTS");
 
 void count_broken_off(Segment& segment, int rank, uint64_t collectives) {
   segment.slot(rank).broken_off.fetch_add(collectives, std::memory_order_release);

@@ -3,7 +3,8 @@
 
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
+
+#include "../driver/switches.hpp"
 
 namespace ncclpy::host {
 namespace {
@@ -15,10 +16,7 @@ namespace {
 
 }  // namespace
 
-const bool strict_ends = [] {
-  const char* const text = std::getenv("NCCLPY_HOST_STRICT_ENDS");
-  return text != nullptr && *text != 0 && std::strcmp(text, "0") != 0;
-}();
+const bool strict_ends = is_on("NCCLPY_HOST_STRICT_ENDS");
 
 void check_end(Comm& comm) {
   if (!strict_ends || comm.nranks == 1) return;

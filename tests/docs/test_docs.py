@@ -178,7 +178,7 @@ def test_environment_variables_are_on_their_page():
     """Every variable of ours that is read anywhere has its line."""
     package = ROOT / "ncclpy"
     sources = [path for ending in ("py", "pyx", "cpp", "hpp", "h") for path in package.rglob(f"*.{ending}")]
-    reading = re.compile(r"(?:getenv\(|environ(?:\.get)?[(\[]|environment\()\s*\"(NCCLPY_\w+)\"")
+    reading = re.compile(r"(?:getenv\(|environ(?:\.get)?[(\[]|environment\(|is_on\()\s*\"(NCCLPY_\w+)\"")
     read = {name for path in sources for name in reading.findall(path.read_text())}
     assert {"NCCLPY_LIBRARY", "NCCLPY_FAULTS", "NCCLPY_HOST_DEVICES"} <= read
     table = (DOCS / "environment.md").read_text().partition("## NCCL's")[0]

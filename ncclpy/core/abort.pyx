@@ -18,14 +18,15 @@ from ncclpy.abi.nccl cimport ncclComm_t, ncclInProgress, ncclInvalidArgument, nc
 from ncclpy.core.check cimport keep_words, nccl_error
 from ncclpy.core.device cimport lend_device, take_device_back
 from ncclpy.core.handle cimport BELIEVED, Handle, lock_within, note_failure, tell_trouble
-from ncclpy.core.kin cimport endings_of, fence_kin, is_freed, kin_of, tell_kin
+from ncclpy.core.kin cimport endings_of, error_of_kin, fence_kin, is_freed, kin_of, tell_kin
 from ncclpy.core.library cimport abort_preempts, nccl, require, version_code
 from ncclpy.core.ranges cimport Range, deregister_all
 from ncclpy.core.state cimport ABORTED, is_over
 from ncclpy.core.tenant cimport Tenant
-from ncclpy.core.wait cimport FOREVER, Call, deadline_after, now
+from ncclpy.core.wait cimport FOREVER, Call, deadline_after, now, this_thread
 
-from ncclpy.core.errors import NcclError, attach
+from ncclpy.core.errors import NcclError, attach, same_class_as
+from ncclpy.core.stream_readers import raise_in_readers
 
 cdef extern from *:
     """
@@ -225,9 +226,11 @@ cdef class _Abort(Call):
     cdef list handles
     cdef list failures
     cdef list stuck
+    cdef unsigned long caller  # the thread that has begun it
 
     def __cinit__(self, list handles):
         self.handles, self.failures, self.stuck = handles, [], []
+        self.caller = this_thread()
 
     cdef int make(self) except -1:
         """Abort them, and what was made of them meanwhile."""
@@ -247,6 +250,10 @@ cdef class _Abort(Call):
     cdef int _tell(self) except -1:
         """Have the other ranks hear of it first: an abort may complete their operations with wrong data."""
         cdef Handle handle
+        try:
+            self._tell_readers()
+        except BaseException as error:
+            self.failures.append(error)
         for handle in self.handles:
             try:
                 fence_kin(handle)
@@ -262,6 +269,22 @@ cdef class _Abort(Call):
                     handle.fellows.wait_until_heard()
             except BaseException as error:
                 self.failures.append(error)
+        return 0
+
+    cdef int _tell_readers(self) except -1:
+        """Raise the error in threads that wait for an operation by a stream alone: the abort lets them read on.
+
+        The thread that has begun the abort knows of it.
+        """
+        cdef Handle handle, other
+        told = {self.caller}
+        for handle in self.handles:
+            kind = same_class_as(handle.failed_as or "") if handle.verdict is None else type(handle.verdict)
+            why = handle.reason if handle.verdict is None else handle.verdict
+            _raise_in_readers(handle, kind(f"{handle!r} was aborted: {why}"), told)
+        for handle in self.handles:
+            for other in kin_of(handle):
+                _raise_in_readers(other, error_of_kin(handle), told)
         return 0
 
     cdef int _end(self, list handles) except -1:
@@ -313,6 +336,20 @@ cdef list begin_abort(list handles, object reason):
     for thread in threads:
         start_or_run(thread)
     return threads
+
+
+cdef int _raise_in_readers(Handle handle, object error, set told) except -1:
+    """Raise an error in the threads that read by streams of a communicator, and are not told yet."""
+    if handle.readers_told or handle.marks == NULL:
+        return 0
+    handle.readers_told = True
+    readers = handle.readers() - told
+    if readers:
+        tell_trouble([handle], error)  # the error says what the other ranks do
+        readers -= handle.informed or set()
+        raise_in_readers(readers, 0, error, handle.subject())
+        told |= readers
+    return 0
 
 
 def abort_for(Handle handle not None, object error):

@@ -58,6 +58,8 @@ cdef class Handle:
     cdef bint bereft
     cdef bint fenced  # another rank of this process is about to be aborted: no end of an operation is a success any more
     cdef object abort_of_kin  # and the error of such an operation
+    cdef bint readers_told  # threads that wait for it by a stream have its error, or get it from the engine
+    cdef set informed  # threads in which a call has raised that it has ended; or None
     # Its end before its time.
     cdef int troubled  # a call of the engine's has failed: no other of its is made
     cdef object reason  # why it was aborted
@@ -125,7 +127,8 @@ cdef class Handle:
     cdef ncclComm_t guard_now(self, bint take) noexcept nogil
     # Around a call of NCCL under the lock, for the watcher; `enter_call` marks the stream as well, `enter` does not.
     cdef void enter(self, double limit) noexcept nogil
-    cdef Mark* enter_call(self, const Operation* operation, double limit) noexcept nogil
+    # for a thread that waits for this one, or, if that is 0, for itself.
+    cdef Mark* enter_call(self, const Operation* operation, double limit, unsigned long thread=*) noexcept nogil
     cdef void leave_call(self, Mark* mark, bint issued) noexcept nogil
     # Note a call for the other ranks, under the lock; and that the data of one are there, with the GIL: another thread
     # may be stuck under the lock.
@@ -174,6 +177,13 @@ cdef class Handle:
     # Note in each wait whether its stream has run dry, so that its data do not come from the abort that follows; return
     # whether all have. With the GIL.
     cdef bint look_at_waits(self) noexcept
+    # The threads that have begun an operation which the device has not ended, and that are in no call of the communicator's.
+    cdef set readers(self)
+    cdef size_t _threads_marked(self, unsigned long* threads) noexcept nogil
+    # The calling thread is about to raise that the communicator has ended: it need not be told as a reader.
+    cdef int inform(self) except -1
+    # What `stream_readers` knows it by, and the other ranks of this process.
+    cdef object subject(self)
 
     # What hangs on it: its private stream, buffers that NCCL has registered; and objects that are kept until the
     # communicator and, where one is given, the stream can touch them no more.

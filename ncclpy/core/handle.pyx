@@ -31,7 +31,7 @@ from ncclpy.core.capture cimport relax, restore
 from ncclpy.core.check cimport check
 from ncclpy.core.flight cimport hold
 from ncclpy.core.library cimport abort_preempts, nccl, require
-from ncclpy.core.marks cimport find_overdue, first_marked, free_marks, mark_begin, mark_end
+from ncclpy.core.marks cimport find_overdue, first_marked, free_marks, mark_begin, mark_end, threads_marked
 from ncclpy.core.missing cimport who_is_missing
 from ncclpy.core.overdue cimport in_whole, tell_overdue
 from ncclpy.core.overrides cimport guarded_was_in_progress
@@ -50,10 +50,11 @@ from ncclpy.core.state cimport (
 )
 from ncclpy.core.stream cimport Stream, event_behind
 from ncclpy.core.tenant cimport has_ended, shut_door, tell_ended
-from ncclpy.core.wait cimport FOREVER, has_run_dry, now, now_about, pause
+from ncclpy.core.wait cimport FOREVER, has_run_dry, now, now_about, pause, this_thread
 
 from ncclpy.core.errors import ADVICE as _ADVICE
 from ncclpy.core.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, not_copied, seconds
+from ncclpy.core.stream_readers import withdraw
 
 cdef extern from "pthread.h" nogil:
     unsigned long pthread_self()
@@ -63,6 +64,10 @@ cdef double GATE_PATIENCE = 0.2
 cdef double LOOK_PATIENCE = 0.002
 # How long an abort waits for a thread that is polling, which does not take long.
 cdef double LATE_PATIENCE = 1.0
+
+# So many threads that read results by streams of one communicator are told that it has failed.
+cdef enum:
+    MOST_READERS = 64
 
 cdef unsigned long _main = threading.main_thread().ident
 
@@ -181,11 +186,12 @@ cdef class Handle:
         self.inside_limit = limit
         self.inside = now()
 
-    cdef Mark* enter_call(self, const Operation* operation, double limit) noexcept nogil:
+    cdef Mark* enter_call(self, const Operation* operation, double limit, unsigned long thread=0) noexcept nogil:
         self.enter(limit)
         cdef Mark* mark = mark_begin(self.marks, operation, limit) if self.marks != NULL else NULL
         if mark != NULL:
             mark.made = self.inside
+            mark.thread = thread or this_thread()
             self.marked = True
         return mark
 
@@ -434,6 +440,7 @@ cdef class Handle:
 
     cdef object aborted_error(self, object what):
         """Return the exception of an operation that met an abort, with the reason that was given for it."""
+        self.inform()
         if self.verdict is not None:  # not the one that is kept: it would grow with every frame that it passes
             error = type(self.verdict)(f"{what}: {self.verdict}")
             tell_trouble([self], error)
@@ -509,6 +516,43 @@ cdef class Handle:
             one.whole = False
             one = one.following
         return True
+
+    cdef set readers(self):
+        cdef unsigned long[MOST_READERS] threads
+        cdef size_t i, count
+        cdef Waiting* one = self.waits_now
+        if self.marks == NULL:
+            return set()
+        with nogil:
+            count = self._threads_marked(threads)
+        found = {threads[i] for i in range(count)}
+        while one != NULL:
+            found.discard(one.thread)
+            one = one.following
+        return found
+
+    cdef size_t _threads_marked(self, unsigned long* threads) noexcept nogil:
+        cdef CUstreamCaptureMode mode
+        cdef size_t count = 0
+        cdef bint locked = lock_within(&self.mutex, now() + LOOK_PATIENCE)
+        # A thread that is stuck in a call has the lock. It adds no mark before it is back, nor does another behind an abort.
+        if locked or (self.marks.open and self.state == ABORTED):
+            mode = relax()
+            count = threads_marked(self.marks, threads, MOST_READERS)
+            restore(mode)
+        if locked:
+            self.unlock()
+        return count
+
+    cdef int inform(self) except -1:
+        withdraw(self.subject())
+        if self.informed is None:
+            self.informed = set()
+        self.informed.add(this_thread())
+        return 0
+
+    cdef object subject(self):
+        return id(self) if self.group_name is None else self.group_name
 
     cdef CUstream own_stream(self) except NULL:
         """Return the private stream for memory that has none, made on first use."""

@@ -7,6 +7,8 @@ cdef int note_kin(Handle handle) except -1
 cdef list kin_of(Handle handle)
 # Have them know that it was aborted.
 cdef int tell_kin(Handle handle) except -1
+# The error of an operation of another rank's of this process, where this one is aborted.
+cdef object error_of_kin(Handle handle)
 # Have them take no end of an operation for a success any more: before this one is aborted, in the thread that does it.
 cdef int fence_kin(Handle handle) except -1
 # Whether an abort of all these frees this one, and NCCL can be had to close its connections before.

@@ -45,6 +45,13 @@ cdef int tell_kin(Handle handle) except -1:
     return 0
 
 
+cdef object error_of_kin(Handle handle):
+    return same_class_as(handle.failed_as or "")(
+        f"rank {handle.rank} of the same communicator was aborted, which may end an operation with wrong data: "
+        f"{handle.reason}"
+    )
+
+
 cdef int fence_kin(Handle handle) except -1:
     cdef Handle other
     kin = kin_of(handle)
@@ -52,10 +59,7 @@ cdef int fence_kin(Handle handle) except -1:
     for each in kin:
         other = <Handle>each
         if other.abort_of_kin is None:
-            other.abort_of_kin = same_class_as(handle.failed_as or "")(
-                f"rank {handle.rank} of the same communicator was aborted, which may end an operation with wrong data: "
-                f"{handle.reason}"
-            )
+            other.abort_of_kin = error_of_kin(handle)
         other.fenced = True
     return 0
 

@@ -10,6 +10,7 @@ cdef struct Mark:
     double made  # when the call was made
     double limit  # seconds between the two
     double began  # when the begin was seen to be reached; 0 before
+    unsigned long thread  # that has made the call
     bint open  # the operation is being issued: its end is still to be recorded
     bint over
 
@@ -36,3 +37,7 @@ cdef int find_overdue(Marks* marks, double moment, double* limit) noexcept nogil
 
 # The first whose operation the device has not ended, as far as was looked; NULL if there is none.
 cdef const Mark* first_marked(const Marks* marks) noexcept nogil
+
+# The threads whose operations the device has not ended, each once, and not those that are inside a call of NCCL; returns
+# how many there are, `most` at most.
+cdef size_t threads_marked(const Marks* marks, unsigned long* threads, size_t most) noexcept nogil

@@ -156,3 +156,28 @@ cdef const Mark* first_marked(const Marks* marks) noexcept nogil:
         if not marks.ring[(marks.first + i) % marks.capacity].over:
             return &marks.ring[(marks.first + i) % marks.capacity]
     return NULL
+
+
+cdef size_t threads_marked(const Marks* marks, unsigned long* threads, size_t most) noexcept nogil:
+    cdef size_t i, j, found = 0
+    cdef const Mark* mark
+    for i in range(marks.count):
+        mark = &marks.ring[(marks.first + i) % marks.capacity]
+        if mark.over or mark.open or driver.cuEventQuery(mark.end) != CUDA_ERROR_NOT_READY:
+            continue
+        for j in range(found):
+            if threads[j] == mark.thread:
+                break
+        else:
+            if found == most:
+                break
+            threads[found] = mark.thread
+            found += 1
+    for i in range(marks.count if marks.open else 0):
+        mark = &marks.ring[(marks.first + i) % marks.capacity]
+        for j in range(found if mark.open else 0):
+            if threads[j] == mark.thread:
+                found -= 1
+                threads[j] = threads[found]
+                break
+    return found

@@ -23,7 +23,7 @@ from ncclpy.core.library cimport require_driver
 from ncclpy.core.marks cimport new_marks
 from ncclpy.core.overrides cimport look_up_overrides
 from ncclpy.core.state cimport ABORTED, CLOSED, FAILED, INITIALISING, READY
-from ncclpy.core.wait cimport FOREVER, LEAVE, SLICE, await_stream, deadline_after, now, pause
+from ncclpy.core.wait cimport FOREVER, LEAVE, SLICE, await_stream, deadline_after, now, pause, this_thread
 from ncclpy.core.tenant cimport tell_ready
 from ncclpy.core.watch cimport look_sooner, watch
 
@@ -262,6 +262,7 @@ cdef object _not_complete(Handle handle, const Waiting* waiting, str became):
 cdef int raise_if_fenced(Handle handle, const char* what) except -1:
     """Raise where another rank was aborted: what ends now may have wrong data. A close hands out no data."""
     if handle.fenced and strcmp(what, b"close") != 0:
+        handle.inform()
         raise type(handle.abort_of_kin)(f"{what.decode()} on {handle!r} did not complete: {handle.abort_of_kin}")
     return 0
 
@@ -274,6 +275,7 @@ cdef int end_wait(Waiting* waiting) except -1:
         Py_XDECREF(waiting.error)
         Py_XDECREF(waiting.aborting)
         end_quietly(threads, waiting.what.decode(), error)
+        handle.inform()
         tell_trouble([handle], error)
         raise error
     if handle.fellows is not None and handle.fellows.has_ended():  # an abort of another rank may be what has ended it
@@ -305,6 +307,7 @@ cdef int begin_wait(Waiting* waiting, Handle handle, const char* what, double de
     waiting.deadline = deadline
     waiting.started = now()
     waiting.next = min(waiting.started + SLICE, deadline)
+    waiting.thread = this_thread()
     waiting.main = on_main_thread()
     waiting.broken = FOREVER
     waiting.error = waiting.aborting = NULL

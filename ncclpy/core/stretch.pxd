@@ -25,6 +25,7 @@ cdef struct Stretch:
     bint watched  # the watcher is told of the calls
     bint marked  # and has marks around them, to see one that is stuck on the device
     double limit  # seconds that they may take; negative for what each communicator has
+    unsigned long caller  # the thread that they are made for, where it is another; else 0
     ncclSimInfo_t* simulated  # where nothing is launched, or NULL
     # What has become of them.
     size_t failed  # the step that was refused, or `count`

@@ -161,7 +161,7 @@ cdef void _enter(Stretch* stretch) noexcept nogil:
         ):
             limit = (<Handle>step.handle).limit if stretch.limit < 0 else stretch.limit
             if stretch.marked:
-                step.mark = (<Handle>step.handle).enter_call(&step.operation, limit)
+                step.mark = (<Handle>step.handle).enter_call(&step.operation, limit, stretch.caller)
             else:
                 (<Handle>step.handle).enter(limit)
         before = step

@@ -30,7 +30,8 @@ cdef struct Waiting:
     double deadline
     double started
     double next
-    bint main  # this is the main thread
+    unsigned long thread  # that waits
+    bint main  # it is the main thread
     double broken  # since when the communicator has an error, FOREVER if it has none
     PyObject* error  # an owned reference: why the wait is to end early
     PyObject* aborting  # an owned reference: the threads that see to it
@@ -50,6 +51,9 @@ cdef int wait_for_event(CUevent event, double deadline) except? -1
 
 # Have the system show the calling thread by this name, of at most 15 bytes.
 cdef void name_this_thread(const char* name) noexcept nogil
+
+# The calling thread, as Python's `threading.get_ident` has it.
+cdef unsigned long this_thread() noexcept nogil
 
 # Start a thread that runs a function: it runs then, or this raises, and no signal handler can raise in between.
 cdef int begin_thread(object function) except -1

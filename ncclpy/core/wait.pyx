@@ -185,6 +185,10 @@ cdef void name_this_thread(const char* name) noexcept nogil:
     pthread_setname_np(pthread_self(), name)
 
 
+cdef unsigned long this_thread() noexcept nogil:
+    return pthread_self()
+
+
 cdef int begin_thread(object function) except -1:
     """Start a thread in one step. A thread that has yet to begin when the process ends is waited for until it has.
 

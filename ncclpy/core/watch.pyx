@@ -3,7 +3,7 @@
 A deadline that passes while somebody waits in Python is seen by who waits. Two are not: that of a call in which NCCL
 itself is stuck, and that of an operation which is stuck on the device while nobody waits for it. Both are this
 thread's, for communicators that can be ended: it aborts them, which brings the call back and lets the stream go on;
-the call, or the next one, raises `NcclTimeout`. It does the same for Ctrl-C in a call that is stuck, which Python's
+the call raises `NcclTimeout`, or the thread that has begun the operation, wherever that is. It does the same for Ctrl-C in a call that is stuck, which Python's
 handler could not end: it only runs when the call has returned.
 """
 

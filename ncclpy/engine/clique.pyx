@@ -20,7 +20,7 @@ from ncclpy.core.errors import NcclAborted
 from ncclpy.core.group import Group
 from ncclpy.core.types import UniqueId
 from ncclpy.engine.launcher import abort_aside
-from ncclpy.engine.readers import raise_in_readers
+from ncclpy.core.stream_readers import raise_in_readers
 
 # The table of signatures: its size at first and at most, and at how many places each may be.
 cdef enum:

@@ -18,7 +18,7 @@ from ncclpy.core.overdue cimport begin_whole, end_whole
 from ncclpy.core.progress cimport be_watched, wait_stream
 from ncclpy.core.state cimport READY
 from ncclpy.core.stretch cimport note_arrival
-from ncclpy.core.wait cimport FOREVER, SLICE, as_timeout, now
+from ncclpy.core.wait cimport FOREVER, SLICE, as_timeout, now, this_thread
 from ncclpy.engine.graph cimport Graph
 from ncclpy.engine.lanes cimport borrow_lanes, give_lanes_back, push_jobs
 from ncclpy.engine.launcher cimport Batch, run_batch
@@ -118,6 +118,7 @@ cdef class Plan(Recorded):
             self.whole.calls.limit = limit
             for i in range(self.nbatches):
                 self.batches[i].calls.limit = limit
+                self.batches[i].calls.caller = this_thread()
             at_once = borrow_lanes(self.lanes, self.nbatches)
             if at_once:
                 with nogil:

@@ -96,6 +96,7 @@ cdef class Connection(Clique):
         try:
             uid = UniqueId.from_bytes(self.meet[0](self.limit, self._is_wanted))
             self.making = comm = Communicator.__new__(Communicator)
+            comm.readers_told = True  # the group tells them
             self._check_wanted()  # an abort before this has not seen it
             init(comm, self.nranks, self.ranks[0], uid, self.devices[0], config, max(0.001, deadline - now()), True)
             made.append(comm)

@@ -32,7 +32,7 @@ from ncclpy.engine import fence
 from ncclpy.engine.failing import add_answer, without_advice
 from ncclpy.engine.launcher import abort_aside
 from ncclpy.engine.monitor import call_at
-from ncclpy.engine.readers import raise_in_readers
+from ncclpy.core.stream_readers import raise_in_readers, withdraw
 from ncclpy.engine.recorder import text_of
 from ncclpy.engine.streams import StreamPool
 from ncclpy.process_group.callers import caller_of, teller_of
@@ -218,6 +218,7 @@ cdef class Lifecycle(BlockOwner):
         if self.connections is None:
             raise RuntimeError("this ProcessGroup was not initialised")
         if self.failure is not None:
+            withdraw(self.name)
             raise has_ended(self.name, self.failure)
         if self.closed:
             raise ValueError(f"process group {self.name!r} is closed; make a new one")
@@ -528,7 +529,8 @@ cdef class Lifecycle(BlockOwner):
         if not exits:
             readers.discard(threading.get_ident())
             readers -= self.enders  # they hear of it by what they are in
-            raise_in_readers(readers, self.maker, error if self.translate is None else self.translate(error))
+            shown = error if self.translate is None else self.translate(error)
+            raise_in_readers(readers, self.maker, shown, self.name)
             self._abort_later(notices, telling, comms, text_of(error))
         for hook in hooks if calls else ():
             users.give(functools.partial(hook, error))

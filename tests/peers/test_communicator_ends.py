@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 
@@ -34,6 +35,23 @@ def call(**options):
 )
 
 
+#: The same for a thread that reads by a stream, as a framework's calls do.
+READS = """
+def call(**options):
+    memory, stream = lib.make(np.ones(8, np.float32), device), ncclpy.Stream(device)
+    begun = time.monotonic()
+    try:
+        comm.all_reduce(lib.argument(memory), stream=stream, **options)
+        while not stream.is_done():
+            time.sleep(0.001)
+        value = lib.read(memory)[0]
+        print('rank', rank, 'got', value, flush=True)
+    except ncclpy.NcclError as error:
+        seconds = round(time.monotonic() - begun, 1)
+        print('rank', rank, 'raised', type(error).__name__, '|', error, '|', seconds, flush=True)
+"""
+
+
 def lines_of(tmp_path, program, only=(0, 1), ranks=3):
     testing.need_processes(ranks)
     output = run_ranks(tmp_path, ranks, CALLS + program, only=list(only))[1]
@@ -53,6 +71,19 @@ call(timeout=1.0 if rank == 0 else 60)
     for line in lines_of(tmp_path, program):
         assert "raised NcclTimeout" in line and "rank 2 has finished" in line, line
         assert float(line.rpartition("|")[2]) < 5, line
+
+
+def test_threads_that_read_by_a_stream_are_told_on_all_ranks(tmp_path):
+    program = (
+        READS
+        + """
+if rank == 2:
+    time.sleep(40)
+call(timeout=1.0 if rank == 0 else 60)
+"""
+    )
+    for line in lines_of(tmp_path, program):
+        assert "raised NcclTimeout" in line, line
 
 
 @pytest.mark.parametrize("made", ["split(0, key=-rank)", "shrink(exclude=[3])"])
@@ -174,11 +205,13 @@ def test_explicit_abort_is_an_abort_on_the_ranks_of_the_process(comms3):
 
 def test_what_was_complete_before_an_abort_is_a_result(host_engine):
     """However late the thread that waits comes to look: here it has the GIL back only behind the abort."""
-    for _ in range(50):
+    sleep_with_gil = ctypes.PyDLL(None).usleep
+    for _ in range(5):
         comms = ncclpy.Communicator.init_all([0, 1])
         values = np.ones(4)
         waits = run_beside(lambda values=values, comms=comms: comms[1].all_reduce(values))
         comms[0].all_reduce(np.ones(4))
+        sleep_with_gil(100_000)  # the operation of rank 1 ends meanwhile
         comms[0].abort()
         assert waits() is None and (values == 2).all()
         comms[1].abort()

@@ -84,6 +84,8 @@ def brought(lines):
     found = {}
     for line in lines:
         ranks, _, what = line.strip().partition(": ")
+        if ranks == "late":  # of two ranks that have come, on a machine with much to do
+            continue
         first, _, last = ranks.split()[1].partition("-")
         what = re.sub(r", (pending|launched|failed)$", " ended", what)
         found.update(dict.fromkeys(range(int(first), int(last or first) + 1), what))

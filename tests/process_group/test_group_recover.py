@@ -265,15 +265,19 @@ def test_an_abort_ends_it_for_good(ranks, monkeypatch, meets):
     three = ranks(3)
     three.sums()
     some = [0, 1, 2] if meets else [0, 1]  # rank 2 is waited for
-    gather = Notices.gather
+    gather, aborted = Notices.gather, threading.Event()
 
     def late(self, *arguments):
         if self.rank == 0:
-            time.sleep(SHORT / 2)
+            assert aborted.wait(DEADLINE)
         return gather(self, *arguments)
 
+    def abort():
+        three.groups[1].abort("enough")
+        aborted.set()
+
     monkeypatch.setattr("ncclpy.process_group.notices.Notices.gather", late)
-    timer = threading.Timer(SHORT / 4, lambda: three.groups[1].abort("enough"))
+    timer = threading.Timer(SHORT / 4, abort)
     timer.start()
     found = three.each(recover(SHORT), some)
     timer.join()

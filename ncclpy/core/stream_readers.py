@@ -9,20 +9,31 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
-__all__ = ["raise_in_readers"]
+__all__ = ["raise_in_readers", "withdraw"]
 
 _set_exception = ctypes.pythonapi.PyThreadState_SetAsyncExc
 _set_exception.argtypes = (ctypes.c_ulong, ctypes.py_object)
 _set_exception.restype = ctypes.c_int
+_clear_exception = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p)(
+    ("PyThreadState_SetAsyncExc", ctypes.pythonapi)
+)
+
+#: What was set in a thread and was not raised yet: of what, by the thread's ident. Changed in one step under the GIL.
+_pending: dict[int, Hashable] = {}
 
 
-def raise_in_readers(readers: Iterable[int], maker: int, error: BaseException) -> None:
+def raise_in_readers(readers: Iterable[int], maker: int, error: BaseException, subject: Hashable = None) -> None:
     """Have an error raised in threads, by their idents.
 
     Python does not know some threads, such as torch's for backward passes: in their place the thread that has made
     the group is told, or the main thread if that one has ended or is not known (0).
+
+    Parameters
+    ----------
+    subject
+        The name of what has failed, for `withdraw`.
     """
     # Dummies are threads that Python has only seen: they may come back from it at any moment.
     known = {thread.ident for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
@@ -30,10 +41,24 @@ def raise_in_readers(readers: Iterable[int], maker: int, error: BaseException) -
     stand_in = maker if maker in known else main
     for ident in {reader if reader in known else stand_in for reader in readers}:
         if ident is not None:
-            _set_exception(ident, _raised_as(error))
+            _pending[ident] = subject
+            _set_exception(ident, _raised_as(error, ident))
 
 
-def _raised_as(error: BaseException) -> type[BaseException]:
+def withdraw(subject: Hashable) -> None:
+    """Take back what was set in the calling thread for a subject, unless it was raised: the caller raises it."""
+    ident = threading.get_ident()
+    if subject is not None and _pending.get(ident) == subject:
+        del _pending[ident]
+        _clear_exception(ident, None)
+
+
+def _raised_as(error: BaseException, ident: int) -> type[BaseException]:
     """Return a class that is this error when it is raised: an asynchronous exception is given by its class."""
     kind = type(error)
-    return type(kind.__name__, (kind,), {"__new__": lambda cls: error, "__module__": kind.__module__})
+
+    def raised(cls: type[BaseException]) -> BaseException:
+        _pending.pop(ident, None)
+        return error
+
+    return type(kind.__name__, (kind,), {"__new__": raised, "__module__": kind.__module__})

@@ -1,0 +1,137 @@
+"""Threads that read a result by a stream, and wait in no call of ncclpy's: an abort must not let them read on."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import ncclpy
+import testing
+
+DEADLINE = 20.0
+
+
+@pytest.fixture
+def comms3(arrays):
+    testing.need_devices(3)
+    comms = ncclpy.Communicator.init_all(range(3), timeout=DEADLINE)
+    testing.connect(comms)
+    yield comms
+    testing.abort_all(comms)
+
+
+class Reader(threading.Thread):
+    """Begin an operation on a stream, wait for that as a framework does, and read the result."""
+
+    def __init__(self, arrays, comm, **options):
+        super().__init__()
+        self.arrays, self.comm, self.options = arrays, comm, options
+        self.stream = ncclpy.Stream(comm.device)
+        self.memory = arrays.make(np.ones(4, np.float32), comm.device)
+        self.begun, self.outcomes = threading.Event(), []
+        self.start()
+
+    def run(self):
+        try:
+            self.comm.all_reduce(self.arrays.argument(self.memory), stream=self.stream, **self.options)
+            self.begun.set()
+            self.wait()
+            self.outcomes.append(self.arrays.read(self.memory)[0])
+        except ncclpy.NcclError as error:
+            self.outcomes.append(error)
+            self.stay()
+
+    def wait(self):
+        while not self.stream.is_done():
+            time.sleep(0.001)
+
+    def stay(self):
+        """Go on for a while in the handler: nothing is raised a second time."""
+        try:
+            end = time.monotonic() + 0.3
+            while time.monotonic() < end:
+                time.sleep(0.001)
+        except ncclpy.NcclError as error:
+            self.outcomes.append(error)
+
+    def outcome(self):
+        self.join(2 * DEADLINE)
+        self.stream.close()
+        assert len(self.outcomes) == 1, self.outcomes
+        return self.outcomes[0]
+
+
+def test_deadline_is_raised_in_the_threads_of_all_ranks_of_the_process(arrays, comms3):
+    readers = [Reader(arrays, comms3[0], timeout=0.5), Reader(arrays, comms3[1])]
+    errors = [reader.outcome() for reader in readers]
+    assert [type(error) for error in errors] == [ncclpy.NcclTimeout] * 2
+    assert "rank 0 of the same communicator was aborted" in str(errors[1])
+
+
+def test_abort_is_raised_in_other_threads_than_its_own(arrays, comms3):
+    readers = [Reader(arrays, comm) for comm in comms3[:2]]
+    for reader in readers:
+        assert reader.begun.wait(DEADLINE)
+    comms3[0].abort()
+    assert [type(reader.outcome()) for reader in readers] == [ncclpy.NcclAborted] * 2
+    time.sleep(0.01)  # an error would be raised here
+
+
+def test_operation_that_was_complete_stays_a_result(arrays, comms3):
+    """The thread is in no operation any more when another one fails."""
+    readers = [Reader(arrays, comm) for comm in comms3]
+    assert [reader.outcome() for reader in readers] == [3, 3, 3]
+    goes_on, told = threading.Event(), []
+
+    class Idle(Reader):
+        def wait(self):
+            super().wait()
+            try:
+                while not goes_on.is_set():
+                    time.sleep(0.001)
+            except ncclpy.NcclError as error:
+                told.append(error)
+
+    idle = [Idle(arrays, comm) for comm in comms3]
+    testing.wait_for(lambda: all(reader.begun.is_set() and reader.stream.is_done() for reader in idle), "the sums")
+    with pytest.raises(ncclpy.NcclTimeout):
+        comms3[0].all_reduce(np.ones(4), timeout=0.3)
+    goes_on.set()
+    assert [reader.outcome() for reader in idle] == [3, 3, 3] and not told
+
+
+def test_thread_that_calls_again_is_told_once(arrays, comms3):
+    """The call raises; what was set in the thread meanwhile is taken back."""
+
+    class Caller(Reader):
+        def wait(self):
+            self.comm.barrier()
+
+    assert type(Caller(arrays, comms3[0], timeout=0.5).outcome()) is ncclpy.NcclTimeout
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_launch_of_a_plan_is_read_by_the_thread_that_launches(arrays, comms3, graph):
+    class Launcher(Reader):
+        def run(self):
+            plan = ncclpy.Plan()
+            with plan.record():
+                self.comm.all_reduce(self.arrays.argument(self.memory), stream=self.stream)
+            launched = plan.capture() if graph else plan
+            try:
+                launched.launch(**({} if graph else {"timeout": 0.5}))
+                self.begun.set()
+                self.wait()
+                self.outcomes.append(self.arrays.read(self.memory)[0])
+            except ncclpy.NcclError as error:
+                self.outcomes.append(error)
+
+    reader = Launcher(arrays, comms3[0])
+    if graph:
+        assert reader.begun.wait(DEADLINE)
+        with pytest.raises(ncclpy.NcclTimeout):
+            comms3[1].all_reduce(np.ones(4), timeout=0.5)
+    assert type(reader.outcome()) is ncclpy.NcclTimeout

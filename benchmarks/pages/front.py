@@ -34,7 +34,7 @@ class Line:
     Attributes
     ----------
     text : str
-        What is measured. In `COSTLY` a sentence with places for `ours`, `theirs` and `ratio`.
+        What is measured. In `COSTLY` a sentence with places for `ours` and `theirs`.
     result : str
         The name of the result's file, without its ending.
     ours, theirs : tuple
@@ -284,7 +284,12 @@ def _where(result: dict) -> str:
 
 def _costly(found: dict[str, dict]) -> list[str]:
     lines = [
-        textwrap.fill(f"- {line.text.format(ours=ours, theirs=theirs)}", 119, subsequent_indent="  ") + "\n"
+        textwrap.fill(
+            f"- {line.text.format(ours=ours, theirs=theirs)} Round by round: {ratio} times as long.",
+            119,
+            subsequent_indent="  ",
+        )
+        + "\n"
         for line, ours, theirs, ratio in _figures(COSTLY, found)
         if float(ratio) > 1
     ]

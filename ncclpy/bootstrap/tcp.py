@@ -308,6 +308,8 @@ class TCPStore(Store):
 
     def _close(self) -> None:
         _open.discard(self)
+        if self._server is not None:
+            self._server.refuse_new()
         self._client.close("the store was closed", 1.0)
         if self._server is None:
             return

@@ -60,6 +60,7 @@ cdef extern from "native/server.hpp" namespace "ncclpy::store" nogil:
         NativeServer(const ServerOptions&) except +
         void listen(int) except +
         cbool start() except +
+        void refuse_new()
         void stop()
         int clients()
         cbool next_line(string&, double) except +
@@ -149,6 +150,12 @@ cdef class Server:
             with nogil:
                 self.server.stop()
             del self.server  # a forked child leaves its copy alone
+
+    def refuse_new(self):
+        """Take no client any more; those that are there stay."""
+        if self.made_in == generation():
+            with nogil:
+                self.server.refuse_new()
 
     def stop(self):
         """Say farewell to all clients and end."""

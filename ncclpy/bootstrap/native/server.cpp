@@ -7,12 +7,14 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/random.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
+#include <limits>
 
 #include "clock.hpp"
 #include "handshake.hpp"
@@ -21,7 +23,9 @@ namespace ncclpy::store {
 namespace {
 
 constexpr size_t kScratch = 256 << 10;
-constexpr double kPatience = 10;  // seconds in which who connects has to prove what it is
+constexpr double kPatience = 3;     // seconds in which a connection has to prove that it knows the token
+constexpr double kHaste = 0.25;     // seconds in which it has to send anything, while others wait for its place
+constexpr size_t kMaxUnproved = 64;  // connections that have not proved it, at most
 constexpr size_t kLines = 256;
 constexpr uint64_t kWake = 0;  // ids of epoll; listeners follow, connections lie above them
 constexpr uint64_t kFirstConnection = 1024;
@@ -54,12 +58,23 @@ std::string random_bytes(size_t count) {
   return bytes;
 }
 
+// How many connections may be there that have proved nothing, if the latest one has this descriptor: a quarter of the
+// descriptors that are left, as the rest of the process needs some too. No descriptor below the latest one is free.
+size_t places_beside(int fd) {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return kMaxUnproved;
+  const rlim_t latest = static_cast<rlim_t>(fd);
+  const rlim_t left = limit.rlim_cur > latest ? limit.rlim_cur - latest : 0;
+  return static_cast<size_t>(std::clamp<rlim_t>(left / 4, 1, kMaxUnproved));
+}
+
 }  // namespace
 
 Server::Server(const ServerOptions& options)
     : options_(options),
       max_frame_(2 * options.max_value + (1 << 20)),  // a compare_set has two values
       table_(*this, options.max_value, options.max_answer, options.capacity),
+      places_(kMaxUnproved),
       last_id_(kFirstConnection),
       scratch_(kScratch) {}
 
@@ -83,14 +98,28 @@ bool Server::start() {
   return running_;
 }
 
+void Server::wake() {
+  const uint64_t one = 1;
+  if (write(wake_.get(), &one, sizeof one) < 0) {
+    // It is full: the thread is awake.
+  }
+}
+
+void Server::refuse_new() {
+  if (!running_) return;
+  shut_ = true;
+  for (const Descriptor& each : listeners_) {
+    epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, each.get(), nullptr);
+    shutdown(each.get(), SHUT_RDWR);  // the number stays taken: the thread may be about to use it
+  }
+  wake();
+}
+
 void Server::stop() {
   if (running_) {
     running_ = false;
     stop_ = true;
-    const uint64_t one = 1;
-    if (write(wake_.get(), &one, sizeof one) < 0) {
-      // It is full: the thread is awake.
-    }
+    wake();
     pthread_join(thread_, nullptr);
   }
   epoll_.close();
@@ -132,14 +161,18 @@ void* Server::main(void* self) {
 void Server::run() {
   std::vector<epoll_event> events(512);
   const double tick = std::min(options_.heartbeat / 4, 1.0);
-  double next_sweep = now() + tick;
+  next_sweep_ = now() + tick;
   while (!stop_) {
-    const double until = std::min(next_sweep, table_.next_deadline());
+    const double until = std::min(next_sweep_, table_.next_deadline());
     const int count =
         epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), milliseconds_until(until));
     for (int i = 0; i < count; i++) {
       const uint64_t id = events[static_cast<size_t>(i)].data.u64;
-      if (id == kWake) continue;
+      if (id == kWake) {
+        uint64_t drained;
+        if (::read(wake_.get(), &drained, sizeof drained) > 0 && shut_) send_unproved_away();
+        continue;
+      }
       if (id <= listeners_.size()) {
         accept(listeners_[id - 1].get());
         continue;
@@ -153,19 +186,32 @@ void Server::run() {
     }
     const double time = now();
     if (table_.next_deadline() <= time) table_.expire(time);
-    if (time >= next_sweep) {
-      sweep(time, time - next_sweep);
-      next_sweep = time + tick;
+    if (time >= next_sweep_) {
+      sweep(time, time - next_sweep_);
+      next_sweep_ = time + (paused_ ? std::min(tick, kHaste) : tick);
     }
     settle();
+    if (paused_ && unproved_ < places_ && time >= full_until_) heed_listeners(true);
   }
   say_farewell();
+  tell_refused(std::numeric_limits<double>::infinity());
   connections_.clear();
 }
 
+// A listener at which somebody waits that cannot be taken yet would wake the thread all the time.
+void Server::heed_listeners(bool heed) {
+  paused_ = !heed;
+  if (paused_) next_sweep_ = std::min(next_sweep_, now() + kHaste);
+  epoll_event event{};
+  event.events = heed ? EPOLLIN : 0u;
+  for (size_t each = 0; each < listeners_.size(); each++) {
+    event.data.u64 = kWake + 1 + each;
+    epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, listeners_[each].get(), &event);
+  }
+}
+
 void Server::accept(int listener) {
-  if (now() < full_until_) return;
-  for (int i = 0; i < 64; i++) {
+  for (int i = 0; i < 64 && !paused_ && !shut_; i++) {
     sockaddr_storage address{};
     socklen_t size = sizeof address;
     const int fd = accept4(listener, reinterpret_cast<sockaddr*>(&address), &size, SOCK_NONBLOCK | SOCK_CLOEXEC);
@@ -175,13 +221,8 @@ void Server::accept(int listener) {
              ", it has to wait: " + (errno == EMFILE ? "the limit of descriptors is reached (ulimit -n)" :
                                      errno == ENFILE ? "the system's limit of descriptors is reached"
                                                      : "the system has no memory for it"));
-        // Until the next sweep: the listener would be ready again at once.
         full_until_ = now() + 1;
-        epoll_event none{};
-        for (size_t each = 0; each < listeners_.size(); each++) {
-          none.data.u64 = kWake + 1 + each;
-          epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, listeners_[each].get(), &none);
-        }
+        heed_listeners(false);
       }
       return;
     }
@@ -199,6 +240,9 @@ void Server::accept(int listener) {
     event.data.u64 = made->id;
     if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0) continue;
     connections_.emplace(made->id, std::move(made));
+    unproved_++;
+    places_ = places_beside(fd);
+    if (unproved_ >= places_) heed_listeners(false);
   }
 }
 
@@ -279,6 +323,7 @@ size_t Server::meet(Connection& connection, std::string_view bytes) {
     return kGreeting;
   }
   if (bytes.size() < kDigest) return 0;
+  if (shut_) return 0;  // send_unproved_away() comes
   const bool right = same(bytes.substr(0, kDigest), proof("client", options_.token, connection.greetings));
   char numbers[12];
   put_u32(numbers, static_cast<uint32_t>(right ? Verdict::welcome : Verdict::wrong_token));
@@ -287,6 +332,7 @@ size_t Server::meet(Connection& connection, std::string_view bytes) {
   queue(connection, {std::string(numbers, 4) + mine + std::string(numbers + 4, 8), nullptr});
   if (right) {
     connection.stage = Stage::open;
+    unproved_--;
     clients_++;
   } else {
     flush(connection);
@@ -419,9 +465,30 @@ void Server::close(uint64_t id) {
     }
     table_.gone(id, connection->goodbye);
   } else {
-    line("refused " + connection->peer + ": " + connection->doomed);
+    unproved_--;
+    if (!shut_) {  // else it is no news: it may be a client of the store that is to be served here next
+      refused_++;
+      last_refused_ = connection->peer + ": " + connection->doomed;
+      tell_refused(now());
+    }
   }
   shutdown(connection->fd.get(), SHUT_WR);
+}
+
+// Says no more than once a second what was refused: whoever floods the server is not to flood the log.
+void Server::tell_refused(double time) {
+  if (refused_ == 0 || time < refused_told_ + 1) return;
+  line("refused " + last_refused_ +
+       (refused_ == 1 ? "" : " (and " + std::to_string(refused_ - 1) + " more within the last second or two)"));
+  refused_ = 0;
+  refused_told_ = time;
+}
+
+// The server is closing: those that are not let in yet find the one that is served here next.
+void Server::send_unproved_away() {
+  for (auto& [id, connection] : connections_) {
+    if (connection->stage != Stage::open) doom(*connection, "the server is closing");
+  }
 }
 
 // `away`: how much later this comes than it was to. So long the server did not run, stopped with its process or its
@@ -436,19 +503,14 @@ void Server::sweep(double time, double away) {
         snprintf(words, sizeof words, "nothing was heard of it for %.3g s", time - connection->heard);
         doom(*connection, words);
       }
-    } else if (time - connection->since > std::min(kPatience, options_.heartbeat)) {
+      continue;
+    }
+    const bool silent = connection->stage == Stage::greeting && connection->in.empty();
+    if (time - connection->since > std::min(silent && paused_ ? kHaste : kPatience, options_.heartbeat)) {
       doom(*connection, "it said nothing, or not all, of what it takes to be let in");
     }
   }
-  if (full_until_ && time >= full_until_) {
-    full_until_ = 0;
-    epoll_event event{};
-    event.events = EPOLLIN;
-    for (size_t each = 0; each < listeners_.size(); each++) {
-      event.data.u64 = kWake + 1 + each;
-      epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, listeners_[each].get(), &event);
-    }
-  }
+  tell_refused(time);
 }
 
 void Server::say_farewell() {

@@ -37,6 +37,9 @@ class Server final : private Post {
   // Returns false, with errno, where the thread or what it needs cannot be made.
   bool start();
 
+  // Takes no client any more; those that are there stay. Whoever calls finds nobody here, or the server that comes next.
+  void refuse_new();
+
   // Says farewell to all clients and ends the thread.
   void stop();
 
@@ -77,6 +80,8 @@ class Server final : private Post {
 
   static void* main(void* self);
   void run();
+  void wake();
+  void heed_listeners(bool heed);
   void accept(int listener);
   void read(Connection& connection);
   size_t parse(Connection& connection, std::string_view bytes);
@@ -88,6 +93,8 @@ class Server final : private Post {
   void settle();
   void close(uint64_t id);
   void sweep(double time, double away);
+  void send_unproved_away();
+  void tell_refused(double time);
   void say_farewell();
   void line(std::string words);
   void send(uint64_t connection, uint64_t id, Op op, Status status, Body body) override;
@@ -101,7 +108,15 @@ class Server final : private Post {
   bool running_ = false;
   std::atomic<bool> stop_{false};
   std::atomic<bool> stopped_{false};
+  std::atomic<bool> shut_{false};  // takes no client any more
   std::atomic<int> clients_{0};
+  size_t unproved_ = 0;   // connections that have not proved what they are
+  size_t places_;         // how many of them there may be
+  bool paused_ = false;   // the listeners do not wake the thread
+  double next_sweep_ = 0;
+  size_t refused_ = 0;    // connections of which the log does not tell yet
+  std::string last_refused_;
+  double refused_told_ = -1;
   uint64_t last_id_ = 0;
   std::unordered_map<uint64_t, std::unique_ptr<Connection>> connections_;
   std::vector<uint64_t> dirty_;  // connections that have something to send or are doomed

@@ -16,6 +16,7 @@ if _typing.TYPE_CHECKING:
     from ncclpy.bootstrap.place import Place as Place
     from ncclpy.bootstrap.place import environment as environment
     from ncclpy.bootstrap.prefix import PrefixStore as PrefixStore
+    from ncclpy.bootstrap.store import LeaseEnded as LeaseEnded
     from ncclpy.bootstrap.store import Store as Store
     from ncclpy.bootstrap.store import StoreError as StoreError
     from ncclpy.bootstrap.store import StoreLost as StoreLost
@@ -26,6 +27,7 @@ if _typing.TYPE_CHECKING:
 _MODULES = {
     "Change": "watch",
     "FileStore": "file",
+    "LeaseEnded": "store",
     "LocalStore": "local",
     "Place": "place",
     "PrefixStore": "prefix",
@@ -42,6 +44,7 @@ _MODULES = {
 __all__ = [
     "Change",
     "FileStore",
+    "LeaseEnded",
     "LocalStore",
     "Place",
     "PrefixStore",

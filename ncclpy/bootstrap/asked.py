@@ -14,6 +14,7 @@ __all__ = [
     "MEETINGS",
     "TIMEOUT",
     "Bytes",
+    "LeaseEnded",
     "StoreError",
     "StoreLost",
     "absent_keys",
@@ -43,6 +44,13 @@ class StoreError(NcclError):
 
 class StoreLost(StoreError, ConnectionError):
     """Report that a store's server, or the process at the other end, is gone."""
+
+
+class LeaseEnded(StoreLost):
+    """Report that this process was silent for longer than its lease, as when it was stopped: the server gave it up.
+
+    The others take it for lost, and its ephemeral keys are gone. A new store reaches the server again.
+    """
 
 
 def names(keys: Sequence[str], limit: int = 6) -> str:

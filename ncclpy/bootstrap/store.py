@@ -16,6 +16,7 @@ from ncclpy.bootstrap.asked import (
     MEETINGS,
     TIMEOUT,
     Bytes,
+    LeaseEnded,
     StoreError,
     StoreLost,
     absent_keys,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MAX_VALUE",
     "TIMEOUT",
+    "LeaseEnded",
     "Store",
     "StoreError",
     "StoreLost",
@@ -64,7 +66,7 @@ class Store:
     up no other. Every operation ends within its `timeout`, in seconds, or within the store's where it is None, and
     raises `NcclTimeout` then, which names what is absent and has it as a list in ``missing``. Ctrl-C and other signal
     handlers run meanwhile. A store that is closed, also while it is waited in, raises `StoreError`, and one whose
-    server is gone `StoreLost`.
+    server is gone `StoreLost`; `LeaseEnded`, which is a `StoreLost`, says that the server has given this process up.
 
     A store of one's own defines `_set`, `_get`, `_add`, `_compare_set`, `_append`, `_wait`, `_check`, `_delete`,
     `_keys` and `_close`. They get arguments that have been looked at, and a deadline on the clock of `time.monotonic`,

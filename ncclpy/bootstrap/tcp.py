@@ -17,6 +17,7 @@ from ncclpy.bootstrap.handshake import meet
 from ncclpy.bootstrap.store import (
     MAX_VALUE,
     TIMEOUT,
+    LeaseEnded,
     Store,
     StoreError,
     StoreLost,
@@ -299,7 +300,8 @@ class TCPStore(Store):
     def _gone(self, error: ConnectionError) -> StoreError:
         if self._closed:  # meanwhile, by another thread
             return StoreError(f"{self} was closed")
-        return StoreLost(f"{self}: the server is gone: {error}")
+        kind = LeaseEnded if isinstance(error, ConnectionAbortedError) else StoreLost
+        return kind(f"{self}: {error}")
 
     def _deaf(self, what: str, deadline: float) -> NcclTimeout:
         return NcclTimeout(f"{self}: {what}: the server has not answered in time; it may be stopped or overloaded")

@@ -94,6 +94,7 @@ cdef extern from "native/client.hpp" namespace "ncclpy::store" nogil:
         void hush(uint64_t) except +
         void close(const char*, double)
         string lost() except +
+        cbool lease_ended()
 
 # How long a wait goes on before Python may look at signals; only the main thread runs handlers, and many others that
 # wake for nothing would take the GIL from each other.
@@ -211,6 +212,11 @@ cdef class Client:
             return "it belongs to the process that this one is a fork of"
         return (<bytes>self.client.get().lost()).decode(errors="replace")
 
+    cdef object loss(self):
+        """Return the error of a connection that is lost: ConnectionAbortedError where this process's lease has ended."""
+        over = self.made_in == generation() and self.client.get().lease_ended()
+        return (ConnectionAbortedError if over else ConnectionError)(self.lost())
+
     def submit(self, int op, tuple fields not None):
         """Ask, and return the request's number; 0 if the connection is lost."""
         if self.made_in != generation():
@@ -225,7 +231,7 @@ cdef class Client:
     def wait(self, uint64_t number, double deadline):
         """Return (status, fields) of an answer; None if it has not come by then. Signal handlers run meanwhile."""
         if self.made_in != generation():
-            raise ConnectionError("it belongs to the process that this one is a fork of")
+            raise self.loss()
         cdef double until = min(deadline, now() + self.slice())
         cdef Turn turn
         with nogil:
@@ -235,7 +241,7 @@ cdef class Client:
     def call(self, int op, tuple fields not None, double deadline):
         """Ask and wait; a request whose answer is not waited for any longer is given up."""
         if self.made_in != generation():
-            raise ConnectionError(self.lost())
+            raise self.loss()
         cdef Writer out
         cdef uint64_t number
         cdef Turn turn = Turn.lost
@@ -246,7 +252,7 @@ cdef class Client:
             if number:
                 turn = self.client.get().wait(number, until)
         if not number:
-            raise ConnectionError(self.lost())
+            raise self.loss()
         try:
             answer = self.answer(number, turn, deadline)
         except BaseException:
@@ -267,7 +273,7 @@ cdef class Client:
             if turn == Turn.answered and self.client.get().take(number, answer):
                 return <int>answer.status, decode(answer.body)
             if turn == Turn.lost:
-                raise ConnectionError(self.lost())
+                raise self.loss()
             PyErr_CheckSignals()
             if now() >= deadline:
                 return None
@@ -282,7 +288,7 @@ cdef class Client:
         try:
             for number in numbers:
                 if not number:
-                    raise ConnectionError(self.lost())
+                    raise self.loss()
                 answers.append(self.wait(number, deadline))
         finally:
             for number in numbers[len(answers):]:
@@ -332,7 +338,7 @@ cdef class Telling:
         if self.client is not None:
             raise RuntimeError("a Telling is initialised once")
         if client.made_in != generation():
-            raise ConnectionError(client.lost())
+            raise client.loss()
         cdef Source* given = <Source*>PyCapsule_GetPointer(source.source(), b"ncclpy.source")
         cdef Teller* teller = new Teller(key, rest, given[0])
         cdef string where = asked
@@ -343,7 +349,7 @@ cdef class Telling:
         finally:
             del teller
         if not self.number:
-            raise ConnectionError(client.lost())
+            raise client.loss()
 
     def __dealloc__(self):
         self.end()

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ncclpy.bootstrap.arrivals import Arrivals
-from ncclpy.bootstrap.store import Store, StoreError
+from ncclpy.bootstrap.store import LeaseEnded, Store, StoreError
 from ncclpy.bootstrap.watch import Change, Watch
 from ncclpy.core.errors import NcclError, NcclRemoteError, NcclTimeout, seconds
 from ncclpy.engine.ledger import Ledger
@@ -205,7 +205,14 @@ class Circle:
 
     def look_for_end(self) -> bool:
         """Look whether another process has ended the communicator; if so, take it as heard of, and return True."""
-        return self._hear_of_end(self.told())
+        try:
+            told = self.told()
+        except LeaseEnded as error:  # this process was stopped, and the others go on without it
+            if self._over:
+                return False
+            self._ended(f": the other ranks take this process for lost: {error}", NcclRemoteError.__name__)
+            return True
+        return self._hear_of_end(told)
 
     def _hear_of_end(self, told: bytes | None) -> bool:
         if told is None or self._over:

@@ -95,8 +95,8 @@ class Confirmation:
         begun = self._begun or time.monotonic()
         if not self.wait_shortly(math.inf):  # the others find out by themselves, within that time
             _log.warning(
-                "rank %d aborts a communicator and cannot tell the others, as the store is gone: their operations "
-                "that end from now on may have wrong data",
+                "rank %d aborts a communicator and cannot tell the others, as it reaches the store no more: their "
+                "operations that end from now on may have wrong data",
                 self._own[0],
             )
             time.sleep(max(0.0, _STOPPED - (time.monotonic() - begun)))

@@ -589,6 +589,10 @@ cdef class Lifecycle(BlockOwner):
         except NcclTimeout:
             call_at(now() + _ASKS_AGAIN, functools.partial(caller_of(weakref.ref(self), "ask_after_stop")))
             return
+        except _import_module("ncclpy.bootstrap").LeaseEnded as failure:
+            text = f"rank {self.rank} of process group {self.name!r} is lost to the other ranks: {failure}"
+            self._fail(NcclRemoteError(text), None, number)
+            return
         except (NcclError, ValueError) as error:  # there is nothing to ask any more: the program is to go on
             users.give(functools.partial(
                 _log.warning, "rank %d of process group %r has stood still, and cannot ask whether the group was ended "

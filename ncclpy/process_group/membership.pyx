@@ -315,6 +315,11 @@ cdef class Membership(Lifecycle):
                 notices.store, self.name, self.rank, self.size, past.is_lost, least, seconds,
                 lambda: self.moves and not self.closed,
             )
+        except _import_module("ncclpy.bootstrap").LeaseEnded as error:
+            raise NcclError(
+                f"rank {self.rank} of process group {self.name!r} cannot recover it: the other ranks take it for lost, as "
+                f"{error}. It may join them as a new rank, by a new store (ProcessGroup.join)"
+            ) from error
         except _import_module("ncclpy.bootstrap").StoreError as error:
             raise NcclError(
                 f"rank {self.rank} of process group {self.name!r} cannot recover it: the store is gone, in which the survivors "

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -12,7 +13,8 @@ import store_wire as wire
 
 import ncclpy
 import testing
-from ncclpy.bootstrap import StoreError, StoreLost, TCPStore
+from ncclpy.bootstrap import LeaseEnded, StoreError, StoreLost, TCPStore
+from ncclpy.bootstrap import wire as native
 
 LONG = 20.0  # that only a hang meets
 
@@ -197,6 +199,50 @@ def test_a_host_that_is_lost_is_known_after_the_heartbeat(serve, programs):
     assert store.check(["alive"]), "the keeper has sent signs of life"
     os.kill(program.pid, signal.SIGSTOP)
     assert watch.next(LONG) == ("alive", None)
+
+
+#: Prints the error that a rank gets which was stopped, in a wait or later.
+STOPPED = """sys.stdin.readline()
+    try:
+        {asks}
+    except Exception as error:
+        print(type(error).__name__, error, flush=True)
+    time.sleep(100)"""
+ASKS = {"asks later": "store.check(['alive'])", "waits": "store.get('never', 60)"}
+
+
+@pytest.mark.parametrize(("server_dies", "asks"), [(False, "asks later"), (False, "waits"), (True, "waits")])
+def test_process_stopped_for_longer_than_its_lease_is_told_so(programs, server_dies, asks):
+    server, port = served_elsewhere(programs)
+    with TCPStore("127.0.0.1", port, timeout=LONG) as store:
+        program = rank(programs, port, end=STOPPED.format(asks=ASKS[asks]), heartbeat=0.5)
+        program.stdin.write("ask\n")
+        if asks == "waits":
+            program.stdin.flush()
+        os.kill(program.pid, signal.SIGSTOP)
+        if server_dies:  # before it can say anything
+            server.kill()
+            time.sleep(0.7)
+        else:
+            testing.wait_for(lambda: not store.check(["alive"]))
+        os.kill(program.pid, signal.SIGCONT)
+        program.stdin.flush()
+        said = line(program)
+    assert said.startswith(f"LeaseEnded TCPStore('127.0.0.1', {port}): this process was stopped"), said
+    assert "longer than its lease of 0.5 s" in said and "server is gone" not in said
+    assert ("has ended with the connection" if server_dies else "the server serves the others") in said
+    assert issubclass(LeaseEnded, StoreLost)
+
+
+def test_lease_that_ended_without_a_stop_is_told_so():
+    ours, theirs = socket.socketpair()
+    client = native.Client(ours.detach(), 60.0, 1 << 20)
+    with theirs:
+        number = client.submit(wire.GET, (b"k", -1))
+        theirs.sendall(wire.frame(wire.FAREWELL, 0, wire.fields(b"nothing was heard of it for 61 s"), status=1))
+        with pytest.raises(ConnectionAbortedError, match="heard of it for 61 s, and the process was not stopped"):
+            client.wait(number, time.monotonic() + LONG)
+        client.close("", 0.0)
 
 
 #: A call of 1.5 s in which no other thread gets the GIL.

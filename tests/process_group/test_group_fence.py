@@ -15,7 +15,7 @@ from group_ranks import run_groups
 
 import ncclpy
 import testing
-from ncclpy.bootstrap import FileStore
+from ncclpy.bootstrap import FileStore, TCPStore
 from ncclpy.coordinator.plane import Plane, store_of
 from ncclpy.process_group.notices import Notices, Told
 
@@ -72,6 +72,51 @@ def test_rank_that_was_stopped_asks_before_it_takes_an_end_for_success(host_engi
         child.communicate()
     group.abort("the test is over")
     group.close()
+
+
+RECOVERS = """
+try:
+    group.recover(20)
+except ncclpy.NcclError as error:
+    print(type(error).__name__, error, flush=True)
+os._exit(0)
+"""
+LEFT_BEHIND = (
+    STOPPED.replace("FileStore(sys.argv[1])", "TCPStore('127.0.0.1', int(sys.argv[1]), heartbeat=0.5)")
+    .replace("import FileStore", "import TCPStore")
+    .replace("os._exit(0)", RECOVERS)
+)
+
+
+def test_rank_stopped_for_longer_than_its_lease_takes_no_end_for_success(host_engine):
+    """The others have gone on without it, and it cannot ask. It is told of its stop, not that the store is gone."""
+    with TCPStore("127.0.0.1", 0, serve=True, linger=0, timeout=DEADLINE) as store:
+        child = subprocess.Popen(
+            [sys.executable, "-c", LEFT_BEHIND, str(store.port)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/",
+        )  # fmt: skip
+        try:
+            group = ncclpy.ProcessGroup(store, 0, 2, device=0, timeout=DEADLINE, on_error="report")
+            group.all_reduce(array := np.ones(4)).wait(DEADLINE)
+            assert child.stdout.readline() == "begun\n"
+            child.send_signal(signal.SIGSTOP)
+            os.waitpid(child.pid, os.WUNTRACED)
+            # So that the operation of the other rank ends.
+            group.communicator.all_reduce(array, stream=ncclpy.Stream(0))
+            testing.wait_for(lambda: not store.keys("ncclpy/group/default/1/alive/1"), "the end of its lease")
+            child.stdin.write("go on\n")
+            child.stdin.flush()
+            child.send_signal(signal.SIGCONT)
+            said, recovery = child.stdout.readline(), child.stdout.readline()
+            assert said.startswith("NcclRemoteError process group 'default' has ended: rank 1 of process"), said
+            assert "this process was stopped" in said and "longer than its lease of 0.5 s" in said
+            assert "the other ranks take it for lost" in recovery and "ProcessGroup.join" in recovery, recovery
+            assert "store is gone" not in said + recovery
+        finally:
+            child.kill()
+            child.communicate()
+        group.abort("the test is over")
+        group.close()
 
 
 def test_end_that_is_told_to_ranks_that_ask_ends_no_other(host_engine):

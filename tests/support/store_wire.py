@@ -13,7 +13,7 @@ GREETING = struct.Struct("<8sHHI32s")
 VERDICT = struct.Struct("<I32sQ")
 HEADER = struct.Struct("<QQBB6s")
 SET, GET, ADD, COMPARE_SET, APPEND, WAIT, CHECK, DELETE, KEYS, GATHER, WATCH, UNWATCH = range(1, 13)
-CANCEL, PING, GOODBYE, MULTI_GET, MULTI_SET, CHANGE = range(13, 19)
+CANCEL, PING, GOODBYE, MULTI_GET, MULTI_SET, CHANGE, FAREWELL = range(13, 20)
 
 
 def greeting(version=1, heartbeat=0, magic=MAGIC):

@@ -26,6 +26,7 @@ Client::Client(int fd, double heartbeat, size_t max_frame)
     : heartbeat_(heartbeat), max_frame_(max_frame), fd_(fd), nudge_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   sent_ = now();
   heard_ = now();
+  ticked_at_ = now();
 }
 
 bool Client::start() {
@@ -199,16 +200,54 @@ bool Client::read_once(Lock& lock, double until) {
   }
   lock.lock();
   for (auto& [header, body] : frames) dispatch(header, std::move(body));
-  if (!why.empty()) lose(std::move(why));
+  if (!why.empty()) lose_connection(why);
   return signalled;
+}
+
+// How long this process did not run just now: the keeper, which waits for neither the GIL nor a socket, looks more often.
+double Client::stopped() const {
+  const double time = now();
+  return std::max(time - ticked_at_, time - stopped_until_ < heartbeat_ ? stopped_for_ : 0);
+}
+
+// The connection has ended. A process that comes back from a stop cannot tell the end of its lease from the server's.
+void Client::lose_connection(const std::string& why) {
+  const double away = stopped();
+  if (away <= heartbeat_) return lose("the server is gone: " + why);
+  char words[80];
+  snprintf(words, sizeof words, "about %.2g s, longer than its lease of %.3g s", away, heartbeat_);
+  lease_ended_ = lost_.empty();
+  lose("this process was stopped (by a signal, a debugger, or with its machine) for " + std::string(words) +
+       " at the store, which has ended with the connection (" + why + ")");
+}
+
+// The server, which serves others, has heard nothing of this process for too long.
+void Client::lose_lease(std::string_view why) {
+  const double away = stopped();
+  char words[80];
+  lease_ended_ = lost_.empty();
+  if (away > heartbeat_ / 2) {
+    snprintf(words, sizeof words, "about %.2g s, longer than its lease of %.3g s", away, heartbeat_);
+    lose("this process was stopped (by a signal, a debugger, or with its machine) for " + std::string(words) +
+         " at the store, which has ended: the server serves the others, and a new store reaches it");
+  } else {
+    snprintf(words, sizeof words, "the lease of %.3g s", heartbeat_);
+    lose(std::string(words) + " that this process had at the store has ended: the server says that " +
+         std::string(why) + ", and the process was not stopped, so the network between them may be broken");
+  }
+}
+
+bool Client::lease_ended() {
+  Lock lock(mutex_);
+  return lease_ended_;
 }
 
 void Client::dispatch(const Header& header, std::string body) {
   if (header.op == Op::farewell) {
     std::string_view words = "it said farewell";
     Reader(body).bytes(words);
-    lose(std::string(words));
-    return;
+    if (header.status == Status::late) return lose_lease(words);
+    return lose("the server is gone: " + std::string(words));
   }
   const auto at = slots_.find(header.id);
   if (at == slots_.end()) return;  // a sign of life, or what nobody wants any more
@@ -331,12 +370,17 @@ void Client::attend() {
 void Client::tick(double time, double away) {
   Lock lock(mutex_);
   if (!lost_.empty()) return;
+  if (const double gap = time - ticked_at_; gap > heartbeat_ / 2) {
+    stopped_for_ = gap;
+    stopped_until_ = time;
+  }
+  ticked_at_ = time;
   if (!std::exchange(ticked_, true)) away = time;  // before its first look it cannot know how long it did not run
   double heard = heard_;
   while (!heard_.compare_exchange_weak(heard, std::max(heard, std::min(time, heard + away)))) continue;
   if (time - heard_ > heartbeat_) {
     char words[80];
-    snprintf(words, sizeof words, "nothing was heard of it for %.3g s", time - heard_);
+    snprintf(words, sizeof words, "the server is gone: nothing was heard of it for %.3g s", time - heard_);
     lose(words);
     return;
   }

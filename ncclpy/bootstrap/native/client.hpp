@@ -61,8 +61,11 @@ class Client : public std::enable_shared_from_this<Client> {
   // Says goodbye, waits a moment for the server to hear it, and lets go. Those who wait find it lost.
   void close(const char* why, double patience);
 
-  // Why it is lost; "" while it is not.
+  // Why it is lost, as a sentence; "" while it is not.
   std::string lost();
+
+  // Whether it is lost because this process was silent for longer than its lease.
+  bool lease_ended();
 
   // For the keeper.
   void attend();
@@ -88,6 +91,9 @@ class Client : public std::enable_shared_from_this<Client> {
   void watch_socket(bool reader_waits);
   void pass_on();
   bool read_once(Lock& lock, double until);
+  void lose_connection(const std::string& why);
+  void lose_lease(std::string_view why);
+  double stopped() const;
   void dispatch(const Header& header, std::string body);
 
   const double heartbeat_;
@@ -106,6 +112,10 @@ class Client : public std::enable_shared_from_this<Client> {
   bool reading_ = false;  // somebody reads
   bool watched_ = false;  // the keeper is woken by what comes
   bool ticked_ = false;   // the keeper has looked at it
+  double ticked_at_ = 0;
+  double stopped_for_ = 0;   // how long this process did not run, the last time that this was long
+  double stopped_until_ = 0;
+  bool lease_ended_ = false;
   double sent_ = 0;
   std::atomic<double> heard_{0};
   std::string in_;  // the reader's

@@ -43,7 +43,7 @@ enum class Op : uint8_t {
   multi_set = 17,   // count, keys each with its value  ->
   // What only a server says.
   change = 18,  // key, there?, value
-  farewell = 19,  // why: the server ends, or ends with this client
+  farewell = 19,  // why: the server ends; with the status `late`, the lease of this client alone has ended
 };
 
 enum class Status : uint8_t {

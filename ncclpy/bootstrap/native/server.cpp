@@ -501,6 +501,10 @@ void Server::sweep(double time, double away) {
       if (time - connection->heard > connection->heartbeat) {
         char words[64];
         snprintf(words, sizeof words, "nothing was heard of it for %.3g s", time - connection->heard);
+        Writer told;
+        told.bytes(words);
+        send(id, 0, Op::farewell, Status::late, {std::move(told.body), nullptr});
+        flush(*connection);
         doom(*connection, words);
       }
       continue;

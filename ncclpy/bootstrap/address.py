@@ -6,6 +6,7 @@ import _thread
 import errno
 import ipaddress
 import logging
+import re
 import socket
 import threading
 import time
@@ -14,7 +15,7 @@ from ncclpy.bootstrap.asked import StoreError
 from ncclpy.bootstrap.watch import SLICE
 from ncclpy.core.errors import NcclTimeout
 
-__all__ = ["Address", "listen", "loopback", "resolve", "shown"]
+__all__ = ["Address", "as_host", "listen", "loopback", "resolve", "shown"]
 
 log = logging.getLogger("ncclpy")
 
@@ -27,28 +28,88 @@ def shown(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def as_host(host: str, what: str = "host") -> str:
+    """Return a name or a number of a host that may be one.
+
+    Raises
+    ------
+    ValueError
+        If no resolver can know it: a URL, an address with its port, one with a blank. `what` is the argument or the
+        variable that has it; the message says what to write instead.
+    """
+    if not host or "\0" in host:
+        raise ValueError(f"{what}: expected a name or an address, got {host!r}")
+    packed = "".join(host.split())
+    bare, slash, _ = (packed.partition("://")[2] or packed).partition("/")
+    with_port = re.fullmatch(r"(\[[^\]]*\]|[^:\[\]]*):([0-9]*)", bare)
+    if with_port is not None:
+        bare = with_port[1]
+    if bare != host:
+        beside = {
+            "a blank": packed != host,
+            "a scheme": "://" in packed,
+            "a path": slash,
+            "a port": with_port is not None,
+        }
+        port = f" here and {with_port[2]} as the port" if with_port is not None and with_port[2] else ""
+        raise ValueError(
+            f"{what}: expected the name or the address of a host alone, got {host!r} with "
+            f"{' and '.join(part for part, is_there in beside.items() if is_there)}"
+            + (f"; write {bare!r}{port}" if bare else "")
+        )
+    if ":" in host and not _is_v6(host):
+        raise ValueError(f"{what}: {host!r} is no address of IPv6, such as '::1', and no name has a colon")
+    if re.fullmatch("[0-9.]+", host) and not _is_v4(host):
+        raise ValueError(f"{what}: {host!r} is no address of IPv4, which has four numbers of 0 to 255")
+    try:
+        host.encode("idna")
+    except UnicodeError as error:
+        raise ValueError(f"{what}: {host!r} is no name of a host") from error
+    return host
+
+
+def _is_v6(host: str) -> bool:
+    try:
+        ipaddress.IPv6Address(_unbracketed(host).partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def _is_v4(host: str) -> bool:
+    try:
+        socket.inet_aton(host)
+    except OSError:
+        return False
+    return True
+
+
+def _unbracketed(host: str) -> str:
+    return host.removeprefix("[").removesuffix("]") if ":" in host else host
+
+
 def resolve(host: str, port: int, deadline: float) -> list[Address]:
     """Return the addresses of a host, v4 and v6, without looking back from a number to a name.
 
     The system's resolver can take minutes and hears no signal, so a name is looked up in a thread that is left behind
     where it must be. A name that is not known yet is asked for again: in a cluster it may come up with its host.
     """
-    host = host.removeprefix("[").removesuffix("]") if ":" in host else host
+    host = _unbracketed(as_host(host))
     try:
         return _addresses(host, port, socket.AI_NUMERICHOST)
     except socket.gaierror:
         pass
-    told = False
+    said: OSError | None = None
     while True:
         found = _look_up(host, port, deadline)
         if isinstance(found, list):
             return found
+        if found is not None and said is None:
+            log.warning("the host %r of a store is not known yet (%s); looking again", host, found.strerror)
+        said = found or said  # the last look-up may have had no time for an answer
         if time.monotonic() >= deadline:
-            error = NcclTimeout(f"the host {host!r} of a store is not known: {found}")
-            raise error from (found if isinstance(found, BaseException) else None)
-        if not told:
-            log.warning("the host %r of a store is not known yet (%s); looking again", host, found)
-            told = True
+            why = "has not answered" if said is None else f"says: {said.strerror}"
+            raise NcclTimeout(f"the host {host!r} of a store is not known: the system's resolver {why}") from said
         time.sleep(min(0.5, max(0.0, deadline - time.monotonic())))
 
 
@@ -57,26 +118,23 @@ def _addresses(host: str, port: int, flags: int) -> list[Address]:
     return list(dict.fromkeys((family, tuple(address)) for family, _, _, _, address in found))
 
 
-def _look_up(host: str, port: int, deadline: float) -> list[Address] | BaseException | str:
+def _look_up(host: str, port: int, deadline: float) -> list[Address] | OSError | None:
+    """Return the addresses of a name, or what the resolver says instead; None if it says nothing by the deadline."""
     done = threading.Lock()
     done.acquire()
-    result: list[list[Address] | BaseException] = []
+    result: list[list[Address] | OSError] = []
 
     def ask() -> None:
         try:
             result.append(_addresses(host, port, 0))
         except OSError as error:
             result.append(error)
-        except UnicodeError as error:  # no name at all
-            result.append(error)
         done.release()
 
     _thread.start_new_thread(ask, ())
     while not done.acquire(timeout=max(0.0, min(SLICE, deadline - time.monotonic()))):
         if time.monotonic() >= deadline:
-            return "the system's resolver has not answered"
-    if isinstance(result[0], UnicodeError):
-        raise ValueError(f"host: {host!r} is no name of a host") from result[0]
+            return None
     return result[0]
 
 

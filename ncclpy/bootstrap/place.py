@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from ncclpy.bootstrap.address import as_host
+
 __all__ = ["Place", "environment"]
 
 
@@ -217,7 +219,7 @@ def _address(names: _Names, env: Mapping[str, str]) -> tuple[str | None, int | N
         missing = "MASTER_PORT" if there == ["MASTER_ADDR"] else "MASTER_ADDR"
         raise ValueError(f"the address to meet at is half-set: {_shown(there, env)} but no {missing}")
     if there:
-        return env["MASTER_ADDR"], _port("MASTER_PORT", env["MASTER_PORT"], env)
+        return as_host(env["MASTER_ADDR"], "MASTER_ADDR"), _port("MASTER_PORT", env["MASTER_PORT"], env)
     if names is _SLURM and "SLURM_STEP_RESV_PORTS" in env and "SLURM_STEP_NODELIST" in env:
         ports = env["SLURM_STEP_RESV_PORTS"]  # srun --resv-ports: "12000-12003,12007"
         return _first_host(env["SLURM_STEP_NODELIST"]), _port("SLURM_STEP_RESV_PORTS", re.split("[-,]", ports)[0], env)

@@ -110,8 +110,6 @@ class TCPStore(Store):
         self._closed = True  # until it is made
         if not isinstance(host, str):
             raise TypeError(f"host: expected a str, got {host!r}")
-        if not host or "\0" in host:
-            raise ValueError(f"host: expected a name or an address, got {host!r}")
         if isinstance(port, bool) or not isinstance(port, int):
             raise TypeError(f"port: expected an int, got {port!r}")
         if not (0 if serve else 1) <= port < 1 << 16:

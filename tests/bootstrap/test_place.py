@@ -120,6 +120,11 @@ def test_a_half_set_environment_names_what_is_there_and_what_is_not(env, variabl
         (TORCHRUN | {"MASTER_PORT": "0"}, "^MASTER_PORT=0 has no port"),
         (TORCHRUN | {"MASTER_PORT": ""}, "^the address to meet at is half-set: MASTER_ADDR=node0 but no MASTER_PORT$"),
         (MPICH | {"MASTER_PORT": "1"}, "MASTER_PORT=1 but no MASTER_ADDR$"),
+        (
+            TORCHRUN | {"MASTER_ADDR": "node0:29500"},
+            "^MASTER_ADDR: .*got 'node0:29500' with a port; write 'node0' here",
+        ),
+        (TORCHRUN | {"MASTER_ADDR": " node0"}, "^MASTER_ADDR: .*got ' node0' with a blank; write 'node0'$"),
         (NCCLPY | {"NCCLPY_STORE": ""}, "NCCLPY_RUN_ID=outer/abc but no NCCLPY_STORE"),
         (TORCHRUN | {"NCCLPY_LAUNCHER": "pbs"}, "^NCCLPY_LAUNCHER=pbs is not one of torchrun, openmpi, mpich, slurm$"),
         # Left over in the shell from which mpirun was started: all ranks would be rank 0 of 1.

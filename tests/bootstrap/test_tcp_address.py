@@ -2,6 +2,7 @@
 
 import re
 import socket
+import threading
 import time
 
 import pytest
@@ -185,9 +186,88 @@ def test_a_server_that_does_not_come_is_told(serve):
     assert 0.3 <= time.monotonic() - started < LONG / 2
 
 
-def test_a_name_that_nobody_knows_is_told(caplog):
-    with pytest.raises(ncclpy.NcclTimeout, match=r"'nowhere\.invalid'.*not known"):
-        TCPStore("nowhere.invalid", 1, timeout=0.5)
+def resolver(monkeypatch, say):
+    """Have the system's resolver answer by a function for whatever is no number."""
+    real = socket.getaddrinfo
+
+    def look_up(host, port, *args, **kwargs):
+        return real(host, port, *args, **kwargs) if kwargs.get("flags") else say()
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+
+
+@pytest.mark.parametrize("answers", ["always", "once"])
+def test_unknown_host_is_told_in_the_resolver_s_words(monkeypatch, caplog, answers):
+    """Also where the last look-up is still under way at the deadline."""
+    asked, over = [], threading.Event()
+
+    def say():
+        asked.append(1)
+        if answers == "once" and len(asked) > 1:
+            over.wait(LONG)
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    resolver(monkeypatch, say)
+    try:
+        with pytest.raises(ncclpy.NcclTimeout) as caught:
+            TCPStore("nowhere.test", 1, timeout=0.7)
+    finally:
+        over.set()
+    said = "the host 'nowhere.test' of a store is not known: the system's resolver says: Name or service not known"
+    assert str(caught.value) == said
+    assert isinstance(caught.value.__cause__, socket.gaierror) and len(asked) > 1
+    assert "not known yet (Name or service not known); looking again" in caplog.text
+
+
+def test_resolver_that_does_not_answer_is_told(monkeypatch):
+    over = threading.Event()
+
+    def say():
+        over.wait(LONG)
+        raise OSError
+
+    resolver(monkeypatch, say)
+    try:
+        with pytest.raises(ncclpy.NcclTimeout, match=r"the system's resolver has not answered$"):
+            TCPStore("nowhere.test", 1, timeout=0.3)
+    finally:
+        over.set()
+
+
+IMPOSSIBLE = {
+    " 127.0.0.1": "with a blank; write '127.0.0.1'",
+    "127.0.0.1\n": "with a blank; write '127.0.0.1'",
+    "node 0": "with a blank; write 'node0'",
+    " ": "with a blank",
+    "127.0.0.1:29500": "with a port; write '127.0.0.1' here and 29500 as the port",
+    "[::1]:29500": r"with a port; write '[::1]' here and 29500 as the port",
+    "node0:": "with a port; write 'node0'",
+    "tcp://node0": "with a scheme; write 'node0'",
+    " tcp://node0:1/path": "with a blank and a scheme and a path and a port; write 'node0' here and 1 as the port",
+    "node0/": "with a path; write 'node0'",
+    "127.0.0.256": "is no address of IPv4, which has four numbers of 0 to 255",
+    "node0:a": "is no address of IPv6, such as '::1', and no name has a colon",
+    "::g": "is no address of IPv6",
+    "a..b": "is no name of a host",
+}
+
+
+@pytest.mark.parametrize("host", IMPOSSIBLE)
+def test_what_can_be_no_host_is_refused_with_what_to_write(monkeypatch, host):
+    def never():
+        raise AssertionError("it was looked up")
+
+    resolver(monkeypatch, never)
+    with pytest.raises(ValueError) as caught:
+        TCPStore(host, 29500, timeout=3600)
+    assert repr(host) in str(caught.value) and IMPOSSIBLE[host] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "::1", "[::1]", "fe80::1%lo", "127.1", "1.2.3.4", "gpu_3", "b\u00fccher.example", "x."]
+)
+def test_what_may_be_a_host_is_not_refused(host):
+    assert address.as_host(host) == host
 
 
 @pytest.mark.parametrize("said", [b"", b"NCCL", "greeting", "proof"], ids=["nothing", "NCCL", "greeting", "proof"])

@@ -159,6 +159,7 @@ def test_a_program_may_be_a_module_or_any_file(tmp_path):
         (["-n", "2", "--nnodes", "2", "x"], "--nnodes needs --rdzv HOST:PORT"),
         (["-n", "2", "--nnodes", "2", "--node-rank", "2", "--rdzv", "h:1", "x"], "--node-rank 2: expected 0 to 1"),
         (["-n", "2", "--nnodes", "2", "--rdzv", "h", "x"], "'h' is not host:port"),
+        (["-n", "2", "--rdzv", "tcp://h:29400", "x"], "got 'tcp://h' with a scheme; write 'h'"),
     ],
 )
 def test_wrong_flags_are_refused(capsys, arguments, message):

@@ -6,6 +6,8 @@ import argparse
 import math
 from collections.abc import Sequence
 
+from ncclpy.bootstrap.address import as_host
+
 _EPILOG = """\
 A program that ends in .py is run by this Python. Each process gets torchrun's variables: RANK, WORLD_SIZE, LOCAL_RANK,
 LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and so on.
@@ -34,7 +36,10 @@ def as_address(text: str) -> tuple[str, int]:
     host = host.strip("[]")
     if not (colon and host and port.isdecimal() and 0 < int(port) < 1 << 16):
         raise argparse.ArgumentTypeError(f"{text!r} is not host:port, with a port of 1 to 65535")
-    return host, int(port)
+    try:
+        return as_host(host), int(port)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not host:port; {error}") from None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,18 +8,22 @@ import hashlib
 import itertools
 import logging
 import os
+import secrets
 import shutil
 import struct
 import threading
 import time
 import weakref
 from collections.abc import Iterator
+from typing import BinaryIO
 
+from ncclpy.bootstrap.asked import MAX_KEY
 from ncclpy.bootstrap.folder import News, is_local
 from ncclpy.bootstrap.local import changed, not_within, summed
 from ncclpy.bootstrap.store import MAX_VALUE, TIMEOUT, Store, StoreError
 from ncclpy.bootstrap.watch import SLICE
 from ncclpy.core.errors import NcclTimeout
+from ncclpy.core.ownership import ForeignFile, open_own, why_foreign
 
 __all__ = ["FileStore"]
 
@@ -43,14 +47,15 @@ class FileStore(Store):
     Parameters
     ----------
     path
-        The folder. It is made if it is not there; one that has something else in it is refused.
+        The folder. It is made if it is not there, for this user alone. Refused are one that has something else in it,
+        that belongs to another user, or that others can write to, and a link.
     timeout
         Seconds that an operation may take where it is not told otherwise.
 
     Raises
     ------
     StoreError
-        If the folder holds something else than a store, or a file is in its place.
+        If the folder holds something else than a store, is not this user's alone, or a file is in its place.
     NcclTimeout
         If another process, which may be stopped, holds the store's lock all the time.
     """
@@ -60,6 +65,8 @@ class FileStore(Store):
         self.path = os.path.abspath(os.fspath(path))
         self._keys_folder = os.path.join(self.path, KEYS)
         self._turn = threading.RLock()
+        # What the names of unfinished files have: of this process, and of no other that had its number.
+        self._mine = f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"
         self._numbers = itertools.count()
         self._lock_fd = self._alive_fd = -1
         _open.add(self)  # before it has what a fork's child is to let go of
@@ -80,13 +87,16 @@ class FileStore(Store):
         mark = os.path.join(self.path, MARK)
         while True:
             try:
-                os.makedirs(self.path, exist_ok=True)
+                os.makedirs(self.path, 0o700, exist_ok=True)
+                self._check_folder(self.path)
                 others = os.listdir(self.path)
                 if others and MARK not in others:
                     raise StoreError(
                         f"{self}: the folder holds something else than a store ({others[0]!r}); choose another"
                     )
-                self._lock_fd = os.open(mark, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                self._lock_fd = open_own(mark, os.O_RDWR | os.O_CREAT)
+            except ForeignFile as error:
+                raise StoreError(f"{self}: {error}") from None
             except (FileExistsError, NotADirectoryError) as error:
                 there = os.path.lexists(error.filename) and not os.path.isdir(error.filename)
                 if isinstance(error, FileExistsError) and not there:
@@ -105,14 +115,27 @@ class FileStore(Store):
                 self._let_go()
                 raise
 
+    def _check_folder(self, path: str) -> None:
+        why = why_foreign(path)
+        if why:
+            raise StoreError(
+                f"{self}: {path} {why}. The folder of a store belongs to the user of all its ranks, and no other "
+                "user may write to it: give the path of one that is not there yet, or make it (mkdir -m 700)"
+            )
+
     def _take_part(self) -> None:
-        self._alive_fd = os.open(os.path.join(self.path, ALIVE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            self._alive_fd = open_own(os.path.join(self.path, ALIVE), os.O_RDWR | os.O_CREAT)
+        except ForeignFile as error:
+            raise StoreError(f"{self}: {error}") from None
         if _try_lock(self._alive_fd, fcntl.LOCK_EX):  # nobody else has it open
             left = os.listdir(self._keys_folder) if os.path.isdir(self._keys_folder) else []
             if left:
                 log.warning("%s: taking away %d keys of a run that did not end well", self, len(left))
             self._clear()
-            os.makedirs(self._keys_folder)
+            with contextlib.suppress(FileExistsError):  # what could not be cleared away
+                os.mkdir(self._keys_folder, 0o700)
+        self._check_folder(self._keys_folder)
         fcntl.flock(self._alive_fd, fcntl.LOCK_SH)
 
     def _close(self) -> None:
@@ -194,22 +217,42 @@ class FileStore(Store):
         return os.path.join(self._keys_folder, hashlib.sha256(_utf8(key)).hexdigest())
 
     def _read(self, key: str) -> bytes | None:
+        path = self._file(key)
         try:
-            with open(self._file(key), "rb") as file:
-                data = file.read()
+            with self._opened(path) as file:
+                name, value = self._key_in(file, path), file.read(MAX_VALUE + 1)
         except FileNotFoundError:
             if self._closed:
                 raise StoreError(f"{self} was closed while {key!r} was asked for") from None
             return None
-        return data[4 + struct.unpack_from("<I", data)[0] :]
+        if name != _utf8(key) or len(value) > MAX_VALUE:
+            raise self._damaged(path)
+        return value
+
+    def _opened(self, path: str) -> BinaryIO:
+        try:
+            return open(open_own(path, os.O_RDONLY), "rb")
+        except ForeignFile as error:
+            raise StoreError(f"{self}: {error}, and is not of this store") from None
+
+    def _key_in(self, file: BinaryIO, path: str) -> bytes:
+        """Read what stands before a value: its key."""
+        length = file.read(4)
+        key = file.read(min(struct.unpack("<I", length)[0], MAX_KEY)) if len(length) == 4 else None
+        if key is None or len(key) < struct.unpack("<I", length)[0]:
+            raise self._damaged(path)
+        return key
+
+    def _damaged(self, path: str) -> StoreError:
+        return StoreError(
+            f"{self}: {path} is damaged: another program has written to it, or the file system lost a part"
+        )
 
     def _write(self, key: str, value: bytes) -> None:
         name = _utf8(key)
-        # The name that it has before belongs to this process of this machine, and to this write.
-        beside = f"{UNFINISHED}{os.uname().nodename}-{os.getpid()}-{id(self):x}-{next(self._numbers)}"
-        beside = os.path.join(self.path, beside)
+        beside = os.path.join(self.path, f"{UNFINISHED}{self._mine}-{next(self._numbers)}")
         try:
-            with open(beside, "wb") as file:
+            with open(open_own(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
                 file.write(struct.pack("<I", len(name)) + name)
                 file.write(value)
             os.rename(beside, self._file(key))
@@ -219,7 +262,7 @@ class FileStore(Store):
             if self._closed:
                 raise StoreError(f"{self} was closed while {key!r} was set") from None
             if isinstance(error, OSError):
-                raise StoreError(f"{self}: {key!r} cannot be written: {error.strerror}") from error
+                raise StoreError(f"{self}: {key!r} cannot be written: {error.strerror or error}") from error
             raise
 
     def _remove(self, key: str) -> bool:
@@ -300,14 +343,15 @@ class FileStore(Store):
             entries = os.scandir(self._keys_folder)
         except FileNotFoundError:
             raise self._taken_away("keys were listed") from None
-        for entry in entries:
-            try:
-                with open(entry.path, "rb") as file:
-                    key = file.read(struct.unpack("<I", file.read(4))[0])
-            except FileNotFoundError:  # deleted meanwhile
-                continue
-            if key.startswith(wanted):
-                found.append(key.decode("utf-8", "surrogatepass"))
+        with entries:
+            for entry in entries:
+                try:
+                    with self._opened(entry.path) as file:
+                        key = self._key_in(file, entry.path)
+                except FileNotFoundError:  # deleted meanwhile
+                    continue
+                if key.startswith(wanted):
+                    found.append(key.decode("utf-8", "surrogatepass"))
         return found
 
 

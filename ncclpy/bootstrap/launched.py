@@ -22,6 +22,7 @@ from ncclpy.bootstrap.store import Store
 from ncclpy.bootstrap.tcp import TCPStore
 from ncclpy.core.errors import NcclTimeout
 from ncclpy.core.errors import seconds as as_text
+from ncclpy.core.ownership import open_own, why_foreign
 
 __all__ = ["Meeting", "exchange", "process_before", "rendezvous"]
 
@@ -205,8 +206,9 @@ def _on_one_machine(place: Place, seconds: float, deadline: float) -> Store:
     if place.rank == 0:
         token = secrets.token_hex(32)
         store = TCPStore(_LOOPBACK, 0, serve=True, token=token, timeout=timeout)
-        unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(json.dumps([store.port, token]))
+        unfinished = path.with_suffix(f".{os.getpid()}-{secrets.token_hex(4)}")
+        with open(open_own(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
+            file.write(json.dumps([store.port, token]))
         unfinished.rename(path)  # appears with all that is in it
     else:
         while (told := _read(path)) is None:
@@ -248,11 +250,11 @@ def _folder() -> Path:
     folder = Path(tempfile.gettempdir()) / f"ncclpy-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+    why = why_foreign(folder, secret=True)
+    if why:
         raise StoreError(
-            f"{folder} belongs to user {found.st_uid} and has mode {found.st_mode & 0o7777:o}, so what is in it is no "
-            "secret of this user's; remove it, or set TMPDIR to a folder of your own, the same for all ranks"
+            f"{folder} {why}: what is in it is no secret of this user's; remove it, or set TMPDIR to a folder of your "
+            "own, the same for all ranks"
         )
     return folder
 

@@ -4,12 +4,14 @@ import fcntl
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -254,3 +256,90 @@ def test_a_folder_that_somebody_has_taken_away_is_told_at_once(path):
             store.keys()
         with pytest.raises(StoreError, match="cannot be written"):
             store.set("a", b"")
+
+
+# Other users, and what they put there.
+
+
+def modes(path):
+    return {each.name: stat.S_IMODE(each.lstat().st_mode) for each in [path, *path.rglob("*")]}
+
+
+def test_what_a_store_makes_is_for_its_user_alone(path, monkeypatch):
+    mask = os.umask(0)
+    try:
+        with FileStore(path) as store:
+            store.set("a", b"1")
+            found = modes(path)
+    finally:
+        os.umask(mask)
+    assert found.pop("store") == found.pop("keys") == 0o700
+    assert set(found.values()) == {0o600} and len(found) == 3
+
+
+@pytest.mark.parametrize("what", ["another user's", "open to others", "a link"])
+def test_folder_that_is_not_this_users_alone_is_refused(tmp_path, monkeypatch, what):
+    """As where a container runs as root and its folder is a user's of the machine."""
+    path = tmp_path / "store"
+    path.mkdir(0o700)
+    me = os.geteuid()
+    if what == "another user's":
+        monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+        words = f"{path} belongs to user {me}, and this process runs as user {me + 1}"
+    elif what == "open to others":
+        path.chmod(0o777)
+        words = f"{path} is open to other users, as its mode is 777"
+    else:
+        path.rename(tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere")
+        words = f"{path} is a link"
+    with pytest.raises(StoreError) as caught:
+        FileStore(path, timeout=LONG)
+    assert words in str(caught.value) and "mkdir -m 700" in str(caught.value)
+    assert os.listdir(path) == []
+
+
+@pytest.mark.parametrize("name", ["ncclpy-store", "alive", "keys"])
+def test_link_in_the_place_of_a_store_s_file_is_not_followed(tmp_path, name):
+    path, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
+    FileStore(path).close()
+    path.mkdir(0o700)
+    (path / "ncclpy-store").touch(0o600)
+    (path / name).unlink(missing_ok=True)
+    (path / name).symlink_to(elsewhere)
+    with pytest.raises(StoreError, match=f"{name}.* is a link"):
+        FileStore(path, timeout=LONG)
+    assert not elsewhere.exists()
+
+
+@pytest.mark.parametrize("what", ["a pipe", "a link", "a folder", "another key", "nothing", "a torn key", "too long"])
+def test_what_is_no_value_of_the_store_is_told_at_once(path, tmp_path, monkeypatch, what):
+    with FileStore(path, timeout=LONG) as store:
+        store.set("uid", b"1")
+        store.set("other", b"2")
+        value = Path(store._file("uid"))
+        whole = value.read_bytes()
+        value.unlink()
+        if what == "a pipe":
+            os.mkfifo(value)
+        elif what == "a link":
+            value.symlink_to(tmp_path / "elsewhere")
+            (tmp_path / "elsewhere").write_bytes(whole)
+        elif what == "a folder":
+            value.mkdir()
+        elif what == "another key":
+            value.write_bytes(Path(store._file("other")).read_bytes())
+        elif what == "too long":
+            monkeypatch.setattr(file, "MAX_VALUE", 10)
+            value.write_bytes(whole + bytes(10))
+        else:
+            value.write_bytes(b"" if what == "nothing" else whole[:5])
+        words = {"a pipe": "is no ordinary file", "a folder": "is no ordinary file", "a link": "is a link"}
+        calls = [lambda: store.get("uid", LONG), lambda: store.add("uid", 1)]
+        if what not in ("another key", "too long"):  # only a key is read, and it is one
+            calls.append(store.keys)
+        for call in calls:
+            with pytest.raises(StoreError, match=words.get(what, "is damaged")):
+                testing.run_with_deadline(call)
+        store.delete("uid") if what != "a folder" else value.rmdir()
+        assert store.get("other") == b"2"

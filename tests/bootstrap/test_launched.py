@@ -169,7 +169,7 @@ def test_a_folder_that_others_can_read_is_refused(ranks, tmp_path, monkeypatch):
     monkeypatch.setattr(launched, "_launcher_process", lambda launcher: "1-1")
     monkeypatch.setattr(launched.tempfile, "gettempdir", lambda: str(tmp_path))
     (tmp_path / f"ncclpy-{os.getuid()}").mkdir(mode=0o755)
-    with pytest.raises(StoreError, match=r"has mode 755, .*set TMPDIR to a folder of your own"):
+    with pytest.raises(StoreError, match=r"its mode is 755 .*set TMPDIR to a folder of your own"):
         rendezvous(1)
 
 

@@ -1,0 +1,125 @@
+"""Folders and files that no other user of the machine has a hand in: of stores, of what is loaded, of secrets."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+__all__ = ["ForeignFile", "make_folder", "open_own", "why_exposed", "why_foreign"]
+
+#: Links on the way to a folder, at most: as many as the system follows.
+_MAX_LINKS = 40
+
+
+class ForeignFile(OSError):
+    """Report a file that is no ordinary one of this user's."""
+
+
+def why_foreign(path: str | os.PathLike[str], *, secret: bool = False) -> str:
+    """Return why a folder is not this user's alone, as the end of a sentence that begins with its path; "" if it is.
+
+    Parameters
+    ----------
+    path
+        The folder, which is not looked for behind a link.
+    secret
+        Whether others may not even read it.
+
+    Raises
+    ------
+    OSError
+        If it is not there.
+    """
+    status = os.lstat(path)
+    if stat.S_ISLNK(status.st_mode):
+        return "is a link; give the path of the folder itself"
+    if not stat.S_ISDIR(status.st_mode):
+        return "is no folder"
+    if status.st_uid != os.geteuid():
+        return _of_another(status)
+    if status.st_mode & (0o077 if secret else 0o022):
+        return f"is open to other users, as its mode is {stat.S_IMODE(status.st_mode):03o} (chmod 700 ends that)"
+    return ""
+
+
+def why_exposed(path: str | os.PathLike[str]) -> str:
+    """Return how another user could change a folder or put another in its place, as a sentence; "" if none could.
+
+    Each folder on the way has to belong to root or to this user, and no other may write to it, unless it is sticky as
+    /tmp is. So has each link, which is followed. The folder itself has to be this user's, and no link.
+    """
+    at, left, links = "/", _parts(os.path.abspath(path)), 0
+    while left:
+        name = left.pop(0)
+        step = os.path.normpath(os.path.join(at, name))
+        status = os.lstat(step)
+        if status.st_uid not in (0, os.geteuid()):
+            return f"{step} {_of_another(status)}"
+        if stat.S_ISLNK(status.st_mode):
+            links += 1
+            if links > _MAX_LINKS:
+                return f"{step} is one of more than {_MAX_LINKS} links"
+            target = os.readlink(step)
+            at, left = "/" if target.startswith("/") else at, [*_parts(target), *left]
+            continue
+        at = step
+        if left and status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
+            return f"{step} is open to other users, as its mode is {stat.S_IMODE(status.st_mode):03o}"
+    why = why_foreign(path)
+    return f"{os.fspath(path)} {why}" if why else ""
+
+
+def _parts(path: str) -> list[str]:
+    return [part for part in path.split("/") if part not in ("", ".")]
+
+
+def _of_another(status: os.stat_result) -> str:
+    me = os.geteuid()
+    squashed = " (NFS with root_squash makes another user's what root makes)" if me == 0 else ""
+    return f"belongs to user {status.st_uid}, and this process runs as user {me}{squashed}"
+
+
+def make_folder(path: str) -> None:
+    """Make a folder, and those above it that are missing, for this user alone; one that is there stays as it is."""
+    try:
+        os.mkdir(path, 0o700)
+    except FileNotFoundError:
+        parent = os.path.dirname(path)
+        if parent == path:
+            raise
+        make_folder(parent)
+        make_folder(path)
+    except FileExistsError:
+        if not os.path.isdir(path):
+            raise
+
+
+def open_own(path: str | os.PathLike[str], flags: int) -> int:
+    """Return a descriptor of an ordinary file of this user's; one that is made is for this user alone.
+
+    It never waits, as the opening of a pipe would, and follows no link.
+
+    Raises
+    ------
+    ForeignFile
+        If something else is there.
+    OSError
+        As `os.open` does.
+    """
+    try:
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise ForeignFile(f"{os.fspath(path)} is a link") from None
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise ForeignFile(f"{os.fspath(path)} is no ordinary file")
+        if status.st_uid != os.geteuid():
+            raise ForeignFile(f"{os.fspath(path)} {_of_another(status)}")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd

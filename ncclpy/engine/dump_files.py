@@ -38,7 +38,11 @@ def write(path: str, reason: str) -> None:
     unfinished = f"{path}.{os.getpid()}.unfinished"
     os.makedirs(os.path.dirname(path), exist_ok=True)
     try:
-        dump(unfinished, reason=reason)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(unfinished)  # of a process that had this number
+        made = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)  # follows no link
+        with open(made, "w", encoding="utf-8") as file:
+            file.write(dump(reason=reason))
         os.replace(unfinished, path)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -11,12 +11,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import logging
 import os
 import platform
 import shlex
 import shutil
 import site
-import stat
 import subprocess
 import sys
 import sysconfig
@@ -24,6 +24,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from ncclpy.core.ownership import make_folder, open_own, why_exposed
+
+_log = logging.getLogger("ncclpy")
 
 SOURCE = Path(__file__).with_name("torch_shim.cpp")
 
@@ -116,7 +120,7 @@ def built(torch: Any, part: Part = ALLOCATOR) -> Path:
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
     """Have other processes wait that build the same; where files cannot be locked they build it too."""
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    lock = open_own(path, os.O_RDWR | os.O_CREAT)
     try:
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -203,24 +207,34 @@ def cache_folder() -> Path:
     cannot be either.
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
-    with contextlib.suppress(OSError, RuntimeError):  # no home
-        folder = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "ncclpy"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if _is_ours(folder.stat(), folder):
+    refused = []
+    for folder in (
+        Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache"), "ncclpy"),
+        Path(tempfile.gettempdir(), f"ncclpy-{os.geteuid()}"),
+    ):
+        why = _why_not(folder)
+        if not why:
             return folder
-    with contextlib.suppress(OSError):
-        folder = Path(tempfile.gettempdir()) / f"ncclpy-{os.getuid()}"
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(mode=0o700)
-        status = folder.lstat()  # anybody may put a link there
-        if stat.S_ISDIR(status.st_mode) and _is_ours(status, folder):
-            return folder
-    return Path(tempfile.mkdtemp(prefix="ncclpy-"))
+        refused.append(why)
+    made = Path(tempfile.mkdtemp(prefix="ncclpy-"))
+    _log.warning(
+        "what is built against torch is kept in %s, for this process alone, and each process builds it again: %s. Set "
+        "XDG_CACHE_HOME to a folder of user %d that no other user can write to, nor to those above it",
+        made, "; ".join(refused), os.geteuid(),
+    )  # fmt: skip
+    return made
 
 
-def _is_ours(status: os.stat_result, folder: Path) -> bool:
-    """Return whether nobody else may put anything in a folder: what lies there is loaded."""
-    return status.st_uid == os.getuid() and not status.st_mode & 0o022 and os.access(folder, os.W_OK | os.X_OK)
+def _why_not(folder: Path) -> str:
+    """Return why no library is loaded from a folder, as a sentence; "" if there is no reason."""
+    if not folder.is_absolute():
+        return "no home folder is known"
+    try:
+        make_folder(str(folder))
+        writable = os.access(folder, os.W_OK | os.X_OK)
+        return why_exposed(folder) or ("" if writable else f"{folder} cannot be written to")
+    except OSError as error:
+        return f"{folder}: {error.strerror}"
 
 
 def compile_shim(compiler: list[str], flags: list[str], target: Path, part: Part = ALLOCATOR) -> None:

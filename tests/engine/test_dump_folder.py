@@ -13,6 +13,7 @@ import textwrap
 import pytest
 
 import testing
+from ncclpy.engine import dump_files
 
 pytestmark = pytest.mark.usefixtures("host_engine")
 
@@ -181,21 +182,29 @@ def test_a_folder_that_cannot_be_written_is_told_once_and_harms_nothing(tmp_path
     assert "(NCCLPY_DUMP_DIR)" in errors and "Traceback" not in errors
 
 
+def test_dump_follows_no_link_in_the_place_of_its_unfinished_file(tmp_path):
+    """Its name can be guessed, and the folder may be one that others can write to, as /tmp is."""
+    path, victim = tmp_path / "dump.json", tmp_path / "victim"
+    victim.write_text("untouched")
+    (tmp_path / f"dump.json.{os.getpid()}.unfinished").symlink_to(victim)
+    dump_files.write(str(path), "a test")
+    assert json.loads(path.read_text())["reason"] == "a test" and not path.is_symlink()
+    assert victim.read_text() == "untouched" and sorted(os.listdir(tmp_path)) == ["dump.json", "victim"]
+
+
 def test_a_full_disk_leaves_nothing_behind_and_the_next_dump_is_written(tmp_path):
     _, errors = run(
         """
         import ncclpy.engine.dump_files as dump_files
         whole = dump_files.dump
 
-        def full(path, **options):
-            with open(path, "w") as file:
-                file.write("{")
+        def full(**options):
             raise OSError(28, "No space left on device")
 
         dump_files.dump = full
         os.kill(os.getpid(), signal.SIGUSR2)
         time.sleep(0.3)
-        assert files() == [], files()
+        assert os.listdir(FOLDER) == [], os.listdir(FOLDER)
         dump_files.dump = whole
         os.kill(os.getpid(), signal.SIGUSR2)
         (found,) = dumps()

@@ -194,6 +194,29 @@ def test_what_others_may_write_to_is_not_loaded_from(torch, tmp_path, elsewhere)
     assert third != other and third.parent == elsewhere and third.stat().st_mode & 0o077 == 0
 
 
+def test_folder_below_one_that_others_can_change_is_not_loaded_from(torch, tmp_path, elsewhere):
+    assert torch_build.cache_folder() == tmp_path / "cache" / "ncclpy"
+    (tmp_path / "cache").chmod(0o777)
+    assert torch_build.cache_folder().parent == elsewhere
+    (tmp_path / "cache").chmod(0o700)
+    (tmp_path / "mine").mkdir(0o700)
+    (tmp_path / "cache" / "ncclpy").rmdir()
+    (tmp_path / "cache" / "ncclpy").symlink_to(tmp_path / "mine")
+    assert torch_build.cache_folder().parent == elsewhere
+
+
+def test_folder_of_another_user_is_told_where_none_is_left(torch, tmp_path, elsewhere, monkeypatch, caplog):
+    """As in a container whose home is a folder of the machine: who owns it, and who should."""
+    torch_build.cache_folder()
+    me = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    elsewhere.chmod(0o777)
+    found = torch_build.cache_folder()
+    assert found.parent == elsewhere and found.name != f"ncclpy-{me + 1}" and found.stat().st_mode & 0o077 == 0
+    told = f"belongs to user {me}, and this process runs as user {me + 1}"
+    assert told in caplog.text and f"Set XDG_CACHE_HOME to a folder of user {me + 1}" in caplog.text
+
+
 def test_a_link_of_somebody_is_not_followed(torch, tmp_path, elsewhere):
     folder = tmp_path / "cache"
     folder.touch()  # there can be no folder of ours

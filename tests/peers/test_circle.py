@@ -1,0 +1,27 @@
+"""The ranks of one communicator, as one of their processes sees them by the store."""
+
+from __future__ import annotations
+
+import ncclpy
+from ncclpy.bootstrap import LeaseEnded, LocalStore
+from ncclpy.bootstrap.arrivals import Arrivals
+from ncclpy.peers.circle import Circle
+
+
+def test_process_whose_lease_has_ended_takes_its_communicator_for_ended(monkeypatch):
+    """It was stopped for too long: the others go on without it, and it cannot ask whether they have aborted."""
+    with LocalStore() as store:
+        ended = []
+        arrivals = Arrivals(store, "a test", 0, 2)
+        circle = Circle(
+            store, "all", [0], 2, lambda rank: {}, {}, arrivals, lambda text, kind: ended.append((text, kind))
+        )
+        assert not circle.look_for_end()
+
+        def gone(*arguments):
+            raise LeaseEnded("this process was stopped")
+
+        monkeypatch.setattr(store, "compare_set", gone)
+        assert circle.look_for_end()
+        told = ": the other ranks take this process for lost: this process was stopped"
+        assert ended == [(told, ncclpy.NcclRemoteError.__name__)]

@@ -8,20 +8,21 @@ store.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import json
-import math
 import os
 import secrets
 import socket
+import struct
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ncclpy.bootstrap.address import listen, resolve
 from ncclpy.bootstrap.arrivals import Arrivals
-from ncclpy.coordinator.control import Control
+from ncclpy.coordinator.control import Control, await_readable
 from ncclpy.coordinator.tree import Tree
 from ncclpy.core.errors import NcclAborted, NcclTimeout, ranks, seconds, spans
 from ncclpy.peers.reports import BOOT_ID
@@ -34,6 +35,10 @@ __all__ = ["machine", "open_control"]
 #: Seconds after which who has connected and says nothing is left; and between two looks whether anybody still waits.
 _HANDSHAKE, _SLICE = 5.0, 0.1
 _NONCE, _PROOF = 16, 32
+#: Connections whose handshake has not ended, beside those that are expected: the oldest is closed for a newer one.
+_STRANGERS = 32
+#: Errors of accept() for want of something that closing a connection gives back.
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def open_control(
@@ -130,17 +135,61 @@ def _proof(token: bytes, who: bytes, nonce: bytes) -> bytes:
     return hmac.new(token, who + nonce, hashlib.sha256).digest()
 
 
-def _receive(line: socket.socket, length: int, deadline: float = math.inf) -> bytes:
-    """Return so many bytes, each piece of which comes within the connection's timeout, and all by a deadline."""
+def _receive(line: socket.socket, length: int) -> bytes:
+    """Return so many bytes, each piece of which comes within the connection's timeout."""
     got = b""
     while len(got) < length:
-        if time.monotonic() >= deadline:
-            raise OSError("the other end takes too long")
         more = line.recv(length - len(got))
         if not more:
             raise OSError("the other end has closed the connection")
         got += more
     return got
+
+
+def _check_user(line: socket.socket) -> None:
+    """Raise OSError if another user's process is at the other end of a socket of this machine."""
+    if line.family == socket.AF_UNIX:
+        size = struct.calcsize("3i")
+        _, user, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+        if user != os.geteuid():
+            raise OSError(f"the other end is a process of user {user}, this one of user {os.geteuid()}")
+
+
+class _Caller:
+    """A connection that has not proved yet to come from a rank of this coordinator.
+
+    Raises
+    ------
+    OSError
+        From all that is called here, if it does not: then it is to be closed.
+    """
+
+    def __init__(self, line: socket.socket) -> None:
+        self.line = line
+        self.until = time.monotonic() + _HANDSHAKE
+        self._nonce, self._said = secrets.token_bytes(_NONCE), b""
+
+    def begin(self) -> None:
+        self.line.setblocking(False)
+        _check_user(self.line)
+        self.line.send(self._nonce)
+
+    def step(self, token: bytes, children: list[int]) -> int | None:
+        """Read what is there, and return which of these children it is, or None while more has to come."""
+        length = 4 + _NONCE + _PROOF
+        more = self.line.recv(length - len(self._said))
+        if not more:
+            raise OSError("the other end has closed the connection")
+        self._said += more
+        if len(self._said) < length:
+            return None
+        number, theirs, proof = self._said[:4], self._said[4 : 4 + _NONCE], self._said[4 + _NONCE :]
+        rank = int.from_bytes(number, "little")
+        if rank not in children or not hmac.compare_digest(proof, _proof(token, number, self._nonce)):
+            raise OSError("it does not belong here")
+        self.line.send(_proof(token, b"parent", theirs))
+        _sharpen(self.line)
+        return rank
 
 
 class _Ears:
@@ -149,6 +198,7 @@ class _Ears:
     def __init__(self, store: Store, size: int) -> None:
         self._sockets: list[socket.socket] = []
         self._token = secrets.token_bytes(_PROOF)
+        self._why = ""  # what kept connections from being accepted
         self.told: dict[str, object] = {"token": self._token.hex()}
         if size == 1:
             return
@@ -167,48 +217,82 @@ class _Ears:
                 addresses.append([host, self._sockets[-1].getsockname()[1]])
 
     def hear(self, children: list[int], deadline: float, wanted: Callable[[], bool]) -> dict[int, socket.socket]:
-        """Return a connection to each child, once all have called."""
+        """Return a connection to each child, once all have called.
+
+        The handshakes are served side by side, so a connection that says nothing delays no other.
+        """
         heard: dict[int, socket.socket] = {}
+        callers: dict[int, _Caller] = {}  # by descriptor, the oldest first
         for each in self._sockets:
             each.setblocking(False)
         try:
             while len(heard) < len(children):
                 missing = [child for child in children if child not in heard]
-                _look(deadline, wanted, missing)
-                for each in self._sockets:
-                    with contextlib.suppress(OSError):
-                        line, _ = each.accept()
-                        rank = self._welcome(line, missing)
-                        if rank is not None:
-                            heard[rank] = line
-                if len(heard) < len(children):
-                    _sleep_on(self._sockets)
+                _look(deadline, wanted, missing, self._why)
+                for late in [each for each in callers.values() if time.monotonic() >= each.until]:
+                    _hang_up(callers, late)
+                listeners = {each.fileno(): each for each in self._sockets}
+                ready = await_readable([*listeners, *callers], _SLICE)
+                for caller in [callers[each] for each in ready if each in callers]:
+                    self._serve(caller, callers, heard, children)
+                for listener in [listeners[each] for each in ready if each in listeners]:
+                    self._accept(listener, callers, len(missing) + _STRANGERS)
         except BaseException:
             for line in heard.values():
                 line.close()
             raise
+        finally:
+            for caller in callers.values():
+                caller.line.close()
         return heard
 
-    def _welcome(self, line: socket.socket, children: list[int]) -> int | None:
-        """Return the rank of who has called, None and hang up if it is not one of these."""
+    def _serve(
+        self, caller: _Caller, callers: dict[int, _Caller], heard: dict[int, socket.socket], children: list[int]
+    ) -> None:
+        """Read from a connection; it becomes a child's, or is closed."""
         try:
-            line.settimeout(_HANDSHAKE)
-            nonce = secrets.token_bytes(_NONCE)
-            line.sendall(nonce)
-            told = _receive(line, 4 + _NONCE + _PROOF, time.monotonic() + _HANDSHAKE)
-            rank, theirs, proof = int.from_bytes(told[:4], "little"), told[4 : 4 + _NONCE], told[4 + _NONCE :]
-            if rank not in children or not hmac.compare_digest(proof, _proof(self._token, told[:4], nonce)):
-                raise OSError("it does not belong here")
-            line.sendall(_proof(self._token, b"parent", theirs))
-            _sharpen(line)
-            return rank
+            rank = caller.step(self._token, [child for child in children if child not in heard])
+        except BlockingIOError:
+            return
         except OSError:
-            line.close()
-            return None
+            _hang_up(callers, caller)
+            return
+        if rank is not None:
+            heard[rank] = callers.pop(caller.line.fileno()).line
+
+    def _accept(self, listener: socket.socket, callers: dict[int, _Caller], most: int) -> None:
+        """Take the connections that wait at a socket; keep so many of which the handshake has not ended."""
+        for _ in range(most):
+            try:
+                line, _ = listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno not in _EXHAUSTED:
+                    continue  # it has left before it was taken
+                if not callers:
+                    self._why = f": connections cannot be accepted: {error.strerror}"
+                    time.sleep(_SLICE)
+                    return
+                _hang_up(callers, next(iter(callers.values())))
+                continue
+            self._why = ""
+            caller = callers[line.fileno()] = _Caller(line)
+            try:
+                caller.begin()
+            except OSError:
+                _hang_up(callers, caller)
+            if len(callers) > most:
+                _hang_up(callers, next(iter(callers.values())))
 
     def close(self) -> None:
         for each in self._sockets:
             each.close()
+
+
+def _hang_up(callers: dict[int, _Caller], caller: _Caller) -> None:
+    del callers[caller.line.fileno()]
+    caller.line.close()
 
 
 def _sharpen(line: socket.socket) -> None:
@@ -219,17 +303,11 @@ def _sharpen(line: socket.socket) -> None:
         line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
-def _sleep_on(sockets: list[socket.socket]) -> None:
-    import select
-
-    select.select(sockets, [], [], _SLICE)
-
-
-def _look(deadline: float, wanted: Callable[[], bool], missing: list[int]) -> None:
+def _look(deadline: float, wanted: Callable[[], bool], missing: list[int], why: str = "") -> None:
     if not wanted():
         raise NcclAborted("the coordinator has ended while its ranks connected")
     if time.monotonic() >= deadline:
-        late = NcclTimeout(f"{ranks(spans(missing))} came to the coordinator's store and did not connect in time")
+        late = NcclTimeout(f"{ranks(spans(missing))} came to the coordinator's store and did not connect in time{why}")
         late.missing = missing
         raise late
 
@@ -252,6 +330,7 @@ def _call(
             try:
                 line.settimeout(max(0.01, min(_HANDSHAKE, deadline - time.monotonic())))
                 line.connect(address)
+                _check_user(line)
                 line.settimeout(max(0.01, deadline - time.monotonic()))  # it may have its own parent to call first
                 nonce, number = secrets.token_bytes(_NONCE), rank.to_bytes(4, "little")
                 line.sendall(number + nonce + _proof(token, number, _receive(line, _NONCE)))

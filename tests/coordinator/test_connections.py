@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import socket
 import subprocess
@@ -113,57 +114,185 @@ def test_a_wait_that_nobody_wants_ends():
     assert time.monotonic() - began < 10
 
 
-def test_who_does_not_know_the_secret_is_hung_up_on(monkeypatch):
-    """And holds nobody up: neither one that says something wrong nor one that says nothing."""
-    monkeypatch.setattr(connections, "_HANDSHAKE", 0.5)
-    strangers = []
+def bring_and_hear(control):
+    control.bring(0, b"x", b"A", b"", True)
+    return control.next(DEADLINE)
+
+
+def strangers_first(monkeypatch, meet):
+    """Have `meet` called with the sockets that a rank listens at, before it looks at them."""
     real = connections._Ears.hear
 
     def hear(ears, children, deadline, wanted):
-        for each in ears._sockets if children else []:
-            for says in (b"", b"x" * 200):
-                stranger = socket.socket(each.family, socket.SOCK_STREAM)
-                strangers.append(stranger)
-                stranger.connect(each.getsockname())
-                stranger.sendall(says)
+        if children:
+            meet(ears._sockets)
         return real(ears, children, deadline, wanted)
 
     monkeypatch.setattr(connections._Ears, "hear", hear)
-    told = all_of(2, lambda control: (control.bring(0, b"x", b"A", b"", True), control.next(DEADLINE))[1])
-    assert told[0] == told[1] and len(strangers) >= 4
+
+
+def call(listener, says=b""):
+    stranger = socket.socket(listener.family, socket.SOCK_STREAM)
+    stranger.settimeout(DEADLINE)
+    stranger.connect(listener.getsockname())
+    stranger.sendall(says)
+    return stranger
+
+
+def read_to_end(stranger):
+    """Return what is sent to a connection until the other end closes it."""
+    text = b""
+    with stranger, contextlib.suppress(ConnectionResetError):
+        while more := stranger.recv(100):
+            text += more
+    return text
+
+
+@contextlib.contextmanager
+def ears_that_hear(size=2):
+    """Have a rank wait for others below it that do not come; yield what it listens at."""
+    ears, over = connections._Ears(LocalStore(), size), threading.Event()
+
+    def hear():
+        with pytest.raises(NcclAborted):
+            ears.hear(list(range(1, size)), time.monotonic() + DEADLINE, lambda: not over.is_set())
+
+    with ThreadPoolExecutor(1) as pool:
+        heard = pool.submit(hear)
+        try:
+            yield ears._sockets
+        finally:
+            over.set()
+            heard.result(DEADLINE)
+            ears.close()
+
+
+def test_callers_that_say_nothing_or_wrong_things_delay_no_other(monkeypatch):
+    """No handshake is given up within the test, so one that waited for another's end would never come."""
+    monkeypatch.setattr(connections, "_HANDSHAKE", 1000.0)
+    strangers = []
+    strangers_first(
+        monkeypatch,
+        lambda sockets: strangers.extend(call(each, says) for each in sockets for says in (b"", b"x", b"x" * 200)),
+    )
+    told = all_of(2, bring_and_hear)
+    assert told[0] == told[1] and len(strangers) >= 6
     for stranger in strangers:
-        with stranger, contextlib.suppress(ConnectionResetError):
-            stranger.settimeout(10)
-            while stranger.recv(100):
-                pass
+        read_to_end(stranger)  # ended when the ranks had met
 
 
-def test_who_says_little_and_often_holds_nobody_up(monkeypatch):
-    """The limit is for all that is to be said."""
-    monkeypatch.setattr(connections, "_HANDSHAKE", 0.5)
-    real, over, dripping = connections._Ears.hear, threading.Event(), []
+def test_caller_that_takes_too_long_is_hung_up_on(monkeypatch):
+    """The limit is for all that is to be said: one that says a byte now and then is closed too."""
+    monkeypatch.setattr(connections, "_HANDSHAKE", 0.3)
 
     def drip(stranger):
-        with stranger, contextlib.suppress(OSError):
-            while not over.wait(0.2):
+        with contextlib.suppress(OSError):
+            while True:
                 stranger.sendall(b"x")
+                time.sleep(0.1)  # 52 bytes would take 5 s
 
-    def hear(ears, children, deadline, wanted):
-        if children:
-            stranger = socket.socket(ears._sockets[0].family, socket.SOCK_STREAM)
-            stranger.connect(ears._sockets[0].getsockname())
-            dripping.append(threading.Thread(target=drip, args=(stranger,)))
-            dripping[-1].start()
-        return real(ears, children, deadline, wanted)
+    with ears_that_hear() as sockets, ThreadPoolExecutor(1) as pool:
+        silent, dripping = call(sockets[0]), call(sockets[-1])
+        pool.submit(drip, dripping)
+        assert len(read_to_end(silent)) == len(read_to_end(dripping)) == connections._NONCE
 
-    monkeypatch.setattr(connections._Ears, "hear", hear)
-    began = time.monotonic()
-    told = all_of(2, lambda control: (control.bring(0, b"x", b"A", b"", True), control.next(DEADLINE))[1])
-    took = time.monotonic() - began
-    over.set()
-    for thread in dripping:
-        thread.join(DEADLINE)
-    assert told[0] == told[1] and dripping and took < 8  # 52 bytes would take 10 s
+
+def test_caller_beyond_the_most_takes_the_place_of_the_oldest(monkeypatch):
+    monkeypatch.setattr(connections, "_HANDSHAKE", 1000.0)
+    most = connections._STRANGERS + 1  # and the rank that is expected
+    with ears_that_hear() as sockets:
+        callers = [call(sockets[0]) for _ in range(most + 5)]
+        for oldest in callers[:5]:
+            assert len(read_to_end(oldest)) == connections._NONCE
+        for caller in callers[5:]:
+            assert len(caller.recv(100)) == connections._NONCE
+            caller.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                caller.recv(100)
+    for caller in callers[5:]:
+        read_to_end(caller)
+
+
+def test_local_socket_of_another_user_is_closed_unread(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: -1)
+    with ears_that_hear() as sockets:
+        assert sockets[0].family == socket.AF_UNIX
+        assert read_to_end(call(sockets[0], b"x")) == b""
+        with call(sockets[-1]) as by_address:
+            assert len(by_address.recv(100)) == connections._NONCE, "an address has no user"
+
+
+def test_ranks_of_several_users_speak_by_addresses(monkeypatch):
+    """Their machine's own sockets are for one user."""
+    monkeypatch.setattr(os, "geteuid", lambda: -1)
+    families = []
+    real = connections._sharpen
+    monkeypatch.setattr(connections, "_sharpen", lambda line: (families.append(line.family), real(line)))
+    told = all_of(2, bring_and_hear)
+    assert told[0] == told[1]
+    assert len(families) == 2 and socket.AF_UNIX not in families
+
+
+def test_descriptors_above_1023_connect():
+    testing.run_python("""
+        import os, resource, threading, time
+        from ncclpy.bootstrap import LocalStore
+        from ncclpy.coordinator.connections import _Ears, open_control
+        from ncclpy.core.errors import NcclTimeout
+
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 2048) if hard > 0 else 2048, hard))
+        held = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+        try:
+            _Ears(LocalStore(), 2).hear([1], time.monotonic() + 0.2, lambda: True)
+        except NcclTimeout as late:
+            assert late.missing == [1]
+        store, told = LocalStore(), {}
+
+        def be(rank):
+            control = open_control(store, rank, 2, "test", cache=16, timeout=None, stall_after=60.0, patience=10)
+            control.bring(0, b"x", b"A", b"", True)
+            told[rank] = control.next(30)[0][0]
+            store.barrier("done", rank, 2)
+            control.close()
+
+        threads = [threading.Thread(target=be, args=(rank,)) for rank in range(2)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        assert told == {0: "run", 1: "run"}, told
+    """)
+
+
+def test_descriptors_that_run_out_are_named_in_the_timeout():
+    """And come back from connections that have proved nothing, before that."""
+    testing.run_python("""
+        import contextlib, os, resource, socket, time
+        from ncclpy.bootstrap import LocalStore
+        from ncclpy.coordinator import connections
+        from ncclpy.core.errors import NcclTimeout
+
+        ears = connections._Ears(LocalStore(), 2)
+        def call():
+            caller = socket.socket(socket.AF_UNIX)
+            caller.connect(ears._sockets[0].getsockname())
+            return caller
+        def hear():
+            try:
+                ears.hear([1], time.monotonic() + 0.5, lambda: True)
+            except NcclTimeout as late:
+                return str(late)
+        first, second = call(), call()
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, hard))
+        assert "Too many open" not in hear()
+        assert len(first.recv(100)) == len(second.recv(100)) == 16, "one after the other"
+        third = call()  # takes the last one
+        assert hear().endswith("did not connect in time: connections cannot be accepted: Too many open files")
+    """)
 
 
 PROGRAM = """

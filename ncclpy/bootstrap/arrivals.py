@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.core.errors import NcclAborted, NcclRemoteError, NcclTimeout, ranks, seconds, spans
 
-__all__ = ["Arrivals", "refuse", "set_while_alive"]
+__all__ = ["Arrivals", "listed", "refuse", "set_while_alive"]
 
 #: How long a wait goes on before it looks whether anybody still wants it; longer where many ask the store.
 _SLICE = 0.3
@@ -38,6 +38,11 @@ def set_while_alive(store: Store, key: str, value: bytes) -> bool:
     except StoreError:
         store.set(key, value)
         return False
+
+
+def listed(brought: list[bytes]) -> bytes:
+    """Return what ranks have brought as JSON as one list of it; for `Arrivals.meet`."""
+    return b"[" + b",".join(brought) + b"]"
 
 
 def refuse(store: Store, place: str, why: str) -> None:

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ncclpy.bootstrap.arrivals import Arrivals
+from ncclpy.bootstrap.arrivals import Arrivals, listed
 from ncclpy.bootstrap.asked import TIMEOUT, StoreError, as_seconds
-from ncclpy.bootstrap.place import Place, environment
+from ncclpy.bootstrap.place import Place, environment, machine
 from ncclpy.bootstrap.prefix import PrefixStore
 from ncclpy.bootstrap.store import Store
 from ncclpy.bootstrap.tcp import TCPStore
@@ -37,6 +37,8 @@ _PARENTS = {
 _lock = threading.Lock()
 _store: Store | None = None
 _arrivals: Arrivals | None = None
+#: This rank's number among those of its machine, and how many they are, where its launcher does not say.
+_here: tuple[int, int] | None = None
 #: How many meetings this process was asked for: all ranks count alike, and so name the keys of one.
 _meetings = 0
 _process = 0
@@ -51,6 +53,9 @@ def rendezvous(timeout: float | None = None) -> tuple[Place, Store]:
     else by rank 0, at MASTER_ADDR and MASTER_PORT. Without these the ranks of one machine meet all the same: by a file
     that is named after the process of the launcher, and is gone when they have met.
 
+    Where the environment has only RANK and WORLD_SIZE, all ranks wait for each other here and tell on which machine
+    they are: the local numbers of the place come from that, in the order of the ranks.
+
     Parameters
     ----------
     timeout
@@ -64,7 +69,7 @@ def rendezvous(timeout: float | None = None) -> tuple[Place, Store]:
     NcclTimeout
         If the store cannot be reached in time.
     """
-    global _store, _process, _arrivals, _meetings
+    global _store, _process, _arrivals, _meetings, _here
     seconds = as_seconds(timeout, TIMEOUT)
     deadline = time.monotonic() + seconds
     place = environment()
@@ -78,17 +83,35 @@ def rendezvous(timeout: float | None = None) -> tuple[Place, Store]:
             store = _connect(place, seconds, deadline)
             try:
                 # From now on the others can be told that this process has ended, whatever it has come to until then.
-                _arrivals = Arrivals(PrefixStore("ncclpy/ranks", _end_of(store)), "this job", place.rank, place.size)
+                arrivals = Arrivals(PrefixStore("ncclpy/ranks", _end_of(store)), "this job", place.rank, place.size)
+                here = None if _is_located(place) else _locate(place, arrivals, deadline)
             except BaseException:
                 store.close()
                 raise
-            _store, _process, _meetings = store, os.getpid(), 0
+            _store, _process, _arrivals, _meetings, _here = store, os.getpid(), arrivals, 0, here
+        if _here is not None and not _is_located(place):
+            local_rank = _here[0] if place.local_rank is None else place.local_rank
+            place = place._replace(local_rank=local_rank, local_size=_here[1])
         # For each caller an end of its own, which may be closed. The store itself closes when the process ends.
         end = _end_of(_store)
         end.timeout = seconds
         return place, end
     finally:
         _lock.release()
+
+
+def _is_located(place: Place) -> bool:
+    return place.local_rank is not None and place.local_size is not None
+
+
+def _locate(place: Place, arrivals: Arrivals, deadline: float) -> tuple[int, int]:
+    """Return this rank's number among those of its machine, and how many they are: all ranks tell where they are."""
+    what = "to count the ranks of each machine, as LOCAL_RANK or LOCAL_WORLD_SIZE is not set"
+    told = json.dumps(machine()).encode()
+    left = max(0.0, deadline - time.monotonic())
+    machines = json.loads(arrivals.meet("machines", range(place.size), what, told, listed, left, lambda: True))
+    here = [rank for rank, name in enumerate(machines) if name == machines[place.rank]]
+    return here.index(place.rank), len(here)
 
 
 def process_before(rank: int) -> str:
@@ -196,10 +219,11 @@ def _connect(place: Place, seconds: float, deadline: float) -> Store:
 def _on_one_machine(place: Place, seconds: float, deadline: float) -> Store:
     """Return a store of rank 0's, whose address and token the others read from a file."""
     if place.local_size != place.size:
+        here = f", {place.local_size} of them on this machine," if _is_located(place) else ""
         raise ValueError(
-            f"{place.launcher} has started {place.size} ranks, {place.local_size} of them on this machine, and says "
-            "no address at which they could meet. Set MASTER_ADDR and MASTER_PORT for all of them, to a host name of "
-            "rank 0's machine and a free port there, and NCCLPY_STORE_TOKEN to a secret"
+            f"{place.launcher} has started {place.size} ranks{here} and says no address at which they could meet. "
+            "Set MASTER_ADDR and MASTER_PORT for all of them, to a host name of rank 0's machine and a free port "
+            "there, and NCCLPY_STORE_TOKEN to a secret"
         )
     path = _folder() / f"{place.launcher}-{_launcher_process(place.launcher)}"
     timeout = max(0.0, deadline - time.monotonic())

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import socket
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 from ncclpy.bootstrap.address import as_host
 
-__all__ = ["Place", "environment"]
+__all__ = ["BOOT_ID", "Place", "environment", "machine"]
+
+#: What tells this machine, since it was started, from others; empty where the system does not say.
+BOOT_ID = ""
+with contextlib.suppress(OSError):
+    BOOT_ID = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def machine() -> str:
+    """Return what tells this machine from others.
+
+    As for NCCL, a container with a host name of its own is one too, and NCCL_HOSTID stands for the host's name.
+    """
+    return f"{BOOT_ID} {os.environ.get('NCCL_HOSTID') or socket.gethostname()}".strip()
 
 
 class Place(NamedTuple):
@@ -19,8 +35,9 @@ class Place(NamedTuple):
     ----------
     rank, size : int
         Its number, and how many there are.
-    local_rank, local_size : int
-        The same among those on this machine.
+    local_rank, local_size : int or None
+        The same among those on this machine; None where only rank and number of ranks are set, until
+        `ncclpy.bootstrap.rendezvous` has counted the ranks of each machine.
     launcher : str
         Who started it: ``"ncclpy"``, ``"torchrun"``, ``"openmpi"``, ``"mpich"`` or ``"slurm"``.
     address : str or None
@@ -31,8 +48,8 @@ class Place(NamedTuple):
 
     rank: int
     size: int
-    local_rank: int
-    local_size: int
+    local_rank: int | None
+    local_size: int | None
     launcher: str
     address: str | None = None
     port: int | None = None
@@ -71,7 +88,9 @@ def environment() -> Place:
     """Return which process this is, from the variables of the launcher that started it.
 
     Launchers are ``ncclpy run``, torchrun (and whatever sets its variables), Open MPI's and MPICH's mpirun (Hydra,
-    so Intel MPI's too) and Slurm's srun. Where one has started another, the inner one counts.
+    so Intel MPI's too) and Slurm's srun. Where one has started another, the inner one counts. Of torchrun's variables
+    RANK and WORLD_SIZE are enough, as Kubeflow and scripts for torch's ``env://`` set them. White space around values
+    is left out.
 
     Returns
     -------
@@ -87,18 +106,18 @@ def environment() -> Place:
     ValueError
         If variables are missing, are no numbers, or contradict each other; the message has them and their values.
     """
-    env = {name: value for name, value in os.environ.items() if value}
-    names = _launcher(env, os.environ.get("NCCLPY_LAUNCHER"))
-    rank, size, local_rank, local_size = _numbers(names, env)
+    environ = {name: stripped for name, value in os.environ.items() if (stripped := value.strip())}
+    names = _launcher(environ, environ.get("NCCLPY_LAUNCHER"))
+    rank, size, local_rank, local_size = _numbers(names, environ)
     # `ncclpy run` says in which run this is, within which other ones; torchrun inside it has set an id of its own.
-    run = os.environ.get("NCCLPY_RUN_ID", "").rpartition("/")[2]
-    if names is _TORCHRUN and run and run == env.get("TORCHELASTIC_RUN_ID"):
-        host, _, port = os.environ.get("NCCLPY_STORE", "").rpartition(":")
+    run = environ.get("NCCLPY_RUN_ID", "").rpartition("/")[2]
+    if names is _TORCHRUN and run and run == environ.get("TORCHELASTIC_RUN_ID"):
+        host, _, port = environ.get("NCCLPY_STORE", "").rpartition(":")
         if not host:
-            raise ValueError(f"NCCLPY_RUN_ID={env['NCCLPY_RUN_ID']} but no NCCLPY_STORE: ncclpy run sets both")
-        return Place(rank, size, local_rank, local_size, "ncclpy", host.strip("[]"), _port("NCCLPY_STORE", port, env))
-    address, meet = _address(names, env)
-    return Place(rank, size, local_rank, local_size, names.launcher, address, meet)
+            raise ValueError(f"NCCLPY_RUN_ID={environ['NCCLPY_RUN_ID']} but no NCCLPY_STORE: ncclpy run sets both")
+        here = Place(rank, size, local_rank, local_size, "ncclpy", host.strip("[]"))
+        return here._replace(port=_port("NCCLPY_STORE", port, environ))
+    return Place(rank, size, local_rank, local_size, names.launcher, *_address(names, environ))
 
 
 def _launcher(env: Mapping[str, str], choice: str | None) -> _Names:
@@ -107,7 +126,7 @@ def _launcher(env: Mapping[str, str], choice: str | None) -> _Names:
         chosen = [names for names in _LAUNCHERS if names.launcher == choice]
         if not chosen:
             known = ", ".join(names.launcher for names in _LAUNCHERS)
-            raise ValueError(f"NCCLPY_LAUNCHER={choice} is not one of {known}")
+            raise ValueError(f"NCCLPY_LAUNCHER={_visible(choice)} is not one of {known}")
         return chosen[0]
     present = [names for names in _LAUNCHERS if _is_there(names, env)]
     if not present:
@@ -154,7 +173,7 @@ def _agreed(names: _Names, env: Mapping[str, str], other: _Names = _TORCHRUN) ->
         if their in theirs and theirs[their] != numbers[mine]
     ]
     if apart:
-        told = "; ".join(f"{mine}={env[mine]} but {their}={env[their]}" for mine, their in apart)
+        told = "; ".join(f"{_shown([mine], env)} but {_shown([their], env)}" for mine, their in apart)
         raise ValueError(
             f"the variables of {names.launcher} and of {other.launcher} contradict each other: {told}. Unset those "
             "that are left over, or say which count with NCCLPY_LAUNCHER, which may be "
@@ -163,39 +182,51 @@ def _agreed(names: _Names, env: Mapping[str, str], other: _Names = _TORCHRUN) ->
     return names
 
 
-def _numbers(names: _Names, env: Mapping[str, str]) -> tuple[int, int, int, int]:
-    """Return rank, size, local rank and local size; raise if one is missing or they do not fit."""
+def _numbers(names: _Names, env: Mapping[str, str]) -> tuple[int, int, int | None, int | None]:
+    """Return rank, size, local rank and local size; raise if one is missing or they do not fit.
+
+    The local ones are None where torchrun's variables are set by something else, which may leave these out.
+    """
     there = _set(names.numbers, env)
-    missing = [name for name in names.numbers if name not in env]
+    needed = names.numbers[:2] if names is _TORCHRUN else names.numbers
+    missing = [name for name in needed if name not in env]
     if missing:
         raise ValueError(
             f"the environment of {names.launcher} is half-set: {_shown(there, env) or 'nothing'} but no "
             f"{', '.join(missing)}"
         )
-    rank, size, local_rank = (_number(name, env) for name in names.numbers[:3])
-    local_size = _tasks_here(env) if names is _SLURM else _number(names.local_size, env)
+    rank, size = (_number(name, env) for name in names.numbers[:2])
+    local_rank = _number(names.local_rank, env) if names.local_rank in env else None
+    local_size = None
+    if names.local_size in env:
+        local_size = _tasks_here(env) if names is _SLURM else _number(names.local_size, env)
     for number, of, low, high in (
         (rank, "rank", 0, size - 1),
-        (local_rank, "local rank", 0, local_size - 1),
+        (local_rank, "local rank", 0, (size if local_size is None else local_size) - 1),
         (local_size, "number of ranks on this machine", 1, size),
     ):
-        if not low <= number <= high:
+        if number is not None and not low <= number <= high:
             raise ValueError(
                 f"the environment of {names.launcher} contradicts itself: {_shown(there, env)}, so the {of} would be "
                 f"{number}, and it is {low} to {high}"
             )
-    return rank, size, local_rank, local_size
+    return (rank, size, 0, 1) if size == 1 else (rank, size, local_rank, local_size)
 
 
 def _shown(names: list[str], env: Mapping[str, str]) -> str:
-    return ", ".join(f"{name}={env[name]}" for name in names)
+    return ", ".join(f"{name}={_visible(env[name])}" for name in names)
+
+
+def _visible(value: str) -> str:
+    """Return a value as it is, or, where some of it could not be seen, as Python writes it."""
+    return value if re.fullmatch(r"[!-~]+", value) else ascii(value)
 
 
 def _number(name: str, env: Mapping[str, str]) -> int:
     try:
         return int(env[name])
     except ValueError:
-        raise ValueError(f"{name}={env[name]} is not a number") from None
+        raise ValueError(f"{_shown([name], env)} is not a number") from None
 
 
 def _tasks_here(env: Mapping[str, str]) -> int:
@@ -205,7 +236,7 @@ def _tasks_here(env: Mapping[str, str]) -> int:
     for part in env[name].split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
-            raise ValueError(f"{name}={env[name]} is not a list such as 4(x2),3")
+            raise ValueError(f"{_shown([name], env)} is not a list such as 4(x2),3")
         counts += [int(match[1])] * int(match[2] or 1)
     if not 0 <= node < len(counts):
         raise ValueError(f"SLURM_NODEID={node}, and {name}={env[name]} is of {len(counts)} nodes")
@@ -228,7 +259,7 @@ def _address(names: _Names, env: Mapping[str, str]) -> tuple[str | None, int | N
 
 def _port(name: str, text: str, env: Mapping[str, str]) -> int:
     if not (text.isdecimal() and 0 < int(text) < 1 << 16):
-        raise ValueError(f"{name}={env[name]} has no port, which is 1 to 65535")
+        raise ValueError(f"{_shown([name], env)} has no port, which is 1 to 65535")
     return int(text)
 
 

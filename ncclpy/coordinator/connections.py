@@ -21,16 +21,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ncclpy.bootstrap.address import listen, resolve
-from ncclpy.bootstrap.arrivals import Arrivals
+from ncclpy.bootstrap.arrivals import Arrivals, listed
+from ncclpy.bootstrap.place import machine
 from ncclpy.coordinator.control import Control, await_readable
 from ncclpy.coordinator.tree import Tree
 from ncclpy.core.errors import NcclAborted, NcclTimeout, ranks, seconds, spans
-from ncclpy.peers.reports import BOOT_ID
 
 if TYPE_CHECKING:
     from ncclpy.bootstrap.store import Store
 
-__all__ = ["machine", "open_control"]
+__all__ = ["open_control"]
 
 #: Seconds after which who has connected and says nothing is left; and between two looks whether anybody still waits.
 _HANDSHAKE, _SLICE = 5.0, 0.1
@@ -84,7 +84,7 @@ def open_control(
         stack.callback(ears.close)
         mine = json.dumps({"machine": machine(), **ears.told}).encode()
         arrivals = Arrivals(store, f"coordinator {name!r}", rank, size)
-        met = arrivals.meet("meet", range(size), f"to connect coordinator {name!r}", mine, _combine, patience, wanted)
+        met = arrivals.meet("meet", range(size), f"to connect coordinator {name!r}", mine, listed, patience, wanted)
         places = json.loads(met)
         tree = Tree([place["machine"] for place in places])
         above = None
@@ -105,15 +105,6 @@ def open_control(
             stall_after=stall_after,
             silence=silence,
         )
-
-
-def _combine(brought: list[bytes]) -> bytes:
-    return b"[" + b",".join(brought) + b"]"
-
-
-def machine() -> str:
-    """Return what tells this machine from others; as for NCCL, a variable may divide one."""
-    return f"{BOOT_ID or socket.gethostname()} {os.environ.get('NCCL_HOSTID', '')}".strip()
 
 
 def _own_addresses(store: Store) -> list[str]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from ncclpy.bootstrap.place import machine
 from ncclpy.bootstrap.prefix import PrefixStore
 from ncclpy.coordinator import connections, ends
 from ncclpy.coordinator.brought import is_as_on_gpus
@@ -189,8 +190,7 @@ class Session:
         NcclTimeout
             If some do not come.
         """
-        machine = connections.machine()
-        self._ask(self._control.bring, 0, BEGINNING, self._options.packed(), machine.encode(), False)
+        self._ask(self._control.bring, 0, BEGINNING, self._options.packed(), machine().encode(), False)
         limit = self._options.timeout if self._options.timeout is not None else _BEGINS
         if not self._wait(self._began, limit):
             have = set(self._control.have(0, BEGINNING))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from typing import Any
 
-from ncclpy.coordinator.connections import machine
+from ncclpy.bootstrap.place import machine
 from ncclpy.coordinator.control import Control
 from ncclpy.coordinator.tree import Tree
 from ncclpy.core.device import current, device_count

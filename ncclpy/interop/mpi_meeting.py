@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ncclpy.bootstrap.asked import TIMEOUT, as_seconds
-from ncclpy.coordinator.connections import machine
+from ncclpy.bootstrap.place import machine
 from ncclpy.core.device import current, device_count
 from ncclpy.core.errors import NcclRemoteError, NcclTimeout, seconds
 from ncclpy.core.library import library

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ncclpy.bootstrap.place import BOOT_ID
 from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.core.errors import NcclTimeout
 from ncclpy.peers.standing import RankState, pack, unpack
@@ -24,7 +25,7 @@ from ncclpy.peers.standing import RankState, pack, unpack
 if TYPE_CHECKING:
     from ncclpy.bootstrap.store import Telling
 
-__all__ = ["ASKED", "BOOT_ID", "MACHINE", "Reports", "process", "process_state"]
+__all__ = ["ASKED", "MACHINE", "Reports", "process", "process_state"]
 
 #: The key that is counted up by who wants to know.
 ASKED = "told/asked"
@@ -249,9 +250,6 @@ def _namespace() -> str:
     except OSError:
         return ""
 
-
-#: What tells this machine, since it was started, from others; empty if nobody knows.
-BOOT_ID = _read("/proc/sys/kernel/random/boot_id").strip()
 
 #: Which processes' numbers mean the same: those of one boot of one machine, and of one container on it.
 MACHINE = f"{BOOT_ID} {_namespace()}"

@@ -18,10 +18,10 @@ from cpython.exc cimport PyErr_CheckSignals
 from ncclpy.abi.nccl cimport ncclInvalidUsage
 from ncclpy.core.wait cimport SLICE, deadline_after, now
 
+from ncclpy.bootstrap.place import BOOT_ID
 from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, ranks, seconds, spans
 from ncclpy.process_group import shared_board
 from ncclpy.process_group.disagreement import disagreement
-from ncclpy.peers.reports import BOOT_ID
 from ncclpy.process_group.stored_board import StoredBoard
 
 _WHAT = "to compare the collectives"

@@ -12,7 +12,7 @@ import json
 
 from ncclpy.process_group.mailbox cimport Note
 
-from ncclpy.peers.reports import BOOT_ID
+from ncclpy.bootstrap.place import BOOT_ID
 from ncclpy.process_group import mailbox
 
 

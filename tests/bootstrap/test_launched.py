@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import pytest
@@ -16,9 +17,16 @@ import runs
 from foreign_stores import free_port
 
 import ncclpy
-from ncclpy.bootstrap import StoreError, launched, rendezvous
+from ncclpy.bootstrap import LocalStore, Place, StoreError, launched, rendezvous
+from ncclpy.bootstrap.arrivals import Arrivals
 
 LONG = 60  # that only a hang meets
+
+#: How the names of launchers' variables begin.
+VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_", "OMPI_", "PMI_", "MPI_", "SLURM_", "MASTER_", "TORCHELASTIC_"),
+    *("NCCLPY_STORE", "NCCLPY_RUN", "NCCLPY_LAUNCHER"),
+)
 
 #: What starts the ranks of MPICH on a machine.
 PROXY = "hydra_pmi_proxy"
@@ -37,9 +45,8 @@ exit $code
 @pytest.fixture
 def launch(tmp_path, monkeypatch):
     """Return a function that starts a program as so many ranks, and the folder in which they meet."""
-    for name in os.environ:
-        if name.startswith(("RANK", "WORLD_SIZE", "LOCAL_", "OMPI_", "PMI_", "MPI_", "SLURM_", "MASTER_", "NCCLPY_")):
-            monkeypatch.delenv(name)
+    for name in [name for name in os.environ if name.startswith(VARIABLES)]:
+        monkeypatch.delenv(name)
     shell = tmp_path / PROXY
     shutil.copy(shutil.which("sh"), shell)
     started = []
@@ -181,6 +188,82 @@ def test_rank_0_that_does_not_serve_is_told(ranks, tmp_path, monkeypatch):
     monkeypatch.setattr(launched, "environment", lambda: time.sleep(0.05) or place)  # the time that was given is told
     with pytest.raises(ncclpy.NcclTimeout, match=r"rank 0 of 2 has not written .*/mpich-1-1 within 200 ms"):
         rendezvous(0.2)
+
+
+def run_env_ranks(size, program, **env):
+    """Run a program as so many ranks that are told their rank, their number and an address; return what they print."""
+    told = {"WORLD_SIZE": f"{size}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_port()}", **env}
+    clean = {name: value for name, value in runs.environment({}).items() if not name.startswith(VARIABLES)}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(program)],
+            cwd="/",
+            env=clean | told | {"RANK": f"{rank}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        return [each.communicate(timeout=LONG)[0].strip() for each in started]
+    finally:
+        for each in started:
+            each.kill()
+
+
+def test_rank_and_world_size_alone_make_a_communicator_of_devices_in_order(host_engine):
+    program = """
+        import numpy as np, ncclpy
+        from ncclpy.bootstrap import environment, rendezvous
+        assert environment().local_rank is None
+        with ncclpy.Communicator.from_env(timeout=60) as comm, ncclpy.init_process_group(timeout=60) as group:
+            place, _ = rendezvous()
+            values = np.ones(1)
+            comm.all_reduce(values)
+            group.all_reduce(values).wait()
+            print(comm.device, group.device, place.local_rank, place.local_size, values[0])
+    """
+    assert run_env_ranks(2, program, NCCLPY_HOST_DEVICES="2") == ["0 0 0 2 4.0", "1 1 1 2 4.0"]
+
+
+def locate(names, size, seconds):
+    """Have ranks in threads tell their machines, which are letters; return what comes of it, by rank."""
+    store, found = LocalStore(), {}
+
+    def be(rank):
+        place = Place(rank, size, None, None, "torchrun")
+        try:
+            found[rank] = launched._locate(place, Arrivals(store, "this job", rank, size), time.monotonic() + seconds)
+        except ncclpy.NcclTimeout as late:
+            found[rank] = late.missing, str(late).partition(" within")[0]
+
+    ranks = [threading.Thread(target=be, args=(rank,), name=name) for rank, name in enumerate(names)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join()
+    return found
+
+
+def test_ranks_of_each_machine_are_numbered_in_their_order(monkeypatch):
+    monkeypatch.setattr(launched, "machine", lambda: threading.current_thread().name)
+    assert locate("abaa", 4, LONG) == {0: (0, 3), 1: (0, 1), 2: (1, 3), 3: (2, 3)}
+
+
+def test_rank_that_does_not_tell_its_machine_is_the_same_error_on_all():
+    late = "rank 2 of 3 did not come to count the ranks of each machine, as LOCAL_RANK or LOCAL_WORLD_SIZE is not set"
+    assert locate("aa", 3, 1.0) == {0: ([2], late), 1: ([2], late)}
+
+
+def test_rank_and_world_size_without_an_address_are_told_what_is_missing(monkeypatch):
+    for name in [name for name in os.environ if name.startswith(VARIABLES)]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr(launched, "_store", None)
+    with pytest.raises(ValueError, match=r"has started 4 ranks and says no address .*\. Set MASTER_ADDR"):
+        rendezvous(1)
 
 
 @pytest.mark.parametrize(("timeout", "error"), [("1", TypeError), (-1, ValueError), (float("nan"), ValueError)])

@@ -84,7 +84,7 @@ def test_slurm_has_as_many_tasks_here_as_its_list_says(env, tasks, node, count):
         # A script has set torchrun's variables from the launcher's, all or some.
         ({name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | OPENMPI, "openmpi"),
         ({"LOCAL_RANK": "1"} | SLURM, "slurm"),
-        # By hand, as torch's env:// has it.
+        # By hand, with all that torchrun sets.
         ({name: TORCHRUN[name] for name in TORCHRUN if name[:5] != "TORCH"}, "torchrun"),
     ],
 )
@@ -98,13 +98,47 @@ def test_of_several_launchers_the_inner_one_counts(env, variables, launcher):
 def test_a_half_set_environment_names_what_is_there_and_what_is_not(env, variables):
     numbers = [name for name in variables if re.search("RANK|SIZE|PROCID|LOCALID|TASKS", name)]
     assert len(numbers) == 4
-    for absent in numbers:
+    for absent in numbers[:2] if variables is TORCHRUN else numbers:
         env({name: value for name, value in variables.items() if name != absent})
         with pytest.raises(ValueError, match="half-set") as error:
             environment()
         there, _, missing = str(error.value).partition(" but no ")
         assert missing == absent
         assert all(f"{name}={variables[name]}" in there for name in numbers if name != absent)
+
+
+@pytest.mark.parametrize(
+    ("local", "found"),
+    [
+        ({}, (None, None)),
+        ({"LOCAL_RANK": "1"}, (1, None)),
+        ({"LOCAL_WORLD_SIZE": "4"}, (None, 4)),
+    ],
+)
+def test_rank_and_world_size_are_complete_without_local_numbers(env, local, found):
+    """As Kubeflow's PyTorchJob sets them, and scripts for torch's env://."""
+    env({name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")} | local)
+    assert environment() == Place(5, 8, *found, "torchrun", "node0", 29500)
+
+
+def test_one_rank_is_alone_on_its_machine(env):
+    env({"RANK": "0", "WORLD_SIZE": "1"})
+    assert environment() == Place(0, 1, 0, 1, "torchrun")
+
+
+@pytest.mark.parametrize("blank", [" ", "\t", "\n", "\xa0"])
+@pytest.mark.parametrize(
+    ("variables", "rest"),
+    [
+        (TORCHRUN, ("torchrun", "node0", 29500)),
+        (NCCLPY, ("ncclpy", "10.0.0.1", 4711)),
+        (MPICH | {"NCCLPY_LAUNCHER": "mpich"}, ("mpich", None, None)),
+        (SLURM | {"SLURM_STEP_RESV_PORTS": "12000-12003"}, ("slurm", "gpu03", 12000)),
+    ],
+)
+def test_white_space_around_values_is_left_out(env, variables, rest, blank):
+    env({name: f"{blank}{value}{blank}" for name, value in variables.items()})
+    assert environment() == Place(5, 8, 1, 4, *rest)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +150,11 @@ def test_a_half_set_environment_names_what_is_there_and_what_is_not(env, variabl
         (MPICH | {"MPI_LOCALNRANKS": "9"}, "MPI_LOCALNRANKS=9, so the number of ranks .* 9, and it is 1 to 8"),
         (SLURM | {"SLURM_NODEID": "2"}, r"SLURM_NODEID=2, and SLURM_STEP_TASKS_PER_NODE=4\(x2\) is of 2 nodes"),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4(y"}, r"SLURM_STEP_TASKS_PER_NODE=4\(y is not a list"),
+        (TORCHRUN | {"LOCAL_RANK": "8", "LOCAL_WORLD_SIZE": ""}, "local rank would be 8, and it is 0 to 7"),
         (MPICH | {"PMI_RANK": "one"}, "^PMI_RANK=one is not a number$"),
+        # What cannot be seen is written as Python does.
+        (MPICH | {"PMI_RANK": "1 2"}, "^PMI_RANK='1 2' is not a number$"),
+        (TORCHRUN | {"MASTER_PORT": "29500\u200b"}, r"^MASTER_PORT='29500\\u200b' has no port"),
         (TORCHRUN | {"MASTER_PORT": "0"}, "^MASTER_PORT=0 has no port"),
         (TORCHRUN | {"MASTER_PORT": ""}, "^the address to meet at is half-set: MASTER_ADDR=node0 but no MASTER_PORT$"),
         (MPICH | {"MASTER_PORT": "1"}, "MASTER_PORT=1 but no MASTER_ADDR$"),

@@ -14,7 +14,7 @@ from coordinator_ranks import run_coordinators
 from group_ranks import DEADLINE
 
 import ncclpy
-from ncclpy.coordinator import connections
+from ncclpy.coordinator import connections, session
 
 N = 3
 
@@ -401,7 +401,8 @@ def test_local_ranks():
 
 def test_a_machine_may_be_divided(monkeypatch):
     """What decides who speaks to whom decides who is local: here each rank takes itself for a machine of its own."""
-    monkeypatch.setattr(connections, "machine", lambda: f"{os.getpid()} {threading.get_ident()}")
+    for module in (connections, session):
+        monkeypatch.setattr(module, "machine", lambda: f"{os.getpid()} {threading.get_ident()}")
 
     def body(coordinator):
         return coordinator.local_rank, coordinator.local_size

@@ -22,6 +22,8 @@ os.environ.setdefault("NCCLPY_HOST_ABORT_CORRUPTS", "1")
 # numpy's threads for linear algebra, of which there is none here, spin for a while in each process that begins: 0.1 s
 # of processor time, and hundreds of processes begin.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Those of others too, as launchers set it and say so.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # In the background of a script. Children would inherit it, and no Ctrl-C would end one.

@@ -62,6 +62,24 @@ pathlib.Path(sys.argv[1], f"env-{rank}").write_text(json.dumps([dict(os.environ)
     assert len(tokens) == 1 and len(tokens.pop()) >= 32
 
 
+PRINT_THREADS = "print(repr(os.environ.get('OMP_NUM_THREADS')))"
+
+
+def test_threads_of_several_ranks_are_one_each_and_the_launcher_says_so(program, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    done = runs.run("-n", 2, *program(PRINT_THREADS))
+    assert sorted(done.stdout.splitlines()) == ["[0] '1'", "[1] '1'"]
+    assert re.fullmatch(r"ncclpy run: OMP_NUM_THREADS is not set: it is 1 for each of the 2 .*\n", done.stderr)
+
+
+@pytest.mark.parametrize(("size", "chosen"), [(1, None), (2, "7"), (2, "")])
+def test_threads_of_one_rank_or_that_were_chosen_are_left_alone(program, monkeypatch, size, chosen):
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    done = runs.run("-n", size, *program(PRINT_THREADS), env={} if chosen is None else {"OMP_NUM_THREADS": chosen})
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] {chosen!r}" for rank in range(size)]
+    assert done.stderr == ""
+
+
 def test_the_ranks_make_communicators_of_the_environment(host_engine, program):
     done = runs.run("-n", 2, *program("""
 import numpy as np, ncclpy

@@ -83,6 +83,12 @@ def _start(given: argparse.Namespace, meeting: Meeting, ranks: Ranks, output: Ou
     command = _command(given)
     common = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     common.setdefault("PYTHONUNBUFFERED", "1")  # or what a rank prints comes through its pipe when it ends
+    if given.nproc > 1 and "OMP_NUM_THREADS" not in common:
+        common["OMP_NUM_THREADS"] = "1"
+        say(
+            f"OMP_NUM_THREADS is not set: it is 1 for each of the {given.nproc} processes, whose threads of numpy, "
+            "torch and OpenMP would else compete for the same cores; set it for more"
+        )
     common |= meeting.variables
     common |= {
         "WORLD_SIZE": str(meeting.size),

@@ -1,5 +1,7 @@
 """What this process's groups are: for dumps, and for those who ask where a rank is that is in none of its operations.
 
+For the latter its communicators too, as far as they can be asked what they do.
+
 A dump has its operations from the recorder. A rank that has begun none is in it all the same by this, and so is one
 whose group has ended before it could begin any.
 """
@@ -15,13 +17,13 @@ from typing import Any
 
 from ncclpy.engine.recorder import add_group_teller, text_of
 
-__all__ = ["KnownGroup", "elsewhere", "note_group", "ranks_here", "set_listener"]
+__all__ = ["Known", "KnownGroup", "elsewhere", "note_communicator", "note_group", "ranks_here", "set_listener"]
 
 #: So many groups are kept in mind after they have failed.
 _FAILED = 50
 
 # They go with their groups, also with those that were never whole.
-_there: weakref.WeakValueDictionary[int, KnownGroup] = weakref.WeakValueDictionary()
+_there: weakref.WeakValueDictionary[int, Known] = weakref.WeakValueDictionary()
 _failed: deque[KnownGroup] = deque(maxlen=_FAILED)
 
 
@@ -32,7 +34,28 @@ class _Listener:
     wait: Callable[[], None] | None = None
 
 
-class KnownGroup:
+class Known:
+    """What a rank of this process may be in an operation of: a communicator, or a group.
+
+    Parameters
+    ----------
+    name
+        Its name.
+    rank
+        Which rank of it this is.
+    device
+        Whose that is.
+    look
+        Returns what the rank does in it, as it is told to the others.
+    """
+
+    kind = "communicator"
+
+    def __init__(self, name: str, rank: int, device: int, look: Callable[[], dict[str, Any]]) -> None:
+        self.name, self.rank, self.device, self.look = name, rank, device, look
+
+
+class KnownGroup(Known):
     """One group of this process, as dumps tell of it.
 
     Parameters
@@ -49,11 +72,13 @@ class KnownGroup:
         Returns what the rank does, as it is told to the others.
     """
 
+    kind = "process group"
+
     def __init__(
         self, name: str, number: int, rank: int, size: int, device: int, look: Callable[[], dict[str, Any]]
     ) -> None:
-        self.name, self.number, self.rank, self.size = name, number, rank, size
-        self.device, self.look = device, look
+        super().__init__(name, rank, device, look)
+        self.number, self.size = number, size
         self.made = monotonic()
         self.ended: float | None = None
         self._error: tuple[str, object] | None = None
@@ -118,36 +143,45 @@ def note_group(
     return made
 
 
+def note_communicator(name: str, rank: int, device: int, look: Callable[[], dict[str, Any]]) -> Known:
+    """Have a rank of a communicator known as long as what is returned lives."""
+    made = Known(name, rank, device, look)
+    _there[id(made)] = made
+    return made
+
+
 def groups() -> list[dict[str, Any]]:
     """Return the groups that are there, and those that have failed, in the order in which they were made."""
     return [each.as_dict() for each in sorted(_known(), key=lambda each: each.made)]
 
 
-def elsewhere(group: KnownGroup) -> dict[str, Any]:
-    """Return what a rank does that is in nothing of a group: what has kept it longest in another one, or {}.
+def elsewhere(here: Known) -> dict[str, Any]:
+    """Return what a rank does that is in nothing of a group or communicator: what keeps it longest in another, or {}.
 
-    Where several ranks of the group are in this process, each is known by its device.
+    Where several of its ranks are in this process, each is known by its device. What was launched and may be done
+    keeps no rank.
     """
-    others = [each for each in _there_now() if each is not group]
-    shared = any(each.name == group.name and each.rank != group.rank for each in others)
+    others = [each for each in _there_now() if each is not here]
+    shared = any(each.name == here.name and each.rank != here.rank for each in others)
     found = []
     for each in others:
-        if not shared or each.device == group.device:
+        if not shared or each.device == here.device:
             told = each.look()
-            if told.get("current") is not None:
-                found.append({"elsewhere": each.name, "current": told["current"], "since": told["since"]})
+            if told.get("current") is not None and not told.get("launched"):
+                kept = {"elsewhere": each.name, "kind": each.kind}
+                found.append({**kept, "current": told["current"], "since": told["since"]})
             elif "meets" in told:
-                found.append({"meets": f"{told['meets']} of process group {each.name!r}", "since": told["since"]})
+                found.append({"meets": f"{told['meets']} of {each.kind} {each.name!r}", "since": told["since"]})
     return min(found, key=lambda one: float(one["since"]), default={})
 
 
-def _there_now() -> list[KnownGroup]:
+def _there_now() -> list[Known]:
     there = [reference() for reference in _there.valuerefs()]  # in one step, whoever makes groups meanwhile
     return [each for each in there if each is not None]
 
 
 def _known() -> list[KnownGroup]:
-    return [*list(_failed), *_there_now()]
+    return [*list(_failed), *(each for each in _there_now() if isinstance(each, KnownGroup))]
 
 
 def ranks_here() -> list[int]:

@@ -59,7 +59,8 @@ cdef class Ensemble(Clique):
         self.gathered, self.meeting = gatherings, True
         self.ledgers = {rank: Ledger() for rank in self.ranks}
         self.nodes = nodes = Nodes(
-            store, gathering.communicator_key, self.ranks, self.nranks, gathering.timeout, _sayer_of(gathering),
+            store, gathering.communicator_key, dict(zip(self.ranks, self.devices)), self.nranks, gathering.timeout,
+            _sayer_of(gathering),
             _asker_of(self), _looker_of(weakref.ref(self)), self.ledgers, _teller_of(weakref.ref(self)),
         )
         self.aborts = True

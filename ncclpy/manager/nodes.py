@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ncclpy.bootstrap.arrivals import Arrivals
@@ -35,7 +35,7 @@ class Nodes:
     key
         The communicator key.
     own
-        The ranks of this process.
+        The ranks of this process, with their devices.
     nranks
         How many ranks there are on all of them.
     timeout
@@ -56,7 +56,7 @@ class Nodes:
         self,
         store: Store,
         key: bytes,
-        own: Sequence[int],
+        own: Mapping[int, int],
         nranks: int,
         timeout: float,
         say: Callable[[str], object],

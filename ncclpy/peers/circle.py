@@ -13,13 +13,14 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ncclpy.bootstrap.arrivals import Arrivals
 from ncclpy.bootstrap.store import LeaseEnded, Store, StoreError
 from ncclpy.bootstrap.watch import Change, Watch
 from ncclpy.core.errors import NcclError, NcclRemoteError, NcclTimeout, seconds
+from ncclpy.engine.known import Known, elsewhere, note_communicator
 from ncclpy.engine.ledger import Ledger
 from ncclpy.engine.monitor import call_at
 from ncclpy.peers.confirmation import Confirmation
@@ -75,7 +76,7 @@ class Circle:
     name
         The communicator's, the same in all processes.
     own
-        The ranks of this process.
+        The ranks of this process, with their devices.
     size
         How many ranks there are.
     look
@@ -93,7 +94,7 @@ class Circle:
         self,
         store: Store,
         name: str,
-        own: Sequence[int],
+        own: Mapping[int, int],
         size: int,
         look: Callable[[int], dict[str, Any]],
         ledgers: Mapping[int, Ledger],
@@ -101,18 +102,18 @@ class Circle:
         ended: Callable[[str, str], object],
     ) -> None:
         self._store, self._name, self._size = store, name, size
-        self._own, self._look_at = own, look
-        self._look = functools.partial(look, own[0])
+        self._own, self._look_at = list(own), look
+        self._look = functools.partial(look, self._own[0])
         self._ledgers = ledgers
         self._reports = [
-            Reports(store, rank, size, functools.partial(look, rank), arrivals.is_gone, arrivals.has_made)
-            for rank in own
+            _reports(store, size, note_communicator(name, rank, device, functools.partial(look, rank)), arrivals)
+            for rank, device in own.items()
         ]
-        self._inquiries = Inquiries(self._inquire, False, f"rank {own[0]} of communicator {name!r}")
+        self._inquiries = Inquiries(self._inquire, False, f"rank {self._own[0]} of communicator {name!r}")
         self._arrivals, self._ended = arrivals, ended
-        self.confirmation = Confirmation(store, own, size, self._condition_of)
+        self.confirmation = Confirmation(store, self._own, size, self._condition_of)
         mine = weakref.ref(self)
-        self._ears = _Ears(PeerProcesses(store, own, lambda rank, why: _call(mine, Circle._gone, rank, why)))
+        self._ears = _Ears(PeerProcesses(store, self._own, lambda rank, why: _call(mine, Circle._gone, rank, why)))
         self._looks = _LOOKS
         self._published = 0.0
         self._over = False
@@ -282,6 +283,18 @@ class Circle:
                 self._ears.processes.forget()
                 for key in (*standings, *heard, ASKED, _ENDED, _TROUBLE, _SAID, _LEFT):
                     self._store.delete(key)
+
+
+def _reports(store: Store, size: int, known: Known, arrivals: Arrivals) -> Reports:
+    """Return what a rank tells of itself; who asks hears also what keeps it in another communicator or group."""
+
+    def answer() -> dict[str, Any]:
+        told = known.look()
+        if told.get("current") is None and not told.get("closed"):
+            told.update(elsewhere(known))
+        return told
+
+    return Reports(store, known.rank, size, known.look, arrivals.is_gone, arrivals.has_made, answer)
 
 
 def _call(circle: weakref.ref[Circle], method: Callable[..., object], *arguments: object) -> None:

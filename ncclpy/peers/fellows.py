@@ -94,7 +94,7 @@ class Company(Fellows):
                 abort_for(comm, same_class_as(kind)(f"communicator {self._name!r} was aborted{text}"))
 
         self._asked, self._heard = time.monotonic(), False
-        self._circle = Circle(store, self._name, [rank], size, look, {}, arrivals, ended)
+        self._circle = Circle(store, self._name, {rank: comm.device}, size, look, {}, arrivals, ended)
         mine.append(self._circle)
         _circles.add(self._circle)
         self._circle.listen()

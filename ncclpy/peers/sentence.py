@@ -33,7 +33,7 @@ _ORDER = (*_GUILTY, "behind", "idle", "elsewhere", "meets", "waits", "launched")
 _COUNTED = {
     "behind": ("waits for its stream", "wait for their streams"),
     "idle": ("is in no operation", "are in no operation"),
-    "elsewhere": ("is in an operation of another process group", "are in operations of other process groups"),
+    "elsewhere": ("is blocked in another group or communicator", "are blocked in other groups or communicators"),
     "meets": ("waits for others to come", "wait for others to come"),
     "waits": ("is in another operation", "are in other operations"),
     "launched": ("has launched another operation, which may be done", "have launched others, which may be done"),
@@ -174,6 +174,7 @@ def _clause(state: RankState, subject: Began | None) -> tuple[str, int]:
         last = "" if state.finished is None else _braces(f" after {state.finished.name}")
         return _lost(state, last if state.state == "closed" else _heard_last(current, last))
     called = _braces(state.current.name) if state.current is not None and waits else current
+    there = f"{state.kind or 'process group'} {state.where!r}"
     told = {
         "behind": (
             f"{{who}} {{have}} begun {called}, which waits for {{streams}}{{since}} (a kernel, or a copy, before it "
@@ -181,7 +182,7 @@ def _clause(state: RankState, subject: Began | None) -> tuple[str, int]:
         ),
         "launched": f"{{who}} {{have}} launched {current}, which may be done{{since}}",
         "idle": f"{past} and {{are}} in no operation{{since}}" if state.finished else past,
-        "elsewhere": f"{past} and {{are}} in {current} of process group {_braces(repr(state.where))}{{since}}",
+        "elsewhere": f"{past} and {{are}} blocked in {current} of {_braces(there)}{{since}}",
         "meets": f"{past} and {{are}} in {_braces(str(state.where))}, which waits for others to come{{since}}",
     }
     return told[state.state], _ORDER.index(state.state)

@@ -71,7 +71,7 @@ class RankState:
         waits for what was enqueued before on the stream that produces the input. ``"launched"``: it has begun
         `current`; whether that is done is not known, of a communicator without a deadline. ``"idle"``: it is in no
         operation of the group, and its Python runs. ``"elsewhere"``: it is in no operation of the group, but in one of
-        another group. ``"meets"``: likewise, but it waits for other ranks in a call such as `split`.
+        another group or communicator. ``"meets"``: likewise, but it waits for other ranks in a call such as `split`.
         ``"closed"``: it has closed the group, or given up the communicator.
         ``"ended"``: its process has ended. ``"stopped"``: its process is stopped, by SIGSTOP or a debugger.
         ``"silent"``: it has not answered, but its process lives as far as is known: its Python does not run,
@@ -88,8 +88,10 @@ class RankState:
     heard
         Seconds since it was heard of; None if it never was.
     where
-        The name of the other group of one that is ``"elsewhere"``; the call of one that ``"meets"``: ``"split()"``,
-        also ``"split() of process group 'other'"``. None for others.
+        The name of the other group or communicator of one that is ``"elsewhere"``; the call of one that ``"meets"``:
+        ``"split()"``, also ``"split() of process group 'other'"``. None for others.
+    kind
+        What `where` is the name of, ``"process group"`` or ``"communicator"``; None for others.
     """
 
     rank: int
@@ -99,6 +101,7 @@ class RankState:
     since: float | None = None
     heard: float | None = None
     where: str | None = None
+    kind: str | None = None
 
 
 def pack(standing: dict[str, Any]) -> bytes:
@@ -120,7 +123,7 @@ def unpack(rank: int, packed: bytes | None, state: str) -> RankState:
         return RankState(
             rank, state or (found if packed else "unknown"), current, finished,
             None if since is None else max(0.0, moment - since), None if at is None else max(0.0, moment - at),
-            where,
+            where, told.get("kind", "process group") if where and "elsewhere" in told else None,
         )  # fmt: skip
     except (ValueError, TypeError, AttributeError):  # what another version has written
         return RankState(rank, state or "unknown")
@@ -144,7 +147,8 @@ def from_data(data: Any) -> tuple[RankState, ...] | None:
 
 def _state_of(told: dict[str, Any]) -> RankState:
     current, finished = (None if told[key] is None else Began(**told[key]) for key in ("current", "finished"))
-    return RankState(told["rank"], told["state"], current, finished, told["since"], told["heard"], told.get("where"))
+    where, kind = told.get("where"), told.get("kind")
+    return RankState(told["rank"], told["state"], current, finished, told["since"], told["heard"], where, kind)
 
 
 def _operations(state):

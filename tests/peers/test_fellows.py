@@ -322,6 +322,35 @@ def test_abort_on_one_rank_ends_the_communicator_on_all(tmp_path, how):
     assert re.search(rf"communicator '[0-9a-f]{{8}}' was aborted by rank 1 of 2: .*{why}", text), text
 
 
+ELSEWHERE = {
+    "communicator": (
+        "ncclpy.Communicator.from_env(device=device, timeout=60)",
+        "other.all_reduce(array(3))",
+        "[0-9a-f]{8}",
+    ),
+    "process group": ("ncclpy.init_process_group(timeout=60)", "other.all_reduce(array(3)).wait(60)", "default"),
+}
+
+
+@pytest.mark.parametrize("kind", ELSEWHERE)
+def test_rank_that_is_blocked_elsewhere_is_not_called_idle(host_engine, tmp_path, kind):
+    make, call, name = ELSEWHERE[kind]
+    does = f"""
+    import threading
+    from ncclpy.engine import known
+    def tell():
+        testing.wait_for(lambda: any(each.look().get('current') for each in known._there_now()))
+        begins()
+    threading.Thread(target=tell, daemon=True).start()
+    {call}
+    """
+    made = f"make(timeout=60)\nother = {make}"
+    [(_, states, text)] = lines_of(tmp_path, 2, textwrap.dedent(does), made=made)
+    assert states == "['waits', 'elsewhere']", text
+    blocked = rf"all_reduce #0 and is blocked in all_reduce #0 \(float32 x 3, sum\) of {kind} '{name}' since "
+    assert re.search(f"rank 1 has finished {blocked}", text), text
+
+
 def test_a_plan_over_cpu_memory_is_done_when_it_returns(host_engine, tmp_path):
     before = "plan, mine = ncclpy.Plan(), np.ones(2)\nwith plan.record():\n    comm.all_reduce(mine)\nplan.launch()\n"
     trouble = (

@@ -45,11 +45,11 @@ SAID = {
     "elsewhere": (
         [
             RankState(4, "elsewhere", CAST, LAST, 3.0, where="tp"),
-            RankState(5, "elsewhere", CAST, None, 3.0, where="{tp}"),
+            RankState(5, "elsewhere", CAST, None, 3.0, where="{tp}", kind="communicator"),
         ],
-        "rank 4 has finished all_reduce #16 and is in broadcast #17 (float64 x 4, root 1) of process group 'tp' since "
-        "3 s; rank 5 has begun no operation yet and is in broadcast #17 (float64 x 4, root 1) of process group "
-        "'{tp}' since 3 s",
+        "rank 4 has finished all_reduce #16 and is blocked in broadcast #17 (float64 x 4, root 1) of process group "
+        "'tp' since 3 s; rank 5 has begun no operation yet and is blocked in broadcast #17 (float64 x 4, root 1) of "
+        "communicator '{tp}' since 3 s",
     ),
     "meets": (
         [RankState(rank, "meets", None, LAST, 3.0, where="split()") for rank in (4, 5)],
@@ -146,7 +146,7 @@ def test_a_sentence_counts_those_who_are_left_out_by_what_they_do():
     states += [RankState(9, "elsewhere", LAST, where="tp"), RankState(10, "meets", where="split()")]
     states += [RankState(11, "waits", CAST), RankState(12, "launched", LAST), RankState(13, "launched", CAST)]
     assert sentence("g", states, 14, None).endswith(
-        "; 1 more rank is in no operation; 1 more rank is in an operation of another process group; 1 more rank waits "
+        "; 1 more rank is in no operation; 1 more rank is blocked in another group or communicator; 1 more rank waits "
         "for others to come; 1 more rank is in another operation (broadcast); 2 more ranks have launched others, "
         "which may be done"
     )

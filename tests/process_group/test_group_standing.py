@@ -88,7 +88,8 @@ INSTEAD = {
     "another root": ("broadcast #1 (float32 x 16,384, root 2)", ROOTED),
     "another order": ("broadcast #1 (float64 x 8,192, root 2)", Began("broadcast", 1, "float64", 8192, None, 2)),
     "another group": (
-        "rank 2 has finished all_reduce #0 and is in all_reduce #0 (float64 x 3, sum) of process group 'g/0' since",
+        "rank 2 has finished all_reduce #0 and is blocked in all_reduce #0 (float64 x 3, sum) of process group 'g/0' "
+        "since",
         Began("all_reduce", 0, "float64", 3, "sum", None),
     ),
     "a split": ("rank 2 has finished all_reduce #0 and is in split(), which waits for others to come since", None),

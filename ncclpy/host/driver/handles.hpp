@@ -37,6 +37,21 @@ class HandleTable {
     return slot->generation == generation_of(handle) ? slot->object : nullptr;
   }
 
+  std::vector<std::shared_ptr<Object>> objects() {
+    std::uint32_t used;
+    {
+      std::lock_guard lock(mutex_);
+      used = used_;
+    }
+    std::vector<std::shared_ptr<Object>> found;
+    for (std::uint32_t index = 0; index < used; index++) {
+      Slot& slot = chunks_[index / chunk_size].load(std::memory_order_acquire)[index % chunk_size];
+      std::lock_guard lock(slot.mutex);
+      if (slot.object != nullptr) found.push_back(slot.object);
+    }
+    return found;
+  }
+
   // As find; afterwards the handle is invalid.
   std::shared_ptr<Object> remove(std::uint64_t handle) {
     Slot* slot = slot_of(handle);

@@ -20,8 +20,8 @@ size_t blocks_received(const Operation& operation, int nranks) {
 }
 
 std::string words_of(const Comm& comm, const Operation& operation) {
-  std::string words = std::string(name_of(operation)) + " " + std::to_string(number_in(operation.deed)) + " of " +
-                      std::to_string(operation.count) + " " + type_name(operation.dtype);
+  std::string words = std::string(name_of(operation)) + " of " + std::to_string(operation.count) + " " +
+                      type_name(operation.dtype);
   if (operation.kind != Operation::collective) words += ", with rank " + std::to_string(operation.root);
   return words + ", of " + who(comm);
 }

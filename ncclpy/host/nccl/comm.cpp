@@ -31,6 +31,8 @@ ncclResult_t look_up(ncclComm_t handle, const char* function, std::shared_ptr<Co
 
 void remove_handle(ncclComm_t handle) { handles().remove(reinterpret_cast<uint64_t>(handle)); }
 
+std::vector<std::shared_ptr<Comm>> all_comms() { return handles().objects(); }
+
 ncclResult_t check_pointer(const void* pointer, const char* function, const char* name) {
   if (pointer == nullptr) return fail(ncclInvalidArgument, "%s : %s argument is NULL", function, name);
   return ncclSuccess;

@@ -116,6 +116,8 @@ void break_comms(Segment& segment, int dead_rank);
 ncclComm_t add_handle(const std::shared_ptr<Comm>& comm);
 ncclResult_t look_up(ncclComm_t handle, const char* function, std::shared_ptr<Comm>* comm);
 void remove_handle(ncclComm_t handle);
+// Those of this process that have a handle.
+std::vector<std::shared_ptr<Comm>> all_comms();
 
 ncclResult_t check_pointer(const void* pointer, const char* function, const char* name);
 

@@ -37,7 +37,8 @@ enum class Deed : uint8_t {
 const char* name_of(Deed deed);
 Deed deed_of(const Operation& operation);
 
-// The n-th deed of its kind on a communicator. 0 is none.
+// The n-th deed of its kind on a communicator, to tell one from another. 0 is none. People are not told it: they know
+// operations by the numbers of who makes the calls, which count otherwise.
 constexpr uint64_t packed(Deed deed, uint32_t number) { return uint64_t(number) << 8 | uint64_t(deed); }
 constexpr Deed deed_in(uint64_t word) { return Deed(word & 0xff); }
 constexpr uint32_t number_in(uint64_t word) { return uint32_t(word >> 8); }

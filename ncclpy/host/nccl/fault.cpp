@@ -103,7 +103,7 @@ bool selects(const Rule& rule, const Comm* comm, int rank, const std::string& ca
 }
 
 std::string sentence(const Fault& fault, int rank, const std::string& call, uint64_t nth, Moment moment) {
-  std::string text = "rank " + (rank < 0 ? "?" : std::to_string(rank)) + " " + call + " #" + std::to_string(nth) +
+  std::string text = "rank " + (rank < 0 ? "?" : std::to_string(rank)) + " " + call + " nth=" + std::to_string(nth) +
                      (moment == in_call ? " call: " : " run: ") + name_of(fault.action);
   if (fault.action == Fault::error) text += std::string(" ") + name_of_result(fault.result);
   return text;

@@ -2,6 +2,7 @@
 #include "missing.hpp"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 
 #include "operation.hpp"
@@ -51,29 +52,55 @@ std::string listed(const std::vector<int>& ranks) {
   return text;
 }
 
-std::string named(uint64_t deed) { return std::string(name_of(deed_in(deed))) + " #" + std::to_string(number_in(deed)); }
+std::string named(uint64_t deed) { return name_of(deed_in(deed)); }
+
+// A call of a rank that is missing at another one: by how many of its kind they are apart.
+std::string beside(uint64_t call, uint64_t awaited) {
+  const int64_t apart = int64_t(number_in(call)) - int64_t(number_in(awaited));
+  if (deed_in(call) != deed_in(awaited)) return named(call);
+  if (apart == 0) return "this " + named(call);
+  return named(call) + ", " + std::to_string(std::abs(apart)) + (apart < 0 ? " before" : " after") + " this one";
+}
+
+// What a rank of this process does that is in nothing of a communicator: what its device is in on another one.
+std::string elsewhere(Segment& segment, int rank) {
+  if (!segment.is_local(rank)) return {};
+  for (const auto& comm : all_comms()) {
+    const auto other = comm->shared_segment();
+    if (other == nullptr || other.get() == &segment || comm->device != segment.slot(rank).device) continue;
+    const RankSlot& slot = other->slot(comm->rank);
+    for (const auto& doing : slot.doing) {
+      const uint64_t deed = doing.load(std::memory_order_relaxed);
+      if (deed != 0) return "blocked in " + named(deed) + " of another " + comm->title();
+    }
+  }
+  return {};
+}
 
 // What a rank that has not come does instead.
-std::string state_of(const RankSlot& slot) {
+std::string state_of(Segment& segment, int rank, uint64_t awaited) {
+  const RankSlot& slot = segment.slot(rank);
   const uint64_t called = slot.called.load(std::memory_order_relaxed);
   const uint64_t running = slot.doing[data_side].load(std::memory_order_relaxed);
   const uint64_t making = slot.doing[control_side].load(std::memory_order_relaxed);
   if (slot.dead.load(std::memory_order_acquire)) return "dead";
   if (slot.aborted.load(std::memory_order_acquire)) return "aborted";
   if (slot.left.load(std::memory_order_acquire)) return "closed";
-  if (running != 0) return "in " + named(running);
-  if (making != 0) return "in " + named(making);
+  if (running != 0) return "in " + beside(running, awaited);
+  if (making != 0) return "in " + beside(making, awaited);
   // The last call may be one that runs on a stream, or one that was over when it returned.
   const bool runs = deed_in(called) != Deed::none && deed_in(called) < Deed::split;
   if (runs && slot.done.load(std::memory_order_relaxed) != called) return "which its stream has not begun";
-  return "idle";
+  const std::string blocked = elsewhere(segment, rank);
+  return blocked.empty() ? "in no operation of this communicator" : blocked;
 }
 
-std::string described(Segment& segment, int rank) {
+std::string described(Segment& segment, int rank, uint64_t awaited) {
   const RankSlot& slot = segment.slot(rank);
   const uint64_t called = slot.called.load(std::memory_order_relaxed);
   return std::to_string(rank) + " (process " + std::to_string(slot.pid) + ", " +
-         (called == 0 ? "no call yet" : "last call " + named(called)) + ", " + state_of(slot) + ")";
+         (called == 0 ? "no call yet" : "last call " + beside(called, awaited)) + ", " +
+         state_of(segment, rank, awaited) + ")";
 }
 
 // So many are described one by one.
@@ -84,7 +111,7 @@ std::string absent(Comm& comm, const std::vector<int>& ranks, uint64_t deed) {
   std::string text;
   std::vector<int> neighbours;
   for (size_t i = 0; i < ranks.size(); i++) {
-    if (i < most) text += (i > 0 ? ", " : "") + described(segment, ranks[i]);
+    if (i < most) text += (i > 0 ? ", " : "") + described(segment, ranks[i], deed);
     const RankSlot& slot = segment.slot(ranks[i]);
     const uint64_t called = slot.called.load(std::memory_order_relaxed);
     const bool not_made = deed_in(called) != deed_in(deed) || number_in(called) < number_in(deed);

@@ -8,7 +8,8 @@
 
 namespace ncclpy::host {
 
-// "AllReduce #5: came: 0, 1; missing: 2 (process 4711, last call AllReduce #4, closed)". "" if nothing is waited for.
+// "AllReduce: came: 0, 1; missing: 2 (process 4711, last call AllReduce, 1 before this one, closed)". "" if nothing is
+// waited for.
 // Looks at memory only: it may be asked while other threads are stuck in the communicator, and never waits for them.
 std::string who_is_missing(Comm& comm);
 

@@ -79,9 +79,9 @@ def test_an_error_at_the_nth_call_of_one_rank(nccl, comms, streams, plan, fired)
     value = np.ones(1, np.float32)
     p = value.ctypes.data
     late = (p, p, 1, FLOAT32, SUM, comms[2], streams[2])
-    refused(SYSTEM, "injected fault: rank 2 AllReduce #2 call: error ncclSystemError", nccl.ncclAllReduce, *late)
+    refused(SYSTEM, "injected fault: rank 2 AllReduce nth=2 call: error ncclSystemError", nccl.ncclAllReduce, *late)
     synchronize(nccl, streams)
-    assert fired() == ["rank 2 AllReduce #2 call: error ncclSystemError"]
+    assert fired() == ["rank 2 AllReduce nth=2 call: error ncclSystemError"]
     nccl.ncclAllReduce(*late)  # the third one is well again, and so are the others
     reduce_all(nccl, comms, streams, 1, skip=[2])
     synchronize(nccl, streams)
@@ -136,7 +136,7 @@ def test_an_operation_that_runs_late(nccl, comms, streams, plan, fired):
     synchronize(nccl, streams)
     assert time.monotonic() - begin >= 0.4
     assert all((value == 4).all() for value in values)
-    assert fired() == ["rank 3 AllReduce #1 run: delay"]
+    assert fired() == ["rank 3 AllReduce nth=1 run: delay"]
 
 
 def test_a_call_that_returns_late(nccl, comms, plan):
@@ -208,7 +208,7 @@ def test_a_group_end_that_fails_launches_nothing(nccl, comms, streams, plan):
     plan("call=GroupEnd do=error:ncclInternalError")
     nccl.ncclGroupStart()
     values = reduce_all(nccl, comms, streams)
-    refused(INTERNAL, "injected fault: rank 0 GroupEnd #1", nccl.ncclGroupEnd)
+    refused(INTERNAL, "injected fault: rank 0 GroupEnd nth=1", nccl.ncclGroupEnd)
     synchronize(nccl, streams)
     assert all((value == 1).all() for value in values)
     values = reduce_all(nccl, comms, streams)
@@ -226,7 +226,7 @@ def test_one_element_is_corrupted_on_one_rank(nccl, comms, streams, plan, fired,
         assert wrong.tolist() == ([count // 2] if rank == 1 else [])
     bits = values[1][count // 2 : count // 2 + 1].view(np.uint32)[0]
     assert bits == np.float32(4).view(np.uint32) ^ 1
-    assert fired() == ["rank 1 AllReduce #1 run: corrupt"]
+    assert fired() == ["rank 1 AllReduce nth=1 run: corrupt"]
 
 
 def test_a_received_message_is_corrupted(nccl, comms, streams, plan):
@@ -264,7 +264,7 @@ def test_an_operation_that_fails_is_an_async_error(nccl, streams, plan):
     assert (nccl.async_error(comms[0]), nccl.async_error(comms[1])) == (REMOTE, SUCCESS)
     assert (values[0] == 1).all(), "what has failed has not run"
     assert not nccl.driver.ready("cuStreamQuery", streams[1])
-    assert nccl.last_error(comms[0]) == "injected fault: rank 0 AllReduce #1 run: error ncclRemoteError"
+    assert nccl.last_error(comms[0]) == "injected fault: rank 0 AllReduce nth=1 run: error ncclRemoteError"
     for comm in comms:
         nccl.ncclCommAbort(comm)
     synchronize(nccl, streams)
@@ -465,10 +465,10 @@ class TestFace:
         values = np.ones(3)
         with ncclpy.faults("call=AllReduce do=error:ncclRemoteError") as faults:
             assert faults.fired == []
-            with pytest.raises(ncclpy.NcclRemoteError, match="injected fault: rank 0 AllReduce #1"):
+            with pytest.raises(ncclpy.NcclRemoteError, match="injected fault: rank 0 AllReduce nth=1"):
                 comm.all_reduce(values)
-            assert faults.fired == ["rank 0 AllReduce #1 call: error ncclRemoteError"]
-        assert faults.fired == ["rank 0 AllReduce #1 call: error ncclRemoteError"]
+            assert faults.fired == ["rank 0 AllReduce nth=1 call: error ncclRemoteError"]
+        assert faults.fired == ["rank 0 AllReduce nth=1 call: error ncclRemoteError"]
         comm.close()
         comm = ncclpy.Communicator.init_all([0])[0]
         comm.all_reduce(values)

@@ -66,12 +66,12 @@ def test_a_collective_that_some_ranks_have_come_to(nccl, who, init_all, streams)
     assert [who(comm) for comm in comms] == [""] * 4, "it is over"
     for rank in (0, 2):
         reduce(nccl, comms[rank], streams[rank], value[rank])
-    other = f"(process {os.getpid()}, last call AllReduce #1, idle)"
+    other = f"(process {os.getpid()}, last call AllReduce, 1 before this one, in no operation of this communicator)"
     missing = f"missing: 1 {other}, 3 {other}; of this process: 1, 3 (are the calls in one group()?)"
-    expected = f"AllReduce #2: came: 0, 2; {missing}"
+    expected = f"AllReduce: came: 0, 2; {missing}"
     wait_for(lambda: who(comms[0]) == who(comms[2]) == expected)
     assert who(comms[1]) == "", "it waits for nobody"
-    assert who(comms[0], 12) == "AllReduce #" and who(comms[0], 1) == ""
+    assert who(comms[0], 12) == "AllReduce: " and who(comms[0], 1) == ""
     abort_all(nccl, comms)
     with pytest.raises(NcclError):
         nccl.ncclGroupEnd()
@@ -89,14 +89,14 @@ def test_what_a_missing_rank_does_instead(nccl, who, init_all, streams):
     others = init_all(4)
     reduce(nccl, others[3], streams[3], value[3])
     reduce(nccl, comms[3], streams[3], value[3])
-    wait_for(lambda: "1 (process" in who(comms[0]) and "in Recv #1" in who(comms[0]) and who(others[3]))
+    wait_for(lambda: "1 (process" in who(comms[0]) and "in Recv" in who(comms[0]) and who(others[3]))
     text = who(comms[0])
-    assert text.startswith("AllReduce #1: came: 0; missing: 1 (process ")
+    assert text.startswith("AllReduce: came: 0; missing: 1 (process ")
     assert f"2 (process {os.getpid()}, no call yet, aborted)" in text
-    assert f"3 (process {os.getpid()}, last call AllReduce #1, which its stream has not begun)" in text
+    assert f"3 (process {os.getpid()}, last call this AllReduce, which its stream has not begun)" in text
     assert text.endswith("of this process: 1 (are the calls in one group()?)"), "3 has made the call, 2 is gone"
-    wait_for(lambda: who(comms[1]).startswith("Recv #1: missing: 2 (process "))
-    assert who(comms[3]) == "AllReduce #1 has not begun: its stream still has other work to do"
+    wait_for(lambda: who(comms[1]).startswith("Recv: missing: 2 (process "))
+    assert who(comms[3]) == "AllReduce has not begun: its stream still has other work to do"
 
 
 def test_messages_name_the_peers_that_are_left(nccl, who, init_all, streams):
@@ -106,10 +106,10 @@ def test_messages_name_the_peers_that_are_left(nccl, who, init_all, streams):
     for peer in (1, 2):
         nccl.ncclRecv(value[peer:].ctypes.data, 1, FLOAT32, peer, comms[0], streams[0])
     nccl.ncclGroupEnd()
-    wait_for(lambda: who(comms[0]).startswith("Recv #1: missing: 1 (process"))
+    wait_for(lambda: who(comms[0]).startswith("Recv: missing: 1 (process"))
     assert ", 2 (process" in who(comms[0])
     nccl.ncclSend(value.ctypes.data, 1, FLOAT32, 0, comms[1], streams[1])
-    wait_for(lambda: who(comms[0]).startswith("Recv #1: missing: 2 (process"))
+    wait_for(lambda: who(comms[0]).startswith("Recv: missing: 2 (process"))
     nccl.ncclSend(value.ctypes.data, 1, FLOAT32, 0, comms[2], streams[2])
     wait_for(lambda: who(comms[0]) == "")
     for comm in comms:
@@ -149,7 +149,7 @@ def test_calls_in_which_all_ranks_meet(nccl, who, init_all, call):
 
     thread = in_thread(make)
     missing = "0 (process" if call == "shrink" else "came: 1; missing: 0 (process"
-    wait_for(lambda: f"Comm{call.capitalize()} #1: " in who(comms[1]) and missing in who(comms[1]))
+    wait_for(lambda: f"Comm{call.capitalize()}: " in who(comms[1]) and missing in who(comms[1]))
     assert ("2 (process" in who(comms[1])) == (call != "shrink"), "an excluded rank is not waited for"
     abort_all(nccl, comms)
     join(thread)
@@ -164,7 +164,7 @@ def test_a_question_while_a_call_holds_the_communicator(nccl, who, init_all):
     asker = threading.Thread(target=lambda: answers.extend(who(comms[0]) for _ in range(100)))
     asker.start()
     asker.join(20)
-    assert len(answers) == 100 and all("CommSplit #1: came: 0; missing: 1" in answer for answer in answers)
+    assert len(answers) == 100 and all("CommSplit: came: 0; missing: 1" in answer for answer in answers)
     abort_all(nccl, comms)
     with pytest.raises(NcclError, match="aborted"):
         join(thread)
@@ -194,12 +194,36 @@ def test_a_timeout_says_it(nccl):
         comm.all_reduce(value, timeout=1)
     text = str(caught.value)
     assert (
-        f"AllReduce #3: came: 0; missing: 1 (process {late.pid}, last call AllReduce #2, idle), "
-        f"2 (process {closed.pid}, last call AllReduce #2, closed)" in text
+        f"AllReduce: came: 0; missing: 1 (process {late.pid}, last call AllReduce, 1 before this one, in no operation "
+        f"of this communicator), 2 (process {closed.pid}, last call AllReduce, 1 before this one, closed)" in text
     )
     assert "group()" not in text
     for process in (late, closed):
         process.communicate("\n", timeout=30)
+
+
+def test_rank_of_this_process_that_is_blocked_elsewhere_is_no_idle_one(nccl, who, init_all, streams):
+    """Each of two communicators waits for a rank that is in the other one."""
+    first, second = init_all(2), init_all(2)
+    value = [np.ones(3, np.float32) for _ in range(2)]
+    reduce(nccl, first[0], streams[0], value[0])
+    reduce(nccl, second[1], streams[1], value[1])
+    for comm, rank in (first[0], 1), (second[1], 0):
+        blocked = (
+            f"{rank} (process {os.getpid()}, no call yet, blocked in AllReduce of another communicator of 2 ranks)"
+        )
+        wait_for(lambda comm=comm, blocked=blocked: blocked in who(comm))
+
+
+def test_operation_has_no_number_of_the_engine_beside_that_of_the_caller():
+    """Of its texts that are told with ncclpy's own numbers."""
+    comms = ncclpy.Communicator.init_all([0, 1], timeout=1.0)
+    value = np.ones(2)
+    comms[0].broadcast(value, root=0)
+    with pytest.raises(ncclpy.NcclTimeout) as caught:
+        comms[0].all_reduce(value)
+    assert "AllReduce: came: 0; missing: 1" in str(caught.value) and "#" not in str(caught.value)
+    testing.abort_all(comms)
 
 
 def test_a_forgotten_group_is_asked_about():
@@ -211,6 +235,6 @@ def test_a_forgotten_group_is_asked_about():
 
 def test_a_child_that_is_not_made_is_asked_of_its_parent():
     comms = ncclpy.Communicator.init_all([0, 1], timeout=1.5)
-    with pytest.raises(ncclpy.NcclTimeout, match=r"CommSplit #1: came: 0; missing: 1 \(process"):
+    with pytest.raises(ncclpy.NcclTimeout, match=r"CommSplit: came: 0; missing: 1 \(process"):
         comms[0].split(0)
     testing.abort_all(comms)

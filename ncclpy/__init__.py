@@ -29,6 +29,7 @@ except ImportError as _error:
         ) from _error
     raise
 
+from ncclpy import recorder
 from ncclpy.core.buffers import Buffer
 from ncclpy.core.communicator import Communicator
 from ncclpy.core.config import CollConfig, Config
@@ -50,7 +51,6 @@ from ncclpy.core.resources import CustomOp, Registration
 from ncclpy.core.stream import Event, Stream, synchronize
 from ncclpy.core.types import AVG, MAX, MIN, PROD, SUM, DataType, ReduceOp, Result, UniqueId
 from ncclpy.core.window import Window
-from ncclpy.engine import recorder
 from ncclpy.engine.graph import Graph
 from ncclpy.engine.plan import Plan
 from ncclpy.engine.work import Work
@@ -116,6 +116,10 @@ __all__ = [
     "synchronize",
     "use",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "testing", "__version__"})
 
 
 def __getattr__(name: str):

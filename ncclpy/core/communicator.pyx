@@ -44,7 +44,10 @@ cdef object _SUM = ReduceOp.SUM
 
 
 cdef class Communicator(Lifecycle):
-    """Take part in collectives as one rank of a clique (`ncclComm_t`).
+    """Communicator(*args, **kwargs)
+--
+
+Take part in collectives as one rank of a clique (`ncclComm_t`).
 
     Make it with `init`, `init_all`, `split`, `shrink`, `grow`, `join` or `from_handle`; give it back with `close`, or
     use it in a ``with`` statement.

@@ -68,7 +68,10 @@ cdef Group current_group():
 
 @cython.freelist(8)
 cdef class Group:
-    """Record the calls of a ``with`` block and start them together when the outermost block ends.
+    """Group(simulate=False, timeout=None)
+--
+
+Record the calls of a ``with`` block and start them together when the outermost block ends.
 
     Parameters
     ----------

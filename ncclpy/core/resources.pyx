@@ -29,7 +29,10 @@ from ncclpy.core.types import DataType, as_datatype
 
 
 cdef class CustomOp:
-    """Multiply each rank's input by a scalar and sum (`ncclRedOpCreatePreMulSum`).
+    """CustomOp(comm, scalar, dtype)
+--
+
+Multiply each rank's input by a scalar and sum (`ncclRedOpCreatePreMulSum`).
 
     `Communicator.pre_mul_sum` makes it. It works on its own communicator and data type only, and is given back with
     `close` or together with the communicator.
@@ -125,7 +128,10 @@ cdef object _plain(object scalar):
 
 
 cdef class Registration:
-    """Keep a buffer registered with a communicator (`ncclCommRegister`) until `close`.
+    """Registration(comm, buffer)
+--
+
+Keep a buffer registered with a communicator (`ncclCommRegister`) until `close`.
 
     `Communicator.register` makes it. The communicator holds the buffer until then; close it before memory is freed, and
     when what uses it is done.

@@ -43,7 +43,10 @@ cdef class _Kept:
 
 
 cdef class Window:
-    """Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegister`) until `close`.
+    """Window(comm, buffer, *, symmetric=True, strict_ordering=False)
+--
+
+Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegister`) until `close`.
 
     `Communicator.window` makes it. It holds the buffer; close it before the memory is freed.
     """

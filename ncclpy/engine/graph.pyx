@@ -35,7 +35,10 @@ cdef double _PATIENCE = 0.2
 
 
 cdef class Graph:
-    """Hold a plan as CUDA graphs, as `Plan.capture` makes them.
+    """Graph()
+--
+
+Hold a plan as CUDA graphs, as `Plan.capture` makes them.
 
     It keeps the plan. Close it before the communicators are closed; closing one of them closes the graph as well.
 

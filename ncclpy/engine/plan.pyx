@@ -44,7 +44,10 @@ cdef class Recording(Group):
 
 
 cdef class Plan(Recorded):
-    """Record a group of operations once and launch it many times.
+    """Plan()
+--
+
+Record a group of operations once and launch it many times.
 
     Buffers, data types and streams are checked while recording; a launch makes the calls of all devices without the
     GIL, several devices in parallel. The plan keeps buffers, streams and communicators. As in any group, operations on

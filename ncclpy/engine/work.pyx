@@ -121,7 +121,10 @@ cdef Work new_work(int kind, int device):
 
 
 cdef class Work:
-    """What an asynchronous operation returns.
+    """Work()
+--
+
+What an asynchronous operation returns.
 
     A work is pending, launched, and then completed or failed. Until it is done it keeps the buffers and the
     communicator of the operation alive. Waiting for it never holds the GIL. One that was captured into a CUDA graph

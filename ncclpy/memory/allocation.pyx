@@ -33,7 +33,10 @@ cdef class _Block:
 
 
 cdef class Allocation(Buffer):
-    """Memory of NCCL's allocator (`ncclMemAlloc`), registered on every communicator of its device.
+    """Allocation()
+--
+
+Memory of NCCL's allocator (`ncclMemAlloc`), registered on every communicator of its device.
 
     `memory.alloc` makes it. Arrays over it keep it alive: it is freed when neither this object nor an array or buffer has
     it any more, and when what communicators were asked for until then is over. So it can be let go of at any time; what

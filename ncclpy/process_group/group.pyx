@@ -49,8 +49,9 @@ cdef enum:
 cdef class ProcessGroup(Membership):
     """ProcessGroup(store, rank, size, *, device=None, name="default", timeout=600.0, config=None, on_error="abort", \
 check="off", check_nan=False, high_priority=False, timing=False)
+--
 
-    Work with other ranks from one thread or several: collectives and point-to-point operations that return works.
+Work with other ranks from one thread or several: collectives and point-to-point operations that return works.
 
     A group has one device of its process, and meets the other ranks in a store. It makes its communicator when it is
     first used, or by `connect`; until it stands, operations queue, and the calls return at once. Operations run on a

@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal
 
+from ncclpy.core.config import Config
 from ncclpy.core.creation import device_of
+from ncclpy.core.types import DeviceLike
 from ncclpy.process_group.group import ProcessGroup
 
 __all__ = ["init_process_group"]
 
 
-def init_process_group(**options: Any) -> ProcessGroup:
+def init_process_group(
+    *,
+    device: DeviceLike = None,
+    name: str = "default",
+    timeout: float | None = 600.0,
+    config: Config | None = None,
+    on_error: Literal["abort", "exit", "exit_now", "report"] = "abort",
+    check: Literal["off", "first", "always"] = "off",
+    check_nan: bool = False,
+    high_priority: bool = False,
+    timing: bool = False,
+) -> ProcessGroup:
     """Make this process's end of a group with all that the same launcher has started.
 
     Rank, size and device come from the launcher's variables (``ncclpy run``, torchrun, mpirun or srun; see
     `ncclpy.bootstrap.environment`), the store is that of `ncclpy.bootstrap.rendezvous`, which waits `timeout` seconds
-    at most, 300 if none are given. All of these processes call it.
+    at most, 300 if that is None. All of these processes call it.
 
     Parameters
     ----------
-    **options
-        Those of `ProcessGroup`; ``device`` is by default this process's number on its machine, or the only device that
-        it sees.
+    device
+        The ordinal of the device. By default this process's number on its machine, or the only device that it sees.
+    name, timeout, config, on_error, check, check_nan, high_priority, timing
+        As for `ProcessGroup`.
 
     Raises
     ------
@@ -35,9 +49,20 @@ def init_process_group(**options: Any) -> ProcessGroup:
     from ncclpy.bootstrap import rendezvous
     from ncclpy.bootstrap.launched import process_before
 
-    place, store = rendezvous(options.get("timeout"))
-    if options.get("device") is None:
-        options["device"] = device_of(place)
-    group = ProcessGroup(store, place.rank, place.size, **options)
+    place, store = rendezvous(timeout)
+    group = ProcessGroup(
+        store,
+        place.rank,
+        place.size,
+        device=device_of(place) if device is None else device,
+        name=name,
+        timeout=timeout,
+        config=config,
+        on_error=on_error,
+        check=check,
+        check_nan=check_nan,
+        high_priority=high_priority,
+        timing=timing,
+    )
     group._come_from(process_before)
     return group

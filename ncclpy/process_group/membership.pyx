@@ -405,7 +405,20 @@ cdef class Membership(Lifecycle):
             return tuple(range(before, len(handles)))
 
     @classmethod
-    def join(cls, store, name="default", *, timeout=600.0, **options):
+    def join(
+        cls,
+        store,
+        name="default",
+        *,
+        timeout=600.0,
+        device=None,
+        config=None,
+        on_error="abort",
+        check="off",
+        check_nan=False,
+        high_priority=False,
+        timing=False,
+    ):
         """Join a running group as a new rank: wait until its ranks call `admit`, and return the group.
 
         Parameters
@@ -416,8 +429,10 @@ cdef class Membership(Lifecycle):
             The group's.
         timeout : float, optional
             Seconds to be admitted in, and the group's.
-        options
-            Those of `ProcessGroup`, as the other ranks have given them.
+        device : int, optional
+            As for `ProcessGroup`.
+        config, on_error, check, check_nan, high_priority, timing
+            As for `ProcessGroup`, and as the other ranks have given them.
 
         Raises
         ------
@@ -430,10 +445,10 @@ cdef class Membership(Lifecycle):
         seconds = as_timeout(timeout)
         if type(name) is not str or not name:
             raise ValueError(f"name: expected a text of at least one character, got {name!r:.80}")
-        for given in ("rank", "size"):
-            if given in options:
-                raise TypeError(f"{given}: a process that joins has none yet")
-        group = cls(store, 0, 1, name=f"{name}/joining", timeout=timeout, **options)
+        group = cls(
+            store, 0, 1, device=device, name=f"{name}/joining", timeout=timeout, config=config, on_error=on_error,
+            check=check, check_nan=check_nan, high_priority=high_priority, timing=timing,
+        )
         try:
             handles, uuid = Guest(group.store, name, group.handle, group.check).wait(seconds)
             with _Turn(group, "join()"):

@@ -62,10 +62,12 @@ def parts(value) -> tuple[str, list[str]]:
 
 # Nobody calls these: methods that explain their parameters make them.
 MADE_BY_METHODS = (
+    ncclpy.Communicator,
     ncclpy.CustomOp,
     ncclpy.Registration,
     ncclpy.Window,
     ncclpy.bindings.CommProperties,
+    ncclpy.bindings.PendingHandle,
     ncclpy.bindings.Team,
     ncclpy.memory.Allocation,
     ncclpy.memory.Attachment,

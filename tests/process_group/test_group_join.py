@@ -335,7 +335,7 @@ def test_what_is_given(host_engine):
         with pytest.raises(ValueError, match="name: expected a text"):
             ncclpy.ProcessGroup.join(LocalStore(), wrong)
     for given in ("rank", "size"):
-        with pytest.raises(TypeError, match=f"{given}: a process that joins has none yet"):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{given}'"):
             ncclpy.ProcessGroup.join(LocalStore(), **{given: 1})
     group = ncclpy.ProcessGroup(LocalStore(), 0, 1, device=0)
     group.close()

@@ -105,7 +105,7 @@ class Arrivals:
     also
         More ranks of this process, which come when this one does.
     is_lost
-        Asked with a rank that is missing: why it will not come any more ("it has closed the group"), and how often in
+        Asked with a rank that is missing: why it will not come any more ("closed the group"), and how often in
         a row it has to be found so; None while it may come. By default all are waited for.
 
     Attributes

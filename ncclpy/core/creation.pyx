@@ -220,10 +220,8 @@ cdef bint split(
     Handle child, Handle parent, object color, object key, object config, object timeout, object abortable
 ) except -1:
     cdef Birth* birth
-    cdef int number = -1 if color is None else as_integer(color, "color")
+    cdef int number = -1 if color is None else _as_color(color)
     cdef int order = as_integer(key, "key")
-    if number < -1:
-        raise ValueError(f"color: expected an int >= 0, or None to join no communicator, got {color}")
     check_alive(parent)
     _conceive(child, config, timeout, abortable, parent)
     birth = child.cradle.birth
@@ -233,6 +231,15 @@ cdef bint split(
         child.nranks = 0  # see born()
     _make(parent, child, SPLIT)
     return number >= 0
+
+
+cdef object _as_color(object color):
+    """Return a color of NCCL's: from 0 on, or -1 (``NCCL_SPLIT_NOCOLOR``)."""
+    if isinstance(color, int) and not -1 <= color < 1 << 31:
+        raise ValueError(
+            f"color: expected an int from 0 to {(1 << 31) - 1}, or None to join no communicator, got {color}"
+        )
+    return as_integer(color, "color", -1)
 
 
 cdef int shrink(
@@ -260,7 +267,11 @@ cdef int shrink(
     birth.nexclude = len(ranks)
     birth.flags = 1 if abort else 0
     child.group_name = parent.name_next("-")
-    return _make(parent, child, SHRINK)
+    try:
+        return _make(parent, child, SHRINK)
+    except NcclTimeout as late:
+        late.args = (f"shrink(exclude={ranks}), which all ranks that stay call with the same list: {late}",)
+        raise
 
 
 cdef int grow(

@@ -140,7 +140,9 @@ def _of_peers(states: list[RankState]) -> str:
     peers = {rank: current.root for rank, current in pairs if current.root is not None}
     way = "to" if what.operation == "send" else "from"
     steps = {peer - rank for rank, peer in peers.items()}
-    if steps <= {-1} or steps <= {1}:
+    if len(peers) < len(pairs):  # blocks of several
+        whom = ""
+    elif steps <= {-1} or steps <= {1}:
         whom = f", each {way} the rank {'before' if steps == {-1} else 'after'} it"
     else:
         whom = f" {way} {ranks(spans(peers.values()), _MOST_SPANS)}"

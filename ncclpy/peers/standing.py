@@ -28,11 +28,11 @@ class Began:
     dtype
         The name of its data type.
     count
-        Elements, as NCCL counts them.
+        Elements, as NCCL counts them; 0 for an all-to-all of parts that differ.
     op
         The reduction's name, None where nothing is reduced.
     root
-        The root, or the peer of a send or receive; None where there is none.
+        The root, or the peer of a send or receive; None where there is none, or several in a coalesced group.
     """
 
     operation: str
@@ -45,7 +45,7 @@ class Began:
     @property
     def name(self) -> str:
         """Its name and number: ``"all_reduce #17"``."""
-        if self.operation in ("send", "recv"):
+        if self.operation in ("send", "recv") and self.root is not None:  # a block of them has several peers
             return f"{self.operation} #{self.seq} {'to' if self.operation == 'send' else 'from'} rank {self.root}"
         return f"{self.operation} #{self.seq}"
 
@@ -55,7 +55,9 @@ class Began:
         more = "" if self.op is None else f", {self.op}"
         if self.root is not None and self.operation not in ("send", "recv"):
             more += f", root {self.root}"
-        return f"{self.name} ({self.dtype} x {self.count:,}{more})"
+        # An all-to-all of parts that differ has no one count.
+        amount = "" if self.operation == "all_to_all" and not self.count else f" x {self.count:,}"
+        return f"{self.name} ({self.dtype}{amount}{more})"
 
 
 @dataclass(frozen=True)

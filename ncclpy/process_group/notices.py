@@ -53,9 +53,9 @@ _SLICE = 0.2
 #: second apart. Who only just makes its group has no lease for an instant; and of a process that ends all hear by its
 #: lease, which ends the group with what waits there. This is for those who hear nothing, as who looks out has ended.
 _LEFT = {
-    "closed": ("it has closed the group", 2),
-    "ended": ("its process has ended", 5),
-    "gone": ("it cannot be reached any more", 5),
+    "closed": ("closed the group", 2),
+    "ended": ("process ended", 5),
+    "gone": ("cannot be reached any more", 5),
 }
 
 
@@ -258,7 +258,7 @@ class Notices:
             return _LEFT[state] if (state := self.reports.end_of(rank)) else None
         parent, members = self._parent
         left = parent._why_lost(members[rank])
-        return (f"it has closed process group {parent.name!r}", left[1]) if left == _LEFT["closed"] else left
+        return (f"closed process group {parent.name!r}", left[1]) if left == _LEFT["closed"] else left
 
     def collect(self, patience: float | None = None) -> tuple[RankState, ...]:
         """Ask all ranks; return what each does, by rank, see `Reports.collect`."""

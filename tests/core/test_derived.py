@@ -35,7 +35,15 @@ def test_split_without_a_color_gives_none(arrays, comms2, color):
 
 @pytest.mark.parametrize(
     ("color", "kind", "words"),
-    [(-2, ValueError, "color: expected an int >= 0, or None"), (0.5, TypeError, r"color: expected an int, got 0\.5")],
+    [
+        (-2, ValueError, "color: expected an int from 0 to 2147483647, or None to join no communicator, got -2"),
+        (
+            1 << 31,
+            ValueError,
+            "color: expected an int from 0 to 2147483647, or None to join no communicator, got 21474",
+        ),
+        (0.5, TypeError, r"color: expected an int, got 0\.5"),
+    ],
 )
 def test_split_rejects(comms2, color, kind, words):
     with pytest.raises(kind, match=words):
@@ -82,6 +90,16 @@ def test_shrink_of_the_excluded_rank_is_refused(comms2):
     testing.need_function("ncclCommShrink")
     with pytest.raises(ValueError, match="exclude: rank 0 leaves"):
         testing.run_with_deadline(lambda: comms2[0].shrink([0]), 10)
+
+
+def test_shrink_that_not_all_make_names_its_list(host_engine):
+    """Rank 1 has excluded another rank, and NCCL compares nothing."""
+    comms = ncclpy.Communicator.init_all([0, 1, 2], timeout=0.5)
+    with pytest.raises(
+        ncclpy.NcclTimeout, match=r"^shrink\(exclude=\[2\]\), which all ranks that stay call with the same"
+    ):
+        comms[0].shrink([2])
+    testing.abort_all(comms)
 
 
 def test_shrink_takes_a_list(comms2):

@@ -97,6 +97,14 @@ SAID = {
         [RankState(1, "waits", Began("recv", 0, "float32", 4, None, 2), None, 2.0)],
         "rank 1 is in recv #0 from rank 2 (float32 x 4) since 2 s",
     ),
+    "a block of messages": (
+        [RankState(rank, "waits", Began("send", 0, "float32", 4, None, None), None, 2.0) for rank in (1, 2, 4)],
+        "ranks 1-2, 4 are in send #0 (float32 x 4) since 2 s",
+    ),
+    "parts that differ": (
+        [RankState(1, "waits", Began("all_to_all", 3, "float64", 0, None, None), None, 2.0)],
+        "rank 1 is in all_to_all #3 (float64) since 2 s",
+    ),
     "a barrier": ([RankState(1, "waits", Began("barrier", 3, "uint8", 1, "max", None))], "rank 1 is in barrier #3"),
 }
 

@@ -62,10 +62,30 @@ def test_who_has_closed_the_group_is_not_waited_for(host_engine, what, check, mo
     assert len(found) == (1 if what == "send" else 2)
     for error, seconds in found:
         assert seconds < 5, error
-        assert "rank 1 of 3 will not come to " in str(error) and "it has closed " in str(error), error
+        assert "rank 1 of 3 will not come to " in str(error) and ": closed " in str(error), error
         assert error.ranks is not None and len(error.ranks) == 3
         if what != "new_group":
             assert states_of(error)[1] == "closed", error
+
+
+def test_several_ranks_that_have_closed_the_group_are_named_together(host_engine, monkeypatch):
+    monkeypatch.setattr(arrivals, "_SLICE", 0.05)
+    closed = threading.Barrier(4)
+
+    def body(group):
+        if group.rank in (1, 3):
+            group.close()
+        closed.wait(DEADLINE)
+        if group.rank not in (1, 3):
+            with pytest.raises(
+                ncclpy.NcclRemoteError, match=r"ranks? .* will not come to .*: closed the group"
+            ) as error:
+                group.all_reduce(np.ones(2)).wait(DEADLINE)
+            assert " it " not in str(error.value)
+            return True
+        return None
+
+    assert run_groups(4, body, timeout=LONG) == [True, None, True, None]
 
 
 def test_later_calls_say_it_as_well(host_engine):

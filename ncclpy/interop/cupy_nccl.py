@@ -8,7 +8,6 @@ here are addresses and numbers, and on the host engine addresses of CPU memory d
 from __future__ import annotations
 
 import functools
-import operator
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -19,8 +18,8 @@ from ncclpy.core.communicator import Communicator
 from ncclpy.core.config import Config
 from ncclpy.core.creation import get_unique_id as _get_unique_id
 from ncclpy.core.library import library
-from ncclpy.core.types import MAX_ADDRESS, DataType, ReduceOp, Result, as_integer
-from ncclpy.interop import open_groups
+from ncclpy.core.types import DataType, ReduceOp, Result, as_integer
+from ncclpy.interop import addressed, open_groups
 
 __all__ = [
     "NCCL_AVG",
@@ -341,53 +340,44 @@ class NcclCommunicator:
     @_raising
     def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None:  # noqa: N802
         """Reduce what all ranks send; all of them receive it."""
-        send, recv = (sendbuf, count, datatype), (recvbuf, count, datatype)
-        self._alive().all_reduce(send, recv, op, stream=_stream(stream))
+        addressed.all_reduce(self._alive(), sendbuf, recvbuf, count, datatype, op, stream)
 
     @_raising
     def reduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, root: int, stream: int) -> None:
         """Reduce what all ranks send; the root receives it. Elsewhere `recvbuf` may be 0."""
-        comm = self._alive()
-        recv = (recvbuf, count, datatype) if recvbuf or comm.rank == root else None
-        comm.reduce((sendbuf, count, datatype), recv, op, root, stream=_stream(stream))
+        addressed.reduce(self._alive(), sendbuf, recvbuf, count, datatype, op, root, stream)
 
     @_raising
     def broadcast(self, sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, stream: int) -> None:
         """Send what the root has to all. Elsewhere `sendbuff` may be 0."""
-        comm = self._alive()
-        send = (sendbuff, count, datatype) if sendbuff or comm.rank == root else None
-        comm.broadcast(send, (recvbuff, count, datatype), root, stream=_stream(stream))
+        addressed.broadcast(self._alive(), sendbuff, recvbuff, count, datatype, root, stream)
 
     @_raising
     def bcast(self, buff: int, count: int, datatype: int, root: int, stream: int) -> None:
         """Send what the root has to all, in place."""
-        self._alive().broadcast((buff, count, datatype), root=root, stream=_stream(stream))
+        addressed.broadcast(self._alive(), buff, buff, count, datatype, root, stream)
 
     @_raising
     def reduceScatter(  # noqa: N802
         self, sendbuf: int, recvbuf: int, recvcount: int, datatype: int, op: int, stream: int
     ) -> None:
         """Reduce what all ranks send; each receives its part, of `recvcount` elements."""
-        comm = self._alive()
-        send = (sendbuf, comm.nranks * _count(recvcount, "recvcount"), datatype)
-        comm.reduce_scatter(send, (recvbuf, recvcount, datatype), op, stream=_stream(stream))
+        addressed.reduce_scatter(self._alive(), sendbuf, recvbuf, recvcount, datatype, op, stream)
 
     @_raising
     def allGather(self, sendbuf: int, recvbuf: int, count: int, datatype: int, stream: int) -> None:  # noqa: N802
         """Receive on each rank what all send, `count` elements of each."""
-        comm = self._alive()
-        recv = (recvbuf, comm.nranks * _count(count, "count"), datatype)
-        comm.all_gather((sendbuf, count, datatype), recv, stream=_stream(stream))
+        addressed.all_gather(self._alive(), sendbuf, recvbuf, count, datatype, stream)
 
     @_raising
     def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
         """Send to one rank."""
-        self._alive().send((sendbuf, count, datatype), peer, stream=_stream(stream))
+        addressed.send(self._alive(), sendbuf, count, datatype, peer, stream)
 
     @_raising
     def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
         """Receive from one rank."""
-        self._alive().recv((recvbuf, count, datatype), peer, stream=_stream(stream))
+        addressed.recv(self._alive(), recvbuf, count, datatype, peer, stream)
 
     @_raising
     def check_async_error(self) -> None:
@@ -420,15 +410,6 @@ class NcclCommunicator:
 @_raising
 def _made_together(devices: list[int]) -> list[Communicator]:
     return Communicator.init_all(devices, timeout=_timeout)
-
-
-def _count(value: int, argument: str) -> int:
-    return as_integer(value, argument, 0, MAX_ADDRESS)
-
-
-def _stream(value: int) -> int:
-    # None would be the framework's current stream, and an address has no framework.
-    return operator.index(value)
 
 
 class InPlace:

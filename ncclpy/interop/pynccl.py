@@ -2,7 +2,8 @@
 
 A program changes ``from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator`` into
 ``from ncclpy.interop.pynccl import PyNcclCommunicator``. vLLM is not needed, and torch is imported by the first one
-that is made. On the host engine it is for tensors of the CPU.
+that is made. On the host engine it is for tensors of the CPU. `NCCLLibrary` and the names beside it are those that
+vLLM's module has of its ``pynccl_wrapper``.
 """
 
 from __future__ import annotations
@@ -21,19 +22,36 @@ from ncclpy.core.device import current, device_count
 from ncclpy.core.errors import LibraryNotFound, NcclUnsupported
 from ncclpy.core.library import library
 from ncclpy.core.library import use as use_library
-from ncclpy.core.types import ReduceOp, UniqueId, as_integer, as_op
+from ncclpy.core.types import UniqueId, as_integer
 from ncclpy.core.window import Window
 from ncclpy.interop import open_groups
+from ncclpy.interop.pynccl_wrapper import (
+    NCCLLibrary,
+    as_operator,
+    buffer_type,
+    cudaStream_t,
+    ncclComm_t,
+    ncclDataTypeEnum,
+    ncclRedOpTypeEnum,
+    ncclUniqueId,
+)
 
-__all__ = ["PyNcclCommunicator"]
+__all__ = [
+    "NCCLLibrary",
+    "PyNcclCommunicator",
+    "buffer_type",
+    "cudaStream_t",
+    "ncclComm_t",
+    "ncclDataTypeEnum",
+    "ncclRedOpTypeEnum",
+    "ncclUniqueId",
+]
 
 _log = logging.getLogger("ncclpy")
 
 #: Seconds for an abort, as vLLM gives it: past them it is left behind.
 _ABORT = 5.0
 _MEETING = "ncclpy/pynccl"
-#: What torch calls operators that have another name here.
-_OPERATORS = {"PRODUCT": "PROD"}
 
 
 def _torch() -> Any:
@@ -215,7 +233,7 @@ class PyNcclCommunicator:
         self._mine(in_tensor, "in_tensor")
         if out_tensor is None:
             out_tensor = _torch().empty_like(in_tensor)
-        self.comm.all_reduce(in_tensor, self._mine(out_tensor, "out_tensor"), _operator(op), stream=self._on(stream))
+        self.comm.all_reduce(in_tensor, self._mine(out_tensor, "out_tensor"), as_operator(op), stream=self._on(stream))
         return out_tensor
 
     def all_gather(self, output_tensor: Any, input_tensor: Any, stream: Any = None) -> None:
@@ -274,7 +292,7 @@ class PyNcclCommunicator:
             return
         self._mine(output_tensor, "output_tensor")
         send = self._mine(input_tensor, "input_tensor")
-        self.comm.reduce_scatter(send, output_tensor, _operator(op), stream=self._on(stream))
+        self.comm.reduce_scatter(send, output_tensor, as_operator(op), stream=self._on(stream))
 
     def reduce_scatterv(
         self, output_tensor: Any, input_tensor: Any, sizes: list[int], op: Any = None, stream: Any = None
@@ -298,7 +316,7 @@ class PyNcclCommunicator:
             return
         counts = self._counts(self._mine(input_tensor, "input_tensor"), "input_tensor", sizes)
         self._mine(output_tensor, "output_tensor")
-        self.comm.reduce_scatter_v(input_tensor, output_tensor, counts, _operator(op), stream=self._on(stream))
+        self.comm.reduce_scatter_v(input_tensor, output_tensor, counts, as_operator(op), stream=self._on(stream))
 
     def reduce(self, output_tensor: Any, input_tensor: Any, root: int, op: Any = None, stream: Any = None) -> None:
         """Reduce what all ranks send; the root receives it.
@@ -320,7 +338,7 @@ class PyNcclCommunicator:
             return
         receives = self._mine(output_tensor, "output_tensor") if root == self.rank else None
         send = self._mine(input_tensor, "input_tensor")
-        self.comm.reduce(send, receives, _operator(op), root, stream=self._on(stream))
+        self.comm.reduce(send, receives, as_operator(op), root, stream=self._on(stream))
 
     def scatter(self, output_tensor: Any, input_tensor: Any, sizes: list[int], root: int, stream: Any = None) -> None:
         """Send each rank its rows of the root's tensor, as many as `sizes` says.
@@ -515,18 +533,6 @@ class PyNcclCommunicator:
             yield
         finally:
             self.disabled, self.stream = before
-
-
-def _operator(op: Any) -> int:
-    if op is None:
-        return ReduceOp.SUM
-    # torch's operators are an enum of C++ and a class around it, which both say their name.
-    name = getattr(op, "name", None)
-    if name is None and type(op).__module__.partition(".")[0] == "torch":
-        name = str(getattr(op, "op", op)).rpartition(".")[2]
-    if isinstance(name, str):
-        return as_op(_OPERATORS.get(name, name))
-    return as_op(op)
 
 
 def _place_in(group: Any) -> tuple[int, int]:

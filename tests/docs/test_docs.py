@@ -22,7 +22,7 @@ from warm_ranks import run_program
 
 import ncclpy
 import ncclpy.interop.torch
-from ncclpy.interop import cupy_nccl, jax, nccl4py, pynccl
+from ncclpy.interop import cupy_nccl, jax, nccl4py, pynccl, pynccl_wrapper
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
@@ -163,7 +163,7 @@ def test_reference_has_every_public_name():
     public |= {f"ncclpy.memory.{name}" for name in ncclpy.memory.__all__}
     public |= {f"ncclpy.interop.torch.{name}" for name in ncclpy.interop.torch.__all__}
     public |= {f"ncclpy.testing.{name}" for name in ncclpy.testing.__all__}
-    for module in cupy_nccl, jax, nccl4py, pynccl:
+    for module in cupy_nccl, jax, nccl4py, pynccl, pynccl_wrapper:
         own = [each for name in module.__all__ if callable(each := getattr(module, name))]
         public |= {f"{module.__name__}.{each.__name__}" for each in own if each.__module__ == module.__name__}
     in_class_docstring = {"rank", "nranks", "device"}

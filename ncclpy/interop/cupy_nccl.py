@@ -20,6 +20,7 @@ from ncclpy.core.creation import get_unique_id as _get_unique_id
 from ncclpy.core.library import library
 from ncclpy.core.types import DataType, ReduceOp, Result, as_integer
 from ncclpy.interop import addressed, open_groups
+from ncclpy.interop.dropped import close_when_dropped
 
 __all__ = [
     "NCCL_AVG",
@@ -258,11 +259,14 @@ class NcclCommunicator:
 
     Notes
     -----
-    Nothing is destroyed when it is dropped, as that would wait for other ranks: call `destroy` or `abort`. One that is
-    dropped without gives a ``ResourceWarning``.
+    One that is dropped without `destroy` or `abort` is destroyed in the background, so that the destructor waits for
+    nothing. What was issued on it has as long as `use` says, 60 s without; then it is aborted, and the log ``ncclpy``
+    has a warning.
     """
 
     _ours: Communicator | None = None
+    # A part that `commSplit` has made: NCCL's resources of the whole may be shared, and its end would end the part.
+    _whole: NcclCommunicator | None = None
 
     @_raising
     def __init__(self, ndev: int, commId: bytes, rank: int, config: NcclConfig | None = None) -> None:  # noqa: N803
@@ -270,7 +274,14 @@ class NcclCommunicator:
             raise TypeError(f"commId: expected the bytes of get_unique_id(), got {type(commId).__name__}")
         if len(commId) != _SIZE:
             raise ValueError(f"commId length {len(commId)} != {_SIZE}.")
-        self._ours = Communicator.init(ndev, rank, commId, config=_config(config), timeout=_timeout)
+        self._hold(Communicator.init(ndev, rank, commId, config=_config(config), timeout=_timeout))
+
+    def _hold(self, ours: Communicator) -> None:
+        self._ours, self._drop = ours, close_when_dropped(self, ours)
+
+    def _let_go(self) -> None:
+        self._ours = self._whole = None
+        self._drop.detach()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._ours!r}>"
@@ -309,21 +320,21 @@ class NcclCommunicator:
         if not len(comms) == len(ordinals) == ndev:
             raise ValueError(f"{len(comms)} communicators and {len(ordinals)} devices, where ndev is {ndev}")
         for comm, ours in zip(comms, _made_together(ordinals), strict=True):
-            comm._ours = ours
+            comm._hold(ours)
 
     @_raising
     def destroy(self) -> None:
         """Give it back, once all is done that was issued; twice does nothing."""
         if self._ours is not None:
             self._ours.close()
-            self._ours = None
+            self._let_go()
 
     @_raising
     def abort(self) -> None:
         """End it at once; twice does nothing."""
         if self._ours is not None:
             self._ours.abort()
-            self._ours = None
+            self._let_go()
 
     def device_id(self) -> int:
         """Return its device."""
@@ -403,7 +414,8 @@ class NcclCommunicator:
         if ours is None:
             return None
         made = NcclCommunicator.__new__(NcclCommunicator)
-        made._ours = ours
+        made._hold(ours)
+        made._whole = self
         return made
 
 

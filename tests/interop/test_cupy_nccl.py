@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import logging
 import pickle
 import re
 import subprocess
 import sys
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -16,6 +19,7 @@ from foreign_stores import free_port
 import ncclpy
 import testing
 from ncclpy.interop import cupy_nccl as nccl
+from ncclpy.interop import dropped
 
 pytestmark = pytest.mark.usefixtures("host_engine")
 
@@ -242,12 +246,102 @@ def test_the_end_of_a_communicator():
             comm.rank_id()
 
 
-def test_one_that_is_dropped_is_not_destroyed():
+def all_reduce(comm, array):
+    address = array.ctypes.data
+    comm.allReduce(address, address, array.size, nccl.NCCL_DOUBLE, nccl.NCCL_SUM, 0)
+
+
+def test_dropped_communicator_is_closed_behind_what_was_issued():
+    """The destructor waits for nothing, and the operation gets its data all the same."""
+    comms = nccl.NcclCommunicator.initAll(2)
+    ours, arrays = [comm._ours for comm in comms], [np.ones(3), np.ones(3)]
+    all_reduce(comms[0], arrays[0])
+    comms[0] = None  # rank 1 comes later: a destructor that waited for it would not come back
+    assert not ours[0].closed
+    all_reduce(comms[1], arrays[1])
+    comms.clear()
+    testing.wait_for(lambda: all(each.closed for each in ours), "the end of both")
+    assert [array.tolist() for array in arrays] == [[2, 2, 2]] * 2
+
+
+def test_dropped_in_a_cycle_it_is_closed_without_a_warning(recwarn):
     comm = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
-    ours = comm._ours
+    comm.itself, ours = comm, weakref.ref(comm._ours)
     del comm
-    assert not ours.closed
-    ours.close()
+    gc.collect()
+    testing.wait_for(lambda: ours() is None, "the end")
+    assert not [each for each in recwarn if each.category is ResourceWarning]
+
+
+def test_dropped_with_work_that_never_ends_it_is_aborted_at_its_deadline(monkeypatch, caplog):
+    monkeypatch.setattr(nccl, "_timeout", 0.3)
+    unique_id, array = nccl.get_unique_id(), np.ones(3)
+
+    def body(rank):
+        with ncclpy.core.device.using(rank.rank):
+            return nccl.NcclCommunicator(2, unique_id, rank.rank)
+
+    comms = testing.run_threads(2, body)
+    ours = comms[0]._ours
+    all_reduce(comms[0], array)
+    with caplog.at_level(logging.WARNING, "ncclpy"):
+        comms[0] = None
+        testing.wait_for(lambda: "was dropped without destroy() or abort(), and closing it failed" in caplog.text)
+    assert ours.closed
+    comms[1].abort()
+
+
+def test_many_that_are_dropped_share_a_few_threads():
+    """All wait for the last one, which is closed even so: by the program, as no thread is left."""
+    comms = [nccl.NcclCommunicator.initAll(2) for _ in range(3 * dropped._MOST)]
+    ours, others = [pair[0]._ours for pair in comms], [pair[1] for pair in comms]
+    arrays = np.ones((len(comms), 2, 3))
+    for pair, array in zip(comms, arrays, strict=True):
+        all_reduce(pair[0], array[0])
+        pair[0] = None
+    assert len(dropped._threads) == dropped._MOST and not any(each.closed for each in ours)
+    for comm, array in zip(others, arrays, strict=True):
+        all_reduce(comm, array[1])
+    testing.wait_for(lambda: all(each.closed for each in ours) and not dropped._threads, "the end of all")
+    assert (arrays == 2).all()
+    for comm in others:
+        comm.destroy()
+
+
+def test_part_of_a_dropped_communicator_goes_on():
+    whole = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
+    ours, part = whole._ours, whole.commSplit(0, 0)
+    del whole
+    gc.collect()
+    array = np.ones(3)
+    all_reduce(part, array)
+    ncclpy.synchronize(0, 20)
+    assert array.tolist() == [1, 1, 1] and not ours.closed and not dropped._threads
+    del part
+    testing.wait_for(lambda: ours.closed, "the end of the whole")
+
+
+def test_dropped_at_the_end_of_a_process_it_holds_up_nothing():
+    done = testing.run_python("""
+        import os, warnings
+        import numpy as np
+        from ncclpy.interop import cupy_nccl as nccl, dropped
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+        dropped._PATIENCE = 0.2
+        stuck, left = nccl.NcclCommunicator.initAll(2)
+        array = np.ones(3)
+        stuck.allReduce(array.ctypes.data, array.ctypes.data, 3, nccl.NCCL_DOUBLE, nccl.NCCL_SUM, 0)
+        alone = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
+        child = os.fork()
+        if child == 0:
+            del alone, stuck  # nothing to close here: they are the parent's
+            os._exit(len(dropped._threads))
+        assert os.waitpid(child, 0)[1] == 0
+        assert alone.size() == 1
+        del alone, stuck
+        print("done")
+        """)
+    assert (done.stdout, done.stderr) == ("done\n", "")
 
 
 def test_arguments():

@@ -1,0 +1,99 @@
+"""Communicators that a program drops without an end: they are closed in threads of their own, under a deadline.
+
+CuPy's binding destroys a communicator in its destructor. To close one waits for what was issued, and NCCL may wait for
+other ranks; a destructor runs in any thread, at any moment, and must not wait. So it only notes the communicator here.
+"""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import logging
+import os
+import queue
+import time
+import weakref
+from typing import Any
+
+from ncclpy.core.communicator import Communicator
+from ncclpy.core.errors import NcclError
+
+__all__ = ["close_when_dropped"]
+
+_log = logging.getLogger("ncclpy")
+
+#: Seconds for what was issued on a communicator without a deadline of its own; past them it is aborted.
+_DEADLINE = 60.0
+#: How many threads close communicators: one may wait for a rank that waits in turn for the next one to be closed.
+_MOST = 4
+#: Seconds that the end of the process may wait for them.
+_PATIENCE = 2.0
+
+# A destructor may interrupt any Python code of its thread, this module's too, so nothing here may take a lock: `put`
+# is made for that, and a set changes in one step.
+_dropped: queue.SimpleQueue[Communicator] = queue.SimpleQueue()
+_threads: set[object] = set()
+_inherited: list[Any] = []  # by a forked child, which can close none
+
+
+def close_when_dropped(owner: object, comm: Communicator) -> weakref.finalize[[Communicator, int], Any]:
+    """Close a communicator in the background once its owner is dropped; detach what is returned to prevent that."""
+    made = weakref.finalize(owner, _take, comm, os.getpid())
+    made.atexit = False  # then NCCL ends with the process
+    return made
+
+
+def _take(comm: Communicator, process: int) -> None:
+    if comm.closed or os.getpid() != process:
+        return
+    _dropped.put(comm)
+    if len(_threads) < _MOST:
+        _start()
+
+
+def _start() -> None:
+    mine = object()
+    _threads.add(mine)
+    try:
+        _thread.start_new_thread(_work, (mine,))
+    except RuntimeError:  # no more threads, or the interpreter ends; the next one that is dropped tries again
+        _threads.discard(mine)
+
+
+def _work(mine: object) -> None:
+    """Close what was dropped, until nothing is left."""
+    while True:
+        try:
+            comm = _dropped.get_nowait()
+        except queue.Empty:
+            _threads.discard(mine)
+            # A communicator that was dropped between these two lines may have counted on this thread.
+            if not _dropped.empty() and len(_threads) < _MOST:
+                _threads.add(mine)
+                continue
+            return
+        _close(comm)
+        del comm
+
+
+def _close(comm: Communicator) -> None:
+    try:
+        comm.close(_DEADLINE if comm.timeout is None else None)
+    except (NcclError, ValueError, RuntimeError, MemoryError) as error:
+        _log.warning("%r was dropped without destroy() or abort(), and closing it failed: %s", comm, error)
+
+
+@atexit.register
+def _end_of_process() -> None:
+    end = time.monotonic() + _PATIENCE
+    while _threads and time.monotonic() < end:
+        time.sleep(0.001)
+
+
+def _forked() -> None:
+    global _dropped, _threads
+    _inherited.append((_dropped, _threads))
+    _dropped, _threads = queue.SimpleQueue(), set()
+
+
+os.register_at_fork(after_in_child=_forked)

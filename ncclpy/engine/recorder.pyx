@@ -38,6 +38,7 @@ from ncclpy.core import library as _library
 from ncclpy.core.types import as_integer as _as_integer
 from ncclpy.engine.ledger import DTYPES as _DTYPES
 from ncclpy.engine.ledger import method_name, op_name
+from ncclpy.engine.stack import python_stack
 
 # Characters of a key that are shown.
 cdef int _LONG = 300
@@ -279,6 +280,7 @@ def snapshot(reason=None):
         "engine": loaded.engine if loaded else None,
         "nccl": ".".join(map(str, loaded.version)) if loaded else None,
         "reason": reason,
+        "stack": python_stack(),
         "capacity": len(ring),
         "recorded": recorded,
         "entries": [(<Entry>entry)._as_dict() for entry in entries],

@@ -27,7 +27,7 @@ from ncclpy.peers.confirmation import Confirmation
 from ncclpy.peers.inquiry import Inquiries, Said
 from ncclpy.peers.processes import PeerProcesses
 from ncclpy.peers.reports import ASKED, Reports
-from ncclpy.peers.sentence import sentence
+from ncclpy.peers.sentence import keep_stacks, sentence
 from ncclpy.peers.standing import Began, as_data, from_data
 
 __all__ = ["Circle"]
@@ -186,7 +186,7 @@ class Circle:
                 age = time.time() - told["at"]
                 before = f" (so rank {told['rank']} heard it {seconds(age)} ago)" if age > _LONG_AGO else ""
                 return told["said"] + before, from_data(told["ranks"])
-            found = tuple(self._reports[0].collect())
+            found = keep_stacks(self._reports[0].collect(), subject)
             said = sentence(self._name, found, self._size, subject, "communicator")
             told = {"said": said, "ranks": as_data(found), "rank": self._reports[0].rank, "at": time.time()}
             self._store.set(_SAID, json.dumps(told).encode(errors="replace"))

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ncclpy.bootstrap.place import BOOT_ID
 from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.core.errors import NcclTimeout
+from ncclpy.engine.stack import python_stack
 from ncclpy.peers.standing import RankState, pack, unpack
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ class Reports:
         Asked with a rank: whether it has made the group.
     answer
         Returns the standing for who asks, if more is known then than is worth telling all the time.
+    thread
+        The thread whose stack goes with an answer; the main thread by default.
     """
 
     def __init__(
@@ -68,11 +71,13 @@ class Reports:
         is_gone: Callable[[int], bool],
         has_made: Callable[[int], bool],
         answer: Callable[[], dict[str, Any]] | None = None,
+        thread: int | None = None,
     ) -> None:
         self.store, self.rank, self.size = store, rank, size
         self.watched = True  # the others hear at once that they are asked
         self._look, self._is_gone, self._has_made = look, is_gone, has_made
         self._look_for_answer = look if answer is None else answer
+        self._thread = thread
         self._told: dict[str, Any] | None = None
         self._closed = False
         self._answered = 0
@@ -114,7 +119,8 @@ class Reports:
         self._answered = max(self._answered, number)
 
     def _answer_one(self, number: int) -> None:
-        self.store.set(self._answer(number, self.rank), self._packed(self._look_for_answer()))
+        told = {**self._look_for_answer(), "stack": python_stack(self._thread)}
+        self.store.set(self._answer(number, self.rank), self._packed(told))
 
     def collect(self, patience: float | None = None) -> list[RankState]:
         """Ask all ranks; return what each does, by rank.

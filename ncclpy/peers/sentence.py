@@ -7,12 +7,13 @@ where they would make the sentence one that nobody reads.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ncclpy.core.errors import ranks, seconds, spans
+from ncclpy.engine.stack import said
 from ncclpy.peers.standing import Began, RankState
 
-__all__ = ["sentence"]
+__all__ = ["keep_stacks", "sentence"]
 
 #: Groups of ranks that are told of; of more, those are counted that no others wait for.
 _MOST_SAID = 8
@@ -22,6 +23,9 @@ _LEAST_SAID = 3
 _MOST_SPANS = 6
 #: So many clauses that differ by their peers alone are said as one; of fewer, each says whom it waits for.
 _ALIKE = 3
+
+#: Stacks that go with an error, and those that its sentence has.
+_STACKS, _STACKS_SAID = 8, 2
 
 #: States that no operation explains: the others wait for such a rank, and it is always named.
 _GUILTY = ("ended", "stopped", "silent", "gone", "absent", "closed", "unknown")
@@ -100,7 +104,37 @@ def sentence(
     if unknown:
         parts.append(f"of {unknown} more nothing is known")
     head = "" if subject is None else f"{subject} of "
-    return f"{head}{kind} {group!r}: " + "; ".join(parts)
+    return f"{head}{kind} {group!r}: " + "; ".join(parts) + _stacks(states)
+
+
+def keep_stacks(states: Iterable[RankState], subject: Began | None) -> tuple[RankState, ...]:
+    """Return the states with the stacks of ranks alone that an operation waits for, and of so many only.
+
+    Parameters
+    ----------
+    states
+        Those of all ranks.
+    subject
+        The operation: what waits in it is not what it waits for.
+    """
+    found, left = [], _STACKS
+    for each in states:
+        waits = each.state in ("waits", "launched") and each.current == subject
+        if each.stack and (waits or left == 0):
+            each = replace(each, stack=())
+        left -= bool(each.stack)
+        found.append(each)
+    return tuple(found)
+
+
+def _stacks(states: Iterable[RankState]) -> str:
+    """Return where the Python of ranks is whose stacks are known, those together that are at the same place."""
+    alike: dict[str, list[int]] = {}
+    for each in states:
+        if each.stack:
+            alike.setdefault(said(each.stack), []).append(each.rank)
+    first = list(alike.items())[:_STACKS_SAID]
+    return "".join(f". Python of {ranks(spans(numbers), _MOST_SPANS)}: {where}" for where, numbers in first)
 
 
 def _grouped(states: Iterable[RankState], say: Callable[[RankState], tuple[str, int]]) -> list[_Clause]:
@@ -200,7 +234,7 @@ def _lost(state: RankState, last: str) -> tuple[str, int]:
         "closed": "{who} {have} closed the {thing}",
         "ended": "{process} {have} ended",
         "stopped": "{process} {are} stopped (by SIGSTOP or a debugger)",
-        "silent": "{who} {do} not answer, and the process lives: its Python does not run",
+        "silent": "{who} {do} not answer, and the process lives: its Python does not run (the GIL is held)",
         "gone": "{who} cannot be reached: the process has ended, or its machine or network is gone",
         "absent": "{who} {have} not made this {thing}",
     }

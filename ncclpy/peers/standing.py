@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from ncclpy.engine.stack import as_stack
 
 __all__ = ["Began", "RankState"]
 
@@ -94,6 +96,10 @@ class RankState:
         ``"split()"``, also ``"split() of process group 'other'"``. None for others.
     kind
         What `where` is the name of, ``"process group"`` or ``"communicator"``; None for others.
+    stack
+        Where its Python was when it answered: frames of the thread that made the group, or of the main thread, the
+        innermost first, ``"train.py:41 in load"``. Empty where it did not answer, and in errors of ranks that wait in
+        the same operation as the one that asked.
     """
 
     rank: int
@@ -104,6 +110,7 @@ class RankState:
     heard: float | None = None
     where: str | None = None
     kind: str | None = None
+    stack: tuple[str, ...] = field(default=(), compare=False)
 
 
 def pack(standing: dict[str, Any]) -> bytes:
@@ -126,6 +133,7 @@ def unpack(rank: int, packed: bytes | None, state: str) -> RankState:
             rank, state or (found if packed else "unknown"), current, finished,
             None if since is None else max(0.0, moment - since), None if at is None else max(0.0, moment - at),
             where, told.get("kind", "process group") if where and "elsewhere" in told else None,
+            () if state else as_stack(told.get("stack")),
         )  # fmt: skip
     except (ValueError, TypeError, AttributeError):  # what another version has written
         return RankState(rank, state or "unknown")
@@ -149,8 +157,10 @@ def from_data(data: Any) -> tuple[RankState, ...] | None:
 
 def _state_of(told: dict[str, Any]) -> RankState:
     current, finished = (None if told[key] is None else Began(**told[key]) for key in ("current", "finished"))
-    where, kind = told.get("where"), told.get("kind")
-    return RankState(told["rank"], told["state"], current, finished, told["since"], told["heard"], where, kind)
+    return RankState(
+        told["rank"], told["state"], current, finished, told["since"], told["heard"], told.get("where"),
+        told.get("kind"), as_stack(told.get("stack")),
+    )  # fmt: skip
 
 
 def _operations(state):

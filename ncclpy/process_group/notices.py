@@ -22,7 +22,7 @@ from ncclpy.engine.known import elsewhere, note_group
 from ncclpy.peers.confirmation import Confirmation
 from ncclpy.peers.processes import PeerProcesses
 from ncclpy.peers.reports import ASKED, Reports
-from ncclpy.peers.sentence import sentence
+from ncclpy.peers.sentence import keep_stacks, sentence
 from ncclpy.peers.standing import Began, RankState, as_data, from_data
 from ncclpy.process_group.clocks import Clocks
 
@@ -152,8 +152,9 @@ class Notices:
             self.store, f"process group {name!r}", rank, size, self._has_made, is_lost=self._why_lost
         )
         self.reports = Reports(
-            self.store, rank, size, self._look, self.arrivals.is_gone, self._has_made, self._look_around
-        )
+            self.store, rank, size, self._look, self.arrivals.is_gone, self._has_made, self._look_around,
+            thread=threading.get_ident(),
+        )  # fmt: skip
         self.clocks = Clocks(self.store, rank, self.known)
         self._confirmation = Confirmation(self.store, (rank,), size, self._condition_of)
         self._over = threading.Event()
@@ -359,7 +360,7 @@ class Notices:
             if place is not None and not self.store.compare_set(f"{place}/{_TROUBLE}", None, b"")[0]:
                 told = _read(self.store.get(f"{place}/{_SAID}", _OTHERS_ASK))
                 return told.said, told.states
-            found = self.collect()
+            found = keep_stacks(self.collect(), subject)
             said = sentence(self.name, found, self.size, subject)
             if place is not None:  # before anybody sees an error: its process may end with that
                 self.store.set(f"{place}/{_SAID}", Told("", said, found).packed())

@@ -55,11 +55,16 @@ manager.close()
 """
 
 WHAT = {
-    "late": ("begins()\ntime.sleep(40)", "idle", "rank 2 has finished all_reduce #0 and is in no operation since "),
+    "late": (
+        "def sleeps():\n    begins()\n    time.sleep(40)\nsleeps()",
+        "idle",
+        "rank 2 has finished all_reduce #0 and is in no operation since ",
+    ),
     "holds the GIL": (
         "import ctypes\nsleep = ctypes.PyDLL(None).sleep\nbegins()\nsleep(40)",
         "silent",
-        "rank 2 does not answer, and the process lives: its Python does not run, last heard of after all_reduce #0",
+        "rank 2 does not answer, and the process lives: "
+        "its Python does not run (the GIL is held), last heard of after all_reduce #0",
     ),
     "stopped": (
         "begins()\nos.kill(os.getpid(), signal.SIGSTOP)",
@@ -120,6 +125,8 @@ def test_what_a_process_does_instead(tmp_path, what):
         if what != "gathers":
             waits = r"ranks 0-1 (wait|are) in all_reduce #1 .*since [0-9.]+ m?s"  # of who asks it comes last
             assert re.match(rf"[0-9a-f]{{8}}': (rank 2.*; {waits}|{waits}; rank 2)", tail), line
+        called = r"\. Python of rank 2: \S+:\d+ in sleeps, called by \S+:\d+ in "
+        assert ("Python of" in text) == (state == "idle") and (what != "late" or re.search(called, text)), line
         assert "ncclpy.recorder.dump()" not in text, "advice to find out what is said here"
     assert len({line.partition(" of communicator '")[2] for line in lines}) == 1, "both say the same"
 

@@ -66,7 +66,7 @@ say(failure)
 comm.close()
 """
 
-SLEEPS = "begins()\ntime.sleep(40)"
+SLEEPS = "def sleeps():\n    begins()\n    time.sleep(40)\nsleeps()"
 LATE = "rank {last} has finished all_reduce #0 and is in no operation since "
 AFTER = " after all_reduce #0"
 CLOSED = "rank {last} has closed the communicator" + AFTER
@@ -75,7 +75,8 @@ WHAT = {
     "holds the GIL": (
         "import ctypes\nsleep = ctypes.PyDLL(None).sleep\nbegins()\nsleep(40)",
         "silent",
-        "rank {last} does not answer, and the process lives: its Python does not run, last heard of" + AFTER,
+        "rank {last} does not answer, and the process lives: "
+        "its Python does not run (the GIL is held), last heard of" + AFTER,
     ),
     "stopped": (
         "begins()\nos.kill(os.getpid(), signal.SIGSTOP)",
@@ -117,6 +118,8 @@ def test_what_a_rank_does_instead(tmp_path, what):
     [(_, states, text)] = lines_of(tmp_path, 2, does, patience=patience, before=before)
     assert states == f"['waits', '{state}']", text
     assert said.format(last=1) in text
+    called = r"\. Python of rank 1: \S+:\d+ in sleeps, called by \S+:\d+ in "
+    assert ("Python of" in text) == (state == "idle") == bool(re.search(called, text)), text
     # Whose end of a difference is seen first says what it is about.
     subject = r"(broadcast #1 \(float32 x 4, root 1\)|all_reduce #1 \(float32 x 1,024, sum\))"
     where, waits = (

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from ncclpy.peers.sentence import sentence
-from ncclpy.peers.standing import Began, RankState, as_data, from_data
+from ncclpy.peers.sentence import keep_stacks, sentence
+from ncclpy.peers.standing import Began, RankState, as_data, from_data, pack, unpack
 
 REDUCE = Began("all_reduce", 17, "float32", 1024, "sum", None)
 LAST = Began("all_reduce", 16, "float32", 1024, "sum", None)
@@ -68,10 +68,10 @@ SAID = {
             RankState(8, "ended"),
         ],
         "rank 8's process has ended; rank 7's process is stopped (by SIGSTOP or a debugger); rank 6 does not answer, "
-        "and the process lives: its Python does not run; rank 5 cannot be reached: the process has ended, or its "
-        "machine or network is gone; rank 4 has not made this group; rank 3 has closed the group; rank 2 has finished "
-        "all_reduce #16 and is in no operation; rank 1 is in broadcast #17 (float64 x 4, root 1); rank 0 waits in "
-        "all_reduce #17",
+        "and the process lives: its Python does not run (the GIL is held); rank 5 cannot be reached: the process has "
+        "ended, or its machine or network is gone; rank 4 has not made this group; rank 3 has closed the group; "
+        "rank 2 has finished all_reduce #16 and is in no operation; rank 1 is in broadcast #17 (float64 x 4, root 1); "
+        "rank 0 waits in all_reduce #17",
     ),
     "closed": ([RankState(2, "closed", None, LAST, 3.0)], "rank 2 has closed the group after all_reduce #16"),
     "killed": ([RankState(6, "ended")], "rank 6's process has ended"),
@@ -85,7 +85,8 @@ SAID = {
     ),
     "silent": (
         [RankState(6, "silent", None, LAST, 9.0)],
-        "rank 6 does not answer, and the process lives: its Python does not run, last heard of after all_reduce #16",
+        "rank 6 does not answer, and the process lives: "
+        "its Python does not run (the GIL is held), last heard of after all_reduce #16",
     ),
     "gone": (
         [RankState(6, "gone")],
@@ -114,6 +115,40 @@ def test_a_sentence(what):
     states, said = SAID[what]
     assert sentence("default", states, len(states), REDUCE) == NAME + said
     assert from_data(json.loads(json.dumps(as_data(states)))) == tuple(states)
+
+
+LOAD, MAIN = ("/job/train.py:41 in load", "/job/train.py:88 in main"), ("/job/train.py:88 in main",)
+
+
+def test_a_sentence_ends_with_the_python_of_ranks_that_others_wait_for():
+    states = [
+        RankState(0, "waits", REDUCE, stack=MAIN),
+        *(RankState(rank, "idle", None, LAST, stack=LOAD) for rank in (1, 2)),
+        RankState(3, "waits", CAST, stack=MAIN),
+        RankState(4, "silent"),
+    ]
+    kept = keep_stacks(states, REDUCE)
+    assert [each.stack for each in kept] == [(), LOAD, LOAD, MAIN, ()]
+    assert sentence("default", kept, 5, REDUCE).endswith(
+        "; rank 0 waits in all_reduce #17. Python of ranks 1-2: job/train.py:41 in load, called by job/train.py:88 in "
+        "main. Python of rank 3: job/train.py:88 in main"
+    )
+    again = from_data(json.loads(json.dumps(as_data(kept))))
+    assert [each.stack for each in again] == [each.stack for each in kept]
+
+
+def test_stacks_of_many_ranks_do_not_make_an_error_long():
+    states = [RankState(rank, "idle", None, LAST, stack=(f"a.py:{rank} in f",)) for rank in range(1000)]
+    kept = keep_stacks(states, REDUCE)
+    assert [each.rank for each in kept if each.stack] == list(range(8))
+    assert sentence("g", kept, 1000, REDUCE).count("Python of") == 2
+
+
+def test_a_stack_that_another_process_tells_is_looked_at():
+    told = pack({"current": None, "finished": None, "stack": ["a.py:1 in f", 3]})
+    assert unpack(0, told, "") == RankState(0, "idle") and unpack(0, told, "").stack == ()
+    told = pack({"current": None, "finished": None, "stack": list(LOAD)})
+    assert unpack(0, told, "").stack == LOAD and unpack(0, told, "silent").stack == ()
 
 
 def receives(rank, seq=0, step=-1):

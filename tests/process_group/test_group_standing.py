@@ -371,12 +371,13 @@ def test_a_defect_of_the_report_ends_no_less(host_engine, monkeypatch, caplog):
 
 WHAT = {
     "busy": (
-        "begins()\nwhile True: pass",
+        "def computes():\n    begins()\n    while True: pass\ncomputes()",
         "rank 1 has finished all_reduce #0 and is in",
     ),
     "holds the GIL": (
         "import ctypes\nsleep = ctypes.PyDLL(None).sleep\nbegins()\nsleep(60)",
-        "rank 1 does not answer, and the process lives: its Python does not run, last heard of after all_reduce #0",
+        "rank 1 does not answer, and the process lives: "
+        "its Python does not run (the GIL is held), last heard of after all_reduce #0",
     ),
     "stopped": (
         "begins()\nos.kill(os.getpid(), signal.SIGSTOP)",
@@ -450,6 +451,8 @@ def test_what_a_process_does_instead(tmp_path, what):
     for line in lines:
         assert said in line, line
         assert re.search(r"rank 0 waits in all_reduce #1 since \d", line), line
+        called = r"\. Python of rank 1: \S+:\d+ in computes, called by \S+:\d+ in "
+        assert ("Python of" in line) == (what == "busy") == bool(re.search(called, line)), line
 
 
 def test_a_death_is_noticed_where_nothing_else_tells(host_engine, tmp_path):

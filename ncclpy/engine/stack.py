@@ -1,0 +1,67 @@
+"""Where a thread's Python is, as short text: for ranks that ask, for dumps, and for the message of an error.
+
+Files are named and not read, so that a file system that hangs holds up nothing; no locals are looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["as_stack", "python_stack", "said"]
+
+#: Bytes of a whole stack as JSON, and how many frames it has at most: the innermost ones.
+_BYTES, _FRAMES = 2048, 32
+#: Characters of a file's name, of which the end is kept, and of a function's.
+_FILE, _FUNCTION = 200, 100
+#: Frames in a sentence.
+_SAID = 3
+
+
+def python_stack(thread: int | None = None) -> list[str]:
+    """Return the frames of a thread, ``"train.py:41 in load"``, the innermost first and the outer ones cut.
+
+    Parameters
+    ----------
+    thread
+        Its identifier; by default, and where that thread has ended, the main thread.
+    """
+    frames = sys._current_frames()
+    frame = frames.get(-1 if thread is None else thread) or frames.get(threading.main_thread().ident or -1)
+    frames.clear()  # it has this call's own frame, which would keep itself
+    if frame is not None and frame.f_code is python_stack.__code__:
+        frame = frame.f_back
+    found: list[str] = []
+    while frame is not None:
+        code = frame.f_code
+        found.append(f"{code.co_filename[-_FILE:]}:{frame.f_lineno} in {code.co_name[:_FUNCTION]}")
+        frame = frame.f_back if len(found) < _FRAMES else None
+    return list(as_stack(found))
+
+
+def as_stack(told: Any) -> tuple[str, ...]:
+    """Return a stack that another process has told, within the same bounds; nothing of what is none."""
+    if not isinstance(told, (list, tuple)):
+        return ()
+    found, room = [], _BYTES
+    for each in told[:_FRAMES]:
+        if not isinstance(each, str):
+            return ()
+        line = "".join(sign if sign.isprintable() else "?" for sign in each[: _FILE + _FUNCTION + 20])
+        room -= len(json.dumps(line)) + 2
+        if room < 0:
+            break
+        found.append(line)
+    return tuple(found)
+
+
+def said(stack: Sequence[str]) -> str:
+    """Return the innermost frames for a sentence, with the ends of their files' paths."""
+    short = []
+    for each in stack[:_SAID]:
+        path, colon, rest = each.rpartition(":")
+        short.append("/".join(path.split("/")[-2:]) + colon + rest)
+    return ", called by ".join(short)

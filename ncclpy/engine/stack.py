@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["as_stack", "python_stack", "said"]
+__all__ = ["as_stack", "in_short", "python_stack"]
 
 #: Bytes of a whole stack as JSON, and how many frames it has at most: the innermost ones.
 _BYTES, _FRAMES = 2048, 32
@@ -58,7 +58,7 @@ def as_stack(told: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-def said(stack: Sequence[str]) -> str:
+def in_short(stack: Sequence[str]) -> str:
     """Return the innermost frames for a sentence, with the ends of their files' paths."""
     short = []
     for each in stack[:_SAID]:

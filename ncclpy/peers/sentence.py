@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ncclpy.core.errors import ranks, seconds, spans
-from ncclpy.engine.stack import said
+from ncclpy.engine.stack import in_short
 from ncclpy.peers.standing import Began, RankState
 
 __all__ = ["keep_stacks", "sentence"]
@@ -132,7 +132,7 @@ def _stacks(states: Iterable[RankState]) -> str:
     alike: dict[str, list[int]] = {}
     for each in states:
         if each.stack:
-            alike.setdefault(said(each.stack), []).append(each.rank)
+            alike.setdefault(in_short(each.stack), []).append(each.rank)
     first = list(alike.items())[:_STACKS_SAID]
     return "".join(f". Python of {ranks(spans(numbers), _MOST_SPANS)}: {where}" for where, numbers in first)
 

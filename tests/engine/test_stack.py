@@ -8,7 +8,7 @@ import threading
 import pytest
 
 import ncclpy
-from ncclpy.engine.stack import as_stack, python_stack, said
+from ncclpy.engine.stack import as_stack, in_short, python_stack
 
 
 def names(stack):
@@ -73,8 +73,10 @@ def test_sentence_has_the_innermost_frames_and_the_ends_of_paths():
         "x.py:1 in <module>",
         "y.py:2 in f",
     ]
-    assert said(stack) == "job/train.py:41 in load, called by job/train.py:88 in main, called by x.py:1 in <module>"
-    assert said(["odd"]) == "odd" and said([]) == ""
+    assert (
+        in_short(stack) == "job/train.py:41 in load, called by job/train.py:88 in main, called by x.py:1 in <module>"
+    )
+    assert in_short(["odd"]) == "odd" and in_short([]) == ""
 
 
 def test_dump_has_the_stack_of_the_main_thread():

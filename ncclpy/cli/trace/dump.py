@@ -22,6 +22,7 @@ from ncclpy.cli.trace.table import (
     table_of,
     table_of_text,
 )
+from ncclpy.engine.stack import as_stack
 
 FORMAT = "ncclpy-recorder"
 VERSION = 1
@@ -52,6 +53,7 @@ class Dump:
     table: Table = field(repr=False)
     gatherings: list[Gathering] = field(default_factory=list, repr=False)
     groups: list[Group] = field(default_factory=list, repr=False)
+    stack: tuple[str, ...] = ()
     shift: float = 0.0
     within: float | None = None
     _made: dict[int, Entry] = field(default_factory=dict, repr=False)
@@ -226,6 +228,7 @@ def _dump(path: Path, document: Any, table: Table | None = None) -> Dump:
         reason=top.line("reason"),
         recorded=max(top.integer("recorded") or 0, len(table)),
         table=table,
+        stack=as_stack(top.value("stack")),
     )
     dump.shift = dump.wall - dump.monotonic
     dump.gatherings.extend(

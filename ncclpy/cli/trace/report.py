@@ -6,11 +6,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 
+from ncclpy.cli.trace.crossing import Crossing, crossings
 from ncclpy.cli.trace.dump import Dump, Entry, Gathering, Group
 from ncclpy.cli.trace.parting import NEVER_MADE, LateGroup, Parting, apart
+from ncclpy.cli.trace.reasons import Reasons
 from ncclpy.cli.trace.stuck import Findings, Mismatch, Standstill, is_waiting
 from ncclpy.cli.trace.table import COUNTERPART
 from ncclpy.core.errors import listed, ranks, seconds, spans
+from ncclpy.engine.stack import in_short
 
 SHOWN = 20
 _TOWARDS = {"broadcast": "from", "scatter": "from", "recv": "from", "reduce": "to", "gather": "to", "send": "to"}
@@ -30,12 +33,21 @@ def text(dumps: Sequence[Dump], findings: Findings, *, everything: bool = False)
     """
     limit = None if everything else SHOWN
     communicators: set[str] = set().union(*(dump.table.communicators() for dump in dumps))
+    reasons = Reasons()  # those of process groups come first, as theirs are the others'
+    ended = [_ended(group, reasons) for group in findings.ended]
+    failed = [_failure(group, reasons) for group in _alike_failures(findings.failed)]
     lines = [
         f"# ncclpy trace: {_number(len(dumps), 'dump')}, {_number(len(communicators), 'communicator')}, "
         f"{_number(sum(len(dump.table) for dump in dumps), 'entry', 'entries')}",
-        "",
-        *_limited(_table([_header(dump) for dump in dumps]), limit),
     ]
+    circles = crossings(findings.standstills)
+    for crossing in circles[:limit]:
+        lines += ["", *_crossing(crossing)]
+    for parting in findings.partings:
+        lines += ["", *_parting(parting)]
+    for late in findings.late[:limit]:
+        lines += ["", _late_group(late)]
+    lines += ["", *_limited(_table([_header(dump, reasons) for dump in dumps]), limit)]
     machines = {dump.clock for dump in dumps if dump.within is not None}
     if len(machines) > 1:
         off = _within(apart([dump for dump in dumps if dump.within is not None]))
@@ -45,12 +57,8 @@ def text(dumps: Sequence[Dump], findings: Findings, *, everything: bool = False)
         lines += ["", f"no dump of {ranks(gaps, SHOWN)} (of {size} in {name})"]
     if not findings:
         return "\n".join([*lines, "", "nothing is stuck"])
-    for parting in findings.partings:
-        lines += ["", *_parting(parting)]
-    for late in findings.late[:limit]:
-        lines += ["", _late_group(late)]
-    if findings.ended:
-        lines += ["", "process groups that have failed", *_limited([_ended(group) for group in findings.ended], limit)]
+    if ended:
+        lines += ["", "process groups that have failed", *_limited(ended, limit)]
     if findings.gatherings:
         rows = [_gathering(each) for each in sorted(findings.gatherings, key=_oldest)]
         lines += ["", "gathering: participants have not arrived", *_limited(_table(rows, "  "), limit)]
@@ -62,13 +70,9 @@ def text(dumps: Sequence[Dump], findings: Findings, *, everything: bool = False)
         lines += ["", *_standstill(standstill, limit)]
     for mismatch in findings.mismatches[:limit]:
         lines += ["", *_mismatch(mismatch)]
-    if findings.failed:
-        lines += [
-            "",
-            "failed",
-            *_limited([_failure(group) for group in _alike_failures(findings.failed)], limit),
-        ]
-    return "\n".join([*lines, "", _summary(findings)])
+    if failed:
+        lines += ["", "failed", *_limited(failed, limit)]
+    return "\n".join([*lines, "", _summary(findings, circles)])
 
 
 def describe(entry: Entry) -> str:
@@ -89,7 +93,26 @@ def clock(wall: float) -> str:
     return when.strftime("%Y-%m-%d %H:%M:%S.") + f"{when.microsecond // 1000:03d} UTC"
 
 
-def _header(dump: Dump) -> list[str]:
+def _crossing(crossing: Crossing) -> list[str]:
+    """Say who waits for whom in a circle, a line each."""
+    names = crossing.communicators
+    lines = ["ranks wait for each other: they came to these in different order"]
+    if len(names) == 1:
+        lines = [f"ranks wait for each other in communicator {names[0]}"]
+    for step in crossing.steps:
+        entry = step.entry
+        number = "" if entry.sequence is None else f", sequence {entry.sequence}"
+        where = "" if len(names) == 1 else f" of communicator {entry.communicator}"
+        lines.append(
+            f"  rank {step.rank} ({entry.dump.process}): {describe(entry)}{number}{where}, {_outcome(entry)}, "
+            f"waited for rank {step.waits_for}"
+        )
+    if len(names) > 1:
+        lines.append("  all ranks have to call the operations of these communicators in one order")
+    return lines
+
+
+def _header(dump: Dump, reasons: Reasons) -> list[str]:
     engine = "unknown engine" if dump.engine is None else f"{dump.engine} engine"
     return [
         str(dump.path),
@@ -98,7 +121,7 @@ def _header(dump: Dump) -> list[str]:
         f"NCCL {dump.nccl or 'of unknown version'}",
         f"{len(dump.table)} of {dump.recorded} entries",
         f"written {clock(dump.wall)}",
-        "" if dump.reason is None else f"reason: {_short(_without_advice(dump.reason), 300)}",
+        "" if dump.reason is None else f"reason: {reasons.say(dump.reason, f'the dump of {dump.process}')}",
     ]
 
 
@@ -197,9 +220,9 @@ def _parting(parting: Parting) -> list[str]:
     return lines
 
 
-def _ended(group: Group) -> str:
+def _ended(group: Group, reasons: Reasons) -> str:
     name = f"{group.name!r}" + (f" (the {group.number}. of this name)" if group.number > 1 else "")
-    said = _short(_without_advice(group.error or ""), 300)
+    said = reasons.say(group.error or "", f"process group {name}")
     return f"  {name}, {_number(group.size, 'rank')}, first on rank {group.rank} ({group.dump.process}): {said}"
 
 
@@ -281,6 +304,8 @@ def _missing(standstill: Standstill, alike: list[int], what: str) -> list[str]:
     else:
         lines.append("    last on it: nothing that is recorded")
     lines.append(f"    now: {_now(dump, last.device)}")
+    if dump.stack:
+        lines.append(f"    its Python: {in_short(dump.stack)}")
     others = [entry.dump.wall_time(entry.launched) for entry in standstill.launched.values() if entry.launched]
     if others and dump.wall_now < min(others):
         lines.append(f"    but its dump was written {min(others) - dump.wall_now:.3f} s before the others launched")
@@ -341,7 +366,7 @@ def _failed_at(entry: Entry) -> float:
     return float("inf") if entry.completed is None else entry.dump.wall_time(entry.completed)
 
 
-def _failure(group: list[Entry]) -> str:
+def _failure(group: list[Entry], reasons: Reasons) -> str:
     entry = min(group, key=_failed_at)
     place = [
         describe(entry),
@@ -350,19 +375,15 @@ def _failure(group: list[Entry]) -> str:
     ]
     place += [None if entry.communicator is None else f"communicator {entry.communicator}"]
     place += [None if entry.sequence is None else f"sequence {entry.sequence}", _processes([entry, *group])]
-    said = _short(_without_advice(entry.error or "") or "no error was recorded", 300)
+    said = "no error was recorded"
+    if entry.error:
+        said = reasons.say(entry.error, ", ".join(filter(None, place[:-1])))
     if len({each.error for each in group}) > 1:
         said += f" (so on rank {entry.rank}; on the others with other numbers)"
     return f"  {', '.join(filter(None, place))}: {said}"
 
 
-def _without_advice(text: str) -> str:
-    """Leave out the sentences that tell to do what is being done."""
-    sentences = re.split(r"(?<=[.!?]) (?=[A-Z])", text)
-    return " ".join(each for each in sentences if "ncclpy trace" not in each)
-
-
-def _summary(findings: Findings) -> str:
+def _summary(findings: Findings, circles: Sequence[Crossing]) -> str:
     counts = [
         (len(findings.gatherings), "gathering", "gatherings"),
         (len(findings.pending), "operation not launched", "operations not launched"),
@@ -376,6 +397,7 @@ def _summary(findings: Findings) -> str:
     said += [_number(missing, "standstill with ranks missing", "standstills with ranks missing")] * bool(missing)
     unseen = sum(bool(each.unseen and not each.missing) for each in findings.standstills)
     said += [_number(unseen, "standstill with ranks unknown", "standstills with ranks unknown")] * bool(unseen)
+    said += [_number(len(circles), "circle of waiting ranks", "circles of waiting ranks")] * bool(circles)
     late = {rank.rank for parting in findings.partings for rank in parting.late()}
     late |= {each.group.rank for each in findings.late}
     said += [f"{_ranks(late)} late"] * bool(late)

@@ -1,0 +1,90 @@
+"""Waits that go round in a circle: ranks that came to communicators, or to each other, in different order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ncclpy.cli.trace.dump import Entry
+from ncclpy.cli.trace.parting import begun
+from ncclpy.cli.trace.stuck import Last, Standstill
+
+#: An operation in one of these states has not ended well; after its deadline it is in the last one.
+_WAITING = ("pending", "launched", "failed")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One rank in a circle: what it is in, and for which rank of the same communicator it waits there."""
+
+    entry: Entry
+    rank: int
+    waits_for: int
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """Ranks of which each waits for the next one, and the last for the first."""
+
+    steps: tuple[Step, ...]
+
+    @property
+    def communicators(self) -> list[str]:
+        """Return the names of the communicators, in the order of the steps."""
+        return list(dict.fromkeys(step.entry.communicator or "?" for step in self.steps))
+
+
+def crossings(standstills: Iterable[Standstill]) -> list[Crossing]:
+    """Return the circles that standstills are in, the shortest one of each, and of these the shortest first."""
+    waits = [each for each in standstills if each.missing]
+    inside: dict[int, list[tuple[int, int, Entry]]] = {}  # by process: in which of them it waits, as which rank
+    for index, wait in enumerate(waits):
+        for rank, entry in wait.launched.items():
+            if entry.state in _WAITING:
+                inside.setdefault(id(entry.dump), []).append((index, rank, entry))
+    found: dict[frozenset[int], Crossing] = {}
+    for first in range(len(waits)):
+        steps = _circle(waits, inside, first)
+        if steps and _at_once(steps):
+            found.setdefault(frozenset(id(step.entry) for step in steps), Crossing(tuple(steps)))
+    return sorted(found.values(), key=lambda each: (len(each.steps), min(begun(step.entry) for step in each.steps)))
+
+
+def _circle(
+    waits: Sequence[Standstill], inside: Mapping[int, Sequence[tuple[int, int, Entry]]], first: int
+) -> list[Step]:
+    """Return the steps of the shortest way from one of them back to it, breadth first; none if there is no way."""
+    came_from: dict[int, tuple[int, int]] = {}  # the one before, and the rank that is missing there
+    who: dict[int, tuple[int, Entry]] = {}  # that rank, as it waits here
+    queue = [first]
+    for here in queue:
+        for missing, place in waits[here].missing.items():
+            for there, rank, entry in inside.get(id(place.dump), ()):
+                if there == here or there in who or not _is_at(entry, place):
+                    continue
+                came_from[there], who[there] = (here, missing), (rank, entry)
+                queue.append(there)
+        if first in who:
+            break
+    steps: list[Step] = []
+    if first in who:
+        here = first
+        while not steps or here != first:
+            here, missing = came_from[here]
+            rank, entry = who[here]
+            steps.append(Step(entry, rank, missing))
+    return steps[::-1]
+
+
+def _is_at(entry: Entry, place: Last) -> bool:
+    """Tell whether an entry is of the rank at a place of the same process, as far as that is known."""
+    return None in (place.device, entry.device) or place.device == entry.device
+
+
+def _at_once(steps: Sequence[Step]) -> bool:
+    """Tell whether there was a moment at which all of them waited, by the wall clock."""
+    ends = [
+        each.entry.dump.wall_now if each.entry.completed is None else each.entry.dump.wall_time(each.entry.completed)
+        for each in steps
+    ]
+    return max(begun(each.entry) for each in steps) < min(ends)

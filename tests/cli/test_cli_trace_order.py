@@ -1,0 +1,126 @@
+"""What ``ncclpy trace`` says first, and says once: circles of waiting ranks, and reasons that many have."""
+
+from __future__ import annotations
+
+import pytest
+from test_cli_trace import document, entry, launched, lines_of, trace
+
+__all__ = ["trace"]  # the fixture
+
+TITLE = "ranks wait for each other: they came to these in different order"
+ORDER = "all ranks have to call the operations of these communicators in one order"
+
+
+def in_circle(size, at=107.5, **changes):
+    """Return dumps of processes, of which each waits in a communicator with the next one, which waits in another."""
+    made = []
+    for rank in range(size):
+        mine, other = f"pair/{rank} 0a", f"pair/{(rank - 1) % size} 0a"
+        waits = launched(0, 1, at + rank, communicator=mine, device=rank, **changes)
+        done = [entry(0, communicator=mine, device=rank), entry(1, communicator=other, device=rank)]
+        made.append(document(*done, waits, pid=rank))
+    return made
+
+
+@pytest.mark.parametrize("state", ["launched", "failed"])
+def test_two_groups_entered_in_different_order_are_said_first(trace, state):
+    changes = {"state": state} | ({"completed": 120.0, "error": "NcclTimeout: late"} if state == "failed" else {})
+    status, said, _ = trace(*in_circle(2, **changes))
+    how = "failed" if state == "failed" else "launched and not completed"
+    assert status == 1
+    assert lines_of(said)[1:6] == [
+        "",
+        TITLE,
+        f"rank 0 (node7 pid 0): all_reduce of 1024 float32 (sum), sequence 1 of communicator pair/0 0a, {how}, waited "
+        "for rank 1",
+        f"rank 0 (node7 pid 1): all_reduce of 1024 float32 (sum), sequence 1 of communicator pair/1 0a, {how}, waited "
+        "for rank 1",
+        ORDER,
+    ]
+    assert said.splitlines()[-1].endswith(", 1 circle of waiting ranks") and said.count(TITLE) == 1
+
+
+def test_a_circle_of_three_is_told_as_one_in_the_order_of_its_waits(trace):
+    told = lines_of(trace(*in_circle(3))[1])
+    begin = told.index(TITLE) + 1
+    steps = told[begin : told.index(ORDER)]
+    processes = [each.partition("(node7 pid ")[2][0] for each in steps]
+    assert len(steps) == 3 and "".join(processes) in ("012", "120", "201")
+
+
+def test_waits_that_were_not_at_once_are_no_circle(trace):
+    first, second = in_circle(2)
+    first["entries"][2] |= {"state": "failed", "completed": 108.0, "error": "given up"}  # the other one came at 108.5
+    status, said, _ = trace(first, second)
+    assert status == 1 and "wait for each other" not in said
+
+
+def test_ranks_that_wait_for_one_that_is_late_are_no_circle(trace):
+    dumps = [document(entry(rank, nranks=3), launched(rank, 1, nranks=3), pid=rank) for rank in (0, 1)]
+    status, said, _ = trace(*dumps, document(entry(2, nranks=3), pid=2))
+    assert status == 1 and "waits for rank 2" in said and "wait for each other" not in said
+
+
+def test_receives_from_each_other_are_a_circle_in_one_communicator(trace):
+    def receives(rank):
+        return document(launched(rank, 0, operation="recv", op=None, root=1 - rank), pid=rank)
+
+    told = lines_of(trace(receives(0), receives(1))[1])
+    at = told.index("ranks wait for each other in communicator 9f3a6c0d")
+    recv = "recv of 1024 float32 from rank {}, sequence 0, launched and not completed, waited for rank {}"
+    assert sorted(told[at + 1 : at + 3]) == [
+        f"rank {rank} (node7 pid {rank}): " + recv.format(1 - rank, 1 - rank) for rank in (0, 1)
+    ]
+
+
+WHY = "all_reduce on device 1 was not done within its timeout of {} s; its communicator is aborted. " + "Why? " * 80
+
+
+def with_reason(rank, dumped, failed, ended):
+    group = {"name": "g", "number": 1, "rank": rank, "size": 3, "made": 90.0, "ended": 115.0 + rank, "error": ended}
+    here = {"communicator": "g 0a", "nranks": 3, "state": "failed", "completed": 115.0 + rank, "error": failed}
+    return document(launched(rank, 1, **here), groups=[group], reason=dumped, pid=rank)
+
+
+def test_a_reason_that_all_ranks_have_is_said_once(trace):
+    of_one = "process group 'g' was ended by rank 0 of 3: " + WHY.format("8")
+    first = with_reason(0, "NcclTimeout: " + WHY.format("8"), WHY.format("8"), "NcclTimeout: " + WHY.format("8"))
+    others = [with_reason(rank, "NcclTimeout: " + of_one, of_one, "NcclTimeout: " + of_one) for rank in (1, 2)]
+    status, said, _ = trace(first, *others)
+    assert status == 1 and said.count("was not done within its timeout") == 1
+    assert said.count("same as process group 'g'") == 3 + 2, "of each dump, and of each way to say it"
+    assert said.index("process groups that have failed") < said.index("was not done within its timeout")
+
+
+def test_reasons_that_differ_are_all_said(trace):
+    other = WHY.replace("device 1", "device 2").format("8")
+    status, said, _ = trace(
+        document(
+            launched(0, 1, state="failed", completed=115.0, error=WHY.format("8")),
+            launched(0, 2, state="failed", completed=115.0, error=other),
+            launched(0, 3, state="failed", completed=115.0),
+            reason="SIGUSR2",
+        )
+    )
+    assert status == 1 and said.count("was not done within its timeout") == 2
+    assert "reason: SIGUSR2" in said and "no error was recorded" in said and "same as" not in said
+
+
+def test_what_matters_stands_before_the_dumps(trace):
+    status, said, _ = trace(document(entry(0), launched(0, 1)), document(entry(1), pid=2))
+    told = said.splitlines()
+    assert status == 1 and told[2].startswith("the ranks part at sequence 1")
+    assert next(index for index, line in enumerate(told) if line.startswith("rank0.json")) == 6
+
+
+STACK = ["/job/train.py:41 in load", "/job/train.py:88 in main"]
+
+
+@pytest.mark.parametrize("stack", [STACK, ["\x1b[2J" + each for each in STACK], None, 3, [3], {"a": 1}, []])
+def test_the_python_of_a_rank_that_others_wait_for(trace, stack):
+    status, said, errors = trace(document(entry(0), launched(0, 1)), document(entry(1), pid=2, stack=stack))
+    told = [line for line in lines_of(said) if line.startswith("its Python: ")]
+    usual = [] if not stack or stack == [3] or isinstance(stack, (int, dict)) else stack
+    assert (status, errors, len(told)) == (1, "", bool(usual)) and said.replace("\n", "").isprintable()
+    if stack == STACK:
+        assert told == ["its Python: job/train.py:41 in load, called by job/train.py:88 in main"]

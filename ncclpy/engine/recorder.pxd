@@ -36,6 +36,8 @@ cdef class Entry:
     cdef double completed
     cdef object key
     cdef str communicator
+    cdef object code  # of the Python function that made the call, and where in it; None where none did
+    cdef int at
     cdef object error  # a str, or a Message
     cdef ncclpy_ledger* ledger  # of the process group, where it is noted; NULL elsewhere
     cdef ncclpy_note* noted  # by which that knows it, until it has ended

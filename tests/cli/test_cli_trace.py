@@ -21,8 +21,8 @@ def entry(rank=0, sequence=0, **changes):
     usual = {
         "id": 1, "launch": 1, "key": None, "operation": "all_reduce", "op": "sum", "dtype": "float32", "count": 1024,
         "nbytes": 4096, "root": None, "communicator": "9f3a6c0d", "sequence": sequence, "rank": rank, "nranks": 2,
-        "device": 0, "thread": 140213, "state": "completed", "created": 100.25, "launched": 100.5, "completed": 101.0,
-        "error": None,
+        "device": 0, "thread": 140213, "site": None, "state": "completed", "created": 100.25, "launched": 100.5,
+        "completed": 101.0, "error": None,
     }  # fmt: skip
     return usual | changes
 

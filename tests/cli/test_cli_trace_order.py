@@ -124,3 +124,32 @@ def test_the_python_of_a_rank_that_others_wait_for(trace, stack):
     assert (status, errors, len(told)) == (1, "", bool(usual)) and said.replace("\n", "").isprintable()
     if stack == STACK:
         assert told == ["its Python: job/train.py:41 in load, called by job/train.py:88 in main"]
+
+
+def test_the_line_of_a_call_tells_ranks_apart_that_called_the_same(trace):
+    def rank(number, line):
+        call = launched(number, 1, nranks=4, site=f"/home/me/job/train.py:{line}")
+        return document(entry(number, nranks=4), call, pid=number)
+
+    told = lines_of(trace(rank(0, 41), rank(1, 88), rank(2, 41), document(entry(3, nranks=4), pid=3))[1])
+    assert told[2:6] == [
+        "the ranks part at sequence 1 of communicator 9f3a6c0d (4 ranks)",
+        "ranks 0, 2: all_reduce of 1024 float32 (sum), called at job/train.py:41, launched and not completed",
+        "rank 1: all_reduce of 1024 float32 (sum), called at job/train.py:88, launched and not completed",
+        "rank 3: never launched it",
+    ]
+    steps = [line for line in lines_of(trace(*in_circle(2, site="a/b/c.py:7"))[1]) if "called at b/c.py:7, " in line]
+    assert len(steps) == 3, "both steps of the circle, and where the ranks part"
+
+
+@pytest.mark.parametrize("site", [3, ["a.py:1"], {"file": "a.py"}])
+def test_a_line_that_is_no_text_is_refused(trace, site):
+    status, _, errors = trace(document(entry(0, site=site)))
+    assert status == 2 and "entries[0].site is " in errors and "not text" in errors
+
+
+def test_dumps_without_lines_are_read(trace):
+    old = launched(0, 1)
+    del old["site"]
+    status, said, errors = trace(document(old))
+    assert (status, errors) == (1, "") and "called at" not in said

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import json
 import os
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from callers import DEADLINE, Data, one_error, some_devices, sum_works
 
 import ncclpy
 import testing
+from ncclpy.bootstrap import LocalStore
 from ncclpy.cli.main import main
 
 
@@ -229,3 +232,98 @@ def test_a_dump_is_written_by_c(manager, monkeypatch):
     text = ncclpy.recorder.dump()
     assert len(text.splitlines()) >= 2, "a line an entry"
     assert json.loads(text)["entries"]
+
+
+# Which line of the program has made a call.
+
+
+def calls(comm, array):
+    return comm.all_reduce(array)
+
+
+def site_in(function, offset=1):
+    return f"{function.__code__.co_filename}:{function.__code__.co_firstlineno + offset}"
+
+
+@pytest.fixture
+def plain_calls(host_engine):
+    ncclpy.recorder.record_all()
+    comm = ncclpy.Communicator.init_all([0])[0]
+    yield comm
+    ncclpy.recorder.record_all(False)
+    comm.close()
+
+
+def test_site_of_a_plain_call_is_the_line_that_made_it(plain_calls):
+    calls(plain_calls, np.ones(2))
+    assert [entry["site"] for entry in entries()] == [site_in(calls)]
+
+
+def test_site_of_plain_calls_in_a_group_is_its_end_where_they_are_made(plain_calls):
+    def body():
+        with ncclpy.group():
+            calls(plain_calls, np.ones(2))
+            calls(plain_calls, np.ones(2))
+
+    body()
+    assert [entry["site"] for entry in entries(operation="all_reduce")] == [site_in(body)] * 2
+
+
+def test_site_of_a_process_groups_call(host_engine):
+    with ncclpy.ProcessGroup(LocalStore(), 0, 1, device=0, timeout=DEADLINE) as group:
+        calls(group, np.ones(2)).wait(DEADLINE)
+    assert [entry["site"] for entry in entries()] == [site_in(calls)]
+
+
+def test_site_of_a_managers_call(manager):
+    def adds():
+        return manager.all_reduce("sited", np.ones(2), device=0, num_local=1)
+
+    if ncclpy.library().engine != "host":
+        pytest.skip("needs arrays of the CPU")
+    adds().wait(DEADLINE)
+    assert [entry["site"] for entry in entries()] == [site_in(adds)]
+
+
+@pytest.mark.parametrize("package", ["/lib/site-packages/torch/distributed/x.py", ncclpy.__file__])
+def test_site_is_outside_of_packages_that_call_for_the_program(plain_calls, package):
+    source = "def inner(call, *arguments):\n    return call(*arguments)\n"
+    scope = {}
+    exec(compile(source, package, "exec"), scope)
+
+    def wraps(comm, array):
+        return scope["inner"](scope["inner"], comm.all_reduce, array)
+
+    wraps(plain_calls, np.ones(2))
+    assert [entry["site"] for entry in entries()] == [site_in(wraps)]
+
+
+def test_site_of_deep_calls_in_packages_is_found_without_a_long_search(plain_calls):
+    scope = {}
+    source = "def inner(depth, call, array):\n    return inner(depth - 1, call, array) if depth else call(array)\n"
+    exec(compile(source, "/lib/site-packages/torch/x.py", "exec"), scope)
+    scope["inner"](100, plain_calls.all_reduce, np.ones(2))
+    assert [entry["site"] for entry in entries()] == ["/lib/site-packages/torch/x.py:2"]
+
+
+def test_site_in_a_thread_without_a_program_is_none_and_a_long_name_is_cut(plain_calls):
+    array = np.ones(2)
+    program = compile("call(array)", "x" * 5000, "exec")
+    thread = threading.Thread(target=exec, args=(program, {"call": plain_calls.all_reduce, "array": array}))
+    thread.start()
+    thread.join(DEADLINE)
+    _thread.start_new_thread(plain_calls.all_reduce, (array,))
+    testing.wait_for(lambda: len(entries(state="completed")) == 2, "the second call")
+    assert [entry["site"] for entry in entries()] == ["x" * 200 + ":1", None]
+
+
+def test_site_keeps_no_frame_and_so_no_array(plain_calls):
+    def body():
+        class Held:
+            pass
+
+        held = Held()
+        calls(plain_calls, np.ones(2))
+        return weakref.ref(held)
+
+    assert body()() is None and entries()[0]["site"] == site_in(calls)

@@ -122,6 +122,7 @@ class Entry:
     nranks: int | None
     device: int | None
     thread: int | None
+    site: str | None
     state: str
     created: float | None
     launched: float | None
@@ -278,7 +279,7 @@ def _entry(fields: _Fields) -> Row:
         "created": fields.seconds("created"),
         "error": error,
     }
-    values |= {name: fields.text(name) for name in ("key", "op", "dtype", "communicator")}
+    values |= {name: fields.text(name) for name in ("key", "op", "dtype", "communicator", "site")}
     for name in FIELDS:
         if name not in values:
             values[name] = fields.integer(name)

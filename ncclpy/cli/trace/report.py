@@ -104,8 +104,8 @@ def _crossing(crossing: Crossing) -> list[str]:
         number = "" if entry.sequence is None else f", sequence {entry.sequence}"
         where = "" if len(names) == 1 else f" of communicator {entry.communicator}"
         lines.append(
-            f"  rank {step.rank} ({entry.dump.process}): {describe(entry)}{number}{where}, {_outcome(entry)}, "
-            f"waited for rank {step.waits_for}"
+            f"  rank {step.rank} ({entry.dump.process}): {describe(entry)}{number}{where}{_called_at(entry)}, "
+            f"{_outcome(entry)}, waited for rank {step.waits_for}"
         )
     if len(names) > 1:
         lines.append("  all ranks have to call the operations of these communicators in one order")
@@ -199,7 +199,7 @@ def _parting(parting: Parting) -> list[str]:
     lines = [f"{begins} sequence {parting.sequence} of {where}"]
     same: dict[str, list[int]] = {}
     for rank, entry in parting.entries.items():
-        same.setdefault(f"{describe(entry)}, {_outcome(entry)}", []).append(rank)
+        same.setdefault(f"{describe(entry)}{_called_at(entry)}, {_outcome(entry)}", []).append(rank)
     lines += [f"  {_ranks(numbers)}: {what}" for what, numbers in same.items()]
     if parting.absent:
         lines.append(f"  {_ranks(parting.absent)}: never launched it")
@@ -224,6 +224,10 @@ def _ended(group: Group, reasons: Reasons) -> str:
     name = f"{group.name!r}" + (f" (the {group.number}. of this name)" if group.number > 1 else "")
     said = reasons.say(group.error or "", f"process group {name}")
     return f"  {name}, {_number(group.size, 'rank')}, first on rank {group.rank} ({group.dump.process}): {said}"
+
+
+def _called_at(entry: Entry) -> str:
+    return "" if entry.site is None else f", called at {in_short([entry.site])}"
 
 
 def _outcome(entry: Entry) -> str:

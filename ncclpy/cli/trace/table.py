@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 FIELDS = (
     "id", "launch", "key", "operation", "op", "dtype", "count", "nbytes", "root", "communicator", "sequence", "rank",
-    "nranks", "device", "thread", "state", "created", "launched", "completed", "error",
+    "nranks", "device", "thread", "site", "state", "created", "launched", "completed", "error",
 )  # fmt: skip
 STATES = ("pending", "launched", "completed", "failed", "called", "captured")
 COUNTERPART = {"send": "recv", "recv": "send"}
@@ -36,7 +36,7 @@ _TIMES = ("created", "launched", "completed")
 _COUNTS = ("id", "launch", "sequence")
 # Entries have few different values of all these together.
 _KIND = tuple(name for name in FIELDS if name not in (*_TIMES, *_COUNTS))
-_TEXTS = {"key", "operation", "op", "dtype", "communicator", "state", "error"}
+_TEXTS = {"key", "operation", "op", "dtype", "communicator", "site", "state", "error"}
 _NONE = -(2**63)
 
 # In the text that a recorder writes: what stands beside the parts that are the same in many entries, and in those.

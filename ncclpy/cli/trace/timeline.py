@@ -14,7 +14,7 @@ from ncclpy.cli.trace.report import clock
 
 _ARGUMENTS = (
     "key", "communicator", "sequence", "rank", "nranks", "op", "dtype", "count", "nbytes", "root", "device", "launch",
-    "id", "thread", "state", "error",
+    "id", "thread", "site", "state", "error",
 )  # fmt: skip
 _ENDED = {"completed": "completed", "failed": "failed", "called": "completed", "captured": "completed"}
 

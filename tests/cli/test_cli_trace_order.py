@@ -153,3 +153,11 @@ def test_dumps_without_lines_are_read(trace):
     del old["site"]
     status, said, errors = trace(document(old))
     assert (status, errors) == (1, "") and "called at" not in said
+
+
+def test_a_reason_that_is_cut_has_the_python_of_ranks_all_the_same(trace):
+    stack = ". Python of rank 1: job/train.py:41 in load, called by job/train.py:88 in main"
+    error = WHY.format("8") + stack
+    _, said, _ = trace(document(launched(0, 1, state="failed", completed=115.0, error=error)))
+    (line,) = [line for line in said.splitlines() if "was not done within" in line]
+    assert line.endswith("..." + stack) and len(line) < 600

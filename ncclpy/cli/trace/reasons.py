@@ -10,6 +10,7 @@ _HEAD = re.compile(
     r"|it was ended by rank \d+ of \d+: )+"
 )
 _DURATION = re.compile(r"\d+(?:\.\d+)? m?s\b")
+_PYTHON = ". Python of rank"
 #: Two are the same if one begins with the other and has so many characters at least.
 _ENOUGH = 40
 #: So many different ones are told apart; of more, nobody reads the others.
@@ -41,7 +42,8 @@ class Reasons:
                 return f"same as {place}"
         if reason and len(self._known) < _MOST:
             self._known[reason] = where
-        return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+        head, python, stacks = text.partition(_PYTHON)  # which stand last, and say what a rank without a dump does
+        return (head if len(head) <= _SHOWN else head[: _SHOWN - 3] + "...") + (python + stacks)[:_SHOWN]
 
 
 def _reason_of(text: str) -> str:

@@ -6,6 +6,7 @@ Files are named and not read, so that a file system that hangs holds up nothing;
 from __future__ import annotations
 
 import json
+import re
 import sys
 import threading
 from collections.abc import Sequence
@@ -17,8 +18,9 @@ __all__ = ["as_stack", "in_short", "python_stack"]
 _BYTES, _FRAMES = 2048, 32
 #: Characters of a file's name, of which the end is kept, and of a function's.
 _FILE, _FUNCTION = 200, 100
-#: Frames in a sentence.
+#: Frames in a sentence, and what the paths of libraries have.
 _SAID = 3
+_LIBRARY = re.compile(r"/lib/python\d|-packages/|^<frozen ")
 
 
 def python_stack(thread: int | None = None) -> list[str]:
@@ -59,9 +61,13 @@ def as_stack(told: Any) -> tuple[str, ...]:
 
 
 def in_short(stack: Sequence[str]) -> str:
-    """Return the innermost frames for a sentence, with the ends of their files' paths."""
+    """Return the innermost frames for a sentence, with the ends of their files' paths.
+
+    Beside the innermost one those of the program are enough, if there are any: not those of libraries between them.
+    """
+    program = [each for each in stack[1:] if not _LIBRARY.search(each)]
     short = []
-    for each in stack[:_SAID]:
+    for each in [*stack[:1], *(program or stack[1:])][:_SAID]:
         path, colon, rest = each.rpartition(":")
         short.append("/".join(path.split("/")[-2:]) + colon + rest)
     return ", called by ".join(short)

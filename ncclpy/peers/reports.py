@@ -118,8 +118,10 @@ class Reports:
             self._answer_one(each)
         self._answered = max(self._answered, number)
 
-    def _answer_one(self, number: int) -> None:
-        told = {**self._look_for_answer(), "stack": python_stack(self._thread)}
+    def _answer_one(self, number: int, asks: bool = False) -> None:
+        told = self._look_for_answer()
+        if not asks:  # of one that asks its error has a traceback
+            told = {**told, "stack": python_stack(self._thread)}
         self.store.set(self._answer(number, self.rank), self._packed(told))
 
     def collect(self, patience: float | None = None) -> list[RankState]:
@@ -141,7 +143,7 @@ class Reports:
         if patience is None:  # the others answer through the same store: a slow one is not their silence
             patience = (PATIENCE if self.watched else PATIENCE_UNWATCHED) + _AS_SLOW * took
         deadline = begun + patience
-        self._answer_one(number)
+        self._answer_one(number, asks=True)
         states: dict[int, RankState] = {}
         missing = list(range(self.size))
         while missing:

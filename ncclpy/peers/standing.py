@@ -98,8 +98,8 @@ class RankState:
         What `where` is the name of, ``"process group"`` or ``"communicator"``; None for others.
     stack
         Where its Python was when it answered: frames of the thread that made the group, or of the main thread, the
-        innermost first, ``"train.py:41 in load"``. Empty where it did not answer, and in errors of ranks that wait in
-        the same operation as the one that asked.
+        innermost first, ``"train.py:41 in load"``. Empty where it did not answer, of the rank that has asked, and in
+        errors of ranks that wait in the same operation as that one.
     """
 
     rank: int

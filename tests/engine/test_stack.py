@@ -76,6 +76,9 @@ def test_sentence_has_the_innermost_frames_and_the_ends_of_paths():
     assert (
         in_short(stack) == "job/train.py:41 in load, called by job/train.py:88 in main, called by x.py:1 in <module>"
     )
+    library = ["/usr/lib/python3.13/threading.py:363 in wait", "/v/lib/python3.13/site-packages/x/y.py:3 in f"]
+    assert in_short([*library, *stack[:1]]) == "python3.13/threading.py:363 in wait, called by job/train.py:41 in load"
+    assert in_short(library) == "python3.13/threading.py:363 in wait, called by x/y.py:3 in f"
     assert in_short(["odd"]) == "odd" and in_short([]) == ""
 
 

@@ -250,7 +250,7 @@ cdef class Remembered:
             if (
                 part.view.datatype != <int>known[0] or part.view.unit != <size_t>known[1]
                 or part.view.device != <int>known[2] or (part.shape is not known[3] and part.shape != <tuple>known[3])
-                or part.view.flavour != <int>known[4]
+                or part.view.flavour != <unsigned long long>known[4]
             ):
                 return False
         for part in parts:

@@ -21,7 +21,7 @@ cdef struct View:
     size_t unit  # so many of them are one element of the array
     size_t nbytes
     int datatype  # ncclDataType_t
-    int flavour  # how it carries what NCCL has not, see datatypes
+    unsigned long long flavour  # how it carries what NCCL has not, see datatypes
     int device
     int framework
     bint readonly
@@ -31,7 +31,11 @@ cdef struct View:
 
 cdef class Buffer:
     cdef View view
+    cdef str type_name  # of a type whose name is not kept for good
     cdef readonly object owner
+
+    cdef int keep_name(self) except -1
+    cdef str name(self)
 
 
 cdef int read_view(object obj, View* view, str argument) except -1

@@ -33,12 +33,12 @@ from ncclpy.abi.driver cimport (
     CUDA_SUCCESS,
     CUdeviceptr,
 )
-from ncclpy.abi.nccl cimport ncclUint8
 from ncclpy.abi.tensor_reader cimport NCCLPY_ON_CPU, ncclpy_read_tensor
 from ncclpy.core.datatypes cimport (
+    BYTES,
     COMPLEX,
+    ElementType,
     ITEMSIZE,
-    UNITS,
     of_anything,
     of_dlpack,
     of_dtype,
@@ -195,17 +195,21 @@ cdef object _method(object kind, str name):
 
 cdef inline int _read_natively(const ncclpy_read_tensor* tensor, _Road road, View* view, str argument) except -1:
     """Take what the function that was built for the type has read; it knows no lazy view and nothing that has gaps."""
+    cdef ElementType found
     view.framework = EXCHANGE_API if road.api != NULL else TORCH
     view.api = road.api
     view.device = HOST_MEMORY if tensor.device == NCCLPY_ON_CPU else tensor.device
     view.pointer = tensor.data
-    return _set_type(view, of_dlpack(tensor.code, tensor.bits, 1, argument), tensor.count, argument)
+    of_dlpack(tensor.code, tensor.bits, 1, &found, argument)
+    return _set_type(view, &found, tensor.count, argument)
 
 
 cdef int _read_numpy(cnp.ndarray array, View* view, str argument) except -1:
-    cdef int found = of_numpy(cnp.PyArray_TYPE(array))
-    if found < 0:
-        found = of_dtype(array.dtype, argument)
+    cdef const ElementType* found = of_numpy(cnp.PyArray_TYPE(array))
+    cdef ElementType rare
+    if found == NULL:
+        of_dtype(array.dtype, &rare, argument)
+        found = &rare
     if not cnp.PyArray_IS_C_CONTIGUOUS(array):
         raise _not_contiguous(argument, (<object>array).shape, (<object>array).strides)
     if not cnp.PyArray_ISNOTSWAPPED(array):
@@ -219,11 +223,9 @@ cdef int _read_numpy(cnp.ndarray array, View* view, str argument) except -1:
     return _set_type(view, found, <size_t>cnp.PyArray_SIZE(array), argument)
 
 
-cdef inline int _set_type(View* view, int packed, size_t count, str argument) except -1:
-    """Set data type, flavour, count and size from a packed type and a count of array elements; the pointer is set."""
-    view.datatype = packed & 0xFF
-    view.flavour = packed >> 8
-    view.unit = UNITS[view.flavour]
+cdef inline int _set_type(View* view, const ElementType* type, size_t count, str argument) except -1:
+    """Set data type, flavour, count and size from a type and a count of array elements; the pointer is set."""
+    view.datatype, view.flavour, view.unit = type.datatype, type.flavour, type.unit
     if (
         times_overflows(count, view.unit, &view.count)
         or times_overflows(view.count, ITEMSIZE[view.datatype], &view.nbytes)
@@ -297,7 +299,8 @@ cdef inline int _read_dltensor(const DLTensor* tensor, View* view, str argument)
     cdef int64_t expected = 1
     cdef bint overflows = False
     cdef int i
-    cdef int found = of_dlpack(tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes, argument)
+    cdef ElementType found
+    of_dlpack(tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes, &found, argument)
     for i in range(tensor.ndim):
         if tensor.shape[i] == 0:
             count = 0
@@ -324,7 +327,7 @@ cdef inline int _read_dltensor(const DLTensor* tensor, View* view, str argument)
     else:
         raise ValueError(f"{argument}: memory of DLPack device type {tensor.device.device_type} is not for NCCL")
     view.pointer = NULL if tensor.data == NULL else <char*>tensor.data + tensor.byte_offset
-    return _set_type(view, found, count, argument)
+    return _set_type(view, &found, count, argument)
 
 
 cdef int _read_tuple(object triple, View* view, str argument) except -1:
@@ -341,6 +344,7 @@ cdef int _set_explicit(View* view, object pointer, object count, object dtype, s
             f"{argument}: pointer and count are ints, got {type(pointer).__name__}, {type(count).__name__}"
         )
     cdef size_t elements
+    cdef ElementType found
     view.pointer = _address(pointer, argument)
     try:
         elements = count
@@ -348,9 +352,8 @@ cdef int _set_explicit(View* view, object pointer, object count, object dtype, s
         if count < 0:
             raise ValueError(f"{argument}: count {count} must not be negative") from None
         raise _too_large(argument, count) from None
-    if type(dtype) is DataType:
-        return _set_type(view, <int>dtype, elements, argument)
-    return _set_type(view, of_anything(dtype, argument), elements, argument)
+    of_anything(dtype, &found, argument)
+    return _set_type(view, &found, elements, argument)
 
 
 cdef void* _address(object pointer, str argument) except? NULL:
@@ -361,6 +364,7 @@ cdef void* _address(object pointer, str argument) except? NULL:
 
 
 cdef int _read_cupy(object array, View* view, str argument) except -1:
+    cdef ElementType found
     memory = array.data
     view.pointer = <void*><uintptr_t>memory.ptr
     view.device = memory.device_id
@@ -369,12 +373,13 @@ cdef int _read_cupy(object array, View* view, str argument) except -1:
     contiguous = getattr(array, "_c_contiguous", None)
     if not (array.flags.c_contiguous if contiguous is None else contiguous):
         raise _not_contiguous(argument, array.shape, array.strides)
-    dtype = array.dtype
-    return _set_type(view, of_dtype(dtype, argument), array.size, argument)
+    of_dtype(array.dtype, &found, argument)
+    return _set_type(view, &found, array.size, argument)
 
 
 cdef int _read_torch(object tensor, View* view, str argument) except -1:
     """Read a tensor through its attributes: of a torch older than 2.10, or one that its C function refuses."""
+    cdef ElementType found
     device = tensor.device
     if device.type == "cuda":
         view.device = device.index
@@ -396,18 +401,22 @@ cdef int _read_torch(object tensor, View* view, str argument) except -1:
     except RuntimeError as error:  # a wrapper, as those of torch.func are
         raise TypeError(f"{argument}: the tensor has no memory of its own: {_first_line(error)}") from None
     view.framework = TORCH
-    return _set_type(view, of_torch(tensor.dtype, tensor.element_size(), argument), tensor.numel(), argument)
+    of_torch(tensor.dtype, tensor.element_size(), &found, argument)
+    return _set_type(view, &found, tensor.numel(), argument)
 
 
 cdef int _read_cuda_core(object buffer, View* view, str argument) except -1:
     """Read a cuda.core Buffer: bytes without a type, so uint8."""
+    cdef ElementType found
+    of_anything(DataType.UINT8, &found, argument)
     view.pointer = <void*><uintptr_t>int(buffer.handle)
     view.device = buffer.device_id if buffer.device_id >= 0 else UNKNOWN_DEVICE
-    return _set_type(view, <int>ncclUint8, buffer.size, argument)
+    return _set_type(view, &found, buffer.size, argument)
 
 
 cdef int _read_interface(dict interface, View* view, str argument) except -1:
     """Read ``__cuda_array_interface__``, version 2 or 3."""
+    cdef ElementType found
     if interface.get("mask") is not None:
         raise ValueError(f"{argument}: the array has a mask, which NCCL cannot honour")
     shape = interface["shape"]
@@ -435,7 +444,8 @@ cdef int _read_interface(dict interface, View* view, str argument) except -1:
     if stream is not None:
         view.framework = INTERFACE
         view.stream = <CUstream><uintptr_t>stream
-    return _set_type(view, of_dtype(dtype, argument), count, argument)
+    of_dtype(dtype, &found, argument)
+    return _set_type(view, &found, count, argument)
 
 
 cdef int _read_jax(object obj, View* view, str argument) except -1:
@@ -532,10 +542,6 @@ cdef int _place(const View* view) except -3:
     return device if device >= 0 else HOST_MEMORY
 
 
-cdef str _name(const View* view):
-    return name_of(view.datatype, view.flavour)
-
-
 cdef class Buffer:
     """Buffer(pointer, count, dtype, *, device=None, owner=None)
 --
@@ -563,6 +569,7 @@ Hold memory that is already known: pointer, count and data type, checked once an
         self.view.readonly = False
         self.view.framework = NO_FRAMEWORK
         _set_explicit(&self.view, pointer, count, dtype, "Buffer")
+        self.keep_name()
         self.view.device = UNKNOWN_DEVICE if device is None else as_device(device)
         self.owner = owner
 
@@ -577,8 +584,18 @@ Hold memory that is already known: pointer, count and data type, checked once an
         """
         cdef Buffer buffer = Buffer.__new__(Buffer)
         read_view(array, &buffer.view, "array")
+        buffer.keep_name()
         buffer.owner = array
         return buffer
+
+    cdef int keep_name(self) except -1:
+        """Keep what would be forgotten one day."""
+        self.type_name = name_of(self.view.datatype, self.view.flavour) if self.view.flavour >= BYTES else None
+        return 0
+
+    cdef str name(self):
+        """Return the name of the data type."""
+        return name_of(self.view.datatype, self.view.flavour) if self.type_name is None else self.type_name
 
     @property
     def pointer(self):
@@ -613,7 +630,7 @@ Hold memory that is already known: pointer, count and data type, checked once an
                 f"{self!r} is memory of a GPU, which numpy cannot read: make a tensor with torch.from_dlpack(buffer) "
                 "or an array with cupy.from_dlpack(buffer), and copy that to the CPU"
             )
-        array = numpy_view(self.view.pointer, self.view.nbytes, _name(&self.view), self.view.readonly, self)
+        array = numpy_view(self.view.pointer, self.view.nbytes, self.name(), self.view.readonly, self)
         if dtype is not None and np.dtype(dtype) != array.dtype:
             if copy is False:
                 raise ValueError(f"{self!r} as {np.dtype(dtype)} needs a copy")
@@ -627,7 +644,7 @@ Hold memory that is already known: pointer, count and data type, checked once an
             raise AttributeError(f"{self!r} is CPU memory, which has no __cuda_array_interface__")
         return {
             "shape": (self.view.count // self.view.unit,),
-            "typestr": typestr(_name(&self.view)),
+            "typestr": typestr(self.name()),
             "data": (<uintptr_t>self.view.pointer, bool(self.view.readonly)),
             "strides": None,
             "version": 3,
@@ -640,7 +657,7 @@ Hold memory that is already known: pointer, count and data type, checked once an
         if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
             raise BufferError(f"{self!r} is passed on where it lies, {self.__dlpack_device__()}, not {dl_device}")
         return dlpack_capsule(
-            self.view.pointer, self.view.count // self.view.unit, _name(&self.view), _place(&self.view),
+            self.view.pointer, self.view.count // self.view.unit, self.name(), _place(&self.view),
             self.view.readonly, max_version is not None and max_version[0] >= 1, self,
         )
 

@@ -12,24 +12,32 @@ cdef enum:
     COMPLEX = 2  # as pairs of reals
     BYTES = 3  # as uint8, itemsize of them an element
 
+# So many characters of ASCII has the name of a type at most; a longer one is cut and ends in a digest of all of it.
+cdef enum:
+    NAME = 155
+
+
+# The data type of an array's elements.
+cdef struct ElementType:
+    int datatype  # ncclDataType_t
+    size_t unit  # so many of those are one element
+    unsigned long long flavour
+
+
 # The size in bytes of an element, by ncclDataType_t.
 cdef int* ITEMSIZE
 
-# How many of NCCL's elements carry one element, by flavour.
-cdef size_t* UNITS
+# By numpy's own type numbers; of what goes by its dtype the data type is -1.
+cdef ElementType* OF_NUMPY
 
-# numpy's own type numbers to packed types; -1 for what goes by its dtype.
-cdef int* OF_NUMPY
-
-# A packed type is an ncclDataType_t and a flavour: datatype | flavour << 8.
-
-cdef int of_dtype(object dtype, str argument) except -1
-cdef int of_dlpack(int code, int bits, int lanes, str argument) except -1
-cdef int of_torch(object dtype, size_t itemsize, str argument) except -1
-cdef int of_anything(object dtype, str argument) except -1
-cdef str name_of(int datatype, int flavour)
+cdef int of_dtype(object dtype, ElementType* out, str argument) except -1
+cdef int of_dlpack(int code, int bits, int lanes, ElementType* out, str argument) except -1
+cdef int of_torch(object dtype, size_t itemsize, ElementType* out, str argument) except -1
+cdef int of_anything(object dtype, ElementType* out, str argument) except -1
+# The name that ranks compare: the same in all processes for types that are the same.
+cdef str name_of(int datatype, unsigned long long flavour)
 cdef bytes encoded(object value, object datatype, str argument)
 
 
-cdef inline int of_numpy(int number) noexcept:
-    return OF_NUMPY[number] if 0 <= number < 64 else -1
+cdef inline const ElementType* of_numpy(int number) noexcept:
+    return &OF_NUMPY[number] if 0 <= number < 64 and OF_NUMPY[number].datatype >= 0 else NULL

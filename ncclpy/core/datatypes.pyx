@@ -2,10 +2,13 @@
 
 NCCL has twelve. Bool travels as uint8 and a complex number as two reals; whatever else has a fixed size travels as
 bytes, which calls that only move data take and reductions refuse. Two types that look the same to NCCL have different
-flavours, so that they are not mistaken for each other here.
+flavours, so that they are not mistaken for each other. The flavour of a type that travels as bytes is a digest of its
+name and its size: nothing has to be kept for it, and the name, which is what ranks compare, is the same in all processes.
 """
 
-from libc.stdlib cimport realloc
+import hashlib
+
+cimport cython
 
 from ncclpy.abi.dlpack cimport (
     kDLBfloat,
@@ -38,15 +41,20 @@ from ncclpy.core.types import DataType, as_datatype
 
 ITEMSIZE = [1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1]
 
-# The types that travel as bytes: (name, size in bytes) to packed type, and the names by flavour.
-cdef dict _bytes_of = {}
-cdef list _names = ["", "bool", ""]
+# The names of NCCL's own types.
+cdef tuple _REALS = tuple([member.name.lower() for member in DataType])
+
+# So many types of numpy that travel as bytes are remembered: a program may make new ones for ever ("S1", "S2", ...).
+cdef Py_ssize_t _REMEMBERED = 1024
+# Their names by flavour, and those that are never forgotten: DLPack's and torch's, of which there are few.
+cdef dict _names = {}
+cdef dict _known_names = {}
 
 # Of dtypes of numpy that have no number of their own (ml_dtypes, dates, structures), and of torch.
 cdef dict _of_dtype = {}
 cdef dict _of_torch = {}
 
-cdef int[64] _of_numpy
+cdef ElementType[64] _of_numpy
 
 # DLPack's type codes that have a name of their own; the others are a word and a number of bits.
 cdef dict _DLPACK_WORDS = {
@@ -58,6 +66,9 @@ cdef dict _DLPACK_NAMES = {
     17: "float4_e2m1fn",
 }
 
+# Types of DLPack that NCCL has not, by code, bits and lanes.
+cdef dict _of_codes = {}
+
 # Names that numpy does not know, with their sizes.
 cdef dict _NAMED = {
     "complex32": 4, "float8_e3m4": 1, "float8_e4m3": 1, "float8_e4m3b11fnuz": 1, "float8_e4m3fnuz": 1,
@@ -65,176 +76,250 @@ cdef dict _NAMED = {
 }
 
 
-cdef int _as_bytes(str name, size_t itemsize) except -1:
-    """Return the packed type of one that travels as bytes; each has a flavour of its own."""
-    global UNITS
-    cdef size_t* grown
-    found = _bytes_of.get((name, itemsize))
-    if found is None:
-        grown = <size_t*>realloc(UNITS, (len(_names) + 1) * sizeof(size_t))
-        if grown == NULL:
-            raise MemoryError
-        UNITS = grown
-        UNITS[len(_names)] = itemsize
-        found = <int>ncclUint8 | len(_names) << 8
-        _names.append(name)
-        _bytes_of[name, itemsize] = found
-    return found
+@cython.final
+cdef class _Type:
+    """An `ElementType` in a dict."""
+
+    cdef ElementType type
+
+
+cdef int _real(ElementType* out, int datatype, unsigned long long flavour=REAL) noexcept:
+    """Fill in a type that NCCL has, or that is made of those."""
+    out.datatype, out.flavour = datatype, flavour
+    out.unit = 2 if flavour == COMPLEX else 1
+    return 0
+
+
+cdef int _as_bytes(ElementType* out, str name, size_t itemsize, dict names) except -1:
+    """Fill in a type that travels as bytes."""
+    digest = hashlib.blake2b(f"{itemsize} {name}".encode(), digest_size=8).digest()
+    out.flavour = <unsigned long long>int.from_bytes(digest, "little") | 1ULL << 63
+    out.datatype, out.unit = <int>ncclUint8, itemsize
+    names[out.flavour] = name
+    return 0
+
+
+cdef int _forget(dict remembered) except -1:
+    """Make room for one more."""
+    while len(remembered) >= _REMEMBERED:
+        for oldest in remembered:
+            break
+        remembered.pop(oldest, None)
+    return 0
 
 
 cdef int _fill() except -1:
-    global UNITS, OF_NUMPY
+    global OF_NUMPY
     cdef int i
-    UNITS = <size_t*>realloc(NULL, 3 * sizeof(size_t))
-    if UNITS == NULL:
-        raise MemoryError
-    UNITS[REAL] = UNITS[BOOLEAN] = 1
-    UNITS[COMPLEX] = 2
     OF_NUMPY = _of_numpy
     for i in range(64):
-        _of_numpy[i] = -1
-    for name, value in (
-        ("int8", <int>ncclInt8), ("uint8", <int>ncclUint8), ("int32", <int>ncclInt32), ("uint32", <int>ncclUint32),
-        ("int64", <int>ncclInt64), ("uint64", <int>ncclUint64), ("float16", <int>ncclFloat16),
-        ("float32", <int>ncclFloat32), ("float64", <int>ncclFloat64), ("bool", <int>ncclUint8 | BOOLEAN << 8),
-        ("complex64", <int>ncclFloat32 | COMPLEX << 8), ("complex128", <int>ncclFloat64 | COMPLEX << 8),
-        ("int16", _as_bytes("int16", 2)), ("uint16", _as_bytes("uint16", 2)),
+        _of_numpy[i].datatype = -1
+    for name, value, flavour in (
+        ("int8", <int>ncclInt8, REAL), ("uint8", <int>ncclUint8, REAL), ("int32", <int>ncclInt32, REAL),
+        ("uint32", <int>ncclUint32, REAL), ("int64", <int>ncclInt64, REAL), ("uint64", <int>ncclUint64, REAL),
+        ("float16", <int>ncclFloat16, REAL), ("float32", <int>ncclFloat32, REAL), ("float64", <int>ncclFloat64, REAL),
+        ("bool", <int>ncclUint8, BOOLEAN), ("complex64", <int>ncclFloat32, COMPLEX),
+        ("complex128", <int>ncclFloat64, COMPLEX),
     ):
-        _of_numpy[np.dtype(name).num] = value
+        i = np.dtype(name).num
+        _real(&_of_numpy[i], value, flavour)
+    for name in ("int16", "uint16"):
+        i = np.dtype(name).num
+        _as_bytes(&_of_numpy[i], name, 2, _known_names)
     # C's long and long long are both 64 bits wide and have a number each.
     for code in "lqLQ":
-        _of_numpy[np.dtype(code).num] = <int>ncclInt64 if code in "lq" else <int>ncclUint64
+        i = np.dtype(code).num
+        _real(&_of_numpy[i], <int>ncclInt64 if code in "lq" else <int>ncclUint64)
     return 0
 
 
 _fill()
 
 
-cdef int of_dtype(object dtype, str argument) except -1:
-    """Return the packed type of a numpy dtype."""
-    cdef int number = dtype.num
-    cdef int packed = of_numpy(number)
-    if packed >= 0:
-        return packed
+cdef int of_dtype(object dtype, ElementType* out, str argument) except -1:
+    """Fill in the type of a numpy dtype."""
+    cdef const ElementType* known = of_numpy(dtype.num)
+    cdef _Type found
+    if known != NULL:
+        out[0] = known[0]
+        return 0
     found = _of_dtype.get(dtype)
     if found is None:
+        found = _Type.__new__(_Type)
         try:
-            found = <int>as_datatype(dtype)  # bfloat16 of ml_dtypes, say
+            _real(&found.type, <int>as_datatype(dtype))  # bfloat16 of ml_dtypes, say
         except TypeError:
             if dtype.hasobject or dtype.itemsize == 0:
                 raise TypeError(
                     f"{argument}: NCCL has no data type for {dtype!r}, and its elements hold no data of a fixed size "
                     "that could be sent"
                 ) from None
-            found = _as_bytes(str(dtype) if dtype.fields else dtype.name, dtype.itemsize)
+            _forget(_names)
+            _as_bytes(&found.type, _name_of_dtype(dtype), dtype.itemsize, _names)
+        _forget(_of_dtype)
         _of_dtype[dtype] = found
-    return found
+    out[0] = found.type
+    return 0
 
 
-cdef int of_dlpack(int code, int bits, int lanes, str argument) except -1:
-    """Return the packed type of a DLPack type."""
+cdef str _name_of_dtype(object dtype):
+    """Return a name that is the same for what numpy holds to be equal, in all processes; it has `NAME` characters at most.
+
+    Not numpy's text: that one shows also how a structure was made (``align=True``, titles, numpy.record), which two equal
+    dtypes may differ in.
+    """
+    if dtype.names is None and dtype.subdtype is None:
+        text = dtype.name
+    else:
+        text = _layout(dtype)
+    packed = text.encode("ascii", "backslashreplace")
+    if len(packed) > NAME:
+        digest = hashlib.blake2b(packed, digest_size=8).hexdigest()
+        end = f"... ({len(dtype.names or ())} fields, {dtype.itemsize} bytes, #{digest})"
+        packed = packed[: NAME - len(end)] + end.encode()
+    return packed.decode()
+
+
+cdef str _layout(object dtype):
+    """Return the fields of a structure in their order, and where each lies unless it follows the last one."""
+    if dtype.subdtype is not None:
+        base, shape = dtype.subdtype
+        return f"({_layout(base)}, {shape})"
+    if dtype.names is None:
+        # Types of numpy's own by their code, with the order of the bytes; others have a number from 256 on, or none.
+        return repr(dtype.str if 0 <= dtype.num < 256 else dtype.name)
+    parts, end = [], 0
+    for name in dtype.names:
+        inner, offset = dtype.fields[name][:2]
+        parts.append(f"({name!r}, {_layout(inner)})" + (f" at {offset}" if offset != end else ""))
+        end = offset + inner.itemsize
+    return f"[{', '.join(parts)}]" + (f" of {dtype.itemsize} bytes" if dtype.itemsize != end else "")
+
+
+cdef int of_dlpack(int code, int bits, int lanes, ElementType* out, str argument) except -1:
+    """Fill in the type of a DLPack type."""
     if lanes == 1:
         if code == kDLFloat:
             if bits == 32:
-                return <int>ncclFloat32
+                return _real(out, <int>ncclFloat32)
             if bits == 16:
-                return <int>ncclFloat16
+                return _real(out, <int>ncclFloat16)
             if bits == 64:
-                return <int>ncclFloat64
+                return _real(out, <int>ncclFloat64)
         elif code == kDLBfloat and bits == 16:
-            return <int>ncclBfloat16
+            return _real(out, <int>ncclBfloat16)
         elif code == kDLInt:
             if bits == 32:
-                return <int>ncclInt32
+                return _real(out, <int>ncclInt32)
             if bits == 64:
-                return <int>ncclInt64
+                return _real(out, <int>ncclInt64)
             if bits == 8:
-                return <int>ncclInt8
+                return _real(out, <int>ncclInt8)
         elif code == kDLUInt:
             if bits == 8:
-                return <int>ncclUint8
+                return _real(out, <int>ncclUint8)
             if bits == 32:
-                return <int>ncclUint32
+                return _real(out, <int>ncclUint32)
             if bits == 64:
-                return <int>ncclUint64
+                return _real(out, <int>ncclUint64)
         elif code == kDLBool and bits == 8:
-            return <int>ncclUint8 | BOOLEAN << 8
+            return _real(out, <int>ncclUint8, BOOLEAN)
         elif code == kDLComplex:
             if bits == 64:
-                return <int>ncclFloat32 | COMPLEX << 8
+                return _real(out, <int>ncclFloat32, COMPLEX)
             if bits == 128:
-                return <int>ncclFloat64 | COMPLEX << 8
+                return _real(out, <int>ncclFloat64, COMPLEX)
         elif code == kDLFloat8_e4m3fn:
-            return <int>ncclFloat8e4m3
+            return _real(out, <int>ncclFloat8e4m3)
         elif code == kDLFloat8_e5m2:
-            return <int>ncclFloat8e5m2
-    name = _DLPACK_NAMES.get(code)
-    if name is None and code in _DLPACK_WORDS:
-        name = f"{_DLPACK_WORDS[code]}{bits}"
-    if name is not None and lanes != 1:
-        name = f"{name}_x{lanes}"  # as torch has it
-    if name is None or bits * lanes == 0 or bits * lanes % 8:
-        raise TypeError(
-            f"{argument}: NCCL has no data type for DLPack's type code {code} of {bits} bits, {lanes} an element"
-        )
-    return _as_bytes(name, bits * lanes // 8)
+            return _real(out, <int>ncclFloat8e5m2)
+    return _of_rare(code, bits, lanes, out, argument)
 
 
-cdef int of_torch(object dtype, size_t itemsize, str argument) except -1:
-    """Return the packed type of a torch.dtype, whose objects are told apart by name: torch is not imported here."""
-    found = _of_torch.get(dtype)
+cdef int _of_rare(int code, int bits, int lanes, ElementType* out, str argument) except -1:
+    """Fill in the type of a DLPack type that NCCL has not, which is remembered."""
+    cdef _Type found = _of_codes.get((code, bits, lanes))
     if found is None:
+        name = _DLPACK_NAMES.get(code)
+        if name is None and code in _DLPACK_WORDS:
+            name = f"{_DLPACK_WORDS[code]}{bits}"
+        if name is not None and lanes != 1:
+            name = f"{name}_x{lanes}"  # as torch has it
+        if name is None or bits * lanes == 0 or bits * lanes % 8:
+            raise TypeError(
+                f"{argument}: NCCL has no data type for DLPack's type code {code} of {bits} bits, {lanes} an element"
+            )
+        found = _Type.__new__(_Type)
+        _as_bytes(&found.type, name, bits * lanes // 8, _known_names)
+        _of_codes[code, bits, lanes] = found
+    out[0] = found.type
+    return 0
+
+
+cdef int of_torch(object dtype, size_t itemsize, ElementType* out, str argument) except -1:
+    """Fill in the type of a torch.dtype, whose objects are told apart by name: torch is not imported here."""
+    cdef _Type found = _of_torch.get(dtype)
+    if found is None:
+        found = _Type.__new__(_Type)
         name = str(dtype).removeprefix("torch.")
-        found = _of_name(name)
-        if found is None:
-            found = _as_bytes(name, itemsize)
+        if not _of_name(name, &found.type):
+            _as_bytes(&found.type, name, itemsize, _known_names)
         _of_torch[dtype] = found
-    return found
+    out[0] = found.type
+    return 0
 
 
-cdef object _of_name(str name):
-    """Return the packed type of a name that NCCL, numpy or DLPack has for it, or None."""
+cdef bint _of_name(str name, ElementType* out) except -1:
+    """Fill in the type of a name that NCCL, numpy or DLPack has for it; return whether one of them has."""
     try:
-        return <int>as_datatype(name)
+        _real(out, <int>as_datatype(name))
+        return True
     except TypeError:
         pass
     if name in _NAMED:
-        return _as_bytes(name, _NAMED[name])
+        _as_bytes(out, name, _NAMED[name], _known_names)
+        return True
     try:
         dtype = np.dtype(name)
     except TypeError:
-        return None
+        return False
     # Only full names: "i" and "f4" are numpy's own shorthand, which NCCL's names do not follow.
-    return of_dtype(dtype, "dtype") if dtype.name == name and not dtype.hasobject and dtype.itemsize else None
+    if dtype.name != name or dtype.hasobject or not dtype.itemsize:
+        return False
+    of_dtype(dtype, out, "dtype")
+    return True
 
 
-cdef int of_anything(object dtype, str argument) except -1:
-    """Return the packed type of what a caller says: a member, its number, a name, a dtype of numpy or torch."""
+cdef int of_anything(object dtype, ElementType* out, str argument) except -1:
+    """Fill in the type of what a caller says: a member, its number, a name, a dtype of numpy or torch."""
     if isinstance(dtype, np.dtype) or (isinstance(dtype, type) and issubclass(dtype, (np.generic, bool, complex))):
         dtype = np.dtype(dtype)
         if not dtype.isnative:
             raise TypeError(f"{argument}: the byte order of {dtype!r} is not this machine's")
-        return of_dtype(dtype, argument)
+        return of_dtype(dtype, out, argument)
     try:
-        return <int>as_datatype(dtype)
+        return _real(out, <int>as_datatype(dtype))
     except TypeError as error:
-        found = None
         if isinstance(dtype, str):
-            found = _of_name(dtype.lower().removeprefix("torch."))
+            if _of_name(dtype.lower().removeprefix("torch."), out):
+                return 0
         elif type(dtype).__module__ == "torch":
-            found = of_torch(dtype, dtype.itemsize, argument)
-        if found is None:
-            raise TypeError(f"{argument}: {error}") from None
-        return found
+            return of_torch(dtype, dtype.itemsize, out, argument)
+        raise TypeError(f"{argument}: {error}") from None
 
 
-cdef str name_of(int datatype, int flavour):
+cdef str name_of(int datatype, unsigned long long flavour):
     """Name a data type as its owner does."""
     if flavour == REAL:
-        return DataType(datatype).name.lower()
+        return _REALS[datatype]
     if flavour == COMPLEX:
         return "complex64" if datatype == <int>ncclFloat32 else "complex128"
-    return _names[flavour]
+    if flavour == BOOLEAN:
+        return "bool"
+    name = _names.get(flavour)
+    if name is None:
+        name = _known_names.get(flavour)
+    return f"a type that was forgotten, #{flavour:x}" if name is None else name
 
 
 # Bits of the exponent and of the fraction, by data type.

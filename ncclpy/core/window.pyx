@@ -16,7 +16,7 @@ from ncclpy.abi.nccl cimport (
 )
 from ncclpy.core.buffers cimport HOST_MEMORY, NO_FRAMEWORK, Buffer
 from ncclpy.core.check cimport check
-from ncclpy.core.datatypes cimport ITEMSIZE, UNITS, name_of, of_anything
+from ncclpy.core.datatypes cimport ITEMSIZE, ElementType, name_of, of_anything
 from ncclpy.core.group cimport current_group
 from ncclpy.core.handle cimport WAS_ABORTED
 from ncclpy.core.library cimport host_engine, host_hold_window, host_let_window_go, nccl, require
@@ -154,13 +154,13 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
         cdef View view
         cdef void* pointer = NULL
         cdef ncclResult_t result = <ncclResult_t>WAS_ABORTED
-        cdef int number = as_integer(rank, "rank"), packed
+        cdef ElementType asked
+        cdef int number = as_integer(rank, "rank")
         require(<void*>nccl.ncclGetPeerDevicePointer, b"ncclGetPeerDevicePointer")
         view = self.view
         if dtype is not None:
-            packed = of_anything(dtype, "dtype")
-            view.datatype, view.flavour = packed & 0xFF, packed >> 8
-            view.unit = UNITS[view.flavour]
+            of_anything(dtype, &asked, "dtype")
+            view.datatype, view.flavour, view.unit = asked.datatype, asked.flavour, asked.unit
             if view.nbytes % (view.unit * ITEMSIZE[view.datatype]):
                 raise ValueError(
                     f"dtype: the {view.nbytes} bytes of the window are no whole number of "
@@ -199,6 +199,7 @@ Keep a buffer registered as this rank's part of a window (`ncclCommWindowRegiste
             view.device = comm.device
         made = Buffer.__new__(Buffer)
         made.view = view
+        made.keep_name()
         made.owner = part
         return made
 

@@ -372,9 +372,9 @@ cdef int check_members(Ensemble ensemble, Gathering gathering, tuple devices) ex
 
 cdef int _describe(Operation* o, Gathering gathering, Participant participant, CUstream stream) except -1:
     memset(o, 0, sizeof(Operation))
-    o.kind = gathering.kind
-    o.datatype = gathering.datatype
-    o.op = gathering.op
+    o.kind = gathering.call.kind
+    o.datatype = gathering.call.datatype
+    o.op = max(0, gathering.call.op)
     o.root = gathering.root
     o.send = participant.send
     o.recv = participant.recv

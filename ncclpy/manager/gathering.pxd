@@ -1,4 +1,5 @@
 from ncclpy.core.buffers cimport View
+from ncclpy.core.fingerprint cimport Fingerprint
 from ncclpy.core.operation cimport Operation
 from ncclpy.engine.protocols cimport Awaited
 from ncclpy.engine.work cimport Work
@@ -22,13 +23,10 @@ cdef Key new_key(object value)
 
 cdef class Participant:
     cdef Work work
-    cdef int kind
+    cdef Fingerprint call
     cdef const void* send
     cdef void* recv
     cdef size_t count  # of the collective, as NCCL counts it
-    cdef int datatype
-    cdef int flavour
-    cdef int op
     cdef int device
     cdef int global_rank
     cdef int root  # what it says: -1 for nothing
@@ -44,10 +42,7 @@ cdef class Participant:
 
 cdef class Gathering(Awaited):
     cdef Key key
-    cdef int kind
-    cdef int op
-    cdef int datatype
-    cdef int flavour
+    cdef Fingerprint call  # of the first participant
     cdef size_t count
     cdef int root
     cdef int num_local

@@ -5,8 +5,8 @@ import logging
 cimport cython
 
 from ncclpy.core.buffers cimport View
-from ncclpy.core.operation cimport Operation, has_root, reduces
-from ncclpy.core.shape cimport type_name
+from ncclpy.core.fingerprint cimport COUNT, OPERATOR, TYPE, difference, take_fingerprint, type_of
+from ncclpy.core.operation cimport Operation, has_root
 from ncclpy.core.wait cimport FOREVER, now
 from ncclpy.engine.message cimport is_plain, message
 from ncclpy.engine.protocols cimport Awaited
@@ -100,11 +100,10 @@ cdef class Participant:
 
     cdef int bring(self, const Operation* operation, const View* view) except -1:
         """Take over what its buffers have been found to be."""
-        self.kind = operation.kind
+        take_fingerprint(&self.call, operation, view)
+        self.call.root = -1  # who it is need not be known to all yet
         self.send, self.recv = operation.send, operation.recv
         self.count = operation.count
-        self.datatype, self.flavour = view.datatype, view.flavour
-        self.op = operation.op
         return 0
 
 
@@ -132,8 +131,9 @@ cdef class Gathering(Awaited):
             )
         elif self.communicator_key and len(self.communicator_key) != 128:
             what = f"a communicator key has 128 bytes, not {len(self.communicator_key)}"
-        elif participant.kind != self.kind:
-            what = self._differ("operation", method_name(self.kind), method_name(participant.kind), participant)
+        elif participant.call.kind != self.call.kind:
+            kinds = method_name(self.call.kind), method_name(participant.call.kind)
+            what = self._differ("operation", kinds[0], kinds[1], participant)
         elif participant.num_local != self.num_local:  # first: by default num_global is num_local
             what = self._differ(
                 "number of local participants (num_local)", self.num_local, participant.num_local, participant
@@ -167,22 +167,20 @@ cdef class Gathering(Awaited):
             what = f"the participant on device {participant.device} has no global_rank, which several nodes need"
         if what is None and participant.global_rank >= self.num_global:
             what = f"global rank {participant.global_rank} on device {participant.device}: there are {self.num_global}"
-        if what is None and has_root(self.kind):
+        if what is None and has_root(self.call.kind):
             what = self._check_root(participant)
         if what is not None:
             self.error = ValueError(self.say(what))
         return 0
 
     def _check_data(self, Participant participant):
-        if participant.datatype != self.datatype or participant.flavour != self.flavour:
-            return self._differ(
-                "data type", _type(self.datatype, self.flavour),
-                _type(participant.datatype, participant.flavour), participant,
-            )
-        if participant.count != self.count:
-            return self._differ("element count", self.count, participant.count, participant)
-        if reduces(self.kind) and participant.op != self.op:
-            return self._differ("reduction operator", _op(self.op), _op(participant.op), participant)
+        cdef int found = difference(&self.call, &participant.call)
+        if found == TYPE:
+            return self._differ("data type", type_of(&self.call), type_of(&participant.call), participant)
+        if found == COUNT:
+            return self._differ("element count", self.call.count, participant.call.count, participant)
+        if found == OPERATOR:
+            return self._differ("reduction operator", _op(self.call.op), _op(participant.call.op), participant)
         return None
 
     def _check_root(self, Participant participant):
@@ -207,10 +205,7 @@ cdef class Gathering(Awaited):
     cdef int join(self, Participant participant) except -1:
         """Count a participant in, whether or not it fits: all are waited for."""
         if not self.participants:
-            self.datatype = participant.datatype
-            self.flavour = participant.flavour
-            self.count = participant.count
-            self.op = participant.op
+            self.call, self.count = participant.call, participant.count
         self.participants.append(participant)
         self.arrived += 1
         return 0
@@ -227,7 +222,7 @@ cdef class Gathering(Awaited):
         cdef int rank
         if len(self.participants) > 1:
             self.participants.sort(key=_rank_and_device)
-        if not has_root(self.kind) or self.error is not None:
+        if not has_root(self.call.kind) or self.error is not None:
             return 0
         found = None
         for index, participant in enumerate(self.participants):
@@ -309,7 +304,7 @@ cdef class Gathering(Awaited):
         cdef Participant participant
         return {
             "key": self.key.value,
-            "operation": method_name(self.kind),
+            "operation": method_name(self.call.kind),
             "since": self.since,
             "arrived": sorted([participant.device for participant in self.participants]),
             "num_local": self.num_local,
@@ -321,7 +316,7 @@ cdef class Gathering(Awaited):
 cdef Gathering new_gathering(Key key, Participant first, bint signalled):
     cdef Gathering gathering = Gathering.__new__(Gathering)
     gathering.key = key
-    gathering.kind = first.kind
+    gathering.call = first.call
     gathering.num_local = first.num_local
     gathering.num_global = first.num_global
     gathering.communicator_key = first.communicator_key
@@ -354,13 +349,6 @@ def _says(Participant participant not None):
 
 def _short(bytes communicator_key):
     return communicator_key.hex()[:16] or "none"
-
-
-cdef object _type(int datatype, int flavour):
-    cdef View view
-    view.datatype = datatype
-    view.flavour = flavour
-    return type_name(&view)
 
 
 def _op(int op):

@@ -9,7 +9,6 @@ from ncclpy.abi.locks cimport LOCK_DEFAULT_MANAGER
 from ncclpy.core.abort cimport ABORT_DEADLINE
 from ncclpy.core.buffers cimport View
 from ncclpy.core.library cimport check_process, driver
-from ncclpy.core.operation cimport reduces
 from ncclpy.core.overdue cimport tell_overdue
 from ncclpy.core.wait cimport FOREVER, as_timeout, now
 from ncclpy.engine.callbacks cimport users
@@ -184,17 +183,17 @@ Gather the participants of collectives by key and launch each collective when al
             one.limit = self.timeout
         self._check_usable()
         ensure_running()  # nothing may fail for want of a thread once the participant is counted in
-        work = one.work = new_work(one.kind, one.device)
+        work = one.work = new_work(one.call.kind, one.device)
         work.timed = self.timing
         work.held = held
         work.output = output
         work.entry.key = key
-        work.entry.datatype = one.datatype
+        work.entry.datatype = one.call.datatype
         work.entry.count = one.count
         work.entry.nbytes = view.nbytes
         work.entry.nranks = one.num_global
-        if reduces(one.kind):
-            work.entry.op = one.op
+        if one.call.op >= 0:
+            work.entry.op = one.call.op
         if on_done is not None:
             work.callbacks, work.has_listeners = [on_done], True
         try:

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ncclpy.core.errors import ranks, spans
-from ncclpy.core.types import DataType, ReduceOp
+from ncclpy.core.types import ReduceOp
 from ncclpy.engine.ledger import method_name
 
 __all__ = ["Message", "beside", "disagreement", "message_text", "pack", "pack_message", "unpack_message"]
 
-#: kind, datatype, operator, root, count, whether the parts may differ, how many counts of parts follow.
-CALL = struct.Struct("=iiiiQII")
+#: kind, operator, root, whether parts may differ, how many counts of parts follow, length of the type's name, count.
+CALL = struct.Struct("=iiiIIIQ")
 _LENGTH = struct.Struct("=I")
-_MESSAGE = struct.Struct("=iiiiQ")
+#: peer, kind, tag, length of the type's name, count.
+_MESSAGE = struct.Struct("=iiiIQ")
 #: So many counts of parts are shown.
 _SHOWN = 8
 
-#: (peer, kind, datatype, count, tag)
-Message = tuple[int, int, int, int, int]
+#: (peer, kind, name of the type, count, tag)
+Message = tuple[int, int, str, int, int]
 
 
 def pack(calls: bytes, messages: Sequence[Message]) -> bytes:
@@ -30,48 +32,73 @@ def pack(calls: bytes, messages: Sequence[Message]) -> bytes:
 
 def pack_message(message: Message) -> bytes:
     """Return one message as bytes."""
-    peer, kind, datatype, count, tag = message
-    return _MESSAGE.pack(peer, kind, datatype, tag, count)
+    peer, kind, dtype, count, tag = message
+    name = dtype.encode()
+    return _MESSAGE.pack(peer, kind, tag, len(name), count) + name
 
 
 def unpack_message(packed: bytes, offset: int = 0) -> Message:
     """Return what `pack_message` has packed."""
-    peer, kind, datatype, tag, count = _MESSAGE.unpack_from(packed, offset)
-    return peer, kind, datatype, count, tag
+    peer, kind, tag, length, count = _MESSAGE.unpack_from(packed, offset)
+    offset += _MESSAGE.size
+    return peer, kind, _name(packed, offset, length), count, tag
+
+
+def _name(packed: bytes, offset: int, length: int) -> str:
+    if offset + length > len(packed):
+        raise ValueError(f"a name of {length} bytes at {offset} of {len(packed)}")
+    return packed[offset : offset + length].decode("ascii")
 
 
 def _messages(note: bytes) -> list[Message]:
-    start = _LENGTH.size + _LENGTH.unpack_from(note)[0]
-    return [unpack_message(note, offset) for offset in range(start, len(note), _MESSAGE.size)]
+    found, offset = [], _LENGTH.size + _LENGTH.unpack_from(note)[0]
+    while offset < len(note):
+        message = unpack_message(note, offset)
+        offset += _MESSAGE.size + len(message[2])
+        found.append(message)
+    return found
 
 
-def _calls(note: bytes) -> list[tuple]:
-    """Return the calls of a note: the fields of `CALL` but for the last one, and the counts of parts."""
+class _Call(NamedTuple):
+    """One call of a note."""
+
+    kind: int
+    dtype: str
+    op: int
+    root: int
+    count: int
+    uneven: int
+    parts: tuple[int, ...]
+
+
+def _calls(note: bytes) -> list[_Call]:
+    """Return the calls of a note."""
     found, offset = [], _LENGTH.size
     end = offset + _LENGTH.unpack_from(note)[0]
     while offset < end:
-        *fields, nparts = CALL.unpack_from(note, offset)
+        kind, op, root, uneven, nparts, nname, count = CALL.unpack_from(note, offset)
         offset += CALL.size
-        found.append((*fields, struct.unpack_from(f"={nparts}Q", note, offset)))
+        dtype = _name(note, offset, nname)
+        offset += nname
+        parts = struct.unpack_from(f"={nparts}Q", note, offset)
+        found.append(_Call(kind, dtype, op, root, count, uneven, parts))
         offset += 8 * nparts
     return found
 
 
-def _of(count: int, datatype: int) -> str:
-    return f"{count:,} {DataType(datatype).name.lower()}"
-
-
-def _call_text(call: tuple) -> str:
-    kind, datatype, op, root, count, uneven, parts = call
+def _call_text(call: _Call) -> str:
+    kind, dtype, op, root, count, uneven, parts = call
+    if not dtype:
+        return "barrier"
     text = f"{method_name(kind)} of "
     if parts:
         shown = ", ".join(f"{part:,}" for part in parts[:_SHOWN])
         more = f" and {len(parts) - _SHOWN} more counts of" if len(parts) > _SHOWN else ""
-        text += f"parts of {shown}{more} {DataType(datatype).name.lower()}"
+        text += f"parts of {shown}{more} {dtype}"
     elif uneven:
-        text += f"parts that may differ, of {DataType(datatype).name.lower()}"
+        text += f"parts that may differ, of {dtype}"
     else:
-        text += _of(count, datatype)
+        text += f"{count:,} {dtype}"
     if op >= 0:
         text += f" ({ReduceOp(op).name.lower()})"
     if root >= 0:
@@ -79,7 +106,7 @@ def _call_text(call: tuple) -> str:
     return text
 
 
-def _text(calls: list[tuple], place: int, alone: bool) -> str:
+def _text(calls: list[_Call], place: int, alone: bool) -> str:
     """Say what one rank brings, of which the call at a place is the first that is not that of all."""
     if alone:
         return _call_text(calls[0])
@@ -105,10 +132,10 @@ def message_text(message: Message | None, peer: int) -> str:
     """Say what a message is, on the rank that brings it."""
     if message is None:
         return "nothing"
-    _, kind, datatype, count, tag = message
+    _, kind, dtype, count, tag = message
     named = method_name(kind)
     way = "to" if named == "send" else "from"
-    return f"{named} of {_of(count, datatype)} {way} rank {peer}{f' with tag {tag}' if tag >= 0 else ''}"
+    return f"{named} of {count:,} {dtype} {way} rank {peer}{f' with tag {tag}' if tag >= 0 else ''}"
 
 
 def beside(mine: Message, theirs: Message, rank: int, peer: int) -> str | None:

@@ -7,6 +7,7 @@ from libc.string cimport memset
 
 from ncclpy.abi.driver cimport CUstream
 from ncclpy.core.buffers cimport HOST_MEMORY, View, read_view
+from ncclpy.core.fingerprint cimport take_fingerprint
 from ncclpy.core.lower cimport Lowered
 from ncclpy.core.operation cimport ALL_REDUCE, BROADCAST, RECV, SCATTER, SEND, Operation, is_pair
 from ncclpy.core.start cimport fill_barrier, root_rank
@@ -28,7 +29,7 @@ from ncclpy.process_group.held cimport give, look_after, new_holder, wait_until_
 from ncclpy.process_group.membership cimport Membership
 from ncclpy.process_group.pairs cimport disconnect, matched
 from ncclpy.process_group.request cimport Request, new_request
-from ncclpy.process_group.signature cimport new_signature
+from ncclpy.process_group.signature cimport BARRIER, new_signature
 
 from ncclpy.core.errors import NcclError
 from ncclpy.core.types import ReduceOp, as_integer
@@ -41,9 +42,6 @@ from ncclpy.process_group.hooks import Tells
 from ncclpy.process_group.sparse import SparseSum
 
 cdef object _SUM = ReduceOp.SUM
-
-cdef enum:
-    _BARRIER = -2  # in the place of a tag, which a collective has none of
 
 
 cdef class ProcessGroup(Membership):
@@ -139,16 +137,17 @@ Work with other ranks from one thread or several: collectives and point-to-point
         work.held, work.output = held, output
         work.by_stream = (held is output or output is None) and type(held) is not tuple and goes_by_streams(view)
         note_operation(work.entry, operation, view.nbytes)
-        work.entry.tag, work.entry.is_barrier = max(tag, -1), tag == _BARRIER
+        work.entry.tag, work.entry.is_barrier = max(tag, -1), tag == BARRIER
         if lowered is None:
             request.add(operation)
         else:
             request.add_all(lowered)
         request.point_to_point = is_pair(operation.kind)
+        take_fingerprint(&request.call, operation, view)
         if request.point_to_point and operation.root != self.rank:
             peer = operation.root
         if request.brought is not None:
-            request.brought.add(operation, lowered, self.rank, tag)
+            request.brought.add(operation, lowered, view, self.rank, tag)
         try:
             if find_producer(view, work.device, producer, &stream):
                 if is_captured(stream, work.device):
@@ -304,7 +303,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
         memset(&view, 0, sizeof(view))
         view.device = HOST_MEMORY  # which has no stream of its own
         view.nbytes = 1
-        return self.begin(&o, None, &view, None, None, producer, timeout, _BARRIER)
+        return self.begin(&o, None, &view, None, None, producer, timeout, BARRIER)
 
     # Blocks.
 

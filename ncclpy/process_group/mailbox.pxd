@@ -1,6 +1,8 @@
 from libc.stddef cimport size_t
 from libc.stdint cimport uint64_t
 
+from ncclpy.core.datatypes cimport NAME
+
 
 # What one rank brings to a message, as it lies in shared memory.
 cdef struct Note:
@@ -9,8 +11,8 @@ cdef struct Note:
     uint64_t count
     int channel
     int kind
-    int datatype
     int tag
+    char type[NAME + 1]  # the name of the data type
 
 
 # The word that a rank sleeps on.

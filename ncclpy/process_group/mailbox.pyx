@@ -1,6 +1,6 @@
 """Where ranks of one machine leave each other notes of what they bring to messages.
 
-Each rank has memory of its own: a page with a word that it sleeps on, and behind it a page for each other rank, with a
+Each rank has memory of its own: a page with a word that it sleeps on, and behind it pages for each other rank, with a
 ring of notes that this one writes and nobody else. So a rank sleeps in one place, whoever it waits for, and two ranks
 that exchange messages need nobody else to have come. Pages that nobody has written to take no memory.
 
@@ -12,7 +12,7 @@ a reference for so long.
 import mmap
 import os
 
-from libc.string cimport memset
+from libc.string cimport memcpy, memset, strlen
 
 from ncclpy.core.wait cimport now
 from ncclpy.engine.native cimport add, load as word_of, swap
@@ -36,32 +36,35 @@ cdef extern from "sched.h" nogil:
 cdef size_t _PAGE = mmap.PAGESIZE
 
 cdef enum:
-    _NOTES = 63  # with the ring's head they fill the smallest page there is
+    _NOTES = 63  # with the ring's head they fill three of the smallest pages there are
 
 #: Seconds that who watches looks before it gives way in between.
 cdef double _AT_HAND = 4e-6
-
-
-cdef struct _Slot:
-    Note note
-    char rest[24]  # up to a line of the cache
 
 
 cdef struct _Ring:
     uint64_t taken  # by who reads
     int wants_room  # who writes: it is to be rung when something is taken
     char rest[52]
-    _Slot slots[_NOTES]
+    Note notes[_NOTES]
+
+
+cdef size_t _PAGES = (sizeof(_Ring) + _PAGE - 1) // _PAGE
+
+
+cdef size_t _length(size_t size):
+    """Return how long the memory of one of so many ranks is."""
+    return (1 + size * _PAGES) * _PAGE
 
 
 cdef class Page:
-    """One page of a rank's memory."""
+    """Some pages of a rank's memory."""
 
-    def __init__(self, int fd, size_t which):
+    def __init__(self, int fd, size_t first, size_t pages=1):
         if self.base != NULL:
             raise RuntimeError("a page is mapped once")
-        self.length = _PAGE
-        self.base = <char*>map_shared(fd, which * _PAGE, _PAGE)
+        self.length = pages * _PAGE
+        self.base = <char*>map_shared(fd, first * _PAGE, self.length)
         if self.base == NULL:
             raise OSError("the group's shared memory cannot be mapped")
 
@@ -105,7 +108,7 @@ cdef class Mailbox:
         self.bell = &self.alone
         memset(&self.alone, 0, sizeof(Bell))
         try:
-            self.fd, self.token = create("ncclpy-check-messages", (1 + size) * _PAGE)
+            self.fd, self.token = create("ncclpy-check-messages", _length(size))
             self.head = Page(self.fd, 0)
             self.bell = <Bell*>self.head.base
         except OSError:  # then it is the store
@@ -170,10 +173,10 @@ def attach(Mailbox mine not None, int rank, int peer, pid, fd, token):
     cdef Post post = Post.__new__(Post)
     if mine.fd < 0:
         raise OSError("there is no memory of this rank's")
-    own = reopen(pid, fd, bytes.fromhex(token), (1 + mine.size) * _PAGE)
+    own = reopen(pid, fd, bytes.fromhex(token), _length(mine.size))
     try:
-        post.door, post.outbox = Page(own, 0), Page(own, 1 + rank)
-        post.inbox = Page(mine.fd, 1 + peer)
+        post.door, post.outbox = Page(own, 0), Page(own, 1 + rank * _PAGES, _PAGES)
+        post.inbox = Page(mine.fd, 1 + peer * _PAGES, _PAGES)
     finally:
         os.close(own)
     return post
@@ -189,9 +192,10 @@ cdef class Post:
             swap(&ring.wants_room, 1)
             if self.written - load_shared(&ring.taken) >= _NOTES:  # who reads has not missed that
                 return False
-        slot = &ring.slots[self.written % _NOTES].note
+        slot = &ring.notes[self.written % _NOTES]
         slot.place, slot.count, slot.channel = note.place, note.count, note.channel
-        slot.kind, slot.datatype, slot.tag = note.kind, note.datatype, note.tag
+        slot.kind, slot.tag = note.kind, note.tag
+        memcpy(slot.type, note.type, strlen(note.type) + 1)
         self.written += 1
         store_shared(&slot.number, self.written)
         return True
@@ -204,10 +208,11 @@ cdef class Post:
 
     cdef bint next(self, Note* note) noexcept:
         cdef _Ring* ring = <_Ring*>self.inbox.base
-        cdef Note* slot = &ring.slots[self.read % _NOTES].note
+        cdef Note* slot = &ring.notes[self.read % _NOTES]
         if load_shared(&slot.number) != self.read + 1:
             return False
         note[0] = slot[0]
+        note.type[NAME] = 0
         self.read += 1
         store_shared(&ring.taken, self.read)
         if word_of(&ring.wants_room) and swap(&ring.wants_room, 0):

@@ -8,6 +8,8 @@ program knows when nothing is under way.
 
 import functools
 
+from ncclpy.core.fingerprint cimport NOTHING, Difference, difference_of_data, type_of
+from ncclpy.core.operation cimport SEND
 from ncclpy.core.wait cimport deadline_after, now
 from ncclpy.engine.work cimport stand_by
 
@@ -97,16 +99,18 @@ cdef int wait_until_idle(Lifecycle group, Connection one, double deadline) excep
 
 cdef Request matched(Lifecycle group, Request request):
     """Return a request of this rank's to itself together with its other half; None while that has not come."""
-    cdef Request other
+    cdef Request other, sent, got
+    cdef Difference found
     cdef Py_ssize_t i
     for i in range(len(group.alone)):
         other = group.alone[i]
         if other.steps[0].kind != request.steps[0].kind:
-            if other.steps[0].count != request.steps[0].count or other.steps[0].datatype != request.steps[0].datatype:
+            sent, got = (request, other) if request.call.kind == SEND else (other, request)
+            found = difference_of_data(&other.call, &request.call)
+            if found != NOTHING:
                 raise ValueError(
-                    f"buf: what rank {group.rank} sends to itself has {other.steps[0].count} elements of type "
-                    f"{other.steps[0].datatype}, what it receives {request.steps[0].count} of type "
-                    f"{request.steps[0].datatype}"
+                    f"buf: what rank {group.rank} sends to itself has {sent.call.count} elements of type "
+                    f"{type_of(&sent.call)}, what it receives {got.call.count} of type {type_of(&got.call)}"
                 )
             if other.work.entry.tag != request.work.entry.tag:
                 raise ValueError(

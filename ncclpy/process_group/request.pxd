@@ -1,3 +1,4 @@
+from ncclpy.core.fingerprint cimport Fingerprint
 from ncclpy.core.lower cimport Lowered
 from ncclpy.core.operation cimport Operation
 from ncclpy.engine.work cimport Work
@@ -14,6 +15,7 @@ cdef class Request:
     cdef size_t count
     cdef size_t capacity
     cdef bint point_to_point  # all of it is
+    cdef Fingerprint call  # of what is no block
     cdef Signature brought  # what other ranks compare it with; None if nothing is compared
     cdef list expected  # (channel, number, peer, message) of each message that it is held back for
     cdef double since  # when it began to be waited for

@@ -10,6 +10,9 @@ higher one, those the other way, and each communicator that the two have as a pa
 
 import json
 
+from libc.string cimport strncpy
+
+from ncclpy.core.datatypes cimport NAME
 from ncclpy.process_group.mailbox cimport Note
 
 from ncclpy.bootstrap.place import BOOT_ID
@@ -41,8 +44,12 @@ cdef class Route:
 
     cdef bint _post(self, tuple key, tuple message):
         cdef Note note
+        cdef bytes name
         note.channel, note.place = key
-        _, note.kind, note.datatype, note.count, note.tag = message
+        _, note.kind, _, note.count, note.tag = message
+        name = (<str>message[2]).encode()
+        strncpy(note.type, name, NAME)
+        note.type[NAME] = 0
         return self.post.put(&note)
 
     cdef tuple look(self, tuple key):
@@ -50,7 +57,7 @@ cdef class Route:
         found = self.come.get(key)
         # What others wait for is kept for them, what nobody has asked for yet stays where it is bounded.
         while found is None and self.state == SHARED and self.post.next(&note):
-            message = (self.rank, note.kind, note.datatype, note.count, note.tag)
+            message = (self.rank, note.kind, (<bytes>note.type).decode("ascii", "replace"), note.count, note.tag)
             other = (note.channel, note.place)
             self.come[other] = message
             if other == key:

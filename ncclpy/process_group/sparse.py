@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import math
+import struct
 import sys
 from typing import Any
 
 from ncclpy.core.buffers import Buffer
+from ncclpy.core.fingerprint import type_of_array
 from ncclpy.core.types import DataType
 from ncclpy.process_group.framework import by_package
 
-#: How many numbers a rank tells of what it brings.
-_WORDS = 4
+#: Numbers by which a rank tells what an entry is, as text; and how many it tells in all.
+_TEXT = struct.Struct("=24q")
+_WORDS = 3 + _TEXT.size // 8
 
 
 class SparseSum:
@@ -53,9 +56,12 @@ class SparseSum:
                 f"{tuple(values.shape)}"
             )
         self._entry = tuple(map(int, values.shape[1:]))
-        rows, dtype = -1 if self._rows is None else self._rows, int(Buffer.of(values).dtype)
+        rows = -1 if self._rows is None else self._rows
         self._sent = indices.reshape(-1), values.reshape(-1)
-        self._words = [self._count, rows, math.prod(self._entry), dtype]
+        entry = f"{'x'.join(map(str, self._entry)) or 1} {type_of_array(values)}".encode()
+        self._words = [
+            self._count, rows, math.prod(self._entry), *_TEXT.unpack(entry[: _TEXT.size].ljust(_TEXT.size, b"\0")),
+        ]  # fmt: skip
 
     def words(self):
         """Return what this rank tells the others, and room for what all tell, in the memory of the arrays."""
@@ -118,9 +124,10 @@ def _pieces(whole, counts):
 
 
 def _shown(words):
-    rows, entry, dtype = words[1:]
+    rows, _, *text = words[1:]
+    entry = _TEXT.pack(*text).rstrip(b"\0").decode(errors="replace")
     dimensions = "indices without dimensions" if rows < 0 else f"indices of {rows} dimensions"
-    return f"{dimensions} with values of {entry} {DataType(dtype).name.lower()} each"
+    return f"{dimensions} with values of {entry} each"
 
 
 class _NumpyLike:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 
 import numpy as np
@@ -157,6 +158,25 @@ def test_signatures_as_bytes():
     several = (signature, Signature(Kind.BARRIER), Signature(Kind.ALL_TO_ALL, "int8", counted=False, shape=()))
     assert unpack_all(pack_all(several)) == several
     assert signature.elements == 2 * 3 * 2**40
+
+
+def test_a_type_of_many_fields():
+    """Its name is as long as any other; of two that differ behind where it is cut all ranks are told."""
+    fields = [(f"field_{i}", "f8") for i in range(300)]
+
+    def bring(c):
+        array = np.zeros(2, fields)
+        if c.rank == 0:
+            array["field_299"] = 7
+        c.broadcast("table", array, 0).wait(DEADLINE)
+        assert array["field_299"].tolist() == [7, 7]
+        return c.broadcast("x", np.zeros(2, [*fields[:-1], ("field_299", "i8" if c.rank == 1 else "f8")]))
+
+    errors = bring_differently([bring] * 3)
+    cut = r"\[\('field_0', '<f8'\), .*\.\.\. \(300 fields, 2400 bytes, #\w+\)"
+    said = re.search(f"broadcast 'x': dtype ({cut}) on ranks 0, 2, ({cut}) on rank 1", str(errors[0]))
+    assert said[1] != said[2]
+    assert len({str(error) for error in errors}) == 1
 
 
 def test_a_sentence():

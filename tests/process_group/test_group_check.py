@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 import test_group_operations as operations
@@ -153,6 +154,88 @@ MISMATCHES = {
         "rank 0 brings send of 2 float64 to rank 1 with tag 1, rank 1 brings recv of 2 float64 from rank 0 with tag 2",
     ),
 }  # fmt: skip
+
+
+# Types that NCCL carries alike, with the names that the two ranks are told; so many elements of the second are as
+# long as two of the first.
+CARRIED_ALIKE = {
+    "signs": ("i2", "u2", "int16", "uint16", 2),
+    "units of dates": ("M8[s]", "M8[D]", "datetime64[s]", "datetime64[D]", 2),
+    "dates and spans": ("M8[s]", "m8[s]", "datetime64[s]", "timedelta64[s]", 2),
+    "bool": ("?", "u1", "bool", "uint8", 2),
+    "complex": ("c8", "f4", "complex64", "float32", 4),
+    "longdouble": ("g", "i2", "float128", "int16", 16),
+    "texts": ("S2", "i2", "bytes16", "int16", 2),
+    "kinds of float8": (
+        ml_dtypes.float8_e4m3fnuz, ml_dtypes.float8_e4m3b11fnuz, "float8_e4m3fnuz", "float8_e4m3b11fnuz", 2,
+    ),
+    "order of fields": (
+        [("a", "i4"), ("b", "f4")], [("b", "f4"), ("a", "i4")],
+        "[('a', '<i4'), ('b', '<f4')]", "[('b', '<f4'), ('a', '<i4')]", 2,
+    ),
+    "places of fields": (
+        {"names": ["a"], "formats": ["i2"], "itemsize": 4},
+        {"names": ["a"], "formats": ["i2"], "offsets": [2], "itemsize": 4},
+        "[('a', '<i2')] of 4 bytes", "[('a', '<i2') at 2]", 2,
+    ),
+    "byte order of a field": ([("a", ">i4")], [("a", "i4")], "[('a', '>i4')]", "[('a', '<i4')]", 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["broadcast", "send", "block"])
+@pytest.mark.parametrize("kind", CARRIED_ALIKE)
+def test_types_that_nccl_carries_alike_are_told_apart(board, kind, how):
+    first, second, name, other, count = CARRIED_ALIKE[kind]
+
+    def body(group):
+        array = np.zeros(count if group.rank else 2, second if group.rank else first)
+        if how == "broadcast":
+            group.broadcast(array).wait(DEADLINE)
+        elif how == "send":
+            way(group)(array, 1 - group.rank).wait(DEADLINE)
+        else:
+            with group.coalescing() as work:
+                way(group)(array, 1 - group.rank)
+            work.wait(DEADLINE)
+
+    told = (
+        f"rank 0 brings broadcast of 2 {name} from root 0, rank 1 broadcast of {count} {other} from root 0"
+        if how == "broadcast"
+        else f"rank 0 brings send of 2 {name} to rank 1 with tag 0, rank 1 brings recv of {count} {other} from rank 0"
+    )
+    for found in errors_of(2, body, check="first"):
+        assert told in found
+
+
+def test_a_type_of_many_fields_is_compared_whole(board):
+    """Its name is cut; what differs behind that is still seen."""
+
+    def body(group):
+        fields = [(f"field {i}", "f8") for i in range(299)] + [("last", ["i8", "u8"][group.rank])]
+        way(group)(np.zeros(2, fields), 1 - group.rank).wait(DEADLINE)
+
+    for found in errors_of(2, body, check="first"):
+        names = re.findall(r"of 2 (\[\('field 0', .*?\.\.\. \(300 fields, 2400 bytes, #[0-9a-f]{16}\))", found)
+        assert len(names) == len(set(names)) == 2, found
+
+
+def test_what_a_rank_sends_itself_as_another_type_is_refused(board):
+    def body(group):
+        group.send(np.zeros(2, "i2"), group.rank)
+        with pytest.raises(ValueError, match=r"sends to itself has 2 .* int16, what it receives 2 .* uint16"):
+            group.recv(np.zeros(2, "u2"), group.rank)
+        group.recv(np.zeros(2, "i2"), group.rank).wait(DEADLINE)
+
+    run_groups(1, body)
+
+
+def test_a_barrier_meets_no_reduction_of_a_byte(board):
+    def body(group):
+        (group.all_reduce(np.zeros(1, np.uint8), op="max") if group.rank else group.barrier()).wait(DEADLINE)
+
+    found = errors_of(2, body, check="first")
+    told = "rank 0 brings barrier, rank 1 all_reduce of 1 uint8 (max)"
+    assert found == [disagreement(0, told, rank) for rank in range(2)]
 
 
 def mixed(group, tag):

@@ -118,8 +118,12 @@ def test_it_goes_on_with_other_operations(host_engine):
 DISAGREEMENTS = {
     "types": (np.arange(2), np.ones(2, np.float32), "values of 1 float64 each, rank 0 brings .* 1 float32 each"),
     "entries": (np.arange(2), np.ones((2, 3)), "values of 1 float64 each, rank 0 brings .* values of 3 float64"),
+    "shapes of entries": (np.arange(2), np.ones((2, 1, 1)), "values of 1 float64 each, rank 0 brings .* 1x1 float64"),
+    "types that NCCL carries alike": (
+        np.arange(2), np.ones(2, complex), "values of 1 float64 each, rank 0 brings .* 1 complex128 each",
+    ),
     "dimensions": (np.ones((2, 2), np.int64), np.ones(2), "indices without dimensions .* of 2 dimensions"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", DISAGREEMENTS)

@@ -18,6 +18,7 @@ if _typing.TYPE_CHECKING:
     from ncclpy.bootstrap.prefix import PrefixStore as PrefixStore
     from ncclpy.bootstrap.store import LeaseEnded as LeaseEnded
     from ncclpy.bootstrap.store import Store as Store
+    from ncclpy.bootstrap.store import StoreDamaged as StoreDamaged
     from ncclpy.bootstrap.store import StoreError as StoreError
     from ncclpy.bootstrap.store import StoreLost as StoreLost
     from ncclpy.bootstrap.tcp import TCPStore as TCPStore
@@ -32,6 +33,7 @@ _MODULES = {
     "Place": "place",
     "PrefixStore": "prefix",
     "Store": "store",
+    "StoreDamaged": "store",
     "StoreError": "store",
     "StoreLost": "store",
     "TCPStore": "tcp",
@@ -49,6 +51,7 @@ __all__ = [
     "Place",
     "PrefixStore",
     "Store",
+    "StoreDamaged",
     "StoreError",
     "StoreLost",
     "TCPStore",

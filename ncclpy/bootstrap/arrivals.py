@@ -13,9 +13,11 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-from ncclpy.bootstrap.store import Store, StoreError
-from ncclpy.core.errors import NcclAborted, NcclRemoteError, NcclTimeout, ranks, seconds, spans
+from ncclpy.bootstrap.asked import decode, ranks_of
+from ncclpy.bootstrap.store import Store, StoreDamaged, StoreError
+from ncclpy.core.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, ranks, seconds, spans
 
 __all__ = ["Arrivals", "listed", "refuse", "set_while_alive"]
 
@@ -26,7 +28,10 @@ _SLICE_OF_A_RANK = 0.5e-3
 _LOOKS = 8
 
 _MET, _FAILED = b"+", b"-"
+#: Why a meeting has failed, if nobody was late and nobody has left.
+_GONE, _DAMAGED = "lost", "damaged"
 
+_T = TypeVar("_T")
 IsLost = Callable[[int], "tuple[str, int] | None"]
 
 
@@ -54,8 +59,25 @@ def _outcome_at(place: str) -> str:
     return f"{place}/outcome"
 
 
-def _failed(text: str, missing: list[int] | None, *, lost: bool = False) -> bytes:
-    return _FAILED + json.dumps({"text": text, "missing": missing, "lost": lost}).encode()
+def _failed(text: str, missing: list[int] | None, kind: str = "") -> bytes:
+    return _FAILED + json.dumps({"text": text, "missing": missing, "kind": kind}).encode()
+
+
+def _error_of(outcome: bytes) -> NcclError:
+    """Return the error that `_failed` tells of."""
+    told = json.loads(outcome.removeprefix(_FAILED))
+    text, missing, kind = told["text"], told["missing"], told["kind"]
+    if not outcome.startswith(_FAILED) or not isinstance(text, str):
+        raise ValueError("it tells of no error")
+    if kind == _DAMAGED:
+        return StoreDamaged(text)
+    if missing is None:
+        return NcclAborted(text)
+    if kind == _GONE:
+        return NcclRemoteError(text)
+    late = NcclTimeout(text)
+    late.missing = [int(each) for each in missing]
+    return late
 
 
 class _Lost(Exception):
@@ -166,7 +188,7 @@ class Arrivals:
         brought
             What this rank brings.
         combine
-            Called by the first of them, with what all have brought.
+            Called by the first of them, with what all have brought; of what is damaged it raises `StoreDamaged`.
         timeout
             Seconds; the error names who has not come.
         wanted
@@ -180,6 +202,8 @@ class Arrivals:
             If one will not come any more.
         NcclAborted
             If nobody wants it any more, here or on another rank that has come.
+        StoreDamaged
+            If what one of them has brought, or what has come of it, cannot be read.
         """
         deadline = time.monotonic() + timeout
         keys = [self._here(place, member) for member in members]
@@ -193,12 +217,14 @@ class Arrivals:
                 outcome = self.store.compare_set(self._outcome(place), None, met)[1] or b""
             else:
                 outcome = self._await([self._outcome(place)], deadline, len(keys), wanted, first=members[0])[0]
+        except StoreDamaged as error:
+            outcome = self._leave(place, str(error), None, kind=_DAMAGED)
         except StoreError:
             raise  # closed or lost: there is nobody to tell
         except NcclTimeout:
             outcome = self._leave(place, *self._absent(place, members, what, timeout))
         except _Lost as lost:
-            outcome = self._leave(place, self._forsaken(lost.why, what), sorted(lost.why), lost=True)
+            outcome = self._leave(place, self._forsaken(lost.why, what), sorted(lost.why), kind=_GONE)
         except NcclAborted:
             self._leave(place, left, None)
             raise
@@ -207,18 +233,32 @@ class Arrivals:
             raise
         if outcome.startswith(_MET):
             return outcome[len(_MET) :]
-        told = json.loads(outcome[len(_FAILED) :])
-        if told["missing"] is None:
-            raise NcclAborted(told["text"])
-        if told["lost"]:
-            raise NcclRemoteError(told["text"])
-        late = NcclTimeout(told["text"])
-        late.missing = told["missing"]
-        raise late
+        raise decode(_error_of, outcome, self.store, self._outcome(place))
+
+    def combined(self, place: str, read: Callable[[bytes], object]) -> Callable[[list[bytes]], bytes]:
+        """Return what makes one JSON list of what all ranks bring to a meeting, once it has read each."""
+
+        def combine(come: list[bytes]) -> bytes:
+            for rank, each in enumerate(come):
+                decode(read, each, self.store, self._here(place, rank), rank)
+            return b"[" + b",".join(come) + b"]"
+
+        return combine
+
+    def parts(self, place: str, met: bytes, read: Callable[[bytes], _T]) -> list[_T]:
+        """Return what all ranks have brought, by rank, from what came of a meeting with `combined`."""
+
+        def parts(packed: bytes) -> list[_T]:
+            found = [read(json.dumps(each).encode()) for each in json.loads(packed)]
+            if len(found) != self.size:
+                raise ValueError(f"it is of {len(found)} ranks, not of {self.size}")
+            return found
+
+        return decode(parts, met, self.store, self._outcome(place), 0)
 
     def there(self, place: str) -> set[int]:
         """Return who has come to a meeting."""
-        return {int(key.rpartition("/")[2]) for key in self.store.keys(f"{place}/here/")}
+        return ranks_of(self.store.keys(f"{place}/here/"))
 
     def has_come(self, place: str, rank: int) -> bool:
         """Return whether one has."""
@@ -289,12 +329,12 @@ class Arrivals:
                 lookout.look([int(key.rpartition("/")[2]) for key in missing] if first is None else [first])
         raise NcclAborted(f"{self.name} has ended")
 
-    def _leave(self, place: str, text: str, missing: list[int] | None, *, lost: bool = False) -> bytes:
+    def _leave(self, place: str, text: str, missing: list[int] | None, kind: str = "") -> bytes:
         """Tell the others that they will not meet, and why, unless they have met; return what came of it.
 
-        `missing` are those that are not there, None if it is for another reason; whether they are `lost`, or late.
+        `missing` are those that are not there, None if it is for another reason, and `kind` says which reason.
         """
-        told = _failed(text, missing, lost=lost)
+        told = _failed(text, missing, kind)
         try:
             return self.store.compare_set(self._outcome(place), None, told)[1] or told
         except (StoreError, NcclTimeout):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from ncclpy.core.errors import NcclError, NcclTimeout, ranks, spans
 from ncclpy.core.errors import seconds as as_text
@@ -15,6 +16,7 @@ __all__ = [
     "TIMEOUT",
     "Bytes",
     "LeaseEnded",
+    "StoreDamaged",
     "StoreError",
     "StoreLost",
     "absent_keys",
@@ -24,10 +26,13 @@ __all__ = [
     "as_keys",
     "as_seconds",
     "as_value",
+    "decode",
     "names",
+    "ranks_of",
 ]
 
 Bytes = bytes | bytearray | memoryview
+_T = TypeVar("_T")
 
 #: Seconds that a store's operations may take where they are not told otherwise.
 TIMEOUT = 300.0
@@ -51,6 +56,34 @@ class LeaseEnded(StoreLost):
 
     The others take it for lost, and its ephemeral keys are gone. A new store reaches the server again.
     """
+
+
+class StoreDamaged(StoreError):
+    """Report a value that is not what a rank puts under its key: it was damaged, or something else has written it."""
+
+
+def decode(read: Callable[[bytes], _T], value: bytes, store: object, key: str, rank: int | None = None) -> _T:
+    """Return what `read` makes of a value that a rank has put into a store.
+
+    Raises
+    ------
+    StoreDamaged
+        If it makes nothing of it, whatever it raises.
+    """
+    try:
+        return read(value)
+    except Exception as error:
+        who = "a rank" if rank is None else f"rank {rank}"
+        raise StoreDamaged(
+            f"{store}: what {who} has put under {names([key])} cannot be read: it was damaged, or something else has "
+            f"written it ({len(value)} bytes, {value[:60]!r}; {type(error).__name__}: {error!s:.200})"
+        ) from error
+
+
+def ranks_of(keys: Iterable[str]) -> set[int]:
+    """Return the ranks that keys end in, behind their last slash; of others nothing."""
+    ends = (key.rpartition("/")[2] for key in keys)
+    return {int(end) for end in ends if end.isdecimal() and len(end) < 10}
 
 
 def names(keys: Sequence[str], limit: int = 6) -> str:

@@ -84,8 +84,9 @@ def open_control(
         stack.callback(ears.close)
         mine = json.dumps({"machine": machine(), **ears.told}).encode()
         arrivals = Arrivals(store, f"coordinator {name!r}", rank, size)
-        met = arrivals.meet("meet", range(size), f"to connect coordinator {name!r}", mine, listed, patience, wanted)
-        places = json.loads(met)
+        combine = arrivals.combined("meet", _read_place)
+        met = arrivals.meet("meet", range(size), f"to connect coordinator {name!r}", mine, combine, patience, wanted)
+        places = arrivals.parts("meet", met, _read_place)
         tree = Tree([place["machine"] for place in places])
         above = None
         parent = tree.parents[rank]
@@ -105,6 +106,14 @@ def open_control(
             stall_after=stall_after,
             silence=silence,
         )
+
+
+def _read_place(packed: bytes) -> dict[str, Any]:
+    """Return where a rank listens, and on which machine it is."""
+    told = json.loads(packed)
+    bytes.fromhex(told["token"]), bytes.fromhex(told.get("local", ""))
+    addresses = [(str(host), int(port)) for host, port in told.get("addresses", [])]
+    return {**told, "machine": str(told["machine"]), "addresses": addresses}
 
 
 def _own_addresses(store: Store) -> list[str]:

@@ -33,12 +33,14 @@ from ncclpy.abi.driver cimport (
     CUDA_SUCCESS,
     CUdeviceptr,
 )
+from ncclpy.abi.nccl cimport ncclUint8
 from ncclpy.abi.tensor_reader cimport NCCLPY_ON_CPU, ncclpy_read_tensor
 from ncclpy.core.datatypes cimport (
     BYTES,
     COMPLEX,
     ElementType,
     ITEMSIZE,
+    as_real,
     of_anything,
     of_dlpack,
     of_dtype,
@@ -352,7 +354,10 @@ cdef int _set_explicit(View* view, object pointer, object count, object dtype, s
         if count < 0:
             raise ValueError(f"{argument}: count {count} must not be negative") from None
         raise _too_large(argument, count) from None
-    of_anything(dtype, &found, argument)
+    if type(dtype) is DataType:
+        as_real(&found, <int>dtype)
+    else:
+        of_anything(dtype, &found, argument)
     return _set_type(view, &found, elements, argument)
 
 
@@ -408,7 +413,7 @@ cdef int _read_torch(object tensor, View* view, str argument) except -1:
 cdef int _read_cuda_core(object buffer, View* view, str argument) except -1:
     """Read a cuda.core Buffer: bytes without a type, so uint8."""
     cdef ElementType found
-    of_anything(DataType.UINT8, &found, argument)
+    as_real(&found, <int>ncclUint8)
     view.pointer = <void*><uintptr_t>int(buffer.handle)
     view.device = buffer.device_id if buffer.device_id >= 0 else UNKNOWN_DEVICE
     return _set_type(view, &found, buffer.size, argument)

@@ -39,5 +39,12 @@ cdef str name_of(int datatype, unsigned long long flavour)
 cdef bytes encoded(object value, object datatype, str argument)
 
 
+# Fill in a type that NCCL has, or that is made of those.
+cdef inline int as_real(ElementType* out, int datatype, unsigned long long flavour=REAL) noexcept:
+    out.datatype, out.flavour = datatype, flavour
+    out.unit = 2 if flavour == COMPLEX else 1
+    return 0
+
+
 cdef inline const ElementType* of_numpy(int number) noexcept:
     return &OF_NUMPY[number] if 0 <= number < 64 and OF_NUMPY[number].datatype >= 0 else NULL

@@ -83,13 +83,6 @@ cdef class _Type:
     cdef ElementType type
 
 
-cdef int _real(ElementType* out, int datatype, unsigned long long flavour=REAL) noexcept:
-    """Fill in a type that NCCL has, or that is made of those."""
-    out.datatype, out.flavour = datatype, flavour
-    out.unit = 2 if flavour == COMPLEX else 1
-    return 0
-
-
 cdef int _as_bytes(ElementType* out, str name, size_t itemsize, dict names) except -1:
     """Fill in a type that travels as bytes."""
     digest = hashlib.blake2b(f"{itemsize} {name}".encode(), digest_size=8).digest()
@@ -122,14 +115,14 @@ cdef int _fill() except -1:
         ("complex128", <int>ncclFloat64, COMPLEX),
     ):
         i = np.dtype(name).num
-        _real(&_of_numpy[i], value, flavour)
+        as_real(&_of_numpy[i], value, flavour)
     for name in ("int16", "uint16"):
         i = np.dtype(name).num
         _as_bytes(&_of_numpy[i], name, 2, _known_names)
     # C's long and long long are both 64 bits wide and have a number each.
     for code in "lqLQ":
         i = np.dtype(code).num
-        _real(&_of_numpy[i], <int>ncclInt64 if code in "lq" else <int>ncclUint64)
+        as_real(&_of_numpy[i], <int>ncclInt64 if code in "lq" else <int>ncclUint64)
     return 0
 
 
@@ -147,7 +140,7 @@ cdef int of_dtype(object dtype, ElementType* out, str argument) except -1:
     if found is None:
         found = _Type.__new__(_Type)
         try:
-            _real(&found.type, <int>as_datatype(dtype))  # bfloat16 of ml_dtypes, say
+            as_real(&found.type, <int>as_datatype(dtype))  # bfloat16 of ml_dtypes, say
         except TypeError:
             if dtype.hasobject or dtype.itemsize == 0:
                 raise TypeError(
@@ -201,38 +194,38 @@ cdef int of_dlpack(int code, int bits, int lanes, ElementType* out, str argument
     if lanes == 1:
         if code == kDLFloat:
             if bits == 32:
-                return _real(out, <int>ncclFloat32)
+                return as_real(out, <int>ncclFloat32)
             if bits == 16:
-                return _real(out, <int>ncclFloat16)
+                return as_real(out, <int>ncclFloat16)
             if bits == 64:
-                return _real(out, <int>ncclFloat64)
+                return as_real(out, <int>ncclFloat64)
         elif code == kDLBfloat and bits == 16:
-            return _real(out, <int>ncclBfloat16)
+            return as_real(out, <int>ncclBfloat16)
         elif code == kDLInt:
             if bits == 32:
-                return _real(out, <int>ncclInt32)
+                return as_real(out, <int>ncclInt32)
             if bits == 64:
-                return _real(out, <int>ncclInt64)
+                return as_real(out, <int>ncclInt64)
             if bits == 8:
-                return _real(out, <int>ncclInt8)
+                return as_real(out, <int>ncclInt8)
         elif code == kDLUInt:
             if bits == 8:
-                return _real(out, <int>ncclUint8)
+                return as_real(out, <int>ncclUint8)
             if bits == 32:
-                return _real(out, <int>ncclUint32)
+                return as_real(out, <int>ncclUint32)
             if bits == 64:
-                return _real(out, <int>ncclUint64)
+                return as_real(out, <int>ncclUint64)
         elif code == kDLBool and bits == 8:
-            return _real(out, <int>ncclUint8, BOOLEAN)
+            return as_real(out, <int>ncclUint8, BOOLEAN)
         elif code == kDLComplex:
             if bits == 64:
-                return _real(out, <int>ncclFloat32, COMPLEX)
+                return as_real(out, <int>ncclFloat32, COMPLEX)
             if bits == 128:
-                return _real(out, <int>ncclFloat64, COMPLEX)
+                return as_real(out, <int>ncclFloat64, COMPLEX)
         elif code == kDLFloat8_e4m3fn:
-            return _real(out, <int>ncclFloat8e4m3)
+            return as_real(out, <int>ncclFloat8e4m3)
         elif code == kDLFloat8_e5m2:
-            return _real(out, <int>ncclFloat8e5m2)
+            return as_real(out, <int>ncclFloat8e5m2)
     return _of_rare(code, bits, lanes, out, argument)
 
 
@@ -272,7 +265,7 @@ cdef int of_torch(object dtype, size_t itemsize, ElementType* out, str argument)
 cdef bint _of_name(str name, ElementType* out) except -1:
     """Fill in the type of a name that NCCL, numpy or DLPack has for it; return whether one of them has."""
     try:
-        _real(out, <int>as_datatype(name))
+        as_real(out, <int>as_datatype(name))
         return True
     except TypeError:
         pass
@@ -298,7 +291,7 @@ cdef int of_anything(object dtype, ElementType* out, str argument) except -1:
             raise TypeError(f"{argument}: the byte order of {dtype!r} is not this machine's")
         return of_dtype(dtype, out, argument)
     try:
-        return _real(out, <int>as_datatype(dtype))
+        return as_real(out, <int>as_datatype(dtype))
     except TypeError as error:
         if isinstance(dtype, str):
             if _of_name(dtype.lower().removeprefix("torch."), out):

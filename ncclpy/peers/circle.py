@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ncclpy.bootstrap.arrivals import Arrivals
-from ncclpy.bootstrap.store import LeaseEnded, Store, StoreError
+from ncclpy.bootstrap.asked import decode
+from ncclpy.bootstrap.store import LeaseEnded, Store, StoreDamaged, StoreError
 from ncclpy.bootstrap.watch import Change, Watch
 from ncclpy.core.errors import NcclError, NcclRemoteError, NcclTimeout, seconds
 from ncclpy.engine.known import Known, elsewhere, note_communicator
@@ -26,7 +27,7 @@ from ncclpy.engine.monitor import call_at
 from ncclpy.peers.confirmation import Confirmation
 from ncclpy.peers.inquiry import Inquiries, Said
 from ncclpy.peers.processes import PeerProcesses
-from ncclpy.peers.reports import ASKED, Reports
+from ncclpy.peers.reports import ASKED, Reports, number_of
 from ncclpy.peers.sentence import keep_stacks, sentence
 from ncclpy.peers.standing import Began, as_data, from_data
 
@@ -128,7 +129,7 @@ class Circle:
             if circle is None or change.value is None:
                 return
             if change.key == ASKED:
-                circle._answer(int(change.value))
+                circle._answer(number_of(change.value))
             elif change.key == _ENDED:
                 circle._hear_of_end(change.value)
 
@@ -167,7 +168,7 @@ class Circle:
                     self._looks -= 1
                     self._ears.processes.look()
             if first or not watched:  # before the watch began
-                self._answer(int(self._store.compare_set(ASKED, None, None)[1] or 0))
+                self._answer(number_of(self._store.compare_set(ASKED, None, None)[1]))
                 self._hear_of_end(self.told())
         except NcclTimeout:  # the store may be well again
             pass
@@ -182,10 +183,7 @@ class Circle:
     def _inquire(self, subject: Began | None, alone: bool) -> Said:
         try:
             if not self._store.compare_set(_TROUBLE, None, b"%d" % self._reports[0].rank)[0]:
-                told = json.loads(self._store.get(_SAID, _OTHERS_ASK))
-                age = time.time() - told["at"]
-                before = f" (so rank {told['rank']} heard it {seconds(age)} ago)" if age > _LONG_AGO else ""
-                return told["said"] + before, from_data(told["ranks"])
+                return decode(_heard, self._store.get(_SAID, _OTHERS_ASK), self._store, _SAID)
             found = keep_stacks(self._reports[0].collect(), subject)
             said = sentence(self._name, found, self._size, subject, "communicator")
             told = {"said": said, "ranks": as_data(found), "rank": self._reports[0].rank, "at": time.time()}
@@ -218,9 +216,13 @@ class Circle:
     def _hear_of_end(self, told: bytes | None) -> bool:
         if told is None or self._over:
             return False
-        found = json.loads(told)
-        if found["rank"] != self._reports[0].rank:
-            self._ended(f" by rank {found['rank']} of {self._size}: {found['text']}", found["kind"])
+        try:
+            rank, text, kind = decode(_end_of, told, self._store, _ENDED)
+        except StoreDamaged as error:  # it has ended all the same
+            self._ended(f": {error}", StoreDamaged.__name__)
+            return True
+        if rank != self._reports[0].rank:
+            self._ended(f" by rank {rank} of {self._size}: {text}", kind)
             return True
         return False
 
@@ -295,6 +297,20 @@ def _reports(store: Store, size: int, known: Known, arrivals: Arrivals) -> Repor
         return told
 
     return Reports(store, known.rank, size, known.look, arrivals.is_gone, arrivals.has_made, answer)
+
+
+def _heard(packed: bytes) -> Said:
+    """Return what another rank has heard of all."""
+    told = json.loads(packed)
+    age = time.time() - told["at"]
+    before = f" (so rank {told['rank']} heard it {seconds(age)} ago)" if age > _LONG_AGO else ""
+    return str(told["said"]) + before, from_data(told["ranks"])
+
+
+def _end_of(packed: bytes) -> tuple[int, str, str]:
+    """Return which rank has ended the communicator, why, and the name of the exception's class."""
+    told = json.loads(packed)
+    return int(told["rank"]), str(told["text"]), str(told["kind"])
 
 
 def _call(circle: weakref.ref[Circle], method: Callable[..., object], *arguments: object) -> None:

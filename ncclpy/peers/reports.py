@@ -239,9 +239,19 @@ def _told(packed: bytes | None) -> dict[str, Any]:
     """Return what a rank has told of itself, nothing for what is no standing."""
     try:
         told = json.loads(packed or b"{}")
-    except ValueError:
+        process = told.get("process")
+        if process is not None:
+            told["process"] = {
+                "machine": process["machine"], "pid": int(process["pid"]), "start": str(process["start"]),
+            }  # fmt: skip
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return {}
-    return told if isinstance(told, dict) else {}
+    return dict(told)
+
+
+def number_of(asked: bytes | None) -> int:
+    """Return how many questions there have been, by the value of `ASKED`; 0 for what is no number."""
+    return int(asked) if asked is not None and asked.isdigit() and len(asked) < 16 else 0
 
 
 def _read(path: str) -> str:

@@ -135,7 +135,7 @@ def unpack(rank: int, packed: bytes | None, state: str) -> RankState:
             where, told.get("kind", "process group") if where and "elsewhere" in told else None,
             () if state else as_stack(told.get("stack")),
         )  # fmt: skip
-    except (ValueError, TypeError, AttributeError):  # what another version has written
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # another version's, or damaged
         return RankState(rank, state or "unknown")
 
 
@@ -151,7 +151,7 @@ def from_data(data: Any) -> tuple[RankState, ...] | None:
     """Return the states that `as_data` has made; None for what is none."""
     try:
         return tuple(_state_of(each) for each in data)
-    except (KeyError, TypeError):
+    except (KeyError, TypeError, ValueError, AttributeError):
         return None
 
 

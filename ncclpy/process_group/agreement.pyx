@@ -18,10 +18,12 @@ from cpython.exc cimport PyErr_CheckSignals
 from ncclpy.abi.nccl cimport ncclInvalidUsage
 from ncclpy.core.wait cimport SLICE, deadline_after, now
 
+from ncclpy.bootstrap.asked import decode
 from ncclpy.bootstrap.place import BOOT_ID
 from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, ranks, seconds, spans
 from ncclpy.process_group import shared_board
-from ncclpy.process_group.disagreement import disagreement
+from ncclpy.process_group.disagreement import disagreement, unpack
+from ncclpy.process_group.shared_memory import read_offer
 from ncclpy.process_group.stored_board import StoredBoard
 
 _WHAT = "to compare the collectives"
@@ -146,7 +148,7 @@ cdef class Agreement:
             raise late
         if not board.shared:
             ends[0] = board.passed()
-            return disagreement(found)
+            return self._difference(found, number)
         notes = []
         before = None
         for rank, note in enumerate(found):
@@ -158,6 +160,13 @@ cdef class Agreement:
             elif not note:
                 note = self.notices.store.get(self._long_key(number, rank), _LONG)
             notes.append(note)
+        return self._difference(notes, number)
+
+    def _difference(self, notes, number):
+        """Say how notes differ, once each was read."""
+        for rank, note in enumerate(notes):
+            if note is not None:
+                decode(unpack, note, self.notices.store, StoredBoard.key(number, rank), rank)
         return disagreement(notes)
 
     @staticmethod
@@ -186,23 +195,24 @@ cdef class Agreement:
                 except OSError:
                     pass  # then it is the store
             packed = arrivals.meet(
-                "check/meeting", everyone, what, json.dumps(mine).encode(),
-                lambda come: b"[" + b",".join(come) + b"]", self.timeout, wanted,
+                "check/meeting", everyone, what, json.dumps(mine).encode(), arrivals.combined("check/meeting", read_offer),
+                self.timeout, wanted,
             )
-            all_of_them = json.loads(packed)
+            all_of_them = arrivals.parts("check/meeting", packed, read_offer)
             first = all_of_them[0]
             self.met = ["check/meeting"]
             if "fd" not in first or any(each["machine"] != first["machine"] for each in all_of_them):
                 return StoredBoard(self.notices.store, self.rank, self.size, self.first)
             try:
-                board = shared_board.attach(first["pid"], first["fd"], bytes.fromhex(first["token"]), self.rank, self.size)
-            except (OSError, TypeError, ValueError):
+                board = shared_board.attach(first["pid"], first["fd"], first["token"], self.rank, self.size)
+            except (OSError, TypeError, ValueError, OverflowError):
                 pass  # all hear of it
-            opened = arrivals.meet(
-                "check/opened", everyone, what, b"n" if board is None else b"y", b"".join, self.timeout, wanted
+            packed = arrivals.meet(
+                "check/opened", everyone, what, b"false" if board is None else b"true",
+                arrivals.combined("check/opened", _answer), self.timeout, wanted,
             )
             self.met.append("check/opened")
-            if b"n" in opened:
+            if board is None or not all(arrivals.parts("check/opened", packed, _answer)):
                 return StoredBoard(self.notices.store, self.rank, self.size, self.first)
             return board
         finally:
@@ -214,3 +224,8 @@ cdef class Agreement:
             for place in self.met:
                 self.notices.arrivals.forget(place, list(range(self.size)))
         self.met = []
+
+
+def _answer(packed):
+    """Return whether a rank has opened the memory of the first one."""
+    return {b"true": True, b"false": False}[packed]

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from ncclpy.bootstrap.asked import decode
 from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.bootstrap.watch import Change, Watch
 from ncclpy.core.errors import NcclError, NcclTimeout
@@ -77,7 +78,7 @@ class Clocks:
     def _tell(self, change: Change) -> None:
         if change.value is not None:
             with contextlib.suppress(StoreError, NcclTimeout):
-                who = f"{change.key[len(_ASKED) :]}/{change.value.decode()}"
+                who = f"{change.key[len(_ASKED) :]}/{change.value.decode(errors='replace')}"
                 self._store.set(_TOLD + who, repr(self._now()).encode())
 
     def look(self) -> None:
@@ -93,7 +94,9 @@ class Clocks:
             self._due = math.inf
             return
         self._due = self._now() + _EVERY
-        threading.Thread(target=self._compare, args=(which.decode(),), name="ncclpy-group-clock", daemon=True).start()
+        threading.Thread(
+            target=self._compare, args=(which.decode(errors="replace"),), name="ncclpy-group-clock", daemon=True
+        ).start()
 
     def _compare(self, which: str) -> None:
         try:
@@ -114,7 +117,7 @@ class Clocks:
             key = f"{_TOLD}{self._rank}/{self._asked}"
             begin = self._now()
             self._store.set(f"{_ASKED}{self._rank}", b"%d" % self._asked)
-            shown = float(self._store.get(key, _PATIENCE))
+            shown = decode(float, self._store.get(key, _PATIENCE), self._store, key, 0)
             end = self._now()
             self._store.delete(key)
             found.append(((end - begin) / 2, shown - (begin + end) / 2))

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ncclpy.bootstrap.arrivals import set_while_alive
+from ncclpy.bootstrap.asked import decode, ranks_of
 from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, ranks, seconds, spans
 
@@ -178,7 +179,7 @@ class _Election:
     def _await(self, leases: bool, deadline: float, timeout: float, wanted: Callable[[], bool]) -> dict[str, Any]:
         suspects: set[int] = set()  # a rank that only just makes its group has no lease for an instant
         while wanted():
-            here = {int(key.rpartition("/")[2]) for key in self.store.keys(self._here())} | {self.rank}
+            here = (ranks_of(self.store.keys(self._here())) & set(range(self.size))) | {self.rank}
             left = deadline - time.monotonic()
             looks = self.rank == min(here)
             if left <= 0 or looks:
@@ -188,10 +189,13 @@ class _Election:
                 suspects = lost
                 if left <= 0 or not late:
                     told = json.dumps(self._outcome(sorted(here - lost), timeout)).encode()
-                    return _read(self.store.compare_set(_decided(self.attempt), None, told)[1])
+                    return _read(
+                        self.store, self.attempt, self.store.compare_set(_decided(self.attempt), None, told)[1]
+                    )
             pause = (_LOOK if looks else _SLICE) + self.size * _SLICE_OF_A_RANK
             with contextlib.suppress(NcclTimeout):
-                return _read(self.store.get(_decided(self.attempt), max(0.0, min(pause, left))))
+                told = self.store.get(_decided(self.attempt), max(0.0, min(pause, left)))
+                return _read(self.store, self.attempt, told)
         raise NcclAborted(f"process group {self.name!r} has ended")
 
     def _outcome(self, there: list[int], timeout: float) -> dict[str, Any]:
@@ -209,7 +213,7 @@ class _Election:
 def _latest(store: Store, ours: bytes | None) -> tuple[int, dict[str, Any]]:
     """Return the number of the first attempt that has not failed, and what was decided in it: else `ours`."""
     attempt = 0
-    while "failed" in (told := _read(store.compare_set(_decided(attempt), None, ours)[1])):
+    while "failed" in (told := _read(store, attempt, store.compare_set(_decided(attempt), None, ours)[1])):
         attempt += 1
     return attempt, told
 
@@ -218,6 +222,18 @@ def _decided(attempt: int) -> str:
     return f"recover/{attempt}/decided"
 
 
-def _read(told: bytes | None) -> dict[str, Any]:
-    found = json.loads(told or b"{}")
-    return found if isinstance(found, dict) else {}
+def _read(store: Store, attempt: int, told: bytes | None) -> dict[str, Any]:
+    """Return what was decided, nothing if that is not there yet."""
+    return {} if told is None else decode(_outcome_of, told, store, _decided(attempt))
+
+
+def _outcome_of(told: bytes) -> dict[str, Any]:
+    found = json.loads(told)
+    if "failed" in found:
+        return {"failed": str(found["failed"])}
+    if "moved" in found:
+        return {"moved": True}
+    members = [int(each) for each in found["members"]]
+    if not members or members != sorted(set(members)) or members[0] < 0:
+        raise ValueError(f"{members} are no ranks in their order")
+    return {"members": members, "uuid": str(found["uuid"])}

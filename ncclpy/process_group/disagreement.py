@@ -10,7 +10,7 @@ from ncclpy.core.errors import ranks, spans
 from ncclpy.core.types import ReduceOp
 from ncclpy.engine.ledger import method_name
 
-__all__ = ["Message", "beside", "disagreement", "message_text", "pack", "pack_message", "unpack_message"]
+__all__ = ["Message", "beside", "disagreement", "message_text", "pack", "pack_message", "unpack", "unpack_message"]
 
 #: kind, operator, root, whether parts may differ, how many counts of parts follow, length of the type's name, count.
 CALL = struct.Struct("=iiiIIIQ")
@@ -50,6 +50,15 @@ def _name(packed: bytes, offset: int, length: int) -> str:
     return packed[offset : offset + length].decode("ascii")
 
 
+def unpack(note: bytes) -> tuple[list[_Call], list[Message]]:
+    """Return the calls and the messages of a note; raise ValueError or struct.error for what is none."""
+    calls = _calls(note)
+    for call in calls:
+        if call.op >= 0:
+            ReduceOp(call.op)
+    return calls, _messages(note)
+
+
 def _messages(note: bytes) -> list[Message]:
     found, offset = [], _LENGTH.size + _LENGTH.unpack_from(note)[0]
     while offset < len(note):
@@ -66,7 +75,7 @@ class _Call(NamedTuple):
     dtype: str
     op: int
     root: int
-    count: int
+    elements: int
     uneven: int
     parts: tuple[int, ...]
 

@@ -34,7 +34,7 @@ cdef tuple divide(Lifecycle group, object number, list mine, double deadline):
     """
     color = mine[0]
     try:
-        values = group._meet(f"split/{number}", mine, group.timeout)
+        values = group._meet(f"split/{number}", mine, group.timeout, _part_of)
     except NcclAborted:
         group.check_usable()  # says what has ended it
         raise
@@ -85,3 +85,9 @@ cdef object _divide(Lifecycle group, object color, object key, double deadline):
         raise
     comm.children.discard(part)  # it is its own group's: this one's end is not its end
     return part if belongs else None
+
+
+def _part_of(brought):
+    """Return the color, the key, and whether NCCL can divide a rank's communicator, as that has brought them."""
+    color, key, can = brought
+    return (None if color is None else int(color)), int(key), bool(can)

@@ -11,10 +11,12 @@ import contextlib
 import json
 import time
 from collections.abc import Callable
+from typing import Any
 from urllib.parse import quote
 
 from ncclpy.bootstrap.arrivals import set_while_alive
-from ncclpy.bootstrap.store import Store, StoreError
+from ncclpy.bootstrap.asked import decode
+from ncclpy.bootstrap.store import Store, StoreDamaged, StoreError
 from ncclpy.core.errors import NcclError, NcclTimeout, seconds
 
 __all__ = ["Guest", "Host"]
@@ -66,7 +68,8 @@ class Guest(_Door):
         try:
             self._await("invited", deadline, timeout)
             self._put("comes", b"")
-            told = json.loads(self._await("goes", deadline, timeout))
+            goes = self._await("goes", deadline, timeout)
+            told = decode(_told, goes, self.store, self.key("goes", self.number), 0)
         finally:
             self.forget(self.number)
         if "other" in told:
@@ -76,7 +79,11 @@ class Guest(_Door):
             )
         if "failed" in told:
             raise NcclError(f"process group {self.name!r} has not admitted this process: {told['failed']}")
-        return list(told["handles"]), str(told["uuid"])
+        if self.handle not in told["handles"]:
+            raise NcclError(
+                f"process group {self.name!r} has admitted others, and not this process, which it had invited"
+            )
+        return told["handles"], told["uuid"]
 
     def _put(self, what: str, value: bytes) -> None:
         set_while_alive(self.store, self.key(what, self.number), value)
@@ -94,6 +101,23 @@ class Guest(_Door):
                         f"process group {self.name!r} has not admitted this process within {seconds(timeout)}: its "
                         f"ranks have to call admit(); or there is none of that name in {self.store}"
                     ) from None
+
+
+def _asked(packed: bytes) -> tuple[str, str]:
+    """Return the handle of who wants to join, and how it compares collectives."""
+    handle, theirs = packed.decode().split(" ")
+    if theirs not in ("off", "first", "always"):
+        raise ValueError(f"{theirs!r} is no way to compare collectives")
+    return handle, theirs
+
+
+def _told(packed: bytes) -> dict[str, Any]:
+    """Return what the group's first rank tells who wants to join."""
+    told = json.loads(packed)
+    for word in ("other", "failed"):
+        if word in told:
+            return {word: str(told[word])}
+    return {"handles": list(map(str, told["handles"])), "uuid": str(told["uuid"])}
 
 
 class Host(_Door):
@@ -120,7 +144,11 @@ class Host(_Door):
         for number in numbers:
             asked = self.store.compare_set(self.key("asks", number), None, None)[1]
             if asked is not None and self.store.check([self.key("comes", number)]):
-                handle, _, theirs = asked.decode().partition(" ")
+                try:
+                    handle, theirs = decode(_asked, asked, self.store, self.key("asks", number))
+                except StoreDamaged as error:
+                    self._tell({number: ""}, {"failed": str(error)})
+                    continue
                 if theirs == check:
                     guests[number] = handle
                 else:

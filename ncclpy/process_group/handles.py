@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from urllib.parse import quote, unquote
 
 from ncclpy.bootstrap import FileStore, LocalStore, PrefixStore, Store, TCPStore
+from ncclpy.bootstrap.asked import decode
 from ncclpy.core.errors import ranks, spans
 
 __all__ = ["called_of", "claim", "give_back", "new_handle", "ordered", "place_of", "store_of"]
@@ -98,7 +99,7 @@ def claim(store: Store, uuid: str, handles: Sequence[str], mine: str, refuses: C
     told = json.dumps(list(handles)).encode()
     there = store.compare_set(f"{place_of(uuid)}/handles", None, told)[1]
     if there != told:
-        if mine in json.loads(there or b"[]"):
+        if mine in decode(_handles, there or b"[]", store, f"{place_of(uuid)}/handles"):
             refuses()
         raise ValueError(
             f"uuid: {uuid!r} was used for other handles, or in another order; each reconfigure() takes a new one, "
@@ -106,6 +107,13 @@ def claim(store: Store, uuid: str, handles: Sequence[str], mine: str, refuses: C
         )
     if not store.compare_set(f"{place_of(uuid)}/came/{_read(mine).token}", None, b"")[0]:
         raise ValueError(f"uuid: this group has used {uuid!r} before; each reconfigure() takes a new one")
+
+
+def _handles(packed: bytes) -> list[str]:
+    found = json.loads(packed)
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise TypeError("it is no list of texts")
+    return found
 
 
 def store_of(handle: str, store: Store, seconds: float) -> Store:

@@ -22,6 +22,7 @@ from ncclpy.engine.work cimport stand_by
 from ncclpy.process_group.mailbox cimport Mailbox
 from ncclpy.process_group.route cimport SHARED, STORED, Route, channel_text, new_route
 
+from ncclpy.bootstrap.asked import decode
 from ncclpy.core.errors import NcclError, NcclTimeout, seconds
 from ncclpy.engine.launcher import abort_aside
 from ncclpy.engine.recorder import text_of
@@ -282,7 +283,8 @@ cdef class Holder:
                 found = store.multi_get(keys, 10.0)
                 for key in keys:
                     store.delete(key)  # it was for this rank alone
-                theirs.update({each[:2]: unpack_message(packed) for each, packed in zip(stored, found, strict=True)})
+                for each, key, packed in zip(stored, keys, found, strict=True):
+                    theirs[each[:2]] = decode(unpack_message, packed, store, key, each[1])
             for key, peer, mine in request.expected:
                 text = beside(mine, theirs[key, peer], group.rank, peer)
                 if text is not None:

@@ -187,12 +187,14 @@ cdef class Lifecycle(BlockOwner):
     def _is_wanted(self, number):
         return number == self.number and not self.is_ended()
 
-    def _meet(self, place, value, double seconds):
-        """Return what all ranks bring to a meeting, by rank; the end of a rank that has yet to come ends the group."""
+    def _meet(self, place, value, double seconds, read):
+        """Return what all ranks bring to a meeting, by rank, see `Notices.gather`; the end of a rank that has yet to come
+        ends the group.
+        """
         notices = self.notices
         self.meetings += 1
         try:
-            return notices.gather(place, value, seconds, self._wanted())
+            return notices.gather(place, value, seconds, self._wanted(), read)
         except (NcclTimeout, NcclRemoteError) as error:
             self._explain(error, functools.partial(notices.inquire_at, place))
             raise
@@ -205,7 +207,7 @@ cdef class Lifecycle(BlockOwner):
         number = self.commits  # those that come to nothing count as well: the other ranks may have come
         self.commits += 1
         try:
-            brought = self._meet(f"commit/{number}", value, seconds)
+            brought = self._meet(f"commit/{number}", value, seconds, _numbers)
         except NcclAborted:
             self.check_usable()  # says what has ended it
             raise
@@ -755,3 +757,7 @@ cdef long long next_number():
     global _groups
     _groups += 1
     return _groups
+
+
+def _numbers(brought):
+    return [int(each) for each in brought]

@@ -173,7 +173,7 @@ def attach(Mailbox mine not None, int rank, int peer, pid, fd, token):
     cdef Post post = Post.__new__(Post)
     if mine.fd < 0:
         raise OSError("there is no memory of this rank's")
-    own = reopen(pid, fd, bytes.fromhex(token), _length(mine.size))
+    own = reopen(pid, fd, token, _length(mine.size))
     try:
         post.door, post.outbox = Page(own, 0), Page(own, 1 + rank * _PAGES, _PAGES)
         post.inbox = Page(mine.fd, 1 + peer * _PAGES, _PAGES)

@@ -321,6 +321,8 @@ cdef class Membership(Lifecycle):
                 f"{error}. It may join them as a new rank, by a new store (ProcessGroup.join)"
             ) from error
         except _import_module("ncclpy.bootstrap").StoreError as error:
+            if isinstance(error, _import_module("ncclpy.bootstrap").StoreDamaged):
+                raise
             raise NcclError(
                 f"rank {self.rank} of process group {self.name!r} cannot recover it: the store is gone, in which the survivors "
                 f"would agree who they are ({error}). Have the store outlive each rank: in the launcher (ncclpy run), or Redis"
@@ -379,12 +381,14 @@ cdef class Membership(Lifecycle):
             mine = {"handle": self.handle, "guests": list(guests.values()), "uuid": secrets.token_hex(8)}
             try:
                 try:
-                    met = self._meet(f"admit/{number}", mine, max(0.0, deadline - now()))
+                    met = self._meet(f"admit/{number}", mine, max(0.0, deadline - now()), _admission)
                 except NcclAborted:
                     if self.closed or not self.notices.goes_on(self.handle):
                         raise
                     # All have met, and one that has gone on has ended it before this rank had looked.
-                    met = self.notices.gather(f"admit/{number}", mine, max(0.1, deadline - now()), lambda: True)
+                    met = self.notices.gather(
+                        f"admit/{number}", mine, max(0.1, deadline - now()), lambda: True, _admission
+                    )
                 if met[0]["guests"]:
                     decide_to_move(self.notices.store, self.name, self.rank)
             except BaseException as error:
@@ -520,12 +524,12 @@ cdef class Membership(Lifecycle):
                 tells()
             try:
                 come = notices.gather(
-                    _MEETING, brought, seconds, functools.partial(self._is_moving, notices.arrivals, is_lost)
+                    _MEETING, brought, seconds, functools.partial(self._is_moving, notices.arrivals, is_lost), _past_of
                 )
             except NcclAborted:
                 if self.closed or not _has_met(notices):
                     raise
-                come = notices.gather(_MEETING, brought, seconds, lambda: True)  # one that has gone on has ended it since
+                come = notices.gather(_MEETING, brought, seconds, lambda: True, _past_of)  # one has gone on, and ended it
             self._go_on()
         except BaseException as failure:
             if notices is None:  # the others are there, and so is what recover() finds
@@ -622,3 +626,15 @@ def _has_met(notices):
 def _lost_of(reports, size, rank):
     """Return whether a rank cannot come any more, as far as what the group was before knows it."""
     return rank < size and reports.is_lost(rank)
+
+
+def _admission(brought):
+    """Return what a rank has brought to an admission: its handle, those of whom it lets in, and where they meet."""
+    return {"handle": str(brought["handle"]), "guests": list(map(str, brought["guests"])), "uuid": str(brought["uuid"])}
+
+
+def _past_of(brought):
+    """Return what a rank of a group that goes on tells of the past: its last collective, if it was in the group before."""
+    if brought is None:
+        return None
+    return {"finished": None if brought["finished"] is None else int(brought["finished"])}

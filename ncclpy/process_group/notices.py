@@ -13,15 +13,17 @@ from typing import Any
 from urllib.parse import quote
 
 from ncclpy.bootstrap.arrivals import Arrivals, refuse
+from ncclpy.bootstrap.asked import decode, ranks_of
 from ncclpy.bootstrap.prefix import PrefixStore
 from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.bootstrap.watch import Change, Watch
 from ncclpy.core.creation import get_unique_id
 from ncclpy.core.errors import NcclError, NcclTimeout, ranks, spans
+from ncclpy.core.types import UniqueId
 from ncclpy.engine.known import elsewhere, note_group
 from ncclpy.peers.confirmation import Confirmation
 from ncclpy.peers.processes import PeerProcesses
-from ncclpy.peers.reports import ASKED, Reports
+from ncclpy.peers.reports import ASKED, Reports, number_of
 from ncclpy.peers.sentence import keep_stacks, sentence
 from ncclpy.peers.standing import Began, RankState, as_data, from_data
 from ncclpy.process_group.clocks import Clocks
@@ -57,6 +59,18 @@ _LEFT = {
     "ended": ("process ended", 5),
     "gone": ("cannot be reached any more", 5),
 }
+
+
+def _anything(brought: Any) -> object:
+    return brought
+
+
+def _check_of(packed: bytes) -> tuple[str, str]:
+    """Return how a rank compares collectives, and the words in which it says so."""
+    check, words = json.loads(packed)
+    if not isinstance(check, str) or not isinstance(words, str):
+        raise TypeError("these are no texts")
+    return check, words
 
 
 def _place_of(name: str) -> str:
@@ -179,7 +193,13 @@ class Notices:
         """
         what = f"to make communicator {label!r} of process group {self.name!r}"
         mine = bytes(get_unique_id()) if self.rank == members[0] else b""
-        return self.arrivals.meet(f"communicator/{label}", members, what, mine, lambda come: come[0], timeout, wanted)
+        place = f"communicator/{label}"
+
+        def first(come: list[bytes]) -> bytes:
+            return bytes(decode(UniqueId, come[0], self.store, f"{place}/here/{members[0]}", members[0]))
+
+        met = self.arrivals.meet(place, members, what, mine, first, timeout, wanted)
+        return bytes(decode(UniqueId, met, self.store, f"{place}/outcome", members[0]))
 
     def made(self, label: str, members: list[int]) -> None:
         """Clear away what a communicator was made by: it stands, so that all of its ranks have had that."""
@@ -187,26 +207,40 @@ class Notices:
             self.arrivals.forget(f"communicator/{label}", members)
         self._watch_processes()
 
-    def gather(self, name: str, value: object, timeout: float, wanted: Callable[[], bool]) -> list[object]:
-        """Return what all ranks of the group bring to a meeting, by rank; it may be anything that JSON knows."""
+    def gather(
+        self,
+        name: str,
+        value: object,
+        timeout: float,
+        wanted: Callable[[], bool],
+        read: Callable[[Any], object] = _anything,
+    ) -> list[Any]:
+        """Return what all ranks of the group bring to a meeting, by rank; it may be anything that JSON knows.
+
+        `read` is given what a rank has brought; it returns that, and raises if it is not what a rank brings.
+        """
         everyone = list(range(self.size))
         what = f"to {name} of process group {self.name!r}"
         brought = json.dumps(value).encode()
+
+        def read_one(packed: bytes) -> object:
+            return read(json.loads(packed))
+
         meeting = _call_of(name), time.time()
         self._meetings.append(meeting)
         try:
             packed = self.arrivals.meet(
-                name, everyone, what, brought, lambda come: b"[" + b",".join(come) + b"]", timeout, wanted
+                name, everyone, what, brought, self.arrivals.combined(name, read_one), timeout, wanted
             )
         finally:
             self._meetings.remove(meeting)
-        return list(json.loads(packed))
+        return self.arrivals.parts(name, packed, read_one)
 
     def compare(self, check: str) -> None:
         """Raise ValueError unless all ranks so far compare collectives alike: else they would wait for each other."""
         mine = f"rank {self.rank} of {self.size} has {check!r}"
         there = self.store.compare_set(_CHECK, None, json.dumps([check, mine]).encode())[1]
-        theirs, who = json.loads(there or b"[null, null]")
+        theirs, who = decode(_check_of, there or b"[]", self.store, _CHECK)
         if theirs != check:
             raise ValueError(f"check: all ranks of process group {self.name!r} give the same; {mine}, {who}")
 
@@ -271,8 +305,9 @@ class Notices:
 
     def _has_made(self, rank: int) -> bool:
         """Return whether a rank has made this group: its count has come so far."""
-        there = self._outer.compare_set(f"{self._place}/made-by/{rank}", None, None)[1]
-        return there is not None and int(there) >= self.number
+        key = f"{self._place}/made-by/{rank}"
+        there = self._outer.compare_set(key, None, None)[1]
+        return there is not None and decode(int, there, self._outer, key, rank) >= self.number
 
     def _watch_processes(self) -> None:
         """Watch over the processes on this machine of ranks that have told theirs, beside this one."""
@@ -297,9 +332,10 @@ class Notices:
                 take(change.value)
             elif change.key == ASKED:
                 with contextlib.suppress(StoreError, NcclTimeout):
-                    self.reports.answer_all(int(change.value))
+                    self.reports.answer_all(number_of(change.value))
             elif change.key.startswith(_GONE):
-                gone(int(change.key[len(_GONE) :]), "its lease in the store has ended")
+                for rank in ranks_of([change.key]):
+                    gone(rank, "its lease in the store has ended")
 
         self._gone = gone
         if self.size > 1:
@@ -321,10 +357,10 @@ class Notices:
     def _look_out(self, change: Change) -> None:
         """Tell the others of a rank whose lease has ended, unless it has closed the group."""
         if change.value is None and not self._over.is_set():
-            rank = int(change.key.rpartition("/")[2])
             with contextlib.suppress(StoreError, NcclTimeout):
-                if not self.reports.has_closed(rank):
-                    self.store.set(f"{_GONE}{rank}", b"")
+                for rank in ranks_of([change.key]):
+                    if not self.reports.has_closed(rank):
+                        self.store.set(f"{_GONE}{rank}", b"")
 
     def _ask(self, take: Callable[[bytes | None], None]) -> None:
         while not self._over.is_set():
@@ -338,7 +374,7 @@ class Notices:
                     _log.warning("rank %d hears no more whether its group has ended: %s", self.rank, error)
                 return
             with contextlib.suppress(StoreError, NcclTimeout):
-                self.reports.answer_all(int(self.store.compare_set(ASKED, None, None)[1] or 0))
+                self.reports.answer_all(number_of(self.store.compare_set(ASKED, None, None)[1]))
 
     def inquire(self, subject: Began | None, alone: bool) -> tuple[str | None, tuple[RankState, ...] | None]:
         """Return what all ranks do, in a sentence and as data; (None, None) if nobody could find out.
@@ -479,7 +515,10 @@ def _read(told: bytes) -> Told:
     try:
         found = json.loads(told)
         states = None if found["ranks"] is None else from_data(found["ranks"])
-        kind, asked = str(found.get("kind", "")), bool(found.get("asked", False))
-        return Told(str(found["text"]), found["said"], states, found["handles"], kind, asked)
-    except (ValueError, KeyError, TypeError):  # of another version
+        said, handles = found["said"], found["handles"]
+        return Told(
+            str(found["text"]), None if said is None else str(said), states,
+            None if handles is None else list(map(str, handles)), str(found.get("kind", "")), bool(found.get("asked")),
+        )  # fmt: skip
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # of another version, or damaged
         return Told(told.decode(errors="replace"))

@@ -15,8 +15,10 @@ from libc.string cimport strncpy
 from ncclpy.core.datatypes cimport NAME
 from ncclpy.process_group.mailbox cimport Note
 
+from ncclpy.bootstrap.asked import decode
 from ncclpy.bootstrap.place import BOOT_ID
 from ncclpy.process_group import mailbox
+from ncclpy.process_group.shared_memory import read_offer
 
 
 cdef class Route:
@@ -81,7 +83,7 @@ cdef class Route:
             if theirs is None:
                 return OFFERED
             store.delete(self._place(self.peer, "offers"))  # it was for this rank alone
-            offered = json.loads(theirs)
+            offered = decode(read_offer, theirs, store, self._place(self.peer, "offers"), self.peer)
             # Both see both, and so come to the same end.
             if not BOOT_ID or offered["machine"] != BOOT_ID or "fd" not in offered or not mine.offered():
                 return STORED
@@ -89,7 +91,7 @@ cdef class Route:
                 self.opened = mailbox.attach(
                     mine, self.rank, self.peer, offered["pid"], offered["fd"], offered["token"]
                 )
-            except (OSError, TypeError, ValueError):
+            except (OSError, TypeError, ValueError, OverflowError):
                 pass  # the peer hears of it
             store.set(self._place(self.rank, "opened"), b"n" if self.opened is None else b"y")
             return OPENED

@@ -5,9 +5,25 @@ process that has it, however these end.
 """
 
 import fcntl
+import json
 import os
 import secrets
 import stat
+
+
+def read_offer(packed):
+    """Return what a process tells of its memory: its machine, and if it has any, how others find it (`reopen`).
+
+    Raises
+    ------
+    KeyError, TypeError, ValueError
+        If it tells of something else.
+    """
+    told = json.loads(packed)
+    offer = {"machine": str(told["machine"]), "pid": int(told.get("pid", 0))}
+    if "fd" in told:
+        offer.update(fd=int(told["fd"]), token=bytes.fromhex(told["token"]))
+    return offer
 
 
 def create(name, length):

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import logging
 import threading
 import time
 
-from ncclpy.bootstrap.store import Store, StoreError
+from ncclpy.bootstrap.asked import decode
+from ncclpy.bootstrap.store import Store, StoreDamaged, StoreError
 from ncclpy.core.errors import NcclTimeout
 from ncclpy.process_group.disagreement import pack
 
 __all__ = ["StoredBoard"]
+
+_log = logging.getLogger("ncclpy.process_group")
 
 #: So many notes are remembered.
 _REMEMBERED = 4096
@@ -60,7 +64,8 @@ class StoredBoard:
             threading.Thread(target=self._answer, name="ncclpy-group-notes", daemon=True).start()
 
     @staticmethod
-    def _key(number: int, rank: int) -> str:
+    def key(number: int, rank: int) -> str:
+        """Return where a rank notes what it brings to a collective."""
         return f"check/{number}/{rank}"
 
     def put(self, number: int, calls: bytes, note: bytes | None, has_messages: bool) -> None:
@@ -73,11 +78,11 @@ class StoredBoard:
                 wanted = number in self._wanted
                 self._wanted.discard(number)
             if wanted:
-                self.store.set(self._key(number, self.rank), _PASSED + pack(calls, ()))
+                self.store.set(self.key(number, self.rank), _PASSED + pack(calls, ()))
             return
         with self._lock:
             self._wanted.discard(number)
-        before, self._last = self._last, self._key(number, self.rank)
+        before, self._last = self._last, self.key(number, self.rank)
         self._there, self._since = [], (number, time.monotonic())
         self.store.set(self._last, _COMPARES + note)
         if before is not None:
@@ -86,11 +91,11 @@ class StoredBoard:
     def leave(self, number: int, note: bytes) -> None:
         """Take back that this rank waits for the others."""
         with contextlib.suppress(StoreError, NcclTimeout):
-            self.store.set(self._key(number, self.rank), _LEFT + note)
+            self.store.set(self.key(number, self.rank), _LEFT + note)
 
     def look(self, number: int, calls: bytes, seconds: float) -> int:
         """Wait for the other ranks for so many seconds; return 2 once all are there, 0 if some are not."""
-        keys = [self._key(number, rank) for rank in range(self.size)]
+        keys = [self.key(number, rank) for rank in range(self.size)]
         late = time.monotonic() - self._since[1] >= _PATIENCE
         try:
             self._there = list(self.store.multi_get(keys, max(0.0, seconds if late else min(seconds, _PATIENCE))))
@@ -117,7 +122,7 @@ class StoredBoard:
 
     def absent(self, number: int) -> list[int]:
         """Return who is not there."""
-        return [rank for rank in range(self.size) if not self.store.check([self._key(number, rank)])]
+        return [rank for rank in range(self.size) if not self.store.check([self.key(number, rank)])]
 
     def too_long(self, note: bytes) -> bool:
         """Return whether a note is longer than its place: never here."""
@@ -136,15 +141,19 @@ class StoredBoard:
     def _answer(self) -> None:
         while not self._over.is_set():
             try:
-                number = int(self.store.get(f"check/asked/{self._asked}", _SLICE))
+                key = f"check/asked/{self._asked}"
+                asked = self.store.get(key, _SLICE)
                 self._asked += 1
+                number = decode(int, asked, self.store, key)
                 with self._lock:
                     calls = self._notes.get(number)
                     if calls is None:
                         self._wanted.add(number)  # not there yet
                 if calls is not None:
-                    self.store.compare_set(self._key(number, self.rank), None, _PASSED + pack(calls, ()))
+                    self.store.compare_set(self.key(number, self.rank), None, _PASSED + pack(calls, ()))
             except NcclTimeout:
                 continue
+            except StoreDamaged as error:
+                _log.warning("rank %d does not know which collective it is asked for: %s", self.rank, error)
             except StoreError:
                 return

@@ -127,8 +127,8 @@ def test_who_is_torn_out_of_it_does_not_go_on_alone(host_engine, monkeypatch, wh
     """The others have gone on with the new one, and wait for it; a half of its own would be the second."""
     gathers, others_moved = Notices.gather, threading.Event()
 
-    def gather_and_leave(self, name, value, timeout, wanted):
-        met = gathers(self, name, value, timeout, wanted)
+    def gather_and_leave(self, name, *arguments):
+        met = gathers(self, name, *arguments)
         if name == "admit/0" and self.size == 2 and self.rank == who:
             assert others_moved.wait(DEADLINE)
             raise KeyboardInterrupt

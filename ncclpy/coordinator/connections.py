@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ncclpy.bootstrap.address import listen, resolve
-from ncclpy.bootstrap.arrivals import Arrivals, listed
+from ncclpy.bootstrap.arrivals import Arrivals
 from ncclpy.bootstrap.place import machine
 from ncclpy.coordinator.control import Control, await_readable
 from ncclpy.coordinator.tree import Tree

@@ -155,14 +155,15 @@ class Arrivals:
         self._leases = True  # the store knows whose process has ended
         for each in self._own:
             if has_made is None:
-                self.store.set(self._been(each), b"")
+                self.store.set(self.been(each), b"")
             self._put(self.alive(each), b"")
 
     def _has_been(self, rank: int) -> bool:
-        return self.store.check([self._been(rank)])
+        return self.store.check([self.been(rank)])
 
     @staticmethod
-    def _been(rank: int) -> str:
+    def been(rank: int) -> str:
+        """Return the key that tells that a rank has been here, unless another one tells it, see `has_made`."""
         return f"been/{rank}"
 
     def meet(
@@ -268,9 +269,12 @@ class Arrivals:
         """Return whether a meeting was one: all have come."""
         return (self.store.compare_set(self._outcome(place), None, None)[1] or b"").startswith(_MET)
 
-    def give_up(self, place: str, why: str) -> bool:
-        """Leave a meeting, also one that this rank has not come to yet; return whether all had met before that."""
-        return self._leave(place, why, None).startswith(_MET)
+    def give_up(self, place: str, why: str, failed: bool = False) -> bool:
+        """Leave a meeting, also one that this rank has not come to yet; return whether all had met before that.
+
+        The others raise `NcclAborted`; `NcclRemoteError` if this rank has `failed`.
+        """
+        return self._leave(place, why, [] if failed else None, lost=failed).startswith(_MET)
 
     def forget(self, place: str, members: Sequence[int]) -> None:
         """Clear away a meeting that all have come back from."""

@@ -42,6 +42,8 @@ _here: tuple[int, int] | None = None
 #: How many meetings this process was asked for: all ranks count alike, and so name the keys of one.
 _meetings = 0
 _process = 0
+#: Whether it is the first process of its rank.
+_is_first = False
 
 
 def rendezvous(timeout: float | None = None) -> tuple[Place, Store]:
@@ -69,7 +71,7 @@ def rendezvous(timeout: float | None = None) -> tuple[Place, Store]:
     NcclTimeout
         If the store cannot be reached in time.
     """
-    global _store, _process, _arrivals, _meetings, _here
+    global _store, _process, _arrivals, _meetings, _here, _is_first
     seconds = as_seconds(timeout, TIMEOUT)
     deadline = time.monotonic() + seconds
     place = environment()
@@ -83,7 +85,9 @@ def rendezvous(timeout: float | None = None) -> tuple[Place, Store]:
             store = _connect(place, seconds, deadline)
             try:
                 # From now on the others can be told that this process has ended, whatever it has come to until then.
-                arrivals = Arrivals(PrefixStore("ncclpy/ranks", _end_of(store)), "this job", place.rank, place.size)
+                ranks = PrefixStore("ncclpy/ranks", _end_of(store))
+                _is_first = not ranks.check([Arrivals.been(place.rank)])
+                arrivals = Arrivals(ranks, "this job", place.rank, place.size)
                 here = None if _is_located(place) else _locate(place, arrivals, deadline)
             except BaseException:
                 store.close()
@@ -94,7 +98,7 @@ def rendezvous(timeout: float | None = None) -> tuple[Place, Store]:
             place = place._replace(local_rank=local_rank, local_size=_here[1])
         # For each caller an end of its own, which may be closed. The store itself closes when the process ends.
         end = _end_of(_store)
-        end.timeout = seconds
+        end.timeout, end.one_attempt = seconds, _is_first
         return place, end
     finally:
         _lock.release()

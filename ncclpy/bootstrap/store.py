@@ -80,6 +80,9 @@ class Store:
         Seconds that an operation may take where it is not told otherwise.
     """
 
+    #: Whether, as its owner knows, no process of an earlier attempt has used it: a failure in it is this attempt's.
+    one_attempt = False
+
     def __init__(self, timeout: float = TIMEOUT) -> None:
         self.timeout = as_seconds(timeout, TIMEOUT)
         self._closed = False

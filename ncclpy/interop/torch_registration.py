@@ -91,7 +91,9 @@ def _made(store: Any, rank: int, ranks: list[int], timeout: float, name: str, op
             ordinal = _gpu(ranks[rank]) if on_gpu else _host_device(ranks[rank])
         # Torch's programs read tensors by streams, which go on after an abort: nothing is aborted unless asked for.
         given = {"name": name, "on_error": "exit", **options, "timeout": timeout, "device": ordinal}
-        made = ProcessGroup(TorchStore(store, min(timeout, 300.0)), rank, len(ranks), **given)
+        there = TorchStore(store, min(timeout, 300.0))
+        there.one_attempt = True  # torch gives each attempt keys of its own
+        made = ProcessGroup(there, rank, len(ranks), **given)
         made.translate = backend_error
         return made
 

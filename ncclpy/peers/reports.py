@@ -26,7 +26,7 @@ from ncclpy.peers.standing import RankState, pack, unpack
 if TYPE_CHECKING:
     from ncclpy.bootstrap.store import Telling
 
-__all__ = ["ASKED", "MACHINE", "Reports", "process", "process_state"]
+__all__ = ["ASKED", "MACHINE", "Reports", "has_closed", "process", "process_state"]
 
 #: The key that is counted up by who wants to know.
 ASKED = "told/asked"
@@ -177,8 +177,7 @@ class Reports:
 
     def has_closed(self, rank: int) -> bool:
         """Return whether a rank has closed the group."""
-        packed = self.store.compare_set(self.key(rank), None, None)[1]
-        return bool(_told(packed).get("closed"))
+        return has_closed(self.store, rank)
 
     def is_lost(self, rank: int) -> bool:
         """Return whether a rank cannot come any more: its process has ended, or it has closed the group."""
@@ -233,6 +232,11 @@ class Reports:
     @staticmethod
     def _answer(number: int, rank: int) -> str:
         return f"answer/{number}/{rank}"
+
+
+def has_closed(store: Store, rank: int) -> bool:
+    """Return whether a rank has closed the group that a part of a store belongs to."""
+    return bool(_told(store.compare_set(Reports.key(rank), None, None)[1]).get("closed"))
 
 
 def _told(packed: bytes | None) -> dict[str, Any]:

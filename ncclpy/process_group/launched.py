@@ -8,6 +8,7 @@ from ncclpy.core.config import Config
 from ncclpy.core.creation import device_of
 from ncclpy.core.types import DeviceLike
 from ncclpy.process_group.group import ProcessGroup
+from ncclpy.process_group.notices import Notices
 
 __all__ = ["init_process_group"]
 
@@ -50,11 +51,17 @@ def init_process_group(
     from ncclpy.bootstrap.launched import process_before
 
     place, store = rendezvous(timeout)
+    if device is None:
+        try:
+            device = device_of(place)
+        except BaseException as error:
+            Notices.tell_unmade(store, name, place.rank, place.size, error)
+            raise
     group = ProcessGroup(
         store,
         place.rank,
         place.size,
-        device=device_of(place) if device is None else device,
+        device=device,
         name=name,
         timeout=timeout,
         config=config,

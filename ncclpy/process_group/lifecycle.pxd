@@ -18,6 +18,7 @@ cdef class Lifecycle(BlockOwner):
     cdef dict connections  # by label
     cdef dict generations  # by peer: how often their communicator was given back
     cdef object notices
+    cdef list places  # the notices of before that this rank has yet to leave
     cdef object pool
     cdef object config
     cdef str on_error
@@ -61,6 +62,7 @@ cdef class Lifecycle(BlockOwner):
     cdef int end_connections(self, error, bint drained) except -1
     cdef int _abort_later(self, notices, telling, list comms, reason) except -1
     cdef int end_notices(self, bint says_so) except -1
+    cdef int leave_places(self, bint closed) except -1
     cdef str label_of(self, int peer)
     # The communicator with all ranks (-1), or the one with a peer; it is begun with if there is none.
     cdef Connection connection_with(self, int peer)

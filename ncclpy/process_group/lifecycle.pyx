@@ -42,7 +42,7 @@ from ncclpy.peers.confirmation import TELLS as _TOLD_WITHIN
 from ncclpy.peers.inquiry import Inquiries
 from ncclpy.process_group.nan import NanCheck
 from ncclpy.process_group.notices import Notices
-from ncclpy.process_group.options import check_options
+from ncclpy.process_group.options import check_name, check_options
 
 _log = logging.getLogger("ncclpy.process_group")
 
@@ -84,14 +84,19 @@ cdef class Lifecycle(BlockOwner):
         bootstrap = _import_module("ncclpy.bootstrap")
         if not isinstance(store, bootstrap.Store):
             store = bootstrap.as_store(store)
-        check_options(name, config, on_error, check)
         if self.connections is not None:
             raise RuntimeError("a ProcessGroup is initialised once")
         rank, size = as_integer(rank, "rank"), as_integer(size, "size")
         if size < 1 or not 0 <= rank < size:
             raise ValueError(f"rank {rank} of {size}: expected size >= 1 and 0 <= rank < size")
-        self.timeout = as_timeout(timeout)
-        self.device = as_device(device)
+        check_name(name)
+        try:
+            check_options(config, on_error, check)
+            self.timeout = as_timeout(timeout)
+            self.device = as_device(device)
+        except BaseException as error:
+            Notices.tell_unmade(store, name, rank, size, error)
+            raise
         self.name, self.store = name, store
         self.config, self.on_error, self.timing, self.high_priority = config, on_error, timing, high_priority
         frame = sys._getframe(0)
@@ -103,6 +108,7 @@ cdef class Lifecycle(BlockOwner):
         self.completions, self.aborts = [], []
         self.check, self.check_nan = check, check_nan
         self.handle = new_handle(rank, store)
+        self.places = []
         self.turn = threading.Lock()
         notices = self._notices(store, rank, size)
         if size > 1:
@@ -111,6 +117,7 @@ cdef class Lifecycle(BlockOwner):
             except ValueError as error:
                 notices.tell(str(error))
                 notices.close()
+                notices.leave()
                 raise
         self._enter(notices)
         self._beat(self.number)
@@ -131,6 +138,8 @@ cdef class Lifecycle(BlockOwner):
         nan_check = NanCheck(rank, self.name, self.device) if self.check_nan else None
         completions = [hook.of(rank, self.name) for hook in self.completions]
         # Let go of when the lock is left.
+        if self.notices is not None and self.notices is not notices:
+            self.places = [*self.places, self.notices]
         before = (
             self.notices, self.inquiries, self.agreement, self.nan_check, self.completions, self.past, self.is_lost,
             self.connections, self.generations, self.alone, self.holder, self.ledger,
@@ -221,10 +230,18 @@ cdef class Lifecycle(BlockOwner):
             raise RuntimeError("this ProcessGroup was not initialised")
         if self.failure is not None:
             withdraw(self.name)
-            raise has_ended(self.name, self.failure)
+            raise has_ended(self.name, self.failure, self._class_of_later())
         if self.closed:
             raise ValueError(f"process group {self.name!r} is closed; make a new one")
         return 0
+
+    def _class_of_later(self):
+        """Return what a call raises on a group that has ended: until something has begun here, the first one is told why."""
+        cdef Connection one
+        begun = self.closed or self.collectives > 0
+        for one in list(self.connections.values()):
+            begun = begun or one.sequence > 0
+        return NcclAborted if begun else same_class_as(type(self.failure).__name__)
 
     cdef int refuse_old(self) except -1:
         """Raise for what was begun by what this group was before it was reconfigured."""
@@ -501,7 +518,10 @@ cdef class Lifecycle(BlockOwner):
             connections, notices = list(self.connections.values()), self.notices
             alone, self.alone = self.alone, []
             hooks = self.aborts  # later ones are called as they come
+            kind = type(error).__name__
             if but is not None:
+                if but.state == MAKING and same_class_as(kind) is NcclAborted and not isinstance(error, NcclAborted):
+                    kind = NcclRemoteError.__name__  # what was never made was not aborted
                 but.state = GONE
         comms, readers = [] if but is None else list(but.comms), set()
         for one in connections if but is None or but in connections else [*connections, but]:
@@ -514,8 +534,7 @@ cdef class Lifecycle(BlockOwner):
         telling = None
         if text is not None:
             told = (
-                f"rank {self.rank} of {self.size}: {without_advice(text) if said else text}", said, states, None,
-                type(error).__name__, asked,
+                f"rank {self.rank} of {self.size}: {without_advice(text) if said else text}", said, states, None, kind, asked,
             )
             telling = threading.Thread(target=notices.tell, args=told, name="ncclpy-group-end", daemon=True)
             telling.start()
@@ -679,6 +698,13 @@ cdef class Lifecycle(BlockOwner):
             agreement.close()
         return 0
 
+    cdef int leave_places(self, bint closed) except -1:
+        """Leave the places in a store where the group was before it went on with others; where it is now too, if it is `closed`."""
+        places, self.places = self.places, []
+        for notices in [*places, self.notices] if closed else places:
+            notices.leave()
+        return 0
+
     def _end(self, bint drained):
         """Give everything back."""
         error = NcclAborted(f"process group {self.name!r} was closed before this was done")
@@ -691,6 +717,7 @@ cdef class Lifecycle(BlockOwner):
         if self.tell_thread is not None:  # a process that ends next would take the news with it
             self.tell_thread.join(_TELLS)
         self.pool.close()
+        self.leave_places(True)
         if self.borrowed is not None:
             give_back(self.borrowed)
         if self.scratch and drained and self.failure is None:  # else something may still write there

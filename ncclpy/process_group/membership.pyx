@@ -581,6 +581,7 @@ cdef class Membership(Lifecycle):
             raise ValueError(f"process group {self.name!r} is closed; make a new one")
         if ended is not None:  # the others may not have heard here
             self.notices.tell(f"rank {self.rank} of {self.size}: {text_of(ended)}")
+        self.leave_places(False)
         return 0
 
     def _is_moving(self, arrivals, is_lost):

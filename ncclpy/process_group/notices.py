@@ -18,10 +18,11 @@ from ncclpy.bootstrap.prefix import PrefixStore
 from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.bootstrap.watch import Change, Watch
 from ncclpy.core.creation import get_unique_id
-from ncclpy.core.errors import NcclError, NcclTimeout, ranks, spans
+from ncclpy.core.errors import NcclError, NcclRemoteError, NcclTimeout, ranks, spans
 from ncclpy.core.types import UniqueId
 from ncclpy.engine.known import elsewhere, note_group
 from ncclpy.peers.confirmation import Confirmation
+from ncclpy.peers.numbering import GroupStore, Numbering, leave
 from ncclpy.peers.processes import PeerProcesses
 from ncclpy.peers.reports import ASKED, Reports, number_of
 from ncclpy.peers.sentence import keep_stacks, sentence
@@ -45,6 +46,8 @@ _LOOKS = 5
 _CHECK = "options/check"
 #: Seconds for that one to ask, and to tell.
 _OTHERS_ASK = 2.5
+#: Seconds for the store to be told what happens all the same should it be stuck.
+_TELLS = 1.0
 #: So many ranks, the first ones, look who is gone and tell the others: did all, each would hear of each.
 _LOOKOUTS = 2
 #: How long a wait in a store that cannot be watched goes on before it looks whether the group was closed, or asked.
@@ -118,9 +121,8 @@ class Told:
 class Notices:
     """The part of a store that belongs to one group.
 
-    Groups of one name are told apart by their number: each rank counts those that it has made, and the n-th of one
-    rank meets the n-th of the others. So their keys never meet those of another group, in whatever order and by
-    however many threads they are made.
+    Groups of one name are told apart by their number, see `Numbering`. So their keys never meet those of another
+    group, in whatever order and by however many threads they are made.
 
     Parameters
     ----------
@@ -154,17 +156,20 @@ class Notices:
     ) -> None:
         self.before: Callable[[int], str] = _nothing_known
         self._parent: tuple[Notices, Sequence[int]] | None = None
-        self._outer, self._place = store, _place_of(name) if place is None else place
-        made = store.add(f"{self._place}/made-by/{rank}")
-        self.number = made if place is None else 1  # who comes there again, as something went wrong, meets the others
+        self._numbering: Numbering | None = None
+        self.number = 1  # who comes to a place again, as something went wrong, meets the others
+        self.store: Store = GroupStore(f"{place}/1", store)
+        if place is None:
+            self._numbering = _numbering_of(store, name, rank, size)
+            self.number = self._numbering.enter()
+            self.store = self._numbering.part(self.number)
+            self.before = self._before
         self.name, self.rank, self.size = name, rank, size
         self._meetings: list[tuple[str, float]] = []  # this rank is at, and since when
         self._begun = look
         self.known = note_group(name, self.number, rank, size, device, self._look)
-        self.store = PrefixStore(f"{self._place}/{self.number}", store)
-        self.arrivals = Arrivals(
-            self.store, f"process group {name!r}", rank, size, self._has_made, is_lost=self._why_lost
-        )
+        has_made = None if self._numbering is None else self._has_made
+        self.arrivals = Arrivals(self.store, f"process group {name!r}", rank, size, has_made, is_lost=self._why_lost)
         self.reports = Reports(
             self.store, rank, size, self._look, self.arrivals.is_gone, self._has_made, self._look_around,
             thread=threading.get_ident(),
@@ -192,8 +197,13 @@ class Notices:
             Asked whether the communicator is still to be made.
         """
         what = f"to make communicator {label!r} of process group {self.name!r}"
-        mine = bytes(get_unique_id()) if self.rank == members[0] else b""
         place = f"communicator/{label}"
+        try:
+            mine = bytes(get_unique_id()) if self.rank == members[0] else b""
+        except BaseException as error:
+            why = f"{type(error).__name__}: {error}"
+            self.arrivals.give_up(place, f"rank {self.rank} of {self.size} failed {what}: {why}", True)
+            raise
 
         def first(come: list[bytes]) -> bytes:
             return bytes(decode(UniqueId, come[0], self.store, f"{place}/here/{members[0]}", members[0]))
@@ -304,10 +314,14 @@ class Notices:
         )
 
     def _has_made(self, rank: int) -> bool:
-        """Return whether a rank has made this group: its count has come so far."""
-        key = f"{self._place}/made-by/{rank}"
-        there = self._outer.compare_set(key, None, None)[1]
-        return there is not None and decode(int, there, self._outer, key, rank) >= self.number
+        """Return whether a rank has made this group."""
+        if self._numbering is None:
+            return self.arrivals.has_made(rank)
+        return self._numbering.has_made(rank, self.number)
+
+    def _before(self, rank: int) -> str:
+        """Return what became of the process that made an earlier group as a rank, see `before`."""
+        return "" if self._numbering is None else self._numbering.before(rank, self.number)
 
     def _watch_processes(self) -> None:
         """Watch over the processes on this machine of ranks that have told theirs, beside this one."""
@@ -440,7 +454,7 @@ class Notices:
         asked
             Whether only ranks take it that ask.
         """
-        self._tell(self.store, self.name, Told(text, said, states, handles, kind, asked))
+        _tell(self.store, self.rank, self.name, Told(text, said, states, handles, kind, asked))
 
     def told(self) -> Told | None:
         """Return what a rank has told of the group's end; None while nothing has ended it."""
@@ -472,15 +486,34 @@ class Notices:
 
     def tell_part(self, name: str, text: str) -> None:
         """Tell the ranks of a part of this group that it has ended, which this rank could not make; see `tell`."""
-        self._tell(PrefixStore(f"{_place_of(name)}/1", self.store), name, Told(text))  # its name is made once
+        store = PrefixStore(f"{_place_of(name)}/1", self.store)  # its name is made once
+        _tell(store, self.rank, name, Told(text, kind=NcclRemoteError.__name__))
 
-    def _tell(self, store: Store, name: str, told: Told) -> None:
-        try:
-            first, there = store.compare_set(_ENDED, None, told.packed())
-            if not first and there is not None and not told.asked and _read(there).asked:
-                store.set(_ENDED, told.packed())  # of what all are to hear
-        except (StoreError, NcclTimeout) as error:
-            _log.warning("rank %d could not tell that group %r has ended (%s): %s", self.rank, name, told.text, error)
+    @staticmethod
+    def tell_unmade(store: Store, name: str, rank: int, size: int, error: BaseException) -> None:
+        """Tell the other ranks, within a second, that this one cannot make a group, and why; the store may be gone."""
+
+        def tell() -> None:
+            text = f"rank {rank} of {size}, which could not make it: {type(error).__name__}: {error}"
+            with contextlib.suppress(StoreError, NcclTimeout, ValueError):
+                numbering = _numbering_of(store, name, rank, size)
+                number = numbering.enter()
+                _tell(numbering.part(number), rank, name, Told(text, kind=NcclRemoteError.__name__))
+                numbering.leave(number)
+
+        if size > 1:
+            _within(_TELLS, tell)
+
+    def leave(self) -> None:
+        """Have nothing more to do with the group: what all ranks have written goes with the last of them."""
+
+        def go() -> None:
+            if self._numbering is not None:
+                self._numbering.leave(self.number)
+            else:
+                leave(self.store, self.rank, self.size)
+
+        _within(_TELLS, go)
 
     def close(self, *, says_so: bool = False) -> None:
         """Hear nothing any more; the others are told, if asked, that this rank has closed the group."""
@@ -495,6 +528,35 @@ class Notices:
         if says_so and self.size > 1:
             with contextlib.suppress(StoreError, NcclTimeout):  # whose store is gone tells nobody
                 self.reports.publish(closed=True)
+
+
+def _numbering_of(store: Store, name: str, rank: int, size: int) -> Numbering:
+    place = _place_of(name)
+
+    def tell(number: int, text: str) -> None:
+        _tell(PrefixStore(f"{place}/{number}", store), rank, name, Told(text, kind=NcclRemoteError.__name__))
+
+    def has_ended(number: int) -> bool:
+        return store.check([f"{place}/{number}/{_ENDED}"])
+
+    return Numbering(store, f"process group {name!r}", place, rank, size, tell, has_ended)
+
+
+def _tell(store: Store, rank: int, name: str, told: Told) -> None:
+    try:
+        first, there = store.compare_set(_ENDED, None, told.packed())
+        if not first and there is not None and not told.asked and _read(there).asked:
+            store.set(_ENDED, told.packed())  # of what all are to hear
+    except (StoreError, NcclTimeout) as error:
+        _log.warning("rank %d could not tell that group %r has ended (%s): %s", rank, name, told.text, error)
+
+
+def _within(seconds: float, act: Callable[[], object]) -> None:
+    """Do something in a thread of its own, and wait so long for it: the store may be stuck."""
+    thread = threading.Thread(target=act, name="ncclpy-group-store", daemon=True)
+    with contextlib.suppress(RuntimeError):  # there is none to be had
+        thread.start()
+        thread.join(seconds)
 
 
 def _nobody_told(rank: int, why: str) -> None:

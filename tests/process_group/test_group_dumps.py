@@ -108,6 +108,7 @@ def test_a_rank_that_joins_after_the_deadline_is_the_one_that_is_named(ranks):
         else:
             sys.exit(1)
         written()
+        all_have_written(3)  # a process that comes behind the end of the others begins a new attempt
         """,
     )
     assert sorted(dumps) == [0, 1, 2]

@@ -266,9 +266,12 @@ def test_a_standing_is_published_now_and_then_and_if_it_has_changed(host_engine,
     with TCPStore("127.0.0.1", 0, serve=True) if native else LocalStore() as store:
         with store.watch("ncclpy/group/", lambda change: told.append((time.monotonic(), change))):
             run_groups(2, body, store=store)
-            testing.wait_for(lambda: sum(b'"closed"' in (each.value or b"") for _, each in told) == 2, "their last")
+            testing.wait_for(
+                lambda: sum(each.value is None and "/standing/" in each.key for _, each in told) == 2, "their last"
+            )
     for rank in range(2):
         mine = [(moment, each.value) for moment, each in told if each.key.endswith(f"/standing/{rank}")]
+        assert mine.pop()[1] is None, "cleared away by the last rank"
         times = [moment for moment, _ in mine][:-1]
         read = [json.loads(value) for _, value in mine]
         done = [(each["current"], each["finished"]) for each in read]

@@ -1,0 +1,353 @@
+"""Which groups of one name meet: failed attempts, ranks that come twice, other sizes; and what stays in the store."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from group_ranks import DEADLINE, run_groups
+from warm_ranks import run_ranks
+
+import ncclpy
+import testing
+from ncclpy.bootstrap import LocalStore
+
+#: Starts processes as ranks of a group; each says what has come of it.
+RANKS = """
+import os, signal, sys, tempfile
+import numpy as np, ncclpy, testing
+from ncclpy.bootstrap import FileStore, TCPStore
+
+served = TCPStore("127.0.0.1", 0, serve=True, linger=0) if STORE == "tcp" else FileStore(tempfile.mkdtemp())
+there = served.keys
+
+def connect():
+    return TCPStore("127.0.0.1", served.port) if STORE == "tcp" else FileStore(served.path)
+
+def work(group):
+    array = np.ones(2)
+    group.all_reduce(array).wait()
+    return f"fine {array[0]:.0f}"
+
+def start(rank, size=2, timeout=600.0, body=work, device=None):
+    reads, writes = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            store, group = connect(), None
+            group = ncclpy.ProcessGroup(store, rank, size, device=rank if device is None else device, timeout=timeout)
+            said = body(group)
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writes, said.encode())
+        os.close(writes)
+        if group is not None:
+            group.close()
+        os._exit(0)
+    os.close(writes)
+    return pid, reads
+
+def end(started):
+    pid, reads = started
+    with open(reads, "rb") as file:
+        said = file.read().decode()
+    os.waitpid(pid, 0)
+    return said
+
+def has_made(rank, number=1):
+    testing.wait_for(lambda: served.check([f"ncclpy/group/default/{number}/alive/{rank}"]), f"rank {rank}")
+
+def dies(group):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def stays(group):
+    while group.error is None:
+        testing.time.sleep(0.01)
+    raise group.error
+"""
+
+
+def run_processes(store, program):
+    code = f"STORE = {store!r}\n" + RANKS + program + "\nserved.close()\n"
+    testing.run_python(code, warm=True)
+
+
+stores = pytest.mark.parametrize("store", ["tcp", "file"])
+
+
+# Attempts.
+
+
+@stores
+@pytest.mark.parametrize("first", [0, 1])
+def test_an_attempt_that_failed_does_not_block_the_next_ones(host_engine, store, first):
+    run_processes(
+        store,
+        f"""
+said = end(start({first}, timeout=0.2))
+assert said.startswith("NcclTimeout: "), said
+for attempt in (2, 3):
+    other = start({1 - first})  # whose rank has not come before
+    has_made({1 - first}, attempt)
+    both = start({first}), other
+    assert [end(each) for each in both] == ["fine 2", "fine 2"]
+""",
+    )
+
+
+@stores
+def test_an_attempt_whose_rank_was_killed_does_not_block_the_next_one(host_engine, store):
+    run_processes(
+        store,
+        """
+end(start(0, body=dies))
+other = start(1)
+has_made(1, 2)
+both = start(0), other
+assert [end(each) for each in both] == ["fine 2", "fine 2"]
+""",
+    )
+
+
+@stores
+def test_a_rank_that_is_started_again_alone_meets_the_others_next_group(host_engine, store):
+    run_processes(
+        store,
+        """
+def again(group):
+    try:
+        group.all_reduce(np.ones(2)).wait()
+    except ncclpy.NcclRemoteError as error:
+        assert "rank 1" in str(error), error
+    group.close()
+    with ncclpy.ProcessGroup(group.store, 0, 2, device=0) as group:
+        return work(group)
+
+waits = start(0, body=again)
+has_made(0)
+end(start(1, body=dies))
+both = waits, start(1)
+assert [end(each) for each in both] == ["fine 2", "fine 2"]
+""",
+    )
+
+
+def test_a_program_behind_another_one_meets_its_own_ranks(host_engine):
+    """Rank 0 has closed the first program's group and is in the second one's, while rank 1 still has the first."""
+    run_processes(
+        "tcp",
+        """
+def late(group):
+    said = work(group)
+    group.store.get("go on")
+    return said
+
+first = start(0), start(1, body=late)
+assert end(first[0]) == "fine 2"
+second = start(0)
+has_made(0, 2)
+served.set("go on", b"")
+assert end(first[1]) == "fine 2"
+both = second, start(1)
+assert [end(each) for each in both] == ["fine 2", "fine 2"]
+assert there() == ["go on", "ncclpy/group/default/base"], there()
+""",
+    )
+
+
+# Ranks that come twice, and other sizes.
+
+
+@stores
+def test_a_rank_that_comes_twice_is_told_on_all_ranks_with_both_processes(host_engine, store):
+    run_processes(
+        store,
+        """
+first = start(0, body=stays)
+has_made(0)
+second = start(0)
+said = end(second), end(first)
+assert said[0].startswith("ValueError: rank 0 of process group 'default' was made twice, by process "), said
+assert said[1].startswith("NcclRemoteError: process group 'default' was ended by rank 0 of 2: "), said
+for each in said:
+    assert f"process {first[0]} on " in each and f"process {second[0]} on " in each, said
+""",
+    )
+
+
+@stores
+def test_different_sizes_are_told_on_all_ranks_with_both_processes(host_engine, store):
+    run_processes(
+        store,
+        """
+first = start(0, 2, body=stays)
+has_made(0)
+second = start(1, 3)
+said = end(second), end(first)
+assert said[0].startswith("ValueError: process group 'default' is made with different sizes: by rank 0 of 2, "), said
+assert said[1].startswith("NcclRemoteError: process group 'default' was ended by rank 1 of 3: "), said
+for each in said:
+    assert f"process {first[0]} on " in each and f"process {second[0]} on " in each, said
+""",
+    )
+
+
+def test_a_process_too_many_does_not_end_a_group_that_is_complete(host_engine):
+    run_processes(
+        "tcp",
+        """
+def program(group):
+    work(group)
+    group.store.get("go on")
+    return work(group)
+
+both = start(0, body=program), start(1, body=program)
+has_made(0), has_made(1)
+for rank, size in ((0, 2), (2, 3)):
+    assert end(start(rank, size)).startswith("ValueError: ")
+served.set("go on", b"")
+assert [end(each) for each in both] == ["fine 2", "fine 2"]
+""",
+    )
+
+
+# A rank that fails while its group is made.
+
+FAILS = {"device": {"device": 99}, "timeout": {"timeout": "soon"}, "check": {"check": "sometimes"}}
+
+
+@pytest.mark.parametrize("what", FAILS)
+@pytest.mark.parametrize("fails_first", [True, False])
+def test_a_rank_that_cannot_make_the_group_tells_the_others_why(host_engine, what, fails_first):
+    store, groups = LocalStore(), []
+
+    def fail():
+        with pytest.raises((TypeError, ValueError)) as caught:
+            ncclpy.ProcessGroup(store, 1, 3, **{"device": 1, **FAILS[what]})
+        return str(caught.value)
+
+    def make():
+        groups.extend(ncclpy.ProcessGroup(store, rank, 3, device=rank) for rank in (0, 2))
+
+    order = [fail, make] if fails_first else [make, fail]
+    [why] = [said for each in order if (said := each())]
+    for group in groups:
+        with pytest.raises(ncclpy.NcclRemoteError) as caught:
+            group.all_reduce(np.ones(2)).wait(DEADLINE)
+        assert "rank 1 of 3, which could not make it: " in str(caught.value) and why in str(caught.value)
+    for group in groups:
+        group.close()
+    # The next ones of the name are no worse for it.
+    assert run_groups(3, lambda group: group.seq, store=store) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("on_error", ["abort", "report"])
+def test_a_rank_that_gets_no_unique_id_tells_the_others_why(host_engine, on_error):
+    def body(group):
+        with pytest.raises(ncclpy.NcclError) as caught:  # in the call, where the other rank was faster
+            group.all_reduce(np.ones(2)).wait(DEADLINE)
+        together.barrier("all have heard", group.rank, 2, DEADLINE)
+        return caught.value
+
+    together = LocalStore()
+    with ncclpy.faults("call=GetUniqueId do=error:ncclSystemError"):
+        errors = run_groups(2, body, on_error=on_error)
+    assert type(errors[0]) is ncclpy.NcclError and type(errors[1]) is ncclpy.NcclRemoteError, errors
+    assert "rank 0 of 2" in str(errors[1]) and "ncclGetUniqueId: unhandled system error" in str(errors[1])
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_rank_whose_communicator_cannot_be_made_is_a_remote_error_on_the_others(host_engine, which):
+    def body(group):
+        with pytest.raises(ncclpy.NcclError) as caught:  # in the call, where the other rank was faster
+            group.all_reduce(np.ones(2)).wait(DEADLINE)
+        together.barrier("all have heard", group.rank, 2, DEADLINE)
+        return caught.value
+
+    together = LocalStore()
+    with ncclpy.faults(f"rank={which} call=CommInitRankConfig do=error:ncclSystemError"):
+        errors = run_groups(2, body)
+    assert type(errors[which]) is ncclpy.NcclError and type(errors[1 - which]) is ncclpy.NcclRemoteError, errors
+    assert f"rank {which} of 2: ncclCommInitRankConfig" in str(errors[1 - which])
+
+
+def test_a_launched_rank_that_has_failed_and_ended_is_told_to_those_that_come_later(host_engine, tmp_path):
+    codes, said = run_ranks(
+        tmp_path,
+        2,
+        """
+        import testing
+        from ncclpy.bootstrap import rendezvous
+
+        place, store = rendezvous()
+        if place.rank == 0:
+            ncclpy.init_process_group(device=99)  # which ends this process
+        testing.wait_for(lambda: store.check(["ncclpy/group/default/1/told/ended"]), "rank 0 to fail")
+        testing.wait_for(lambda: not store.check(["ncclpy/ranks/alive/0"]), "rank 0 to end")
+        group = ncclpy.init_process_group()
+        try:
+            group.barrier().wait()
+        except ncclpy.NcclRemoteError as error:
+            assert "rank 0 of 2, which could not make it: ValueError: device 99 does not exist" in str(error), error
+            group.close()
+            os._exit(7)
+        """,
+    )
+    assert codes == [1, 7], said
+
+
+# What stays in the store.
+
+
+def test_a_group_that_all_ranks_have_closed_leaves_its_number_alone(host_engine):
+    def body(group):
+        group.all_reduce(np.ones(2)).wait(DEADLINE)
+        if group.rank < 2:
+            with group.new_group([0, 1]) as part:
+                part.all_reduce(np.ones(2)).wait(DEADLINE)
+        else:
+            group.new_group([0, 1])
+        with group.split(group.rank % 2) as part:
+            part.all_reduce(np.ones(2)).wait(DEADLINE)
+
+    store = LocalStore()
+    for check in ("off", "always"):
+        run_groups(3, body, store=store, check=check)
+    assert store.keys() == ["ncclpy/group/default/base"] and store.get("ncclpy/group/default/base") == b"2"
+
+
+def test_a_part_goes_on_when_the_whole_is_closed_and_then_leaves_nothing(host_engine):
+    def body(group):
+        part = group.new_group([0, 1])
+        part.all_reduce(np.ones(2)).wait(DEADLINE)
+        group.close()
+        group.store.barrier("the whole is closed", group.rank, 2, DEADLINE)
+        part.all_reduce(np.ones(2)).wait(DEADLINE)
+        part.close()
+
+    store = LocalStore()
+    run_groups(2, body, store=store)
+    assert store.keys() == ["ncclpy/group/default/base"]
+
+
+def test_a_group_that_has_failed_leaves_nothing_either_once_all_have_closed_it(host_engine):
+    def body(group):
+        group.barrier().wait(DEADLINE)
+        if group.rank == 0:
+            group.abort("enough")
+        testing.wait_for(lambda: group.error, "the end")
+
+    store = LocalStore()
+    run_groups(3, body, store=store)
+    assert store.keys() == ["ncclpy/group/default/base"]
+
+
+def test_a_group_that_went_on_with_others_leaves_nothing_at_its_old_place(host_engine):
+    def body(group):
+        group.barrier().wait(DEADLINE)
+        group.abort("enough")
+        group.recover(timeout=DEADLINE)
+        group.barrier().wait(DEADLINE)
+
+    store = LocalStore()
+    run_groups(3, body, store=store)
+    assert store.keys() == ["ncclpy/group/default/base"]

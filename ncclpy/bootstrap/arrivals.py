@@ -269,6 +269,10 @@ class Arrivals:
         """Return whether a meeting was one: all have come."""
         return (self.store.compare_set(self._outcome(place), None, None)[1] or b"").startswith(_MET)
 
+    def has_failed(self, place: str) -> bool:
+        """Return whether a meeting will come to nothing, as somebody has left it."""
+        return (self.store.compare_set(self._outcome(place), None, None)[1] or b"").startswith(_FAILED)
+
     def give_up(self, place: str, why: str, failed: bool = False) -> bool:
         """Leave a meeting, also one that this rank has not come to yet; return whether all had met before that.
 

@@ -10,8 +10,6 @@ import secrets
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from ncclpy.bootstrap.arrivals import Arrivals, listed
@@ -24,7 +22,7 @@ from ncclpy.core.errors import NcclTimeout
 from ncclpy.core.errors import seconds as as_text
 from ncclpy.core.ownership import open_own, why_foreign
 
-__all__ = ["Meeting", "exchange", "process_before", "rendezvous"]
+__all__ = ["arrivals_of_job", "process_before", "rendezvous"]
 
 _LOOPBACK = "127.0.0.1"
 #: The process of a launcher that is the parent, or further up, of all ranks on one machine.
@@ -39,8 +37,6 @@ _store: Store | None = None
 _arrivals: Arrivals | None = None
 #: This rank's number among those of its machine, and how many they are, where its launcher does not say.
 _here: tuple[int, int] | None = None
-#: How many meetings this process was asked for: all ranks count alike, and so name the keys of one.
-_meetings = 0
 _process = 0
 #: Whether it is the first process of its rank.
 _is_first = False
@@ -71,7 +67,7 @@ def rendezvous(timeout: float | None = None) -> tuple[Place, Store]:
     NcclTimeout
         If the store cannot be reached in time.
     """
-    global _store, _process, _arrivals, _meetings, _here, _is_first
+    global _store, _process, _arrivals, _here, _is_first
     seconds = as_seconds(timeout, TIMEOUT)
     deadline = time.monotonic() + seconds
     place = environment()
@@ -92,7 +88,7 @@ def rendezvous(timeout: float | None = None) -> tuple[Place, Store]:
             except BaseException:
                 store.close()
                 raise
-            _store, _process, _arrivals, _meetings, _here = store, os.getpid(), arrivals, 0, here
+            _store, _process, _arrivals, _here = store, os.getpid(), arrivals, here
         if _here is not None and not _is_located(place):
             local_rank = _here[0] if place.local_rank is None else place.local_rank
             place = place._replace(local_rank=local_rank, local_size=_here[1])
@@ -118,6 +114,12 @@ def _locate(place: Place, arrivals: Arrivals, deadline: float) -> tuple[int, int
     return here.index(place.rank), len(here)
 
 
+def arrivals_of_job() -> Arrivals:
+    """Return those of all that were started with this process; `rendezvous` has been called."""
+    assert _arrivals is not None
+    return _arrivals
+
+
 def process_before(rank: int) -> str:
     """Return what became of the process of a rank that may have made nothing yet, as far as it is known.
 
@@ -132,68 +134,6 @@ def process_before(rank: int) -> str:
 
 def _end_of(store: Store) -> PrefixStore:
     return PrefixStore(f"ncclpy/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """Tell of a meeting of all that were started with this process.
-
-    Attributes
-    ----------
-    place
-        Which process this is.
-    brought
-        What rank 0 has brought.
-    store
-        A part of the store for what they have in common from then on.
-    arrivals
-        By which they have met.
-    where
-        The key of it.
-    """
-
-    place: Place
-    brought: bytes
-    store: Store
-    arrivals: Arrivals
-    where: str
-
-    def forget(self) -> None:
-        """Clear the meeting away, once no rank can still be on its way to what was brought."""
-        if self.place.rank == 0:
-            self.arrivals.forget(self.where, range(self.place.size))
-
-
-def exchange(timeout: float | None, make: Callable[[], bytes]) -> Meeting:
-    """Meet all that were started with this process, which all come to `Communicator.from_env`, with bytes of rank 0's.
-
-    Parameters
-    ----------
-    timeout
-        As in `rendezvous`.
-    make
-        Returns the bytes; called by rank 0.
-
-    Raises
-    ------
-    NcclTimeout
-        If not all have come in time. The one that gives up first tells the others, those that come later too; so all
-        name the same ranks.
-    """
-    global _meetings
-    place, store = rendezvous(timeout)
-    arrivals = _arrivals
-    assert arrivals is not None
-    _meetings += 1
-    where, everyone = f"communicator-{_meetings}", range(place.size)
-    brought = make() if place.rank == 0 else b""
-    what = f"to make communicator {_meetings} of Communicator.from_env"
-    met = arrivals.meet(where, everyone, what, brought, _first, as_seconds(timeout, TIMEOUT), lambda: True)
-    return Meeting(place, met, PrefixStore(f"ncclpy/{where}", store), arrivals, where)
-
-
-def _first(come: list[bytes]) -> bytes:
-    return come[0]
 
 
 def _forked() -> None:

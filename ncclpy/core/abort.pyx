@@ -8,6 +8,7 @@ communicator; only the host engine's abort brings it back.
 """
 
 import logging
+import time
 import warnings
 
 from cpython.exc cimport PyErr_CheckSignals
@@ -21,7 +22,7 @@ from ncclpy.core.handle cimport BELIEVED, Handle, lock_within, note_failure, tel
 from ncclpy.core.kin cimport endings_of, error_of_kin, fence_kin, is_freed, kin_of, tell_kin
 from ncclpy.core.library cimport abort_preempts, nccl, require, version_code
 from ncclpy.core.ranges cimport Range, deregister_all
-from ncclpy.core.state cimport ABORTED, is_over
+from ncclpy.core.state cimport ABORTED, UNBORN, is_over
 from ncclpy.core.tenant cimport Tenant
 from ncclpy.core.wait cimport FOREVER, Call, deadline_after, now, this_thread
 
@@ -359,6 +360,22 @@ def abort_for(Handle handle not None, object error):
     handle.verdict = error
     note_failure([handle], error)
     begin_abort(handle.tied(), str(error))
+
+
+def abort_new(Handle handle not None, object error):
+    """Abort a communicator that is being made for what another rank has told, as soon as there is something to abort.
+
+    NCCL has that when the call has returned, and a communicator without a deadline not before all ranks have come. The
+    host engine has it as soon as its call has begun.
+    """
+    while handle.state == UNBORN:
+        handle.tied()
+        if handle.raw != NULL:
+            break
+        time.sleep(0.01)
+    if not is_over(handle.state):
+        handle.verdict = error
+        begin_abort(handle.tied(), str(error))
 
 
 cdef int start_or_run(Call call) except -1:

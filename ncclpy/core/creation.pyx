@@ -172,23 +172,30 @@ def device_of(place):
 cdef object from_env(object cls, object device, dict options):
     cdef Handle made
     # Floors above: found by their names, when the first process asks.
-    launched = _import_module("ncclpy.bootstrap.launched")
-    if device is None:
-        device = device_of(launched.rendezvous(options["timeout"])[0])
-    # Before NCCL, which could not say who is absent.
+    start = _import_module("ncclpy.peers.starting").Start(options["timeout"])
+    comm, place = None, start.place
     try:
-        meeting = launched.exchange(options["timeout"], _new_id)
-    except NcclTimeout as late:
-        _import_module("ncclpy.peers.fellows").describe_late(late)
+        device = device_of(place) if device is None else as_device(device)
+        brought = _new_id() if place.rank == 0 else b""
+        # Before NCCL, which could not say who is absent.
+        try:
+            unique_id = start.meet(brought)
+        except NcclTimeout as late:
+            _import_module("ncclpy.peers.fellows").describe_late(late)
+            raise
+        comm = cls.__new__(cls)
+        made = <Handle?>comm
+        start.listen(comm)
+        init(
+            made, place.size, place.rank, unique_id, device, options["config"], options["timeout"], options["abortable"]
+        )
+    except BaseException as error:
+        start.fail(error)
         raise
-    place = meeting.place
-    comm = cls.init(place.size, place.rank, meeting.brought, device=device, **options)
-    made = <Handle?>comm
     try:
-        if made.state == READY:  # no rank is still to fetch the id
-            meeting.forget()
+        start.stands(made.state == READY)
         if place.size > 1:
-            made.fellows = _import_module("ncclpy.peers.fellows").fellows_of(comm, meeting)
+            made.fellows = _import_module("ncclpy.peers.fellows").fellows_of(comm, start)
             made.told = made.fellows is not None
     except BaseException as error:  # nobody else has it
         leave([made], "from_env did not return it", error)

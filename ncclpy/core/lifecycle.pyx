@@ -121,6 +121,9 @@ cdef class Lifecycle(Handle):
         NcclTimeout
             If not all processes have come in time. The message says which, and whose process has ended, where the
             store knows that; ``missing`` lists them. All ranks are told the same.
+        NcclRemoteError
+            If another rank has failed, with what it has met; that rank raises its own error. Inside NCCL this ends the
+            wait of a communicator that can be ended at any time, see ``abortable``.
         """
         options = {"config": config, "timeout": timeout, "abortable": abortable}
         return _creation.from_env(cls, device, options)

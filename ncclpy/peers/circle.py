@@ -31,7 +31,7 @@ from ncclpy.peers.reports import ASKED, Reports, number_of
 from ncclpy.peers.sentence import keep_stacks, sentence
 from ncclpy.peers.standing import Began, as_data, from_data
 
-__all__ = ["Circle"]
+__all__ = ["ENDED", "Circle"]
 
 #: Set by the first in trouble, who asks for all; and what it has heard.
 _TROUBLE, _SAID = "trouble", "said"
@@ -40,7 +40,7 @@ _OTHERS_ASK = 2.5
 #: Seconds after which what was heard is said to be old.
 _LONG_AGO = 3.0
 #: Set by the first rank that ends the communicator, with why; what it and the question are below, which all watch.
-_ENDED = "told/ended"
+ENDED = "told/ended"
 _TOLD = "told/"
 #: How many ranks have left.
 _LEFT = "left"
@@ -130,7 +130,7 @@ class Circle:
                 return
             if change.key == ASKED:
                 circle._answer(number_of(change.value))
-            elif change.key == _ENDED:
+            elif change.key == ENDED:
                 circle._hear_of_end(change.value)
 
         try:
@@ -196,11 +196,11 @@ class Circle:
         """Tell the other processes that the communicator ends, and why, unless another one was faster."""
         with contextlib.suppress(StoreError, NcclTimeout):
             told = {"text": text, "kind": kind, "rank": self._reports[0].rank}
-            self._store.compare_set(_ENDED, None, json.dumps(told).encode(errors="replace"))
+            self._store.compare_set(ENDED, None, json.dumps(told).encode(errors="replace"))
 
     def told(self) -> bytes | None:
         """Return what a process has told of the communicator's end, None while none has ended it."""
-        return self._store.compare_set(_ENDED, None, None)[1]
+        return self._store.compare_set(ENDED, None, None)[1]
 
     def look_for_end(self) -> bool:
         """Look whether another process has ended the communicator; if so, take it as heard of, and return True."""
@@ -283,7 +283,7 @@ class Circle:
                 standings = [Reports.key(rank) for rank in range(self._size)]
                 heard = [Confirmation.key(rank) for rank in range(self._size)]
                 self._ears.processes.forget()
-                for key in (*standings, *heard, ASKED, _ENDED, _TROUBLE, _SAID, _LEFT):
+                for key in (*standings, *heard, ASKED, ENDED, _TROUBLE, _SAID, _LEFT):
                     self._store.delete(key)
 
 

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Callable
 
-    from ncclpy.bootstrap.launched import Meeting
     from ncclpy.bootstrap.store import Store
     from ncclpy.core.communicator import Communicator
+    from ncclpy.peers.starting import Start
 
 __all__ = ["Company", "describe_late", "fellows_of"]
 
@@ -228,7 +228,7 @@ def describe_late(late: NcclTimeout) -> None:
         _log.warning("what the ranks of a communicator do that was not made is not known", exc_info=True)
 
 
-def fellows_of(comm: Communicator, meeting: Meeting) -> Company | None:
+def fellows_of(comm: Communicator, meeting: Start) -> Company | None:
     """Return the ranks of a communicator; None where they cannot be asked, which is no reason to have none."""
     place = meeting.place
     return _company(

@@ -23,12 +23,12 @@ from ncclpy.bootstrap.store import Store, StoreError
 from ncclpy.core.errors import NcclTimeout
 from ncclpy.peers.reports import MACHINE, has_closed, process, process_state
 
-__all__ = ["GroupStore", "Numbering", "leave"]
+__all__ = ["FIRST", "GroupStore", "Numbering", "leave"]
 
 #: Seconds for the lease of a process that has only just made its group.
 _LEASE = 1.0
 #: Set by the first rank of a group: which one it is, of how many, and its process.
-_FIRST = "first"
+FIRST = "first"
 #: How many ranks have left a group.
 _LEFT = "left"
 
@@ -95,7 +95,12 @@ class Numbering:
     tell
         Called with a group's number and a text, to tell its ranks that it has ended.
     has_ended
-        Asked with a group's number: whether its ranks were told so.
+        Asked with a group's number: whether its ranks were told so, or need not be told.
+
+    Attributes
+    ----------
+    store
+        The store.
     """
 
     def __init__(
@@ -108,7 +113,7 @@ class Numbering:
         tell: Callable[[int, str], object],
         has_ended: Callable[[int], bool],
     ) -> None:
-        self._store, self._name, self._place, self._rank, self._size = store, name, place, rank, size
+        self.store, self._name, self._place, self._rank, self._size = store, name, place, rank, size
         self._tell, self._has_ended = tell, has_ended
         self._mine = process() | {"host": platform.node()}
 
@@ -122,7 +127,7 @@ class Numbering:
             another size. The group's other ranks are told so too, unless all of them have come already.
         """
         if self._size == 1:  # which meets nobody
-            return self._store.add(f"{self._place}/alone")
+            return self.store.add(f"{self._place}/alone")
         while True:
             base, (packed, last) = self._base(), self._last(self._rank)
             if last is None or last.number <= base:
@@ -143,17 +148,15 @@ class Numbering:
     def before(self, rank: int, number: int) -> str:
         """Return the state of the process that made an earlier group as a rank: "ended", or "" where it may live."""
         last = self._last(rank)[1]
-        return "ended" if last is not None and last.number < number and self._lives(last) is False else ""
+        return "ended" if last is not None and last.number < number and self.lives(last) is False else ""
 
     def leave(self, number: int) -> None:
         """Note that this rank has closed a group; the last of its ranks clears away what they have written."""
         leave(self.part(number), self._rank, self._size, lambda: self._forget(number))
 
-    def part(self, number: int) -> GroupStore:
+    def part(self, number: int) -> PrefixStore:
         """Return the part of the store that belongs to a group."""
-        return GroupStore(
-            f"{self._place}/{number}" if self._size > 1 else f"{self._place}/alone/{number}", self._store
-        )
+        return GroupStore(f"{self._place}/{number}" if self._size > 1 else f"{self._place}/alone/{number}", self.store)
 
     # What the store has.
 
@@ -165,21 +168,21 @@ class Numbering:
         return packed, _read(packed)
 
     def _value(self, key: str) -> bytes | None:
-        return self._store.compare_set(f"{self._place}/{key}", None, None)[1]
+        return self.store.compare_set(f"{self._place}/{key}", None, None)[1]
 
     def _put(self, rank: int, before: bytes | None, made: _Made | None) -> bool:
         after = None if made is None else made.packed()
-        return self._store.compare_set(f"{self._place}/by/{rank}", before, after)[0]
+        return self.store.compare_set(f"{self._place}/by/{rank}", before, after)[0]
 
     def _raise_base(self, number: int) -> None:
         """Count on behind a group's number, for all ranks."""
         while (base := self._base()) < number:
-            self._store.compare_set(f"{self._place}/base", b"%d" % base if base else None, b"%d" % number)
+            self.store.compare_set(f"{self._place}/base", b"%d" % base if base else None, b"%d" % number)
 
     def _forget(self, number: int) -> None:
         """Clear away what says how far the ranks have counted, of those that have made no further group."""
-        if isinstance(self._store, GroupStore):  # the name is not used again
-            _clear(PrefixStore(self._place, self._store))
+        if isinstance(self.store, GroupStore):  # the name is not used again
+            _clear(PrefixStore(self._place, self.store))
         elif self._size > 1:
             self._raise_base(number)
             for rank in range(self._size):
@@ -196,7 +199,7 @@ class Numbering:
         """
         if has_closed(self.part(last.number), last.rank):  # the other ranks count it as well
             return True
-        ended, lives = self._has_ended(last.number), self._lives(last)
+        ended, lives = self._has_ended(last.number), self.lives(last)
         if self._base() >= last.number:  # meanwhile
             return False
         mine = _Made(0, self._rank, self._size, self._mine)
@@ -211,7 +214,7 @@ class Numbering:
 
     def _fits(self, made: _Made, last: _Made | None) -> bool:
         """Return whether this rank stays in the group that it has made; raise ValueError if that has another size."""
-        packed = self.part(made.number).compare_set(_FIRST, None, made.packed())[1]
+        packed = self.part(made.number).compare_set(FIRST, None, made.packed())[1]
         first = _read(packed) or made
         if first.size != self._size:
             self._refuse(
@@ -223,9 +226,9 @@ class Numbering:
             )
         if first.is_of(self._mine) or (last is not None and last.is_of(self._mine)):
             return True  # an attempt of a process that knows of those before
-        if self._store.one_attempt:
+        if self.store.one_attempt:
             return True  # to hear of it, should the group have failed
-        if self._lives(first) is not False or has_closed(self.part(made.number), first.rank):
+        if self.lives(first) is not False or has_closed(self.part(made.number), first.rank):
             return True
         self._begin_anew(made.number, first, f"{made.who} begins anew as rank {self._rank}")
         return False
@@ -235,7 +238,7 @@ class Numbering:
         size = self._size if size is None else size
         come = [last for rank in range(size) if (last := self._last(rank)[1]) is not None and last.number >= number]
         if len(come) < size or any(each.size != size for each in come if each.number == number):
-            self._tell(number, f"rank {self._rank} of {self._size}: {text}")
+            self._tell(number, text)
         raise ValueError(text)
 
     def _begin_anew(self, number: int, gone: _Made, why: str) -> None:
@@ -246,10 +249,10 @@ class Numbering:
         begin = self._base() + 1
         self._raise_base(number)
         for each in range(begin, number + 1):
-            if not has_closed(self.part(each), gone.rank):
+            if not has_closed(self.part(each), gone.rank) and not self._has_ended(each):
                 self._tell(each, text)
 
-    def _lives(self, made: _Made) -> bool | None:
+    def lives(self, made: _Made) -> bool | None:
         """Return whether the process lives that has made a group; None if nobody can say."""
         if made.process.get("machine") == MACHINE:
             return process_state(int(made.process["pid"]), str(made.process["start"])) != "ended"

@@ -534,6 +534,7 @@ def _numbering_of(store: Store, name: str, rank: int, size: int) -> Numbering:
     place = _place_of(name)
 
     def tell(number: int, text: str) -> None:
+        text = f"rank {rank} of {size}: {text}"
         _tell(PrefixStore(f"{place}/{number}", store), rank, name, Told(text, kind=NcclRemoteError.__name__))
 
     def has_ended(number: int) -> bool:

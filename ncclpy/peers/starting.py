@@ -1,0 +1,184 @@
+"""How the processes that a launcher has started make a communicator together (`Communicator.from_env`).
+
+They meet in the launcher's store before NCCL, which could not say who is absent. A rank that fails tells the others:
+before the meeting under the meeting's key, and behind it under the key by which the ranks of a communicator tell of
+its end, for which the others watch while they are inside NCCL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from typing import TYPE_CHECKING
+
+from ncclpy.bootstrap.asked import TIMEOUT, as_seconds
+from ncclpy.bootstrap.launched import arrivals_of_job, rendezvous
+from ncclpy.bootstrap.prefix import PrefixStore
+from ncclpy.bootstrap.store import Store, StoreError
+from ncclpy.core.abort import abort_new
+from ncclpy.core.errors import NcclAborted, NcclError, NcclRemoteError, NcclTimeout, same_class_as
+from ncclpy.peers.circle import ENDED
+from ncclpy.peers.numbering import FIRST, Numbering, _Made
+from ncclpy.peers.reports import MACHINE
+
+if TYPE_CHECKING:
+    from ncclpy.bootstrap.watch import Change, Watch
+    from ncclpy.core.communicator import Communicator
+
+__all__ = ["Start"]
+
+_NAME = "Communicator.from_env"
+#: How long a wait in a store that cannot be watched goes on before it looks whether it is still wanted.
+_SLICE = 0.2
+
+
+class _Communicators(Numbering):
+    """The communicators of a launcher's processes, as one of them counts them."""
+
+    def part(self, number: int) -> PrefixStore:
+        return PrefixStore(f"ncclpy/communicator-{number}", self.store)
+
+    def lives(self, made: _Made) -> bool | None:
+        if made.process.get("machine") == MACHINE:
+            return super().lives(made)
+        return not arrivals_of_job().is_gone(made.rank)  # the lease is the process's
+
+
+class Start:
+    """One communicator, from the call that makes it until it stands.
+
+    Parameters
+    ----------
+    timeout
+        Seconds for the processes to meet; None is 300.
+
+    Attributes
+    ----------
+    place
+        Which process this is.
+    store
+        The part of the store that belongs to the communicator.
+    arrivals, where
+        By which the processes meet, and the key of it.
+    """
+
+    def __init__(self, timeout: float | None) -> None:
+        self._seconds = as_seconds(timeout, TIMEOUT)
+        self.place, store = rendezvous(timeout)
+        rank, size = self.place.rank, self.place.size
+        self.arrivals = arrivals_of_job()
+        counted = _Communicators(store, _NAME, "ncclpy/communicators", rank, size, self._refuse, self._is_over)
+        self._counted = counted
+        number = counted.enter()
+        self.where = _where(number)
+        self.store: Store = counted.part(number)
+        self._what = f"to make communicator {number} of {_NAME}"
+        self._heard: NcclError | None = None
+        self._comm: Communicator | None = None
+        self._watch: Watch | None = None
+        self._over = False
+
+    def meet(self, brought: bytes) -> bytes:
+        """Meet the other processes and return what rank 0 has brought.
+
+        Raises
+        ------
+        NcclTimeout
+            If not all have come in time. The first one that gives up tells the others, also those that come later.
+        NcclRemoteError
+            If one of them has failed.
+        """
+        everyone = range(self.place.size)
+        return self.arrivals.meet(self.where, everyone, self._what, brought, _first, self._seconds, lambda: True)
+
+    def listen(self, comm: Communicator) -> None:
+        """Abort a communicator that is about to be made as soon as another rank tells that it has failed.
+
+        Raises what that rank has told if it has done so already.
+        """
+        if self.place.size == 1:
+            return
+        self._comm = comm
+        try:
+            self._watch = self.store.watch(ENDED, self._take)
+        except StoreError:  # it cannot tell of changes
+            threading.Thread(target=self._ask, name="ncclpy-start", daemon=True).start()
+            return
+        told = self.store.compare_set(ENDED, None, None)[1]  # before the watch began
+        failure = None if told is None else self._failure_of(told)
+        if failure is not None:
+            raise failure
+
+    def stands(self, ready: bool) -> None:
+        """Hear nothing any more; clear the meeting away if the communicator is `ready`: all have come to NCCL."""
+        self._hear_no_more()
+        if ready and self.place.rank == 0:
+            self.arrivals.forget(self.where, range(self.place.size))
+            with contextlib.suppress(StoreError, NcclTimeout):
+                self.store.delete(FIRST)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others that this rank has failed; raise what another rank has told, if that is why."""
+        self._hear_no_more()
+        if self._heard is not None and isinstance(error, NcclError):
+            raise self._heard from error
+        kind = type(error) if isinstance(error, (NcclTimeout, NcclAborted)) else NcclRemoteError
+        text = f"it failed {self._what}: {type(error).__name__}: {error}"
+        self._tell(self.where, self.store, text, kind)
+
+    def _refuse(self, number: int, text: str) -> None:
+        self._tell(_where(number), self._counted.part(number), text, NcclRemoteError)
+
+    def _tell(self, where: str, store: Store, text: str, kind: type[NcclError]) -> None:
+        rank, size = self.place.rank, self.place.size
+        with contextlib.suppress(StoreError, NcclTimeout):
+            if self.arrivals.give_up(where, f"rank {rank} of {size}: {text}", True):  # all have met
+                told = {"text": text, "kind": kind.__name__, "rank": rank}
+                store.compare_set(ENDED, None, json.dumps(told).encode(errors="replace"))
+
+    def _is_over(self, number: int) -> bool:
+        return self.arrivals.has_failed(_where(number)) or not self._counted.part(number).check([FIRST])
+
+    def _take(self, change: Change) -> None:
+        if change.value is not None:
+            self._hear(change.value)
+
+    def _ask(self) -> None:
+        while not self._over:
+            with contextlib.suppress(NcclTimeout):
+                try:
+                    self._hear(self.store.get(ENDED, _SLICE))
+                except StoreError:
+                    return
+                return
+
+    def _hear(self, told: bytes) -> None:
+        comm = self._comm
+        failure = self._failure_of(told)
+        if comm is not None and failure is not None:
+            self._heard = failure
+            abort_new(comm, failure)
+
+    def _failure_of(self, told: bytes) -> NcclError | None:
+        """Return what a rank has told as the error that this one raises; None if this one has told it."""
+        found = json.loads(told)
+        if found["rank"] == self.place.rank:
+            return None
+        text = f"rank {found['rank']} of {self.place.size}: {found['text']}"
+        return same_class_as(found["kind"])(f"the communicator was not made: {text}")
+
+    def _hear_no_more(self) -> None:
+        self._over, self._comm = True, None
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            with contextlib.suppress(StoreError):
+                watch.close()
+
+
+def _where(number: int) -> str:
+    return f"communicator-{number}"
+
+
+def _first(come: list[bytes]) -> bytes:
+    return come[0]

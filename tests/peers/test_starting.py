@@ -1,0 +1,125 @@
+"""How the processes of a launcher make a communicator: what the others hear of a rank that fails, and what then."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from warm_ranks import run_ranks
+
+#: What is said of the attempt of a rank; no rank waits for a deadline.
+ATTEMPT = """
+from ncclpy.bootstrap import environment
+
+rank, size = environment().rank, environment().size
+
+def attempt(**options):
+    try:
+        comm = ncclpy.Communicator.from_env(**{"device": rank, "timeout": 600, **options})
+    except Exception as error:
+        print(f"rank {rank}: {type(error).__name__}: {error}", flush=True)
+        return
+    array = np.ones(2)
+    comm.all_reduce(array)
+    comm.synchronize() if hasattr(comm, "synchronize") else ncclpy.synchronize(rank)
+    print(f"rank {rank}: sum {array[0]:.0f}", flush=True)
+    comm.close()
+"""
+
+#: Which rank fails, in which way, and its words.
+FAILS = {
+    "device": (1, "ValueError: device 99 does not exist"),
+    "id": (0, "NcclError: ncclGetUniqueId: unhandled system error"),
+    "config": (1, "TypeError: config: expected an ncclpy.Config, got int"),
+    "init": (1, "NcclError: ncclCommInitRankConfig: unhandled system error"),
+}
+
+
+def said_by(output, rank):
+    return re.findall(rf"^rank {rank}: (.*)$", output, re.MULTILINE)
+
+
+@pytest.mark.parametrize("timeout", [600, None])
+@pytest.mark.parametrize("what", FAILS)
+def test_a_rank_that_fails_tells_the_others_why(host_engine, tmp_path, what, timeout):
+    which, words = FAILS[what]
+    code, output = run_ranks(
+        tmp_path,
+        3,
+        ATTEMPT
+        + f"""
+import contextlib
+options, faults = {{}}, contextlib.nullcontext()
+if rank == {which}:
+    options = {{"device": {{"device": 99}}, "config": {{"config": 3}}}}.get({what!r}, {{}})
+    call = {{"id": "GetUniqueId", "init": "CommInitRankConfig"}}.get({what!r})
+    if call:
+        faults = ncclpy.faults(f"call={{call}} nth=1 do=error:ncclSystemError")
+with faults:
+    attempt(timeout={timeout}, **options)
+attempt()
+""",
+    )
+    assert code == [0, 0, 0], output
+    for rank in range(3):
+        first, second = said_by(output, rank)
+        assert words in first and second == "sum 3", output
+        assert first.startswith(words if rank == which else "NcclRemoteError: "), output
+        assert rank == which or f"rank {which} of 3" in first, output
+
+
+def test_an_attempt_that_failed_does_not_block_that_of_the_next_processes(host_engine, tmp_path):
+    code, output = run_ranks(
+        tmp_path,
+        2,
+        ATTEMPT
+        + """
+import testing, warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # of the fork
+
+def program(*arguments, **options):
+    pid = os.fork()
+    if pid == 0:
+        attempt(*arguments, **options)
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+folder = os.path.dirname(__file__)
+
+def tell(what):
+    open(os.path.join(folder, what), "w").close()
+
+def wait_for(what):
+    testing.wait_for(lambda: os.path.exists(os.path.join(folder, what)), what)
+
+if rank == 1:
+    wait_for("failed")
+program(timeout=0.3 if rank == 0 else 600)
+tell("failed" if rank == 0 else "heard")
+wait_for("heard")
+program()
+program()
+""",
+    )
+    assert code == [0, 0], output
+    for rank in range(2):
+        first, *later = said_by(output, rank)
+        assert first.startswith("NcclTimeout: rank 1 of 2 did not come") and later == ["sum 2", "sum 2"], output
+
+
+def test_a_rank_that_comes_twice_is_told_in_both_processes(host_engine, tmp_path):
+    code, output = run_ranks(
+        tmp_path,
+        2,
+        "os.environ['RANK'] = os.environ['LOCAL_RANK'] = '0'\n"
+        + ATTEMPT
+        + """
+attempt()
+print(f"rank 1: {os.getpid()}", flush=True)
+""",
+    )
+    assert code == [0, 0], output
+    errors = sorted(said_by(output, 0))
+    assert errors[0].startswith("NcclRemoteError: ") and errors[1].startswith("ValueError: "), output
+    for pid in said_by(output, 1):
+        assert all(f"process {pid} on " in each for each in errors), output

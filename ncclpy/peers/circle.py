@@ -217,7 +217,7 @@ class Circle:
         if told is None or self._over:
             return False
         try:
-            rank, text, kind = decode(_end_of, told, self._store, _ENDED)
+            rank, text, kind = decode(_end_of, told, self._store, ENDED)
         except StoreDamaged as error:  # it has ended all the same
             self._ended(f": {error}", StoreDamaged.__name__)
             return True

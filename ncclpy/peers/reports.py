@@ -14,7 +14,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ncclpy.bootstrap.place import BOOT_ID
@@ -26,7 +26,7 @@ from ncclpy.peers.standing import RankState, pack, unpack
 if TYPE_CHECKING:
     from ncclpy.bootstrap.store import Telling
 
-__all__ = ["ASKED", "MACHINE", "Reports", "has_closed", "process", "process_state"]
+__all__ = ["ASKED", "MACHINE", "Reports", "begun_until_closed", "has_closed", "process", "process_state"]
 
 #: The key that is counted up by who wants to know.
 ASKED = "told/asked"
@@ -95,8 +95,11 @@ class Reports:
         if telling is not None:
             telling.close()
 
-    def publish(self, *, closed: bool = False) -> None:
-        """Put this rank's standing into the store, if it has changed and the store does not tell it."""
+    def publish(self, *, closed: bool = False, begun: Mapping[str, int] | None = None) -> None:
+        """Put this rank's standing into the store, if it has changed and the store does not tell it.
+
+        `begun` is how many operations a rank has begun that has `closed`, by what they are counted by.
+        """
         if closed:
             self.end()
         elif self._telling is not None:
@@ -104,6 +107,7 @@ class Reports:
         standing = self._look()
         if closed:
             self._closed = standing["closed"] = True
+            standing["begun"] = dict(begun or {})
         since = standing.pop("since", None)  # in which a clock's grain shows
         if standing != self._told:
             self.store.set(self.key(self.rank), self._packed({**standing, "since": since}))
@@ -237,6 +241,13 @@ class Reports:
 def has_closed(store: Store, rank: int) -> bool:
     """Return whether a rank has closed the group that a part of a store belongs to."""
     return bool(_told(store.compare_set(Reports.key(rank), None, None)[1]).get("closed"))
+
+
+def begun_until_closed(store: Store, rank: int) -> dict[str, int] | None:
+    """Return how many operations a rank has begun that has closed the group, see `publish`; None if it has not."""
+    told = _told(store.compare_set(Reports.key(rank), None, None)[1])
+    begun = told.get("begun")
+    return (begun if isinstance(begun, dict) else {}) if told.get("closed") else None
 
 
 def _told(packed: bytes | None) -> dict[str, Any]:

@@ -18,6 +18,7 @@ cdef class Lifecycle(BlockOwner):
     cdef dict connections  # by label
     cdef dict generations  # by peer: how often their communicator was given back
     cdef object notices
+    cdef frozenset leavers  # ranks that have closed the group while an operation waits for them
     cdef list places  # the notices of before that this rank has yet to leave
     cdef object pool
     cdef object config

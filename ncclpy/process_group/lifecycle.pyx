@@ -153,6 +153,7 @@ cdef class Lifecycle(BlockOwner):
             self.past, self.is_lost = past, is_lost
             self.connections, self.generations, self.alone, self.holder = {}, {}, [], None
             self.collectives = self.children = self.admissions = self.commits = 0
+            self.leavers = frozenset()
         del before
         mine = weakref.ref(self)
         if size > 1:
@@ -237,11 +238,7 @@ cdef class Lifecycle(BlockOwner):
 
     def _class_of_later(self):
         """Return what a call raises on a group that has ended: until something has begun here, the first one is told why."""
-        cdef Connection one
-        begun = self.closed or self.collectives > 0
-        for one in list(self.connections.values()):
-            begun = begun or one.sequence > 0
-        return NcclAborted if begun else same_class_as(type(self.failure).__name__)
+        return NcclAborted if self.closed or any(self._begun().values()) else same_class_as(type(self.failure).__name__)
 
     cdef int refuse_old(self) except -1:
         """Raise for what was begun by what this group was before it was reconfigured."""
@@ -665,6 +662,13 @@ cdef class Lifecycle(BlockOwner):
                 "after close(); they were aborted"
             )
 
+    def _begun(self):
+        """Return how many operations this rank has begun, by communicator."""
+        cdef Connection one
+        return {
+            one.label: one.sequence if one.peer >= 0 else self.collectives for one in list(self.connections.values())
+        }
+
     cdef int end_connections(self, error, bint drained) except -1:
         """Close the communicators, or abort them if something runs on them; wait for that."""
         cdef Connection one
@@ -693,7 +697,7 @@ cdef class Lifecycle(BlockOwner):
         holder, self.holder = self.holder, None  # its memory goes when its thread has left
         if holder is not None:
             holder.ring()
-        self.notices.close(says_so=says_so)
+        self.notices.close(says_so=says_so, begun=self._begun())
         if agreement is not None:
             agreement.close()
         return 0

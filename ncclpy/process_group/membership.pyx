@@ -85,11 +85,25 @@ cdef class Membership(Lifecycle):
             return
         try:
             self.notices.beat()
+            if self.pending():
+                self._look_for_closed(number)
         except NcclTimeout:  # the store may be well again
             pass
         except (NcclError, ValueError):  # it is gone, or closed: nobody hears any more
             return
         call_at(now() + _BEAT, functools.partial(caller_of(weakref.ref(self), "_beat"), number))
+
+    def _look_for_closed(self, number):
+        """End the group if an operation waits for a rank that has closed it and has not begun that operation."""
+        cdef Connection one
+        for rank, theirs in self.notices.closed_ranks().items():
+            mine = self._begun()
+            for one in list(self.connections.values()):
+                if one.pending() and rank in one.members and mine.get(one.label, 0) > theirs.get(one.label, 0):
+                    if rank not in self.leavers:
+                        self.leavers = self.leavers | {rank}
+                        self._gone(number, rank, "it has closed the group")
+                    break
 
     def _gone(self, number, rank, why):
         """Take the news that a rank is gone, and why: what still waits in a while waits for it."""

@@ -7,7 +7,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import quote
@@ -24,7 +24,7 @@ from ncclpy.engine.known import elsewhere, note_group
 from ncclpy.peers.confirmation import Confirmation
 from ncclpy.peers.numbering import GroupStore, Numbering, leave
 from ncclpy.peers.processes import PeerProcesses
-from ncclpy.peers.reports import ASKED, Reports, number_of
+from ncclpy.peers.reports import ASKED, Reports, begun_until_closed, number_of
 from ncclpy.peers.sentence import keep_stacks, sentence
 from ncclpy.peers.standing import Began, RankState, as_data, from_data
 from ncclpy.process_group.clocks import Clocks
@@ -40,6 +40,8 @@ _GONE = "told/gone/"
 #: Set by the first rank in trouble, who asks for all; and what it has heard. At the group's end, or at a meeting.
 _TROUBLE, _SAID = "trouble", "said"
 _END = "end"
+#: How many ranks have closed the group.
+_CLOSED = "closed"
 #: So many times a rank looks there for others, a second apart, besides when a communicator is made.
 _LOOKS = 5
 #: How the first rank compares collectives.
@@ -515,8 +517,18 @@ class Notices:
 
         _within(_TELLS, go)
 
-    def close(self, *, says_so: bool = False) -> None:
-        """Hear nothing any more; the others are told, if asked, that this rank has closed the group."""
+    def closed_ranks(self) -> dict[int, dict[str, int]]:
+        """Return how many operations each rank has begun that has closed the group, by communicator."""
+        if self.store.compare_set(_CLOSED, None, None)[1] is None:
+            return {}
+        found = {rank: begun_until_closed(self.store, rank) for rank in range(self.size) if rank != self.rank}
+        return {rank: begun for rank, begun in found.items() if begun is not None}
+
+    def close(self, *, says_so: bool = False, begun: Mapping[str, int] | None = None) -> None:
+        """Hear nothing any more; the others are told, if asked, that this rank has closed the group.
+
+        `begun` is how many operations it has begun, by communicator.
+        """
         self.known.closed()
         self._over.set()
         self._processes.close()
@@ -527,7 +539,8 @@ class Notices:
         self.reports.end()
         if says_so and self.size > 1:
             with contextlib.suppress(StoreError, NcclTimeout):  # whose store is gone tells nobody
-                self.reports.publish(closed=True)
+                self.reports.publish(closed=True, begun=begun)
+                self.store.add(_CLOSED)
 
 
 def _numbering_of(store: Store, name: str, rank: int, size: int) -> Numbering:

@@ -15,6 +15,8 @@ import ncclpy
 import testing
 from ncclpy.bootstrap import LocalStore, arrivals
 from ncclpy.bootstrap.arrivals import Arrivals
+from ncclpy.process_group import membership
+from ncclpy.process_group.notices import Notices
 
 #: A timeout that no test waits for.
 LONG = 20 * DEADLINE
@@ -86,6 +88,61 @@ def test_several_ranks_that_have_closed_the_group_are_named_together(host_engine
         return None
 
     assert run_groups(4, body, timeout=LONG) == [True, None, True, None]
+
+
+@pytest.mark.parametrize("what", ["all_reduce", "send", "recv"])
+def test_an_operation_that_a_closed_rank_has_not_begun_is_not_waited_for(host_engine, what, monkeypatch):
+    """The communicators stand: nobody waits at a meeting."""
+    monkeypatch.setattr(membership, "_BEAT", 0.05)
+
+    def body(group):
+        group.connect(peers=[1 - group.rank] if group.rank < 2 else [])
+        if group.rank == 1:
+            group.close()
+            return None
+        if group.rank == 0:
+            array = np.ones(1 << 20)  # more than a send leaves behind
+            error = getattr(group, what)(array, *([] if what == "all_reduce" else [1])).exception(DEADLINE)
+            together.wait(DEADLINE)
+            return error
+        together.wait(DEADLINE)
+        return None
+
+    together = threading.Barrier(2)
+    error = run_groups(3, body, timeout=LONG)[0]
+    assert isinstance(error, ncclpy.NcclRemoteError) and states_of(error)[1] == "closed"
+    assert "rank 1 of process group 'default' is gone: it has closed the group" in str(error)
+
+
+def test_an_operation_of_ranks_that_are_there_goes_on_when_another_has_closed_the_group(host_engine, monkeypatch):
+    found, closed_ranks = [], Notices.closed_ranks
+
+    def look(self):
+        found.append(closed_ranks(self))
+        return found[-1]
+
+    monkeypatch.setattr(membership, "_BEAT", 0.02)
+    monkeypatch.setattr(membership, "_GRACE", 0.0)
+    monkeypatch.setattr(Notices, "closed_ranks", look)
+
+    def body(group):
+        array = np.full(4, group.rank + 1.0)
+        group.all_reduce(array).wait(DEADLINE)
+        if group.rank == 1:
+            group.close()
+        elif group.rank == 0:
+            work = group.recv(array, 2)
+            testing.wait_for(lambda: sum(1 in each for each in found) > 3, "looks that find rank 1")
+            together.wait(DEADLINE)
+            work.wait(DEADLINE)
+            return array[0]
+        else:
+            together.wait(DEADLINE)
+            group.send(np.full(4, 7.0), 0).wait(DEADLINE)
+        return None
+
+    together = threading.Barrier(2)
+    assert run_groups(3, body, timeout=LONG)[0] == 7
 
 
 def test_later_calls_say_it_as_well(host_engine):

@@ -329,6 +329,16 @@ def test_a_part_goes_on_when_the_whole_is_closed_and_then_leaves_nothing(host_en
     assert store.keys() == ["ncclpy/group/default/base"]
 
 
+def test_a_coordinator_leaves_nothing_behind_either(host_engine):
+    def body(group):
+        with ncclpy.Coordinator(group) as coordinator:
+            coordinator.all_reduce("x", np.ones(2)).wait(DEADLINE)
+
+    store = LocalStore()
+    run_groups(2, body, store=store)
+    assert store.keys() == ["ncclpy/group/default/base"]
+
+
 def test_a_group_that_has_failed_leaves_nothing_either_once_all_have_closed_it(host_engine):
     def body(group):
         group.barrier().wait(DEADLINE)

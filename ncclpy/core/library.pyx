@@ -5,6 +5,7 @@ from that handle, so that no communicator is ever driven by two libraries. The d
 handle when it has them (the host engine), else from ``libcuda.so.1``.
 """
 
+import logging
 import os
 import threading
 
@@ -12,6 +13,8 @@ from ncclpy.abi.locks cimport DEBUG_LOCKS, LOCK_LIBRARY, lock_left, lock_taken, 
 from ncclpy.abi.nccl cimport NCCLPY_ABI_VERSION, NCCLPY_OLDEST_VERSION, ncclComm_t
 from ncclpy.core import search
 from ncclpy.core.errors import LibraryNotFound, NcclError, NcclUnsupported
+
+_log = logging.getLogger("ncclpy.core")
 
 cdef extern from "dlfcn.h" nogil:
     void* dlopen(const char* path, int flags)
@@ -248,9 +251,24 @@ def _ensure_loaded():
             'multiprocessing.get_context("spawn") or "forkserver", or use ncclpy only in the children'
         )
     if _library is None:
+        made = False
         with _lock:
             if _library is None:
                 _library = _load()
+                made = True
+        if made:  # outside the lock: a handler of logs may be anybody's code
+            _tell_of_faults()
+
+
+def _tell_of_faults():
+    """Warn, once a process, of faults that come from the environment: who has forgotten them gets wrong results."""
+    plan = os.environ.get("NCCLPY_FAULTS", "")
+    if host_engine and plan.replace(";", " ").strip():
+        _log.warning(
+            "NCCLPY_FAULTS=%r is set: the host engine of process %d fails, hangs, dies or corrupts results as this plan says. "
+            "Unset the variable if this is no test",
+            plan, os.getpid(),
+        )
 
 
 def _load():

@@ -252,3 +252,18 @@ def test_a_child_forked_while_the_parent_loads_can_load(tmp_path):
         thread.join()
         """
     assert run(code, NCCLPY_LIBRARY=str(library)) == "0"
+
+
+@pytest.mark.parametrize(("plan", "lines"), [("call=AllReduce nth=5 do=corrupt", 1), ("", 0), (" ; ", 0)])
+def test_faults_of_the_environment_are_one_warning_a_process(plan, lines):
+    code = """
+        import ncclpy
+        for _ in range(2):
+            ncclpy.Communicator.init_all([0])[0].close()
+        with ncclpy.faults("call=Send do=delay:1us"):  # of the program itself, which knows of it
+            pass
+        """
+    done = testing.run_python(code, env={"NCCLPY_LIBRARY": "host", "NCCLPY_FAULTS": plan, "PYTHONWARNINGS": "ignore"})
+    told = [line for line in done.stderr.splitlines() if "NCCLPY_FAULTS" in line]
+    assert len(told) == lines, done.stderr
+    assert all(repr(plan) in line and "Unset the variable" in line for line in told)

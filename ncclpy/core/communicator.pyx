@@ -82,7 +82,8 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         recv : buffer, optional
             The output, with as many elements of the same type.
         op : ReduceOp, str or CustomOp
-            The reduction. A bool array travels as uint8 and its sum is "any"; complex numbers know sum and avg.
+            The reduction. A bool array travels as uint8: its sum is "any", its product "all". Complex numbers know sum and
+            avg.
         stream : optional
             Where the work is enqueued.
         timeout : float, optional

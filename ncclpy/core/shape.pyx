@@ -26,7 +26,9 @@ from ncclpy.core.types import DataType, ReduceOp, as_op
 
 cdef enum:
     SUM = 0
+    PROD = 1
     MAX = 2
+    MIN = 3
     AVG = 4
 
 cdef object _SUM = ReduceOp.SUM
@@ -97,7 +99,8 @@ cdef int op_number(object op, const View* view, int nranks) except -1:
     if view.flavour == BOOLEAN:
         if code == AVG:
             raise ValueError("op: avg of bool has no meaning; convert to a number type")
-        return MAX if code == SUM else code  # any of them, without overflow
+        # Any of them and all of them, without overflow: True is any byte but 0, and 2 * 128 is 0 in a byte.
+        return MAX if code == SUM else MIN if code == PROD else code
     if view.flavour == COMPLEX and code != SUM and code != AVG:
         raise ValueError(f"op: complex numbers know sum and avg only, not {op!r}")
     if code == AVG and nranks == 1:

@@ -76,6 +76,16 @@ def test_bool_travels_as_uint8(host_engine, comms2, op, expected):
         assert part.view(np.uint8).tolist() == [int(value) for value in expected]
 
 
+@pytest.mark.parametrize("op", ["sum", "max", "prod", "min"])
+def test_bool_reductions_of_any_bytes_follow_their_truth(host_engine, comms2, op):
+    """True is any byte but 0; as a product of bytes 2 * 128 is 0, and as their sum 128 + 128."""
+    values = [np.array(bytes_, np.uint8).view(bool) for bytes_ in ([2, 128, 255, 16, 0, 0], [128, 128, 1, 16, 64, 0])]
+    truth = [part.view(np.uint8) != 0 for part in values]
+    wanted = truth[0] | truth[1] if op in ("sum", "max") else truth[0] & truth[1]
+    for part in reduce_two(comms2, "all_reduce", values, op=op):
+        assert (part.view(np.uint8) != 0).tolist() == wanted.tolist()
+
+
 @pytest.mark.parametrize("op", ["avg", ncclpy.AVG])
 def test_bool_has_no_average(host_engine, comm, op):
     with rejects("avg", "bool", kind=REJECTED):

@@ -6,10 +6,7 @@ import dataclasses
 import timeit
 from collections.abc import Callable
 
-from benchmarks.work.setting import COUNT, FLOAT32, SUM, Setting
-
-#: How many operations a group holds in the rows that measure groups.
-GROUP = 64
+from benchmarks.work.setting import COUNT, FLOAT32, GROUP, SUM, Setting
 
 
 @dataclasses.dataclass
@@ -115,7 +112,11 @@ def binding_roads(setting: Setting, bindings: object, comm: object) -> list[Road
 
 
 def python_group(setting: Setting, name: str, call: str, *, result: int = 0, **names: object) -> Road:
-    """Return the road of `GROUP` times `call` in one block ``with group():``; `names` has the group."""
-    source = f"with group():\n    for _ in range({GROUP}):\n        {call}"
+    """Return the road of `GROUP` times `call` in one block ``with group():``; `names` has the group.
+
+    Where it has `recvs` too, so many buffers, each call has a `recv` of its own.
+    """
+    each = "recv in recvs" if "recvs" in names else f"_ in range({GROUP})"
+    source = f"with group():\n    for {each}:\n        {call}"
     host = timed(setting, source, per=GROUP, **names)
     return Road(name, f"group of {GROUP}", host, result=result, groups=1 / GROUP)

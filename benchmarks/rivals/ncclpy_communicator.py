@@ -1,8 +1,10 @@
 """ncclpy.Communicator: arrays, prepared buffers and groups."""
 
+import copy
+
 from benchmarks.overhead.road import Road, python_group, python_road, timed
 from benchmarks.rivals import Missing, arrays, native_tensors
-from benchmarks.work.setting import COUNT, FLOAT32, Setting
+from benchmarks.work.setting import COUNT, FLOAT32, GROUP, Setting
 
 NAME = "ncclpy.Communicator"
 OUT_OF_PLACE = "all_reduce(send, recv, stream=stream)"
@@ -57,7 +59,7 @@ def roads(ncclpy, communicator, setting: Setting) -> list[Road]:
     )
     for kind in ("prepared buffer", TENSOR, NATIVE, "numpy array"):
         if kind in pairs:
-            send, recv, pointer = pairs[kind]
+            send, _, pointer = pairs[kind]
             road = python_group(
                 setting,
                 f"all_reduce({kind}) in group()",
@@ -66,7 +68,7 @@ def roads(ncclpy, communicator, setting: Setting) -> list[Road]:
                 group=ncclpy.group,
                 all_reduce=all_reduce,
                 send=send,
-                recv=recv,
+                recvs=_outputs(ncclpy, setting, pairs, kind),
                 stream=setting.stream,
             )
             found.append(natively(road) if kind == NATIVE else road)
@@ -74,6 +76,15 @@ def roads(ncclpy, communicator, setting: Setting) -> list[Road]:
     empty = timed(setting, "with group(): pass", group=ncclpy.group)
     found.append(Road("with group(): pass", "empty group", empty, reduces=0, groups=0))
     return found
+
+
+def _outputs(ncclpy, setting: Setting, pairs: dict, kind: str) -> list:
+    """Return `GROUP` buffers that receive, the pair's first: what one call of a group writes no other uses."""
+    if kind == "prepared buffer":
+        dtype = ncclpy.DataType(FLOAT32)
+        return [ncclpy.Buffer(setting.recv + 4 * COUNT * i, COUNT, dtype, device=setting.device) for i in range(GROUP)]
+    recv = pairs[kind][1]
+    return [recv, *(copy.deepcopy(recv) for _ in range(GROUP - 1))]
 
 
 def _pairs(ncclpy, setting: Setting) -> dict:

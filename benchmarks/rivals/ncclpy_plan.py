@@ -16,14 +16,15 @@ def open(setting: Setting) -> list[Road]:
     if setting.communicator is None:
         ncclpy.use(setting.library)
     dtype = ncclpy.DataType(FLOAT32)
-    send, recv = (ncclpy.Buffer(at, COUNT, dtype, device=setting.device) for at in (setting.send, setting.recv))
+    send = ncclpy.Buffer(setting.send, COUNT, dtype, device=setting.device)
+    recvs = [ncclpy.Buffer(setting.recv + 4 * COUNT * i, COUNT, dtype, device=setting.device) for i in range(GROUP)]
     plans = []
     for _ in range(2):
         unique_id = ncclpy.UniqueId.from_bytes(setting.ids.pop(0)) if setting.ids else ncclpy.get_unique_id()
         communicator = ncclpy.Communicator.init(setting.nranks, setting.rank, unique_id, device=setting.device)
         plans.append(ncclpy.Plan())
         with plans[-1].record():
-            for _ in range(GROUP):
+            for recv in recvs:
                 communicator.all_reduce(send, recv, stream=setting.stream)
         setting.keep += [communicator, plans[-1]]
     graph = plans[1].capture()

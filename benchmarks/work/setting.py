@@ -13,6 +13,8 @@ from typing import Any
 
 #: The message: 8 bytes, two float32.
 COUNT = 2
+#: How many operations a group holds in the rows that measure groups.
+GROUP = 64
 #: `ncclFloat32` and `ncclSum`.
 FLOAT32 = 7
 SUM = 0
@@ -32,7 +34,8 @@ class Setting:
     rank, nranks, device : int
         This process's place.
     comm, stream, send, recv : int
-        A communicator's handle, a stream's handle and pointers to `COUNT` float32, for the rivals that take ints.
+        A communicator's handle, a stream's handle and pointers to `COUNT` float32, for the rivals that take ints. At
+        `recv` there is room for `GROUP` times as many.
     sync : callable or None
         Waits for the stream; None on the no-op library, where nothing runs.
     communicator : ncclpy.Communicator or None
@@ -78,7 +81,7 @@ def on_noop(library: str) -> Setting:
     comm, stream, device = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int(0)
     noop.ncclCommInitAll(ctypes.byref(comm), 1, ctypes.byref(device))
     noop.cuStreamCreateWithPriority(ctypes.byref(stream), CU_STREAM_NON_BLOCKING, 0)
-    send, recv = (ctypes.c_float * COUNT)(1.0, 1.0), (ctypes.c_float * COUNT)()
+    send, recv = (ctypes.c_float * COUNT)(1.0, 1.0), (ctypes.c_float * (GROUP * COUNT))()
     return Setting(
         gpu=False,
         library=library,
@@ -111,7 +114,7 @@ def on_nccl(rank: int, nranks: int, ids: list[bytes], store: str) -> Setting:
     communicator = ncclpy.Communicator.init(nranks, rank, ncclpy.UniqueId.from_bytes(ids[0]), device=rank)
     stream = ncclpy.Stream(rank)
     ones = numpy.ones(COUNT, numpy.float32)
-    send, recv = (devices.allocate(ones.nbytes, rank) for _ in range(2))
+    send, recv = (devices.allocate(times * ones.nbytes, rank) for times in (1, GROUP))
     devices.copy(send, ones.ctypes.data, ones.nbytes, stream)
     stream.synchronize()
     return Setting(

@@ -1,20 +1,83 @@
 """What this rank has brought to a process set and is not launched yet: by names, and by arrays."""
 
 from libc.stdint cimport uintptr_t
+from libc.stdlib cimport free, realloc
+from libc.string cimport memmove
 
 from ncclpy.coordinator.brought cimport Brought
 from ncclpy.coordinator.call cimport Call
 from ncclpy.coordinator.plan cimport Ready, packed_as
+from ncclpy.core.overlap cimport lie_apart
 
 from ncclpy.core.errors import ranks, spans
+
+
+cdef class UsedMemory:
+    """The memory of arrays in flight, in the order of where it begins; what is written overlaps nothing else."""
+
+    def __dealloc__(self):
+        free(self.rows)
+
+    cdef Py_ssize_t _first(self, uintptr_t start) noexcept:
+        """Return the place of the first row that does not begin before an address."""
+        cdef Py_ssize_t low = 0, high = self.count, middle
+        while low < high:
+            middle = (low + high) // 2
+            if self.rows[middle].start < start:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    cdef bint is_free(self, uintptr_t start, size_t nbytes, bint writes) noexcept:
+        """Return whether memory may be read, or written, beside all that is in flight."""
+        cdef Py_ssize_t first = self._first(start), at = first
+        while at < self.count and self.rows[at].start < start + nbytes:
+            if writes or self.rows[at].writes:
+                return False
+            at += 1
+        at = first - 1
+        while at >= 0 and start - self.rows[at].start < self.longest:
+            if (writes or self.rows[at].writes) and start - self.rows[at].start < self.rows[at].nbytes:
+                return False
+            at -= 1
+        return True
+
+    cdef int add(self, uintptr_t start, size_t nbytes, bint writes) except -1:
+        cdef Py_ssize_t at = self._first(start), capacity
+        cdef Use* grown
+        if self.count == self.capacity:
+            capacity = 2 * self.capacity + 16
+            grown = <Use*>realloc(self.rows, capacity * sizeof(Use))
+            if grown == NULL:
+                raise MemoryError
+            self.rows, self.capacity = grown, capacity
+        memmove(&self.rows[at + 1], &self.rows[at], (self.count - at) * sizeof(Use))
+        self.rows[at].start, self.rows[at].nbytes, self.rows[at].writes = start, nbytes, writes
+        self.count += 1
+        self.longest = max(self.longest, nbytes)
+        return 0
+
+    cdef int remove(self, uintptr_t start, size_t nbytes) noexcept:
+        """Remove one use of this memory, if there is any."""
+        cdef Py_ssize_t at = self._first(start)
+        while at < self.count and self.rows[at].start == start:
+            if self.rows[at].nbytes == nbytes:
+                self.count -= 1
+                memmove(&self.rows[at], &self.rows[at + 1], (self.count - at) * sizeof(Use))
+                break
+            at += 1
+        if self.count == 0:
+            self.longest = 0
+        return 0
 
 
 cdef class Pending:
     """The operations in flight of one rank in one process set.
 
     Threads of the user's enter what they bring, and one takes what is launched. Each name, and each array that is
-    written, is here once. Arrays are known by where they begin: one that is only read may be under several names, and
-    one without elements under any.
+    written, is here once. Arrays are known by their memory: what is only read may be under several names, and what has no
+    elements under any.
 
     Nothing is locked. To enter, to take and to forget are steps under the GIL in which no code of Python's runs: names
     and keys are texts and bytes of Python's own, and no object is made that the garbage collector would know of.
@@ -38,7 +101,7 @@ cdef class Pending:
 
     def __init__(self, str label not None, int rank, tuple members not None, int number):
         self.label, self.rank, self.members, self.number = label, rank, members, number
-        self.calls, self.names, self.uses = {}, set(), {}
+        self.calls, self.names, self.uses = {}, set(), UsedMemory()
         self.have = None
 
     cdef int enter(self, Call call) except -1:
@@ -69,8 +132,8 @@ cdef class Pending:
             self.calls[call.key] = call
         else:
             raise ValueError(
-                f"array: that of {clash.name!r} is in flight on this rank already, as that of "
-                f"{self._other(call, clash)!r}, and one of them is written: bring an array under one name at a time. "
+                f"array: memory of that of {clash.name!r} is in flight on this rank already, as that of "
+                f"{self._other(call, clash)!r}, and one of them is written: bring memory under one name at a time. "
                 "Nothing of this call was sent"
             )
         call.place = self
@@ -87,15 +150,10 @@ cdef class Pending:
         for entered in range(len(parts)):
             part = parts[entered]
             if part.view.nbytes and part.view.pointer != NULL:
-                address = <uintptr_t>part.view.pointer
-                users = self.uses.get(address)
-                if users is None:
-                    self.uses[address] = -1 if part.receives else 1
-                elif part.receives or <int>users < 0:
+                if not self.uses.is_free(<uintptr_t>part.view.pointer, part.view.nbytes, part.receives):
                     self._leave(parts, entered)
                     return part
-                else:
-                    self.uses[address] = <int>users + 1
+                self.uses.add(<uintptr_t>part.view.pointer, part.view.nbytes, part.receives)
                 part.entered = True
         return None
 
@@ -107,10 +165,7 @@ cdef class Pending:
             part = parts[i]
             if part.entered:
                 part.entered = False
-                address = <uintptr_t>part.view.pointer
-                users = self.uses.pop(address, None)
-                if users is not None and <int>users > 1:
-                    self.uses[address] = <int>users - 1
+                self.uses.remove(<uintptr_t>part.view.pointer, part.view.nbytes)
         return 0
 
     cdef str _other(self, Call call, Brought clash):
@@ -119,7 +174,10 @@ cdef class Pending:
         cdef Call each
         for each in [*self.calls.values(), call]:
             for part in each.parts:
-                if part is not clash and part.view.nbytes and part.view.pointer == clash.view.pointer:
+                if (
+                    part is not clash and (part.receives or clash.receives)
+                    and not lie_apart(part.view.pointer, part.view.nbytes, clash.view.pointer, clash.view.nbytes)
+                ):
                     return part.name
         return clash.name  # it was taken meanwhile
 
@@ -154,7 +212,8 @@ cdef class Pending:
 
     def take_all(self):
         """Return all that it has brought."""
-        cdef dict calls = {}, uses = {}
+        cdef dict calls = {}
+        cdef UsedMemory uses = UsedMemory()
         cdef set names = set()
         calls, self.calls, self.names, self.uses = self.calls, calls, names, uses
         return list(calls.values())
@@ -179,4 +238,4 @@ cdef class Pending:
 
     def sizes(self):
         """Return how many operations, names and arrays are known, for tests."""
-        return len(self.calls), len(self.names), len(self.uses)
+        return len(self.calls), len(self.names), self.uses.count

@@ -300,7 +300,7 @@ cdef class Plane:
         carried, work, sent, into, scale = self._places(brought, ALL_GATHER, result, True)
         counts = [scale * count for count in counts]
         if counts[0] and counts.count(counts[0]) == len(counts):
-            shape_all_gather(&o, &s, &r, sent, into, self.group.device, self.group.size)
+            shape_all_gather(&o, &s, &r, sent, into, self.group.device, self.group.size, self.group.rank)
             self._plain(work, &o)
         else:
             spread = self._parts()
@@ -317,7 +317,7 @@ cdef class Plane:
         cdef Work work
         carried, work, sent, into, _ = self._places(brought, REDUCE_SCATTER, result, False)
         if counts[0] and counts.count(counts[0]) == len(counts):
-            shape_reduce_scatter(&o, &s, &r, sent, into, self.group.device, self.group.size)
+            shape_reduce_scatter(&o, &s, &r, sent, into, self.group.device, self.group.size, self.group.rank)
             o.op = self._operator(o.datatype, op, factor, work)
             self._plain(work, &o)
         else:

@@ -7,7 +7,8 @@ their data are there. What NCCL has no call for (parts of different sizes, the b
 
 from ncclpy.core.buffers cimport View
 from ncclpy.core.one_sided cimport Signals, shape_put, shape_signal, shape_wait
-from ncclpy.core.operation cimport Operation
+from ncclpy.core.operation cimport SENDRECV, Operation
+from ncclpy.core.overlap cimport check_overlap
 from ncclpy.core.parts cimport Spread
 from ncclpy.core.progress cimport check_alive
 from ncclpy.core.shape cimport (
@@ -174,7 +175,7 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
             spread.all_gather(send, recv)
             start_spread(self, spread, stream, timeout)
             return
-        shape_all_gather(&o, &s, &r, send, recv, self.device, self.nranks)
+        shape_all_gather(&o, &s, &r, send, recv, self.device, self.nranks, self.rank)
         start(self, &o, &s, send, recv, stream, timeout)
 
     def reduce_scatter(self, send, recv, op=_SUM, *, stream=None, timeout=None):
@@ -205,7 +206,7 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
             spread.operation.op = op_code(self, op, &spread.view)
             start_spread(self, spread, stream, timeout)
             return
-        shape_reduce_scatter(&o, &s, &r, send, recv, self.device, self.nranks)
+        shape_reduce_scatter(&o, &s, &r, send, recv, self.device, self.nranks, self.rank)
         o.op = op_code(self, op, &s)
         start(self, &o, &s, send, recv, stream, timeout)
 
@@ -269,7 +270,7 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
             spread.gather(send, recv, o.root)
             start_spread(self, spread, stream, timeout)
             return
-        shape_gather(&o, &s, &r, send, recv, self.device, self.nranks, self.rank == o.root)
+        shape_gather(&o, &s, &r, send, recv, self.device, self.nranks, self.rank, self.rank == o.root)
         start_or_lower(self, &o, &s, send, recv, stream, timeout)
 
     def scatter(self, send, recv=None, root=0, *, stream=None, timeout=None):
@@ -303,7 +304,7 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
             spread.scatter(send, recv, o.root)
             start_spread(self, spread, stream, timeout)
             return
-        shape_scatter(&o, &s, &r, send, recv, self.device, self.nranks, self.rank == o.root)
+        shape_scatter(&o, &s, &r, send, recv, self.device, self.nranks, self.rank, self.rank == o.root)
         start_or_lower(self, &o, &r, send, recv, stream, timeout)
 
     def send(self, buf, peer, *, stream=None, timeout=None):
@@ -374,6 +375,7 @@ Take part in collectives as one rank of a clique (`ncclComm_t`).
         here.root = root_rank(self.nranks, source, "source")
         shape_send(&there, &s, send, "send", self.device)
         shape_recv(&here, &r, recv, "recv", self.device)
+        check_overlap(SENDRECV, s.pointer, s.nbytes, r.pointer, r.nbytes, 0)
         start_pair(self, &there, &s, send, &here, &r, recv, stream, timeout)
 
     def all_gather_v(self, send, recv, counts, *, stream=None, timeout=None):

@@ -59,3 +59,5 @@ cdef PyObject* open_group() noexcept nogil
 cdef Group current_group()
 # Raise unless NCCL takes the communicators in one group; those of `newborn`, by id (None are none), are not made yet.
 cdef int check_together(list handles, set newborn) except -1
+# Raise unless its operations can run at the same time: what one of them writes is used by no other.
+cdef int check_memory(Group group) except -1

@@ -8,7 +8,7 @@ inside a group; recording can, so an exception inside the block launches nothing
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.ref cimport Py_DECREF, Py_INCREF, Py_XDECREF, PyObject
-from libc.stdint cimport uintptr_t
+from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport free, realloc
 from libc.string cimport memcpy
 
@@ -24,6 +24,7 @@ from ncclpy.core.library cimport abort_preempts, nccl, require
 from ncclpy.core.members cimport adopt, await_member, bring_up, end_orphans, patience
 from ncclpy.core.operation cimport NOT_THERE, WINDOW, function_of, raise_issue
 from ncclpy.core.overdue cimport begin_whole, end_whole
+from ncclpy.core.overlap cimport Extents, digest, digest_begun, known_apart, method_of, note_apart, shared_memory_error
 from ncclpy.core.progress cimport (
     Waiting,
     begin_wait,
@@ -273,6 +274,51 @@ cdef int check_together(list handles, set newborn) except -1:
     return 0
 
 
+cdef int check_memory(Group group) except -1:
+    """Raise if what an operation writes is read or written by another one: a group runs them at the same time."""
+    cdef uint64_t number
+    cdef int nranks
+    cdef Handle handle
+    cdef Held* held = group.held
+    cdef Held* end = held + group.count
+    if group.count < 2:
+        return 0
+    nranks = (<Handle>group.handles[0]).nranks
+    if len(group.handles) > 1:
+        for handle in group.handles:
+            if handle.nranks != nranks:  # the sizes of what is read and written depend on it
+                return _compare_memory(group)
+    number = digest_begun(nranks)
+    while held != end:
+        number = digest(number, &held.step.operation)
+        held += 1
+    if not known_apart(number):
+        _compare_memory(group)
+        note_apart(number)
+    return 0
+
+
+cdef int _compare_memory(Group group) except -1:
+    cdef Extents extents = Extents()
+    cdef Held* held
+    cdef size_t i
+    for i in range(group.count):
+        held = &group.held[i]
+        if held.send != <PyObject*>None or held.recv != <PyObject*>None:  # a barrier has no memory of the caller's
+            extents.add_operation(&held.step.operation, (<Handle>held.step.handle).nranks, i)
+    if extents.clash():
+        raise shared_memory_error(
+            &extents.first, &extents.second, _called(group, extents.second.place), _called(group, extents.first.place)
+        )
+    return 0
+
+
+cdef str _called(Group group, size_t place):
+    """Return what an operation of the group is called."""
+    cdef Step* step = &group.held[place].step
+    return f"operation {place + 1} of {group.count} ({method_of(step.operation.kind)} of rank {(<Handle>step.handle).rank})"
+
+
 cdef bint _make_calls(Group group, PyObject** locked, size_t nlocked, double until) noexcept nogil:
     """Make the recorded calls; return False if other threads are inside the communicators until a moment."""
     cdef Stretch* calls = &group.calls
@@ -437,6 +483,7 @@ cdef int _launch_counted(Group group, Waiting* wait) except -1:
             group.info.version = struct_version()
             group.info.estimatedTime = NCCL_UNDEF_FLOAT
         check_together(group.handles, {id(born) for _, born in group.births} if group.births else None)
+        check_memory(group)
         if group.limit != FOREVER:
             for handle in group.handles:
                 (<Handle>handle).check_endable("group(timeout=)")

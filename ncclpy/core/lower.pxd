@@ -10,6 +10,7 @@ cdef class Lowered:
     cdef int add(
         self, const Operation* like, int kind, int peer, const void* send, void* recv, size_t count
     ) except -1
+    cdef void drop_own(self, int rank) noexcept
 
 
 # Whether the loaded NCCL is too old for a kind of collective.

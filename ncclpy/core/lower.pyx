@@ -43,6 +43,13 @@ cdef class Lowered:
         self.count += 1
         return 0
 
+    cdef void drop_own(self, int rank) noexcept:
+        """Empty what a rank sends to itself: in place it is where it belongs."""
+        cdef size_t i
+        for i in range(self.count):
+            if self.operations[i].root == rank:
+                self.operations[i].count = 0
+
 
 cdef bint lacks(int kind) noexcept nogil:
     return (
@@ -78,4 +85,8 @@ cdef Lowered lower(const Operation* operation, int rank, int nranks, Parts sends
     elif kind == ALL_TO_ALL or (kind == GATHER and is_root):
         for peer in range(nranks):
             lowered.add(o, RECV, peer, NULL, recvs.pointers[peer], recvs.counts[peer])
+    if kind == GATHER and is_root and recvs.pointers[rank] == o.send:
+        lowered.drop_own(rank)
+    elif kind == SCATTER and is_root and sends.pointers[rank] == o.recv:
+        lowered.drop_own(rank)
     return lowered

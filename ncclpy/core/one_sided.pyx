@@ -1,11 +1,13 @@
 """Puts into windows, signals and waits for them: from what the caller says to a checked operation."""
 
+from libc.stdint cimport uintptr_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
 from ncclpy.abi.nccl cimport ncclUint8, ncclWaitSignalDesc_t
 from ncclpy.core.library cimport nccl, require
 from ncclpy.core.operation cimport PUT_SIGNAL, SIGNAL, WAIT_SIGNAL
+from ncclpy.core.overlap cimport lie_apart
 from ncclpy.core.shape cimport read_on_device
 from ncclpy.core.start cimport root_rank
 from ncclpy.core.window cimport Window, lies_in_window
@@ -22,6 +24,7 @@ cdef int shape_put(
 ) except -1:
     """Fill in a put; of an empty buffer only the signal is left."""
     cdef size_t at
+    cdef char* target
     require(<void*>nccl.ncclPutSignal, b"ncclPutSignal")
     # What is the caller's own code comes first: it could close the window.
     o.root = root_rank(comm.nranks, peer, "peer")
@@ -39,6 +42,12 @@ cdef int shape_put(
         raise ValueError(
             "send: the buffer does not lie in a symmetric window of this communicator, which is where NCCL can put from: "
             "register it with comm.window(), or copy it into one"
+        )
+    target = <char*>(<Window>window).view.pointer + at
+    if o.root == comm.rank and not lie_apart(s.pointer, s.nbytes, target, s.nbytes):
+        raise ValueError(
+            f"send: it overlaps what this put writes in window, whose peer {o.root} is this rank: send is {s.nbytes} bytes "
+            f"at {<uintptr_t>s.pointer:#x}, and offset {at} is at {<uintptr_t>target:#x}"
         )
     o.kind = PUT_SIGNAL if s.nbytes else SIGNAL
     o.datatype = s.datatype

@@ -12,6 +12,7 @@ from libc.stdlib cimport calloc, free
 from ncclpy.core.buffers cimport HOST_MEMORY, NO_FRAMEWORK
 from ncclpy.core.datatypes cimport ITEMSIZE
 from ncclpy.core.operation cimport ALL_GATHER, ALL_TO_ALL, GATHER, REDUCE_SCATTER, SCATTER
+from ncclpy.core.overlap cimport Extents, check_overlap, method_of, span
 from ncclpy.core.shape cimport element_size, elements, fits, read_on_device, same_type, writable
 
 
@@ -71,17 +72,45 @@ cdef int _holds(const View* view, object count, str argument, str what) except -
     return 0
 
 
-cdef dict _places(Parts parts, str argument):
-    """Return where each part begins, with its name; parts that receive may not be the same memory."""
-    cdef dict places = {}
-    cdef int rank
-    for rank in range(parts.nranks):
-        if parts.counts[rank]:
-            name = f"{argument}[{rank}]"
-            other = places.setdefault(<uintptr_t>parts.pointers[rank], name)
-            if other is not name:
-                raise ValueError(f"{name}: the same memory as {other}; each rank's part needs its own")
-    return places
+cdef int _check_lists(Spread spread, const View* send, const View* recv) except -1:
+    """Refuse memory that receives and is also sent, or that receives twice; `send` and `recv` are single buffers.
+
+    A single buffer may be this rank's own part of the list, which is then in place.
+    """
+    cdef Extents extents = Extents()
+    cdef size_t n = spread.nranks, size = <size_t>ITEMSIZE[spread.operation.datatype]
+    cdef int rank, own = spread.rank
+    for rank in range(spread.nranks):
+        if spread.sends is not None and not (rank == own and recv != NULL and spread.sends.pointers[own] == recv.pointer):
+            extents.add(spread.sends.pointers[rank], spread.sends.counts[rank] * size, rank, False)
+        if spread.recvs is not None:
+            extents.add(spread.recvs.pointers[rank], spread.recvs.counts[rank] * size, n + rank, True)
+    if send != NULL and not (spread.recvs is not None and spread.recvs.pointers[own] == send.pointer):
+        extents.add(send.pointer, send.nbytes, 2 * n, False)
+    if recv != NULL:
+        extents.add(recv.pointer, recv.nbytes, 2 * n + 1, True)
+    if not extents.clash():
+        return 0
+    if send != NULL:
+        rule = f"works in place only where send is recv[{own}], this rank's part"
+    elif recv != NULL:
+        rule = f"works in place only where recv is send[{own}], this rank's part"
+    else:
+        rule = "cannot work in place"
+    one, other = _called(extents.second.place, n), _called(extents.first.place, n)
+    if one[:4] == other[:4]:
+        rule = "needs memory of its own for each part that receives"
+    raise ValueError(
+        f"{one}: it overlaps {other} ({one} is {span(&extents.second)}, {other} {span(&extents.first)}), and "
+        f"{method_of(spread.operation.kind)} {rule}; pass another buffer"
+    )
+
+
+cdef str _called(size_t place, size_t nranks):
+    """Return the name of an argument, or of an element of it, by its place among what `_check_lists` compares."""
+    if place >= 2 * nranks:
+        return "send" if place == 2 * nranks else "recv"
+    return f"recv[{place - nranks}]" if place >= nranks else f"send[{place}]"
 
 
 cdef bint _has_stream(const View* view) noexcept:
@@ -136,18 +165,6 @@ cdef Parts _list(Spread spread, tuple buffers, str argument, bint receives, View
     return parts
 
 
-cdef int _single(Spread spread, Parts parts, str argument, const View* view, str other) except -1:
-    """Refuse a part of another rank that is the same memory as this rank's one buffer."""
-    cdef int rank
-    for rank in range(spread.nranks):
-        if rank != spread.rank and parts.counts[rank] and view.count and parts.pointers[rank] == view.pointer:
-            raise ValueError(
-                f"{argument}[{rank}]: the same memory as {other}, which in place is {argument}[{spread.rank}], this "
-                "rank's part"
-            )
-    return 0
-
-
 cdef int _counted(Spread spread, View* s, View* r, object send, object recv) except -1:
     """Read the two buffers of a collective with counts."""
     spread.send, spread.recv = send, recv
@@ -167,9 +184,8 @@ cdef class Spread:
         _read(self, send, &s, "send", False)
         self.recvs = _list(self, self.recv, "recv", True, &s, "send", &own)
         fits(&own, 1, &s, f"recv[{self.rank}]", "send", "all_gather")
-        _places(self.recvs, "recv")
-        _single(self, self.recvs, "recv", &s, "send")
-        return _describe(self, ALL_GATHER, &s, &s, NULL)
+        _describe(self, ALL_GATHER, &s, &s, NULL)
+        return _check_lists(self, &s, NULL)
 
     cdef int reduce_scatter(self, list send, recv) except -1:
         cdef View r, own
@@ -177,12 +193,11 @@ cdef class Spread:
         _read(self, recv, &r, "recv", True)
         self.sends = _list(self, self.send, "send", False, &r, "recv", &own)
         fits(&own, 1, &r, f"send[{self.rank}]", "recv", "reduce_scatter")
-        _single(self, self.sends, "send", &r, "recv")
-        return _describe(self, REDUCE_SCATTER, &r, NULL, &r)
+        _describe(self, REDUCE_SCATTER, &r, NULL, &r)
+        return _check_lists(self, NULL, &r)
 
     cdef int all_to_all(self, send, recv) except -1:
         cdef View first, s, r
-        cdef int rank
         if not isinstance(send, list) or not isinstance(recv, list):
             kinds = f"{type(send).__name__} and {type(recv).__name__}"
             raise TypeError(f"send, recv: all_to_all takes two buffers or two lists of buffers, got {kinds}")
@@ -190,12 +205,8 @@ cdef class Spread:
         self.sends = _list(self, self.send, "send", False, &first, None, &s)
         self.recvs = _list(self, self.recv, "recv", True, &first, "send[0]", &r)
         fits(&r, 1, &s, f"recv[{self.rank}]", f"send[{self.rank}]", "all_to_all")
-        places = _places(self.recvs, "recv")
-        for rank in range(self.nranks):
-            name = places.get(<uintptr_t>self.sends.pointers[rank])
-            if name is not None and self.sends.counts[rank]:
-                raise ValueError(f"{name}: all_to_all cannot work in place; send[{rank}] is the same memory")
-        return _describe(self, ALL_TO_ALL, &first, NULL, NULL)
+        _describe(self, ALL_TO_ALL, &first, NULL, NULL)
+        return _check_lists(self, NULL, NULL)
 
     cdef int gather(self, send, list recv, int root) except -1:
         cdef View s, own
@@ -206,9 +217,8 @@ cdef class Spread:
             self.recv = tuple(recv)
             self.recvs = _list(self, self.recv, "recv", True, &s, "send", &own)
             fits(&own, 1, &s, f"recv[{root}]", "send", "gather")
-            _places(self.recvs, "recv")
-            _single(self, self.recvs, "recv", &s, "send")
-        return _describe(self, GATHER, &s, &s, NULL)
+        _describe(self, GATHER, &s, &s, NULL)
+        return _check_lists(self, &s, NULL)
 
     cdef int scatter(self, list send, recv, int root) except -1:
         cdef View r, own
@@ -221,27 +231,33 @@ cdef class Spread:
             self.send = tuple(send)
             self.sends = _list(self, self.send, "send", False, &r, "recv", &own)
             fits(&own, 1, &r, f"send[{root}]", "recv", "scatter")
-            _single(self, self.sends, "send", &r, "recv")
-        return _describe(self, SCATTER, &r, NULL, &r)
+        _describe(self, SCATTER, &r, NULL, &r)
+        return _check_lists(self, NULL, &r)
 
     # Counts.
 
     cdef int all_gather_v(self, send, recv, counts) except -1:
         cdef View s, r
+        cdef Py_ssize_t offset
         numbers = _as_counts(counts, self.nranks, "counts")
         _counted(self, &s, &r, send, recv)
         _holds(&s, numbers[self.rank], "send", f"counts[{self.rank}]")
         _holds(&r, sum(numbers), "recv", "sum(counts)")
         self.recvs = _parts_by(&r, numbers)
+        offset = <uintptr_t>self.recvs.pointers[self.rank] - <uintptr_t>r.pointer
+        check_overlap(ALL_GATHER, s.pointer, s.nbytes, r.pointer, r.nbytes, offset)
         return _describe(self, ALL_GATHER, &s, &s, NULL)
 
     cdef int reduce_scatter_v(self, send, recv, counts) except -1:
         cdef View s, r
+        cdef Py_ssize_t offset
         numbers = _as_counts(counts, self.nranks, "counts")
         _counted(self, &s, &r, send, recv)
         _holds(&s, sum(numbers), "send", "sum(counts)")
         _holds(&r, numbers[self.rank], "recv", f"counts[{self.rank}]")
         self.sends = _parts_by(&s, numbers)
+        offset = <uintptr_t>self.sends.pointers[self.rank] - <uintptr_t>s.pointer
+        check_overlap(REDUCE_SCATTER, s.pointer, s.nbytes, r.pointer, r.nbytes, offset)
         return _describe(self, REDUCE_SCATTER, &s, NULL, &r)
 
     cdef int all_to_all_v(self, send, recv, send_counts, recv_counts) except -1:
@@ -251,6 +267,7 @@ cdef class Spread:
         _counted(self, &s, &r, send, recv)
         _holds(&s, sum(outgoing), "send", "sum(send_counts)")
         _holds(&r, sum(incoming), "recv", "sum(recv_counts)")
+        check_overlap(ALL_TO_ALL, s.pointer, s.nbytes, r.pointer, r.nbytes, 0)
         self.sends, self.recvs = _parts_by(&s, outgoing), _parts_by(&r, incoming)
         return _describe(self, ALL_TO_ALL, &s, NULL, NULL)
 

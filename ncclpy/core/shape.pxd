@@ -28,19 +28,19 @@ cdef bint shape_broadcast(
     Operation* o, View* s, View* r, object send, object recv, int device, bint is_root
 ) except -1
 cdef bint shape_all_gather(
-    Operation* o, View* s, View* r, object send, object recv, int device, int nranks
+    Operation* o, View* s, View* r, object send, object recv, int device, int nranks, int rank
 ) except -1
 cdef bint shape_reduce_scatter(
-    Operation* o, View* s, View* r, object send, object recv, int device, int nranks
+    Operation* o, View* s, View* r, object send, object recv, int device, int nranks, int rank
 ) except -1
 cdef bint shape_all_to_all(
     Operation* o, View* s, View* r, object send, object recv, int device, int nranks
 ) except -1
 cdef bint shape_gather(
-    Operation* o, View* s, View* r, object send, object recv, int device, int nranks, bint is_root
+    Operation* o, View* s, View* r, object send, object recv, int device, int nranks, int rank, bint is_root
 ) except -1
 cdef bint shape_scatter(
-    Operation* o, View* s, View* r, object send, object recv, int device, int nranks, bint is_root
+    Operation* o, View* s, View* r, object send, object recv, int device, int nranks, int rank, bint is_root
 ) except -1
 cdef bint shape_send(Operation* o, View* s, object buf, str argument, int device) except -1
 cdef bint shape_recv(Operation* o, View* r, object buf, str argument, int device) except -1

@@ -20,6 +20,7 @@ from ncclpy.core.operation cimport (
     SCATTER,
     SEND,
 )
+from ncclpy.core.overlap cimport check_overlap, check_same_size
 
 from ncclpy.core.errors import NcclUnsupported
 from ncclpy.core.types import DataType, ReduceOp, as_op
@@ -147,6 +148,7 @@ cdef bint shape_all_reduce(
     same_type(r, s, "recv", "send")
     if r.count != s.count:
         fits(r, 1, s, "recv", "send", "all_reduce")
+    check_same_size(ALL_REDUCE, s.pointer, r.pointer, s.nbytes)
     return _fill(o, ALL_REDUCE, s, s.pointer, r.pointer, s.count)
 
 
@@ -163,6 +165,7 @@ cdef bint shape_reduce(
     _receiver(r, recv, device)
     same_type(r, s, "recv", "send")
     fits(r, 1, s, "recv", "send", "reduce")
+    check_same_size(REDUCE, s.pointer, r.pointer, s.nbytes)
     return _fill(o, REDUCE, s, s.pointer, r.pointer, s.count)
 
 
@@ -180,26 +183,29 @@ cdef bint shape_broadcast(
     read_on_device(send, s, "send", device)
     same_type(r, s, "recv", "send")
     fits(r, 1, s, "recv", "send", "broadcast")
+    check_same_size(BROADCAST, s.pointer, r.pointer, s.nbytes)
     return _fill(o, BROADCAST, r, s.pointer, r.pointer, r.count)
 
 
 cdef bint shape_all_gather(
-    Operation* o, View* s, View* r, object send, object recv, int device, int nranks
+    Operation* o, View* s, View* r, object send, object recv, int device, int nranks, int rank
 ) except -1:
     read_on_device(send, s, "send", device)
     _receiver(r, recv, device)
     same_type(r, s, "recv", "send")
     fits(r, nranks, s, "recv", "send", "all_gather")
+    check_overlap(ALL_GATHER, s.pointer, s.nbytes, r.pointer, r.nbytes, rank * <Py_ssize_t>s.nbytes)
     return _fill(o, ALL_GATHER, s, s.pointer, r.pointer, s.count)
 
 
 cdef bint shape_reduce_scatter(
-    Operation* o, View* s, View* r, object send, object recv, int device, int nranks
+    Operation* o, View* s, View* r, object send, object recv, int device, int nranks, int rank
 ) except -1:
     read_on_device(send, s, "send", device)
     _receiver(r, recv, device)
     same_type(r, s, "recv", "send")
     fits(s, nranks, r, "send", "recv", "reduce_scatter")
+    check_overlap(REDUCE_SCATTER, s.pointer, s.nbytes, r.pointer, r.nbytes, rank * <Py_ssize_t>r.nbytes)
     return _fill(o, REDUCE_SCATTER, s, s.pointer, r.pointer, r.count)
 
 
@@ -214,15 +220,12 @@ cdef bint shape_all_to_all(
         raise ValueError(
             f"send: all_to_all needs a multiple of {nranks} elements, one part a rank, got {elements(s)}"
         )
-    if s.pointer == r.pointer and s.count:
-        raise ValueError(
-            "recv: all_to_all cannot work in place; send and recv are the same memory, pass another buffer"
-        )
+    check_same_size(ALL_TO_ALL, s.pointer, r.pointer, s.nbytes)
     return _fill(o, ALL_TO_ALL, s, s.pointer, r.pointer, s.count // <size_t>nranks)
 
 
 cdef bint shape_gather(
-    Operation* o, View* s, View* r, object send, object recv, int device, int nranks, bint is_root
+    Operation* o, View* s, View* r, object send, object recv, int device, int nranks, int rank, bint is_root
 ) except -1:
     read_on_device(send, s, "send", device)
     if not is_root:
@@ -233,11 +236,12 @@ cdef bint shape_gather(
     _receiver(r, recv, device)
     same_type(r, s, "recv", "send")
     fits(r, nranks, s, "recv", "send", "gather")
+    check_overlap(GATHER, s.pointer, s.nbytes, r.pointer, r.nbytes, rank * <Py_ssize_t>s.nbytes)
     return _fill(o, GATHER, s, s.pointer, r.pointer, s.count)
 
 
 cdef bint shape_scatter(
-    Operation* o, View* s, View* r, object send, object recv, int device, int nranks, bint is_root
+    Operation* o, View* s, View* r, object send, object recv, int device, int nranks, int rank, bint is_root
 ) except -1:
     if recv is None:
         raise ValueError("recv: every rank of a scatter needs a buffer")
@@ -249,6 +253,7 @@ cdef bint shape_scatter(
     read_on_device(send, s, "send", device)
     same_type(r, s, "recv", "send")
     fits(s, nranks, r, "send", "recv", "scatter")
+    check_overlap(SCATTER, s.pointer, s.nbytes, r.pointer, r.nbytes, rank * <Py_ssize_t>r.nbytes)
     return _fill(o, SCATTER, r, s.pointer, r.pointer, r.count)
 
 

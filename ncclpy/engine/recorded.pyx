@@ -7,7 +7,7 @@ from libc.string cimport memcpy
 from ncclpy.abi.locks cimport LOCK_PLAN, lock_wanted, mutex_destroy, mutex_init
 from ncclpy.core.abort cimport end_call
 from ncclpy.core.device cimport context_of
-from ncclpy.core.group cimport check_together
+from ncclpy.core.group cimport check_memory, check_together
 from ncclpy.core.handle cimport Handle, lock_within
 from ncclpy.core.library cimport nccl, require
 from ncclpy.core.operation cimport reduces
@@ -77,6 +77,7 @@ cdef class Recorded:
         if self.count:
             raise RuntimeError("this plan was recorded meanwhile; make another one")
         check_together(group.handles, None)  # now: launched by several threads they would not meet in a group
+        check_memory(group)
         self.held = []
         self.handles = list(group.handles)
         self.operators = []

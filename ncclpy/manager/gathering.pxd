@@ -62,6 +62,9 @@ cdef class Gathering(Awaited):
     cdef int join(self, Participant participant) except -1
     cdef bint is_ready(self) noexcept
     cdef int settle_roots(self) except -1
+    cdef int settle_memory(self) except -1
+    cdef int _compare_memory(self, Operation* o) except -1
+    cdef str _called(self, size_t place)
     cdef int end(self, object error) except -1
     cdef int let_go(self) except -1
     cdef object say(self, str what)

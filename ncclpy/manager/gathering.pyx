@@ -3,10 +3,21 @@
 import logging
 
 cimport cython
+from libc.stdint cimport uint64_t
+from libc.string cimport memset
 
 from ncclpy.core.buffers cimport View
 from ncclpy.core.fingerprint cimport COUNT, OPERATOR, TYPE, difference, take_fingerprint, type_of
-from ncclpy.core.operation cimport Operation, has_root
+from ncclpy.core.operation cimport Operation, has_root, reduces
+from ncclpy.core.overlap cimport (
+    Extents,
+    check_layout,
+    digest,
+    digest_begun,
+    known_apart,
+    note_apart,
+    shared_memory_error,
+)
 from ncclpy.core.wait cimport FOREVER, now
 from ncclpy.engine.message cimport is_plain, message
 from ncclpy.engine.protocols cimport Awaited
@@ -256,6 +267,46 @@ cdef class Gathering(Awaited):
             return 0
         self.root = found[0]
         return 0
+
+    cdef int settle_memory(self) except -1:
+        """Compare the participants' memory, now that their ranks are known: one launch runs all of them at once."""
+        cdef Participant participant
+        cdef Operation o
+        cdef uint64_t number = ~digest_begun(self.num_global)  # not that of a group, whose operations know their ranks
+        if self.error is not None:
+            return 0
+        memset(&o, 0, sizeof(o))
+        o.kind, o.datatype, o.count = self.kind, self.datatype, self.count
+        for participant in self.participants:
+            o.send, o.recv = participant.send, participant.recv
+            number = digest(number, &o)
+        if not known_apart(number):
+            self._compare_memory(&o)
+            if self.error is None:
+                note_apart(number)
+        return 0
+
+    cdef int _compare_memory(self, Operation* o) except -1:
+        cdef Participant participant
+        cdef Extents extents = Extents()
+        for index, participant in enumerate(self.participants):
+            o.send, o.recv = participant.send, participant.recv
+            if participant.global_rank < 0:  # else it was compared when it came
+                try:
+                    check_layout(o, self.num_global, index)
+                except ValueError as error:
+                    self.error = ValueError(self.say(f"rank {index}, device {participant.device}: {error}"))
+                    return 0
+            extents.add_operation(o, self.num_global, index)
+        if extents.clash():
+            self.error = ValueError(self.say(str(shared_memory_error(
+                &extents.first, &extents.second, self._called(extents.second.place), self._called(extents.first.place)
+            ))))
+        return 0
+
+    cdef str _called(self, size_t place):
+        """Return what a participant's operation is called."""
+        return f"{method_name(self.kind)} of device {(<Participant>self.participants[place]).device}"
 
     cdef int end(self, object error) except -1:
         """Fail every participant with the same error; `let_go` is to follow where code of users may run."""

@@ -272,6 +272,7 @@ Gather the participants of collectives by key and launch each collective when al
         if gathering.listed:
             self.gatherings.pop(gathering.key, None)
         gathering.settle_roots()
+        gathering.settle_memory()
         if gathering.error is not None:
             gathering.end(gathering.error)
             return None

@@ -115,7 +115,7 @@ cdef class Participants:
         cdef Participant one = _come(
             send, "send", device, num_local, num_global, communicator_key, global_rank, timeout
         )
-        shape_all_gather(&o, &s, &r, send, recv, one.device, one.num_global)
+        shape_all_gather(&o, &s, &r, send, recv, one.device, one.num_global, one.global_rank)
         one.bring(&o, &s)
         return self.add(key, one, &s, send, recv, producer, on_done)
 
@@ -148,7 +148,7 @@ cdef class Participants:
         cdef Participant one = _come(
             send, "send", device, num_local, num_global, communicator_key, global_rank, timeout
         )
-        shape_reduce_scatter(&o, &s, &r, send, recv, one.device, one.num_global)
+        shape_reduce_scatter(&o, &s, &r, send, recv, one.device, one.num_global, one.global_rank)
         o.op = own_op_code(op, &s, one.num_global, "the Manager")
         one.bring(&o, &s)
         return self.add(key, one, &s, send, recv, producer, on_done)
@@ -350,7 +350,7 @@ cdef class Participants:
             send, "send", device, num_local, num_global, communicator_key, global_rank, timeout
         )
         one.root, one.is_root = as_rank(root, "root"), False
-        shape_gather(&o, &s, &r, send, None, one.device, one.num_global, False)
+        shape_gather(&o, &s, &r, send, None, one.device, one.num_global, one.global_rank, False)
         one.bring(&o, &s)
         return self.add(key, one, &s, send, None, producer, on_done)
 
@@ -384,7 +384,7 @@ cdef class Participants:
             send, "send", device, num_local, num_global, communicator_key, global_rank, timeout
         )
         one.root, one.is_root = as_rank(root, "root"), True
-        shape_gather(&o, &s, &r, send, recv, one.device, one.num_global, True)
+        shape_gather(&o, &s, &r, send, recv, one.device, one.num_global, one.global_rank, True)
         one.bring(&o, &s)
         return self.add(key, one, &s, send, recv, producer, on_done)
 
@@ -418,7 +418,7 @@ cdef class Participants:
             send, "send", device, num_local, num_global, communicator_key, global_rank, timeout
         )
         one.root, one.is_root = as_rank(root, "root"), True
-        shape_scatter(&o, &s, &r, send, recv, one.device, one.num_global, True)
+        shape_scatter(&o, &s, &r, send, recv, one.device, one.num_global, one.global_rank, True)
         one.bring(&o, &s)
         return self.add(key, one, &s, send, recv, producer, on_done)
 
@@ -450,7 +450,7 @@ cdef class Participants:
             recv, "recv", device, num_local, num_global, communicator_key, global_rank, timeout
         )
         one.root, one.is_root = as_rank(root, "root"), False
-        shape_scatter(&o, &s, &r, None, recv, one.device, one.num_global, False)
+        shape_scatter(&o, &s, &r, None, recv, one.device, one.num_global, one.global_rank, False)
         one.bring(&o, &r)
         return self.add(key, one, &r, recv, recv, producer, on_done)
 

@@ -20,9 +20,13 @@ cdef class Block:
     cdef Work work
     cdef list held
     cdef list outputs
+    cdef list kinds  # of the operations, in their order
+    cdef list ends  # how many steps the request had behind each
     cdef set producers  # streams, as numbers
     cdef bint begun
 
+    cdef object _clash(self)
+    cdef str _called(self, size_t place)
     cdef int add(self, const Operation* operation, Lowered lowered, const View* view, held, output, producer, int tag) except -1
     # Have the stream of the group wait for what produces the inputs.
     cdef int record(self, CUstream stream) except -1

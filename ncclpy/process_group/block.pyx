@@ -1,9 +1,18 @@
 """Operations that a thread begins in one block, to be one launch and one work."""
 
 from cpython.pythread cimport PyThread_get_thread_ident
-from libc.stdint cimport uintptr_t
+from libc.stdint cimport uint64_t, uintptr_t
 
 from ncclpy.core.operation cimport is_pair
+from ncclpy.core.overlap cimport (
+    Extents,
+    digest,
+    digest_begun,
+    known_apart,
+    method_of,
+    note_apart,
+    shared_memory_error,
+)
 from ncclpy.engine.protocols cimport Awaited
 from ncclpy.engine.streams cimport find_producer, record_behind, wait_behind
 from ncclpy.process_group.captured cimport captured_of
@@ -60,7 +69,15 @@ cdef class Block:
             if error is not None:
                 self.owner.shut_block(self, False)
                 self.work.withdraw(error)
-            elif not self.held:  # where all parts of this rank are empty, it takes part as the others do
+                return
+            try:
+                clash = self._clash()
+            except MemoryError as failure:
+                clash = failure
+            if clash is not None:
+                self.owner.shut_block(self, False)
+                raise clash
+            if not self.held:  # where all parts of this rank are empty, it takes part as the others do
                 self.owner.shut_block(self, False)
                 self.work.output = self.outputs
                 self.work.settle(None)
@@ -70,6 +87,34 @@ cdef class Block:
         except BaseException as failure:  # the recorder is not to show it as pending
             self.work.withdraw(failure)
             raise
+
+    cdef object _clash(self):
+        """Return the error of two operations of which one writes what the other uses: they run at the same time; or None."""
+        cdef uint64_t number = digest_begun(self.owner.size)
+        cdef size_t i, size = self.owner.size
+        cdef Py_ssize_t call
+        cdef Extents extents
+        for i in range(self.request.count):
+            number = digest(number, &self.request.steps[i])
+        if self.request.count < 2 or known_apart(number):
+            return None
+        extents = Extents()
+        i = 0
+        for call in range(len(self.held)):
+            while i < <size_t>self.ends[call]:
+                if self.held[call] is not None:  # a barrier has no memory of the caller's
+                    extents.add_operation(&self.request.steps[i], size, call)
+                i += 1
+        if extents.clash():
+            return shared_memory_error(
+                &extents.first, &extents.second, self._called(extents.second.place), self._called(extents.first.place)
+            )
+        note_apart(number)
+        return None
+
+    cdef str _called(self, size_t place):
+        """Return what an operation of the block is called."""
+        return f"operation {place + 1} of {len(self.kinds)} ({method_of(self.kinds[place])})"
 
     cdef int add(
         self, const Operation* operation, Lowered lowered, const View* view, held, output, producer, int tag
@@ -94,6 +139,8 @@ cdef class Block:
         self.work.entry.count += operation.count
         self.work.entry.nbytes += view.nbytes
         self.held.append(held)
+        self.kinds.append(operation.kind)
+        self.ends.append(self.request.count)
         self.outputs.append(output)
         return 0
 
@@ -126,6 +173,7 @@ cdef Block new_block(BlockOwner owner, Request request):
     block.owner = owner
     block.request, block.work = request, request.work
     block.held, block.outputs, block.producers = [], [], set()
+    block.kinds, block.ends = [], []
     return block
 
 

@@ -176,7 +176,7 @@ cdef class Operations:
             spread = new_spread(self.device, self.size, self.rank)
             spread.all_gather(send, recv)
             return self._spread(spread, recv, producer, timeout)
-        shape_all_gather(&o, &s, &r, send, recv, self.device, self.size)
+        shape_all_gather(&o, &s, &r, send, recv, self.device, self.size, self.rank)
         return self._plain(&o, &s, (send, recv), recv, producer, timeout)
 
     def reduce_scatter(self, send, recv, op=_SUM, *, producer=None, timeout=None):
@@ -207,7 +207,7 @@ cdef class Operations:
             spread.reduce_scatter(send, recv)
             spread.operation.op = self._op_of(op, &spread.view)
             return self._spread(spread, recv, producer, timeout)
-        shape_reduce_scatter(&o, &s, &r, send, recv, self.device, self.size)
+        shape_reduce_scatter(&o, &s, &r, send, recv, self.device, self.size, self.rank)
         o.op = self._op_of(op, &s)
         return self._plain(&o, &s, (send, recv), recv, producer, timeout)
 
@@ -276,7 +276,7 @@ cdef class Operations:
             spread = new_spread(self.device, self.size, self.rank)
             spread.gather(send, recv, o.root)
             return self._spread(spread, recv if is_root else None, producer, timeout)
-        shape_gather(&o, &s, &r, send, recv, self.device, self.size, is_root)
+        shape_gather(&o, &s, &r, send, recv, self.device, self.size, self.rank, is_root)
         return self._plain(&o, &s, (send, recv), recv if is_root else None, producer, timeout)
 
     def scatter(self, send, recv=None, root=0, *, producer=None, timeout=None):
@@ -308,7 +308,7 @@ cdef class Operations:
             spread = new_spread(self.device, self.size, self.rank)
             spread.scatter(send, recv, o.root)
             return self._spread(spread, recv, producer, timeout)
-        shape_scatter(&o, &s, &r, send, recv, self.device, self.size, self.rank == o.root)
+        shape_scatter(&o, &s, &r, send, recv, self.device, self.size, self.rank, self.rank == o.root)
         return self._plain(&o, &r, (send, recv), recv, producer, timeout)
 
     def send(self, buf, peer, tag=0, *, producer=None, timeout=None):

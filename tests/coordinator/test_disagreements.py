@@ -135,6 +135,48 @@ def test_a_name_in_flight_is_refused_and_nothing_is_sent(ranks_are_threads):
     assert run_coordinators(2, body) == [([2.0, 2.0], 2)] * 2
 
 
+@pytest.mark.parametrize(("first", "second"), [((0, 4), (2, 6)), ((2, 6), (0, 3)), ((0, 8), (3, 4)), ((3, 4), (0, 8))])
+def test_memory_in_flight_is_refused_under_another_name(ranks_are_threads, first, second):
+    """Views of one array that overlap: the two sums would run at the same time."""
+    meet = threading.Barrier(2)
+
+    def body(coordinator):
+        memory = np.ones(10)
+        if coordinator.rank == 0:
+            work = coordinator.all_reduce("x", memory[slice(*first)])
+            with pytest.raises(
+                ValueError, match="memory of that of 'y' is in flight on this rank already, as that of 'x'"
+            ):
+                coordinator.all_reduce("y", memory[slice(*second)])
+            with pytest.raises(ValueError, match=r"memory of that of 'y' is in flight .*, as that of 'x'"):
+                coordinator.all_gather("y", memory[slice(*second)])
+            with pytest.raises(ValueError, match=r"memory of that of 'z' is in flight .*, as that of 'y'"):
+                coordinator.grouped_all_reduce(["y", "z"], [memory[8:10], memory[9:10]])
+            beside = coordinator.all_reduce("y", memory[8:10])
+        meet.wait(DEADLINE)
+        if coordinator.rank == 1:
+            work = coordinator.all_reduce("x", memory[slice(*first)])
+            beside = coordinator.all_reduce("y", memory[8:10])
+        work.wait(DEADLINE)
+        beside.wait(DEADLINE)
+        coordinator.all_reduce("y", memory[slice(*second)]).wait(DEADLINE)  # it is free again
+        return memory.sum()
+
+    overlap = min(first[1], second[1]) - max(first[0], second[0])
+    alone = first[1] - first[0] + second[1] - second[0] - 2 * overlap
+    total = 10 - 2 - overlap - alone + 2 * 2 + 2 * alone + 4 * overlap
+    assert run_coordinators(2, body) == [total] * 2
+
+
+def test_memory_that_is_only_read_is_brought_under_several_names():
+    def body(coordinator):
+        memory = np.arange(6.0)
+        works = [coordinator.all_gather(f"{at}", memory[at : at + 3]) for at in range(4)]
+        return [work.result(DEADLINE).tolist() for work in works]
+
+    assert run_coordinators(2, body) == [[[at, at + 1, at + 2] * 2 for at in range(4)]] * 2
+
+
 def test_a_group_is_refused_whole():
     def body(coordinator):
         arrays = [np.ones(2), np.ones(3 + coordinator.rank)]

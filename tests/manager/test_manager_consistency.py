@@ -316,3 +316,48 @@ def test_work_in_flight_reports_the_abort(manager, host_engine):
         manager.abort("no more")
         error = one_error(works)
     assert isinstance(error, ncclpy.NcclAborted) and "no more" in str(error)
+
+
+class TestMemory:
+    """One launch runs all participants at once: what one of them writes, no other uses."""
+
+    @pytest.fixture(autouse=True)
+    def on_cpu_memory(self, host_engine):
+        testing.need_devices(2)
+
+    @pytest.mark.parametrize("ranks", [(None, None), (0, 1)])
+    def test_a_part_at_a_wrong_place_is_refused(self, manager, ranks):
+        arrays = [np.arange(4.0) for _ in range(2)]
+        if ranks[0] is None:  # which part is whose is known when all have come
+            works = [manager.all_gather(KEY, b[2:4], b, device=r, num_local=2) for r, b in enumerate(arrays)]
+            error = one_error(works)
+            assert "device 0" in str(error) and "rank 0" in str(error)
+        else:
+            with pytest.raises(ValueError) as caught:
+                manager.all_gather(KEY, arrays[0][2:4], arrays[0], device=0, num_local=2, global_rank=0)
+            error = caught.value
+        assert type(error) is ValueError and "recv: it overlaps send" in str(error), error
+        assert [array.tolist() for array in arrays] == [[0, 1, 2, 3]] * 2
+        check_usable(manager, KEY, range(2))
+
+    def test_memory_that_is_no_part_is_refused_at_once(self, manager):
+        array = np.arange(4.0)
+        with pytest.raises(ValueError, match="recv: it overlaps send"):
+            manager.all_gather(KEY, array[1:3], array, device=0, num_local=2)
+        assert manager.pending() == []
+        check_usable(manager, KEY, range(2))
+
+    def test_in_place_is_taken_whichever_rank_it_will_be(self, manager):
+        arrays = [np.arange(4.0) + 10 * rank for rank in range(2)]
+        finish(
+            [manager.reduce_scatter(KEY, b, b[2 * r : 2 * r + 2], device=r, num_local=2) for r, b in enumerate(arrays)]
+        )
+        assert [array.tolist() for array in arrays] == [[10, 12, 2, 3], [10, 11, 14, 16]]
+
+    def test_one_array_of_two_participants_is_refused(self, manager):
+        array = np.ones(4)
+        works = [manager.all_reduce(KEY, array, device=r, num_local=2) for r in range(2)]
+        error = one_error(works)
+        assert "all_reduce of device 1 writes" in str(error) and "all_reduce of device 0 writes" in str(error)
+        assert array.tolist() == [1] * 4
+        check_usable(manager, KEY, range(2))

@@ -118,13 +118,13 @@ MISMATCHES = {
     ),
     "size of a block": (
         2,
-        lambda g: g.all_reduce_coalesced([np.ones(1)] * (2 + g.rank)),
+        lambda g: g.all_reduce_coalesced([np.ones(1) for _ in range(2 + g.rank)]),
         "rank 0 brings a block of 2 collectives, rank 1 a block of 3 collectives, of which number 3 is all_reduce of "
         "1 float64 (sum)",
     ),
     "a step of a block": (
         2,
-        lambda g: g.all_reduce_coalesced([np.ones(1)] * 300 + [np.ones(2 + g.rank), np.ones(1)]),  # too long
+        lambda g: g.all_reduce_coalesced([*np.ones((300, 1)), np.ones(2 + g.rank), np.ones(1)]),  # too long
         "rank 0 brings a block of 302 collectives, of which number 301 is all_reduce of 2 float64 (sum), rank 1 a "
         "block of 302 collectives, of which number 301 is all_reduce of 3 float64 (sum)",
     ),

@@ -270,3 +270,67 @@ def test_a_thread_does_not_wait_for_the_block_that_it_is_in(arrays):
 
     with ThreadPoolExecutor(4) as pool:
         assert run_groups(2, body) == [[2.0] * 4] * 2
+
+
+OVERLAPPING = {
+    "all_reduce": lambda g, b: g.all_reduce(b[0:4], b[1:5]),
+    "all_gather": lambda g, b: g.all_gather(b[1:3], b[0:4]),
+    "all_gather into a list": lambda g, b: g.all_gather(np.ones(2), [b[0:2], b[1:3]]),
+    "reduce_scatter": lambda g, b: g.reduce_scatter(b[0:4], b[1:3]),
+    "all_to_all": lambda g, b: g.all_to_all(b[0:4], b[2:6]),
+    "all_to_all with counts": lambda g, b: g.all_to_all(b[0:4], b[0:4], [2, 2], [2, 2]),
+    "gather": lambda g, b: g.gather(b[1:3], b[0:4], root=g.rank),
+    "scatter": lambda g, b: g.scatter(b[0:4], b[1:3], root=g.rank),
+}
+
+
+@pytest.mark.parametrize("name", OVERLAPPING)
+def test_memory_that_overlaps_is_refused_and_nothing_has_begun(host_engine, name):
+    def body(group):
+        memory = np.arange(6.0)
+        with pytest.raises(ValueError, match=r"overlaps (send|recv)"):
+            OVERLAPPING[name](group, memory)
+        assert memory.tolist() == list(range(6)) and group.seq == 0
+        group.all_reduce(memory).wait(DEADLINE)
+        return memory.tolist()
+
+    assert run_groups(2, body) == [[0, 2, 4, 6, 8, 10]] * 2
+
+
+def exchange_in_place(group, b):
+    with group.coalescing():
+        group.send(b, 1 - group.rank)
+        group.recv(b, 1 - group.rank)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda g, b: g.all_reduce_coalesced([b, b]), ("2 of 2 (all_reduce) writes", "1 of 2 (all_reduce) writes")),
+        (lambda g, b: g.all_reduce_coalesced([b[:3], b[3:], b[2:4]]), ("3 of 3 (all_reduce) writes",)),
+        (lambda g, b: g.all_gather_coalesced([b[:1], b[:1]], [b[2:4], b[3:5]]), ("2 of 2 (all_gather) writes",)),
+        (exchange_in_place, ("2 of 2 (recv) writes", "1 of 2 (send) reads")),
+    ],
+)
+def test_a_block_refuses_memory_that_one_of_its_operations_writes_and_another_uses(host_engine, call, words):
+    def body(group):
+        memory = np.arange(6.0)
+        with pytest.raises(ValueError, match="overlap") as caught:
+            call(group, memory)
+        assert [word for word in words if word not in str(caught.value)] == [], caught.value
+        assert memory.tolist() == list(range(6)) and group.seq == 0
+        with group.coalescing() as work:  # what the refused one has begun is over
+            group.all_reduce(memory)
+        work.wait(DEADLINE)
+        return (memory / 2).tolist()[:2]
+
+    assert run_groups(2, body) == [[0, 1]] * 2
+
+
+def test_a_block_takes_memory_that_its_operations_only_read(host_engine):
+    def body(group):
+        memory, parts = np.arange(4.0), [np.zeros(2), np.zeros(2)]
+        group.reduce_scatter_coalesced([memory, memory], parts).wait(DEADLINE)
+        return [part.tolist() for part in parts]
+
+    assert run_groups(2, body) == [[[0, 2]] * 2, [[4, 6]] * 2]

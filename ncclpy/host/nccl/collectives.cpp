@@ -1,6 +1,7 @@
 // The exported operations: their arguments are checked as NCCL checks them, then they join the thread's group.
 #include <cstdint>
 
+#include "../driver/claims.hpp"
 #include "call.hpp"
 #include "coll_config.hpp"
 #include "group.hpp"
@@ -66,6 +67,28 @@ ncclResult_t check_buffers(const char* name, const Operation& operation, int ran
   return ncclSuccess;
 }
 
+// NCCL takes any two buffers, and the data are wrong where they overlap otherwise than it works in place.
+ncclResult_t check_layout(const char* name, const Operation& operation, const Comm& comm) {
+  if (operation.kind != Operation::collective || !operation.sends(comm.rank) || !operation.receives(comm.rank))
+    return ncclSuccess;
+  const Collective kind = operation.collective_kind;
+  const bool sends_all =
+      kind == Collective::all_to_all || kind == Collective::reduce_scatter || kind == Collective::scatter;
+  const bool receives_all =
+      kind == Collective::all_to_all || kind == Collective::all_gather || kind == Collective::gather;
+  const size_t part = operation.count * size_of(operation.dtype), own = size_t(comm.rank) * part;
+  const Range sent = {operation.sendbuff, sends_all ? part * size_t(comm.nranks) : part};
+  const Range received = {operation.recvbuff, receives_all ? part * size_t(comm.nranks) : part};
+  if (!sent.overlaps(received.base, received.bytes)) return ncclSuccess;
+  const auto begin = [own](const Range& range, bool all) {
+    return reinterpret_cast<uintptr_t>(range.base) + (all ? own : 0);
+  };
+  if (kind != Collective::all_to_all && begin(sent, sends_all) == begin(received, receives_all)) return ncclSuccess;
+  return fail(ncclInvalidArgument, "%s : sendbuff (%s) and recvbuff (%s) overlap %s", name, sent.text().c_str(),
+              received.text().c_str(),
+              kind == Collective::all_to_all ? "and it cannot work in place" : "otherwise than in place");
+}
+
 ncclResult_t enqueue(const Request& request, const std::shared_ptr<Comm>& shared, cudaStream_t stream) {
   Comm& comm = *shared;
   NCCLPY_TRY(comm.health.ensure_open(request.name));
@@ -83,6 +106,7 @@ ncclResult_t enqueue(const Request& request, const std::shared_ptr<Comm>& shared
   NCCLPY_TRY(parse_coll_config(request.config, comm.config, &operation.launch_event));
   if (request.count == 0 && request.kind == Operation::collective) return ncclSuccess;
   if (request.count != 0) NCCLPY_TRY(check_buffers(request.name, operation, comm.rank));
+  if (request.count != 0 && checks) NCCLPY_TRY(check_layout(request.name, operation, comm));
   return submit(shared, operation);
 }
 

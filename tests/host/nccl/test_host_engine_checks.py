@@ -8,7 +8,7 @@ import pytest
 from driver_calls import DriverError, Gate
 from host_checks import in_thread, join, refused, start
 from host_ranks import as_threads
-from nccl_calls import INVALID_USAGE, SUM, NcclError
+from nccl_calls import INVALID_ARGUMENT, INVALID_USAGE, SUM, NcclError
 
 FLOAT32, SYMMETRIC = 7, 1
 COUNT = 256
@@ -389,6 +389,39 @@ def test_windows_of_several_sizes(nccl, processes, placement):
     code, text = outcomes[0]
     assert code == INVALID_USAGE
     assert "the sizes differ: rank 0 registers 256 bytes, rank 2 512 bytes (communicator of 3 ranks)" in text
+
+
+# Buffers that overlap
+
+
+def overlapping(nccl, comm, at, stream=None):
+    """Yield calls of rank 1 of 2, and whether NCCL works with their buffers."""
+    yield False, nccl.ncclAllReduce, (at, at + 4, 4, FLOAT32, SUM, comm, stream)
+    yield False, nccl.ncclReduce, (at + 4, at, 4, FLOAT32, SUM, 1, comm, stream)
+    yield False, nccl.ncclBroadcast, (at, at + 8, 4, FLOAT32, 1, comm, stream)
+    yield False, nccl.ncclAllGather, (at, at, 4, FLOAT32, comm, stream)
+    yield False, nccl.ncclReduceScatter, (at, at, 4, FLOAT32, SUM, comm, stream)
+    yield False, nccl.ncclAlltoAll, (at, at, 4, FLOAT32, comm, stream)
+    yield False, nccl.ncclGather, (at, at, 4, FLOAT32, 1, comm, stream)
+    yield False, nccl.ncclScatter, (at, at, 4, FLOAT32, 1, comm, stream)
+    yield True, nccl.ncclReduce, (at, at + 4, 4, FLOAT32, SUM, 0, comm, stream)  # it receives nothing
+    yield True, nccl.ncclAllReduce, (at, at + 16, 4, FLOAT32, SUM, comm, stream)
+    yield True, nccl.ncclAllGather, (at + 16, at, 4, FLOAT32, comm, stream)
+    yield True, nccl.ncclReduceScatter, (at, at + 16, 4, FLOAT32, SUM, comm, stream)
+    yield True, nccl.ncclGather, (at + 16, at, 4, FLOAT32, 1, comm, stream)
+    yield True, nccl.ncclScatter, (at, at + 16, 4, FLOAT32, 1, comm, stream)
+
+
+def test_buffers_overlap_only_where_nccl_works_in_place(nccl):
+    comms = nccl.init_all(2)
+    memory = np.zeros(16, np.float32)
+    for allowed, function, arguments in overlapping(nccl, comms[1], memory.ctypes.data):
+        if allowed:
+            function(*arguments)  # enqueued: the other rank never calls
+        else:
+            refused(INVALID_ARGUMENT, f"bytes at {arguments[0]:#x}) and recvbuff", function, *arguments)
+    for comm in comms:
+        nccl.ncclCommAbort(comm)
 
 
 # Without checks

@@ -1,0 +1,85 @@
+from libc.stdint cimport uint64_t, uintptr_t
+
+from ncclpy.core.operation cimport Operation
+
+
+# Memory that an operation, or one part of a collective, reads or writes.
+cdef struct Extent:
+    uintptr_t start, end
+    size_t place  # of the operation or part among those that are compared
+    bint writes
+
+
+# The memory of operations that run together.
+cdef class Extents:
+    cdef Extent* rows
+    cdef size_t count, capacity
+    cdef Extent first, second  # what `clash` has found: two rows of which one at least is written
+
+    cdef int add(self, const void* start, size_t nbytes, size_t place, bint writes) except -1
+    cdef int add_operation(self, const Operation* operation, size_t nranks, size_t place) except -1
+    cdef bint clash(self) noexcept
+
+
+# Whether two ranges have no byte in common.
+cdef inline bint lie_apart(const void* one, size_t size, const void* other, size_t length) noexcept nogil:
+    return (
+        <uintptr_t>one + size <= <uintptr_t>other or <uintptr_t>other + length <= <uintptr_t>one
+        or size == 0 or length == 0
+    )
+
+
+# Raise ValueError unless what an operation reads and writes lies apart, or as NCCL works in place: at the same place, or,
+# where one side has a part for each rank, this rank's, `offset` bytes from its beginning. An offset below 0 is not known
+# yet: any part will do.
+cdef int refuse_overlap(
+    int kind, const void* send, size_t sent, const void* recv, size_t received, Py_ssize_t offset
+) except -1
+cdef inline int check_overlap(
+    int kind, const void* send, size_t sent, const void* recv, size_t received, Py_ssize_t offset
+) except -1:
+    if lie_apart(send, sent, recv, received):
+        return 0
+    return refuse_overlap(kind, send, sent, recv, received, offset)
+# The same of two ranges of one size, in fewer instructions.
+cdef inline int check_same_size(int kind, const void* send, const void* recv, size_t nbytes) except -1:
+    if <uintptr_t>recv - <uintptr_t>send + nbytes - 1 >= 2 * nbytes - 1:  # unsigned: their distance is below the size else
+        return 0
+    return refuse_overlap(kind, send, nbytes, recv, nbytes, 0)
+# The same for an operation that is filled in; a rank of -1 is not known yet.
+cdef int check_layout(const Operation* operation, int nranks, int rank) except -1
+
+# What operations of communicators of so many ranks read and write, as a number: it begins with one of these, and each
+# operation is mixed in. A group that was found to be right is known by it when it is made again, as in every step of a program: a look at all ranges costs
+# some ten times as much.
+cdef extern from *:
+    """
+    #include <string.h>
+
+    static inline uint64_t ncclpy_digest_begun(size_t nranks) { return nranks * 0x8CB92BA72F3D8DD7u; }
+    static inline uint64_t ncclpy_digest(
+        uint64_t before, const void* send, const void* recv, size_t count, const void* kind_and_datatype
+    ) {
+        uint64_t word;
+        memcpy(&word, kind_and_datatype, sizeof word);  /* the first two members */
+        word = (uint64_t)(uintptr_t)recv + count * 0x9E3779B97F4A7C15u + word * 0xD1B54A32D192ED03u;
+        unsigned __int128 product = (unsigned __int128)(before ^ (uint64_t)(uintptr_t)send) * word;
+        return (uint64_t)product ^ (uint64_t)(product >> 64);
+    }
+    """
+    uint64_t digest_begun "ncclpy_digest_begun"(size_t nranks) noexcept nogil
+    uint64_t _digest "ncclpy_digest"(
+        uint64_t before, const void* send, const void* recv, size_t count, const void* kind_and_datatype
+    ) noexcept nogil
+cdef inline uint64_t digest(uint64_t before, const Operation* operation) noexcept nogil:
+    return _digest(before, operation.send, operation.recv, operation.count, operation)
+# Whether operations of such a digest are known to use no memory together; and note that they do not.
+cdef bint known_apart(uint64_t number) noexcept nogil
+cdef void note_apart(uint64_t number) noexcept nogil
+
+# The error of two operations of one launch; `second` and `first` are what to call them.
+cdef object shared_memory_error(const Extent* first, const Extent* second, str called, str other)
+# What a kind of operation is called by users.
+cdef str method_of(int kind)
+# The memory in words, as part of an error.
+cdef str span(const Extent* extent)

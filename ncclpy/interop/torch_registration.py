@@ -19,20 +19,25 @@ if TYPE_CHECKING:
 
     from ncclpy.process_group.group import ProcessGroup
 
-__all__ = ["create", "register"]
+__all__ = ["create", "device_types", "register"]
 
-NAME = "ncclpy"
 #: Seconds that an operation may take by default, as with nccl; torch gives other backends 30 minutes.
 _DEADLINE = 600.0
 
 
 def register() -> None:
-    """Have ``init_process_group("ncclpy")`` know this backend, of CPU memory and GPUs, unless it does already."""
+    """Have ``init_process_group("ncclpy")`` know this backend, unless it does already: by the entry point, say."""
     from torch.distributed import Backend
 
-    if hasattr(Backend, NAME.upper()):  # by the entry point, when torch was imported; torch 2.6 refuses a second time
-        return
-    Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
+    import _ncclpy_torch
+
+    _ncclpy_torch.add_to(Backend)
+
+
+def device_types() -> list[str]:
+    """Return the types of device that ``init_process_group("ncclpy")`` makes a backend for, as the engine has it."""
+    _choose_engine()
+    return ["cpu", "cuda"] if library.library().engine == "cuda" else ["cpu"]
 
 
 def create(theirs: Any, options: Mapping[str, Any] | None) -> Any:

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+import warnings
 
 import pytest
 import torch
@@ -55,10 +56,33 @@ def devices(rank, size):
     return tensor.tolist(), sorted(each.type for each in dist.group.WORLD._device_types)
 
 
-@pytest.mark.parametrize("backend", ["ncclpy", "cpu:ncclpy,cuda:ncclpy", "cpu:ncclpy", "NCCLPY"])
+@pytest.mark.parametrize(
+    "backend", ["ncclpy", "cpu:ncclpy,cuda:ncclpy", "cpu:gloo,cuda:ncclpy", "cpu:ncclpy", "NCCLPY"]
+)
 def test_names_of_backends(ranks2, backend):
     found, types = ranks2.run(devices, backend=backend)[0]
-    assert found == [2.0, 2.0] and types == (["cpu"] if backend == "cpu:ncclpy" else ["cpu", "cuda"])
+    assert found == [2.0, 2.0] and types == (["cpu", "cuda"] if "cuda" in backend else ["cpu"])
+
+
+def chosen_devices(rank, size):
+    """Return the devices that torch's helpers choose for a group, having used them."""
+    from torch.distributed._shard import sharded_tensor
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        spec = ChunkShardingSpec(dim=0, placements=[f"rank:{each}/cpu" for each in range(size)])
+        part = sharded_tensor.ones(spec, 4, 3)
+        out = torch.zeros(4, 3) if rank == 0 else None
+        part.gather(dst=0, out=out)
+        half = dist.new_group([0, 1])
+        chosen = dist.distributed_c10d._get_pg_default_device(), dist.distributed_c10d._get_object_coll_device(half)
+    return [str(each) for each in chosen], None if out is None else out.sum().item()
+
+
+@pytest.mark.parametrize("backend", ["ncclpy", "cpu:ncclpy", "cpu:gloo,cuda:ncclpy"])
+def test_helpers_of_torch_choose_devices_that_are_there(ranks2, backend):
+    assert ranks2.run(chosen_devices, backend=backend) == [(["cpu", "cpu"], 12.0), (["cpu", "cpu"], None)]
 
 
 def beside_gloo(rank, size):

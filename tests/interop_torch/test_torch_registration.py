@@ -9,6 +9,7 @@ import pytest
 from paths import ROOT
 
 import testing
+from ncclpy.interop import torch_registration
 
 ENTRY = ROOT / "_ncclpy_torch.py"
 
@@ -67,6 +68,29 @@ def test_deadline_of_a_group_is_nccls_unless_it_is_given(arguments, seconds):
         dist.destroy_process_group()
         """
     )
+
+
+@pytest.mark.parametrize(("engine", "types"), [("host", ["cpu"]), ("cuda", ["cpu", "cuda"])])
+def test_a_group_has_the_devices_of_the_engine_which_is_asked_when_it_is_made(monkeypatch, engine, types):
+    asked = []
+
+    class Loaded:
+        def __init__(self):
+            asked.append(1)
+            self.engine = engine
+
+    class Registry:
+        def __init__(self):
+            self.backend_capability = {}
+
+        def register_backend(self, name, create, extended_api, devices):
+            self.backend_capability[name] = devices
+
+    monkeypatch.setattr(torch_registration.library, "library", Loaded)
+    registry = Registry()
+    entry().add_to(registry)
+    assert not asked, "to ask when torch is imported would initialise CUDA, after which nothing can fork"
+    assert list(dict.fromkeys(registry.backend_capability["ncclpy"])) == types
 
 
 def test_it_never_raises(monkeypatch):

@@ -301,11 +301,16 @@ class TorchBackend:
         indices, values = entries.indices(), entries.values()
         if factor is not None:
             values = times(values, factor)
-        begun = self.group.all_reduce_sparse(staging.sent(indices), staging.sent(values), timeout=self._limit(timeout))
+        shape = tuple(tensor.shape)
+        begun = self.group.all_reduce_sparse(
+            staging.sent(indices), staging.sent(values), shape=shape, timeout=self._limit(timeout)
+        )
 
         def take() -> None:
             indices, values = (part.to(tensor.device) for part in begun.result())
-            bring(torch.sparse_coo_tensor(indices, values, tensor.shape, is_coalesced=True), tensor)
+            # The other ranks' indices are in it: torch does not look at them later, and would write where they say.
+            made = torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=True)
+            bring(made, tensor)
 
         staging.after.append(take)
         return self._work(begun, [tensor], staging, tensor)

@@ -1,4 +1,4 @@
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ncclpy.core.types import StreamLike
@@ -11,7 +11,13 @@ class ProcessGroup(Membership):
     def barrier(self, *, producer: StreamLike = None, timeout: float | None = None) -> Work: ...
     def coalescing(self, timeout: float | None = None) -> Block: ...
     def all_reduce_sparse(
-        self, indices: Any, values: Any, *, producer: StreamLike = None, timeout: float | None = None
+        self,
+        indices: Any,
+        values: Any,
+        *,
+        shape: Sequence[int] | None = None,
+        producer: StreamLike = None,
+        timeout: float | None = None,
     ) -> Work: ...
     def deadline(self, seconds: float) -> Deadline: ...
     def disconnect(self, peers: Iterable[int] | None = None, timeout: float | None = None) -> None: ...

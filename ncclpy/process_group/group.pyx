@@ -349,7 +349,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
         self.submit(self.connection_with(-1), block.request)
         return 0
 
-    def all_reduce_sparse(self, indices, values, *, producer=None, timeout=None):
+    def all_reduce_sparse(self, indices, values, *, shape=None, producer=None, timeout=None):
         """Sum sparse arrays over all ranks: values of the same index are added up, and each rank has all of them.
 
         The ranks first tell each other how many entries they bring, so the call waits until all have called it; then the
@@ -362,6 +362,9 @@ Work with other ranks from one thread or several: collectives and point-to-point
             differs by rank and may be 0; an index may come several times.
         values : array
             Of the same package: ``(n, ...)``, with the same further dimensions and type on all ranks.
+        shape : sequence of int, optional
+            That of the whole array, with the further dimensions: compared between the ranks, on all of which it is given
+            or left out.
         producer : optional
             The stream that produces both, if it is not their framework's current one: the CPU waits for it.
         timeout : float, optional
@@ -393,7 +396,7 @@ Work with other ranks from one thread or several: collectives and point-to-point
             )
         if producer is not None:
             wait_for_stream(producer, self.device)
-        brought = SparseSum(indices, values, self.size)
+        brought = SparseSum(indices, values, self.size, shape)
         if self.nan_check is not None:  # before the others rely on this rank
             self.nan_check.refuse(values, "all_reduce_sparse")
         told = self.all_gather(*brought.words(), timeout=timeout)

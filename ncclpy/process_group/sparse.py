@@ -7,6 +7,7 @@ what else has to fit; then the indices and the values of all go to all in one la
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import struct
 import sys
@@ -17,9 +18,10 @@ from ncclpy.core.fingerprint import type_of_array
 from ncclpy.core.types import DataType
 from ncclpy.process_group.framework import by_package
 
-#: Numbers by which a rank tells what an entry is, as text; and how many it tells in all.
+#: How many numbers a rank tells of the shape; those by which it tells what an entry is, as text; and how many in all.
+_SIZES = 8
 _TEXT = struct.Struct("=24q")
-_WORDS = 3 + _TEXT.size // 8
+_WORDS = 3 + _SIZES + _TEXT.size // 8
 
 
 class SparseSum:
@@ -31,6 +33,8 @@ class SparseSum:
         As for `ProcessGroup.all_reduce_sparse`.
     size : int
         How many ranks there are.
+    shape : sequence of int, optional
+        The shape of the whole array, the same on all ranks.
 
     Raises
     ------
@@ -38,7 +42,7 @@ class SparseSum:
         If the two do not fit together; nothing is begun then.
     """
 
-    def __init__(self, indices, values, size: int):
+    def __init__(self, indices, values, size: int, shape=None):
         self._arrays = _arrays_of(indices, values)
         self._size = size
         self._sent: Any = None
@@ -60,7 +64,8 @@ class SparseSum:
         self._sent = indices.reshape(-1), values.reshape(-1)
         entry = f"{'x'.join(map(str, self._entry)) or 1} {type_of_array(values)}".encode()
         self._words = [
-            self._count, rows, math.prod(self._entry), *_TEXT.unpack(entry[: _TEXT.size].ljust(_TEXT.size, b"\0")),
+            self._count, rows, math.prod(self._entry), *_sizes(shape, abs(rows), self._entry),
+            *_TEXT.unpack(entry[: _TEXT.size].ljust(_TEXT.size, b"\0")),
         ]  # fmt: skip
 
     def words(self):
@@ -123,11 +128,27 @@ def _pieces(whole, counts):
     return [whole[end - count : end] for end, count in zip(ends, counts, strict=True)]
 
 
+def _sizes(shape, rows, entry):
+    """Return a shape as so many numbers, -1 where there is none; what is left of a longer one as one number."""
+    if shape is None:
+        return [-1] * _SIZES
+    sizes = [int(each) for each in shape]
+    if len(sizes) != rows + len(entry) or tuple(sizes[rows:]) != entry:
+        raise ValueError(
+            f"shape: {tuple(sizes)} does not fit indices of {rows} dimensions and values of shape (n, *{entry})"
+        )
+    if len(sizes) > _SIZES:
+        rest = hashlib.blake2b(repr(sizes).encode(), digest_size=7).digest()
+        sizes[_SIZES - 1 :] = [int.from_bytes(rest, "little")]
+    return sizes + [-1] * (_SIZES - len(sizes))
+
+
 def _shown(words):
-    rows, _, *text = words[1:]
+    rows, sizes, text = words[1], words[3 : 3 + _SIZES], words[3 + _SIZES :]
     entry = _TEXT.pack(*text).rstrip(b"\0").decode(errors="replace")
     dimensions = "indices without dimensions" if rows < 0 else f"indices of {rows} dimensions"
-    return f"{dimensions} with values of {entry} each"
+    shape = tuple(each for each in sizes if each >= 0)
+    return f"{dimensions} with values of {entry} each" + (f", of shape {shape}" if shape else "")
 
 
 class _NumpyLike:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
+from torch_ranks import error_of
 
 import ncclpy.interop.torch
 
@@ -276,6 +277,30 @@ def sparse(rank, size):
 def test_sparse_sums_are_gloos(ranks2):
     for ours, theirs in zip(ranks2.run(sparse), ranks2.run(sparse, backend="gloo"), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def sparse_of(rank, size, sizes, place):
+    made = torch.sparse_coo_tensor([[place[rank]]] * len(sizes[rank]), [1.0], sizes[rank], check_invariants=False)
+    said = error_of(lambda: dist.all_reduce(made))
+    dist.barrier()  # the group goes on
+    return said
+
+
+@pytest.mark.parametrize(
+    ("sizes", "place"),
+    [([(1,), (1001,)], (0, 1000)), ([(5, 4), (4, 5)], (0, 1)), ([(2,) * 9, (2,) * 8 + (3,)], (0, 1))],
+    ids=["outside", "turned", "nine dimensions"],
+)
+def test_sparse_tensors_of_different_sizes_are_an_error_on_all_ranks(ranks2, sizes, place):
+    first, second = ranks2.run(sparse_of, sizes, place)
+    assert first == second and first.startswith("ValueError: all_reduce_sparse: rank 1 brings")
+    if len(sizes[0]) < 9:
+        assert f"of shape {sizes[0]}" in first and f"of shape {sizes[1]}" in first
+
+
+def test_sparse_index_outside_of_the_size_is_an_error_on_all_ranks(ranks2):
+    said = ranks2.run(sparse_of, [(4,), (4,)], (0, 1 << 40))
+    assert said[0] == said[1] and "size is 4 but found index" in said[0]
 
 
 # What a tensor is need not be what its memory holds.

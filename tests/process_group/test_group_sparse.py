@@ -146,6 +146,24 @@ def alone(**options):
     return ncclpy.ProcessGroup(LocalStore(), 0, 1, device=0, timeout=DEADLINE, **options)
 
 
+@pytest.mark.parametrize(
+    ("shapes", "said"),
+    [
+        ([(4, 3), (5, 3)], r"of shape \(5, 3\), rank 0 brings .* of shape \(4, 3\)"),
+        ([None, (5, 3)], r"of shape \(5, 3\), rank 0 brings .* each$"),
+    ],
+)
+def test_shapes_that_differ_are_told_alike(host_engine, shapes, said):
+    def body(group):
+        with pytest.raises(ValueError, match=f"rank 1 brings .*{said}"):
+            group.all_reduce_sparse(np.arange(2), np.ones((2, 3)), shape=shapes[group.rank])
+        with pytest.raises(ValueError, match=r"shape: \(4,\) does not fit"):
+            group.all_reduce_sparse(np.arange(2), np.ones((2, 3)), shape=(4,))
+        return group.all_reduce_sparse(np.arange(2), np.ones((2, 3)), shape=(4, 3)).result(DEADLINE)[1].sum()
+
+    assert run_groups(2, body) == [12.0] * 2
+
+
 def test_arrays_that_do_not_fit_begin_nothing(host_engine):
     with alone(check_nan=True) as group:
         for indices, values, error, words in (

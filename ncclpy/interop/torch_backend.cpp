@@ -496,7 +496,12 @@ class ForwardedBackend : public c10d::Backend {
     return true;
   }
 
-  py::object plain(const at::Tensor& tensor) const { return py::cast(tensor); }
+  // A tensor of its own over the same storage: the operation keeps its memory, whatever memory the caller gives the tensor
+  // meanwhile (`x.data = y`, `x.set_(y)`).
+  py::object plain(const at::Tensor& tensor) const {
+    const c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
+    return py::cast(at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), false)));
+  }
   py::object plain(const c10d::ReduceOp& op) const { return py::reinterpret_borrow<py::object>(layer_->operator_of(op)); }
   py::object plain(int64_t number) const { return py::int_(number); }
   py::object plain(std::nullptr_t) const { return py::none(); }

@@ -17,7 +17,7 @@ from ncclpy.core.errors import NcclAborted, NcclError, NcclUnsupported
 from ncclpy.core.types import ReduceOp
 from ncclpy.interop import torch_memory
 from ncclpy.interop.torch_reductions import OPERATORS, operator_of
-from ncclpy.interop.torch_tensors import Staging, are_even, bring, times
+from ncclpy.interop.torch_tensors import Places, Staging, are_even, bring, times
 from ncclpy.interop.torch_work import PartWork, Together, TorchWork, backend_error
 
 if TYPE_CHECKING:
@@ -283,10 +283,10 @@ class TorchBackend:
             return self._sparse(tensor, op, timeout)
         return self._all_reduce(tensor, op, timeout)
 
-    def _all_reduce(self, tensor: Any, op: Any, timeout: float | None) -> TorchWork:
+    def _all_reduce(self, tensor: Any, op: Any, timeout: float | None, copies: bool = False) -> TorchWork:
         staging = self._staging(tensor)
         reduction, factor = operator_of(op)
-        held = staging.both(tensor) if factor is None else staging.scaled(tensor, factor, tensor)
+        held = staging.both(tensor, copies) if factor is None else staging.scaled(tensor, factor, tensor)
         begun = self.group.all_reduce(held, None, reduction, timeout=self._limit(timeout))
         return self._work(begun, [tensor], staging, tensor)
 
@@ -316,11 +316,16 @@ class TorchBackend:
         return self._work(begun, [tensor], staging, tensor)
 
     def allreduce_coalesced(self, tensors: list[Any], op: Any, timeout: float | None) -> TorchWork:
-        """Reduce several tensors in place, in one launch."""
+        """Reduce several tensors in place, in one launch; memory that two of them share is reduced once."""
+        places = Places()
         with self._as_one(timeout) as works:
             for tensor in tensors:
-                self.allreduce([tensor], op, None)
+                self._reduce_one(tensor, op, not tensor.is_sparse and places.has(tensor))
         return works[0]
+
+    @_operation
+    def _reduce_one(self, tensor: Any, op: Any, copies: bool) -> TorchWork:
+        return self._sparse(tensor, op, None) if tensor.is_sparse else self._all_reduce(tensor, op, None, copies)
 
     @_operation
     def reduce(self, tensors: list[Any], op: Any, root: int, timeout: float | None) -> TorchWork:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-__all__ = ["Staging", "are_even", "bring", "times"]
+__all__ = ["Places", "Staging", "are_even", "bring", "times"]
 
 
 @contextlib.contextmanager
@@ -51,11 +52,34 @@ def are_even(tensor: Any, parts: Sequence[Any]) -> bool:
     return all(part.numel() == count and part.dtype == dtype for part in parts)
 
 
-class Staging:
-    """Copies that stand for tensors during one operation, and what is to be done when it has ended.
+class Places:
+    """The memory of contiguous tensors that one launch is to write."""
 
-    Most tensors need none. A copy stands for one that is not contiguous, whose memory holds other values than the
-    tensor has (lazy negation and conjugation), or that lies in CPU memory where the engine reaches GPUs only.
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+
+    def has(self, tensor: Any) -> bool:
+        """Return whether a tensor shares memory with one that was asked for before; it is noted if it does not."""
+        start = tensor.data_ptr()
+        end = start + tensor.numel() * tensor.element_size()
+        i = bisect_right(self._starts, start)
+        if start == end:
+            return False
+        if (i > 0 and self._ends[i - 1] > start) or (i < len(self._starts) and self._starts[i] < end):
+            return True
+        self._starts.insert(i, start)
+        self._ends.insert(i, end)
+        return False
+
+
+class Staging:
+    """What stands for tensors during one operation, and what is to be done when it has ended.
+
+    For most tensors it is another tensor over the same storage. The operation holds it, and with it the memory: the
+    caller may give its own tensor another memory meanwhile (``x.data = y``, ``x.set_(y)``). A copy stands for one
+    that is not contiguous, whose memory holds other values than the tensor has (lazy negation and conjugation), or
+    that lies in CPU memory where the engine reaches GPUs only.
 
     Parameters
     ----------
@@ -82,22 +106,24 @@ class Staging:
 
     def sent(self, tensor: Any) -> Any:
         """Return what is to be sent for a tensor."""
-        return tensor if self.is_plain(tensor) else self._copied(tensor)
+        return tensor.detach() if self.is_plain(tensor) else self._copied(tensor)
 
     def received(self, tensor: Any) -> Any:
         """Return what is to receive for a tensor."""
+        place = tensor.detach()
         if self.is_plain(tensor):
-            return tensor
+            return place
         made = tensor.new_empty(tensor.shape, device=self.device or tensor.device)
-        self.after.append(lambda: bring(made, tensor))
+        self.after.append(lambda: bring(made, place))
         return made
 
-    def both(self, tensor: Any) -> Any:
-        """Return what is to be sent for a tensor, and to receive for it."""
-        if self.is_plain(tensor):
-            return tensor
+    def both(self, tensor: Any, copies: bool = False) -> Any:
+        """Return what is to be sent for a tensor, and to receive for it; a copy in any case if `copies` says so."""
+        place = tensor.detach()
+        if self.is_plain(tensor) and not copies:
+            return place
         made = self._copied(tensor)
-        self.after.append(lambda: bring(made, tensor))
+        self.after.append(lambda: bring(made, place))
         return made
 
     def all_sent(self, tensors: Sequence[Any]) -> list[Any]:
@@ -124,10 +150,11 @@ class Staging:
         if made is not None:
             return made
         made = self._new_flat(parts)
+        places = [part.detach() for part in parts]
 
         def bring_all() -> None:
-            for each, part in zip(made.chunk(len(parts)), parts, strict=True):
-                bring(each.view(part.shape), part)
+            for each, place in zip(made.chunk(len(places)), places, strict=True):
+                bring(each.view(place.shape), place)
 
         self.after.append(bring_all)
         return made
@@ -155,7 +182,8 @@ class Staging:
         else:
             made = times(tensor, factor)
         if into is not None:
-            self.after.append(lambda: bring(made, into))
+            place = into.detach()
+            self.after.append(lambda: bring(made, place))
         return made
 
     def _copied(self, tensor: Any) -> Any:

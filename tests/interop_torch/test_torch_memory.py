@@ -1,0 +1,98 @@
+"""Memory that an operation works on: taken from its tensor meanwhile, or shared by two tensors."""
+
+from __future__ import annotations
+
+import weakref
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+#: Operations by name, each given a function that makes tensors of two elements; each returns its work.
+OPERATIONS = {
+    "all_reduce": lambda new, peer: dist.all_reduce(new(), async_op=True),
+    "broadcast": lambda new, peer: dist.broadcast(new(), 1, async_op=True),
+    "reduce": lambda new, peer: dist.reduce(new(), 0, async_op=True),
+    "all_gather_into_tensor": lambda new, peer: dist.all_gather_into_tensor(new(4), new(), async_op=True),
+    "reduce_scatter_tensor": lambda new, peer: dist.reduce_scatter_tensor(new(), new(4), async_op=True),
+    "send": lambda new, peer: dist.isend(new(1 << 20), peer) if peer else dist.irecv(new(1 << 20), peer),
+    "recv": lambda new, peer: dist.irecv(new(), peer) if peer else dist.isend(new(), peer),
+    "all_gather": lambda new, peer: dist.all_gather([new(), new()], new(), async_op=True),
+    "gather": lambda new, peer: dist.gather(new(), [new(), new()] if peer else None, 0, async_op=True),
+    "scatter": lambda new, peer: dist.scatter(new(), None if peer else [new(), new()], 1, async_op=True),
+    "all_to_all_single": lambda new, peer: dist.all_to_all_single(new(), new(), async_op=True),
+    "all_reduce_coalesced": lambda new, peer: dist.group.WORLD.allreduce_coalesced(
+        [new(), new()], dist.AllreduceCoalescedOptions()
+    ),
+    "strided": lambda new, peer: dist.all_reduce(new(4)[::2], async_op=True),
+}
+
+
+def swapped(rank, size, name, how):
+    """Begin an operation on rank 0, give its tensors another memory, and only then begin it on rank 1."""
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    arrays, tensors = [], []
+
+    def new(count=2):
+        array = np.ones(count)
+        arrays.append(weakref.ref(array))
+        tensors.append(torch.from_numpy(array))
+        return tensors[-1]
+
+    if rank == 1:
+        store.wait(["swapped"])
+    work = OPERATIONS[name](new, 1 - rank)
+    for tensor in tensors:
+        if how == "data":
+            tensor.data = torch.zeros(1, dtype=tensor.dtype)
+        else:
+            tensor.set_(torch.zeros(1, dtype=tensor.dtype))
+    kept = [array() is not None for array in arrays]
+    store.set("swapped", "")
+    work.wait()
+    return kept
+
+
+@pytest.mark.parametrize("how", ["data", "set"])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_memory_of_an_operation_stays_when_its_tensor_gets_another(ranks2, name, how):
+    kept = ranks2.run(swapped, name, how)[0]
+    assert kept and all(kept)
+
+
+def received(rank, size):
+    """Give a tensor another memory while its own receives."""
+    store = dist.distributed_c10d._get_default_store()
+    array = np.full(3, rank + 1.0)
+    tensor = torch.from_numpy(array)
+    if rank == 1:
+        store.wait(["swapped"])
+    work = dist.all_reduce(tensor, async_op=True)
+    tensor.data = torch.zeros(3, dtype=tensor.dtype)
+    store.set("swapped", "")
+    work.wait()
+    return array.tolist(), tensor.tolist()
+
+
+def test_result_is_in_the_memory_that_the_tensor_had_at_the_call(ranks2):
+    assert ranks2.run(received) == [([3.0] * 3, [0.0] * 3)] * 2
+
+
+def shared(rank, size, how):
+    whole = torch.arange(6.0) + rank
+    parts = {
+        "same": lambda: [whole, whole],
+        "view": lambda: [whole, whole.view(2, 3), whole.view(-1)],
+        "overlap": lambda: [whole[:4], whole[2:], whole[1:3]],
+        "strided": lambda: [whole[::2], whole, whole[1::2]],
+        "parts": lambda: [whole[:3], whole[3:]],
+    }[how]()
+    dist.group.WORLD.allreduce_coalesced(parts, dist.AllreduceCoalescedOptions()).wait()
+    return whole.tolist()
+
+
+@pytest.mark.parametrize("how", ["same", "view", "overlap", "strided", "parts"])
+def test_memory_that_tensors_of_one_call_share_is_reduced_once(ranks2, how):
+    assert ranks2.run(shared, how) == [[2.0 * i + 1 for i in range(6)]] * 2

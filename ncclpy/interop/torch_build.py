@@ -159,7 +159,7 @@ def version_of(compiler: list[str]) -> str:
 def flags_for(torch: Any) -> list[str]:
     """Return what the compiler has to know of a torch: where headers and libraries are, and which ABI it has."""
     root = Path(torch.__file__).parent
-    includes = list(_torch_includes(root))
+    includes = _torch_includes(root)
     cuda = _cuda_include()
     if cuda is not None:
         includes.append(cuda)
@@ -176,11 +176,9 @@ def flags_for(torch: Any) -> list[str]:
 
 
 def _torch_includes(root: Path) -> list[str]:
-    try:
-        from torch.utils.cpp_extension import include_paths
-    except Exception:  # it looks for CUDA's compiler, ninja and more, none of which is needed here
-        return [str(root / "include"), str(root / "include" / "torch" / "csrc" / "api" / "include")]
-    return [path for path in include_paths() if os.path.isdir(path)]
+    """Return torch's own folders; to ask its cpp_extension would import that, which warns where it finds no GPU."""
+    include = root / "include"
+    return [str(include), str(include / "torch" / "csrc" / "api" / "include")]
 
 
 def _cuda_include() -> str | None:

@@ -51,6 +51,10 @@ class StoreLost(StoreError, ConnectionError):
     """Report that a store's server, or the process at the other end, is gone."""
 
 
+class StoreEnded(StoreLost):
+    """Report that a store's server has ended, or is about to, as it has announced."""
+
+
 class LeaseEnded(StoreLost):
     """Report that this process was silent for longer than its lease, as when it was stopped: the server gave it up.
 

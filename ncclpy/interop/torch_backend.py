@@ -22,6 +22,7 @@ from ncclpy.interop.torch_work import PartWork, Together, TorchWork, backend_err
 
 if TYPE_CHECKING:
     from ncclpy.engine.work import Work
+    from ncclpy.interop.torch_farewell import Farewell
     from ncclpy.process_group.group import ProcessGroup
 
 __all__ = ["TorchBackend"]
@@ -93,6 +94,7 @@ class TorchBackend:
         self._preferred: Any = None  # the device for a group that no tensor has told of one
         self._over = False  # ended before it was made
         self.split, self.store, self.options = split, store, dict(options or {})
+        self.farewell: Farewell | None = None  # to the store, with the world
 
     # What an operation begins and ends with.
 
@@ -320,7 +322,7 @@ class TorchBackend:
         places = Places()
         with self._as_one(timeout) as works:
             for tensor in tensors:
-                self._reduce_one(tensor, op, not tensor.is_sparse and places.has(tensor))
+                self._reduce_one(tensor, op, len(tensors) > 1 and not tensor.is_sparse and places.has(tensor))
         return works[0]
 
     @_operation
@@ -541,8 +543,12 @@ class TorchBackend:
     def shutdown(self) -> None:
         """Let what was begun end, and give everything back."""
         made = self._end()
-        if made is not None:
-            made.close()
+        try:
+            if made is not None:
+                made.close()
+        finally:
+            if self.farewell is not None:  # torch lets go of the store next, which ends its server if it is here
+                self.farewell.end()
 
 
 def _only(tensors: Sequence[Any], argument: str) -> Any:

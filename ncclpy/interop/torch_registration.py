@@ -11,6 +11,7 @@ from ncclpy.core import library
 from ncclpy.core.device import device_count
 from ncclpy.interop.torch_backend import TorchBackend
 from ncclpy.interop.torch_extension import wrapped
+from ncclpy.interop.torch_farewell import Farewell, line_to, of_world
 from ncclpy.interop.torch_store import TorchStore
 from ncclpy.interop.torch_work import backend_error
 
@@ -59,14 +60,13 @@ def create(theirs: Any, options: Mapping[str, Any] | None) -> Any:
     given = dict(options or {})
     timeout = float(given["timeout"]) if "timeout" in given else _deadline(theirs.timeout)
     ranks = list(theirs.global_ranks_in_group) or list(range(theirs.group_size))
-    return _made(
-        theirs.store,
-        theirs.group_rank,
-        ranks,
-        timeout,
-        str(theirs.group_id),
-        given,
-    )
+    is_world = not theirs.global_ranks_in_group
+    farewell = None if is_world else of_world()
+    if is_world and theirs.group_size > 1 and line_to(theirs.store) is not None:
+        farewell = Farewell(theirs.store, TorchStore(theirs.store), theirs.group_rank, theirs.group_size)
+    made = _made(theirs.store, theirs.group_rank, ranks, timeout, str(theirs.group_id), given, farewell)
+    made.python.farewell = farewell if is_world else None
+    return made
 
 
 def _deadline(theirs: datetime.timedelta) -> float:
@@ -76,7 +76,15 @@ def _deadline(theirs: datetime.timedelta) -> float:
     return _DEADLINE if theirs == constants.default_pg_timeout else float(theirs.total_seconds())
 
 
-def _made(store: Any, rank: int, ranks: list[int], timeout: float, name: str, options: dict[str, Any]) -> Any:
+def _made(
+    store: Any,
+    rank: int,
+    ranks: list[int],
+    timeout: float,
+    name: str,
+    options: dict[str, Any],
+    farewell: Farewell | None,
+) -> Any:
     _choose_engine()
     on_gpu = library.library().engine == "cuda"
     if on_gpu:
@@ -96,7 +104,7 @@ def _made(store: Any, rank: int, ranks: list[int], timeout: float, name: str, op
             ordinal = _gpu(ranks[rank]) if on_gpu else _host_device(ranks[rank])
         # Torch's programs read tensors by streams, which go on after an abort: nothing is aborted unless asked for.
         given = {"name": name, "on_error": "exit", **options, "timeout": timeout, "device": ordinal}
-        there = TorchStore(store, min(timeout, 300.0))
+        there = TorchStore(store, min(timeout, 300.0), farewell)
         there.one_attempt = True  # torch gives each attempt keys of its own
         made = ProcessGroup(there, rank, len(ranks), **given)
         made.translate = backend_error
@@ -107,7 +115,7 @@ def _made(store: Any, rank: int, ranks: list[int], timeout: float, name: str, op
             return None
         their_ranks = [ranks[each] for each in members]
         more = {name: value for name, value in options.items() if name != "timeout"}
-        return _made(their_store, members.index(rank), their_ranks, seconds, group_name, more)
+        return _made(their_store, members.index(rank), their_ranks, seconds, group_name, more, farewell)
 
     try:
         return wrapped(rank, len(ranks), TorchBackend(rank, len(ranks), make, on_gpu, timeout, split, store, options))

@@ -15,7 +15,7 @@ from urllib.parse import quote
 from ncclpy.bootstrap.arrivals import Arrivals, refuse
 from ncclpy.bootstrap.asked import decode, ranks_of
 from ncclpy.bootstrap.prefix import PrefixStore
-from ncclpy.bootstrap.store import Store, StoreError
+from ncclpy.bootstrap.store import Store, StoreEnded, StoreError
 from ncclpy.bootstrap.watch import Change, Watch
 from ncclpy.core.creation import get_unique_id
 from ncclpy.core.errors import NcclError, NcclRemoteError, NcclTimeout, ranks, spans
@@ -386,7 +386,7 @@ class Notices:
             except NcclTimeout:
                 pass
             except StoreError as error:
-                if not self._over.is_set():
+                if not self._over.is_set() and not isinstance(error, StoreEnded):
                     _log.warning("rank %d hears no more whether its group has ended: %s", self.rank, error)
                 return
             with contextlib.suppress(StoreError, NcclTimeout):

@@ -1,0 +1,128 @@
+"""The server of torch's store ends: the other ranks' processes do not call it any more, and torch prints nothing."""
+
+from __future__ import annotations
+
+import gc
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+import torch.distributed as dist
+
+import testing
+from ncclpy.bootstrap import StoreLost
+from ncclpy.bootstrap.store import StoreEnded
+from ncclpy.interop.torch_farewell import Farewell
+from ncclpy.interop.torch_store import TorchStore
+
+PROGRAM = """
+    import os, sys, torch, torch.distributed as dist
+
+    rank, port, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    dist.init_process_group("ncclpy", rank=rank, world_size=2, pg_options={"on_error": "abort"})
+    part = dist.new_group()
+    dist.all_reduce(torch.ones(1), group=part)
+    if rank == 1:
+        sys.stdin.read()  # until rank 0's process has ended
+    if how == "destroy":
+        dist.destroy_process_group()
+    if how == "raise" and rank == 0:
+        raise ValueError("rank 0 fails")
+"""
+
+
+def ends(how, folder):
+    """Return what rank 1 prints whose rank 0, which serves the store, ends in some way; and both exit codes."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = str(one.getsockname()[1])
+    command = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
+    with subprocess.Popen(
+        [*command, "1", port, how], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder
+    ) as other:
+        try:
+            first = subprocess.run([*command, "0", port, how], capture_output=True, text=True, timeout=100, cwd=folder)
+            said = other.communicate(timeout=100)[1]
+        finally:
+            other.kill()
+    return first, said, other.returncode
+
+
+@pytest.mark.parametrize("how", ["destroy", "nothing"])
+def test_program_that_ends_normally_prints_nothing(extension, monkeypatch, tmp_path, how):
+    monkeypatch.setenv("NCCLPY_LIBRARY", "host")
+    first, said, code = ends(how, tmp_path)
+    assert (first.returncode, code) == (0, 0) and "c10d" not in first.stderr + said, first.stderr + said
+    if how == "destroy":
+        assert said == ""
+
+
+def test_exception_on_the_serving_rank_prints_no_frames_of_torch_on_the_others(extension, monkeypatch, tmp_path):
+    monkeypatch.setenv("NCCLPY_LIBRARY", "host")
+    first, said, _ = ends("raise", tmp_path)
+    assert first.returncode == 1 and "rank 0 fails" in first.stderr and "c10d" not in said, said
+
+
+@pytest.fixture
+def stores():
+    """Return a list of a TCPStore of torch's that serves, and of a client of it."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return [server, dist.TCPStore("127.0.0.1", server.port, is_master=False)]
+
+
+def test_server_that_has_ended_is_an_error_and_torch_prints_nothing(stores, capfd):
+    store = TorchStore(stores[1])
+    store.set("key", b"value")
+    del stores[0]
+    gc.collect()
+    with pytest.raises(StoreLost, match=r"torch's store at 127\.0\.0\.1:\d+: its server has ended"):
+        store.get("key")
+    assert "c10d" not in capfd.readouterr().err
+
+
+def test_announced_end_waits_until_no_call_is_on_its_way(stores, capfd):
+    ours, theirs = (Farewell(each, TorchStore(each), rank, 2) for rank, each in enumerate(stores))
+    store, raised = TorchStore(stores[1], farewell=theirs), []
+    calls = threading.Event()
+
+    def polls():
+        try:
+            while True:
+                store.check(["never"])
+                calls.set()
+        except StoreEnded as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=polls)
+    thread.start()
+    assert calls.wait(30)
+    ours.end()
+    stores.clear()  # the server ends
+    gc.collect()
+    thread.join(30)
+    assert len(raised) == 1 and "rank 0's process" in str(raised[0]) and "c10d" not in capfd.readouterr().err
+
+
+def test_announced_end_does_not_wait_for_a_process_that_has_ended(stores):
+    with subprocess.Popen(["true"]) as gone:
+        pid = gone.pid
+    ours = Farewell(stores[0], TorchStore(stores[0]), 0, 3)  # rank 2 has not come
+    store = TorchStore(stores[0])
+    machine = store.get("farewell/1/process/0").decode().split("\n")[0]
+    store.set("farewell/1/process/1", f"{machine}\n{pid}\n1".encode())
+    testing.run_with_deadline(ours.end, 4)
+
+
+def test_next_world_over_the_store_is_another_one(stores):
+    for _ in range(2):
+        ours, theirs = (Farewell(each, TorchStore(each), rank, 2) for rank, each in enumerate(stores))
+        theirs.enter()
+        theirs.leave()
+        theirs.end()
+        ours.end()
+        with pytest.raises(StoreEnded):
+            theirs.enter()

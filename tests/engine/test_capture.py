@@ -383,12 +383,12 @@ def test_a_premulsum_in_a_graph(driver, raw, comm1):
 
 
 def test_streams_of_one_communicator_are_all_captured_or_none(driver, raw, comms2):
-    x = filled(raw, 10, 1.0)
+    arrays = [filled(raw, 10, 1.0) for _ in range(2)]
     with ncclpy.Stream(0) as captured, ncclpy.Stream(0) as other:
         begin(driver, captured, THREAD_LOCAL)
         with pytest.raises(ncclpy.NcclError, match=r"all uncaptured or all captured"), ncclpy.group():
-            for stream in (captured, other):
-                comms2[0].all_reduce(x.buffer, stream=stream)
+            for array, stream in zip(arrays, (captured, other), strict=True):
+                comms2[0].all_reduce(array.buffer, stream=stream)
         graph = ctypes.c_void_p()
         driver.library.cuStreamEndCapture(captured.handle, ctypes.byref(graph))
         if graph:

@@ -227,8 +227,7 @@ def test_places_where_it_does_not_fit(ranks):
 def test_a_graph_needs_one_stream_a_device(ranks):
     def body():
         ranks.all_reduce()
-        ranks.streams = [ncclpy.Stream(comm.device) for comm in ranks.comms]
-        ranks.all_reduce()
+        Ranks(ranks.comms, ranks.lib).all_reduce()
 
     plan = recorded(body)
     with pytest.raises(ValueError, match="uses 2 streams"):

@@ -18,7 +18,7 @@ from cpython.exc cimport PyErr_CheckSignals
 from ncclpy.abi.nccl cimport ncclInvalidUsage
 from ncclpy.core.wait cimport SLICE, deadline_after, now
 
-from ncclpy.bootstrap.asked import decode
+from ncclpy.bootstrap.asked import StoreDamaged, decode
 from ncclpy.bootstrap.place import BOOT_ID
 from ncclpy.core.errors import NcclAborted, NcclError, NcclTimeout, ranks, seconds, spans
 from ncclpy.process_group import shared_board
@@ -116,6 +116,8 @@ cdef class Agreement:
                     late.missing = absent
                     raise late
             text = None if found == 1 else self._disagreement(board, number, &ends)
+        except StoreDamaged:  # the others find the same, and are not to take this one for gone
+            raise
         except BaseException:
             if note is not None:
                 board.leave(number, note)

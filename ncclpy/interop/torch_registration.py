@@ -83,7 +83,7 @@ def _made(
     timeout: float,
     name: str,
     options: dict[str, Any],
-    farewell: Farewell | None,
+    farewell: Farewell | None = None,
 ) -> Any:
     _choose_engine()
     on_gpu = library.library().engine == "cuda"

@@ -158,7 +158,7 @@ class TorchStore(Store):
     def _call(self, call: Callable[..., T], *args: Any) -> T:
         if self._line is not None and self._line.is_cut():  # torch would print where in C++ it has found that
             server = "its server" if self._farewell is None else self._farewell.server
-            raise StoreLost(f"torch's store at {self._line.host}:{self._line.port}: {server} has ended")
+            raise StoreLost(f"{self}: {server} has ended (at {self._line.host}:{self._line.port})")
         from torch.distributed import DistNetworkError
 
         _exit.enter()

@@ -62,6 +62,11 @@ class Arguments:
         return self.ngpus * self.nthreads
 
     @property
+    def room(self) -> int:
+        """Return the bytes of a buffer: operations of one group run at the same time, each in memory of its own."""
+        return self.maxbytes * self.agg_iters
+
+    @property
     def kind(self) -> Collective:
         """Return the collective to measure."""
         return COLLECTIVES[self.collective]

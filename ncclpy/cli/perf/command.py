@@ -79,10 +79,12 @@ def fit(arguments: Arguments) -> tuple[Arguments, list[str]]:
             f"-g {arguments.ngpus} -t {arguments.nthreads} need {arguments.nranks} devices, "
             f"there are {available}{hint}"
         )
-    limit = memory_limit(arguments.nranks)
+    limit = memory_limit(arguments.nranks) // arguments.agg_iters
     if arguments.maxbytes > limit and arguments.collective != "barrier":
         if arguments.minbytes > limit:
-            raise ArgumentError(f"-b {arguments.minbytes} does not fit: there is memory for {limit} bytes a buffer")
+            raise ArgumentError(
+                f"-b {arguments.minbytes} does not fit: there is memory for {limit} bytes in each buffer of an operation"
+            )
         notes.append(f"# Reducing maxBytes to {limit} due to memory limitation")
         arguments = replace(arguments, maxbytes=limit)
     kept = tuple(name for name in arguments.datatypes if not _lacking(name, arguments.nranks))

@@ -106,7 +106,7 @@ class Worker:
                 self.communicators.append(
                     ncclpy.Communicator.init(given.nranks, rank, uid, device=rank, config=config, abortable=abortable)
                 )
-        nbytes = 0 if given.collective == "barrier" else given.maxbytes
+        nbytes = 0 if given.collective == "barrier" else given.room
         for communicator in self.communicators:
             self.endpoints.append(Endpoint(communicator, nbytes))
         ranks = self.link.exchange([_describe(endpoint) for endpoint in self.endpoints])
@@ -231,9 +231,12 @@ class Worker:
     def _launches(
         self, layout: Layout, kind: Type, op: str | None, root: int, in_place: bool, wanted: int
     ) -> list[list[Call]]:
-        """Return the calls of successive iterations, each further on in the buffers, so that caches do not help."""
+        """Return the calls of successive iterations, each further on in the buffers.
+
+        So caches do not help, and those that are aggregated in one group have memory of their own.
+        """
         nbytes = max(layout.send, layout.recv) * kind.itemsize
-        places = min(self.arguments.maxbytes // nbytes, wanted) if nbytes else 1
+        places = min(self.arguments.room // nbytes, wanted) if nbytes else 1
         return [
             [
                 call
